@@ -1,0 +1,98 @@
+"""Who runs the matrix products, and with which scaling rule.
+
+A compute provides one small class, `Compute`. It converts a single `nn.Linear`; walking a model, filtering
+layers and keeping Parameters, hooks and ties alive is `fp8_backends.conversion`'s work, once for all of them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from ..hardware import Availability
+    from ..recipes import Recipe
+
+FPROP, DGRAD, WGRAD = KINDS = ("fprop", "dgrad", "wgrad")
+
+
+@dataclass
+class ProductCounts:
+    """FP8 products that one layer has run since it was prepared."""
+
+    fprop: int = 0
+    """Forward products, recomputation left out."""
+    dgrad: int = 0
+    """Input-gradient products."""
+    wgrad: int = 0
+    """Weight-gradient products."""
+    recomputed: int = 0
+    """Forward products run again by activation checkpointing."""
+
+
+class Compute(ABC):
+    """One way to run the three products of a Linear layer. Holds no state: one instance serves many models."""
+
+    name: str
+    """The name in a backend string: `native`, `te`, `ao`."""
+    scalings: tuple[str, ...]
+    """Scaling rules that a backend string may name after the compute."""
+    default_scaling: str
+    levels: tuple[str, ...] = ("O0",)
+    """MS-AMP levels that this compute can be combined with."""
+    fields: frozenset[str] = frozenset()
+    """Recipe fields, beyond those that every recipe has, that this compute honours."""
+
+    @abstractmethod
+    def availability(self) -> Availability:
+        """Whether this compute can run on this machine, and the fix where it cannot. Cheap; imports nothing heavy."""
+
+    def check(self, recipe: Recipe) -> None:
+        """Raise `RecipeError` for a resolved recipe that cannot be honoured on any machine. Asks no hardware."""
+
+    def unfit(self, linear: nn.Linear, recipe: Recipe) -> str | None:
+        """The reason why this layer cannot run in FP8 and stays in high precision, or None when it can."""
+        return None
+
+    @abstractmethod
+    def build(self, linear: nn.Linear, recipe: Recipe, shared: Any) -> nn.Module:
+        """A module that computes `linear` in FP8 and holds the same Parameter objects.
+
+        It is a carrier: conversion moves its class and its added attributes and buffers onto `linear`, so that the
+        module object, its Parameters, hooks, flags and every other reference to it survive. `shared` is what
+        `new_shared` returned for this model.
+        """
+
+    def new_shared(self, root: nn.Module, recipe: Recipe) -> Any:
+        """State that all converted layers of one prepared model share (None when there is none)."""
+        return None
+
+    def attach(self, root: nn.Module, recipe: Recipe, shared: Any) -> None:
+        """Install what the compute needs on the prepared root (hooks), after its layers were converted."""
+
+    @abstractmethod
+    def is_converted(self, module: nn.Module) -> bool:
+        """Whether this module is one of this compute's FP8 layers."""
+
+    @abstractmethod
+    def engine(self, module: nn.Module) -> str:
+        """What makes the products of this layer where its weight lies now: `scaled_mm`, `bf16-exact`, `emulated`, …"""
+
+    def products(self, module: nn.Module) -> ProductCounts | None:
+        """Counts of a converted layer. None: only a profiled step can tell (`auditing.profile_products`)."""
+        return None
+
+    def high_precision_products(self, recipe: Recipe) -> tuple[str, ...]:
+        """Those of fprop, dgrad, wgrad that the recipe keeps in high precision on purpose."""
+        return ()
+
+    def scaling_state(self, root: nn.Module) -> dict[str, torch.Tensor]:
+        """Plain tensors, keyed by layer name, that make a resumed run equal to the bit. Empty when stateless."""
+        return {}
+
+    def load_scaling_state(self, root: nn.Module, state: dict[str, torch.Tensor]) -> None:
+        """Restore what `scaling_state` returned. Raises `FP8BackendError` naming layers that do not match."""

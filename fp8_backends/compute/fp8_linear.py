@@ -1,0 +1,260 @@
+"""`FP8Linear`: one layer of the native compute, and the autograd function behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..formats import Format
+from ..scaling import (
+    GRAD_OUTPUT,
+    INPUT,
+    WEIGHT,
+    Quantized,
+    delayed_scale,
+    new_delayed_state,
+    quantize_rowwise,
+    quantize_with,
+    record_amax,
+    scale_from_amax,
+    tensor_amax,
+)
+from .products import scaled_product
+
+FPROP, DGRAD, WGRAD, RECOMPUTED = range(4)
+"""Elements of the counter `fp8_products`."""
+
+_COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class LayerRule(NamedTuple):
+    """How the layers of one prepared model run. Plain values, so that `torch.compile` takes them as constants."""
+
+    scaling: str
+    forward_format: Format
+    gradient_format: Format
+    high_precision: tuple[bool, bool, bool]
+    """fprop, dgrad, wgrad kept in high precision (`override_linear_precision`)."""
+    fp8_in_eval: bool
+
+    def __repr__(self) -> str:
+        i, go = self.forward_format.name, self.gradient_format.name
+        kept = [kind for kind, high in zip(("fprop", "dgrad", "wgrad"), self.high_precision, strict=True) if high]
+        return f"native:{self.scaling} i:{i},w:{i},go:{go}" + (f",high:{'+'.join(kept)}" if kept else "")
+
+
+class SharedInputs:
+    """The codes of an activation that several layers read, held for as long as the activation itself lives.
+
+    Only tensors that autograd made are shared: a leaf, such as a batch that lies in a numpy array or in a CUDA
+    graph's static input, can change without a trace.
+    """
+
+    def __init__(self) -> None:
+        self._made: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def get(self, x: torch.Tensor, key: tuple, quantize: Callable):
+        """quantize(), or what an earlier layer got from it for this very tensor under the same key."""
+        if torch.compiler.is_compiling() or x.grad_fn is None:
+            return quantize()  # a compiler finds equal casts by itself
+        version, made = self._made.get(x, (None, None))
+        if version != x._version:
+            made = {}
+            self._made[x] = (x._version, made)
+        if key not in made:
+            made[key] = quantize()
+        return made[key]
+
+    def __deepcopy__(self, memo) -> SharedInputs:
+        return SharedInputs()
+
+    def __reduce__(self):
+        return SharedInputs, ()
+
+
+class FP8Linear(nn.Linear):
+    """`nn.Linear` whose products run in FP8. Made by conversion, which keeps the Parameters of the layer it replaces.
+
+    Input: [..., in_features] in bf16, fp16 or fp32. Output: [..., out_features] in the autocast dtype if autocast is
+    on, else in the input's dtype. Products have the output's dtype, gradients too, as in TransformerEngine. In eval
+    mode the layer computes in high precision unless the recipe says `use_autocast_during_eval`.
+
+    Buffers, all integers (wrappers cast floating-point buffers) and none in the state dict: `fp8_products`, int64
+    [4], counts fprop, dgrad, wgrad and recomputed fprop; `fp8_scaling`, the delayed rule's state.
+    """
+
+    def set_rule(self, rule: LayerRule, shared: SharedInputs, history_len: int) -> None:
+        """Attach a scaling rule with fresh state."""
+        self.fp8_rule, self.fp8_shared, self.fp8_history_len = rule, shared, history_len
+        self.fp8_out_dtype = torch.bfloat16
+        self._reset_state(self.weight.device)
+
+    def _reset_state(self, device: torch.device) -> None:
+        self.register_buffer("fp8_products", torch.zeros(4, dtype=torch.int64, device=device), persistent=False)
+        if self.fp8_rule.scaling == "delayed":
+            state = new_delayed_state(self.fp8_history_len, device)
+            self.register_buffer("fp8_scaling", state, persistent=False)
+
+    def _apply(self, fn, recurse=True):
+        was_meta = self.fp8_products.is_meta
+        super()._apply(fn, recurse)
+        if was_meta and not self.fp8_products.is_meta:
+            self._reset_state(self.fp8_products.device)  # `to_empty` leaves random bits
+        return self
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        device = x.device.type
+        out_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        in_fp8 = self.training or self.fp8_rule.fp8_in_eval
+        if not in_fp8 or out_dtype not in _COMPUTE_DTYPES or not x.is_floating_point() or x.numel() == 0:
+            return F.linear(x, self.weight, self.bias)
+        if x.shape[-1] != self.in_features:
+            raise ValueError(
+                f"an FP8 linear layer of {self.in_features} input features got an input of shape {tuple(x.shape)}; "
+                f"its last dimension must be {self.in_features}"
+            )
+        if self.fp8_products.device != self.weight.device:
+            self._reset_state(self.weight.device)  # real weights were assigned into a model prepared on meta
+        if not torch.compiler.is_compiling():
+            self.fp8_out_dtype = out_dtype
+        keep_input = torch.is_grad_enabled() and self.weight.requires_grad
+        with torch.no_grad():
+            x8, x8_columns, w8 = self._quantize(x, keep_input, record=self.training and torch.is_grad_enabled())
+        return _LinearFunction.apply(
+            x, self.weight, self.bias, *x8, *x8_columns, *w8, self.fp8_products, self._state, self.fp8_rule, out_dtype
+        )
+
+    def _quantize(self, x: torch.Tensor, keep_input: bool, record: bool) -> tuple[Quantized, Quantized, Quantized]:
+        """x8 for fprop, x8 for wgrad where that is another copy, w8. Codes of x: [tokens, in], or [in, tokens]."""
+        rule, fmt, shared = self.fp8_rule, self.fp8_rule.forward_format, self.fp8_shared
+        matrix = x.detach().reshape(-1, self.in_features)
+        weight = self.weight.detach()
+        if rule.scaling == "rowwise":
+            x8 = shared.get(x, ("rows", fmt), lambda: quantize_rowwise(matrix, fmt))
+            x8_columns = _NOTHING
+            if keep_input and not rule.high_precision[WGRAD]:
+                x8_columns = shared.get(x, ("columns", fmt), lambda: quantize_rowwise(matrix.t(), fmt))
+            return x8, x8_columns, quantize_rowwise(weight, fmt)
+        state = self._state
+        x8, x_amax = shared.get(x, (rule.scaling, fmt), lambda: _quantize_tensor(matrix, fmt, state, INPUT))
+        w8, w_amax = _quantize_tensor(weight, fmt, state, WEIGHT)
+        if state is not None and record:
+            record_amax(state, INPUT, x_amax)
+            record_amax(state, WEIGHT, w_amax)
+        return x8, _NOTHING, w8
+
+    @property
+    def _state(self) -> torch.Tensor | None:
+        return self.fp8_scaling if self.fp8_rule.scaling == "delayed" else None
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, {self.fp8_rule!r}"
+
+
+_NOTHING = (None, None)
+
+
+def _quantize_tensor(matrix, fmt, state, tensor) -> tuple[Quantized, torch.Tensor]:
+    """One scale for the whole matrix, from its own amax or, with a delayed state, from earlier ones; and its amax."""
+    amax = tensor_amax(matrix)
+    scale = scale_from_amax(amax, fmt) if state is None else delayed_scale(state, tensor)
+    return quantize_with(matrix, scale, amax, fmt), amax
+
+
+def _transposed(q: Quantized) -> Quantized:
+    """The same codes as the operand of a product that contracts the other dimension. For one scale per tensor."""
+    return Quantized(q.codes.t().contiguous(), q.scale_inv)
+
+
+class _LinearFunction(torch.autograd.Function):
+    """y = x @ w.T + b. The operands come quantised; x and w themselves only carry the gradients, unless the recipe
+    keeps a product in high precision, or the rule quantises the weight again."""
+
+    @staticmethod
+    def forward(
+        ctx, x, weight, bias, x8, x_scale, x8_columns, x_columns_scale, w8, w_scale, counts, state, rule, out_dtype
+    ):
+        if rule.high_precision[FPROP]:
+            y = _plain_product(x.reshape(-1, x.shape[-1]), weight, out_dtype)
+        else:
+            y = scaled_product(Quantized(x8, x_scale), Quantized(w8, w_scale), out_dtype, fast_accumulation=True)
+            counts[RECOMPUTED if _inside_backward() else FPROP].add_(1)
+        if bias is not None:
+            y = y + bias.to(out_dtype)
+
+        saved_for_wgrad = saved_for_dgrad = ()
+        if ctx.needs_input_grad[1]:
+            if rule.high_precision[WGRAD]:
+                saved_for_wgrad = (x, None)
+            else:
+                saved_for_wgrad = (x8_columns, x_columns_scale) if rule.scaling == "rowwise" else (x8, x_scale)
+        if ctx.needs_input_grad[0]:
+            quantise_again = rule.high_precision[DGRAD] or rule.scaling == "rowwise"
+            saved_for_dgrad = (weight, None) if quantise_again else (w8, w_scale)
+        ctx.save_for_backward(*saved_for_wgrad, *saved_for_dgrad)
+        ctx.counts, ctx.state, ctx.rule, ctx.out_dtype = counts, state, rule, out_dtype
+        ctx.x_shape, ctx.x_dtype, ctx.weight_dtype = x.shape, x.dtype, weight.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return y.reshape(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        rule, saved = ctx.rule, ctx.saved_tensors
+        needs_dgrad, needs_wgrad, needs_bias = ctx.needs_input_grad[:3]
+        dy = dy.reshape(-1, dy.shape[-1])
+        dx = dw = db = dy8 = None
+        fp8_dgrad = needs_dgrad and not rule.high_precision[DGRAD]
+        fp8_wgrad = needs_wgrad and not rule.high_precision[WGRAD]
+        if rule.scaling != "rowwise" and (fp8_dgrad or fp8_wgrad):
+            dy8, amax = _quantize_tensor(dy, rule.gradient_format, ctx.state, GRAD_OUTPUT)
+            if ctx.state is not None:
+                record_amax(ctx.state, GRAD_OUTPUT, amax)
+        if needs_dgrad:
+            dx = _dgrad(rule, dy, dy8, *saved[-2:], ctx.out_dtype).to(ctx.x_dtype).reshape(ctx.x_shape)
+        if needs_wgrad:
+            dw = _wgrad(rule, dy, dy8, *saved[:2], ctx.out_dtype).to(ctx.weight_dtype)
+        if needs_bias:
+            db = dy.sum(0, dtype=ctx.bias_dtype)  # of the unquantised gradient
+        if fp8_dgrad:
+            ctx.counts[DGRAD].add_(1)
+        if fp8_wgrad:
+            ctx.counts[WGRAD].add_(1)
+        return dx, dw, db, *(None,) * 10
+
+
+def _dgrad(rule, dy, dy8, weight, weight_scale, out_dtype) -> torch.Tensor:
+    """dx [tokens, in] from dy [tokens, out] and w [out, in]; `weight` is w, or its codes with one scale."""
+    if rule.high_precision[DGRAD]:
+        return _plain_product(dy, weight.t(), out_dtype)
+    if rule.scaling == "rowwise":
+        dy8 = quantize_rowwise(dy, rule.gradient_format)
+        return scaled_product(dy8, quantize_rowwise(weight.t(), rule.forward_format), out_dtype)
+    return scaled_product(dy8, _transposed(Quantized(weight, weight_scale)), out_dtype)
+
+
+def _wgrad(rule, dy, dy8, x, x_scale, out_dtype) -> torch.Tensor:
+    """dw [out, in] from dy [tokens, out] and x; `x` is x itself, its codes, or for rowwise the codes of x.T."""
+    if rule.high_precision[WGRAD]:
+        return _plain_product(dy.t(), x.reshape(-1, x.shape[-1]).t(), out_dtype)
+    if rule.scaling == "rowwise":
+        return scaled_product(quantize_rowwise(dy.t(), rule.gradient_format), Quantized(x, x_scale), out_dtype)
+    return scaled_product(_transposed(dy8), _transposed(Quantized(x, x_scale)), out_dtype)
+
+
+def _plain_product(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    """a [m, k] @ b [n, k].T in the output's dtype."""
+    return torch.mm(a.to(out_dtype), b.to(out_dtype).t())
+
+
+def _inside_backward() -> bool:
+    """Whether this forward is a recomputation: activation checkpointing runs it inside a backward pass.
+
+    Compiled code counts each forward once, also where its partitioner recomputes.
+    """
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

@@ -1,0 +1,173 @@
+"""The native compute: an FP8 linear layer in plain PyTorch, whose three products all run in FP8.
+
+What one layer does with the `dynamic` rule and the HYBRID format (E4M3 forward, E5M2 gradients):
+
+    forward     x8, w8 = quantise(x), quantise(w)            y  = x8 @ w8.T
+    backward    dy8    = quantise(dy)                        dx = dy8 @ w8       dw = dy8.T @ x8
+
+Only x8 and w8 are kept for backward, so a layer saves half of what bf16 saves; layers that read the same input (q, k
+and v of an attention) share one x8. With `rowwise` an operand is quantised along its contraction, hence once a
+product: forward keeps a column-wise copy of x, made from high precision, and backward quantises the weight again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from ..errors import FP8BackendError
+from ..formats import RECIPE_FORMATS
+from ..hardware import Availability
+from ..scaling import rolled_delayed_states
+from . import KINDS, Compute, ProductCounts
+from .fp8_linear import FP8Linear, LayerRule, SharedInputs
+from .products import EMULATED, engine_for
+
+if TYPE_CHECKING:
+    from ..recipes import Recipe
+
+logger = logging.getLogger("fp8_backends")
+
+
+class NativeCompute(Compute):
+    """`torch._scaled_mm`, or the same product by other means where that is faster or the device has none."""
+
+    name = "native"
+    scalings = ("dynamic", "delayed", "rowwise")
+    default_scaling = "dynamic"
+    fields = frozenset(
+        {
+            "fp8_format",
+            "margin",
+            "interval",
+            "amax_history_len",
+            "amax_compute_algo",
+            "override_linear_precision",
+            "use_autocast_during_eval",
+        }
+    )
+
+    def availability(self) -> Availability:
+        engine = engine_for(default_device(), torch.bfloat16)
+        if engine == EMULATED:
+            return Availability(True, "emulated in FP32: this device has no FP8 products, bf16 is faster")
+        return Availability(True, f"products by {engine} on {default_device().type}")
+
+    def unfit(self, linear: nn.Linear, recipe: Recipe) -> str | None:
+        if linear.weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            return f"weight dtype {linear.weight.dtype} is not one of fp32, bf16, fp16"
+        if linear.weight.numel() == 0:
+            return "a layer of size zero has no product"
+        return None
+
+    def new_shared(self, root: nn.Module, recipe: Recipe) -> SharedInputs:
+        return SharedInputs()
+
+    def build(self, linear: nn.Linear, recipe: Recipe, shared: SharedInputs) -> FP8Linear:
+        carrier = FP8Linear(linear.in_features, linear.out_features, bias=False, device="meta")
+        carrier.weight, carrier.bias = linear.weight, linear.bias
+        carrier.set_rule(layer_rule(recipe), shared, recipe.amax_history_len)
+        return carrier
+
+    def attach(self, root: nn.Module, recipe: Recipe, shared: SharedInputs) -> None:
+        weight = next((layer.weight for _, layer in self._layers(root)), None)
+        if weight is not None and engine_for(weight.device, torch.bfloat16) == EMULATED:
+            logger.warning("FP8 products are emulated on %s: same numbers, no speed; bf16 is faster", weight.device)
+        if recipe.scaling == "delayed":
+            root.register_forward_pre_hook(RollDelayedStates(recipe))
+
+    def is_converted(self, module: nn.Module) -> bool:
+        return isinstance(module, FP8Linear)
+
+    def engine(self, module: FP8Linear) -> str:
+        """By the dtype of the layer's last FP8 result (bf16 before any)."""
+        return engine_for(module.weight.device, module.fp8_out_dtype)
+
+    def products(self, module: FP8Linear) -> ProductCounts:
+        if module.fp8_products.is_meta:
+            return ProductCounts()
+        return ProductCounts(*module.fp8_products.tolist())
+
+    def high_precision_products(self, recipe: Recipe) -> tuple[str, ...]:
+        return tuple(kind for kind, high in zip(KINDS, recipe.override_linear_precision, strict=True) if high)
+
+    def scaling_state(self, root: nn.Module) -> dict[str, torch.Tensor]:
+        return {
+            f"{name}.fp8_scaling": layer.fp8_scaling.detach().clone()
+            for name, layer in self._layers(root)
+            if layer.fp8_rule.scaling == "delayed"
+        }
+
+    def load_scaling_state(self, root: nn.Module, state: dict[str, torch.Tensor]) -> None:
+        own = {
+            f"{name}.fp8_scaling": layer for name, layer in self._layers(root) if layer.fp8_rule.scaling == "delayed"
+        }
+        if own.keys() != state.keys():
+            differing = sorted(own.keys() ^ state.keys())
+            raise FP8BackendError(
+                f"the saved scaling state does not fit this model: {len(differing)} layers differ, among them "
+                f"{', '.join(differing[:3])}; prepare the model with the recipe that it was saved with"
+            )
+        for name, layer in own.items():
+            if state[name].shape != layer.fp8_scaling.shape:
+                raise FP8BackendError(
+                    f"{name}: the saved amax history has another length ({state[name].shape[1] - 2}, here "
+                    f"{layer.fp8_scaling.shape[1] - 2}); use the saved run's amax_history_len"
+                )
+            layer.fp8_scaling.copy_(state[name])
+
+    def _layers(self, root: nn.Module) -> Iterator[tuple[str, FP8Linear]]:
+        return ((name, module) for name, module in root.named_modules() if self.is_converted(module))
+
+
+class RollDelayedStates:
+    """Forward pre-hook of the prepared root: one step of every layer's delayed state before a training forward.
+
+    Evaluation and recomputation leave the state alone. A class and not a closure, so that models pickle.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.margin, self.interval = recipe.margin, recipe.interval
+        self.algorithm = recipe.amax_compute_algo
+        forward, gradient = RECIPE_FORMATS[recipe.fp8_format]
+        self.format_max = (forward.max, forward.max, gradient.max)
+
+    def __call__(self, root: nn.Module, args) -> None:
+        if not (root.training and torch.is_grad_enabled()):
+            return
+        for group in self._by_device_and_length(root):
+            states = torch.stack(group)
+            format_max = torch.tensor(self.format_max, dtype=torch.float32, device=states.device)
+            rolled = rolled_delayed_states(states, format_max, self.margin, self.algorithm, self.interval)
+            for state, new in zip(group, rolled.unbind(), strict=True):
+                state.copy_(new)
+
+    @staticmethod
+    def _by_device_and_length(root: nn.Module) -> list[list[torch.Tensor]]:
+        groups: dict = {}
+        for module in root.modules():
+            if isinstance(module, FP8Linear) and module.fp8_rule.scaling == "delayed":
+                state = module.fp8_scaling
+                groups.setdefault((state.device, state.shape[1]), []).append(state)
+        return list(groups.values())
+
+
+def layer_rule(recipe: Recipe) -> LayerRule:
+    """The plain values of a resolved recipe that a layer reads."""
+    forward, gradient = RECIPE_FORMATS[recipe.fp8_format]
+    return LayerRule(
+        recipe.scaling,
+        forward,
+        gradient,
+        tuple(recipe.override_linear_precision),
+        bool(recipe.use_autocast_during_eval),
+    )
+
+
+def default_device() -> torch.device:
+    """The accelerator that training would use on this machine, else the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,0 +1,37 @@
+"""The two FP8 formats: their ranges and the cast into them.
+
+E4M3 (four exponent, three mantissa bits) carries weights and activations; E5M2 trades a mantissa bit for range and
+carries gradients. Micikevicius et al., "FP8 Formats for Deep Learning", arXiv:2209.05433.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Format:
+    """One 8-bit floating-point format."""
+
+    name: str
+    dtype: torch.dtype
+    max: float
+    """Largest finite magnitude."""
+
+
+E4M3 = Format("e4m3", torch.float8_e4m3fn, 448.0)
+E5M2 = Format("e5m2", torch.float8_e5m2, 57344.0)
+
+RECIPE_FORMATS = {"HYBRID": (E4M3, E5M2), "E4M3": (E4M3, E4M3)}
+"""`fp8_format` of a recipe -> (format of input and weight, format of the output's gradient)."""
+
+
+def saturating_cast(values: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """FP32 values, already scaled, to FP8: round to nearest even, ±inf and overflow to ±max, NaN stays NaN.
+
+    The clamp is explicit because an eager cast overflows E4M3 to NaN before torch 2.12, and E5M2 to inf in every
+    version. Returns a contiguous tensor of `fmt.dtype` and the shape of `values`.
+    """
+    return values.clamp(-fmt.max, fmt.max).to(fmt.dtype).contiguous()
