@@ -57,7 +57,8 @@ def scale_from_amax(amax: torch.Tensor, fmt: Format, margin: int = 0) -> torch.T
 
     TransformerEngine's `compute_scale_from_amax` (common/recipe/recipe_common.cuh).
     """
-    scale = torch.clamp(fmt.max * 2.0**-margin / amax, max=_FP32_MAX)
+    # tensor by tensor: a Python number divided by a tensor is a multiplication by the reciprocal, rounded twice
+    scale = torch.clamp(torch.full_like(amax, fmt.max * 2.0**-margin) / amax, max=_FP32_MAX)
     return torch.where((amax > 0) & torch.isfinite(amax), scale, torch.ones_like(scale))
 
 
@@ -67,7 +68,7 @@ def scale_inv_of(scale: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
     The saturating cast turns an inf into the format's maximum. Without the NaN a loss scaler, a gradient clip or a
     user would never learn of the overflow. The scale itself stays finite, so the next step is not affected.
     """
-    return torch.where(torch.isfinite(amax), 1.0 / scale, torch.full_like(scale, float("nan")))
+    return torch.where(torch.isfinite(amax), scale.reciprocal(), torch.full_like(scale, float("nan")))
 
 
 def quantize_with(x: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor, fmt: Format) -> Quantized:
@@ -93,18 +94,18 @@ def quantize_rowwise(x: torch.Tensor, fmt: Format) -> Quantized:
 def new_delayed_state(history_len: int, device: torch.device | str | None = None) -> torch.Tensor:
     """A fresh state: scale 1 (TransformerEngine's first step), an empty history. int32 [3, 2 + history_len]."""
     state = torch.zeros(3, HISTORY + history_len, dtype=torch.int32, device=device)
-    state.view(torch.float32)[:, SCALE] = 1.0
+    state.view(torch.float32).select(1, SCALE).fill_(1.0)
     return state
 
 
 def delayed_scale(state: torch.Tensor, tensor: int) -> torch.Tensor:
     """The scale in force for INPUT, WEIGHT or GRAD_OUTPUT. FP32, 0-dimensional."""
-    return state.view(torch.float32)[tensor, SCALE]
+    return state.view(torch.float32).select(0, tensor).select(0, SCALE)
 
 
 def record_amax(state: torch.Tensor, tensor: int, amax: torch.Tensor) -> None:
     """history[0] = max(history[0], amax), in place. Idempotent, so recomputation may record again; NaN is ignored."""
-    newest = state.view(torch.float32)[tensor, HISTORY]
+    newest = state.view(torch.float32).select(0, tensor).select(0, HISTORY)
     newest.copy_(torch.fmax(newest, amax))
 
 
@@ -118,16 +119,14 @@ def rolled_delayed_states(
     shifts with a at its end, and a finite A gives the scale `format_max * 2**-margin / A`. `interval` recomputes the
     scale on every interval-th roll only. format_max: FP32, broadcastable to [layers, 3].
     """
-    bits = states.view(torch.float32)
-    scale, history = bits[..., SCALE], bits[..., HISTORY:]
-    rolls = states[..., ROLLS]
-    recorded = history[..., 0]
+    bits, length = states.view(torch.float32), states.shape[-1] - HISTORY
+    scale, history, rolls = bits.select(-1, SCALE), bits.narrow(-1, HISTORY, length), states.select(-1, ROLLS)
+    recorded = history.select(-1, 0)
     amax = recorded if algorithm == "most_recent" else history.amax(dim=-1)
     due = (recorded != 0) & (amax > 0) & torch.isfinite(amax) & (rolls % interval == 0)
-    new_scale = torch.clamp(format_max * 2.0**-margin / amax, max=_FP32_MAX)
-    new_scale = torch.where(due, new_scale, scale)
-    shifted = torch.cat([history[..., 1:], recorded.unsqueeze(-1)], dim=-1)  # oldest out, newest at the end
-    shifted = torch.cat([torch.zeros_like(shifted[..., :1]), shifted[..., 1:]], dim=-1)  # room for the next amax
+    new_scale = torch.where(due, torch.clamp(format_max * 2.0**-margin / amax, max=_FP32_MAX), scale)
+    room = torch.zeros_like(recorded.unsqueeze(-1))  # where the next step records
+    shifted = torch.cat([room, history.narrow(-1, 2, length - 2), recorded.unsqueeze(-1)], -1) if length > 1 else room
     new_history = torch.where((recorded != 0).unsqueeze(-1), shifted, history)
     return torch.cat(
         [

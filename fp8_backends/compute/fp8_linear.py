@@ -122,9 +122,11 @@ class FP8Linear(nn.Linear):
             self._reset_state(self.weight.device)  # real weights were assigned into a model prepared on meta
         if not torch.compiler.is_compiling():
             self.fp8_out_dtype = out_dtype
-        keep_input = torch.is_grad_enabled() and self.weight.requires_grad
+        differentiable = torch.is_grad_enabled()
         with torch.no_grad():
-            x8, x8_columns, w8 = self._quantize(x, keep_input, record=self.training and torch.is_grad_enabled())
+            x8, x8_columns, w8 = self._quantize(
+                x, keep_input=differentiable and self.weight.requires_grad, record=differentiable and self.training
+            )
         return _LinearFunction.apply(
             x, self.weight, self.bias, *x8, *x8_columns, *w8, self.fp8_products, self._state, self.fp8_rule, out_dtype
         )
@@ -183,7 +185,7 @@ class _LinearFunction(torch.autograd.Function):
             y = _plain_product(x.reshape(-1, x.shape[-1]), weight, out_dtype)
         else:
             y = scaled_product(Quantized(x8, x_scale), Quantized(w8, w_scale), out_dtype, fast_accumulation=True)
-            counts[RECOMPUTED if _inside_backward() else FPROP].add_(1)
+            counts.select(0, RECOMPUTED if _inside_backward() else FPROP).add_(1)
         if bias is not None:
             y = y + bias.to(out_dtype)
 
@@ -222,9 +224,9 @@ class _LinearFunction(torch.autograd.Function):
         if needs_bias:
             db = dy.sum(0, dtype=ctx.bias_dtype)  # of the unquantised gradient
         if fp8_dgrad:
-            ctx.counts[DGRAD].add_(1)
+            ctx.counts.select(0, DGRAD).add_(1)
         if fp8_wgrad:
-            ctx.counts[WGRAD].add_(1)
+            ctx.counts.select(0, WGRAD).add_(1)
         return dx, dw, db, *(None,) * 10
 
 

@@ -65,7 +65,7 @@ def scaled_product(a: Quantized, b: Quantized, out_dtype: torch.dtype, fast_accu
     product_dtype = torch.bfloat16 if rowwise else out_dtype
     multiply = _ENGINES[engine_for(a_codes.device, product_dtype)]
     out = multiply(a_codes, a.scale_inv, b_codes, b_scale_inv, product_dtype, fast_accumulation)
-    return out[:, :n].to(out_dtype)
+    return out.narrow(1, 0, n).to(out_dtype)
 
 
 def pad_columns(matrix: torch.Tensor) -> torch.Tensor:

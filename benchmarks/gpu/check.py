@@ -1,0 +1,166 @@
+"""Is FP8 on this GPU right? Every product kind and a training step of each backend against the CPU's numbers.
+
+Prints a line a check and exits with 1 if any failed. `--device cpu` rehearses the same checks without a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import itertools
+import json
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from measuring import machine  # noqa: E402
+
+import fp8_backends  # noqa: E402
+from fp8_backends.compute.products import engine_for  # noqa: E402
+from fp8_backends.formats import E4M3, E5M2  # noqa: E402
+from fp8_backends.scaling import quantize_dynamic, quantize_rowwise  # noqa: E402
+
+SCALINGS = ["native:dynamic", "native:delayed", "native:rowwise"]
+RESULTS: list[dict] = []
+
+
+def check(name: str, passed: bool, **figures) -> None:
+    RESULTS.append({"check": name, "passed": bool(passed), **figures})
+    print(f"{'ok  ' if passed else 'FAIL'} {name} {json.dumps(figures) if figures else ''}", flush=True)
+
+
+def attempt(name: str, function, *arguments) -> None:
+    """Run one group of checks; an exception is a failed check, not the end of the run."""
+    try:
+        function(name, *arguments)
+    except Exception as error:
+        traceback.print_exc()
+        check(name, False, error=f"{type(error).__name__}: {error}"[:300])
+
+
+def sqnr(exact: torch.Tensor, values: torch.Tensor) -> float:
+    exact, values = exact.detach().cpu().double(), values.detach().cpu().double()
+    return (20 * torch.log10(exact.norm() / (exact - values).norm().clamp(min=1e-30))).item()
+
+
+def same_codes(name: str, device: str) -> None:
+    for fmt, dtype, rowwise in itertools.product((E4M3, E5M2), (torch.float32, torch.bfloat16), (False, True)):
+        x = torch.randn(384, 272).to(dtype)
+        x[0, :5] = torch.tensor([0.0, 1e-8, 1e4, -3e4, 7.0])
+        quantize = quantize_rowwise if rowwise else quantize_dynamic
+        here, there = quantize(x, fmt), quantize(x.to(device), fmt)
+        equal = torch.equal(here.codes.view(torch.uint8), there.codes.cpu().view(torch.uint8))
+        scales = torch.equal(here.scale_inv, there.scale_inv.cpu())
+        check(f"{name} {fmt.name} {dtype} {'rowwise' if rowwise else 'tensor'}", equal and scales)
+
+
+def products(name: str, device: str, compiled: bool) -> None:
+    """y, dx, dw, db of one layer on the device against the same layer on the CPU, ragged sizes included."""
+    grid = itertools.product(SCALINGS, ("HYBRID", "E4M3"), (torch.bfloat16, torch.float32), ((256, 256, 512), (50, 33, 72)))
+    for backend, fmt, dtype, (tokens, n_in, n_out) in grid:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        spec = fp8_backends.FP8RecipeKwargs(backend=backend, fp8_format=fmt)
+        x, dy = torch.randn(tokens, n_in).to(dtype), torch.randn(tokens, n_out).to(dtype)
+        linear = nn.Linear(n_in, n_out).to(dtype)
+        made = {}
+        for where in ("cpu", device):
+            model = nn.Sequential(copy.deepcopy(linear)).to(where)
+            fp8_backends.prepare(model, None, spec)
+            run = torch.compile(model, fullgraph=True) if compiled and where == device else model
+            for _ in range(3):  # delayed scaling needs two steps to leave scale 1
+                model.zero_grad()
+                x_here = x.to(where).requires_grad_()
+                y = run(x_here)
+                y.backward(dy.to(where))
+            counts = model[0].fp8_products[:3].tolist()
+            made[where] = (y, x_here.grad, model[0].weight.grad, model[0].bias.grad, counts)
+        figures = [round(sqnr(a, b), 1) for a, b in zip(made["cpu"][:4], made[device][:4], strict=True)]
+        exact = made["cpu"][4] == made[device][4] == [3, 3, 3]
+        # two bf16 roundings and Hopper's fast accumulation (about 14 bits) apart: far above FP8's own 32 dB
+        label = f"{name} {backend} {fmt} {str(dtype)[6:]} {tokens}x{n_in}x{n_out}"
+        check(label, exact and min(figures) > 45, sqnr_y_dx_dw_db=figures)
+
+
+def non_finite(name: str, device: str) -> None:
+    for backend in SCALINGS:
+        model = nn.Sequential(nn.Linear(64, 64)).to(device)
+        fp8_backends.prepare(model, None, backend)
+        x = torch.randn(32, 64, device=device)
+        x[0, 0] = float("inf")
+        shows = not torch.isfinite(model(x)).all()
+        x[0, 0] = 1.0
+        check(f"{name} {backend}", bool(shows) and bool(torch.isfinite(model(x)).all()))
+
+
+def training(name: str, device: str, backend: str, compiled: bool) -> None:
+    """Losses of a small Llama over six steps through Accelerate, on the device and on the CPU."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+    from step import build
+
+    losses = {}
+    initial = build("tiny", 64, "cpu").state_dict()
+    for where in ("cpu", device):
+        torch._dynamo.reset()
+        AcceleratorState._reset_state(True)
+        accelerator = Accelerator(
+            mixed_precision="fp8",
+            cpu=where == "cpu",
+            kwargs_handlers=[fp8_backends.FP8RecipeKwargs(backend=backend)],
+        )
+        model = build("tiny", 64, "cpu")
+        model.load_state_dict(initial)
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+        run = torch.compile(model) if compiled and where == device else model
+        batch = torch.randint(256, (8, 64), generator=torch.Generator().manual_seed(0)).to(accelerator.device)
+        losses[where] = []
+        for _ in range(6):
+            loss = run(input_ids=batch, labels=batch).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[where].append(round(loss.item(), 5))
+        share = fp8_backends.audit(model, optimizer).flops_share
+    gap = max(abs(a - b) for a, b in zip(losses["cpu"], losses[device], strict=True))
+    falls = losses[device][-1] < losses[device][0]
+    # a shared batch and shared weights: only accumulation order and bf16 kernels differ, and six steps let it grow
+    check(f"{name} {backend}", gap < 0.03 and falls and share > 0.5, gap=gap, losses=losses[device], fp8_share=share)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--backends", default="native:dynamic,native:delayed,native:rowwise,ao:tensorwise,ao:rowwise")
+    parser.add_argument("--compile", action="store_true", help="only the compiled forms")
+    parser.add_argument("--out", help="folder for check.json")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    device = arguments.device
+    engine = engine_for(torch.device(device), torch.bfloat16)
+    check("engine", engine == ("scaled_mm" if device == "cuda" else "bf16-exact"), engine=engine)
+    mode = "compiled" if arguments.compile else "eager"
+    if not arguments.compile:
+        attempt("codes", same_codes, device)
+        attempt("non-finite shows", non_finite, device)
+    attempt(f"products {mode}", products, device, arguments.compile)
+    for backend in arguments.backends.split(","):
+        if fp8_backends.available_backends()[backend].can_run:
+            attempt(f"training {mode}", training, device, backend, arguments.compile)
+        else:
+            print(f"skip training {backend}: {fp8_backends.available_backends()[backend].reason}")
+    failed = [r["check"] for r in RESULTS if not r["passed"]]
+    print(f"{len(RESULTS) - len(failed)} passed, {len(failed)} failed")
+    if arguments.out:
+        record = {"machine": machine(), "device": device, "mode": mode, "checks": RESULTS}
+        Path(arguments.out).mkdir(parents=True, exist_ok=True)
+        (Path(arguments.out) / f"check_{mode}.json").write_text(json.dumps(record, indent=1) + "\n")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

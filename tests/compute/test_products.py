@@ -1,0 +1,98 @@
+"""The one function behind every FP8 product: numbers, layouts, and what a GPU would accept."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fp8_backends.compute import products
+from fp8_backends.compute.products import engine_for, scaled_product
+from fp8_backends.formats import E4M3, E5M2
+from fp8_backends.kernels import reference
+from fp8_backends.scaling import Quantized, quantize_dynamic, quantize_rowwise
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def operands(m, n, k, rowwise, a_format=E4M3):
+    generator = torch.Generator().manual_seed(m * 7 + n * 3 + k)
+    quantize = quantize_rowwise if rowwise else quantize_dynamic
+    a, b = torch.randn(m, k, generator=generator), torch.randn(n, k, generator=generator)
+    return quantize(a, a_format), quantize(b, E4M3)
+
+
+@pytest.mark.parametrize("rowwise", [False, True])
+@pytest.mark.parametrize("out_dtype", DTYPES)
+@pytest.mark.parametrize("m,n,k", [(32, 48, 64), (1, 16, 16), (17, 5, 33), (3, 1, 1), (48, 130, 250)])
+def test_product_of_codes_is_exact_up_to_the_output_rounding(m, n, k, out_dtype, rowwise):
+    a, b = operands(m, n, k, rowwise)
+    exact = reference.dequantize(*a).double() @ reference.dequantize(*b).double().t()
+    out = scaled_product(a, b, out_dtype)
+    assert out.shape == (m, n) and out.dtype == out_dtype
+    # bf16 has 8 significant bits (rounded twice on the bf16-exact path), fp16 11; fp32 leaves the order of summation
+    bound = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 2**-19}[torch.bfloat16 if rowwise else out_dtype]
+    assert (out.double() - exact).abs().max() <= bound * exact.abs().max()
+
+
+ROUNDINGS_TO_BF16 = {products.SCALED_MM: 1, products.EMULATED: 1, products.BF16_EXACT: 2}
+
+
+@pytest.mark.parametrize("engine", ROUNDINGS_TO_BF16)
+@pytest.mark.parametrize("rowwise", [False, True])
+@pytest.mark.parametrize("a_format", [E4M3, E5M2])
+def test_every_engine_is_the_exact_product_up_to_its_roundings_and_the_order_of_summation(a_format, rowwise, engine):
+    a, b = operands(64, 32, 96, rowwise, a_format)
+    x, w = reference.dequantize(*a).double(), reference.dequantize(*b).double()
+    out = products._ENGINES[engine](a.codes, a.scale_inv, b.codes, b.scale_inv, torch.bfloat16, False)
+    half_unit = 2.0**-8  # of bf16's eight significant bits, relative
+    summation = 96 * 2.0**-23 * (x.abs() @ w.abs().t())
+    exact = x @ w.t()
+    bound = ROUNDINGS_TO_BF16[engine] * half_unit * 1.01 * exact.abs() + summation
+    assert ((out.double() - exact).abs() <= bound).all()
+
+
+def test_cpu_takes_the_exact_bf16_product_only_where_the_result_is_bf16():
+    cpu = torch.device("cpu")
+    assert engine_for(cpu, torch.bfloat16) == products.BF16_EXACT
+    assert engine_for(cpu, torch.float32) == engine_for(cpu, torch.float16) == products.SCALED_MM
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2])
+def test_every_code_is_a_bf16_value(fmt):
+    codes = torch.arange(256, dtype=torch.int16).to(torch.uint8).view(fmt.dtype)
+    finite = codes[torch.isfinite(codes.float())]
+    assert torch.equal(finite.bfloat16().float(), finite.float())
+
+
+def test_e5m2_by_e5m2_is_refused_on_every_device():
+    a, b = operands(16, 16, 16, False, E5M2)[0], quantize_dynamic(torch.randn(16, 16), E5M2)
+    with pytest.raises(AssertionError, match="E5M2"):
+        scaled_product(a, b, torch.bfloat16)
+
+
+def test_mixed_granularity_is_refused():
+    a, _ = operands(16, 16, 16, True)
+    _, b = operands(16, 16, 16, False)
+    with pytest.raises((AssertionError, IndexError)):
+        scaled_product(a, b, torch.bfloat16)
+
+
+@pytest.mark.parametrize("rowwise", [False, True])
+@pytest.mark.parametrize("out_dtype", DTYPES)
+@pytest.mark.parametrize("m,n,k", [(32, 48, 64), (17, 5, 33), (1, 1, 1)])
+def test_gpu_accepts_every_layout_and_size(m, n, k, out_dtype, rowwise):
+    """Fake CUDA tensors run torch's own checks of `_scaled_mm`: layouts, multiples of 16, dtypes of scales."""
+    with FakeTensorMode():
+
+        def quantized(rows):
+            codes = torch.empty(rows, k, device="cuda", dtype=torch.float8_e4m3fn)
+            return Quantized(codes, torch.empty((rows, 1) if rowwise else (), device="cuda"))
+
+        out = scaled_product(quantized(m), quantized(n), out_dtype, fast_accumulation=True)
+    assert out.shape == (m, n) and out.dtype == out_dtype and out.device.type == "cuda"
+
+
+def test_a_gpu_refuses_what_the_checks_are_there_to_prevent():
+    with FakeTensorMode(), pytest.raises(RuntimeError, match="col_major"):
+        matrix = torch.empty(32, 32, device="cuda", dtype=torch.float8_e4m3fn)
+        one = torch.empty((), device="cuda")
+        torch._scaled_mm(matrix, matrix, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)

@@ -1,0 +1,171 @@
+"""Casts, scales and the delayed rule against their plain references, over generated values."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fp8_backends import scaling
+from fp8_backends.formats import E4M3, E5M2, saturating_cast
+from fp8_backends.kernels import reference
+
+FORMATS = [E4M3, E5M2]
+FP32 = st.floats(width=32, allow_nan=True, allow_infinity=True)
+FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+def bits(x):
+    return x.view(torch.uint8)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@given(values=st.lists(FP32, min_size=1, max_size=64))
+@settings(max_examples=150, deadline=None)
+def test_cast_rounds_to_nearest_even_and_saturates(fmt, values):
+    values = torch.tensor(values, dtype=torch.float32)
+    ours, expected = saturating_cast(values, fmt), reference.cast(values, fmt)
+    nan = torch.isnan(values)
+    assert torch.equal(torch.isnan(ours.float()), nan)
+    assert torch.equal(bits(ours)[~nan], bits(expected)[~nan])
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_cast_of_every_midpoint_goes_to_the_even_code(fmt):
+    codes = torch.arange(0, 0x7F, dtype=torch.uint8).view(fmt.dtype).float()
+    table = codes[torch.isfinite(codes) & (codes <= fmt.max)]
+    midpoints = (table[1:] + table[:-1]) / 2
+    assert torch.equal(bits(saturating_cast(midpoints, fmt)), bits(reference.cast(midpoints, fmt)))
+    assert (bits(saturating_cast(midpoints, fmt)) % 2 == 0).all()
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_infinities_saturate_and_nan_stays(fmt):
+    values = torch.tensor([math.inf, -math.inf, 3e38, -3e38, math.nan])
+    out = saturating_cast(values, fmt).float()
+    assert out[:4].tolist() == [fmt.max, -fmt.max, fmt.max, -fmt.max] and math.isnan(out[4])
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@given(amax=st.one_of(FINITE.map(abs), st.sampled_from([0.0, math.inf, math.nan, 1e-45, 1e-38, 3.4e38])))
+@settings(max_examples=200, deadline=None)
+def test_scale_equals_the_reference_to_the_bit(fmt, amax):
+    ours = scaling.scale_from_amax(torch.tensor(amax), fmt)
+    assert ours.item() == reference.scale(torch.tensor(amax).item(), fmt).item()
+    assert math.isfinite(ours.item()) and ours.item() > 0
+
+
+@pytest.mark.parametrize("rowwise", [False, True])
+@pytest.mark.parametrize("fmt", FORMATS)
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_quantise_equals_the_reference_to_the_bit(fmt, rowwise, data):
+    rows, columns = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 9))
+    values = data.draw(st.lists(FINITE, min_size=rows * columns, max_size=rows * columns))
+    x = torch.tensor(values, dtype=torch.float32).reshape(rows, columns)
+    quantize = scaling.quantize_rowwise if rowwise else scaling.quantize_dynamic
+    codes, scale_inv = quantize(x, fmt)
+    expected_codes, expected_scale_inv = reference.quantize(x, fmt, rowwise)
+    assert torch.equal(bits(codes), bits(expected_codes)) and torch.equal(scale_inv, expected_scale_inv)
+    assert codes.is_contiguous() and scale_inv.shape == ((rows, 1) if rowwise else ())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_round_trip_error_is_half_a_step(dtype):
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for fmt, mantissa in ((E4M3, 3), (E5M2, 2)):
+        codes, scale_inv = scaling.quantize_dynamic(x, fmt)
+        smallest_normal = {"e4m3": 2**-6, "e5m2": 2**-14}[fmt.name] * scale_inv
+        error = (reference.dequantize(codes, scale_inv) - x.float()).abs()
+        # half a unit in the last place, with room for the FP32 roundings of the scale and of x times the scale
+        bound = torch.maximum(x.float().abs(), smallest_normal) * 2.0 ** -(mantissa + 1) * (1 + 2**-20)
+        assert (error <= bound).all()
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_a_non_finite_value_shows_in_the_result_and_not_in_the_scale(bad):
+    x = torch.ones(4, 4)
+    x[1, 2] = bad
+    q = scaling.quantize_dynamic(x, E4M3)
+    assert math.isnan(q.scale_inv.item())  # so every product with it is NaN: a loss scaler sees the overflow
+    row = scaling.quantize_rowwise(x, E4M3)
+    assert torch.isnan(row.scale_inv).flatten().tolist() == [False, True, False, False]
+    assert torch.isfinite(scaling.scale_from_amax(scaling.tensor_amax(x), E4M3))
+
+
+# delayed
+
+AMAX = st.one_of(
+    st.floats(min_value=2.0**-60, max_value=2.0**60, width=32), st.sampled_from([0.0, math.inf, math.nan])
+)
+
+
+@given(
+    amaxes=st.lists(st.tuples(AMAX, AMAX, AMAX), min_size=1, max_size=40),
+    length=st.integers(1, 9),
+    margin=st.integers(-2, 4),
+    algorithm=st.sampled_from(["max", "most_recent"]),
+)
+@settings(max_examples=150, deadline=None)
+def test_delayed_states_equal_the_reference_to_the_bit(amaxes, length, margin, algorithm):
+    formats = (E4M3, E4M3, E5M2)
+    format_max = torch.tensor([f.max for f in formats])
+    state = scaling.new_delayed_state(length)
+    expected = [(1.0, [0.0] * length) for _ in formats]
+    for step in amaxes:
+        for tensor, amax in enumerate(step):
+            scaling.record_amax(state, tensor, torch.tensor(amax))
+            if not math.isnan(amax):
+                expected[tensor][1][0] = max(expected[tensor][1][0], torch.tensor(amax).item())
+        state = scaling.rolled_delayed_states(state.unsqueeze(0), format_max, margin, algorithm, 1)[0]
+        expected = [
+            reference.delayed_update(s, h, f, margin, algorithm) for (s, h), f in zip(expected, formats, strict=True)
+        ]
+    for tensor, (s, history) in enumerate(expected):
+        assert scaling.delayed_scale(state, tensor).item() == s
+        assert state.view(torch.float32)[tensor, scaling.HISTORY :].tolist() == history
+
+
+@pytest.mark.parametrize("algorithm,expected", [("max", 448 / 8), ("most_recent", 448 / 2)])
+def test_delayed_algorithms_differ_after_a_spike(algorithm, expected):
+    state = scaling.new_delayed_state(4)
+    for amax in (8.0, 2.0):
+        scaling.record_amax(state, scaling.INPUT, torch.tensor(amax))
+        state = scaling.rolled_delayed_states(state.unsqueeze(0), torch.tensor(448.0), 0, algorithm, 1)[0]
+    assert scaling.delayed_scale(state, scaling.INPUT).item() == expected
+
+
+def test_interval_recomputes_the_scale_on_every_nth_roll_and_keeps_the_history():
+    state, scales = scaling.new_delayed_state(8), []
+    for step in range(7):
+        scaling.record_amax(state, scaling.INPUT, torch.tensor(float(step + 1)))
+        state = scaling.rolled_delayed_states(state.unsqueeze(0), torch.tensor(448.0), 0, "most_recent", 3)[0]
+        scales.append(448 / scaling.delayed_scale(state, scaling.INPUT).item())
+    assert scales == [1, 1, 1, 4, 4, 4, 7]
+    assert state.view(torch.float32)[0, scaling.HISTORY :].tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
+
+
+def test_recording_is_idempotent():
+    state = scaling.new_delayed_state(2)
+    for _ in range(3):
+        scaling.record_amax(state, scaling.WEIGHT, torch.tensor(5.0))
+    scaling.record_amax(state, scaling.WEIGHT, torch.tensor(4.0))
+    assert state.view(torch.float32)[scaling.WEIGHT, scaling.HISTORY] == 5.0
+
+
+def test_one_inf_freezes_the_scale_only_until_it_leaves_the_window():
+    state = scaling.new_delayed_state(3)
+    for amax in (4.0, math.inf, 4.0, 2.0, 2.0, 2.0):
+        scaling.record_amax(state, scaling.INPUT, torch.tensor(amax))
+        state = scaling.rolled_delayed_states(state.unsqueeze(0), torch.tensor(448.0), 0, "max", 1)[0]
+        assert math.isfinite(scaling.delayed_scale(state, scaling.INPUT).item())
+    assert scaling.delayed_scale(state, scaling.INPUT).item() == 448 / 2
+
+
+def test_state_survives_a_cast_of_every_floating_point_buffer():
+    state = scaling.new_delayed_state(4)
+    scaling.record_amax(state, scaling.INPUT, torch.tensor(1 / 3))
+    module = torch.nn.Module()
+    module.register_buffer("state", state.clone())
+    assert torch.equal(module.bfloat16().state, state)
