@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import platform
 from dataclasses import dataclass
+
+import torch
+
+FP8_CAPABILITY = (8, 9)
+"""The lowest CUDA compute capability with FP8 matrix units (Ada)."""
+FP8_ROCM = ("gfx94", "gfx95")
+"""AMD architectures with FP8 matrix units (MI300, MI350)."""
+
+LIBRARIES = ("torch", "accelerate", "torchao", "transformer-engine", "transformers", "safetensors")
 
 
 @dataclass(frozen=True)
@@ -17,3 +28,80 @@ class Availability:
 
     def __bool__(self) -> bool:
         return self.can_run
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """The devices that this process sees, and the libraries that matter for FP8."""
+
+    device: str
+    """Name of the first visible GPU, or the CPU's."""
+    gpus: int
+    capability: tuple[int, int] | None
+    """The lowest CUDA capability over the visible GPUs; None without a CUDA GPU."""
+    fp8_products: bool
+    """Whether every visible GPU multiplies FP8 matrices."""
+    cpu_bf16: bool
+    """Whether the CPU multiplies bf16 matrices in hardware."""
+    versions: dict[str, str | None]
+    """Of the installed libraries; None where one is missing."""
+
+
+def has_gpu() -> bool:
+    return torch.cuda.is_available()
+
+
+def capabilities() -> list[tuple[int, int]]:
+    """The CUDA capability of every visible GPU. Empty without one, and on ROCm, whose numbers mean something else."""
+    if not has_gpu() or torch.version.hip:
+        return []
+    return [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())]
+
+
+def lowest_capability() -> tuple[int, int] | None:
+    return min(capabilities(), default=None)
+
+
+def fp8_products() -> bool:
+    """Whether every visible GPU has FP8 matrix units. False without a GPU."""
+    if not has_gpu():
+        return False
+    if torch.version.hip:
+        devices = (torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count()))
+        return all(device.gcnArchName.startswith(FP8_ROCM) for device in devices)
+    return min(capabilities()) >= FP8_CAPABILITY
+
+
+def cpu_bf16() -> bool:
+    """Whether this CPU has instructions for bf16 products (AVX-512 BF16, AMX, or Arm's)."""
+    supported = getattr(torch.cpu, "get_capabilities", dict)()
+    return any(supported.get(name, False) for name in ("avx512_bf16", "amx_bf16", "amx_tile", "bf16"))
+
+
+def describe() -> Hardware:
+    """What `doctor` and reports print. Imports no library that is not loaded."""
+    return Hardware(
+        device=torch.cuda.get_device_name(0) if has_gpu() else _cpu_name(),
+        gpus=torch.cuda.device_count() if has_gpu() else 0,
+        capability=lowest_capability(),
+        fp8_products=fp8_products(),
+        cpu_bf16=cpu_bf16(),
+        versions={name: version(name) for name in LIBRARIES},
+    )
+
+
+def version(distribution: str) -> str | None:
+    """Of an installed distribution, from its metadata; None where it is missing."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    except OSError:
+        names = []
+    return names[0] if names else platform.processor() or platform.machine()

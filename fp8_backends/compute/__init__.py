@@ -90,6 +90,10 @@ class Compute(ABC):
         """Those of fprop, dgrad, wgrad that the recipe keeps in high precision on purpose."""
         return ()
 
+    def transient_bytes_per_element(self, module: nn.Module) -> float:
+        """Bytes per weight element of copies that live from forward to backward, such as the weight's FP8 codes."""
+        return 0.0
+
     def scaling_state(self, root: nn.Module) -> dict[str, torch.Tensor]:
         """Plain tensors, keyed by layer name, that make a resumed run equal to the bit. Empty when stateless."""
         return {}

@@ -95,6 +95,10 @@ class NativeCompute(Compute):
     def high_precision_products(self, recipe: Recipe) -> tuple[str, ...]:
         return tuple(kind for kind, high in zip(KINDS, recipe.override_linear_precision, strict=True) if high)
 
+    def transient_bytes_per_element(self, module: FP8Linear) -> float:
+        # one FP8 code an element, kept for dgrad; rowwise makes its codes again in backward
+        return 0.0 if module.fp8_rule.scaling == "rowwise" else 1.0
+
     def scaling_state(self, root: nn.Module) -> dict[str, torch.Tensor]:
         return {
             f"{name}.fp8_scaling": layer.fp8_scaling.detach().clone()

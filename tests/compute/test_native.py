@@ -225,7 +225,7 @@ def test_non_finite_values_show_and_do_not_poison_the_next_step(scaling, where, 
 # what the recipe may ask
 
 
-@pytest.mark.parametrize("override", [(a, b, c) for a in (0, 1) for b in (0, 1) for c in (0, 1)])
+@pytest.mark.parametrize("override", [(a, b, c) for a in (0, 1) for b in (0, 1) for c in (0, 1) if not a & b & c])
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_override_linear_precision_is_honoured_product_by_product(scaling, override):
     torch.manual_seed(0)

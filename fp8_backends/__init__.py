@@ -1,0 +1,54 @@
+"""FP8 training backends by name for stock Hugging Face Accelerate, with proof that FP8 is on.
+
+Importing this package connects it to `accelerate.Accelerator` (`FP8_BACKENDS_DISABLE=1` in the environment leaves
+Accelerate untouched). TorchAO, transformers, TransformerEngine and rich are imported only when they are used.
+"""
+
+from .accelerate_plugin import connect
+from .auditing import Audit, audit
+from .conversion import ConversionReport
+from .errors import BackendUnavailableError, FP8BackendError, RecipeError
+from .hardware import Availability
+from .precision_plan import PrecisionPlan, plan
+from .preparation import initialize, prepare
+from .recipes import (
+    AORecipeKwargs,
+    FP8RecipeKwargs,
+    MSAMPRecipeKwargs,
+    NativeRecipeKwargs,
+    Recipe,
+    TERecipeKwargs,
+    resolve,
+)
+from .registry import available_backends, register_backend
+from .validators import Finding, validate
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AORecipeKwargs",
+    "Audit",
+    "Availability",
+    "BackendUnavailableError",
+    "ConversionReport",
+    "FP8BackendError",
+    "FP8RecipeKwargs",
+    "Finding",
+    "MSAMPRecipeKwargs",
+    "NativeRecipeKwargs",
+    "PrecisionPlan",
+    "Recipe",
+    "RecipeError",
+    "TERecipeKwargs",
+    "audit",
+    "available_backends",
+    "connect",
+    "initialize",
+    "plan",
+    "prepare",
+    "register_backend",
+    "resolve",
+    "validate",
+]
+
+connect()

@@ -1,0 +1,246 @@
+"""`FP8Mixin`: what an `Accelerator` does differently when this package runs its FP8."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from contextlib import contextmanager
+from types import MethodType
+from weakref import WeakSet
+
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DistributedType, convert_outputs_to_fp32
+from accelerate.utils.dataclasses import FP8BackendType
+from accelerate.utils.modeling import get_grad_scaler
+from accelerate.utils.other import extract_model_from_parallel
+from torch import nn
+
+from .. import preparation
+from ..conversion import weight_products
+from ..errors import FP8BackendError, RecipeError
+from ..recipes import Recipe
+from .checkpoint import LoadScalingState, SaveScalingState, ScalingInOptimizer
+
+logger = logging.getLogger("fp8_backends")
+
+
+@functools.cache
+def with_mixin(mixin: type, accelerator_class: type) -> type:
+    """The class `accelerator_class` with `mixin` in front: one for each pair, so that `type(a) is type(b)` holds."""
+    name = f"{mixin.class_prefix}{accelerator_class.__name__}"
+    namespace = {"__module__": accelerator_class.__module__, "__doc__": accelerator_class.__doc__}
+    return type(name, (mixin, accelerator_class), namespace)
+
+
+def _blank(mixin: type, accelerator_class: type):
+    """An instance without state, for unpickling: the class was made at run time, pickle finds no name for it."""
+    cls = with_mixin(mixin, accelerator_class)
+    return cls.__new__(cls)
+
+
+class _MadeAtRunTime:
+    """Pickling for a class from `with_mixin`."""
+
+    class_prefix = ""
+
+    def __reduce_ex__(self, protocol):
+        mixin, accelerator_class = type(self).__bases__
+        state = super().__reduce_ex__(2)[2]
+        return _blank, (mixin, accelerator_class), state
+
+
+class IgnoresFP8Environment(_MadeAtRunTime):
+    """An Accelerator without FP8 in a process where `ACCELERATE_FP8_BACKEND` is set: the variable has no effect."""
+
+    @property
+    def fp8_backend(self) -> FP8BackendType:
+        return super().fp8_backend if self.has_fp8_handler else FP8BackendType.NO
+
+
+class FP8Mixin(_MadeAtRunTime):
+    """Put in front of an Accelerator class. Converts every model before stock Accelerate prepares it.
+
+    To stock Accelerate there is no FP8 backend (`fp8_backend` is NO): its own conversions and its loss scaler for
+    MS-AMP stay out, and what it does for "fp8" otherwise, bf16 autocast and FP32 outputs, remains.
+    """
+
+    class_prefix = "FP8"
+    fp8_recipe: Recipe
+    """The resolved recipe."""
+    fp8_state_in_files: bool = False
+    """Whether `save_state` or `load_state` is running."""
+
+    def _start_fp8(self, recipe: Recipe) -> None:
+        """After the original `__init__`: precision around FP8, and the scaling state's way into checkpoints."""
+        self.fp8_recipe = recipe
+        self._fp8_converted = False
+        self._fp8_optimizers = WeakSet()
+        if recipe.autocast_dtype != "bf16":
+            self._check_own_autocast()
+            self.native_amp = False  # stock autocast is bf16; ours, if any, stands in its place
+        if recipe.autocast_dtype == "fp16":
+            handler = self.scaler_handler
+            self.scaler = _grad_scaler(self, handler.to_kwargs() if handler is not None else {})
+        self.register_save_state_pre_hook(SaveScalingState(self))
+        self.register_load_state_pre_hook(LoadScalingState(self))
+
+    def _check_own_autocast(self) -> None:
+        if self.is_fsdp2 or self.distributed_type == DistributedType.DEEPSPEED:
+            kind = "DeepSpeed" if self.distributed_type == DistributedType.DEEPSPEED else "FSDP2"
+            raise RecipeError(
+                f"autocast_dtype={self.fp8_recipe.autocast_dtype!r} has no effect under {kind}, whose own "
+                "configuration sets the precision: leave autocast_dtype at its default"
+            )
+
+    # What stock Accelerate asks about FP8
+
+    @property
+    def fp8_backend(self) -> FP8BackendType:
+        """What stock Accelerate shall run itself: nothing. The backend in use is `fp8_recipe.name`."""
+        return FP8BackendType.NO
+
+    @property
+    def has_fp8_handler(self) -> bool:
+        """True, so that stock Accelerate does not pick a library of its own."""
+        return True
+
+    @has_fp8_handler.setter
+    def has_fp8_handler(self, value: bool) -> None:
+        pass
+
+    # Preparation
+
+    def prepare(self, *args, device_placement=None):
+        """As in Accelerate; every model is converted first, its Parameter objects kept."""
+        if self.distributed_type == DistributedType.MEGATRON_LM:
+            raise RecipeError("Megatron-LM brings its own FP8: use mixed_precision='bf16' and Megatron's FP8 options")
+        models = [obj for obj in args if isinstance(obj, nn.Module)]
+        for model in sorted(models, key=lambda model: not weight_products(model)):
+            self._convert(model)
+        result = super().prepare(*args, device_placement=device_placement)
+        self._watch_optimizers()
+        return result
+
+    def prepare_model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False):
+        """As in Accelerate, with the model converted first; also the way of a model prepared for evaluation only."""
+        if not getattr(model, "_is_accelerate_prepared", False):
+            self._convert(model, evaluation_mode)
+            if self.fp8_recipe.autocast_dtype == "fp16":
+                self._wrap_forward(model)
+        model = super().prepare_model(model, device_placement=device_placement, evaluation_mode=evaluation_mode)
+        self._watch_optimizers()
+        return model
+
+    def _convert(self, model: nn.Module, evaluation_mode: bool = False) -> None:
+        """`FP8BackendError` where nothing runs in FP8, but for a module beside a converted model that has no weight
+        product at all, such as a loss or a small convolutional network."""
+        try:
+            preparation.prepare_model(model, self.fp8_recipe)
+            self._fp8_converted = True
+        except FP8BackendError:
+            trains = any(p.requires_grad for p in model.parameters()) and not evaluation_mode
+            if weight_products(model) or (trains and not self._fp8_converted):
+                raise
+            if trains:
+                logger.warning("%s has no Linear layer: it trains without FP8", type(model).__name__)
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement=None):
+        """As in Accelerate; the first step of the optimizer will prove that FP8 is on."""
+        optimizer = super().prepare_optimizer(optimizer, device_placement=device_placement)
+        self._watch_optimizers()
+        return optimizer
+
+    def _watch_optimizers(self) -> None:
+        """Every optimizer proves the models that it trains, in whichever order they were prepared."""
+        if self.distributed_type == DistributedType.DEEPSPEED:
+            return  # its engine takes the steps, and its optimizers have no step hooks
+        for optimizer in map(_innermost, self._optimizers):
+            if models := self.models_of(optimizer):
+                preparation.watch_optimizer(models, optimizer, self.fp8_recipe)
+            if optimizer not in self._fp8_optimizers:
+                self._fp8_optimizers.add(optimizer)
+                ScalingInOptimizer(self).install(optimizer)
+
+    def models_of(self, optimizer: torch.optim.Optimizer) -> list[nn.Module]:
+        """The prepared models that this optimizer trains."""
+        trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        return [model for model in self._models if any(id(p) in trained for p in model.parameters())]
+
+    # Checkpoints and export
+
+    def save_state(self, *args, **kwargs):
+        """As in Accelerate, with the scaling state of FP8: a resumed run equals an unbroken one to the bit."""
+        with self._keeping_scaling_in_files():
+            return super().save_state(*args, **kwargs)
+
+    def load_state(self, *args, **kwargs):
+        """As in Accelerate, with the scaling state of FP8. A checkpoint of stock Accelerate or another backend loads
+        too; a warning says that the scales start afresh."""
+        with self._keeping_scaling_in_files():
+            return super().load_state(*args, **kwargs)
+
+    @contextmanager
+    def _keeping_scaling_in_files(self):
+        self.fp8_state_in_files = True
+        try:
+            yield
+        finally:
+            self.fp8_state_in_files = False
+
+    def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, *args, **kwargs):
+        """As in Accelerate. Without the wrapper the model has the very `forward` it came with, decorators included."""
+        if not keep_fp32_wrapper:
+            inner = extract_model_from_parallel(model, keep_fp32_wrapper=True, keep_torch_compile=False)
+            original = inner.__dict__.pop("_original_forward", None)
+            if original is not None:
+                del inner.forward
+                if getattr(original, "__func__", None) is not type(inner).forward:
+                    inner.forward = original  # the model had a forward of its own instance
+        return super().unwrap_model(model, True, *args, **kwargs)
+
+    # Precision around FP8
+
+    def _wrap_forward(self, model: nn.Module) -> None:
+        """fp16 autocast with FP32 outputs, in the form that stock Accelerate gives bf16's."""
+        forward, autocast = model.forward, self._fp16_autocast(self.autocast_handler)
+        model._original_forward = forward
+        if hasattr(forward, "__func__"):
+            model.forward = MethodType(convert_outputs_to_fp32(autocast(forward.__func__)), model)
+        else:
+            model.forward = convert_outputs_to_fp32(autocast(forward))
+
+    def _fp16_autocast(self, handler) -> torch.autocast:
+        options = handler.to_kwargs() if handler is not None else {}
+        return torch.autocast(device_type=self.device.type, dtype=torch.float16, **options)
+
+    @contextmanager
+    def autocast(self, autocast_handler=None):
+        """As in Accelerate, in the recipe's `autocast_dtype`."""
+        if self.fp8_recipe.autocast_dtype != "fp16":
+            with super().autocast(autocast_handler):
+                yield
+            return
+        with self._fp16_autocast(autocast_handler or self.autocast_handler):
+            yield
+
+    def unscale_gradients(self, optimizer=None) -> None:
+        """Divide the loss scale out of the gradients. Nothing to do without a loss scaler."""
+        if self.scaler is None:
+            return
+        if optimizer is None:
+            optimizer = self._optimizers
+        for each in optimizer if isinstance(optimizer, (tuple, list)) else [optimizer]:
+            self.scaler.unscale_(_innermost(each))
+
+
+def _grad_scaler(accelerator, options: dict):
+    if accelerator.distributed_type == DistributedType.FSDP:
+        return get_grad_scaler(DistributedType.FSDP, **options)
+    return torch.amp.GradScaler(accelerator.device.type, **options)
+
+
+def _innermost(optimizer) -> torch.optim.Optimizer:
+    while isinstance(optimizer, AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    return optimizer

@@ -1,0 +1,197 @@
+"""`connect()`: the one patch of Accelerate, and who is let through it.
+
+The patched `Accelerator.__init__` looks at its arguments and the environment. Where FP8 is asked for, it gives the
+instance the class `FP8<Accelerator>` (mixin.py) before the original runs. Everyone else gets the original, untouched.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import accelerate.state
+import accelerate.utils
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+
+from ..errors import FP8BackendError, RecipeError
+from ..recipes import AUTO, FP8RecipeKwargs, Recipe, from_environment, resolve, with_environment
+from .mixin import FP8Mixin, IgnoresFP8Environment, with_mixin
+
+logger = logging.getLogger("fp8_backends")
+
+_MARK = "_connected_by_fp8_backends"
+
+_NEEDED_PARAMETERS = {
+    "__init__": ("mixed_precision", "kwargs_handlers"),
+    "prepare": ("device_placement",),
+    "prepare_model": ("model", "device_placement", "evaluation_mode"),
+    "prepare_optimizer": ("optimizer", "device_placement"),
+    "unscale_gradients": ("optimizer",),
+    "unwrap_model": ("model", "keep_fp32_wrapper"),
+    "autocast": ("autocast_handler",),
+    "register_save_state_pre_hook": ("hook",),
+    "register_load_state_pre_hook": ("hook",),
+}
+"""What the mixin relies on: methods of Accelerator and the parameters that they must take."""
+
+_FP8_CHECKS = ("is_fp8_available", "check_cuda_fp8_capability")
+"""Accelerate's own gates in `accelerate.state`: they ask for its three libraries and for the first GPU."""
+
+_STOCK_HANDLERS = ("FP8RecipeKwargs", "TERecipeKwargs", "AORecipeKwargs", "MSAMPRecipeKwargs")
+
+
+def connect() -> None:
+    """Let stock `accelerate.Accelerator` train with the backends of this package.
+
+    `import fp8_backends` does it already; calling again changes nothing. An Accelerator for which FP8 is not asked
+    behaves as before, to the bit. `FP8_BACKENDS_DISABLE=1` in the environment leaves Accelerate alone. A version of
+    Accelerate that does not fit is no error here, but `FP8BackendError` when FP8 is asked for.
+    """
+    if os.environ.get("FP8_BACKENDS_DISABLE", "0").lower() in ("1", "true", "yes", "on") or _is_connected():
+        return
+    Accelerator.__init__ = _patched(Accelerator.__init__)
+
+
+def _is_connected() -> bool:
+    """Whether our wrapper is in place, possibly below the wrapper of another library."""
+    function = Accelerator.__init__
+    while function is not None:
+        if getattr(function, _MARK, False):
+            return True
+        function = getattr(function, "__wrapped__", None)
+    return False
+
+
+def _patched(original):
+    signature = inspect.signature(original)
+    mismatches = incompatibilities()
+
+    @functools.wraps(original)
+    def __init__(self, *args, **kwargs):
+        try:
+            bound = signature.bind(self, *args, **kwargs)
+        except TypeError:
+            return original(self, *args, **kwargs)  # raises the error that the user knows
+        recipe = asked_recipe(bound.arguments)
+        if recipe is None:
+            if _backend_in_environment() and not isinstance(self, IgnoresFP8Environment):
+                _ignore_environment(self, bound.arguments)
+            return original(self, *args, **kwargs)
+        if mismatches:
+            raise FP8BackendError(
+                f"this version of Accelerate ({accelerate.__version__}) does not fit fp8_backends: "
+                f"{'; '.join(mismatches)}. Install the version pinned in tests/constraints.txt, or another fp8_backends"
+            )
+        handlers = bound.arguments.get("kwargs_handlers") or []
+        bound.arguments["kwargs_handlers"] = [handler for handler in handlers if not _is_fp8_handler(handler)]
+        if not isinstance(self, FP8Mixin):
+            self.__class__ = with_mixin(FP8Mixin, type(self))
+        with _without_fp8_checks():
+            original(*bound.args, **bound.kwargs)
+        self._start_fp8(recipe)
+
+    setattr(__init__, _MARK, True)
+    return __init__
+
+
+def incompatibilities(accelerator_class: type = Accelerator) -> list[str]:
+    """What the installed Accelerate lacks of what this plug-in needs, one sentence each."""
+    found = []
+    for method, needed in _NEEDED_PARAMETERS.items():
+        function = getattr(accelerator_class, method, None)
+        if function is None:
+            found.append(f"Accelerator.{method} does not exist")
+            continue
+        missing = set(needed) - set(inspect.signature(function).parameters)
+        if missing:
+            found.append(f"Accelerator.{method} takes no {', '.join(sorted(missing))}")
+    found += [f"accelerate.state.{name} does not exist" for name in _FP8_CHECKS if not hasattr(accelerate.state, name)]
+    return found
+
+
+def asked_recipe(arguments: Mapping[str, Any]) -> Recipe | None:
+    """The resolved recipe that these arguments of `Accelerator` and the environment ask for; None without FP8.
+
+    A handler comes before `ACCELERATE_FP8_BACKEND`, and both need mixed precision "fp8" (argument, the running
+    AcceleratorState, or `ACCELERATE_MIXED_PRECISION`), which alone means `auto`. Raises `RecipeError` for two FP8
+    handlers, for one of ours without "fp8", and where handler and environment name different computes.
+    """
+    precision = _precision(arguments)
+    handlers = [handler for handler in arguments.get("kwargs_handlers") or () if _is_fp8_handler(handler)]
+    if len(handlers) > 1:
+        names = " and ".join(type(handler).__name__ for handler in handlers)
+        raise RecipeError(f"kwargs_handlers holds two FP8 recipes, {names}: pass one")
+    if precision != "fp8":
+        if any(isinstance(handler, Recipe) for handler in handlers):
+            raise RecipeError(
+                f'{type(handlers[0]).__name__} is given, but mixed precision is "{precision}": '
+                'set Accelerator(mixed_precision="fp8") or ACCELERATE_MIXED_PRECISION=fp8, or remove the handler. '
+                "What stays outside FP8 runs in the recipe's autocast_dtype (bf16 by default)"
+            )
+        return None
+    if not handlers:
+        return resolve(from_environment())
+    return resolve(_completed(handlers[0]))
+
+
+def _precision(arguments: Mapping[str, Any]) -> str:
+    """Mixed precision as Accelerate will see it."""
+    given = arguments.get("mixed_precision")
+    if given is not None:
+        return str(given)
+    running = AcceleratorState._shared_state.get("_mixed_precision")
+    return running or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+
+
+def _is_fp8_handler(handler: Any) -> bool:
+    """Ours, or one of Accelerate's own, subclasses included."""
+    stock = tuple(getattr(accelerate.utils, name) for name in _STOCK_HANDLERS if hasattr(accelerate.utils, name))
+    return isinstance(handler, (Recipe, *stock))
+
+
+def _backend_in_environment() -> str | None:
+    value = os.environ.get("ACCELERATE_FP8_BACKEND", "").strip()
+    return value if value and value.upper() != "NO" else None
+
+
+def _completed(handler: Any) -> Recipe:
+    """The handler's recipe, with the fields that the environment adds. Accelerate's own have read it already."""
+    named = _backend_in_environment()
+    recipe = handler if isinstance(handler, Recipe) else resolve(handler)
+    if named is not None and recipe.compute == AUTO:
+        recipe = FP8RecipeKwargs(**{**recipe.to_kwargs(), "backend": named})
+    elif named is not None and resolve(named).compute != recipe.compute:
+        raise RecipeError(
+            f"{type(handler).__name__} means {recipe.name}, ACCELERATE_FP8_BACKEND={named} another backend: "
+            "remove one of the two"
+        )
+    return with_environment(recipe) if isinstance(handler, Recipe) else recipe
+
+
+def _ignore_environment(accelerator: Accelerator, arguments: Mapping[str, Any]) -> None:
+    """Without "fp8", Accelerate would still obey the variable and fail on it, or convert the model."""
+    logger.warning(
+        'ACCELERATE_FP8_BACKEND=%s has no effect: mixed precision is "%s", not "fp8"',
+        _backend_in_environment(),
+        _precision(arguments),
+    )
+    accelerator.__class__ = with_mixin(IgnoresFP8Environment, type(accelerator))
+
+
+@contextmanager
+def _without_fp8_checks() -> Iterator[None]:
+    """Accelerate's gates pass during one call; what can run here is for the registry to say."""
+    saved = {name: getattr(accelerate.state, name) for name in _FP8_CHECKS}
+    try:
+        for name in saved:
+            setattr(accelerate.state, name, lambda *args, **kwargs: True)
+        yield
+    finally:
+        for name, function in saved.items():
+            setattr(accelerate.state, name, function)

@@ -1,0 +1,223 @@
+"""The charts of the report: SVG text, coloured by the page's CSS variables so that they follow light and dark."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+
+WIDTH = 760
+MARGIN_LEFT, MARGIN_RIGHT = 64, 16
+
+
+@dataclass
+class Series:
+    """One line with its band."""
+
+    name: str
+    color: str
+    """A CSS colour, such as `var(--c1)`."""
+    values: Sequence[float]
+    """By step, from step 1."""
+    low: Sequence[float] | None = None
+    high: Sequence[float] | None = None
+
+
+@dataclass
+class Interval:
+    """One row of an interval plot."""
+
+    name: str
+    color: str
+    mean: float
+    low: float | None
+    high: float | None
+    points: Sequence[float]
+    label: str
+
+
+class Scale:
+    """Values to pixels, with round ticks."""
+
+    def __init__(self, low: float, high: float, start: float, end: float) -> None:
+        self.low, self.high, self.start, self.end = low, high if high > low else low + 1, start, end
+
+    def __call__(self, value: float) -> float:
+        share = (value - self.low) / (self.high - self.low)
+        return round(self.start + share * (self.end - self.start), 2)
+
+    def ticks(self, count: int = 5) -> list[float]:
+        raw = (self.high - self.low) / count
+        power = 10 ** math.floor(math.log10(raw))
+        step = next(s * power for s in (1, 2, 2.5, 5, 10) if s * power >= raw * 0.999)
+        first = math.ceil(self.low / step - 1e-9)
+        return [n * step for n in range(first, math.floor(self.high / step + 1e-9) + 1)]
+
+
+def curves(series: Sequence[Series], title: str, y_label: str, zero_line: bool = False, height: int = 320) -> str:
+    """Lines over training steps. Values that are not finite leave a gap in their line."""
+    shown = [each for each in series if any(map(math.isfinite, each.values))]
+    if not shown:
+        return ""
+    steps = max(len(each.values) for each in shown)
+    low, high = _range(shown, zero_line)
+    x = Scale(1, max(2, steps), MARGIN_LEFT, WIDTH - MARGIN_RIGHT)
+    y = Scale(low, high, height - 40, 12)
+    parts = [*_horizontal_grid(y), *_step_axis(x, steps, height)]
+    if zero_line:
+        parts.append(_line("zero", x.start, y(0), x.end, y(0)))
+    for each in shown:
+        if each.low is not None and each.high is not None:
+            parts.append(_band(each, x, y))
+    for each in shown:
+        label = escape(each.name)
+        for path in _paths(each.values, x, y):
+            parts.append(f'<path class="curve" d="{path}" stroke="{each.color}"><title>{label}</title></path>')
+    parts.append(_text(14, (y.start + y.end) / 2, y_label, "axis-label", rotate=True))
+    return _svg(height, title, parts)
+
+
+def intervals(rows: Sequence[Interval], bound: float, spread: float | None, title: str) -> str:
+    """Mean and 95 % interval of each row, its single seeds, the bound, and the reference's own spread as a band."""
+    if not rows:
+        return ""
+    row_height, top = 44, 12
+    height = top + row_height * len(rows) + 46
+    left, bottom = 150, height - 46
+    values = [0.0, bound * 1.25]
+    for row in rows:
+        values += [v for v in (row.mean, row.low, row.high, *row.points) if v is not None and math.isfinite(v)]
+    low, high = min(*values, -bound * 0.6), max(values)
+    pad = (high - low) * 0.06
+    x = Scale(low - pad, high + pad, left, WIDTH - MARGIN_RIGHT)
+    parts = []
+    if spread is not None:
+        a, b = max(x(-spread), x.start), min(x(spread), x.end)
+        parts.append(f'<rect class="spread" x="{a}" y="{top}" width="{max(0, b - a):.2f}" height="{bottom - top}"/>')
+    for tick in x.ticks(6):
+        parts.append(_line("grid", x(tick), top, x(tick), bottom))
+        parts.append(_text(x(tick), bottom + 18, _plain(tick), "tick", anchor="middle"))
+    parts.append(_line("zero", x(0), top, x(0), bottom))
+    parts.append(_line("bound", x(bound), top, x(bound), bottom))
+    parts.append(_text((x.start + x.end) / 2, bottom + 38, "nats above bf16, held-out loss", "axis-label", "middle"))
+    for index, row in enumerate(rows):
+        middle = top + row_height * (index + 0.5)
+        parts += _interval_row(row, x, middle, left)
+    return _svg(height, title, parts)
+
+
+def _interval_row(row: Interval, x: Scale, middle: float, left: float) -> list[str]:
+    parts = [_text(left - 14, middle + 4, row.name, "row-label", anchor="end")]
+    if not math.isfinite(row.mean):
+        return [*parts, _text(x.start + 8, middle + 4, "not finite", "tick")]
+    for point in row.points:
+        if math.isfinite(point):
+            parts.append(f'<circle class="seed" cx="{x(point)}" cy="{middle}" r="3" fill="{row.color}"/>')
+    if row.low is not None and row.high is not None:
+        parts.append(f'<path class="interval" d="M{x(row.low)} {middle}H{x(row.high)}" stroke="{row.color}"/>')
+        for end in (row.low, row.high):
+            parts.append(f'<path class="interval" d="M{x(end)} {middle - 7}v14" stroke="{row.color}"/>')
+    dot = f'<circle class="mean" cx="{x(row.mean)}" cy="{middle}" r="5.5" fill="{row.color}">'
+    return [*parts, f"{dot}<title>{escape(row.name)}: {escape(row.label)}</title></circle>"]
+
+
+def bars(rows: Sequence[tuple[str, str, float, str]], title: str) -> str:
+    """Horizontal bars from zero: (name, colour, value, label)."""
+    if not rows:
+        return ""
+    row_height, left = 34, 150
+    height = row_height * len(rows) + 8
+    x = Scale(0, max(value for _, _, value, _ in rows) or 1, left, WIDTH - 130)
+    parts = []
+    for index, (name, color, value, label) in enumerate(rows):
+        y = 4 + row_height * index
+        parts.append(_text(left - 14, y + row_height / 2 + 4, name, "row-label", anchor="end"))
+        width = max(1.0, x(value) - left)
+        parts.append(
+            f'<rect x="{left}" y="{y + 6}" width="{width:.2f}" height="{row_height - 12}" rx="3" fill="{color}"/>'
+        )
+        parts.append(_text(left + width + 8, y + row_height / 2 + 4, label, "value"))
+    return _svg(height, title, parts)
+
+
+def moving_average(values: Sequence[float], window: int) -> list[float]:
+    """Centred mean over up to `window` values; shorter at the ends."""
+    half = window // 2
+    smooth = []
+    for index in range(len(values)):
+        near = [v for v in values[max(0, index - half) : index + half + 1] if math.isfinite(v)]
+        smooth.append(sum(near) / len(near) if near else math.nan)
+    return smooth
+
+
+def over_seeds(runs: Sequence[Sequence[float]], pick: Callable[[list[float]], float]) -> list[float]:
+    """`pick` (a mean, min, max) of all runs at each step; NaN where any of them is."""
+    merged = []
+    for values in zip(*runs, strict=False):
+        merged.append(pick(list(values)) if all(map(math.isfinite, values)) else math.nan)
+    return merged
+
+
+def _range(series: Sequence[Series], zero_line: bool) -> tuple[float, float]:
+    values = [v for each in series for v in (*each.values, *(each.low or ()), *(each.high or ())) if math.isfinite(v)]
+    values += [0.0] if zero_line else []
+    low, high = min(values), max(values)
+    pad = (high - low) * 0.05 or 0.05
+    return low - pad, high + pad
+
+
+def _horizontal_grid(y: Scale) -> list[str]:
+    parts = []
+    for tick in y.ticks():
+        parts.append(_line("grid", MARGIN_LEFT, y(tick), WIDTH - MARGIN_RIGHT, y(tick)))
+        parts.append(_text(MARGIN_LEFT - 8, y(tick) + 4, _plain(tick), "tick", anchor="end"))
+    return parts
+
+
+def _step_axis(x: Scale, steps: int, height: int) -> list[str]:
+    ticks = sorted({1, *(int(t) for t in x.ticks(6) if t >= 1)})
+    ticks = [tick for tick in ticks if tick == 1 or x(tick) - x(1) > 24]
+    parts = [_text(x(tick), height - 22, str(tick), "tick", anchor="middle") for tick in ticks]
+    return [*parts, _text((x.start + x.end) / 2, height - 4, "training step", "axis-label", anchor="middle")]
+
+
+def _band(series: Series, x: Scale, y: Scale) -> str:
+    pairs = [(s, lo, hi) for s, (lo, hi) in enumerate(zip(series.low, series.high, strict=True), 1) if lo == lo and hi == hi]
+    there = [f"{x(s)} {y(hi)}" for s, _, hi in pairs]
+    back = [f"{x(s)} {y(lo)}" for s, lo, _ in reversed(pairs)]
+    return f'<path class="band" d="M{"L".join([*there, *back])}Z" fill="{series.color}"/>'
+
+
+def _paths(values: Sequence[float], x: Scale, y: Scale) -> list[str]:
+    paths, points = [], []
+    for step, value in enumerate([*values, math.nan], 1):
+        if math.isfinite(value):
+            points.append(f"{x(step)} {y(value)}")
+        elif points:
+            paths.append("M" + "L".join(points))
+            points = []
+    return paths
+
+
+def _line(css: str, x1: float, y1: float, x2: float, y2: float) -> str:
+    return f'<line class="{css}" x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}"/>'
+
+
+def _text(x: float, y: float, text: str, css: str, anchor: str = "start", rotate: bool = False) -> str:
+    turn = f' transform="rotate(-90 {x} {y:.1f})"' if rotate else ""
+    anchor = "middle" if rotate else anchor
+    return f'<text class="{css}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{turn}>{escape(text)}</text>'
+
+
+def _plain(value: float) -> str:
+    text = f"{value:.6f}".rstrip("0").rstrip(".")
+    return "0" if text in ("-0", "") else text.replace("-", "−")
+
+
+def _svg(height: float, title: str, parts: Sequence[str]) -> str:
+    body = "\n".join(parts)
+    return (
+        f'<div class="chart"><svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(title)}">'
+        f"<title>{escape(title)}</title>\n{body}\n</svg></div>"
+    )

@@ -1,0 +1,125 @@
+"""`fp8-backends compare`: train a small model with bf16 and each FP8 backend side by side; measure cost and gain."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+from pathlib import Path
+
+import torch
+
+from ..errors import RecipeError
+from . import settings as defaults
+from .paired_gaps import LOSS_GAP_BOUND
+from .settings import BASELINES, REFERENCE, Settings
+
+SUMMARY = "train a small model with bf16 and FP8 backends side by side; table, results.json and report.html"
+
+_DESCRIPTION = """\
+Trains a causal language model from random weights on real text, first in bf16 and then with every backend, each with
+the same initial weights and order of data, and reports losses, paired gaps with their 95 % intervals, memory and speed.
+Exits with 1 when a check fails, and with 2 when something asked for cannot be done."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = _DESCRIPTION
+    default = ",".join(Settings.backends)
+    add = parser.add_argument
+    add("--backends", default=default, metavar="A,B,…", help=f"backend strings, and of {', '.join(BASELINES)} ({default})")
+    add("--text", metavar="PATH", help="a text file or a folder of them (the Python standard library's sources)")
+    add("--megabytes", type=_positive(float), default=8.0, metavar="N", help="read at most this much text (8)")
+    add("--tokenizer", type=_positive(int), metavar="N", help="train a byte-level BPE of N tokens (one token a byte)")
+    add("--model", metavar="CONFIG", help="a transformers config.json or its folder (a small Llama; on a GPU with FP8, 1B)")
+    add("--steps", type=_positive(int), metavar="N", help="training steps (120; on a GPU with FP8, 60)")
+    add("--seeds", type=_positive(int), metavar="N", help="runs of each backend (5; on a GPU with FP8, 3)")
+    add("--batch", type=_positive(int), metavar="N", help="sequences in a batch (8; on a GPU with FP8, 2)")
+    add("--sequence", type=_positive(int), metavar="N", help="tokens in a sequence (128; on a GPU with FP8, 4096)")
+    add("--lr", type=_positive(float), metavar="X", help="highest learning rate, decayed to zero (2e-3; on a GPU 3e-4)")
+    add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile the model (only on a GPU with FP8)")
+    add("--output", type=Path, default=Path("fp8_compare"), metavar="DIR", help="where to write (./fp8_compare)")
+    add("--plant", help=argparse.SUPPRESS)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the comparison; 0 when every check passed, 1 when one failed, 128 + the signal when terminated."""
+    settings = settings_from(args)
+    _check_plant(args.plant)
+    from .comparison import Comparison
+    from .compare_output import conclude, progress_display
+
+    comparison = Comparison(settings, args.output, args.plant)
+    received: list[int] = []
+
+    def terminate(number, frame) -> None:
+        received.append(number)
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, terminate) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        with progress_display(comparison) as progress:
+            comparison.run(progress)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    conclude(comparison)
+    if received:
+        return 128 + received[0]
+    return 0 if comparison.passed else 1
+
+
+def settings_from(args: argparse.Namespace) -> Settings:
+    """Every backend resolved and known to run here, every setting in place.
+
+    Raises `RecipeError` for a backend string that is not valid, `BackendUnavailableError` for one that cannot run.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    values = defaults.defaults(defaults.fast_fp8(device))
+    given = {name: getattr(args, name) for name in ("steps", "seeds", "batch", "sequence", "lr", "compile")}
+    values |= {name: value for name, value in given.items() if value is not None}
+    return Settings(
+        backends=backend_names(args.backends),
+        text=args.text,
+        limit_mb=args.megabytes,
+        tokenizer=args.tokenizer,
+        model=args.model,
+        loss_gap_bound=LOSS_GAP_BOUND,
+        device=device,
+        **values,
+    )
+
+
+def backend_names(text: str) -> tuple[str, ...]:
+    """Canonical names, without repetitions and without the reference, which is always there."""
+    from ..recipes import resolve
+    from ..registry import check_available
+
+    names: dict[str, None] = {}
+    for word in filter(None, (part.strip() for part in text.split(","))):
+        if word.lower() in BASELINES:
+            names[word.lower()] = None
+            continue
+        recipe = resolve(word)
+        check_available(recipe)
+        names[recipe.name] = None
+    names.pop(REFERENCE, None)
+    return tuple(names)
+
+
+def _check_plant(plant: str | None) -> None:
+    from .planted_faults import PLANTS
+
+    if plant is not None and plant not in PLANTS:
+        raise RecipeError(f"--plant {plant!r}: one of {', '.join(PLANTS)}")
+
+
+def _positive(kind: type):
+    def parse(text: str):
+        value = kind(text)
+        if not value > 0 or value == float("inf"):
+            raise argparse.ArgumentTypeError(f"{text}: must be above zero")
+        return value
+
+    parse.__name__ = kind.__name__
+    return parse

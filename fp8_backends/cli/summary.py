@@ -1,0 +1,247 @@
+"""From the results of a comparison to what a reader sees: one row and a list of checks for each backend."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import dataclass
+from typing import Any
+
+from .paired_gaps import Gap, paired_gap, spread
+from .settings import BASELINES, REFERENCE
+
+COSINE_BOUND = 0.9
+"""Least cosine of each first gradient to bf16's: a wrong sign gives -1, FP8's rounding stays above 0.97."""
+
+Results = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that must hold for a backend."""
+
+    name: str
+    passed: bool
+    detail: str
+
+
+@dataclass
+class Row:
+    """What was measured for one backend. None: not measured, or not yet."""
+
+    backend: str
+    tokens_per_second: float | None = None
+    emulated: bool = False
+    """Speed says nothing about FP8: this chip has no FP8 products."""
+    speed_ratio: float | None = None
+    """Tokens per second over bf16's."""
+    final_train_loss: float | None = None
+    held_out_loss: float | None = None
+    gap: Gap | None = None
+    peak_memory_bytes: int | None = None
+    memory_ratio: float | None = None
+    bytes_per_parameter: float | None = None
+    flops_share: float | None = None
+    seeds_done: int = 0
+    note: str = ""
+
+
+def rows(results: Results) -> list[Row]:
+    """One row for each backend that has anything to show, in the order of the comparison."""
+    return [_row(results, name) for name in results["backends"]]
+
+
+def held_out_losses(results: Results, backend: str) -> dict[int, float]:
+    """By seed; NaN where it was not finite."""
+    return {run["seed"]: _number(run["held_out_loss"]) for run in results["backends"][backend]["runs"]}
+
+
+def train_losses(results: Results, backend: str) -> dict[int, list[float]]:
+    return {run["seed"]: [_number(v) for v in run["losses"]] for run in results["backends"][backend]["runs"]}
+
+
+def gap_to_reference(results: Results, backend: str) -> Gap | None:
+    if backend == REFERENCE:
+        return None
+    return paired_gap(held_out_losses(results, backend), held_out_losses(results, REFERENCE))
+
+
+def reference_spread(results: Results) -> dict[str, float] | None:
+    """How far bf16's own held-out loss varies from seed to seed."""
+    return spread(held_out_losses(results, REFERENCE))
+
+
+def _row(results: Results, name: str) -> Row:
+    found, reference = results["backends"][name], results["backends"][REFERENCE]
+    runs, inspection = found["runs"], found.get("inspection") or {}
+    emulated = name not in BASELINES and not results["fast_fp8"]
+    row = Row(name, emulated=emulated, seeds_done=len(runs), gap=gap_to_reference(results, name), note=_note(found, name))
+    if runs:
+        row.final_train_loss = statistics.fmean(_number(run["final_train_loss"]) for run in runs)
+        row.held_out_loss = statistics.fmean(held_out_losses(results, name).values())
+        if not emulated:
+            row.tokens_per_second = _speed(runs)
+            row.speed_ratio = row.tokens_per_second / _speed(reference["runs"]) if reference["runs"] else None
+    if inspection:
+        audit = inspection["audit"]
+        row.flops_share = audit["flops_share"]
+        row.bytes_per_parameter = audit["bytes_per_parameter"].get("total")
+        row.peak_memory_bytes = inspection["peak_memory_bytes"]
+        bf16 = (reference.get("inspection") or {}).get("peak_memory_bytes")
+        if bf16 and row.peak_memory_bytes:
+            row.memory_ratio = row.peak_memory_bytes / bf16
+    return row
+
+
+def _speed(runs: list[dict]) -> float:
+    return statistics.median(run["tokens_per_second"] or run["emulated_tokens_per_second"] for run in runs)
+
+
+def _note(found: dict, name: str) -> str:
+    if found["status"] == "failed":
+        return f"failed: {found['message']}"
+    if found["status"] != "finished":
+        return f"not finished ({found['status']})"
+    if name == REFERENCE:
+        return "the reference: autocast, FP32 weights"
+    if name in BASELINES:
+        return "baseline" + (", loss scaled" if name == "fp16" else "")
+    engines = sorted(set(found["inspection"]["audit"]["engine"].values()))
+    kept = len(found["inspection"]["audit"]["high_precision"])
+    return f"products: {', '.join(engines)}" + (f"; {kept} weights in high precision" if kept else "")
+
+
+def checks(results: Results, backend: str) -> list[Check]:
+    """Everything that must hold for a backend; in a comparison that was cut short, for what it has done."""
+    found = results["backends"][backend]
+    if found["status"] == "failed":
+        return [Check("trained to the end", False, found["message"])]
+    inspection, runs = found.get("inspection"), found["runs"]
+    done = []
+    if inspection:
+        done += [_products_check(inspection)] if backend not in BASELINES else []
+        done += [_gradients_check(inspection)] if backend != REFERENCE else []
+    if runs:
+        done += [_moved_check(runs), _finite_check(runs)]
+        if backend != REFERENCE:
+            done.append(_same_start_check(runs, results["backends"][REFERENCE]["runs"]))
+        if backend not in BASELINES:
+            done.append(_gap_check(results, backend))
+    return [check for check in done if check is not None]
+
+
+def all_checks(results: Results) -> dict[str, list[Check]]:
+    return {backend: checks(results, backend) for backend in results["backends"]}
+
+
+def _products_check(inspection: dict) -> Check:
+    converted, lacking = inspection["audit"]["products"], inspection["incomplete_layers"]
+    name = "every eligible layer ran its products in FP8"
+    if not converted:
+        return Check(name, False, "no layer was converted")
+    if lacking:
+        layer, kinds = next(iter(lacking.items()))
+        return Check(name, False, f"{len(lacking)} of {len(converted)} layers lack some: {layer} has no {' '.join(kinds)}")
+    kinds = [k for k in ("fprop", "dgrad", "wgrad") if any(counts[k] for counts in converted.values())]
+    return Check(name, True, f"{len(converted)} layers, {' '.join(kinds)}")
+
+
+def _gradients_check(inspection: dict) -> Check:
+    cosines = {name: _number(value) for name, value in inspection["first_gradient_cosines"].items()}
+    worst = min(cosines, key=lambda name: -math.inf if math.isnan(cosines[name]) else cosines[name])
+    passed = cosines[worst] >= COSINE_BOUND
+    return Check(
+        "first-step gradients point where bf16's do",
+        passed,
+        f"least cosine {cosines[worst]:.4f} ({worst}), bound {COSINE_BOUND}",
+    )
+
+
+def _moved_check(runs: list[dict]) -> Check:
+    unmoved = sorted({name for run in runs for name in run["unmoved"]})
+    shown = ", ".join(unmoved[:3]) + (f" and {len(unmoved) - 3} more" if len(unmoved) > 3 else "")
+    return Check("every trainable parameter moved", not unmoved, f"not moved: {shown}" if unmoved else f"{len(runs)} runs")
+
+
+def _finite_check(runs: list[dict]) -> Check:
+    bad = [run["seed"] for run in runs if None in (*run["losses"], run["held_out_loss"])]
+    return Check("every loss is finite", not bad, f"not finite with seed {bad}" if bad else f"{len(runs)} runs")
+
+
+def _same_start_check(runs: list[dict], reference: list[dict]) -> Check | None:
+    expected = {run["seed"]: run["start_checksum"] for run in reference}
+    pairs = [run for run in runs if run["seed"] in expected]
+    if not pairs:
+        return None
+    odd = [run["seed"] for run in pairs if run["start_checksum"] != expected[run["seed"]]]
+    detail = f"seed {odd} differ" if odd else f"{len(pairs)} pairs"
+    return Check("same initial weights and data order as bf16", not odd, detail)
+
+
+def _gap_check(results: Results, backend: str) -> Check | None:
+    gap, bound = gap_to_reference(results, backend), results["settings"]["loss_gap_bound"]
+    if gap is None:
+        return None
+    interval = "one seed, no interval" if gap.half_width is None else f"95 % interval {gap.low:+.4f} to {gap.high:+.4f}"
+    return Check(
+        f"held-out loss at most {bound} nats above bf16's",
+        gap.mean <= bound,
+        f"{gap.mean:+.4f}, {interval}: {gap.verdict(bound)}",
+    )
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def columns(results: Results) -> list[tuple[str, str]]:
+    """(key, heading) in reading order: speed leads where it means something, else loss and memory do."""
+    speed = [("tokens_per_second", "tokens/s"), ("speed_ratio", "% vs bf16")]
+    loss = [("final_train_loss", "final train loss"), ("held_out_loss", "held-out loss"), ("gap", "gap to bf16, nats")]
+    memory = [
+        ("peak_memory_bytes", "peak memory"),
+        ("bytes_per_parameter", "bytes/parameter"),
+        ("flops_share", "FLOPs in FP8"),
+    ]
+    middle = [*speed, *loss, *memory] if results["fast_fp8"] else [*loss, *memory, *speed]
+    return [("backend", "backend"), *middle, ("note", "note")]
+
+
+def cell(row: Row, key: str) -> str:
+    """The text of one cell."""
+    value = getattr(row, key)
+    if key in ("tokens_per_second", "speed_ratio") and row.emulated:
+        return "emulated"
+    if value is None:
+        return "–"
+    if key == "speed_ratio":
+        return "–" if row.backend == REFERENCE else f"{(value - 1) * 100:+.1f} %"
+    if key == "peak_memory_bytes":
+        change = "" if row.memory_ratio is None or row.backend == REFERENCE else f" ({row.memory_ratio - 1:+.0%})"
+        return readable_bytes(value) + change
+    formats = {
+        "tokens_per_second": "{:,.0f}",
+        "final_train_loss": "{:.4f}",
+        "held_out_loss": "{:.4f}",
+        "bytes_per_parameter": "{:.2f}",
+        "flops_share": "{:.0%}",
+    }
+    return formats.get(key, "{}").format(value)
+
+
+def readable_bytes(count: float) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count / 1e3:.1f} kB"
+
+
+def spread_line(results: Results) -> str:
+    """bf16's own variation, against which every gap is read."""
+    found = reference_spread(results)
+    if found is None:
+        return "bf16's own spread from seed to seed: needs at least two seeds"
+    return (
+        f"bf16's own spread from seed to seed: standard deviation {found['standard_deviation']:.4f} nats, "
+        f"range {found['range']:.4f} nats"
+    )

@@ -1,0 +1,367 @@
+"""The worker of `compare`: trains all seeds of one backend and reports each event as a line of JSON.
+
+One process a backend, so that one backend's memory, compiled code and failures never touch another's. Everything
+goes through a stock `accelerate.Accelerator`; only `_accelerator` knows which backend it is.
+
+    python -m fp8_backends.cli.training_run SETTINGS.json TEXT.pt BACKEND [FAULT]
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import math
+import os
+import resource
+import statistics
+import sys
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from torch import nn
+
+import fp8_backends
+
+from ..compute import KINDS
+from .planted_faults import plant
+from .settings import BASELINES, Settings, build_model
+from .training_text import TrainingText
+
+Report = Callable[..., None]
+
+INSPECTED_STEPS = 4
+"""Enough for the proof, for a compiler to settle, and for one step with all optimizer states in place."""
+
+
+def train_backend(settings: Settings, text: TrainingText, backend: str, report: Report, fault: str | None) -> None:
+    """Inspect a few steps (memory, audit, gradients), then train every seed."""
+    if settings.device == "cpu":
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    report("inspected", **inspect(settings, text, backend, fault))
+    for seed in range(settings.seeds):
+        run = Run(settings, text, backend, seed, fault)
+        report("run", **run.train(lambda step, loss, seed=seed: report("step", seed=seed, step=step, loss=loss)))
+        del run
+        _forget()
+
+
+class Run:
+    """One model, its optimizer and its data, prepared by a stock Accelerator."""
+
+    def __init__(self, settings: Settings, text: TrainingText, backend: str, seed: int, fault: str | None = None):
+        self.settings, self.text, self.seed = settings, text, seed
+        self.accelerator = _accelerator(settings, backend)
+        model = build_model(settings, text.vocab_size, seed)
+        self.initial = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+        self.starts = text.batches(settings.steps, settings.batch, settings.sequence, seed)
+        model.to(self.accelerator.device)
+        self.bf16_gradients: dict[str, torch.Tensor] = {}
+        self.bare = model
+        optimizer = torch.optim.AdamW(
+            model.parameters(), lr=settings.lr, betas=(0.9, 0.95), weight_decay=settings.weight_decay
+        )
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, _schedule(settings))
+        self._reference_gradients()
+        self.model, self.optimizer, self.scheduler = self.accelerator.prepare(model, optimizer, scheduler)
+        if fault is not None and backend not in BASELINES:
+            plant(fault, self.bare, self.optimizer)
+
+    def batch(self, step: int) -> torch.Tensor:
+        return self.text.windows(self.starts[step % len(self.starts)], self.settings.sequence).to(
+            self.accelerator.device
+        )
+
+    def loss(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.model(input_ids=tokens, labels=tokens).loss
+
+    def backward(self, step: int) -> torch.Tensor:
+        loss = self.loss(self.batch(step))
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+    def update(self) -> None:
+        self.accelerator.clip_grad_norm_(self.model.parameters(), self.settings.clip)
+        self.optimizer.step()
+        self.scheduler.step()
+
+    def step(self, step: int) -> torch.Tensor:
+        loss = self.backward(step)
+        self.update()
+        self.optimizer.zero_grad()
+        return loss
+
+    def train(self, progress: Callable[[int, float], None]) -> dict[str, Any]:
+        """All steps, then the held-out loss. Times leave the first tenth out, and whatever a compiler does there."""
+        settings, losses, times = self.settings, [], []
+        self.model.train()
+        on_gpu = self.accelerator.device.type == "cuda"
+        group = 5 if on_gpu else 1  # reading a loss makes a GPU wait: once in several steps is enough
+        pending: list[torch.Tensor] = []
+        began = time.perf_counter()
+        for step in range(settings.steps):
+            pending.append(self.step(step))
+            if len(pending) == group or step == settings.steps - 1:
+                values = torch.stack(pending).float().tolist()
+                now = time.perf_counter()
+                times += [(now - began) / len(values)] * len(values)
+                losses += values
+                pending.clear()
+                progress(step + 1, values[-1])
+                began = time.perf_counter()
+        settled = times[max(3, settings.steps // 10) :] or times
+        last = losses[-max(1, settings.steps // 10) :]
+        median = statistics.median(settled)
+        return {
+            "seed": self.seed,
+            "losses": [round(value, 5) for value in losses],
+            "final_train_loss": statistics.fmean(last),
+            "held_out_loss": self.held_out_loss(),
+            "step_seconds": median,
+            "tokens_per_second": settings.batch * settings.sequence / median,
+            "start_checksum": self._checksum(),
+            "unmoved": self.unmoved(),
+        }
+
+    @torch.no_grad()
+    def held_out_loss(self) -> float:
+        """Mean over the held-out windows, in nats a token."""
+        self.model.eval()
+        windows = self.text.held_out_windows(self.settings.held_out_windows, self.settings.sequence)
+        total = 0.0
+        for tokens in windows.split(self.settings.batch):
+            total += self.loss(tokens.to(self.accelerator.device)).item() * len(tokens)
+        self.model.train()
+        return total / len(windows)
+
+    def unmoved(self) -> list[str]:
+        """Trainable parameters that are still what they were."""
+        now = dict(self.bare.named_parameters())
+        same = [n for n, before in self.initial.items() if torch.equal(before, now[n].detach().to(before.device))]
+        return sorted(same)
+
+    def _reference_gradients(self) -> None:
+        """bf16's gradients of the first batch with the same weights, before anything is converted."""
+        tokens = self.batch(0)
+        with torch.autocast(self.accelerator.device.type, torch.bfloat16):
+            loss = self.bare(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        for name, parameter in self.bare.named_parameters():
+            if parameter.grad is not None:
+                self.bf16_gradients[name] = parameter.grad.detach().cpu()
+                parameter.grad = None
+
+    def gradient_cosines(self) -> dict[str, float]:
+        """Of every weight that has a gradient now, to bf16's first gradient. Nearly zero gradients count as alike."""
+        cosines = {}
+        for name, parameter in self.bare.named_parameters():
+            reference = self.bf16_gradients.get(name)
+            if reference is None:
+                continue
+            if parameter.grad is None:
+                cosines[name] = 0.0
+                continue
+            mine, bf16 = parameter.grad.detach().cpu().double().flatten(), reference.double().flatten()
+            norms = (mine.norm() * bf16.norm()).item()
+            cosines[name] = (mine @ bf16).item() / norms if norms > 0 else float(torch.equal(mine, bf16))
+        return cosines
+
+    def _checksum(self) -> str:
+        """Equal for two runs that began with the same weights and the same order of data."""
+        value = zlib.crc32(self.starts.numpy().tobytes())
+        for tensor in self.initial.values():
+            value = zlib.crc32(tensor.cpu().numpy().tobytes(), value)
+        return f"{value:08x}"
+
+
+def inspect(settings: Settings, text: TrainingText, backend: str, fault: str | None) -> dict[str, Any]:
+    """A few training steps under observation: first gradients, the audit, peak memory."""
+    messages = _Messages()
+    with messages:
+        run = Run(settings, text, backend, seed=0, fault=fault)
+        run.backward(0)
+        cosines = run.gradient_cosines()
+        run.bf16_gradients.clear()
+        run.update()
+        run.optimizer.zero_grad()
+        for step in range(1, INSPECTED_STEPS - 1):
+            run.step(step)
+        peak = _peak_memory(run, INSPECTED_STEPS - 1)
+        run.backward(INSPECTED_STEPS)
+        run.update()
+        audit = fp8_backends.audit(run.model, run.optimizer)
+        run.optimizer.zero_grad()
+    found = {
+        "parameters": sum(parameter.numel() for parameter in run.bare.parameters()),
+        "peak_memory_bytes": peak,
+        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024),
+        "first_gradient_cosines": {name: round(value, 6) for name, value in cosines.items()},
+        "audit": audit.to_dict(),
+        "incomplete_layers": incomplete_layers(run, audit) if _recipe(run.accelerator) else {},
+        "messages": messages.lines,
+    }
+    del run
+    _forget()
+    return found
+
+
+def incomplete_layers(run: Run, audit) -> dict[str, list[str]]:
+    """Layers that lack a kind of FP8 product that their recipe asks for."""
+    from ..registry import get_compute
+
+    recipe = _recipe(run.accelerator)
+    kept_high = get_compute(recipe.compute).high_precision_products(recipe)
+    lacking = {}
+    for layer, counts in audit.products.items():
+        missing = [kind for kind in KINDS if kind not in kept_high and not counts[kind]]
+        if missing:
+            lacking[layer] = missing
+    return lacking
+
+
+def _recipe(accelerator: Accelerator):
+    return getattr(accelerator, "fp8_recipe", None)
+
+
+def _accelerator(settings: Settings, backend: str) -> Accelerator:
+    AcceleratorState._reset_state(True)
+    common: dict[str, Any] = {"cpu": settings.device == "cpu"}
+    if settings.compile:
+        common["dynamo_backend"] = "inductor"
+    if backend == "fp32":
+        return Accelerator(mixed_precision="no", **common)
+    if backend in ("bf16", "fp16"):
+        accelerator = Accelerator(mixed_precision=backend, **common)
+        if backend == "fp16" and settings.device == "cpu":
+            # stock Accelerate quietly trains in FP32 here; with these two it autocasts and scales as on a GPU
+            accelerator.native_amp, accelerator.scaler = True, torch.amp.GradScaler("cpu")
+        return accelerator
+    handler = fp8_backends.FP8RecipeKwargs(backend=backend)
+    return Accelerator(mixed_precision="fp8", kwargs_handlers=[handler], **common)
+
+
+def _schedule(settings: Settings) -> Callable[[int], float]:
+    """Linear warm-up, then a cosine that reaches zero with the last step."""
+    warmup = max(1, round(settings.steps * settings.warmup_share))
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        done = (step - warmup + 1) / max(1, settings.steps - warmup)
+        return 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+
+    return factor
+
+
+def _peak_memory(run: Run, step: int) -> int | None:
+    """Bytes of tensors at the highest point of one training step: weights, optimizer states, what the step adds."""
+    if run.accelerator.device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        run.step(step)
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated()
+    resting = sum(storage.nbytes() for storage in _resting_storages(run))
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        run.step(step)
+    try:
+        events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+        changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    except AttributeError:  # another version of PyTorch
+        return None
+    level = peak = 0
+    for change in changes:
+        level += change
+        peak = max(peak, level)
+    return resting + peak
+
+
+def _resting_storages(run: Run) -> list[torch.UntypedStorage]:
+    """Distinct storages of weights, buffers and optimizer states, between two steps."""
+    tensors = [*run.bare.parameters(), *run.bare.buffers()]
+    for state in run.optimizer.state.values():
+        tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
+    return list({tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}.values())
+
+
+def _forget() -> None:
+    AcceleratorState._reset_state(True)
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _plain(value: Any) -> Any:
+    """As JSON can hold it: numbers that are not finite become None."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class _Messages(logging.Handler):
+    """What this package says while it is active: the proof line and notices."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if (line := record.getMessage()) not in self.lines:
+            self.lines.append(line)
+
+    def __enter__(self) -> _Messages:
+        logger = logging.getLogger("fp8_backends")
+        logger.addHandler(self)
+        self.level_before = logger.level
+        logger.setLevel(logging.INFO)
+        return self
+
+    def __exit__(self, *exc) -> None:
+        logger = logging.getLogger("fp8_backends")
+        logger.removeHandler(self)
+        logger.setLevel(self.level_before)
+
+
+def _reporter() -> Report:
+    """Writes events to what was stdout; whatever else prints goes to stderr from here on."""
+    stream = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    last_step = 0.0
+
+    def report(event: str, **values: Any) -> None:
+        nonlocal last_step
+        if event == "step":
+            if time.monotonic() - last_step < 0.2:
+                return
+            last_step = time.monotonic()
+        stream.write(json.dumps(_plain({"event": event, **values}), allow_nan=False) + "\n")
+
+    return report
+
+
+def main(argv: list[str]) -> int:
+    settings_path, text_path, backend, *fault = argv
+    report = _reporter()
+    settings = Settings.from_dict(json.loads(Path(settings_path).read_text()))
+    text = TrainingText(**torch.load(text_path))
+    try:
+        train_backend(settings, text, backend, report, fault[0] if fault else None)
+    except BrokenPipeError:  # nobody listens any more
+        os._exit(1)
+    except Exception as error:
+        report("failed", message=f"{type(error).__name__}: {error}")
+        raise
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,42 @@
+"""The layer of the `ao` compute. Imports TorchAO, so it is imported only when a layer is converted or unpickled."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from .torchao import products_in_high_precision, quiet_import
+
+with quiet_import():
+    from torchao.float8.float8_linear import Float8Linear
+
+
+class AOLinear(Float8Linear):
+    """TorchAO's `Float8Linear`, equal to it to the bit, and correct where it crashes: on inputs of zero tokens or of
+    one dimension, and with a high-precision weight gradient under any autocast but CUDA's.
+
+    Input: [..., in_features] in fp32, bf16 or fp16; output: [..., out_features].
+    """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.fp8_wgrad = "wgrad" not in products_in_high_precision(self.config)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if input.dim() == 0 or input.shape[-1] != self.in_features:
+            raise ValueError(
+                f"an FP8 linear layer of {self.in_features} input features got an input of shape "
+                f"{tuple(input.shape)}; its last dimension must be {self.in_features}"
+            )
+        if input.numel() == 0:
+            return F.linear(input, self.weight, self.bias)  # nothing to take an amax of
+        if input.dim() == 1:
+            return self.forward(input.unsqueeze(0)).squeeze(0)
+        device = input.device.type
+        if not self.fp8_wgrad and torch.is_autocast_enabled(device):
+            # TorchAO casts under CUDA's autocast alone, and then multiplies a bf16 gradient by an fp32 input
+            input = input.to(torch.get_autocast_dtype(device))
+        return super().forward(input)
+
+    def extra_repr(self) -> str:
+        return super().extra_repr().replace("cast_configs=", "ao ").rstrip('"')

@@ -1,0 +1,407 @@
+"""Walking a model, choosing layers, and exchanging them in place: once, for every compute.
+
+A layer is converted by exchanging its class. The compute builds a carrier, an FP8 layer around the same Parameters,
+and the carrier's class and added attributes move onto the `nn.Linear` that the model already has. So the module
+object stays, and with it every reference to it: Parameters, ties, shared modules, frozen flags, hooks, the optimizer
+and its state, weak references. `restore` turns the layers back.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import fnmatch
+import re
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from .errors import FP8BackendError, RecipeError
+from .weight_products import ADOPTED, FP8, HIGH_PRECISION, Found, WeightProduct, find_weight_products
+
+if TYPE_CHECKING:
+    from .compute import Compute
+    from .recipes import Recipe
+
+ALIGNMENT = 16
+"""FP8 products take sizes in multiples of this; a compute that takes others pads them."""
+
+PREPARED = "_fp8_prepared"
+"""Attribute of a prepared root: its `Prepared`."""
+
+
+@dataclass
+class ConversionReport:
+    """What became of every weight product of a model."""
+
+    products: list[WeightProduct]
+
+    @property
+    def converted(self) -> list[str]:
+        """Names of the layers that run in FP8."""
+        return [product.name for product in self.products if product.state == FP8]
+
+    @property
+    def high_precision(self) -> dict[str, str]:
+        """The others, each with its reason."""
+        return {product.name: product.reason for product in self.products if product.state != FP8}
+
+    @property
+    def flops_share(self) -> float:
+        """FLOPs of the converted weights over those of all, 0 to 1: what a step can at most run in FP8."""
+        total = sum(product.flops for product in self.products)
+        return sum(product.flops for product in self.products if product.state == FP8) / total if total else 0.0
+
+    def __str__(self) -> str:
+        heading = (
+            f"{len(self.converted)} of {len(self.products)} weights in FP8, {self.flops_share:.0%} of weight FLOPs"
+        )
+        groups: dict[str, list[str]] = {}
+        for product in sorted(self.products, key=lambda product: product.state != FP8):
+            note = f" ({product.reason})" if product.reason else ""
+            group = f"in FP8{note}" if product.state == FP8 else product.reason
+            groups.setdefault(group, []).append(product.name)
+        return "\n".join([heading, *(f"  {group}: {_listed(names)}" for group, names in groups.items())])
+
+
+@dataclass
+class Prepared:
+    """What a prepared root remembers."""
+
+    recipe: Recipe
+    compute: Compute
+    report: ConversionReport
+    shared: Any = None
+    """What `compute.new_shared` returned: state that all layers of this model share."""
+    attached: dict[str, list] = field(default_factory=dict)
+    """What `compute.attach` added to the root: attribute name -> hook keys; None stands for the whole attribute."""
+    profiled: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    """Counts of the last profiled step, for a compute that does not count by itself."""
+    observed: Any = field(default=None, repr=False, compare=False)
+    """What the first optimizer step showed (`auditing.Observed`)."""
+
+    def __deepcopy__(self, memo: dict) -> Prepared:
+        # a copied model has its own state; the compute has none, and stays the registered one
+        memo[id(self.compute)] = self.compute
+        made = memo[id(self)] = object.__new__(type(self))
+        made.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
+        return made
+
+
+@dataclass
+class Adopted:
+    """How to turn a converted layer back, and what it was converted with."""
+
+    original: type[nn.Module]
+    converted: type[nn.Module]
+    attributes: tuple[str, ...]
+    buffers: tuple[str, ...]
+    recipe: Recipe
+
+
+def convert(model: nn.Module, recipe: Recipe, compute: Compute) -> Prepared:
+    """Convert the layers of `model` in place for a resolved recipe, all of them or none.
+
+    Converting again with an equal recipe changes nothing, but for layers that were added meanwhile. Layers of a part
+    that was converted before, on its own or as part of another model, count as converted.
+
+    Args:
+        model: any `nn.Module`, an `nn.Linear` included; on any device, meta too. Converted inside its DDP,
+            DataParallel or `torch.compile` wrapper.
+
+    Raises:
+        RecipeError: `include` or `exclude` name nothing, or the model is prepared with another recipe.
+        FP8BackendError: no layer can run in FP8 (a warning where the recipe says `on_unproven="warn"`).
+    """
+    root = unwrapped(model)
+    prepared: Prepared | None = root.__dict__.get(PREPARED)
+    if prepared is not None:
+        _check_same_recipe("this model", prepared.recipe, recipe)
+    found = find_weight_products(root)
+    chosen = _choose(found, recipe, compute)
+    if prepared is not None and not chosen:
+        return prepared
+    shared = compute.new_shared(root, recipe) if prepared is None else prepared.shared
+    built = _build(chosen, recipe, compute, shared)
+    report = ConversionReport([each.product for each in found])
+    if not report.converted:
+        _refuse_nothing(report, recipe)
+    is_new = prepared is None
+    prepared = prepared or Prepared(recipe, compute, report, shared)
+    try:
+        for linear, carrier in built:
+            adopt(linear, carrier, recipe)
+        if is_new:
+            _attach(root, prepared)
+    except BaseException:
+        for linear, _ in built:
+            if ADOPTED in linear.__dict__:
+                turn_back(linear)
+        if is_new:
+            _detach(root, prepared)
+        raise
+    prepared.report = report
+    root.__dict__[PREPARED] = prepared
+    return prepared
+
+
+def restore(model: nn.Module) -> None:
+    """Undo `convert` on a model and all its parts: plain `nn.Linear` again, with the Parameters of this moment.
+
+    Raises:
+        FP8BackendError: a converted layer was wrapped since, such as by FSDP2.
+    """
+    modules = list(model.modules())
+    for name, module in model.named_modules():
+        adopted = module.__dict__.get(ADOPTED)
+        if adopted is not None and type(module) is not adopted.converted:
+            raise FP8BackendError(
+                f"{name}: its class is {type(module).__name__} now, so it cannot be turned back: "
+                f"restore a model before it is wrapped"
+            )
+    for module in modules:
+        if ADOPTED in module.__dict__:
+            turn_back(module)
+        prepared = module.__dict__.pop(PREPARED, None)
+        if prepared is not None:
+            _detach(module, prepared)
+
+
+def prepared_roots(model: nn.Module) -> list[tuple[str, nn.Module, Prepared]]:
+    """(name in `model`, module, `Prepared`) of each prepared root, found inside any wrapper.
+
+    Each root once; one that lies inside another prepared root is part of that one and not listed.
+    """
+    roots = [(name, module, module.__dict__[PREPARED]) for name, module in model.named_modules() if is_root(module)]
+    inner = {id(part) for _, root, _ in roots for part in root.modules() if part is not root}
+    return [root for root in roots if id(root[1]) not in inner]
+
+
+def is_root(module: nn.Module) -> bool:
+    """Whether `convert` was called on this very module."""
+    return PREPARED in module.__dict__
+
+
+def weight_products(model: nn.Module) -> list[WeightProduct]:
+    """The weight products of any model, prepared or not. Without a recipe the reasons are those that need none."""
+    found = find_weight_products(unwrapped(model))
+    for each in found:
+        if ADOPTED in each.module.__dict__:
+            each.product.state = FP8
+        else:
+            each.product.reason = each.obstacle or each.default_exclusion or "not prepared"
+    return [each.product for each in found]
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside wrappers that hold it whole: `torch.compile`, DDP, DataParallel."""
+    while True:
+        if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            model = model.module
+        elif "_orig_mod" in model._modules:
+            model = model._orig_mod
+        else:
+            return model
+
+
+# choosing layers
+
+
+def _choose(found: list[Found], recipe: Recipe, compute: Compute) -> list[Found]:
+    """The layers to convert now. Writes the state and reason of every product."""
+    chosen = []
+    layer_filter = LayerFilter(recipe, found)
+    for each in found:
+        product, adopted = each.product, each.module.__dict__.get(ADOPTED)
+        if adopted is not None:
+            _check_same_recipe(f"layer {product.name!r}", adopted.recipe, recipe)
+        else:
+            reason = each.obstacle or layer_filter.exclusion(each) or compute.unfit(each.module, recipe)
+            if reason is not None:
+                product.reason = reason
+                continue
+            chosen.append(each)
+        product.state = FP8
+        if product.in_features % ALIGNMENT or product.out_features % ALIGNMENT:
+            product.reason = f"sizes padded to multiples of {ALIGNMENT}"
+    return chosen
+
+
+class LayerFilter:
+    """The user's choice of layers. `exclude` wins over all; then a layer must be named in `include` and accepted by
+    `module_filter_func`, where these are given; where neither is, heads and routers are left out.
+
+    Patterns are fnmatch patterns over a layer's full name (any of its names, if shared). One without a dot also
+    matches a layer when it matches any one segment of the name.
+
+    Raises:
+        RecipeError: a pattern that matches no weight, or an `include` that matches none that can be converted.
+    """
+
+    def __init__(self, recipe: Recipe, found: list[Found]) -> None:
+        self.include = None if recipe.include is None else [NamePattern(text) for text in recipe.include]
+        self.exclude = [NamePattern(text) for text in recipe.exclude or ()]
+        self.accepts = recipe.module_filter_func
+        for field_name, patterns in (("include", self.include or []), ("exclude", self.exclude)):
+            for pattern in patterns:
+                _check_pattern(field_name, pattern, found)
+
+    def exclusion(self, each: Found) -> str | None:
+        """Why this layer is left out, or None."""
+        product = each.product
+        excluding = next((pattern for pattern in self.exclude if pattern.matches(product)), None)
+        if excluding is not None:
+            return f"left out by exclude={excluding.text!r}"
+        if self.include is not None and not any(pattern.matches(product) for pattern in self.include):
+            return "not named in include"
+        if self.accepts is not None and not self.accepts(each.module, product.name):
+            return "left out by module_filter_func"
+        return each.default_exclusion if self.include is None and self.accepts is None else None
+
+
+class NamePattern:
+    """One pattern of `include` or `exclude`."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self._match = re.compile(fnmatch.translate(text)).match
+
+    def matches(self, product: WeightProduct) -> bool:
+        for name in product.names:
+            if self._match(name) or ("." not in self.text and any(map(self._match, name.split(".")))):
+                return True
+        return False
+
+
+def _check_pattern(field_name: str, pattern: NamePattern, found: list[Found]) -> None:
+    matched = [each for each in found if pattern.matches(each.product)]
+    if not matched:
+        names = [each.product.name for each in found]
+        words = {*names, *(part for name in names for part in name.split("."))}
+        near = difflib.get_close_matches(pattern.text, sorted(words), n=3) or names[:3]
+        raise RecipeError(
+            f"{field_name}: no weight of this model matches {pattern.text!r}; names are such as "
+            f"{', '.join(map(repr, near))}. A pattern without a dot matches any one part of a name; "
+            f"'a.b.*' matches all inside a.b"
+        )
+    if field_name == "include" and all(each.obstacle for each in matched):
+        first = matched[0]
+        raise RecipeError(
+            f"include: {pattern.text!r} matches only weights that cannot be converted, such as "
+            f"{first.product.name}: {first.obstacle}"
+        )
+
+
+def _check_same_recipe(what: str, had: Recipe, wanted: Recipe) -> None:
+    if had == wanted:
+        return
+    before, after = had.to_dict(), wanted.to_dict()
+    differing = [name for name in after if name != "name" and before.get(name) != after[name]]
+    difference = f" (they differ in {', '.join(differing)})" if had.name == wanted.name else ""
+    raise RecipeError(
+        f"{what} is prepared with {had.name} already, and {wanted.name} is asked for{difference}: call "
+        f"fp8_backends.conversion.restore(model) first, or prepare a copy of the model made before"
+    )
+
+
+def _refuse_nothing(report: ConversionReport, recipe: Recipe) -> None:
+    message = (
+        f"{recipe.name}: no layer of this model can run in FP8. {report if report.products else 'It has no Linear.'}"
+    )
+    if recipe.on_unproven == "raise":
+        raise FP8BackendError(f'{message}\non_unproven="warn" goes on without FP8')
+    warnings.warn(message, stacklevel=4)
+
+
+# exchanging layers
+
+_OF_EVERY_LINEAR = frozenset(nn.Linear(1, 1, device="meta").__dict__)
+
+
+def adopt(linear: nn.Linear, carrier: nn.Module, recipe: Recipe) -> None:
+    """Move the carrier's class, added attributes and buffers onto `linear`. Buffers stay out of the state dict."""
+    attributes = _added_attributes(carrier)
+    adopted = Adopted(type(linear), type(carrier), tuple(attributes), tuple(carrier._buffers), recipe)
+    linear.__class__ = type(carrier)
+    linear.__dict__.update(attributes)
+    linear._buffers.update(carrier._buffers)
+    linear._non_persistent_buffers_set.update(carrier._buffers)
+    linear.__dict__[ADOPTED] = adopted
+
+
+def turn_back(linear: nn.Module) -> None:
+    """Undo `adopt`."""
+    adopted: Adopted = linear.__dict__.pop(ADOPTED)
+    linear.__class__ = adopted.original
+    for name in adopted.attributes:
+        linear.__dict__.pop(name, None)
+    for name in adopted.buffers:
+        linear._buffers.pop(name, None)
+        linear._non_persistent_buffers_set.discard(name)
+
+
+def _build(chosen: list[Found], recipe: Recipe, compute: Compute, shared: Any) -> list[tuple[nn.Linear, nn.Module]]:
+    """Layers and their carriers, all made before the first layer changes. Some drop out, with the reason noted."""
+    built = []
+    for each in chosen:
+        linear, product = each.module, each.product
+        carrier = compute.build(linear, recipe, shared)
+        if any(carrier._parameters.get(key) is not parameter for key, parameter in linear._parameters.items()):
+            raise FP8BackendError(
+                f"{product.name}: the compute {compute.name!r} built a layer with other Parameters, which no "
+                f"optimizer would know; its build() must hand on the very objects of the layer that it is given"
+            )
+        taken = [name for name in (*_added_attributes(carrier), *carrier._buffers) if hasattr(linear, name)]
+        if taken:
+            product.state = HIGH_PRECISION
+            product.reason = f"it has {', '.join(taken)} of its own, a name that its FP8 form needs"
+        else:
+            built.append((linear, carrier))
+    return built
+
+
+def _added_attributes(carrier: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in carrier.__dict__.items() if name not in _OF_EVERY_LINEAR}
+
+
+def _attach(root: nn.Module, prepared: Prepared) -> None:
+    """Let the compute install its hooks on the root, and note which, so that `restore` can take them away."""
+    before = _names_and_hooks(root)
+    try:
+        prepared.compute.attach(root, prepared.recipe, prepared.shared)
+    finally:
+        for name, hooks in _names_and_hooks(root).items():
+            if name not in before:
+                prepared.attached[name] = None
+            elif hooks - before[name]:
+                prepared.attached[name] = sorted(hooks - before[name])
+
+
+def _detach(root: nn.Module, prepared: Prepared) -> None:
+    for name, hooks in prepared.attached.items():
+        if hooks is None:
+            root.__dict__.pop(name, None)
+        for key in hooks or ():
+            root.__dict__[name].pop(key, None)
+
+
+def _names_and_hooks(module: nn.Module) -> dict[str, set]:
+    """Instance attributes; those that hold hooks with the keys of these."""
+    return {
+        name: set(value) if "_hooks" in name and isinstance(value, dict) else set()
+        for name, value in module.__dict__.items()
+    }
+
+
+def _listed(names: Iterable[str], shown: int = 6) -> str:
+    """Names with layers that differ in their number only drawn together: `layers.*.q_proj (×24)`."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(re.sub(r"\b\d+\b", "*", name), []).append(name)
+    texts = [
+        f"{pattern} (×{len(group)})" if len(group) > 1 else group[0] or "(root)" for pattern, group in groups.items()
+    ]
+    return ", ".join(texts[:shown]) + (f" and {len(texts) - shown} more" if len(texts) > shown else "")

@@ -1,0 +1,471 @@
+"""What the user asks for: a backend string or a recipe object, and `resolve`, which understands both.
+
+    COMPUTE[:SCALING][+msamp[:LEVEL]]        msamp[:LEVEL]        auto
+
+A recipe checks itself when it is made: a field that its backend or scaling rule does not read is an error, never
+dropped. Whether the backend can run on this machine is asked only by `prepare`.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, NamedTuple
+
+from accelerate.utils import KwargsHandler
+
+from . import hardware, registry
+from .errors import RecipeError
+from .recipe_fields import (
+    COMMON_FIELDS,
+    DEFAULT_LEVEL,
+    FIELDS,
+    FORMAT_OF_SCALING,
+    LEVELS,
+    closest,
+    parse_field,
+    unknown_field,
+)
+from .recipe_sources import environment_fields, foreign_fields
+
+logger = logging.getLogger("fp8_backends")
+
+AUTO = "auto"
+_MSAMP = ("msamp", "ms-amp")
+_PER_TENSOR = ("dynamic", "tensorwise", "current")
+"""Three names of one rule: each compute has the one that its own library uses."""
+
+
+class BackendName(NamedTuple):
+    """A backend string taken apart. None: not said."""
+
+    compute: str
+    scaling: str | None = None
+    level: str | None = None
+
+
+def parse_backend(text: str) -> BackendName:
+    """Take a backend string apart, aliases and case removed. Raises `RecipeError` with what is valid and close."""
+    word = text.strip().lower()
+    if word == AUTO:
+        return BackendName(AUTO)
+    head, plus, tail = word.partition("+")
+    level = None
+    if plus:
+        mode, colon, level_word = tail.partition(":")
+        if mode not in _MSAMP:
+            raise RecipeError(f"{text!r}: only '+msamp[:LEVEL]' may follow a compute, not '+{tail}'")
+        level = _level(level_word, text) if colon else ""
+    name, colon, rest = head.partition(":")
+    if name in _MSAMP:
+        if plus:
+            raise RecipeError(f"{text!r}: msamp stands for native:window+msamp, so it takes no second '+msamp'")
+        return BackendName("native", "window", _level(rest, text) if colon else "")
+    name = registry.ALIASES.get(name, name)
+    if name == AUTO:
+        raise RecipeError(f"{text!r}: auto stands alone; name a compute: {', '.join(registry.valid_names())}")
+    if name not in registry.valid_names():
+        raise registry.unknown_backend(text)
+    return BackendName(name, _scaling(name, rest, text) if colon else None, level)
+
+
+def _level(word: str, text: str) -> str:
+    if not isinstance(word, str) or word.strip().upper() not in LEVELS:
+        raise RecipeError(f"{text!r}: unknown level {word!r}; msamp has {', '.join(LEVELS)} (default {DEFAULT_LEVEL})")
+    return word.strip().upper()
+
+
+def _scaling(compute: str, word: str, text: Any) -> str:
+    """The rule's own name in this compute."""
+    if not isinstance(word, str):
+        raise RecipeError(f"scaling={word!r}: the name of a scaling rule is wanted, such as 'delayed'")
+    word = word.strip().lower()
+    if compute == AUTO:
+        return word  # checked once a compute is picked
+    supported = registry.scalings_of(compute)
+    if word in _PER_TENSOR:
+        word = next((name for name in _PER_TENSOR if name in supported), word)
+    if word in supported or (compute, word) == ("ao", "custom"):
+        return word
+    raise RecipeError(f"{text!r}: {compute} has no scaling {word!r}{closest(word, supported)}; it has {_list(compute)}")
+
+
+def _list(compute: str) -> str:
+    default = registry.get_compute(compute).default_scaling
+    return ", ".join(f"{name} (default)" if name == default else name for name in registry.scalings_of(compute))
+
+
+# Recipes
+
+
+def _checks_names(cls: type) -> type:
+    """`dataclass`, whose `__init__` explains an unknown field."""
+    cls = dataclass(eq=False, repr=False)(cls)
+    generated = cls.__init__
+
+    @functools.wraps(generated)
+    def __init__(self, *args, **kwargs):
+        own = _field_names(type(self))
+        for name in kwargs:
+            if name not in own:
+                raise unknown_field(name, type(self).__name__, own, _fields_by_handler())
+        generated(self, *args, **kwargs)
+
+    cls.__init__ = __init__
+    return cls
+
+
+@_checks_names
+class Recipe(KwargsHandler):
+    """What every recipe has. None stands for "not given"; a recipe that was made has every default filled in.
+
+    A recipe is fixed once it is made. Two are equal when they mean the same, however they were spelled. Beside its
+    fields it has `compute` ("native", "te", "ao", or a registered name), `scaling`, `level` ("O0" to "O3"), `name`
+    (the canonical backend string), `given` (the names of what the user said) and the fields of every other backend,
+    at their defaults.
+    """
+
+    backend_name: ClassVar[str] = AUTO
+
+    include: tuple[str, ...] | None = field(default=None, kw_only=True)
+    """Name patterns (fnmatch, over the full module name; without a dot also any one part of it) to convert."""
+    exclude: tuple[str, ...] | None = field(default=None, kw_only=True)
+    """Name patterns to keep in high precision."""
+    module_filter_func: Callable | None = field(default=None, kw_only=True)
+    """(module, name) -> whether to convert the module. Accelerate's name."""
+    autocast_dtype: str | None = field(default=None, kw_only=True)
+    """What runs around FP8 under Accelerate: "bf16" (default), "fp16", "fp32"."""
+    gradient_comm: str | None = field(default=None, kw_only=True)
+    """How gradients travel between ranks: "plain"; "fp8" is not in this version yet."""
+    on_unproven: str | None = field(default=None, kw_only=True)
+    """What to do when no FP8 product ran in the first step: "raise" (default) or "warn"."""
+
+    def __post_init__(self) -> None:
+        given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
+        self.__dict__.update(_settled(type(self), given))
+        if self.compute != AUTO:
+            _check(self)
+
+    @property
+    def name(self) -> str:
+        """The canonical backend string; `auto` until `resolve` has picked one."""
+        if self.compute == AUTO:
+            return AUTO
+        level = f"+msamp:{self.level}" if self.level != "O0" or "level" in self.given else ""
+        return f"{self.compute}:{self.scaling}{level}"
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """The fields that were given: `type(recipe)(**recipe.to_kwargs()) == recipe`."""
+        return {name: getattr(self, name) for name in _field_names(type(self)) if name in self.given}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field with its value."""
+        return {"name": self.name} | {name: copy.deepcopy(self.__dict__[name]) for name in FIELDS}
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "given" in self.__dict__:
+            raise RecipeError(
+                f"{name}: a recipe is fixed once it is made; make another: "
+                f"{type(self).__name__}(**{{**recipe.to_kwargs(), {name!r}: …}})"
+            )
+        super().__setattr__(name, value)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Recipe):
+            return NotImplemented
+        return self.name == other.name and all(self.__dict__[name] == other.__dict__[name] for name in FIELDS)
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def __repr__(self) -> str:
+        given = [f"{name}={value!r}" for name, value in self.to_kwargs().items() if name in FIELDS]
+        return f"{type(self).__name__}({', '.join([self.name, *given])})"
+
+
+@_checks_names
+class TERecipeKwargs(Recipe):
+    """TransformerEngine's products: `te:delayed`, or the scaling named. The fields of Accelerate's handler."""
+
+    backend_name: ClassVar[str] = "te"
+
+    use_autocast_during_eval: bool | None = None
+    """FP8 products in evaluation too (default: high precision)."""
+    margin: int | None = None
+    """The scale is divided by 2**margin. `delayed` only."""
+    interval: int | None = None
+    """Steps between two computations of the scale. `delayed` only."""
+    fp8_format: str | None = None
+    """"HYBRID": E4M3 forward and E5M2 gradients. "E4M3": E4M3 everywhere."""
+    amax_history_len: int | None = None
+    """Steps that the amax history holds (default 1024). `delayed` only."""
+    amax_compute_algo: str | None = None
+    """"most_recent" (default) or "max" of the history. `delayed` only."""
+    override_linear_precision: tuple[bool, bool, bool] | None = None
+    """fprop, dgrad, wgrad in high precision."""
+    use_mxfp8_block_scaling: bool | None = None
+    """The same as scaling="mxfp8"."""
+    scaling: str | None = None
+    """"delayed" (default), "dynamic", "blockwise", "mxfp8"."""
+
+
+@_checks_names
+class AORecipeKwargs(Recipe):
+    """TorchAO's products: `ao:tensorwise`, or the scaling named. The fields of Accelerate's handler."""
+
+    backend_name: ClassVar[str] = "ao"
+
+    config: Any = None
+    """A `torchao.float8.Float8LinearConfig`, used as it is."""
+    pad_inner_dim: bool | None = None
+    """Pad products whose inner dimension is no multiple of 16 (default True)."""
+    enable_fsdp_float8_all_gather: bool | None = None
+    """Gather weights in FP8 under FSDP2 (default False)."""
+    scaling: str | None = None
+    """"tensorwise" (default), "rowwise", "rowwise_with_gw_hp"."""
+    auto_filter: bool | None = None
+    """Leave layers in high precision that TorchAO finds too small to gain."""
+
+
+@_checks_names
+class MSAMPRecipeKwargs(Recipe):
+    """MS-AMP's levels on native products: `native:window+msamp:LEVEL`."""
+
+    backend_name: ClassVar[str] = "msamp"
+
+    opt_level: str | None = None
+    """"O1", "O2" (default), "O3"; "O0" leaves weights and optimizer states alone."""
+
+
+@_checks_names
+class NativeRecipeKwargs(Recipe):
+    """This package's own products: `native:dynamic`, or the scaling named."""
+
+    backend_name: ClassVar[str] = "native"
+
+    scaling: str | None = None
+    """"dynamic" (default), "delayed" (TransformerEngine's rule), "rowwise"."""
+    fp8_format: str | None = None
+    """"HYBRID": E4M3 forward and E5M2 gradients. "E4M3": E4M3 everywhere."""
+    margin: int | None = None
+    """The scale is divided by 2**margin. `delayed` only."""
+    interval: int | None = None
+    """Steps between two computations of the scale. `delayed` only."""
+    amax_history_len: int | None = None
+    """Steps that the amax history holds (default 1024). `delayed` only."""
+    amax_compute_algo: str | None = None
+    """"most_recent" (default) or "max" of the history. `delayed` only."""
+    override_linear_precision: tuple[bool, bool, bool] | None = None
+    """fprop, dgrad, wgrad in high precision."""
+    use_autocast_during_eval: bool | None = None
+    """FP8 products in evaluation too (default: high precision)."""
+
+
+@_checks_names
+class FP8RecipeKwargs(Recipe):
+    """Any backend by its string, with the fields that this backend has."""
+
+    backend: str | None = None
+    """A backend string; None is "auto"."""
+    opt_level: str | None = None
+    scaling: str | None = None
+    fp8_format: str | None = None
+    margin: int | None = None
+    interval: int | None = None
+    amax_history_len: int | None = None
+    amax_compute_algo: str | None = None
+    override_linear_precision: tuple[bool, bool, bool] | None = None
+    use_autocast_during_eval: bool | None = None
+    use_mxfp8_block_scaling: bool | None = None
+    config: Any = None
+    pad_inner_dim: bool | None = None
+    enable_fsdp_float8_all_gather: bool | None = None
+    auto_filter: bool | None = None
+
+
+HANDLERS = (TERecipeKwargs, AORecipeKwargs, MSAMPRecipeKwargs, NativeRecipeKwargs)
+
+
+def _field_names(cls: type) -> list[str]:
+    return [f.name for f in fields(cls)]
+
+
+def _fields_by_handler() -> dict[str, list[str]]:
+    return {cls.__name__: _field_names(cls) for cls in HANDLERS}
+
+
+# From what was given to what it means
+
+
+def _settled(cls: type, given: dict[str, Any]) -> dict[str, Any]:
+    """Every attribute of a recipe, from the fields that were given. Raises `RecipeError`."""
+    values = {name: parse_field(name, value) for name, value in given.items() if name in FIELDS}
+    asked = _asked_backend(cls, given, values)
+    compute, level = asked.compute, asked.level or "O0"
+    scaling = asked.scaling
+    if scaling is None and compute != AUTO:
+        scaling = _default_scaling(compute, level, values)
+    said = {"scaling": asked.scaling, "level": asked.level}
+    settled = {name: rule.default for name, rule in FIELDS.items()}
+    settled |= {"fp8_format": FORMAT_OF_SCALING.get(scaling, "HYBRID")} | values
+    settled |= {"use_mxfp8_block_scaling": scaling == "mxfp8", "backend": given.get("backend")}
+    settled |= {"compute": compute, "scaling": scaling, "level": level, "opt_level": level}
+    settled["given"] = frozenset(given) | {name for name, value in said.items() if value is not None}
+    return settled
+
+
+def _asked_backend(cls: type, given: dict[str, Any], values: dict[str, Any]) -> BackendName:
+    """What string and fields say together, in the compute's own words. They may not disagree."""
+    text = given.get("backend", cls.backend_name)
+    if not isinstance(text, str):
+        raise RecipeError(f"backend={text!r}: a backend string is wanted, such as 'native:delayed'")
+    compute, scaling, level = parse_backend(text)
+    if "scaling" in given:
+        scaling = _agreed(text, scaling, "scaling", _scaling(compute, given["scaling"], given["scaling"]))
+    if "use_mxfp8_block_scaling" in values:
+        scaling = _mxfp8_agreed(text, compute, scaling, values["use_mxfp8_block_scaling"])
+    if "opt_level" in given:
+        level = _agreed(text, level or None, "opt_level", _level(given["opt_level"], given["opt_level"]))
+    return BackendName(compute, scaling, DEFAULT_LEVEL if level == "" else level)
+
+
+def _agreed(text: str, said: str | None, name: str, value: str) -> str:
+    if said is not None and said != value:
+        raise RecipeError(f"{text!r} says {said} and {name} says {value}: leave one of the two out")
+    return value
+
+
+def _mxfp8_agreed(text: str, compute: str, scaling: str | None, wanted: bool) -> str | None:
+    if not wanted and scaling == "mxfp8":
+        raise RecipeError(f"{text!r} with scaling mxfp8 and use_mxfp8_block_scaling=False disagree: leave one out")
+    if not wanted:
+        return scaling
+    return _agreed(text, scaling, "use_mxfp8_block_scaling", _scaling(compute, "mxfp8", "use_mxfp8_block_scaling"))
+
+
+def _default_scaling(compute: str, level: str, values: dict[str, Any]) -> str:
+    if compute == "native" and level != "O0":
+        return "window"
+    if compute == "ao" and "config" in values:
+        from .compute.torchao import config_scaling
+
+        return config_scaling(values["config"])
+    return registry.get_compute(compute).default_scaling
+
+
+def _check(recipe: Recipe) -> None:
+    """Refuse what this compute, scaling and level cannot honour on any machine."""
+    compute = registry.get_compute(recipe.compute)
+    levels = registry.levels_of(recipe.compute)
+    if recipe.level not in levels:
+        others = ", ".join(name for name in registry.BUILT_IN if len(registry.levels_of(name)) > 1)
+        raise RecipeError(
+            f"{recipe.name}: {recipe.compute} goes with {', '.join(levels)} only, since it owns its weights; "
+            f"computes that go with msamp: {others}"
+        )
+    if recipe.scaling == "custom" and recipe.config is None:
+        raise RecipeError("ao:custom stands for a Float8LinearConfig of your own: pass config=")
+    for name in sorted((recipe.given & FIELDS.keys()) - {*COMMON_FIELDS, "use_mxfp8_block_scaling"}):
+        readers = FIELDS[name].scalings
+        if name not in compute.fields:
+            raise RecipeError(
+                f"{name} is not read by {recipe.name}, only by {_readers(name)}: leave it out, or use these"
+            )
+        if readers and recipe.scaling not in readers and set(readers) & set(compute.scalings):
+            raise RecipeError(
+                f"{name} is not read by {recipe.name}, only by "
+                f"{', '.join(f'{recipe.compute}:{scaling}' for scaling in readers)}: leave it out, or use that"
+            )
+    compute.check(recipe)
+
+
+def _readers(name: str) -> str:
+    computes = [compute for compute in registry.BUILT_IN if name in registry.get_compute(compute).fields]
+    scalings = FIELDS[name].scalings or ("",)
+    return ", ".join(f"{compute}:{scaling}".rstrip(":") for compute in computes for scaling in scalings) or "no backend"
+
+
+# What users call
+
+
+def resolve(spec: Any = None) -> Recipe:
+    """The recipe that `spec` means, with every default filled in.
+
+    Args:
+        spec: a backend string, a recipe of this package, a recipe handler of Accelerate, a dict
+            `{"backend": …, field: value}`, a recipe object of TransformerEngine; None or "auto" picks for this machine.
+
+    Raises:
+        RecipeError: unknown strings, fields and combinations, each with what is valid. A valid name never fails here
+            for want of hardware or libraries: that is for `prepare` to say.
+    """
+    recipe = _as_recipe(spec)
+    return _picked(recipe) if recipe.compute == AUTO else recipe
+
+
+def from_environment(environ: Mapping[str, str] | None = None) -> Recipe | None:
+    """What `ACCELERATE_FP8_*` asks for (any case), or None when it asks for nothing.
+
+    A value that equals the default of Accelerate's launcher counts as not given. Without `ACCELERATE_FP8_BACKEND`,
+    other values belong to the backend that `auto` picks.
+    """
+    try:
+        asked = environment_fields(environ)
+        _check_level_has_backend(asked, asked.get("backend", AUTO))
+        return FP8RecipeKwargs(**asked) if asked else None
+    except RecipeError as error:
+        raise RecipeError(f"ACCELERATE_FP8_* in the environment: {error}") from None
+
+
+def with_environment(recipe: Recipe, environ: Mapping[str, str] | None = None) -> Recipe:
+    """The recipe, completed by the fields that `ACCELERATE_FP8_*` gives, as Accelerate completes its own handlers.
+
+    The backend's name is left to the recipe. A field for which both say something different is a `RecipeError`.
+    """
+    try:
+        asked = environment_fields(environ)
+        asked.pop("backend", None)
+        _check_level_has_backend(asked, recipe.name)
+        for name, value in asked.items():
+            if name == "scaling":
+                value = _scaling(recipe.compute, value, value)
+            if name in recipe.given and getattr(recipe, name) != value:
+                raise RecipeError(f"{name} is {value!r} there and {getattr(recipe, name)!r} in {recipe}: remove one")
+        return type(recipe)(**{**recipe.to_kwargs(), **asked}) if asked else recipe
+    except RecipeError as error:
+        raise RecipeError(f"ACCELERATE_FP8_* in the environment: {error}") from None
+
+
+def _check_level_has_backend(asked: dict[str, Any], backend: str) -> None:
+    if "opt_level" in asked and not any(word in backend.lower() for word in _MSAMP):
+        level = asked["opt_level"]
+        raise RecipeError(
+            f"OPT_LEVEL={level} selects no level by itself: say ACCELERATE_FP8_BACKEND=msamp:{level} "
+            f"or COMPUTE+msamp:{level}, or leave it out"
+        )
+
+
+def _as_recipe(spec: Any) -> Recipe:
+    if isinstance(spec, Recipe):
+        return spec
+    if spec is None or isinstance(spec, str):
+        return FP8RecipeKwargs(backend=spec)
+    if isinstance(spec, Mapping):
+        return FP8RecipeKwargs(**{str(name): value for name, value in spec.items()})
+    fields_of_spec = foreign_fields(spec)
+    if fields_of_spec is None:
+        raise RecipeError(
+            f"a recipe cannot be read from {type(spec).__name__}: pass a backend string, a recipe handler of "
+            "fp8_backends or Accelerate, a dict, or a recipe of TransformerEngine"
+        )
+    return FP8RecipeKwargs(**fields_of_spec)
+
+
+def _picked(recipe: Recipe) -> Recipe:
+    """`auto`, with the compute that suits this machine."""
+    if not hardware.fp8_products():
+        logger.warning("backend auto: this machine has no FP8 hardware, so FP8 trains slower than bf16 here")
+    return FP8RecipeKwargs(**{**recipe.to_kwargs(), "backend": registry.auto_backend()})

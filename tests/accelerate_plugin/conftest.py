@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState
+
+import fp8_backends
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "slow: several processes, or more than a few seconds")
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerate(monkeypatch):
+    """Accelerate's process-wide state and its environment, empty before and after each test; on the CPU."""
+
+    def reset():
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+
+    for name in os.environ:
+        if name.startswith("ACCELERATE_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    reset()
+    fp8_backends.connect()
+    torch.manual_seed(0)
+    yield
+    reset()

@@ -1,0 +1,182 @@
+"""`save_state` and `load_state` with scaling state; plain weights everywhere else."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from plugin_training import assert_all_moved, batches, copied_parameters, mlp, train
+from safetensors.torch import load_file
+
+import fp8_backends
+from fp8_backends.errors import FP8BackendError
+
+DATA = batches(8)
+
+
+def new_run(backend: str | None, seed: int = 0, **fields):
+    """Accelerator, model and optimizer of a fresh run; None: bf16 by stock Accelerate."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    if backend is None:
+        accelerator = Accelerator(mixed_precision="bf16")
+    else:
+        recipe = fp8_backends.FP8RecipeKwargs(backend=backend, **fields)
+        accelerator = Accelerator(mixed_precision="fp8", kwargs_handlers=[recipe])
+    model = mlp(seed)
+    return accelerator, *accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 5e-3))
+
+
+@pytest.mark.parametrize("backend", ["native:delayed", "native:dynamic", "ao:tensorwise"])
+def test_a_resumed_run_equals_an_unbroken_one_bit_for_bit(backend, tmp_path):
+    accelerator, model, optimizer = new_run(backend)
+    train(accelerator, model, optimizer, DATA[:4])
+    accelerator.save_state(str(tmp_path))
+    unbroken = train(accelerator, model, optimizer, DATA[4:])
+    weights = copied_parameters(model)
+
+    accelerator, model, optimizer = new_run(backend, seed=5)
+    accelerator.load_state(str(tmp_path))
+    assert train(accelerator, model, optimizer, DATA[4:]) == unbroken
+    assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters())
+
+
+def test_without_its_scaling_state_a_delayed_run_would_differ(tmp_path):
+    """What the file is for: the test above must fail without it."""
+    accelerator, model, optimizer = new_run("native:delayed")
+    train(accelerator, model, optimizer, DATA[:4])
+    accelerator.save_state(str(tmp_path))
+    unbroken = train(accelerator, model, optimizer, DATA[4:])
+    (tmp_path / "fp8_backend.json").unlink()
+    accelerator, model, optimizer = new_run("native:delayed")
+    accelerator.load_state(str(tmp_path))
+    assert train(accelerator, model, optimizer, DATA[4:]) != unbroken
+
+
+def test_files_of_a_checkpoint(tmp_path):
+    accelerator, model, optimizer = new_run("native:delayed")
+    train(accelerator, model, optimizer, DATA[:1])
+    accelerator.save_state(str(tmp_path))
+    metadata = json.loads((tmp_path / "fp8_backend.json").read_text())
+    assert metadata["backend"] == "native:delayed"
+    assert metadata["models"] == {"0.0": "native:delayed"}
+    assert len(load_file(tmp_path / "fp8_scaling_0.safetensors")) == 3
+    weights = load_file(tmp_path / "model.safetensors")
+    assert {name: t.dtype for name, t in weights.items()} == {name: torch.float32 for name in mlp().state_dict()}
+
+
+def test_stock_accelerate_resumes_from_our_checkpoint(tmp_path):
+    accelerator, model, optimizer = new_run("native:delayed")
+    train(accelerator, model, optimizer, DATA[:2])
+    accelerator.save_state(str(tmp_path))
+    weights = copied_parameters(model)
+    accelerator, model, optimizer = new_run(None, seed=5)
+    accelerator.load_state(str(tmp_path))
+    assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("backend, warns", [("native:delayed", True), ("native:dynamic", False)])
+def test_checkpoint_of_stock_accelerate_says_that_scales_start_afresh(backend, warns, tmp_path, caplog):
+    accelerator, model, optimizer = new_run(None)
+    train(accelerator, model, optimizer, DATA[:2])
+    accelerator.save_state(str(tmp_path))
+    weights = copied_parameters(model)
+    accelerator, model, optimizer = new_run(backend, seed=5)
+    with caplog.at_level(logging.WARNING, "fp8_backends"):
+        accelerator.load_state(str(tmp_path))
+    assert ("start afresh" in caplog.text) == warns
+    assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters())
+    train(accelerator, model, optimizer, DATA[2:3])
+    assert_all_moved(model, weights)
+
+
+def test_checkpoint_of_another_backend_names_both_and_loads_the_weights(tmp_path, caplog):
+    accelerator, model, optimizer = new_run("ao:tensorwise")
+    train(accelerator, model, optimizer, DATA[:2])
+    accelerator.save_state(str(tmp_path))
+    weights = copied_parameters(model)
+    accelerator, model, optimizer = new_run("native:delayed", seed=5)
+    with caplog.at_level(logging.WARNING, "fp8_backends"):
+        accelerator.load_state(str(tmp_path))
+    assert "ao:tensorwise" in caplog.text and "native:delayed" in caplog.text
+    assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters())
+
+
+def test_scaling_state_that_does_not_fit_is_an_error(tmp_path):
+    accelerator, model, optimizer = new_run("native:delayed", amax_history_len=16)
+    train(accelerator, model, optimizer, DATA[:2])
+    accelerator.save_state(str(tmp_path))
+    accelerator, model, optimizer = new_run("native:delayed", amax_history_len=32)
+    with pytest.raises(FP8BackendError, match="amax_history_len"):
+        accelerator.load_state(str(tmp_path))
+
+
+def test_several_models_keep_their_own_scaling_state(tmp_path):
+    def run():
+        AcceleratorState._reset_state(reset_partial_state=True)
+        recipe = fp8_backends.NativeRecipeKwargs(scaling="delayed", amax_history_len=4)
+        accelerator = Accelerator(mixed_precision="fp8", kwargs_handlers=[recipe])
+        models = [mlp(0), mlp(1, width=32)]
+        optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in models]
+        return accelerator, accelerator.prepare(*models, *optimizers)
+
+    accelerator, (a, b, opt_a, opt_b) = run()
+    train(accelerator, a, opt_a, DATA[:3])
+    train(accelerator, b, opt_b, DATA[3:5])
+    accelerator.save_state(str(tmp_path))
+    unbroken = train(accelerator, a, opt_a, DATA[5:]), train(accelerator, b, opt_b, DATA[5:])
+    accelerator, (a, b, opt_a, opt_b) = run()
+    accelerator.load_state(str(tmp_path))
+    assert (train(accelerator, a, opt_a, DATA[5:]), train(accelerator, b, opt_b, DATA[5:])) == unbroken
+
+
+def test_automatic_checkpoint_naming(tmp_path):
+    from accelerate.utils import ProjectConfiguration
+
+    project = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True)
+    recipe = fp8_backends.FP8RecipeKwargs(backend="native:delayed")
+    accelerator = Accelerator(mixed_precision="fp8", kwargs_handlers=[recipe], project_config=project)
+    model = mlp()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    train(accelerator, model, optimizer, DATA[:2])
+    accelerator.save_state()
+    assert (tmp_path / "checkpoints" / "checkpoint_0" / "fp8_scaling_0.safetensors").exists()
+    unbroken = train(accelerator, model, optimizer, DATA[2:4])
+    accelerator.load_state()
+    assert train(accelerator, model, optimizer, DATA[2:4]) == unbroken
+
+
+@pytest.mark.parametrize("backend", ["native:delayed", "ao:tensorwise"])
+def test_exported_weights_are_plain_and_keep_their_names(backend, tmp_path):
+    accelerator, model, optimizer = new_run(backend)
+    train(accelerator, model, optimizer, DATA[:2])
+    accelerator.save_model(model, tmp_path)
+    exported = load_file(tmp_path / "model.safetensors")
+    stock = mlp()
+    stock.load_state_dict(exported)
+    for state in (exported, accelerator.get_state_dict(model), accelerator.unwrap_model(model).state_dict()):
+        assert list(sorted(state)) == sorted(stock.state_dict())
+        assert all(type(t) is torch.Tensor and t.dtype == torch.float32 for t in state.values())
+        assert all(torch.equal(state[name], p) for name, p in model.named_parameters())
+
+
+def test_optimizer_state_dict_carries_the_scaling_state_for_loops_without_save_state():
+    accelerator, model, optimizer = new_run("native:delayed")
+    train(accelerator, model, optimizer, DATA[:4])
+    weights, state = copied_parameters(model), copy.deepcopy(optimizer.state_dict())
+    unbroken = train(accelerator, model, optimizer, DATA[4:])
+    accelerator, model, optimizer = new_run("native:delayed")
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(state)
+    assert train(accelerator, model, optimizer, DATA[4:]) == unbroken
+    torch.optim.AdamW(mlp().parameters()).load_state_dict(state)  # stock PyTorch passes over it
+
+
+def test_optimizer_state_dict_of_stateless_scaling_is_the_stock_one():
+    accelerator, model, optimizer = new_run("native:dynamic")
+    train(accelerator, model, optimizer, DATA[:1])
+    assert optimizer.state_dict().keys() == {"state", "param_groups"}

@@ -1,0 +1,228 @@
+"""Who gets FP8 from the patched `Accelerator`, and that everyone else gets the stock class."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+
+import accelerate.state
+import accelerate.utils
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs
+from plugin_training import assert_all_moved, batches, copied_parameters, mlp, train
+
+import fp8_backends
+from fp8_backends.accelerate_plugin import plugin
+from fp8_backends.errors import FP8BackendError, RecipeError
+
+
+def test_no_fp8_by_default():
+    assert type(Accelerator()) is Accelerator
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_other_precisions_get_the_stock_class(precision):
+    assert type(Accelerator(mixed_precision=precision)) is Accelerator
+
+
+def test_connecting_again_changes_nothing():
+    before = Accelerator.__init__
+    fp8_backends.connect()
+    assert Accelerator.__init__ is before
+
+
+def test_connection_is_found_below_another_librarys_patch(monkeypatch):
+    ours = Accelerator.__init__
+
+    @functools.wraps(ours)
+    def theirs(self, *args, **kwargs):
+        ours(self, *args, **kwargs)
+
+    monkeypatch.setattr(Accelerator, "__init__", theirs)
+    fp8_backends.connect()
+    assert Accelerator.__init__ is theirs
+
+
+def test_disable_variable_leaves_accelerate_alone(monkeypatch):
+    def untouched(self):
+        pass
+
+    monkeypatch.setattr(Accelerator, "__init__", untouched)
+    monkeypatch.setenv("FP8_BACKENDS_DISABLE", "1")
+    fp8_backends.connect()
+    assert Accelerator.__init__ is untouched
+
+
+@pytest.mark.parametrize(
+    "handler, name",
+    [
+        (fp8_backends.NativeRecipeKwargs(), "native:dynamic"),
+        (fp8_backends.AORecipeKwargs(), "ao:tensorwise"),
+        (fp8_backends.TERecipeKwargs(), "te:delayed"),
+        (fp8_backends.MSAMPRecipeKwargs(opt_level="O1"), "native:window+msamp:O1"),
+        (fp8_backends.FP8RecipeKwargs(backend="native:delayed"), "native:delayed"),
+    ],
+)
+def test_our_handlers_reach_the_registry(handler, name):
+    accelerator = Accelerator(mixed_precision="fp8", kwargs_handlers=[DistributedDataParallelKwargs(), handler])
+    assert accelerator.fp8_recipe.name == name
+    assert isinstance(accelerator, Accelerator) and accelerator.mixed_precision == "fp8"
+    assert isinstance(accelerator.ddp_handler, DistributedDataParallelKwargs)
+
+
+@pytest.mark.parametrize(
+    "handler, name",
+    [
+        (lambda: accelerate.utils.AORecipeKwargs(), "ao:tensorwise"),
+        (lambda: accelerate.utils.MSAMPRecipeKwargs(opt_level="O2"), "native:window+msamp:O2"),
+    ],
+)
+def test_accelerates_own_handlers_mean_the_same(handler, name):
+    assert Accelerator(mixed_precision="fp8", kwargs_handlers=[handler()]).fp8_recipe.name == name
+
+
+@pytest.mark.parametrize(
+    "value, name",
+    [("ao", "ao:tensorwise"), ("AO", "ao:tensorwise"), ("Native:Delayed", "native:delayed"), ("TE", "te:delayed")],
+)
+def test_backend_of_the_environment(monkeypatch, value, name):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", value)
+    assert Accelerator().fp8_recipe.name == name
+
+
+def test_unknown_backend_of_the_environment_is_named(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "nativ")
+    with pytest.raises(RecipeError, match="nativ"):
+        Accelerator(mixed_precision="fp8")
+
+
+def test_fp8_alone_means_auto():
+    assert Accelerator(mixed_precision="fp8").fp8_recipe == fp8_backends.resolve("auto")
+
+
+def test_positional_arguments():
+    accelerator = Accelerator(True, False, "fp8", 4)
+    assert accelerator.gradient_accumulation_steps == 4 and accelerator.fp8_recipe is not None
+
+
+def test_wrong_arguments_raise_the_stock_error():
+    with pytest.raises(TypeError, match="kwarg_handlers"):
+        Accelerator(mixed_precision="fp8", kwarg_handlers=[fp8_backends.AORecipeKwargs()])
+
+
+def test_two_recipes_are_refused():
+    handlers = [fp8_backends.NativeRecipeKwargs(), accelerate.utils.AORecipeKwargs()]
+    with pytest.raises(RecipeError, match="two FP8 recipes, NativeRecipeKwargs and AORecipeKwargs"):
+        Accelerator(mixed_precision="fp8", kwargs_handlers=handlers)
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_a_recipe_without_fp8_is_refused(precision):
+    with pytest.raises(RecipeError, match='set Accelerator\\(mixed_precision="fp8"\\)'):
+        Accelerator(mixed_precision=precision, kwargs_handlers=[fp8_backends.NativeRecipeKwargs()])
+
+
+def test_handler_and_environment_that_disagree_are_refused(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "ao")
+    with pytest.raises(RecipeError, match="ACCELERATE_FP8_BACKEND=ao"):
+        Accelerator(mixed_precision="fp8", kwargs_handlers=[fp8_backends.NativeRecipeKwargs()])
+
+
+def test_accelerates_own_checks_are_off_only_during_the_call():
+    before = accelerate.state.is_fp8_available, accelerate.state.check_cuda_fp8_capability
+    Accelerator(mixed_precision="fp8")
+    with pytest.raises(RecipeError):
+        Accelerator(mixed_precision="fp8", kwargs_handlers=[fp8_backends.NativeRecipeKwargs()] * 2)
+    assert (accelerate.state.is_fp8_available, accelerate.state.check_cuda_fp8_capability) == before
+
+
+def test_fp8_needs_no_library_of_accelerates_list(monkeypatch):
+    monkeypatch.setattr(accelerate.state, "is_fp8_available", lambda: False)
+    assert Accelerator(mixed_precision="fp8").mixed_precision == "fp8"
+
+
+class Incompatible:
+    def __init__(self, mixed_precision=None):
+        pass
+
+
+def test_incompatible_accelerate_is_described():
+    found = plugin.incompatibilities(Incompatible)
+    assert "Accelerator.__init__ takes no kwargs_handlers" in found
+    assert "Accelerator.prepare does not exist" in found
+    assert not plugin.incompatibilities()
+
+
+def test_incompatible_accelerate_is_an_error_only_with_fp8(monkeypatch):
+    monkeypatch.setattr(plugin, "incompatibilities", lambda: ["Accelerator.prepare does not exist"])
+    monkeypatch.setattr(Accelerator, "__init__", plugin._patched(Accelerator.__init__.__wrapped__))
+    assert type(Accelerator()) is Accelerator
+    with pytest.raises(FP8BackendError, match="Accelerator.prepare does not exist"):
+        Accelerator(mixed_precision="fp8")
+
+
+class CountingAccelerator(Accelerator):
+    """A subclass as libraries write them."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.prepared = 0
+
+    def prepare(self, *args, **kwargs):
+        self.prepared += 1
+        return super().prepare(*args, **kwargs)
+
+
+def test_subclasses_keep_their_methods():
+    accelerator = CountingAccelerator(mixed_precision="fp8", kwargs_handlers=[fp8_backends.NativeRecipeKwargs()])
+    model = mlp()
+    before = copied_parameters(model)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    train(accelerator, model, optimizer, batches(2))
+    assert isinstance(accelerator, CountingAccelerator)
+    assert accelerator.prepared >= 1
+    assert_all_moved(model, before)
+
+
+def test_one_class_for_each_accelerator_class():
+    assert type(Accelerator(mixed_precision="fp8")) is type(Accelerator(mixed_precision="fp8"))
+
+
+def test_second_accelerator_may_have_another_recipe():
+    first = Accelerator(mixed_precision="fp8", kwargs_handlers=[fp8_backends.AORecipeKwargs()])
+    second = Accelerator(mixed_precision="fp8", kwargs_handlers=[fp8_backends.NativeRecipeKwargs()])
+    assert first.fp8_recipe.compute == "ao" and second.fp8_recipe.compute == "native"
+    for accelerator in (first, second):
+        model = mlp()
+        before = copied_parameters(model)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        train(accelerator, model, optimizer, batches(2))
+        assert_all_moved(model, before)
+
+
+def test_plain_accelerator_after_fp8_inherits_fp8_with_auto():
+    """Accelerate keeps one precision a process; stock then picks TorchAO silently."""
+    Accelerator(mixed_precision="fp8", kwargs_handlers=[fp8_backends.AORecipeKwargs()])
+    assert Accelerator().fp8_recipe == fp8_backends.resolve("auto")
+
+
+@pytest.mark.parametrize("accelerator_class", [Accelerator, CountingAccelerator])
+def test_accelerator_pickles(accelerator_class):
+    accelerator = accelerator_class(mixed_precision="fp8", kwargs_handlers=[fp8_backends.NativeRecipeKwargs()])
+    loaded = pickle.loads(pickle.dumps(accelerator))
+    assert type(loaded) is type(accelerator) and loaded.fp8_recipe == accelerator.fp8_recipe
+    model = mlp()
+    before = copied_parameters(model)
+    model, optimizer = loaded.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    train(loaded, model, optimizer, batches(2))
+    assert_all_moved(model, before)
+
+
+def test_accelerator_copies():
+    accelerator = Accelerator(mixed_precision="fp8")
+    assert copy.deepcopy(accelerator) is accelerator
+    assert type(copy.copy(accelerator)) is type(accelerator)

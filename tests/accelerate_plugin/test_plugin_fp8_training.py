@@ -1,0 +1,227 @@
+"""Training through `Accelerator(mixed_precision="fp8")`: losses, parameters and product counts."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from accelerate import Accelerator
+from plugin_training import assert_all_moved, assert_fp8_products, batches, copied_parameters, mlp, train
+from torch import nn
+
+import fp8_backends
+from fp8_backends.errors import FP8BackendError, RecipeError
+
+BACKENDS = ["native:dynamic", "native:delayed", "native:rowwise", "ao:tensorwise"]
+
+
+def fp8_accelerator(backend: str = "native", handlers=(), accumulate: int = 1, **fields) -> Accelerator:
+    return Accelerator(
+        mixed_precision="fp8",
+        gradient_accumulation_steps=accumulate,
+        kwargs_handlers=[fp8_backends.FP8RecipeKwargs(backend=backend, **fields), *handlers],
+    )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_parameter_trains_and_the_loss_falls(backend):
+    accelerator = fp8_accelerator(backend)
+    model = mlp()
+    before = copied_parameters(model)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 5e-3))
+    losses = train(accelerator, model, optimizer, batches(30))
+    assert losses[-1] < 0.7 * losses[0]
+    assert_all_moved(model, before)
+
+
+@pytest.mark.parametrize("backend", ["native:dynamic", "native:delayed", "native:rowwise"])
+def test_products_are_counted(backend):
+    accelerator = fp8_accelerator(backend)
+    model = mlp()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    train(accelerator, model, optimizer, batches(3))
+    assert_fp8_products(model, layers=3)
+
+
+def test_forward_runs_in_bf16_autocast_and_returns_fp32():
+    accelerator = fp8_accelerator()
+    model = accelerator.prepare(mlp())
+    seen = []
+    model[1].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    assert model(batches(1)[0][0]).dtype == torch.float32
+    assert seen == [torch.bfloat16]
+
+
+def test_losses_equal_a_hand_written_loop():
+    """Adapter and `prepare` add nothing to the numbers: the same model in a plain bf16 autocast loop, bit for bit."""
+    model = mlp()
+    twin = copy.deepcopy(model)
+    accelerator = fp8_accelerator("native:delayed")
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 5e-3))
+    losses = train(accelerator, model, optimizer, batches(6))
+
+    optimizer = torch.optim.AdamW(twin.parameters(), 5e-3)
+    twin, optimizer = fp8_backends.prepare(twin, optimizer, "native:delayed")
+    by_hand = []
+    for x, y in batches(6):
+        with torch.autocast("cpu", torch.bfloat16):
+            output = twin(x)
+        loss = nn.functional.mse_loss(output.float(), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        by_hand.append(loss.item())
+    assert losses == by_hand
+
+
+def test_optimizer_may_be_prepared_before_the_model():
+    accelerator = fp8_accelerator()
+    model = mlp()
+    before = copied_parameters(model)
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), 0.1))
+    model = accelerator.prepare_model(model)
+    train(accelerator, model, optimizer, batches(2))
+    assert_all_moved(model, before)
+    assert_fp8_products(model, layers=3)
+
+
+def test_accumulated_equal_microbatches_give_the_gradient_of_one():
+    """Each half-weighted loss scales its gradients by a power of two, so that the sum is exact."""
+    batch = batches(1)[0]
+    weights = []
+    for accumulate in (1, 2):
+        accelerator = fp8_accelerator(accumulate=accumulate)
+        model = mlp()
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        train(accelerator, model, optimizer, [batch] * accumulate)
+        weights.append(copied_parameters(model))
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_clip_grad_norm_returns_and_applies_the_true_norm():
+    accelerator = fp8_accelerator()
+    model = mlp()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    x, y = batches(1)[0]
+    accelerator.backward(100 * nn.functional.mse_loss(model(x), y))
+    true = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+    torch.testing.assert_close(accelerator.clip_grad_norm_(model.parameters(), 0.5), true)
+    clipped = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+    torch.testing.assert_close(clipped, torch.tensor(0.5), rtol=1e-4, atol=0)
+
+
+def test_scheduler_made_before_prepare_drives_the_prepared_optimizer():
+    accelerator = fp8_accelerator()
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 if step < 2 else 0.0)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    train(accelerator, model, optimizer, batches(2), scheduler)
+    assert optimizer.param_groups[0]["lr"] == 0.0
+    before = copied_parameters(model)
+    train(accelerator, model, optimizer, batches(1), scheduler)
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_several_models_with_an_optimizer_each():
+    accelerator = fp8_accelerator()
+    models = [mlp(0), mlp(1)]
+    before = [copied_parameters(model) for model in models]
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in models]
+    *models, first, second = accelerator.prepare(*models, *optimizers)
+    train(accelerator, models[0], first, batches(2))
+    train(accelerator, models[1], second, batches(2))
+    for model, start in zip(models, before, strict=True):
+        assert_all_moved(model, start)
+        assert_fp8_products(model, layers=3)
+
+
+def test_model_alone_is_prepared_for_evaluation():
+    accelerator = fp8_accelerator()
+    model = mlp().eval()
+    x = batches(1)[0][0]
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected = model(x).float()
+    model = accelerator.prepare_model(model, evaluation_mode=True)
+    with torch.no_grad():
+        assert torch.equal(model(x), expected)
+    assert not model.training
+
+
+def test_a_module_without_weights_is_no_error():
+    accelerator = fp8_accelerator()
+    model = mlp()
+    before = copied_parameters(model)
+    model, optimizer, loss_function = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1), nn.MSELoss())
+    x, y = batches(1)[0]
+    accelerator.backward(loss_function(model(x), y))
+    optimizer.step()
+    assert_all_moved(model, before)
+
+
+def test_a_network_without_linear_layers_trains_beside_a_converted_one(caplog):
+    accelerator = fp8_accelerator()
+    convolution, model = nn.Conv1d(2, 2, 3), mlp()
+    before = copied_parameters(convolution)
+    optimizer = torch.optim.SGD([*convolution.parameters(), *model.parameters()], 0.1)
+    convolution, model, optimizer = accelerator.prepare(convolution, model, optimizer)
+    accelerator.backward(convolution(torch.ones(1, 2, 8)).sum() + model(torch.ones(4, 32)).sum())
+    optimizer.step()
+    assert_all_moved(convolution, before)
+    assert_fp8_products(model, layers=3)
+    assert "Conv1d has no Linear layer" in caplog.text
+
+
+def test_fp8_for_nothing_but_a_network_without_linear_layers_is_refused():
+    with pytest.raises(FP8BackendError, match="no Linear"):
+        fp8_accelerator().prepare(nn.Conv1d(2, 2, 3))
+
+
+class Bypass(nn.Module):
+    """Its Linear layers never run."""
+
+    def __init__(self):
+        super().__init__()
+        self.unused = mlp()
+        self.scale = nn.Parameter(torch.ones(16))
+
+    def forward(self, x):
+        return x[:, :16] * self.scale
+
+
+def test_fp8_that_never_ran_raises_at_the_first_optimizer_step():
+    accelerator = fp8_accelerator()
+    model = Bypass()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    with pytest.raises(FP8BackendError):
+        train(accelerator, model, optimizer, batches(1))
+
+
+def test_repeated_prepare_changes_nothing():
+    accelerator = fp8_accelerator()
+    model = mlp()
+    prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    again, _ = accelerator.prepare(prepared, optimizer)
+    assert again is prepared
+    train(accelerator, again, optimizer, batches(2))
+    assert_fp8_products(model, layers=3)
+
+
+def test_megatron_is_refused(monkeypatch):
+    accelerator = fp8_accelerator()
+    monkeypatch.setattr(accelerator.state, "distributed_type", "MEGATRON_LM")
+    with pytest.raises(RecipeError, match="Megatron"):
+        accelerator.prepare(mlp())
+
+
+def test_deepcopy_of_a_prepared_model_trains_on_its_own():
+    accelerator = fp8_accelerator()
+    model = mlp()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    train(accelerator, model, optimizer, batches(1))
+    ema = copy.deepcopy(accelerator.unwrap_model(model))
+    frozen = copied_parameters(ema)
+    train(accelerator, model, optimizer, batches(2))
+    assert all(torch.equal(p, frozen[name]) for name, p in ema.named_parameters())
+    assert_all_moved(model, frozen)

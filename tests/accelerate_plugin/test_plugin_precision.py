@@ -1,0 +1,130 @@
+"""The precision around FP8: bf16 by default, fp16 with a loss scaler (NeMo's fp16_with_fp8_mixed), or fp32."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.utils import AutocastKwargs, GradScalerKwargs
+from plugin_training import assert_all_moved, assert_fp8_products, batches, copied_parameters, mlp, train
+from torch import nn
+
+import fp8_backends
+
+
+def accelerator_with(autocast_dtype: str, *handlers) -> Accelerator:
+    recipe = fp8_backends.NativeRecipeKwargs(autocast_dtype=autocast_dtype)
+    return Accelerator(mixed_precision="fp8", kwargs_handlers=[recipe, *handlers])
+
+
+def activations_of(model: nn.Module) -> list[torch.dtype]:
+    seen = []
+    model[1].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    return seen
+
+
+@pytest.mark.parametrize("name, dtype", [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)])
+def test_autocast_dtype_rules_activations_and_outputs_are_fp32(name, dtype):
+    accelerator = accelerator_with(name)
+    model = mlp()
+    before = copied_parameters(model)
+    seen = activations_of(model)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    assert model(batches(1)[0][0]).dtype == torch.float32
+    train(accelerator, model, optimizer, batches(3))
+    assert set(seen) == {dtype}
+    assert_all_moved(model, before)
+    assert_fp8_products(model, layers=3)
+    with accelerator.autocast():
+        assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype == dtype
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_autocast_handler_is_honoured(name):
+    accelerator = accelerator_with(name, AutocastKwargs(enabled=False))
+    model = mlp()
+    seen = activations_of(model)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    train(accelerator, model, optimizer, batches(1))
+    assert seen == [torch.float32]
+    with accelerator.autocast():
+        assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype == torch.float32
+    with accelerator.autocast(AutocastKwargs(enabled=True)):
+        assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype != torch.float32
+
+
+def test_only_fp16_has_a_loss_scaler():
+    assert accelerator_with("bf16").scaler is None
+    assert accelerator_with("fp32").scaler is None
+    scaler = accelerator_with("fp16", GradScalerKwargs(init_scale=32.0, growth_interval=7)).scaler
+    assert scaler.is_enabled() and scaler.get_scale() == 32.0 and scaler.get_growth_interval() == 7
+
+
+def test_fp16_clips_to_the_true_norm():
+    accelerator = accelerator_with("fp16", GradScalerKwargs(init_scale=1024.0))
+    model = mlp()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    x, y = batches(1)[0]
+    accelerator.backward(nn.functional.mse_loss(model(x), y))
+    scaled = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+    norm = accelerator.clip_grad_norm_(model.parameters(), 1e9)
+    torch.testing.assert_close(norm * 1024, scaled)
+    torch.testing.assert_close(torch.stack([p.grad.norm() for p in model.parameters()]).norm(), norm)
+
+
+def test_fp16_overflow_skips_the_step_and_the_scheduler():
+    accelerator = accelerator_with("fp16", GradScalerKwargs(init_scale=64.0))
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    train(accelerator, model, optimizer, batches(1), scheduler)
+    before, rate = copied_parameters(model), optimizer.param_groups[0]["lr"]
+    x, y = batches(1)[0]
+    accelerator.backward(nn.functional.mse_loss(model(x), y) * float("inf"))
+    optimizer.step()
+    scheduler.step()
+    assert accelerator.optimizer_step_was_skipped
+    assert optimizer.param_groups[0]["lr"] == rate
+    assert accelerator.scaler.get_scale() == 32.0
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    optimizer.zero_grad()
+    train(accelerator, model, optimizer, batches(1), scheduler)
+    assert not accelerator.optimizer_step_was_skipped and optimizer.param_groups[0]["lr"] < rate
+    assert_all_moved(model, before)
+
+
+def test_fp16_loss_scale_is_part_of_save_state(tmp_path):
+    accelerator = accelerator_with("fp16", GradScalerKwargs(init_scale=64.0, growth_interval=2))
+    model = mlp()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    train(accelerator, model, optimizer, batches(3))
+    saved = accelerator.scaler.state_dict()
+    accelerator.save_state(str(tmp_path))
+    train(accelerator, model, optimizer, batches(3))
+    assert accelerator.scaler.state_dict() != saved
+    accelerator.load_state(str(tmp_path))
+    assert accelerator.scaler.state_dict() == saved
+
+
+def test_fp16_accelerator_pickles():
+    loaded = pickle.loads(pickle.dumps(accelerator_with("fp16")))
+    model = mlp()
+    seen = activations_of(model)
+    model, optimizer = loaded.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    train(loaded, model, optimizer, batches(1))
+    assert seen == [torch.float16]
+
+
+def test_unscaling_without_a_scaler_does_nothing():
+    accelerator = accelerator_with("bf16")
+    model = mlp()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    x, y = batches(1)[0]
+    accelerator.backward(nn.functional.mse_loss(model(x), y))
+    before = model[0].weight.grad.clone()
+    accelerator.unscale_gradients()
+    accelerator.unscale_gradients(optimizer)
+    assert torch.equal(model[0].weight.grad, before)

@@ -1,0 +1,449 @@
+"""Faults of stock Accelerate 1.15 in FP8, each with a test that ours does not have it.
+
+The numbers are those of the project's list of proven faults. Where a fault lies in stock code around TransformerEngine
+or MS-AMP, which run on GPUs only, the test shows the same request on the native compute.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+
+import accelerate.utils
+import pytest
+import torch
+import yaml
+from accelerate import Accelerator
+from accelerate.utils.deepspeed import DummyOptim
+from plugin_training import assert_all_moved, assert_fp8_products, batches, copied_parameters, mlp, run_python, train
+from safetensors.torch import load_file
+from torch import nn
+
+import fp8_backends
+from fp8_backends.conversion import restore
+from fp8_backends.errors import BackendUnavailableError, FP8BackendError, RecipeError
+
+
+def fp8_accelerator(handler) -> Accelerator:
+    if isinstance(handler, str):
+        handler = fp8_backends.FP8RecipeKwargs(backend=handler)
+    return Accelerator(mixed_precision="fp8", kwargs_handlers=[handler])
+
+
+def trained(handler, model, data, make_optimizer=None):
+    """(accelerator, prepared model, losses) after training on `data`."""
+    accelerator = fp8_accelerator(handler)
+    make_optimizer = make_optimizer or (lambda parameters: torch.optim.SGD(parameters, 0.1))
+    model, optimizer = accelerator.prepare(model, make_optimizer(model.parameters()))
+    return accelerator, model, train(accelerator, model, optimizer, data)
+
+
+# 1, 2: TorchAO's weights never train, and cannot be saved
+
+
+def test_fault_01_torchao_weights_train():
+    """With Accelerate's own handler and its defaults, `enable_fsdp_float8_all_gather=True` among them."""
+    model = mlp()
+    before = copied_parameters(model)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    accelerator = fp8_accelerator(accelerate.utils.AORecipeKwargs())
+    prepared, optimizer = accelerator.prepare(model, optimizer)
+    train(accelerator, prepared, optimizer, batches(3))
+    assert_all_moved(model, before)
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    assert held == {id(p) for p in model.parameters()}
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_fault_02_torchao_models_save(tmp_path):
+    accelerator, model, _ = trained(accelerate.utils.AORecipeKwargs(), mlp(), batches(2))
+    accelerator.save_state(str(tmp_path / "state"))
+    accelerator.save_model(model, str(tmp_path / "export"))
+    for file in ("state/model.safetensors", "export/model.safetensors"):
+        saved = load_file(tmp_path / file)
+        assert saved.keys() == mlp().state_dict().keys()
+        assert all(torch.equal(saved[name], p) for name, p in model.named_parameters())
+
+
+# 3, 4, 5: what the launcher and the configuration file say
+
+LAUNCHED = """
+import sys
+sys.path.insert(0, {tests!r})
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils.deepspeed import DummyOptim
+from plugin_training import assert_all_moved, batches, copied_parameters, mlp, train
+
+import fp8_backends
+
+accelerator = Accelerator()
+model = mlp()
+before = copied_parameters(model)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+train(accelerator, model, optimizer, batches(3))
+assert_all_moved(model, before)
+recipe = accelerator.fp8_recipe
+print("recipe:", recipe.name, recipe.amax_history_len, recipe.amax_compute_algo, recipe.override_linear_precision)
+print("layer:", model[0], flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def launch(tmp_path_factory):
+    """Runs a training script under stock `accelerate launch`."""
+    folder = tmp_path_factory.mktemp("launched")
+    script = folder / "script.py"
+    script.write_text(LAUNCHED.format(tests=__file__.rpartition("/")[0]))
+
+    def run(*arguments: str, **config) -> str:
+        file = folder / "config.yaml"
+        base = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO", "use_cpu": True}
+        file.write_text(yaml.safe_dump(base | {"num_processes": 1, "num_machines": 1} | config))
+        launcher = (sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file), *arguments)
+        return run_python(str(script), *launcher)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def configured(launch):
+    """Output of a run with the keys that `accelerate config` writes, and a list of overrides."""
+    fp8_config = {"backend": "native:delayed", "amax_history_length": 16, "amax_compute_algorithm": "max"}
+    fp8_config["override_linear_precision"] = [False, False, True]
+    return launch(mixed_precision="fp8", fp8_config=fp8_config)
+
+
+def test_fault_03_backend_flag_of_the_launcher(launch):
+    output = launch("--cpu", "--mixed_precision", "fp8", "--fp8_backend", "ao")
+    assert "recipe: ao:tensorwise" in output
+
+
+def test_fault_04_keys_that_the_config_questions_write(configured):
+    assert "recipe: native:delayed 16 max" in configured
+
+
+def test_fault_04_optimization_level_is_read(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "MSAMP")
+    monkeypatch.setenv("ACCELERATE_FP8_OPTIMIZATION_LEVEL", "O1")
+    assert Accelerator(mixed_precision="fp8").fp8_recipe.name == "native:window+msamp:O1"
+
+
+def test_fault_05_override_linear_precision_in_yaml(configured):
+    assert "(False, False, True)" in configured
+
+
+def test_fault_05_a_string_that_the_launcher_cut_into_letters_says_what_to_write(monkeypatch):
+    """The launcher exports "(", "f", "a" for the documented "(false, false, false)": two of three flags are lost."""
+    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "native")
+    for name, letter in zip(("FPROP", "DGRAD", "WGRAD"), "(false, false, false)", strict=False):
+        monkeypatch.setenv(f"ACCELERATE_FP8_OVERRIDE_{name}", letter)
+    with pytest.raises(RecipeError, match=r"OVERRIDE_FPROP=\(.*write a list, \[false, false, false\]"):
+        Accelerator(mixed_precision="fp8")
+
+
+# 8 to 12: conversion
+
+
+class Awkward(nn.Module):
+    """One Linear of odd sizes before its siblings."""
+
+    def __init__(self):
+        super().__init__()
+        self.odd = nn.Linear(32, 25)
+        self.back = nn.Linear(25, 32)
+        self.even = nn.Linear(32, 64)
+        self.last = nn.Linear(64, 16, bias=False)
+
+    def forward(self, x):
+        return self.last(torch.relu(self.even(self.back(torch.relu(self.odd(x))))))
+
+
+def test_fault_08_siblings_of_an_odd_layer_convert():
+    torch.manual_seed(0)
+    model = Awkward()
+    before = copied_parameters(model)
+    trained("native", model, batches(2))
+    assert_all_moved(model, before)
+    assert_fp8_products(model, layers=4)
+
+
+class Tied(nn.Module):
+    """An embedding tied to the output projection, and one block used twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(16, 32)
+        self.block = nn.Linear(32, 32)
+        self.again = self.block
+        self.projection = nn.Linear(32, 16, bias=False)
+        self.projection.weight = self.embedding.weight
+
+    def forward(self, x):
+        hidden = self.embedding(x.argmax(1) % 16)
+        return self.projection(torch.relu(self.again(torch.relu(self.block(hidden)))))
+
+
+def test_fault_09_ties_and_shared_modules_survive():
+    torch.manual_seed(0)
+    model = Tied()
+    weight = model.embedding.weight
+    before = copied_parameters(model)
+    trained("native", model, batches(3), lambda parameters: torch.optim.AdamW(parameters, 1e-2))
+    assert model.projection.weight is model.embedding.weight is weight
+    assert model.block is model.again
+    assert_all_moved(model, before)
+    products = fp8_backends.audit(model).products
+    assert products["block"]["fprop"] == products["block"]["wgrad"] == 6
+
+
+def test_fault_10_frozen_flags_eval_mode_and_hooks_survive():
+    model = mlp()
+    model[0].requires_grad_(False)
+    model[4].eval()
+    seen = []
+    model[2].register_forward_hook(lambda module, args, output: seen.append(output.shape))
+    frozen, before = model[0].weight.clone(), copied_parameters(model)
+    trained("native", model, batches(3))
+    assert torch.equal(model[0].weight, frozen) and not model[0].weight.requires_grad
+    assert not model[4].training and model[2].training
+    assert seen == [(16, 64)] * 3
+    assert_all_moved(model, before)
+
+
+def test_fault_10_a_root_linear_is_converted():
+    torch.manual_seed(0)
+    model = nn.Linear(32, 16)
+    before = copied_parameters(model)
+    trained("native", model, batches(2))
+    assert_all_moved(model, before)
+    assert_fp8_products(model, layers=1)
+
+
+def test_fault_11_norms_and_missing_biases_stay_as_they_are():
+    torch.manual_seed(0)
+    norms = nn.LayerNorm(64, elementwise_affine=False), nn.RMSNorm(64), nn.LayerNorm((64,))
+    layers = nn.Linear(32, 64, bias=False), nn.Linear(64, 64), nn.Linear(64, 16, bias=False)
+    model = nn.Sequential(layers[0], norms[0], layers[1], norms[1], norms[2], layers[2])
+    names, before = list(model.state_dict()), copied_parameters(model)
+    trained("native", model, batches(2))
+    assert list(model.state_dict()) == names
+    assert model[0].bias is None and tuple(model[1:5:2]) == norms[:2]
+    assert_all_moved(model, before)
+    assert_fp8_products(model, layers=3)
+
+
+@pytest.mark.parametrize("backend", ["native:delayed", "ao:tensorwise"])
+def test_fault_12_conversion_turns_back(backend):
+    accelerator, model, _ = trained(backend, mlp(), batches(2))
+    weights = copied_parameters(model)
+    model = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+    restore(model)
+    assert all(type(layer) is nn.Linear for layer in model[::2])
+    x, y = batches(1)[0]
+    twin = mlp()
+    twin.load_state_dict(weights)
+    assert torch.equal(model(x), twin(x))
+    nn.functional.mse_loss(model(x), y).backward()
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    assert_all_moved(model, weights)
+
+
+# 13, 14: what may be passed to prepare
+
+
+def test_fault_13_model_alone_several_models_and_dummy_optimizers():
+    accelerator = fp8_accelerator("native:delayed")
+    alone = accelerator.prepare(mlp(0))
+    with torch.no_grad():
+        assert alone(batches(1)[0][0]).isfinite().all()
+    model, other, dummy = mlp(1), mlp(2), DummyOptim([])
+    before = copied_parameters(model), copied_parameters(other)
+    model, other, optimizer, dummy = accelerator.prepare(
+        model, other, torch.optim.SGD([*model.parameters(), *other.parameters()], 0.1), dummy
+    )
+    x, y = batches(1)[0]
+    accelerator.backward(nn.functional.mse_loss(model(x), y) + nn.functional.mse_loss(other(x), y))
+    optimizer.step()
+    assert_all_moved(model, before[0])
+    assert_all_moved(other, before[1])
+
+
+def test_fault_14_optimizers_with_state_and_foreign_parameters():
+    model = mlp()
+    foreign = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([{"params": model.parameters()}, {"params": [foreign]}], 1e-2)
+    for x, y in batches(2):
+        (nn.functional.mse_loss(model(x), y) + foreign.sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    before, moments = copied_parameters(model), optimizer.state[model[0].weight]["exp_avg"].clone()
+    accelerator = fp8_accelerator("native")
+    model, prepared = accelerator.prepare(model, optimizer)
+    assert torch.equal(prepared.state[model[0].weight]["exp_avg"], moments)
+    train(accelerator, model, prepared, batches(2))
+    assert optimizer.state[model[0].weight]["step"] == 4
+    assert_all_moved(model, before)
+
+
+# 15, 16: a value given is a value used
+
+
+def losses_with(**fields) -> list[float]:
+    recipe = fp8_backends.FP8RecipeKwargs(backend="native:delayed", **fields)
+    growing = [(x * 2.0**i, y) for i, (x, y) in enumerate(batches(6))]
+    return trained(recipe, mlp(), growing)[2]
+
+
+def test_fault_15_explicit_defaults_are_kept():
+    assert losses_with(amax_compute_algo="most_recent") == losses_with() != losses_with(amax_compute_algo="max")
+    recipe = fp8_backends.resolve(fp8_backends.TERecipeKwargs(amax_compute_algo="most_recent", margin=0))
+    assert recipe.to_kwargs() == {"amax_compute_algo": "most_recent", "margin": 0}
+    assert (recipe.amax_compute_algo, recipe.fp8_format, recipe.amax_history_len) == ("most_recent", "HYBRID", 1024)
+
+
+def test_fault_15_mxfp8_keeps_the_format_that_was_given():
+    recipe = fp8_backends.TERecipeKwargs(use_mxfp8_block_scaling=True, fp8_format="HYBRID")
+    assert recipe.name == "te:mxfp8" and recipe.fp8_format == "HYBRID"
+
+
+def test_fault_16_interval_and_override_change_the_numbers():
+    assert losses_with(interval=3) != losses_with()
+    assert losses_with(override_linear_precision=(False, False, True)) != losses_with()
+
+
+def test_fault_16_override_keeps_the_product_in_high_precision():
+    recipe = fp8_backends.FP8RecipeKwargs(backend="native:delayed", override_linear_precision=(False, False, True))
+    _, model, _ = trained(recipe, mlp(), batches(2))
+    assert all(counts["fprop"] and not counts["wgrad"] for counts in fp8_backends.audit(model).products.values())
+
+
+def test_fault_16_e5m2_is_refused_by_name():
+    with pytest.raises(RecipeError, match="fp8_format='E5M2'.*no GPU"):
+        fp8_backends.TERecipeKwargs(fp8_format="E5M2")
+
+
+# 17, 18: MS-AMP
+
+
+def test_fault_17_msamp_recipe_needs_no_transformer_engine():
+    accelerator = fp8_accelerator(fp8_backends.FP8RecipeKwargs(backend="MSAMP"))
+    assert accelerator.fp8_recipe.name == "native:window+msamp:O2" and accelerator.fp8_recipe.level == "O2"
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_fault_18_every_level_is_a_valid_name(level):
+    accelerator = fp8_accelerator(fp8_backends.MSAMPRecipeKwargs(opt_level=level))
+    assert accelerator.fp8_recipe.level == level
+    with pytest.raises(BackendUnavailableError, match=f"level {level} is not in this version yet"):
+        accelerator.prepare(mlp())
+
+
+def test_fault_18_use_te_is_exposed():
+    assert fp8_backends.resolve("te+msamp:O3").level == "O3"
+    with pytest.raises(BackendUnavailableError, match=r"te:delayed\+msamp:O3"):
+        fp8_backends.initialize(model := mlp(), torch.optim.SGD(model.parameters(), 0.1), opt_level="O3", use_te=True)
+
+
+# 22, 24, 25, 27
+
+
+@pytest.mark.parametrize("backend", ["ao", "AO", "TE", "native"])
+def test_fault_22_backend_variable_has_no_effect_without_fp8(backend, monkeypatch, caplog):
+    def bf16_run():
+        model = mlp()
+        accelerator = Accelerator(mixed_precision="bf16")
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        return accelerator, train(accelerator, model, optimizer, batches(3))
+
+    _, expected = bf16_run()
+    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", backend)
+    accelerator, losses = bf16_run()
+    assert losses == expected
+    assert f"ACCELERATE_FP8_BACKEND={backend} has no effect" in caplog.text
+    assert accelerator.fp8_backend == "NO" and not accelerator.fp8_enabled
+
+
+def doubled(forward):
+    @functools.wraps(forward)
+    def wrapper(self, x):
+        return 2 * forward(self, x)
+
+    return wrapper
+
+
+class Decorated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = mlp()
+
+    @doubled
+    def forward(self, x):
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("autocast_dtype", ["bf16", "fp16", "fp32"])
+def test_fault_24_unwrapping_keeps_the_users_decorators(autocast_dtype):
+    recipe = fp8_backends.NativeRecipeKwargs(autocast_dtype=autocast_dtype)
+    accelerator, model, _ = trained(recipe, Decorated(), batches(2))
+    assert torch.equal(model(batches(1)[0][0]), model(batches(1)[0][0]))
+    unwrapped = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+    x = batches(1)[0][0]
+    unwrapped.eval()
+    assert "forward" not in vars(unwrapped)
+    assert torch.equal(unwrapped(x), 2 * unwrapped.layer(x))
+
+
+def test_fault_24_unwrapping_keeps_a_forward_of_the_instance():
+    model = mlp()
+    plain = model.forward
+    model.forward = doubled(lambda self, x: plain(x)).__get__(model)
+    given = model.forward
+    accelerator, model, _ = trained("native", model, batches(1))
+    assert accelerator.unwrap_model(model, keep_fp32_wrapper=False).forward == given
+
+
+def test_fault_24_a_copied_model_runs_its_own_weights():
+    accelerator, model, _ = trained("native:delayed", mlp(), batches(2))
+    twin = copy.deepcopy(accelerator.unwrap_model(model, keep_fp32_wrapper=False)).eval()
+    x = batches(1)[0][0]
+    before = twin(x)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    assert torch.equal(twin(x), before) and before.abs().max() > 0
+
+
+def test_fault_25_filters_filter_and_tiny_models_convert():
+    def first_and_last_stay(module, name):
+        return name not in ("0", "4")
+
+    handler = accelerate.utils.AORecipeKwargs(module_filter_func=first_and_last_stay)
+    _, model, _ = trained(handler, mlp(), batches(2))
+    assert list(fp8_backends.audit(model).products) == ["2"]
+
+    torch.manual_seed(0)
+    two = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 16))
+    _, model, _ = trained(accelerate.utils.AORecipeKwargs(), two, batches(2))
+    assert list(fp8_backends.audit(model).products) == ["0", "2"]
+
+
+def test_fault_25_a_filter_that_leaves_nothing_is_an_error():
+    handler = accelerate.utils.AORecipeKwargs(module_filter_func=lambda module, name: False)
+    with pytest.raises(FP8BackendError, match="no layer of this model can run in FP8"):
+        fp8_accelerator(handler).prepare(mlp())
+
+
+def test_fault_27_fields_are_checked_and_conversion_needs_no_accelerator():
+    with pytest.raises(RecipeError, match="optimization_level.*opt_level"):
+        fp8_backends.MSAMPRecipeKwargs(optimization_level="O2")
+    model = mlp()
+    before = copied_parameters(model)
+    model, optimizer = fp8_backends.prepare(model, torch.optim.SGD(model.parameters(), 0.1), "native")
+    for x, y in batches(2):
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+    assert_all_moved(model, before)
+    assert_fp8_products(model, layers=3)

@@ -1,0 +1,215 @@
+"""Conversion and training of five families of transformers, small configurations."""
+
+import copy
+
+import pytest
+import torch
+from model_families import FAMILIES, LAYERS, WIDTH, batch, build, loss_of, train
+
+from fp8_backends import conversion
+from fp8_backends.errors import FP8BackendError
+from fp8_backends.recipes import FP8RecipeKwargs
+from fp8_backends.registry import get_compute
+
+BACKENDS = ["native:dynamic", "native:delayed", "native:rowwise", "ao:tensorwise"]
+STEPS = 8
+
+# per block: converted layers by name, and forward FLOPs per token of all weights
+CONVERTED = {
+    "gpt_neox": ["attention.query_key_value", "attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"],
+    "llama": [f"self_attn.{x}_proj" for x in "qkvo"] + [f"mlp.{x}_proj" for x in ("gate", "up", "down")],
+    "bert": [f"attention.self.{x}" for x in ("query", "key", "value")]
+    + ["attention.output.dense", "intermediate.dense", "output.dense"],
+    "gpt2": [],
+    "mixtral": [f"self_attn.{x}_proj" for x in "qkvo"],
+}
+BLOCKS = {
+    "gpt_neox": "gpt_neox.layers",
+    "llama": "model.layers",
+    "bert": "bert.encoder.layer",
+    "gpt2": "transformer.h",
+    "mixtral": "model.layers",
+}
+HEADS = {
+    "gpt_neox": "lm_head",
+    "llama": "lm_head",
+    "bert": "cls.predictions.decoder",
+    "gpt2": "lm_head",
+    "mixtral": "lm_head",
+}
+
+
+def convert(model, backend="native:dynamic", **fields):
+    recipe = FP8RecipeKwargs(backend=backend, **fields)
+    return conversion.convert(model, recipe, get_compute(recipe.compute))
+
+
+def names_in_blocks(family, names):
+    return [f"{BLOCKS[family]}.{i}.{name}" for i in range(LAYERS) for name in names]
+
+
+def assert_trained(model, before, losses):
+    """The loss fell and every parameter moved: none was lost to the optimizer."""
+    assert losses[-1] < losses[0] - 0.2
+    for name, parameter in model.named_parameters():
+        assert not torch.equal(parameter, before[name]), f"{name} did not move"
+
+
+def assert_products(prepared, model, steps=STEPS):
+    layers = dict(model.named_modules())
+    for name in prepared.report.converted:
+        assert prepared.compute.is_converted(layers[name])
+        if prepared.compute.name == "native":
+            assert layers[name].fp8_products.tolist() == [steps, steps, steps, 0], name
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("family", [family for family in FAMILIES if CONVERTED[family]])
+def test_a_family_trains_in_fp8_with_its_blocks_converted(family, backend):
+    """Losses near the high-precision ones and not equal to them; every parameter moves; ties, names and keys stay."""
+    model, plain = build(family), build(family)
+    keys, parameters = list(model.state_dict()), list(map(id, model.parameters()))
+    tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    prepared = convert(model, backend)
+
+    expected = names_in_blocks(family, CONVERTED[family])
+    extra = ["cls.predictions.transform.dense"] if family == "bert" else []
+    assert prepared.report.converted == expected + extra
+    assert "output head" in prepared.report.high_precision[HEADS[family]]
+    losses = train(model, optimizer, family, STEPS)
+    assert_trained(model, before, losses)
+    assert_products(prepared, model)
+    reference = train(plain, torch.optim.AdamW(plain.parameters(), lr=3e-3), family, STEPS)
+    assert losses != reference
+    assert max(abs(a - b) for a, b in zip(losses, reference, strict=True)) < 0.05
+    assert list(model.state_dict()) == keys and list(map(id, model.parameters())) == parameters
+    assert (model.get_input_embeddings().weight is model.get_output_embeddings().weight) == tied == (family == "bert")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gpt2_by_default_has_nothing_to_convert_and_says_why(backend):
+    model, plain = build("gpt2"), build("gpt2")
+    with pytest.raises(FP8BackendError, match="(?s)Conv1D.*output head"):
+        convert(model, backend)
+    assert train(model, torch.optim.SGD(model.parameters(), lr=0.1), "gpt2") == train(
+        plain, torch.optim.SGD(plain.parameters(), lr=0.1), "gpt2"
+    )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_tied_head_named_in_include_runs_in_fp8_and_stays_tied(backend):
+    model = build("gpt2")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    prepared = convert(model, backend, include=["lm_head"])
+    kinds = {product.name: product.kind for product in prepared.report.products}
+    assert prepared.report.converted == ["lm_head"] and kinds["lm_head"] == "head"
+    convs = names_in_blocks("gpt2", ["attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"])
+    assert list(prepared.report.high_precision) == convs and {kinds[name] for name in convs} == {"Conv1D"}
+    sizes = {p.name.split(".", 3)[-1]: (p.in_features, p.out_features) for p in prepared.report.products}
+    assert sizes["attn.c_attn"] == (WIDTH, 3 * WIDTH) and sizes["mlp.c_proj"] == (4 * WIDTH, WIDTH)
+    losses = train(model, optimizer, "gpt2", STEPS)
+    assert_trained(model, before, losses)
+    assert_products(prepared, model)
+    assert model.lm_head.weight is model.transformer.wte.weight
+
+
+def test_mixtrals_experts_are_named_and_count_by_the_experts_that_a_token_visits():
+    model = build("mixtral")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    prepared = convert(model)
+    by_kind = {}
+    for product in prepared.report.products:
+        by_kind.setdefault(product.kind, []).append(product)
+    assert [p.name for p in by_kind["experts"]] == names_in_blocks(
+        "mixtral", ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    )
+    assert [(p.in_features, p.out_features) for p in by_kind["experts"][:2]] == [(32, 128), (64, 32)]
+    assert [p.flops for p in by_kind["experts"][:2]] == [2 * 2 * 32 * 128, 2 * 2 * 64 * 32]
+    assert [p.name for p in by_kind["router"]] == names_in_blocks("mixtral", ["mlp.gate.weight"])
+    assert all(p.state == "high precision" for kind in ("experts", "router", "head") for p in by_kind[kind])
+    attention = 2 * (32 * 32 + 16 * 32 + 16 * 32 + 32 * 32)
+    block = attention + 2 * 32 * 4 + 2 * 2 * (32 * 128 + 64 * 32)
+    assert prepared.report.flops_share == pytest.approx(2 * attention / (2 * block + 2 * 32 * 128))
+    losses = train(model, optimizer, "mixtral", STEPS)
+    assert_trained(model, before, losses)
+    assert_products(prepared, model)
+
+
+def test_an_include_that_names_only_experts_is_an_error_that_says_why():
+    model, plain = build("mixtral"), build("mixtral")
+    with pytest.raises(FP8BackendError, match="include: 'experts' .*3-D Parameter"):
+        convert(model, include=["q_proj", "experts"])
+    assert loss_of(model, batch()).item() == loss_of(plain, batch()).item()
+    prepared = convert(model, include=["q_proj"], exclude=["*.1.*"])
+    assert prepared.report.converted == ["model.layers.0.self_attn.q_proj"]
+    losses = train(model, torch.optim.AdamW(model.parameters(), lr=3e-3), "mixtral", STEPS)
+    assert losses[-1] < losses[0]
+    assert_products(prepared, model)
+
+
+@pytest.mark.parametrize("family", ["llama", "bert"])
+def test_evaluation_after_training_is_in_high_precision_and_changes_nothing(family):
+    model = build(family)
+    prepared = convert(model, "native:delayed", amax_history_len=4)
+    train(model, torch.optim.AdamW(model.parameters(), lr=3e-3), family, 4)
+    state = {name: t.clone() for name, t in model.named_buffers() if "fp8_" in name}
+    plain = copy.deepcopy(model)
+    conversion.restore(plain)
+    with torch.no_grad():
+        assert torch.equal(loss_of(model.eval(), batch(family)), loss_of(plain.eval(), batch(family)))
+    assert all(torch.equal(t, state[name]) for name, t in model.named_buffers() if "fp8_" in name)
+    losses = train(model.train(), torch.optim.AdamW(model.parameters(), lr=3e-3), family, 4)
+    assert losses[-1] < losses[0]
+    assert_products(prepared, model)
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`")
+def test_checkpointed_blocks_count_recomputation_apart():
+    model = build("llama")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    prepared = convert(model)
+    losses = train(model, torch.optim.AdamW(model.parameters(), lr=3e-3), "llama", STEPS)
+    assert losses[-1] < losses[0]
+    layers = dict(model.named_modules())
+    assert {tuple(layers[name].fp8_products.tolist()) for name in prepared.report.converted} == {(8, 8, 8, 8)}
+
+
+def test_a_saved_model_loads_into_stock_transformers(tmp_path):
+    """House rule 7: original names, plain tensors."""
+    model = build("llama")
+    convert(model)
+    losses = train(model, torch.optim.AdamW(model.parameters(), lr=3e-3), "llama", 4)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), loaded.parameters(), strict=True))
+    assert all(type(p) is torch.nn.Parameter for p in loaded.parameters())
+    assert loss_of(loaded, batch()).item() < losses[0]
+
+
+def test_other_models_keep_every_layer_that_fp8_can_serve():
+    """A sequence classifier: the head is found by its name, the pooler converts."""
+    import transformers
+
+    config = build("bert").config
+    config.num_labels = 3
+    torch.manual_seed(0)
+    model = transformers.BertForSequenceClassification(config).train()
+    prepared = convert(model)
+    assert list(prepared.report.high_precision) == ["classifier"]
+    data = batch("bert")
+    data["labels"] = torch.arange(4) % 3
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(4):
+        loss = loss_of(model, data)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    assert_products(prepared, model, steps=4)

@@ -1,0 +1,56 @@
+"""The chart row that each recipe promises."""
+
+from __future__ import annotations
+
+import pytest
+
+from fp8_backends import RecipeError, plan
+
+# MS-AMP's table of optimization levels (docs/user-tutorial/optimization-level.md), bytes added up by hand
+ROWS = {
+    "native": ("FP8", "FP32", "FP32", None, "FP32", ("FP32", "FP32"), 16),
+    "te": ("FP8", "FP32", "FP32", None, "FP32", ("FP32", "FP32"), 16),
+    "ao": ("FP8", "FP32", "FP32", None, "FP32", ("FP32", "FP32"), 16),
+    "msamp:O0": ("FP8", "FP32", "FP32", None, "FP32", ("FP32", "FP32"), 16),
+    "msamp:O1": ("FP8", "FP8", "FP16", None, "FP8", ("FP32", "FP32"), 11),
+    "msamp": ("FP8", "FP8", "FP16", None, "FP8", ("FP8", "FP16"), 6),
+    "te+msamp:O2": ("FP8", "FP8", "FP16", None, "FP8", ("FP8", "FP16"), 6),
+    "msamp:O3": ("FP8", "FP8", "FP8", "FP16", "FP8", ("FP8", "FP16"), 7),
+}
+
+
+@pytest.mark.parametrize("spec", ROWS)
+def test_plan_is_the_row_of_the_level(spec):
+    row = plan(spec)
+    assert (
+        row.gemm,
+        row.comm,
+        row.weight,
+        row.master_weight,
+        row.weight_gradient,
+        row.optimizer_states,
+        row.bytes_per_element,
+    ) == ROWS[spec]
+
+
+def test_plan_names_the_products_that_stay_in_high_precision():
+    assert plan("ao:rowwise_with_gw_hp").gemm == "FP8 (wgrad BF16)"
+    assert (
+        plan({"backend": "native", "override_linear_precision": (False, True, True)}).gemm == "FP8 (dgrad wgrad BF16)"
+    )
+
+
+def test_plain_gradient_comm_is_planned_as_asked():
+    assert plan({"backend": "msamp:O2", "gradient_comm": "plain"}).comm == "FP32"
+
+
+def test_printed_plan_says_everything_in_one_line():
+    text = str(plan("msamp:O3"))
+    assert text == (
+        "GEMM FP8, comm FP8, weight FP8, master FP16, gradient FP8, Adam FP8+FP16: 7 bytes per weight element"
+    )
+
+
+def test_plan_of_an_unknown_backend_is_the_recipe_error():
+    with pytest.raises(RecipeError, match="unknown backend"):
+        plan("nativ")

@@ -1,0 +1,119 @@
+"""prepare() without Accelerate: the same objects come back, and wrong input explains itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from fp8_backends import preparation
+from fp8_backends.errors import BackendUnavailableError, FP8BackendError, RecipeError
+
+BACKENDS = ("ao:tensorwise", "native:dynamic", "native:delayed")
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
+
+
+def step(model, optimizer):
+    loss = model(torch.randn(16, 32)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+@pytest.mark.parametrize("spec", BACKENDS)
+def test_both_objects_come_back_and_train(spec):
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    step(model, optimizer)  # states made before prepare survive
+    state = optimizer.state[model[0].weight]["exp_avg"]
+    assert preparation.prepare(model, optimizer, spec) == (model, optimizer)
+    assert optimizer.state[model[0].weight]["exp_avg"] is state
+    losses = [step(model, optimizer) for _ in range(20)]
+    assert losses[-1] < losses[0] / 2
+
+
+@pytest.mark.parametrize("spec", BACKENDS)
+def test_a_model_may_be_prepared_alone(spec):
+    model, nothing = preparation.prepare(net(), None, spec)
+    assert nothing is None
+    assert step(model, torch.optim.SGD(model.parameters(), lr=0.1)) > 0
+
+
+@pytest.mark.parametrize("spec", BACKENDS)
+def test_a_meta_model_can_be_prepared_before_it_is_materialised(spec, capfd):
+    with torch.device("meta"):
+        model = net()
+    preparation.prepare(model, None, spec)
+    model.to_empty(device="cpu")
+    model.load_state_dict(net().state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    preparation.prepare(model, optimizer, spec)
+    step(model, optimizer)
+    assert "2/2 Linear" in capfd.readouterr().err
+
+
+def test_the_migration_entry_names_the_level_that_is_missing():
+    model = net()
+    with pytest.raises(BackendUnavailableError, match="O2"):
+        preparation.initialize(model, torch.optim.AdamW(model.parameters()), opt_level="O2")
+    with pytest.raises(RecipeError, match="O7"):
+        preparation.initialize(model, torch.optim.AdamW(model.parameters()), opt_level="O7")
+
+
+def test_swapped_arguments_are_explained():
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(FP8BackendError, match="optimizer must be"):
+        preparation.prepare(optimizer, model, "native")
+    with pytest.raises(FP8BackendError, match="model must be"):
+        preparation.prepare(None, optimizer, "native")
+
+
+def test_an_optimizer_of_another_model_is_reported():
+    with pytest.warns(UserWarning, match="none of the model's parameters"):
+        preparation.prepare(net(), torch.optim.AdamW(net().parameters()), "native")
+
+
+@pytest.mark.parametrize("spec", BACKENDS)
+def test_integer_parameters_are_left_alone(spec):
+    model = net()
+    model.table = nn.Parameter(torch.arange(4), requires_grad=False)
+    packed = nn.Linear(32, 32, bias=False)
+    packed.weight = nn.Parameter(torch.ones(32, 32, dtype=torch.int8), requires_grad=False)
+    model.packed = packed
+    model.forward = lambda x: model[2](model[1](model[0](x)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    preparation.prepare(model, optimizer, spec)
+    assert type(packed) is nn.Linear and packed.weight.dtype == torch.int8
+    before = model[0].weight.detach().clone()
+    step(model, optimizer)
+    assert not torch.equal(before, model[0].weight)
+
+
+def test_a_model_of_integers_alone_is_an_error():
+    model = nn.Linear(32, 32, bias=False)
+    model.weight = nn.Parameter(torch.ones(32, 32, dtype=torch.int8), requires_grad=False)
+    with pytest.raises(FP8BackendError, match="int8"):
+        preparation.prepare(model, None, "native")
+
+
+def test_a_wrapped_optimizer_is_watched_all_the_same(capfd):
+    class Wrapper(torch.optim.Optimizer):
+        """As Accelerate's: it is a torch optimizer, and has one."""
+
+        def __init__(self, optimizer):
+            self.optimizer = optimizer
+
+        def step(self):
+            return self.optimizer.step()
+
+    model = net()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    preparation.prepare(model, Wrapper(inner), "native")
+    step(model, inner)
+    assert "2/2 Linear" in capfd.readouterr().err

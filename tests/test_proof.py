@@ -1,0 +1,245 @@
+"""FP8 is proven at the first optimizer step, never assumed."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import pickle
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fp8_backends import auditing, preparation, recipes
+from fp8_backends.errors import FP8BackendError
+
+BACKENDS = ("ao:tensorwise", "native:dynamic")
+
+
+class Net(nn.Module):
+    """Two layers of one shape and one of another; `used` and `checkpointed` change what a forward runs."""
+
+    def __init__(self, used=True, checkpointed=None):
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 16)
+        self.used, self.checkpointed = used, checkpointed
+
+    def forward(self, x):
+        if not self.used:
+            return F.linear(x, self.first.weight)
+        if self.checkpointed is not None:
+            return checkpoint(self.run, x, use_reentrant=self.checkpointed == "reentrant")
+        return self.run(x)
+
+    def run(self, x):
+        return self.last(self.second(self.first(x).relu()).relu())
+
+
+def prepared(spec="ao:tensorwise", **options):
+    torch.manual_seed(0)
+    model = Net(**options)
+    return preparation.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), spec)
+
+
+def backward(model, tokens=24):
+    model(torch.randn(tokens, 32, requires_grad=True)).square().sum().backward()
+
+
+def step(model, optimizer, microbatches=1):
+    for _ in range(microbatches):
+        backward(model)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def spec_that(on_unproven, backend="ao:tensorwise"):
+    return recipes.FP8RecipeKwargs(backend=backend, on_unproven=on_unproven)
+
+
+@pytest.mark.parametrize("spec", BACKENDS)
+def test_the_first_step_prints_one_line_and_no_other_does(spec, capfd):
+    model, optimizer = prepared(spec)
+    assert capfd.readouterr().err == ""
+    step(model, optimizer)
+    line = capfd.readouterr().err
+    engine = {"ao": "ao", "native": r"[\w-]+"}[spec.split(":")[0]]
+    pattern = rf"{spec}: 3/3 Linear, 100 % of weight FLOPs in FP8, fprop dgrad wgrad \({engine}\)\n"
+    assert re.fullmatch(pattern, line), line
+    preparation.prepare(model, optimizer, spec)
+    step(model, optimizer)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_line_goes_to_logging_where_a_handler_shows_it(caplog, capfd):
+    caplog.set_level(logging.INFO, logger="fp8_backends")
+    step(*prepared())
+    assert [record.getMessage().split(",")[0] for record in caplog.records] == ["ao:tensorwise: 3/3 Linear"]
+    assert capfd.readouterr().err == ""
+
+
+def test_only_the_main_process_speaks(monkeypatch, capfd):
+    monkeypatch.setenv("RANK", "1")
+    step(*prepared())
+    assert capfd.readouterr().err == ""
+
+
+def counts(model):
+    return auditing.audit(model).products
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_products_are_attributed_to_their_layers(microbatches):
+    model, optimizer = prepared()
+    step(model, optimizer, microbatches)  # of an accumulated step, one microbatch is profiled
+    assert counts(model) == {
+        name: {"fprop": 1, "dgrad": 1, "wgrad": 1, "recomputed": 0} for name in ("first", "second", "last")
+    }
+
+
+def test_a_weight_gradient_in_high_precision_is_not_counted(capfd):
+    model, optimizer = prepared("ao:rowwise_with_gw_hp")
+    step(model, optimizer)
+    assert all((c["fprop"], c["dgrad"], c["wgrad"]) == (1, 1, 0) for c in counts(model).values())
+    assert "67 % of weight FLOPs in FP8, fprop dgrad (ao; wgrad in high precision by recipe)" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["reentrant", "saved tensors"])
+def test_recomputed_products_are_counted_apart(kind):
+    model, optimizer = prepared(checkpointed=kind)
+    step(model, optimizer)
+    for found in counts(model).values():
+        assert found == {"fprop": 1, "dgrad": 1, "wgrad": 1, "recomputed": 1}
+
+
+def test_compiled_steps_count_what_eager_steps_do(capfd):
+    model, optimizer = prepared()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    step(compiled, optimizer)
+    assert capfd.readouterr().err == ""  # a compiled forward cannot start the profiler: the next step is profiled
+    step(compiled, optimizer)
+    line = capfd.readouterr().err
+    assert "3/3 Linear, 100 % of weight FLOPs in FP8, fprop dgrad wgrad (ao; compiled, counted by shape)" in line
+    eager, optimizer = prepared()
+    step(eager, optimizer)
+    assert counts(model) == counts(eager)
+
+
+@pytest.mark.parametrize("spec", BACKENDS)
+def test_no_product_at_all_is_an_error_at_the_first_step(spec):
+    model, optimizer = prepared(spec, used=False)
+    backward(model)
+    with pytest.raises(FP8BackendError, match=f"{spec}: no FP8 product ran"):
+        optimizer.step()
+    step(model, optimizer)  # said once
+
+
+@pytest.mark.parametrize("spec", BACKENDS)
+def test_no_product_at_all_warns_where_the_recipe_says_so(spec):
+    model, optimizer = prepared(spec_that("warn", spec), used=False)
+    with pytest.warns(UserWarning, match="no FP8 product ran"):
+        step(model, optimizer)
+
+
+def test_an_optimizer_step_before_any_forward_proves_nothing_yet(capfd):
+    model, optimizer = prepared("native:dynamic")
+    optimizer.step()  # what checkpoint loaders do to create optimizer states
+    assert capfd.readouterr().err == ""
+    step(model, optimizer)
+    assert "3/3 Linear" in capfd.readouterr().err
+
+
+def test_layers_that_took_no_part_are_named(caplog):
+    model, optimizer = prepared("native:dynamic")
+    model.run = lambda x: model.second(model.first(x))
+    step(model, optimizer)
+    assert "layers without products: last" in caplog.text
+
+
+def test_a_weight_gradient_from_elsewhere_is_named(caplog):
+    model, optimizer = prepared("native:dynamic")
+    model.run = lambda x: model.last(model.second(model.first(x).detach()) + F.linear(x, model.first.weight))
+    step(model, optimizer)
+    assert "did not come from an FP8 product: first" in caplog.text
+
+
+def test_another_profiler_delays_the_proof(caplog, capfd):
+    model, optimizer = prepared()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        step(model, optimizer)
+        step(model, optimizer)
+    assert caplog.text.count("another profiler is active") == 1
+    step(model, optimizer)
+    step(model, optimizer)
+    assert "3/3 Linear" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("spec", BACKENDS)
+def test_two_models_with_two_optimizers_are_proven_each_by_its_own(spec, capfd):
+    (one, first), (two, second) = prepared(spec), prepared(spec)
+    for _ in range(2):
+        two(F.pad(one(torch.randn(8, 32)), (0, 16))).sum().backward()
+        first.step()
+        second.step()
+        first.zero_grad()
+        second.zero_grad()
+    assert capfd.readouterr().err.count("3/3 Linear") == 2
+    assert all(found["fprop"] and found["wgrad"] for model in (one, two) for found in counts(model).values())
+
+
+@pytest.mark.parametrize("spec", BACKENDS)
+def test_two_models_with_one_optimizer_are_proven_together(spec, capfd):
+    one, two = Net(), Net()
+    optimizer = torch.optim.SGD([*one.parameters(), *two.parameters()], lr=1e-3)
+    recipe = recipes.resolve(spec)
+    for model in (one, two):
+        preparation.prepare_model(model, recipe)
+    preparation.watch_optimizer([one, two], optimizer, recipe)
+    (one(torch.randn(8, 32)) + two(torch.randn(8, 32))).sum().backward()
+    optimizer.step()
+    assert capfd.readouterr().err.count("3/3 Linear") == 2
+
+
+@pytest.mark.parametrize("when", ["before the step", "inside the step"])
+@pytest.mark.parametrize("spec", BACKENDS)
+def test_model_and_optimizer_copy_and_pickle_while_the_proof_waits(spec, when, capfd):
+    model, optimizer = prepared(spec)
+    if when == "inside the step":
+        backward(model)
+    copies = [copy.deepcopy((model, optimizer)), pickle.loads(pickle.dumps((model, optimizer)))]
+    if when == "before the step":
+        backward(model)
+    for other, own_optimizer in copies:
+        step(other, own_optimizer)
+    assert capfd.readouterr().err == ""  # a copy is another model; nobody asked to watch it
+    optimizer.step()
+    assert capfd.readouterr().err.count("3/3 Linear") == 1
+    assert not model._forward_pre_hooks and not model.first._forward_hooks
+
+
+def test_a_model_that_was_given_up_does_not_keep_the_profiler(capfd):
+    given_up, _ = prepared()
+    for _ in range(3):
+        given_up(torch.randn(8, 32))  # forwards without a backward, such as an evaluation that records gradients
+    step(*prepared())
+    assert "3/3 Linear" in capfd.readouterr().err
+    other, _ = prepared()
+    other(torch.randn(8, 32))
+    del other, given_up
+    gc.collect()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        torch.ones(1)
+
+
+def test_profiling_changes_no_number():
+    model, optimizer = prepared()
+    other, own_optimizer = prepared()
+    torch.manual_seed(1)
+    step(model, optimizer)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):  # keeps ours away
+        torch.manual_seed(1)
+        step(other, own_optimizer)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
