@@ -82,6 +82,7 @@ def audit(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> A
         model: prepared by this package, or not (then nothing is in FP8). May be wrapped (DDP, `torch.compile`, PEFT).
         optimizer: whose states to weigh. Left out: the one that `prepare` or the Accelerator was given with the model.
     """
+    model = conversion.unwrapped(model)
     roots = conversion.prepared_roots(model)
     observed = [observed_of(prepared) for _, _, prepared in roots]
     optimizers = [known for seen in observed for known in seen.optimizers()]
@@ -99,23 +100,34 @@ def audit(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> A
 
 @contextlib.contextmanager
 def profile_products(model: nn.Module) -> Iterator[dict[str, ProductCounts]]:
-    """Count the FP8 products of whatever runs inside, for computes that do not count by themselves (`ao`).
+    """Count the FP8 products of whatever runs inside, also for computes that do not count by themselves (`ao`).
 
-    Yields a dictionary, filled on exit: layer name to counts. `audit` reports these counts from then on.
+    Yields a dictionary, filled on exit: layer name to counts. `audit` reports the profiled counts from then on.
 
     Raises:
         FP8BackendError: another profiler is active; PyTorch has one at a time.
     """
-    layers = [layer for root in conversion.prepared_roots(model) for layer in layers_to_profile(*root)]
-    found: dict[str, ProductCounts] = {}
-    profile = ProductProfile(layers)
-    if not profile.start():
+    roots = conversion.prepared_roots(conversion.unwrapped(model))
+    before = [count_products(root, prepared) for _, root, prepared in roots]
+    layers = [layer for root in roots for layer in layers_to_profile(*root)]
+    profile = ProductProfile(layers, keep=True)
+    if layers and not profile.start(take_over=True):
         raise FP8BackendError("another PyTorch profiler is active: stop it before counting FP8 products")
+    found: dict[str, ProductCounts] = {}
     try:
         yield found
     finally:
-        profile.stop()
-        found.update((layer.name, layer.results[layer.name]) for layer in layers)
+        if layers:
+            profile.stop()
+        for (prefix, root, prepared), earlier in zip(roots, before, strict=True):
+            for name, counts in count_products(root, prepared).items():
+                found[_joined(prefix, name)] = (
+                    counts if name in prepared.profiled else _difference(counts, earlier[name])
+                )
+
+
+def _difference(after: ProductCounts, before: ProductCounts) -> ProductCounts:
+    return ProductCounts(**{kind: count - getattr(before, kind) for kind, count in asdict(after).items()})
 
 
 @contextlib.contextmanager
@@ -267,7 +279,7 @@ def _read_root(result: Audit, prefix: str, root: nn.Module, prepared: Prepared) 
         result.products[full] = asdict(counts[name])
         result.engine[full] = prepared.compute.engine(module)
         flops.weights.append(module.weight)
-        flops.transient_bytes += prepared.compute.transient_bytes_per_element(module) * module.weight.numel()
+        flops.transient_bytes += prepared.compute.transient_bytes_prepared.compute.transient_bytes_per_element(module) * module.weight.numel()
     seen = observed_of(prepared).gradient_dtypes
     for name, parameter in root.named_parameters():
         if plain_name(name) in seen:

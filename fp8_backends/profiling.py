@@ -17,11 +17,12 @@ import sys
 import tempfile
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch._C._autograd import DeviceType
 from torch.autograd.profiler import profile, record_function
 
 from .compute import DGRAD, FPROP, WGRAD, ProductCounts
@@ -48,8 +49,10 @@ class Layer(NamedTuple):
 class ProductProfile:
     """One profiled stretch of training: `start`, some steps, `stop`. Dropped while it runs, it ends by itself."""
 
-    def __init__(self, layers: list[Layer]) -> None:
+    def __init__(self, layers: list[Layer], keep: bool = False) -> None:
         self.layers = layers
+        self.keep = keep
+        """Never let another one take over."""
         self.running = self.complete = False
         self.by_shape = False
         """After `stop`: whether some layers were counted by shape (compiled code)."""
@@ -61,7 +64,7 @@ class ProductProfile:
 
         `take_over` ends another `ProductProfile` without a result, such as one whose model was given up.
         """
-        if take_over and (other := _running_profile()) is not None:
+        if take_over and (other := _running_profile()) is not None and not other.keep:
             other.abandon()
         if torch._C._autograd._profiler_enabled():
             return False
@@ -82,7 +85,7 @@ class ProductProfile:
         """End counting and write each layer's counts into its `results`."""
         profiler = self._profiler
         self.abandon()
-        for layer, counts in zip(self.layers, self._count(profiler.function_events), strict=True):
+        for layer, counts in zip(self.layers, self._count(_read_events(profiler)), strict=True):
             layer.results[layer.name] = counts
         self.complete = True
 
@@ -92,24 +95,24 @@ class ProductProfile:
         self._profiler = None
         self._end()
 
-    def _count(self, events: Iterable) -> list[ProductCounts]:
+    def _count(self, events: list[_Event]) -> list[ProductCounts]:
         counts = [ProductCounts() for _ in self.layers]
         unattributed: list[tuple[bool, list]] = []  # whether inside a backward, operand shapes
         layer_of = _layers_by_sequence_number(events)
         made_by: Counter = Counter()  # products of each backward function so far
-        for product in sorted(filter(_is_real_product, events), key=lambda event: event.time_range.start):
+        for product in filter(_is_real_product, events):
             range_, backward = _enclosing(product)
-            index = None if backward is None else layer_of.get((backward.fwd_thread, backward.sequence_nr))
+            index = None if backward is None else layer_of.get((backward.forward_thread, backward.sequence_nr))
             if range_ is not None:
                 index, again = _read_mark(range_.name)
                 _add(counts[index], "recomputed" if again else FPROP)
             elif index is not None:
                 kinds = self.layers[index].backward_kinds
-                order, made_by[backward.id] = made_by[backward.id], made_by[backward.id] + 1
+                order, made_by[backward] = made_by[backward], made_by[backward] + 1
                 if order < len(kinds):
                     _add(counts[index], kinds[order])
             else:
-                unattributed.append((_is_inside_backward(product), product.input_shapes))
+                unattributed.append((_is_inside_backward(product), product.shapes()))
         if unattributed:
             self.by_shape = _count_by_shape(self.layers, counts, unattributed)
         return counts
@@ -172,26 +175,58 @@ def _do_nothing(module: nn.Module, args, *output) -> None:
     pass
 
 
+class _Event:
+    """What a profile says of one operator, range or function, and the event that it happened in."""
+
+    __slots__ = ("name", "start", "end", "thread", "forward_thread", "sequence_nr", "scope", "shapes", "parent")
+
+    def __init__(self, event) -> None:
+        self.name = event.name()
+        self.start, self.end = event.start_ns(), event.end_ns()
+        self.thread, self.forward_thread = event.start_thread_id(), event.fwd_thread_id()
+        self.sequence_nr, self.scope = event.sequence_nr(), event.scope()
+        self.shapes = event.shapes  # read for few
+        self.parent: _Event | None = None
+
+
+def _read_events(profiler: profile) -> list[_Event]:
+    """The profile's events on the host in the order of time, with their parents.
+
+    `profile.function_events` has the same and more, at thirty times the cost.
+    """
+    raw = profiler.kineto_results.events()
+    events = [_Event(e) for e in raw if e.device_type() == DeviceType.CPU and e.start_thread_id() == e.end_thread_id()]
+    stacks: dict[int, list[_Event]] = defaultdict(list)
+    events.sort(key=lambda event: (event.start, -event.end))
+    for event in events:
+        around = stacks[event.thread]
+        while around and event.end > around[-1].end:
+            around.pop()
+        event.parent = around[-1] if around else None
+        around.append(event)
+    return events
+
+
 def _read_mark(name: str) -> tuple[int, bool]:
     """Index of the layer, and whether its forward was recomputed."""
     return int(name.removeprefix(_MARK).removesuffix(_AGAIN)), name.endswith(_AGAIN)
 
 
-def _is_real_product(event) -> bool:
+def _is_real_product(event: _Event) -> bool:
     if event.name not in PRODUCTS and not _is_emulated_product(event):
         return False
     return not any(p.name in PRODUCTS or any(t in p.name for t in _TRACING) for p in _parents(event))
 
 
-def _is_emulated_product(event) -> bool:
+def _is_emulated_product(event: _Event) -> bool:
     """A plain product made by an FP8 tensor subclass for its own product: TorchAO with `emulate=True`."""
-    subclass = event.cpu_parent if event.name == "aten::mm" else None
-    if subclass is None or subclass.name != "PythonSubclass" or subclass.cpu_parent is None:
+    subclass = event.parent if event.name == "aten::mm" else None
+    if subclass is None or subclass.name != "PythonSubclass" or subclass.parent is None:
         return False
-    return subclass.cpu_parent.name == "aten::mm"
+    return subclass.parent.name == "aten::mm"
 
 
-def _enclosing(event) -> tuple[object | None, object | None]:
+def _enclosing(event: _Event) -> tuple[_Event | None, _Event | None]:
     """The nearest marked range or the nearest backward function around an event, whichever is nearer."""
     for parent in _parents(event):
         if parent.name.startswith(_MARK):
@@ -201,11 +236,11 @@ def _enclosing(event) -> tuple[object | None, object | None]:
     return None, None
 
 
-def _layers_by_sequence_number(events: Iterable) -> dict[tuple[int, int], int]:
+def _layers_by_sequence_number(events: list[_Event]) -> dict[tuple[int, int], int]:
     """(thread, sequence number) of the functions that the layers' forwards made. Later ones win: a function that
     runs without gradients shows a number that the next one with gradients takes."""
     layers = {}
-    for event in sorted(events, key=lambda event: event.time_range.start):
+    for event in events:
         if event.sequence_nr >= 0 and event.scope != _BACKWARD_FUNCTION:
             range_, _ = _enclosing(event)
             if range_ is not None:
@@ -213,12 +248,12 @@ def _layers_by_sequence_number(events: Iterable) -> dict[tuple[int, int], int]:
     return layers
 
 
-def _parents(event) -> Iterator:
-    while (event := event.cpu_parent) is not None:
+def _parents(event: _Event) -> Iterator[_Event]:
+    while (event := event.parent) is not None:
         yield event
 
 
-def _is_inside_backward(event) -> bool:
+def _is_inside_backward(event: _Event) -> bool:
     return any(parent.scope == _BACKWARD_FUNCTION for parent in _parents(event))
 
 

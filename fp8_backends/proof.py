@@ -26,7 +26,7 @@ from .auditing import (
     observed_of,
     unwrapped,
 )
-from .compute import FPROP, KINDS, WGRAD, ProductCounts
+from .compute import KINDS, WGRAD, ProductCounts
 from .errors import FP8BackendError
 from .profiling import ProductProfile, foreign_profiler_runs, inert_hook
 from .weight_products import plain_name
@@ -193,43 +193,45 @@ def state_proof(root: nn.Module, prepared: Prepared, counts: dict[str, ProductCo
 def proof_line(root: nn.Module, prepared: Prepared, counts: dict[str, ProductCounts], by_shape: bool = False) -> str:
     """Such as `native:dynamic: 28/29 Linear, 94 % of weight FLOPs in FP8, fprop dgrad wgrad (bf16-exact)`."""
     linears = [product for product in prepared.report.products if product.kind in _LINEAR_KINDS]
-    ran = sum(count.fprop > 0 for count in counts.values())
+    ran = [layer for layer, count in counts.items() if _ran(count)]
     flops = count_flops(root, prepared, counts)
     share = flops.in_fp8 / flops.needed if flops.needed else 0.0
     kinds = [kind for kind in KINDS if any(getattr(count, kind) for count in counts.values())]
     layers = converted_layers(root, prepared)
-    engines = sorted({prepared.compute.engine(layers[layer]) for layer, count in counts.items() if count.fprop})
+    engines = sorted({prepared.compute.engine(layers[layer]) for layer in ran})
     high = prepared.compute.high_precision_products(prepared.recipe)
     notes = "+".join(engines) + (f"; {' '.join(high)} in high precision by recipe" if high else "")
     notes += "; compiled, counted by shape" if by_shape else ""
     others = len(prepared.report.products) - len(linears)
-    of_others = f" (beside {others} other weights)" if others else ""
-    return (
-        f"{prepared.recipe.name}: {ran}/{len(linears)} Linear{of_others}, {share * 100:.0f} % of weight FLOPs in FP8, "
-        f"{' '.join(kinds)} ({notes})"
-    )
+    of_all = f"{len(ran)}/{len(linears)} Linear" + (f" (beside {others} other weights)" if others else "")
+    of_flops = f"{share * 100:.0f} % of weight FLOPs in FP8"
+    return f"{prepared.recipe.name}: {of_all}, {of_flops}, {' '.join(kinds)} ({notes})"
+
+
+def _ran(count: ProductCounts) -> bool:
+    return any(getattr(count, kind) for kind in KINDS)
 
 
 def _nothing_ran(counts: list[dict[str, ProductCounts]]) -> bool:
-    return not any(getattr(count, kind) for of_root in counts for count in of_root.values() for kind in KINDS)
+    return not any(_ran(count) for of_root in counts for count in of_root.values())
 
 
 def _shortcomings(root: nn.Module, prepared: Prepared, counts: dict[str, ProductCounts]) -> list[str]:
-    """What a reader of the proof must know: layers that did not take part, and gradients made some other way."""
-    idle = [name for name, count in counts.items() if count.fprop == 0]
+    """What a reader of the proof must know: layers that took no part, and gradients that were made some other way."""
+    idle = [name for name, count in counts.items() if not _ran(count)]
     messages = [f"layers without products: {_listed(idle)}"] if idle else []
-    if WGRAD not in prepared.compute.high_precision_products(prepared.recipe):
-        layers = converted_layers(root, prepared)
-        odd = [name for name, count in counts.items() if not count.wgrad and layers[name].weight.grad is not None]
-        if odd := [name for name in odd if name not in idle]:
-            messages.append(f"layers whose weight gradient did not come from an FP8 product: {_listed(odd)}")
-    missing = [kind for kind in (FPROP,) if not any(getattr(count, kind) for count in counts.values())]
-    return messages + [f"no {kind} product ran in FP8" for kind in missing]
+    if WGRAD in prepared.compute.high_precision_products(prepared.recipe):
+        return messages
+    layers = converted_layers(root, prepared)
+    odd = [name for name, count in counts.items() if not count.wgrad and layers[name].weight.grad is not None]
+    if odd := [name for name in odd if name not in idle]:
+        messages.append(f"layers whose weight gradient did not come from an FP8 product: {_listed(odd)}")
+    return messages
 
 
 def _listed(names: list[str], shown: int = 8) -> str:
     more = f" and {len(names) - shown} more" if len(names) > shown else ""
-    return ", ".join(names[:shown]) + more
+    return ", ".join(name or "(root)" for name in names[:shown]) + more
 
 
 def announce(line: str) -> None:

@@ -107,6 +107,13 @@ def test_a_weight_gradient_in_high_precision_is_not_counted(capfd):
     assert "67 % of weight FLOPs in FP8, fprop dgrad (ao; wgrad in high precision by recipe)" in capfd.readouterr().err
 
 
+def test_products_kept_in_high_precision_on_purpose_are_no_fault(capfd, caplog):
+    spec = recipes.FP8RecipeKwargs(backend="native", override_linear_precision=(True, False, True))
+    step(*prepared(spec))
+    assert not caplog.records
+    assert "3/3 Linear, 33 % of weight FLOPs in FP8, dgrad (" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("kind", ["reentrant", "saved tensors"])
 def test_recomputed_products_are_counted_apart(kind):
     model, optimizer = prepared(checkpointed=kind)

@@ -149,10 +149,11 @@ def main() -> int:
         attempt("non-finite shows", non_finite, device)
     attempt(f"products {mode}", products, device, arguments.compile)
     for backend in arguments.backends.split(","):
-        if fp8_backends.available_backends()[backend].can_run:
+        available = fp8_backends.available_backends()[backend.partition(":")[0]]
+        if available.can_run:
             attempt(f"training {mode}", training, device, backend, arguments.compile)
         else:
-            print(f"skip training {backend}: {fp8_backends.available_backends()[backend].reason}")
+            print(f"not run: training {backend}: {available.reason}")
     failed = [r["check"] for r in RESULTS if not r["passed"]]
     print(f"{len(RESULTS) - len(failed)} passed, {len(failed)} failed")
     if arguments.out:

@@ -6,7 +6,6 @@ import functools
 import logging
 from contextlib import contextmanager
 from types import MethodType
-from weakref import WeakSet
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
@@ -75,7 +74,6 @@ class FP8Mixin(_MadeAtRunTime):
         """After the original `__init__`: precision around FP8, and the scaling state's way into checkpoints."""
         self.fp8_recipe = recipe
         self._fp8_converted = False
-        self._fp8_optimizers = WeakSet()
         if recipe.autocast_dtype != "bf16":
             self._check_own_autocast()
             self.native_amp = False  # stock autocast is bf16; ours, if any, stands in its place
@@ -147,7 +145,10 @@ class FP8Mixin(_MadeAtRunTime):
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement=None):
         """As in Accelerate; the first step of the optimizer will prove that FP8 is on."""
+        is_new = not getattr(optimizer, "_is_accelerate_prepared", False)
         optimizer = super().prepare_optimizer(optimizer, device_placement=device_placement)
+        if is_new:
+            ScalingInOptimizer(self).install(_innermost(optimizer))
         self._watch_optimizers()
         return optimizer
 
@@ -158,9 +159,6 @@ class FP8Mixin(_MadeAtRunTime):
         for optimizer in map(_innermost, self._optimizers):
             if models := self.models_of(optimizer):
                 preparation.watch_optimizer(models, optimizer, self.fp8_recipe)
-            if optimizer not in self._fp8_optimizers:
-                self._fp8_optimizers.add(optimizer)
-                ScalingInOptimizer(self).install(optimizer)
 
     def models_of(self, optimizer: torch.optim.Optimizer) -> list[nn.Module]:
         """The prepared models that this optimizer trains."""

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--megabytes", type=_positive(float), default=8.0, metavar="N", help="read at most this much text (8)")
     add("--tokenizer", type=_positive(int), metavar="N", help="train a byte-level BPE of N tokens (one token a byte)")
     add("--model", metavar="CONFIG", help="a transformers config.json or its folder (a small Llama; on a GPU with FP8, 1B)")
-    add("--steps", type=_positive(int), metavar="N", help="training steps (120; on a GPU with FP8, 60)")
+    add("--steps", type=_positive(int), metavar="N", help="training steps (80; on a GPU with FP8, 60)")
     add("--seeds", type=_positive(int), metavar="N", help="runs of each backend (5; on a GPU with FP8, 3)")
     add("--batch", type=_positive(int), metavar="N", help="sequences in a batch (8; on a GPU with FP8, 2)")
     add("--sequence", type=_positive(int), metavar="N", help="tokens in a sequence (128; on a GPU with FP8, 4096)")

@@ -11,7 +11,7 @@ from .paired_gaps import Gap, paired_gap, spread
 from .settings import BASELINES, REFERENCE
 
 COSINE_BOUND = 0.9
-"""Least cosine of each first gradient to bf16's: a wrong sign gives -1, FP8's rounding stays above 0.97."""
+"""Least cosine of every parameter's gradient to bf16's: a wrong sign gives -1, FP8's rounding stays above 0.97."""
 
 Results = dict[str, Any]
 
@@ -151,7 +151,7 @@ def _gradients_check(inspection: dict) -> Check:
     worst = min(cosines, key=lambda name: -math.inf if math.isnan(cosines[name]) else cosines[name])
     passed = cosines[worst] >= COSINE_BOUND
     return Check(
-        "first-step gradients point where bf16's do",
+        "gradients at the initial weights point where bf16's do",
         passed,
         f"least cosine {cosines[worst]:.4f} ({worst}), bound {COSINE_BOUND}",
     )

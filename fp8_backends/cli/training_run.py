@@ -41,7 +41,7 @@ INSPECTED_STEPS = 4
 
 
 def train_backend(settings: Settings, text: TrainingText, backend: str, report: Report, fault: str | None) -> None:
-    """Inspect a few steps (memory, audit, gradients), then train every seed."""
+    """Inspect a few steps (gradients, memory, audit), then train every seed."""
     if settings.device == "cpu":
         torch.use_deterministic_algorithms(True, warn_only=True)
     report("inspected", **inspect(settings, text, backend, fault))
@@ -147,7 +147,7 @@ class Run:
         return sorted(same)
 
     def _reference_gradients(self) -> None:
-        """bf16's gradients of the first batch with the same weights, before anything is converted."""
+        """bf16's gradients of the first batch at the initial weights, before anything is converted."""
         tokens = self.batch(0)
         with torch.autocast(self.accelerator.device.type, torch.bfloat16):
             loss = self.bare(input_ids=tokens, labels=tokens).loss
@@ -158,7 +158,7 @@ class Run:
                 parameter.grad = None
 
     def gradient_cosines(self) -> dict[str, float]:
-        """Of every weight that has a gradient now, to bf16's first gradient. Nearly zero gradients count as alike."""
+        """Of every parameter's gradient now to bf16's at the initial weights; 0 where one of the two is missing."""
         cosines = {}
         for name, parameter in self.bare.named_parameters():
             reference = self.bf16_gradients.get(name)
@@ -181,11 +181,13 @@ class Run:
 
 
 def inspect(settings: Settings, text: TrainingText, backend: str, fault: str | None) -> dict[str, Any]:
-    """A few training steps under observation: first gradients, the audit, peak memory."""
+    """A few training steps under observation: gradients at the initial weights, the audit, peak memory."""
     messages = _Messages()
     with messages:
         run = Run(settings, text, backend, seed=0, fault=fault)
         run.backward(0)
+        run.optimizer.zero_grad()
+        run.backward(0)  # again, weights unchanged: delayed scaling has no amax before its first pass
         cosines = run.gradient_cosines()
         run.bf16_gradients.clear()
         run.update()

@@ -185,7 +185,7 @@ class _LinearFunction(torch.autograd.Function):
             y = _plain_product(x.reshape(-1, x.shape[-1]), weight, out_dtype)
         else:
             y = scaled_product(Quantized(x8, x_scale), Quantized(w8, w_scale), out_dtype, fast_accumulation=True)
-            counts.select(0, RECOMPUTED if _inside_backward() else FPROP).add_(1)
+            counts.select(0, RECOMPUTED if inside_backward() else FPROP).add_(1)
         if bias is not None:
             y = y + bias.to(out_dtype)
 
@@ -254,7 +254,7 @@ def _plain_product(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> 
     return torch.mm(a.to(out_dtype), b.to(out_dtype).t())
 
 
-def _inside_backward() -> bool:
+def inside_backward() -> bool:
     """Whether this forward is a recomputation: activation checkpointing runs it inside a backward pass.
 
     Compiled code counts each forward once, also where its partitioner recomputes.

@@ -24,7 +24,7 @@ from ..formats import RECIPE_FORMATS
 from ..hardware import Availability
 from ..scaling import rolled_delayed_states
 from . import KINDS, Compute, ProductCounts
-from .fp8_linear import FP8Linear, LayerRule, SharedInputs
+from .fp8_linear import FP8Linear, LayerRule, SharedInputs, inside_backward
 from .products import EMULATED, engine_for
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ class RollDelayedStates:
         self.format_max = (forward.max, forward.max, gradient.max)
 
     def __call__(self, root: nn.Module, args) -> None:
-        if not (root.training and torch.is_grad_enabled()):
+        if not (root.training and torch.is_grad_enabled()) or inside_backward():
             return
         for group in self._by_device_and_length(root):
             states = torch.stack(group)

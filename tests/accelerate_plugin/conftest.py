@@ -9,10 +9,6 @@ from accelerate.state import AcceleratorState, GradientState
 import fp8_backends
 
 
-def pytest_configure(config):
-    config.addinivalue_line("markers", "slow: several processes, or more than a few seconds")
-
-
 @pytest.fixture(autouse=True)
 def fresh_accelerate(monkeypatch):
     """Accelerate's process-wide state and its environment, empty before and after each test; on the CPU."""

@@ -226,3 +226,9 @@ def test_accelerator_copies():
     accelerator = Accelerator(mixed_precision="fp8")
     assert copy.deepcopy(accelerator) is accelerator
     assert type(copy.copy(accelerator)) is type(accelerator)
+
+
+def test_accelerator_that_ignores_the_backend_variable_pickles(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "ao")
+    loaded = pickle.loads(pickle.dumps(Accelerator(mixed_precision="bf16")))
+    assert loaded.fp8_backend == "NO" and type(loaded).__name__ == "Accelerator"

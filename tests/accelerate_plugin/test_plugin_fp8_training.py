@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from plugin_training import assert_all_moved, assert_fp8_products, batches, copied_parameters, mlp, train
 from torch import nn
 
@@ -73,6 +74,28 @@ def test_losses_equal_a_hand_written_loop():
         optimizer.zero_grad()
         by_hand.append(loss.item())
     assert losses == by_hand
+
+
+def test_losses_of_ao_equal_a_raw_torchao_loop():
+    """`ao` through Accelerate, and TorchAO as its own documentation shows it: bit for bit, on one device."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    model = mlp()
+    twin = convert_to_float8_training(copy.deepcopy(model), config=Float8LinearConfig(pad_inner_dim=True))
+    accelerator = fp8_accelerator("ao")
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 5e-3))
+    losses = train(accelerator, model, optimizer, batches(6))
+
+    optimizer, raw = torch.optim.AdamW(twin.parameters(), 5e-3), []
+    for x, y in batches(6):
+        with torch.autocast("cpu", torch.bfloat16):
+            output = twin(x)
+        loss = nn.functional.mse_loss(output.float(), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        raw.append(loss.item())
+    assert losses == raw
 
 
 def test_optimizer_may_be_prepared_before_the_model():
@@ -206,6 +229,23 @@ def test_repeated_prepare_changes_nothing():
     assert again is prepared
     train(accelerator, again, optimizer, batches(2))
     assert_fp8_products(model, layers=3)
+
+
+@pytest.mark.parametrize("backend", ["native:delayed", "ao:tensorwise"])
+def test_compiled_by_accelerate_gives_the_losses_of_eager(backend):
+    losses = []
+    for dynamo_backend in (None, "eager"):
+        recipe = fp8_backends.FP8RecipeKwargs(backend=backend)
+        accelerator = Accelerator(mixed_precision="fp8", kwargs_handlers=[recipe], dynamo_backend=dynamo_backend)
+        model = mlp()
+        before = copied_parameters(model)
+        prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        losses.append(train(accelerator, prepared, optimizer, batches(4)))
+        assert_all_moved(model, before)
+        assert_fp8_products(model, layers=3)
+        assert accelerator.unwrap_model(prepared, keep_torch_compile=False) is model
+        AcceleratorState._reset_state(reset_partial_state=True)
+    assert losses[0] == losses[1]
 
 
 def test_megatron_is_refused(monkeypatch):

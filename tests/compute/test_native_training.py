@@ -114,6 +114,15 @@ def test_scaling_state_rolls_once_a_training_forward_and_never_in_evaluation():
     assert rolls == [0, 1, 1, 1, 1, 2]
 
 
+def test_a_prepared_part_that_is_recomputed_rolls_its_state_once():
+    """Checkpointing around a prepared part runs its forward again, inside backward: not another training forward."""
+    part, _ = prepare(nn.Sequential(nn.Linear(16, 16)), None, "native:delayed")
+    for step in range(3):
+        x = torch.randn(4, 16, requires_grad=True)
+        checkpoint(part, x, use_reentrant=False).sum().backward()
+        assert part[0].fp8_scaling[0, 1].item() == step
+
+
 def test_two_models_with_two_recipes_train_side_by_side():
     """No process-wide state: interleaving two models changes neither."""
 

@@ -1,0 +1,181 @@
+"""`fp8-backends chart`: the table of levels, each row measured on a small model that was prepared and trained a step."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..auditing import Audit, audit, stored_bytes
+from ..compute import KINDS
+from ..errors import FP8BackendError
+from ..precision_plan import plan
+from ..preparation import prepare
+from ..recipes import resolve
+from ..registry import check_available
+
+SUMMARY = "precision and bytes of every level, measured on small prepared models"
+
+ROWS = ("native:dynamic", "native:delayed", "native:rowwise", "ao:tensorwise", "ao:rowwise", "te:delayed")
+"""The backends that leave states alone (level O0)."""
+
+_HEADINGS = ("level", "GEMM", "comm", "weight", "master", "gradient", "Adam states", "bytes", "transient")
+_NAMES = {"float32": "FP32", "float16": "FP16", "bfloat16": "BF16", "float8_e4m3fn": "FP8", "uint8": "FP8"}
+
+
+@dataclass
+class Level:
+    """One row. Everything but `comm` was read from live tensors and counted products after one optimizer step."""
+
+    name: str
+    gemm: str = "–"
+    comm: str = "–"
+    """As planned: one process communicates nothing."""
+    weight: str = "–"
+    master: str = "–"
+    gradient: str = "–"
+    optimizer: str = "–"
+    bytes_per_element: float | None = None
+    """Of weight, master, gradient and Adam states, for each element of the converted weights."""
+    transient_bytes_per_element: float | None = None
+    """Of copies of the weight that autograd keeps from forward to backward, beyond that."""
+    not_measured: str = ""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Prepares a small model at every level that this version has, takes one optimizer step, and prints what the "
+        "audit of the live model finds. Comm is what the recipe plans."
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    levels = measure()
+    print(json.dumps([asdict(level) for level in levels], indent=1) if args.json else _readable(levels))
+    return 0
+
+
+def measure() -> list[Level]:
+    """The AMP row from a stock model, then one row for each backend that can run here."""
+    with _without_proof_lines():
+        return [_measure_amp(), *(_measure(backend) for backend in ROWS)]
+
+
+@contextlib.contextmanager
+def _without_proof_lines() -> Iterator[None]:
+    logger = logging.getLogger("fp8_backends")
+    before = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def _model() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    layers = [nn.Linear(64, 128, bias=False), nn.GELU(), nn.Linear(128, 128, bias=False), nn.GELU()]
+    model = nn.Sequential(*layers, nn.Linear(128, 64, bias=False)).to(_device())
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> float:
+    """One training step; returns bytes of saved copies of weights for each element of the weights."""
+    weights = {weight.data_ptr(): weight.numel() for weight in model.parameters()}
+    copies: dict[int, int] = {}
+
+    def keep(saved: torch.Tensor) -> torch.Tensor:
+        # no activation is as large as a weight here: 32 rows, and no side of a weight is below 64
+        if saved.numel() in weights.values() and _pointer(saved) not in weights:
+            copies[_pointer(saved)] = stored_bytes(saved)
+        return saved
+
+    scaler = torch.amp.GradScaler(_device(), enabled=dtype == torch.float16)
+    with torch.autocast(_device(), dtype), torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
+        loss = model(torch.randn(32, 64, device=_device(), requires_grad=True)).float().square().mean()
+    transient = sum(copies.values()) / sum(weights.values())
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    return transient
+
+
+def _pointer(tensor: torch.Tensor) -> int:
+    """Where the data lies; of a wrapper subclass, its first part's."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        return _pointer(getattr(tensor, tensor.__tensor_flatten__()[0][0]))
+    return tensor.data_ptr()
+
+
+def _measure_amp() -> Level:
+    model, optimizer = _model()
+    seen: set[str] = set()
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_hook(lambda _, __, result: seen.add(str(result.dtype).removeprefix("torch.")))
+    transient = _step(model, optimizer, torch.float16)
+    return _level("FP16 AMP", audit(model, optimizer), transient, gemm=_precisions("+".join(sorted(seen))), comm="FP32")
+
+
+def _measure(backend: str) -> Level:
+    try:
+        recipe = resolve(backend)
+        check_available(recipe)
+    except FP8BackendError as error:
+        return Level(f"{backend} (O0)", not_measured=str(error))
+    model, optimizer = prepare(*_model(), recipe)
+    transient = _step(model, optimizer, torch.bfloat16)
+    found = audit(model, optimizer)
+    kinds = [kind for kind in KINDS if any(counts[kind] for counts in found.products.values())]
+    gemm = "FP8" if len(kinds) == len(KINDS) else f"FP8 {' '.join(kinds)}" if kinds else "no FP8"
+    return _level(f"{recipe.name} ({recipe.level})", found, transient, gemm=gemm, comm=plan(recipe).comm)
+
+
+def _level(name: str, found: Audit, transient: float, gemm: str, comm: str) -> Level:
+    return Level(
+        name,
+        gemm=gemm,
+        comm=comm,
+        weight=_precisions(found.dtypes["weight"]),
+        master=_precisions(found.dtypes.get("master", "")),
+        gradient=_precisions(found.dtypes["gradient"]),
+        optimizer=_precisions(found.dtypes["optimizer"]),
+        bytes_per_element=found.bytes_per_element["total"],
+        transient_bytes_per_element=round(transient, 3),
+    )
+
+
+def _precisions(dtypes: str) -> str:
+    """`float32+float32` as `FP32+FP32`."""
+    if not dtypes:
+        return "–"
+    return "+".join(_NAMES.get(name.strip(), name.strip()) for name in dtypes.split("+"))
+
+
+def _readable(levels: list[Level]) -> str:
+    from .compare_output import aligned
+
+    rows = [list(_HEADINGS)]
+    for level in levels:
+        if not level.not_measured:
+            sizes = (level.bytes_per_element, level.transient_bytes_per_element)
+            texts = [f"{size:.4g}" for size in sizes]
+            words = [level.name, level.gemm, level.comm, level.weight, level.master, level.gradient, level.optimizer]
+            rows.append([*words, *texts])
+    lines = aligned(rows)
+    lines += ["", "bytes: per element of the converted weights, read from live tensors after one optimizer step"]
+    lines += ["transient: copies of the weights that autograd keeps from forward to backward, beyond these bytes"]
+    lines += ["comm: as planned; one process communicates nothing"]
+    lines += [f"not measured: {level.name}: {level.not_measured}" for level in levels if level.not_measured]
+    return "\n".join(lines)

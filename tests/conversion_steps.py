@@ -1,0 +1,56 @@
+"""What the tests of conversion share: convert, take steps, look at the counters."""
+
+import torch
+from torch import nn
+
+from fp8_backends import conversion
+from fp8_backends.recipes import FP8RecipeKwargs
+from fp8_backends.registry import get_compute
+
+BACKENDS = ["native:dynamic", "native:delayed", "ao:tensorwise"]
+
+
+def convert(model, backend="native:dynamic", **fields):
+    recipe = FP8RecipeKwargs(backend=backend, **fields)
+    return conversion.convert(model, recipe, get_compute(recipe.compute))
+
+
+def train(model, optimizer=None, steps=8, size=32, seed=0):
+    """Losses of learning to predict a fixed random target from a fixed input."""
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.05)
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(16, size, generator=generator)
+    target = None
+    losses = []
+    for _ in range(steps):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = model(x).float()
+        target = torch.randn(y.shape, generator=generator) if target is None else target
+        loss = (y - target).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def mlp(*widths, seed=0):
+    torch.manual_seed(seed)
+    layers = []
+    for n_in, n_out in zip(widths[:-1], widths[1:], strict=True):
+        layers += [nn.Linear(n_in, n_out), nn.Tanh()]
+    return nn.Sequential(*layers[:-1])
+
+
+def counts(layer):
+    return layer.fp8_products.tolist()
+
+
+def assert_ran_in_fp8(prepared, model, steps):
+    """Every converted layer made a forward and a weight-gradient product in each step (native counts them)."""
+    layers = dict(model.named_modules())
+    for name in prepared.report.converted:
+        assert prepared.compute.is_converted(layers[name])
+        if prepared.compute.name == "native":
+            fprop, _, wgrad, _ = counts(layers[name])
+            assert fprop == steps and wgrad == steps * layers[name].weight.requires_grad, name

@@ -1,0 +1,129 @@
+"""What `import fp8_backends` does, and what it leaves alone."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from setuptools.config.setupcfg import read_configuration
+
+import fp8_backends
+
+HEAVY = ("torchao", "transformers", "transformer_engine", "rich")
+
+OBSERVED_IMPORT = """
+import json, sys, time
+start = time.perf_counter()
+import accelerate
+of_accelerate, before, init = time.perf_counter() - start, set(sys.modules), accelerate.Accelerator.__init__
+start = time.perf_counter()
+import fp8_backends
+of_fp8_backends = time.perf_counter() - start
+print(json.dumps({
+    "added": sorted(set(sys.modules) - before),
+    "ratio": of_fp8_backends / of_accelerate,
+    "patched": accelerate.Accelerator.__init__ is not init,
+}))
+"""
+
+
+def run(code, **environment):
+    return subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, env={**os.environ, **environment}
+    )
+
+
+@pytest.fixture(scope="module")
+def import_run():
+    return run(OBSERVED_IMPORT)
+
+
+def test_import_prints_nothing_and_loads_nothing_heavy(import_run):
+    """Beside its own modules the package loads what `import accelerate` loads, and nothing else of another library."""
+    (line,) = import_run.stdout.splitlines()
+    assert import_run.stderr == ""
+    added = {name.split(".")[0] for name in json.loads(line)["added"]}
+    assert added - set(sys.stdlib_module_names) == {"fp8_backends"}
+    assert not added & set(HEAVY)
+
+
+def test_import_takes_at_most_a_third_longer_than_accelerates(import_run):
+    ratios = [json.loads(import_run.stdout)["ratio"]]
+    if ratios[0] > 0.3:  # a busy machine: once more
+        ratios.append(json.loads(run(OBSERVED_IMPORT).stdout)["ratio"])
+    assert min(ratios) < 0.3
+
+
+def test_import_connects_and_the_environment_variable_leaves_accelerate_untouched(import_run):
+    assert json.loads(import_run.stdout)["patched"]
+    assert not json.loads(run(OBSERVED_IMPORT, FP8_BACKENDS_DISABLE="1").stdout)["patched"]
+
+
+def test_resolving_and_planning_load_nothing_heavy():
+    names = ["native:delayed", "ao", "ao:rowwise", "te", "msamp", "te+msamp:O1"]
+    use = f"import fp8_backends as f; [f.resolve(n) for n in {names}]; f.available_backends(); f.plan('native')"
+    assert not set(HEAVY) & set(run(f"{use}\nimport sys; print(*sys.modules)").stdout.split())
+
+
+def test_every_public_name_exists_and_is_no_module():
+    """A module named like a public function would overwrite it when it is imported."""
+    for name in fp8_backends.__all__:
+        assert not isinstance(getattr(fp8_backends, name), type(sys))
+    modules = {module.name for module in pkgutil.iter_modules(fp8_backends.__path__)}
+    assert not modules & set(fp8_backends.__all__)
+
+
+def test_public_names_are_the_contract():
+    functions = {"connect", "prepare", "initialize", "resolve", "available_backends", "plan", "audit", "validate"}
+    recipes = {"TERecipeKwargs", "AORecipeKwargs", "MSAMPRecipeKwargs", "NativeRecipeKwargs", "FP8RecipeKwargs"}
+    errors = {"FP8BackendError", "RecipeError", "BackendUnavailableError"}
+    results = {"Recipe", "Availability", "PrecisionPlan", "Audit", "Finding", "ConversionReport"}
+    assert set(fp8_backends.__all__) == functions | recipes | errors | results | {"register_backend"}
+
+
+PARTS = {
+    # a part, and the parts that it must not import
+    "compute": ("accelerate_plugin", "cli", "conversion", "preparation", "auditing", "registry"),
+    "kernels": ("accelerate_plugin", "cli", "conversion", "compute", "registry", "recipes"),
+    "formats": ("compute", "conversion", "registry", "recipes", "scaling"),
+    "scaling": ("compute", "conversion", "registry", "recipes"),
+    "conversion": ("accelerate_plugin", "cli", "registry", "preparation", "auditing"),
+    "registry": ("accelerate_plugin", "cli", "preparation", "auditing", "recipes"),
+    "recipes": ("accelerate_plugin", "cli", "preparation", "auditing", "conversion"),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_arrows_point_down_only(part):
+    root = Path(fp8_backends.__file__).parent
+    files = list((root / part).glob("*.py")) or [root / f"{part}.py"]
+    for file in files:
+        package = "fp8_backends." + part if file.parent.name == part else "fp8_backends"
+        for target in imports_of(file, package):
+            assert target.split(".")[1] not in PARTS[part], f"{file.name} imports {target}"
+
+
+def imports_of(file, package):
+    """Modules of this package that a file imports when it runs: what stands under `if TYPE_CHECKING` is left out."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = package.rsplit(".", node.level - 1)[0] if node.level > 1 else package
+            targets = [f"{base}.{node.module}"] if node.module else [f"{base}.{alias.name}" for alias in node.names]
+            yield from (target for target in targets if target.count("."))
+
+
+def test_version_is_read_by_setup_without_an_import():
+    configuration = read_configuration(Path(__file__).parents[1] / "setup.cfg")
+    assert configuration["metadata"]["version"] == fp8_backends.__version__
+    source = ast.parse(Path(fp8_backends.__file__).read_text(encoding="utf-8"))
+    assert f"__version__ = {fp8_backends.__version__!r}" in [ast.unparse(statement) for statement in source.body]

@@ -1,0 +1,278 @@
+"""Names to backends: built in, registered, and found as entry points of other distributions."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from torch import nn
+
+from fp8_backends import (
+    BackendUnavailableError,
+    FP8BackendError,
+    RecipeError,
+    audit,
+    available_backends,
+    prepare,
+    register_backend,
+    registry,
+    resolve,
+)
+from fp8_backends.compute import Compute, ProductCounts
+from fp8_backends.hardware import Availability
+
+
+@pytest.fixture(autouse=True)
+def forget_registered_backends(monkeypatch):
+    monkeypatch.setattr(registry, "_factories", {})
+    monkeypatch.setattr(registry, "_instances", dict(registry._instances))
+
+
+def pretend_entry_point(monkeypatch, name, value):
+    point = registry.importlib.metadata.EntryPoint(name, value, registry.ENTRY_POINT_GROUP)
+    monkeypatch.setattr(registry.importlib.metadata, "entry_points", lambda group: [point])
+
+
+class Product(torch.autograd.Function):
+    """A Linear product on operands rounded to E4M3, counted by the layer."""
+
+    @staticmethod
+    def forward(ctx, x, weight, layer):
+        ctx.layer = layer
+        x, weight = (t.to(torch.float8_e4m3fn).to(t.dtype) for t in (x, weight))
+        ctx.save_for_backward(x, weight)
+        layer.tiny_counts.fprop += 1
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        ctx.layer.tiny_counts.dgrad += 1
+        ctx.layer.tiny_counts.wgrad += 1
+        return dy @ weight, dy.T @ x, None
+
+
+class TinyLinear(nn.Linear):
+    def forward(self, x):
+        return Product.apply(x, self.weight, self) + self.bias
+
+
+class TinyCompute(Compute):
+    name = "tiny"
+    scalings = ("coarse", "fine")
+    default_scaling = "coarse"
+    fields = frozenset({"margin"})
+
+    def availability(self):
+        return Availability(True, "anywhere")
+
+    def build(self, linear, recipe, shared):
+        carrier = TinyLinear(linear.in_features, linear.out_features, device="meta")
+        carrier.weight, carrier.bias = linear.weight, linear.bias
+        carrier.tiny_counts = ProductCounts()
+        return carrier
+
+    def is_converted(self, module):
+        return isinstance(module, TinyLinear)
+
+    def engine(self, module):
+        return "emulated"
+
+    def products(self, module):
+        return module.tiny_counts
+
+
+def train_three_steps(spec):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 16))
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = prepare(model, optimizer, spec)
+    x, target = torch.randn(64, 32), torch.randn(64, 16)
+    losses = []
+    for _ in range(3):
+        loss = (model(x) - target).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    moved = [not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
+    return model, losses, moved
+
+
+# Built in
+
+
+def test_built_in_backends_say_whether_they_can_run_here():
+    found = available_backends()
+    assert list(found)[:3] == ["native", "te", "ao"]
+    assert found["native"] and found["ao"]
+    assert all(availability.reason for availability in found.values())
+    assert all(availability.fix for availability in found.values() if not availability)
+
+
+@pytest.mark.parametrize("name", ["native", "NATIVE", "te", "Transformer-Engine", "torchao"])
+def test_one_instance_serves_every_spelling(name):
+    key = {"transformer-engine": "te", "torchao": "ao"}.get(name.lower(), name.lower())
+    assert registry.get_compute(name) is registry.get_compute(key)
+    assert registry.get_compute(name).name == key
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("te", ["TransformerEngine is not installed", "pip install fp8-backends[te]", "native:delayed"]),
+        ("te+msamp:O2", ["TransformerEngine is not installed"]),
+        ("msamp", ["native:window+msamp:O2: level O2 is not in this version yet", "use native:dynamic"]),
+        ("msamp:O1", ["level O1 is not in this version yet"]),
+        ("native:mxfp8", ["mxfp8 is not in this version yet", "use native:rowwise"]),
+        ("native:blockwise", ["blockwise is not in this version yet"]),
+        ("native:window", ["window is not in this version yet", "use native:delayed"]),
+    ],
+)
+def test_valid_name_that_cannot_run_is_refused_by_prepare_alone(spec, said, monkeypatch):
+    monkeypatch.setattr("fp8_backends.compute.transformer_engine.importlib.util.find_spec", lambda name: None)
+    assert resolve(spec)
+    model = nn.Linear(32, 32)
+    with pytest.raises(BackendUnavailableError) as caught:
+        prepare(model, torch.optim.SGD(model.parameters()), spec)
+    assert isinstance(caught.value, ImportError) and isinstance(caught.value, FP8BackendError)
+    for words in said:
+        assert words in str(caught.value)
+    assert type(model) is nn.Linear
+
+
+def test_te_that_is_installed_says_what_runs_the_same_rule(monkeypatch):
+    monkeypatch.setattr("fp8_backends.compute.transformer_engine.importlib.util.find_spec", lambda name: object())
+    availability = available_backends()["te"]
+    assert not availability and "does not run it yet" in availability.reason and "native:delayed" in availability.fix
+
+
+def test_auto_takes_te_where_it_can_run_on_fp8_hardware(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr("fp8_backends.hardware.fp8_products", lambda: True)
+    assert registry.auto_backend() == "native"  # installed, but not run by this version
+    monkeypatch.setattr(type(registry.get_compute("te")), "availability", lambda self: Availability(True))
+    assert registry.auto_backend() == "te"
+    monkeypatch.setattr("fp8_backends.hardware.fp8_products", lambda: False)
+    assert registry.auto_backend() == "native"
+
+
+# Registered
+
+
+def test_registered_backend_trains_and_is_counted():
+    register_backend("Tiny", TinyCompute)
+    assert resolve("TINY").name == "tiny:coarse" and resolve("tiny:fine").scaling == "fine"
+    model, losses, moved = train_three_steps("tiny")
+    assert losses[2] < losses[1] < losses[0] and all(moved)
+    assert audit(model).products["0"] == {"fprop": 3, "dgrad": 3, "wgrad": 3, "recomputed": 0}
+
+
+def test_registered_backend_is_held_to_its_own_fields_and_scalings():
+    register_backend("tiny", TinyCompute)
+    assert resolve({"backend": "tiny", "margin": 2}).margin == 2
+    with pytest.raises(RecipeError, match="fp8_format is not read by tiny:coarse"):
+        resolve({"backend": "tiny", "fp8_format": "E4M3"})
+    with pytest.raises(RecipeError, match=r"tiny has no scaling 'delayed'; it has coarse \(default\), fine"):
+        resolve("tiny:delayed")
+    with pytest.raises(RecipeError, match="goes with O0 only"):
+        resolve("tiny+msamp")
+    with pytest.raises(RecipeError, match=r"tiny\[:coarse\|fine\]"):
+        resolve("unheard-of")
+
+
+def test_factory_is_called_once_and_only_when_used():
+    calls = []
+
+    def factory():
+        calls.append(1)
+        return TinyCompute()
+
+    register_backend("tiny", factory)
+    assert not calls
+    assert registry.get_compute("tiny") is registry.get_compute("tiny")
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("name", ["auto", "msamp", "torchao", "two words", "a:b", "a+b", "", 3])
+def test_name_that_a_backend_string_cannot_hold_is_refused(name):
+    with pytest.raises(RecipeError, match="backend name"):
+        register_backend(name, TinyCompute)
+
+
+def test_taken_name_is_replaced_only_on_request():
+    with pytest.raises(RecipeError, match="replace=True"):
+        register_backend("native", TinyCompute)
+    register_backend("native", TinyCompute, replace=True)
+    assert isinstance(registry.get_compute("native"), TinyCompute)
+
+
+def test_factory_that_makes_no_compute_is_named():
+    with pytest.raises(RecipeError, match="must be callable"):
+        register_backend("tiny", TinyCompute())
+    register_backend("tiny", dict)
+    with pytest.raises(FP8BackendError, match="'tiny': the factory returned dict"):
+        resolve("tiny")
+
+
+def test_entry_point_that_does_not_load_spoils_only_itself(monkeypatch):
+    pretend_entry_point(monkeypatch, "broken", "no_such_module_here:Compute")
+    with pytest.raises(FP8BackendError, match="'broken'.*does not load.*no_such_module_here"):
+        resolve("broken")
+    found = available_backends()
+    assert not found["broken"] and "no_such_module_here" in found["broken"].reason
+    assert found["native"]
+    with pytest.raises(RecipeError, match="Valid"):
+        resolve("nativ")
+
+
+# A real distribution
+
+TINY_SETUP = """
+[metadata]
+name = tiny-fp8
+version = 1.0
+[options]
+py_modules = tiny_fp8
+[options.entry_points]
+fp8_backends.backends =
+    Tiny = tiny_fp8:TinyCompute
+"""
+
+TINY_USE = """
+import sys
+import fp8_backends
+assert "tiny_fp8" not in sys.modules
+assert fp8_backends.available_backends()["tiny"]
+from test_registry import audit, train_three_steps
+model, losses, moved = train_three_steps("tiny:fine")
+assert type(model[0]).__module__ == "tiny_fp8", type(model[0])
+assert losses[2] < losses[1] < losses[0] and all(moved)
+assert audit(model).flops_share == 1.0
+"""
+
+
+def test_entry_point_of_an_installed_distribution_is_a_backend(tmp_path):
+    """A tiny distribution, installed by pip into a directory of its own, trains through `prepare`."""
+    source, installed = tmp_path / "source", tmp_path / "installed"
+    source.mkdir()
+    (source / "setup.py").write_text("from setuptools import setup; setup()")
+    (source / "setup.cfg").write_text(TINY_SETUP)
+    here = open(__file__, encoding="utf-8").read()
+    classes = here[here.index("class Product(") : here.index("def train_three_steps")]
+    imports = """
+        import torch
+        from torch import nn
+        from fp8_backends.compute import Compute, ProductCounts
+        from fp8_backends.hardware import Availability
+    """
+    (source / "tiny_fp8.py").write_text(textwrap.dedent(imports) + classes)
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*pip, "--target", installed, source], check=True)
+    path = os.pathsep.join([str(installed), os.path.dirname(__file__), *sys.path])
+    subprocess.run([sys.executable, "-c", TINY_USE], check=True, env={**os.environ, "PYTHONPATH": path})
