@@ -12,6 +12,7 @@ from measuring import interleaved, ratio, summary, table, write_json
 from torch import nn
 
 SHAPES = {
+    "tiny": [(64, 32, 48)],
     "small": [(1024, 2048, 2048)],
     "llama": [(8192, 2048, 2048), (8192, 2048, 8192), (8192, 4096, 4096), (8192, 4096, 14336), (8192, 8192, 8192)],
 }

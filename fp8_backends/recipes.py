@@ -363,7 +363,7 @@ def _check(recipe: Recipe) -> None:
     if recipe.level not in levels:
         others = ", ".join(name for name in registry.BUILT_IN if len(registry.levels_of(name)) > 1)
         raise RecipeError(
-            f"{recipe.name}: {recipe.compute} goes with {', '.join(levels)} only, since it owns its weights; "
+            f"{recipe.name}: {recipe.compute} goes with {', '.join(levels)} only, its weights stay as they are; "
             f"computes that go with msamp: {others}"
         )
     if recipe.scaling == "custom" and recipe.config is None:

@@ -116,7 +116,8 @@ def sqnr(wanted, got):
 
 @pytest.mark.parametrize("scaling", RECIPES)
 def test_one_linear_is_as_accurate_as_fp8_and_not_more(scaling):
-    # bounds: 256 tokens, 512 -> 256, normal data; measured 31.6 dB for E4M3 x E4M3 at best, 25.6 with E5M2 gradients
+    # 256 tokens, 512 -> 256, normal data: measured 28.4 to 28.7 dB for E4M3 by E4M3, 24.6 dB with E5M2 gradients.
+    # Three mantissa bits cannot reach 32 dB
     torch.manual_seed(0)
     linear, x, dy = nn.Linear(512, 256), torch.randn(256, 512), torch.randn(256, 256)
     reference = copy.deepcopy(linear)
