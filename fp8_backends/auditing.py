@@ -279,10 +279,7 @@ def _read_root(result: Audit, prefix: str, root: nn.Module, prepared: Prepared) 
         result.products[full] = asdict(counts[name])
         result.engine[full] = prepared.compute.engine(module)
         flops.weights.append(module.weight)
-        flops.transient_bytes += (
-            prepared.compute.transient_bytes_per_element(module)
-            * module.weight.numel()
-        )
+        flops.transient_bytes += prepared.compute.transient_bytes_per_element(module) * module.weight.numel()
     seen = observed_of(prepared).gradient_dtypes
     for name, parameter in root.named_parameters():
         if plain_name(name) in seen:

@@ -30,6 +30,7 @@ from .compute import DGRAD, FPROP, WGRAD, ProductCounts
 PRODUCTS = frozenset({"aten::_scaled_mm", "aten::_scaled_mm_v2", "aten::_scaled_mm.out"})
 """Operators that multiply FP8 matrices."""
 
+RECOMPUTED = "recomputed"
 _BACKWARD_FUNCTION = 1  # torch::RecordScope::BACKWARD_FUNCTION
 _TRACING = ("PythonDispatchMode", "(dynamo_timed)")  # a compiler running operators on fake tensors
 _MARK, _AGAIN = "fp8_backends:", ":again"
@@ -105,7 +106,7 @@ class ProductProfile:
             index = None if backward is None else layer_of.get((backward.forward_thread, backward.sequence_nr))
             if range_ is not None:
                 index, again = _read_mark(range_.name)
-                _add(counts[index], "recomputed" if again else FPROP)
+                _add(counts[index], RECOMPUTED if again else FPROP)
             elif index is not None:
                 kinds = self.layers[index].backward_kinds
                 order, made_by[backward] = made_by[backward], made_by[backward] + 1
@@ -273,7 +274,9 @@ def _count_by_shape(layers: list[Layer], counts: list[ProductCounts], products: 
     """Share the products of compiled code out among the layers of each shape. True if any could be placed."""
     members = defaultdict(list)
     for index, layer in enumerate(layers):
-        members[_Shape(layer.module.in_features, layer.module.out_features, layer.backward_kinds)].append(index)
+        trains = layer.module.weight.requires_grad
+        kinds = tuple(kind for kind in layer.backward_kinds if trains or kind != WGRAD)
+        members[_Shape(layer.module.in_features, layer.module.out_features, kinds)].append(index)
     tokens = defaultdict(set)  # rows that went through layers of a shape
     for in_backward, (a, b, *_) in products:
         if not in_backward and len(a) == len(b) == 2:
@@ -282,7 +285,8 @@ def _count_by_shape(layers: list[Layer], counts: list[ProductCounts], products: 
     for in_backward, (a, b, *_) in products:
         if len(a) == len(b) == 2 and a[1] == b[0]:
             fitting = [(shape, kind) for shape in members for kind in _fitting(shape, in_backward, a, b, tokens)]
-            candidates.append(fitting)
+            gradients = [place for place in fitting if place[1] != RECOMPUTED]
+            candidates.append(gradients or fitting)
     totals: Counter = Counter()
     for fitting in sorted(filter(None, candidates), key=len):
         # where two products look alike (as many tokens as features), the one that was seen less often
@@ -301,12 +305,12 @@ def _fitting(shape: _Shape, in_backward: bool, a, b, tokens: dict[tuple, set]) -
         return [FPROP] if tuple(b) == (n_in, n_out) else []
     rows = tokens.get((n_in, n_out), ())
     fitting = []
+    if WGRAD in kinds and (a[0], b[1]) == (n_out, n_in) and a[1] in rows:
+        fitting.append(WGRAD)  # before dgrad, which a compiler drops where the input needs no gradient
     if DGRAD in kinds and tuple(b) == (n_out, n_in) and a[0] in rows:
         fitting.append(DGRAD)
-    if WGRAD in kinds and (a[0], b[1]) == (n_out, n_in) and a[1] in rows:
-        fitting.append(WGRAD)
-    if tuple(b) == (n_in, n_out) and n_in != n_out and a[0] in rows:
-        fitting.append("recomputed")
+    if not fitting and tuple(b) == (n_in, n_out) and a[0] in rows:
+        fitting.append(RECOMPUTED)
     return fitting
 
 

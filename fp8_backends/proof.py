@@ -134,8 +134,9 @@ class FirstStep:
         roots, self.roots = self.roots, []
         by_shape = self.profile is not None and self.profile.by_shape
         self.layers, self.profile, self.began, self.gradients = [], None, None, []
-        for hook in self.hooks:
-            hook.remove()
+        if self.forward_seen:  # else the hook is compiled into the model, doing nothing: removing it would recompile
+            for hook in self.hooks:
+                hook.remove()
         for (_, root, prepared), of_root in zip(roots, counts, strict=True):
             if not observed_of(prepared).proven:
                 observed_of(prepared).proven = True

@@ -49,9 +49,9 @@ def backward(model, tokens=24):
     model(torch.randn(tokens, 32, requires_grad=True)).square().sum().backward()
 
 
-def step(model, optimizer, microbatches=1):
+def step(model, optimizer, microbatches=1, tokens=24):
     for _ in range(microbatches):
-        backward(model)
+        backward(model, tokens)
     optimizer.step()
     optimizer.zero_grad()
 
@@ -122,17 +122,31 @@ def test_recomputed_products_are_counted_apart(kind):
         assert found == {"fprop": 1, "dgrad": 1, "wgrad": 1, "recomputed": 1}
 
 
-def test_compiled_steps_count_what_eager_steps_do(capfd):
+@pytest.mark.parametrize("tokens", [24, 32], ids=["shapes differ", "shapes coincide"])
+def test_compiled_steps_count_what_eager_steps_do(tokens, capfd):
+    torch._dynamo.reset()
     model, optimizer = prepared()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    step(compiled, optimizer)
+    step(compiled, optimizer, tokens=tokens)
     assert capfd.readouterr().err == ""  # a compiled forward cannot start the profiler: the next step is profiled
-    step(compiled, optimizer)
+    step(compiled, optimizer, tokens=tokens)
     line = capfd.readouterr().err
     assert "3/3 Linear, 100 % of weight FLOPs in FP8, fprop dgrad wgrad (ao; compiled, counted by shape)" in line
     eager, optimizer = prepared()
-    step(eager, optimizer)
+    step(eager, optimizer, tokens=tokens)
     assert counts(model) == counts(eager)
+
+
+@pytest.mark.parametrize("spec", BACKENDS)
+def test_the_proof_recompiles_nothing(spec):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))  # compiled with its own hooks inside
+    _, optimizer = preparation.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3), spec)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for _ in range(4):
+        step(compiled, optimizer)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 @pytest.mark.parametrize("spec", BACKENDS)

@@ -234,7 +234,7 @@ RECIPES = [
 ]
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=repr)
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
 def test_recipe_survives_pickle_deepcopy_and_to_kwargs(recipe):
     for other in (
         pickle.loads(pickle.dumps(recipe)),

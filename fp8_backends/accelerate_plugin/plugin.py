@@ -156,8 +156,9 @@ def _is_fp8_handler(handler: Any) -> bool:
 
 
 def _backend_in_environment() -> str | None:
-    value = os.environ.get("ACCELERATE_FP8_BACKEND", "").strip()
-    return value if value and value.upper() != "NO" else None
+    """The variable in any case. No other is looked at: without fp8, a wrong one is nobody's business."""
+    found = (text.strip() for key, text in os.environ.items() if key.upper() == "ACCELERATE_FP8_BACKEND")
+    return next((text for text in found if text and text.upper() != "NO"), None)
 
 
 def _completed(handler: Any) -> Recipe:
