@@ -1,4 +1,4 @@
-"""What every benchmark here shares: interleaved timing, ratios with their interval, and a JSON record of the machine."""
+"""What every benchmark here shares: interleaved timing, ratios with their interval, a JSON record of the machine."""
 
 from __future__ import annotations
 

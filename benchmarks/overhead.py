@@ -86,7 +86,9 @@ def main() -> None:
     losses = {name: [step().item() for _ in range(3)] for name, step in steps.items()}
     seconds = interleaved(steps, arguments.runs)
     cost = ratio(seconds["accelerate"], seconds["raw"])
-    print(table(["loop", "median s", "min s", "max s"], [[n, *list(summary(s).values())[:3]] for n, s in seconds.items()]))
+    print(
+        table(["loop", "median s", "min s", "max s"], [[n, *list(summary(s).values())[:3]] for n, s in seconds.items()])
+    )
     print(f"accelerate / raw: {cost['ratio']:.4f} [{cost['low']:.4f}, {cost['high']:.4f}], {cost['runs']} pairs")
     print(f"first losses equal to the bit: {losses['raw'] == losses['accelerate']}")
     record = {"question": "adapter cost", "seconds": {n: summary(s) for n, s in seconds.items()}, "ratio": cost}

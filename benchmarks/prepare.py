@@ -44,10 +44,14 @@ def main() -> None:
     for backend in arguments.backends.split(","):
         measure(10, 32, backend)  # imports
         one = min((measure(arguments.layers, arguments.width, backend) for _ in range(3)), key=lambda r: r["seconds"])
-        two = min((measure(2 * arguments.layers, arguments.width, backend) for _ in range(3)), key=lambda r: r["seconds"])
+        two = min(
+            (measure(2 * arguments.layers, arguments.width, backend) for _ in range(3)), key=lambda r: r["seconds"]
+        )
         results[backend] = {"one": one, "two": two, "ratio": two["seconds"] / one["seconds"]}
         share = max(one["peak_added"], two["peak_added"]) / one["weights"]
-        rows.append([backend, one["seconds"], two["seconds"], two["seconds"] / one["seconds"], share, two["same_storage"]])
+        rows.append(
+            [backend, one["seconds"], two["seconds"], two["seconds"] / one["seconds"], share, two["same_storage"]]
+        )
     n = arguments.layers
     print(table(["backend", f"{n} s", f"{2 * n} s", "ratio", "added peak / weights", "same storage"], rows))
     write_json(arguments.json, {"question": "cost of prepare", "results": results})

@@ -96,9 +96,7 @@ def test_a_non_finite_value_shows_in_the_result_and_not_in_the_scale(bad):
 
 # delayed
 
-AMAX = st.one_of(
-    st.floats(min_value=2.0**-60, max_value=2.0**60, width=32), st.sampled_from([0.0, math.inf, math.nan])
-)
+AMAX = st.one_of(st.floats(min_value=2.0**-60, max_value=2.0**60, width=32), st.sampled_from([0.0, math.inf, math.nan]))
 
 
 @given(

@@ -60,7 +60,9 @@ def same_codes(name: str, device: str) -> None:
 
 def products(name: str, device: str, compiled: bool) -> None:
     """y, dx, dw, db of one layer on the device against the same layer on the CPU, ragged sizes included."""
-    grid = itertools.product(SCALINGS, ("HYBRID", "E4M3"), (torch.bfloat16, torch.float32), ((256, 256, 512), (50, 33, 72)))
+    grid = itertools.product(
+        SCALINGS, ("HYBRID", "E4M3"), (torch.bfloat16, torch.float32), ((256, 256, 512), (50, 33, 72))
+    )
     for backend, fmt, dtype, (tokens, n_in, n_out) in grid:
         torch._dynamo.reset()
         torch.manual_seed(0)

@@ -67,9 +67,10 @@ def linear(
     """
 
     def product(a, a_format, b, b_format):  # a [m, k], b [n, k]
-        return dequantize(*quantize(a, a_format, rowwise)).double() @ dequantize(
-            *quantize(b, b_format, rowwise)
-        ).double().t()
+        return (
+            dequantize(*quantize(a, a_format, rowwise)).double()
+            @ dequantize(*quantize(b, b_format, rowwise)).double().t()
+        )
 
     y = product(x, forward, weight, forward)
     dx = product(grad_output, gradient, weight.t(), forward)

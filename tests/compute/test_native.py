@@ -7,8 +7,8 @@ from collections import OrderedDict
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 from gpu_rules import GPURules
+from torch import nn
 
 from fp8_backends.compute.fp8_linear import FP8Linear
 from fp8_backends.compute.native import NativeCompute
@@ -76,7 +76,9 @@ def test_all_three_products_equal_the_reference(scaling, tokens, n_in, n_out, fp
     x, dy = torch.randn(tokens, n_in, requires_grad=True), torch.randn(tokens, n_out)
     y = layer(x)
     y.backward(dy)
-    expected = reference.linear(x.detach(), layer.weight.detach(), dy, *RECIPE_FORMATS[fp8_format], scaling == "rowwise")
+    expected = reference.linear(
+        x.detach(), layer.weight.detach(), dy, *RECIPE_FORMATS[fp8_format], scaling == "rowwise"
+    )
     # fp32 results differ by the order of summation; rowwise products are rounded to bf16 (here twice), as on a GPU
     bound = 2**-7 if scaling == "rowwise" else 2**-19
     for ours, exact in zip((y, x.grad, layer.weight.grad), expected, strict=True):

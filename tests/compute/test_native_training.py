@@ -4,8 +4,8 @@ import copy
 
 import pytest
 import torch
-from torch import nn
 from gpu_rules import GPURules
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fp8_backends import prepare

@@ -29,7 +29,9 @@ def test_product_of_codes_is_exact_up_to_the_output_rounding(m, n, k, out_dtype,
     out = scaled_product(a, b, out_dtype)
     assert out.shape == (m, n) and out.dtype == out_dtype
     # bf16 has 8 significant bits (rounded twice on the bf16-exact path), fp16 11; fp32 leaves the order of summation
-    bound = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 2**-19}[torch.bfloat16 if rowwise else out_dtype]
+    bound = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 2**-19}[
+        torch.bfloat16 if rowwise else out_dtype
+    ]
     assert (out.double() - exact).abs().max() <= bound * exact.abs().max()
 
 
