@@ -1,4 +1,4 @@
-"""`fp8-backends chart`: the table of levels, each row measured on a small model that was prepared and trained a step."""
+"""`fp8-backends chart`: the table of levels, each row measured on a small model after one training step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import json
 import logging
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 from torch import nn

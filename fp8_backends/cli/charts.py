@@ -183,7 +183,9 @@ def _step_axis(x: Scale, steps: int, height: int) -> list[str]:
 
 
 def _band(series: Series, x: Scale, y: Scale) -> str:
-    pairs = [(s, lo, hi) for s, (lo, hi) in enumerate(zip(series.low, series.high, strict=True), 1) if lo == lo and hi == hi]
+    pairs = [
+        (s, lo, hi) for s, (lo, hi) in enumerate(zip(series.low, series.high, strict=True), 1) if lo == lo and hi == hi
+    ]
     there = [f"{x(s)} {y(hi)}" for s, _, hi in pairs]
     back = [f"{x(s)} {y(lo)}" for s, lo, _ in reversed(pairs)]
     return f'<path class="band" d="M{"L".join([*there, *back])}Z" fill="{series.color}"/>'

@@ -25,11 +25,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = _DESCRIPTION
     default = ",".join(Settings.backends)
     add = parser.add_argument
-    add("--backends", default=default, metavar="A,B,…", help=f"backend strings, and of {', '.join(BASELINES)} ({default})")
+    add(
+        "--backends",
+        default=default,
+        metavar="A,B,…",
+        help=f"backend strings, and of {', '.join(BASELINES)} ({default})",
+    )
     add("--text", metavar="PATH", help="a text file or a folder of them (the Python standard library's sources)")
     add("--megabytes", type=_positive(float), default=8.0, metavar="N", help="read at most this much text (8)")
     add("--tokenizer", type=_positive(int), metavar="N", help="train a byte-level BPE of N tokens (one token a byte)")
-    add("--model", metavar="CONFIG", help="a transformers config.json or its folder (a small Llama; on a GPU with FP8, 1B)")
+    add(
+        "--model",
+        metavar="CONFIG",
+        help="a transformers config.json or its folder (a small Llama; on a GPU with FP8, 1B)",
+    )
     add("--steps", type=_positive(int), metavar="N", help="training steps (80; on a GPU with FP8, 60)")
     add("--seeds", type=_positive(int), metavar="N", help="runs of each backend (5; on a GPU with FP8, 3)")
     add("--batch", type=_positive(int), metavar="N", help="sequences in a batch (8; on a GPU with FP8, 2)")
@@ -44,8 +53,8 @@ def run(args: argparse.Namespace) -> int:
     """Run the comparison; 0 when every check passed, 1 when one failed, 128 + the signal when terminated."""
     settings = settings_from(args)
     _check_plant(args.plant)
-    from .comparison import Comparison
     from .compare_output import conclude, progress_display
+    from .comparison import Comparison
 
     comparison = Comparison(settings, args.output, args.plant)
     received: list[int] = []

@@ -24,7 +24,14 @@ def progress_display(comparison: Comparison) -> Iterator[LineProgress | BarProgr
     if not sys.stdout.isatty():
         yield LineProgress()
         return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
     text = TextColumn("{task.description:<52}")
     columns = (text, BarColumn(bar_width=None), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
@@ -43,7 +50,9 @@ class LineProgress:
 
     def run_finished(self, backend: str, run: dict[str, Any]) -> None:
         seconds = time.monotonic() - self.began
-        print(f"{backend} seed {run['seed']}: held-out loss {_loss(run['held_out_loss'])} ({seconds:.0f} s)", flush=True)
+        print(
+            f"{backend} seed {run['seed']}: held-out loss {_loss(run['held_out_loss'])} ({seconds:.0f} s)", flush=True
+        )
 
     def backend_ended(self, backend: str, status: str, message: str) -> None:
         if message:

@@ -75,20 +75,22 @@ def _verdict(results: dict) -> str:
 
 def _tile(label: str, value: str, mood: str = "") -> str:
     value = value.replace("-", "−")
-    return f'<div class="tile {mood}"><div class="value">{escape(value)}</div><div class="label">{escape(label)}</div></div>'
+    inner = f'<div class="value">{escape(value)}</div><div class="label">{escape(label)}</div>'
+    return f'<div class="tile {mood}">{inner}</div>'
 
 
 def _table(results: dict) -> str:
-    columns = summary.columns(results)
+    columns = summary.columns(results)[:-1]  # the note stands below the backend's name
     head = "".join(f'<th class="{key}">{escape(heading)}</th>' for key, heading in columns)
     lines = []
     for row in summary.rows(results):
         cells = []
         for key, _ in columns:
             text = summary.cell(row, key)
-            content = escape(text if key in ("note", "backend") else text.replace("-", "−"))
+            content = escape(text.replace("-", "−"))
             if key == "backend":
-                content = f'<span class="chip" style="background:{_color(results, row.backend)}"></span>{content}'
+                chip = f'<span class="chip" style="background:{_color(results, row.backend)}"></span>'
+                content = f"{chip}{escape(text)}<small>{escape(row.note)}</small>"
             muted = " muted" if text in ("emulated", "–") else ""
             cells.append(f'<td class="{key}{muted}">{content}</td>')
         lines.append(f"<tr>{''.join(cells)}</tr>")
@@ -111,7 +113,11 @@ def _gap_chart(results: dict) -> str:
         losses = summary.held_out_losses(results, row.backend)
         points = [losses[seed] - reference[seed] for seed in losses.keys() & reference.keys()]
         color = _color(results, row.backend)
-        rows.append(charts.Interval(row.backend, color, row.gap.mean, row.gap.low, row.gap.high, points, str(row.gap)))
+        rows.append(
+            charts.Interval(
+                row.backend, color, row.gap.mean, row.gap.low, row.gap.high, points, summary.cell(row, "gap")
+            )
+        )
     found = summary.reference_spread(results)
     spread = found and found["standard_deviation"]
     bound = results["settings"]["loss_gap_bound"]
@@ -144,7 +150,8 @@ def _loss_charts(results: dict) -> str:
             smooth = charts.moving_average(charts.over_seeds(gaps, statistics.fmean), window)
             differences.append(charts.Series(name, color, smooth))
     legend = "".join(
-        f'<li><span class="chip" style="background:{_color(results, name)}"></span>{escape(name)}</li>' for name in found
+        f'<li><span class="chip" style="background:{_color(results, name)}"></span>{escape(name)}</li>'
+        for name in found
     )
     difference = charts.curves(differences, "Paired difference of the training loss", "difference, nats", True, 240)
     text = "Mean over seeds; the band reaches from the lowest to the highest seed."
@@ -203,8 +210,8 @@ def _what_ran(results: dict) -> str:
 
 def _reading(results: dict) -> str:
     points = [
-        "<b>Gap to bf16</b>: held-out loss minus bf16's, of runs with the same seed, initial weights and data; the mean "
-        "over seeds and the 95 % interval of that mean (Student's t). An interval that holds zero means that no "
+        "<b>Gap to bf16</b>: held-out loss minus bf16's, of runs with the same seed, initial weights and data; the "
+        "mean over seeds and the 95 % interval of that mean (Student's t). An interval that holds zero means that no "
         "difference was seen, not that there is none.",
         "<b>Spread of bf16</b>: how much bf16 itself varies with the seed. A gap far below it is smaller than what a "
         "different seed does.",
@@ -229,7 +236,11 @@ def _settings(results: dict) -> str:
     groups = {
         "text": results["text"]["description"],
         "text sha256": results["text"]["sha256"],
-        **{key: value for key, value in settings.items() if key not in ("text", "backends", "shape") and value is not None},
+        **{
+            key: value
+            for key, value in settings.items()
+            if key not in ("text", "backends", "shape") and value is not None
+        },
     }
     if settings["model"] is None:
         groups["model"] = "Llama, " + ", ".join(f"{key} {value}" for key, value in settings["shape"].items())

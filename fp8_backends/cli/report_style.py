@@ -22,7 +22,7 @@ body {
   font: 16px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif;
   font-variant-numeric: tabular-nums;
 }
-main { max-width: 1080px; margin: 0 auto; padding: 48px 24px 80px; }
+main { max-width: 1120px; margin: 0 auto; padding: 48px 24px 80px; }
 h1 { font-size: 30px; line-height: 1.2; letter-spacing: -0.015em; margin: 0 0 6px; font-weight: 650; }
 h2 { font-size: 19px; letter-spacing: -0.005em; margin: 0 0 16px; font-weight: 620; }
 h3 { font-size: 15px; margin: 0 0 8px; font-weight: 620; }
@@ -33,18 +33,19 @@ section { margin-top: 52px; }
 .aside { color: var(--ink-2); font-size: 14px; max-width: 72ch; margin: 10px 0 0; }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(210px, 1fr)); gap: 14px; margin-top: 28px; }
 .tile { background: var(--card); border: 1px solid var(--rule); border-radius: 12px; padding: 18px 20px; }
-.tile .value { font-size: 25px; font-weight: 640; letter-spacing: -0.01em; white-space: nowrap; }
+.tile .value { font-size: clamp(19px, 2.4vw, 25px); font-weight: 640; letter-spacing: -0.01em; }
 .tile .label { color: var(--ink-2); font-size: 14px; }
 .tile.good .value { color: var(--good); } .tile.bad .value { color: var(--bad); }
 .scroll { overflow-x: auto; border: 1px solid var(--rule); border-radius: 12px; background: var(--card); }
 table { border-collapse: collapse; width: 100%; font-size: 14px; }
-th, td { padding: 10px 12px; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--rule-2); }
+th, td { padding: 10px 10px; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--rule-2); }
 th { color: var(--ink-2); font-weight: 550; font-size: 13px; white-space: normal; vertical-align: bottom;
   border-bottom: 1px solid var(--rule); line-height: 1.3; }
 tbody tr:last-child td { border-bottom: 0; }
-th.backend, td.backend, th.note, td.note { text-align: left; }
+th.backend, td.backend { text-align: left; }
 td.backend { font-weight: 600; position: sticky; left: 0; background: var(--card); }
-td.note { color: var(--ink-2); white-space: normal; min-width: 20ch; font-size: 13px; }
+td.backend small { display: block; font-weight: 400; color: var(--ink-2); white-space: normal; min-width: 24ch;
+  max-width: 34ch; margin-left: 18px; line-height: 1.35; }
 td.muted { color: var(--ink-2); }
 .chip { display: inline-block; width: 10px; height: 10px; border-radius: 3px; margin-right: 8px; }
 .chart { overflow-x: auto; background: var(--card); border: 1px solid var(--rule); border-radius: 12px;
@@ -62,7 +63,8 @@ svg .curve { fill: none; stroke-width: 1.8; stroke-linejoin: round; }
 svg .band { opacity: .10; }
 svg .interval { fill: none; stroke-width: 2; }
 svg .seed { opacity: .38; }
-.legend { list-style: none; display: flex; flex-wrap: wrap; gap: 6px 20px; padding: 0; margin: 0 0 10px; font-size: 14px; }
+.legend { list-style: none; display: flex; flex-wrap: wrap; gap: 6px 20px; padding: 0; margin: 0 0 10px;
+  font-size: 14px; }
 .cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(300px, 1fr)); gap: 14px; }
 .card { background: var(--card); border: 1px solid var(--rule); border-radius: 12px; padding: 16px 18px; }
 .checks { list-style: none; margin: 0; padding: 0; font-size: 14px; }

@@ -75,7 +75,9 @@ def _row(results: Results, name: str) -> Row:
     found, reference = results["backends"][name], results["backends"][REFERENCE]
     runs, inspection = found["runs"], found.get("inspection") or {}
     emulated = name not in BASELINES and not results["fast_fp8"]
-    row = Row(name, emulated=emulated, seeds_done=len(runs), gap=gap_to_reference(results, name), note=_note(found, name))
+    row = Row(
+        name, emulated=emulated, seeds_done=len(runs), gap=gap_to_reference(results, name), note=_note(found, name)
+    )
     if runs:
         row.final_train_loss = statistics.fmean(_number(run["final_train_loss"]) for run in runs)
         row.held_out_loss = statistics.fmean(held_out_losses(results, name).values())
@@ -107,8 +109,9 @@ def _note(found: dict, name: str) -> str:
     if name in BASELINES:
         return "baseline" + (", loss scaled" if name == "fp16" else "")
     engines = sorted(set(found["inspection"]["audit"]["engine"].values()))
-    kept = len(found["inspection"]["audit"]["high_precision"])
-    return f"products: {', '.join(engines)}" + (f"; {kept} weights in high precision" if kept else "")
+    kept = list(found["inspection"]["audit"]["high_precision"])
+    named = ", ".join(kept) if len(kept) <= 2 else f"{len(kept)} weights"
+    return f"{', '.join(engines)} products" + (f"; {named} in high precision" if kept else "")
 
 
 def checks(results: Results, backend: str) -> list[Check]:
@@ -141,7 +144,9 @@ def _products_check(inspection: dict) -> Check:
         return Check(name, False, "no layer was converted")
     if lacking:
         layer, kinds = next(iter(lacking.items()))
-        return Check(name, False, f"{len(lacking)} of {len(converted)} layers lack some: {layer} has no {' '.join(kinds)}")
+        return Check(
+            name, False, f"{len(lacking)} of {len(converted)} layers lack some: {layer} has no {' '.join(kinds)}"
+        )
     kinds = [k for k in ("fprop", "dgrad", "wgrad") if any(counts[k] for counts in converted.values())]
     return Check(name, True, f"{len(converted)} layers, {' '.join(kinds)}")
 
@@ -160,7 +165,9 @@ def _gradients_check(inspection: dict) -> Check:
 def _moved_check(runs: list[dict]) -> Check:
     unmoved = sorted({name for run in runs for name in run["unmoved"]})
     shown = ", ".join(unmoved[:3]) + (f" and {len(unmoved) - 3} more" if len(unmoved) > 3 else "")
-    return Check("every trainable parameter moved", not unmoved, f"not moved: {shown}" if unmoved else f"{len(runs)} runs")
+    return Check(
+        "every trainable parameter moved", not unmoved, f"not moved: {shown}" if unmoved else f"{len(runs)} runs"
+    )
 
 
 def _finite_check(runs: list[dict]) -> Check:
@@ -186,7 +193,7 @@ def _gap_check(results: Results, backend: str) -> Check | None:
     return Check(
         f"held-out loss at most {bound} nats above bf16's",
         gap.mean <= bound,
-        f"{gap.mean:+.4f}, {interval}: {gap.verdict(bound)}",
+        f"{gap.mean:+.4f}, {interval}: {gap.verdict(bound)}" if math.isfinite(gap.mean) else "a loss is not finite",
     )
 
 
@@ -214,6 +221,8 @@ def cell(row: Row, key: str) -> str:
         return "emulated"
     if value is None:
         return "–"
+    if not math.isfinite(getattr(value, "mean", value) if key in ("gap", "final_train_loss", "held_out_loss") else 0):
+        return "not finite"
     if key == "speed_ratio":
         return "–" if row.backend == REFERENCE else f"{(value - 1) * 100:+.1f} %"
     if key == "peak_memory_bytes":

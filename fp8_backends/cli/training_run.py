@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from torch import nn
 
 import fp8_backends
 
@@ -202,7 +201,8 @@ def inspect(settings: Settings, text: TrainingText, backend: str, fault: str | N
     found = {
         "parameters": sum(parameter.numel() for parameter in run.bare.parameters()),
         "peak_memory_bytes": peak,
-        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024),
+        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        * (1 if sys.platform == "darwin" else 1024),
         "first_gradient_cosines": {name: round(value, 6) for name, value in cosines.items()},
         "audit": audit.to_dict(),
         "incomplete_layers": incomplete_layers(run, audit) if _recipe(run.accelerator) else {},

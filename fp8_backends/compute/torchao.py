@@ -88,7 +88,14 @@ class TorchAOCompute(Compute):
                 "train (elsewhere they would never change), and FSDP2 with FP8 gathering is not in this version yet: "
                 "leave the field out, FSDP2 then gathers in high precision"
             )
-        return linear_config(recipe)
+        config = linear_config(recipe)
+        on_cpu = any(parameter.device.type == "cpu" for parameter in root.parameters())
+        if on_cpu and config_scaling(config) != "tensorwise" and not config.emulate and not _cpu_multiplies_rowwise():
+            raise BackendUnavailableError(
+                f"{recipe.name} on a CPU: torch {torch.__version__} has no rowwise FP8 product there; "
+                "install torch 2.13 or newer, or use native:rowwise, which makes it by other means"
+            )
+        return config
 
     def build(self, linear: nn.Linear, recipe: Recipe, shared: Float8LinearConfig) -> nn.Module:
         with quiet_import():
@@ -231,6 +238,16 @@ def _asks_for_all_gather(recipe: Recipe) -> bool:
     if recipe.config is not None and recipe.config.enable_fsdp_float8_all_gather:
         return True
     return bool(recipe.enable_fsdp_float8_all_gather) and "enable_fsdp_float8_all_gather" in recipe.given
+
+
+def _cpu_multiplies_rowwise() -> bool:
+    """Tried, not looked up: torch 2.11 has it for CUDA alone, 2.13 for CPUs too."""
+    codes, scales = torch.zeros(16, 16, dtype=torch.float8_e4m3fn), torch.ones(16, 1)
+    try:
+        torch._scaled_mm(codes, codes.t(), scale_a=scales, scale_b=scales.t(), out_dtype=torch.bfloat16)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _auto_filter(scaling: str):

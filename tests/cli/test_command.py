@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import fp8_backends
+from fp8_backends.cli import chart
+from fp8_backends.cli.compare import backend_names
+from fp8_backends.cli.comparison import worker_environment
+from fp8_backends.cli.main import main
+
+
+def test_without_arguments_the_help_names_every_subcommand(capsys):
+    assert main([]) == 0
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in ("doctor", "chart", "compare"))
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0 and fp8_backends.__version__ in capsys.readouterr().out
+
+
+def test_python_dash_m_runs_the_command_and_an_unknown_subcommand_exits_with_2():
+    command = [sys.executable, "-m", "fp8_backends", "nonsense"]
+    ended = subprocess.run(command, capture_output=True, text=True, env=worker_environment())
+    assert ended.returncode == 2 and "nonsense" in ended.stderr and "compare" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("backends", "said"),
+    [("natve", "did you mean 'native'"), ("native,ao:delayed", "delayed"), ("msamp:O2", "not in this version")],
+)
+def test_a_backend_that_cannot_be_had_exits_with_2_and_one_message(capsys, tmp_path, backends, said):
+    assert main(["compare", "--backends", backends, "--output", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert said in error and "Traceback" not in error and error.startswith("fp8-backends compare: ")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("options", [["--text", "/nowhere/at/all"], ["--plant", "weeds"]])
+def test_options_that_cannot_be_honoured_exit_with_2(capsys, tmp_path, options):
+    assert main(["compare", "--output", str(tmp_path), *options]) == 2
+    assert options[1] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [["--steps", "0"], ["--lr", "-1"], ["--seeds", "two"]])
+def test_numbers_out_of_range_are_refused(options, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["compare", *options])
+    assert ended.value.code == 2 and options[0] in capsys.readouterr().err
+
+
+def test_backends_are_resolved_once_each_and_the_reference_is_left_to_the_comparison():
+    assert backend_names("bf16, Native ,native:DYNAMIC,torchao,fp32") == ("native:dynamic", "ao:tensorwise", "fp32")
+
+
+def test_doctor_lists_every_backend_with_a_fix_where_it_cannot_run(capsys):
+    assert main(["doctor"]) == 0
+    printed = capsys.readouterr().out
+    assert main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found["backends"]) >= {"native", "ao", "te"} and found["backends"]["native"]["can_run"]
+    for name, backend in found["backends"].items():
+        assert f"\n{name} " in printed
+        assert backend["can_run"] or backend["fix"]
+    assert found["versions"]["fp8-backends"] == fp8_backends.__version__
+
+
+def test_chart_is_measured_and_agrees_with_the_plan(capsys):
+    levels = {level.name: level for level in chart.measure()}
+    amp = levels.pop("FP16 AMP")
+    assert (amp.gemm, amp.weight, amp.gradient, amp.optimizer) == ("FP16", "FP32", "FP32", "FP32+FP32")
+    assert amp.bytes_per_element == 16 and amp.transient_bytes_per_element == 2  # autocast's FP16 copy
+    measured = {name: level for name, level in levels.items() if not level.not_measured}
+    assert len(measured) >= 5
+    for name, level in measured.items():
+        plan = fp8_backends.plan(name.split()[0])
+        assert (level.gemm, level.weight, level.gradient) == (plan.gemm, plan.weight, plan.weight_gradient)
+        assert level.bytes_per_element == plan.bytes_per_element
+        assert level.optimizer == "+".join(plan.optimizer_states)
+    assert measured["native:dynamic (O0)"].transient_bytes_per_element == 1  # the E4M3 copy
+    assert main(["chart", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["name"] == "FP16 AMP"
+
+
+def test_chart_shows_a_weight_that_is_not_stored_as_planned(monkeypatch):
+    original = chart._model
+
+    def half_model():
+        import torch
+
+        model, _ = original()
+        model.bfloat16()
+        return model, torch.optim.AdamW(model.parameters())
+
+    monkeypatch.setattr(chart, "_model", half_model)
+    monkeypatch.setattr(chart, "ROWS", ("native:dynamic",))
+    level = chart.measure()[1]
+    assert (level.weight, level.optimizer, level.bytes_per_element) == ("BF16", "BF16+BF16", 8)

@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from cli.comparing import TINY, Silent, compared, tiny_settings, write_text
+
+from fp8_backends.cli import comparison as comparison_module
+from fp8_backends.cli.comparison import Comparison, worker_environment
+from fp8_backends.cli.main import main
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory):
+    """Options of a comparison that takes a second a run."""
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("options")
+    transformers.LlamaConfig(**TINY, vocab_size=256, max_position_embeddings=64).save_pretrained(folder / "model")
+    text = write_text(folder / "text")
+    small = ["--text", text, "--model", folder / "model", "--batch", "2", "--sequence", "32"]
+    return ["compare", *map(str, small)]
+
+
+@pytest.mark.slow
+def test_the_command_leaves_results_and_page_and_says_emulated_without_fp8_hardware(options, tmp_path, capsys):
+    code = main([*options, "--backends", "bf16,Native", "--steps", "3", "--seeds", "2", "--output", str(tmp_path)])
+    printed = capsys.readouterr().out
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert list(results["backends"]) == ["bf16", "native:dynamic"] and results["status"] == "finished"
+    assert all(len(found["runs"]) == 2 for found in results["backends"].values())
+    failed = [c for done in results["summary"]["checks"].values() for c in done if not c["passed"]]
+    assert code == (1 if failed else 0)
+    if not results["fast_fp8"]:
+        run = results["backends"]["native:dynamic"]["runs"][0]
+        assert run["tokens_per_second"] is None and run["emulated_tokens_per_second"] > 0
+        row = next(line for line in printed.splitlines() if line.startswith("native:dynamic  "))
+        assert row.count("emulated") == 2
+    assert "bf16's own spread" in printed and str(tmp_path / "report.html") in printed
+    assert "native:dynamic" in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.slow
+def test_a_terminated_run_leaves_what_was_finished_readable_and_ends_its_worker(options, tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "fp8_backends",
+        *options,
+        "--backends",
+        "native",
+        "--steps",
+        "10",
+        "--seeds",
+        "500",
+    ]
+    environment = worker_environment()
+    process = subprocess.Popen(
+        [*command, "--output", str(tmp_path)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    results, deadline = tmp_path / "results.json", time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if results.exists() and len(json.loads(results.read_text())["backends"]["bf16"]["runs"]) >= 2:
+            break
+        time.sleep(0.2)
+    worker = _children(process.pid)
+    process.send_signal(signal.SIGTERM)
+    printed, _ = process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGTERM
+    found = json.loads(results.read_text())
+    assert found["status"] == "terminated" and len(found["backends"]["bf16"]["runs"]) >= 2
+    assert found["backends"]["native:dynamic"]["status"] == "terminated"
+    assert "terminated early" in (tmp_path / "report.html").read_text() and "terminated early" in printed
+    assert worker and not any(_alive(pid) for pid in worker)
+
+
+def _children(pid: int) -> list[int]:
+    with open(f"/proc/{pid}/task/{pid}/children") as file:
+        return [int(child) for child in file.read().split()]
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_a_worker_that_dies_is_a_failed_check_and_the_others_go_on(tmp_path, monkeypatch):
+    comparison = Comparison(tiny_settings(tmp_path, "native:dynamic"), tmp_path / "out")
+    monkeypatch.setattr(comparison_module.sys, "executable", "/bin/false")
+    comparison.run(Silent())
+    assert comparison.results["status"] == "finished" and not comparison.passed
+    for backend in ("bf16", "native:dynamic"):
+        (check,) = comparison.checks()[backend]
+        assert not check.passed and "code 1" in check.detail
+
+
+def test_results_are_written_after_every_run(tmp_path):
+    seen = []
+
+    class Progress(Silent):
+        def run_finished(self, backend, run):
+            seen.append(len(json.loads((tmp_path / "out" / "results.json").read_text())["backends"][backend]["runs"]))
+
+    from cli.comparing import InProcess
+
+    InProcess(tiny_settings(tmp_path, seeds=3, steps=1), tmp_path / "out").run(Progress())
+    assert seen == [0, 1, 2]  # each run is saved as soon as it was shown
+
+
+def test_results_hold_machine_versions_date_settings_and_no_paths_of_the_user(tmp_path):
+    results = compared(tmp_path, seeds=1, steps=1).results
+    assert results["versions"].keys() >= {"python", "torch", "accelerate"} and results["date"].endswith("+00:00")
+    assert results["machine"]["device"] == "cpu" and results["machine"]["processor"]
+    assert results["settings"]["steps"] == 1 and len(results["text"]["sha256"]) == 64
+
+
+def test_worker_environment_keeps_what_steers_accelerate_out(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "te")
+    monkeypatch.setenv("FP8_BACKENDS_DISABLE", "1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    environment = worker_environment()
+    assert not {"ACCELERATE_FP8_BACKEND", "FP8_BACKENDS_DISABLE"} & environment.keys()
+    assert environment["OMP_NUM_THREADS"] == "1"

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+
+import pytest
+from cli.comparing import compared
+
+from fp8_backends.cli import charts
+from fp8_backends.cli.paired_gaps import Gap
+from fp8_backends.cli.report_page import render
+from fp8_backends.cli.summary import Row, cell, columns, readable_bytes
+
+VOID = {"meta", "br", "hr", "img", "link", "input"}
+
+
+class Balanced(HTMLParser):
+    """Fails on a tag that closes what is not open."""
+
+    def __init__(self):
+        super().__init__()
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        pass
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    return compared(tmp_path_factory.mktemp("page"), "native:dynamic", "ao:rowwise").results
+
+
+def test_page_is_one_well_formed_file_without_scripts_or_outside_references(results):
+    page = render(results)
+    parser = Balanced()
+    parser.feed(page)
+    assert not parser.open
+    assert not re.search(r"<script|src=|href=|url\(|@import|https?://", page)
+
+
+def test_page_shows_every_backend_its_proof_its_checks_and_the_curves(results):
+    page = render(results)
+    for backend in ("bf16", "native:dynamic", "ao:rowwise"):
+        assert f"<h3>{backend}</h3>" in page
+    assert "fprop dgrad wgrad (bf16-exact)" in page or "fprop dgrad wgrad (scaled_mm)" in page
+    assert page.count("<svg") == 4 and "lm_head" in page
+
+
+def test_page_of_a_comparison_that_has_just_begun_renders(results):
+    empty = {name: {"status": "waiting", "message": "", "inspection": None, "runs": []} for name in results["backends"]}
+    page = render({**results, "status": "running", "backends": empty})
+    assert "still running" in page and "<svg" not in page
+
+
+def test_what_a_user_named_is_escaped(results):
+    page = render({**results, "text": {**results["text"], "description": "<b>bold & wild</b>"}})
+    assert "<b>bold" not in page and "&lt;b&gt;bold &amp; wild" in page
+
+
+def test_a_loss_that_is_not_finite_leaves_the_page_whole(results):
+    broken = {**results, "backends": {**results["backends"]}}
+    found = broken["backends"]["native:dynamic"]
+    runs = [{**run, "losses": [None] * len(run["losses"]), "held_out_loss": None} for run in found["runs"]]
+    broken["backends"]["native:dynamic"] = {**found, "runs": runs}
+    page = render(broken)
+    assert "nan" not in re.sub(r"[a-z]nan|nan[a-z]", "", page.lower().split("<h2>how to read")[0].split("</style>")[1])
+
+
+def test_speed_leads_only_where_the_chip_has_fp8_products():
+    def keys(fast: bool) -> list[str]:
+        return [key for key, _ in columns({"fast_fp8": fast})]
+
+    assert keys(True).index("tokens_per_second") < keys(True).index("held_out_loss")
+    assert keys(False).index("tokens_per_second") > keys(False).index("peak_memory_bytes")
+
+
+def test_cells_say_what_was_measured_and_emulated_where_speed_means_nothing():
+    row = Row(
+        "native:dynamic", emulated=True, gap=Gap(0.0012, 0.003, 5), peak_memory_bytes=31_000_000, memory_ratio=0.9
+    )
+    assert cell(row, "tokens_per_second") == cell(row, "speed_ratio") == "emulated"
+    assert cell(row, "gap") == "+0.0012 ± 0.0030" and cell(row, "peak_memory_bytes") == "31.0 MB (-10%)"
+    assert cell(row, "held_out_loss") == "–"
+    fast = Row("native:dynamic", tokens_per_second=41_800.4, speed_ratio=1.094)
+    assert cell(fast, "tokens_per_second") == "41,800" and cell(fast, "speed_ratio") == "+9.4 %"
+    assert readable_bytes(5.3e10) == "53.0 GB"
+
+
+def test_ticks_are_round_and_inside():
+    ticks = charts.Scale(2.31, 5.87, 0, 100).ticks()
+    assert ticks == [2.5, 3.0, 3.5, 4.0, 4.5, 5.0, 5.5] or ticks == [3.0, 4.0, 5.0]
+    assert charts.Scale(0.0, 0.0, 0, 100)(0.5) == 50.0
+
+
+def test_moving_average_keeps_a_line_a_line():
+    assert charts.moving_average([1.0, 2.0, 3.0, 4.0, 5.0], 3) == [1.5, 2.0, 3.0, 4.0, 4.5]
