@@ -43,7 +43,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seeds", type=_positive(int), metavar="N", help="runs of each backend (5; on a GPU with FP8, 3)")
     add("--batch", type=_positive(int), metavar="N", help="sequences in a batch (8; on a GPU with FP8, 2)")
     add("--sequence", type=_positive(int), metavar="N", help="tokens in a sequence (128; on a GPU with FP8, 4096)")
-    add("--lr", type=_positive(float), metavar="X", help="highest learning rate, decayed to zero (2e-3; on a GPU 3e-4)")
+    add(
+        "--lr",
+        type=_positive(float),
+        metavar="X",
+        help="highest learning rate, decayed to zero (1e-3; on a GPU with FP8, 3e-4)",
+    )
     add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile the model (only on a GPU with FP8)")
     add("--output", type=Path, default=Path("fp8_compare"), metavar="DIR", help="where to write (./fp8_compare)")
     add("--plant", help=argparse.SUPPRESS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -98,8 +99,8 @@ def conclude(comparison: Comparison) -> None:
     results = comparison.results
     print()
     _print_table(results)
-    print(summary.spread_line(results))
-    if not results["fast_fp8"]:
+    print(f"\n{summary.spread_line(results)}")
+    if any(row.emulated for row in summary.rows(results)):
         print("emulated: this chip has no FP8 products, so FP8's speed cannot be measured; losses and memory are real")
     print()
     for backend, done in comparison.checks().items():
@@ -113,30 +114,31 @@ def conclude(comparison: Comparison) -> None:
 
 def _print_table(results: dict[str, Any]) -> None:
     columns = summary.columns(results)
-    rows = [[summary.cell(row, key) for key, _ in columns] for row in summary.rows(results)]
-    headings = [heading for _, heading in columns]
-    if sys.stdout.isatty():
-        from rich import box
-        from rich.console import Console
-        from rich.table import Table
+    rows = [[heading for _, heading in columns]]
+    rows += [[summary.cell(row, key) for key, _ in columns] for row in summary.rows(results)]
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    print("\n\n".join("\n".join(aligned(block)) for block in blocks(rows, width)))
 
-        table = Table(*headings, box=box.SIMPLE_HEAD, header_style="bold")
-        for column in table.columns[1:-1]:
-            column.justify = "right"
-        for row in rows:
-            table.add_row(*row)
-        Console().print(table)
-        return
-    print("\n".join(aligned([headings, *rows])))
+
+def blocks(rows: list[list[str]], width: int | None) -> list[list[list[str]]]:
+    """The table in as many parts as fit the width, each beginning with the first column."""
+    widths = [max(len(row[column]) for row in rows) + 2 for column in range(len(rows[0]))]
+    parts: list[list[int]] = [[]]
+    for column in range(1, len(widths)):
+        taken = widths[0] + sum(widths[each] for each in parts[-1])
+        if width is not None and parts[-1] and taken + widths[column] > width:
+            parts.append([])
+        parts[-1].append(column)
+    return [[[row[column] for column in (0, *part)] for row in rows] for part in parts]
 
 
 def aligned(rows: list[list[str]]) -> list[str]:
-    """Plain text: the first and the last column to the left, numbers between them to the right."""
+    """Plain text: the first column and notes to the left, numbers to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    last = len(widths) - 1
+    left = {0, *(column for column, heading in enumerate(rows[0]) if heading in ("note", "transient"))}
     lines = []
     for row in rows:
-        cells = [c.ljust(w) if n in (0, last) else c.rjust(w) for n, (c, w) in enumerate(zip(row, widths, strict=True))]
+        cells = [c.ljust(w) if n in left else c.rjust(w) for n, (c, w) in enumerate(zip(row, widths, strict=True))]
         lines.append("  ".join(cells).rstrip())
     return lines
 

@@ -217,8 +217,8 @@ def _reading(results: dict) -> str:
         "different seed does.",
         "<b>FLOPs in FP8</b>: of all matrix products with weights that training does, the share counted in FP8. The "
         "output head stays in high precision, so it is below 100 %.",
-        "<b>Bytes per parameter</b>: weights, gradients and optimizer states of the whole model, transient weight "
-        "copies included, read from live tensors.",
+        "<b>Bytes per parameter</b>: weights, gradients and optimizer states of the whole model, and copies of "
+        "weights that last from forward to backward (FP8's, or autocast's), read from live tensors.",
         "<b>A short run of a small model</b> finds broken FP8 (a layer that does not train, a wrong sign, a lost "
         "scale). It does not show that months of training of a large one stay equal.",
     ]

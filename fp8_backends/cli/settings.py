@@ -34,7 +34,7 @@ class Settings:
     batch: int
     sequence: int
     lr: float
-    warmup_share: float = 0.1
+    warmup_share: float = 0.5
     """Steps with rising learning rate; cosine to zero from there."""
     weight_decay: float = 0.1
     clip: float = 1.0
@@ -72,7 +72,7 @@ def defaults(fast_fp8: bool) -> dict[str, Any]:
             "shape": ONE_BILLION, "steps": 60, "seeds": 3, "batch": 2, "sequence": 4096, "lr": 3e-4, "compile": True,
             "held_out_windows": 16,
         }  # fmt: skip
-    return {"shape": SMALL, "steps": 80, "seeds": 5, "batch": 8, "sequence": 128, "lr": 2e-3, "compile": False}
+    return {"shape": SMALL, "steps": 80, "seeds": 5, "batch": 8, "sequence": 128, "lr": 1e-3, "compile": False}
 
 
 def fast_fp8(device: str) -> bool:
@@ -86,7 +86,8 @@ def build_model(settings: Settings, vocab_size: int, seed: int) -> torch.nn.Modu
 
     config = _model_config(settings, vocab_size)
     torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.device(settings.device):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
 def _model_config(settings: Settings, vocab_size: int):

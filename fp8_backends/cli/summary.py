@@ -87,7 +87,8 @@ def _row(results: Results, name: str) -> Row:
     if inspection:
         audit = inspection["audit"]
         row.flops_share = audit["flops_share"]
-        row.bytes_per_parameter = audit["bytes_per_parameter"].get("total")
+        if (stored := audit["bytes_per_parameter"].get("total")) is not None:
+            row.bytes_per_parameter = stored + inspection["autocast_copy_bytes"] / inspection["parameters"]
         row.peak_memory_bytes = inspection["peak_memory_bytes"]
         bf16 = (reference.get("inspection") or {}).get("peak_memory_bytes")
         if bf16 and row.peak_memory_bytes:
