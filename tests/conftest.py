@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 
-import pytest
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: the tests' models are small, and several run at a time
+
+import pytest  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
