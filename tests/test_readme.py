@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import docutils.core
 import pytest
 
 README = Path(__file__).parents[1] / "README.rst"
@@ -36,10 +37,9 @@ def test_two_commands_do_everything_each_on_one_line():
     lines = [line.strip() for line in README.read_text().splitlines() if "pip install" in line]
     assert lines == [
         "python -m pip install -c tests/constraints.txt .[report] && fp8-backends compare",
-        "python -m pip install -c tests/constraints.txt -e .[test,report] && python -m pytest tests",
+        "python -m pip install -c tests/constraints.txt -e .[test,report] && python -m pytest tests -n 2",
     ]
 
 
 def test_the_text_is_valid_restructured_text():
-    docutils = pytest.importorskip("docutils.core")
-    docutils.publish_string(README.read_text(), settings_overrides={"halt_level": 2, "report_level": 2})
+    docutils.core.publish_string(README.read_text(), settings_overrides={"halt_level": 2, "report_level": 2})

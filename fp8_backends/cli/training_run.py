@@ -43,8 +43,6 @@ INSPECTED_STEPS = 4
 
 def train_backend(settings: Settings, text: TrainingText, backend: str, report: Report, fault: str | None) -> None:
     """Inspect a few steps (gradients, memory, audit), then train every seed."""
-    if settings.device == "cpu":
-        torch.use_deterministic_algorithms(True, warn_only=True)
     report("inspected", **inspect(settings, text, backend, fault))
     for seed in range(settings.seeds):
         run = Run(settings, text, backend, seed, fault)
@@ -56,7 +54,15 @@ def train_backend(settings: Settings, text: TrainingText, backend: str, report: 
 class Run:
     """One model, its optimizer and its data, prepared by a stock Accelerator."""
 
-    def __init__(self, settings: Settings, text: TrainingText, backend: str, seed: int, fault: str | None = None):
+    def __init__(
+        self,
+        settings: Settings,
+        text: TrainingText,
+        backend: str,
+        seed: int,
+        fault: str | None = None,
+        with_reference: bool = False,
+    ) -> None:
         self.settings, self.text, self.seed = settings, text, seed
         self.accelerator = _accelerator(settings, backend)
         model = build_model(settings, text.vocab_size, seed)
@@ -68,7 +74,8 @@ class Run:
             model.parameters(), lr=settings.lr, betas=(0.9, 0.99), weight_decay=settings.weight_decay
         )
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, _schedule(settings))
-        self._reference_gradients()
+        if with_reference:
+            self._reference_gradients()
         self.model, self.optimizer, self.scheduler = self.accelerator.prepare(model, optimizer, scheduler)
         if fault is not None and backend not in BASELINES:
             plant(fault, self.bare, self.optimizer)
@@ -184,7 +191,7 @@ def inspect(settings: Settings, text: TrainingText, backend: str, fault: str | N
     """A few training steps under observation: gradients at the initial weights, the audit, peak memory."""
     messages = _Messages()
     with messages:
-        run = Run(settings, text, backend, seed=0, fault=fault)
+        run = Run(settings, text, backend, seed=0, fault=fault, with_reference=True)
         run.backward(0)
         run.optimizer.zero_grad()
         run.backward(0)  # again, weights unchanged: delayed scaling has no amax before its first pass
@@ -254,10 +261,10 @@ def _accelerator(settings: Settings, backend: str) -> Accelerator:
 def _schedule(settings: Settings) -> Callable[[int], float]:
     """Linear warm-up from zero, as in the schedules of transformers, then a cosine that ends at zero.
 
-    The warm-up is long and starts at zero because a step into steep terrain makes small differences grow: with a
-    tenth of the steps the gap of one and the same backend varied ten times as much from seed to seed.
+    The warm-up is long and starts at zero because a step into steep terrain makes small differences grow: after a
+    short warm-up the gap of one and the same backend varied several times as much from seed to seed.
     """
-    warmup = max(1, round(settings.steps * settings.warmup_share))
+    warmup = round(settings.steps * settings.warmup_share)
 
     def factor(step: int) -> float:
         if step < warmup:
@@ -330,6 +337,8 @@ def main(argv: list[str]) -> int:
     report = _reporter()
     settings = Settings.from_dict(json.loads(Path(settings_path).read_text()))
     text = TrainingText(**torch.load(text_path))
+    if settings.device == "cpu":
+        torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         train_backend(settings, text, backend, report, fault[0] if fault else None)
     except BrokenPipeError:  # nobody listens any more
