@@ -18,7 +18,8 @@ from fp8_backends.cli.main import main
 @pytest.fixture(scope="module")
 def options(tmp_path_factory):
     """Options of a comparison that takes a second a run."""
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     folder = tmp_path_factory.mktemp("options")
     transformers.LlamaConfig(**TINY, vocab_size=256, max_position_embeddings=64).save_pretrained(folder / "model")
     text = write_text(folder / "text")

@@ -53,7 +53,6 @@ def test_batches_depend_on_the_seed_alone_and_windows_lie_inside_the_text(tmp_pa
 
 
 def test_a_trained_tokenizer_shortens_the_text_and_pads_its_vocabulary(tmp_path):
-    pytest.importorskip("tokenizers")
     folder = write_text(tmp_path)
     as_bytes, text = load_text(folder), load_text(folder, tokenizer_size=300)
     assert len(text.train) < len(as_bytes.train) / 2
