@@ -35,7 +35,7 @@ def measure(layers: int, width: int, backend: str) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=2000)
-    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--backends", default="native:dynamic,native:delayed,ao:tensorwise")
     parser.add_argument("--json")
     arguments = parser.parse_args()
@@ -43,9 +43,9 @@ def main() -> None:
     rows, results = [], {}
     for backend in arguments.backends.split(","):
         measure(10, 32, backend)  # imports
-        one = min((measure(arguments.layers, arguments.width, backend) for _ in range(3)), key=lambda r: r["seconds"])
+        one = min((measure(arguments.layers, arguments.width, backend) for _ in range(7)), key=lambda r: r["seconds"])
         two = min(
-            (measure(2 * arguments.layers, arguments.width, backend) for _ in range(3)), key=lambda r: r["seconds"]
+            (measure(2 * arguments.layers, arguments.width, backend) for _ in range(7)), key=lambda r: r["seconds"]
         )
         results[backend] = {"one": one, "two": two, "ratio": two["seconds"] / one["seconds"]}
         share = max(one["peak_added"], two["peak_added"]) / one["weights"]
