@@ -101,9 +101,8 @@ def main() -> None:
     print(
         table(["loop", "median s", "min s", "max s"], [[n, *list(summary(s).values())[:3]] for n, s in seconds.items()])
     )
-    print(
-        f"accelerate / raw: {cost['ratio']:.4f} [{cost['low']:.4f}, {cost['high']:.4f}], {cost['runs']} pairs of {arguments.instances} steps"
-    )
+    pairs = f"{cost['runs']} pairs of {arguments.instances} steps"
+    print(f"accelerate / raw: {cost['ratio']:.4f} [{cost['low']:.4f}, {cost['high']:.4f}], {pairs}")
     print(f"first losses equal to the bit: {losses['raw'] == losses['accelerate']}")
     record = {"question": "adapter cost", "seconds": {n: summary(s) for n, s in seconds.items()}, "ratio": cost}
     write_json(arguments.json, {**record, "losses_equal": losses["raw"] == losses["accelerate"]})
