@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import json
 import math
 import os
@@ -18,27 +17,16 @@ import torch
 
 def machine() -> dict:
     """Chip, versions and date of this run. No host name, no paths."""
+    from fp8_backends import hardware
+
     record = {
         "date": datetime.date.today().isoformat(),
-        "chip": torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name(),
+        "chip": hardware.describe().device,
         "cores": os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
         "python": platform.python_version(),
     }
-    for package in ("torch", "accelerate", "transformers", "torchao", "triton", "transformer-engine", "fp8-backends"):
-        try:
-            record[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            record[package] = None
-    return record
-
-
-def cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
+    return record | {name: hardware.version(name) for name in (*hardware.LIBRARIES, "triton", "fp8-backends")}
 
 
 def synchronize() -> None:

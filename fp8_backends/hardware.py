@@ -64,12 +64,14 @@ def lowest_capability() -> tuple[int, int] | None:
 
 def fp8_products() -> bool:
     """Whether every visible GPU has FP8 matrix units. False without a GPU."""
-    if not has_gpu():
-        return False
+    return has_gpu() and all(map(gpu_has_fp8_products, range(torch.cuda.device_count())))
+
+
+def gpu_has_fp8_products(device: torch.device | int | None = None) -> bool:
+    """Whether one GPU has FP8 matrix units. None: the current one."""
     if torch.version.hip:
-        devices = (torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count()))
-        return all(device.gcnArchName.startswith(FP8_ROCM) for device in devices)
-    return min(capabilities()) >= FP8_CAPABILITY
+        return torch.cuda.get_device_properties(device).gcnArchName.startswith(FP8_ROCM)
+    return torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
 
 
 def cpu_bf16() -> bool:

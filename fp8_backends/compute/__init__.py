@@ -18,6 +18,21 @@ if TYPE_CHECKING:
     from ..recipes import Recipe
 
 FPROP, DGRAD, WGRAD = KINDS = ("fprop", "dgrad", "wgrad")
+COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""Dtypes of weights, activations and results around FP8."""
+
+TE_FIELDS = frozenset(
+    {
+        "fp8_format",
+        "margin",
+        "interval",
+        "amax_history_len",
+        "amax_compute_algo",
+        "override_linear_precision",
+        "use_autocast_during_eval",
+    }
+)
+"""Recipe fields of TransformerEngine's rules, which `native` follows without it: the two computes read the same."""
 
 
 @dataclass
@@ -56,6 +71,10 @@ class Compute(ABC):
 
     def unfit(self, linear: nn.Linear, recipe: Recipe) -> str | None:
         """The reason why this layer cannot run in FP8 and stays in high precision, or None when it can."""
+        if linear.weight.dtype not in COMPUTE_DTYPES:
+            return f"weight dtype {linear.weight.dtype} is not one of fp32, bf16, fp16"
+        if linear.weight.numel() == 0:
+            return "a layer of size zero has no product"
         return None
 
     @abstractmethod

@@ -24,12 +24,11 @@ from ..scaling import (
     scale_from_amax,
     tensor_amax,
 )
+from . import COMPUTE_DTYPES
 from .products import scaled_product
 
 FPROP, DGRAD, WGRAD, RECOMPUTED = range(4)
 """Elements of the counter `fp8_products`."""
-
-_COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class LayerRule(NamedTuple):
@@ -111,7 +110,7 @@ class FP8Linear(nn.Linear):
         device = x.device.type
         out_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         in_fp8 = self.training or self.fp8_rule.fp8_in_eval
-        if not in_fp8 or out_dtype not in _COMPUTE_DTYPES or not x.is_floating_point() or x.numel() == 0:
+        if not in_fp8 or out_dtype not in COMPUTE_DTYPES or not x.is_floating_point() or x.numel() == 0:
             return F.linear(x, self.weight, self.bias)
         if x.shape[-1] != self.in_features:
             raise ValueError(

@@ -23,7 +23,7 @@ from ..errors import FP8BackendError
 from ..formats import RECIPE_FORMATS
 from ..hardware import Availability
 from ..scaling import rolled_delayed_states
-from . import KINDS, Compute, ProductCounts
+from . import KINDS, TE_FIELDS, Compute, ProductCounts
 from .fp8_linear import FP8Linear, LayerRule, SharedInputs, inside_backward
 from .products import EMULATED, engine_for
 
@@ -39,30 +39,13 @@ class NativeCompute(Compute):
     name = "native"
     scalings = ("dynamic", "delayed", "rowwise")
     default_scaling = "dynamic"
-    fields = frozenset(
-        {
-            "fp8_format",
-            "margin",
-            "interval",
-            "amax_history_len",
-            "amax_compute_algo",
-            "override_linear_precision",
-            "use_autocast_during_eval",
-        }
-    )
+    fields = TE_FIELDS
 
     def availability(self) -> Availability:
         engine = engine_for(default_device(), torch.bfloat16)
         if engine == EMULATED:
             return Availability(True, "emulated in FP32: this device has no FP8 products, bf16 is faster")
         return Availability(True, f"products by {engine} on {default_device().type}")
-
-    def unfit(self, linear: nn.Linear, recipe: Recipe) -> str | None:
-        if linear.weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            return f"weight dtype {linear.weight.dtype} is not one of fp32, bf16, fp16"
-        if linear.weight.numel() == 0:
-            return "a layer of size zero has no product"
-        return None
 
     def new_shared(self, root: nn.Module, recipe: Recipe) -> SharedInputs:
         return SharedInputs()

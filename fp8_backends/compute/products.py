@@ -16,6 +16,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from .. import hardware
 from ..scaling import Quantized
 
 ALIGNMENT = 16
@@ -34,9 +35,7 @@ def engine_for(device: torch.device, out_dtype: torch.dtype) -> str:
     """
     if device.type == "cuda":
         # a CUDA device without a driver is a fake tensor's: judge it as the FP8 GPU that it stands for
-        if not torch.cuda.is_available() or torch.version.hip or torch.cuda.get_device_capability(device) >= (8, 9):
-            return SCALED_MM
-        return EMULATED
+        return SCALED_MM if not hardware.has_gpu() or hardware.gpu_has_fp8_products(device) else EMULATED
     if device.type == "cpu":
         return BF16_EXACT if out_dtype == torch.bfloat16 else SCALED_MM
     return SCALED_MM if device.type == "meta" else EMULATED

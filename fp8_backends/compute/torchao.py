@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from .. import hardware
 from ..errors import BackendUnavailableError, RecipeError
 from ..hardware import Availability
 from . import DGRAD, FPROP, WGRAD, Compute
@@ -70,10 +71,8 @@ class TorchAOCompute(Compute):
 
     def unfit(self, linear: nn.Linear, recipe: Recipe) -> str | None:
         sizes = f"{linear.in_features} -> {linear.out_features}"
-        if linear.weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            return f"weight dtype {linear.weight.dtype} is not one of fp32, bf16, fp16"
-        if linear.weight.numel() == 0:
-            return "a layer of size zero has no product"
+        if (reason := super().unfit(linear, recipe)) is not None:
+            return reason
         if linear.in_features % ALIGNMENT or linear.out_features % ALIGNMENT:
             return f"{sizes} are not multiples of {ALIGNMENT}, and TorchAO cannot pad them"
         if recipe.auto_filter and not _auto_filter(recipe.scaling)(linear, ""):
@@ -257,6 +256,4 @@ def _auto_filter(scaling: str):
 
 
 def _products_are_emulated() -> bool:
-    if not torch.cuda.is_available() or torch.version.hip:
-        return False  # a CPU has `torch._scaled_mm`; a ROCm capability does not count like NVIDIA's
-    return torch.cuda.get_device_capability() < (8, 9)
+    return hardware.has_gpu() and not hardware.fp8_products()  # a CPU has `torch._scaled_mm`

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..errors import BackendUnavailableError, RecipeError
 from ..hardware import Availability
-from . import Compute
+from . import TE_FIELDS, Compute
 
 if TYPE_CHECKING:
     from ..recipes import Recipe
@@ -24,17 +24,7 @@ class TransformerEngineCompute(Compute):
     name = "te"
     scalings = ("delayed", "dynamic", "blockwise", "mxfp8")
     default_scaling = "delayed"
-    fields = frozenset(
-        {
-            "fp8_format",
-            "margin",
-            "interval",
-            "amax_history_len",
-            "amax_compute_algo",
-            "override_linear_precision",
-            "use_autocast_during_eval",
-        }
-    )
+    fields = TE_FIELDS
 
     def availability(self) -> Availability:
         if importlib.util.find_spec("transformer_engine") is None:
