@@ -3,7 +3,10 @@
 import copy
 import gc
 import io
+import os
 import pickle
+import subprocess
+import sys
 import time
 import weakref
 
@@ -290,7 +293,7 @@ def test_two_models_may_share_a_part(backend):
         assert counts(part) == [16, 0, 16, 0] and counts(two[1]) == [8, 8, 8, 0]
 
 
-def test_roots_are_found_inside_wrappers(tmp_path):
+def test_roots_are_found_inside_wrappers():
     model = mlp(32, 32, 32)
     compiled = torch.compile(model, backend="eager")
     prepared = convert(compiled)
@@ -298,16 +301,38 @@ def test_roots_are_found_inside_wrappers(tmp_path):
     assert prepared_roots(compiled) == [("_orig_mod", model, prepared)]
     assert convert(model) is prepared
     assert prepared_roots(nn.ModuleList([model, compiled])) == [("0", model, prepared)]
-    store = f"file://{tmp_path / 'store'}"
-    torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
-    try:
-        parallel = nn.parallel.DistributedDataParallel(model)
-        assert convert(parallel) is prepared and prepared_roots(parallel) == [("module", model, prepared)]
-        losses = train(parallel)
-        assert losses[-1] < losses[0]
-        assert_ran_in_fp8(prepared, model, 8)
-    finally:
-        torch.distributed.destroy_process_group()
+
+
+INSIDE_DDP = """
+import torch
+from conversion_steps import assert_ran_in_fp8, convert, mlp, train
+from torch import nn
+from fp8_backends.conversion import prepared_roots
+
+torch.distributed.init_process_group("gloo")
+model = mlp(32, 32, 32)
+prepared = convert(model)
+parallel = nn.parallel.DistributedDataParallel(model)
+assert convert(parallel) is prepared and prepared_roots(parallel) == [("module", model, prepared)]
+losses = train(parallel)
+assert losses[-1] < losses[0]
+assert_ran_in_fp8(prepared, model, 8)
+torch.distributed.destroy_process_group()
+print("done")
+"""
+
+
+@pytest.mark.slow
+def test_roots_are_found_inside_ddp(tmp_path):
+    """In a process of its own: a process group that hangs would take the whole test run with it."""
+    (tmp_path / "script.py").write_text(INSIDE_DDP)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "1", "--standalone"]
+    tests = os.path.dirname(__file__)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([tests, os.path.dirname(tests)]), "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(
+        [*launcher, str(tmp_path / "script.py")], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert ended.returncode == 0 and "done" in ended.stdout, ended.stdout + ended.stderr
 
 
 # meta device, failures, cost

@@ -197,5 +197,7 @@ def test_rule_8_only_official_extension_points_and_one_patch():
                 if before[name].get(key) is not value and key != "__annotations__":
                     print(name, key)
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True, timeout=240
+    )
     assert done.stdout.split("\n")[:-1] == ["Accelerator __init__"]

@@ -35,7 +35,12 @@ print(json.dumps({
 
 def run(code, **environment):
     return subprocess.run(
-        [sys.executable, "-c", code], check=True, capture_output=True, text=True, env={**os.environ, **environment}
+        [sys.executable, "-c", code],
+        check=True,
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+        timeout=240,
     )
 
 

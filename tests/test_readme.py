@@ -19,7 +19,7 @@ def python_blocks() -> list[str]:
 
 @pytest.mark.parametrize("block", python_blocks(), ids=lambda block: block.splitlines()[-1][:40])
 def test_every_python_block_runs_as_it_stands(block, tmp_path):
-    ended = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, cwd=tmp_path)
+    ended = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, cwd=tmp_path, timeout=240)
     assert ended.returncode == 0, ended.stderr
     for call, said in re.findall(r"^print\((.*)\)  # ([\w:]+)$", block, re.M):
         assert said in ended.stdout.splitlines(), f"print({call}) did not print {said}"
@@ -28,7 +28,9 @@ def test_every_python_block_runs_as_it_stands(block, tmp_path):
 def test_the_proof_line_shown_is_the_one_that_is_printed(tmp_path):
     if "bf16-exact" not in (line := re.search(r"^    (native:dynamic: 2/2 .*)$", README.read_text(), re.M)[1]):
         pytest.fail("the README shows no proof line")
-    ended = subprocess.run([sys.executable, "-c", python_blocks()[0]], capture_output=True, text=True, cwd=tmp_path)
+    ended = subprocess.run(
+        [sys.executable, "-c", python_blocks()[0]], capture_output=True, text=True, cwd=tmp_path, timeout=240
+    )
     shown, printed = line.rpartition(" (")[0], ended.stderr
     assert shown in printed
 

@@ -273,6 +273,6 @@ def test_entry_point_of_an_installed_distribution_is_a_backend(tmp_path):
     """
     (source / "tiny_fp8.py").write_text(textwrap.dedent(imports) + classes)
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
-    subprocess.run([*pip, "--target", installed, source], check=True)
+    subprocess.run([*pip, "--target", installed, source], check=True, timeout=240)
     path = os.pathsep.join([str(installed), os.path.dirname(__file__), *sys.path])
-    subprocess.run([sys.executable, "-c", TINY_USE], check=True, env={**os.environ, "PYTHONPATH": path})
+    subprocess.run([sys.executable, "-c", TINY_USE], check=True, env={**os.environ, "PYTHONPATH": path}, timeout=240)

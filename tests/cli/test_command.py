@@ -27,7 +27,7 @@ def test_version(capsys):
 
 def test_python_dash_m_runs_the_command_and_an_unknown_subcommand_exits_with_2():
     command = [sys.executable, "-m", "fp8_backends", "nonsense"]
-    ended = subprocess.run(command, capture_output=True, text=True, env=worker_environment())
+    ended = subprocess.run(command, capture_output=True, text=True, env=worker_environment(), timeout=240)
     assert ended.returncode == 2 and "nonsense" in ended.stderr and "compare" in ended.stderr
     assert "Traceback" not in ended.stderr
 

@@ -238,5 +238,7 @@ def test_loading_torchao_prints_nothing():
         "import logging\n"
         "assert not any(logging.getLogger(name).filters for name in ('torchao', 'torch.utils._pytree'))\n"
     )
-    done = subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", script], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-W", "error::UserWarning", "-c", script], capture_output=True, text=True, timeout=240
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
