@@ -9,10 +9,12 @@ rule       scale                                                          one sc
 dynamic    from the tensor's own amax (TransformerEngine: current)        tensor          none
 delayed    from the amaxes of earlier steps (TransformerEngine: delayed)  tensor          yes
 rowwise    from each row's own amax                                       row             none
+window     a power of two, from the tensor's own amax for 16 steps, then  tensor          yes
+           from the largest amax of the last 16 steps (MS-AMP)
 =========  =============================================================  ==============  =====
 
-The delayed state of one layer is an int32 tensor that holds FP32 bits: wrappers such as FSDP1's `buffer_dtype` or
-DeepSpeed's bf16 engine cast every floating-point buffer of a module, and a scale in bf16 is a wrong scale.
+The state of one layer is an int32 tensor that holds FP32 bits: wrappers such as FSDP1's `buffer_dtype` or DeepSpeed's
+bf16 engine cast every floating-point buffer of a module, and a scale in bf16 is a wrong scale.
 """
 
 from __future__ import annotations
@@ -24,9 +26,12 @@ import torch
 from .formats import Format, saturating_cast
 
 INPUT, WEIGHT, GRAD_OUTPUT = 0, 1, 2
-"""Rows of a delayed state: one a tensor of the layer."""
+"""Rows of a state: one a tensor of the layer."""
 SCALE, ROLLS, HISTORY = 0, 1, 2
-"""Columns of a delayed state: the scale, how often it rolled (an integer), and where the amax history begins."""
+"""Columns of a state: the scale, how often it rolled (an integer), and where the amax history begins."""
+
+WINDOW = 16
+"""Optimizer steps that the `window` rule looks back, and for which it first takes each tensor's own amax."""
 
 _FP32_MAX = torch.finfo(torch.float32).max
 
@@ -59,6 +64,17 @@ def scale_from_amax(amax: torch.Tensor, fmt: Format, margin: int = 0) -> torch.T
     """
     # tensor by tensor: a Python number divided by a tensor is a multiplication by the reciprocal, rounded twice
     scale = torch.clamp(torch.full_like(amax, fmt.max * 2.0**-margin) / amax, max=_FP32_MAX)
+    return torch.where((amax > 0) & torch.isfinite(amax), scale, torch.ones_like(scale))
+
+
+def power_of_two_scale(amax: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """`2**floor(log2(fmt.max / amax))` in FP32; 1 for an amax of 0, inf or NaN; at most 2**126.
+
+    MS-AMP's rule (FP8-LM, arXiv:2310.18313): multiplying by such a scale rounds nothing. 2**126 is the largest whose
+    inverse is a normal FP32 number.
+    """
+    ratio = torch.clamp(torch.full_like(amax, fmt.max) / amax, max=2.0**126)
+    scale = (ratio.view(torch.int32) & 0x7F800000).view(torch.float32)  # the exponent alone
     return torch.where((amax > 0) & torch.isfinite(amax), scale, torch.ones_like(scale))
 
 
@@ -136,3 +152,54 @@ def rolled_delayed_states(
         ],
         dim=-1,
     )
+
+
+# the window rule: a state of the delayed rule's layout with a history of WINDOW; its WEIGHT row stays unused
+
+
+def new_window_state(device: torch.device | str | None = None) -> torch.Tensor:
+    """A fresh state: WINDOW steps of just-in-time scales lie ahead. int32 [3, 2 + WINDOW]."""
+    return new_delayed_state(WINDOW, device)
+
+
+def window_scale(state: torch.Tensor, tensor: int, amax: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """The scale in force for INPUT or GRAD_OUTPUT, chosen on the device. FP32, 0-dimensional.
+
+    Just in time, from `amax`, the tensor's own, in the first WINDOW steps; afterwards the state's.
+    """
+    warm = state.select(0, tensor).select(0, ROLLS) >= WINDOW
+    return torch.where(warm, delayed_scale(state, tensor), power_of_two_scale(amax, fmt))
+
+
+def record_window_amax(state: torch.Tensor, tensor: int, amax: torch.Tensor) -> None:
+    """history[0] = max(history[0], amax), in place. Idempotent. A NaN stays: the step's end must see it."""
+    newest = state.view(torch.float32).select(0, tensor).select(0, HISTORY)
+    newest.copy_(torch.maximum(newest, amax))
+
+
+def rolled_window_states(states: torch.Tensor, formats: tuple[Format, Format, Format]) -> torch.Tensor:
+    """The states after one optimizer step, from states of any number of layers. int32 [layers, 3, 2 + WINDOW].
+
+    MS-AMP's schedule (FP8-LM, arXiv:2310.18313). With the recorded amax `a = history[0]` of a tensor: the scale is
+    computed from the largest of the history, which moves on by one step, and the counter rises. A non-finite `a` is
+    dropped and sets the counter to 0, so that WINDOW just-in-time steps follow. Where nothing but zeros was recorded,
+    as in a layer that did not run, all stays as it is (MS-AMP lets such steps pass through the window: after WINDOW
+    of them it would know no amax, and saturate). formats: of input, weight and the output's gradient.
+    """
+    return torch.stack([_rolled_window(rows, fmt) for rows, fmt in zip(states.unbind(1), formats, strict=True)], 1)
+
+
+def _rolled_window(rows: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """The rows of one tensor of every layer. int32 [layers, 2 + WINDOW]."""
+    bits = rows.view(torch.float32)
+    scale, rolls, history = bits.select(-1, SCALE), rows.select(-1, ROLLS), bits.narrow(-1, HISTORY, WINDOW)
+    recorded = history.select(-1, 0)
+    overflowed = ~torch.isfinite(recorded)
+    rolls_on = (recorded != 0) & ~overflowed
+    new_scale = torch.where(rolls_on, power_of_two_scale(history.amax(-1), fmt), scale)
+    new_rolls = torch.where(overflowed, torch.zeros_like(rolls), rolls + rolls_on.to(torch.int32))
+    earlier = history.narrow(-1, 1, WINDOW - 1)
+    kept = torch.where(rolls_on.unsqueeze(-1), history.narrow(-1, 0, WINDOW - 1), earlier)
+    room = torch.zeros_like(recorded.unsqueeze(-1))  # where the next step records
+    new_bits = [each.view(torch.int32) for each in (new_scale.unsqueeze(-1), room, kept)]
+    return torch.cat([new_bits[0], new_rolls.unsqueeze(-1), *new_bits[1:]], -1)

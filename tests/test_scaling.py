@@ -167,3 +167,79 @@ def test_state_survives_a_cast_of_every_floating_point_buffer():
     module = torch.nn.Module()
     module.register_buffer("state", state.clone())
     assert torch.equal(module.bfloat16().state, state)
+
+
+# window
+
+
+WINDOW_FORMATS = (E4M3, E4M3, E5M2)
+
+
+@pytest.mark.parametrize("fmt,expected", [(E4M3, (32.0, 1 / 32)), (E5M2, (4096.0, 4.0))])
+def test_a_power_of_two_that_leaves_the_amax_in_range(fmt, expected):
+    scales = [scaling.power_of_two_scale(torch.tensor(amax), fmt).item() for amax in (10.0, 1e4)]
+    assert tuple(scales) == expected
+    for amax in (0.0, math.inf, math.nan):
+        assert scaling.power_of_two_scale(torch.tensor(amax), fmt).item() == 1.0
+    for amax in (1e-45, 1e-38, 1e-30):
+        scale = scaling.power_of_two_scale(torch.tensor(amax), fmt)
+        assert torch.isfinite(scale) and torch.isfinite(scale.reciprocal()) and scale.reciprocal() > 2.0**-127
+
+
+@given(amaxes=st.lists(st.tuples(AMAX, AMAX, AMAX), min_size=1, max_size=60), microbatches=st.integers(1, 3))
+@settings(max_examples=150, deadline=None)
+def test_window_states_equal_the_reference_to_the_bit(amaxes, microbatches):
+    state = scaling.new_window_state()
+    expected = [(1.0, 0, [0.0] * scaling.WINDOW) for _ in WINDOW_FORMATS]
+    for i, step in enumerate(amaxes):
+        for tensor, amax in enumerate(step):
+            for part in range(1, microbatches + 1):
+                scaling.record_window_amax(state, tensor, torch.tensor(amax / part))
+            before, recorded = expected[tensor][2][0], torch.tensor(amax).item()  # FP32
+            expected[tensor][2][0] = math.nan if math.isnan(before) else max(recorded, before)
+        if i % 7 == 3:
+            continue  # a step that the loss scaler skips: what it recorded stays, and the next step adds to it
+        state = scaling.rolled_window_states(state.unsqueeze(0), WINDOW_FORMATS)[0]
+        expected = [reference.window_update(*row, fmt) for row, fmt in zip(expected, WINDOW_FORMATS, strict=True)]
+        for tensor, (s, counter, history) in enumerate(expected):
+            assert scaling.delayed_scale(state, tensor).item() == s
+            assert state[tensor, scaling.ROLLS].item() == counter
+            assert state.view(torch.float32)[tensor, scaling.HISTORY :].tolist() == history
+
+
+def test_many_window_states_roll_as_each_alone():
+    generator = torch.Generator().manual_seed(0)
+    states = torch.stack([scaling.new_window_state() for _ in range(5)])
+    bits = states.view(torch.float32)
+    bits[:, :, scaling.HISTORY :] = torch.rand(5, 3, scaling.WINDOW, generator=generator)
+    bits[1, 0, scaling.HISTORY], bits[2, 2, scaling.HISTORY], bits[3, :, scaling.HISTORY] = math.inf, math.nan, 0.0
+    states[:, :, scaling.ROLLS] = 20
+    rolled = scaling.rolled_window_states(states, WINDOW_FORMATS)
+    for state, after in zip(states, rolled, strict=True):
+        assert torch.equal(scaling.rolled_window_states(state.unsqueeze(0), WINDOW_FORMATS)[0], after)
+    assert rolled[:, 0, scaling.ROLLS].tolist() == [21, 0, 21, 20, 21]
+    assert torch.equal(rolled[3], states[3]) and rolled.dtype == torch.int32
+
+
+@pytest.mark.parametrize("tensor,fmt", [(scaling.INPUT, E4M3), (scaling.GRAD_OUTPUT, E5M2)])
+def test_window_scale_is_just_in_time_for_16_steps_and_then_follows_the_largest_of_the_last_16(tensor, fmt):
+    def scale_of(amax):
+        return 2.0 ** math.floor(math.log2(fmt.max / amax))
+
+    amaxes = [2.0 ** ((7 * i) % 11 - 5) * 1.3 for i in range(40)]
+    state = scaling.new_window_state()
+    for i, amax in enumerate(amaxes):
+        wanted = scale_of(amax) if i < 16 else scale_of(max(amaxes[i - 16 : i]))
+        assert scaling.window_scale(state, tensor, torch.tensor(amax), fmt).item() == wanted, i
+        scaling.record_window_amax(state, tensor, torch.tensor(amax))
+        state = scaling.rolled_window_states(state.unsqueeze(0), WINDOW_FORMATS)[0]
+
+
+def test_recording_in_a_window_is_idempotent_and_a_nan_stays():
+    state = scaling.new_window_state()
+    for amax in (5.0, 5.0, 4.0):
+        scaling.record_window_amax(state, scaling.INPUT, torch.tensor(amax))
+    assert state.view(torch.float32)[scaling.INPUT, scaling.HISTORY] == 5.0
+    for amax in (math.nan, 6.0):
+        scaling.record_window_amax(state, scaling.INPUT, torch.tensor(amax))
+    assert math.isnan(state.view(torch.float32)[scaling.INPUT, scaling.HISTORY])

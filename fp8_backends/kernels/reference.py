@@ -94,3 +94,82 @@ def delayed_update(
     history = [*history[1:], recorded]
     history[0] = 0.0
     return s, history
+
+
+def window_update(s: float, counter: int, history: list[float], fmt: Format) -> tuple[float, int, list[float]]:
+    """One optimizer step of the window rule for one tensor, in plain Python.
+
+    MS-AMP's schedule: `history[0]` is the amax recorded in this step. Up to a counter of the history's length the
+    scale is just in time; afterwards `s` is in force.
+    """
+    recorded = history[0]
+    if not math.isfinite(recorded):
+        return s, 0, [0.0, *history[1:]]
+    if recorded == 0:
+        return s, counter, history
+    s = min(2.0 ** math.floor(math.log2(fmt.max / max(history))), 2.0**126)
+    return s, counter + 1, [0.0, *history[:-1]]
+
+
+def adam_step(
+    p: torch.Tensor,
+    g: torch.Tensor,
+    m: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    step: int,
+    decoupled: bool,
+    maximize: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The new weight, exp_avg and exp_avg_sq of torch.optim's Adam (`decoupled`: AdamW), FP64, before any rounding.
+
+    A gradient that is not finite counts as zero, all of it.
+    """
+    p, g, m, v = p.double(), g.double(), m.double(), v.double()
+    g = g if torch.isfinite(g).all() else torch.zeros_like(g)
+    g = -g if maximize else g
+    if decoupled:
+        p = p * (1 - lr * weight_decay)
+    else:
+        g = g + weight_decay * p
+    m = betas[0] * m + (1 - betas[0]) * g
+    v = betas[1] * v + (1 - betas[1]) * g * g
+    denominator = v.sqrt() / math.sqrt(1 - betas[1] ** step) + eps
+    return p - lr / (1 - betas[0] ** step) * m / denominator, m, v
+
+
+def random_bits(count: int, seed: int, step: int, start: int = 0) -> list[int]:
+    """32 random bits for each of the elements start, start + 1, ...: a hash of (seed, step, index), unsigned."""
+
+    def mixed(x: int) -> int:
+        x = (x ^ x >> 16) * 0x7FEB352D % 2**32
+        x = (x ^ x >> 15) * 0x846CA68B % 2**32
+        return x ^ x >> 16
+
+    key = mixed((mixed(step) + seed * 0x9E3779B1) % 2**32)
+    return [mixed((start + i) % 2**32 ^ key) for i in range(count)]
+
+
+def stochastic_round(values: torch.Tensor, fmt: Format, field: torch.Tensor, bits: int) -> torch.Tensor:
+    """FP64 values of the format: with |x| = (n + fraction) quanta, n + 1 if field says so, else n; saturating.
+
+    quantum = 2**(max(exponent, smallest normal exponent) - mantissa bits). field: integers of `bits` random bits. The
+    probability of n + 1 is the fraction, to the nearest 2**-bits or to the last of the bits that FP32 has below the
+    format's mantissa, whichever is coarser.
+    """
+    info = torch.finfo(fmt.dtype)
+    mantissa_bits = -math.log2(info.eps)
+    magnitude = values.double().abs().clamp(max=fmt.max)
+    exponent = (torch.frexp(magnitude).exponent - 1).clamp(min=math.log2(info.smallest_normal))
+    quantum = 2.0 ** (exponent - mantissa_bits)
+    resolution = 2.0 ** (23 - mantissa_bits)  # what FP32 has below the quantum
+    quanta = torch.round(magnitude / quantum * resolution) / resolution
+    used = min(bits, int(23 - mantissa_bits))
+    uniform = (field.double() / 2.0 ** (bits - used)).floor() / 2.0**used
+    if used < 23 - mantissa_bits:
+        uniform = uniform + 2.0 ** -(used + 1)
+    return torch.copysign((quanta + uniform).floor() * quantum, values.double())

@@ -1,0 +1,389 @@
+"""ScaledTensor: what it stores, what touches only its scale, and that nothing is ever computed or lost in silence."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from fp8_backends.formats import FORMAT_OF
+from fp8_backends.scaled_tensor import ScaledTensor, block_amax, quantize
+
+E4M3, E5M2, FP16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float16
+STORED = [E4M3, E5M2, FP16]
+HALF_STEP = {E4M3: 2**-4, E5M2: 2**-3, FP16: 2**-11}
+"""Largest relative error of a value in the format's normal range: half a unit in the last place."""
+
+
+def values(*shape, seed=0, spread=1.0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator) * spread
+
+
+def same(a: ScaledTensor, b: ScaledTensor) -> bool:
+    data = torch.equal(a._data.view(torch.uint8), b._data.view(torch.uint8))
+    return data and torch.equal(a._scale_inv, b._scale_inv) and a.dtype == b.dtype
+
+
+# Quantising
+
+
+@pytest.mark.parametrize("storage", STORED)
+@pytest.mark.parametrize("block_size", [0, 32])
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 1000), exponent=st.integers(-60, 60), n=st.integers(1, 100))
+def test_quantise_rounds_by_half_a_step_at_most_with_a_power_of_two(storage, block_size, seed, exponent, n):
+    x = values(n, seed=seed) * 2.0**exponent
+    t = quantize(x, storage, block_size=block_size)
+    scale = 1 / t._scale_inv.double()
+    assert torch.equal(torch.exp2(torch.round(torch.log2(scale))), scale)
+    largest = FORMAT_OF[storage].max
+    amax = block_amax(x, block_size) if block_size else x.abs().max().reshape(1)
+    scaled = amax.double() * scale.reshape(-1)
+    assert (scaled <= largest).all() and (scaled[amax > 0] > largest / 2 * (1 - 1e-6)).all()
+    normal = x.abs() * (scale.repeat_interleave(block_size)[:n] if block_size else scale) >= torch.finfo(storage).tiny
+    error = (t.dequantize().double() - x.double()).abs() / x.double().abs().clamp(min=1e-300)
+    assert (error[normal] <= HALF_STEP[storage]).all()
+    assert t.dtype == torch.float32 and t.shape == x.shape
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("storage", STORED)
+def test_a_non_finite_value_makes_the_scale_non_finite(bad, storage):
+    x = values(8, 8)
+    x[3, 3] = bad
+    t = quantize(x, storage)
+    assert not torch.isfinite(t._scale_inv) and not torch.isfinite(t.dequantize()).any()
+    assert not torch.isfinite(torch.linalg.vector_norm(t))
+
+
+@pytest.mark.parametrize("storage", STORED)
+def test_zeros_and_tiny_values_keep_a_finite_scale(storage):
+    assert torch.equal(quantize(torch.zeros(4), storage).dequantize(), torch.zeros(4))
+    assert quantize(torch.empty(0, 4), storage).dequantize().shape == (0, 4)
+    tiny = torch.tensor([1e-38, -1e-38])
+    made = quantize(tiny, storage).dequantize()
+    assert torch.isfinite(made).all() and ((made - tiny).abs() <= 1e-38).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logical_dtype_is_the_parameters_and_fp32_for_fp16(dtype):
+    assert quantize(values(4, 4).to(dtype), FP16).dtype == dtype
+    assert quantize(values(4, 4).half(), FP16).dtype == torch.float32
+
+
+# The scale alone
+
+
+@pytest.mark.parametrize("storage", STORED)
+@pytest.mark.parametrize("factor", [16.0, 1 / 512, 2.0**-40])
+def test_powers_of_two_are_exact(storage, factor):
+    t = quantize(values(16, 16), storage)
+    before, data = t.dequantize(), t._data.clone()
+    assert torch.equal((t * factor).dequantize(), before * factor)
+    assert torch.equal((t / factor).dequantize(), before / factor)
+    assert torch.equal((factor * t).dequantize(), before * factor)
+    t.mul_(factor)
+    assert torch.equal(t.dequantize(), before * factor)
+    t.div_(torch.tensor(factor))
+    assert torch.equal(t.dequantize(), before)
+    assert torch.equal(t._data.view(torch.uint8), data.view(torch.uint8))
+
+
+@given(factor=st.floats(1e-3, 1e3))
+@settings(max_examples=50, deadline=None)
+def test_other_factors_round_the_scale_once(factor):
+    t = quantize(values(8, 8), E4M3)
+    scale_inv, f = t._scale_inv.clone(), torch.tensor(factor, dtype=torch.float32)
+    t.div_(factor)
+    assert torch.equal(t._scale_inv, scale_inv / f)
+    t.mul_(factor)
+    assert torch.equal(t._scale_inv, scale_inv / f * f)
+
+
+def test_a_whole_view_shares_the_scale_and_a_part_may_not_change_it():
+    t = quantize(values(8, 8), FP16)
+    before = t.dequantize()
+    t.view(-1).mul_(4)
+    t.detach().t().mul_(2)
+    assert torch.equal(t.dequantize(), before * 8)
+    assert torch.equal(t[2:4].dequantize(), before[2:4] * 8) and t[2:4]._data.untyped_storage().data_ptr() == (
+        t._data.untyped_storage().data_ptr()
+    )
+    with pytest.raises(NotImplementedError, match="in place"):
+        t[2:4].mul_(2)
+    with pytest.raises(NotImplementedError, match="in place"):
+        t[0].copy_(torch.zeros(8))
+    assert torch.equal(t.dequantize(), before * 8)
+
+
+# Everything else
+
+
+OPERATIONS = {
+    "add": lambda t: t + 1,
+    "product of two": lambda t: t * t,
+    "matmul": lambda t: t @ t.t(),
+    "sum": lambda t: t.sum(dim=0),
+    "index": lambda t: t[torch.tensor([1, 3])],
+    "transpose": lambda t: t.t(),
+    "reshape": lambda t: t.reshape(4, 16),
+    "permute": lambda t: t.permute(1, 0),
+    "select": lambda t: t[1],
+    "split": lambda t: torch.cat(t.split(3)),
+    "chunk": lambda t: torch.stack([c.sum() for c in t.chunk(3)]),
+    "as_strided": lambda t: t.as_strided((4, 2), (8, 1)),
+    "cat": lambda t: torch.cat([t, t]),
+    "where": lambda t: torch.where(t > 0, t, 0.0),
+    "norm": lambda t: torch.linalg.vector_norm(t),
+    "one norm": lambda t: torch.linalg.vector_norm(t, 1),
+    "inf norm": lambda t: torch.linalg.vector_norm(t, float("inf")),
+    "zero norm": lambda t: torch.linalg.vector_norm(t, 0),
+    "row norms": lambda t: torch.linalg.vector_norm(t, dim=1),
+    "foreach norm": lambda t: torch.stack(torch._foreach_norm([t, t])),
+    "linear": lambda t: torch.nn.functional.linear(torch.ones(2, 8), t),
+    "embedding": lambda t: torch.nn.functional.embedding(torch.tensor([0, 5]), t),
+    "neg": lambda t: -t,
+    "unsqueeze": lambda t: t.unsqueeze(0).squeeze(0),
+    "number over it": lambda t: 1 / (t.abs() + 1),
+    "bfloat16": lambda t: t.to(torch.bfloat16).float(),
+    "double": lambda t: t.double().float(),
+    "int": lambda t: (t * 100).int(),
+    "zeros_like": lambda t: torch.zeros_like(t),
+    "written into a plain tensor": lambda t: torch.zeros(8, 8).copy_(t),
+    "added to a plain tensor": lambda t: torch.ones(8, 8).add_(t),
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
+@pytest.mark.parametrize(("storage", "block_size"), [(E4M3, 0), (FP16, 0), (E4M3, 16)])
+def test_any_operation_reads_the_values(operation, storage, block_size):
+    t = quantize(values(8, 8), storage, block_size=block_size)
+    found, wanted = operation(t), operation(t.dequantize())
+    found = found.dequantize() if isinstance(found, ScaledTensor) else found
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
+
+
+IN_PLACE = {
+    "add_": lambda t: t.add_(1),
+    "addcdiv_": lambda t: t.addcdiv_(torch.ones(8, 8), torch.ones(8, 8)),
+    "clamp_": lambda t: t.clamp_(0, 1),
+    "lerp_": lambda t: t.lerp_(torch.ones(8, 8), 0.5),
+    "mul_ by a tensor": lambda t: t.mul_(torch.ones(8, 8)),
+    "foreach add_": lambda t: torch._foreach_add_([torch.ones(8, 8), t], 1.0),
+    "item": lambda t: t.__setitem__((0, 0), 1.0),
+    "out": lambda t: torch.add(torch.ones(8, 8), 1, out=t),
+}
+
+
+@pytest.mark.parametrize("operation", IN_PLACE.values(), ids=IN_PLACE)
+def test_what_would_be_lost_on_a_copy_raises(operation):
+    t = quantize(values(8, 8), FP16)
+    before = t.dequantize()
+    with pytest.raises((NotImplementedError, RuntimeError), match="in place|out="):
+        operation(t)
+    assert torch.equal(t.dequantize(), before)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
+@pytest.mark.parametrize("foreach", [True, False])
+def test_a_stock_optimizer_raises_and_never_trains_nothing(optimizer, foreach):
+    weight = nn.Parameter(quantize(values(8, 8), FP16))
+    before = weight.dequantize()
+    weight.grad = values(8, 8, seed=1)
+    with pytest.raises(NotImplementedError, match="prepare"):
+        optimizer([weight], lr=0.1, weight_decay=0.0, foreach=foreach).step()
+    torch.testing.assert_close(weight.dequantize(), before)
+
+
+def test_copy_takes_bits_from_its_like_and_values_from_others():
+    target, source = quantize(values(8, 8), FP16), quantize(values(8, 8, seed=1), FP16)
+    assert same(target.copy_(source), source)
+    plain = values(8, 8, seed=2, spread=100.0)
+    assert same(target.copy_(plain), quantize(plain, FP16))
+    assert same(target.copy_(quantize(plain, E4M3)), quantize(quantize(plain, E4M3).dequantize(), FP16))
+    assert same(target.copy_(torch.tensor(3.0)), quantize(torch.full((8, 8), 3.0), FP16))
+    nn.init.normal_(target, std=0.02)
+    assert 0.01 < target.dequantize().std() < 0.03
+    nn.init.zeros_(target)
+    assert not target.dequantize().any()
+
+
+def test_a_master_follows_and_is_what_leaves():
+    x = values(8, 8)
+    t = quantize(x, E4M3)
+    t.master = quantize(x, FP16)
+    assert torch.equal(t.exact(), quantize(x, FP16).dequantize())
+    for other in (nn.Parameter(t), copy.deepcopy(t), pickle.loads(pickle.dumps(t)), t.cpu(), t.float()):
+        assert torch.equal(other.exact(), t.exact())
+    new = values(8, 8, seed=1)
+    t.copy_(new)
+    assert same(t.master, quantize(new, FP16)) and same(t, quantize(t.master.dequantize(), E4M3))
+
+
+# Gradients
+
+
+def test_microbatches_accumulate_in_high_precision_and_round_once():
+    """64 gradients of equal size: summed in FP8 the relative error is 0.14, cast once 0.03 (FP8-LM's rounding is half
+    a step of E4M3, 2**-4, at most; its root mean square over a binade is 0.026)."""
+    parts = [values(64, 64, seed=i) for i in range(64)]
+    exact = torch.stack(parts).sum(0)
+    total = quantize(parts[0], E4M3)
+    total.accumulates = True
+    rounded_each_time = quantize(parts[0], E4M3)
+    for part in parts[1:]:
+        assert total.add_(part) is total
+        rounded_each_time = quantize(rounded_each_time.dequantize() + part, E4M3)
+    assert total._data.dtype == torch.float32
+    total.finish_accumulation()
+    assert total._data.dtype == E4M3
+
+    def error(made):
+        return ((made.dequantize() - exact).norm() / exact.norm()).item()
+
+    assert error(total) < 0.03
+    assert error(rounded_each_time) > 0.1
+    total.finish_accumulation()  # nothing left to do
+    assert error(total) < 0.03
+
+
+def test_autograd_accumulates_into_the_very_gradient():
+    weight = nn.Parameter(quantize(values(8, 8), FP16))
+    (weight * torch.ones(8, 8)).sum().backward()
+    first = quantize(weight.grad, E4M3)
+    first.accumulates = True
+    weight.grad = first
+    (weight * torch.ones(8, 8)).sum().backward()
+    assert weight.grad is first and first._data.dtype == torch.float32
+    assert torch.equal(first.dequantize(), torch.full((8, 8), 2.0))
+
+
+@pytest.mark.parametrize("clip", [torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_])
+def test_clipping_sees_scaled_and_plain_gradients(clip):
+    scaled, plain = nn.Parameter(quantize(values(8, 8), FP16)), nn.Parameter(values(8))
+    scaled.grad, plain.grad = quantize(values(8, 8, seed=1), E4M3), values(8, seed=2)
+    like = [nn.Parameter(scaled.dequantize()), nn.Parameter(plain.detach().clone())]
+    like[0].grad, like[1].grad = scaled.grad.dequantize(), plain.grad.clone()
+    if clip is torch.nn.utils.clip_grad_value_:
+        with pytest.raises(NotImplementedError, match="in place"):  # a clamp is not a scale
+            clip([scaled, plain], 0.5)
+        return
+    torch.testing.assert_close(clip([scaled, plain], 0.5), clip(like, 0.5))
+    for mine, other in zip([scaled, plain], like, strict=True):
+        got = mine.grad.dequantize() if isinstance(mine.grad, ScaledTensor) else mine.grad
+        torch.testing.assert_close(got, other.grad, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("bad", [None, float("inf"), float("nan")])
+def test_loss_scaler_unscales_the_scale_and_finds_what_is_not_finite(bad):
+    scaled, plain = nn.Parameter(quantize(values(8, 8), FP16)), nn.Parameter(values(8))
+    gradient = values(8, 8, seed=1) * 65536
+    if bad is not None:
+        gradient[1, 1] = bad
+    scaled.grad, plain.grad = quantize(gradient, E4M3), values(8, seed=2) * 65536
+    data = scaled.grad._data.clone()
+    scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
+    scaler.scale(torch.zeros(()))
+    optimizer = torch.optim.SGD([scaled, plain], lr=0.0)
+    scaler.unscale_(optimizer)
+    found = scaler._found_inf_per_device(optimizer)[torch.device("cpu")].item()
+    assert found == (bad is not None)
+    assert torch.equal(scaled.grad._data.view(torch.uint8), data.view(torch.uint8))
+    torch.testing.assert_close(plain.grad, values(8, seed=2))
+    if bad is None:
+        assert same(scaled.grad, quantize(values(8, 8, seed=1), E4M3))
+
+
+# Moving, copying, saving
+
+
+def ways() -> dict:
+    def saved(t):
+        buffer = io.BytesIO()
+        torch.save({"t": t}, buffer)
+        buffer.seek(0)
+        return torch.load(buffer, weights_only=True)["t"]
+
+    return {
+        "clone": lambda t: t.detach().clone(),
+        "deepcopy": copy.deepcopy,
+        "pickle": lambda t: pickle.loads(pickle.dumps(t)),
+        "torch.save": saved,
+        "to": lambda t: t.to("cpu", copy=True),
+        "flatten": lambda t: ScaledTensor.__tensor_unflatten__(
+            {name: getattr(t, name) for name in t.__tensor_flatten__()[0]}, t.__tensor_flatten__()[1], None, None
+        ),
+    }
+
+
+@pytest.mark.parametrize("way", ways().values(), ids=ways())
+@pytest.mark.parametrize(("storage", "block_size"), [(E4M3, 0), (FP16, 0), (E4M3, 16)])
+@pytest.mark.parametrize("parameter", [False, True])
+def test_a_copy_is_stored_equally(way, storage, block_size, parameter):
+    t = quantize(values(8, 8).bfloat16(), storage, block_size=block_size)
+    t = nn.Parameter(t, requires_grad=True) if parameter else t
+    made = way(t)
+    assert isinstance(made, ScaledTensor) and same(made, t) and made.block_size == block_size
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
+def test_a_copied_parameter_is_a_parameter(way):
+    for trains in (True, False):
+        made = ways()[way](nn.Parameter(quantize(values(8, 8), FP16), requires_grad=trains))
+        assert isinstance(made, nn.Parameter) and made.requires_grad is trains
+
+
+def test_a_module_moves_and_changes_dtype_with_its_weight_scaled():
+    layer = nn.Linear(8, 8)
+    layer.weight = nn.Parameter(quantize(layer.weight, FP16))
+    weight, before = layer.weight, layer.weight.dequantize()
+    layer.to(torch.bfloat16)
+    assert layer.weight is weight and isinstance(weight, ScaledTensor) and weight.dtype == torch.bfloat16
+    layer.float()
+    assert torch.equal(weight.dequantize(), before) and weight._data.dtype == FP16
+    layer.to("meta")
+    assert layer.weight.is_meta and isinstance(layer.weight, ScaledTensor)
+    layer.to_empty(device="cpu")
+    assert isinstance(layer.weight, ScaledTensor) and layer.weight._data.device.type == "cpu"
+
+
+def test_asked_for_a_dtype_a_state_becomes_plain():
+    """Stock `Optimizer.load_state_dict` casts states so: a low-precision state loads into plain training by value."""
+    state = quantize(values(8, 8), E4M3)
+    plain = state.to(dtype=torch.float32, device="cpu")
+    assert type(plain) is torch.Tensor and torch.equal(plain, state.dequantize())
+    weight = nn.Parameter(torch.zeros(8, 8))
+    stock = torch.optim.AdamW([weight])
+    moments = {"step": torch.tensor(3.0), "exp_avg": state, "exp_avg_sq": quantize(values(8, 8).square(), FP16)}
+    stock.load_state_dict({"state": {0: moments}, "param_groups": stock.state_dict()["param_groups"]})
+    assert torch.equal(stock.state[weight]["exp_avg"], state.dequantize())
+    weight.grad = torch.ones(8, 8)
+    stock.step()
+    assert weight.abs().min() > 0
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiles_without_graph_breaks(backend):
+    weight = nn.Parameter(quantize(values(8, 8), FP16))
+
+    def function(x, w):
+        return (x @ w.t()).sum() + (w * 2.0).sum()
+
+    x = values(4, 8, seed=3)
+    wanted = torch.autograd.grad(function(x, weight), weight)[0]
+    compiled = torch.compile(function, fullgraph=True, backend=backend)
+    found = torch.autograd.grad(compiled(x, weight), weight)[0]
+    torch.testing.assert_close(found, wanted)
+
+
+def test_repr_tells_the_truth():
+    assert "stored as E4M3" in repr(quantize(values(4, 4), E4M3)) and "4 scales" in repr(
+        quantize(values(8, 8), E4M3, block_size=16)
+    )
+    assert "FP16" in repr(quantize(values(4, 4, spread=0.0), FP16)) and "meta" not in repr(values(2))
+    assert "one scale" in repr(quantize(torch.empty(2, 2, device="meta"), E4M3))
