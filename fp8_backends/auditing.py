@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 import weakref
 from collections.abc import Iterator
@@ -21,7 +22,11 @@ from .weight_products import FP8, plain_name
 if TYPE_CHECKING:
     from .conversion import Prepared
 
+logger = logging.getLogger("fp8_backends")
+
 BYTE_KEYS = ("weight", "master", "gradient", "optimizer")
+MANY_LOST_UPDATES = 0.5
+"""From this share on, an audit warns."""
 
 
 @dataclass
@@ -49,7 +54,8 @@ class Audit:
     gradient_source: str = "none"
     """Where the gradients' bytes were read: `live` (`.grad`), `last step` (its dtype, `.grad` being freed), `none`."""
     lost_updates: float | None = None
-    """Share of the weight updates that rounding swallowed. None until `measure_lost_updates` watched a step."""
+    """Share of the weight updates that rounding swallows. With scaled weights (O1, O2, O3) what the optimizer's next
+    step would lose, as projected on the exact update; else None until `measure_lost_updates` watched a step."""
 
     def to_dict(self) -> dict[str, Any]:
         """The same as dictionaries, numbers and text, ready for JSON."""
@@ -93,9 +99,21 @@ def audit(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> A
     needed = sum(part.needed for part in parts)
     result.flops_share = sum(part.in_fp8 for part in parts) / needed if needed else 0.0
     _read_bytes(result, model, parts, optimizers)
-    losses = [seen.lost_updates for seen in observed if seen.lost_updates is not None]
-    result.lost_updates = max(losses, default=None)
+    losses = [seen.lost_updates for seen in observed] + [_lost_next(optimizer) for optimizer in optimizers]
+    result.lost_updates = max((loss for loss in losses if loss is not None), default=None)
+    if result.lost_updates is not None and result.lost_updates > MANY_LOST_UPDATES:
+        logger.warning(
+            "%s: rounding swallows %.0f %% of the weight updates, so the model hardly trains: store weights with "
+            'rounding="stochastic", or raise the learning rate',
+            result.recipe,
+            100 * result.lost_updates,
+        )
     return result
+
+
+def _lost_next(optimizer: torch.optim.Optimizer) -> float | None:
+    """Of an optimizer that rounds weights itself: what it would lose in its next step."""
+    return optimizer.lost_updates() if hasattr(optimizer, "lost_updates") else None
 
 
 @contextlib.contextmanager
@@ -154,6 +172,9 @@ def measure_lost_updates(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
                 lost += int((has_gradient & (weight.detach() == before[index])).sum())
 
     optimizer = unwrapped(optimizer)
+    if hasattr(optimizer, "lost_updates"):
+        yield  # it knows: `audit` asks it
+        return
     hooks = optimizer.register_step_pre_hook(remember), optimizer.register_step_post_hook(compare)
     try:
         yield
@@ -304,7 +325,7 @@ def _read_bytes(result: Audit, model: nn.Module, parts: list[RootMeasures], opti
     result.bytes_per_parameter = _average(weighed, bool(optimizers), sum(part.transient_bytes for part in parts))
     sources = {w.gradient_source for w in of_converted}
     result.gradient_source = next((source for source in ("live", "last step") if source in sources), "none")
-    for key in ("weight", "gradient", "optimizer"):
+    for key in BYTE_KEYS:
         names = {w.dtypes[key] for w in of_converted if w.dtypes[key]}
         result.dtypes[key] = ", ".join(sorted(names))
 
@@ -324,18 +345,21 @@ def _weigh(parameter: nn.Parameter, optimizers: list, gradient_dtypes: dict[int,
     sizes = dict.fromkeys(BYTE_KEYS, 0)
     sizes["weight"] = stored_bytes(parameter)
     gradient, source = parameter.grad, "none"
-    dtypes = {"weight": _dtype_name(parameter.dtype), "gradient": "", "optimizer": ""}
+    dtypes = {"weight": _dtype_name(stored_dtype(parameter)), "master": "", "gradient": "", "optimizer": ""}
     if gradient is not None:
         sizes["gradient"], source = stored_bytes(gradient), "live"
-        dtypes["gradient"] = _dtype_name(gradient.dtype)
+        dtypes["gradient"] = _dtype_name(stored_dtype(gradient))
     elif parameter.requires_grad and (dtype := gradient_dtypes.get(id(parameter))) is not None:
         sizes["gradient"], source = dtype.itemsize * elements, "last step"
         dtypes["gradient"] = _dtype_name(dtype)
     state = next((o.state[parameter] for o in optimizers if parameter in o.state), {})
     kept = {key: value for key, value in state.items() if isinstance(value, torch.Tensor) and value.numel() > 1}
+    names: dict[str, list[str]] = {"master": [], "optimizer": []}
     for key, value in kept.items():
-        sizes["master" if "master" in key else "optimizer"] += stored_bytes(value)
-    dtypes["optimizer"] = "+".join(_dtype_name(value.dtype) for value in kept.values())
+        kind = "master" if "master" in key else "optimizer"
+        sizes[kind] += stored_bytes(value)
+        names[kind].append(_dtype_name(stored_dtype(value)))
+    dtypes |= {kind: "+".join(of_kind) for kind, of_kind in names.items()}
     return _Weighed(id(parameter), elements, sizes, dtypes, source)
 
 
@@ -356,6 +380,14 @@ def stored_bytes(tensor: torch.Tensor) -> int:
         names, _ = tensor.__tensor_flatten__()
         return sum(stored_bytes(getattr(tensor, name)) for name in names)
     return tensor.numel() * tensor.element_size()
+
+
+def stored_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """The dtype in which a tensor's data lies in memory, of a wrapper subclass that of its first part."""
+    tensor = _local(tensor)
+    if hasattr(tensor, "__tensor_flatten__"):
+        return stored_dtype(getattr(tensor, tensor.__tensor_flatten__()[0][0]))
+    return tensor.dtype
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

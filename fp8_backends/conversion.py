@@ -13,7 +13,7 @@ import difflib
 import fnmatch
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -100,6 +100,8 @@ class Adopted:
     attributes: tuple[str, ...]
     buffers: tuple[str, ...]
     recipe: Recipe
+    undo: list[Callable[[nn.Module], None]] = field(default_factory=list)
+    """What others did to the layer since, to be undone first when it is turned back."""
 
 
 def convert(model: nn.Module, recipe: Recipe, compute: Compute) -> Prepared:
@@ -335,6 +337,8 @@ def adopt(linear: nn.Linear, carrier: nn.Module, recipe: Recipe) -> None:
 def turn_back(linear: nn.Module) -> None:
     """Undo `adopt`."""
     adopted: Adopted = linear.__dict__.pop(ADOPTED)
+    for undo in reversed(adopted.undo):
+        undo(linear)
     linear.__class__ = adopted.original
     for name in adopted.attributes:
         linear.__dict__.pop(name, None)

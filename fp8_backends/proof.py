@@ -24,6 +24,7 @@ from .auditing import (
     count_products,
     layers_to_profile,
     observed_of,
+    stored_dtype,
     unwrapped,
 )
 from .compute import KINDS, WGRAD, ProductCounts
@@ -147,7 +148,7 @@ class FirstStep:
             dtypes = observed_of(prepared).gradient_dtypes
             for name, parameter in root.named_parameters():
                 if parameter.grad is not None:
-                    dtypes[plain_name(name)] = parameter.grad.dtype
+                    dtypes[plain_name(name)] = stored_dtype(parameter.grad)
 
 
 def _gradient_state(weight: nn.Parameter) -> tuple | None:

@@ -138,6 +138,9 @@ FIELDS: dict[str, FieldRule] = {
     "pad_inner_dim": FieldRule(None, flag),
     "enable_fsdp_float8_all_gather": FieldRule(None, flag),
     "auto_filter": FieldRule(False, flag),
+    # how a level stores weights and states
+    "rounding": FieldRule("stochastic", one_of("stochastic", "nearest")),
+    "exp_avg_scaling": FieldRule("block", one_of("block", "tensor")),
     # which layers, and what surrounds them: fields of every recipe
     "include": FieldRule(None, patterns),
     "exclude": FieldRule(None, patterns),
@@ -149,6 +152,9 @@ FIELDS: dict[str, FieldRule] = {
 
 COMMON_FIELDS = ("include", "exclude", "module_filter_func", "autocast_dtype", "gradient_comm", "on_unproven")
 """Fields that every backend has."""
+
+LEVEL_FIELDS = ("rounding", "exp_avg_scaling")
+"""Fields that every level above O0 reads."""
 
 NAMING_FIELDS = ("backend", "scaling", "opt_level", "use_mxfp8_block_scaling")
 """Fields that take part in the name of the backend."""

@@ -24,6 +24,7 @@ from .recipe_fields import (
     DEFAULT_LEVEL,
     FIELDS,
     FORMAT_OF_SCALING,
+    LEVEL_FIELDS,
     LEVELS,
     closest,
     parse_field,
@@ -238,6 +239,10 @@ class MSAMPRecipeKwargs(Recipe):
 
     opt_level: str | None = None
     """"O1", "O2" (default), "O3"; "O0" leaves weights and optimizer states alone."""
+    rounding: str | None = None
+    """Of stored weights and Adam states: "stochastic" (default), or "nearest", MS-AMP's, which loses small updates."""
+    exp_avg_scaling: str | None = None
+    """One scale of the E4M3 exp_avg for each "block" of 128 elements (default), or one for the "tensor", MS-AMP's."""
 
 
 @_checks_names
@@ -271,6 +276,8 @@ class FP8RecipeKwargs(Recipe):
     backend: str | None = None
     """A backend string; None is "auto"."""
     opt_level: str | None = None
+    rounding: str | None = None
+    exp_avg_scaling: str | None = None
     scaling: str | None = None
     fp8_format: str | None = None
     margin: int | None = None
@@ -370,6 +377,13 @@ def _check(recipe: Recipe) -> None:
         raise RecipeError("ao:custom stands for a Float8LinearConfig of your own: pass config=")
     for name in sorted((recipe.given & FIELDS.keys()) - {*COMMON_FIELDS, "use_mxfp8_block_scaling"}):
         readers = FIELDS[name].scalings
+        if name in LEVEL_FIELDS:
+            if recipe.level == "O0":
+                raise RecipeError(
+                    f"{name} is not read by {recipe.name}, only with a level O1, O2 or O3, such as "
+                    f"{recipe.compute}+msamp:O2: leave it out, or use that"
+                )
+            continue
         if name not in compute.fields:
             raise RecipeError(
                 f"{name} is not read by {recipe.name}, only by {_readers(name)}: leave it out, or use these"

@@ -37,13 +37,13 @@ ALIASES = {"transformer_engine": "te", "transformer-engine": "te", "torchao": "a
 RESERVED = ("auto", "msamp", "ms-amp")
 """Names with a meaning of their own in a backend string."""
 
-PLANNED_SCALINGS = {"native": ("blockwise", "mxfp8", "window")}
+PLANNED_SCALINGS = {"native": ("blockwise", "mxfp8")}
 """Scaling rules whose names are valid, and which are not in this version yet."""
 
-PLANNED_LEVELS = {"native": LEVELS, "te": LEVELS}
+PLANNED_LEVELS = {"te": LEVELS}
 """MS-AMP levels whose combination with a compute is a valid name, and which are not in this version yet."""
 
-INSTEAD_OF_SCALING = {"blockwise": "native:rowwise", "mxfp8": "native:rowwise", "window": "native:delayed"}
+INSTEAD_OF_SCALING = {"blockwise": "native:rowwise", "mxfp8": "native:rowwise"}
 """The nearest rule that this version has."""
 
 _factories: dict[str, Callable[[], Compute]] = {}

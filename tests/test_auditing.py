@@ -78,7 +78,7 @@ def test_bytes_are_read_from_live_tensors():
     audit = auditing.audit(model)
     assert audit.bytes_per_element == dict(weight=4, master=0, gradient=4, optimizer=8, total=16)
     assert audit.gradient_source == "last step"
-    assert audit.dtypes == {"weight": "float32", "gradient": "float32", "optimizer": "float32+float32"}
+    assert audit.dtypes == {"weight": "float32", "master": "", "gradient": "float32", "optimizer": "float32+float32"}
     assert auditing.audit(model.bfloat16(), optimizer).bytes_per_element["weight"] == 2
 
 

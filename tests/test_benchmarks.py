@@ -54,3 +54,50 @@ def test_a_benchmark_prints_its_ratio_and_keeps_it_as_json(script, arguments, tm
     assert json.loads((tmp_path / "result.json").read_text())["machine"]["chip"]
     if script == "overhead.py":
         assert "first losses equal to the bit: True" in done.stdout
+
+
+@pytest.fixture
+def tiny_encoder(tmp_path):
+    """A folder with a random encoder and a tokenizer of single letters, laid out as a pre-trained one."""
+    from transformers import BertConfig, BertModel, BertTokenizerFast
+
+    letters = [chr(i) for i in range(ord("a"), ord("z") + 1)]
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{letter}" for letter in letters)]
+    (tmp_path / "vocab.txt").write_text("\n".join(words))
+    BertTokenizerFast(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path)
+    config = BertConfig(len(words), 32, 1, 2, intermediate_size=64, max_position_embeddings=64)
+    BertModel(config).save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_finetune_pairs_each_backend_with_bf16(tiny_encoder, tmp_path):
+    settings = ["--steps", "6", "--batch", "4", "--sequence", "32", "--train", "8", "--held-out", "4", "--workers", "1"]
+    result = tmp_path / "result.json"
+    backends = ["--backends", "native:dynamic,msamp:O2", "--lrs", "1e-3", "--seeds", "2"]
+    done = run("finetune.py", *settings, *backends, "--model", str(tiny_encoder), "--json", str(result))
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = json.loads(result.read_text())
+    assert record["passages"] == {"train": 56, "held_out": 28}
+    assert len({r["start_checksum"] for r in record["runs"] if r["seed"] == 0}) == 1
+    assert len({r["start_checksum"] for r in record["runs"]}) == 2
+    bf16, native, level = record["summaries"]
+    assert bf16["gap"]["mean"] == 0 and bf16["displacement_along"] == pytest.approx(1)
+    assert native["gap"]["pairs"] == level["gap"]["pairs"] == 2
+    assert level["gap"]["mean"] != 0 and level["all_moved"] and level["displacement_along"] > 0.5
+    assert {r["bytes_per_element"]["gradient"] for r in record["runs"] if r["backend"] == "bf16"} == {4}
+    assert str(tiny_encoder) not in result.read_text()
+
+
+@pytest.mark.slow
+def test_memory_falls_with_the_level(tmp_path):
+    settings = ["--hidden", "256", "--layers", "2", "--vocabulary", "64", "--sequence", "16"]
+    result = tmp_path / "result.json"
+    done = run("memory.py", *settings, "--backends", "msamp:O1,msamp:O2", "--json", str(result))
+    assert done.returncode == 0, done.stdout + done.stderr
+    bf16, o1, o2 = json.loads(result.read_text())["results"]
+    assert [round(r["bytes_per_element"]["total"]) for r in (bf16, o1, o2)] == [16, 11, 6]
+    peaks = [r["peak_tensor_bytes"] / r["in_linears"] for r in (bf16, o1, o2)]
+    # nothing is counted as less than what is stored, and the step adds little to it
+    for peak, at_rest in zip(peaks, (16, 11, 6), strict=True):
+        assert at_rest <= peak < at_rest + 4

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import fp8_backends
 from fp8_backends import preparation
 from fp8_backends.errors import BackendUnavailableError, FP8BackendError, RecipeError
 
@@ -57,10 +58,21 @@ def test_a_meta_model_can_be_prepared_before_it_is_materialised(spec, capfd):
     assert "2/2 Linear" in capfd.readouterr().err
 
 
-def test_the_migration_entry_names_the_level_that_is_missing():
+@pytest.mark.parametrize(("arguments", "level"), [((), "O1"), (("O2",), "O2"), (("O3",), "O3")])
+def test_the_migration_entry_has_msamps_signature_and_meaning(arguments, level):
     model = net()
-    with pytest.raises(BackendUnavailableError, match="O2"):
-        preparation.initialize(model, torch.optim.AdamW(model.parameters()), opt_level="O2")
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert preparation.initialize(model, optimizer, *arguments) == (model, optimizer)
+    step(model, optimizer)
+    assert optimizer.fp8_states.level == level
+    assert fp8_backends.audit(model).recipe == f"native:window+msamp:{level}"
+
+
+def test_the_migration_entry_names_what_it_cannot_do(monkeypatch):
+    monkeypatch.setattr("fp8_backends.compute.transformer_engine.importlib.util.find_spec", lambda name: None)
+    model = net()
+    with pytest.raises(BackendUnavailableError, match="TransformerEngine is not installed"):
+        preparation.initialize(model, torch.optim.AdamW(model.parameters()), opt_level="O2", use_te=True)
     with pytest.raises(RecipeError, match="O7"):
         preparation.initialize(model, torch.optim.AdamW(model.parameters()), opt_level="O7")
 

@@ -127,11 +127,8 @@ def test_one_instance_serves_every_spelling(name):
     [
         ("te", ["TransformerEngine is not installed", "pip install fp8-backends[te]", "native:delayed"]),
         ("te+msamp:O2", ["TransformerEngine is not installed"]),
-        ("msamp", ["native:window+msamp:O2: level O2 is not in this version yet", "use native:dynamic"]),
-        ("msamp:O1", ["level O1 is not in this version yet"]),
         ("native:mxfp8", ["mxfp8 is not in this version yet", "use native:rowwise"]),
         ("native:blockwise", ["blockwise is not in this version yet"]),
-        ("native:window", ["window is not in this version yet", "use native:delayed"]),
     ],
 )
 def test_valid_name_that_cannot_run_is_refused_by_prepare_alone(spec, said, monkeypatch):

@@ -73,8 +73,8 @@ def test_small_layers_are_pointed_out(fp8_gpu):
 
 
 def test_unavailable_backend_and_wrong_string_are_findings_not_exceptions(fp8_gpu):
-    assert rules("msamp:O2")["unavailable"].severity == "error"
-    assert "not in this version yet" in rules("msamp:O2")["unavailable"].reason
+    assert rules("native:mxfp8")["unavailable"].severity == "error"
+    assert "not in this version yet" in rules("native:mxfp8")["unavailable"].reason
     assert "did you mean 'native'" in rules("nativ")["recipe"].reason
 
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from .. import preparation
 from ..conversion import weight_products
-from ..errors import FP8BackendError, RecipeError
+from ..errors import BackendUnavailableError, FP8BackendError, RecipeError
 from ..recipes import Recipe
 from .checkpoint import LoadScalingState, SaveScalingState, ScalingInOptimizer
 
@@ -114,6 +114,9 @@ class FP8Mixin(_MadeAtRunTime):
         if self.distributed_type == DistributedType.MEGATRON_LM:
             raise RecipeError("Megatron-LM brings its own FP8: use mixed_precision='bf16' and Megatron's FP8 options")
         models = [obj for obj in args if isinstance(obj, nn.Module)]
+        self._check_level()
+        for optimizer in (obj for obj in args if isinstance(obj, torch.optim.Optimizer)):
+            preparation.check_optimizer(optimizer, self.fp8_recipe)
         for model in sorted(models, key=lambda model: not weight_products(model)):
             self._convert(model)
         result = super().prepare(*args, device_placement=device_placement)
@@ -123,12 +126,29 @@ class FP8Mixin(_MadeAtRunTime):
     def prepare_model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False):
         """As in Accelerate, with the model converted first; also the way of a model prepared for evaluation only."""
         if not getattr(model, "_is_accelerate_prepared", False):
+            self._check_level()
             self._convert(model, evaluation_mode)
             if self.fp8_recipe.autocast_dtype == "fp16":
                 self._wrap_forward(model)
         model = super().prepare_model(model, device_placement=device_placement, evaluation_mode=evaluation_mode)
         self._watch_optimizers()
         return model
+
+    def _check_level(self) -> None:
+        """Scaled weights and gradients do not travel between ranks yet, and DeepSpeed has an engine of its own."""
+        level = self.fp8_recipe.level
+        if level == "O0":
+            return
+        if self.distributed_type == DistributedType.DEEPSPEED:
+            raise RecipeError(
+                f"{self.fp8_recipe.name}: DeepSpeed keeps weights and states in its own way; level {level} does not "
+                f"go with it: leave DeepSpeed out, or use {self.fp8_recipe.compute}:dynamic"
+            )
+        if self.num_processes > 1:
+            raise BackendUnavailableError(
+                f"{self.fp8_recipe.name}: level {level} on {self.num_processes} processes is not in this version yet; "
+                f"use one process, or {self.fp8_recipe.compute}:dynamic, which trains on many"
+            )
 
     def _convert(self, model: nn.Module, evaluation_mode: bool = False) -> None:
         """`FP8BackendError` where nothing runs in FP8, but for a module beside a converted model that has no weight
@@ -146,6 +166,8 @@ class FP8Mixin(_MadeAtRunTime):
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement=None):
         """As in Accelerate; the first step of the optimizer will prove that FP8 is on."""
         is_new = not getattr(optimizer, "_is_accelerate_prepared", False)
+        if is_new:  # before the wrapper, which remembers `optimizer.step` where there is a loss scaler
+            preparation.adopt_optimizer(optimizer, self.fp8_recipe)
         optimizer = super().prepare_optimizer(optimizer, device_placement=device_placement)
         if is_new:
             ScalingInOptimizer(self).install(_innermost(optimizer))
@@ -164,6 +186,14 @@ class FP8Mixin(_MadeAtRunTime):
         """The prepared models that this optimizer trains."""
         trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
         return [model for model in self._models if any(id(p) in trained for p in model.parameters())]
+
+    def backward(self, loss, **kwargs):
+        """As in Accelerate; weight gradients that microbatches accumulated are cast once, when they are complete."""
+        result = super().backward(loss, **kwargs)
+        if self.fp8_recipe.level != "O0" and self.sync_gradients:
+            for model in self._models:
+                preparation.finish_accumulation(model)
+        return result
 
     # Checkpoints and export
 

@@ -17,15 +17,21 @@ from ..compute import KINDS
 from ..errors import FP8BackendError
 from ..precision_plan import plan
 from ..preparation import prepare
-from ..recipes import resolve
+from ..recipes import Recipe, resolve
 from ..registry import check_available
 
 SUMMARY = "precision and bytes of every level, measured on small prepared models"
 
-ROWS = ("native:dynamic", "native:delayed", "native:rowwise", "ao:tensorwise", "ao:rowwise", "te:delayed")
-"""The backends that leave states alone (level O0)."""
+ROWS = (
+    *("native:dynamic", "native:delayed", "native:rowwise", "ao:tensorwise", "ao:rowwise", "te:delayed"),
+    *("msamp:O1", "msamp:O2", "msamp:O3", "te+msamp:O2"),
+)
+"""Backends that leave weights and states alone (level O0), then MS-AMP's levels."""
 
-_HEADINGS = ("level", "GEMM", "comm", "weight", "master", "gradient", "Adam states", "bytes", "transient")
+_HEADINGS = (
+    *("level", "GEMM", "comm", "weight", "master", "gradient", "Adam states"),
+    *("bytes", "transient", "accumulating"),
+)
 _NAMES = {"float32": "FP32", "float16": "FP16", "bfloat16": "BF16", "float8_e4m3fn": "FP8", "uint8": "FP8"}
 
 
@@ -45,6 +51,8 @@ class Level:
     """Of weight, master, gradient and Adam states, for each element of the converted weights."""
     transient_bytes_per_element: float | None = None
     """Of copies of the weight that autograd keeps from forward to backward, beyond that."""
+    accumulation_bytes_per_element: float | None = None
+    """Of the gradient while microbatches accumulate in high precision, beyond what it has at the step."""
     not_measured: str = ""
 
 
@@ -92,7 +100,7 @@ def _device() -> str:
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> float:
     """One training step; returns bytes of saved copies of weights for each element of the weights."""
-    weights = {weight.data_ptr(): weight.numel() for weight in model.parameters()}
+    weights = {_pointer(weight): weight.numel() for weight in model.parameters()}
     copies: dict[int, int] = {}
 
     def keep(saved: torch.Tensor) -> torch.Tensor:
@@ -108,6 +116,16 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype
     scaler.scale(loss).backward()
     scaler.step(optimizer)
     return transient
+
+
+def _accumulation(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
+    """Bytes that the gradient of a weight element gains when a second microbatch is added to a first one."""
+    sizes = []
+    optimizer.zero_grad()
+    for _ in range(2):
+        model(torch.randn(32, 64, device=_device())).float().square().mean().backward()
+        sizes.append(sum(stored_bytes(weight.grad) for weight in model.parameters()))
+    return (sizes[1] - sizes[0]) / sum(weight.numel() for weight in model.parameters())
 
 
 def _pointer(tensor: torch.Tensor) -> int:
@@ -132,13 +150,19 @@ def _measure(backend: str) -> Level:
         recipe = resolve(backend)
         check_available(recipe)
     except FP8BackendError as error:
-        return Level(f"{backend} (O0)", not_measured=str(error))
+        return Level(backend, not_measured=str(error))
     model, optimizer = prepare(*_model(), recipe)
     transient = _step(model, optimizer, torch.bfloat16)
     found = audit(model, optimizer)
     kinds = [kind for kind in KINDS if any(counts[kind] for counts in found.products.values())]
     gemm = "FP8" if len(kinds) == len(KINDS) else f"FP8 {' '.join(kinds)}" if kinds else "no FP8"
-    return _level(f"{recipe.name} ({recipe.level})", found, transient, gemm=gemm, comm=plan(recipe).comm)
+    level = _level(_title(recipe), found, transient, gemm=gemm, comm=plan(recipe).comm)
+    level.accumulation_bytes_per_element = round(_accumulation(model, optimizer), 3)
+    return level
+
+
+def _title(recipe: Recipe) -> str:
+    return recipe.name if recipe.level != "O0" else f"{recipe.name} (O0)"
 
 
 def _level(name: str, found: Audit, transient: float, gemm: str, comm: str) -> Level:
@@ -168,13 +192,14 @@ def _readable(levels: list[Level]) -> str:
     rows = [list(_HEADINGS)]
     for level in levels:
         if not level.not_measured:
-            sizes = (level.bytes_per_element, level.transient_bytes_per_element)
-            texts = [f"{size:.4g}" for size in sizes]
+            sizes = (level.bytes_per_element, level.transient_bytes_per_element, level.accumulation_bytes_per_element)
+            texts = ["–" if size is None else f"{size:.4g}" for size in sizes]
             words = [level.name, level.gemm, level.comm, level.weight, level.master, level.gradient, level.optimizer]
             rows.append([*words, *texts])
     lines = aligned(rows)
     lines += ["", "bytes: per element of the converted weights, read from live tensors after one optimizer step"]
     lines += ["transient: copies of the weights that autograd keeps from forward to backward, beyond these bytes"]
+    lines += ["accumulating: what the gradient gains while microbatches accumulate in FP32"]
     lines += ["comm: as planned; one process communicates nothing"]
     lines += [f"not measured: {level.name}: {level.not_measured}" for level in levels if level.not_measured]
     return "\n".join(lines)

@@ -41,7 +41,15 @@ def _resting_storages(model: nn.Module, optimizer: torch.optim.Optimizer) -> lis
     tensors = [*model.parameters(), *model.buffers()]
     for state in optimizer.state.values():
         tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
-    return list({tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}.values())
+    parts = [part for tensor in tensors for part in _parts(tensor)]
+    return list({part.untyped_storage().data_ptr(): part.untyped_storage() for part in parts}.values())
+
+
+def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that hold the bytes: those inside a wrapper subclass."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    return [part for name in tensor.__tensor_flatten__()[0] for part in _parts(getattr(tensor, name))]
 
 
 @contextlib.contextmanager

@@ -30,6 +30,7 @@ from accelerate.state import AcceleratorState
 import fp8_backends
 
 from ..compute import KINDS
+from ..scaled_tensor import ScaledTensor
 from .memory import autocast_copies, peak_memory
 from .planted_faults import plant
 from .settings import BASELINES, Settings, build_model
@@ -77,6 +78,7 @@ class Run:
         if with_reference:
             self._reference_gradients()
         self.model, self.optimizer, self.scheduler = self.accelerator.prepare(model, optimizer, scheduler)
+        self.prepared = {name: _values(p) for name, p in model.named_parameters() if p.requires_grad}
         if fault is not None and backend not in BASELINES:
             plant(fault, self.bare, self.optimizer)
 
@@ -148,10 +150,9 @@ class Run:
         return total / len(windows)
 
     def unmoved(self) -> list[str]:
-        """Trainable parameters that are still what they were."""
+        """Trainable parameters that are still what they were once they were stored as the recipe says."""
         now = dict(self.bare.named_parameters())
-        same = [name for name, before in self.initial.items() if torch.equal(before, now[name].detach().cpu())]
-        return sorted(same)
+        return sorted(name for name, before in self.prepared.items() if torch.equal(before, _values(now[name])))
 
     def _reference_gradients(self) -> None:
         """bf16's gradients of the first batch at the initial weights, before anything is converted."""
@@ -185,6 +186,12 @@ class Run:
         for tensor in self.initial.values():
             value = zlib.crc32(tensor.numpy().tobytes(), value)
         return f"{value:08x}"
+
+
+def _values(parameter: torch.Tensor) -> torch.Tensor:
+    """The plain values on the CPU, a scaled weight's with all the precision that it keeps."""
+    exact = parameter.exact() if isinstance(parameter, ScaledTensor) else parameter.detach()
+    return exact.to("cpu", copy=True)
 
 
 def inspect(settings: Settings, text: TrainingText, backend: str, fault: str | None) -> dict[str, Any]:

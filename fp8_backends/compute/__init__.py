@@ -93,6 +93,9 @@ class Compute(ABC):
     def attach(self, root: nn.Module, recipe: Recipe, shared: Any) -> None:
         """Install what the compute needs on the prepared root (hooks), after its layers were converted."""
 
+    def after_optimizer_step(self, root: nn.Module) -> None:
+        """Called after each step of an optimizer that trains the prepared root: for rules whose scales follow it."""
+
     @abstractmethod
     def is_converted(self, module: nn.Module) -> bool:
         """Whether this module is one of this compute's FP8 layers."""

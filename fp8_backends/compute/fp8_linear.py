@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..formats import Format
+from ..formats import Format, saturating_cast
+from ..parameter_exchange import belongings_kept
+from ..scaled_tensor import ScaledTensor
 from ..scaling import (
     GRAD_OUTPUT,
     INPUT,
@@ -18,17 +20,26 @@ from ..scaling import (
     Quantized,
     delayed_scale,
     new_delayed_state,
+    new_window_state,
+    power_of_two_scale,
     quantize_rowwise,
     quantize_with,
     record_amax,
+    record_window_amax,
+    row_amax,
     scale_from_amax,
+    scale_inv_of,
     tensor_amax,
+    window_scale,
 )
 from . import COMPUTE_DTYPES
 from .products import scaled_product
 
 FPROP, DGRAD, WGRAD, RECOMPUTED = range(4)
 """Elements of the counter `fp8_products`."""
+
+STATEFUL = ("delayed", "window")
+"""Scaling rules with state from step to step."""
 
 
 class LayerRule(NamedTuple):
@@ -83,8 +94,11 @@ class FP8Linear(nn.Linear):
     on, else in the input's dtype. Products have the output's dtype, gradients too, as in TransformerEngine. In eval
     mode the layer computes in high precision unless the recipe says `use_autocast_during_eval`.
 
+    The weight may be a `ScaledTensor` with one scale: FP16 data is cast to FP8 from its exact values, E4M3 data is
+    multiplied as it is. Its gradient is plain and of the dtype that the weight stands for.
+
     Buffers, all integers (wrappers cast floating-point buffers) and none in the state dict: `fp8_products`, int64
-    [4], counts fprop, dgrad, wgrad and recomputed fprop; `fp8_scaling`, the delayed rule's state.
+    [4], counts fprop, dgrad, wgrad and recomputed fprop; `fp8_scaling`, the delayed or the window rule's state.
     """
 
     def set_rule(self, rule: LayerRule, shared: SharedInputs, history_len: int) -> None:
@@ -95,13 +109,15 @@ class FP8Linear(nn.Linear):
 
     def _reset_state(self, device: torch.device) -> None:
         self.register_buffer("fp8_products", torch.zeros(4, dtype=torch.int64, device=device), persistent=False)
-        if self.fp8_rule.scaling == "delayed":
-            state = new_delayed_state(self.fp8_history_len, device)
+        if self.fp8_rule.scaling in STATEFUL:
+            delayed = self.fp8_rule.scaling == "delayed"
+            state = new_delayed_state(self.fp8_history_len, device) if delayed else new_window_state(device)
             self.register_buffer("fp8_scaling", state, persistent=False)
 
     def _apply(self, fn, recurse=True):
         was_meta = self.fp8_products.is_meta
-        super()._apply(fn, recurse)
+        with belongings_kept(self):
+            super()._apply(fn, recurse)
         if was_meta and not self.fp8_products.is_meta:
             self._reset_state(self.fp8_products.device)  # `to_empty` leaves random bits
         return self
@@ -121,37 +137,52 @@ class FP8Linear(nn.Linear):
             self._reset_state(self.weight.device)  # real weights were assigned into a model prepared on meta
         if not torch.compiler.is_compiling():
             self.fp8_out_dtype = out_dtype
-        differentiable = torch.is_grad_enabled()
+        weight, differentiable = self.weight, torch.is_grad_enabled()
+        stored = Stored.of(weight)
+        keep_input, record = differentiable and weight.requires_grad, differentiable and self.training
         with torch.no_grad():
-            x8, x8_columns, w8 = self._quantize(
-                x, keep_input=differentiable and self.weight.requires_grad, record=differentiable and self.training
-            )
+            x8, x8_columns, w8 = self._quantize(x, stored, keep_input, record)
         return _LinearFunction.apply(
-            x, self.weight, self.bias, *x8, *x8_columns, *w8, self.fp8_products, self._state, self.fp8_rule, out_dtype
+            x,
+            weight,
+            self.bias,
+            *x8,
+            *x8_columns,
+            *w8,
+            *stored,
+            self.fp8_products,
+            self._state,
+            self.fp8_rule,
+            out_dtype,
         )
 
-    def _quantize(self, x: torch.Tensor, keep_input: bool, record: bool) -> tuple[Quantized, Quantized, Quantized]:
-        """x8 for fprop, x8 for wgrad where that is another copy, w8. Codes of x: [tokens, in], or [in, tokens]."""
+    def _quantize(
+        self, x: torch.Tensor, weight: Stored, keep_input: bool, record: bool
+    ) -> tuple[Quantized, Quantized, Quantized]:
+        """x8 for fprop, x8 for wgrad where that is another copy, w8 where it is made. Codes of x: [tokens, in], or
+        [in, tokens]."""
         rule, fmt, shared = self.fp8_rule, self.fp8_rule.forward_format, self.fp8_shared
         matrix = x.detach().reshape(-1, self.in_features)
-        weight = self.weight.detach()
         if rule.scaling == "rowwise":
             x8 = shared.get(x, ("rows", fmt), lambda: quantize_rowwise(matrix, fmt))
             x8_columns = _NOTHING
             if keep_input and not rule.high_precision[WGRAD]:
                 x8_columns = shared.get(x, ("columns", fmt), lambda: quantize_rowwise(matrix.t(), fmt))
-            return x8, x8_columns, quantize_rowwise(weight, fmt)
+            return x8, x8_columns, _NOTHING if weight.is_in(fmt) else weight.rows_quantized(fmt)
         state = self._state
-        x8, x_amax = shared.get(x, (rule.scaling, fmt), lambda: _quantize_tensor(matrix, fmt, state, INPUT))
-        w8, w_amax = _quantize_tensor(weight, fmt, state, WEIGHT)
+        x8, x_amax = shared.get(x, (rule.scaling, fmt), lambda: _quantize_tensor(matrix, fmt, rule, state, INPUT))
         if state is not None and record:
-            record_amax(state, INPUT, x_amax)
-            record_amax(state, WEIGHT, w_amax)
+            _record(rule, state, INPUT, x_amax)
+        if weight.is_in(fmt):
+            return x8, _NOTHING, _NOTHING
+        w8, w_amax = weight.quantized(fmt, rule, state)
+        if state is not None and record:
+            _record(rule, state, WEIGHT, w_amax)
         return x8, _NOTHING, w8
 
     @property
     def _state(self) -> torch.Tensor | None:
-        return self.fp8_scaling if self.fp8_rule.scaling == "delayed" else None
+        return self.fp8_scaling if self.fp8_rule.scaling in STATEFUL else None
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self.fp8_rule!r}"
@@ -160,11 +191,76 @@ class FP8Linear(nn.Linear):
 _NOTHING = (None, None)
 
 
-def _quantize_tensor(matrix, fmt, state, tensor) -> tuple[Quantized, torch.Tensor]:
-    """One scale for the whole matrix, from its own amax or, with a delayed state, from earlier ones; and its amax."""
+def _quantize_tensor(matrix, fmt, rule, state, tensor) -> tuple[Quantized, torch.Tensor]:
+    """One scale for the whole matrix, by the rule, and its amax."""
     amax = tensor_amax(matrix)
-    scale = scale_from_amax(amax, fmt) if state is None else delayed_scale(state, tensor)
-    return quantize_with(matrix, scale, amax, fmt), amax
+    return quantize_with(matrix, _scale(rule, state, tensor, amax, fmt), amax, fmt), amax
+
+
+def _scale(rule: LayerRule, state: torch.Tensor | None, tensor: int, amax: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """The scale of a rule with one scale for a tensor. FP32, 0-dimensional."""
+    if rule.scaling == "delayed":
+        return delayed_scale(state, tensor)
+    if rule.scaling == "dynamic":
+        return scale_from_amax(amax, fmt)
+    # MS-AMP takes a weight's amax at the optimizer step: the same number
+    return power_of_two_scale(amax, fmt) if tensor == WEIGHT else window_scale(state, tensor, amax, fmt)
+
+
+def _record(rule: LayerRule, state: torch.Tensor, tensor: int, amax: torch.Tensor) -> None:
+    """Keep the amax of this step in the state of the rule, where it has a use for it."""
+    if rule.scaling == "delayed":
+        record_amax(state, tensor, amax)
+    elif tensor != WEIGHT:
+        record_window_amax(state, tensor, amax)
+
+
+class Stored(NamedTuple):
+    """A weight [out, in] as it lies in memory: `data * scale_inv`, without a graph. What backward keeps of it is no
+    copy."""
+
+    data: torch.Tensor
+    """FP32, bf16 or fp16; of a `ScaledTensor` FP16 or FP8."""
+    scale_inv: torch.Tensor | None
+    """FP32, 0-dimensional; None: the data are the values."""
+
+    @classmethod
+    def of(cls, weight: torch.Tensor) -> Stored:
+        if not isinstance(weight, ScaledTensor):
+            return cls(weight.detach(), None)
+        assert not weight.block_size, "a weight has one scale"
+        return cls(weight._data, weight._scale_inv)
+
+    def values(self, dtype: torch.dtype) -> torch.Tensor:
+        return self.data.to(dtype) if self.scale_inv is None else (self.data.float() * self.scale_inv).to(dtype)
+
+    def is_in(self, fmt: Format) -> bool:
+        """Whether these are FP8 codes already, which are multiplied as they are."""
+        return self.data.dtype == fmt.dtype
+
+    def quantized(self, fmt: Format, rule: LayerRule, state: torch.Tensor | None) -> tuple[Quantized, torch.Tensor]:
+        """With one scale, by the rule; and the amax."""
+        amax = self._scaled(tensor_amax(self.data))
+        return self._cast(_scale(rule, state, WEIGHT, amax, fmt), amax, fmt), amax
+
+    def rows_quantized(self, fmt: Format) -> Quantized:
+        """With one scale a row of `data`. FP8 codes keep the scale that they are stored with, in every row."""
+        if self.is_in(fmt):
+            codes = self.data.contiguous()  # of w.T, no longer row-major
+            return Quantized(codes, self.scale_inv.expand(codes.shape[0], 1).contiguous())
+        amax = self._scaled(row_amax(self.data))
+        return self._cast(scale_from_amax(amax, fmt), amax, fmt)
+
+    def t(self) -> Stored:
+        return Stored(self.data.t(), self.scale_inv)
+
+    def _scaled(self, amax: torch.Tensor) -> torch.Tensor:
+        return amax if self.scale_inv is None else amax * self.scale_inv
+
+    def _cast(self, scale: torch.Tensor, amax: torch.Tensor, fmt: Format) -> Quantized:
+        # one factor: exact, since the stored scale is a power of two, and no copy of the values is made
+        factor = scale if self.scale_inv is None else scale * self.scale_inv
+        return Quantized(saturating_cast(self.data.float() * factor, fmt), scale_inv_of(scale, amax))
 
 
 def _transposed(q: Quantized) -> Quantized:
@@ -174,16 +270,37 @@ def _transposed(q: Quantized) -> Quantized:
 
 class _LinearFunction(torch.autograd.Function):
     """y = x @ w.T + b. The operands come quantised; x and w themselves only carry the gradients, unless the recipe
-    keeps a product in high precision, or the rule quantises the weight again."""
+    keeps a product in high precision, or the rule quantises the weight again. A weight that is stored in FP8 comes
+    without other codes (`torch.compile` takes no tensor twice)."""
 
     @staticmethod
     def forward(
-        ctx, x, weight, bias, x8, x_scale, x8_columns, x_columns_scale, w8, w_scale, counts, state, rule, out_dtype
+        ctx,
+        x,
+        weight,
+        bias,
+        x8,
+        x_scale,
+        xt8,
+        xt_scale,
+        w8,
+        w_scale,
+        w_data,
+        w_data_scale,
+        counts,
+        state,
+        rule,
+        out_dtype,
     ):
+        stored = Stored(w_data, w_data_scale)
         if rule.high_precision[FPROP]:
-            y = _plain_product(x.reshape(-1, x.shape[-1]), weight, out_dtype)
+            y = _plain_product(x.reshape(-1, x.shape[-1]), stored.values(out_dtype), out_dtype)
         else:
-            y = scaled_product(Quantized(x8, x_scale), Quantized(w8, w_scale), out_dtype, fast_accumulation=True)
+            if w8 is not None:
+                w = Quantized(w8, w_scale)
+            else:
+                w = stored.rows_quantized(rule.forward_format) if rule.scaling == "rowwise" else Quantized(*stored)
+            y = scaled_product(Quantized(x8, x_scale), w, out_dtype, fast_accumulation=True)
             counts.select(0, RECOMPUTED if inside_backward() else FPROP).add_(1)
         if bias is not None:
             y = y + bias.to(out_dtype)
@@ -193,10 +310,10 @@ class _LinearFunction(torch.autograd.Function):
             if rule.high_precision[WGRAD]:
                 saved_for_wgrad = (x, None)
             else:
-                saved_for_wgrad = (x8_columns, x_columns_scale) if rule.scaling == "rowwise" else (x8, x_scale)
+                saved_for_wgrad = (xt8, xt_scale) if rule.scaling == "rowwise" else (x8, x_scale)
         if ctx.needs_input_grad[0]:
             quantise_again = rule.high_precision[DGRAD] or rule.scaling == "rowwise"
-            saved_for_dgrad = (weight, None) if quantise_again else (w8, w_scale)
+            saved_for_dgrad = stored if quantise_again or w8 is None else (w8, w_scale)
         ctx.save_for_backward(*saved_for_wgrad, *saved_for_dgrad)
         ctx.counts, ctx.state, ctx.rule, ctx.out_dtype = counts, state, rule, out_dtype
         ctx.x_shape, ctx.x_dtype, ctx.weight_dtype = x.shape, x.dtype, weight.dtype
@@ -213,9 +330,9 @@ class _LinearFunction(torch.autograd.Function):
         fp8_dgrad = needs_dgrad and not rule.high_precision[DGRAD]
         fp8_wgrad = needs_wgrad and not rule.high_precision[WGRAD]
         if rule.scaling != "rowwise" and (fp8_dgrad or fp8_wgrad):
-            dy8, amax = _quantize_tensor(dy, rule.gradient_format, ctx.state, GRAD_OUTPUT)
+            dy8, amax = _quantize_tensor(dy, rule.gradient_format, rule, ctx.state, GRAD_OUTPUT)
             if ctx.state is not None:
-                record_amax(ctx.state, GRAD_OUTPUT, amax)
+                _record(rule, ctx.state, GRAD_OUTPUT, amax)
         if needs_dgrad:
             dx = _dgrad(rule, dy, dy8, *saved[-2:], ctx.out_dtype).to(ctx.x_dtype).reshape(ctx.x_shape)
         if needs_wgrad:
@@ -226,16 +343,16 @@ class _LinearFunction(torch.autograd.Function):
             ctx.counts.select(0, DGRAD).add_(1)
         if fp8_wgrad:
             ctx.counts.select(0, WGRAD).add_(1)
-        return dx, dw, db, *(None,) * 10
+        return dx, dw, db, *(None,) * 12
 
 
 def _dgrad(rule, dy, dy8, weight, weight_scale, out_dtype) -> torch.Tensor:
-    """dx [tokens, in] from dy [tokens, out] and w [out, in]; `weight` is w, or its codes with one scale."""
+    """dx [tokens, in] from dy [tokens, out] and w [out, in]; `weight` is w as stored, or its codes with one scale."""
     if rule.high_precision[DGRAD]:
-        return _plain_product(dy, weight.t(), out_dtype)
+        return _plain_product(dy, Stored(weight, weight_scale).values(out_dtype).t(), out_dtype)
     if rule.scaling == "rowwise":
         dy8 = quantize_rowwise(dy, rule.gradient_format)
-        return scaled_product(dy8, quantize_rowwise(weight.t(), rule.forward_format), out_dtype)
+        return scaled_product(dy8, Stored(weight, weight_scale).t().rows_quantized(rule.forward_format), out_dtype)
     return scaled_product(dy8, _transposed(Quantized(weight, weight_scale)), out_dtype)
 
 

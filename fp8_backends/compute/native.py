@@ -8,6 +8,9 @@ What one layer does with the `dynamic` rule and the HYBRID format (E4M3 forward,
 Only x8 and w8 are kept for backward, so a layer saves half of what bf16 saves; layers that read the same input (q, k
 and v of an attention) share one x8. With `rowwise` an operand is quantised along its contraction, hence once a
 product: forward keeps a column-wise copy of x, made from high precision, and backward quantises the weight again.
+
+A weight may be stored in scaled precision (`ScaledTensor`, MS-AMP's levels): FP16 data becomes w8 without a copy of its
+values, E4M3 data is w8.
 """
 
 from __future__ import annotations
@@ -22,9 +25,10 @@ from torch import nn
 from ..errors import FP8BackendError
 from ..formats import RECIPE_FORMATS
 from ..hardware import Availability
-from ..scaling import rolled_delayed_states
-from . import KINDS, TE_FIELDS, Compute, ProductCounts
-from .fp8_linear import FP8Linear, LayerRule, SharedInputs, inside_backward
+from ..recipe_fields import LEVELS
+from ..scaling import rolled_delayed_states, rolled_window_states
+from . import DGRAD, KINDS, TE_FIELDS, Compute, ProductCounts
+from .fp8_linear import STATEFUL, FP8Linear, LayerRule, SharedInputs, Stored, inside_backward
 from .products import EMULATED, engine_for
 
 if TYPE_CHECKING:
@@ -32,13 +36,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fp8_backends")
 
+_STATE_NAMES = {"delayed": "fp8_scaling", "window": "fp8_window"}
+
 
 class NativeCompute(Compute):
     """`torch._scaled_mm`, or the same product by other means where that is faster or the device has none."""
 
     name = "native"
-    scalings = ("dynamic", "delayed", "rowwise")
+    scalings = ("dynamic", "delayed", "rowwise", "window")
     default_scaling = "dynamic"
+    levels = LEVELS
     fields = TE_FIELDS
 
     def availability(self) -> Availability:
@@ -63,6 +70,11 @@ class NativeCompute(Compute):
         if recipe.scaling == "delayed":
             root.register_forward_pre_hook(RollDelayedStates(recipe))
 
+    def after_optimizer_step(self, root: nn.Module) -> None:
+        for (_, rule, _), states in _states_of_layers(root, "window").items():
+            formats = (rule.forward_format, rule.forward_format, rule.gradient_format)
+            torch._foreach_copy_(states, rolled_window_states(torch.stack(states), formats).unbind())
+
     def is_converted(self, module: nn.Module) -> bool:
         return isinstance(module, FP8Linear)
 
@@ -79,20 +91,18 @@ class NativeCompute(Compute):
         return tuple(kind for kind, high in zip(KINDS, recipe.override_linear_precision, strict=True) if high)
 
     def transient_bytes_per_element(self, module: FP8Linear) -> float:
-        # one FP8 code an element, kept for dgrad; rowwise makes its codes again in backward
-        return 0.0 if module.fp8_rule.scaling == "rowwise" else 1.0
+        # one FP8 code an element, where they are made for dgrad: rowwise makes them in backward, and a weight that is
+        # stored in FP8 is its own codes
+        rule = module.fp8_rule
+        if rule.scaling == "rowwise" or rule.high_precision[KINDS.index(DGRAD)]:
+            return 0.0
+        return 0.0 if Stored.of(module.weight).is_in(rule.forward_format) else 1.0
 
     def scaling_state(self, root: nn.Module) -> dict[str, torch.Tensor]:
-        return {
-            f"{name}.fp8_scaling": layer.fp8_scaling.detach().clone()
-            for name, layer in self._layers(root)
-            if layer.fp8_rule.scaling == "delayed"
-        }
+        return {name: layer.fp8_scaling.detach().clone() for name, layer in self._stateful_layers(root)}
 
     def load_scaling_state(self, root: nn.Module, state: dict[str, torch.Tensor]) -> None:
-        own = {
-            f"{name}.fp8_scaling": layer for name, layer in self._layers(root) if layer.fp8_rule.scaling == "delayed"
-        }
+        own = dict(self._stateful_layers(root))
         if own.keys() != state.keys():
             differing = sorted(own.keys() ^ state.keys())
             raise FP8BackendError(
@@ -106,6 +116,12 @@ class NativeCompute(Compute):
                     f"{layer.fp8_scaling.shape[1] - 2}); use the saved run's amax_history_len"
                 )
             layer.fp8_scaling.copy_(state[name])
+
+    def _stateful_layers(self, root: nn.Module) -> Iterator[tuple[str, FP8Linear]]:
+        """With the names of their states, which differ from rule to rule: a state of one means nothing to another."""
+        for name, layer in self._layers(root):
+            if layer.fp8_rule.scaling in STATEFUL:
+                yield f"{name}.{_STATE_NAMES[layer.fp8_rule.scaling]}", layer
 
     def _layers(self, root: nn.Module) -> Iterator[tuple[str, FP8Linear]]:
         return ((name, module) for name, module in root.named_modules() if self.is_converted(module))
@@ -126,21 +142,22 @@ class RollDelayedStates:
     def __call__(self, root: nn.Module, args) -> None:
         if not (root.training and torch.is_grad_enabled()) or inside_backward():
             return
-        for group in self._by_device_and_length(root):
+        for group in _states_of_layers(root, "delayed").values():
             states = torch.stack(group)
             format_max = torch.tensor(self.format_max, dtype=torch.float32, device=states.device)
             rolled = rolled_delayed_states(states, format_max, self.margin, self.algorithm, self.interval)
             for state, new in zip(group, rolled.unbind(), strict=True):
                 state.copy_(new)
 
-    @staticmethod
-    def _by_device_and_length(root: nn.Module) -> list[list[torch.Tensor]]:
-        groups: dict = {}
-        for module in root.modules():
-            if isinstance(module, FP8Linear) and module.fp8_rule.scaling == "delayed":
-                state = module.fp8_scaling
-                groups.setdefault((state.device, state.shape[1]), []).append(state)
-        return list(groups.values())
+
+def _states_of_layers(root: nn.Module, scaling: str) -> dict[tuple, list[torch.Tensor]]:
+    """The states of all layers with that rule, in groups that one computation can serve: (device, rule, size)."""
+    groups: dict[tuple, list[torch.Tensor]] = {}
+    for module in root.modules():
+        if isinstance(module, FP8Linear) and module.fp8_rule.scaling == scaling:
+            state = module.fp8_scaling
+            groups.setdefault((state.device, module.fp8_rule, state.shape[1]), []).append(state)
+    return groups
 
 
 def layer_rule(recipe: Recipe) -> LayerRule:

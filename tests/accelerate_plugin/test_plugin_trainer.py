@@ -73,15 +73,20 @@ def test_trainer_trains_in_fp8(fp8_environment, tmp_path):
     assert all(counts["fprop"] == counts["wgrad"] == counts["dgrad"] == 16 for counts in products.values())
 
 
-def test_trainer_evaluates_and_saves_a_model_that_stock_transformers_loads(fp8_environment, tmp_path):
+@pytest.mark.parametrize("backend", ["native", "msamp:O2", "msamp:O3"])
+def test_trainer_evaluates_and_saves_a_model_that_stock_transformers_loads(
+    backend, fp8_environment, monkeypatch, tmp_path
+):
     from transformers import LlamaForCausalLM
 
+    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", backend)
     trainer = trainer_for(tmp_path)
     trainer.train()
     loss = trainer.evaluate()["eval_loss"]
     trainer.save_model(str(tmp_path / "export"))
     loaded = LlamaForCausalLM.from_pretrained(tmp_path / "export")
-    assert all(torch.equal(p, dict(trainer.model.named_parameters())[name]) for name, p in loaded.named_parameters())
+    trained = trainer.model.state_dict()
+    assert all(torch.equal(p, trained[name]) for name, p in loaded.named_parameters())
     batch = torch.stack([Tokens()[i]["input_ids"] for i in range(64)])
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         assert abs(loaded(input_ids=batch, labels=batch).loss.item() - loss) < 0.02
@@ -91,7 +96,7 @@ def test_trainer_evaluates_without_training(fp8_environment, tmp_path):
     assert trainer_for(tmp_path).evaluate()["eval_loss"] > 0
 
 
-@pytest.mark.parametrize("backend", ["native", "native:delayed"])
+@pytest.mark.parametrize("backend", ["native", "native:delayed", "msamp:O1", "msamp:O2", "msamp:O3"])
 def test_trainer_resumes_bit_for_bit(backend, fp8_environment, monkeypatch, tmp_path):
     monkeypatch.setenv("ACCELERATE_FP8_BACKEND", backend)
     unbroken = trainer_for(tmp_path / "a", max_steps=6)
@@ -101,8 +106,8 @@ def test_trainer_resumes_bit_for_bit(backend, fp8_environment, monkeypatch, tmp_
     resumed = trainer_for(tmp_path / "b", max_steps=6)
     resumed.train(resume_from_checkpoint=str(tmp_path / "b" / "checkpoint-3"))
     assert losses_of(resumed) == losses_of(unbroken)
-    other = dict(unbroken.model.named_parameters())
-    assert all(torch.equal(p, other[name]) for name, p in resumed.model.named_parameters())
+    other = unbroken.model.state_dict()
+    assert all(torch.equal(value, other[name]) for name, value in resumed.model.state_dict().items())
 
 
 def test_trainers_bf16_flag_wins_over_the_backend_variable(monkeypatch, tmp_path):

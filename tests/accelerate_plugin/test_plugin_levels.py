@@ -1,0 +1,202 @@
+"""MS-AMP's levels through stock Accelerate: accumulation, clipping, loss scaling, checkpoints, Trainer."""
+
+import sys
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.utils import GradientAccumulationPlugin
+from plugin_training import batches, mlp, run_python
+
+import fp8_backends
+from fp8_backends.errors import BackendUnavailableError, FP8BackendError
+from fp8_backends.scaled_tensor import ScaledTensor
+
+LEVELS = ("O1", "O2", "O3")
+
+
+def accelerator(level: str, autocast: str = "bf16", steps: int = 1, **fields) -> Accelerator:
+    recipe = fp8_backends.FP8RecipeKwargs(backend=f"msamp:{level}", autocast_dtype=autocast, **fields)
+    plugin = GradientAccumulationPlugin(num_steps=steps, sync_with_dataloader=False)
+    return Accelerator(mixed_precision="fp8", kwargs_handlers=[recipe], gradient_accumulation_plugin=plugin, cpu=True)
+
+
+def prepared(acc: Accelerator, lr: float = 5e-3, **options):
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr, **options)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    return acc.prepare(model, optimizer, scheduler)
+
+
+def train(acc, model, optimizer, scheduler, data, clip: float | None = None) -> list[float]:
+    losses = []
+    for x, y in data:
+        with acc.accumulate(model):
+            loss = (model(x) - y).square().mean()
+            acc.backward(loss)
+            if clip is not None and acc.sync_gradients:
+                acc.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("autocast", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_trains_clips_and_resumes_to_the_bit(level, autocast, tmp_path):
+    acc = accelerator(level, autocast)
+    parts = prepared(acc)
+    data = [batches(1, seed=1)[0]] * 30
+    losses = train(acc, *parts, data[:20], clip=1.0)
+    assert losses[-1] < losses[0] and parts[1].param_groups[0]["lr"] < 5e-3
+    products = fp8_backends.audit(parts[0]).products
+    assert all(counts["fprop"] and counts["wgrad"] for counts in products.values())
+    acc.save_state(str(tmp_path))
+    unbroken = train(acc, *parts, data[20:], clip=1.0)
+    after = {name: value.clone() for name, value in parts[0].state_dict().items()}
+    acc.load_state(str(tmp_path))
+    assert train(acc, *parts, data[20:], clip=1.0) == unbroken
+    assert all(torch.equal(after[name], value) for name, value in parts[0].state_dict().items())
+
+
+RESUME = """
+import sys
+sys.path.insert(0, {tests!r})
+import torch
+from plugin_training import batches
+from test_plugin_levels import accelerator, prepared, train
+
+acc = accelerator({level!r})
+parts = prepared(acc)
+if {load}:
+    acc.load_state({folder!r})
+else:
+    train(acc, *parts, batches(20, seed=1))
+    acc.save_state({folder!r})
+losses = train(acc, *parts, batches(10, seed=2))
+total = sum(value.double().sum().item() for value in parts[0].state_dict().values())
+print("losses", [loss.hex() for loss in losses], total.hex())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_new_process_resumes_to_the_bit(level, tmp_path):
+    """More than 16 steps before it: the scaling windows are in their delayed phase."""
+    tests, told = __file__.rpartition("/")[0], []
+    for load in (False, True):
+        script = tmp_path / "script.py"
+        folder = str(tmp_path / "state")
+        script.write_text(RESUME.format(tests=tests, level=level, load=load, folder=folder))
+        output = run_python(str(script), sys.executable)
+        told.append(next(line for line in output.splitlines() if line.startswith("losses")))
+    assert told[0] == told[1]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_microbatches_are_cast_once_when_they_are_complete(level):
+    acc = accelerator(level, steps=4)
+    model, optimizer, _ = prepared(acc)
+    weight, seen = acc.unwrap_model(model)[0].weight, []
+    for x, y in batches(4, seed=1):
+        with acc.accumulate(model):
+            acc.backward((model(x) - y).square().mean())
+            seen.append(weight.grad._data.dtype)
+            optimizer.step()
+            optimizer.zero_grad() if acc.sync_gradients else None
+    fp8, fp32 = torch.float8_e4m3fn, torch.float32
+    assert seen == [fp8, fp32, fp32, fp8]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_reported_norms_are_true_norms_under_a_loss_scaler(level):
+    """Stock Accelerate reports MS-AMP's norms 65536 times too large."""
+    norms = []
+    for autocast in ("fp16", "fp32"):
+        acc = accelerator(level, autocast)
+        model, optimizer, _ = prepared(acc)
+        x, y = batches(1, seed=1)[0]
+        acc.backward((model(x) - y).square().mean())
+        norms.append(acc.clip_grad_norm_(model.parameters(), 0.5).item())
+        gradients = [p.grad for p in model.parameters()]
+        total = torch.stack([torch.linalg.vector_norm(_plain(g)) for g in gradients]).norm().item()
+        assert total == pytest.approx(min(0.5, norms[-1]), rel=1e-3)
+        optimizer.step()
+    assert norms[0] == pytest.approx(norms[1], rel=0.05)
+
+
+def _plain(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.dequantize() if isinstance(gradient, ScaledTensor) else gradient
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("at", [0, 3, 20])
+def test_a_loss_scaler_skips_a_step_that_is_not_finite(level, at):
+    acc = accelerator(level, "fp16")
+    model, optimizer, scheduler = prepared(acc)
+    data = [batches(1, seed=1)[0]] * (at + 1)
+    train(acc, model, optimizer, scheduler, data[:-1])
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    scale = acc.scaler.get_scale()
+    x, y = data[-1]
+    acc.backward((model(x) - y).square().mean() * float("inf"))
+    optimizer.step()
+    assert optimizer.step_was_skipped and acc.scaler.get_scale() < scale
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    optimizer.zero_grad()
+    losses = train(acc, model, optimizer, scheduler, [data[0]] * 20)
+    assert losses[-1] < losses[0] and all(torch.isfinite(v).all() for v in model.state_dict().values())
+
+
+def test_another_optimizer_is_refused_by_name_before_anything_changes():
+    acc = accelerator("O2")
+    model = mlp()
+    with pytest.raises(FP8BackendError, match="AdamW"):
+        acc.prepare_optimizer(torch.optim.SGD(model.parameters(), 0.1))
+
+
+def test_several_processes_are_refused_with_what_to_do(monkeypatch):
+    acc = accelerator("O2")
+    monkeypatch.setattr(type(acc), "num_processes", property(lambda self: 2))  # stands for a launch of two
+    model = mlp()
+    with pytest.raises(BackendUnavailableError, match="one process"):
+        acc.prepare(model)
+    assert not any(isinstance(p, ScaledTensor) for p in model.parameters())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_saved_models_are_plain_files(level, tmp_path):
+    from safetensors.torch import load_file
+
+    acc = accelerator(level)
+    model, optimizer, scheduler = prepared(acc)
+    train(acc, model, optimizer, scheduler, batches(3, seed=1))
+    acc.save_model(model, str(tmp_path))
+    loaded = load_file(tmp_path / "model.safetensors")
+    assert list(loaded) and all(torch.equal(loaded[name], value) for name, value in model.state_dict().items())
+    mlp().load_state_dict(loaded)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_distributed_checkpoint_saves_and_loads(level, tmp_path):
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    acc = accelerator(level)
+    model, optimizer, scheduler = prepared(acc)
+    train(acc, model, optimizer, scheduler, batches(5, seed=1))
+    inner = optimizer.optimizer
+    weights, states = get_state_dict(model, inner)
+    dcp.save({"model": weights, "optimizer": states}, checkpoint_id=str(tmp_path))
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    moments = [inner.state[p]["exp_avg"].clone() for p in model.parameters()]
+    train(acc, model, optimizer, scheduler, batches(5, seed=2))
+    weights, states = get_state_dict(model, inner)
+    dcp.load({"model": weights, "optimizer": states}, checkpoint_id=str(tmp_path))
+    set_state_dict(model, inner, model_state_dict=weights, optim_state_dict=states)
+    assert all(torch.equal(saved[name], value) for name, value in model.state_dict().items())
+    for p, moment in zip(model.parameters(), moments, strict=True):
+        assert torch.equal(_plain(inner.state[p]["exp_avg"]), _plain(moment))

@@ -1,0 +1,368 @@
+"""MS-AMP's window rule in the native layer: just in time for 16 optimizer steps, then from the last 16 amaxes."""
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+from gpu_rules import GPURules
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fp8_backends.compute import fp8_linear
+from fp8_backends.compute.fp8_linear import FP8Linear
+from fp8_backends.compute.native import NativeCompute
+from fp8_backends.compute.torchao import TorchAOCompute
+from fp8_backends.conversion import convert
+from fp8_backends.errors import FP8BackendError
+from fp8_backends.formats import E4M3, E5M2, RECIPE_FORMATS
+from fp8_backends.kernels import reference
+from fp8_backends.preparation import watch_optimizer
+from fp8_backends.recipes import FP8RecipeKwargs
+from fp8_backends.scaling import GRAD_OUTPUT, HISTORY, INPUT, ROLLS, WEIGHT, WINDOW
+
+COMPUTE = NativeCompute()
+
+
+def prepare(model, optimizer=None, backend="native:window", **fields):
+    recipe = FP8RecipeKwargs(backend=backend, **fields)
+    convert(model, recipe, COMPUTE)
+    if optimizer is not None:
+        watch_optimizer(model, optimizer, recipe)
+    return model
+
+
+def one_layer(**fields):
+    torch.manual_seed(0)
+    return prepare(nn.Sequential(nn.Linear(16, 16)), **fields)
+
+
+def step(model, x, dy=None):
+    """One optimizer step's worth of a training loop: forward, backward, roll."""
+    x = x.detach().clone().requires_grad_()
+    y = model(x)
+    y.backward(torch.ones_like(y) if dy is None else dy)
+    COMPUTE.after_optimizer_step(model)
+    return y.detach(), x.grad
+
+
+def scale_of(amax, fmt):
+    return 2.0 ** math.floor(math.log2(fmt.max / amax))
+
+
+def row(model, tensor):
+    """counter, history of the first layer"""
+    state = model[0].fp8_scaling[tensor]
+    return state[ROLLS].item(), state.view(torch.float32)[HISTORY:].tolist()
+
+
+@pytest.fixture
+def scales(monkeypatch):
+    """The scales with which inputs and gradients were quantised, in order."""
+    seen = {INPUT: [], GRAD_OUTPUT: []}
+    original = fp8_linear._quantize_tensor
+
+    def watched(matrix, fmt, rule, state, tensor):
+        made = original(matrix, fmt, rule, state, tensor)
+        seen[tensor].append(1 / made[0].scale_inv.item())
+        return made
+
+    monkeypatch.setattr(fp8_linear, "_quantize_tensor", watched)
+    return seen
+
+
+def test_sixteen_steps_just_in_time_then_the_largest_of_the_last_sixteen(scales):
+    model = one_layer()
+    amaxes = [1.5 * 2.0 ** ((5 * i) % 19 - 9) for i in range(40)]
+    gradients = [1.5 * 2.0 ** ((3 * i) % 23 - 30) for i in range(40)]
+    for amax, gradient in zip(amaxes, gradients, strict=True):
+        step(model, torch.full((4, 16), amax), torch.full((4, 16), gradient))
+    for seen, recorded, fmt in ((scales[INPUT], amaxes, E4M3), (scales[GRAD_OUTPUT], gradients, E5M2)):
+        just_in_time = [scale_of(amax, fmt) for amax in recorded[:16]]
+        delayed = [scale_of(max(recorded[i - 16 : i]), fmt) for i in range(16, 40)]
+        assert seen == just_in_time + delayed
+        assert just_in_time + delayed != [scale_of(amax, fmt) for amax in recorded]  # or it was never delayed
+    assert row(model, INPUT) == (40, [0.0, *amaxes[:-16:-1]])
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("at", [3, 20])
+def test_sixteen_steps_are_just_in_time_again_after_a_non_finite_value(scales, bad, at):
+    model = one_layer()
+    amaxes = [1.5 * 2.0 ** ((5 * i) % 9 - 4) for i in range(at + 30)]
+    for i, amax in enumerate(amaxes):
+        x, dy = torch.full((4, 16), amax), torch.full((4, 16), amax)
+        if i == at:
+            x[1, 1] = dy[2, 2] = bad
+        y, dx = step(model, x, dy)
+        assert torch.isfinite(y).all() == torch.isfinite(dx).all() == (i != at)
+        assert torch.isfinite(model[0].fp8_scaling.view(torch.float32)[:, HISTORY:]).all()
+    for seen, fmt in ((scales[INPUT], E4M3), (scales[GRAD_OUTPUT], E5M2)):
+        after = seen[at + 1 :]
+        assert after[:16] == [scale_of(amax, fmt) for amax in amaxes[at + 1 : at + 17]]
+        assert after[16:] == [scale_of(max(amaxes[i - 16 : i]), fmt) for i in range(at + 17, at + 30)]
+    # the weight's scale has no history to poison
+    assert row(model, WEIGHT) == (0, [0.0] * WINDOW)
+
+
+def test_steps_that_record_nothing_leave_the_window_as_it_is(scales):
+    """A layer that does not run, an expert without tokens, a gradient of zeros: no step of the schedule."""
+    model = one_layer()
+    for _ in range(40):
+        COMPUTE.after_optimizer_step(model)
+    assert row(model, INPUT) == (0, [0.0] * WINDOW)
+    step(model, torch.zeros(4, 16))
+    assert scales[INPUT] == [1.0] and row(model, INPUT)[0] == 0
+    for _ in range(16):
+        step(model, torch.full((4, 16), 10.0))
+    before = row(model, INPUT)
+    for _ in range(40):
+        step(model, torch.zeros(4, 16))
+    assert row(model, INPUT) == before and before[0] == 16
+    step(model, torch.full((4, 16), 1e4))
+    step(model, torch.full((4, 16), 10.0))
+    assert scales[INPUT][-2:] == [32.0, 1 / 32]
+
+
+def test_a_delayed_scale_saturates_a_spike_for_one_step():
+    model = one_layer()
+    for _ in range(20):
+        step(model, torch.ones(4, 16))
+    spike = torch.ones(4, 16) * 1000
+    exact = nn.functional.linear(spike, model[0].weight, model[0].bias)
+    errors = [((step(model, spike)[0] - exact).norm() / exact.norm()).item() for _ in range(2)]
+    assert errors[0] > 0.4 and errors[1] < 0.04
+
+
+def test_microbatches_and_skipped_steps_record_their_largest_amax():
+    """A step that a loss scaler skips never ends: what it recorded counts for the next."""
+    model = one_layer()
+    for amax in (1.0, 8.0, 2.0):
+        model(torch.full((4, 16), amax)).sum().backward()
+    assert row(model, INPUT) == (0, [8.0] + [0.0] * 15)
+    COMPUTE.after_optimizer_step(model)
+    assert row(model, INPUT) == (1, [0.0, 8.0] + [0.0] * 14)
+
+
+@pytest.mark.parametrize("tokens,n_in,n_out", [(32, 64, 48), (17, 33, 5)])
+@pytest.mark.parametrize("fp8_format", ["HYBRID", "E4M3"])
+def test_all_three_products_equal_the_reference(tokens, n_in, n_out, fp8_format):
+    """Codes and scales as in plain Python; FP32 results differ by the order of summation alone."""
+    torch.manual_seed(0)
+    model = prepare(nn.Sequential(nn.Linear(n_in, n_out, bias=False)), fp8_format=fp8_format)
+    forward, gradient = RECIPE_FORMATS[fp8_format]
+    windows = {INPUT: (1.0, 0, [0.0] * WINDOW), GRAD_OUTPUT: (1.0, 0, [0.0] * WINDOW)}
+
+    def quantized(values, tensor, fmt):
+        amax = values.abs().max().item()
+        s = scale_of(amax, fmt)
+        if tensor != WEIGHT:
+            in_force, counter, history = windows[tensor]
+            s = s if counter < WINDOW else in_force
+            windows[tensor] = reference.window_update(in_force, counter, [amax, *history[1:]], fmt)
+        return reference.dequantize(reference.cast(values * s, fmt), torch.tensor(1 / s)).double()
+
+    for i in range(20):
+        x, dy = torch.randn(tokens, n_in) * 1.5**i, torch.randn(tokens, n_out) / 1.5**i
+        model.zero_grad()
+        y, dx = step(model, x, dy)
+        x8, dy8 = quantized(x, INPUT, forward), quantized(dy, GRAD_OUTPUT, gradient)
+        w8 = quantized(model[0].weight.detach(), WEIGHT, forward)
+        for ours, exact in ((y, x8 @ w8.t()), (dx, dy8 @ w8), (model[0].weight.grad, dy8.t() @ x8)):
+            assert (ours - exact).abs().max() <= 2**-19 * exact.abs().max()
+    for tensor, (s, counter, history) in windows.items():
+        assert row(model, tensor) == (counter, history)
+        assert model[0].fp8_scaling[tensor].view(torch.float32)[0].item() == s
+
+
+# a whole model
+
+
+class Block(nn.Module):
+    """Two layers that read the same input, and one after them; optionally checkpointed."""
+
+    def __init__(self, use_reentrant=None):
+        super().__init__()
+        self.use_reentrant = use_reentrant
+        self.up, self.side, self.down = nn.Linear(32, 48), nn.Linear(32, 48), nn.Linear(48, 32)
+
+    def inner(self, x):
+        h = x * 1
+        return x + self.down(torch.relu(self.up(h)) * self.side(h))
+
+    def forward(self, x):
+        if self.use_reentrant is None:
+            return self.inner(x)
+        return checkpoint(self.inner, x, use_reentrant=self.use_reentrant)
+
+
+def made(use_reentrant=None, blocks=2):
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Block(use_reentrant) for _ in range(blocks)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    return prepare(model, optimizer), optimizer
+
+
+def train(model, optimizer, steps=range(20), run=None, after=None):
+    losses = []
+    for i in steps:
+        x = torch.randn(4, 8, 32, generator=torch.Generator().manual_seed(i)).requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = (run or model)(x * 1.1**i).float().pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        if after is not None:
+            after()
+    return losses
+
+
+def states(model):
+    return COMPUTE.scaling_state(model)
+
+
+def assert_same_states(a, b):
+    a, b = states(a), states(b)
+    assert a.keys() == b.keys() and len(a) == 6
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_the_optimizers_step_rolls_the_window_once_however_many_microbatches():
+    model, optimizer = made()
+    for _ in range(3):
+        for _ in range(2):
+            model(torch.randn(4, 8, 32)).sum().backward()
+        optimizer.step()
+    assert {state[tensor, ROLLS].item() for state in states(model).values() for tensor in (INPUT, GRAD_OUTPUT)} == {3}
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing_recomputes_with_the_same_scales(use_reentrant):
+    model, optimizer = made()
+    losses = train(model, optimizer)
+    again, again_optimizer = made(use_reentrant)
+    assert train(again, again_optimizer) == losses
+    assert_same_states(model, again)
+    assert all(layer.fp8_products[3] > 0 for layer in again.modules() if isinstance(layer, FP8Linear))
+
+
+def test_compiled_steps_equal_eager_ones_and_never_compile_again():
+    """Over the step at which just-in-time scales become delayed ones."""
+    model, optimizer = made()
+    losses = train(model, optimizer)
+    torch._dynamo.reset()
+    again, again_optimizer = made()
+    graphs, compiled = [], []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    run = torch.compile(again, fullgraph=True, backend=count)
+    assert train(again, again_optimizer, run=run, after=lambda: compiled.append(len(graphs))) == losses
+    assert compiled[1] == compiled[-1], "compiled again as steps went by"
+    assert_same_states(model, again)
+    assert all(state[INPUT, ROLLS] == 20 for state in states(again).values())
+
+
+def test_layers_that_read_the_same_input_share_one_copy():
+    model, optimizer = made(blocks=1)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        train(model, optimizer)  # just in time, then delayed
+    of_input = [t for t in saved if t.dtype == torch.float8_e4m3fn and t.shape == (32, 32)]
+    assert len(of_input) == 2 * 20 and all(of_input[i] is of_input[i + 1] for i in range(0, 40, 2))
+
+
+def test_evaluation_and_no_grad_leave_the_window_as_it_is():
+    model = one_layer(use_autocast_during_eval=True)
+    step(model, torch.randn(4, 16))
+    before = model[0].fp8_scaling.clone()
+    with torch.no_grad():
+        model(torch.randn(4, 16) * 50)
+    model.eval()
+    model(torch.randn(4, 16) * 50)
+    COMPUTE.after_optimizer_step(model)
+    assert model[0].fp8_products[0] == 3 and torch.equal(model[0].fp8_scaling, before)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_go_their_own_way(copied):
+    model = one_layer()
+    for _ in range(17):
+        step(model, torch.ones(4, 16))
+    other = copied(model)
+    x = torch.randn(4, 16)
+    assert torch.equal(other(x), model(x))
+    before = model[0].fp8_scaling.clone()
+    step(other, x * 100)
+    assert torch.equal(model[0].fp8_scaling, before) and not torch.equal(other[0].fp8_scaling, before)
+
+
+@pytest.mark.parametrize("saved_after", [5, 18])
+def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(saved_after):
+    model, optimizer = made()
+    train(model, optimizer, range(saved_after))
+    resumed, resumed_optimizer = made()
+    resumed.load_state_dict(copy.deepcopy(model.state_dict()))
+    COMPUTE.load_scaling_state(resumed, states(model))
+    rest = range(saved_after, 24)
+    assert train(model, optimizer, rest) == train(resumed, resumed_optimizer, rest)
+    assert_same_states(model, resumed)
+
+
+def test_a_state_of_the_delayed_rule_is_no_window_though_it_may_have_its_size():
+    delayed = one_layer(backend="native:delayed", amax_history_len=16)
+    window = one_layer()
+    assert delayed[0].fp8_scaling.shape == window[0].fp8_scaling.shape
+    for saved, target in ((delayed, window), (window, delayed)):
+        with pytest.raises(FP8BackendError, match="does not fit"):
+            COMPUTE.load_scaling_state(target, COMPUTE.scaling_state(saved))
+
+
+def test_the_state_is_no_floating_point_and_not_in_the_state_dict():
+    model = one_layer()
+    step(model, torch.randn(4, 16))
+    before = model[0].fp8_scaling.clone()
+    model.bfloat16()
+    assert torch.equal(model[0].fp8_scaling, before) and sorted(model.state_dict()) == ["0.bias", "0.weight"]
+
+
+def test_a_layer_prepared_on_meta_starts_its_window_afresh():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(16, 16))
+    prepare(model)
+    COMPUTE.after_optimizer_step(model)  # nothing to do, and no harm
+    model.to_empty(device="cpu").load_state_dict(nn.Sequential(nn.Linear(16, 16)).state_dict())
+    for _ in range(3):
+        step(model, torch.randn(4, 16))
+    assert row(model, INPUT)[0] == row(model, GRAD_OUTPUT)[0] == 3
+
+
+def test_only_windows_roll_at_the_optimizers_step():
+    delayed = one_layer(backend="native:delayed")
+    delayed(torch.randn(4, 16)).sum().backward()
+    before = delayed[0].fp8_scaling.clone()
+    for compute in (COMPUTE, TorchAOCompute()):
+        compute.after_optimizer_step(delayed)
+    assert torch.equal(delayed[0].fp8_scaling, before)
+
+
+def test_the_layer_shows_its_rule():
+    assert "native:window i:e4m3,w:e4m3,go:e5m2" in repr(one_layer()[0])
+
+
+@pytest.mark.parametrize("autocast_dtype", [None, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_whole_training_steps_are_valid_on_a_gpu(dtype, autocast_dtype, monkeypatch):
+    model = prepare(Block().to(dtype))
+    with GPURules(monkeypatch) as gpu:
+        for _ in range(2):
+            x = torch.randn(3, 7, 32, dtype=dtype, requires_grad=True)
+            with torch.autocast("cpu", dtype=autocast_dtype, enabled=autocast_dtype is not None):
+                y = model(x)
+            y.float().sum().backward()
+            COMPUTE.after_optimizer_step(model)
+    assert len(gpu.products) == 2 * 3 * 3

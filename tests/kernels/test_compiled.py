@@ -1,0 +1,379 @@
+"""The fused Adam step: the rounding against its reference, the step against torch's, one compilation for all."""
+
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+from fp8_backends.formats import E4M3, E5M2, FP16, Format
+from fp8_backends.kernels import compiled, reference
+from fp8_backends.kernels.compiled import Slot, adam_hyper, scaled_adam_
+from fp8_backends.scaled_tensor import quantize
+
+BF16 = Format("bf16", torch.bfloat16, torch.finfo(torch.bfloat16).max)
+FORMATS = pytest.mark.parametrize("fmt", [E4M3, E5M2, FP16, BF16], ids=lambda fmt: fmt.name)
+FIELDS = {"weight": compiled.WEIGHT_BITS, "exp_avg": compiled.EXP_AVG_BITS, "exp_avg_sq": compiled.EXP_AVG_SQ_BITS}
+
+
+def rounded(values, fmt, random=None, field=compiled.WEIGHT_BITS, **options):
+    """The fast rounding, decoded."""
+    parts = (
+        compiled._nearest(values, fmt.dtype)
+        if random is None
+        else compiled._stochastic(values, fmt.dtype, random, *field)
+    )
+    return compiled._decoded(compiled._encoded(*parts, values, fmt.dtype, **options), fmt.dtype)
+
+
+def spread(fmt, count, seed=0):
+    """Values of every binade of the format, its subnormals and less, both signs, and some beyond its maximum."""
+    generator = torch.Generator().manual_seed(seed)
+    info = torch.finfo(fmt.dtype)
+    lowest, highest = torch.tensor([info.smallest_normal / 2**12, fmt.max]).clamp(min=2.0**-125).log2() + 0.1
+    exponents = lowest + (highest - lowest) * torch.rand(count, generator=generator)
+    return 2.0**exponents * (torch.randint(2, (count,), generator=generator) * 2 - 1)
+
+
+def random_tensor(count, seed=0):
+    return torch.randint(-(2**31), 2**31, (count,), generator=torch.Generator().manual_seed(seed)).to(torch.int32)
+
+
+# Rounding
+
+
+@FORMATS
+@pytest.mark.parametrize("field", FIELDS.values(), ids=list(FIELDS))
+def test_stochastic_rounding_is_the_reference_to_the_bit(fmt, field):
+    values, random = spread(fmt, 100_000), random_tensor(100_000)
+    low, bits = field
+    expected = reference.stochastic_round(values, fmt, (random.long() >> low) & (2**bits - 1), bits)
+    ours = rounded(values, fmt, random, field)
+    assert torch.equal(ours.double(), expected)
+    nearest = values.clamp(-fmt.max, fmt.max).to(fmt.dtype).float()
+    assert 0.2 < (ours != nearest).float().mean() < 0.6  # it is not rounding to nearest under another name
+
+
+@FORMATS
+@given(st.floats(width=32, allow_nan=False), st.integers(0, 2**20))
+@settings(max_examples=60, deadline=None)
+def test_stochastic_rounding_gives_a_neighbour_of_the_value(fmt, value, seed):
+    values = torch.full((64,), value)
+    ours = rounded(values, fmt, random_tensor(64, seed))
+    assert torch.equal(ours.to(fmt.dtype).float(), ours)  # representable
+    assert ours.abs().max() <= fmt.max and not (ours * values < 0).any()
+    clamped = values.double().clamp(-fmt.max, fmt.max)
+    distance = (ours.double() - clamped).abs()
+    info = torch.finfo(fmt.dtype)
+    assert (distance < torch.maximum(clamped.abs() * info.eps, torch.tensor(info.smallest_normal * info.eps))).all()
+    exact = clamped.to(fmt.dtype).double() == clamped
+    assert (distance[exact] == 0).all()
+
+
+@FORMATS
+@pytest.mark.parametrize("exponent", ["normal", "subnormal"])
+@pytest.mark.parametrize("name", list(FIELDS))
+def test_stochastic_rounding_keeps_the_expected_value(fmt, exponent, name):
+    """200,000 draws of each fraction: the mean is within five standard errors, and half of the field's resolution."""
+    info = torch.finfo(fmt.dtype)
+    if fmt is BF16:  # its subnormals are FP32's own
+        exponent = "normal"
+    quantum = 1.0 * info.eps if exponent == "normal" else info.smallest_normal * info.eps
+    base = 1.0 if exponent == "normal" else 0.0
+    random = torch.tensor(reference.random_bits(1000, 3, 1)).to(torch.int32)
+    random = torch.cat([compiled._hash(random ^ i) for i in range(200)])
+    for fraction in (0.03, 0.25, 0.5, 0.9):
+        value = torch.full((len(random),), base + fraction * quantum)
+        true = (value[0].double() - base) / quantum
+        mean = ((rounded(value, fmt, random, FIELDS[name]).double() - base) / quantum).mean()
+        error = 5 * (true * (1 - true) / len(random)).sqrt()
+        assert (mean - true).abs() < error + 2.0 ** -(FIELDS[name][1] + 1)
+
+
+@FORMATS
+def test_nearest_rounding_is_the_cast(fmt):
+    values = spread(fmt, 100_000)
+    codes = torch.arange(2**15 if fmt.dtype.itemsize == 2 else 2**7).to(
+        torch.int16 if fmt.dtype.itemsize == 2 else torch.uint8
+    )
+    table = codes.view(fmt.dtype).float()
+    table = table[torch.isfinite(table)]
+    values = torch.cat([values, table, -table, (table[1:] + table[:-1]) / 2])  # and every tie
+    if fmt is BF16:
+        values = values[values.abs() >= 2.0**-125]
+    expected = values.clamp(-fmt.max, fmt.max).to(fmt.dtype).float()
+    ours = rounded(values, fmt)
+    assert torch.equal(ours, expected) and torch.equal(torch.signbit(ours), torch.signbit(expected))
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
+def test_every_code_decodes_to_its_value(fmt):
+    codes = torch.arange(256).to(torch.uint8)
+    values = codes.view(fmt.dtype).float()
+    finite = torch.isfinite(values)
+    assert torch.equal(compiled._decoded(codes, fmt.dtype)[finite], values[finite])
+
+
+@FORMATS
+def test_a_positive_second_moment_never_becomes_zero(fmt):
+    values = torch.tensor([0.0, 2.0**-125, torch.finfo(fmt.dtype).smallest_normal * 2.0**-12, 1.0])
+    smallest = torch.finfo(fmt.dtype).smallest_normal * torch.finfo(fmt.dtype).eps
+    for random in (None, torch.zeros(4, dtype=torch.int32), torch.full((4,), -1, dtype=torch.int32)):
+        ours = rounded(values, fmt, random, above_zero=True)
+        assert ours[0] == 0 and (ours[1:] >= smallest).all() and ours[3] == 1
+
+
+def test_random_bits_follow_from_seed_step_and_index_alone():
+    hyper = adam_hyper(1e-3, (0.9, 0.999), 1e-8, 0.0, torch.tensor(7.0), "cpu")
+    random = compiled._Random(12345, hyper, 10)
+    ours = [compiled._random_bits(10, *random.of_part(start, start + 100)).flatten() for start in (0, 50)]
+    assert [x % 2**32 for x in ours[0].tolist()] == reference.random_bits(100, 12345, 7)
+    assert torch.equal(ours[0][50:], ours[1][:50])
+    others = [reference.random_bits(1000, seed, step) for seed, step in ((0, 1), (1, 1), (0, 2), (2**20, 1))]
+    assert len({bits for each in others for bits in each}) > 3990  # no two streams agree
+    every = torch.tensor(reference.random_bits(20_000, 1, 1))
+    ones = torch.stack([(every >> bit) & 1 for bit in range(32)]).double().mean(1)
+    assert (ones - 0.5).abs().max() < 5 * 0.5 / 20_000**0.5
+
+
+# The step
+
+CASES = {
+    "fp32": (None, None, None, None),
+    "bf16 weight and gradient": (torch.bfloat16, torch.bfloat16, None, None),
+    "fp16 weight": (torch.float16, None, None, None),
+    "bf16 states": (torch.bfloat16, None, torch.bfloat16, torch.bfloat16),
+    "O1": ("fp16", "e4m3", None, None),
+    "O2": ("fp16", "e4m3", "e4m3", "fp16"),
+    "O2 blocks": ("fp16", "e4m3", "e4m3 32", "fp16"),
+    "all blocks": ("fp16 32", "e4m3 32", "e4m3 32", "fp16 32"),
+    "e5m2 gradient": ("fp16", "e5m2", "e4m3", "fp16"),
+    "wide gradient": ("fp16", None, "e4m3", "fp16"),
+}
+SCALED = {"fp16": torch.float16, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+
+
+def slot(values, kind):
+    if kind is None or isinstance(kind, torch.dtype):
+        return Slot(values.to(kind or torch.float32).clone())
+    name, _, block = kind.partition(" ")
+    made = quantize(values, SCALED[name], block_size=int(block or 0))
+    return Slot(made._data, made._scale_inv, int(block or 0))
+
+
+def slots(case, numel, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    w, g, m, v = (torch.randn(numel, generator=generator) for _ in range(4))
+    return [slot(x, kind) for x, kind in zip((w * 0.02, g * 1e-3, m * 1e-4, v**2 * 1e-6), CASES[case], strict=True)]
+
+
+def value(of):
+    if of.scale_inv is None:
+        return of.data.float()
+    scale = of.scale_inv.repeat_interleave(of.block_size)[: of.data.numel()] if of.block_size else of.scale_inv
+    return of.data.float() * scale
+
+
+def step(parts, t=1, rounding="stochastic", seed=5, lr=1e-3, betas=(0.9, 0.999), weight_decay=0.1, **options):
+    options = {"decoupled": True, "maximize": False, "compiled": False, **options}
+    hyper = adam_hyper(lr, betas, 1e-8, weight_decay, torch.tensor(float(t)), "cpu")
+    scaled_adam_(*parts, hyper, rounding=rounding, seed=seed, **options)
+
+
+def bits(parts):
+    tensors = [t for part in parts for t in (part.data, part.scale_inv) if t is not None]
+    return [t.reshape(-1).view(torch.uint8).numpy().tobytes() for t in tensors]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("rounding", compiled.ROUNDINGS)
+@pytest.mark.parametrize("decoupled,maximize", [(True, False), (False, True)])
+def test_a_step_is_the_reference_rounded_to_a_neighbour(case, rounding, decoupled, maximize):
+    parts = slots(case, 1000)
+    new = reference.adam_step(
+        *(value(part) for part in parts),
+        lr=1e-3,
+        betas=(0.9, 0.999),
+        eps=1e-8,
+        weight_decay=0.1,
+        step=3,
+        decoupled=decoupled,
+        maximize=maximize,
+    )
+    grad = bits([parts[1]])
+    step(parts, 3, rounding, decoupled=decoupled, maximize=maximize)
+    assert bits([parts[1]]) == grad
+    for ours, exact in zip((parts[0], *parts[2:]), new, strict=True):
+        info = torch.finfo(ours.data.dtype)
+        quantum = (exact.abs() * info.eps).clamp(
+            min=info.smallest_normal * info.eps * (1.0 if ours.scale_inv is None else ours.scale_inv.max())
+        )
+        if rounding == "nearest" and ours is not parts[3]:
+            quantum = quantum / 2
+        # 2e-6: FP32 against FP64 in a handful of operations
+        assert ((value(ours) - exact).abs() <= quantum + 2e-6 * exact.abs().max()).all()
+        if ours.scale_inv is not None and not ours.block_size:
+            top = ours.data.float().abs().max()
+            assert top > 0.49 * info.max or ours.data.dtype == torch.float8_e4m3fn and top >= 208
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+@pytest.mark.parametrize("maximize", [True, False])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_plain_fp32_is_torch_to_1e_6(decoupled, maximize, weight_decay):
+    parts = slots("fp32", 2000)
+    parts[2].data.zero_(), parts[3].data.zero_()
+    weight = torch.nn.Parameter(parts[0].data.clone())
+    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+    stock = kind([weight], lr=1e-3, weight_decay=weight_decay, maximize=maximize, foreach=False)
+    for t in range(1, 11):
+        parts[1].data.copy_(torch.randn(2000, generator=torch.Generator().manual_seed(t)))
+        weight.grad = parts[1].data.clone()
+        stock.step()
+        step(parts, t, decoupled=decoupled, maximize=maximize, weight_decay=weight_decay)
+    assert (weight - parts[0].data).abs().max() <= 1e-6
+    assert (stock.state[weight]["exp_avg"] - parts[2].data).abs().max() <= 1e-6
+    assert (stock.state[weight]["exp_avg_sq"] - parts[3].data).abs().max() <= 1e-6
+
+
+@pytest.mark.parametrize("case", ["O1", "O2", "O2 blocks", "all blocks", "bf16 states"])
+def test_the_size_of_the_parts_changes_no_bit(case, monkeypatch):
+    whole, cut, other_seed = slots(case, 1000), slots(case, 1000), slots(case, 1000)
+    step(whole)
+    step(other_seed, seed=6)
+    monkeypatch.setattr(compiled, "_EAGER_PART", 96)
+    step(cut)
+    assert bits(whole) == bits(cut) != bits(other_seed)
+
+
+def test_parts_cover_every_element_once_in_whole_rows():
+    for numel, width, size in [(1, 4, 4), (10, 4, 4), (3, 4, 8), (100, 32, 40), (64, 32, 8), (8, 1, 8), (9, 1, 4)]:
+        spans = list(compiled._spans(numel, width, size))
+        assert [i for start, stop in spans for i in range(start, stop)] == list(range(numel))
+        assert all(start % width == 0 and stop - start < size + width for start, stop in spans)
+        assert all(stop % width == 0 for start, stop in spans if stop < numel - numel % width)
+
+
+def test_the_copy_of_a_master_is_its_values_to_nearest():
+    """O3: E4M3 from the FP16 weight as it is stored, to the bit what quantising that weight gives."""
+    for seed in range(20):
+        parts = slots("O2", 500, seed)
+        copy = Slot(torch.zeros(500, dtype=torch.float8_e4m3fn), torch.ones(()))
+        step(parts, seed + 1, copy=copy)
+        expected = quantize(value(parts[0]), torch.float8_e4m3fn)
+        assert bits([copy]) == bits([Slot(expected._data, expected._scale_inv)])
+
+
+@pytest.mark.parametrize("case", ["fp32", "O1", "O2", "O2 blocks", "bf16 weight and gradient"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_gradient_that_is_not_finite_counts_as_zero(case, bad):
+    parts, zero = slots(case, 300), slots(case, 300)
+    values = value(parts[1])
+    values[17] = bad
+    parts[1] = slot(values, CASES[case][1])
+    zero[1] = slot(torch.zeros(300), CASES[case][1])
+    before = bits([parts[0]])
+    step(parts), step(zero)
+    assert bits([parts[0], *parts[2:]]) == bits([zero[0], *zero[2:]]) and before != bits([parts[0]])
+    assert all(torch.isfinite(value(part)).all() for part in (parts[0], *parts[2:]))
+
+
+def test_huge_and_tiny_gradients_leave_everything_finite():
+    for size in (1e30, 3e38, 1e18, 1e-38, 1e-44):
+        parts = slots("O2", 300)
+        parts[1] = Slot(torch.full((300,), size))
+        for t in range(1, 4):
+            step(parts, t)
+        assert all(torch.isfinite(value(part)).all() for part in parts), size
+
+
+def test_learning_rate_and_betas_may_be_tensors():
+    step_ = torch.tensor(3.0)
+    numbers = adam_hyper(1e-3, (0.9, 0.999), 1e-8, 0.1, step_, "cpu")
+    tensors = adam_hyper(torch.tensor(1e-3), (torch.tensor(0.9), torch.tensor(0.999)), 1e-8, 0.1, step_, "cpu")
+    assert numbers.dtype == tensors.dtype == torch.float32 and numbers.shape == tensors.shape
+    # 1 - beta2 of an FP32 0.999 has a relative error of 2**-25 / 0.001
+    assert torch.allclose(numbers, tensors, rtol=3e-5, atol=0)
+    meta = adam_hyper(torch.tensor(1e-3, device="meta"), (0.9, 0.999), 1e-8, 0.1, step_.to("meta"), "meta")
+    assert meta.shape == numbers.shape  # a device whose values cannot be read: nothing waited for one
+
+
+def test_wrong_arguments_are_refused():
+    parts = slots("O2", 64)
+    with pytest.raises(ValueError, match="stochastic, nearest"):
+        step(parts, rounding="up")
+    with pytest.raises(ValueError, match="contiguous"):
+        step([Slot(torch.zeros(8, 8).t()), *parts[1:]])
+    with pytest.raises(ValueError, match="block size"):
+        step([*slots("all blocks", 64)[:2], slot(torch.zeros(64), "e4m3 16"), parts[3]])
+    step([Slot(torch.zeros(0)) for _ in range(4)])  # an empty parameter is nothing to do
+
+
+# Compiled
+
+needs_compiler = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler")
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["O1", "O2", "O2 blocks", "bf16 weight and gradient", "fp32"])
+def test_compiled_and_eager_agree(case, monkeypatch):
+    """Moments to the bit. PyTorch's eager square root on a CPU is off by a last bit, so some weights differ by that."""
+    monkeypatch.setattr(compiled, "_COMPILED_PART", 30_000)
+    fast, eager = slots(case, 100_001), slots(case, 100_001)
+    for t in range(1, 3):
+        step(fast, t, compiled=True), step(eager, t)
+    assert bits(fast[2:]) == bits(eager[2:])
+    a, b = value(fast[0]), value(eager[0])
+    differs = a != b
+    if case == "fp32":
+        assert (a - b).abs().max() <= 2 * 2.0**-24 * 0.1
+    else:  # an error of 2**-24 seldom moves a value over the edge of a step of 2**-11 or 2**-8
+        assert differs.float().mean() < 1e-3
+        assert ((a - b).abs()[differs] <= torch.finfo(fast[0].data.dtype).eps * a.abs()[differs] * 1.01).all()
+    assert [x.scale_inv is None or torch.equal(x.scale_inv, y.scale_inv) for x, y in zip(fast, eager, strict=True)]
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_compiled_once_not_once_a_parameter(monkeypatch):
+    monkeypatch.setattr(compiled, "_COMPILED_PART", 500)
+    compiled._compiled.cache_clear()
+    torch._dynamo.utils.counters.clear()
+    shapes = [(40, 30), (7, 11, 13), (5,), (1,), (2,), (1201,), (16, 3, 3, 3)]
+    for t in range(1, 4):
+        for i, shape in enumerate(shapes):
+            parts = [part._replace(data=part.data.view(shape)) for part in slots("O2", torch.Size(shape).numel())]
+            step(parts, t, compiled=True, seed=i, lr=1e-3 / t, betas=(0.9, 0.99 + t / 1000))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # one a pass
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+@pytest.mark.slow
+def test_without_a_compiler_the_step_runs_eagerly():
+    script = """
+        import sys, warnings
+        sys.path.insert(0, {tests!r})
+        from test_compiled import bits, slots, step
+        fast, eager = slots("O2", 1000), slots("O2", 1000)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            step(fast, compiled=True), step(fast, 2, compiled=True)
+        step(eager), step(eager, 2)
+        assert bits(fast) == bits(eager)
+        assert len([w for w in seen if "uncompiled" in str(w.message)]) == 1, [str(w.message) for w in seen]
+    """
+    environment = {**os.environ, "CXX": "no-such-compiler", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script).format(tests=os.path.dirname(__file__))],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,68 @@
+"""Small models prepared at a level, and a few steps with them: shared by the tests of this folder."""
+
+import torch
+from torch import nn
+
+import fp8_backends
+from fp8_backends.scaled_tensor import ScaledTensor
+
+LEVELS = ("O1", "O2", "O3")
+STORED = {"O1": torch.float16, "O2": torch.float16, "O3": torch.float8_e4m3fn}
+OPTIMIZERS = {
+    "adamw": lambda p: torch.optim.AdamW(p, 1e-3, weight_decay=0.1),
+    "adam": lambda p: torch.optim.Adam(p, 1e-3, weight_decay=0.1),
+}
+
+
+def mlp(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    layers = [nn.Linear(64, 128), nn.GELU(), nn.LayerNorm(128), nn.Linear(128, 64, bias=False)]
+    return nn.Sequential(*layers).to(dtype)
+
+
+def batch(seed: int, rows: int = 32) -> torch.Tensor:
+    return torch.randn(rows, 64, generator=torch.Generator().manual_seed(seed))
+
+
+def prepared(level: str, make_optimizer=OPTIMIZERS["adamw"], model: nn.Module | None = None, **fields) -> tuple:
+    model = model or mlp()
+    spec = {"backend": f"msamp:{level}", **fields}
+    return fp8_backends.prepare(model, make_optimizer(model.parameters()), spec)
+
+
+def loss_of(model: nn.Module, seed: int) -> torch.Tensor:
+    x = batch(seed).to(next(model.parameters()).dtype)
+    return (model(x) - x).float().square().mean()
+
+
+def train(model: nn.Module, optimizer, seeds) -> list[float]:
+    losses = []
+    for seed in seeds:
+        loss = loss_of(model, seed)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def assert_equal_states(a, b) -> None:
+    """Two optimizers hold the same bits."""
+    for p, q in zip(parameters_of(a), parameters_of(b), strict=True):
+        assert a.state[p].keys() == b.state[q].keys()
+        for name, value in a.state[p].items():
+            other = b.state[q][name]
+            assert type(value) is type(other), name
+            if isinstance(value, ScaledTensor):
+                assert torch.equal(value._data.view(torch.uint8), other._data.view(torch.uint8)), name
+                assert torch.equal(value._scale_inv, other._scale_inv), name
+            else:
+                assert torch.equal(value, other), name
+
+
+def parameters_of(optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
