@@ -42,6 +42,8 @@ def prepare(model: nn.Module, optimizer: torch.optim.Optimizer | None, spec: Any
         FP8BackendError: the model cannot be converted, or it is prepared with another recipe already.
     """
     recipe = recipes.resolve(spec)
+    if recipe.implementation == "original":
+        return original_msamp(model, optimizer, recipe)
     if optimizer is not None:
         _check_optimizer(model, optimizer)
         check_optimizer(optimizer, recipe)  # first: where it is refused, the model is as it was
@@ -85,6 +87,13 @@ def store_weights(root: nn.Module, prepared: Prepared) -> None:
         undo = layer.__dict__[ADOPTED].undo
         if levels.make_plain not in undo:
             undo.append(levels.make_plain)
+
+
+def original_msamp(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe) -> tuple:
+    """(model, optimizer), new objects, as the original package makes them."""
+    from .states import original
+
+    return original.initialize(model, optimizer, recipe)
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:

@@ -141,6 +141,7 @@ FIELDS: dict[str, FieldRule] = {
     # how a level stores weights and states
     "rounding": FieldRule("stochastic", one_of("stochastic", "nearest")),
     "exp_avg_scaling": FieldRule("block", one_of("block", "tensor")),
+    "implementation": FieldRule("native", one_of("native", "original")),
     # which layers, and what surrounds them: fields of every recipe
     "include": FieldRule(None, patterns),
     "exclude": FieldRule(None, patterns),
@@ -153,7 +154,7 @@ FIELDS: dict[str, FieldRule] = {
 COMMON_FIELDS = ("include", "exclude", "module_filter_func", "autocast_dtype", "gradient_comm", "on_unproven")
 """Fields that every backend has."""
 
-LEVEL_FIELDS = ("rounding", "exp_avg_scaling")
+LEVEL_FIELDS = ("rounding", "exp_avg_scaling", "implementation")
 """Fields that every level above O0 reads."""
 
 NAMING_FIELDS = ("backend", "scaling", "opt_level", "use_mxfp8_block_scaling")

@@ -243,6 +243,8 @@ class MSAMPRecipeKwargs(Recipe):
     """Of stored weights and Adam states: "stochastic" (default), or "nearest", MS-AMP's, which loses small updates."""
     exp_avg_scaling: str | None = None
     """One scale of the E4M3 exp_avg for each "block" of 128 elements (default), or one for the "tensor", MS-AMP's."""
+    implementation: str | None = None
+    """"native" (default), or "original": hand over to the package `msamp`, where it is installed."""
 
 
 @_checks_names
@@ -278,6 +280,7 @@ class FP8RecipeKwargs(Recipe):
     opt_level: str | None = None
     rounding: str | None = None
     exp_avg_scaling: str | None = None
+    implementation: str | None = None
     scaling: str | None = None
     fp8_format: str | None = None
     margin: int | None = None

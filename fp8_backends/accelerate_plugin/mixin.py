@@ -115,6 +115,8 @@ class FP8Mixin(_MadeAtRunTime):
             raise RecipeError("Megatron-LM brings its own FP8: use mixed_precision='bf16' and Megatron's FP8 options")
         models = [obj for obj in args if isinstance(obj, nn.Module)]
         self._check_level()
+        if self.fp8_recipe.implementation == "original":
+            return super().prepare(*self._original_msamp(args), device_placement=device_placement)
         for optimizer in (obj for obj in args if isinstance(obj, torch.optim.Optimizer)):
             preparation.check_optimizer(optimizer, self.fp8_recipe)
         for model in sorted(models, key=lambda model: not weight_products(model)):
@@ -125,7 +127,7 @@ class FP8Mixin(_MadeAtRunTime):
 
     def prepare_model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False):
         """As in Accelerate, with the model converted first; also the way of a model prepared for evaluation only."""
-        if not getattr(model, "_is_accelerate_prepared", False):
+        if not getattr(model, "_is_accelerate_prepared", False) and self.fp8_recipe.implementation == "native":
             self._check_level()
             self._convert(model, evaluation_mode)
             if self.fp8_recipe.autocast_dtype == "fp16":
@@ -133,6 +135,19 @@ class FP8Mixin(_MadeAtRunTime):
         model = super().prepare_model(model, device_placement=device_placement, evaluation_mode=evaluation_mode)
         self._watch_optimizers()
         return model
+
+    def _original_msamp(self, args: tuple) -> tuple:
+        """The arguments of `prepare` with model and optimizer as the original MS-AMP makes them."""
+        models = [obj for obj in args if isinstance(obj, nn.Module)]
+        optimizers = [obj for obj in args if isinstance(obj, torch.optim.Optimizer)]
+        if len(models) != 1 or len(optimizers) != 1:
+            raise RecipeError(
+                f"implementation='original' prepares one model with one optimizer at a time; prepare() was given "
+                f"{len(models)} and {len(optimizers)}"
+            )
+        model, optimizer = preparation.original_msamp(models[0], optimizers[0], self.fp8_recipe)
+        made = {id(models[0]): model, id(optimizers[0]): optimizer}
+        return tuple(made.get(id(obj), obj) for obj in args)
 
     def _check_level(self) -> None:
         """Scaled weights and gradients do not travel between ranks yet, and DeepSpeed has an engine of its own."""
@@ -166,7 +181,9 @@ class FP8Mixin(_MadeAtRunTime):
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement=None):
         """As in Accelerate; the first step of the optimizer will prove that FP8 is on."""
         is_new = not getattr(optimizer, "_is_accelerate_prepared", False)
-        if is_new:  # before the wrapper, which remembers `optimizer.step` where there is a loss scaler
+        if (
+            is_new and self.fp8_recipe.implementation == "native"
+        ):  # before the wrapper, which remembers `optimizer.step` where there is a loss scaler
             preparation.adopt_optimizer(optimizer, self.fp8_recipe)
         optimizer = super().prepare_optimizer(optimizer, device_placement=device_placement)
         if is_new:

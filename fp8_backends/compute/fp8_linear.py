@@ -141,19 +141,9 @@ class FP8Linear(nn.Linear):
         stored = Stored.of(weight)
         keep_input, record = differentiable and weight.requires_grad, differentiable and self.training
         with torch.no_grad():
-            x8, x8_columns, w8 = self._quantize(x, stored, keep_input, record)
+            x8, xt8, w8 = self._quantize(x, stored, keep_input, record)
         return _LinearFunction.apply(
-            x,
-            weight,
-            self.bias,
-            *x8,
-            *x8_columns,
-            *w8,
-            *stored,
-            self.fp8_products,
-            self._state,
-            self.fp8_rule,
-            out_dtype,
+            x, weight, self.bias, *x8, *xt8, *w8, *stored, self.fp8_products, self._state, self.fp8_rule, out_dtype
         )
 
     def _quantize(
@@ -165,10 +155,10 @@ class FP8Linear(nn.Linear):
         matrix = x.detach().reshape(-1, self.in_features)
         if rule.scaling == "rowwise":
             x8 = shared.get(x, ("rows", fmt), lambda: quantize_rowwise(matrix, fmt))
-            x8_columns = _NOTHING
+            xt8 = _NOTHING
             if keep_input and not rule.high_precision[WGRAD]:
-                x8_columns = shared.get(x, ("columns", fmt), lambda: quantize_rowwise(matrix.t(), fmt))
-            return x8, x8_columns, _NOTHING if weight.is_in(fmt) else weight.rows_quantized(fmt)
+                xt8 = shared.get(x, ("columns", fmt), lambda: quantize_rowwise(matrix.t(), fmt))
+            return x8, xt8, _NOTHING if weight.is_in(fmt) else weight.rows_quantized(fmt)
         state = self._state
         x8, x_amax = shared.get(x, (rule.scaling, fmt), lambda: _quantize_tensor(matrix, fmt, rule, state, INPUT))
         if state is not None and record:
@@ -275,24 +265,9 @@ class _LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx,
-        x,
-        weight,
-        bias,
-        x8,
-        x_scale,
-        xt8,
-        xt_scale,
-        w8,
-        w_scale,
-        w_data,
-        w_data_scale,
-        counts,
-        state,
-        rule,
-        out_dtype,
+        ctx, x, weight, bias, x8, x_scale, xt8, xt_scale, w8, w_scale, w_data, w_inv, counts, state, rule, out_dtype
     ):
-        stored = Stored(w_data, w_data_scale)
+        stored = Stored(w_data, w_inv)
         if rule.high_precision[FPROP]:
             y = _plain_product(x.reshape(-1, x.shape[-1]), stored.values(out_dtype), out_dtype)
         else:

@@ -160,7 +160,7 @@ def _amaxes(data, inverses, hyper, kind: _Kind):
     for values, scaled, blocked in zip(_updated(data, inverses, hyper, kind), kind.scaled, kind.blocked, strict=True):
         amax = None
         if scaled:
-            amax = values.abs().amax(1) if any(kind.blocked) else values.abs().amax()
+            amax = values.abs().amax(1)  # of each row, always: loops of one form are fused
             amax = amax if blocked else amax.amax()
         amaxes.append(amax)
     return tuple(amaxes)

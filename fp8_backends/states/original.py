@@ -1,0 +1,48 @@
+"""Handing over to the original MS-AMP package, where somebody still has it.
+
+It needs PyTorch 2.1, a patched NCCL and a build from source, and no package index carries it. It changes PyTorch for
+the whole process, makes new objects of model and optimizer, and what it trained is not counted or audited.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from ..errors import BackendUnavailableError, RecipeError
+
+if TYPE_CHECKING:
+    from ..recipes import Recipe
+
+UNREADABLE = ("rounding", "exp_avg_scaling", "include", "exclude", "module_filter_func", "gradient_comm")
+"""Fields that the original has no equivalent of."""
+
+
+def check(recipe: Recipe) -> None:
+    """Raise `RecipeError` for what the original cannot do, `BackendUnavailableError` where it is not installed."""
+    if recipe.level not in ("O1", "O2"):
+        raise RecipeError(
+            f"implementation='original': msamp.initialize takes O1 and O2, not {recipe.level}; "
+            f"{recipe.level} is available with implementation='native', the default"
+        )
+    if given := [name for name in UNREADABLE if name in recipe.given]:
+        raise RecipeError(f"{', '.join(given)}: not read by implementation='original'; leave it out")
+    if importlib.util.find_spec("msamp") is None:
+        raise BackendUnavailableError(
+            "implementation='original': the package msamp is not installed. It cannot be installed with current "
+            "PyTorch (it needs torch 2.1 and a patched NCCL, and no index carries it); the native levels msamp:O1, "
+            "msamp:O2 and msamp:O3 need none of that: leave implementation out"
+        )
+
+
+def initialize(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe) -> tuple:
+    """`msamp.initialize` on these objects; new ones come back."""
+    check(recipe)
+    if optimizer is None:
+        raise RecipeError("implementation='original': msamp.initialize wants model and optimizer together")
+    msamp = importlib.import_module("msamp")
+    return msamp.initialize(model, optimizer, opt_level=recipe.level, use_te=recipe.compute == "te")

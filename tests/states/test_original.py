@@ -1,0 +1,69 @@
+"""`implementation="original"` hands over to the package msamp, or says why it cannot.
+
+The package cannot be installed with this PyTorch: a stub, named as such, stands for it where it must be there."""
+
+import sys
+import types
+from importlib.machinery import ModuleSpec
+
+import pytest
+import torch
+from accelerate import Accelerator
+from level_steps import mlp
+
+import fp8_backends
+from fp8_backends.errors import BackendUnavailableError, RecipeError
+
+
+@pytest.fixture
+def stub_msamp(monkeypatch):
+    calls = []
+
+    def initialize(model, optimizer, opt_level="O1", use_te=False):
+        calls.append((opt_level, use_te))
+        new = mlp(seed=7)
+        return new, torch.optim.AdamW(new.parameters())
+
+    stub = types.ModuleType("msamp")
+    stub.__spec__, stub.initialize = ModuleSpec("msamp", None), initialize
+    monkeypatch.setitem(sys.modules, "msamp", stub)
+    return calls
+
+
+def recipe(**fields):
+    return fp8_backends.MSAMPRecipeKwargs(implementation="original", **fields)
+
+
+def test_where_it_is_missing_the_native_levels_are_named():
+    model = mlp()
+    with pytest.raises(BackendUnavailableError, match=r"torch 2.1.*msamp:O1, msamp:O2 and msamp:O3"):
+        fp8_backends.prepare(model, torch.optim.AdamW(model.parameters()), recipe())
+    assert type(model[0]) is torch.nn.Linear
+
+
+def test_it_is_handed_over(stub_msamp):
+    model = mlp()
+    new, optimizer = fp8_backends.prepare(model, torch.optim.AdamW(model.parameters()), recipe(opt_level="O1"))
+    assert new is not model and stub_msamp == [("O1", False)]
+    assert optimizer.param_groups[0]["params"][0] is next(new.parameters())
+
+
+def test_accelerate_hands_it_over(stub_msamp):
+    accelerator = Accelerator(mixed_precision="fp8", kwargs_handlers=[recipe()], cpu=True)
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters())
+    made, wrapped = accelerator.prepare(model, optimizer)
+    assert stub_msamp == [("O2", False)] and made is not model and wrapped.optimizer is not optimizer
+    with pytest.raises(RecipeError, match="one model with one optimizer"):
+        accelerator.prepare(mlp())
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [({"opt_level": "O3"}, "O3"), ({"rounding": "nearest"}, "rounding"), ({"include": "0"}, "include")],
+)
+def test_what_it_cannot_do_is_refused_by_name(stub_msamp, fields, said):
+    model = mlp()
+    with pytest.raises(RecipeError, match=said):
+        fp8_backends.prepare(model, torch.optim.AdamW(model.parameters()), recipe(**fields))
+    assert not stub_msamp
