@@ -65,7 +65,14 @@ def tiny_encoder(tmp_path):
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{letter}" for letter in letters)]
     (tmp_path / "vocab.txt").write_text("\n".join(words))
     BertTokenizerFast(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path)
-    config = BertConfig(len(words), 32, 1, 2, intermediate_size=64, max_position_embeddings=64)
+    config = BertConfig(
+        vocab_size=len(words),
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=64,
+    )
     BertModel(config).save_pretrained(tmp_path)
     return tmp_path
 
@@ -91,13 +98,13 @@ def test_finetune_pairs_each_backend_with_bf16(tiny_encoder, tmp_path):
 
 @pytest.mark.slow
 def test_memory_falls_with_the_level(tmp_path):
-    settings = ["--hidden", "256", "--layers", "2", "--vocabulary", "64", "--sequence", "16"]
+    settings = ["--hidden", "128", "--layers", "8", "--vocabulary", "64", "--sequence", "16"]
     result = tmp_path / "result.json"
     done = run("memory.py", *settings, "--backends", "msamp:O1,msamp:O2", "--json", str(result))
     assert done.returncode == 0, done.stdout + done.stderr
     bf16, o1, o2 = json.loads(result.read_text())["results"]
     assert [round(r["bytes_per_element"]["total"]) for r in (bf16, o1, o2)] == [16, 11, 6]
     peaks = [r["peak_tensor_bytes"] / r["in_linears"] for r in (bf16, o1, o2)]
-    # nothing is counted as less than what is stored, and the step adds little to it
+    # nothing is counted as less than what is stored; one weight's work in FP32 comes on top, and activations
     for peak, at_rest in zip(peaks, (16, 11, 6), strict=True):
-        assert at_rest <= peak < at_rest + 4
+        assert at_rest <= peak < at_rest + 3

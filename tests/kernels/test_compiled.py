@@ -1,6 +1,7 @@
 """The fused Adam step: the rounding against its reference, the step against torch's, one compilation for all."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
+from torch._inductor.utils import run_and_get_code
 
 from fp8_backends.formats import E4M3, E5M2, FP16, Format
 from fp8_backends.kernels import compiled, reference
@@ -337,6 +339,21 @@ def test_compiled_and_eager_agree(case, monkeypatch):
         assert differs.float().mean() < 1e-3
         assert ((a - b).abs()[differs] <= torch.finfo(fast[0].data.dtype).eps * a.abs()[differs] * 1.01).all()
     assert [x.scale_inv is None or torch.equal(x.scale_inv, y.scale_inv) for x, y in zip(fast, eager, strict=True)]
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["O1", "O2", "O2 blocks"])
+@pytest.mark.parametrize("numel", [2**12, 2**22])
+def test_compiled_passes_keep_no_intermediate_tensor(case, numel):
+    """In the generated code: new buffers are scalars or one number a row, none has a full part's elements."""
+    compiled._compiled.cache_clear()
+    parts = slots(case, numel)
+    _, sources = run_and_get_code(step, parts, compiled=True)
+    made = [line for code in sources for line in code.split("\n") if "= empty_strided_cpu(" in line]
+    assert len(sources) == 2 and made
+    shapes = [re.search(r"empty_strided_cpu\(\((.*?)\)", line)[1] for line in made]  # "", "s63, ", or "s63, 128"
+    assert all(len([size for size in shape.split(",") if size.strip()]) <= 1 for shape in shapes), shapes
 
 
 @needs_compiler
