@@ -71,6 +71,10 @@ def prepare_model(model: nn.Module, recipe: Recipe) -> nn.Module:
             f"model must be a torch.nn.Module, not {type(model).__name__}; the order is prepare(model, optimizer, spec)"
         )
     registry.check_available(recipe)
+    if recipe.level != "O0":
+        from .states import levels
+
+        levels.refuse_several_ranks(recipe.level)
     prepared = conversion.convert(model, recipe, registry.get_compute(recipe.compute))
     if recipe.level != "O0":
         store_weights(conversion.unwrapped(model), prepared)
@@ -102,6 +106,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
     if recipe.level != "O0":
         from .states import adamw, levels
 
+        levels.refuse_several_ranks(recipe.level)
         adamw.check(unwrapped(optimizer), levels.state_rule(recipe))
 
 

@@ -254,7 +254,7 @@ class NativeRecipeKwargs(Recipe):
     backend_name: ClassVar[str] = "native"
 
     scaling: str | None = None
-    """"dynamic" (default), "delayed" (TransformerEngine's rule), "rowwise"."""
+    """"dynamic" (default), "delayed" (TransformerEngine's rule), "rowwise", "window" (MS-AMP's rule)."""
     fp8_format: str | None = None
     """"HYBRID": E4M3 forward and E5M2 gradients. "E4M3": E4M3 everywhere."""
     margin: int | None = None

@@ -59,6 +59,11 @@ class ScaledStates:
     @torch.no_grad()
     def step(self, closure=None):
         """As `torch.optim.Adam.step`. A gradient tensor that holds an inf or a NaN counts as zero in this step."""
+        if several_ranks():
+            raise FP8BackendError(
+                f"level {self.fp8_states.level} trains on one process in this version: stock DDP does not reduce "
+                f"scaled gradients, so the ranks would drift apart; use a backend of level O0 such as native:dynamic"
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -255,6 +260,15 @@ class ScaledStates:
             compiled=False,
         )
         return stepped
+
+
+def several_ranks() -> bool:
+    """Whether this process trains together with others."""
+    return (
+        torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+        and torch.distributed.get_world_size() > 1
+    )
 
 
 def _exact_update(group: dict[str, Any], state: dict[str, Any], weight: torch.Tensor) -> torch.Tensor:

@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from ..errors import BackendUnavailableError
 from ..parameter_exchange import exchange, refuse_if_held
 from ..scaled_tensor import ScaledTensor, quantize
-from .adamw import StateRule
+from .adamw import StateRule, several_ranks
 
 if TYPE_CHECKING:
     from ..recipes import Recipe
@@ -45,12 +46,22 @@ def state_rule(recipe: Recipe) -> StateRule:
     return StateRule(recipe.level, exp_avg, exp_avg_sq, block, recipe.rounding)
 
 
+def refuse_several_ranks(level: str) -> None:
+    """Raise `BackendUnavailableError` where gradients would have to travel: stock DDP would not reduce scaled ones."""
+    if several_ranks():
+        raise BackendUnavailableError(
+            f"level {level} on several processes is not in this version yet: its weights and gradients do not travel "
+            f"between ranks; use one process, or a backend of level O0 such as native:dynamic, which trains on many"
+        )
+
+
 def store_weights(layers: Mapping[str, nn.Module], level: str) -> None:
     """Store the `weight` of each layer as `level` says, in place; ties, frozen flags and `.grad` stay. Idempotent.
 
     Raises:
         FP8BackendError: a weight that something else holds on to, named; no weight has changed then.
     """
+    refuse_several_ranks(level)
     new = {name: layer for name, layer in layers.items() if not is_stored(layer.weight, level)}
     for name, layer in new.items():
         refuse_if_held(layer.weight, f"{name}.weight")
