@@ -132,6 +132,7 @@ def train(backend: str, lr: float, seed: int, data: Data, arguments) -> dict:
     before = plain_values(bare)
     began, losses = time.perf_counter(), []
     for step, chosen in enumerate(batches(len(data.train[2]), arguments.batch, arguments.steps, seed)):
+        optimizer.zero_grad()  # not after the last step: the audit reads the gradients
         tokens, mask, labels = (part[chosen].to(accelerator.device) for part in data.train)
         torch.manual_seed(seed * 1_000_000 + step)  # dropout, whatever else draws random numbers
         loss = model(input_ids=tokens, attention_mask=mask, labels=labels).loss
@@ -139,7 +140,6 @@ def train(backend: str, lr: float, seed: int, data: Data, arguments) -> dict:
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         scheduler.step()
-        optimizer.zero_grad()
         losses.append(loss.detach())
     seconds = time.perf_counter() - began
     losses = torch.stack(losses).float().tolist()

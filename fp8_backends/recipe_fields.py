@@ -140,7 +140,7 @@ FIELDS: dict[str, FieldRule] = {
     "auto_filter": FieldRule(False, flag),
     # how a level stores weights and states
     "rounding": FieldRule("stochastic", one_of("stochastic", "nearest")),
-    "exp_avg_scaling": FieldRule("block", one_of("block", "tensor")),
+    "exp_avg_scaling": FieldRule("tensor", one_of("tensor", "block")),
     "implementation": FieldRule("native", one_of("native", "original")),
     # which layers, and what surrounds them: fields of every recipe
     "include": FieldRule(None, patterns),

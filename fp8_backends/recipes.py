@@ -242,7 +242,8 @@ class MSAMPRecipeKwargs(Recipe):
     rounding: str | None = None
     """Of stored weights and Adam states: "stochastic" (default), or "nearest", MS-AMP's, which loses small updates."""
     exp_avg_scaling: str | None = None
-    """One scale of the E4M3 exp_avg for each "block" of 128 elements (default), or one for the "tensor", MS-AMP's."""
+    """One scale of the E4M3 exp_avg for the "tensor" (default), or one for each "block" of 128 elements, which keeps
+    magnitudes apart that differ by more than 1e5 inside one tensor."""
     implementation: str | None = None
     """"native" (default), or "original": hand over to the package `msamp`, where it is installed."""
 

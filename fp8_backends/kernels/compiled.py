@@ -179,7 +179,7 @@ def _write(data, inverses, scales, hyper, key, index, kind: _Kind):
             stored = _stochastic(values, dtype, random, *field) if random is not None else _nearest(values, dtype)
             stored = _encoded(*stored, values, dtype, above_zero=i == 3)
         if i == 0 and kind.copied:
-            amax = _decoded(stored, dtype).abs().amax()
+            amax = _decoded(stored, dtype).abs().amax(1).amax()
         data[i].copy_(stored)
     return amax
 
@@ -316,7 +316,7 @@ class _Random:
     def of_part(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """[key, index of the first element], and 0, 1, 2, ... of a row."""
         key = torch.stack([self.key, torch.full_like(self.key, _int32(start))])
-        return key, _with_fixed_width(self.index[: stop - start].data, 0)
+        return key, self.index[: stop - start].data
 
 
 def _random_bits(rows: int, key: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -372,20 +372,14 @@ def _parts(slots: tuple[Slot, ...], start: int, stop: int, width: int):
     for slot in slots:
         flat = slot.data.detach().view(-1)[start:stop]
         flat = flat.view(torch.uint8) if slot.data.dtype.itemsize == 1 else flat
-        rows = flat.view(-1, min(width, stop - start)).data  # no view: it would be compiled anew for another base
-        data.append(_with_fixed_width(rows, 1))
+        rows = flat.view(-1, min(width, stop - start))
+        data.append(rows.data)  # `.data` is no view: a pass would be compiled anew for another base of a view
     inverses = [_of_part(_inverse(slot), slot, start, stop) for slot in slots]
     if len(slots) > 1 and inverses[1].dim() == 0:
         # As many copies as a row is wide: with it all loops of a pass have rows and columns, and are fused into one.
         # Inductor would flatten some otherwise, and write their results to memory in FP32.
-        inverses[1] = _with_fixed_width(inverses[1].expand(data[0].shape[1]).contiguous(), 0)
+        inverses[1] = inverses[1].expand(data[0].shape[1]).contiguous()
     return tuple(data), tuple(inverses)
-
-
-def _with_fixed_width(rows: torch.Tensor, dim: int) -> torch.Tensor:
-    """The number of rows is a variable of the compiled code, their width is not: it would vectorise badly."""
-    torch._dynamo.mark_static(rows, dim)
-    return rows
 
 
 def _of_part(scale: torch.Tensor, slot: Slot, start: int, stop: int) -> torch.Tensor:
@@ -449,12 +443,22 @@ def _run(function, data, *arguments, compiled: bool, kind):
     # dynamic shapes do not include 1: a lone row would be compiled anew
     if not compiled or numel < 2 * kind.width or device in _no_compiler:
         return function(data, *arguments, kind)
+    for tensor in (*data, *_vectors(arguments)):
+        # the number of rows is a variable of the compiled code, their width is not: it would vectorise badly
+        torch._dynamo.mark_static(tensor, tensor.dim() - 1)
     try:
         return _compiled(function, kind)(data, *arguments)
     except torch._dynamo.exc.BackendCompilerFailed as error:
         _no_compiler.add(device)
         warnings.warn(f"the optimizer step runs uncompiled, which is slower: {error}", stacklevel=2)
         return function(data, *arguments, kind)
+
+
+def _vectors(arguments) -> Iterator[torch.Tensor]:
+    for argument in arguments:
+        for tensor in argument if isinstance(argument, (tuple, list)) else (argument,):
+            if isinstance(tensor, torch.Tensor) and tensor.dim() == 1:
+                yield tensor
 
 
 @functools.cache

@@ -69,9 +69,7 @@ def test_a_frozen_layer_fails_the_check_that_parameters_move(tmp_path, backend):
     passed = checks_by_name(comparison, backend)
     assert not passed[MOVED] and passed[GRADIENTS] and not comparison.passed
     assert checks_by_name(comparison, "bf16")[MOVED]
-    assert comparison.results["backends"][backend]["runs"][0]["unmoved"] == [
-        "model.layers.0.self_attn.q_proj.weight"
-    ]
+    assert comparison.results["backends"][backend]["runs"][0]["unmoved"] == ["model.layers.0.self_attn.q_proj.weight"]
 
 
 @pytest.mark.parametrize("backend", ["native:dynamic", "ao:tensorwise"])

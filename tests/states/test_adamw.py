@@ -217,8 +217,8 @@ def test_a_replaced_step_is_named():
 def test_fields_of_a_level_are_refused_without_one():
     with pytest.raises(RecipeError, match="rounding"):
         fp8_backends.resolve({"backend": "native:dynamic", "rounding": "nearest"})
-    recipe = fp8_backends.resolve({"backend": "msamp:O2", "rounding": "nearest", "exp_avg_scaling": "tensor"})
-    assert (recipe.rounding, recipe.exp_avg_scaling) == ("nearest", "tensor")
+    recipe = fp8_backends.resolve({"backend": "msamp:O2", "rounding": "nearest", "exp_avg_scaling": "block"})
+    assert (recipe.rounding, recipe.exp_avg_scaling) == ("nearest", "block")
     assert fp8_backends.MSAMPRecipeKwargs(opt_level="O1").rounding == "stochastic"
 
 

@@ -31,9 +31,8 @@ def test_bytes_per_element_are_those_of_the_level(level):
     optimizer.step()
     measured = fp8_backends.audit(model, optimizer).bytes_per_element
     for part, wanted in BYTES[level].items():
-        # scales: 4 bytes a tensor, and 4 bytes for each 128 elements of exp_avg
-        scales = 4 / 128 if part in ("optimizer", "total") and level != "O1" else 0
-        assert measured[part] == pytest.approx(wanted + scales, abs=0.01 * max(wanted, 1)), part
+        scales = 5 * 4 / 256**2  # five scales a weight at most, of 4 bytes each
+        assert wanted <= measured[part] <= wanted + scales, part
     live = sum(stored(p) + stored(p.grad) + sum(map(stored, optimizer.state[p].values())) for p in model.parameters())
     elements = sum(p.numel() for p in model.parameters())
     assert live / elements == pytest.approx(measured["total"], rel=1e-3)
