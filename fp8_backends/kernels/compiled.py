@@ -243,9 +243,8 @@ def _magnitude(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, 
     The sum of both has just the mantissa bits in front of `dropped` that the format stores, subnormal or not.
     """
     grid = _GRIDS[dtype]
-    magnitude = (
-        (_bits(values) & 0x7FFFFFFF).clamp(max=grid.max_bits).view(torch.float32)
-    )  # one instruction, as integers
+    # as integers, the minimum is one instruction
+    magnitude = (_bits(values) & 0x7FFFFFFF).clamp(max=grid.max_bits).view(torch.float32)
     return magnitude, torch.where(magnitude < 2.0**grid.min_exponent, 2.0**grid.min_exponent, 0.0)
 
 

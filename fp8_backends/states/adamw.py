@@ -74,6 +74,8 @@ class ScaledStates:
             _check_group(group)
             with_gradient = [(first + i, p) for i, p in enumerate(group["params"]) if p.grad is not None]
             first += len(group["params"])
+            if any(p.grad.is_sparse for _, p in with_gradient):
+                raise FP8BackendError("Adam cannot use sparse gradients: make the embedding with sparse=False")
             plain = [p for _, p in with_gradient if self._is_plain(p)]
             if plain:
                 self._step_plain(group, plain)
@@ -99,9 +101,6 @@ class ScaledStates:
     def _step_plain(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
         """`torch.optim.Adam`'s own arithmetic and implementations."""
         states = [self._state_of(group, p) for p in parameters]
-        for parameter in parameters:
-            if parameter.grad.is_sparse:
-                raise FP8BackendError("Adam cannot use sparse gradients: make the embedding with sparse=False")
         gradients = [p.grad for p in parameters]
         _zero_what_is_not_finite(gradients)
         adam(

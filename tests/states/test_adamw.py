@@ -214,6 +214,13 @@ def test_a_replaced_step_is_named():
         fp8_backends.prepare(model, optimizer, "msamp:O2")
 
 
+def test_sparse_gradients_are_refused_with_what_to_do():
+    model, optimizer = prepared("O2", model=nn.Sequential(nn.Embedding(100, 64, sparse=True), nn.Linear(64, 64)))
+    model(torch.arange(4)).sum().backward()
+    with pytest.raises(FP8BackendError, match="sparse=False"):
+        optimizer.step()
+
+
 def test_fields_of_a_level_are_refused_without_one():
     with pytest.raises(RecipeError, match="rounding"):
         fp8_backends.resolve({"backend": "native:dynamic", "rounding": "nearest"})
