@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# On one Hopper GPU, under 9 minutes: first that FP8 is right, then what it costs against bf16 in the same run.
+# On one Hopper GPU, under 10 minutes: first that FP8 is right, then what it costs against bf16 in the same run.
 #   benchmarks/gpu/run.sh --out DIR
 # Prints tables and writes one JSON a question, with chip, versions and date, under DIR. Exits with 1 if a check failed.
 # TorchAO is measured where it is installed; a part that does not end in its time is cut off and said so.
@@ -26,6 +26,7 @@ part() { # seconds, then the command
 python=${PYTHON:-python3}
 part 90 "$python" "$here/gpu/check.py" --out "$out"
 part 120 "$python" "$here/gpu/check.py" --compile --backends native:dynamic,native:delayed,ao:tensorwise --out "$out"
+part 60 "$python" "$here/optimizer.py" --json "$out/optimizer.json"
 part 50 "$python" "$here/linear.py" --json "$out/linear_eager.json"
 part 80 "$python" "$here/linear.py" --compile --json "$out/linear_compiled.json"
 part 70 "$python" "$here/step.py" --shape 1b --json "$out/step_1b_eager.json"

@@ -20,7 +20,7 @@ REFERENCE = "bf16"
 class Settings:
     """Settings of a comparison; all of them end up in its report."""
 
-    backends: tuple[str, ...] = ("native:dynamic", "native:delayed", "native:rowwise", "ao:tensorwise")
+    backends: tuple[str, ...] = ("native:dynamic", "native:delayed", "ao:tensorwise", "native:window+msamp:O2")
     """Canonical backend strings and baselines, without the reference."""
     text: str | None = None
     limit_mb: float = 8.0
