@@ -278,7 +278,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backends", default="msamp:O1,msamp:O2,msamp:O3")
     parser.add_argument("--lrs", default="5e-6,2e-5")
-    parser.add_argument("--head-lr", type=float, default=1e-3, help="of the new head; --lrs are the encoder's")
+    parser.add_argument("--head-lr", type=float, default=5e-3, help="of the new head; --lrs are the encoder's")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch", type=int, default=16)

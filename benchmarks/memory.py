@@ -181,7 +181,7 @@ def main() -> None:
         results.append(in_own_process(backend, arguments))
         told = {name: value for name, value in vars(arguments).items() if name not in ("json", "worker")}
         write_json(arguments.json, {"question": "peak memory of a step", "arguments": told, "results": results})
-    print(f"{first['parameters'] / 1e6:.0f} M parameters" if (first := results[0]) else "")
+    print(f"{results[0]['parameters'] / 1e6:.0f} M parameters, {results[0]['in_linears'] / 1e6:.0f} M in Linears")
     print(printed(results))
 
 
