@@ -180,7 +180,8 @@ def _on_plain_values(func, args, kwargs):
                 raise NotImplementedError(
                     f"{func} would change a ScaledTensor in place, which it cannot: a weight in scaled precision "
                     f"is trained by torch.optim.Adam or AdamW as fp8_backends.prepare(model, optimizer, spec) converts "
-                    f"it; write values with copy_(), read them with dequantize()"
+                    f"it; a copy of the model that keeps an average is given plain weights by "
+                    f"fp8_backends.states.levels.plain_weights(copy); write with copy_(), read with dequantize()"
                 )
     return func(*tree_map(_plain, args), **tree_map(_plain, kwargs))
 
@@ -361,6 +362,13 @@ def _fill_(func, tensor, *args, **kwargs):
         return NotImplemented
     values = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     return _copy_(aten.copy_.default, tensor, func(values, *args, **kwargs))
+
+
+@_implements(aten._foreach_zero_.default)
+def _foreach_zero_(func, tensors):
+    """`zero_grad(set_to_none=False)` of a fused or foreach optimizer."""
+    for tensor in tensors:
+        tensor.zero_()
 
 
 @_implements(aten.add_.Tensor)

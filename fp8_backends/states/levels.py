@@ -98,6 +98,18 @@ def _store(weight: nn.Parameter, level: str, name: str) -> None:
     _cast_gradient(weight)
 
 
+def plain_weights(model: nn.Module) -> nn.Module:
+    """Give a prepared model plain weights in place of scaled ones, its FP8 products kept; returns the same module.
+
+    For a copy that is written to by other means than our optimizer, such as an average of weights: steps of 1e-4 of a
+    weight would be lost in scaled FP16.
+    """
+    for layer in model.modules():
+        if LEVEL in layer.__dict__:
+            make_plain(layer)
+    return model
+
+
 def make_plain(layer: nn.Module) -> None:
     """Undo `store_weights` on one layer: a plain weight with the values of this moment."""
     weight = layer.weight

@@ -23,6 +23,7 @@ import fp8_backends
 from fp8_backends.errors import FP8BackendError, RecipeError
 from fp8_backends.scaled_tensor import ScaledTensor
 from fp8_backends.states.adamw import ScaledAdam, ScaledAdamW
+from fp8_backends.states.levels import plain_weights
 
 STATES = {
     "O1": (torch.float32, torch.float32),
@@ -183,6 +184,36 @@ def test_a_closure_is_evaluated():
 
     first = optimizer.step(closure).item()
     assert [optimizer.step(closure).item() for _ in range(10)][-1] < first
+
+
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": False}])
+def test_gradients_may_be_zeroed_in_place(options):
+    model, optimizer = prepared("O2", lambda p: torch.optim.AdamW(p, 1e-2, **options))
+    losses = []
+    for _ in range(15):
+        optimizer.zero_grad(set_to_none=False)
+        loss = loss_of(model, 0)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.8 * losses[0]
+    alone, its_optimizer = prepared("O2", lambda p: torch.optim.AdamW(p, 1e-2, **options))
+    assert train(alone, its_optimizer, [0] * 15) == pytest.approx(losses, rel=1e-3)
+
+
+def test_an_average_of_weights_is_kept_by_a_plain_copy():
+    model, optimizer = prepared("O2")
+    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
+    train(model, optimizer, [0])
+    average.update_parameters(model)
+    with pytest.raises(NotImplementedError, match="plain_weights"):
+        average.update_parameters(model)
+    plain_weights(average.module)
+    before = values_of(average.module)["0.weight"]
+    train(model, optimizer, range(3))
+    average.update_parameters(model)
+    wanted = before + 0.5 * (values_of(model)["0.weight"] - before)
+    torch.testing.assert_close(values_of(average.module)["0.weight"], wanted)
 
 
 # Refusals
