@@ -334,11 +334,15 @@ def test_fault_17_msamp_recipe_needs_no_transformer_engine():
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_fault_18_every_level_is_a_valid_name(level):
+def test_fault_18_every_level_is_a_valid_name_and_trains(level):
     accelerator = fp8_accelerator(fp8_backends.MSAMPRecipeKwargs(opt_level=level))
     assert accelerator.fp8_recipe.level == level
-    with pytest.raises(BackendUnavailableError, match=f"level {level} is not in this version yet"):
-        accelerator.prepare(mlp())
+    model = mlp()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 5e-3))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    losses = train(accelerator, model, optimizer, batches(12))
+    assert losses[-1] < losses[0]
+    assert not [name for name, value in model.state_dict().items() if torch.equal(value, before[name])]
 
 
 def test_fault_18_use_te_is_exposed():
