@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -84,7 +84,7 @@ def intervals(rows: Sequence[Interval], bound: float, spread: float | None, titl
         return ""
     row_height, top = 44, 12
     height = top + row_height * len(rows) + 46
-    left, bottom = 150, height - 46
+    left, bottom = _room_for(row.name for row in rows), height - 46
     values = [0.0, bound * 1.25]
     for row in rows:
         values += [v for v in (row.mean, row.low, row.high, *row.points) if v is not None and math.isfinite(v)]
@@ -107,6 +107,11 @@ def intervals(rows: Sequence[Interval], bound: float, spread: float | None, titl
     return _svg(height, title, parts)
 
 
+def _room_for(names: Iterable[str]) -> float:
+    """Width of a column of row labels, bold and of 13 pixels: 9 pixels a letter are enough for wide fonts too."""
+    return max(150.0, 24 + 9.0 * max(map(len, names), default=0))
+
+
 def _interval_row(row: Interval, x: Scale, middle: float, left: float) -> list[str]:
     parts = [_text(left - 14, middle + 4, row.name, "row-label", anchor="end")]
     if not math.isfinite(row.mean):
@@ -126,7 +131,7 @@ def bars(rows: Sequence[tuple[str, str, float, str]], title: str) -> str:
     """Horizontal bars from zero: (name, colour, value, label)."""
     if not rows:
         return ""
-    row_height, left = 34, 150
+    row_height, left = 34, _room_for(row[0] for row in rows)
     height = row_height * len(rows) + 8
     x = Scale(0, max(value for _, _, value, _ in rows) or 1, left, WIDTH - 130)
     parts = []

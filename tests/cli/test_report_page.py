@@ -101,3 +101,13 @@ def test_ticks_are_round_and_inside():
 
 def test_moving_average_keeps_a_line_a_line():
     assert charts.moving_average([1.0, 2.0, 3.0, 4.0, 5.0], 3) == [1.5, 2.0, 3.0, 4.0, 4.5]
+
+
+def test_long_names_have_room_beside_the_charts():
+    name = "native:window+msamp:O2"
+    for chart in (
+        charts.intervals([charts.Interval(name, "red", 0.0, -0.1, 0.1, [0.0], "")], 0.01, None, "gap"),
+        charts.bars([(name, "red", 1.0, "1 MB")], "memory"),
+    ):
+        (end,) = re.findall(r'x="([\d.]+)"[^>]*>native:window', chart)
+        assert float(end) >= 8.5 * len(name)  # the label ends there; a wide bold font needs 8.5 pixels a letter
