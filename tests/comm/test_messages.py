@@ -1,0 +1,89 @@
+"""What one rank sends: E4M3 codes and the exponents of their scales, as bytes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fp8_backends.comm import two_shot
+from fp8_backends.comm.two_shot import BLOCK, decode, encode
+from fp8_backends.scaled_tensor import quantize
+
+E4M3_STEP = 2.0**-4
+"""Half the distance of neighbouring E4M3 numbers over the smaller one: the largest relative error of a normal one."""
+
+
+def decoded(rows: torch.Tensor) -> torch.Tensor:
+    return two_shot._values(encode(rows))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(1, 8),
+    columns=st.integers(1, 3 * BLOCK + 1),
+    seed=st.integers(0, 2**31),
+    magnitude=st.floats(-30, 30),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+)
+def test_a_message_holds_every_value_within_half_a_step(rows, columns, seed, magnitude, dtype):
+    generator = torch.Generator().manual_seed(seed)
+    values = (torch.randn(rows, columns, generator=generator) * 2.0 ** min(magnitude, 10)).to(dtype)
+    message = encode(values)
+    assert message.dtype == torch.uint8
+    assert message.shape == (rows, columns + -(-columns // BLOCK))
+    codes, scale_inv = decode(message)
+    assert codes.shape == (rows, columns) and scale_inv.shape == (rows, -(-columns // BLOCK))
+    padded = torch.nn.functional.pad(values.float(), (0, -columns % BLOCK)).view(rows, -1, BLOCK)
+    smallest = padded.abs().amax(-1, keepdim=True) * 2.0**-17  # below it E4M3 is subnormal, with this for a step
+    error = torch.nn.functional.pad(decoded(values), (0, -columns % BLOCK)).view_as(padded) - padded
+    assert (error.abs() <= padded.abs() * E4M3_STEP + smallest).all()
+
+
+@settings(max_examples=30, deadline=None)
+@given(blocks=st.integers(1, 5), seed=st.integers(0, 2**31))
+def test_a_message_equals_the_reference_cast_in_blocks(blocks, seed):
+    values = torch.randn(blocks * BLOCK, generator=torch.Generator().manual_seed(seed))
+    codes, scale_inv = decode(encode(values.unsqueeze(0)))
+    reference = quantize(values, torch.float8_e4m3fn, block_size=BLOCK)
+    assert torch.equal(codes[0].view(torch.uint8), reference._data.view(torch.uint8))
+    assert torch.equal(scale_inv[0], reference._scale_inv)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_a_block_with_a_non_finite_value_is_nan_and_the_others_are_as_they_were(value):
+    values = torch.ones(2, 3 * BLOCK)
+    values[1, BLOCK + 5] = value
+    made = decoded(values)
+    assert made[1, BLOCK : 2 * BLOCK].isnan().all()
+    made[1, BLOCK : 2 * BLOCK] = 1
+    assert torch.equal(made, torch.ones_like(made))
+
+
+@pytest.mark.parametrize("value", [0.0, 2.0**-126, 2.0**-133, 3.0e38, -1.5])
+def test_the_ends_of_fp32_travel(value):
+    made = decoded(torch.full((1, BLOCK), value))
+    assert torch.isfinite(made).all()
+    # 2**-126 is the smallest scale_inv, times E4M3's smallest number 2**-9: smaller values become zero
+    assert torch.allclose(made, torch.full_like(made, value), rtol=E4M3_STEP, atol=2.0**-136)
+
+
+def test_a_power_of_two_travels_exactly():
+    values = 2.0 ** torch.arange(-8, 9).float().unsqueeze(0)
+    assert torch.equal(decoded(values), values)
+
+
+def test_a_rowwise_gradient_keeps_its_small_rows():
+    """Why the unit is a block: with one scale for the tensor, rows below 2**-18 of the largest become zero."""
+    rows = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)) * 2.0 ** -torch.arange(64).float()[:, None]
+    by_block, by_tensor = decoded(rows.reshape(1, -1)).view_as(rows), quantize(rows, torch.float8_e4m3fn).dequantize()
+    errors = ((by_block - rows).norm(dim=1) / rows.norm(dim=1), (by_tensor - rows).norm(dim=1) / rows.norm(dim=1))
+    assert errors[0].max() < 0.035
+    assert (errors[1] == 1).sum() > 30
+
+
+def test_bytes_of_a_message_stay_below_the_shares_of_fp32_and_bf16():
+    message = encode(torch.zeros(1, 2**20))
+    assert message.numel() / 2**20 <= 0.26 * 4
+    assert message.numel() / 2**20 <= 0.51 * 2

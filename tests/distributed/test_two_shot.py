@@ -1,0 +1,35 @@
+"""The two-shot collective on 1, 2, 3, 4 and 8 ranks, and simulated at 32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import two_shot_checks
+from ranks import report, run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_the_collective(ranks, subtests):
+    report(subtests, run("two_shot_checks.py", ranks))
+
+
+@pytest.mark.parametrize("kind", ["independent", "correlated", "heavy-tailed", "rows of many sizes"])
+@pytest.mark.parametrize("ranks", [2, 4, 8, 32])
+def test_the_mean_of_many_ranks_is_within_four_per_cent(ranks, kind):
+    gradients = [two_shot_checks.of_rank(kind, 2**17, rank) for rank in range(ranks)]
+    made = two_shot_checks.simulated_mean(gradients)
+    error = two_shot_checks.relative(made, torch.stack(gradients).double().mean(0))
+    assert error <= two_shot_checks.LARGEST_ERROR, error
+
+
+def test_a_ring_of_fp8_sums_is_several_times_worse():
+    """The same measure finds what the two-shot form is for: FP8 partial sums after a factor 1/sqrt(N), 32 ranks."""
+    gradients = [two_shot_checks.of_rank("correlated", 2**16, rank) for rank in range(32)]
+    scale = 448 / (max(g.abs().max() for g in gradients) * 32**0.5)
+    total = torch.zeros(2**16)
+    for gradient in gradients:
+        # each partial sum is stored in E4M3
+        total = ((total + gradient * scale).clamp(-448, 448)).to(torch.float8_e4m3fn).float()
+    exact = torch.stack(gradients).double().mean(0)
+    assert two_shot_checks.relative(total / scale / 32, exact) > 3 * two_shot_checks.LARGEST_ERROR

@@ -1,0 +1,182 @@
+"""The collective on real ranks, against exact sums that every rank makes by itself."""
+
+from __future__ import annotations
+
+import ranks
+import torch
+import torch.distributed as dist
+
+from fp8_backends.comm import two_shot
+from fp8_backends.comm.two_shot import BLOCK, AllReduce, all_reduce, reduce_scatter
+
+SIZES = (0, 1, 127, 128, 129, 1000, 4096, 70_001)
+LARGEST_ERROR = 0.04
+"""Relative L2 error of a mean: two independent roundings of 0.026 each are 0.037."""
+
+
+def of_rank(kind: str, numel: int, rank: int, seed: int = 0) -> torch.Tensor:
+    """One rank's gradient, FP32, [numel]; every rank can make that of every other."""
+    own = torch.Generator().manual_seed(1000 * seed + rank)
+    shared = torch.Generator().manual_seed(1000 * seed + 999)
+    noise = torch.randn(numel, generator=own)
+    if kind == "independent":
+        return noise
+    if kind == "correlated":
+        return torch.randn(numel, generator=shared) + noise
+    if kind == "heavy-tailed":  # Student's t with 3 degrees of freedom
+        chi = sum(torch.randn(numel, generator=own).square() for _ in range(3)) / 3
+        return noise / chi.sqrt()
+    rows = torch.exp(2 * torch.randn(-(-numel // 256), generator=shared)).repeat_interleave(256)[:numel]
+    return noise * rows
+
+
+def gradients(kind: str, numel: int, seed: int = 0) -> list[torch.Tensor]:
+    return [of_rank(kind, numel, rank, seed) for rank in range(dist.get_world_size())]
+
+
+def relative(made: torch.Tensor, exact: torch.Tensor) -> float:
+    return ((made.double() - exact.double()).norm() / exact.double().norm()).item() if exact.numel() else 0.0
+
+
+def within_half_a_step(made, exact, magnitude, roundings: int) -> bool:
+    """Whether no element is off by more than each rounding's half step, 2**-4 of what is summed (5 % of slack for
+    roundings of roundings), or the step of a subnormal number."""
+    if not exact.numel():
+        return True
+    bound = magnitude.float() * 2.0**-4 * roundings * 1.05 + magnitude.float().max() * 2.0**-16
+    return bool(((made.float() - exact.float()).abs() <= bound).all())
+
+
+def equal_on_all_ranks(tensor: torch.Tensor) -> bool:
+    data = tensor.contiguous().view(torch.uint8)
+    others = [torch.empty_like(data) for _ in range(dist.get_world_size())]
+    dist.all_gather(others, data)
+    return all(torch.equal(data, other) for other in others)
+
+
+def check_mean_and_sum_of_every_size_and_dtype():
+    rank = dist.get_rank()
+    for numel in SIZES:
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            for mean in (True, False):
+                mine = [g.to(dtype) for g in gradients("independent", numel)]
+                exact = torch.stack([g.double() for g in mine]).sum(0) / (len(mine) if mean else 1)
+                made = all_reduce(mine[rank], mean=mean)
+                assert made.dtype == dtype and made.shape == mine[rank].shape
+                assert equal_on_all_ranks(made), (numel, dtype, mean)
+                if numel >= 1000:
+                    assert relative(made, exact) <= LARGEST_ERROR, (numel, dtype, mean, relative(made, exact))
+                share = 1 / len(mine) if mean else 1
+                assert within_half_a_step(made, exact, sum(g.abs() for g in mine) * share, roundings=2)
+
+
+def check_error_of_the_mean_by_kind_of_gradient():
+    errors = {}
+    for kind in ("independent", "correlated", "heavy-tailed", "rows of many sizes"):
+        all_of = gradients(kind, 2**18)
+        errors[kind] = relative(all_reduce(all_of[dist.get_rank()]), torch.stack(all_of).double().mean(0))
+        assert errors[kind] <= LARGEST_ERROR, errors
+    return errors
+
+
+def check_reduce_scatter_of_every_size():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for columns in SIZES:
+        for mean in (True, False):
+            rows = [torch.stack([of_rank("independent", columns, r, s) for s in range(size)]) for r in range(size)]
+            made = reduce_scatter(rows[rank], mean=mean)
+            exact = torch.stack([of[rank] for of in rows]).sum(0) / (size if mean else 1)
+            assert made.dtype == torch.float32 and made.shape == (columns,)
+            if columns >= 1000:  # one rounding, 0.0266 for normally distributed values
+                assert relative(made, exact) <= 0.028, (columns, relative(made, exact))
+            magnitude = sum(of[rank].abs() for of in rows) / (size if mean else 1)
+            assert within_half_a_step(made, exact, magnitude, roundings=1)
+
+
+def check_what_is_not_finite_is_seen_on_every_rank():
+    for value in (float("inf"), float("nan")):
+        values = torch.ones(5 * BLOCK)
+        if dist.get_rank() == dist.get_world_size() - 1:
+            values[2 * BLOCK + 1] = value
+        made = all_reduce(values)
+        assert made[2 * BLOCK : 3 * BLOCK].isnan().all()
+        assert (made[: 2 * BLOCK] == 1).all() and (made[3 * BLOCK :] == 1).all()
+
+
+def check_a_sum_beyond_fp32_is_not_finite():
+    made = all_reduce(torch.full((BLOCK,), 3.0e38), mean=False)
+    assert made.isnan().all() or dist.get_world_size() == 1
+
+
+def check_buckets_that_overlap_equal_buckets_one_by_one():
+    rank = dist.get_rank()
+    values = [of_rank("heavy-tailed", numel, rank, seed) for seed, numel in enumerate((5000, 0, 129, 70_000, 1))]
+    alone = [all_reduce(each) for each in values]
+    under_way = []
+    for each in values:
+        under_way.append(AllReduce(each))
+        if len(under_way) > 1:
+            under_way[-2].start_second_shot()
+    for reduction, expected in zip(under_way, alone, strict=True):
+        reduced = reduction.wait()
+        assert torch.equal(reduced.values(), expected)
+        assert torch.equal(reduction.wait().values(), expected)
+
+
+def check_the_values_are_free_once_the_first_shot_is_made():
+    values = of_rank("independent", 3000, dist.get_rank())
+    expected = all_reduce(values)
+    reduction = AllReduce(values)
+    values.zero_()
+    assert torch.equal(reduction.wait().values(), expected)
+
+
+def check_the_simulation_equals_the_collective():
+    """What tells of 32 ranks elsewhere computes the same numbers."""
+    all_of = gradients("heavy-tailed", 10_000)
+    assert torch.equal(all_reduce(all_of[dist.get_rank()]), simulated_mean(all_of))
+
+
+def simulated_mean(all_of: list[torch.Tensor]) -> torch.Tensor:
+    """The two-shot mean over any number of ranks, in one process."""
+    size, numel = len(all_of), all_of[0].numel()
+    columns = -(-numel // (size * BLOCK)) * BLOCK
+    rows = [two_shot._padded(each, size * columns).view(size, columns) for each in all_of]
+    contributions = [two_shot._values(two_shot.encode(of_rank)) for of_rank in rows]
+    shards = []
+    for owner in range(size):
+        arrived = torch.stack([contributions[r][owner] if r != owner else rows[r][owner] for r in range(size)])
+        shards.append(arrived.sum(0) / size)
+    return two_shot._values(two_shot.encode(torch.stack(shards))).reshape(-1)[:numel]
+
+
+def check_bytes_that_a_rank_sends():
+    """Counted where they are handed over: what goes to the other ranks, scales included."""
+    size, numel = dist.get_world_size(), 2**20
+    sent = []
+
+    def counted(original, share):
+        def call(output, given, *args, **kwargs):
+            sent.append(given.numel() * given.element_size() * share)
+            return original(output, given, *args, **kwargs)
+
+        return call
+
+    names = {"all_to_all_single": (size - 1) / size, "all_gather_single": size - 1, "all_gather_into_tensor": size - 1}
+    before = {name: getattr(dist, name) for name in names if hasattr(dist, name)}
+    try:
+        for name, original in before.items():
+            setattr(dist, name, counted(original, names[name]))
+        all_reduce(torch.ones(numel))
+    finally:
+        for name, original in before.items():
+            setattr(dist, name, original)
+    ring = 2 * (size - 1) / size * numel  # elements that a rank sends in a ring all-reduce
+    figures = {"of FP32": sum(sent) / (ring * 4), "of bf16": sum(sent) / (ring * 2)} if size > 1 else {}
+    assert not figures or (figures["of FP32"] <= 0.26 and figures["of bf16"] <= 0.51), figures
+    assert len(sent) == 2
+    return figures
+
+
+if __name__ == "__main__":
+    ranks.main(globals())
