@@ -46,6 +46,7 @@ def test_the_gpu_check_fails_on_a_hidden_overflow():
         ("prepare.py", ["--layers", "20", "--width", "16"]),
         ("linear.py", ["--runs", "2", "--shapes", "tiny"]),
         ("optimizer.py", ["--elements", "65536", "--runs", "2"]),
+        ("gradient_mean.py", ["--ranks", "2"]),
         ("step.py", ["--steps", "2", "--warmup", "1", "--sequence", "32"]),
     ],
 )
