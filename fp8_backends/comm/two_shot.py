@@ -120,7 +120,7 @@ def encode(rows: torch.Tensor) -> torch.Tensor:
     blocks = _padded(rows.float(), -(-columns // BLOCK) * BLOCK).view(rows.shape[0], -1, BLOCK)
     amax = blocks.abs().amax(-1)
     scale = power_of_two_scale(amax, E4M3)
-    codes = saturating_cast(blocks * scale.unsqueeze(-1), E4M3).view(rows.shape[0], -1)[:, :columns]
+    codes = saturating_cast(blocks * scale.unsqueeze(-1), E4M3).view(rows.shape[0], -1).narrow(1, 0, columns)
     exponents = (scale_inv_of(scale, amax).view(torch.int32) >> 23 & 0xFF).to(torch.uint8)
     return torch.cat([codes.view(torch.uint8), exponents], 1)
 
@@ -128,10 +128,10 @@ def encode(rows: torch.Tensor) -> torch.Tensor:
 def decode(messages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Messages, uint8 -> (codes, E4M3 [rows, columns]; scale_inv, FP32 [rows, ceil(columns / BLOCK)])."""
     columns = _columns(messages.shape[1])
-    exponents = messages[:, columns:].to(torch.int32)
+    exponents = messages.narrow(1, columns, messages.shape[1] - columns).to(torch.int32)
     scale_inv = (exponents << 23).view(torch.float32)
     scale_inv = torch.where(exponents == 0xFF, torch.full_like(scale_inv, float("nan")), scale_inv)
-    return messages[:, :columns].contiguous().view(E4M3.dtype), scale_inv
+    return messages.narrow(1, 0, columns).contiguous().view(E4M3.dtype), scale_inv
 
 
 def _columns(message: int) -> int:

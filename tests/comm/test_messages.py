@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp8_backends.comm import two_shot
 from fp8_backends.comm.two_shot import BLOCK, decode, encode
@@ -87,3 +88,13 @@ def test_bytes_of_a_message_stay_below_the_shares_of_fp32_and_bf16():
     message = encode(torch.zeros(1, 2**20))
     assert message.numel() / 2**20 <= 0.26 * 4
     assert message.numel() / 2**20 <= 0.51 * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_messages_are_made_on_the_gpu_without_asking_it(dtype):
+    """Fake tensors raise wherever a value is read, so nothing here waits for the device."""
+    with FakeTensorMode():
+        message = encode(torch.empty(4, 1000, dtype=dtype, device="cuda"))
+        codes, scale_inv = decode(message)
+        assert message.device.type == codes.device.type == scale_inv.device.type == "cuda"
+        assert message.shape == (4, 1008) and codes.shape == (4, 1000) and scale_inv.shape == (4, 8)

@@ -1,0 +1,53 @@
+"""How a user asks Accelerate for each engine, and what differs on ranks that have no GPU."""
+
+from __future__ import annotations
+
+import torch
+
+
+def engine_arguments(engine: str, clip: float, microbatches: int, wrapped: str = "Block") -> dict:
+    """Arguments of `Accelerator` beside the recipe. `wrapped`: the class that FSDP2 makes units of."""
+    if engine.startswith("ZeRO"):
+        import deepspeed
+        from accelerate.utils import DeepSpeedPlugin
+
+        # the CPU's all-reduce through shared memory is an extension that DeepSpeed would compile at its first use
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        config = {
+            "zero_optimization": {"stage": int(engine[-1]), "stage3_param_persistence_threshold": 0},
+            "train_micro_batch_size_per_gpu": 4,
+            "gradient_accumulation_steps": microbatches,
+            "gradient_clipping": clip,
+            "bf16": {"enabled": False},
+        }
+        return {"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=config)}
+    if engine == "FSDP2":
+        from accelerate.utils import FullyShardedDataParallelPlugin
+
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=[wrapped],
+            cpu_ram_efficient_loading=False,
+        )
+        return {"fsdp_plugin": plugin}
+    return {}
+
+
+def start_engine(accelerator, engine: str, arguments: dict) -> None:
+    """On ranks without a GPU Accelerate takes DDP whatever was asked for: say what it takes on GPUs."""
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType
+
+    kind = {"single": DistributedType.NO, "FSDP2": DistributedType.FSDP}.get(engine)
+    if kind is not None:
+        for state in (PartialState, AcceleratorState):
+            state._shared_state["distributed_type"] = kind
+    if engine == "FSDP2":
+        AcceleratorState._shared_state["fsdp_plugin"] = arguments["fsdp_plugin"]
+
+
+def plain_state_dict(accelerator, model) -> dict[str, torch.Tensor]:
+    """The whole weights, by their own names; copies. Empty on the ranks that an engine gives nothing."""
+    state = accelerator.get_state_dict(model)
+    return {name: value.detach().clone() for name, value in (state or {}).items()}
