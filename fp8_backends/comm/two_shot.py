@@ -131,7 +131,8 @@ def decode(messages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     exponents = messages.narrow(1, columns, messages.shape[1] - columns).to(torch.int32)
     scale_inv = (exponents << 23).view(torch.float32)
     scale_inv = torch.where(exponents == 0xFF, torch.full_like(scale_inv, float("nan")), scale_inv)
-    return messages.narrow(1, 0, columns).contiguous().view(E4M3.dtype), scale_inv
+    codes = messages.narrow(1, 0, columns).clone(memory_format=torch.contiguous_format)
+    return codes.view(E4M3.dtype), scale_inv
 
 
 def _columns(message: int) -> int:
