@@ -26,6 +26,8 @@ part() { # seconds, then the command
 python=${PYTHON:-python3}
 part 90 "$python" "$here/gpu/check.py" --out "$out"
 part 120 "$python" "$here/gpu/check.py" --compile --backends native:dynamic,native:delayed,ao:tensorwise --out "$out"
+gpus=$("$python" -c "import torch; print(max(1, torch.cuda.device_count()))")
+part 90 "$python" -m torch.distributed.run --standalone --nproc_per_node "$gpus" "$here/gpu/wire.py" --out "$out"
 part 60 "$python" "$here/optimizer.py" --json "$out/optimizer.json"
 part 50 "$python" "$here/linear.py" --json "$out/linear_eager.json"
 part 80 "$python" "$here/linear.py" --compile --json "$out/linear_compiled.json"
