@@ -10,7 +10,7 @@ from .conversion import ConversionReport
 from .errors import BackendUnavailableError, FP8BackendError, RecipeError
 from .hardware import Availability
 from .precision_plan import PrecisionPlan, plan
-from .preparation import initialize, prepare
+from .preparation import initialize, prepare, whole_states
 from .recipes import (
     AORecipeKwargs,
     FP8RecipeKwargs,
@@ -49,6 +49,7 @@ __all__ = [
     "register_backend",
     "resolve",
     "validate",
+    "whole_states",
 ]
 
 connect()

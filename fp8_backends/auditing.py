@@ -17,7 +17,7 @@ from . import conversion
 from .compute import DGRAD, KINDS, WGRAD, ProductCounts
 from .errors import FP8BackendError
 from .profiling import Layer, ProductProfile
-from .weight_products import FP8, plain_name
+from .weight_products import FP8, full_shape, plain_name
 
 if TYPE_CHECKING:
     from .conversion import Prepared
@@ -46,7 +46,7 @@ class Audit:
     """The reason why each of the other weights stays in high precision."""
     bytes_per_element: dict[str, float | None] = field(default_factory=dict)
     """Bytes of an element of the converted weights: `weight`, `master`, `gradient`, `optimizer`, `total`. None where
-    no optimizer is known."""
+    no optimizer is known. Of what several ranks share, the bytes on this rank over the elements of the whole."""
     bytes_per_parameter: dict[str, float | None] = field(default_factory=dict)
     """The same for the whole model; `weight` includes the copies that last from forward to backward."""
     dtypes: dict[str, str] = field(default_factory=dict)
@@ -94,6 +94,7 @@ def audit(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> A
     optimizers = [known for seen in observed for known in seen.optimizers()]
     if optimizer is not None:
         optimizers = [unwrapped(optimizer)]
+    optimizers = _of_parameters(optimizers, model)
     result = Audit(recipe=", ".join(dict.fromkeys(prepared.recipe.name for _, _, prepared in roots)) or "not prepared")
     parts = [_read_root(result, *root) for root in roots] or [_read_unprepared(result, model)]
     needed = sum(part.needed for part in parts)
@@ -109,6 +110,17 @@ def audit(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> A
             100 * result.lost_updates,
         )
     return result
+
+
+def _of_parameters(optimizers: list, model: nn.Module) -> list:
+    """Those that hold parameters of the model. Where an engine keeps what it trains in buffers of its own (DeepSpeed),
+    nobody can say what of them belongs to which weight: their bytes are unknown, and not zero."""
+    known = {id(parameter) for parameter in model.parameters()}
+    return [
+        optimizer
+        for optimizer in optimizers
+        if any(id(parameter) in known for group in optimizer.param_groups for parameter in group["params"])
+    ]
 
 
 def _lost_next(optimizer: torch.optim.Optimizer) -> float | None:
@@ -300,7 +312,8 @@ def _read_root(result: Audit, prefix: str, root: nn.Module, prepared: Prepared) 
         result.products[full] = asdict(counts[name])
         result.engine[full] = prepared.compute.engine(module)
         flops.weights.append(module.weight)
-        flops.transient_bytes += prepared.compute.transient_bytes_per_element(module) * module.weight.numel()
+        elements = full_shape(module.weight).numel()
+        flops.transient_bytes += prepared.compute.transient_bytes_per_element(module) * elements
     seen = observed_of(prepared).gradient_dtypes
     for name, parameter in root.named_parameters():
         if plain_name(name) in seen:
@@ -340,8 +353,7 @@ class _Weighed:
 
 
 def _weigh(parameter: nn.Parameter, optimizers: list, gradient_dtypes: dict[int, torch.dtype]) -> _Weighed:
-    """Bytes of one parameter and of what trains it, on this rank."""
-    elements = _local(parameter).numel()
+    """Bytes of one parameter and of what trains it, on this rank; elements: all, of the shards of every rank."""
     sizes = dict.fromkeys(BYTE_KEYS, 0)
     sizes["weight"] = stored_bytes(parameter)
     gradient, source = parameter.grad, "none"
@@ -350,7 +362,7 @@ def _weigh(parameter: nn.Parameter, optimizers: list, gradient_dtypes: dict[int,
         sizes["gradient"], source = stored_bytes(gradient), "live"
         dtypes["gradient"] = _dtype_name(stored_dtype(gradient))
     elif parameter.requires_grad and (dtype := gradient_dtypes.get(id(parameter))) is not None:
-        sizes["gradient"], source = dtype.itemsize * elements, "last step"
+        sizes["gradient"], source = dtype.itemsize * _local(parameter).numel(), "last step"
         dtypes["gradient"] = _dtype_name(dtype)
     state = next((o.state[parameter] for o in optimizers if parameter in o.state), {})
     kept = {key: value for key, value in state.items() if isinstance(value, torch.Tensor) and value.numel() > 1}
@@ -360,7 +372,7 @@ def _weigh(parameter: nn.Parameter, optimizers: list, gradient_dtypes: dict[int,
         sizes[kind] += stored_bytes(value)
         names[kind].append(_dtype_name(stored_dtype(value)))
     dtypes |= {kind: "+".join(of_kind) for kind, of_kind in names.items()}
-    return _Weighed(id(parameter), elements, sizes, dtypes, source)
+    return _Weighed(id(parameter), parameter.numel(), sizes, dtypes, source)
 
 
 def _average(weighed: list[_Weighed], knows_optimizer: bool, transient_bytes: float = 0.0) -> dict[str, float | None]:
@@ -391,6 +403,8 @@ def stored_dtype(tensor: torch.Tensor) -> torch.dtype:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
+    if hasattr(tensor, "ds_tensor") and tensor.numel() == 0:
+        return tensor.ds_tensor  # this rank's part under ZeRO-3
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 

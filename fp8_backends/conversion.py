@@ -78,6 +78,8 @@ class Prepared:
     """What `compute.new_shared` returned: state that all layers of this model share."""
     attached: dict[str, list] = field(default_factory=dict)
     """What `compute.attach` added to the root: attribute name -> hook keys; None stands for the whole attribute."""
+    undo: list[Callable[[nn.Module], None]] = field(default_factory=list, repr=False, compare=False)
+    """What others did to the root since, to be undone when the model is turned back."""
     profiled: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
     """Counts of the last profiled step, for a compute that does not count by itself."""
     observed: Any = field(default=None, repr=False, compare=False)
@@ -385,6 +387,8 @@ def _attach(root: nn.Module, prepared: Prepared) -> None:
 
 
 def _detach(root: nn.Module, prepared: Prepared) -> None:
+    for undo in prepared.undo:
+        undo(root)
     for name, hooks in prepared.attached.items():
         if hooks is None:
             root.__dict__.pop(name, None)

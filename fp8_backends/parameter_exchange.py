@@ -17,7 +17,7 @@ from torch import nn
 from .errors import FP8BackendError
 from .scaled_tensor import ScaledTensor
 
-_OWN = {*ScaledTensor(torch.zeros(1), torch.ones(())).__dict__, "master", "_is_param"}
+_OWN = {*ScaledTensor(torch.zeros(1), torch.ones(())).__dict__, "master", "elsewhere", "_is_param"}
 
 
 class _Belongings(NamedTuple):

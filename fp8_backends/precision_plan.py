@@ -62,7 +62,7 @@ def plan(spec: Any = None) -> PrecisionPlan:
     high_precision = registry.get_compute(recipe.compute).high_precision_products(recipe)
     return PrecisionPlan(
         gemm="FP8" + (f" ({' '.join(high_precision)} {recipe.autocast_dtype.upper()})" if high_precision else ""),
-        comm="FP32" if recipe.gradient_comm == "plain" else comm,
+        comm={"plain": "FP32", "fp8": "FP8", None: comm}[recipe.gradient_comm],
         weight=weight,
         master_weight=master,
         weight_gradient=gradient,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 
 from . import conversion, proof, recipes, registry
 from .auditing import converted_layers, unwrapped
+from .comm import fsdp2, ignore_list
 from .errors import FP8BackendError
 from .weight_products import ADOPTED
 
@@ -72,13 +74,65 @@ def prepare_model(model: nn.Module, recipe: Recipe) -> nn.Module:
         )
     registry.check_available(recipe)
     if recipe.level != "O0":
+        _refuse_wrapped(model, recipe.level)
+    prepared = conversion.convert(model, recipe, registry.get_compute(recipe.compute))
+    root = conversion.unwrapped(model)
+    if recipe.level != "O0":
+        store_weights(root, prepared)
+    ignore_list.ignore(root)
+    if ignore_list.forget not in prepared.undo:
+        prepared.undo.append(ignore_list.forget)
+    connect_ranks(model, recipe)
+    return model
+
+
+def connect_ranks(model: nn.Module, recipe: Recipe) -> None:
+    """Let the gradients of a prepared model travel between ranks as its recipe says, where it is wrapped for that: by
+    `DistributedDataParallel` or `fully_shard`. Every rank calls it; repeating it does nothing.
+
+    Raises:
+        FP8BackendError: it was wrapped before it was prepared, or in a way that FP8 cannot follow, named.
+    """
+    comm = recipe.gradient_comm or ("plain" if recipe.level == "O0" else "fp8")
+    for wrapped in _ddp_wrappers(model):
+        if roots := conversion.prepared_roots(wrapped.module):
+            from .comm import ddp
+            from .states import levels
+
+            ddp.connect(wrapped, comm, levels.exchange_gradient_hook, _ScalingBuffers(roots))
+    if fsdp2.fsdp_modules(model):
         from .states import levels
 
-        levels.refuse_several_ranks(recipe.level)
-    prepared = conversion.convert(model, recipe, registry.get_compute(recipe.compute))
-    if recipe.level != "O0":
-        store_weights(conversion.unwrapped(model), prepared)
-    return model
+        fsdp2.connect(model, comm, _ScalingBuffers(conversion.prepared_roots(model)))
+        levels.watch_shards(model)
+
+
+class _ScalingBuffers:
+    """The live scaling states of prepared roots, in a fixed order."""
+
+    def __init__(self, roots: list[tuple[str, nn.Module, Prepared]]) -> None:
+        self.roots = [(root, prepared.compute) for _, root, prepared in roots]
+
+    def __call__(self) -> list[torch.Tensor]:
+        return [state for root, compute in self.roots for state in compute.scaling_buffers(root)]
+
+
+def _ddp_wrappers(model: nn.Module) -> list[nn.parallel.DistributedDataParallel]:
+    return [module for module in model.modules() if isinstance(module, nn.parallel.DistributedDataParallel)]
+
+
+def _refuse_wrapped(model: nn.Module, level: str) -> None:
+    if any(not conversion.prepared_roots(wrapped.module) for wrapped in _ddp_wrappers(model)):
+        raise FP8BackendError(
+            f"level {level} stores the weights in another form, and DDP holds on to them as they were: "
+            f"prepare(model, None, spec) first, then DistributedDataParallel(model), then "
+            f"prepare(ddp, optimizer, spec)"
+        )
+    if fsdp2.fsdp_modules(model) and not conversion.prepared_roots(model):
+        raise FP8BackendError(
+            f"level {level} stores the weights in another form, and FSDP2 has sharded them as they were: "
+            f"prepare(model, None, spec) first, then fully_shard, then prepare(model, optimizer, spec)"
+        )
 
 
 def store_weights(root: nn.Module, prepared: Prepared) -> None:
@@ -106,7 +160,6 @@ def check_optimizer(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
     if recipe.level != "O0":
         from .states import adamw, levels
 
-        levels.refuse_several_ranks(recipe.level)
         adamw.check(unwrapped(optimizer), levels.state_rule(recipe))
 
 
@@ -137,8 +190,64 @@ def watch_optimizer(models: nn.Module | Iterable[nn.Module], optimizer: torch.op
     """
     models = [models] if isinstance(models, nn.Module) else list(models)
     adopt_optimizer(optimizer, recipe)
+    if recipe.level == "O3" and recipe.shard_states:
+        share_out_states(unwrapped(optimizer))
     proof.watch(models, optimizer)
     AfterStep.of(unwrapped(optimizer)).add(models)
+    for wrapped in (each for model in models for each in _ddp_wrappers(model)):
+        from .comm import ddp
+
+        ddp.follow(wrapped, unwrapped(optimizer))
+
+
+def share_out_states(optimizer: torch.optim.Optimizer) -> None:
+    """Under DDP on several ranks: leave the master and the optimizer states of each weight at O3 to one rank. Every
+    rank calls it, after `connect_ranks`; repeating it does nothing."""
+    from .comm import ddp, zero
+
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    weights = [p for p in trained if getattr(p, "master", None) is not None and ddp.connection_of(p) is not None]
+    connection = ddp.connection_of(weights[0]) if weights else None
+    if optimizer.fp8_owners is None and connection is not None and connection.group.size() > 1:
+        optimizer.fp8_owners = connection.owners = zero.SharedOut(weights, connection.group)
+        optimizer.forget_others()
+
+
+@contextlib.contextmanager
+def whole_states(optimizer: torch.optim.Optimizer, receives: bool = True, moments: bool = True) -> Iterator[None]:
+    """Around the writing of a checkpoint on several ranks at level O3: masters and optimizer states that are shared out
+    between the ranks are whole inside, so that `state_dict()` of model and optimizer give them to the bit.
+
+    All ranks enter and leave it. Anywhere else, and for any other optimizer, it does nothing. A checkpoint is loaded
+    without it: every rank loads the whole, and keeps what it owns.
+
+    Args:
+        receives: whether they are wanted on this rank, 5 bytes an element, on the CPU. Elsewhere `state_dict()` works
+            inside too, with placeholders on the meta device for weights of other ranks, and without their states.
+        moments: False for weights alone, 2 bytes an element.
+    """
+    optimizer = unwrapped(optimizer)
+    if getattr(optimizer, "fp8_owners", None) is None:
+        yield
+        return
+    from .states import consolidation
+
+    with consolidation.whole_states(optimizer, receives, moments):
+        yield
+
+
+@contextlib.contextmanager
+def unread_states(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Around loading a checkpoint where states are shared out: `state_dict()`, which some loaders look at for names and
+    shapes, gives placeholders inside."""
+    optimizer = unwrapped(optimizer)
+    if getattr(optimizer, "fp8_owners", None) is None:
+        yield
+        return
+    from .states import consolidation
+
+    with consolidation.unread_states(optimizer):
+        yield
 
 
 class AfterStep:

@@ -106,15 +106,6 @@ def function(value: Any) -> Callable:
     return value
 
 
-def gradient_comm(value: Any) -> str:
-    word = one_of("fp8", "plain")(value)
-    if word == "fp8":
-        raise ValueError(
-            'must be "plain" or left out: gradients that travel between ranks in FP8 are not in this version yet'
-        )
-    return word
-
-
 def torchao_config(value: Any) -> Any:
     if type(value).__name__ != "Float8LinearConfig":
         raise ValueError("must be a torchao.float8.Float8LinearConfig")
@@ -142,20 +133,21 @@ FIELDS: dict[str, FieldRule] = {
     "rounding": FieldRule("stochastic", one_of("stochastic", "nearest")),
     "exp_avg_scaling": FieldRule("tensor", one_of("tensor", "block")),
     "implementation": FieldRule("native", one_of("native", "original")),
+    "shard_states": FieldRule(True, flag),
     # which layers, and what surrounds them: fields of every recipe
     "include": FieldRule(None, patterns),
     "exclude": FieldRule(None, patterns),
     "module_filter_func": FieldRule(None, function),
     "autocast_dtype": FieldRule("bf16", one_of("bf16", "fp16", "fp32")),
-    "gradient_comm": FieldRule(None, gradient_comm),
+    "gradient_comm": FieldRule(None, one_of("fp8", "plain")),
     "on_unproven": FieldRule("raise", one_of("raise", "warn")),
 }
 
 COMMON_FIELDS = ("include", "exclude", "module_filter_func", "autocast_dtype", "gradient_comm", "on_unproven")
 """Fields that every backend has."""
 
-LEVEL_FIELDS = ("rounding", "exp_avg_scaling", "implementation")
-"""Fields that every level above O0 reads."""
+LEVEL_FIELDS = ("rounding", "exp_avg_scaling", "implementation", "shard_states")
+"""Fields that every level above O0 reads; `shard_states`: O3 alone."""
 
 NAMING_FIELDS = ("backend", "scaling", "opt_level", "use_mxfp8_block_scaling")
 """Fields that take part in the name of the backend."""

@@ -140,7 +140,7 @@ class Recipe(KwargsHandler):
     autocast_dtype: str | None = field(default=None, kw_only=True)
     """What runs around FP8 under Accelerate: "bf16" (default), "fp16", "fp32"."""
     gradient_comm: str | None = field(default=None, kw_only=True)
-    """How gradients travel between ranks: "plain"; "fp8" is not in this version yet."""
+    """How gradients travel between ranks: "fp8" (default at a level above O0) or "plain" (default at O0)."""
     on_unproven: str | None = field(default=None, kw_only=True)
     """What to do when no FP8 product ran in the first step: "raise" (default) or "warn"."""
 
@@ -246,6 +246,8 @@ class MSAMPRecipeKwargs(Recipe):
     magnitudes apart that differ by more than 1e5 inside one tensor."""
     implementation: str | None = None
     """"native" (default), or "original": hand over to the package `msamp`, where it is installed."""
+    shard_states: bool | None = None
+    """Under DDP, masters and Adam states of O3 lie on one rank each (default True): 2 + 5/N bytes an element, not 7."""
 
 
 @_checks_names
@@ -282,6 +284,7 @@ class FP8RecipeKwargs(Recipe):
     rounding: str | None = None
     exp_avg_scaling: str | None = None
     implementation: str | None = None
+    shard_states: bool | None = None
     scaling: str | None = None
     fp8_format: str | None = None
     margin: int | None = None
@@ -386,6 +389,11 @@ def _check(recipe: Recipe) -> None:
                 raise RecipeError(
                     f"{name} is not read by {recipe.name}, only with a level O1, O2 or O3, such as "
                     f"{recipe.compute}+msamp:O2: leave it out, or use that"
+                )
+            if name == "shard_states" and recipe.level != "O3":
+                raise RecipeError(
+                    f"shard_states is not read by {recipe.name}, only with level O3, which has masters to share out: "
+                    f"leave it out, or use that"
                 )
             continue
         if name not in compute.fields:

@@ -13,15 +13,46 @@ would change nothing, in silence.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_iter, tree_map
 
+from .errors import FP8BackendError
 from .formats import FORMAT_OF, saturating_cast
 from .scaling import power_of_two_scale, scale_inv_of, tensor_amax
 
 aten = torch.ops.aten
+
+SHARD = "shard"
+_UNAGREED = "_fp8_unagreed"
+"""Attribute of the scale of a shard that this rank has found without the others."""
+
+
+class Elsewhere(NamedTuple):
+    """The master of a weight lies on another rank, which makes its optimizer steps."""
+
+    rank: int
+    storage: torch.dtype
+    """In which the master is stored."""
+    unread: bool = False
+    """Values with all their precision are asked for by something that will not read them here."""
+
+    def exact(self, tensor: ScaledTensor) -> torch.Tensor:
+        if self.unread:  # a placeholder that takes no memory, and that nobody takes for values
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        raise FP8BackendError(
+            f"the values of a weight of shape {tuple(tensor.shape)} lie with all their precision on rank {self.rank} "
+            f"(level O3 shares masters and optimizer states out between the ranks): save with Accelerator.save_state, "
+            f"save_model or get_state_dict, called on all ranks; or enter fp8_backends.whole_states(optimizer) "
+            f"on all ranks around state_dict(); or prepare with shard_states=False"
+        )
+
+    def as_master(self, source: torch.Tensor) -> torch.Tensor:
+        """New values as the owner rounds them before it makes the weight of them."""
+        if isinstance(source, ScaledTensor):
+            source = (source if source.master is None else source.master).dequantize(torch.float32)
+        return quantize(source.float(), self.storage).dequantize(torch.float32)
 
 
 class ScaledTensor(torch.Tensor):
@@ -32,11 +63,15 @@ class ScaledTensor(torch.Tensor):
         _scale_inv: FP32, 0-dimensional, or [ceil(numel / block_size)]. NaN where the quantised values were not finite.
         block_size: elements of the flattened tensor that share a scale; 0: all.
         accumulates: `add_` is allowed and turns the data into FP32 (gradients; `finish_accumulation` turns it back).
-        partial: shares its scale with elements outside of it (a slice): nothing may change it in place.
+        partial: True for a slice, whose scale is that of elements outside of it too: nothing changes it in place, but
+            for a copy of elements of the very same scale. `SHARD` for the rows that FSDP2 leaves on a rank: a copy
+            into it waits for the ranks to agree on a scale, which they do before they gather it.
         master: the same values with more precision, another ScaledTensor; or None (level O3 has one).
+        elsewhere: where the master lies, if that is another rank; or None.
     """
 
     master: ScaledTensor | None = None
+    elsewhere: Elsewhere | None = None
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -58,7 +93,13 @@ class ScaledTensor(torch.Tensor):
         return (data * scale_inv).to(dtype or self.dtype)
 
     def exact(self) -> torch.Tensor:
-        """The plain values with all the precision that is kept: the master's, if there is one."""
+        """The plain values with all the precision that is kept: the master's, if there is one.
+
+        Raises:
+            FP8BackendError: the master lies on another rank.
+        """
+        if self.elsewhere is not None:
+            return self.elsewhere.exact(self)
         return (self if self.master is None else self.master).dequantize(self.dtype)
 
     def to(self, *args, **kwargs) -> torch.Tensor:
@@ -76,6 +117,36 @@ class ScaledTensor(torch.Tensor):
         if self.accumulates and self._data.dtype == torch.float32:
             made = quantize(self._data * self._scale_inv, torch.float8_e4m3fn)
             self._data, self._scale_inv = made._data, made._scale_inv
+
+    @property
+    def unagreed(self) -> bool:
+        """Whether this is a shard that was copied into, and has a scale of its own until the ranks agree on one."""
+        return getattr(self._scale_inv, _UNAGREED, False)
+
+    @unagreed.setter
+    def unagreed(self, value: bool) -> None:
+        setattr(self._scale_inv, _UNAGREED, value)  # where all views of the shard see it
+
+    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
+        """FSDP2's extension point: what travels of a shard is its data, FP8 as bytes. Every rank has the scale."""
+        if self.unagreed:
+            from .sharded_tensor import agree_on_scale
+
+            agree_on_scale(self, [mesh.get_group()])
+        data = self._data.view(torch.uint8) if self._data.dtype.itemsize == 1 else self._data
+        if self.shape[1:] == outer_size[1:]:  # rows are sharded, and of the last shards some may be missing
+            missing = -(-outer_size[0] // mesh.size()) - self.shape[0]
+            data = torch.cat([data, data.new_zeros(missing, *outer_size[1:])]) if missing else data
+        return (data,), (self._scale_inv, outer_size)
+
+    def fsdp_post_all_gather(self, all_gather_outputs, metadata, param_dtype, *, out=None):
+        """FSDP2's extension point: the whole tensor, standing for `param_dtype`, around what was gathered."""
+        (gathered,), (scale_inv, size) = all_gather_outputs, metadata
+        if out is not None:
+            out._scale_inv = scale_inv  # its data are a view of what was gathered
+            return None
+        data = gathered.reshape(-1)[: size.numel()].view(self._data.dtype).view(size)
+        return ScaledTensor(data, scale_inv, param_dtype), (gathered,)
 
     def __tensor_flatten__(self):
         return ["_data", "_scale_inv"], (self.dtype, self.block_size, self.accumulates, self.partial)
@@ -121,7 +192,11 @@ torch.serialization.add_safe_globals([ScaledTensor, _rebuild])
 
 
 def quantize(
-    values: torch.Tensor, storage: torch.dtype, dtype: torch.dtype | None = None, block_size: int = 0
+    values: torch.Tensor,
+    storage: torch.dtype,
+    dtype: torch.dtype | None = None,
+    block_size: int = 0,
+    amax: torch.Tensor | None = None,
 ) -> ScaledTensor:
     """Values rounded to nearest into `storage`, with power-of-two scales from their amax (MS-AMP's rule).
 
@@ -130,6 +205,7 @@ def quantize(
         storage: E4M3, E5M2, FP16, or FP32 (which has no need of a scale).
         dtype: what the tensor stands for (default: the dtype of `values`, FP32 for FP16).
         block_size: 0 for one scale, else one for each so many elements of the flattened tensor.
+        amax: FP32, 0-dimensional; takes the place of the amax of `values` where these are only a part of a tensor.
     """
     values = values.detach()
     if dtype is None:
@@ -137,14 +213,16 @@ def quantize(
     if storage not in FORMAT_OF:
         return ScaledTensor(values.to(storage).clone(), torch.ones((), device=values.device), dtype)
     fmt = FORMAT_OF[storage]
-    amax = block_amax(values, block_size) if block_size else _amax(values)
+    if amax is None:
+        amax = block_amax(values, block_size) if block_size else tensor_amax_of(values)
     scale = power_of_two_scale(amax, fmt)
     tensor = ScaledTensor(values, scale_inv_of(scale, amax), dtype, block_size)
     tensor._data = saturating_cast(values.float() * (_of_each_element(scale, tensor) if block_size else scale), fmt)
     return tensor
 
 
-def _amax(values: torch.Tensor) -> torch.Tensor:
+def tensor_amax_of(values: torch.Tensor) -> torch.Tensor:
+    """max |x| of a tensor that may be empty; FP32, 0-dimensional."""
     return tensor_amax(values) if values.numel() else values.new_zeros((), dtype=torch.float32)
 
 
@@ -169,6 +247,13 @@ def _with_parts(tensor: ScaledTensor, data: torch.Tensor, scale_inv: torch.Tenso
 
 def _plain(value: Any) -> Any:
     return value.dequantize() if isinstance(value, ScaledTensor) else value
+
+
+def _like(tensor: ScaledTensor, made: ScaledTensor) -> ScaledTensor:
+    """`made` from elements of `tensor`: its master lies where that of `tensor` does."""
+    if tensor.elsewhere is not None:
+        made.elsewhere = tensor.elsewhere
+    return made
 
 
 def _on_plain_values(func, args, kwargs):
@@ -203,9 +288,10 @@ def _implements(*operations):
 def _same_elements(func, tensor, *args, **kwargs):
     """The same elements in the same order: data seen anew, the very same scale."""
     made = _with_parts(tensor, func(tensor._data, *args, **kwargs), tensor._scale_inv)
-    if tensor.master is not None and func in (aten.detach.default, aten.alias.default):
-        made.master = tensor.master  # nn.Parameter(tensor) detaches
-    return made
+    if tensor.master is not None:  # `nn.Parameter(tensor)` detaches, and is to have the very same master
+        seen_anew = func not in (aten.detach.default, aten.alias.default)
+        made.master = _same_elements(func, tensor.master, *args, **kwargs) if seen_anew else tensor.master
+    return _like(tensor, made)
 
 
 @_implements(
@@ -227,9 +313,26 @@ def _some_elements(func, tensor, *args, **kwargs):
     if tensor.block_size:
         return NotImplemented
     made = func(tensor._data, *args, **kwargs)
-    if isinstance(made, torch.Tensor):
-        return _with_parts(tensor, made, tensor._scale_inv, partial=True)
-    return [_with_parts(tensor, each, tensor._scale_inv, partial=True) for each in made]
+    several = not isinstance(made, torch.Tensor)
+    partial = tensor.partial or True  # FSDP2 cuts a shard out of a padded one
+    parts = [_with_parts(tensor, each, tensor._scale_inv, partial=partial) for each in (made if several else [made])]
+    if tensor.master is not None:
+        masters = _some_elements(func, tensor.master, *args, **kwargs)
+        for part, master in zip(parts, masters if several else [masters], strict=True):
+            part.master = master
+    parts = [_like(tensor, part) for part in parts]
+    return parts if several else parts[0]
+
+
+@_implements(aten.new_zeros.default, aten.new_empty.default)
+def _new(func, tensor, size, *, dtype=None, device=None, **kwargs):
+    """Room for elements of the very same scale: FSDP2 makes its shards so, padded and empty ones too."""
+    if dtype is not None or device is not None or tensor.block_size:
+        return NotImplemented
+    made = _with_parts(tensor, func(tensor._data, size), tensor._scale_inv, partial=SHARD)
+    if tensor.master is not None:
+        made.master = _new(func, tensor.master, size)
+    return made
 
 
 @_implements(aten.clone.default)
@@ -246,10 +349,10 @@ def _to_copy(func, tensor, *, dtype=None, device=None, non_blocking=False, **kwa
     if dtype is not None and not dtype.is_floating_point:
         return NotImplemented
     moved = [aten._to_copy.default(part, device=device, non_blocking=non_blocking) for part in _parts(tensor)]
-    made = _with_parts(tensor, *moved, dtype=dtype or tensor.dtype, partial=False)
+    made = _with_parts(tensor, *moved, dtype=dtype or tensor.dtype)
     if tensor.master is not None:
         made.master = _to_copy(func, tensor.master, device=device, non_blocking=non_blocking)
-    return made
+    return _like(tensor, made)
 
 
 def _parts(tensor: ScaledTensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -270,7 +373,7 @@ def _empty_like(func, tensor, *, dtype=None, device=None, **kwargs):
     return made
 
 
-@_implements(aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.new_zeros.default)
+@_implements(aten.zeros_like.default, aten.ones_like.default, aten.full_like.default)
 def _plain_like(func, tensor, *args, **kwargs):
     like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     return func(like, *args, **kwargs)
@@ -336,11 +439,18 @@ def _neg(func, tensor):
 @_implements(aten.copy_.default)
 def _copy_(func, target, source, non_blocking=False):
     """New values with the scale of their amax; from an equally stored tensor, bits and scales as they are."""
-    if not isinstance(target, ScaledTensor) or target.partial:
+    if not isinstance(target, ScaledTensor):
         return NotImplemented
+    of_same_scale = isinstance(source, ScaledTensor) and source._scale_inv is target._scale_inv
+    if target.partial and (of_same_scale or target.partial != SHARD):
+        return _copy_elements(target, source, non_blocking) if of_same_scale else NotImplemented
     if target.master is not None:
-        _copy_(func, target.master, getattr(source, "master", None) or source)
+        if getattr(source, "elsewhere", None) is not None:
+            source = source.exact()
+        _copy_(func, target.master, source if getattr(source, "master", None) is None else source.master)
         source = target.master
+    elif target.elsewhere is not None and getattr(source, "elsewhere", None) is None:
+        source = target.elsewhere.as_master(source)
     same = isinstance(source, ScaledTensor) and source.shape == target.shape and _storage(source) == _storage(target)
     if not same:
         values = source.dequantize(torch.float32) if isinstance(source, ScaledTensor) else source
@@ -348,6 +458,16 @@ def _copy_(func, target, source, non_blocking=False):
         source = quantize(values.contiguous(), target._data.dtype, target.dtype, target.block_size)
     target._data.copy_(source._data, non_blocking)
     target._scale_inv.copy_(source._scale_inv, non_blocking)
+    if target.partial == SHARD:
+        target.unagreed = True
+    return target
+
+
+def _copy_elements(target: ScaledTensor, source: ScaledTensor, non_blocking: bool) -> ScaledTensor:
+    """Into a part of a tensor, from elements of the very same scale, which stays as it is."""
+    target._data.copy_(source._data, non_blocking)
+    if target.master is not None:
+        target.master._data.copy_(source.master._data, non_blocking)
     return target
 
 
@@ -358,7 +478,7 @@ def _storage(tensor: ScaledTensor) -> tuple:
 @_implements(aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.normal_.default, aten.uniform_.default)
 def _fill_(func, tensor, *args, **kwargs):
     """Initialisations: made in the plain dtype, then stored."""
-    if tensor.partial:
+    if tensor.partial and tensor.partial != SHARD:
         return NotImplemented
     values = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     return _copy_(aten.copy_.default, tensor, func(values, *args, **kwargs))
@@ -380,7 +500,7 @@ def _accumulate_(func, total, other, *, alpha=1):
         return NotImplemented
     if total._data.dtype != torch.float32:
         total._data = total.dequantize(torch.float32)
-        total._scale_inv = torch.ones_like(total._scale_inv)
+        total._scale_inv = total._scale_inv.new_ones(())  # one for all, also where there was one a block
         total.block_size = 0
     addend = (_plain(other) if isinstance(other, torch.Tensor) else other) * alpha
     total._data.add_(addend / total._scale_inv if isinstance(addend, torch.Tensor) else addend)

@@ -107,19 +107,21 @@ def _products_of(module: nn.Module, name: str) -> Iterator[tuple[str, str, tuple
         kind = "router" if _is_router(name) else "Linear"
         yield "", kind, (module.in_features, module.out_features), linear_obstacle(module)
     elif _is_conv1d(module):
-        yield "", "Conv1D", tuple(module.weight.shape), "Conv1D, whose weight lies transposed, is not converted yet"
+        obstacle = "Conv1D, whose weight lies transposed, is not converted yet"
+        yield "", "Conv1D", tuple(full_shape(module.weight)), obstacle
     elif not isinstance(module, _WITHOUT_PRODUCTS) and not _NOT_A_PRODUCT.search(type(module).__name__):
         for part, parameter in module._parameters.items():
             if parameter is None or is_lazy(parameter) or _BIAS_NAME.search(part):
                 continue
-            if parameter.dim() == 3 and _holds_experts(module, name):
-                sizes = parameter.shape[1:] if getattr(module, "is_transposed", False) else parameter.shape[:0:-1]
+            shape = full_shape(parameter)
+            if len(shape) == 3 and _holds_experts(module, name):
+                sizes = shape[1:] if getattr(module, "is_transposed", False) else shape[:0:-1]
                 yield part, "experts", tuple(sizes), "expert weights in one 3-D Parameter are not converted yet"
-            elif parameter.dim() == 2 and min(parameter.shape) > 1 and _WEIGHT_NAME.search(part):
+            elif len(shape) == 2 and min(shape) > 1 and _WEIGHT_NAME.search(part):
                 kind = "router" if _is_router(name) or "router" in type(module).__name__.lower() else "parameter"
                 obstacle = f"{type(module).__name__} multiplies by this Parameter itself, without a Linear"
                 obstacle = f"router: {obstacle}" if kind == "router" else obstacle
-                yield part, kind, tuple(reversed(parameter.shape)), obstacle
+                yield part, kind, tuple(reversed(shape)), obstacle
 
 
 _WITHOUT_PRODUCTS = (
@@ -151,9 +153,15 @@ def linear_obstacle(linear: nn.Linear) -> str | None:
         return f"weight dtype {weight.dtype} is not a floating-point type"
     if not type(weight).__module__.startswith("torch."):
         return f"its weight is a {type(weight).__name__}, which has products of its own"
-    if weight.numel() == 0:
+    if 0 in full_shape(weight):
         return "a layer of size zero has no product"
     return None
+
+
+def full_shape(parameter: torch.Tensor) -> torch.Size:
+    """The shape of the whole Parameter. Under DeepSpeed's ZeRO-3 the Parameter itself is empty but for the moments in
+    which it is gathered, and its shape is in `ds_shape`."""
+    return getattr(parameter, "ds_shape", parameter.shape)
 
 
 def _is_conv1d(module: nn.Module) -> bool:
@@ -216,8 +224,8 @@ def _expert_counter(model, modules, names) -> Callable[[str, nn.Module, str], fl
 
     def visited(name: str, module: nn.Module, part: str) -> float:
         parameter = module._parameters.get(part)
-        if parameter is not None and parameter.dim() == 3:
-            return top_k or parameter.shape[0]
+        if parameter is not None and len(full_shape(parameter)) == 3:
+            return top_k or full_shape(parameter)[0]
         listed = _LISTED_EXPERT.match(name)
         number = lists.get(listed[1]) if listed else None
         return top_k / number if top_k and number else 1

@@ -44,6 +44,11 @@ def test_plain_gradient_comm_is_planned_as_asked():
     assert plan({"backend": "msamp:O2", "gradient_comm": "plain"}).comm == "FP32"
 
 
+def test_fp8_gradient_comm_of_a_model_with_plain_weights_is_planned_as_asked():
+    row = plan({"backend": "native", "gradient_comm": "fp8"})
+    assert (row.comm, row.weight_gradient, row.bytes_per_element) == ("FP8", "FP32", 16)
+
+
 def test_printed_plan_says_everything_in_one_line():
     text = str(plan("msamp:O3"))
     assert text == (

@@ -19,7 +19,11 @@ def python_blocks() -> list[str]:
 
 @pytest.mark.parametrize("block", python_blocks(), ids=lambda block: block.splitlines()[-1][:40])
 def test_every_python_block_runs_as_it_stands(block, tmp_path):
-    ended = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, cwd=tmp_path, timeout=240)
+    start = [sys.executable]
+    if said := re.match(r"# torchrun --nproc_per_node (\d)", block):
+        start += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", said[1]]
+    (tmp_path / "train.py").write_text(block)
+    ended = subprocess.run([*start, "train.py"], capture_output=True, text=True, cwd=tmp_path, timeout=240)
     assert ended.returncode == 0, ended.stderr
     for call, said in re.findall(r"^print\((.*)\)  # ([\w:]+)$", block, re.M):
         assert said in ended.stdout.splitlines(), f"print({call}) did not print {said}"

@@ -341,7 +341,7 @@ def test_string_and_field_that_disagree_are_an_error(make, said):
         ("exclude", [], "name patterns"),
         ("exclude", ["a", 1], "name patterns"),
         ("module_filter_func", "lm_head", "function of (module, name)"),
-        ("gradient_comm", "fp8", "not in this version yet"),
+        ("gradient_comm", "fp16", "one of fp8, plain"),
         ("gradient_comm", "bf16", "one of fp8, plain"),
         ("on_unproven", "ignore", "one of raise, warn"),
     ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import MethodType
 
 import torch
@@ -16,9 +16,11 @@ from accelerate.utils.other import extract_model_from_parallel
 from torch import nn
 
 from .. import preparation
+from ..comm import ignore_list
 from ..conversion import weight_products
-from ..errors import BackendUnavailableError, FP8BackendError, RecipeError
+from ..errors import FP8BackendError, RecipeError
 from ..recipes import Recipe
+from . import deepspeed, fsdp2
 from .checkpoint import LoadScalingState, SaveScalingState, ScalingInOptimizer
 
 logger = logging.getLogger("fp8_backends")
@@ -69,11 +71,15 @@ class FP8Mixin(_MadeAtRunTime):
     """The resolved recipe."""
     fp8_state_in_files: bool = False
     """Whether `save_state` or `load_state` is running."""
+    fp8_engine_steps: deepspeed.EngineSteps | None = None
+    """The steps of the DeepSpeed engine, once there is one."""
 
     def _start_fp8(self, recipe: Recipe) -> None:
         """After the original `__init__`: precision around FP8, and the scaling state's way into checkpoints."""
         self.fp8_recipe = recipe
         self._fp8_converted = False
+        if deepspeed.in_use(self):
+            deepspeed.check(self)
         if recipe.autocast_dtype != "bf16":
             self._check_own_autocast()
             self.native_amp = False  # stock autocast is bf16; ours, if any, stands in its place
@@ -84,10 +90,9 @@ class FP8Mixin(_MadeAtRunTime):
         self.register_load_state_pre_hook(LoadScalingState(self))
 
     def _check_own_autocast(self) -> None:
-        if self.is_fsdp2 or self.distributed_type == DistributedType.DEEPSPEED:
-            kind = "DeepSpeed" if self.distributed_type == DistributedType.DEEPSPEED else "FSDP2"
+        if self.is_fsdp2:
             raise RecipeError(
-                f"autocast_dtype={self.fp8_recipe.autocast_dtype!r} has no effect under {kind}, whose own "
+                f"autocast_dtype={self.fp8_recipe.autocast_dtype!r} has no effect under FSDP2, whose own "
                 "configuration sets the precision: leave autocast_dtype at its default"
             )
 
@@ -115,14 +120,25 @@ class FP8Mixin(_MadeAtRunTime):
             raise RecipeError("Megatron-LM brings its own FP8: use mixed_precision='bf16' and Megatron's FP8 options")
         models = [obj for obj in args if isinstance(obj, nn.Module)]
         self._check_level()
+        fsdp2.check(self)
         if self.fp8_recipe.implementation == "original":
             return super().prepare(*self._original_msamp(args), device_placement=device_placement)
         for optimizer in (obj for obj in args if isinstance(obj, torch.optim.Optimizer)):
             preparation.check_optimizer(optimizer, self.fp8_recipe)
         for model in sorted(models, key=lambda model: not weight_products(model)):
+            if self.is_fsdp2:
+                fsdp2.upcast(model)
             self._convert(model)
         result = super().prepare(*args, device_placement=device_placement)
         self._watch_optimizers()
+        return result
+
+    def _prepare_fsdp2(self, *args):
+        """As in Accelerate, with the optimizer's parameters found again by name."""
+        with fsdp2.optimizers_follow_by_name(args):
+            result = super()._prepare_fsdp2(*args)
+        for model in (obj for obj in result if isinstance(obj, nn.Module)):
+            preparation.connect_ranks(model, self.fp8_recipe)
         return result
 
     def prepare_model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False):
@@ -132,7 +148,11 @@ class FP8Mixin(_MadeAtRunTime):
             self._convert(model, evaluation_mode)
             if self.fp8_recipe.autocast_dtype == "fp16":
                 self._wrap_forward(model)
+            if self._wraps_in_ddp and not evaluation_mode:
+                ignore_list.refuse_nothing_left(model)
         model = super().prepare_model(model, device_placement=device_placement, evaluation_mode=evaluation_mode)
+        if self.fp8_recipe.implementation == "native" and not evaluation_mode:
+            preparation.connect_ranks(model, self.fp8_recipe)
         self._watch_optimizers()
         return model
 
@@ -150,20 +170,18 @@ class FP8Mixin(_MadeAtRunTime):
         return tuple(made.get(id(obj), obj) for obj in args)
 
     def _check_level(self) -> None:
-        """Scaled weights and gradients do not travel between ranks yet, and DeepSpeed has an engine of its own."""
+        """FSDP1 flattens parameters, and a flat one cannot be stored in scaled precision."""
         level = self.fp8_recipe.level
-        if level == "O0":
-            return
-        if self.distributed_type == DistributedType.DEEPSPEED:
+        if level != "O0" and self.distributed_type == DistributedType.FSDP and not self.is_fsdp2:
             raise RecipeError(
-                f"{self.fp8_recipe.name}: DeepSpeed keeps weights and states in its own way; level {level} does not "
-                f"go with it: leave DeepSpeed out, or use {self.fp8_recipe.compute}:dynamic"
+                f"{self.fp8_recipe.name}: level {level} goes with FSDP2 and not with FSDP1: set fsdp_version=2 "
+                f"(FullyShardedDataParallelPlugin; `accelerate launch --fsdp_version 2`), or use "
+                f"{self.fp8_recipe.compute}:dynamic"
             )
-        if self.num_processes > 1:
-            raise BackendUnavailableError(
-                f"{self.fp8_recipe.name}: level {level} on {self.num_processes} processes is not in this version yet; "
-                f"use one process, or {self.fp8_recipe.compute}:dynamic, which trains on many"
-            )
+
+    @property
+    def _wraps_in_ddp(self) -> bool:
+        return self.use_distributed and str(self.distributed_type.value).startswith("MULTI_")
 
     def _convert(self, model: nn.Module, evaluation_mode: bool = False) -> None:
         """`FP8BackendError` where nothing runs in FP8, but for a module beside a converted model that has no weight
@@ -193,20 +211,25 @@ class FP8Mixin(_MadeAtRunTime):
 
     def _watch_optimizers(self) -> None:
         """Every optimizer proves the models that it trains, in whichever order they were prepared."""
-        if self.distributed_type == DistributedType.DEEPSPEED:
-            return  # its engine takes the steps, and its optimizers have no step hooks
+        if deepspeed.in_use(self):
+            deepspeed.watch(self)
+            return
         for optimizer in map(_innermost, self._optimizers):
             if models := self.models_of(optimizer):
                 preparation.watch_optimizer(models, optimizer, self.fp8_recipe)
 
     def models_of(self, optimizer: torch.optim.Optimizer) -> list[nn.Module]:
         """The prepared models that this optimizer trains."""
+        if self.is_fsdp2:
+            return list(self._models)  # it prepares one; a gathered parameter is not the optimizer's
         trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
         return [model for model in self._models if any(id(p) in trained for p in model.parameters())]
 
     def backward(self, loss, **kwargs):
         """As in Accelerate; weight gradients that microbatches accumulated are cast once, when they are complete."""
         result = super().backward(loss, **kwargs)
+        if deepspeed.in_use(self):
+            deepspeed.after_backward(self)
         if self.fp8_recipe.level != "O0" and self.sync_gradients:
             for model in self._models:
                 preparation.finish_accumulation(model)
@@ -216,13 +239,37 @@ class FP8Mixin(_MadeAtRunTime):
 
     def save_state(self, *args, **kwargs):
         """As in Accelerate, with the scaling state of FP8: a resumed run equals an unbroken one to the bit."""
-        with self._keeping_scaling_in_files():
+        whole = self._around_states(preparation.whole_states, receives=self._writes_files)
+        with self._keeping_scaling_in_files(), whole:
             return super().save_state(*args, **kwargs)
+
+    def save_model(self, *args, **kwargs):
+        """As in Accelerate; called on all ranks."""
+        with self._around_states(preparation.whole_states, receives=self._writes_files, moments=False):
+            return super().save_model(*args, **kwargs)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True):
+        """As in Accelerate; called on all ranks."""
+        with self._around_states(preparation.whole_states, moments=False):
+            return super().get_state_dict(model, unwrap)
+
+    @contextmanager
+    def _around_states(self, context, **options):
+        """Enter a context for each optimizer."""
+        with ExitStack() as entered:
+            for optimizer in map(_innermost, self._optimizers):
+                entered.enter_context(context(optimizer, **options))
+            yield
+
+    @property
+    def _writes_files(self) -> bool:
+        on_each_node = self.project_configuration.save_on_each_node
+        return self.is_local_main_process if on_each_node else self.is_main_process
 
     def load_state(self, *args, **kwargs):
         """As in Accelerate, with the scaling state of FP8. A checkpoint of stock Accelerate or another backend loads
         too; a warning says that the scales start afresh."""
-        with self._keeping_scaling_in_files():
+        with self._keeping_scaling_in_files(), self._around_states(preparation.unread_states):
             return super().load_state(*args, **kwargs)
 
     @contextmanager

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from ..errors import RecipeError
+from ..errors import BackendUnavailableError, RecipeError
 from . import settings as defaults
 from .paired_gaps import LOSS_GAP_BOUND
 from .settings import BASELINES, REFERENCE, Settings
@@ -48,6 +48,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_positive(float),
         metavar="X",
         help="highest learning rate, decayed to zero (1e-3; on a GPU with FP8, 3e-4)",
+    )
+    add(
+        "--nproc",
+        type=_positive(int),
+        default=1,
+        metavar="N",
+        help="train on N ranks with DDP, over gloo on a CPU and NCCL on GPUs; they share each batch (1)",
     )
     add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile the model (only on a GPU with FP8)")
     add("--output", type=Path, default=Path("fp8_compare"), metavar="DIR", help="where to write (./fp8_compare)")
@@ -92,6 +99,7 @@ def settings_from(args: argparse.Namespace) -> Settings:
     values = defaults.defaults(defaults.fast_fp8(device))
     given = {name: getattr(args, name) for name in ("steps", "seeds", "batch", "sequence", "lr", "compile")}
     values |= {name: value for name, value in given.items() if value is not None}
+    check_ranks(args.nproc, values["batch"], device)
     return Settings(
         backends=backend_names(args.backends),
         text=args.text,
@@ -100,8 +108,25 @@ def settings_from(args: argparse.Namespace) -> Settings:
         model=args.model,
         loss_gap_bound=LOSS_GAP_BOUND,
         device=device,
+        nproc=args.nproc,
         **values,
     )
+
+
+def check_ranks(ranks: int, batch: int, device: str) -> None:
+    """Raise for a number of ranks that the batch or the machine cannot serve."""
+    if batch % ranks:
+        raise RecipeError(
+            f"--nproc {ranks}: a batch of {batch} sequences cannot be shared evenly among {ranks} ranks; "
+            f"set --batch to a multiple of {ranks}"
+        )
+    if device == "cuda" and torch.cuda.device_count() < ranks:
+        raise BackendUnavailableError(
+            f"--nproc {ranks}: this machine has {torch.cuda.device_count()} GPUs, and each rank needs one; "
+            "CUDA_VISIBLE_DEVICES= trains on the CPU"
+        )
+    if ranks > 1 and not torch.distributed.is_available():
+        raise BackendUnavailableError(f"--nproc {ranks}: this build of torch {torch.__version__} has no distributed")
 
 
 def backend_names(text: str) -> tuple[str, ...]:

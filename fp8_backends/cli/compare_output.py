@@ -17,9 +17,11 @@ from .comparison import PAGE, RESULTS, Comparison
 def progress_display(comparison: Comparison) -> Iterator[LineProgress | BarProgress]:
     """Bars on a terminal, one line a run elsewhere."""
     settings, names = comparison.settings, list(comparison.results["backends"])
+    ranks = summary.ranks_text(comparison.results)
+    on_ranks = f" by {ranks}" if ranks else ""
     print(
         f"{', '.join(names)}: {settings.seeds} seeds of {settings.steps} steps each, {settings.batch} × "
-        f"{settings.sequence} tokens a step, on {comparison.text.description}",
+        f"{settings.sequence} tokens a step{on_ranks}, on {comparison.text.description}",
         flush=True,
     )
     if not sys.stdout.isatty():

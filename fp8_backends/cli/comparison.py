@@ -99,7 +99,7 @@ class Comparison:
                 found["runs"].append(self._with_honest_speed(backend, event))
                 progress.run_finished(backend, event)
             elif kind == "failed":
-                found["message"] = event["message"]
+                found["message"] = found["message"] or event["message"]  # of several ranks the first is the cause
             if kind != "step":
                 self.save()
         code = self.worker.returncode if self.worker is not None else None
@@ -113,7 +113,7 @@ class Comparison:
 
     def _events(self, arguments: list[str]) -> Iterator[dict[str, Any]]:
         """What a worker reports, until it ends."""
-        command = [sys.executable, "-m", "fp8_backends.cli.training_run", *arguments]
+        command = [*launcher(self.settings.nproc), "fp8_backends.cli.training_run", *arguments]
         command += [self.fault] if self.fault else []
         # a session of its own: Ctrl-C reaches this process alone, which then stops the worker
         self.worker = subprocess.Popen(
@@ -121,7 +121,7 @@ class Comparison:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=worker_environment(),
+            env=worker_environment(self.settings.nproc),
             start_new_session=True,
         )
         self.last_words: deque[str] = deque(maxlen=5)
@@ -148,7 +148,8 @@ class Comparison:
         if self.worker is not None and self.worker.poll() is None:
             self.worker.terminate()
             try:
-                self.worker.wait(timeout=5)
+                # torchrun passes the signal on to its ranks, and after 30 s ends those that do not obey
+                self.worker.wait(timeout=5 if self.settings.nproc == 1 else 40)
             except subprocess.TimeoutExpired:
                 self.worker.kill()
 
@@ -189,12 +190,22 @@ def write_atomically(path: Path, content: str) -> None:
     os.replace(new, path)
 
 
-def worker_environment() -> dict[str, str]:
+def launcher(ranks: int) -> list[str]:
+    """What runs a module on so many ranks of this machine."""
+    if ranks == 1:
+        return [sys.executable, "-m"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    return [*torchrun, "-m"]
+
+
+def worker_environment(ranks: int = 1) -> dict[str, str]:
     """This process's, without what would steer Accelerate from outside."""
     steering = ("ACCELERATE_", "FP8_BACKENDS_DISABLE")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(steering)}
     package_root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, (package_root, os.environ.get("PYTHONPATH"))))
+    if ranks > 1:
+        kept.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
     return {**kept, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
@@ -203,7 +214,7 @@ def machine(device: str) -> dict[str, Any]:
     found: dict[str, Any] = {
         "device": device,
         "processor": _processor(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": cores(),
         "threads": torch.get_num_threads(),
         "system": f"{platform.system()} {platform.machine()}",
     }
@@ -212,6 +223,11 @@ def machine(device: str) -> dict[str, Any]:
         found["gpu"] = properties.name
         found["gpu_memory_bytes"] = properties.total_memory
     return found
+
+
+def cores() -> int:
+    """Processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _processor() -> str:

@@ -46,7 +46,13 @@ def _header(results: dict) -> str:
     chip = machine.get("gpu") or f"{machine['processor']}, {machine['cores']} cores"
     status = {"running": "still running", "terminated": "terminated early: what had finished is shown"}
     note = status.get(results["status"])
-    parts = [chip, f"torch {versions.get('torch', '?')}", results["date"].replace("T", " ").replace("+00:00", " UTC")]
+    ranks = summary.ranks_text(results)
+    parts = [
+        chip,
+        *([ranks] if ranks else []),
+        f"torch {versions.get('torch', '?')}",
+        results["date"].replace("T", " ").replace("+00:00", " UTC"),
+    ]
     line = " · ".join(escape(part) for part in parts)
     badge = f'<p class="badge">{escape(note)}</p>' if note else ""
     return f"<header>\n<h1>FP8 backends compared</h1>\n<p class='machine'>{line}</p>\n{badge}</header>"
@@ -81,7 +87,8 @@ def _tile(label: str, value: str, mood: str = "") -> str:
 
 def _table(results: dict) -> str:
     columns = summary.columns(results)[:-1]  # the note stands below the backend's name
-    head = "".join(f'<th class="{key}">{escape(heading)}</th>' for key, heading in columns)
+    breaking = {key: escape(heading).replace("/", "/<wbr>") for key, heading in columns}
+    head = "".join(f'<th class="{key}">{heading}</th>' for key, heading in breaking.items())
     lines = []
     for row in summary.rows(results):
         cells = []
@@ -222,6 +229,13 @@ def _reading(results: dict) -> str:
         "<b>A short run of a small model</b> finds broken FP8 (a layer that does not train, a wrong sign, a lost "
         "scale). It does not show that months of training of a large one stay equal.",
     ]
+    if results["settings"].get("nproc", 1) > 1:
+        points.insert(
+            0,
+            "<b>Sent a step</b>: bytes that each rank hands to the others in one training step, counted at the "
+            "collectives, a sum as a ring sends it. Every rank trains on its part of each batch; memory is that of "
+            "the first rank.",
+        )
     if not results["fast_fp8"]:
         points.insert(
             0,

@@ -38,7 +38,7 @@ section { margin-top: 52px; }
 .tile.good .value { color: var(--good); } .tile.bad .value { color: var(--bad); }
 .scroll { overflow-x: auto; border: 1px solid var(--rule); border-radius: 12px; background: var(--card); }
 table { border-collapse: collapse; width: 100%; font-size: 14px; }
-th, td { padding: 10px 10px; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--rule-2); }
+th, td { padding: 10px 8px; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--rule-2); }
 th { color: var(--ink-2); font-weight: 550; font-size: 13px; white-space: normal; vertical-align: bottom;
   border-bottom: 1px solid var(--rule); line-height: 1.3; }
 tbody tr:last-child td { border-bottom: 0; }

@@ -43,6 +43,8 @@ class Settings:
     loss_gap_bound: float
     """Nats; the check that the mean paired held-out gap must pass."""
     device: str
+    nproc: int = 1
+    """Ranks of a training run; they share each batch."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

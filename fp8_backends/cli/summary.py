@@ -42,6 +42,8 @@ class Row:
     memory_ratio: float | None = None
     bytes_per_parameter: float | None = None
     flops_share: float | None = None
+    sent_bytes: int | None = None
+    """What a rank sends to others in a step."""
     seeds_done: int = 0
     note: str = ""
 
@@ -87,6 +89,7 @@ def _row(results: Results, name: str) -> Row:
     if inspection:
         audit = inspection["audit"]
         row.flops_share = audit["flops_share"]
+        row.sent_bytes = inspection.get("sent_bytes")
         if (stored := audit["bytes_per_parameter"].get("total")) is not None:
             row.bytes_per_parameter = stored + inspection["autocast_copy_bytes"] / inspection["parameters"]
         row.peak_memory_bytes = inspection["peak_memory_bytes"]
@@ -211,6 +214,8 @@ def columns(results: Results) -> list[tuple[str, str]]:
         ("bytes_per_parameter", "bytes/parameter"),
         ("flops_share", "FLOPs in FP8"),
     ]
+    if results["settings"].get("nproc", 1) > 1:
+        memory.append(("sent_bytes", "sent a step"))
     middle = [*speed, *loss, *memory] if results["fast_fp8"] else [*loss, *memory, *speed]
     return [("backend", "backend"), *middle, ("note", "note")]
 
@@ -226,6 +231,8 @@ def cell(row: Row, key: str) -> str:
         return "not finite"
     if key == "speed_ratio":
         return "–" if row.backend == REFERENCE else f"{(value - 1) * 100:+.1f} %"
+    if key == "sent_bytes":
+        return readable_bytes(value)
     if key == "peak_memory_bytes":
         change = "" if row.memory_ratio is None or row.backend == REFERENCE else f" ({row.memory_ratio - 1:+.0%})"
         return readable_bytes(value) + change
@@ -244,6 +251,13 @@ def readable_bytes(count: float) -> str:
         if count >= size:
             return f"{count / size:.1f} {unit}"
     return f"{count / 1e3:.1f} kB"
+
+
+def ranks_text(results: Results) -> str:
+    """Such as `2 ranks (DDP over gloo)`; empty for one rank."""
+    ranks = results["settings"].get("nproc", 1)
+    wire = "NCCL" if results["settings"]["device"] == "cuda" else "gloo"
+    return f"{ranks} ranks (DDP over {wire})" if ranks > 1 else ""
 
 
 def spread_line(results: Results) -> str:

@@ -1,7 +1,8 @@
 """The worker of `compare`: trains all seeds of one backend and reports each event as a line of JSON.
 
 One process a backend, so that one backend's memory, compiled code and failures never touch another's. Everything
-goes through a stock `accelerate.Accelerator`; only `_accelerator` knows which backend it is.
+goes through a stock `accelerate.Accelerator`; only `_accelerator` knows which backend it is. Under torchrun all ranks
+train one model, each on its part of every batch, and rank 0 reports.
 
     python -m fp8_backends.cli.training_run SETTINGS.json TEXT.pt BACKEND [FAULT]
 """
@@ -24,8 +25,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from accelerate.utils import DataLoaderConfiguration
 
 import fp8_backends
 
@@ -34,6 +37,7 @@ from ..scaled_tensor import ScaledTensor
 from .memory import autocast_copies, peak_memory
 from .planted_faults import plant
 from .settings import BASELINES, Settings, build_model
+from .traffic import sent_bytes
 from .training_text import TrainingText
 
 Report = Callable[..., None]
@@ -87,11 +91,14 @@ class Run:
             self.accelerator.device
         )
 
-    def loss(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.model(input_ids=tokens, labels=tokens).loss
+    def own_batch(self, step: int) -> torch.Tensor:
+        """This rank's part."""
+        accelerator = self.accelerator
+        return self.batch(step).chunk(accelerator.num_processes)[accelerator.process_index]
 
     def backward(self, step: int) -> torch.Tensor:
-        loss = self.loss(self.batch(step))
+        tokens = self.own_batch(step)
+        loss = self.model(input_ids=tokens, labels=tokens).loss
         self.accelerator.backward(loss)
         return loss.detach()
 
@@ -117,7 +124,7 @@ class Run:
         for step in range(settings.steps):
             pending.append(self.step(step))
             if len(pending) == group or step == settings.steps - 1:
-                values = torch.stack(pending).float().tolist()
+                values = self.accelerator.reduce(torch.stack(pending).float(), "mean").tolist()
                 now = time.perf_counter()
                 times += [(now - began) / len(values)] * len(values)
                 losses += values
@@ -141,13 +148,18 @@ class Run:
     @torch.no_grad()
     def held_out_loss(self) -> float:
         """Mean over the held-out windows, in nats a token."""
+        accelerator, several = self.accelerator, self.accelerator.num_processes > 1
         self.model.eval()
         windows = self.text.held_out_windows(self.settings.held_out_windows, self.settings.sequence)
-        total = 0.0
-        for tokens in windows.split(self.settings.batch):
-            total += self.loss(tokens.to(self.accelerator.device)).item() * len(tokens)
+        model = self.bare if several else self.model  # DDP would wait for ranks that have fewer windows
+        total = torch.zeros((), dtype=torch.float64, device=accelerator.device)
+        for tokens in windows[accelerator.process_index :: accelerator.num_processes].split(self.settings.batch):
+            tokens = tokens.to(accelerator.device)
+            total += model(input_ids=tokens, labels=tokens).loss * len(tokens)
         self.model.train()
-        return total / len(windows)
+        if several:
+            dist.all_reduce(total)
+        return total.item() / len(windows)
 
     def unmoved(self) -> list[str]:
         """Trainable parameters that are still what they were once they were stored as the recipe says."""
@@ -209,6 +221,9 @@ def inspect(settings: Settings, text: TrainingText, backend: str, fault: str | N
         for step in range(1, INSPECTED_STEPS - 1):
             run.step(step)
         peak = peak_memory(functools.partial(run.step, INSPECTED_STEPS - 1), run.bare, run.optimizer)
+        sent = None
+        if run.accelerator.num_processes > 1:
+            sent = sent_bytes(functools.partial(run.step, INSPECTED_STEPS - 1))
         with autocast_copies(run.bare) as copies:
             run.backward(INSPECTED_STEPS)
         run.update()
@@ -218,6 +233,7 @@ def inspect(settings: Settings, text: TrainingText, backend: str, fault: str | N
         "parameters": sum(parameter.numel() for parameter in run.bare.parameters()),
         "peak_memory_bytes": peak,
         "autocast_copy_bytes": sum(copies.values()),
+        "sent_bytes": sent,
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         * (1 if sys.platform == "darwin" else 1024),
         "first_gradient_cosines": {name: round(value, 6) for name, value in cosines.items()},
@@ -250,7 +266,9 @@ def _recipe(accelerator: Accelerator):
 
 def _accelerator(settings: Settings, backend: str) -> Accelerator:
     AcceleratorState._reset_state(True)
-    common: dict[str, Any] = {"cpu": settings.device == "cpu"}
+    # ranks share each batch: without split_batches a scheduler would take as many steps at a time as there are ranks
+    config = DataLoaderConfiguration(split_batches=True)
+    common: dict[str, Any] = {"cpu": settings.device == "cpu", "dataloader_config": config}
     if settings.compile:
         common["dynamo_backend"] = "inductor"
     if backend == "fp32":
@@ -323,13 +341,16 @@ class _Messages(logging.Handler):
 
 
 def _reporter() -> Report:
-    """Writes events to what was stdout; whatever else prints goes to stderr from here on."""
+    """Writes events to what was stdout; whatever else prints goes to stderr from here on. Of several ranks all but the
+    first write only why they failed."""
     stream = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     last_step = 0.0
 
     def report(event: str, **values: Any) -> None:
         nonlocal last_step
+        if event != "failed" and int(os.environ.get("RANK", 0)) != 0:
+            return
         if event == "step":
             if time.monotonic() - last_step < 0.2:
                 return
@@ -348,6 +369,8 @@ def main(argv: list[str]) -> int:
         torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         train_backend(settings, text, backend, report, fault[0] if fault else None)
+        if dist.is_available() and dist.is_initialized():
+            dist.destroy_process_group()
     except BrokenPipeError:  # nobody listens any more
         os._exit(1)
     except Exception as error:

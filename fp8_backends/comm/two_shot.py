@@ -76,7 +76,7 @@ class AllReduce:
         self.first_shot = self.own = None
         message = encode(total.unsqueeze(0))
         gathered = message.new_empty(self.size, message.shape[1])
-        work = _all_gather(gathered, message, group=self.group, async_op=True)
+        work = all_gather(gathered, message, group=self.group, async_op=True)
         self.second_shot = _Pending(work, gathered, message)
 
     def wait(self) -> Reduced:
@@ -162,7 +162,8 @@ class _Pending(NamedTuple):
         return self.received
 
 
-def _all_gather(*args, **kwargs) -> dist.Work:
+def all_gather(*args, **kwargs) -> dist.Work | None:
+    """`torch.distributed.all_gather_single`, in every version of torch."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
     return gather(*args, **kwargs)
 

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ..weight_products import full_shape
+
 if TYPE_CHECKING:
     from ..hardware import Availability
     from ..recipes import Recipe
@@ -73,7 +75,7 @@ class Compute(ABC):
         """The reason why this layer cannot run in FP8 and stays in high precision, or None when it can."""
         if linear.weight.dtype not in COMPUTE_DTYPES:
             return f"weight dtype {linear.weight.dtype} is not one of fp32, bf16, fp16"
-        if linear.weight.numel() == 0:
+        if 0 in full_shape(linear.weight):
             return "a layer of size zero has no product"
         return None
 
@@ -119,6 +121,11 @@ class Compute(ABC):
     def scaling_state(self, root: nn.Module) -> dict[str, torch.Tensor]:
         """Plain tensors, keyed by layer name, that make a resumed run equal to the bit. Empty when stateless."""
         return {}
+
+    def scaling_buffers(self, root: nn.Module) -> list[torch.Tensor]:
+        """The live states of stateful rules, int32 [3, 2 + history length] each as in `scaling`, which ranks that train
+        together agree on. Empty when stateless, or where the compute agrees on them by itself."""
+        return []
 
     def load_scaling_state(self, root: nn.Module, state: dict[str, torch.Tensor]) -> None:
         """Restore what `scaling_state` returned. Raises `FP8BackendError` naming layers that do not match."""

@@ -288,12 +288,13 @@ class _LinearFunction(torch.autograd.Function):
                 saved_for_wgrad = (xt8, xt_scale) if rule.scaling == "rowwise" else (x8, x_scale)
         if ctx.needs_input_grad[0]:
             quantise_again = rule.high_precision[DGRAD] or rule.scaling == "rowwise"
-            saved_for_dgrad = stored if quantise_again or w8 is None else (w8, w_scale)
+            saved_for_dgrad = _kept(weight, stored) if quantise_again or w8 is None else (w8, w_scale)
         ctx.save_for_backward(*saved_for_wgrad, *saved_for_dgrad)
         ctx.counts, ctx.state, ctx.rule, ctx.out_dtype = counts, state, rule, out_dtype
         ctx.x_shape, ctx.x_dtype, ctx.weight_dtype = x.shape, x.dtype, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return y.reshape(*x.shape[:-1], weight.shape[0])
+        # no view, just as `F.linear`: FSDP2 warns of modules whose output is one, since a change in place undoes its hooks
+        return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], weight.shape[0]))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -319,6 +320,13 @@ class _LinearFunction(torch.autograd.Function):
         if fp8_wgrad:
             ctx.counts.select(0, WGRAD).add_(1)
         return dx, dw, db, *(None,) * 12
+
+
+def _kept(weight: torch.Tensor, stored: Stored) -> Stored:
+    """A weight as backward shall find it. A plain one is kept as the Parameter, not as its data: DeepSpeed's ZeRO-3
+    takes the gathered data out of it after forward and puts new data in for backward, which frees nothing while
+    someone holds the old."""
+    return Stored(weight, None) if stored.scale_inv is None else stored
 
 
 def _dgrad(rule, dy, dy8, weight, weight_scale, out_dtype) -> torch.Tensor:

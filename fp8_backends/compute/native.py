@@ -27,6 +27,7 @@ from ..formats import RECIPE_FORMATS
 from ..hardware import Availability
 from ..recipe_fields import LEVELS
 from ..scaling import rolled_delayed_states, rolled_window_states
+from ..sharded_tensor import local_part
 from . import DGRAD, KINDS, TE_FIELDS, Compute, ProductCounts
 from .fp8_linear import STATEFUL, FP8Linear, LayerRule, SharedInputs, Stored, inside_backward
 from .products import EMULATED, engine_for
@@ -96,10 +97,13 @@ class NativeCompute(Compute):
         rule = module.fp8_rule
         if rule.scaling == "rowwise" or rule.high_precision[KINDS.index(DGRAD)]:
             return 0.0
-        return 0.0 if Stored.of(module.weight).is_in(rule.forward_format) else 1.0
+        return 0.0 if Stored.of(local_part(module.weight)).is_in(rule.forward_format) else 1.0
 
     def scaling_state(self, root: nn.Module) -> dict[str, torch.Tensor]:
         return {name: layer.fp8_scaling.detach().clone() for name, layer in self._stateful_layers(root)}
+
+    def scaling_buffers(self, root: nn.Module) -> list[torch.Tensor]:
+        return [layer.fp8_scaling for _, layer in self._stateful_layers(root)]
 
     def load_scaling_state(self, root: nn.Module, state: dict[str, torch.Tensor]) -> None:
         own = dict(self._stateful_layers(root))

@@ -3,7 +3,7 @@
 TorchAO quantises the input, the weight and the output gradient anew for each product and saves the input for
 backward in high precision, so it gains speed where the chip has FP8 products, and no memory. What this module adds is
 what keeps it from failing quietly: sizes that a GPU cannot multiply are named, a crash under CPU autocast is mended,
-and the options that would replace Parameters behind the optimizer's back are refused.
+and weights that FSDP2 gathers in FP8 stay in the Parameters that the optimizer has.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class TorchAOCompute(Compute):
                 "auto_filter: TorchAO has no automatic filter for ao:rowwise_with_gw_hp; "
                 "drop auto_filter, or choose layers with include and exclude"
             )
-        if _asks_for_all_gather(recipe) and recipe.scaling != "tensorwise":
+        if asks_for_all_gather(recipe) and recipe.scaling != "tensorwise":
             raise RecipeError(
                 f"enable_fsdp_float8_all_gather: TorchAO gathers FP8 weights with ao:tensorwise only, not with "
                 f"ao:{recipe.scaling}; drop one of the two"
@@ -81,11 +81,10 @@ class TorchAOCompute(Compute):
 
     def new_shared(self, root: nn.Module, recipe: Recipe) -> Float8LinearConfig:
         """The one configuration of all layers of this model."""
-        if _asks_for_all_gather(recipe):
+        if asks_for_all_gather(recipe) and not _several_ranks():
             raise BackendUnavailableError(
-                "enable_fsdp_float8_all_gather=True replaces the weight Parameters by tensors that only FSDP2 can "
-                "train (elsewhere they would never change), and FSDP2 with FP8 gathering is not in this version yet: "
-                "leave the field out, FSDP2 then gathers in high precision"
+                "enable_fsdp_float8_all_gather=True gathers the weights of FSDP2 in FP8, and this is one process "
+                "without a process group: leave the field out, or start several ranks and shard with FSDP2"
             )
         config = linear_config(recipe)
         on_cpu = any(parameter.device.type == "cpu" for parameter in root.parameters())
@@ -99,15 +98,28 @@ class TorchAOCompute(Compute):
     def build(self, linear: nn.Linear, recipe: Recipe, shared: Float8LinearConfig) -> nn.Module:
         with quiet_import():
             from .torchao_linear import AOLinear
-        return AOLinear.from_float(linear, shared)
+        # gathering in FP8 is for `attach` to arrange, with the Parameters kept
+        config = (
+            replace(shared, enable_fsdp_float8_all_gather=False) if shared.enable_fsdp_float8_all_gather else shared
+        )
+        return AOLinear.from_float(linear, config)
 
     def attach(self, root: nn.Module, recipe: Recipe, shared: Any) -> None:
         """What TorchAO's own `convert_to_float8_training` does beside exchanging layers."""
+        if shared.enable_fsdp_float8_all_gather:
+            from .torchao_shards import gather_in_fp8
+
+            gather_in_fp8(root)
         try:
             from torchao.float8._inductor_patch import _patch_inductor_min_max_codegen
         except ImportError:
             return
         _patch_inductor_min_max_codegen()  # a Triton fault that writes NaN into transposed FP8 stores
+
+    def after_optimizer_step(self, root: nn.Module) -> None:
+        shards = sys.modules.get(f"{__package__}.torchao_shards")
+        if shards is not None:
+            shards.agree_scales(root)
 
     def is_converted(self, module: nn.Module) -> bool:
         linear = sys.modules.get(f"{__package__}.torchao_linear")
@@ -137,7 +149,10 @@ def linear_config(recipe: Recipe) -> Float8LinearConfig:
         from torchao.float8 import Float8LinearConfig
     pad = True if recipe.pad_inner_dim is None else recipe.pad_inner_dim
     return replace(
-        Float8LinearConfig.from_recipe_name(recipe.scaling), pad_inner_dim=pad, emulate=_products_are_emulated()
+        Float8LinearConfig.from_recipe_name(recipe.scaling),
+        pad_inner_dim=pad,
+        emulate=_products_are_emulated(),
+        enable_fsdp_float8_all_gather=asks_for_all_gather(recipe),
     )
 
 
@@ -232,11 +247,15 @@ def _check_config(recipe: Recipe) -> None:
         raise RecipeError(f"auto_filter: TorchAO has no automatic filter for a {scaling} config; drop auto_filter")
 
 
-def _asks_for_all_gather(recipe: Recipe) -> bool:
+def asks_for_all_gather(recipe: Recipe) -> bool:
     """Whether the user asked for it. Accelerate's handlers have it on by default, which asks for nothing."""
     if recipe.config is not None and recipe.config.enable_fsdp_float8_all_gather:
         return True
     return bool(recipe.enable_fsdp_float8_all_gather) and "enable_fsdp_float8_all_gather" in recipe.given
+
+
+def _several_ranks() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def _cpu_multiplies_rowwise() -> bool:

@@ -118,37 +118,122 @@ def scaled_adam_(
     """
     if weight.data.numel() == 0:
         return
-    written = (weight, exp_avg, exp_avg_sq)
-    block = _block_size((weight, grad, exp_avg, exp_avg_sq), copy, rounding)
-    kind = _Kind(
-        dtypes=tuple(slot.data.dtype for slot in (weight, grad, exp_avg, exp_avg_sq)),
-        scaled=tuple(slot.scale_inv is not None for slot in written),
-        blocked=tuple(slot.block_size > 0 for slot in written),
+    step = AdamStep(
+        weight,
+        grad,
+        exp_avg,
+        exp_avg_sq,
+        hyper,
+        copy=copy,
         decoupled=decoupled,
         maximize=maximize,
-        stochastic=rounding == "stochastic",
-        copied=copy is not None,
-        width=block or _ROW,
+        rounding=rounding,
+        seed=seed,
+        compiled=compiled,
     )
-    grad = grad._replace(scale_inv=_finite_or_nan(grad))
-    spans = list(_spans(weight.data.numel(), kind.width, _COMPILED_PART if compiled else _EAGER_PART))
-    parts = [_parts((weight, grad, exp_avg, exp_avg_sq), start, stop, kind.width) for start, stop in spans]
-    run = functools.partial(_run, compiled=compiled, kind=kind)
-
-    amaxes = [run(_amaxes, *part, hyper) for part in parts] if any(kind.scaled) else []
-    amaxes = [_joined([of[i] for of in amaxes], kind.blocked[i]) if kind.scaled[i] else None for i in range(3)]
-    scales = [_scale(slot, amax) for slot, amax in zip(written, amaxes, strict=True)]
-    random = _Random(seed, hyper, kind.width) if kind.stochastic else None
-    copy_amaxes = []
-    for (start, stop), part in zip(spans, parts, strict=True):
-        by_part = [_of_part(s, slot, start, stop) for s, slot in zip(scales, written, strict=True)]
-        bits = random.of_part(start, stop) if random else (None, None)
-        copy_amaxes.append(run(_write, *part, by_part, hyper, *bits))
-    for slot, scale, amax in zip(written, scales, amaxes, strict=True):
-        if amax is not None:
-            slot.scale_inv.copy_(scale_inv_of(scale, amax))
+    amax = step.write(step.amaxes())
     if copy is not None:
-        _cast_copy(weight, copy, copy_amaxes, run, spans, kind.width)
+        step.write_copy(amax)
+
+
+class AdamStep:
+    """`scaled_adam_` in its parts, for slots that are shards of a tensor: what each part sees of the tensor is agreed
+    on between the ranks before the next one. Arguments as there, and
+
+    Args:
+        first: index in the whole tensor of the slots' first element, for the random bits.
+        finite: whether the whole tensor's gradient is, bool, 0-dim (default: what the slot shows).
+    """
+
+    @torch.no_grad()
+    def __init__(
+        self,
+        weight: Slot,
+        grad: Slot,
+        exp_avg: Slot,
+        exp_avg_sq: Slot,
+        hyper: torch.Tensor,
+        *,
+        copy: Slot | None,
+        decoupled: bool,
+        maximize: bool,
+        rounding: str,
+        seed: int,
+        compiled: bool,
+        first: int = 0,
+        finite: torch.Tensor | None = None,
+    ):
+        slots = (weight, grad, exp_avg, exp_avg_sq)
+        self.written, self.copy, self.hyper = (weight, exp_avg, exp_avg_sq), copy, hyper
+        block = _block_size(slots, copy, rounding)
+        self.kind = kind = _Kind(
+            dtypes=tuple(slot.data.dtype for slot in slots),
+            scaled=tuple(slot.scale_inv is not None for slot in self.written),
+            blocked=tuple(slot.block_size > 0 for slot in self.written),
+            decoupled=decoupled,
+            maximize=maximize,
+            stochastic=rounding == "stochastic",
+            copied=copy is not None,
+            width=block or _ROW,
+        )
+        finite = is_finite(grad) if finite is None else finite
+        grad = grad._replace(scale_inv=_nan_unless(finite, _inverse(grad)))
+        self.spans = list(_spans(weight.data.numel(), kind.width, _COMPILED_PART if compiled else _EAGER_PART))
+        slots = (weight, grad, exp_avg, exp_avg_sq)
+        self.parts = [_parts(slots, start, stop, kind.width) for start, stop in self.spans]
+        self.random = _Random(seed, hyper, kind.width, first) if kind.stochastic else None
+        self.run = functools.partial(_run, compiled=compiled, kind=kind)
+
+    @torch.no_grad()
+    def amaxes(self) -> list[torch.Tensor | None]:
+        """The first pass: max |x| of the new weight, exp_avg and exp_avg_sq, FP32: 0-dim, or [blocks] where they are
+        blocked; None for those that have no scale. Nothing is written."""
+        if not any(self.kind.scaled):
+            return [None, None, None]
+        if not self.parts:
+            return [_nothing(slot) for slot in self.written]
+        found = [self.run(_amaxes, *part, self.hyper) for part in self.parts]
+        scaled, blocked = self.kind.scaled, self.kind.blocked
+        return [_joined([of[i] for of in found], blocked[i]) if scaled[i] else None for i in range(3)]
+
+    @torch.no_grad()
+    def write(self, amaxes: list[torch.Tensor | None]) -> torch.Tensor | None:
+        """The second pass: write weight and states, with scales from these amaxes. Returns max |x| of the weight as it
+        is stored, 0-dim, if there is a copy of it."""
+        scales = [_scale(slot, amax) for slot, amax in zip(self.written, amaxes, strict=True)]
+        copy_amaxes = []
+        for (start, stop), part in zip(self.spans, self.parts, strict=True):
+            by_part = [_of_part(s, slot, start, stop) for s, slot in zip(scales, self.written, strict=True)]
+            bits = self.random.of_part(start, stop) if self.random else (None, None)
+            copy_amaxes.append(self.run(_write, *part, by_part, self.hyper, *bits))
+        for slot, scale, amax in zip(self.written, scales, amaxes, strict=True):
+            if amax is not None:
+                slot.scale_inv.copy_(scale_inv_of(scale, amax))
+        if self.copy is None:
+            return None
+        inverse = _inverse(self.written[0])
+        return torch.stack(copy_amaxes).amax() * inverse if copy_amaxes else torch.zeros_like(inverse)
+
+    @torch.no_grad()
+    def write_copy(self, amax: torch.Tensor) -> None:
+        """MS-AMP's O3: the weight that computes, from the master as it is stored. amax: from `write`."""
+        weight, copy = self.written[0], self.copy
+        if weight.block_size:
+            raise ValueError("a weight that is copied has one scale")
+        inverse, scale = _inverse(weight), power_of_two_scale(amax, _format(copy))
+        kind = _CastKind(weight.data.dtype, copy.data.dtype, self.kind.width)
+        for start, stop in self.spans:
+            data, _ = _parts((weight, copy), start, stop, self.kind.width)
+            self.run(_cast, data, inverse, scale, kind=kind)
+        copy.scale_inv.copy_(scale_inv_of(scale, amax))
+
+
+def is_finite(grad: Slot) -> torch.Tensor:
+    """Whether all values of a gradient are finite; bool, 0-dim. Stays on the device."""
+    finite = torch.isfinite(_inverse(grad)).all()
+    if grad.data.dtype.itemsize > 1 and grad.data.numel():
+        finite = finite & torch.isfinite(tensor_amax(grad.data.detach()))
+    return finite
 
 
 # The two passes
@@ -306,15 +391,16 @@ def _decoded(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 class _Random:
-    """Random bits of one parameter's step."""
+    """Random bits of one parameter's step. first: what its first element counts as."""
 
-    def __init__(self, seed: int, hyper: torch.Tensor, width: int):
+    def __init__(self, seed: int, hyper: torch.Tensor, width: int, first: int = 0):
+        self.first = first
         self.key = _hash(_hash(hyper[_STEP].to(torch.int32)) + _int32(seed * 0x9E3779B1))
         self.index = torch.arange(width, dtype=torch.int32, device=hyper.device)
 
     def of_part(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """[key, index of the first element], and 0, 1, 2, ... of a row."""
-        key = torch.stack([self.key, torch.full_like(self.key, _int32(start))])
+        key = torch.stack([self.key, torch.full_like(self.key, _int32(self.first + start))])
         return key, self.index[: stop - start].data
 
 
@@ -393,13 +479,13 @@ def _inverse(slot: Slot) -> torch.Tensor:
     return slot.scale_inv.detach()
 
 
-def _finite_or_nan(grad: Slot) -> torch.Tensor:
-    """The gradient's scale_inv; NaN if any of its values is not finite. Stays on the device."""
-    inverse = _inverse(grad)
-    finite = torch.isfinite(inverse).all()
-    if grad.data.dtype.itemsize > 1:
-        finite = finite & torch.isfinite(tensor_amax(grad.data.detach()))
+def _nan_unless(finite: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
     return torch.where(finite, inverse, torch.full_like(inverse, float("nan")))
+
+
+def _nothing(slot: Slot) -> torch.Tensor | None:
+    """The amax of a slot without elements."""
+    return None if slot.scale_inv is None else torch.zeros_like(slot.scale_inv)
 
 
 def _joined(amaxes: list[torch.Tensor], blocked: bool) -> torch.Tensor:
@@ -410,20 +496,6 @@ def _scale(slot: Slot, amax: torch.Tensor | None) -> torch.Tensor:
     if amax is None or slot.data.dtype not in FORMAT_OF:
         return torch.ones_like(amax) if amax is not None else torch.ones((), device=slot.data.device)
     return power_of_two_scale(amax, FORMAT_OF[slot.data.dtype])
-
-
-def _cast_copy(weight: Slot, copy: Slot, amaxes: list[torch.Tensor], run, spans, width: int) -> None:
-    """MS-AMP's O3: the weight that computes, from the master as it is stored."""
-    if weight.block_size:
-        raise ValueError("a weight that is copied has one scale")
-    inverse, fmt = _inverse(weight), _format(copy)
-    amax = torch.stack(amaxes).amax() * inverse
-    scale = power_of_two_scale(amax, fmt)
-    kind = _CastKind(weight.data.dtype, copy.data.dtype, width)
-    for start, stop in spans:
-        data, _ = _parts((weight, copy), start, stop, width)
-        run(_cast, data, inverse, scale, kind=kind)
-    copy.scale_inv.copy_(scale_inv_of(scale, amax))
 
 
 def _format(slot: Slot) -> Format:

@@ -20,14 +20,18 @@ from __future__ import annotations
 import copy
 import math
 import weakref
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.optim.adam import adam
 
 from ..errors import FP8BackendError
-from ..kernels.compiled import Slot, adam_hyper, scaled_adam_
+from ..kernels.compiled import AdamStep, Slot, adam_hyper, is_finite, scaled_adam_
 from ..scaled_tensor import ScaledTensor, quantize
+from ..sharded_tensor import is_distributed, local_part, with_local
+from . import sharding
+from .sharding import several_ranks
 
 MIN_SCALED_STATES = 4096
 """A plain parameter with fewer elements keeps FP32 states: norms and biases weigh nothing and are sensitive."""
@@ -51,63 +55,103 @@ class StateRule(NamedTuple):
     """"stochastic" or "nearest"."""
 
 
+Finite = dict[torch.Tensor, torch.Tensor]
+"""Of parameters that are DTensors: whether the whole gradient is finite; bool, 0-dim, equal on all ranks."""
+
+
+class Owners(Protocol):
+    """Scaled weights whose masters and states lie on one rank each."""
+
+    weights: list[torch.Tensor]
+
+    def owns(self, p: torch.Tensor) -> bool:
+        """Whether they lie on this rank; True of a parameter that is not shared out."""
+
+    def share(self) -> None:
+        """After a step, on all ranks: the new weights, from their owners to everyone."""
+
+    def drop(self, p: torch.Tensor) -> None:
+        """Forget the master of a weight that another rank owns."""
+
+    def send_to_all(self, p: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+        """On all ranks: let everyone's tensors hold what the owner's do."""
+
+
 class ScaledStates:
     """In front of `torch.optim.Adam` or `AdamW`: what an adopted optimizer does differently."""
 
     fp8_states: StateRule
+    fp8_owners: Owners | None = None
+    """Which ranks keep the states of which parameters, where not every rank keeps all."""
+    fp8_whole: bool = False
+    """Whether the states of all parameters are here for a while, although other ranks own them."""
 
     @torch.no_grad()
     def step(self, closure=None):
         """As `torch.optim.Adam.step`. A gradient tensor that holds an inf or a NaN counts as zero in this step."""
-        if several_ranks():
-            raise FP8BackendError(
-                f"level {self.fp8_states.level} trains on one process in this version: stock DDP does not reduce "
-                f"scaled gradients, so the ranks would drift apart; use a backend of level O0 such as native:dynamic"
-            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if several_ranks():
+            refuse_gradients_that_stay(p for group in self.param_groups for p in group["params"])
+        todo = self._with_gradient()
+        finite = _finite_shards([p for _, p, _ in todo])
+        for group in self.param_groups:
+            plain = [p for of, p, _ in todo if of is group and self._is_plain(p)]
+            if plain:
+                self._step_plain(group, plain, finite)
         compiled = self._elements_to_scale() >= COMPILE_FROM
-        first = 0
+        scaled = [each for each in todo if not self._is_plain(each[1])]
+        for group, p, index in scaled:
+            if not is_distributed(p) and self._steps(p):
+                self._adam_step(group, p, index, compiled).run()
+        shards = [each for each in scaled if is_distributed(each[1])]
+        sharding.run_shards([self._adam_step(*each, compiled, finite[each[1]]) for each in shards])
+        if self.fp8_owners is not None:
+            self.fp8_owners.share()
+        return loss
+
+    def _with_gradient(self) -> list[tuple[dict[str, Any], torch.Tensor, int]]:
+        """(group, parameter, index among all parameters) of those that take part in this step."""
+        found, first = [], 0
         for group in self.param_groups:
             _check_group(group)
-            with_gradient = [(first + i, p) for i, p in enumerate(group["params"]) if p.grad is not None]
+            of_group = [(group, p, first + i) for i, p in enumerate(group["params"]) if p.grad is not None]
             first += len(group["params"])
-            if any(p.grad.is_sparse for _, p in with_gradient):
+            if any(p.grad.is_sparse for _, p, _ in of_group):
                 raise FP8BackendError("Adam cannot use sparse gradients: make the embedding with sparse=False")
-            plain = [p for _, p in with_gradient if self._is_plain(p)]
-            if plain:
-                self._step_plain(group, plain)
-            for index, parameter in with_gradient:
-                if not self._is_plain(parameter):
-                    self._step_scaled(group, parameter, index, compiled)
-        return loss
+            found += of_group
+        return found
+
+    def _steps(self, p: torch.Tensor) -> bool:
+        """Whether this rank keeps the states of `p`, and makes its steps."""
+        return self.fp8_owners is None or self.fp8_owners.owns(p)
 
     def _is_plain(self, p: torch.Tensor) -> bool:
         """Whether PyTorch's own step can do it: nothing about the parameter or its states is scaled or rounded."""
         if p.is_complex() or p.dtype == torch.float64:
             return True
-        return type(p) is not ScaledTensor and p.dtype == torch.float32 and not self._scales_states_of(p)
+        return not _is_scaled(p) and p.dtype == torch.float32 and not self._scales_states_of(p)
 
     def _scales_states_of(self, p: torch.Tensor) -> bool:
         if self.fp8_states.exp_avg == torch.float32:
             return False
-        return isinstance(p, ScaledTensor) or p.numel() >= MIN_SCALED_STATES
+        return _is_scaled(p) or p.numel() >= MIN_SCALED_STATES
 
     def _elements_to_scale(self) -> int:
         return sum(p.numel() for group in self.param_groups for p in group["params"] if not self._is_plain(p))
 
-    def _step_plain(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
-        """`torch.optim.Adam`'s own arithmetic and implementations."""
+    def _step_plain(self, group: dict[str, Any], parameters: list[torch.Tensor], finite: Finite) -> None:
+        """`torch.optim.Adam`'s own arithmetic and implementations, on what lies on this rank."""
         states = [self._state_of(group, p) for p in parameters]
-        gradients = [p.grad for p in parameters]
-        _zero_what_is_not_finite(gradients)
+        gradients = [local_part(p.grad) for p in parameters]
+        _zero_what_is_not_finite(gradients, [finite.get(p) for p in parameters])
         adam(
-            parameters,
+            [local_part(p) for p in parameters],
             gradients,
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
+            [local_part(state["exp_avg"]) for state in states],
+            [local_part(state["exp_avg_sq"]) for state in states],
             [],
             [state["step"] for state in states],
             amsgrad=False,
@@ -120,49 +164,80 @@ class ScaledStates:
             decoupled_weight_decay=group["decoupled_weight_decay"],
         )
 
-    def _step_scaled(self, group: dict[str, Any], p: torch.Tensor, index: int, compiled: bool) -> None:
+    def _adam_step(
+        self, group: dict[str, Any], p: torch.Tensor, index: int, compiled: bool, finite=None
+    ) -> sharding.Update:
+        """The step of one parameter, ready to run."""
         state = self._state_of(group, p)
         state["step"] += 1
-        weight, low_precision, plain = p, None, None
-        if isinstance(p, ScaledTensor):
-            p.grad.finish_accumulation() if isinstance(p.grad, ScaledTensor) else None
-            if p.master is not None:
-                weight, low_precision = p.master, _slot(p)
-        elif not p.is_contiguous():
-            weight = plain = p.contiguous()
-        scaled_adam_(
+        local, gradient = local_part(p), local_part(p.grad)
+        weight, low_precision, noncontiguous = local, None, None
+        if isinstance(gradient, ScaledTensor):
+            gradient.finish_accumulation()
+        if _is_scaled(p):
+            if local.elsewhere is not None:
+                local.exact()  # a copy of a weight of another rank: it raises, and says what to do
+            if local.master is not None:
+                weight, low_precision = local.master, _slot(local)
+        elif not local.is_contiguous():
+            weight = noncontiguous = local.contiguous()
+        step = AdamStep(
             _slot(weight),
-            _slot(p.grad if isinstance(p.grad, ScaledTensor) else p.grad.contiguous()),
+            _slot(gradient if isinstance(gradient, ScaledTensor) else gradient.contiguous()),
             _slot(state["exp_avg"]),
             _slot(state["exp_avg_sq"]),
-            _hyper(group, state["step"], p.device),
+            _hyper(group, state["step"], local.device),
             copy=low_precision,
             decoupled=group["decoupled_weight_decay"],
             maximize=group["maximize"],
             rounding=self.fp8_states.rounding,
             seed=index,
             compiled=compiled,
+            first=sharding.first_element(p) if is_distributed(p) else 0,
+            finite=finite,
         )
-        if plain is not None:
-            p.copy_(plain)
+        return sharding.Update(p, step, noncontiguous)
 
     def _state_of(self, group: dict[str, Any], p: torch.Tensor) -> dict[str, Any]:
         """The parameter's state; made at its first step."""
         state = self.state[p]
         if "step" not in state:
-            on_device = group["capturable"] or group["fused"]
-            state["step"] = torch.zeros((), dtype=torch.float32, device=p.device if on_device else "cpu")
+            state["step"] = counter(group, p)
         for name in MOMENTS:
             if name not in state:
-                state[name] = self._stored(p, name, torch.zeros(p.shape, dtype=torch.float32, device=p.device))
-        if isinstance(p, ScaledTensor) and p.master is not None:
-            state[MASTER] = p.master  # seen here by audits and checkpoints
+                state[name] = self._zeros(p, name)
+        self._show_master(p)
         return state
 
+    def forget_others(self) -> None:
+        """Drop the states of parameters that other ranks own."""
+        for p in [p for p in self.state if not self._steps(p)]:
+            del self.state[p]
+
+    def _show_master(self, p: torch.Tensor) -> None:
+        """Put the master of a weight into its state, where audits and checkpoints see it."""
+        master = getattr(local_part(p), "master", None)
+        if master is not None:
+            self.state[p][MASTER] = with_local(p, master) if is_distributed(p) else master
+
+    def _format(self, p: torch.Tensor, name: str) -> tuple[torch.dtype, int]:
+        """(dtype, block size) in which a moment is stored."""
+        if not self._scales_states_of(p):
+            return torch.float32, 0
+        return getattr(self.fp8_states, name), self.fp8_states.exp_avg_block if name == "exp_avg" else 0
+
+    def _zeros(self, p: torch.Tensor, name: str) -> torch.Tensor:
+        if is_distributed(p):
+            return sharding.zeros(p, *self._format(p, name))
+        return self._stored(p, name, torch.zeros(p.shape, dtype=torch.float32, device=p.device))
+
     def _stored(self, p: torch.Tensor, name: str, value: torch.Tensor) -> torch.Tensor:
-        """A moment's values, plain or scaled, as this optimizer stores them. A new tensor."""
-        dtype = getattr(self.fp8_states, name) if self._scales_states_of(p) else torch.float32
-        block = self.fp8_states.exp_avg_block if name == "exp_avg" else 0
+        """A moment's values, plain or scaled, as this optimizer stores them. A new tensor. All ranks call it for a
+        parameter or a value that is a DTensor."""
+        dtype, block = self._format(p, name)
+        if is_distributed(p):
+            return sharding.stored(p, value, dtype, block)
+        value = sharding.whole(value)
         if isinstance(value, ScaledTensor):
             if (value._data.dtype, value.block_size) == (dtype, block):
                 return value.to(p.device).clone()
@@ -172,17 +247,35 @@ class ScaledStates:
         value = value.to(p.device, torch.float32).contiguous()
         return value.clone() if dtype == torch.float32 else quantize(value, dtype, torch.float32, block)
 
-    # checkpoints
+    # checkpoints and copies
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "fp8_states": self.fp8_states}
 
     def state_dict(self) -> dict[str, Any]:
-        """As in PyTorch, with scaled states as they are stored. A weight that its own dtype cannot hold to the bit
-        (scaled FP16 that stands for BF16) is kept as `master_weight`, for a resumed run to be equal."""
+        """As in PyTorch, with scaled states as they are stored (those of DTensors as DTensors with FP32 values). A
+        weight that its own dtype cannot hold to the bit (scaled FP16 that stands for BF16) is kept as `master_weight`,
+        for a resumed run to be equal.
+
+        Raises:
+            FP8BackendError: other ranks own a part of the states, and `whole_states` is not entered.
+        """
+        if self.fp8_owners is not None and not self.fp8_whole:
+            raise FP8BackendError(
+                "this optimizer's states are shared out between the ranks (level O3): save with "
+                "Accelerator.save_state, called on all ranks; or enter fp8_backends.whole_states(optimizer) on all "
+                "ranks around state_dict(); or prepare with shard_states=False"
+            )
         made = super().state_dict()
         parameters = [p for group in self.param_groups for p in group["params"]]
         keys = [key for group in made["param_groups"] for key in group["params"]]
         for key, p in zip(keys, parameters, strict=True):
-            if isinstance(p, ScaledTensor) and p.master is None and p.dtype != torch.float32 and key in made["state"]:
-                made["state"][key] = {**made["state"][key], MASTER: p.detach()}
+            if key not in made["state"]:
+                continue
+            state = dict(made["state"][key])
+            if _is_scaled(p) and local_part(p).master is None and p.dtype != torch.float32:
+                state[MASTER] = p.detach()
+            made["state"][key] = sharding.as_saved(state)
         return made
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -216,25 +309,29 @@ class ScaledStates:
                         f"{name} of a parameter of shape {tuple(p.shape)} was saved with shape "
                         f"{tuple(saved[name].shape)}: the checkpoint is of another model"
                     )
-                self.state[p][name] = self._stored(p, name, saved[name])
-        if MASTER in saved and isinstance(p, ScaledTensor):
-            p.copy_(saved[MASTER])
-        if isinstance(p, ScaledTensor) and p.master is not None and p in self.state:
-            self.state[p][MASTER] = p.master
+                if self._steps(p):
+                    self.state[p][name] = self._stored(p, name, saved[name])
+        if MASTER in saved and _is_scaled(p):
+            sharding.write_weight(p, saved[MASTER]) if is_distributed(p) else p.copy_(sharding.whole(saved[MASTER]))
+        if not self._steps(p):
+            self.state.pop(p, None)
+        elif p in self.state:
+            self._show_master(p)
 
     # what rounding swallows
 
     @torch.no_grad()
     def lost_updates(self) -> float | None:
         """The share, 0 to 1, of the next update of scaled weights that rounding would swallow: one less the
-        projection of the stored update on the exact one. From live states; None before the first step."""
+        projection of the stored update on the exact one. From live states, of this rank; None before the first step."""
         along = of = 0.0
         parameters = ((group, p) for group in self.param_groups for p in group["params"])
         for index, (group, p) in enumerate(parameters):
             state = self.state.get(p, {})
-            if not isinstance(p, ScaledTensor) or not all(name in state for name in MOMENTS) or not all(group["betas"]):
+            if not _is_scaled(p) or not all(name in state for name in MOMENTS) or not all(group["betas"]):
                 continue
-            weight = p if p.master is None else p.master
+            weight = local_part(p)
+            weight = weight if weight.master is None else weight.master
             before = weight.dequantize(torch.float32)
             exact = _exact_update(group, state, before)
             stored = self._rounded_step(group, state, weight, index).dequantize(torch.float32) - before
@@ -261,13 +358,39 @@ class ScaledStates:
         return stepped
 
 
-def several_ranks() -> bool:
-    """Whether this process trains together with others."""
-    return (
-        torch.distributed.is_available()
-        and torch.distributed.is_initialized()
-        and torch.distributed.get_world_size() > 1
-    )
+def _finite_shards(parameters: list[torch.Tensor]) -> Finite:
+    shards = [p for p in parameters if is_distributed(p)]
+    here = [is_finite(_slot(p.grad)) for p in shards]
+    return dict(zip(shards, sharding.finite_everywhere(here, shards), strict=True))
+
+
+def counter(group: dict[str, Any], p: torch.Tensor) -> torch.Tensor:
+    """Of steps, where PyTorch has it; 0."""
+    on_device = group["capturable"] or group["fused"]
+    return torch.zeros((), dtype=torch.float32, device=p.device if on_device else "cpu")
+
+
+def _is_scaled(p: torch.Tensor) -> bool:
+    return isinstance(local_part(p), ScaledTensor)
+
+
+def refuse_gradients_that_stay(parameters: Iterable[torch.Tensor]) -> None:
+    """Raise `FP8BackendError` where the gradient of a scaled weight is this rank's own: the ranks would drift apart.
+
+    Gradients travel under FSDP2, whose parameters are DTensors, and by a hook of the parameter that says `reduces`.
+    """
+    alone = [p for p in parameters if type(p) is ScaledTensor and p.grad is not None and not _is_reduced(p)]
+    if alone:
+        shapes = ", ".join(sorted({str(tuple(p.shape)) for p in alone}))
+        raise FP8BackendError(
+            f"the gradients of {len(alone)} scaled weights of shape {shapes} do not travel between the ranks, which "
+            f"would drift apart: prepare the DDP-wrapped model again, with its optimizer, so that its gradients are "
+            f"reduced"
+        )
+
+
+def _is_reduced(p: torch.Tensor) -> bool:
+    return any(getattr(hook, "reduces", False) for hook in (p._post_accumulate_grad_hooks or {}).values())
 
 
 def _exact_update(group: dict[str, Any], state: dict[str, Any], weight: torch.Tensor) -> torch.Tensor:
@@ -282,12 +405,13 @@ def _exact_update(group: dict[str, Any], state: dict[str, Any], weight: torch.Te
 
 
 def _float(value: torch.Tensor) -> torch.Tensor:
+    value = local_part(value)
     return value.dequantize(torch.float32) if isinstance(value, ScaledTensor) else value.float()
 
 
 def _slot(tensor: torch.Tensor) -> Slot:
-    """The tensor as the kernel reads and writes it."""
-    tensor = tensor.detach()
+    """What this rank has of the tensor, as the kernel reads and writes it."""
+    tensor = local_part(tensor).detach()
     if isinstance(tensor, ScaledTensor):
         return Slot(tensor._data, tensor._scale_inv, tensor.block_size)
     return Slot(tensor, None)
@@ -297,10 +421,13 @@ def _hyper(group: dict[str, Any], step: torch.Tensor, device: torch.device) -> t
     return adam_hyper(group["lr"], group["betas"], group["eps"], group["weight_decay"], step, device)
 
 
-def _zero_what_is_not_finite(gradients: list[torch.Tensor]) -> None:
-    """In place, without asking the device: a tensor with an inf or a NaN becomes zero."""
-    for gradient, largest in zip(gradients, torch._foreach_norm(gradients, float("inf")), strict=True):
-        torch.where(torch.isfinite(largest), gradient, torch.zeros_like(largest), out=gradient)
+def _zero_what_is_not_finite(gradients: list[torch.Tensor], finite: list[torch.Tensor | None]) -> None:
+    """In place, without asking the device: a tensor with an inf or a NaN becomes zero. finite: what is known of it."""
+    unknown = [gradient for gradient, known in zip(gradients, finite, strict=True) if known is None]
+    largest = iter(torch._foreach_norm(unknown, float("inf")) if unknown else ())
+    for gradient, known in zip(gradients, finite, strict=True):
+        whole = torch.isfinite(next(largest)) if known is None else known
+        torch.where(whole, gradient, gradient.new_zeros(()), out=gradient)
 
 
 # from a stock optimizer to an adopted one

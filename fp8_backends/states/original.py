@@ -18,7 +18,10 @@ from ..errors import BackendUnavailableError, RecipeError
 if TYPE_CHECKING:
     from ..recipes import Recipe
 
-UNREADABLE = ("rounding", "exp_avg_scaling", "include", "exclude", "module_filter_func", "gradient_comm")
+UNREADABLE = (
+    *("rounding", "exp_avg_scaling", "shard_states", "include", "exclude"),
+    *("module_filter_func", "gradient_comm"),
+)
 """Fields that the original has no equivalent of."""
 
 

@@ -1,4 +1,4 @@
-"""Two processes with gloo: DDP around a converted model."""
+"""Two processes with gloo: what `accelerate launch` starts as MULTI_CPU, DDP around a converted model."""
 
 from __future__ import annotations
 
@@ -9,46 +9,158 @@ from plugin_training import run_python
 
 SCRIPT = """
 import sys
-sys.path.insert(0, {tests!r})
+sys.path[:0] = [{tests!r}, {tests!r} + "/../distributed"]
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DistributedDataParallelKwargs, TorchDynamoPlugin
+from ddp_training import Traffic, assert_equal_on_all_ranks
 from plugin_training import batches, mlp, train
 
 import fp8_backends
+from fp8_backends.comm.ddp import Connection
+from fp8_backends.errors import FP8BackendError
 
-recipe = fp8_backends.FP8RecipeKwargs(backend={backend!r})
-accelerator = Accelerator(mixed_precision="fp8", kwargs_handlers=[recipe])
-assert accelerator.num_processes == 2
-model = mlp()
-before = [p.detach().clone() for p in model.parameters()]
-model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 5e-3))
-assert type(model).__name__ == "DistributedDataParallel"
-data = batches(16, seed=1)[accelerator.process_index :: 2]
-losses = train(accelerator, model, optimizer, data[:6])
-assert all(not torch.equal(p, b) for p, b in zip(model.parameters(), before))
-for p in model.parameters():
-    assert all(torch.equal(p, other) for other in accelerator.gather(p.detach()[None]))
-products = fp8_backends.audit(accelerator.unwrap_model(model)).products
-assert len(products) == 3 and all(c["fprop"] and c["wgrad"] for c in products.values())
-accelerator.save_state({folder!r})
-unbroken = train(accelerator, model, optimizer, data[6:])
-accelerator.load_state({folder!r})
-assert train(accelerator, model, optimizer, data[6:]) == unbroken
-assert list(accelerator.get_state_dict(model)) == list(mlp().state_dict())
-accelerator.print("done", losses[0] > losses[-1])
-accelerator.end_training()
+BUCKETS = DistributedDataParallelKwargs(bucket_cap_mb=0.01)
+
+
+def accelerator(backend, accumulate=1, handlers=(), **options):
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    recipe = fp8_backends.FP8RecipeKwargs(backend=backend, **options.pop("fields", {{}}))
+    made = Accelerator(
+        mixed_precision="fp8", kwargs_handlers=[recipe, *handlers], gradient_accumulation_steps=accumulate, **options
+    )
+    assert made.num_processes == 2
+    return made
+
+
+def prepared(acc):
+    model = mlp()
+    return acc.prepare(model, torch.optim.AdamW(model.parameters(), 5e-3))
+
+
+def trains_stays_in_step_and_resumes(backend, **fields):
+    acc = accelerator(backend, handlers=[BUCKETS], fields=fields)
+    model, optimizer = prepared(acc)
+    assert isinstance(model, torch.nn.parallel.DistributedDataParallel)
+    before = [p.detach().clone() for p in model.parameters()]
+    data = batches(16, seed=1)[acc.process_index :: 2]
+    losses = train(acc, model, optimizer, data[:6], max_norm=1.0)
+    assert all(not torch.equal(p, b) for p, b in zip(model.parameters(), before))
+    assert_equal_on_all_ranks(model, optimizer.optimizer)
+    products = fp8_backends.audit(acc.unwrap_model(model)).products
+    assert len(products) == 3 and all(c["fprop"] and c["wgrad"] for c in products.values())
+    folder = {folder!r} + "/" + backend
+    acc.save_state(folder)
+    unbroken = train(acc, model, optimizer, data[6:])
+    acc.load_state(folder)
+    assert train(acc, model, optimizer, data[6:]) == unbroken
+    fresh = accelerator(backend, handlers=[BUCKETS], fields=fields)
+    model, optimizer = prepared(fresh)
+    fresh.load_state(folder)
+    assert train(fresh, model, optimizer, data[6:]) == unbroken
+    assert_equal_on_all_ranks(model, optimizer.optimizer)
+    assert list(fresh.get_state_dict(model)) == list(mlp().state_dict())
+    assert losses[0] > losses[-1]
+
+
+def accumulates_and_travels_once(backend):
+    acc = accelerator(backend, accumulate=4)
+    model, optimizer = prepared(acc)
+    data = batches(16, seed=1)[acc.process_index :: 2]
+    with Traffic() as traffic:
+        train(acc, model, optimizer, data)  # 8 microbatches: two steps
+    assert traffic.count("all_to_all_single") == 2 * len(Connection.of(model).reducer.buckets), traffic.calls
+    assert_equal_on_all_ranks(model, optimizer.optimizer)
+
+
+def compiles(backend):
+    acc = accelerator(backend, dynamo_plugin=TorchDynamoPlugin(backend="aot_eager"))
+    model, optimizer = prepared(acc)
+    assert isinstance(model._orig_mod, torch.nn.parallel.DistributedDataParallel)
+    losses = train(acc, model, optimizer, batches(12, seed=1)[acc.process_index :: 2])
+    assert losses[0] > losses[-1] and Connection.of(model._orig_mod).reducer is not None
+    assert_equal_on_all_ranks(model._orig_mod, optimizer.optimizer)
+
+
+class Blocks(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        blocks = (torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Tanh()) for _ in range(3))
+        self.blocks = torch.nn.ModuleList(blocks)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def compiles_by_regions(backend):
+    acc = accelerator(backend, dynamo_plugin=TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=True))
+    model = Blocks()
+    model, optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters(), 5e-3))
+    train(acc, model, optimizer, [(x, x.tanh()) for x, _ in batches(4, seed=1)[acc.process_index :: 2]])
+    assert Connection.of(model).reducer is not None and "OptimizedModule" in repr(model)
+    assert_equal_on_all_ranks(model, optimizer.optimizer)
+
+
+def scaler_of_fp16_skips_on_all_ranks(backend):
+    acc = accelerator(backend, fields={{"autocast_dtype": "fp16"}})
+    model, optimizer = prepared(acc)
+    data = batches(6, seed=1)[acc.process_index :: 2]
+    train(acc, model, optimizer, data[:2])
+    scale = acc.scaler.get_scale()
+    x, y = data[2]
+    acc.backward(((model(x) - y) ** 2).mean() * (float("inf") if acc.process_index else 1.0))
+    optimizer.step()
+    assert optimizer.step_was_skipped and acc.scaler.get_scale() < scale
+    optimizer.zero_grad()
+    assert_equal_on_all_ranks(model, optimizer.optimizer)
+
+
+def refuses_a_model_with_nothing_for_ddp(backend):
+    acc = accelerator(backend)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 32, bias=False))
+    try:
+        acc.prepare(model, torch.optim.AdamW(model.parameters()))
+    except FP8BackendError as error:
+        assert "exclude" in str(error)
+    else:
+        raise AssertionError("prepared")
+
+
+{calls}
+PartialState().print("done")
+PartialState().destroy_process_group()
+"""
+
+AT_A_LEVEL = """
+trains_stays_in_step_and_resumes("msamp:O1")
+trains_stays_in_step_and_resumes("msamp:O2")
+trains_stays_in_step_and_resumes("msamp:O3")
+accumulates_and_travels_once("msamp:O2")
+compiles("msamp:O2")
+compiles_by_regions("msamp:O2")
+scaler_of_fp16_skips_on_all_ranks("msamp:O2")
+refuses_a_model_with_nothing_for_ddp("msamp:O2")
+"""
+AT_O0 = """
+trains_stays_in_step_and_resumes("native:delayed")
+trains_stays_in_step_and_resumes("native:dynamic", gradient_comm="fp8")
+trains_stays_in_step_and_resumes("ao:tensorwise", gradient_comm="fp8")
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["native:delayed"])
-def test_ddp_trains_stays_in_step_and_resumes(backend, tmp_path):
+@pytest.mark.parametrize("calls", [AT_A_LEVEL, AT_O0], ids=["levels", "O0"])
+def test_ddp_trains_stays_in_step_and_resumes(calls, tmp_path):
     script = tmp_path / "script.py"
-    folder = str(tmp_path / "state")
     tests = __file__.rpartition("/")[0]
-    script.write_text(SCRIPT.format(backend=backend, folder=folder, tests=tests))
+    script.write_text(SCRIPT.format(calls=calls, folder=str(tmp_path), tests=tests))
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone")
     output = run_python(str(script), *torchrun, ACCELERATE_USE_CPU="true")
-    assert "done True" in output
-    assert (tmp_path / "state" / "fp8_scaling_1.safetensors").exists()
+    assert "done" in output
+    if calls == AT_O0:
+        assert (tmp_path / "native:delayed" / "fp8_scaling_1.safetensors").exists()

@@ -5,11 +5,11 @@ import sys
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.utils import GradientAccumulationPlugin
+from accelerate.utils import DistributedType, GradientAccumulationPlugin
 from plugin_training import batches, mlp, run_python
 
 import fp8_backends
-from fp8_backends.errors import BackendUnavailableError, FP8BackendError
+from fp8_backends.errors import FP8BackendError, RecipeError
 from fp8_backends.scaled_tensor import ScaledTensor
 
 LEVELS = ("O1", "O2", "O3")
@@ -157,11 +157,12 @@ def test_another_optimizer_is_refused_by_name_before_anything_changes():
         acc.prepare_optimizer(torch.optim.SGD(model.parameters(), 0.1))
 
 
-def test_several_processes_are_refused_with_what_to_do(monkeypatch):
+def test_fsdp1_is_refused_with_what_to_do(monkeypatch):
     acc = accelerator("O2")
-    monkeypatch.setattr(type(acc), "num_processes", property(lambda self: 2))  # stands for a launch of two
+    monkeypatch.setattr(type(acc), "distributed_type", property(lambda self: DistributedType.FSDP))
+    monkeypatch.setattr(type(acc), "is_fsdp2", property(lambda self: False))
     model = mlp()
-    with pytest.raises(BackendUnavailableError, match="one process"):
+    with pytest.raises(RecipeError, match="fsdp_version=2"):
         acc.prepare(model)
     assert not any(isinstance(p, ScaledTensor) for p in model.parameters())
 

@@ -8,9 +8,10 @@ import pytest
 
 import fp8_backends
 from fp8_backends.cli import chart
-from fp8_backends.cli.compare import backend_names
+from fp8_backends.cli.compare import backend_names, check_ranks
 from fp8_backends.cli.comparison import worker_environment
 from fp8_backends.cli.main import main
+from fp8_backends.errors import BackendUnavailableError
 
 
 def test_without_arguments_the_help_names_every_subcommand(capsys):
@@ -49,7 +50,21 @@ def test_options_that_cannot_be_honoured_exit_with_2(capsys, tmp_path, options):
     assert options[1] in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("options", [["--steps", "0"], ["--lr", "-1"], ["--seeds", "two"]])
+def test_ranks_that_cannot_share_a_batch_are_refused(capsys, tmp_path):
+    assert main(["compare", "--nproc", "3", "--batch", "8", "--output", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert "--nproc 3" in error and "batch of 8" in error and "--batch" in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(BackendUnavailableError, match="--nproc 2: this machine has 1 GPUs"):
+        check_ranks(2, 8, "cuda")
+    check_ranks(2, 8, "cpu")
+
+
+@pytest.mark.parametrize("options", [["--steps", "0"], ["--lr", "-1"], ["--seeds", "two"], ["--nproc", "0"]])
 def test_numbers_out_of_range_are_refused(options, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["compare", *options])

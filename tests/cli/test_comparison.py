@@ -46,7 +46,8 @@ def test_the_command_leaves_results_and_page_and_says_emulated_without_fp8_hardw
 
 
 @pytest.mark.slow
-def test_a_terminated_run_leaves_what_was_finished_readable_and_ends_its_worker(options, tmp_path):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_terminated_run_leaves_what_was_finished_readable_and_ends_its_workers(options, tmp_path, ranks):
     command = [
         sys.executable,
         "-m",
@@ -58,6 +59,8 @@ def test_a_terminated_run_leaves_what_was_finished_readable_and_ends_its_worker(
         "10",
         "--seeds",
         "500",
+        "--nproc",
+        str(ranks),
     ]
     environment = worker_environment()
     process = subprocess.Popen(
@@ -72,7 +75,7 @@ def test_a_terminated_run_leaves_what_was_finished_readable_and_ends_its_worker(
         if results.exists() and len(json.loads(results.read_text())["backends"]["bf16"]["runs"]) >= 2:
             break
         time.sleep(0.2)
-    worker = _children(process.pid)
+    workers = _descendants(process.pid)
     process.send_signal(signal.SIGTERM)
     printed, _ = process.communicate(timeout=30)
     assert process.returncode == 128 + signal.SIGTERM
@@ -80,12 +83,34 @@ def test_a_terminated_run_leaves_what_was_finished_readable_and_ends_its_worker(
     assert found["status"] == "terminated" and len(found["backends"]["bf16"]["runs"]) >= 2
     assert found["backends"]["native:dynamic"]["status"] == "terminated"
     assert "terminated early" in (tmp_path / "report.html").read_text() and "terminated early" in printed
-    assert worker and not any(_alive(pid) for pid in worker)
+    assert len(workers) == (1 if ranks == 1 else 1 + ranks)  # torchrun and its ranks
+    assert not any(_alive(pid) for pid in workers)
 
 
-def _children(pid: int) -> list[int]:
+@pytest.mark.slow
+def test_ranks_share_the_batches_of_one_rank(options, tmp_path):
+    """FP32: the order of the sum over ranks is all that differs."""
+    settings = tiny_settings(tmp_path, "fp32", nproc=2, seeds=1)
+    comparison = Comparison(settings, tmp_path / "two")
+    comparison.run(Silent())
+    alone = compared(tmp_path, "fp32", seeds=1).results["backends"]["fp32"]
+    found = comparison.results["backends"]["fp32"]
+    assert found["status"] == "finished", found["message"]
+    for key in ("losses", "held_out_loss"):
+        assert found["runs"][0][key] == pytest.approx(alone["runs"][0][key], abs=2e-5)
+    assert found["runs"][0]["start_checksum"] == alone["runs"][0]["start_checksum"]
+    # DDP sums FP32 gradients, 4 bytes a parameter times 2 (N - 1) / N, and copies the buffers of rank 0: rotary angles
+    assert 0 <= found["inspection"]["sent_bytes"] - 4 * found["inspection"]["parameters"] <= 64
+    assert alone["inspection"]["sent_bytes"] is None
+    page, page_alone = ((tmp_path / folder / "report.html").read_text() for folder in ("two", "out"))
+    for text in ("2 ranks (DDP over gloo)", "sent a step"):
+        assert text in page and text not in page_alone
+
+
+def _descendants(pid: int) -> list[int]:
     with open(f"/proc/{pid}/task/{pid}/children") as file:
-        return [int(child) for child in file.read().split()]
+        children = [int(child) for child in file.read().split()]
+    return children + [each for child in children for each in _descendants(child)]
 
 
 def _alive(pid: int) -> bool:

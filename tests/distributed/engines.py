@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
+from accelerate.utils import DistributedType, InitProcessGroupKwargs
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 
 def engine_arguments(engine: str, clip: float, microbatches: int, wrapped: str = "Block") -> dict:
@@ -14,13 +19,19 @@ def engine_arguments(engine: str, clip: float, microbatches: int, wrapped: str =
         # the CPU's all-reduce through shared memory is an extension that DeepSpeed would compile at its first use
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         config = {
-            "zero_optimization": {"stage": int(engine[-1]), "stage3_param_persistence_threshold": 0},
+            "zero_optimization": {
+                "stage": int(engine[-1]),
+                "stage3_param_persistence_threshold": 0,  # weights this small would not be partitioned
+                "stage3_gather_16bit_weights_on_model_save": True,
+            },
             "train_micro_batch_size_per_gpu": 4,
             "gradient_accumulation_steps": microbatches,
             "gradient_clipping": clip,
             "bf16": {"enabled": False},
         }
-        return {"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=config)}
+        os.environ.pop("ACCELERATE_USE_CPU", None)  # with it Accelerate takes DDP, whatever else was asked for
+        plugin = DeepSpeedPlugin(hf_ds_config=config)
+        return {"deepspeed_plugin": plugin, "kwargs_handlers": [InitProcessGroupKwargs(backend="gloo")]}
     if engine == "FSDP2":
         from accelerate.utils import FullyShardedDataParallelPlugin
 
@@ -37,7 +48,6 @@ def engine_arguments(engine: str, clip: float, microbatches: int, wrapped: str =
 def start_engine(accelerator, engine: str, arguments: dict) -> None:
     """On ranks without a GPU Accelerate takes DDP whatever was asked for: say what it takes on GPUs."""
     from accelerate.state import AcceleratorState, PartialState
-    from accelerate.utils import DistributedType
 
     kind = {"single": DistributedType.NO, "FSDP2": DistributedType.FSDP}.get(engine)
     if kind is not None:
@@ -45,6 +55,16 @@ def start_engine(accelerator, engine: str, arguments: dict) -> None:
             state._shared_state["distributed_type"] = kind
     if engine == "FSDP2":
         AcceleratorState._shared_state["fsdp_plugin"] = arguments["fsdp_plugin"]
+
+
+def assert_engine(engine: str, model: torch.nn.Module) -> None:
+    """That the prepared model is really in the hands of that engine."""
+    model = getattr(model, "_orig_mod", model)
+    sharded = [isinstance(p, DTensor) for p in model.parameters()]
+    assert isinstance(model, DistributedDataParallel) == (engine == "DDP"), type(model)
+    assert all(sharded) if engine == "FSDP2" else not any(sharded), sharded
+    stage = model.zero_optimization_stage() if hasattr(model, "zero_optimization_stage") else None
+    assert stage == (int(engine[-1]) if engine.startswith("ZeRO") else None), stage
 
 
 def plain_state_dict(accelerator, model) -> dict[str, torch.Tensor]:

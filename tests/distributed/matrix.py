@@ -83,7 +83,7 @@ def prepared(backend: str, engine: str, compiled: bool = False):
     """(accelerator, model, optimizer) as a user makes them."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState, PartialState
-    from engines import engine_arguments, start_engine
+    from engines import assert_engine, engine_arguments, start_engine
 
     import fp8_backends
 
@@ -96,21 +96,23 @@ def prepared(backend: str, engine: str, compiled: bool = False):
     try:
         accelerator = Accelerator(
             mixed_precision="fp8",
-            kwargs_handlers=[fp8_backends.FP8RecipeKwargs(backend=backend)],
+            kwargs_handlers=[fp8_backends.FP8RecipeKwargs(backend=backend), *arguments.pop("kwargs_handlers", ())],
             gradient_accumulation_steps=MICROBATCHES,
             dynamo_backend="aot_eager" if compiled else None,
             **arguments,
         )
         start_engine(accelerator, engine, arguments)
-        yield accelerator, *accelerator.prepare(model, optimizer)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        assert_engine(engine, model)
+        yield accelerator, model, optimizer
         accelerator.free_memory()
     finally:
         for state in (AcceleratorState, GradientState):
             state._reset_state()
         PartialState._reset_state()
         for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
-            if name != "ACCELERATE_USE_CPU":
-                del os.environ[name]
+            del os.environ[name]
+        os.environ["ACCELERATE_USE_CPU"] = "true"
 
 
 MAX_NORM = 0.05

@@ -75,10 +75,16 @@ def main(namespace: dict) -> None:
             dist.barrier()
         except BaseException:
             # at once and by itself: the others wait for this rank, and the launcher ends them
-            print("RESULT", json.dumps({name: {"errors": {dist.get_rank(): traceback.format_exc()}}}), flush=True)
+            _say({name: {"errors": {dist.get_rank(): traceback.format_exc()}}})
             os._exit(1)
         if dist.get_rank() == 0:
-            print("RESULT", json.dumps({name: {"errors": {}, "figures": figures}}), flush=True)
+            _say({name: {"errors": {}, "figures": figures}})
         gc.collect()
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _say(result: dict) -> None:
+    """One line for `run`, in one piece: ranks share their standard output."""
+    sys.stdout.write(f"\nRESULT {json.dumps(result)}\n")
+    sys.stdout.flush()

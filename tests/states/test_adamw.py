@@ -387,7 +387,11 @@ def test_optimizers_copy_and_pickle():
     pair = pickle.loads(pickle.dumps((model, optimizer)))
     assert type(pair[1]) is ScaledAdamW
     assert_equal_states(optimizer, pair[1])
-    assert_equal_states(optimizer, copy.deepcopy((model, optimizer))[1])
+    other, copied = copy.deepcopy((model, optimizer))
+    assert_equal_states(optimizer, copied)
+    before = values_of(other)["0.weight"]
+    train(other, copied, [2])
+    assert not torch.equal(values_of(other)["0.weight"], before)
 
 
 # Small learning rates, in training

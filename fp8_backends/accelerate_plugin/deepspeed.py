@@ -1,0 +1,144 @@
+"""What `FP8Mixin` does differently under DeepSpeed.
+
+DeepSpeed's engine owns the steps, the precision around FP8 and the communication: weights and optimizer states lie in
+its flat ZeRO partitions, and its optimizers call the torch optimizer once for each group of parameters, if at all. So
+a step is seen from outside, where Accelerate drives the engine: after a synchronised backward, which takes the step.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.utils import DistributedType
+from torch import nn
+
+from .. import conversion, preparation
+from ..comm import agreement
+from ..errors import RecipeError
+from .checkpoint import OPTIMIZER_KEY, ScalingState, collect, restore
+
+if TYPE_CHECKING:
+    from ..recipes import Recipe
+    from .mixin import FP8Mixin
+
+
+def in_use(accelerator: FP8Mixin) -> bool:
+    """Whether DeepSpeed trains the models of this Accelerator."""
+    return accelerator.distributed_type == DistributedType.DEEPSPEED
+
+
+def check(accelerator: FP8Mixin) -> None:
+    """Raise `RecipeError` for what a recipe asks for and DeepSpeed's engine does in its own way."""
+    recipe = accelerator.fp8_recipe
+    if recipe.level != "O0":
+        raise RecipeError(
+            f"{recipe.name}: level {recipe.level} does not go with DeepSpeed, whose ZeRO stages keep weights, "
+            f"gradients and optimizer states in partitions of their own. FSDP2 shards this very level: leave "
+            f"DeepSpeed out (deepspeed_plugin, ACCELERATE_USE_DEEPSPEED) and use "
+            f"FullyShardedDataParallelPlugin(fsdp_version=2). With DeepSpeed, {_without_level(recipe)} trains in FP8"
+        )
+    if recipe.gradient_comm == "fp8":
+        raise RecipeError(
+            "gradient_comm='fp8' has no effect on DeepSpeed's engine, which reduces gradients itself: leave "
+            "gradient_comm out, and set communication_data_type in the DeepSpeed configuration (fp16, bf16 or fp32); "
+            "gradients travel in FP8 under DDP and FSDP2"
+        )
+    _check_autocast(recipe, accelerator.deepspeed_plugin.deepspeed_config)
+
+
+def _without_level(recipe: Recipe) -> str:
+    # `window` is MS-AMP's rule, and as good without its level
+    return f"{recipe.compute}:{recipe.scaling}"
+
+
+def _check_autocast(recipe: Recipe, config: dict[str, Any]) -> None:
+    """An `autocast_dtype` that was given must be what the engine runs in."""
+    if "autocast_dtype" not in recipe.given:
+        return
+    runs_in_bf16 = any(_enabled(config.get(section)) for section in ("bf16", "torch_autocast"))
+    if recipe.autocast_dtype != "bf16" or not runs_in_bf16:
+        raise RecipeError(
+            f"autocast_dtype={recipe.autocast_dtype!r} has no effect under DeepSpeed, whose own configuration sets the "
+            "precision around FP8 (bf16, or FP32 with bf16.enabled false): leave autocast_dtype out"
+        )
+
+
+def _enabled(section: Any) -> bool:
+    return isinstance(section, dict) and str(section.get("enabled", False)).lower() == "true"
+
+
+class EngineSteps:
+    """The steps of a DeepSpeed engine, watched as a torch optimizer is: hooks run once after each step that was taken.
+
+    Holds no parameters: what the engine trains are its partitions.
+    """
+
+    def __init__(self) -> None:
+        self._optimizer_step_post_hooks: dict[int, Callable] = OrderedDict()
+        self.param_groups: list[dict] = []
+        self.state: dict = {}
+
+    def register_step_post_hook(self, hook: Callable) -> None:
+        """hook(steps, args, kwargs) after each step, as `torch.optim.Optimizer.register_step_post_hook`."""
+        self._optimizer_step_post_hooks[len(self._optimizer_step_post_hooks)] = hook
+
+    def taken(self) -> None:
+        """A step was taken."""
+        for hook in list(self._optimizer_step_post_hooks.values()):
+            hook(self, (), {})
+
+
+def watch(accelerator: FP8Mixin) -> None:
+    """The engine's first step will prove that its model runs in FP8. Repeating it does nothing."""
+    if not accelerator._models:
+        return
+    if accelerator.fp8_engine_steps is None:
+        accelerator.fp8_engine_steps = EngineSteps()
+    preparation.watch_optimizer(accelerator._models, accelerator.fp8_engine_steps, accelerator.fp8_recipe)
+    for engine in accelerator._models:
+        _keep_scaling_in_checkpoints(accelerator, engine)
+
+
+def after_backward(accelerator: FP8Mixin) -> None:
+    """After a backward whose gradients were reduced: the ranks agree on scaling states, and the step that the engine
+    took, if it took one (an overflow skips it), is told."""
+    if not accelerator.sync_gradients:
+        return
+    engine = accelerator.deepspeed_engine_wrapped.engine
+    agreement.agree(_scaling_buffers(engine), engine.seq_data_parallel_group)
+    if engine.was_step_applied():
+        accelerator.fp8_engine_steps.taken()
+
+
+def _scaling_buffers(engine: nn.Module) -> list[torch.Tensor]:
+    roots = conversion.prepared_roots(engine)
+    return [state for _, root, prepared in roots for state in prepared.compute.scaling_buffers(root)]
+
+
+def _keep_scaling_in_checkpoints(accelerator: FP8Mixin, engine: nn.Module) -> None:
+    """Let the engine's own checkpoints, such as `transformers.Trainer` writes, hold the scaling state too, in the part
+    that DeepSpeed leaves to its client. Inert inside `save_state` and `load_state`, which keep a file for each rank."""
+    if "save_checkpoint" in engine.__dict__:
+        return
+    save, load = engine.save_checkpoint, engine.load_checkpoint
+
+    @functools.wraps(save)
+    def save_checkpoint(save_dir, tag=None, client_state=None, *args, **kwargs):
+        client_state, state = dict(client_state or {}), collect([engine])
+        if state.tensors and not accelerator.fp8_state_in_files:
+            client_state[OPTIMIZER_KEY] = state._asdict()
+        return save(save_dir, tag, client_state, *args, **kwargs)
+
+    @functools.wraps(load)
+    def load_checkpoint(load_dir, *args, **kwargs):
+        path, client_state = load(load_dir, *args, **kwargs)
+        if path is not None and not accelerator.fp8_state_in_files and not kwargs.get("load_module_only"):
+            saved = client_state.pop(OPTIMIZER_KEY, None)
+            restore([engine], ScalingState(**saved) if saved else None, str(path))
+        return path, client_state
+
+    engine.save_checkpoint, engine.load_checkpoint = save_checkpoint, load_checkpoint

@@ -1,0 +1,123 @@
+"""Accelerate over FSDP2: what the plugin does there beside converting the model.
+
+Stock Accelerate finds an optimizer's parameters again, after sharding has exchanged them, by the address of their
+data. Wrapper tensors (`ScaledTensor`, TorchAO's weights) have none: all of them would become the same parameter. Here
+they are found by name, and the states of an optimizer that has taken steps are sharded with them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import nn
+
+from ..errors import FP8BackendError, RecipeError
+from ..parameter_exchange import exchange
+from ..scaled_tensor import ScaledTensor
+from ..weight_products import plain_name
+
+if TYPE_CHECKING:
+    from .mixin import FP8Mixin
+
+
+def check(accelerator: FP8Mixin) -> None:
+    """Raise `RecipeError` for what is asked of FSDP2 and has no effect elsewhere."""
+    recipe = accelerator.fp8_recipe
+    if recipe.compute == "ao" and accelerator.num_processes > 1 and not accelerator.is_fsdp2:
+        from ..compute.torchao import asks_for_all_gather
+
+        if asks_for_all_gather(recipe):
+            raise RecipeError(
+                f"enable_fsdp_float8_all_gather=True gathers the weights of FSDP2 in FP8, and this run is "
+                f"{accelerator.distributed_type.value}: leave the field out, or use FSDP2 (fsdp_version: 2)"
+            )
+
+
+@torch.no_grad()
+def upcast(model: nn.Module) -> None:
+    """Trainable parameters stand for FP32, of which FSDP2's mixed-precision policy makes what computes. As stock
+    Accelerate does it, only before weights are stored in ways that a plain cast does not know."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype != torch.float32 and parameter.dtype.is_floating_point:
+            if isinstance(parameter, ScaledTensor):
+                exchange(parameter, parameter.to(torch.float32).detach(), name)
+            else:
+                parameter.data = parameter.data.to(torch.float32)
+
+
+@contextlib.contextmanager
+def optimizers_follow_by_name(args: tuple) -> Iterator[None]:
+    """Around stock `_prepare_fsdp2`: optimizers hold no parameter meanwhile, and then those of the sharded model that
+    have the names of the ones they held. The optimizer objects, their groups and states stay."""
+    models = [obj for obj in args if isinstance(obj, nn.Module)]
+    optimizers = [_innermost(obj) for obj in args if isinstance(obj, torch.optim.Optimizer)]
+    if not models:
+        yield
+        return
+    # the model object stays, in whatever wrapper it ends up; the parameters must not be kept alive from here
+    (model,) = models
+    held = [_Held(optimizer, model) for optimizer in optimizers]
+    try:
+        yield
+    finally:
+        by_name = {plain_name(name): p for name, p in model.named_parameters(remove_duplicate=False)}
+        for each in held:
+            each.give_back(by_name)
+    for each in held:
+        each.shard_states()
+
+
+def _innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    while isinstance(optimizer, AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+class _Held:
+    """The parameters of an optimizer, as names, and its states."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+        names = {id(p): plain_name(name) for name, p in model.named_parameters()}
+        foreign = sum(id(p) not in names for group in optimizer.param_groups for p in group["params"])
+        if foreign:
+            raise FP8BackendError(
+                f"{foreign} parameters of the optimizer are not in the model that is prepared with it: FSDP2 shards "
+                f"one model, and an optimizer of it can hold no others"
+            )
+        self.optimizer = optimizer
+        self.names = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+        self.states: dict[str, dict[str, Any]] = {names[id(p)]: state for p, state in optimizer.state.items() if state}
+        optimizer.state.clear()
+        for group in optimizer.param_groups:
+            group["params"] = []
+
+    def give_back(self, by_name: dict[str, nn.Parameter]) -> None:
+        for group, names in zip(self.optimizer.param_groups, self.names, strict=True):
+            group["params"] = [by_name[name] for name in names]
+
+    def shard_states(self) -> None:
+        """Through the optimizer's own `load_state_dict`, which stores them as its weights are."""
+        if not self.states:
+            return
+        state_dict = self.optimizer.state_dict()
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        names = [name for group in self.names for name in group]
+        for key, name, p in zip(keys, names, parameters, strict=True):
+            if name in self.states:
+                state_dict["state"][key] = {part: _shard(value, p) for part, value in self.states.pop(name).items()}
+        self.optimizer.load_state_dict(state_dict)
+
+
+def _shard(value: Any, parameter: torch.Tensor) -> Any:
+    """What has the parameter's shape, as a DTensor that lies as the parameter does."""
+    if not isinstance(value, torch.Tensor) or value.shape != parameter.shape or not value.dim():
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    value = value.exact() if isinstance(value, ScaledTensor) else value
+    return distribute_tensor(value, parameter.device_mesh, parameter.placements)

@@ -1,0 +1,325 @@
+"""Gradients under `DistributedDataParallel`: what DDP does not do for FP8.
+
+    level O1 to O3   weights in scaled precision are on DDP's ignore list; `reducer.GradientReducer` takes their
+                     gradients to the other ranks, DDP those of all other parameters
+    level O0         DDP takes all gradients; with gradient_comm="fp8" by a communication hook that lets them travel
+                     as the two-shot all-reduce does
+    stateful rules   scaling states are agreed on after each backward pass whose gradients travel
+
+All of it happens in one process group of its own, since collectives of a group must start in the same order on all
+ranks, and that of DDP's depends on when gradients arrive.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import JoinHook
+from torch.nn.parallel import DistributedDataParallel
+
+from ..errors import FP8BackendError
+from ..scaled_tensor import ScaledTensor
+from . import agreement
+from .backward import BackwardPass
+from .comm_hook import HookState, fp8_all_reduce
+from .ignore_list import buffer_names
+from .reducer import GradientReducer
+from .zero import SharedOut
+
+ATTRIBUTES = (
+    "parameters_to_ignore",
+    "_module_parameters",
+    "require_backward_grad_sync",
+    "process_group",
+    "bucket_bytes_cap",
+    "_comm_hooks",
+    "_match_all_reduce_for_bwd_pass",
+)
+"""Of DDP, what is read or extended here."""
+
+Watch = Callable[[nn.Parameter, Callable[[nn.Parameter], None]], None]
+"""Gives a weight the one hook that sees its complete gradient, in place of the one that it had."""
+
+
+def connect(
+    ddp: DistributedDataParallel, gradient_comm: str, watch: Watch, scaling_states: agreement.States = list
+) -> None:
+    """Let the gradients of an FP8 model under DDP travel. Every rank calls it. Idempotent; call it again after
+    `requires_grad` of a weight changed.
+
+    Scaled weights and scaling states are made equal to rank 0's when a model is connected first, as DDP does with
+    what it looks after itself.
+
+    Args:
+        gradient_comm: "fp8" or "plain" (FP32), for scaled weights; for a model without any, "fp8" gives DDP a
+            communication hook and "plain" leaves it alone.
+        scaling_states: the live states of stateful scaling rules.
+
+    Raises:
+        FP8BackendError: DDP was made before the weights were stored in scaled precision, it has another
+            communication hook, or this version of torch has another DDP.
+    """
+    _check(ddp)
+    ddp.parameters_to_ignore.update(buffer_names(ddp.module))  # where DDP was made before
+    weights = dict(_scaled_weights(ddp))
+    by_hook = gradient_comm == "fp8" and not weights
+    if not (weights or by_hook or scaling_states()):
+        return
+    connection = Connection.of(ddp)
+    if connection is None:
+        connection = _install(ddp)
+        connection.make_equal([*weights.values(), *scaling_states()], source=0)
+    if by_hook:
+        _register_hook(ddp, connection)
+    connection.reduce(ddp, weights, gradient_comm, watch)
+    agreement.connect(ddp, scaling_states, connection.group, _travels)
+
+
+def follow(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
+    """Tell a connected DDP which optimizer trains its scaled weights: with uneven inputs, a rank that has run out of
+    them makes no steps, and takes over the states of the others in the end. Repeating it does nothing."""
+    connection = Connection.of(ddp)
+    if connection is not None and connection.reducer is not None:
+        connection.optimizers.add(optimizer)
+
+
+class Connection(BackwardPass):
+    """Of one DDP: when its backward passes end, and the group in which all FP8 traffic happens."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(_travels)
+        self.group = group
+        self.reducer: GradientReducer | None = None
+        self.owners: SharedOut | None = None
+        """Of masters and optimizer states that lie on one rank each."""
+        self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        """Those that train the scaled weights."""
+
+    def reduce(self, ddp: DistributedDataParallel, weights: dict[str, nn.Parameter], comm: str, watch: Watch) -> None:
+        """Take the gradients of these weights, as far as they train, from now on."""
+        trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
+        if not trained or (self.reducer is not None and self.reducer.serves(trained, comm)):
+            return
+        if self.reducer is not None:
+            self.parts.remove(self.reducer)
+        self.reducer = GradientReducer(trained, self.group, comm, ddp.bucket_bytes_cap)
+        self.parts.insert(0, self.reducer)
+        for index, weight in enumerate(self.reducer.parameters):
+            watch(weight, GradientArrives(self, index))
+
+    @torch.no_grad()
+    def make_equal(self, tensors: Iterable[torch.Tensor], source: int) -> None:
+        """Everything that these tensors store, as rank `source` of the group has it."""
+        for tensor in tensors:
+            for stored in _stored(tensor):
+                _broadcast(stored, source, self.group)
+
+    def make_states_equal(self, source: int) -> None:
+        """The optimizers' states as rank `source` of the group has them; learning rates stay."""
+        here = dist.get_rank(self.group) == source
+        for optimizer in self.optimizers:
+            message = [optimizer.state_dict()["state"] if here else None]
+            dist.broadcast_object_list(message, dist.get_global_rank(self.group, source), group=self.group)
+            if not here:
+                optimizer.load_state_dict({**optimizer.state_dict(), "state": message[0]})
+
+    def joined_state(self) -> list[torch.Tensor]:
+        """What stays behind on a rank that has run out of inputs."""
+        states = [part.states() for part in self.parts if isinstance(part, agreement.Agreement)]
+        return [*(self.reducer.parameters if self.reducer else ()), *(state for each in states for state in each)]
+
+
+class GradientArrives:
+    """Post-accumulate-grad hook of a scaled weight under DDP."""
+
+    def __init__(self, connection: Connection, index: int) -> None:
+        self.connection, self.index = weakref.ref(connection), index
+
+    @property
+    def reduces(self) -> bool:
+        """Whether gradients travel: they do as long as the DDP lives."""
+        return self.connection() is not None
+
+    def __call__(self, weight: torch.Tensor) -> None:
+        connection = self.connection()
+        if connection is not None and connection.expected:
+            connection.begin()
+        if connection is not None and connection.running:
+            connection.reducer.arrived(self.index)
+        else:
+            _keep_accumulating(weight)
+
+    def __reduce__(self):
+        return _not_connected, ()
+
+
+def connection_of(weight: torch.Tensor) -> Connection | None:
+    """Of the DDP that takes the gradients of this weight to other ranks."""
+    hooks = (weight._post_accumulate_grad_hooks or {}).values()
+    return next((hook.connection() for hook in hooks if isinstance(hook, GradientArrives)), None)
+
+
+def _not_connected() -> None:
+    return None
+
+
+def _keep_accumulating(weight: torch.Tensor) -> None:
+    """A microbatch whose gradient does not travel: kept in FP32 until the last one is there, so that it rounds once."""
+    if not isinstance(weight.grad, ScaledTensor):
+        values = weight.grad.float()
+        one = torch.ones((), device=values.device)
+        weight.grad = ScaledTensor(values, one, weight.grad.dtype, accumulates=True)
+
+
+def _check(ddp: DistributedDataParallel) -> None:
+    missing = [name for name in ATTRIBUTES if not hasattr(ddp, name)]
+    if missing:
+        raise FP8BackendError(
+            f"DistributedDataParallel of torch {torch.__version__} has no {', '.join(missing)}: its gradients cannot "
+            f'travel in FP8; use a version of torch that this package is tested with, or gradient_comm="plain" '
+            f"with a backend of level O0"
+        )
+    if getattr(ddp, "_use_python_reducer", False):
+        raise FP8BackendError(
+            "DDP was made under torch._dynamo.config.optimize_ddp = 'python_reducer', where compiled autograd reduces "
+            "all gradients: set it back to True (its default) before the model is wrapped"
+        )
+
+
+def _scaled_weights(ddp: DistributedDataParallel) -> Iterable[tuple[str, nn.Parameter]]:
+    """(name, weight) of each weight in scaled precision; one that DDP does not ignore is refused."""
+    reduced = set(map(id, ddp._module_parameters))  # by identity: layers may have been wrapped since
+    for name, parameter in ddp.module.named_parameters():
+        if isinstance(parameter, ScaledTensor):
+            if id(parameter) in reduced:
+                raise FP8BackendError(
+                    f"{name} is stored in scaled precision, and DDP was not told to leave it alone: prepare the very "
+                    f"module that DDP wraps, as the last step before DDP wraps it: prepare(model, None, spec), then "
+                    f"ddp = DistributedDataParallel(model), then prepare(ddp, optimizer, spec)"
+                )
+            yield name, parameter
+
+
+def _travels(ddp: nn.Module) -> bool:
+    return ddp.require_backward_grad_sync
+
+
+def _install(ddp: DistributedDataParallel) -> Connection:
+    connection = Connection(_own_group(ddp))
+    ddp.register_forward_hook(connection)
+    if not isinstance(ddp, _Joins):
+        ddp.__class__ = ConnectedDDP if type(ddp) is DistributedDataParallel else _with_join(type(ddp))
+    return connection
+
+
+def _own_group(ddp: DistributedDataParallel) -> dist.ProcessGroup:
+    """A new group of DDP's ranks, with its backend and its time limit."""
+    ranks = dist.get_process_group_ranks(ddp.process_group)
+    try:
+        timeout = ddp.process_group._get_backend(ddp.device).options._timeout
+    except (AttributeError, RuntimeError):
+        timeout = None  # the backend's default
+    return dist.new_group(
+        ranks,
+        timeout=timeout,
+        backend=dist.get_backend(ddp.process_group),
+        use_local_synchronization=len(ranks) < dist.get_world_size(),
+        group_desc="fp8_backends",
+    )
+
+
+def _stored(tensor: torch.Tensor) -> list[torch.Tensor]:
+    if not isinstance(tensor, ScaledTensor):
+        return [tensor]
+    return [tensor._data, tensor._scale_inv, *(_stored(tensor.master) if tensor.master is not None else ())]
+
+
+def _broadcast(tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> None:
+    sent = tensor.contiguous()
+    as_bytes = sent.view(torch.uint8) if sent.element_size() == 1 else sent  # gloo refuses float8
+    dist.broadcast(as_bytes, dist.get_global_rank(group, source), group=group)
+    if sent is not tensor:
+        tensor.copy_(sent)
+
+
+# level O0
+
+
+def _register_hook(ddp: DistributedDataParallel, connection: Connection) -> None:
+    ours = [state for hook, state in ddp._comm_hooks if hook is fp8_all_reduce]
+    if any(isinstance(state, HookState) for state in ours):
+        return
+    if len(ddp._comm_hooks) > len(ours):
+        names = ", ".join(hook.__qualname__ for hook, _ in ddp._comm_hooks)
+        raise FP8BackendError(
+            f'gradient_comm="fp8": DDP has a communication hook already ({names}), and takes one: leave it out '
+            f"(Accelerate: comm_hook of DistributedDataParallelKwargs), or leave gradient_comm out"
+        )
+    ddp.register_comm_hook(HookState(connection.group, ddp.device), fp8_all_reduce)
+
+
+# uneven inputs
+
+
+class _Joins:
+    """In front of DDP: what `torch.distributed.algorithms.Join` calls on a rank that has run out of inputs."""
+
+    def join_hook(self, **kwargs) -> JoinHook:
+        """As in DDP. Raises `FP8BackendError` for `divide_by_initial_world_size=False`."""
+        stock, connection = super().join_hook(**kwargs), Connection.of(self)
+        if connection is None:
+            return stock
+        if connection.owners is not None:
+            raise FP8BackendError(
+                "uneven inputs: a rank that has run out of them takes no optimizer steps, and at level O3 each rank "
+                "makes those of the weights that it owns: prepare with shard_states=False, or give all ranks as many "
+                "batches (Accelerate: even_batches=True)"
+            )
+        if not kwargs.get("divide_by_initial_world_size", True):
+            raise FP8BackendError(
+                "divide_by_initial_world_size=False: gradients that travel in FP8 are divided by the number of all "
+                "ranks; leave it at True (its default)"
+            )
+        return _Join(self, stock, connection)
+
+    def _match_all_reduce_for_bwd_pass(self) -> None:
+        """The collectives of a backward pass of the others, on a rank that has run out of inputs.
+
+        The others wait for buckets of the reducer while they run backward, and for DDP's when it ends: so these come
+        later here, too. What happens at the end of backward comes last.
+        """
+        connection = Connection.of(self)
+        parts = connection.parts if connection is not None else []
+        during = [part for part in parts if part is connection.reducer]
+        for part in during:
+            part.finish(contributes=False)
+        super()._match_all_reduce_for_bwd_pass()
+        for part in parts:
+            if part not in during:
+                part.finish(contributes=False)
+
+
+class ConnectedDDP(_Joins, DistributedDataParallel):
+    """A `DistributedDataParallel` that `connect` made carry FP8 gradients."""
+
+
+def _with_join(cls: type) -> type:
+    return type(cls.__name__, (_Joins, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+
+
+class _Join(JoinHook):
+    def __init__(self, ddp: DistributedDataParallel, stock: JoinHook, connection: Connection) -> None:
+        self.ddp, self.stock, self.connection = ddp, stock, connection
+
+    def main_hook(self) -> None:
+        self.stock.main_hook()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        self.stock.post_hook(is_last_joiner)
+        source = self.ddp._authoritative_rank
+        self.connection.make_equal(self.connection.joined_state(), source)
+        self.connection.make_states_equal(source)

@@ -1,0 +1,142 @@
+"""FSDP2 with gradients that travel in FP8, by its own extension points.
+
+What of weights travels is decided by the tensors themselves (`ScaledTensor.fsdp_pre_all_gather`): FP16 at the levels
+O1 and O2, FP8 at O3. Gradients are reduced by `FP8ReduceScatter`: all-to-all of E4M3 with a scale for every 128
+elements of FSDP2's flat buffer, which knows no boundaries of parameters; the sum is FP32.
+
+Two things stay FSDP2's own, and plain: with one shard it copies and reduces nothing, and the all-reduce between the
+replicas of a hybrid mesh (HSDP) has no extension point.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..errors import FP8BackendError
+from ..sharded_tensor import is_distributed
+from . import agreement
+from .two_shot import reduce_scatter
+
+CONNECTED = "_fp8_gradient_comm"
+"""Attribute of an FSDP2 module that is connected: how its gradients travel."""
+
+
+def connect(root: nn.Module, gradient_comm: str, scaling_states: agreement.States = list) -> None:
+    """Let the gradients of all FSDP2 modules in `root` travel as `gradient_comm` says, "fp8" or "plain" (FSDP2's own
+    reduce-scatter). Afterwards the parameters are shards, whatever ran before. Repeating it does nothing.
+
+    Args:
+        scaling_states: returns the live states of scaling rules, to be agreed on after each backward pass.
+
+    Raises:
+        FP8BackendError: this torch has no such extension point, or a module's parameters lie on several meshes.
+    """
+    modules = fsdp_modules(root)
+    for name, module in modules.items():
+        module.reshard()
+        if CONNECTED not in module.__dict__:
+            # what a forward has gathered goes back to shards before anything is loaded into them
+            module.register_load_state_dict_pre_hook(_reshard)
+        if gradient_comm == "fp8" and module.__dict__.get(CONNECTED) != "fp8":
+            _set_reduce_scatter(module, name)
+        module.__dict__[CONNECTED] = gradient_comm
+    if modules and scaling_states():
+        _agree(modules, scaling_states)
+
+
+def fsdp_modules(root: nn.Module) -> dict[str, nn.Module]:
+    """Name -> module, of what `fully_shard` was applied to."""
+    loaded = sys.modules.get("torch.distributed.fsdp")  # not loaded for those who do not shard
+    if loaded is None or not hasattr(loaded, "FSDPModule"):
+        return {}
+    return {name: module for name, module in root.named_modules() if isinstance(module, loaded.FSDPModule)}
+
+
+def _agree(modules: dict[str, nn.Module], scaling_states: agreement.States) -> None:
+    """On the outermost FSDP2 module, after every backward pass of it, those of `no_sync` too: a small message, and
+    FSDP2 keeps to itself whether it reduces."""
+    outermost = next(iter(modules.values()))
+    shard = next((p for p in outermost.parameters() if is_distributed(p)), None)
+    mesh = shard.device_mesh if shard is not None else None
+    if mesh is None or mesh.size() == dist.get_world_size():
+        group = None
+    elif mesh.ndim == 1:
+        group = mesh.get_group()
+    else:
+        raise FP8BackendError(
+            "delayed and window scaling keep one state over all ranks of a model, and this model's hybrid mesh has "
+            "a part of the processes only: use native:dynamic, or a mesh with one dimension"
+        )
+    agreement.connect(outermost, scaling_states, group, _always)
+
+
+def _always(module: nn.Module) -> bool:
+    return True
+
+
+def _reshard(module: nn.Module, *_) -> None:
+    module.reshard()
+
+
+def _set_reduce_scatter(module: nn.Module, name: str) -> None:
+    try:
+        module.set_custom_reduce_scatter(_reduce_scatter_class()())
+    except ValueError as error:
+        raise FP8BackendError(
+            f'gradient_comm="fp8": FSDP2 does not let the reduce-scatter of {name or "the model"} be chosen ({error}); '
+            f'use gradient_comm="plain"'
+        ) from error
+
+
+@functools.cache
+def _reduce_scatter_class() -> type:
+    """`FP8ReduceScatter` as a subclass of what FSDP2 wants, which lies in a private module of torch."""
+    try:
+        from torch.distributed.fsdp import FSDPModule
+        from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+
+        asked = ["self", "output_tensor", "input_tensor", "group", "op", "async_op"]
+        as_known = list(inspect.signature(ReduceScatter.__call__).parameters) == asked
+        known = as_known and ReduceScatter.__abstractmethods__ == {"allocate", "__call__"}
+        known = known and hasattr(FSDPModule, "set_custom_reduce_scatter")
+    except ImportError:
+        known = False
+    if not known:
+        raise FP8BackendError(
+            f"gradient_comm=\"fp8\" under FSDP2 needs torch's interface for a reduce-scatter of one's own "
+            f"(FSDPModule.set_custom_reduce_scatter), and torch {torch.__version__} has none or another: "
+            f'use gradient_comm="plain", or torch 2.9 to 2.13'
+        )
+    return type("FP8ReduceScatter", (FP8ReduceScatter, ReduceScatter), {"__doc__": FP8ReduceScatter.__doc__})
+
+
+class FP8ReduceScatter:
+    """FSDP2's reduce-scatter, with contributions that travel in E4M3 and are summed in FP32."""
+
+    def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A buffer for what is reduced, or for the result."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor, input_tensor, group, op, async_op=False) -> None:
+        """`input_tensor`: [ranks * n], the rows for the ranks one behind the other; `output_tensor`: [n]. FSDP2 takes
+        the result as ordered on the current stream."""
+        rows = input_tensor.view(group.size(), -1)
+        output_tensor.copy_(reduce_scatter(rows, group) * _factor(op, group))
+
+
+def _factor(op, group: dist.ProcessGroup) -> float:
+    """What a sum is multiplied by to be the reduction that FSDP2 asks for."""
+    if op == dist.ReduceOp.AVG:
+        return 1.0 / group.size()
+    if op == dist.ReduceOp.SUM:
+        return 1.0
+    if op == dist.ReduceOp.PREMUL_SUM:
+        _, factor = op.__getstate__()  # the factor has no other way out
+        return float(factor)
+    raise FP8BackendError(f'gradient_comm="fp8" sums and averages; FSDP2 asks for {op}: use gradient_comm="plain"')

@@ -1,0 +1,98 @@
+"""What DDP shall leave alone: weights in scaled precision, which travel another way, and the FP8 layers' own buffers,
+which differ from rank to rank (product counters) or are agreed on (scaling states).
+
+DDP's documented way is a list of names on the module that it will wrap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..errors import FP8BackendError
+from ..scaled_tensor import ScaledTensor
+from ..weight_products import ADOPTED
+
+IGNORE_LIST = "_ddp_params_and_buffers_to_ignore"
+"""Attribute of a module in which DDP finds the names."""
+
+
+class IgnoreList(list):
+    """Names for DDP; `theirs` are those that somebody else put there."""
+
+    theirs: tuple[str, ...] = ()
+
+
+def ignore(module: nn.Module) -> None:
+    """Put what DDP shall leave alone on the ignore list of `module`, beside what others put there.
+
+    Repeating it renews the list: a weight that is plain again leaves it.
+    """
+    setter = getattr(DistributedDataParallel, "_set_params_and_buffers_to_ignore_for_model", None)
+    if setter is None:
+        raise FP8BackendError(
+            f"torch {torch.__version__} has no DistributedDataParallel._set_params_and_buffers_to_ignore_for_model, "
+            f"by which DDP leaves FP8 weights and buffers alone: use a version of torch that is tested"
+        )
+    theirs = _theirs(module)
+    names = IgnoreList(dict.fromkeys([*theirs, *scaled_names(module), *buffer_names(module)]))
+    names.theirs = theirs
+    for parameter in module.parameters():
+        parameter.__dict__.pop("_ddp_ignored", None)
+    if names:
+        setter(module, names)
+    else:
+        forget(module)
+
+
+def forget(module: nn.Module) -> None:
+    """Undo `ignore`."""
+    theirs = _theirs(module)
+    module.__dict__.pop(IGNORE_LIST, None)
+    for parameter in module.parameters():
+        parameter.__dict__.pop("_ddp_ignored", None)
+    if theirs:
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, list(theirs))
+
+
+def refuse_nothing_left(module: nn.Module) -> None:
+    """Raise where DDP would refuse a module, since all that trains in it is on the ignore list."""
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    if trained and all(isinstance(parameter, ScaledTensor) for parameter in trained):
+        raise FP8BackendError(
+            "all parameters that train are weights in scaled precision, and DDP takes no model that has nothing left "
+            'for it to do: keep one layer out, such as exclude=["lm_head"], or leave its bias trainable'
+        )
+
+
+def scaled_names(module: nn.Module) -> list[str]:
+    """All names under which DDP meets weights in scaled precision."""
+    named = module.named_parameters(remove_duplicate=False)
+    return [each for name, parameter in named if isinstance(parameter, ScaledTensor) for each in _spellings(name)]
+
+
+def buffer_names(module: nn.Module) -> list[str]:
+    """All names under which DDP meets buffers that conversion gave to its layers."""
+    return [
+        each
+        for prefix, layer in module.named_modules(remove_duplicate=False)
+        if ADOPTED in layer.__dict__
+        for name in layer.__dict__[ADOPTED].buffers
+        for each in _spellings(f"{prefix}.{name}" if prefix else name)
+    ]
+
+
+def _spellings(name: str) -> Iterator[str]:
+    """A name as `named_parameters` has it, as DDP's reducer makes it of a module's name and a parameter's, and as it
+    is where `torch.compile` stands between DDP and the module."""
+    yield from (name, f"_orig_mod.{name}")
+    if "." not in name:
+        yield f".{name}"
+
+
+def _theirs(module: nn.Module) -> tuple[str, ...]:
+    names = module.__dict__.get(IGNORE_LIST, ())
+    return names.theirs if isinstance(names, IgnoreList) else tuple(names)

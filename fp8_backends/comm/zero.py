@@ -1,0 +1,107 @@
+"""Level O3 under DDP: masters and optimizer states shared out over the ranks, as in ZeRO-1.
+
+Each rank owns whole weights, about as many elements as any other. It alone keeps their FP16 master and their Adam
+states, and makes their steps; then the new E4M3 weights and their scales travel to everyone, one byte an element. A
+rank holds 2 + 5/N bytes an element: weight and gradient of all, the rest of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+
+from ..scaled_tensor import Elsewhere, ScaledTensor
+from .two_shot import all_gather
+
+MESSAGE = 2**24
+"""Bytes that a rank sends in one all-gather, at most; each rank receives as many from every other."""
+
+
+def assign(sizes: Sequence[int], ranks: int) -> list[int]:
+    """The owner of each weight: the largest first, each to the rank that has the fewest elements so far."""
+    owners, load = [0] * len(sizes), [0] * ranks
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        owners[i] = load.index(min(load))
+        load[owners[i]] += sizes[i]
+    return owners
+
+
+class SharedOut:
+    """Weights whose masters and optimizer states lie on one rank each. Made on all ranks, with the same weights in the
+    same order; the masters of other ranks' weights are dropped at once.
+
+    Args:
+        weights: parameters at level O3, with equal values on all ranks.
+        group: the ranks; used by nothing else while an optimizer steps.
+    """
+
+    def __init__(self, weights: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+        self.group, self.rank = group, dist.get_rank(group)
+        self.weights = list(weights)
+        owners = assign([weight.numel() for weight in weights], dist.get_world_size(group))
+        self._owner = {id(weight): owner for weight, owner in zip(weights, owners, strict=True)}
+        for weight in self.weights:
+            self.drop(weight)
+
+    def owns(self, weight: torch.Tensor) -> bool:
+        """Whether this rank makes its steps; True of one that is not shared out."""
+        return self._owner.get(id(weight), self.rank) == self.rank
+
+    def drop(self, weight: torch.Tensor) -> None:
+        """Forget the master of a weight that another rank owns. Repeating it does nothing."""
+        if not self.owns(weight):
+            storage = weight.elsewhere.storage if weight.master is None else weight.master._data.dtype
+            weight.master = None
+            weight.elsewhere = Elsewhere(dist.get_global_rank(self.group, self._owner[id(weight)]), storage)
+
+    @torch.no_grad()
+    def share(self) -> None:
+        """After a step, on all ranks: every weight that trains as its owner has it now."""
+        streams: list[list[torch.Tensor]] = [[] for _ in range(dist.get_world_size(self.group))]
+        for weight in self.weights:
+            if weight.requires_grad:
+                streams[self._owner[id(weight)]] += _bytes_of(weight.detach())
+        longest = max(sum(map(len, stream)) for stream in streams)
+        for start in range(0, longest, MESSAGE):
+            self._exchange(streams, start, min(MESSAGE, longest - start))
+
+    def _exchange(self, streams: list[list[torch.Tensor]], start: int, length: int) -> None:
+        """One all-gather: so many bytes of each rank's stream."""
+        device = self.weights[0].device
+        sent = torch.zeros(length, dtype=torch.uint8, device=device)
+        for stored, place in _overlaps(streams[self.rank], start, length):
+            sent[place].copy_(stored)
+        received = sent.new_empty(len(streams) * length)
+        all_gather(received, sent, group=self.group)
+        for rank, message in enumerate(received.view(len(streams), length)):
+            if rank != self.rank:
+                for stored, place in _overlaps(streams[rank], start, length):
+                    stored.copy_(message[place])
+
+    @torch.no_grad()
+    def send_to_all(self, weight: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+        """On all ranks: let everyone's tensors (a weight's master, its states) hold the bytes that the owner's do."""
+        stored = [part for tensor in tensors for part in _bytes_of(tensor)]
+        message = torch.cat([part.to(weight.device) for part in stored])
+        dist.broadcast(message, dist.get_global_rank(self.group, self._owner[id(weight)]), group=self.group)
+        if not self.owns(weight):
+            for part, received in zip(stored, message.split([len(part) for part in stored]), strict=True):
+                part.copy_(received)
+
+
+def _bytes_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """What a tensor stores, as views of bytes, [n]."""
+    parts = (tensor._data, tensor._scale_inv) if isinstance(tensor, ScaledTensor) else (tensor,)
+    return [part.reshape(-1).view(torch.uint8) for part in parts]
+
+
+def _overlaps(stream: list[torch.Tensor], start: int, length: int) -> Iterator[tuple[torch.Tensor, slice]]:
+    """Of bytes that stand one behind the other, those from `start` on: views of them, and their place in a message."""
+    at = 0
+    for stored in stream:
+        first, last = max(start, at), min(start + length, at + len(stored))
+        if first < last:
+            yield stored[first - at : last - at], slice(first - start, last - start)
+        at += len(stored)

@@ -1,0 +1,265 @@
+"""Checks of how a model under DDP is connected, of agreed scaling states, and of traffic; run by `ddp_checks.py`."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import ranks
+import torch
+import torch.distributed as dist
+from ddp_training import (
+    WIDTH,
+    Traffic,
+    assert_equal_on_all_ranks,
+    batch,
+    everything,
+    mine,
+    mlp,
+    mse,
+    scaled,
+    share,
+    step,
+    wrapped,
+)
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.parallel import DistributedDataParallel
+
+import fp8_backends
+from fp8_backends.comm import agreement
+from fp8_backends.comm.ddp import Connection
+from fp8_backends.errors import FP8BackendError
+from fp8_backends.scaling import HISTORY, ROLLS, SCALE, new_delayed_state
+
+
+def check_connecting_makes_all_ranks_equal_to_rank_0():
+    for spec in ("msamp:O2", {"backend": "msamp:O3", "shard_states": False}):
+        torch.manual_seed(dist.get_rank())
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 32).requires_grad_(False))
+        before = model[0].weight.detach().clone()
+        ddp, optimizer = wrapped(spec, model)
+        assert_equal_on_all_ranks(ddp)
+        assert dist.get_rank() or torch.allclose(model[0].weight.exact(), before, rtol=1e-3, atol=1e-6)
+
+
+def check_ddp_of_some_ranks_talks_to_these_alone_and_waits_as_long_as_ddp():
+    rank, half = dist.get_rank(), dist.get_world_size() // 2
+    groups = [dist.new_group(members, ranks.TIMEOUT) for members in (range(half), range(half, 2 * half))]
+    mine_is = groups[rank >= half]
+    torch.manual_seed(rank)
+    ddp, optimizer = wrapped("msamp:O2", nn.Sequential(nn.Linear(WIDTH, WIDTH)), process_group=mine_is)
+    group = Connection.of(ddp).group
+    assert dist.get_process_group_ranks(group) == dist.get_process_group_ranks(mine_is) and group != mine_is
+    assert group._get_backend(torch.device("cpu")).options._timeout == ranks.TIMEOUT
+    for index in range(2):
+        x, y = batch(index + 10 * rank)
+        nn.functional.mse_loss(ddp(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    every = [None] * dist.get_world_size()
+    dist.all_gather_object(every, everything(ddp.module, optimizer))
+    assert all((other == every[rank]) == ((index >= half) == (rank >= half)) for index, other in enumerate(every))
+
+
+def check_connecting_again_changes_nothing():
+    ddp, optimizer = wrapped("msamp:O2", mlp())
+    step(ddp, optimizer, 0)
+    connection = Connection.of(ddp)
+    parts = list(connection.parts)
+    with Traffic() as traffic:
+        fp8_backends.prepare(ddp, optimizer, "msamp:O2")
+    assert Connection.of(ddp) is connection and connection.parts == parts and not traffic.calls
+    assert all(len(p._post_accumulate_grad_hooks) == 1 for p in scaled(ddp.module).values())
+    step(ddp, optimizer, 1)
+    assert_equal_on_all_ranks(ddp, optimizer)
+
+
+def check_a_layer_thawed_later_trains_once_it_is_prepared_again():
+    model = mlp()
+    model[2].requires_grad_(False)
+    ddp, optimizer = wrapped("msamp:O2", model)
+    step(ddp, optimizer, 0)
+    model[2].weight.requires_grad_(True)
+    optimizer.add_param_group({"params": [model[2].weight]})
+    fp8_backends.prepare(ddp, optimizer, "msamp:O2")
+    before = model[2].weight.detach().clone()
+    step(ddp, optimizer, 1)
+    assert not torch.equal(model[2].weight.dequantize(), before.dequantize())
+    assert_equal_on_all_ranks(ddp, optimizer)
+
+
+def refused(call, *words: str) -> None:
+    try:
+        call()
+    except FP8BackendError as error:
+        assert all(word in str(error) for word in words), error
+    else:
+        raise AssertionError(f"accepted, where {words} were to be told")
+
+
+def check_a_forgotten_connection_is_refused_at_the_step():
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters())
+    fp8_backends.prepare(model, optimizer, "msamp:O2")
+    ddp = DistributedDataParallel(model)
+    mse(ddp, mine(0)).backward()
+    before = everything(model)
+    refused(optimizer.step, "prepare")
+    assert everything(model) == before
+    model_of_a_ddp_that_is_gone = mlp()
+    gone, its_optimizer = wrapped("msamp:O2", model_of_a_ddp_that_is_gone)
+    del gone
+    mse(model_of_a_ddp_that_is_gone, mine(0)).backward()
+    refused(its_optimizer.step, "prepare")
+
+
+def check_what_cannot_be_connected_is_refused_with_what_to_do():
+    ddp = DistributedDataParallel(mlp())
+    refused(lambda: fp8_backends.prepare(ddp, None, "msamp:O2"), "first", "DistributedDataParallel(model)")
+    assert not scaled(ddp.module)
+    model = mlp()
+    fp8_backends.prepare(model, None, "msamp:O2")
+    model[0] = checkpoint_wrapper(model[0])  # DDP meets another name
+    ddp = DistributedDataParallel(model)
+    refused(lambda: fp8_backends.prepare(ddp, None, "msamp:O2"), "leave it alone", "last step")
+    ddp = DistributedDataParallel(mlp())
+    ddp.register_comm_hook(None, allreduce_as_it_is)
+    spec = {"backend": "native:dynamic", "gradient_comm": "fp8"}
+    refused(lambda: fp8_backends.prepare(ddp, None, spec), "allreduce_as_it_is", "gradient_comm")
+
+
+def allreduce_as_it_is(state, bucket):
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def check_what_a_user_put_on_the_ignore_list_stays_there():
+    model = mlp()
+    model.register_buffer("own", torch.full((3,), float(dist.get_rank())))
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["own"])
+    ddp, optimizer = wrapped("msamp:O2", model)
+    step(ddp, optimizer, 0)
+    assert model.own[0] == dist.get_rank()
+    assert {"own", "0.weight", "0.fp8_products"} <= ddp.parameters_to_ignore
+
+
+def check_a_single_layer_and_a_compiled_module_inside_of_ddp():
+    for model in (nn.Linear(WIDTH, WIDTH), torch.compile(mlp(), backend="aot_eager")):
+        ddp, optimizer = wrapped("msamp:O2", model, bucket_mb=25)  # dynamo wants stock sizes
+        for index in range(2):
+            step(ddp, optimizer, index)
+            assert_equal_on_all_ranks(ddp, optimizer)
+
+
+def check_copies_and_files_of_the_model():
+    for spec in ("msamp:O2", {"backend": "native:delayed", "amax_history_len": 4, "gradient_comm": "fp8"}):
+        ddp, optimizer = wrapped(spec, mlp())
+        step(ddp, optimizer, 0)
+        file = io.BytesIO()
+        torch.save(ddp.module, file)
+        file.seek(0)
+        read = torch.load(file, weights_only=False)
+        x, _ = mine(3)
+        for other in (copy.deepcopy(ddp.module), read, copy.deepcopy(ddp)):
+            assert torch.equal(other.eval()(x), ddp.eval()(x))
+            ddp.train()
+        again = copy.deepcopy(ddp).train()  # is connected by preparing it
+        its_optimizer = torch.optim.AdamW(again.parameters(), 5e-3)
+        fp8_backends.prepare(again, its_optimizer, spec)
+        step(again, its_optimizer, 1)
+        assert_equal_on_all_ranks(again, its_optimizer)
+        step(ddp, optimizer, 1)
+        assert_equal_on_all_ranks(ddp, optimizer)
+
+
+# Scaling states
+
+
+def check_agreement_takes_the_largest_amax_and_the_smallest_scale():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    state = new_delayed_state(4)
+    bits = state.view(torch.float32)
+    bits[0, SCALE], bits[0, HISTORY + 1], state[0, ROLLS] = 2.0**rank, float(rank), 3 + rank
+    bits[1, HISTORY] = float("nan") if rank == 0 else 1.0
+    other = new_delayed_state(2)
+    agreement.agree([state, other])
+    assert bits[0, SCALE] == 1 and bits[0, HISTORY + 1] == size - 1 and state[0, ROLLS] == 2 + size
+    assert bits[1, HISTORY] == float("inf") and torch.equal(other, new_delayed_state(2))
+    bits[0, HISTORY] = 7.0 if rank == 0 else 100.0
+    agreement.agree([state], contributes=rank == 0)
+    assert bits[0, HISTORY] == 7 and state[0, ROLLS] == 2 + size and bits[0, SCALE] == 1
+
+
+def check_scales_follow_from_the_largest_amax_of_all_ranks():
+    ddp, optimizer = wrapped({"backend": "native:delayed", "amax_history_len": 4}, mlp())
+    x, y = mine(0)
+    x = x * (1 + 9 * dist.get_rank())
+    largest = x.abs().max()
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    nn.functional.mse_loss(ddp(x), y).backward()
+    assert ddp.module[0].fp8_scaling.view(torch.float32)[0, HISTORY] == largest
+    assert_equal_on_all_ranks(ddp)
+
+
+def check_product_counters_are_each_rank_s_own():
+    """Stock DDP copies rank 0's buffers to all ranks before each forward."""
+    ddp, optimizer = wrapped("msamp:O2", mlp())
+    for index in range(3):
+        with ddp.no_sync():
+            for k in range(dist.get_rank()):
+                mse(ddp, mine(k)).backward()
+        step(ddp, optimizer, index)
+    counts = fp8_backends.audit(ddp.module).products["0"]
+    assert counts["fprop"] == counts["wgrad"] == 3 * (1 + dist.get_rank()), counts
+
+
+# Figures
+
+
+def check_bytes_that_a_rank_sends():
+    """Of weights that travel, with scales, the map of used weights and scaling states; DDP's bytes are a ring's."""
+    figures = {}
+    size = dist.get_world_size()
+    for spec in ("msamp:O2", {"backend": "native:dynamic", "gradient_comm": "fp8"}):
+        model = mlp(256, bias=False)
+        elements = sum(p.numel() for p in model.parameters())
+        model.alpha = nn.Parameter(torch.ones(()))  # keeps DDP from having nothing to do
+        model.register_forward_hook(lambda module, args, out: out * module.alpha)
+        ddp, optimizer = wrapped(spec, model, bucket_mb=25)
+        mse(ddp, tuple(map(share, batch(0, width=256)))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with Traffic() as traffic:
+            mse(ddp, tuple(map(share, batch(1, width=256)))).backward()
+        ring = 2 * (size - 1) / size * elements
+        name = spec if isinstance(spec, str) else "native:dynamic fp8"
+        figures[name] = {"of FP32": traffic.sent() / (4 * ring), "of bf16": traffic.sent() / (2 * ring)}
+        assert traffic.sent() <= 0.26 * 4 * ring and traffic.sent() <= 0.51 * 2 * ring, figures
+    return figures
+
+
+def check_buckets_leave_while_backward_runs():
+    """All but the last have left when backward reaches the first layer's output."""
+    figures = {}
+    for name, spec in (("reducer", "msamp:O2"), ("hook", {"backend": "native:dynamic", "gradient_comm": "fp8"})):
+        ddp, optimizer = wrapped(spec, mlp(bias=name == "reducer"))
+        for index in range(2):  # DDP makes its buckets anew after the first pass
+            left = []
+            with Traffic() as traffic:
+
+                def count(gradient, traffic=traffic, left=left):
+                    left.append(traffic.count("all_to_all_single"))
+
+                hook = ddp.module[0].register_forward_hook(
+                    lambda module, args, out, f=count: out.register_hook(f) and None
+                )
+                mse(ddp, mine(index)).backward()
+                hook.remove()
+                buckets = traffic.count("all_to_all_single")
+            optimizer.step()
+            optimizer.zero_grad()
+        figures[name] = {"buckets": buckets, "left before the first layer's backward": left[0]}
+        assert left[0] == buckets - 1 >= 2, figures
+    return figures

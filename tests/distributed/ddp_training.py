@@ -1,0 +1,184 @@
+"""What the checks of DDP share: small models, the same data on every rank's share, and what must be equal."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fp8_backends
+from fp8_backends.conversion import prepared_roots
+from fp8_backends.scaled_tensor import ScaledTensor
+from fp8_backends.states.levels import CastGradient, exchange_gradient_hook
+
+WIDTH = 64
+LARGEST_ERROR = 0.04
+"""Relative L2 error of a mean that travelled in FP8: two roundings to E4M3, 0.026 each, are 0.037."""
+
+
+def mlp(width: int = WIDTH, bias: bool = True) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Linear(width, width, bias), nn.GELU(), nn.Linear(width, width, bias), nn.GELU()]
+    return nn.Sequential(*layers, nn.Linear(width, width))
+
+
+def wrapped(spec, model: nn.Module, lr: float = 5e-3, bucket_mb: float = 0.01, **options):
+    """(ddp, optimizer), prepared as the documentation says for a loop without Accelerate."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr)
+    fp8_backends.prepare(model, None, spec)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=bucket_mb, **options)
+    return fp8_backends.prepare(ddp, optimizer, spec)
+
+
+class Alone(CastGradient):
+    """On a model that each rank trains by itself with all the data: its gradients have no need to travel."""
+
+    reduces = True
+
+
+def alone(spec, model: nn.Module, lr: float = 5e-3):
+    """(model, optimizer) that each rank trains for itself."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr)
+    fp8_backends.prepare(model, optimizer, spec)
+    for weight in scaled(model).values():
+        exchange_gradient_hook(weight, Alone())
+    return model, optimizer
+
+
+def batch(seed: int, rows: int = 32, width: int = WIDTH) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets of a small regression, the same on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    teacher = torch.randn(width, width, generator=torch.Generator().manual_seed(99)) / width**0.5
+    x = torch.randn(rows, width, generator=generator)
+    return x, torch.tanh(x @ teacher)
+
+
+def share(x: torch.Tensor) -> torch.Tensor:
+    """This rank's rows."""
+    return x[dist.get_rank() :: dist.get_world_size()]
+
+
+def mse(model: nn.Module, data: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return nn.functional.mse_loss(model(data[0]), data[1])
+
+
+def mine(seed: int, rows: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
+    return tuple(map(share, batch(seed, rows)))
+
+
+def step(ddp, optimizer, seed: int, everyone: bool = True) -> float:
+    """One step on this rank's share; the mean loss over ranks, if they all make it."""
+    loss = mse(ddp, mine(seed))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    total = loss.detach().clone()
+    if everyone:
+        dist.all_reduce(total)
+    return total.item() / dist.get_world_size()
+
+
+def scaled(model: nn.Module) -> dict[str, ScaledTensor]:
+    return {name: p for name, p in model.named_parameters() if isinstance(p, ScaledTensor)}
+
+
+# What must be equal on all ranks
+
+
+def digest(tensor: torch.Tensor) -> str:
+    parts = [tensor._data, tensor._scale_inv] if isinstance(tensor, ScaledTensor) else [tensor.detach()]
+    as_bytes = [part.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for part in parts]
+    return hashlib.sha256(b"|".join(as_bytes)).hexdigest()
+
+
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, str]:
+    """Digests of all bytes of parameters, gradients, masters, states and scales that this rank holds."""
+    found = {}
+    for name, p in model.named_parameters():
+        states = optimizer.state.get(p, {}) if optimizer is not None else {}
+        values = {"": p, "grad": p.grad, "master": getattr(p, "master", None), **states}
+        found |= {f"{name} {key}": digest(value) for key, value in values.items() if value is not None}
+    for _, root, prepared in prepared_roots(model):
+        for index, state in enumerate(prepared.compute.scaling_buffers(root)):
+            found[f"scaling state {index}"] = digest(state)
+    return found
+
+
+def assert_equal_on_all_ranks(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Every byte; of what O3 shares out over the ranks, the weights."""
+    held = everything(model, None if getattr(optimizer, "fp8_owners", None) else optimizer)
+    if getattr(optimizer, "fp8_owners", None):
+        held = {name: value for name, value in held.items() if not name.endswith(" master")}
+    every = [None] * dist.get_world_size()
+    dist.all_gather_object(every, held)
+    differing = {name for each in every for name in {*each, *every[0]} if each.get(name) != every[0].get(name)}
+    assert not differing, sorted(differing)
+
+
+# Gradients against exact means
+
+
+def twin_of(ddp: nn.Module) -> nn.Module:
+    """A copy outside of DDP, whose gradients stay on this rank and in FP32: copies have no gradient hooks."""
+    model = ddp.module if isinstance(ddp, DistributedDataParallel) else ddp
+    return copy.deepcopy(model)
+
+
+def assert_mean_gradients(ddp: nn.Module, twin: nn.Module, bound: float = LARGEST_ERROR) -> float:
+    """Each gradient of a converted layer is the mean over ranks of what the twins have; the largest relative error."""
+    worst = 0.0
+    for (name, p), other in zip(ddp.module.named_parameters(), twin.parameters(), strict=True):
+        given = torch.tensor([float(other.grad is not None)])
+        dist.all_reduce(given)
+        if not given or p.dim() < 2:
+            assert p.grad is None or p.dim() < 2, f"{name} was used on no rank and has a gradient"
+            continue
+        exact = other.grad.double() if other.grad is not None else torch.zeros(p.shape, dtype=torch.float64)
+        dist.all_reduce(exact)
+        exact /= dist.get_world_size()
+        values = p.grad.dequantize() if isinstance(p.grad, ScaledTensor) else p.grad
+        error = ((values - exact).norm() / exact.norm()).item()
+        assert error <= bound, (name, error)
+        worst = max(worst, error)
+    return worst
+
+
+# Counting
+
+
+class Traffic:
+    """As a context: counts what is handed to the collectives of `torch.distributed` in Python, by their own names."""
+
+    NAMES = ("all_to_all_single", "all_gather_single", "all_gather_into_tensor", "all_reduce")
+
+    def __enter__(self) -> Traffic:
+        self.calls: list[tuple[str, int]] = []
+        self.before = {name: getattr(dist, name) for name in self.NAMES if hasattr(dist, name)}
+        for name, original in self.before.items():
+            setattr(dist, name, self._counted(name, original))
+        return self
+
+    def __exit__(self, *error) -> None:
+        for name, original in self.before.items():
+            setattr(dist, name, original)
+
+    def _counted(self, name, original):
+        def call(first, *args, **kwargs):
+            given = first if name == "all_reduce" else args[0]
+            self.calls.append((name, given.numel() * given.element_size()))
+            return original(first, *args, **kwargs)
+
+        return call
+
+    def count(self, name: str) -> int:
+        return sum(called == name for called, _ in self.calls)
+
+    def sent(self) -> float:
+        """Bytes that this rank sends to others."""
+        size = dist.get_world_size()
+        shares = {"all_to_all_single": (size - 1) / size, "all_reduce": 2 * (size - 1) / size}
+        return sum(shares.get(name, size - 1) * numel for name, numel in self.calls)

@@ -1,0 +1,328 @@
+"""DeepSpeed ZeRO-1, 2 and 3 through a stock Accelerator: what trains in FP8 there, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import deepspeed
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from accelerate.utils import AORecipeKwargs, DeepSpeedPlugin, DummyOptim, DummyScheduler
+from deepspeed_training import (
+    COMPUTES,
+    HIDDEN,
+    LAYERS,
+    STAGES,
+    Blocks,
+    Said,
+    accelerator,
+    accelerator_with,
+    adamw,
+    assert_products,
+    batches,
+    ds_config,
+    environment,
+    json_file,
+    mean_over_ranks,
+    same_on_all_ranks,
+    scaling_states,
+    shared_folder,
+    shares,
+    train,
+    train_alone,
+    whole_parameters,
+)
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import fp8_backends
+from fp8_backends.errors import RecipeError
+
+
+def check_an_fp32_engine_repeats_the_run_of_one_rank():
+    """Both ranks see the same batches, so the mean of their gradients is the gradient, and every number repeats."""
+    data, worst = batches(4), 0.0
+    for backend in COMPUTES:
+        expected = train_alone(backend, data)
+        for stage in STAGES:
+            with accelerator(stage, backend) as made, Said() as said:
+                model = Blocks()
+                engine, optimizer = made.prepare(model, adamw(model))
+                losses = train(made, engine, optimizer, data)
+                assert_products(model)
+            gap = max(abs(a - b) for a, b in zip(losses, expected, strict=True))
+            worst = max(worst, gap)
+            proofs = [line for line in said.lines if "of weight FLOPs in FP8" in line]
+            assert len(proofs) == int(dist.get_rank() == 0), said.lines
+    return {"worst": worst}
+
+
+def check_a_bf16_engine_stays_as_near_to_one_rank_as_fp8_does_to_bf16():
+    """Each rank has half of every batch, so scales are those of halves, and the engine's weights are bf16 where
+    autocast's are FP32. Bound: what the engine does to a bf16 run, and what FP8 does to the one-rank run, twice, since
+    it may move the engine's run as far, and in another direction."""
+    data, figures = batches(12, 32), {}
+    bf16 = train_alone(None, data, bf16=True)
+    engines_own = _gap(_trained(None, 3, data, bf16=True), bf16)
+    for backend in COMPUTES:
+        alone = train_alone(backend, data, bf16=True)
+        losses = _trained(backend, 3, data, bf16=True)
+        bound = 2 * _gap(alone, bf16) + engines_own
+        figures[backend] = (_gap(losses, alone), bound)
+        assert figures[backend][0] <= bound, figures
+    stages = [_trained("native:delayed", stage, data, bf16=True) for stage in STAGES]
+    assert stages[0] == stages[1] == stages[2]
+    return figures
+
+
+def _trained(backend: str | None, stage: int, data: list, **options) -> list[float]:
+    with accelerator(stage, backend, **options) as made:
+        model = Blocks()
+        engine, optimizer = made.prepare(model, adamw(model))
+        return mean_over_ranks(train(made, engine, optimizer, shares(data)))
+
+
+def _every_stage(backend: str) -> list[tuple[str, int]]:
+    return [(backend, stage) for stage in STAGES]
+
+
+def _gap(losses: list[float], others: list[float]) -> float:
+    return max(abs(a - b) for a, b in zip(losses, others, strict=True))
+
+
+def check_a_saved_run_resumes_to_the_bit():
+    data, folder = shares(batches(6)), shared_folder()
+    for backend, stage in (*_every_stage("native:delayed"), ("native:window", 3), ("ao:tensorwise", 2)):
+        with accelerator(stage, backend, bf16=True) as made:
+            model = Blocks()
+            engine, optimizer = made.prepare(model, adamw(model))
+            train(made, engine, optimizer, data[:3])
+            made.save_state(f"{folder}/{backend}{stage}")
+            unbroken, states = train(made, engine, optimizer, data[3:]), scaling_states(model)
+        with accelerator(stage, backend, bf16=True) as made:
+            model = Blocks()
+            engine, optimizer = made.prepare(model, adamw(model))
+            train(made, engine, optimizer, data[3:5])
+            made.load_state(f"{folder}/{backend}{stage}")
+            assert train(made, engine, optimizer, data[3:]) == unbroken, (backend, stage)
+            assert all(map(torch.equal, scaling_states(model), states))
+            assert bool(states) == backend.startswith("native")
+            assert all(map(same_on_all_ranks, states))
+
+
+def check_the_engine_s_own_checkpoints_hold_the_scaling_state():
+    """As `transformers.Trainer` writes them, which never calls `save_state`."""
+    data, folder = shares(batches(6)), shared_folder()
+    for stage in (2, 3):
+        with accelerator(stage, "native:delayed") as made:
+            model = Blocks()
+            engine, optimizer = made.prepare(model, adamw(model))
+            train(made, engine, optimizer, data[:3])
+            engine.save_checkpoint(f"{folder}/{stage}", client_state={"mine": 1})
+            unbroken = train(made, engine, optimizer, data[3:])
+        with accelerator(stage, "native:delayed") as made:
+            model = Blocks()
+            engine, optimizer = made.prepare(model, adamw(model))
+            _, client_state = engine.load_checkpoint(f"{folder}/{stage}")
+            assert client_state["mine"] == 1 and "fp8_scaling" not in client_state
+            assert train(made, engine, optimizer, data[3:]) == unbroken
+
+
+def check_microbatches_add_up_and_the_window_rolls_once_a_step():
+    data = batches(6)
+    for backend, stage in (*_every_stage("native:window"), ("native:delayed", 2), ("ao:rowwise", 3)):
+        expected = train_alone(backend, data, accumulate=2)
+        with accelerator(stage, backend, gradient_accumulation_steps=2) as made:
+            model = Blocks()
+            engine, optimizer = made.prepare(model, adamw(model))
+            assert train(made, engine, optimizer, data) == expected, (backend, stage)
+            if backend == "native:window":
+                assert {int(state[0, 1]) for state in scaling_states(model)} == {3}
+
+
+def check_clipping_bounds_the_true_norm():
+    """With SGD the norm of an update is the learning rate times the clipped norm."""
+    data = batches(1)
+    for backend, stage in (*_every_stage("native:dynamic"), ("ao:tensorwise", 3)):
+        alone = Blocks()
+        fp8_backends.prepare(alone, None, backend)
+        alone(*data[0]).backward()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in alone.parameters()]).item()
+        with accelerator(stage, backend, config={"gradient_clipping": 0.01}) as made:
+            model = Blocks()
+            before = [p.detach().clone() for p in model.parameters()]
+            engine, optimizer = made.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+            train(made, engine, optimizer, data)
+            assert made.clip_grad_norm_(engine.parameters(), 0.01) == pytest.approx(norm, rel=1e-5)
+            moved = [now - was for now, was in zip(whole_parameters(model), before, strict=True)]
+            assert torch.nn.utils.get_total_norm(moved).item() == pytest.approx(0.01, rel=1e-3)
+
+
+def check_checkpointed_activations_change_no_number():
+    data = batches(3)
+    for backend, stage in (("native:delayed", 2), ("native:rowwise", 3), ("ao:rowwise", 3)):
+        expected = train_alone(backend, data)
+        with accelerator(stage, backend) as made:
+            model = Blocks(recompute=True)
+            engine, optimizer = made.prepare(model, adamw(model))
+            assert train(made, engine, optimizer, data) == expected, (backend, stage)
+            assert_products(model)
+            if backend.startswith("native"):
+                assert fp8_backends.audit(model).products["layers.1"]["recomputed"] == 3
+
+
+def check_zero_3_frees_every_gathered_weight_between_forward_and_backward():
+    for backend in ("native:dynamic", "native:rowwise", "ao:tensorwise", "ao:rowwise", "high"):
+        name = "native:dynamic" if backend == "high" else backend
+        fields = {"override_linear_precision": (False, True, False)} if backend == "high" else {}
+        with accelerator(3, name, bf16=True, fields=fields) as made:
+            model = Blocks()
+            engine, optimizer = made.prepare(model, adamw(model))
+            gathered = GatheredWeights()
+            for layer in (*model.layers, model.out):
+                layer.register_forward_pre_hook(gathered)  # after the engine's own hook, which gathers
+            x, y = batches(1)[0]
+            loss = engine(x.bfloat16(), y)
+            assert gathered.sizes == [HIDDEN * HIDDEN] * LAYERS + [HIDDEN * 16]
+            assert all(p.numel() == 0 for p in model.parameters())
+            alive = [number for number, storage in enumerate(gathered.storages) if not storage.expired()]
+            assert not alive, (backend, alive)
+            made.backward(loss)
+            if backend != "high":
+                assert_products(model)
+
+
+class GatheredWeights:
+    """Forward pre-hook: which weights were gathered, and whether their memory still lives."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.storages: list[StorageWeakRef] = []
+
+    def __call__(self, layer: torch.nn.Linear, args) -> None:
+        self.sizes.append(layer.weight.numel())
+        self.storages.append(StorageWeakRef(layer.weight.untyped_storage()))
+
+
+def check_weights_partitioned_at_birth_are_converted():
+    """Under `deepspeed.zero.Init` a Parameter is empty when it is prepared; its sizes are in `ds_shape`."""
+    data = batches(3)
+    for backend in ("native:delayed", "ao:tensorwise"):
+        expected = train_alone(backend, data)
+        with accelerator(3, backend) as made:
+            with deepspeed.zero.Init(
+                config_dict_or_path=ds_config(3) | {"gradient_accumulation_steps": 1, "train_batch_size": 32}
+            ):
+                model = Blocks()
+            assert all(p.numel() == 0 for p in model.parameters())
+            engine, optimizer = made.prepare(model, adamw(model))
+            assert train(made, engine, optimizer, data) == expected
+            products = fp8_backends.conversion.weight_products(model)
+            assert {(p.in_features, p.out_features, p.state) for p in products} == {(64, 64, "fp8"), (64, 16, "fp8")}
+            assert_products(model)
+
+
+def check_compiled_engines_train_and_prove_it():
+    data = batches(3)
+    for backend, stage in (*_every_stage("native:delayed"), ("ao:tensorwise", 3)):
+        expected = train_alone(backend, data)
+        with accelerator(stage, backend, dynamo_backend="aot_eager") as made, Said() as said:
+            model = Blocks()
+            engine, optimizer = made.prepare(model, adamw(model))
+            assert train(made, engine, optimizer, data) == expected, (backend, stage)
+            assert sum("4/4 Linear, 100 % of weight FLOPs" in line for line in said.lines) == (dist.get_rank() == 0)
+
+
+def check_fields_of_a_recipe_are_honoured():
+    """Stock Accelerate passes no TERecipeKwargs on under DeepSpeed."""
+    fields = {
+        "margin": 1,
+        "amax_history_len": 4,
+        "amax_compute_algo": "max",
+        "override_linear_precision": (False, False, True),
+    }
+    data = batches(5)
+    expected = train_alone("native:delayed", data, **fields)
+    assert expected != train_alone("native:delayed", data)
+    for stage in (1, 3):
+        with accelerator(stage, "native:delayed", fields=fields) as made:
+            model = Blocks()
+            engine, optimizer = made.prepare(model, adamw(model))
+            assert train(made, engine, optimizer, data) == expected
+            assert all(state.shape == (3, 6) for state in scaling_states(model))
+            products = fp8_backends.audit(model).products["layers.1"]
+            assert products["wgrad"] == 0 and products["dgrad"] == products["fprop"] == 5
+
+
+def check_accelerates_own_handler_for_torchao_is_honoured():
+    data = batches(3)
+    with accelerator(2, None, handler=AORecipeKwargs(), bf16=True) as made:
+        assert made.fp8_recipe.name == "ao:tensorwise"
+        model = Blocks()
+        engine, optimizer = made.prepare(model, adamw(model))
+        train(made, engine, optimizer, data)
+        assert_products(model)
+
+
+def check_a_json_with_auto_values_and_an_optimizer_of_its_own():
+    config = {
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}},
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
+        },
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": "auto"},
+    }
+    with accelerator_with(DeepSpeedPlugin(hf_ds_config=json_file(config)), "native:window") as made, Said() as said:
+        model = Blocks()
+        model.config = SimpleNamespace(hidden_size=HIDDEN)
+        optimizer = DummyOptim(model.parameters(), lr=5e-3)
+        scheduler = DummyScheduler(optimizer, total_num_steps=20, warmup_num_steps=2)
+        loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*batches(1, 64)[0]), batch_size=16)
+        engine, optimizer, scheduler, loader = made.prepare(model, optimizer, scheduler, loader)
+        assert next(model.parameters()).dtype == torch.bfloat16  # auto: mixed_precision="fp8" means bf16 around FP8
+        losses = [loss for _ in range(6) for loss in train(made, engine, optimizer, list(loader))]
+        assert losses[-1] < losses[0] and all(map(math.isfinite, losses))
+        assert_products(model)
+        assert any("of weight FLOPs" in line for line in said.lines) or dist.get_rank()
+
+
+def check_refusals():
+    def refused(*words: str, backend: str, plugin: DeepSpeedPlugin | None = None, **fields) -> None:
+        with pytest.raises(RecipeError) as error, accelerator_with(plugin, backend, fields=fields):
+            pass
+        assert all(word in str(error.value) for word in words), str(error.value)
+
+    path = json_file(ds_config(2))
+    for level in ("O1", "O2", "O3"):
+        words = (f"native:window+msamp:{level}", "DeepSpeed", "fsdp_version=2", "native:window trains in FP8")
+        refused(*words, backend=f"msamp:{level}", plugin=DeepSpeedPlugin(zero_stage=1))
+        refused(*words, backend=f"msamp:{level}", plugin=DeepSpeedPlugin(hf_ds_config=path))
+        with environment(ACCELERATE_USE_DEEPSPEED="true", ACCELERATE_DEEPSPEED_ZERO_STAGE="3"):
+            refused(*words, backend=f"msamp:{level}")
+    stage_1 = DeepSpeedPlugin(zero_stage=1)
+    refused("autocast_dtype", "DeepSpeed", backend="native", plugin=stage_1, autocast_dtype="fp32")
+    refused(
+        "autocast_dtype",
+        "DeepSpeed",
+        backend="native",
+        plugin=DeepSpeedPlugin(hf_ds_config=path),
+        autocast_dtype="bf16",
+    )
+    refused(
+        "gradient_comm",
+        "communication_data_type",
+        backend="native",
+        plugin=DeepSpeedPlugin(zero_stage=1),
+        gradient_comm="fp8",
+    )
+
+
+if __name__ == "__main__":
+    ranks.main(globals())

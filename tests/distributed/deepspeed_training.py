@@ -1,0 +1,220 @@
+"""A small model, its data and its loops, with DeepSpeed through a stock Accelerator and without either."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import tempfile
+from pathlib import Path
+
+import deepspeed
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import fp8_backends
+
+# the CPU's all-reduce through shared memory is an extension that DeepSpeed would compile at its first collective
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+HIDDEN, LAYERS = 64, 3
+COMPUTES = ("native:dynamic", "native:delayed", "native:rowwise", "native:window", "ao:tensorwise", "ao:rowwise")
+STAGES = (1, 2, 3)
+
+
+class Blocks(nn.Module):
+    """Residual Linear layers; `recompute` checkpoints each."""
+
+    def __init__(self, recompute: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(LAYERS))
+        self.out = nn.Linear(HIDDEN, 16)
+        self.recompute = recompute
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """The mean squared error, FP32."""
+        for layer in self.layers:
+            if self.recompute:
+                x = x + checkpoint(self._block, layer, x, use_reentrant=False)
+            else:
+                x = x + self._block(layer, x)
+        return F.mse_loss(self.out(x).float(), y)
+
+    @staticmethod
+    def _block(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        return F.gelu(layer(x))
+
+
+def batches(steps: int, size: int = 16) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    teacher = torch.randn(HIDDEN, 16, generator=generator)
+    inputs = [torch.randn(size, HIDDEN, generator=generator) for _ in range(steps)]
+    return [(x, torch.tanh(x @ teacher)) for x in inputs]
+
+
+def shares(data: list) -> list:
+    """This rank's part of every batch."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    return [(x.chunk(ranks)[rank], y.chunk(ranks)[rank]) for x, y in data]
+
+
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), 5e-3)
+
+
+@contextlib.contextmanager
+def accelerator(stage: int, backend: str | None, *, config: dict | None = None, bf16: bool = False, **options):
+    """A stock Accelerator with a DeepSpeed plug-in; `backend` None trains without FP8. `config` changes its JSON."""
+    plugin = DeepSpeedPlugin(hf_ds_config=ds_config(stage, bf16) | (config or {}))
+    with accelerator_with(plugin, backend, bf16=bf16, **options) as made:
+        yield made
+
+
+@contextlib.contextmanager
+def accelerator_with(plugin: DeepSpeedPlugin | None, backend: str | None, *, bf16: bool = False, **options):
+    fields = options.pop("fields", {})
+    handler = options.pop("handler", None) or (backend and fp8_backends.FP8RecipeKwargs(backend=backend, **fields))
+    handlers = [InitProcessGroupKwargs(backend="gloo"), *([handler] if handler else [])]
+    precision = "fp8" if handler else ("bf16" if bf16 else "no")
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    made = None
+    try:
+        made = Accelerator(mixed_precision=precision, deepspeed_plugin=plugin, kwargs_handlers=handlers, **options)
+        yield made
+    finally:
+        if made is not None:
+            made.free_memory()
+        os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
+        AcceleratorState._reset_state(True)
+
+
+def ds_config(stage: int, bf16: bool = False) -> dict:
+    """Threshold 0: these layers are so small that ZeRO-3 would never partition them by default."""
+    return {
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "train_micro_batch_size_per_gpu": 16,
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": 0.0,
+        "bf16": {"enabled": bf16},
+    }
+
+
+def train(made: Accelerator, engine, optimizer, data: list, clip: float | None = None) -> list[float]:
+    """The usual loop of Accelerate; the loss of each batch on this rank."""
+    losses = []
+    for x, y in data:
+        with made.accumulate(engine):
+            dtype = next(engine.module.parameters()).dtype
+            loss = engine(x.to(dtype), y)
+            made.backward(loss)
+            if clip is not None and made.sync_gradients:
+                made.clip_grad_norm_(engine.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def train_alone(backend: str | None, data: list, *, bf16: bool = False, accumulate: int = 1, **fields) -> list[float]:
+    """The same on one rank without DeepSpeed and without Accelerate."""
+    model = Blocks()
+    optimizer = adamw(model)
+    if backend:
+        recipe = fp8_backends.FP8RecipeKwargs(backend=backend, **fields)
+        fp8_backends.prepare(model, optimizer, recipe)
+    losses = []
+    for number, (x, y) in enumerate(data, 1):
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            loss = model(x, y)
+        (loss / accumulate).backward()
+        if number % accumulate == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def mean_over_ranks(losses: list[float]) -> list[float]:
+    total = torch.tensor(losses, dtype=torch.float64)
+    dist.all_reduce(total)
+    return (total / dist.get_world_size()).tolist()
+
+
+def scaling_states(model: nn.Module) -> list[torch.Tensor]:
+    return [module.fp8_scaling.clone() for module in model.modules() if hasattr(module, "fp8_scaling")]
+
+
+def same_on_all_ranks(tensor: torch.Tensor) -> bool:
+    others = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(others, tensor)
+    return all(torch.equal(tensor, other) for other in others)
+
+
+def whole_parameters(model: nn.Module) -> list[torch.Tensor]:
+    parameters = list(model.parameters())
+    with deepspeed.zero.GatheredParameters([p for p in parameters if hasattr(p, "ds_id")]):
+        return [p.detach().clone() for p in parameters]
+
+
+def shared_folder() -> str:
+    """A new folder that all ranks see."""
+    made = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(made)
+    return made[0]
+
+
+def json_file(config: dict) -> str:
+    """The path of a file of this rank's own."""
+    path = Path(tempfile.mkdtemp(), "deepspeed.json")
+    path.write_text(json.dumps(config))
+    return str(path)
+
+
+@contextlib.contextmanager
+def environment(**variables: str):
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name in variables:
+            os.environ.pop(name, None)
+        os.environ.update({name: text for name, text in before.items() if name in variables})
+
+
+def assert_products(model: nn.Module, layers: int = LAYERS + 1, at_least: int = 1) -> None:
+    """Every layer made every kind of product; the first has no input gradient to make."""
+    products = fp8_backends.audit(model).products
+    assert len(products) == layers, list(products)
+    for name, counts in products.items():
+        kinds = ("fprop", "wgrad") if name == "layers.0" else ("fprop", "dgrad", "wgrad")
+        assert all(counts[kind] >= at_least for kind in kinds), (name, counts)
+
+
+class Said(logging.Handler):
+    """What the package says inside a `with`."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+    def __enter__(self) -> Said:
+        logger = logging.getLogger("fp8_backends")
+        logger.addHandler(self)
+        logger.setLevel(logging.INFO)
+        return self
+
+    def __exit__(self, *exc) -> None:
+        logging.getLogger("fp8_backends").removeHandler(self)

@@ -1,0 +1,368 @@
+"""Checks of FSDP2 through stock Accelerate."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import tempfile
+
+import ranks
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, TorchDynamoPlugin
+from fsdp2_training import Net, batches, loss_of, mean, whole
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+import fp8_backends
+from fp8_backends.errors import FP8BackendError, RecipeError
+from fp8_backends.recipes import AORecipeKwargs, FP8RecipeKwargs
+from fp8_backends.scaled_tensor import ScaledTensor
+from fp8_backends.sharded_tensor import local_part
+
+fp8_backends.connect()
+ROWS = 80
+"""TorchAO takes multiples of 16."""
+GATHERED_BY_AO = AORecipeKwargs(enable_fsdp_float8_all_gather=True)
+
+
+def accelerator(spec, version=2, kind=DistributedType.FSDP, compiled=None, accumulate=1, parallelism=None, **options):
+    """On ranks without a GPU Accelerate takes DDP whatever was asked for: say what it takes on GPUs."""
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    handler = FP8RecipeKwargs(backend=spec) if isinstance(spec, str) else spec
+    options = {
+        "auto_wrap_policy": "transformer_based_wrap",
+        "transformer_cls_names_to_wrap": ["Block"],
+        "cpu_ram_efficient_loading": False,
+        **options,
+    }
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=version, **options)
+    made = Accelerator(
+        cpu=True,
+        mixed_precision="fp8",
+        kwargs_handlers=[handler],
+        fsdp_plugin=plugin,
+        dynamo_plugin=compiled,
+        gradient_accumulation_steps=accumulate,
+    )
+    for state in (PartialState, AcceleratorState):
+        state._shared_state["distributed_type"] = kind
+    AcceleratorState._shared_state["fsdp_plugin"] = plugin
+    if parallelism is not None:
+        shared = AcceleratorState._shared_state
+        shared["parallelism_config"], shared["device_mesh"] = parallelism, parallelism.build_device_mesh("cpu")
+    if plugin.mixed_precision_policy is None:
+        plugin.set_mixed_precision("fp8")
+    return made
+
+
+def new(seed: int = 0, lr: float = 3e-3):
+    """Model, optimizer with two groups, scheduler."""
+    torch.manual_seed(seed)
+    model = Net(ROWS)
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=lr)
+    return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.1 * step))
+
+
+def train(acc, model, optimizer, scheduler, steps: int, seed: int = 0, clip: float | None = 1.0) -> list[float]:
+    losses = []
+    for ids in batches(steps, seed):
+        loss = loss_of(model, ids)
+        acc.backward(loss)
+        if clip is not None:
+            acc.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        losses.append(mean(loss))
+    return losses
+
+
+TRAINED = (
+    "native:dynamic",
+    "native:delayed",
+    "native:rowwise",
+    "native:window",
+    "ao:tensorwise",
+    "ao:rowwise",
+    GATHERED_BY_AO,
+    "msamp:O1",
+    "msamp:O2",
+    "msamp:O3",
+)
+
+
+def check_each_backend_trains():
+    """With efficient loading, the launcher's default, where only the first rank has the weights. Every product runs in
+    FP8 in every layer; the proof is said once; optimizer, groups and scheduler are the ones that were given."""
+    figures = {}
+    for spec in TRAINED:
+        name = spec if isinstance(spec, str) else "ao, gathered in FP8"
+        acc = accelerator(spec, cpu_ram_efficient_loading=True)
+        model, optimizer, scheduler = new(seed=0 if acc.is_main_process else 5)
+        names = [[_name_of(model, p) for p in group["params"]] for group in optimizer.param_groups]
+        with _logged() as lines:
+            prepared, wrapped, _ = acc.prepare(model, optimizer, scheduler)
+            before = {key: whole(value) for key, value in model.state_dict().items()}
+            losses = train(acc, prepared, wrapped, scheduler, 8)
+        assert wrapped.optimizer is optimizer and scheduler.optimizer is optimizer, name
+        assert [[_name_of(model, p) for p in group["params"]] for group in optimizer.param_groups] == names, name
+        assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0], name
+        for key, value in model.state_dict().items():
+            assert torch.equal(whole(value), before[key]) == key.startswith("frozen"), (name, key)
+        products = fp8_backends.audit(prepared, optimizer).products
+        assert len(products) == (6 if name.startswith("ao") else 7), (name, products)
+        for layer, counts in products.items():
+            kinds = ("fprop", "dgrad") if layer == "frozen" else ("fprop", "dgrad", "wgrad")
+            assert all(counts[kind] > 0 for kind in kinds), (name, layer, counts)
+        proofs = [line for line in lines if "of weight FLOPs in FP8" in line]
+        assert len(proofs) == (1 if acc.is_main_process else 0), (name, lines)
+        assert losses[-1] < losses[0] - 0.5, (name, losses)
+        figures[name] = losses[-1]
+    return figures
+
+
+def _name_of(model, parameter) -> str:
+    return next(name for name, p in model.named_parameters() if p is parameter)
+
+
+@contextlib.contextmanager
+def _logged():
+    lines: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record):
+            lines.append(record.getMessage())
+
+    logger, handler = logging.getLogger("fp8_backends"), Handler(logging.INFO)
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+def check_loading_does_not_change_the_run():
+    """Efficient loading or not: the same losses, to the bit."""
+    for spec in ("native:delayed", GATHERED_BY_AO, "msamp:O3"):
+        runs = []
+        for efficient in (False, True):
+            acc = accelerator(spec, cpu_ram_efficient_loading=efficient)
+            runs.append(train(acc, *acc.prepare(*new()), 4))
+        assert runs[0] == runs[1], (spec, runs)
+
+
+def check_a_bf16_model():
+    for spec in ("msamp:O2", "msamp:O3", GATHERED_BY_AO):
+        acc = accelerator(spec)
+        model, *_ = new()
+        model.to(torch.bfloat16)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+        losses = train(acc, *acc.prepare(model, optimizer, schedule), 6)
+        assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+        assert losses[-1] < losses[0] - 0.5, (spec, losses)
+
+
+def check_states_of_an_optimizer_that_took_steps():
+    """They are sharded with the parameters, by name; in FP8 they are rounded once: E4M3 to nearest, 1/16 at most."""
+    for spec in ("native:dynamic", "msamp:O1", "msamp:O2"):
+        model, optimizer, scheduler = new()
+        for ids in batches(3):
+            loss_of(model, torch.cat([ids] * 2)).backward()
+            for p in model.parameters():
+                if p.grad is not None:
+                    dist.all_reduce(p.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+        names = {name: p for name, p in model.named_parameters()}
+        before = {name: copy.deepcopy(optimizer.state[p]) for name, p in names.items() if p in optimizer.state}
+        acc = accelerator(spec)
+        prepared, wrapped, _ = acc.prepare(model, optimizer, scheduler)
+        layers = [name for name, p in prepared.named_parameters() if isinstance(local_part(p), ScaledTensor)]
+        after = {name: optimizer.state[p] for name, p in prepared.named_parameters() if p in optimizer.state}
+        assert after.keys() == before.keys()
+        for name, state in after.items():
+            assert float(state["step"]) == 3
+            for moment in ("exp_avg", "exp_avg_sq"):
+                assert isinstance(state[moment], DTensor)
+                local = local_part(state[moment])
+                scaled = isinstance(local, ScaledTensor)
+                assert scaled == (spec == "msamp:O2" and (name in layers or before[name][moment].numel() >= 4096))
+                values, exact = whole(state[moment]), before[name][moment]
+                error = (values - exact).norm() / exact.norm()
+                assert error <= (1 / 16 if scaled else 0), (spec, name, moment, error)
+        assert train(acc, prepared, wrapped, scheduler, 2)
+
+
+def check_save_and_resume():
+    """`save_state` and `load_state`, full and sharded: a resumed run is the unbroken one, to the bit."""
+    for spec in ("native:delayed", "msamp:O2", "msamp:O3", GATHERED_BY_AO):
+        for kind in ("FULL_STATE_DICT", "SHARDED_STATE_DICT"):
+            folder = _shared_folder()
+            acc = accelerator(spec, state_dict_type=kind)
+            run = acc.prepare(*new())
+            train(acc, *run, 3)
+            acc.save_state(folder)
+            unbroken = train(acc, *run, 3, seed=1)
+            again = accelerator(spec, state_dict_type=kind)
+            run = again.prepare(*new(seed=3))
+            train(again, *run, 1, seed=2)
+            again.load_state(folder)
+            resumed = train(again, *run, 3, seed=1)
+            assert resumed == unbroken, (spec, kind, unbroken, resumed)
+
+
+def _shared_folder() -> str:
+    names = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(names)
+    return names[0]
+
+
+def check_state_dict_for_everyone():
+    """`get_state_dict`: on the first rank, whole and plain, as a stock model loads it, equal to the shards."""
+    for spec in ("msamp:O2", "msamp:O3", GATHERED_BY_AO):
+        acc = accelerator(spec)
+        run = acc.prepare(*new())
+        train(acc, *run, 2)
+        shards = {name: whole(value) for name, value in run[0].state_dict().items()}
+        state = acc.get_state_dict(run[0])
+        if acc.is_main_process:
+            assert {type(value) for value in state.values()} == {torch.Tensor}
+            stock = Net(ROWS)
+            stock.load_state_dict(state)
+            assert all(torch.equal(value, shards[name]) for name, value in stock.state_dict().items())
+
+
+def check_clipping():
+    """The norm is that of all shards of all parameters, and what is left of it is what was asked for."""
+    for spec in ("native:dynamic", "msamp:O2"):
+        acc = accelerator(spec)
+        model, *_ = acc.prepare(*new())
+        acc.backward(loss_of(model, batches(1)[0]))
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        exact = torch.stack([whole(g).double().norm() for g in gradients]).norm().item()
+        norm = float(whole(acc.clip_grad_norm_(model.parameters(), exact / 4)))
+        clipped = torch.stack([whole(g).double().norm() for g in gradients]).norm().item()
+        # FP32 sums
+        assert abs(norm / exact - 1) < 1e-5 and abs(clipped / (exact / 4) - 1) < 1e-5, (spec, norm, exact, clipped)
+
+
+def check_accumulation():
+    """Two microbatches are one batch of both, and travel once. They are equal, so that the amaxes of FP8 products are;
+    what remains is the order of FP32 sums, and E4M3 on the wire and at rest, on both sides."""
+    ids = batches(1) * 2
+    policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
+    for spec in ("native:dynamic", "msamp:O2"):
+        gradients = []
+        for microbatches in (1, 2):
+            acc = accelerator(spec, accumulate=microbatches, mixed_precision_policy=policy)
+            model, optimizer, _ = acc.prepare(*new())
+            for part in [torch.cat(ids)] if microbatches == 1 else ids:
+                with acc.accumulate(model):
+                    acc.backward(loss_of(model, part))
+            assert acc.sync_gradients
+            gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+        for name, gradient in gradients[1].items():
+            exact = whole(gradients[0][name])
+            error = ((whole(gradient) - exact).norm() / exact.norm()).item()
+            assert error <= (0.055 if spec == "msamp:O2" else 0.01), (spec, name, error)
+            local = local_part(gradient)
+            assert not isinstance(local, ScaledTensor) or local._data.dtype == torch.float8_e4m3fn
+
+
+def check_precision_policies():
+    for parameters, reduced in (("fp32", "fp32"), ("bf16", "fp32"), ("fp16", "fp16")):
+        dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+        policy = MixedPrecisionPolicy(param_dtype=dtypes[parameters], reduce_dtype=dtypes[reduced])
+        for spec in ("msamp:O2", "native:dynamic"):
+            acc = accelerator(spec, mixed_precision_policy=policy)
+            losses = train(acc, *acc.prepare(*new()), 4)
+            assert losses[-1] < losses[0] - 0.3, (spec, parameters, losses)
+
+
+def check_activation_checkpointing():
+    """The same losses; what is computed again is counted apart."""
+    for spec in ("native:delayed", "msamp:O3"):
+        runs = []
+        for checkpointing in (False, True):
+            acc = accelerator(spec, activation_checkpointing=checkpointing)
+            run = acc.prepare(*new())
+            runs.append(train(acc, *run, 4))
+        assert runs[0] == runs[1], (spec, runs)
+        product = fp8_backends.audit(run[0], run[1].optimizer).products["blocks.0.up"]
+        assert product["fprop"] == product["dgrad"] == 4, product
+
+
+def check_compile():
+    """Regional and full: no break of the training, products counted."""
+    for spec, regional in (("native:dynamic", True), ("msamp:O2", False), ("msamp:O3", True)):
+        torch._dynamo.reset()
+        plugin = TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=regional)
+        acc = accelerator(spec, compiled=plugin)
+        run = acc.prepare(*new())
+        losses = train(acc, *run, 4)
+        assert losses[-1] < losses[0] - 0.3, (spec, losses)
+        products = fp8_backends.audit(run[0], run[1].optimizer).products
+        assert len(products) == 7 and all(counts["fprop"] for counts in products.values()), products
+
+
+def check_cpu_offload():
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    for spec in ("native:dynamic", "msamp:O3"):
+        acc = accelerator(spec, cpu_offload=CPUOffloadPolicy(pin_memory=False))
+        losses = train(acc, *acc.prepare(*new()), 3)
+        assert losses[-1] < losses[0], (spec, losses)
+
+
+def check_what_other_engines_cannot_do_is_refused():
+    for spec, options, text in (
+        ("msamp:O2", {"version": 1}, "fsdp_version"),
+        (GATHERED_BY_AO, {"kind": DistributedType.MULTI_CPU}, "FSDP2"),
+    ):
+        acc = accelerator(spec, **options)
+        try:
+            acc.prepare(*new())
+        except RecipeError as error:
+            assert text in str(error), error
+        else:
+            raise AssertionError(spec)
+    acc = accelerator("msamp:O2")
+    model, *_ = new()
+    stranger = torch.optim.AdamW([*model.parameters(), torch.nn.Parameter(torch.zeros(2))])
+    try:
+        acc.prepare(model, stranger)
+    except FP8BackendError as error:
+        assert "not in the model" in str(error)
+    else:
+        raise AssertionError("a parameter was lost")
+
+
+# On four ranks
+
+
+def hybrid_mesh():
+    """Two replicas of two shards, whose mesh Accelerate makes."""
+    from accelerate.parallelism_config import ParallelismConfig
+
+    acc = accelerator("msamp:O3", parallelism=ParallelismConfig(dp_replicate_size=2, dp_shard_size=2))
+    run = acc.prepare(*new())
+    losses = train(acc, *run, 4)
+    weight = run[0].mix.weight
+    assert weight.device_mesh.ndim == 2 and weight.to_local().shape[0] == 32
+    assert losses[-1] < losses[0] - 0.3, losses
+
+
+if __name__ == "__main__":
+    ranks.main(globals())

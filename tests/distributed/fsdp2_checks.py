@@ -1,0 +1,411 @@
+"""Checks of FSDP2 without Accelerate: `fully_shard`, and this package's `prepare` before and after it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import ranks
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from fsdp2_training import Net, batches, loss_of, mean, prepared, same_on_all_ranks, shard, train, whole
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_api as fsdp_api
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import fp8_backends
+from fp8_backends.comm import fsdp2
+from fp8_backends.errors import FP8BackendError
+from fp8_backends.recipes import AORecipeKwargs, FP8RecipeKwargs
+from fp8_backends.scaled_tensor import SHARD, ScaledTensor, quantize
+from fp8_backends.sharded_tensor import local_part
+
+LEVELS = ("O1", "O2", "O3")
+GATHERED_BY_AO = AORecipeKwargs(enable_fsdp_float8_all_gather=True)
+TRAINED = {
+    **{level: (f"msamp:{level}", 65) for level in LEVELS},
+    "native:dynamic": ("native:dynamic", 65),
+    "native:delayed": ("native:delayed", 65),
+    "ao:tensorwise": ("ao:tensorwise", 80),  # TorchAO takes multiples of 16
+}
+STEPS = 50
+
+
+def check_losses():
+    """On one rank without FSDP2, on several with it. The figures are compared by the test."""
+    sharded = dist.get_world_size() > 1
+    return {name: train(*prepared(spec, rows, sharded), STEPS) for name, (spec, rows) in TRAINED.items()}
+
+
+def check_shards_of_scaled_weights():
+    """One scale for the whole weight; O3's FP16 master is sharded alike; all shards are rows of the same values."""
+    for level in LEVELS:
+        torch.manual_seed(0)
+        model = Net()
+        fp8_backends.prepare(model, None, f"msamp:{level}")
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        shard(model)
+        fp8_backends.prepare(model, torch.optim.AdamW(model.parameters()), f"msamp:{level}")
+        for name, parameter in model.named_parameters():
+            local = local_part(parameter)
+            assert isinstance(parameter, DTensor)
+            assert torch.equal(whole(model.state_dict()[name]), before[name]), name
+            if not isinstance(local, ScaledTensor):
+                continue
+            parts = [local] if local.master is None else [local, local.master]
+            assert len(parts) == (2 if level == "O3" else 1)
+            for part in parts:
+                assert same_on_all_ranks(part._scale_inv) and part.shape == local.shape and part.partial == SHARD
+        assert local_part(model.blocks[0].up.weight).shape[0] == (33, 32)[dist.get_rank()]
+        assert local_part(model.loudness.weight).shape[0] == (1, 0)[dist.get_rank()]
+
+
+def check_what_is_copied_into_shards_gets_one_scale():
+    """At the next gathering, if not before: each rank had found one for its own rows."""
+    for level in ("O2", "O3"):
+        model, _ = prepared(f"msamp:{level}")
+        with torch.no_grad():
+            values = (torch.arange(64 * 64).view(64, 64) // 2) / 512
+            model.mix.weight.copy_(distribute_tensor(values, model.mix.weight.device_mesh, [Shard(0)]))
+        local = local_part(model.mix.weight)
+        assert not same_on_all_ranks(local._scale_inv)
+        loss_of(model, batches(1)[0])
+        assert same_on_all_ranks(local._scale_inv) and not local.unagreed
+        assert torch.equal(local._scale_inv, quantize(values, local._data.dtype)._scale_inv)
+        # eleven bits each: FP16 holds them, and E4M3 has an FP16 master
+        assert torch.equal(whole(model.state_dict()["mix.weight"]), values)
+
+
+def _gradients(model, ids) -> dict[str, torch.Tensor]:
+    loss_of(model, ids).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _relative(made: torch.Tensor, exact: torch.Tensor) -> float:
+    return ((made - exact).double().norm() / exact.double().norm()).item()
+
+
+def check_gradients_are_those_of_the_whole_batch():
+    """Two roundings to E4M3 of a gradient, on the wire and when it is stored: 0.026 each, 0.037 together. The FP8
+    products are the same on both sides; what differs there is the amax of half a batch, and that of a whole one."""
+    figures = {}
+    for level in LEVELS:
+        model, _ = prepared(f"msamp:{level}")
+        gradients = _gradients(model, batches(1)[0])
+        plain, _ = prepared(FP8RecipeKwargs(backend=f"msamp:{level}", gradient_comm="plain"))
+        exact = _gradients(plain, batches(1)[0])
+        for name, gradient in gradients.items():
+            stored_in_fp8 = isinstance(local_part(gradient), ScaledTensor)
+            assert stored_in_fp8 == isinstance(local_part(dict(model.named_parameters())[name]), ScaledTensor)
+            if stored_in_fp8:
+                assert local_part(gradient)._data.dtype == torch.float8_e4m3fn
+            error = _relative(whole(gradient), whole(exact[name]))
+            figures[name] = max(error, figures.get(name, 0.0))
+            # where both sides were rounded once more when they were stored
+            assert error <= 0.055, (level, name, error)
+        assert len(gradients) == sum(p.requires_grad for p in model.parameters())
+    return figures
+
+
+def check_no_gradient_keeps_the_buffer_of_its_unit():
+    """A bias's view of the FP32 buffer would keep the gradients of all weights beside it alive."""
+    model, _ = prepared("msamp:O2")
+    for name, gradient in _gradients(model, batches(1)[0]).items():
+        local = local_part(gradient)
+        if not isinstance(local, ScaledTensor):
+            assert local.untyped_storage().nbytes() <= 2 * local.nbytes, name
+
+
+def check_preparing_again():
+    """Hooks are there once, and on the shards alone, also where FSDP2 has left the root gathered after a forward."""
+    model, optimizer = prepared("msamp:O2")
+    with torch.no_grad():
+        loss_of(model, batches(1)[0])
+    fp8_backends.prepare(model, optimizer, "msamp:O2")
+    assert {len(p._post_accumulate_grad_hooks or ()) for p in model.parameters() if p.requires_grad} == {1}
+    train(model, optimizer, 1)
+    loss_of(model, batches(1)[0])  # gathers again what it gathered before
+    model.unshard()
+    assert not model.loudness.weight._post_accumulate_grad_hooks
+
+
+def check_the_reduction_that_fsdp2_asks_for():
+    """AVG, SUM, and PREMUL_SUM, which is what a divide factor of one's own becomes."""
+    averaged = None
+    for factor in (None, 1.0, 8.0):
+        model, _ = prepared(FP8RecipeKwargs(backend="native:dynamic", gradient_comm="fp8"))
+        if factor is not None:
+            for module in (model, *model.blocks, model.mix):
+                module.set_gradient_divide_factor(factor)
+        gradient = whole(_gradients(model, batches(1)[0])["mix.weight"])
+        averaged = gradient if averaged is None else averaged
+        assert torch.allclose(gradient, averaged * (dist.get_world_size() / (factor or dist.get_world_size())))
+
+
+def check_microbatches():
+    """Four microbatches are one batch of them all, whether FSDP2 reduces each or only the last. They are equal, so that
+    the amaxes of FP8 products are; what remains is E4M3 on the wire and at rest, on both sides: 0.026 each."""
+    ids = batches(1) * 4
+    model, _ = prepared("msamp:O2")
+    exact = _gradients(model, torch.cat(ids))
+    for each_travels in (True, False):
+        model, optimizer = prepared("msamp:O2")
+        with _Counted() as counted:
+            for i, part in enumerate(ids):
+                model.set_requires_gradient_sync(each_travels or i == 3)
+                (loss_of(model, part) / 4).backward()
+        assert counted.all_to_all == (16 if each_travels else 4)  # four units
+        local = local_part(model.mix.weight.grad)
+        assert local._data.dtype == (torch.float32 if each_travels else torch.float8_e4m3fn)
+        for name, p in model.named_parameters():
+            if name in exact:
+                error = _relative(whole(p.grad), whole(exact[name]))
+                assert error <= 0.055, (each_travels, name, error)
+        optimizer.step()  # which casts what microbatches have accumulated
+        assert local_part(model.mix.weight.grad)._data.dtype == torch.float8_e4m3fn
+
+
+class _Counted:
+    """Counts collectives, and the bytes that this rank hands to them."""
+
+    NAMES = {  # noqa: RUF012
+        "all_gather": ("all_gather_single", "all_gather_into_tensor"),
+        "reduce_scatter": ("reduce_scatter_single", "reduce_scatter_tensor"),
+        "all_to_all": ("all_to_all_single",),
+    }
+
+    def __enter__(self):
+        self.bytes = dict.fromkeys(self.NAMES, 0)
+        self.originals = {}
+        for kind, names in self.NAMES.items():
+            setattr(self, kind, 0)
+            for name in names:
+                if hasattr(dist, name):
+                    self.originals[name] = getattr(dist, name)
+                    setattr(dist, name, self._counting(kind, self.originals[name]))
+        return self
+
+    def _counting(self, kind, original):
+        def call(output, input, *args, **kwargs):
+            return self._count(kind, original, output, input, *args, **kwargs)
+
+        def by_name(*args, **kwargs):
+            names = ("output_tensor", "output"), ("input_tensor", "input")
+            given = list(args)
+            output, input = (
+                given.pop(0) if given else next(kwargs.pop(n) for n in pair if n in kwargs) for pair in names
+            )
+            return call(output, input, *given, **kwargs)
+
+        return by_name
+
+    def _count(self, kind, original, output, input, *args, **kwargs):
+        setattr(self, kind, getattr(self, kind) + 1)
+        self.bytes[kind] += input.numel() * input.element_size()
+        return original(output, input, *args, **kwargs)
+
+    def __exit__(self, *_):
+        for name, original in self.originals.items():
+            setattr(dist, name, original)
+
+
+class _Stack(nn.Module):
+    """Bias-free layers, units of their own: what travels is FP8 alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(128, 128, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def _bytes_of_a_step(spec) -> dict[str, int]:
+    model = _Stack()
+    if spec is not None:
+        fp8_backends.prepare(model, None, spec)
+    for layer in model.layers:
+        fully_shard(layer, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    optimizer = torch.optim.AdamW(model.parameters())
+    if spec is not None:
+        fp8_backends.prepare(model, optimizer, spec)
+    with _Counted() as counted:
+        model(torch.randn(32, 128)).square().mean().backward()
+    optimizer.step()
+    return counted.bytes
+
+
+def check_bytes_on_the_wire():
+    """Counted at the collectives, of a forward and a backward. Groups of FP8 alone work on gloo."""
+    plain = _bytes_of_a_step(None)
+    shares = {}
+    for name, spec in {**{level: f"msamp:{level}" for level in LEVELS}, "ao": GATHERED_BY_AO}.items():
+        counted = _bytes_of_a_step(spec)
+        shares[name] = counted["all_gather"] / plain["all_gather"]
+        assert shares[name] <= (0.51 if name in ("O3", "ao") else 1.0), shares
+        if name != "ao":  # its gradients travel as FSDP2 has it
+            shares[f"{name} gradients"] = counted["all_to_all"] / plain["reduce_scatter"]
+            assert shares[f"{name} gradients"] <= 0.51 and not counted["reduce_scatter"], shares
+    return shares
+
+
+def check_plain_gradients_on_request():
+    for spec in (FP8RecipeKwargs(backend="msamp:O2", gradient_comm="plain"), "native:dynamic"):
+        counted = _bytes_of_a_step(spec)
+        assert counted["reduce_scatter"] and not counted["all_to_all"]
+
+
+def check_another_torch_is_named():
+    """The reduce-scatter's base class is private to torch: without it FP8 gradients are refused, plain ones not."""
+    base = fsdp_api.ReduceScatter
+    fsdp2._reduce_scatter_class.cache_clear()
+    try:
+        del fsdp_api.ReduceScatter
+        prepared("native:dynamic")
+        try:
+            prepared("msamp:O2")
+        except FP8BackendError as error:
+            assert torch.__version__ in str(error) and 'gradient_comm="plain"' in str(error)
+        else:
+            raise AssertionError("connected to nothing")
+    finally:
+        fsdp_api.ReduceScatter = base
+
+
+def check_state_dicts_are_plain():
+    """Out: plain DTensors with the master's precision. In: into any other level, by value."""
+    for level in LEVELS:
+        model, optimizer = prepared(f"msamp:{level}")
+        train(model, optimizer, 2)
+        saved = model.state_dict()
+        assert all(type(local_part(value)) is torch.Tensor for value in saved.values())
+        if level == "O3":
+            local = local_part(model.mix.weight)
+            assert torch.equal(local_part(saved["mix.weight"]), local.master.dequantize())
+            assert not torch.equal(local_part(saved["mix.weight"]), local.dequantize())
+        other, _ = prepared("msamp:O1" if level == "O3" else "msamp:O3")
+        other.load_state_dict(saved)
+        for name, value in other.state_dict().items():  # FP16 either way
+            assert torch.equal(whole(value), whole(saved[name])), (level, name)
+        for name, p in other.named_parameters():
+            if isinstance(local_part(p), ScaledTensor):
+                assert same_on_all_ranks(local_part(p)._scale_inv), name
+        ids = batches(1)[0]
+        assert abs(mean(loss_of(model, ids)) - mean(loss_of(other, ids))) < 1e-6
+        stock = Net()
+        stock.load_state_dict({name: whole(value) for name, value in saved.items()})
+        assert torch.equal(stock.mix.weight, whole(saved["mix.weight"]))
+
+
+def check_loading_after_a_forward():
+    """FSDP2 leaves the root gathered after a forward; what is loaded goes into the shards all the same."""
+    model, _ = prepared("msamp:O3")
+    saved = model.state_dict()
+    other, optimizer = prepared("msamp:O3")
+    train(other, optimizer, 2)
+    with torch.no_grad():
+        loss_of(other, batches(1)[0])
+    other.load_state_dict(saved)
+    assert all(torch.equal(whole(value), whole(saved[name])) for name, value in other.state_dict().items())
+
+
+def check_frozen_and_tied_weights_stay():
+    for spec in ("msamp:O2", "msamp:O3"):
+        model, optimizer = prepared(spec)
+        before = whole(model.state_dict()["frozen.weight"])
+        train(model, optimizer, 3)
+        assert torch.equal(whole(model.state_dict()["frozen.weight"]), before)
+        assert model.head.weight is model.embedding.weight
+
+
+def check_eval_in_between_changes_nothing():
+    model, optimizer = prepared("msamp:O3")
+    train(model, optimizer, 2)
+    saved = {name: whole(value) for name, value in model.state_dict().items()}
+    model.eval()
+    with torch.no_grad():
+        loss_of(model, batches(1)[0])
+    model.train()
+    assert all(torch.equal(whole(value), saved[name]) for name, value in model.state_dict().items())
+    train(model, optimizer, 1)
+
+
+def check_what_is_sharded_too_early_is_refused_by_name():
+    for spec, text in (("msamp:O2", "then fully_shard"), (GATHERED_BY_AO, "before fully_shard")):
+        torch.manual_seed(0)
+        model = shard(Net(80))
+        try:
+            fp8_backends.prepare(model, torch.optim.AdamW(model.parameters()), spec)
+        except FP8BackendError as error:
+            assert text in str(error) and "weight" in str(error), error
+        else:
+            raise AssertionError(spec)
+        assert not any("FP8" in type(module).__name__ for module in model.modules()), "nothing has changed"
+    unsharded, _ = prepared(GATHERED_BY_AO, 80, sharded=False)
+    try:
+        loss_of(unsharded, batches(1)[0])
+    except FP8BackendError as error:
+        assert "not sharded" in str(error)
+    else:
+        raise AssertionError("trained without FSDP2")
+
+
+# On four ranks
+
+
+def hybrid_mesh():
+    """Two replicas of two shards: all ranks have the same scales, and replicas the same bytes."""
+    for spec in ("msamp:O3", "native:delayed"):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+        model, optimizer = prepared(spec, mesh=mesh)
+        losses = train(model, optimizer, 8)
+        assert losses[-1] < losses[0] - 0.5, losses
+        for name, parameter in model.named_parameters():
+            local = local_part(parameter)
+            assert not isinstance(local, ScaledTensor) or same_on_all_ranks(local._scale_inv), name
+            replica = local.dequantize() if isinstance(local, ScaledTensor) else local
+            assert same_on_all_ranks(replica.detach(), mesh.get_group("replicas")), name
+
+
+# Elastic: written by two ranks, read by one, two and four
+
+
+FOLDER = Path(os.environ.get("FSDP2_CHECKPOINTS", "."))
+
+
+def write_checkpoints():
+    losses = {}
+    for level in LEVELS:
+        model, optimizer = prepared(f"msamp:{level}")
+        train(model, optimizer, 5)
+        weights, states = get_state_dict(model, optimizer)
+        dcp.save({"model": weights, "optimizer": states}, checkpoint_id=FOLDER / level)
+        losses[level] = train(model, optimizer, 4, seed=1)
+    return losses
+
+
+def read_checkpoints():
+    """The losses that follow. The weights are those that were saved, whatever the number of ranks."""
+    losses = {}
+    for level in LEVELS:
+        model, optimizer = prepared(f"msamp:{level}", lr=1.0)  # the saved one counts
+        train(model, optimizer, 1, seed=7)
+        weights, states = get_state_dict(model, optimizer)
+        saved = {"model": weights, "optimizer": states}
+        dcp.load(saved, checkpoint_id=FOLDER / level)
+        set_state_dict(model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
+        for name, value in model.state_dict().items():
+            assert torch.equal(whole(value), whole(saved["model"][name])), name
+        losses[level] = train(model, optimizer, 4, seed=1)
+    return losses
+
+
+if __name__ == "__main__":
+    ranks.main(globals())

@@ -1,0 +1,475 @@
+"""Optimizers on several ranks: what they compute, keep, save and load, against one rank that has everything."""
+
+import copy
+import tempfile
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import InitProcessGroupKwargs
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import fp8_backends
+from fp8_backends.comm import zero
+from fp8_backends.errors import FP8BackendError
+from fp8_backends.scaled_tensor import ScaledTensor
+from fp8_backends.sharded_tensor import local_part
+from fp8_backends.states.adamw import StateRule, adopt
+from fp8_backends.states.levels import MOMENTS, stored, stored_shards
+
+SCALED = [(65, 64), (1, 64), (64, 128)]  # uneven over ranks; all but one rank empty; even
+PLAIN = [(66, 64), (64,)]  # an embedding, whose states are scaled, and a norm
+
+
+def rule(level: str, rounding: str = "stochastic", block: int = 0) -> StateRule:
+    return StateRule(level, *MOMENTS[level], block if level != "O1" else 0, rounding)
+
+
+def values(shape: tuple[int, ...], seed: int, spread: float = 0.02) -> torch.Tensor:
+    """Of rows that differ in size, so that every rank sees another amax."""
+    made = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * spread
+    return made * torch.linspace(0.1, 3, shape[0]).view(-1, *[1] * (len(shape) - 1))
+
+
+def adam(parameters, states: StateRule, cls=torch.optim.AdamW) -> torch.optim.Optimizer:
+    optimizer = cls(parameters, 1e-3, weight_decay=0.1)
+    adopt(optimizer, states)
+    return optimizer
+
+
+def alone(level: str, states: StateRule, cls=torch.optim.AdamW) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
+    scaled = [nn.Parameter(stored(values(shape, i), level)) for i, shape in enumerate(SCALED)]
+    parameters = scaled + [nn.Parameter(values(shape, 50 + i)) for i, shape in enumerate(PLAIN)]
+    for p in scaled:
+        p.register_post_accumulate_grad_hook(Reduces())
+    return parameters, adam(parameters, states, cls)
+
+
+class Reduces:
+    """In place of what takes gradients to other ranks: the tests give all ranks the same ones."""
+
+    reduces = True
+
+    def __call__(self, weight: torch.Tensor) -> None:
+        pass
+
+
+def sharded(level: str, states: StateRule, cls=torch.optim.AdamW, lies=None) -> tuple[list, torch.optim.Optimizer]:
+    lies = lies or over_all_ranks()
+    shards = [shard(values(shape, i), *lies) for i, shape in enumerate(SCALED)]
+    scaled = [nn.Parameter(stored_shards(each, level)) for each in shards]
+    parameters = scaled + [nn.Parameter(shard(values(shape, 50 + i), *lies)) for i, shape in enumerate(PLAIN)]
+    return parameters, adam(parameters, states, cls)
+
+
+def over_all_ranks() -> tuple:
+    return init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(0)]
+
+
+def over_half_of_the_ranks() -> tuple:
+    """Twice, as under HSDP."""
+    return init_device_mesh("cpu", (2, dist.get_world_size() // 2)), [Replicate(), Shard(0)]
+
+
+def shard(whole: torch.Tensor, mesh, placements) -> DTensor:
+    return distribute_tensor(whole, mesh, placements, src_data_rank=None)
+
+
+def step(parameters: list[nn.Parameter], optimizer, seed: int, bad: float | None = None) -> None:
+    """One step with the same gradients on every rank; with a number that is not finite in the last row of the first."""
+    for i, p in enumerate(parameters):
+        gradient = values(tuple(p.shape), 100 * seed + i)
+        if bad is not None and i in (0, 3):
+            gradient[-1, 3] = bad
+        p.grad = shard(gradient, p.device_mesh, p.placements) if isinstance(p, DTensor) else gradient
+    optimizer.step()
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All values of a parameter or state, FP32."""
+    if isinstance(tensor, DTensor):
+        local = plain(tensor._local_tensor)
+        like = DTensor.from_local(
+            local, tensor.device_mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride(), run_check=False
+        )
+        return like.full_tensor()
+    return plain(tensor)
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    return tensor.dequantize(torch.float32) if isinstance(tensor, ScaledTensor) else tensor
+
+
+def assert_same(ours: tuple, theirs: tuple) -> None:
+    """(parameters, optimizer) twice: weights, masters and states equal to the bit, as values."""
+    for i, (p, q) in enumerate(zip(ours[0], theirs[0], strict=True)):
+        assert torch.equal(whole(p), whole(q)), f"weight {i}"
+        a, b = ours[1].state[p], theirs[1].state[q]
+        assert a.keys() == b.keys(), (a.keys(), b.keys())
+        for name in a:
+            assert torch.equal(whole(a[name]), whole(b[name])), f"{name} of {i}"
+
+
+def check_shards_step_as_one_rank_does():
+    for level in MOMENTS:
+        for rounding in ("nearest", "stochastic"):
+            states = rule(level, rounding)
+            ours, reference = sharded(level, states), alone(level, states)
+            hybrid = sharded(level, states, lies=over_half_of_the_ranks())
+            for seed in range(4):
+                for each in (ours, hybrid, reference):
+                    step(*each, seed)
+            assert_same(ours, reference)
+            assert_same(hybrid, reference)
+            for p in ours[0][:3]:
+                scales = [torch.empty(()) for _ in range(dist.get_world_size())]
+                dist.all_gather(scales, local_part(p)._scale_inv)
+                assert all(torch.equal(scale, scales[0]) for scale in scales)
+
+
+def check_blocks_of_shards_step_as_one_rank_does():
+    states = rule("O2", block=128)
+    ours, reference = sharded("O2", states), alone("O2", states)
+    for seed in range(3):
+        step(*ours, seed)
+        step(*reference, seed)
+    assert torch.equal(whole(ours[0][2]), whole(reference[0][2]))  # rows of 128: the blocks are the same
+    assert ours[1].state[ours[0][2]]["exp_avg"]._local_tensor.block_size == 128
+
+
+def check_a_gradient_that_is_not_finite_on_one_rank_counts_as_zero_on_all():
+    for bad in (float("inf"), float("nan")):
+        states = rule("O2")
+        ours, reference = sharded("O2", states), alone("O2", states)
+        for seed, number in ((0, None), (1, bad), (2, None)):
+            step(*ours, seed, number)
+            step(*reference, seed, number)
+        assert_same(ours, reference)
+        assert all(torch.isfinite(whole(p)).all() for p in ours[0])
+
+
+def check_gradients_that_stay_on_a_rank_are_refused():
+    recipe = fp8_backends.resolve({"backend": "msamp:O2", "on_unproven": "warn"})
+    model = nn.Sequential(nn.Linear(64, 32))
+    model, optimizer = fp8_backends.prepare(model, torch.optim.AdamW(model.parameters()), recipe)
+    before = whole(model[0].weight)
+    model(torch.randn(16, 64)).square().mean().backward()
+    with pytest.raises(FP8BackendError, match=r"\(32, 64\) do not travel .* prepare the DDP-wrapped model again"):
+        optimizer.step()
+    assert torch.equal(whole(model[0].weight), before) and not optimizer.state
+
+
+# Checkpoints of shards
+
+
+class Holder(nn.Module):
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__()
+        self.of = nn.ParameterList(parameters)
+
+
+def trained(level: str, make=None, seeds=range(3), **options) -> tuple:
+    ours = (make or sharded)(level, rule(level), **options)
+    for seed in seeds:
+        step(*ours, seed)
+    return ours
+
+
+def check_sharded_checkpoints_load_on_other_meshes():
+    for level in MOMENTS:
+        ours = trained(level)
+        folder = [tempfile.mkdtemp()] if dist.get_rank() == 0 else [None]
+        dist.broadcast_object_list(folder)
+        saved = get_optimizer_state_dict(Holder(ours[0]), ours[1])
+        assert all(type(local_part(v)) is torch.Tensor for of in saved["state"].values() for v in of.values())
+        dcp.save({"optimizer": saved}, checkpoint_id=folder[0])
+        for lies in (over_all_ranks(), over_half_of_the_ranks()):
+            theirs = sharded(level, rule(level), lies=lies)
+            template = get_optimizer_state_dict(Holder(theirs[0]), theirs[1])
+            dcp.load({"optimizer": template}, checkpoint_id=folder[0])
+            set_optimizer_state_dict(Holder(theirs[0]), theirs[1], template)
+            assert_same_states(ours, theirs)
+            assert all(state["step"] == 3 for state in theirs[1].state.values())
+
+
+def check_whole_checkpoints_load_into_shards_and_back():
+    for level in MOMENTS:
+        one = trained(level, alone)
+        ours = sharded(level, rule(level))
+        ours[1].load_state_dict(copy.deepcopy(one[1].state_dict()))
+        assert_same_states(one, ours)
+        back = alone(level, rule(level))
+        back[1].load_state_dict(ours[1].state_dict())
+        assert_same_states(one, back)
+
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        whole_one = get_optimizer_state_dict(Holder(ours[0]), ours[1], options=options)
+        assert bool(whole_one) is (dist.get_rank() == 0)
+        theirs = sharded(level, rule(level))
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_optimizer_state_dict(Holder(theirs[0]), theirs[1], whole_one, options=options)
+        assert_same_states(one, theirs)
+        if level == "O3":  # whose states hold the master of a weight
+            assert all(torch.equal(whole(p), whole(q)) for p, q in zip(one[0][:3], theirs[0][:3], strict=True))
+            step(*theirs, 7)
+            step(*one, 7)
+            assert all(torch.equal(whole(p), whole(q)) for p, q in zip(one[0][:3], theirs[0][:3], strict=True))
+
+
+def check_states_of_a_stock_adam_load_into_shards():
+    parameters = [nn.Parameter(values(shape, i)) for i, shape in enumerate([*SCALED, *PLAIN])]
+    stock = torch.optim.AdamW(parameters, 1e-3)
+    step(parameters, stock, 0)
+    one, ours = alone("O2", rule("O2")), sharded("O2", rule("O2"))
+    for optimizer in (one[1], ours[1]):
+        optimizer.load_state_dict(stock.state_dict())
+    assert_same_states(one, ours)
+
+
+def check_an_optimizer_is_adopted_after_steps_and_a_change_of_its_parameters():
+    """As Accelerate does it: states are there already, and parameters become others, shards, in place."""
+    parameters = [nn.Parameter(values(shape, i)) for i, shape in enumerate([*SCALED, *PLAIN])]
+    stock = torch.optim.AdamW(parameters, 1e-3, weight_decay=0.1)
+    step(parameters, stock, 0)
+    one = alone("O2", rule("O2"))
+    one[1].load_state_dict(stock.state_dict())
+    shards = [
+        nn.Parameter(stored_shards(shard(values(shape, i), *over_all_ranks()), "O2")) for i, shape in enumerate(SCALED)
+    ]
+    shards += [nn.Parameter(shard(values(shape, 50 + i), *over_all_ranks())) for i, shape in enumerate(PLAIN)]
+    for old, new in zip(parameters, shards, strict=True):
+        stock.state[new] = stock.state.pop(old)
+    stock.param_groups[0]["params"] = shards
+    adopt(stock, rule("O2"))
+    step(shards, stock, 1)
+    step(*one, 1)
+    assert_same((shards, stock), one)
+
+
+def assert_same_states(ours: tuple, theirs: tuple) -> None:
+    for i, (p, q) in enumerate(zip(ours[0], theirs[0], strict=True)):
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(whole(ours[1].state[p][name]), whole(theirs[1].state[q][name])), f"{name} of {i}"
+
+
+# Level O3 under DDP: masters and states shared out
+
+
+def under_ddp(level: str = "O3", seed: int = 0, lr: float = 1e-3, **fields) -> tuple[nn.Module, torch.optim.Optimizer]:
+    recipe = fp8_backends.resolve({"backend": f"msamp:{level}", **fields})
+    torch.manual_seed(seed)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)), nn.LayerNorm(64))
+    fp8_backends.prepare(model, None, recipe)
+    ddp = nn.parallel.DistributedDataParallel(model)
+    return fp8_backends.prepare(ddp, torch.optim.AdamW(ddp.parameters(), lr, weight_decay=0.1), recipe)
+
+
+def train(model: nn.Module, optimizer, seeds) -> list[float]:
+    losses = []
+    for seed in seeds:
+        x = values((16, 64), 1000 * dist.get_rank() + seed, 1.0)
+        loss = (model(x) - x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def bits(model: nn.Module) -> list[torch.Tensor]:
+    """Everything that the parameters store, but for masters."""
+    stored = [
+        (p._data.view(torch.uint8), p._scale_inv) if isinstance(p, ScaledTensor) else (p.data,)
+        for p in model.parameters()
+    ]
+    return [each.clone() for of in stored for each in of]
+
+
+def whole_state_dicts(model, optimizer, **options) -> tuple[dict, dict]:
+    with fp8_backends.whole_states(optimizer, **options):
+        return copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+
+
+def equal(a, b) -> bool:
+    """Whether two state dicts hold the same bits."""
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(equal, a, b))
+    if isinstance(a, ScaledTensor):
+        return equal(a._data, b._data) and equal(a._scale_inv, b._scale_inv)
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+    return a == b
+
+
+def check_shared_out_states_train_as_whole_ones_do():
+    model, optimizer = under_ddp()
+    reference, its_optimizer = under_ddp(shard_states=False)
+    assert optimizer.fp8_owners is not None and its_optimizer.fp8_owners is None
+    zero.MESSAGE, kept = 5000, zero.MESSAGE  # a weight has 4096 bytes: messages end inside of one
+    try:
+        assert train(model, optimizer, range(5)) == train(reference, its_optimizer, range(5))
+    finally:
+        zero.MESSAGE = kept
+    assert equal(bits(model), bits(reference))
+    weights, states = whole_state_dicts(model, optimizer)
+    assert equal(weights, reference.state_dict())
+    its_states = its_optimizer.state_dict()
+    assert equal(states["state"], its_states["state"]) and equal(states["param_groups"], its_states["param_groups"])
+    mine = [p for p in model.parameters() if isinstance(p, ScaledTensor) and p.master is not None]
+    assert len(mine) == 4 // dist.get_world_size()
+    assert {id(p) for p in optimizer.state if isinstance(p, ScaledTensor)} == set(map(id, mine))
+
+
+def check_shared_out_states_are_not_exported_in_part():
+    model, optimizer = under_ddp()
+    train(model, optimizer, range(1))
+    others = [p for p in model.parameters() if isinstance(p, ScaledTensor) and p.master is None]
+    for export in (optimizer.state_dict, model.state_dict, others[0].exact):
+        with pytest.raises(FP8BackendError, match="whole_states"):
+            export()
+    weights, states = whole_state_dicts(model, optimizer, receives=dist.get_rank() == 0)
+    for value in weights.values():
+        assert dist.get_rank() > 0 if value.is_meta else value.isfinite().all()
+    assert len(states["state"]) == len(list(model.parameters())) - len(others) * (dist.get_rank() > 0)
+    assert all(p.master is None for p in others)
+    assert train(model, optimizer, range(1, 3))[-1] > 0
+
+
+def check_shared_out_states_resume_to_the_bit():
+    """Also in a run that shares nothing out. In its first 16 steps the window rule scales just in time, so that the
+    states of the activations' scales, which travel with Accelerate's checkpoints, do not matter."""
+    model, optimizer = under_ddp()
+    train(model, optimizer, range(3))
+    saved = whole_state_dicts(model, optimizer)
+    losses = train(model, optimizer, range(3, 6))
+    for fields in ({}, {"shard_states": False}):
+        other, resumed = under_ddp(seed=5, **fields)
+        weights, states = copy.deepcopy(saved)
+        other.load_state_dict(weights)
+        resumed.load_state_dict(states)
+        assert equal(whole_state_dicts(other, resumed), saved)
+        assert train(other, resumed, range(3, 6)) == losses
+        assert equal(whole_state_dicts(other, resumed), whole_state_dicts(model, optimizer))
+        assert all(resumed._steps(p) for p in resumed.state)
+
+
+def check_new_values_are_the_same_weights_on_all_ranks():
+    """The owner rounds to FP16 before it rounds to FP8, and so does everyone else."""
+    model, _ = under_ddp()
+    shapes = {name: value.shape for name, value in under_ddp(shard_states=False)[0].state_dict().items()}
+    model.load_state_dict({name: values(tuple(shape), i) for i, (name, shape) in enumerate(shapes.items())})
+    for mine in bits(model):
+        every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(every, mine)
+        assert all(torch.equal(each, every[0]) for each in every)
+
+
+def accelerated(**fields) -> tuple[Accelerator, nn.Module, torch.optim.Optimizer]:
+    AcceleratorState._reset_state(True)
+    handlers = [fp8_backends.MSAMPRecipeKwargs(opt_level="O3", **fields), InitProcessGroupKwargs(backend="gloo")]
+    accelerator = Accelerator(mixed_precision="fp8", kwargs_handlers=handlers)
+    torch.manual_seed(dist.get_rank())
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)), nn.LayerNorm(64))
+    return accelerator, *accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 1e-3))
+
+
+def check_accelerate_saves_and_loads_what_is_shared_out():
+    folders = [tempfile.mkdtemp()] if dist.get_rank() == 0 else [None]
+    dist.broadcast_object_list(folders)
+    accelerator, model, optimizer = accelerated()
+    assert optimizer.optimizer.fp8_owners is not None
+    train(model, optimizer, range(3))
+    saved = whole_state_dicts(model.module, optimizer)
+    accelerator.save_state(folders[0])
+    accelerator.save_model(model, f"{folders[0]}/export")
+    exported = accelerator.get_state_dict(model)
+    accelerator.wait_for_everyone()
+    assert equal(dict(exported), dict(saved[0]))  # on every rank
+    on_disk = load_file(f"{folders[0]}/export/model.safetensors")
+    assert equal(dict(sorted(on_disk.items())), dict(sorted(saved[0].items())))
+    losses = train(model, optimizer, range(3, 5))
+    for fields in ({}, {"shard_states": False}):
+        accelerator, model, optimizer = accelerated(**fields)
+        train(model, optimizer, range(7, 9))
+        accelerator.load_state(folders[0])
+        assert equal(dict(whole_state_dicts(model.module, optimizer)[0]), dict(saved[0]))
+        assert train(model, optimizer, range(3, 5)) == losses
+
+
+# What they weigh, and gradients in shards
+
+
+def sharded_model(level: str, **fields) -> tuple[nn.Module, torch.optim.Optimizer]:
+    recipe = fp8_backends.resolve({"backend": f"msamp:{level}", **fields})
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(4)))
+    fp8_backends.prepare(model, None, recipe)
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    return fp8_backends.prepare(model, torch.optim.AdamW(model.parameters(), 1e-3), recipe)
+
+
+def check_bytes_of_an_element_on_each_rank():
+    """O2 in shards: 6/N. O3 under DDP: 2 + 5/N. Within 2 %: scales come on top."""
+    count = dist.get_world_size()
+    model, optimizer = sharded_model("O2")
+    model(torch.randn(16, 128)).square().mean().backward()
+    optimizer.step()
+    sharded_bytes = fp8_backends.audit(model, optimizer).bytes_per_element
+    assert abs(sharded_bytes["total"] / (6 / count) - 1) < 0.02, sharded_bytes
+    model, optimizer = under_ddp()
+    x = torch.randn(16, 64)
+    (model(x) - x).square().mean().backward()
+    optimizer.step()
+    shared_out_bytes = fp8_backends.audit(model, optimizer).bytes_per_element
+    assert abs(shared_out_bytes["total"] / (2 + 5 / count) - 1) < 0.02, shared_out_bytes
+    return {"O2 under FSDP2": sharded_bytes, "O3 under DDP": shared_out_bytes}
+
+
+def check_gradients_in_shards_are_clipped_and_zeroed():
+    model, optimizer = sharded_model("O2")
+    (100 * model(values((16, 128), dist.get_rank(), 1.0)).square().mean()).backward()
+    gradients = [p.grad for p in model.parameters()]
+    assert all(isinstance(gradient._local_tensor, ScaledTensor) for gradient in gradients)
+    norm = torch.stack([whole(gradient).norm() for gradient in gradients]).norm()
+    total = torch.nn.utils.clip_grad_norm_(model.parameters(), norm.item() / 10)
+    total = total.full_tensor() if isinstance(total, DTensor) else total
+    torch.testing.assert_close(total, norm, rtol=1e-5, atol=0)  # sums in FP32
+    clipped = torch.stack([whole(p.grad).norm() for p in model.parameters()]).norm()
+    torch.testing.assert_close(clipped, norm / 10, rtol=1e-5, atol=0)
+    optimizer.zero_grad(set_to_none=False)
+    assert all(not whole(p.grad).any() for p in model.parameters())
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+
+
+def check_states_of_a_new_model_are_made_before_its_first_step():
+    """`torch.distributed.checkpoint` takes an empty step to have states to load into: no FP8 need be proven in it."""
+    model, optimizer = sharded_model("O3")
+    before = [whole(p) for p in model.parameters()]
+    states = get_optimizer_state_dict(model, optimizer)
+    assert len(states["state"]) == 4 and all("master_weight" in state for state in states["state"].values())
+    assert all(torch.equal(a, whole(b)) for a, b in zip(before, model.parameters(), strict=True))
+    model(torch.randn(16, 128)).square().mean().backward()
+    optimizer.step()
+
+
+if __name__ == "__main__":
+    ranks.main(globals())

@@ -1,0 +1,73 @@
+"""Levels and FP8 communication under DDP, on 2 and 4 ranks."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from ranks import report, run
+from torch import nn
+
+import fp8_backends
+from fp8_backends.comm.ignore_list import IGNORE_LIST, refuse_nothing_left
+from fp8_backends.conversion import restore
+from fp8_backends.errors import FP8BackendError
+
+ON_FOUR_RANKS = (
+    "check_microbatches_are_summed_in_fp32_and_travel_once",
+    "check_weights_unused_on_some_ranks_or_on_all_and_keyword_only_inputs",
+    "check_uneven_inputs",
+    "check_ddp_of_some_ranks_talks_to_these_alone_and_waits_as_long_as_ddp",
+    "check_bytes_that_a_rank_sends",
+)
+
+
+@pytest.mark.slow
+def test_ddp_on_two_ranks(subtests):
+    report(subtests, run("ddp_checks.py", 2))
+
+
+@pytest.mark.slow
+def test_ddp_on_four_ranks(subtests):
+    report(subtests, run("ddp_checks.py", 4, *ON_FOUR_RANKS))
+
+
+def prepared(spec: str = "msamp:O2") -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32, bias=False))
+    return fp8_backends.prepare(model, None, spec)[0]
+
+
+def test_a_prepared_model_names_what_ddp_shall_leave_alone():
+    of_level, of_o0 = getattr(prepared(), IGNORE_LIST), getattr(prepared("native:dynamic"), IGNORE_LIST)
+    assert {"0.weight", "1.weight", "0.fp8_products", "0.fp8_scaling"} <= set(of_level)
+    assert "0.fp8_products" in of_o0 and "0.weight" not in of_o0 and "0.bias" not in of_level
+
+
+def test_a_model_that_is_turned_back_is_ddp_s_again():
+    model = prepared()
+    restore(model)
+    assert not hasattr(model, IGNORE_LIST) and not any(hasattr(p, "_ddp_ignored") for p in model.parameters())
+    with_a_list = nn.Sequential(nn.Linear(32, 32))
+    setattr(with_a_list, IGNORE_LIST, ["0.bias"])
+    fp8_backends.prepare(with_a_list, None, "msamp:O2")
+    assert {"0.bias", "0.weight"} <= set(copy.deepcopy(getattr(with_a_list, IGNORE_LIST)))
+    restore(with_a_list)
+    assert getattr(with_a_list, IGNORE_LIST) == ["0.bias"]
+
+
+def test_a_model_without_a_plain_parameter_is_refused_with_what_to_do():
+    model = prepared()
+    refuse_nothing_left(model)  # a bias is left
+    model[0].bias.requires_grad_(False)
+    with pytest.raises(FP8BackendError, match="exclude"):
+        refuse_nothing_left(model)
+    refuse_nothing_left(model.requires_grad_(False))  # nothing trains: no DDP
+
+
+def test_one_process_needs_no_connection():
+    model = prepared()
+    optimizer = torch.optim.AdamW(model.parameters())
+    fp8_backends.prepare(model, optimizer, "msamp:O2")
+    model(torch.randn(4, 32)).sum().backward()
+    optimizer.step()

@@ -1,0 +1,51 @@
+"""FSDP2: every compute and level, sharded over ranks; by `fully_shard` alone, and through Accelerate."""
+
+from __future__ import annotations
+
+import pytest
+from ranks import report, run
+
+LARGEST_GAP = 0.01
+"""Nats between a run on one rank and the same data on several. What differs: gradients are rounded to E4M3 on the wire
+(0.026 relative L2, unbiased), and dynamic scales follow half a batch. Both act as noise in a gradient that is rounded
+to E4M3 and E5M2 anyway; 0.01 is what the final loss may differ from bf16."""
+
+
+@pytest.mark.slow
+def test_fsdp2(subtests):
+    on_two = run("fsdp2_checks.py", 2)
+    report(subtests, on_two)
+    on_one = run("fsdp2_checks.py", 1, "check_losses")
+    report(subtests, on_one)
+    for backend, losses in on_one["check_losses"]["figures"].items():
+        with subtests.test(f"{backend}: losses as on one rank for 50 steps"):
+            sharded = on_two["check_losses"]["figures"][backend]
+            gaps = [abs(a - b) for a, b in zip(losses, sharded, strict=True)]
+            assert len(gaps) == 50 and max(gaps) <= LARGEST_GAP, max(gaps)
+            assert losses[-1] < 0.1 < 4 < losses[0], "it learns"
+
+
+@pytest.mark.slow
+def test_fsdp2_through_accelerate(subtests):
+    report(subtests, run("fsdp2_accelerate_checks.py", 2))
+
+
+@pytest.mark.slow
+def test_fsdp2_on_a_hybrid_mesh(subtests):
+    for file in ("fsdp2_checks.py", "fsdp2_accelerate_checks.py"):
+        report(subtests, run(file, 4, "hybrid_mesh"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("writers", "readers"), [(2, 1), (2, 4), (1, 2)])
+def test_a_checkpoint_of_some_ranks_resumes_on_others(writers, readers, subtests, tmp_path):
+    folder = {"FSDP2_CHECKPOINTS": str(tmp_path)}
+    written = run("fsdp2_checks.py", writers, "write_checkpoints", **folder)
+    report(subtests, written)
+    read = run("fsdp2_checks.py", readers, "read_checkpoints", **folder)
+    report(subtests, read)
+    for level, losses in written["write_checkpoints"]["figures"].items():
+        with subtests.test(f"{level} goes on as it would have"):
+            resumed = read["read_checkpoints"]["figures"][level]
+            assert max(abs(a - b) for a, b in zip(losses, resumed, strict=True)) <= LARGEST_GAP
+            assert abs(losses[0] - resumed[0]) <= 1e-4, "before any gradient was reduced over other ranks"

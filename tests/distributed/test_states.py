@@ -1,0 +1,14 @@
+"""Optimizers on several ranks: one run of all checks on 2 ranks, and what an element weighs on 4."""
+
+import pytest
+from ranks import report, run
+
+pytestmark = pytest.mark.slow
+
+
+def test_states_on_two_ranks(subtests):
+    report(subtests, run("states_checks.py", 2))
+
+
+def test_bytes_on_four_ranks(subtests):
+    report(subtests, run("states_checks.py", 4, "check_bytes_of_an_element_on_each_rank"))
