@@ -13,6 +13,9 @@ O3     scaled E4M3  scaled FP16      scaled FP16 (`master_weight`), cast to E4M3
 
 The step computes in FP32 and rounds what it stores with this step's amax (`kernels/compiled.py`). Plain FP32 parameters
 with FP32 states (O1, or tensors of fewer than 4096 elements) are left to PyTorch's own implementation.
+
+On several ranks a step computes on what lies there: its shards under FSDP2, with scales that the ranks agree on
+(`sharding.py`); all weights under DDP, but at O3 those that this rank owns (`Owners`).
 """
 
 from __future__ import annotations

@@ -66,6 +66,7 @@ def run_python(script: str, *launcher: str, timeout: int = 120, **environment: s
     repository = str(Path(fp8_backends.__file__).parent.parent)
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "FP8_"))}
     clean |= {"PYTHONPATH": repository, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    clean |= {"DS_ACCELERATOR": "cpu"}  # stock Accelerate imports DeepSpeed, which says which device it has found
     command = [*(launcher or (sys.executable,)), script]
     done = subprocess.run(
         command, env=clean | environment, capture_output=True, text=True, timeout=timeout, check=False
