@@ -293,7 +293,7 @@ class _LinearFunction(torch.autograd.Function):
         ctx.counts, ctx.state, ctx.rule, ctx.out_dtype = counts, state, rule, out_dtype
         ctx.x_shape, ctx.x_dtype, ctx.weight_dtype = x.shape, x.dtype, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        # no view, just as `F.linear`: FSDP2 warns of modules whose output is one, since a change in place undoes its hooks
+        # no view, as with `F.linear`: FSDP2 warns of an output that is one, since changing it in place loses its hooks
         return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], weight.shape[0]))
 
     @staticmethod
