@@ -34,6 +34,7 @@ RECOMPUTED = "recomputed"
 _BACKWARD_FUNCTION = 1  # torch::RecordScope::BACKWARD_FUNCTION
 _TRACING = ("PythonDispatchMode", "(dynamo_timed)")  # a compiler running operators on fake tensors
 _MARK, _AGAIN = "fp8_backends:", ":again"
+_BEGIN = "fp8_backends, from here on"
 
 
 class Layer(NamedTuple):
@@ -63,24 +64,46 @@ class ProductProfile:
     def start(self, take_over: bool = False) -> bool:
         """Begin to count. False when another profiler is active: PyTorch has one at a time.
 
-        `take_over` ends another `ProductProfile` without a result, such as one whose model was given up.
+        `take_over` ends another `ProductProfile` without a result, such as one whose model was given up. Its profiler
+        goes on in this one; what it has seen so far does not count.
+
+        No profiler may be started where one was stopped just before. Hooks of a forward under DDP and of an
+        optimizer's step run inside a `record_function` range. When that range ends and a profiler is active, PyTorch
+        notes the time in the event of the profiler that saw it begin: in memory that belongs to somebody else by then.
         """
+        taken, active = None, torch._C._autograd._profiler_enabled()
         if take_over and (other := _running_profile()) is not None and not other.keep:
-            other.abandon()
-        if torch._C._autograd._profiler_enabled():
+            taken = other._hand_over() if active else other.abandon()  # somebody else's profiler has ended it
+        elif active:
             return False
-        self._profiler = profile(use_kineto=True, record_shapes=True)
+        self._profiler = taken or profile(use_kineto=True, record_shapes=True)
         hooks = []
         for index, layer in enumerate(self.layers):
             mark = _Mark(index)
             hooks.append(layer.module.register_forward_pre_hook(mark))
             hooks.append(layer.module.register_forward_hook(mark, always_call=True))
-        with _without_profiler_messages():
-            self._profiler.__enter__()
+        if taken is None:
+            with _without_profiler_messages():
+                self._profiler.__enter__()
+        else:
+            self.restart()
         self._end = weakref.finalize(self, _end, self._profiler, hooks)
         self.running = True
         _remember(self)
         return True
+
+    def restart(self) -> None:
+        """Forget what was counted so far."""
+        with record_function(_BEGIN):
+            pass
+
+    def _hand_over(self) -> profile:
+        """End without a result, with the profiler left running."""
+        _, _, (profiler, hooks), _ = self._end.detach()
+        for hook in hooks:
+            hook.remove()
+        self.running, self._profiler = False, None
+        return profiler
 
     def stop(self) -> None:
         """End counting and write each layer's counts into its `results`."""
@@ -92,9 +115,10 @@ class ProductProfile:
 
     def abandon(self) -> None:
         """End without a result."""
-        self.running = False
-        self._profiler = None
-        self._end()
+        if self.running:
+            self.running = False
+            self._profiler = None
+            self._end()
 
     def _count(self, events: list[_Event]) -> list[ProductCounts]:
         counts = [ProductCounts() for _ in self.layers]
@@ -196,7 +220,9 @@ def _read_events(profiler: profile) -> list[_Event]:
     `profile.function_events` has the same and more, at thirty times the cost.
     """
     raw = profiler.kineto_results.events()
-    events = [_Event(e) for e in raw if e.device_type() == DeviceType.CPU and e.start_thread_id() == e.end_thread_id()]
+    began = max((e.start_ns() for e in raw if e.name() == _BEGIN), default=0)
+    on_host = (e for e in raw if e.device_type() == DeviceType.CPU and e.start_thread_id() == e.end_thread_id())
+    events = [_Event(e) for e in on_host if e.start_ns() >= began]
     stacks: dict[int, list[_Event]] = defaultdict(list)
     events.sort(key=lambda event: (event.start, -event.end))
     for event in events:

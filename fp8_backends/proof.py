@@ -98,10 +98,10 @@ class FirstStep:
             arrived = [new is not None and new != old for new, old in zip(gradients, self.gradients, strict=True)]
             if all(arrived):
                 self.profile.stop()  # the first of several microbatches tells enough
-            if any(arrived):
-                return
-            self.profile.abandon()  # a forward without a backward was no training
-            self.profile = self.began = None
+            if not any(arrived):
+                self.profile.restart()  # a forward without a backward was no training
+                self.gradients = gradients
+            return
         if self.profile is None:
             self._start_profile(take_over=True)
         if self.profile is not None and self.began is None:
@@ -112,11 +112,12 @@ class FirstStep:
             return
         self.steps += 1
         self._record_gradient_dtypes()
-        if self.profile is not None and self.profile.running:
+        stopped = self.profile is not None and self.profile.running
+        if stopped:
             self.profile.stop()
         if self.layers and (self.profile is None or not self.profile.complete):
             self.profile = self.began = None
-            if not self._start_profile() and self.steps == 1 and foreign_profiler_runs():
+            if not stopped and not self._start_profile() and self.steps == 1 and foreign_profiler_runs():
                 logger.warning("another profiler is active: the proof that FP8 runs waits until it has stopped")
             return
         counts = [count_products(root, prepared) for _, root, prepared in self.roots]

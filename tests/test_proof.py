@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fp8_backends import auditing, preparation, recipes
+from fp8_backends import auditing, preparation, profiling, recipes
 from fp8_backends.errors import FP8BackendError
 
 BACKENDS = ("ao:tensorwise", "native:dynamic")
@@ -264,3 +264,18 @@ def test_profiling_changes_no_number():
         torch.manual_seed(1)
         step(other, own_optimizer)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_one_profiler_sees_all_forwards_until_the_step(monkeypatch, capfd):
+    """A second one, started where the first was stopped, lets PyTorch write into memory that it has given back."""
+    started, enter = [], profiling.profile.__enter__
+    monkeypatch.setattr(profiling.profile, "__enter__", lambda self: started.append(self) or enter(self))
+    model, optimizer = prepared("ao:tensorwise")
+    for _ in range(3):
+        backward(model)
+        optimizer.zero_grad()
+    step(model, optimizer)
+    assert len(started) == 1
+    assert "3/3 Linear" in capfd.readouterr().err
+    products = auditing.audit(model).products  # of the last forward and its backward alone
+    assert {count["fprop"] for count in products.values()} == {1}

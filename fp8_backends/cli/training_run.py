@@ -201,9 +201,11 @@ class Run:
 
 
 def _values(parameter: torch.Tensor) -> torch.Tensor:
-    """The plain values on the CPU, a scaled weight's with all the precision that it keeps."""
-    exact = parameter.exact() if isinstance(parameter, ScaledTensor) else parameter.detach()
-    return exact.to("cpu", copy=True)
+    """The plain values on the CPU, a scaled weight's with all the precision that this rank has of it."""
+    values = parameter.detach()
+    if isinstance(parameter, ScaledTensor):
+        values = parameter.exact() if parameter.elsewhere is None else parameter.dequantize()
+    return values.to("cpu", copy=True)
 
 
 def inspect(settings: Settings, text: TrainingText, backend: str, fault: str | None) -> dict[str, Any]:

@@ -379,6 +379,26 @@ def check_a_backward_that_fails_leaves_no_trace():
     assert everything(ddp.module, optimizer) == everything(other.module, its_optimizer)
 
 
+def check_forwards_without_a_step_leave_the_gradients_alone():
+    """The proof of `ao` profiles inside DDP's own range: profilers that follow one another there would overwrite
+    activations."""
+    import fp8_backends
+
+    model = nn.Sequential(*(m for _ in range(6) for m in (nn.Linear(128, 352), nn.GELU(), nn.Linear(352, 128))))
+    optimizer = torch.optim.AdamW(model.parameters())
+    fp8_backends.prepare(model, optimizer, "ao:tensorwise")
+    ddp, x = DistributedDataParallel(model), torch.randn(512, 128)
+    expected = None
+    for _ in range(20):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = ddp(x).float().square().mean()
+        loss.backward()
+        gradients = [p.grad.clone() for p in model.parameters()]
+        expected = expected or gradients
+        assert all(map(torch.equal, gradients, expected))
+        optimizer.zero_grad()
+
+
 def check_compiled_ddp():
     for spec in ("msamp:O2", {"backend": "native:delayed", "amax_history_len": 4, "gradient_comm": "fp8"}):
         ddp, optimizer = wrapped(spec, mlp(), bucket_mb=25)
