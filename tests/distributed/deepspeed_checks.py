@@ -226,7 +226,7 @@ def check_weights_partitioned_at_birth_are_converted():
 
 def check_compiled_engines_train_and_prove_it():
     data = batches(3)
-    for backend, stage in (*_every_stage("native:delayed"), ("ao:tensorwise", 3)):
+    for backend, stage in (("native:delayed", 2), ("ao:tensorwise", 1)):  # the matrix has the other stages
         expected = train_alone(backend, data)
         with accelerator(stage, backend, dynamo_backend="aot_eager") as made, Said() as said:
             model = Blocks()

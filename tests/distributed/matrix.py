@@ -26,6 +26,10 @@ ENGINES = ("single", "DDP", "FSDP2", "ZeRO-1", "ZeRO-2", "ZeRO-3")
 ABILITIES = ("save", "resume", "clip", "accumulate", "compile")
 
 
+COMPILED_UNDER_ZERO = ("native:dynamic", "native:delayed", "ao:tensorwise")
+"""Compiling under DeepSpeed's hooks takes longest, and a layer's code is the same at each stage."""
+
+
 def refusal(backend: str, engine: str, ability: str) -> str | None:
     """What the error of a cell that is refused must say; None where the cell works."""
     if engine.startswith("ZeRO") and backend.startswith("msamp"):
@@ -188,14 +192,19 @@ def check_cell(backend: str, engine: str) -> dict:
         again = plain_state_dict(accelerator, model)
         assert all(torch.equal(weights[name], again[name]) for name in weights)
         assert train(accelerator, model, optimizer, data[8:]) == unbroken
+    EAGER[backend, engine] = losses
     return {"losses": losses}
 
 
+EAGER: dict[tuple[str, str], list[float]] = {}
+"""Losses of the cells that have run."""
+
+
 def check_compile(backend: str, engine: str) -> dict:
+    """After `check_cell` of the same cell, whose first losses it has to repeat."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    data = batches(4, *((0, 1) if engine == "single" else (rank, size)))
-    with prepared(backend, engine) as (accelerator, model, optimizer):
-        eager = train(accelerator, model, optimizer, data)
+    data = batches(12, *((0, 1) if engine == "single" else (rank, size)))[:4]
+    eager = EAGER[backend, engine][:4]
     with prepared(backend, engine, compiled=True) as (accelerator, model, optimizer):
         compiled = train(accelerator, model, optimizer, data)
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
@@ -226,5 +235,6 @@ def checks() -> dict:
                 made[name] = lambda b=backend, e=engine, m=message: check_refused(b, e, m)
             else:
                 made[name] = lambda b=backend, e=engine: check_cell(b, e)
-                made[f"{name}_compiled"] = lambda b=backend, e=engine: check_compile(b, e)
+                if not engine.startswith("ZeRO") or backend in COMPILED_UNDER_ZERO:
+                    made[f"{name}_compiled"] = lambda b=backend, e=engine: check_compile(b, e)
     return made

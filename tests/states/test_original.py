@@ -9,6 +9,7 @@ from importlib.machinery import ModuleSpec
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from level_steps import mlp
 
 import fp8_backends
@@ -49,6 +50,7 @@ def test_it_is_handed_over(stub_msamp):
 
 
 def test_accelerate_hands_it_over(stub_msamp):
+    AcceleratorState._reset_state(reset_partial_state=True)  # of another precision, where another test was before
     accelerator = Accelerator(mixed_precision="fp8", kwargs_handlers=[recipe()], cpu=True)
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters())

@@ -1,0 +1,121 @@
+"""Does training on several ranks end where bf16's ends, under DDP and under FSDP2?
+
+    python -m torch.distributed.run --nproc_per_node 2 benchmarks/distributed.py
+
+The small Llama and the text of `fp8-backends compare`, its seeds, schedule and held-out windows; each rank trains on
+its part of every batch. For each engine, bf16 and every backend: the held-out loss, its paired gap to bf16 under the
+same engine with a 95 % interval, and the bytes that one rank stores for an element of a converted weight.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import time
+
+import torch
+import torch.distributed as dist
+from measuring import table, write_json
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import fp8_backends
+from fp8_backends.cli.paired_gaps import LOSS_GAP_BOUND, paired_gap
+from fp8_backends.cli.settings import Settings, build_model, defaults
+from fp8_backends.cli.training_run import _schedule
+from fp8_backends.cli.training_text import TrainingText, load_text
+
+BACKENDS = "native:dynamic,native:delayed,native:rowwise,ao:tensorwise,msamp:O1,msamp:O2,msamp:O3"
+
+
+def wrap(model: torch.nn.Module, engine: str) -> torch.nn.Module:
+    if engine == "DDP":
+        return DistributedDataParallel(model)
+    for layer in model.model.layers:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def train(settings: Settings, text: TrainingText, backend: str, engine: str, seed: int) -> dict:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    model = build_model(settings, text.vocab_size, seed)
+    if backend != "bf16":
+        fp8_backends.prepare(model, None, backend)
+    wrapped = wrap(model, engine)
+    optimizer = torch.optim.AdamW(
+        wrapped.parameters(), lr=settings.lr, betas=(0.9, 0.99), weight_decay=settings.weight_decay
+    )
+    if backend != "bf16":
+        fp8_backends.prepare(wrapped, optimizer, backend)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, _schedule(settings))
+
+    def loss_of(network, tokens):
+        with torch.autocast(settings.device, torch.bfloat16):
+            return network(input_ids=tokens, labels=tokens).loss
+
+    start, wrapped = time.perf_counter(), wrapped.train()
+    for step, starts in enumerate(text.batches(settings.steps, settings.batch, settings.sequence, seed)):
+        loss_of(wrapped, text.windows(starts, settings.sequence).chunk(ranks)[rank]).backward()
+        torch.nn.utils.clip_grad_norm_(wrapped.parameters(), settings.clip)
+        if step == settings.steps - 1 and backend != "bf16":
+            stored = fp8_backends.audit(wrapped, optimizer).bytes_per_element
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    seconds, wrapped = time.perf_counter() - start, wrapped.eval()
+    windows = text.held_out_windows(settings.held_out_windows, settings.sequence).chunk(ranks)[rank]
+    with torch.no_grad():
+        total = sum(loss_of(wrapped, part).double() * len(part) for part in windows.split(settings.batch))
+    dist.all_reduce(total)
+    found = {"engine": engine, "backend": backend, "seed": seed, "held_out_loss": total.item() / (len(windows) * ranks)}
+    return found | {"seconds": seconds, "bytes_per_element": stored if backend != "bf16" else None}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backends", default=BACKENDS)
+    parser.add_argument("--engines", default="DDP,FSDP2")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    dist.init_process_group("gloo")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    values = defaults(False) | {"seeds": args.seeds, "steps": args.steps}
+    settings = Settings(**values, loss_gap_bound=LOSS_GAP_BOUND, device="cpu", nproc=dist.get_world_size())
+    text, runs = load_text(), []
+    for engine in args.engines.split(","):
+        for backend in ["bf16", *args.backends.split(",")]:
+            for seed in range(args.seeds):
+                runs.append(train(settings, text, backend, engine, seed))
+                gc.collect()
+                if dist.get_rank() == 0:
+                    print(engine, backend, seed, f"{runs[-1]['held_out_loss']:.4f}", flush=True)
+    if dist.get_rank() == 0:
+        report(args, runs)
+    dist.destroy_process_group()
+
+
+def report(args: argparse.Namespace, runs: list[dict]) -> None:
+    losses: dict = {}
+    for run in runs:
+        losses.setdefault((run["engine"], run["backend"]), {})[run["seed"]] = run["held_out_loss"]
+    rows, summaries = [], []
+    for (engine, backend), of in losses.items():
+        gap = paired_gap(of, losses[engine, "bf16"])
+        mean = sum(of.values()) / len(of)
+        stored = next(run["bytes_per_element"] for run in runs if (run["engine"], run["backend"]) == (engine, backend))
+        summaries.append(
+            {"engine": engine, "backend": backend, "loss": mean, "gap": gap.mean, "half_width": gap.half_width}
+        )
+        verdict = "" if backend == "bf16" else f"{gap} ({gap.verdict()})"
+        rows.append([engine, backend, f"{mean:.4f}", verdict, f"{stored['total']:.2f}" if stored else ""])
+    print(table(["engine", "backend", "held-out loss", "gap to bf16, nats", "bytes/element, one rank"], rows))
+    record = {"question": "held-out loss on several ranks", "ranks": dist.get_world_size(), "arguments": vars(args)}
+    write_json(args.json, record | {"summaries": summaries, "runs": runs})
+
+
+if __name__ == "__main__":
+    main()
