@@ -113,7 +113,8 @@ def report(args: argparse.Namespace, runs: list[dict]) -> None:
         verdict = "" if backend == "bf16" else f"{gap} ({gap.verdict()})"
         rows.append([engine, backend, f"{mean:.4f}", verdict, f"{stored['total']:.2f}" if stored else ""])
     print(table(["engine", "backend", "held-out loss", "gap to bf16, nats", "bytes/element, one rank"], rows))
-    record = {"question": "held-out loss on several ranks", "ranks": dist.get_world_size(), "arguments": vars(args) | {"json": None}}
+    arguments = vars(args) | {"json": None}
+    record = {"question": "held-out loss on several ranks", "ranks": dist.get_world_size(), "arguments": arguments}
     write_json(args.json, record | {"summaries": summaries, "runs": runs})
 
 
