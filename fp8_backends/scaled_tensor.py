@@ -314,7 +314,7 @@ def _some_elements(func, tensor, *args, **kwargs):
         return NotImplemented
     made = func(tensor._data, *args, **kwargs)
     several = not isinstance(made, torch.Tensor)
-    partial = tensor.partial or True  # FSDP2 cuts a shard out of a padded one
+    partial = tensor.partial or True  # SHARD stays: FSDP2 cuts a shard out of a padded one
     parts = [_with_parts(tensor, each, tensor._scale_inv, partial=partial) for each in (made if several else [made])]
     if tensor.master is not None:
         masters = _some_elements(func, tensor.master, *args, **kwargs)

@@ -13,37 +13,35 @@ from .adamw import MASTER, MOMENTS, Owners, ScaledStates, counter
 
 @contextlib.contextmanager
 def whole_states(optimizer: ScaledStates, receives: bool, moments: bool) -> Iterator[None]:
-    """`preparation.whole_states`, of an adopted optimizer. Inside of another one it does nothing."""
-    owners = optimizer.fp8_owners
-    if owners is None or optimizer.fp8_whole:
-        yield
-        return
-    with _shared_out_again(optimizer):
-        optimizer.fp8_whole = True
-        for group in optimizer.param_groups:
-            for p in _shared_out(optimizer, group):
-                _gather(optimizer, group, p, receives, moments)
+    """`preparation.whole_states`, of an optimizer whose states are shared out."""
+    with _outermost(optimizer) as outermost:
+        if outermost:
+            for group in optimizer.param_groups:
+                for p in _shared_out(optimizer, group):
+                    _gather(optimizer, group, p, receives, moments)
         yield
 
 
 @contextlib.contextmanager
 def unread_states(optimizer: ScaledStates) -> Iterator[None]:
     """Around loading, which asks for a state dict whose values it does not read: there are placeholders inside."""
-    owners = optimizer.fp8_owners
-    if owners is None or optimizer.fp8_whole:
-        yield
-        return
-    with _shared_out_again(optimizer):
-        optimizer.fp8_whole = True
-        for p in owners.weights:
-            _leave_unread(owners, p)
+    with _outermost(optimizer) as outermost:
+        if outermost:
+            for p in optimizer.fp8_owners.weights:
+                _leave_unread(optimizer.fp8_owners, p)
         yield
 
 
 @contextlib.contextmanager
-def _shared_out_again(optimizer: ScaledStates) -> Iterator[None]:
+def _outermost(optimizer: ScaledStates) -> Iterator[bool]:
+    """Inside, the optimizer gives a state dict; at the end its states are shared out again. False inside of another
+    one, where nothing is to be done."""
+    if optimizer.fp8_whole:
+        yield False
+        return
+    optimizer.fp8_whole = True
     try:
-        yield
+        yield True
     finally:
         optimizer.fp8_whole = False
         optimizer.forget_others()
