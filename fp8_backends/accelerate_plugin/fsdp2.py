@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
 from ..errors import FP8BackendError, RecipeError
@@ -50,11 +49,9 @@ def upcast(model: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def optimizers_follow_by_name(args: tuple) -> Iterator[None]:
+def optimizers_follow_by_name(models: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> Iterator[None]:
     """Around stock `_prepare_fsdp2`: optimizers hold no parameter meanwhile, and then those of the sharded model that
     have the names of the ones they held. The optimizer objects, their groups and states stay."""
-    models = [obj for obj in args if isinstance(obj, nn.Module)]
-    optimizers = [_innermost(obj) for obj in args if isinstance(obj, torch.optim.Optimizer)]
     if not models:
         yield
         return
@@ -69,12 +66,6 @@ def optimizers_follow_by_name(args: tuple) -> Iterator[None]:
             each.give_back(by_name)
     for each in held:
         each.shard_states()
-
-
-def _innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    while isinstance(optimizer, AcceleratedOptimizer):
-        optimizer = optimizer.optimizer
-    return optimizer
 
 
 class _Held:

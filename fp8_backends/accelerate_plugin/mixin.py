@@ -135,7 +135,9 @@ class FP8Mixin(_MadeAtRunTime):
 
     def _prepare_fsdp2(self, *args):
         """As in Accelerate, with the optimizer's parameters found again by name."""
-        with fsdp2.optimizers_follow_by_name(args):
+        models = [obj for obj in args if isinstance(obj, nn.Module)]
+        optimizers = [_innermost(obj) for obj in args if isinstance(obj, torch.optim.Optimizer)]
+        with fsdp2.optimizers_follow_by_name(models, optimizers):
             result = super()._prepare_fsdp2(*args)
         for model in (obj for obj in result if isinstance(obj, nn.Module)):
             preparation.connect_ranks(model, self.fp8_recipe)

@@ -81,7 +81,7 @@ class TorchAOCompute(Compute):
 
     def new_shared(self, root: nn.Module, recipe: Recipe) -> Float8LinearConfig:
         """The one configuration of all layers of this model."""
-        if asks_for_all_gather(recipe) and not _several_ranks():
+        if asks_for_all_gather(recipe) and not _in_process_group():
             raise BackendUnavailableError(
                 "enable_fsdp_float8_all_gather=True gathers the weights of FSDP2 in FP8, and this is one process "
                 "without a process group: leave the field out, or start several ranks and shard with FSDP2"
@@ -254,7 +254,7 @@ def asks_for_all_gather(recipe: Recipe) -> bool:
     return bool(recipe.enable_fsdp_float8_all_gather) and "enable_fsdp_float8_all_gather" in recipe.given
 
 
-def _several_ranks() -> bool:
+def _in_process_group() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
