@@ -33,6 +33,7 @@ def run(script: str, ranks: int, *checks: str, seconds: float = 280, **environme
             "OMP_NUM_THREADS": "1",
             "ACCELERATE_USE_CPU": "true",
             "DS_ACCELERATOR": "cpu",
+            "PYTHONFAULTHANDLER": "1",  # a rank that dies of a signal says where
             **environment,
         },
         capture_output=True,
@@ -47,8 +48,8 @@ def run(script: str, ranks: int, *checks: str, seconds: float = 280, **environme
                 known["errors"] |= result["errors"]
                 known["figures"] = result.get("figures")
     assert outcome, f"no check ran:\n{results.stdout[-4000:]}\n{results.stderr[-8000:]}"
-    if results.returncode != 0 and not any(result["errors"] for result in outcome.values()):
-        outcome["the ranks' exit"] = {"errors": {"": results.stderr[-8000:]}, "figures": None}
+    if results.returncode != 0:  # with what the launcher says: the rank that died first may have said nothing itself
+        outcome["the ranks' exit"] = {"errors": {"": results.stderr[-12000:]}, "figures": None}
     return outcome
 
 
