@@ -9,9 +9,20 @@ rule       scale                                                          one sc
 dynamic    from the tensor's own amax (TransformerEngine: current)        tensor          none
 delayed    from the amaxes of earlier steps (TransformerEngine: delayed)  tensor          yes
 rowwise    from each row's own amax                                       row             none
+blockwise  a power of two, from each block's own amax                     1 x 128 values  none
+           (TransformerEngine: Float8BlockScaling)                        (w: 128 x 128)
+mxfp8      a power of two in eight bits, from each block's own amax       1 x 32 values   none
+           (TransformerEngine: MXFP8BlockScaling; OCP Microscaling)
 window     a power of two, from the tensor's own amax for 16 steps, then  tensor          yes
            from the largest amax of the last 16 steps (MS-AMP)
 =========  =============================================================  ==============  =====
+
+Codes, scales and histories of TransformerEngine's rules are its own to the bit, with one difference. A tensor, row or
+block that holds an inf gets the scale_inv NaN, where TransformerEngine stores the finite number (`scale_inv_of` says
+why); the codes are the same. A block of mxfp8 keeps TransformerEngine's number, 2**127: with it, products with all but
+small values (below 1/224 for E4M3) overflow to inf, which shows as well.
+(Compiled for a GPU, a scale that is a quotient may differ in its last bit, since Inductor's division does, unless
+`torch._inductor.config.eager_numerics.division_rounding` is set. Powers of two are made of bits, and exact.)
 
 The state of one layer is an int32 tensor that holds FP32 bits: wrappers such as FSDP1's `buffer_dtype` or DeepSpeed's
 bf16 engine cast every floating-point buffer of a module, and a scale in bf16 is a wrong scale.
@@ -19,9 +30,12 @@ bf16 engine cast every floating-point buffer of a module, and a scale in bf16 is
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from .formats import Format, saturating_cast
 
@@ -42,7 +56,8 @@ class Quantized(NamedTuple):
     codes: torch.Tensor
     """FP8, [rows, columns], row-major."""
     scale_inv: torch.Tensor
-    """FP32, 0-dimensional (one scale) or [rows, 1] (one scale a row). NaN when the tensor had a non-finite value."""
+    """FP32, 0-dimensional (one scale) or [rows of blocks, blocks in a row]; the blocks of mxfp8 have uint8, the bits of
+    E8M0. NaN where there was an inf (mxfp8: 2**127)."""
 
 
 def tensor_amax(x: torch.Tensor) -> torch.Tensor:
@@ -51,10 +66,9 @@ def tensor_amax(x: torch.Tensor) -> torch.Tensor:
     return torch.maximum(-low, high).float()
 
 
-def row_amax(x: torch.Tensor) -> torch.Tensor:
-    """max |x| of each row of a matrix, FP32, [rows, 1]. NaN in a row that has one."""
-    low, high = torch.aminmax(x, dim=1, keepdim=True)
-    return torch.maximum(-low, high).float()
+def without_nan(x: torch.Tensor) -> torch.Tensor:
+    """x with zeros for NaN. TransformerEngine's amax leaves NaN out; it has a code of its own, which shows it."""
+    return torch.nan_to_num(x, nan=0.0, posinf=float("inf"), neginf=float("-inf"))
 
 
 def scale_from_amax(amax: torch.Tensor, fmt: Format, margin: int = 0) -> torch.Tensor:
@@ -73,13 +87,26 @@ def power_of_two_scale(amax: torch.Tensor, fmt: Format) -> torch.Tensor:
     MS-AMP's rule (FP8-LM, arXiv:2310.18313): multiplying by such a scale rounds nothing. 2**126 is the largest whose
     inverse is a normal FP32 number.
     """
-    ratio = torch.clamp(torch.full_like(amax, fmt.max) / amax, max=2.0**126)
-    scale = (ratio.view(torch.int32) & 0x7F800000).view(torch.float32)  # the exponent alone
+    return _power_of_two_scale(amax, fmt, largest=126)
+
+
+def block_scale(amax: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """The same, at most 2**127: TransformerEngine's `compute_scale_from_amax` with powers of two, its default for
+    blocks. What overflows FP32 becomes the largest number of the input's dtype there, whose exponent is 127."""
+    return _power_of_two_scale(amax, fmt, largest=127)
+
+
+def _power_of_two_scale(amax: torch.Tensor, fmt: Format, largest: int) -> torch.Tensor:
+    # on the bits: exact also where a compiler's division is not. fmt.max / amax never rounds up to a power of two
+    fraction, exponent = math.frexp(fmt.max)  # from 0.5 to 1
+    max_mantissa, bits = int((2 * fraction - 1) * 2**23), amax.view(torch.int32)
+    quotient = exponent - 1 + 127 - (bits >> 23) - ((bits & 0x7FFFFF) > max_mantissa).to(torch.int32)
+    scale = ((quotient.clamp(max=largest) + 127) << 23).view(torch.float32)
     return torch.where((amax > 0) & torch.isfinite(amax), scale, torch.ones_like(scale))
 
 
 def scale_inv_of(scale: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
-    """`1 / scale`, or NaN where the quantised values were not finite.
+    """`1 / scale`, or NaN where the amax was not finite.
 
     The saturating cast turns an inf into the format's maximum. Without the NaN a loss scaler, a gradient clip or a
     user would never learn of the overflow. The scale itself stays finite, so the next step is not affected.
@@ -94,14 +121,111 @@ def quantize_with(x: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor, fmt:
 
 def quantize_dynamic(x: torch.Tensor, fmt: Format) -> Quantized:
     """One scale from the amax of x itself."""
-    amax = tensor_amax(x)
+    amax = tensor_amax(without_nan(x))
     return quantize_with(x, scale_from_amax(amax, fmt), amax, fmt)
+
+
+# blocks: parts of a matrix with a scale each; at the right and lower edge a block may be cut off
+
+
+class Blocks(NamedTuple):
+    """Into which blocks a matrix is cut, and how each gets its scale. Scales are [rows of blocks, blocks in a row]."""
+
+    rows: int
+    columns: int | None
+    """Of one block; None: all columns."""
+    scale: Callable[[torch.Tensor, Format], torch.Tensor]
+    """FP32 scales from amaxes."""
+    inverse: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    """What is stored of (scales, amaxes): FP32, or the bits of E8M0 as uint8."""
+
+    def quantize(self, x: torch.Tensor, fmt: Format) -> Quantized:
+        """x: [rows, columns] of any strides, bf16, fp16 or fp32."""
+        amax = self.amax(x)
+        scale = self.scale(amax, fmt)
+        return Quantized(self.cast(x, scale, fmt), self.inverse(scale, amax))
+
+    def amax(self, x: torch.Tensor) -> torch.Tensor:
+        """max |x| of each block, NaN left out. FP32."""
+        return without_nan(self.tiles(x)).abs_().amax((1, 3)).float()
+
+    def cast(self, x: torch.Tensor, factor: torch.Tensor, fmt: Format) -> torch.Tensor:
+        """x times the factor of its block, cast. FP8, row-major."""
+        return self._matrix(saturating_cast(self.tiles(x).float() * factor[:, None, :, None], fmt), x.shape)
+
+    def repeated(self, scale_inv: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """One scale_inv, a power of two, for every block of a matrix of that shape, as `inverse` stores it."""
+        down, across = -(-shape[0] // self.rows), -(-shape[1] // (self.columns or shape[1]))
+        return self.inverse(scale_inv.reciprocal(), scale_inv).expand(down, across).contiguous()
+
+    def dequantize(self, q: Quantized, dtype: torch.dtype) -> torch.Tensor:
+        """The values of the codes: bf16, fp16 or fp32, [rows, columns]. Scales that are powers of two round nothing, as
+        long as the values are normal numbers of the dtype."""
+        scale_inv = e8m0_values(q.scale_inv) if q.scale_inv.dtype == torch.uint8 else q.scale_inv
+        values = self.tiles(q.codes.to(dtype)) * scale_inv.to(dtype)[:, None, :, None]
+        return self._matrix(values, q.codes.shape)
+
+    def tiles(self, x: torch.Tensor) -> torch.Tensor:
+        """[rows of blocks, rows of a block, blocks in a row, columns of a block]: as if x went on with zeros."""
+        width = self.columns or x.shape[1]
+        missing = -x.shape[0] % self.rows, -x.shape[1] % width
+        if any(missing):
+            x = F.pad(x, (0, missing[1], 0, missing[0]))
+        return x.reshape(x.shape[0] // self.rows, self.rows, x.shape[1] // width, width)
+
+    def _matrix(self, tiles: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        a, b, c, d = tiles.shape
+        return tiles.reshape(a * b, c * d)[: shape[0], : shape[1]].contiguous()
+
+
+def mx_scale(amax: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """`2**ceil(log2(amax / fmt.max))`, inverted: FP32 from 2**-127 (an amax of inf) to 2**127 (0 and the smallest).
+
+    TransformerEngine's `float_to_e8m0` of `amax * (1 / fmt.max)`, whose two roundings to FP32 are part of the rule.
+    """
+    exponent = _mx_exponent(amax, fmt)
+    # 2**-127, the inverse of the largest, is the one power of two here that FP32 stores without an exponent
+    bits = torch.where(exponent == 254, torch.full_like(exponent, 1 << 22), (254 - exponent) << 23)
+    return bits.view(torch.float32)
+
+
+def _mx_exponent(amax: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """The biased exponent, 0 to 254, int32."""
+    bits = (amax * torch.full_like(amax, 1.0 / fmt.max)).view(torch.int32)
+    exponent, mantissa = bits >> 23, bits & 0x7FFFFF
+    # a subnormal number is rounded up only above 2**-127, which is the value of exponent 0
+    upwards = (mantissa > 0) & ~((exponent == 0) & (mantissa <= 1 << 22))
+    return (exponent + upwards.to(torch.int32)).clamp(max=254)
+
+
+def e8m0_bits(scale: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
+    """The inverse of a power of two from `mx_scale`, as a biased exponent of eight bits: uint8. The amax is in it."""
+    return (254 - (scale.view(torch.int32) >> 23)).to(torch.uint8)
+
+
+def e8m0_values(bits: torch.Tensor) -> torch.Tensor:
+    """`2**(bits - 127)`, and NaN of 255. FP32 of uint8."""
+    exponent = bits.to(torch.int32)
+    ends = ((exponent == 0) | (exponent == 255)).to(torch.int32)  # 2**-127, which is subnormal, and NaN: the same bit
+    return (exponent << 23 | ends << 22).view(torch.float32)
+
+
+ROWS = Blocks(1, None, scale_from_amax, scale_inv_of)
+"""`rowwise`."""
+VECTORS, SQUARES = Blocks(1, 128, block_scale, scale_inv_of), Blocks(128, 128, block_scale, scale_inv_of)
+"""`blockwise`: activations and gradients along the contraction; weights, whose transpose has the same blocks."""
+MX = Blocks(1, 32, mx_scale, e8m0_bits)
+"""`mxfp8`."""
+
+
+def row_amax(x: torch.Tensor) -> torch.Tensor:
+    """max |x| of each row of a matrix, NaN left out. FP32, [rows, 1]."""
+    return ROWS.amax(x)
 
 
 def quantize_rowwise(x: torch.Tensor, fmt: Format) -> Quantized:
     """One scale for each row of x."""
-    amax = row_amax(x)
-    return quantize_with(x, scale_from_amax(amax, fmt), amax, fmt)
+    return ROWS.quantize(x, fmt)
 
 
 # delayed scaling: the state of one layer is int32 [3, 2 + history length], viewed as FP32

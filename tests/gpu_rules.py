@@ -2,9 +2,14 @@
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import ScalingType
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
-from fp8_backends.compute import products
+from fp8_backends.compute import block_products, products
+from fp8_backends.scaling import e8m0_values
+
+SCALED_MM, BLOCK_SCALED_MM = torch.ops.aten._scaled_mm.default, torch.ops.aten._scaled_mm_v2.default
 
 
 class GPURules(TorchDispatchMode):
@@ -12,19 +17,21 @@ class GPURules(TorchDispatchMode):
 
     Fake CUDA tensors run torch's own checks for a GPU (layouts, multiples of 16, scales). Autograd itself cannot run
     on fake CUDA tensors in a CPU build, so the step is real and its products are replayed. What the fake kernel does
-    not check, E5M2 by E5M2 and a rowwise output that is not bf16, is asserted here.
+    not check, E5M2 by E5M2 and a rowwise output that is not bf16, is asserted here. A CPU has no product with block
+    scales: its result is made here, from the operands and the scales in the layout in which a GPU gets them.
     """
 
     def __init__(self, monkeypatch):
         super().__init__()
         monkeypatch.setattr(products, "engine_for", lambda device, out_dtype: products.SCALED_MM)
+        monkeypatch.setattr(block_products, "block_engine_for", lambda *_: products.SCALED_MM)
         self.products = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func is torch.ops.aten._scaled_mm.default:
+        if func in (SCALED_MM, BLOCK_SCALED_MM):
             self._replay(func, args, kwargs)
-        return func(*args, **kwargs)
+        return block_product(*args) if func is BLOCK_SCALED_MM else func(*args, **kwargs)
 
     def _replay(self, func, args, kwargs):
         def as_cuda(value):
@@ -33,8 +40,30 @@ class GPURules(TorchDispatchMode):
             return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="cuda")
 
         with FakeTensorMode():
-            out = func(*map(as_cuda, args), **{key: as_cuda(value) for key, value in kwargs.items()})
+            out = func(*tree_map(as_cuda, args), **tree_map(as_cuda, kwargs))
         a, b, scale_a = args[0], args[1], args[2]
         assert not a.dtype == b.dtype == torch.float8_e5m2
-        assert scale_a.dim() == 0 or out.dtype == torch.bfloat16
+        assert func is BLOCK_SCALED_MM or scale_a.dim() == 0 or out.dtype == torch.bfloat16
         self.products.append((tuple(a.shape), tuple(b.shape)))
+
+
+def block_product(a, b, scale_a, kind_a, swizzle_a, scale_b, kind_b, swizzle_b, bias, out_dtype, *_):
+    """`_scaled_mm_v2` of FP8 a [m, k] and b [k, n] with block scales, by cuBLAS's description of their layouts."""
+    values = (
+        block_values(a, scale_a[0], ScalingType(kind_a[0]))
+        @ block_values(b.t(), scale_b[0], ScalingType(kind_b[0])).t()
+    )
+    return values.to(out_dtype)
+
+
+def block_values(codes, scale_inv, kind):
+    rows, k = codes.shape
+    if kind == ScalingType.BlockWise1x32:
+        blocks = -(-k // 128) * 4
+        r, c = torch.arange(rows)[:, None], torch.arange(k // 32)
+        tile = (r // 128 * blocks + c // 4 * 4) * 128
+        scale_inv = e8m0_values(scale_inv.view(torch.uint8))[tile + r % 32 * 16 + r % 128 // 32 * 4 + c % 4]
+        return codes.float() * scale_inv.repeat_interleave(32, 1)
+    if kind == ScalingType.BlockWise128x128:
+        scale_inv = scale_inv.t()[: rows // 128, : k // 128].repeat_interleave(128, 0)
+    return codes.float() * scale_inv.repeat_interleave(128, 1)

@@ -83,8 +83,8 @@ def test_round_trip_error_is_half_a_step(dtype):
         assert (error <= bound).all()
 
 
-@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_a_non_finite_value_shows_in_the_result_and_not_in_the_scale(bad):
+@pytest.mark.parametrize("bad", [math.inf, -math.inf])
+def test_an_inf_shows_in_the_result_and_not_in_the_scale(bad):
     x = torch.ones(4, 4)
     x[1, 2] = bad
     q = scaling.quantize_dynamic(x, E4M3)
@@ -92,6 +92,16 @@ def test_a_non_finite_value_shows_in_the_result_and_not_in_the_scale(bad):
     row = scaling.quantize_rowwise(x, E4M3)
     assert torch.isnan(row.scale_inv).flatten().tolist() == [False, True, False, False]
     assert torch.isfinite(scaling.scale_from_amax(scaling.tensor_amax(x), E4M3))
+
+
+@pytest.mark.parametrize("quantize", [scaling.quantize_dynamic, scaling.quantize_rowwise])
+def test_nan_shows_in_its_code_and_takes_no_part_in_the_amax(quantize):
+    """As in TransformerEngine, whose maxima leave NaN out."""
+    x = torch.ones(4, 4)
+    x[1, 2] = math.nan
+    codes, scale_inv = quantize(x, E4M3)
+    assert torch.isnan(codes.float()).nonzero().tolist() == [[1, 2]]
+    assert (scale_inv == quantize(torch.ones(4, 4), E4M3).scale_inv).all()
 
 
 # delayed

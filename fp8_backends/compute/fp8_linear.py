@@ -16,23 +16,28 @@ from ..scaled_tensor import ScaledTensor
 from ..scaling import (
     GRAD_OUTPUT,
     INPUT,
+    MX,
+    ROWS,
+    SQUARES,
+    VECTORS,
     WEIGHT,
+    Blocks,
     Quantized,
     delayed_scale,
     new_delayed_state,
     new_window_state,
     power_of_two_scale,
-    quantize_rowwise,
     quantize_with,
     record_amax,
     record_window_amax,
-    row_amax,
     scale_from_amax,
     scale_inv_of,
     tensor_amax,
     window_scale,
+    without_nan,
 )
 from . import COMPUTE_DTYPES
+from .block_products import block_scaled_product
 from .products import scaled_product
 
 FPROP, DGRAD, WGRAD, RECOMPUTED = range(4)
@@ -40,6 +45,30 @@ FPROP, DGRAD, WGRAD, RECOMPUTED = range(4)
 
 STATEFUL = ("delayed", "window")
 """Scaling rules with state from step to step."""
+
+
+class AlongContraction(NamedTuple):
+    """A rule whose scales lie along the contraction, so that each product needs codes of its own."""
+
+    blocks: Blocks
+    """Of activations and gradients."""
+    weight_blocks: Blocks
+
+    def product(
+        self, a: Quantized, b: Quantized, b_blocks: Blocks, out_dtype: torch.dtype, fast_accumulation: bool = False
+    ) -> torch.Tensor:
+        """a [m, k] @ b [n, k].T of codes that were made in `blocks` and in `b_blocks`. [m, n] of out_dtype."""
+        if self.blocks is ROWS:
+            return scaled_product(a, b, out_dtype, fast_accumulation)
+        return block_scaled_product(a, self.blocks, b, b_blocks, out_dtype)  # never faster at the cost of bits
+
+
+ALONG_CONTRACTION = {
+    "rowwise": AlongContraction(ROWS, ROWS),
+    "blockwise": AlongContraction(VECTORS, SQUARES),
+    "mxfp8": AlongContraction(MX, MX),
+}
+"""All other rules have one scale for a tensor, and one cast of it serves both its products."""
 
 
 class LayerRule(NamedTuple):
@@ -51,6 +80,11 @@ class LayerRule(NamedTuple):
     high_precision: tuple[bool, bool, bool]
     """fprop, dgrad, wgrad kept in high precision (`override_linear_precision`)."""
     fp8_in_eval: bool
+
+    @property
+    def along(self) -> AlongContraction | None:
+        """How the operands are cut into blocks; None: one scale for a tensor."""
+        return ALONG_CONTRACTION.get(self.scaling)
 
     def __repr__(self) -> str:
         i, go = self.forward_format.name, self.gradient_format.name
@@ -153,12 +187,12 @@ class FP8Linear(nn.Linear):
         [in, tokens]."""
         rule, fmt, shared = self.fp8_rule, self.fp8_rule.forward_format, self.fp8_shared
         matrix = x.detach().reshape(-1, self.in_features)
-        if rule.scaling == "rowwise":
-            x8 = shared.get(x, ("rows", fmt), lambda: quantize_rowwise(matrix, fmt))
-            xt8 = _NOTHING
+        if rule.along is not None:
+            blocks, xt8 = rule.along.blocks, _NOTHING
+            x8 = shared.get(x, ("rows", fmt), lambda: blocks.quantize(matrix, fmt))
             if keep_input and not rule.high_precision[WGRAD]:
-                xt8 = shared.get(x, ("columns", fmt), lambda: quantize_rowwise(matrix.t(), fmt))
-            return x8, xt8, _NOTHING if weight.is_in(fmt) else weight.rows_quantized(fmt)
+                xt8 = shared.get(x, ("columns", fmt), lambda: blocks.quantize(matrix.t(), fmt))
+            return x8, xt8, _NOTHING if weight.is_in(fmt) else weight.in_blocks(rule.along.weight_blocks, fmt)
         state = self._state
         x8, x_amax = shared.get(x, (rule.scaling, fmt), lambda: _quantize_tensor(matrix, fmt, rule, state, INPUT))
         if state is not None and record:
@@ -183,8 +217,13 @@ _NOTHING = (None, None)
 
 def _quantize_tensor(matrix, fmt, rule, state, tensor) -> tuple[Quantized, torch.Tensor]:
     """One scale for the whole matrix, by the rule, and its amax."""
-    amax = tensor_amax(matrix)
+    amax = _amax(rule, matrix)
     return quantize_with(matrix, _scale(rule, state, tensor, amax, fmt), amax, fmt), amax
+
+
+def _amax(rule: LayerRule, matrix: torch.Tensor) -> torch.Tensor:
+    """NaN counts for the window rule, whose history starts anew then."""
+    return tensor_amax(matrix if rule.scaling == "window" else without_nan(matrix))
 
 
 def _scale(rule: LayerRule, state: torch.Tensor | None, tensor: int, amax: torch.Tensor, fmt: Format) -> torch.Tensor:
@@ -230,27 +269,27 @@ class Stored(NamedTuple):
 
     def quantized(self, fmt: Format, rule: LayerRule, state: torch.Tensor | None) -> tuple[Quantized, torch.Tensor]:
         """With one scale, by the rule; and the amax."""
-        amax = self._scaled(tensor_amax(self.data))
-        return self._cast(_scale(rule, state, WEIGHT, amax, fmt), amax, fmt), amax
+        amax = self._scaled(_amax(rule, self.data))
+        scale = _scale(rule, state, WEIGHT, amax, fmt)
+        codes = saturating_cast(self.data.float() * self._scaled(scale), fmt)
+        return Quantized(codes, scale_inv_of(scale, amax)), amax
 
-    def rows_quantized(self, fmt: Format) -> Quantized:
-        """With one scale a row of `data`. FP8 codes keep the scale that they are stored with, in every row."""
+    def in_blocks(self, blocks: Blocks, fmt: Format) -> Quantized:
+        """With a scale for each block of `data`. FP8 codes keep the scale that they are stored with, in every block."""
         if self.is_in(fmt):
             codes = self.data.contiguous()  # of w.T, no longer row-major
-            return Quantized(codes, self.scale_inv.expand(codes.shape[0], 1).contiguous())
-        amax = self._scaled(row_amax(self.data))
-        return self._cast(scale_from_amax(amax, fmt), amax, fmt)
+            return Quantized(codes, blocks.repeated(self.scale_inv, codes.shape))
+        amax = self._scaled(blocks.amax(self.data))
+        scale = blocks.scale(amax, fmt)
+        return Quantized(blocks.cast(self.data, self._scaled(scale), fmt), blocks.inverse(scale, amax))
 
     def t(self) -> Stored:
         return Stored(self.data.t(), self.scale_inv)
 
-    def _scaled(self, amax: torch.Tensor) -> torch.Tensor:
-        return amax if self.scale_inv is None else amax * self.scale_inv
-
-    def _cast(self, scale: torch.Tensor, amax: torch.Tensor, fmt: Format) -> Quantized:
-        # one factor: exact, since the stored scale is a power of two, and no copy of the values is made
-        factor = scale if self.scale_inv is None else scale * self.scale_inv
-        return Quantized(saturating_cast(self.data.float() * factor, fmt), scale_inv_of(scale, amax))
+    def _scaled(self, number: torch.Tensor) -> torch.Tensor:
+        """An amax of the data as one of the values; a scale of the values as the factor of the data, exact since the
+        stored scale is a power of two: no copy of the values is made."""
+        return number if self.scale_inv is None else number * self.scale_inv
 
 
 def _transposed(q: Quantized) -> Quantized:
@@ -271,11 +310,7 @@ class _LinearFunction(torch.autograd.Function):
         if rule.high_precision[FPROP]:
             y = _plain_product(x.reshape(-1, x.shape[-1]), stored.values(out_dtype), out_dtype)
         else:
-            if w8 is not None:
-                w = Quantized(w8, w_scale)
-            else:
-                w = stored.rows_quantized(rule.forward_format) if rule.scaling == "rowwise" else Quantized(*stored)
-            y = scaled_product(Quantized(x8, x_scale), w, out_dtype, fast_accumulation=True)
+            y = _fprop(rule, Quantized(x8, x_scale), Quantized(w8, w_scale), stored, out_dtype)
             counts.select(0, RECOMPUTED if inside_backward() else FPROP).add_(1)
         if bias is not None:
             y = y + bias.to(out_dtype)
@@ -285,9 +320,9 @@ class _LinearFunction(torch.autograd.Function):
             if rule.high_precision[WGRAD]:
                 saved_for_wgrad = (x, None)
             else:
-                saved_for_wgrad = (xt8, xt_scale) if rule.scaling == "rowwise" else (x8, x_scale)
+                saved_for_wgrad = (x8, x_scale) if rule.along is None else (xt8, xt_scale)
         if ctx.needs_input_grad[0]:
-            quantise_again = rule.high_precision[DGRAD] or rule.scaling == "rowwise"
+            quantise_again = rule.high_precision[DGRAD] or rule.along is not None
             saved_for_dgrad = _kept(weight, stored) if quantise_again or w8 is None else (w8, w_scale)
         ctx.save_for_backward(*saved_for_wgrad, *saved_for_dgrad)
         ctx.counts, ctx.state, ctx.rule, ctx.out_dtype = counts, state, rule, out_dtype
@@ -305,7 +340,7 @@ class _LinearFunction(torch.autograd.Function):
         dx = dw = db = dy8 = None
         fp8_dgrad = needs_dgrad and not rule.high_precision[DGRAD]
         fp8_wgrad = needs_wgrad and not rule.high_precision[WGRAD]
-        if rule.scaling != "rowwise" and (fp8_dgrad or fp8_wgrad):
+        if rule.along is None and (fp8_dgrad or fp8_wgrad):
             dy8, amax = _quantize_tensor(dy, rule.gradient_format, rule, ctx.state, GRAD_OUTPUT)
             if ctx.state is not None:
                 _record(rule, ctx.state, GRAD_OUTPUT, amax)
@@ -329,23 +364,36 @@ def _kept(weight: torch.Tensor, stored: Stored) -> Stored:
     return Stored(weight, None) if stored.scale_inv is None else stored
 
 
+def _fprop(rule, x8, w8, stored, out_dtype) -> torch.Tensor:
+    """y [tokens, out] from x [tokens, in] and w [out, in]; w8 is empty for a weight that is stored in FP8."""
+    if rule.along is None:
+        w8 = Quantized(*stored) if w8.codes is None else w8
+        return scaled_product(x8, w8, out_dtype, fast_accumulation=True)
+    if w8.codes is None:
+        w8 = stored.in_blocks(rule.along.weight_blocks, rule.forward_format)
+    return rule.along.product(x8, w8, rule.along.weight_blocks, out_dtype, fast_accumulation=True)
+
+
 def _dgrad(rule, dy, dy8, weight, weight_scale, out_dtype) -> torch.Tensor:
     """dx [tokens, in] from dy [tokens, out] and w [out, in]; `weight` is w as stored, or its codes with one scale."""
     if rule.high_precision[DGRAD]:
         return _plain_product(dy, Stored(weight, weight_scale).values(out_dtype).t(), out_dtype)
-    if rule.scaling == "rowwise":
-        dy8 = quantize_rowwise(dy, rule.gradient_format)
-        return scaled_product(dy8, Stored(weight, weight_scale).t().rows_quantized(rule.forward_format), out_dtype)
-    return scaled_product(dy8, _transposed(Quantized(weight, weight_scale)), out_dtype)
+    if rule.along is None:
+        return scaled_product(dy8, _transposed(Quantized(weight, weight_scale)), out_dtype)
+    blocks, weight_blocks = rule.along
+    w8 = Stored(weight, weight_scale).t().in_blocks(weight_blocks, rule.forward_format)
+    return rule.along.product(blocks.quantize(dy, rule.gradient_format), w8, weight_blocks, out_dtype)
 
 
 def _wgrad(rule, dy, dy8, x, x_scale, out_dtype) -> torch.Tensor:
-    """dw [out, in] from dy [tokens, out] and x; `x` is x itself, its codes, or for rowwise the codes of x.T."""
+    """dw [out, in] from dy [tokens, out] and x; `x` is x itself, its codes, or with blocks the codes of x.T."""
     if rule.high_precision[WGRAD]:
         return _plain_product(dy.t(), x.reshape(-1, x.shape[-1]).t(), out_dtype)
-    if rule.scaling == "rowwise":
-        return scaled_product(quantize_rowwise(dy.t(), rule.gradient_format), Quantized(x, x_scale), out_dtype)
-    return scaled_product(_transposed(dy8), _transposed(Quantized(x, x_scale)), out_dtype)
+    if rule.along is None:
+        return scaled_product(_transposed(dy8), _transposed(Quantized(x, x_scale)), out_dtype)
+    blocks = rule.along.blocks
+    dyt8 = blocks.quantize(dy.t(), rule.gradient_format)
+    return rule.along.product(dyt8, Quantized(x, x_scale), blocks, out_dtype)
 
 
 def _plain_product(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:

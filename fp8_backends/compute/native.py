@@ -6,8 +6,9 @@ What one layer does with the `dynamic` rule and the HYBRID format (E4M3 forward,
     backward    dy8    = quantise(dy)                        dx = dy8 @ w8       dw = dy8.T @ x8
 
 Only x8 and w8 are kept for backward, so a layer saves half of what bf16 saves; layers that read the same input (q, k
-and v of an attention) share one x8. With `rowwise` an operand is quantised along its contraction, hence once a
-product: forward keeps a column-wise copy of x, made from high precision, and backward quantises the weight again.
+and v of an attention) share one x8. With `rowwise`, `blockwise` and `mxfp8` an operand is quantised along its
+contraction, hence once a product: forward keeps a column-wise copy of x, made from high precision, and backward
+quantises the weight again.
 
 A weight may be stored in scaled precision (`ScaledTensor`, MS-AMP's levels): FP16 data becomes w8 without a copy of its
 values, E4M3 data is w8.
@@ -26,9 +27,10 @@ from ..errors import FP8BackendError
 from ..formats import RECIPE_FORMATS
 from ..hardware import Availability
 from ..recipe_fields import LEVELS
-from ..scaling import rolled_delayed_states, rolled_window_states
+from ..scaling import ROWS, rolled_delayed_states, rolled_window_states
 from ..sharded_tensor import local_part
 from . import DGRAD, KINDS, TE_FIELDS, Compute, ProductCounts
+from .block_products import block_engine_for
 from .fp8_linear import STATEFUL, FP8Linear, LayerRule, SharedInputs, Stored, inside_backward
 from .products import EMULATED, engine_for
 
@@ -44,7 +46,7 @@ class NativeCompute(Compute):
     """`torch._scaled_mm`, or the same product by other means where that is faster or the device has none."""
 
     name = "native"
-    scalings = ("dynamic", "delayed", "rowwise", "window")
+    scalings = ("dynamic", "delayed", "rowwise", "blockwise", "mxfp8", "window")
     default_scaling = "dynamic"
     levels = LEVELS
     fields = TE_FIELDS
@@ -65,9 +67,13 @@ class NativeCompute(Compute):
         return carrier
 
     def attach(self, root: nn.Module, recipe: Recipe, shared: SharedInputs) -> None:
-        weight = next((layer.weight for _, layer in self._layers(root)), None)
-        if weight is not None and engine_for(weight.device, torch.bfloat16) == EMULATED:
-            logger.warning("FP8 products are emulated on %s: same numbers, no speed; bf16 is faster", weight.device)
+        layer = next((layer for _, layer in self._layers(root)), None)
+        if layer is not None and self.engine(layer) == EMULATED:
+            logger.warning(
+                "FP8 products of %s are emulated on %s: same numbers, no speed; bf16 is faster",
+                recipe.name,
+                layer.weight.device,
+            )
         if recipe.scaling == "delayed":
             root.register_forward_pre_hook(RollDelayedStates(recipe))
 
@@ -81,7 +87,10 @@ class NativeCompute(Compute):
 
     def engine(self, module: FP8Linear) -> str:
         """By the dtype of the layer's last FP8 result (bf16 before any)."""
-        return engine_for(module.weight.device, module.fp8_out_dtype)
+        along = module.fp8_rule.along
+        if along is None or along.blocks is ROWS:
+            return engine_for(module.weight.device, module.fp8_out_dtype)
+        return block_engine_for(module.weight.device, module.fp8_out_dtype, along.blocks.columns)
 
     def products(self, module: FP8Linear) -> ProductCounts:
         if module.fp8_products.is_meta:
@@ -92,10 +101,10 @@ class NativeCompute(Compute):
         return tuple(kind for kind, high in zip(KINDS, recipe.override_linear_precision, strict=True) if high)
 
     def transient_bytes_per_element(self, module: FP8Linear) -> float:
-        # one FP8 code an element, where they are made for dgrad: rowwise makes them in backward, and a weight that is
-        # stored in FP8 is its own codes
+        # one FP8 code an element, where they are made for dgrad: rules along the contraction make them in backward, and
+        # a weight that is stored in FP8 is its own codes
         rule = module.fp8_rule
-        if rule.scaling == "rowwise" or rule.high_precision[KINDS.index(DGRAD)]:
+        if rule.along is not None or rule.high_precision[KINDS.index(DGRAD)]:
             return 0.0
         return 0.0 if Stored.of(local_part(module.weight)).is_in(rule.forward_format) else 1.0
 
@@ -134,7 +143,11 @@ class NativeCompute(Compute):
 class RollDelayedStates:
     """Forward pre-hook of the prepared root: one step of every layer's delayed state before a training forward.
 
-    Evaluation and recomputation leave the state alone. A class and not a closure, so that models pickle.
+    In a loop of forward and backward, scales and histories are TransformerEngine's, which rolls those of a forward at
+    its end and those of a backward in it. Evaluation, recomputation and forwards without gradients leave the state
+    alone; TransformerEngine lets the next step see the amax of a forward without gradients, too.
+
+    A class and not a closure, so that models pickle.
     """
 
     def __init__(self, recipe: Recipe) -> None:

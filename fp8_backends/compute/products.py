@@ -31,11 +31,11 @@ def engine_for(device: torch.device, out_dtype: torch.dtype) -> str:
     - `scaled_mm`: `torch._scaled_mm`, the hardware's FP8 units (on a CPU: an exact software product).
     - `bf16-exact`: every E4M3 and E5M2 value is a bf16 value, so a bf16 product with FP32 accumulation of the codes
       is the same product. Taken on a CPU for bf16 results, where it is about three times as fast.
-    - `emulated`: the codes in FP32, for devices that have no FP8 products.
+    - `emulated`: the codes in FP32, for devices that have no FP8 products, or products of other codes (MI300).
     """
     if device.type == "cuda":
         # a CUDA device without a driver is a fake tensor's: judge it as the FP8 GPU that it stands for
-        return SCALED_MM if not hardware.has_gpu() or hardware.gpu_has_fp8_products(device) else EMULATED
+        return SCALED_MM if not hardware.has_gpu() or hardware.gpu_has_ocp_products(device) else EMULATED
     if device.type == "cpu":
         return BF16_EXACT if out_dtype == torch.bfloat16 else SCALED_MM
     return SCALED_MM if device.type == "meta" else EMULATED
@@ -57,9 +57,9 @@ def scaled_product(a: Quantized, b: Quantized, out_dtype: torch.dtype, fast_accu
         [m, n] of out_dtype.
     """
     n = b.codes.shape[0]
-    a_codes, b_codes = pad_columns(a.codes), pad_columns(pad_rows(b.codes))
+    a_codes, b_codes = pad(a.codes, 1, ALIGNMENT), pad(b.codes, ALIGNMENT, ALIGNMENT)
     rowwise = a.scale_inv.dim() == 2
-    b_scale_inv = pad_rows(b.scale_inv) if rowwise else b.scale_inv
+    b_scale_inv = pad(b.scale_inv, ALIGNMENT, 1) if rowwise else b.scale_inv
     _check(a_codes, a.scale_inv, b_codes, b_scale_inv)
     product_dtype = torch.bfloat16 if rowwise else out_dtype
     multiply = _ENGINES[engine_for(a_codes.device, product_dtype)]
@@ -67,19 +67,12 @@ def scaled_product(a: Quantized, b: Quantized, out_dtype: torch.dtype, fast_accu
     return out.narrow(1, 0, n).to(out_dtype)
 
 
-def pad_columns(matrix: torch.Tensor) -> torch.Tensor:
-    """Zero columns up to the next multiple of 16 (a zero code adds nothing to a product)."""
-    missing = -matrix.shape[1] % ALIGNMENT
-    return _pad(matrix, (0, missing)) if missing else matrix
-
-
-def pad_rows(matrix: torch.Tensor) -> torch.Tensor:
-    """Zero rows up to the next multiple of 16."""
-    missing = -matrix.shape[0] % ALIGNMENT
-    return _pad(matrix, (0, 0, 0, missing)) if missing else matrix
-
-
-def _pad(matrix: torch.Tensor, widths: tuple[int, ...]) -> torch.Tensor:
+def pad(matrix: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """Zero rows and columns up to the next multiples (a zero code adds nothing to a product)."""
+    missing = -matrix.shape[0] % rows, -matrix.shape[1] % columns
+    if not any(missing):
+        return matrix
+    widths = (0, missing[1], 0, missing[0])
     if matrix.dtype.itemsize > 1:
         return F.pad(matrix, widths)
     return F.pad(matrix.view(torch.uint8), widths).view(matrix.dtype)  # constant_pad has no float8 kernel

@@ -52,29 +52,80 @@ def quantize(x: torch.Tensor, fmt: Format, rowwise: bool = False) -> tuple[torch
     return cast(x * s, fmt), 1.0 / s if math.isfinite(amax) else torch.tensor(float("nan"))
 
 
+def block_scale(amax: float, fmt: Format) -> tuple[float, float]:
+    """Scale and scale_inv of a block of TransformerEngine's Float8BlockScaling: `fmt.max / amax` rounded to FP32, then
+    down to a power of two, at most 2**127; 1 for 0 and inf. An inf has the scale_inv NaN, here as in `quantize`."""
+    if amax == 0 or math.isinf(amax):
+        return 1.0, 1.0 if amax == 0 else math.nan
+    ratio = min(scale(amax, fmt).item(), FP32_MAX)
+    s = 2.0 ** (math.frexp(ratio)[1] - 1)
+    return s, 1 / s
+
+
+def mx_exponent(amax: float, fmt: Format) -> int:
+    """The biased exponent e of a block of MXFP8: 2**(e - 127) is the power of two at or above `amax / fmt.max`, where
+    the quotient is a product with the reciprocal, each rounded to FP32; 0 to 254."""
+    value = (torch.tensor(amax) * torch.tensor(1 / fmt.max)).item()
+    if math.isinf(value) or value == 0:
+        return 254 if value else 0
+    fraction, exponent = math.frexp(value)  # from 0.5 to 1
+    return min(max(exponent - (fraction == 0.5) + 127, 0), 254)
+
+
+def quantize_blocks(x: torch.Tensor, fmt: Format, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scale_inv of a matrix in blocks, one after the other; blocks of 32 columns are MXFP8's, whose scale_inv
+    are biased exponents, uint8. NaN takes no part in an amax, and stays in the codes."""
+    x, mx = x.float(), columns == 32
+    scaled, inverse = torch.empty_like(x), []
+    for top in range(0, x.shape[0], rows):
+        inverse.append([])
+        for left in range(0, x.shape[1], columns):
+            block = (slice(top, top + rows), slice(left, left + columns))
+            numbers = x[block][~torch.isnan(x[block])].abs()
+            amax = numbers.max().item() if len(numbers) else 0.0
+            e = mx_exponent(amax, fmt) if mx else 0
+            s, s_inv = (2.0 ** (127 - e), e) if mx else block_scale(amax, fmt)
+            scaled[block] = x[block] * torch.tensor(s)
+            inverse[-1].append(s_inv)
+    return cast(scaled, fmt), torch.tensor(inverse, dtype=torch.uint8 if mx else torch.float32)
+
+
 def dequantize(codes: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:
     """FP32 values of codes."""
     return codes.float() * scale_inv
 
 
+def dequantize_blocks(codes: torch.Tensor, scale_inv: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """FP32 values of codes in blocks."""
+    if scale_inv.dtype == torch.uint8:
+        scale_inv = (2.0 ** (scale_inv.double() - 127)).float()
+    of_each = scale_inv.repeat_interleave(rows, 0)[: codes.shape[0]].repeat_interleave(columns, 1)
+    return codes.float() * of_each[:, : codes.shape[1]]
+
+
+BLOCKS = {"blockwise": ((1, 128), (128, 128)), "mxfp8": ((1, 32), (1, 32))}
+"""Rule -> blocks of activations and gradients, and of weights."""
+
+
 def linear(
-    x: torch.Tensor, weight: torch.Tensor, grad_output: torch.Tensor, forward: Format, gradient: Format, rowwise: bool
+    x: torch.Tensor, weight: torch.Tensor, grad_output: torch.Tensor, forward: Format, gradient: Format, scaling: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """y, dx, dw of one linear layer with quantised operands and FP64 accumulation.
 
-    x: [tokens, in]; weight: [out, in]; grad_output: [tokens, out]. With rowwise scales each product quantises its
-    operands along its own contraction; with one scale a tensor, both products of an operand use the same codes.
+    x: [tokens, in]; weight: [out, in]; grad_output: [tokens, out]. scaling: "dynamic", one scale a tensor, where both
+    products of an operand use the same codes; with "rowwise", "blockwise" and "mxfp8" each product quantises its
+    operands along its own contraction.
     """
 
-    def product(a, a_format, b, b_format):  # a [m, k], b [n, k]
-        return (
-            dequantize(*quantize(a, a_format, rowwise)).double()
-            @ dequantize(*quantize(b, b_format, rowwise)).double().t()
-        )
+    def values(operand, fmt, is_weight=False):
+        if scaling in BLOCKS:
+            block = BLOCKS[scaling][is_weight]
+            return dequantize_blocks(*quantize_blocks(operand, fmt, *block), *block).double()
+        return dequantize(*quantize(operand, fmt, scaling == "rowwise")).double()
 
-    y = product(x, forward, weight, forward)
-    dx = product(grad_output, gradient, weight.t(), forward)
-    dw = product(grad_output.t(), gradient, x.t(), forward)
+    y = values(x, forward) @ values(weight, forward, True).t()
+    dx = values(grad_output, gradient) @ values(weight.t(), forward, True).t()
+    dw = values(grad_output.t(), gradient) @ values(x.t(), forward).t()
     return y, dx, dw
 
 

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from fp8_backends import prepare
 from fp8_backends.compute.fp8_linear import FP8Linear
 
-SCALINGS = ["native:dynamic", "native:delayed", "native:rowwise"]
+SCALINGS = ["native:dynamic", "native:delayed", "native:rowwise", "native:blockwise", "native:mxfp8"]
 
 
 class Block(nn.Module):
@@ -66,7 +66,8 @@ def train(backend, use_reentrant=None, compiler=None, steps=6, blocks=1):
 
 @pytest.mark.parametrize(
     "backend,use_reentrant",
-    [(b, r) for b in SCALINGS[:2] for r in (None, False, True)] + [("native:rowwise", None)],
+    [("native:delayed", each) for each in (None, False, True)]
+    + [("native:dynamic", None), ("native:rowwise", None), ("native:blockwise", False), ("native:mxfp8", True)],
 )
 def test_counts_and_losses_under_compile_equal_eagers(backend, use_reentrant):
     """Fullgraph, so no graph breaks; compiled code counts each forward once, eager counts recomputation apart."""
@@ -79,7 +80,7 @@ def test_counts_and_losses_under_compile_equal_eagers(backend, use_reentrant):
     assert compiled[1] == compiled[-1], "recompiled as steps went by"
 
 
-@pytest.mark.parametrize("backend", SCALINGS)
+@pytest.mark.parametrize("backend", ["native:dynamic", "native:delayed", "native:blockwise"])
 def test_inductor_trains_alike(backend):
     losses, counts, _, _ = train(backend)
     inductor_losses, inductor_counts, _, compiled = train(backend, None, "inductor")
@@ -98,6 +99,28 @@ def test_checkpointing_recomputes_with_the_same_scales(backend, use_reentrant):
     assert all(torch.equal(states[name], again_states[name]) for name in states)
     for name, count in again_counts.items():
         assert count[:3] == counts[name][:3] and count[3] > 0
+
+
+@pytest.mark.parametrize("backend", ["native:blockwise+msamp:O2", "native:mxfp8+msamp:O3"])
+def test_blocks_are_made_of_the_weights_that_a_level_stores(backend):
+    """On sizes that no block fits. The losses are those of one power of two for a tensor, to 2 %: all values but the
+    smallest are the same."""
+    losses = {}
+    for each in (backend, "msamp" + backend[-3:]):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(272, 303), nn.ReLU(), nn.Linear(303, 40))
+        model, optimizer = prepare(model, torch.optim.AdamW(model.parameters(), 3e-3), each)
+        x, target = torch.randn(77, 272), torch.randn(77, 40)
+        for _ in range(10):
+            loss = (model(x) - target).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses[each] = loss.item()
+        assert model[0].fp8_products.tolist() == [10, 0, 10, 0] and model[2].fp8_products.tolist() == [10, 10, 10, 0]
+        assert model[0].weight._data.dtype == (torch.float16 if each.endswith("O2") else torch.float8_e4m3fn)
+    ours, others = losses.values()
+    assert ours < 0.5 and abs(ours - others) < 0.02 * others
 
 
 def test_scaling_state_rolls_once_a_training_forward_and_never_in_evaluation():

@@ -1,0 +1,155 @@
+"""The product of operands with block scales: TransformerEngine's sum over parts of the contraction, on every engine."""
+
+import math
+
+import pytest
+import torch
+from gpu_rules import GPURules
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fp8_backends import hardware, prepare
+from fp8_backends.compute.block_products import block_engine_for, block_scaled_product, swizzled
+from fp8_backends.compute.fp8_linear import Stored
+from fp8_backends.compute.products import BF16_EXACT, EMULATED, SCALED_MM
+from fp8_backends.formats import E4M3, E5M2
+from fp8_backends.kernels import reference
+from fp8_backends.scaled_tensor import quantize
+from fp8_backends.scaling import MX, SQUARES, VECTORS, Quantized
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+PAIRS = {"fprop and dgrad": (VECTORS, SQUARES), "wgrad": (VECTORS, VECTORS), "mx": (MX, MX)}
+HALF_A_STEP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
+SIZES = [(256, 272, 300), (17, 5, 33), (1, 1, 1)]
+
+
+def operands(sizes, blocks, formats=(E4M3, E4M3)):
+    """Rows of very different sizes, and parts of the contraction too."""
+    m, n, k = sizes
+    generator = torch.Generator().manual_seed(k)
+    made = []
+    for rows, block, fmt in zip((m, n), blocks, formats, strict=True):
+        size = torch.exp2(torch.randint(-9, 3, (rows, k), generator=generator))
+        made.append(block.quantize(torch.randn(rows, k, generator=generator) * size, fmt))
+    return made
+
+
+def part_after_part(a, a_blocks, b, b_blocks):
+    """As TransformerEngine's reference: y = fma(product of the codes of one part * a's scale, b's scale, y) in FP32."""
+
+    def scales_of(q, blocks):
+        scale_inv = 2.0 ** (q.scale_inv.double() - 127) if q.scale_inv.dtype == torch.uint8 else q.scale_inv.double()
+        return scale_inv.repeat_interleave(blocks.rows, 0)[: len(q.codes)]
+
+    y, width = torch.zeros(len(a.codes), len(b.codes)), a_blocks.columns
+    for part, (s, t) in enumerate(zip(scales_of(a, a_blocks).t(), scales_of(b, b_blocks).t(), strict=True)):
+        inside = slice(part * width, (part + 1) * width)
+        partial = (a.codes[:, inside].float() @ b.codes[:, inside].float().t()).double()
+        y = (y.double() + partial * s[:, None] * t).float()  # FP64 holds product and sum: one rounding, as an fma
+    return y
+
+
+@pytest.mark.parametrize("formats", [(E4M3, E4M3), (E5M2, E4M3)])
+@pytest.mark.parametrize("blocks", PAIRS.values(), ids=PAIRS)
+def test_every_engine_equals_the_sum_over_parts(blocks, formats, monkeypatch):
+    for sizes in SIZES:
+        a, b = operands(sizes, blocks, formats)
+        expected = part_after_part(a, blocks[0], b, blocks[1]).double()
+        x, w = (block.dequantize(q, torch.float32).double() for block, q in zip(blocks, (a, b), strict=True))
+        # sums of k products in FP32 in two orders, each with at most k roundings to half a step of the largest sum
+        summation = 2 * sizes[2] * 2.0**-24 * (x.abs() @ w.abs().t())
+        for out_dtype in DTYPES:
+            found = [block_scaled_product(a, blocks[0], b, blocks[1], out_dtype)]
+            with GPURules(monkeypatch):
+                found.append(block_scaled_product(a, blocks[0], b, blocks[1], out_dtype))
+            monkeypatch.undo()
+            for out in found:
+                assert out.shape == expected.shape and out.dtype == out_dtype
+                # fp16 ends at 2**-24: half of it is the rounding of a subnormal result
+                rounding = HALF_A_STEP[out_dtype] * expected.abs() + 2.0**-25 * (out_dtype == torch.float16)
+                assert ((out.double() - expected).abs() <= 1.01 * rounding + summation).all()
+
+
+@pytest.mark.parametrize("out_dtype", DTYPES)
+@pytest.mark.parametrize("blocks", PAIRS.values(), ids=PAIRS)
+def test_gpu_accepts_every_layout_and_size(blocks, out_dtype):
+    """Fake CUDA tensors run torch's own checks of `scaled_mm`: shapes, strides and order of the scales."""
+
+    def empty(rows, k, block):
+        codes = torch.empty(rows, k, device="cuda", dtype=torch.float8_e4m3fn)
+        shape = math.ceil(rows / block.rows), math.ceil(k / block.columns)
+        dtype = torch.uint8 if block is MX else torch.float32
+        return Quantized(codes, torch.empty(shape, device="cuda", dtype=dtype))
+
+    with FakeTensorMode():
+        for m, n, k in [*SIZES, (128, 128, 128), (256, 512, 640)]:
+            a, b = empty(m, k, blocks[0]), empty(n, k, blocks[1])
+            out = block_scaled_product(a, blocks[0], b, blocks[1], out_dtype)
+            assert out.shape == (m, n) and out.dtype == out_dtype and out.device.type == "cuda"
+
+
+def test_a_compiler_traces_the_products_of_a_gpu():
+    def products(x, w):
+        made = [(blocks, blocks.quantize(x, E4M3), blocks.quantize(w, E4M3)) for blocks in (VECTORS, MX)]
+        return [block_scaled_product(a, blocks, b, blocks, torch.bfloat16) for blocks, a, b in made]
+
+    x, w = torch.empty(21, 272, device="meta"), torch.empty(303, 272, device="meta")
+    for out in torch.compile(products, fullgraph=True, backend="eager")(x, w):
+        assert out.shape == (21, 303)
+
+
+def test_scales_of_mx_lie_as_cublas_reads_them():
+    """Its documentation: tiles of 128 rows and 4 blocks, in a tile (row % 32) * 16 + (row // 32) * 4 + block."""
+    scales = torch.arange(130 * 6, dtype=torch.int32).remainder(251).to(torch.uint8).reshape(130, 6)
+    flat = swizzled(scales).view(torch.uint8)
+    assert flat.numel() == 256 * 8
+    for row in range(130):
+        for block in range(6):
+            tile = row // 128 * 2 + block // 4
+            place = row % 32 * 16 + row % 128 // 32 * 4 + block % 4
+            assert flat[tile * 512 + place] == scales[row, block]
+
+
+def test_scaled_mm_where_the_hardware_has_it_and_emulated_elsewhere(monkeypatch):
+    cpu, cuda, bf16 = torch.device("cpu"), torch.device("cuda"), torch.bfloat16
+    assert block_engine_for(cpu, bf16, 128) == block_engine_for(cpu, bf16, 32) == BF16_EXACT
+    assert block_engine_for(cpu, torch.float32, 128) == EMULATED
+    monkeypatch.setattr(hardware, "has_gpu", lambda: True)
+    table = {
+        (9, 0): {128: (12, 9)},
+        (10, 0): {32: (12, 8)},
+        (10, 3): {32: (12, 8)},
+        (12, 0): {},
+        (8, 9): {},
+    }
+    for capability, first_cuda in table.items():
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        for release in (None, (12, 6), (12, 8), (12, 9), (13, 0)):
+            monkeypatch.setattr(hardware, "cuda_release", lambda found=release: found)
+            for length in (128, 32):
+                has = release is not None and length in first_cuda and release >= first_cuda[length]
+                assert block_engine_for(cuda, bf16, length) == (SCALED_MM if has else EMULATED)
+
+
+def test_e5m2_by_e5m2_is_refused_on_every_device():
+    a, b = operands((16, 16, 32), (MX, MX), (E5M2, E5M2))
+    with pytest.raises(AssertionError, match="E5M2"):
+        block_scaled_product(a, MX, b, MX, torch.bfloat16)
+
+
+@pytest.mark.parametrize("blocks", [SQUARES, MX])
+def test_a_weight_in_e4m3_keeps_its_codes_and_its_one_scale_in_every_block(blocks):
+    weight = quantize(torch.randn(200, 150, generator=torch.Generator().manual_seed(0)), torch.float8_e4m3fn)
+    q = Stored(weight._data, weight._scale_inv).in_blocks(blocks, E4M3)
+    assert q.codes is weight._data
+    assert torch.equal(blocks.dequantize(q, torch.float32), weight.dequantize(torch.float32))
+    values = reference.dequantize_blocks(*q, blocks.rows, blocks.columns)
+    assert torch.equal(values, weight.dequantize(torch.float32))
+
+
+def test_the_notice_names_the_rule_that_is_emulated(monkeypatch, caplog):
+    monkeypatch.setattr("fp8_backends.compute.native.block_engine_for", lambda *_: EMULATED)
+    with caplog.at_level("WARNING", logger="fp8_backends"):
+        prepare(nn.Sequential(nn.Linear(16, 16)), None, "native:mxfp8")
+        prepare(nn.Sequential(nn.Linear(16, 16)), None, "native:dynamic")
+    assert ["native:mxfp8 are emulated on cpu" in record.getMessage() for record in caplog.records] == [True]
