@@ -9,6 +9,7 @@ import difflib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
+from .amax_group import process_group
 from .errors import RecipeError
 
 LEVELS = ("O0", "O1", "O2", "O3")
@@ -23,6 +24,10 @@ class FieldRule(NamedTuple):
     parse: Callable[[Any], Any]
     scalings: tuple[str, ...] | None = None
     """The scaling rules that read the field; None: all of a compute that has the field."""
+    levels: tuple[str, ...] = LEVELS
+    """The levels that read the field."""
+    idle: Any = None
+    """The value that every backend honours by doing nothing, such as False for a feature that is off; None: none."""
 
 
 # Parsers. Strings are understood everywhere, since a value may come from the environment or from YAML.
@@ -106,6 +111,26 @@ def function(value: Any) -> Callable:
     return value
 
 
+def amax_algorithm(value: Any) -> str:
+    if callable(value):
+        raise ValueError(
+            "must be one of max, most_recent: with a function of your own TransformerEngine leaves its fused update, "
+            "whose zeros, infs and NaNs go other ways"
+        )
+    return one_of("max", "most_recent")(value)
+
+
+def only_off(reason: str) -> Callable[[Any], bool]:
+    """A flag that is known and never on."""
+
+    def parse(value: Any) -> bool:
+        if flag(value):
+            raise ValueError(f"must be False: {reason}")
+        return False
+
+    return parse
+
+
 def torchao_config(value: Any) -> Any:
     if type(value).__name__ != "Float8LinearConfig":
         raise ValueError("must be a torchao.float8.Float8LinearConfig")
@@ -113,6 +138,12 @@ def torchao_config(value: Any) -> Any:
 
 
 _DELAYED = ("delayed",)
+_ABOVE_O0 = ("O1", "O2", "O3")
+_attention = only_off(
+    "this package converts Linear layers, and attention stays the model's own, in high precision (PyTorch's "
+    "scaled_dot_product_attention, or what attn_implementation names); for attention in FP8 build it of "
+    "TransformerEngine's DotProductAttention and enter its autocast yourself"
+)
 
 FIELDS: dict[str, FieldRule] = {
     # which products, in which numbers: fields of TransformerEngine's handler
@@ -120,20 +151,26 @@ FIELDS: dict[str, FieldRule] = {
     "margin": FieldRule(0, whole_number(), _DELAYED),
     "interval": FieldRule(1, whole_number(1), _DELAYED),
     "amax_history_len": FieldRule(1024, whole_number(1), _DELAYED),
-    "amax_compute_algo": FieldRule("most_recent", one_of("max", "most_recent"), _DELAYED),
+    "amax_compute_algo": FieldRule("most_recent", amax_algorithm, _DELAYED),
     "override_linear_precision": FieldRule((False, False, False), three_flags),
     "use_autocast_during_eval": FieldRule(False, flag),
     "use_mxfp8_block_scaling": FieldRule(False, flag),
+    # what TransformerEngine has beyond them
+    "fp8_params": FieldRule(False, flag, levels=("O0",), idle=False),
+    "fp8_group": FieldRule(None, process_group, _DELAYED),
+    "fuse_norms": FieldRule(False, flag, idle=False),
+    "fp8_dpa": FieldRule(False, _attention, idle=False),
+    "fp8_mha": FieldRule(False, _attention, idle=False),
     # fields of TorchAO's handler
     "config": FieldRule(None, torchao_config),
     "pad_inner_dim": FieldRule(None, flag),
     "enable_fsdp_float8_all_gather": FieldRule(None, flag),
     "auto_filter": FieldRule(False, flag),
     # how a level stores weights and states
-    "rounding": FieldRule("stochastic", one_of("stochastic", "nearest")),
-    "exp_avg_scaling": FieldRule("tensor", one_of("tensor", "block")),
-    "implementation": FieldRule("native", one_of("native", "original")),
-    "shard_states": FieldRule(True, flag),
+    "rounding": FieldRule("stochastic", one_of("stochastic", "nearest"), levels=_ABOVE_O0),
+    "exp_avg_scaling": FieldRule("tensor", one_of("tensor", "block"), levels=_ABOVE_O0),
+    "implementation": FieldRule("native", one_of("native", "original"), levels=_ABOVE_O0),
+    "shard_states": FieldRule(True, flag, levels=("O3",)),
     # which layers, and what surrounds them: fields of every recipe
     "include": FieldRule(None, patterns),
     "exclude": FieldRule(None, patterns),
@@ -147,7 +184,7 @@ COMMON_FIELDS = ("include", "exclude", "module_filter_func", "autocast_dtype", "
 """Fields that every backend has."""
 
 LEVEL_FIELDS = ("rounding", "exp_avg_scaling", "implementation", "shard_states")
-"""Fields that every level above O0 reads; `shard_states`: O3 alone."""
+"""Fields that levels read, whatever the compute."""
 
 NAMING_FIELDS = ("backend", "scaling", "opt_level", "use_mxfp8_block_scaling")
 """Fields that take part in the name of the backend."""

@@ -1,17 +1,19 @@
 """Recipes that were written for something else, as fields of `FP8RecipeKwargs`.
 
-Accelerate's own handlers, the environment that Accelerate's launcher makes, and TransformerEngine's recipe objects.
+Accelerate's own handlers, the environment that Accelerate's launcher makes, TransformerEngine's recipe objects, and
+the names that NeMo and Megatron have for the same fields.
 Objects are known by their class names: none of the libraries is imported.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from .errors import RecipeError
-from .recipe_fields import DEFAULT_LEVEL, FIELDS, closest, parse_field, three_flags
+from .recipe_fields import DEFAULT_LEVEL, FIELDS, closest, flag, parse_field, three_flags
 
 PREFIX = "ACCELERATE_FP8_"
 
@@ -100,34 +102,97 @@ class _TERecipe(NamedTuple):
     scaling: str
     read: tuple[str, ...]
     """Attributes that are recipe fields of ours."""
-    only: dict[str, Any]
-    """Attributes that we know with one value, TransformerEngine's default."""
 
 
-_EVERY_TE_RECIPE = {"fp8_dpa": False, "fp8_mha": False, "backward_override": None}
+_EVERY_TE_RECIPE = ("fp8_format", "fp8_dpa", "fp8_mha")
 _TE_RECIPES = {
-    "DelayedScaling": _TERecipe(
-        "delayed",
-        ("fp8_format", "margin", "amax_history_len", "amax_compute_algo"),
-        {"scaling_factor_compute_algo": None, "reduce_amax": True, **_EVERY_TE_RECIPE},
-    ),
-    "Float8CurrentScaling": _TERecipe("dynamic", ("fp8_format",), {"use_power_2_scales": False, **_EVERY_TE_RECIPE}),
-    "Float8BlockScaling": _TERecipe("blockwise", ("fp8_format",), {"use_f32_scales": False, **_EVERY_TE_RECIPE}),
-    "MXFP8BlockScaling": _TERecipe(
-        "mxfp8", ("fp8_format",), {"margin": 0, "enable_2d_quantization": False, **_EVERY_TE_RECIPE}
-    ),
+    "DelayedScaling": _TERecipe("delayed", (*_EVERY_TE_RECIPE, "margin", "amax_history_len", "amax_compute_algo")),
+    "Float8CurrentScaling": _TERecipe("dynamic", _EVERY_TE_RECIPE),
+    "Float8BlockScaling": _TERecipe("blockwise", _EVERY_TE_RECIPE),
+    "MXFP8BlockScaling": _TERecipe("mxfp8", _EVERY_TE_RECIPE),
+}
+
+_VARIABLE_INSTEAD = "TransformerEngine takes it for all recipes of a process from {} in the environment: set that to 1"
+_WHY_NOT = {
+    "scaling_factor_compute_algo": "with a function of your own TransformerEngine leaves its fused update; leave it "
+    "out, or give margin",
+    "reduce_amax": "each rank would keep scales of its own, and a checkpoint holds those of one; leave it True, which "
+    "on one rank is the same, or give the ranks that share their scales as fp8_group",
+    "backward_override": "TransformerEngine would run the backward products in high precision; for that use "
+    "native:delayed or native:dynamic with override_linear_precision=(False, True, True)",
+    "use_power_2_scales": _VARIABLE_INSTEAD.format("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES"),
+    "use_f32_scales": _VARIABLE_INSTEAD.format("NVTE_FP8_BLOCK_SCALING_FP32_SCALES"),
 }
 
 
 def _te_recipe_fields(spec: Any, class_name: str) -> dict[str, Any]:
+    """Fields are read, and whatever else was set to another value than its class has is refused by name: the `te`
+    compute makes a recipe of that class by itself, with everything else as the class has it."""
     known = _TE_RECIPES[class_name]
-    for name, value in known.only.items():
-        if getattr(spec, name, value) != value:
-            raise RecipeError(
-                f"{class_name}.{name}={getattr(spec, name)!r} cannot be honoured: only {value!r} is known here"
-            )
+    for name, value in vars(spec).items():
+        default = _class_value(type(spec), name)
+        if name.startswith("_") or name in known.read or value == default:
+            continue
+        has = "has no such field" if default is dataclasses.MISSING else f"has {default!r}, and only that is known here"
+        why = _WHY_NOT.get(name, f"its class {has}")
+        raise RecipeError(f"{class_name}.{name}={value!r} cannot be honoured: {why}")
     values = {name: getattr(spec, name) for name in known.read if hasattr(spec, name)}
     return {"backend": f"te:{known.scaling}", **values}
+
+
+def _class_value(cls: type, name: str) -> Any:
+    """What an instance has where nobody set the attribute."""
+    if name == "backward_override":
+        return None  # its class may have another from the environment, and then backward runs in high precision
+    defaults = {f.name: f.default for f in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else {}
+    return defaults.get(name, getattr(cls, name, dataclasses.MISSING))
+
+
+# NeMo's and Megatron's names
+
+
+_NEMO_NAMES = {
+    "fp8": "fp8_format",
+    "fp8_recipe": "scaling",
+    "fp8_margin": "margin",
+    "fp8_interval": "interval",
+    "fp8_amax_history_len": "amax_history_len",
+    "fp8_amax_compute_algo": "amax_compute_algo",
+    "fp8_wgrad": "override_linear_precision",
+    "fp8_param_gather": "fp8_params",
+    "fp8_dot_product_attention": "fp8_dpa",
+    "fp8_multi_head_attention": "fp8_mha",
+}
+"""Their names for fields of ours; `fp8_params` is ours as well."""
+
+
+_IN_OUR_WORDS = {"fp8_wgrad": lambda value: (False, False, not flag(value))}
+"""Where they say a field's value in another way: the weight gradient in FP8, here in high precision."""
+
+
+def own_names(values: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
+    """The fields under our names, and whether any had another. Raises `RecipeError` where both names disagree."""
+    theirs = {name: value for name, value in values.items() if name in _NEMO_NAMES}
+    if "fp8" in theirs and not theirs["fp8"]:
+        raise RecipeError(f"fp8={theirs['fp8']!r} turns FP8 off in NeMo: train in bf16, or say 'hybrid' or 'e4m3'")
+    own = {name: value for name, value in values.items() if name not in theirs}
+    for name, value in theirs.items():
+        field = _NEMO_NAMES[name]
+        if value is None:
+            continue
+        meant = _meant(name, field, value)
+        if own.get(field) is not None and own[field] not in (value, meant):
+            raise RecipeError(f"{name}={value!r} and {field}={own[field]!r} are two names of one field: leave one out")
+        own[field] = meant
+    return own, bool(theirs)
+
+
+def _meant(name: str, field: str, value: Any) -> Any:
+    try:
+        value = _IN_OUR_WORDS[name](value) if name in _IN_OUR_WORDS else value
+        return parse_field(field, value) if field in FIELDS else value
+    except ValueError as error:
+        raise RecipeError(f"{name}: {error}") from None
 
 
 # The environment
@@ -162,6 +227,8 @@ _VARIABLES = {
     "OPTIMIZATION_LEVEL": _Variable("opt_level", DEFAULT_LEVEL),
     # ours, through extra keys of the YAML file's fp8_config
     "SCALING": _Variable("scaling"),
+    "PARAMS": _own("fp8_params"),
+    "FUSE_NORMS": _own("fuse_norms"),
     "AUTO_FILTER": _own("auto_filter"),
     "INCLUDE": _Variable("include"),
     "EXCLUDE": _Variable("exclude"),

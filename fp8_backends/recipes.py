@@ -13,11 +13,13 @@ import functools
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from accelerate.utils import KwargsHandler
 
 from . import hardware, registry
+from .amax_group import AbsentGroup, present, ranks_of
+from .backend_string import AUTO, MSAMP, BackendName, level_name, parse_backend, scaling_name
 from .errors import RecipeError
 from .recipe_fields import (
     COMMON_FIELDS,
@@ -25,91 +27,30 @@ from .recipe_fields import (
     FIELDS,
     FORMAT_OF_SCALING,
     LEVEL_FIELDS,
-    LEVELS,
-    closest,
     parse_field,
     unknown_field,
 )
-from .recipe_sources import environment_fields, foreign_fields
+from .recipe_sources import environment_fields, foreign_fields, own_names
+
+if TYPE_CHECKING:
+    from .compute import Compute
 
 logger = logging.getLogger("fp8_backends")
-
-AUTO = "auto"
-_MSAMP = ("msamp", "ms-amp")
-_PER_TENSOR = ("dynamic", "tensorwise", "current")
-"""Three names of one rule: each compute has the one that its own library uses."""
-
-
-class BackendName(NamedTuple):
-    """A backend string taken apart. None: not said."""
-
-    compute: str
-    scaling: str | None = None
-    level: str | None = None
-
-
-def parse_backend(text: str) -> BackendName:
-    """Take a backend string apart, aliases and case removed. Raises `RecipeError` with what is valid and close."""
-    word = text.strip().lower()
-    if word == AUTO:
-        return BackendName(AUTO)
-    head, plus, tail = word.partition("+")
-    level = None
-    if plus:
-        mode, colon, level_word = tail.partition(":")
-        if mode not in _MSAMP:
-            raise RecipeError(f"{text!r}: only '+msamp[:LEVEL]' may follow a compute, not '+{tail}'")
-        level = _level(level_word, text) if colon else ""
-    name, colon, rest = head.partition(":")
-    if name in _MSAMP:
-        if plus:
-            raise RecipeError(f"{text!r}: msamp stands for native:window+msamp, so it takes no second '+msamp'")
-        return BackendName("native", "window", _level(rest, text) if colon else "")
-    name = registry.ALIASES.get(name, name)
-    if name == AUTO:
-        raise RecipeError(f"{text!r}: auto stands alone; name a compute: {', '.join(registry.valid_names())}")
-    if name not in registry.valid_names():
-        raise registry.unknown_backend(text)
-    return BackendName(name, _scaling(name, rest, text) if colon else None, level)
-
-
-def _level(word: str, text: str) -> str:
-    if not isinstance(word, str) or word.strip().upper() not in LEVELS:
-        raise RecipeError(f"{text!r}: unknown level {word!r}; msamp has {', '.join(LEVELS)} (default {DEFAULT_LEVEL})")
-    return word.strip().upper()
-
-
-def _scaling(compute: str, word: str, text: Any) -> str:
-    """The rule's own name in this compute."""
-    if not isinstance(word, str):
-        raise RecipeError(f"scaling={word!r}: the name of a scaling rule is wanted, such as 'delayed'")
-    word = word.strip().lower()
-    if compute == AUTO:
-        return word  # checked once a compute is picked
-    supported = registry.scalings_of(compute)
-    if word in _PER_TENSOR:
-        word = next((name for name in _PER_TENSOR if name in supported), word)
-    if word in supported or (compute, word) == ("ao", "custom"):
-        return word
-    raise RecipeError(f"{text!r}: {compute} has no scaling {word!r}{closest(word, supported)}; it has {_list(compute)}")
-
-
-def _list(compute: str) -> str:
-    default = registry.get_compute(compute).default_scaling
-    return ", ".join(f"{name} (default)" if name == default else name for name in registry.scalings_of(compute))
-
 
 # Recipes
 
 
 def _checks_names(cls: type) -> type:
-    """`dataclass`, whose `__init__` explains an unknown field."""
+    """`dataclass`, whose `__init__` understands NeMo's names and explains an unknown field."""
     cls = dataclass(eq=False, repr=False)(cls)
     generated = cls.__init__
 
     @functools.wraps(generated)
     def __init__(self, *args, **kwargs):
         own = _field_names(type(self))
+        kwargs, renamed = own_names(kwargs)
+        if renamed and not args and "backend" in own:
+            kwargs.setdefault("backend", "te")
         for name in kwargs:
             if name not in own:
                 raise unknown_field(name, type(self).__name__, own, _fields_by_handler())
@@ -126,7 +67,7 @@ class Recipe(KwargsHandler):
     A recipe is fixed once it is made. Two are equal when they mean the same, however they were spelled. Beside its
     fields it has `compute` ("native", "te", "ao", or a registered name), `scaling`, `level` ("O0" to "O3"), `name`
     (the canonical backend string), `given` (the names of what the user said) and the fields of every other backend,
-    at their defaults.
+    at their defaults. A process group in it is described by its ranks, `fp8_group_ranks`.
     """
 
     backend_name: ClassVar[str] = AUTO
@@ -164,7 +105,11 @@ class Recipe(KwargsHandler):
 
     def to_dict(self) -> dict[str, Any]:
         """Every field with its value."""
-        return {"name": self.name} | {name: copy.deepcopy(self.__dict__[name]) for name in FIELDS}
+        return {"name": self.name} | {name: copy.deepcopy(self._plain(name)) for name in FIELDS}
+
+    def _plain(self, name: str) -> Any:
+        """The field's value; the ranks in place of a process group, which means nothing outside of its process."""
+        return self.__dict__["fp8_group_ranks" if name == "fp8_group" else name]
 
     def __setattr__(self, name: str, value: Any) -> None:
         if "given" in self.__dict__:
@@ -177,13 +122,24 @@ class Recipe(KwargsHandler):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Recipe):
             return NotImplemented
-        return self.name == other.name and all(self.__dict__[name] == other.__dict__[name] for name in FIELDS)
+        return self.name == other.name and all(self._plain(name) == other._plain(name) for name in FIELDS)
 
     def __hash__(self) -> int:
         return hash(self.name)
 
+    def __copy__(self) -> Recipe:
+        return _with_attributes(type(self), dict(self.__dict__))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Recipe:
+        memo[id(self.fp8_group)] = self.fp8_group  # the one thing that a process has once
+        return _with_attributes(type(self), copy.deepcopy(self.__dict__, memo))
+
+    def __reduce__(self) -> tuple:
+        absent = None if self.fp8_group is None else AbsentGroup(self.fp8_group_ranks)
+        return _with_attributes, (type(self), {**self.__dict__, "fp8_group": absent})
+
     def __repr__(self) -> str:
-        given = [f"{name}={value!r}" for name, value in self.to_kwargs().items() if name in FIELDS]
+        given = [f"{name}={self._plain(name)!r}" for name in self.to_kwargs() if name in FIELDS]
         return f"{type(self).__name__}({', '.join([self.name, *given])})"
 
 
@@ -209,6 +165,17 @@ class TERecipeKwargs(Recipe):
     """fprop, dgrad, wgrad in high precision."""
     use_mxfp8_block_scaling: bool | None = None
     """The same as scaling="mxfp8"."""
+    fp8_params: bool | None = None
+    """TransformerEngine keeps weights that do not train in FP8 (default: as they are). Not with a level, which keeps
+    weights itself."""
+    fp8_group: Any = None
+    """A `torch.distributed.ProcessGroup`: the ranks over which an amax is reduced (default: all). `delayed` only."""
+    fuse_norms: bool | None = None
+    """A norm that one Linear alone reads is computed by that Linear's kernel (default False)."""
+    fp8_dpa: bool | None = None
+    """Attention in FP8: refused unless False."""
+    fp8_mha: bool | None = None
+    """As `fp8_dpa`."""
     scaling: str | None = None
     """"delayed" (default), "dynamic", "blockwise", "mxfp8"."""
 
@@ -294,10 +261,22 @@ class FP8RecipeKwargs(Recipe):
     override_linear_precision: tuple[bool, bool, bool] | None = None
     use_autocast_during_eval: bool | None = None
     use_mxfp8_block_scaling: bool | None = None
+    fp8_params: bool | None = None
+    fp8_group: Any = None
+    fuse_norms: bool | None = None
+    fp8_dpa: bool | None = None
+    fp8_mha: bool | None = None
     config: Any = None
     pad_inner_dim: bool | None = None
     enable_fsdp_float8_all_gather: bool | None = None
     auto_filter: bool | None = None
+
+
+def _with_attributes(cls: type[Recipe], attributes: dict[str, Any]) -> Recipe:
+    """A recipe that was settled before."""
+    recipe = cls.__new__(cls)
+    recipe.__dict__.update(attributes, fp8_group=present(attributes["fp8_group"]))
+    return recipe
 
 
 HANDLERS = (TERecipeKwargs, AORecipeKwargs, MSAMPRecipeKwargs, NativeRecipeKwargs)
@@ -327,6 +306,7 @@ def _settled(cls: type, given: dict[str, Any]) -> dict[str, Any]:
     settled |= {"fp8_format": FORMAT_OF_SCALING.get(scaling, "HYBRID")} | values
     settled |= {"use_mxfp8_block_scaling": scaling == "mxfp8", "backend": given.get("backend")}
     settled |= {"compute": compute, "scaling": scaling, "level": level, "opt_level": level}
+    settled["fp8_group_ranks"] = ranks_of(settled["fp8_group"])
     settled["given"] = frozenset(given) | {name for name, value in said.items() if value is not None}
     return settled
 
@@ -338,11 +318,11 @@ def _asked_backend(cls: type, given: dict[str, Any], values: dict[str, Any]) -> 
         raise RecipeError(f"backend={text!r}: a backend string is wanted, such as 'native:delayed'")
     compute, scaling, level = parse_backend(text)
     if "scaling" in given:
-        scaling = _agreed(text, scaling, "scaling", _scaling(compute, given["scaling"], given["scaling"]))
+        scaling = _agreed(text, scaling, "scaling", scaling_name(compute, given["scaling"], given["scaling"]))
     if "use_mxfp8_block_scaling" in values:
         scaling = _mxfp8_agreed(text, compute, scaling, values["use_mxfp8_block_scaling"])
     if "opt_level" in given:
-        level = _agreed(text, level or None, "opt_level", _level(given["opt_level"], given["opt_level"]))
+        level = _agreed(text, level or None, "opt_level", level_name(given["opt_level"], given["opt_level"]))
     return BackendName(compute, scaling, DEFAULT_LEVEL if level == "" else level)
 
 
@@ -357,7 +337,7 @@ def _mxfp8_agreed(text: str, compute: str, scaling: str | None, wanted: bool) ->
         raise RecipeError(f"{text!r} with scaling mxfp8 and use_mxfp8_block_scaling=False disagree: leave one out")
     if not wanted:
         return scaling
-    return _agreed(text, scaling, "use_mxfp8_block_scaling", _scaling(compute, "mxfp8", "use_mxfp8_block_scaling"))
+    return _agreed(text, scaling, "use_mxfp8_block_scaling", scaling_name(compute, "mxfp8", "use_mxfp8_block_scaling"))
 
 
 def _default_scaling(compute: str, level: str, values: dict[str, Any]) -> str:
@@ -383,29 +363,37 @@ def _check(recipe: Recipe) -> None:
     if recipe.scaling == "custom" and recipe.config is None:
         raise RecipeError("ao:custom stands for a Float8LinearConfig of your own: pass config=")
     for name in sorted((recipe.given & FIELDS.keys()) - {*COMMON_FIELDS, "use_mxfp8_block_scaling"}):
-        readers = FIELDS[name].scalings
-        if name in LEVEL_FIELDS:
-            if recipe.level == "O0":
-                raise RecipeError(
-                    f"{name} is not read by {recipe.name}, only with a level O1, O2 or O3, such as "
-                    f"{recipe.compute}+msamp:O2: leave it out, or use that"
-                )
-            if name == "shard_states" and recipe.level != "O3":
-                raise RecipeError(
-                    f"shard_states is not read by {recipe.name}, only with level O3, which has masters to share out: "
-                    f"leave it out, or use that"
-                )
-            continue
-        if name not in compute.fields:
-            raise RecipeError(
-                f"{name} is not read by {recipe.name}, only by {_readers(name)}: leave it out, or use these"
-            )
-        if readers and recipe.scaling not in readers and set(readers) & set(compute.scalings):
-            raise RecipeError(
-                f"{name} is not read by {recipe.name}, only by "
-                f"{', '.join(f'{recipe.compute}:{scaling}' for scaling in readers)}: leave it out, or use that"
-            )
+        _check_read(name, recipe, compute)
     compute.check(recipe)
+
+
+def _check_read(name: str, recipe: Recipe, compute: Compute) -> None:
+    """Refuse a field that this compute, scaling and level do not read."""
+    rule = FIELDS[name]
+    if rule.idle is not None and getattr(recipe, name) == rule.idle:
+        return
+    if recipe.level not in rule.levels:
+        level = DEFAULT_LEVEL if DEFAULT_LEVEL in rule.levels else rule.levels[-1]
+        raise RecipeError(
+            f"{name} is not read by {recipe.name}, only with {_LEVELS_IN_WORDS[rule.levels]}: leave it out, or use "
+            f"{recipe.compute if level == 'O0' else f'{recipe.compute}+msamp:{level}'}"
+        )
+    if name in LEVEL_FIELDS:
+        return
+    if name not in compute.fields:
+        raise RecipeError(f"{name} is not read by {recipe.name}, only by {_readers(name)}: leave it out, or use these")
+    if rule.scalings and recipe.scaling not in rule.scalings and set(rule.scalings) & set(compute.scalings):
+        raise RecipeError(
+            f"{name} is not read by {recipe.name}, only by "
+            f"{', '.join(f'{recipe.compute}:{scaling}' for scaling in rule.scalings)}: leave it out, or use that"
+        )
+
+
+_LEVELS_IN_WORDS = {
+    ("O1", "O2", "O3"): "a level O1, O2 or O3",
+    ("O3",): "level O3, which has masters to share out",
+    ("O0",): "weights that no level stores",
+}
 
 
 def _readers(name: str) -> str:
@@ -457,7 +445,7 @@ def with_environment(recipe: Recipe, environ: Mapping[str, str] | None = None) -
         _check_level_has_backend(asked, recipe.name)
         for name, value in asked.items():
             if name == "scaling":
-                value = _scaling(recipe.compute, value, value)
+                value = scaling_name(recipe.compute, value, value)
             if name in recipe.given and getattr(recipe, name) != value:
                 raise RecipeError(f"{name} is {value!r} there and {getattr(recipe, name)!r} in {recipe}: remove one")
         return type(recipe)(**{**recipe.to_kwargs(), **asked}) if asked else recipe
@@ -466,7 +454,7 @@ def with_environment(recipe: Recipe, environ: Mapping[str, str] | None = None) -
 
 
 def _check_level_has_backend(asked: dict[str, Any], backend: str) -> None:
-    if "opt_level" in asked and not any(word in backend.lower() for word in _MSAMP):
+    if "opt_level" in asked and not any(word in backend.lower() for word in MSAMP):
         level = asked["opt_level"]
         raise RecipeError(
             f"OPT_LEVEL={level} selects no level by itself: say ACCELERATE_FP8_BACKEND=msamp:{level} "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import enum
 import logging
 import pickle
 
@@ -289,7 +288,7 @@ def test_recipe_is_fixed_once_made():
         (lambda: TERecipeKwargs(scaling="dynamic", amax_history_len=4), ["amax_history_len is not read by te:dynamic"]),
         (lambda: FP8RecipeKwargs(backend="msamp", amax_compute_algo="max"), ["not read by native:window+msamp:O2"]),
         (lambda: TERecipeKwargs(interval=2), ["interval=2", "since version 2.4", "native:delayed"]),
-        (lambda: TERecipeKwargs(override_linear_precision=(False, False, True)), ["since version 2.1"]),
+        (lambda: TERecipeKwargs(override_linear_precision=(True, False, False)), ["since version 2.1"]),
     ],
 )
 def test_field_that_would_be_dropped_is_refused_by_name(make, said):
@@ -454,42 +453,6 @@ def test_a_subclass_of_accelerates_handler_is_accepted():
         pass
 
     assert resolve(Mine(opt_level="O1")).level == "O1"
-
-
-# TransformerEngine's recipe objects, known by class name: the library itself is not needed
-
-
-class Format(enum.Enum):
-    HYBRID, E4M3, E5M2 = range(3)
-
-
-def te_recipe(name, **attributes):
-    return type(name, (), attributes)()
-
-
-def test_te_recipe_object_keeps_its_values():
-    spec = te_recipe("DelayedScaling", margin=1, fp8_format=Format.HYBRID, amax_history_len=4, amax_compute_algo="max")
-    recipe = resolve(spec)
-    assert (recipe.name, recipe.margin, recipe.amax_history_len) == ("te:delayed", 1, 4)
-    assert (recipe.amax_compute_algo, recipe.fp8_format) == ("max", "HYBRID")
-    assert resolve(te_recipe("Float8CurrentScaling", fp8_format=Format.E4M3)).name == "te:dynamic"
-    assert resolve(te_recipe("Float8BlockScaling")).name == "te:blockwise"
-    assert resolve(te_recipe("MXFP8BlockScaling", margin=0)).name == "te:mxfp8"
-
-
-@pytest.mark.parametrize(
-    ("spec", "said"),
-    [
-        (te_recipe("DelayedScaling", amax_compute_algo=len), "amax_compute_algo"),
-        (te_recipe("DelayedScaling", reduce_amax=False), "DelayedScaling.reduce_amax=False cannot be honoured"),
-        (te_recipe("DelayedScaling", fp8_format=Format.E5M2), "no GPU"),
-        (te_recipe("MXFP8BlockScaling", margin=2), "margin=2"),
-        (te_recipe("NVFP4BlockScaling"), "no FP8 recipe"),
-    ],
-)
-def test_te_recipe_object_that_cannot_be_honoured_is_refused(spec, said):
-    with pytest.raises(RecipeError, match=said):
-        resolve(spec)
 
 
 # The environment

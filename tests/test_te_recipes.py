@@ -1,0 +1,269 @@
+"""Recipe fields that TransformerEngine alone has, its recipe objects, and NeMo's names for the same fields."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import enum
+import json
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed
+
+from fp8_backends import (
+    FP8BackendError,
+    FP8RecipeKwargs,
+    MSAMPRecipeKwargs,
+    NativeRecipeKwargs,
+    RecipeError,
+    TERecipeKwargs,
+    resolve,
+)
+from fp8_backends.recipes import from_environment
+
+# fp8_params, fp8_dpa, fp8_mha
+
+
+def test_te_keeps_weights_in_fp8_only_where_it_is_asked_to():
+    assert resolve("te").fp8_params is False
+    assert TERecipeKwargs(fp8_params="true").fp8_params is True
+    assert resolve({"backend": "te:blockwise", "fp8_params": True}).name == "te:blockwise"
+    assert TERecipeKwargs(fp8_params=True) != TERecipeKwargs()
+    assert from_environment({"ACCELERATE_FP8_BACKEND": "te", "ACCELERATE_FP8_PARAMS": "yes"}).fp8_params is True
+    assert resolve({"backend": "native:delayed", "fp8_params": False}) == resolve("native:delayed")
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"backend": "native:delayed", "fp8_params": True}, "fp8_params is not read by native:delayed, only by te"),
+        ({"backend": "ao", "fp8_params": True}, "fp8_params is not read by ao:tensorwise, only by te"),
+        ({"backend": "te+msamp:O2", "fp8_params": True}, "only with weights that no level stores.*or use te$"),
+        ({"backend": "te", "fp8_params": "perhaps"}, "must be True or False"),
+        ({"backend": "te", "rounding": "nearest"}, r"only with a level O1, O2 or O3: .* use te\+msamp:O2"),
+        ({"backend": "te+msamp:O1", "shard_states": True}, r"only with level O3.* use te\+msamp:O3"),
+    ],
+)
+def test_who_keeps_the_weights_is_said_once(fields, said):
+    with pytest.raises(RecipeError, match=said):
+        resolve(fields)
+
+
+@pytest.mark.parametrize("name", ["fp8_dpa", "fp8_mha"])
+def test_attention_in_fp8_is_refused_with_the_reason_and_what_to_do(name):
+    for backend in ("te", "native:delayed", "ao", "msamp"):
+        assert resolve({"backend": backend, name: False}) == resolve({"backend": backend, name: "no"})
+        with pytest.raises(RecipeError, match=rf"{name} must be False: .*Linear layers.*DotProductAttention"):
+            resolve({"backend": backend, name: True})
+    with pytest.raises(RecipeError, match="DotProductAttention"):
+        TERecipeKwargs(**{name: True})
+
+
+# fp8_group
+
+
+@pytest.fixture
+def group(tmp_path):
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        yield distributed.new_group([0])
+    finally:
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
+
+
+def test_a_group_is_given_on_as_it_is_and_described_by_its_ranks(group):
+    recipe = TERecipeKwargs(fp8_group=group)
+    assert recipe.fp8_group is group and resolve("te").fp8_group is None
+    assert recipe.to_kwargs() == {"fp8_group": group}
+    assert repr(recipe) == "TERecipeKwargs(te:delayed, fp8_group=(0,))"
+    assert json.loads(json.dumps(recipe.to_dict()))["fp8_group"] == [0]
+    assert recipe == TERecipeKwargs(fp8_group=distributed.new_group([0])) != TERecipeKwargs()
+    assert hash(recipe) == hash(TERecipeKwargs(fp8_group=group))
+    for same in (copy.copy(recipe), copy.deepcopy(recipe), TERecipeKwargs(**recipe.to_kwargs())):
+        assert same.fp8_group is group and same == recipe and same.given == recipe.given
+    model = torch.nn.Linear(2, 2)
+    model.recipe = recipe
+    assert copy.deepcopy(model).recipe.fp8_group is group
+    distributed.destroy_process_group()
+    assert recipe.to_dict()["fp8_group"] == (0,) and "(0,)" in repr(recipe)
+
+
+def test_a_pickled_recipe_finds_the_group_of_all_ranks_again_and_names_any_other(group):
+    recipe = TERecipeKwargs(fp8_group=group)
+    pickled = pickle.dumps(recipe)
+    again = pickle.loads(pickled)
+    assert again == recipe and again.fp8_group is distributed.group.WORLD
+    distributed.destroy_process_group()
+    alone = pickle.loads(pickled)
+    assert alone == recipe and repr(alone) == repr(recipe) and alone.to_dict()["fp8_group"] == (0,)
+    assert copy.deepcopy(alone) == pickle.loads(pickle.dumps(alone)) == alone
+    with pytest.raises(FP8BackendError, match=r"fp8_group of ranks \(0,\) did not come along"):
+        alone.fp8_group.size()
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"backend": "te", "fp8_group": [0, 1]}, "must be a torch.distributed.ProcessGroup.*new_group"),
+        ({"backend": "te", "fp8_group": -100}, "that this rank belongs to"),  # what new_group gives the other ranks
+    ],
+)
+def test_what_is_no_group_of_this_rank_is_refused(fields, said):
+    with pytest.raises(RecipeError, match=said):
+        resolve(fields)
+
+
+def test_a_group_is_read_where_te_reduces_over_it(group):
+    """TransformerEngine's autocast takes it for delayed scaling; the other rules look at each tensor by itself."""
+    for backend, said in (("te:dynamic", "only by te:delayed"), ("native:delayed", "only by te:delayed")):
+        with pytest.raises(RecipeError, match=f"fp8_group is not read by {backend}, {said}"):
+            resolve({"backend": backend, "fp8_group": group})
+
+
+# NeMo's and Megatron's names
+
+
+def test_nemos_names_map_one_to_one():
+    nemo = {
+        "fp8": "hybrid",
+        "fp8_margin": 2,
+        "fp8_amax_history_len": 16,
+        "fp8_amax_compute_algo": "max",
+        "fp8_params": True,
+    }
+    ours = TERecipeKwargs(fp8_format="HYBRID", margin=2, amax_history_len=16, amax_compute_algo="max", fp8_params=True)
+    assert resolve(nemo) == resolve({"backend": "te", **nemo}) == TERecipeKwargs(**nemo) == ours
+    assert resolve({"fp8": "e4m3"}) == TERecipeKwargs(fp8_format="E4M3")
+    twin = resolve({**nemo, "backend": "native:delayed", "fp8_params": False})
+    assert (twin.name, twin.margin, twin.amax_history_len) == ("native:delayed", 2, 16)
+    assert NativeRecipeKwargs(scaling="delayed", fp8_margin=3).margin == 3
+    assert FP8RecipeKwargs("native:delayed", fp8_margin=3).name == "native:delayed"
+
+
+def test_megatrons_further_names_too():
+    assert resolve({"fp8": "e4m3", "fp8_recipe": "tensorwise"}).name == "te:dynamic"
+    assert resolve({"fp8": "e4m3", "fp8_recipe": "blockwise", "fp8_param_gather": True}).fp8_params is True
+    assert resolve({"fp8": "hybrid", "fp8_wgrad": False}).override_linear_precision == (False, False, True)
+    assert resolve({"fp8": "hybrid", "fp8_wgrad": True}) == TERecipeKwargs()
+    assert resolve({"fp8": "hybrid", "fp8_margin": None}).given == {"backend", "fp8_format"}
+    assert resolve({"fp8": "hybrid", "fp8_dot_product_attention": False, "fp8_interval": 1}) == TERecipeKwargs()
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"fp8": None, "fp8_margin": 1}, "fp8=None turns FP8 off in NeMo: train in bf16"),
+        ({"fp8": False}, "fp8=False turns FP8 off"),
+        ({"fp8": "e5m2"}, "fp8: fp8_format='e5m2'.*no GPU"),
+        ({"fp8": "hybrid", "fp8_amax_compute_algo": "mean"}, "fp8_amax_compute_algo: amax_compute_algo='mean'"),
+        ({"fp8_margin": 1, "margin": 2}, "fp8_margin=1 and margin=2 are two names of one field"),
+        ({"fp8": "hybrid", "fp8_interval": 4}, "interval=4"),
+        ({"fp8": "hybrid", "fp8_wgrad": "perhaps"}, "fp8_wgrad: must be True or False"),
+        ({"fp8": "hybrid", "fp8_multi_head_attention": True}, "fp8_multi_head_attention: fp8_mha=True.*Linear layers"),
+        ({"fp8": "hybrid", "fp8_recipe": "custom"}, "te has no scaling 'custom'"),
+        ({"fp8": "hybrid", "fp8_wgrat": True}, "fp8_wgrat is not a field"),
+    ],
+)
+def test_nemos_value_that_cannot_be_honoured_is_refused_by_nemos_name(fields, said):
+    with pytest.raises(RecipeError, match=said):
+        resolve(fields)
+
+
+def test_a_level_takes_no_te_names():
+    with pytest.raises(RecipeError, match="margin is not a field of MSAMPRecipeKwargs"):
+        MSAMPRecipeKwargs(fp8_margin=1)
+
+
+# TransformerEngine's recipe objects, known by class name: the library itself is not needed. Its real classes are
+# gone through field by field in te/inside/test_recipe_objects.py
+
+
+class Format(enum.Enum):
+    HYBRID, E4M3, E5M2 = range(3)
+
+
+def recipe_class(name: str, **fields: Any) -> type:
+    return dataclasses.make_dataclass(name, [(n, Any, dataclasses.field(default=v)) for n, v in fields.items()])
+
+
+DelayedScaling = recipe_class(
+    "DelayedScaling",
+    margin=0,
+    fp8_format=Format.HYBRID,
+    amax_history_len=1024,
+    amax_compute_algo="max",
+    scaling_factor_compute_algo=None,
+    reduce_amax=True,
+    fp8_dpa=False,
+    backward_override=None,
+)
+Float8CurrentScaling = recipe_class("Float8CurrentScaling", fp8_format=Format.HYBRID, use_power_2_scales=False)
+Float8CurrentScaling.fp8_quant_fwd_inp = ("power_2_scale", False)
+Float8BlockScaling = recipe_class("Float8BlockScaling", fp8_format=Format.E4M3, x_block_scaling_dim=1)
+MXFP8BlockScaling = recipe_class("MXFP8BlockScaling", fp8_format=Format.E4M3, margin=0)
+
+
+def with_attribute(recipe: Any, name: str, value: Any) -> Any:
+    setattr(recipe, name, value)
+    return recipe
+
+
+def test_te_recipe_object_keeps_its_values():
+    recipe = resolve(DelayedScaling(margin=1, amax_history_len=4))
+    assert (recipe.name, recipe.margin, recipe.amax_history_len) == ("te:delayed", 1, 4)
+    assert recipe.amax_compute_algo == "max", "the default of TransformerEngine's class is not that of Accelerate"
+    assert resolve(DelayedScaling(amax_compute_algo="most_recent")).amax_compute_algo == "most_recent"
+    current = resolve(Float8CurrentScaling(fp8_format=Format.E4M3))
+    assert (current.name, current.fp8_format) == ("te:dynamic", "E4M3")
+    assert resolve(Float8BlockScaling()) == resolve("te:blockwise")
+    assert resolve(MXFP8BlockScaling()) == resolve("te:mxfp8")
+
+
+class OfTheUser(DelayedScaling):
+    pass
+
+
+def test_te_recipe_object_of_a_subclass_is_the_same_recipe():
+    assert resolve(OfTheUser(margin=3)).margin == 3
+    with pytest.raises(RecipeError, match=r"DelayedScaling.mine=1 cannot be honoured: its class has no such field"):
+        resolve(with_attribute(OfTheUser(), "mine", 1))
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        (DelayedScaling(amax_compute_algo=len), "amax_compute_algo must be one of max, most_recent: with a function"),
+        (DelayedScaling(scaling_factor_compute_algo=len), "scaling_factor_compute_algo=.* fused update"),
+        (DelayedScaling(reduce_amax=False), "reduce_amax=False cannot be honoured: each rank .* fp8_group"),
+        (DelayedScaling(fp8_dpa=True), "fp8_dpa must be False"),
+        (DelayedScaling(fp8_format=Format.E5M2), "no GPU"),
+        (DelayedScaling(backward_override="dequantized"), "override_linear_precision=.False, True, True."),
+        (Float8CurrentScaling(use_power_2_scales=True), "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES in the environment"),
+        (with_attribute(Float8CurrentScaling(), "fp8_quant_fwd_inp", ("power_2_scale", True)), "fp8_quant_fwd_inp="),
+        (Float8BlockScaling(x_block_scaling_dim=2), "x_block_scaling_dim=2 .* has 1, and only that"),
+        (MXFP8BlockScaling(margin=2), "margin=2"),
+        (recipe_class("NVFP4BlockScaling")(), "no FP8 recipe"),
+        (recipe_class("CustomRecipe")(), "no FP8 recipe"),
+    ],
+)
+def test_te_recipe_object_that_cannot_be_honoured_is_refused_by_name(spec, said):
+    with pytest.raises(RecipeError, match=said):
+        resolve(spec)
+
+
+def test_a_backward_that_the_environment_turned_to_high_precision_is_no_default():
+    """NVTE_BACKWARD_OVERRIDE changes the default of the class itself."""
+    changed = recipe_class("Float8CurrentScaling", fp8_format=Format.HYBRID, backward_override="high_precision")
+    with pytest.raises(RecipeError, match="backward_override='high_precision'"):
+        resolve(changed())
+
+
+def test_every_field_of_ours_has_a_place_in_each_handler_that_reads_it():
+    """FP8RecipeKwargs has all of them."""
+    every = {field.name for field in dataclasses.fields(FP8RecipeKwargs)}
+    for cls in (TERecipeKwargs, NativeRecipeKwargs, MSAMPRecipeKwargs):
+        assert {field.name for field in dataclasses.fields(cls)} <= every
