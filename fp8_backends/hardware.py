@@ -12,6 +12,8 @@ FP8_CAPABILITY = (8, 9)
 """The lowest CUDA compute capability with FP8 matrix units (Ada)."""
 FP8_ROCM = ("gfx94", "gfx95")
 """AMD architectures with FP8 matrix units (MI300, MI350)."""
+OCP_ROCM = ("gfx95",)
+"""Those whose codes are `torch.float8_e4m3fn` and `e5m2`. MI300's are the kind `fnuz`, with other values."""
 
 LIBRARIES = ("torch", "accelerate", "torchao", "transformer-engine", "transformers", "safetensors")
 
@@ -72,6 +74,18 @@ def gpu_has_fp8_products(device: torch.device | int | None = None) -> bool:
     if torch.version.hip:
         return torch.cuda.get_device_properties(device).gcnArchName.startswith(FP8_ROCM)
     return torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
+
+
+def gpu_has_ocp_products(device: torch.device | int | None = None) -> bool:
+    """Whether one GPU multiplies matrices of `torch.float8_e4m3fn` and `e5m2`, the codes that every NVIDIA GPU has."""
+    if torch.version.hip:
+        return torch.cuda.get_device_properties(device).gcnArchName.startswith(OCP_ROCM)
+    return gpu_has_fp8_products(device)
+
+
+def cuda_release() -> tuple[int, int] | None:
+    """Of the CUDA that this PyTorch was built for; None without."""
+    return tuple(map(int, torch.version.cuda.split(".")[:2])) if torch.version.cuda else None
 
 
 def cpu_bf16() -> bool:

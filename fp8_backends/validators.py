@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -42,8 +43,16 @@ class Setup:
     compiled: Compiled
     gpu: bool
     fp8_products: bool
+    capability: tuple[int, int] | None = None
+    """The lowest CUDA capability here; None without an NVIDIA GPU."""
+    cuda: tuple[int, int] | None = None
+    """Release of the CUDA that this PyTorch was built for."""
+    backward_override: str = ""
+    """What NVTE_BACKWARD_OVERRIDE in the environment tells TransformerEngine."""
     linear_sizes: tuple[tuple[int, int], ...] = ()
     """(in_features, out_features) of the model's Linear layers; empty without a model."""
+    linear_trains: bool = False
+    """Whether a Linear has a weight that trains; False where the recipe names layers, or without a model."""
 
 
 class Rule(NamedTuple):
@@ -56,6 +65,90 @@ class Rule(NamedTuple):
 
 SMALL_IN, SMALL_OUT = 4096, 1024
 """Layers up to this size gain nothing from tensorwise FP8, by the measurements behind TorchAO's automatic filter."""
+
+TWIN = "use the native rule of the same name, such as native:delayed for te:delayed: same fields, codes and scales"
+
+
+def _te(*scalings: str) -> Callable[[Setup], bool]:
+    """Whether TransformerEngine makes the products, by one of these rules (none: by any)."""
+    return lambda s: s.recipe.compute == "te" and (not scalings or s.recipe.scaling in scalings)
+
+
+_te_blockwise, _te_mxfp8 = _te("blockwise"), _te("mxfp8")
+
+
+def _older(cuda: tuple[int, int] | None, wanted: tuple[int, int]) -> bool:
+    return cuda is not None and cuda < wanted
+
+
+TE_RULES = (
+    Rule(
+        "te_without_nvidia_gpu",
+        "error",
+        lambda s: s.recipe.compute == "te" and s.capability is None,
+        "TransformerEngine runs on NVIDIA GPUs, and there is none here",
+        TWIN,
+    ),
+    Rule(
+        "te_before_fp8",
+        "error",
+        lambda s: s.recipe.compute == "te" and s.capability is not None and s.capability < hardware.FP8_CAPABILITY,
+        "TransformerEngine multiplies FP8 matrices from compute capability 8.9 on",
+        f"train in bf16, or {TWIN}",
+    ),
+    Rule(
+        "te_ada_libraries",
+        "error",
+        lambda s: s.recipe.compute == "te" and s.capability == (8, 9) and _older(s.cuda, (12, 1)),
+        "on Ada TransformerEngine wants CUDA 12.1 and cuBLASLt 12.1.3, or newer",
+        "install a PyTorch for a newer CUDA",
+    ),
+    Rule(
+        "te_block_chip",
+        "error",
+        lambda s: _te_blockwise(s) and s.capability is not None and (8, 9) <= s.capability < (9, 0),
+        "block scales need compute capability 9.0 or higher",
+        "use te:dynamic, or native:blockwise, which emulates them",
+    ),
+    Rule(
+        "te_block_cuda",
+        "error",
+        lambda s: _te_blockwise(s) and s.capability is not None and _older(s.cuda, (12, 9)),
+        "cuBLAS multiplies with block scales from CUDA 12.9 on, and this PyTorch was built for an older one",
+        "install a PyTorch for CUDA 12.9 or newer, or use te:dynamic",
+    ),
+    Rule(
+        "te_mxfp8_chip",
+        "error",
+        lambda s: _te_mxfp8(s) and s.capability is not None and not (10, 0) <= s.capability < (12, 0),
+        "TransformerEngine has MXFP8 on compute capability 10 and 11 only (B200, B300, Thor)",
+        "use te:dynamic or te:blockwise, or native:mxfp8, which emulates it",
+    ),
+    Rule(
+        "te_backward_in_high_precision",
+        "error",
+        lambda s: s.recipe.compute == "te" and bool(s.backward_override),
+        "NVTE_BACKWARD_OVERRIDE in the environment takes TransformerEngine's backward products out of FP8, or, with "
+        "delayed scaling, stops it",
+        "unset NVTE_BACKWARD_OVERRIDE",
+    ),
+    Rule(
+        "fp8_params_sharded",
+        "error",
+        lambda s: s.recipe.fp8_params and s.parallel in ("fsdp1", "fsdp2", "deepspeed"),
+        "fp8_params does not go with sharded weights: FSDP and DeepSpeed cut parameters up, which TransformerEngine's "
+        "FP8 weights are not made for here",
+        "use DDP, or te+msamp:O3, whose FP8 weights FSDP2 shards",
+    ),
+    Rule(
+        "fp8_params_trains",
+        "error",
+        lambda s: s.recipe.fp8_params and s.linear_trains,
+        "fp8_params leaves no weight in high precision: an update below half a step of E4M3, 3 to 6 % of the weight, "
+        "would be lost, so weights that train are refused",
+        "freeze what FP8 shall keep and exclude what trains, such as adapters; or use te+msamp:O3, which has masters",
+    ),
+)
 
 RULES = (
     Rule(
@@ -109,6 +202,7 @@ RULES = (
         f"every Linear layer is at most {SMALL_IN} -> {SMALL_OUT}: casting to FP8 costs more than its products save",
         "train in bf16, or give FP8 a larger model",
     ),
+    *TE_RULES,
 )
 
 
@@ -136,7 +230,11 @@ def validate(
         compiled or _compiled(model),
         hardware.has_gpu(),
         hardware.fp8_products(),
+        hardware.lowest_capability(),
+        hardware.cuda_release(),
+        os.environ.get("NVTE_BACKWARD_OVERRIDE", ""),
         _linear_sizes(model),
+        _linear_trains(model, recipe),
     )
     findings = [Finding(rule.severity, rule.name, rule.reason, rule.fix) for rule in RULES if rule.applies(setup)]
     try:
@@ -188,3 +286,10 @@ def _linear_sizes(model: nn.Module | None) -> tuple[tuple[int, int], ...]:
     if model is None:
         return ()
     return tuple((m.in_features, m.out_features) for m in model.modules() if isinstance(m, nn.Linear))
+
+
+def _linear_trains(model: nn.Module | None, recipe: Recipe) -> bool:
+    """Of layers that no pattern or filter of the user's leaves out: which these are is conversion's to say."""
+    if model is None or recipe.include or recipe.exclude or recipe.module_filter_func:
+        return False
+    return any(m.weight.requires_grad for m in model.modules() if isinstance(m, nn.Linear))

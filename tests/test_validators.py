@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fp8_backends import validate
+from fp8_backends import hardware_table, validate
 from fp8_backends.validators import RULES
 
 
@@ -73,8 +73,8 @@ def test_small_layers_are_pointed_out(fp8_gpu):
 
 
 def test_unavailable_backend_and_wrong_string_are_findings_not_exceptions(fp8_gpu):
-    assert rules("native:mxfp8")["unavailable"].severity == "error"
-    assert "not in this version yet" in rules("native:mxfp8")["unavailable"].reason
+    assert rules("te")["unavailable"].severity == "error"
+    assert "TransformerEngine is not installed" in rules("te")["unavailable"].reason
     assert "did you mean 'native'" in rules("nativ")["recipe"].reason
 
 
@@ -96,3 +96,78 @@ def test_worst_findings_come_first_and_each_has_a_fix(no_gpu):
     for rule in RULES:
         assert rule.fix and rule.reason and rule.severity in ("error", "warning", "info")
     assert str(validate(spec)[0]).startswith("error: ") and "Fix:" in str(validate(spec)[0])
+
+
+# TransformerEngine
+
+
+@pytest.fixture
+def nvidia(monkeypatch, fp8_gpu):
+    """An NVIDIA GPU of that capability, and a PyTorch for that CUDA."""
+
+    def pretend(capability=None, cuda=(13, 0)):
+        monkeypatch.setattr("fp8_backends.hardware.lowest_capability", lambda: capability)
+        monkeypatch.setattr("fp8_backends.hardware.cuda_release", lambda: cuda)
+
+    return pretend
+
+
+def te_rules(spec, **setup):
+    return {name for name in rules(spec, **setup) if name.startswith(("te_", "fp8_params"))}
+
+
+def test_te_without_an_nvidia_gpu_names_the_native_twin(nvidia):
+    nvidia(None)
+    for spec in ("te", "te:blockwise", "te:mxfp8", "te+msamp:O2"):
+        assert te_rules(spec) == {"te_without_nvidia_gpu"}
+        assert "native:delayed for te:delayed" in rules(spec)["te_without_nvidia_gpu"].fix
+    assert not te_rules("native:delayed") and not te_rules("ao")
+
+
+@pytest.mark.parametrize(
+    ("spec", "capability", "cuda", "expected"),
+    [
+        ("te:delayed", (8, 0), (13, 0), {"te_before_fp8"}),
+        ("te:delayed", (8, 9), (13, 0), set()),
+        ("te:delayed", (8, 9), (12, 0), {"te_ada_libraries"}),
+        ("te:delayed", (9, 0), (12, 0), set()),
+        ("te:blockwise", (8, 9), (13, 0), {"te_block_chip"}),
+        ("te:blockwise", (9, 0), (12, 8), {"te_block_cuda"}),
+        ("te:blockwise", (9, 0), (12, 9), set()),
+        ("te:blockwise", (12, 0), (12, 9), set()),
+        ("te:mxfp8", (9, 0), (13, 0), {"te_mxfp8_chip"}),
+        ("te:mxfp8", (10, 0), (13, 0), set()),
+        ("te:mxfp8", (11, 0), (13, 0), set()),
+        ("te:mxfp8", (12, 0), (13, 0), {"te_mxfp8_chip"}),
+        ("te:dynamic", (12, 0), (13, 0), set()),
+        ("native:mxfp8", (9, 0), (12, 0), set()),
+    ],
+)
+def test_te_recipe_that_the_chip_or_its_cuda_lacks(nvidia, spec, capability, cuda, expected):
+    nvidia(capability, cuda)
+    assert te_rules(spec) == expected
+    scaling = spec.partition(":")[2]
+    if spec.startswith("te"):  # the same as the table that doctor prints
+        here = hardware_table.support_of("te", scaling, hardware_table.chip_of(capability), cuda)
+        assert (here.state == "refused") == bool(expected)
+
+
+def test_a_backward_that_the_environment_takes_out_of_fp8_is_pointed_out(nvidia, monkeypatch):
+    nvidia((9, 0))
+    monkeypatch.setenv("NVTE_BACKWARD_OVERRIDE", "high_precision")
+    assert rules("te:dynamic")["te_backward_in_high_precision"].severity == "error"
+    assert not te_rules("native:dynamic")
+
+
+def test_weights_in_fp8_are_whole_and_do_not_train(nvidia):
+    nvidia((9, 0))
+    spec = {"backend": "te", "fp8_params": True}
+    for parallel in ("fsdp1", "fsdp2", "deepspeed"):
+        found = rules(spec, parallel=parallel)["fp8_params_sharded"]
+        assert found.severity == "error" and "DDP" in found.fix and "te+msamp:O3" in found.fix
+        assert not te_rules("te", parallel=parallel)
+    assert not te_rules(spec) and not te_rules(spec, parallel="ddp")
+    model = nn.Sequential(nn.Linear(8192, 8192, device="meta"), nn.Linear(8192, 8192, device="meta"))
+    assert te_rules(spec, model=model) == {"fp8_params_trains"} and not te_rules("te", model=model)
+    assert not te_rules({**spec, "exclude": "1"}, model=model)
+    assert not te_rules(spec, model=model.requires_grad_(False))
