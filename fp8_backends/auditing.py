@@ -16,11 +16,13 @@ from torch import nn
 from . import conversion
 from .compute import DGRAD, KINDS, WGRAD, ProductCounts
 from .errors import FP8BackendError
-from .profiling import Layer, ProductProfile
+from .profiling import Layer
 from .weight_products import FP8, full_shape, plain_name
 
 if TYPE_CHECKING:
+    from .compute import Compute
     from .conversion import Prepared
+    from .profiling import ProductProfile
 
 logger = logging.getLogger("fp8_backends")
 
@@ -37,7 +39,7 @@ class Audit:
     """The backend string of the prepared model (several, joined by a comma, where parts were prepared apart)."""
     products: dict[str, dict[str, int]] = field(default_factory=dict)
     """FP8 products of each converted layer: `fprop`, `dgrad`, `wgrad`, and `recomputed` (forward again, by activation
-    checkpointing). Since `prepare` for a compute that counts; of one profiled step for one that cannot (`ao`)."""
+    checkpointing). Since `prepare` for a compute that counts; of one profiled step for one that cannot (`ao`, `te`)."""
     engine: dict[str, str] = field(default_factory=dict)
     """What makes the products of each converted layer: `scaled_mm`, `bf16-exact`, `emulated`, `te`, `ao`."""
     flops_share: float = 0.0
@@ -130,7 +132,7 @@ def _lost_next(optimizer: torch.optim.Optimizer) -> float | None:
 
 @contextlib.contextmanager
 def profile_products(model: nn.Module) -> Iterator[dict[str, ProductCounts]]:
-    """Count the FP8 products of whatever runs inside, also for computes that do not count by themselves (`ao`).
+    """Count the FP8 products of whatever runs inside, also for computes that do not count by themselves (`ao`, `te`).
 
     Yields a dictionary, filled on exit: layer name to counts. `audit` reports the profiled counts from then on.
 
@@ -139,21 +141,31 @@ def profile_products(model: nn.Module) -> Iterator[dict[str, ProductCounts]]:
     """
     roots = conversion.prepared_roots(conversion.unwrapped(model))
     before = [count_products(root, prepared) for _, root, prepared in roots]
-    layers = [layer for root in roots for layer in layers_to_profile(*root)]
-    profile = ProductProfile(layers, keep=True)
-    if layers and not profile.start(take_over=True):
-        raise FP8BackendError("another PyTorch profiler is active: stop it before counting FP8 products")
+    profiles = _start_profiles(roots)
     found: dict[str, ProductCounts] = {}
     try:
         yield found
     finally:
-        if layers:
+        for profile in profiles:
             profile.stop()
         for (prefix, root, prepared), earlier in zip(roots, before, strict=True):
             for name, counts in count_products(root, prepared).items():
                 found[_joined(prefix, name)] = (
                     counts if name in prepared.profiled else _difference(counts, earlier[name])
                 )
+
+
+def _start_profiles(roots: list) -> list[ProductProfile]:
+    """One for each compute that does not count by itself."""
+    layers: dict[Compute, list[Layer]] = {}
+    for root in roots:
+        layers.setdefault(root[2].compute, []).extend(layers_to_profile(*root))
+    profiles = [compute.profile(own, keep=True) for compute, own in layers.items() if own]
+    if not all([profile.start(take_over=True) for profile in profiles]):
+        for profile in profiles:
+            profile.abandon()
+        raise FP8BackendError("another PyTorch profiler is active: stop it before counting FP8 products")
+    return profiles
 
 
 def _difference(after: ProductCounts, before: ProductCounts) -> ProductCounts:

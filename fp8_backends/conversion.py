@@ -20,17 +20,40 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from .errors import FP8BackendError, RecipeError
-from .weight_products import ADOPTED, FP8, HIGH_PRECISION, Found, WeightProduct, find_weight_products
+from .weight_products import ADOPTED, FP8, HIGH_PRECISION, Found, WeightProduct, find_weight_products, plain_name
 
 if TYPE_CHECKING:
-    from .compute import Compute
+    from .compute import Compute, Fusion
     from .recipes import Recipe
 
 ALIGNMENT = 16
 """FP8 products take sizes in multiples of this; a compute that takes others pads them."""
 
+ADOPTED_NORM = "_fp8_adopted_norm"
+"""As `ADOPTED`, of a normalisation layer that a compute has its own form of."""
+
 PREPARED = "_fp8_prepared"
 """Attribute of a prepared root: its `Prepared`."""
+
+
+@dataclass
+class NormLayer:
+    """What became of a normalisation layer, for a compute that has its own form of them."""
+
+    name: str
+    exchanged: bool
+    reason: str | None
+    """Why it stays as it is."""
+    aliases: tuple[str, ...] = ()
+    """Further names of a module that the model holds more than once."""
+    fused_with: str | None = None
+    """Where the recipe says `fuse_norms`: the layer whose kernel norms its own input."""
+    apart: str | None = None
+    """Why there is none, where the recipe says so."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name, *self.aliases)
 
 
 @dataclass
@@ -38,6 +61,8 @@ class ConversionReport:
     """What became of every weight product of a model."""
 
     products: list[WeightProduct]
+    norms: list[NormLayer] = field(default_factory=list)
+    """Empty for a compute that leaves norms alone."""
 
     @property
     def converted(self) -> list[str]:
@@ -64,7 +89,28 @@ class ConversionReport:
             note = f" ({product.reason})" if product.reason else ""
             group = f"in FP8{note}" if product.state == FP8 else product.reason
             groups.setdefault(group, []).append(product.name)
-        return "\n".join([heading, *(f"  {group}: {_listed(names)}" for group, names in groups.items())])
+        lines = [heading, *(f"  {group}: {_listed(names)}" for group, names in groups.items())]
+        return "\n".join(lines + ([f"  {self._norms_line}"] if self.norms else []))
+
+    @property
+    def _norms_line(self) -> str:
+        left: dict[str, list[str]] = {}
+        for norm in self.norms:
+            if not norm.exchanged:
+                left.setdefault(norm.reason, []).append(norm.name)
+        exchanged = sum(norm.exchanged for norm in self.norms)
+        others = "".join(f"; {_listed(names)}: {reason}" for reason, names in left.items())
+        return f"{exchanged} of {len(self.norms)} norms exchanged{others}{self._fusions}"
+
+    @property
+    def _fusions(self) -> str:
+        apart: dict[str, list[str]] = {}
+        for norm in self.norms:
+            if norm.apart is not None:
+                apart.setdefault(norm.apart, []).append(norm.name)
+        fused = sum(norm.fused_with is not None for norm in self.norms)
+        others = "".join(f"; {_listed(names)} apart: {reason}" for reason, names in apart.items())
+        return f"; {fused} fused with the layers that read them{others}" if fused or apart else ""
 
 
 @dataclass
@@ -125,12 +171,14 @@ def convert(model: nn.Module, recipe: Recipe, compute: Compute) -> Prepared:
     if prepared is not None:
         _check_same_recipe("this model", prepared.recipe, recipe)
     found = find_weight_products(root)
-    chosen = _choose(found, recipe, compute)
-    if prepared is not None and not chosen:
+    norms, new_norms = _norms(root, recipe, compute)
+    chosen = _choose(found, recipe, compute, norms)
+    if prepared is not None and not chosen and not new_norms:
         return prepared
     shared = compute.new_shared(root, recipe) if prepared is None else prepared.shared
     built = _build(chosen, recipe, compute, shared)
-    report = ConversionReport([each.product for each in found])
+    _note_fusions(root, norms, compute.fuse(root, recipe, dict([*built, *new_norms])))
+    report = ConversionReport([each.product for each in found], norms)
     if not report.converted:
         _refuse_nothing(report, recipe)
     is_new = prepared is None
@@ -138,12 +186,13 @@ def convert(model: nn.Module, recipe: Recipe, compute: Compute) -> Prepared:
     try:
         for linear, carrier in built:
             adopt(linear, carrier, recipe)
+        for norm, carrier in new_norms:
+            adopt(norm, carrier, recipe, ADOPTED_NORM)
         if is_new:
             _attach(root, prepared)
     except BaseException:
-        for linear, _ in built:
-            if ADOPTED in linear.__dict__:
-                turn_back(linear)
+        for module, _ in (*built, *new_norms):
+            turn_back(module)
         if is_new:
             _detach(root, prepared)
         raise
@@ -153,22 +202,21 @@ def convert(model: nn.Module, recipe: Recipe, compute: Compute) -> Prepared:
 
 
 def restore(model: nn.Module) -> None:
-    """Undo `convert` on a model and all its parts: plain `nn.Linear` again, with the Parameters of this moment.
+    """Undo `convert` on a model and all its parts: plain layers again, with the Parameters of this moment.
 
     Raises:
         FP8BackendError: a converted layer was wrapped since, such as by FSDP2.
     """
     modules = list(model.modules())
     for name, module in model.named_modules():
-        adopted = module.__dict__.get(ADOPTED)
+        adopted = module.__dict__.get(ADOPTED) or module.__dict__.get(ADOPTED_NORM)
         if adopted is not None and type(module) is not adopted.converted:
             raise FP8BackendError(
                 f"{name}: its class is {type(module).__name__} now, so it cannot be turned back: "
                 f"restore a model before it is wrapped"
             )
     for module in modules:
-        if ADOPTED in module.__dict__:
-            turn_back(module)
+        turn_back(module)
         prepared = module.__dict__.pop(PREPARED, None)
         if prepared is not None:
             _detach(module, prepared)
@@ -214,10 +262,10 @@ def unwrapped(model: nn.Module) -> nn.Module:
 # choosing layers
 
 
-def _choose(found: list[Found], recipe: Recipe, compute: Compute) -> list[Found]:
+def _choose(found: list[Found], recipe: Recipe, compute: Compute, norms: list[NormLayer]) -> list[Found]:
     """The layers to convert now. Writes the state and reason of every product."""
     chosen = []
-    layer_filter = LayerFilter(recipe, found)
+    layer_filter = LayerFilter(recipe, found, norms)
     for each in found:
         product, adopted = each.product, each.module.__dict__.get(ADOPTED)
         if adopted is not None:
@@ -239,31 +287,38 @@ class LayerFilter:
     `module_filter_func`, where these are given; where neither is, heads and routers are left out.
 
     Patterns are fnmatch patterns over a layer's full name (any of its names, if shared). One without a dot also
-    matches a layer when it matches any one segment of the name.
+    matches a layer when it matches any one segment of the name. `norms` are those that the compute would exchange:
+    `exclude` may name them too.
 
     Raises:
         RecipeError: a pattern that matches no weight, or an `include` that matches none that can be converted.
     """
 
-    def __init__(self, recipe: Recipe, found: list[Found]) -> None:
+    def __init__(self, recipe: Recipe, found: list[Found], norms: list[NormLayer]) -> None:
         self.include = None if recipe.include is None else [NamePattern(text) for text in recipe.include]
         self.exclude = [NamePattern(text) for text in recipe.exclude or ()]
         self.accepts = recipe.module_filter_func
-        for field_name, patterns in (("include", self.include or []), ("exclude", self.exclude)):
-            for pattern in patterns:
-                _check_pattern(field_name, pattern, found)
+        for pattern in self.include or []:
+            _check_pattern("include", pattern, found)
+        for pattern in self.exclude:
+            if not any(map(pattern.matches, norms)):
+                _check_pattern("exclude", pattern, found)
 
     def exclusion(self, each: Found) -> str | None:
         """Why this layer is left out, or None."""
         product = each.product
-        excluding = next((pattern for pattern in self.exclude if pattern.matches(product)), None)
-        if excluding is not None:
-            return f"left out by exclude={excluding.text!r}"
+        if (excluded := _excluded(product, self.exclude)) is not None:
+            return excluded
         if self.include is not None and not any(pattern.matches(product) for pattern in self.include):
             return "not named in include"
         if self.accepts is not None and not self.accepts(each.module, product.name):
             return "left out by module_filter_func"
         return each.default_exclusion if self.include is None and self.accepts is None else None
+
+
+def _excluded(product: WeightProduct | NormLayer, exclude: list[NamePattern]) -> str | None:
+    excluding = next((pattern for pattern in exclude if pattern.matches(product)), None)
+    return None if excluding is None else f"left out by exclude={excluding.text!r}"
 
 
 class NamePattern:
@@ -273,7 +328,7 @@ class NamePattern:
         self.text = text
         self._match = re.compile(fnmatch.translate(text)).match
 
-    def matches(self, product: WeightProduct) -> bool:
+    def matches(self, product: WeightProduct | NormLayer) -> bool:
         for name in product.names:
             if self._match(name) or ("." not in self.text and any(map(self._match, name.split(".")))):
                 return True
@@ -297,6 +352,34 @@ def _check_pattern(field_name: str, pattern: NamePattern, found: list[Found]) ->
             f"include: {pattern.text!r} matches only weights that cannot be converted, such as "
             f"{first.product.name}: {first.obstacle}"
         )
+
+
+def _norms(root: nn.Module, recipe: Recipe, compute: Compute) -> tuple[list[NormLayer], list]:
+    """The report of the model's norms, and those to exchange now with their carriers."""
+    answers = {id(norm.module): norm for norm in compute.norms(root, recipe)}
+    exclude = [NamePattern(text) for text in recipe.exclude or ()]
+    modules: dict[int, tuple[nn.Module, list[str]]] = {}
+    for name, module in root.named_modules(remove_duplicate=False):
+        if id(module) in answers or ADOPTED_NORM in module.__dict__:
+            modules.setdefault(id(module), (module, []))[1].append(plain_name(name))
+    report, new = [], []
+    for key, (module, names) in modules.items():
+        layer = NormLayer(names[0], key not in answers, None, tuple(names[1:]))
+        if key in answers:
+            layer.reason = _excluded(layer, exclude) or answers[key].reason
+            layer.exchanged = layer.reason is None
+            if layer.exchanged:
+                new.append((module, answers[key].carrier))
+        report.append(layer)
+    return report, new
+
+
+def _note_fusions(root: nn.Module, norms: list[NormLayer], fusions: list[Fusion]) -> None:
+    name_of = {module: plain_name(name) for name, module in root.named_modules()}
+    by_name = {norm.name: norm for norm in norms}
+    for fusion in fusions:
+        norm = by_name[name_of[fusion.norm]]
+        norm.fused_with, norm.apart = fusion.linear and name_of[fusion.linear], fusion.reason
 
 
 def _check_same_recipe(what: str, had: Recipe, wanted: Recipe) -> None:
@@ -325,20 +408,23 @@ def _refuse_nothing(report: ConversionReport, recipe: Recipe) -> None:
 _OF_EVERY_LINEAR = frozenset(nn.Linear(1, 1, device="meta").__dict__)
 
 
-def adopt(linear: nn.Linear, carrier: nn.Module, recipe: Recipe) -> None:
-    """Move the carrier's class, added attributes and buffers onto `linear`. Buffers stay out of the state dict."""
+def adopt(linear: nn.Module, carrier: nn.Module, recipe: Recipe, mark: str = ADOPTED) -> None:
+    """Move the carrier's class, added attributes and buffers onto `linear`. Buffers stay out of the state dict. How to
+    turn it back is noted under `mark`."""
     attributes = _added_attributes(carrier)
     adopted = Adopted(type(linear), type(carrier), tuple(attributes), tuple(carrier._buffers), recipe)
     linear.__class__ = type(carrier)
     linear.__dict__.update(attributes)
     linear._buffers.update(carrier._buffers)
     linear._non_persistent_buffers_set.update(carrier._buffers)
-    linear.__dict__[ADOPTED] = adopted
+    linear.__dict__[mark] = adopted
 
 
 def turn_back(linear: nn.Module) -> None:
-    """Undo `adopt`."""
-    adopted: Adopted = linear.__dict__.pop(ADOPTED)
+    """Undo `adopt`, where the module was adopted."""
+    adopted: Adopted | None = linear.__dict__.pop(ADOPTED, None) or linear.__dict__.pop(ADOPTED_NORM, None)
+    if adopted is None:
+        return
     for undo in reversed(adopted.undo):
         undo(linear)
     linear.__class__ = adopted.original

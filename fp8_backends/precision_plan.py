@@ -53,7 +53,7 @@ LEVEL_ROWS = {
 def plan(spec: Any = None) -> PrecisionPlan:
     """What the recipe that `spec` means promises, for a model with FP32 weights and an Adam optimizer.
 
-    Takes what `resolve` takes; needs no hardware, and a level that is not in this version yet has its row too.
+    Takes what `resolve` takes; needs no hardware.
     Raises `RecipeError` as `resolve` does.
     """
     recipe = resolve(spec)

@@ -77,6 +77,7 @@ def prepare_model(model: nn.Module, recipe: Recipe) -> nn.Module:
         _refuse_wrapped(model, recipe.level)
     prepared = conversion.convert(model, recipe, registry.get_compute(recipe.compute))
     root = conversion.unwrapped(model)
+    prepared.compute.store_weights(root, recipe)
     if recipe.level != "O0":
         store_weights(root, prepared)
     ignore_list.ignore(root)

@@ -1,8 +1,8 @@
 """The proof that FP8 ran, made at the first optimizer step.
 
-A compute that counts its products is asked for its counts. For one that cannot count (`ao`), the first training step
-is profiled: from the first forward with gradients to the optimizer step. Where that forward is compiled as a whole,
-or another profiler is active, the next step is profiled instead, from optimizer step to optimizer step.
+A compute that counts its products is asked for its counts. For one that cannot count (`ao`, `te`), the first training
+step is profiled: from the first forward with gradients to the optimizer step. Where that forward is compiled as a
+whole, or another profiler is active, the next step is profiled instead, from optimizer step to optimizer step.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ from .auditing import (
 )
 from .compute import KINDS, WGRAD, ProductCounts
 from .errors import FP8BackendError
-from .profiling import ProductProfile, foreign_profiler_runs, inert_hook
+from .profiling import foreign_profiler_runs, inert_hook
 from .weight_products import plain_name
 
 if TYPE_CHECKING:
     from .conversion import Prepared
+    from .profiling import ProductProfile
 
 logger = logging.getLogger("fp8_backends")
 
@@ -56,8 +57,9 @@ def watch(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> None
     new = [root for root in _held_by(optimizer, roots) if optimizer not in observed_of(root[2]).optimizers()]
     for _, _, prepared in new:
         observed_of(prepared).watch(optimizer)
-    if unproven := [root for root in new if not observed_of(root[2]).proven]:
-        FirstStep(unproven).install(optimizer)
+    unproven = [root for root in new if not observed_of(root[2]).proven]
+    for compute in {prepared.compute for _, _, prepared in unproven}:
+        FirstStep([root for root in unproven if root[2].compute is compute]).install(optimizer)
 
 
 def _held_by(optimizer, roots: list) -> list:
@@ -72,6 +74,8 @@ class FirstStep:
 
     def __init__(self, roots: list[tuple[str, nn.Module, Prepared]]) -> None:
         self.roots = roots
+        self.compute = roots[0][2].compute
+        """The one compute of these models."""
         self.layers = [layer for root in roots for layer in layers_to_profile(*root)]
         self.profile: ProductProfile | None = None
         self.began: nn.Module | None = None
@@ -127,7 +131,7 @@ class FirstStep:
         self._finish(counts)
 
     def _start_profile(self, take_over: bool = False) -> bool:
-        profile = ProductProfile(self.layers)
+        profile = self.compute.profile(self.layers)
         if profile.start(take_over):
             self.profile = profile
         return self.profile is not None

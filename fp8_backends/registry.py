@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from . import hardware
 from .errors import BackendUnavailableError, FP8BackendError, RecipeError
 from .hardware import Availability
-from .recipe_fields import LEVELS, closest
+from .recipe_fields import closest
 
 if TYPE_CHECKING:
     from .compute import Compute
@@ -36,15 +36,6 @@ BUILT_IN = {
 ALIASES = {"transformer_engine": "te", "transformer-engine": "te", "torchao": "ao"}
 RESERVED = ("auto", "msamp", "ms-amp")
 """Names with a meaning of their own in a backend string."""
-
-PLANNED_SCALINGS = {"native": ("blockwise", "mxfp8")}
-"""Scaling rules whose names are valid, and which are not in this version yet."""
-
-PLANNED_LEVELS = {"te": LEVELS}
-"""MS-AMP levels whose combination with a compute is a valid name, and which are not in this version yet."""
-
-INSTEAD_OF_SCALING = {"blockwise": "native:rowwise", "mxfp8": "native:rowwise"}
-"""The nearest rule that this version has."""
 
 _factories: dict[str, Callable[[], Compute]] = {}
 _instances: dict[str, Compute] = {}
@@ -100,31 +91,21 @@ def auto_backend() -> str:
 
 
 def check_available(recipe: Recipe) -> None:
-    """Raise `BackendUnavailableError`, with the fix, where this valid recipe cannot run on this machine or yet."""
+    """Raise `BackendUnavailableError`, with the fix, where this valid recipe cannot run on this machine."""
     compute = get_compute(recipe.compute)
     availability = compute.availability()
     if not availability:
         raise BackendUnavailableError(f"{recipe.name} cannot run here: {availability.reason}. Fix: {availability.fix}")
-    if recipe.level not in compute.levels:
-        raise BackendUnavailableError(
-            f"{recipe.name}: level {recipe.level} is not in this version yet; "
-            f"use {recipe.compute}:{compute.default_scaling}, which leaves weights and optimizer states as they are"
-        )
-    if recipe.scaling in PLANNED_SCALINGS.get(recipe.compute, ()) and recipe.scaling not in compute.scalings:
-        raise BackendUnavailableError(
-            f"{recipe.name}: the scaling rule {recipe.scaling} is not in this version yet; "
-            f"use {INSTEAD_OF_SCALING[recipe.scaling]}"
-        )
 
 
 def scalings_of(name: str) -> tuple[str, ...]:
-    """The scaling rules that a backend string may name after this compute, planned ones included."""
-    return tuple(dict.fromkeys((*get_compute(name).scalings, *PLANNED_SCALINGS.get(name, ()))))
+    """The scaling rules that a backend string may name after this compute."""
+    return get_compute(name).scalings
 
 
 def levels_of(name: str) -> tuple[str, ...]:
-    """The levels that go with this compute, planned ones included."""
-    return tuple(dict.fromkeys((*get_compute(name).levels, *PLANNED_LEVELS.get(name, ()))))
+    """The levels that go with this compute."""
+    return get_compute(name).levels
 
 
 def unknown_backend(word: str) -> RecipeError:

@@ -127,8 +127,6 @@ def test_one_instance_serves_every_spelling(name):
     [
         ("te", ["TransformerEngine is not installed", "pip install fp8-backends[te]", "native:delayed"]),
         ("te+msamp:O2", ["TransformerEngine is not installed"]),
-        ("native:mxfp8", ["mxfp8 is not in this version yet", "use native:rowwise"]),
-        ("native:blockwise", ["blockwise is not in this version yet"]),
     ],
 )
 def test_valid_name_that_cannot_run_is_refused_by_prepare_alone(spec, said, monkeypatch):
@@ -141,12 +139,6 @@ def test_valid_name_that_cannot_run_is_refused_by_prepare_alone(spec, said, monk
     for words in said:
         assert words in str(caught.value)
     assert type(model) is nn.Linear
-
-
-def test_te_that_is_installed_says_what_runs_the_same_rule(monkeypatch):
-    monkeypatch.setattr("fp8_backends.compute.transformer_engine.importlib.util.find_spec", lambda name: object())
-    availability = available_backends()["te"]
-    assert not availability and "does not run it yet" in availability.reason and "native:delayed" in availability.fix
 
 
 def test_auto_takes_te_where_it_can_run_on_fp8_hardware(monkeypatch):

@@ -18,6 +18,7 @@ from torch import nn
 
 from .. import conversion, preparation
 from ..comm import agreement
+from ..compute.transformer_engine import FP8_PARAMS_SHARDED, FUSED_NORMS_SHARDED
 from ..errors import RecipeError
 from .checkpoint import OPTIMIZER_KEY, ScalingState, collect, restore
 
@@ -41,6 +42,10 @@ def check(accelerator: FP8Mixin) -> None:
             f"DeepSpeed out (deepspeed_plugin, ACCELERATE_USE_DEEPSPEED) and use "
             f"FullyShardedDataParallelPlugin(fsdp_version=2). With DeepSpeed, {_without_level(recipe)} trains in FP8"
         )
+    if recipe.fp8_params:
+        raise RecipeError(FP8_PARAMS_SHARDED)
+    if recipe.fuse_norms and accelerator.deepspeed_plugin.hf_ds_config.is_zero3():
+        raise RecipeError(FUSED_NORMS_SHARDED)
     if recipe.gradient_comm == "fp8":
         raise RecipeError(
             "gradient_comm='fp8' has no effect on DeepSpeed's engine, which reduces gradients itself: leave "

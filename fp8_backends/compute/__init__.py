@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from ..weight_products import full_shape
 
 if TYPE_CHECKING:
     from ..hardware import Availability
+    from ..profiling import Layer, ProductProfile
     from ..recipes import Recipe
 
 FPROP, DGRAD, WGRAD = KINDS = ("fprop", "dgrad", "wgrad")
@@ -49,6 +50,26 @@ class ProductCounts:
     """Weight-gradient products."""
     recomputed: int = 0
     """Forward products run again by activation checkpointing."""
+
+
+class Norm(NamedTuple):
+    """A normalisation layer, and what a compute has in its place."""
+
+    module: nn.Module
+    carrier: nn.Module | None
+    """As of `Compute.build`: a module whose class and added attributes `module` takes on. It keeps its Parameters."""
+    reason: str | None
+    """Why there is none."""
+
+
+class Fusion(NamedTuple):
+    """What became of a norm where the recipe says `fuse_norms`."""
+
+    norm: nn.Module
+    linear: nn.Module | None
+    """The layer whose kernel norms its own input."""
+    reason: str | None
+    """Why there is none."""
 
 
 class Compute(ABC):
@@ -88,12 +109,29 @@ class Compute(ABC):
         `new_shared` returned for this model.
         """
 
+    def norms(self, root: nn.Module, recipe: Recipe) -> list[Norm]:
+        """Normalisation layers that this compute has its own form of, none of them exchanged yet. Reported apart from
+        the layers with products; a user's `exclude` names them too."""
+        return []
+
+    def fuse(self, root: nn.Module, recipe: Recipe, new: dict[nn.Module, nn.Module]) -> list[Fusion]:
+        """Let norms and layers that are about to be exchanged work in pairs, where the recipe asks for it.
+
+        Args:
+            new: carriers of layers and norms, keyed by the modules that will take them on. Those of a pair change.
+        """
+        return []
+
     def new_shared(self, root: nn.Module, recipe: Recipe) -> Any:
         """State that all converted layers of one prepared model share (None when there is none)."""
         return None
 
     def attach(self, root: nn.Module, recipe: Recipe, shared: Any) -> None:
         """Install what the compute needs on the prepared root (hooks), after its layers were converted."""
+
+    def store_weights(self, root: nn.Module, recipe: Recipe) -> None:
+        """Called after layers of the prepared root were converted: for a compute that keeps their weights in a form of
+        its own, where the recipe asks for it. A level's forms are no concern of a compute."""
 
     def after_optimizer_step(self, root: nn.Module) -> None:
         """Called after each step of an optimizer that trains the prepared root: for rules whose scales follow it."""
@@ -109,6 +147,13 @@ class Compute(ABC):
     def products(self, module: nn.Module) -> ProductCounts | None:
         """Counts of a converted layer. None: only a profiled step can tell (`auditing.profile_products`)."""
         return None
+
+    def profile(self, layers: list[Layer], keep: bool = False) -> ProductProfile:
+        """What counts the products of these layers in a profiled step, for a compute that does not count by itself: an
+        object with the methods and attributes of `ProductProfile`."""
+        from ..profiling import ProductProfile
+
+        return ProductProfile(layers, keep)
 
     def high_precision_products(self, recipe: Recipe) -> tuple[str, ...]:
         """Those of fprop, dgrad, wgrad that the recipe keeps in high precision on purpose."""

@@ -1,4 +1,9 @@
-"""The `te` compute: NVIDIA's TransformerEngine. In this version its recipes are known and explained, not yet run.
+"""The `te` compute: NVIDIA's TransformerEngine, on the Parameters that the model already has.
+
+TransformerEngine keeps a global state: FP8 is on inside its `autocast`, at whose end the delayed scales are updated.
+This module enters it around the forward of the prepared root, so that stock training loops need to know nothing of it,
+and adds what keeps `te.Linear` from failing: rows are padded, recomputation sees the scales of the forward that it
+repeats, evaluation changes none, and checkpoints hold plain tensors.
 
 `native:delayed` follows TransformerEngine's rule of delayed scaling on any device, with the same fields.
 """
@@ -6,25 +11,52 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
-from ..errors import BackendUnavailableError, RecipeError
+from .. import hardware
+from ..errors import BackendUnavailableError, FP8BackendError, RecipeError
 from ..hardware import Availability
-from . import TE_FIELDS, Compute
+from ..recipe_fields import LEVELS
+from ..weight_products import plain_name
+from . import TE_FIELDS, WGRAD, Compute, Fusion, Norm
 
 if TYPE_CHECKING:
+    from ..profiling import Layer
     from ..recipes import Recipe
+    from .te.linear import TELinear
+    from .te.profile import TEProductProfile
+    from .te.region import ModelState
+
+ALIGNMENT = {"mxfp8": 32}
+"""Features must be multiples of this; of 16 for the rules that are not named."""
+
+FP8_PARAMS_SHARDED = (
+    "fp8_params=True does not go with sharded weights (FSDP, DeepSpeed) in this version: use DDP; or te+msamp:O3, "
+    "whose FP8 weights FSDP2 shards"
+)
+
+FUSED_NORMS_SHARDED = (
+    "fuse_norms=True does not go with DeepSpeed's ZeRO-3, which gathers a norm's weight for the norm alone: leave "
+    "fuse_norms out, or use ZeRO stage 0 to 2, or FSDP2 with the norm and its layer in one unit"
+)
+
+_INSTEAD = "use native:delayed, which follows the same rule"
 
 
 class TransformerEngineCompute(Compute):
-    """`te.Linear`'s products, on the Parameters that the model already has."""
+    """`te.Linear`'s products."""
 
     name = "te"
     scalings = ("delayed", "dynamic", "blockwise", "mxfp8")
     default_scaling = "delayed"
-    fields = TE_FIELDS
+    levels = LEVELS
+    fields = TE_FIELDS | {"fp8_params", "fp8_group", "fuse_norms"}
 
     def availability(self) -> Availability:
         if importlib.util.find_spec("transformer_engine") is None:
@@ -34,31 +66,186 @@ class TransformerEngineCompute(Compute):
                 "pip install fp8-backends[te] on an NVIDIA GPU of compute capability 8.9 or higher, "
                 "or use native:delayed, which follows the same rule",
             )
-        return Availability(
-            False,
-            "TransformerEngine is installed, but this version of fp8-backends does not run it yet",
-            "use native:delayed, which follows the same rule",
-        )
+        if not _has_compiled_part():
+            return Availability(
+                False,
+                "TransformerEngine's package is installed without its compiled part for PyTorch",
+                f"pip install --no-build-isolation transformer_engine[pytorch], or {_INSTEAD}",
+            )
+        supported, reason = _device_support()
+        if not supported:
+            return Availability(False, reason, _INSTEAD)
+        return Availability(True, f"TransformerEngine {hardware.version('transformer-engine')} on cuda")
 
     def check(self, recipe: Recipe) -> None:
-        """TransformerEngine accepts two fields of its older recipes and ignores them; here that is an error."""
+        """TransformerEngine accepts fields of its older recipes and ignores them; here that is an error, but for a
+        weight gradient in high precision, which `te.wgrad` makes."""
         if recipe.interval != 1:
             raise RecipeError(
                 f"interval={recipe.interval}: TransformerEngine reads it no more since version 2.4; "
                 "leave it out, or use native:delayed, which honours it"
             )
-        if any(recipe.override_linear_precision):
+        if any(recipe.override_linear_precision[:2]):
             raise RecipeError(
-                f"override_linear_precision={recipe.override_linear_precision}: TransformerEngine reads it no more "
-                "since version 2.1; leave it out, or use native:delayed, which honours it"
+                f"override_linear_precision={recipe.override_linear_precision}: with te only wgrad can be in high "
+                f"precision, (False, False, True): TransformerEngine itself reads the field no more since version 2.1. "
+                f"Use that, or native:{recipe.scaling}, which honours every combination"
             )
 
-    def build(self, linear: nn.Linear, recipe: Recipe, shared) -> nn.Module:
-        availability = self.availability()
-        raise BackendUnavailableError(f"{recipe.name}: {availability.reason}. Fix: {availability.fix}")
+        if recipe.fuse_norms and any(recipe.override_linear_precision):
+            raise RecipeError(
+                "fuse_norms=True leaves no normed values in high precision, of which "
+                "override_linear_precision=(False, False, True) makes the weight gradient: leave one of the two out"
+            )
+
+    def unfit(self, linear: nn.Linear, recipe: Recipe) -> str | None:
+        if (reason := super().unfit(linear, recipe)) is not None:
+            return reason
+        alignment = ALIGNMENT.get(recipe.scaling, 16)
+        if linear.in_features % alignment or linear.out_features % alignment:
+            sizes = f"{linear.in_features} -> {linear.out_features}"
+            return f"{sizes} are not multiples of {alignment}, and TransformerEngine cannot pad them"
+        return None
+
+    def norms(self, root: nn.Module, recipe: Recipe) -> list[Norm]:
+        load()
+        from .te.norms import norms
+
+        return norms(root, bool(recipe.use_autocast_during_eval))
+
+    def fuse(self, root: nn.Module, recipe: Recipe, new: dict[nn.Module, nn.Module]) -> list[Fusion]:
+        if not recipe.fuse_norms:
+            return []
+        from .te.fusion import fuse
+
+        return fuse(root, new)
+
+    def new_shared(self, root: nn.Module, recipe: Recipe) -> ModelState:
+        load()
+        from .te.recipes import check_device, check_version
+        from .te.region import ModelState
+
+        check_version(recipe)
+        check_device(recipe)
+        return ModelState(recipe)
+
+    def build(self, linear: nn.Linear, recipe: Recipe, shared: ModelState) -> TELinear:
+        from .te import fp8_params
+        from .te.linear import TELinear
+
+        if recipe.fp8_params:
+            fp8_params.check(linear)
+        return TELinear.around(linear, shared)
+
+    def attach(self, root: nn.Module, recipe: Recipe, shared: ModelState) -> None:
+        from .te.region import AroundRoot
+
+        around = AroundRoot(shared)
+        root.register_forward_pre_hook(around.before)
+        root.register_forward_hook(around.after, always_call=True)
+
+    def after_optimizer_step(self, root: nn.Module) -> None:
+        for _, layer in self._layers(root):
+            layer.te_cast_weight = None
+
+    def store_weights(self, root: nn.Module, recipe: Recipe) -> None:
+        if recipe.fp8_params:
+            from .te import fp8_params
+
+            fp8_params.keep(root, dict(self._layers(root)))
 
     def is_converted(self, module: nn.Module) -> bool:
-        return False
+        linear = sys.modules.get(f"{__package__}.te.linear")
+        return linear is not None and isinstance(module, linear.TELinear)
 
     def engine(self, module: nn.Module) -> str:
         return "te"
+
+    def profile(self, layers: list[Layer], keep: bool = False) -> TEProductProfile:
+        from .te.profile import TEProductProfile
+
+        return TEProductProfile(layers, keep)
+
+    def high_precision_products(self, recipe: Recipe) -> tuple[str, ...]:
+        return (WGRAD,) if recipe.override_linear_precision[2] else ()
+
+    def transient_bytes_per_element(self, module: TELinear) -> float:
+        # the weight's codes, kept from forward to backward, and the copy of them that dgrad multiplies
+        from .te.recipes import transposed_copies
+
+        if module.te_fsdp2 or module.te_state.recipe.fp8_params:
+            return 0.0  # made anew in backward; or the weight itself
+        one_copy = module.te_state.recipe.scaling in ("delayed", "dynamic") and not transposed_copies()
+        return 1.0 if one_copy else 2.0
+
+    def scaling_state(self, root: nn.Module) -> dict[str, torch.Tensor]:
+        return {
+            f"{name}.te_{part}": tensor
+            for name, layer in self._layers(root)
+            for part, tensor in layer.scaling_state().items()
+        }
+
+    def load_scaling_state(self, root: nn.Module, state: dict[str, torch.Tensor]) -> None:
+        own = self.scaling_state(root)
+        if own.keys() != state.keys():
+            differing = sorted(own.keys() ^ state.keys())
+            raise FP8BackendError(
+                f"the saved scaling state does not fit this model: {len(differing)} tensors differ, among them "
+                f"{', '.join(differing[:3])}; prepare the model with the recipe that it was saved with"
+            )
+        for name, tensor in state.items():
+            if tensor.shape != own[name].shape:
+                raise FP8BackendError(
+                    f"{name}: the saved amax history has another length ({tensor.shape[0]}, here "
+                    f"{own[name].shape[0]}); use the saved run's amax_history_len"
+                )
+        for name, layer in self._layers(root):
+            prefix = f"{name}.te_"
+            layer.load_scaling_state({part: state[f"{prefix}{part}"] for part in layer.scaling_state()})
+
+    def _layers(self, root: nn.Module) -> Iterator[tuple[str, TELinear]]:
+        return ((plain_name(name), module) for name, module in root.named_modules() if self.is_converted(module))
+
+
+def load() -> Any:
+    """TransformerEngine's PyTorch module, imported.
+
+    Raises:
+        BackendUnavailableError: it does not load, with the reason and the fix.
+    """
+    try:
+        import transformer_engine.pytorch as te
+    except Exception as error:  # a missing library is an OSError, another mismatch a RuntimeError or AssertionError
+        from ..te_installation import explain
+
+        explained = explain(error)
+        raise BackendUnavailableError(
+            f"te cannot run here: {explained.reason}. Fix: {explained.fix}, or {_INSTEAD}"
+        ) from error
+    return te
+
+
+def _has_compiled_part() -> bool:
+    """Looked up, not loaded: whether TransformerEngine's extension for PyTorch is there at all."""
+    if "transformer_engine_torch" in sys.modules:
+        return True
+    if hardware.version("transformer-engine-torch") or importlib.util.find_spec("transformer_engine_torch"):
+        return True
+    package = Path(importlib.util.find_spec("transformer_engine").origin).parent
+    return any(any(folder.glob("*transformer_engine_torch*")) for folder in (package, package / "wheel_lib"))
+
+
+def _device_support() -> tuple[bool, str]:
+    """Whether the device can multiply FP8 matrices, and why not. TransformerEngine is asked itself where it is loaded;
+    loading it takes seconds, so before that the device's capability has to do."""
+    if "transformer_engine.pytorch" in sys.modules:
+        from .te.recipes import device_support
+
+        return device_support("delayed")
+    if not hardware.has_gpu():
+        return False, "TransformerEngine runs on NVIDIA GPUs, and there is none here"
+    if not hardware.capabilities():
+        return False, "TransformerEngine runs on NVIDIA GPUs, and this one is AMD's"
+    if not hardware.fp8_products():
+        return False, f"this GPU has no FP8 products: compute capability {hardware.lowest_capability()}, 8.9 is needed"
+    return True, ""

@@ -1,0 +1,253 @@
+"""A norm and the Linear that alone reads it, as TransformerEngine's `LayerNormLinear`: one kernel normalises and
+quantises, and the normed values are never stored in high precision.
+
+Both modules stay, and each keeps its Parameters. In FP8 the norm computes nothing and returns a `Pending`: its input,
+with the promise that the Linear norms it. Nothing but that Linear can use a `Pending`. Whatever the Linear gets
+otherwise, and whenever the two do not agree on how they run, they compute one after the other, as without fusion.
+
+Imports TransformerEngine, so it is imported only where a recipe asks for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+import transformer_engine.pytorch as te
+from torch import nn
+
+from ...errors import FP8BackendError, RecipeError
+from ...sharded_tensor import is_distributed
+from ...weight_products import plain_name
+from .. import Fusion
+from ..transformer_engine import FUSED_NORMS_SHARDED
+from . import norm_readers
+from .linear import TELinear
+from .norms import is_exchanged
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def fuse(root: nn.Module, new: dict[nn.Module, nn.Module]) -> list[Fusion]:
+    """Pair the carriers of norms and of layers that are about to be exchanged, where a Linear alone reads the norm.
+
+    Args:
+        new: the carriers, keyed by the modules that will take them on.
+
+    Returns:
+        What became of each norm that is exchanged or about to be.
+    """
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in root.named_modules(remove_duplicate=False):
+        names.setdefault(module, []).append(plain_name(name))
+    linears = {module: carrier for module, carrier in new.items() if isinstance(carrier, TELinear)}
+    fusions = []
+    for norm in names:
+        if is_exchanged(norm):
+            pair = norm.te_pair
+            fusions.append(Fusion(norm, pair and pair.linear, None if pair else "it was exchanged before"))
+        elif norm in new and is_exchanged(new[norm]):
+            fusions.append(_fused(root, norm, new, linears, names))
+    return fusions
+
+
+def _fused(root: nn.Module, norm: nn.Module, new: dict, linears: dict, names: dict) -> Fusion:
+    if hasattr(norm.weight, "ds_id"):
+        raise RecipeError(FUSED_NORMS_SHARDED)
+    found = norm_readers.only_reader(root, norm, {id(linear) for linear in linears})
+    reason = found if isinstance(found, str) else _obstacle(norm, found, names)
+    if reason is not None:
+        return Fusion(norm, None, reason)
+    pair = Pair(norm, found, names[norm][0], names[found][0])
+    new[norm].__dict__["te_pair"] = pair
+    TENormLinear.turn(linears[found], new[norm], pair)
+    return Fusion(norm, found, None)
+
+
+def _obstacle(norm: nn.Module, linear: nn.Module, names: dict) -> str | None:
+    """Why these two stay apart although one reads the other, or None."""
+    for module in (norm, linear):
+        if len(names[module]) > 1:
+            return f"the model holds {names[module][0]} more than once"
+        if _hooked(module):
+            return f"{names[module][0]} has hooks, which see what lies between the two"
+    if norm.weight.shape != (linear.in_features,):
+        return f"it norms {tuple(norm.weight.shape)} values together, and {names[linear][0]} reads {linear.in_features}"
+    return None
+
+
+def _hooked(module: nn.Module) -> bool:
+    return any(module.__dict__.get(hooks) for hooks in _HOOKS)
+
+
+class Pair:
+    """A norm and the Linear that reads it, under their names in the model that was prepared."""
+
+    def __init__(self, norm: nn.Module, linear: nn.Module, norm_name: str, linear_name: str) -> None:
+        self.norm, self.linear = norm, linear
+        self.names = norm_name, linear_name
+        self.warned = False
+
+    @torch.compiler.disable
+    def pending(self, x: torch.Tensor) -> Pending | None:
+        """What the norm returns in place of its result, where its Linear will norm `x`; else None."""
+        norm, linear = self.norm, self.linear
+        if linear.__dict__.get("te_pair") is not self or not (linear.training or linear.te_state.in_eval):
+            return None
+        if hasattr(norm.weight, "ds_id"):
+            raise RecipeError(FUSED_NORMS_SHARDED)
+        if _hooked(norm) or _hooked(linear):
+            self._warn()
+            return None
+        # without autocast a norm of TransformerEngine's returns its weight's dtype, LayerNormLinear its input's
+        same = torch.is_autocast_enabled(x.device.type) or x.dtype == norm.weight.dtype
+        return Pending(x, self) if same and x.shape[-1] == linear.in_features else None
+
+    def _warn(self) -> None:
+        if not self.warned:
+            self.warned = True
+            warnings.warn(
+                f"fuse_norms: {self.names[0]} and {self.names[1]} run one after the other, since hooks were "
+                f"registered on them, which see what lies between the two",
+                stacklevel=3,
+            )
+
+    def refuse(self) -> NoReturn:
+        raise FP8BackendError(
+            f"fuse_norms: the output of {self.names[0]} was used other than as the input of {self.names[1]}, which "
+            f"alone reads it when the forward of the modules around is traced; leave out fuse_norms=True, or exclude "
+            f"{self.names[0]}"
+        )
+
+
+class Pending:
+    """The result of a norm that its Linear is yet to compute. No tensor: any other use of it is an error."""
+
+    __slots__ = ("_input", "_pair", "_context")
+
+    def __init__(self, x: torch.Tensor, pair: Pair) -> None:
+        self._input, self._pair, self._context = x, pair, _context(x.device.type)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # asked by Python, such as whether it can be copied
+            raise AttributeError(name)
+        self._pair.refuse()
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None) -> NoReturn:
+        next(_pendings([args, *(kwargs or {}).values()]))._pair.refuse()
+
+
+def _pendings(values: Iterable[Any]) -> Iterator[Pending]:
+    for value in values:
+        if type(value) is Pending:
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _pendings(value)
+
+
+def _refuse(pending: Pending, *args: Any) -> NoReturn:
+    pending._pair.refuse()
+
+
+_OPERATORS = (
+    "add sub mul truediv matmul pow radd rsub rmul rtruediv rmatmul neg eq ne lt le gt ge getitem iter len bool"
+)
+for _name in _OPERATORS.split():
+    setattr(Pending, f"__{_name}__", _refuse)
+
+
+class _Context(NamedTuple):
+    """What decides how a norm and a Linear run, beside the two modules."""
+
+    device: str
+    dtype: torch.dtype | None
+    """Autocast's; None where it is off."""
+    gradients: bool
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        autocast = torch.autocast(self.device, dtype=self.dtype, enabled=self.dtype is not None)
+        with autocast, torch.set_grad_enabled(self.gradients):
+            yield
+
+
+def _context(device: str) -> _Context:
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return _Context(device, dtype, torch.is_grad_enabled())
+
+
+class TENormLinear(TELinear):
+    """`te.LayerNormLinear` on the Parameters of the Linear that it was and of the norm before it, where it gets what
+    that norm returns in FP8. `te.Linear` on anything else."""
+
+    @classmethod
+    def turn(cls, carrier: TELinear, norm: nn.Module, pair: Pair) -> None:
+        """Let the carrier of a Linear norm its input as the carrier `norm` would."""
+        eps = {**pair.norm.__dict__, **norm.__dict__}["eps"]  # the carrier lacks what the module has already
+        made = te.LayerNormLinear(
+            carrier.in_features,
+            carrier.out_features,
+            eps=eps,
+            normalization="LayerNorm" if isinstance(norm, te.LayerNorm) else "RMSNorm",
+            zero_centered_gamma=norm.zero_centered_gamma,
+            bias=carrier.use_bias,
+            device="meta",
+        )
+        added = {name: value for name, value in made.__dict__.items() if name not in carrier.__dict__}
+        added.pop("layer_norm_bias", None)
+        carrier.__dict__.update(added, te_pair=pair)
+        carrier.__class__ = cls
+
+    @property
+    def layer_norm_weight(self) -> torch.Tensor:
+        return self.te_pair.norm.weight
+
+    @property
+    def layer_norm_bias(self) -> torch.Tensor | None:
+        return self.te_pair.norm._parameters.get("bias")
+
+    def forward(self, x: torch.Tensor | Pending) -> torch.Tensor:
+        if type(x) is not Pending:
+            return super().forward(x)
+        if x._pair is not self.te_pair:
+            x._pair.refuse()
+        return self._forward_pending(x)
+
+    @torch.compiler.disable
+    def _forward_pending(self, pending: Pending) -> torch.Tensor:
+        x, now = pending._input, _context(pending._input.device.type)
+        self._check_gathered(self.layer_norm_weight)
+        if pending._context == now:
+            return self._forward_in_fp8(x, te.LayerNormLinear)
+        if pending._context.gradients and not now.gradients:
+            norm, linear = self.te_pair.names
+            raise FP8BackendError(
+                f"fuse_norms: {norm} was called with gradients and {linear} without, as in activation checkpointing "
+                f"that begins between the two: let it begin before the norm, or leave out fuse_norms=True"
+            )
+        with pending._context.entered():  # the Linear runs in another autocast, or the norm ran without gradients
+            normed = self.te_pair.norm.in_te(x)
+        return super().forward(normed)
+
+    def _check_gathered(self, weight: torch.Tensor) -> None:
+        """Raise where the norm's weight is no more what it was when the norm was called."""
+        if is_distributed(weight) or weight.shape != (self.in_features,) or not weight.untyped_storage().size():
+            norm, linear = self.te_pair.names
+            raise FP8BackendError(
+                f"fuse_norms: {linear} norms its own input, and the weight of {norm} was taken away before: shard the "
+                f"two in one unit, or leave out fuse_norms=True"
+            )
+
+    def _padded(self, matrix: torch.Tensor, rows: int, kind: type) -> torch.Tensor:
+        """As in `te.Linear`; but what is normed is padded with its last row, since LayerNorm makes its bias of zeros,
+        which could be the largest value. Gradients of these rows are zero, so they add nothing to any."""
+        if kind is te.Linear:
+            return super()._padded(matrix, rows, kind)
+        return torch.cat([matrix, matrix[-1:].expand(rows, -1)])
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, norm={self.te_pair.names[0]}"

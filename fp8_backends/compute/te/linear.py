@@ -1,0 +1,288 @@
+"""`TELinear`, one layer of the `te` compute.
+
+Imports TransformerEngine, so it is imported only when a layer is converted or unpickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformer_engine.pytorch as te
+from torch import nn
+
+from ...scaled_tensor import ScaledTensor
+from .. import COMPUTE_DTYPES
+from . import fp8_params, weights
+from .recipes import FP8GlobalStateManager
+from .region import ModelState, Region, inside_backward, remember_scales
+from .wgrad import PlainWgrad
+
+DIRECTIONS = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
+"""Our names of the two halves of a delayed scaling state, and TransformerEngine's."""
+
+watchers: list[Any] = []
+"""Profiles that run now (`profile`): told of every FP8 forward."""
+
+
+class TELinear(te.Linear, nn.Linear):
+    """`te.Linear` on the Parameters of the `nn.Linear` that it was, and correct where `te.Linear` is not: for any
+    number of rows, outside of an FP8 region, and recomputed by plain `torch.utils.checkpoint`.
+
+    Input: [..., in_features] in bf16, fp16 or fp32. Output: [..., out_features] in the autocast dtype if autocast is
+    on, else in the input's dtype. In eval mode, unless the recipe says `use_autocast_during_eval`, it is `F.linear`.
+
+    A recomputed layer uses the scales of its last training forward, and changes none. `torch.compile` leaves the FP8
+    part of the layer out of its graphs: TransformerEngine's delayed scaling cannot be traced.
+    """
+
+    # a checkpoint holds weight and bias; scales are in `Compute.scaling_state`
+    get_extra_state = nn.Module.get_extra_state
+    set_extra_state = nn.Module.set_extra_state
+    reset_parameters = nn.Linear.reset_parameters
+
+    @classmethod
+    def around(cls, linear: nn.Linear, state: ModelState) -> TELinear:
+        """A layer that holds the Parameter objects of `linear`."""
+        made = te.Linear(
+            linear.in_features,
+            linear.out_features,
+            bias=linear.bias is not None,
+            params_dtype=linear.weight.dtype,
+            device="meta",
+        )
+        made.__class__ = cls
+        made.__dict__.pop("bias", None)  # of a layer without one it is an empty tensor, where others expect None
+        made._parameters.update(weight=linear.weight, bias=linear.bias)
+        made.__dict__.update(_RUNTIME, te_state=state, **made._fresh_meta())
+        return made
+
+    def weight_for_te(self) -> torch.Tensor:
+        """The weight that TransformerEngine multiplies: as it lies, or as one of its own quantised tensors."""
+        if not isinstance(self.weight, ScaledTensor):
+            return self.weight
+        (quantizer,) = self._get_weight_quantizers()
+        cast = weights.for_te(self.weight, quantizer, self.te_state.recipe.scaling, self.te_cast_weight)
+        if not self.is_fsdp2:  # which gathers the next weight into the same memory
+            self.te_cast_weight = cast
+        return weights.differentiable(self.weight, cast)
+
+    def _get_weight_tensors(self) -> list[torch.Tensor]:
+        weight = self.weight_for_te()
+        return [weight.detach() if self.te_state.plain_wgrad else weight]
+
+    # forward
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        in_fp8 = self.training or self.te_state.in_eval
+        if not in_fp8 or dtype not in COMPUTE_DTYPES or not x.is_floating_point() or x.numel() == 0:
+            return F.linear(x, fp8_params.plain(self.weight), self.bias)
+        if x.shape[-1] != self.in_features:
+            raise ValueError(
+                f"an FP8 linear layer of {self.in_features} input features got an input of shape {tuple(x.shape)}; "
+                f"its last dimension must be {self.in_features}"
+            )
+        return self._forward_in_fp8(x)
+
+    @torch.compiler.disable
+    def _forward_in_fp8(self, x: torch.Tensor, kind: type[nn.Module] = te.Linear) -> torch.Tensor:
+        """The output, as TransformerEngine's class `kind` computes it of the rows of x."""
+        matrix = x.reshape(-1, self.in_features)
+        rows = matrix.shape[0]
+        if padding := -rows % self.te_state.rows_multiple:
+            matrix = self._padded(matrix, padding, kind)
+        y = self._in_region(matrix, kind)
+        # no view, as with `F.linear`: autograd refuses to change a view of a function with two outputs in place
+        return torch.ops.aten._unsafe_view(y[:rows] if padding else y, (*x.shape[:-1], self.out_features))
+
+    def _padded(self, matrix: torch.Tensor, rows: int, kind: type[nn.Module]) -> torch.Tensor:
+        return F.pad(matrix, (0, 0, 0, rows))
+
+    def _in_region(self, x: torch.Tensor, kind: type[nn.Module]) -> torch.Tensor:
+        """The products, in the region of the root's forward, or in one of its own."""
+        state = self.te_state
+        if inside_backward():
+            return self._recomputed(x, kind)
+        if state.region is not None:
+            return self._first_time(x, kind, state.region.records)
+        with Region(state, records=self.training and torch.is_grad_enabled()) as region:
+            y = self._first_time(x, kind, region.records)
+            if region.records:
+                remember_scales([self])
+            return y
+
+    def _first_time(self, x: torch.Tensor, kind: type[nn.Module], records: bool) -> torch.Tensor:
+        self.ensure_state()
+        self.te_recorded, self.te_had_gradients = records, torch.is_grad_enabled()
+        with contextlib.nullcontext() if records else self._state_kept():
+            return self._products(x, kind)
+
+    def _recomputed(self, x: torch.Tensor, kind: type[nn.Module]) -> torch.Tensor:
+        """Forward again, inside backward."""
+        state = self.te_state
+        kept = self._state_kept(self.te_used_scale if state.region is None else None)
+        with Region(state, records=False), kept if self.te_recorded else contextlib.nullcontext():
+            # the layer whose backward updates the scales was chosen in the first forward
+            FP8GlobalStateManager.is_first_fp8_module()
+            if not self.te_had_gradients and torch.is_grad_enabled() and self.te_used_scale is not None:
+                state.update_after_backward(forward=not self.te_recorded)
+            return self._products(x, kind)
+
+    def _products(self, x: torch.Tensor, kind: type[nn.Module]) -> torch.Tensor:
+        if self.te_state.recipe.fp8_params:
+            fp8_params.check_kept(self)
+        for watcher in watchers:
+            watcher.enter(self)
+        try:
+            y = kind.forward(self, x)
+        finally:
+            for watcher in watchers:
+                watcher.leave()
+        for watcher in watchers:
+            watcher.follow(self, y)
+        return PlainWgrad.apply(y, x.detach(), self.weight) if self.te_state.plain_wgrad else y
+
+    # scaling state
+
+    def ensure_state(self) -> None:
+        """Make the layer's scaling state, inside a region, where TransformerEngine has not made it yet."""
+        if "scaling_fwd" in self.fp8_meta or not self.te_state.te_recipe.delayed():
+            return
+        with torch.inference_mode(False):  # else training could never write to it
+            self._make_state()
+
+    def _make_state(self) -> None:
+        self.init_fp8_metadata()
+        FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(self.fp8_meta)
+        if self.te_loaded is not None:
+            self._copy_state(self.te_loaded)
+            self.te_loaded = None
+        self.te_used_scale = self.delayed_state("forward").scale.clone()
+
+    def delayed_state(self, direction: str) -> Any:
+        """TransformerEngine's recipe state of `forward` or `backward`, with `scale` [n] and `amax_history` [L, n]; None
+        before the first forward."""
+        return self.fp8_meta.get(DIRECTIONS[direction])
+
+    @contextlib.contextmanager
+    def _state_kept(self, scale: torch.Tensor | None = None) -> Iterator[None]:
+        """Inside, the forward scales are `scale` if given; amaxes recorded inside are forgotten."""
+        if self.te_used_scale is None:
+            yield
+            return
+        state = self.delayed_state("forward")
+        with torch.no_grad():
+            recorded, current = state.amax_history[0].clone(), state.scale.clone()
+            if scale is not None:
+                state.scale.copy_(scale)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                state.amax_history[0].copy_(recorded)
+                state.scale.copy_(current)
+
+    def scaling_state(self) -> dict[str, torch.Tensor]:
+        """Copies of scales [n] and amax histories [L, n], FP32: n is 3 forward (input, weight, output) and 2 backward
+        (output's gradient, input's gradient). Empty for a rule without state."""
+        if not self.te_state.te_recipe.delayed():
+            return {}
+        if self.te_loaded is not None:
+            return {name: tensor.clone() for name, tensor in self.te_loaded.items()}
+        state, length = {}, self.te_state.recipe.amax_history_len
+        for direction, size in (("forward", 3), ("backward", 2)):
+            live = self.delayed_state(direction)
+            state[f"{direction}_scale"] = torch.ones(size) if live is None else live.scale.clone()
+            state[f"{direction}_amax_history"] = (
+                torch.zeros(length, size) if live is None else live.amax_history.clone()
+            )
+        return state
+
+    def load_scaling_state(self, state: dict[str, torch.Tensor]) -> None:
+        """Take what `scaling_state` returned."""
+        if not state:
+            return
+        if "scaling_fwd" in self.fp8_meta:
+            self._copy_state(state)
+        else:
+            self.te_loaded = {name: tensor.clone() for name, tensor in state.items()}
+
+    @torch.no_grad()
+    def _copy_state(self, state: dict[str, torch.Tensor]) -> None:
+        for direction in DIRECTIONS:
+            live = self.delayed_state(direction)
+            live.scale.copy_(state[f"{direction}_scale"])
+            live.amax_history.copy_(state[f"{direction}_amax_history"])
+
+    # what a module does beside computing
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """As TransformerEngine finds it, kept under a name that goes when the layer is turned back."""
+        if self.te_fsdp2 is None:
+            known = getattr(te.Linear, "is_fsdp2", None)  # from 2.10 on
+            self.te_fsdp2 = known is not None and known.fget(self)
+            self.__dict__.pop("_is_fsdp2", None)
+        return self.te_fsdp2
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if fp8_params.is_kept(self.weight):
+            destination[f"{prefix}weight"] = fp8_params.plain(self.weight)
+
+    def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
+        state_dict.pop(f"{prefix}_extra_state", None)  # in checkpoints of plain TransformerEngine modules
+        kept = fp8_params.is_kept(self.weight)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        if kept and not fp8_params.is_kept(self.weight):  # `assign=True`, with a Parameter of its own
+            self.weight = nn.Parameter(fp8_params.quantised(self.weight, self), requires_grad=False)
+
+    def _fresh_meta(self) -> dict[str, Any]:
+        """TransformerEngine's own part of a layer that has not run, but for what its constructor was given."""
+        kept = {"recipe": self.fp8_meta["recipe"]} if "recipe" in self.fp8_meta else {}
+        return {
+            "fp8_meta": {**kept, "fp8_checkpoint": False, "fp8_group": None},
+            "quantizers": {key: type(quantizers)() for key, quantizers in self.quantizers.items()},
+            "param_init_meta": {},
+            "_fp8_workspaces": {},
+            "fp8_initialized": False,
+            "fp8_meta_tensors_initialized": False,
+        }
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a copy has a scaling state of its own, equal to this one; TransformerEngine registers each in a global table
+        state = {**self.__dict__, **_RUNTIME, **self._fresh_meta()}
+        state["te_loaded"] = self.scaling_state() or None
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        fp8_params.revive(self)
+
+    def extra_repr(self) -> str:
+        forward, gradient = ("E4M3", "E5M2" if self.te_state.recipe.fp8_format == "HYBRID" else "E4M3")
+        scaling = self.te_state.recipe.scaling
+        kept = ",high:wgrad" if self.te_state.plain_wgrad else ""
+        return f"{nn.Linear.extra_repr(self)}, te:{scaling} i:{forward},w:{forward},go:{gradient}{kept}"
+
+
+_RUNTIME: dict[str, Any] = {
+    "te_used_scale": None,  # the forward scales of the last training forward; None for rules without state
+    "te_recorded": True,  # whether the last forward's amaxes count
+    "te_had_gradients": True,  # whether it ran with gradients
+    "te_loaded": None,  # a scaling state that waits for the first forward
+    "te_fsdp2": None,
+    "te_cast_weight": None,  # of a weight in scaled precision, until the optimizer's step
+    # what TransformerEngine's forward would add to the layer
+    "allow_different_data_and_param_types": False,
+    "forwarded_at_least_once": False,
+    "fp8_parameters": False,
+    "debug_last_iteration": None,
+    "debug_enabled_in_this_iteration": False,
+    "_te_cached_parent_fsdp_state": None,
+}

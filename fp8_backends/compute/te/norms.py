@@ -1,0 +1,216 @@
+"""Normalisation layers as TransformerEngine's, by an exchange of the class: the same module, the same Parameters.
+
+`nn.LayerNorm`, `nn.RMSNorm` and the RMSNorms that models bring along (Llama, Mistral, Qwen, T5; Gemma multiplies by
+1 + weight) become `te.LayerNorm` or `te.RMSNorm`. Such a class is recognised by what it computes: it is called with a
+small FP32 input, and its result is compared with the formula. What TransformerEngine cannot compute, or what computes
+something else, stays as it is and is named with the reason.
+
+As everywhere in TransformerEngine, the result has the autocast dtype if autocast is on, else the weight's; PyTorch's
+own norms return FP32 under autocast. Inside, both compute in FP32. In eval mode, unless the recipe says
+`use_autocast_during_eval`, the module computes as the class that it was, as the linear layers do.
+
+Imports TransformerEngine only when a norm is exchanged.
+"""
+
+from __future__ import annotations
+
+import copy
+import copyreg
+import functools
+import inspect
+import math
+from abc import ABCMeta
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...weight_products import full_shape
+from .. import COMPUTE_DTYPES, Norm
+
+LAYER_NORM, RMS_NORM, CENTERED = "LayerNorm", "RMSNorm", "RMSNorm(zero_centered_gamma)"
+_OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
+_KEPT = ("get_extra_state", "set_extra_state", "_load_from_state_dict", "_save_to_state_dict")
+
+
+def norms(root: nn.Module, in_eval: bool) -> list[Norm]:
+    """Every normalisation layer over the last dimensions in `root` that is not exchanged yet, each with its carrier or
+    the reason why it has none."""
+    return [_norm(module, in_eval) for module in root.modules() if _is_norm(module) and not is_exchanged(module)]
+
+
+def _norm(module: nn.Module, in_eval: bool) -> Norm:
+    obstacle = _obstacle(module)
+    if obstacle is not None:
+        return Norm(module, None, obstacle)
+    found = _known(module) or _tried(module)
+    if isinstance(found, str):
+        return Norm(module, None, found)
+    carrier = _carrier(module, *found)
+    carrier.te_in_eval = in_eval
+    own = {name: value for name, value in carrier.__dict__.items() if name in module.__dict__.keys() - _OF_EVERY_MODULE}
+    taken = [name for name, value in own.items() if module.__dict__[name] != value]
+    if taken:
+        return Norm(module, None, f"it has {', '.join(taken)} of its own, a name that TransformerEngine's form needs")
+    for name in own:  # the same number under the same name, such as eps: it stays when the class is turned back
+        del carrier.__dict__[name]
+    return Norm(module, carrier, None)
+
+
+def is_exchanged(module: nn.Module) -> bool:
+    """Whether this is one of the norms of TransformerEngine that `norms` made."""
+    return isinstance(type(module), _Exchanged)
+
+
+# what a module computes
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """LayerNorm, RMSNorm, or a leaf that is called a norm and is none of PyTorch's (of batches, groups, …)."""
+    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+        return True
+    kind = type(module)
+    return "norm" in kind.__name__.lower() and not kind.__module__.startswith("torch.") and not module._modules
+
+
+def _obstacle(module: nn.Module) -> str | None:
+    """Why this module cannot be TransformerEngine's whatever it computes, or None."""
+    weight = module._parameters.get("weight")
+    if weight is None:
+        return "it has no weight, and TransformerEngine's norms always have one"
+    if isinstance(module, nn.LayerNorm) and module.bias is None:
+        return "it has no bias, and TransformerEngine's LayerNorm always has one"
+    if type(module) is nn.RMSNorm and module.eps is None:
+        return "eps=None follows the input's dtype, and TransformerEngine's is a number"
+    others = [name for name, own in module._parameters.items() if own is not None and name not in ("weight", "bias")]
+    if others or any(buffer is not None for buffer in module._buffers.values()):
+        return f"it holds more than a weight and a bias: {', '.join([*others, *module._buffers])}"
+    if weight.dtype not in COMPUTE_DTYPES:
+        return f"weight dtype {weight.dtype} is not one of fp32, bf16, fp16"
+    if not type(weight).__module__.startswith("torch."):
+        return f"its weight is a {type(weight).__name__}"
+    if "forward" in module.__dict__:
+        return "its forward was replaced on the instance"
+    return None
+
+
+def _known(module: nn.Module) -> tuple[str, float] | None:
+    """(formula, eps) of PyTorch's own classes."""
+    formula = {nn.LayerNorm: LAYER_NORM, nn.RMSNorm: RMS_NORM}.get(type(module))
+    return None if formula is None else (formula, module.eps)
+
+
+def _tried(module: nn.Module) -> tuple[str, float] | str:
+    """(formula, eps) of a module of any class, or the reason why it has none."""
+    parameters = list(inspect.signature(type(module).forward).parameters)
+    if len(parameters) != 2:
+        return f"its forward takes {', '.join(parameters[1:])}, and not one tensor alone"
+    try:
+        for formula, eps in _formulas(module):
+            if all(_follows(module, formula, eps, training) for training in (True, False)):
+                return formula, eps
+    except Exception as error:
+        return f"it could not be tried on a small FP32 input: {error}"
+    return "it computes neither LayerNorm nor RMSNorm with an eps that it holds"
+
+
+def _formulas(module: nn.Module) -> Iterator[tuple[str, float]]:
+    """Those that the module's numbers and Parameters allow."""
+    formulas = (RMS_NORM, CENTERED) if module._parameters.get("bias") is None else (LAYER_NORM,)
+    for eps in {value for value in module.__dict__.values() if isinstance(value, float) and 0 < value < 0.1}:
+        for formula in formulas:
+            yield formula, eps
+
+
+@torch.no_grad()
+def _follows(module: nn.Module, formula: str, eps: float, training: bool) -> bool:
+    """Whether the module computes the formula, on a copy with other Parameters: FP32, on the CPU, without its hooks.
+
+    Rows from far below to far above sqrt(eps), so that eps counts, and with a mean. Both sides compute in FP32 and sum
+    up to `features` squares: their relative difference stays far below 1e-5, that of another eps or formula above.
+    """
+    generator = torch.Generator().manual_seed(0)
+    shape = full_shape(module.weight)
+    row_sizes = math.sqrt(eps) * torch.tensor([0.3, 1.0, 3.0, 1e3]).reshape(4, *(1 for _ in shape))
+    x = (torch.randn(4, *shape, generator=generator) + 0.5) * row_sizes
+    own = {
+        key: torch.randn(shape, generator=generator) for key, value in module._parameters.items() if value is not None
+    }
+    tried = copy.copy(module)
+    tried.__dict__ = {**module.__dict__, "training": training}
+    tried._parameters = {**module._parameters, **{key: nn.Parameter(value) for key, value in own.items()}}
+    with torch.autocast("cpu", enabled=False):
+        result = type(module).forward(tried, x)
+    expected = _formula(formula, x, own["weight"], own.get("bias"), eps)
+    return result.dtype == x.dtype and torch.allclose(result, expected, rtol=1e-5, atol=1e-6)
+
+
+def _formula(
+    formula: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
+) -> torch.Tensor:
+    dimensions = tuple(range(-weight.dim(), 0))
+    if formula == LAYER_NORM:
+        x = x - x.mean(dimensions, keepdim=True)
+    y = x * (x.square().mean(dimensions, keepdim=True) + eps).rsqrt()
+    y = y * (1 + weight if formula == CENTERED else weight)
+    return y if bias is None else y + bias
+
+
+# exchanging
+
+
+def _carrier(module: nn.Module, formula: str, eps: float) -> nn.Module:
+    """A module of the new class whose attributes are those that `module` lacks."""
+    import transformer_engine.pytorch as te
+
+    kind = te.LayerNorm if formula == LAYER_NORM else te.RMSNorm
+    made = kind(tuple(full_shape(module.weight)), eps=eps, zero_centered_gamma=formula == CENTERED, device="meta")
+    carrier = object.__new__(_class_for(type(module), formula == LAYER_NORM))
+    added = {name: value for name, value in made.__dict__.items() if name not in _OF_EVERY_MODULE}
+    carrier.__dict__.update(nn.Module().__dict__, **added)
+    return carrier
+
+
+@functools.cache
+def _class_for(original: type[nn.Module], is_layer_norm: bool) -> type[nn.Module]:
+    """TransformerEngine's class and `original` in one, so that `isinstance` stays true."""
+    import transformer_engine.pytorch as te
+
+    base = te.LayerNorm if is_layer_norm else te.RMSNorm
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        in_use = self.training or self.te_in_eval
+        if not in_use or dtype not in COMPUTE_DTYPES or not x.is_floating_point() or x.numel() == 0:
+            return original.forward(self, x)
+        pending = None if self.te_pair is None else self.te_pair.pending(x)
+        return self.in_te(x) if pending is None else pending
+
+    @torch.compiler.disable
+    def in_te(self, x: torch.Tensor) -> torch.Tensor:
+        y = base.forward(self, x)
+        # no view, as with PyTorch's own: FSDP2 warns of an output that is one, and autograd may refuse to change it
+        return torch.ops.aten._unsafe_view(y, y.shape)
+
+    members: dict[str, Any] = {name: getattr(nn.Module, name) for name in _KEPT}  # no state beyond the Parameters
+    members |= {"te_original": original, "forward": forward, "in_te": in_te, "__module__": __name__}
+    members["te_pair"] = None  # with the Linear that norms its input in this one's place, if one does (`fusion`)
+    if hasattr(original, "reset_parameters"):
+        members["reset_parameters"] = original.reset_parameters
+    return _Exchanged(f"TE{original.__name__}", (base, original), members)
+
+
+class _Exchanged(ABCMeta):
+    """The class of these classes. They are pickled by what they were made from, since no name imports them."""
+
+
+def _reduce(made: _Exchanged):
+    import transformer_engine.pytorch as te
+
+    parts = made.te_original, issubclass(made, te.LayerNorm)
+    return (_class_for, parts) if made is _class_for(*parts) else made.__qualname__  # a class made from one of these
+
+
+copyreg.pickle(_Exchanged, _reduce)

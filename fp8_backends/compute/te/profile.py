@@ -1,0 +1,149 @@
+"""Counts the FP8 products of `te` layers, which do not count by themselves.
+
+TransformerEngine's linear layers multiply by one Python function, `general_gemm`. While a profile runs, that function
+is wrapped where they look it up: a call whose operands are both FP8 tensors is a product. Its layout says which one.
+The layer is the one whose forward runs, or in backward the one whose forward made the autograd node that runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformer_engine.pytorch.module.layernorm_linear as te_norm_linear_module
+import transformer_engine.pytorch.module.linear as te_linear_module
+
+from ...errors import FP8BackendError
+from .. import DGRAD, FPROP, WGRAD, ProductCounts
+from .linear import watchers
+from .recipes import VERSION
+from .region import inside_backward
+
+if TYPE_CHECKING:
+    from ...profiling import Layer
+
+_MODULES = (te_linear_module, te_norm_linear_module)
+"""Where TransformerEngine's linear layers look up `general_gemm`."""
+_KIND_OF_LAYOUT = {"TN": FPROP, "NN": DGRAD, "NT": WGRAD}
+_RECOMPUTED = "recomputed"
+
+
+class TEProductProfile:
+    """One watched stretch of training, with the interface of `profiling.ProductProfile`. Any number can run at once.
+    Dropped while it runs, it ends by itself."""
+
+    by_shape = False
+
+    def __init__(self, layers: list[Layer], keep: bool = False) -> None:
+        self.layers = layers
+        self.running = self.complete = False
+        self._watcher = _Watcher([layer.module for layer in layers])
+        self._end: weakref.finalize | None = None
+
+    def start(self, take_over: bool = False) -> bool:
+        """Begin to count."""
+        self.restart()
+        _watch(self._watcher)
+        self._end = weakref.finalize(self, _unwatch, self._watcher)
+        self.running = True
+        return True
+
+    def restart(self) -> None:
+        """Forget what was counted so far."""
+        self._watcher.counts = [ProductCounts() for _ in self.layers]
+
+    def stop(self) -> None:
+        """End counting and write each layer's counts into its `results`."""
+        self.abandon()
+        for layer, counts in zip(self.layers, self._watcher.counts, strict=True):
+            layer.results[layer.name] = counts
+        self.complete = True
+
+    def abandon(self) -> None:
+        """End without a result."""
+        if self.running:
+            self.running = False
+            self._end()
+
+
+class _Watcher:
+    """What a profile is told by layers (`linear.watchers`), by autograd nodes, and by the wrapped function."""
+
+    def __init__(self, modules: list[torch.nn.Module]) -> None:
+        self.index = {id(module): index for index, module in enumerate(modules)}
+        self.counts: list[ProductCounts] = []
+        self.forward: int | None = None
+        """The layer whose forward runs."""
+        self.backward: tuple[int | None, set[str]] = (None, set())
+        """The layer whose autograd node runs, and the products that it may still make."""
+
+    def enter(self, layer: torch.nn.Module) -> None:
+        self.forward = self.index.get(id(layer))
+
+    def leave(self) -> None:
+        self.forward = None
+
+    def follow(self, layer: torch.nn.Module, output: torch.Tensor) -> None:
+        index = self.index.get(id(layer))
+        if output.grad_fn is not None and index is not None:
+            output.grad_fn.register_prehook(functools.partial(self._begin_backward, index))
+
+    def _begin_backward(self, index: int, gradients: Any) -> None:
+        self.backward = (index, {DGRAD, WGRAD})
+
+    def product(self, kind: str) -> None:
+        if kind == FPROP:
+            if self.forward is not None:
+                _add(self.counts[self.forward], _RECOMPUTED if inside_backward() else FPROP)
+            return
+        index, due = self.backward
+        if kind in due:
+            due.remove(kind)
+            _add(self.counts[index], kind)
+
+
+def _add(counts: ProductCounts, kind: str) -> None:
+    setattr(counts, kind, getattr(counts, kind) + 1)
+
+
+def _watch(watcher: _Watcher) -> None:
+    if not watchers:
+        _wrap()
+    watchers.append(watcher)
+
+
+def _unwatch(watcher: _Watcher) -> None:
+    watchers.remove(watcher)
+    if not watchers:
+        for module in _MODULES:
+            module.general_gemm = module.general_gemm.__wrapped__
+
+
+def _wrap() -> None:
+    for module in _MODULES:
+        module.general_gemm = _counted(getattr(module, "general_gemm", None))
+
+
+def _counted(multiply: Callable | None) -> Callable:
+    if multiply is None:
+        raise FP8BackendError(
+            f"FP8 cannot be proven with TransformerEngine {VERSION}, whose linear layer does not multiply by "
+            "general_gemm: install another version of transformer_engine, or a newer fp8-backends"
+        )
+
+    @functools.wraps(multiply)
+    def counted(a, b, *args, **kwargs):
+        if _is_fp8(a) and _is_fp8(b):
+            for watcher in watchers:
+                watcher.product(_KIND_OF_LAYOUT[kwargs.get("layout", "TN")])
+        return multiply(a, b, *args, **kwargs)
+
+    return counted
+
+
+def _is_fp8(tensor: Any) -> bool:
+    """Every quantised tensor of TransformerEngine names its FP8 type, whatever its class is called in a version."""
+    return getattr(tensor, "_fp8_dtype", None) is not None

@@ -1,0 +1,90 @@
+"""Codes and scales of rules without state: `fp8_backends.scaling` against TransformerEngine's quantizers.
+
+Current scaling has a reference in TransformerEngine's own Python, `CurrentScalingQuantizerRef`, for finite values. The
+quantizers proper cast with the stand-in's kernels, transcribed from the source by another hand than `scaling`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from standin import compute_capability
+from transformer_engine.pytorch import DType, Float8BlockQuantizer, Float8CurrentScalingQuantizer, MXFP8Quantizer
+from transformer_engine.pytorch.custom_recipes.reference_current_scaling import CurrentScalingQuantizerRef
+
+from fp8_backends import scaling
+from fp8_backends.formats import E4M3, E5M2
+
+TE_DTYPES = {E4M3: DType.kFloat8E4M3, E5M2: DType.kFloat8E5M2}
+FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+def codes(q: scaling.Quantized) -> torch.Tensor:
+    return q.codes.view(torch.uint8)
+
+
+@pytest.mark.parametrize("fmt", TE_DTYPES, ids=lambda fmt: fmt.name)
+@given(values=st.lists(FINITE, min_size=1, max_size=16))
+@settings(max_examples=60, deadline=None)
+def test_current_scaling_equals_both_of_transformer_engines(fmt, values):
+    x = torch.tensor([values])
+    ours = scaling.quantize_dynamic(x, fmt)
+    reference = CurrentScalingQuantizerRef(fmt.dtype).quantize(x)
+    kernel = Float8CurrentScalingQuantizer(TE_DTYPES[fmt], "cpu")(x)
+    for data, scale_inv in ((reference.data, reference.scale), (kernel._data, kernel._scale_inv)):
+        assert torch.equal(codes(ours), data.view(torch.uint8)) and ours.scale_inv == scale_inv.item()
+
+
+@pytest.mark.parametrize("special", [math.nan, math.inf, -math.inf])
+def test_current_scaling_of_values_that_are_not_finite(special):
+    """The codes are equal. An inf's scale_inv is 1 in TransformerEngine and NaN here, so that nobody misses it."""
+    x = torch.tensor([[1.0, special, -3.0, 0.5]])
+    ours, kernel = scaling.quantize_dynamic(x, E5M2), Float8CurrentScalingQuantizer(DType.kFloat8E5M2, "cpu")(x)
+    assert torch.equal(codes(ours), kernel._data)
+    if math.isnan(special):
+        assert ours.scale_inv == kernel._scale_inv
+    else:
+        assert ours.scale_inv.isnan() and kernel._scale_inv == 1
+
+
+def matrices(shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+    """Blocks of very different sizes; some hold zeros only, some overflow the scale, some hold the largest value."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(shape, generator=generator) * 10 ** torch.randint(-6, 6, (1, shape[1]), generator=generator)
+    x[:, :32], x[:40], x[40:42, 200:] = 0.0, x[:40] * 1e-30, 1e-40
+    x[50, 100], x[51, 101] = torch.finfo(dtype).max, -torch.finfo(dtype).max
+    return x.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(256, 272), (303, 300)], ids=str)
+@pytest.mark.parametrize("dimensions, blocks", [(1, scaling.VECTORS), (2, scaling.SQUARES)])
+@pytest.mark.parametrize("fmt", TE_DTYPES, ids=lambda fmt: fmt.name)
+def test_blocks_equal_transformer_engines(fmt, dimensions, blocks, shape, dtype):
+    x = matrices(shape, dtype)
+    quantizer = Float8BlockQuantizer(TE_DTYPES[fmt], rowwise=True, columnwise=True, block_scaling_dim=dimensions)
+    theirs = quantizer(x)
+    for matrix, data, scale_inv in (
+        (x, theirs._rowwise_data, theirs._rowwise_scale_inv),
+        (x.T, theirs._columnwise_data, theirs._columnwise_scale_inv),
+    ):
+        ours = blocks.quantize(matrix, fmt)
+        scale_inv = scale_inv.T if dimensions == 1 else scale_inv  # kept in the order of the GPU's product, and padded
+        assert torch.equal(codes(ours), data)
+        assert torch.equal(ours.scale_inv, scale_inv[: ours.scale_inv.shape[0], : ours.scale_inv.shape[1]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("fmt", TE_DTYPES, ids=lambda fmt: fmt.name)
+def test_mxfp8_equals_transformer_engines(fmt, dtype):
+    x = matrices((64, 288), dtype)
+    with compute_capability(10, 0):
+        theirs = MXFP8Quantizer(TE_DTYPES[fmt])(x)
+    rows, columns = scaling.MX.quantize(x, fmt), scaling.MX.quantize(x.T, fmt)
+    assert torch.equal(codes(rows), theirs._rowwise_data) and torch.equal(codes(columns).T, theirs._columnwise_data)
+    assert torch.equal(rows.scale_inv, theirs._rowwise_scale_inv[:64, :9])
+    assert torch.equal(columns.scale_inv.T, theirs._columnwise_scale_inv[:2, :288])

@@ -1,0 +1,154 @@
+"""`fp8_params`: frozen weights that TransformerEngine keeps in FP8, over the stand-in for its kernels."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from accelerate import Accelerator
+from te_models import BATCHES, losses, model
+from torch import nn
+
+import fp8_backends
+from fp8_backends import FP8BackendError, RecipeError, TERecipeKwargs, conversion, prepare
+from fp8_backends.compute.te.fp8_params import is_kept
+
+
+class Adapted(nn.Module):
+    """A frozen model behind an adapter that trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = model().requires_grad_(False)
+        self.adapter = nn.Linear(32, 32)
+
+    def forward(self, x):
+        return self.base(self.adapter(x))
+
+
+def prepared(made=None, **fields):
+    made = Adapted() if made is None else made
+    optimizer = torch.optim.AdamW(made.adapter.parameters(), lr=1e-2)
+    return prepare(made, optimizer, TERecipeKwargs(exclude=["adapter"], **fields))
+
+
+def weights(made) -> list[torch.Tensor]:
+    return [layer.weight for layer in made.base.modules() if isinstance(layer, nn.Linear)]
+
+
+@pytest.mark.parametrize("scaling", ["dynamic", "blockwise"])
+def test_weights_that_stay_are_cast_once_and_every_loss_is_the_same(scaling):
+    made, optimizer = prepared(scaling=scaling, fp8_params=True)
+    assert all(map(is_kept, weights(made)))
+    assert losses(made, optimizer) == losses(*prepared(scaling=scaling))
+
+
+def test_delayed_scaling_trains_with_the_scales_of_the_weights_own_amax():
+    """As it would from its second step on: the first casts every weight by the scale 1."""
+    made, optimizer = prepared(fp8_params=True)
+    found = losses(made, optimizer)
+    gaps = [abs(a - b) for a, b in zip(found, losses(*prepared()), strict=True)]
+    assert max(gaps) < 0.01 and found[-1] < found[0]
+
+
+def test_parameters_stay_and_weigh_two_bytes():
+    made = Adapted()
+    made.base.blocks[1].up.weight = made.base.blocks[0].up.weight
+    before, values = list(made.parameters()), copy.deepcopy(made.state_dict())
+    _, optimizer = prepared(made, fp8_params=True)
+    assert all(a is b for a, b in zip(before, made.parameters(), strict=True))
+    assert all(isinstance(weight, nn.Parameter) and not weight.requires_grad for weight in weights(made))
+    assert made.base.blocks[1].up.weight is made.base.blocks[0].up.weight
+    losses(made, optimizer, BATCHES[:1])
+    measured = fp8_backends.audit(made, optimizer)
+    # codes, the transposed copy that Hopper's dgrad multiplies, and a scale
+    assert 2 < measured.bytes_per_element["weight"] < 2.01
+    assert measured.dtypes["weight"] == "uint8"
+    frozen = values["base.first.weight"]
+    half_a_step = frozen.abs() * 2**-4 + frozen.abs().max() / 448 * 2**-10  # of E4M3, and of its smallest numbers
+    assert ((made.base.first.weight.dequantize() - frozen).abs() <= half_a_step).all()
+
+
+def test_checkpoints_are_plain_and_load_either_way():
+    made, _ = prepared(scaling="dynamic", fp8_params=True)
+    saved = made.state_dict()
+    assert {type(tensor) for tensor in saved.values()} == {torch.Tensor}
+    Adapted().load_state_dict(saved, strict=True)
+    larger = {name: 10 * tensor for name, tensor in saved.items()}
+    made.load_state_dict(larger)
+    assert all(map(is_kept, weights(made)))
+    assert torch.allclose(made.state_dict()["base.first.weight"], larger["base.first.weight"])
+    made.load_state_dict(saved, assign=True)
+    assert all(map(is_kept, weights(made)))
+    assert torch.equal(made.state_dict()["base.first.weight"], saved["base.first.weight"])
+
+
+@pytest.mark.parametrize("make", [copy.deepcopy, lambda made: pickle.loads(pickle.dumps(made))], ids=["copy", "pickle"])
+def test_copies_train_like_the_original(make):
+    made, optimizer = prepared(scaling="dynamic", fp8_params=True)
+    other = make(made)
+    assert all(map(is_kept, weights(other))) and all(isinstance(weight, nn.Parameter) for weight in weights(other))
+    own = torch.optim.AdamW(other.adapter.parameters(), lr=1e-2)
+    assert losses(other, own) == losses(made, optimizer)
+
+
+def test_evaluation_and_the_way_back_use_the_values_of_the_codes():
+    made, _ = prepared(fp8_params=True)
+    plain = Adapted()
+    plain.load_state_dict(made.state_dict())
+    assert torch.equal(made.eval()(BATCHES[0]), plain.eval()(BATCHES[0]))
+    before = weights(made)
+    conversion.restore(made)
+    assert all(a is b for a, b in zip(before, weights(made), strict=True))
+    assert all(type(weight) is nn.Parameter for weight in before)
+    assert torch.equal(made(BATCHES[0]), plain(BATCHES[0]))
+
+
+def test_a_weight_that_trains_is_refused_with_the_model_as_it_was():
+    made = Adapted()
+    made.base.last.requires_grad_(True)
+    with pytest.raises(RecipeError, match=r"32 -> 32 trains.*te\+msamp:O3.*exclude"):
+        prepared(made, fp8_params=True)
+    assert type(made.base.first) is nn.Linear and not made._forward_hooks
+    frozen, optimizer = prepared(fp8_params=True)
+    frozen.base.last.weight.requires_grad_(True)
+    with pytest.raises(RecipeError, match="32 -> 32 trains"):
+        losses(frozen, optimizer)
+
+
+def test_what_cannot_hold_fp8_weights_is_refused_by_name():
+    with torch.device("meta"):
+        on_meta = Adapted()
+    with pytest.raises(RecipeError, match="meta device"):
+        prepared(on_meta, fp8_params=True)
+    tied = Adapted()
+    tied.base.embedding = nn.Embedding(32, 32)
+    tied.base.embedding.weight = tied.base.first.weight
+    with pytest.raises(FP8BackendError, match="base.first is that of base.embedding.*exclude"):
+        prepared(tied, fp8_params=True, include=["base.*"])
+
+
+def test_it_trains_through_accelerate(monkeypatch, tmp_path):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    fp8_backends.connect()
+    handler = TERecipeKwargs(scaling="dynamic", fp8_params=True, exclude=["adapter"])
+    acc = Accelerator(mixed_precision="fp8", kwargs_handlers=[handler])
+    made = Adapted()
+    made, optimizer = acc.prepare(made, torch.optim.AdamW(made.adapter.parameters(), lr=1e-2))
+    found = []
+    for batch in BATCHES:
+        loss = (made(batch) - batch).square().mean()
+        acc.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    assert found == losses(*prepared(scaling="dynamic"))
+    acc.save_state(str(tmp_path))
+    acc.load_state(str(tmp_path))
+    assert all(map(is_kept, weights(made)))

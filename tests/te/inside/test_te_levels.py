@@ -1,0 +1,146 @@
+"""te+msamp: TransformerEngine multiplies, the level stores. The twin without it is native with the same recipe."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformer_engine.pytorch  # noqa: F401, before it is asked about the device
+from torch import nn
+
+import fp8_backends
+from fp8_backends.scaled_tensor import ScaledTensor
+
+LEVELS = ("O1", "O2", "O3")
+BYTES = {"O1": 11, "O2": 6, "O3": 7}
+STEPS = 10
+
+
+def net(bias: bool = True) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Linear(64, 128, bias), nn.GELU(), nn.Linear(128, 64, bias=False), nn.GELU()]
+    return nn.Sequential(*layers, nn.Linear(64, 16, bias))
+
+
+def batch(index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(72, 64, generator=torch.Generator().manual_seed(index))  # no multiple of 16
+    return x, torch.tanh(x[:, :16])
+
+
+def prepared(spec, bias: bool = True, **fields):
+    model = net(bias)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    return fp8_backends.prepare(model, optimizer, fp8_backends.FP8RecipeKwargs(backend=spec, **fields))
+
+
+def step(model, optimizer, index: int, microbatches: int = 1) -> float:
+    x, y = batch(index)
+    for rows in range(microbatches):
+        part = slice(rows * 72 // microbatches, (rows + 1) * 72 // microbatches)
+        loss = F.mse_loss(model(x[part]), y[part])
+        (loss / microbatches).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+@pytest.mark.parametrize("scaling", ["delayed", "dynamic", "blockwise"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_native_twin_has_the_same_numbers(level, scaling):
+    """Stored to nearest, without biases, which TransformerEngine rounds to bf16. What is left is the order of FP32
+    sums: the first losses are equal but for these, and later ones differ where such a difference moved a value across
+    a rounding boundary of its FP8 code."""
+    losses = {}
+    for compute in ("te", "native"):
+        model, optimizer = prepared(f"{compute}:{scaling}+msamp:{level}", bias=False, rounding="nearest")
+        losses[compute] = [step(model, optimizer, index) for index in range(STEPS)]
+    assert losses["te"][0] == pytest.approx(losses["native"][0], rel=1e-6)
+    assert losses["te"] == pytest.approx(losses["native"], rel=1e-3)
+    assert losses["te"][-1] < losses["te"][0]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_bytes_products_and_plain_exports(level):
+    model, optimizer = prepared(f"te:delayed+msamp:{level}")
+    for index in range(2):
+        step(model, optimizer, index)
+    audit = fp8_backends.audit(model, optimizer)
+    assert audit.bytes_per_element["total"] == pytest.approx(BYTES[level], rel=2e-3)  # one scale a tensor
+    for name, count in audit.products.items():
+        assert count["fprop"] and count["wgrad"] and bool(count["dgrad"]) == (name != "0"), audit.products
+    weights = [model[index].weight for index in (0, 2, 4)]
+    assert all(isinstance(weight, ScaledTensor) for weight in weights)
+    assert weights[0]._data.dtype == (torch.float8_e4m3fn if level == "O3" else torch.float16)
+    state = model.state_dict()
+    assert list(state) == list(net().state_dict()) and {type(value) for value in state.values()} == {torch.Tensor}
+    net().load_state_dict(state)
+
+
+def casts(monkeypatch) -> list:
+    """The shapes that weight quantizers cast from here on: those of FP32 values, as activations are bf16."""
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
+
+    seen, quantize_impl = [], Float8Quantizer.quantize_impl
+
+    def watched(self, tensor):
+        seen.append((tuple(tensor.shape), tensor.dtype))
+        return quantize_impl(self, tensor)
+
+    monkeypatch.setattr(Float8Quantizer, "quantize_impl", watched)
+    return seen
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_weight_is_cast_once_a_step_and_not_at_all_in_e4m3(level, monkeypatch):
+    model, optimizer = prepared(f"te:delayed+msamp:{level}")
+    step(model, optimizer, 0)
+    seen = casts(monkeypatch)
+    with torch.autocast("cpu", torch.bfloat16):
+        for index in (1, 2):
+            step(model, optimizer, index, microbatches=3)
+    weights = [shape for shape, dtype in seen if dtype == torch.float32 and shape in {(128, 64), (64, 128), (16, 64)}]
+    assert len(weights) == (0 if level == "O3" else 2 * 3)
+
+
+def test_a_weight_that_was_changed_by_hand_is_cast_again():
+    model, optimizer = prepared("te:dynamic+msamp:O2")
+    x, _ = batch(0)
+    before = model(x)
+    with torch.no_grad():
+        for index in (0, 2, 4):
+            model[index].weight.mul_(-1)
+            if model[index].bias is not None:
+                model[index].bias.zero_()
+    assert not torch.equal(before, model(x))
+    assert torch.equal(model(x), copy.deepcopy(model)(x))
+
+
+def test_resume_to_the_bit(tmp_path):
+    def new():
+        return prepared("te:delayed+msamp:O2")
+
+    model, optimizer = new()
+    for index in range(3):
+        step(model, optimizer, index)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    compute = fp8_backends.conversion.prepared_roots(model)[0][2].compute
+    scaling = compute.scaling_state(model)
+    unbroken = [step(model, optimizer, index) for index in range(3, 6)]
+    again, its_optimizer = new()
+    again.load_state_dict(saved[0])
+    its_optimizer.load_state_dict(saved[1])
+    compute.load_scaling_state(again, scaling)
+    assert [step(again, its_optimizer, index) for index in range(3, 6)] == unbroken
+
+
+def test_frozen_weights_are_stored_and_cast_once(monkeypatch):
+    model = net()
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
+    model, optimizer = fp8_backends.prepare(model, optimizer, "te:delayed+msamp:O2")
+    before = model[0].weight.dequantize() if isinstance(model[0].weight, ScaledTensor) else model[0].weight.clone()
+    losses = [step(model, optimizer, index) for index in range(4)]
+    after = model[0].weight.dequantize() if isinstance(model[0].weight, ScaledTensor) else model[0].weight
+    assert torch.equal(before, after) and losses[-1] < losses[0]

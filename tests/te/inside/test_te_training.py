@@ -1,0 +1,487 @@
+"""The `te` compute: training by TransformerEngine's own classes, over the stand-in for its kernels."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import transformer_engine.pytorch as te
+from standin import compute_capability
+from te_models import BATCHES, InAutocast, Model, adamw, by_hand, loss_of, losses, model, of_te_linear
+from torch import nn
+from transformer_engine.common.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+    MXFP8BlockScaling,
+)
+
+import fp8_backends
+from fp8_backends import (
+    BackendUnavailableError,
+    FP8BackendError,
+    TERecipeKwargs,
+    conversion,
+    prepare,
+    registry,
+    resolve,
+)
+from fp8_backends.compute.te.linear import TELinear
+from fp8_backends.conversion import prepared_roots
+
+
+def prepared(spec, recompute=None):
+    made = model(recompute)
+    return prepare(made, adamw(made), spec)
+
+
+def scaling_state(made):
+    (_, root, known), *_ = prepared_roots(made)
+    return known.compute.scaling_state(root)
+
+
+def same(a: dict, b: dict) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+# The numbers are TransformerEngine's
+
+
+@pytest.mark.parametrize(
+    ("spec", "recipe"),
+    [
+        (TERecipeKwargs(), DelayedScaling(amax_compute_algo="most_recent")),
+        (
+            TERecipeKwargs(margin=1, amax_history_len=3, amax_compute_algo="max"),
+            DelayedScaling(margin=1, amax_history_len=3),
+        ),
+        ("te:dynamic", Float8CurrentScaling()),
+        (TERecipeKwargs(scaling="dynamic", fp8_format="E4M3"), Float8CurrentScaling(fp8_format=Format.E4M3)),
+        ("te:blockwise", Float8BlockScaling()),
+    ],
+    ids=["delayed", "delayed max", "dynamic", "dynamic E4M3", "blockwise"],
+)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_losses_equal_those_of_te_linear_in_te_autocast(spec, recipe, accumulate):
+    made, optimizer = prepared(spec)
+    found = losses(made, optimizer, accumulate=accumulate)
+    assert found == by_hand(recipe, accumulate)
+    assert found[-1] < 0.9 * found[0]
+
+
+@pytest.mark.parametrize("scaling", ["delayed", "dynamic", "blockwise"])
+def test_a_weight_gradient_in_high_precision_is_made_of_unquantised_operands(scaling):
+    """fprop, dgrad and the bias gradient are as without it."""
+    torch.manual_seed(0)
+    plain = nn.Linear(32, 64)
+    layers, x, dy = {}, torch.randn(5, 32), torch.randn(5, 64)
+    for high in (False, True):
+        layer, own = copy.deepcopy(plain), x.clone().requires_grad_()
+        prepare(layer, None, TERecipeKwargs(scaling=scaling, override_linear_precision=(False, False, high)))
+        y = layer(own)
+        y.backward(dy)
+        layers[high] = (layer, y, own.grad)
+    for usual, other in zip(layers[False][1:], layers[True][1:], strict=True):
+        assert torch.equal(usual, other)
+    usual, other = layers[False][0], layers[True][0]
+    assert torch.equal(usual.bias.grad, other.bias.grad)
+    # rows of zeros pad the sum: FP32 addition in another order is all that may differ
+    torch.testing.assert_close(other.weight.grad, dy.t() @ x, rtol=1e-6, atol=1e-6)
+    assert not torch.allclose(usual.weight.grad, dy.t() @ x, rtol=1e-3, atol=1e-3)
+    assert "high:wgrad" in repr(other)
+
+
+@pytest.mark.parametrize("reentrant", [None, True, False])
+def test_a_model_trains_with_weight_gradients_in_high_precision(reentrant, capfd):
+    spec = TERecipeKwargs(override_linear_precision=(False, False, True))
+    made, optimizer = prepared(spec, reentrant)
+    assert losses(made, optimizer) == losses(*prepared(spec))
+    assert "fprop dgrad (te; wgrad in high precision by recipe)" in capfd.readouterr().err
+    assert fp8_backends.audit(made).products["blocks.0.up"]["wgrad"] == 0
+
+
+def test_mxfp8_runs_on_blackwell_and_is_refused_on_hopper():
+    with pytest.raises(BackendUnavailableError, match=r"te:mxfp8 .*compute capability 10.0.*Fix: use te:delayed"):
+        prepared("te:mxfp8")
+    with compute_capability(10, 0):
+        batches = [torch.cat([batch, batch]) for batch in BATCHES]
+        made, optimizer = prepared("te:mxfp8")
+        by_hand = InAutocast(of_te_linear(), MXFP8BlockScaling())
+        assert losses(made, optimizer, batches) == losses(by_hand, adamw(by_hand), batches)
+        assert losses(made, optimizer, [batch[:1] for batch in BATCHES])  # 4 rows, padded to 32
+    assert unfit(nn.Linear(48, 32), "te:mxfp8") == (
+        "48 -> 32 are not multiples of 32, and TransformerEngine cannot pad them"
+    )
+    assert unfit(nn.Linear(48, 32), "te:delayed") is None
+
+
+def test_a_version_that_takes_no_other_weights_is_refused_for_levels_alone(monkeypatch):
+    monkeypatch.delattr(te.Linear, "_get_weight_tensors")
+    with pytest.raises(BackendUnavailableError, match=r"TransformerEngine 2.*takes no weight but its own.*2.9 or"):
+        prepared("te:delayed+msamp:O2")
+    assert prepared("te:delayed")
+
+
+def unfit(layer, spec):
+    return registry.get_compute("te").unfit(layer, resolve(spec))
+
+
+@pytest.mark.parametrize("spec", ["te:delayed", "te:dynamic"])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recomputation_changes_no_loss_and_no_scale(spec, reentrant):
+    plain, recomputed = prepared(spec), prepared(spec, reentrant)
+    assert losses(*recomputed) == losses(*plain)
+    assert same(scaling_state(recomputed[0]), scaling_state(plain[0]))
+    products = fp8_backends.audit(recomputed[0]).products["blocks.0.up"]
+    assert products == {"fprop": 1, "dgrad": 1, "wgrad": 1, "recomputed": 1}
+
+
+@pytest.mark.parametrize(("recompute", "of_gradients"), [(None, 1), (False, 1), (True, 2)])
+def test_scales_are_reduced_once_a_step_however_many_layers_are_recomputed(recompute, of_gradients, monkeypatch):
+    """Each costs an all-reduce over the ranks. Under reentrant recomputation the gradients' are reduced by the first
+    layer that is not recomputed, as TransformerEngine does it, and for the recomputed ones when the backward has ended.
+    """
+    manager, calls = te.quantization.FP8GlobalStateManager, []
+    reduce = manager.reduce_and_update_fp8_tensors
+    monkeypatch.setattr(
+        manager, "reduce_and_update_fp8_tensors", lambda forward=True: [calls.append(forward), reduce(forward)]
+    )
+    made, optimizer = prepared("te:delayed", recompute)
+    losses(made, optimizer, BATCHES[:3])
+    assert (calls.count(True), calls.count(False)) == (3, 3 * of_gradients)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_blocks_that_run_outside_of_the_root_enter_fp8_by_themselves(reentrant):
+    """Called one by one, with and without recomputation: the same losses and scales."""
+
+    def run(recompute):
+        made, optimizer = prepared("te:delayed", recompute)
+        made.__dict__["forward"] = lambda x: None  # the root's forward never runs
+        found = []
+        for batch in BATCHES[:4]:
+            with torch.autocast("cpu", torch.bfloat16):
+                x = made.first(batch)
+                for block in made.blocks:
+                    x = block(x)
+                loss = (made.last(x).float() - batch).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found, scaling_state(made)
+
+    plain, state = run(None)
+    recomputed, recomputed_state = run(reentrant)
+    assert recomputed == plain
+    assert same(recomputed_state, state)
+    assert (state["blocks.0.up.te_forward_scale"][:2] != 1).all()
+    assert (state["blocks.0.up.te_backward_scale"][:1] != 1).all()
+
+
+def test_a_model_trains_by_its_own_recipe_beside_another():
+    """TransformerEngine's own text of a recipe leaves the algorithm out, and groups amaxes by it."""
+
+    def together(*specs):
+        runs = [prepared(spec) for spec in specs]
+        found = [[] for _ in runs]
+        for batch in BATCHES:
+            now = [loss_of(made, batch) for made, _ in runs]
+            for loss, (_, optimizer), own in zip(now, runs, found, strict=True):
+                own.append(loss.item())
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return found
+
+    specs = [
+        TERecipeKwargs(amax_history_len=4, amax_compute_algo=algorithm) for algorithm in ("max", "most_recent")
+    ] + ["te:dynamic"]
+    alone = [together(spec)[0] for spec in specs]
+    assert together(*specs) == alone
+    assert alone[0] != alone[1]
+
+
+@pytest.mark.parametrize("rows", [1, 5, 16])
+@pytest.mark.parametrize("spec", ["te:delayed", "te:dynamic"])
+def test_any_number_of_rows_is_padded_and_cut_off(spec, rows):
+    """Rows of zeros change no scale, so each row is as it would be among sixteen."""
+    torch.manual_seed(0)
+    layer = nn.Linear(32, 48)
+    other = copy.deepcopy(layer)
+    prepare(layer, None, spec), prepare(other, None, spec)
+    x = torch.zeros(16, 32)
+    x[:rows] = torch.randn(rows, 32)
+    short, whole = x[:rows].clone().requires_grad_(), x.clone().requires_grad_()
+    y, y16 = layer(short), other(whole)
+    assert y.shape == (rows, 48) and torch.equal(y, y16[:rows])
+    y.square().sum().backward()
+    y16[:rows].square().sum().backward()
+    assert torch.equal(short.grad, whole.grad[:rows])
+    assert torch.equal(layer.weight.grad, other.weight.grad) and torch.equal(layer.bias.grad, other.bias.grad)
+
+
+def test_shapes_and_types_that_fp8_does_not_take_run_as_in_a_plain_linear():
+    layer = nn.Linear(32, 16)
+    plain = copy.deepcopy(layer)
+    prepare(layer, None, "te:delayed")
+    assert layer(torch.randn(32)).shape == (16,)
+    assert layer(torch.randn(2, 3, 32)).shape == (2, 3, 16)
+    assert layer(torch.zeros(0, 32)).shape == (0, 16)
+    with pytest.raises(ValueError, match="32 input features"):
+        layer(torch.zeros(2, 16))
+    x = torch.randn(4, 32, dtype=torch.float64)
+    assert torch.equal(layer.double()(x), plain.double()(x))
+
+
+def test_the_result_may_be_changed_in_place():
+    made = nn.Sequential(nn.Linear(32, 32), nn.ReLU(inplace=True), nn.Linear(32, 16))
+    prepare(made, None, "te:dynamic")
+    made(torch.randn(16, 32)).sum().backward()
+    assert made[0].weight.grad.norm() > 0
+
+
+# Evaluation
+
+
+def test_evaluation_is_plain_and_leaves_the_scales_alone():
+    made, optimizer = prepared("te:delayed")
+    losses(made, optimizer, BATCHES[:2])
+    before, plain = scaling_state(made), model()
+    plain.load_state_dict(made.state_dict())
+    assert torch.equal(made.eval()(BATCHES[2]), plain.eval()(BATCHES[2]))
+    with torch.no_grad():
+        made.train()(1000 * BATCHES[2])
+    assert same(scaling_state(made), before)
+
+
+def test_evaluation_in_fp8_leaves_the_scales_alone():
+    made, optimizer = prepared(TERecipeKwargs(use_autocast_during_eval=True))
+    losses(made, optimizer, BATCHES[:2])
+    before, plain = scaling_state(made), model()
+    plain.load_state_dict(made.state_dict())
+    result = made.eval()(100 * BATCHES[2])
+    assert not torch.equal(result, plain.eval()(100 * BATCHES[2]))
+    assert same(scaling_state(made), before)
+
+
+def test_a_first_forward_in_inference_mode_leaves_a_state_that_trains():
+    made, optimizer = prepared(TERecipeKwargs(use_autocast_during_eval=True))
+    with torch.inference_mode():
+        made.eval()(BATCHES[0])
+    assert losses(made.train(), optimizer) == losses(*prepared("te:delayed"))
+
+
+def test_a_teacher_in_eval_inside_the_students_forward_runs_plain():
+    teacher = model().eval().requires_grad_(False)
+    plain, expected = copy.deepcopy(teacher), []
+    prepare(teacher, None, "te:dynamic")
+    student, optimizer = prepared("te:delayed")
+    reference = prepared("te:delayed")
+
+    def ask(*args):
+        with torch.no_grad():
+            expected.append(torch.equal(teacher(BATCHES[0]), plain(BATCHES[0])))
+
+    student.blocks[1].register_forward_pre_hook(ask)
+    assert losses(student, optimizer) == losses(*reference)
+    assert expected == [True] * len(BATCHES)
+
+
+def test_a_model_in_training_inside_the_forward_of_another_keeps_its_own_recipe():
+    inner = prepared("te:dynamic")
+    outer, optimizer = prepared("te:delayed")
+    references = prepared("te:dynamic"), prepared("te:delayed")
+    found = []
+
+    @torch.autocast("cpu", enabled=False)  # a backward belongs outside of it
+    def train_inner(*args):
+        found.extend(losses(*inner, BATCHES[:1]))
+
+    outer.blocks[1].register_forward_pre_hook(train_inner)
+    assert losses(outer, optimizer) == losses(*references[1])
+    assert found == losses(*references[0], BATCHES[:1] * len(BATCHES))
+
+
+@pytest.mark.parametrize("then", ["itself", "another model", "evaluation, and itself"])
+def test_a_forward_that_was_interrupted_leaves_fp8(then):
+    """No hook runs after a KeyboardInterrupt. What it left open is left before the next forward of any model."""
+    made, optimizer = prepared("te:delayed")
+    losses(made, optimizer, BATCHES[:1])
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    handle = made.last.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        made(BATCHES[1])
+    handle.remove()
+    interrupted = scaling_state(made)
+    assert interrupted["first.te_forward_amax_history"][0, 0] > 0  # the first layer had run
+    if then.startswith("evaluation"):
+        made.eval()(BATCHES[1])
+        assert same(scaling_state(made), interrupted)
+        made.train()
+    if then == "another model":
+        assert losses(*prepared("te:delayed")) == losses(*prepared("te:delayed"))
+    else:
+        losses(made, optimizer, BATCHES[1:2])
+        assert scaling_state(made)["first.te_forward_amax_history"][0, 0] == 0  # rolled
+    manager = te.quantization.FP8GlobalStateManager
+    assert not manager.is_fp8_enabled() and manager.quantization_state.autocast_depth == 0
+
+
+# Parameters, copies, checkpoints
+
+
+def test_parameters_ties_and_flags_stay():
+    made = model()
+    made.blocks[1].up.weight = made.blocks[0].up.weight
+    made.shared = made.first
+    made.last.weight.requires_grad_(False)
+    before = list(made.named_parameters(remove_duplicate=False))
+    _, optimizer = prepare(made, adamw(made), "te:delayed")
+    assert all(a is b for (_, a), (_, b) in zip(before, made.named_parameters(remove_duplicate=False), strict=True))
+    assert made.shared is made.first and isinstance(made.first, nn.Linear) and isinstance(made.first, TELinear)
+    assert made.blocks[0].down.bias is None
+    frozen = made.last.weight.clone()
+    losses(made, optimizer)
+    assert made.blocks[1].up.weight is made.blocks[0].up.weight
+    assert torch.equal(made.last.weight, frozen) and made.last.weight.grad is None
+    assert fp8_backends.audit(made).products["last"] == {"fprop": 1, "dgrad": 1, "wgrad": 0, "recomputed": 0}
+
+
+def test_a_layer_is_turned_back_without_a_trace():
+    made, optimizer = prepared("te:delayed")
+    before = {name: set(layer.__dict__) for name, layer in model().named_modules()}
+    losses(made, optimizer, BATCHES[:2])
+    conversion.restore(made)
+    assert {name: set(layer.__dict__) for name, layer in made.named_modules()} == before
+    assert type(made.first) is nn.Linear and not made._forward_hooks and not made._forward_pre_hooks
+    plain = model()
+    plain.load_state_dict(made.state_dict())
+    assert torch.equal(made(BATCHES[0]), plain(BATCHES[0]))
+
+
+def test_state_dicts_are_plain_and_load_either_way():
+    made, _ = prepared("te:delayed")
+    losses(made, adamw(made), BATCHES[:1])
+    assert made.state_dict().keys() == model().state_dict().keys()
+    model().load_state_dict(made.state_dict(), strict=True)
+    made.load_state_dict(model().state_dict(), strict=True)
+    of_te = te.Linear(32, 32, device="cpu").state_dict(prefix="first.")
+    assert "first._extra_state" in of_te
+    made.load_state_dict({**model().state_dict(), **of_te}, strict=True)
+    assert torch.equal(made.first.weight, of_te["first.weight"])
+
+
+@pytest.mark.parametrize("make", [copy.deepcopy, lambda made: pickle.loads(pickle.dumps(made))], ids=["copy", "pickle"])
+def test_a_copy_trains_on_its_own_with_the_scales_of_the_original(make):
+    made, optimizer = prepared("te:delayed")
+    losses(made, optimizer, BATCHES[:2])
+    other = make(made)
+    assert same(scaling_state(other), scaling_state(made))
+    kept = scaling_state(made)
+    sgd = [torch.optim.SGD(each.parameters(), lr=1e-2) for each in (made, other)]
+    copied = losses(other, sgd[1], BATCHES[2:])
+    assert same(scaling_state(made), kept)
+    assert copied == losses(made, sgd[0], BATCHES[2:])
+    assert same(scaling_state(other), scaling_state(made))
+
+
+def test_a_resumed_run_equals_an_unbroken_one_to_the_bit():
+    made, optimizer = prepared(TERecipeKwargs(amax_history_len=4, amax_compute_algo="max"))
+    losses(made, optimizer, BATCHES[:3])
+    weights, states, scaling = copy.deepcopy((made.state_dict(), optimizer.state_dict(), scaling_state(made)))
+    unbroken = losses(made, optimizer, BATCHES[3:])
+    for batches in ([], BATCHES[:2]):  # loaded before the first forward, and later
+        again, its_optimizer = prepared(TERecipeKwargs(amax_history_len=4, amax_compute_algo="max"))
+        losses(again, its_optimizer, batches)
+        again.load_state_dict(weights)
+        its_optimizer.load_state_dict(copy.deepcopy(states))
+        (_, root, known), *_ = prepared_roots(again)
+        known.compute.load_scaling_state(root, scaling)
+        assert losses(again, its_optimizer, BATCHES[3:]) == unbroken
+    assert all(type(tensor) is torch.Tensor for tensor in scaling.values())
+
+
+def test_a_scaling_state_of_another_model_or_history_is_refused():
+    made, _ = prepared(TERecipeKwargs(amax_history_len=4))
+    (_, root, known), *_ = prepared_roots(made)
+    with pytest.raises(FP8BackendError, match="does not fit.*last"):
+        state = scaling_state(made)
+        known.compute.load_scaling_state(root, {k: v for k, v in state.items() if not k.startswith("last")})
+    with pytest.raises(FP8BackendError, match="another length .8, here 4"):
+        known.compute.load_scaling_state(root, scaling_state(prepared(TERecipeKwargs(amax_history_len=8))[0]))
+    assert scaling_state(prepared("te:dynamic")[0]) == {}
+
+
+def test_a_model_prepared_on_meta_trains_like_any_other():
+    reference = prepared("te:delayed")
+    with torch.device("meta"):
+        made = Model()
+    prepare(made, None, "te:delayed")
+    made.to_empty(device="cpu")
+    made.load_state_dict(reference[0].state_dict())
+    assert losses(made, adamw(made)) == losses(*reference)
+
+
+# Proof
+
+
+def test_the_first_step_proves_fp8(capfd):
+    made, optimizer = prepared("te:delayed")
+    made.unused = nn.Linear(32, 24)
+    losses(made, optimizer, BATCHES[:2])
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("te:")]
+    assert lines == ["te:delayed: 6/6 Linear, 100 % of weight FLOPs in FP8, fprop dgrad wgrad (te)"]
+    audit = fp8_backends.audit(made, optimizer)
+    assert audit.products["blocks.1.down"] == {"fprop": 1, "dgrad": 1, "wgrad": 1, "recomputed": 0}
+    assert audit.products["first"]["dgrad"] == 0  # its input needs no gradient
+    assert set(audit.engine.values()) == {"te"}
+
+
+def test_products_in_high_precision_are_not_counted():
+    made, optimizer = prepared("te:delayed")
+
+    class Off(nn.Module):
+        def forward(self, x):
+            with te.autocast(enabled=False, recipe=DelayedScaling()):
+                return self.part(x)
+
+    made.blocks[0].up, off = Off(), made.blocks[0].up
+    made.blocks[0].up.part = off
+    with fp8_backends.auditing.profile_products(made) as counts:
+        loss_of(made, BATCHES[0]).backward()
+    assert (counts["blocks.0.up.part"].fprop, counts["blocks.0.up.part"].wgrad) == (0, 0)
+    assert (counts["blocks.0.down"].fprop, counts["blocks.0.down"].wgrad) == (1, 1)
+
+
+def test_a_model_that_never_runs_in_fp8_is_an_error():
+    made, optimizer = prepared("te:delayed")
+    made.eval()
+    with pytest.raises(FP8BackendError, match="no FP8 product ran"):
+        losses(made, optimizer, BATCHES[:2])
+
+
+def test_a_te_linear_of_the_users_own_is_left_alone_and_not_counted():
+    made = model()
+    made.last = te.Linear(32, 32, device="cpu")
+    _, optimizer = prepare(made, adamw(made), "te:dynamic")
+    losses(made, optimizer, BATCHES[:1])
+    assert type(made.last) is te.Linear
+    assert "last" not in fp8_backends.audit(made).products
+    assert fp8_backends.audit(made).products["blocks.1.down"]["wgrad"] == 1
+
+
+def test_features_that_te_does_not_take_stay_plain_by_name():
+    made = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 24), nn.Linear(24, 16))
+    prepare(made, None, "te:delayed")
+    assert [type(layer) is TELinear for layer in made] == [True, False, False]
+    (_, _, known), *_ = prepared_roots(made)
+    assert known.report.high_precision["1"] == (
+        "32 -> 24 are not multiples of 16, and TransformerEngine cannot pad them"
+    )

@@ -1,0 +1,83 @@
+"""What TransformerEngine's modules find where they say `torch.cuda`: one device, of a given compute capability.
+
+Names that are not here are those of the real `torch.cuda`.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import torch
+
+capability = (9, 0)
+"""(major, minor) of the device that TransformerEngine believes in; `activate.compute_capability` sets it."""
+
+
+def is_available() -> bool:
+    return True
+
+
+def device_count() -> int:
+    return 1
+
+
+def current_device() -> int:
+    return 0
+
+
+def get_device_capability(device=None) -> tuple[int, int]:
+    return capability
+
+
+def get_device_properties(device=None) -> SimpleNamespace:
+    major, minor = capability
+    return SimpleNamespace(
+        major=major, minor=minor, multi_processor_count=132, name="a CPU that stands in for a GPU", total_memory=0
+    )
+
+
+def is_current_stream_capturing() -> bool:
+    return False
+
+
+def synchronize(device=None) -> None:
+    """Everything is done when a CPU function returns."""
+
+
+def empty_cache() -> None:
+    """Nothing is cached."""
+
+
+def get_rng_state(device=None) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def set_rng_state(state: torch.Tensor, device=None) -> None:
+    torch.set_rng_state(state)
+
+
+def manual_seed(seed: int) -> None:
+    torch.manual_seed(seed)
+
+
+def _lazy_init() -> None:
+    """There is no driver to start."""
+
+
+def _lazy_call(function) -> None:
+    function()
+
+
+class CUDAGraph:
+    """Not to be captured with, and without the generator states of graphs."""
+
+
+default_generators = (torch.default_generator,)
+nvtx = SimpleNamespace(
+    range=lambda message: nullcontext(), range_push=lambda message: None, range_pop=lambda: None, mark=lambda text: None
+)
+
+
+def __getattr__(name: str):
+    return getattr(torch.cuda, name)

@@ -1,0 +1,343 @@
+"""The `te` compute on several ranks, over the stand-in for TransformerEngine's kernels."""
+
+from __future__ import annotations
+
+from standin import activate
+
+activate()
+
+import logging  # noqa: E402
+import tempfile  # noqa: E402
+import warnings  # noqa: E402
+
+import pytest  # noqa: E402
+import ranks  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from accelerate import Accelerator  # noqa: E402
+from accelerate.state import AcceleratorState, GradientState  # noqa: E402
+from distributed.engines import assert_engine, engine_arguments, start_engine  # noqa: E402
+from te_models import BATCHES, InAutocast, adamw, losses, model, of_te_linear  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.distributed.fsdp import fully_shard  # noqa: E402
+from torch.distributed.tensor import DTensor  # noqa: E402
+from torch.nn.parallel import DistributedDataParallel  # noqa: E402
+from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling  # noqa: E402
+
+import fp8_backends  # noqa: E402
+from fp8_backends import RecipeError, TERecipeKwargs, prepare  # noqa: E402
+from fp8_backends.compute.te.fp8_params import is_kept  # noqa: E402
+from fp8_backends.conversion import prepared_roots  # noqa: E402
+
+SPECS = {"te:delayed": lambda: DelayedScaling(amax_compute_algo="most_recent"), "te:dynamic": Float8CurrentScaling}
+
+
+def own_batches() -> list[torch.Tensor]:
+    """Of this rank alone, larger by its number: amaxes differ."""
+    return [batch * (1 + dist.get_rank()) for batch in BATCHES]
+
+
+def scales(made: nn.Module) -> torch.Tensor:
+    (_, root, known), *_ = prepared_roots(made)
+    state = known.compute.scaling_state(root)
+    return torch.cat([tensor.flatten() for name, tensor in state.items() if name.endswith("scale")])
+
+
+def differs_between_ranks(tensor: torch.Tensor) -> bool:
+    largest, smallest = tensor.clone(), tensor.clone()
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    dist.all_reduce(smallest, dist.ReduceOp.MIN)
+    return not torch.equal(largest, smallest)
+
+
+def assert_every_product(made: nn.Module) -> None:
+    for name, counts in fp8_backends.audit(made).products.items():
+        assert counts["fprop"] == counts["wgrad"] == 1, (name, counts)
+
+
+def sharded(made: nn.Module) -> nn.Module:
+    for block in made.blocks:
+        fully_shard(block)
+    return fully_shard(made)
+
+
+def check_losses_equal_those_of_te_linear_under_ddp():
+    for spec, recipe in SPECS.items():
+        made = model()
+        prepare(made, None, spec)
+        wrapped = DistributedDataParallel(made)
+        optimizer = adamw(wrapped)
+        prepare(wrapped, optimizer, spec)
+        by_hand = InAutocast(DistributedDataParallel(of_te_linear()), recipe())
+        assert losses(wrapped, optimizer, own_batches()) == losses(by_hand, adamw(by_hand), own_batches()), spec
+        assert_every_product(wrapped)
+        if spec == "te:delayed":
+            assert not differs_between_ranks(scales(wrapped))
+
+
+def check_losses_equal_those_of_te_linear_under_fsdp2():
+    for spec, recipe in SPECS.items():
+        made = model()
+        prepare(made, None, spec)
+        sharded(made)
+        optimizer = adamw(made)
+        prepare(made, optimizer, spec)
+        by_hand = InAutocast(sharded(of_te_linear()), recipe())
+        assert losses(made, optimizer, own_batches()) == losses(by_hand, adamw(by_hand), own_batches()), spec
+        assert_every_product(made)
+        assert all(isinstance(parameter, DTensor) for parameter in made.parameters())
+        assert made.blocks[0].up.is_fsdp2 is True
+
+
+def check_recomputation_under_fsdp2_changes_no_loss():
+    for reentrant in (True, False):
+        found = []
+        for recompute in (None, reentrant):
+            made = model(recompute)
+            prepare(made, None, "te:delayed")
+            sharded(made)
+            optimizer = adamw(made)
+            prepare(made, optimizer, "te:delayed")
+            found.append((losses(made, optimizer, own_batches()), scales(made)))
+        assert found[0][0] == found[1][0], reentrant
+        assert torch.equal(found[0][1], found[1][1])
+
+
+def check_fp8_group_names_the_ranks_that_share_amaxes():
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    for group, differ in ((None, False), (dist.group.WORLD, False), (alone, True)):
+        made = model()
+        optimizer = adamw(made)
+        prepare(made, optimizer, TERecipeKwargs(fp8_group=group))
+        losses(made, optimizer, own_batches()[:3])
+        assert differs_between_ranks(scales(made)) == differ, group
+
+
+class Experts(nn.Module):
+    """Each rank visits its own expert, first or only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, x):
+        return x + self.experts[dist.get_rank()](x) + self.experts[2](x)
+
+
+def check_ranks_that_run_different_layers_agree_on_the_scales_of_each():
+    """TransformerEngine lists layers as they run first, and reduces the list in one piece."""
+    torch.manual_seed(0)
+    made = Experts()
+    optimizer = torch.optim.SGD(made.parameters(), lr=1e-3)
+    prepare(made, optimizer, "te:delayed")
+    losses(made, optimizer, own_batches()[:3])
+    assert not differs_between_ranks(scales(made))
+    input_scales = [layer.delayed_state("forward").scale[0].item() for layer in made.experts]
+    assert input_scales[1] == input_scales[2] < input_scales[0], "rank 1's inputs are twice as large"
+
+
+def accelerator(engine: str, **fields) -> Accelerator:
+    for state in (AcceleratorState, GradientState):
+        state._reset_state()
+    arguments = engine_arguments(engine, 1.0, 1)
+    handlers = [TERecipeKwargs(**fields), *arguments.pop("kwargs_handlers", [])]
+    made = Accelerator(mixed_precision="fp8", kwargs_handlers=handlers, **arguments)
+    start_engine(made, engine, arguments)
+    return made
+
+
+def train(acc: Accelerator, made: nn.Module, optimizer, batches) -> list[float]:
+    found = []
+    for batch in batches:
+        loss = (made(batch).float() - batch).square().mean()
+        acc.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+def check_norms_train_under_ddp_and_fsdp2_as_on_one_rank():
+    """Both ranks see the same batches, so the mean of their gradients is the gradient, and every loss repeats."""
+    found = []
+    for wrap in (lambda made: made, DistributedDataParallel, shard_each):
+        torch.manual_seed(0)
+        made = nn.Sequential(nn.Linear(32, 32), nn.RMSNorm(32, eps=1e-5), nn.Linear(32, 32), nn.LayerNorm(32))
+        prepare(made, None, "te:dynamic")
+        ((_, _, known),) = prepared_roots(made)
+        assert [norm.exchanged for norm in known.report.norms] == [True, True]
+        wrapped = wrap(made)
+        optimizer = adamw(wrapped)
+        prepare(wrapped, optimizer, "te:dynamic")
+        found.append(losses(wrapped, optimizer))
+    assert found[0] == found[1] == found[2]
+
+
+def shard_each(made: nn.Sequential) -> nn.Sequential:
+    """`fully_shard`, norms too, each on its own: FSDP2 exchanges their classes once more."""
+    for layer in made:
+        fully_shard(layer)
+    return fully_shard(made)
+
+
+class NormFirst(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(32), nn.Linear(32, 32)
+
+    def forward(self, x):
+        return x + self.linear(self.norm(x))
+
+
+def check_fused_norms_train_under_ddp_and_fsdp2_as_on_one_rank():
+    """A block is a unit of FSDP2. Where each module is one, its hooks keep norm and layer apart."""
+
+    def block_by_block(made):
+        for block in made:
+            fully_shard(block)
+        return fully_shard(made)
+
+    def module_by_module(made):
+        for block in made:
+            fully_shard(block.norm), fully_shard(block.linear)
+        return fully_shard(made)
+
+    found = []
+    for wrap in (lambda made: made, DistributedDataParallel, block_by_block, module_by_module):
+        torch.manual_seed(0)
+        made = nn.Sequential(NormFirst(), NormFirst())
+        spec = TERecipeKwargs(scaling="dynamic", fuse_norms=True)
+        prepare(made, None, spec)
+        ((_, _, known),) = prepared_roots(made)
+        assert [norm.fused_with for norm in known.report.norms] == ["0.linear", "1.linear"]
+        wrapped = wrap(made)
+        optimizer = adamw(wrapped)
+        prepare(wrapped, optimizer, spec)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            found.append(losses(wrapped, optimizer))
+        kept_apart = [each for each in said if "fuse_norms" in str(each.message)]
+        assert len(kept_apart) == (2 if wrap is module_by_module else 0)
+    assert found[0] == found[1] == found[2] == found[3]
+
+
+def check_accelerate_proves_and_resumes():
+    fp8_backends.connect()
+    for engine in ("DDP", "FSDP2"):
+        said = Said()
+        acc = accelerator(engine, amax_history_len=4, amax_compute_algo="max")
+        made, optimizer = (lambda m: acc.prepare(m, adamw(m)))(model())
+        assert_engine(engine, made)
+        with said:
+            train(acc, made, optimizer, own_batches()[:3])
+        proof = "te:delayed: 6/6 Linear, 100 % of weight FLOPs in FP8, fprop dgrad wgrad (te)"
+        assert said.lines == ([proof] if dist.get_rank() == 0 else []), said.lines
+        folder = [tempfile.mkdtemp()]
+        dist.broadcast_object_list(folder)
+        acc.save_state(folder[0])
+        unbroken = train(acc, made, optimizer, own_batches()[3:])
+        acc.load_state(folder[0])
+        assert train(acc, made, optimizer, own_batches()[3:]) == unbroken, engine
+
+
+class Adapted(nn.Module):
+    """A frozen model behind an adapter that trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = model().requires_grad_(False)
+        self.adapter = nn.Linear(32, 32)
+
+    def forward(self, x):
+        return self.base(self.adapter(x))
+
+
+def check_fp8_params_go_with_ddp_and_are_refused_where_weights_are_sharded():
+    found = []
+    for fp8_params in (False, True):
+        torch.manual_seed(0)
+        made = Adapted()
+        spec = TERecipeKwargs(scaling="dynamic", exclude=["adapter"], fp8_params=fp8_params)
+        prepare(made, None, spec)
+        wrapped = DistributedDataParallel(made)
+        optimizer = adamw(made.adapter)
+        prepare(wrapped, optimizer, spec)
+        found.append(losses(wrapped, optimizer, own_batches()))
+        assert is_kept(made.base.first.weight) == fp8_params
+    assert found[0] == found[1]
+    for engine in ("FSDP2", "ZeRO3"):
+        with pytest.raises(RecipeError, match="sharded weights"):
+            acc = accelerator(engine, scaling="dynamic", exclude=["adapter"], fp8_params=True)
+            acc.prepare(Adapted(), adamw(Adapted()))
+    made = Adapted()
+    prepare(made, None, spec)
+    fully_shard(made)
+    with pytest.raises(RecipeError, match="sharded weights"):
+        losses(made, adamw(made.adapter), own_batches()[:1])
+
+
+def check_deepspeed_trains_as_one_rank_does():
+    """Both ranks see the same batches, so the mean of their gradients is the gradient, and every number repeats."""
+    fp8_backends.connect()
+    for engine, scaling, recompute in (("ZeRO1", "dynamic", None), ("ZeRO3", "delayed", False)):
+        made, (alone, its_optimizer) = model(recompute), prepared_alone(scaling, recompute)
+        expected = []
+        for batch in BATCHES:
+            loss = (alone(batch) - batch).square().mean()
+            loss.backward()
+            nn.utils.clip_grad_norm_(alone.parameters(), 1.0)
+            its_optimizer.step()
+            its_optimizer.zero_grad()
+            expected.append(loss.item())
+        acc = accelerator(engine, scaling=scaling)
+        wrapped, optimizer = acc.prepare(made, adamw(made))
+        assert_engine(engine, wrapped)
+        assert train(acc, wrapped, optimizer, BATCHES) == expected, engine
+        assert_every_product(made)
+
+
+def check_fused_norms_train_under_zero_and_are_refused_under_zero_3():
+    fp8_backends.connect()
+    found = []
+    for fuse_norms in (False, True):
+        torch.manual_seed(0)
+        made = nn.Sequential(NormFirst(), NormFirst())
+        acc = accelerator("ZeRO2", scaling="dynamic", fuse_norms=fuse_norms)
+        wrapped, optimizer = acc.prepare(made, adamw(made))
+        found.append(train(acc, wrapped, optimizer, BATCHES[:3]))
+        assert_every_product(made)
+    assert found[0] == found[1]
+    with pytest.raises(RecipeError, match="fuse_norms=True does not go with DeepSpeed's ZeRO-3"):
+        acc = accelerator("ZeRO3", scaling="dynamic", fuse_norms=True)
+        made = nn.Sequential(NormFirst(), NormFirst())
+        acc.prepare(made, adamw(made))
+
+
+def prepared_alone(scaling: str, recompute: bool | None) -> tuple:
+    made = model(recompute)
+    return prepare(made, adamw(made), f"te:{scaling}")
+
+
+class Said(logging.Handler):
+    """The proof lines that are logged inside."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[str] = []
+
+    def emit(self, record) -> None:
+        if "of weight FLOPs in FP8" in record.getMessage():
+            self.lines.append(record.getMessage())
+
+    def __enter__(self) -> Said:
+        logger = logging.getLogger("fp8_backends")
+        logger.addHandler(self)
+        logger.setLevel(logging.INFO)
+        return self
+
+    def __exit__(self, *error) -> None:
+        logging.getLogger("fp8_backends").removeHandler(self)
+
+
+if __name__ == "__main__":
+    ranks.main(globals())

@@ -1,0 +1,39 @@
+"""The tests of `inside`, which need TransformerEngine's Python: one process with the stand-in for its compiled part.
+
+By hand: `TE_SITE=FOLDER python -m pytest tests/te/inside`, with the packages of requirements.txt in FOLDER.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+@pytest.mark.slow
+def test_inside(te_site, subtests, tmp_path):
+    results = tmp_path / "results.xml"
+    process = subprocess.run(
+        [sys.executable, "-m", "pytest", str(HERE / "inside"), "-q", "-p", "no:cacheprovider", f"--junitxml={results}"],
+        env={**os.environ, "TE_SITE": str(te_site)},
+        cwd=HERE.parent.parent,
+        capture_output=True,
+        text=True,
+    )
+    assert results.exists(), f"no test ran:\n{process.stdout[-8000:]}\n{process.stderr[-8000:]}"
+    cases = list(ElementTree.parse(results).iter("testcase"))
+    for case in cases:
+        with subtests.test(f"{case.get('classname')}::{case.get('name')}"):
+            failures = [each.text for each in case if each.tag in ("failure", "error")]
+            assert not failures, "\n".join(failures)
+    assert cases and process.returncode == 0, process.stdout[-8000:]
+
+
+def test_the_tests_own_process_has_no_transformer_engine():
+    assert "transformer_engine" not in sys.modules and "transformer_engine_torch" not in sys.modules
