@@ -25,9 +25,9 @@ from fp8_backends.compute.products import engine_for  # noqa: E402
 from fp8_backends.formats import E4M3, E5M2  # noqa: E402
 from fp8_backends.kernels.compiled import Slot, adam_hyper, scaled_adam_  # noqa: E402
 from fp8_backends.scaled_tensor import ScaledTensor, quantize  # noqa: E402
-from fp8_backends.scaling import quantize_dynamic, quantize_rowwise  # noqa: E402
+from fp8_backends.scaling import MX, SQUARES, VECTORS, quantize_dynamic, quantize_rowwise  # noqa: E402
 
-SCALINGS = ["native:dynamic", "native:delayed", "native:rowwise", "native:window"]
+SCALINGS = [f"native:{rule}" for rule in ("dynamic", "delayed", "rowwise", "window", "blockwise", "mxfp8")]
 RESULTS: list[dict] = []
 
 
@@ -50,15 +50,23 @@ def sqnr(exact: torch.Tensor, values: torch.Tensor) -> float:
     return (20 * torch.log10(exact.norm() / (exact - values).norm().clamp(min=1e-30))).item()
 
 
+CASTS = {
+    "tensor": quantize_dynamic,
+    "rowwise": quantize_rowwise,
+    "1x128": VECTORS.quantize,
+    "128x128": SQUARES.quantize,
+    "mxfp8": MX.quantize,
+}
+
+
 def same_codes(name: str, device: str) -> None:
-    for fmt, dtype, rowwise in itertools.product((E4M3, E5M2), (torch.float32, torch.bfloat16), (False, True)):
+    for fmt, dtype, (kind, cast) in itertools.product((E4M3, E5M2), (torch.float32, torch.bfloat16), CASTS.items()):
         x = torch.randn(384, 272).to(dtype)
         x[0, :5] = torch.tensor([0.0, 1e-8, 1e4, -3e4, 7.0])
-        quantize = quantize_rowwise if rowwise else quantize_dynamic
-        here, there = quantize(x, fmt), quantize(x.to(device), fmt)
+        here, there = cast(x, fmt), cast(x.to(device), fmt)
         equal = torch.equal(here.codes.view(torch.uint8), there.codes.cpu().view(torch.uint8))
         scales = torch.equal(here.scale_inv, there.scale_inv.cpu())
-        check(f"{name} {fmt.name} {dtype} {'rowwise' if rowwise else 'tensor'}", equal and scales)
+        check(f"{name} {fmt.name} {dtype} {kind}", equal and scales)
 
 
 def products(name: str, device: str, compiled: bool) -> None:
@@ -189,7 +197,8 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument(
         "--backends",
-        default="native:dynamic,native:delayed,native:rowwise,ao:tensorwise,ao:rowwise,msamp:O1,msamp:O2,msamp:O3",
+        default="native:dynamic,native:delayed,native:rowwise,native:blockwise,native:mxfp8,"
+        "ao:tensorwise,ao:rowwise,msamp:O1,msamp:O2,msamp:O3",
     )
     parser.add_argument("--compile", action="store_true", help="only the compiled forms")
     parser.add_argument("--out", help="folder for check.json")
