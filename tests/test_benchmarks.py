@@ -102,11 +102,11 @@ def test_finetune_pairs_each_backend_with_bf16(tiny_encoder, tmp_path):
 def test_memory_falls_with_the_level(tmp_path):
     settings = ["--hidden", "128", "--layers", "8", "--vocabulary", "64", "--sequence", "16"]
     result = tmp_path / "result.json"
-    done = run("memory.py", *settings, "--backends", "msamp:O1,msamp:O2", "--json", str(result))
+    done = run("memory.py", *settings, "--backends", "msamp:O2", "--json", str(result))
     assert done.returncode == 0, done.stdout + done.stderr
-    bf16, o1, o2 = json.loads(result.read_text())["results"]
-    assert [round(r["bytes_per_element"]["total"]) for r in (bf16, o1, o2)] == [16, 11, 6]
-    peaks = [r["peak_tensor_bytes"] / r["in_linears"] for r in (bf16, o1, o2)]
+    bf16, o2 = json.loads(result.read_text())["results"]
+    assert [round(r["bytes_per_element"]["total"]) for r in (bf16, o2)] == [16, 6]
+    peaks = [r["peak_tensor_bytes"] / r["in_linears"] for r in (bf16, o2)]
     # nothing is counted as less than what is stored; one weight's work in FP32 comes on top, and activations
-    for peak, at_rest in zip(peaks, (16, 11, 6), strict=True):
+    for peak, at_rest in zip(peaks, (16, 6), strict=True):
         assert at_rest <= peak < at_rest + 3
