@@ -23,6 +23,8 @@ from .. import hardware
 from ..errors import BackendUnavailableError, FP8BackendError, RecipeError
 from ..hardware import Availability
 from ..recipe_fields import LEVELS
+from ..scaled_tensor import ScaledTensor
+from ..sharded_tensor import local_part
 from ..weight_products import plain_name
 from . import TE_FIELDS, WGRAD, Compute, Fusion, Norm
 
@@ -91,7 +93,6 @@ class TransformerEngineCompute(Compute):
                 f"precision, (False, False, True): TransformerEngine itself reads the field no more since version 2.1. "
                 f"Use that, or native:{recipe.scaling}, which honours every combination"
             )
-
         if recipe.fuse_norms and any(recipe.override_linear_precision):
             raise RecipeError(
                 "fuse_norms=True leaves no normed values in high precision, of which "
@@ -173,10 +174,13 @@ class TransformerEngineCompute(Compute):
         # the weight's codes, kept from forward to backward, and the copy of them that dgrad multiplies
         from .te.recipes import transposed_copies
 
-        if module.te_fsdp2 or module.te_state.recipe.fp8_params:
-            return 0.0  # made anew in backward; or the weight itself
-        one_copy = module.te_state.recipe.scaling in ("delayed", "dynamic") and not transposed_copies()
-        return 1.0 if one_copy else 2.0
+        recipe, weight = module.te_state.recipe, local_part(module.weight)
+        scaled = isinstance(weight, ScaledTensor)
+        if recipe.fp8_params or (module.te_fsdp2 and not scaled):
+            return 0.0  # the weight itself; or made anew in backward
+        one_scale = recipe.scaling in ("delayed", "dynamic")
+        are_the_weight = one_scale and scaled and weight._data.dtype == torch.float8_e4m3fn
+        return float(not are_the_weight) + float(not one_scale or transposed_copies())
 
     def scaling_state(self, root: nn.Module) -> dict[str, torch.Tensor]:
         return {
