@@ -18,7 +18,7 @@ from torch import nn
 
 from .. import conversion, preparation
 from ..comm import agreement
-from ..compute.transformer_engine import FP8_PARAMS_SHARDED, FUSED_NORMS_SHARDED
+from ..compute.te.refusals import FP8_PARAMS_SHARDED, FUSED_NORMS_SHARDED
 from ..errors import RecipeError
 from .checkpoint import OPTIMIZER_KEY, ScalingState, collect, restore
 

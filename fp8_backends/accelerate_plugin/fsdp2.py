@@ -15,7 +15,7 @@ import torch
 from accelerate.utils import DistributedType
 from torch import nn
 
-from ..compute.transformer_engine import FP8_PARAMS_SHARDED
+from ..compute.te.refusals import FP8_PARAMS_SHARDED
 from ..errors import FP8BackendError, RecipeError
 from ..parameter_exchange import exchange
 from ..scaled_tensor import ScaledTensor

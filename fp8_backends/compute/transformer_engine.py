@@ -38,16 +38,6 @@ if TYPE_CHECKING:
 ALIGNMENT = {"mxfp8": 32}
 """Features must be multiples of this; of 16 for the rules that are not named."""
 
-FP8_PARAMS_SHARDED = (
-    "fp8_params=True does not go with sharded weights (FSDP, DeepSpeed) in this version: use DDP; or te+msamp:O3, "
-    "whose FP8 weights FSDP2 shards"
-)
-
-FUSED_NORMS_SHARDED = (
-    "fuse_norms=True does not go with DeepSpeed's ZeRO-3, which gathers a norm's weight for the norm alone: leave "
-    "fuse_norms out, or use ZeRO stage 0 to 2, or FSDP2 with the norm and its layer in one unit"
-)
-
 _INSTEAD = "use native:delayed, which follows the same rule"
 
 

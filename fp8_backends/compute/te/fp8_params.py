@@ -17,8 +17,8 @@ from ...errors import FP8BackendError, RecipeError
 from ...parameter_exchange import exchange, refuse_if_held
 from ...sharded_tensor import is_distributed
 from ...weight_products import ADOPTED
-from ..transformer_engine import FP8_PARAMS_SHARDED
 from .recipes import FP8_WEIGHT_SLOT, QuantizedTensor, RecipeState, te_recipe
+from .refusals import FP8_PARAMS_SHARDED
 
 if TYPE_CHECKING:
     from .linear import TELinear

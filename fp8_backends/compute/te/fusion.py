@@ -23,10 +23,10 @@ from ...errors import FP8BackendError, RecipeError
 from ...sharded_tensor import is_distributed
 from ...weight_products import plain_name
 from .. import Fusion
-from ..transformer_engine import FUSED_NORMS_SHARDED
 from . import norm_readers
 from .linear import TELinear
 from .norms import is_exchanged
+from .refusals import FUSED_NORMS_SHARDED
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
