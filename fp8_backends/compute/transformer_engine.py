@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 ALIGNMENT = {"mxfp8": 32}
 """Features must be multiples of this; of 16 for the rules that are not named."""
 
-_INSTEAD = "use native:delayed, which follows the same rule"
+_INSTEAD = "use the native rule of the same name (native:delayed for te:delayed), which has the same numbers"
 
 
 class TransformerEngineCompute(Compute):
@@ -55,8 +55,8 @@ class TransformerEngineCompute(Compute):
             return Availability(
                 False,
                 "TransformerEngine is not installed",
-                "pip install fp8-backends[te] on an NVIDIA GPU of compute capability 8.9 or higher, "
-                "or use native:delayed, which follows the same rule",
+                "pip install --no-build-isolation fp8-backends[te], with PyTorch for CUDA installed before, on an NVIDIA "
+                f"GPU of compute capability 8.9 or higher; or {_INSTEAD}",
             )
         if not _has_compiled_part():
             return Availability(
