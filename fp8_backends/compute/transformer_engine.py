@@ -55,8 +55,8 @@ class TransformerEngineCompute(Compute):
             return Availability(
                 False,
                 "TransformerEngine is not installed",
-                "pip install --no-build-isolation fp8-backends[te], after PyTorch for CUDA, on an NVIDIA GPU of compute "
-                f"capability 8.9 or higher; or {_INSTEAD}",
+                "pip install --no-build-isolation fp8-backends[te], after PyTorch for CUDA, on an NVIDIA GPU of "
+                f"compute capability 8.9 or higher; or {_INSTEAD}",
             )
         if not _has_compiled_part():
             return Availability(
