@@ -41,7 +41,6 @@ class Scenario(NamedTuple):
 
 
 SCENARIOS = (
-    Scenario("DDP", "native:delayed", "killed"),
     Scenario("DDP", "msamp:O2", "killed"),
     Scenario("DDP", "msamp:O2", "stalled"),
     Scenario("FSDP2", "msamp:O2", "killed"),
