@@ -30,8 +30,16 @@ ENGINES = ("single", "DDP", "FSDP2", "ZeRO-1", "ZeRO-2", "ZeRO-3")
 ABILITIES = ("save", "resume", "clip", "accumulate", "compile")
 
 
-COMPILED_UNDER_ZERO = ("native:dynamic", "ao:tensorwise")
-"""Compiling under DeepSpeed's hooks takes longest, and a layer's code is the same at each stage."""
+COMPILED = {
+    "DDP": (
+        *("native:dynamic", "native:delayed", "native:blockwise", "ao:tensorwise", "msamp:O2", "msamp:O3"),
+        *("te:delayed", "te:delayed+msamp:O2"),
+    ),
+    "ZeRO": ("native:dynamic", "ao:tensorwise"),
+}
+"""Backends that are compiled under an engine, one of each kind: compiling takes longest. All are on one process, where
+a layer's code is the same."""
+COMPILED["FSDP2"] = COMPILED["DDP"]
 
 
 def refusal(backend: str, engine: str, ability: str) -> str | None:
@@ -239,6 +247,6 @@ def checks(backends: tuple[str, ...] = BACKENDS) -> dict:
                 made[name] = lambda b=backend, e=engine, m=message: check_refused(b, e, m)
             else:
                 made[name] = lambda b=backend, e=engine: check_cell(b, e)
-                if not engine.startswith("ZeRO") or backend in COMPILED_UNDER_ZERO:
+                if engine == "single" or backend in COMPILED[engine.partition("-")[0]]:
                     made[f"{name}_compiled"] = lambda b=backend, e=engine: check_compile(b, e)
     return made
