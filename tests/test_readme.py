@@ -43,7 +43,8 @@ def test_two_commands_do_everything_each_on_one_line():
     lines = [line.strip() for line in README.read_text().splitlines() if "pip install" in line]
     assert lines == [
         "python -m pip install -c tests/constraints.txt .[report] && fp8-backends compare",
-        "python -m pip install -c tests/constraints.txt -e .[test,report] && python -m pytest tests -n 2",
+        "python -m pip install -c tests/constraints.txt -e .[test,report] "
+        "&& python -m pytest tests -n 2 --dist worksteal",
     ]
 
 
