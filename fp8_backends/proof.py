@@ -58,7 +58,7 @@ def watch(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> None
     for _, _, prepared in new:
         observed_of(prepared).watch(optimizer)
     unproven = [root for root in new if not observed_of(root[2]).proven]
-    for compute in {prepared.compute for _, _, prepared in unproven}:
+    for compute in dict.fromkeys(prepared.compute for _, _, prepared in unproven):
         FirstStep([root for root in unproven if root[2].compute is compute]).install(optimizer)
 
 

@@ -7,12 +7,14 @@ layers and keeping Parameters, hooks and ties alive is `fp8_backends.conversion`
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
+from ..errors import FP8BackendError
 from ..weight_products import full_shape
 
 if TYPE_CHECKING:
@@ -174,3 +176,12 @@ class Compute(ABC):
 
     def load_scaling_state(self, root: nn.Module, state: dict[str, torch.Tensor]) -> None:
         """Restore what `scaling_state` returned. Raises `FP8BackendError` naming layers that do not match."""
+
+
+def check_same_states(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Raise `FP8BackendError` where a saved scaling state has other names than the model's own."""
+    if differing := sorted(own.keys() ^ saved.keys()):
+        raise FP8BackendError(
+            f"the saved scaling state does not fit this model: {len(differing)} states differ, among them "
+            f"{', '.join(differing[:3])}; prepare the model with the recipe that it was saved with"
+        )

@@ -29,7 +29,7 @@ from ..hardware import Availability
 from ..recipe_fields import LEVELS
 from ..scaling import ROWS, rolled_delayed_states, rolled_window_states
 from ..sharded_tensor import local_part
-from . import DGRAD, KINDS, TE_FIELDS, Compute, ProductCounts
+from . import DGRAD, KINDS, TE_FIELDS, Compute, ProductCounts, check_same_states
 from .block_products import block_engine_for
 from .fp8_linear import STATEFUL, FP8Linear, LayerRule, SharedInputs, Stored, inside_backward
 from .products import EMULATED, engine_for
@@ -116,12 +116,7 @@ class NativeCompute(Compute):
 
     def load_scaling_state(self, root: nn.Module, state: dict[str, torch.Tensor]) -> None:
         own = dict(self._stateful_layers(root))
-        if own.keys() != state.keys():
-            differing = sorted(own.keys() ^ state.keys())
-            raise FP8BackendError(
-                f"the saved scaling state does not fit this model: {len(differing)} layers differ, among them "
-                f"{', '.join(differing[:3])}; prepare the model with the recipe that it was saved with"
-            )
+        check_same_states(own, state)
         for name, layer in own.items():
             if state[name].shape != layer.fp8_scaling.shape:
                 raise FP8BackendError(

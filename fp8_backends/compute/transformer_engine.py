@@ -26,7 +26,7 @@ from ..recipe_fields import LEVELS
 from ..scaled_tensor import ScaledTensor
 from ..sharded_tensor import local_part
 from ..weight_products import plain_name
-from . import TE_FIELDS, WGRAD, Compute, Fusion, Norm
+from . import TE_FIELDS, WGRAD, Compute, Fusion, Norm, check_same_states
 
 if TYPE_CHECKING:
     from ..profiling import Layer
@@ -163,12 +163,13 @@ class TransformerEngineCompute(Compute):
     def transient_bytes_per_element(self, module: TELinear) -> float:
         # the weight's codes, kept from forward to backward, and the copy of them that dgrad multiplies
         from .te.recipes import transposed_copies
+        from .te.weights import ONE_SCALE
 
         recipe, weight = module.te_state.recipe, local_part(module.weight)
         scaled = isinstance(weight, ScaledTensor)
         if recipe.fp8_params or (module.te_fsdp2 and not scaled):
             return 0.0  # the weight itself; or made anew in backward
-        one_scale = recipe.scaling in ("delayed", "dynamic")
+        one_scale = recipe.scaling in ONE_SCALE
         are_the_weight = one_scale and scaled and weight._data.dtype == torch.float8_e4m3fn
         return float(not are_the_weight) + float(not one_scale or transposed_copies())
 
@@ -181,12 +182,7 @@ class TransformerEngineCompute(Compute):
 
     def load_scaling_state(self, root: nn.Module, state: dict[str, torch.Tensor]) -> None:
         own = self.scaling_state(root)
-        if own.keys() != state.keys():
-            differing = sorted(own.keys() ^ state.keys())
-            raise FP8BackendError(
-                f"the saved scaling state does not fit this model: {len(differing)} tensors differ, among them "
-                f"{', '.join(differing[:3])}; prepare the model with the recipe that it was saved with"
-            )
+        check_same_states(own, state)
         for name, tensor in state.items():
             if tensor.shape != own[name].shape:
                 raise FP8BackendError(

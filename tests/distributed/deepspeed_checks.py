@@ -17,7 +17,6 @@ from deepspeed_training import (
     LAYERS,
     STAGES,
     Blocks,
-    Said,
     accelerator,
     accelerator_with,
     adamw,
@@ -47,7 +46,7 @@ def check_an_fp32_engine_repeats_the_run_of_one_rank():
     for backend in COMPUTES:
         expected = train_alone(backend, data)
         for stage in STAGES:
-            with accelerator(stage, backend) as made, Said() as said:
+            with accelerator(stage, backend) as made, ranks.Said() as said:
                 model = Blocks()
                 engine, optimizer = made.prepare(model, adamw(model))
                 losses = train(made, engine, optimizer, data)
@@ -228,7 +227,7 @@ def check_compiled_engines_train_and_prove_it():
     data = batches(3)
     for backend, stage in (("native:delayed", 2), ("ao:tensorwise", 1)):  # the matrix has the other stages
         expected = train_alone(backend, data)
-        with accelerator(stage, backend, dynamo_backend="aot_eager") as made, Said() as said:
+        with accelerator(stage, backend, dynamo_backend="aot_eager") as made, ranks.Said() as said:
             model = Blocks()
             engine, optimizer = made.prepare(model, adamw(model))
             assert train(made, engine, optimizer, data) == expected, (backend, stage)
@@ -279,7 +278,10 @@ def check_a_json_with_auto_values_and_an_optimizer_of_its_own():
         "bf16": {"enabled": "auto"},
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": "auto"},
     }
-    with accelerator_with(DeepSpeedPlugin(hf_ds_config=json_file(config)), "native:window") as made, Said() as said:
+    with (
+        accelerator_with(DeepSpeedPlugin(hf_ds_config=json_file(config)), "native:window") as made,
+        ranks.Said() as said,
+    ):
         model = Blocks()
         model.config = SimpleNamespace(hidden_size=HIDDEN)
         optimizer = DummyOptim(model.parameters(), lr=5e-3)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import tempfile
 from pathlib import Path
@@ -198,23 +197,3 @@ def assert_products(model: nn.Module, layers: int = LAYERS + 1, at_least: int = 
     for name, counts in products.items():
         kinds = ("fprop", "wgrad") if name == "layers.0" else ("fprop", "dgrad", "wgrad")
         assert all(counts[kind] >= at_least for kind in kinds), (name, counts)
-
-
-class Said(logging.Handler):
-    """What the package says inside a `with`."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-    def __enter__(self) -> Said:
-        logger = logging.getLogger("fp8_backends")
-        logger.addHandler(self)
-        logger.setLevel(logging.INFO)
-        return self
-
-    def __exit__(self, *exc) -> None:
-        logging.getLogger("fp8_backends").removeHandler(self)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import logging
 import tempfile
 
 import ranks
@@ -108,7 +106,7 @@ def check_each_backend_trains():
         acc = accelerator(spec, cpu_ram_efficient_loading=True)
         model, optimizer, scheduler = new(seed=0 if acc.is_main_process else 5)
         names = [[_name_of(model, p) for p in group["params"]] for group in optimizer.param_groups]
-        with _logged() as lines:
+        with ranks.Said() as said:
             prepared, wrapped, _ = acc.prepare(model, optimizer, scheduler)
             before = {key: whole(value) for key, value in model.state_dict().items()}
             losses = train(acc, prepared, wrapped, scheduler, 8)
@@ -122,8 +120,8 @@ def check_each_backend_trains():
         for layer, counts in products.items():
             kinds = ("fprop", "dgrad") if layer == "frozen" else ("fprop", "dgrad", "wgrad")
             assert all(counts[kind] > 0 for kind in kinds), (name, layer, counts)
-        proofs = [line for line in lines if "of weight FLOPs in FP8" in line]
-        assert len(proofs) == (1 if acc.is_main_process else 0), (name, lines)
+        proofs = [line for line in said.lines if "of weight FLOPs in FP8" in line]
+        assert len(proofs) == (1 if acc.is_main_process else 0), (name, said.lines)
         assert losses[-1] < losses[0] - 0.5, (name, losses)
         figures[name] = losses[-1]
     return figures
@@ -131,25 +129,6 @@ def check_each_backend_trains():
 
 def _name_of(model, parameter) -> str:
     return next(name for name, p in model.named_parameters() if p is parameter)
-
-
-@contextlib.contextmanager
-def _logged():
-    lines: list[str] = []
-
-    class Handler(logging.Handler):
-        def emit(self, record):
-            lines.append(record.getMessage())
-
-    logger, handler = logging.getLogger("fp8_backends"), Handler(logging.INFO)
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        yield lines
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
 
 
 def check_loading_does_not_change_the_run():

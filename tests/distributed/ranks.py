@@ -15,6 +15,7 @@ import contextlib
 import datetime
 import gc
 import json
+import logging
 import os
 import random
 import signal
@@ -80,6 +81,26 @@ def main(namespace: dict) -> None:
         _run_checks(namespace)
     else:
         sys.exit(_fork_ranks(namespace, int(os.environ["RANKS"])))
+
+
+class Said(logging.Handler):
+    """What the package says inside a `with`."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+    def __enter__(self) -> Said:
+        logger = logging.getLogger("fp8_backends")
+        logger.addHandler(self)
+        logger.setLevel(logging.INFO)
+        return self
+
+    def __exit__(self, *exc) -> None:
+        logging.getLogger("fp8_backends").removeHandler(self)
 
 
 def _fork_ranks(namespace: dict, ranks: int) -> int:

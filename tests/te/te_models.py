@@ -44,6 +44,18 @@ def model(recompute: bool | None = None) -> Model:
     return Model(recompute)
 
 
+class Adapted(nn.Module):
+    """A frozen model behind an adapter that trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = model().requires_grad_(False)
+        self.adapter = nn.Linear(32, 32)
+
+    def forward(self, x):
+        return self.base(self.adapter(x))
+
+
 def adamw(made: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(made.parameters(), lr=1e-2)
 

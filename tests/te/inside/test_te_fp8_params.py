@@ -8,24 +8,12 @@ import pickle
 import pytest
 import torch
 from accelerate import Accelerator
-from te_models import BATCHES, losses, model
+from te_models import BATCHES, Adapted, losses
 from torch import nn
 
 import fp8_backends
 from fp8_backends import FP8BackendError, RecipeError, TERecipeKwargs, conversion, prepare
 from fp8_backends.compute.te.fp8_params import is_kept
-
-
-class Adapted(nn.Module):
-    """A frozen model behind an adapter that trains."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = model().requires_grad_(False)
-        self.adapter = nn.Linear(32, 32)
-
-    def forward(self, x):
-        return self.base(self.adapter(x))
 
 
 def prepared(made=None, **fields):
