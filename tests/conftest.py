@@ -1,12 +1,34 @@
-"""For all tests: the environment of this machine says nothing about FP8."""
+"""For all tests: what saves time, and an environment that says nothing about FP8."""
 
 from __future__ import annotations
 
+import gc
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: the tests' models are small, and several run at a time
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else each process that compiles starts one that waits
 
 import pytest  # noqa: E402
+import warm_process  # noqa: E402
+
+_server = pytest.StashKey()
+
+
+def pytest_configure(config):
+    if not hasattr(config, "workerinput"):  # one for all workers
+        config.stash[_server] = warm_process.start()
+
+
+def pytest_unconfigure(config):
+    if server := config.stash.get(_server, None):
+        warm_process.end(server)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def what_is_loaded_is_no_garbage():
+    """Libraries are a million objects, which each full collection would visit; Accelerate and Dynamo ask for many."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -1,11 +1,10 @@
 """The benchmark scripts run, and the GPU check fails where it must. No timing is asserted here."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import warm_process
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
@@ -13,12 +12,11 @@ BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 def run(script, *arguments, code=None):
     """Run a benchmark in a process of its own; `code` is executed before it, to plant a fault."""
     path = BENCHMARKS / script
-    start = [sys.executable, str(path)]
     if code:
         lines = [code, "import runpy, sys", f"sys.path.insert(0, {str(path.parent)!r})"]
         lines += [f"sys.argv = {[str(path), *arguments]!r}", f"runpy.run_path({str(path)!r}, run_name='__main__')"]
-        return subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=300)
-    return subprocess.run([*start, *arguments], capture_output=True, text=True, timeout=300)
+        return warm_process.run("-c", "\n".join(lines), timeout=300)
+    return warm_process.run(str(path), *arguments, timeout=300)
 
 
 @pytest.mark.slow

@@ -5,13 +5,12 @@ import gc
 import io
 import os
 import pickle
-import subprocess
-import sys
 import time
 import weakref
 
 import pytest
 import torch
+import warm_process
 from conversion_steps import BACKENDS, assert_ran_in_fp8, convert, counts, mlp, train
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -326,12 +325,10 @@ print("done")
 def test_roots_are_found_inside_ddp(tmp_path):
     """In a process of its own: a process group that hangs would take the whole test run with it."""
     (tmp_path / "script.py").write_text(INSIDE_DDP)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "1", "--standalone"]
+    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", "1", "--standalone"]
     tests = os.path.dirname(__file__)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([tests, os.path.dirname(tests)]), "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(
-        [*launcher, str(tmp_path / "script.py")], env=environment, capture_output=True, text=True, timeout=120
-    )
+    ended = warm_process.run(*launcher, str(tmp_path / "script.py"), env=environment)
     assert ended.returncode == 0 and "done" in ended.stdout, ended.stdout + ended.stderr
 
 

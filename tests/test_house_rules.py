@@ -1,13 +1,12 @@
 """The rules of the design, one test each, on a small tied language model; details are tested part by part elsewhere."""
 
 import copy
-import subprocess
-import sys
 import textwrap
 
 import pytest
 import safetensors.torch
 import torch
+import warm_process
 from torch import nn
 
 import fp8_backends
@@ -202,7 +201,6 @@ def test_rule_8_only_official_extension_points_and_one_patch():
                 if before[name].get(key) is not value and key != "__annotations__":
                     print(name, key)
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True, timeout=240
-    )
+    done = warm_process.run("-c", textwrap.dedent(script))
+    assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n")[:-1] == ["Accelerator __init__"]

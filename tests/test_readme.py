@@ -1,12 +1,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import docutils.core
 import pytest
+import warm_process
 
 README = Path(__file__).parents[1] / "README.rst"
 
@@ -19,11 +18,11 @@ def python_blocks() -> list[str]:
 
 @pytest.mark.parametrize("block", python_blocks(), ids=lambda block: block.splitlines()[-1][:40])
 def test_every_python_block_runs_as_it_stands(block, tmp_path):
-    start = [sys.executable]
+    start = []
     if said := re.match(r"# torchrun --nproc_per_node (\d)", block):
         start += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", said[1]]
     (tmp_path / "train.py").write_text(block)
-    ended = subprocess.run([*start, "train.py"], capture_output=True, text=True, cwd=tmp_path, timeout=240)
+    ended = warm_process.run(*start, "train.py", cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
     for call, said in re.findall(r"^print\((.*)\)  # ([\w:]+)$", block, re.M):
         assert said in ended.stdout.splitlines(), f"print({call}) did not print {said}"
@@ -32,9 +31,7 @@ def test_every_python_block_runs_as_it_stands(block, tmp_path):
 def test_the_proof_line_shown_is_the_one_that_is_printed(tmp_path):
     if "bf16-exact" not in (line := re.search(r"^    (native:dynamic: 2/2 .*)$", README.read_text(), re.M)[1]):
         pytest.fail("the README shows no proof line")
-    ended = subprocess.run(
-        [sys.executable, "-c", python_blocks()[0]], capture_output=True, text=True, cwd=tmp_path, timeout=240
-    )
+    ended = warm_process.run("-c", python_blocks()[0], cwd=tmp_path)
     shown, printed = line.rpartition(" (")[0], ended.stderr
     assert shown in printed
 

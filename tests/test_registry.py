@@ -9,6 +9,7 @@ import textwrap
 
 import pytest
 import torch
+import warm_process
 from torch import nn
 
 from fp8_backends import (
@@ -264,4 +265,5 @@ def test_entry_point_of_an_installed_distribution_is_a_backend(tmp_path):
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
     subprocess.run([*pip, "--target", installed, source], check=True, timeout=240)
     path = os.pathsep.join([str(installed), os.path.dirname(__file__), *sys.path])
-    subprocess.run([sys.executable, "-c", TINY_USE], check=True, env={**os.environ, "PYTHONPATH": path}, timeout=240)
+    done = warm_process.run("-c", TINY_USE, env={**os.environ, "PYTHONPATH": path})
+    assert done.returncode == 0, done.stderr

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -62,14 +61,15 @@ def assert_fp8_products(model: nn.Module, layers: int) -> None:
 
 
 def run_python(script: str, *launcher: str, timeout: int = 120, **environment: str) -> str:
-    """Run a script in a fresh process, under `launcher` (python by default); its output, which is shown on failure."""
+    """Run a script in a process of its own, under `launcher`; its output, which is shown on failure. Python itself
+    (`sys.executable`), with which a launcher begins, is stood for by `warm_process`."""
     repository = str(Path(fp8_backends.__file__).parent.parent)
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "FP8_"))}
     clean |= {"PYTHONPATH": repository, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     clean |= {"DS_ACCELERATOR": "cpu"}  # stock Accelerate imports DeepSpeed, which says which device it has found
-    command = [*(launcher or (sys.executable,)), script]
-    done = subprocess.run(
-        command, env=clean | environment, capture_output=True, text=True, timeout=timeout, check=False
-    )
+    import warm_process  # tests/ is not on the path of the scripts, which import this file too
+
+    assert launcher[:1] in ((), (sys.executable,)), launcher
+    done = warm_process.run(*launcher[1:], script, env=clean | environment, timeout=timeout)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr

@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+import warm_process
 from cli.comparing import TINY, Silent, compared, tiny_settings, write_text
 
 from fp8_backends.cli import comparison as comparison_module
@@ -27,7 +28,13 @@ def options(tmp_path_factory):
     return ["compare", *map(str, small)]
 
 
+@pytest.fixture
+def warm_workers(monkeypatch):
+    monkeypatch.setattr(comparison_module.sys, "executable", warm_process.python())
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm_workers")
 def test_the_command_leaves_results_and_page_and_says_emulated_without_fp8_hardware(options, tmp_path, capsys):
     code = main([*options, "--backends", "bf16,Native", "--steps", "3", "--seeds", "2", "--output", str(tmp_path)])
     printed = capsys.readouterr().out
@@ -88,6 +95,7 @@ def test_a_terminated_run_leaves_what_was_finished_readable_and_ends_its_workers
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm_workers")
 def test_ranks_share_the_batches_of_one_rank(options, tmp_path):
     """FP32: the order of the sum over ranks is all that differs."""
     settings = tiny_settings(tmp_path, "fp32", nproc=2, seeds=1)

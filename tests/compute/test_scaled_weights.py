@@ -278,6 +278,18 @@ class Block(nn.Module):
         return checkpoint(self.inner, x, use_reentrant=self.use_reentrant)
 
 
+class Gate(nn.Module):
+    """The layers of a block that read the same input. Tracing takes as long as there are layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.side = nn.Linear(32, 48), nn.Linear(32, 48)
+
+    def forward(self, x):
+        h = x * 1
+        return torch.relu(self.up(h)) * self.side(h)
+
+
 def trained(scaling, storage, use_reentrant=None, compiler=None, steps=5, model=None):
     """Losses and gradient norms of steps that write new values into the weights; the counters; graphs by step."""
     torch.manual_seed(0)
@@ -321,9 +333,11 @@ def trained(scaling, storage, use_reentrant=None, compiler=None, steps=5, model=
     ],
 )
 def test_compiled_training_equals_eagers(scaling, stored):
-    numbers, counts, _ = trained(scaling, STORED[stored])
-    compiled_numbers, compiled_counts, compiled = trained(scaling, STORED[stored], compiler="aot_eager")
-    assert compiled_numbers == numbers and compiled_counts == counts == [[5, 5, 5, 0]] * 3
+    torch.manual_seed(0)
+    model = prepared(Gate(), scaling, STORED[stored])
+    numbers, counts, _ = trained(scaling, STORED[stored], model=copy.deepcopy(model))
+    compiled_numbers, compiled_counts, compiled = trained(scaling, STORED[stored], compiler="aot_eager", model=model)
+    assert compiled_numbers == numbers and compiled_counts == counts == [[5, 5, 5, 0]] * 2
     assert compiled[1] == compiled[-1], "compiled again as steps went by"
 
 

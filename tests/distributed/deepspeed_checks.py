@@ -225,7 +225,7 @@ def check_weights_partitioned_at_birth_are_converted():
 
 def check_compiled_engines_train_and_prove_it():
     data = batches(3)
-    for backend, stage in (("native:delayed", 2), ("ao:tensorwise", 1)):  # the matrix has the other stages
+    for backend, stage in (("native:delayed", 2), ("ao:tensorwise", 1)):  # the matrix has the others
         expected = train_alone(backend, data)
         with accelerator(stage, backend, dynamo_backend="aot_eager") as made, ranks.Said() as said:
             model = Blocks()

@@ -35,10 +35,12 @@ COMPILED = {
         *("native:dynamic", "native:delayed", "native:blockwise", "ao:tensorwise", "msamp:O2", "msamp:O3"),
         *("te:delayed", "te:delayed+msamp:O2"),
     ),
-    "ZeRO": ("native:dynamic", "ao:tensorwise"),
+    "ZeRO-1": ("native:dynamic",),
+    "ZeRO-2": ("ao:tensorwise",),
+    "ZeRO-3": ("native:dynamic", "ao:tensorwise"),
 }
 """Backends that are compiled under an engine, one of each kind: compiling takes longest. All are on one process, where
-a layer's code is the same."""
+a layer's code is the same; `deepspeed_checks.py` has the other kind under ZeRO-1 and ZeRO-2."""
 COMPILED["FSDP2"] = COMPILED["DDP"]
 
 
@@ -247,6 +249,6 @@ def checks(backends: tuple[str, ...] = BACKENDS) -> dict:
                 made[name] = lambda b=backend, e=engine, m=message: check_refused(b, e, m)
             else:
                 made[name] = lambda b=backend, e=engine: check_cell(b, e)
-                if engine == "single" or backend in COMPILED[engine.partition("-")[0]]:
+                if engine == "single" or backend in COMPILED[engine]:
                     made[f"{name}_compiled"] = lambda b=backend, e=engine: check_compile(b, e)
     return made

@@ -20,7 +20,6 @@ import os
 import random
 import signal
 import socket
-import subprocess
 import sys
 import time
 import traceback
@@ -38,8 +37,11 @@ REPOSITORY = HERE.parent.parent
 
 def run(script: str, ranks: int, *checks: str, seconds: float = 280, **environment: str) -> dict[str, dict]:
     """Run the checks of a file in this folder (those named, or all). Name -> {"errors": {rank: text}, "figures": …}."""
-    results = subprocess.run(
-        [sys.executable, str(HERE / script), *checks],
+    import warm_process  # tests/ is not on the path of ranks that torchrun starts
+
+    results = warm_process.run(
+        str(HERE / script),
+        *checks,
         env={
             **os.environ,
             "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{REPOSITORY / 'tests'}{os.pathsep}{HERE}",
@@ -50,8 +52,6 @@ def run(script: str, ranks: int, *checks: str, seconds: float = 280, **environme
             "PYTHONFAULTHANDLER": "1",  # a rank that dies of a signal says where
             **environment,
         },
-        capture_output=True,
-        text=True,
         timeout=seconds,
     )
     outcome: dict[str, dict] = {}

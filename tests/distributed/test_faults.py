@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
+import warm_process
 from faults import SCENARIOS, TIMEOUT
 from ranks import HERE, REPOSITORY
 
@@ -18,8 +17,10 @@ def outcome(tmp_path_factory):
     folder = tmp_path_factory.mktemp("faults")
     launcher = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--max-restarts", str(len(SCENARIOS))]
     launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--monitor-interval", "0.2"]
-    ended = subprocess.run(
-        [sys.executable, *launcher, str(HERE / "faults.py"), str(folder)],
+    ended = warm_process.run(
+        *launcher,
+        str(HERE / "faults.py"),
+        str(folder),
         env={
             **os.environ,
             "PYTHONPATH": str(REPOSITORY),
@@ -28,8 +29,6 @@ def outcome(tmp_path_factory):
             # else torch 2.13 hands the store of the first attempt to the next ones, which find dead ranks' addresses
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         },
-        capture_output=True,
-        text=True,
         timeout=200,
     )
     lines = [line.removeprefix("RESULT ") for line in ended.stdout.splitlines() if line.startswith("RESULT ")]

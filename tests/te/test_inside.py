@@ -6,12 +6,12 @@ By hand: `TE_SITE=FOLDER python -m pytest tests/te/inside`, with the packages of
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
+import warm_process
 
 HERE = Path(__file__).parent
 
@@ -19,12 +19,10 @@ HERE = Path(__file__).parent
 @pytest.mark.slow
 def test_inside(te_site, subtests, tmp_path):
     results = tmp_path / "results.xml"
-    process = subprocess.run(
-        [sys.executable, "-m", "pytest", str(HERE / "inside"), "-q", "-p", "no:cacheprovider", f"--junitxml={results}"],
+    process = warm_process.run(
+        *("-m", "pytest", str(HERE / "inside"), "-q", "-p", "no:cacheprovider", f"--junitxml={results}"),
         env={**os.environ, "TE_SITE": str(te_site)},
         cwd=HERE.parent.parent,
-        capture_output=True,
-        text=True,
     )
     assert results.exists(), f"no test ran:\n{process.stdout[-8000:]}\n{process.stderr[-8000:]}"
     cases = list(ElementTree.parse(results).iter("testcase"))

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import warm_process
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -42,9 +41,7 @@ def test_parity_and_golden_tensors_pass_and_see_what_is_wrong(te_site, tmp_path)
     folders = [ROOT / "benchmarks" / "te", ROOT / "benchmarks" / "gpu", ROOT]
     environment = os.environ | {"TE_SITE": str(te_site), "OUT": str(tmp_path)}
     environment["PYTHONPATH"] = os.pathsep.join(map(str, folders))
-    done = subprocess.run(
-        [sys.executable, "-c", IN_ONE_PROCESS], capture_output=True, text=True, env=environment, timeout=240
-    )
+    done = warm_process.run("-c", IN_ONE_PROCESS, env=environment)
     assert done.returncode == 0 and "all was seen" in done.stdout, done.stdout + done.stderr
     assert "delayed: equal to the bit in 12 steps" in done.stdout
     assert "delayed: DIFFERENT" in done.stdout and "loss of step 2" in done.stdout
