@@ -378,6 +378,9 @@ def _weigh(parameter: nn.Parameter, optimizers: list, gradient_dtypes: dict[int,
         dtypes["gradient"] = _dtype_name(dtype)
     state = next((o.state[parameter] for o in optimizers if parameter in o.state), {})
     kept = {key: value for key, value in state.items() if isinstance(value, torch.Tensor) and value.numel() > 1}
+    master = getattr(_local(parameter), "master", None)
+    if master is not None and not parameter.requires_grad:  # no optimizer knows it
+        kept["master"] = master
     names: dict[str, list[str]] = {"master": [], "optimizer": []}
     for key, value in kept.items():
         kind = "master" if "master" in key else "optimizer"

@@ -247,6 +247,26 @@ def weight_products(model: nn.Module) -> list[WeightProduct]:
     return [each.product for each in found]
 
 
+def expected(model: nn.Module, recipe: Recipe, compute: Compute) -> ConversionReport:
+    """What `convert` would make of the weight products of `model`, which stays as it is. Norms are left out.
+
+    Raises:
+        RecipeError: as `convert`.
+    """
+    root = unwrapped(model)
+    found = find_weight_products(root)
+    norms = [
+        NormLayer(plain_name(name), False, None)
+        for name, module in root.named_modules()
+        if _NORM.search(type(module).__name__)
+    ]
+    _choose(found, recipe, compute, norms)
+    return ConversionReport([each.product for each in found])
+
+
+_NORM = re.compile(r"norm", re.IGNORECASE)
+
+
 def unwrapped(model: nn.Module) -> nn.Module:
     """The model inside wrappers that hold it whole: `torch.compile`, DDP, DataParallel."""
     while True:

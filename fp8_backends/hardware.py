@@ -88,6 +88,11 @@ def cuda_release() -> tuple[int, int] | None:
     return tuple(map(int, torch.version.cuda.split(".")[:2])) if torch.version.cuda else None
 
 
+def torch_release() -> tuple[int, int]:
+    """Of the running PyTorch."""
+    return tuple(int("".join(filter(str.isdigit, part))) for part in torch.__version__.split("+")[0].split(".")[:2])
+
+
 def cpu_bf16() -> bool:
     """Whether this CPU has instructions for bf16 products (AVX-512 BF16, AMX, or Arm's)."""
     supported = getattr(torch.cpu, "get_capabilities", dict)()

@@ -24,7 +24,7 @@ class Named(Protocol):
 
 class LayerFilter:
     """The user's choice of layers. `exclude` wins over all; then a layer must be named in `include` and accepted by
-    `module_filter_func`, where these are given; where neither is, heads and routers are left out.
+    `module_filter_func`, where these are given; where neither is, heads, routers and adapters are left out.
 
     Patterns are fnmatch patterns over a layer's full name (any of its names, if shared). One without a dot also
     matches a layer when it matches any one segment of the name. `norms` are those that the compute would exchange:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fp8_backends")
 
-_LINEAR_KINDS = ("Linear", "head", "router")
+_LINEAR_KINDS = ("Linear", "head", "router", "adapter")
 
 
 def watch(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> None:
@@ -243,7 +243,7 @@ def _listed(names: list[str], shown: int = 8) -> str:
 
 def announce(line: str) -> None:
     """Say a line once, on the main process: by the logger `fp8_backends`, or on stderr if no handler would show it."""
-    if _rank() != 0:
+    if not is_main_process():
         return
     if _logging_shows_info():
         logger.info(line)
@@ -251,10 +251,11 @@ def announce(line: str) -> None:
         print(line, file=sys.stderr)
 
 
-def _rank() -> int:
+def is_main_process() -> bool:
+    """Whether this is rank 0, or the only process."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank()
-    return int(os.environ.get("RANK", 0))
+        return torch.distributed.get_rank() == 0
+    return int(os.environ.get("RANK", 0)) == 0
 
 
 def _logging_shows_info() -> bool:

@@ -155,7 +155,7 @@ FIELDS: dict[str, FieldRule] = {
     "override_linear_precision": FieldRule((False, False, False), three_flags),
     "use_autocast_during_eval": FieldRule(False, flag),
     "use_mxfp8_block_scaling": FieldRule(False, flag),
-    # what TransformerEngine has beyond them
+    # what TransformerEngine has beyond them; the first is native's, too
     "fp8_params": FieldRule(False, flag, levels=("O0",), idle=False),
     "fp8_group": FieldRule(None, process_group, _DELAYED),
     "fuse_norms": FieldRule(False, flag, idle=False),

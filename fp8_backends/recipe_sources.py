@@ -1,19 +1,24 @@
 """Recipes that were written for something else, as fields of `FP8RecipeKwargs`.
 
-Accelerate's own handlers, the environment that Accelerate's launcher makes, TransformerEngine's recipe objects, and
-the names that NeMo and Megatron have for the same fields.
+Accelerate's own handlers, the environment that Accelerate's launcher or ours makes, and TransformerEngine's recipe
+objects.
 Objects are known by their class names: none of the libraries is imported.
 """
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import dataclasses
+import difflib
+import json
 import os
-from collections.abc import Callable, Mapping
+import urllib.parse
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from .errors import RecipeError
-from .recipe_fields import DEFAULT_LEVEL, FIELDS, closest, flag, parse_field, three_flags
+from .recipe_fields import DEFAULT_LEVEL, FIELDS, parse_field, three_flags
 
 PREFIX = "ACCELERATE_FP8_"
 
@@ -148,68 +153,30 @@ def _class_value(cls: type, name: str) -> Any:
     return defaults.get(name, getattr(cls, name, dataclasses.MISSING))
 
 
-# NeMo's and Megatron's names
-
-
-_NEMO_NAMES = {
-    "fp8": "fp8_format",
-    "fp8_recipe": "scaling",
-    "fp8_margin": "margin",
-    "fp8_interval": "interval",
-    "fp8_amax_history_len": "amax_history_len",
-    "fp8_amax_compute_algo": "amax_compute_algo",
-    "fp8_wgrad": "override_linear_precision",
-    "fp8_param_gather": "fp8_params",
-    "fp8_dot_product_attention": "fp8_dpa",
-    "fp8_multi_head_attention": "fp8_mha",
-}
-"""Their names for fields of ours; `fp8_params` is ours as well."""
-
-
-_IN_OUR_WORDS = {"fp8_wgrad": lambda value: (False, False, not flag(value))}
-"""Where they say a field's value in another way: the weight gradient in FP8, here in high precision."""
-
-
-def own_names(values: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
-    """The fields under our names, and whether any had another. Raises `RecipeError` where both names disagree."""
-    theirs = {name: value for name, value in values.items() if name in _NEMO_NAMES}
-    if "fp8" in theirs and not theirs["fp8"]:
-        raise RecipeError(f"fp8={theirs['fp8']!r} turns FP8 off in NeMo: train in bf16, or say 'hybrid' or 'e4m3'")
-    own = {name: value for name, value in values.items() if name not in theirs}
-    for name, value in theirs.items():
-        field = _NEMO_NAMES[name]
-        if value is None:
-            continue
-        meant = _meant(name, field, value)
-        if own.get(field) is not None and own[field] not in (value, meant):
-            raise RecipeError(f"{name}={value!r} and {field}={own[field]!r} are two names of one field: leave one out")
-        own[field] = meant
-    return own, bool(theirs)
-
-
-def _meant(name: str, field: str, value: Any) -> Any:
-    try:
-        value = _IN_OUR_WORDS[name](value) if name in _IN_OUR_WORDS else value
-        return parse_field(field, value) if field in FIELDS else value
-    except ValueError as error:
-        raise RecipeError(f"{name}: {error}") from None
-
-
 # The environment
 
 
-class _Variable(NamedTuple):
+LAUNCHED = "FP8_BACKENDS_RECIPE"
+"""In it `fp8-backends launch` gives its workers the recipe: JSON of the fields of `FP8RecipeKwargs` that were given,
+percent-encoded where a remote shell would read it. It is read in place of `ACCELERATE_FP8_*`."""
+
+
+class Variable(NamedTuple):
+    """A field as `ACCELERATE_FP8_*` and the keys of a YAML file's `fp8_config` name it."""
+
     field: str
     launcher_default: Any = None
-    """What Accelerate's launcher exports when the user said nothing. Such a value counts as not given."""
+    """What Accelerate's launcher exports when the user said nothing. In the environment it counts as not given."""
+    question_default: Any = None
+    """What `accelerate config` writes when the user just presses Enter, where that is another value."""
 
 
-def _own(name: str) -> _Variable:
-    return _Variable(name, FIELDS[name].default)
+def _own(name: str, question_default: Any = None) -> Variable:
+    return Variable(name, FIELDS[name].default, question_default)
 
 
-_VARIABLES = {
-    "BACKEND": _Variable("backend"),
+VARIABLES = {
+    "BACKEND": Variable("backend"),
     "USE_AUTOCAST_DURING_EVAL": _own("use_autocast_during_eval"),
     "MARGIN": _own("margin"),
     "INTERVAL": _own("interval"),
@@ -218,36 +185,76 @@ _VARIABLES = {
     "AMAX_COMPUTE_ALGO": _own("amax_compute_algo"),
     "OVERRIDE_LINEAR_PRECISION": _own("override_linear_precision"),
     "USE_MXFP8_BLOCK_SCALING": _own("use_mxfp8_block_scaling"),
-    "OPT_LEVEL": _Variable("opt_level", DEFAULT_LEVEL),
-    "ENABLE_FSDP_FLOAT8_ALL_GATHER": _Variable("enable_fsdp_float8_all_gather", True),
-    "PAD_INNER_DIM": _Variable("pad_inner_dim", True),
+    "OPT_LEVEL": Variable("opt_level", DEFAULT_LEVEL),
+    "ENABLE_FSDP_FLOAT8_ALL_GATHER": Variable("enable_fsdp_float8_all_gather", True),
+    "PAD_INNER_DIM": Variable("pad_inner_dim", True),
     # what the questions of `accelerate config` write, and stock Accelerate never reads
     "AMAX_HISTORY_LENGTH": _own("amax_history_len"),
-    "AMAX_COMPUTE_ALGORITHM": _own("amax_compute_algo"),
-    "OPTIMIZATION_LEVEL": _Variable("opt_level", DEFAULT_LEVEL),
-    # ours, through extra keys of the YAML file's fp8_config
-    "SCALING": _Variable("scaling"),
+    "AMAX_COMPUTE_ALGORITHM": _own("amax_compute_algo", question_default="max"),
+    "OPTIMIZATION_LEVEL": Variable("opt_level", DEFAULT_LEVEL),
+    # ours: flags of `fp8-backends launch`, and extra keys of the YAML file's fp8_config
+    "SCALING": Variable("scaling"),
     "PARAMS": _own("fp8_params"),
     "FUSE_NORMS": _own("fuse_norms"),
+    "DPA": _own("fp8_dpa"),
+    "MHA": _own("fp8_mha"),
     "AUTO_FILTER": _own("auto_filter"),
-    "INCLUDE": _Variable("include"),
-    "EXCLUDE": _Variable("exclude"),
-    "AUTOCAST_DTYPE": _Variable("autocast_dtype"),
-    "GRADIENT_COMM": _Variable("gradient_comm"),
-    "ON_UNPROVEN": _Variable("on_unproven"),
+    # where a value that equals the launcher's default is meant, and would count as not given
+    "ALL_GATHER": Variable("enable_fsdp_float8_all_gather"),
+    "NUMBER_FORMAT": Variable("fp8_format"),
+    "ROUNDING": Variable("rounding"),
+    "EXP_AVG_SCALING": Variable("exp_avg_scaling"),
+    "IMPLEMENTATION": Variable("implementation"),
+    "SHARD_STATES": Variable("shard_states"),
+    "INCLUDE": Variable("include"),
+    "EXCLUDE": Variable("exclude"),
+    "AUTOCAST_DTYPE": Variable("autocast_dtype"),
+    "GRADIENT_COMM": Variable("gradient_comm"),
+    "ON_UNPROVEN": Variable("on_unproven"),
 }
+OBJECTS = {"MODULE_FILTER_FUNC": "module_filter_func", "CONFIG": "config", "GROUP": "fp8_group"}
+"""Fields that take a Python object."""
 _OVERRIDES = ("OVERRIDE_FPROP", "OVERRIDE_DGRAD", "OVERRIDE_WGRAD")
 
 
+def unknown_variable(
+    said: str, suffix: str, spelling: Callable[[str], str], known: Iterable[str] = tuple(VARIABLES)
+) -> RecipeError:
+    """The error for a name that is no field. `said`: as the user wrote it; `spelling`: a suffix as it stands there."""
+    if suffix in OBJECTS:
+        field = OBJECTS[suffix]
+        return RecipeError(
+            f"{said}: {field} takes a Python object, which no text can give: pass it in the script, "
+            f"Accelerator(kwargs_handlers=[fp8_backends.FP8RecipeKwargs({field}=…)])"
+        )
+    matches = difflib.get_close_matches(suffix, list(known), n=1, cutoff=0.5)
+    hint = f" (did you mean {spelling(matches[0])!r}?)" if matches else ""
+    return RecipeError(f"{said} is not known{hint}")
+
+
+def is_launched(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether `fp8-backends launch` says what the recipe is."""
+    return LAUNCHED in (os.environ if environ is None else environ)
+
+
+def environment_name(environ: Mapping[str, str] | None = None) -> str:
+    """What `environment_fields` reads, for messages."""
+    return LAUNCHED if is_launched(environ) else f"{PREFIX}*"
+
+
 def environment_fields(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """The recipe fields that `ACCELERATE_FP8_*` gives, in any case, without the launcher's defaults."""
-    found = _variables(os.environ if environ is None else environ)
+    """The recipe fields that the environment gives: those of `FP8_BACKENDS_RECIPE`, else of `ACCELERATE_FP8_*`, in any
+    case, without the launcher's defaults."""
+    environ = os.environ if environ is None else environ
+    if is_launched(environ):
+        return _launched_fields(environ[LAUNCHED])
+    found = variables(environ)
     overrides = [found.pop(suffix, "False") for suffix in _OVERRIDES]
     asked: dict[str, Any] = {}
     for suffix, text in found.items():
-        if suffix not in _VARIABLES:
-            raise RecipeError(f"{PREFIX}{suffix} is not known{closest(suffix, _VARIABLES)}")
-        _add(asked, suffix, _VARIABLES[suffix], text)
+        if suffix not in VARIABLES:
+            raise unknown_variable(PREFIX + suffix, suffix, lambda name: PREFIX + name)
+        _add(asked, suffix, VARIABLES[suffix], text)
     if any(_override_flags(overrides)):
         asked["override_linear_precision"] = _override_flags(overrides)
     if asked.get("backend", "").lower() == "no":
@@ -255,8 +262,19 @@ def environment_fields(environ: Mapping[str, str] | None = None) -> dict[str, An
     return asked
 
 
-def _variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """By suffix in upper case; empty values left out."""
+def _launched_fields(text: str) -> dict[str, Any]:
+    """From the one variable; sequences as the recipe has them."""
+    try:
+        given = json.loads(urllib.parse.unquote(text) if text.startswith("%7B") else text)
+    except ValueError:
+        given = None
+    if not isinstance(given, dict):
+        raise RecipeError(f'not a JSON object of recipe fields, such as {{"backend": "native:rowwise"}}: {text!r}')
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+
+
+def variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """`ACCELERATE_FP8_*` by suffix in upper case; empty values left out."""
     found: dict[str, str] = {}
     for key, text in environ.items():
         suffix = key.upper().removeprefix(PREFIX)
@@ -267,12 +285,28 @@ def _variables(environ: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def _add(asked: dict[str, Any], suffix: str, variable: _Variable, text: str) -> None:
-    value: Any = text.strip()
-    if variable.field in FIELDS:
-        value = parse_field(variable.field, value)
-    elif variable.field == "opt_level":
-        value = value.upper()
+def field_value(field: str, value: Any) -> Any:
+    """The value in its one spelling. Raises `RecipeError`."""
+    value = value.strip() if isinstance(value, str) else value
+    if field in ("include", "exclude"):
+        value = _listed(value)
+    if field in FIELDS:
+        return parse_field(field, value)
+    if not isinstance(value, str):
+        raise RecipeError(f"{field}={value!r}: a word is wanted")
+    return value.upper() if field == "opt_level" else value
+
+
+def _listed(value: Any) -> Any:
+    """A list of the YAML file, which Accelerate's launcher exports as Python writes it."""
+    if isinstance(value, str) and value.startswith(("['", '["', "('", '("')):
+        with contextlib.suppress(ValueError, SyntaxError):
+            return ast.literal_eval(value)
+    return value
+
+
+def _add(asked: dict[str, Any], suffix: str, variable: Variable, text: str) -> None:
+    value = field_value(variable.field, text)
     if value == variable.launcher_default:
         return
     if asked.setdefault(variable.field, value) != value:
@@ -286,5 +320,5 @@ def _override_flags(texts: list[str]) -> tuple[bool, ...]:
         named = ", ".join(f"{suffix}={text}" for suffix, text in zip(_OVERRIDES, texts, strict=True))
         raise RecipeError(
             f"{named}: three bools are wanted, one of them False. Accelerate's launcher cuts a YAML string such as "
-            '"(false, false, false)" into letters: write a list, [false, false, false]'
+            '"(false, false, false)" into letters: write a list, [false, false, false], or use fp8-backends launch'
         ) from None

@@ -21,6 +21,7 @@ from . import hardware, registry
 from .amax_group import AbsentGroup, present, ranks_of
 from .backend_string import AUTO, MSAMP, BackendName, level_name, parse_backend, scaling_name
 from .errors import RecipeError
+from .nemo_names import own_names
 from .recipe_fields import (
     COMMON_FIELDS,
     DEFAULT_LEVEL,
@@ -30,7 +31,7 @@ from .recipe_fields import (
     parse_field,
     unknown_field,
 )
-from .recipe_sources import environment_fields, foreign_fields, own_names
+from .recipe_sources import environment_fields, environment_name, foreign_fields, is_launched
 
 if TYPE_CHECKING:
     from .compute import Compute
@@ -239,6 +240,9 @@ class NativeRecipeKwargs(Recipe):
     """fprop, dgrad, wgrad in high precision."""
     use_autocast_during_eval: bool | None = None
     """FP8 products in evaluation too (default: high precision)."""
+    fp8_params: bool | None = None
+    """Weights that do not train are kept in FP8, 1 byte an element (default: as they are). Not with a level, which
+    keeps weights itself."""
 
 
 @_checks_names
@@ -421,17 +425,18 @@ def resolve(spec: Any = None) -> Recipe:
 
 
 def from_environment(environ: Mapping[str, str] | None = None) -> Recipe | None:
-    """What `ACCELERATE_FP8_*` asks for (any case), or None when it asks for nothing.
+    """What `FP8_BACKENDS_RECIPE` (from `fp8-backends launch`), else `ACCELERATE_FP8_*` (any case) asks for, or None.
 
-    A value that equals the default of Accelerate's launcher counts as not given. Without `ACCELERATE_FP8_BACKEND`,
-    other values belong to the backend that `auto` picks.
+    Of `ACCELERATE_FP8_*` a value that equals the default of Accelerate's launcher counts as not given. Without
+    `ACCELERATE_FP8_BACKEND`, other values belong to the backend that `auto` picks.
     """
     try:
         asked = environment_fields(environ)
-        _check_level_has_backend(asked, asked.get("backend", AUTO))
+        if not is_launched(environ):
+            _check_level_has_backend(asked, asked.get("backend", AUTO))
         return FP8RecipeKwargs(**asked) if asked else None
     except RecipeError as error:
-        raise RecipeError(f"ACCELERATE_FP8_* in the environment: {error}") from None
+        raise RecipeError(f"{environment_name(environ)} in the environment: {error}") from None
 
 
 def with_environment(recipe: Recipe, environ: Mapping[str, str] | None = None) -> Recipe:

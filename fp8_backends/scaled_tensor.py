@@ -266,7 +266,9 @@ def _on_plain_values(func, args, kwargs):
                     f"{func} would change a ScaledTensor in place, which it cannot: a weight in scaled precision "
                     f"is trained by torch.optim.Adam or AdamW as fp8_backends.prepare(model, optimizer, spec) converts "
                     f"it; a copy of the model that keeps an average is given plain weights by "
-                    f"fp8_backends.states.levels.plain_weights(copy); write with copy_(), read with dequantize()"
+                    f"fp8_backends.states.levels.plain_weights(copy); before adapters are merged into it, "
+                    f"fp8_backends.conversion.restore(model) makes weights and layers plain; write with copy_(), read "
+                    f"with dequantize()"
                 )
     return func(*tree_map(_plain, args), **tree_map(_plain, kwargs))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -41,7 +41,7 @@ class WeightProduct:
     name: str
     """The module's name, or the Parameter's where the module is not a Linear or Conv1D; "" for a root Linear."""
     kind: str
-    """`Linear`, `Conv1D`, `experts`, `head`, `router` or `parameter`."""
+    """`Linear`, `Conv1D`, `experts`, `head`, `router`, `adapter` or `parameter`."""
     in_features: int
     out_features: int
     flops: float
@@ -77,12 +77,14 @@ def find_weight_products(model: nn.Module) -> list[Found]:
     for name, module in model.named_modules(remove_duplicate=False):
         modules.setdefault(id(module), module)
         names.setdefault(id(module), []).append(plain_name(name))
-    is_head = _head_test(modules.values())
+    is_head, adapters = _head_test(modules.values()), _adapter_parts(modules.values())
     experts_visited = _expert_counter(model, modules, names)
     found = []
     for key, module in modules.items():
         for part, kind, sizes, obstacle in _products_of(module, names[key][0]):
             own_names = [f"{name}.{part}".lstrip(".") if part else name for name in names[key]]
+            if kind in ("Linear", "router") and key in adapters:
+                kind = "adapter"
             kind = "head" if kind == "Linear" and is_head(module, own_names) else kind
             flops = 2 * sizes[0] * sizes[1] * experts_visited(own_names[0], module, part)
             product = WeightProduct(own_names[0], kind, *sizes, flops, aliases=tuple(own_names[1:]))
@@ -93,6 +95,7 @@ def find_weight_products(model: nn.Module) -> list[Found]:
 _DEFAULT_EXCLUSIONS = {
     "head": "output head: kept in high precision (name it in include to convert it; '*' names all)",
     "router": "router: kept in high precision (name it in include to convert it; '*' names all)",
+    "adapter": "adapter: kept in high precision (name it in include to convert it; '*' names all)",
 }
 
 
@@ -203,6 +206,19 @@ def _head_test(modules) -> Callable[[nn.Module, list[str]], bool]:
         )
 
     return is_head
+
+
+def _adapter_parts(modules: Iterable[nn.Module]) -> set[int]:
+    """Identities of the modules that PEFT put beside the layers it adapts, such as LoRA's A and B: products too small
+    to gain from FP8, and the few weights that learn. PEFT calls the adapted layer `base_layer`."""
+    return {
+        id(part)
+        for module in modules
+        if isinstance(module._modules.get("base_layer"), nn.Module)
+        for name, child in module._modules.items()
+        if name != "base_layer" and child is not None
+        for part in child.modules()
+    }
 
 
 def _has_head_name(name: str) -> bool:

@@ -39,8 +39,8 @@ def test_te_keeps_weights_in_fp8_only_where_it_is_asked_to():
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"backend": "native:delayed", "fp8_params": True}, "fp8_params is not read by native:delayed, only by te"),
-        ({"backend": "ao", "fp8_params": True}, "fp8_params is not read by ao:tensorwise, only by te"),
+        ({"backend": "ao", "fp8_params": True}, "fp8_params is not read by ao:tensorwise, only by native, te"),
+        ({"backend": "msamp", "fp8_params": True}, "only with weights that no level stores.*or use native$"),
         ({"backend": "te+msamp:O2", "fp8_params": True}, "only with weights that no level stores.*or use te$"),
         ({"backend": "te", "fp8_params": "perhaps"}, "must be True or False"),
         ({"backend": "te", "rounding": "nearest"}, r"only with a level O1, O2 or O3: .* use te\+msamp:O2"),
@@ -171,6 +171,78 @@ def test_megatrons_further_names_too():
 def test_nemos_value_that_cannot_be_honoured_is_refused_by_nemos_name(fields, said):
     with pytest.raises(RecipeError, match=said):
         resolve(fields)
+
+
+DELAYED_AS_NEMO = {
+    "backend": "te:delayed",
+    "fp8_format": "HYBRID",
+    "amax_history_len": 1024,
+    "amax_compute_algo": "max",
+}
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        # as on Megatron's command line, and as its configuration has them
+        ({"--fp8-format": "hybrid", "--fp8-margin": 2}, {"backend": "te", "margin": 2}),
+        ({"--fp8-format": "e4m3"}, {"backend": "te", "fp8_format": "E4M3"}),
+        ({"fp8-recipe": "mxfp8"}, {"backend": "te:mxfp8"}),
+        ({"fp8": "hybrid", "no-fp8-wgrad": True}, {"backend": "te", "override_linear_precision": (False, False, True)}),
+        ({"fp8": "hybrid", "tp_only_amax_red": False, "fp8_quantizer_factory": None}, {"backend": "te"}),
+        (
+            {"fp8": "hybrid", "first_last_layers_bf16": False, "num_layers_at_start_in_bf16": 1},
+            {"backend": "te"},
+        ),
+        ({"fp8": "hybrid", "fp8_param": True}, {"backend": "te", "fp8_params": True}),
+        # precision plug-ins
+        ({"precision": "bf16_with_fp8_mixed"}, DELAYED_AS_NEMO),
+        ({"backend": "bf16-with-fp8-mixed"}, DELAYED_AS_NEMO),
+        ({"mixed_precision": "bf16_with_fp8_delayed_scaling_mixed", "fp8_margin": 1}, {**DELAYED_AS_NEMO, "margin": 1}),
+        ({"precision": "bf16_with_fp8_mixed", "fp8_amax_history_len": 4}, {**DELAYED_AS_NEMO, "amax_history_len": 4}),
+        ({"precision": "fp16_with_fp8_mixed"}, {**DELAYED_AS_NEMO, "autocast_dtype": "fp16"}),
+        ({"precision": "bf16_with_mxfp8_mixed"}, {"backend": "te:mxfp8"}),
+        ({"precision": "bf16_with_fp8_subchannel_scaling_mixed"}, {"backend": "te:blockwise", "fp8_format": "HYBRID"}),
+    ],
+)
+def test_megatrons_spellings_and_precision_plugins(theirs, ours):
+    assert resolve(theirs) == resolve(ours)
+
+
+def test_a_plugin_is_a_backend_string():
+    assert resolve("bf16_with_fp8_mixed") == resolve(DELAYED_AS_NEMO)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"fp8": "hybrid", "first_last_layers_bf16": True}, "first_last_layers_bf16=True cannot be honoured.*exclude"),
+        (
+            {"fp8": "hybrid", "num_layers_at_start_in_bf16": 1, "first_last_layers_bf16": True},
+            "first_last_layers_bf16=True cannot be honoured",
+        ),
+        ({"fp8": "hybrid", "num_layers_at_end_in_bf16": 2}, "num_layers_at_end_in_bf16=2 cannot be honoured"),
+        ({"fp8": "hybrid", "tp_only_amax_red": True}, "tp_only_amax_red=True.*fp8_group"),
+        ({"fp8": "hybrid", "fp8_quantizer_factory": "mine.make"}, "fp8_quantizer_factory='mine.make'.*register"),
+        ({"fp8": "hybrid", "reuse_grad_buf_for_mxfp8_param_ag": True}, "reuse_grad_buf_for_mxfp8_param_ag=True"),
+        ({"fp8": "hybrid", "fp4": "nvfp4"}, "fp4='nvfp4' cannot be honoured: this package has no FP4"),
+        ({"precision": "bf16_with_fp8_current_scaling_mixed"}, "use te:dynamic, and.*exclude"),
+        ({"precision": "bf16_with_fp8_mixt"}, "did you mean 'bf16_with_fp8_mixed'"),
+        ({"precision": "bf16_mixed"}, "precision='bf16_mixed' is no FP8 precision"),
+        ({"precision": "bf16_with_fp8_mixed", "mixed_precision": "x"}, "name a precision both"),
+        ({"precision": "bf16_with_fp8_mixed", "backend": "te:dynamic"}, "delayed"),
+        ({"--fp8-margn": 1}, "fp8_margn is not a field"),
+        ({"fp8": "hybrid", "no_fp8_wgrad": True, "fp8_wgrad": True}, "two names of one field"),
+    ],
+)
+def test_megatrons_arguments_that_cannot_be_honoured_are_refused_by_name(fields, said):
+    with pytest.raises(RecipeError, match=said):
+        resolve(fields)
+
+
+def test_the_recipe_of_sagemakers_guide():
+    recipe = DelayedScaling(fp8_format=Format.HYBRID, amax_history_len=32, amax_compute_algo="max")
+    assert resolve(recipe) == TERecipeKwargs(amax_history_len=32, amax_compute_algo="max")
 
 
 def test_a_level_takes_no_te_names():

@@ -36,7 +36,7 @@ from ..scaling import (
     window_scale,
     without_nan,
 )
-from . import COMPUTE_DTYPES
+from . import COMPUTE_DTYPES, native_params
 from .block_products import block_scaled_product
 from .products import scaled_product
 
@@ -80,6 +80,8 @@ class LayerRule(NamedTuple):
     high_precision: tuple[bool, bool, bool]
     """fprop, dgrad, wgrad kept in high precision (`override_linear_precision`)."""
     fp8_in_eval: bool
+    keeps_weight: bool = False
+    """The weight does not train, and lies in FP8 (`fp8_params`)."""
 
     @property
     def along(self) -> AlongContraction | None:
@@ -89,7 +91,8 @@ class LayerRule(NamedTuple):
     def __repr__(self) -> str:
         i, go = self.forward_format.name, self.gradient_format.name
         kept = [kind for kind, high in zip(("fprop", "dgrad", "wgrad"), self.high_precision, strict=True) if high]
-        return f"native:{self.scaling} i:{i},w:{i},go:{go}" + (f",high:{'+'.join(kept)}" if kept else "")
+        stored = " stored" if self.keeps_weight else ""
+        return f"native:{self.scaling} i:{i},w:{i}{stored},go:{go}" + (f",high:{'+'.join(kept)}" if kept else "")
 
 
 class SharedInputs:
@@ -167,6 +170,8 @@ class FP8Linear(nn.Linear):
                 f"an FP8 linear layer of {self.in_features} input features got an input of shape {tuple(x.shape)}; "
                 f"its last dimension must be {self.in_features}"
             )
+        if self.fp8_rule.keeps_weight:
+            native_params.check_kept(self)
         if self.fp8_products.device != self.weight.device:
             self._reset_state(self.weight.device)  # real weights were assigned into a model prepared on meta
         if not torch.compiler.is_compiling():
@@ -203,6 +208,16 @@ class FP8Linear(nn.Linear):
         if state is not None and record:
             _record(rule, state, WEIGHT, w_amax)
         return x8, _NOTHING, w8
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.fp8_rule.keeps_weight and native_params.is_kept(self.weight):
+            destination[f"{prefix}weight"] = self.weight.dequantize().detach()
+
+    def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        if self.fp8_rule.keeps_weight and not native_params.is_kept(self.weight):  # `assign=True`: another Parameter
+            self.weight = nn.Parameter(native_params.quantised(self.weight), requires_grad=False)
 
     @property
     def _state(self) -> torch.Tensor | None:

@@ -11,7 +11,7 @@ contraction, hence once a product: forward keeps a column-wise copy of x, made f
 quantises the weight again.
 
 A weight may be stored in scaled precision (`ScaledTensor`, MS-AMP's levels): FP16 data becomes w8 without a copy of its
-values, E4M3 data is w8.
+values, E4M3 data is w8. With `fp8_params` this package keeps weights that do not train so (native_params.py).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..hardware import Availability
 from ..recipe_fields import LEVELS
 from ..scaling import ROWS, rolled_delayed_states, rolled_window_states
 from ..sharded_tensor import local_part
-from . import DGRAD, KINDS, TE_FIELDS, Compute, ProductCounts, check_same_states
+from . import DGRAD, KINDS, TE_FIELDS, Compute, ProductCounts, check_same_states, native_params
 from .block_products import block_engine_for
 from .fp8_linear import STATEFUL, FP8Linear, LayerRule, SharedInputs, Stored, inside_backward
 from .products import EMULATED, engine_for
@@ -49,7 +49,7 @@ class NativeCompute(Compute):
     scalings = ("dynamic", "delayed", "rowwise", "blockwise", "mxfp8", "window")
     default_scaling = "dynamic"
     levels = LEVELS
-    fields = TE_FIELDS
+    fields = TE_FIELDS | {"fp8_params"}
 
     def availability(self) -> Availability:
         engine = engine_for(default_device(), torch.bfloat16)
@@ -61,6 +61,8 @@ class NativeCompute(Compute):
         return SharedInputs()
 
     def build(self, linear: nn.Linear, recipe: Recipe, shared: SharedInputs) -> FP8Linear:
+        if recipe.fp8_params:
+            native_params.check(linear)
         carrier = FP8Linear(linear.in_features, linear.out_features, bias=False, device="meta")
         carrier.weight, carrier.bias = linear.weight, linear.bias
         carrier.set_rule(layer_rule(recipe), shared, recipe.amax_history_len)
@@ -76,6 +78,10 @@ class NativeCompute(Compute):
             )
         if recipe.scaling == "delayed":
             root.register_forward_pre_hook(RollDelayedStates(recipe))
+
+    def store_weights(self, root: nn.Module, recipe: Recipe) -> None:
+        if recipe.fp8_params:
+            native_params.keep(root, dict(self._layers(root)))
 
     def after_optimizer_step(self, root: nn.Module) -> None:
         for (_, rule, _), states in _states_of_layers(root, "window").items():
@@ -181,6 +187,7 @@ def layer_rule(recipe: Recipe) -> LayerRule:
         gradient,
         tuple(recipe.override_linear_precision),
         bool(recipe.use_autocast_during_eval),
+        bool(recipe.fp8_params),
     )
 
 

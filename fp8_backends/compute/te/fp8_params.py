@@ -1,8 +1,6 @@
 """`fp8_params`: weights that TransformerEngine keeps in FP8, in the Parameters that the model already has.
 
-Of 4 bytes an element in FP32 remain 2 on Hopper (codes, and the transposed copy that dgrad multiplies) or 1. A weight
-that trains is refused: an update of ordinary size is smaller than half a step of E4M3, and an optimizer without a
-master copy would lose nearly all of them. That is what `te+msamp:O3` is for.
+Of 4 bytes an element in FP32 remain 2 on Hopper (codes, and the transposed copy that dgrad multiplies) or 1.
 """
 
 from __future__ import annotations
@@ -13,38 +11,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ...errors import FP8BackendError, RecipeError
-from ...parameter_exchange import exchange, refuse_if_held
-from ...sharded_tensor import is_distributed
-from ...weight_products import ADOPTED
+from ...errors import RecipeError
+from ...parameter_exchange import exchange
+from .. import frozen_weights
 from .recipes import FP8_WEIGHT_SLOT, QuantizedTensor, RecipeState, te_recipe
-from .refusals import FP8_PARAMS_SHARDED
 
 if TYPE_CHECKING:
     from .linear import TELinear
 
+LEVEL_O3 = "te+msamp:O3"
+
 
 def check(linear: nn.Linear) -> None:
     """Raise `RecipeError` for a layer whose weight cannot be kept in FP8."""
-    weight = linear.weight
-    sizes = f"a layer {linear.in_features} -> {linear.out_features}"
-    if weight.requires_grad:
-        raise RecipeError(
-            f"fp8_params=True, and {sizes} trains: rounding to E4M3 would swallow its updates. Use te+msamp:O3, which "
-            f"trains FP8 weights with an FP16 master; or freeze the layers whose weights FP8 shall keep "
-            f"(requires_grad_(False)) and name those that train, such as adapters, in exclude"
-        )
-    if weight.is_meta:
-        raise RecipeError(f"fp8_params=True, and {sizes} is on the meta device: load its weight first")
-    if is_distributed(weight) or hasattr(weight, "ds_id"):
-        raise RecipeError(FP8_PARAMS_SHARDED)
+    frozen_weights.check(linear, LEVEL_O3)
 
 
 def check_kept(layer: TELinear) -> None:
     """Raise where a layer that runs has its weight in FP8 no more, or trains it since."""
     check(layer)
     if layer.is_fsdp2 or not is_kept(layer.weight):
-        raise RecipeError(FP8_PARAMS_SHARDED)
+        raise RecipeError(frozen_weights.SHARDED)
 
 
 def is_kept(weight: torch.Tensor) -> bool:
@@ -53,28 +40,8 @@ def is_kept(weight: torch.Tensor) -> bool:
 
 
 def keep(root: nn.Module, layers: Mapping[str, TELinear]) -> None:
-    """Keep the weights of these layers of `root` in FP8. Repeating it does nothing; ties stay.
-
-    Raises:
-        FP8BackendError: something else holds on to a weight, named; no weight has changed then.
-    """
-    new = {name: layer for name, layer in layers.items() if not is_kept(layer.weight)}
-    for name, layer in new.items():
-        _refuse_if_tied(root, name, layer)
-        refuse_if_held(layer.weight, f"{name}.weight")
-    for name, layer in new.items():
-        if not is_kept(layer.weight):  # tied to a layer before it
-            exchange(layer.weight, quantised(layer.weight, layer), f"{name}.weight")
-        layer.__dict__[ADOPTED].undo.append(make_plain)
-
-
-def _refuse_if_tied(root: nn.Module, name: str, layer: TELinear) -> None:
-    for other_name, module in root.named_modules():
-        if not isinstance(module, type(layer)) and any(p is layer.weight for p in module._parameters.values()):
-            raise FP8BackendError(
-                f"fp8_params=True: the weight of {name} is that of {other_name} too ({type(module).__name__}), which "
-                f"does not multiply FP8 weights: leave {name} out by exclude"
-            )
+    """Keep the weights of these layers of `root` in FP8. Repeating it does nothing; ties stay."""
+    frozen_weights.keep(root, layers, is_kept, quantised, make_plain)
 
 
 @torch.no_grad()

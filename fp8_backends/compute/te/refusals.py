@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-FP8_PARAMS_SHARDED = (
-    "fp8_params=True does not go with sharded weights (FSDP, DeepSpeed) in this version: use DDP; or te+msamp:O3, "
-    "whose FP8 weights FSDP2 shards"
-)
-
 FUSED_NORMS_SHARDED = (
     "fuse_norms=True does not go with DeepSpeed's ZeRO-3, which gathers a norm's weight for the norm alone: leave "
     "fuse_norms out, or use ZeRO stage 0 to 2, or FSDP2 with the norm and its layer in one unit"

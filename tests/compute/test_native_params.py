@@ -1,0 +1,208 @@
+"""`fp8_params` of the native compute: weights that do not train, kept as E4M3 codes in the model's own Parameters."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import fp8_backends
+from fp8_backends import FP8BackendError, NativeRecipeKwargs, RecipeError, conversion, prepare, resolve
+from fp8_backends.compute.native_params import is_kept, quantised
+
+SCALINGS = ("dynamic", "delayed", "rowwise", "blockwise", "mxfp8", "window")
+BATCHES = [torch.randn(24, 32, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+
+
+class Adapted(nn.Module):
+    """A frozen base behind a layer that trains."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.adapter = nn.Linear(32, 32)
+        self.base = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)).to(dtype).requires_grad_(False)
+
+    def forward(self, x):
+        return self.base(self.adapter(x).to(self.base[0].bias.dtype)).float()
+
+
+def prepared(model=None, **fields):
+    model = Adapted() if model is None else model
+    optimizer = torch.optim.AdamW(model.adapter.parameters(), lr=1e-2)
+    return prepare(model, optimizer, NativeRecipeKwargs(**({"exclude": ["adapter"]} | fields)))
+
+
+def weights(model) -> list[torch.Tensor]:
+    return [model.base[0].weight, model.base[2].weight]
+
+
+def losses(model, optimizer, batches=BATCHES) -> list[float]:
+    found = []
+    for x in batches:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = (model(x) - x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+def rounded() -> Adapted:
+    """Plain weights that hold what E4M3 would."""
+    model = Adapted()
+    for weight in weights(model):
+        weight.copy_(quantised(weight).dequantize())
+    return model
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_products_are_those_of_the_rounded_values(scaling):
+    """Every product counts, and the losses are close to those of plain weights with the same values, which the rule
+    casts again in each step: by own scales, so that some codes differ by half a step of E4M3 (1/16 at most)."""
+    model, optimizer = prepared(scaling=scaling, fp8_params=True)
+    assert all(map(is_kept, weights(model)))
+    found = losses(model, optimizer)
+    wanted = losses(*prepared(rounded(), scaling=scaling))
+    if scaling == "window":  # its scale of a weight is the power of two of the amax: the very codes
+        assert found == wanted
+    assert found == pytest.approx(wanted, rel=0.02) and found[-1] < found[0]
+    counts = fp8_backends.audit(model).products.values()
+    assert all((c["fprop"], c["dgrad"], c["wgrad"]) == (4, 4, 0) for c in counts)
+
+
+def test_parameters_stay_and_weigh_one_byte():
+    model = Adapted()
+    before, values = list(model.parameters()), copy.deepcopy(model.state_dict())
+    _, optimizer = prepared(model, fp8_params=True)
+    assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
+    assert all(isinstance(weight, nn.Parameter) and not weight.requires_grad for weight in weights(model))
+    losses(model, optimizer, BATCHES[:1])
+    audit = fp8_backends.audit(model, optimizer)
+    assert audit.bytes_per_element["weight"] == 1 + 4 / 2048  # codes, and a scale in FP32
+    assert audit.dtypes["weight"] == "float8_e4m3fn"
+    own = 2 * (2048 + 4) + 4 * (1024 + 32 + 64 + 32)
+    # no copy from forward to backward beside it
+    assert audit.bytes_per_parameter["weight"] == pytest.approx(own / sum(p.numel() for p in model.parameters()))
+    frozen = values["base.0.weight"]
+    half_a_step = frozen.abs() * 2**-4 + frozen.abs().max() / 224 * 2**-10  # of E4M3, and of its smallest numbers
+    assert ((model.base[0].weight.dequantize() - frozen).abs() <= half_a_step).all()
+    assert "w:e4m3 stored" in repr(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_checkpoints_are_plain_and_load_to_the_bit(dtype):
+    model, _ = prepared(Adapted(dtype), fp8_params=True)
+    saved = model.state_dict()
+    assert {type(tensor) for tensor in saved.values()} == {torch.Tensor} and saved["base.0.weight"].dtype == dtype
+    Adapted(dtype).load_state_dict(saved, strict=True)
+    codes = [(weight._data.clone(), weight._scale_inv.clone()) for weight in weights(model)]
+    values = [weight.dequantize(torch.float32) for weight in weights(model)]
+    for assign in (False, True):
+        model.load_state_dict({name: 10 * tensor for name, tensor in saved.items()}, assign=assign)
+        assert all(map(is_kept, weights(model)))
+        assert not any(map(torch.equal, values, (weight.dequantize(torch.float32) for weight in weights(model))))
+        model.load_state_dict(saved, assign=assign)
+        assert all(map(is_kept, weights(model))) and all(weight.dtype == dtype for weight in weights(model))
+        assert all(map(torch.equal, values, (weight.dequantize(torch.float32) for weight in weights(model))))
+    assert all(code.dtype == torch.float8_e4m3fn for code, _ in codes)
+
+
+@pytest.mark.parametrize(
+    "make", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
+)
+def test_copies_train_like_the_original(make):
+    model, optimizer = prepared(fp8_params=True)
+    other = make(model)
+    assert all(map(is_kept, weights(other))) and all(isinstance(weight, nn.Parameter) for weight in weights(other))
+    own = torch.optim.AdamW(other.adapter.parameters(), lr=1e-2)
+    assert losses(other, own) == losses(model, optimizer)
+
+
+def test_evaluation_and_the_way_back_use_the_values_of_the_codes():
+    model, _ = prepared(fp8_params=True)
+    plain = rounded()
+    assert torch.equal(model.eval()(BATCHES[0]), plain.eval()(BATCHES[0]))
+    before = weights(model)
+    conversion.restore(model)
+    assert all(a is b for a, b in zip(before, weights(model), strict=True))
+    assert all(type(weight) is nn.Parameter for weight in before)
+    assert torch.equal(model(BATCHES[0]), plain(BATCHES[0]))
+
+
+def test_a_weight_that_trains_is_refused_with_the_model_as_it_was():
+    model = Adapted()
+    with pytest.raises(RecipeError, match=r"32 -> 32 trains.*Use msamp:O3.*exclude"):
+        prepared(model, fp8_params=True, exclude=["2"])
+    assert type(model.base[0]) is nn.Linear and type(model.base[0].weight) is nn.Parameter
+    frozen, optimizer = prepared(fp8_params=True)
+    frozen.base[2].weight.requires_grad_(True)
+    with pytest.raises(RecipeError, match="64 -> 32 trains"):
+        losses(frozen, optimizer)
+
+
+def test_what_cannot_hold_fp8_weights_is_refused_by_name():
+    with torch.device("meta"):
+        on_meta = Adapted()
+    with pytest.raises(RecipeError, match="meta device"):
+        prepared(on_meta, fp8_params=True)
+    tied = Adapted()
+    tied.embedding = nn.Embedding(64, 32)
+    tied.embedding.weight = tied.base[0].weight
+    with pytest.raises(FP8BackendError, match="base.0 is that of embedding.*exclude"):
+        prepared(tied, fp8_params=True, include=["base.0"], exclude=["adapter"])
+    held, kept = Adapted(), []
+    kept.append((held(BATCHES[0])).sum())  # a graph that saved the weights
+    with pytest.raises(FP8BackendError, match="base.0.weight: its storage cannot be exchanged"):
+        prepared(held, fp8_params=True)
+    assert type(held.base[0].weight) is nn.Parameter
+
+
+def test_it_is_off_by_default_and_not_for_levels():
+    assert resolve("native").fp8_params is False and resolve("native") == resolve(
+        {"backend": "native", "fp8_params": "no"}
+    )
+    assert resolve({"backend": "native:rowwise", "fp8_params": "true"}) != resolve("native:rowwise")
+    with pytest.raises(RecipeError, match="only with weights that no level stores"):
+        resolve({"backend": "msamp:O3", "fp8_params": True})
+    model, _ = prepared()
+    assert not any(map(is_kept, weights(model)))
+
+
+def test_a_step_in_place_on_a_kept_weight_says_how_to_merge():
+    model, _ = prepared(fp8_params=True)
+    with pytest.raises(NotImplementedError, match=r"before adapters are merged into it, .*restore\(model\)"):
+        model.base[0].weight.data += torch.ones(64, 32)
+
+
+def test_moves_and_casts_leave_it_in_fp8():
+    model, optimizer = prepared(fp8_params=True)
+    model.to(torch.bfloat16)
+    assert all(map(is_kept, weights(model))) and all(weight.dtype == torch.bfloat16 for weight in weights(model))
+    assert all(weight._data.dtype == torch.float8_e4m3fn for weight in weights(model))
+    with torch.autocast("cpu", torch.bfloat16):
+        model(BATCHES[0].bfloat16()).sum().backward()
+    assert model.adapter.weight.grad is not None and model.base[0].weight.grad is None
+
+
+def test_sharded_weights_are_refused(tmp_path):
+    """Before or after they were kept."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        sharded, kept = Adapted(), Adapted()
+        fully_shard(sharded)
+        with pytest.raises(RecipeError, match="does not go with sharded weights"):
+            prepared(sharded, fp8_params=True)
+        prepared(kept, fp8_params=True)
+        fully_shard(kept)
+        with pytest.raises(RecipeError, match="does not go with sharded weights"):
+            prepared(kept, fp8_params=True)
+    finally:
+        dist.destroy_process_group()
