@@ -18,7 +18,8 @@ from torch import nn
 
 from .. import conversion, preparation
 from ..comm import agreement
-from ..compute.te.refusals import FP8_PARAMS_SHARDED, FUSED_NORMS_SHARDED
+from ..compute import frozen_weights
+from ..compute.te.refusals import FUSED_NORMS_SHARDED
 from ..errors import RecipeError
 from .checkpoint import OPTIMIZER_KEY, ScalingState, collect, restore
 
@@ -43,7 +44,7 @@ def check(accelerator: FP8Mixin) -> None:
             f"FullyShardedDataParallelPlugin(fsdp_version=2). With DeepSpeed, {_without_level(recipe)} trains in FP8"
         )
     if recipe.fp8_params:
-        raise RecipeError(FP8_PARAMS_SHARDED)
+        raise RecipeError(frozen_weights.SHARDED)
     if recipe.fuse_norms and accelerator.deepspeed_plugin.hf_ds_config.is_zero3():
         raise RecipeError(FUSED_NORMS_SHARDED)
     if recipe.gradient_comm == "fp8":

@@ -15,7 +15,7 @@ import torch
 from accelerate.utils import DistributedType
 from torch import nn
 
-from ..compute.te.refusals import FP8_PARAMS_SHARDED
+from ..compute import frozen_weights
 from ..errors import FP8BackendError, RecipeError
 from ..parameter_exchange import exchange
 from ..scaled_tensor import ScaledTensor
@@ -29,7 +29,7 @@ def check(accelerator: FP8Mixin) -> None:
     """Raise `RecipeError` for what is asked of FSDP2 and has no effect elsewhere."""
     recipe = accelerator.fp8_recipe
     if recipe.fp8_params and accelerator.distributed_type == DistributedType.FSDP:
-        raise RecipeError(FP8_PARAMS_SHARDED)
+        raise RecipeError(frozen_weights.SHARDED)
     if recipe.compute == "ao" and accelerator.num_processes > 1 and not accelerator.is_fsdp2:
         from ..compute.torchao import asks_for_all_gather
 

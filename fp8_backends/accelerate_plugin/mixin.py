@@ -15,11 +15,12 @@ from accelerate.utils.modeling import get_grad_scaler
 from accelerate.utils.other import extract_model_from_parallel
 from torch import nn
 
-from .. import preparation
+from .. import conversion, preparation
 from ..comm import ignore_list
 from ..conversion import weight_products
 from ..errors import FP8BackendError, RecipeError
 from ..recipes import Recipe
+from ..weight_products import FP8
 from . import deepspeed, fsdp2
 from .checkpoint import LoadScalingState, SaveScalingState, ScalingInOptimizer
 
@@ -292,6 +293,19 @@ class FP8Mixin(_MadeAtRunTime):
                 if getattr(original, "__func__", None) is not type(inner).forward:
                     inner.forward = original  # the model had a forward of its own instance
         return super().unwrap_model(model, True, *args, **kwargs)
+
+    # Logging
+
+    def init_trackers(self, project_name: str, config: dict | None = None, init_kwargs: dict | None = None):
+        """As in Accelerate; the configuration that trackers store says `fp8_backend` and, once a model is prepared,
+        `fp8_flops_share`, the share (0 to 1) of its weight FLOPs that FP8 layers make."""
+        roots = [root for model in self._models for root in conversion.prepared_roots(model)]
+        total = sum(product.flops for _, _, prepared in roots for product in prepared.report.products)
+        said = {"fp8_backend": self.fp8_recipe.name}
+        if total:
+            in_fp8 = sum(p.flops for _, _, prepared in roots for p in prepared.report.products if p.state == FP8)
+            said["fp8_flops_share"] = in_fp8 / total
+        super().init_trackers(project_name, {**said, **(config or {})}, init_kwargs)
 
     # Precision around FP8
 

@@ -20,7 +20,11 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
 from ..errors import FP8BackendError, RecipeError
+from ..proof import is_main_process
+from ..recipe_merging import code_over_launch
+from ..recipe_sources import LAUNCHED, PREFIX, environment_fields, is_launched, variables
 from ..recipes import AUTO, FP8RecipeKwargs, Recipe, from_environment, resolve, with_environment
+from .callers import around_fp8, precision_of_notebook, precision_of_trainer
 from .mixin import FP8Mixin, IgnoresFP8Environment, with_mixin
 
 logger = logging.getLogger("fp8_backends")
@@ -53,9 +57,14 @@ def connect() -> None:
     behaves as before, to the bit. `FP8_BACKENDS_DISABLE=1` in the environment leaves Accelerate alone. A version of
     Accelerate that does not fit is no error here, but `FP8BackendError` when FP8 is asked for.
     """
-    if os.environ.get("FP8_BACKENDS_DISABLE", "0").lower() in ("1", "true", "yes", "on") or _is_connected():
+    if is_disabled() or _is_connected():
         return
     Accelerator.__init__ = _patched(Accelerator.__init__)
+
+
+def is_disabled() -> bool:
+    """Whether `FP8_BACKENDS_DISABLE` is set."""
+    return os.environ.get("FP8_BACKENDS_DISABLE", "0").lower() in ("1", "true", "yes", "on")
 
 
 def _is_connected() -> bool:
@@ -78,10 +87,15 @@ def _patched(original):
             bound = signature.bind(self, *args, **kwargs)
         except TypeError:
             return original(self, *args, **kwargs)  # raises the error that the user knows
-        recipe = asked_recipe(bound.arguments)
+        of_trainer = precision_of_trainer(bound.arguments) if _is_fp8_asked_beside(bound.arguments) else None
+        if of_trainer is not None or _precision(bound.arguments) == "fp8":
+            bound.arguments["mixed_precision"] = "fp8"  # which Accelerate would not learn from a notebook
+        recipe = asked_recipe(bound.arguments, of_trainer)
         if recipe is None:
+            _warn_of_fp8_in_environment(bound.arguments)
             if _backend_in_environment() and not isinstance(self, IgnoresFP8Environment):
-                _ignore_environment(self, bound.arguments)
+                # without "fp8", Accelerate would still obey the variable and fail on it, or convert the model
+                self.__class__ = with_mixin(IgnoresFP8Environment, type(self))
             return original(self, *args, **kwargs)
         if mismatches:
             raise FP8BackendError(
@@ -115,12 +129,13 @@ def incompatibilities(accelerator_class: type = Accelerator) -> list[str]:
     return found
 
 
-def asked_recipe(arguments: Mapping[str, Any]) -> Recipe | None:
+def asked_recipe(arguments: Mapping[str, Any], of_trainer: str | None = None) -> Recipe | None:
     """The resolved recipe that these arguments of `Accelerator` and the environment ask for; None without FP8.
 
     A handler comes before `ACCELERATE_FP8_BACKEND`, and both need mixed precision "fp8" (argument, the running
-    AcceleratorState, or `ACCELERATE_MIXED_PRECISION`), which alone means `auto`. Raises `RecipeError` for two FP8
-    handlers, for one of ours without "fp8", and where handler and environment name different computes.
+    AcceleratorState, or `ACCELERATE_MIXED_PRECISION`), which alone means `auto`. `of_trainer`: what a Trainer's own
+    arguments said in its place. Raises `RecipeError` for two FP8 handlers, for one of ours without "fp8", where handler
+    and environment name different computes, and where recipe and Trainer name different dtypes.
     """
     precision = _precision(arguments)
     handlers = [handler for handler in arguments.get("kwargs_handlers") or () if _is_fp8_handler(handler)]
@@ -135,9 +150,10 @@ def asked_recipe(arguments: Mapping[str, Any]) -> Recipe | None:
                 "What stays outside FP8 runs in the recipe's autocast_dtype (bf16 by default)"
             )
         return None
-    if not handlers:
-        return resolve(from_environment())
-    return resolve(_completed(handlers[0]))
+    if is_launched():
+        _warn_of_unread_variables()
+    recipe = resolve(_completed(handlers[0]) if handlers else from_environment())
+    return recipe if of_trainer is None else around_fp8(recipe, of_trainer, arguments)
 
 
 def _precision(arguments: Mapping[str, Any]) -> str:
@@ -146,7 +162,21 @@ def _precision(arguments: Mapping[str, Any]) -> str:
     if given is not None:
         return str(given)
     running = AcceleratorState._shared_state.get("_mixed_precision")
+    if running is None and _launch_in_fp8():
+        return "fp8"
     return running or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+
+
+def _is_fp8_asked_beside(arguments: Mapping[str, Any]) -> bool:
+    """Whether launch or handlers ask for FP8, whatever `mixed_precision` says."""
+    return bool(_launch_in_fp8()) or any(map(_is_fp8_handler, arguments.get("kwargs_handlers") or ()))
+
+
+def _launch_in_fp8() -> str:
+    """What asks for FP8 around this script, in words; empty without it."""
+    if os.environ.get("ACCELERATE_MIXED_PRECISION", "").lower() == "fp8":
+        return "ACCELERATE_MIXED_PRECISION=fp8"
+    return 'notebook_launcher(mixed_precision="fp8")' if precision_of_notebook() == "fp8" else ""
 
 
 def _is_fp8_handler(handler: Any) -> bool:
@@ -162,7 +192,10 @@ def _backend_in_environment() -> str | None:
 
 
 def _completed(handler: Any) -> Recipe:
-    """The handler's recipe, with the fields that the environment adds. Accelerate's own have read it already."""
+    """The handler's recipe, with the fields that the environment adds. Accelerate's own have read it already. Over what
+    `fp8-backends launch` says the handler comes first, with a warning."""
+    if is_launched():
+        return _over_launch(handler)
     named = _backend_in_environment()
     recipe = handler if isinstance(handler, Recipe) else resolve(handler)
     if named is not None and recipe.compute == AUTO:
@@ -175,14 +208,50 @@ def _completed(handler: Any) -> Recipe:
     return with_environment(recipe) if isinstance(handler, Recipe) else recipe
 
 
-def _ignore_environment(accelerator: Accelerator, arguments: Mapping[str, Any]) -> None:
-    """Without "fp8", Accelerate would still obey the variable and fail on it, or convert the model."""
-    logger.warning(
-        'ACCELERATE_FP8_BACKEND=%s has no effect: mixed precision is "%s", not "fp8"',
-        _backend_in_environment(),
-        _precision(arguments),
-    )
-    accelerator.__class__ = with_mixin(IgnoresFP8Environment, type(accelerator))
+def _over_launch(handler: Any) -> Recipe:
+    try:
+        recipe, warning = code_over_launch(handler, environment_fields())
+    except RecipeError as error:
+        raise RecipeError(
+            f"{type(handler).__name__} in the script, with {LAUNCHED} in the environment: {error}"
+        ) from None
+    if warning is not None and is_main_process():
+        _warn_once(warning)
+    return recipe
+
+
+def _warn_of_unread_variables() -> None:
+    """`fp8-backends launch` leaves none of Accelerate's variables: what is there the script has set."""
+    if (names := sorted(variables(os.environ))) and is_main_process():
+        _warn_once(
+            f"{', '.join(PREFIX + name for name in names)}, set by the script, has no effect: fp8-backends launch says "
+            "what the recipe is, and a handler in kwargs_handlers comes before it"
+        )
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    """An Accelerator is often made twice, by a Trainer say: one line a process is enough."""
+    logger.warning(message)
+
+
+def _warn_of_fp8_in_environment(arguments: Mapping[str, Any]) -> None:
+    """One line where the environment asks for FP8 and the code says otherwise, or only half of it is there."""
+    precision, backend = _precision(arguments), _backend_in_environment()
+    if not is_main_process():
+        return
+    if launch := _launch_in_fp8():
+        logger.warning(
+            'FP8 is off: this run was launched with %s%s, and the code says Accelerator(mixed_precision="%s"): leave '
+            "mixed_precision out there, or launch without fp8",
+            launch,
+            f" and ACCELERATE_FP8_BACKEND={backend}" if backend else "",
+            precision,
+        )
+    elif backend:
+        logger.warning(
+            'ACCELERATE_FP8_BACKEND=%s has no effect: mixed precision is "%s", not "fp8"', backend, precision
+        )
 
 
 @contextmanager

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from .. import __version__
 from ..errors import FP8BackendError
 
-COMMANDS = ("doctor", "chart", "compare")
-"""Each is a module beside this one, with SUMMARY, add_arguments(parser) and run(args) -> exit code."""
+COMMANDS = ("launch", "config", "doctor", "estimate", "chart", "compare")
+"""Each is a module beside this one, with SUMMARY, add_arguments(parser) and run(args) -> exit code; PARSER: options of
+its parser."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,7 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     modules = {}
     for name in COMMANDS:
         modules[name] = importlib.import_module(f".{name}", __package__)
-        modules[name].add_arguments(subparsers.add_parser(name, help=modules[name].SUMMARY))
+        options = getattr(modules[name], "PARSER", {})
+        modules[name].add_arguments(subparsers.add_parser(name, help=modules[name].SUMMARY, **options))
     args = parser.parse_args(argv)
     if args.command is None:
         parser.print_help()

@@ -1,0 +1,93 @@
+"""Who builds an Accelerator, where that says something about FP8 which no argument says.
+
+**A transformers `Trainer`.** `TrainingArguments` has no field for FP8. Its `mixed_precision` is that of the environment
+until `bf16=True`, which TRL sets by default, or `fp16=True` takes its place: an FP8 launch would train in bf16, and
+nobody would say so. These flags tell of the precision around FP8, and so they are read here. An Accelerator that a
+script builds itself is another matter: its `mixed_precision` is an argument that somebody wrote there.
+
+**A function under `notebook_launcher`.** It takes `mixed_precision`, and leaves it in a variable that nothing reads
+(`MIXED_PRECISION`), or nowhere: `Accelerator()` inside would train in FP32.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from types import FrameType
+from typing import Any
+
+from ..errors import RecipeError
+from ..recipes import Recipe
+
+
+def precision_of_trainer(arguments: Mapping[str, Any]) -> str | None:
+    """The mixed precision that a Trainer hands on from its TrainingArguments to the Accelerator that is being built;
+    None where the value comes from elsewhere.
+
+    A Trainer is known by being the first argument of a function that is running: subclasses build Accelerators in
+    methods of their own (TRL, sentence-transformers), and Axolotl in a function that it compiles from the text of
+    Trainer's, so neither module nor function name can be relied on. Its own argument is known by its value.
+    """
+    trainer = _running_trainer(sys._getframe(1))
+    given = arguments.get("mixed_precision")
+    if given is None or str(given) != getattr(getattr(trainer, "args", None), "mixed_precision", None):
+        return None
+    return str(given)
+
+
+def _running_trainer(frame: FrameType | None) -> Any:
+    """The Trainer that is nearest in the stack; None without one, or where transformers' was never imported."""
+    trainer_class = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
+    while frame is not None and trainer_class is not None:
+        code = frame.f_code
+        first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        if isinstance(first, trainer_class):
+            return first
+        frame = frame.f_back
+    return None
+
+
+def precision_of_notebook() -> str | None:
+    """`mixed_precision` as `notebook_launcher` was given it; None outside of one.
+
+    Its processes are forks and have its call in their stack. Those that are spawned, on other devices than CPU and
+    CUDA, have not.
+    """
+    launcher = getattr(sys.modules.get("accelerate.launchers"), "notebook_launcher", None)
+    code, frame = getattr(launcher, "__code__", None), sys._getframe(1)
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return None if frame is None else str(frame.f_locals.get("mixed_precision")).lower()
+
+
+def around_fp8(recipe: Recipe, precision: str, arguments: Mapping[str, Any]) -> Recipe:
+    """The recipe with what `bf16=True` or `fp16=True` in TrainingArguments say of the precision around FP8.
+
+    Raises:
+        RecipeError: the recipe's `autocast_dtype` says otherwise, or an engine is in use that has bf16 around FP8.
+    """
+    if precision not in ("bf16", "fp16"):
+        return recipe
+    if "autocast_dtype" in recipe.given and recipe.autocast_dtype != precision:
+        raise RecipeError(
+            f"autocast_dtype={recipe.autocast_dtype!r} and {precision}=True in TrainingArguments disagree about what "
+            f"runs around FP8: leave autocast_dtype out, or set {precision}=False (TRL's configurations set bf16=True "
+            f"unless they are told otherwise)"
+        )
+    if precision == recipe.autocast_dtype:
+        return recipe
+    if engine := _engine(arguments):
+        raise RecipeError(f"fp16=True in TrainingArguments: under {engine} bf16 runs around FP8; set bf16=True instead")
+    return type(recipe)(**{**recipe.to_kwargs(), "autocast_dtype": precision})
+
+
+def _engine(arguments: Mapping[str, Any]) -> str | None:
+    """Who shards the model and sets the precision by a configuration of its own."""
+    for name, plugin, variable in (
+        ("DeepSpeed", "deepspeed_plugin", "ACCELERATE_USE_DEEPSPEED"),
+        ("FSDP", "fsdp_plugin", "ACCELERATE_USE_FSDP"),
+    ):
+        if arguments.get(plugin) is not None or os.environ.get(variable, "false").lower() == "true":
+            return name
+    return None

@@ -1,0 +1,302 @@
+"""`fp8-backends launch`: Accelerate's launcher, with every backend string and field, for scripts as they are.
+
+Accelerate's own parser and launcher functions run in this process. Three things differ: what flags, configuration file
+and environment say about FP8 is merged into one recipe and checked here, the workers find it in `FP8_BACKENDS_RECIPE`,
+and what they run is `worker.py`, which connects this package and then runs the script. Accelerate's gate, which asks
+for three libraries, is open while it launches; what can run here is for each worker's `prepare` to say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import logging
+import os
+import subprocess
+import sys
+import urllib.parse
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import accelerate
+import accelerate.utils.launch
+import torch
+
+from ..configuration.fp8_config import config_source
+from ..errors import FP8BackendError, RecipeError
+from ..recipe_fields import flag
+from ..recipe_merging import Source, merged
+from ..recipe_sources import LAUNCHED, PREFIX, environment_fields, environment_name, is_launched
+from ..recipes import FP8RecipeKwargs
+from .launch_flags import parse, recipe_flags
+from .plugin import is_disabled
+
+logger = logging.getLogger("fp8_backends")
+
+WORKER = f"{__package__}.worker"
+_GATHER = "enable_fsdp_float8_all_gather"
+
+_NEEDED_PARAMETERS = {
+    "launch_command": ("args",),
+    "simple_launcher": ("args",),
+    "multi_gpu_launcher": ("args",),
+    "load_config_from_file": ("config_file",),
+    "setup_fp8_env": ("args", "current_env"),
+    "is_fp8_available": (),
+}
+"""Functions of `accelerate.commands.launch` and `accelerate.utils.launch` that are called or replaced here."""
+
+
+class _Configuration(NamedTuple):
+    """A configuration file of Accelerate; empty where there is none."""
+
+    path: str = ""
+    values: Any = argparse.Namespace()
+    """`ClusterConfig` or `SageMakerConfig`."""
+
+    def get(self, name: str) -> Any:
+        return getattr(self.values, name, None)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Launch as `accelerate launch` would with these arguments, in FP8. Returns the script's exit code.
+
+    Raises `FP8BackendError`, before any process starts, for what cannot be done as asked.
+    """
+    if is_disabled():
+        raise FP8BackendError("FP8_BACKENDS_DISABLE is set, which contradicts this command: unset it")
+    from accelerate.commands import launch as commands
+
+    _check_accelerate(commands)
+    args = parse(arguments)
+    config = _configuration(args, commands)
+    _check_precision(args, config)
+    _check_launcher(args, config)
+    fields = recipe_fields(args, config)
+    FP8RecipeKwargs(**fields)  # checks what fields do to one another
+    return _launch(args, config, fields, commands)
+
+
+# What is asked for
+
+
+def recipe_fields(args: argparse.Namespace, config: _Configuration) -> dict[str, Any]:
+    """The fields of `FP8RecipeKwargs` that flags, configuration file and environment say together, in this order."""
+    in_file = config_source(config.get("fp8_config"), config.path)
+    if _GATHER in in_file.idle and not _uses_fsdp(args, config):  # what `accelerate config` recommends, for FSDP2
+        in_file = in_file._replace(fields={name: v for name, v in in_file.fields.items() if name != _GATHER})
+    return merged([recipe_flags(args), in_file, _environment()])
+
+
+def _environment() -> Source:
+    name = environment_name()
+    try:
+        fields = environment_fields()
+    except RecipeError as error:
+        raise RecipeError(f"{name} in the environment: {error}") from None
+    said = {field: f"{name} in the environment, {field}={value!r}" for field, value in fields.items()}
+    return Source(fields, said, selects_levels=is_launched())
+
+
+def _configuration(args: argparse.Namespace, commands: ModuleType) -> _Configuration:
+    """The file that Accelerate will read: the one that is named, else the user's default one if not for the CPU."""
+    default = commands.default_config_file
+    path = args.config_file or (default if os.path.isfile(default) and not args.cpu else None)
+    if path is None:
+        return _Configuration()
+    try:
+        return _Configuration(path, commands.load_config_from_file(path))
+    except Exception as error:  # whatever the file makes of Accelerate's reader
+        raise FP8BackendError(f"{path} is no configuration file of Accelerate: {_one_line(error)}") from error
+
+
+def _check_precision(args: argparse.Namespace, config: _Configuration) -> None:
+    """This command trains in FP8, whatever a configuration file says, which was written for other commands too."""
+    if args.mixed_precision not in (None, "fp8"):
+        raise FP8BackendError(
+            f"--mixed_precision {args.mixed_precision}: this command trains in FP8; leave the flag out (around FP8 "
+            "training runs in --fp8_autocast_dtype, bf16 by default), or use accelerate launch"
+        )
+    in_file = config.get("mixed_precision")
+    if args.mixed_precision is None and in_file not in (None, "fp8"):
+        logger.warning("mixed_precision: %s in %s has no effect: this command trains in FP8", in_file, config.path)
+    args.mixed_precision = "fp8"
+
+
+_REFUSED = {
+    "no_python": "--no_python: what is no Python script cannot be connected to this package; leave the flag out",
+    "tpu": "--tpu (distributed_type XLA): no backend has FP8 products on a TPU; use accelerate launch, in bf16",
+    "use_megatron_lm": "--use_megatron_lm: Megatron-LM brings its own FP8; use accelerate launch with bf16 and "
+    "Megatron's own FP8 options",
+}
+_REFUSED_TYPES = {"XLA": "tpu", "MEGATRON_LM": "use_megatron_lm"}
+
+
+def _check_launcher(args: argparse.Namespace, config: _Configuration) -> None:
+    """Raise `FP8BackendError` for a launcher that cannot train in FP8 here, and for a script that is not there."""
+    if "sagemaker" in str(config.get("compute_environment")).lower():
+        raise FP8BackendError(
+            f"{config.path} is for Amazon SageMaker, which starts the script by itself: put "
+            "`import fp8_backends` into the script, and use accelerate launch"
+        )
+    for name, refusal in _REFUSED.items():
+        if getattr(args, name, False) or _REFUSED_TYPES.get(_distributed_type(args, config)) == name:
+            raise FP8BackendError(refusal)
+    by_fsdp = _uses_fsdp(args, config)
+    if (by_fsdp or (_uses_gpus(args, config) and not _uses_cpu(config))) and not args.cpu and not _has_device():
+        raise FP8BackendError(
+            f"{'--use_fsdp' if by_fsdp else '--multi_gpu'}: this machine has no GPU, and without one Accelerate would "
+            "train alone on every rank. For several ranks on the CPU: --cpu --num_processes N"
+        )
+    if not args.module and not os.path.exists(args.training_script):
+        raise FP8BackendError(f"there is no script {args.training_script!r}")
+
+
+def _distributed_type(args: argparse.Namespace, config: _Configuration) -> str:
+    """The configuration file's, in so far as no flag names another."""
+    flags = (args.cpu, args.multi_gpu, args.tpu, args.use_deepspeed, args.use_fsdp, args.use_megatron_lm)
+    kind = config.get("distributed_type")
+    return "" if any(flags) or kind is None else str(kind.value)
+
+
+def _uses_fsdp(args: argparse.Namespace, config: _Configuration) -> bool:
+    return args.use_fsdp or _distributed_type(args, config) == "FSDP"
+
+
+def _uses_gpus(args: argparse.Namespace, config: _Configuration) -> bool:
+    kind = _distributed_type(args, config)
+    return args.multi_gpu or (kind.startswith("MULTI_") and kind != "MULTI_CPU")
+
+
+def _uses_cpu(config: _Configuration) -> bool:
+    return bool(config.get("use_cpu")) or flag(os.environ.get("ACCELERATE_USE_CPU", "false"))
+
+
+def _has_device() -> bool:
+    return torch.accelerator.is_available()
+
+
+def _wants_cpu_ranks(args: argparse.Namespace, config: _Configuration) -> bool:
+    """Whether several processes on the CPU are asked for, and nobody starts them. Accelerate leaves that to mpirun, and
+    without it trains in one process."""
+    asked = args.num_processes if "num_processes" in args.nondefault else config.get("num_processes")
+    elsewhere = args.use_deepspeed or _distributed_type(args, config) == "DEEPSPEED" or _uses_fsdp(args, config)
+    on_cpu = not elsewhere and not _uses_gpus(args, config) and (bool(config.get("use_cpu")) or not _has_device())
+    started = any(int(os.environ.get(name, 1)) > 1 for name in _STARTED_RANKS)
+    by_mpirun = args.mpirun_hostfile or (config.get("mpirun_config") or {}).get("mpirun_hostfile")
+    return (args.cpu or on_cpu) and (asked or 1) > 1 and not by_mpirun and not started
+
+
+_STARTED_RANKS = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "WORLD_SIZE")
+"""What Accelerate counts ranks by that something else has started."""
+
+
+# Launching
+
+
+def _launch(args: argparse.Namespace, config: _Configuration, fields: dict[str, Any], commands: ModuleType) -> int:
+    """Run Accelerate's launcher; the exit code of the first process that failed, or 0."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    on_cpu_ranks = _wants_cpu_ranks(args, config)
+    script, quiet, args.quiet = args.training_script, args.quiet, False  # quietly, Accelerate hides the exit code
+    _start_worker_instead(args)
+    replaced = {
+        accelerate.utils.launch: {"is_fp8_available": lambda: True, "setup_fp8_env": _with_recipe(fields)},
+        commands: {"simple_launcher": commands.multi_gpu_launcher} if on_cpu_ranks else {},
+    }
+    failed = f"fp8-backends launch: {script} ended with exit code"
+    try:
+        with _replaced(replaced), _worker_environment(on_cpu_ranks):
+            commands.launch_command(args)
+    except subprocess.CalledProcessError as error:
+        code, said = _exit_code(error.returncode), ""
+    except ChildFailedError as error:
+        code, said = _exit_code(error.get_first_failure()[1].exitcode), f"\n{error}"
+    except (ValueError, TypeError, AssertionError, ImportError, OSError) as error:
+        if args.debug:
+            raise
+        raise FP8BackendError(_one_line(error)) from error
+    else:
+        return 0
+    if not quiet:
+        print(f"{failed} {code}{said}", file=sys.stderr)
+    return code
+
+
+def _start_worker_instead(args: argparse.Namespace) -> None:
+    """The worker runs the script."""
+    script = ["-m", args.training_script] if args.module else [args.training_script]
+    args.training_script_args = [*script, *args.training_script_args]
+    args.training_script, args.module = WORKER, True
+
+
+def _with_recipe(fields: Mapping[str, Any]) -> Callable:
+    """In place of Accelerate's function that exports its FP8 flags."""
+
+    def setup_fp8_env(args: argparse.Namespace, current_env: dict[str, str]) -> dict[str, str]:
+        for name in _fp8_variables(current_env):
+            del current_env[name]
+        text = json.dumps(fields, separators=(",", ":"))
+        # DeepSpeed writes it into a file and hands it to a remote shell, unquoted
+        current_env[LAUNCHED] = urllib.parse.quote(text, safe="") if _by_remote_shell(args) else text
+        return current_env
+
+    return setup_fp8_env
+
+
+def _by_remote_shell(args: argparse.Namespace) -> bool:
+    return args.use_deepspeed and (args.num_machines or 1) > 1 and args.deepspeed_multinode_launcher != "standard"
+
+
+@contextmanager
+def _worker_environment(on_cpu_ranks: bool) -> Iterator[None]:
+    """For the length of a launch: nothing beside the recipe's variable speaks about FP8."""
+    saved = dict(os.environ)
+    for name in _fp8_variables(os.environ):
+        del os.environ[name]
+    if on_cpu_ranks:
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(saved)
+
+
+def _fp8_variables(environ: Mapping[str, str]) -> list[str]:
+    return [name for name in environ if name.upper().startswith(PREFIX)]
+
+
+@contextmanager
+def _replaced(functions: Mapping[ModuleType, Mapping[str, Callable]]) -> Iterator[None]:
+    """Other functions in these modules, for the length of a launch."""
+    with ExitStack() as undo:
+        for module, replacements in functions.items():
+            for name, function in replacements.items():
+                undo.callback(setattr, module, name, getattr(module, name))
+                setattr(module, name, function)
+        yield
+
+
+def _exit_code(code: int) -> int:
+    """As a shell has it: 128 + the signal that ended a process."""
+    return code if code >= 0 else 128 - code
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _check_accelerate(commands: ModuleType) -> None:
+    """Raise `FP8BackendError` where the installed Accelerate lacks what is used here."""
+    for name, needed in _NEEDED_PARAMETERS.items():
+        function = getattr(commands, name, None) or getattr(accelerate.utils.launch, name, None)
+        if function is None or set(needed) - set(inspect.signature(function).parameters):
+            raise FP8BackendError(
+                f"this version of Accelerate ({accelerate.__version__}) has no {name}({', '.join(needed)}) in its "
+                "launcher: install the version pinned in tests/constraints.txt"
+            )

@@ -1,0 +1,10 @@
+"""What the cells of a notebook do: notebook.py OUTPUT."""
+
+from __future__ import annotations
+
+from accelerate import notebook_launcher
+from trained import main
+
+import fp8_backends  # noqa: F401
+
+notebook_launcher(main, num_processes=1)

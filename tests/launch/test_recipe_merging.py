@@ -1,0 +1,245 @@
+"""What code, flags, a YAML file and the environment say together, as recipe fields."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import accelerate.utils
+import pytest
+
+import fp8_backends
+from fp8_backends.accelerate_plugin.plugin import asked_recipe
+from fp8_backends.configuration.fp8_config import accelerate_fields, config_source
+from fp8_backends.errors import RecipeError
+from fp8_backends.recipe_merging import Source, code_over_launch, merged
+from fp8_backends.recipe_sources import VARIABLES
+from fp8_backends.recipes import FP8RecipeKwargs
+
+FILE = "default_config.yaml"
+TE_QUESTIONS = {
+    "backend": "TE",
+    "use_autocast_during_eval": False,
+    "margin": 0,
+    "interval": 1,
+    "fp8_format": "HYBRID",
+    "amax_history_length": 1024,
+    "amax_compute_algorithm": "max",
+    "override_linear_precision": [False, False, False],
+}
+"""What `accelerate config` writes for TransformerEngine when the user just presses Enter."""
+AO_QUESTIONS = {"backend": "AO", "enable_fsdp_float8_all_gather": True, "pad_inner_dim": True}
+MSAMP_QUESTIONS = {"backend": "MSAMP", "optimization_level": "O2"}
+
+
+def flags(**fields) -> Source:
+    return Source(fields, {name: f"--fp8_{name}" for name in fields})
+
+
+def recipe(*sources: Source) -> FP8RecipeKwargs:
+    return FP8RecipeKwargs(**merged(sources))
+
+
+# The fp8_config block
+
+
+@pytest.mark.parametrize(
+    ("block", "name", "fields"),
+    [
+        (TE_QUESTIONS, "te:delayed", {"amax_history_len": 1024, "amax_compute_algo": "max"}),
+        (AO_QUESTIONS, "ao:tensorwise", {"enable_fsdp_float8_all_gather": True, "pad_inner_dim": True}),
+        (MSAMP_QUESTIONS, "native:window+msamp:O2", {}),
+        (MSAMP_QUESTIONS | {"optimization_level": "O1"}, "native:window+msamp:O1", {}),
+        ({"backend": "TE", "override_linear_precision": "(false, false, true)"}, "te:delayed", {}),
+        ({"fp8_backend": "native:delayed", "fp8_margin": 2}, "native:delayed", {"margin": 2}),
+        ({"backend": "te", "format": "e4m3"}, "te:delayed", {"fp8_format": "E4M3"}),
+        ({"backend": "te", "use_mxfp8_block_scaling": True, "margin": 0}, "te:mxfp8", {}),
+        ({"backend": "te+msamp:O3", "shard_states": False, "rounding": "nearest"}, "te:delayed+msamp:O3", {}),
+        ({"scaling": "rowwise", "include": ["a", "b.*"]}, "auto", {"include": ("a", "b.*")}),
+        ({"backend": "msamp", "opt_level": "o3"}, "native:window+msamp:O3", {}),
+        ({"backend": "NO", "margin": None}, "auto", {}),
+        ({}, "auto", {}),
+    ],
+)  # fmt: skip
+def test_keys_of_accelerate_of_its_questions_and_ours_are_read(block, name, fields):
+    found = FP8RecipeKwargs(**accelerate_fields(block, FILE))
+    assert found.name == name
+    assert fields.items() <= {**found.to_dict()}.items()
+    assert accelerate_fields(None, FILE) == {}
+
+
+def test_the_documented_string_of_overrides_is_read():
+    block = {"backend": "TE", "override_linear_precision": "(false, false, true)"}
+    assert accelerate_fields(block, FILE)["override_linear_precision"] == (False, False, True)
+
+
+@pytest.mark.parametrize("backend", ["native:dynamic", "native:mxfp8", "ao", "msamp:O3", "te:blockwise", "auto"])
+@pytest.mark.parametrize("block", [TE_QUESTIONS, AO_QUESTIONS, MSAMP_QUESTIONS])
+def test_defaults_that_another_backend_does_not_read_count_as_not_given(block, backend):
+    found = accelerate_fields({**block, "backend": backend}, FILE)
+    assert FP8RecipeKwargs(**found).name == FP8RecipeKwargs(backend=backend).name
+    dropped = {"margin", "interval", "amax_history_len", "amax_compute_algo"}
+    assert not dropped & found.keys()
+
+
+@pytest.mark.parametrize(
+    ("block", "said"),
+    [
+        ({"backend": "native:dynamic", "margin": 2}, r"fp8_config\.margin=2: margin is not read by native:dynamic"),
+        ({"backend": "ao", "amax_history_length": 16}, "amax_history_length=16: amax_history_len is not read"),
+        ({"bakend": "AO"}, r"fp8_config\.bakend is not known \(did you mean 'backend'\?\)"),
+        ({"amax_history": 3}, "did you mean 'amax_history_len'"),
+        ({"fp8_parms": True}, "did you mean 'fp8_params'"),
+        ({"optimisation_level": "O1"}, "did you mean 'optimization_level'"),
+        ({"module_filter_func": "f"}, r"takes a Python object.*FP8RecipeKwargs\(module_filter_func="),
+        ({"config": {}}, "takes a Python object"),
+        ({"fp8_group": 1}, "takes a Python object"),
+        ({"backend": "natve"}, r"fp8_config\.backend='natve': unknown backend .*did you mean 'native'"),
+        ({"backend": "te", "opt_level": "O1"}, "O1 selects no level by itself"),
+        ({"backend": "ao+msamp"}, "ao goes with O0 only"),
+        ({"scaling": "rowise"}, r"fp8_config\.scaling='rowise': .*did you mean 'rowwise'"),
+        ({"backend": "te:delayed", "scaling": "dynamic"}, "says delayed and scaling says dynamic"),
+        ({"backend": "te", "use_mxfp8_block_scaling": True, "scaling": "delayed"}, "disagrees with"),
+        ({"margin": "many"}, "must be a whole number"),
+        ({"fp8_margin": 1, "margin": 2}, r"margin=2 disagrees with .*fp8_margin=1"),
+        ({"backend": 3}, "a word is wanted"),
+        ({"fp8_format": "E5M2", "backend": "te"}, "no GPU"),
+        (["te"], "must be a block of keys"),
+    ],
+)  # fmt: skip
+def test_what_a_file_cannot_say_is_an_error_that_names_key_and_file(block, said):
+    with pytest.raises(RecipeError, match=said) as caught:
+        accelerate_fields(block, FILE)
+    assert str(caught.value).startswith(FILE)
+
+
+def test_every_field_that_a_text_can_give_has_a_key():
+    objects = {"module_filter_func", "config", "fp8_group"}
+    fields = {each.name for each in dataclasses.fields(FP8RecipeKwargs)}
+    assert {variable.field for variable in VARIABLES.values()} == fields - objects
+
+
+# Places over one another
+
+
+def test_the_stronger_place_wins_field_by_field():
+    in_file = config_source({"backend": "native:delayed", "margin": 1, "interval": 2}, FILE)
+    environment = Source({"margin": 9, "interval": 9, "amax_history_len": 9}, {})
+    found = recipe(flags(margin=3), in_file, environment)
+    assert (found.name, found.margin, found.interval, found.amax_history_len) == ("native:delayed", 3, 2, 9)
+
+
+def test_a_value_given_at_its_default_still_wins():
+    in_file = config_source({"backend": "native:delayed", "margin": 2, "opt_level": "O2"}, FILE)
+    assert recipe(flags(margin=0), in_file).margin == 0
+
+
+@pytest.mark.parametrize(
+    ("strong", "weak", "name"),
+    [
+        ({"scaling": "rowwise"}, {"backend": "native:delayed"}, "native:rowwise"),
+        ({"scaling": "dynamic"}, {"backend": "msamp:O1"}, "native:dynamic+msamp:O1"),
+        ({"opt_level": "O3"}, {"backend": "msamp:O1"}, "native:window+msamp:O3"),
+        ({"opt_level": "O3"}, {"backend": "te"}, "te:delayed+msamp:O3"),
+        ({"opt_level": "O1"}, {"backend": "msamp", "optimization_level": "O2"}, "native:window+msamp:O1"),
+        ({"backend": "te"}, {"backend": "native:rowwise"}, "te:delayed"),
+        ({"backend": "msamp:O3"}, {"optimization_level": "O1"}, "native:window+msamp:O3"),
+        ({"backend": "msamp"}, {"backend": "MSAMP", "optimization_level": "O1"}, "native:window+msamp:O1"),
+        ({"backend": "native:delayed"}, {"scaling": "rowwise"}, "native:delayed"),
+        ({"backend": "native"}, {"scaling": "rowwise"}, "native:rowwise"),
+        ({"backend": "te:mxfp8"}, {"use_mxfp8_block_scaling": False}, "te:mxfp8"),
+        ({"backend": "te"}, {"use_mxfp8_block_scaling": True}, "te:mxfp8"),
+        ({"use_mxfp8_block_scaling": True}, {"backend": "te:delayed"}, "te:mxfp8"),
+    ],
+)
+def test_parts_of_a_backends_name_are_fields_too(strong, weak, name):
+    assert recipe(flags(**strong), config_source(weak, FILE)).name == name
+
+
+def test_what_only_the_weaker_place_says_must_suit_the_backend_that_was_chosen():
+    in_file = config_source(TE_QUESTIONS | {"amax_history_length": 16}, FILE)
+    with pytest.raises(RecipeError, match=rf"{FILE}: fp8_config\.amax_history_length=16: .*native:rowwise"):
+        recipe(flags(backend="native:rowwise"), in_file)
+    with pytest.raises(RecipeError, match=rf"{FILE}: fp8_config\.scaling='rowwise': .*te has no scaling"):
+        recipe(flags(backend="te"), config_source({"backend": "native", "scaling": "rowwise"}, FILE))
+
+
+def test_auto_takes_what_one_of_its_backends_reads():
+    assert merged([flags(scaling="rowwise", include=("a",))]) == {"scaling": "rowwise", "include": ("a",)}
+    with pytest.raises(RecipeError, match="--fp8_pad_inner_dim: pad_inner_dim is not read by"):
+        merged([flags(pad_inner_dim=True)])
+
+
+# Code over launch
+
+LAUNCHED = {"backend": "native:delayed", "margin": 1, "interval": 2}
+
+
+def test_code_wins_field_by_field_with_one_line_that_names_both():
+    handler = fp8_backends.FP8RecipeKwargs(margin=3, amax_history_len=8)
+    both = code_over_launch(handler, LAUNCHED)
+    found = both.recipe
+    assert (found.name, found.margin, found.interval, found.amax_history_len) == ("native:delayed", 3, 2, 8)
+    assert "FP8RecipeKwargs in the script says margin=3" in both.warning and "margin=1" in both.warning
+    assert "interval" not in both.warning and "\n" not in both.warning
+
+
+@pytest.mark.parametrize("margin", [1, None])
+def test_code_that_agrees_is_no_reason_to_warn(margin):
+    handler = fp8_backends.FP8RecipeKwargs(margin=margin, include="a")
+    both = code_over_launch(handler, LAUNCHED)
+    assert both.warning is None and both.recipe == FP8RecipeKwargs(**LAUNCHED, include="a")
+
+
+@pytest.mark.parametrize(
+    "handler",
+    [
+        fp8_backends.AORecipeKwargs(),
+        fp8_backends.NativeRecipeKwargs(scaling="rowwise"),
+        fp8_backends.MSAMPRecipeKwargs(),
+        fp8_backends.FP8RecipeKwargs(backend="native"),
+        fp8_backends.TERecipeKwargs(margin=4),
+    ],
+)
+def test_code_that_names_another_backend_counts_alone(handler):
+    both = code_over_launch(handler, LAUNCHED)
+    assert both.recipe == handler
+    assert handler.name in both.warning and "backend='native:delayed', margin=1" in both.warning
+
+
+@pytest.mark.parametrize(
+    ("handler", "launched", "name", "warns"),
+    [
+        (fp8_backends.TERecipeKwargs(margin=2), {"backend": "te+msamp:O3"}, "te:delayed+msamp:O3", False),
+        (fp8_backends.MSAMPRecipeKwargs(rounding="nearest"), {"backend": "msamp:O3"}, "native:window+msamp:O3", False),
+        (fp8_backends.MSAMPRecipeKwargs(opt_level="O1"), {"backend": "msamp:O3"}, "native:window+msamp:O1", True),
+        (fp8_backends.TERecipeKwargs(margin=2), {}, "te:delayed", False),
+        (fp8_backends.FP8RecipeKwargs(opt_level="O1"), {"backend": "native"}, "native:window+msamp:O1", False),
+        (accelerate.utils.MSAMPRecipeKwargs(), {"backend": "msamp:O3"}, "native:window+msamp:O3", False),
+        (accelerate.utils.MSAMPRecipeKwargs(opt_level="O1"), {"backend": "msamp:O3"}, "native:window+msamp:O1", True),
+        (accelerate.utils.AORecipeKwargs(), {"backend": "ao:rowwise", "pad_inner_dim": False}, "ao:rowwise", False),
+        (accelerate.utils.AORecipeKwargs(), {"backend": "native"}, "ao:tensorwise", True),
+    ],
+)
+def test_a_handler_completes_the_launch_where_it_names_no_other_backend(handler, launched, name, warns):
+    both = code_over_launch(handler, launched)
+    assert both.recipe.name == name and (both.warning is not None) == warns
+
+
+def test_a_launch_field_that_the_scripts_backend_does_not_read_is_named():
+    with pytest.raises(RecipeError, match="margin of fp8-backends launch: margin is not read by native:dynamic"):
+        code_over_launch(fp8_backends.FP8RecipeKwargs(backend="native:dynamic"), {"margin": 2})
+
+
+def test_variables_that_a_script_sets_under_a_launch_are_named(monkeypatch, caplog):
+    monkeypatch.setenv("FP8_BACKENDS_RECIPE", '{"backend": "native:delayed"}')
+    monkeypatch.setenv("ACCELERATE_FP8_MARGIN", "7")
+    recipe = asked_recipe({"mixed_precision": "fp8"})
+    assert (recipe.name, recipe.margin) == ("native:delayed", 0)
+    assert "ACCELERATE_FP8_MARGIN, set by the script, has no effect" in caplog.text
+
+
+def test_a_handler_over_a_launch_that_cannot_be_read_is_named(monkeypatch):
+    monkeypatch.setenv("FP8_BACKENDS_RECIPE", "te")
+    arguments = {"mixed_precision": "fp8", "kwargs_handlers": [fp8_backends.NativeRecipeKwargs()]}
+    with pytest.raises(RecipeError, match="NativeRecipeKwargs in the script, with FP8_BACKENDS_RECIPE"):
+        asked_recipe(arguments)

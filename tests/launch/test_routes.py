@@ -1,0 +1,108 @@
+"""Every way of launching a script, with every backend string: what arrives in the workers, and that it trains."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import warm_process
+
+import fp8_backends
+from fp8_backends.registry import get_compute
+
+HERE = Path(__file__).parent
+REPOSITORY = HERE.parent.parent
+SCRIPT = str(HERE / "trained.py")
+
+SINGLE = (
+    "fp8-backends launch --cpu",
+    "fp8-backends launch -m",
+    "fp8-backends launch --config_file",
+    "accelerate launch",
+    "python",
+    "notebook_launcher",
+)
+RANKS = {
+    "fp8-backends launch --cpu --num_processes 2": ("DDP", 2),
+    "fp8-backends launch --use_fsdp": ("FSDP2", 2),
+    "fp8-backends launch --use_deepspeed": ("DeepSpeed", 2),
+    "accelerate launch --multi_gpu": ("DDP", 2),
+    "torchrun -m worker": ("DDP", 1),
+}
+"""Routes to process groups: what holds the model there, and how many ranks there are."""
+ALONE = ("alone", 1)
+KINDS = {
+    "alone": ["Sequential"],
+    "DDP": ["DistributedDataParallel", "ConnectedDDP"],
+    "FSDP2": ["FSDPSequential"],
+    "DeepSpeed": ["DeepSpeedEngine"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("routes", [SINGLE, tuple(RANKS)], ids=["one process", "process groups"])
+def test_every_backend_trains_on_every_launch_route(routes, subtests, tmp_path):
+    paths = f"{REPOSITORY}{os.pathsep}{HERE}"
+    environment = {
+        **os.environ,
+        "PYTHONPATH": paths,
+        "DS_ACCELERATOR": "cpu",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONWARNINGS": "ignore",
+    }
+    done = warm_process.run(str(HERE / "routes.py"), str(tmp_path), *routes, env=environment)
+    assert done.returncode == 0, done.stderr
+    outcomes = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"route"')]
+    assert {outcome["route"] for outcome in outcomes} == set(routes)
+    assert len(outcomes) == len({(outcome["route"], outcome["backend"]) for outcome in outcomes}) >= 16 * len(routes)
+    for outcome in outcomes:
+        with subtests.test(f"{outcome['route']} {outcome['backend']}"):
+            check(**outcome)
+
+
+def check(route: str, backend: str, ranks: list[dict], asked: int, printed: str) -> None:
+    """`ranks`: what each rank wrote; `asked`: how many the launcher was asked for."""
+    recipe = fp8_backends.resolve(backend)
+    assert len(ranks) == asked == RANKS.get(route, ALONE)[1], printed
+    for rank in ranks:
+        if refusal := refused(route, backend):
+            assert refusal in rank["error"], rank["error"]
+            continue
+        assert "error" not in rank, rank["error"]
+        assert rank["recipe"] == json.loads(json.dumps(recipe.to_dict()))
+        assert len(rank["products"]) == 2
+        in_fp8 = {"fprop", "dgrad", "wgrad"} - set(get_compute(recipe.compute).high_precision_products(recipe))
+        for layer, counts in list(rank["products"].items())[1:]:  # the first one's input needs no gradient
+            assert all(counts[kind] > 0 for kind in in_fp8), (layer, counts)
+        assert all(counts["fprop"] > 0 for counts in rank["products"].values())
+        assert rank["losses"][0] > rank["losses"][1] > rank["losses"][2]
+        check_surroundings(route, rank)
+    assert sorted(rank["rank"] for rank in ranks) == list(range(asked))
+
+
+def refused(route: str, backend: str) -> str | None:
+    """What the worker says where it must not train."""
+    recipe = fp8_backends.resolve(backend)
+    if "deepspeed" in route and recipe.level != "O0":
+        return f"{recipe.name}: level {recipe.level} does not go with DeepSpeed"
+    if recipe.compute == "te":
+        return f"{recipe.name} cannot run here: TransformerEngine is not installed"
+    return None
+
+
+def check_surroundings(route: str, rank: dict) -> None:
+    """The script finds itself as Python would have started it."""
+    assert rank["main"] == ["trained" if route == "notebook_launcher" else "__main__", main_file(route)]
+    assert rank["folder"] == str(HERE)
+    kind, count = RANKS.get(route, ALONE)
+    assert rank["ranks"] == count and rank["kind"] in KINDS[kind]
+    if route.startswith("fp8-backends launch"):
+        assert rank["left"] == []
+    if route == "fp8-backends launch --cpu":
+        assert rank["argv"][0] == SCRIPT and rank["argv"][2:] == ["--fp8_backend", "its own"]
+
+
+def main_file(route: str) -> str:
+    return str(HERE / "notebook.py") if route == "notebook_launcher" else SCRIPT

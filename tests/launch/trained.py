@@ -1,0 +1,129 @@
+"""A training script as people have them: nothing in it is about FP8, until it says at the end what happened.
+
+    trained.py OUTPUT [--import] [--mixed_precision P] [--handler JSON] [--other_handlers] [--clip] [--blocks]
+
+Writes OUTPUT.RANK with the recipe, products, losses and surroundings of this rank. `--import` imports fp8_backends
+first, as a script must that runs under stock Accelerate's launcher.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import sys
+
+parser = argparse.ArgumentParser()
+parser.add_argument("output")
+parser.add_argument("--import", action="store_true", dest="imports")
+parser.add_argument("--mixed_precision")
+parser.add_argument("--handler", type=json.loads)
+parser.add_argument("--other_handlers", action="store_true", help="handlers that are not about FP8")
+parser.add_argument("--clip", action="store_true", help="clip gradients and report their norm")
+parser.add_argument("--blocks", action="store_true", help="a model of repeated blocks")
+parser.add_argument("--fp8_backend", help="the script's own argument, of the same name as the launcher's")
+options = parser.parse_args()
+
+if options.imports:
+    import fp8_backends  # noqa: F401
+
+import torch  # noqa: E402
+from accelerate import Accelerator  # noqa: E402
+from accelerate.utils import DeepSpeedPlugin, GradScalerKwargs, InitProcessGroupKwargs  # noqa: E402
+from torch import nn  # noqa: E402
+
+STEPS = 3
+
+
+def accelerator_arguments() -> dict:
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":  # on a CPU the script must say that ranks speak gloo
+        from deepspeed.ops import __compatible_ops__
+
+        __compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled at its first use
+        config = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 16, "bf16": {"enabled": False}}
+        handlers = [InitProcessGroupKwargs(backend="gloo")]
+        return {"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=config), "kwargs_handlers": handlers}
+    return {}
+
+
+class Blocks(nn.Module):
+    """Two blocks of one class, between layers that make the sizes fit."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 16)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(2))
+
+    def forward(self, x):
+        x = self.up(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.down(x)
+
+
+def train() -> dict:
+    arguments = accelerator_arguments()
+    if options.mixed_precision:
+        arguments["mixed_precision"] = options.mixed_precision
+    if options.handler:
+        import fp8_backends
+
+        fields = dict(options.handler)
+        arguments["kwargs_handlers"] = [getattr(fp8_backends, fields.pop("class"))(**fields)]
+    if options.other_handlers:
+        timeout = datetime.timedelta(seconds=30)
+        arguments["kwargs_handlers"] = [InitProcessGroupKwargs(timeout=timeout), GradScalerKwargs(init_scale=1024.0)]
+    accelerator = Accelerator(**arguments)
+    torch.manual_seed(0)
+    model = Blocks() if options.blocks else nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 16))
+    x = torch.randn(16, 32)
+    y = torch.tanh(x[:, :16])
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 1e-2))
+    losses, norms = [], []
+    for _ in range(STEPS):
+        loss = nn.functional.mse_loss(model(x), y)
+        accelerator.backward(loss)
+        if options.clip:
+            norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 1.0)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return {"losses": losses, "norms": norms, **described(accelerator, model)}
+
+
+def described(accelerator, model) -> dict:
+    import fp8_backends
+
+    recipe = getattr(accelerator, "fp8_recipe", None)
+    return {
+        "recipe": recipe and recipe.to_dict(),
+        "products": fp8_backends.audit(model).products if recipe else None,
+        "kind": type(model).__name__,
+        "precision": accelerator.mixed_precision,
+        "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"] if "torch._dynamo" in sys.modules else 0,
+        "rank": accelerator.process_index,
+        "ranks": accelerator.num_processes,
+        "argv": sys.argv,
+        "folder": sys.path[0],
+        "main": [__name__, os.path.abspath(sys.modules["__main__"].__file__)],
+        "left": sorted(name for name in os.environ if name.upper().startswith("ACCELERATE_FP8_")),
+    }
+
+
+def main() -> None:
+    try:
+        outcome = train()
+    except Exception as error:
+        outcome = {"error": f"{type(error).__name__}: {error}", "rank": int(os.environ.get("RANK", 0))}
+        if torch.distributed.is_initialized():  # a rank that leaves while others still connect would fail them
+            torch.distributed.monitored_barrier(timeout=datetime.timedelta(seconds=30))
+    with open(f"{options.output}.{outcome['rank']}", "w") as file:
+        json.dump(outcome, file)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    sys.exit("error" in outcome)
+
+
+if __name__ == "__main__":
+    main()

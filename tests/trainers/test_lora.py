@@ -1,0 +1,142 @@
+"""PEFT's LoRA in Trainer: a frozen base in FP8, adapters in high precision that train."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from tiny_trainers import LAYERS, kept_frozen, llama, loss_in_bf16, losses_of, trainable, trainer_for, values_of
+
+import fp8_backends
+from fp8_backends import RecipeError
+
+
+def with_lora(model=None, rank: int = 8, **given):
+    torch.manual_seed(1)
+    config = LoraConfig(r=rank, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM", **given)
+    return get_peft_model(llama() if model is None else model, config)
+
+
+def trained(folder, model=None, **given):
+    trainer = trainer_for(folder, with_lora() if model is None else model, **({"learning_rate": 2e-2} | given))
+    trainer.train()
+    return trainer
+
+
+# bytes of an element of the base: as it is; E4M3 codes; MS-AMP's levels, which keep what could train later. The scale
+# of the smallest weight, 32 x 32, adds 4 / 1024
+BYTES = {"native": 4, "native fp8_params": 1, "msamp:O1": 2, "msamp:O2": 2, "msamp:O3": 3}
+
+
+@pytest.mark.parametrize("backend", BYTES)
+def test_the_base_stays_and_the_adapters_train(backend, launched, tmp_path):
+    name, _, params = backend.partition(" ")
+    launched(name, **({"params": "true"} if params else {}))
+    model = with_lora(modules_to_save=["lm_head"])
+    before = values_of(model)
+    trainer = trained(tmp_path, model, bf16=True)
+    assert kept_frozen(model, before) and len(trainable(model)) == 2 * LAYERS + 1
+    assert losses_of(trainer)[-1] < 0.75 * losses_of(trainer)[0]
+    audit = fp8_backends.audit(model)
+    assert len(audit.products) == LAYERS and all(layer.endswith("base_layer") for layer in audit.products)
+    assert all(counts["fprop"] == 6 and counts["wgrad"] == 0 for counts in audit.products.values())
+    # below the first adapters nothing trains, so q, k and v of the first layer owe nobody a gradient
+    assert sorted(counts["dgrad"] for counts in audit.products.values()) == [0] * 3 + [6] * (LAYERS - 3)
+    stored = audit.bytes_per_element
+    assert stored["weight"] + stored["master"] == pytest.approx(BYTES[backend], abs=0.01)
+    adapters = {name: reason for name, reason in audit.high_precision.items() if "lora_" in name}
+    assert len(adapters) == 2 * LAYERS and all(reason.startswith("adapter:") for reason in adapters.values())
+    assert {p.dtype for name, p in model.named_parameters() if "lora_" in name} == {torch.float32}
+
+
+def test_adapters_in_bf16_stay_in_bf16(launched, tmp_path):
+    launched("native", params="true")
+    model = with_lora(llama().bfloat16()).bfloat16()
+    before = values_of(model)
+    trained(tmp_path, model, bf16=True)
+    assert kept_frozen(model, before)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+def test_adapters_are_converted_where_they_are_named(launched, tmp_path):
+    """Of rank 16; those of rank 8 are padded, and say so."""
+    launched("native", include="*q_proj*")
+    for rank, note in ((16, None), (8, "padded")):
+        model = with_lora(rank=rank)
+        trained(tmp_path, model, max_steps=2)
+        products = fp8_backends.audit(model).products
+        adapters = {name: counts for name, counts in products.items() if "lora_" in name}
+        assert len(adapters) == 4 and all(min(c["fprop"], c["wgrad"]) == 2 for c in adapters.values())
+        report = fp8_backends.conversion.prepared_roots(model)[0][2].report
+        reasons = {each.reason for each in report.products if each.name in adapters}
+        assert reasons == ({None} if note is None else {"sizes padded to multiples of 16"})
+
+
+def test_an_adapter_that_trains_is_not_kept_in_fp8(launched, tmp_path):
+    launched("native", params="true", include="*q_proj*")
+    with pytest.raises(RecipeError, match=r"32 -> 8 trains: .*Use msamp:O3.*adapters, in exclude"):
+        trained(tmp_path)
+
+
+@pytest.mark.parametrize("backend", ["ao"])
+def test_ao_keeps_no_weights_in_fp8(backend, launched, tmp_path):
+    launched(backend, params="true")
+    with pytest.raises(RecipeError, match="fp8_params is not read by ao:tensorwise, only by native, te"):
+        trained(tmp_path)
+
+
+@pytest.mark.parametrize("backend", ["native:delayed fp8_params", "msamp:O3"])
+def test_adapters_resume_bit_for_bit(backend, launched, tmp_path):
+    name, _, params = backend.partition(" ")
+    launched(name, **({"params": "true"} if params else {}))
+    unbroken = trained(tmp_path / "a")
+    trained(tmp_path / "b", save_strategy="steps", save_steps=3)
+    resumed = trainer_for(tmp_path / "b", with_lora(), learning_rate=2e-2)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "b" / "checkpoint-3"))
+    assert losses_of(resumed) == losses_of(unbroken)
+    found, wanted = values_of(resumed.model), values_of(unbroken.model)
+    assert all(torch.equal(value, wanted[name]) for name, value in found.items())
+
+
+def test_saved_adapters_load_into_a_plain_model_and_merge(launched, tmp_path):
+    launched("native", params="true")
+    trainer = trained(tmp_path / "run", bf16=True)
+    loss = trainer.evaluate()["eval_loss"]
+    trainer.save_model(str(tmp_path / "adapters"))
+    stock = PeftModel.from_pretrained(llama(), tmp_path / "adapters")
+    # the base of the run was rounded to E4M3: half a step is 1/16 of a weight, and the losses of a random model of
+    # this size are closer than one hundredth
+    assert loss_in_bf16(stock) == pytest.approx(loss, abs=0.01)
+    with pytest.raises(NotImplementedError, match=r"before adapters are merged .*conversion.restore\(model\)"):
+        trainer.model.merge_and_unload()
+    fp8_backends.conversion.restore(trainer.model)
+    merged = trainer.model.merge_and_unload()
+    assert all(type(parameter) is torch.nn.Parameter for parameter in merged.parameters())
+    # the same values by other products: x (w + B A) in bf16
+    assert loss_in_bf16(merged) == pytest.approx(loss, abs=0.005)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_with_inputs_that_require_gradients(reentrant, launched, tmp_path):
+    """PEFT's recipe for a frozen embedding; Trainer calls `enable_input_require_grads` too."""
+    launched("native:delayed", params="true")
+    plain = trained(tmp_path, max_steps=3)
+    model = with_lora()
+    model.enable_input_require_grads()
+    kept = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
+    trainer = trained(tmp_path, model, max_steps=3, **kept)
+    assert losses_of(trainer) == losses_of(plain)
+    products = fp8_backends.audit(model).products
+    assert all(counts == dict(fprop=3, dgrad=3, wgrad=0, recomputed=3) for counts in products.values())
+
+
+def test_a_head_tied_to_the_embedding_stays_tied(launched, tmp_path):
+    launched("native", params="true")
+    model = with_lora(llama(tie_word_embeddings=True))
+    trained(tmp_path, model, max_steps=2)
+    base = model.get_base_model()
+    assert base.lm_head.weight is base.model.embed_tokens.weight
+    assert type(base.lm_head.weight) is torch.nn.Parameter
+    launched("native", params="true", include="*base_layer,lm_head")
+    with pytest.raises(fp8_backends.FP8BackendError, match="lm_head is that of .*embed_tokens too.*exclude"):
+        trained(tmp_path, with_lora(llama(tie_word_embeddings=True)), max_steps=2)

@@ -1,0 +1,78 @@
+"""`notebook_launcher`, whose `mixed_precision` stock Accelerate hands to nobody."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+import torch
+from accelerate import Accelerator, notebook_launcher
+from tiny_trainers import trainer_for
+
+import fp8_backends
+
+
+def training_function(report, *handlers, **arguments):
+    """As a notebook has it, without a word of FP8 unless handlers are given."""
+    torch.manual_seed(0)
+    accelerator = Accelerator(kwargs_handlers=list(handlers), **arguments)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 16))
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    losses = []
+    for _ in range(3):
+        loss = model(torch.ones(16, 32)).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    products = fp8_backends.audit(model).products
+    recipe = getattr(accelerator, "fp8_recipe", None)
+    lines = [recipe.name if recipe else "none", accelerator.num_processes, len(products), losses[-1] < losses[0]]
+    (report / f"rank{accelerator.process_index}").write_text(" ".join(map(str, lines)))
+
+
+def launch(report, *handlers, processes=1, **arguments) -> list[str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    options = {"num_processes": processes, "mixed_precision": "fp8", "use_port": str(port)} | arguments
+    notebook_launcher(training_function, (report, *handlers), **options)
+    return [path.read_text() for path in sorted(report.iterdir())]
+
+
+def test_one_process(tmp_path):
+    assert launch(tmp_path) == ["native:dynamic 1 2 True"]
+
+
+def test_the_backend_of_the_environment(monkeypatch, tmp_path):
+    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "native:delayed")
+    assert launch(tmp_path) == ["native:delayed 1 2 True"]
+
+
+def test_a_handler_in_the_function(tmp_path):
+    assert launch(tmp_path, fp8_backends.NativeRecipeKwargs(scaling="rowwise")) == ["native:rowwise 1 2 True"]
+
+
+def test_two_processes(monkeypatch, tmp_path):
+    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "native:delayed")
+    assert launch(tmp_path, processes=2) == ["native:delayed 2 2 True"] * 2
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_another_precision_is_no_fp8(precision, tmp_path):
+    assert launch(tmp_path, mixed_precision=precision) == ["none 1 0 True"]
+
+
+def test_what_the_function_says_wins_with_one_warning(caplog, tmp_path):
+    def says_bf16():
+        training_function(tmp_path, mixed_precision="bf16")
+
+    notebook_launcher(says_bf16, num_processes=1, mixed_precision="fp8")
+    assert (tmp_path / "rank0").read_text() == "none 1 0 True"
+    assert sum('launched with notebook_launcher(mixed_precision="fp8")' in line for line in caplog.messages) == 1
+
+
+def test_a_trainer_in_a_notebook(tmp_path):
+    made = []
+    notebook_launcher(lambda: made.append(trainer_for(tmp_path, bf16=True)), num_processes=1, mixed_precision="fp8")
+    assert made[0].accelerator.fp8_recipe.name == "native:dynamic"

@@ -1,0 +1,149 @@
+"""`bf16=True` and `fp16=True` beside FP8: the precision around it, never a silent way out of it."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from accelerate import Accelerator
+from tiny_trainers import LAYERS, Counting, arguments, llama, losses_of, trainer_for
+from transformers import Trainer
+
+import fp8_backends
+from fp8_backends import RecipeError
+
+
+def activations_of(model) -> list[torch.dtype]:
+    seen = []
+    model.model.layers[0].mlp.act_fn.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    return seen
+
+
+@pytest.mark.parametrize("flags", [{}, {"bf16": True}, {"bf16": False}, {"fp16": True}], ids=str)
+def test_a_trainer_trains_in_fp8_over_the_precision_that_its_flags_name(launched, flags, tmp_path):
+    trainer = trainer_for(tmp_path, max_steps=3, **flags)
+    assert trainer.accelerator.fp8_recipe.name == "native:dynamic" and trainer.accelerator.mixed_precision == "fp8"
+    seen = activations_of(trainer.model)
+    trainer.train()
+    products = fp8_backends.audit(trainer.model).products
+    assert len(products) == LAYERS and all(min(c["fprop"], c["dgrad"], c["wgrad"]) == 3 for c in products.values())
+    assert set(seen) == {torch.float16 if flags.get("fp16") else torch.bfloat16}
+    assert (trainer.accelerator.scaler is not None) == flags.get("fp16", False)
+    assert losses_of(trainer)[-1] < losses_of(trainer)[0]
+
+
+def test_a_precision_that_the_recipe_denies_is_refused(launched, tmp_path):
+    launched(autocast_dtype="fp32")
+    with pytest.raises(RecipeError, match=r"autocast_dtype='fp32' and bf16=True in TrainingArguments.*TRL"):
+        trainer_for(tmp_path, bf16=True)
+    launched(autocast_dtype="fp16")
+    with pytest.raises(RecipeError, match=r"autocast_dtype='fp16' and bf16=True"):
+        trainer_for(tmp_path, bf16=True)
+    assert trainer_for(tmp_path, fp16=True).accelerator.fp8_recipe.autocast_dtype == "fp16"
+
+
+@pytest.mark.parametrize("engine", ["DeepSpeed", "FSDP"])
+def test_fp16_is_refused_under_engines_that_have_bf16_around_fp8(engine, launched, monkeypatch):
+    from fp8_backends.accelerate_plugin.callers import around_fp8
+
+    monkeypatch.setenv(f"ACCELERATE_USE_{engine.upper()}", "true")
+    recipe = fp8_backends.resolve("native")
+    assert around_fp8(recipe, "bf16", {}) == recipe
+    with pytest.raises(RecipeError, match=f"under {engine} bf16 runs around FP8; set bf16=True"):
+        around_fp8(recipe, "fp16", {})
+
+
+class OwnWay(Trainer):
+    """A subclass that makes its Accelerator by itself."""
+
+    def create_accelerator_and_postprocess(self):
+        self.make_accelerator()
+
+    def make_accelerator(self):
+        self.accelerator = Accelerator(mixed_precision=self.args.mixed_precision)
+        self.gather_function = self.accelerator.gather_for_metrics
+        self.is_deepspeed_enabled = self.is_fsdp_enabled = False
+
+
+class WithHandler(Trainer):
+    """FP8 from a subclass alone, with nothing in the environment."""
+
+    def _build_accelerator_args(self, **kwargs):
+        args = super()._build_accelerator_args(**kwargs)
+        return args | {
+            "kwargs_handlers": [*args["kwargs_handlers"], fp8_backends.NativeRecipeKwargs(scaling="rowwise")]
+        }
+
+
+class SaysBF16(OwnWay):
+    """What it says is its own, not its arguments'."""
+
+    def make_accelerator(self):
+        self.accelerator = Accelerator(mixed_precision="bf16")
+        self.gather_function = self.accelerator.gather_for_metrics
+        self.is_deepspeed_enabled = self.is_fsdp_enabled = False
+
+
+def test_subclasses_of_trainer_build_accelerators_their_own_way(launched, monkeypatch, tmp_path):
+    assert trainer_for(tmp_path, trainer_class=OwnWay, bf16=True).accelerator.fp8_recipe.name == "native:dynamic"
+    assert type(trainer_for(tmp_path, trainer_class=OwnWay).accelerator).__name__ == "FP8Accelerator"
+
+
+def test_a_handler_that_a_subclass_passes_is_honoured_beside_bf16(tmp_path):
+    trainer = trainer_for(tmp_path, trainer_class=WithHandler, bf16=True)
+    assert trainer.accelerator.fp8_recipe.name == "native:rowwise"
+    assert trainer.accelerator.ddp_handler is not None
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "no"])
+def test_an_accelerator_that_a_script_builds_says_what_it_wants(precision, launched, caplog):
+    with caplog.at_level(logging.WARNING, logger="fp8_backends"):
+        accelerator = Accelerator(mixed_precision=precision)
+    assert accelerator.mixed_precision == precision and not hasattr(accelerator, "fp8_recipe")
+    (line,) = caplog.messages
+    assert "FP8 is off: this run was launched with ACCELERATE_MIXED_PRECISION=fp8" in line
+    assert "ACCELERATE_FP8_BACKEND=native" in line and f'Accelerator(mixed_precision="{precision}")' in line
+    model = accelerator.prepare(torch.nn.Linear(32, 32))
+    assert type(model) is torch.nn.Linear
+
+
+def test_a_trainer_that_writes_bf16_itself_is_a_script(launched, caplog, tmp_path):
+    with caplog.at_level(logging.WARNING, logger="fp8_backends"):
+        trainer = trainer_for(tmp_path, trainer_class=SaysBF16)
+    assert not hasattr(trainer.accelerator, "fp8_recipe")
+    assert sum("FP8 is off" in line for line in caplog.messages) == 1
+
+
+def test_only_the_main_process_warns(launched, monkeypatch, caplog):
+    monkeypatch.setenv("RANK", "1")
+    with caplog.at_level(logging.WARNING, logger="fp8_backends"):
+        Accelerator(mixed_precision="bf16")
+    assert not caplog.messages
+
+
+def test_without_an_fp8_launch_nothing_changes(caplog, tmp_path):
+    trainer = trainer_for(tmp_path, bf16=True)
+    assert type(trainer.accelerator) is Accelerator and trainer.accelerator.mixed_precision == "bf16"
+    assert not [record for record in caplog.records if record.name == "fp8_backends"]
+
+
+@pytest.mark.parametrize("flags", [{"bf16": True}, {}], ids=str)
+def test_fp8_that_code_turns_on_after_the_arguments_were_made(flags, launched, monkeypatch, tmp_path):
+    """As LLaMA-Factory does it: the variables are set between TrainingArguments and Trainer."""
+    with monkeypatch.context() as before:
+        before.delenv("ACCELERATE_MIXED_PRECISION")
+        before.delenv("ACCELERATE_FP8_BACKEND")
+        args = arguments(tmp_path, **flags)
+        assert args.mixed_precision == ("bf16" if flags else "no")
+    trainer = Trainer(model=llama(), args=args, train_dataset=Counting())
+    assert trainer.accelerator.fp8_recipe.name == "native:dynamic"
+    assert trainer.accelerator.fp8_recipe.autocast_dtype == "bf16"
+
+
+def test_several_trainers_and_accelerators_share_one_process(launched, tmp_path):
+    """The first Accelerator fixes the precision of the process; a Trainer's bf16 does not contradict it."""
+    first = Accelerator()
+    assert first.mixed_precision == "fp8"
+    for flags in ({"bf16": True}, {}):
+        assert trainer_for(tmp_path, **flags).accelerator.mixed_precision == "fp8"
