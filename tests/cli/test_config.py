@@ -1,0 +1,406 @@
+"""`fp8-backends config`: what files mean, and that Accelerate takes what is written."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+from accelerate.commands import launch as stock
+from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
+from accelerate.utils import launch as stock_environments
+
+from fp8_backends import RecipeError, hardware_table, resolve
+from fp8_backends.cli.main import main
+from fp8_backends.configuration.training_config import read, yaml_fields
+from fp8_backends.recipe_sources import environment_fields
+
+AXOLOTL = """
+base_model: meta-llama/Llama-3.2-3B
+datasets: [{path: yahma/alpaca-cleaned, type: alpaca}]
+sequence_len: 512
+fp8: true
+fp8_enable_fsdp_float8_all_gather: true
+torch_compile: true
+fsdp_version: 2
+fsdp_config:
+  offload_params: false
+  cpu_ram_efficient_loading: true
+  auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  transformer_layer_cls_to_wrap: LlamaDecoderLayer
+  state_dict_type: FULL_STATE_DICT
+  reshard_after_forward: true
+"""
+WIZARD = {
+    "compute_environment": "LOCAL_MACHINE",
+    "distributed_type": "NO",
+    "mixed_precision": "fp8",
+    "use_cpu": False,
+    "debug": False,
+    "num_processes": 1,
+    "num_machines": 1,
+    "machine_rank": 0,
+    "gpu_ids": "all",
+    "main_training_function": "main",
+    "downcast_bf16": False,
+    "enable_cpu_affinity": False,
+    "rdzv_backend": "static",
+    "same_network": True,
+}
+"""What `accelerate config` writes whatever the answers."""
+TE = {
+    "backend": "TE",
+    "use_autocast_during_eval": False,
+    "margin": 0,
+    "interval": 1,
+    "fp8_format": "HYBRID",
+    "amax_history_length": 1024,
+    "amax_compute_algorithm": "max",
+    "override_linear_precision": (False, False, False),
+}
+MSAMP = {"backend": "MSAMP", "optimization_level": "O1"}
+AO = {"backend": "AO", "enable_fsdp_float8_all_gather": True, "pad_inner_dim": True}
+FSDP2 = {
+    "fsdp_version": 2,
+    "fsdp_reshard_after_forward": True,
+    "fsdp_offload_params": False,
+    "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+    "fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer",
+    "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+    "fsdp_cpu_ram_efficient_loading": True,
+    "fsdp_activation_checkpointing": False,
+}
+FSDP = {"distributed_type": "FSDP", "num_processes": 4, "fsdp_config": FSDP2}
+
+
+@pytest.fixture
+def asked(tmp_path):
+    """Write a file as the wizard would, with these blocks and values, and read it."""
+
+    def ask(fp8_config=None, **values):
+        path = tmp_path / "wizard.yaml"
+        ClusterConfig(**{**WIZARD, "fp8_config": fp8_config, **values}).to_yaml_file(path)
+        return read(str(path))
+
+    return ask
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    monkeypatch.setattr("fp8_backends.hardware.has_gpu", lambda: True)
+    monkeypatch.setattr("fp8_backends.hardware.fp8_products", lambda: True)
+    monkeypatch.setattr("fp8_backends.hardware.capabilities", lambda: [(9, 0)])
+    monkeypatch.setattr("fp8_backends.hardware_table.chip_here", lambda: hardware_table.HOPPER)
+
+
+def exported(path, *flags):
+    """What the stock launcher exports for that file."""
+    args = stock.launch_command_parser().parse_args(["--config_file", str(path), *flags, "script.py"])
+    args, defaults, from_file = stock._validate_launch_command(args)
+    if args.use_deepspeed:
+        fields = [*defaults.deepspeed_config, *(["mixed_precision"] if from_file else [])]
+        args.deepspeed_fields_from_accelerate_config = ",".join(fields)
+        assert "mixed_precision" not in fields  # DeepSpeedPlugin refuses it beside a file of DeepSpeed's
+        return stock_environments.prepare_deepspeed_cmd_env(args)[1]
+    if args.use_fsdp or args.multi_gpu:
+        return stock_environments.prepare_multi_gpu_env(args)
+    return stock_environments.prepare_simple_launcher_cmd_env(args)[1]
+
+
+# what a file of `accelerate config` means
+
+
+@pytest.mark.parametrize(
+    ("fp8_config", "values", "spec"),
+    [
+        (TE, {}, {"backend": "te", "amax_compute_algo": "max"}),
+        (MSAMP, {}, "msamp:O1"),
+        (AO, {}, "ao"),
+        (AO, FSDP, {"backend": "ao", "enable_fsdp_float8_all_gather": True}),
+        ({"backend": "native:rowwise", "exclude": "a,b"}, {}, {"backend": "native:rowwise", "exclude": ("a", "b")}),
+        ({"backend": "te+msamp:O3", "margin": 1}, {}, {"backend": "te:delayed+msamp:O3", "margin": 1}),
+    ],
+)
+def test_recipe_of_an_accelerate_file(asked, fp8_config, values, spec):
+    config = asked(fp8_config, **values)
+    assert config.system == "accelerate" and config.recipe == resolve(spec)
+
+
+def test_fp8_alone_means_auto(asked, capsys):
+    config = asked()
+    assert config.recipe.name == "auto" and config.for_accelerate()["fp8_config"] == {"backend": "auto"}
+    assert main(["config", config.source]) == 0
+    assert "auto, which is native:dynamic on this machine" in capsys.readouterr().err
+
+
+def test_all_gather_that_the_wizard_recommends_is_left_out_where_it_has_no_effect(asked):
+    config = asked(AO)
+    assert config.fields == {"backend": "AO"} and "has no effect without FSDP2" in config.notes[0]
+    assert "all_gather_without_fsdp2" not in {finding.rule for finding in config.findings()}
+    said = asked({"backend": "ao", "all_gather": True})  # not the wizard's key
+    assert "all_gather_without_fsdp2" in {finding.rule for finding in said.findings()}
+
+
+@pytest.mark.parametrize(
+    ("values", "parallel", "compiled"),
+    [
+        ({}, "none", "none"),
+        ({"distributed_type": "MULTI_GPU", "num_processes": 2}, "ddp", "none"),
+        ({"distributed_type": "MULTI_CPU", "num_processes": 2}, "ddp", "none"),
+        (FSDP, "fsdp2", "none"),
+        ({**FSDP, "fsdp_config": {"fsdp_offload_params": False}}, "fsdp1", "none"),  # the launcher's default
+        ({"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3}}, "deepspeed", "none"),
+        ({"distributed_type": "MEGATRON_LM"}, "megatron", "none"),
+        ({"distributed_type": "XLA"}, "tpu", "none"),
+        ({"dynamo_config": {"dynamo_backend": "INDUCTOR"}}, "none", "full"),
+        ({"dynamo_config": {"dynamo_backend": "inductor", "use_regional_compilation": True}}, "none", "regional"),
+        ({"dynamo_config": {"dynamo_backend": "NO"}}, "none", "none"),
+        ({"dynamo_config": {"dynamo_backend": "AOT_EAGER"}}, "none", "none"),  # which makes no kernels
+    ],
+)
+def test_engine_and_compilation_of_an_accelerate_file(asked, values, parallel, compiled):
+    config = asked(MSAMP, **values)
+    assert (config.parallel, config.compiled) == (parallel, compiled)
+
+
+def test_surroundings_come_from_the_file_or_from_the_launchers_defaults(asked):
+    told = asked(MSAMP, **{**FSDP, "fsdp_config": {**FSDP2, "fsdp_cpu_ram_efficient_loading": False}})
+    assert told.surroundings == {"activation_checkpointing": False, "cpu_ram_efficient_loading": False}
+    untold = asked(MSAMP, **{**FSDP, "fsdp_config": {"fsdp_version": 2, "fsdp_activation_checkpointing": True}})
+    assert untold.surroundings == {"activation_checkpointing": True, "cpu_ram_efficient_loading": True}
+    shared = asked(MSAMP, **FSDP, parallelism_config={"parallelism_config_tp_size": 2})
+    assert shared.surroundings["tensor_parallel"] == 2
+    zero = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3}}
+    assert asked(MSAMP, **zero).surroundings == {"zero_stage": 3}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("distributed_type: NO\nmixed_precison: fp8\n", "mixed_precison.*did you mean 'mixed_precision'"),
+        ("mixed_precision: fp8\n", "distributed_type is missing"),
+        ("distributed_type: MULTI_GPUS\n", "distributed_type='MULTI_GPUS' must be one of"),
+        ("distributed_type: 'NO'\nmixed_precision: fp9\n", "mixed_precision='fp9' must be one of no, fp16, bf16, fp8"),
+        ("distributed_type: FSDP\nfsdp_config: {fsdp_offlod_params: true}\n", "did you mean 'fsdp_offload_params'"),
+        ("distributed_type: FSDP\nfsdp_config: {version: 3}\n", "fsdp_version=3 must be one of 1, 2"),
+        ("distributed_type: FSDP\nfsdp_config: [1]\n", "fsdp_config must be a block of keys"),
+        (
+            "distributed_type: 'NO'\ndynamo_config: {dynamo_backend: indctor}\n",
+            "dynamo_backend='indctor' must be one of",
+        ),
+        ("distributed_type: 'NO'\nnum_processes: two\n", "num_processes='two' must be a whole number"),
+        (
+            "distributed_type: 'NO'\nmixed_precision: fp8\nfp8_config: {backend: TE, margn: 1}\n",
+            "did you mean 'margin'",
+        ),
+        ("distributed_type: 'NO'\nmixed_precision: fp8\nfp8_config: {backend: native, margin: 1}\n", "margin"),
+        ("compute_environment: AMAZON_SAGEMAKER\ndistributed_type: 'NO'\n", "is for Amazon SageMaker"),
+        ("distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stag: 3}\n", "did you mean 'zero_stage'"),
+        ("distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: x}\n", "zero_stage='x' must be a whole number"),
+        ("- 1\n", "holds no keys"),
+        ("a: [1\n", "is no YAML.*line"),
+        ("x: 1\n", "do not tell whether.*say it with --from"),
+    ],
+)
+def test_what_cannot_be_read_exits_with_2_and_names_file_and_key(tmp_path, capsys, text, said):
+    path = tmp_path / "broken.yaml"
+    path.write_text(text)
+    assert main(["config", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("fp8-backends config: ") and "broken.yaml" in error and "Traceback" not in error
+    with pytest.raises(RecipeError, match=said):
+        read(str(path))
+
+
+@pytest.mark.parametrize(
+    ("text", "engine"),
+    [
+        ("distributed_type: NO\nmixed_precision: no\ndynamo_config: {dynamo_backend: NO}\n", "NO"),
+        ("distributed_type: multi_gpu\nmixed_precision: FP8\nnum_processes: '2'\n", "MULTI_GPU"),
+        ("distributed_type: NO\nmixed_precision: fp8\ndynamo_backend: inductor\n", "NO"),
+        ("compute_environment: LOCAL_MACHINE\ndistributed_type: NO\nfp16: true\n", "NO"),
+        ("distributed_type: TPU\nmixed_precision: fp8\n", "XLA"),
+    ],
+)
+def test_what_yaml_and_older_files_spell_in_other_ways_is_written_as_accelerate_reads_it(tmp_path, text, engine):
+    (tmp_path / "a.yaml").write_text(text)
+    config = read(str(tmp_path / "a.yaml"))
+    assert (config.compiled == "full") == ("inductor" in text)
+    written = tmp_path / "b.yaml"
+    written.write_text(yaml.safe_dump(config.for_accelerate()))
+    loaded = load_config_from_file(str(written))
+    assert loaded.distributed_type == engine and loaded.mixed_precision == config.mixed_precision
+    assert loaded.num_processes == (config.processes or -1)
+    backend = exported(written, "--num_processes", "2")["ACCELERATE_DYNAMO_BACKEND"]
+    assert backend == ("INDUCTOR" if "inductor" in text else "NO")
+
+
+def test_an_fp8_block_without_fp8_is_noted(asked):
+    config = asked(TE, mixed_precision="bf16")
+    assert config.recipe is None and "fp8_config has no effect" in config.notes[0]
+
+
+# the written file
+
+
+@pytest.mark.parametrize(
+    "backend", [None, "auto", "native:rowwise", "te+msamp:O3", "msamp:O1", "ao:rowwise_with_gw_hp"]
+)
+@pytest.mark.parametrize("kind", ["axolotl", "one process", "ddp", "fsdp2", "deepspeed"])
+def test_accelerate_takes_what_is_written_and_exports_the_same_recipe(tmp_path, backend, kind):
+    source, written = tmp_path / "source.yaml", tmp_path / "written.yaml"
+    values = {
+        "one process": {},
+        "ddp": {"distributed_type": "MULTI_GPU", "num_processes": 2},
+        "fsdp2": {**FSDP, "dynamo_config": {"dynamo_backend": "INDUCTOR", "dynamo_use_regional_compilation": True}},
+        "deepspeed": {"distributed_type": "DEEPSPEED", "num_processes": 2, "deepspeed_config": {"zero_stage": 1}},
+    }
+    source.write_text(AXOLOTL) if kind == "axolotl" else ClusterConfig(
+        **{**WIZARD, "fp8_config": AO, **values[kind]}
+    ).to_yaml_file(source)
+    config = read(str(source), processes=2)
+    if backend is not None:
+        config.use(backend)
+    written.write_text(yaml.safe_dump(config.for_accelerate()))
+    assert load_config_from_file(str(written)).mixed_precision == "fp8"
+    # mixed_precision comes from the file, and DeepSpeed's settings do too, so the two agree
+    environment = exported(written, *(["--mixed_precision", "fp8"] if kind == "deepspeed" else []))
+    assert environment["ACCELERATE_MIXED_PRECISION"] == "fp8"
+    assert resolve(environment_fields(environment)) == resolve(config.fields)
+    again = read(str(written))
+    assert resolve(again.fields) == resolve(config.fields) and again.for_accelerate() == config.for_accelerate()
+    same = ("parallel", "compiled", "processes")
+    assert [getattr(again, name) for name in same] == [getattr(config, name) for name in same]
+    if kind == "axolotl":
+        assert environment["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "true" and environment["FSDP_VERSION"] == "2"
+        assert environment["ACCELERATE_DYNAMO_BACKEND"] == "INDUCTOR"
+
+
+def test_every_field_that_a_file_can_hold_comes_through_the_stock_launcher(tmp_path):
+    specs = [
+        {"backend": "native:delayed", "margin": 2, "interval": 3, "amax_history_len": 8, "amax_compute_algo": "max"},
+        {"backend": "native:dynamic", "override_linear_precision": [False, False, True], "fp8_format": "E4M3"},
+        {"backend": "te", "use_autocast_during_eval": True, "fuse_norms": True, "fp8_params": True},
+        {"backend": "ao", "auto_filter": True, "pad_inner_dim": False, "enable_fsdp_float8_all_gather": True},
+        {"backend": "te:blockwise", "fp8_format": "HYBRID"},
+        {"backend": "msamp:O3", "rounding": "nearest", "exp_avg_scaling": "block", "shard_states": False},
+        {"backend": "native", "include": ["q_proj", "*.mlp.*"], "exclude": ["lm_head"], "autocast_dtype": "fp16"},
+        {"backend": "native", "gradient_comm": "fp8", "on_unproven": "warn"},
+    ]
+    for spec in specs:
+        recipe = resolve(spec)
+        path = tmp_path / "a.yaml"
+        path.write_text(yaml.safe_dump({**WIZARD, "fp8_config": yaml_fields(recipe)}))
+        assert resolve(environment_fields(exported(path))) == recipe == resolve(read(str(path)).fields), spec
+
+
+def test_deepspeeds_own_file_goes_without_mixed_precision(tmp_path):
+    (tmp_path / "zero.json").write_text('{\n\t"zero_optimization": {"stage": 3}\n}')  # a tab is no YAML
+    source = tmp_path / "a.yaml"
+    source.write_text(f"base_model: x\nfp8: true\ndeepspeed: {tmp_path / 'zero.json'}\n")
+    assert main(["config", str(source), "--num_processes", "2", "--output", str(tmp_path / "b.yaml")]) == 0
+    environment = exported(tmp_path / "b.yaml", "--mixed_precision", "fp8")
+    assert environment["ACCELERATE_DEEPSPEED_CONFIG_FILE"] == str(tmp_path / "zero.json")
+    assert resolve(environment_fields(environment)).name == "ao:tensorwise"
+    assert read(str(tmp_path / "b.yaml")).surroundings == {"zero_stage": 3}
+
+
+# the command
+
+
+@pytest.fixture
+def axolotl(tmp_path):
+    path = tmp_path / "axolotl.yaml"
+    path.write_text(AXOLOTL)
+    return path
+
+
+def test_yaml_goes_to_standard_output_and_explanations_to_standard_error(axolotl, capsys, hopper):
+    assert main(["config", str(axolotl), "--num_processes", "8"]) == 0
+    printed = capsys.readouterr()
+    assert yaml.safe_load(printed.out) == read(str(axolotl), processes=8).for_accelerate()
+    for said in ("ao:tensorwise", "enable_fsdp_float8_all_gather=True", "FSDP2, efficient loading", "8", "whole model"):
+        assert said in printed.err
+    assert "no validator found anything" in printed.err
+    assert max(map(len, printed.err.splitlines())) <= max(100, len(str(axolotl)) + 20)
+
+
+def test_output_is_a_file_and_explanations_go_to_standard_output(axolotl, capsys, tmp_path):
+    written = tmp_path / "accelerate.yaml"
+    assert main(["config", str(axolotl), "-o", str(written), "--backend", "te:delayed"]) == 0
+    printed = capsys.readouterr()
+    assert "te:delayed" in printed.out and f"--config_file {written}" in printed.out and not printed.err
+    assert read(str(written)).recipe.name == "te:delayed"
+    assert main(["config", str(axolotl), "-o", str(tmp_path / "none" / "x.yaml")]) == 2
+    assert "No such file" in capsys.readouterr().err
+
+
+def test_check_exits_with_1_and_writes_nothing_where_a_validator_finds_an_error(axolotl, capsys, hopper, tmp_path):
+    assert main(["config", str(axolotl), "--check"]) == 0
+    assert "fp8_config" in capsys.readouterr().out
+    axolotl.write_text(AXOLOTL.replace("fsdp_version: 2", "fsdp_version: 1"))
+    written = tmp_path / "never.yaml"
+    assert main(["config", str(axolotl), "--check", "-o", str(written)]) == 1
+    printed = capsys.readouterr()
+    assert "[all_gather_without_fsdp2]" in " ".join(printed.out.split()) and not written.exists()
+    assert main(["config", str(axolotl), "-o", str(written)]) == 0 and written.exists()
+    axolotl.write_text("base_model: x\nfp8: true\n")
+    assert main(["config", str(axolotl), "--check"]) == 0  # a warning, torch.compile missing, is no error
+    assert "[ao_without_compile]" in " ".join(capsys.readouterr().err.split())
+
+
+def test_check_for_another_chip(axolotl, capsys):
+    """On a machine without a GPU, for those that will train."""
+    flags = ["config", str(axolotl), "--backend", "te:blockwise", "--check"]
+    assert main(flags) == 1
+    assert main([*flags, "--chip", "ada"]) == 1
+    capsys.readouterr()
+    assert main([*flags, "--chip", "hopper"]) == 0
+    assert "no validator found anything" in capsys.readouterr().err
+
+
+def test_json_holds_everything(axolotl, capsys, hopper):
+    assert main(["config", str(axolotl), "--json", "--backend", "native:mxfp8"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["from"], found["backend"], found["parallel"], found["compiled"]) == (
+        *("axolotl", "native:mxfp8"),
+        *("fsdp2", "full"),
+    )
+    assert [finding["rule"] for finding in found["findings"]] == ["emulated_here"]
+    assert found["accelerate"]["fp8_config"] == {"backend": "native:mxfp8"}
+    assert found["surroundings"]["sequence_length"] == 512 and "base_model" in found["passed_over"]
+    assert any("left out with backend native:mxfp8" in note for note in found["notes"])
+
+
+def test_without_fp8_there_is_nothing_to_check(tmp_path, capsys):
+    path = tmp_path / "bf16.yaml"
+    path.write_text("base_model: x\nbf16: true\n")
+    assert main(["config", str(path), "--check"]) == 0
+    printed = capsys.readouterr()
+    assert "FP8 is off" in printed.err and yaml.safe_load(printed.out)["mixed_precision"] == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--backend", "nativ"], "did you mean 'native'"),
+        (["--num_processes", "0"], "--num_processes 0: at least 1 is wanted"),
+        (["--from", "accelerate"], "base_model"),
+        (["--chip", "hoper"], "did you mean 'hopper'"),
+    ],
+)
+def test_flags_that_cannot_be_honoured(axolotl, capsys, flags, said):
+    assert main(["config", str(axolotl), *flags]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_configuration_in_json(tmp_path, capsys):
+    (tmp_path / "a.json").write_text(json.dumps({"distributed_type": "NO", "mixed_precision": "fp8"}, indent="\t"))
+    assert read(str(tmp_path / "a.json")).recipe.name == "auto"
+    (tmp_path / "b.json").write_text("{")
+    assert main(["config", str(tmp_path / "b.json")]) == 2 and "is no JSON" in capsys.readouterr().err
+
+
+def test_a_file_that_is_not_there(capsys):
+    assert main(["config", "/nowhere.yaml"]) == 2
+    assert "/nowhere.yaml: No such file" in capsys.readouterr().err
