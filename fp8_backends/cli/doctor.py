@@ -1,23 +1,31 @@
-"""`fp8-backends doctor`: what can run on this machine, and what to do about the rest."""
+"""`fp8-backends doctor`: what can run on this machine, whether it does, and what to do about the rest."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
 import json
+import platform
+import shutil
+import subprocess
 import textwrap
 from dataclasses import asdict
 from typing import Any
 
-SUMMARY = "which backends can run on this machine, and why not"
+SUMMARY = "which backends run on this machine, proven by a test, and why not"
 WIDTH = 100
+
+LIBRARIES = ("deepspeed", "peft", "trl", "triton")
+"""Beside `hardware.LIBRARIES`, those whose versions matter where they are installed."""
+LEVELS = ("O1", "O2", "O3")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Lists the device, the versions, for each backend whether it can run here, or why not, and what makes its "
-        "products on this chip. A TransformerEngine that is installed is imported in a process of its own."
+        "Lists devices and versions, says for each backend whether it can run here, or why not, and trains one step of "
+        "a small model with each that can, beside bf16, in a process of its own. Recommends a precision for this chip."
     )
+    parser.add_argument("--no-test", action="store_true", help="run no training step")
     parser.add_argument("--chips", action="store_true", help="print which backend has FP8 products on which chip")
     parser.add_argument("--json", action="store_true", help="print JSON, the chips included")
 
@@ -26,27 +34,93 @@ def run(args: argparse.Namespace) -> int:
     from .. import hardware_table
 
     if args.json:
-        print(json.dumps(diagnosis() | {"chips": _table()}, indent=1))
+        print(json.dumps(diagnosis(not args.no_test) | {"chips": _table()}, indent=1))
     else:
-        print(hardware_table.text(WIDTH) if args.chips else _readable(diagnosis()))
+        print(hardware_table.text(WIDTH) if args.chips else _readable(diagnosis(not args.no_test)))
     return 0
 
 
-def diagnosis() -> dict[str, Any]:
-    """Device, versions, backends and this chip's products, as plain values."""
-    from .. import __version__, hardware, hardware_table, registry
+def diagnosis(tests: bool = True) -> dict[str, Any]:
+    """Devices, versions, backends, what their tests found, this chip's products and the precision that is recommended,
+    as plain values."""
+    from .. import chip_advice, hardware, hardware_table, registry, self_test
 
     described = asdict(hardware.describe())
-    versions = {"fp8-backends": __version__, **described.pop("versions")}
+    described |= {"devices": _devices(), "driver": _driver()}
+    versions = _versions(described.pop("versions"))
     backends = {
         name: {**asdict(availability), "scalings": list(_scalings(name))}
         for name, availability in registry.available_backends().items()
     }
     _explain_te(backends)
     products = [each._asdict() for each in hardware_table.supports_here()]
-    chip = {**hardware_table.chip_here()._asdict(), "products": products}
-    auto = registry.auto_backend()
-    return {"hardware": described, "versions": versions, "backends": backends, "chip": chip, "auto": auto}
+    return {
+        "hardware": described,
+        "versions": versions,
+        "advice": chip_advice.advice_here(bool(backends.get("te", {}).get("can_run")))._asdict(),
+        "auto": registry.auto_backend(),
+        "backends": backends,
+        "tests": [asdict(test) for test in self_test.run(_to_test(backends))] if tests else None,
+        "chip": {**hardware_table.chip_here()._asdict(), "products": products},
+    }
+
+
+def _versions(of_libraries: dict[str, str | None]) -> dict[str, str | None]:
+    import torch
+
+    from .. import __version__, hardware
+
+    more = {name: version for name in LIBRARIES if (version := hardware.version(name)) is not None}
+    cuda = {"CUDA of torch": torch.version.cuda} if torch.version.cuda else {}
+    rocm = {"ROCm of torch": torch.version.hip} if torch.version.hip else {}
+    return {"fp8-backends": __version__, "python": platform.python_version(), **cuda, **rocm, **of_libraries, **more}
+
+
+def _devices() -> list[dict[str, Any]]:
+    """Every GPU that this process may use (`CUDA_VISIBLE_DEVICES`)."""
+    import torch
+
+    from .. import hardware
+
+    found = []
+    for index in range(torch.cuda.device_count() if hardware.has_gpu() else 0):
+        properties = torch.cuda.get_device_properties(index)
+        chip = properties.gcnArchName if torch.version.hip else f"{properties.major}.{properties.minor}"
+        fp8 = hardware.gpu_has_fp8_products(index)
+        found.append(
+            {"name": properties.name, "chip": chip, "memory_bytes": properties.total_memory, "fp8_products": fp8}
+        )
+    return found
+
+
+def _driver() -> str | None:
+    """Version of NVIDIA's driver; None where there is none."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    said = done.stdout.split()
+    return said[0] if done.returncode == 0 and said else None
+
+
+def _to_test(backends: dict[str, dict[str, Any]]) -> list[str]:
+    """Every rule of every backend that can run here and that this chip does not refuse, and the levels."""
+    from .. import hardware, hardware_table, registry
+
+    chip, cuda, names = hardware_table.chip_here(), hardware.cuda_release(), []
+    for name, backend in backends.items():
+        if not backend["can_run"]:
+            continue
+        for scaling in backend["scalings"]:
+            support = hardware_table.support_of(name, scaling, chip, cuda)
+            if support is None or support.state != hardware_table.REFUSED:
+                names.append(f"{name}:{scaling}")
+        levels = set(LEVELS).intersection(registry.levels_of(name)) if backend["scalings"] else ()
+        names += [f"msamp:{level}" if name == "native" else f"{name}+msamp:{level}" for level in sorted(levels)]
+    return names
 
 
 def _explain_te(backends: dict[str, dict[str, Any]]) -> None:
@@ -82,12 +156,12 @@ def _scalings(name: str) -> tuple[str, ...]:
 
 
 def _readable(found: dict[str, Any]) -> str:
-    hardware = found["hardware"]
-    fp8 = "FP8 products in hardware" if hardware["fp8_products"] else "no FP8 products: bf16 is faster here"
-    capability = "" if hardware["capability"] is None else f", capability {'.'.join(map(str, hardware['capability']))}"
-    lines = _entry("device", f"{hardware['device']}{capability}: {fp8}")
-    versions = [f"{name} {version or 'not installed'}" for name, version in found["versions"].items()]
-    lines += [*_entry("versions", ", ".join(versions)), *_entry("auto", f"means {found['auto']} here"), ""]
+    lines = [*_machine(found["hardware"]), *_version_lines(found["versions"])]
+    advice = found["advice"]
+    chosen = advice["precision"].upper() if advice["precision"] == "fp8" else advice["precision"]
+    backend = f" ({advice['backend']})" if advice["backend"] else ""
+    lines += _entry("advice", f"train in {chosen}{backend}: {advice['reason']}")
+    lines += [*_entry("auto", f"means {found['auto']} here"), ""]
     for name, backend in found["backends"].items():
         state = "can run" if backend["can_run"] else "cannot run"
         lines += _entry(name, state + (f": {backend['reason']}" if backend["reason"] else ""))
@@ -95,7 +169,49 @@ def _readable(found: dict[str, Any]) -> str:
             lines += _entry("", f"scalings: {', '.join(f'{name}:{scaling}' for scaling in backend['scalings'])}")
         if backend["fix"]:
             lines += _entry("", f"fix: {backend['fix']}")
-    return "\n".join([*lines, "", *_chip(found["chip"])])
+    return "\n".join([*lines, "", *_test_lines(found["tests"]), "", *_chip(found["chip"])])
+
+
+def _machine(hardware: dict[str, Any]) -> list[str]:
+    devices = hardware["devices"]
+    if not devices:
+        fast = "with bf16 products" if hardware["cpu_bf16"] else "without bf16 products in hardware"
+        lines = _entry("device", f"{hardware['device']}, {fast}; no GPU is visible")
+    alike: dict[tuple, int] = {}
+    for device in devices:
+        key = (device["name"], device["chip"], device["memory_bytes"], device["fp8_products"])
+        alike[key] = alike.get(key, 0) + 1
+    for number, ((name, chip, memory, fp8), count) in enumerate(alike.items()):
+        can = "FP8 products in hardware" if fp8 else "no FP8 products"
+        line = f"{count} x {name} ({memory / 2**30:.0f} GiB), {'' if 'gfx' in chip else 'capability '}{chip}: {can}"
+        lines = [*(lines if number else []), *_entry("" if number else "device", line)]
+    if len(alike) > 1:
+        lines += _entry("", "they differ, and train together: the least of them decides")
+    return lines + (_entry("driver", hardware["driver"]) if hardware["driver"] else [])
+
+
+def _version_lines(versions: dict[str, str | None]) -> list[str]:
+    said = [f"{name} {version or 'not installed'}" for name, version in versions.items()]
+    return _entry("versions", ", ".join(said))
+
+
+def _test_lines(tests: list[dict[str, Any]] | None) -> list[str]:
+    """What was proven, and what not and why."""
+    if tests is None:
+        return _entry("tests", "left out (--no-test): nothing here is proven")
+    proven = [test for test in tests if test["proven"]]
+    lines = _entry("proven", ", ".join(test["backend"] for test in proven) or "none")
+    if proven:
+        error, seconds = max(test["gradient_error"] for test in proven), sum(test["seconds"] for test in tests)
+        text = (
+            f"(a training step each, {seconds:.1f} s in all: every product in FP8, gradients within {error:.0%} of "
+            f"bf16's, bytes as planned, weights moved)"
+        )
+        lines += _entry("", text)
+    for test in tests:
+        if not test["proven"]:
+            lines += _entry("unproven", f"{test['backend']}: {test['reason']}")
+    return lines
 
 
 def _chip(chip: dict[str, Any]) -> list[str]:

@@ -46,7 +46,9 @@ def _resting_storages(model: nn.Module, optimizer: torch.optim.Optimizer) -> lis
 
 
 def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that hold the bytes: those inside a wrapper subclass."""
+    """The tensors that hold the bytes on this rank: the shard of a DTensor, those inside a wrapper subclass."""
+    if hasattr(tensor, "to_local"):
+        tensor = tensor.to_local()
     if not hasattr(tensor, "__tensor_flatten__"):
         return [tensor]
     return [part for name in tensor.__tensor_flatten__()[0] for part in _parts(getattr(tensor, name))]

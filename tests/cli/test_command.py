@@ -7,7 +7,6 @@ import sys
 import pytest
 
 import fp8_backends
-from fp8_backends import Availability, hardware_table, registry, te_installation
 from fp8_backends.cli import chart
 from fp8_backends.cli.compare import backend_names, check_ranks
 from fp8_backends.cli.comparison import worker_environment
@@ -78,40 +77,6 @@ def test_numbers_out_of_range_are_refused(options, capsys):
 
 def test_backends_are_resolved_once_each_and_the_reference_is_left_to_the_comparison():
     assert backend_names("bf16, Native ,native:DYNAMIC,torchao,fp32") == ("native:dynamic", "ao:tensorwise", "fp32")
-
-
-def test_doctor_lists_every_backend_with_a_fix_where_it_cannot_run(capsys):
-    assert main(["doctor"]) == 0
-    printed = capsys.readouterr().out
-    assert main(["doctor", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert set(found["backends"]) >= {"native", "ao", "te"} and found["backends"]["native"]["can_run"]
-    for name, backend in found["backends"].items():
-        assert f"\n{name} " in printed
-        assert backend["can_run"] or backend["fix"]
-    assert found["versions"]["fp8-backends"] == fp8_backends.__version__
-    assert max(map(len, printed.splitlines())) <= 100
-    here = {name: row["state"] for row in found["chip"]["products"] for name in row["backends"]}
-    assert found["chip"]["title"] in printed and here["native:dynamic"] in ("FP8", "emulated")
-    assert {chip["key"] for chip in found["chips"]} > {"cpu", "hopper", "mi300"}
-
-
-def test_doctor_shows_every_chip(capsys):
-    assert main(["doctor", "--chips"]) == 0
-    printed = capsys.readouterr().out
-    assert printed.strip() == hardware_table.text(100).strip()
-
-
-def test_doctor_explains_a_transformer_engine_that_does_not_import(monkeypatch, capsys):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: True)
-    monkeypatch.setattr(registry, "available_backends", lambda: {"te": Availability(True, "on cuda")})
-    monkeypatch.setattr(te_installation, "probe", lambda: Availability(False, "libcudnn is not found", "pip it"))
-    assert main(["doctor"]) == 0
-    printed = capsys.readouterr().out
-    assert "te        cannot run: libcudnn is not found" in printed and "fix: pip it" in printed
-    monkeypatch.setattr(te_installation, "probe", lambda: Availability(True, "TransformerEngine 2.20.2 imports"))
-    assert main(["doctor"]) == 0
-    assert "te        can run: on cuda" in capsys.readouterr().out
 
 
 def test_chart_is_measured_and_agrees_with_the_plan(capsys):

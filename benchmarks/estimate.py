@@ -1,0 +1,268 @@
+"""How far is `fp8-backends estimate` from what training takes?
+
+Three models, each backend: a whole training step is run, and its bytes are compared with the estimate made from the
+model's configuration alone.
+
+* static: weights, masters, gradients and optimizer states, as `audit` reads them from the live model. What `audit` adds
+  to them, copies from forward to backward, is left out on both sides.
+* peak: the highest moment of the third step (on a GPU the allocator's, on a CPU the profiler's).
+
+`--ranks 2` does the same for a small Llama on that many processes, under DDP and FSDP2, through Accelerate: static and
+peak of rank 0, and the bytes that a rank sends. Over gloo, which has no reduce-scatter, FSDP2's plain gradients take
+an all-reduce, twice the bytes; the estimate is of a reduce-scatter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from measuring import table, write_json
+
+BACKENDS = "bf16,native:dynamic,native:delayed,native:rowwise,native:mxfp8,msamp:O1,msamp:O2,msamp:O3,ao"
+ENGINES = ("ddp", "fsdp2")
+STATIC = ("weights", "master", "gradients", "states")
+
+
+def workloads() -> dict:
+    """Name -> (shape, sequences, tokens of each, activation checkpointing)."""
+    from transformers import BertConfig, LlamaConfig, Qwen3Config
+
+    llama = LlamaConfig(
+        vocab_size=1024,
+        hidden_size=768,
+        intermediate_size=3072,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+        max_position_embeddings=512,
+        use_cache=False,
+    )
+    bert = BertConfig(
+        vocab_size=8192,
+        hidden_size=256,
+        intermediate_size=1024,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        hidden_dropout_prob=0.1,
+    )
+    qwen = Qwen3Config(
+        vocab_size=4096,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        use_cache=False,
+    )
+    return {
+        "Llama, 115 M": (llama, 1, 64, False),
+        "BERT, 7 M": (bert, 8, 128, False),
+        "Qwen3, tied, checkpointing": (qwen, 4, 256, True),
+        "small Llama": (small_llama(), 4, 128, False),
+    }
+
+
+def small_llama():
+    """That of `fp8-backends compare`."""
+    from transformers import LlamaConfig
+
+    from fp8_backends.cli.settings import SMALL
+
+    return LlamaConfig(**SMALL, vocab_size=256, max_position_embeddings=128, tie_word_embeddings=False, use_cache=False)
+
+
+class Training:
+    """A prepared model with its optimizer and one batch."""
+
+    def __init__(self, name: str, backend: str, engine: str = "none") -> None:
+        from accelerate import Accelerator
+        from accelerate.state import AcceleratorState
+
+        import fp8_backends
+        from fp8_backends.estimation import ModelShape
+
+        config, batch, sequence, checkpointing = workloads()[name]
+        AcceleratorState._reset_state(True)  # not the process group
+        precision = "bf16" if backend == "bf16" else "fp8"
+        handlers = None if backend == "bf16" else [fp8_backends.FP8RecipeKwargs(backend=backend)]
+        self.accelerator = Accelerator(
+            mixed_precision=precision,
+            kwargs_handlers=handlers,
+            cpu=not torch.cuda.is_available(),
+        )
+        if engine == "fsdp2":
+            _take_fsdp2()
+        torch.manual_seed(0)
+        model = ModelShape(name, config).make_model(torch.float32).train()
+        if checkpointing:
+            getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        size = (batch, sequence)
+        self.batch = torch.randint(config.vocab_size, size, device=self.accelerator.device)
+
+    def update(self) -> None:
+        loss = self.model(input_ids=self.batch, labels=self.batch).loss
+        self.accelerator.backward(loss)
+        del loss
+        self.optimizer.step()
+
+    def step(self) -> None:
+        self.update()
+        self.optimizer.zero_grad()
+
+
+def _take_fsdp2() -> None:
+    """As Accelerate does on GPUs, where it is asked for FSDP2; on ranks without a GPU it would take DDP."""
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        cpu_ram_efficient_loading=False,
+    )
+    plugin.set_mixed_precision("bf16")
+    for state in (PartialState, AcceleratorState):
+        state._shared_state["distributed_type"] = DistributedType.FSDP
+    AcceleratorState._shared_state["fsdp_plugin"] = plugin
+
+
+def measure(name: str, backend: str, engine: str = "none") -> dict:
+    """Static bytes, peak and sent bytes of a live training."""
+    from fp8_backends.cli.memory import peak_memory
+
+    training = Training(name, backend, engine)
+    training.update()
+    static = static_bytes(training.model, training.optimizer)
+    training.optimizer.zero_grad()
+    training.step()
+    peak = peak_memory(training.step, training.model, training.optimizer)
+    found = {"static": static, "peak": peak + _bucket_bytes(training.model)}
+    if engine != "none":
+        from fp8_backends.cli.traffic import sent_bytes
+
+        found["sent"] = sent_bytes(training.step)
+    return found
+
+
+def _bucket_bytes(model: torch.nn.Module) -> int:
+    """Of DDP's buckets, which a profiler of one step does not see, since they were made before."""
+    if not isinstance(model, torch.nn.parallel.DistributedDataParallel) or torch.cuda.is_available():
+        return 0
+    return sum(map(int, model._get_ddp_logging_data().get("rebuilt_bucket_sizes", "0").split(",")))
+
+
+def static_bytes(model: torch.nn.Module, optimizer) -> int:
+    """Of weights, masters, gradients and optimizer states, on this rank."""
+    from fp8_backends.auditing import stored_bytes, unwrapped
+
+    state = unwrapped(optimizer).state
+    total = 0
+    for parameter in model.parameters():
+        kept = [value for value in state.get(parameter, {}).values() if isinstance(value, torch.Tensor)]
+        tensors = [parameter, *([] if parameter.grad is None else [parameter.grad]), *kept]
+        total += sum(map(stored_bytes, tensors))
+        master = getattr(parameter, "master", None)
+        if master is not None and "master_weight" not in state.get(parameter, {}):
+            total += stored_bytes(master)
+    return total
+
+
+def compare(name: str, backend: str, measured: dict, engine: str = "none", ranks: int = 1) -> dict:
+    """The estimate beside what was measured."""
+    from fp8_backends.estimation import ModelShape, Workload, estimate
+
+    config, batch, sequence, checkpointing = workloads()[name]
+    workload = Workload(
+        model=ModelShape(name, config), batch=batch, sequence=sequence, checkpointing=checkpointing, devices=ranks
+    )
+    (found,) = estimate(workload, [backend], [engine])
+    estimated = {key: round(getattr(found, key)) for key in measured}
+    ratios = {key: estimated[key] / measured[key] for key in measured if measured[key]}
+    return {
+        "model": name,
+        "backend": backend,
+        "sharding": engine,
+        "ranks": ranks,
+        "parameters": round(found.parameters),
+        "measured": measured,
+        "estimated": estimated,
+        "ratio": ratios,
+        "peak_at": found.peak_at,
+    }
+
+
+def on_ranks(arguments) -> list[dict]:
+    """Measured on several processes, compared here."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "measured.json")
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(arguments.ranks)]
+        command += [__file__, "--backends", arguments.backends, "--worker", str(path)]
+        environment = {"ACCELERATE_USE_CPU": "true"} if not torch.cuda.is_available() else {}
+        subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1", **environment})
+        measured = json.loads(path.read_text())
+    return [
+        compare("small Llama", each["backend"], each["measured"], each["engine"], arguments.ranks) for each in measured
+    ]
+
+
+def worker(arguments) -> None:
+    measured = []
+    for engine in ENGINES:
+        for backend in arguments.backends.split(","):
+            measured.append({"engine": engine, "backend": backend, "measured": measure("small Llama", backend, engine)})
+            gc.collect()
+    if torch.distributed.get_rank() == 0:
+        Path(arguments.worker).write_text(json.dumps(measured))
+    torch.distributed.destroy_process_group()
+
+
+def printed(results: list[dict]) -> str:
+    rows = []
+    for each in results:
+        row = [each["model"], each["sharding"], each["backend"]]
+        for key in ("static", "peak", "sent"):
+            ratio = each["ratio"].get(key)
+            row.append("" if ratio is None else f"{each['measured'][key] / 1e6:.1f} MB x {ratio:.3f}")
+        rows.append(row)
+    return table(["model", "sharding", "backend", "static", "peak", "sent"], rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backends", default=BACKENDS)
+    parser.add_argument("--models", default="Llama, 115 M;BERT, 7 M;Qwen3, tied, checkpointing", help="by semicolons")
+    parser.add_argument("--ranks", type=int, default=0, help="also on so many processes")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--json")
+    arguments = parser.parse_args()
+    if arguments.worker:
+        worker(arguments)
+        return
+    results = []
+    for name in filter(None, arguments.models.split(";")):
+        for backend in arguments.backends.split(","):
+            results.append(compare(name, backend, measure(name, backend)))
+            print(printed(results[-1:]), flush=True)
+            gc.collect()
+    if arguments.ranks:
+        results += on_ranks(arguments)
+    told = {key: value for key, value in vars(arguments).items() if key not in ("json", "worker")}
+    write_json(arguments.json, {"question": "estimate over measured", "arguments": told, "results": results})
+    print("\nestimate over measured:\n" + printed(results))
+
+
+if __name__ == "__main__":
+    main()

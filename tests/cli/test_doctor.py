@@ -1,0 +1,259 @@
+"""What `fp8-backends doctor` finds, its self-tests, and the precision that it recommends."""
+
+import json
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+import warm_process
+
+import fp8_backends
+from fp8_backends import Availability, chip_advice, hardware_table, registry, self_test, te_installation
+from fp8_backends.cli import doctor
+from fp8_backends.cli.main import main
+from fp8_backends.compute.native import NativeCompute
+
+
+@pytest.fixture(autouse=True)
+def warm(monkeypatch):
+    """Self-tests run in a process that need not load torch."""
+    monkeypatch.setattr("sys.executable", warm_process.python())
+
+
+def test_every_backend_is_listed_with_a_fix_where_it_cannot_run(capsys):
+    assert main(["doctor", "--no-test"]) == 0
+    printed = capsys.readouterr().out
+    assert main(["doctor", "--no-test", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found["backends"]) >= {"native", "ao", "te"} and found["backends"]["native"]["can_run"]
+    for name, backend in found["backends"].items():
+        assert f"\n{name} " in printed
+        assert backend["can_run"] or backend["fix"]
+    versions = found["versions"]
+    assert versions["fp8-backends"] == fp8_backends.__version__ and versions["python"] in printed
+    assert max(map(len, printed.splitlines())) <= 100
+    here = {name: row["state"] for row in found["chip"]["products"] for name in row["backends"]}
+    assert found["chip"]["title"] in printed and here["native:dynamic"] in ("FP8", "emulated")
+    assert {chip["key"] for chip in found["chips"]} > {"cpu", "hopper", "mi300"}
+    assert found["tests"] is None and "nothing here is proven" in printed
+    assert f"train in {found['advice']['precision']}" in printed
+
+
+def test_all_that_can_run_is_tested_and_proven(capsys):
+    assert main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    tests = {test["backend"]: test for test in found["tests"]}
+    scalings = [f"native:{scaling}" for scaling in NativeCompute.scalings]
+    assert set(tests) >= {*scalings, "msamp:O1", "msamp:O2", "msamp:O3", "ao:tensorwise"} and "te:delayed" not in tests
+    rowwise_needs = (2, 13)  # on a CPU
+    for name, test in tests.items():
+        if name.startswith("ao:rowwise") and fp8_backends.hardware.torch_release() < rowwise_needs:
+            assert not test["proven"] and test["reason"]
+            continue
+        assert test["proven"] and not test["reason"], test
+        assert 0 < test["gradient_error"] < self_test.GRADIENT_BOUND and test["loss_error"] < self_test.LOSS_BOUND
+        assert test["products"] >= 6 and test["engine"] and test["seconds"] < self_test.ENDS_WITHIN
+    assert [round(tests[f"msamp:{level}"]["bytes_per_element"]) for level in doctor.LEVELS] == [11, 6, 7]
+
+
+def faulty(monkeypatch, **methods):
+    """Register a backend `faulty`: native with a fault."""
+    monkeypatch.setattr(registry, "_factories", dict(registry._factories))
+    monkeypatch.setattr(registry, "_instances", dict(registry._instances))
+    fp8_backends.register_backend("faulty", type("Faulty", (NativeCompute,), {"name": "faulty", **methods}))
+
+
+def test_wrong_products_are_not_proven(monkeypatch):
+    """Planted: weights are multiplied with half of their scale."""
+    from fp8_backends.compute import fp8_linear
+
+    original = fp8_linear.Stored.quantized
+
+    def halved(self, *args):
+        codes, amax = original(self, *args)
+        return codes._replace(scale_inv=codes.scale_inv * 0.5), amax
+
+    monkeypatch.setattr(fp8_linear.Stored, "quantized", halved)
+    found = self_test.test("native:dynamic")
+    assert not found.proven and "gradient differs from bf16's by" in found.reason and "0.25" in found.reason
+
+
+def test_products_that_do_not_run_are_named(monkeypatch):
+    def build(self, linear, recipe, shared):
+        carrier = NativeCompute.build(self, linear, recipe, shared)
+        carrier.set_rule(carrier.fp8_rule._replace(high_precision=(False, True, False)), shared, 1)
+        return carrier
+
+    faulty(monkeypatch, build=build)
+    found = self_test.test("faulty:dynamic")
+    assert not found.proven and found.reason.startswith("layer 0 made no dgrad in FP8; layer 2")
+
+
+def test_bytes_that_are_not_as_planned_are_not_proven(monkeypatch):
+    monkeypatch.setattr("fp8_backends.precision_plan.LEVEL_ROWS", {
+        "O0": ("FP32", "FP16", None, "FP32", ("FP32", "FP32"))
+    })  # fmt: skip
+    found = self_test.test("native:dynamic")
+    assert not found.proven and found.reason == "16 bytes an element are stored, 14 were promised"
+
+
+def test_a_weight_that_does_not_move_is_not_proven(monkeypatch):
+    monkeypatch.setattr(torch.optim.AdamW, "step", torch.optim.Optimizer.profile_hook_step(lambda self: None))
+    found = self_test.test("native:rowwise")
+    assert not found.proven and "a weight did not move" in found.reason
+
+
+def test_what_a_library_raises_is_the_reason(monkeypatch):
+    def raising(self, module, recipe):
+        raise RuntimeError("CUDA error: no kernel image\nis available")
+
+    faulty(monkeypatch, unfit=raising)
+    found = self_test.test("faulty")
+    assert not found.proven and found.reason == "RuntimeError: CUDA error: no kernel image"
+
+
+TESTS = """
+import os, signal, sys, time
+from fp8_backends import self_test
+def test(backend):
+    if backend == "crash": os.kill(os.getpid(), signal.SIGSEGV)
+    if backend == "exit": sys.exit("library is broken")
+    if backend == "hang": time.sleep(60)
+    return self_test.SelfTest(backend, True, "")
+self_test.test = test
+self_test.main(sys.argv[1:])
+"""
+
+
+def test_a_crash_an_exit_and_a_hang_end_their_own_test_only(monkeypatch):
+    run = self_test.subprocess.Popen
+
+    def planted(command, **options):
+        return run([command[0], "-c", TESTS, *command[3:]], **options)
+
+    monkeypatch.setattr(self_test.subprocess, "Popen", planted)
+    monkeypatch.setattr(self_test, "ENDS_WITHIN", 2.0)
+    start = time.monotonic()
+    found = self_test.run(["first", "crash", "second", "exit", "third", "hang", "last"])
+    assert [test.backend for test in found if test.proven] == ["first", "second", "third", "last"]
+    reasons = {test.backend: test.reason for test in found}
+    assert "SIGSEGV" in reasons["crash"] and "library is broken" in reasons["exit"]
+    assert "did not end within 2 seconds" in reasons["hang"] and time.monotonic() - start < 60
+
+
+def test_what_was_not_proven_is_printed_with_its_reason():
+    tests = [
+        self_test.SelfTest("native:dynamic", True, "", gradient_error=0.1, seconds=1),
+        self_test.SelfTest("ao:rowwise", False, "layer 0 made no wgrad in FP8"),
+    ]
+    lines = doctor._test_lines([vars(test) for test in tests])
+    assert lines[0] == "proven    native:dynamic" and "within 10% of bf16's" in "".join(lines)
+    assert lines[-1] == "unproven  ao:rowwise: layer 0 made no wgrad in FP8"
+
+
+def test_every_chip_is_shown(capsys):
+    assert main(["doctor", "--chips"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.strip() == hardware_table.text(100).strip()
+
+
+def test_a_transformer_engine_that_does_not_import_is_explained(monkeypatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: True)
+    monkeypatch.setattr(registry, "available_backends", lambda: {"te": Availability(True, "on cuda")})
+    monkeypatch.setattr(te_installation, "probe", lambda: Availability(False, "libcudnn is not found", "pip it"))
+    assert main(["doctor", "--no-test"]) == 0
+    printed = capsys.readouterr().out
+    assert "te        cannot run: libcudnn is not found" in printed and "fix: pip it" in printed
+    monkeypatch.setattr(te_installation, "probe", lambda: Availability(True, "TransformerEngine 2.20.2 imports"))
+    assert main(["doctor", "--no-test"]) == 0
+    assert "te        can run: on cuda" in capsys.readouterr().out
+
+
+# Devices, and what is recommended for them
+
+
+@pytest.mark.parametrize(
+    ("kind", "chip", "te", "precision", "backend", "said"),
+    [
+        ("cuda", (12, 0), True, "bf16", "", "little or no speed"),
+        ("cuda", (11, 0), True, "fp8", "te:mxfp8", "twice as fast"),
+        ("cuda", (10, 3), False, "fp8", "native:dynamic", "torch.compile"),
+        ("cuda", (9, 0), True, "fp8", "te:delayed", "twice as fast"),
+        ("cuda", (9, 0), False, "fp8", "native:dynamic", "torch.compile"),
+        ("cuda", (8, 9), True, "bf16", "", "compare first"),
+        ("cuda", (8, 6), False, "bf16", "", "none in FP8"),
+        ("cuda", (8, 0), False, "bf16", "", "none in FP8"),
+        ("cuda", (7, 5), False, "fp16", "", "loss scaler"),
+        ("cuda", (7, 0), False, "fp16", "", "none in bf16"),
+        ("cuda", (6, 1), False, "fp32", "", "no matrix units"),
+        ("rocm", "gfx950:sramecc+:xnack-", False, "fp8", "native:dynamic", "twice as fast"),
+        ("rocm", "gfx942", False, "fp8", "ao:tensorwise", "TorchAO"),
+        ("rocm", "gfx90a", False, "bf16", "", "bf16 products"),
+        ("rocm", "gfx1100", False, "bf16", "", "bf16 products"),
+        ("rocm", "gfx906", False, "fp32", "", "no bf16"),
+        ("cpu", "bf16", False, "bf16", "", "debugging"),
+        ("cpu", "", False, "fp32", "", "without bf16"),
+    ],
+)
+def test_the_precision_for_each_chip(kind, chip, te, precision, backend, said):
+    advice = chip_advice.advice_for(kind, chip, te)
+    assert (advice.precision, advice.backend) == (precision, backend) and said in advice.reason
+    if backend:
+        fp8_backends.resolve(backend)
+
+
+def test_a_backend_that_is_recommended_has_fp8_products_on_that_chip():
+    for capability in ((9, 0), (10, 0)):
+        for te in (False, True):
+            compute, _, scaling = chip_advice.advice_for("cuda", capability, te).backend.partition(":")
+            support = hardware_table.support_of(compute, scaling, hardware_table.chip_of(capability))
+            assert support.state == "FP8"
+    assert hardware_table.support_of("ao", "tensorwise", hardware_table.MI300).state == "FP8"
+    assert hardware_table.support_of("native", "dynamic", hardware_table.MI350).state == "FP8"
+
+
+def gpus(monkeypatch, *chips):
+    """This machine has those GPUs: (name, capability)."""
+    cuda = torch.cuda
+    monkeypatch.setattr(cuda, "is_available", lambda: True)
+    monkeypatch.setattr(cuda, "device_count", lambda: len(chips))
+    monkeypatch.setattr(cuda, "get_device_name", lambda i=0: chips[i][0])
+    monkeypatch.setattr(cuda, "get_device_capability", lambda i=0: chips[i or 0][1])
+    monkeypatch.setattr(
+        cuda,
+        "get_device_properties",
+        lambda i=0: SimpleNamespace(
+            name=chips[i][0], major=chips[i][1][0], minor=chips[i][1][1], total_memory=80 * 2**30
+        ),
+    )
+    monkeypatch.setattr(torch.version, "hip", None)
+
+
+def test_gpus_that_differ_are_listed_and_the_least_of_them_decides(monkeypatch, capsys):
+    gpus(monkeypatch, ("H100", (9, 0)), ("H100", (9, 0)), ("A100", (8, 0)))
+    monkeypatch.setattr(doctor, "_driver", lambda: "580.65")
+    monkeypatch.setattr(registry, "available_backends", dict)
+    assert main(["doctor", "--no-test"]) == 0
+    printed = capsys.readouterr().out
+    assert "device    2 x H100 (80 GiB), capability 9.0: FP8 products in hardware" in printed
+    assert "          1 x A100 (80 GiB), capability 8.0: no FP8 products" in printed
+    assert "the least of them decides" in printed and "train in bf16" in printed and "driver    580.65" in printed
+    gpus(monkeypatch, ("H100", (9, 0)))  # as CUDA_VISIBLE_DEVICES=0 shows
+    assert main(["doctor", "--no-test"]) == 0
+    assert "train in FP8 (native:dynamic)" in capsys.readouterr().out
+
+
+def test_rules_that_the_chip_refuses_are_not_tested(monkeypatch):
+    gpus(monkeypatch, ("H100", (9, 0)))
+    te = {"can_run": True, "scalings": ["delayed", "dynamic", "blockwise", "mxfp8"]}
+    names = doctor._to_test({"te": te, "ao": {"can_run": False, "scalings": ["tensorwise"]}})
+    assert names[:2] == ["te:delayed", "te:dynamic"] and "te:mxfp8" not in names and "ao:tensorwise" not in names
+    assert names[-3:] == ["te+msamp:O1", "te+msamp:O2", "te+msamp:O3"]
+
+
+@pytest.mark.parametrize(("code", "output", "driver"), [(0, "580.65\n580.65\n", "580.65"), (9, "no devices", None)])
+def test_the_driver_is_asked_for_its_version(monkeypatch, code, output, driver):
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    monkeypatch.setattr(doctor.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=code, stdout=output))
+    assert doctor._driver() == driver

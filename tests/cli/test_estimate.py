@@ -1,0 +1,80 @@
+import json
+
+import pytest
+from transformers import LlamaConfig
+
+from fp8_backends.cli.main import main
+from fp8_backends.estimation import device_memory
+
+
+@pytest.fixture
+def config(tmp_path):
+    """A file of a small Llama's configuration."""
+    sizes = dict(hidden_size=64, intermediate_size=128, num_attention_heads=2, vocab_size=512, num_hidden_layers=4)
+    LlamaConfig(**sizes, max_position_embeddings=256).save_pretrained(tmp_path)
+    return str(tmp_path / "config.json")
+
+
+def printed_by(capsys, *arguments):
+    code = main(["estimate", *arguments])
+    return code, capsys.readouterr()
+
+
+def test_a_table_for_each_sharding_no_wider_than_a_screen(config, capsys):
+    options = ["--devices", "4", "--device", "h100", "--backend", "bf16,msamp:O2,te+msamp:O3", "--sequence", "128"]
+    code, said = printed_by(capsys, config, *options, "--sharding", "ddp,zero2")
+    assert code == 0
+    lines = said.out.splitlines()
+    assert max(map(len, lines)) <= 100
+    assert "MiB on each of 4 devices, DDP" in lines and "MiB on each of 4 devices, ZeRO-2" in lines
+    ddp = lines[lines.index("MiB on each of 4 devices, DDP") + 1 :]
+    heading, rows = ddp[0].split(), {line.split()[0]: line.split()[1:] for line in ddp[1:4]}
+    assert heading[:3] == ["weights", "master", "grads"] and "sent" in heading and heading[-1] == "batch"
+    assert all(len(row) in (len(heading), len(heading) + 1) for row in rows.values())  # "1.2 M" are two words
+    assert set(rows) == {"bf16", "msamp:O2", "te:delayed+msamp:O3"} and "yes" in rows["bf16"]
+    assert "msamp:O2: level O2 goes with DDP and FSDP2" in said.out
+    assert "te: as its native twin" in said.out and "4 x H100 (80 GiB)" in said.out
+
+
+def test_json_holds_the_same_in_bytes(config, capsys):
+    code, said = printed_by(capsys, config, "--json", "--backend", "bf16,msamp:O2", "--device", "24", "--batch", "2")
+    found = json.loads(said.out)
+    assert code == 0 and found["device"]["memory"] == 24 * 2**30
+    bf16, o2 = found["estimates"]
+    count = found["parameters"]
+    assert bf16["static"] == pytest.approx(16 * count, rel=1e-4) and bf16["sharding"] == "none" and bf16["fits"] is True
+    assert bf16["weights"] == 4 * count and bf16["copies"] == pytest.approx(2 * (count - 512 * 64), rel=0.01)
+    assert o2["static"] < 0.75 * bf16["static"] and o2["flops_share"] > 0.8 and o2["peak"] > o2["static"]
+    assert found["settings"] == {"batch": 2, "sequence": 256, "checkpointing": False, "weights": "fp32", "devices": 1}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "name a model"),
+        (["MODEL", "--params", "8B"], "one of both"),
+        (["nobody/nothing"], "Nothing is fetched"),
+        (["--params", "few"], "such as 8B"),
+        (["MODEL", "--device", "h10"], "did you mean 'h100'"),
+        (["MODEL", "--sharding", "fsdp3"], "did you mean 'fsdp2'"),
+        (["MODEL", "--backend", "natve"], "did you mean 'native'"),
+        (["MODEL", "--devices", "0"], "--devices 0: at least 1"),
+        (["MODEL", "--sequence", "512"], "exceeds the model's 256 positions"),
+    ],
+)
+def test_what_cannot_be_estimated_exits_with_2_and_one_message(config, capsys, arguments, said):
+    code, printed = printed_by(capsys, *(config if each == "MODEL" else each for each in arguments))
+    assert code == 2 and said in printed.err and printed.err.startswith("fp8-backends estimate: ")
+    assert "Traceback" not in printed.err and not printed.out
+
+
+def test_devices_by_name_by_size_and_this_machine(monkeypatch):
+    assert device_memory.device_named("H200").memory == 141 * 2**30
+    assert device_memory.device_named("A100-40").memory == device_memory.device_named("40 GB").memory == 40 * 2**30
+    ram = device_memory.device_named("cpu")
+    assert 2**28 < ram.memory < 2**46 and "RAM" in ram.title
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert device_memory.device_named(None) == ram
+    for wrong in ("h1000", "0", "-8", "GiB"):
+        with pytest.raises(device_memory.FP8BackendError, match="--device"):
+            device_memory.device_named(wrong)

@@ -1,0 +1,288 @@
+"""What an estimate says, beside what training takes.
+
+Bounds: static bytes 3 %, peaks 10 %, which is what a user is promised; measured ratios are within 0.3 % here, and at
+4 % for the peak of TorchAO, whose kernels allocate for themselves.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.utils import convert_outputs_to_fp32
+from transformers import BertConfig, GPT2Config, LlamaConfig, Qwen3Config
+
+import fp8_backends
+from fp8_backends import recipes
+from fp8_backends.auditing import audit
+from fp8_backends.cli.memory import peak_memory
+from fp8_backends.errors import FP8BackendError, RecipeError
+from fp8_backends.estimation import ModelShape, Workload, estimate, estimates, model_shapes, sharded_costs
+from fp8_backends.estimation.estimates import Growth
+from fp8_backends.estimation.step_trace import StepTrace
+
+STATIC, PEAK = 0.03, 0.10
+BACKENDS = {
+    "Llama": ["bf16", "native:dynamic", "msamp:O1", "msamp:O2", "msamp:O3"],
+    "BERT": ["bf16", "msamp:O2", "ao"],
+    "Qwen3 with a tied head": ["native:dynamic", "msamp:O3"],
+}
+"""All of them with larger models: the recorded results below."""
+
+
+def llama(layers=2, **fields):
+    sizes = dict(hidden_size=64, intermediate_size=192, num_attention_heads=2, vocab_size=512)
+    return LlamaConfig(**{**sizes, **fields}, num_hidden_layers=layers, use_cache=False)
+
+
+SHAPES = {
+    "Llama": ModelShape("Llama", llama()),
+    "BERT": ModelShape(
+        "BERT",
+        BertConfig(vocab_size=640, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2),
+    ),
+    "Qwen3 with a tied head": ModelShape(
+        "Qwen3",
+        Qwen3Config(
+            vocab_size=512,
+            hidden_size=64,
+            intermediate_size=192,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            tie_word_embeddings=True,
+            use_cache=False,
+        ),
+    ),
+}
+
+
+def trained(shape, backend, batch, sequence):
+    """(static bytes, peak of the third step, FP8 share) of a live training, as Accelerate sets it up."""
+    torch.manual_seed(0)
+    model = shape.make_model(torch.float32).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    if backend != "bf16":
+        fp8_backends.prepare(model, optimizer, backend)
+    forward = torch.autocast("cpu", torch.bfloat16)(type(model).forward)
+    model.forward = convert_outputs_to_fp32(forward.__get__(model))
+    tokens = torch.randint(512, (batch, sequence))
+
+    def step():
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        del loss
+        optimizer.step()
+
+    step()
+    found = audit(model, optimizer)
+    static = sum(found.bytes_per_parameter[key] for key in ("weight", "master", "gradient", "optimizer"))
+    parameters = sum(p.numel() for p in model.parameters())
+    copies = 1.0 if backend in ("native:dynamic", "msamp:O1", "msamp:O2") else 0.0  # which `audit` adds to weights
+    converted = sum(m.weight.numel() for name, m in model.named_modules() if name in found.products)
+    optimizer.zero_grad()
+    step()
+    optimizer.zero_grad()
+    peak = peak_memory(lambda: (step(), optimizer.zero_grad()), model, optimizer)
+    return static * parameters - copies * converted, peak, found.flops_share
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_static_bytes_and_the_peak_are_those_of_a_live_training(name, subtests):
+    shape, batch, sequence = SHAPES[name], 4, 64
+    for backend in BACKENDS[name]:
+        with subtests.test(backend):
+            static, peak, share = trained(shape, backend, batch, sequence)
+            (found,) = estimate(Workload(model=shape, batch=batch, sequence=sequence), [backend])
+            assert found.static == pytest.approx(static, rel=STATIC)
+            assert found.peak == pytest.approx(peak, rel=PEAK)
+            assert found.flops_share == pytest.approx(share, abs=1e-6)
+
+
+@pytest.mark.parametrize(("backend", "checkpointing"), [("msamp:O2", False), ("native:dynamic", True)])
+def test_a_few_layers_tell_of_all(backend, checkpointing):
+    """Resting bytes, gradients and saved activations to the byte; the peak, whose place may change, within 2 %."""
+    shape = ModelShape("", llama(layers=5, max_position_embeddings=64))
+    workload = Workload(model=shape, batch=2, sequence=64, checkpointing=checkpointing, memory=1e9)
+    recipe = recipes.resolve(backend)
+    growth = Growth.traced(workload, recipe, "none", recipe.name)
+    assert growth.in_layers
+    trace = estimates._tracer(workload, recipe, "none", recipe.name)
+    for layers, batch in ((5, 2), (4, 5)):
+        whole = StepTrace.from_numbers(trace(shape.with_layers(layers), batch))
+        told = growth.at(layers, batch)
+        assert told.resting == whole.resting and told.gradients == whole.gradients
+        assert told.saved == pytest.approx(whole.saved, rel=1e-4)  # scales that layers share, some bytes each
+        assert told.sizes == pytest.approx(whole.sizes)
+        assert estimates._highest(told)[1] == pytest.approx(estimates._highest(whole)[1], rel=0.02)
+
+
+def test_checkpointing_keeps_less_and_bf16_weights_weigh_half():
+    shape = SHAPES["Llama"]
+    plain, kept, half = (
+        estimate(Workload(model=shape, batch=4, sequence=64, **options), ["bf16"])[0]
+        for options in ({}, {"checkpointing": True}, {"weights": "bf16"})
+    )
+    assert kept.activations < plain.activations / 2 and kept.weights == plain.weights
+    assert half.weights == plain.weights / 2 and half.gradients == plain.gradients / 2
+
+
+def test_what_fits_is_what_the_estimate_of_it_says():
+    """The largest model and batch: one more of either no longer fits."""
+    shape = ModelShape("", llama(layers=6))
+    memory = 12e6
+    workload = Workload(model=shape, batch=1, sequence=64, memory=memory)
+    (found,) = estimate(workload, ["msamp:O3"])
+    assert found.fits and found.largest_layers > 6 and found.largest_batch > 1
+
+    def peak(layers, batch):
+        model = shape.with_layers(layers)
+        return estimate(Workload(model=model, batch=batch, sequence=64), ["msamp:O3"])[0].peak
+
+    usable = estimates.USABLE * memory
+    assert peak(6, found.largest_batch) <= 1.02 * usable < 1.04 * peak(6, found.largest_batch + 1)
+    assert found.largest_parameters == shape.with_layers(found.largest_layers).parameters
+    too_small = Workload(model=shape, sequence=64, memory=1e6)
+    (none,) = estimate(too_small, ["bf16"])
+    assert none.fits is False and none.largest_batch == 0 and none.largest_layers == 0
+
+
+def test_ranks_hold_their_share():
+    """Static bytes of an element of a scaled weight: DDP keeps all, O3 shares 5 of 7 out, FSDP2 shards everything."""
+    workload = Workload(model=SHAPES["Llama"], sequence=64, devices=4)
+    found = estimate(workload, ["bf16", "msamp:O2", "msamp:O3"], ["none", "ddp", "fsdp2"])
+    alone, ddp, fsdp = ({each.backend: each for each in found if each.sharding == s} for s in ("none", "ddp", "fsdp2"))
+    o3 = "native:window+msamp:O3"
+    for backend, whole in alone.items():
+        assert fsdp[backend].static == pytest.approx(whole.static / 4, rel=1e-6)
+        assert (ddp[backend].static == pytest.approx(whole.static)) is (backend != o3)
+    assert ddp["bf16"].buffers - alone["bf16"].buffers == ddp["bf16"].gradients  # DDP's buckets
+    scaled = 2 * (4 * 64 * 64 + 3 * 64 * 192)
+    assert alone[o3].static - ddp[o3].static == pytest.approx(0.75 * 5 * scaled, rel=0.002)  # and scales
+
+
+def test_deepspeed_shards_more_at_each_stage_and_takes_no_level():
+    workload = Workload(model=SHAPES["Llama"], sequence=64, devices=4)
+    stages = estimate(workload, ["native:dynamic"], ["zero1", "zero2", "zero3"])
+    count = stages[0].parameters
+    assert [each.static / count for each in stages] == pytest.approx(
+        [2 + 2 + 12 / 4, 2 + 2 / 4 + 12 / 4, 16 / 4], rel=1e-6
+    )
+    refused, accepted = estimate(workload, ["msamp:O2", "bf16"], ["zero3"])
+    assert "O2" in refused.refused and "FSDP2" in refused.refused and refused.peak == 0 and not accepted.refused
+
+
+def test_sent_bytes_and_shares_are_those_that_were_measured_on_two_ranks(subtests):
+    """The results that `benchmarks/estimate.py --ranks 2` left: DDP within 1 %; FSDP2 within 4 % once gloo's
+    all-reduce, which stands for a reduce-scatter there, is counted as one."""
+    path = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "estimate_cpu.json"
+    results = json.loads(path.read_text())["results"]
+    on_ranks = [each for each in results if each["ranks"] > 1]
+    assert {each["sharding"] for each in on_ranks} == {"ddp", "fsdp2"}
+    shape = ModelShape("", llama(3, hidden_size=128, intermediate_size=352, num_attention_heads=4, vocab_size=256))
+    assert {each["backend"] for each in on_ranks} >= {"bf16", "native:delayed", "msamp:O2", "msamp:O3"}
+    for backend in ("bf16", "native:delayed", "msamp:O2", "msamp:O3"):
+        measured_ones = [each for each in on_ranks if each["backend"] == backend]
+        workload = Workload(model=shape, batch=4, sequence=128, devices=2)
+        estimates = estimate(workload, [backend], [each["sharding"] for each in measured_ones])
+        for each, found in zip(measured_ones, estimates, strict=True):
+            measured, plain_fsdp2 = each["measured"], each["sharding"] == "fsdp2" and "msamp" not in backend
+            twice = found.parameters * 2 / 2 if plain_fsdp2 else 0
+            bound = 0.01 if each["sharding"] == "ddp" else 0.04
+            with subtests.test(f"{each['sharding']} {backend}"):
+                assert found.parameters == each["parameters"]
+                assert found.static == pytest.approx(measured["static"], rel=STATIC)
+                assert found.sent + twice == pytest.approx(measured["sent"], rel=bound)
+
+
+def test_every_model_of_the_benchmark_was_within_the_bounds():
+    path = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "estimate_cpu.json"
+    results = [each for each in json.loads(path.read_text())["results"] if each["ranks"] == 1]
+    levels = {"bf16", "native:dynamic", "msamp:O1", "msamp:O2", "msamp:O3", "ao"}
+    for model in {each["model"] for each in results}:
+        assert levels <= {each["backend"] for each in results if each["model"] == model}
+    assert len({each["model"] for each in results}) >= 3
+    for each in results:
+        assert each["ratio"]["static"] == pytest.approx(1, abs=STATIC), each
+        assert each["ratio"]["peak"] == pytest.approx(1, abs=PEAK), each
+
+
+def test_transformer_engine_is_its_twin_with_a_second_copy_of_the_codes():
+    te, native = estimate(Workload(model=SHAPES["Llama"], sequence=64), ["te:delayed", "native:delayed"])
+    converted = 2 * (4 * 64 * 64 + 3 * 64 * 192)
+    assert te.static == native.static and te.copies - native.copies == pytest.approx(converted, rel=0.001)
+    assert te.notes and not native.notes
+
+
+def test_a_backend_that_cannot_train_a_model_says_why_beside_those_that_can():
+    shape = ModelShape("", GPT2Config(vocab_size=512, n_embd=64, n_layer=2, n_head=2, use_cache=False))
+    fp8, bf16 = estimate(Workload(model=shape, sequence=64), ["native:dynamic", "bf16"])
+    assert "no layer of this model can run in FP8" in fp8.refused and bf16.peak > 0
+    with pytest.raises(FP8BackendError, match="no layer of this model"):
+        estimate(Workload(model=shape, sequence=64), ["native:dynamic"])
+
+
+def test_weights_that_are_drawn_until_they_fit_end_and_a_loop_that_waits_for_a_value_is_refused(monkeypatch):
+    def truncated(model):
+        torch.nn.init.trunc_normal_(model.lm_head.weight, std=0.02, a=-0.04, b=0.04)
+        return model
+
+    class Waits(ModelShape):
+        def make_model(self, dtype):
+            model = truncated(ModelShape.make_model(self, dtype))
+            while model.lm_head.weight.sum().item() > 0.5:
+                pass
+            return model
+
+    monkeypatch.setattr("fp8_backends.estimation.step_trace.MOST_ANSWERS", 100)
+    shape = Waits("", llama())
+    shape.__dict__["grows_evenly"] = False
+    with pytest.raises(FP8BackendError, match="asks for values of tensors without end"):
+        estimate(Workload(model=shape, sequence=64), ["bf16"])
+    monkeypatch.setattr(Waits, "make_model", lambda self, dtype: truncated(ModelShape.make_model(self, dtype)))
+    assert estimate(Workload(model=shape, sequence=64), ["bf16"])[0].peak > 0
+
+
+def test_a_step_that_fails_is_one_message(monkeypatch):
+    monkeypatch.setattr("transformers.LlamaForCausalLM.forward", lambda self, **_: 1 / 0)
+    with pytest.raises(FP8BackendError, match="a training step of this model fails: ZeroDivisionError"):
+        estimate(Workload(model=SHAPES["Llama"], sequence=64), ["bf16"])
+
+
+def test_wrong_questions_are_errors():
+    workload = Workload(model=ModelShape("", llama(max_position_embeddings=32)), sequence=64)
+    with pytest.raises(FP8BackendError, match="64 tokens exceeds the model's 32 positions"):
+        estimate(workload, ["bf16"])
+    workload.sequence = 32
+    with pytest.raises(RecipeError, match="unknown backend"):
+        estimate(workload, ["natve"])
+    with pytest.raises(FP8BackendError, match="'zero4' is none of"):
+        sharded_costs.of_one_rank(StepTrace(), "zero4", 2, None)
+
+
+@pytest.mark.parametrize(("count", "shape"), [("8B", (32, 4096)), ("70B", (75, 8448)), ("350M", (18, 1280))])
+def test_a_number_of_parameters_is_a_llama_of_about_that_size(count, shape):
+    config = model_shapes.from_parameters(model_shapes.parse_count(count)).config
+    assert config.num_hidden_layers / shape[0] == pytest.approx(1, rel=0.5)
+    assert config.hidden_size / shape[1] == pytest.approx(1, rel=0.5)
+
+
+def test_counts_are_read_and_written():
+    assert model_shapes.parse_count("1.5e9") == 1.5e9 and model_shapes.parse_count(" 350m ") == 350e6
+    assert model_shapes.readable_count(8.03e9) == "8.03 B" and model_shapes.readable_count(70) == "70"
+    for wrong in ("many", "-3B", "12", ""):
+        with pytest.raises(FP8BackendError, match="number of parameters such as 8B"):
+            model_shapes.parse_count(wrong)
+
+
+def test_a_configuration_file_a_folder_and_nothing_else(tmp_path):
+    llama(3).save_pretrained(tmp_path)
+    for name in (tmp_path, tmp_path / "config.json"):
+        shape = model_shapes.from_transformers(name)
+        assert shape.layers == 3 and shape.parameters > 100_000 and shape.config.use_cache is False
+    with pytest.raises(FP8BackendError, match="no such config.json or folder.*Nothing is fetched"):
+        model_shapes.from_transformers("nobody/no-such-model")
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(FP8BackendError, match="not a configuration that transformers reads"):
+        model_shapes.from_transformers(tmp_path)
