@@ -24,7 +24,7 @@ from ..proof import is_main_process
 from ..recipe_merging import code_over_launch
 from ..recipe_sources import LAUNCHED, PREFIX, environment_fields, is_launched, variables
 from ..recipes import AUTO, FP8RecipeKwargs, Recipe, from_environment, resolve, with_environment
-from .callers import around_fp8, precision_of_notebook, precision_of_trainer
+from .callers import around_fp8, for_trainer, precision_of_notebook, precision_of_trainer
 from .mixin import FP8Mixin, IgnoresFP8Environment, with_mixin
 
 logger = logging.getLogger("fp8_backends")
@@ -108,7 +108,7 @@ def _patched(original):
             self.__class__ = with_mixin(FP8Mixin, type(self))
         with _without_fp8_checks():
             original(*bound.args, **bound.kwargs)
-        self._start_fp8(recipe)
+        self._start_fp8(for_trainer(recipe, self._wraps_in_ddp))
 
     setattr(__init__, _MARK, True)
     return __init__

@@ -120,7 +120,7 @@ ENGINE_RULES = (
         "info",
         lambda s: s.recipe.level == "O3" and s.recipe.shard_states and s.parallel == "ddp",
         "under DDP each rank has the masters and states of its own part at O3, so a state dict needs all ranks: a loop "
-        "that saves on rank 0 alone, as transformers.Trainer's does, gets an error",
+        "that saves on rank 0 alone gets an error (under transformers' Trainer, which does, each rank keeps all)",
         "save with Accelerator.save_state, or set shard_states=False",
     ),
     Rule(

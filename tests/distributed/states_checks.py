@@ -1,6 +1,8 @@
 """Optimizers on several ranks: what they compute, keep, save and load, against one rank that has everything."""
 
+import contextlib
 import copy
+import os
 import tempfile
 
 import pytest
@@ -410,6 +412,35 @@ def check_accelerate_saves_and_loads_what_is_shared_out():
         accelerator.load_state(folders[0])
         assert equal(dict(whole_state_dicts(model.module, optimizer)[0]), dict(saved[0]))
         assert train(model, optimizer, range(3, 5)) == losses
+
+
+def check_a_trainer_saves_o3_on_one_rank_and_resumes_to_the_bit():
+    """It saves the optimizer on rank 0 alone, so its states are not shared out."""
+    from trainers.tiny_trainers import losses_of, trainer_for
+
+    folders = [tempfile.mkdtemp()] if dist.get_rank() == 0 else [None]
+    dist.broadcast_object_list(folders)
+    losses = []
+    for resume in (None, f"{folders[0]}/checkpoint-2"):
+        AcceleratorState._reset_state(True)
+        with environment(ACCELERATE_MIXED_PRECISION="fp8", ACCELERATE_FP8_BACKEND="msamp:O3"):
+            trainer = trainer_for(folders[0], max_steps=4, save_strategy="steps", save_steps=2, bf16=True)
+            trainer.train(resume_from_checkpoint=resume)
+        optimizer = trainer.optimizer.optimizer
+        assert trainer.accelerator.fp8_recipe.level == "O3" and optimizer.fp8_owners is None
+        losses.append(losses_of(trainer)[-2:])
+    assert losses[0] == losses[1]
+    AcceleratorState._reset_state(True)
+
+
+@contextlib.contextmanager
+def environment(**variables: str):
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name in variables:
+            del os.environ[name]
 
 
 # What they weigh, and gradients in shards
