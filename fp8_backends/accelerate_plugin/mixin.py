@@ -23,6 +23,7 @@ from ..recipes import Recipe
 from ..weight_products import FP8
 from . import deepspeed, fsdp2
 from .checkpoint import LoadScalingState, SaveScalingState, ScalingInOptimizer
+from .known_problems import known_problems, say
 
 logger = logging.getLogger("fp8_backends")
 
@@ -116,7 +117,8 @@ class FP8Mixin(_MadeAtRunTime):
     # Preparation
 
     def prepare(self, *args, device_placement=None):
-        """As in Accelerate; every model is converted first, its Parameter objects kept."""
+        """As in Accelerate; every model is converted first, its Parameter objects kept. What is known to go wrong or
+        to be slow is logged."""
         if self.distributed_type == DistributedType.MEGATRON_LM:
             raise RecipeError("Megatron-LM brings its own FP8: use mixed_precision='bf16' and Megatron's FP8 options")
         models = [obj for obj in args if isinstance(obj, nn.Module)]
@@ -126,10 +128,12 @@ class FP8Mixin(_MadeAtRunTime):
             return super().prepare(*self._original_msamp(args), device_placement=device_placement)
         for optimizer in (obj for obj in args if isinstance(obj, torch.optim.Optimizer)):
             preparation.check_optimizer(optimizer, self.fp8_recipe)
+        findings = known_problems(self, models)
         for model in sorted(models, key=lambda model: not weight_products(model)):
             if self.is_fsdp2:
                 fsdp2.upcast(model)
             self._convert(model)
+        say(findings)
         result = super().prepare(*args, device_placement=device_placement)
         self._watch_optimizers()
         return result

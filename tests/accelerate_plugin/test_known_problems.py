@@ -1,0 +1,49 @@
+"""What `validate` knows of a training is said once, before it begins."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import Accelerator
+from plugin_training import mlp
+
+import fp8_backends
+
+
+def warned_of(caplog, model=None, prepared_for_evaluation=False, **options) -> list[str]:
+    """The rules whose findings `prepare` logged."""
+    recipe = fp8_backends.NativeRecipeKwargs(include=options.pop("include", None))
+    accelerator = Accelerator(mixed_precision="fp8", kwargs_handlers=[recipe], **options)
+    model = mlp() if model is None else model
+    if prepared_for_evaluation:
+        model.requires_grad_(False)
+    with caplog.at_level(logging.WARNING, "fp8_backends"):
+        accelerator.prepare(*[model] if prepared_for_evaluation else (model, torch.optim.SGD(model.parameters(), 0.1)))
+    findings = [record.getMessage() for record in caplog.records if ". Fix: " in record.getMessage()]
+    return [finding.rpartition("[")[2].partition("]")[0] for finding in findings]
+
+
+def test_a_sound_training_is_prepared_in_silence(caplog):
+    assert warned_of(caplog) == [] == caplog.records
+
+
+def test_one_line_names_reason_and_fix_and_the_model_is_prepared(caplog):
+    model = mlp()
+    assert warned_of(caplog, model, include=["0"]) == ["minority_in_fp8"]
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "less than half of the products" in line and "Fix: include what can be converted" in line
+    assert fp8_backends.audit(model).products.keys() == {"0"}
+
+
+@pytest.mark.parametrize("backend, rules", [("eager", ["flash_attention_2_compile"]), ("no", [])])
+def test_what_the_accelerator_does_around_the_model_counts(caplog, backend, rules):
+    model = mlp()
+    model.config = SimpleNamespace(_attn_implementation="flash_attention_2")
+    assert warned_of(caplog, model, dynamo_backend=backend) == rules
+
+
+def test_a_model_that_does_not_train_is_nobody_s_problem(caplog):
+    assert warned_of(caplog, include=["0"], prepared_for_evaluation=True) == []
