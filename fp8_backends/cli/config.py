@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from ..configuration.training_config import read
+    from ..configuration.reading import read
     from ..errors import RecipeError
 
     if args.num_processes is not None and args.num_processes < 1:

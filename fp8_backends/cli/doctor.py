@@ -43,7 +43,8 @@ def run(args: argparse.Namespace) -> int:
 def diagnosis(tests: bool = True) -> dict[str, Any]:
     """Devices, versions, backends, what their tests found, this chip's products and the precision that is recommended,
     as plain values."""
-    from .. import chip_advice, hardware, hardware_table, registry, self_test
+    from .. import chip_advice, hardware, hardware_table, registry
+    from . import self_test
 
     described = asdict(hardware.describe())
     described |= {"devices": _devices(), "driver": _driver()}

@@ -120,29 +120,11 @@ def _is_default(recipe: Recipe, name: str, value: Any) -> bool:
     return value == FIELDS[name].default
 
 
-# reading
+# for the readers of each system
 
 
-def read(path: str, system: str | None = None, processes: int | None = None) -> TrainingConfig:
-    """Read a YAML (or JSON) file of Accelerate or Axolotl.
-
-    Args:
-        system: "accelerate" or "axolotl"; by default told by the file's keys.
-        processes: how many will train, where the file does not say, or in place of what it says.
-
-    Raises:
-        RecipeError: no such file, no YAML, of neither system, or with keys or values that are not known.
-    """
-    from .accelerate_config import read_accelerate
-    from .axolotl_config import read_axolotl
-
-    values = _parsed(path)
-    readers = {"accelerate": read_accelerate, "axolotl": read_axolotl}
-    system = system or _told_by_keys(values, path)
-    return readers[system](values, path, processes)
-
-
-def _parsed(path: str) -> dict[str, Any]:
+def parsed_file(path: str) -> dict[str, Any]:
+    """The keys of a YAML or JSON file. Raises `RecipeError` that names it."""
     import yaml
 
     kind, load = ("JSON", json.load) if path.endswith(".json") else ("YAML", yaml.safe_load)
@@ -156,24 +138,6 @@ def _parsed(path: str) -> dict[str, Any]:
     if not isinstance(values, Mapping):
         raise RecipeError(f"{path} holds no keys: a configuration file of Accelerate or Axolotl is wanted")
     return {str(key): value for key, value in values.items()}
-
-
-_MARKS = {
-    "accelerate": ("compute_environment", "distributed_type", "mixed_precision", "num_machines", "downcast_bf16"),
-    "axolotl": ("base_model", "datasets", "sequence_len", "micro_batch_size", "fp8", "fp16", "bf16", "adapter"),
-}
-
-
-def _told_by_keys(values: Mapping[str, Any], path: str) -> str:
-    counts = {system: sum(mark in values for mark in marks) for system, marks in _MARKS.items()}
-    system = max(counts, key=counts.get)
-    if list(counts.values()).count(counts[system]) > 1:
-        listed = " or ".join(f"{name.capitalize()} ({', '.join(marks)}, …)" for name, marks in _MARKS.items())
-        raise RecipeError(f"{path}: its keys do not tell whether it is a configuration of {listed}: say it with --from")
-    return system
-
-
-# for the readers
 
 
 def value_of(place: str, parse: Callable[[Any], Any], value: Any) -> Any:
@@ -203,5 +167,5 @@ def zero_stage(config_file: str, source: str) -> int | None:
     """The ZeRO stage in a DeepSpeed configuration, looked for from here and beside `source`. None: it does not tell."""
     places = (config_file, os.path.join(os.path.dirname(source), config_file))
     path = next((path for path in places if os.path.isfile(path)), None)
-    stage = None if path is None else block(_parsed(path), "zero_optimization", path).get("stage")
+    stage = None if path is None else block(parsed_file(path), "zero_optimization", path).get("stage")
     return stage if isinstance(stage, int) else None

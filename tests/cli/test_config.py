@@ -12,7 +12,8 @@ from accelerate.utils import launch as stock_environments
 
 from fp8_backends import RecipeError, hardware_table, resolve
 from fp8_backends.cli.main import main
-from fp8_backends.configuration.training_config import read, yaml_fields
+from fp8_backends.configuration.reading import read
+from fp8_backends.configuration.training_config import yaml_fields
 from fp8_backends.recipe_sources import environment_fields
 
 AXOLOTL = """

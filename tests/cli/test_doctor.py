@@ -9,8 +9,8 @@ import torch
 import warm_process
 
 import fp8_backends
-from fp8_backends import Availability, chip_advice, hardware_table, registry, self_test, te_installation
-from fp8_backends.cli import doctor
+from fp8_backends import Availability, chip_advice, hardware_table, registry, te_installation
+from fp8_backends.cli import doctor, self_test
 from fp8_backends.cli.main import main
 from fp8_backends.compute.native import NativeCompute
 
@@ -115,7 +115,7 @@ def test_what_a_library_raises_is_the_reason(monkeypatch):
 
 TESTS = """
 import os, signal, sys, time
-from fp8_backends import self_test
+from fp8_backends.cli import self_test
 def test(backend):
     if backend == "crash": os.kill(os.getpid(), signal.SIGSEGV)
     if backend == "exit": sys.exit("library is broken")

@@ -4,7 +4,7 @@ A test of a backend proves four things: every converted layer made all three pro
 gradients are those of bf16 up to FP8's rounding, every weight moved in the optimizer's step, and weights, gradients and
 states take the bytes that the recipe promises. A backend that crashes or hangs ends the process, not the doctor.
 
-    python -m fp8_backends.self_test native:dynamic msamp:O2
+    python -m fp8_backends.cli.self_test native:dynamic msamp:O2
 """
 
 from __future__ import annotations
@@ -151,8 +151,8 @@ def test(backend: str) -> SelfTest:
 
 
 def _test(backend: str) -> SelfTest:
-    from . import preparation, recipes
-    from .auditing import audit
+    from .. import preparation, recipes
+    from ..auditing import audit
 
     recipe = recipes.resolve(backend)
     expected_loss, expected_gradients = _backward(_model_and_optimizer()[0])
@@ -180,9 +180,9 @@ def _test(backend: str) -> SelfTest:
 
 
 def _faults(result: SelfTest, products: dict[str, dict[str, int]], recipe: Any) -> Iterator[str]:
-    from . import registry
-    from .compute import KINDS
-    from .precision_plan import plan
+    from .. import registry
+    from ..compute import KINDS
+    from ..precision_plan import plan
 
     high_precision = registry.get_compute(recipe.compute).high_precision_products(recipe)
     for name, counts in products.items():
