@@ -5,16 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import textwrap
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
+
+from .paragraphs import paragraph
 
 if TYPE_CHECKING:
     from ..configuration.training_config import TrainingConfig
     from ..validators import Finding
 
 SUMMARY = "what a configuration file of Accelerate or Axolotl means, checked, and written for Accelerate"
-WIDTH = 100
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -121,13 +121,13 @@ def explained(config: TrainingConfig, findings: list[Finding]) -> str:
     """What the file means, and what is to know about it."""
     lines = [f"{config.source} ({config.system.capitalize()}) means:", ""]
     for label, text in _meaning(config):
-        lines += _entry(label, text)
+        lines += paragraph(label, text, 10)
     for note in config.notes:
-        lines += _entry("note", note)
+        lines += paragraph("note", note, 10)
     lines.append("")
     for finding in findings:
-        lines += _entry(finding.severity, f"{finding.reason} [{finding.rule}]")
-        lines += _entry("", f"fix: {finding.fix}")
+        lines += paragraph(finding.severity, f"{finding.reason} [{finding.rule}]", 10)
+        lines += paragraph("", f"fix: {finding.fix}", 10)
     if not findings:
         nothing = "FP8 is off: nothing to check" if config.recipe is None else "no validator found anything"
         lines.append(nothing)
@@ -173,14 +173,3 @@ def _options(config: TrainingConfig) -> str:
     }
     found = [names[key].format(value) for key, value in config.surroundings.items() if key in names and value]
     return "".join(f", {each}" for each in found)
-
-
-def _entry(label: str, text: str) -> list[str]:
-    return textwrap.wrap(
-        text,
-        WIDTH,
-        initial_indent=f"{label:<10} ",
-        subsequent_indent=" " * 13,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )

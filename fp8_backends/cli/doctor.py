@@ -8,12 +8,12 @@ import json
 import platform
 import shutil
 import subprocess
-import textwrap
 from dataclasses import asdict
 from typing import Any
 
+from .paragraphs import WIDTH, paragraph
+
 SUMMARY = "which backends run on this machine, proven by a test, and why not"
-WIDTH = 100
 
 LIBRARIES = ("deepspeed", "peft", "trl", "triton")
 """Beside `hardware.LIBRARIES`, those whose versions matter where they are installed."""
@@ -161,15 +161,15 @@ def _readable(found: dict[str, Any]) -> str:
     advice = found["advice"]
     chosen = advice["precision"].upper() if advice["precision"] == "fp8" else advice["precision"]
     backend = f" ({advice['backend']})" if advice["backend"] else ""
-    lines += _entry("advice", f"train in {chosen}{backend}: {advice['reason']}")
-    lines += [*_entry("auto", f"means {found['auto']} here"), ""]
+    lines += paragraph("advice", f"train in {chosen}{backend}: {advice['reason']}")
+    lines += [*paragraph("auto", f"means {found['auto']} here"), ""]
     for name, backend in found["backends"].items():
         state = "can run" if backend["can_run"] else "cannot run"
-        lines += _entry(name, state + (f": {backend['reason']}" if backend["reason"] else ""))
+        lines += paragraph(name, state + (f": {backend['reason']}" if backend["reason"] else ""))
         if backend["can_run"] and backend["scalings"]:
-            lines += _entry("", f"scalings: {', '.join(f'{name}:{scaling}' for scaling in backend['scalings'])}")
+            lines += paragraph("", f"scalings: {', '.join(f'{name}:{scaling}' for scaling in backend['scalings'])}")
         if backend["fix"]:
-            lines += _entry("", f"fix: {backend['fix']}")
+            lines += paragraph("", f"fix: {backend['fix']}")
     return "\n".join([*lines, "", *_test_lines(found["tests"]), "", *_chip(found["chip"])])
 
 
@@ -177,7 +177,7 @@ def _machine(hardware: dict[str, Any]) -> list[str]:
     devices = hardware["devices"]
     if not devices:
         fast = "with bf16 products" if hardware["cpu_bf16"] else "without bf16 products in hardware"
-        lines = _entry("device", f"{hardware['device']}, {fast}; no GPU is visible")
+        lines = paragraph("device", f"{hardware['device']}, {fast}; no GPU is visible")
     alike: dict[tuple, int] = {}
     for device in devices:
         key = (device["name"], device["chip"], device["memory_bytes"], device["fp8_products"])
@@ -185,33 +185,33 @@ def _machine(hardware: dict[str, Any]) -> list[str]:
     for number, ((name, chip, memory, fp8), count) in enumerate(alike.items()):
         can = "FP8 products in hardware" if fp8 else "no FP8 products"
         line = f"{count} x {name} ({memory / 2**30:.0f} GiB), {'' if 'gfx' in chip else 'capability '}{chip}: {can}"
-        lines = [*(lines if number else []), *_entry("" if number else "device", line)]
+        lines = [*(lines if number else []), *paragraph("" if number else "device", line)]
     if len(alike) > 1:
-        lines += _entry("", "they differ, and train together: the least of them decides")
-    return lines + (_entry("driver", hardware["driver"]) if hardware["driver"] else [])
+        lines += paragraph("", "they differ, and train together: the least of them decides")
+    return lines + (paragraph("driver", hardware["driver"]) if hardware["driver"] else [])
 
 
 def _version_lines(versions: dict[str, str | None]) -> list[str]:
     said = [f"{name} {version or 'not installed'}" for name, version in versions.items()]
-    return _entry("versions", ", ".join(said))
+    return paragraph("versions", ", ".join(said))
 
 
 def _test_lines(tests: list[dict[str, Any]] | None) -> list[str]:
     """What was proven, and what not and why."""
     if tests is None:
-        return _entry("tests", "left out (--no-test): nothing here is proven")
+        return paragraph("tests", "left out (--no-test): nothing here is proven")
     proven = [test for test in tests if test["proven"]]
-    lines = _entry("proven", ", ".join(test["backend"] for test in proven) or "none")
+    lines = paragraph("proven", ", ".join(test["backend"] for test in proven) or "none")
     if proven:
         error, seconds = max(test["gradient_error"] for test in proven), sum(test["seconds"] for test in tests)
         text = (
             f"(a training step each, {seconds:.1f} s in all: every product in FP8, gradients within {error:.0%} of "
             f"bf16's, bytes as planned, weights moved)"
         )
-        lines += _entry("", text)
+        lines += paragraph("", text)
     for test in tests:
         if not test["proven"]:
-            lines += _entry("unproven", f"{test['backend']}: {test['reason']}")
+            lines += paragraph("unproven", f"{test['backend']}: {test['reason']}")
     return lines
 
 
@@ -222,21 +222,9 @@ def _chip(chip: dict[str, Any]) -> list[str]:
     alike: dict[tuple[str, str, str], list[str]] = {}
     for each in chip["products"]:
         alike.setdefault((each["state"], each["reason"], each["install"]), []).extend(each["backends"])
-    lines = _entry("chip", f"{chip['title']} ({chip['examples']}); all chips: fp8-backends doctor --chips")
+    lines = paragraph("chip", f"{chip['title']} ({chip['examples']}); all chips: fp8-backends doctor --chips")
     for (state, reason, install), backends in sorted(alike.items(), key=lambda item: list(MEANING).index(item[0][0])):
         said = f"{state:<8}  {', '.join(backends)}" + (f": {reason}" if reason else "")
-        lines += _entry("", said + (f"; install {install}" if state == "FP8" and install != "nothing" else ""))
+        lines += paragraph("", said + (f"; install {install}" if state == "FP8" and install != "nothing" else ""))
     states = dict.fromkeys(each["state"] for each in chip["products"])
-    return [*lines, *(line for state in states for line in _entry("", f"({state}: {MEANING[state]})"))]
-
-
-def _entry(label: str, text: str) -> list[str]:
-    """One paragraph under its label, no wider than WIDTH. A command may be longer than a line: it is not broken."""
-    return textwrap.wrap(
-        text,
-        WIDTH,
-        initial_indent=f"{label:<9} ",
-        subsequent_indent=" " * 12,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    return [*lines, *(line for state in states for line in paragraph("", f"({state}: {MEANING[state]})"))]
