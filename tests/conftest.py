@@ -8,8 +8,12 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: the tests' models are small, and several run at a time
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else each process that compiles starts one that waits
 
+import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 import warm_process  # noqa: E402
+
+hypothesis.settings.register_profile("busy machine", deadline=None)  # others may use it, too
+hypothesis.settings.load_profile("busy machine")
 
 _server = pytest.StashKey()
 

@@ -34,7 +34,7 @@ def same(a: ScaledTensor, b: ScaledTensor) -> bool:
 
 @pytest.mark.parametrize("storage", STORED)
 @pytest.mark.parametrize("block_size", [0, 32])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 1000), exponent=st.integers(-60, 60), n=st.integers(1, 100))
 def test_quantise_rounds_by_half_a_step_at_most_with_a_power_of_two(storage, block_size, seed, exponent, n):
     x = values(n, seed=seed) * 2.0**exponent
@@ -95,7 +95,7 @@ def test_powers_of_two_are_exact(storage, factor):
 
 
 @given(factor=st.floats(1e-3, 1e3))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_other_factors_round_the_scale_once(factor):
     t = quantize(values(8, 8), E4M3)
     scale_inv, f = t._scale_inv.clone(), torch.tensor(factor, dtype=torch.float32)

@@ -22,7 +22,7 @@ def bits(x):
 
 @pytest.mark.parametrize("fmt", FORMATS)
 @given(values=st.lists(FP32, min_size=1, max_size=64))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_cast_rounds_to_nearest_even_and_saturates(fmt, values):
     values = torch.tensor(values, dtype=torch.float32)
     ours, expected = saturating_cast(values, fmt), reference.cast(values, fmt)
@@ -49,7 +49,7 @@ def test_infinities_saturate_and_nan_stays(fmt):
 
 @pytest.mark.parametrize("fmt", FORMATS)
 @given(amax=st.one_of(FINITE.map(abs), st.sampled_from([0.0, math.inf, math.nan, 1e-45, 1e-38, 3.4e38])))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_scale_equals_the_reference_to_the_bit(fmt, amax):
     ours = scaling.scale_from_amax(torch.tensor(amax), fmt)
     assert ours.item() == reference.scale(torch.tensor(amax).item(), fmt).item()
@@ -59,7 +59,7 @@ def test_scale_equals_the_reference_to_the_bit(fmt, amax):
 @pytest.mark.parametrize("rowwise", [False, True])
 @pytest.mark.parametrize("fmt", FORMATS)
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_quantise_equals_the_reference_to_the_bit(fmt, rowwise, data):
     rows, columns = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 9))
     values = data.draw(st.lists(FINITE, min_size=rows * columns, max_size=rows * columns))
@@ -115,7 +115,7 @@ AMAX = st.one_of(st.floats(min_value=2.0**-60, max_value=2.0**60, width=32), st.
     margin=st.integers(-2, 4),
     algorithm=st.sampled_from(["max", "most_recent"]),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_delayed_states_equal_the_reference_to_the_bit(amaxes, length, margin, algorithm):
     formats = (E4M3, E4M3, E5M2)
     format_max = torch.tensor([f.max for f in formats])
@@ -197,7 +197,7 @@ def test_a_power_of_two_that_leaves_the_amax_in_range(fmt, expected):
 
 
 @given(amaxes=st.lists(st.tuples(AMAX, AMAX, AMAX), min_size=1, max_size=60), microbatches=st.integers(1, 3))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_window_states_equal_the_reference_to_the_bit(amaxes, microbatches):
     state = scaling.new_window_state()
     expected = [(1.0, 0, [0.0] * scaling.WINDOW) for _ in WINDOW_FORMATS]

@@ -63,7 +63,7 @@ VALUE = st.one_of(st.floats(width=32), st.sampled_from([sign * edge for edge in 
 
 @pytest.mark.parametrize("fmt", FORMATS)
 @given(values=st.lists(VALUE, min_size=1, max_size=40))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_any_value_is_cast_as_by_the_reference(fmt, values):
     for blocks in BLOCKS.values():
         equal_to_reference(torch.tensor([values], dtype=torch.float32), blocks, fmt)

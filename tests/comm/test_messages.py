@@ -20,7 +20,7 @@ def decoded(rows: torch.Tensor) -> torch.Tensor:
     return two_shot._values(encode(rows))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     rows=st.integers(1, 8),
     columns=st.integers(1, 3 * BLOCK + 1),
@@ -42,7 +42,7 @@ def test_a_message_holds_every_value_within_half_a_step(rows, columns, seed, mag
     assert (error.abs() <= padded.abs() * E4M3_STEP + smallest).all()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(blocks=st.integers(1, 5), seed=st.integers(0, 2**31))
 def test_a_message_equals_the_reference_cast_in_blocks(blocks, seed):
     values = torch.randn(blocks * BLOCK, generator=torch.Generator().manual_seed(seed))

@@ -73,7 +73,7 @@ def same(a, b):
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(exponent=st.integers(-40, 40), n_in=st.integers(1, 40), n_out=st.integers(1, 40), seed=st.integers(0, 99))
 def test_fp16_weights_give_what_their_values_in_fp32_give_to_the_bit(scaling, exponent, n_in, n_out, seed):
     scaled, plain = pair(scaling, torch.float16, (n_in, n_out), spread=2.0**exponent)

@@ -63,7 +63,7 @@ def test_stochastic_rounding_is_the_reference_to_the_bit(fmt, field):
 
 @FORMATS
 @given(st.floats(width=32, allow_nan=False), st.integers(0, 2**20))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_stochastic_rounding_gives_a_neighbour_of_the_value(fmt, value, seed):
     values = torch.full((64,), value)
     ours = rounded(values, fmt, random_tensor(64, seed))
