@@ -20,8 +20,8 @@ IGNORE_LIST = "_ddp_params_and_buffers_to_ignore"
 """Attribute of a module in which DDP finds the names."""
 
 
-class IgnoreList(list):
-    """Names for DDP; `theirs` are those that somebody else put there."""
+class IgnoreList(dict):
+    """Names for DDP, as keys: it looks every parameter and buffer up. `theirs` are those that somebody else put there."""
 
     theirs: tuple[str, ...] = ()
 
@@ -38,7 +38,7 @@ def ignore(module: nn.Module) -> None:
             f"by which DDP leaves FP8 weights and buffers alone: use a version of torch that is tested"
         )
     theirs = _theirs(module)
-    names = IgnoreList(dict.fromkeys([*theirs, *scaled_names(module), *buffer_names(module)]))
+    names = IgnoreList.fromkeys([*theirs, *scaled_names(module), *buffer_names(module)])
     names.theirs = theirs
     for parameter in module.parameters():
         parameter.__dict__.pop("_ddp_ignored", None)
