@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .compute import Compute
     from .conversion import Prepared
     from .profiling import ProductProfile
+    from .recipes import Recipe
 
 logger = logging.getLogger("fp8_backends")
 
@@ -128,6 +129,18 @@ def _of_parameters(optimizers: list, model: nn.Module) -> list:
 def _lost_next(optimizer: torch.optim.Optimizer) -> float | None:
     """Of an optimizer that rounds weights itself: what it would lose in its next step."""
     return optimizer.lost_updates() if hasattr(optimizer, "lost_updates") else None
+
+
+def incomplete_layers(audit: Audit, recipe: Recipe) -> dict[str, list[str]]:
+    """Layers that lack a kind of FP8 product that their recipe asks for, with the kinds."""
+    from .registry import get_compute
+
+    kept_high = get_compute(recipe.compute).high_precision_products(recipe)
+    lacking = {}
+    for layer, counts in audit.products.items():
+        if missing := [kind for kind in KINDS if kind not in kept_high and not counts[kind]]:
+            lacking[layer] = missing
+    return lacking
 
 
 @contextlib.contextmanager
@@ -402,19 +415,22 @@ def _average(weighed: list[_Weighed], knows_optimizer: bool, transient_bytes: fl
 
 def stored_bytes(tensor: torch.Tensor) -> int:
     """Bytes that a tensor takes on this rank: the shard of a DTensor, the parts of a wrapper subclass."""
-    tensor = _local(tensor)
-    if hasattr(tensor, "__tensor_flatten__"):
-        names, _ = tensor.__tensor_flatten__()
-        return sum(stored_bytes(getattr(tensor, name)) for name in names)
-    return tensor.numel() * tensor.element_size()
+    return sum(inner.numel() * inner.element_size() for inner in inner_tensors(tensor))
 
 
 def stored_dtype(tensor: torch.Tensor) -> torch.dtype:
     """The dtype in which a tensor's data lies in memory, of a wrapper subclass that of its first part."""
+    return next(inner_tensors(tensor)).dtype
+
+
+def inner_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors that hold the bytes on this rank: the shard of a DTensor, the parts of a wrapper subclass."""
     tensor = _local(tensor)
-    if hasattr(tensor, "__tensor_flatten__"):
-        return stored_dtype(getattr(tensor, tensor.__tensor_flatten__()[0][0]))
-    return tensor.dtype
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from inner_tensors(getattr(tensor, name))
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

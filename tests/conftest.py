@@ -40,3 +40,14 @@ def no_fp8_in_environment(monkeypatch):
     for name in list(os.environ):
         if name.upper().startswith(("ACCELERATE_FP8_", "ACCELERATE_MIXED_PRECISION", "FP8_BACKENDS_")):
             monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """A machine with a Hopper GPU, as far as the package asks what it is."""
+    from fp8_backends import hardware_table
+
+    monkeypatch.setattr("fp8_backends.hardware.has_gpu", lambda: True)
+    monkeypatch.setattr("fp8_backends.hardware.fp8_products", lambda: True)
+    monkeypatch.setattr("fp8_backends.hardware.capabilities", lambda: [(9, 0)])
+    monkeypatch.setattr("fp8_backends.hardware_table.chip_here", lambda: hardware_table.HOPPER)

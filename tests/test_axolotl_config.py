@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fp8_backends import RecipeError, hardware_table
+from fp8_backends import RecipeError
 from fp8_backends.configuration.axolotl_config import read_axolotl
 
 BASE = {"base_model": "meta-llama/Llama-3.2-3B", "datasets": [{"path": "x"}], "sequence_len": 512, "bf16": "auto"}
@@ -29,14 +29,6 @@ def meant(processes=8, **values):
 
 def findings(config):
     return {finding.rule: finding for finding in config.findings()}
-
-
-@pytest.fixture
-def hopper(monkeypatch):
-    monkeypatch.setattr("fp8_backends.hardware.has_gpu", lambda: True)
-    monkeypatch.setattr("fp8_backends.hardware.fp8_products", lambda: True)
-    monkeypatch.setattr("fp8_backends.hardware.capabilities", lambda: [(9, 0)])
-    monkeypatch.setattr("fp8_backends.hardware_table.chip_here", lambda: hardware_table.HOPPER)
 
 
 def test_the_documented_fp8_example(hopper):

@@ -7,12 +7,13 @@ import json
 import textwrap
 from typing import TYPE_CHECKING, Any
 
+from .paragraphs import WIDTH
+
 if TYPE_CHECKING:
     from ..estimation import Estimate, Workload
     from ..estimation.device_memory import Device
 
 SUMMARY = "memory and traffic of training a model, by backend and sharding"
-WIDTH = 100
 SEQUENCE = 2048
 BACKENDS = "bf16,native:dynamic,msamp:O1,msamp:O2,msamp:O3,te,ao"
 

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
+from ..auditing import inner_tensors
+
 
 def peak_memory(step: Callable[[], object], model: nn.Module, optimizer: torch.optim.Optimizer) -> int | None:
     """Bytes of tensors at the highest point of one training step: weights, optimizer states, what the step adds.
@@ -41,17 +43,8 @@ def _resting_storages(model: nn.Module, optimizer: torch.optim.Optimizer) -> lis
     tensors = [*model.parameters(), *model.buffers()]
     for state in optimizer.state.values():
         tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
-    parts = [part for tensor in tensors for part in _parts(tensor)]
+    parts = [part for tensor in tensors for part in inner_tensors(tensor)]
     return list({part.untyped_storage().data_ptr(): part.untyped_storage() for part in parts}.values())
-
-
-def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that hold the bytes on this rank: the shard of a DTensor, those inside a wrapper subclass."""
-    if hasattr(tensor, "to_local"):
-        tensor = tensor.to_local()
-    if not hasattr(tensor, "__tensor_flatten__"):
-        return [tensor]
-    return [part for name in tensor.__tensor_flatten__()[0] for part in _parts(getattr(tensor, name))]
 
 
 @contextlib.contextmanager

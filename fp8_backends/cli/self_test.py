@@ -172,24 +172,22 @@ def _test(backend: str) -> SelfTest:
     result.bytes_per_element = found.bytes_per_element["total"]
     moved = all(bool((p.detach() != old).any()) for p, old in zip(model.parameters(), before, strict=True))
     faults = [
-        *_faults(result, found.products, recipe),
+        *_faults(result, found, recipe),
         *([] if moved else ["a weight did not move in the optimizer's step"]),
     ]
     result.proven, result.reason = not faults, "; ".join(faults)
     return result
 
 
-def _faults(result: SelfTest, products: dict[str, dict[str, int]], recipe: Any) -> Iterator[str]:
-    from .. import registry
-    from ..compute import KINDS
+def _faults(result: SelfTest, found: Any, recipe: Any) -> Iterator[str]:
+    """What speaks against the proof. found: the audit."""
+    from ..auditing import incomplete_layers
     from ..precision_plan import plan
 
-    high_precision = registry.get_compute(recipe.compute).high_precision_products(recipe)
-    for name, counts in products.items():
-        if missing := [kind for kind in KINDS if not counts[kind] and kind not in high_precision]:
-            yield f"layer {name} made no {' '.join(missing)} in FP8"
-    if len(products) != _LAYERS:
-        yield f"{len(products)} of {_LAYERS} layers were converted"
+    for name, missing in incomplete_layers(found, recipe).items():
+        yield f"layer {name} made no {' '.join(missing)} in FP8"
+    if len(found.products) != _LAYERS:
+        yield f"{len(found.products)} of {_LAYERS} layers were converted"
     for what, error, bound in (
         ("loss", result.loss_error, LOSS_BOUND),
         ("gradient", result.gradient_error, GRADIENT_BOUND),

@@ -32,7 +32,7 @@ from accelerate.utils import DataLoaderConfiguration
 
 import fp8_backends
 
-from ..compute import KINDS
+from ..auditing import incomplete_layers
 from ..scaled_tensor import ScaledTensor
 from .memory import autocast_copies, peak_memory
 from .planted_faults import plant
@@ -229,7 +229,7 @@ def inspect(settings: Settings, text: TrainingText, backend: str, fault: str | N
         with autocast_copies(run.bare) as copies:
             run.backward(INSPECTED_STEPS)
         run.update()
-        audit = fp8_backends.audit(run.model, run.optimizer)
+        audit, recipe = fp8_backends.audit(run.model, run.optimizer), _recipe(run.accelerator)
         run.optimizer.zero_grad()
     found = {
         "parameters": sum(parameter.numel() for parameter in run.bare.parameters()),
@@ -240,26 +240,12 @@ def inspect(settings: Settings, text: TrainingText, backend: str, fault: str | N
         * (1 if sys.platform == "darwin" else 1024),
         "first_gradient_cosines": {name: round(value, 6) for name, value in cosines.items()},
         "audit": audit.to_dict(),
-        "incomplete_layers": incomplete_layers(run, audit) if _recipe(run.accelerator) else {},
+        "incomplete_layers": incomplete_layers(audit, recipe) if recipe else {},
         "messages": messages.lines,
     }
     del run
     _forget()
     return found
-
-
-def incomplete_layers(run: Run, audit) -> dict[str, list[str]]:
-    """Layers that lack a kind of FP8 product that their recipe asks for."""
-    from ..registry import get_compute
-
-    recipe = _recipe(run.accelerator)
-    kept_high = get_compute(recipe.compute).high_precision_products(recipe)
-    lacking = {}
-    for layer, counts in audit.products.items():
-        missing = [kind for kind in KINDS if kind not in kept_high and not counts[kind]]
-        if missing:
-            lacking[layer] = missing
-    return lacking
 
 
 def _recipe(accelerator: Accelerator):

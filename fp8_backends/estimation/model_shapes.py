@@ -134,7 +134,7 @@ def from_parameters(count: float) -> ModelShape:
     )
     if layers < 1:
         raise FP8BackendError(f"{count:.3g} parameters are too few for a Llama with {vocabulary} tokens")
-    head = 128 if hidden % 128 == 0 and hidden >= 1024 else 64
+    head = _head(hidden)
     config = LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=hidden,
@@ -180,12 +180,16 @@ def _mlp(hidden: int) -> int:
     return int(3.5 * hidden)
 
 
+def _head(hidden: int) -> int:
+    return 128 if hidden % 128 == 0 and hidden >= 1024 else 64
+
+
 def _key_value_heads(heads: int) -> int:
     return next(n for n in (8, 4, 2, 1) if heads % n == 0)
 
 
 def _per_layer(hidden: int) -> int:
-    head = 128 if hidden % 128 == 0 and hidden >= 1024 else 64
+    head = _head(hidden)
     key_value = _key_value_heads(hidden // head) * head
     return 2 * hidden * hidden + 2 * hidden * key_value + 3 * hidden * _mlp(hidden) + 2 * hidden
 

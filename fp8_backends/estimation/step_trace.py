@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from .. import conversion, preparation
-from ..auditing import converted_layers, stored_bytes
+from ..auditing import converted_layers, inner_tensors, stored_bytes
 from ..errors import FP8BackendError
 from ..scaled_tensor import ScaledTensor
 from ..states.adamw import COMPILE_FROM, ScaledStates
@@ -84,7 +84,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def assign(self, tensor: torch.Tensor, part: str) -> None:
         """What a tensor stores is of this part."""
-        for inner in _inner_tensors(tensor):
+        for inner in inner_tensors(tensor):
             key = inner.untyped_storage()._cdata
             known = self._storages.get(key)
             if known is None:
@@ -141,15 +141,6 @@ class MemoryTracker(TorchDispatchMode):
         if self.total >= self._peak_totals.get(self.region, 0):
             self._peak_totals[self.region] = self.total
             self.peaks[self.region] = dict(self.live)
-
-
-def _inner_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors that hold the bytes: those inside a wrapper subclass."""
-    if not hasattr(tensor, "__tensor_flatten__"):
-        yield tensor
-        return
-    for name in tensor.__tensor_flatten__()[0]:
-        yield from _inner_tensors(getattr(tensor, name))
 
 
 @dataclass

@@ -10,7 +10,7 @@ from accelerate.commands import launch as stock
 from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
 from accelerate.utils import launch as stock_environments
 
-from fp8_backends import RecipeError, hardware_table, resolve
+from fp8_backends import RecipeError, resolve
 from fp8_backends.cli.main import main
 from fp8_backends.configuration.reading import read
 from fp8_backends.configuration.training_config import yaml_fields
@@ -84,14 +84,6 @@ def asked(tmp_path):
         return read(str(path))
 
     return ask
-
-
-@pytest.fixture
-def hopper(monkeypatch):
-    monkeypatch.setattr("fp8_backends.hardware.has_gpu", lambda: True)
-    monkeypatch.setattr("fp8_backends.hardware.fp8_products", lambda: True)
-    monkeypatch.setattr("fp8_backends.hardware.capabilities", lambda: [(9, 0)])
-    monkeypatch.setattr("fp8_backends.hardware_table.chip_here", lambda: hardware_table.HOPPER)
 
 
 def exported(path, *flags):
