@@ -21,7 +21,7 @@ IGNORE_LIST = "_ddp_params_and_buffers_to_ignore"
 
 
 class IgnoreList(dict):
-    """Names for DDP, as keys: it looks every parameter and buffer up. `theirs` are those that somebody else put there."""
+    """Names for DDP, as keys, since it looks each tensor up. `theirs` are those that somebody else put there."""
 
     theirs: tuple[str, ...] = ()
 
