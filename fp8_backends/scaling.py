@@ -151,18 +151,18 @@ class Blocks(NamedTuple):
 
     def cast(self, x: torch.Tensor, factor: torch.Tensor, fmt: Format) -> torch.Tensor:
         """x times the factor of its block, cast. FP8, row-major."""
-        return self._matrix(saturating_cast(self.tiles(x).float() * factor[:, None, :, None], fmt), x.shape)
+        return self._matrix(saturating_cast(self.tiles(x).float() * factor.unsqueeze(1).unsqueeze(3), fmt), x.shape)
 
     def repeated(self, scale_inv: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """One scale_inv, a power of two, for every block of a matrix of that shape, as `inverse` stores it."""
         down, across = -(-shape[0] // self.rows), -(-shape[1] // (self.columns or shape[1]))
-        return self.inverse(scale_inv.reciprocal(), scale_inv).expand(down, across).contiguous()
+        return self.inverse(scale_inv.reciprocal(), scale_inv).repeat(down, across)
 
     def dequantize(self, q: Quantized, dtype: torch.dtype) -> torch.Tensor:
         """The values of the codes: bf16, fp16 or fp32, [rows, columns]. Scales that are powers of two round nothing, as
         long as the values are normal numbers of the dtype."""
         scale_inv = e8m0_values(q.scale_inv) if q.scale_inv.dtype == torch.uint8 else q.scale_inv
-        values = self.tiles(q.codes.to(dtype)) * scale_inv.to(dtype)[:, None, :, None]
+        values = self.tiles(q.codes.to(dtype)) * scale_inv.to(dtype).unsqueeze(1).unsqueeze(3)
         return self._matrix(values, q.codes.shape)
 
     def tiles(self, x: torch.Tensor) -> torch.Tensor:
@@ -175,7 +175,8 @@ class Blocks(NamedTuple):
 
     def _matrix(self, tiles: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         a, b, c, d = tiles.shape
-        return tiles.reshape(a * b, c * d)[: shape[0], : shape[1]].contiguous()
+        matrix = tiles.reshape(a * b, c * d).narrow(0, 0, shape[0]).narrow(1, 0, shape[1])
+        return matrix if matrix.is_contiguous() else matrix.clone(memory_format=torch.contiguous_format)
 
 
 def mx_scale(amax: torch.Tensor, fmt: Format) -> torch.Tensor:
@@ -194,7 +195,7 @@ def _mx_exponent(amax: torch.Tensor, fmt: Format) -> torch.Tensor:
     bits = (amax * torch.full_like(amax, 1.0 / fmt.max)).view(torch.int32)
     exponent, mantissa = bits >> 23, bits & 0x7FFFFF
     # a subnormal number is rounded up only above 2**-127, which is the value of exponent 0
-    upwards = (mantissa > 0) & ~((exponent == 0) & (mantissa <= 1 << 22))
+    upwards = (mantissa > 0) & ((exponent > 0) | (mantissa > 1 << 22))
     return (exponent + upwards.to(torch.int32)).clamp(max=254)
 
 

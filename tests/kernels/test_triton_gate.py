@@ -1,0 +1,71 @@
+"""Which tensors go to Triton's kernels, as far as a process without Triton and a GPU can tell. tests/triton_kernels has
+the rest."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import pytest
+import torch
+
+from fp8_backends.kernels import triton_gate
+
+
+class OnGPU:
+    """What the gate asks of a tensor."""
+
+    is_cuda = True
+    device = torch.device("cuda", 0)
+
+    def get_device(self) -> int:
+        return 0
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU of capability (9, 0), or of another: `gpu((8, 0))`. With Triton."""
+
+    def of(capability):
+        triton_gate._runs_on.cache_clear()
+        monkeypatch.setattr(triton_gate, "_capability", lambda device: capability)
+        return OnGPU()
+
+    monkeypatch.setattr(triton_gate, "_KINDS", (OnGPU,))
+    monkeypatch.setattr(triton_gate, "_triton_is_there", lambda: True)
+    yield of
+    triton_gate._runs_on.cache_clear()
+
+
+def test_gpus_from_ampere_on(gpu):
+    for capability, usable, has_casts in (((7, 5), False, False), ((8, 0), True, False), ((8, 9), True, True)):
+        tensor = gpu(capability)
+        assert triton_gate.usable(tensor) == usable and triton_gate.has_fp8_casts(tensor) == has_casts
+
+
+def test_the_environment_keeps_a_gpu_from_it(gpu, monkeypatch):
+    tensor = gpu((9, 0))
+    assert triton_gate.usable(tensor)
+    monkeypatch.setenv(triton_gate.VARIABLE, "0")
+    assert not triton_gate.usable(tensor)
+
+
+def test_gpus_of_amd(gpu, monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert not triton_gate.usable(gpu((9, 4)))
+
+
+def test_without_triton_it_is_said_once(monkeypatch, caplog):
+    triton_gate._triton_is_there.cache_clear()
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with caplog.at_level(logging.WARNING):
+        assert not triton_gate._triton_is_there() and not triton_gate._triton_is_there()
+    (record,) = caplog.records
+    assert "Triton cannot be imported" in record.message and "pip install triton" in record.message
+    triton_gate._triton_is_there.cache_clear()
+
+
+def test_a_cpu_alone_does_not(monkeypatch):
+    assert not triton_gate.usable(torch.randn(4)) and not triton_gate.has_fp8_casts(torch.randn(4))
+    monkeypatch.setenv(triton_gate.VARIABLE, "interpret")  # without Triton's own switch
+    assert not triton_gate.usable(torch.randn(4))

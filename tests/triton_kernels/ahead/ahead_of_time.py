@@ -1,0 +1,54 @@
+"""Kernels compiled to machine code of compute capability 9.0 (H100, H200), on a machine without a GPU."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from fp8_backends.kernels.triton_common import OPTIONS
+
+HOPPER = GPUTarget("cuda", 90, 32)
+_CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+class MachineCode(NamedTuple):
+    ptx: str
+    registers: int
+    """Of a thread; 255 is the most, and 65,536 of a multiprocessor are shared by its threads."""
+    stack: int
+    """Bytes of local memory of a thread, where what finds no register is spilled, and arrays go."""
+    shared: int
+    """Bytes of shared memory of a program; Hopper has 227 KiB for all programs of a multiprocessor."""
+
+    def widths(self, instruction: str) -> set[int]:
+        """Bits that one such access of global memory moves for a thread: `ld` or `st`."""
+        found = re.findall(rf"\b{instruction}\.global[\w:.]*?(?:\.v(\d))?\.[bu](\d+)\b", self.ptx)
+        return {int(count or 1) * int(bits) for count, bits in found}
+
+
+def compiled(kernel, signature: dict[str, str], constants: dict[str, object], tmp_path: Path, **options) -> MachineCode:
+    """A kernel as the launcher compiles it for arguments that are multiples of 16, as large tensors' pointers are.
+
+    Args:
+        signature: "*bf16", "*u8", "fp32", "i32", … by the name of each parameter that is no constant. "i32" are
+            numbers of any value; "i32:16" multiples of 16. All pointers are.
+        constants: the values of the others.
+        options: num_warps and the like.
+    """
+    names = kernel.arg_names
+    aligned = {(names.index(n),): [["tt.divisibility", 16]] for n, t in signature.items() if t[0] == "*" or ":16" in t}
+    types = {name: signature.get(name, "constexpr").split(":")[0] for name in names}
+    source = ASTSource(kernel, signature=types, constexprs=constants, attrs=aligned)
+    made = triton.compile(source, target=HOPPER, options={**OPTIONS, **options})
+    cubin = tmp_path / f"{kernel.fn.__name__}.cubin"
+    cubin.write_bytes(made.asm["cubin"])
+    usage = subprocess.run([_CUOBJDUMP, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True)
+    registers, stack = (int(re.search(rf"{name}:(\d+)", usage.stdout)[1]) for name in ("REG", "STACK"))
+    local = int(re.search(r"LOCAL:(\d+)", usage.stdout)[1])
+    return MachineCode(made.asm["ptx"], registers, max(stack, local), made.metadata.shared)

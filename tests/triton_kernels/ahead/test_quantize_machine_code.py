@@ -1,0 +1,145 @@
+"""The kernels that quantise, as a Hopper GPU gets them: nothing in local memory, wide accesses, enough of them."""
+
+from __future__ import annotations
+
+import pytest
+from ahead_of_time import MachineCode, compiled
+
+from fp8_backends.kernels import triton_block_quantize as blocks
+from fp8_backends.kernels import triton_quantize as tensorwise
+from fp8_backends.kernels.triton_quantize import AMAX_ROW_TILE, AMAX_TILE, CAST_TILE, limits
+from fp8_backends.scaling import MX, SQUARES, VECTORS
+
+LARGE = {"rows": "i32:16", "columns": "i32:16", "row_stride": "i32:16"}
+ODD = {"rows": "i32", "columns": "i32", "row_stride": "i32"}
+BOTH = {"codes_ptr": "*u8", "transposed_ptr": "*u8"}
+SCALES = {"scale_inv_ptr": "*fp32", "transposed_scale_inv_ptr": "*fp32"}
+E8M0 = {"scale_inv_ptr": "*u8", "transposed_scale_inv_ptr": "*u8"}
+CASTS = {"FORMAT": "e4m3", "HAS_FP8_CASTS": True, "stored_scale_inv_ptr": None}
+
+GIVEN = {"given": "*fp32", "window": "*i32"}
+"""What a rule reads beside the amax."""
+
+IN_FLIGHT = 30_000
+"""Bytes that each of 132 multiprocessors must have asked for at any time: 4.8 TB/s for the 0.8 microseconds that memory
+takes to answer."""
+
+
+def cast(tmp_path, dtype: str, rule: str, sizes: dict = LARGE, fmt: str = "e4m3", **changed) -> MachineCode:
+    """sizes: types, or constants. changed: constants, or the types of pointers."""
+    arguments = BOTH | sizes | {"result_ptr": "*i32", "RULE": rule, "KEEP_NAN": False, **CASTS, "FORMAT": fmt}
+    arguments |= {"given_ptr": GIVEN.get(rule), "partial_ptr": "*i32", "partials": "i32"}
+    arguments |= {"partial_ptr": None, "partials": 0} if rule == "given" else {}
+    types, constants = split(arguments | changed)
+    return of(tensorwise._cast_kernel, tmp_path, dtype, CAST_TILE, types, constants)
+
+
+def split(arguments: dict) -> tuple[dict, dict]:
+    """Those of which the type is told, and constants."""
+    types = {name: value for name, value in arguments.items() if name.islower() and isinstance(value, str)}
+    return types, {name: value for name, value in arguments.items() if name not in types}
+
+
+def of(kernel, tmp_path, dtype, tile, signature, constants=None, names=("TILE_ROWS", "TILE_COLUMNS")) -> MachineCode:
+    tiles = dict(zip(names, tile[:2], strict=True))
+    return compiled(kernel, {"x_ptr": dtype, **signature}, {**(constants or {}), **tiles}, tmp_path, **limits(tile))
+
+
+def vectors(tmp_path, dtype: str, kind) -> MachineCode:
+    constants = CASTS | ({} if kind is SQUARES else {"LENGTH": kind.columns, "E8M0": kind is MX})
+    kernel = blocks._squares_kernel if kind is SQUARES else blocks._vectors_kernel
+    signature = BOTH | LARGE | (E8M0 if kind is MX else SCALES)
+    return of(kernel, tmp_path, dtype, blocks.BANDS[kind], signature, constants, ("BAND", "SIDE"))
+
+
+LINES = {"row_bits_ptr": "*i32", "column_bits_ptr": "*i32", **LARGE}
+SWEEP = {"codes_ptr": "*u8", "scale_inv_ptr": "*fp32", **LARGE}
+MATRICES = {
+    "cast, dynamic": (CAST_TILE, lambda path, dtype: cast(path, dtype, "dynamic")),
+    "cast, given": (CAST_TILE, lambda path, dtype: cast(path, dtype, "given", fmt="e5m2")),
+    "vectors": (blocks.BANDS[VECTORS], lambda path, dtype: vectors(path, dtype, VECTORS)),
+    "squares": (blocks.BANDS[SQUARES], lambda path, dtype: vectors(path, dtype, SQUARES)),
+    "mx": (blocks.BANDS[MX], lambda path, dtype: vectors(path, dtype, MX)),
+    "rows and columns": (
+        CAST_TILE,
+        lambda path, dtype: of(blocks._line_cast_kernel, path, dtype, CAST_TILE, BOTH | SCALES | LINES, CASTS),
+    ),
+    "rows": (
+        blocks.SWEEP_TILE,
+        lambda path, dtype: of(blocks._sweep_kernel, path, dtype, blocks.SWEEP_TILE, SWEEP, CASTS),
+    ),
+}
+
+
+def assert_fast(code: MachineCode, tile, dtype: str) -> None:
+    assert code.stack == 0, "registers are spilled"
+    assert max(code.widths("ld")) == 128
+    threads = 32 * tile.warps
+    registers = 65_536 // (-(-code.registers // 8) * 8 * threads)
+    programs = min(registers, 227 * 1024 // (code.shared + 1024), 2048 // threads)
+    assert programs * tile.rows * tile.columns * {"*bf16": 2, "*fp32": 4}[dtype] >= IN_FLIGHT, (
+        programs,
+        code.registers,
+    )
+
+
+def assert_rounds_as_the_reference(code: MachineCode) -> None:
+    assert not any(word in code.ptx for word in (".ftz", ".approx", "div.full"))
+
+
+@pytest.mark.parametrize("dtype, name", [*(("*bf16", name) for name in MATRICES), ("*fp32", "cast, dynamic")])
+def test_casts(name, dtype, tmp_path):
+    tile, made = MATRICES[name]
+    code = made(tmp_path, dtype)
+    assert_fast(code, tile, dtype)
+    assert_rounds_as_the_reference(code)
+    assert max(code.widths("st")) == 128
+    assert f"cvt.rn.satfinite.{'e5m2' if name == 'cast, given' else 'e4m3'}x2.f32" in code.ptx
+
+
+@pytest.mark.parametrize("tile", [AMAX_TILE, AMAX_ROW_TILE])
+@pytest.mark.parametrize("keep_nan", [False, True])
+def test_amax(tile, keep_nan, tmp_path):
+    sizes = LARGE | {"tiles": "i32"}
+    code = of(
+        tensorwise._amax_kernel, tmp_path, "*bf16", tile, {"partial_ptr": "*i32", **sizes}, {"KEEP_NAN": keep_nan}
+    )
+    assert_fast(code, tile, "*bf16")
+    assert "atom" not in code.ptx
+
+
+def test_amax_of_rows_and_columns(tmp_path):
+    code = of(blocks._line_amax_kernel, tmp_path, "*bf16", CAST_TILE, LINES)
+    assert_fast(code, CAST_TILE, "*bf16")
+
+
+def test_sizes_that_are_no_multiples_of_16(tmp_path):
+    """Compiled for one element at a time, since rows start anywhere."""
+    code = cast(tmp_path, "*bf16", "dynamic", ODD)
+    assert code.stack == 0 and max(code.widths("st")) < 128
+
+
+VARIANTS = {
+    "a stored weight": {"dtype": "*fp16", "rule": "power_of_two", "stored_scale_inv_ptr": "*fp32"},
+    "window": {"dtype": "*bf16", "rule": "window", "KEEP_NAN": True},
+    "an older GPU": {"dtype": "*bf16", "rule": "given", "HAS_FP8_CASTS": False},
+    "one number": {"dtype": "*fp32", "rule": "dynamic", "sizes": {"rows": 1, "columns": 1, "row_stride": 1}},
+    "one layout": {"dtype": "*bf16", "rule": "dynamic", "transposed_ptr": None},
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants_compile_without_spills(name, tmp_path):
+    """Sizes of 1 are constants, as Triton's launcher makes them."""
+    code = cast(tmp_path, **VARIANTS[name])
+    assert code.stack == 0
+    assert ("satfinite" in code.ptx) == (name != "an older GPU")
+
+
+def test_a_matrix_of_one_number_compiles(tmp_path):
+    """As weights may be stored."""
+    constants = CASTS | {"LENGTH": 128, "E8M0": False, "rows": 1, "columns": 1, "row_stride": 1}
+    del constants["stored_scale_inv_ptr"]
+    signature, tile = BOTH | SCALES | {"stored_scale_inv_ptr": "*fp32"}, blocks.BANDS[VECTORS]
+    code = of(blocks._vectors_kernel, tmp_path, "*fp16", tile, signature, constants, ("BAND", "SIDE"))
+    assert "satfinite" in code.ptx

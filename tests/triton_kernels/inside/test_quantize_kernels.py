@@ -1,0 +1,194 @@
+"""The kernels that quantise, against the eager reference, to the bit: codes, transposed codes, scales and amaxes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fp8_backends import scaling
+from fp8_backends.formats import E4M3, E5M2
+from fp8_backends.kernels import triton_block_quantize, triton_quantize
+from fp8_backends.kernels.quantization import DYNAMIC, POWER_OF_TWO, WINDOW, Layouts
+from fp8_backends.scaling import MX, ROWS, SQUARES, VECTORS
+
+FORMATS = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+BLOCKS = pytest.mark.parametrize("blocks", [ROWS, VECTORS, SQUARES, MX], ids=["rows", "vectors", "squares", "mx"])
+
+
+def matrix(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16, low: int = -6, high: int = 2) -> torch.Tensor:
+    """Magnitudes from 10**low on the left to 10**high on the right, NaN of both signs, a row and a column of zeros."""
+    generator = torch.Generator().manual_seed(rows + columns)
+    x = torch.randn(rows, columns, generator=generator) * torch.logspace(low, high, columns)
+    x[rows // 2], x[:, columns // 2], x[0, 0], x[-1, 0] = 0, -0.0, torch.nan, -torch.nan
+    return x.to(dtype)
+
+
+def expected_of(x: torch.Tensor, fmt, scale=None, rule: str = DYNAMIC, state: torch.Tensor | None = None) -> Layouts:
+    """In plain PyTorch operations."""
+    amax = scaling.tensor_amax(scaling.without_nan(x) if rule == DYNAMIC else x)
+    if scale is None:
+        scale = {
+            DYNAMIC: lambda: scaling.scale_from_amax(amax, fmt),
+            POWER_OF_TWO: lambda: scaling.power_of_two_scale(amax, fmt),
+            WINDOW: lambda: scaling.window_scale(state.unsqueeze(0), 0, amax, fmt),
+        }[rule]()
+    codes, scale_inv = scaling.quantize_with(x, scale, amax, fmt)
+    return Layouts(codes, scale_inv, codes.t().contiguous(), scale_inv, amax)
+
+
+def in_blocks(x: torch.Tensor, blocks: scaling.Blocks, fmt) -> Layouts:
+    return Layouts(*blocks.quantize(x, fmt), *blocks.quantize(x.t(), fmt))
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Any NaN of a scale or an amax is as good as another."""
+    if tensor.dtype == torch.float32:
+        return torch.where(tensor.isnan(), torch.nan, tensor).view(torch.int32)
+    return tensor.view(torch.uint8)
+
+
+def assert_same(found: Layouts, expected: Layouts) -> None:
+    for name, ours, theirs in zip(Layouts._fields, found, expected, strict=True):
+        assert (ours is None) == (theirs is None), name
+        if ours is not None:
+            assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype), name
+            assert ours.is_contiguous() and torch.equal(bits(ours), bits(theirs)), name
+
+
+@FORMATS
+@DTYPES
+def test_dynamic(fmt, dtype):
+    x = matrix(70, 140, dtype)
+    assert_same(triton_quantize.quantize(x, fmt), expected_of(x, fmt))
+
+
+def test_a_given_scale_takes_one_pass(monkeypatch):
+    monkeypatch.setattr(triton_quantize, "_amax_kernel", None)
+    x, scale = matrix(70, 140), torch.tensor(3.7)
+    found = triton_quantize.quantize(x, E5M2, scale)
+    assert_same(found, expected_of(x, E5M2, scale))
+    assert (found.codes.float().abs().nan_to_num() < E5M2.max).all()
+    assert_same(triton_quantize.quantize(x * 1000, E4M3, scale), expected_of(x * 1000, E4M3, scale))  # saturates
+
+
+@pytest.mark.parametrize("scale", [None, torch.tensor(0.5)], ids=["dynamic", "given"])
+def test_one_inf_shows_in_the_scale(scale):
+    """In any tile, the last one of four too."""
+    x = matrix(70, 140)
+    x[-1, -1] = -torch.inf
+    found = triton_quantize.quantize(x, E4M3, scale)
+    assert_same(found, expected_of(x, E4M3, scale))
+    assert found.scale_inv.isnan() and found.codes[-1, -1] == -448 and found.transposed[-1, -1] == -448
+
+
+@pytest.mark.parametrize("rule", [POWER_OF_TWO, WINDOW])
+@pytest.mark.parametrize("with_nan", [False, True])
+def test_rules_of_the_levels(rule, with_nan):
+    """Powers of two; the window's own scale while it is warm. NaN counts."""
+    x = matrix(70, 140) if with_nan else matrix(70, 140).nan_to_num()
+    state = scaling.new_window_state()[0]
+    state.view(torch.float32)[scaling.SCALE] = 64.0
+    for rolls in (scaling.WINDOW - 1, scaling.WINDOW):
+        state[scaling.ROLLS] = rolls
+        before = state.clone()
+        found = triton_quantize.quantize(x, E4M3, rule=rule, window_state=state)
+        assert_same(found, expected_of(x, E4M3, rule=rule, state=state))
+        assert found.amax.isnan() == found.scale_inv.isnan() == with_nan and torch.equal(state, before)
+
+
+def test_a_weight_stored_as_scaled_fp16():
+    """Scale and amax are of the values."""
+    stored = torch.tensor(2.0**-9)
+    data = matrix(70, 140, torch.float16)
+    values = data.float() * stored
+    for rule, scale in ((DYNAMIC, None), (DYNAMIC, torch.tensor(96.0)), (POWER_OF_TWO, None)):
+        found = triton_quantize.quantize(data, E4M3, scale, rule=rule, stored_scale_inv=stored)
+        assert_same(found, expected_of(values, E4M3, scale, rule))
+    for blocks in (ROWS, VECTORS, SQUARES, MX):
+        found = triton_block_quantize.quantize_blocks(data, blocks, E4M3, stored_scale_inv=stored)
+        assert_same(found, in_blocks(values, blocks, E4M3))
+    found = triton_block_quantize.quantize_blocks(data, ROWS, E4M3, columns=False, stored_scale_inv=stored)
+    assert_same(found, Layouts(*ROWS.quantize(values, E4M3)))
+
+
+@pytest.mark.parametrize("rows, columns", [(True, False), (False, True)])
+@pytest.mark.parametrize("x", [matrix(70, 140), matrix(140, 70).t()], ids=["by rows", "by columns"])
+def test_one_layout_alone(x, rows, columns):
+    kept = slice(0, 2) if rows else slice(2, 4)
+
+    def alone(made: Layouts) -> Layouts:
+        fields = [None] * 4
+        fields[kept] = made[kept]
+        return Layouts(*fields, made.amax)
+
+    assert_same(triton_quantize.quantize(x, E4M3, None, rows, columns), alone(expected_of(x, E4M3)))
+    for blocks in (ROWS, VECTORS, SQUARES, MX):
+        found = triton_block_quantize.quantize_blocks(x, blocks, E4M3, rows, columns)
+        assert_same(found, alone(in_blocks(x, blocks, E4M3)))
+
+
+STRIDES = {
+    "transposed": lambda x: x.t(),
+    "gaps between the rows": lambda x: x[:, 5:60],
+    "gaps in the rows": lambda x: x[::3, ::2],
+    "one row for all": lambda x: x[1:2].expand(40, -1),
+    "a column": lambda x: x[:, 3:4],
+    "a row": lambda x: x[3:4],
+}
+
+
+@pytest.mark.parametrize("view", STRIDES)
+def test_strides(view):
+    x = STRIDES[view](matrix(50, 70))
+    assert_same(triton_quantize.quantize(x, E4M3), expected_of(x, E4M3))
+    assert_same(triton_block_quantize.quantize_blocks(x, ROWS, E4M3), in_blocks(x, ROWS, E4M3))
+    assert_same(triton_block_quantize.quantize_blocks(x, MX, E4M3), in_blocks(x, MX, E4M3))
+
+
+@pytest.mark.parametrize("shape", [(0, 16), (16, 0), (0, 0)])
+def test_empty(shape):
+    x = torch.empty(shape, dtype=torch.bfloat16)
+    for scale in (None, torch.tensor(4.0)):
+        found = triton_quantize.quantize(x, E4M3, scale)
+        assert found.codes.shape == shape and found.transposed.shape == shape[::-1]
+        assert found.amax == 0 and found.scale_inv == (1.0 if scale is None else 0.25)
+    for blocks in (VECTORS, SQUARES, MX):
+        assert_same(triton_block_quantize.quantize_blocks(x, blocks, E4M3), in_blocks(x, blocks, E4M3))
+    found = triton_block_quantize.quantize_blocks(x, ROWS, E4M3)
+    assert found.scale_inv.shape == (shape[0], 1) and found.transposed_scale_inv.shape == (shape[1], 1)
+    assert (found.scale_inv == 1).all() and (found.transposed_scale_inv == 1).all()
+
+
+@pytest.mark.parametrize("keep_nan", [False, True])
+def test_amax_of_many_tiles(keep_nan, monkeypatch):
+    """More than there are programs: each takes every second. With gaps between the rows, and without."""
+    monkeypatch.setattr(triton_quantize, "AMAX_PROGRAMS", 2)
+    for x in (torch.randn(5, 8192, dtype=torch.bfloat16), torch.randn(40, 1025)[:, 1:]):
+        for i, j in ((0, 0), (x.shape[0] // 2, 700), (-1, -1)):
+            x[i, j] = 3.0 * x.abs().max()
+            assert torch.equal(triton_quantize.amax(x, keep_nan), x.abs().max().float())
+        x[-1, 0] = torch.nan
+        found = triton_quantize.amax(x, keep_nan)
+        assert found.isnan() if keep_nan else found == scaling.without_nan(x).abs().max()
+
+
+@BLOCKS
+@pytest.mark.parametrize(
+    "fmt, dtype",
+    [(E4M3, torch.bfloat16), (E4M3, torch.float16), (E5M2, torch.float32)],
+    ids=lambda each: getattr(each, "name", str(each)),
+)
+def test_blocks(blocks, fmt, dtype):
+    """Squares that end at the edges, amaxes from the smallest numbers to inf."""
+    x = matrix(130, 150, dtype, low=-44, high=38)
+    x[3, 3] = torch.inf
+    x[7, :32] = fmt.max * 2.0**-127  # mxfp8's smallest scale, without anything to round up
+    assert_same(triton_block_quantize.quantize_blocks(x, blocks, fmt), in_blocks(x, blocks, fmt))
+
+
+def test_rows_of_more_than_one_tile():
+    """Read twice by one program, where nothing is wanted of the columns."""
+    x = matrix(5, 2100).flip(1)  # the largest first
+    found = triton_block_quantize.quantize_blocks(x, ROWS, E4M3, columns=False)
+    assert_same(found, Layouts(*ROWS.quantize(x, E4M3)))

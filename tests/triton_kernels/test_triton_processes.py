@@ -1,0 +1,41 @@
+"""The tests that need Triton, two processes: `inside` runs kernels in its interpreter, on tensors of the CPU; `ahead`
+compiles them for compute capability 9.0.
+
+By hand, with Triton in FOLDER:
+
+    export TRITON_SITE=FOLDER PYTHONPATH=FOLDER
+    TRITON_INTERPRET=1 python -m pytest tests/triton_kernels/inside
+    python -m pytest tests/triton_kernels/ahead
+"""
+
+from __future__ import annotations
+
+import os
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+import warm_process
+
+HERE = Path(__file__).parent
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("folder, variables", [("inside", {"TRITON_INTERPRET": "1"}), ("ahead", {})])
+def test_of(folder, variables, triton_site, subtests, tmp_path):
+    results = tmp_path / "results.xml"
+    path = os.pathsep.join([str(triton_site), *filter(None, [os.environ.get("PYTHONPATH")])])
+    variables |= {"TRITON_SITE": str(triton_site), "PYTHONPATH": path, "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    process = warm_process.run(
+        *("-m", "pytest", str(HERE / folder), "-q", "-p", "no:cacheprovider", f"--junitxml={results}"),
+        env=os.environ | variables,
+        cwd=HERE.parent.parent,
+        timeout=290,
+    )
+    assert results.exists(), f"no test ran:\n{process.stdout[-8000:]}\n{process.stderr[-8000:]}"
+    cases = list(ElementTree.parse(results).iter("testcase"))
+    for case in cases:
+        with subtests.test(f"{case.get('classname')}::{case.get('name')}"):
+            failures = [each.text for each in case if each.tag in ("failure", "error")]
+            assert not failures, "\n".join(failures)
+    assert cases and process.returncode == 0, process.stdout[-8000:]
