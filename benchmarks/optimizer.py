@@ -1,16 +1,21 @@
-"""How long does an optimizer step over MS-AMP's states take, against `torch.optim.AdamW(fused=True)` over FP32?
+"""How long does an optimizer step over MS-AMP's states take, against `torch.optim.AdamW(fused=True)` over FP32,
+TorchAO's and bitsandbytes' low-bit AdamW, and a copy in memory?
 
-All run interleaved in one process over as many elements; the ratio is to the fused step's time in the same round.
+All run interleaved in one process over as many elements; the ratios are to the other's time in the same round. Bytes
+moved are those of a step's reads and writes if nothing is kept in caches: two passes for the levels, whose scales
+follow from the step's own values. The share is that of the rate at which a copy moves bytes.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from measuring import interleaved, ratio, summary, table, write_json
 
-from fp8_backends.kernels.compiled import Slot, adam_hyper, scaled_adam_
+from fp8_backends.kernels.compiled import AdamSteps, Job, Slot, adam_hypers
 from fp8_backends.scaled_tensor import quantize
 
 E4M3, FP16 = torch.float8_e4m3fn, torch.float16
@@ -23,6 +28,19 @@ LEVELS = {
     "O3": (FP16, E4M3, FP16, 0, True),
 }
 """weight (O3: the master), exp_avg, exp_avg_sq, block size of exp_avg, whether an E4M3 copy of the weight is made."""
+FUSED, TORCHAO = "torch fused, FP32", "torchao AdamWFp8"
+PEERS = (TORCHAO, "torchao AdamW8bit", "bitsandbytes AdamW8bit")
+COPY = "copy"
+COMPARED_FROM = 2**20
+
+
+@dataclass
+class Step:
+    run: Callable[[], object]
+    bytes: float | None = None
+    """An element: weight, gradient and states."""
+    moved: float | None = None
+    """An element, read and written in a step."""
 
 
 def slot(values: torch.Tensor, dtype: torch.dtype | None, block_size: int = 0) -> Slot:
@@ -36,53 +54,121 @@ def bytes_of(slots) -> int:
     return sum(part.nbytes for each in slots if each for part in each[:2] if part is not None)
 
 
-def scaled_step(level: str, numel: int, device: str, compiled: bool):
-    """The step over one tensor of `numel` elements, and its bytes an element, gradient included."""
+def scaled_step(level: str, numel: int, tensors: int, device: str, compiled: bool) -> Step:
+    """The step of a level over `tensors` parameters of `numel` elements in all."""
     weight, exp_avg, exp_avg_sq, block_size, copied = LEVELS[level]
-    values = torch.randn(numel, device=device) * 0.02
-    slots = [slot(values, weight), slot(values, E4M3)]
-    slots += [slot(torch.zeros(numel, device=device), exp_avg, block_size)]
-    slots += [slot(torch.zeros(numel, device=device), exp_avg_sq)]
-    copy = slot(values, E4M3) if copied else None
-    options = {"decoupled": True, "maximize": False, "seed": 0, "compiled": compiled, "copy": copy}
-    options["rounding"] = "nearest" if "nearest" in level else "stochastic"
+    parameters = []
+    for part in (torch.randn(numel, device=device) * 0.02).tensor_split(tensors):
+        zeros = torch.zeros_like(part)
+        slots = [slot(part, weight), slot(part, E4M3), slot(zeros, exp_avg, block_size)]
+        slots += [slot(zeros, exp_avg_sq), slot(part, E4M3) if copied else None]
+        parameters.append(slots)
+    rounding = "nearest" if "nearest" in level else "stochastic"
     count = torch.zeros(())
 
-    def step():
+    def run() -> None:
         count.add_(1)
-        scaled_adam_(*slots, adam_hyper(1e-4, (0.9, 0.999), 1e-8, 0.01, count, device), **options)
+        hypers = adam_hypers(1e-4, (0.9, 0.999), 1e-8, 0.01, [count] * tensors, device)
+        jobs = [
+            Job(*slots, hyper, True, False, rounding, seed, copy)
+            for seed, ((*slots, copy), hyper) in enumerate(zip(parameters, hypers.unbind(), strict=True))
+        ]
+        AdamSteps(jobs, fused=compiled, compiled=compiled).run()
 
-    return step, bytes_of([*slots, copy]) / numel
+    of = [sum(bytes_of([each[i]]) for each in parameters) / numel for i in range(5)]
+    read, written = sum(of[:4]), of[0] + of[2] + of[3] + of[4]
+    return Step(run, sum(of), 2 * read + written)
 
 
-def fused_step(numel: int, device: str):
-    weight = torch.nn.Parameter(torch.randn(numel, device=device))
-    weight.grad = torch.randn(numel, device=device)
-    return torch.optim.AdamW([weight], lr=1e-4, fused=True).step
+def peer(name: str) -> type[torch.optim.Optimizer]:
+    if name == FUSED:
+        return lambda parameters, lr: torch.optim.AdamW(parameters, lr, fused=True)
+    library, cls = name.split(" ")
+    return getattr(__import__(f"{library}.optim", fromlist=[cls]), cls)
+
+
+def peer_step(name: str, numel: int, tensors: int, device: str) -> Step:
+    """The step of another AdamW over FP32 weights, tried once. Moments of 256 elements share a scale: it takes
+    matrices."""
+    parameters = []
+    for part in range(tensors):
+        rows = max(1, (numel * (part + 1) // tensors - numel * part // tensors) // 1024)
+        weight = torch.nn.Parameter(torch.randn(rows, 1024, device=device))
+        weight.grad = torch.randn_like(weight)
+        parameters.append(weight)
+    optimizer = peer(name)(parameters, lr=1e-4)
+    optimizer.step()
+    return Step(optimizer.step, *((16.0, 28.0) if name == FUSED else ()))
+
+
+def peer_steps(numel: int, tensors: int, device: str) -> dict[str, Step]:
+    """Of the peers that run here; why another does not is printed."""
+    steps = {}
+    if numel < COMPARED_FROM:
+        print(f"not run: {', '.join(PEERS)}: below {COMPARED_FROM} elements they are calls and compiling alone")
+        return steps
+    for name in PEERS:
+        try:
+            steps[name] = peer_step(name, numel, tensors, device)
+        except Exception as error:  # a peer that is not installed, or not for this device
+            print(f"not run: {name}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+    return steps
+
+
+def copy_step(numel: int, device: str) -> Step:
+    """Of four bytes an element, each read and written."""
+    source = torch.randn(numel, device=device)
+    target = torch.empty_like(source)
+    return Step(lambda: target.copy_(source), None, 8.0)
+
+
+def result(name: str, step: Step, seconds: dict[str, list[float]], elements: int, copied: float) -> dict:
+    """One step's figures. copied: bytes an element that the copy moves."""
+    found = {"step": name, "bytes": step.bytes, "moved": step.moved, **summary(seconds[name])}
+    found["nanoseconds_per_element"] = found["median_s"] / elements * 1e9
+    for key, other in (("to_fused", FUSED), ("to_torchao", TORCHAO)):
+        if other in seconds:
+            found[key] = ratio(seconds[name], seconds[other])
+    if step.moved:
+        found["copy_share"] = ratio(seconds[COPY], seconds[name])["ratio"] * step.moved / copied
+    return found
+
+
+def row(found: dict) -> list:
+    ratios = [found[key]["ratio"] if key in found else "-" for key in ("to_fused", "to_torchao")]
+    numbers = ["-" if found.get(key) is None else found[key] for key in ("bytes", "moved", "copy_share")]
+    return [found["step"], *numbers[:2], found["nanoseconds_per_element"], *ratios, numbers[2]]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--levels", default=";".join(LEVELS), help="separated by semicolons")
-    parser.add_argument("--elements", type=int, default=2**28 if torch.cuda.is_available() else 2**25)
-    parser.add_argument("--runs", type=int, default=15)
-    parser.add_argument("--eager", action="store_true", help="without torch.compile")
+    parser.add_argument("--elements", type=int, default=2**28 if torch.cuda.is_available() else 20_000_000)
+    parser.add_argument("--tensors", type=int, default=1, help="parameters that have these elements")
+    parser.add_argument("--runs", type=int, default=9)
+    parser.add_argument("--eager", action="store_true", help="as PyTorch's operations, one after the other")
+    parser.add_argument("--no-peers", action="store_true", help="without TorchAO and bitsandbytes")
     parser.add_argument("--json")
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    steps, size = {"fused FP32": fused_step(arguments.elements, device)}, {"fused FP32": 16.0}
-    for level in arguments.levels.split(";"):
-        steps[level], size[level] = scaled_step(level, arguments.elements, device, not arguments.eager)
-    seconds = interleaved(steps, arguments.runs)
-    rows, results = [], []
-    for name in steps:
-        against = ratio(seconds[name], seconds["fused FP32"])
-        nanoseconds = summary(seconds[name])["median_s"] / arguments.elements * 1e9
-        rows.append([name, size[name], nanoseconds, against["ratio"], against["low"], against["high"]])
-        results.append({"step": name, "bytes": size[name], **summary(seconds[name]), "to_fused": against})
-    print(table(["step", "bytes / element", "ns / element", "time / fused", "low", "high"], rows))
-    record = {"question": "time of an optimizer step", "elements": arguments.elements, "compiled": not arguments.eager}
-    write_json(arguments.json, {**record, "results": results})
+    size = arguments.elements, arguments.tensors, device
+    steps = {COPY: copy_step(arguments.elements, device), FUSED: peer_step(FUSED, *size)}
+    steps |= {} if arguments.no_peers else peer_steps(*size)
+    steps |= {level: scaled_step(level, *size, not arguments.eager) for level in arguments.levels.split(";")}
+    seconds = interleaved({name: step.run for name, step in steps.items()}, arguments.runs)
+    results = [result(name, step, seconds, arguments.elements, steps[COPY].moved) for name, step in steps.items()]
+    header = [
+        "step",
+        "bytes / element",
+        "moved",
+        "ns / element",
+        "time / fused",
+        "/ AdamWFp8",
+        "share of a copy's rate",
+    ]
+    print(table(header, [row(each) for each in results]))
+    record = {"question": "time of an optimizer step", "elements": arguments.elements, "tensors": arguments.tensors}
+    write_json(arguments.json, {**record, "compiled": not arguments.eager, "results": results})
 
 
 if __name__ == "__main__":

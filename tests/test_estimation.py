@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.utils import convert_outputs_to_fp32
-from transformers import BertConfig, GPT2Config, LlamaConfig, Qwen3Config
+from transformers import BertConfig, GPT2Config, LlamaConfig, MixtralConfig, Qwen3Config
 
 import fp8_backends
 from fp8_backends import recipes
@@ -26,6 +26,7 @@ BACKENDS = {
     "Llama": ["bf16", "native:dynamic", "msamp:O1", "msamp:O2", "msamp:O3"],
     "BERT": ["bf16", "msamp:O2", "ao"],
     "Qwen3 with a tied head": ["native:dynamic", "msamp:O3"],
+    "Mixtral, a mixture of experts": ["bf16", "native:dynamic", "native:rowwise", "msamp:O2"],
 }
 """All of them with larger models: the recorded results below."""
 
@@ -55,6 +56,19 @@ SHAPES = {
             use_cache=False,
         ),
     ),
+    "Mixtral, a mixture of experts": ModelShape(
+        "Mixtral",
+        MixtralConfig(
+            vocab_size=512,
+            hidden_size=64,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            num_local_experts=4,
+            use_cache=False,
+        ),
+    ),
 }
 
 
@@ -80,7 +94,10 @@ def trained(shape, backend, batch, sequence):
     static = sum(found.bytes_per_parameter[key] for key in ("weight", "master", "gradient", "optimizer"))
     parameters = sum(p.numel() for p in model.parameters())
     copies = 1.0 if backend in ("native:dynamic", "msamp:O1", "msamp:O2") else 0.0  # which `audit` adds to weights
-    converted = sum(m.weight.numel() for name, m in model.named_modules() if name in found.products)
+    # a Linear's name is its module's, that of experts is the Parameter's
+    converted = sum(
+        p.numel() for n, p in model.named_parameters() if {n, n.removesuffix(".weight")} & {*found.products}
+    )
     optimizer.zero_grad()
     step()
     optimizer.zero_grad()

@@ -17,7 +17,6 @@ import torch
 from .. import recipes
 from ..errors import FP8BackendError
 from ..recipes import Recipe
-from ..states.adamw import COMPILE_FROM
 from . import sharded_costs
 from .model_shapes import LONG, SHORT, ModelShape
 from .step_trace import (
@@ -224,13 +223,12 @@ class Growth:
 
     def at(self, layers: float, batch: float) -> StepTrace:
         layers = layers if self.in_layers else 0
-        trace = StepTrace.from_numbers(
+        return StepTrace.from_numbers(
             {
                 key: base + layers * self.by_layer[key] + batch * (self.by_batch[key] + layers * self.by_both[key])
                 for key, base in self.base.items()
             }
         )
-        return trace.without_step() if trace.sizes["to_scale"] >= COMPILE_FROM else trace
 
     @classmethod
     def traced(cls, workload: Workload, recipe: Recipe | None, sharding: str, title: str) -> Growth:

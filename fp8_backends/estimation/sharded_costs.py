@@ -120,7 +120,7 @@ class _Rank(NamedTuple):
             made[WEIGHTS] += HALF * sizes["outside"] + GATHERED * _block_bytes(self.trace)
             made[GRADIENTS] += GATHERED * HALF * sizes["block"] if goes_back else 0
         elif self.sharding == "ddp" and self.ranks > 1 and goes_back:
-            made[GRADIENTS] += _in_flight(self.trace, region)
+            made[GRADIENTS] += _in_flight(self.trace, region, self.ranks, self.recipe)
         elif self.sharding == "zero2" and goes_back:
             made[GRADIENTS] += 2 * HALF * min(ZERO_BUCKET, sizes["trained"])
         return made
@@ -130,13 +130,24 @@ def _shares_states_out(recipe: Recipe | None) -> bool:
     return recipe is not None and recipe.level == "O3" and recipe.shard_states
 
 
-def _in_flight(trace: StepTrace, region: str) -> float:
+def _in_flight(trace: StepTrace, region: str, ranks: int, recipe: Recipe | None) -> float:
     """Gradients of scaled weights on their way under DDP: they wait in high precision until a bucket of them is there,
-    and are copied into it. A bucket is full when the first blocks, which backward reaches last, are done, or sooner."""
+    and are read from there into messages, or copied for a plain sum. A bucket is full when the first blocks, which
+    backward reaches last, are done, or sooner."""
     in_fp32 = SINGLE * trace.sizes["scaled"]
     bucket = min(in_fp32, max(DDP_BUCKET, SINGLE * trace.sizes["largest_scaled"]))
     is_full = region not in ("backward of the head", "backward of the last block")
-    return 2 * bucket if is_full or bucket < SINGLE * trace.sizes["block_scaled"] else 0.0
+    if not is_full and bucket >= SINGLE * trace.sizes["block_scaled"]:
+        return 0.0
+    if _comm(recipe) == "plain":
+        return 2 * bucket
+    messages = 2 * FP8_MESSAGE + SINGLE / ranks  # sent and received, and the own part, which stays in FP32
+    return bucket * (1 + messages / SINGLE)
+
+
+def _comm(recipe: Recipe | None) -> str:
+    """How gradients travel: "fp8" or "plain"."""
+    return "plain" if recipe is None else recipe.gradient_comm or ("plain" if recipe.level == "O0" else "fp8")
 
 
 def _block_bytes(trace: StepTrace) -> float:
@@ -158,7 +169,7 @@ def sent_bytes(trace: StepTrace, sharding: str, ranks: int, recipe: Recipe | Non
     if ranks == 1 or sharding == "none":
         return 0.0
     sizes, share = trace.sizes, (ranks - 1) / ranks
-    comm = "plain" if recipe is None else recipe.gradient_comm or ("plain" if recipe.level == "O0" else "fp8")
+    comm = _comm(recipe)
     states = 2 * share * SINGLE * sizes["scaling_states"]
     if sharding == "ddp":
         return states + _sent_by_ddp(trace, share, comm, recipe)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import types
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -29,7 +29,7 @@ from .. import conversion, preparation
 from ..auditing import converted_layers, inner_tensors, stored_bytes
 from ..errors import FP8BackendError
 from ..scaled_tensor import ScaledTensor
-from ..states.adamw import COMPILE_FROM, ScaledStates
+from ..states.adamw import ScaledStates
 from ..weight_products import FP8
 
 if TYPE_CHECKING:
@@ -99,6 +99,8 @@ class MemoryTracker(TorchDispatchMode):
             return NotImplemented  # a wrapper subclass first says what it does on its inner tensors
         if func is torch.ops.aten._local_scalar_dense.default:
             return self._number_in(args[0])
+        if func is torch.ops.aten._grouped_mm.default:
+            func = _grouped_mm
         out = func(*args, **(kwargs or {}))
         made_of_weights = None
         for tensor in tree_iter(out):
@@ -143,6 +145,11 @@ class MemoryTracker(TorchDispatchMode):
             self.peaks[self.region] = dict(self.live)
 
 
+def _grouped_mm(a: torch.Tensor, b: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+    """Products of experts in high precision. For fake tensors PyTorch has them of bf16 alone, for real ones of all."""
+    return torch.ops.aten._grouped_mm.default(a.bfloat16(), b.bfloat16(), *args, **kwargs).to(a.dtype)
+
+
 @dataclass
 class StepTrace:
     """What one training step needs, in bytes, on one device that holds the whole model."""
@@ -166,10 +173,6 @@ class StepTrace:
         for region, parts in self.peaks.items():
             found |= {("peaks", region, part): value for part, value in parts.items()}
         return found
-
-    def without_step(self) -> StepTrace:
-        """As if the optimizer's step made nothing."""
-        return replace(self, peaks={**self.peaks, "step": {**self.resting, GRADIENTS: self.gradients}})
 
     @classmethod
     def from_numbers(cls, numbers: dict[tuple[str, ...], float]) -> StepTrace:
@@ -280,16 +283,10 @@ class _Step:
             self.optimizer.zero_grad()
 
     def _update(self) -> None:
-        """The optimizer's step. One that rounds what it stores takes a tensor at a time: the largest ones tell. Where
-        it is compiled it makes no copies, which the same code does where it is not."""
-        optimizer = self.optimizer
-        if not isinstance(optimizer, ScaledStates):
-            optimizer.step()
-        elif optimizer._elements_to_scale() < COMPILE_FROM:
-            trained = [p for p in self.model.parameters() if p.grad is not None and not optimizer._is_plain(p)]
-            largest = {isinstance(p, ScaledTensor): p for p in sorted(trained, key=lambda p: p.numel())}
-            for parameter in largest.values():
-                optimizer._adam_step(optimizer.param_groups[0], parameter, 0, compiled=False).run()
+        """The optimizer's step. One that rounds what it stores makes no copies where a kernel does it, which the same
+        code does under fake tensors."""
+        if not isinstance(self.optimizer, ScaledStates):
+            self.optimizer.step()
 
     def _assign_parts(self) -> None:
         for parameter in self.model.parameters():

@@ -11,8 +11,9 @@ O2     scaled E4M3  scaled FP16      scaled FP16
 O3     scaled E4M3  scaled FP16      scaled FP16 (`master_weight`), cast to E4M3
 =====  ===========  ===============  ==========================================
 
-The step computes in FP32 and rounds what it stores with this step's amax (`kernels/compiled.py`). Plain FP32 parameters
-with FP32 states (O1, or tensors of fewer than 4096 elements) are left to PyTorch's own implementation.
+The step computes in FP32 and rounds what it stores with this step's amax, all parameters in one kernel where the device
+has one (`kernels/compiled.py`). Plain FP32 parameters with FP32 states (O1, or tensors of fewer than 4096 elements) are
+left to PyTorch's own implementation.
 
 On several ranks a step computes on what lies there: its shards under FSDP2, with scales that the ranks agree on
 (`sharding.py`); all weights under DDP, but at O3 those that this rank owns (`Owners`).
@@ -30,7 +31,7 @@ import torch
 from torch.optim.adam import adam
 
 from ..errors import FP8BackendError
-from ..kernels.compiled import AdamStep, Slot, adam_hyper, is_finite, scaled_adam_
+from ..kernels.compiled import AdamSteps, Job, Slot, adam_hyper, adam_hypers, is_finite, scaled_adam_
 from ..scaled_tensor import ScaledTensor, quantize
 from ..sharded_tensor import is_distributed, local_part, with_local
 from . import sharding
@@ -43,7 +44,7 @@ MASTER = "master_weight"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 COMPILE_FROM = 2**22
-"""From this many elements on, compiling the step (half a minute, once) is worth it."""
+"""Where no fused kernel makes the step: from this many elements on, `torch.compile` (half a minute, once) pays."""
 
 
 class StateRule(NamedTuple):
@@ -60,6 +61,10 @@ class StateRule(NamedTuple):
 
 Finite = dict[torch.Tensor, torch.Tensor]
 """Of parameters that are DTensors: whether the whole gradient is finite; bool, 0-dim, equal on all ranks."""
+
+
+Todo = tuple[dict[str, Any], torch.Tensor, int]
+"""A parameter whose step is to be made: its group, itself, its index among all parameters."""
 
 
 class Owners(Protocol):
@@ -100,23 +105,22 @@ class ScaledStates:
             refuse_gradients_that_stay(p for group in self.param_groups for p in group["params"])
         todo = self._with_gradient()
         finite = _finite_shards([p for _, p, _ in todo])
+        plain, here, shards = [], [], []
+        for each in todo:
+            of = plain if self._is_plain(each[1]) else shards if is_distributed(each[1]) else here
+            of.append(each)
         for group in self.param_groups:
-            plain = [p for of, p, _ in todo if of is group and self._is_plain(p)]
-            if plain:
-                self._step_plain(group, plain, finite)
-        compiled = self._elements_to_scale() >= COMPILE_FROM
-        scaled = [each for each in todo if not self._is_plain(each[1])]
-        for group, p, index in scaled:
-            if not is_distributed(p) and self._steps(p):
-                self._adam_step(group, p, index, compiled).run()
-        shards = [each for each in scaled if is_distributed(each[1])]
-        sharding.run_shards([self._adam_step(*each, compiled, finite[each[1]]) for each in shards])
+            of_group = [p for of, p, _ in plain if of is group]
+            if of_group:
+                self._step_plain(group, of_group, finite)
+        self._step_scaled([each for each in here if self._steps(each[1])], finite)
+        self._step_scaled(shards, finite, sharding.run_shards)
         if self.fp8_owners is not None:
             self.fp8_owners.share()
         return loss
 
-    def _with_gradient(self) -> list[tuple[dict[str, Any], torch.Tensor, int]]:
-        """(group, parameter, index among all parameters) of those that take part in this step."""
+    def _with_gradient(self) -> list[Todo]:
+        """Parameters that take part in this step."""
         found, first = [], 0
         for group in self.param_groups:
             _check_group(group)
@@ -167,39 +171,49 @@ class ScaledStates:
             decoupled_weight_decay=group["decoupled_weight_decay"],
         )
 
-    def _adam_step(
-        self, group: dict[str, Any], p: torch.Tensor, index: int, compiled: bool, finite=None
-    ) -> sharding.Update:
-        """The step of one parameter, ready to run."""
-        state = self._state_of(group, p)
-        state["step"] += 1
-        local, gradient = local_part(p), local_part(p.grad)
-        weight, low_precision, noncontiguous = local, None, None
-        if isinstance(gradient, ScaledTensor):
-            gradient.finish_accumulation()
-        if _is_scaled(p):
-            if local.elsewhere is not None:
-                local.exact()  # a copy of a weight of another rank: it raises, and says what to do
-            if local.master is not None:
-                weight, low_precision = local.master, _slot(local)
-        elif not local.is_contiguous():
-            weight = noncontiguous = local.contiguous()
-        step = AdamStep(
+    def _step_scaled(self, todo: Sequence[Todo], finite: Finite, run=None) -> None:
+        """The steps of parameters that are rounded, together. run: how, of shards that several ranks have."""
+        if not todo:
+            return
+        for _, p, _ in todo:
+            if isinstance(local_part(p.grad), ScaledTensor):
+                local_part(p.grad).finish_accumulation()
+        states = [self._state_of(group, p) for group, p, _ in todo]
+        torch._foreach_add_([state["step"] for state in states], 1.0)
+        hypers = _hypers(todo, states)
+        jobs = [self._job(*each, hyper, finite.get(each[1])) for each, hyper in zip(todo, hypers, strict=True)]
+        steps = AdamSteps(jobs, compiled=sum(p.numel() for _, p, _ in todo) >= COMPILE_FROM)
+        steps.run() if run is None else run(steps, [p for _, p, _ in todo])
+        for job, (_, p, _) in zip(jobs, todo, strict=True):
+            if not _is_scaled(p) and not local_part(p).is_contiguous():
+                local_part(p).copy_(job.weight.data)
+
+    def _job(
+        self, group: dict[str, Any], p: torch.Tensor, index: int, hyper: torch.Tensor, finite: torch.Tensor | None
+    ) -> Job:
+        """What the step of one parameter works on. One that is plain and not contiguous is copied."""
+        state, weight, gradient, low_precision = self.state[p], local_part(p), local_part(p.grad), None
+        if isinstance(weight, ScaledTensor):
+            if weight.elsewhere is not None:
+                weight.exact()  # a copy of a weight of another rank: it raises, and says what to do
+            if weight.master is not None:
+                weight, low_precision = weight.master, _slot(weight)
+        else:
+            weight = weight.contiguous()
+        return Job(
             _slot(weight),
             _slot(gradient if isinstance(gradient, ScaledTensor) else gradient.contiguous()),
             _slot(state["exp_avg"]),
             _slot(state["exp_avg_sq"]),
-            _hyper(group, state["step"], local.device),
-            copy=low_precision,
+            hyper,
             decoupled=group["decoupled_weight_decay"],
             maximize=group["maximize"],
             rounding=self.fp8_states.rounding,
             seed=index,
-            compiled=compiled,
+            copy=low_precision,
             first=sharding.first_element(p) if is_distributed(p) else 0,
             finite=finite,
         )
-        return sharding.Update(p, step, noncontiguous)
 
     def _state_of(self, group: dict[str, Any], p: torch.Tensor) -> dict[str, Any]:
         """The parameter's state; made at its first step."""
@@ -414,14 +428,24 @@ def _float(value: torch.Tensor) -> torch.Tensor:
 
 def _slot(tensor: torch.Tensor) -> Slot:
     """What this rank has of the tensor, as the kernel reads and writes it."""
-    tensor = local_part(tensor).detach()
+    tensor = local_part(tensor)
     if isinstance(tensor, ScaledTensor):
         return Slot(tensor._data, tensor._scale_inv, tensor.block_size)
-    return Slot(tensor, None)
+    return Slot(tensor.detach(), None)
 
 
-def _hyper(group: dict[str, Any], step: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return adam_hyper(group["lr"], group["betas"], group["eps"], group["weight_decay"], step, device)
+def _hypers(todo: Sequence[Todo], states: Sequence[dict[str, Any]]) -> list[torch.Tensor]:
+    """The hyperparameters of each step: parameters with the same options together, for few launches."""
+    alike: dict[Any, list[int]] = {}
+    for i, ((group, p, _), state) in enumerate(zip(todo, states, strict=True)):
+        alike.setdefault((id(group), local_part(p).device, state["step"].device), []).append(i)
+    hypers = [None] * len(todo)
+    for (_, device, _), members in alike.items():
+        group, steps = todo[members[0]][0], [states[i]["step"] for i in members]
+        made = adam_hypers(group["lr"], group["betas"], group["eps"], group["weight_decay"], steps, device)
+        for i, hyper in zip(members, made.unbind(), strict=True):
+            hypers[i] = hyper
+    return hypers
 
 
 def _zero_what_is_not_finite(gradients: list[torch.Tensor], finite: list[torch.Tensor | None]) -> None:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ..kernels.compiled import AdamStep
+from ..kernels.compiled import AdamSteps
 from ..scaled_tensor import ScaledTensor, quantize
 from ..sharded_tensor import (
     agreed_amax,
@@ -87,33 +87,14 @@ def first_element(p: torch.Tensor) -> int:
 # Steps
 
 
-class Update(NamedTuple):
-    """One parameter's step, not yet run."""
-
-    p: torch.Tensor
-    step: AdamStep
-    noncontiguous: torch.Tensor | None
-    """What the step works on in place of a plain parameter that is not contiguous."""
-
-    def run(self) -> None:
-        self.finish(self.step.write(self.step.amaxes()))
-
-    def finish(self, amax: torch.Tensor | None) -> None:
-        if amax is not None:
-            self.step.write_copy(amax)
-        if self.noncontiguous is not None:
-            local_part(self.p).copy_(self.noncontiguous)
-
-
-def run_shards(updates: list[Update]) -> None:
-    """Steps of shards. Between the parts of a step the ranks agree on the amaxes of all parameters at once."""
-    shards = [update.p for update in updates]
-    amaxes = [update.step.amaxes() for update in updates]
+def run_shards(steps: AdamSteps, shards: list[torch.Tensor]) -> None:
+    """Steps of shards, one of each DTensor. Between the parts of a step the ranks agree on the amaxes of all parameters
+    at once."""
+    amaxes = steps.amaxes()
     agree_on_amaxes(amaxes, shards)
-    stored = [[update.step.write(of)] for update, of in zip(updates, amaxes, strict=True)]
+    stored = [[amax] for amax in steps.write(amaxes)]
     agree_on_amaxes(stored, shards)
-    for update, (amax,) in zip(updates, stored, strict=True):
-        update.finish(amax)
+    steps.write_copies([amax for (amax,) in stored])
 
 
 # States

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import shutil
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from torch import nn
 
 import fp8_backends
 from fp8_backends.errors import FP8BackendError, RecipeError
+from fp8_backends.kernels import adam_cpu
 from fp8_backends.scaled_tensor import ScaledTensor
 from fp8_backends.states.adamw import ScaledAdam, ScaledAdamW
 from fp8_backends.states.levels import plain_weights
@@ -114,6 +116,58 @@ def test_a_large_embedding_has_scaled_states_and_is_trained():
     assert dtype_of(optimizer.state[model.embed.weight]["exp_avg"]) == torch.float8_e4m3fn
     moved = (values_of(model)["embed.weight"] != before).any(1)
     assert moved[:2].all()
+
+
+# Together
+
+
+def steps_of_two_groups(level):
+    """After three steps of weights, an embedding and a matrix that is not contiguous; and that matrix before."""
+    model = nn.Module()
+    torch.manual_seed(0)
+    model.first, model.second = nn.Linear(64, 96), nn.Linear(96, 33)
+    model.embed, model.turned = nn.Embedding(100, 64), nn.Parameter(torch.randn(80, 64).t())
+    turned = model.turned.detach().clone()
+    groups = [
+        {"params": [model.first.weight, model.embed.weight], "lr": 3e-3, "weight_decay": 0.1},
+        {"params": [model.second.weight, model.second.bias, model.turned], "lr": 1e-3, "betas": (0.8, 0.99)},
+    ]
+    optimizer = torch.optim.AdamW(groups)
+    fp8_backends.prepare(model, optimizer, fp8_backends.MSAMPRecipeKwargs(opt_level=level, on_unproven="warn"))
+    for t in range(3):
+        for i, p in enumerate(model.parameters()):
+            if (i + t) % 4:  # counts of steps differ
+                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * t + i))
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer, turned
+
+
+@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler")
+@pytest.mark.filterwarnings("ignore:.*no FP8 product ran")
+@pytest.mark.parametrize("level", LEVELS)
+def test_parameters_are_stepped_together_as_each_alone(level, monkeypatch):
+    """By the kernel that takes them all, and as PyTorch's operations one after the other: every bit."""
+    calls = []
+    run = adam_cpu.CPUKernels._run
+    monkeypatch.setattr(
+        adam_cpu.CPUKernels, "_run", lambda self, name, table: calls.append(name) or run(self, name, table)
+    )
+    together = steps_of_two_groups(level)
+    written = calls.count("write")
+    assert 3 <= written <= 9  # one a step and a kind of parameter: three kinds, of five parameters
+    monkeypatch.setattr(adam_cpu, "usable", lambda tensor: False)
+    singly = steps_of_two_groups(level)
+    assert calls.count("write") == written
+    for ours, expected in zip(together[0].parameters(), singly[0].parameters(), strict=True):
+        assert torch.equal(_plain(ours), _plain(expected))
+    turned = together[0].turned.detach()
+    assert not turned.is_contiguous() and (turned != together[2]).float().mean() > 0.9
+    assert_equal_states(together[1], singly[1])
+
+
+def _plain(p):
+    return p.exact() if isinstance(p, ScaledTensor) else p
 
 
 # Stock's results

@@ -1,0 +1,170 @@
+"""The Adam step for a CPU: `adam_cpu.cpp`, compiled in a second at its first use and kept in the user's cache."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+import warnings
+from pathlib import Path
+
+import torch
+
+from .adam_table import AdamTable, Kind
+
+_SOURCE = Path(__file__).with_name("adam_cpu.cpp")
+_DTYPES = {
+    torch.float32: "FP32",
+    torch.bfloat16: "BF16",
+    torch.float16: "FP16",
+    torch.float8_e4m3fn: "E4M3",
+    torch.float8_e5m2: "E5M2",
+}
+# no contraction: a product and a sum that become one instruction would be rounded once
+_FLAGS = "-std=c++17 -O3 -fPIC -shared -ffp-contract=off -fno-math-errno -fno-trapping-math".split()
+_AVX512 = "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mf16c".split()
+_CHUNK = 2**16
+
+
+class CPUKernels:
+    """Runs compiled kernels on PyTorch's threads."""
+
+    def __init__(self, kind: Kind, library: ctypes.CDLL):
+        self.kind, self.library = kind, library
+
+    def chunk_size(self) -> int:
+        block = self.kind.block_size or 1
+        return -(-_CHUNK // block) * block
+
+    def find_finite(self, table: AdamTable) -> None:
+        self._run("find_finite", table)
+
+    def amaxes(self, table: AdamTable) -> None:
+        self._run("amaxes", table)
+
+    def write(self, table: AdamTable) -> None:
+        self._run("write", table)
+
+    def recast(self, table: AdamTable) -> None:
+        self._run("recast", table)
+
+    def _run(self, name: str, table: AdamTable) -> None:
+        arguments = _Table(
+            table.rows.data_ptr(),
+            table.amax.data_ptr(),
+            table.stored.data_ptr(),
+            len(table.jobs),
+            sum(table.chunk_counts),
+            table.chunk_size,
+            self.kind.block_size,
+            torch.get_num_threads(),
+        )
+        getattr(self.library, name)(ctypes.byref(arguments))
+
+
+class _Table(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_void_p) for name in ("rows", "amaxes", "stored")] + [
+        (name, ctypes.c_int64) for name in ("parameters", "chunks", "chunk_size", "block_size", "threads")
+    ]
+
+
+def usable(tensor: torch.Tensor) -> bool:
+    """Whether this is real memory of the CPU, in eager mode."""
+    return tensor.device.type == "cpu" and type(tensor) in (torch.Tensor, torch.nn.Parameter) and not _is_traced()
+
+
+def _is_traced() -> bool:
+    fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    return torch.compiler.is_compiling() or fake is not None
+
+
+def kernels(kind: Kind) -> CPUKernels | None:
+    """The kernels of a kind; None, and a warning once, where nothing compiles them."""
+    library = None if _broken else _library(kind._replace(scaled=(), block_size=0, finite_is_told=False))
+    return None if library is None else CPUKernels(kind, library)
+
+
+_broken: list[str] = []
+"""Why compiling failed: nothing is compiled from then on."""
+
+
+@functools.cache
+def _library(kind: Kind) -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL(str(_compiled(tuple(_definitions(kind)))))
+    except (OSError, subprocess.SubprocessError) as error:
+        details = getattr(error, "stderr", None) or error
+        _broken.append(str(details))
+        warnings.warn(
+            f"the optimizer step runs uncompiled, which is slower: it needs a C++ compiler (g++ or clang++, or what "
+            f"the environment variable CXX names), and this failed: {details}",
+            stacklevel=2,
+        )
+        return None
+
+
+def _definitions(kind: Kind) -> list[str]:
+    names = ("WEIGHT", "GRAD", "EXP_AVG", "EXP_AVG_SQ", "COPY")
+    values = [_DTYPES[dtype] for dtype in (*kind.dtypes, kind.copy or torch.float8_e4m3fn)]
+    blocked = sum(is_blocked << i for i, is_blocked in enumerate(kind.blocked))
+    numbers = {
+        "BLOCKED": blocked,
+        "COPIED": int(kind.copy is not None),
+        "DECOUPLED": int(kind.decoupled),
+        "MAXIMIZE": int(kind.maximize),
+        "STOCHASTIC": int(kind.stochastic),
+    }
+    return [f"-D{name}={value}" for name, value in (*zip(names, values, strict=True), *numbers.items())]
+
+
+def _compiled(definitions: tuple[str, ...]) -> Path:
+    """The shared library, from the cache or made now.
+
+    Raises:
+        OSError: no compiler, no place to write.
+        subprocess.SubprocessError: it failed.
+    """
+    compiler = os.environ.get("CXX") or next(filter(shutil.which, ("g++", "clang++", "c++")), "g++")
+    flags = (*_FLAGS, *_instruction_set(), *definitions)
+    key = hashlib.sha256(_SOURCE.read_bytes() + repr((compiler, flags)).encode()).hexdigest()[:32]
+    made = _cache() / f"adam-{key}.so"
+    if not made.exists():
+        new = made.with_suffix(f".{os.getpid()}")
+        try:
+            _compile([compiler, *flags, str(_SOURCE), "-o", str(new)])
+            os.replace(new, made)  # at once, for other processes that look for it
+        finally:
+            new.unlink(missing_ok=True)
+    return made
+
+
+def _compile(command: list[str]) -> None:
+    options = {"check": True, "capture_output": True, "text": True, "timeout": 300}
+    try:
+        subprocess.run([*command, "-fopenmp"], **options)
+    except subprocess.CalledProcessError:
+        subprocess.run(command, **options)  # on one thread, where the compiler has no OpenMP
+
+
+def _instruction_set() -> list[str]:
+    capability = torch.backends.cpu.get_cpu_capability()
+    if capability.startswith("AVX512"):
+        return _AVX512
+    return ["-mavx2", "-mf16c"] if capability == "AVX2" else []
+
+
+@functools.cache
+def _cache() -> Path:
+    """A folder of this user's own."""
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fp8_backends"
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if os.access(folder, os.W_OK):
+            return folder
+    except (OSError, RuntimeError):  # RuntimeError: no home
+        pass
+    return Path(tempfile.mkdtemp(prefix="fp8_backends"))

@@ -1,0 +1,249 @@
+"""The Adam step in C++: all parameters in one call a pass, the passes of PyTorch operations to the bit."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from test_compiled import CASES, bits, needs_compiler, slots, value
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fp8_backends.kernels import adam_cpu, adam_table
+from fp8_backends.kernels.compiled import AdamSteps, Job, Slot, adam_hyper
+from fp8_backends.scaled_tensor import quantize
+
+pytestmark = needs_compiler
+
+E4M3 = torch.float8_e4m3fn
+SIZES = (3000, 1, 70_001, 16, 130)  # vectors and less, a chunk and more
+OPTIONS = {
+    "adamw": {"decoupled": True, "maximize": False, "rounding": "stochastic"},
+    "adam": {"decoupled": False, "maximize": True, "rounding": "nearest"},
+}
+
+
+def jobs(case="O2", options="adamw", copied=False, sizes=SIZES):
+    made = []
+    for i, numel in enumerate(sizes):
+        hyper = adam_hyper(1e-3 * (i + 1), (0.9, 0.999), 1e-8, 0.1, torch.tensor(float(i + 1)), "cpu")
+        copy = Slot(torch.zeros(numel, dtype=E4M3), torch.ones(())) if copied else None
+        made.append(Job(*slots(case, numel, i), hyper, seed=2**20 + i, copy=copy, first=2**31 - 40, **OPTIONS[options]))
+    return made
+
+
+def all_bits(of):
+    return bits([each for job in of for each in (*job[:4], job.copy) if each is not None])
+
+
+def both(make, passes=1):
+    """Jobs after a step by the kernels, and by PyTorch's operations."""
+    ours, expected = make(), make()
+    before = all_bits(ours)
+    for _ in range(passes):
+        steps = AdamSteps(ours)
+        assert {type(part.kernels) for part, _ in steps._parts} == {adam_cpu.CPUKernels}
+        steps.run()
+        AdamSteps(expected, fused=False).run()
+    assert all_bits(ours) != before
+    return ours, expected
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_all_parameters_are_stepped_to_the_bit(case):
+    ours, expected = both(lambda: jobs(case))
+    assert all_bits(ours) == all_bits(expected)
+
+
+@pytest.mark.parametrize("case", ["O2", "fp16 weight", "e5m2 gradient"])
+def test_other_options_to_the_bit(case):
+    ours, expected = both(lambda: jobs(case, "adam"))
+    assert all_bits(ours) == all_bits(expected)
+
+
+def test_the_copy_of_a_master_is_cast_to_the_bit():
+    ours, expected = both(lambda: jobs("O2", copied=True), passes=3)
+    assert all_bits(ours) == all_bits(expected)
+
+
+def test_a_copy_is_cast_again_where_rounding_changed_its_scale():
+    """A weight of 448 that grows to 448.05, for which E4M3 needs a scale of 1/2, is stored as 448, where it is 1."""
+
+    def make():
+        zeros, weight = torch.zeros(1500), quantize(torch.linspace(-448.0, 448.0, 1500), torch.float16)
+        parts = (Slot(weight._data, weight._scale_inv), Slot(zeros - 1), Slot(zeros), Slot(zeros.clone()))
+        hyper = adam_hyper(0.05, (0.9, 0.999), 1e-8, 0.0, torch.tensor(1.0), "cpu")
+        copy = Slot(torch.zeros(1500, dtype=E4M3), torch.zeros(()))
+        return [Job(*parts, hyper, decoupled=True, maximize=False, rounding="nearest", seed=0, copy=copy)]
+
+    ours, expected = both(make)
+    assert all_bits(ours) == all_bits(expected) and ours[0].copy.scale_inv == 1.0
+
+
+@pytest.mark.parametrize("case", ["O2", "all blocks", "wide gradient"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_counts_as_zero_and_others_do_not(case, bad):
+    def make():
+        first, *others = jobs(case)
+        values = value(first.grad)
+        values[2999] = bad
+        if first.grad.scale_inv is None:
+            return [first._replace(grad=Slot(values)), *others]
+        made = quantize(values, first.grad.data.dtype, block_size=first.grad.block_size)
+        return [first._replace(grad=Slot(made._data, made._scale_inv, made.block_size)), *others]
+
+    ours, expected = both(make)
+    assert all_bits(ours) == all_bits(expected)
+    still = jobs(case)[:1]
+    still[0].grad.data.zero_()
+    AdamSteps(still, fused=False).run()
+    assert bits([ours[0].weight]) == bits([still[0].weight])
+
+
+@pytest.mark.parametrize("size", [3e38, 1e30, 1e-38, 1e-44])
+def test_huge_and_tiny_gradients(size):
+    def make():
+        zeros = slots("O2", 300)
+        for part in zeros[2:]:
+            part.data.zero_()
+        gradient = Slot(torch.linspace(-1, 1, 300) * size)
+        weight = Slot(zeros[0].data, torch.full((), size if size < 1 else 1.0))
+        hyper = adam_hyper(size if size < 1 else 1e-3, (0.9, 0.999), 1e-8, 0.1, torch.tensor(1.0), "cpu")
+        return [Job(weight, gradient, *zeros[2:], hyper, seed=0, **OPTIONS["adamw"])]
+
+    ours, expected = both(make, passes=2)
+    assert all_bits(ours) == all_bits(expected)
+
+
+def test_a_weight_that_is_not_finite_is_marked():
+    def make():
+        made = jobs("O2")
+        made[0].weight.scale_inv.fill_(float("inf"))
+        return made
+
+    ours, expected = both(make)
+    assert all_bits(ours) == all_bits(expected) and ours[0].weight.scale_inv.isnan()
+
+
+def test_a_step_in_its_parts_is_the_step():
+    whole, parts = jobs("O2 blocks", copied=True), jobs("O2 blocks", copied=True)
+    AdamSteps(whole).run()
+    steps = AdamSteps(parts)
+    amaxes = [[amax.clone() for amax in of] for of in steps.amaxes()]
+    steps.write_copies([amax.clone() for amax in steps.write(amaxes)])
+    assert all_bits(parts) == all_bits(whole)
+
+
+@pytest.mark.parametrize("case", ["O1", "O2 blocks"])
+def test_amaxes_and_finiteness_that_several_ranks_agreed_on_are_taken(case):
+    ours, expected = jobs(case), jobs(case)
+    finite = [torch.tensor(i != 1) for i in range(len(ours))]
+    for of, options in ((ours, {}), (expected, {"fused": False})):
+        steps = AdamSteps([job._replace(finite=known) for job, known in zip(of, finite, strict=True)], **options)
+        steps.write([[None if amax is None else amax * 4 for amax in amaxes] for amaxes in steps.amaxes()])
+    assert all_bits(ours) == all_bits(expected) != all_bits(jobs(case))
+
+
+def test_no_tensor_is_made_and_no_call_added_for_more_parameters(monkeypatch):
+    calls = []
+    run = adam_cpu.CPUKernels._run
+    monkeypatch.setattr(
+        adam_cpu.CPUKernels, "_run", lambda self, name, table: calls.append(name) or run(self, name, table)
+    )
+    for count in (1, 9):
+        calls.clear()
+        AdamSteps(jobs("O2", sizes=(40,) * count)).run()
+        assert calls == ["amaxes", "write"]
+    AdamSteps(jobs("O2", copied=True, sizes=(40,) * 3)).run()
+    assert calls[2:] == ["amaxes", "write", "recast"]
+    table = adam_table.AdamTable(adam_table.kind_of(jobs()[0]), jobs(), adam_cpu.kernels(adam_table.kind_of(jobs()[0])))
+    made = [each for each in vars(table).values() if isinstance(each, torch.Tensor)]
+    assert sum(each.numel() for each in made) <= 30 * len(SIZES)
+
+
+def test_what_is_written_counts_as_changed_in_place():
+    (job,) = jobs("O2", copied=True, sizes=(40,))
+    written = [part for slot in (*job.written, job.copy) for part in slot[:2]]
+    versions = [part._version for part in written]
+    untouched = [part._version for part in job.grad[:2]]
+    AdamSteps([job]).run()
+    assert all(part._version > version for part, version in zip(written, versions, strict=True))
+    assert [part._version for part in job.grad[:2]] == untouched
+
+
+def test_several_threads_write_the_same():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        ours, expected = both(lambda: jobs("O2", copied=True, sizes=(300_000, 5, 200_000)))
+    finally:
+        torch.set_num_threads(threads)
+    assert all_bits(ours) == all_bits(expected)
+
+
+def test_an_empty_parameter_among_others():
+    ours, expected = both(lambda: jobs("O2", sizes=(0, 50, 0)))
+    assert all_bits(ours) == all_bits(expected)
+
+
+def test_fake_tensors_never_reach_a_kernel():
+    hyper = adam_hyper(1e-3, (0.9, 0.999), 1e-8, 0.1, torch.tensor(1.0), "cpu")
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        steps = AdamSteps([Job(*slots("O2", 100), hyper, **OPTIONS["adamw"], seed=0)])
+    assert not any(hasattr(part, "kernels") for part, _ in steps._parts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", ["AVX2", "DEFAULT"])
+def test_older_processors_compute_the_same(capability, monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    adam_cpu._library.cache_clear()
+    try:
+        for case in ("O2", "bf16 states", "e5m2 gradient"):
+            ours, expected = both(lambda case=case: jobs(case))
+            assert all_bits(ours) == all_bits(expected)
+    finally:
+        adam_cpu._library.cache_clear()
+
+
+def test_what_is_compiled_is_kept_for_the_next_process(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    adam_cpu._cache.cache_clear()
+    compiled = []
+    compile_ = adam_cpu._compile
+    monkeypatch.setattr(adam_cpu, "_compile", lambda command: compiled.append(command) or compile_(command))
+    try:
+        definitions = tuple(adam_cpu._definitions(adam_table.kind_of(jobs("O1")[0])))
+        first, again = adam_cpu._compiled(definitions), adam_cpu._compiled(definitions)
+        assert first == again and first.parent == tmp_path / "fp8_backends" and len(compiled) == 1
+        assert [each.name for each in first.parent.iterdir()] == [first.name]
+    finally:
+        adam_cpu._cache.cache_clear()
+
+
+@pytest.mark.slow
+def test_without_a_compiler_the_step_runs_eagerly():
+    script = """
+        import sys, warnings
+        sys.path.insert(0, {tests!r})
+        from test_compiled import bits, slots, step
+        fast, eager = slots("O2", 1000), slots("O2", 1000)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            step(fast, compiled=True), step(fast, 2, compiled=True)
+            others = slots("O1", 1000)
+            step(others, compiled=True)
+        step(eager), step(eager, 2)
+        assert bits(fast) == bits(eager)
+        assert len([w for w in seen if "uncompiled" in str(w.message)]) == 1, [str(w.message) for w in seen]
+    """
+    environment = {**os.environ, "CXX": "no-such-compiler", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script).format(tests=os.path.dirname(__file__))],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,63 @@
+"""The Adam step's kernels, as a Hopper GPU gets them: nothing in local memory, wide accesses, rounded as said."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ahead_of_time import MachineCode, compiled
+
+from fp8_backends.kernels import triton_adam
+from fp8_backends.kernels.adam_table import Kind
+
+E4M3, FP16, BF16, FP32 = torch.float8_e4m3fn, torch.float16, torch.bfloat16, torch.float32
+PLAIN, ALL, ADAMW = (False,) * 4, (True,) * 4, {"decoupled": True, "maximize": False, "stochastic": True}
+OF_O2 = {"dtypes": (FP16, E4M3, E4M3, FP16), "scaled": ALL, "finite_is_told": False}
+KINDS = {
+    "O1": Kind((FP16, E4M3, FP32, FP32), (True, True, False, False), PLAIN, 0, None, **ADAMW, finite_is_told=False),
+    "O2": Kind(**OF_O2, blocked=PLAIN, block_size=0, copy=None, **ADAMW),
+    "O3": Kind(**OF_O2, blocked=PLAIN, block_size=0, copy=E4M3, **ADAMW),
+    "O2, blocks of 128": Kind(**OF_O2, blocked=(False, False, True, False), block_size=128, copy=None, **ADAMW),
+    "O2, nearest": Kind(**OF_O2, blocked=PLAIN, block_size=0, copy=None, **ADAMW | {"stochastic": False}),
+    "an embedding": Kind(
+        (FP32, FP32, E4M3, FP16), (False, False, True, True), PLAIN, 0, None, **ADAMW, finite_is_told=True
+    ),
+    "bf16": Kind((BF16,) * 4, PLAIN, PLAIN, 0, None, **ADAMW, finite_is_told=True),
+}
+SIGNATURE = {"table": "*i64", "parameters": "*i32", "amax_ptr": "*i32", "old_ptr": "*fp32", "stored_ptr": "*i32"}
+THREADS, OF_A_MULTIPROCESSOR = 32 * triton_adam.LIMITS["num_warps"], 65_536
+
+
+def of(kernel, kind: str, tmp_path, aligned: bool = True, fp8_casts: bool = True) -> MachineCode:
+    constants = {"KIND": triton_adam.TritonKernels(KINDS[kind], fp8_casts).constants, "ALIGNED": aligned}
+    signature = {name: type_ for name, type_ in SIGNATURE.items() if name in kernel.arg_names}
+    return compiled(kernel, signature, constants, tmp_path, **triton_adam.LIMITS)
+
+
+@pytest.mark.parametrize("kernel", ["_amax_kernel", "_write_kernel"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_spilled_and_several_programs_run_at_a_time(kind, kernel, tmp_path):
+    made = of(getattr(triton_adam, kernel), kind, tmp_path)
+    assert made.stack == 0
+    assert made.registers * THREADS * 2 <= OF_A_MULTIPROCESSOR
+    assert 64 in made.widths("ld") and "fma" not in _outside_divisions(made.ptx)
+
+
+@pytest.mark.parametrize("kernel", ["_finite_kernel", "_recast_kernel"])
+def test_the_small_kernels_compile(kernel, tmp_path):
+    made = of(getattr(triton_adam, kernel), "an embedding" if "finite" in kernel else "O3", tmp_path)
+    assert made.stack == 0
+
+
+def test_accesses_are_wide_only_where_memory_is_aligned(tmp_path):
+    wide, narrow = (of(triton_adam._write_kernel, "O2", tmp_path, aligned) for aligned in (True, False))
+    assert 64 in wide.widths("st") and max(narrow.widths("st")) == 32  # 32: scales
+
+
+def test_fp8_is_converted_by_one_instruction_where_there_is_one(tmp_path):
+    new, old = (of(triton_adam._write_kernel, "O2", tmp_path, fp8_casts=casts) for casts in (True, False))
+    assert "e4m3x2" in new.ptx and "e4m3x2" not in old.ptx
+
+
+def _outside_divisions(ptx: str) -> str:
+    """PTX without its correctly rounded divisions and roots, which are one instruction there."""
+    return "\n".join(line for line in ptx.splitlines() if "div.rn" not in line and "sqrt.rn" not in line)

@@ -1,0 +1,182 @@
+"""The Adam step's kernels, in Triton's interpreter: the passes of PyTorch operations to the bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fp8_backends.kernels import triton_adam
+from fp8_backends.kernels.compiled import AdamSteps, Job, Slot, adam_hyper
+from fp8_backends.scaled_tensor import quantize
+
+E4M3, E5M2, FP16, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16
+SIZES = (3000, 1, 1024, 130)  # tiles that are full, and some that are not
+KINDS = {  # weight, grad, exp_avg, exp_avg_sq: dtype, block size; a dtype alone is stored without a scale
+    "O1": ((FP16, 0), (E4M3, 0), None, None),
+    "O2": ((FP16, 0), (E4M3, 0), (E4M3, 0), (FP16, 0)),
+    "O2, blocks of 32": ((FP16, 0), (E4M3, 0), (E4M3, 32), (FP16, 0)),
+    "blocks everywhere": ((FP16, 64), (E4M3, 64), (E4M3, 64), (FP16, 64)),
+    "an embedding": (None, None, (E4M3, 0), (FP16, 0)),
+    "bf16": (BF16, BF16, BF16, BF16),
+    "other formats": ((E4M3, 0), (E5M2, 0), (E5M2, 0), (E4M3, 0)),
+}
+OPTIONS = {
+    "adamw": {"decoupled": True, "maximize": False, "rounding": "stochastic"},
+    "adam": {"decoupled": False, "maximize": True, "rounding": "nearest"},
+}
+
+
+def slot(values: torch.Tensor, kind) -> Slot:
+    if not isinstance(kind, tuple):
+        return Slot(values.to(kind or torch.float32))
+    made = quantize(values, kind[0], block_size=kind[1])
+    return Slot(made._data, made._scale_inv, kind[1])
+
+
+def jobs(kind: str, options: str = "adamw", copied: bool = False, size: float = 1e-3, sizes=SIZES) -> list[Job]:
+    made = []
+    for i, numel in enumerate(sizes):
+        generator = torch.Generator().manual_seed(i)
+        w, g, m, v = (torch.randn(numel, generator=generator) for _ in range(4))
+        values = (w * 0.02, g * size, m * 1e-4, v**2 * 1e-6)
+        hyper = adam_hyper(1e-3 * (i + 1), (0.9, 0.999), 1e-8, 0.1, torch.tensor(float(i + 1)), "cpu")
+        copy = Slot(torch.zeros(numel, dtype=E4M3), torch.ones(())) if copied else None
+        slots = [slot(x, of) for x, of in zip(values, KINDS[kind], strict=True)]
+        made.append(Job(*slots, hyper, seed=2**20 + i, copy=copy, first=7 * i, **OPTIONS[options]))
+    return made
+
+
+def bits(of: list[Job]) -> list[bytes]:
+    tensors = [x for job in of for each in (*job[:4], job.copy) if each is not None for x in each[:2] if x is not None]
+    return [x.reshape(-1).view(torch.uint8).numpy().tobytes() for x in tensors]
+
+
+def both(make) -> tuple[list[Job], list[Job]]:
+    """Jobs after a step by the kernels, and by PyTorch's operations."""
+    ours, expected = make(), make()
+    before = bits(ours)
+    steps = AdamSteps(ours)
+    assert {type(part.kernels) for part, _ in steps._parts} == {triton_adam.TritonKernels}
+    steps.run()
+    AdamSteps(expected, fused=False).run()
+    assert bits(ours) != before
+    return ours, expected
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_parameters_are_stepped_to_the_bit(kind, options):
+    ours, expected = both(lambda: jobs(kind, options))
+    assert bits(ours) == bits(expected)
+
+
+def test_the_copy_of_a_master_is_cast_to_the_bit():
+    ours, expected = both(lambda: jobs("O2", copied=True))
+    assert bits(ours) == bits(expected)
+
+
+def test_a_copy_is_cast_again_where_rounding_changed_its_scale():
+    """A weight of 448 that grows to 448.05, for which E4M3 needs a scale of 1/2, is stored as 448, where it is 1."""
+
+    def make():
+        zeros = torch.zeros(1500)
+        slots = (
+            slot(torch.linspace(-448.0, 448.0, 1500), (FP16, 0)),
+            Slot(zeros - 1),
+            Slot(zeros),
+            Slot(zeros.clone()),
+        )
+        hyper = adam_hyper(0.05, (0.9, 0.999), 1e-8, 0.0, torch.tensor(1.0), "cpu")
+        copy = Slot(torch.zeros(1500, dtype=E4M3), torch.zeros(()))
+        return [Job(*slots, hyper, decoupled=True, maximize=False, rounding="nearest", seed=0, copy=copy)]
+
+    ours, expected = both(make)
+    assert bits(ours) == bits(expected) and ours[0].copy.scale_inv == 1.0
+
+
+@pytest.mark.parametrize("kind", ["O2", "blocks everywhere", "an embedding", "bf16"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_counts_as_zero_and_others_do_not(kind, bad):
+    def make():
+        made = jobs(kind)
+        values = made[0].grad.data.float() * 1e-3
+        values[2999] = bad
+        return [made[0]._replace(grad=slot(values, KINDS[kind][1])), *made[1:]]
+
+    ours, expected = both(make)
+    assert bits(ours) == bits(expected)
+    still = [made._replace(grad=slot(torch.zeros(made.grad.data.numel()), KINDS[kind][1])) for made in jobs(kind)[:1]]
+    AdamSteps(still, fused=False).run()
+    assert bits(ours[:1])[0] == bits(still)[0]
+
+
+@pytest.mark.parametrize("size", [3e38, 1e30, 1e-44])
+def test_huge_and_tiny_gradients(size):
+    ours, expected = both(lambda: jobs("O2", size=size))
+    assert bits(ours) == bits(expected)
+
+
+def test_a_step_in_its_parts_is_the_step():
+    whole, parts = jobs("O2", copied=True), jobs("O2", copied=True)
+    AdamSteps(whole).run()
+    steps = AdamSteps(parts)
+    amaxes = [[amax.clone() for amax in of] for of in steps.amaxes()]
+    steps.write_copies([amax.clone() for amax in steps.write(amaxes)])
+    assert bits(parts) == bits(whole)
+
+
+def test_amaxes_of_several_shards_are_taken_as_they_are_given():
+    ours, expected = jobs("O2, blocks of 32"), jobs("O2, blocks of 32")
+    steps = [AdamSteps(ours), AdamSteps(expected, fused=False)]
+    for each in steps:
+        amaxes = each.amaxes()
+        each.write([[w * 4, m, v * 64] for w, m, v in amaxes])  # other ranks found more
+    assert bits(ours) == bits(expected) != bits(jobs("O2, blocks of 32"))
+
+
+def test_memory_that_is_not_aligned():
+    def make():
+        made = jobs("O2", sizes=(2048, 1024))
+        room = torch.zeros(2049, dtype=FP16)[1:]
+        room.copy_(made[0].weight.data)
+        return [made[0]._replace(weight=made[0].weight._replace(data=room)), made[1]]
+
+    ours, expected = both(make)
+    assert bits(ours) == bits(expected)
+
+
+def test_the_number_of_launches_does_not_grow_with_the_parameters(monkeypatch):
+    launched = []
+    launch = triton_adam.TritonKernels._launch
+    monkeypatch.setattr(
+        triton_adam.TritonKernels,
+        "_launch",
+        lambda self, kernel, *rest: launched.append(kernel.fn.__name__) or launch(self, kernel, *rest),
+    )
+    for count in (1, 9):
+        launched.clear()
+        AdamSteps(jobs("O2", sizes=(40,) * count)).run()
+        assert launched == ["_amax_kernel", "_write_kernel"]
+    launched.clear()
+    AdamSteps(jobs("O2", copied=True, sizes=(40,) * 3)).run()
+    assert launched == ["_amax_kernel", "_write_kernel", "_recast_kernel"]
+
+
+def test_an_empty_parameter_among_others():
+    ours, expected = both(lambda: jobs("O2", sizes=(0, 50, 0)))
+    assert bits(ours) == bits(expected)
+
+
+def test_block_sizes_that_no_tile_has_are_left_to_pytorch():
+    values = torch.randn(100, generator=torch.Generator().manual_seed(0))
+    hyper = adam_hyper(1e-3, (0.9, 0.999), 1e-8, 0.1, torch.tensor(1.0), "cpu")
+    slots = [
+        slot(values, (FP16, 0)),
+        slot(values, (E4M3, 0)),
+        slot(values * 0, (E4M3, 24)),
+        slot(values * 0, (FP16, 0)),
+    ]
+    steps = AdamSteps([Job(*slots, hyper, seed=0, **OPTIONS["adamw"])])
+    assert not any(hasattr(part, "kernels") for part, _ in steps._parts)
+    steps.run()
+    assert torch.isfinite(slots[0].data).all() and slots[2].data.float().any()
