@@ -1,18 +1,20 @@
 """A DDP communication hook that averages gradients by the two-shot all-reduce in FP8.
 
 DDP hands its buckets over in the same order on all ranks. As in `reducer`, the second shot of a bucket starts when the
-next one has left; with the last bucket all are awaited. What comes back has the dtype of the gradients.
+next one has left; with the last bucket all are awaited. Gradients are read and written where they lie in the bucket.
 
 DDP lays its buckets out anew after the first backward pass, also that of a resumed run. For a resumed run to equal an
 unbroken one to the bit, an average may not depend on where in a bucket a gradient lies: each begins at a multiple of
-the collective's block, and is rounded before the collective decides who owns which part and need not round it.
+the collective's block, and every contribution is rounded, whoever owns that part.
 """
+
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
 
 from .reducer import Beside
-from .two_shot import BLOCK, AllReduce, Reduced, decode, encode
+from .two_shot import BLOCK, AllReduce, Part
 
 
 class HookState:
@@ -20,8 +22,8 @@ class HookState:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.beside = group, Beside(device)
-        self.under_way: list[tuple[AllReduce, list[int], torch.Tensor, torch.futures.Future]] = []
-        """Reduction, sizes of its gradients, the bucket, and what DDP waits for."""
+        self.under_way: list[tuple[AllReduce, list[Part], torch.Tensor, torch.futures.Future]] = []
+        """Reduction, gradients in the bucket, the bucket, and what DDP waits for."""
 
     def __reduce__(self):
         return _nothing, ()  # a copied DDP has no communication hook
@@ -44,30 +46,20 @@ def fp8_all_reduce(state, bucket):
     future = torch.futures.Future(devices=devices)
     with state.beside:
         state.beside.borrowed(values)
-        sizes = [gradient.numel() for gradient in bucket.gradients()]
-        reduction = AllReduce(_rounded(_aligned(values.split(sizes))), state.group)
+        gradients = _aligned(values.split([gradient.numel() for gradient in bucket.gradients()]))
+        reduction = AllReduce(gradients, state.group, rounded=True)
         if state.under_way:
             state.under_way[-1][0].start_second_shot()
-        state.under_way.append((reduction, sizes, values, future))
+        state.under_way.append((reduction, gradients, values, future))
         if bucket.is_last():
-            for reduction, sizes, values, made in state.under_way:
-                made.set_result(_close(reduction.wait().values(), sizes).to(values.dtype))
+            for reduction, gradients, values, made in state.under_way:
+                reduction.write(gradients)
+                made.set_result(values)
             state.under_way.clear()
     return future
 
 
-def _aligned(gradients: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """One behind the other, FP32, each from a multiple of BLOCK on."""
-    padded = [torch.nn.functional.pad(gradient.float(), (0, -gradient.numel() % BLOCK)) for gradient in gradients]
-    return torch.cat(padded)
-
-
-def _rounded(values: torch.Tensor) -> torch.Tensor:
-    codes, scale_inv = decode(encode(values.unsqueeze(0)))
-    return Reduced(codes[0], scale_inv[0]).values()
-
-
-def _close(values: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-    """Undoes `_aligned`."""
-    parts = values.split([size + -size % BLOCK for size in sizes])
-    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+def _aligned(gradients: tuple[torch.Tensor, ...]) -> list[Part]:
+    """One behind the other, each from a multiple of BLOCK on."""
+    starts = accumulate((-(-len(gradient) // BLOCK) * BLOCK for gradient in gradients), initial=0)
+    return [Part(gradient, start) for gradient, start in zip(gradients, starts, strict=False)]

@@ -127,7 +127,7 @@ class FP8ReduceScatter:
         """`input_tensor`: [ranks * n], the rows for the ranks one behind the other; `output_tensor`: [n]. FSDP2 takes
         the result as ordered on the current stream."""
         rows = input_tensor.view(group.size(), -1)
-        output_tensor.copy_(reduce_scatter(rows, group) * _factor(op, group))
+        reduce_scatter(rows, group, out=output_tensor, factor=_factor(op, group))
 
 
 def _factor(op, group: dist.ProcessGroup) -> float:

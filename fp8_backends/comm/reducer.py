@@ -5,8 +5,9 @@ the same on all ranks. On the wire, of buckets 0, 1, 2 (first and second shot of
 
     first 0, first 1, second 0, first 2, second 1, second 2, which weights were used at all
 
-A gradient goes into its bucket as it arrives and is not rounded before; when the bucket has left it is dropped, and
-what comes back takes its place. Tensors start at multiples of the collective's block, so each has scales of its own.
+A gradient waits where backward has put it; when its bucket leaves it is read once, on its way into the message, and
+dropped. What comes back takes its place. Tensors start at multiples of the collective's block, so each has scales of
+its own.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import nn
 from ..errors import FP8BackendError
 from ..formats import E4M3
 from ..scaled_tensor import ScaledTensor, quantize
-from .two_shot import BLOCK, AllReduce, Reduced
+from .two_shot import BLOCK, AllReduce, Part, Reduced
 
 
 class Bucket(NamedTuple):
@@ -101,15 +102,15 @@ class GradientReducer:
     def _send(self, contributes: bool) -> None:
         bucket = self.buckets[len(self.left)]
         with self.beside:
-            values = torch.zeros(bucket.numel, device=self.parameters[0].device)
+            parts = []
             for index, start in zip(bucket.indices, bucket.starts, strict=True):
                 parameter = self.parameters[index]
                 if contributes and parameter.grad is not None:
                     self.used[index] = True
-                    gradient = self.beside.borrowed(parameter.grad)
-                    values[start : start + parameter.numel()].view(parameter.shape).copy_(gradient)
+                    parts.append(self.beside.borrowed(parameter.grad, start))
                     parameter.grad = None
-            under_way = (AllReduce if self.comm == "fp8" else PlainAllReduce)(values, self.group)
+            end = Part(torch.empty(0, device=self.parameters[0].device), bucket.numel)  # where no gradient ends it
+            under_way = (AllReduce if self.comm == "fp8" else PlainAllReduce)([*parts, end], self.group)
             if self.left:
                 self.left[-1].start_second_shot()
         self.left.append(under_way)
@@ -155,9 +156,14 @@ class UnderWay(Protocol):
 class PlainAllReduce:
     """The mean in FP32, by the backend's own all-reduce; in the form of `two_shot.AllReduce`."""
 
-    def __init__(self, values: torch.Tensor, group: dist.ProcessGroup) -> None:
-        self.values, self.size = values, dist.get_world_size(group)
-        self.work = dist.all_reduce(values, group=group, async_op=True)
+    def __init__(self, parts: list[Part], group: dist.ProcessGroup) -> None:
+        self.size = dist.get_world_size(group)
+        self.values = torch.zeros(parts[-1].start, device=parts[-1].values.device)
+        for part in parts[:-1]:
+            place = self.values[part.start : part.start + len(part.values)].copy_(part.values)
+            if part.scale_inv is not None:
+                place.mul_(part.scale_inv)
+        self.work = dist.all_reduce(self.values, group=group, async_op=True)
 
     def start_second_shot(self) -> None:
         pass
@@ -187,12 +193,15 @@ class Beside:
         if self.stream is not None:
             self.contexts.pop().__exit__(*error)
 
-    def borrowed(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of another stream whose memory may be freed there while it is read here; its values."""
+    def borrowed(self, tensor: torch.Tensor, start: int = 0) -> Part:
+        """What a tensor of another stream, whose memory may be freed there while it is read here, has to send."""
         if self.stream is not None:
             for part in _parts(tensor):
                 part.record_stream(self.stream)
-        return tensor.dequantize(torch.float32) if isinstance(tensor, ScaledTensor) else tensor
+        if isinstance(tensor, ScaledTensor) and tensor._data.dtype == torch.float32:
+            return Part(tensor._data.reshape(-1), start, tensor._scale_inv)
+        values = tensor.dequantize(torch.float32) if isinstance(tensor, ScaledTensor) else tensor
+        return Part(values.reshape(-1), start)
 
     def hand_over(self, tensors: list[torch.Tensor]) -> None:
         """Let the current stream wait for what was made here, and use it."""

@@ -14,21 +14,26 @@ gradient differ by more, as those of an embedding or a head do, one scale for th
 blocks keep it. A scale is a power of two and travels as its exponent, one byte (E8M0): 129 bytes for 128 elements.
 A block with an inf or a NaN has the scale NaN, on every rank.
 
-Everything travels as bytes: gloo refuses float8, and NCCL has no need to know.
+Everything travels as bytes: gloo refuses float8, and NCCL has no need to know. What happens to the bytes is
+`kernels.messages`, one pass over memory for each arrow above.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from ..formats import E4M3, saturating_cast
-from ..scaling import power_of_two_scale, scale_inv_of
+from ..formats import E4M3
+from ..kernels import messages
+from ..kernels.messages import BLOCK, Part, decode, encode
 
-BLOCK = 128
-"""Elements that share a scale on the wire."""
+LONG = 2**18
+"""Values of a message from which on zeros may follow them, 0.8 % at most."""
+
+__all__ = ["BLOCK", "AllReduce", "Part", "Reduced", "all_gather", "all_reduce", "decode", "encode", "reduce_scatter"]
 
 
 class Reduced(NamedTuple):
@@ -41,8 +46,7 @@ class Reduced(NamedTuple):
 
     def values(self) -> torch.Tensor:
         """FP32, [numel]."""
-        spread = self.scale_inv.repeat_interleave(BLOCK)[: self.codes.numel()]
-        return self.codes.float() * spread
+        return messages.dequantize(self.codes, self.scale_inv)
 
 
 class AllReduce:
@@ -52,29 +56,41 @@ class AllReduce:
     says so, and not when the first one happens to end: call `start_second_shot` at the same place on every rank.
 
     Args:
-        values: [numel], FP32, bf16 or fp16, of the same size on every rank; free to be changed afterwards.
+        values: FP32, bf16 or fp16, of the same size on every rank; or parts of what travels, on one device, read where
+            they lie. Free to be changed afterwards.
         group: the ranks (default: all).
         mean: divide the sum by the number of ranks.
+        rounded: every contribution is rounded once, the one of the shard's owner too: then the result does not depend
+            on who owns what.
     """
 
-    def __init__(self, values: torch.Tensor, group: dist.ProcessGroup | None = None, mean: bool = True):
-        self.group, self.numel = group, values.numel()
-        self.size = dist.get_world_size(group)
+    def __init__(
+        self,
+        values: torch.Tensor | Sequence[Part],
+        group: dist.ProcessGroup | None = None,
+        mean: bool = True,
+        rounded: bool = False,
+    ):
+        parts = [Part(values.detach().reshape(-1), 0)] if isinstance(values, torch.Tensor) else values
+        self.group, self.numel = group, parts[-1].start + parts[-1].values.numel()
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.divisor = self.size if mean else 1
-        columns = -(-self.numel // (self.size * BLOCK)) * BLOCK
-        rows = _padded(values.detach().reshape(-1), self.size * columns).view(self.size, columns)
-        self.own = rows[dist.get_rank(group)].float().clone()
-        self.first_shot = _all_to_all(encode(rows), group) if self.numel else None
+        self.device = parts[0].values.device
+        self.first_shot: _Pending | None = None
         self.second_shot: _Pending | None = None
+        if self.numel:
+            columns = -(-self.numel // (self.size * BLOCK)) * BLOCK
+            columns = _for_vectors(columns) if rounded else columns  # else it matters who owns what
+            sent, self.own = messages.pack(parts, self.size, columns, self.rank, rounded)
+            self.first_shot = _all_to_all(sent, group)
 
     def start_second_shot(self) -> None:
         """Sum this rank's shard in FP32 and send it to everyone. Waits for the first shot. Once; repeating it does
         nothing."""
         if self.second_shot is not None or not self.numel:
             return
-        total = _sum(self.first_shot.wait(), self.own, self.group) / self.divisor
+        message = messages.reduce(self.first_shot.wait(), self.own, self.rank, self.divisor)
         self.first_shot = self.own = None
-        message = encode(total.unsqueeze(0))
         gathered = message.new_empty(self.size, message.shape[1])
         work = all_gather(gathered, message, group=self.group, async_op=True)
         self.second_shot = _Pending(work, gathered, message)
@@ -82,12 +98,18 @@ class AllReduce:
     def wait(self) -> Reduced:
         """The result. Starts the second shot where that has not happened."""
         if not self.numel:
-            empty = torch.empty(0, dtype=E4M3.dtype, device=self.own.device)
+            empty = torch.empty(0, dtype=E4M3.dtype, device=self.device)
             return Reduced(empty, empty.float())
         self.start_second_shot()
         codes, scale_inv = decode(self.second_shot.wait())
-        blocks = -(-self.numel // BLOCK)
-        return Reduced(codes.reshape(-1)[: self.numel], scale_inv.reshape(-1)[:blocks])
+        return Reduced(codes.view(-1)[: self.numel], scale_inv.view(-1)[: -(-self.numel // BLOCK)])
+
+    def write(self, parts: Sequence[Part]) -> None:
+        """The values of the result, or some of them, written into parts of any floating-point dtype. Starts the second
+        shot where that has not happened."""
+        if self.numel:
+            self.start_second_shot()
+            messages.unpack(self.second_shot.wait(), parts)
 
 
 def all_reduce(values: torch.Tensor, group: dist.ProcessGroup | None = None, mean: bool = True) -> torch.Tensor:
@@ -96,60 +118,33 @@ def all_reduce(values: torch.Tensor, group: dist.ProcessGroup | None = None, mea
     Every rank gets the same bytes. Relative error about 0.037 (two roundings to E4M3); non-finite values turn their
     block of `BLOCK` elements into NaN, on every rank.
     """
-    reduced = AllReduce(values, group, mean).wait()
-    return reduced.values().view(values.shape).to(values.dtype)
+    result = torch.empty_like(values, memory_format=torch.contiguous_format)
+    AllReduce(values, group, mean).write([Part(result.view(-1), 0)])
+    return result
 
 
-def reduce_scatter(rows: torch.Tensor, group: dist.ProcessGroup | None = None, mean: bool = False) -> torch.Tensor:
+def reduce_scatter(
+    rows: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    mean: bool = False,
+    out: torch.Tensor | None = None,
+    factor: float = 1.0,
+) -> torch.Tensor:
     """Of `rows`, [ranks, columns], row r is what this rank contributes to rank r; returns the sum (or mean) of all
-    contributions to this rank, FP32, [columns]. They travel in E4M3; the sum is FP32 and is not rounded again."""
+    contributions to this rank, times `factor`, in FP32 or as `out`, [columns]. They travel in E4M3; the sum is FP32 and
+    is not rounded to E4M3 again."""
     size, columns = rows.shape
-    own = rows[dist.get_rank(group)].float()
+    out = torch.empty(columns, dtype=torch.float32, device=rows.device) if out is None else out
     if columns == 0:
-        return own  # every rank sees that there is nothing to send
-    total = _sum(_all_to_all(encode(rows.detach()), group).wait(), own, group)
-    return total / size if mean else total
-
-
-# Messages: [rows, columns + ceil(columns / BLOCK)] bytes; in a row the codes come first, then the scales' exponents
-
-
-def encode(rows: torch.Tensor) -> torch.Tensor:
-    """[rows, columns] in any floating-point dtype -> messages, uint8."""
-    columns = rows.shape[1]
-    blocks = _padded(rows.float(), -(-columns // BLOCK) * BLOCK).view(rows.shape[0], -1, BLOCK)
-    amax = blocks.abs().amax(-1)
-    scale = power_of_two_scale(amax, E4M3)
-    codes = saturating_cast(blocks * scale.unsqueeze(-1), E4M3).view(rows.shape[0], -1).narrow(1, 0, columns)
-    exponents = (scale_inv_of(scale, amax).view(torch.int32) >> 23 & 0xFF).to(torch.uint8)
-    return torch.cat([codes.view(torch.uint8), exponents], 1)
-
-
-def decode(messages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Messages, uint8 -> (codes, E4M3 [rows, columns]; scale_inv, FP32 [rows, ceil(columns / BLOCK)])."""
-    columns = _columns(messages.shape[1])
-    exponents = messages.narrow(1, columns, messages.shape[1] - columns).to(torch.int32)
-    scale_inv = (exponents << 23).view(torch.float32)
-    scale_inv = torch.where(exponents == 0xFF, torch.full_like(scale_inv, float("nan")), scale_inv)
-    codes = messages.narrow(1, 0, columns).clone(memory_format=torch.contiguous_format)
-    return codes.view(E4M3.dtype), scale_inv
-
-
-def _columns(message: int) -> int:
-    """How many of the bytes of a message are codes."""
-    return message - -(-message // (BLOCK + 1))
-
-
-def _values(messages: torch.Tensor) -> torch.Tensor:
-    codes, scale_inv = decode(messages)
-    return codes.float() * scale_inv.repeat_interleave(BLOCK, 1)[:, : codes.shape[1]]
-
-
-def _sum(messages: torch.Tensor, own: torch.Tensor, group) -> torch.Tensor:
-    """FP32 [columns]: what the ranks sent, with this rank's own contribution as it was before it was rounded."""
-    contributions = _values(messages)
-    contributions[dist.get_rank(group)] = own
-    return contributions.sum(0)
+        return out  # every rank sees that there is nothing to send
+    rows, rank, travel = rows.detach(), dist.get_rank(group), _for_vectors(columns)
+    if travel == columns:
+        sent, own = encode(rows, kept=rank), rows[rank]
+    else:
+        parts = [Part(row, index * travel) for index, row in enumerate(rows.contiguous().unbind(0))]
+        sent, own = messages.pack(parts, size, travel, rank)
+    received = _all_to_all(sent, group).wait()
+    return messages.reduce_values(received, own[:columns], rank, out, size if mean else 1, factor)
 
 
 class _Pending(NamedTuple):
@@ -162,18 +157,18 @@ class _Pending(NamedTuple):
         return self.received
 
 
+def _for_vectors(columns: int) -> int:
+    """So many values or, of many, a few zeros more: then a message has a multiple of 16 bytes, and GPUs read and write
+    whole vectors of every row."""
+    return columns if columns < LONG else -(-columns // (16 * BLOCK)) * 16 * BLOCK
+
+
 def all_gather(*args, **kwargs) -> dist.Work | None:
     """`torch.distributed.all_gather_single`, in every version of torch."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
     return gather(*args, **kwargs)
 
 
-def _all_to_all(messages: torch.Tensor, group) -> _Pending:
-    received = torch.empty_like(messages)
-    return _Pending(dist.all_to_all_single(received, messages, group=group, async_op=True), received, messages)
-
-
-def _padded(values: torch.Tensor, length: int) -> torch.Tensor:
-    """Zeros behind the last dimension, up to `length`."""
-    missing = length - values.shape[-1]
-    return torch.nn.functional.pad(values, (0, missing)) if missing else values
+def _all_to_all(sent: torch.Tensor, group: dist.ProcessGroup | None) -> _Pending:
+    received = torch.empty_like(sent)
+    return _Pending(dist.all_to_all_single(received, sent, group=group, async_op=True), received, sent)

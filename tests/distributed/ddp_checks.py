@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import ddp_buckets
 import ddp_connecting
 import ranks
 import torch
@@ -109,7 +110,7 @@ def microbatches(model, index, count: int = 4) -> None:
 def check_microbatches_are_summed_in_fp32_and_travel_once():
     for spec in ("msamp:O2", "msamp:O3", {"backend": "native", "gradient_comm": "fp8"}):
         with Traffic() as traffic:
-            ddp, _ = scenario(microbatches, spec=spec, steps=1)
+            ddp, _ = scenario(microbatches, spec=spec, steps=1, bucket_mb=25 if spec == "msamp:O3" else 0.01)
         reducer = Connection.of(ddp).reducer
         buckets = len(reducer.buckets) if reducer else traffic.count("all_to_all_single")
         assert traffic.count("all_to_all_single") == buckets <= 4, traffic.calls
@@ -496,4 +497,4 @@ def check_division_by_the_ranks_that_are_left_is_refused():
 
 
 if __name__ == "__main__":
-    ranks.main({**globals(), **vars(ddp_connecting)})
+    ranks.main({**globals(), **vars(ddp_connecting), **vars(ddp_buckets)})

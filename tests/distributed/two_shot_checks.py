@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 
 from fp8_backends.comm import two_shot
-from fp8_backends.comm.two_shot import BLOCK, AllReduce, all_reduce, reduce_scatter
+from fp8_backends.comm.two_shot import BLOCK, AllReduce, Part, all_reduce, encode, reduce_scatter
+from fp8_backends.kernels.message_reference import values_of
 
 SIZES = (0, 1, 127, 128, 129, 1000, 4096, 70_001)
 LARGEST_ERROR = 0.04
@@ -131,6 +132,23 @@ def check_the_values_are_free_once_the_first_shot_is_made():
     assert torch.equal(reduction.wait().values(), expected)
 
 
+def check_zeros_behind_long_rows_change_nothing():
+    """They round a message up to a multiple of 16 bytes. There are none where it matters who owns what."""
+    mine = of_rank("heavy-tailed", 5000, dist.get_rank())
+    rows = torch.stack([mine + rank for rank in range(dist.get_world_size())])
+    averaged, of_rows, plain, long = mine.clone(), reduce_scatter(rows, mean=True), all_reduce(mine), two_shot.LONG
+    AllReduce(mine, rounded=True).write([Part(averaged, 0)])
+    two_shot.LONG = 1000
+    try:
+        assert torch.equal(reduce_scatter(rows, mean=True), of_rows)
+        assert torch.equal(all_reduce(mine), plain)
+        made = torch.empty_like(mine)
+        AllReduce(mine, rounded=True).write([Part(made, 0)])
+        assert torch.equal(made, averaged)
+    finally:
+        two_shot.LONG = long
+
+
 def check_the_simulation_equals_the_collective():
     """What tells of 32 ranks elsewhere computes the same numbers."""
     all_of = gradients("heavy-tailed", 10_000)
@@ -141,13 +159,13 @@ def simulated_mean(all_of: list[torch.Tensor]) -> torch.Tensor:
     """The two-shot mean over any number of ranks, in one process."""
     size, numel = len(all_of), all_of[0].numel()
     columns = -(-numel // (size * BLOCK)) * BLOCK
-    rows = [two_shot._padded(each, size * columns).view(size, columns) for each in all_of]
-    contributions = [two_shot._values(two_shot.encode(of_rank)) for of_rank in rows]
+    rows = [torch.nn.functional.pad(each, (0, size * columns - numel)).view(size, columns) for each in all_of]
+    contributions = [values_of(encode(of_rank)) for of_rank in rows]
     shards = []
     for owner in range(size):
         arrived = torch.stack([contributions[r][owner] if r != owner else rows[r][owner] for r in range(size)])
         shards.append(arrived.sum(0) / size)
-    return two_shot._values(two_shot.encode(torch.stack(shards))).reshape(-1)[:numel]
+    return values_of(encode(torch.stack(shards))).reshape(-1)[:numel]
 
 
 def check_bytes_that_a_rank_sends():

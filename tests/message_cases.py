@@ -1,0 +1,119 @@
+"""Values for messages, and what one pass over them must give: the bits of `message_reference`.
+
+NaN is one value: a block that is not finite has the scale NaN, so the sign of a NaN and the codes beside it say
+nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fp8_backends.kernels import message_reference as reference
+from fp8_backends.kernels.messages import BLOCK, Part
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SPECIAL = (0.0, -0.0, float("inf"), float("-inf"), float("nan"), 2.0**-149, 2.0**-126, 3.4e38, -225.0, 464.0)
+
+
+def values(numel: int, dtype: torch.dtype = torch.float32, seed: int = 0, special: bool = True) -> torch.Tensor:
+    """Magnitudes from 2**-20 to 2**20 by blocks, one block of zeros, and special values here and there."""
+    generator = torch.Generator().manual_seed(seed)
+    exponents = torch.randint(-20, 14, (-(-numel // 64),), generator=generator).repeat_interleave(64)[:numel]
+    made = torch.randn(numel, generator=generator) * 2.0**exponents
+    made[BLOCK : 2 * BLOCK] = 0
+    if special:
+        places = torch.randint(0, max(numel, 1), (len(SPECIAL) if numel > 3 * BLOCK else 0,), generator=generator)
+        made[places] = torch.tensor(SPECIAL)[: len(places)]
+    return made.to(dtype)
+
+
+def parts(dtype: torch.dtype, seed: int, lengths=(700, 1, 0, 128, 3000, 129), gap: int = 2) -> list[Part]:
+    """Of odd lengths at odd addresses and one at an even one, with blocks that no part covers before the third and
+    behind the last; some with a scale."""
+    made, start = [], 0
+    for index, length in enumerate(lengths):
+        start += gap * BLOCK if index == 2 else 0
+        scale_inv = torch.tensor(2.0**index) if index in (1, 4) and dtype == torch.float32 else None
+        first = index != 3  # of a tensor that begins at an even address
+        made.append(Part(values(length + first, dtype, seed + index)[first:], start, scale_inv))
+        start += -(-length // BLOCK) * BLOCK
+    return made
+
+
+def same(made: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Equal bits; any NaN equals any other."""
+    assert made.shape == expected.shape and made.dtype == expected.dtype
+    if not made.dtype.is_floating_point:
+        return torch.equal(made, expected)
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[made.element_size()]
+    equal = made.contiguous().view(bits) == expected.contiguous().view(bits)
+    return bool((equal | (made.isnan() & expected.isnan())).all())
+
+
+def same_messages(made: torch.Tensor, expected: torch.Tensor, without: int | None = None) -> bool:
+    """Equal bytes, but for the codes of blocks that are not finite, and for one row."""
+    keep = torch.arange(len(made)) != (-1 if without is None else without)
+    (codes, scale_inv), (wanted, its_scale_inv) = (reference.decode(each[keep]) for each in (made, expected))
+    finite = its_scale_inv.isfinite().repeat_interleave(BLOCK, 1)[:, : codes.shape[1]]
+    codes, wanted = codes.view(torch.uint8), wanted.view(torch.uint8)
+    return same(scale_inv, its_scale_inv) and bool(((codes == wanted) | ~finite).all())
+
+
+def check_pack(passes, dtype: torch.dtype, rows: int, rank: int, rounded: bool) -> None:
+    of_rank = parts(dtype, seed=rank)
+    numel = of_rank[-1].start + of_rank[-1].values.numel() + 1
+    columns = -(-numel // (rows * BLOCK)) * BLOCK
+    messages, own = passes.pack(of_rank, rows, columns, rank, rounded)
+    expected, its_own = reference.pack(of_rank, rows, columns, rank, rounded)
+    assert same_messages(messages, expected, None if rounded else rank)
+    assert same(own, its_own)
+
+
+def check_encode(passes, dtype: torch.dtype, rows: int, columns: int, kept: int | None) -> None:
+    given = values(rows * columns, dtype, seed=columns).view(rows, columns)
+    assert same_messages(passes.encode(given, kept), reference.encode(given, None), kept)
+
+
+def received(ranks: int, columns: int) -> torch.Tensor:
+    return torch.cat([reference.encode(values(columns, seed=rank).unsqueeze(0), None) for rank in range(ranks)])
+
+
+def check_reduce(passes, ranks: int, columns: int, rank: int, dtype: torch.dtype, divisor: int, factor: float) -> None:
+    arrived, own = received(ranks, columns), values(columns, dtype, seed=99)
+    made = passes.reduce(arrived, own, rank, divisor)
+    assert same_messages(made, reference.reduce(arrived, own, rank, divisor))
+    for out in (torch.empty(columns, dtype=each) for each in DTYPES):
+        expected = torch.empty_like(out)
+        passes.reduce_values(arrived, own, rank, out, divisor, factor)
+        reference.reduce_values(arrived, own, rank, expected, divisor, factor)
+        assert same(out, expected), out.dtype
+
+
+def check_reduce_of_longer_messages(passes) -> None:
+    """Zeros follow the values; they are not read."""
+    columns, numel = 4 * BLOCK, 3 * BLOCK + 5
+    arrived, own = received(3, columns), values(columns, seed=99)[:numel]
+    made, expected = torch.empty(numel), torch.empty(numel)
+    passes.reduce_values(arrived, own, 1, made, 1, 1.0)
+    reference.reduce_values(arrived, own, 1, expected, 1, 1.0)
+    assert same(made, expected)
+
+
+def check_unpack(passes, dtype: torch.dtype, rows: int) -> None:
+    """Written between the elements that stay as they are."""
+    wanted = parts(dtype, 0)
+    columns = -(-(wanted[-1].start + wanted[-1].values.numel()) // (rows * BLOCK)) * BLOCK
+    messages = received(rows, columns)
+    made, expected = ([torch.full((len(p.values) + 2,), 7.0, dtype=dtype) for p in wanted] for _ in range(2))
+    for each, implementation in ((made, passes), (expected, reference)):
+        implementation.unpack(messages, [Part(e[1:-1], p.start) for e, p in zip(each, wanted, strict=True)])
+    assert all(map(same, made, expected))
+    assert all(each[0] == each[-1] == 7 for each in made)
+
+
+def check_decode(passes, rows: int, columns: int) -> None:
+    messages = received(rows, columns)
+    for made, expected in zip(passes.decode(messages), reference.decode(messages), strict=True):
+        assert made.is_contiguous() and same(made.view(torch.uint8), expected.view(torch.uint8))
+    codes, scale_inv = (each[0] for each in reference.decode(messages))
+    assert same(passes.dequantize(codes, scale_inv), reference.dequantize(codes, scale_inv))

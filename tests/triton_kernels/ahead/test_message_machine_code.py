@@ -1,0 +1,55 @@
+"""The kernels of messages as machine code: whole vectors of 16 bytes, nothing spilled."""
+
+from __future__ import annotations
+
+import pytest
+import triton.language as tl
+from ahead_of_time import compiled
+
+from fp8_backends.kernels import triton_messages
+
+TABLE = {"table_ptr": "*i64", "parts": "i32", "messages_ptr": "*u8"}
+SIZES = {"columns": "i32:16", "stride": "i32:16"}
+"""As they are where a message's bytes are a multiple of 16, which all but the smallest buckets have."""
+PACK = {**TABLE, "own_ptr": "*fp32", **SIZES, "rank": "i32"}
+UNPACK = {**TABLE, "scale_inv_ptr": "*fp32", **SIZES}
+SUM = {
+    "received_ptr": "*u8",
+    "own_ptr": "*fp32",
+    "numel": "i32:16",
+    **SIZES,
+    "rank": "i32",
+    "divisor": "fp32",
+    "factor": "fp32",
+}
+OF_PARTS = {"ALIGNED": True, "STEPS": 3, "TILE": triton_messages.TILE}
+OF_VALUES = {"HAS_FP8_CASTS": True, "TILE": triton_messages.TILE}
+
+
+def is_wide(code) -> None:
+    """Values, codes and what stays here move in vectors of 16 bytes; exponents, one for 128 values, in bytes."""
+    assert max(code.widths("ld")) == max(code.widths("st")) == 128
+    assert code.widths("st") <= {128, 32, 8}  # 32: the scales
+    assert code.stack == 0 and code.registers <= 128
+    assert ".ftz" not in code.ptx  # subnormal numbers stay what they are
+
+
+@pytest.mark.parametrize("dtype", [tl.bfloat16, tl.float32])
+def test_packing(dtype, tmp_path):
+    constants = {"DTYPE": dtype, "SCALED": False, "OWN_ROW": True, "KEPT": True, **OF_PARTS, **OF_VALUES}
+    code = compiled(triton_messages._pack_kernel, PACK, constants, tmp_path, num_warps=triton_messages.WARPS)
+    is_wide(code)
+    assert "cvt.rn.satfinite.e4m3x2" in code.ptx
+
+
+@pytest.mark.parametrize("out, encoded", [("*u8", True), ("*bf16", False)])
+def test_adding_up(out, encoded, tmp_path):
+    constants = {"RANKS": 8, "TOGETHER": triton_messages.TOGETHER, "ENCODED": encoded, **OF_VALUES}
+    signature = {**SUM, "out_ptr": out}
+    is_wide(compiled(triton_messages._sum_kernel, signature, constants, tmp_path, num_warps=triton_messages.WARPS))
+
+
+@pytest.mark.parametrize("dtype, codes", [(tl.bfloat16, False), (tl.uint8, True)])
+def test_unpacking(dtype, codes, tmp_path):
+    constants = {"DTYPE": dtype, "CODES": codes, **OF_PARTS}
+    is_wide(compiled(triton_messages._unpack_kernel, UNPACK, constants, tmp_path, num_warps=triton_messages.WARPS))

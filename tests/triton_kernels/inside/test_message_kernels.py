@@ -1,0 +1,97 @@
+"""Messages made, added up and read by kernels: the bits of `message_reference`."""
+
+from __future__ import annotations
+
+import message_cases as cases
+import pytest
+import torch
+
+from fp8_backends.kernels import message_reference, messages, triton_messages
+from fp8_backends.kernels.message_table import tables
+from fp8_backends.kernels.messages import BLOCK, Part
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+@pytest.mark.parametrize("rows, rank", [(1, 0), (2, 1), (3, 0), (8, 5)])
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_gradients_are_packed_where_they_lie(dtype, rows, rank, rounded):
+    cases.check_pack(triton_messages, dtype, rows, rank, rounded)
+
+
+@pytest.mark.parametrize("columns", [1, 129, 4096])
+@pytest.mark.parametrize("rows, kept", [(1, None), (3, 1)])
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_rows_of_any_length_are_encoded(dtype, rows, kept, columns):
+    cases.check_encode(triton_messages, dtype, rows, columns, kept)
+
+
+@pytest.mark.parametrize("columns", [BLOCK, 5001])
+@pytest.mark.parametrize("ranks, dtype", [*((ranks, dtype) for ranks in (1, 3) for dtype in cases.DTYPES)])
+def test_contributions_are_added_in_one_pass(ranks, dtype, columns):
+    cases.check_reduce(triton_messages, ranks, columns, 0, dtype, divisor=ranks, factor=0.3)
+
+
+@pytest.mark.parametrize("ranks, rank", [(8, 7), (40, 17)])
+def test_contributions_of_many_ranks_are_added_in_pytorch_s_order(ranks, rank):
+    """As its vectors do it, of 16 elements at most; behind the last it has another order, which is not followed."""
+    cases.check_reduce(triton_messages, ranks, 5008, rank, torch.float32, divisor=ranks, factor=0.3)
+
+
+def test_zeros_behind_the_values_are_not_read():
+    cases.check_reduce_of_longer_messages(triton_messages)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_averages_are_written_where_they_are_wanted(dtype, rows):
+    cases.check_unpack(triton_messages, dtype, rows)
+
+
+@pytest.mark.parametrize("columns", [1, 128, 1000])
+def test_codes_and_scales_come_out_again(columns):
+    cases.check_decode(triton_messages, 3, columns)
+
+
+def test_gradients_of_several_dtypes_share_a_bucket():
+    of = [Part(cases.values(300, dtype, seed), 3 * BLOCK * seed) for seed, dtype in enumerate(cases.DTYPES)]
+    made, expected = (passes.pack(of, 2, 5 * BLOCK, 0, True) for passes in (triton_messages, message_reference))
+    assert cases.same_messages(made[0], expected[0]) and cases.same(made[1], expected[1])
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 33])
+def test_each_tile_finds_its_gradient(count):
+    """Weights and biases by turns, so that some have several tiles and some a part of one."""
+    of, start = [], 0
+    for index in range(count):
+        of.append(Part(torch.full((5000 if index % 2 else 100,), index + 1.0), start))
+        start += -(-of[-1].values.numel() // BLOCK) * BLOCK
+    (table,) = tables(of, triton_messages.TILE, start // BLOCK)
+    assert table.tiles == sum(-(-part.values.numel() // (triton_messages.TILE * BLOCK)) for part in of)
+    back = [Part(torch.empty_like(part.values), part.start) for part in of]
+    sent, _ = triton_messages.pack(of, 1, start, 0, True)
+    triton_messages.unpack(sent, back)
+    rounded = (torch.arange(count) + 1.0).to(torch.float8_e4m3fn).float()  # the same at any power of two
+    for expected, part in zip(rounded, back, strict=True):
+        assert (part.values == expected).all()
+
+
+def test_the_front_sends_tensors_to_the_kernels(monkeypatch):
+    """A step is one launch, however many gradients there are; those at odd addresses take a second one."""
+    launches = []
+    original = triton_messages._launch
+    monkeypatch.setattr(triton_messages, "_launch", lambda kernel, *a, **k: launches.append(original(kernel, *a, **k)))
+    own_rank, arrived, odd = 1, cases.received(3, 1000), cases.parts(torch.bfloat16, 0)
+    even = [Part(torch.ones(6 * BLOCK), index * 6 * BLOCK) for index in range(4)]
+    calls = [
+        (1, lambda: messages.pack(even, 2, 12 * BLOCK, own_rank)),
+        (2, lambda: messages.pack(odd, 2, 3072, own_rank)),
+        (1, lambda: messages.encode(torch.ones(3, 1000))),
+        (1, lambda: messages.reduce(arrived, torch.ones(1000), own_rank, 3)),
+        (1, lambda: messages.reduce_values(arrived, torch.ones(1000), own_rank, torch.empty(1000))),
+        (1, lambda: messages.unpack(cases.received(2, 12 * BLOCK), even)),
+        (1, lambda: messages.decode(arrived)),
+    ]
+    for expected, call in calls:
+        call()
+        assert len(launches) == expected
+        launches.clear()
