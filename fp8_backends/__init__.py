@@ -10,7 +10,7 @@ from .conversion import ConversionReport
 from .errors import BackendUnavailableError, FP8BackendError, RecipeError
 from .hardware import Availability
 from .precision_plan import PrecisionPlan, plan
-from .preparation import initialize, prepare, whole_states
+from .preparation import initialize, keep_weight_casts, prepare, whole_states
 from .recipes import (
     AORecipeKwargs,
     FP8RecipeKwargs,
@@ -44,6 +44,7 @@ __all__ = [
     "available_backends",
     "connect",
     "initialize",
+    "keep_weight_casts",
     "plan",
     "prepare",
     "register_backend",

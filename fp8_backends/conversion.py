@@ -3,7 +3,8 @@
 A layer is converted by exchanging its class. The compute builds a carrier, an FP8 layer around the same Parameters,
 and the carrier's class and added attributes move onto the `nn.Linear` that the model already has. So the module
 object stays, and with it every reference to it: Parameters, ties, shared modules, frozen flags, hooks, the optimizer
-and its state, weak references. `restore` turns the layers back.
+and its state, weak references. The 3-D weights of experts are the exception: what runs them stands beside them
+(`expert_functions`). `restore` turns all back.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from . import expert_functions
 from .errors import FP8BackendError, RecipeError
+from .expert_functions import ExpertWeights
 from .layer_filter import LayerFilter, NamePattern, excluded
 from .weight_products import ADOPTED, FP8, HIGH_PRECISION, Found, WeightProduct, find_weight_products, plain_name
 
@@ -175,7 +178,8 @@ def convert(model: nn.Module, recipe: Recipe, compute: Compute) -> Prepared:
     if prepared is not None and not chosen and not new_norms:
         return prepared
     shared = compute.new_shared(root, recipe) if prepared is None else prepared.shared
-    built = _build(chosen, recipe, compute, shared)
+    built = _build([each for each in chosen if not each.part], recipe, compute, shared)
+    experts = _build_experts([each for each in chosen if each.part], recipe, compute, shared)
     _note_fusions(root, norms, compute.fuse(root, recipe, dict([*built, *new_norms])))
     report = ConversionReport([each.product for each in found], norms)
     if not report.converted:
@@ -187,11 +191,15 @@ def convert(model: nn.Module, recipe: Recipe, compute: Compute) -> Prepared:
             adopt(linear, carrier, recipe)
         for norm, carrier in new_norms:
             adopt(norm, carrier, recipe, ADOPTED_NORM)
+        for module, weights in experts:
+            expert_functions.attach(module, weights)
         if is_new:
             _attach(root, prepared)
     except BaseException:
         for module, _ in (*built, *new_norms):
             turn_back(module)
+        for module, weights in experts:
+            expert_functions.detach(module, list(weights))
         if is_new:
             _detach(root, prepared)
         raise
@@ -216,6 +224,7 @@ def restore(model: nn.Module) -> None:
             )
     for module in modules:
         turn_back(module)
+        expert_functions.detach(module)
         prepared = module.__dict__.pop(PREPARED, None)
         if prepared is not None:
             _detach(module, prepared)
@@ -240,7 +249,7 @@ def weight_products(model: nn.Module) -> list[WeightProduct]:
     """The weight products of any model, prepared or not. Without a recipe the reasons are those that need none."""
     found = find_weight_products(unwrapped(model))
     for each in found:
-        if ADOPTED in each.module.__dict__:
+        if each.adopted is not None:
             each.product.state = FP8
         else:
             each.product.reason = each.obstacle or each.default_exclusion or "not prepared"
@@ -286,19 +295,27 @@ def _choose(found: list[Found], recipe: Recipe, compute: Compute, norms: list[No
     chosen = []
     layer_filter = LayerFilter(recipe, found, norms)
     for each in found:
-        product, adopted = each.product, each.module.__dict__.get(ADOPTED)
+        product, adopted = each.product, each.adopted
         if adopted is not None:
             _check_same_recipe(f"layer {product.name!r}", adopted.recipe, recipe)
         else:
-            reason = each.obstacle or layer_filter.exclusion(each) or compute.unfit(each.module, recipe)
+            reason = each.obstacle or layer_filter.exclusion(each) or _unfit(each, recipe, compute)
             if reason is not None:
                 product.reason = reason
                 continue
             chosen.append(each)
         product.state = FP8
+        notes = [compute.note_on_experts(recipe)] if each.part else []
         if product.in_features % ALIGNMENT or product.out_features % ALIGNMENT:
-            product.reason = f"sizes padded to multiples of {ALIGNMENT}"
+            notes.append(f"sizes padded to multiples of {ALIGNMENT}")
+        product.reason = "; ".join(filter(None, notes)) or None
     return chosen
+
+
+def _unfit(each: Found, recipe: Recipe, compute: Compute) -> str | None:
+    if each.part:
+        return compute.unfit_experts(each.module, each.part, recipe)
+    return compute.unfit(each.module, recipe)
 
 
 def _norms(root: nn.Module, recipe: Recipe, compute: Compute) -> tuple[list[NormLayer], list]:
@@ -399,6 +416,19 @@ def _build(chosen: list[Found], recipe: Recipe, compute: Compute, shared: Any) -
             product.reason = f"it has {', '.join(taken)} of its own, a name that its FP8 form needs"
         else:
             built.append((linear, carrier))
+    return built
+
+
+def _build_experts(
+    chosen: list[Found], recipe: Recipe, compute: Compute, shared: Any
+) -> list[tuple[nn.Module, ExpertWeights]]:
+    """Experts modules and what stands for those of their weights that are converted now."""
+    parts: dict[nn.Module, list[str]] = {}
+    for each in chosen:
+        parts.setdefault(each.module, []).append(each.part)
+    built = [(module, compute.build_experts(module, names, recipe, shared)) for module, names in parts.items()]
+    for layer in (layer for _, weights in built for layer in weights.values()):
+        layer.__dict__[ADOPTED] = Adopted(type(layer), type(layer), (), tuple(layer._buffers), recipe)
     return built
 
 

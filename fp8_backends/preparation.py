@@ -15,6 +15,7 @@ from . import conversion, proof, recipes, registry
 from .auditing import converted_layers, unwrapped
 from .comm import fsdp2, ignore_list
 from .errors import FP8BackendError
+from .sharded_tensor import is_distributed
 from .weight_products import ADOPTED
 
 if TYPE_CHECKING:
@@ -104,8 +105,40 @@ def connect_ranks(model: nn.Module, recipe: Recipe) -> None:
     if fsdp2.fsdp_modules(model):
         from .states import levels
 
+        for _, root, prepared in conversion.prepared_roots(model):
+            prepared.compute.keep_weight_casts(root, False)
         fsdp2.connect(model, comm, _ScalingBuffers(conversion.prepared_roots(model)))
         levels.watch_shards(model)
+
+
+def keep_weight_casts(model: nn.Module, keep: bool = True) -> None:
+    """Make the FP8 codes of a weight once for all microbatches that one optimizer step accumulates, and not in each
+    forward. The numbers are the same to the bit.
+
+    An optimizer step that `prepare` watches discards the codes, and so does whatever else changes the weight, but for
+    writes through `weight.data` between two microbatches. They take one byte for each weight element, which rules with
+    one scale a tensor hold from forward to backward anyway. `native:delayed`, whose scales move with every forward, and
+    other computes make codes anew; so does compiled code. An `Accelerator` with `gradient_accumulation_steps` above 1
+    calls this by itself, where weights are whole on every rank.
+
+    Args:
+        model: prepared, or holds prepared models.
+        keep: False turns it off again.
+
+    Raises:
+        FP8BackendError: nothing is prepared, or weights are sharded: they are gathered for each forward, and their
+            codes would take the memory that sharding saves.
+    """
+    roots = conversion.prepared_roots(model)
+    if not roots:
+        raise FP8BackendError("no model here is prepared: fp8_backends.prepare(model, optimizer, spec) comes first")
+    if keep and any(is_distributed(p) or hasattr(p, "ds_id") for p in model.parameters()):
+        raise FP8BackendError(
+            "weights are sharded (FSDP2 or DeepSpeed ZeRO-3): FP8 codes of whole weights would take the memory that "
+            "sharding saves; leave keep_weight_casts out"
+        )
+    for _, root, prepared in roots:
+        prepared.compute.keep_weight_casts(root, keep)
 
 
 class _ScalingBuffers:

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fp8_backends")
 
-_LINEAR_KINDS = ("Linear", "head", "router", "adapter")
+_COUNTED = {"Linear": ("Linear", "head", "router", "adapter"), "experts": ("experts",)}
+"""Words of the proof for kinds of weights."""
 
 
 def watch(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> None:
@@ -199,7 +200,7 @@ def state_proof(root: nn.Module, prepared: Prepared, counts: dict[str, ProductCo
 
 def proof_line(root: nn.Module, prepared: Prepared, counts: dict[str, ProductCounts], by_shape: bool = False) -> str:
     """Such as `native:dynamic: 28/29 Linear, 94 % of weight FLOPs in FP8, fprop dgrad wgrad (bf16-exact)`."""
-    linears = [product for product in prepared.report.products if product.kind in _LINEAR_KINDS]
+    kind_of = {product.name: product.kind for product in prepared.report.products}
     ran = [layer for layer, count in counts.items() if _ran(count)]
     flops = count_flops(root, prepared, counts)
     share = flops.in_fp8 / flops.needed if flops.needed else 0.0
@@ -209,10 +210,20 @@ def proof_line(root: nn.Module, prepared: Prepared, counts: dict[str, ProductCou
     high = prepared.compute.high_precision_products(prepared.recipe)
     notes = "+".join(engines) + (f"; {' '.join(high)} in high precision by recipe" if high else "")
     notes += "; compiled, counted by shape" if by_shape else ""
-    others = len(prepared.report.products) - len(linears)
-    of_all = f"{len(ran)}/{len(linears)} Linear" + (f" (beside {others} other weights)" if others else "")
+    of_all = _counted([kind_of.get(layer, "Linear") for layer in ran], list(kind_of.values()))
     of_flops = f"{share * 100:.0f} % of weight FLOPs in FP8"
     return f"{prepared.recipe.name}: {of_all}, {of_flops}, {' '.join(kinds)} ({notes})"
+
+
+def _counted(ran: list[str], kinds: list[str]) -> str:
+    """Such as `28/29 Linear, 4/4 experts (beside 2 other weights)`, from the kinds of weights."""
+    of_all, others = [], len(kinds)
+    for title, counted in _COUNTED.items():
+        number = sum(kind in counted for kind in kinds)
+        others -= number
+        if number or title == "Linear":
+            of_all.append(f"{sum(kind in counted for kind in ran)}/{number} {title}")
+    return ", ".join(of_all) + (f" (beside {others} other weights)" if others else "")
 
 
 def _ran(count: ProductCounts) -> bool:

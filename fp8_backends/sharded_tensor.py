@@ -26,6 +26,12 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if is_distributed(tensor) else tensor
 
 
+def full_shape(parameter: torch.Tensor) -> torch.Size:
+    """The shape of the whole Parameter. Under DeepSpeed's ZeRO-3 the Parameter itself is empty but for the moments in
+    which it is gathered, and its shape is in `ds_shape`."""
+    return getattr(parameter, "ds_shape", parameter.shape)
+
+
 def with_local(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """A DTensor that lies as `tensor` does, with other values on this rank."""
     return type(tensor).from_local(

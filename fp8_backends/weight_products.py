@@ -10,10 +10,18 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+
+from . import expert_functions
+from .expert_functions import ExpertWeight
+from .sharded_tensor import full_shape
+
+if TYPE_CHECKING:
+    from .conversion import Adopted
 
 FP8, HIGH_PRECISION = "fp8", "high precision"
 ADOPTED = "_fp8_adopted"
@@ -26,7 +34,7 @@ ROOT_HEAD_NAMES = frozenset({"output"})
 ROUTER_NAMES = frozenset({"gate", "router"})
 """A Linear or weight below a module of exactly such a name is a router (so `gate_proj` is none)."""
 
-_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", expert_functions.CONTAINER})
 _ADAPTER_SEGMENTS = frozenset({"base_layer", "original_module", "modules_to_save", "default"})
 _TOP_K_FIELDS = ("num_experts_per_tok", "num_experts_per_token", "num_selected_experts", "moe_topk")
 _WEIGHT_NAME = re.compile(r"weight|_proj$")
@@ -64,10 +72,18 @@ class Found:
 
     product: WeightProduct
     module: nn.Module
+    part: str
+    """Which Parameter of the module it is; "" for the weight of a Linear or Conv1D."""
     obstacle: str | None
     """Why it can never be converted, or None."""
     default_exclusion: str | None = None
     """Why it is left out unless the user chooses otherwise, or None."""
+
+    @property
+    def adopted(self) -> Adopted | None:
+        """What it was converted with, if it was."""
+        layer = expert_functions.converted_weight(self.module, self.part) if self.part else self.module
+        return None if layer is None else layer.__dict__.get(ADOPTED)
 
 
 def find_weight_products(model: nn.Module) -> list[Found]:
@@ -78,7 +94,7 @@ def find_weight_products(model: nn.Module) -> list[Found]:
         modules.setdefault(id(module), module)
         names.setdefault(id(module), []).append(plain_name(name))
     is_head, adapters = _head_test(modules.values()), _adapter_parts(modules.values())
-    experts_visited = _expert_counter(model, modules, names)
+    experts_visited, adapted = _expert_counter(model, modules, names), _adapted_parameters(modules.values())
     found = []
     for key, module in modules.items():
         for part, kind, sizes, obstacle in _products_of(module, names[key][0]):
@@ -88,7 +104,9 @@ def find_weight_products(model: nn.Module) -> list[Found]:
             kind = "head" if kind == "Linear" and is_head(module, own_names) else kind
             flops = 2 * sizes[0] * sizes[1] * experts_visited(own_names[0], module, part)
             product = WeightProduct(own_names[0], kind, *sizes, flops, aliases=tuple(own_names[1:]))
-            found.append(Found(product, module, obstacle, _DEFAULT_EXCLUSIONS.get(kind)))
+            if (key, part) in adapted:
+                obstacle = "adapted by PEFT: the weight that is multiplied is computed anew in each forward"
+            found.append(Found(product, module, part, obstacle, _DEFAULT_EXCLUSIONS.get(kind)))
     return found
 
 
@@ -106,6 +124,8 @@ def plain_name(name: str) -> str:
 
 def _products_of(module: nn.Module, name: str) -> Iterator[tuple[str, str, tuple[int, int], str | None]]:
     """(Parameter name or "", kind, (in, out), obstacle) of each weight that this module itself multiplies by."""
+    if isinstance(module, ExpertWeight):
+        return  # its experts module has the Parameter
     if isinstance(module, nn.Linear) or ADOPTED in module.__dict__:
         kind = "router" if _is_router(name) else "Linear"
         yield "", kind, (module.in_features, module.out_features), linear_obstacle(module)
@@ -119,7 +139,7 @@ def _products_of(module: nn.Module, name: str) -> Iterator[tuple[str, str, tuple
             shape = full_shape(parameter)
             if len(shape) == 3 and _holds_experts(module, name):
                 sizes = shape[1:] if getattr(module, "is_transposed", False) else shape[:0:-1]
-                yield part, "experts", tuple(sizes), "expert weights in one 3-D Parameter are not converted yet"
+                yield part, "experts", tuple(sizes), expert_functions.obstacle(module, part)
             elif len(shape) == 2 and min(shape) > 1 and _WEIGHT_NAME.search(part):
                 kind = "router" if _is_router(name) or "router" in type(module).__name__.lower() else "parameter"
                 obstacle = f"{type(module).__name__} multiplies by this Parameter itself, without a Linear"
@@ -159,12 +179,6 @@ def linear_obstacle(linear: nn.Linear) -> str | None:
     if 0 in full_shape(weight):
         return "a layer of size zero has no product"
     return None
-
-
-def full_shape(parameter: torch.Tensor) -> torch.Size:
-    """The shape of the whole Parameter. Under DeepSpeed's ZeRO-3 the Parameter itself is empty but for the moments in
-    which it is gathered, and its shape is in `ds_shape`."""
-    return getattr(parameter, "ds_shape", parameter.shape)
 
 
 def _is_conv1d(module: nn.Module) -> bool:
@@ -219,6 +233,19 @@ def _adapter_parts(modules: Iterable[nn.Module]) -> set[int]:
         if name != "base_layer" and child is not None
         for part in child.modules()
     }
+
+
+def _adapted_parameters(modules: Iterable[nn.Module]) -> set[tuple[int, str]]:
+    """(identity of a module, name of its Parameter) of the Parameters that PEFT adapts themselves
+    (`target_parameters`), by a wrapper for each that lies around the module."""
+    found = set()
+    for module in modules:
+        wrapped = module._modules.get("base_layer")
+        if isinstance(wrapped, nn.Module) and isinstance(part := module.__dict__.get("parameter_name"), str):
+            while isinstance(inner := wrapped._modules.get("base_layer"), nn.Module):
+                wrapped = inner
+            found.add((id(wrapped), part))
+    return found
 
 
 def _has_head_name(name: str) -> bool:

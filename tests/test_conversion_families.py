@@ -7,6 +7,7 @@ import torch
 from model_families import FAMILIES, LAYERS, WIDTH, batch, build, loss_of, train
 
 from fp8_backends import conversion
+from fp8_backends.auditing import converted_layers
 from fp8_backends.errors import FP8BackendError
 from fp8_backends.recipes import FP8RecipeKwargs
 from fp8_backends.registry import get_compute
@@ -21,8 +22,9 @@ CONVERTED = {
     "bert": [f"attention.self.{x}" for x in ("query", "key", "value")]
     + ["attention.output.dense", "intermediate.dense", "output.dense"],
     "gpt2": [],
-    "mixtral": [f"self_attn.{x}_proj" for x in "qkvo"],
+    "mixtral": [f"self_attn.{x}_proj" for x in "qkvo"] + ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
 }
+NATIVE_ALONE = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 BLOCKS = {
     "gpt_neox": "gpt_neox.layers",
     "llama": "model.layers",
@@ -56,9 +58,9 @@ def assert_trained(model, before, losses):
 
 
 def assert_products(prepared, model, steps=STEPS):
-    layers = dict(model.named_modules())
+    layers = converted_layers(model, prepared)
+    assert sorted(layers) == sorted(prepared.report.converted)
     for name in prepared.report.converted:
-        assert prepared.compute.is_converted(layers[name])
         if prepared.compute.name == "native":
             assert layers[name].fp8_products.tolist() == [steps, steps, steps, 0], name
 
@@ -75,7 +77,8 @@ def test_a_family_trains_in_fp8_with_its_blocks_converted(family, backend):
 
     prepared = convert(model, backend)
 
-    expected = names_in_blocks(family, CONVERTED[family])
+    converted = [x for x in CONVERTED[family] if prepared.compute.name == "native" or x not in NATIVE_ALONE]
+    expected = names_in_blocks(family, converted)
     extra = ["cls.predictions.transform.dense"] if family == "bert" else []
     assert prepared.report.converted == expected + extra
     assert "output head" in prepared.report.high_precision[HEADS[family]]
@@ -131,19 +134,21 @@ def test_mixtrals_experts_are_named_and_count_by_the_experts_that_a_token_visits
     assert [(p.in_features, p.out_features) for p in by_kind["experts"][:2]] == [(32, 128), (64, 32)]
     assert [p.flops for p in by_kind["experts"][:2]] == [2 * 2 * 32 * 128, 2 * 2 * 64 * 32]
     assert [p.name for p in by_kind["router"]] == names_in_blocks("mixtral", ["mlp.gate.weight"])
-    assert all(p.state == "high precision" for kind in ("experts", "router", "head") for p in by_kind[kind])
+    assert all(p.state == "high precision" for kind in ("router", "head") for p in by_kind[kind])
+    assert all(p.state == "fp8" for p in by_kind["experts"])
     attention = 2 * (32 * 32 + 16 * 32 + 16 * 32 + 32 * 32)
-    block = attention + 2 * 32 * 4 + 2 * 2 * (32 * 128 + 64 * 32)
-    assert prepared.report.flops_share == pytest.approx(2 * attention / (2 * block + 2 * 32 * 128))
+    experts = 2 * 2 * (32 * 128 + 64 * 32)
+    block = attention + 2 * 32 * 4 + experts
+    assert prepared.report.flops_share == pytest.approx(2 * (attention + experts) / (2 * block + 2 * 32 * 128))
     losses = train(model, optimizer, "mixtral", STEPS)
     assert_trained(model, before, losses)
     assert_products(prepared, model)
 
 
-def test_an_include_that_names_only_experts_is_an_error_that_says_why():
+def test_an_include_that_names_what_cannot_be_converted_is_an_error_that_says_why():
     model, plain = build("mixtral"), build("mixtral")
-    with pytest.raises(FP8BackendError, match="include: 'experts' .*3-D Parameter"):
-        convert(model, include=["q_proj", "experts"])
+    with pytest.raises(FP8BackendError, match="include: 'gate' .*multiplies by this Parameter itself"):
+        convert(model, include=["q_proj", "gate"])
     assert loss_of(model, batch()).item() == loss_of(plain, batch()).item()
     prepared = convert(model, include=["q_proj"], exclude=["*.1.*"])
     assert prepared.report.converted == ["model.layers.0.self_attn.q_proj"]

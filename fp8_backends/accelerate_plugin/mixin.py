@@ -224,6 +224,15 @@ class FP8Mixin(_MadeAtRunTime):
         for optimizer in map(_innermost, self._optimizers):
             if models := self.models_of(optimizer):
                 preparation.watch_optimizer(models, optimizer, self.fp8_recipe)
+                self._keep_weight_casts(models)
+
+    def _keep_weight_casts(self, models: list[nn.Module]) -> None:
+        """Over the microbatches of a step, where these models have their weights whole."""
+        whole = self.distributed_type == DistributedType.NO or self._wraps_in_ddp
+        if whole and self.gradient_accumulation_steps > 1:
+            for model in models:
+                if conversion.prepared_roots(model):
+                    preparation.keep_weight_casts(model)
 
     def models_of(self, optimizer: torch.optim.Optimizer) -> list[nn.Module]:
         """The prepared models that this optimizer trains."""

@@ -1,7 +1,8 @@
 """Who runs the matrix products, and with which scaling rule.
 
-A compute provides one small class, `Compute`. It converts a single `nn.Linear`; walking a model, filtering
-layers and keeping Parameters, hooks and ties alive is `fp8_backends.conversion`'s work, once for all of them.
+A compute provides one small class, `Compute`. It converts a single `nn.Linear`, or the experts of one block where it
+has products for them; walking a model, filtering layers and keeping Parameters, hooks and ties alive is
+`fp8_backends.conversion`'s work, once for all of them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from ..errors import FP8BackendError
 from ..weight_products import full_shape
 
 if TYPE_CHECKING:
+    from ..expert_functions import ExpertWeights
     from ..hardware import Availability
     from ..profiling import Layer, ProductProfile
     from ..recipes import Recipe
@@ -111,6 +113,19 @@ class Compute(ABC):
         `new_shared` returned for this model.
         """
 
+    def unfit_experts(self, experts: nn.Module, part: str, recipe: Recipe) -> str | None:
+        """As `unfit`, for the 3-D Parameter `part` of an experts module (`expert_functions`)."""
+        return f"expert weights in one 3-D Parameter: {self.name} has no products for them (native has)"
+
+    def note_on_experts(self, recipe: Recipe) -> str | None:
+        """What a report says of experts in FP8 that the recipe's name does not tell, or None."""
+        return None
+
+    def build_experts(self, experts: nn.Module, parts: list[str], recipe: Recipe, shared: Any) -> ExpertWeights:
+        """What stands for these 3-D Parameters of an experts module, and runs the module with them in FP8. Called for
+        those that are not `unfit_experts`."""
+        raise NotImplementedError
+
     def norms(self, root: nn.Module, recipe: Recipe) -> list[Norm]:
         """Normalisation layers that this compute has its own form of, none of them exchanged yet. Reported apart from
         the layers with products; a user's `exclude` names them too."""
@@ -134,6 +149,10 @@ class Compute(ABC):
     def store_weights(self, root: nn.Module, recipe: Recipe) -> None:
         """Called after layers of the prepared root were converted: for a compute that keeps their weights in a form of
         its own, where the recipe asks for it. A level's forms are no concern of a compute."""
+
+    def keep_weight_casts(self, root: nn.Module, keep: bool) -> None:
+        """Whether the FP8 codes of a weight that its layer makes in a forward serve the forwards after it too, until
+        the weight changes: for microbatches that one optimizer step accumulates. For a compute that makes them anew."""
 
     def after_optimizer_step(self, root: nn.Module) -> None:
         """Called after each step of an optimizer that trains the prepared root: for rules whose scales follow it."""

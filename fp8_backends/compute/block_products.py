@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 
 from .. import hardware
+from ..kernels.quantization import dequantize_blocks
 from ..scaling import MX, SQUARES, Blocks, Quantized
-from .products import ALIGNMENT, BF16_EXACT, EMULATED, SCALED_MM, pad
+from .products import ALIGNMENT, BF16_EXACT, EMULATED, SCALED_MM, pad, row_major
 
 _GPUS = {128: ((9,), (12, 9)), 32: ((10, 11), (12, 8))}
 """Elements of the contraction that share a scale: major capabilities with such products, and the first CUDA release
@@ -61,7 +62,6 @@ def block_scaled_product(
     Returns:
         [m, n] of out_dtype.
     """
-    assert a.codes.is_contiguous() and b.codes.is_contiguous(), "both operands must be row-major in the contraction"
     assert a.codes.shape[1] == b.codes.shape[1]
     assert not (a.codes.dtype == b.codes.dtype == torch.float8_e5m2), "no GPU multiplies E5M2 by E5M2"
     product_dtype = torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32  # fp16 by way of FP32
@@ -72,7 +72,8 @@ def block_scaled_product(
         return product.narrow(0, 0, a.codes.shape[0]).narrow(1, 0, b.codes.shape[0]).to(out_dtype)
     exact_dtype = torch.bfloat16 if engine == BF16_EXACT else torch.float32
     with torch.autocast(a.codes.device.type, enabled=False):  # autocast would round FP32 operands to bf16
-        product = torch.mm(a_blocks.dequantize(a, exact_dtype), b_blocks.dequantize(b, exact_dtype).t())
+        values = dequantize_blocks(a, a_blocks, exact_dtype), dequantize_blocks(b, b_blocks, exact_dtype)
+        product = torch.mm(values[0], values[1].t())
     return product.to(out_dtype)
 
 
@@ -81,8 +82,8 @@ def _vector_scaled_mm(a: Quantized, b: Quantized, b_blocks: Blocks, out_dtype: t
     SQUARES row after row, with a multiple of four in a row."""
     in_squares, kinds = b_blocks is SQUARES, F.ScalingType
     return _scaled_mm(
-        pad(a.codes, ALIGNMENT, 128),
-        pad(b.codes, 128 if in_squares else ALIGNMENT, 128),
+        row_major(pad(a.codes, ALIGNMENT, 128)),
+        row_major(pad(b.codes, 128 if in_squares else ALIGNMENT, 128)),
         (_stored_by_columns(a.scale_inv), kinds.BlockWise1x128),
         (pad(b.scale_inv, 1, 4).t(), kinds.BlockWise128x128)
         if in_squares
@@ -99,7 +100,8 @@ def _stored_by_columns(scale_inv: torch.Tensor) -> torch.Tensor:
 def _mx_scaled_mm(a: Quantized, b: Quantized, b_blocks: Blocks, out_dtype: torch.dtype) -> torch.Tensor:
     """On Blackwell: all sizes in multiples of 32, the scales in the order in which the hardware reads them."""
     scales = [(swizzled(q.scale_inv), F.ScalingType.BlockWise1x32) for q in (a, b)]
-    return _scaled_mm(pad(a.codes, 32, 32), pad(b.codes, 32, 32), *scales, [F.SwizzleType.SWIZZLE_32_4_4], out_dtype)
+    codes = (row_major(pad(q.codes, 32, 32)) for q in (a, b))
+    return _scaled_mm(*codes, *scales, [F.SwizzleType.SWIZZLE_32_4_4], out_dtype)
 
 
 def _scaled_mm(a, b, a_scales, b_scales, swizzles, out_dtype):

@@ -6,12 +6,15 @@ What one layer does with the `dynamic` rule and the HYBRID format (E4M3 forward,
     backward    dy8    = quantise(dy)                        dx = dy8 @ w8       dw = dy8.T @ x8
 
 Only x8 and w8 are kept for backward, so a layer saves half of what bf16 saves; layers that read the same input (q, k
-and v of an attention) share one x8. With `rowwise`, `blockwise` and `mxfp8` an operand is quantised along its
-contraction, hence once a product: forward keeps a column-wise copy of x, made from high precision, and backward
-quantises the weight again.
+and v of an attention) share one x8, and microbatches may share w8 (shared_codes.py). Each is made in the two layouts in
+which its products read it, or in one with a view where views will do (kernels/quantization.py). With `rowwise`,
+`blockwise` and `mxfp8` an operand is quantised along its contraction, hence once a product: forward keeps a column-wise
+copy of x, made from high precision, and backward quantises the weight again.
 
 A weight may be stored in scaled precision (`ScaledTensor`, MS-AMP's levels): FP16 data becomes w8 without a copy of its
 values, E4M3 data is w8. With `fp8_params` this package keeps weights that do not train so (native_params.py).
+
+Experts of transformers' mixtures, whose weights lie in one 3-D Parameter, run the same products in groups (experts.py).
 """
 
 from __future__ import annotations
@@ -26,13 +29,20 @@ from torch import nn
 from ..errors import FP8BackendError
 from ..formats import RECIPE_FORMATS
 from ..hardware import Availability
+from ..kernels.triton_gate import usable
 from ..recipe_fields import LEVELS
 from ..scaling import ROWS, rolled_delayed_states, rolled_window_states
 from ..sharded_tensor import local_part
 from . import DGRAD, KINDS, TE_FIELDS, Compute, ProductCounts, check_same_states, native_params
+from . import experts as fp8_experts
 from .block_products import block_engine_for
-from .fp8_linear import STATEFUL, FP8Linear, LayerRule, SharedInputs, Stored, inside_backward
+from .experts import FP8Experts, FP8ExpertWeight
+from .fp8_linear import FP8Linear
+from .grouped_products import grouped_engine_for
+from .layer_rule import STATEFUL, LayerRule, Stored
+from .linear_function import inside_backward
 from .products import EMULATED, engine_for
+from .shared_codes import SharedCodes
 
 if TYPE_CHECKING:
     from ..recipes import Recipe
@@ -57,10 +67,10 @@ class NativeCompute(Compute):
             return Availability(True, "emulated in FP32: this device has no FP8 products, bf16 is faster")
         return Availability(True, f"products by {engine} on {default_device().type}")
 
-    def new_shared(self, root: nn.Module, recipe: Recipe) -> SharedInputs:
-        return SharedInputs()
+    def new_shared(self, root: nn.Module, recipe: Recipe) -> SharedCodes:
+        return SharedCodes()
 
-    def build(self, linear: nn.Linear, recipe: Recipe, shared: SharedInputs) -> FP8Linear:
+    def build(self, linear: nn.Linear, recipe: Recipe, shared: SharedCodes) -> FP8Linear:
         if recipe.fp8_params:
             native_params.check(linear)
         carrier = FP8Linear(linear.in_features, linear.out_features, bias=False, device="meta")
@@ -68,7 +78,16 @@ class NativeCompute(Compute):
         carrier.set_rule(layer_rule(recipe), shared, recipe.amax_history_len)
         return carrier
 
-    def attach(self, root: nn.Module, recipe: Recipe, shared: SharedInputs) -> None:
+    def unfit_experts(self, experts: nn.Module, part: str, recipe: Recipe) -> str | None:
+        return fp8_experts.unfit(experts._parameters[part], recipe)
+
+    def note_on_experts(self, recipe: Recipe) -> str | None:
+        return fp8_experts.note(layer_rule(recipe))
+
+    def build_experts(self, experts: nn.Module, parts: list[str], recipe: Recipe, shared: SharedCodes) -> FP8Experts:
+        return fp8_experts.build(experts, parts, layer_rule(recipe), shared, recipe.amax_history_len)
+
+    def attach(self, root: nn.Module, recipe: Recipe, shared: SharedCodes) -> None:
         layer = next((layer for _, layer in self._layers(root)), None)
         if layer is not None and self.engine(layer) == EMULATED:
             logger.warning(
@@ -83,16 +102,24 @@ class NativeCompute(Compute):
         if recipe.fp8_params:
             native_params.keep(root, dict(self._layers(root)))
 
+    def keep_weight_casts(self, root: nn.Module, keep: bool) -> None:
+        for shared in self._shared(root):
+            shared.keeps_weights = keep
+
     def after_optimizer_step(self, root: nn.Module) -> None:
+        for shared in self._shared(root):
+            shared.forget_weights()
         for (_, rule, _), states in _states_of_layers(root, "window").items():
             formats = (rule.forward_format, rule.forward_format, rule.gradient_format)
             torch._foreach_copy_(states, rolled_window_states(torch.stack(states), formats).unbind())
 
     def is_converted(self, module: nn.Module) -> bool:
-        return isinstance(module, FP8Linear)
+        return isinstance(module, (FP8Linear, FP8ExpertWeight))
 
-    def engine(self, module: FP8Linear) -> str:
+    def engine(self, module: FP8Linear | FP8ExpertWeight) -> str:
         """By the dtype of the layer's last FP8 result (bf16 before any)."""
+        if isinstance(module, FP8ExpertWeight):
+            return grouped_engine_for(module.weight.device)
         along = module.fp8_rule.along
         if along is None or along.blocks is ROWS:
             return engine_for(module.weight.device, module.fp8_out_dtype)
@@ -109,10 +136,18 @@ class NativeCompute(Compute):
     def transient_bytes_per_element(self, module: FP8Linear) -> float:
         # one FP8 code an element, where they are made for dgrad: rules along the contraction make them in backward, and
         # a weight that is stored in FP8 is its own codes
-        rule = module.fp8_rule
-        if rule.along is not None or rule.high_precision[KINDS.index(DGRAD)]:
+        rule, weight = module.fp8_rule, Stored.of(local_part(module.weight))
+        if weight.is_in(rule.forward_format):
             return 0.0
-        return 0.0 if Stored.of(local_part(module.weight)).is_in(rule.forward_format) else 1.0
+        made_for_dgrad = rule.along is None and not rule.high_precision[KINDS.index(DGRAD)]
+        serve_dgrad = made_for_dgrad and (isinstance(module, FP8ExpertWeight) or not usable(weight.data))
+        return float(made_for_dgrad) + self._kept_codes(module, serve_dgrad)
+
+    @staticmethod
+    def _kept_codes(module: FP8Linear | FP8ExpertWeight, are_those_of_dgrad: bool) -> float:
+        """Bytes per weight element of the codes for fprop that are kept over microbatches."""
+        kept = module.fp8_shared.keeps_weights
+        return float(kept and module.fp8_rule.scaling != "delayed" and not are_those_of_dgrad)
 
     def scaling_state(self, root: nn.Module) -> dict[str, torch.Tensor]:
         return {name: layer.fp8_scaling.detach().clone() for name, layer in self._stateful_layers(root)}
@@ -126,8 +161,8 @@ class NativeCompute(Compute):
         for name, layer in own.items():
             if state[name].shape != layer.fp8_scaling.shape:
                 raise FP8BackendError(
-                    f"{name}: the saved amax history has another length ({state[name].shape[1] - 2}, here "
-                    f"{layer.fp8_scaling.shape[1] - 2}); use the saved run's amax_history_len"
+                    f"{name}: the saved amax history has another length ({state[name].shape[-1] - 2}, here "
+                    f"{layer.fp8_scaling.shape[-1] - 2}); use the saved run's amax_history_len"
                 )
             layer.fp8_scaling.copy_(state[name])
 
@@ -136,6 +171,9 @@ class NativeCompute(Compute):
         for name, layer in self._layers(root):
             if layer.fp8_rule.scaling in STATEFUL:
                 yield f"{name}.{_STATE_NAMES[layer.fp8_rule.scaling]}", layer
+
+    def _shared(self, root: nn.Module) -> set[SharedCodes]:
+        return {layer.fp8_shared for _, layer in self._layers(root)}
 
     def _layers(self, root: nn.Module) -> Iterator[tuple[str, FP8Linear]]:
         return ((name, module) for name, module in root.named_modules() if self.is_converted(module))
@@ -172,9 +210,10 @@ def _states_of_layers(root: nn.Module, scaling: str) -> dict[tuple, list[torch.T
     """The states of all layers with that rule, in groups that one computation can serve: (device, rule, size)."""
     groups: dict[tuple, list[torch.Tensor]] = {}
     for module in root.modules():
-        if isinstance(module, FP8Linear) and module.fp8_rule.scaling == scaling:
-            state = module.fp8_scaling
-            groups.setdefault((state.device, module.fp8_rule, state.shape[1]), []).append(state)
+        if isinstance(module, (FP8Linear, FP8ExpertWeight)) and module.fp8_rule.scaling == scaling:
+            states = [module.fp8_scaling] if isinstance(module, FP8Linear) else module.fp8_scaling.unbind()
+            group = states[0].device, module.fp8_rule, states[0].shape[1]
+            groups.setdefault(group, []).extend(states)
     return groups
 
 

@@ -1,14 +1,14 @@
 """The one function that makes every FP8 product, and the engines it can use.
 
-All three products of a linear layer are brought to one form, `A @ B.T` with A [m, k] and B [n, k] both row-major,
-so that the contraction runs along contiguous memory in both operands: the only layout Hopper's FP8 units take.
+All three products of a linear layer are brought to one form, `A @ B.T` with A [m, k] and B [n, k]. Hopper's FP8 units
+take both row-major alone, so that the contraction runs along contiguous memory; other engines take views as well.
 
     fprop   y  [tokens, out] = x  [tokens, in]  @ (w [out, in]).T
     dgrad   dx [tokens, in]  = dy [tokens, out] @ (w.T [in, out]).T
     wgrad   dw [out, in]     = dy.T [out, tokens] @ (x.T [in, tokens]).T
 
-A GPU also wants k and n in multiples of 16, never two E5M2 operands, and a bf16 output where scales are per row.
-These rules are held on every device, so that what passes on a laptop is valid on a GPU.
+A GPU also wants k and n in multiples of 16, which `scaled_mm` pads to, never two E5M2 operands, and a bf16 output where
+scales are per row. The last two are held on every device, so that what passes on a laptop is valid on a GPU.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from .. import hardware
+from ..kernels import cpu_casts
 from ..scaling import Quantized
 
 ALIGNMENT = 16
@@ -56,15 +57,11 @@ def scaled_product(a: Quantized, b: Quantized, out_dtype: torch.dtype, fast_accu
     Returns:
         [m, n] of out_dtype.
     """
-    n = b.codes.shape[0]
-    a_codes, b_codes = pad(a.codes, 1, ALIGNMENT), pad(b.codes, ALIGNMENT, ALIGNMENT)
     rowwise = a.scale_inv.dim() == 2
-    b_scale_inv = pad(b.scale_inv, ALIGNMENT, 1) if rowwise else b.scale_inv
-    _check(a_codes, a.scale_inv, b_codes, b_scale_inv)
+    _check(a, b)
     product_dtype = torch.bfloat16 if rowwise else out_dtype
-    multiply = _ENGINES[engine_for(a_codes.device, product_dtype)]
-    out = multiply(a_codes, a.scale_inv, b_codes, b_scale_inv, product_dtype, fast_accumulation)
-    return out.narrow(1, 0, n).to(out_dtype)
+    multiply = _ENGINES[engine_for(a.codes.device, product_dtype)]
+    return multiply(*a, *b, product_dtype, fast_accumulation).to(out_dtype)
 
 
 def pad(matrix: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
@@ -78,42 +75,58 @@ def pad(matrix: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     return F.pad(matrix.view(torch.uint8), widths).view(matrix.dtype)  # constant_pad has no float8 kernel
 
 
-def _check(a: torch.Tensor, a_scale_inv: torch.Tensor, b: torch.Tensor, b_scale_inv: torch.Tensor) -> None:
-    """What `torch._scaled_mm` demands on a GPU. A failure here is this package's fault, not the user's."""
-    assert a.is_contiguous() and b.is_contiguous(), "both operands must be row-major in the contraction"
-    assert a.shape[1] == b.shape[1] and a.shape[1] % ALIGNMENT == 0 and b.shape[0] % ALIGNMENT == 0
-    assert not (a.dtype == b.dtype == torch.float8_e5m2), "no GPU multiplies E5M2 by E5M2"
-    assert a_scale_inv.dtype == b_scale_inv.dtype == torch.float32
-    if a_scale_inv.dim() == 2:
-        assert a_scale_inv.shape == (a.shape[0], 1) and b_scale_inv.shape == (b.shape[0], 1)
+def row_major(matrix: torch.Tensor) -> torch.Tensor:
+    """A view as memory of its own."""
+    # `contiguous()` of a fake CUDA tensor asks for a CUDA device; this does not
+    return matrix if matrix.is_contiguous() else matrix.clone(memory_format=torch.contiguous_format)
+
+
+def _check(a: Quantized, b: Quantized) -> None:
+    """A failure here is this package's fault, not the user's."""
+    assert a.codes.shape[1] == b.codes.shape[1]
+    assert not (a.codes.dtype == b.codes.dtype == torch.float8_e5m2), "no GPU multiplies E5M2 by E5M2"
+    assert a.scale_inv.dtype == b.scale_inv.dtype == torch.float32
+    if a.scale_inv.dim() == 2:
+        assert a.scale_inv.shape == (a.codes.shape[0], 1) and b.scale_inv.shape == (b.codes.shape[0], 1)
     else:
-        assert a_scale_inv.dim() == b_scale_inv.dim() == 0
+        assert a.scale_inv.dim() == b.scale_inv.dim() == 0
 
 
 def _scaled_mm(a, a_scale_inv, b, b_scale_inv, out_dtype, fast_accumulation):
-    b_scale_inv = b_scale_inv.t() if b_scale_inv.dim() == 2 else b_scale_inv  # one scale a column of b.T
-    return torch._scaled_mm(
-        a,
-        b.t(),  # column-major
+    n = b.shape[0]
+    if a_scale_inv.dim() == 2:
+        a_scale_inv = _in_one_column(a_scale_inv)
+        b_scale_inv = _in_one_column(pad(b_scale_inv, ALIGNMENT, 1)).t()  # one scale a column of b.T
+    product = torch._scaled_mm(
+        row_major(pad(a, 1, ALIGNMENT)),
+        row_major(pad(b, ALIGNMENT, ALIGNMENT)).t(),  # column-major
         scale_a=a_scale_inv,
         scale_b=b_scale_inv,
         out_dtype=out_dtype,
         use_fast_accum=fast_accumulation,
     )
+    return product.narrow(1, 0, n)
+
+
+def _in_one_column(scale_inv: torch.Tensor) -> torch.Tensor:
+    """[n, 1] with both strides 1: a view of [1, n] has another, which counts as contiguous and is refused."""
+    return scale_inv.reshape(-1).unsqueeze(1)
 
 
 def _bf16_exact(a, a_scale_inv, b, b_scale_inv, out_dtype, fast_accumulation):
     # the bf16 result of the codes is scaled in FP32 and rounded again: at most one more half unit in the last place
-    return _apply_scales(torch.mm(a.bfloat16(), b.bfloat16().t()), a_scale_inv, b_scale_inv, out_dtype)
+    with torch.autocast(a.device.type, enabled=False):  # autocast to fp16 would round the product of codes to it
+        if cpu_casts.serves(a) or cpu_casts.serves(b):
+            return cpu_casts.scale_(cpu_casts.product(a, b), a_scale_inv, b_scale_inv.t()).to(out_dtype)
+        return _apply_scales(torch.mm(a.bfloat16(), b.bfloat16().t()), a_scale_inv, b_scale_inv.t(), out_dtype)
 
 
 def _emulated(a, a_scale_inv, b, b_scale_inv, out_dtype, fast_accumulation):
     with torch.autocast(a.device.type, enabled=False):  # autocast would round the FP32 operands' product to bf16
-        return _apply_scales(torch.mm(a.float(), b.float().t()), a_scale_inv, b_scale_inv, out_dtype)
+        return _apply_scales(torch.mm(a.float(), b.float().t()), a_scale_inv, b_scale_inv.t(), out_dtype)
 
 
 def _apply_scales(product, a_scale_inv, b_scale_inv, out_dtype):
-    b_scale_inv = b_scale_inv.t() if b_scale_inv.dim() == 2 else b_scale_inv
     # one factor at a time: the product of two small scales may underflow where each alone does not
     return (product.float() * a_scale_inv * b_scale_inv).to(out_dtype)
 

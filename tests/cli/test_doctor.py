@@ -66,15 +66,15 @@ def faulty(monkeypatch, **methods):
 
 def test_wrong_products_are_not_proven(monkeypatch):
     """Planted: weights are multiplied with half of their scale."""
-    from fp8_backends.compute import fp8_linear
+    from fp8_backends.compute import layer_rule
 
-    original = fp8_linear.Stored.quantized
+    original = layer_rule.Stored.quantized
 
     def halved(self, *args):
-        codes, amax = original(self, *args)
-        return codes._replace(scale_inv=codes.scale_inv * 0.5), amax
+        made = original(self, *args)
+        return made._replace(scale_inv=made.scale_inv * 0.5)
 
-    monkeypatch.setattr(fp8_linear.Stored, "quantized", halved)
+    monkeypatch.setattr(layer_rule.Stored, "quantized", halved)
     found = self_test.test("native:dynamic")
     assert not found.proven and "gradient differs from bf16's by" in found.reason and "0.25" in found.reason
 

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp8_backends import hardware, prepare
 from fp8_backends.compute.block_products import block_engine_for, block_scaled_product, swizzled
-from fp8_backends.compute.fp8_linear import Stored
+from fp8_backends.compute.layer_rule import Stored
 from fp8_backends.compute.products import BF16_EXACT, EMULATED, SCALED_MM
 from fp8_backends.formats import E4M3, E5M2
 from fp8_backends.kernels import reference

@@ -28,6 +28,8 @@ def test_product_of_codes_is_exact_up_to_the_output_rounding(m, n, k, out_dtype,
     exact = reference.dequantize(*a).double() @ reference.dequantize(*b).double().t()
     out = scaled_product(a, b, out_dtype)
     assert out.shape == (m, n) and out.dtype == out_dtype
+    views = (Quantized(q.codes.t().contiguous().t(), q.scale_inv) for q in (a, b))
+    assert torch.equal(scaled_product(*views, out_dtype), out)
     # bf16 has 8 significant bits (rounded twice on the bf16-exact path), fp16 11; fp32 leaves the order of summation
     bound = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 2**-19}[
         torch.bfloat16 if rowwise else out_dtype
@@ -50,6 +52,25 @@ def test_every_engine_is_the_exact_product_up_to_its_roundings_and_the_order_of_
     exact = x @ w.t()
     bound = ROUNDINGS_TO_BF16[engine] * half_unit * 1.01 * exact.abs() + summation
     assert ((out.double() - exact).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("rowwise", [False, True])
+def test_two_small_scales_do_not_underflow_before_they_meet_the_product(rowwise):
+    """2**-76 each: FP32 has no 2**-152, and bf16 has the result."""
+    codes = torch.full((16, 64), 448.0).to(torch.float8_e4m3fn)
+    small = Quantized(codes, torch.full((16, 1) if rowwise else (), 2.0**-76))
+    exact = 64 * 448.0**2 * 2.0**-152
+    assert (scaled_product(small, small, torch.bfloat16).double() - exact).abs().max() <= 2.0**-133
+
+
+@pytest.mark.parametrize("size", [16, 128], ids=["small", "in parts"])
+@pytest.mark.parametrize("rowwise", [False, True])
+def test_autocast_to_fp16_leaves_the_product_of_codes_alone(rowwise, size):
+    """The codes' own product reaches 64 * 448**2, far beyond fp16, before the scales make it small."""
+    a, b = operands(size, size, 64, rowwise)
+    plain = scaled_product(a, b, torch.bfloat16)
+    with torch.autocast("cpu", torch.float16):
+        assert torch.equal(scaled_product(a, b, torch.bfloat16), plain)
 
 
 def test_cpu_takes_the_exact_bf16_product_only_where_the_result_is_bf16():
@@ -80,13 +101,16 @@ def test_mixed_granularity_is_refused():
 
 @pytest.mark.parametrize("rowwise", [False, True])
 @pytest.mark.parametrize("out_dtype", DTYPES)
+@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("m,n,k", [(32, 48, 64), (17, 5, 33), (1, 1, 1)])
-def test_gpu_accepts_every_layout_and_size(m, n, k, out_dtype, rowwise):
+def test_gpu_accepts_every_layout_and_size(m, n, k, transposed, out_dtype, rowwise):
     """Fake CUDA tensors run torch's own checks of `_scaled_mm`: layouts, multiples of 16, dtypes of scales."""
     with FakeTensorMode():
 
         def quantized(rows):
-            codes = torch.empty(rows, k, device="cuda", dtype=torch.float8_e4m3fn)
+            size = (k, rows) if transposed else (rows, k)
+            codes = torch.empty(size, device="cuda", dtype=torch.float8_e4m3fn)
+            codes = codes.t() if transposed else codes
             return Quantized(codes, torch.empty((rows, 1) if rowwise else (), device="cuda"))
 
         out = scaled_product(quantized(m), quantized(n), out_dtype, fast_accumulation=True)

@@ -24,7 +24,7 @@ from transformer_engine.pytorch import Linear, autocast
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 import fp8_backends
-from fp8_backends.compute import fp8_linear
+from fp8_backends.compute import layer_rule
 from fp8_backends.compute import products as native_products
 from fp8_backends.scaling import GRAD_OUTPUT, HISTORY, INPUT, SCALE, WEIGHT
 
@@ -49,7 +49,7 @@ def exact_products(monkeypatch):
     for engine in native_products._ENGINES:
         monkeypatch.setitem(native_products._ENGINES, engine, native)
     monkeypatch.setattr(standin_products, "scaled_codes", standin)
-    monkeypatch.setattr(fp8_linear, "block_scaled_product", native_blocks)
+    monkeypatch.setattr(layer_rule, "block_scaled_product", native_blocks)
     monkeypatch.setattr(standin_blocks_module, "scaled_blocks", standin_blocks)
 
 

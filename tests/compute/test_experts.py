@@ -1,0 +1,333 @@
+"""Experts in FP8: every number is that of a Linear with the expert's weight and tokens; and what a GPU would run."""
+
+import pytest
+import torch
+from expert_families import EXPERTS, Twin, make_experts, routed
+from model_families import WIDTH
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fp8_backends
+from fp8_backends import preparation, recipes
+from fp8_backends.compute import experts as experts_module
+from fp8_backends.compute import grouped_products, grouped_scaling
+from fp8_backends.compute.grouped_function import GroupedFunction, quantized_weight
+from fp8_backends.compute.grouped_products import Groups, grouped_product, grouped_wgrad
+from fp8_backends.compute.grouped_scaling import (
+    quantize_columns,
+    quantize_experts,
+    quantize_groups,
+    quantize_rows,
+    quantize_rows_of_experts,
+)
+from fp8_backends.compute.native import layer_rule
+from fp8_backends.compute.products import scaled_product
+from fp8_backends.formats import E4M3
+from fp8_backends.recipes import FP8RecipeKwargs
+from fp8_backends.scaling import Quantized
+
+SCALINGS = ("native:dynamic", "native:delayed", "native:rowwise")
+PARTS = ("gate_up_proj", "down_proj")
+
+
+def prepared(family, backend="native:dynamic", dtype=torch.float32, **fields):
+    """The experts in FP8 and a twin of Linears in FP8, both with E4M3 everywhere, each in a root of its own."""
+    fields = {"fp8_format": "E4M3", **({"amax_history_len": 4} if backend == "native:delayed" else {}), **fields}
+    root = make_experts(family, dtype)
+    twin = torch.nn.Sequential(Twin(root.experts))
+    for model in (root, twin):
+        preparation.prepare_model(model, recipes.resolve(FP8RecipeKwargs(backend=backend, **fields)))
+    return root, twin
+
+
+def run(model, hidden, chosen, weights, dy, autocast=True):
+    """(output, gradients of hidden states and weights) of one training step without an update."""
+    for hook in model._forward_pre_hooks.values():
+        hook(model, ())  # the root's: delayed states roll
+    inner = model.experts if hasattr(model, "experts") else model[0]
+    hidden, weights = (t.clone().requires_grad_() for t in (hidden, weights))
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        y = inner(hidden, chosen, weights)
+    y.backward(dy)
+    return y, hidden.grad, weights.grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["autocast", "bf16"])
+@pytest.mark.parametrize("backend", SCALINGS)
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_experts_are_linears_with_their_weights_and_tokens_to_the_bit(family, backend, dtype):
+    root, twin = prepared(family, backend, dtype)
+    experts = root.experts
+    for step in range(3):
+        hidden, chosen, weights = routed(40, step, dtype)
+        chosen = chosen % 2 if step == 1 else chosen  # two experts without tokens
+        dy = torch.randn(40, WIDTH, generator=torch.Generator().manual_seed(step)).to(dtype)
+        ours, theirs = (run(m, hidden, chosen, weights, dy, dtype == torch.float32) for m in (root, twin))
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)), step
+        for part in PARTS:
+            gradient, expected = getattr(experts, part).grad, twin[0].gradient(part)
+            gradient = gradient.transpose(1, 2) if experts.is_transposed else gradient
+            if experts.is_transposed:
+                # two scales multiply each element one after the other, here the other way round: a bf16 unit
+                torch.testing.assert_close(gradient, expected, rtol=2**-7, atol=0)
+            else:
+                assert torch.equal(gradient, expected), (step, part)
+        root.zero_grad(), twin.zero_grad()
+    layers = experts.fp8_weights.values()
+    assert all(layer.fp8_products.tolist() == [3, 3, 3, 0] for layer in layers)
+
+
+def test_where_gradients_have_e5m2_they_get_a_scale_for_each_row_instead():
+    """Tokens with gradients of 1 and of 2**-20 go to one expert. With one scale in E4M3 those of the second are zeros;
+    by rows they are as exact as those of the first: three significant bits are lost to no one."""
+    hidden, _, weights = routed(32)
+    chosen = torch.zeros(32, 2, dtype=torch.long)
+    dy = torch.ones(32, WIDTH)
+    dy[16:] = 2.0**-20
+    found = {}
+    for fmt in ("E4M3", "HYBRID"):
+        root, _ = prepared("mixtral", fp8_format=fmt)
+        y, dx, _ = run(root, hidden, chosen, weights, dy)
+        found[fmt] = y, dx
+    plain = make_experts("mixtral")
+    _, expected, _ = run(plain, hidden, chosen, weights, dy)
+    assert torch.equal(found["E4M3"][0], found["HYBRID"][0])
+    assert not found["E4M3"][1][16:].any()
+    small, exact = found["HYBRID"][1][16:], expected[16:]
+    # two quantised gradients and weights on the way: 2**-4 each, averaged over 64 terms
+    assert (small - exact).norm() < 0.1 * exact.norm()
+
+
+def test_each_product_can_stay_in_high_precision():
+    hidden, chosen, weights = routed(40)
+    dy = torch.randn(40, WIDTH, generator=torch.Generator().manual_seed(0))
+    every = run(prepared("gpt_oss")[0], hidden, chosen, weights, dy)
+    for kept in range(3):
+        override = tuple(i == kept for i in range(3))
+        root, twin = prepared("gpt_oss", override_linear_precision=override)
+        ours, theirs = (run(m, hidden, chosen, weights, dy) for m in (root, twin))
+        # high-precision products of torch differ from product to product by the order of summation
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=2**-6, atol=2**-6 * b.abs().max().item())
+        assert torch.equal(ours[0], every[0]) == (kept != 0)
+        expected = [int(i != kept) for i in range(3)] + [0]
+        assert all(layer.fp8_products.tolist() == expected for layer in root.experts.fp8_weights.values())
+
+
+@pytest.mark.parametrize("backend", SCALINGS)
+def test_nan_and_inf_stay_with_their_experts_and_show(backend):
+    """A NaN stays with its token. An inf, which no code holds, shows in all tokens of its expert (in rowwise's own
+    token alone), as in a Linear, and never in another expert's."""
+    root, twin = prepared("mixtral", backend)
+    hidden, _, weights = routed(24)
+    chosen = torch.arange(24).unsqueeze(1).repeat(1, 2) % EXPERTS
+    hidden[4, 3], hidden[1, 2] = float("nan"), float("inf")  # experts 0 and 1
+    dy = torch.randn(24, WIDTH)
+    ours, theirs = (run(m, hidden, chosen, weights, dy) for m in (root, twin))
+    bad = ~torch.isfinite(ours[0]).all(1)
+    assert bad[4] and bad[1] and not bad[chosen[:, 0] > 1].any()
+    assert all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_without_tokens_and_in_evaluation_the_module_runs_as_it_was():
+    root, plain = prepared("gpt_oss")[0], make_experts("gpt_oss")
+    for model, tokens in ((root, 0), (root.eval(), 8)):
+        hidden, chosen, weights = routed(tokens)
+        y = model.experts(hidden, chosen, weights)
+        assert torch.equal(y, plain.experts(hidden, chosen, weights))
+    assert not any(layer.fp8_products.any() for layer in root.experts.fp8_weights.values())
+    root, _ = prepared("gpt_oss", use_autocast_during_eval=True)
+    root.eval().experts(*routed(8))
+    assert all(layer.fp8_products.tolist() == [1, 0, 0, 0] for layer in root.experts.fp8_weights.values())
+
+
+@pytest.mark.parametrize(
+    "autocast,weights", [(torch.float16, torch.float32), (None, torch.float16), (None, torch.float32)]
+)
+def test_other_dtypes_have_the_numbers_of_bf16_products(autocast, weights):
+    root, plain = prepared("mixtral", dtype=weights)[0], make_experts("mixtral", weights)
+    hidden, chosen, router = routed(40, dtype=weights)
+    with torch.autocast("cpu", autocast or torch.float16, enabled=autocast is not None):
+        y = root.experts(hidden, chosen, router)
+    y.float().sum().backward()
+    expected = plain.experts(hidden, chosen, router)
+    assert y.dtype == weights and root.experts.down_proj.grad.dtype == weights
+    assert (y - expected).norm() < 0.1 * expected.norm()  # E4M3: 2**-4 an element at most, on two layers
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_all_groups_at_once_have_the_bits_of_one_group_after_the_other(dtype, monkeypatch):
+    """On a CPU one after the other, elsewhere at once. Subnormal, zero, inf, NaN; odd sizes; groups without rows."""
+    torch.manual_seed(0)
+    groups = Groups.of(torch.repeat_interleave(torch.arange(5), torch.tensor([0, 9, 1, 0, 7])), 5)
+    x, weight = torch.randn(17, 21), torch.randn(5, 11, 21)
+    for tensor in (x, weight.view(-1, 21)):
+        tensor[1, 2], tensor[9, 4], tensor[12], tensor[15, 3] = float("nan"), float("inf"), 0, 1e-40
+    x, weight, scale = x.to(dtype), weight.to(dtype), torch.rand(5) + 0.5
+
+    def quantised():
+        return [
+            *(quantize_groups(x, groups, E4M3, given) for given in (None, scale)),
+            *(quantize_experts(weight, E4M3, given) for given in (None, scale)),
+            quantize_rows(x, E4M3),
+            quantize_rows_of_experts(weight, E4M3),
+            quantize_columns(x, groups, E4M3),
+        ]
+
+    one_by_one = quantised()
+    monkeypatch.setattr(grouped_scaling, "serves", lambda tensor: False)
+    for ours, theirs in zip(quantised(), one_by_one, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            assert a.shape == b.shape and a.dtype == b.dtype
+            assert torch.equal(a.float().nan_to_num(7e7), b.float().nan_to_num(7e7))
+
+
+@pytest.mark.parametrize("backend", ["native:dynamic", "native:rowwise"])
+def test_weights_are_cast_once_for_the_microbatches_of_a_step(backend, monkeypatch):
+    made = []
+    monkeypatch.setattr(experts_module, "quantized_weight", lambda *args: made.append(1) or quantized_weight(*args))
+    results = {}
+    for kept in (False, True):
+        root, _ = prepared("gpt_oss", backend)
+        optimizer = torch.optim.SGD(root.parameters(), lr=0.1)
+        fp8_backends.prepare(root, optimizer, FP8RecipeKwargs(backend=backend, fp8_format="E4M3"))
+        fp8_backends.keep_weight_casts(root, kept)
+        made.clear()
+        for step in range(2):
+            for microbatch in range(3):
+                run(root, *routed(20, 3 * step + microbatch), torch.ones(20, WIDTH))
+            optimizer.step()
+        assert len(made) == (2 * 2 if kept else 6 * 2)  # of two weights
+        results[kept] = [parameter.detach().clone() for parameter in root.parameters()]
+        # rowwise makes the codes for dgrad anew in backward, and holds none otherwise
+        held = {"native:dynamic": 1, "native:rowwise": int(kept)}[backend]
+        counted = fp8_backends.audit(root, optimizer).bytes_per_parameter["weight"]
+        weights = sum(p.numel() for p in root.parameters() if p.dim() == 3)
+        assert counted == pytest.approx(4 + held * weights / sum(p.numel() for p in root.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(*results.values(), strict=True))
+
+
+# what a GPU would run
+
+
+class Calls(TorchDispatchMode):
+    """Counts operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+class Context:
+    """What an autograd function is given; autograd itself has no fake CUDA tensors without a driver."""
+
+    needs_input_grad = (True, True)
+
+    def save_for_backward(self, *tensors) -> None:
+        self.saved_tensors = tensors
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("backend", ["native:dynamic", "native:rowwise"])
+def test_a_gpu_accepts_every_product(backend, transposed):
+    """Fake CUDA tensors run torch's own checks of `_scaled_grouped_mm`: layouts, multiples of 16, shapes of scales."""
+    rule = layer_rule(recipes.resolve(backend))
+    for out, into in ((64, 32), (40, 24)):
+        with FakeTensorMode(), Calls() as calls:
+            x = torch.empty(37, into, device="cuda", dtype=torch.bfloat16)
+            weight = torch.empty((5, into, out) if transposed else (5, out, into), device="cuda")
+            groups = Groups.of(torch.empty(37, dtype=torch.long, device="cuda"), 5)
+            context, counts = Context(), torch.empty(4, dtype=torch.long, device="cuda")
+            w8 = quantized_weight(rule, weight, None, transposed)
+            y = GroupedFunction.forward(
+                context, x, weight, *groups, counts, None, rule, transposed, torch.bfloat16, True, False, *w8
+            )
+            dx, dw, *_ = GroupedFunction.backward(context, torch.empty_like(y))
+        assert y.shape == (37, out) and y.dtype == torch.bfloat16 and y.device.type == "cuda"
+        assert dx.shape == x.shape and dx.dtype == x.dtype and dw.shape == weight.shape and dw.dtype == weight.dtype
+        assert calls.seen.count(torch.ops.aten._scaled_grouped_mm.default) == 3
+
+
+def grouped_mm_on_a_cpu(a, b, scale_a, scale_b, offs, out_dtype, use_fast_accum=False):
+    """`torch._scaled_grouped_mm`: its checks, on meta tensors; its numbers, one group after the other; and NaN wherever
+    it says nothing about a number."""
+    torch._scaled_grouped_mm(*(t.to("meta") for t in (a, b, scale_a, scale_b, offs)), out_dtype=out_dtype)
+    bounds = [0, *offs.tolist()]
+    assert all(bound % 16 == 0 for bound in bounds)
+    groups = list(zip(bounds, bounds[1:], strict=False))
+    if b.dim() == 3:
+        out = torch.full((a.shape[0], b.shape[2]), float("nan"), dtype=out_dtype)
+        for group, (begin, end) in enumerate(groups):
+            left = Quantized(a[begin:end], scale_a[begin:end, None])
+            out[begin:end] = scaled_product(left, Quantized(b[group].t(), scale_b[group, :, None]), out_dtype)
+        return out
+    scale_a, scale_b = scale_a.view(len(groups), -1, 1), scale_b.view(len(groups), -1, 1)
+    out = torch.full((len(groups), a.shape[0], b.shape[1]), float("nan"), dtype=out_dtype)
+    for group, (begin, end) in enumerate(groups):
+        if begin < end:  # of an empty sum nothing is promised
+            left = Quantized(a[:, begin:end].contiguous(), scale_a[group])
+            out[group] = scaled_product(left, Quantized(b[begin:end].t().contiguous(), scale_b[group]), out_dtype)
+    return out
+
+
+@pytest.mark.parametrize("sizes", [(0, 37, 0, 3), (16, 16, 16, 16), (0, 0, 0, 1), (50, 0, 0, 0), (1, 0, 0, 0)])
+def test_the_grouped_kernel_gets_groups_that_begin_at_multiples_of_16(monkeypatch, sizes):
+    """On odd sizes of everything: the same bits as group by group, and none of what lies between the groups."""
+    ids = torch.repeat_interleave(torch.arange(4), torch.tensor(sizes))
+    groups, rows = Groups.of(ids, 4), len(ids)
+    torch.manual_seed(0)
+    x, dy, w = torch.randn(rows, 24), torch.randn(rows, 40), torch.randn(4, 40, 24)
+    forward = quantize_rows(x, E4M3), quantize_rows_of_experts(w, E4M3), groups
+    backward = quantize_columns(dy, groups, E4M3), quantize_columns(x, groups, E4M3), groups
+    expected = grouped_product(*forward), grouped_wgrad(*backward)
+    monkeypatch.setattr(grouped_products, "grouped_engine_for", lambda device: grouped_products.SCALED_GROUPED_MM)
+    monkeypatch.setattr(torch, "_scaled_grouped_mm", _checked(torch._scaled_grouped_mm))
+    assert torch.equal(grouped_product(*forward), expected[0])
+    assert torch.equal(grouped_wgrad(*backward), expected[1])
+    assert expected[0].shape == (rows, 40) and expected[1].shape == (4, 40, 24)
+    assert [bool(gradient.any()) for gradient in expected[1]] == [size > 0 for size in sizes]
+
+
+def _checked(original):
+    def product(a, *args, **kwargs):
+        return original(a, *args, **kwargs) if a.is_meta else grouped_mm_on_a_cpu(a, *args, **kwargs)
+
+    return product
+
+
+def test_engines_by_device(monkeypatch):
+    cuda, engine_for = torch.device("cuda"), grouped_products.grouped_engine_for
+    assert engine_for(torch.device("cpu")) == "bf16-exact"
+    assert engine_for(cuda) == "scaled_grouped_mm"  # a fake tensor's, without a driver
+    monkeypatch.setattr("fp8_backends.hardware.has_gpu", lambda: True)
+    monkeypatch.setattr("fp8_backends.hardware.gpu_has_ocp_products", lambda device: True)
+    for capability, engine in (((9, 0), "scaled_grouped_mm"), ((8, 9), "scaled_mm"), ((10, 0), "scaled_mm")):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        assert engine_for(cuda) == engine
+    monkeypatch.setattr(torch.version, "hip", "6.4")  # whose 9.4 is another chip
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4))
+    assert engine_for(cuda) == "scaled_mm"
+
+
+@pytest.mark.parametrize("family,backend", [("mixtral", "native:delayed"), ("gpt_oss", "native:rowwise")])
+def test_compiled_without_a_graph_break_it_has_the_same_bits(family, backend):
+    hidden, chosen, weights = routed(24)
+    dy = torch.randn(24, WIDTH)
+    results = []
+    for compiles in (False, True):
+        torch._dynamo.reset()
+        root, _ = prepared(family, backend)
+        experts = root.experts
+        if compiles:
+            root.experts = torch.compile(experts, backend="aot_eager", fullgraph=True)
+        found = run(root, hidden, chosen, weights, dy)
+        counts = [layer.fp8_products.tolist() for layer in experts.fp8_weights.values()]
+        results.append((*found, *(p.grad for p in experts.parameters()), counts))
+    *eager, counts = results[0]
+    *compiled, compiled_counts = results[1]
+    assert all(torch.equal(a, b) for a, b in zip(eager, compiled, strict=True))
+    assert counts == compiled_counts == [[1, 1, 1, 0]] * 2

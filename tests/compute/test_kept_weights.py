@@ -1,0 +1,306 @@
+"""Codes of weights that serve several microbatches: the same numbers, one cast a step, and never a stale one."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from accelerate_state import fresh_accelerate
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+
+import fp8_backends
+from fp8_backends import keep_weight_casts, prepare
+from fp8_backends.compute import layer_rule
+from fp8_backends.compute.fp8_linear import FP8Linear
+from fp8_backends.compute.native import NativeCompute
+from fp8_backends.errors import FP8BackendError
+
+__all__ = ["fresh_accelerate"]  # each test has Accelerate's state for itself
+
+BACKENDS = ["native:dynamic", "native:window", "native:rowwise", "native:blockwise", "native:mxfp8", "msamp:O2"]
+COMPUTE = NativeCompute()
+
+
+@pytest.fixture
+def casts(monkeypatch):
+    """The weights that were cast in forwards, in order: their data."""
+    seen = []
+    original = layer_rule.Stored.quantized
+
+    def watched(self, *args):
+        seen.append(self.data)
+        return original(self, *args)
+
+    monkeypatch.setattr(layer_rule.Stored, "quantized", watched)
+    return seen
+
+
+def made(backend="native:dynamic", keep=True, optimizer=torch.optim.AdamW, watched=True):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32))
+    optimizer = optimizer(model.parameters(), lr=0.1)
+    prepare(model, optimizer if watched else None, backend)
+    if keep:
+        keep_weight_casts(model)
+    return model, optimizer
+
+
+def batch(number):
+    return torch.randn(8, 32, generator=torch.Generator().manual_seed(number), requires_grad=True)
+
+
+def microbatch(model, number=0):
+    x = batch(number)
+    loss = model(x).float().pow(2).mean()
+    loss.backward()
+    return [loss.detach(), x.grad]
+
+
+def trained(model, optimizer, steps=3, microbatches=3):
+    found = []
+    for step in range(steps):
+        for number in range(microbatches):
+            found += microbatch(model, 10 * step + number)
+        found += [p.grad.clone() for p in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_numbers_are_the_same_to_the_bit_and_each_step_casts_once(backend, casts):
+    expected = trained(*made(backend, keep=False))
+    assert len(casts) == 2 * 3 * 3
+    casts.clear()
+    assert all(map(torch.equal, trained(*made(backend)), expected))
+    assert len(casts) == 2 * 3
+
+
+@pytest.mark.parametrize("backend", ["native:delayed", "msamp:O3"])
+def test_scales_that_move_and_codes_that_are_stored_are_left_alone(backend, casts):
+    """Delayed scales move with every forward; at O3 the weight is its own codes."""
+    expected = trained(*made(backend, keep=False))
+    count = len(casts)
+    assert all(map(torch.equal, trained(*made(backend)), expected)) and len(casts) == 2 * count
+
+
+def test_nothing_is_kept_unasked(casts):
+    model, _ = made(keep=False)
+    microbatch(model)
+    microbatch(model)
+    assert len(casts) == 4
+    keep_weight_casts(model)
+    microbatch(model)
+    keep_weight_casts(model, False)
+    microbatch(model)
+    assert len(casts) == 8 and COMPUTE.transient_bytes_per_element(model[0]) == 1
+
+
+def in_place(weight):
+    weight.mul_(2)
+
+
+def by_data_and_step(weight):
+    weight.grad = torch.ones_like(weight)
+    torch.optim.SGD([weight], lr=0.0).step()
+    weight.data.mul_(2)
+
+
+def new_data(weight):
+    weight.data = weight.data * 2
+
+
+CHANGES = {"in place": in_place, "after a step, behind autograd": by_data_and_step, "new memory": new_data}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_weight_is_cast_anew(change):
+    """Here by an optimizer that nobody watches."""
+    model, _ = made(watched=False)
+    microbatch(model)
+    with torch.no_grad():
+        CHANGES[change](model[0].weight)
+    plain, _ = made(keep=False, watched=False)
+    plain.load_state_dict(model.state_dict())
+    assert torch.equal(microbatch(model)[0], microbatch(plain)[0])
+
+
+def test_a_watched_step_discards_codes_whatever_it_writes_to():
+    """An optimizer in another language writes past autograd's count of changes."""
+
+    class Raw(torch.optim.SGD):
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.data.mul_(2)
+
+    model, optimizer = made(optimizer=Raw)
+    microbatch(model)
+    optimizer.step()
+    plain, _ = made(keep=False)
+    plain.load_state_dict(model.state_dict())
+    assert torch.equal(microbatch(model)[0], microbatch(plain)[0])
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_loaded_weights_are_cast_anew(assign):
+    model, _ = made()
+    microbatch(model)
+    loaded = {name: 2 * value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(loaded, assign=assign)
+    plain, _ = made(keep=False)
+    plain.load_state_dict(loaded)
+    assert torch.equal(microbatch(model)[0], microbatch(plain)[0])
+
+
+def test_another_parameter_at_the_same_address_is_cast_anew(casts):
+    """Address and count of changes of a weight that is gone may come again with the next."""
+    model, _ = made()
+    memory = torch.ones(48, 32).numpy()
+    for _ in range(3):
+        model[0].weight = nn.Parameter(torch.from_numpy(memory))
+        casts.clear()
+        microbatch(model)
+        assert (48, 32) in [data.shape for data in casts]
+        casts.clear()
+        model[0].weight = None
+        memory *= 2
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_recomputation_reads_the_kept_codes(use_reentrant, casts):
+    model, _ = made()
+    x = batch(0)
+    checkpoint(model, x, use_reentrant=use_reentrant).sum().backward()
+    again = x.grad
+    assert len(casts) == 2 and model[0].fp8_products[3] == 1
+    plain, _ = made(keep=False)
+    x = batch(0)
+    plain(x).sum().backward()
+    assert torch.equal(x.grad, again)
+
+
+def test_evaluation_neither_reads_nor_keeps_codes(casts):
+    """Weights of an average are often swapped in for it."""
+    model, _ = made()
+    for layer in (model[0], model[2]):
+        layer.fp8_rule = layer.fp8_rule._replace(fp8_in_eval=True)
+    model.eval()
+    with torch.no_grad():
+        model(batch(0))
+        model(batch(0))
+    assert len(casts) == 4 and model[0].fp8_shared.held(model[0]) is None
+
+
+def test_a_forward_without_gradients_serves_those_after_it(casts):
+    """Such as the first of a checkpoint's two: the codes for dgrad are there as well."""
+    model, _ = made()
+    with torch.no_grad():
+        model(batch(0))
+    microbatch(model)
+    assert len(casts) == 2
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_keep_their_own(copied, casts):
+    model, _ = made()
+    microbatch(model)
+    size = len(pickle.dumps(model))
+    other = copied(model)
+    assert other[0].fp8_shared.keeps_weights and other[0].fp8_shared.held(other[0]) is None
+    with torch.no_grad():
+        other[0].weight.mul_(2)
+    casts.clear()
+    microbatch(other)
+    assert len(casts) == 2
+    microbatch(model)
+    assert len(casts) == 2, "the first model's codes are still good"
+    model[0].fp8_shared.forget_weights()
+    assert len(pickle.dumps(model)) == size, "codes are not pickled"
+
+
+def test_a_moved_model_lets_go_of_its_memory():
+    model, _ = made()
+    microbatch(model)
+    memory = StorageWeakRef(model[0].weight.untyped_storage())
+    model.bfloat16()
+    assert memory.expired()
+
+
+def test_compiled_code_makes_codes_in_its_graph(casts):
+    torch._dynamo.reset()
+    model, optimizer = made()
+    plain, _ = made(keep=False)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    for number in range(2):
+        assert all(map(torch.equal, microbatch(compiled, number), microbatch(plain, number)))
+        assert model[0].fp8_shared.held(model[0]) is None
+
+
+def test_audit_counts_the_bytes_that_are_kept():
+    """One code for each weight element; rules with one scale a tensor hold it from forward to backward anyway."""
+    for backend, before, after in (("native:dynamic", 1, 1), ("native:rowwise", 0, 1), ("native:delayed", 1, 1)):
+        model, optimizer = made(backend, keep=False)
+        assert COMPUTE.transient_bytes_per_element(model[0]) == before
+        keep_weight_casts(model)
+        assert COMPUTE.transient_bytes_per_element(model[0]) == after
+        microbatch(model)
+        held = model[0].fp8_shared.held(model[0])
+        assert held is None if backend == "native:delayed" else held.codes.numel() == model[0].weight.numel()
+        total = sum(p.numel() for p in model.parameters())
+        weights = model[0].weight.numel() + model[2].weight.numel()
+        grown = fp8_backends.audit(model, optimizer).bytes_per_parameter["total"]
+        keep_weight_casts(model, False)
+        plain = fp8_backends.audit(model, optimizer).bytes_per_parameter["total"]
+        assert grown - plain == pytest.approx((after - before) * weights / total)
+
+
+def test_sharded_and_unprepared_models_are_refused():
+    with pytest.raises(FP8BackendError, match="no model here is prepared"):
+        keep_weight_casts(nn.Linear(4, 4))
+    model, _ = made(keep=False)
+    model[0].weight.ds_id = 0
+    with pytest.raises(FP8BackendError, match="sharding saves"):
+        keep_weight_casts(model)
+
+
+def test_weights_that_deepspeed_gathers_later_are_not_kept(casts):
+    model, _ = made()
+    model[0].weight.ds_id = 0
+    microbatch(model)
+    microbatch(model)
+    assert len(casts) == 3 and model[0].fp8_shared.held(model[0]) is None
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_an_accelerator_that_accumulates_keeps_them(steps, casts):
+    from accelerate import Accelerator
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32))
+    accelerator = Accelerator(
+        cpu=True,
+        mixed_precision="fp8",
+        gradient_accumulation_steps=steps,
+        kwargs_handlers=[fp8_backends.FP8RecipeKwargs(backend="native:dynamic")],
+    )
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    layers = [layer for layer in model.modules() if isinstance(layer, FP8Linear)]
+    assert {layer.fp8_shared.keeps_weights for layer in layers} == {steps > 1}
+    for number in range(4):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch(number)).float().sum())
+            optimizer.step()
+            optimizer.zero_grad()
+    assert len(casts) == 2 * 4 // steps
+
+
+def test_state_dicts_hold_no_codes():
+    model, _ = made()
+    microbatch(model)
+    buffer = io.BytesIO()
+    torch.save(model.state_dict(), buffer)
+    assert all(value.dtype == torch.float32 for value in model.state_dict().values())

@@ -1,0 +1,227 @@
+"""The front of quantisation on a CPU: parts that stay in cache, views for transposes, and the reference's numbers."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fp8_backends import scaling
+from fp8_backends.compute import products
+from fp8_backends.formats import E4M3, E5M2, saturating_cast
+from fp8_backends.kernels import cpu_casts, quantization
+from fp8_backends.kernels.quantization import DYNAMIC, POWER_OF_TWO, WINDOW
+from fp8_backends.scaling import (
+    INPUT,
+    MX,
+    ROLLS,
+    ROWS,
+    SQUARES,
+    VECTORS,
+    Quantized,
+    new_window_state,
+    power_of_two_scale,
+    quantize_with,
+    scale_from_amax,
+    tensor_amax,
+    window_scale,
+    without_nan,
+)
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+SIZES = [(1, 1), (3, 85), (257, 300), (128, 256), (1, 700), (700, 1)]
+VALUES = ["normal", "zero", "subnormal", "inf", "nan"]
+
+
+@pytest.fixture(autouse=True)
+def parts_of_a_thousand_elements(monkeypatch):
+    """So that small matrices are worked on in several parts, and wide rows in one each."""
+    monkeypatch.setattr(cpu_casts, "PART", 1000)
+
+
+def matrix(rows, columns, dtype, kind="normal"):
+    generator = torch.Generator().manual_seed(rows * 1000 + columns)
+    x = torch.randn(rows, columns, generator=generator)
+    x = x * torch.exp2(torch.randint(-12, 9, x.shape, generator=generator).float())
+    if kind in ("inf", "nan"):
+        x.view(-1)[::97] = float(kind)
+        x.view(-1)[1::97] = -float(kind)
+    if kind == "subnormal":
+        limits = torch.finfo(dtype)
+        x = torch.randint(-5, 6, x.shape, generator=generator) * (limits.smallest_normal * limits.eps)
+    return (x * 0 if kind == "zero" else x).to(dtype)
+
+
+def layouts(x):
+    """Equal matrices: row-major, column-major, with gaps between the rows."""
+    return x, x.t().contiguous().t(), x.repeat(1, 2)[:, : x.shape[1]]
+
+
+def same(ours, expected):
+    """To the bit; NaN is NaN, whose sign torch's own casts take or leave by the place in a vector register."""
+    assert ours.dtype == expected.dtype and ours.shape == expected.shape
+    if not expected.is_floating_point():
+        return torch.equal(ours, expected)
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[expected.dtype.itemsize]
+    nan = expected.float().isnan()
+    bits = (t.contiguous().view(integer).masked_fill(nan, 0) for t in (ours, expected))
+    return torch.equal(ours.float().isnan(), nan) and torch.equal(*bits)
+
+
+@pytest.mark.parametrize("kind", VALUES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("fmt", [E4M3, E5M2])
+def test_casts_are_the_references(fmt, size, dtype, kind):
+    x = matrix(*size, dtype, kind)
+    for factor in (torch.tensor(3.3), torch.rand(size[0], 1) * 9, torch.rand(1, size[1]), torch.tensor(float("nan"))):
+        for of_layout in layouts(x):
+            assert same(cpu_casts.cast(of_layout, factor, fmt), saturating_cast(x.float() * factor, fmt))
+
+
+@pytest.mark.parametrize("size", [(16, 16), (3, 85), (85, 3), (257, 31), (0, 4), (4, 0), (1, 1)])
+@pytest.mark.parametrize("fmt", [E4M3, E5M2])
+def test_every_code_is_decoded_in_every_layout(fmt, size):
+    """Odd sizes and an odd place in memory too: codes are read in pairs."""
+    count = size[0] * size[1]
+    memory = torch.arange(1 + count, dtype=torch.int32).to(torch.uint8).view(fmt.dtype)
+    for codes in (memory[:count].view(size), memory[1:].view(size), memory[1:].view(size[::-1]).t()):
+        values = cpu_casts.bf16_values(codes)
+        assert same(values, codes.bfloat16()) and (values.stride() == codes.stride() or count < 2)
+    assert same(cpu_casts.bf16_values(codes[:, ::2]), codes[:, ::2].bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_are_scaled_by_one_factor_after_the_other(dtype):
+    """Of which the product underflows."""
+    x = matrix(257, 300, dtype)
+    rows, columns = torch.rand(257, 1) * 2.0**-80, torch.rand(1, 300) * 2.0**-70
+    for a, b in ((torch.tensor(2.0**-80), torch.tensor(2.0**-80)), (rows, columns)):
+        x32 = x.float() * 2.0**120 if dtype == torch.bfloat16 else x.float()
+        product = x32.to(dtype)
+        expected = (product.float() * a * b).to(dtype)
+        assert cpu_casts.scale_(product, a, b) is product and same(product, expected)
+
+
+def rule_and_scale(rule, x, fmt):
+    """Arguments of `quantize`, the scale of the rule, and the amax."""
+    amax = tensor_amax(without_nan(x) if rule in (DYNAMIC, "given") else x)
+    if rule == "given":
+        return {"scale": torch.tensor(1.7)}, torch.tensor(1.7), amax
+    if rule == DYNAMIC:
+        return {}, scale_from_amax(amax, fmt), amax
+    if rule == POWER_OF_TWO:
+        return {"rule": rule}, power_of_two_scale(amax, fmt), amax
+    state = new_window_state()
+    state[INPUT, ROLLS] = scaling.WINDOW - 1 + (x.shape[0] % 2)
+    return {"rule": WINDOW, "window_state": state[INPUT]}, window_scale(state, INPUT, amax, fmt), amax
+
+
+@pytest.mark.parametrize("kind", VALUES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rule", ["given", DYNAMIC, POWER_OF_TWO, WINDOW])
+def test_one_scale_by_every_rule(rule, dtype, kind):
+    for size, fmt in zip(SIZES, (E4M3, E5M2) * 3, strict=True):
+        x = matrix(*size, dtype, kind)
+        named, scale, amax = rule_and_scale(rule, x, fmt)
+        expected = quantize_with(x, scale, amax, fmt)
+        for of_layout in layouts(x):
+            made = quantization.quantize(of_layout, fmt, **named)
+            assert same(made.amax, amax) and same(made.scale_inv, expected.scale_inv)
+            assert same(made.codes, expected.codes) and made.codes.is_contiguous()
+            assert made.transposed is None and same(made.along_rows().codes, expected.codes.t())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_stored_data_are_cast_from_their_values(dtype):
+    data, stored = matrix(257, 300, dtype), torch.tensor(2.0**-9)
+    values = data.float() * stored
+    amax = tensor_amax(values)
+    for rule, scale in ((DYNAMIC, scale_from_amax(amax, E4M3)), (POWER_OF_TWO, power_of_two_scale(amax, E4M3))):
+        made = quantization.quantize(data, E4M3, rule=rule, stored_scale_inv=stored)
+        expected = quantize_with(values, scale, amax, E4M3)
+        assert same(made.amax, amax) and same(made.codes, expected.codes) and same(made.scale_inv, expected.scale_inv)
+    for blocks in (ROWS, VECTORS, SQUARES, MX):
+        made = quantization.quantize_blocks(data, blocks, E4M3, stored_scale_inv=stored)
+        for ours, expected in ((made.along_columns(), values), (made.along_rows(), values.t())):
+            expected = blocks.quantize(expected, E4M3)
+            assert same(ours.codes, expected.codes) and same(ours.scale_inv, expected.scale_inv)
+
+
+@pytest.mark.parametrize("kind", VALUES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("blocks", [ROWS, VECTORS, SQUARES, MX], ids=["rows", "vectors", "squares", "mx"])
+def test_blocks_of_a_matrix_and_of_its_transpose(blocks, dtype, kind):
+    for size, fmt in zip(SIZES, (E4M3, E5M2) * 3, strict=True):
+        x = matrix(*size, dtype, kind)
+        for of_layout in layouts(x):
+            made = quantization.quantize_blocks(of_layout, blocks, fmt)
+            for ours, whole in ((made.along_columns(), x), (made.along_rows(), x.t())):
+                expected = blocks.quantize(whole, fmt)
+                assert same(ours.codes, expected.codes) and same(ours.scale_inv, expected.scale_inv)
+                for into in (torch.bfloat16, torch.float32):
+                    values = quantization.dequantize_blocks(ours, blocks, into)
+                    assert same(values, blocks.dequantize(expected, into))
+
+
+BLOCKS = (ROWS, VECTORS, SQUARES, MX)
+
+
+def codes_of_one(blocks, x):
+    """Stored codes with one scale, as codes in blocks."""
+    codes = torch.empty_like(x, dtype=torch.float8_e4m3fn)
+    return Quantized(codes, blocks.repeated(torch.ones((), device=x.device), x.shape))
+
+
+def test_a_transpose_is_a_view_where_nothing_has_nan():
+    """No memory for it: the codes of a transpose are those of the matrix in transposed blocks."""
+    made = quantization.quantize_blocks(matrix(300, 128, torch.bfloat16), VECTORS, E4M3)
+    assert made.transposed.t().is_contiguous() and made.codes.is_contiguous()
+
+
+@pytest.mark.parametrize("make", [
+    lambda x: quantization.quantize(x, E4M3).codes,
+    *(lambda x, blocks=blocks: quantization.quantize_blocks(x, blocks, E4M3).transposed for blocks in BLOCKS),
+    *(lambda x, b=b: quantization.dequantize_blocks(codes_of_one(b, x), b, x.dtype) for b in BLOCKS),
+    lambda x: products.scaled_product(*2 * [Quantized(quantization.quantize(x, E4M3).codes, x.new_ones(()))], x.dtype),
+])  # fmt: skip
+@pytest.mark.parametrize("device", ["cpu", "cuda", "meta"])
+def test_fake_and_meta_tensors_take_the_reference(make, device, monkeypatch):
+    """In one piece, which is what is traced: parts would be as many nodes as there are parts."""
+    for name in ("cast", "bf16_values", "scale_"):
+        monkeypatch.setattr(cpu_casts, name, None)
+    with FakeTensorMode():
+        x = torch.empty(300, 256, device=device)
+        assert make(x).device.type == device
+
+
+def test_compiled_code_takes_the_reference(monkeypatch):
+    for name in ("cast", "bf16_values", "scale_"):
+        monkeypatch.setattr(cpu_casts, name, None)
+    x = matrix(30, 32, torch.bfloat16)
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def product(x):
+        a = quantization.quantize(x, E4M3).along_columns()
+        return products.scaled_product(a, a, torch.bfloat16)
+
+    compiled = product(x)
+    monkeypatch.undo()
+    a = quantization.quantize(x, E4M3).along_columns()
+    assert torch.equal(compiled, products.scaled_product(a, a, torch.bfloat16))
+
+
+@pytest.mark.parametrize("most", [0, 2**25])
+def test_products_in_several_threads_share_no_memory(most, monkeypatch):
+    """Nor do operands of different sizes, one after the other."""
+    monkeypatch.setattr(cpu_casts, "MOST_SCRATCH", most)
+    matrices = [matrix(40 + i, 64, torch.bfloat16).to(torch.float8_e4m3fn) for i in range(8)]
+
+    def run(a):
+        return [cpu_casts.product(a, b) for _ in range(20) for b in matrices]
+
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(run, matrices))
+    for a, of_a in zip(matrices, found, strict=True):
+        expected = [torch.mm(a.bfloat16(), b.bfloat16().t()) for b in matrices]
+        assert all(same(ours, expected[i % 8]) for i, ours in enumerate(of_a))

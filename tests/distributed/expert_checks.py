@@ -1,0 +1,137 @@
+"""Mixtures of experts on several ranks: DDP, FSDP2 and ZeRO-3 train them alike."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from expert_families import build
+from model_families import batch
+from ranks import main
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import fp8_backends
+from fp8_backends import conversion
+
+EXPERTS = "model.layers.1.mlp.experts.down_proj"
+STEPS = 3
+
+
+def share(step: int) -> dict[str, torch.Tensor]:
+    """This rank's rows of a batch of four."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    return {name: rows.chunk(ranks)[rank] for name, rows in batch(rows=4, seed=step).items()}
+
+
+def in_ddp(model):
+    return DistributedDataParallel(model)
+
+
+def in_fsdp2(model, **options):
+    """Experts apart from the block that they lie in, as a mixture of experts is usually sharded."""
+    for block in model.model.layers:
+        fully_shard(block.mlp.experts, **options)
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def trained(family, spec, wrap, checkpointing=False):
+    """(losses, mean over ranks; the wrapped model)"""
+    model = build(family)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    fp8_backends.prepare(model, None, spec)
+    model = wrap(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    fp8_backends.prepare(model, optimizer, spec)
+    losses = []
+    for step in range(STEPS):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(**share(step)).loss.float()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(mean(loss))
+    return losses, model
+
+
+def mean(value: torch.Tensor) -> float:
+    total = value.detach().clone()
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size()
+
+
+def counts(model, recomputed=0):
+    found = fp8_backends.audit(model).products[EXPERTS]
+    assert found == {"fprop": STEPS, "dgrad": STEPS, "wgrad": STEPS, "recomputed": recomputed}, found
+
+
+def check_ddp_and_fsdp2_have_the_same_losses() -> dict:
+    found = {}
+    for family, spec in (("mixtral", "native:dynamic"), ("gpt_oss", "native:rowwise")):
+        losses = {}
+        for wrap in (in_ddp, in_fsdp2):
+            losses[wrap.__name__], model = trained(family, spec, wrap)
+            counts(model)
+        assert losses["in_ddp"] == losses["in_fsdp2"], losses
+        assert losses["in_ddp"][-1] < losses["in_ddp"][0]
+        found[family] = losses["in_ddp"]
+    return found
+
+
+def check_fsdp2_recomputes_and_casts_its_shards() -> dict:
+    _, model = trained("mixtral", "native:rowwise", in_fsdp2, checkpointing=True)
+    counts(model, recomputed=STEPS)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    losses, model = trained("mixtral", "native:dynamic", lambda model: in_fsdp2(model, mp_policy=policy))
+    counts(model)
+    assert losses[-1] < losses[0]
+    return {"bf16 shards": losses}
+
+
+def check_delayed_states_of_every_expert_are_agreed_on() -> None:
+    spec = fp8_backends.FP8RecipeKwargs(backend="native:delayed", amax_history_len=4)
+    for wrap in (in_ddp, in_fsdp2):
+        _, model = trained("mixtral", spec, wrap)
+        ((_, root, prepared),) = conversion.prepared_roots(model)
+        states = [state for state in prepared.compute.scaling_buffers(root) if state.dim() == 3]
+        assert len(states) == 4 and all(state[:, 0].any(-1).all() for state in states)
+        for state in states:
+            copies = [torch.empty_like(state) for _ in range(dist.get_world_size())]
+            dist.all_gather(copies, state)
+            assert all(torch.equal(copy, copies[0]) for copy in copies)
+
+
+def check_fp8_gradients_of_experts_travel_where_they_are_asked_for() -> None:
+    spec = fp8_backends.FP8RecipeKwargs(backend="native:dynamic", gradient_comm="fp8")
+    plain, _ = trained("mixtral", "native:dynamic", in_ddp)
+    for wrap in (in_ddp, in_fsdp2):
+        losses, model = trained("mixtral", spec, wrap)
+        counts(model)
+        assert losses != plain and max(abs(a - b) for a, b in zip(losses, plain, strict=True)) < 0.01
+
+
+def check_zero3_has_the_losses_of_ddp() -> dict:
+    from deepspeed_training import accelerator
+
+    losses = {}
+    for spec in ("native:dynamic", "native:rowwise"):
+        with accelerator(3, spec) as made:
+            model = build("mixtral")
+            model, optimizer = made.prepare(model, torch.optim.AdamW(model.parameters(), lr=3e-3))
+            found = []
+            for step in range(STEPS):
+                with made.autocast():
+                    loss = model(**share(step)).loss.float()
+                made.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                found.append(mean(loss))
+            counts(made.unwrap_model(model))
+        losses[spec] = found
+        assert found == trained("mixtral", spec, in_ddp)[0]
+    return losses
+
+
+if __name__ == "__main__":
+    main(globals())

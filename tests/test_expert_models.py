@@ -1,0 +1,321 @@
+"""Mixtures of experts of transformers, whole: converted, counted, proven and turned back like Linears."""
+
+import copy
+import pickle
+import sys
+
+import pytest
+import torch
+from expert_families import EXPERTS, FAMILIES, build, make_experts, routed
+from model_families import LAYERS, batch, loss_of, train
+from torch import nn
+
+import fp8_backends
+from fp8_backends import auditing, conversion, expert_functions, preparation, recipes
+from fp8_backends.errors import FP8BackendError
+from fp8_backends.recipes import FP8RecipeKwargs
+from fp8_backends.registry import get_compute
+
+PARTS = ("gate_up_proj", "down_proj")
+FIRST = {"deepseek_v3": 1}
+"""The first block with experts; 0 for the others."""
+BACKENDS = {"mixtral": "native:rowwise", "qwen3_moe": "native:delayed", "deepseek_v3": "native:dynamic"}
+
+
+def names(family):
+    blocks = range(FIRST.get(family, 0), LAYERS)
+    return [f"model.layers.{i}.mlp.experts.{part}" for i in blocks for part in PARTS]
+
+
+def prepare(model, backend="native:dynamic", **fields):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    return fp8_backends.prepare(model, optimizer, FP8RecipeKwargs(backend=backend, **fields))
+
+
+def reasons(model):
+    found = {name: reason for name, reason in fp8_backends.audit(model).high_precision.items() if "experts" in name}
+    return {name.rsplit(".", 1)[-1]: reason for name, reason in found.items()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_experts_train_in_fp8_counted_and_proven(family, capsys):
+    """Losses near the high-precision ones and not equal to them; every parameter moves; keys and objects stay."""
+    plain, model = build(family), build(family)
+    keys, parameters = list(model.state_dict()), list(map(id, model.parameters()))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    backend = BACKENDS.get(family, "native:dynamic")
+    model, optimizer = prepare(model, backend)
+    losses = train(model, optimizer, steps=8)
+    reference = train(plain, torch.optim.AdamW(plain.parameters(), lr=3e-3), steps=8)
+
+    assert losses != reference and losses[-1] < losses[0] - 0.2
+    assert max(abs(a - b) for a, b in zip(losses, reference, strict=True)) < 0.05
+    assert not [name for name, p in model.named_parameters() if torch.equal(p, before[name])]
+    assert list(model.state_dict()) == keys and list(map(id, model.parameters())) == parameters
+
+    audit = fp8_backends.audit(model)
+    assert [name for name in audit.products if "experts" in name and "shared" not in name] == names(family)
+    for name in names(family):
+        assert audit.products[name] == {"fprop": 8, "dgrad": 8, "wgrad": 8, "recomputed": 0}
+        assert audit.engine[name] == "bf16-exact"
+    assert audit.flops_share == pytest.approx(model._fp8_prepared.report.flops_share)
+    total = len(names(family))
+    assert f" Linear, {total}/{total} experts, " in capsys.readouterr().err
+
+
+def test_the_share_counts_the_experts_that_a_token_visits():
+    model, _ = prepare(build("mixtral"), include=["experts"])
+    report = model._fp8_prepared.report
+    assert report.converted == names("mixtral")
+    by_name = {product.name: product for product in report.products}
+    assert by_name[names("mixtral")[0]].flops == 2 * 2 * 32 * 128  # two experts of four
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=1)
+    assert fp8_backends.audit(model).flops_share == pytest.approx(report.flops_share)
+    assert 0.5 < report.flops_share < 0.8
+
+
+def test_a_report_says_that_experts_have_no_e5m2():
+    hybrid, e4m3 = build("mixtral"), build("mixtral")
+    prepare(hybrid, "native:dynamic"), prepare(e4m3, "native:dynamic", fp8_format="E4M3")
+    assert "in FP8 (gradients in E4M3 with a scale a row: no GPU has grouped" in str(hybrid._fp8_prepared.report)
+    assert "E5M2" not in str(e4m3._fp8_prepared.report)
+    assert all(product.reason is None for product in e4m3._fp8_prepared.report.products if product.state == "fp8")
+
+
+def test_transient_codes_of_experts_are_weighed():
+    """One byte an element of every converted weight, from forward to backward; none where backward makes them."""
+    for backend, copies in (("native:dynamic", 1), ("native:rowwise", 0)):
+        model, optimizer = prepare(build("mixtral"), backend)
+        audit = fp8_backends.audit(model, optimizer)
+        converted = sum(p.numel() for name, p in model.named_parameters() if name in names("mixtral"))
+        converted += sum(m.weight.numel() for name, m in model.named_modules() if name in audit.products)
+        parameters = sum(p.numel() for p in model.parameters())
+        assert audit.bytes_per_parameter["weight"] == pytest.approx(4 + copies * converted / parameters)
+        assert audit.bytes_per_element["weight"] == 4
+
+
+def test_preparing_again_changes_nothing_and_restoring_leaves_nothing():
+    model, plain = build("gpt_oss"), build("gpt_oss")
+    experts = model.model.layers[0].mlp.experts
+    prepare(model)
+    layer = experts.fp8_weights["down_proj"]
+    assert "experts, 32 -> 32, native:dynamic" in repr(experts) and "go:e4m3 by rows" in repr(experts)
+    prepare(model)
+    assert experts.fp8_weights["down_proj"] is layer and experts.config.original is model.config
+    with pytest.raises(fp8_backends.RecipeError, match="prepared with native:dynamic already"):
+        prepare(model, "native:rowwise")
+    conversion.restore(model)
+    assert experts.config is model.config
+    assert [name for name, _ in model.named_modules()] == [name for name, _ in plain.named_modules()]
+    assert loss_of(model, batch()).item() == loss_of(plain, batch()).item()
+
+
+def test_an_error_on_the_way_leaves_the_experts_as_they_were(monkeypatch):
+    model = build("mixtral")
+    recipe = recipes.resolve("native:dynamic")
+    monkeypatch.setattr(type(get_compute("native")), "attach", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        preparation.prepare_model(model, recipe)
+    experts = model.model.layers[0].mlp.experts
+    assert experts.config is model.config and "fp8_weights" not in experts._modules
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deep", "pickle"]
+)
+def test_a_copy_has_counters_and_states_of_its_own(copied, monkeypatch):
+    model, _ = prepare(build("mixtral"), "native:delayed", amax_history_len=4)
+    loss_of(model, batch()).backward()
+    registry = expert_functions._registry()
+    monkeypatch.delitem(registry._global_mapping, expert_functions.NAME)  # as in another process
+    other = copied(model)
+    loss_of(other, batch()).backward()
+    for own, counts in ((model, [1, 1, 1, 0]), (other, [2, 2, 2, 0])):
+        experts = own.model.layers[1].mlp.experts
+        assert all(layer.weight is getattr(experts, part) for part, layer in experts.fp8_weights.items())
+        assert all(layer.fp8_products.tolist() == counts for layer in experts.fp8_weights.values())
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`")
+def test_recomputation_counts_apart_and_changes_no_scale():
+    losses = {}
+    for checkpointing in (False, True):
+        model, optimizer = prepare(build("gpt_oss"), "native:delayed", amax_history_len=4)
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        losses[checkpointing] = train(model, optimizer, steps=3)
+        experts = model.model.layers[0].mlp.experts
+        expected = [3, 3, 3, 3 * checkpointing]
+        assert all(layer.fp8_products.tolist() == expected for layer in experts.fp8_weights.values())
+    assert losses[False] == losses[True]
+
+
+def test_evaluation_is_in_high_precision_by_the_function_that_the_model_names():
+    model, plain = build("mixtral"), build("mixtral")
+    prepare(model)
+    for implementation in ("grouped_mm", "batched_mm", "eager"):
+        for each in (model, plain):
+            each.set_experts_implementation(implementation)
+        with torch.no_grad():
+            assert torch.equal(loss_of(model.eval(), batch()), loss_of(plain.eval(), batch()))
+    loss_of(model.train(), batch()).backward()  # in FP8, whatever the model was told
+    assert all(fp8_backends.audit(model).products[name]["wgrad"] == 1 for name in names("mixtral"))
+
+
+def test_frozen_experts_have_no_weight_gradient_and_a_share_that_knows_it():
+    model = build("mixtral")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("experts" not in name)
+    model, optimizer = prepare(model, on_unproven="raise")
+    train(model, optimizer, steps=1)
+    audit = fp8_backends.audit(model)
+    assert all(
+        audit.products[name] == {"fprop": 1, "dgrad": 1, "wgrad": 0, "recomputed": 0} for name in names("mixtral")
+    )
+    report = model._fp8_prepared.report
+    experts = sum(p.flops for p in report.products if p.kind == "experts")
+    total, converted = (sum(p.flops for p in report.products if p.state == "fp8" or all_) for all_ in (True, False))
+    assert audit.flops_share == pytest.approx((3 * converted - experts) / (3 * total - experts))
+
+
+def test_the_user_chooses_each_weight():
+    model, optimizer = prepare(build("gpt_oss"), exclude=["down_proj"])
+    plain = build("gpt_oss")
+    losses = train(model, optimizer, steps=4)
+    reference = train(plain, torch.optim.AdamW(plain.parameters(), lr=3e-3), steps=4)
+    assert max(abs(a - b) for a, b in zip(losses, reference, strict=True)) < 0.05
+    assert reasons(model) == {"down_proj": "left out by exclude='down_proj'"}
+    experts = model.model.layers[0].mlp.experts
+    assert list(experts.fp8_weights) == ["gate_up_proj"] and experts.down_proj.grad is None
+    model, _ = prepare(build("gpt_oss"), exclude=["experts"])
+    assert "fp8_weights" not in model.model.layers[0].mlp.experts._modules and len(reasons(model)) == 2
+
+
+@pytest.mark.parametrize(
+    ("backend", "reason"),
+    [
+        ("native:blockwise", "no products with blockwise scales"),
+        ("msamp:O2", "level O2 stores 2-D weights"),
+        ("ao", "ao has no products for them (native has)"),
+    ],
+)
+def test_what_cannot_take_experts_says_so(backend, reason):
+    model, optimizer = prepare(build("mixtral"), backend)
+    losses = train(model, optimizer, steps=2)
+    assert losses[1] < losses[0]
+    found = reasons(model)
+    assert set(found) == set(PARTS) and all(reason in each for each in found.values())
+    assert "te has no products for them" in get_compute("te").unfit_experts(None, "down_proj", None)
+
+
+def test_frozen_weights_in_fp8_leave_those_of_experts_alone():
+    model = build("mixtral").requires_grad_(False)
+    preparation.prepare_model(model, recipes.resolve(FP8RecipeKwargs(backend="native", fp8_params=True)))
+    assert all("fp8_params keeps 2-D weights" in reason for reason in reasons(model).values())
+    loss_of(model, batch())
+    assert fp8_backends.audit(model).products["model.layers.0.self_attn.q_proj"]["fprop"] == 1
+
+
+def test_lora_on_experts_is_left_alone():
+    peft = pytest.importorskip("peft")
+    wanted = peft.LoraConfig(r=4, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"])
+    model = peft.get_peft_model(build("mixtral"), wanted)
+    model, optimizer = prepare(model)
+    losses = train(model, optimizer, steps=4)
+    assert losses[-1] < losses[0]
+    assert "adapted by PEFT" in reasons(model)["gate_up_proj"]
+    products = fp8_backends.audit(model).products
+    ran = {name: counts for name, counts in products.items() if "experts" in name}
+    assert [name.split(".")[-1] for name in ran] == ["down_proj"] * LAYERS
+    # frozen; the gradient goes through it to the adapter
+    assert all(counts == {"fprop": 4, "dgrad": 4, "wgrad": 0, "recomputed": 0} for counts in ran.values())
+
+
+class Loose(nn.Module):
+    """Experts that multiply by themselves."""
+
+    def __init__(self):
+        super().__init__()
+        self.up_proj = nn.Parameter(torch.randn(EXPERTS, 32, 32) / 6)
+
+
+class WithExperts(nn.Module):
+    def __init__(self, experts):
+        super().__init__()
+        self.first, self.experts = nn.Linear(32, 32), experts
+
+
+def obstacle_of(experts):
+    model = WithExperts(experts)
+    preparation.prepare_model(model, recipes.resolve("native"))
+    return next(iter(reasons(model).values()))
+
+
+def test_experts_outside_the_registry_say_so(monkeypatch):
+    assert "Loose multiplies by this 3-D Parameter outside" in obstacle_of(Loose())
+
+    parallel = make_experts("mixtral").experts
+    parallel._is_expert_parallel = True
+    assert "expert parallel" in obstacle_of(parallel)
+
+    replaced = make_experts("mixtral").experts
+    replaced.forward = lambda *args: args[0]
+    assert "its forward was replaced" in obstacle_of(replaced)
+
+    quantised = make_experts("mixtral").experts
+    quantised.up = quantised.gate_up_proj = nn.Parameter(torch.zeros(4, 8, 8, dtype=torch.int8), requires_grad=False)
+    assert "weight dtype torch.int8" in obstacle_of(quantised)
+
+    # transformers 4 has no registry
+    monkeypatch.delattr(sys.modules["transformers.integrations.moe"], "ALL_EXPERTS_FUNCTIONS")
+    assert "this transformers has no registry of expert functions (5.0 has)" in obstacle_of(
+        make_experts("mixtral").experts
+    )
+
+
+def test_a_configuration_that_names_the_function_without_preparing_runs_as_the_class_does():
+    expert_functions._register()
+    experts, plain = make_experts("gpt_oss").experts, make_experts("gpt_oss").experts
+    experts.config._experts_implementation, plain.config._experts_implementation = "fp8_backends", "eager"
+    assert torch.equal(experts(*routed(8)), plain(*routed(8)))
+
+
+def test_delayed_states_are_saved_loaded_and_agreed_on_for_each_expert():
+    model, _ = prepare(build("mixtral"), "native:delayed", amax_history_len=4)
+    compute = get_compute("native")
+    loss_of(model, batch()).backward()
+    loss_of(model, batch()).backward()
+    state = compute.scaling_state(model)
+    name = next(name for name in state if "down_proj" in name)
+    assert state[name].shape == (EXPERTS, 3, 6)
+    scales = state[name].view(torch.float32)[:, :, 0]
+    assert len(scales.unique()) > 2  # each expert has its own
+    other, _ = prepare(build("mixtral"), "native:delayed", amax_history_len=4)
+    compute.load_scaling_state(other, state)
+    pairs = zip(compute.scaling_buffers(model), compute.scaling_buffers(other), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    assert loss_of(other, batch()).item() == loss_of(model, batch()).item()
+    longer, _ = prepare(build("mixtral"), "native:delayed", amax_history_len=5)
+    with pytest.raises(FP8BackendError, match="another length .4, here 5"):
+        compute.load_scaling_state(longer, state)
+
+
+def test_a_model_on_meta_gets_fresh_counters_with_its_memory():
+    with torch.device("meta"):
+        model = build("mixtral")
+    preparation.prepare_model(model, recipes.resolve(FP8RecipeKwargs(backend="native:delayed", amax_history_len=4)))
+    model.to_empty(device="cpu")
+    experts = model.model.layers[0].mlp.experts
+    assert all(not layer.fp8_products.any() for layer in experts.fp8_weights.values())
+    scaling = experts.fp8_weights["down_proj"].fp8_scaling
+    assert (scaling.view(torch.float32)[:, :, 0] == 1).all() and not scaling[:, :, 1:].any()
+
+    with torch.device("meta"):
+        model = build("mixtral")
+    preparation.prepare_model(model, recipes.resolve("native"))
+    real = build("mixtral")
+    model.load_state_dict(real.state_dict(), assign=True)
+    hidden, chosen, weights = routed(8)
+    model.model.layers[0].mlp.experts(hidden, chosen, weights).sum().backward()
+    products = auditing.audit(model).products[names("mixtral")[0]]
+    assert products == {"fprop": 1, "dgrad": 0, "wgrad": 1, "recomputed": 0}

@@ -1,0 +1,101 @@
+"""Whole FP8 layers whose operands kernels make, in both layouts: the numbers of plain PyTorch, to the bit."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from fp8_backends.compute.native import NativeCompute
+from fp8_backends.conversion import convert
+from fp8_backends.kernels import triton_block_quantize, triton_quantize
+from fp8_backends.recipes import FP8RecipeKwargs
+from fp8_backends.scaled_tensor import quantize
+
+COMPUTE = NativeCompute()
+SCALINGS = ["dynamic", "delayed", "window", "rowwise", "blockwise", "mxfp8"]
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The layouts (rows, columns) that kernels were asked for, in order."""
+    asked = []
+    for module, name in ((triton_quantize, "quantize"), (triton_block_quantize, "quantize_blocks")):
+        original = getattr(module, name)
+
+        def watched(*args, original=original, **named):
+            made = original(*args, **named)
+            asked.append((made.codes is not None, made.transposed is not None))
+            return made
+
+        monkeypatch.setattr(module, name, watched)
+    return asked
+
+
+def layer(scaling, stored=None, **fields):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 24))
+    convert(model, FP8RecipeKwargs(backend=f"native:{scaling}", **fields), COMPUTE)
+    if stored is not None:
+        torch.utils.swap_tensors(model[0].weight, nn.Parameter(quantize(model[0].weight, stored)))
+    return model
+
+
+def steps(model, dtype, needs_dx=True):
+    found = []
+    for seed in range(2):
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(2, 9, 40, generator=generator).to(dtype).requires_grad_(needs_dx)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = model(x)
+        y.backward(torch.randn(2, 9, 24, generator=generator).to(y.dtype))
+        COMPUTE.after_optimizer_step(model)
+        found += [y.detach(), model[0].weight.grad, *([x.grad] if needs_dx else [])]
+        model.zero_grad()
+    return found + list(model.buffers())
+
+
+@pytest.mark.parametrize("stored", [None, torch.float16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_a_layer_of_kernels_is_the_layer_of_plain_operations(scaling, stored, launched, monkeypatch):
+    model = layer(scaling, stored)
+    plain, dtype = copy.deepcopy(model), torch.bfloat16 if scaling in ("delayed", "mxfp8") else torch.float32
+    ours = steps(model, dtype)
+    assert launched
+    monkeypatch.setenv("FP8_BACKENDS_TRITON", "0")
+    seen = len(launched)
+    for one, other in zip(ours, steps(plain, dtype), strict=True):
+        assert torch.equal(one, other)
+    assert len(launched) == seen
+
+
+@pytest.mark.parametrize("scaling", ["dynamic", "rowwise"])
+def test_only_layouts_that_a_product_reads_are_made(scaling, launched):
+    """One tensor scale: x and w for fprop and for backward, dy for both. Rows: w again for dgrad, in backward."""
+    of_step = {"dynamic": [(True, True)] * 3, "rowwise": [(True, True), (True, False), (True, True), (False, True)]}
+    steps(layer(scaling), torch.bfloat16)
+    assert launched == of_step[scaling] * 2
+    launched.clear()
+    steps(layer(scaling), torch.bfloat16, needs_dx=False)  # no dgrad: w and dy in one layout
+    assert launched == [(True, True), (True, False), (False, True)] * 2
+    launched.clear()
+    layer(scaling).requires_grad_(False)(torch.randn(4, 40, requires_grad=True)).sum().backward()  # no wgrad
+    no_wgrad = {"dynamic": [(True, False), (True, True), (True, False)]}
+    assert launched == no_wgrad.get(scaling, [(True, False), (True, False), (True, False), (False, True)])
+    launched.clear()
+    with torch.no_grad():
+        layer(scaling)(torch.randn(4, 40))
+    assert launched == [(True, False)] * 2
+
+
+def test_kept_codes_of_a_weight_have_the_layouts_of_all_forwards_to_come(launched):
+    """Also those for dgrad, which the first of them, without gradients, does not read."""
+    model, x = layer("dynamic"), torch.randn(4, 40)
+    COMPUTE.keep_weight_casts(model, True)
+    with torch.no_grad():
+        model(x)
+    assert launched == [(True, False), (True, True)] and COMPUTE.transient_bytes_per_element(model[0]) == 2
+    launched.clear()
+    for _ in range(2):
+        model(x.clone().requires_grad_()).sum().backward()
+    assert launched == [(True, True)] * 4, "x and dy alone"
