@@ -1,18 +1,29 @@
-"""What every benchmark here shares: interleaved timing, ratios with their interval, a JSON record of the machine."""
+"""What every benchmark here shares: interleaved timing, ratios with their interval, resident memory, a JSON record of
+the machine."""
 
 from __future__ import annotations
 
+import ctypes
 import datetime
+import gc
 import json
 import math
 import os
 import platform
 import random
+import resource
 import statistics
+import sys
 import time
+import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
+
+OTHERS = ("triton", "bitsandbytes", "fp8-backends")
+"""Distributions whose versions a record names beside those of `hardware.LIBRARIES`."""
 
 
 def machine() -> dict:
@@ -22,11 +33,12 @@ def machine() -> dict:
     record = {
         "date": datetime.date.today().isoformat(),
         "chip": hardware.describe().device,
+        "gpus": torch.cuda.device_count(),
         "cores": os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
         "python": platform.python_version(),
     }
-    return record | {name: hardware.version(name) for name in (*hardware.LIBRARIES, "triton", "fp8-backends")}
+    return record | {name: hardware.version(name) for name in (*hardware.LIBRARIES, *OTHERS)}
 
 
 def synchronize() -> None:
@@ -64,8 +76,64 @@ def ratio(numerator: list[float], denominator: list[float], resamples: int = 400
     }
 
 
+def interval(of: dict) -> str:
+    """A ratio with its interval, as text."""
+    return f"{of['ratio']:.3f} [{of['low']:.3f}, {of['high']:.3f}]"
+
+
 def summary(seconds: list[float]) -> dict:
     return {"median_s": statistics.median(seconds), "min_s": min(seconds), "max_s": max(seconds), "runs": len(seconds)}
+
+
+class Attempts:
+    """Runs what may fail, one backend after another: what fails is said and remembered, and the run goes on."""
+
+    def __init__(self) -> None:
+        self.failed: list[str] = []
+
+    def __call__(self, label: str, function: Callable, *arguments) -> Any:
+        """What the function returns; None if it raises. A library that is not installed is no failure."""
+        try:
+            return function(*arguments)
+        except ImportError as error:
+            print(f"not run: {label}: {error}", flush=True)
+        except Exception:
+            traceback.print_exc()
+            print(f"failed: {label}", flush=True)
+            self.failed.append(label)
+        return None
+
+    def end(self) -> None:
+        """Exit with 1 if anything failed."""
+        if self.failed:
+            raise SystemExit(f"failed: {', '.join(self.failed)}")
+
+
+def settle() -> None:
+    """Give freed memory back to the system, as far as the C library can be asked to."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
+
+
+def resident() -> dict[str, int]:
+    """Bytes in RAM now and at the highest since the last reset. Without /proc both are the highest ever."""
+    try:
+        fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        return {name: int(fields[key].split()[0]) * 1024 for name, key in (("now", "VmRSS"), ("highest", "VmHWM"))}
+    except OSError:
+        unit = 1 if sys.platform == "darwin" else 1024
+        return dict.fromkeys(("now", "highest"), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+
+
+def reset_highest() -> bool:
+    """Let the system forget this process's highest resident memory; False where it cannot."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
 
 
 def write_json(path: str | None, record: dict) -> None:

@@ -12,17 +12,13 @@ of the same width, so that imports and compiled code are there before anything i
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
 import json
 import os
-import resource
 import subprocess
 import sys
-from pathlib import Path
 
 import torch
-from measuring import table, write_json
+from measuring import reset_highest, resident, settle, table, write_json
 
 MEGABYTE = 1e6
 
@@ -108,33 +104,6 @@ def measure(backend: str, arguments) -> dict:
         "flops_share": audit.flops_share,
         "losses": losses,
     }
-
-
-def settle() -> None:
-    """Give freed memory back to the system, as far as the C library can be asked to."""
-    gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:
-        trim(0)
-
-
-def resident() -> dict[str, int]:
-    """Bytes in RAM now and at the highest since the last reset. Without /proc both are the highest ever."""
-    try:
-        fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-        return {name: int(fields[key].split()[0]) * 1024 for name, key in (("now", "VmRSS"), ("highest", "VmHWM"))}
-    except OSError:
-        unit = 1 if sys.platform == "darwin" else 1024
-        return dict.fromkeys(("now", "highest"), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
-
-
-def reset_highest() -> bool:
-    """Let the system forget this process's highest resident memory; False where it cannot."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return False
-    return True
 
 
 def in_own_process(backend: str, arguments) -> dict:

@@ -1,117 +1,148 @@
-"""What does a whole training step cost in FP8 against bf16: tokens a second and peak memory?
+"""What does a whole training step cost in FP8 against bf16: tokens a second, peak memory, and what loss does it reach?
 
-A Llama-shaped model through stock Accelerate, one backend after another in one process, the ratio to bf16's.
+A Llama-shaped model through stock Accelerate (FP32 weights and states, bf16 autocast; a level stores its own), AdamW,
+the same batches of text for every backend. `--together` keeps all models in memory and takes their steps in turn;
+without it one follows the other, bf16 comes once more at the end, and `drift` is what that changed.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
-import statistics
 import time
 
 import torch
-from measuring import synchronize, table, write_json
-
-SHAPES = {
-    "tiny": {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 4},
-    "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32},
-    "8b-4layers": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 4, "num_attention_heads": 32},
-}
+from measuring import Attempts, interleaved, interval, ratio, summary, synchronize, table, write_json
+from training import SHAPES, Text, Training, device, free
 
 
-def build(shape: str, sequence: int, device: str):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=256 if shape == "tiny" else 32000, max_position_embeddings=sequence, use_cache=False, **SHAPES[shape]
-    )
-    with torch.device(device):
-        return LlamaForCausalLM(config)
-
-
-def measure(backend: str, arguments, device: str) -> dict:
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
-
+def describe(training: Training, losses: list[torch.Tensor], seconds: list[float]) -> dict:
+    """What one backend's run comes to. The losses are of one step each; the last is a mean over a fifth of them."""
     import fp8_backends
 
-    AcceleratorState._reset_state(True)
-    precision = backend if backend in ("bf16", "fp16", "no") else "fp8"
-    handlers = [fp8_backends.FP8RecipeKwargs(backend=backend)] if precision == "fp8" else None
-    accelerator = Accelerator(mixed_precision=precision, kwargs_handlers=handlers, cpu=device == "cpu")
-    model = build(arguments.shape, arguments.sequence, device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device == "cuda")
-    model, optimizer = accelerator.prepare(model, optimizer)
-    run = torch.compile(model) if arguments.compile else model
-    vocabulary = model.config.vocab_size
-    batch = torch.randint(vocabulary, (arguments.batch, arguments.sequence), device=device)
-    seconds, losses = [], []
+    values = [loss.item() for loss in losses]
+    tail = values[-max(1, len(values) // 5) :]
+    audit = fp8_backends.audit(training.model, training.optimizer)
+    time_ = summary(seconds)
+    return {
+        **time_,
+        "tokens_per_second": training.batch * training.text.sequence / time_["median_s"],
+        "peak_bytes": training.peak(),
+        "flops": training.flops(),
+        "flops_share": audit.flops_share,
+        "bytes_per_parameter": audit.bytes_per_parameter["total"],
+        "parameters": training.parameters(),
+        "last_loss": sum(tail) / len(tail),
+        "losses": values,
+    }
+
+
+def together(names: list[tuple[str, str]], make, arguments) -> dict:
+    trainings = {name: make(*name) for name in names}
+    losses: dict = {name: [] for name in names}
+    steps = {name: lambda name=name: losses[name].append(trainings[name].step()) for name in names}
+    seconds = interleaved(steps, arguments.steps, arguments.warmup)
+    return {
+        name: {**describe(trainings[name], losses[name], seconds[name]), "seconds": seconds[name]} for name in names
+    }
+
+
+def alone(training: Training, arguments) -> dict:
+    losses, seconds = [], []
     for step in range(arguments.warmup + arguments.steps):
-        if step == arguments.warmup and device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
         synchronize()
         start = time.perf_counter()
-        loss = run(input_ids=batch, labels=batch).loss
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
+        losses.append(training.step())
         synchronize()
         if step >= arguments.warmup:
             seconds.append(time.perf_counter() - start)
-    tokens = arguments.batch * arguments.sequence / statistics.median(seconds)
-    audit = fp8_backends.audit(model, optimizer)
-    result = {
-        "backend": backend,
-        "tokens_per_second": tokens,
-        "median_s": statistics.median(seconds),
-        "peak_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else None,
-        "flops_share": audit.flops_share,
-        "losses": [loss.item() for loss in losses],
-    }
-    del model, optimizer, accelerator, run, audit
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
-    return result
+    return {**describe(training, losses, seconds), "seconds": seconds}
+
+
+def in_turn(names: list[tuple[str, str]], make, arguments, keep, attempt: Attempts) -> dict:
+    found: dict = {}
+    for name in [*names, names[0]]:
+        result = attempt(", ".join(name), lambda name=name: alone(make(*name), arguments))
+        if result and name in found:
+            found[name]["drift"] = result["median_s"] / found[name]["median_s"]
+        elif result:
+            found[name] = result
+        keep(found)
+        free()
+    return found
+
+
+def results_of(found: dict) -> list[dict]:
+    """The list that is kept: each with its ratios to bf16's step in the same form, above 1 is faster."""
+    results = []
+    for (backend, form), each in found.items():
+        bf16 = found.get(("bf16", form))
+        result = {"backend": backend, "form": form, **{k: v for k, v in each.items() if k != "seconds"}}
+        if bf16:
+            result["times_bf16"] = ratio(bf16["seconds"], each["seconds"])
+            known = each["peak_bytes"] is not None
+            result["peak_to_bf16"] = each["peak_bytes"] / bf16["peak_bytes"] if known else None
+        results.append(result)
+    return results
+
+
+def printed(results: list[dict]) -> str:
+    header = ["backend", "form", "tokens/s", "times bf16", "peak MB", "peak / bf16", "FP8 share", "last loss"]
+    rows = []
+    for r in results:
+        speed = interval(r["times_bf16"]) if "times_bf16" in r else "-"
+        peak = round(r["peak_bytes"] / 1e6) if r["peak_bytes"] else "-"
+        rows.append([r["backend"], r["form"], round(r["tokens_per_second"]), speed, peak])
+        rows[-1] += [r.get("peak_to_bf16") or "-", r["flops_share"], r["last_loss"]]
+    return table(header, rows)
+
+
+def runnable(backends: list[str], forms: list[str]) -> list[tuple[str, str]]:
+    """Every backend in every form, bf16 first; a backend whose library is not on this machine is named, not hidden."""
+    import fp8_backends
+
+    names = []
+    for backend in dict.fromkeys(["bf16", *backends]):
+        available = backend == "bf16" or fp8_backends.available_backends()[fp8_backends.resolve(backend).compute]
+        if available:
+            names += [(backend, form) for form in forms]
+        else:
+            print(f"not run: {backend}: {available.reason}", flush=True)
+    return sorted(names, key=lambda name: forms.index(name[1]))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cuda = torch.cuda.is_available()
-    parser.add_argument("--backends", default="bf16,native:dynamic,native:delayed,native:rowwise,ao:tensorwise")
-    parser.add_argument("--shape", choices=list(SHAPES), default="1b" if cuda else "tiny")
+    cuda = device() == "cuda"
+    parser.add_argument("--backends", default="native:dynamic,native:delayed,ao:tensorwise,msamp:O2")
+    parser.add_argument("--forms", default="eager", help="eager, compiled (each decoder layer) or both with a comma")
+    parser.add_argument("--shape", choices=list(SHAPES), default="1b" if cuda else "small")
+    parser.add_argument("--layers", type=int, help="in place of the shape's own")
     parser.add_argument("--sequence", type=int, default=4096 if cuda else 128)
-    parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=2 if cuda else 4)
+    parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--warmup", type=int, default=4)
-    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--together", action="store_true", help="all models in memory, steps in turn")
     parser.add_argument("--json")
     arguments = parser.parse_args()
-    results = []
-    for backend in dict.fromkeys(["bf16", *arguments.backends.split(",")]):
-        try:
-            results.append(measure(backend, arguments, "cuda" if cuda else "cpu"))
-        except ImportError as error:  # a backend whose library is not on this machine: named, not hidden
-            print(f"{backend}: {error}")
-        write_json(arguments.json, {"question": "cost of a step", "arguments": vars(arguments), "results": results})
-    bf16 = results[0]
-    rows = [
-        [
-            r["backend"],
-            r["tokens_per_second"],
-            r["tokens_per_second"] / bf16["tokens_per_second"],
-            r["peak_bytes"] / 2**30 if r["peak_bytes"] else "-",
-            r["peak_bytes"] / bf16["peak_bytes"] if r["peak_bytes"] else "-",
-            r["flops_share"],
-            r["losses"][-1],
-        ]
-        for r in results
-    ]
-    header = ["backend", "tokens/s", "x bf16", "peak GiB", "peak / bf16", "FP8 share", "last loss"]
-    print(table(header, rows))
+    text = Text(arguments.sequence)
+
+    def make(backend: str, form: str) -> Training:
+        return Training(backend, arguments.shape, text, arguments.batch, form, arguments.layers)
+
+    def keep(found: dict) -> None:
+        told = {name: value for name, value in vars(arguments).items() if name != "json"}
+        record = {"question": "cost of a training step", "arguments": told, "text": text.text.description}
+        write_json(arguments.json, {**record, "results": results_of(found)})
+
+    names = runnable(arguments.backends.split(","), arguments.forms.split(","))
+    attempt = Attempts()
+    if arguments.together:
+        found = together(names, make, arguments)
+    else:
+        found = in_turn(names, make, arguments, keep, attempt)
+    keep(found)
+    print(printed(results_of(found)))
+    attempt.end()
 
 
 if __name__ == "__main__":

@@ -1,85 +1,139 @@
 #!/usr/bin/env bash
-# On one Hopper GPU, under 9 minutes: first that FP8 is right, then what it costs against bf16 in the same run.
-#   benchmarks/gpu/run.sh --out DIR            --cpu rehearses every line on a small scale without a GPU
-# Prints tables and writes one JSON a question, with chip, versions and date, under DIR. Exits with 1 if a check failed.
-# TorchAO and TransformerEngine are measured where they are installed. A bundle of TransformerEngine in .te, beside
-# README.rst (its wheels, te_core_py.tar.xz and libte_sm90.so.xz), is unpacked and used. A part that does not end in its
-# time is cut off, and one that no longer fits is left out: both are said, and count as failed.
+# On one Hopper GPU, in at most 9 minutes a call: what FP8 costs and saves against bf16 in the same run, as shares of
+# what the chip can do.
+#   benchmarks/gpu/run.sh --out DIR                   speed (the default): one short check, then every question of speed
+#   benchmarks/gpu/run.sh --out DIR --only right      whether every product, step and wire is right
+#   benchmarks/gpu/run.sh --out DIR --only fit        the largest micro-batch and the largest model of each backend
+#   benchmarks/gpu/run.sh --out DIR --only more       further lengths, and messages between ranks
+#   benchmarks/gpu/run.sh --out DIR --nproc 1,2,4,8   further GPUs: the table by the number of ranks, over NCCL
+# --cpu rehearses every line on a small scale without a GPU; --list prints the parts with their seconds and runs none.
+# Prints tables and writes one JSON a question, with chip, versions and date, under DIR; `cp DIR/*_gpu.json
+# benchmarks/results` and benchmarks/tables.py make the README's tables of them. Exits with 1 if a part failed.
+# TorchAO and TransformerEngine are measured where they are installed. Wheels in .te, beside README.rst, are unpacked
+# and used, as is a bundle of TransformerEngine there (te_core_py.tar.xz and libte_sm90.so.xz). A part that does not end
+# in its time is cut off, and one that no longer fits is left out: both are said, and count as failed.
 set -uo pipefail
 here=$(cd "$(dirname "$0")/.." && pwd)
 root=$(cd "$here/.." && pwd)
-out=.
-cpu=
+out=. cpu= list= only=speed nproc=
 while [ $# -gt 0 ]; do
   case "$1" in
     --out) out=$2; shift 2 ;;
     --cpu) cpu=1; shift ;;
-    *) echo "usage: $0 --out DIR [--cpu]" >&2; exit 2 ;;
+    --list) list=1; shift ;;
+    --only) only=$2; shift 2 ;;
+    --nproc) nproc=$2 only=ranks; shift 2 ;;
+    *) echo "usage: $0 --out DIR [--cpu] [--list] [--only speed|right|fit|more] [--nproc 1,2,4,8]" >&2; exit 2 ;;
   esac
 done
-mkdir -p "$out"
-export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
 python=${PYTHON:-python3}
 failed=0
-deadline=$((SECONDS + 520))
-part() { # seconds, then the command
-  local limit=$1 left=$((deadline - SECONDS)); shift
+deadline=$((SECONDS + 505))
+wanted() { case ",$only," in *",$1,"*) ;; *) return 1 ;; esac; } # a group
+part() { # group, seconds, then the command
+  local group=$1 limit=$2 left=$((deadline - SECONDS)); shift 2
+  [ -n "$cpu" ] && [ -z "$list" ] && limit=600 left=600 # a rehearsal may be slow: nothing is measured
+  wanted "$group" || return
+  if [ -n "$list" ]; then echo "$group $limit ${*#"$here/"}"; return; fi
   echo; echo "== ${*#"$here/"}"
   if [ "$left" -lt 15 ]; then echo "== not run: no time is left"; failed=1; return; fi
+  local start=$SECONDS
   timeout -k 5 "$((limit < left ? limit : left))" "$@"
   local rc=$?
   [ $rc -eq 124 ] && echo "== cut off after $((limit < left ? limit : left)) s"
   [ $rc -ne 0 ] && failed=1
+  echo "== $((SECONDS - start)) of $limit s"
 }
 on() { if [ -n "$cpu" ]; then echo "$2"; else echo "$1"; fi; } # what a GPU takes, what a rehearsal takes
-
-if [ -d "$root/.te" ] && [ -z "$cpu" ]; then
-  unpacked=$(mktemp -d)
-  trap 'rm -rf "$unpacked"' EXIT
-  echo "== unpacking .te"
-  "$python" - "$root/.te" "$unpacked" <<'P' && export PYTHONPATH="$unpacked:$PYTHONPATH" NVTE_DISABLE_NVRTC=1
-import glob, lzma, shutil, sys, tarfile, zipfile
+te_part() { # as part, where TransformerEngine imports
+  if [ -z "$why_no_te" ]; then part "$@"; return; fi
+  wanted "$1" || return
+  shift 2; echo; echo "== not run: ${*#"$here/"}: $why_no_te"
+}
+unpack() { # the wheels in .te, and TransformerEngine's bundle where it is complete
+  "$python" - "$root/.te" "$1" <<'P'
+import glob, lzma, os, shutil, sys, tarfile, zipfile
 bundle, site = sys.argv[1:]
 for wheel in glob.glob(f"{bundle}/*.whl"):
     zipfile.ZipFile(wheel).extractall(site)
-tarfile.open(f"{bundle}/te_core_py.tar.xz").extractall(site, filter="data")
-library = f"{site}/transformer_engine/wheel_lib/libtransformer_engine.so"
-with lzma.open(f"{bundle}/libte_sm90.so.xz") as packed, open(library, "wb") as file:
-    shutil.copyfileobj(packed, file)
+if os.path.exists(f"{bundle}/te_core_py.tar.xz"):
+    tarfile.open(f"{bundle}/te_core_py.tar.xz").extractall(site, filter="data")
+    library = f"{site}/transformer_engine/wheel_lib/libtransformer_engine.so"
+    with lzma.open(f"{bundle}/libte_sm90.so.xz") as packed, open(library, "wb") as file:
+        shutil.copyfileobj(packed, file)
 P
-fi
-why_no_te=$("$python" -c "
+}
+
+gpus=1 why_no_te=
+if [ -z "$list" ]; then
+  mkdir -p "$out"
+  if [ -d "$root/.te" ] && [ -z "$cpu" ]; then
+    unpacked=$(mktemp -d)
+    trap 'rm -rf "$unpacked"' EXIT
+    echo "== unpacking .te"
+    unpack "$unpacked" && export PYTHONPATH="$unpacked:$PYTHONPATH" NVTE_DISABLE_NVRTC=1
+  fi
+  gpus=$("$python" -c "import torch; print(max(1, torch.cuda.device_count()))")
+  if [ -n "$cpu" ]; then
+    why_no_te=$([ -n "${TE_SITE:-}" ] || echo "TE_SITE names no folder with the packages of tests/te/requirements.txt")
+  else
+    why_no_te=$("$python" -c "
 from fp8_backends.te_installation import probe
 found = probe()
 print('' if found else f'{found.reason}. Fix: {found.fix}')" | tail -1)
-[ -n "$cpu" ] && why_no_te=$([ -n "${TE_SITE:-}" ] || echo "TE_SITE names no folder with the packages of tests/te/requirements.txt")
-te_part() { # as part, where TransformerEngine imports
-  if [ -z "$why_no_te" ]; then part "$@"; return; fi
-  shift; echo; echo "== not run: ${*#"$here/"}: $why_no_te"
-}
-gpus=$("$python" -c "import torch; print(max(1, torch.cuda.device_count()))")
+  fi
+fi
 ranks() { echo "$python -m torch.distributed.run --standalone --nproc_per_node $(on "$gpus" 2)"; }
 standin=$(on "" --standin)
-te=$(on te:delayed,te:dynamic,te:blockwise,te+msamp:O2, te:delayed,)
-natives=native:dynamic,native:delayed,msamp:O2,ao:tensorwise
+small="--shape tiny --steps 2 --warmup 1 --sequence 32"
+compared=$(on native:dynamic,native:delayed,ao:tensorwise,te:delayed,msamp:O2 native:dynamic,msamp:O2)
+both=$(on eager,compiled "${FORMS:-eager,compiled}")
+layers=native:dynamic,native:delayed,native:rowwise,ao:tensorwise,torchao
 
-# is it right?
-part 70 "$python" "$here/gpu/check.py" $(on "" "--device cpu --backends native:dynamic") --out "$out"
-te_part 45 "$python" "$here/gpu/golden.py" $standin --out "$out"
-te_part 75 "$python" "$here/te/parity.py" --recipe $(on delayed,most_recent,dynamic,blockwise delayed) $standin --json "$out/te_parity.json"
-te_part 45 "$python" "$here/te/parity.py" --mode recompute $standin --json "$out/te_parity_recompute.json"
+# speed: what does it cost, and how near is it to what the chip can do?
+part speed 35 "$python" "$here/gpu/check.py" $(on "--backends native:dynamic,msamp:O2" "--device cpu --backends native:dynamic") --out "$out"
+part speed 20 "$python" "$here/gpu/limits.py" $(on "" "--runs 2") --json "$out/limits_gpu.json"
+part speed 195 "$python" "$here/step.py" --forms $both $(on "--shape 8b-4layers --sequence 8192 --batch 1 --steps 8" "$small") --backends $compared --json "$out/step_8b_gpu.json"
+part speed 110 "$python" "$here/step.py" --forms $both $(on "--shape 1b --sequence 4096 --batch 2" "$small") --backends $(on native:dynamic,native:delayed,ao:tensorwise,te:delayed native:dynamic) --json "$out/step_1b_gpu.json"
+part speed 25 "$python" "$here/gpu/quantize.py" $(on "" "--runs 2") --json "$out/quantize_gpu.json"
+part speed 35 "$python" "$here/optimizer.py" $(on "" "--elements 65536 --runs 2") --json "$out/optimizer_gpu.json"
+part speed 40 "$python" "$here/linear.py" $(on "--shapes llama --runs 9" "--runs 2 --shapes tiny") --backends $(on te:delayed,te:dynamic,$layers $layers) --json "$out/linear_eager_gpu.json"
+part speed 50 "$python" "$here/linear.py" --forms $(on compiled "${FORMS:-compiled}") $(on "--shapes llama-gates" "--runs 2 --shapes tiny") --backends $(on te:delayed,$layers $layers) --json "$out/linear_compiled_gpu.json"
+deadline=$((SECONDS + 20)) # whatever was cut off, what there is is told
+part speed 10 "$python" "$here/targets.py" --on gpu "$out"
+
+# fit: the largest micro-batch and the largest model
+deadline=$((SECONDS + 505))
+fitting=$(on te:delayed,ao:tensorwise,native:dynamic,msamp:O1,msamp:O2,msamp:O3 msamp:O2)
+little=$(on "" "--memory 1e7 --sequence 32 --steps 1")
+part fit 220 "$python" "$here/largest.py" --questions batch $little --backends $fitting --json "$out/largest_batch_gpu.json"
+part fit 280 "$python" "$here/largest.py" --questions model $little --backends $fitting --json "$out/largest_model_gpu.json"
+
+# more: further lengths, and the wire
+part more 180 "$python" "$here/step.py" --forms $both $(on "--shape 8b-4layers --sequence 4096 --batch 2 --steps 8" "$small") --backends $compared --json "$out/step_8b_4096_gpu.json"
+part more 130 "$python" "$here/step.py" --forms $both $(on "--shape 1b --sequence 8192 --batch 1" "$small") --backends $(on native:dynamic,native:delayed,ao:tensorwise,te:delayed native:dynamic) --json "$out/step_1b_8192_gpu.json"
+part more 60 $(ranks) "$here/comm.py" $(on "--elements 1048576,67108864" "--runs 2 --elements 65536") --json "$out/comm_gpu.json"
+
+# right: is it right?
+part right 60 "$python" "$here/gpu/check.py" $(on "" "--device cpu --backends native:dynamic") --out "$out"
+te_part right 45 "$python" "$here/gpu/golden.py" $standin --out "$out"
+te_part right 75 "$python" "$here/te/parity.py" --recipe $(on delayed,most_recent,dynamic,blockwise delayed) $standin --json "$out/te_parity.json"
+te_part right 40 "$python" "$here/te/parity.py" --mode recompute $standin --json "$out/te_parity_recompute.json"
+part right 60 $(ranks) "$here/gpu/wire.py" $(on "" "--device cpu --engines DDP") --out "$out"
+part right 90 "$python" "$here/gpu/check.py" --compile $(on "--backends native:dynamic,ao:tensorwise" "--device cpu --backends native:dynamic") --out "$out"
 modes="ddp fsdp2 deepspeed"
-"$python" -c "import deepspeed" >/dev/null 2>&1 || { modes="ddp fsdp2"; echo "== not run: parity under DeepSpeed, which is not installed"; }
+if wanted right && [ -z "$list$why_no_te" ] && ! "$python" -c "import deepspeed" >/dev/null 2>&1; then
+  modes="ddp fsdp2"; echo "== not run: parity under DeepSpeed, which is not installed"
+fi
 for mode in $modes; do
-  te_part 60 $(ranks) "$here/te/parity.py" --mode $mode $standin --json "$out/te_parity_$mode.json"
+  te_part right 45 $(ranks) "$here/te/parity.py" --mode $mode $standin --json "$out/te_parity_$mode.json"
 done
-# what does it cost? All in one run
-part 110 "$python" "$here/step.py" $(on "--shape 1b" "--steps 2 --warmup 1 --sequence 32") --backends "bf16,$te$natives" --json "$out/step_1b_eager.json"
-part 60 $(ranks) "$here/gpu/wire.py" $(on "" "--device cpu --engines DDP") --out "$out"
-part 90 "$python" "$here/gpu/check.py" --compile $(on "--backends native:dynamic,ao:tensorwise" "--device cpu --backends native:dynamic") --out "$out"
-part 40 "$python" "$here/optimizer.py" $(on "" "--elements 65536 --runs 2") --json "$out/optimizer.json"
-part 40 "$python" "$here/linear.py" $(on "" "--runs 2 --shapes tiny") --json "$out/linear_eager.json"
-part 110 "$python" "$here/step.py" --compile $(on "--shape 8b-4layers --backends bf16,te:delayed,native:dynamic,ao:tensorwise" "--steps 2 --warmup 1 --sequence 32 --backends native:dynamic") --json "$out/step_8b_compiled.json"
-part 60 "$python" "$here/linear.py" --compile $(on "" "--runs 2 --shapes tiny") --json "$out/linear_compiled.json"
+
+# ranks: one process a GPU
+part ranks 500 "$python" "$here/by_ranks.py" --nproc "${nproc:-1}" $(on "--form compiled" "$small") --backends $(on te:delayed,ao:tensorwise,native:dynamic,msamp:O2,te+msamp:O2 native:dynamic,msamp:O2) --json "$out/by_ranks_gpu.json"
+
+[ -n "$list" ] && exit 0
 echo; echo "== $SECONDS s, $([ $failed -eq 0 ] && echo "nothing failed" || echo "something failed: see above")"
 exit $failed

@@ -1,0 +1,42 @@
+#!/usr/bin/env bash
+# Every question that a CPU answers, in at most 12 minutes on two quiet cores.
+#   benchmarks/cpu.sh --out benchmarks/results [--only linear,optimizer]     --small rehearses every line
+# Writes one JSON a question, NAME_cpu.json, with chip, versions and date, and prints the targets. Then
+# `benchmarks/tables.py --write README.rst` puts the README's tables in. Exits with 1 if a question failed.
+# Longer questions, on demand: memory.py, distributed.py, estimate.py, finetune.py, gradient_mean.py.
+set -uo pipefail
+here=$(cd "$(dirname "$0")" && pwd)
+out=. small= only=
+while [ $# -gt 0 ]; do
+  case "$1" in
+    --out) out=$2; shift 2 ;;
+    --small) small=1; shift ;;
+    --only) only=$2; shift 2 ;;
+    *) echo "usage: $0 --out DIR [--only NAME,NAME] [--small]" >&2; exit 2 ;;
+  esac
+done
+mkdir -p "$out"
+export PYTHONPATH="$(dirname "$here")${PYTHONPATH:+:$PYTHONPATH}" CUDA_VISIBLE_DEVICES= HF_HUB_OFFLINE=1
+python=${PYTHON:-python3}
+failed=0
+of() { if [ -n "$small" ]; then echo "$2"; else echo "$1"; fi; }
+question() { # threads, then the script and its arguments; the record bears the script's name
+  local threads=$1 script=$2 start=$SECONDS; shift 2
+  case ",${only:-$script}," in *",$script,"*) ;; *) return ;; esac
+  echo; echo "== $script.py $*"
+  OMP_NUM_THREADS=$threads "$python" "$here/$script.py" "$@" --json "$out/${script}_cpu.json" || failed=1
+  echo "== $((SECONDS - start)) s"
+}
+
+question 2 import_time $(of "" "--runs 1")
+question 2 linear --forms $(of eager,compiled eager) $(of "--runs 41" "--shapes tiny --runs 2")
+question 2 optimizer $(of "--elements 20000000" "--elements 65536 --runs 2")
+question 1 comm $(of "" "--elements 65536 --runs 2")
+question 2 overhead $(of "--runs 20" "--runs 2 --instances 1 --hidden 64 --layers 1 --sequence 32")
+question 2 prepare $(of "" "--layers 20 --width 16 --rounds 2 --meta-layers 1 --large-layers 3 --large-width 64")
+question 2 step --together $(of "" "--shape tiny --steps 2 --warmup 1 --sequence 32")
+question 1 by_ranks $(of "--backends native:dynamic,ao:tensorwise,msamp:O2" "--backends native:dynamic --shape tiny --steps 2 --warmup 1 --sequence 32")
+echo
+"$python" "$here/targets.py" "$out"
+echo "== $SECONDS s, $([ $failed -eq 0 ] && echo "nothing failed" || echo "something failed: see above")"
+exit $failed

@@ -1,0 +1,362 @@
+"""The README's tables of measurements, from the records in `benchmarks/results`.
+
+    benchmarks/tables.py                       prints them all
+    benchmarks/tables.py --write README.rst    puts each between its markers, `.. begin table NAME`, `.. end table NAME`
+
+A question without a record says `not yet measured`. Every table names the machine, the versions and the date, and has
+losses beside speeds where something was trained.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import re
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import targets
+from targets import Records
+
+RESULTS = Path(__file__).parent / "results"
+NAMED = ("torch", "triton", "torchao", "transformer-engine", "bitsandbytes")
+"""Libraries whose versions stand above a table."""
+
+
+def rst(header: list[str], rows: list[list]) -> str:
+    """A simple table of reStructuredText. The first column must not be empty."""
+    cells = [header, *[[_text(cell) for cell in row] for row in rows]]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    rule = "  ".join("=" * width for width in widths)
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+    return "\n".join([rule, lines[0], rule, *lines[1:], rule])
+
+
+def _text(cell: object) -> str:
+    if cell is None:
+        return "-"
+    return (
+        f"{cell:.3g}"
+        if isinstance(cell, float) and abs(cell) < 100
+        else str(round(cell))
+        if isinstance(cell, float)
+        else str(cell)
+    )
+
+
+def where(record: dict) -> str:
+    """Machine, versions and date of a record, as half a sentence."""
+    machine = record["machine"]
+    chip, gpus, threads = machine["chip"], machine.get("gpus", 0), machine["torch_threads"]
+    if gpus > 1:
+        chip = f"{gpus} x {chip}"
+    elif not gpus:
+        chip = f"{threads} {'core' if threads == 1 else 'cores'} of an {chip}"
+    versions = [f"{name} {machine[name].split('+')[0]}" for name in NAMED if machine.get(name)]
+    date = datetime.date.fromisoformat(machine["date"])
+    return f"{chip}, {', '.join(versions)}, {date.day} {date:%B %Y}"
+
+
+def percent(share: float, sign: bool = True) -> str:
+    return f"{100 * share:+.1f} %".replace("-", "\N{MINUS SIGN}") if sign else f"{100 * share:.0f} %"
+
+
+def quoted(backend: str) -> str:
+    return f"``{backend}``"
+
+
+def of_records(records: Records, names: dict[str, str], made: Callable[[dict], str]) -> str:
+    """One table for each record that there is, under its title; a sentence for each that is missing."""
+    parts = []
+    for name, title in names.items():
+        if name in records:
+            parts += [textwrap.fill(f"{title} ({where(records[name])}):", 120), made(records[name])]
+        else:
+            parts.append(f"{title}: not yet measured.")
+    return "\n\n".join(parts)
+
+
+def targets_cpu(records: Records) -> str:
+    return rst(["to be shown on a CPU", "measured", "bound", "verdict"], targets.rows(targets.ON_CPU, records))
+
+
+def targets_gpu(records: Records) -> str:
+    header = ["to be shown on a GPU", "measured", "bound", "verdict"]
+    table = rst(header, targets.rows(targets.ON_GPU, records))
+    limits = of_records(
+        records,
+        {"limits_gpu": "What the chip can do at most, measured in the same run, and the share of it that is reached"},
+        lambda record: rst(["what", "measured"], [row[:2] for row in targets.rows(targets.AGAINST_LIMITS, records)]),
+    )
+    return f"{table}\n\n{limits}"
+
+
+def linear(records: Records) -> str:
+    def made(record: dict) -> str:
+        rows = []
+        for each in record["results"]:
+            shape = "x".join(map(str, each["shape"]))
+            ratios = [each[key]["ratio"] if key in each else None for key in ("to_bf16", "to_torchao")]
+            rows.append([shape, quoted(each["backend"]), each["form"], each["median_s"] * 1e3, *ratios])
+        return rst(["tokens x in x out", "backend", "form", "ms", "time / bf16", "time / TorchAO"], rows)
+
+    names = {
+        "linear_cpu": "A linear layer, forward and backward, bf16, on a CPU",
+        "linear_compiled_gpu": "The widest layers of Llama 1B, 8B and 70B on a GPU, compiled",
+        "linear_eager_gpu": "All layers of Llama 1B, 8B and 70B on a GPU, eager",
+    }
+    return of_records(records, names, made)
+
+
+def step(records: Records) -> str:
+    def made(record: dict) -> str:
+        rows = []
+        for each in record["results"]:
+            speed = each["times_bf16"]
+            row = [quoted(each["backend"]), each["form"], round(each["tokens_per_second"])]
+            row += [f"{speed['ratio']:.2f} [{speed['low']:.2f}, {speed['high']:.2f}]"]
+            peak = each["peak_bytes"]
+            row += [f"{peak / 1e6:.0f} MB ({percent(each['peak_to_bf16'] - 1)})" if peak else None]
+            rows.append([*row, percent(each["flops_share"], sign=False), f"{each['last_loss']:.4f}"])
+        return rst(["backend", "form", "tokens/s", "times bf16", "peak memory", "FLOPs in FP8", "loss"], rows)
+
+    names = {
+        "step_cpu": "A whole training step of a Llama of 8 M parameters on a CPU",
+        "step_8b_gpu": "Four layers of Llama 8B at sequence 8192 on a GPU",
+        "step_8b_4096_gpu": "The same at sequence 4096",
+        "step_1b_gpu": "Llama 1B at sequence 4096 on a GPU",
+        "step_1b_8192_gpu": "The same at sequence 8192",
+    }
+    return of_records(records, names, made)
+
+
+def optimizer(records: Records) -> str:
+    def made(record: dict) -> str:
+        rows = []
+        for each in record["results"]:
+            if each["step"] == "copy":
+                continue
+            ratios = [each[key]["ratio"] if key in each else None for key in ("to_fused", "to_torchao")]
+            share = each.get("copy_share")
+            row = [each["step"], each["bytes"], each["nanoseconds_per_element"], *ratios]
+            rows.append([*row, None if share is None else percent(share, sign=False)])
+        header = [
+            "step",
+            "bytes/element",
+            "ns/element",
+            "time / fused FP32",
+            "time / AdamWFp8",
+            "of a copy's bandwidth",
+        ]
+        return rst(header, rows)
+
+    names = {
+        "optimizer_cpu": "The optimizer's step over 20 M elements on a CPU",
+        "optimizer_gpu": "The optimizer's step over 268 M elements on a GPU",
+    }
+    return of_records(records, names, made)
+
+
+def kernels(records: Records) -> str:
+    def made(record: dict) -> str:
+        rows = []
+        for each in record["kernels"]:
+            shape, rate = "x".join(map(str, each["shape"])), round(each["bytes_per_second"] / 1e9)
+            rows.append([each["kernel"], shape, rate, percent(each["share_of_copy"], sign=False)])
+        return rst(["kernel", "matrix", "GB/s", "of a copy's bandwidth"], rows)
+
+    return of_records(records, {"quantize_gpu": "Kernels that quantise a bf16 matrix on a GPU"}, made)
+
+
+def communication(records: Records) -> str:
+    def made(record: dict) -> str:
+        rows = []
+        for each in record["collectives"]:
+            milliseconds = [each["seconds"][form]["median_s"] * 1e3 for form in ("FP8", "bf16", "FP32")]
+            slower = [each["seconds_over"][form]["ratio"] for form in ("bf16", "FP32")]
+            row = [each["collective"], f"{each['elements']:,}", *milliseconds, *slower]
+            rows.append([*row, each["bytes_over"]["bf16"], each["bytes_over"]["FP32"]])
+        over = ["time / bf16", "/ FP32", "bytes / bf16", "/ FP32"]
+        return rst(["collective", "elements", "FP8, ms", "bf16", "FP32", *over], rows)
+
+    names = {"comm_cpu": "Two ranks on one CPU, over gloo", "comm_gpu": "On GPUs, over NCCL"}
+    return of_records(records, names, made)
+
+
+def memory(records: Records) -> str:
+    def made(record: dict) -> str:
+        first, rows = record["results"][0], []
+        for each in record["results"]:
+            cells = [quoted(each["backend"])]
+            for key in ("peak_tensor_bytes", "peak_resident_bytes"):
+                known = each[key] and first[key]
+                cells.append(f"{each[key] / 1e6:.0f} MB ({percent(each[key] / first[key] - 1)})" if known else None)
+            rows.append([*cells, f"{each['bytes_per_element']['total']:.1f}", f"{each['losses'][-1]:.4f}"])
+        return rst(["backend", "peak of tensors", "peak resident", "bytes/element", "loss of step 3"], rows)
+
+    title = "Peak memory of a whole training step, a Llama of 115 M parameters with one short sequence, on a CPU"
+    return of_records(records, {"memory_cpu": title}, made)
+
+
+def distributed(records: Records) -> str:
+    def made(record: dict) -> str:
+        stored = {(run["engine"], run["backend"]): run["bytes_per_element"] for run in record["runs"]}
+        rows = []
+        for each in record["summaries"]:
+            of_bytes = stored[each["engine"], each["backend"]]
+            row = [quoted(each["backend"]), each["engine"], f"{each['loss']:.4f}"]
+            row.append(None if each["backend"] == "bf16" else gap(each["gap"], each["half_width"]))
+            rows.append([*row, f"{of_bytes['total']:.2f}" if of_bytes else None])
+        return rst(["backend", "engine", "held-out loss", "gap to bf16, nats", "bytes/element"], rows)
+
+    return of_records(records, {"distributed_cpu": "Two processes, bytes of an element on one rank"}, made)
+
+
+def finetune(records: Records) -> str:
+    def made(record: dict) -> str:
+        rows = []
+        for each in record["summaries"]:
+            if each["backend"] != "bf16":
+                shown = gap(each["gap"]["mean"], each["gap"]["half_width"])
+                moved = f"{each['displacement_along']:.3f}"
+                rows.append([f"{each['lr']:.0e}".replace("e-0", "e-"), quoted(each["backend"]), shown, moved])
+        return rst(["learning rate", "backend", "gap to bf16, nats", "moved"], rows)
+
+    title = "A fine-tune with small learning rates; `moved` is the update along bf16's own, after training"
+    return of_records(records, {"finetune_cpu": title.replace("`", "*")}, made)
+
+
+def gap(mean: float, half_width: float) -> str:
+    return f"{mean:+.4f} \N{PLUS-MINUS SIGN} {half_width:.4f}".replace("-", "\N{MINUS SIGN}")
+
+
+def largest(records: Records) -> str:
+    def batch(record: dict) -> str:
+        rows = []
+        for each in record["results"]:
+            rate = each["best_tokens_per_second"]
+            best = [f"{rate:.0f}", each["best_batch"]] if rate else [None, None]
+            rows.append([quoted(each["backend"]), _at_least(each["largest_batch"], each["exact_batch"]), *best])
+        return rst(["backend", "largest micro-batch", "most tokens/s", "at a micro-batch of"], rows)
+
+    def model(record: dict) -> str:
+        rows = []
+        for each in record["results"]:
+            parameters = each["largest_parameters"]
+            row = [quoted(each["backend"]), _at_least(each["largest_layers"], each["exact_layers"])]
+            rows.append([*row, parameters and f"{parameters / 1e9:.2f}"])
+        return rst(["backend", "most layers", "billion parameters"], rows)
+
+    on_batch = {"largest_batch_gpu": "The largest micro-batch on the card: four layers of Llama 8B, sequence 4096"}
+    on_model = {"largest_model_gpu": "The largest model on the card: layers of Llama 8B, one sequence of 4096"}
+    return f"{of_records(records, on_batch, batch)}\n\n{of_records(records, on_model, model)}"
+
+
+def _at_least(size: int | None, exact: bool | None) -> str | None:
+    return None if size is None else str(size) if exact else f"{size} or more"
+
+
+def ranks(records: Records) -> str:
+    def made(record: dict) -> str:
+        rows = []
+        for each in record["results"]:
+            row = [each["ranks"], quoted(each["backend"]), round(each["tokens_per_second"])]
+            row += [percent(each["decrease"]), percent(each["faster"]), f"{each['loss']:.4f}"]
+            rows.append([*row, percent(each["loss_above"])])
+        header = ["ranks", "backend", "tokens/s/GPU", "decrease", "faster", "loss", "above bf16"]
+        return rst(header, rows)
+
+    names = {
+        "by_ranks_cpu": "Over gloo, each rank on one CPU core",
+        "by_ranks_gpu": "Over NCCL, Llama 1B, each rank a GPU",
+    }
+    return of_records(records, names, made)
+
+
+def start_up(records: Records) -> str:
+    def prepare(record: dict) -> str:
+        rows = []
+        for grown, meta, memory in zip(record["growth"], record["on_meta"], record["memory"], strict=True):
+            seconds = [grown[key]["median_s"] for key in ("one", "two")]
+            added = None if memory["added"] is None else percent(memory["added"] / memory["weights"], sign=False)
+            rows.append([quoted(grown["backend"]), *seconds, grown["ratio"]["ratio"], meta["seconds"], added])
+        n = record["layers"]
+        header = ["backend", f"{n:,} Linears, s", f"{2 * n:,}, s", "ratio", "8 billion on meta, s", "memory added"]
+        return rst(header, rows)
+
+    def imports(record: dict) -> str:
+        rows = [
+            [f"``import {module}``", time["median_s"], record["to_accelerate"][module]["ratio"]]
+            for module, time in record["seconds"].items()
+        ]
+        return rst(["statement", "s", "time / accelerate's"], rows)
+
+    def overhead(record: dict) -> str:
+        cost = record["ratio"]
+        losses = "equal" if record["losses_equal"] else "not equal"
+        interval = f"{cost['ratio']:.4f} [{cost['low']:.4f}, {cost['high']:.4f}]"
+        return rst(
+            ["step through Accelerate / hand-written loop", "first losses"], [[interval, f"{losses} to the bit"]]
+        )
+
+    prepared = of_records(
+        records, {"prepare_cpu": "``prepare``: real weights without a second copy, time linear in layers"}, prepare
+    )
+    imported = of_records(records, {"import_time_cpu": "Imports, each in a new interpreter"}, imports)
+    adapter = of_records(
+        records, {"overhead_cpu": "The adapter: ``ao:tensorwise`` against TorchAO's own loop"}, overhead
+    )
+    return "\n\n".join([prepared, imported, adapter])
+
+
+TABLES: dict[str, Callable[[Records], str]] = {
+    "targets-cpu": targets_cpu,
+    "targets-gpu": targets_gpu,
+    "linear": linear,
+    "step": step,
+    "optimizer": optimizer,
+    "kernels": kernels,
+    "communication": communication,
+    "memory": memory,
+    "largest": largest,
+    "ranks": ranks,
+    "start-up": start_up,
+    "distributed": distributed,
+    "finetune": finetune,
+}
+_MARKED = re.compile(
+    r"^\.\. begin table (?P<name>\S+)\n(?P<text>.*?)^\.\. end table (?P=name)\n", re.DOTALL | re.MULTILINE
+)
+
+
+def between_markers(document: str) -> dict[str, str]:
+    """The text between each pair of markers, by the table's name."""
+    return {found["name"]: found["text"].strip("\n") for found in _MARKED.finditer(document)}
+
+
+def written(document: str, records: Records) -> str:
+    """The document with every marked table as the records have it. Raises KeyError for an unknown name."""
+
+    def put(found: re.Match) -> str:
+        name = found["name"]
+        return f".. begin table {name}\n\n{TABLES[name](records)}\n\n.. end table {name}\n"
+
+    return _MARKED.sub(put, document)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--write", type=Path, help="a file with markers")
+    arguments = parser.parse_args()
+    records = targets.load(arguments.results)
+    if arguments.write:
+        arguments.write.write_text(written(arguments.write.read_text(encoding="utf-8"), records), encoding="utf-8")
+        return
+    for name, table in TABLES.items():
+        print(f".. begin table {name}\n\n{table(records)}\n\n.. end table {name}\n")
+
+
+if __name__ == "__main__":
+    main()

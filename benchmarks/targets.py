@@ -1,0 +1,267 @@
+"""What was to be shown, on a CPU and on a GPU, and what the records of the benchmarks say to it.
+
+Each target is a row of data: which record, how the figure is read from it, and its bound. A figure whose record is
+missing is not yet measured; a miss stays a miss.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from measuring import table
+
+Records = dict[str, dict]
+"""By the name of the file without its ending, such as `linear_cpu`."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """One figure and its bound. `read` takes all records and raises LookupError where one lacks what it asks for."""
+
+    what: str
+    read: Callable[[Records], float]
+    at_most: float | None = None
+    at_least: float | None = None
+
+    def value(self, records: Records) -> float | None:
+        """None: not yet measured."""
+        try:
+            return self.read(records)
+        except LookupError:
+            return None
+
+    def bound(self) -> str:
+        if self.at_most is None and self.at_least is None:
+            return "-"
+        return f"at most {self.at_most:.3g}" if self.at_most is not None else f"at least {self.at_least:.3g}"
+
+    def verdict(self, records: Records) -> str:
+        value = self.value(records)
+        if value is None:
+            return "not yet measured"
+        if self.at_most is None and self.at_least is None:
+            return ""
+        met = value <= self.at_most if self.at_most is not None else value >= self.at_least
+        return "met" if met else "missed"
+
+
+def load(folder: Path) -> Records:
+    return {file.stem: json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))}
+
+
+def one(results: list[dict], **wanted) -> dict:
+    """The only result with these values."""
+    found = [each for each in results if all(each.get(key) == value for key, value in wanted.items())]
+    if len(found) != 1:
+        raise LookupError(f"{len(found)} results with {wanted}")
+    return found[0]
+
+
+def ratio_of(file: str, key: str, **wanted) -> Callable[[Records], float]:
+    """A ratio, paired by round, of one result of a file."""
+    return lambda records: one(records[file]["results"], **wanted)[key]["ratio"]
+
+
+def figure(file: str, key: str, **wanted) -> Callable[[Records], float]:
+    """A plain figure of one result of a file."""
+    return lambda records: one(records[file]["results"], **wanted)[key]
+
+
+def tokens(records: Records, file: str, backend: str, form: str) -> float:
+    """Tokens a second; of `native`, `te` and `ao` alone those of the fastest of its rules that was measured."""
+    rates = [
+        each["tokens_per_second"]
+        for each in records[file]["results"]
+        if each["form"] == form and backend in (each["backend"], each["backend"].split(":")[0])
+    ]
+    if not rates:
+        raise LookupError(f"{file} has no {backend}, {form}")
+    return max(rates)
+
+
+def speed(file: str, backend: str, other: str, form: str) -> Callable[[Records], float]:
+    return lambda records: tokens(records, file, backend, form) / tokens(records, file, other, form)
+
+
+def over(key: str, per: str | None = None, group: str = "results", file: str = "prepare_cpu") -> Callable:
+    """The largest of a figure over all results of a list, relative to another figure of the same result."""
+
+    def read(records: Records) -> float:
+        values = [each[key] for each in records[file][group]]
+        values = [each["ratio"] if isinstance(each, dict) else each for each in values]
+        if None in values or not values:
+            raise LookupError(f"{file} has not all of {key}")
+        return max(v / each[per] if per else v for v, each in zip(values, records[file][group], strict=True))
+
+    return read
+
+
+def of_limit(rate: Callable[[Records], float], limit: Callable[[Records], float]) -> Callable[[Records], float]:
+    return lambda records: rate(records) / limit(records)
+
+
+def fp8_peak(records: Records) -> float:
+    """FLOP/s of the best FP8 product of the same run."""
+    best = records["limits_gpu"]["best_flops_per_second"]
+    return max(rate for name, rate in best.items() if name.startswith("FP8"))
+
+
+def bf16_peak(records: Records) -> float:
+    return records["limits_gpu"]["best_flops_per_second"]["bf16"]
+
+
+def best_linear(backend: str) -> Callable[[Records], float]:
+    """FLOP/s of the widest layer, forward and backward, of the faster form."""
+
+    def read(records: Records) -> float:
+        results = [r for name in ("linear_eager_gpu", "linear_compiled_gpu") for r in records[name]["results"]]
+        rates = [each["tflops"] * 1e12 for each in results if each["backend"] == backend]
+        if not rates:
+            raise LookupError(f"no linear layer of {backend}")
+        return max(rates)
+
+    return read
+
+
+def step_limit(file: str, backend: str, form: str) -> Callable[[Records], float]:
+    """Share of the tokens a second that a step would make if its products with weights ran at the chip's peaks, its
+    attention at bf16's, and all else took no time."""
+
+    def read(records: Records) -> float:
+        found = one(records[file]["results"], backend=backend, form=form)
+        weights, attention = found["flops"]["weights"], found["flops"]["attention"]
+        in_fp8 = weights * found["flops_share"]
+        seconds = in_fp8 / fp8_peak(records) + (weights - in_fp8 + attention) / bf16_peak(records)
+        return seconds / found["median_s"]
+
+    return read
+
+
+def quantize_share(kernel: str) -> Callable[[Records], float]:
+    """Of the copy's bandwidth, over the largest matrix."""
+
+    def read(records: Records) -> float:
+        of_kernel = [each for each in records["quantize_gpu"]["kernels"] if each["kernel"] == kernel]
+        if not of_kernel:
+            raise LookupError(f"quantize_gpu has no {kernel}")
+        return max(of_kernel, key=lambda each: each["shape"][0] * each["shape"][1])["share_of_copy"]
+
+    return read
+
+
+def two_shot_bytes(records: Records) -> float:
+    """Of the largest gradient."""
+    reduced = [each for each in records["comm_cpu"]["collectives"] if each["collective"] == "all-reduce"]
+    return max(reduced, key=lambda each: each["elements"])["bytes_over"]["FP32"]
+
+
+ON_CPU = (
+    Target(
+        "linear, forward + backward: ``native:dynamic`` / TorchAO tensorwise, eager",
+        ratio_of("linear_cpu", "to_torchao", backend="native:dynamic", form="eager"),
+        at_most=0.5,
+    ),
+    Target(
+        "the same / plain bf16", ratio_of("linear_cpu", "to_bf16", backend="native:dynamic", form="eager"), at_most=1.6
+    ),
+    Target(
+        "the same: ``native:delayed`` / ``native:dynamic``",
+        ratio_of("linear_cpu", "to_dynamic", backend="native:delayed", form="eager"),
+        at_most=1.0,
+    ),
+    Target("optimizer step, O2 / TorchAO's AdamWFp8", ratio_of("optimizer_cpu", "to_torchao", step="O2"), at_most=0.3),
+    Target(
+        "the same / ``torch.optim.AdamW(fused=True)``", ratio_of("optimizer_cpu", "to_fused", step="O2"), at_most=3.5
+    ),
+    Target("its bytes / those of FP32", lambda r: figure("optimizer_cpu", "bytes", step="O2")(r) / 16, at_most=0.3751),
+    Target(
+        "adapter / hand-written TorchAO loop", lambda records: records["overhead_cpu"]["ratio"]["ratio"], at_most=1.02
+    ),
+    Target("FP8 two-shot all-reduce, bytes sent / FP32's", two_shot_bytes, at_most=0.26),
+    Target("``prepare`` of 4,000 Linears / of 2,000", over("ratio", group="growth"), at_most=2.2),
+    Target("``prepare`` of 8 billion parameters on the meta device, s", over("seconds", group="on_meta"), at_most=10),
+    Target("``prepare``, memory added / weights", over("added", "weights", group="memory"), at_most=0.5),
+    Target(
+        "``import fp8_backends`` / ``import accelerate``",
+        lambda records: records["import_time_cpu"]["to_accelerate"]["fp8_backends"]["ratio"],
+        at_most=1.3,
+    ),
+)
+"""The largest over all backends, where no backend is named."""
+
+_8B, _1B = "step_8b_gpu", "step_1b_gpu"
+ON_GPU = (
+    Target(
+        "layers of Llama 8B, sequence 8192, compiled: tokens/s, native / bf16",
+        speed(_8B, "native", "bf16", "compiled"),
+        at_least=1.35,
+    ),
+    Target("the same / TorchAO tensorwise", speed(_8B, "native", "ao:tensorwise", "compiled"), at_least=1.0),
+    Target("the same / TransformerEngine", speed(_8B, "native", "te", "compiled"), at_least=0.97),
+    Target("the same, eager: native / bf16", speed(_8B, "native", "bf16", "eager"), at_least=1.25),
+    Target("Llama 1B, sequence 4096, compiled: native / bf16", speed(_1B, "native", "bf16", "compiled"), at_least=1.2),
+    Target(
+        "layers of Llama 8B: peak memory, ``msamp:O2`` / bf16",
+        figure(_8B, "peak_to_bf16", backend="msamp:O2", form="eager"),
+        at_most=0.61,
+    ),
+    Target("the same: tokens/s, ``msamp:O2`` / native", speed(_8B, "msamp:O2", "native", "eager"), at_least=1.0),
+    Target(
+        "optimizer kernel, O2: bandwidth / a copy's", figure("optimizer_gpu", "copy_share", step="O2"), at_least=0.8
+    ),
+    Target("quantise kernel, ``delayed``: bandwidth / a copy's", quantize_share("delayed, both layouts"), at_least=0.7),
+    Target("quantise kernels, ``dynamic``: the same", quantize_share("dynamic, both layouts"), at_least=0.7),
+)
+"""`native` is the faster of its rules."""
+
+AGAINST_LIMITS = (
+    Target("bf16 product, TFLOP/s", lambda records: bf16_peak(records) / 1e12),
+    Target("FP8 product, TFLOP/s", lambda records: fp8_peak(records) / 1e12),
+    Target("copy, GB/s read plus written", lambda records: records["limits_gpu"]["copy"]["bytes_per_second"] / 1e9),
+    Target("linear, ``native:dynamic`` / FP8 peak", of_limit(best_linear("native:dynamic"), fp8_peak)),
+    Target("linear, ``native:delayed`` / FP8 peak", of_limit(best_linear("native:delayed"), fp8_peak)),
+    Target("linear, bf16 / bf16 peak", of_limit(best_linear("bf16"), bf16_peak)),
+    Target("step of 8B layers, bf16, compiled / its limit", step_limit(_8B, "bf16", "compiled")),
+    Target(
+        "step of 8B layers, ``native:dynamic``, compiled / its limit", step_limit(_8B, "native:dynamic", "compiled")
+    ),
+    Target("step of Llama 1B, bf16, compiled / its limit", step_limit(_1B, "bf16", "compiled")),
+    Target("step of Llama 1B, ``native:dynamic``, compiled / its limit", step_limit(_1B, "native:dynamic", "compiled")),
+)
+"""Shares of what the chip can do at most, measured in the same run. Not targets: no bound."""
+
+
+def rows(targets: tuple[Target, ...], records: Records) -> list[list[str]]:
+    """What, figure, bound, verdict."""
+    found = []
+    for target in targets:
+        value = target.value(records)
+        shown = "-" if value is None else f"{value:.3g}" if value < 100 else f"{value:.0f}"
+        found.append([target.what, shown, target.bound(), target.verdict(records)])
+    return found
+
+
+def report(targets: tuple[Target, ...], records: Records) -> str:
+    """`rows` as plain text; without the columns of bounds and verdicts where no target has a bound."""
+    found = [[cell.replace("``", "") for cell in row] for row in rows(targets, records)]
+    if all(target.bound() == "-" for target in targets):
+        return table(["against the limit of the hardware", "measured"], [row[:2] for row in found])
+    return table(["target", "measured", "bound", "verdict"], found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="with the records")
+    parser.add_argument("--on", choices=("cpu", "gpu"), default="cpu")
+    arguments = parser.parse_args()
+    records = load(arguments.folder)
+    for targets in (ON_CPU,) if arguments.on == "cpu" else (AGAINST_LIMITS, ON_GPU):
+        print(report(targets, records), end="\n\n")
+
+
+if __name__ == "__main__":
+    main()
