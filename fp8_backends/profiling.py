@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch._C._autograd import DeviceType
 from torch.autograd.profiler import profile, record_function
+from torch.utils.hooks import RemovableHandle
 
 from .compute import DGRAD, FPROP, WGRAD, ProductCounts
 
@@ -77,11 +78,7 @@ class ProductProfile:
         elif active:
             return False
         self._profiler = taken or profile(use_kineto=True, record_shapes=True)
-        hooks = []
-        for index, layer in enumerate(self.layers):
-            mark = _Mark(index)
-            hooks.append(layer.module.register_forward_pre_hook(mark))
-            hooks.append(layer.module.register_forward_hook(mark, always_call=True))
+        hooks = _hooked([layer.module for layer in self.layers])
         if taken is None:
             with _without_profiler_messages():
                 self._profiler.__enter__()
@@ -168,24 +165,46 @@ def _end(profiler: profile, hooks: list) -> None:
         profiler.__exit__(None, None, None)
 
 
-class _Mark:
-    """Forward hook before and after a layer: opens and closes its range. A copied or unpickled model has it inert."""
+def _hooked(modules: list[nn.Module]) -> list[RemovableHandle]:
+    """Marks on all of these: one hook, under one number in each. A compiler guards on both, and modules that are alike
+    go on sharing its code."""
+    marks, handles = _Marks(modules), []
+    for module in modules:
+        before = module.register_forward_pre_hook(marks)
+        after = module.register_forward_hook(marks, always_call=True)
+        first = handles[:2] or (before, after)
+        _renumber(before, first[0].id, module._forward_pre_hooks)
+        _renumber(after, first[1].id, module._forward_hooks, module._forward_hooks_always_called)
+        handles += before, after
+    return handles
 
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.open: list[record_function] = []
+
+def _renumber(handle: RemovableHandle, number: int, *hooks: dict) -> None:
+    for each in hooks:
+        each[number] = each.pop(handle.id)
+    handle.id = number
+
+
+class _Marks:
+    """Forward hook before and after layers: opens and closes a layer's range. A copied or unpickled model has it
+    inert."""
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self.index_of = weakref.WeakKeyDictionary({module: index for index, module in enumerate(modules)})
+        self.open: defaultdict[int, list[record_function]] = defaultdict(list)
 
     def __call__(self, module: nn.Module, args, *output) -> None:
         if torch.compiler.is_compiling():
             return
+        index = self.index_of[module]
         if output:
-            if self.open:
-                self.open.pop().__exit__(None, None, None)
+            if self.open[index]:
+                self.open[index].pop().__exit__(None, None, None)
             return
         again = torch._C._current_graph_task_id() != -1
-        range_ = record_function(f"{_MARK}{self.index}{_AGAIN if again else ''}")
+        range_ = record_function(f"{_MARK}{index}{_AGAIN if again else ''}")
         range_.__enter__()
-        self.open.append(range_)
+        self.open[index].append(range_)
 
     def __reduce__(self):
         return inert_hook, ()

@@ -11,9 +11,9 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
+import by_ranks  # noqa: E402
 import largest  # noqa: E402
 import prepare  # noqa: E402
-import by_ranks  # noqa: E402
 import tables  # noqa: E402
 import targets  # noqa: E402
 import training  # noqa: E402

@@ -137,6 +137,23 @@ def test_compiled_steps_count_what_eager_steps_do(tokens, capfd):
     assert counts(model) == counts(eager)
 
 
+def test_layers_compiled_one_by_one_share_their_code_while_the_proof_counts(capfd):
+    """Dynamo compiles a function eight times and no more: with a hook of its own in each layer, the ninth ran eager."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(10)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    preparation.prepare(model, optimizer, "ao:tensorwise")
+    for block in model:
+        block.compile(backend="aot_eager")
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for _ in range(2):
+        step(model, optimizer)
+    made = torch._dynamo.utils.counters["stats"]["unique_graphs"] - before
+    assert made <= 2  # with the hooks and, after the proof, without them
+    assert "10/10 Linear" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("spec", BACKENDS)
 def test_the_proof_recompiles_nothing(spec):
     torch._dynamo.reset()
