@@ -69,7 +69,7 @@ def test_the_parts_of_a_gpu_run_fit_in_nine_minutes_by_their_own_limits(group):
 @pytest.mark.slow
 def test_the_questions_of_a_cpu_alone_are_answered_and_kept(tmp_path):
     """Those whose scripts the rehearsal of the GPU's run does not start."""
-    names = ["import_time", "comm", "overhead", "prepare", "ranks"]
+    names = ["import_time", "comm", "overhead", "prepare", "by_ranks"]
     done = rehearse("cpu.sh", "--small", "--only", ",".join(names), "--out", str(tmp_path))
     assert done.returncode == 0 and "nothing failed" in done.stdout, done.stdout + done.stderr
     assert "first losses equal to the bit: True" in done.stdout
