@@ -34,8 +34,8 @@ def rst(header: list[str], rows: list[list]) -> str:
 
 
 def _text(cell: object) -> str:
-    if cell is None:
-        return "-"
+    if cell in (None, "-"):
+        return "\N{EN DASH}"  # a hyphen alone would begin a list
     return (
         f"{cell:.3g}"
         if isinstance(cell, float) and abs(cell) < 100
