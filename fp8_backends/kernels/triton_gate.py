@@ -63,7 +63,7 @@ def _fake_mode_is_on() -> bool:
 
 @functools.cache
 def _runs_on(device: int) -> bool:
-    return torch.version.hip is None and _capability(device) >= _OLDEST and _triton_is_there()
+    return torch.version.hip is None and _capability(device) >= _OLDEST and _triton_is_there() and _passes_trial(device)
 
 
 @functools.cache
@@ -88,3 +88,20 @@ def _triton_is_there() -> bool:
         )
         return False
     return True
+
+
+def _passes_trial(device: int) -> bool:
+    from . import triton_trial
+
+    try:
+        obstacle = triton_trial.obstacle(torch.device("cuda", device))
+    except Exception as error:  # compilers and drivers have no error in common
+        obstacle = f"{type(error).__name__}: {error}"
+    if obstacle is not None:
+        logger.warning(
+            "Triton's kernels are not used on cuda:%d (%s): FP8 casts, optimizer steps and messages run as plain "
+            "PyTorch operations, several times slower. Triton needs a C compiler at run time: gcc, or what CC names.",
+            device,
+            obstacle,
+        )
+    return obstacle is None

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import logging
 import sys
+import types
 
 import pytest
 import torch
 
+from fp8_backends import kernels
 from fp8_backends.kernels import triton_gate
 
 
@@ -33,6 +35,7 @@ def gpu(monkeypatch):
 
     monkeypatch.setattr(triton_gate, "_KINDS", (OnGPU,))
     monkeypatch.setattr(triton_gate, "_triton_is_there", lambda: True)
+    monkeypatch.setattr(triton_gate, "_passes_trial", lambda device: True)
     yield of
     triton_gate._runs_on.cache_clear()
 
@@ -63,6 +66,25 @@ def test_without_triton_it_is_said_once(monkeypatch, caplog):
     (record,) = caplog.records
     assert "Triton cannot be imported" in record.message and "pip install triton" in record.message
     triton_gate._triton_is_there.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "found", [RuntimeError("Failed to find C compiler"), "3 of 65536 casts to e4m3 differ", None], ids=str
+)
+def test_a_gpu_where_the_trial_fails_keeps_plain_operations_and_says_why(found, monkeypatch, caplog):
+    def obstacle(device):  # a stand-in: the trial itself needs Triton, and a GPU
+        assert device == torch.device("cuda", 1)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    monkeypatch.setitem(sys.modules, "fp8_backends.kernels.triton_trial", types.SimpleNamespace(obstacle=obstacle))
+    monkeypatch.setattr(kernels, "triton_trial", sys.modules["fp8_backends.kernels.triton_trial"], raising=False)
+    with caplog.at_level(logging.WARNING):
+        assert triton_gate._passes_trial(1) == (found is None)
+    assert [str(found) in record.message and "cuda:1" in record.message for record in caplog.records] == [True] * bool(
+        found
+    )
 
 
 def test_a_cpu_alone_does_not(monkeypatch):

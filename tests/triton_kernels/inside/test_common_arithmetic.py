@@ -10,6 +10,7 @@ import triton.language as tl
 from fp8_backends import scaling
 from fp8_backends.formats import E4M3, E5M2, FP16, saturating_cast
 from fp8_backends.kernels import triton_common as common
+from fp8_backends.kernels import triton_trial
 
 BLOCK = 2**15
 
@@ -105,3 +106,14 @@ def test_conversions_and_magnitudes_of_every_number(dtype):
     _conversions_kernel[(2,)](x, fp32, magnitude, len(x), BLOCK)
     assert same_bits(fp32[~x.isnan()], x[~x.isnan()].float()) and fp32[x.isnan()].isnan().all()
     assert same_bits(magnitude, scaling.without_nan(x.float()).abs())
+
+
+def test_the_trial_of_a_device_finds_casts_that_differ(monkeypatch):
+    cpu = torch.device("cpu")
+    assert triton_trial.obstacle(cpu) is None
+
+    def wrong_in_two(x, fmt):
+        return saturating_cast(torch.where(x.abs() == 1.0625, 2 * x, x), fmt)
+
+    monkeypatch.setattr(triton_trial, "saturating_cast", wrong_in_two)
+    assert triton_trial.obstacle(cpu) == "2 of 65536 casts to e4m3 differ from PyTorch's"
