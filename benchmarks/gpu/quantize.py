@@ -72,7 +72,7 @@ def one(x: torch.Tensor) -> torch.Tensor:
 _ONES: dict[torch.device, torch.Tensor] = {}
 
 
-def blocks(x: torch.Tensor, kind: scaling.Blocks, rows: bool = True, columns: bool = True) -> quantization.Layouts:
+def blocks(x: torch.Tensor, kind: scaling.Blocks, rows: bool = True, columns: bool = True) -> Layouts:
     return quantization.quantize_blocks(x, kind, E4M3, rows, columns)
 
 

@@ -28,7 +28,8 @@ import torch.distributed as dist
 
 from ..formats import E4M3
 from ..kernels import messages
-from ..kernels.messages import BLOCK, Part, decode, encode
+from ..kernels.message_format import BLOCK, Part
+from ..kernels.messages import decode, encode
 
 LONG = 2**18
 """Values of a message from which on zeros may follow them, 0.8 % at most."""

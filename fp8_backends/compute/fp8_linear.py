@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..kernels.quantization import Layouts
+from ..kernels.layouts import Layouts
 from ..parameter_exchange import belongings_kept
 from ..scaling import INPUT, WEIGHT, new_delayed_state, new_window_state
 from . import COMPUTE_DTYPES, native_params

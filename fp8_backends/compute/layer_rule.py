@@ -8,7 +8,7 @@ import torch
 
 from ..formats import Format
 from ..kernels import quantization
-from ..kernels.quantization import DYNAMIC, POWER_OF_TWO, WINDOW, Layouts
+from ..kernels.layouts import DYNAMIC, POWER_OF_TWO, WINDOW, Layouts
 from ..scaled_tensor import ScaledTensor
 from ..scaling import (
     MX,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..kernels.quantization import Layouts
+from ..kernels.layouts import Layouts
 from ..scaling import GRAD_OUTPUT, Quantized
 from .layer_rule import LayerRule, Stored, quantized, record
 from .products import scaled_product

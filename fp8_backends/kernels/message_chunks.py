@@ -15,8 +15,8 @@ import torch
 
 from ..formats import E4M3
 from ..scaling import power_of_two_scale
+from .message_format import BLOCK, Part, columns_of, shape_of
 from .message_reference import decode, exponents_of, scales_of
-from .messages import BLOCK, Part, columns_of, shape_of
 
 __all__ = ["decode", "dequantize", "encode", "pack", "reduce", "reduce_values", "unpack"]
 

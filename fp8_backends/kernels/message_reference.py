@@ -9,7 +9,7 @@ import torch
 
 from ..formats import E4M3, saturating_cast
 from ..scaling import power_of_two_scale, scale_inv_of
-from .messages import BLOCK, Part, columns_of
+from .message_format import BLOCK, Part, columns_of
 
 
 def pack(parts: Sequence[Part], rows: int, columns: int, rank: int, rounded: bool) -> tuple[torch.Tensor, torch.Tensor]:

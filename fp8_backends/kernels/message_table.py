@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from .messages import BLOCK, Part
+from .message_format import BLOCK, Part
 
 VECTOR = 16
 """Bytes that a thread of a GPU reads or writes at once, from addresses that are a multiple of them."""

@@ -17,7 +17,7 @@ import triton.language as tl
 from ..formats import Format
 from ..scaling import MX, ROWS, SQUARES, VECTORS, Blocks
 from . import triton_gate
-from .quantization import Layouts
+from .layouts import Layouts
 from .triton_common import (
     as_bits,
     format_max,

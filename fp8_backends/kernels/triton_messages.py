@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 
 from ..formats import E4M3
+from .message_format import BLOCK, Part, columns_of, shape_of
 from .message_table import tables
-from .messages import BLOCK, Part, columns_of, shape_of
 from .triton_common import (
     OPTIONS,
     as_bits,

@@ -19,7 +19,7 @@ import triton.language as tl
 from ..formats import Format
 from ..scaling import ROLLS, SCALE, WINDOW
 from . import triton_gate
-from .quantization import DYNAMIC, Layouts
+from .layouts import DYNAMIC, Layouts
 from .triton_common import (
     OPTIONS,
     as_bits,

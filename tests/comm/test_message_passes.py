@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fp8_backends.kernels import message_chunks, message_reference, messages
-from fp8_backends.kernels.messages import BLOCK, Part
+from fp8_backends.kernels.message_format import BLOCK, Part
 
 
 @pytest.fixture(params=[2 * BLOCK, 2**18], ids=["small chunks", "chunks"])

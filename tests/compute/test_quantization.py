@@ -10,7 +10,7 @@ from fp8_backends import scaling
 from fp8_backends.compute import products
 from fp8_backends.formats import E4M3, E5M2, saturating_cast
 from fp8_backends.kernels import cpu_casts, quantization
-from fp8_backends.kernels.quantization import DYNAMIC, POWER_OF_TWO, WINDOW
+from fp8_backends.kernels.layouts import DYNAMIC, POWER_OF_TWO, WINDOW
 from fp8_backends.scaling import (
     INPUT,
     MX,

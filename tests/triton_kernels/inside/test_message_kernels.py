@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from fp8_backends.kernels import message_reference, messages, triton_messages
+from fp8_backends.kernels.message_format import BLOCK, Part
 from fp8_backends.kernels.message_table import tables
-from fp8_backends.kernels.messages import BLOCK, Part
 
 
 @pytest.mark.parametrize("rounded", [False, True])

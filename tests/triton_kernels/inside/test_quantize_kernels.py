@@ -8,7 +8,7 @@ import torch
 from fp8_backends import scaling
 from fp8_backends.formats import E4M3, E5M2
 from fp8_backends.kernels import triton_block_quantize, triton_quantize
-from fp8_backends.kernels.quantization import DYNAMIC, POWER_OF_TWO, WINDOW, Layouts
+from fp8_backends.kernels.layouts import DYNAMIC, POWER_OF_TWO, WINDOW, Layouts
 from fp8_backends.scaling import MX, ROWS, SQUARES, VECTORS
 
 FORMATS = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
