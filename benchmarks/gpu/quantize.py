@@ -30,6 +30,7 @@ from measuring import interleaved, summary, synchronize, table, write_json  # no
 from fp8_backends import scaling  # noqa: E402
 from fp8_backends.formats import E4M3, E5M2  # noqa: E402
 from fp8_backends.kernels import quantization, triton_gate  # noqa: E402
+from fp8_backends.kernels.layouts import Layouts  # noqa: E402
 from fp8_backends.scaling import MX, ROWS, SQUARES, VECTORS  # noqa: E402
 
 SHAPES = {"cuda": [(8192, 4096), (8192, 14336)], "cpu": [(48, 80)]}
