@@ -219,11 +219,6 @@ MX = Blocks(1, 32, mx_scale, e8m0_bits)
 """`mxfp8`."""
 
 
-def row_amax(x: torch.Tensor) -> torch.Tensor:
-    """max |x| of each row of a matrix, NaN left out. FP32, [rows, 1]."""
-    return ROWS.amax(x)
-
-
 def quantize_rowwise(x: torch.Tensor, fmt: Format) -> Quantized:
     """One scale for each row of x."""
     return ROWS.quantize(x, fmt)

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from .adam_table import AdamTable, Kind
+from .eager import is_eager
 
 _SOURCE = Path(__file__).with_name("adam_cpu.cpp")
 _DTYPES = {
@@ -74,12 +75,7 @@ class _Table(ctypes.Structure):
 
 def usable(tensor: torch.Tensor) -> bool:
     """Whether this is real memory of the CPU, in eager mode."""
-    return tensor.device.type == "cpu" and type(tensor) in (torch.Tensor, torch.nn.Parameter) and not _is_traced()
-
-
-def _is_traced() -> bool:
-    fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-    return torch.compiler.is_compiling() or fake is not None
+    return is_eager(tensor) and tensor.device.type == "cpu"
 
 
 def kernels(kind: Kind) -> CPUKernels | None:

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 import torch
 
 from ..formats import Format
+from .eager import is_eager
 
 PART = 2**19
 """Elements that are worked on at a time: 2 MiB in FP32. Smaller parts are no faster, and threads meet at the end of
@@ -30,9 +31,7 @@ FEWEST = 2**13
 def serves(tensor: torch.Tensor) -> bool:
     """Whether these are real numbers in a CPU's memory, in eager mode, and so many that it pays. What is traced takes
     the reference as one."""
-    if torch.compiler.is_compiling() or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        return False
-    return tensor.device.type == "cpu" and tensor.numel() >= FEWEST
+    return is_eager(tensor) and tensor.device.type == "cpu" and tensor.numel() >= FEWEST
 
 
 def cast(x: torch.Tensor, factor: torch.Tensor, fmt: Format) -> torch.Tensor:

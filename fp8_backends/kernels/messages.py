@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 import torch
 
+from .eager import is_eager
 from .message_format import Part
 from .triton_gate import usable
 
@@ -87,5 +88,4 @@ def _implementation(tensor: torch.Tensor):
         return triton_messages
     from . import message_chunks, message_reference
 
-    plain = tensor.device.type == "cpu" and type(tensor) is torch.Tensor
-    return message_chunks if plain else message_reference
+    return message_chunks if is_eager(tensor) and tensor.device.type == "cpu" else message_reference

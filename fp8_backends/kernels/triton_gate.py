@@ -13,10 +13,10 @@ import os
 
 import torch
 
+from .eager import is_eager
+
 VARIABLE = "FP8_BACKENDS_TRITON"
 
-_KINDS = (torch.Tensor, torch.nn.Parameter)
-"""Exact types. A subclass may stand for other memory than its own: fake, sharded, or traced tensors."""
 _OLDEST = (8, 0)
 """CUDA capability; older GPUs have no bf16, and Triton does not support them."""
 _FP8_CASTS = (8, 9)
@@ -30,10 +30,10 @@ def usable(tensor: torch.Tensor) -> bool:
 
     False under `torch.compile`, whose Inductor makes kernels of its own, and for fake and meta tensors.
     """
-    if torch.compiler.is_compiling():  # first: the compiler takes it as a constant, and traces nothing below
+    if not is_eager(tensor):  # first: under a compiler nothing below may be traced
         return False
     wanted = os.environ.get(VARIABLE, "")
-    if wanted == "0" or type(tensor) not in _KINDS or _fake_mode_is_on():
+    if wanted == "0":
         return False
     if tensor.is_cuda:
         return _runs_on(tensor.get_device())
@@ -55,10 +55,6 @@ def multiprocessors(tensor: torch.Tensor) -> int:
 def on_device_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager:
     """The context in which a kernel that works on this tensor is launched: Triton takes the current device."""
     return torch.cuda.device(tensor.get_device()) if tensor.is_cuda else contextlib.nullcontext()
-
-
-def _fake_mode_is_on() -> bool:
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 @functools.cache
