@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import platform
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -14,6 +17,9 @@ FP8_ROCM = ("gfx94", "gfx95")
 """AMD architectures with FP8 matrix units (MI300, MI350)."""
 OCP_ROCM = ("gfx95",)
 """Those whose codes are `torch.float8_e4m3fn` and `e5m2`. MI300's are the kind `fnuz`, with other values."""
+
+_BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16", "sve_bf16")
+"""As `torch.cpu.get_capabilities` names them; the last two are Arm's."""
 
 LIBRARIES = ("torch", "accelerate", "torchao", "transformer-engine", "transformers", "safetensors")
 
@@ -94,9 +100,40 @@ def torch_release() -> tuple[int, int]:
 
 
 def cpu_bf16() -> bool:
-    """Whether this CPU has instructions for bf16 products (AVX-512 BF16, AMX, or Arm's)."""
-    supported = getattr(torch.cpu, "get_capabilities", dict)()
-    return any(supported.get(name, False) for name in ("avx512_bf16", "amx_bf16", "amx_tile", "bf16"))
+    """Whether this CPU has instructions for bf16 products, and PyTorch uses them as it is set now.
+
+    Without either, PyTorch's bf16 products take from 7 to 1,000 times as long as FP32's, by their layout. Its own check
+    is asked first: oneDNN may be missing (Apple) or switched off (`torch.backends.mkldnn.enabled`). It alone is not
+    enough: oneDNN serves bf16 on any AVX-512, by way of FP32, in four times the time of an FP32 product.
+    """
+    return torch.backends.mkldnn.enabled and _cpu_has_bf16()
+
+
+@functools.cache
+def _cpu_has_bf16() -> bool:
+    try:
+        in_onednn = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    except (AttributeError, RuntimeError):  # a PyTorch that was built without it
+        return False
+    return in_onednn and any(_cpu_capabilities().get(name, False) for name in _BF16_INSTRUCTIONS)
+
+
+def cpu_scaled_mm() -> bool:
+    """Whether `torch._scaled_mm` is of use on this CPU. From AMX on, PyTorch hands products of codes with one scale to
+    oneDNN, which has a fast form of them for AMX-FP16 alone: elsewhere they take a thousand times as long."""
+    capabilities = _cpu_capabilities()
+    slow = capabilities.get("amx_int8", False) and not capabilities.get("amx_fp16", False)
+    return not (torch.backends.mkldnn.enabled and slow)
+
+
+def _cpu_capabilities() -> Mapping[str, Any]:
+    return getattr(torch.cpu, "get_capabilities", dict)()
+
+
+def fast_dtype(device: torch.device | str) -> torch.dtype:
+    """In what FP8 training computes around FP8 on this device unless it is told: bf16, or FP32 on a CPU without bf16
+    products."""
+    return torch.float32 if torch.device(device).type == "cpu" and not cpu_bf16() else torch.bfloat16
 
 
 def describe() -> Hardware:
