@@ -118,6 +118,11 @@ def _cpu_has_bf16() -> bool:
     return in_onednn and any(_cpu_capabilities().get(name, False) for name in _BF16_INSTRUCTIONS)
 
 
+def cpu_multiplies(dtype: torch.dtype) -> bool:
+    """Whether this CPU multiplies matrices of bf16, fp16 or FP32 in hardware."""
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and cpu_bf16())
+
+
 def cpu_scaled_mm() -> bool:
     """Whether `torch._scaled_mm` is of use on this CPU. From AMX on, PyTorch hands products of codes with one scale to
     oneDNN, which has a fast form of them for AMX-FP16 alone: elsewhere they take a thousand times as long."""

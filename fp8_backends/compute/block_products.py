@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from .. import hardware
 from ..kernels.quantization import dequantize_blocks
 from ..scaling import MX, SQUARES, Blocks, Quantized
-from .products import ALIGNMENT, BF16_EXACT, EMULATED, SCALED_MM, pad, row_major
+from .products import ALIGNMENT, EMULATED, SCALED_MM, VALUES, exact_engine, pad, row_major
 
 _GPUS = {128: ((9,), (12, 9)), 32: ((10, 11), (12, 8))}
 """Elements of the contraction that share a scale: major capabilities with such products, and the first CUDA release
@@ -29,14 +29,14 @@ def block_engine_for(device: torch.device, out_dtype: torch.dtype, length: int) 
     """Which engine multiplies FP8 operands with a scale for so many elements of the contraction, 128 or 32.
 
     - `scaled_mm`: `torch.nn.functional.scaled_mm`'s operator: 128 on Hopper, 32 (MXFP8) on Blackwell.
-    - `bf16-exact`: codes times scales in bf16. Taken on a CPU for bf16 results.
+    - `bf16-exact`, `fp32-exact`: codes times scales in that dtype, on a CPU as `products.engine_for` chooses.
     - `emulated`: the same in FP32, everywhere else.
     """
     if device.type == "cuda":
         # a CUDA device without a driver is a fake tensor's: judge it as the GPU that it stands for
         return SCALED_MM if not hardware.has_gpu() or _gpu_has(device, length) else EMULATED
-    if device.type == "cpu" and out_dtype == torch.bfloat16:
-        return BF16_EXACT
+    if device.type == "cpu":
+        return exact_engine(out_dtype)
     return SCALED_MM if device.type == "meta" else EMULATED
 
 
@@ -70,9 +70,8 @@ def block_scaled_product(
         multiply = _mx_scaled_mm if a_blocks is MX else _vector_scaled_mm
         product = multiply(a, b, b_blocks, product_dtype)
         return product.narrow(0, 0, a.codes.shape[0]).narrow(1, 0, b.codes.shape[0]).to(out_dtype)
-    exact_dtype = torch.bfloat16 if engine == BF16_EXACT else torch.float32
     with torch.autocast(a.codes.device.type, enabled=False):  # autocast would round FP32 operands to bf16
-        values = dequantize_blocks(a, a_blocks, exact_dtype), dequantize_blocks(b, b_blocks, exact_dtype)
+        values = dequantize_blocks(a, a_blocks, VALUES[engine]), dequantize_blocks(b, b_blocks, VALUES[engine])
         product = torch.mm(values[0], values[1].t())
     return product.to(out_dtype)
 

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 from .. import hardware
 from ..scaling import Quantized
+from . import products
 from .products import ALIGNMENT, engine_for, scaled_product
 
 SCALED_GROUPED_MM = "scaled_grouped_mm"
@@ -230,7 +231,7 @@ def plain_wgrad(a: torch.Tensor, b: torch.Tensor, groups: Groups) -> torch.Tenso
 def _plain_product_by_group(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     out = a.new_empty(a.shape[0], b.shape[1])
     for group, begin, end in rows_of_groups(ends):
-        out[begin:end] = torch.mm(a[begin:end], b[group].t())
+        out[begin:end] = products.plain_product(a[begin:end], b[group])
     return out
 
 
@@ -243,7 +244,7 @@ def _(a, b, ends):
 def _plain_wgrad_by_group(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     out = _zeros_where_empty(a.new_empty(ends.shape[0], a.shape[1], b.shape[1]), ends)
     for group, begin, end in rows_of_groups(ends):
-        out[group] = torch.mm(a[begin:end].t(), b[begin:end])
+        out[group] = products.plain_product(a[begin:end].t(), b[begin:end].t())
     return out
 
 

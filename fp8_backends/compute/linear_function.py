@@ -7,7 +7,7 @@ import torch
 from ..kernels.layouts import Layouts
 from ..scaling import GRAD_OUTPUT, Quantized
 from .layer_rule import LayerRule, Stored, quantized, record
-from .products import scaled_product
+from .products import plain_product, scaled_product
 
 FPROP, DGRAD, WGRAD, RECOMPUTED = range(4)
 """Elements of the counter `fp8_products`."""
@@ -25,7 +25,7 @@ class LinearFunction(torch.autograd.Function):
     def forward(ctx, x, weight, bias, counts, state, rule, out_dtype, *operands):
         x8, w8, stored = Layouts(*operands[:4]), Layouts(*operands[4:8]), Stored(*operands[8:])
         if rule.high_precision[FPROP]:
-            y = _plain_product(x.reshape(-1, x.shape[-1]), stored.values(out_dtype), out_dtype)
+            y = plain_product(x.reshape(-1, x.shape[-1]).to(out_dtype), stored.values(out_dtype))
         else:
             y = _fprop(rule, x8.along_columns(), w8.along_columns(), stored, out_dtype)
             counts.select(0, RECOMPUTED if inside_backward() else FPROP).add_(1)
@@ -98,7 +98,7 @@ def _fprop(rule, x8, w8, stored, out_dtype) -> torch.Tensor:
 def _dgrad(rule, dy, dy8, weight, weight_scale, out_dtype) -> torch.Tensor:
     """dx [tokens, in] from dy [tokens, out]; `weight` is w [out, in] as stored, or codes of w.T with one scale."""
     if rule.high_precision[DGRAD]:
-        return _plain_product(dy, Stored(weight, weight_scale).values(out_dtype).t(), out_dtype)
+        return plain_product(dy.to(out_dtype), Stored(weight, weight_scale).values(out_dtype).t())
     if rule.along is None:
         return scaled_product(dy8.along_columns(), Quantized(weight, weight_scale), out_dtype)
     blocks, weight_blocks = rule.along
@@ -109,15 +109,10 @@ def _dgrad(rule, dy, dy8, weight, weight_scale, out_dtype) -> torch.Tensor:
 def _wgrad(rule, dy, dy8, x, x_scale, out_dtype) -> torch.Tensor:
     """dw [out, in] from dy [tokens, out] and x; `x` is x itself, or codes of x.T."""
     if rule.high_precision[WGRAD]:
-        return _plain_product(dy.t(), x.reshape(-1, x.shape[-1]).t(), out_dtype)
+        return plain_product(dy.to(out_dtype).t(), x.reshape(-1, x.shape[-1]).to(out_dtype).t())
     if rule.along is None:
         return scaled_product(dy8.along_rows(), Quantized(x, x_scale), out_dtype)
     return rule.along.product(dy8.along_rows(), Quantized(x, x_scale), rule.along.blocks, out_dtype)
-
-
-def _plain_product(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
-    """a [m, k] @ b [n, k].T in the output's dtype."""
-    return torch.mm(a.to(out_dtype), b.to(out_dtype).t())
 
 
 def inside_backward() -> bool:

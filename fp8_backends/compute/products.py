@@ -23,26 +23,36 @@ from ..scaling import Quantized
 ALIGNMENT = 16
 """FP8 products take multiples of this in the contraction and in the columns of the result."""
 
-SCALED_MM, BF16_EXACT, EMULATED = "scaled_mm", "bf16-exact", "emulated"
+SCALED_MM, BF16_EXACT, FP32_EXACT, EMULATED = "scaled_mm", "bf16-exact", "fp32-exact", "emulated"
+VALUES = {BF16_EXACT: torch.bfloat16, FP32_EXACT: torch.float32, EMULATED: torch.float32}
+"""In what the engines that have no FP8 products multiply the codes, all of which are values of either."""
 
 
 def engine_for(device: torch.device, out_dtype: torch.dtype) -> str:
     """Which engine multiplies FP8 operands on this device.
 
-    - `scaled_mm`: `torch._scaled_mm`, the hardware's FP8 units (on a CPU: an exact software product).
+    - `scaled_mm`: `torch._scaled_mm`, the hardware's FP8 units.
     - `bf16-exact`: every E4M3 and E5M2 value is a bf16 value, so a bf16 product with FP32 accumulation of the codes
-      is the same product. Taken on a CPU for bf16 results, where it is about three times as fast.
+      is the same product. Taken for bf16 results on a CPU that has such products in hardware.
+    - `fp32-exact`: the same in FP32. Taken on a CPU for all else: without the hardware a bf16 product takes from 7 to
+      1,000 times as long, and `torch._scaled_mm` is either this very product or, on some chips, as slow.
     - `emulated`: the codes in FP32, for devices that have no FP8 products, or products of other codes (MI300).
     """
     if device.type == "cuda":
         # a CUDA device without a driver is a fake tensor's: judge it as the FP8 GPU that it stands for
         return SCALED_MM if not hardware.has_gpu() or hardware.gpu_has_ocp_products(device) else EMULATED
     if device.type == "cpu":
-        return BF16_EXACT if out_dtype == torch.bfloat16 else SCALED_MM
+        return exact_engine(out_dtype)
     return SCALED_MM if device.type == "meta" else EMULATED
 
 
+def exact_engine(out_dtype: torch.dtype) -> str:
+    """The engine of a CPU, for a result of this dtype."""
+    return BF16_EXACT if out_dtype == torch.bfloat16 and hardware.cpu_bf16() else FP32_EXACT
+
+
 engine_for = torch.compiler.assume_constant_result(engine_for)
+_cpu_multiplies = torch.compiler.assume_constant_result(hardware.cpu_multiplies)
 
 
 def scaled_product(a: Quantized, b: Quantized, out_dtype: torch.dtype, fast_accumulation: bool = False) -> torch.Tensor:
@@ -60,8 +70,19 @@ def scaled_product(a: Quantized, b: Quantized, out_dtype: torch.dtype, fast_accu
     rowwise = a.scale_inv.dim() == 2
     _check(a, b)
     product_dtype = torch.bfloat16 if rowwise else out_dtype
-    multiply = _ENGINES[engine_for(a.codes.device, product_dtype)]
-    return multiply(*a, *b, product_dtype, fast_accumulation).to(out_dtype)
+    engine = engine_for(a.codes.device, product_dtype)
+    if engine == SCALED_MM:
+        return _scaled_mm(*a, *b, product_dtype, fast_accumulation).to(out_dtype)
+    return _exact(*a, *b, VALUES[engine], product_dtype).to(out_dtype)
+
+
+def plain_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a [m, k] @ b [n, k].T in high precision, of operands and result of one dtype. On a CPU that has no products of
+    it in hardware in FP32, rounded once."""
+    if a.device.type == "cpu" and not _cpu_multiplies(a.dtype):
+        with torch.autocast("cpu", enabled=False):  # it would round the FP32 operands again
+            return torch.mm(a.float(), b.float().t()).to(a.dtype)
+    return torch.mm(a, b.t())
 
 
 def pad(matrix: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
@@ -113,22 +134,11 @@ def _in_one_column(scale_inv: torch.Tensor) -> torch.Tensor:
     return scale_inv.reshape(-1).unsqueeze(1)
 
 
-def _bf16_exact(a, a_scale_inv, b, b_scale_inv, out_dtype, fast_accumulation):
-    # the bf16 result of the codes is scaled in FP32 and rounded again: at most one more half unit in the last place
-    with torch.autocast(a.device.type, enabled=False):  # autocast to fp16 would round the product of codes to it
+def _exact(a, a_scale_inv, b, b_scale_inv, values_dtype, out_dtype):
+    # one factor at a time: the product of two small scales may underflow where each alone does not. A bf16 product of
+    # codes is scaled in FP32 and rounded again: at most one more half unit in the last place
+    with torch.autocast(a.device.type, enabled=False):  # autocast would round the operands, or to fp16 their product
         if cpu_casts.serves(a) or cpu_casts.serves(b):
-            return cpu_casts.scale_(cpu_casts.product(a, b), a_scale_inv, b_scale_inv.t()).to(out_dtype)
-        return _apply_scales(torch.mm(a.bfloat16(), b.bfloat16().t()), a_scale_inv, b_scale_inv.t(), out_dtype)
-
-
-def _emulated(a, a_scale_inv, b, b_scale_inv, out_dtype, fast_accumulation):
-    with torch.autocast(a.device.type, enabled=False):  # autocast would round the FP32 operands' product to bf16
-        return _apply_scales(torch.mm(a.float(), b.float().t()), a_scale_inv, b_scale_inv.t(), out_dtype)
-
-
-def _apply_scales(product, a_scale_inv, b_scale_inv, out_dtype):
-    # one factor at a time: the product of two small scales may underflow where each alone does not
-    return (product.float() * a_scale_inv * b_scale_inv).to(out_dtype)
-
-
-_ENGINES = {SCALED_MM: _scaled_mm, BF16_EXACT: _bf16_exact, EMULATED: _emulated}
+            return cpu_casts.product(a, b, a_scale_inv, b_scale_inv.t(), values_dtype, out_dtype)
+        product = torch.mm(a.to(values_dtype), b.to(values_dtype).t())
+        return (product.float() * a_scale_inv * b_scale_inv.t()).to(out_dtype)

@@ -48,7 +48,7 @@ def dequantize(q: Quantized, blocks: Blocks, dtype: torch.dtype) -> torch.Tensor
     transposed = not q.codes.is_contiguous()
     codes, scale_inv = (q.codes.t(), q.scale_inv.t()) if transposed else q
     scale_inv = (e8m0_values(scale_inv) if scale_inv.dtype == torch.uint8 else scale_inv).to(dtype)
-    values = cpu_casts.bf16_values(codes).to(dtype)
+    values = cpu_casts.decoded(codes, dtype)
     height, width = _size(blocks, codes.shape, transposed)
     for rows, bands in _parts(values.shape, height):
         _times(values[rows], scale_inv[bands], width)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from fp8_backends import hardware
 from fp8_backends.kernels import cpu_casts
 
 
@@ -9,3 +10,10 @@ from fp8_backends.kernels import cpu_casts
 def casts_of_large_matrices(monkeypatch):
     """What is compiled or traced takes the reference, and so do small layers in other folders' tests."""
     monkeypatch.setattr(cpu_casts, "FEWEST", 0)
+
+
+@pytest.fixture(params=[True, False], ids=["bf16 in hardware", "no bf16 in hardware"])
+def either_cpu(request, monkeypatch):
+    """A CPU that has bf16 products in hardware and one that has none, as far as the package asks. Whether it has."""
+    monkeypatch.setattr(hardware, "cpu_bf16", lambda: request.param)
+    return request.param

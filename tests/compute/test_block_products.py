@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fp8_backends import hardware, prepare
 from fp8_backends.compute.block_products import block_engine_for, block_scaled_product, swizzled
 from fp8_backends.compute.layer_rule import Stored
-from fp8_backends.compute.products import BF16_EXACT, EMULATED, SCALED_MM
+from fp8_backends.compute.products import BF16_EXACT, EMULATED, FP32_EXACT, SCALED_MM
 from fp8_backends.formats import E4M3, E5M2
 from fp8_backends.kernels import reference
 from fp8_backends.scaled_tensor import quantize
@@ -59,7 +59,10 @@ def test_every_engine_equals_the_sum_over_parts(blocks, formats, monkeypatch):
         # sums of k products in FP32 in two orders, each with at most k roundings to half a step of the largest sum
         summation = 2 * sizes[2] * 2.0**-24 * (x.abs() @ w.abs().t())
         for out_dtype in DTYPES:
-            found = [block_scaled_product(a, blocks[0], b, blocks[1], out_dtype)]
+            found = []
+            for has_bf16 in (True, False):
+                monkeypatch.setattr(hardware, "cpu_bf16", lambda answer=has_bf16: answer)
+                found.append(block_scaled_product(a, blocks[0], b, blocks[1], out_dtype))
             with GPURules(monkeypatch):
                 found.append(block_scaled_product(a, blocks[0], b, blocks[1], out_dtype))
             monkeypatch.undo()
@@ -111,9 +114,7 @@ def test_scales_of_mx_lie_as_cublas_reads_them():
 
 
 def test_scaled_mm_where_the_hardware_has_it_and_emulated_elsewhere(monkeypatch):
-    cpu, cuda, bf16 = torch.device("cpu"), torch.device("cuda"), torch.bfloat16
-    assert block_engine_for(cpu, bf16, 128) == block_engine_for(cpu, bf16, 32) == BF16_EXACT
-    assert block_engine_for(cpu, torch.float32, 128) == EMULATED
+    cuda, bf16 = torch.device("cuda"), torch.bfloat16
     monkeypatch.setattr(hardware, "has_gpu", lambda: True)
     table = {
         (9, 0): {128: (12, 9)},
@@ -129,6 +130,13 @@ def test_scaled_mm_where_the_hardware_has_it_and_emulated_elsewhere(monkeypatch)
             for length in (128, 32):
                 has = release is not None and length in first_cuda and release >= first_cuda[length]
                 assert block_engine_for(cuda, bf16, length) == (SCALED_MM if has else EMULATED)
+
+
+def test_a_cpu_takes_the_bf16_product_where_it_has_one_and_the_result_is_bf16(either_cpu):
+    for length in (128, 32):
+        engine = block_engine_for(torch.device("cpu"), torch.bfloat16, length)
+        assert engine == (BF16_EXACT if either_cpu else FP32_EXACT)
+        assert block_engine_for(torch.device("cpu"), torch.float32, length) == FP32_EXACT
 
 
 def test_e5m2_by_e5m2_is_refused_on_every_device():

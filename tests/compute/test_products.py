@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fp8_backends import hardware
 from fp8_backends.compute import products
-from fp8_backends.compute.products import engine_for, scaled_product
+from fp8_backends.compute.products import engine_for, plain_product, scaled_product
 from fp8_backends.formats import E4M3, E5M2
 from fp8_backends.kernels import reference
 from fp8_backends.scaling import Quantized, quantize_dynamic, quantize_rowwise
@@ -23,7 +24,7 @@ def operands(m, n, k, rowwise, a_format=E4M3):
 @pytest.mark.parametrize("rowwise", [False, True])
 @pytest.mark.parametrize("out_dtype", DTYPES)
 @pytest.mark.parametrize("m,n,k", [(32, 48, 64), (1, 16, 16), (17, 5, 33), (3, 1, 1), (48, 130, 250)])
-def test_product_of_codes_is_exact_up_to_the_output_rounding(m, n, k, out_dtype, rowwise):
+def test_product_of_codes_is_exact_up_to_the_output_rounding(m, n, k, out_dtype, rowwise, either_cpu):
     a, b = operands(m, n, k, rowwise)
     exact = reference.dequantize(*a).double() @ reference.dequantize(*b).double().t()
     out = scaled_product(a, b, out_dtype)
@@ -37,16 +38,19 @@ def test_product_of_codes_is_exact_up_to_the_output_rounding(m, n, k, out_dtype,
     assert (out.double() - exact).abs().max() <= bound * exact.abs().max()
 
 
-ROUNDINGS_TO_BF16 = {products.SCALED_MM: 1, products.EMULATED: 1, products.BF16_EXACT: 2}
+ROUNDINGS_TO_BF16 = {products.SCALED_MM: 1, products.EMULATED: 1, products.FP32_EXACT: 1, products.BF16_EXACT: 2}
 
 
 @pytest.mark.parametrize("engine", ROUNDINGS_TO_BF16)
 @pytest.mark.parametrize("rowwise", [False, True])
 @pytest.mark.parametrize("a_format", [E4M3, E5M2])
-def test_every_engine_is_the_exact_product_up_to_its_roundings_and_the_order_of_summation(a_format, rowwise, engine):
+def test_every_engine_is_the_exact_product_up_to_its_roundings_and_the_order_of_summation(
+    a_format, rowwise, engine, monkeypatch
+):
+    monkeypatch.setattr(products, "engine_for", lambda device, out_dtype: engine)
     a, b = operands(64, 32, 96, rowwise, a_format)
     x, w = reference.dequantize(*a).double(), reference.dequantize(*b).double()
-    out = products._ENGINES[engine](a.codes, a.scale_inv, b.codes, b.scale_inv, torch.bfloat16, False)
+    out = scaled_product(a, b, torch.bfloat16)
     half_unit = 2.0**-8  # of bf16's eight significant bits, relative
     summation = 96 * 2.0**-23 * (x.abs() @ w.abs().t())
     exact = x @ w.t()
@@ -73,10 +77,38 @@ def test_autocast_to_fp16_leaves_the_product_of_codes_alone(rowwise, size):
         assert torch.equal(scaled_product(a, b, torch.bfloat16), plain)
 
 
-def test_cpu_takes_the_exact_bf16_product_only_where_the_result_is_bf16():
+def test_a_cpu_takes_the_bf16_product_where_it_has_one_and_the_result_is_bf16(either_cpu):
     cpu = torch.device("cpu")
-    assert engine_for(cpu, torch.bfloat16) == products.BF16_EXACT
-    assert engine_for(cpu, torch.float32) == engine_for(cpu, torch.float16) == products.SCALED_MM
+    assert engine_for(cpu, torch.bfloat16) == (products.BF16_EXACT if either_cpu else products.FP32_EXACT)
+    assert engine_for(cpu, torch.float32) == engine_for(cpu, torch.float16) == products.FP32_EXACT
+
+
+@pytest.mark.parametrize("rowwise", [False, True])
+def test_in_fp32_a_product_is_rounded_once(rowwise, monkeypatch):
+    """The product of one pair, and powers of two as scales, in FP32 to the bit: what is left is one rounding."""
+    monkeypatch.setattr(hardware, "cpu_bf16", lambda: False)
+    generator = torch.Generator().manual_seed(0)
+    codes = [torch.randn(40, 1, generator=generator).to(E4M3.dtype) for _ in range(2)]
+    scales = [torch.tensor(0.25), torch.tensor(2.0**-7)]
+    if rowwise:
+        scales = [scale * torch.exp2(torch.arange(-20.0, 20.0)[:, None]) for scale in scales]
+    exact = (codes[0].double() @ codes[1].double().t()) * scales[0].double() * scales[1].double().t()
+    for out_dtype in (torch.bfloat16, *([] if rowwise else DTYPES)):
+        a, b = (Quantized(c, s) for c, s in zip(codes, scales, strict=True))
+        assert torch.equal(scaled_product(a, b, out_dtype), exact.to(out_dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_product_in_high_precision_is_the_plain_one(dtype, either_cpu):
+    """To half a unit of the dtype: in FP32, or in the dtype's own products."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(rows, 96, generator=generator).to(dtype) for rows in (40, 24))
+    exact = a.double() @ b.double().t()
+    summation = 96 * 2.0**-23 * (a.double().abs() @ b.double().abs().t())
+    for x, y in ((a, b), (a.t().contiguous().t(), b), (a, b.t().contiguous().t())):
+        out = plain_product(x, y)
+        assert out.dtype == dtype
+        assert ((out.double() - exact).abs() <= torch.finfo(dtype).eps / 2 * 1.01 * exact.abs() + summation).all()
 
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2])

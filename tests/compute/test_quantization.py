@@ -80,27 +80,30 @@ def test_casts_are_the_references(fmt, size, dtype, kind):
 
 
 @pytest.mark.parametrize("size", [(16, 16), (3, 85), (85, 3), (257, 31), (0, 4), (4, 0), (1, 1)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("fmt", [E4M3, E5M2])
-def test_every_code_is_decoded_in_every_layout(fmt, size):
+def test_every_code_is_decoded_in_every_layout(fmt, dtype, size):
     """Odd sizes and an odd place in memory too: codes are read in pairs."""
     count = size[0] * size[1]
     memory = torch.arange(1 + count, dtype=torch.int32).to(torch.uint8).view(fmt.dtype)
     for codes in (memory[:count].view(size), memory[1:].view(size), memory[1:].view(size[::-1]).t()):
-        values = cpu_casts.bf16_values(codes)
-        assert same(values, codes.bfloat16()) and (values.stride() == codes.stride() or count < 2)
-    assert same(cpu_casts.bf16_values(codes[:, ::2]), codes[:, ::2].bfloat16())
+        values = cpu_casts.decoded(codes, dtype)
+        assert same(values, codes.to(dtype)) and (values.stride() == codes.stride() or count < 2)
+    assert same(cpu_casts.decoded(codes[:, ::2], dtype), codes[:, ::2].to(dtype))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_products_are_scaled_by_one_factor_after_the_other(dtype):
-    """Of which the product underflows."""
+@pytest.mark.parametrize("out_dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products_are_scaled_by_one_factor_after_the_other(dtype, out_dtype):
+    """Of which the product underflows. In place too."""
     x = matrix(257, 300, dtype)
     rows, columns = torch.rand(257, 1) * 2.0**-80, torch.rand(1, 300) * 2.0**-70
     for a, b in ((torch.tensor(2.0**-80), torch.tensor(2.0**-80)), (rows, columns)):
-        x32 = x.float() * 2.0**120 if dtype == torch.bfloat16 else x.float()
-        product = x32.to(dtype)
-        expected = (product.float() * a * b).to(dtype)
-        assert cpu_casts.scale_(product, a, b) is product and same(product, expected)
+        product = (x.float() if dtype == torch.float16 else x.float() * 2.0**120).to(dtype)
+        expected = (product.float() * a * b).to(out_dtype)
+        out = product if dtype == out_dtype else torch.empty_like(product, dtype=out_dtype)
+        cpu_casts.scale(product, (a, b), out)
+        assert same(out, expected)
 
 
 def rule_and_scale(rule, x, fmt):
@@ -188,7 +191,7 @@ def test_a_transpose_is_a_view_where_nothing_has_nan():
 @pytest.mark.parametrize("device", ["cpu", "cuda", "meta"])
 def test_fake_and_meta_tensors_take_the_reference(make, device, monkeypatch):
     """In one piece, which is what is traced: parts would be as many nodes as there are parts."""
-    for name in ("cast", "bf16_values", "scale_"):
+    for name in ("cast", "decoded", "scale"):
         monkeypatch.setattr(cpu_casts, name, None)
     with FakeTensorMode():
         x = torch.empty(300, 256, device=device)
@@ -196,7 +199,7 @@ def test_fake_and_meta_tensors_take_the_reference(make, device, monkeypatch):
 
 
 def test_compiled_code_takes_the_reference(monkeypatch):
-    for name in ("cast", "bf16_values", "scale_"):
+    for name in ("cast", "decoded", "scale"):
         monkeypatch.setattr(cpu_casts, name, None)
     x = matrix(30, 32, torch.bfloat16)
 
@@ -211,17 +214,21 @@ def test_compiled_code_takes_the_reference(monkeypatch):
     assert torch.equal(compiled, products.scaled_product(a, a, torch.bfloat16))
 
 
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("values_dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("most", [0, 2**25])
-def test_products_in_several_threads_share_no_memory(most, monkeypatch):
+def test_products_in_several_threads_share_no_memory(most, values_dtype, out_dtype, monkeypatch):
     """Nor do operands of different sizes, one after the other."""
     monkeypatch.setattr(cpu_casts, "MOST_SCRATCH", most)
     matrices = [matrix(40 + i, 64, torch.bfloat16).to(torch.float8_e4m3fn) for i in range(8)]
+    factors = torch.tensor(0.3), torch.tensor(1.7)
 
     def run(a):
-        return [cpu_casts.product(a, b) for _ in range(20) for b in matrices]
+        return [cpu_casts.product(a, b, *factors, values_dtype, out_dtype) for _ in range(20) for b in matrices]
 
     with ThreadPoolExecutor(4) as threads:
         found = list(threads.map(run, matrices))
     for a, of_a in zip(matrices, found, strict=True):
-        expected = [torch.mm(a.bfloat16(), b.bfloat16().t()) for b in matrices]
+        products = [torch.mm(a.to(values_dtype), b.to(values_dtype).t()).float() for b in matrices]
+        expected = [(product * factors[0] * factors[1]).to(out_dtype) for product in products]
         assert all(same(ours, expected[i % 8]) for i, ours in enumerate(of_a))
