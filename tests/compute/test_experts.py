@@ -299,9 +299,9 @@ def _checked(original):
     return product
 
 
-def test_engines_by_device(monkeypatch):
+def test_engines_by_device(monkeypatch, either_cpu):
     cuda, engine_for = torch.device("cuda"), grouped_products.grouped_engine_for
-    assert engine_for(torch.device("cpu")) == "bf16-exact"
+    assert engine_for(torch.device("cpu")) == ("bf16-exact" if either_cpu else "fp32-exact")
     assert engine_for(cuda) == "scaled_grouped_mm"  # a fake tensor's, without a driver
     monkeypatch.setattr("fp8_backends.hardware.has_gpu", lambda: True)
     monkeypatch.setattr("fp8_backends.hardware.gpu_has_ocp_products", lambda device: True)
