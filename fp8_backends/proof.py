@@ -8,8 +8,6 @@ whole, or another profiler is active, the next step is profiled instead, from op
 from __future__ import annotations
 
 import logging
-import os
-import sys
 import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -18,6 +16,7 @@ import torch
 from torch import nn
 
 from . import conversion
+from .announcement import announce
 from .auditing import (
     converted_layers,
     count_flops,
@@ -250,32 +249,3 @@ def _shortcomings(root: nn.Module, prepared: Prepared, counts: dict[str, Product
 def _listed(names: list[str], shown: int = 8) -> str:
     more = f" and {len(names) - shown} more" if len(names) > shown else ""
     return ", ".join(name or "(root)" for name in names[:shown]) + more
-
-
-def announce(line: str) -> None:
-    """Say a line once, on the main process: by the logger `fp8_backends`, or on stderr if no handler would show it."""
-    if not is_main_process():
-        return
-    if _logging_shows_info():
-        logger.info(line)
-    elif logger.level in (logging.NOTSET, logging.DEBUG, logging.INFO):  # nobody asked for silence
-        print(line, file=sys.stderr)
-
-
-def is_main_process() -> bool:
-    """Whether this is rank 0, or the only process."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank() == 0
-    return int(os.environ.get("RANK", 0)) == 0
-
-
-def _logging_shows_info() -> bool:
-    if not logger.isEnabledFor(logging.INFO):
-        return False
-    at: logging.Logger | None = logger
-    while at is not None:
-        for handler in at.handlers:
-            if handler.level <= logging.INFO and not isinstance(handler, logging.NullHandler):
-                return True
-        at = at.parent if at.propagate else None
-    return False

@@ -80,7 +80,8 @@ class Recipe(KwargsHandler):
     module_filter_func: Callable | None = field(default=None, kw_only=True)
     """(module, name) -> whether to convert the module. Accelerate's name."""
     autocast_dtype: str | None = field(default=None, kw_only=True)
-    """What runs around FP8 under Accelerate: "bf16" (default), "fp16", "fp32"."""
+    """What runs around FP8 under Accelerate: "bf16" (default; "fp32" on a CPU without bf16 products), "fp16" or
+    "fp32"."""
     gradient_comm: str | None = field(default=None, kw_only=True)
     """How gradients travel between ranks: "fp8" (default at a level above O0) or "plain" (default at O0)."""
     on_unproven: str | None = field(default=None, kw_only=True)

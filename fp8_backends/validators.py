@@ -139,6 +139,7 @@ def _machine() -> dict[str, Any]:
     return {
         "gpu": hardware.has_gpu(),
         "fp8_products": hardware.fp8_products(),
+        "bf16_products": hardware.has_gpu() or hardware.cpu_bf16(),
         "chip": hardware_table.chip_here(),
         "capabilities": tuple(hardware.capabilities()),
         "cuda": hardware.cuda_release(),
@@ -165,6 +166,7 @@ def _other_machine(key: str) -> dict[str, Any]:
     return {
         "gpu": chip != hardware_table.CPU,
         "fp8_products": chip not in (hardware_table.CPU, hardware_table.BEFORE_FP8),
+        "bf16_products": chip != hardware_table.CPU or hardware.cpu_bf16(),
         "chip": chip,
         "capabilities": tuple(filter(None, [_CAPABILITIES.get(chip)])),
         "cuda": None,

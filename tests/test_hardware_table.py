@@ -73,7 +73,7 @@ def test_the_table_says_what_the_code_does_on_that_chip(key, machine, monkeypatc
         assert emulated[engine_for(device, torch.bfloat16)] == state(f"native:{scaling}", key)
     assert emulated[block_engine_for(device, torch.bfloat16, 128)] == state("native:blockwise", key)
     assert emulated[block_engine_for(device, torch.bfloat16, 32)] == state("native:mxfp8", key)
-    assert (EMULATED if torchao.products_are_emulated() else FP8) == state("ao:tensorwise", key)
+    assert (EMULATED if torchao._products_are_emulated() else FP8) == state("ao:tensorwise", key)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
     monkeypatch.setattr("fp8_backends.hardware.version", lambda name: "2.20.2")
     assert (FP8 if TransformerEngineCompute().availability() else REFUSED) == state("te:delayed", key)

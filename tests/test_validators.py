@@ -359,6 +359,16 @@ def test_rule_of_a_chip(monkeypatch, rule, spec, fires, near):
     assert rule not in rules(spec)
 
 
+def test_16_bits_around_fp8_on_a_cpu_that_multiplies_none(monkeypatch, no_gpu):
+    for has_bf16, fires in ((False, True), (True, False)):
+        monkeypatch.setattr("fp8_backends.hardware.cpu_bf16", lambda answer=has_bf16: answer)
+        for dtype in ("bf16", "fp16"):
+            assert ("slow_autocast" in rules({"backend": "native", "autocast_dtype": dtype})) == fires
+        assert "slow_autocast" not in rules({"backend": "native", "autocast_dtype": "fp32"})
+        assert "slow_autocast" not in rules("native")
+        assert "slow_autocast" not in rules({"backend": "native", "autocast_dtype": "bf16"}, chip="hopper")
+
+
 VERSIONS = [
     # rule, spec, setup, release that fires, the first that does not
     ("torch_untried", "native", {}, (2, 10), (2, 11)),

@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from types import FrameType
 from typing import Any
 
+from ..announcement import announce
 from ..errors import RecipeError
-from ..proof import announce
 from ..recipes import Recipe
 
 
@@ -90,9 +90,9 @@ def around_fp8(recipe: Recipe, precision: str, arguments: Mapping[str, Any]) -> 
             f"runs around FP8: leave autocast_dtype out, or set {precision}=False (TRL's configurations set bf16=True "
             f"unless they are told otherwise)"
         )
-    if precision == recipe.autocast_dtype:
-        return recipe
     if engine := _engine(arguments):
+        if precision == "bf16":
+            return recipe
         raise RecipeError(f"fp16=True in TrainingArguments: under {engine} bf16 runs around FP8; set bf16=True instead")
     return type(recipe)(**{**recipe.to_kwargs(), "autocast_dtype": precision})
 

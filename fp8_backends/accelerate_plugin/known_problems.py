@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from accelerate.utils import DistributedType, DynamoBackend
 from torch import nn
 
-from ..proof import is_main_process
+from ..announcement import is_main_process
 from ..rules import Compiled, Parallel
 from ..validators import Finding, validate
 

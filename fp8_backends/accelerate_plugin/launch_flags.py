@@ -32,7 +32,7 @@ _HELP = {
     "SHARD_STATES": "false: under DDP every rank keeps all masters and Adam states of O3",
     "INCLUDE": "name patterns of layers to convert, separated by commas",
     "EXCLUDE": "name patterns of layers to keep in high precision, separated by commas",
-    "AUTOCAST_DTYPE": "what runs around FP8: bf16 (default), fp16 or fp32",
+    "AUTOCAST_DTYPE": "what runs around FP8: bf16 (default; on a CPU without bf16 products fp32), fp16 or fp32",
     "GRADIENT_COMM": "how gradients travel between ranks: fp8 or plain",
     "ON_UNPROVEN": "when the first step ran no FP8 product: raise (default) or warn",
 }

@@ -15,7 +15,8 @@ from accelerate.utils.modeling import get_grad_scaler
 from accelerate.utils.other import extract_model_from_parallel
 from torch import nn
 
-from .. import conversion, preparation
+from .. import conversion, hardware, preparation
+from ..announcement import announce
 from ..comm import ignore_list
 from ..conversion import weight_products
 from ..errors import FP8BackendError, RecipeError
@@ -71,6 +72,8 @@ class FP8Mixin(_MadeAtRunTime):
     class_prefix = "FP8"
     fp8_recipe: Recipe
     """The resolved recipe."""
+    fp8_autocast_dtype: str
+    """What runs around FP8 here: "bf16", "fp16" or "fp32"."""
     fp8_state_in_files: bool = False
     """Whether `save_state` or `load_state` is running."""
     fp8_engine_steps: deepspeed.EngineSteps | None = None
@@ -82,14 +85,24 @@ class FP8Mixin(_MadeAtRunTime):
         self._fp8_converted = False
         if deepspeed.in_use(self):
             deepspeed.check(self)
-        if recipe.autocast_dtype != "bf16":
+        self.fp8_autocast_dtype = self._precision_around_fp8()
+        if self.fp8_autocast_dtype != "bf16":
             self._check_own_autocast()
             self.native_amp = False  # stock autocast is bf16; ours, if any, stands in its place
-        if recipe.autocast_dtype == "fp16":
+        if self.fp8_autocast_dtype == "fp16":
             handler = self.scaler_handler
             self.scaler = _grad_scaler(self, handler.to_kwargs() if handler is not None else {})
         self.register_save_state_pre_hook(SaveScalingState(self))
         self.register_load_state_pre_hook(LoadScalingState(self))
+
+    def _precision_around_fp8(self) -> str:
+        """The recipe's `autocast_dtype` if it was given. By default bf16, and FP32 on a CPU that multiplies no bf16;
+        engines have it in configurations of their own."""
+        recipe, has_engine = self.fp8_recipe, self.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+        if "autocast_dtype" in recipe.given or has_engine or hardware.fast_dtype(self.device) == torch.bfloat16:
+            return recipe.autocast_dtype
+        _announce_fp32_around_fp8()
+        return "fp32"
 
     def _check_own_autocast(self) -> None:
         if self.is_fsdp2:
@@ -153,7 +166,7 @@ class FP8Mixin(_MadeAtRunTime):
         if not getattr(model, "_is_accelerate_prepared", False) and self.fp8_recipe.implementation == "native":
             self._check_level()
             self._convert(model, evaluation_mode)
-            if self.fp8_recipe.autocast_dtype == "fp16":
+            if self.fp8_autocast_dtype == "fp16":
                 self._wrap_forward(model)
             if self._wraps_in_ddp and not evaluation_mode:
                 ignore_list.refuse_nothing_left(model)
@@ -337,8 +350,8 @@ class FP8Mixin(_MadeAtRunTime):
 
     @contextmanager
     def autocast(self, autocast_handler=None):
-        """As in Accelerate, in the recipe's `autocast_dtype`."""
-        if self.fp8_recipe.autocast_dtype != "fp16":
+        """As in Accelerate, in `fp8_autocast_dtype`."""
+        if self.fp8_autocast_dtype != "fp16":
             with super().autocast(autocast_handler):
                 yield
             return
@@ -353,6 +366,15 @@ class FP8Mixin(_MadeAtRunTime):
             optimizer = self._optimizers
         for each in optimizer if isinstance(optimizer, (tuple, list)) else [optimizer]:
             self.scaler.unscale_(_innermost(each))
+
+
+@functools.cache
+def _announce_fp32_around_fp8() -> None:
+    """An Accelerator is often made twice, by a Trainer say: one line a process is enough."""
+    announce(
+        "FP32 runs around FP8: PyTorch has no fast bf16 products on this CPU. autocast_dtype='bf16' asks for bf16 all "
+        "the same"
+    )
 
 
 def _grad_scaler(accelerator, options: dict):

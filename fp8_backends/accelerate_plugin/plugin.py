@@ -19,8 +19,8 @@ import accelerate.utils
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
+from ..announcement import is_main_process
 from ..errors import FP8BackendError, RecipeError
-from ..proof import is_main_process
 from ..recipe_merging import code_over_launch
 from ..recipe_sources import LAUNCHED, PREFIX, environment_fields, is_launched, variables
 from ..recipes import AUTO, FP8RecipeKwargs, Recipe, from_environment, resolve, with_environment

@@ -73,7 +73,7 @@ def scaled_product(a: Quantized, b: Quantized, out_dtype: torch.dtype, fast_accu
     engine = engine_for(a.codes.device, product_dtype)
     if engine == SCALED_MM:
         return _scaled_mm(*a, *b, product_dtype, fast_accumulation).to(out_dtype)
-    return _exact(*a, *b, VALUES[engine], product_dtype).to(out_dtype)
+    return exact_product(*a, *b, VALUES[engine], product_dtype).to(out_dtype)
 
 
 def plain_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -134,7 +134,15 @@ def _in_one_column(scale_inv: torch.Tensor) -> torch.Tensor:
     return scale_inv.reshape(-1).unsqueeze(1)
 
 
-def _exact(a, a_scale_inv, b, b_scale_inv, values_dtype, out_dtype):
+def exact_product(
+    a: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    values_dtype: torch.dtype,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """`scaled_product` by a plain product of the codes as values of `values_dtype`, bf16 or FP32."""
     # one factor at a time: the product of two small scales may underflow where each alone does not. A bf16 product of
     # codes is scaled in FP32 and rounded again: at most one more half unit in the last place
     with torch.autocast(a.device.type, enabled=False):  # autocast would round the operands, or to fp16 their product

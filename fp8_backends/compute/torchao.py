@@ -23,14 +23,12 @@ from torch import nn
 from .. import hardware
 from ..errors import BackendUnavailableError, RecipeError
 from ..hardware import Availability
-from . import DGRAD, FPROP, WGRAD, Compute
+from . import DGRAD, FPROP, WGRAD, Compute, cpu_scaled_mm
 
 if TYPE_CHECKING:
     from torchao.float8 import Float8LinearConfig
 
     from ..recipes import Recipe
-
-logger = logging.getLogger("fp8_backends")
 
 ALIGNMENT = 16
 """A GPU's FP8 products take multiples of this. TorchAO pads the contraction, not the columns of a result."""
@@ -53,11 +51,9 @@ class TorchAOCompute(Compute):
         version = importlib.metadata.version("torchao")
         if not hasattr(torch, "_scaled_mm"):
             return Availability(False, f"torch {torch.__version__} has no FP8 product", "install torch 2.8 or newer")
-        if not products_are_emulated():
-            return Availability(True, f"torchao {version} on {'cuda' if torch.cuda.is_available() else 'cpu'}")
-        if torch.cuda.is_available():
+        if _products_are_emulated():
             return Availability(True, f"torchao {version}, emulated: this GPU has no FP8 products, bf16 is faster")
-        return Availability(True, f"torchao {version} on cpu, emulated in FP32: {SLOW_ON_CPU}")
+        return Availability(True, f"torchao {version} on {'cuda' if torch.cuda.is_available() else 'cpu'}")
 
     def check(self, recipe: Recipe) -> None:
         if recipe.config is not None:
@@ -90,10 +86,10 @@ class TorchAOCompute(Compute):
                 "enable_fsdp_float8_all_gather=True gathers the weights of FSDP2 in FP8, and this is one process "
                 "without a process group: leave the field out, or start several ranks and shard with FSDP2"
             )
+        config = linear_config(recipe)
         on_cpu = any(parameter.device.type == "cpu" for parameter in root.parameters())
-        config = linear_config(recipe, on_cpu)
-        if on_cpu and products_are_emulated(on_cpu) and not config.emulate:
-            logger.warning("the given Float8LinearConfig has emulate=False, and %s: set emulate=True", SLOW_ON_CPU)
+        if on_cpu or not hardware.has_gpu():
+            cpu_scaled_mm.mend()
         if on_cpu and config_scaling(config) != "tensorwise" and not config.emulate and not _cpu_multiplies_rowwise():
             raise BackendUnavailableError(
                 f"{recipe.name} on a CPU: torch {torch.__version__} has no rowwise FP8 product there; "
@@ -138,16 +134,14 @@ class TorchAOCompute(Compute):
         return products_in_high_precision(linear_config(recipe))
 
 
-def linear_config(recipe: Recipe, on_cpu: bool = False) -> Float8LinearConfig:
+def linear_config(recipe: Recipe) -> Float8LinearConfig:
     """TorchAO's configuration for a resolved recipe. A configuration that the user gave is used as it is.
-
-    `on_cpu`: the model lies on the CPU of a machine that may have a GPU.
 
     `pad_inner_dim` is on unless the recipe says otherwise, as in Accelerate: it changes no number, and without it
     a GPU refuses batches whose token count is not a multiple of 16.
     """
     if recipe.config is not None:
-        if not on_cpu and hardware.has_gpu() and products_are_emulated() and not recipe.config.emulate:
+        if _products_are_emulated() and not recipe.config.emulate:
             raise BackendUnavailableError(
                 "config: this GPU has no FP8 products, and the given Float8LinearConfig has emulate=False; "
                 "give one with emulate=True, or use bf16, which is faster here"
@@ -159,7 +153,7 @@ def linear_config(recipe: Recipe, on_cpu: bool = False) -> Float8LinearConfig:
     return replace(
         Float8LinearConfig.from_recipe_name(recipe.scaling),
         pad_inner_dim=pad,
-        emulate=products_are_emulated(on_cpu),
+        emulate=_products_are_emulated(),
         enable_fsdp_float8_all_gather=asks_for_all_gather(recipe),
     )
 
@@ -282,12 +276,5 @@ def _auto_filter(scaling: str):
     return _auto_filter_for_recipe(scaling, [])
 
 
-SLOW_ON_CPU = "torch._scaled_mm takes a thousand times as long on this CPU, which has AMX and not AMX-FP16"
-
-
-def products_are_emulated(on_cpu: bool = False) -> bool:
-    """Whether TorchAO shall make its products by `emulate`, in FP32: where there are none in FP8, and on a CPU whose
-    `torch._scaled_mm` is of no use."""
-    if on_cpu or not hardware.has_gpu():
-        return not hardware.cpu_scaled_mm()
-    return not hardware.fp8_products()
+def _products_are_emulated() -> bool:
+    return hardware.has_gpu() and not hardware.fp8_products()  # a CPU has `torch._scaled_mm`

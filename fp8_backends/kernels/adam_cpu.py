@@ -1,4 +1,7 @@
-"""The Adam step for a CPU: `adam_cpu.cpp`, compiled in a second at its first use and kept in the user's cache."""
+"""The Adam step for a CPU: `adam_cpu.cpp`, compiled in a second at its first use and kept in the user's cache.
+
+Processes that start together, such as the ranks of a run, compile once: one holds a lock, the others wait for it.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,9 @@ import warnings
 from pathlib import Path
 
 import torch
+from filelock import FileLock
 
+from ..announcement import announce
 from .adam_table import AdamTable, Kind
 from .eager import is_eager
 
@@ -29,6 +34,9 @@ _DTYPES = {
 _FLAGS = "-std=c++17 -O3 -fPIC -shared -ffp-contract=off -fno-math-errno -fno-trapping-math".split()
 _AVX512 = "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mf16c".split()
 _CHUNK = 2**16
+_LONGEST_COMPILE = 300
+_LONGEST_WAIT = 2 * _LONGEST_COMPILE
+"""Seconds: for a compiler without OpenMP it runs twice."""
 
 
 class CPUKernels:
@@ -121,7 +129,7 @@ def _compiled(definitions: tuple[str, ...]) -> Path:
     """The shared library, from the cache or made now.
 
     Raises:
-        OSError: no compiler, no place to write.
+        OSError: no compiler, no place to write, or another process compiles for longer than it may.
         subprocess.SubprocessError: it failed.
     """
     compiler = os.environ.get("CXX") or next(filter(shutil.which, ("g++", "clang++", "c++")), "g++")
@@ -129,17 +137,24 @@ def _compiled(definitions: tuple[str, ...]) -> Path:
     key = hashlib.sha256(_SOURCE.read_bytes() + repr((compiler, flags)).encode()).hexdigest()[:32]
     made = _cache() / f"adam-{key}.so"
     if not made.exists():
-        new = made.with_suffix(f".{os.getpid()}")
-        try:
-            _compile([compiler, *flags, str(_SOURCE), "-o", str(new)])
-            os.replace(new, made)  # at once, for other processes that look for it
-        finally:
-            new.unlink(missing_ok=True)
+        _announce_compiling(compiler)
+        with FileLock(made.with_suffix(".lock"), timeout=_LONGEST_WAIT):
+            if not made.exists():
+                with tempfile.TemporaryDirectory(dir=made.parent) as folder:
+                    new = Path(folder, made.name)
+                    _compile([compiler, *flags, str(_SOURCE), "-o", str(new)])
+                    os.replace(new, made)  # whole: a process that is ended before leaves nothing under that name
     return made
 
 
+@functools.cache
+def _announce_compiling(compiler: str) -> None:
+    """One line a process: a model has few kinds of parameters, and each takes a second."""
+    announce(f"compiling the optimizer's step for this CPU with {compiler}: a few seconds, once")
+
+
 def _compile(command: list[str]) -> None:
-    options = {"check": True, "capture_output": True, "text": True, "timeout": 300}
+    options = {"check": True, "capture_output": True, "text": True, "timeout": _LONGEST_COMPILE}
     try:
         subprocess.run([*command, "-fopenmp"], **options)
     except subprocess.CalledProcessError:

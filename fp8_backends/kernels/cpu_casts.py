@@ -23,8 +23,8 @@ PART = 2**19
 """Elements that are worked on at a time: 2 MiB in FP32. Smaller parts are no faster, and threads meet at the end of
 each operation on one, which takes long where they share their cores with other processes."""
 MOST_SCRATCH = 2**25
-"""Bytes that a thread keeps for each of four purposes: a part, the values of both operands of a product, and the product
-before it is rounded."""
+"""Bytes that a thread keeps for each of four purposes: a part, the values of both operands of a product, and the
+product before it is rounded."""
 FEWEST = 2**13
 """Elements below which the reference, of fewer operations, is the faster one."""
 

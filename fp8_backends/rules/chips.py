@@ -54,6 +54,15 @@ CHIP_RULES = (
         _states,
     ),
     Rule(
+        "slow_autocast",
+        "warning",
+        lambda s: not s.bf16_products and "autocast_dtype" in s.recipe.given and s.recipe.autocast_dtype != "fp32",
+        "this CPU has no fast products of 16 bits: what runs around FP8 in bf16 or fp16 takes from 7 to 1,000 times as "
+        "long as in FP32",
+        "leave autocast_dtype out (in TrainingArguments: bf16=False, fp16=False), and FP32 runs around FP8 here",
+        lambda s: f"autocast_dtype={s.recipe.autocast_dtype!r}",
+    ),
+    Rule(
         "emulated_here",
         "warning",
         _is_emulated,

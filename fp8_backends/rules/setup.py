@@ -26,6 +26,8 @@ class Setup:
     compiled: Compiled
     gpu: bool
     fp8_products: bool
+    bf16_products: bool
+    """In hardware, of the GPU or of the CPU that trains."""
     chip: Chip
     """Of this machine, as the hardware table knows it."""
     capabilities: tuple[tuple[int, int], ...]

@@ -12,6 +12,8 @@ from plugin_training import assert_all_moved, assert_fp8_products, batches, copi
 from torch import nn
 
 import fp8_backends
+from fp8_backends import hardware
+from fp8_backends.accelerate_plugin import mixin
 
 
 def accelerator_with(autocast_dtype: str, *handlers) -> Accelerator:
@@ -39,6 +41,40 @@ def test_autocast_dtype_rules_activations_and_outputs_are_fp32(name, dtype):
     assert_fp8_products(model, layers=3)
     with accelerator.autocast():
         assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype == dtype
+
+
+@pytest.fixture
+def cpu_without_bf16(monkeypatch):
+    """As far as the package asks; its own products follow."""
+    monkeypatch.setattr(hardware, "cpu_bf16", lambda: False)
+    mixin._announce_fp32_around_fp8.cache_clear()
+
+
+def test_on_a_cpu_without_bf16_products_fp32_runs_around_fp8_and_one_line_says_so(cpu_without_bf16, caplog):
+    with caplog.at_level("INFO", logger="fp8_backends"):
+        accelerator = Accelerator(mixed_precision="fp8", kwargs_handlers=[fp8_backends.NativeRecipeKwargs()])
+        model = mlp()
+        seen = activations_of(model)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        train(accelerator, model, optimizer, batches(3))
+        Accelerator(mixed_precision="fp8", kwargs_handlers=[fp8_backends.NativeRecipeKwargs()])
+    assert accelerator.fp8_autocast_dtype == "fp32" and set(seen) == {torch.float32}
+    assert set(fp8_backends.audit(model).engine.values()) == {"fp32-exact"}
+    with accelerator.autocast():
+        assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype == torch.float32
+    said = [record.getMessage() for record in caplog.records if "around FP8" in record.getMessage()]
+    assert len(said) == 1 and "autocast_dtype='bf16'" in said[0]
+
+
+@pytest.mark.parametrize("name, dtype", [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_an_autocast_dtype_that_is_given_is_honoured_there_with_a_warning(name, dtype, cpu_without_bf16, caplog):
+    accelerator = accelerator_with(name)
+    model = mlp()
+    seen = activations_of(model)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    train(accelerator, model, optimizer, batches(1))
+    assert set(seen) == {dtype}
+    assert [record.levelname for record in caplog.records if "slow_autocast" in record.getMessage()] == ["WARNING"]
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16"])

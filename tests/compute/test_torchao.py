@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from fp8_backends import hardware, preparation, recipes
+from fp8_backends import preparation, recipes
+from fp8_backends.compute import cpu_scaled_mm
 from fp8_backends.compute import torchao as ao
 from fp8_backends.errors import FP8BackendError, RecipeError
 
@@ -65,10 +66,11 @@ def adamw(model):
 
 
 def raw_torchao(model, scaling, cast_inputs=False):
-    """What a user of TorchAO writes by hand, and whether products are emulated."""
+    """What a user of TorchAO writes by hand, with the operator that products on this CPU need."""
+    cpu_scaled_mm.mend()
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    config = dataclasses.replace(Float8LinearConfig.from_recipe_name(scaling), emulate=ao.products_are_emulated())
+    config = Float8LinearConfig.from_recipe_name(scaling)
     convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name != "lm_head")
     if cast_inputs:
         for layer in (model.up, model.gate_proj, model.down):
@@ -78,10 +80,8 @@ def raw_torchao(model, scaling, cast_inputs=False):
 
 @pytest.mark.parametrize("tokens", [(4, 16), (3, 7)], ids=["64 tokens", "21 tokens"])
 @pytest.mark.parametrize("precision", ["fp32 autocast", "bf16", "fp32"])
-@pytest.mark.parametrize("has_scaled_mm", [True, False], ids=["scaled_mm", "emulated"])
 @pytest.mark.parametrize("scaling", RECIPES)
-def test_losses_equal_a_raw_torchao_loop_bit_for_bit(scaling, has_scaled_mm, precision, tokens, monkeypatch):
-    monkeypatch.setattr(hardware, "cpu_scaled_mm", lambda: has_scaled_mm)
+def test_losses_equal_a_raw_torchao_loop_bit_for_bit(scaling, precision, tokens):
     autocast, dtype = precision == "fp32 autocast", BF16 if precision == "bf16" else torch.float32
     # raw TorchAO crashes there; casting the input is what it does by itself under CUDA's autocast
     mended = scaling == "rowwise_with_gw_hp" and autocast
@@ -231,52 +231,6 @@ def test_an_emulating_config_trains_and_says_so():
     found = losses(model, optimizer)
     assert found[-1] < found[0]
     assert ao.TorchAOCompute().engine(model.up) == "emulated"
-
-
-def test_a_cpu_whose_scaled_mm_is_slow_emulates_in_fp32_and_says_so(monkeypatch):
-    monkeypatch.setattr(hardware, "cpu_scaled_mm", lambda: False)
-    model = block()
-    model, optimizer = preparation.prepare(model, adamw(model), "ao:tensorwise")
-    losses(model, optimizer, autocast=True, steps=1)  # whose products are proven
-    with _Dtypes() as multiplied:
-        losses(model, optimizer, autocast=True, steps=1)
-    assert model.up.config.emulate and ao.TorchAOCompute().engine(model.up) == "emulated"
-    assert "emulated in FP32" in ao.TorchAOCompute().availability().reason
-    # the head, which stays in high precision, is all that autocast may touch
-    assert multiplied.shapes_in_bf16 and all(64 in shape for shape in multiplied.shapes_in_bf16)
-
-
-class _Dtypes(torch.utils._python_dispatch.TorchDispatchMode):
-    """The shapes of plain products in bf16; an FP8 product would be an error."""
-
-    def __enter__(self):
-        self.shapes_in_bf16 = []
-        return super().__enter__()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        assert func is not torch.ops.aten._scaled_mm.default
-        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default) and args[-1].dtype == BF16:
-            self.shapes_in_bf16.append((*args[-2].shape, *args[-1].shape))
-        return func(*args, **(kwargs or {}))
-
-
-def test_a_config_that_does_not_emulate_is_used_on_such_a_cpu_with_a_warning(monkeypatch, caplog):
-    monkeypatch.setattr(hardware, "cpu_scaled_mm", lambda: False)
-    given = config()
-    model = nn.Sequential(nn.Linear(32, 32))
-    preparation.prepare_model(model, recipes.resolve(recipes.AORecipeKwargs(config=given)))
-    assert model[0].config is given
-    assert "emulate=True" in caplog.text and "AMX" in caplog.text
-
-
-def test_a_model_on_the_cpu_of_a_machine_with_a_gpu_is_judged_by_its_cpu(monkeypatch):
-    monkeypatch.setattr(hardware, "has_gpu", lambda: True)
-    for on_gpu, on_cpu in ((True, False), (False, True)):
-        monkeypatch.setattr(hardware, "fp8_products", lambda answer=on_gpu: answer)
-        monkeypatch.setattr(hardware, "cpu_scaled_mm", lambda answer=on_cpu: answer)
-        recipe = recipes.resolve("ao:tensorwise")
-        assert ao.linear_config(recipe, on_cpu=True).emulate is not on_cpu
-        assert ao.linear_config(recipe).emulate is not on_gpu
 
 
 def test_loading_torchao_prints_nothing():

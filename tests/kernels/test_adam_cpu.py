@@ -217,9 +217,45 @@ def test_what_is_compiled_is_kept_for_the_next_process(tmp_path, monkeypatch):
         definitions = tuple(adam_cpu._definitions(adam_table.kind_of(jobs("O1")[0])))
         first, again = adam_cpu._compiled(definitions), adam_cpu._compiled(definitions)
         assert first == again and first.parent == tmp_path / "fp8_backends" and len(compiled) == 1
-        assert [each.name for each in first.parent.iterdir()] == [first.name]
+        assert [each.name for each in first.parent.iterdir() if each.suffix != ".lock"] == [first.name]
     finally:
         adam_cpu._cache.cache_clear()
+
+
+@pytest.mark.slow
+def test_processes_that_start_together_compile_once_and_the_first_rank_says_so(tmp_path):
+    """A compiler that takes its time over writing its file: whoever looked for it without waiting would load half."""
+    compiler, log = tmp_path / "slow-g++", tmp_path / "log"
+    compiler.write_text(
+        f"#!{sys.executable}\n"
+        "import subprocess, sys, time\n"
+        f"open({str(log)!r}, 'a').write('compiled\\n')\n"
+        "target = sys.argv[sys.argv.index('-o') + 1]\n"
+        f"made = {str(tmp_path / 'made.so')!r}\n"
+        "subprocess.run(['g++', *[made if each == target else each for each in sys.argv[1:]]], check=True)\n"
+        "data = open(made, 'rb').read()\n"
+        "with open(target, 'wb', buffering=0) as out:\n"
+        "    out.write(data[: len(data) // 2]); time.sleep(1); out.write(data[len(data) // 2 :])\n"
+    )
+    compiler.chmod(0o755)
+    script = f"""
+        import sys
+        sys.path.insert(0, {os.path.dirname(__file__)!r})
+        from test_compiled import bits, slots, step
+        fast, eager = slots("O2", 1000), slots("O2", 1000)
+        step(fast, compiled=True), step(eager)
+        assert bits(fast) == bits(eager)
+    """
+    environment = {**os.environ, "CXX": str(compiler), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    command = [sys.executable, "-W", "error", "-c", textwrap.dedent(script)]
+    processes = [
+        subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**environment, "RANK": str(rank)})
+        for rank in range(3)
+    ]
+    said = [process.communicate(timeout=240)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0] * 3, said
+    assert log.read_text() == "compiled\n"
+    assert [line.count("compiling the optimizer's step") for line in said] == [1, 0, 0]
 
 
 @pytest.mark.slow

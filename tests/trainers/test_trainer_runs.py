@@ -39,7 +39,7 @@ def test_a_run_says_once_what_ran_in_fp8(launched, capsys, tmp_path):
 
 
 def test_only_the_main_process_says_it(launched, monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr("fp8_backends.proof.is_main_process", lambda: False)
+    monkeypatch.setattr("fp8_backends.announcement.is_main_process", lambda: False)
     trainer_for(tmp_path, max_steps=1).train()
     assert "weight FLOPs" not in capsys.readouterr().err
 
@@ -77,12 +77,12 @@ def test_trackers_store_the_backend_and_the_share(launched):
 
 
 def test_the_best_model_is_loaded_at_the_end(launched, tmp_path):
-    """At a rate that grows worse with every step the first checkpoint is the best one."""
+    """Two steps at a good rate, and a rate that ruins the model: the first checkpoint is the best one."""
     launched("native:delayed")
     options = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2, "bf16": True}
-    trainer = trainer_for(
-        tmp_path, load_best_model_at_end=True, learning_rate=1.0, lr_scheduler_type="constant", **options
-    )
+    trainer = trainer_for(tmp_path, load_best_model_at_end=True, **options)
+    trainer.create_optimizer()
+    trainer.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, lambda step: 1 if step < 2 else 1000)
     trainer.train()
     found = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
     best = found.index(min(found))

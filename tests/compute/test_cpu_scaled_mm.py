@@ -1,0 +1,97 @@
+"""The operator of PyTorch that TorchAO calls, on a CPU where PyTorch's own kernel is of no use."""
+
+import pytest
+import torch
+from torch import nn
+
+from fp8_backends import audit, hardware, prepare
+from fp8_backends.compute import cpu_scaled_mm
+from fp8_backends.formats import E4M3, E5M2
+from fp8_backends.kernels import cpu_casts
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """A CPU that needs it, and the products of codes that are made since."""
+    made = []
+    product = cpu_casts.product
+    monkeypatch.setattr(cpu_casts, "product", lambda *args: made.append(args[0].shape) or product(*args))
+    monkeypatch.setattr(hardware, "cpu_scaled_mm", lambda: False)
+    yield made
+    cpu_scaled_mm.restore()
+
+
+def operands(rowwise, a_format=E4M3):
+    generator = torch.Generator().manual_seed(0)
+    a, b = torch.randn(24, 64, generator=generator), torch.randn(48, 64, generator=generator)
+    powers = torch.exp2(torch.arange(-12.0, 12.0)[:, None]), torch.exp2(torch.arange(-24.0, 24.0)[None])
+    scales = powers if rowwise else (torch.tensor(0.25), torch.tensor([2.0**-9]))
+    return a.to(a_format.dtype), b.to(E4M3.dtype).t(), *scales
+
+
+def own_kernel(*args, **kwargs):
+    """PyTorch's product without oneDNN, which is what every other CPU takes."""
+    with torch.backends.mkldnn.flags(enabled=False):
+        return torch._scaled_mm(*args, **kwargs)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32, None])
+@pytest.mark.parametrize("a_format", [E4M3, E5M2])
+def test_it_is_what_pytorch_computes_on_other_cpus(a_format, out_dtype, bias, calls):
+    """Scales that are powers of two round nothing, wherever they are multiplied in: the order of sums is left, and
+    after it one rounding."""
+    a, b, *scales = operands(False, a_format)
+    options = {"bias": torch.randn(48) if bias else None, "out_dtype": out_dtype}
+    expected = own_kernel(a, b, *scales, **options).float()
+    cpu_scaled_mm.mend()
+    ours = torch._scaled_mm(a, b, *scales, **options)
+    assert calls == [a.shape] and ours.dtype == (out_dtype or a.dtype)
+    step = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-18, E4M3.dtype: 2.0**-3, E5M2.dtype: 2.0**-2}[ours.dtype]
+    assert torch.allclose(ours.float(), expected, rtol=step, atol=1e-6)
+
+
+def test_rows_have_scales_of_their_own_and_autocast_rounds_nothing(calls):
+    a, b, scale_a, scale_b = operands(True)
+    cpu_scaled_mm.mend()
+    exact = (a.double() * scale_a) @ (b.double() * scale_b)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=torch.float32)
+    assert torch.allclose(ours.double(), exact, rtol=1e-5, atol=1e-5 * exact.abs().max().item()) and calls
+    out = torch.empty(24, 48, dtype=torch.bfloat16)
+    torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16, out=out)
+    assert torch.equal(out, ours.bfloat16())
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_ao_trains_by_it_and_its_products_are_proven(calls, compiled):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64))
+    model, optimizer = prepare(model, torch.optim.AdamW(model.parameters()), "ao:tensorwise")
+    run = torch.compile(model) if compiled else model
+    for _ in range(3):  # the proof of compiled code profiles the second step
+        run(torch.randn(32, 64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(calls) >= 15  # three products of two layers, but dx of the first, in each step
+    assert set(audit(model).engine.values()) == {"ao"}
+
+
+def test_where_pytorchs_own_is_good_and_for_other_backends_nothing_is_touched(monkeypatch):
+    monkeypatch.setattr(cpu_casts, "product", None)  # nothing may call it
+    a, b, *scales = operands(False)
+    monkeypatch.setattr(hardware, "cpu_scaled_mm", lambda: True)
+    prepare(nn.Sequential(nn.Linear(64, 64)), None, "ao:tensorwise")
+    own_kernel(a, b, *scales, out_dtype=torch.bfloat16)
+    monkeypatch.setattr(hardware, "cpu_scaled_mm", lambda: False)
+    prepare(nn.Sequential(nn.Linear(64, 64)), None, "native:dynamic")
+    own_kernel(a, b, *scales, out_dtype=torch.bfloat16)
+
+
+def test_it_can_be_taken_back(calls):
+    a, b, *scales = operands(False)
+    cpu_scaled_mm.mend()
+    cpu_scaled_mm.mend()
+    cpu_scaled_mm.restore()
+    own_kernel(a, b, *scales, out_dtype=torch.bfloat16)
+    assert not calls
