@@ -13,6 +13,7 @@ from fp8_backends.kernels import cpu_casts
 @pytest.fixture
 def calls(monkeypatch):
     """A CPU that needs it, and the products of codes that are made since."""
+    cpu_scaled_mm.restore()  # on such a CPU an earlier test needed it
     made = []
     product = cpu_casts.product
     monkeypatch.setattr(cpu_casts, "product", lambda *args: made.append(args[0].shape) or product(*args))
@@ -78,6 +79,7 @@ def test_ao_trains_by_it_and_its_products_are_proven(calls, compiled):
 
 
 def test_where_pytorchs_own_is_good_and_for_other_backends_nothing_is_touched(monkeypatch):
+    cpu_scaled_mm.restore()
     monkeypatch.setattr(cpu_casts, "product", None)  # nothing may call it
     a, b, *scales = operands(False)
     monkeypatch.setattr(hardware, "cpu_scaled_mm", lambda: True)
