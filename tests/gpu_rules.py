@@ -6,7 +6,7 @@ from torch.nn.functional import ScalingType
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from fp8_backends.compute import block_products, products
+from fp8_backends.compute import block_products, cpu_scaled_mm, products
 from fp8_backends.scaling import e8m0_values
 
 SCALED_MM, BLOCK_SCALED_MM = torch.ops.aten._scaled_mm.default, torch.ops.aten._scaled_mm_v2.default
@@ -23,6 +23,7 @@ class GPURules(TorchDispatchMode):
 
     def __init__(self, monkeypatch):
         super().__init__()
+        cpu_scaled_mm.mend()  # on some CPUs PyTorch's own takes a thousand times as long
         monkeypatch.setattr(products, "engine_for", lambda device, out_dtype: products.SCALED_MM)
         monkeypatch.setattr(block_products, "block_engine_for", lambda *_: products.SCALED_MM)
         self.products = []

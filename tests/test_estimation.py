@@ -105,6 +105,7 @@ def trained(shape, backend, batch, sequence):
     return static * parameters - copies * converted, peak, found.flops_share
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHAPES)
 def test_static_bytes_and_the_peak_are_those_of_a_live_training(name, subtests):
     shape, batch, sequence = SHAPES[name], 4, 64
@@ -117,6 +118,7 @@ def test_static_bytes_and_the_peak_are_those_of_a_live_training(name, subtests):
             assert found.flops_share == pytest.approx(share, abs=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("backend", "checkpointing"), [("msamp:O2", False), ("native:dynamic", True)])
 def test_a_few_layers_tell_of_all(backend, checkpointing):
     """Resting bytes, gradients and saved activations to the byte; the peak, whose place may change, within 2 %."""
@@ -145,6 +147,7 @@ def test_checkpointing_keeps_less_and_bf16_weights_weigh_half():
     assert half.weights == plain.weights / 2 and half.gradients == plain.gradients / 2
 
 
+@pytest.mark.slow
 def test_what_fits_is_what_the_estimate_of_it_says():
     """The largest model and batch: one more of either no longer fits."""
     shape = ModelShape("", llama(layers=6))
@@ -165,6 +168,7 @@ def test_what_fits_is_what_the_estimate_of_it_says():
     assert none.fits is False and none.largest_batch == 0 and none.largest_layers == 0
 
 
+@pytest.mark.slow
 def test_ranks_hold_their_share():
     """Static bytes of an element of a scaled weight: DDP keeps all, O3 shares 5 of 7 out, FSDP2 shards everything."""
     workload = Workload(model=SHAPES["Llama"], sequence=64, devices=4)
@@ -190,6 +194,7 @@ def test_deepspeed_shards_more_at_each_stage_and_takes_no_level():
     assert "O2" in refused.refused and "FSDP2" in refused.refused and refused.peak == 0 and not accepted.refused
 
 
+@pytest.mark.slow
 def test_sent_bytes_and_shares_are_those_that_were_measured_on_two_ranks(subtests):
     """The results that `benchmarks/estimate.py --ranks 2` left: DDP within 1 %; FSDP2 within 4 % once gloo's
     all-reduce, which stands for a reduce-scatter there, is counted as one."""

@@ -70,6 +70,7 @@ def test_import_connects_and_the_environment_variable_leaves_accelerate_untouche
     assert not json.loads(run(OBSERVED_IMPORT, FP8_BACKENDS_DISABLE="1").stdout)["patched"]
 
 
+@pytest.mark.slow
 def test_resolving_and_planning_load_nothing_heavy():
     names = ["native:delayed", "ao", "ao:rowwise", "te", "msamp", "te+msamp:O1"]
     use = f"import fp8_backends as f; [f.resolve(n) for n in {names}]; f.available_backends(); f.plan('native')"

@@ -155,6 +155,7 @@ def test_the_config_commands_and_their_files_mean_what_is_said(folder, capsys):
     assert yaml.safe_load(Path("fsdp.yaml").read_text())["fp8_config"]["backend"] == "native:delayed+msamp:O3"
 
 
+@pytest.mark.slow
 def test_the_estimates_shown_are_those_that_are_printed(folder, capsys):
     ours, shown = [line for line in commands() if line.startswith("fp8-backends estimate ")]
     assert main([*shlex.split(ours)[1:], "--backend", "bf16,msamp:O2"]) == 0

@@ -144,6 +144,7 @@ def test_scales_round_nothing_when_codes_turn_back(blocks, fmt, dtype):
     assert torch.equal(blocks.dequantize(q, dtype).float(), exact)
 
 
+@pytest.mark.slow
 def test_a_compiler_makes_the_same_codes_and_scales():
     def everything(x):
         return [blocks.quantize(x, E4M3) for blocks in (ROWS, VECTORS, SQUARES, MX)]

@@ -171,6 +171,7 @@ print("converted", flush=True)
 """
 
 
+@pytest.mark.slow
 def test_ao_from_a_configuration_file_under_the_launcher_itself(tmp_path):
     """`test_can_prepare_model_single_gpu_from_config`: the command, and the process that it starts."""
     script, file = tmp_path / "script.py", configured(tmp_path / "config.yaml", backend="AO")

@@ -20,6 +20,7 @@ def printed_by(capsys, *arguments):
     return code, capsys.readouterr()
 
 
+@pytest.mark.slow
 def test_a_table_for_each_sharding_no_wider_than_a_screen(config, capsys):
     options = ["--devices", "4", "--device", "h100", "--backend", "bf16,msamp:O2,te+msamp:O3", "--sequence", "128"]
     code, said = printed_by(capsys, config, *options, "--sharding", "ddp,zero2")
@@ -36,6 +37,7 @@ def test_a_table_for_each_sharding_no_wider_than_a_screen(config, capsys):
     assert "te: as its native twin" in said.out and "4 x H100 (80 GiB)" in said.out
 
 
+@pytest.mark.slow
 def test_json_holds_the_same_in_bytes(config, capsys):
     code, said = printed_by(capsys, config, "--json", "--backend", "bf16,msamp:O2", "--device", "24", "--batch", "2")
     found = json.loads(said.out)

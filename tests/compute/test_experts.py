@@ -313,6 +313,7 @@ def test_engines_by_device(monkeypatch, either_cpu):
     assert engine_for(cuda) == "scaled_mm"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family,backend", [("mixtral", "native:delayed"), ("gpt_oss", "native:rowwise")])
 def test_compiled_without_a_graph_break_it_has_the_same_bits(family, backend):
     hidden, chosen, weights = routed(24)

@@ -64,6 +64,7 @@ def train(backend, use_reentrant=None, compiler=None, steps=6, blocks=1):
     return losses, counts, states, compiled
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "backend,use_reentrant",
     [("native:delayed", each) for each in (None, False, True)]
@@ -80,6 +81,7 @@ def test_counts_and_losses_under_compile_equal_eagers(backend, use_reentrant):
     assert compiled[1] == compiled[-1], "recompiled as steps went by"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["native:dynamic", "native:delayed", "native:blockwise"])
 def test_inductor_trains_alike(backend):
     losses, counts, _, _ = train(backend)

@@ -233,6 +233,7 @@ def test_an_emulating_config_trains_and_says_so():
     assert ao.TorchAOCompute().engine(model.up) == "emulated"
 
 
+@pytest.mark.slow
 def test_loading_torchao_prints_nothing():
     script = (
         "from fp8_backends.compute import torchao as ao\n"

@@ -249,6 +249,7 @@ def test_checkpointing_recomputes_with_the_same_scales(use_reentrant):
     assert all(layer.fp8_products[3] > 0 for layer in again.modules() if isinstance(layer, FP8Linear))
 
 
+@pytest.mark.slow
 def test_compiled_steps_equal_eager_ones_and_never_compile_again():
     """Over the step at which just-in-time scales become delayed ones."""
     model, optimizer = made()
