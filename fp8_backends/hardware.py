@@ -141,6 +141,16 @@ def fast_dtype(device: torch.device | str) -> torch.dtype:
     return torch.float32 if torch.device(device).type == "cpu" and not cpu_bf16() else torch.bfloat16
 
 
+def fast_autocast(device: str) -> torch.autocast:
+    """Autocast to `fast_dtype`: to bf16, or none."""
+    return torch.autocast(device, torch.bfloat16, enabled=fast_dtype(device) == torch.bfloat16)
+
+
+def fast_precision(device: torch.device | str) -> str:
+    """`fast_dtype` as recipes and Accelerate name it: "bf16" or "fp32"."""
+    return "bf16" if fast_dtype(device) == torch.bfloat16 else "fp32"
+
+
 def describe() -> Hardware:
     """What `doctor` and reports print. Imports no library that is not loaded."""
     return Hardware(

@@ -99,10 +99,12 @@ class FP8Mixin(_MadeAtRunTime):
         """The recipe's `autocast_dtype` if it was given. By default bf16, and FP32 on a CPU that multiplies no bf16;
         engines have it in configurations of their own."""
         recipe, has_engine = self.fp8_recipe, self.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
-        if "autocast_dtype" in recipe.given or has_engine or hardware.fast_dtype(self.device) == torch.bfloat16:
+        if "autocast_dtype" in recipe.given or has_engine:
             return recipe.autocast_dtype
-        _announce_fp32_around_fp8()
-        return "fp32"
+        precision = hardware.fast_precision(self.device)
+        if precision == "fp32":
+            _announce_fp32_around_fp8()
+        return precision
 
     def _check_own_autocast(self) -> None:
         if self.is_fsdp2:

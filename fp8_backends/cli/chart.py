@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import nn
 
+from .. import hardware
 from ..auditing import Audit, audit, stored_bytes
 from ..compute import KINDS
 from ..errors import FP8BackendError
@@ -53,6 +54,8 @@ class Level:
     """Of copies of the weight that autograd keeps from forward to backward, beyond that."""
     accumulation_bytes_per_element: float | None = None
     """Of the gradient while microbatches accumulate in high precision, beyond what it has at the step."""
+    precision: str = ""
+    """Of what surrounded FP8, or of AMP."""
     not_measured: str = ""
 
 
@@ -98,7 +101,7 @@ def _device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> float:
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, autocast: torch.autocast) -> float:
     """One training step; returns bytes of saved copies of weights for each element of the weights."""
     weights = {_pointer(weight): weight.numel() for weight in model.parameters()}
     copies: dict[int, int] = {}
@@ -109,8 +112,8 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype
             copies[_pointer(saved)] = stored_bytes(saved)
         return saved
 
-    scaler = torch.amp.GradScaler(_device(), enabled=dtype == torch.float16)
-    with torch.autocast(_device(), dtype), torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
+    scaler = torch.amp.GradScaler(_device(), enabled=autocast.fast_dtype == torch.float16)
+    with autocast, torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
         loss = model(torch.randn(32, 64, device=_device(), requires_grad=True)).float().square().mean()
     transient = sum(copies.values()) / sum(weights.values())
     scaler.scale(loss).backward()
@@ -141,8 +144,9 @@ def _measure_amp() -> Level:
     for module in model.modules():
         if isinstance(module, nn.Linear):
             module.register_forward_hook(lambda _, __, result: seen.add(str(result.dtype).removeprefix("torch.")))
-    transient = _step(model, optimizer, torch.float16)
-    return _level("FP16 AMP", audit(model, optimizer), transient, gemm=_precisions("+".join(sorted(seen))), comm="FP32")
+    transient = _step(model, optimizer, torch.autocast(_device(), torch.float16))
+    gemm = _precisions("+".join(sorted(seen)))
+    return _level("FP16 AMP", audit(model, optimizer), transient, gemm=gemm, comm="FP32", precision="fp16")
 
 
 def _measure(backend: str) -> Level:
@@ -152,11 +156,12 @@ def _measure(backend: str) -> Level:
     except FP8BackendError as error:
         return Level(backend, not_measured=str(error))
     model, optimizer = prepare(*_model(), recipe)
-    transient = _step(model, optimizer, torch.bfloat16)
+    transient = _step(model, optimizer, hardware.fast_autocast(_device()))
     found = audit(model, optimizer)
     kinds = [kind for kind in KINDS if any(counts[kind] for counts in found.products.values())]
     gemm = "FP8" if len(kinds) == len(KINDS) else f"FP8 {' '.join(kinds)}" if kinds else "no FP8"
-    level = _level(_title(recipe), found, transient, gemm=gemm, comm=plan(recipe).comm)
+    precision = hardware.fast_precision(_device())
+    level = _level(_title(recipe), found, transient, gemm=gemm, comm=plan(recipe).comm, precision=precision)
     level.accumulation_bytes_per_element = round(_accumulation(model, optimizer), 3)
     return level
 
@@ -165,7 +170,7 @@ def _title(recipe: Recipe) -> str:
     return recipe.name if recipe.level != "O0" else f"{recipe.name} (O0)"
 
 
-def _level(name: str, found: Audit, transient: float, gemm: str, comm: str) -> Level:
+def _level(name: str, found: Audit, transient: float, gemm: str, comm: str, precision: str) -> Level:
     return Level(
         name,
         gemm=gemm,
@@ -176,6 +181,7 @@ def _level(name: str, found: Audit, transient: float, gemm: str, comm: str) -> L
         optimizer=_precisions(found.dtypes["optimizer"]),
         bytes_per_element=found.bytes_per_element["total"],
         transient_bytes_per_element=round(transient, 3),
+        precision=precision,
     )
 
 
@@ -201,5 +207,6 @@ def _readable(levels: list[Level]) -> str:
     lines += ["transient: copies of the weights that autograd keeps from forward to backward, beyond these bytes"]
     lines += ["accumulating: what the gradient gains while microbatches accumulate in FP32"]
     lines += ["comm: as planned; one process communicates nothing"]
+    lines += [f"around FP8: {hardware.fast_precision(_device())}"]
     lines += [f"not measured: {level.name}: {level.not_measured}" for level in levels if level.not_measured]
     return "\n".join(lines)

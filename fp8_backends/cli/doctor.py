@@ -23,7 +23,7 @@ LEVELS = ("O1", "O2", "O3")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Lists devices and versions, says for each backend whether it can run here, or why not, and trains one step of "
-        "a small model with each that can, beside bf16, in a process of its own. Recommends a precision for this chip."
+        "a small model with each that can, beside a plain one. Recommends a precision for this chip."
     )
     parser.add_argument("--no-test", action="store_true", help="run no training step")
     parser.add_argument("--chips", action="store_true", help="print which backend has FP8 products on which chip")
@@ -176,7 +176,7 @@ def _readable(found: dict[str, Any]) -> str:
 def _machine(hardware: dict[str, Any]) -> list[str]:
     devices = hardware["devices"]
     if not devices:
-        fast = "with bf16 products" if hardware["cpu_bf16"] else "without bf16 products in hardware"
+        fast = "with bf16 products" if hardware["cpu_bf16"] else "without fast bf16 products: FP32 runs around FP8"
         lines = paragraph("device", f"{hardware['device']}, {fast}; no GPU is visible")
     alike: dict[tuple, int] = {}
     for device in devices:
@@ -206,7 +206,7 @@ def _test_lines(tests: list[dict[str, Any]] | None) -> list[str]:
         error, seconds = max(test["gradient_error"] for test in proven), sum(test["seconds"] for test in tests)
         text = (
             f"(a training step each, {seconds:.1f} s in all: every product in FP8, gradients within {error:.0%} of "
-            f"bf16's, bytes as planned, weights moved)"
+            f"{proven[0]['precision']}'s, bytes as planned, weights moved)"
         )
         lines += paragraph("", text)
     for test in tests:

@@ -142,9 +142,19 @@ def test_a_crash_an_exit_and_a_hang_end_their_own_test_only(monkeypatch):
     assert "did not end within 2 seconds" in reasons["hang"] and time.monotonic() - start < 60
 
 
+@pytest.mark.parametrize("backend", ["native:dynamic", "native:mxfp8", "msamp:O3", "ao:tensorwise"])
+def test_on_a_cpu_without_bf16_products_the_plain_step_is_in_fp32(backend, monkeypatch):
+    monkeypatch.setattr("fp8_backends.hardware.cpu_bf16", lambda: False)
+    found = self_test.test(backend)
+    assert found.proven and found.precision == "fp32", found.reason
+    assert found.engine == ("ao" if backend.startswith("ao") else "fp32-exact")
+    lines = "".join(doctor._test_lines([vars(found)]))
+    assert "of fp32's" in lines and "bf16" not in lines
+
+
 def test_what_was_not_proven_is_printed_with_its_reason():
     tests = [
-        self_test.SelfTest("native:dynamic", True, "", gradient_error=0.1, seconds=1),
+        self_test.SelfTest("native:dynamic", True, "", precision="bf16", gradient_error=0.1, seconds=1),
         self_test.SelfTest("ao:rowwise", False, "layer 0 made no wgrad in FP8"),
     ]
     lines = doctor._test_lines([vars(test) for test in tests])
