@@ -48,6 +48,55 @@ def test_rocm_is_judged_by_architecture_not_by_capability(gpus, architecture, pr
     assert hardware.lowest_capability() is None
 
 
+CPUS = {
+    # name: what it can do, whether oneDNN takes bf16 there, and then: bf16 products, a useful `_scaled_mm`
+    "AVX2": ({"avx2"}, False, False, True),
+    "AVX-512, where oneDNN goes by way of FP32": ({"avx2", "avx512_f"}, True, False, True),
+    "AVX-512 BF16": ({"avx512_f", "avx512_bf16"}, True, True, True),
+    "AVX2 with NE-CONVERT": ({"avx2", "avx_ne_convert"}, True, True, True),
+    "AMX": ({"avx512_bf16", "amx_bf16", "amx_tile", "amx_int8"}, True, True, False),
+    "AMX-FP16": ({"avx512_bf16", "amx_bf16", "amx_int8", "amx_fp16"}, True, True, True),
+    "Arm with BF16": ({"neon", "bf16"}, True, True, True),
+    "Arm with SVE": ({"neon", "sve", "sve_bf16"}, True, True, True),
+    "Arm without": ({"neon"}, False, False, True),
+    "Apple, whose PyTorch has no oneDNN": ({"neon", "bf16"}, None, False, True),
+}
+
+
+@pytest.mark.parametrize(("capabilities", "in_onednn", "bf16", "scaled_mm"), CPUS.values(), ids=CPUS)
+def test_a_cpu_multiplies_bf16_where_it_has_instructions_and_pytorch_uses_them(
+    capabilities, in_onednn, bf16, scaled_mm, monkeypatch
+):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict.fromkeys(capabilities, True), raising=False)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: in_onednn is not None)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: in_onednn)
+    with torch.backends.mkldnn.flags(enabled=True):
+        assert answers(hardware) == (bf16, torch.bfloat16 if bf16 else torch.float32, "bf16" if bf16 else "fp32")
+        assert hardware.cpu_scaled_mm() is scaled_mm and hardware.fast_dtype("cuda") == torch.bfloat16
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert answers(hardware) == (False, torch.float32, "fp32") and hardware.cpu_scaled_mm()
+
+
+def answers(of):
+    of._cpu_has_bf16.cache_clear()
+    try:
+        return of.cpu_bf16(), of.fast_dtype("cpu"), of.fast_precision("cpu")
+    finally:
+        of._cpu_has_bf16.cache_clear()
+
+
+def test_a_pytorch_without_onednns_operators_has_no_bf16_products(monkeypatch):
+    monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace())
+    assert not answers(hardware)[0]
+
+
+def test_fast_autocast_is_to_bf16_or_none(monkeypatch):
+    for has_bf16, dtype in ((True, torch.bfloat16), (False, torch.float32)):
+        monkeypatch.setattr(hardware, "cpu_bf16", lambda answer=has_bf16: answer)
+        with hardware.fast_autocast("cpu"):
+            assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype == dtype
+
+
 def test_describe_names_device_and_versions(gpus):
     gpus((9, 0), (8, 9))
     described = hardware.describe()
