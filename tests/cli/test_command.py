@@ -9,8 +9,8 @@ import pytest
 import fp8_backends
 from fp8_backends.cli import chart
 from fp8_backends.cli.compare import backend_names, check_ranks
-from fp8_backends.cli.comparison import worker_environment
 from fp8_backends.cli.main import main
+from fp8_backends.cli.workers import worker_environment
 from fp8_backends.errors import BackendUnavailableError
 
 
@@ -76,7 +76,9 @@ def test_numbers_out_of_range_are_refused(options, capsys):
 
 
 def test_backends_are_resolved_once_each_and_the_reference_is_left_to_the_comparison():
-    assert backend_names("bf16, Native ,native:DYNAMIC,torchao,fp32") == ("native:dynamic", "ao:tensorwise", "fp32")
+    words = ["bf16", "Native", "native:DYNAMIC", "torchao", "fp32"]
+    assert backend_names(words, "bf16") == ("native:dynamic", "ao:tensorwise", "fp32")
+    assert backend_names(words, "fp32") == ("bf16", "native:dynamic", "ao:tensorwise")
 
 
 def test_chart_is_measured_and_agrees_with_the_plan(capsys):
