@@ -17,10 +17,12 @@ from .timing import duration
 
 def announce(settings: Settings) -> None:
     """What is known before anything is loaded."""
+    backends = ", ".join(name for name in settings.backends if name != settings.reference)
+    limit = "" if settings.minutes is None else f", or what of it fits into {settings.minutes:g} min"
     print(
-        f"fp8-backends compare: {', '.join(settings.backends) or 'no backend'} against {settings.reference} on "
+        f"fp8-backends compare: {backends or 'no backend'} against {settings.reference} on "
         f"{'a GPU' if settings.device == 'cuda' else 'the CPU'}; {settings.reference} around FP8; "
-        f"{_runs(settings)} of {settings.batch} × {settings.sequence} tokens",
+        f"{_runs(settings)} of {settings.batch} × {settings.sequence} tokens{limit}",
         flush=True,
     )
 

@@ -93,7 +93,7 @@ def test_a_terminated_run_leaves_what_was_finished_readable_and_ends_its_workers
     assert "terminated early" in (tmp_path / "report.html").read_text() and "terminated early" in printed
     assert len(workers) == 2 * (
         1 if ranks == 1 else 1 + ranks
-    )  # torchrun and its ranks, or one process, for each of two
+    )  # of two backends; torchrun and its ranks
     assert not any(_alive(pid) for pid in workers)
 
 
