@@ -36,7 +36,7 @@ def fit(seconds: float, steps: int, seeds: int, round_seconds: Callable[[int], f
     choices = range(fewest, steps + 1)
     fitting = choices[: bisect.bisect_right(choices, seconds, key=lambda count: wanted * round_seconds(count))]
     chosen = fitting[-1] if fitting else fewest
-    return chosen, min(seeds, int(seconds // round_seconds(chosen)))
+    return chosen, max(0, min(seeds, int(seconds // round_seconds(chosen))))
 
 
 class Timetable:

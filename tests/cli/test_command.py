@@ -54,6 +54,24 @@ def test_options_that_cannot_be_honoured_exit_with_2(capsys, tmp_path, options):
     assert options[1] in capsys.readouterr().err
 
 
+def test_the_first_line_is_printed_before_backends_are_resolved_and_libraries_loaded():
+    ask = """if True:
+        import sys
+        from fp8_backends.cli import compare, main
+        def resolve(*_):
+            print([name for name in ("torchao", "transformers", "torch._dynamo", "rich") if name in sys.modules])
+            sys.exit()
+        compare.backend_names = resolve
+        main.main(["compare", "--seeds", "1", "--reference", "fp32", "--minutes", "2"])
+        """
+    ended = subprocess.run(
+        [sys.executable, "-c", ask], capture_output=True, text=True, env=worker_environment(), timeout=240
+    )
+    first, loaded = ended.stdout.splitlines()
+    assert first.startswith("fp8-backends compare: native:dynamic, ") and "against fp32" in first
+    assert "1 seed of " in first and "2 min" in first and loaded == "[]"
+
+
 def test_ranks_that_cannot_share_a_batch_are_refused(capsys, tmp_path):
     assert main(["compare", "--nproc", "3", "--batch", "8", "--output", str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err

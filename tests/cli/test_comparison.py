@@ -91,9 +91,7 @@ def test_a_terminated_run_leaves_what_was_finished_readable_and_ends_its_workers
     assert found["status"] == "terminated" and len(found["backends"]["bf16"]["runs"]) >= 2
     assert found["backends"]["native:dynamic"]["status"] == "terminated"
     assert "terminated early" in (tmp_path / "report.html").read_text() and "terminated early" in printed
-    assert len(workers) == 2 * (
-        1 if ranks == 1 else 1 + ranks
-    )  # of two backends; torchrun and its ranks
+    assert len(workers) == 2 * (1 if ranks == 1 else 1 + ranks)  # of two backends; torchrun and its ranks
     assert not any(_alive(pid) for pid in workers)
 
 
