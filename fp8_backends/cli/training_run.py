@@ -377,8 +377,8 @@ def _reporter() -> Report:
 
 def _turns() -> Iterator[int]:
     """0, 1, … as standard input permits. It is then out of the reach of whatever else this process starts."""
-    permits, nothing = os.dup(0), os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
+    permits = os.dup(0)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     return itertools.takewhile(lambda turn: os.read(permits, 1), itertools.count())
 
 
