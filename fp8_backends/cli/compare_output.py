@@ -22,7 +22,7 @@ def announce(settings: Settings) -> None:
     print(
         f"fp8-backends compare: {backends or 'no backend'} against {settings.reference} on "
         f"{'a GPU' if settings.device == 'cuda' else 'the CPU'}; {settings.reference} around FP8; "
-        f"{_runs(settings)} of {settings.batch} × {settings.sequence} tokens{limit}",
+        f"{summary.runs_text(settings.seeds, settings.steps)} of {settings.batch} × {settings.sequence} tokens{limit}",
         flush=True,
     )
 
@@ -122,22 +122,17 @@ class BarProgress:
 def plan_text(comparison: Comparison) -> str:
     """How long the rest will take, and what of the wish was given up for a limit of minutes."""
     settings, asked = comparison.settings, comparison.results["asked"]
-    backends = len(comparison.workers)
     given_up = ""
     if asked != {"steps": settings.steps, "seeds": settings.seeds}:
         given_up = f" ({asked['seeds']} of {asked['steps']} do not fit into {settings.minutes:g} min)"
     return (
-        f"about {duration(comparison.seconds_left())} more: {_runs(settings)}{given_up} with {backends} backends, by "
-        "the steps just timed"
+        f"about {duration(comparison.seconds_left())} more: {summary.runs_text(settings.seeds, settings.steps)}"
+        f"{given_up} with {len(comparison.workers)} backends, by the steps just timed"
     )
 
 
 def _inspected(backend: str, step_seconds: float) -> str:
     return f"{backend}: first steps observed; {step_seconds:.2g} s a step"
-
-
-def _runs(settings: Settings) -> str:
-    return f"{settings.seeds} seed{'s' * (settings.seeds > 1)} of {settings.steps} steps"
 
 
 def conclude(comparison: Comparison) -> None:

@@ -109,8 +109,8 @@ class Comparison:
                     self._plan(progress)
                     settings_path.write_text(json.dumps(self.settings.to_dict()))
                     self._train(progress)
+                self._end("finished")
                 dismiss(self.workers.values())
-            self._end("finished")
         finally:
             stop(self.workers.values())
             if self.results["status"] == "running":

@@ -51,7 +51,7 @@ def _header(results: dict) -> str:
         chip,
         *([ranks] if ranks else []),
         f"{results['around_fp8']} around FP8",
-        f"{settings['seeds']} seeds of {settings['steps']} steps",
+        summary.runs_text(settings["seeds"], settings["steps"]),
         summary.held_out_text(results),
         f"torch {versions.get('torch', '?')}",
         results["date"].replace("T", " ").replace("+00:00", " UTC"),

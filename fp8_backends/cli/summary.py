@@ -274,6 +274,10 @@ def ranks_text(results: Results) -> str:
     return f"{ranks} ranks (DDP over {wire})" if ranks > 1 else ""
 
 
+def runs_text(seeds: int, steps: int) -> str:
+    return f"{seeds} seed{'s' * (seeds > 1)} of {steps} steps"
+
+
 def held_out_text(results: Results) -> str:
     """Such as `128 held-out windows (0.2 of those trained on)`."""
     settings = results["settings"]

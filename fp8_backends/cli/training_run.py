@@ -252,7 +252,7 @@ def inspect(settings: Settings, text: TrainingText, backend: str, fault: str | N
         run.update()
         audit, recipe = fp8_backends.audit(run.model, run.optimizer), _recipe(run.accelerator)
         run.optimizer.zero_grad()
-    found = {
+    return {
         "parameters": sum(parameter.numel() for parameter in run.bare.parameters()),
         "peak_memory_bytes": peak,
         "autocast_copy_bytes": sum(copies.values()),
@@ -266,7 +266,6 @@ def inspect(settings: Settings, text: TrainingText, backend: str, fault: str | N
         "start_seconds": run.start_seconds,
         "step_seconds": statistics.median(_seconds(run, INSPECTED_STEPS + 1 + n) for n in range(TIMED_STEPS)),
     }
-    return found
 
 
 def _seconds(run: Run, step: int) -> float:

@@ -18,7 +18,7 @@ class Worker:
     """Trains one backend, a turn at a time. All workers load their libraries at once; turns are given one by one."""
 
     def __init__(self, arguments: list[str], ranks: int) -> None:
-        self.ranks = ranks
+        self.ranks, self.ended = ranks, False
         # a session of its own: Ctrl-C reaches this process alone, which then stops the worker
         self.process = subprocess.Popen(
             [*launcher(ranks), "fp8_backends.cli.training_run", *arguments],
@@ -26,6 +26,7 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            errors="replace",
             env=worker_environment(ranks),
             start_new_session=True,
         )
@@ -37,9 +38,6 @@ class Worker:
         """Every rank reads one byte at the start of a turn."""
         with contextlib.suppress(BrokenPipeError):  # it has ended, as `events` will notice
             os.write(self.process.stdin.fileno(), b"." * self.ranks)
-
-    ended = False
-    """In the middle of `events`."""
 
     def events(self, last: str, times: int = 1) -> Iterator[dict[str, Any]]:
         """What the worker reports: until it has reported `last` so many times, or has ended."""
