@@ -16,8 +16,8 @@ FEWEST_STEPS = 20
 """A shorter run tells little; only a user who asks for fewer gets fewer."""
 WANTED_SEEDS = 3
 """The fewest with a confidence interval of use; steps are given up for them."""
-USABLE = 0.95
-"""Of the minutes given: a run may take longer than the one before, and workers take time to end."""
+USABLE = 0.9
+"""Of the minutes given: a run may take longer than the one before, and loading and ending take seconds."""
 
 
 def fit(seconds: float, steps: int, seeds: int, round_seconds: Callable[[int], float]) -> tuple[int, int]:

@@ -78,9 +78,9 @@ def test_a_run_takes_its_start_its_steps_and_its_evaluation_until_runs_have_been
 def test_what_has_passed_is_no_longer_there_to_be_used(settings, timetable):
     fitted = timetable.fitted(settings, elapsed=0.0)
     later = timetable.fitted(settings, elapsed=10.0)
-    assert (fitted.steps, fitted.seeds) == (28, 3) and (later.steps, later.seeds) == (22, 3)
-    assert timetable.another_round_fits(settings, elapsed=31.0)
-    assert not timetable.another_round_fits(settings, elapsed=32.0)
+    assert (fitted.steps, fitted.seeds) == (26, 3) and (later.steps, later.seeds) == (20, 3)
+    assert timetable.another_round_fits(settings, elapsed=28.0)
+    assert not timetable.another_round_fits(settings, elapsed=29.0)
     assert timetable.another_round_fits(replace(settings, minutes=None), elapsed=1e9)
 
 
