@@ -90,9 +90,7 @@ def run(args: argparse.Namespace) -> int:
 
     settings = settings_from(args)
     _check_plant(args.plant)
-    announce(settings)
-    settings.backends = backend_names(settings.backends, settings.reference)
-    comparison = Comparison(settings, args.output, args.plant)
+    comparison: Comparison | None = None
     received: list[int] = []
 
     def terminate(number, frame) -> None:
@@ -102,6 +100,9 @@ def run(args: argparse.Namespace) -> int:
 
     before = {number: signal.signal(number, terminate) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
+        announce(settings)
+        settings.backends = backend_names(settings.backends, settings.reference)
+        comparison = Comparison(settings, args.output, args.plant)
         with progress_display(comparison) as progress:
             comparison.run(progress)
     except KeyboardInterrupt:
@@ -109,7 +110,8 @@ def run(args: argparse.Namespace) -> int:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    conclude(comparison)
+    if comparison is not None:
+        conclude(comparison)
     if received:
         return 128 + received[0]
     return 0 if comparison.passed else 1

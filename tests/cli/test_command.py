@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 
@@ -70,6 +71,12 @@ def test_the_first_line_is_printed_before_backends_are_resolved_and_libraries_lo
     first, loaded = ended.stdout.splitlines()
     assert first.startswith("fp8-backends compare: native:dynamic, ") and "against fp32" in first
     assert "1 seed of " in first and "2 min" in first and loaded == "[]"
+
+
+def test_an_interruption_before_there_is_a_comparison_ends_the_command_without_a_traceback(monkeypatch, tmp_path):
+    monkeypatch.setattr("fp8_backends.cli.compare.backend_names", lambda *_: signal.raise_signal(signal.SIGINT))
+    assert main(["compare", "--output", str(tmp_path / "out")]) == 128 + signal.SIGINT
+    assert not (tmp_path / "out").exists()
 
 
 def test_ranks_that_cannot_share_a_batch_are_refused(capsys, tmp_path):
