@@ -84,7 +84,9 @@ def main() -> None:
     dist.init_process_group("gloo")
     torch.use_deterministic_algorithms(True, warn_only=True)
     values = defaults(False) | {"seeds": args.seeds, "steps": args.steps}
-    settings = Settings(**values, loss_gap_bound=LOSS_GAP_BOUND, device="cpu", nproc=dist.get_world_size())
+    settings = Settings(
+        **values, reference="bf16", loss_gap_bound=LOSS_GAP_BOUND, device="cpu", nproc=dist.get_world_size()
+    )
     text, runs = load_text(), []
     for engine in args.engines.split(","):
         for backend in ["bf16", *args.backends.split(",")]:

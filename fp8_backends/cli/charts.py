@@ -78,7 +78,7 @@ def curves(series: Sequence[Series], title: str, y_label: str, zero_line: bool =
     return _svg(height, title, parts)
 
 
-def intervals(rows: Sequence[Interval], bound: float, spread: float | None, title: str) -> str:
+def intervals(rows: Sequence[Interval], bound: float, spread: float | None, reference: str) -> str:
     """Mean and 95 % interval of each row, its single seeds, the bound, and the reference's own spread as a band."""
     if not rows:
         return ""
@@ -100,11 +100,12 @@ def intervals(rows: Sequence[Interval], bound: float, spread: float | None, titl
         parts.append(_text(x(tick), bottom + 18, _plain(tick), "tick", anchor="middle"))
     parts.append(_line("zero", x(0), top, x(0), bottom))
     parts.append(_line("bound", x(bound), top, x(bound), bottom))
-    parts.append(_text((x.start + x.end) / 2, bottom + 38, "nats above bf16, held-out loss", "axis-label", "middle"))
+    label = f"nats above {reference}, held-out loss"
+    parts.append(_text((x.start + x.end) / 2, bottom + 38, label, "axis-label", "middle"))
     for index, row in enumerate(rows):
         middle = top + row_height * (index + 0.5)
         parts += _interval_row(row, x, middle, left)
-    return _svg(height, title, parts)
+    return _svg(height, f"Paired gap of the held-out loss to {reference}", parts)
 
 
 def _room_for(names: Iterable[str]) -> float:

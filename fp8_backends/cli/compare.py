@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import signal
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -11,14 +12,16 @@ import torch
 from ..errors import BackendUnavailableError, RecipeError
 from . import settings as defaults
 from .paired_gaps import LOSS_GAP_BOUND
-from .settings import BASELINES, REFERENCE, Settings
+from .settings import BASELINES, REFERENCES, Settings
+from .timing import FEWEST_STEPS, WANTED_SEEDS
 
 SUMMARY = "train a small model with bf16 and FP8 backends side by side; table, results.json and report.html"
 
 _DESCRIPTION = """\
-Trains a causal language model from random weights on real text, first in bf16 and then with every backend, each with
-the same initial weights and order of data, and reports losses, paired gaps with their 95 % intervals, memory and speed.
-Exits with 1 when a check fails, and with 2 when something asked for cannot be done."""
+Trains a causal language model from random weights on real text, in bf16 (the reference; FP32 on a CPU without bf16
+products) and with every backend, each with the same initial weights and order of data, and reports losses, paired gaps
+with their 95 % intervals, memory and speed. It goes seed by seed over all backends, and says how long it will take once
+each has done its first steps. Exits with 1 when a check fails, and with 2 when something asked for cannot be done."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,6 +34,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="A,B,…",
         help=f"backend strings, and of {', '.join(BASELINES)} ({default})",
     )
+    add(
+        "--reference",
+        choices=REFERENCES,
+        help="what backends are compared with, and compute in around FP8 (bf16; fp32 on a CPU without bf16 products)",
+    )
     add("--text", metavar="PATH", help="a text file or a folder of them (the Python standard library's sources)")
     add("--megabytes", type=_positive(float), default=8.0, metavar="N", help="read at most this much text (8)")
     add("--tokenizer", type=_positive(int), metavar="N", help="train a byte-level BPE of N tokens (one token a byte)")
@@ -41,8 +49,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--steps", type=_positive(int), metavar="N", help="training steps (80; on a GPU with FP8, 60)")
     add("--seeds", type=_positive(int), metavar="N", help="runs of each backend (5; on a GPU with FP8, 3)")
+    add(
+        "--minutes",
+        type=_positive(float),
+        metavar="M",
+        help="fit the whole command into so many minutes: --steps and --seeds are then upper bounds, and steps are "
+        f"given up (not below {FEWEST_STEPS}) for {WANTED_SEEDS} seeds (no limit)",
+    )
     add("--batch", type=_positive(int), metavar="N", help="sequences in a batch (8; on a GPU with FP8, 2)")
     add("--sequence", type=_positive(int), metavar="N", help="tokens in a sequence (128; on a GPU with FP8, 4096)")
+    add(
+        "--held_out",
+        type=_positive(float),
+        default=Settings.held_out_share,
+        metavar="X",
+        help=f"held-out windows as a share of the windows trained on ({Settings.held_out_share})",
+    )
     add(
         "--lr",
         type=_positive(float),
@@ -63,20 +85,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the comparison; 0 when every check passed, 1 when one failed, 128 + the signal when terminated."""
-    settings = settings_from(args)
-    _check_plant(args.plant)
-    from .compare_output import conclude, progress_display
+    from .compare_output import announce, conclude, progress_display
     from .comparison import Comparison
 
-    comparison = Comparison(settings, args.output, args.plant)
+    settings = settings_from(args)
+    _check_plant(args.plant)
+    comparison: Comparison | None = None
     received: list[int] = []
 
     def terminate(number, frame) -> None:
         received.append(number)
-        raise KeyboardInterrupt
+        if len(received) == 1:  # an impatient second must not keep the results from disk
+            raise KeyboardInterrupt
 
     before = {number: signal.signal(number, terminate) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
+        announce(settings)
+        settings.backends = backend_names(settings.backends, settings.reference)
+        comparison = Comparison(settings, args.output, args.plant)
         with progress_display(comparison) as progress:
             comparison.run(progress)
     except KeyboardInterrupt:
@@ -84,28 +110,30 @@ def run(args: argparse.Namespace) -> int:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    conclude(comparison)
+    if comparison is not None:
+        conclude(comparison)
     if received:
         return 128 + received[0]
     return 0 if comparison.passed else 1
 
 
 def settings_from(args: argparse.Namespace) -> Settings:
-    """Every backend resolved and known to run here, every setting in place.
-
-    Raises `RecipeError` for a backend string that is not valid, `BackendUnavailableError` for one that cannot run.
-    """
+    """Every setting in place; the backends as they were written, because to resolve them takes seconds."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     values = defaults.defaults(defaults.fast_fp8(device))
     given = {name: getattr(args, name) for name in ("steps", "seeds", "batch", "sequence", "lr", "compile")}
     values |= {name: value for name, value in given.items() if value is not None}
     check_ranks(args.nproc, values["batch"], device)
+    reference = args.reference or defaults.default_reference(device)
     return Settings(
-        backends=backend_names(args.backends),
+        backends=tuple(filter(None, (word.strip() for word in args.backends.split(",")))),
+        reference=reference,
         text=args.text,
         limit_mb=args.megabytes,
         tokenizer=args.tokenizer,
         model=args.model,
+        held_out_share=args.held_out,
+        minutes=args.minutes,
         loss_gap_bound=LOSS_GAP_BOUND,
         device=device,
         nproc=args.nproc,
@@ -129,20 +157,23 @@ def check_ranks(ranks: int, batch: int, device: str) -> None:
         raise BackendUnavailableError(f"--nproc {ranks}: this build of torch {torch.__version__} has no distributed")
 
 
-def backend_names(text: str) -> tuple[str, ...]:
-    """Canonical names, without repetitions and without the reference, which is always there."""
+def backend_names(words: Iterable[str], reference: str) -> tuple[str, ...]:
+    """Canonical names, without repetitions and without the reference, which is always there.
+
+    Raises `RecipeError` for a backend string that is not valid, `BackendUnavailableError` for one that cannot run here.
+    """
     from ..recipes import resolve
     from ..registry import check_available
 
     names: dict[str, None] = {}
-    for word in filter(None, (part.strip() for part in text.split(","))):
+    for word in words:
         if word.lower() in BASELINES:
             names[word.lower()] = None
             continue
         recipe = resolve(word)
         check_available(recipe)
         names[recipe.name] = None
-    names.pop(REFERENCE, None)
+    names.pop(reference, None)
     return tuple(names)
 
 

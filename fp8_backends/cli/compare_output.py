@@ -11,93 +11,132 @@ from typing import Any
 
 from . import summary
 from .comparison import PAGE, RESULTS, Comparison
+from .settings import Settings
+from .timing import duration
+
+
+def announce(settings: Settings) -> None:
+    """What is known before anything is loaded."""
+    backends = ", ".join(name for name in settings.backends if name != settings.reference)
+    limit = "" if settings.minutes is None else f", or what of it fits into {settings.minutes:g} min"
+    print(
+        f"fp8-backends compare: {backends or 'no backend'} against {settings.reference} on "
+        f"{'a GPU' if settings.device == 'cuda' else 'the CPU'}; {settings.reference} around FP8; "
+        f"{summary.runs_text(settings.seeds, settings.steps)} of {settings.batch} × {settings.sequence} tokens{limit}",
+        flush=True,
+    )
 
 
 @contextmanager
 def progress_display(comparison: Comparison) -> Iterator[LineProgress | BarProgress]:
     """Bars on a terminal, one line a run elsewhere."""
-    settings, names = comparison.settings, list(comparison.results["backends"])
-    ranks = summary.ranks_text(comparison.results)
-    on_ranks = f" by {ranks}" if ranks else ""
-    print(
-        f"{', '.join(names)}: {settings.seeds} seeds of {settings.steps} steps each, {settings.batch} × "
-        f"{settings.sequence} tokens a step{on_ranks}, on {comparison.text.description}",
-        flush=True,
-    )
+    results = comparison.results
+    ranks = summary.ranks_text(results)
+    print(f"on {results['text']['description']}; {summary.held_out_text(results)}{ranks and f'; {ranks}'}")
+    print(f"starting {len(results['backends'])} workers", flush=True)
     if not sys.stdout.isatty():
         yield LineProgress()
         return
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-    text = TextColumn("{task.description:<52}")
-    columns = (text, BarColumn(bar_width=None), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns) as bars:
-        yield BarProgress(bars, settings.seeds, settings.steps, len(names))
+    text, left = TextColumn("{task.description:<52}"), TextColumn("{task.fields[left]}")
+    with Progress(text, BarColumn(bar_width=None), TaskProgressColumn(), TimeElapsedColumn(), left) as bars:
+        yield BarProgress(bars)
 
 
 class LineProgress:
-    """For logs: says when something has finished."""
+    """For logs: says when something has finished, and in long runs now and then how far they are."""
 
-    def backend_started(self, backend: str) -> None:
+    def inspecting(self, backend: str) -> None:
+        pass
+
+    def inspected(self, backend: str, step_seconds: float) -> None:
+        self._say(_inspected(backend, step_seconds))
+
+    def planned(self, comparison: Comparison) -> None:
+        self.steps = comparison.settings.steps
+        self._say(plan_text(comparison))
+
+    def run_started(self, backend: str, seed: int) -> None:
         self.began = time.monotonic()
 
     def step(self, backend: str, seed: int, step: int, loss: float | None) -> None:
-        pass
+        if time.monotonic() - self.last_said > 30:
+            self._say(f"{backend} seed {seed}: step {step} of {self.steps}, loss {_loss(loss, 3)}")
 
     def run_finished(self, backend: str, run: dict[str, Any]) -> None:
         seconds = time.monotonic() - self.began
-        print(
-            f"{backend} seed {run['seed']}: held-out loss {_loss(run['held_out_loss'])} ({seconds:.0f} s)", flush=True
-        )
+        self._say(f"{backend} seed {run['seed']}: held-out loss {_loss(run['held_out_loss'])} ({seconds:.1f} s)")
 
-    def backend_ended(self, backend: str, status: str, message: str) -> None:
-        if message:
-            print(f"{backend} {status}: {message}", flush=True)
+    def failed(self, backend: str, message: str) -> None:
+        self._say(f"{backend} failed: {message}")
+
+    def _say(self, line: str) -> None:
+        self.last_said = time.monotonic()
+        print(line, flush=True)
 
 
 class BarProgress:
-    """For terminals: one bar over everything, one for the run at work."""
+    """For terminals: one bar over everything, by seconds, and one for the run at work, by steps."""
 
-    def __init__(self, bars, seeds: int, steps: int, backends: int) -> None:
-        self.bars, self.seeds, self.steps = bars, seeds, steps
-        self.whole = bars.add_task("all backends", total=backends * seeds * steps)
-        self.current = bars.add_task("", total=seeds * steps)
-        self.finished_backends = 0
+    def __init__(self, bars) -> None:
+        self.bars, self.comparison = bars, None
+        self.whole = bars.add_task("all backends", total=None, left="")
+        self.current = bars.add_task("loading libraries", total=None, left="")
 
-    def backend_started(self, backend: str) -> None:
-        self.bars.reset(self.current, description=f"{backend}: starting, first steps observed")
-        self.runs = 0
+    def inspecting(self, backend: str) -> None:
+        self.bars.update(self.current, description=f"{backend}: first steps observed")
+
+    def inspected(self, backend: str, step_seconds: float) -> None:
+        self._say(_inspected(backend, step_seconds))
+
+    def planned(self, comparison: Comparison) -> None:
+        self.comparison = comparison
+        self._say(plan_text(comparison))
+
+    def run_started(self, backend: str, seed: int) -> None:
+        self.bars.reset(self.current, total=self.comparison.settings.steps)
+        self.step(backend, seed, 0, None)
 
     def step(self, backend: str, seed: int, step: int, loss: float | None) -> None:
-        self._show(self.runs * self.steps + step, f"{backend} seed {seed + 1}/{self.seeds}, loss {_loss(loss, 3)}")
+        at = f", loss {_loss(loss, 3)}" if step else ""
+        description = f"{backend} seed {seed + 1}/{self.comparison.settings.seeds}{at}"
+        self.bars.update(self.current, completed=step, description=description)
+        self._show_left(backend, step)
 
     def run_finished(self, backend: str, run: dict[str, Any]) -> None:
-        self.runs += 1
-        self._show(self.runs * self.steps, f"{backend} seed {self.runs}/{self.seeds} finished")
-        held_out = _loss(run["held_out_loss"])
-        self.bars.console.print(f"{backend} seed {run['seed']}: held-out loss {held_out}", highlight=False)
+        self._show_left()
+        self._say(f"{backend} seed {run['seed']}: held-out loss {_loss(run['held_out_loss'])}")
 
-    def backend_ended(self, backend: str, status: str, message: str) -> None:
-        self.finished_backends += 1
-        self._show(self.seeds * self.steps, f"{backend} {status}", before=self.finished_backends - 1)
-        if message:
-            self.bars.console.print(f"{backend} {status}: {message}", highlight=False, markup=False)
+    def failed(self, backend: str, message: str) -> None:
+        self._say(f"{backend} failed: {message}")
 
-    def _show(self, steps: int, text: str, before: int | None = None) -> None:
-        before = self.finished_backends if before is None else before
-        self.bars.update(self.current, completed=steps, description=text)
-        self.bars.update(self.whole, completed=before * self.seeds * self.steps + steps)
+    def _show_left(self, *at_work) -> None:
+        done, left = self.comparison.elapsed, self.comparison.seconds_left(*at_work)
+        self.bars.update(self.whole, completed=done, total=done + left, left=f"{duration(left)} left")
+
+    def _say(self, line: str) -> None:
+        self.bars.console.print(line, highlight=False, markup=False)
+
+
+def plan_text(comparison: Comparison) -> str:
+    """How long the rest will take, and what of the wish was given up for a limit of minutes."""
+    settings, asked = comparison.settings, comparison.results["asked"]
+    given_up = ""
+    if asked != {"steps": settings.steps, "seeds": settings.seeds}:
+        given_up = f" ({asked['seeds']} of {asked['steps']} do not fit into {settings.minutes:g} min)"
+    return (
+        f"about {duration(comparison.seconds_left())} more: {summary.runs_text(settings.seeds, settings.steps)}"
+        f"{given_up} with {len(comparison.workers)} backends, by the steps just timed"
+    )
+
+
+def _inspected(backend: str, step_seconds: float) -> str:
+    return f"{backend}: first steps observed; {step_seconds:.2g} s a step"
 
 
 def conclude(comparison: Comparison) -> None:
-    """The table, bf16's own spread, the checks that failed, and where everything lies."""
+    """The table, the reference's own spread, the checks that failed, and where everything lies."""
     results = comparison.results
     print()
     _print_table(results)
@@ -111,7 +150,11 @@ def conclude(comparison: Comparison) -> None:
             print(f"  {'ok  ' if check.passed else 'FAIL'} {check.name} ({check.detail})")
     if results["status"] != "finished":
         print(f"\n{results['status']} early: what had finished is saved")
-    print(f"\n{comparison.output / RESULTS}\n{comparison.output / PAGE}", flush=True)
+    if results["note"]:
+        print(f"\n{results['note']}")
+    print(
+        f"\ntook {duration(results['seconds'])}\n{comparison.output / RESULTS}\n{comparison.output / PAGE}", flush=True
+    )
 
 
 def _print_table(results: dict[str, Any]) -> None:

@@ -6,23 +6,23 @@ import importlib.metadata
 import json
 import os
 import platform
-import subprocess
-import sys
 import tempfile
-import threading
-from collections import deque
-from collections.abc import Iterator
-from dataclasses import asdict, fields
+import time
+from dataclasses import asdict, fields, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from .. import hardware
+from ..errors import RecipeError
 from . import summary
 from .report_page import render
-from .settings import BASELINES, REFERENCE, Settings, fast_fp8
+from .settings import BASELINES, Settings, fast_fp8
+from .timing import Timetable, steps_with_evaluation
 from .training_text import TrainingText, load_text
+from .workers import Worker, cores, dismiss, stop
 
 RESULTS, PAGE = "results.json", "report.html"
 _PACKAGES = ("fp8-backends", "torch", "accelerate", "torchao", "transformers", "transformer-engine")
@@ -31,39 +31,69 @@ _PACKAGES = ("fp8-backends", "torch", "accelerate", "torchao", "transformers", "
 class Progress(Protocol):
     """Who shows how far a comparison is."""
 
-    def backend_started(self, backend: str) -> None: ...
+    def inspecting(self, backend: str) -> None: ...
+
+    def inspected(self, backend: str, step_seconds: float) -> None: ...
+
+    def planned(self, comparison: Comparison) -> None: ...
+
+    def run_started(self, backend: str, seed: int) -> None: ...
 
     def step(self, backend: str, seed: int, step: int, loss: float | None) -> None: ...
 
     def run_finished(self, backend: str, run: dict[str, Any]) -> None: ...
 
-    def backend_ended(self, backend: str, status: str, message: str) -> None: ...
+    def failed(self, backend: str, message: str) -> None: ...
 
 
 class Comparison:
-    """All backends one after another, on the same text, weights and order of data."""
+    """All backends on the same text, weights and order of data: the first steps of each, then seed by seed."""
 
     def __init__(self, settings: Settings, output: Path, fault: str | None = None) -> None:
-        self.settings, self.output, self.fault = settings, output, fault
-        self.worker: subprocess.Popen | None = None
-        text = load_text(settings.text, settings.limit_mb, settings.tokenizer)
-        text.held_out_windows(1, settings.sequence)  # too little text is an error now, not in every worker
-        text.batches(1, 1, settings.sequence, 0)
-        self.text = text
+        self.began = time.monotonic()
+        self.output, self.fault = output, fault
+        self.workers: dict[str, Worker] = {}
+        """Of the backends that have not failed."""
+        self.timetable = Timetable()
+        self.text = text = load_text(settings.text, settings.limit_mb, settings.tokenizer)
+        text.batches(1, 1, settings.sequence, 0)  # too little text is an error now, not in every worker
         self.results: dict[str, Any] = {
             "status": "running",
+            "note": "",
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "machine": machine(settings.device),
             "versions": versions(),
             "fast_fp8": fast_fp8(settings.device),
-            "settings": settings.to_dict(),
+            "around_fp8": settings.reference,
+            "asked": {"steps": settings.steps, "seeds": settings.seeds},
             "text": {"description": text.description, "sha256": text.sha256, "vocab_size": text.vocab_size},
             "backends": {
                 name: {"status": "waiting", "message": "", "inspection": None, "runs": []}
-                for name in (REFERENCE, *settings.backends)
+                for name in (settings.reference, *settings.backends)
             },
         }
+        self._take(settings)
         output.mkdir(parents=True, exist_ok=True)
+
+    def _take(self, settings: Settings) -> None:
+        self.settings, self.results["settings"] = settings, settings.to_dict()
+        windows = self.text.held_out_windows(settings.held_out_windows, settings.sequence)
+        self.results["held_out_windows"] = len(windows)
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds."""
+        return time.monotonic() - self.began
+
+    def seconds_left(self, backend: str | None = None, step: int = 0) -> float:
+        """By what was timed so far. The run at work may be named, with the steps that it has done."""
+        runs = {name: len(self.results["backends"][name]["runs"]) for name in self.timetable.paces}
+        if backend in runs:
+            runs[backend] += step / steps_with_evaluation(self.settings)
+        return sum(
+            (self.settings.seeds - done) * self.timetable.run_seconds(name, self.settings)
+            for name, done in runs.items()
+        )
 
     def run(self, progress: Progress) -> None:
         """Train every backend. Whatever ends this early leaves all finished runs on disk."""
@@ -73,69 +103,93 @@ class Comparison:
                 settings_path.write_text(json.dumps(self.settings.to_dict()))
                 torch.save({field.name: getattr(self.text, field.name) for field in fields(TrainingText)}, text_path)
                 self.save()
-                for backend in self.results["backends"]:
-                    self._train(backend, [str(settings_path), str(text_path), backend], progress)
-            self.results["status"] = "finished"
+                self._start_workers(str(settings_path), str(text_path), progress)
+                self._inspect(progress)
+                if self.workers:
+                    self._plan(progress)
+                    settings_path.write_text(json.dumps(self.settings.to_dict()))
+                    self._train(progress)
+                self._end("finished")
+                dismiss(self.workers.values())
         finally:
-            self._stop_worker()
+            stop(self.workers.values())
             if self.results["status"] == "running":
-                self.results["status"] = "terminated"
-                for found in self.results["backends"].values():
-                    if found["status"] in ("waiting", "running"):
-                        found["status"] = "terminated"
+                self._end("terminated")
             self.save()
 
-    def _train(self, backend: str, arguments: list[str], progress: Progress) -> None:
-        found = self.results["backends"][backend]
-        found["status"] = "running"
-        progress.backend_started(backend)
-        for event in self._events(arguments):
+    def _start_workers(self, settings_path: str, text_path: str, progress: Progress) -> None:
+        """All load their libraries at the same time; none trains before the last one is ready."""
+        for backend, found in self.results["backends"].items():
+            found["status"] = "running"
+            arguments = [settings_path, text_path, backend, *([self.fault] if self.fault else [])]
+            self.workers[backend] = self._worker(arguments)
+        for backend in list(self.workers):
+            self._follow(backend, progress, "ready", self.settings.nproc)
+
+    def _worker(self, arguments: list[str]) -> Worker:
+        return Worker(arguments, self.settings.nproc)
+
+    def _inspect(self, progress: Progress) -> None:
+        for backend, worker in list(self.workers.items()):
+            progress.inspecting(backend)
+            worker.give_turn()
+            self._follow(backend, progress, "inspected")
+
+    def _plan(self, progress: Progress) -> None:
+        """Say how long it will take; with a limit of minutes, first settle on what fits."""
+        if self.settings.minutes is not None:
+            try:
+                self._take(self.timetable.fitted(self.settings, self.elapsed))
+            except RecipeError as error:
+                self.results["note"] = str(error)
+                raise
+        progress.planned(self)
+
+    def _train(self, progress: Progress) -> None:
+        """Seed by seed over all backends, so that what has finished can be compared at any time."""
+        for seed in range(self.settings.seeds):
+            if seed and not self.timetable.another_round_fits(self.settings, self.elapsed):
+                self._take(replace(self.settings, seeds=seed))
+                asked = self.results["asked"]["seeds"]
+                self.results["note"] = f"{seed} of {asked} seeds: one more would not fit into the time given"
+                return
+            for backend, worker in list(self.workers.items()):
+                progress.run_started(backend, seed)
+                began = time.monotonic()
+                worker.give_turn()
+                self._follow(backend, progress, "run")
+                self.timetable.run_timed(backend, time.monotonic() - began)
+
+    def _follow(self, backend: str, progress: Progress, last: str, times: int = 1) -> None:
+        """Take in what a worker reports until its turn is over. One that ends in mid-turn has failed."""
+        worker, found = self.workers[backend], self.results["backends"][backend]
+        for event in worker.events(last, times):
             kind = event.pop("event")
             if kind == "step":
                 progress.step(backend, **event)
             elif kind == "inspected":
                 found["inspection"] = event
+                self.timetable.steps_timed(backend, event["start_seconds"], event["step_seconds"])
+                progress.inspected(backend, event["step_seconds"])
             elif kind == "run":
                 found["runs"].append(self._with_honest_speed(backend, event))
                 progress.run_finished(backend, event)
             elif kind == "failed":
                 found["message"] = found["message"] or event["message"]  # of several ranks the first is the cause
-            if kind != "step":
+            if kind in ("inspected", "run"):
                 self.save()
-        code = self.worker.returncode if self.worker is not None else None
-        complete = code == 0 and len(found["runs"]) == self.settings.seeds
-        found["status"] = "finished" if complete else "failed"
-        if not complete and not found["message"]:
-            tail = " / ".join(self.last_words) or "no message"
-            found["message"] = f"the worker ended with code {code}: {tail}"
-        progress.backend_ended(backend, found["status"], found["message"])
-        self.save()
+        if worker.ended:
+            found["status"], found["message"] = "failed", found["message"] or worker.why_it_ended()
+            del self.workers[backend]
+            self.timetable.leave_out(backend)
+            progress.failed(backend, found["message"])
+            self.save()
 
-    def _events(self, arguments: list[str]) -> Iterator[dict[str, Any]]:
-        """What a worker reports, until it ends."""
-        command = [*launcher(self.settings.nproc), "fp8_backends.cli.training_run", *arguments]
-        command += [self.fault] if self.fault else []
-        # a session of its own: Ctrl-C reaches this process alone, which then stops the worker
-        self.worker = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=worker_environment(self.settings.nproc),
-            start_new_session=True,
-        )
-        self.last_words: deque[str] = deque(maxlen=5)
-        drain = threading.Thread(target=self._keep_last_words, args=(self.worker.stderr,), daemon=True)
-        drain.start()
-        for line in self.worker.stdout:
-            yield json.loads(line)
-        self.worker.wait()
-        drain.join()
-
-    def _keep_last_words(self, stream) -> None:
-        for line in stream:
-            if line.strip():
-                self.last_words.append(line.strip())
+    def _end(self, status: str) -> None:
+        self.results["status"] = status
+        for found in self.results["backends"].values():
+            if found["status"] in ("waiting", "running"):
+                found["status"] = status
 
     def _with_honest_speed(self, backend: str, run: dict[str, Any]) -> dict[str, Any]:
         """Without FP8 products in the chip, FP8's speed goes under a name that says so."""
@@ -144,17 +198,9 @@ class Comparison:
             run["tokens_per_second"] = None
         return run
 
-    def _stop_worker(self) -> None:
-        if self.worker is not None and self.worker.poll() is None:
-            self.worker.terminate()
-            try:
-                # torchrun passes the signal on to its ranks, and after 30 s ends those that do not obey
-                self.worker.wait(timeout=5 if self.settings.nproc == 1 else 40)
-            except subprocess.TimeoutExpired:
-                self.worker.kill()
-
     def save(self) -> None:
         """Results, then the page, each replaced as a whole so that a reader never sees half of one."""
+        self.results["seconds"] = round(self.elapsed, 1)
         self.results["summary"] = {
             "rows": [{**asdict(row), "gap": _gap(row)} for row in summary.rows(self.results)],
             "reference_spread": summary.reference_spread(self.results),
@@ -190,25 +236,6 @@ def write_atomically(path: Path, content: str) -> None:
     os.replace(new, path)
 
 
-def launcher(ranks: int) -> list[str]:
-    """What runs a module on so many ranks of this machine."""
-    if ranks == 1:
-        return [sys.executable, "-m"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-    return [*torchrun, "-m"]
-
-
-def worker_environment(ranks: int = 1) -> dict[str, str]:
-    """This process's, without what would steer Accelerate from outside."""
-    steering = ("ACCELERATE_", "FP8_BACKENDS_DISABLE")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(steering)}
-    package_root = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join(filter(None, (package_root, os.environ.get("PYTHONPATH"))))
-    if ranks > 1:
-        kept.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
-    return {**kept, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-
-
 def machine(device: str) -> dict[str, Any]:
     """What the numbers were measured on."""
     found: dict[str, Any] = {
@@ -217,17 +244,13 @@ def machine(device: str) -> dict[str, Any]:
         "cores": cores(),
         "threads": torch.get_num_threads(),
         "system": f"{platform.system()} {platform.machine()}",
+        "cpu_bf16_products": hardware.cpu_bf16(),
     }
     if device == "cuda":
         properties = torch.cuda.get_device_properties(0)
         found["gpu"] = properties.name
         found["gpu_memory_bytes"] = properties.total_memory
     return found
-
-
-def cores() -> int:
-    """Processor cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _processor() -> str:

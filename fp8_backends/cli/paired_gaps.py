@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 LOSS_GAP_BOUND = 0.01
-"""Nats by which the mean held-out loss of an FP8 backend may lie above bf16's."""
+"""Nats by which the mean held-out loss of an FP8 backend may lie above the reference's."""
 
 # 97.5 % quantiles of Student's t for 1, 2, 3, … degrees of freedom
 _T_975 = (

@@ -9,7 +9,7 @@ from typing import Any
 
 from . import charts, summary
 from .report_style import STYLE
-from .settings import BASELINES, REFERENCE
+from .settings import BASELINES
 
 _COLORS = ("var(--c1)", "var(--c2)", "var(--c3)", "var(--c4)", "var(--c5)", "var(--c6)", "var(--c7)")
 
@@ -20,7 +20,7 @@ def render(results: dict[str, Any]) -> str:
         _header(results),
         _verdict(results),
         _section("Measured", _table(results) + f'<p class="aside">{escape(summary.spread_line(results))}.</p>'),
-        _section("Held-out loss against bf16", _gap_chart(results)),
+        _section(f"Held-out loss against {summary.reference_of(results)}", _gap_chart(results)),
         _section("Training loss", _loss_charts(results)),
         _section("Peak memory of a training step", _memory_chart(results)),
         _section("Checks", _checks(results)),
@@ -45,17 +45,20 @@ def _header(results: dict) -> str:
     machine, versions = results["machine"], results["versions"]
     chip = machine.get("gpu") or f"{machine['processor']}, {machine['cores']} cores"
     status = {"running": "still running", "terminated": "terminated early: what had finished is shown"}
-    note = status.get(results["status"])
-    ranks = summary.ranks_text(results)
+    notes = filter(None, (status.get(results["status"]), results["note"]))
+    ranks, settings = summary.ranks_text(results), results["settings"]
     parts = [
         chip,
         *([ranks] if ranks else []),
+        f"{results['around_fp8']} around FP8",
+        summary.runs_text(settings["seeds"], settings["steps"]),
+        summary.held_out_text(results),
         f"torch {versions.get('torch', '?')}",
         results["date"].replace("T", " ").replace("+00:00", " UTC"),
     ]
     line = " · ".join(escape(part) for part in parts)
-    badge = f'<p class="badge">{escape(note)}</p>' if note else ""
-    return f"<header>\n<h1>FP8 backends compared</h1>\n<p class='machine'>{line}</p>\n{badge}</header>"
+    badges = "".join(f'<p class="badge">{escape(note)}</p>' for note in notes)
+    return f"<header>\n<h1>FP8 backends compared</h1>\n<p class='machine'>{line}</p>\n{badges}</header>"
 
 
 def _verdict(results: dict) -> str:
@@ -63,19 +66,19 @@ def _verdict(results: dict) -> str:
     failed = [(b, c) for b, done in summary.all_checks(results).items() for c in done if not c.passed]
     count = sum(len(done) for done in summary.all_checks(results).values())
     gaps = [row.gap for row in summary.rows(results) if row.gap is not None and row.backend not in BASELINES]
-    tiles = []
+    reference, tiles = summary.reference_of(results), []
     if count:
         tiles.append(_tile("checks passed", f"{count - len(failed)} of {count}", "bad" if failed else "good"))
     if gaps and all(math.isfinite(gap.mean) for gap in gaps):
         worst = max(gaps, key=lambda gap: gap.mean)
-        tiles.append(_tile("largest loss gap to bf16, nats", str(worst)))
+        tiles.append(_tile(f"largest loss gap to {reference}, nats", str(worst)))
     fast, ratios = results["fast_fp8"], summary.rows(results)
     if fast and (speeds := [row.speed_ratio for row in ratios if row.speed_ratio and row.backend not in BASELINES]):
-        tiles.append(_tile("best speed against bf16", f"{(max(speeds) - 1) * 100:+.1f} %"))
+        tiles.append(_tile(f"best speed against {reference}", f"{(max(speeds) - 1) * 100:+.1f} %"))
     else:
         memory = [row.memory_ratio for row in ratios if row.memory_ratio and row.backend not in BASELINES]
         if memory:
-            tiles.append(_tile("best peak memory against bf16", f"{(min(memory) - 1) * 100:+.0f} %"))
+            tiles.append(_tile(f"best peak memory against {reference}", f"{(min(memory) - 1) * 100:+.0f} %"))
     return f'<div class="tiles">{"".join(tiles)}</div>' if tiles else ""
 
 
@@ -106,19 +109,21 @@ def _table(results: dict) -> str:
 
 
 def _color(results: dict, backend: str) -> str:
-    if backend == REFERENCE:
+    reference = summary.reference_of(results)
+    if backend == reference:
         return "var(--reference)"
-    others = [name for name in results["backends"] if name != REFERENCE]
+    others = [name for name in results["backends"] if name != reference]
     return _COLORS[others.index(backend) % len(_COLORS)]
 
 
 def _gap_chart(results: dict) -> str:
-    reference, rows = summary.held_out_losses(results, REFERENCE), []
+    reference, rows = summary.reference_of(results), []
+    expected = summary.held_out_losses(results, reference)
     for row in summary.rows(results):
         if row.gap is None:
             continue
         losses = summary.held_out_losses(results, row.backend)
-        points = [losses[seed] - reference[seed] for seed in losses.keys() & reference.keys()]
+        points = [losses[seed] - expected[seed] for seed in losses.keys() & expected.keys()]
         color = _color(results, row.backend)
         rows.append(
             charts.Interval(
@@ -128,10 +133,10 @@ def _gap_chart(results: dict) -> str:
     found = summary.reference_spread(results)
     spread = found and found["standard_deviation"]
     bound = results["settings"]["loss_gap_bound"]
-    chart = charts.intervals(rows, bound, spread, "Paired gap of the held-out loss to bf16")
+    chart = charts.intervals(rows, bound, spread, reference)
     if not chart:
         return ""
-    band = " The grey band is bf16's own standard deviation from seed to seed." if spread else ""
+    band = f" The grey band is {reference}'s own standard deviation from seed to seed." if spread else ""
     return chart + (
         f'<p class="aside">Large dot: mean of the paired differences; bar: its 95 % confidence interval; small dots: '
         f"single seeds; dashed line: the bound of {bound} nats.{band}</p>"
@@ -139,6 +144,7 @@ def _gap_chart(results: dict) -> str:
 
 
 def _loss_charts(results: dict) -> str:
+    reference = summary.reference_of(results)
     found = {name: summary.train_losses(results, name) for name in results["backends"]}
     found = {name: losses for name, losses in found.items() if losses}
     if not found:
@@ -151,9 +157,9 @@ def _loss_charts(results: dict) -> str:
         mean = charts.over_seeds(runs, statistics.fmean)
         low, high = charts.over_seeds(runs, min), charts.over_seeds(runs, max)
         curves.append(charts.Series(name, color, mean, low, high))
-        pairs = losses.keys() & found.get(REFERENCE, {}).keys()
-        if name != REFERENCE and pairs:
-            gaps = [[a - b for a, b in zip(losses[s], found[REFERENCE][s], strict=False)] for s in sorted(pairs)]
+        pairs = losses.keys() & found.get(reference, {}).keys()
+        if name != reference and pairs:
+            gaps = [[a - b for a, b in zip(losses[s], found[reference][s], strict=False)] for s in sorted(pairs)]
             smooth = charts.moving_average(charts.over_seeds(gaps, statistics.fmean), window)
             differences.append(charts.Series(name, color, smooth))
     legend = "".join(
@@ -165,10 +171,10 @@ def _loss_charts(results: dict) -> str:
     html = f'<ul class="legend">{legend}</ul>{charts.curves(curves, "Training loss by step", "loss, nats a token")}'
     html += f'<p class="aside">{text}</p>'
     if difference:
-        html += f"<h3>Difference to bf16 while training</h3>{difference}"
+        html += f"<h3>Difference to {reference} while training</h3>{difference}"
         html += (
             f'<p class="aside">Same seed, same weights, same batches; mean over seeds, moving average of {window} '
-            "steps. Above zero: higher loss than bf16.</p>"
+            f"steps. Above zero: higher loss than {reference}.</p>"
         )
     return html
 
@@ -216,12 +222,13 @@ def _what_ran(results: dict) -> str:
 
 
 def _reading(results: dict) -> str:
+    reference = summary.reference_of(results)
     points = [
-        "<b>Gap to bf16</b>: held-out loss minus bf16's, of runs with the same seed, initial weights and data; the "
-        "mean over seeds and the 95 % interval of that mean (Student's t). An interval that holds zero means that no "
-        "difference was seen, not that there is none.",
-        "<b>Spread of bf16</b>: how much bf16 itself varies with the seed. A gap far below it is smaller than what a "
-        "different seed does.",
+        f"<b>Gap to {reference}</b>: held-out loss minus {reference}'s, of runs with the same seed, initial weights "
+        "and data; the mean over seeds and the 95 % interval of that mean (Student's t). An interval that holds zero "
+        "means that no difference was seen, not that there is none.",
+        f"<b>Spread of {reference}</b>: how much {reference} itself varies with the seed. A gap far below it is "
+        "smaller than what a different seed does.",
         "<b>FLOPs in FP8</b>: of all matrix products with weights that training does, the share counted in FP8. The "
         "output head stays in high precision, so it is below 100 %.",
         "<b>Bytes per parameter</b>: weights, gradients and optimizer states of the whole model, and copies of "
@@ -250,6 +257,8 @@ def _settings(results: dict) -> str:
     groups = {
         "text": results["text"]["description"],
         "text sha256": results["text"]["sha256"],
+        "held-out windows": results["held_out_windows"],
+        "around FP8": results["around_fp8"],
         **{
             key: value
             for key, value in settings.items()
@@ -258,9 +267,10 @@ def _settings(results: dict) -> str:
     }
     if settings["model"] is None:
         groups["model"] = "Llama, " + ", ".join(f"{key} {value}" for key, value in settings["shape"].items())
-    inspection = results["backends"][REFERENCE].get("inspection")
+    inspection = results["backends"][summary.reference_of(results)].get("inspection")
     if inspection:
         groups["parameters"] = f"{inspection['parameters']:,}"
+    groups |= {f"asked: {name}": value for name, value in results["asked"].items()}
     groups |= {f"version: {name}": version for name, version in results["versions"].items()}
     groups |= {f"machine: {name}": value for name, value in results["machine"].items()}
     for name, value in groups.items():

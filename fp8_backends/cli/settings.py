@@ -13,7 +13,8 @@ from .. import hardware
 from ..errors import FP8BackendError
 
 BASELINES = ("bf16", "fp32", "fp16")
-REFERENCE = "bf16"
+REFERENCES = ("bf16", "fp32")
+"""What backends can be compared with. It is also what they compute in around FP8."""
 
 
 @dataclass(kw_only=True)
@@ -22,6 +23,8 @@ class Settings:
 
     backends: tuple[str, ...] = ("native:dynamic", "native:delayed", "ao:tensorwise", "native:window+msamp:O2")
     """Canonical backend strings and baselines, without the reference."""
+    reference: str
+    """One of `REFERENCES`."""
     text: str | None = None
     limit_mb: float = 8.0
     tokenizer: int | None = None
@@ -38,13 +41,21 @@ class Settings:
     """Steps with rising learning rate; cosine to zero from there."""
     weight_decay: float = 0.1
     clip: float = 1.0
-    held_out_windows: int = 128
+    held_out_share: float = 0.2
+    """Held-out windows, of the number of windows trained on."""
+    minutes: float | None = None
+    """What the whole comparison may take; steps and seeds are then what fits."""
     compile: bool
     loss_gap_bound: float
     """Nats; the check that the mean paired held-out gap must pass."""
     device: str
     nproc: int = 1
     """Ranks of a training run; they share each batch."""
+
+    @property
+    def held_out_windows(self) -> int:
+        """Windows that a run is evaluated on; fewer where the text is short."""
+        return max(self.batch, round(self.held_out_share * self.steps * self.batch))
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -72,7 +83,6 @@ def defaults(fast_fp8: bool) -> dict[str, Any]:
     if fast_fp8:
         return {
             "shape": ONE_BILLION, "steps": 60, "seeds": 3, "batch": 2, "sequence": 4096, "lr": 3e-4, "compile": True,
-            "held_out_windows": 16,
         }  # fmt: skip
     return {"shape": SMALL, "steps": 80, "seeds": 5, "batch": 8, "sequence": 128, "lr": 1e-3, "compile": False}
 
@@ -80,6 +90,11 @@ def defaults(fast_fp8: bool) -> dict[str, Any]:
 def fast_fp8(device: str) -> bool:
     """Whether FP8's speed can be measured on this device."""
     return device == "cuda" and hardware.fp8_products()
+
+
+def default_reference(device: str) -> str:
+    """bf16, or FP32 on a CPU without bf16 products, where bf16 takes up to a thousand times as long."""
+    return "fp32" if hardware.fast_dtype(device) == torch.float32 else "bf16"
 
 
 def build_model(settings: Settings, vocab_size: int, seed: int) -> torch.nn.Module:

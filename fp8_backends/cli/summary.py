@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from .paired_gaps import Gap, paired_gap, spread
-from .settings import BASELINES, REFERENCE
+from .settings import BASELINES
 
 COSINE_BOUND = 0.9
-"""Least cosine of every parameter's gradient to bf16's: a wrong sign gives -1, FP8's rounding stays above 0.97."""
+"""Least cosine of every parameter's gradient to the reference's: a wrong sign gives -1, FP8's rounding stays above
+0.97."""
 
 Results = dict[str, Any]
 
@@ -34,18 +35,24 @@ class Row:
     emulated: bool = False
     """Speed says nothing about FP8: this chip has no FP8 products."""
     speed_ratio: float | None = None
-    """Tokens per second over bf16's."""
+    """Tokens per second over the reference's; None for itself."""
     final_train_loss: float | None = None
     held_out_loss: float | None = None
     gap: Gap | None = None
     peak_memory_bytes: int | None = None
     memory_ratio: float | None = None
+    """Over the reference's; None for itself."""
     bytes_per_parameter: float | None = None
     flops_share: float | None = None
     sent_bytes: int | None = None
     """What a rank sends to others in a step."""
     seeds_done: int = 0
     note: str = ""
+
+
+def reference_of(results: Results) -> str:
+    """What the others are compared with."""
+    return results["settings"]["reference"]
 
 
 def rows(results: Results) -> list[Row]:
@@ -63,29 +70,30 @@ def train_losses(results: Results, backend: str) -> dict[int, list[float]]:
 
 
 def gap_to_reference(results: Results, backend: str) -> Gap | None:
-    if backend == REFERENCE:
+    if backend == reference_of(results):
         return None
-    return paired_gap(held_out_losses(results, backend), held_out_losses(results, REFERENCE))
+    return paired_gap(held_out_losses(results, backend), held_out_losses(results, reference_of(results)))
 
 
 def reference_spread(results: Results) -> dict[str, float] | None:
-    """How far bf16's own held-out loss varies from seed to seed."""
-    return spread(held_out_losses(results, REFERENCE))
+    """How far the reference's own held-out loss varies from seed to seed."""
+    return spread(held_out_losses(results, reference_of(results)))
 
 
 def _row(results: Results, name: str) -> Row:
-    found, reference = results["backends"][name], results["backends"][REFERENCE]
+    found, reference = results["backends"][name], results["backends"][reference_of(results)]
     runs, inspection = found["runs"], found.get("inspection") or {}
     emulated = name not in BASELINES and not results["fast_fp8"]
     row = Row(
-        name, emulated=emulated, seeds_done=len(runs), gap=gap_to_reference(results, name), note=_note(found, name)
+        name, emulated=emulated, seeds_done=len(runs), gap=gap_to_reference(results, name), note=_note(results, name)
     )
     if runs:
         row.final_train_loss = statistics.fmean(_number(run["final_train_loss"]) for run in runs)
         row.held_out_loss = statistics.fmean(held_out_losses(results, name).values())
         if not emulated:
             row.tokens_per_second = _speed(runs)
-            row.speed_ratio = row.tokens_per_second / _speed(reference["runs"]) if reference["runs"] else None
+            if reference["runs"] and found is not reference:
+                row.speed_ratio = row.tokens_per_second / _speed(reference["runs"])
     if inspection:
         audit = inspection["audit"]
         row.flops_share = audit["flops_share"]
@@ -93,9 +101,9 @@ def _row(results: Results, name: str) -> Row:
         if (stored := audit["bytes_per_parameter"].get("total")) is not None:
             row.bytes_per_parameter = stored + inspection["autocast_copy_bytes"] / inspection["parameters"]
         row.peak_memory_bytes = inspection["peak_memory_bytes"]
-        bf16 = (reference.get("inspection") or {}).get("peak_memory_bytes")
-        if bf16 and row.peak_memory_bytes:
-            row.memory_ratio = row.peak_memory_bytes / bf16
+        expected = (reference.get("inspection") or {}).get("peak_memory_bytes")
+        if expected and row.peak_memory_bytes and found is not reference:
+            row.memory_ratio = row.peak_memory_bytes / expected
     return row
 
 
@@ -103,13 +111,14 @@ def _speed(runs: list[dict]) -> float:
     return statistics.median(run["tokens_per_second"] or run["emulated_tokens_per_second"] for run in runs)
 
 
-def _note(found: dict, name: str) -> str:
+def _note(results: Results, name: str) -> str:
+    found = results["backends"][name]
     if found["status"] == "failed":
         return f"failed: {found['message']}"
     if found["status"] != "finished":
         return f"not finished ({found['status']})"
-    if name == REFERENCE:
-        return "the reference: autocast, FP32 weights"
+    if name == reference_of(results):
+        return "the reference: " + ("no autocast" if name == "fp32" else "autocast, FP32 weights")
     if name in BASELINES:
         return "baseline" + (", loss scaled" if name == "fp16" else "")
     engines = sorted(set(found["inspection"]["audit"]["engine"].values()))
@@ -120,18 +129,18 @@ def _note(found: dict, name: str) -> str:
 
 def checks(results: Results, backend: str) -> list[Check]:
     """Everything that must hold for a backend; in a comparison that was cut short, for what it has done."""
-    found = results["backends"][backend]
+    found, reference = results["backends"][backend], reference_of(results)
     if found["status"] == "failed":
         return [Check("trained to the end", False, found["message"])]
     inspection, runs = found.get("inspection"), found["runs"]
     done = []
     if inspection:
         done += [_products_check(inspection)] if backend not in BASELINES else []
-        done += [_gradients_check(inspection)] if backend != REFERENCE else []
+        done += [_gradients_check(inspection, reference)] if backend != reference else []
     if runs:
         done += [_moved_check(runs), _finite_check(runs)]
-        if backend != REFERENCE:
-            done.append(_same_start_check(runs, results["backends"][REFERENCE]["runs"]))
+        if backend != reference:
+            done.append(_same_start_check(runs, results["backends"][reference]["runs"], reference))
         if backend not in BASELINES:
             done.append(_gap_check(results, backend))
     return [check for check in done if check is not None]
@@ -155,12 +164,12 @@ def _products_check(inspection: dict) -> Check:
     return Check(name, True, f"{len(converted)} layers, {' '.join(kinds)}")
 
 
-def _gradients_check(inspection: dict) -> Check:
+def _gradients_check(inspection: dict, reference: str) -> Check:
     cosines = {name: _number(value) for name, value in inspection["first_gradient_cosines"].items()}
     worst = min(cosines, key=lambda name: -math.inf if math.isnan(cosines[name]) else cosines[name])
     passed = cosines[worst] >= COSINE_BOUND
     return Check(
-        "gradients at the initial weights point where bf16's do",
+        f"gradients at the initial weights point where {reference}'s do",
         passed,
         f"least cosine {cosines[worst]:.4f} ({worst}), bound {COSINE_BOUND}",
     )
@@ -179,14 +188,14 @@ def _finite_check(runs: list[dict]) -> Check:
     return Check("every loss is finite", not bad, f"not finite with seed {bad}" if bad else f"{len(runs)} runs")
 
 
-def _same_start_check(runs: list[dict], reference: list[dict]) -> Check | None:
-    expected = {run["seed"]: run["start_checksum"] for run in reference}
+def _same_start_check(runs: list[dict], reference_runs: list[dict], reference: str) -> Check | None:
+    expected = {run["seed"]: run["start_checksum"] for run in reference_runs}
     pairs = [run for run in runs if run["seed"] in expected]
     if not pairs:
         return None
     odd = [run["seed"] for run in pairs if run["start_checksum"] != expected[run["seed"]]]
     detail = f"seed {odd} differ" if odd else f"{len(pairs)} pairs"
-    return Check("same initial weights and data order as bf16", not odd, detail)
+    return Check(f"same initial weights and data order as {reference}", not odd, detail)
 
 
 def _gap_check(results: Results, backend: str) -> Check | None:
@@ -195,7 +204,7 @@ def _gap_check(results: Results, backend: str) -> Check | None:
         return None
     interval = "one seed, no interval" if gap.half_width is None else f"95 % interval {gap.low:+.4f} to {gap.high:+.4f}"
     return Check(
-        f"held-out loss at most {bound} nats above bf16's",
+        f"held-out loss at most {bound} nats above {reference_of(results)}'s",
         gap.mean <= bound,
         f"{gap.mean:+.4f}, {interval}: {gap.verdict(bound)}" if math.isfinite(gap.mean) else "a loss is not finite",
     )
@@ -207,8 +216,13 @@ def _number(value: float | None) -> float:
 
 def columns(results: Results) -> list[tuple[str, str]]:
     """(key, heading) in reading order: speed leads where it means something, else loss and memory do."""
-    speed = [("tokens_per_second", "tokens/s"), ("speed_ratio", "% vs bf16")]
-    loss = [("final_train_loss", "final train loss"), ("held_out_loss", "held-out loss"), ("gap", "gap to bf16, nats")]
+    reference = reference_of(results)
+    speed = [("tokens_per_second", "tokens/s"), ("speed_ratio", f"% vs {reference}")]
+    loss = [
+        ("final_train_loss", "final train loss"),
+        ("held_out_loss", "held-out loss"),
+        ("gap", f"gap to {reference}, nats"),
+    ]
     memory = [
         ("peak_memory_bytes", "peak memory"),
         ("bytes_per_parameter", "bytes/parameter"),
@@ -230,11 +244,11 @@ def cell(row: Row, key: str) -> str:
     if not math.isfinite(getattr(value, "mean", value) if key in ("gap", "final_train_loss", "held_out_loss") else 0):
         return "not finite"
     if key == "speed_ratio":
-        return "–" if row.backend == REFERENCE else f"{(value - 1) * 100:+.1f} %"
+        return f"{(value - 1) * 100:+.1f} %"
     if key == "sent_bytes":
         return readable_bytes(value)
     if key == "peak_memory_bytes":
-        change = "" if row.memory_ratio is None or row.backend == REFERENCE else f" ({row.memory_ratio - 1:+.0%})"
+        change = "" if row.memory_ratio is None else f" ({row.memory_ratio - 1:+.0%})"
         return readable_bytes(value) + change
     formats = {
         "tokens_per_second": "{:,.0f}",
@@ -260,12 +274,23 @@ def ranks_text(results: Results) -> str:
     return f"{ranks} ranks (DDP over {wire})" if ranks > 1 else ""
 
 
+def runs_text(seeds: int, steps: int) -> str:
+    return f"{seeds} seed{'s' * (seeds > 1)} of {steps} steps"
+
+
+def held_out_text(results: Results) -> str:
+    """Such as `128 held-out windows (0.2 of those trained on)`."""
+    settings = results["settings"]
+    share = results["held_out_windows"] / (settings["steps"] * settings["batch"])
+    return f"{results['held_out_windows']} held-out windows ({share:.2g} of those trained on)"
+
+
 def spread_line(results: Results) -> str:
-    """bf16's own variation, against which every gap is read."""
-    found = reference_spread(results)
+    """The reference's own variation, against which every gap is read."""
+    found, reference = reference_spread(results), reference_of(results)
     if found is None:
-        return "bf16's own spread from seed to seed: needs at least two seeds"
+        return f"{reference}'s own spread from seed to seed: needs at least two seeds"
     return (
-        f"bf16's own spread from seed to seed: standard deviation {found['standard_deviation']:.4f} nats, "
+        f"{reference}'s own spread from seed to seed: standard deviation {found['standard_deviation']:.4f} nats, "
         f"range {found['range']:.4f} nats"
     )

@@ -4,6 +4,10 @@ One process a backend, so that one backend's memory, compiled code and failures 
 goes through a stock `accelerate.Accelerator`; only `_accelerator` knows which backend it is. Under torchrun all ranks
 train one model, each on its part of every batch, and rank 0 reports.
 
+It works in turns: first steps observed, then a seed each. A rank begins a turn when it has read one byte from standard
+input. As many bytes as there are ranks make a turn: it ends for none before it has begun for all, so that none reads
+another's byte. The end of standard input is the end of the worker.
+
     python -m fp8_backends.cli.training_run SETTINGS.json TEXT.pt BACKEND [FAULT]
 """
 
@@ -11,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import json
 import logging
 import math
@@ -20,11 +25,13 @@ import statistics
 import sys
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # what an optimizer's first step loads, seconds' worth of it
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
@@ -46,14 +53,25 @@ INSPECTED_STEPS = 4
 """Enough for the proof, for a compiler to settle, and for one step with all optimizer states in place."""
 
 
-def train_backend(settings: Settings, text: TrainingText, backend: str, report: Report, fault: str | None) -> None:
-    """Inspect a few steps (gradients, memory, audit), then train every seed."""
-    report("inspected", **inspect(settings, text, backend, fault))
-    for seed in range(settings.seeds):
-        run = Run(settings, text, backend, seed, fault)
-        report("run", **run.train(lambda step, loss, seed=seed: report("step", seed=seed, step=step, loss=loss)))
+TIMED_STEPS = 3
+"""Steps that nobody observes, after those: how long the comparison will take."""
+
+
+def take_turn(
+    turn: int, settings: Settings, text: TrainingText, backend: str, report: Report, fault: str | None
+) -> None:
+    """In turn 0 inspect a few steps (gradients, memory, audit), in each later one train a seed. When it is reported,
+    nothing of it is left in memory, and no other rank is still at it."""
+    if turn == 0:
+        found = inspect(settings, text, backend, fault)
+    else:
+        run = Run(settings, text, backend, turn - 1, fault)
+        found = run.train(lambda step, loss: report("step", seed=turn - 1, step=step, loss=loss))
         del run
-        _forget()
+    _forget()
+    if dist.is_available() and dist.is_initialized():
+        dist.barrier()
+    report("run" if turn else "inspected", **found)
 
 
 class Run:
@@ -69,11 +87,12 @@ class Run:
         with_reference: bool = False,
     ) -> None:
         self.settings, self.text, self.seed = settings, text, seed
+        began = time.perf_counter()
         self.accelerator = _accelerator(settings, backend)
         model = build_model(settings, text.vocab_size, seed)
         self.initial = {n: p.detach().to("cpu", copy=True) for n, p in model.named_parameters() if p.requires_grad}
         self.starts = text.batches(settings.steps, settings.batch, settings.sequence, seed)
-        self.bf16_gradients: dict[str, torch.Tensor] = {}
+        self.reference_gradients: dict[str, torch.Tensor] = {}
         self.bare = model
         optimizer = torch.optim.AdamW(
             model.parameters(), lr=settings.lr, betas=(0.9, 0.99), weight_decay=settings.weight_decay
@@ -85,6 +104,7 @@ class Run:
         self.prepared = {name: _values(p) for name, p in model.named_parameters() if p.requires_grad}
         if fault is not None and backend not in BASELINES:
             plant(fault, self.bare, self.optimizer)
+        self.start_seconds = time.perf_counter() - began
 
     def batch(self, step: int) -> torch.Tensor:
         return self.text.windows(self.starts[step % len(self.starts)], self.settings.sequence).to(
@@ -167,29 +187,29 @@ class Run:
         return sorted(name for name, before in self.prepared.items() if torch.equal(before, _values(now[name])))
 
     def _reference_gradients(self) -> None:
-        """bf16's gradients of the first batch at the initial weights, before anything is converted."""
-        tokens = self.batch(0)
-        with torch.autocast(self.accelerator.device.type, torch.bfloat16):
+        """The reference's gradients of the first batch at the initial weights, before anything is converted."""
+        tokens, autocast = self.batch(0), self.settings.reference == "bf16"
+        with torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=autocast):
             loss = self.bare(input_ids=tokens, labels=tokens).loss
         loss.backward()
         for name, parameter in self.bare.named_parameters():
             if parameter.grad is not None:
-                self.bf16_gradients[name] = parameter.grad.detach().cpu()
+                self.reference_gradients[name] = parameter.grad.detach().cpu()
                 parameter.grad = None
 
     def gradient_cosines(self) -> dict[str, float]:
-        """Of every parameter's gradient now to bf16's at the initial weights; 0 where one of the two is missing."""
+        """Of every parameter's gradient now to the reference's at the initial weights; 0 where either is missing."""
         cosines = {}
         for name, parameter in self.bare.named_parameters():
-            reference = self.bf16_gradients.get(name)
-            if reference is None:
+            expected = self.reference_gradients.get(name)
+            if expected is None:
                 continue
             if parameter.grad is None:
                 cosines[name] = 0.0
                 continue
-            mine, bf16 = parameter.grad.detach().cpu().double().flatten(), reference.double().flatten()
-            norms = (mine.norm() * bf16.norm()).item()
-            cosines[name] = (mine @ bf16).item() / norms if norms > 0 else float(torch.equal(mine, bf16))
+            mine, other = parameter.grad.detach().cpu().double().flatten(), expected.double().flatten()
+            norms = (mine.norm() * other.norm()).item()
+            cosines[name] = (mine @ other).item() / norms if norms > 0 else float(torch.equal(mine, other))
         return cosines
 
     def _checksum(self) -> str:
@@ -209,7 +229,8 @@ def _values(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def inspect(settings: Settings, text: TrainingText, backend: str, fault: str | None) -> dict[str, Any]:
-    """A few training steps under observation: gradients at the initial weights, the audit, peak memory."""
+    """A few training steps under observation: gradients at the initial weights, the audit, peak memory; then a few
+    that are timed."""
     messages = _Messages()
     with messages:
         run = Run(settings, text, backend, seed=0, fault=fault, with_reference=True)
@@ -217,7 +238,7 @@ def inspect(settings: Settings, text: TrainingText, backend: str, fault: str | N
         run.optimizer.zero_grad()
         run.backward(0)  # again, weights unchanged: delayed scaling has no amax before its first pass
         cosines = run.gradient_cosines()
-        run.bf16_gradients.clear()
+        run.reference_gradients.clear()
         run.update()
         run.optimizer.zero_grad()
         for step in range(1, INSPECTED_STEPS - 1):
@@ -231,7 +252,7 @@ def inspect(settings: Settings, text: TrainingText, backend: str, fault: str | N
         run.update()
         audit, recipe = fp8_backends.audit(run.model, run.optimizer), _recipe(run.accelerator)
         run.optimizer.zero_grad()
-    found = {
+    return {
         "parameters": sum(parameter.numel() for parameter in run.bare.parameters()),
         "peak_memory_bytes": peak,
         "autocast_copy_bytes": sum(copies.values()),
@@ -242,10 +263,15 @@ def inspect(settings: Settings, text: TrainingText, backend: str, fault: str | N
         "audit": audit.to_dict(),
         "incomplete_layers": incomplete_layers(audit, recipe) if recipe else {},
         "messages": messages.lines,
+        "start_seconds": run.start_seconds,
+        "step_seconds": statistics.median(_seconds(run, INSPECTED_STEPS + 1 + n) for n in range(TIMED_STEPS)),
     }
-    del run
-    _forget()
-    return found
+
+
+def _seconds(run: Run, step: int) -> float:
+    began = time.perf_counter()
+    run.step(step).item()  # which makes a GPU wait
+    return time.perf_counter() - began
 
 
 def _recipe(accelerator: Accelerator):
@@ -267,7 +293,7 @@ def _accelerator(settings: Settings, backend: str) -> Accelerator:
             # stock Accelerate quietly trains in FP32 here; with these two it autocasts and scales as on a GPU
             accelerator.native_amp, accelerator.scaler = True, torch.amp.GradScaler("cpu")
         return accelerator
-    handler = fp8_backends.FP8RecipeKwargs(backend=backend)
+    handler = fp8_backends.FP8RecipeKwargs(backend=backend, autocast_dtype=settings.reference)
     return Accelerator(mixed_precision="fp8", kwargs_handlers=[handler], **common)
 
 
@@ -330,14 +356,14 @@ class _Messages(logging.Handler):
 
 def _reporter() -> Report:
     """Writes events to what was stdout; whatever else prints goes to stderr from here on. Of several ranks all but the
-    first write only why they failed."""
+    first write only that they are ready, and why they failed."""
     stream = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     last_step = 0.0
 
     def report(event: str, **values: Any) -> None:
         nonlocal last_step
-        if event != "failed" and int(os.environ.get("RANK", 0)) != 0:
+        if event not in ("ready", "failed") and int(os.environ.get("RANK", 0)) != 0:
             return
         if event == "step":
             if time.monotonic() - last_step < 0.2:
@@ -348,15 +374,25 @@ def _reporter() -> Report:
     return report
 
 
+def _turns() -> Iterator[int]:
+    """0, 1, … as standard input permits. It is then out of the reach of whatever else this process starts."""
+    permits = os.dup(0)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    return itertools.takewhile(lambda turn: os.read(permits, 1), itertools.count())
+
+
 def main(argv: list[str]) -> int:
     settings_path, text_path, backend, *fault = argv
-    report = _reporter()
-    settings = Settings.from_dict(json.loads(Path(settings_path).read_text()))
+    report, turns = _reporter(), _turns()
     text = TrainingText(**torch.load(text_path))
-    if settings.device == "cpu":
-        torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        train_backend(settings, text, backend, report, fault[0] if fault else None)
+        settings = _read(settings_path)
+        if settings.device == "cpu":
+            torch.use_deterministic_algorithms(True, warn_only=True)
+        build_model(replace(settings, device="meta"), text.vocab_size, seed=0)  # loads what a model is made of
+        report("ready")
+        for turn in turns:
+            take_turn(turn, _read(settings_path), text, backend, report, fault[0] if fault else None)
         if dist.is_available() and dist.is_initialized():
             dist.destroy_process_group()
     except BrokenPipeError:  # nobody listens any more
@@ -365,6 +401,11 @@ def main(argv: list[str]) -> int:
         report("failed", message=f"{type(error).__name__}: {error}")
         raise
     return 0
+
+
+def _read(settings_path: str) -> Settings:
+    """Anew at each turn: what fits into the time given is known only after the first."""
+    return Settings.from_dict(json.loads(Path(settings_path).read_text()))
 
 
 if __name__ == "__main__":

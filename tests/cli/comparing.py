@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 from fp8_backends.cli.comparison import Comparison
 from fp8_backends.cli.settings import Settings
-from fp8_backends.cli.training_run import train_backend
+from fp8_backends.cli.training_run import take_turn
 
 TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 WORDS = "the quick brown fox jumps over the lazy dog and runs on through the wood until it finds a stream to drink"
@@ -34,7 +34,8 @@ def tiny_settings(folder: Path, *backends: str, **changes) -> Settings:
         "batch": 2,
         "sequence": 32,
         "lr": 1e-3,
-        "held_out_windows": 4,
+        "held_out_share": 0.3,
+        "reference": "bf16",
         "compile": False,
         "loss_gap_bound": 0.01,
         "device": "cpu",
@@ -42,20 +43,37 @@ def tiny_settings(folder: Path, *backends: str, **changes) -> Settings:
     return Settings(**{**values, **changes})
 
 
+class InProcessWorker:
+    """Takes its turns in this process."""
+
+    def __init__(self, comparison: Comparison, backend: str) -> None:
+        self.comparison, self.backend, self.turn, self.ended = comparison, backend, 0, False
+        self.process = Mock()
+
+    def give_turn(self) -> None:
+        pass
+
+    def events(self, last, times=1):
+        if last == "ready":
+            return []
+        events = []
+        take_turn(
+            self.turn,
+            self.comparison.settings,
+            self.comparison.text,
+            self.backend,
+            lambda event, **values: events.append(json.loads(json.dumps({"event": event, **values}))),
+            self.comparison.fault,
+        )
+        self.turn += 1
+        return events
+
+
 class InProcess(Comparison):
     """Trains in this process instead of in workers."""
 
-    def _events(self, arguments):
-        events = []
-        train_backend(
-            self.settings,
-            self.text,
-            arguments[-1],
-            lambda event, **values: events.append(json.loads(json.dumps({"event": event, **values}))),
-            self.fault,
-        )
-        self.worker = SimpleNamespace(returncode=0, poll=lambda: 0)
-        return events
+    def _worker(self, arguments):
+        return InProcessWorker(self, arguments[2])
 
 
 class Silent:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 
@@ -9,8 +10,8 @@ import pytest
 import fp8_backends
 from fp8_backends.cli import chart
 from fp8_backends.cli.compare import backend_names, check_ranks
-from fp8_backends.cli.comparison import worker_environment
 from fp8_backends.cli.main import main
+from fp8_backends.cli.workers import worker_environment
 from fp8_backends.errors import BackendUnavailableError
 
 
@@ -54,6 +55,30 @@ def test_options_that_cannot_be_honoured_exit_with_2(capsys, tmp_path, options):
     assert options[1] in capsys.readouterr().err
 
 
+def test_the_first_line_is_printed_before_backends_are_resolved_and_libraries_loaded():
+    ask = """if True:
+        import sys
+        from fp8_backends.cli import compare, main
+        def resolve(*_):
+            print([name for name in ("torchao", "transformers", "torch._dynamo", "rich") if name in sys.modules])
+            sys.exit()
+        compare.backend_names = resolve
+        main.main(["compare", "--seeds", "1", "--reference", "fp32", "--minutes", "2"])
+        """
+    ended = subprocess.run(
+        [sys.executable, "-c", ask], capture_output=True, text=True, env=worker_environment(), timeout=240
+    )
+    first, loaded = ended.stdout.splitlines()
+    assert first.startswith("fp8-backends compare: native:dynamic, ") and "against fp32" in first
+    assert "1 seed of " in first and "2 min" in first and loaded == "[]"
+
+
+def test_an_interruption_before_there_is_a_comparison_ends_the_command_without_a_traceback(monkeypatch, tmp_path):
+    monkeypatch.setattr("fp8_backends.cli.compare.backend_names", lambda *_: signal.raise_signal(signal.SIGINT))
+    assert main(["compare", "--output", str(tmp_path / "out")]) == 128 + signal.SIGINT
+    assert not (tmp_path / "out").exists()
+
+
 def test_ranks_that_cannot_share_a_batch_are_refused(capsys, tmp_path):
     assert main(["compare", "--nproc", "3", "--batch", "8", "--output", str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
@@ -76,7 +101,9 @@ def test_numbers_out_of_range_are_refused(options, capsys):
 
 
 def test_backends_are_resolved_once_each_and_the_reference_is_left_to_the_comparison():
-    assert backend_names("bf16, Native ,native:DYNAMIC,torchao,fp32") == ("native:dynamic", "ao:tensorwise", "fp32")
+    words = ["bf16", "Native", "native:DYNAMIC", "torchao", "fp32"]
+    assert backend_names(words, "bf16") == ("native:dynamic", "ao:tensorwise", "fp32")
+    assert backend_names(words, "fp32") == ("bf16", "native:dynamic", "ao:tensorwise")
 
 
 def test_chart_is_measured_and_agrees_with_the_plan(capsys):

@@ -1,6 +1,13 @@
 from __future__ import annotations
 
-from fp8_backends.cli.compare_output import aligned, blocks
+from io import StringIO
+
+import pytest
+from cli.comparing import InProcess, tiny_settings
+from rich.console import Console
+from rich.progress import Progress
+
+from fp8_backends.cli.compare_output import BarProgress, LineProgress, aligned, blocks, conclude
 
 ROWS = [["backend", "loss", "memory", "note"], ["bf16", "2.75", "35.9 MB", "the reference"]]
 
@@ -19,3 +26,46 @@ def test_a_column_wider_than_the_terminal_still_has_its_block():
 def test_numbers_stand_to_the_right_and_names_to_the_left():
     lines = aligned(ROWS)
     assert lines[0] == "backend  loss   memory  note" and lines[1] == "bf16     2.75  35.9 MB  the reference"
+
+
+@pytest.fixture
+def comparison(tmp_path):
+    return InProcess(tiny_settings(tmp_path, "native:dynamic", steps=2), tmp_path / "out")
+
+
+def test_a_log_says_how_long_it_will_take_once_the_first_steps_are_done_and_how_long_it_took(comparison, capsys):
+    comparison.run(LineProgress())
+    lines = capsys.readouterr().out.splitlines()
+    conclude(comparison)
+    beginnings = ["bf16: first steps observed; ", "native:dynamic: first steps observed; ", "about "]
+    beginnings += [f"{name} seed {seed}: held-out loss " for seed in (0, 1) for name in ("bf16", "native:dynamic")]
+    assert [line.startswith(said) for line, said in zip(lines, beginnings, strict=True)] == [True] * 7
+    assert lines[2].endswith("s more: 2 seeds of 2 steps with 2 backends, by the steps just timed")
+    assert "\ntook " in capsys.readouterr().out
+
+
+def test_a_long_run_is_heard_of_before_it_ends(comparison, capsys):
+    log = LineProgress()
+    log.steps = 80
+    log.inspected("bf16", 0.1)
+    log.step("bf16", 0, 40, 3.25)  # just after a line
+    log.last_said -= 31
+    log.step("bf16", 0, 41, 3.25)
+    assert capsys.readouterr().out.splitlines()[1:] == ["bf16 seed 0: step 41 of 80, loss 3.250"]
+
+
+def test_the_bar_over_everything_counts_seconds_and_ends_full(comparison):
+    written = StringIO()
+    bars = Progress(console=Console(file=written, width=200))
+    shares = []
+
+    class Watched(BarProgress):
+        def step(self, backend, seed, step, loss):
+            super().step(backend, seed, step, loss)
+            shares.append(bars.tasks[0].completed / bars.tasks[0].total)
+
+    comparison.run(Watched(bars))
+    whole, current = bars.tasks
+    assert whole.completed == whole.total and whole.fields["left"] == "0 s left"
+    assert 0 < shares[0] < shares[-1] < 1 and current.completed == current.total == 2
+    assert "about " in written.getvalue() and "native:dynamic seed 1: held-out loss" in written.getvalue()

@@ -11,9 +11,10 @@ import pytest
 import warm_process
 from cli.comparing import TINY, Silent, compared, tiny_settings, write_text
 
-from fp8_backends.cli import comparison as comparison_module
-from fp8_backends.cli.comparison import Comparison, worker_environment
+from fp8_backends.cli import workers
+from fp8_backends.cli.comparison import Comparison
 from fp8_backends.cli.main import main
+from fp8_backends.cli.workers import worker_environment
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,7 @@ def options(tmp_path_factory):
 
 @pytest.fixture
 def warm_workers(monkeypatch):
-    monkeypatch.setattr(comparison_module.sys, "executable", warm_process.python())
+    monkeypatch.setattr(workers.sys, "executable", warm_process.python())
 
 
 @pytest.mark.slow
@@ -90,7 +91,7 @@ def test_a_terminated_run_leaves_what_was_finished_readable_and_ends_its_workers
     assert found["status"] == "terminated" and len(found["backends"]["bf16"]["runs"]) >= 2
     assert found["backends"]["native:dynamic"]["status"] == "terminated"
     assert "terminated early" in (tmp_path / "report.html").read_text() and "terminated early" in printed
-    assert len(workers) == (1 if ranks == 1 else 1 + ranks)  # torchrun and its ranks
+    assert len(workers) == 2 * (1 if ranks == 1 else 1 + ranks)  # of two backends; torchrun and its ranks
     assert not any(_alive(pid) for pid in workers)
 
 
@@ -131,7 +132,7 @@ def _alive(pid: int) -> bool:
 
 def test_a_worker_that_dies_is_a_failed_check_and_the_others_go_on(tmp_path, monkeypatch):
     comparison = Comparison(tiny_settings(tmp_path, "native:dynamic"), tmp_path / "out")
-    monkeypatch.setattr(comparison_module.sys, "executable", "/bin/false")
+    monkeypatch.setattr(workers.sys, "executable", "/bin/false")
     comparison.run(Silent())
     assert comparison.results["status"] == "finished" and not comparison.passed
     for backend in ("bf16", "native:dynamic"):

@@ -75,7 +75,7 @@ def test_a_loss_that_is_not_finite_leaves_the_page_whole(results):
 
 def test_speed_leads_only_where_the_chip_has_fp8_products():
     def keys(fast: bool) -> list[str]:
-        return [key for key, _ in columns({"fast_fp8": fast, "settings": {}})]
+        return [key for key, _ in columns({"fast_fp8": fast, "settings": {"reference": "bf16"}})]
 
     assert keys(True).index("tokens_per_second") < keys(True).index("held_out_loss")
     assert keys(False).index("tokens_per_second") > keys(False).index("peak_memory_bytes")
@@ -106,7 +106,7 @@ def test_moving_average_keeps_a_line_a_line():
 def test_long_names_have_room_beside_the_charts():
     name = "native:window+msamp:O2"
     for chart in (
-        charts.intervals([charts.Interval(name, "red", 0.0, -0.1, 0.1, [0.0], "")], 0.01, None, "gap"),
+        charts.intervals([charts.Interval(name, "red", 0.0, -0.1, 0.1, [0.0], "")], 0.01, None, "bf16"),
         charts.bars([(name, "red", 1.0, "1 MB")], "memory"),
     ):
         (end,) = re.findall(r'x="([\d.]+)"[^>]*>native:window', chart)
