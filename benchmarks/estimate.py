@@ -11,7 +11,8 @@ model's configuration alone.
 peak of rank 0, and the bytes that a rank sends. Over gloo, which has no reduce-scatter, FSDP2's plain gradients take
 an all-reduce, twice the bytes; the estimate is of a reduce-scatter.
 
-On a CPU without bf16 products FP32 takes the place of bf16, in training and in the estimate.
+On a CPU without bf16 products FP32 takes the place of bf16, in training and in the estimate; what FSDP2 sends is
+estimated in bf16 all the same, which is what Accelerate sets for FP8.
 """
 
 from __future__ import annotations

@@ -66,11 +66,11 @@ def test_a_cpus_records_are_named_by_what_pytorch_computes_with(monkeypatch, cap
 
 def test_what_was_switched_by_hand_is_said(monkeypatch):
     monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
-    with torch.backends.mkldnn.flags(enabled=True):
-        assert measuring.switched() == "" and "switched" not in measuring.machine()
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", True)
+    assert measuring.switched() == "" and "switched" not in measuring.machine()
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
-    with torch.backends.mkldnn.flags(enabled=False):
-        machine = measuring.machine()
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+    machine = measuring.machine()
     assert machine["switched"] == "ATEN_CPU_CAPABILITY=avx2, oneDNN off" and machine["cpu_bf16"] is False
     shown = tables.where({"machine": MACHINE | {"switched": machine["switched"]}}, "avx2")
     assert shown.startswith(

@@ -50,7 +50,8 @@ def test_every_part_of_the_gpu_run_is_rehearsed_on_a_cpu(tmp_path):
     assert all(record["machine"]["torch"] and record["machine"]["date"] for record in found.values())
     limits, shown = done.stdout.split("against the limit")[1].split("\n\n")[:2]
     missing = [line for line in limits.splitlines() if line.endswith(" -")]
-    assert len(missing) == shown.count("not yet measured") == 4, done.stdout  # compiled steps: not in a rehearsal
+    if measuring.plain() == "bf16":  # what a GPU is held against
+        assert len(missing) == shown.count("not yet measured") == 4, done.stdout  # compiled steps: not in a rehearsal
     text = {name: tables.TABLES[name](found) for name in ("linear", "step", "optimizer", "kernels", "largest")}
     assert "not yet measured" not in text["kernels"]
     assert all("``native:dynamic``" in text[name] for name in ("linear", "step")) and "``msamp:O2``" in text["largest"]
