@@ -10,7 +10,7 @@ Each rank has the same micro-batch whatever their number. Columns, by these form
 * loss: of training, mean over ranks and over the last fifth of the steps
 * above bf16: loss over bf16's with as many ranks - 1
 
-NCCL on GPUs, gloo on a CPU.
+NCCL on GPUs, gloo on a CPU. On one without bf16 products FP32 takes the place of bf16.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from measuring import Attempts, table, write_json
+from measuring import Attempts, plain, table, write_json
 from step import in_turn, runnable, together
 from training import SHAPES, Text, Training, device
 
@@ -86,23 +86,27 @@ def launch(ranks: int, arguments) -> list[dict]:
         return [{"ranks": ranks, **each} for each in json.loads(file.read_text())]
 
 
-def compared(results: list[dict]) -> list[dict]:
-    """Each with `decrease`, `faster` and `loss_above`, as shares; see the formulas above."""
+def compared(results: list[dict], precision: str) -> list[dict]:
+    """Each with `decrease`, `faster` and `loss_above`, as shares; see the formulas above.
+
+    Args:
+        precision: what the last two are relative to, `bf16` or `fp32`.
+    """
     by = {(each["ranks"], each["backend"]): each for each in results}
     fewest: dict[str, int] = {}
     for ranks, backend in by:
         fewest[backend] = min(ranks, fewest.get(backend, ranks))
     made = []
     for (ranks, backend), each in by.items():
-        speed, bf16 = each["tokens_per_second"], by[ranks, "bf16"]
+        speed, reference = each["tokens_per_second"], by[ranks, precision]
         decrease = 1 - speed / by[fewest[backend], backend]["tokens_per_second"]
-        faster, above = speed / bf16["tokens_per_second"] - 1, each["loss"] / bf16["loss"] - 1
+        faster, above = speed / reference["tokens_per_second"] - 1, each["loss"] / reference["loss"] - 1
         made.append({**each, "decrease": decrease, "faster": faster, "loss_above": above})
     return made
 
 
 def printed(results: list[dict]) -> str:
-    header = ["ranks", "backend", "tokens/s/GPU", "decrease %", "faster %", "loss", "above bf16 %", "peak MB"]
+    header = ["ranks", "backend", "tokens/s/GPU", "decrease %", "faster %", "loss", f"above {plain()} %", "peak MB"]
     rows = []
     for r in results:
         row = [r["ranks"], r["backend"], round(r["tokens_per_second"]), 100 * r["decrease"], 100 * r["faster"]]
@@ -136,9 +140,9 @@ def main() -> None:
             continue
         results += launch(ranks, arguments)
         told = {name: value for name, value in vars(arguments).items() if name not in ("json", "worker")}
-        record = {"question": "speed with more ranks", "arguments": told, "results": compared(results)}
-        write_json(arguments.json, record)
-    print(printed(compared(results)))
+        record = {"question": "speed with more ranks", "precision": plain(), "arguments": told}
+        write_json(arguments.json, {**record, "results": compared(results, plain())})
+    print(printed(compared(results, plain())))
 
 
 if __name__ == "__main__":

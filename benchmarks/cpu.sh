@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
-# Every question that a CPU answers, in at most 12 minutes on two quiet cores.
+# Every question that a CPU answers, in at most 12 minutes on two quiet cores with bf16 products, and in more without.
 #   benchmarks/cpu.sh --out benchmarks/results [--only linear,optimizer]     --small rehearses every line
-# Writes one JSON a question, NAME_cpu.json, with chip, versions and date, and prints the targets. Then
-# `benchmarks/tables.py --write README.rst` puts the README's tables in. Exits with 1 if a question failed.
-# Longer questions, on demand: memory.py, distributed.py, estimate.py, finetune.py, gradient_mean.py.
+# Writes one JSON a question, NAME_cpu_FEATURES.json, with chip, versions and date, and prints this machine's targets.
+# FEATURES is what `benchmarks/measuring.py` prints, such as avx512_bf16, or avx2 on a CPU without bf16 products, where
+# FP32 takes the place of bf16. Then `benchmarks/tables.py --write README.rst` puts the README's tables in. Exits with 1
+# if a question failed. Longer questions, on demand: memory.py, distributed.py, estimate.py, finetune.py,
+# gradient_mean.py.
 set -uo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 out=. small= only=
@@ -18,18 +20,20 @@ done
 mkdir -p "$out"
 export PYTHONPATH="$(dirname "$here")${PYTHONPATH:+:$PYTHONPATH}" CUDA_VISIBLE_DEVICES= HF_HUB_OFFLINE=1
 python=${PYTHON:-python3}
+features=$("$python" "$here/measuring.py") || exit 1
+case $features in *bf16) dtypes=bf16 ;; *) dtypes=fp32,bf16 ;; esac
 failed=0
 of() { if [ -n "$small" ]; then echo "$2"; else echo "$1"; fi; }
 question() { # threads, then the script and its arguments; the record bears the script's name
   local threads=$1 script=$2 start=$SECONDS; shift 2
   case ",${only:-$script}," in *",$script,"*) ;; *) return ;; esac
   echo; echo "== $script.py $*"
-  OMP_NUM_THREADS=$threads "$python" "$here/$script.py" "$@" --json "$out/${script}_cpu.json" || failed=1
+  OMP_NUM_THREADS=$threads "$python" "$here/$script.py" "$@" --json "$out/${script}_cpu_$features.json" || failed=1
   echo "== $((SECONDS - start)) s"
 }
 
 question 2 import_time $(of "" "--runs 1")
-question 2 linear --forms $(of eager,compiled eager) $(of "--runs 41" "--shapes tiny --runs 2")
+question 2 linear --dtypes $dtypes --forms $(of eager,compiled eager) $(of "--runs 41" "--shapes tiny --runs 2")
 question 2 optimizer $(of "--elements 20000000" "--elements 65536 --runs 2")
 question 1 comm $(of "" "--elements 65536 --runs 2")
 question 2 overhead $(of "--runs 20" "--runs 2 --instances 1 --hidden 64 --layers 1 --sequence 32")

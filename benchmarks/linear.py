@@ -1,15 +1,18 @@
-"""How long does one linear layer take, forward and backward, in FP8 against bf16 and against TorchAO's own layer?
+"""How long does one linear layer take, forward and backward, in FP8 against a plain one and against TorchAO's own?
 
 All run interleaved in one process, eager and compiled; a ratio is to another's time in the same round, below 1 is
-faster. `torchao` is TorchAO without this package, and `ao:tensorwise` the same through it.
+faster. `torchao` is TorchAO without this package, and `ao:tensorwise` the same through it. Each dtype, of weights,
+inputs and results, is measured by itself: by default bf16, or FP32 on a CPU without bf16 products. A plain bf16 layer
+takes a minute there: it runs once, eager alone, and every round is compared with that.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 
 import torch
-from measuring import Attempts, interleaved, interval, ratio, summary, table, write_json
+from measuring import DTYPES, Attempts, interleaved, interval, plain, ratio, summary, table, write_json
 from torch import nn
 
 TOKENS = 8192
@@ -37,20 +40,20 @@ def torchao_layer(model: nn.Module) -> None:
     convert_to_float8_training(model)
 
 
-def layer_step(backend: str, form: str, shape: tuple[int, int, int], device: str):
-    """Forward and backward of one layer without bias in bf16."""
+def layer_step(backend: str, form: str, shape: tuple[int, int, int], name: str, device: str):
+    """Forward and backward of one layer without bias in the dtype of this name."""
     import fp8_backends
 
-    tokens, n_in, n_out = shape
+    (tokens, n_in, n_out), dtype = shape, DTYPES[name]
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(n_in, n_out, bias=False, dtype=torch.bfloat16, device=device))
+    model = nn.Sequential(nn.Linear(n_in, n_out, bias=False, dtype=dtype, device=device))
     if backend == "torchao":
         torchao_layer(model)
-    elif backend != "bf16":
+    elif backend != name:
         fp8_backends.prepare(model, None, backend)
     run = torch.compile(model, fullgraph=not backend.startswith("te")) if form == "compiled" else model
-    x = torch.randn(tokens, n_in, dtype=torch.bfloat16, device=device, requires_grad=True)
-    dy = torch.randn(tokens, n_out, dtype=torch.bfloat16, device=device)
+    x = torch.randn(tokens, n_in, dtype=dtype, device=device, requires_grad=True)
+    dy = torch.randn(tokens, n_out, dtype=dtype, device=device)
 
     def step():
         run(x).backward(dy)
@@ -59,46 +62,66 @@ def layer_step(backend: str, form: str, shape: tuple[int, int, int], device: str
     return step
 
 
-def first_step(backend: str, form: str, shape: tuple[int, int, int], device: str):
+def first_step(*of):
     """The step, once it has run."""
-    step = layer_step(backend, form, shape, device)
+    step = layer_step(*of)
     step()
     return step
 
 
-def measure(shape: tuple[int, int, int], arguments: argparse.Namespace, device: str, attempt: Attempts) -> list[dict]:
-    """One result for each backend and form that runs here."""
+def only_step(*of) -> list[float]:
+    """Seconds of the first step, of what would take another minute each round."""
+    return interleaved({"": layer_step(*of)}, runs=1, warmup=0)[""]
+
+
+def compared(own: list[float], other: list[float]) -> dict:
+    """The ratio paired by round; where one of the two ran once, each round is paired with that, which is said."""
+    rounds = max(len(own), len(other))
+    found = ratio(*(seconds * (rounds // len(seconds)) for seconds in (own, other)))
+    return found if len(own) == len(other) else found | {"paired": False}
+
+
+def measure(
+    shape: tuple[int, int, int], name: str, arguments: argparse.Namespace, device: str, attempt: Attempts
+) -> list[dict]:
+    """One result for each backend and form that runs here, in the dtype of this name."""
+    from fp8_backends import hardware
+
     torch._dynamo.reset()  # one shape's code says nothing about the next: no dynamic sizes
-    steps = {}
+    is_slow = device == "cpu" and not hardware.cpu_multiplies(DTYPES[name])
+    steps, seconds = {}, {}
     for form in arguments.forms.split(","):
-        for backend in dict.fromkeys(["bf16", *arguments.backends.split(",")]):
-            step = attempt(f"{backend}, {form}", first_step, backend, form, shape, device)
-            if step:
-                steps[backend, form] = step
-    seconds = interleaved(steps, arguments.runs)
-    references = {"to_bf16": "bf16", "to_dynamic": "native:dynamic", "to_torchao": arguments.peer}
+        for backend in dict.fromkeys([name, *arguments.backends.split(",")]):
+            of = backend, form, shape, name, device
+            if not (is_slow and backend == name):
+                steps[backend, form] = attempt(f"{backend}, {form}", first_step, *of)
+            elif form == "eager":
+                seconds[backend, form] = only_step(*of)
+    seconds |= interleaved({key: step for key, step in steps.items() if step}, arguments.runs)
+    references = {"to_plain": name, "to_dynamic": "native:dynamic", "to_torchao": arguments.peer}
     results = []
-    for backend, form in steps:
-        found = {"shape": shape, "backend": backend, "form": form, **summary(seconds[backend, form])}
+    for backend, form in seconds:
+        found = {"shape": shape, "dtype": name, "backend": backend, "form": form, **summary(seconds[backend, form])}
         found["tflops"] = 6 * shape[0] * shape[1] * shape[2] / found["median_s"] / 1e12
         for key, reference in references.items():
             if (reference, form) in seconds:
-                found[key] = ratio(seconds[backend, form], seconds[reference, form])
+                found[key] = compared(seconds[backend, form], seconds[reference, form])
         if (arguments.peer, "eager") in seconds:
-            found["to_torchao_eager"] = ratio(seconds[backend, form], seconds[arguments.peer, "eager"])
+            found["to_torchao_eager"] = compared(seconds[backend, form], seconds[arguments.peer, "eager"])
         results.append(found)
     return results
 
 
-COLUMNS = {"to_bf16": "time / bf16", "to_torchao": "time / TorchAO", "to_torchao_eager": "time / TorchAO, eager"}
+COLUMNS = {"to_plain": "time / plain", "to_torchao": "time / TorchAO", "to_torchao_eager": "time / TorchAO, eager"}
 
 
 def printed(results: list[dict]) -> str:
     rows = []
     for each in results:
-        row = ["x".join(map(str, each["shape"])), each["backend"], each["form"], each["median_s"] * 1e3, each["tflops"]]
+        row = ["x".join(map(str, each["shape"])), *(each[key] for key in ("dtype", "backend", "form"))]
+        row += [each["median_s"] * 1e3, each["tflops"]]
         rows.append(row + [interval(each[key]) if key in each else "-" for key in COLUMNS])
-    return table(["tokens x in x out", "backend", "form", "ms", "TFLOP/s", *COLUMNS.values()], rows)
+    return table(["tokens x in x out", "dtype", "backend", "form", "ms", "TFLOP/s", *COLUMNS.values()], rows)
 
 
 def main() -> None:
@@ -108,13 +131,14 @@ def main() -> None:
     parser.add_argument("--peer", default="ao:tensorwise", help="the backend that stands for TorchAO in ratios")
     parser.add_argument("--shapes", default="llama" if cuda else "small", help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--forms", default="eager", help="eager, compiled or both with a comma")
+    parser.add_argument("--dtypes", default=plain(), help="bf16, fp32 or both with a comma (default: the fast one)")
     parser.add_argument("--runs", type=int, default=15)
     parser.add_argument("--json")
     arguments = parser.parse_args()
     results, attempt = [], Attempts()
     for name in arguments.shapes.split(","):
-        for shape in SHAPES[name]:
-            results += measure(shape, arguments, "cuda" if cuda else "cpu", attempt)
+        for shape, dtype in itertools.product(SHAPES[name], arguments.dtypes.split(",")):
+            results += measure(shape, dtype, arguments, "cuda" if cuda else "cpu", attempt)
             write_json(arguments.json, {"question": "time of a linear layer", "results": results})
     print(printed(results))
     attempt.end()

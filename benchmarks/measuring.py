@@ -1,5 +1,8 @@
-"""What every benchmark here shares: interleaved timing, ratios with their interval, resident memory, a JSON record of
-the machine."""
+"""What every benchmark here shares: interleaved timing, ratios with their interval, resident memory, what FP8 is
+compared with, a JSON record of the machine.
+
+Run as a script it prints the name of this CPU's features, which its records bear.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,57 @@ import torch
 
 OTHERS = ("triton", "bitsandbytes", "fp8-backends")
 """Distributions whose versions a record names beside those of `hardware.LIBRARIES`."""
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+"""What trains without FP8, by the name that stands for a backend's."""
+_BF16_FEATURES = {
+    "amx_bf16": "amx_bf16",
+    "avx512_bf16": "avx512_bf16",
+    "avx_ne_convert": "avx2_bf16",
+    "bf16": "neon_bf16",
+    "sve_bf16": "neon_bf16",
+}
+"""By capability, as `torch.cpu.get_capabilities` names it; the best first, the last two are Arm's."""
+
+
+def cpu_features() -> str:
+    """By what PyTorch computes on this CPU as it is set now: `avx512_bf16` and the like where bf16 products are in
+    hardware, else `avx2`, `avx512`, `neon`, …"""
+    from fp8_backends import hardware
+
+    capabilities = hardware._cpu_capabilities()
+    if hardware.cpu_bf16():
+        return next(features for name, features in _BF16_FEATURES.items() if capabilities.get(name))
+    return "neon" if capabilities.get("neon") else torch.backends.cpu.get_cpu_capability().lower()
+
+
+def switched() -> str:
+    """What was switched by hand, so that PyTorch does not use all that this CPU has; empty if nothing was."""
+    vectors = os.environ.get("ATEN_CPU_CAPABILITY")
+    parts = [f"ATEN_CPU_CAPABILITY={vectors}" if vectors else "", "" if torch.backends.mkldnn.enabled else "oneDNN off"]
+    return ", ".join(filter(None, parts))
+
+
+def plain(device: str | None = None) -> str:
+    """Without FP8, what trains fast on this machine's device, or on another: `bf16`, or `fp32` on a CPU without bf16
+    products. FP8 is compared with it, and Accelerate computes in it around FP8."""
+    from fp8_backends import hardware
+
+    dtype = hardware.fast_dtype(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return next(name for name, each in DTYPES.items() if each == dtype)
+
+
+def autocast(device: str) -> torch.autocast:
+    """What a loop without Accelerate computes under, in the precision of `plain`."""
+    return torch.autocast(device, torch.bfloat16, enabled=plain(device) == "bf16")
+
+
+def precision_of(backend: str) -> dict:
+    """What `Accelerator` takes for a backend, or for `bf16` or `fp32` without FP8."""
+    if backend in DTYPES:
+        return {"mixed_precision": "bf16" if backend == "bf16" else "no"}
+    import fp8_backends
+
+    return {"mixed_precision": "fp8", "kwargs_handlers": [fp8_backends.FP8RecipeKwargs(backend=backend)]}
 
 
 def machine() -> dict:
@@ -33,6 +87,9 @@ def machine() -> dict:
     record = {
         "date": datetime.date.today().isoformat(),
         "chip": hardware.describe().device,
+        "features": cpu_features(),
+        "cpu_bf16": hardware.cpu_bf16(),
+        **({"switched": switched()} if switched() else {}),
         "gpus": torch.cuda.device_count(),
         "cores": os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
@@ -149,3 +206,7 @@ def table(header: list[str], rows: list[list]) -> str:
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
     lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in cells]
     return "\n".join([lines[0], "  ".join("-" * w for w in widths), *lines[1:]])
+
+
+if __name__ == "__main__":
+    print(cpu_features())

@@ -1,4 +1,5 @@
-"""What is the peak memory of a whole training step, of each level against FP32 weights under bf16 autocast?
+"""What is the peak memory of a whole training step, of each level against FP32 weights under bf16 autocast (plain FP32
+on a CPU without bf16 products)?
 
 A Llama with random weights of at least 100 M parameters, nearly all in Linears, and one short sequence: weights,
 gradients and states dominate, activations do not. Each level has a process of its own, which first trains one layer
@@ -18,7 +19,7 @@ import subprocess
 import sys
 
 import torch
-from measuring import reset_highest, resident, settle, table, write_json
+from measuring import plain, precision_of, reset_highest, resident, settle, table, write_json
 
 MEGABYTE = 1e6
 
@@ -46,14 +47,8 @@ class Training:
         from accelerate import Accelerator
         from accelerate.state import AcceleratorState
 
-        import fp8_backends
-
         AcceleratorState._reset_state(True)
-        precision = "bf16" if backend == "bf16" else "fp8"
-        handlers = None if backend == "bf16" else [fp8_backends.FP8RecipeKwargs(backend=backend)]
-        self.accelerator = Accelerator(
-            mixed_precision=precision, kwargs_handlers=handlers, cpu=not torch.cuda.is_available()
-        )
+        self.accelerator = Accelerator(**precision_of(backend), cpu=not torch.cuda.is_available())
         model = llama(hidden, layers, arguments.vocabulary)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
@@ -120,8 +115,8 @@ def in_own_process(backend: str, arguments) -> dict:
 
 
 def printed(results: list[dict]) -> str:
-    header = ["level", "peak tensors, MB", "/ bf16", "peak resident, MB", "/ bf16", "bytes/element"]
-    first = results[0]
+    first, over = results[0], f"/ {plain()}"
+    header = ["level", "peak tensors, MB", over, "peak resident, MB", over, "bytes/element"]
     rows = []
     for result in results:
         row = [result["backend"] if result["backend"] != "bf16" else "FP32 + bf16 autocast"]
@@ -146,10 +141,11 @@ def main() -> None:
         print(json.dumps(measure(arguments.worker, arguments)))
         return
     results = []
-    for backend in dict.fromkeys(["bf16", *arguments.backends.split(",")]):
+    for backend in dict.fromkeys([plain(), *arguments.backends.split(",")]):
         results.append(in_own_process(backend, arguments))
         told = {name: value for name, value in vars(arguments).items() if name not in ("json", "worker")}
-        write_json(arguments.json, {"question": "peak memory of a step", "arguments": told, "results": results})
+        record = {"question": "peak memory of a step", "precision": plain(), "arguments": told, "results": results}
+        write_json(arguments.json, record)
     print(f"{results[0]['parameters'] / 1e6:.0f} M parameters, {results[0]['in_linears'] / 1e6:.0f} M in Linears")
     print(printed(results))
 

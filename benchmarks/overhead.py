@@ -11,7 +11,7 @@ import argparse
 import copy
 
 import torch
-from measuring import interleaved, ratio, summary, table, write_json
+from measuring import autocast, interleaved, plain, ratio, summary, table, write_json
 
 
 def small_llama(hidden: int, layers: int):
@@ -29,7 +29,7 @@ def small_llama(hidden: int, layers: int):
 
 
 def raw_step(model, batch):
-    """The loop as TorchAO's own documentation has it, under bf16 autocast."""
+    """The loop as TorchAO's own documentation has it, under bf16 autocast (none on a CPU without bf16 products)."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     config = Float8LinearConfig(pad_inner_dim=True)
@@ -37,7 +37,7 @@ def raw_step(model, batch):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
     def step():
-        with torch.autocast(batch.device.type, dtype=torch.bfloat16):
+        with autocast(batch.device.type):
             loss = model(input_ids=batch, labels=batch).loss
         loss.backward()
         optimizer.step()
@@ -104,7 +104,8 @@ def main() -> None:
     pairs = f"{cost['runs']} pairs of {arguments.instances} steps"
     print(f"accelerate / raw: {cost['ratio']:.4f} [{cost['low']:.4f}, {cost['high']:.4f}], {pairs}")
     print(f"first losses equal to the bit: {losses['raw'] == losses['accelerate']}")
-    record = {"question": "adapter cost", "seconds": {n: summary(s) for n, s in seconds.items()}, "ratio": cost}
+    record = {"question": "adapter cost", "precision": plain()}
+    record |= {"seconds": {n: summary(s) for n, s in seconds.items()}, "ratio": cost}
     write_json(arguments.json, {**record, "losses_equal": losses["raw"] == losses["accelerate"]})
 
 

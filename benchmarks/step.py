@@ -1,8 +1,9 @@
 """What does a whole training step cost in FP8 against bf16: tokens a second, peak memory, and what loss does it reach?
 
 A Llama-shaped model through stock Accelerate (FP32 weights and states, bf16 autocast; a level stores its own), AdamW,
-the same batches of text for every backend. `--together` keeps all models in memory and takes their steps in turn;
-without it one follows the other, bf16 comes once more at the end, and `drift` is what that changed.
+the same batches of text for every backend. On a CPU without bf16 products FP32 takes the place of bf16. `--together`
+keeps all models in memory and takes their steps in turn; without it one follows the other, the plain one comes once
+more at the end, and `drift` is what that changed.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import argparse
 import time
 
 import torch
-from measuring import Attempts, interleaved, interval, ratio, summary, synchronize, table, write_json
+from measuring import DTYPES, Attempts, interleaved, interval, plain, ratio, summary, synchronize, table, write_json
 from training import SHAPES, Text, Training, device, free
 
 
@@ -72,37 +73,39 @@ def in_turn(names: list[tuple[str, str]], make, arguments, keep, attempt: Attemp
 
 
 def results_of(found: dict) -> list[dict]:
-    """The list that is kept: each with its ratios to bf16's step in the same form, above 1 is faster."""
+    """The list that is kept: each with its ratios to the plain step in the same form, above 1 is faster."""
     results = []
     for (backend, form), each in found.items():
-        bf16 = found.get(("bf16", form))
+        reference = found.get((plain(), form))
         result = {"backend": backend, "form": form, **{k: v for k, v in each.items() if k != "seconds"}}
-        if bf16:
-            result["times_bf16"] = ratio(bf16["seconds"], each["seconds"])
+        if reference:
+            result["times_plain"] = ratio(reference["seconds"], each["seconds"])
             known = each["peak_bytes"] is not None
-            result["peak_to_bf16"] = each["peak_bytes"] / bf16["peak_bytes"] if known else None
+            result["peak_to_plain"] = each["peak_bytes"] / reference["peak_bytes"] if known else None
         results.append(result)
     return results
 
 
 def printed(results: list[dict]) -> str:
-    header = ["backend", "form", "tokens/s", "times bf16", "peak MB", "peak / bf16", "FP8 share", "last loss"]
+    times, peaks = f"times {plain()}", f"peak / {plain()}"
+    header = ["backend", "form", "tokens/s", times, "peak MB", peaks, "FP8 share", "last loss"]
     rows = []
     for r in results:
-        speed = interval(r["times_bf16"]) if "times_bf16" in r else "-"
+        speed = interval(r["times_plain"]) if "times_plain" in r else "-"
         peak = round(r["peak_bytes"] / 1e6) if r["peak_bytes"] else "-"
         rows.append([r["backend"], r["form"], round(r["tokens_per_second"]), speed, peak])
-        rows[-1] += [r.get("peak_to_bf16") or "-", r["flops_share"], r["last_loss"]]
+        rows[-1] += [r.get("peak_to_plain") or "-", r["flops_share"], r["last_loss"]]
     return table(header, rows)
 
 
 def runnable(backends: list[str], forms: list[str]) -> list[tuple[str, str]]:
-    """Every backend in every form, bf16 first; a backend whose library is not on this machine is named, not hidden."""
+    """Every backend in every form, the plain one first; a backend whose library is not on this machine is named, not
+    hidden."""
     import fp8_backends
 
     names = []
-    for backend in dict.fromkeys(["bf16", *backends]):
-        available = backend == "bf16" or fp8_backends.available_backends()[fp8_backends.resolve(backend).compute]
+    for backend in dict.fromkeys([plain(), *backends]):
+        available = backend in DTYPES or fp8_backends.available_backends()[fp8_backends.resolve(backend).compute]
         if available:
             names += [(backend, form) for form in forms]
         else:
@@ -131,7 +134,8 @@ def main() -> None:
 
     def keep(found: dict) -> None:
         told = {name: value for name, value in vars(arguments).items() if name != "json"}
-        record = {"question": "cost of a training step", "arguments": told, "text": text.text.description}
+        record = {"question": "cost of a training step", "precision": plain(), "arguments": told}
+        record["text"] = text.text.description
         write_json(arguments.json, {**record, "results": results_of(found)})
 
     names = runnable(arguments.backends.split(","), arguments.forms.split(","))

@@ -3,7 +3,9 @@
     benchmarks/tables.py                       prints them all
     benchmarks/tables.py --write README.rst    puts each between its markers, `.. begin table NAME`, `.. end table NAME`
 
-A question without a record says `not yet measured`. Every table names the machine, the versions and the date, and has
+A question without a record says `not yet measured`. One of a CPU has a table for each kind of CPU that has a record,
+and the targets read those of one CPU with bf16 products and of one without: of the usual two, `targets.USUAL`, where
+these have records, else of the first by name. Every table names the machine, the versions and the date, and has
 losses beside speeds where something was trained.
 """
 
@@ -45,14 +47,21 @@ def _text(cell: object) -> str:
     )
 
 
-def where(record: dict) -> str:
-    """Machine, versions and date of a record, as half a sentence."""
+def cpu(features: str) -> str:
+    """What the name of a CPU's features says."""
+    return features if targets.has_bf16(features) else f"{features}: without bf16 products"
+
+
+def where(record: dict, features: str = "") -> str:
+    """Machine, versions and date of a record, as half a sentence; of a CPU its features, which the file's name says."""
     machine = record["machine"]
     chip, gpus, threads = machine["chip"], machine.get("gpus", 0), machine["torch_threads"]
     if gpus > 1:
         chip = f"{gpus} x {chip}"
     elif not gpus:
         chip = f"{threads} {'core' if threads == 1 else 'cores'} of an {chip}"
+    if features:
+        chip += f" ({'; '.join(filter(None, [cpu(features), machine.get('switched')]))})"
     versions = [f"{name} {machine[name].split('+')[0]}" for name in NAMED if machine.get(name)]
     date = datetime.date.fromisoformat(machine["date"])
     return f"{chip}, {', '.join(versions)}, {date.day} {date:%B %Y}"
@@ -67,18 +76,35 @@ def quoted(backend: str) -> str:
 
 
 def of_records(records: Records, names: dict[str, str], made: Callable[[dict], str]) -> str:
-    """One table for each record that there is, under its title; a sentence for each that is missing."""
+    """One table for each record that there is, under its title; a sentence for each that is missing. Of a CPU's those
+    of all kinds of CPU, the usual ones first."""
     parts = []
     for name, title in names.items():
-        if name in records:
-            parts += [textwrap.fill(f"{title} ({where(records[name])}):", 120), made(records[name])]
-        else:
-            parts.append(f"{title}: not yet measured.")
+        on_cpu = name.endswith("_cpu")
+        kinds = dict.fromkeys([*targets.USUAL, *targets.features_of(records, name)]) if on_cpu else [""]
+        for features in kinds:
+            record = records.get(f"{name}_{features}" if features else name)
+            if record:
+                parts += [textwrap.fill(f"{title} ({where(record, features)}):", 120), made(record)]
+            else:
+                kind = f" ({cpu(features)})" if features else ""
+                parts.append(textwrap.fill(f"{title}{kind}: not yet measured.", 120))
     return "\n\n".join(parts)
 
 
+def plain(record: dict) -> str:
+    """What FP8 is compared with in a record, as text."""
+    return "FP32" if record.get("precision") == "fp32" else "bf16"
+
+
 def targets_cpu(records: Records) -> str:
-    return rst(["to be shown on a CPU", "measured", "bound", "verdict"], targets.rows(targets.ON_CPU, records))
+    measured, parts = targets.features_of(records), []
+    for usual in targets.USUAL:
+        of_kind = [each for each in measured if targets.has_bf16(each) == targets.has_bf16(usual)]
+        features = of_kind[0] if of_kind else usual
+        rows = targets.rows(targets.on_cpu(features), targets.of_cpu(records, features))
+        parts.append(rst([f"to be shown on a CPU ({cpu(features)})", "measured", "bound", "verdict"], rows))
+    return "\n\n".join(parts)
 
 
 def targets_gpu(records: Records) -> str:
@@ -96,13 +122,15 @@ def linear(records: Records) -> str:
     def made(record: dict) -> str:
         rows = []
         for each in record["results"]:
-            shape = "x".join(map(str, each["shape"]))
-            ratios = [each[key]["ratio"] if key in each else None for key in ("to_bf16", "to_torchao")]
-            rows.append([shape, quoted(each["backend"]), each["form"], each["median_s"] * 1e3, *ratios])
-        return rst(["tokens x in x out", "backend", "form", "ms", "time / bf16", "time / TorchAO"], rows)
+            row = ["x".join(map(str, each["shape"])), each.get("dtype", "bf16"), quoted(each["backend"]), each["form"]]
+            ratios = [each[key]["ratio"] if key in each else None for key in ("to_plain", "to_torchao")]
+            rows.append([*row, each["median_s"] * 1e3, *ratios])
+        table = rst(["tokens x in x out", "dtype", "backend", "form", "ms", "time / plain", "time / TorchAO"], rows)
+        unpaired = any(not each.get("to_plain", {}).get("paired", True) for each in record["results"])
+        return f"{table}\n\nPlain bf16 ran once: all rounds are compared with that." if unpaired else table
 
     names = {
-        "linear_cpu": "A linear layer, forward and backward, bf16, on a CPU",
+        "linear_cpu": "A linear layer, forward and backward, on a CPU",
         "linear_compiled_gpu": "The widest layers of Llama 1B, 8B and 70B on a GPU, compiled",
         "linear_eager_gpu": "All layers of Llama 1B, 8B and 70B on a GPU, eager",
     }
@@ -113,13 +141,14 @@ def step(records: Records) -> str:
     def made(record: dict) -> str:
         rows = []
         for each in record["results"]:
-            speed = each["times_bf16"]
+            speed = each["times_plain"]
             row = [quoted(each["backend"]), each["form"], round(each["tokens_per_second"])]
             row += [f"{speed['ratio']:.2f} [{speed['low']:.2f}, {speed['high']:.2f}]"]
             peak = each["peak_bytes"]
-            row += [f"{peak / 1e6:.0f} MB ({percent(each['peak_to_bf16'] - 1)})" if peak else None]
+            row += [f"{peak / 1e6:.0f} MB ({percent(each['peak_to_plain'] - 1)})" if peak else None]
             rows.append([*row, percent(each["flops_share"], sign=False), f"{each['last_loss']:.4f}"])
-        return rst(["backend", "form", "tokens/s", "times bf16", "peak memory", "FLOPs in FP8", "loss"], rows)
+        times = f"times {plain(record)}"
+        return rst(["backend", "form", "tokens/s", times, "peak memory", "FLOPs in FP8", "loss"], rows)
 
     names = {
         "step_cpu": "A whole training step of a Llama of 8 M parameters on a CPU",
@@ -206,9 +235,9 @@ def distributed(records: Records) -> str:
         for each in record["summaries"]:
             of_bytes = stored[each["engine"], each["backend"]]
             row = [quoted(each["backend"]), each["engine"], f"{each['loss']:.4f}"]
-            row.append(None if each["backend"] == "bf16" else gap(each["gap"], each["half_width"]))
+            row.append(None if each["backend"] == plain(record).lower() else gap(each["gap"], each["half_width"]))
             rows.append([*row, f"{of_bytes['total']:.2f}" if of_bytes else None])
-        return rst(["backend", "engine", "held-out loss", "gap to bf16, nats", "bytes/element"], rows)
+        return rst(["backend", "engine", "held-out loss", f"gap to {plain(record)}, nats", "bytes/element"], rows)
 
     return of_records(records, {"distributed_cpu": "Two processes, bytes of an element on one rank"}, made)
 
@@ -217,13 +246,13 @@ def finetune(records: Records) -> str:
     def made(record: dict) -> str:
         rows = []
         for each in record["summaries"]:
-            if each["backend"] != "bf16":
+            if each["backend"] != plain(record).lower():
                 shown = gap(each["gap"]["mean"], each["gap"]["half_width"])
                 moved = f"{each['displacement_along']:.3f}"
                 rows.append([f"{each['lr']:.0e}".replace("e-0", "e-"), quoted(each["backend"]), shown, moved])
-        return rst(["learning rate", "backend", "gap to bf16, nats", "moved"], rows)
+        return rst(["learning rate", "backend", f"gap to {plain(record)}, nats", "moved"], rows)
 
-    title = "A fine-tune with small learning rates; `moved` is the update along bf16's own, after training"
+    title = "A fine-tune with small learning rates; `moved` is the update along that without FP8, after training"
     return of_records(records, {"finetune_cpu": title.replace("`", "*")}, made)
 
 
@@ -264,7 +293,7 @@ def ranks(records: Records) -> str:
             row = [each["ranks"], quoted(each["backend"]), round(each["tokens_per_second"])]
             row += [percent(each["decrease"]), percent(each["faster"]), f"{each['loss']:.4f}"]
             rows.append([*row, percent(each["loss_above"])])
-        header = ["ranks", "backend", "tokens/s/GPU", "decrease", "faster", "loss", "above bf16"]
+        header = ["ranks", "backend", "tokens/s/GPU", "decrease", "faster", "loss", f"above {plain(record)}"]
         return rst(header, rows)
 
     names = {

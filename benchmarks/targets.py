@@ -1,7 +1,8 @@
 """What was to be shown, on a CPU and on a GPU, and what the records of the benchmarks say to it.
 
 Each target is a row of data: which record, how the figure is read from it, and its bound. A figure whose record is
-missing is not yet measured; a miss stays a miss.
+missing is not yet measured; a miss stays a miss. CPUs with bf16 products have other targets than those without, and
+each kind of CPU has records of its own.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from measuring import table
+from measuring import cpu_features, table
 
 Records = dict[str, dict]
-"""By the name of the file without its ending, such as `linear_cpu`."""
+"""By the name of the file without its ending, such as `linear_cpu_avx512_bf16` or `step_1b_gpu`."""
+USUAL = ("avx512_bf16", "avx2")
+"""The CPUs that the README is about, one with bf16 products and one without: by their features."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,25 @@ class Target:
 
 def load(folder: Path) -> Records:
     return {file.stem: json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))}
+
+
+def has_bf16(features: str) -> bool:
+    """Whether a CPU whose records bear this name multiplies bf16 in hardware."""
+    return features.endswith("bf16")
+
+
+def features_of(records: Records, file: str | None = None) -> list[str]:
+    """Of the CPUs that have records, or a record of one question, such as `linear_cpu`: the usual ones first, then by
+    name."""
+    split = [name.partition("_cpu_") for name in records]
+    found = {features for question, _, features in split if features and file in (None, f"{question}_cpu")}
+    return sorted(found, key=lambda features: (features not in USUAL, not has_bf16(features), features))
+
+
+def of_cpu(records: Records, features: str) -> Records:
+    """The records of one kind of CPU, without its features in their names: `linear_cpu`."""
+    end = f"_cpu_{features}"
+    return {name.removesuffix(f"_{features}"): record for name, record in records.items() if name.endswith(end)}
 
 
 def one(results: list[dict], **wanted) -> dict:
@@ -159,15 +181,14 @@ def two_shot_bytes(records: Records) -> float:
     return max(reduced, key=lambda each: each["elements"])["bytes_over"]["FP32"]
 
 
+_EAGER = {"backend": "native:dynamic", "form": "eager"}
 ON_CPU = (
     Target(
         "linear, forward + backward: ``native:dynamic`` / TorchAO tensorwise, eager",
-        ratio_of("linear_cpu", "to_torchao", backend="native:dynamic", form="eager"),
+        ratio_of("linear_cpu", "to_torchao", **_EAGER),
         at_most=0.5,
     ),
-    Target(
-        "the same / plain bf16", ratio_of("linear_cpu", "to_bf16", backend="native:dynamic", form="eager"), at_most=1.6
-    ),
+    Target("the same / plain bf16", ratio_of("linear_cpu", "to_plain", **_EAGER), at_most=1.6),
     Target(
         "the same: ``native:delayed`` / ``native:dynamic``",
         ratio_of("linear_cpu", "to_dynamic", backend="native:delayed", form="eager"),
@@ -191,7 +212,27 @@ ON_CPU = (
         at_most=1.3,
     ),
 )
-"""The largest over all backends, where no backend is named."""
+"""With bf16 products. The largest over all backends, where no backend is named."""
+
+ON_CPU_WITHOUT_BF16 = (
+    Target(
+        "``native:dynamic`` linear fwd+bwd 1024x2048x2048, FP32 around it / plain FP32",
+        ratio_of("linear_cpu", "to_plain", **_EAGER, dtype="fp32"),
+        at_most=1.6,
+    ),
+    Target("the same / TorchAO tensorwise", ratio_of("linear_cpu", "to_torchao", **_EAGER, dtype="fp32"), at_most=0.5),
+    Target(
+        "the same with bf16 results / plain bf16",
+        ratio_of("linear_cpu", "to_plain", **_EAGER, dtype="bf16"),
+        at_most=1.0,
+    ),
+    Target("adapter overhead", lambda records: records["overhead_cpu"]["ratio"]["ratio"], at_most=1.02),
+)
+
+
+def on_cpu(features: str) -> tuple[Target, ...]:
+    return ON_CPU if has_bf16(features) else ON_CPU_WITHOUT_BF16
+
 
 _8B, _1B = "step_8b_gpu", "step_1b_gpu"
 ON_GPU = (
@@ -206,7 +247,7 @@ ON_GPU = (
     Target("Llama 1B, sequence 4096, compiled: native / bf16", speed(_1B, "native", "bf16", "compiled"), at_least=1.2),
     Target(
         "layers of Llama 8B: peak memory, ``msamp:O2`` / bf16",
-        figure(_8B, "peak_to_bf16", backend="msamp:O2", form="eager"),
+        figure(_8B, "peak_to_plain", backend="msamp:O2", form="eager"),
         at_most=0.61,
     ),
     Target("the same: tokens/s, ``msamp:O2`` / native", speed(_8B, "msamp:O2", "native", "eager"), at_least=1.0),
@@ -256,11 +297,13 @@ def report(targets: tuple[Target, ...], records: Records) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="with the records")
-    parser.add_argument("--on", choices=("cpu", "gpu"), default="cpu")
+    parser.add_argument("--on", default=cpu_features(), help="gpu, or a CPU's features (default: this machine's)")
     arguments = parser.parse_args()
-    records = load(arguments.folder)
-    for targets in (ON_CPU,) if arguments.on == "cpu" else (AGAINST_LIMITS, ON_GPU):
-        print(report(targets, records), end="\n\n")
+    records, on = load(arguments.folder), arguments.on
+    if on == "gpu":
+        print(report(AGAINST_LIMITS, records), report(ON_GPU, records), sep="\n\n", end="\n\n")
+    else:
+        print(report(on_cpu(on), of_cpu(records, on)), end="\n\n")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import gc
 import itertools
 
 import torch
+from measuring import precision_of
 
 SHAPES = {
     "tiny": {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 4},
@@ -77,7 +78,7 @@ class Training:
     """A model and its optimizer, prepared by `Accelerator` for one backend, that train step by step.
 
     Args:
-        backend: `bf16`, or a string of this package.
+        backend: `bf16` or `fp32`, or a string of this package.
         form: `compiled` compiles each decoder layer by itself, after one eager step, in which products are proven.
             All layers then share one piece of code, whatever the depth.
         layers: in place of the shape's own.
@@ -90,14 +91,10 @@ class Training:
         from accelerate import Accelerator
         from accelerate.state import AcceleratorState
 
-        import fp8_backends
-
         AcceleratorState._reset_state(not torch.distributed.is_initialized())
         torch._dynamo.reset()
-        handlers = None if backend == "bf16" else [fp8_backends.FP8RecipeKwargs(backend=backend)]
         self.accelerator = Accelerator(
-            mixed_precision="bf16" if backend == "bf16" else "fp8",
-            kwargs_handlers=handlers,
+            **precision_of(backend),
             cpu=device() == "cpu",
             fsdp_plugin=fsdp2() if engine == "fsdp2" else None,
         )

@@ -13,10 +13,14 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
 import by_ranks  # noqa: E402
 import largest  # noqa: E402
+import linear  # noqa: E402
+import measuring  # noqa: E402
 import prepare  # noqa: E402
 import tables  # noqa: E402
 import targets  # noqa: E402
 import training  # noqa: E402
+
+from fp8_backends import hardware  # noqa: E402
 
 MACHINE = {"chip": "AMD EPYC", "gpus": 0, "torch_threads": 2, "torch": "2.13.0+cpu", "date": "2026-11-21"}
 
@@ -31,33 +35,113 @@ def test_the_readme_shows_what_was_measured():
 def test_without_records_every_table_says_not_yet_measured():
     for name, table in tables.TABLES.items():
         assert "not yet measured" in table({}), name
-    rows = targets.rows((*targets.ON_CPU, *targets.ON_GPU), {})
+    rows = targets.rows((*targets.ON_CPU, *targets.ON_CPU_WITHOUT_BF16, *targets.ON_GPU), {})
     assert {(shown, verdict) for _, shown, _, verdict in rows} == {("-", "not yet measured")}
     assert all(bound != "-" for _, _, bound, _ in rows)
 
 
-def linear_record(ratio):
+@pytest.mark.parametrize(
+    "capabilities,bf16,vectors,features",
+    [
+        ("avx2 avx512_bf16 amx_bf16", True, "AVX512", "amx_bf16"),
+        ("avx2 avx512_bf16", True, "AVX512", "avx512_bf16"),
+        ("avx2 avx_ne_convert", True, "AVX2", "avx2_bf16"),
+        ("neon bf16", True, "DEFAULT", "neon_bf16"),
+        ("neon sve_bf16", True, "SVE256", "neon_bf16"),
+        ("avx2 avx512_bf16 amx_bf16", False, "AVX2", "avx2"),  # switched off
+        ("avx2 avx512_f", False, "AVX512", "avx512"),
+        ("avx2", False, "AVX2", "avx2"),
+        ("", False, "DEFAULT", "default"),
+        ("neon bf16", False, "DEFAULT", "neon"),  # Apple: without oneDNN
+    ],
+)
+def test_a_cpus_records_are_named_by_what_pytorch_computes_with(monkeypatch, capabilities, bf16, vectors, features):
+    has = dict.fromkeys(capabilities.split(), True) | {"avx10_2": False}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has, raising=False)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: vectors)
+    monkeypatch.setattr(hardware, "cpu_bf16", lambda: bf16)
+    assert measuring.cpu_features() == features and targets.has_bf16(features) == bf16
+    assert measuring.plain("cpu") == ("bf16" if bf16 else "fp32") and measuring.plain("cuda") == "bf16"
+
+
+def test_what_was_switched_by_hand_is_said(monkeypatch):
+    monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", True)
+    assert measuring.switched() == "" and "switched" not in measuring.machine()
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+    machine = measuring.machine()
+    assert machine["switched"] == "ATEN_CPU_CAPABILITY=avx2, oneDNN off" and machine["cpu_bf16"] is False
+    shown = tables.where({"machine": MACHINE | {"switched": machine["switched"]}}, "avx2")
+    assert shown.startswith(
+        "2 cores of an AMD EPYC (avx2: without bf16 products; ATEN_CPU_CAPABILITY=avx2, oneDNN off)"
+    )
+
+
+def test_what_ran_once_is_compared_with_every_round_and_the_ratio_says_so():
+    rounds, once = [2.0, 4.0, 6.0], [2.0]
+    paired = linear.compared(rounds, [2.0, 2.0, 2.0])
+    assert paired["ratio"] == 2 and "paired" not in paired
+    assert linear.compared(rounds, once) == paired | {"paired": False}
+    assert linear.compared(once, rounds)["ratio"] == 0.5
+
+
+def linear_record(ratio, **more):
     row = {"backend": "native:dynamic", "form": "eager", "shape": [1, 2, 3], "median_s": 0.05}
-    row |= {"to_torchao": {"ratio": ratio}, "to_bf16": {"ratio": 1.7}}
+    row |= {"to_torchao": {"ratio": ratio}, "to_plain": {"ratio": 1.7}, **more}
     return {"machine": MACHINE, "results": [row]}
 
 
 @pytest.mark.parametrize("ratio,verdict", [(0.5, "met"), (0.51, "missed")])
 def test_a_target_is_met_up_to_its_bound_and_a_miss_is_said(ratio, verdict):
-    records = {"linear_cpu": linear_record(ratio)}
+    records = targets.of_cpu({"linear_cpu_avx512_bf16": linear_record(ratio)}, "avx512_bf16")
     assert targets.rows(targets.ON_CPU, records)[0][1:] == [f"{ratio:g}", "at most 0.5", verdict]
     faster = targets.Target("", lambda records: ratio, at_least=0.51)
     assert faster.verdict({}) == ("met" if ratio == 0.51 else "missed")
 
 
+def test_each_set_of_targets_reads_one_kind_of_cpu_and_the_usual_one_where_several_were_measured():
+    records = {f"linear_cpu_{features}": linear_record(0.1) for features in ("amx_bf16", "neon_bf16", "avx512")}
+    with_bf16, without = tables.targets_cpu(records).split("\n\n")
+    assert "(amx_bf16)" in with_bf16 and "0.1 " in with_bf16
+    assert "(avx512: without bf16 products)" in without and "plain FP32" in without and "0.1 " not in without
+    records["linear_cpu_avx512_bf16"] = linear_record(0.2)
+    both = linear_record(0.3, dtype="fp32")["results"] + linear_record(0.4, dtype="bf16")["results"]
+    records["linear_cpu_avx2"] = {"machine": MACHINE, "results": both}
+    with_bf16, without = tables.targets_cpu(records).split("\n\n")
+    assert "(avx512_bf16)" in with_bf16 and "0.2 " in with_bf16 and "(avx2: without" in without
+    measured = [row[1:] for row in targets.rows(targets.on_cpu("avx2"), targets.of_cpu(records, "avx2"))]
+    assert measured[:2] == [["1.7", "at most 1.6", "missed"], ["0.3", "at most 0.5", "met"]]
+    assert measured[2] == ["1.7", "at most 1", "missed"] and measured[3][2] == "not yet measured"
+
+
+def test_a_table_stands_for_each_kind_of_cpu_and_says_what_fp8_is_compared_with():
+    step = {
+        "backend": "fp32",
+        "form": "eager",
+        "tokens_per_second": 9,
+        "times_plain": dict.fromkeys("ratio low high".split(), 1.0),
+    }
+    step |= {"peak_bytes": None, "flops_share": 0.0, "last_loss": 2.0}
+    record = {"machine": MACHINE, "results": [step]}
+    made = tables.TABLES["step"]({"step_cpu_avx2": record | {"precision": "fp32"}, "step_cpu_amx_bf16": record})
+    usual, avx2, amx = made.split("A whole training step")[1:4]
+    assert "(avx512_bf16): not yet measured" in usual and "times FP32" not in amx
+    assert (
+        "(avx2: without bf16 products)" in avx2 and "times FP32" in avx2 and "(amx_bf16)" in amx and "times bf16" in amx
+    )
+
+
 def test_a_table_names_machine_versions_and_date_and_stands_between_its_markers():
-    records = {"linear_cpu": linear_record(0.4)}
+    records = {"linear_cpu_avx512_bf16": linear_record(0.4)}
     document = "Before\n\n.. begin table linear\n\nold\n\n.. end table linear\n\nAfter\n"
     made = tables.written(document, records)
     assert made.startswith("Before\n\n.. begin table linear\n\n") and made.endswith("\n\nAfter\n") and "old" not in made
     assert made.endswith("not yet measured.\n\n.. end table linear\n\nAfter\n")
-    assert "2 cores of an AMD EPYC, torch 2.13.0, 21 November 2026" in made
-    assert ["1x2x3", "``native:dynamic``", "eager", "50", "1.7", "0.4"] in [line.split() for line in made.splitlines()]
+    assert "2 cores of an AMD EPYC (avx512_bf16), torch 2.13.0, 21 November 2026" in made
+    assert ["1x2x3", "bf16", "``native:dynamic``", "eager", "50", "1.7", "0.4"] in [
+        line.split() for line in made.splitlines()
+    ]
     assert tables.between_markers(made) == {"linear": tables.TABLES["linear"](records)}
     assert tables.written(made, records) == made
     with pytest.raises(KeyError):
@@ -78,7 +162,7 @@ def test_the_columns_by_ranks_follow_one_formula():
     for nodes, (bf16, bf16_loss, fp8, fp8_loss) in AWS.items():
         results.append({"ranks": nodes, "backend": "bf16", "tokens_per_second": bf16, "loss": bf16_loss})
         results.append({"ranks": nodes, "backend": "te:delayed", "tokens_per_second": fp8, "loss": fp8_loss})
-    made = {(each["ranks"], each["backend"]): each for each in by_ranks.compared(results)}
+    made = {(each["ranks"], each["backend"]): each for each in by_ranks.compared(results, "bf16")}
     assert [round(100 * made[n, "te:delayed"]["faster"], 1) for n in AWS] == [17.6, 14.4, 22.8]
     assert [round(100 * made[n, "te:delayed"]["decrease"], 1) for n in AWS] == [0, 2.3, 11.8]
     assert [round(100 * made[n, "bf16"]["decrease"], 1) for n in AWS] == [0, -0.5, 15.5]

@@ -106,12 +106,14 @@ class Estimate:
         return {**asdict(self), "static": self.static}
 
 
-def estimate(workload: Workload, backends: Iterable[str], shardings: Iterable[str] = ("none",)) -> list[Estimate]:
+def estimate(
+    workload: Workload, backends: Iterable[str | Recipe], shardings: Iterable[str] = ("none",)
+) -> list[Estimate]:
     """Estimates of each backend under each sharding, in this order. A backend that cannot train this model has the
     reason in `refused`.
 
     Args:
-        backends: backend strings, and "bf16", "fp16" or "fp32" for training without FP8.
+        backends: backend strings and recipes, and "bf16", "fp16" or "fp32" for training without FP8.
         shardings: of `sharded_costs.SHARDINGS`.
 
     Raises:
@@ -130,13 +132,13 @@ def estimate(workload: Workload, backends: Iterable[str], shardings: Iterable[st
     return found
 
 
-def _recipe_of(name: str) -> Recipe | None:
-    return None if name.lower() in BASELINES else recipes.resolve(name)
+def _recipe_of(name: str | Recipe) -> Recipe | None:
+    return None if str(name).lower() in BASELINES else recipes.resolve(name)
 
 
-def _estimate(workload: Workload, name: str, recipe: Recipe | None, sharding: str, known: dict) -> Estimate:
+def _estimate(workload: Workload, name: str | Recipe, recipe: Recipe | None, sharding: str, known: dict) -> Estimate:
     """`known`: the traces so far, which shardings share."""
-    found = Estimate(name.lower() if recipe is None else recipe.name, sharding, workload.devices)
+    found = Estimate(str(name).lower() if recipe is None else recipe.name, sharding, workload.devices)
     refused = sharded_costs.refusal(recipe, sharding)
     if refused is not None:
         found.refused = refused
