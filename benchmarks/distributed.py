@@ -17,11 +17,12 @@ import time
 
 import torch
 import torch.distributed as dist
-from measuring import DTYPES, autocast, plain, table, write_json
+from measuring import DTYPES, plain, table, write_json
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8_backends
+from fp8_backends import hardware
 from fp8_backends.cli.paired_gaps import LOSS_GAP_BOUND, paired_gap
 from fp8_backends.cli.settings import Settings, build_model, defaults
 from fp8_backends.cli.training_run import _schedule
@@ -52,7 +53,7 @@ def train(settings: Settings, text: TrainingText, backend: str, engine: str, see
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, _schedule(settings))
 
     def loss_of(network, tokens):
-        with autocast(settings.device):
+        with hardware.fast_autocast(settings.device):
             return network(input_ids=tokens, labels=tokens).loss
 
     start, wrapped = time.perf_counter(), wrapped.train()

@@ -62,13 +62,7 @@ def plain(device: str | None = None) -> str:
     products. FP8 is compared with it, and Accelerate computes in it around FP8."""
     from fp8_backends import hardware
 
-    dtype = hardware.fast_dtype(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    return next(name for name, each in DTYPES.items() if each == dtype)
-
-
-def autocast(device: str) -> torch.autocast:
-    """What a loop without Accelerate computes under, in the precision of `plain`."""
-    return torch.autocast(device, torch.bfloat16, enabled=plain(device) == "bf16")
+    return hardware.fast_precision(device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def precision_of(backend: str) -> dict:

@@ -11,7 +11,7 @@ import argparse
 import copy
 
 import torch
-from measuring import autocast, interleaved, plain, ratio, summary, table, write_json
+from measuring import interleaved, plain, ratio, summary, table, write_json
 
 
 def small_llama(hidden: int, layers: int):
@@ -32,12 +32,14 @@ def raw_step(model, batch):
     """The loop as TorchAO's own documentation has it, under bf16 autocast (none on a CPU without bf16 products)."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
+    from fp8_backends import hardware
+
     config = Float8LinearConfig(pad_inner_dim=True)
     convert_to_float8_training(model, config=config, module_filter_fn=lambda m, name: name != "lm_head")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
     def step():
-        with autocast(batch.device.type):
+        with hardware.fast_autocast(batch.device.type):
             loss = model(input_ids=batch, labels=batch).loss
         loss.backward()
         optimizer.step()

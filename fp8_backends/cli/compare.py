@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from .. import hardware
 from ..errors import BackendUnavailableError, RecipeError
 from . import settings as defaults
 from .paired_gaps import LOSS_GAP_BOUND
@@ -124,7 +125,7 @@ def settings_from(args: argparse.Namespace) -> Settings:
     given = {name: getattr(args, name) for name in ("steps", "seeds", "batch", "sequence", "lr", "compile")}
     values |= {name: value for name, value in given.items() if value is not None}
     check_ranks(args.nproc, values["batch"], device)
-    reference = args.reference or defaults.default_reference(device)
+    reference = args.reference or hardware.fast_precision(device)
     return Settings(
         backends=tuple(filter(None, (word.strip() for word in args.backends.split(",")))),
         reference=reference,

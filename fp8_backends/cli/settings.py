@@ -92,11 +92,6 @@ def fast_fp8(device: str) -> bool:
     return device == "cuda" and hardware.fp8_products()
 
 
-def default_reference(device: str) -> str:
-    """bf16, or FP32 on a CPU without bf16 products, where bf16 takes up to a thousand times as long."""
-    return "fp32" if hardware.fast_dtype(device) == torch.float32 else "bf16"
-
-
 def build_model(settings: Settings, vocab_size: int, seed: int) -> torch.nn.Module:
     """A causal language model of `transformers` with random weights that depend on the seed alone."""
     from transformers import AutoModelForCausalLM
