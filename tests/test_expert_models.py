@@ -12,6 +12,7 @@ from torch import nn
 
 import fp8_backends
 from fp8_backends import auditing, conversion, expert_functions, preparation, recipes
+from fp8_backends.compute.products import exact_engine
 from fp8_backends.errors import FP8BackendError
 from fp8_backends.recipes import FP8RecipeKwargs
 from fp8_backends.registry import get_compute
@@ -57,7 +58,7 @@ def test_experts_train_in_fp8_counted_and_proven(family, capsys):
     assert [name for name in audit.products if "experts" in name and "shared" not in name] == names(family)
     for name in names(family):
         assert audit.products[name] == {"fprop": 8, "dgrad": 8, "wgrad": 8, "recomputed": 0}
-        assert audit.engine[name] == "bf16-exact"
+        assert audit.engine[name] == exact_engine(torch.bfloat16)
     assert audit.flops_share == pytest.approx(model._fp8_prepared.report.flops_share)
     total = len(names(family))
     assert f" Linear, {total}/{total} experts, " in capsys.readouterr().err

@@ -16,6 +16,7 @@ tests/te/requirements.txt.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -27,6 +28,7 @@ from torch import nn
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
+from fp8_backends import hardware  # noqa: E402
 
 RECIPES = {
     "delayed": {"amax_history_len": 32, "amax_compute_algo": "max"},
@@ -105,7 +107,7 @@ def metrics(weights: dict[str, torch.Tensor], size: Size, device: str) -> dict[s
 @torch.no_grad()
 def evaluated(model: nn.Module, size: Size, device: str) -> dict[str, float]:
     held_out = examples(HELD_OUT, size, 7, device)
-    with torch.autocast(device, torch.bfloat16):
+    with hardware.fast_autocast(device):
         output = model(**held_out)
     said, true = output.logits.argmax(-1), held_out["labels"]
     hits = ((said == 1) & (true == 1)).sum().item()
@@ -225,7 +227,7 @@ def by_hand(mode: str, recipe: str, size: Size, device: str, converted: list[str
     torch.manual_seed(SEED + rank())
     for batch in batches(size, device):
         # DeepSpeed's engine has made the model bf16, and Accelerate leaves the precision to FSDP2's policy
-        around = torch.autocast(device, torch.bfloat16, enabled=mode not in ("deepspeed", "fsdp2"))
+        around = contextlib.nullcontext() if mode in ("deepspeed", "fsdp2") else hardware.fast_autocast(device)
         with around, autocast(enabled=True, **{keyword: te_recipe(recipe)}):
             loss = wrapped(**batch).loss
         backward(loss)

@@ -12,6 +12,7 @@ from plugin_training import assert_all_moved, assert_fp8_products, batches, copi
 from torch import nn
 
 import fp8_backends
+from fp8_backends import hardware
 from fp8_backends.errors import FP8BackendError, RecipeError
 
 BACKENDS = ["native:dynamic", "native:delayed", "native:rowwise", "ao:tensorwise"]
@@ -45,17 +46,17 @@ def test_products_are_counted(backend):
     assert_fp8_products(model, layers=3)
 
 
-def test_forward_runs_in_bf16_autocast_and_returns_fp32():
+def test_forward_runs_under_autocast_and_returns_fp32():
     accelerator = fp8_accelerator()
     model = accelerator.prepare(mlp())
     seen = []
     model[1].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
     assert model(batches(1)[0][0]).dtype == torch.float32
-    assert seen == [torch.bfloat16]
+    assert seen == [hardware.fast_dtype("cpu")]
 
 
 def test_losses_equal_a_hand_written_loop():
-    """Adapter and `prepare` add nothing to the numbers: the same model in a plain bf16 autocast loop, bit for bit."""
+    """Adapter and `prepare` add nothing to the numbers: the same model in a plain loop under autocast, bit for bit."""
     model = mlp()
     twin = copy.deepcopy(model)
     accelerator = fp8_accelerator("native:delayed")
@@ -66,7 +67,7 @@ def test_losses_equal_a_hand_written_loop():
     twin, optimizer = fp8_backends.prepare(twin, optimizer, "native:delayed")
     by_hand = []
     for x, y in batches(6):
-        with torch.autocast("cpu", torch.bfloat16):
+        with hardware.fast_autocast("cpu"):
             output = twin(x)
         loss = nn.functional.mse_loss(output.float(), y)
         loss.backward()
@@ -88,7 +89,7 @@ def test_losses_of_ao_equal_a_raw_torchao_loop():
 
     optimizer, raw = torch.optim.AdamW(twin.parameters(), 5e-3), []
     for x, y in batches(6):
-        with torch.autocast("cpu", torch.bfloat16):
+        with hardware.fast_autocast("cpu"):
             output = twin(x)
         loss = nn.functional.mse_loss(output.float(), y)
         loss.backward()
@@ -164,7 +165,7 @@ def test_model_alone_is_prepared_for_evaluation():
     accelerator = fp8_accelerator()
     model = mlp().eval()
     x = batches(1)[0][0]
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+    with torch.no_grad(), hardware.fast_autocast("cpu"):
         expected = model(x).float()
     model = accelerator.prepare_model(model, evaluation_mode=True)
     with torch.no_grad():

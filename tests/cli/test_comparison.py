@@ -11,10 +11,14 @@ import pytest
 import warm_process
 from cli.comparing import TINY, Silent, compared, tiny_settings, write_text
 
+from fp8_backends import hardware
 from fp8_backends.cli import workers
 from fp8_backends.cli.comparison import Comparison
 from fp8_backends.cli.main import main
 from fp8_backends.cli.workers import worker_environment
+
+REFERENCE = hardware.fast_precision("cpu")
+"""Of a comparison for which none was asked."""
 
 
 @pytest.fixture(scope="module")
@@ -37,10 +41,12 @@ def warm_workers(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.usefixtures("warm_workers")
 def test_the_command_leaves_results_and_page_and_says_emulated_without_fp8_hardware(options, tmp_path, capsys):
-    code = main([*options, "--backends", "bf16,Native", "--steps", "3", "--seeds", "2", "--output", str(tmp_path)])
+    code = main(
+        [*options, "--backends", f"{REFERENCE},Native", "--steps", "3", "--seeds", "2", "--output", str(tmp_path)]
+    )
     printed = capsys.readouterr().out
     results = json.loads((tmp_path / "results.json").read_text())
-    assert list(results["backends"]) == ["bf16", "native:dynamic"] and results["status"] == "finished"
+    assert list(results["backends"]) == [REFERENCE, "native:dynamic"] and results["status"] == "finished"
     assert all(len(found["runs"]) == 2 for found in results["backends"].values())
     failed = [c for done in results["summary"]["checks"].values() for c in done if not c["passed"]]
     assert code == (1 if failed else 0)
@@ -49,7 +55,7 @@ def test_the_command_leaves_results_and_page_and_says_emulated_without_fp8_hardw
         assert run["tokens_per_second"] is None and run["emulated_tokens_per_second"] > 0
         row = next(line for line in printed.splitlines() if line.startswith("native:dynamic  "))
         assert row.count("emulated") == 2
-    assert "bf16's own spread" in printed and str(tmp_path / "report.html") in printed
+    assert f"{REFERENCE}'s own spread" in printed and str(tmp_path / "report.html") in printed
     assert "native:dynamic" in (tmp_path / "report.html").read_text()
 
 
@@ -80,7 +86,7 @@ def test_a_terminated_run_leaves_what_was_finished_readable_and_ends_its_workers
     )
     results, deadline = tmp_path / "results.json", time.monotonic() + 60
     while time.monotonic() < deadline:
-        if results.exists() and len(json.loads(results.read_text())["backends"]["bf16"]["runs"]) >= 2:
+        if results.exists() and len(json.loads(results.read_text())["backends"][REFERENCE]["runs"]) >= 2:
             break
         time.sleep(0.2)
     workers = _descendants(process.pid)
@@ -88,7 +94,7 @@ def test_a_terminated_run_leaves_what_was_finished_readable_and_ends_its_workers
     printed, _ = process.communicate(timeout=30)
     assert process.returncode == 128 + signal.SIGTERM
     found = json.loads(results.read_text())
-    assert found["status"] == "terminated" and len(found["backends"]["bf16"]["runs"]) >= 2
+    assert found["status"] == "terminated" and len(found["backends"][REFERENCE]["runs"]) >= 2
     assert found["backends"]["native:dynamic"]["status"] == "terminated"
     assert "terminated early" in (tmp_path / "report.html").read_text() and "terminated early" in printed
     assert len(workers) == 2 * (1 if ranks == 1 else 1 + ranks)  # of two backends; torchrun and its ranks

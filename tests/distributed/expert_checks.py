@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8_backends
-from fp8_backends import conversion
+from fp8_backends import conversion, hardware
 
 EXPERTS = "model.layers.1.mlp.experts.down_proj"
 STEPS = 3
@@ -112,6 +112,8 @@ def check_fp8_gradients_of_experts_travel_where_they_are_asked_for() -> None:
 
 
 def check_zero3_has_the_losses_of_ddp() -> dict:
+    """To the bit where bf16 products are in hardware. PyTorch's loops add up in another order for DeepSpeed's own
+    function of a plain linear layer, such as the head: less than a unit of bf16 in a loss."""
     from deepspeed_training import accelerator
 
     losses = {}
@@ -129,7 +131,9 @@ def check_zero3_has_the_losses_of_ddp() -> dict:
                 found.append(mean(loss))
             counts(made.unwrap_model(model))
         losses[spec] = found
-        assert found == trained("mixtral", spec, in_ddp)[0]
+        expected = trained("mixtral", spec, in_ddp)[0]
+        unit = 0 if hardware.cpu_bf16() else torch.finfo(torch.bfloat16).eps
+        assert all(abs(a - b) <= unit * b for a, b in zip(found, expected, strict=True)), (found, expected)
     return losses
 
 

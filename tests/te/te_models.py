@@ -7,6 +7,8 @@ import transformer_engine.pytorch as te
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from fp8_backends import hardware
+
 BATCHES = [torch.randn(4, 4, 32, generator=torch.Generator().manual_seed(i)) for i in range(6)]
 
 
@@ -61,7 +63,7 @@ def adamw(made: nn.Module) -> torch.optim.AdamW:
 
 
 def loss_of(made: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    with torch.autocast("cpu", torch.bfloat16):
+    with hardware.fast_autocast("cpu"):
         return (made(batch).float() - batch).square().mean()
 
 

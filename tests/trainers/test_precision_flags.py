@@ -11,7 +11,7 @@ from tiny_trainers import LAYERS, Counting, arguments, llama, losses_of, trainer
 from transformers import Trainer
 
 import fp8_backends
-from fp8_backends import RecipeError
+from fp8_backends import RecipeError, hardware
 
 
 def activations_of(model) -> list[torch.dtype]:
@@ -28,7 +28,8 @@ def test_a_trainer_trains_in_fp8_over_the_precision_that_its_flags_name(launched
     trainer.train()
     products = fp8_backends.audit(trainer.model).products
     assert len(products) == LAYERS and all(min(c["fprop"], c["dgrad"], c["wgrad"]) == 3 for c in products.values())
-    assert set(seen) == {torch.float16 if flags.get("fp16") else torch.bfloat16}
+    named = torch.float16 if flags.get("fp16") else torch.bfloat16 if flags.get("bf16") else hardware.fast_dtype("cpu")
+    assert set(seen) == {named}
     assert (trainer.accelerator.scaler is not None) == flags.get("fp16", False)
     assert losses_of(trainer)[-1] < losses_of(trainer)[0]
 

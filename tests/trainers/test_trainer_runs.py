@@ -23,6 +23,7 @@ from tiny_trainers import (
 from transformers import LlamaForCausalLM
 
 import fp8_backends
+from fp8_backends.compute.products import exact_engine
 
 
 def test_a_run_says_once_what_ran_in_fp8(launched, capsys, tmp_path):
@@ -34,7 +35,7 @@ def test_a_run_says_once_what_ran_in_fp8(launched, capsys, tmp_path):
     share = fp8_backends.audit(trainer.model).flops_share
     assert proofs == [
         f"native:dynamic: {LAYERS}/{LAYERS + 1} Linear, {share:.0%} of weight FLOPs in FP8, fprop dgrad wgrad "
-        f"(bf16-exact)".replace("%", " %", 1)
+        f"({exact_engine(torch.bfloat16)})".replace("%", " %", 1)
     ]
 
 

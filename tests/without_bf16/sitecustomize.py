@@ -2,14 +2,19 @@
 
 Python imports this module at its start, in every process that inherits the variable. PyTorch then computes with AVX2
 and without oneDNN, and its bf16 products take the same loops as on a CPU without bf16 instructions. FP32 products stay
-what they are: MKL has a choice of its own.
+what they are: MKL has a choice of its own. What Inductor compiles lies apart, because its cache does not tell what was
+made for other instructions.
 """
 
+import getpass
 import importlib.util
 import os
 import sys
+import tempfile
 
 os.environ.setdefault("ATEN_CPU_CAPABILITY", "avx2")
+_COMPILED = os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}_without_bf16")
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", _COMPILED)
 
 
 class _WithoutOneDNN:

@@ -13,7 +13,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from te_models import BATCHES, adamw, losses, model
 
 import fp8_backends
-from fp8_backends import TERecipeKwargs, prepare
+from fp8_backends import TERecipeKwargs, hardware, prepare
 from fp8_backends.compute.te.linear import TELinear
 
 
@@ -112,7 +112,7 @@ def test_microbatches_accumulate_as_without_accelerate():
     _, its_optimizer = prepare(plain, adamw(plain), "te:delayed")
     expected = []
     for i, batch in enumerate(BATCHES, 1):
-        with torch.autocast("cpu", torch.bfloat16):
+        with hardware.fast_autocast("cpu"):
             loss = (plain(batch).float() - batch).square().mean()
         (loss / 2).backward()
         expected.append(loss.item())
