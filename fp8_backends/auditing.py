@@ -42,7 +42,8 @@ class Audit:
     """FP8 products of each converted layer: `fprop`, `dgrad`, `wgrad`, and `recomputed` (forward again, by activation
     checkpointing). Since `prepare` for a compute that counts; of one profiled step for one that cannot (`ao`, `te`)."""
     engine: dict[str, str] = field(default_factory=dict)
-    """What makes the products of each converted layer: `scaled_mm`, `bf16-exact`, `emulated`, `te`, `ao`."""
+    """What makes the products of each converted layer: `scaled_mm`, `bf16-exact`, `fp32-exact`, `emulated`, `te`,
+    `ao`."""
     flops_share: float = 0.0
     """FP8 share, 0 to 1, of all weight-matmul FLOPs that training does: Linear, Conv1D, expert tensors, head."""
     high_precision: dict[str, str] = field(default_factory=dict)

@@ -163,7 +163,7 @@ class Compute(ABC):
 
     @abstractmethod
     def engine(self, module: nn.Module) -> str:
-        """What makes the products of this layer where its weight lies now: `scaled_mm`, `bf16-exact`, `emulated`, …"""
+        """What makes the products of this layer where its weight lies now: `scaled_mm`, `bf16-exact`, …"""
 
     def products(self, module: nn.Module) -> ProductCounts | None:
         """Counts of a converted layer. None: only a profiled step can tell (`auditing.profile_products`)."""
