@@ -119,7 +119,8 @@ def _cpu_has_bf16() -> bool:
 
 
 def cpu_multiplies(dtype: torch.dtype) -> bool:
-    """Whether this CPU multiplies matrices of bf16, fp16 or FP32 in hardware."""
+    """Whether products of bf16, fp16 or FP32 are best made in that dtype on this CPU. Never fp16: where a CPU has such
+    products they are no faster than FP32's, and elsewhere they are as slow as bf16's."""
     return dtype == torch.float32 or (dtype == torch.bfloat16 and cpu_bf16())
 
 
