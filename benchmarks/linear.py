@@ -85,7 +85,7 @@ def measure(
     shape: tuple[int, int, int], name: str, arguments: argparse.Namespace, device: str, attempt: Attempts
 ) -> list[dict]:
     """One result for each backend and form that runs here, in the dtype of this name."""
-    from fp8_backends import hardware
+    from fp8_backends.compute import hardware
 
     torch._dynamo.reset()  # one shape's code says nothing about the next: no dynamic sizes
     is_slow = device == "cpu" and not hardware.cpu_multiplies(DTYPES[name])

@@ -42,7 +42,7 @@ _BF16_FEATURES = {
 def cpu_features() -> str:
     """By what PyTorch computes on this CPU as it is set now: `avx512_bf16` and the like where bf16 products are in
     hardware, else `avx2`, `avx512`, `neon`, …"""
-    from fp8_backends import hardware
+    from fp8_backends.compute import hardware
 
     capabilities = hardware._cpu_capabilities()
     if hardware.cpu_bf16():
@@ -60,7 +60,7 @@ def switched() -> str:
 def plain(device: str | None = None) -> str:
     """Without FP8, what trains fast on this machine's device, or on another: `bf16`, or `fp32` on a CPU without bf16
     products. FP8 is compared with it, and Accelerate computes in it around FP8."""
-    from fp8_backends import hardware
+    from fp8_backends.compute import hardware
 
     return hardware.fast_precision(device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
@@ -76,7 +76,7 @@ def precision_of(backend: str) -> dict:
 
 def machine() -> dict:
     """Chip, versions and date of this run. No host name, no paths."""
-    from fp8_backends import hardware
+    from fp8_backends.compute import hardware
 
     record = {
         "date": datetime.date.today().isoformat(),

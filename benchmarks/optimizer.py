@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from measuring import interleaved, ratio, summary, table, write_json
 
-from fp8_backends.kernels.compiled import AdamSteps, Job, Slot, adam_hypers
-from fp8_backends.scaled_tensor import quantize
+from fp8_backends.numerics.kernels.adam.dispatch import AdamSteps, Job, Slot, adam_hypers
+from fp8_backends.numerics.scaled_tensor import quantize
 
 E4M3, FP16 = torch.float8_e4m3fn, torch.float16
 LEVELS = {

@@ -32,7 +32,7 @@ def raw_step(model, batch):
     """The loop as TorchAO's own documentation has it, under bf16 autocast (none on a CPU without bf16 products)."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    from fp8_backends import hardware
+    from fp8_backends.compute import hardware
 
     config = Float8LinearConfig(pad_inner_dim=True)
     convert_to_float8_training(model, config=config, module_filter_fn=lambda m, name: name != "lm_head")

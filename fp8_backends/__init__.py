@@ -5,13 +5,10 @@ Accelerate untouched). TorchAO, transformers, TransformerEngine and rich are imp
 """
 
 from .accelerate_plugin import connect
-from .auditing import Audit, audit
-from .conversion import ConversionReport
+from .compute.hardware import Availability
+from .compute.registry import available_backends, register_backend
 from .errors import BackendUnavailableError, FP8BackendError, RecipeError
-from .hardware import Availability
-from .precision_plan import PrecisionPlan, plan
-from .preparation import initialize, keep_weight_casts, prepare, whole_states
-from .recipes import (
+from .recipes.handlers import (
     AORecipeKwargs,
     FP8RecipeKwargs,
     MSAMPRecipeKwargs,
@@ -20,8 +17,11 @@ from .recipes import (
     TERecipeKwargs,
     resolve,
 )
-from .registry import available_backends, register_backend
-from .validators import Finding, validate
+from .recipes.precision_plan import PrecisionPlan, plan
+from .training.auditing import Audit, audit
+from .training.conversion import ConversionReport
+from .training.preparation import initialize, keep_weight_casts, prepare, whole_states
+from .training.validators import Finding, validate
 
 __version__ = "0.1.0"
 

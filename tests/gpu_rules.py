@@ -6,8 +6,10 @@ from torch.nn.functional import ScalingType
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from fp8_backends.compute import block_products, cpu_scaled_mm, products
-from fp8_backends.scaling import e8m0_values
+from fp8_backends.compute import products
+from fp8_backends.compute.native import block_products
+from fp8_backends.compute.torchao import cpu_scaled_mm
+from fp8_backends.numerics.scaling import e8m0_values
 
 SCALED_MM, BLOCK_SCALED_MM = torch.ops.aten._scaled_mm.default, torch.ops.aten._scaled_mm_v2.default
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fp8_backends import RecipeError
-from fp8_backends.configuration.axolotl_config import read_axolotl
+from fp8_backends.cli.config.axolotl_config import read_axolotl
 
 BASE = {"base_model": "meta-llama/Llama-3.2-3B", "datasets": [{"path": "x"}], "sequence_len": 512, "bf16": "auto"}
 FSDP2 = {

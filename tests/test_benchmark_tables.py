@@ -20,7 +20,7 @@ import tables  # noqa: E402
 import targets  # noqa: E402
 import training  # noqa: E402
 
-from fp8_backends import hardware  # noqa: E402
+from fp8_backends.compute import hardware  # noqa: E402
 
 MACHINE = {"chip": "AMD EPYC", "gpus": 0, "torch_threads": 2, "torch": "2.13.0+cpu", "date": "2026-11-21"}
 

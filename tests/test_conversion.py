@@ -15,12 +15,12 @@ from conversion_steps import BACKENDS, assert_ran_in_fp8, convert, counts, mlp, 
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fp8_backends import conversion
-from fp8_backends.compute import Compute
-from fp8_backends.compute.native import NativeCompute
-from fp8_backends.conversion import prepared_roots, restore
+from fp8_backends.compute.interface import Compute
+from fp8_backends.compute.native.backend import NativeCompute
 from fp8_backends.errors import FP8BackendError, RecipeError
-from fp8_backends.recipes import FP8RecipeKwargs
+from fp8_backends.recipes.handlers import FP8RecipeKwargs
+from fp8_backends.training import conversion
+from fp8_backends.training.conversion import prepared_roots, restore
 
 
 class Tied(nn.Module):
@@ -306,7 +306,7 @@ INSIDE_DDP = """
 import torch
 from conversion_steps import assert_ran_in_fp8, convert, mlp, train
 from torch import nn
-from fp8_backends.conversion import prepared_roots
+from fp8_backends.training.conversion import prepared_roots
 
 torch.distributed.init_process_group("gloo")
 model = mlp(32, 32, 32)

@@ -8,8 +8,8 @@ import torch.nn.utils.prune
 from conversion_steps import BACKENDS, assert_ran_in_fp8, convert, counts, mlp, train
 from torch import nn
 
-from fp8_backends.conversion import prepared_roots
 from fp8_backends.errors import FP8BackendError, RecipeError
+from fp8_backends.training.conversion import prepared_roots
 
 
 class Language(nn.Module):

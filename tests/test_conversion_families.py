@@ -6,11 +6,11 @@ import pytest
 import torch
 from model_families import FAMILIES, LAYERS, WIDTH, batch, build, loss_of, train
 
-from fp8_backends import conversion
-from fp8_backends.auditing import converted_layers
+from fp8_backends.compute.registry import get_compute
 from fp8_backends.errors import FP8BackendError
-from fp8_backends.recipes import FP8RecipeKwargs
-from fp8_backends.registry import get_compute
+from fp8_backends.recipes.handlers import FP8RecipeKwargs
+from fp8_backends.training import conversion
+from fp8_backends.training.auditing import converted_layers
 
 BACKENDS = ["native:dynamic", "native:delayed", "native:rowwise", "ao:tensorwise"]
 STEPS = 8

@@ -13,13 +13,13 @@ from accelerate.utils import convert_outputs_to_fp32
 from transformers import BertConfig, GPT2Config, LlamaConfig, MixtralConfig, Qwen3Config
 
 import fp8_backends
-from fp8_backends import recipes
-from fp8_backends.auditing import audit
-from fp8_backends.cli.memory import peak_memory
+from fp8_backends.cli.compare.memory import peak_memory
+from fp8_backends.cli.estimate import ModelShape, Workload, estimate, estimates, model_shapes, sharded_costs
+from fp8_backends.cli.estimate.estimates import Growth
+from fp8_backends.cli.estimate.step_trace import StepTrace
 from fp8_backends.errors import FP8BackendError, RecipeError
-from fp8_backends.estimation import ModelShape, Workload, estimate, estimates, model_shapes, sharded_costs
-from fp8_backends.estimation.estimates import Growth
-from fp8_backends.estimation.step_trace import StepTrace
+from fp8_backends.recipes import handlers as recipes
+from fp8_backends.training.auditing import audit
 
 STATIC, PEAK = 0.03, 0.10
 BACKENDS = {
@@ -257,7 +257,7 @@ def test_weights_that_are_drawn_until_they_fit_end_and_a_loop_that_waits_for_a_v
                 pass
             return model
 
-    monkeypatch.setattr("fp8_backends.estimation.step_trace.MOST_ANSWERS", 100)
+    monkeypatch.setattr("fp8_backends.cli.estimate.step_trace.MOST_ANSWERS", 100)
     shape = Waits("", llama())
     shape.__dict__["grows_evenly"] = False
     with pytest.raises(FP8BackendError, match="asks for values of tensors without end"):

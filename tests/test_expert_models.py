@@ -11,11 +11,13 @@ from model_families import LAYERS, batch, loss_of, train
 from torch import nn
 
 import fp8_backends
-from fp8_backends import auditing, conversion, expert_functions, preparation, recipes
+from fp8_backends.compute import expert_functions
 from fp8_backends.compute.products import exact_engine
+from fp8_backends.compute.registry import get_compute
 from fp8_backends.errors import FP8BackendError
-from fp8_backends.recipes import FP8RecipeKwargs
-from fp8_backends.registry import get_compute
+from fp8_backends.recipes import handlers as recipes
+from fp8_backends.recipes.handlers import FP8RecipeKwargs
+from fp8_backends.training import auditing, conversion, preparation
 
 PARTS = ("gate_up_proj", "down_proj")
 FIRST = {"deepseek_v3": 1}

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fp8_backends import Availability, hardware
+from fp8_backends import Availability
+from fp8_backends.compute import hardware
 
 
 @pytest.fixture
@@ -114,7 +115,7 @@ def test_missing_library_has_no_version():
 
 def test_describe_imports_no_library():
     code = (
-        "import fp8_backends.hardware as h, sys; h.describe();"
+        "import fp8_backends.compute.hardware as h, sys; h.describe();"
         "assert not {'torchao', 'transformers', 'transformer_engine'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=240)

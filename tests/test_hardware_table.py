@@ -8,12 +8,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fp8_backends import hardware_table, registry, resolve
-from fp8_backends.compute import torchao
-from fp8_backends.compute.block_products import block_engine_for
+from fp8_backends import resolve
+from fp8_backends.compute import chips as hardware_table
+from fp8_backends.compute import registry
+from fp8_backends.compute.chips import CHIPS, EMULATED, FP8, NOTES, REFUSED, TABLE, chip_here, chip_of, support_of
+from fp8_backends.compute.native.block_products import block_engine_for
 from fp8_backends.compute.products import engine_for
-from fp8_backends.compute.transformer_engine import TransformerEngineCompute
-from fp8_backends.hardware_table import CHIPS, EMULATED, FP8, NOTES, REFUSED, TABLE, chip_here, chip_of, support_of
+from fp8_backends.compute.te.backend import TransformerEngineCompute
+from fp8_backends.compute.torchao import backend as torchao
 
 README = Path(__file__).parents[1] / "README.rst"
 
@@ -75,7 +77,7 @@ def test_the_table_says_what_the_code_does_on_that_chip(key, machine, monkeypatc
     assert emulated[block_engine_for(device, torch.bfloat16, 32)] == state("native:mxfp8", key)
     assert (EMULATED if torchao._products_are_emulated() else FP8) == state("ao:tensorwise", key)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
-    monkeypatch.setattr("fp8_backends.hardware.version", lambda name: "2.20.2")
+    monkeypatch.setattr("fp8_backends.compute.hardware.version", lambda name: "2.20.2")
     assert (FP8 if TransformerEngineCompute().availability() else REFUSED) == state("te:delayed", key)
 
 

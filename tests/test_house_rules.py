@@ -10,10 +10,10 @@ import warm_process
 from torch import nn
 
 import fp8_backends
-from fp8_backends.conversion import prepared_roots
-from fp8_backends.formats import E4M3, E5M2
-from fp8_backends.kernels import reference
-from fp8_backends.recipe_fields import FIELDS
+from fp8_backends.compute.fields import FIELDS
+from fp8_backends.numerics.formats import E4M3, E5M2
+from fp8_backends.numerics.kernels import reference
+from fp8_backends.training.conversion import prepared_roots
 
 BACKENDS = ["native:dynamic", "native:delayed", "ao:tensorwise", "msamp:O1", "msamp:O2", "msamp:O3"]
 

@@ -94,41 +94,6 @@ def test_public_names_are_the_contract():
     assert set(fp8_backends.__all__) == functions | recipes | errors | results | {"register_backend"}
 
 
-PARTS = {
-    # a part, and the parts that it must not import
-    "compute": ("accelerate_plugin", "cli", "conversion", "preparation", "auditing", "registry"),
-    "kernels": ("accelerate_plugin", "cli", "conversion", "compute", "registry", "recipes"),
-    "formats": ("compute", "conversion", "registry", "recipes", "scaling"),
-    "scaling": ("compute", "conversion", "registry", "recipes"),
-    "conversion": ("accelerate_plugin", "cli", "registry", "preparation", "auditing"),
-    "registry": ("accelerate_plugin", "cli", "preparation", "auditing", "recipes"),
-    "recipes": ("accelerate_plugin", "cli", "preparation", "auditing", "conversion"),
-}
-
-
-@pytest.mark.parametrize("part", PARTS)
-def test_arrows_point_down_only(part):
-    root = Path(fp8_backends.__file__).parent
-    files = list((root / part).glob("*.py")) or [root / f"{part}.py"]
-    for file in files:
-        package = "fp8_backends." + part if file.parent.name == part else "fp8_backends"
-        for target in imports_of(file, package):
-            assert target.split(".")[1] not in PARTS[part], f"{file.name} imports {target}"
-
-
-def imports_of(file, package):
-    """Modules of this package that a file imports when it runs: what stands under `if TYPE_CHECKING` is left out."""
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            node.body = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.level:
-            base = package.rsplit(".", node.level - 1)[0] if node.level > 1 else package
-            targets = [f"{base}.{node.module}"] if node.module else [f"{base}.{alias.name}" for alias in node.names]
-            yield from (target for target in targets if target.count("."))
-
-
 def test_version_is_read_by_setup_without_an_import():
     configuration = read_configuration(Path(__file__).parents[1] / "setup.cfg")
     assert configuration["metadata"]["version"] == fp8_backends.__version__

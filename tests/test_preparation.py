@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import fp8_backends
-from fp8_backends import preparation
 from fp8_backends.errors import BackendUnavailableError, FP8BackendError, RecipeError
+from fp8_backends.training import preparation
 
 BACKENDS = ("ao:tensorwise", "native:dynamic", "native:delayed")
 
@@ -69,7 +69,7 @@ def test_the_migration_entry_has_msamps_signature_and_meaning(arguments, level):
 
 
 def test_the_migration_entry_names_what_it_cannot_do(monkeypatch):
-    monkeypatch.setattr("fp8_backends.compute.transformer_engine.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("fp8_backends.compute.te.backend.importlib.util.find_spec", lambda name: None)
     model = net()
     with pytest.raises(BackendUnavailableError, match="TransformerEngine is not installed"):
         preparation.initialize(model, torch.optim.AdamW(model.parameters()), opt_level="O2", use_te=True)

@@ -14,8 +14,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fp8_backends import auditing, preparation, profiling, recipes
+from fp8_backends.compute import profiling
 from fp8_backends.errors import FP8BackendError
+from fp8_backends.recipes import handlers as recipes
+from fp8_backends.training import auditing, preparation
 
 BACKENDS = ("ao:tensorwise", "native:dynamic")
 

@@ -13,9 +13,9 @@ from torch.distributed.run import get_args_parser
 
 from fp8_backends.accelerate_plugin.launch import recipe_fields
 from fp8_backends.accelerate_plugin.launch_flags import parse
+from fp8_backends.cli.config.reading import read
 from fp8_backends.cli.main import main
-from fp8_backends.configuration.reading import read
-from fp8_backends.recipes import FP8RecipeKwargs
+from fp8_backends.recipes.handlers import FP8RecipeKwargs
 
 README = Path(__file__).parents[1] / "README.rst"
 DOCUMENTS = (README, *sorted((README.parent / "fp8_backends" / "docs").glob("*.rst")))

@@ -24,7 +24,7 @@ from fp8_backends import (
     TERecipeKwargs,
     resolve,
 )
-from fp8_backends.recipes import from_environment, with_environment
+from fp8_backends.recipes.handlers import from_environment, with_environment
 
 LAUNCHER_DEFAULTS = {
     # what `accelerate launch --mixed_precision fp8` exports, whatever the backend
@@ -139,7 +139,7 @@ def test_spec_of_another_type_is_named(spec):
 
 
 def test_auto_is_native_without_te_and_says_that_bf16_is_faster_without_fp8_hardware(monkeypatch, caplog):
-    monkeypatch.setattr("fp8_backends.hardware.fp8_products", lambda: False)
+    monkeypatch.setattr("fp8_backends.compute.hardware.fp8_products", lambda: False)
     for spec in (None, "auto", FP8RecipeKwargs(), FP8RecipeKwargs(backend="AUTO"), {}):
         caplog.clear()
         with caplog.at_level(logging.WARNING, "fp8_backends"):
@@ -148,13 +148,13 @@ def test_auto_is_native_without_te_and_says_that_bf16_is_faster_without_fp8_hard
 
 
 def test_auto_is_quiet_with_fp8_hardware(monkeypatch, caplog):
-    monkeypatch.setattr("fp8_backends.hardware.fp8_products", lambda: True)
+    monkeypatch.setattr("fp8_backends.compute.hardware.fp8_products", lambda: True)
     assert resolve().name == "native:dynamic"
     assert not caplog.records
 
 
 def test_auto_carries_the_fields_to_the_compute_it_picks(monkeypatch):
-    monkeypatch.setattr("fp8_backends.hardware.fp8_products", lambda: True)
+    monkeypatch.setattr("fp8_backends.compute.hardware.fp8_products", lambda: True)
     recipe = resolve(FP8RecipeKwargs(scaling="delayed", margin=2, exclude="head"))
     assert (recipe.name, recipe.margin, recipe.exclude) == ("native:delayed", 2, ("head",))
     assert resolve(FP8RecipeKwargs(opt_level="O1")).name == "native:window+msamp:O1"

@@ -20,11 +20,12 @@ from fp8_backends import (
     available_backends,
     prepare,
     register_backend,
-    registry,
     resolve,
 )
-from fp8_backends.compute import Compute, ProductCounts
-from fp8_backends.hardware import Availability
+from fp8_backends.compute import registry
+from fp8_backends.compute.counts import ProductCounts
+from fp8_backends.compute.hardware import Availability
+from fp8_backends.compute.interface import Compute
 
 
 @pytest.fixture(autouse=True)
@@ -131,7 +132,7 @@ def test_one_instance_serves_every_spelling(name):
     ],
 )
 def test_valid_name_that_cannot_run_is_refused_by_prepare_alone(spec, said, monkeypatch):
-    monkeypatch.setattr("fp8_backends.compute.transformer_engine.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("fp8_backends.compute.te.backend.importlib.util.find_spec", lambda name: None)
     assert resolve(spec)
     model = nn.Linear(32, 32)
     with pytest.raises(BackendUnavailableError) as caught:
@@ -144,11 +145,11 @@ def test_valid_name_that_cannot_run_is_refused_by_prepare_alone(spec, said, monk
 
 def test_auto_takes_te_where_it_can_run_on_fp8_hardware(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    monkeypatch.setattr("fp8_backends.hardware.fp8_products", lambda: True)
+    monkeypatch.setattr("fp8_backends.compute.hardware.fp8_products", lambda: True)
     assert registry.auto_backend() == "native"  # installed, but not run by this version
     monkeypatch.setattr(type(registry.get_compute("te")), "availability", lambda self: Availability(True))
     assert registry.auto_backend() == "te"
-    monkeypatch.setattr("fp8_backends.hardware.fp8_products", lambda: False)
+    monkeypatch.setattr("fp8_backends.compute.hardware.fp8_products", lambda: False)
     assert registry.auto_backend() == "native"
 
 
@@ -259,7 +260,7 @@ def test_entry_point_of_an_installed_distribution_is_a_backend(tmp_path):
         import torch
         from torch import nn
         from fp8_backends.compute import Compute, ProductCounts
-        from fp8_backends.hardware import Availability
+        from fp8_backends.compute.hardware import Availability
     """
     (source / "tiny_fp8.py").write_text(textwrap.dedent(imports) + classes)
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fp8_backends.formats import FORMAT_OF
-from fp8_backends.scaled_tensor import ScaledTensor, block_amax, quantize
+from fp8_backends.numerics.formats import FORMAT_OF
+from fp8_backends.numerics.scaled_tensor import ScaledTensor, block_amax, quantize
 
 E4M3, E5M2, FP16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float16
 STORED = [E4M3, E5M2, FP16]

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8_backends import scaling
-from fp8_backends.formats import E4M3, E5M2, saturating_cast
-from fp8_backends.kernels import reference
+from fp8_backends.numerics import scaling
+from fp8_backends.numerics.formats import E4M3, E5M2, saturating_cast
+from fp8_backends.numerics.kernels import reference
 
 FORMATS = [E4M3, E5M2]
 FP32 = st.floats(width=32, allow_nan=True, allow_infinity=True)

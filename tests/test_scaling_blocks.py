@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8_backends import scaling
-from fp8_backends.formats import E4M3, E5M2
-from fp8_backends.kernels import reference
-from fp8_backends.scaling import MX, ROWS, SQUARES, VECTORS
+from fp8_backends.numerics import scaling
+from fp8_backends.numerics.formats import E4M3, E5M2
+from fp8_backends.numerics.kernels import reference
+from fp8_backends.numerics.scaling import MX, ROWS, SQUARES, VECTORS
 
 FORMATS = [E4M3, E5M2]
 BLOCKS = {"vectors": VECTORS, "squares": SQUARES, "mx": MX}

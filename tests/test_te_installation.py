@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from fp8_backends import te_installation
-from fp8_backends.te_installation import FAILURES, Installation, explain, probe
+from fp8_backends.compute.te import installation as te_installation
+from fp8_backends.compute.te.installation import FAILURES, Installation, explain, probe
 
 CUDA_13 = Installation("2.20.2", "13.0")
 CUDA_12 = Installation("2.20.2", "12.8")

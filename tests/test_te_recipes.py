@@ -22,7 +22,7 @@ from fp8_backends import (
     TERecipeKwargs,
     resolve,
 )
-from fp8_backends.recipes import from_environment
+from fp8_backends.recipes.handlers import from_environment
 
 # fp8_params, fp8_dpa, fp8_mha
 

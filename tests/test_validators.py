@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from fp8_backends import RecipeError, hardware_table, validate, validators
-from fp8_backends.rules import RULES, THEMES
+from fp8_backends import RecipeError, validate
+from fp8_backends.compute import chips as hardware_table
+from fp8_backends.training import validators
+from fp8_backends.training.rules import RULES, THEMES
 
 DOCUMENTATION = Path(__file__).parents[1] / "fp8_backends" / "docs" / "checks.rst"
 
@@ -29,8 +31,8 @@ def pretend_gpus(monkeypatch, *capabilities, cuda=(13, 0)):
         "cuda_release": cuda,
         "torch_release": (2, 13),
     }.items():
-        monkeypatch.setattr(f"fp8_backends.hardware.{name}", lambda value=value: value)
-    monkeypatch.setattr("fp8_backends.hardware_table.chip_here", lambda: chip)
+        monkeypatch.setattr(f"fp8_backends.compute.hardware.{name}", lambda value=value: value)
+    monkeypatch.setattr("fp8_backends.compute.chips.chip_here", lambda: chip)
 
 
 @pytest.fixture
@@ -40,8 +42,8 @@ def fp8_gpu(monkeypatch):
 
 @pytest.fixture
 def no_gpu(monkeypatch):
-    monkeypatch.setattr("fp8_backends.hardware.has_gpu", lambda: False)
-    monkeypatch.setattr("fp8_backends.hardware.fp8_products", lambda: False)
+    monkeypatch.setattr("fp8_backends.compute.hardware.has_gpu", lambda: False)
+    monkeypatch.setattr("fp8_backends.compute.hardware.fp8_products", lambda: False)
 
 
 class Large(nn.Sequential):
@@ -130,7 +132,7 @@ def test_wrapper_is_seen_through_the_model(fp8_gpu):
 
 
 def test_worst_findings_come_first_and_each_has_a_fix(no_gpu, monkeypatch):
-    monkeypatch.setattr("fp8_backends.hardware.cpu_bf16", lambda: True)
+    monkeypatch.setattr("fp8_backends.compute.hardware.cpu_bf16", lambda: True)
     spec = {"backend": "ao", "enable_fsdp_float8_all_gather": True, "autocast_dtype": "fp16"}
     severities = [finding.severity for finding in validate(spec)]
     assert severities == ["error", "warning", "info"]
@@ -352,7 +354,7 @@ MACHINES = [
 def test_rule_of_a_chip(monkeypatch, rule, spec, fires, near):
     pretend_gpus(monkeypatch, *(fires or []))
     if fires is None:
-        monkeypatch.setattr("fp8_backends.hardware_table.chip_here", lambda: hardware_table.MI300)
+        monkeypatch.setattr("fp8_backends.compute.chips.chip_here", lambda: hardware_table.MI300)
     found = rules(spec)[rule]
     assert rule != "mixed_gpus" or "capabilities 8.9, 9.0" in found.reason
     assert found.severity == "warning" and ("here: MI300" in found.reason) == (fires is None)
@@ -362,7 +364,7 @@ def test_rule_of_a_chip(monkeypatch, rule, spec, fires, near):
 
 def test_16_bits_around_fp8_on_a_cpu_that_multiplies_none(monkeypatch, no_gpu):
     for has_bf16, fires in ((False, True), (True, False)):
-        monkeypatch.setattr("fp8_backends.hardware.cpu_bf16", lambda answer=has_bf16: answer)
+        monkeypatch.setattr("fp8_backends.compute.hardware.cpu_bf16", lambda answer=has_bf16: answer)
         for dtype in ("bf16", "fp16"):
             assert ("slow_autocast" in rules({"backend": "native", "autocast_dtype": dtype})) == fires
         assert "slow_autocast" not in rules({"backend": "native", "autocast_dtype": "fp32"})
@@ -382,16 +384,16 @@ VERSIONS = [
 @pytest.mark.parametrize(("rule", "spec", "setup", "old", "new"), VERSIONS)
 def test_rule_of_a_version_of_torch(monkeypatch, fp8_gpu, rule, spec, setup, old, new):
     for release, fires in ((old, True), (new, False), ((2, 13), False)):
-        monkeypatch.setattr("fp8_backends.hardware.torch_release", lambda release=release: release)
+        monkeypatch.setattr("fp8_backends.compute.hardware.torch_release", lambda release=release: release)
         assert (rule in rules(spec, **setup)) == fires
     assert rule not in rules("native", parallel="ddp")
 
 
 def test_rowwise_products_on_a_cpu_want_a_new_torch(monkeypatch, no_gpu):
-    monkeypatch.setattr("fp8_backends.hardware.torch_release", lambda: (2, 12))
+    monkeypatch.setattr("fp8_backends.compute.hardware.torch_release", lambda: (2, 12))
     assert rules("ao:rowwise")["rowwise_cpu_torch"].severity == "error"
     assert "rowwise_cpu_torch" not in rules("ao:tensorwise") and "rowwise_cpu_torch" not in rules("native:rowwise")
-    monkeypatch.setattr("fp8_backends.hardware.torch_release", lambda: (2, 13))
+    monkeypatch.setattr("fp8_backends.compute.hardware.torch_release", lambda: (2, 13))
     assert "rowwise_cpu_torch" not in rules("ao:rowwise")
 
 
@@ -441,7 +443,7 @@ def test_patterns_that_match_nothing_are_findings(fp8_gpu):
 
 
 def test_another_chip_is_judged_with_new_libraries(no_gpu, monkeypatch):
-    monkeypatch.setattr("fp8_backends.hardware.cuda_release", lambda: (12, 0))
+    monkeypatch.setattr("fp8_backends.compute.hardware.cuda_release", lambda: (12, 0))
     assert not rules("te:blockwise", chip="hopper")
     assert set(rules("te:mxfp8", chip="hopper")) == {"te_mxfp8_chip"} and not rules("te:mxfp8", chip="blackwell")
     assert set(rules("native:mxfp8", chip="ada")) == {"emulated_here"}

@@ -21,11 +21,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from measuring import machine  # noqa: E402
 
 import fp8_backends  # noqa: E402
-from fp8_backends.compute.products import engine_for  # noqa: E402
-from fp8_backends.formats import E4M3, E5M2  # noqa: E402
-from fp8_backends.kernels.compiled import Slot, adam_hyper, scaled_adam_  # noqa: E402
-from fp8_backends.scaled_tensor import ScaledTensor, quantize  # noqa: E402
-from fp8_backends.scaling import MX, SQUARES, VECTORS, quantize_dynamic, quantize_rowwise  # noqa: E402
+from fp8_backends.compute.products import engine_for  # noqa: F401
+from fp8_backends.numerics.formats import E4M3, E5M2  # noqa: F401
+from fp8_backends.numerics.kernels.adam.dispatch import Slot, adam_hyper, scaled_adam_  # noqa: F401
+from fp8_backends.numerics.scaled_tensor import ScaledTensor, quantize  # noqa: F401
+from fp8_backends.numerics.scaling import MX, SQUARES, VECTORS, quantize_dynamic, quantize_rowwise  # noqa: F401
 
 SCALINGS = [f"native:{rule}" for rule in ("dynamic", "delayed", "rowwise", "window", "blockwise", "mxfp8")]
 RESULTS: list[dict] = []

@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from measuring import machine  # noqa: E402
 
 import fp8_backends  # noqa: E402
-from fp8_backends.comm.two_shot import BLOCK, AllReduce, reduce_scatter  # noqa: E402
-from fp8_backends.recipes import FP8RecipeKwargs  # noqa: E402
+from fp8_backends.comm.two_shot import BLOCK, AllReduce, reduce_scatter  # noqa: F401
+from fp8_backends.recipes.handlers import FP8RecipeKwargs  # noqa: F401
 
 RESULTS: list[dict] = []
 BACKENDS = {

@@ -28,7 +28,7 @@ from torch import nn
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
-from fp8_backends import hardware  # noqa: E402
+from fp8_backends.compute import hardware  # noqa: E402
 
 RECIPES = {
     "delayed": {"amax_history_len": 32, "amax_compute_algo": "max"},
@@ -396,7 +396,7 @@ def cannot_run(standin: bool) -> str:
     try:
         import transformer_engine.pytorch  # noqa: F401
     except Exception as error:
-        from fp8_backends.te_installation import explain
+        from fp8_backends.compute.te.installation import explain
 
         explained = explain(error)
         return f"{explained.reason}. Fix: {explained.fix}"

@@ -19,7 +19,7 @@ from typing import Any
 
 from ..announcement import announce
 from ..errors import RecipeError
-from ..recipes import Recipe
+from ..recipes.handlers import Recipe
 
 
 def precision_of_trainer(arguments: Mapping[str, Any]) -> str | None:

@@ -12,17 +12,15 @@ import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from ..conversion import Prepared, prepared_roots
 from ..errors import FP8BackendError
-
-if TYPE_CHECKING:
-    from .mixin import FP8Mixin
+from ..training.conversion import Prepared, prepared_roots
 
 logger = logging.getLogger("fp8_backends")
 
@@ -92,7 +90,7 @@ def _roots(models: list[nn.Module]) -> Iterator[tuple[str, nn.Module, Prepared]]
 class SaveScalingState:
     """Hook of `Accelerator.register_save_state_pre_hook`."""
 
-    def __init__(self, accelerator: FP8Mixin) -> None:
+    def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
 
     def __call__(self, models: list[nn.Module], weights: list[dict], output_dir: str) -> None:
@@ -109,7 +107,7 @@ class SaveScalingState:
 class LoadScalingState:
     """Hook of `Accelerator.register_load_state_pre_hook`."""
 
-    def __init__(self, accelerator: FP8Mixin) -> None:
+    def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
 
     def __call__(self, models: list[nn.Module], input_dir: str) -> None:
@@ -139,7 +137,7 @@ def _read_tensors(folder: Path, rank: int) -> dict[str, torch.Tensor]:
 class ScalingInOptimizer:
     """Hooks of one optimizer. Inert inside `save_state` and `load_state`, which keep a file for each rank."""
 
-    def __init__(self, accelerator: FP8Mixin) -> None:
+    def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
 
     def install(self, optimizer: torch.optim.Optimizer) -> None:

@@ -1,4 +1,4 @@
-"""What `FP8Mixin` does differently under DeepSpeed.
+"""What `Accelerator` does differently under DeepSpeed.
 
 DeepSpeed's engine owns the steps, the precision around FP8 and the communication: weights and optimizer states lie in
 its flat ZeRO partitions, and its optimizers call the torch optimizer once for each group of parameters, if at all. So
@@ -13,27 +13,27 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
 
-from .. import conversion, preparation
 from ..comm import agreement
 from ..compute import frozen_weights
 from ..compute.te.refusals import FUSED_NORMS_SHARDED
 from ..errors import RecipeError
+from ..training import conversion, preparation
 from .checkpoint import OPTIMIZER_KEY, ScalingState, collect, restore
 
 if TYPE_CHECKING:
-    from ..recipes import Recipe
-    from .mixin import FP8Mixin
+    from ..recipes.handlers import Recipe
 
 
-def in_use(accelerator: FP8Mixin) -> bool:
+def in_use(accelerator: Accelerator) -> bool:
     """Whether DeepSpeed trains the models of this Accelerator."""
     return accelerator.distributed_type == DistributedType.DEEPSPEED
 
 
-def check(accelerator: FP8Mixin) -> None:
+def check(accelerator: Accelerator) -> None:
     """Raise `RecipeError` for what a recipe asks for and DeepSpeed's engine does in its own way."""
     recipe = accelerator.fp8_recipe
     if recipe.level != "O0":
@@ -98,7 +98,7 @@ class EngineSteps:
             hook(self, (), {})
 
 
-def watch(accelerator: FP8Mixin) -> None:
+def watch(accelerator: Accelerator) -> None:
     """The engine's first step will prove that its model runs in FP8. Repeating it does nothing."""
     if not accelerator._models:
         return
@@ -109,7 +109,7 @@ def watch(accelerator: FP8Mixin) -> None:
         _keep_scaling_in_checkpoints(accelerator, engine)
 
 
-def after_backward(accelerator: FP8Mixin) -> None:
+def after_backward(accelerator: Accelerator) -> None:
     """After a backward whose gradients were reduced: the ranks agree on scaling states, and the step that the engine
     took, if it took one (an overflow skips it), is told."""
     if not accelerator.sync_gradients:
@@ -125,7 +125,7 @@ def _scaling_buffers(engine: nn.Module) -> list[torch.Tensor]:
     return [state for _, root, prepared in roots for state in prepared.compute.scaling_buffers(root)]
 
 
-def _keep_scaling_in_checkpoints(accelerator: FP8Mixin, engine: nn.Module) -> None:
+def _keep_scaling_in_checkpoints(accelerator: Accelerator, engine: nn.Module) -> None:
     """Let the engine's own checkpoints, such as `transformers.Trainer` writes, hold the scaling state too, in the part
     that DeepSpeed leaves to its client. Inert inside `save_state` and `load_state`, which keep a file for each rank."""
     if "save_checkpoint" in engine.__dict__:

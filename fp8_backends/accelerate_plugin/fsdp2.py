@@ -9,29 +9,27 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
 
 from ..compute import frozen_weights
 from ..errors import FP8BackendError, RecipeError
-from ..parameter_exchange import exchange
-from ..scaled_tensor import ScaledTensor
-from ..weight_products import plain_name
-
-if TYPE_CHECKING:
-    from .mixin import FP8Mixin
+from ..numerics.modules import plain_name
+from ..numerics.parameter_swap import exchange
+from ..numerics.scaled_tensor import ScaledTensor
 
 
-def check(accelerator: FP8Mixin) -> None:
+def check(accelerator: Accelerator) -> None:
     """Raise `RecipeError` for what is asked of FSDP2 and has no effect elsewhere."""
     recipe = accelerator.fp8_recipe
     if recipe.fp8_params and accelerator.distributed_type == DistributedType.FSDP:
         raise RecipeError(frozen_weights.SHARDED)
     if recipe.compute == "ao" and accelerator.num_processes > 1 and not accelerator.is_fsdp2:
-        from ..compute.torchao import asks_for_all_gather
+        from ..compute.torchao.backend import asks_for_all_gather
 
         if asks_for_all_gather(recipe):
             raise RecipeError(

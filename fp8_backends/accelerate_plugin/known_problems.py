@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
+from accelerate import Accelerator
 from accelerate.utils import DistributedType, DynamoBackend
 from torch import nn
 
 from ..announcement import is_main_process
-from ..rules import Compiled, Parallel
-from ..validators import Finding, validate
-
-if TYPE_CHECKING:
-    from .mixin import FP8Mixin
+from ..training.rules import Compiled, Parallel
+from ..training.validators import Finding, validate
 
 logger = logging.getLogger("fp8_backends")
 
@@ -22,7 +19,7 @@ _SAID_ELSEWHERE = ("no_fp8_hardware",)
 """Of a machine without FP8 products the engine in the proof line tells."""
 
 
-def known_problems(accelerator: FP8Mixin, models: Iterable[nn.Module]) -> list[Finding]:
+def known_problems(accelerator: Accelerator, models: Iterable[nn.Module]) -> list[Finding]:
     """Errors and warnings about the models that train, not converted yet; on the main process, nothing elsewhere."""
     if not is_main_process():
         return []
@@ -54,7 +51,7 @@ def say(findings: Iterable[Finding]) -> None:
         logger.warning("%s", finding)
 
 
-def _parallel(accelerator: FP8Mixin) -> Parallel | None:
+def _parallel(accelerator: Accelerator) -> Parallel | None:
     """None: what the model shows."""
     if accelerator.distributed_type == DistributedType.FSDP:
         return "fsdp2" if accelerator.is_fsdp2 else "fsdp1"
@@ -63,7 +60,7 @@ def _parallel(accelerator: FP8Mixin) -> Parallel | None:
     return "ddp" if accelerator._wraps_in_ddp else None
 
 
-def _compiled(accelerator: FP8Mixin) -> Compiled | None:
+def _compiled(accelerator: Accelerator) -> Compiled | None:
     dynamo = accelerator.state.dynamo_plugin
     if dynamo.backend == DynamoBackend.NO:
         return None

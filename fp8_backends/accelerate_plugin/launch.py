@@ -25,12 +25,12 @@ import accelerate
 import accelerate.utils.launch
 import torch
 
-from ..configuration.fp8_config import config_source
+from ..compute.fields import flag
 from ..errors import FP8BackendError, RecipeError
-from ..recipe_fields import flag
-from ..recipe_merging import Source, merged
-from ..recipe_sources import LAUNCHED, PREFIX, environment_fields, environment_name, is_launched
-from ..recipes import FP8RecipeKwargs
+from ..recipes.fp8_config import config_source
+from ..recipes.handlers import FP8RecipeKwargs
+from ..recipes.merging import Source, merged
+from ..recipes.sources import LAUNCHED, PREFIX, environment_fields, environment_name, is_launched
 from .launch_flags import parse, recipe_flags
 from .plugin import is_disabled
 

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from ..errors import FP8BackendError, RecipeError
-from ..recipe_merging import Source
-from ..recipe_sources import VARIABLES, field_value, unknown_variable
+from ..recipes.merging import Source
+from ..recipes.sources import VARIABLES, field_value, unknown_variable
 
 _GROUP = "FP8 Arguments"
 _HELP = {

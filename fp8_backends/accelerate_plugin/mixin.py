@@ -15,13 +15,14 @@ from accelerate.utils.modeling import get_grad_scaler
 from accelerate.utils.other import extract_model_from_parallel
 from torch import nn
 
-from .. import conversion, hardware, preparation
 from ..announcement import announce
 from ..comm import ignore_list
-from ..conversion import weight_products
+from ..compute import hardware
 from ..errors import FP8BackendError, RecipeError
-from ..recipes import Recipe
-from ..weight_products import FP8
+from ..recipes.handlers import Recipe
+from ..training import conversion, preparation
+from ..training.conversion import weight_products
+from ..training.weight_products import FP8
 from . import deepspeed, fsdp2
 from .checkpoint import LoadScalingState, SaveScalingState, ScalingInOptimizer
 from .known_problems import known_problems, say

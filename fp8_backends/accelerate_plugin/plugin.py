@@ -21,9 +21,9 @@ from accelerate.state import AcceleratorState
 
 from ..announcement import is_main_process
 from ..errors import FP8BackendError, RecipeError
-from ..recipe_merging import code_over_launch
-from ..recipe_sources import LAUNCHED, PREFIX, environment_fields, is_launched, variables
-from ..recipes import AUTO, FP8RecipeKwargs, Recipe, from_environment, resolve, with_environment
+from ..recipes.handlers import AUTO, FP8RecipeKwargs, Recipe, from_environment, resolve, with_environment
+from ..recipes.merging import code_over_launch
+from ..recipes.sources import LAUNCHED, PREFIX, environment_fields, is_launched, variables
 from .callers import around_fp8, for_trainer, precision_of_notebook, precision_of_trainer
 from .mixin import FP8Mixin, IgnoresFP8Environment, with_mixin
 

@@ -12,14 +12,14 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import nn
 
-from .. import hardware
-from ..auditing import Audit, audit, stored_bytes
-from ..compute import KINDS
+from ..compute import hardware
+from ..compute.counts import KINDS
+from ..compute.registry import check_available
 from ..errors import FP8BackendError
-from ..precision_plan import plan
-from ..preparation import prepare
-from ..recipes import Recipe, resolve
-from ..registry import check_available
+from ..recipes.handlers import Recipe, resolve
+from ..recipes.precision_plan import plan
+from ..training.auditing import Audit, audit, stored_bytes
+from ..training.preparation import prepare
 
 SUMMARY = "precision and bytes of every level, measured on small prepared models"
 
@@ -193,7 +193,7 @@ def _precisions(dtypes: str) -> str:
 
 
 def _readable(levels: list[Level]) -> str:
-    from .compare_output import aligned
+    from .compare.output import aligned
 
     rows = [list(_HEADINGS)]
     for level in levels:

@@ -10,8 +10,15 @@ from collections.abc import Sequence
 from .. import __version__
 from ..errors import FP8BackendError
 
-COMMANDS = ("launch", "config", "doctor", "estimate", "chart", "compare")
-"""Each is a module beside this one, with SUMMARY, add_arguments(parser) and run(args) -> exit code; PARSER: options of
+COMMANDS = {
+    "launch": ".launch",
+    "config": ".config.command",
+    "doctor": ".doctor.command",
+    "estimate": ".estimate.command",
+    "chart": ".chart",
+    "compare": ".compare.command",
+}
+"""The module of each, with SUMMARY, add_arguments(parser) and run(args) -> exit code; PARSER: options of
 its parser."""
 
 
@@ -24,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
     modules = {}
     for name in COMMANDS:
-        modules[name] = importlib.import_module(f".{name}", __package__)
+        modules[name] = importlib.import_module(COMMANDS[name], __package__)
         options = getattr(modules[name], "PARSER", {})
         modules[name].add_arguments(subparsers.add_parser(name, help=modules[name].SUMMARY, **options))
     args = parser.parse_args(argv)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..scaling import HISTORY, ROLLS, SCALE
+from ..numerics.scaling import HISTORY, ROLLS, SCALE
 from .backward import BackwardPass
 
 States = Callable[[], list[torch.Tensor]]
@@ -56,7 +56,7 @@ def agree(states: list[torch.Tensor], group: dist.ProcessGroup | None = None, co
     """Make the states equal on all ranks, in place: MAX of histories and counters, MIN of scales. One all-reduce.
 
     Args:
-        states: int32 [3, 2 + history length] each, as in `fp8_backends.scaling`; of the same shapes on every rank.
+        states: int32 [3, 2 + history length] each, as in `numerics.scaling`; of the same shapes on every rank.
         group: the ranks (default: all).
         contributes: False: this rank takes over what the others agree on.
     """

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ..errors import FP8BackendError
-from ..profiling import inert_hook
+from ..numerics.modules import inert_hook
 
 
 class Part(Protocol):

@@ -22,7 +22,7 @@ from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import FP8BackendError
-from ..scaled_tensor import ScaledTensor
+from ..numerics.scaled_tensor import ScaledTensor
 from . import agreement
 from .backward import BackwardPass
 from .comm_hook import HookState, fp8_all_reduce

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import FP8BackendError
-from ..sharded_tensor import is_distributed
+from ..numerics.sharded_tensor import is_distributed
 from . import agreement
 from .two_shot import reduce_scatter
 

@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import FP8BackendError
-from ..scaled_tensor import ScaledTensor
-from ..weight_products import ADOPTED
+from ..numerics.modules import ADOPTED
+from ..numerics.scaled_tensor import ScaledTensor
 
 IGNORE_LIST = "_ddp_params_and_buffers_to_ignore"
 """Attribute of a module in which DDP finds the names."""

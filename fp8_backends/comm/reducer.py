@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import FP8BackendError
-from ..formats import E4M3
-from ..scaled_tensor import ScaledTensor, quantize
+from ..numerics.formats import E4M3
+from ..numerics.scaled_tensor import ScaledTensor, quantize
 from .two_shot import BLOCK, AllReduce, Part, Reduced
 
 

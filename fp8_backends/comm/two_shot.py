@@ -26,10 +26,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..formats import E4M3
-from ..kernels import messages
-from ..kernels.message_format import BLOCK, Part
-from ..kernels.messages import decode, encode
+from ..numerics.formats import E4M3
+from ..numerics.kernels.wire import dispatch as messages
+from ..numerics.kernels.wire.dispatch import decode, encode
+from ..numerics.kernels.wire.format import BLOCK, Part
 
 LONG = 2**18
 """Values of a message from which on zeros may follow them, 0.8 % at most."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from ..scaled_tensor import Elsewhere, ScaledTensor
+from ..numerics.scaled_tensor import Elsewhere, ScaledTensor
 from .two_shot import all_gather
 
 MESSAGE = 2**24

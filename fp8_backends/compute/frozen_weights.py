@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from ..errors import FP8BackendError, RecipeError
-from ..parameter_exchange import exchange, refuse_if_held
-from ..sharded_tensor import is_distributed
-from ..weight_products import ADOPTED
+from ..numerics.modules import ADOPTED
+from ..numerics.parameter_swap import exchange, refuse_if_held
+from ..numerics.sharded_tensor import is_distributed
 
 SHARDED = (
     "fp8_params=True does not go with sharded weights (FSDP, DeepSpeed) in this version: use DDP; or level O3 "

@@ -16,9 +16,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from .. import hardware
-from ..kernels import cpu_casts
-from ..scaling import Quantized
+from ..numerics.kernels.quantize import cpu_casts
+from ..numerics.scaling import Quantized
+from . import hardware
 
 ALIGNMENT = 16
 """FP8 products take multiples of this in the contraction and in the columns of the result."""

@@ -31,9 +31,9 @@ import torch
 from torch.optim.adam import adam
 
 from ..errors import FP8BackendError
-from ..kernels.compiled import AdamSteps, Job, Slot, adam_hyper, adam_hypers, is_finite, scaled_adam_
-from ..scaled_tensor import ScaledTensor, quantize
-from ..sharded_tensor import is_distributed, local_part, with_local
+from ..numerics.kernels.adam.dispatch import AdamSteps, Job, Slot, adam_hyper, adam_hypers, is_finite, scaled_adam_
+from ..numerics.scaled_tensor import ScaledTensor, quantize
+from ..numerics.sharded_tensor import is_distributed, local_part, with_local
 from . import sharding
 from .sharding import several_ranks
 

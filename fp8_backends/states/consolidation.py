@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ..scaled_tensor import ScaledTensor, quantize
+from ..numerics.scaled_tensor import ScaledTensor, quantize
 from .adamw import MASTER, MOMENTS, Owners, ScaledStates, counter
 
 

@@ -21,10 +21,9 @@ import torch
 from torch import nn
 
 from ..errors import FP8BackendError
-from ..parameter_exchange import exchange, refuse_if_held
-from ..scaled_tensor import SHARD, ScaledTensor, quantize
-from ..sharded_tensor import (
-    agree_on_scale,
+from ..numerics.parameter_swap import exchange, refuse_if_held
+from ..numerics.scaled_tensor import SHARD, ScaledTensor, agree_on_scale, quantize
+from ..numerics.sharded_tensor import (
     dequantize_shards,
     is_distributed,
     local_part,
@@ -35,7 +34,7 @@ from ..sharded_tensor import (
 from .adamw import StateRule
 
 if TYPE_CHECKING:
-    from ..recipes import Recipe
+    from ..recipes.handlers import Recipe
 
 FP32, FP16, E4M3 = torch.float32, torch.float16, torch.float8_e4m3fn
 

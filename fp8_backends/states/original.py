@@ -16,7 +16,7 @@ from torch import nn
 from ..errors import BackendUnavailableError, RecipeError
 
 if TYPE_CHECKING:
-    from ..recipes import Recipe
+    from ..recipes.handlers import Recipe
 
 UNREADABLE = (
     *("rounding", "exp_avg_scaling", "shard_states", "include", "exclude"),

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..kernels.compiled import AdamSteps
-from ..scaled_tensor import ScaledTensor, quantize
-from ..sharded_tensor import (
+from ..numerics.kernels.adam.dispatch import AdamSteps
+from ..numerics.scaled_tensor import ScaledTensor, quantize
+from ..numerics.sharded_tensor import (
     agreed_amax,
     dequantize_shards,
     is_distributed,

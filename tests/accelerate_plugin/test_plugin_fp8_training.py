@@ -12,7 +12,7 @@ from plugin_training import assert_all_moved, assert_fp8_products, batches, copi
 from torch import nn
 
 import fp8_backends
-from fp8_backends import hardware
+from fp8_backends.compute import hardware
 from fp8_backends.errors import FP8BackendError, RecipeError
 
 BACKENDS = ["native:dynamic", "native:delayed", "native:rowwise", "ao:tensorwise"]

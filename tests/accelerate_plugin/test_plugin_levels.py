@@ -10,7 +10,7 @@ from plugin_training import batches, mlp, run_python
 
 import fp8_backends
 from fp8_backends.errors import FP8BackendError, RecipeError
-from fp8_backends.scaled_tensor import ScaledTensor
+from fp8_backends.numerics.scaled_tensor import ScaledTensor
 
 LEVELS = ("O1", "O2", "O3")
 

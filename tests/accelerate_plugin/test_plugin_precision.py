@@ -12,8 +12,8 @@ from plugin_training import assert_all_moved, assert_fp8_products, batches, copi
 from torch import nn
 
 import fp8_backends
-from fp8_backends import hardware
 from fp8_backends.accelerate_plugin import mixin
+from fp8_backends.compute import hardware
 
 
 def accelerator_with(autocast_dtype: str, *handlers) -> Accelerator:

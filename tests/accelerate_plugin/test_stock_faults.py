@@ -21,8 +21,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 import fp8_backends
-from fp8_backends.conversion import restore
 from fp8_backends.errors import BackendUnavailableError, FP8BackendError, RecipeError
+from fp8_backends.training.conversion import restore
 
 
 def fp8_accelerator(handler) -> Accelerator:

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from unittest.mock import Mock
 
-from fp8_backends.cli.comparison import Comparison
-from fp8_backends.cli.settings import Settings
-from fp8_backends.cli.training_run import take_turn
+from fp8_backends.cli.compare.comparison import Comparison
+from fp8_backends.cli.compare.settings import Settings
+from fp8_backends.cli.compare.training_run import take_turn
 
 TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 WORDS = "the quick brown fox jumps over the lazy dog and runs on through the wood until it finds a stream to drink"

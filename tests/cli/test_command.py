@@ -9,9 +9,9 @@ import pytest
 
 import fp8_backends
 from fp8_backends.cli import chart
-from fp8_backends.cli.compare import backend_names, check_ranks
+from fp8_backends.cli.compare.command import backend_names, check_ranks
+from fp8_backends.cli.compare.workers import worker_environment
 from fp8_backends.cli.main import main
-from fp8_backends.cli.workers import worker_environment
 from fp8_backends.errors import BackendUnavailableError
 
 
@@ -58,11 +58,12 @@ def test_options_that_cannot_be_honoured_exit_with_2(capsys, tmp_path, options):
 def test_the_first_line_is_printed_before_backends_are_resolved_and_libraries_loaded():
     ask = """if True:
         import sys
-        from fp8_backends.cli import compare, main
+        from fp8_backends.cli import main
+        from fp8_backends.cli.compare import command
         def resolve(*_):
             print([name for name in ("torchao", "transformers", "torch._dynamo", "rich") if name in sys.modules])
             sys.exit()
-        compare.backend_names = resolve
+        command.backend_names = resolve
         main.main(["compare", "--seeds", "1", "--reference", "fp32", "--minutes", "2"])
         """
     ended = subprocess.run(
@@ -74,7 +75,7 @@ def test_the_first_line_is_printed_before_backends_are_resolved_and_libraries_lo
 
 
 def test_an_interruption_before_there_is_a_comparison_ends_the_command_without_a_traceback(monkeypatch, tmp_path):
-    monkeypatch.setattr("fp8_backends.cli.compare.backend_names", lambda *_: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr("fp8_backends.cli.compare.command.backend_names", lambda *_: signal.raise_signal(signal.SIGINT))
     assert main(["compare", "--output", str(tmp_path / "out")]) == 128 + signal.SIGINT
     assert not (tmp_path / "out").exists()
 

@@ -7,7 +7,7 @@ from cli.comparing import InProcess, tiny_settings
 from rich.console import Console
 from rich.progress import Progress
 
-from fp8_backends.cli.compare_output import BarProgress, LineProgress, aligned, blocks, conclude
+from fp8_backends.cli.compare.output import BarProgress, LineProgress, aligned, blocks, conclude
 
 ROWS = [["backend", "loss", "memory", "note"], ["bf16", "2.75", "35.9 MB", "the reference"]]
 

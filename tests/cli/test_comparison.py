@@ -11,11 +11,11 @@ import pytest
 import warm_process
 from cli.comparing import TINY, Silent, compared, tiny_settings, write_text
 
-from fp8_backends import hardware
-from fp8_backends.cli import workers
-from fp8_backends.cli.comparison import Comparison
+from fp8_backends.cli.compare import workers
+from fp8_backends.cli.compare.comparison import Comparison
+from fp8_backends.cli.compare.workers import worker_environment
 from fp8_backends.cli.main import main
-from fp8_backends.cli.workers import worker_environment
+from fp8_backends.compute import hardware
 
 REFERENCE = hardware.fast_precision("cpu")
 """Of a comparison for which none was asked."""

@@ -11,10 +11,10 @@ from accelerate.commands.config.config_args import ClusterConfig, load_config_fr
 from accelerate.utils import launch as stock_environments
 
 from fp8_backends import RecipeError, resolve
+from fp8_backends.cli.config.reading import read
+from fp8_backends.cli.config.training_config import yaml_fields
 from fp8_backends.cli.main import main
-from fp8_backends.configuration.reading import read
-from fp8_backends.configuration.training_config import yaml_fields
-from fp8_backends.recipe_sources import environment_fields
+from fp8_backends.recipes.sources import environment_fields
 
 AXOLOTL = """
 base_model: meta-llama/Llama-3.2-3B

@@ -9,10 +9,14 @@ import torch
 import warm_process
 
 import fp8_backends
-from fp8_backends import Availability, chip_advice, hardware_table, registry, te_installation
-from fp8_backends.cli import doctor, self_test
+from fp8_backends import Availability
+from fp8_backends.cli.doctor import command as doctor
+from fp8_backends.cli.doctor import self_test
 from fp8_backends.cli.main import main
-from fp8_backends.compute.native import NativeCompute
+from fp8_backends.compute import chip_advice, registry
+from fp8_backends.compute import chips as hardware_table
+from fp8_backends.compute.native.backend import NativeCompute
+from fp8_backends.compute.te import installation as te_installation
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +52,7 @@ def test_all_that_can_run_is_tested_and_proven(capsys):
     assert set(tests) >= {*scalings, "msamp:O1", "msamp:O2", "msamp:O3", "ao:tensorwise"} and "te:delayed" not in tests
     rowwise_needs = (2, 13)  # on a CPU
     for name, test in tests.items():
-        if name.startswith("ao:rowwise") and fp8_backends.hardware.torch_release() < rowwise_needs:
+        if name.startswith("ao:rowwise") and fp8_backends.compute.hardware.torch_release() < rowwise_needs:
             assert not test["proven"] and test["reason"]
             continue
         assert test["proven"] and not test["reason"], test
@@ -66,7 +70,7 @@ def faulty(monkeypatch, **methods):
 
 def test_wrong_products_are_not_proven(monkeypatch):
     """Planted: weights are multiplied with half of their scale."""
-    from fp8_backends.compute import layer_rule
+    from fp8_backends.compute.native import layer_rule
 
     original = layer_rule.Stored.quantized
 
@@ -93,7 +97,7 @@ def test_products_that_do_not_run_are_named(monkeypatch):
 
 
 def test_bytes_that_are_not_as_planned_are_not_proven(monkeypatch):
-    monkeypatch.setattr("fp8_backends.precision_plan.LEVEL_ROWS", {
+    monkeypatch.setattr("fp8_backends.recipes.precision_plan.LEVEL_ROWS", {
         "O0": ("FP32", "FP16", None, "FP32", ("FP32", "FP32"))
     })  # fmt: skip
     found = self_test.test("native:dynamic")
@@ -117,7 +121,7 @@ def test_what_a_library_raises_is_the_reason(monkeypatch):
 
 TESTS = """
 import os, signal, sys, time
-from fp8_backends.cli import self_test
+from fp8_backends.cli.doctor import self_test
 def test(backend):
     if backend == "crash": os.kill(os.getpid(), signal.SIGSEGV)
     if backend == "exit": sys.exit("library is broken")
@@ -146,7 +150,7 @@ def test_a_crash_an_exit_and_a_hang_end_their_own_test_only(monkeypatch):
 
 @pytest.mark.parametrize("backend", ["native:dynamic", "native:mxfp8", "msamp:O3", "ao:tensorwise"])
 def test_on_a_cpu_without_bf16_products_the_plain_step_is_in_fp32(backend, monkeypatch):
-    monkeypatch.setattr("fp8_backends.hardware.cpu_bf16", lambda: False)
+    monkeypatch.setattr("fp8_backends.compute.hardware.cpu_bf16", lambda: False)
     found = self_test.test(backend)
     assert found.proven and found.precision == "fp32", found.reason
     assert found.engine == ("ao" if backend.startswith("ao") else "fp32-exact")

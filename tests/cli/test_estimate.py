@@ -3,8 +3,8 @@ import json
 import pytest
 from transformers import LlamaConfig
 
+from fp8_backends.cli.estimate import device_memory
 from fp8_backends.cli.main import main
-from fp8_backends.estimation import device_memory
 
 
 @pytest.fixture

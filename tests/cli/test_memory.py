@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fp8_backends.cli.memory import autocast_copies, peak_memory
+from fp8_backends.cli.compare.memory import autocast_copies, peak_memory
 
 
 def test_peak_memory_is_what_rests_plus_the_highest_point_of_the_step():

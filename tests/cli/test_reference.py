@@ -9,10 +9,11 @@ import pytest
 import torch
 from cli.comparing import checks_by_name, compared, tiny_settings
 
-from fp8_backends.cli import compare, summary
-from fp8_backends.cli.compare_output import announce, conclude
-from fp8_backends.cli.training_run import Run
-from fp8_backends.cli.training_text import load_text
+from fp8_backends.cli.compare import command as compare
+from fp8_backends.cli.compare import summary
+from fp8_backends.cli.compare.output import announce, conclude
+from fp8_backends.cli.compare.training_run import Run
+from fp8_backends.cli.compare.training_text import load_text
 
 
 def asked(*options):
@@ -23,9 +24,9 @@ def asked(*options):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's reference is bf16")
 def test_the_reference_is_fp32_where_bf16_products_are_missing_unless_it_is_given(monkeypatch):
-    monkeypatch.setattr("fp8_backends.hardware.cpu_bf16", lambda: True)
+    monkeypatch.setattr("fp8_backends.compute.hardware.cpu_bf16", lambda: True)
     assert asked().reference == "bf16" and asked("--reference", "fp32").reference == "fp32"
-    monkeypatch.setattr("fp8_backends.hardware.cpu_bf16", lambda: False)
+    monkeypatch.setattr("fp8_backends.compute.hardware.cpu_bf16", lambda: False)
     assert asked().reference == "fp32" and asked("--reference", "bf16").reference == "bf16"
 
 

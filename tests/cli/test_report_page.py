@@ -6,10 +6,10 @@ from html.parser import HTMLParser
 import pytest
 from cli.comparing import compared
 
-from fp8_backends.cli import charts
-from fp8_backends.cli.paired_gaps import Gap
-from fp8_backends.cli.report_page import render
-from fp8_backends.cli.summary import Row, cell, columns, readable_bytes
+from fp8_backends.cli.compare import charts
+from fp8_backends.cli.compare.paired_gaps import Gap
+from fp8_backends.cli.compare.report_page import render
+from fp8_backends.cli.compare.summary import Row, cell, columns, readable_bytes
 
 VOID = {"meta", "br", "hr", "img", "link", "input", "wbr"}
 

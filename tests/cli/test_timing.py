@@ -7,7 +7,7 @@ from cli.comparing import tiny_settings
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8_backends.cli.timing import FEWEST_STEPS, Timetable, duration, fit
+from fp8_backends.cli.compare.timing import FEWEST_STEPS, Timetable, duration, fit
 from fp8_backends.errors import RecipeError
 
 

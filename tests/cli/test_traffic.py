@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from fp8_backends.cli.traffic import bytes_of
+from fp8_backends.cli.compare.traffic import bytes_of
 
 
 def gloo(collective: str, elements: int, kind: str = "float") -> dict:

@@ -12,11 +12,11 @@ import torch
 import warm_process
 from cli.comparing import InProcess, Silent, tiny_settings
 
-from fp8_backends.cli import workers
-from fp8_backends.cli.comparison import Comparison
-from fp8_backends.cli.timing import Timetable
-from fp8_backends.cli.training_text import TrainingText, load_text
-from fp8_backends.cli.workers import Worker, dismiss
+from fp8_backends.cli.compare import workers
+from fp8_backends.cli.compare.comparison import Comparison
+from fp8_backends.cli.compare.timing import Timetable
+from fp8_backends.cli.compare.training_text import TrainingText, load_text
+from fp8_backends.cli.compare.workers import Worker, dismiss
 from fp8_backends.errors import RecipeError
 
 

@@ -6,8 +6,10 @@ import message_cases as cases
 import pytest
 import torch
 
-from fp8_backends.kernels import message_chunks, message_reference, messages
-from fp8_backends.kernels.message_format import BLOCK, Part
+from fp8_backends.numerics.kernels.wire import chunks as message_chunks
+from fp8_backends.numerics.kernels.wire import dispatch as messages
+from fp8_backends.numerics.kernels.wire import reference as message_reference
+from fp8_backends.numerics.kernels.wire.format import BLOCK, Part
 
 
 @pytest.fixture(params=[2 * BLOCK, 2**18], ids=["small chunks", "chunks"])

@@ -8,14 +8,15 @@ from gpu_rules import GPURules
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fp8_backends import hardware, prepare
-from fp8_backends.compute.block_products import block_engine_for, block_scaled_product, swizzled
-from fp8_backends.compute.layer_rule import Stored
+from fp8_backends import prepare
+from fp8_backends.compute import hardware
+from fp8_backends.compute.native.block_products import block_engine_for, block_scaled_product, swizzled
+from fp8_backends.compute.native.layer_rule import Stored
 from fp8_backends.compute.products import BF16_EXACT, EMULATED, FP32_EXACT, SCALED_MM
-from fp8_backends.formats import E4M3, E5M2
-from fp8_backends.kernels import reference
-from fp8_backends.scaled_tensor import quantize
-from fp8_backends.scaling import MX, SQUARES, VECTORS, Quantized
+from fp8_backends.numerics.formats import E4M3, E5M2
+from fp8_backends.numerics.kernels import reference
+from fp8_backends.numerics.scaled_tensor import quantize
+from fp8_backends.numerics.scaling import MX, SQUARES, VECTORS, Quantized
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 PAIRS = {"fprop and dgrad": (VECTORS, SQUARES), "wgrad": (VECTORS, VECTORS), "mx": (MX, MX)}
@@ -156,7 +157,7 @@ def test_a_weight_in_e4m3_keeps_its_codes_and_its_one_scale_in_every_block(block
 
 
 def test_the_notice_names_the_rule_that_is_emulated(monkeypatch, caplog):
-    monkeypatch.setattr("fp8_backends.compute.native.block_engine_for", lambda *_: EMULATED)
+    monkeypatch.setattr("fp8_backends.compute.native.backend.block_engine_for", lambda *_: EMULATED)
     with caplog.at_level("WARNING", logger="fp8_backends"):
         prepare(nn.Sequential(nn.Linear(16, 16)), None, "native:mxfp8")
         prepare(nn.Sequential(nn.Linear(16, 16)), None, "native:dynamic")

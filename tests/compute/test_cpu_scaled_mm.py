@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from fp8_backends import audit, hardware, prepare
-from fp8_backends.compute import cpu_scaled_mm
-from fp8_backends.formats import E4M3, E5M2
-from fp8_backends.kernels import cpu_casts
+from fp8_backends import audit, prepare
+from fp8_backends.compute import hardware
+from fp8_backends.compute.torchao import cpu_scaled_mm
+from fp8_backends.numerics.formats import E4M3, E5M2
+from fp8_backends.numerics.kernels.quantize import cpu_casts
 
 
 @pytest.fixture

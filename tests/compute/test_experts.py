@@ -8,23 +8,24 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8_backends
-from fp8_backends import preparation, recipes
-from fp8_backends.compute import experts as experts_module
-from fp8_backends.compute import grouped_products, grouped_scaling
-from fp8_backends.compute.grouped_function import GroupedFunction, quantized_weight
-from fp8_backends.compute.grouped_products import Groups, grouped_product, grouped_wgrad
-from fp8_backends.compute.grouped_scaling import (
+from fp8_backends.compute.native import experts as experts_module
+from fp8_backends.compute.native import grouped_products, grouped_scaling
+from fp8_backends.compute.native.backend import layer_rule
+from fp8_backends.compute.native.grouped_function import GroupedFunction, quantized_weight
+from fp8_backends.compute.native.grouped_products import Groups, grouped_product, grouped_wgrad
+from fp8_backends.compute.native.grouped_scaling import (
     quantize_columns,
     quantize_experts,
     quantize_groups,
     quantize_rows,
     quantize_rows_of_experts,
 )
-from fp8_backends.compute.native import layer_rule
 from fp8_backends.compute.products import scaled_product
-from fp8_backends.formats import E4M3
-from fp8_backends.recipes import FP8RecipeKwargs
-from fp8_backends.scaling import Quantized
+from fp8_backends.numerics.formats import E4M3
+from fp8_backends.numerics.scaling import Quantized
+from fp8_backends.recipes import handlers as recipes
+from fp8_backends.recipes.handlers import FP8RecipeKwargs
+from fp8_backends.training import preparation
 
 SCALINGS = ("native:dynamic", "native:delayed", "native:rowwise")
 PARTS = ("gate_up_proj", "down_proj")
@@ -303,8 +304,8 @@ def test_engines_by_device(monkeypatch, either_cpu):
     cuda, engine_for = torch.device("cuda"), grouped_products.grouped_engine_for
     assert engine_for(torch.device("cpu")) == ("bf16-exact" if either_cpu else "fp32-exact")
     assert engine_for(cuda) == "scaled_grouped_mm"  # a fake tensor's, without a driver
-    monkeypatch.setattr("fp8_backends.hardware.has_gpu", lambda: True)
-    monkeypatch.setattr("fp8_backends.hardware.gpu_has_ocp_products", lambda device: True)
+    monkeypatch.setattr("fp8_backends.compute.hardware.has_gpu", lambda: True)
+    monkeypatch.setattr("fp8_backends.compute.hardware.gpu_has_ocp_products", lambda device: True)
     for capability, engine in (((9, 0), "scaled_grouped_mm"), ((8, 9), "scaled_mm"), ((10, 0), "scaled_mm")):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
         assert engine_for(cuda) == engine

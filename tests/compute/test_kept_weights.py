@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8_backends
 from fp8_backends import keep_weight_casts, prepare
-from fp8_backends.compute import layer_rule
-from fp8_backends.compute.fp8_linear import FP8Linear
-from fp8_backends.compute.native import NativeCompute
+from fp8_backends.compute.native import layer_rule
+from fp8_backends.compute.native.backend import NativeCompute
+from fp8_backends.compute.native.linear import FP8Linear
 from fp8_backends.errors import FP8BackendError
 
 __all__ = ["fresh_accelerate"]  # each test has Accelerate's state for itself

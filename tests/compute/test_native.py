@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from gpu_rules import GPURules
 from torch import nn
 
-from fp8_backends.compute.fp8_linear import FP8Linear
-from fp8_backends.compute.native import NativeCompute
-from fp8_backends.formats import RECIPE_FORMATS
-from fp8_backends.kernels import reference
-from fp8_backends.recipes import FP8RecipeKwargs, resolve
-from fp8_backends.scaling import HISTORY, INPUT
+from fp8_backends.compute.native.backend import NativeCompute
+from fp8_backends.compute.native.linear import FP8Linear
+from fp8_backends.numerics.formats import RECIPE_FORMATS
+from fp8_backends.numerics.kernels import reference
+from fp8_backends.numerics.scaling import HISTORY, INPUT
+from fp8_backends.recipes.handlers import FP8RecipeKwargs, resolve
 
 SCALINGS = ["dynamic", "delayed", "rowwise", "blockwise", "mxfp8"]
 ALONG_CONTRACTION = SCALINGS[2:]

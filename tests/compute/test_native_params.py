@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 import fp8_backends
-from fp8_backends import FP8BackendError, NativeRecipeKwargs, RecipeError, conversion, prepare, resolve
-from fp8_backends.compute.native_params import is_kept, quantised
+from fp8_backends import FP8BackendError, NativeRecipeKwargs, RecipeError, prepare, resolve
+from fp8_backends.compute.native.frozen import is_kept, quantised
+from fp8_backends.training import conversion
 
 SCALINGS = ("dynamic", "delayed", "rowwise", "blockwise", "mxfp8", "window")
 BATCHES = [torch.randn(24, 32, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]

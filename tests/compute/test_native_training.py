@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fp8_backends import prepare
-from fp8_backends.compute.fp8_linear import FP8Linear
+from fp8_backends.compute.native.linear import FP8Linear
 
 SCALINGS = ["native:dynamic", "native:delayed", "native:rowwise", "native:blockwise", "native:mxfp8"]
 

@@ -4,12 +4,11 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fp8_backends import hardware
-from fp8_backends.compute import products
+from fp8_backends.compute import hardware, products
 from fp8_backends.compute.products import engine_for, plain_product, scaled_product
-from fp8_backends.formats import E4M3, E5M2
-from fp8_backends.kernels import reference
-from fp8_backends.scaling import Quantized, quantize_dynamic, quantize_rowwise
+from fp8_backends.numerics.formats import E4M3, E5M2
+from fp8_backends.numerics.kernels import reference
+from fp8_backends.numerics.scaling import Quantized, quantize_dynamic, quantize_rowwise
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 

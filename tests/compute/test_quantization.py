@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fp8_backends import scaling
 from fp8_backends.compute import products
-from fp8_backends.formats import E4M3, E5M2, saturating_cast
-from fp8_backends.kernels import cpu_casts, quantization
-from fp8_backends.kernels.layouts import DYNAMIC, POWER_OF_TWO, WINDOW
-from fp8_backends.scaling import (
+from fp8_backends.numerics import scaling
+from fp8_backends.numerics.formats import E4M3, E5M2, saturating_cast
+from fp8_backends.numerics.kernels.quantize import cpu_casts
+from fp8_backends.numerics.kernels.quantize import dispatch as quantization
+from fp8_backends.numerics.kernels.quantize.layouts import DYNAMIC, POWER_OF_TWO, WINDOW
+from fp8_backends.numerics.scaling import (
     INPUT,
     MX,
     ROLLS,

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fp8_backends.compute.fp8_linear import FP8Linear
-from fp8_backends.compute.native import NativeCompute
-from fp8_backends.conversion import convert
-from fp8_backends.formats import E4M3, E5M2
-from fp8_backends.kernels import reference
-from fp8_backends.recipes import FP8RecipeKwargs
-from fp8_backends.scaled_tensor import ScaledTensor, quantize
+from fp8_backends.compute.native.backend import NativeCompute
+from fp8_backends.compute.native.linear import FP8Linear
+from fp8_backends.numerics.formats import E4M3, E5M2
+from fp8_backends.numerics.kernels import reference
+from fp8_backends.numerics.scaled_tensor import ScaledTensor, quantize
+from fp8_backends.recipes.handlers import FP8RecipeKwargs
+from fp8_backends.training.conversion import convert
 
 COMPUTE = NativeCompute()
 SCALINGS = ["window", "dynamic", "delayed", "rowwise", "blockwise", "mxfp8"]
@@ -129,7 +129,7 @@ def test_e4m3_weights_are_multiplied_as_they_are(rowwise):
 
 @pytest.mark.parametrize("scaling", ["window", "dynamic", "delayed"])
 def test_e4m3_codes_and_scale_reach_the_product_untouched(scaling, monkeypatch):
-    from fp8_backends.compute import linear_function
+    from fp8_backends.compute.native import linear_function
 
     seen = []
     original = linear_function.scaled_product

@@ -10,17 +10,18 @@ from gpu_rules import GPURules
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fp8_backends.compute import fp8_linear, layer_rule, linear_function
-from fp8_backends.compute.fp8_linear import FP8Linear
-from fp8_backends.compute.native import NativeCompute
-from fp8_backends.compute.torchao import TorchAOCompute
-from fp8_backends.conversion import convert
+from fp8_backends.compute.native import layer_rule, linear_function
+from fp8_backends.compute.native import linear as fp8_linear
+from fp8_backends.compute.native.backend import NativeCompute
+from fp8_backends.compute.native.linear import FP8Linear
+from fp8_backends.compute.torchao.backend import TorchAOCompute
 from fp8_backends.errors import FP8BackendError
-from fp8_backends.formats import E4M3, E5M2, RECIPE_FORMATS
-from fp8_backends.kernels import reference
-from fp8_backends.preparation import watch_optimizer
-from fp8_backends.recipes import FP8RecipeKwargs
-from fp8_backends.scaling import GRAD_OUTPUT, HISTORY, INPUT, ROLLS, WEIGHT, WINDOW
+from fp8_backends.numerics.formats import E4M3, E5M2, RECIPE_FORMATS
+from fp8_backends.numerics.kernels import reference
+from fp8_backends.numerics.scaling import GRAD_OUTPUT, HISTORY, INPUT, ROLLS, WEIGHT, WINDOW
+from fp8_backends.recipes.handlers import FP8RecipeKwargs
+from fp8_backends.training.conversion import convert
+from fp8_backends.training.preparation import watch_optimizer
 
 COMPUTE = NativeCompute()
 

@@ -16,8 +16,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fp8_backends import audit, hardware, prepare
-from fp8_backends.recipes import FP8RecipeKwargs
+from fp8_backends import audit, prepare
+from fp8_backends.compute import hardware
+from fp8_backends.recipes.handlers import FP8RecipeKwargs
 
 TESTS = Path(__file__).resolve().parents[1]
 BACKENDS = [
@@ -76,7 +77,7 @@ def test_no_form_of_a_product_meets_pytorchs_loops():
         import torch
         from fp8_backends import hardware
         from fp8_backends.compute.products import plain_product, scaled_product
-        from fp8_backends.scaling import Quantized
+        from fp8_backends.numerics.scaling import Quantized
 
         assert not hardware.cpu_bf16() and hardware.fast_dtype("cpu") == torch.float32
 

@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8_backends.comm.ddp import Connection
 from fp8_backends.errors import FP8BackendError
-from fp8_backends.scaled_tensor import ScaledTensor
+from fp8_backends.numerics.scaled_tensor import ScaledTensor
 
 BACKENDS = {
     "O1": "msamp:O1",

@@ -11,7 +11,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8_backends
-from fp8_backends import conversion, hardware
+from fp8_backends.compute import hardware
+from fp8_backends.training import conversion
 
 EXPERTS = "model.layers.1.mlp.experts.down_proj"
 STEPS = 3

@@ -27,8 +27,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import fp8_backends
 from fp8_backends.comm import zero
 from fp8_backends.errors import FP8BackendError
-from fp8_backends.scaled_tensor import ScaledTensor
-from fp8_backends.sharded_tensor import local_part
+from fp8_backends.numerics.scaled_tensor import ScaledTensor
+from fp8_backends.numerics.sharded_tensor import local_part
 from fp8_backends.states.adamw import StateRule, adopt
 from fp8_backends.states.levels import MOMENTS, stored, stored_shards
 

@@ -11,8 +11,8 @@ from torch import nn
 
 import fp8_backends
 from fp8_backends.comm.ignore_list import IGNORE_LIST, refuse_nothing_left
-from fp8_backends.conversion import restore
 from fp8_backends.errors import FP8BackendError
+from fp8_backends.training.conversion import restore
 
 ON_FOUR_RANKS = (
     "check_microbatches_are_summed_in_fp32_and_travel_once",

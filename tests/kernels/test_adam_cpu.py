@@ -10,9 +10,10 @@ import torch
 from test_compiled import CASES, bits, needs_compiler, slots, value
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fp8_backends.kernels import adam_cpu, adam_table
-from fp8_backends.kernels.compiled import AdamSteps, Job, Slot, adam_hyper
-from fp8_backends.scaled_tensor import quantize
+from fp8_backends.numerics.kernels.adam import cpu as adam_cpu
+from fp8_backends.numerics.kernels.adam import table as adam_table
+from fp8_backends.numerics.kernels.adam.dispatch import AdamSteps, Job, Slot, adam_hyper
+from fp8_backends.numerics.scaled_tensor import quantize
 
 pytestmark = needs_compiler
 

@@ -5,9 +5,9 @@ import functools
 import pytest
 import torch
 
-from fp8_backends.kernels import reference
-from fp8_backends.kernels.compiled import Slot, adam_hyper, scaled_adam_
-from fp8_backends.scaled_tensor import quantize
+from fp8_backends.numerics.kernels import reference
+from fp8_backends.numerics.kernels.adam.dispatch import Slot, adam_hyper, scaled_adam_
+from fp8_backends.numerics.scaled_tensor import quantize
 
 E4M3, FP16 = torch.float8_e4m3fn, torch.float16
 LEVELS = {"O1": (None, None), "O2": (E4M3, FP16)}

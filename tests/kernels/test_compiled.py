@@ -9,10 +9,13 @@ import torch
 from hypothesis import given, settings
 from torch._inductor.utils import run_and_get_code
 
-from fp8_backends.formats import E4M3, E5M2, FP16, Format
-from fp8_backends.kernels import adam_passes, compiled, reference, rounding
-from fp8_backends.kernels.compiled import AdamSteps, Job, Slot, adam_hyper, adam_hypers, scaled_adam_
-from fp8_backends.scaled_tensor import quantize
+from fp8_backends.numerics.formats import E4M3, E5M2, FP16, Format
+from fp8_backends.numerics.kernels import reference
+from fp8_backends.numerics.kernels.adam import dispatch as compiled
+from fp8_backends.numerics.kernels.adam import passes as adam_passes
+from fp8_backends.numerics.kernels.adam import rounding
+from fp8_backends.numerics.kernels.adam.dispatch import AdamSteps, Job, Slot, adam_hyper, adam_hypers, scaled_adam_
+from fp8_backends.numerics.scaled_tensor import quantize
 
 BF16 = Format("bf16", torch.bfloat16, torch.finfo(torch.bfloat16).max)
 FORMATS = pytest.mark.parametrize("fmt", [E4M3, E5M2, FP16, BF16], ids=lambda fmt: fmt.name)

@@ -10,8 +10,8 @@ import types
 import pytest
 import torch
 
-from fp8_backends import kernels
-from fp8_backends.kernels import eager, triton_gate
+from fp8_backends.numerics import kernels
+from fp8_backends.numerics.kernels import eager, triton_gate
 
 
 class OnGPU:
@@ -72,14 +72,20 @@ def test_without_triton_it_is_said_once(monkeypatch, caplog):
     "found", [RuntimeError("Failed to find C compiler"), "3 of 65536 casts to e4m3 differ", None], ids=str
 )
 def test_a_gpu_where_the_trial_fails_keeps_plain_operations_and_says_why(found, monkeypatch, caplog):
-    def obstacle(device):  # a stand-in: the trial itself needs Triton, and a GPU
-        assert device == torch.device("cuda", 1)
+    monkeypatch.setattr(triton_gate, "_capability", lambda device: (9, 0))
+
+    def obstacle(device, has_fp8_casts):  # a stand-in: the trial itself needs Triton, and a GPU
+        assert device == torch.device("cuda", 1) and has_fp8_casts
         if isinstance(found, Exception):
             raise found
         return found
 
-    monkeypatch.setitem(sys.modules, "fp8_backends.kernels.triton_trial", types.SimpleNamespace(obstacle=obstacle))
-    monkeypatch.setattr(kernels, "triton_trial", sys.modules["fp8_backends.kernels.triton_trial"], raising=False)
+    monkeypatch.setitem(
+        sys.modules, "fp8_backends.numerics.kernels.triton_trial", types.SimpleNamespace(obstacle=obstacle)
+    )
+    monkeypatch.setattr(
+        kernels, "triton_trial", sys.modules["fp8_backends.numerics.kernels.triton_trial"], raising=False
+    )
     with caplog.at_level(logging.WARNING):
         assert triton_gate._passes_trial(1) == (found is None)
     assert [str(found) in record.message and "cuda:1" in record.message for record in caplog.records] == [True] * bool(

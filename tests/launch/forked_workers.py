@@ -24,7 +24,7 @@ from accelerate.utils import DistributedType  # noqa: E402
 from intercepted import Started  # noqa: E402
 
 import fp8_backends  # noqa: E402, F401
-from fp8_backends.accelerate_plugin import launch  # noqa: E402
+from fp8_backends.accelerate_plugin import launch  # noqa: F401
 
 del os.environ["FP8_BACKENDS_DISABLE"]
 

@@ -14,7 +14,7 @@ from fp8_backends import resolve
 from fp8_backends.accelerate_plugin import launch
 from fp8_backends.cli.main import main
 from fp8_backends.errors import FP8BackendError, RecipeError
-from fp8_backends.recipes import from_environment
+from fp8_backends.recipes.handlers import from_environment
 
 WORKER = "fp8_backends.accelerate_plugin.worker"
 TE_QUESTIONS = {"backend": "TE", "margin": 0, "amax_history_length": 1024, "amax_compute_algorithm": "max"}

@@ -9,11 +9,11 @@ import pytest
 
 import fp8_backends
 from fp8_backends.accelerate_plugin.plugin import asked_recipe
-from fp8_backends.configuration.fp8_config import accelerate_fields, config_source
 from fp8_backends.errors import RecipeError
-from fp8_backends.recipe_merging import Source, code_over_launch, merged
-from fp8_backends.recipe_sources import VARIABLES
-from fp8_backends.recipes import FP8RecipeKwargs
+from fp8_backends.recipes.fp8_config import accelerate_fields, config_source
+from fp8_backends.recipes.handlers import FP8RecipeKwargs
+from fp8_backends.recipes.merging import Source, code_over_launch, merged
+from fp8_backends.recipes.sources import VARIABLES
 
 FILE = "default_config.yaml"
 TE_QUESTIONS = {

@@ -10,7 +10,7 @@ import pytest
 import warm_process
 
 import fp8_backends
-from fp8_backends.registry import get_compute
+from fp8_backends.compute.registry import get_compute
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parent.parent

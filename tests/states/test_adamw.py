@@ -22,8 +22,8 @@ from torch import nn
 
 import fp8_backends
 from fp8_backends.errors import FP8BackendError, RecipeError
-from fp8_backends.kernels import adam_cpu
-from fp8_backends.scaled_tensor import ScaledTensor
+from fp8_backends.numerics.kernels.adam import cpu as adam_cpu
+from fp8_backends.numerics.scaled_tensor import ScaledTensor
 from fp8_backends.states.adamw import ScaledAdam, ScaledAdamW
 from fp8_backends.states.levels import plain_weights
 

@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import fp8_backends
-from fp8_backends.conversion import restore
 from fp8_backends.errors import FP8BackendError
-from fp8_backends.scaled_tensor import ScaledTensor
+from fp8_backends.numerics.scaled_tensor import ScaledTensor
+from fp8_backends.training.conversion import restore
 
 BYTES = {
     "O1": {"weight": 2, "master": 0, "gradient": 1, "optimizer": 8, "total": 11},
@@ -82,7 +82,7 @@ def test_parameter_objects_ties_flags_attributes_and_hooks_survive(level):
 
 
 def quantised(values: torch.Tensor) -> torch.Tensor:
-    from fp8_backends.scaled_tensor import quantize
+    from fp8_backends.numerics.scaled_tensor import quantize
 
     return quantize(values, torch.float16).dequantize() if values.dim() > 1 else values
 

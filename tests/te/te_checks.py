@@ -26,7 +26,7 @@ from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScalin
 import fp8_backends  # noqa: E402
 from fp8_backends import RecipeError, TERecipeKwargs, prepare  # noqa: E402
 from fp8_backends.compute.te.fp8_params import is_kept  # noqa: E402
-from fp8_backends.conversion import prepared_roots  # noqa: E402
+from fp8_backends.training.conversion import prepared_roots  # noqa: E402
 
 SPECS = {"te:delayed": lambda: DelayedScaling(amax_compute_algo="most_recent"), "te:dynamic": Float8CurrentScaling}
 

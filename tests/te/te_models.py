@@ -7,7 +7,7 @@ import transformer_engine.pytorch as te
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fp8_backends import hardware
+from fp8_backends.compute import hardware
 
 BATCHES = [torch.randn(4, 4, 32, generator=torch.Generator().manual_seed(i)) for i in range(6)]
 

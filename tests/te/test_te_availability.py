@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from fp8_backends import BackendUnavailableError, hardware, prepare, registry
-from fp8_backends.hardware import Availability
+from fp8_backends import BackendUnavailableError, prepare
+from fp8_backends.compute import hardware, registry
+from fp8_backends.compute.hardware import Availability
 
 COMPUTE = registry.get_compute("te")
 
@@ -71,7 +72,7 @@ def test_a_hopper_gpu_is_taken_at_its_word_and_a_failing_import_is_explained(com
     gpu(monkeypatch, (9, 0))
     assert COMPUTE.availability()
     explanations = SimpleNamespace(explain=lambda error: Availability(False, f"told of {error}", "install cuDNN"))
-    monkeypatch.setitem(sys.modules, "fp8_backends.te_installation", explanations)
+    monkeypatch.setitem(sys.modules, "fp8_backends.compute.te.installation", explanations)
     model = nn.Linear(16, 16)
     with pytest.raises(BackendUnavailableError, match="told of libcudnn.so.9.*install cuDNN, or use the native"):
         prepare(model, None, "te")

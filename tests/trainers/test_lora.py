@@ -67,7 +67,7 @@ def test_adapters_are_converted_where_they_are_named(launched, tmp_path):
         products = fp8_backends.audit(model).products
         adapters = {name: counts for name, counts in products.items() if "lora_" in name}
         assert len(adapters) == 4 and all(min(c["fprop"], c["wgrad"]) == 2 for c in adapters.values())
-        report = fp8_backends.conversion.prepared_roots(model)[0][2].report
+        report = fp8_backends.training.conversion.prepared_roots(model)[0][2].report
         reasons = {each.reason for each in report.products if each.name in adapters}
         assert reasons == ({None} if note is None else {"sizes padded to multiples of 16"})
 
@@ -109,7 +109,7 @@ def test_saved_adapters_load_into_a_plain_model_and_merge(launched, tmp_path):
     assert loss_in_bf16(stock) == pytest.approx(loss, abs=0.01)
     with pytest.raises(NotImplementedError, match=r"before adapters are merged .*conversion.restore\(model\)"):
         trainer.model.merge_and_unload()
-    fp8_backends.conversion.restore(trainer.model)
+    fp8_backends.training.conversion.restore(trainer.model)
     merged = trainer.model.merge_and_unload()
     assert all(type(parameter) is torch.nn.Parameter for parameter in merged.parameters())
     # the same values by other products: x (w + B A) in bf16

@@ -11,7 +11,8 @@ from tiny_trainers import LAYERS, Counting, arguments, llama, losses_of, trainer
 from transformers import Trainer
 
 import fp8_backends
-from fp8_backends import RecipeError, hardware
+from fp8_backends import RecipeError
+from fp8_backends.compute import hardware
 
 
 def activations_of(model) -> list[torch.dtype]:

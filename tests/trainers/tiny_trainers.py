@@ -7,7 +7,7 @@ import functools
 import torch
 from torch import nn
 
-from fp8_backends.scaled_tensor import ScaledTensor, quantize
+from fp8_backends.numerics.scaled_tensor import ScaledTensor, quantize
 
 VOCABULARY, LENGTH = 64, 16
 LAYERS = 14

@@ -6,18 +6,15 @@ Of 4 bytes an element in FP32 remain 2 on Hopper (codes, and the transposed copy
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from ...errors import RecipeError
-from ...parameter_exchange import exchange
+from ...numerics.parameter_swap import exchange
 from .. import frozen_weights
 from .recipes import FP8_WEIGHT_SLOT, QuantizedTensor, RecipeState, te_recipe
-
-if TYPE_CHECKING:
-    from .linear import TELinear
 
 LEVEL_O3 = "te+msamp:O3"
 
@@ -27,7 +24,7 @@ def check(linear: nn.Linear) -> None:
     frozen_weights.check(linear, LEVEL_O3)
 
 
-def check_kept(layer: TELinear) -> None:
+def check_kept(layer: nn.Linear) -> None:
     """Raise where a layer that runs has its weight in FP8 no more, or trains it since."""
     check(layer)
     if layer.is_fsdp2 or not is_kept(layer.weight):
@@ -39,18 +36,18 @@ def is_kept(weight: torch.Tensor) -> bool:
     return isinstance(weight, QuantizedTensor)
 
 
-def keep(root: nn.Module, layers: Mapping[str, TELinear]) -> None:
+def keep(root: nn.Module, layers: Mapping[str, nn.Linear]) -> None:
     """Keep the weights of these layers of `root` in FP8. Repeating it does nothing; ties stay."""
     frozen_weights.keep(root, layers, is_kept, quantised, make_plain)
 
 
 @torch.no_grad()
-def quantised(weight: torch.Tensor, layer: TELinear) -> torch.Tensor:
+def quantised(weight: torch.Tensor, layer: nn.Linear) -> torch.Tensor:
     """A weight as TransformerEngine's tensor with the copies that fprop and dgrad multiply."""
     return _quantizer(layer)(weight.detach().contiguous())
 
 
-def _quantizer(layer: TELinear) -> Any:
+def _quantizer(layer: nn.Linear) -> Any:
     """By the recipe's rule, but for `delayed`: values that do not change have the scale of their own amax, so that a
     checkpoint which is loaded later is scaled anew."""
     recipe = layer.te_state.te_recipe
@@ -63,14 +60,14 @@ def _quantizer(layer: TELinear) -> Any:
     return quantizer
 
 
-def revive(layer: TELinear) -> None:
+def revive(layer: nn.Linear) -> None:
     """Complete an unpickled layer: TransformerEngine's pickles of a tensor hold its data alone."""
     if is_kept(layer.weight):
         layer.weight._is_param = True
         layer.weight._quantizer = _quantizer(layer)
 
 
-def make_plain(layer: TELinear) -> None:
+def make_plain(layer: nn.Linear) -> None:
     """Undo `keep` on one layer."""
     if is_kept(layer.weight):
         exchange(layer.weight, plain(layer.weight), "weight")

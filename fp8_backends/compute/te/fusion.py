@@ -20,9 +20,9 @@ import transformer_engine.pytorch as te
 from torch import nn
 
 from ...errors import FP8BackendError, RecipeError
-from ...sharded_tensor import is_distributed
-from ...weight_products import plain_name
-from .. import Fusion
+from ...numerics.modules import plain_name
+from ...numerics.sharded_tensor import is_distributed
+from ..interface import Fusion
 from . import norm_readers
 from .linear import TELinear
 from .norms import is_exchanged

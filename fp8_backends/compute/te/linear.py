@@ -14,8 +14,8 @@ import torch.nn.functional as F
 import transformer_engine.pytorch as te
 from torch import nn
 
-from ...scaled_tensor import ScaledTensor
-from .. import COMPUTE_DTYPES
+from ...numerics.scaled_tensor import ScaledTensor
+from ..interface import COMPUTE_DTYPES
 from . import fp8_params, weights
 from .recipes import FP8GlobalStateManager
 from .region import ModelState, Region, inside_backward, remember_scales

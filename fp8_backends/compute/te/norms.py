@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...weight_products import full_shape
-from .. import COMPUTE_DTYPES, Norm
+from ...numerics.sharded_tensor import full_shape
+from ..interface import COMPUTE_DTYPES, Norm
 
 LAYER_NORM, RMS_NORM, CENTERED = "LayerNorm", "RMSNorm", "RMSNorm(zero_centered_gamma)"
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__)

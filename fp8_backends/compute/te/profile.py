@@ -17,13 +17,13 @@ import transformer_engine.pytorch.module.layernorm_linear as te_norm_linear_modu
 import transformer_engine.pytorch.module.linear as te_linear_module
 
 from ...errors import FP8BackendError
-from .. import DGRAD, FPROP, WGRAD, ProductCounts
+from ..counts import DGRAD, FPROP, WGRAD, ProductCounts
 from .linear import watchers
 from .recipes import VERSION
 from .region import inside_backward
 
 if TYPE_CHECKING:
-    from ...profiling import Layer
+    from ..profiling import Layer
 
 _MODULES = (te_linear_module, te_norm_linear_module)
 """Where TransformerEngine's linear layers look up `general_gemm`."""

@@ -14,8 +14,8 @@ import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as te_recipe
 from transformer_engine.pytorch.tensor import QuantizedTensor
 
-from ...amax_group import present
 from ...errors import BackendUnavailableError, RecipeError
+from .amax_group import present
 
 try:
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager, RecipeState
@@ -23,7 +23,7 @@ except ImportError:  # before 2.9
     from transformer_engine.pytorch.fp8 import FP8GlobalStateManager, RecipeState
 
 if TYPE_CHECKING:
-    from ...recipes import Recipe
+    from ..interface import Recipe
 
 __all__ = ["FP8GlobalStateManager", "QuantizedTensor", "RecipeState", "te_recipe"]
 

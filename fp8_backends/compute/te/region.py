@@ -11,17 +11,14 @@ import contextlib
 import sys
 import threading
 from types import FrameType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.autograd import Variable
 
+from ..interface import Recipe
 from .recipes import FP8GlobalStateManager, autocast, recipe_object, rows_multiple
-
-if TYPE_CHECKING:
-    from ...recipes import Recipe
-    from .linear import TELinear
 
 
 class ModelState:
@@ -160,12 +157,12 @@ def _running_calls() -> list[FrameType | None]:
     return [*calls, None]
 
 
-def _layers(root: nn.Module, state: ModelState) -> list[TELinear]:
+def _layers(root: nn.Module, state: ModelState) -> list[nn.Linear]:
     return [module for module in root.modules() if module.__dict__.get("te_state") is state]
 
 
 @torch.no_grad()
-def remember_scales(layers: list[TELinear]) -> None:
+def remember_scales(layers: list[nn.Linear]) -> None:
     """Keep the scales that a training forward has used, for layers that are recomputed in backward."""
     layers = [layer for layer in layers if layer.te_used_scale is not None]
     if layers:

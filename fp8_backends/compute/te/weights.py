@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
 
-from ...scaled_tensor import ScaledTensor
+from ...numerics.scaled_tensor import ScaledTensor
 
 ONE_SCALE = ("delayed", "dynamic")
 """Scaling rules with one scale for a tensor."""

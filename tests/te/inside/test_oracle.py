@@ -26,9 +26,9 @@ from transformer_engine.common.recipe import DelayedScaling, Format
 from transformer_engine.pytorch import autocast
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager, RecipeState
 
-from fp8_backends import scaling
-from fp8_backends.formats import RECIPE_FORMATS
-from fp8_backends.scaling import GRAD_OUTPUT, HISTORY, INPUT, SCALE, WEIGHT
+from fp8_backends.numerics import scaling
+from fp8_backends.numerics.formats import RECIPE_FORMATS
+from fp8_backends.numerics.scaling import GRAD_OUTPUT, HISTORY, INPUT, SCALE, WEIGHT
 
 STEPS, LAYERS = 200, 1  # several layers in one update: test_oracle_training
 LENGTHS_AND_MARGINS = [(1, 0), (2, 3), (3, -2), (31, 1), (1024, 0)]
@@ -72,7 +72,7 @@ class TransformerEngineLayers:
 
 
 class NativeLayers:
-    """The same with the functions of `fp8_backends.scaling`."""
+    """The same with the functions of `fp8_backends.numerics.scaling`."""
 
     def __init__(self, length: int, margin: int, algorithm: str, fp8_format: str) -> None:
         self.states = torch.stack([scaling.new_delayed_state(length) for _ in range(LAYERS)])

@@ -13,7 +13,8 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from te_models import BATCHES, adamw, losses, model
 
 import fp8_backends
-from fp8_backends import TERecipeKwargs, hardware, prepare
+from fp8_backends import TERecipeKwargs, prepare
+from fp8_backends.compute import hardware
 from fp8_backends.compute.te.linear import TELinear
 
 

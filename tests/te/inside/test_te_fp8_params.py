@@ -12,8 +12,9 @@ from te_models import BATCHES, Adapted, losses
 from torch import nn
 
 import fp8_backends
-from fp8_backends import FP8BackendError, RecipeError, TERecipeKwargs, conversion, prepare
+from fp8_backends import FP8BackendError, RecipeError, TERecipeKwargs, prepare
 from fp8_backends.compute.te.fp8_params import is_kept
+from fp8_backends.training import conversion
 
 
 def prepared(made=None, **fields):

@@ -39,8 +39,8 @@ import fp8_backends
 from fp8_backends import FP8BackendError, RecipeError, TERecipeKwargs, prepare, resolve
 from fp8_backends.compute.te.fusion import TENormLinear
 from fp8_backends.compute.te.linear import TELinear
-from fp8_backends.conversion import prepared_roots, restore
-from fp8_backends.recipes import from_environment
+from fp8_backends.recipes.handlers import from_environment
+from fp8_backends.training.conversion import prepared_roots, restore
 
 # 12 rows: all layers pad them to 16
 BATCHES = [torch.randn(4, 3, N, generator=torch.Generator().manual_seed(i)) for i in range(4)]

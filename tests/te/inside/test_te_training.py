@@ -20,17 +20,11 @@ from transformer_engine.common.recipe import (
 )
 
 import fp8_backends
-from fp8_backends import (
-    BackendUnavailableError,
-    FP8BackendError,
-    TERecipeKwargs,
-    conversion,
-    prepare,
-    registry,
-    resolve,
-)
+from fp8_backends import BackendUnavailableError, FP8BackendError, TERecipeKwargs, prepare, resolve
+from fp8_backends.compute import registry
 from fp8_backends.compute.te.linear import TELinear
-from fp8_backends.conversion import prepared_roots
+from fp8_backends.training import conversion
+from fp8_backends.training.conversion import prepared_roots
 
 
 def prepared(spec, recompute=None):
@@ -454,7 +448,7 @@ def test_products_in_high_precision_are_not_counted():
 
     made.blocks[0].up, off = Off(), made.blocks[0].up
     made.blocks[0].up.part = off
-    with fp8_backends.auditing.profile_products(made) as counts:
+    with fp8_backends.training.auditing.profile_products(made) as counts:
         loss_of(made, BATCHES[0]).backward()
     assert (counts["blocks.0.up.part"].fprop, counts["blocks.0.up.part"].wgrad) == (0, 0)
     assert (counts["blocks.0.down"].fprop, counts["blocks.0.down"].wgrad) == (1, 1)

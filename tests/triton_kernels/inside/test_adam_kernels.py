@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fp8_backends.kernels import triton_adam
-from fp8_backends.kernels.compiled import AdamSteps, Job, Slot, adam_hyper
-from fp8_backends.scaled_tensor import quantize
+from fp8_backends.numerics.kernels.adam import triton_adam
+from fp8_backends.numerics.kernels.adam.dispatch import AdamSteps, Job, Slot, adam_hyper
+from fp8_backends.numerics.scaled_tensor import quantize
 
 E4M3, E5M2, FP16, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16
 SIZES = (3000, 1, 1024, 130)  # tiles that are full, and some that are not

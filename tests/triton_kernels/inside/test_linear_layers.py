@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from fp8_backends.compute.native import NativeCompute
-from fp8_backends.conversion import convert
-from fp8_backends.kernels import triton_block_quantize, triton_quantize
-from fp8_backends.recipes import FP8RecipeKwargs
-from fp8_backends.scaled_tensor import quantize
+from fp8_backends.compute.native.backend import NativeCompute
+from fp8_backends.numerics.kernels.quantize import triton_block_quantize, triton_quantize
+from fp8_backends.numerics.scaled_tensor import quantize
+from fp8_backends.recipes.handlers import FP8RecipeKwargs
+from fp8_backends.training.conversion import convert
 
 COMPUTE = NativeCompute()
 SCALINGS = ["dynamic", "delayed", "window", "rowwise", "blockwise", "mxfp8"]

@@ -6,9 +6,11 @@ import message_cases as cases
 import pytest
 import torch
 
-from fp8_backends.kernels import message_reference, messages, triton_messages
-from fp8_backends.kernels.message_format import BLOCK, Part
-from fp8_backends.kernels.message_table import tables
+from fp8_backends.numerics.kernels.wire import dispatch as messages
+from fp8_backends.numerics.kernels.wire import reference as message_reference
+from fp8_backends.numerics.kernels.wire import triton_messages
+from fp8_backends.numerics.kernels.wire.format import BLOCK, Part
+from fp8_backends.numerics.kernels.wire.table import tables
 
 
 @pytest.mark.parametrize("rounded", [False, True])

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fp8_backends import scaling
-from fp8_backends.formats import E4M3, E5M2
-from fp8_backends.kernels import triton_block_quantize, triton_quantize
-from fp8_backends.kernels.layouts import DYNAMIC, POWER_OF_TWO, WINDOW, Layouts
-from fp8_backends.scaling import MX, ROWS, SQUARES, VECTORS
+from fp8_backends.numerics import scaling
+from fp8_backends.numerics.formats import E4M3, E5M2
+from fp8_backends.numerics.kernels.quantize import triton_block_quantize, triton_quantize
+from fp8_backends.numerics.kernels.quantize.layouts import DYNAMIC, POWER_OF_TWO, WINDOW, Layouts
+from fp8_backends.numerics.scaling import MX, ROWS, SQUARES, VECTORS
 
 FORMATS = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

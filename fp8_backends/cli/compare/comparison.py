@@ -1,0 +1,275 @@
+"""Runs a comparison: one worker process a backend, and after every run the results and the page on disk."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import tempfile
+import time
+from dataclasses import asdict, fields, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from ...compute import hardware
+from ...errors import RecipeError
+from . import summary
+from .report_page import render
+from .settings import BASELINES, Settings, fast_fp8
+from .timing import Timetable, steps_with_evaluation
+from .training_text import TrainingText, load_text
+from .workers import Worker, cores, dismiss, stop
+
+RESULTS, PAGE = "results.json", "report.html"
+_PACKAGES = ("fp8-backends", "torch", "accelerate", "torchao", "transformers", "transformer-engine")
+
+
+class Progress(Protocol):
+    """Who shows how far a comparison is."""
+
+    def inspecting(self, backend: str) -> None: ...
+
+    def inspected(self, backend: str, step_seconds: float) -> None: ...
+
+    def planned(self, comparison: Comparison) -> None: ...
+
+    def run_started(self, backend: str, seed: int) -> None: ...
+
+    def step(self, backend: str, seed: int, step: int, loss: float | None) -> None: ...
+
+    def run_finished(self, backend: str, run: dict[str, Any]) -> None: ...
+
+    def failed(self, backend: str, message: str) -> None: ...
+
+
+class Comparison:
+    """All backends on the same text, weights and order of data: the first steps of each, then seed by seed."""
+
+    def __init__(self, settings: Settings, output: Path, fault: str | None = None) -> None:
+        self.began = time.monotonic()
+        self.output, self.fault = output, fault
+        self.workers: dict[str, Worker] = {}
+        """Of the backends that have not failed."""
+        self.timetable = Timetable()
+        self.text = text = load_text(settings.text, settings.limit_mb, settings.tokenizer)
+        text.batches(1, 1, settings.sequence, 0)  # too little text is an error now, not in every worker
+        self.results: dict[str, Any] = {
+            "status": "running",
+            "note": "",
+            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "machine": machine(settings.device),
+            "versions": versions(),
+            "fast_fp8": fast_fp8(settings.device),
+            "around_fp8": settings.reference,
+            "asked": {"steps": settings.steps, "seeds": settings.seeds},
+            "text": {"description": text.description, "sha256": text.sha256, "vocab_size": text.vocab_size},
+            "backends": {
+                name: {"status": "waiting", "message": "", "inspection": None, "runs": []}
+                for name in (settings.reference, *settings.backends)
+            },
+        }
+        self._take(settings)
+        output.mkdir(parents=True, exist_ok=True)
+
+    def _take(self, settings: Settings) -> None:
+        self.settings, self.results["settings"] = settings, settings.to_dict()
+        windows = self.text.held_out_windows(settings.held_out_windows, settings.sequence)
+        self.results["held_out_windows"] = len(windows)
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds."""
+        return time.monotonic() - self.began
+
+    def seconds_left(self, backend: str | None = None, step: int = 0) -> float:
+        """By what was timed so far. The run at work may be named, with the steps that it has done."""
+        runs = {name: len(self.results["backends"][name]["runs"]) for name in self.timetable.paces}
+        if backend in runs:
+            runs[backend] += step / steps_with_evaluation(self.settings)
+        return sum(
+            (self.settings.seeds - done) * self.timetable.run_seconds(name, self.settings)
+            for name, done in runs.items()
+        )
+
+    def run(self, progress: Progress) -> None:
+        """Train every backend. Whatever ends this early leaves all finished runs on disk."""
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                settings_path, text_path = Path(folder, "settings.json"), Path(folder, "text.pt")
+                settings_path.write_text(json.dumps(self.settings.to_dict()))
+                torch.save({field.name: getattr(self.text, field.name) for field in fields(TrainingText)}, text_path)
+                self.save()
+                self._start_workers(str(settings_path), str(text_path), progress)
+                self._inspect(progress)
+                if self.workers:
+                    self._plan(progress)
+                    settings_path.write_text(json.dumps(self.settings.to_dict()))
+                    self._train(progress)
+                self._end("finished")
+                dismiss(self.workers.values())
+        finally:
+            stop(self.workers.values())
+            if self.results["status"] == "running":
+                self._end("terminated")
+            self.save()
+
+    def _start_workers(self, settings_path: str, text_path: str, progress: Progress) -> None:
+        """All load their libraries at the same time; none trains before the last one is ready."""
+        for backend, found in self.results["backends"].items():
+            found["status"] = "running"
+            arguments = [settings_path, text_path, backend, *([self.fault] if self.fault else [])]
+            self.workers[backend] = self._worker(arguments)
+        for backend in list(self.workers):
+            self._follow(backend, progress, "ready", self.settings.nproc)
+
+    def _worker(self, arguments: list[str]) -> Worker:
+        return Worker(arguments, self.settings.nproc)
+
+    def _inspect(self, progress: Progress) -> None:
+        for backend, worker in list(self.workers.items()):
+            progress.inspecting(backend)
+            worker.give_turn()
+            self._follow(backend, progress, "inspected")
+
+    def _plan(self, progress: Progress) -> None:
+        """Say how long it will take; with a limit of minutes, first settle on what fits."""
+        if self.settings.minutes is not None:
+            try:
+                self._take(self.timetable.fitted(self.settings, self.elapsed))
+            except RecipeError as error:
+                self.results["note"] = str(error)
+                raise
+        progress.planned(self)
+
+    def _train(self, progress: Progress) -> None:
+        """Seed by seed over all backends, so that what has finished can be compared at any time."""
+        for seed in range(self.settings.seeds):
+            if seed and not self.timetable.another_round_fits(self.settings, self.elapsed):
+                self._take(replace(self.settings, seeds=seed))
+                asked = self.results["asked"]["seeds"]
+                self.results["note"] = f"{seed} of {asked} seeds: one more would not fit into the time given"
+                return
+            for backend, worker in list(self.workers.items()):
+                progress.run_started(backend, seed)
+                began = time.monotonic()
+                worker.give_turn()
+                self._follow(backend, progress, "run")
+                self.timetable.run_timed(backend, time.monotonic() - began)
+
+    def _follow(self, backend: str, progress: Progress, last: str, times: int = 1) -> None:
+        """Take in what a worker reports until its turn is over. One that ends in mid-turn has failed."""
+        worker, found = self.workers[backend], self.results["backends"][backend]
+        for event in worker.events(last, times):
+            kind = event.pop("event")
+            if kind == "step":
+                progress.step(backend, **event)
+            elif kind == "inspected":
+                found["inspection"] = event
+                self.timetable.steps_timed(backend, event["start_seconds"], event["step_seconds"])
+                progress.inspected(backend, event["step_seconds"])
+            elif kind == "run":
+                found["runs"].append(self._with_honest_speed(backend, event))
+                progress.run_finished(backend, event)
+            elif kind == "failed":
+                found["message"] = found["message"] or event["message"]  # of several ranks the first is the cause
+            if kind in ("inspected", "run"):
+                self.save()
+        if worker.ended:
+            found["status"], found["message"] = "failed", found["message"] or worker.why_it_ended()
+            del self.workers[backend]
+            self.timetable.leave_out(backend)
+            progress.failed(backend, found["message"])
+            self.save()
+
+    def _end(self, status: str) -> None:
+        self.results["status"] = status
+        for found in self.results["backends"].values():
+            if found["status"] in ("waiting", "running"):
+                found["status"] = status
+
+    def _with_honest_speed(self, backend: str, run: dict[str, Any]) -> dict[str, Any]:
+        """Without FP8 products in the chip, FP8's speed goes under a name that says so."""
+        if backend not in BASELINES and not self.results["fast_fp8"]:
+            run["emulated_tokens_per_second"] = run.pop("tokens_per_second")
+            run["tokens_per_second"] = None
+        return run
+
+    def save(self) -> None:
+        """Results, then the page, each replaced as a whole so that a reader never sees half of one."""
+        self.results["seconds"] = round(self.elapsed, 1)
+        self.results["summary"] = {
+            "rows": [{**asdict(row), "gap": _gap(row)} for row in summary.rows(self.results)],
+            "reference_spread": summary.reference_spread(self.results),
+            "checks": {name: [asdict(check) for check in done] for name, done in self.checks().items()},
+        }
+        write_atomically(self.output / RESULTS, json.dumps(_without_nan(self.results), indent=1))
+        write_atomically(self.output / PAGE, render(self.results))
+
+    def checks(self) -> dict[str, list[summary.Check]]:
+        return summary.all_checks(self.results)
+
+    @property
+    def passed(self) -> bool:
+        return all(check.passed for done in self.checks().values() for check in done)
+
+
+def _gap(row: summary.Row) -> dict[str, Any] | None:
+    gap = row.gap
+    return gap and {**asdict(gap), "low": gap.low, "high": gap.high, "verdict": gap.verdict()}
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_nan(item) for item in value]
+    return None if isinstance(value, float) and value != value else value
+
+
+def write_atomically(path: Path, content: str) -> None:
+    new = path.with_name(f".{path.name}.new")
+    new.write_text(content, encoding="utf-8")
+    os.replace(new, path)
+
+
+def machine(device: str) -> dict[str, Any]:
+    """What the numbers were measured on."""
+    found: dict[str, Any] = {
+        "device": device,
+        "processor": _processor(),
+        "cores": cores(),
+        "threads": torch.get_num_threads(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpu_bf16_products": hardware.cpu_bf16(),
+    }
+    if device == "cuda":
+        properties = torch.cuda.get_device_properties(0)
+        found["gpu"] = properties.name
+        found["gpu_memory_bytes"] = properties.total_memory
+    return found
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    return found

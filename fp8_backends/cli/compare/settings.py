@@ -1,0 +1,133 @@
+"""What one comparison runs: settings, their defaults for this machine, and the model."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...compute import hardware
+from ...errors import FP8BackendError
+
+BASELINES = ("bf16", "fp32", "fp16")
+REFERENCES = ("bf16", "fp32")
+"""What backends can be compared with. It is also what they compute in around FP8."""
+
+
+@dataclass(kw_only=True)
+class Settings:
+    """Settings of a comparison; all of them end up in its report."""
+
+    backends: tuple[str, ...] = ("native:dynamic", "native:delayed", "ao:tensorwise", "native:window+msamp:O2")
+    """Canonical backend strings and baselines, without the reference."""
+    reference: str
+    """One of `REFERENCES`."""
+    text: str | None = None
+    limit_mb: float = 8.0
+    tokenizer: int | None = None
+    model: str | None = None
+    """A transformers configuration; None: a Llama of `shape`."""
+    shape: dict[str, int]
+    """Fields of LlamaConfig."""
+    steps: int
+    seeds: int
+    batch: int
+    sequence: int
+    lr: float
+    warmup_share: float = 0.5
+    """Steps with rising learning rate; cosine to zero from there."""
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    held_out_share: float = 0.2
+    """Held-out windows, of the number of windows trained on."""
+    minutes: float | None = None
+    """What the whole comparison may take; steps and seeds are then what fits."""
+    compile: bool
+    loss_gap_bound: float
+    """Nats; the check that the mean paired held-out gap must pass."""
+    device: str
+    nproc: int = 1
+    """Ranks of a training run; they share each batch."""
+
+    @property
+    def held_out_windows(self) -> int:
+        """Windows that a run is evaluated on; fewer where the text is short."""
+        return max(self.batch, round(self.held_out_share * self.steps * self.batch))
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Settings:
+        return cls(**{**values, "backends": tuple(values["backends"])})
+
+
+SMALL = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 3, "num_attention_heads": 4}
+"""0.7 M parameters at 256 tokens: five seeds of five backends train in minutes on two cores."""
+
+ONE_BILLION = {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
+"""The shape of Llama 3.2 1B: smaller models are slower in FP8 than in bf16 on every chip."""
+
+
+def defaults(fast_fp8: bool) -> dict[str, Any]:
+    """Defaults of what a user may set, for a chip with FP8 products or without."""
+    if fast_fp8:
+        return {
+            "shape": ONE_BILLION, "steps": 60, "seeds": 3, "batch": 2, "sequence": 4096, "lr": 3e-4, "compile": True,
+        }  # fmt: skip
+    return {"shape": SMALL, "steps": 80, "seeds": 5, "batch": 8, "sequence": 128, "lr": 1e-3, "compile": False}
+
+
+def fast_fp8(device: str) -> bool:
+    """Whether FP8's speed can be measured on this device."""
+    return device == "cuda" and hardware.fp8_products()
+
+
+def build_model(settings: Settings, vocab_size: int, seed: int) -> torch.nn.Module:
+    """A causal language model of `transformers` with random weights that depend on the seed alone."""
+    from transformers import AutoModelForCausalLM
+
+    config = _model_config(settings, vocab_size)
+    torch.manual_seed(seed)
+    with torch.device(settings.device):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def _model_config(settings: Settings, vocab_size: int):
+    from transformers import AutoConfig, LlamaConfig
+
+    special = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+    if settings.model is None:
+        config = LlamaConfig(
+            **settings.shape,
+            vocab_size=vocab_size,
+            max_position_embeddings=settings.sequence,
+            tie_word_embeddings=False,
+            use_cache=False,
+            **special,
+        )
+        return config
+    path = Path(settings.model)
+    if not path.exists():
+        raise FP8BackendError(f"--model {path}: there is no such config.json or folder")
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
+        raise FP8BackendError(f"--model {path}: not a configuration that transformers reads ({error})") from error
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is not None and longest < settings.sequence:
+        raise FP8BackendError(f"--sequence {settings.sequence} exceeds the model's {longest} positions")
+    config.vocab_size = max(config.vocab_size, vocab_size)
+    config.use_cache = False
+    for name in special:  # ids of the model's own tokenizer mean other things here
+        setattr(config, name, None)
+    return config

@@ -1,0 +1,412 @@
+"""The worker of `compare`: trains all seeds of one backend and reports each event as a line of JSON.
+
+One process a backend, so that one backend's memory, compiled code and failures never touch another's. Everything
+goes through a stock `accelerate.Accelerator`; only `_accelerator` knows which backend it is. Under torchrun all ranks
+train one model, each on its part of every batch, and rank 0 reports.
+
+It works in turns: first steps observed, then a seed each. A rank begins a turn when it has read one byte from standard
+input. As many bytes as there are ranks make a turn: it ends for none before it has begun for all, so that none reads
+another's byte. The end of standard input is the end of the worker.
+
+    python -m fp8_backends.cli.compare.training_run SETTINGS.json TEXT.pt BACKEND [FAULT]
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+import json
+import logging
+import math
+import os
+import resource
+import statistics
+import sys
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo  # what an optimizer's first step loads, seconds' worth of it
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import DataLoaderConfiguration
+
+import fp8_backends
+
+from ...numerics.scaled_tensor import ScaledTensor
+from ...training.auditing import incomplete_layers
+from .memory import autocast_copies, peak_memory
+from .planted_faults import plant
+from .settings import BASELINES, Settings, build_model
+from .traffic import sent_bytes
+from .training_text import TrainingText
+
+Report = Callable[..., None]
+
+INSPECTED_STEPS = 4
+"""Enough for the proof, for a compiler to settle, and for one step with all optimizer states in place."""
+
+
+TIMED_STEPS = 3
+"""Steps that nobody observes, after those: how long the comparison will take."""
+
+
+def take_turn(
+    turn: int, settings: Settings, text: TrainingText, backend: str, report: Report, fault: str | None
+) -> None:
+    """In turn 0 inspect a few steps (gradients, memory, audit), in each later one train a seed. When it is reported,
+    nothing of it is left in memory, and no other rank is still at it."""
+    if turn == 0:
+        found = inspect(settings, text, backend, fault)
+    else:
+        run = Run(settings, text, backend, turn - 1, fault)
+        found = run.train(lambda step, loss: report("step", seed=turn - 1, step=step, loss=loss))
+        del run
+    _forget()
+    if dist.is_available() and dist.is_initialized():
+        dist.barrier()
+    report("run" if turn else "inspected", **found)
+
+
+class Run:
+    """One model, its optimizer and its data, prepared by a stock Accelerator."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        text: TrainingText,
+        backend: str,
+        seed: int,
+        fault: str | None = None,
+        with_reference: bool = False,
+    ) -> None:
+        self.settings, self.text, self.seed = settings, text, seed
+        began = time.perf_counter()
+        self.accelerator = _accelerator(settings, backend)
+        model = build_model(settings, text.vocab_size, seed)
+        self.initial = {n: p.detach().to("cpu", copy=True) for n, p in model.named_parameters() if p.requires_grad}
+        self.starts = text.batches(settings.steps, settings.batch, settings.sequence, seed)
+        self.reference_gradients: dict[str, torch.Tensor] = {}
+        self.bare = model
+        optimizer = torch.optim.AdamW(
+            model.parameters(), lr=settings.lr, betas=(0.9, 0.99), weight_decay=settings.weight_decay
+        )
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, _schedule(settings))
+        if with_reference:
+            self._reference_gradients()
+        self.model, self.optimizer, self.scheduler = self.accelerator.prepare(model, optimizer, scheduler)
+        self.prepared = {name: _values(p) for name, p in model.named_parameters() if p.requires_grad}
+        if fault is not None and backend not in BASELINES:
+            plant(fault, self.bare, self.optimizer)
+        self.start_seconds = time.perf_counter() - began
+
+    def batch(self, step: int) -> torch.Tensor:
+        return self.text.windows(self.starts[step % len(self.starts)], self.settings.sequence).to(
+            self.accelerator.device
+        )
+
+    def own_batch(self, step: int) -> torch.Tensor:
+        """This rank's part."""
+        accelerator = self.accelerator
+        return self.batch(step).chunk(accelerator.num_processes)[accelerator.process_index]
+
+    def backward(self, step: int) -> torch.Tensor:
+        tokens = self.own_batch(step)
+        loss = self.model(input_ids=tokens, labels=tokens).loss
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+    def update(self) -> None:
+        self.accelerator.clip_grad_norm_(self.model.parameters(), self.settings.clip)
+        self.optimizer.step()
+        self.scheduler.step()
+
+    def step(self, step: int) -> torch.Tensor:
+        loss = self.backward(step)
+        self.update()
+        self.optimizer.zero_grad()
+        return loss
+
+    def train(self, progress: Callable[[int, float], None]) -> dict[str, Any]:
+        """All steps, then the held-out loss. Times leave the first tenth out, and whatever a compiler does there."""
+        settings, losses, times = self.settings, [], []
+        self.model.train()
+        on_gpu = self.accelerator.device.type == "cuda"
+        group = 5 if on_gpu else 1  # reading a loss makes a GPU wait: once in several steps is enough
+        pending: list[torch.Tensor] = []
+        began = time.perf_counter()
+        for step in range(settings.steps):
+            pending.append(self.step(step))
+            if len(pending) == group or step == settings.steps - 1:
+                values = self.accelerator.reduce(torch.stack(pending).float(), "mean").tolist()
+                now = time.perf_counter()
+                times += [(now - began) / len(values)] * len(values)
+                losses += values
+                pending.clear()
+                progress(step + 1, values[-1])
+                began = time.perf_counter()
+        settled = times[max(3, settings.steps // 10) :] or times
+        last = losses[-max(1, settings.steps // 10) :]
+        median = statistics.median(settled)
+        return {
+            "seed": self.seed,
+            "losses": [round(value, 5) for value in losses],
+            "final_train_loss": statistics.fmean(last),
+            "held_out_loss": self.held_out_loss(),
+            "step_seconds": median,
+            "tokens_per_second": settings.batch * settings.sequence / median,
+            "start_checksum": self._checksum(),
+            "unmoved": self.unmoved(),
+        }
+
+    @torch.no_grad()
+    def held_out_loss(self) -> float:
+        """Mean over the held-out windows, in nats a token."""
+        accelerator, several = self.accelerator, self.accelerator.num_processes > 1
+        self.model.eval()
+        windows = self.text.held_out_windows(self.settings.held_out_windows, self.settings.sequence)
+        model = self.bare if several else self.model  # DDP would wait for ranks that have fewer windows
+        total = torch.zeros((), dtype=torch.float64, device=accelerator.device)
+        for tokens in windows[accelerator.process_index :: accelerator.num_processes].split(self.settings.batch):
+            tokens = tokens.to(accelerator.device)
+            total += model(input_ids=tokens, labels=tokens).loss * len(tokens)
+        self.model.train()
+        if several:
+            dist.all_reduce(total)
+        return total.item() / len(windows)
+
+    def unmoved(self) -> list[str]:
+        """Trainable parameters that are still what they were once they were stored as the recipe says."""
+        now = dict(self.bare.named_parameters())
+        return sorted(name for name, before in self.prepared.items() if torch.equal(before, _values(now[name])))
+
+    def _reference_gradients(self) -> None:
+        """The reference's gradients of the first batch at the initial weights, before anything is converted."""
+        tokens, autocast = self.batch(0), self.settings.reference == "bf16"
+        with torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=autocast):
+            loss = self.bare(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        for name, parameter in self.bare.named_parameters():
+            if parameter.grad is not None:
+                self.reference_gradients[name] = parameter.grad.detach().cpu()
+                parameter.grad = None
+
+    def gradient_cosines(self) -> dict[str, float]:
+        """Of every parameter's gradient now to the reference's at the initial weights; 0 where either is missing."""
+        cosines = {}
+        for name, parameter in self.bare.named_parameters():
+            expected = self.reference_gradients.get(name)
+            if expected is None:
+                continue
+            if parameter.grad is None:
+                cosines[name] = 0.0
+                continue
+            mine, other = parameter.grad.detach().cpu().double().flatten(), expected.double().flatten()
+            norms = (mine.norm() * other.norm()).item()
+            cosines[name] = (mine @ other).item() / norms if norms > 0 else float(torch.equal(mine, other))
+        return cosines
+
+    def _checksum(self) -> str:
+        """Equal for two runs that began with the same weights and the same order of data."""
+        value = zlib.crc32(self.starts.numpy().tobytes())
+        for tensor in self.initial.values():
+            value = zlib.crc32(tensor.numpy().tobytes(), value)
+        return f"{value:08x}"
+
+
+def _values(parameter: torch.Tensor) -> torch.Tensor:
+    """The plain values on the CPU, a scaled weight's with all the precision that this rank has of it."""
+    values = parameter.detach()
+    if isinstance(parameter, ScaledTensor):
+        values = parameter.exact() if parameter.elsewhere is None else parameter.dequantize()
+    return values.to("cpu", copy=True)
+
+
+def inspect(settings: Settings, text: TrainingText, backend: str, fault: str | None) -> dict[str, Any]:
+    """A few training steps under observation: gradients at the initial weights, the audit, peak memory; then a few
+    that are timed."""
+    messages = _Messages()
+    with messages:
+        run = Run(settings, text, backend, seed=0, fault=fault, with_reference=True)
+        run.backward(0)
+        run.optimizer.zero_grad()
+        run.backward(0)  # again, weights unchanged: delayed scaling has no amax before its first pass
+        cosines = run.gradient_cosines()
+        run.reference_gradients.clear()
+        run.update()
+        run.optimizer.zero_grad()
+        for step in range(1, INSPECTED_STEPS - 1):
+            run.step(step)
+        peak = peak_memory(functools.partial(run.step, INSPECTED_STEPS - 1), run.bare, run.optimizer)
+        sent = None
+        if run.accelerator.num_processes > 1:
+            sent = sent_bytes(functools.partial(run.step, INSPECTED_STEPS - 1))
+        with autocast_copies(run.bare) as copies:
+            run.backward(INSPECTED_STEPS)
+        run.update()
+        audit, recipe = fp8_backends.audit(run.model, run.optimizer), _recipe(run.accelerator)
+        run.optimizer.zero_grad()
+    return {
+        "parameters": sum(parameter.numel() for parameter in run.bare.parameters()),
+        "peak_memory_bytes": peak,
+        "autocast_copy_bytes": sum(copies.values()),
+        "sent_bytes": sent,
+        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        * (1 if sys.platform == "darwin" else 1024),
+        "first_gradient_cosines": {name: round(value, 6) for name, value in cosines.items()},
+        "audit": audit.to_dict(),
+        "incomplete_layers": incomplete_layers(audit, recipe) if recipe else {},
+        "messages": messages.lines,
+        "start_seconds": run.start_seconds,
+        "step_seconds": statistics.median(_seconds(run, INSPECTED_STEPS + 1 + n) for n in range(TIMED_STEPS)),
+    }
+
+
+def _seconds(run: Run, step: int) -> float:
+    began = time.perf_counter()
+    run.step(step).item()  # which makes a GPU wait
+    return time.perf_counter() - began
+
+
+def _recipe(accelerator: Accelerator):
+    return getattr(accelerator, "fp8_recipe", None)
+
+
+def _accelerator(settings: Settings, backend: str) -> Accelerator:
+    AcceleratorState._reset_state(True)
+    # ranks share each batch: without split_batches a scheduler would take as many steps at a time as there are ranks
+    config = DataLoaderConfiguration(split_batches=True)
+    common: dict[str, Any] = {"cpu": settings.device == "cpu", "dataloader_config": config}
+    if settings.compile:
+        common["dynamo_backend"] = "inductor"
+    if backend == "fp32":
+        return Accelerator(mixed_precision="no", **common)
+    if backend in ("bf16", "fp16"):
+        accelerator = Accelerator(mixed_precision=backend, **common)
+        if backend == "fp16" and settings.device == "cpu":
+            # stock Accelerate quietly trains in FP32 here; with these two it autocasts and scales as on a GPU
+            accelerator.native_amp, accelerator.scaler = True, torch.amp.GradScaler("cpu")
+        return accelerator
+    handler = fp8_backends.FP8RecipeKwargs(backend=backend, autocast_dtype=settings.reference)
+    return Accelerator(mixed_precision="fp8", kwargs_handlers=[handler], **common)
+
+
+def _schedule(settings: Settings) -> Callable[[int], float]:
+    """Linear warm-up from zero, as in the schedules of transformers, then a cosine that ends at zero.
+
+    The warm-up is long and starts at zero because a step into steep terrain makes small differences grow: after a
+    short warm-up the gap of one and the same backend varied several times as much from seed to seed.
+    """
+    warmup = round(settings.steps * settings.warmup_share)
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return step / warmup
+        done = (step - warmup) / max(1, settings.steps - 1 - warmup)
+        return 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+
+    return factor
+
+
+def _forget() -> None:
+    AcceleratorState._reset_state(True)
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _plain(value: Any) -> Any:
+    """As JSON can hold it: numbers that are not finite become None."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class _Messages(logging.Handler):
+    """What this package says while it is active: the proof line and notices."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if (line := record.getMessage()) not in self.lines:
+            self.lines.append(line)
+
+    def __enter__(self) -> _Messages:
+        logger = logging.getLogger("fp8_backends")
+        logger.addHandler(self)
+        self.level_before = logger.level
+        logger.setLevel(logging.INFO)
+        return self
+
+    def __exit__(self, *exc) -> None:
+        logger = logging.getLogger("fp8_backends")
+        logger.removeHandler(self)
+        logger.setLevel(self.level_before)
+
+
+def _reporter() -> Report:
+    """Writes events to what was stdout; whatever else prints goes to stderr from here on. Of several ranks all but the
+    first write only that they are ready, and why they failed."""
+    stream = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    last_step = 0.0
+
+    def report(event: str, **values: Any) -> None:
+        nonlocal last_step
+        if event not in ("ready", "failed") and int(os.environ.get("RANK", 0)) != 0:
+            return
+        if event == "step":
+            if time.monotonic() - last_step < 0.2:
+                return
+            last_step = time.monotonic()
+        stream.write(json.dumps(_plain({"event": event, **values}), allow_nan=False) + "\n")
+
+    return report
+
+
+def _turns() -> Iterator[int]:
+    """0, 1, … as standard input permits. It is then out of the reach of whatever else this process starts."""
+    permits = os.dup(0)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    return itertools.takewhile(lambda turn: os.read(permits, 1), itertools.count())
+
+
+def main(argv: list[str]) -> int:
+    settings_path, text_path, backend, *fault = argv
+    report, turns = _reporter(), _turns()
+    text = TrainingText(**torch.load(text_path))
+    try:
+        settings = _read(settings_path)
+        if settings.device == "cpu":
+            torch.use_deterministic_algorithms(True, warn_only=True)
+        build_model(replace(settings, device="meta"), text.vocab_size, seed=0)  # loads what a model is made of
+        report("ready")
+        for turn in turns:
+            take_turn(turn, _read(settings_path), text, backend, report, fault[0] if fault else None)
+        if dist.is_available() and dist.is_initialized():
+            dist.destroy_process_group()
+    except BrokenPipeError:  # nobody listens any more
+        os._exit(1)
+    except Exception as error:
+        report("failed", message=f"{type(error).__name__}: {error}")
+        raise
+    return 0
+
+
+def _read(settings_path: str) -> Settings:
+    """Anew at each turn: what fits into the time given is known only after the first."""
+    return Settings.from_dict(json.loads(Path(settings_path).read_text()))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,153 @@
+"""The text that `compare` trains on: read, split by file into training and held-out parts, turned into tokens."""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ...errors import FP8BackendError
+
+HELD_OUT_EVERY = 10
+"""Of so many files, the last is held out; of a single file, the last such part."""
+_SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "node_modules"}
+_BOUNDARY = b"\0"  # between two files; text files hold no zero bytes
+
+
+@dataclass
+class TrainingText:
+    """Tokens of the two parts, and what a report must say about them."""
+
+    train: torch.Tensor
+    """1-D, uint8 for bytes, int32 for a trained tokenizer."""
+    held_out: torch.Tensor
+    vocab_size: int
+    """A multiple of 16, so that an output head would fit FP8 too."""
+    description: str
+    sha256: str
+    """Of the raw text, training part and then held-out part."""
+
+    def batches(self, steps: int, batch: int, sequence: int, seed: int) -> torch.Tensor:
+        """Starting points of the windows of a whole training run, [steps, batch]; the same for the same seed."""
+        self._check_length(self.train, sequence, "training")
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randint(len(self.train) - sequence, (steps, batch), generator=generator)
+
+    def windows(self, starts: torch.Tensor, sequence: int) -> torch.Tensor:
+        """Training tokens [batch, sequence], int64, at these starting points [batch]."""
+        return self.train[starts[:, None] + torch.arange(sequence)].long()
+
+    def held_out_windows(self, count: int, sequence: int) -> torch.Tensor:
+        """Evenly spaced held-out tokens [count, sequence], int64; fewer where the text is short."""
+        self._check_length(self.held_out, sequence, "held-out")
+        count = min(count, len(self.held_out) // sequence)
+        starts = torch.linspace(0, len(self.held_out) - sequence, count).long()
+        return self.held_out[starts[:, None] + torch.arange(sequence)].long()
+
+    @staticmethod
+    def _check_length(tokens: torch.Tensor, sequence: int, part: str) -> None:
+        if len(tokens) <= sequence:
+            raise FP8BackendError(
+                f"the {part} part of the text has {len(tokens)} tokens, too few for --sequence {sequence}: "
+                "give more text or shorter sequences"
+            )
+
+
+def load_text(path: str | Path | None = None, limit_mb: float = 8.0, tokenizer_size: int | None = None) -> TrainingText:
+    """Read the text to train on.
+
+    Args:
+        path: a file, or a folder whose text files are read; None: the Python sources of the standard library.
+        limit_mb: read files in the order of their paths until so many megabytes are reached.
+        tokenizer_size: tokens of a byte-level BPE trained on the training part; None: each byte is a token.
+
+    Raises:
+        FP8BackendError: nothing there to read, or too little of it.
+    """
+    files, description = _files(path)
+    parts = _read(files, limit_mb)
+    if not parts:
+        raise FP8BackendError(f"no text found in {path}: --text takes a text file or a folder of text files")
+    if len(parts) < HELD_OUT_EVERY:
+        whole = _BOUNDARY.join(parts)
+        cut = len(whole) - len(whole) // HELD_OUT_EVERY
+        train, held_out = whole[:cut], whole[cut:]
+        split = "the last tenth held out"
+    else:
+        last = HELD_OUT_EVERY - 1
+        train = _BOUNDARY.join(part for index, part in enumerate(parts) if index % HELD_OUT_EVERY != last)
+        held_out = _BOUNDARY.join(part for index, part in enumerate(parts) if index % HELD_OUT_EVERY == last)
+        split = f"every {HELD_OUT_EVERY}th file held out"
+    size = (len(train) + len(held_out)) / 1e6
+    description = f"{description}, {len(parts)} files, {size:.1f} MB, {split}"
+    sha256 = hashlib.sha256(train + held_out).hexdigest()
+    if tokenizer_size is None:
+        return TrainingText(_bytes(train), _bytes(held_out), 256, f"{description}, one token a byte", sha256)
+    encode, vocab_size = _trained_tokenizer(train, tokenizer_size)
+    description += f", byte-level BPE of {tokenizer_size} tokens trained on the training part"
+    return TrainingText(encode(train), encode(held_out), -(-vocab_size // 16) * 16, description, sha256)
+
+
+def _files(path: str | Path | None) -> tuple[list[Path], str]:
+    if path is None:
+        root, pattern = Path(sysconfig.get_paths()["stdlib"]), "*.py"
+        description = f"Python {sysconfig.get_python_version()} standard library sources"
+    else:
+        root, pattern, description = Path(path), "*", Path(path).name
+        if root.is_file():
+            return [root], description
+        if not root.is_dir():
+            raise FP8BackendError(f"--text {path}: there is no such file or folder")
+    found = []
+    for file in root.rglob(pattern):
+        relative = file.relative_to(root)
+        if file.is_file() and not any(p in _SKIPPED_FOLDERS or p.startswith(".") for p in relative.parts):
+            found.append((relative.as_posix(), file))
+    return [file for _, file in sorted(found)], description
+
+
+def _read(files: list[Path], limit_mb: float) -> list[bytes]:
+    parts, left = [], int(limit_mb * 1e6)
+    for file in files:
+        if left <= 0:
+            break
+        try:
+            data = file.read_bytes()[:left]
+        except OSError:
+            continue
+        if data and b"\0" not in data:  # binary files hold zero bytes
+            parts.append(data)
+            left -= len(data)
+    return parts
+
+
+def _bytes(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _trained_tokenizer(train: bytes, size: int):
+    """An encoder from bytes to int32 tokens, and its vocabulary's size."""
+    try:
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    except ImportError as error:
+        raise FP8BackendError("--tokenizer needs the package tokenizers: pip install tokenizers") from error
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False
+    )
+    tokenizer.train_from_iterator(_pieces(train), trainer)
+
+    def encode(data: bytes) -> torch.Tensor:
+        ids = [encoding.ids for encoding in tokenizer.encode_batch(_pieces(data))]
+        return torch.tensor([token for piece in ids for token in piece], dtype=torch.int32)
+
+    return encode, tokenizer.get_vocab_size()
+
+
+def _pieces(data: bytes) -> list[str]:
+    return [piece.decode("utf-8", errors="replace") for piece in data.split(_BOUNDARY)]

@@ -1,0 +1,1 @@
+"""`fp8-backends config`: configuration files of other systems, checked and translated."""

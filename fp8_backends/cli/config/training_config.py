@@ -1,0 +1,171 @@
+"""What a configuration file of Accelerate or of another trainer says about precision, sharding and compilation."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...compute.fields import FIELDS, FORMAT_OF_SCALING, closest
+from ...errors import RecipeError
+from ...recipes.handlers import FP8RecipeKwargs, Recipe, resolve
+from ...training.rules import Compiled, Parallel
+from ...training.validators import Finding, validate
+
+DEEPSPEED_PRECISION = (
+    "mixed_precision is left out: Accelerate refuses it beside deepspeed_config_file. fp8-backends launch needs none; "
+    "with accelerate launch say --mixed_precision fp8"
+)
+UNCOMPILED = ("NO", "EAGER", "AOT_EAGER")
+"""Backends of torch.compile that make no kernels."""
+_NAMING = ("backend", "scaling", "opt_level", "use_mxfp8_block_scaling")
+
+
+@dataclass
+class TrainingConfig:
+    """The parts of a configuration that FP8 depends on, whoever wrote it."""
+
+    source: str
+    """The file's name."""
+    system: str
+    """"accelerate" or "axolotl"."""
+    mixed_precision: str
+    """"no", "fp16", "bf16" or "fp8"."""
+    fields: dict[str, Any] = field(default_factory=dict)
+    """Fields of `FP8RecipeKwargs`; read only where FP8 is on."""
+    parallel: Parallel = "none"
+    processes: int | None = None
+    """All of them, over all machines. None: the file does not say."""
+    compiled: Compiled = "none"
+    surroundings: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of `validate` that the file gives."""
+    accelerate: dict[str, Any] = field(default_factory=dict)
+    """An Accelerate configuration that means the same, its precision left out."""
+    notes: list[str] = field(default_factory=list)
+    """What cannot be said in the other file's words, or has no effect."""
+    passed_over: list[str] = field(default_factory=list)
+    """Keys that say nothing about precision, sharding or compilation."""
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """The recipe as it was asked for: `auto` stays `auto`. None where FP8 is off. Raises `RecipeError`."""
+        if self.mixed_precision != "fp8":
+            return None
+        try:
+            return FP8RecipeKwargs(**self.fields)
+        except RecipeError as error:
+            raise RecipeError(f"{self.source}: {error}") from None
+
+    def use(self, backend: str) -> None:
+        """Take another backend. Fields that it does not read are left out, each with a note. Raises `RecipeError`."""
+        kept: dict[str, Any] = {"backend": backend}
+        resolve(kept)
+        for name, value in self.fields.items():
+            if name in _NAMING:
+                continue
+            try:
+                resolve({**kept, name: value})
+                kept[name] = value
+            except RecipeError as error:
+                self.notes.append(f"{name}={value!r} of the file is left out with backend {backend}: {error}")
+        self.mixed_precision, self.fields = "fp8", kept
+
+    def findings(self, chip: str | None = None) -> list[Finding]:
+        """What is known to go wrong with it on this machine, or on one with that chip. Nothing where FP8 is off."""
+        if self.recipe is None:
+            return []
+        return validate(
+            self.fields,
+            parallel=self.parallel,
+            compiled=self.compiled,
+            world_size=self.processes,
+            chip=chip,
+            **self.surroundings,
+        )
+
+    def for_accelerate(self) -> dict[str, Any]:
+        """A configuration for `accelerate launch` and `fp8-backends launch`, as plain values for YAML."""
+        written = {**self.accelerate}
+        if self.recipe is not None:
+            written["fp8_config"] = yaml_fields(self.recipe)
+        if "deepspeed_config_file" not in written.get("deepspeed_config", {}):
+            written["mixed_precision"] = self.mixed_precision
+        return written
+
+
+def given_fields(recipe: Recipe) -> dict[str, Any]:
+    """The fields beside its name in which a recipe differs from its backend's defaults."""
+    given = recipe.to_kwargs().items()
+    return {name: value for name, value in given if name not in _NAMING and not _is_default(recipe, name, value)}
+
+
+def yaml_fields(recipe: Recipe) -> dict[str, Any]:
+    """The `fp8_config` block that means this recipe, by whichever launcher reads it."""
+    fields = {_KEYS.get(name, name): value for name, value in given_fields(recipe).items()}
+    plain = {key: list(value) if isinstance(value, tuple) else value for key, value in fields.items()}
+    return {"backend": recipe.name, **plain}
+
+
+_KEYS = {"enable_fsdp_float8_all_gather": "all_gather", "fp8_format": "number_format"}
+"""Our own keys where Accelerate's launcher exports a default under its own: that one counts as not given."""
+
+
+def _is_default(recipe: Recipe, name: str, value: Any) -> bool:
+    if name == "pad_inner_dim":
+        return value is True  # what TorchAO's handler has, too
+    if name == "fp8_format":
+        return value == FORMAT_OF_SCALING.get(recipe.scaling, FIELDS[name].default)
+    return value == FIELDS[name].default
+
+
+# for the readers of each system
+
+
+def parsed_file(path: str) -> dict[str, Any]:
+    """The keys of a YAML or JSON file. Raises `RecipeError` that names it."""
+    import yaml
+
+    kind, load = ("JSON", json.load) if path.endswith(".json") else ("YAML", yaml.safe_load)
+    try:
+        with open(path, encoding="utf-8") as file:
+            values = load(file)
+    except OSError as error:
+        raise RecipeError(f"{path}: {error.strerror or error}") from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise RecipeError(f"{path} is no {kind}: {' '.join(str(error).split())}") from None
+    if not isinstance(values, Mapping):
+        raise RecipeError(f"{path} holds no keys: a configuration file of Accelerate or Axolotl is wanted")
+    return {str(key): value for key, value in values.items()}
+
+
+def value_of(place: str, parse: Callable[[Any], Any], value: Any) -> Any:
+    """A parsed value. Raises `RecipeError` that names the place."""
+    try:
+        return parse(value)
+    except ValueError as error:
+        raise RecipeError(f"{place}={value!r} {error}") from None
+
+
+def refuse_unknown(place: str, keys: Iterable[str], known: Iterable[str]) -> None:
+    """Raise `RecipeError` that names every key that is not known, each with the nearest that is."""
+    known = list(known)
+    if unknown := [f"{key}{closest(key, known)}" for key in keys if key not in known]:
+        raise RecipeError(f"{place}: not known: {', '.join(unknown)}")
+
+
+def block(values: Mapping[str, Any], key: str, source: str) -> dict[str, Any]:
+    """A block of keys, empty where there is none."""
+    found = values.get(key) or {}
+    if not isinstance(found, Mapping):
+        raise RecipeError(f"{source}: {key} must be a block of keys, not {found!r}")
+    return {str(name): value for name, value in found.items()}
+
+
+def zero_stage(config_file: str, source: str) -> int | None:
+    """The ZeRO stage in a DeepSpeed configuration, looked for from here and beside `source`. None: it does not tell."""
+    places = (config_file, os.path.join(os.path.dirname(source), config_file))
+    path = next((path for path in places if os.path.isfile(path)), None)
+    stage = None if path is None else block(parsed_file(path), "zero_optimization", path).get("stage")
+    return stage if isinstance(stage, int) else None

@@ -1,0 +1,1 @@
+"""`fp8-backends doctor`: what this machine can do."""

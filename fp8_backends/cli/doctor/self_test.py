@@ -1,0 +1,248 @@
+"""Does FP8 really train here? One small training step of each backend beside a plain one, in a process of its own.
+
+The plain step is in bf16, or on a CPU without bf16 products in FP32, and so is what surrounds FP8. A test of a backend
+proves four things: every converted layer made all three products in FP8 (`audit`), the loss and all gradients are those
+of the plain step up to FP8's rounding, every weight moved in the optimizer's step, and weights, gradients and
+states take the bytes that the recipe promises. A backend that crashes or hangs ends the process, not the doctor.
+
+    python -m fp8_backends.cli.doctor.self_test native:dynamic msamp:O2
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import IO, Any
+
+LOSS_BOUND = 0.05
+GRADIENT_BOUND = 0.25
+"""Relative errors against the plain step, the gradient's in L2. Rounding to E4M3 is an error of 0.026, to E5M2 of
+0.052, so a forward product errs by 0.037 and a backward one by 0.058; through the three layers here a gradient errs by
+0.12, half of the bound, and the loss, an average over a thousand outputs, by less than 0.01. Wrong codes or scales err
+by 1."""
+BYTES_BOUND = 0.02
+"""By so many bytes an element may be more than the plan: one scale a tensor."""
+
+STARTS_WITHIN = 90.0
+"""Seconds for the process to import what it needs."""
+ENDS_WITHIN = 45.0
+"""Seconds for one test, which takes less than one where nothing is compiled or loaded for it."""
+
+_WIDTH, _TOKENS, _LAYERS = 64, 64, 3
+_MARK = "fp8_backends self-test: "
+
+
+@dataclass
+class SelfTest:
+    """What one test found."""
+
+    backend: str
+    proven: bool
+    reason: str
+    """Why not; or what was proven."""
+    precision: str = ""
+    """Of the plain step, and of what surrounds FP8: "bf16" or "fp32"."""
+    loss_error: float | None = None
+    """|loss - plain loss| / |plain loss|."""
+    gradient_error: float | None = None
+    """The largest over the weights of |gradient - plain gradient| / |plain gradient| (L2)."""
+    products: int = 0
+    """FP8 products that were counted."""
+    engine: str = ""
+    bytes_per_element: float | None = None
+    seconds: float = 0.0
+
+
+def run(backends: Sequence[str]) -> list[SelfTest]:
+    """Test each backend, one after the other, in a process of its own; in a new one after it ended or hung."""
+    results: list[SelfTest] = []
+    while len(results) < len(backends):
+        results += _run_in_process(list(backends[len(results) :]))
+    return results
+
+
+def _run_in_process(backends: list[str]) -> list[SelfTest]:
+    """The results up to the first test that the process did not survive; at least one."""
+    command = [sys.executable, "-m", __name__, *backends]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=_environment(), start_new_session=True
+    )
+    lines: queue.Queue[str | None] = queue.Queue()
+    errors: list[str] = []
+    threading.Thread(target=_read, args=(process.stdout, lines), daemon=True).start()
+    threading.Thread(target=lambda: errors.extend(process.stderr), daemon=True).start()
+    results, limit, now = [], STARTS_WITHIN, backends[0]
+    try:
+        while len(results) < len(backends):
+            now = backends[len(results)]
+            line = lines.get(timeout=limit)
+            if line is None:
+                process.wait()
+                return [*results, SelfTest(now, False, _death(process.returncode, errors))]
+            results.append(SelfTest(**json.loads(line)))
+            limit = ENDS_WITHIN
+    except queue.Empty:
+        return [*results, SelfTest(now, False, f"the test did not end within {limit:.0f} seconds")]
+    finally:
+        _end(process)
+    return results
+
+
+def _read(stream: IO[str], lines: queue.Queue) -> None:
+    for line in stream:
+        if line.startswith(_MARK):
+            lines.put(line.removeprefix(_MARK))
+    lines.put(None)
+
+
+def _death(code: int, errors: list[str]) -> str:
+    if code < 0:
+        return f"the test ended its process with {signal.Signals(-code).name}"
+    said = [line.strip() for line in errors if line.strip()]
+    return f"the test ended its process with code {code}: {said[-1] if said else 'no message'}"
+
+
+def _end(process: subprocess.Popen) -> None:
+    """The process and what it may have started; it has a session of its own."""
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+
+
+def _environment() -> dict[str, str]:
+    """Of the test's process: this one's, but for what would make it a rank or ask for FP8 by itself."""
+    import fp8_backends
+
+    dropped = ("ACCELERATE_", "FP8_BACKENDS_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_")
+    kept = {name: value for name, value in os.environ.items() if not name.upper().startswith(dropped)}
+    package = os.path.dirname(os.path.dirname(os.path.abspath(fp8_backends.__file__)))
+    path = os.pathsep.join(filter(None, (package, kept.get("PYTHONPATH"))))
+    return kept | {"PYTHONPATH": path, "FP8_BACKENDS_DISABLE": "1"}
+
+
+# In the process
+
+
+def main(backends: Sequence[str]) -> None:
+    """Test each backend and print one line of JSON for each."""
+    logging.getLogger("fp8_backends").setLevel(logging.ERROR)
+    for backend in backends:
+        print(_MARK + json.dumps(asdict(test(backend))), flush=True)
+
+
+def test(backend: str) -> SelfTest:
+    """One backend, in this process."""
+    start = time.perf_counter()
+    try:
+        found = _test(backend)
+    except Exception as error:  # whatever a library raises is what there is to say of it
+        said = (str(error).strip().splitlines() or [""])[0]
+        found = SelfTest(backend, False, f"{type(error).__name__}: {said}")
+    found.seconds = time.perf_counter() - start
+    return found
+
+
+def _test(backend: str) -> SelfTest:
+    from ...compute import hardware
+    from ...recipes import handlers as recipes
+    from ...training import preparation
+    from ...training.auditing import audit
+
+    recipe = recipes.resolve(backend)
+    expected_loss, expected_gradients = _backward(_model_and_optimizer()[0])
+    model, optimizer = preparation.prepare(*_model_and_optimizer(), recipe)
+    if recipe.scaling == "delayed":
+        _backward(model)  # TransformerEngine's first step has scales of 1, where small gradients vanish
+        optimizer.zero_grad()
+    loss, gradients = _backward(model)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    optimizer.step()
+    found = audit(model, optimizer)
+    result = SelfTest(backend, True, "", precision=hardware.fast_precision(_device()))
+    result.loss_error = abs(loss - expected_loss) / abs(expected_loss)
+    result.gradient_error = max(map(_error, gradients, expected_gradients))
+    result.products = sum(sum(counts.values()) for counts in found.products.values())
+    result.engine = ", ".join(sorted(set(found.engine.values())))
+    result.bytes_per_element = found.bytes_per_element["total"]
+    moved = all(bool((p.detach() != old).any()) for p, old in zip(model.parameters(), before, strict=True))
+    faults = [
+        *_faults(result, found, recipe),
+        *([] if moved else ["a weight did not move in the optimizer's step"]),
+    ]
+    result.proven, result.reason = not faults, "; ".join(faults)
+    return result
+
+
+def _faults(result: SelfTest, found: Any, recipe: Any) -> Iterator[str]:
+    """What speaks against the proof. found: the audit."""
+    from ...recipes.precision_plan import plan
+    from ...training.auditing import incomplete_layers
+
+    for name, missing in incomplete_layers(found, recipe).items():
+        yield f"layer {name} made no {' '.join(missing)} in FP8"
+    if len(found.products) != _LAYERS:
+        yield f"{len(found.products)} of {_LAYERS} layers were converted"
+    for what, error, bound in (
+        ("loss", result.loss_error, LOSS_BOUND),
+        ("gradient", result.gradient_error, GRADIENT_BOUND),
+    ):
+        if not error <= bound:  # NaN too
+            yield f"{what} differs from {result.precision}'s by {error:.2g}, the bound is {bound}"
+    promised = plan(recipe).bytes_per_element
+    if not abs(result.bytes_per_element - promised) <= BYTES_BOUND:
+        yield f"{result.bytes_per_element:.4g} bytes an element are stored, {promised:g} were promised"
+
+
+def _model_and_optimizer() -> tuple:
+    import torch
+
+    torch.manual_seed(0)
+    layers = [layer for _ in range(_LAYERS) for layer in (torch.nn.Linear(_WIDTH, _WIDTH), torch.nn.GELU())]
+    model = torch.nn.Sequential(*layers[:-1]).to(_device())
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def _backward(model: Any) -> tuple[float, list]:
+    """(loss, the gradients of all parameters as plain values) of one fixed batch, in the precision that is fast."""
+    import torch
+
+    from ...compute import hardware
+
+    generator = torch.Generator().manual_seed(1)
+    inputs, targets = (torch.randn(_TOKENS, _WIDTH, generator=generator).to(_device()) for _ in range(2))
+    inputs.requires_grad_()  # so that the first layer has a gradient to hand on, too
+    with hardware.fast_autocast(_device()):
+        loss = (model(inputs).float() - targets).square().mean()
+    loss.backward()
+    return loss.item(), [_plain(p.grad) for p in model.parameters()]
+
+
+def _plain(tensor: Any) -> Any:
+    tensor = tensor.dequantize() if hasattr(tensor, "dequantize") and hasattr(tensor, "_scale_inv") else tensor
+    return tensor.detach().float().clone()
+
+
+def _error(mine: Any, reference: Any) -> float:
+    return ((mine - reference).norm() / reference.norm()).item()
+
+
+def _device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

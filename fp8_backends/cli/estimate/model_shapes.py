@@ -1,0 +1,240 @@
+"""The models that an estimate is about: a transformers configuration, or a number of parameters."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ...errors import FP8BackendError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_WITH_LOSS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration", "ForPreTraining")
+"""Endings of classes whose forward takes `labels` of the shape of `input_ids` and returns a loss."""
+_UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+
+SHORT, LONG = 2, 3
+"""Layers of models that tell how a deeper one grows."""
+LARGE = 1e9
+"""Parameters from which on a generic model has the vocabulary of Llama 3."""
+ASPECT = 128
+"""Width over depth of a generic model, as of Llama 3 8B (4096 / 32)."""
+
+
+@dataclass(eq=False)
+class ModelShape:
+    """A model that can be made with more or fewer layers."""
+
+    title: str
+    config: PretrainedConfig
+
+    @property
+    def layers(self) -> int:
+        return getattr(self.config, "num_hidden_layers", 0)
+
+    @property
+    def longest(self) -> int | None:
+        """Tokens of the longest sequence, where that has a limit."""
+        return getattr(self.config, "max_position_embeddings", None)
+
+    def with_layers(self, layers: int) -> ModelShape:
+        """The same shape, deeper or less deep."""
+        config = copy.deepcopy(self.config)
+        kinds = getattr(config, "layer_types", None)
+        if kinds:
+            config.layer_types = [kinds[i % len(kinds)] for i in range(layers)]
+        config.num_hidden_layers = layers
+        return ModelShape(self.title, config)
+
+    def make_model(self, dtype: torch.dtype) -> nn.Module:
+        """With random weights, on the device that is the default at that time.
+
+        Raises:
+            FP8BackendError: transformers cannot make it from its configuration.
+        """
+        try:
+            return _model_class(self.config)._from_config(self.config, dtype=dtype)
+        except (AssertionError, AttributeError, RuntimeError, TypeError, ValueError) as error:
+            raise FP8BackendError(f"transformers cannot make this model: {_first_line(error)}") from error
+
+    def make_batch(self, batch: int, sequence: int) -> dict[str, torch.Tensor]:
+        """Token ids, and labels of their shape."""
+        return {name: torch.zeros(batch, sequence, dtype=torch.long) for name in ("input_ids", "labels")}
+
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        """Its repeated layers, if they are all alike; else none."""
+        lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == self.layers]
+        largest = max(lists, key=_elements, default=())
+        kinds = {tuple((name, p.shape) for name, p in block.named_parameters()) for block in largest}
+        return list(largest) if len(kinds) == 1 else []
+
+    @functools.cached_property
+    def grows_evenly(self) -> bool:
+        """Whether its layers are alike, so that a few of them tell of all."""
+        with torch.device("meta"):
+            shapes = [self.with_layers(SHORT), self.with_layers(LONG), self]
+            models = [shape.make_model(torch.float32) for shape in shapes]
+        if self.layers <= LONG or not all(map(ModelShape.blocks, shapes, models)):
+            return False
+        short, long, whole = map(_elements, models)
+        return whole == short + (long - short) * (self.layers - SHORT)
+
+    @functools.cached_property
+    def parameters(self) -> int:
+        """How many the whole model has; tied ones once."""
+        with torch.device("meta"):
+            return _elements(self.make_model(torch.float32))
+
+
+def from_transformers(name: str | Path) -> ModelShape:
+    """From a `config.json`, a folder that holds one, or the name of a model in the local cache. Nothing is fetched.
+
+    Raises:
+        FP8BackendError: there is none, or transformers cannot read it.
+    """
+    from transformers import AutoConfig
+
+    path = Path(name)
+    try:
+        config = AutoConfig.from_pretrained(path if path.exists() else str(name), local_files_only=True)
+    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
+        what = "not a configuration that transformers reads" if path.exists() else _NOT_THERE
+        raise FP8BackendError(f"{name}: {what} ({_first_line(error)})") from error
+    config.use_cache = False
+    _model_class(config)
+    return ModelShape(str(name), config)
+
+
+_NOT_THERE = (
+    "no such config.json or folder, and no model of this name in the local cache of transformers. Nothing is "
+    "fetched: download its config.json and name the file, or give --params"
+)
+
+
+def from_parameters(count: float) -> ModelShape:
+    """A Llama of about so many parameters, of the proportions of Llama 3: 128 times as wide as deep, an MLP of 3.5
+    times the width, 8 key and value heads, and a vocabulary of 128256 (32000 below a billion) apart from the head."""
+    from transformers import LlamaConfig
+
+    vocabulary = 128256 if count >= LARGE else 32000
+    step = 256 if count >= LARGE else 64
+    widths = range(step, 32 * 1024, step)
+    hidden, layers = min(
+        ((width, _depth(count, width, vocabulary)) for width in widths),
+        key=lambda each: _distance(count, *each, vocabulary),
+    )
+    if layers < 1:
+        raise FP8BackendError(f"{count:.3g} parameters are too few for a Llama with {vocabulary} tokens")
+    head = _head(hidden)
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=_mlp(hidden),
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // head,
+        num_key_value_heads=_key_value_heads(hidden // head),
+        max_position_embeddings=2**20,
+        tie_word_embeddings=False,
+        use_cache=False,
+    )
+    shape = ModelShape("", config)
+    title = (
+        f"Llama of {layers} layers, width {hidden}, MLP {_mlp(hidden)}, {vocabulary} tokens "
+        f"({readable_count(shape.parameters)} parameters)"
+    )
+    return ModelShape(title, config)
+
+
+def parse_count(text: str) -> float:
+    """A number of parameters such as 8B, 350M or 1.5e9. Raises `FP8BackendError` for anything else."""
+    found = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([kmbt]?)\s*", text, re.IGNORECASE)
+    try:
+        count = float(found[1]) * _UNITS.get(found[2].upper(), 1)
+    except (TypeError, ValueError):
+        count = 0
+    if count < 1e5:
+        raise FP8BackendError(f"--params {text}: a number of parameters such as 8B, 350M or 1.5e9, at least 100K")
+    return count
+
+
+def readable_count(count: float) -> str:
+    """8.03e9 -> 8.03 B."""
+    unit = next((unit for unit in "TBMK" if count >= _UNITS[unit]), "")
+    return f"{count / _UNITS.get(unit, 1):.3g} {unit}".rstrip()
+
+
+def _elements(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _mlp(hidden: int) -> int:
+    return int(3.5 * hidden)
+
+
+def _head(hidden: int) -> int:
+    return 128 if hidden % 128 == 0 and hidden >= 1024 else 64
+
+
+def _key_value_heads(heads: int) -> int:
+    return next(n for n in (8, 4, 2, 1) if heads % n == 0)
+
+
+def _per_layer(hidden: int) -> int:
+    head = _head(hidden)
+    key_value = _key_value_heads(hidden // head) * head
+    return 2 * hidden * hidden + 2 * hidden * key_value + 3 * hidden * _mlp(hidden) + 2 * hidden
+
+
+def _depth(count: float, hidden: int, vocabulary: int) -> int:
+    return round((count - 2 * vocabulary * hidden) / _per_layer(hidden))
+
+
+def _distance(count: float, hidden: int, layers: int, vocabulary: int) -> float:
+    """How far a shape is from the count and from the proportions. A percent of parameters weighs as much as a tenth of
+    the proportions."""
+    if layers < 1:
+        return float("inf")
+    found = layers * _per_layer(hidden) + 2 * vocabulary * hidden
+    proportion = hidden / layers / ASPECT
+    return 10 * abs(found / count - 1) + max(proportion, 1 / proportion)
+
+
+def _model_class(config: PretrainedConfig) -> Any:
+    """The class that the configuration names, or one of its type, that trains on tokens.
+
+    Raises:
+        FP8BackendError: there is none.
+    """
+    import transformers
+    from transformers.models.auto import modeling_auto as auto
+
+    kind = getattr(config, "model_type", "?")
+    names = [*(getattr(config, "architectures", None) or ()), *(getattr(auto, names).get(kind) for names in _NAMES)]
+    found = next((name for name in names if isinstance(name, str) and name.endswith(_WITH_LOSS)), "")
+    if not hasattr(transformers, found):
+        raise FP8BackendError(
+            f"model type {kind!r}: no class of transformers trains it on tokens "
+            f"(causal, masked or sequence-to-sequence language model), and estimates are made of such"
+        )
+    return getattr(transformers, found)
+
+
+_NAMES = (
+    "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+    "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+)
+"""Of transformers' tables from model types to classes."""
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]

@@ -1,0 +1,396 @@
+"""One training step that computes nothing: which tensors it makes, how large they are and how long they live.
+
+The model, its conversion, autograd and the optimizer are the real ones, run on PyTorch's fake tensors, which have a
+shape, a dtype and no memory. So a step of a model of any size is traced in seconds on any machine, and what is counted
+is what the code does: saved activations, autocast's copies, the FP8 codes between forward and backward, the loss head's
+FP32 logits. Not seen is what a kernel allocates for itself inside one operation.
+"""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from ...errors import FP8BackendError
+from ...numerics.scaled_tensor import ScaledTensor
+from ...states.adamw import ScaledStates
+from ...training import conversion, preparation
+from ...training.auditing import converted_layers, inner_tensors, stored_bytes
+from ...training.weight_products import FP8
+
+if TYPE_CHECKING:
+    from ...recipes.handlers import Recipe
+
+PARTS = ("weights", "master", "gradients", "states", "buffers", "copies", "codes", "activations")
+"""What memory is for. Of weights, made for the products of one step: `copies` in high precision (autocast's) and
+FP8 `codes`. `activations`: everything else that a step makes, temporary results included."""
+WEIGHTS, MASTER, GRADIENTS, STATES, BUFFERS, COPIES, CODES, ACTIVATIONS = PARTS
+
+_OF_WEIGHTS = frozenset((WEIGHTS, MASTER, BUFFERS, COPIES, CODES))
+_PLAIN_TYPES = frozenset((torch.Tensor, FakeTensor, nn.Parameter))
+
+MOST_ANSWERS = 20_000
+"""Of one trace to code that reads numbers from tensors: more is a loop that waits for a value."""
+
+Bytes = dict[str, float]
+"""By part."""
+
+
+class Storage(NamedTuple):
+    reference: weakref.ref
+    size: int
+    part: str
+
+
+class MemoryTracker(TorchDispatchMode):
+    """Counts the storages that live while it is active, by part; keeps the highest moment of each region.
+
+    Fake tensors have no values. Numbers that the code reads from them (`item()`) are 1, and nothing is true: what is
+    asked is whether something is wrong, as a rejection sampler of initial weights does.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: Bytes = dict.fromkeys(PARTS, 0)
+        self.total = 0
+        self.region = "preparation"
+        self.peaks: dict[str, Bytes] = {}
+        self._peak_totals: dict[str, int] = {}
+        self._storages: dict[int, Storage] = {}
+        self._answers = 0
+
+    def enter(self, region: str) -> None:
+        """From now on moments belong to this region; one that is entered again goes on."""
+        self.region = region
+        self._note_peak()
+
+    def forget_peaks(self) -> None:
+        self.peaks.clear()
+        self._peak_totals.clear()
+
+    def assign(self, tensor: torch.Tensor, part: str) -> None:
+        """What a tensor stores is of this part."""
+        for inner in inner_tensors(tensor):
+            key = inner.untyped_storage()._cdata
+            known = self._storages.get(key)
+            if known is None:
+                self._add(inner, part)
+            elif known.part != part:
+                self.live[known.part] -= known.size
+                self.live[part] += known.size
+                self._storages[key] = known._replace(part=part)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not _PLAIN_TYPES.issuperset(types):
+            return NotImplemented  # a wrapper subclass first says what it does on its inner tensors
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return self._number_in(args[0])
+        if func is torch.ops.aten._grouped_mm.default:
+            func = _grouped_mm
+        out = func(*args, **(kwargs or {}))
+        made_of_weights = None
+        for tensor in tree_iter(out):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self._storages:
+                if made_of_weights is None:
+                    made_of_weights = self._are_weights(args, kwargs)
+                copies = CODES if tensor.dtype.itemsize == 1 else COPIES
+                self._add(tensor, copies if made_of_weights else ACTIVATIONS)
+        return out
+
+    def _number_in(self, tensor: torch.Tensor) -> float | bool:
+        self._answers += 1
+        if self._answers > MOST_ANSWERS:
+            raise FP8BackendError("the code of this model asks for values of tensors without end, and here are none")
+        return False if tensor.dtype == torch.bool else 1.0 if tensor.dtype.is_floating_point else 1
+
+    def _are_weights(self, args, kwargs) -> bool:
+        """Whether the tensors among the arguments are weights, or copies of them."""
+        parts = set()
+        for tensor in tree_iter((args, kwargs)):
+            if isinstance(tensor, torch.Tensor):
+                known = self._storages.get(tensor.untyped_storage()._cdata)
+                parts.add(ACTIVATIONS if known is None else known.part)
+        return bool(parts) and parts <= _OF_WEIGHTS and parts != {BUFFERS}
+
+    def _add(self, tensor: torch.Tensor, part: str) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        self._storages[key] = Storage(weakref.ref(storage, lambda _: self._drop(key)), size, part)
+        self.live[part] += size
+        self.total += size
+        self._note_peak()
+
+    def _drop(self, key: int) -> None:
+        gone = self._storages.pop(key)
+        self.live[gone.part] -= gone.size
+        self.total -= gone.size
+
+    def _note_peak(self) -> None:
+        if self.total >= self._peak_totals.get(self.region, 0):
+            self._peak_totals[self.region] = self.total
+            self.peaks[self.region] = dict(self.live)
+
+
+def _grouped_mm(a: torch.Tensor, b: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+    """Products of experts in high precision. For fake tensors PyTorch has them of bf16 alone, for real ones of all."""
+    return torch.ops.aten._grouped_mm.default(a.bfloat16(), b.bfloat16(), *args, **kwargs).to(a.dtype)
+
+
+@dataclass
+class StepTrace:
+    """What one training step needs, in bytes, on one device that holds the whole model."""
+
+    resting: Bytes = field(default_factory=dict)
+    """Between two steps."""
+    gradients: float = 0
+    """Of all parameters, when backward has ended."""
+    saved: Bytes = field(default_factory=dict)
+    """`copies`, `codes` and `activations` between forward and backward."""
+    peaks: dict[str, Bytes] = field(default_factory=dict)
+    """The highest moment of each region of the step."""
+    sizes: dict[str, float] = field(default_factory=dict)
+    """Of the model, in elements and FLOPs: see `_sizes`."""
+
+    def numbers(self) -> dict[tuple[str, ...], float]:
+        """The same as one flat table."""
+        found = {("gradients",): self.gradients}
+        for name in ("resting", "saved", "sizes"):
+            found |= {(name, key): value for key, value in getattr(self, name).items()}
+        for region, parts in self.peaks.items():
+            found |= {("peaks", region, part): value for part, value in parts.items()}
+        return found
+
+    @classmethod
+    def from_numbers(cls, numbers: dict[tuple[str, ...], float]) -> StepTrace:
+        trace = cls(gradients=numbers[("gradients",)])
+        for (name, *keys), value in numbers.items():
+            if name == "peaks":
+                trace.peaks.setdefault(keys[0], {})[keys[1]] = value
+            elif keys:
+                getattr(trace, name)[keys[0]] = value
+        return trace
+
+
+@dataclass(kw_only=True)
+class StepSettings:
+    """How the step that is traced trains."""
+
+    recipe: Recipe | None
+    """None: no FP8."""
+    autocast: torch.dtype | None = torch.bfloat16
+    """Of the products that are not in FP8; None: those of the weights."""
+    checkpointing: bool = False
+    """Activation checkpointing of each block."""
+    fused: bool = True
+    """`torch.optim.AdamW(fused=…)`."""
+
+
+def trace_step(
+    make_model: Callable[[], nn.Module],
+    make_batch: Callable[[], dict[str, torch.Tensor]],
+    settings: StepSettings,
+    find_blocks: Callable[[nn.Module], list[nn.Module]] = lambda model: [],
+) -> StepTrace:
+    """Trace a training step of AdamW, as any but the first, which makes the optimizer's states.
+
+    Args:
+        make_model: makes the model, whose forward takes the batch and returns a loss first; called with fake tensors
+            on.
+        make_batch: the arguments of its forward.
+        find_blocks: the blocks that repeat in depth, for the regions of the trace.
+
+    Raises:
+        FP8BackendError: the model's code depends on values, which fake tensors do not have; or its step fails.
+    """
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.device("cpu"), MemoryTracker() as tracker:
+            model = make_model().train()
+            fake.fake_tensor_converter.tensor_memo.clear()  # weak references keep a weight from being stored anew
+            return _Step(model, settings, tracker).trace(make_batch, find_blocks)
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise FP8BackendError(
+            f"the memory of this model cannot be told without running it: its code asks for values of tensors "
+            f"({error.func if hasattr(error, 'func') else error}), as mixtures of experts do that loop over experts"
+        ) from error
+    except FP8BackendError:
+        raise
+    except Exception as error:  # the model's own code may raise anything
+        said = (str(error).strip().splitlines() or [""])[0]
+        raise FP8BackendError(f"a training step of this model fails: {type(error).__name__}: {said}") from error
+
+
+class _Step:
+    """A prepared model with its optimizer, inside a tracker."""
+
+    def __init__(self, model: nn.Module, settings: StepSettings, tracker: MemoryTracker) -> None:
+        self.model, self.settings, self.tracker = model, settings, tracker
+        if settings.checkpointing:
+            getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=settings.fused)
+        if settings.recipe is not None:
+            preparation.prepare_model(model, settings.recipe)
+            preparation.adopt_optimizer(self.optimizer, settings.recipe)
+        _wrap_forward(model, settings.autocast)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(lambda p: tracker.assign(p.grad, GRADIENTS))
+
+    def trace(self, make_batch: Callable, find_blocks: Callable) -> StepTrace:
+        tracker = self.tracker
+        self._assign_parts()
+        self._make_states()
+        self._assign_parts()
+        blocks = find_blocks(self.model)
+        regions = _Regions(tracker, blocks)
+        tracker.forget_peaks()
+        trace = StepTrace(resting=dict(tracker.live), sizes=_sizes(self.model, self.optimizer, blocks))
+        tracker.enter("forward")
+        loss = self.model(**make_batch())[0]
+        regions.turn()
+        trace.saved = {part: tracker.live[part] - trace.resting[part] for part in (COPIES, CODES, ACTIVATIONS)}
+        loss.backward()
+        del loss
+        trace.gradients = tracker.live[GRADIENTS]
+        trace.sizes |= _gradient_sizes(self.model)
+        tracker.enter("step")
+        self._update()
+        trace.peaks = tracker.peaks
+        return trace
+
+    def _make_states(self) -> None:
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        if isinstance(self.optimizer, ScaledStates):
+            for parameter in trained:
+                self.optimizer._state_of(self.optimizer.param_groups[0], parameter)
+        else:
+            for parameter in trained:
+                parameter.grad = torch.zeros_like(parameter)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def _update(self) -> None:
+        """The optimizer's step. One that rounds what it stores makes no copies where a kernel does it, which the same
+        code does under fake tensors."""
+        if not isinstance(self.optimizer, ScaledStates):
+            self.optimizer.step()
+
+    def _assign_parts(self) -> None:
+        for parameter in self.model.parameters():
+            self.tracker.assign(parameter, WEIGHTS)
+            if getattr(parameter, "master", None) is not None:
+                self.tracker.assign(parameter.master, MASTER)
+        for buffer in self.model.buffers():
+            self.tracker.assign(buffer, BUFFERS)
+        for state in self.optimizer.state.values():
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    self.tracker.assign(value, MASTER if "master" in name else STATES)
+
+
+class _Regions:
+    """Tells the tracker where the step is: before, in or behind the blocks, and whether it goes back.
+
+    Of the blocks the first and the last have regions of their own: what lives while a step passes a block grows or
+    falls evenly from one block to the next, so the highest moment is at one of the ends.
+    """
+
+    def __init__(self, tracker: MemoryTracker, blocks: list[nn.Module]) -> None:
+        self.tracker, self.goes_back = tracker, False
+        names = {0: "the first block", len(blocks) - 1: "the last block"}
+        for i, block in enumerate(blocks):
+            name = names.get(i, "the blocks between")
+            block.register_forward_pre_hook(lambda *_, name=name: self._enter(f"forward of {name}"))
+            block.register_forward_hook(self._left(i == len(blocks) - 1, f"backward of {name}", i == 0))
+
+    def turn(self) -> None:
+        """The forward has ended."""
+        self.goes_back = True
+        self.tracker.enter("backward of the head")
+
+    def _enter(self, region: str) -> None:
+        if not self.goes_back:  # a block that is recomputed
+            self.tracker.enter(region)
+
+    def _left(self, is_last: bool, backward: str, is_first: bool) -> Callable:
+        def note(block, args, output) -> None:
+            if is_last:
+                self._enter("loss")
+            for tensor in tree_iter(output):
+                if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+                    tensor.grad_fn.register_prehook(lambda _: self.tracker.enter(backward))
+            if is_first:
+                for tensor in tree_iter(args):
+                    if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+                        tensor.grad_fn.register_prehook(lambda _: self.tracker.enter("backward of the embedding"))
+
+        return note
+
+
+def _wrap_forward(model: nn.Module, autocast: torch.dtype | None) -> None:
+    """As Accelerate does it: autocast around the forward, outputs in FP32."""
+    if autocast is None:
+        return
+    from accelerate.utils import convert_outputs_to_fp32
+
+    inner = torch.autocast("cpu", autocast)(type(model).forward)
+    model.forward = types.MethodType(convert_outputs_to_fp32(inner), model)
+
+
+def _sizes(model: nn.Module, optimizer: torch.optim.Optimizer, blocks: list[nn.Module]) -> dict[str, float]:
+    """What sharding and communication depend on.
+
+    In elements: `parameters`, `trained`, `scaled` (trained and stored in scaled precision), `largest_scaled`,
+    `converted` (in FP8 products), `to_scale` (by an optimizer that rounds what it stores), `scaling_states` (agreed on
+    between ranks), `block` and `block_scaled` (of the largest block), `outside` (the blocks). In bytes: `scaled_states`
+    (masters and moments of scaled weights). In FLOPs of a token: `flops`, `flops_fp8`.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    scaled = [p for p in trained if isinstance(p, ScaledTensor)]
+    states = [value for p in scaled for value in optimizer.state[p].values() if isinstance(value, torch.Tensor)]
+    block = max(blocks, key=_elements, default=model)
+    sizes = {
+        "parameters": _elements(model),
+        "trained": sum(p.numel() for p in trained),
+        "scaled": sum(p.numel() for p in scaled),
+        "largest_scaled": max((p.numel() for p in scaled), default=0),
+        "scaled_states": sum(map(stored_bytes, states)),
+        "to_scale": optimizer._elements_to_scale() if isinstance(optimizer, ScaledStates) else 0,
+        "converted": 0,
+        "scaling_states": 0,
+        "block": _elements(block),
+        "block_scaled": sum(p.numel() for p in block.parameters() if isinstance(p, ScaledTensor)),
+        "outside": _elements(model) - sum(map(_elements, blocks)),
+    }
+    products = conversion.weight_products(model)
+    for _, root, prepared in conversion.prepared_roots(model):
+        for layer in converted_layers(root, prepared).values():
+            sizes["converted"] += layer.weight.numel()
+        sizes["scaling_states"] += sum(state.numel() for state in prepared.compute.scaling_buffers(root))
+        products = prepared.report.products
+    sizes["flops"] = sum(product.flops for product in products)
+    sizes["flops_fp8"] = sum(product.flops for product in products if product.state == FP8)
+    return sizes
+
+
+def _gradient_sizes(model: nn.Module) -> dict[str, float]:
+    """`plain_gradients`: bytes of the gradients that are not in scaled precision."""
+    plain = [p.grad for p in model.parameters() if p.grad is not None and not isinstance(p.grad, ScaledTensor)]
+    return {"plain_gradients": sum(map(stored_bytes, plain))}
+
+
+def _elements(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

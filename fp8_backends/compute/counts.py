@@ -1,0 +1,21 @@
+"""The three products of a layer, and how many of them ran in FP8."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+FPROP, DGRAD, WGRAD = KINDS = ("fprop", "dgrad", "wgrad")
+
+
+@dataclass
+class ProductCounts:
+    """FP8 products that one layer has run since it was prepared."""
+
+    fprop: int = 0
+    """Forward products, recomputation left out."""
+    dgrad: int = 0
+    """Input-gradient products."""
+    wgrad: int = 0
+    """Weight-gradient products."""
+    recomputed: int = 0
+    """Forward products run again by activation checkpointing."""

@@ -1,0 +1,174 @@
+"""Mixtures of experts in `transformers`: their products run through its registry of expert functions.
+
+Such a model keeps the weights of all experts of a block in 3-D Parameters of one module, `gate_up_proj` (or `up_proj`)
+and `down_proj`. The module's class says with attributes how they lie (`is_transposed`, `has_bias`, `has_gate`), and
+its forward calls the function that the configuration names (`_experts_implementation`). Here a function of this package
+joins that registry, and converted modules, and only these, name it.
+
+A converted weight stays the module's own Parameter. Its counter and scaling state lie in an `ExpertWeight` beside it,
+under `fp8_weights`, a segment that the names of this package leave out.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..numerics.modules import CONTAINER
+from ..numerics.sharded_tensor import full_shape
+
+NAME = "fp8_backends"
+"""Of the function in transformers' registry."""
+
+_DECLARED = ("config", "has_bias", "is_transposed")
+"""Attributes that every version of transformers' registry gives to the modules of its classes."""
+
+
+class ExpertWeight(nn.Module):
+    """Stands for one 3-D weight of an experts module, which goes on holding the Parameter itself."""
+
+    def __init__(self, experts: nn.Module, part: str) -> None:
+        super().__init__()
+        self.fp8_part = part
+        self.fp8_experts = (experts,)  # in a tuple, lest it becomes a child
+        self.fp8_transposed = experts.is_transposed
+        """Whether the Parameter is [experts, in, out], and not [experts, out, in]."""
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """The Parameter, in three dimensions."""
+        return self.fp8_experts[0]._parameters[self.fp8_part]
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """(experts, out, in)"""
+        experts, *sizes = full_shape(self.weight)
+        return experts, *(reversed(sizes) if self.fp8_transposed else sizes)
+
+
+class ExpertWeights(nn.ModuleDict):
+    """The converted weights of one experts module, by the Parameter's name, and how to run the module with them."""
+
+    def run(self, experts: nn.Module, hidden_states, top_k_index, top_k_weights) -> torch.Tensor:
+        """What the experts module returns. Shapes as in transformers: [tokens, hidden], [tokens, k] twice."""
+        raise NotImplementedError
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        _register()  # unpickled, maybe by a process that has converted nothing
+
+
+class ExpertsConfig:
+    """The configuration of a converted experts module: the model's own in all but the function that runs it. Other
+    modules share the model's, and this one must not follow when the model is told to use another function."""
+
+    _experts_implementation = NAME
+
+    def __init__(self, config: Any) -> None:
+        self.original = config
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "original" or name.startswith("__"):  # a copy that is being made has none yet
+            raise AttributeError(name)
+        return getattr(self.original, name)
+
+
+def obstacle(experts: nn.Module, part: str) -> str | None:
+    """Why this 3-D Parameter cannot run through the registry, whatever the compute; or None."""
+    weight = experts._parameters[part]
+    if converted_weight(experts, part) is not None:
+        return None
+    if type(experts).__module__.startswith("transformers.") and _registry() is None:
+        return "expert weights in one 3-D Parameter: this transformers has no registry of expert functions (5.0 has)"
+    if part not in _parts(experts):
+        return f"{type(experts).__name__} multiplies by this 3-D Parameter outside transformers' expert functions"
+    if getattr(experts, "_is_expert_parallel", False):
+        return "expert parallel: each rank has other experts, which FP8 does not follow yet"
+    if "forward" in experts.__dict__:
+        return "its forward was replaced on the instance"
+    if torch.nn.utils.parametrize.is_parametrized(experts):
+        return "parametrized: its weight is computed anew in each forward"
+    if not weight.is_floating_point():
+        return f"weight dtype {weight.dtype} is not a floating-point type"
+    if not type(weight).__module__.startswith("torch."):
+        return f"its weight is a {type(weight).__name__}, which has products of its own"
+    return None
+
+
+def converted_weight(experts: nn.Module, part: str) -> ExpertWeight | None:
+    """What stands for this Parameter where it was converted."""
+    weights = experts._modules.get(CONTAINER)
+    return weights._modules.get(part) if isinstance(weights, ExpertWeights) else None
+
+
+def _parts(experts: nn.Module) -> tuple[str, ...]:
+    """Names of the weights that the functions of the registry multiply by; none for a class outside of it."""
+    if _registry() is None or not all(hasattr(experts, name) for name in _DECLARED):
+        return ()
+    if not hasattr(type(experts), "_apply_gate") or not hasattr(type(experts).forward, "__wrapped__"):
+        return ()
+    return first_weight(experts), "down_proj"
+
+
+def first_weight(experts: nn.Module) -> str:
+    """The name of the weight that is multiplied first."""
+    return "gate_up_proj" if has_gate(experts) else "up_proj"
+
+
+def has_gate(experts: nn.Module) -> bool:
+    """Whether the first product makes a gate beside what it gates; where the registry does not say so yet, all do."""
+    return getattr(experts, "has_gate", True)
+
+
+def attach(experts: nn.Module, weights: ExpertWeights) -> None:
+    """Let a module run with these weights in FP8, beside others that it has already."""
+    _register()
+    if CONTAINER in experts._modules:
+        experts._modules[CONTAINER].update(weights)
+        return
+    experts.add_module(CONTAINER, weights)
+    experts.config = ExpertsConfig(experts.config)
+
+
+def detach(module: nn.Module, parts: Iterable[str] | None = None) -> None:
+    """Undo `attach`, where it was done, for all weights or for those of these names."""
+    weights = module._modules.get(CONTAINER)
+    if not isinstance(weights, ExpertWeights):
+        return
+    for part in list(weights) if parts is None else parts:
+        weights._modules.pop(part, None)
+    if not weights:
+        del module._modules[CONTAINER]
+        if isinstance(module.config, ExpertsConfig):
+            module.config = module.config.original
+
+
+def function_before(experts: nn.Module) -> Callable:
+    """What would run this module had it not been converted."""
+    own = type(experts).forward.__wrapped__
+    config = experts.config.original if isinstance(experts.config, ExpertsConfig) else experts.config
+    name = config._experts_implementation
+    return own if name in (None, NAME) else _registry().get(name, own)
+
+
+def _run(experts: nn.Module, hidden_states, top_k_index, top_k_weights) -> torch.Tensor:
+    weights = experts._modules.get(CONTAINER)
+    if weights is None:  # named by a user's configuration; nothing is converted
+        return function_before(experts)(experts, hidden_states, top_k_index, top_k_weights)
+    return weights.run(experts, hidden_states, top_k_index, top_k_weights)
+
+
+def _registry():
+    """transformers' registry, without importing transformers: where it was never imported, there are no experts."""
+    module = sys.modules.get("transformers.integrations.moe")
+    return getattr(module, "ALL_EXPERTS_FUNCTIONS", None)
+
+
+def _register() -> None:
+    registry = _registry()
+    if registry is not None and NAME not in registry:
+        registry.register(NAME, _run)

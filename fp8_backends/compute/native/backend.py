@@ -1,0 +1,240 @@
+"""The native compute: an FP8 linear layer in plain PyTorch, whose three products all run in FP8.
+
+What one layer does with the `dynamic` rule and the HYBRID format (E4M3 forward, E5M2 gradients):
+
+    forward     x8, w8 = quantise(x), quantise(w)            y  = x8 @ w8.T
+    backward    dy8    = quantise(dy)                        dx = dy8 @ w8       dw = dy8.T @ x8
+
+Only x8 and w8 are kept for backward, so a layer saves half of what bf16 saves; layers that read the same input (q, k
+and v of an attention) share one x8, and microbatches may share w8 (shared_codes.py). Each is made in the two layouts in
+which its products read it, or in one with a view where views will do (kernels/quantization.py). With `rowwise`,
+`blockwise` and `mxfp8` an operand is quantised along its contraction, hence once a product: forward keeps a column-wise
+copy of x, made from high precision, and backward quantises the weight again.
+
+A weight may be stored in scaled precision (`ScaledTensor`, MS-AMP's levels): FP16 data becomes w8 without a copy of its
+values, E4M3 data is w8. With `fp8_params` this package keeps weights that do not train so (native_params.py).
+
+Experts of transformers' mixtures, whose weights lie in one 3-D Parameter, run the same products in groups (experts.py).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ...errors import FP8BackendError
+from ...numerics.formats import RECIPE_FORMATS
+from ...numerics.kernels.triton_gate import usable
+from ...numerics.scaling import ROWS, rolled_delayed_states, rolled_window_states
+from ...numerics.sharded_tensor import local_part
+from ..counts import DGRAD, KINDS, ProductCounts
+from ..fields import LEVELS
+from ..hardware import Availability
+from ..interface import TE_FIELDS, Compute, check_same_states
+from ..products import EMULATED, engine_for
+from . import experts as fp8_experts
+from . import frozen as native_params
+from .block_products import block_engine_for
+from .experts import FP8Experts, FP8ExpertWeight
+from .grouped_products import grouped_engine_for
+from .layer_rule import STATEFUL, LayerRule, Stored
+from .linear import FP8Linear
+from .linear_function import inside_backward
+from .shared_codes import SharedCodes
+
+if TYPE_CHECKING:
+    from ..interface import Recipe
+
+logger = logging.getLogger("fp8_backends")
+
+_STATE_NAMES = {"delayed": "fp8_scaling", "window": "fp8_window"}
+
+
+class NativeCompute(Compute):
+    """`torch._scaled_mm`, or the same product by other means where that is faster or the device has none."""
+
+    name = "native"
+    scalings = ("dynamic", "delayed", "rowwise", "blockwise", "mxfp8", "window")
+    default_scaling = "dynamic"
+    levels = LEVELS
+    fields = TE_FIELDS | {"fp8_params"}
+
+    def scaling_for(self, level: str, values: Mapping[str, Any]) -> str:
+        return self.default_scaling if level == "O0" else "window"
+
+    def availability(self) -> Availability:
+        engine = engine_for(default_device(), torch.bfloat16)
+        if engine == EMULATED:
+            return Availability(True, "emulated in FP32: this device has no FP8 products, bf16 is faster")
+        return Availability(True, f"products by {engine} on {default_device().type}")
+
+    def new_shared(self, root: nn.Module, recipe: Recipe) -> SharedCodes:
+        return SharedCodes()
+
+    def build(self, linear: nn.Linear, recipe: Recipe, shared: SharedCodes) -> FP8Linear:
+        if recipe.fp8_params:
+            native_params.check(linear)
+        carrier = FP8Linear(linear.in_features, linear.out_features, bias=False, device="meta")
+        carrier.weight, carrier.bias = linear.weight, linear.bias
+        carrier.set_rule(layer_rule(recipe), shared, recipe.amax_history_len)
+        return carrier
+
+    def unfit_experts(self, experts: nn.Module, part: str, recipe: Recipe) -> str | None:
+        return fp8_experts.unfit(experts._parameters[part], recipe)
+
+    def note_on_experts(self, recipe: Recipe) -> str | None:
+        return fp8_experts.note(layer_rule(recipe))
+
+    def build_experts(self, experts: nn.Module, parts: list[str], recipe: Recipe, shared: SharedCodes) -> FP8Experts:
+        return fp8_experts.build(experts, parts, layer_rule(recipe), shared, recipe.amax_history_len)
+
+    def attach(self, root: nn.Module, recipe: Recipe, shared: SharedCodes) -> None:
+        layer = next((layer for _, layer in self._layers(root)), None)
+        if layer is not None and self.engine(layer) == EMULATED:
+            logger.warning(
+                "FP8 products of %s are emulated on %s: same numbers, no speed; bf16 is faster",
+                recipe.name,
+                layer.weight.device,
+            )
+        if recipe.scaling == "delayed":
+            root.register_forward_pre_hook(RollDelayedStates(recipe))
+
+    def store_weights(self, root: nn.Module, recipe: Recipe) -> None:
+        if recipe.fp8_params:
+            native_params.keep(root, dict(self._layers(root)))
+
+    def keep_weight_casts(self, root: nn.Module, keep: bool) -> None:
+        for shared in self._shared(root):
+            shared.keeps_weights = keep
+
+    def after_optimizer_step(self, root: nn.Module) -> None:
+        for shared in self._shared(root):
+            shared.forget_weights()
+        for (_, rule, _), states in _states_of_layers(root, "window").items():
+            formats = (rule.forward_format, rule.forward_format, rule.gradient_format)
+            torch._foreach_copy_(states, rolled_window_states(torch.stack(states), formats).unbind())
+
+    def is_converted(self, module: nn.Module) -> bool:
+        return isinstance(module, (FP8Linear, FP8ExpertWeight))
+
+    def engine(self, module: FP8Linear | FP8ExpertWeight) -> str:
+        """By the dtype of the layer's last FP8 result (bf16 before any)."""
+        if isinstance(module, FP8ExpertWeight):
+            return grouped_engine_for(module.weight.device)
+        along = module.fp8_rule.along
+        if along is None or along.blocks is ROWS:
+            return engine_for(module.weight.device, module.fp8_out_dtype)
+        return block_engine_for(module.weight.device, module.fp8_out_dtype, along.blocks.columns)
+
+    def products(self, module: FP8Linear) -> ProductCounts:
+        if module.fp8_products.is_meta:
+            return ProductCounts()
+        return ProductCounts(*module.fp8_products.tolist())
+
+    def high_precision_products(self, recipe: Recipe) -> tuple[str, ...]:
+        return tuple(kind for kind, high in zip(KINDS, recipe.override_linear_precision, strict=True) if high)
+
+    def transient_bytes_per_element(self, module: FP8Linear) -> float:
+        # one FP8 code an element, where they are made for dgrad: rules along the contraction make them in backward, and
+        # a weight that is stored in FP8 is its own codes
+        rule, weight = module.fp8_rule, Stored.of(local_part(module.weight))
+        if weight.is_in(rule.forward_format):
+            return 0.0
+        made_for_dgrad = rule.along is None and not rule.high_precision[KINDS.index(DGRAD)]
+        serve_dgrad = made_for_dgrad and (isinstance(module, FP8ExpertWeight) or not usable(weight.data))
+        return float(made_for_dgrad) + self._kept_codes(module, serve_dgrad)
+
+    @staticmethod
+    def _kept_codes(module: FP8Linear | FP8ExpertWeight, are_those_of_dgrad: bool) -> float:
+        """Bytes per weight element of the codes for fprop that are kept over microbatches."""
+        kept = module.fp8_shared.keeps_weights
+        return float(kept and module.fp8_rule.scaling != "delayed" and not are_those_of_dgrad)
+
+    def scaling_state(self, root: nn.Module) -> dict[str, torch.Tensor]:
+        return {name: layer.fp8_scaling.detach().clone() for name, layer in self._stateful_layers(root)}
+
+    def scaling_buffers(self, root: nn.Module) -> list[torch.Tensor]:
+        return [layer.fp8_scaling for _, layer in self._stateful_layers(root)]
+
+    def load_scaling_state(self, root: nn.Module, state: dict[str, torch.Tensor]) -> None:
+        own = dict(self._stateful_layers(root))
+        check_same_states(own, state)
+        for name, layer in own.items():
+            if state[name].shape != layer.fp8_scaling.shape:
+                raise FP8BackendError(
+                    f"{name}: the saved amax history has another length ({state[name].shape[-1] - 2}, here "
+                    f"{layer.fp8_scaling.shape[-1] - 2}); use the saved run's amax_history_len"
+                )
+            layer.fp8_scaling.copy_(state[name])
+
+    def _stateful_layers(self, root: nn.Module) -> Iterator[tuple[str, FP8Linear]]:
+        """With the names of their states, which differ from rule to rule: a state of one means nothing to another."""
+        for name, layer in self._layers(root):
+            if layer.fp8_rule.scaling in STATEFUL:
+                yield f"{name}.{_STATE_NAMES[layer.fp8_rule.scaling]}", layer
+
+    def _shared(self, root: nn.Module) -> set[SharedCodes]:
+        return {layer.fp8_shared for _, layer in self._layers(root)}
+
+    def _layers(self, root: nn.Module) -> Iterator[tuple[str, FP8Linear]]:
+        return ((name, module) for name, module in root.named_modules() if self.is_converted(module))
+
+
+class RollDelayedStates:
+    """Forward pre-hook of the prepared root: one step of every layer's delayed state before a training forward.
+
+    In a loop of forward and backward, scales and histories are TransformerEngine's, which rolls those of a forward at
+    its end and those of a backward in it. Evaluation, recomputation and forwards without gradients leave the state
+    alone; TransformerEngine lets the next step see the amax of a forward without gradients, too.
+
+    A class and not a closure, so that models pickle.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.margin, self.interval = recipe.margin, recipe.interval
+        self.algorithm = recipe.amax_compute_algo
+        forward, gradient = RECIPE_FORMATS[recipe.fp8_format]
+        self.format_max = (forward.max, forward.max, gradient.max)
+
+    def __call__(self, root: nn.Module, args) -> None:
+        if not (root.training and torch.is_grad_enabled()) or inside_backward():
+            return
+        for group in _states_of_layers(root, "delayed").values():
+            states = torch.stack(group)
+            format_max = torch.tensor(self.format_max, dtype=torch.float32, device=states.device)
+            rolled = rolled_delayed_states(states, format_max, self.margin, self.algorithm, self.interval)
+            for state, new in zip(group, rolled.unbind(), strict=True):
+                state.copy_(new)
+
+
+def _states_of_layers(root: nn.Module, scaling: str) -> dict[tuple, list[torch.Tensor]]:
+    """The states of all layers with that rule, in groups that one computation can serve: (device, rule, size)."""
+    groups: dict[tuple, list[torch.Tensor]] = {}
+    for module in root.modules():
+        if isinstance(module, (FP8Linear, FP8ExpertWeight)) and module.fp8_rule.scaling == scaling:
+            states = [module.fp8_scaling] if isinstance(module, FP8Linear) else module.fp8_scaling.unbind()
+            group = states[0].device, module.fp8_rule, states[0].shape[1]
+            groups.setdefault(group, []).extend(states)
+    return groups
+
+
+def layer_rule(recipe: Recipe) -> LayerRule:
+    """The plain values of a resolved recipe that a layer reads."""
+    forward, gradient = RECIPE_FORMATS[recipe.fp8_format]
+    return LayerRule(
+        recipe.scaling,
+        forward,
+        gradient,
+        tuple(recipe.override_linear_precision),
+        bool(recipe.use_autocast_during_eval),
+        bool(recipe.fp8_params),
+    )
+
+
+def default_device() -> torch.device:
+    """The accelerator that training would use on this machine, else the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

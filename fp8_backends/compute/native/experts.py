@@ -1,0 +1,167 @@
+"""The experts of a mixture in FP8: what `FP8Linear` does for one matrix, for a 3-D Parameter that holds many.
+
+Tokens are sorted by expert, and grouped products multiply each with its expert's weight. Every expert has scales of its
+own, so its numbers are those of a Linear layer with its weight that gets its tokens. Grouped products take E4M3 alone:
+where a recipe gives gradients E5M2 for its range (`HYBRID`), they have E4M3 and a scale for each row of a product
+instead, made just in time.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from ...numerics.formats import E4M3
+from ...numerics.sharded_tensor import full_shape
+from ..expert_functions import ExpertWeight, ExpertWeights, first_weight, function_before, has_gate
+from ..interface import COMPUTE_DTYPES
+from .grouped_function import NOTHING, GroupedFunction, gradient_by_rows, quantized_weight
+from .grouped_products import Groups
+from .grouped_scaling import GroupQuantized, new_delayed_states
+from .layer_rule import LayerRule
+from .shared_codes import SharedCodes
+
+if TYPE_CHECKING:
+    from ..interface import Recipe
+
+SCALINGS = ("dynamic", "delayed", "rowwise")
+"""Rules that grouped products follow."""
+
+_PLAIN = LayerRule("dynamic", E4M3, E4M3, (True, True, True), True)
+"""Of a weight beside a converted one, which stays in high precision."""
+
+
+def unfit(weight: nn.Parameter, recipe: Recipe) -> str | None:
+    """Why experts with this weight cannot run in FP8 by the recipe, or None."""
+    if weight.dtype not in COMPUTE_DTYPES:
+        return f"weight dtype {weight.dtype} is not one of fp32, bf16, fp16"
+    if 0 in full_shape(weight):
+        return "experts of size zero have no product"
+    if recipe.level != "O0":
+        return f"level {recipe.level} stores 2-D weights, and leaves those of experts in high precision"
+    if recipe.scaling not in SCALINGS:
+        return f"experts have no products with {recipe.scaling} scales ({', '.join(SCALINGS)} have)"
+    if recipe.fp8_params:
+        return "fp8_params keeps 2-D weights, and leaves those of experts in high precision"
+    return None
+
+
+def note(rule: LayerRule) -> str | None:
+    """How experts differ from Linears of this rule, or None."""
+    if rule.gradient_format == E4M3:
+        return None
+    return "gradients in E4M3 with a scale a row: no GPU has grouped products with E5M2"
+
+
+def build(experts: nn.Module, parts: list[str], rule: LayerRule, shared: SharedCodes, history_len: int) -> FP8Experts:
+    """What stands for these weights of an experts module."""
+    weights = FP8Experts()
+    for part in parts:
+        weights[part] = FP8ExpertWeight(experts, part)
+        weights[part].set_rule(rule, shared, history_len)
+    return weights
+
+
+class FP8Experts(ExpertWeights):
+    """Runs an experts module of transformers with its converted weights in FP8.
+
+    As the modules do that it stands in for: tokens [tokens, hidden] go to the experts `top_k_index` [tokens, k], and
+    the results are added with the weights `top_k_weights` [tokens, k]. Products come in the autocast dtype if autocast
+    is on, else in the input's. In eval mode, unless the recipe says `use_autocast_during_eval`, and without tokens,
+    the function runs that the model's configuration names.
+    """
+
+    def run(self, experts: nn.Module, hidden_states, top_k_index, top_k_weights) -> torch.Tensor:
+        rule = next(iter(self.values())).fp8_rule
+        device = hidden_states.device.type
+        out_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_states.dtype
+        in_fp8 = experts.training or rule.fp8_in_eval
+        if not in_fp8 or out_dtype not in COMPUTE_DTYPES or hidden_states.numel() == 0:
+            return function_before(experts)(experts, hidden_states, top_k_index, top_k_weights)
+        tokens, k = top_k_index.shape
+        ids, order = torch.sort(top_k_index.reshape(-1), stable=True)
+        first = first_weight(experts)
+        groups = Groups.of(ids, getattr(experts, first).shape[0])
+        y = self._linear(experts, first, hidden_states.index_select(0, order // k), groups, out_dtype)
+        y = experts._apply_gate(y) if has_gate(experts) else experts.act_fn(y)
+        y = self._linear(experts, "down_proj", y, groups, out_dtype)
+        if getattr(experts, "has_post_expert_norm", False):
+            y = experts.post_expert_norm(y)
+        y = y * top_k_weights.reshape(-1).index_select(0, order).unsqueeze(-1)
+        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        return y.index_select(0, back).view(tokens, k, -1).sum(1).to(hidden_states.dtype)
+
+    def _linear(self, experts: nn.Module, part: str, x, groups: Groups, out_dtype: torch.dtype) -> torch.Tensor:
+        weight, transposed = getattr(experts, part), experts.is_transposed
+        if part in self:
+            y = self[part](x, weight, groups, out_dtype)
+        else:
+            keep = torch.is_grad_enabled()
+            y = GroupedFunction.apply(
+                x, weight, *groups, None, None, _PLAIN, transposed, out_dtype, keep, False, *NOTHING
+            )
+        if experts.has_bias:
+            y = y + getattr(experts, f"{part}_bias").index_select(0, groups.ids).to(out_dtype)
+        return y
+
+
+class FP8ExpertWeight(ExpertWeight):
+    """One 3-D weight whose products run in FP8.
+
+    Buffers, none in the state dict: `fp8_products`, int64 [4], as of `FP8Linear`; each counts a product of all experts
+    as one. `fp8_scaling`, the delayed rule's states, int32 [experts, 3, 2 + history length].
+    """
+
+    def set_rule(self, rule: LayerRule, shared: SharedCodes, history_len: int) -> None:
+        """Attach a scaling rule with fresh state."""
+        self.fp8_rule, self.fp8_shared, self.fp8_history_len = rule, shared, history_len
+        self._reset_state(self.weight.device)
+
+    def _reset_state(self, device: torch.device) -> None:
+        self.register_buffer("fp8_products", torch.zeros(4, dtype=torch.int64, device=device), persistent=False)
+        if self.fp8_rule.scaling == "delayed":
+            states = new_delayed_states(self.sizes[0], self.fp8_history_len, device)
+            self.register_buffer("fp8_scaling", states, persistent=False)
+
+    def _apply(self, fn, recurse=True):
+        was_meta = self.fp8_products.is_meta
+        super()._apply(fn, recurse)
+        if was_meta and not self.fp8_products.is_meta:
+            self._reset_state(self.fp8_products.device)  # `to_empty` leaves random bits
+        return self
+
+    def forward(self, x: torch.Tensor, weight: torch.Tensor, groups: Groups, out_dtype: torch.dtype) -> torch.Tensor:
+        """[rows, out] from x [rows, in], whose rows lie as `groups` says. `weight` is what the experts module gives for
+        its Parameter at this time."""
+        if self.fp8_products.device != weight.device:
+            self._reset_state(weight.device)  # real weights were assigned into a model prepared on meta
+        keep, state = torch.is_grad_enabled(), self.fp8_scaling if self.fp8_rule.scaling == "delayed" else None
+        with torch.no_grad():
+            w8 = self._quantized(weight, state)
+        return GroupedFunction.apply(
+            x,
+            weight,
+            *groups,
+            self.fp8_products,
+            state,
+            self.fp8_rule,
+            self.fp8_transposed,
+            out_dtype,
+            keep,
+            keep and self.training,
+            *w8,
+        )
+
+    def _quantized(self, weight: torch.Tensor, state: torch.Tensor | None) -> GroupQuantized:
+        rule, transposed = self.fp8_rule, self.fp8_transposed
+        if state is not None or weight is not self.weight:  # its scales move with every forward; or it is made anew
+            return quantized_weight(rule, weight, state, transposed)
+        return self.fp8_shared.of_weight(self, (rule,), lambda: quantized_weight(rule, weight, state, transposed))
+
+    def extra_repr(self) -> str:
+        experts, outputs, inputs = self.sizes
+        rows = " by rows" if gradient_by_rows(self.fp8_rule) else ""
+        rule = self.fp8_rule._replace(gradient_format=E4M3)
+        return f"{experts} experts, {inputs} -> {outputs}, {rule!r}{rows}"

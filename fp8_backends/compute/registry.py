@@ -1,0 +1,167 @@
+"""From a backend's name to the `Compute` that runs it, and whether that can run here.
+
+A compute is imported when it is first used. Third parties add one with `register_backend`, or with an entry point in
+the group `fp8_backends.backends`, whose value is a `Compute` subclass or a function that returns an instance:
+
+    [options.entry_points]
+    fp8_backends.backends =
+        mine = my_package.fp8:MyCompute
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ..errors import BackendUnavailableError, FP8BackendError, RecipeError
+from . import hardware
+from .fields import closest
+from .hardware import Availability
+
+if TYPE_CHECKING:
+    from .interface import Compute, Recipe
+
+ENTRY_POINT_GROUP = "fp8_backends.backends"
+
+BUILT_IN = {
+    "native": "fp8_backends.compute.native.backend:NativeCompute",
+    "te": "fp8_backends.compute.te.backend:TransformerEngineCompute",
+    "ao": "fp8_backends.compute.torchao.backend:TorchAOCompute",
+}
+ALIASES = {"transformer_engine": "te", "transformer-engine": "te", "torchao": "ao"}
+RESERVED = ("auto", "msamp", "ms-amp")
+"""Names with a meaning of their own in a backend string."""
+
+_factories: dict[str, Callable[[], Compute]] = {}
+_instances: dict[str, Compute] = {}
+
+
+def register_backend(name: str, factory: Callable[[], Compute], replace: bool = False) -> None:
+    """Make `name` valid wherever a compute is named.
+
+    `factory` is called once, without arguments, when the backend is first used: a `Compute` subclass, or a function
+    that returns an instance of one. Raises `RecipeError` for a name that a backend string cannot hold or that is
+    taken; `replace=True` replaces a backend, also a built-in one.
+    """
+    key = name.lower() if isinstance(name, str) else ""
+    if not re.fullmatch(r"[a-z][a-z0-9_.-]*", key):
+        raise RecipeError(f"backend name {name!r}: letters, digits, '_', '-' and '.' are allowed, a letter first")
+    if key in RESERVED or key in ALIASES:
+        raise RecipeError(f"backend name {name!r} has a meaning of its own in a backend string; choose another")
+    if not callable(factory):
+        raise RecipeError(f"backend {name!r}: the factory must be callable, not {type(factory).__name__}")
+    if key in valid_names() and not replace:
+        raise RecipeError(f"backend {name!r} exists; pass replace=True to replace it, or choose another name")
+    _factories[key] = factory
+    _instances.pop(key, None)
+
+
+def valid_names() -> list[str]:
+    """Every compute that a backend string may name: built in, registered, or found as an entry point."""
+    return list(dict.fromkeys([*BUILT_IN, *_factories, *_entry_points()]))
+
+
+def get_compute(name: str) -> Compute:
+    """The compute of that name, any case, aliases included. One instance a process: a compute holds no state.
+
+    Raises `RecipeError` for an unknown name and `FP8BackendError` where a third party's backend fails to load.
+    """
+    key = name.lower()
+    key = ALIASES.get(key, key)
+    if key not in _instances:
+        _instances[key] = _load(key)
+    return _instances[key]
+
+
+def available_backends() -> dict[str, Availability]:
+    """What can run on this machine, by compute. Imports no backend's library."""
+    return {name: _availability(name) for name in valid_names()}
+
+
+def auto_backend() -> str:
+    """What `auto` means here: `te` on a GPU with FP8 products where it can run, else `native`."""
+    if importlib.util.find_spec("transformer_engine") is not None and hardware.fp8_products() and _availability("te"):
+        return "te"
+    return "native"
+
+
+def check_available(recipe: Recipe) -> None:
+    """Raise `BackendUnavailableError`, with the fix, where this valid recipe cannot run on this machine."""
+    compute = get_compute(recipe.compute)
+    availability = compute.availability()
+    if not availability:
+        raise BackendUnavailableError(f"{recipe.name} cannot run here: {availability.reason}. Fix: {availability.fix}")
+
+
+def scalings_of(name: str) -> tuple[str, ...]:
+    """The scaling rules that a backend string may name after this compute."""
+    return get_compute(name).scalings
+
+
+def levels_of(name: str) -> tuple[str, ...]:
+    """The levels that go with this compute."""
+    return get_compute(name).levels
+
+
+def unknown_backend(word: str) -> RecipeError:
+    """The error for a name that no compute has."""
+    choices = [*valid_names(), *ALIASES, *RESERVED]
+    supported = "; ".join(f"{name}[:{'|'.join(_known_scalings(name))}]" for name in valid_names())
+    return RecipeError(
+        f"unknown backend {word!r}{closest(word, choices)}. Valid, in any case: auto; {supported}; "
+        "msamp[:O0|O1|O2|O3]; COMPUTE[:SCALING]+msamp[:LEVEL]"
+    )
+
+
+def _known_scalings(name: str) -> tuple[str, ...]:
+    """As `scalings_of`, for an error message: a backend of a third party that does not load is no reason to hide it."""
+    try:
+        return scalings_of(name)
+    except FP8BackendError:
+        return ("?",)
+
+
+def _load(key: str) -> Compute:
+    if key in _factories:
+        return _checked(key, _factories[key])
+    if key in BUILT_IN:
+        module, _, attribute = BUILT_IN[key].partition(":")
+        return getattr(importlib.import_module(module), attribute)()
+    entry_point = _entry_points().get(key)
+    if entry_point is None:
+        raise unknown_backend(key)
+    try:
+        factory = entry_point.load()
+    except Exception as error:
+        raise FP8BackendError(
+            f"backend {key!r} of {entry_point.dist.name if entry_point.dist else entry_point.value} does not load: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    return _checked(key, factory)
+
+
+def _checked(key: str, factory: Callable[[], Compute]) -> Compute:
+    from .interface import Compute
+
+    compute = factory()
+    if not isinstance(compute, Compute):
+        raise FP8BackendError(
+            f"backend {key!r}: the factory returned {type(compute).__name__}, not a fp8_backends.compute.Compute"
+        )
+    return compute
+
+
+def _availability(name: str) -> Availability:
+    try:
+        return get_compute(name).availability()
+    except FP8BackendError as error:
+        return Availability(False, str(error), "repair or uninstall the package that provides it")
+
+
+def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:
+    """By name in lower case. Built-in and registered names come first: see `_load`."""
+    return {point.name.lower(): point for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)}

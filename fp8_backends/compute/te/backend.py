@@ -1,0 +1,242 @@
+"""The `te` compute: NVIDIA's TransformerEngine, on the Parameters that the model already has.
+
+TransformerEngine keeps a global state: FP8 is on inside its `autocast`, at whose end the delayed scales are updated.
+This module enters it around the forward of the prepared root, so that stock training loops need to know nothing of it,
+and adds what keeps `te.Linear` from failing: rows are padded, recomputation sees the scales of the forward that it
+repeats, evaluation changes none, and checkpoints hold plain tensors.
+
+`native:delayed` follows TransformerEngine's rule of delayed scaling on any device, with the same fields.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ...errors import BackendUnavailableError, FP8BackendError, RecipeError
+from ...numerics.modules import plain_name
+from ...numerics.scaled_tensor import ScaledTensor
+from ...numerics.sharded_tensor import local_part
+from .. import hardware
+from ..counts import WGRAD
+from ..fields import LEVELS
+from ..hardware import Availability
+from ..interface import TE_FIELDS, Compute, Fusion, Norm, check_same_states
+
+if TYPE_CHECKING:
+    from ..interface import Recipe
+    from ..profiling import Layer
+    from .linear import TELinear
+    from .profile import TEProductProfile
+    from .region import ModelState
+
+ALIGNMENT = {"mxfp8": 32}
+"""Features must be multiples of this; of 16 for the rules that are not named."""
+
+_INSTEAD = "use the native rule of the same name (native:delayed for te:delayed), which has the same numbers"
+
+
+class TransformerEngineCompute(Compute):
+    """`te.Linear`'s products."""
+
+    name = "te"
+    scalings = ("delayed", "dynamic", "blockwise", "mxfp8")
+    default_scaling = "delayed"
+    levels = LEVELS
+    fields = TE_FIELDS | {"fp8_params", "fp8_group", "fuse_norms"}
+
+    def availability(self) -> Availability:
+        if importlib.util.find_spec("transformer_engine") is None:
+            return Availability(
+                False,
+                "TransformerEngine is not installed",
+                "pip install --no-build-isolation fp8-backends[te], after PyTorch for CUDA, on an NVIDIA GPU of "
+                f"compute capability 8.9 or higher; or {_INSTEAD}",
+            )
+        if not _has_compiled_part():
+            return Availability(
+                False,
+                "TransformerEngine's package is installed without its compiled part for PyTorch",
+                f"pip install --no-build-isolation transformer_engine[pytorch], or {_INSTEAD}",
+            )
+        supported, reason = _device_support()
+        if not supported:
+            return Availability(False, reason, _INSTEAD)
+        return Availability(True, f"TransformerEngine {hardware.version('transformer-engine')} on cuda")
+
+    def check(self, recipe: Recipe) -> None:
+        """TransformerEngine accepts fields of its older recipes and ignores them; here that is an error, but for a
+        weight gradient in high precision, which `te.wgrad` makes."""
+        if recipe.interval != 1:
+            raise RecipeError(
+                f"interval={recipe.interval}: TransformerEngine reads it no more since version 2.4; "
+                "leave it out, or use native:delayed, which honours it"
+            )
+        if any(recipe.override_linear_precision[:2]):
+            raise RecipeError(
+                f"override_linear_precision={recipe.override_linear_precision}: with te only wgrad can be in high "
+                f"precision, (False, False, True): TransformerEngine itself reads the field no more since version 2.1. "
+                f"Use that, or native:{recipe.scaling}, which honours every combination"
+            )
+        if recipe.fuse_norms and any(recipe.override_linear_precision):
+            raise RecipeError(
+                "fuse_norms=True leaves no normed values in high precision, of which "
+                "override_linear_precision=(False, False, True) makes the weight gradient: leave one of the two out"
+            )
+
+    def unfit(self, linear: nn.Linear, recipe: Recipe) -> str | None:
+        if (reason := super().unfit(linear, recipe)) is not None:
+            return reason
+        alignment = ALIGNMENT.get(recipe.scaling, 16)
+        if linear.in_features % alignment or linear.out_features % alignment:
+            sizes = f"{linear.in_features} -> {linear.out_features}"
+            return f"{sizes} are not multiples of {alignment}, and TransformerEngine cannot pad them"
+        return None
+
+    def norms(self, root: nn.Module, recipe: Recipe) -> list[Norm]:
+        load()
+        from .norms import norms
+
+        return norms(root, bool(recipe.use_autocast_during_eval))
+
+    def fuse(self, root: nn.Module, recipe: Recipe, new: dict[nn.Module, nn.Module]) -> list[Fusion]:
+        if not recipe.fuse_norms:
+            return []
+        from .fusion import fuse
+
+        return fuse(root, new)
+
+    def new_shared(self, root: nn.Module, recipe: Recipe) -> ModelState:
+        load()
+        from .recipes import check_device, check_version
+        from .region import ModelState
+
+        check_version(recipe)
+        check_device(recipe)
+        return ModelState(recipe)
+
+    def build(self, linear: nn.Linear, recipe: Recipe, shared: ModelState) -> TELinear:
+        from . import fp8_params
+        from .linear import TELinear
+
+        if recipe.fp8_params:
+            fp8_params.check(linear)
+        return TELinear.around(linear, shared)
+
+    def attach(self, root: nn.Module, recipe: Recipe, shared: ModelState) -> None:
+        from .region import AroundRoot
+
+        around = AroundRoot(shared)
+        root.register_forward_pre_hook(around.before)
+        root.register_forward_hook(around.after, always_call=True)
+
+    def after_optimizer_step(self, root: nn.Module) -> None:
+        for _, layer in self._layers(root):
+            layer.te_cast_weight = None
+
+    def store_weights(self, root: nn.Module, recipe: Recipe) -> None:
+        if recipe.fp8_params:
+            from . import fp8_params
+
+            fp8_params.keep(root, dict(self._layers(root)))
+
+    def is_converted(self, module: nn.Module) -> bool:
+        linear = sys.modules.get(f"{__package__}.linear")
+        return linear is not None and isinstance(module, linear.TELinear)
+
+    def engine(self, module: nn.Module) -> str:
+        return "te"
+
+    def profile(self, layers: list[Layer], keep: bool = False) -> TEProductProfile:
+        from .profile import TEProductProfile
+
+        return TEProductProfile(layers, keep)
+
+    def high_precision_products(self, recipe: Recipe) -> tuple[str, ...]:
+        return (WGRAD,) if recipe.override_linear_precision[2] else ()
+
+    def transient_bytes_per_element(self, module: TELinear) -> float:
+        # the weight's codes, kept from forward to backward, and the copy of them that dgrad multiplies
+        from .recipes import transposed_copies
+        from .weights import ONE_SCALE
+
+        recipe, weight = module.te_state.recipe, local_part(module.weight)
+        scaled = isinstance(weight, ScaledTensor)
+        if recipe.fp8_params or (module.te_fsdp2 and not scaled):
+            return 0.0  # the weight itself; or made anew in backward
+        one_scale = recipe.scaling in ONE_SCALE
+        are_the_weight = one_scale and scaled and weight._data.dtype == torch.float8_e4m3fn
+        return float(not are_the_weight) + float(not one_scale or transposed_copies())
+
+    def scaling_state(self, root: nn.Module) -> dict[str, torch.Tensor]:
+        return {
+            f"{name}.te_{part}": tensor
+            for name, layer in self._layers(root)
+            for part, tensor in layer.scaling_state().items()
+        }
+
+    def load_scaling_state(self, root: nn.Module, state: dict[str, torch.Tensor]) -> None:
+        own = self.scaling_state(root)
+        check_same_states(own, state)
+        for name, tensor in state.items():
+            if tensor.shape != own[name].shape:
+                raise FP8BackendError(
+                    f"{name}: the saved amax history has another length ({tensor.shape[0]}, here "
+                    f"{own[name].shape[0]}); use the saved run's amax_history_len"
+                )
+        for name, layer in self._layers(root):
+            prefix = f"{name}.te_"
+            layer.load_scaling_state({part: state[f"{prefix}{part}"] for part in layer.scaling_state()})
+
+    def _layers(self, root: nn.Module) -> Iterator[tuple[str, TELinear]]:
+        return ((plain_name(name), module) for name, module in root.named_modules() if self.is_converted(module))
+
+
+def load() -> Any:
+    """TransformerEngine's PyTorch module, imported.
+
+    Raises:
+        BackendUnavailableError: it does not load, with the reason and the fix.
+    """
+    try:
+        import transformer_engine.pytorch as te
+    except Exception as error:  # a missing library is an OSError, another mismatch a RuntimeError or AssertionError
+        from .installation import explain
+
+        explained = explain(error)
+        raise BackendUnavailableError(
+            f"te cannot run here: {explained.reason}. Fix: {explained.fix}, or {_INSTEAD}"
+        ) from error
+    return te
+
+
+def _has_compiled_part() -> bool:
+    """Looked up, not loaded: whether TransformerEngine's extension for PyTorch is there at all."""
+    if "transformer_engine_torch" in sys.modules:
+        return True
+    if hardware.version("transformer-engine-torch") or importlib.util.find_spec("transformer_engine_torch"):
+        return True
+    package = Path(importlib.util.find_spec("transformer_engine").origin).parent
+    return any(any(folder.glob("*transformer_engine_torch*")) for folder in (package, package / "wheel_lib"))
+
+
+def _device_support() -> tuple[bool, str]:
+    """Whether the device can multiply FP8 matrices, and why not. TransformerEngine is asked itself where it is loaded;
+    loading it takes seconds, so before that the device's capability has to do."""
+    if "transformer_engine.pytorch" in sys.modules:
+        from .recipes import device_support
+
+        return device_support("delayed")
+    if not hardware.has_gpu():
+        return False, "TransformerEngine runs on NVIDIA GPUs, and there is none here"
+    if not hardware.capabilities():
+        return False, "TransformerEngine runs on NVIDIA GPUs, and this one is AMD's"
+    if not hardware.fp8_products():
+        return False, f"this GPU has no FP8 products: compute capability {hardware.lowest_capability()}, 8.9 is needed"
+    return True, ""

@@ -1,0 +1,328 @@
+"""Why TransformerEngine does not import here, from the text of the exception, and the command that repairs it.
+
+TransformerEngine comes as three distributions that must have one version: `transformer-engine` (Python),
+`transformer-engine-cu12` or `-cu13` (the core library), and `transformer-engine-torch` (the extension, compiled on the
+user's machine against one PyTorch and one Python). The core library needs CUDA's libraries, which PyTorch brings.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from .. import hardware
+from ..hardware import Availability
+
+TIME_LIMIT = 120.0
+"""Seconds for the import in a process of its own. It takes 3 to 20, and some minutes on a cold network disk."""
+
+
+class Installation(NamedTuple):
+    """What a command that repairs needs to know."""
+
+    te: str | None
+    """Version of transformer-engine."""
+    cuda: str | None
+    """CUDA version that this PyTorch was built for; None: built without CUDA."""
+
+    @property
+    def pin(self) -> str:
+        return f"=={self.te}" if self.te else ""
+
+    @property
+    def cuda_major(self) -> str:
+        return (self.cuda or "13").partition(".")[0]
+
+    @property
+    def install(self) -> str:
+        return f"pip install --no-build-isolation 'transformer-engine[pytorch]{self.pin}'"
+
+    @property
+    def install_anew(self) -> str:
+        return (
+            "pip uninstall -y transformer-engine transformer-engine-torch transformer-engine-cu12 "
+            f"transformer-engine-cu13 && pip install --no-cache-dir{self.install.removeprefix('pip install')}"
+        )
+
+    @property
+    def compile_extension(self) -> str:
+        return (
+            "pip install --no-build-isolation --no-deps --no-cache-dir --force-reinstall "
+            f"transformer-engine-torch{self.pin}"
+        )
+
+    def library(self, name: str) -> str:
+        """The package of one of CUDA's libraries, such as `cublas`. Since CUDA 13 most names have no suffix."""
+        name = {"cublasLt": "cublas", "cudart": "cuda-runtime", "nvrtc": "cuda-nvrtc"}.get(name, name)
+        bare = self.cuda_major != "12" and name not in ("cudnn", "nccl")
+        return f"nvidia-{name}" if bare else f"nvidia-{name}-cu{self.cuda_major}"
+
+
+def installation() -> Installation:
+    return Installation(hardware.version("transformer-engine"), torch.version.cuda)
+
+
+def explain(error: BaseException, here: Installation | None = None) -> Availability:
+    """The reason in plain words and the fix, from an exception that importing TransformerEngine raised.
+
+    Never raises: a text that no row knows is quoted, with the command that installs everything anew.
+    """
+    return _explained(_text(error), here or installation())
+
+
+def probe(time_limit: float = TIME_LIMIT) -> Availability:
+    """Import TransformerEngine in a process of its own, so that one that hangs or crashes does no harm here.
+
+    It can run: `reason` has the version. It cannot: as `explain`. Nothing is imported where it is not installed.
+    """
+    here = installation()
+    if importlib.util.find_spec("transformer_engine") is None:
+        return Availability(False, "TransformerEngine is not installed", here.install)
+    try:
+        done = subprocess.run([sys.executable, "-c", _IMPORT], capture_output=True, text=True, timeout=time_limit)
+    except subprocess.TimeoutExpired:
+        return Availability(
+            False,
+            f"importing TransformerEngine did not end within {time_limit:.0f} seconds",
+            "try python -X importtime -c 'import torch, transformer_engine.pytorch', which shows where it stops",
+        )
+    if done.returncode < 0:
+        return Availability(
+            False,
+            f"importing TransformerEngine ends the process with {signal.Signals(-done.returncode).name}: its libraries "
+            "were built for other versions of PyTorch or CUDA",
+            here.compile_extension,
+        )
+    said = done.stdout.rpartition(_MARK)[2]
+    if done.returncode or not said:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        return _explained(said and json.loads(said) or last, here)
+    return Availability(True, f"TransformerEngine {json.loads(said)} imports")
+
+
+_MARK = "fp8_backends probe: "
+_IMPORT = f"""
+import json, sys
+try:
+    import torch
+    import transformer_engine.pytorch
+except BaseException as error:
+    print({_MARK!r} + json.dumps(f"{{type(error).__name__}}: {{error}}"))
+    sys.exit(1)
+print({_MARK!r} + json.dumps(str(transformer_engine.__version__)))
+"""
+
+
+def _text(error: BaseException) -> str:
+    """The exception and what it was raised from, innermost last."""
+    texts: list[str] = []
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        texts.append(f"{type(error).__name__}: {error}")
+        error = error.__cause__ or error.__context__
+    return "\n".join(texts)
+
+
+def _explained(text: str, here: Installation) -> Availability:
+    for failure in FAILURES:
+        found = re.search(failure.pattern, text)
+        if found:
+            return Availability(False, failure.reason(found, here), failure.fix(found, here))
+    return Availability(False, f"importing TransformerEngine fails with {text.splitlines()[0]}", here.install)
+
+
+# The failures, first match first
+
+
+class Failure(NamedTuple):
+    name: str
+    pattern: str
+    reason: Callable[[re.Match, Installation], str]
+    fix: Callable[[re.Match, Installation], str]
+
+
+_WITHOUT_CUDA = "this PyTorch was built without CUDA, and TransformerEngine uses the libraries that CUDA's brings"
+
+
+def _missing_library(found: re.Match, here: Installation) -> str:
+    library, major = found["library"], found["major"]
+    if here.cuda is None:
+        return f"lib{library} is not found: {_WITHOUT_CUDA}"
+    if major and major != here.cuda_major and library not in ("cudnn", "nccl"):
+        return (
+            f"TransformerEngine's core library was built for CUDA {major} (it asks for lib{library}.so.{major}), and "
+            f"this PyTorch is for CUDA {here.cuda}"
+        )
+    return f"lib{library} is not found: TransformerEngine needs it, and neither PyTorch nor the system brings it"
+
+
+def _bring_library(found: re.Match, here: Installation) -> str:
+    library, major = found["library"], found["major"]
+    if here.cuda is None:
+        return _torch_with_cuda(found, here)
+    if major and major != here.cuda_major and library not in ("cudnn", "nccl"):
+        return here.install_anew
+    package = here.library(library)
+    return f"pip install {package}; where it is installed already, put its lib folder into LD_LIBRARY_PATH"
+
+
+def _torch_with_cuda(found: re.Match, here: Installation) -> str:
+    return f"install a PyTorch for CUDA (see pytorch.org), then {here.install}"
+
+
+def _said(text: str) -> Callable[[re.Match, Installation], str]:
+    """A text in which {name} stands for a group of the match, and {here.…} for the installation."""
+    return lambda found, here: text.format(here=here, **found.groupdict())
+
+
+FAILURES = (
+    Failure(
+        "empty_meta_package",
+        r"Found empty .transformer-engine. meta package|Could not find TE core package",
+        _said("only TransformerEngine's Python part is installed, without its core library"),
+        _said("{here.install}"),
+    ),
+    Failure(
+        "no_torch_extension",
+        r"shared object file for Transformer Engine torch lib|No module named 'transformer_engine_torch'",
+        _said("TransformerEngine's extension for PyTorch is missing: it is compiled when it is installed"),
+        _said("{here.compile_extension}"),
+    ),
+    Failure(
+        "no_core_library",
+        r"Could not find shared object file for Transformer Engine core lib",
+        _said("the file of TransformerEngine's core library is missing from its package"),
+        _said("pip install --force-reinstall --no-deps transformer-engine-cu{here.cuda_major}{here.pin}"),
+    ),
+    Failure(
+        "versions_differ",
+        r"Transformer Engine package version mismatch. Found (?P<found>.*?)\.(?: Install|$|\n)",
+        _said("the parts of TransformerEngine have different versions: {found}"),
+        _said("{here.install_anew}"),
+    ),
+    Failure(
+        "mixed_installation",
+        r"Multiple files found|Could not find `transformer-engine` PyPI package",
+        _said("TransformerEngine is installed twice, compiled from source and from packages"),
+        _said("{here.install_anew}"),
+    ),
+    Failure(
+        "cudnn_too_old",
+        r"requires cuDNN (?P<wanted>[\d.]*\d).* cuDNN runtime is (?P<has>[\d.]*\d)",
+        _said("cuDNN {has} is older than {wanted}, the oldest that TransformerEngine {here.te} takes"),
+        lambda found, here: f"pip install --upgrade '{here.library('cudnn')}>={found['wanted']}'",
+    ),
+    Failure(
+        "flash_attention",
+        r"flash_attn\S*\.so: undefined symbol",
+        _said("TransformerEngine imports flash-attn, which was compiled for another PyTorch"),
+        _said("pip uninstall -y flash-attn"),
+    ),
+    Failure(
+        "other_python",
+        r"compiled for Python (?P<wanted>[\d.]*\d)|undefined symbol: _?(?P<symbol>Py\w+)",
+        lambda found, here: (
+            f"TransformerEngine's extension was compiled for Python {found['wanted'] or 'of another version'}, "
+            f"and this is Python {sys.version_info.major}.{sys.version_info.minor}"
+        ),
+        _said("{here.compile_extension}"),
+    ),
+    Failure(
+        "cuda_library_too_old",
+        r"undefined symbol: (?P<symbol>(?P<library>cublas|cudnn|nccl)\w*)",
+        _said("lib{library} is older than the one that TransformerEngine was built with: it has no {symbol}"),
+        lambda found, here: f"pip install --upgrade {here.library(found['library'])}, and unset LD_BIND_NOW",
+    ),
+    Failure(
+        "other_torch",
+        r"undefined symbol: (?P<symbol>\S+)",
+        lambda found, here: (
+            f"TransformerEngine's extension was compiled for another PyTorch than {torch.__version__}, which has no "
+            f"{found['symbol']}"
+        ),
+        _said("{here.compile_extension}"),
+    ),
+    Failure(
+        "old_system",
+        r"version `(?P<what>GLIBC(?:XX)?_[\d.]+)' not found",
+        _said("TransformerEngine's library wants {what}, which this system's C or C++ library is too old for"),
+        lambda found, here: (
+            "conda install -c conda-forge libstdcxx-ng"
+            if found["what"].startswith("GLIBCXX")
+            else "use a newer system or container (Ubuntu 22.04 or later)"
+        ),
+    ),
+    Failure(
+        "no_driver",
+        r"libcuda\.so|Found no NVIDIA driver|TransformerEngine needs CUDA",
+        _said("no NVIDIA driver is found: TransformerEngine runs on an NVIDIA GPU only"),
+        _said(
+            "install the driver (nvidia-smi must list the GPU; in a container, start that with --gpus all), or use "
+            "the twin native:delayed, native:dynamic, native:blockwise or native:mxfp8, which needs none"
+        ),
+    ),
+    Failure(
+        "torch_without_cuda",
+        r"lib(?:c10_cuda|torch_cuda)\S*\.so|Torch not compiled with CUDA",
+        _said("this PyTorch was built without CUDA, and TransformerEngine was compiled for one with it"),
+        _torch_with_cuda,
+    ),
+    Failure(
+        "nvrtc",
+        r"(?i)nvrtc(?!\S*\.so| shared object)|cuda_runtime\.h",
+        _said("TransformerEngine compiles some kernels while it runs, and does not find CUDA's headers or NVRTC"),
+        _said("export NVTE_CUDA_INCLUDE_DIR=/usr/local/cuda/include (its folder of headers), or NVTE_DISABLE_NVRTC=1"),
+    ),
+    Failure(
+        "torch_not_first",
+        r"libnccl\.so[.\d]*: cannot open",
+        lambda found, here: (
+            "libnccl is not found: PyTorch brings it, and only once torch is imported"
+            if here.cuda
+            else f"libnccl is not found: {_WITHOUT_CUDA}"
+        ),
+        lambda found, here: (
+            f"import torch before transformer_engine; where that does not help, pip install {here.library('nccl')}"
+            if here.cuda
+            else _torch_with_cuda(found, here)
+        ),
+    ),
+    Failure(
+        "library_missing",
+        r"lib(?P<library>cudnn|cublasLt|cublas|cudart|nvrtc|curand|cusolver|cusparse|nvJitLink)\w*\.so\.?(?P<major>\d*)"
+        r"[.\d]*: cannot open",
+        _missing_library,
+        _bring_library,
+    ),
+    Failure(
+        "library_not_found_by_te",
+        r"(?P<library>cudnn|cublas|cudart|nvrtc|curand|cusolver|nccl) shared object not found(?P<major>)",
+        _missing_library,
+        _bring_library,
+    ),
+    Failure(
+        "module_missing",
+        r"No module named '(?!transformer_engine)(?P<module>[\w]+)",
+        _said("the Python package {module}, which TransformerEngine imports, is missing"),
+        lambda found, here: f"pip install {_PACKAGES.get(found['module'], found['module'])}",
+    ),
+    Failure(
+        "hidden",
+        r"module 'transformer_engine' has no attribute 'pytorch'",
+        _said("TransformerEngine's part for PyTorch did not import, and TransformerEngine kept the reason to itself"),
+        _said("python -c 'import torch, transformer_engine.pytorch' says why; often: {here.compile_extension}"),
+    ),
+)
+"""Each was produced with TransformerEngine 2.20.2, or is in a report to its project; the tests hold their texts."""
+
+_PACKAGES = {"nvdlfw_inspect": "nvdlfw-inspect", "cudnn": "nvidia-cudnn-frontend"}
+"""Where a module's package has another name."""

@@ -1,0 +1,1 @@
+"""The `ao` compute: TorchAO's float8 linear layer."""

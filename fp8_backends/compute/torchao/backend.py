@@ -1,0 +1,236 @@
+"""The `ao` compute: TorchAO's float8 linear layer, on the Parameters that the model already has.
+
+TorchAO quantises the input, the weight and the output gradient anew for each product and saves the input for
+backward in high precision, so it gains speed where the chip has FP8 products, and no memory. What this module adds is
+what keeps it from failing quietly: sizes that a GPU cannot multiply are named, a crash under CPU autocast is mended,
+and weights that FSDP2 gathers in FP8 stay in the Parameters that the optimizer has.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ...errors import BackendUnavailableError, RecipeError
+from .. import hardware
+from ..hardware import Availability
+from ..interface import Compute
+from . import cpu_scaled_mm
+from .library import products_in_high_precision, quiet_import
+
+if TYPE_CHECKING:
+    from torchao.float8 import Float8LinearConfig
+
+    from ..interface import Recipe
+
+ALIGNMENT = 16
+"""A GPU's FP8 products take multiples of this. TorchAO pads the contraction, not the columns of a result."""
+
+CONFIG_OPTIONS = ("pad_inner_dim", "enable_fsdp_float8_all_gather")
+"""Recipe fields that are fields of `Float8LinearConfig` too."""
+
+
+class TorchAOCompute(Compute):
+    """`torchao.float8`, by one of its recipes or by a `Float8LinearConfig` of the user's own."""
+
+    name = "ao"
+    scalings = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+    default_scaling = "tensorwise"
+    fields = frozenset({"config", "auto_filter", *CONFIG_OPTIONS})
+
+    def scaling_for(self, level: str, values: Mapping[str, Any]) -> str:
+        return config_scaling(values["config"]) if "config" in values else self.default_scaling
+
+    def availability(self) -> Availability:
+        if importlib.util.find_spec("torchao") is None:
+            return Availability(False, "TorchAO is not installed", "pip install torchao")
+        version = importlib.metadata.version("torchao")
+        if not hasattr(torch, "_scaled_mm"):
+            return Availability(False, f"torch {torch.__version__} has no FP8 product", "install torch 2.8 or newer")
+        if _products_are_emulated():
+            return Availability(True, f"torchao {version}, emulated: this GPU has no FP8 products, bf16 is faster")
+        return Availability(True, f"torchao {version} on {'cuda' if torch.cuda.is_available() else 'cpu'}")
+
+    def check(self, recipe: Recipe) -> None:
+        if recipe.config is not None:
+            _check_config(recipe)
+        if recipe.auto_filter and recipe.scaling == "rowwise_with_gw_hp":
+            raise RecipeError(
+                "auto_filter: TorchAO has no automatic filter for ao:rowwise_with_gw_hp; "
+                "drop auto_filter, or choose layers with include and exclude"
+            )
+        if asks_for_all_gather(recipe) and recipe.scaling != "tensorwise":
+            raise RecipeError(
+                f"enable_fsdp_float8_all_gather: TorchAO gathers FP8 weights with ao:tensorwise only, not with "
+                f"ao:{recipe.scaling}; drop one of the two"
+            )
+
+    def unfit(self, linear: nn.Linear, recipe: Recipe) -> str | None:
+        sizes = f"{linear.in_features} -> {linear.out_features}"
+        if (reason := super().unfit(linear, recipe)) is not None:
+            return reason
+        if linear.in_features % ALIGNMENT or linear.out_features % ALIGNMENT:
+            return f"{sizes} are not multiples of {ALIGNMENT}, and TorchAO cannot pad them"
+        if recipe.auto_filter and not _auto_filter(recipe.scaling)(linear, ""):
+            return f"{sizes} is too small to gain by FP8, says TorchAO's automatic filter for {recipe.scaling}"
+        return None
+
+    def new_shared(self, root: nn.Module, recipe: Recipe) -> Float8LinearConfig:
+        """The one configuration of all layers of this model."""
+        if asks_for_all_gather(recipe) and not _in_process_group():
+            raise BackendUnavailableError(
+                "enable_fsdp_float8_all_gather=True gathers the weights of FSDP2 in FP8, and this is one process "
+                "without a process group: leave the field out, or start several ranks and shard with FSDP2"
+            )
+        config = linear_config(recipe)
+        on_cpu = any(parameter.device.type == "cpu" for parameter in root.parameters())
+        if on_cpu or not hardware.has_gpu():
+            cpu_scaled_mm.mend()
+        if on_cpu and config_scaling(config) != "tensorwise" and not config.emulate and not _cpu_multiplies_rowwise():
+            raise BackendUnavailableError(
+                f"{recipe.name} on a CPU: torch {torch.__version__} has no rowwise FP8 product there; "
+                "install torch 2.13 or newer, or use native:rowwise, which makes it by other means"
+            )
+        return config
+
+    def build(self, linear: nn.Linear, recipe: Recipe, shared: Float8LinearConfig) -> nn.Module:
+        with quiet_import():
+            from .linear import AOLinear
+        # gathering in FP8 is for `attach` to arrange, with the Parameters kept
+        config = (
+            replace(shared, enable_fsdp_float8_all_gather=False) if shared.enable_fsdp_float8_all_gather else shared
+        )
+        return AOLinear.from_float(linear, config)
+
+    def attach(self, root: nn.Module, recipe: Recipe, shared: Any) -> None:
+        """What TorchAO's own `convert_to_float8_training` does beside exchanging layers."""
+        if shared.enable_fsdp_float8_all_gather:
+            from .shards import gather_in_fp8
+
+            gather_in_fp8(root)
+        try:
+            from torchao.float8._inductor_patch import _patch_inductor_min_max_codegen
+        except ImportError:
+            return
+        _patch_inductor_min_max_codegen()  # a Triton fault that writes NaN into transposed FP8 stores
+
+    def after_optimizer_step(self, root: nn.Module) -> None:
+        shards = sys.modules.get(f"{__package__}.shards")
+        if shards is not None:
+            shards.agree_scales(root)
+
+    def is_converted(self, module: nn.Module) -> bool:
+        linear = sys.modules.get(f"{__package__}.linear")
+        return linear is not None and isinstance(module, linear.AOLinear)
+
+    def engine(self, module: nn.Module) -> str:
+        return "emulated" if module.config.emulate else "ao"
+
+    def high_precision_products(self, recipe: Recipe) -> tuple[str, ...]:
+        return products_in_high_precision(linear_config(recipe))
+
+
+def linear_config(recipe: Recipe) -> Float8LinearConfig:
+    """TorchAO's configuration for a resolved recipe. A configuration that the user gave is used as it is.
+
+    `pad_inner_dim` is on unless the recipe says otherwise, as in Accelerate: it changes no number, and without it
+    a GPU refuses batches whose token count is not a multiple of 16.
+    """
+    if recipe.config is not None:
+        if _products_are_emulated() and not recipe.config.emulate:
+            raise BackendUnavailableError(
+                "config: this GPU has no FP8 products, and the given Float8LinearConfig has emulate=False; "
+                "give one with emulate=True, or use bf16, which is faster here"
+            )
+        return recipe.config
+    with quiet_import():
+        from torchao.float8 import Float8LinearConfig
+    pad = True if recipe.pad_inner_dim is None else recipe.pad_inner_dim
+    return replace(
+        Float8LinearConfig.from_recipe_name(recipe.scaling),
+        pad_inner_dim=pad,
+        emulate=_products_are_emulated(),
+        enable_fsdp_float8_all_gather=asks_for_all_gather(recipe),
+    )
+
+
+def config_scaling(config: Float8LinearConfig) -> str:
+    """The recipe that a configuration follows: `tensorwise`, `rowwise`, `rowwise_with_gw_hp`, or `custom`.
+
+    Raises:
+        RecipeError: it is no `Float8LinearConfig`.
+    """
+    if type(config).__name__ != "Float8LinearConfig":
+        raise RecipeError(f"config must be a torchao.float8.Float8LinearConfig, not {type(config).__name__}")
+    casts = (
+        config.cast_config_input,
+        config.cast_config_weight,
+        config.cast_config_grad_output,
+        config.cast_config_input_for_grad_weight,
+        config.cast_config_weight_for_grad_input,
+        config.cast_config_grad_output_for_grad_weight,
+    )
+    rules = tuple("off" if cast.scaling_type.value == "disabled" else cast.scaling_granularity.value for cast in casts)
+    return _RULES_OF_RECIPES.get(rules, "custom")
+
+
+_RULES_OF_RECIPES = {
+    ("tensorwise",) * 6: "tensorwise",
+    ("axiswise",) * 6: "rowwise",
+    ("axiswise", "axiswise", "axiswise", "off", "tensorwise", "off"): "rowwise_with_gw_hp",
+}
+
+
+def _check_config(recipe: Recipe) -> None:
+    config, scaling = recipe.config, config_scaling(recipe.config)
+    for field in CONFIG_OPTIONS:
+        given = getattr(recipe, field) if field in recipe.given else None
+        if given is not None and given != getattr(config, field):
+            raise RecipeError(
+                f"{field}={given} and config.{field}={getattr(config, field)} disagree: a config is used as it is, "
+                f"so say it there and leave {field} out"
+            )
+    if "scaling" in recipe.given and scaling != recipe.scaling:
+        raise RecipeError(
+            f"ao:{recipe.scaling} and a config whose casts are {scaling} disagree: leave one of the two out"
+        )
+    if recipe.auto_filter and scaling not in ("tensorwise", "rowwise"):
+        raise RecipeError(f"auto_filter: TorchAO has no automatic filter for a {scaling} config; drop auto_filter")
+
+
+def asks_for_all_gather(recipe: Recipe) -> bool:
+    """Whether the user asked for it. Accelerate's handlers have it on by default, which asks for nothing."""
+    if recipe.config is not None and recipe.config.enable_fsdp_float8_all_gather:
+        return True
+    return bool(recipe.enable_fsdp_float8_all_gather) and "enable_fsdp_float8_all_gather" in recipe.given
+
+
+def _in_process_group() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _cpu_multiplies_rowwise() -> bool:
+    """Tried, not looked up: torch 2.11 has it for CUDA alone, 2.13 for CPUs too."""
+    codes, scales = torch.zeros(16, 16, dtype=torch.float8_e4m3fn), torch.ones(16, 1)
+    try:
+        torch._scaled_mm(codes, codes.t(), scale_a=scales, scale_b=scales.t(), out_dtype=torch.bfloat16)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _auto_filter(scaling: str):
+    with quiet_import():
+        from torchao.float8 import _auto_filter_for_recipe
+    return _auto_filter_for_recipe(scaling, [])
+
+
+def _products_are_emulated() -> bool:
+    return hardware.has_gpu() and not hardware.fp8_products()  # a CPU has `torch._scaled_mm`

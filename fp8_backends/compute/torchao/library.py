@@ -1,0 +1,61 @@
+"""TorchAO as a library: imported without its remarks, and what a configuration of it means."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ..counts import DGRAD, FPROP, WGRAD
+
+if TYPE_CHECKING:
+    from torchao.float8 import Float8LinearConfig
+
+
+def products_in_high_precision(config: Float8LinearConfig) -> tuple[str, ...]:
+    """Those of fprop, dgrad, wgrad for which a configuration disables the cast to FP8."""
+    casts = (
+        (FPROP, config.cast_config_input),
+        (DGRAD, config.cast_config_grad_output),
+        (WGRAD, config.cast_config_input_for_grad_weight),
+    )
+    return tuple(kind for kind, cast in casts if cast.scaling_type.value == "disabled")
+
+
+@contextlib.contextmanager
+def quiet_import() -> Iterator[None]:
+    """Keep what TorchAO says while it loads off the screen: nothing of it concerns FP8 training.
+
+    Its wheel holds libraries for several CUDA versions and complains of each that does not fit. Only these records
+    are dropped, and only while the import runs.
+    """
+    if "torchao.float8" in sys.modules:
+        yield
+        return
+    silenced = [(logging.getLogger(name), _Silence(text)) for name, text in _IMPORT_MESSAGES]
+    for logger, silence in silenced:
+        logger.addFilter(silence)
+    try:
+        yield
+    finally:
+        for logger, silence in silenced:
+            logger.removeFilter(silence)
+
+
+_IMPORT_MESSAGES = (
+    ("torchao", "Failed to load"),
+    ("torchao", "Skipping import of cpp extensions"),
+    ("torchao.kernel.intmm", "Detected no triton"),
+    ("torch.utils._pytree", "register_constant"),
+)
+
+
+class _Silence(logging.Filter):
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.text = text
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return self.text not in record.getMessage()

@@ -1,0 +1,74 @@
+"""The layer of the `ao` compute. Imports TorchAO, so it is imported only when a layer is converted or unpickled."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.graph import saved_tensors_hooks
+
+from ...errors import FP8BackendError
+from .library import products_in_high_precision, quiet_import
+
+with quiet_import():
+    from torchao.float8.float8_linear import Float8Linear
+    from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
+
+
+class AOLinear(Float8Linear):
+    """TorchAO's `Float8Linear`, equal to it to the bit, and correct where it crashes: on inputs of zero tokens or of
+    one dimension, and with a high-precision weight gradient under any autocast but CUDA's.
+
+    Input: [..., in_features] in fp32, bf16 or fp16; output: [..., out_features].
+    """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.fp8_wgrad = "wgrad" not in products_in_high_precision(self.config)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if input.dim() == 0 or input.shape[-1] != self.in_features:
+            raise ValueError(
+                f"an FP8 linear layer of {self.in_features} input features got an input of shape "
+                f"{tuple(input.shape)}; its last dimension must be {self.in_features}"
+            )
+        if isinstance(self.weight, WeightWithDynamicFloat8CastTensor):
+            raise FP8BackendError(
+                "enable_fsdp_float8_all_gather=True, and the model is not sharded: apply fully_shard to it before it "
+                "runs, or leave the field out"
+            )
+        if input.numel() == 0:  # nothing to take an amax of
+            gathered = hasattr(self.weight, "to_original_precision")
+            return F.linear(input, self.weight.to_original_precision() if gathered else self.weight, self.bias)
+        if input.dim() == 1:
+            return self.forward(input.unsqueeze(0)).squeeze(0)
+        device = input.device.type
+        if not self.fp8_wgrad and torch.is_autocast_enabled(device):
+            # TorchAO casts under CUDA's autocast alone, and then multiplies a bf16 gradient by an fp32 input
+            input = input.to(torch.get_autocast_dtype(device))
+        if hasattr(self.weight, "ds_id"):
+            with _weight_kept_by_name(self.weight):
+                return super().forward(input)
+        return super().forward(input)
+
+    def extra_repr(self) -> str:
+        return super().extra_repr().replace("cast_configs=", "ao ").rstrip('"')
+
+
+def _weight_kept_by_name(weight: torch.nn.Parameter) -> saved_tensors_hooks:
+    """Inside, autograd keeps the Parameter in place of views of its data, and backward views the data of its moment.
+
+    DeepSpeed's ZeRO-3 takes the gathered data out of a Parameter after forward. TorchAO saves `weight.t()`, which
+    would hold every gathered weight of the model until its backward.
+    """
+
+    def pack(tensor: torch.Tensor):
+        if tensor.data_ptr() == weight.data_ptr() and tensor.numel() == weight.numel():
+            return tensor.shape, tensor.stride()
+        return tensor
+
+    def unpack(kept):
+        if isinstance(kept, torch.Tensor):
+            return kept
+        return weight.detach().as_strided(*kept)
+
+    return saved_tensors_hooks(pack, unpack)

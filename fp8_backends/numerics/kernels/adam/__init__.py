@@ -1,0 +1,1 @@
+"""The Adam step over weights and states in low precision."""

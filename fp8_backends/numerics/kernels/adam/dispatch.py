@@ -1,0 +1,167 @@
+"""The Adam step over low-precision states, fused: no full-precision copy of any state exists.
+
+A scale follows from the amax of this step's own values, so the values are computed twice: a first pass over all
+parameters keeps amaxes alone, a second computes the same values again, rounds them and writes them in place. On a CPU
+and on an NVIDIA GPU each pass is one kernel over all parameters of a kind (`adam_table`, with `adam_cpu` and
+`triton_adam`). Elsewhere, and without a compiler, it is PyTorch's operations, parameter by parameter (`adam_passes`).
+All compute the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from .. import triton_gate
+from . import cpu as adam_cpu
+from .job import ROUNDINGS, Job, Slot, adam_hyper, adam_hypers, is_finite
+from .passes import Passes
+from .table import AdamTable, Kernels, Kind, kind_of
+
+__all__ = ["ROUNDINGS", "AdamSteps", "Job", "Slot", "adam_hyper", "adam_hypers", "is_finite", "scaled_adam_"]
+
+
+@torch.no_grad()
+def scaled_adam_(
+    weight: Slot,
+    grad: Slot,
+    exp_avg: Slot,
+    exp_avg_sq: Slot,
+    hyper: torch.Tensor,
+    *,
+    copy: Slot | None = None,
+    decoupled: bool,
+    maximize: bool,
+    rounding: str,
+    seed: int,
+    compiled: bool = True,
+) -> None:
+    """One step of Adam (`decoupled`: AdamW) in FP32, in place on data and scale_inv of weight and states.
+
+    New scales are powers of two from this step's amaxes; NaN marks a weight that is not finite. A gradient that holds
+    a non-finite value counts as zero throughout, and a positive exp_avg_sq is stored as at least the smallest number
+    of its format.
+
+    Args:
+        hyper: from `adam_hyper`.
+        copy: an E4M3 or E5M2 tensor that receives the new, already rounded weight, to nearest.
+        rounding: of weight and states below FP32. "stochastic" keeps their expected values; "nearest" is MS-AMP's,
+            and loses updates below half a step of the format.
+        seed: random bits are a function of seed, step and element index alone.
+        compiled: False runs the same operations eagerly.
+
+    Raises:
+        ValueError: a slot that is not contiguous, block sizes that differ, an unknown rounding.
+    """
+    if weight.data.numel():
+        job = Job(weight, grad, exp_avg, exp_avg_sq, hyper, decoupled, maximize, rounding, seed, copy)
+        AdamSteps([job], fused=compiled, compiled=compiled).run()
+
+
+class AdamSteps:
+    """One step of several parameters. `run`, or its three parts one after the other, where ranks that have shards of
+    the parameters agree on what each part returns before the next one.
+
+    Args:
+        fused: by a kernel over all parameters, where there is one for their device.
+        compiled: elsewhere by `torch.compile`, which takes half a minute once and does not pay for few elements; else
+            eagerly.
+
+    Raises:
+        ValueError: what `Job.check` raises.
+    """
+
+    @torch.no_grad()
+    def __init__(self, jobs: Sequence[Job], *, fused: bool = True, compiled: bool = False):
+        self._count = len(jobs)
+        self._parts: list[tuple[_Steps, list[int]]] = []
+        groups: dict[tuple[torch.device, bool, Kind], list[int]] = {}
+        for i, job in enumerate(jobs):
+            job.check()
+            groups.setdefault((job.weight.data.device, job.finite is None, kind_of(job)), []).append(i)
+        for (device, _, kind), members in groups.items():
+            of_kind = [jobs[i] for i in members]
+            kernels = _kernels(kind, of_kind[0]) if fused else None
+            if kernels is not None:
+                steps = AdamTable(kind, of_kind, kernels)
+            else:  # where a fused kernel cannot be compiled for a CPU, nothing can
+                steps = _Singly(of_kind, compiled and not (fused and device.type == "cpu"))
+            self._parts.append((steps, members))
+
+    @torch.no_grad()
+    def run(self) -> None:
+        for steps, _ in self._parts:
+            steps.run()
+
+    @torch.no_grad()
+    def amaxes(self) -> list[list[torch.Tensor | None]]:
+        """The first pass: of each parameter max |x| of the new weight, exp_avg and exp_avg_sq, FP32: 0-dim, or [blocks]
+        where they are blocked; None for those that have no scale. Nothing is written."""
+        return self._each(lambda steps, _: steps.amaxes())
+
+    @torch.no_grad()
+    def write(self, amaxes: list[list[torch.Tensor | None]]) -> list[torch.Tensor | None]:
+        """The second pass: write weights and states, with scales from these amaxes. Returns max |x| of each weight as
+        it is stored, 0-dim, or None if there is no copy of it."""
+        return self._each(lambda steps, members: steps.write([amaxes[i] for i in members]))
+
+    @torch.no_grad()
+    def write_copies(self, amaxes: list[torch.Tensor | None]) -> None:
+        """The copies of weights that have one, from the weights as they are stored. amaxes: from `write`."""
+        for steps, members in self._parts:
+            steps.write_copies([amaxes[i] for i in members])
+
+    def _each(self, function: Callable[[_Steps, list[int]], list]) -> list:
+        found = [None] * self._count
+        for steps, members in self._parts:
+            for i, of in zip(members, function(steps, members), strict=True):
+                found[i] = of
+        return found
+
+
+class _Steps(Protocol):
+    """The steps of parameters of one kind."""
+
+    def run(self) -> None: ...
+
+    def amaxes(self) -> list[list[torch.Tensor | None]]: ...
+
+    def write(self, amaxes: list[list[torch.Tensor | None]]) -> list[torch.Tensor | None]: ...
+
+    def write_copies(self, amaxes: list[torch.Tensor | None]) -> None: ...
+
+
+class _Singly:
+    """Steps as PyTorch's operations, a parameter at a time."""
+
+    def __init__(self, jobs: Sequence[Job], compiled: bool):
+        self.steps = [Passes(job, compiled) for job in jobs]
+
+    def run(self) -> None:
+        for step in self.steps:
+            amax = step.write(step.amaxes())
+            if amax is not None:
+                step.write_copy(amax)
+
+    def amaxes(self) -> list[list[torch.Tensor | None]]:
+        return [step.amaxes() for step in self.steps]
+
+    def write(self, amaxes: list[list[torch.Tensor | None]]) -> list[torch.Tensor | None]:
+        return [step.write(of) for step, of in zip(self.steps, amaxes, strict=True)]
+
+    def write_copies(self, amaxes: list[torch.Tensor | None]) -> None:
+        for step, amax in zip(self.steps, amaxes, strict=True):
+            if amax is not None:
+                step.write_copy(amax)
+
+
+def _kernels(kind: Kind, job: Job) -> Kernels | None:
+    """The fused kernels for parameters of a kind on the device where this one is."""
+    weight = job.weight.data
+    if triton_gate.usable(weight):
+        from . import triton_adam
+
+        return triton_adam.kernels(kind, weight)
+    return adam_cpu.kernels(kind) if adam_cpu.usable(weight) else None

@@ -1,0 +1,268 @@
+"""The Adam step on an NVIDIA GPU: two launches over all parameters of a kind, whatever their number and sizes.
+
+A program works on one chunk of one parameter, which it finds in the table (`adam_table`). `_amax_kernel` computes the
+new values and keeps their largest; `_write_kernel` computes them again, rounds and stores them. Its programs run in any
+order, so the scales that it replaces are set aside by the first kernel. The copy of an O3 master is cast in the second
+too, with the scale that follows from the master before it is rounded; the third launch, `_recast_kernel`, finds all
+but a few as they should be, and leaves at once.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ..triton_common import OPTIONS, as_bits, from_bits, scale_inv_of
+from ..triton_gate import has_fp8_casts, on_device_of
+from .rounding import EXP_AVG_BITS, EXP_AVG_SQ_BITS, WEIGHT_BITS
+from .table import AdamTable, Kind
+from .triton_rounding import mixed, pointer_to, scale_of
+from .triton_tiles import (
+    COPY,
+    COPY_INVERSE,
+    FINITE,
+    HYPER,
+    NUMEL,
+    SEED,
+    amax_of,
+    amax_tile,
+    grad_factor,
+    hyper_of,
+    inverse_of,
+    keep_amax,
+    load,
+    new_scale,
+    no_bits,
+    place_of,
+    pointers_of,
+    row_of,
+    store_copy,
+    values_of,
+    write_tile,
+)
+
+_FORMATS = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float8_e4m3fn: "e4m3",
+    torch.float8_e5m2: "e5m2",
+}
+_TILE, _TILES = 1024, 8
+"""Elements that a program works on at a time, and how often it does."""
+
+LIMITS = {"num_warps": 8}
+"""Four elements a thread: nothing is spilled, and enough programs run at a time to hide what they wait for."""
+
+
+# Kernels. Grid: one program for each chunk of each parameter; `parameters` has the index of a chunk's parameter.
+
+
+@triton.jit
+def _finite_kernel(table, parameters, KIND: tl.constexpr, ALIGNED: tl.constexpr):
+    """Where an element of the gradient is not finite, say so where the table wants to know."""
+    row, index, start = row_of(table, parameters, KIND)
+    numel = tl.load(row + NUMEL)
+    pointer = pointer_to(tl.load(row + 1), KIND.formats[1], ALIGNED)
+    largest = no_bits(KIND)
+    for tile in range(KIND.tiles):
+        first = start + tile * KIND.rows * KIND.width
+        at, inside, block = place_of(numel, first, KIND)
+        if first + KIND.rows * KIND.width <= numel:
+            g = load(pointer + first + at, inside, 0.0, True)
+        else:
+            g = load(pointer + first + at, inside, 0.0, False)
+        largest = tl.maximum(largest, as_bits(g.to(tl.float32)) & 0x7FFFFFFF)
+    if tl.max(tl.max(largest, axis=1), axis=0) >= 0x7F800000:
+        tl.store(tl.load(row + FINITE).to(tl.pointer_type(tl.uint8)), tl.full((), 0, tl.uint8))
+
+
+@triton.jit
+def _amax_kernel(table, parameters, amax_ptr, old_ptr, KIND: tl.constexpr, ALIGNED: tl.constexpr):
+    row, index, start = row_of(table, parameters, KIND)
+    numel, pointers, hyper = tl.load(row + NUMEL), pointers_of(row, KIND, ALIGNED), hyper_of(row)
+    w_inv, m_inv, v_inv = inverse_of(row, KIND, 0), inverse_of(row, KIND, 2), inverse_of(row, KIND, 3)
+    if start == 0:
+        old = old_ptr + index * 3
+        tl.store(old, w_inv)
+        tl.store(old + 1, m_inv)
+        tl.store(old + 2, v_inv)
+    inverses = (w_inv, grad_factor(row, KIND), m_inv, v_inv)
+    w_amax, m_amax, v_amax = no_bits(KIND), no_bits(KIND), no_bits(KIND)
+    for tile in range(KIND.tiles):
+        first = start + tile * KIND.rows * KIND.width
+        amaxes = (w_amax, m_amax, v_amax)
+        if first + KIND.rows * KIND.width <= numel:
+            w_amax, m_amax, v_amax = amax_tile(
+                pointers, row, inverses, hyper, amaxes, amax_ptr, numel, first, KIND, True
+            )
+        elif first < numel:
+            w_amax, m_amax, v_amax = amax_tile(
+                pointers, row, inverses, hyper, amaxes, amax_ptr, numel, first, KIND, False
+            )
+    if KIND.scaled[0] and not KIND.blocked[0]:
+        keep_amax(amax_ptr, row, 0, w_amax)
+    if KIND.scaled[2] and not KIND.blocked[2]:
+        keep_amax(amax_ptr, row, 1, m_amax)
+    if KIND.scaled[3] and not KIND.blocked[3]:
+        keep_amax(amax_ptr, row, 2, v_amax)
+
+
+@triton.jit
+def _write_kernel(table, parameters, amax_ptr, old_ptr, stored_ptr, KIND: tl.constexpr, ALIGNED: tl.constexpr):
+    row, index, start = row_of(table, parameters, KIND)
+    numel, pointers, hyper = tl.load(row + NUMEL), pointers_of(row, KIND, ALIGNED), hyper_of(row)
+    step = tl.load(tl.load(row + HYPER).to(tl.pointer_type(tl.float32)) + 8).to(tl.int32).to(tl.uint32)
+    key = mixed(mixed(step) + tl.load(row + SEED).to(tl.uint32))
+    old, g_inv = old_ptr + index * 3, grad_factor(row, KIND)
+    if KIND.scaled[0] or KIND.scaled[2] or KIND.scaled[3]:
+        inverses = (tl.load(old), g_inv, tl.load(old + 1), tl.load(old + 2))
+    else:
+        inverses = (1.0, g_inv, 1.0, 1.0)
+    w_scale, w_inv = new_scale(amax_ptr, row, start, KIND, 0)
+    m_scale, _ = new_scale(amax_ptr, row, start, KIND, 2)
+    v_scale, _ = new_scale(amax_ptr, row, start, KIND, 3)
+    scales = (w_scale, m_scale, v_scale)
+    copy = (pointers[0], w_inv, w_scale)
+    if KIND.copied:
+        copy_scale = scale_of(amax_of(amax_ptr, row, 0), KIND.formats[4])
+        copy = (pointer_to(tl.load(row + COPY), KIND.formats[4], ALIGNED), w_inv, copy_scale)
+    largest = no_bits(KIND)
+    for tile in range(KIND.tiles):
+        first = start + tile * KIND.rows * KIND.width
+        if first + KIND.rows * KIND.width <= numel:
+            stored = write_tile(pointers, row, inverses, hyper, scales, copy, amax_ptr, key, numel, first, KIND, True)
+            largest = tl.maximum(largest, stored)
+        elif first < numel:
+            stored = write_tile(pointers, row, inverses, hyper, scales, copy, amax_ptr, key, numel, first, KIND, False)
+            largest = tl.maximum(largest, stored)
+    if KIND.copied:
+        found = from_bits(tl.max(tl.max(largest, axis=1), axis=0)) * w_inv
+        tl.atomic_max(stored_ptr + index, as_bits(found) & 0x7FFFFFFF, sem="relaxed")
+
+
+@triton.jit
+def _recast_kernel(table, parameters, amax_ptr, stored_ptr, KIND: tl.constexpr, ALIGNED: tl.constexpr):
+    """Copies whose scale is not the one that `_write_kernel` took, and the scales of all."""
+    row, index, start = row_of(table, parameters, KIND)
+    amax = from_bits(tl.load(stored_ptr + index))
+    scale = scale_of(amax, KIND.formats[4])
+    if start == 0:
+        tl.store(tl.load(row + COPY_INVERSE).to(tl.pointer_type(tl.float32)), scale_inv_of(scale, amax))
+    if scale != scale_of(amax_of(amax_ptr, row, 0), KIND.formats[4]):
+        numel, inverse = tl.load(row + NUMEL), inverse_of(row, KIND, 0)
+        pointer = pointer_to(tl.load(row), KIND.formats[0], ALIGNED)
+        copy = pointer_to(tl.load(row + COPY), KIND.formats[4], ALIGNED)
+        for tile in range(KIND.tiles):
+            first = start + tile * KIND.rows * KIND.width
+            at, inside, block = place_of(numel, first, KIND)
+            stored = values_of(pointer + first, row, 1.0, at, inside, block, KIND, 0, False)
+            store_copy(copy + first, stored, inverse, scale, at, inside, KIND, False)
+
+
+# Launches
+
+
+class _Constants(NamedTuple):
+    """What the kernels of a kind are compiled for."""
+
+    formats: tuple[str, ...]
+    """Of weight, grad, exp_avg, exp_avg_sq, copy."""
+    scaled: tuple[bool, ...]
+    blocked: tuple[bool, ...]
+    low_bit: tuple[int, ...]
+    bits: tuple[int, ...]
+    has_fp8_casts: bool
+    finite_is_told: bool
+    copied: bool
+    decoupled: bool
+    maximize: bool
+    stochastic: bool
+    rows: int
+    width: int
+    tiles: int
+    chunk: int
+
+
+@dataclass(frozen=True)
+class _Wrapped:
+    """`_Constants` as Triton wants what its functions hand on: an object whose attributes are its constants."""
+
+    constants: _Constants
+
+    def __getattr__(self, name: str):
+        value = getattr(self.constants, name)
+        return tuple(map(tl.constexpr, value)) if isinstance(value, tuple) else tl.constexpr(value)
+
+
+def kernels(kind: Kind, tensor: torch.Tensor) -> TritonKernels | None:
+    """Those of a kind for the tensor's device; None for a block size that no tile has."""
+    size = kind.block_size
+    return _kernels(kind, has_fp8_casts(tensor)) if size & (size - 1) == 0 and size <= 4 * _TILE else None
+
+
+class TritonKernels:
+    """Launches the kernels of one kind."""
+
+    def __init__(self, kind: Kind, fp8_casts: bool):
+        width = kind.block_size or _TILE
+        rows = max(1, _TILE // width)
+        fields = (WEIGHT_BITS, (0, 0), EXP_AVG_BITS, EXP_AVG_SQ_BITS)
+        self.constants = _Wrapped(
+            _Constants(
+                formats=tuple(_FORMATS[dtype] for dtype in (*kind.dtypes, kind.copy or torch.float8_e4m3fn)),
+                scaled=kind.scaled,
+                blocked=kind.blocked,
+                low_bit=tuple(low for low, _ in fields),
+                bits=tuple(bits for _, bits in fields),
+                has_fp8_casts=fp8_casts,
+                finite_is_told=kind.finite_is_told,
+                copied=kind.copy is not None,
+                decoupled=kind.decoupled,
+                maximize=kind.maximize,
+                stochastic=kind.stochastic,
+                rows=rows,
+                width=width,
+                tiles=_TILES,
+                chunk=rows * width * _TILES,
+            )
+        )
+
+    def chunk_size(self) -> int:
+        return self.constants.constants.chunk
+
+    def find_finite(self, table: AdamTable) -> None:
+        self._launch(_finite_kernel, table)
+
+    def amaxes(self, table: AdamTable) -> None:
+        self._launch(_amax_kernel, table, table.amax.view(torch.int32), table.old_scale_inv)
+
+    def write(self, table: AdamTable) -> None:
+        amaxes, stored = table.amax.view(torch.int32), table.stored.view(torch.int32)
+        self._launch(_write_kernel, table, amaxes, table.old_scale_inv, stored)
+
+    def recast(self, table: AdamTable) -> None:
+        self._launch(_recast_kernel, table, table.amax.view(torch.int32), table.stored.view(torch.int32))
+
+    def _launch(self, kernel, table: AdamTable, *buffers: torch.Tensor) -> None:
+        parameters = _parameter_of_each_chunk(tuple(table.chunk_counts), table.device)
+        with on_device_of(table.rows):
+            kernel[(len(parameters),)](
+                table.rows, parameters, *buffers, KIND=self.constants, ALIGNED=table.aligned, **LIMITS, **OPTIONS
+            )
+
+
+@functools.cache
+def _kernels(kind: Kind, fp8_casts: bool) -> TritonKernels:
+    return TritonKernels(kind, fp8_casts)
+
+
+@functools.lru_cache(maxsize=32)
+def _parameter_of_each_chunk(counts: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Indices of parameters, int32 [chunks]. Kept, as an optimizer's parameters keep their sizes."""
+    return torch.repeat_interleave(torch.arange(len(counts), dtype=torch.int32), torch.tensor(counts)).to(device)

@@ -1,0 +1,255 @@
+"""What the programs of `triton_adam` do with a tile of a parameter, [rows, width]: rows are blocks where there are any.
+
+KIND is `triton_adam._Wrapped`; `row` points to the parameter's row in the table. A tile of which all elements exist is
+FULL, and read without a mask: one whose end is not known to be aligned would make every access a narrow one.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..triton_common import as_bits, from_bits, scale_inv_of
+from .passes import GRADIENT_LIMIT
+from .triton_rounding import decoded, encoded, least_bits, mixed, pointer_to, rounded, scale_of
+
+# Columns of a parameter's row, as in adam_table.py
+COPY, INVERSE, COPY_INVERSE, HYPER, FINITE = (tl.constexpr(column) for column in (4, 5, 9, 10, 11))
+NUMEL, FIRST, SEED, FIRST_CHUNK, AMAX, COLUMNS = (tl.constexpr(column) for column in (12, 13, 14, 15, 16, 19))
+_GRADIENT_LIMIT = tl.constexpr(GRADIENT_LIMIT)
+
+
+@triton.jit
+def row_of(table, parameters, KIND: tl.constexpr):
+    """The row of the program's parameter, its index, the first element of the program's chunk."""
+    index = tl.load(parameters + tl.program_id(0)).to(tl.int64)
+    row = table + index * COLUMNS
+    return row, index, (tl.program_id(0) - tl.load(row + FIRST_CHUNK)) * KIND.chunk
+
+
+@triton.jit
+def pointers_of(row, KIND: tl.constexpr, ALIGNED: tl.constexpr):
+    """To weight, grad, exp_avg and exp_avg_sq."""
+    return (
+        pointer_to(tl.load(row), KIND.formats[0], ALIGNED),
+        pointer_to(tl.load(row + 1), KIND.formats[1], ALIGNED),
+        pointer_to(tl.load(row + 2), KIND.formats[2], ALIGNED),
+        pointer_to(tl.load(row + 3), KIND.formats[3], ALIGNED),
+    )
+
+
+@triton.jit
+def hyper_of(row):
+    """The hyperparameters but the last."""
+    at = tl.load(row + HYPER).to(tl.pointer_type(tl.float32))
+    return (
+        tl.load(at),
+        tl.load(at + 1),
+        tl.load(at + 2),
+        tl.load(at + 3),
+        tl.load(at + 4),
+        tl.load(at + 5),
+        tl.load(at + 6),
+        tl.load(at + 7),
+    )
+
+
+@triton.jit
+def inverse_of(row, KIND: tl.constexpr, SLOT: tl.constexpr):
+    """scale_inv of a slot that has one scale, or none."""
+    if KIND.scaled[SLOT] and not KIND.blocked[SLOT]:
+        return tl.load(tl.load(row + INVERSE + SLOT).to(tl.pointer_type(tl.float32)))
+    else:
+        return 1.0
+
+
+@triton.jit
+def grad_factor(row, KIND: tl.constexpr):
+    """scale_inv of the gradient, or 1 if blocks have it; NaN, which makes all of it zero, if it is not finite."""
+    factor = inverse_of(row, KIND, 1)
+    if KIND.finite_is_told:
+        finite = tl.load(tl.load(row + FINITE).to(tl.pointer_type(tl.uint8)))
+        factor = tl.where(finite != 0, factor, float("nan"))
+    return factor
+
+
+@triton.jit
+def load(pointer, inside, other, FULL: tl.constexpr):
+    """Without a mask where all is there: one whose end is not known to be aligned makes every access a narrow one."""
+    if FULL:
+        return tl.load(pointer)
+    else:
+        return tl.load(pointer, mask=inside, other=other)
+
+
+@triton.jit
+def _write(pointer, values, inside, FULL: tl.constexpr):
+    if FULL:
+        tl.store(pointer, values)
+    else:
+        tl.store(pointer, values, mask=inside)
+
+
+@triton.jit
+def values_of(pointer, row, inverse, at, inside, block, KIND: tl.constexpr, SLOT: tl.constexpr, FULL: tl.constexpr):
+    """FP32 values of a tile of a slot."""
+    if KIND.blocked[SLOT]:
+        of_blocks = tl.load(row + INVERSE + SLOT).to(tl.pointer_type(tl.float32))
+        inverse = load(of_blocks + block, _first_of(inside), 1.0, FULL) * inverse
+    return decoded(load(pointer + at, inside, 0.0, FULL), KIND.formats[SLOT], KIND.has_fp8_casts) * inverse
+
+
+@triton.jit
+def _updated(pointers, row, inverses, hyper, at, inside, block, KIND: tl.constexpr, FULL: tl.constexpr):
+    """The new weight, exp_avg and exp_avg_sq: torch.optim's Adam and AdamW, in FP32."""
+    w = values_of(pointers[0], row, inverses[0], at, inside, block, KIND, 0, FULL)
+    g = values_of(pointers[1], row, inverses[1], at, inside, block, KIND, 1, FULL)
+    m = values_of(pointers[2], row, inverses[2], at, inside, block, KIND, 2, FULL)
+    v = values_of(pointers[3], row, inverses[3], at, inside, block, KIND, 3, FULL)
+    g = tl.where(tl.abs(g) < _GRADIENT_LIMIT, g, 0.0)
+    if KIND.maximize:
+        g = -g
+    if KIND.decoupled:
+        w = w * hyper[1]
+    else:
+        g = g + hyper[2] * w
+    m = m + hyper[3] * (g - m)
+    v = v * hyper[4] + hyper[5] * g * g
+    denominator = tl.sqrt_rn(v) * hyper[6] + hyper[7]
+    return w - tl.div_rn(hyper[0] * m, denominator), m, v
+
+
+@triton.jit
+def place_of(numel, start, KIND: tl.constexpr):
+    """Of the tile that begins at an element: places of elements in it, whether they exist, indices of rows' blocks."""
+    rows = tl.arange(0, KIND.rows)[:, None]
+    at = rows * KIND.width + tl.arange(0, KIND.width)[None, :]
+    left = tl.minimum(numel - start, KIND.rows * KIND.width).to(tl.int32)
+    return at, at < left, start // KIND.width + rows
+
+
+@triton.jit
+def _moved(pointers, start):
+    return pointers[0] + start, pointers[1] + start, pointers[2] + start, pointers[3] + start
+
+
+@triton.jit
+def _first_of(inside):
+    """Of each row, whether its first element exists."""
+    return tl.max(inside.to(tl.int32), axis=1)[:, None] > 0
+
+
+@triton.jit
+def no_bits(KIND: tl.constexpr):
+    return tl.zeros((KIND.rows, KIND.width), tl.int32)
+
+
+@triton.jit
+def keep_amax(amax_ptr, row, PLACE: tl.constexpr, largest):
+    """largest: bits of |x|, [rows, width]. Bits of numbers that are not negative have the numbers' order."""
+    tl.atomic_max(amax_ptr + tl.load(row + AMAX + PLACE), tl.max(tl.max(largest, axis=1), axis=0), sem="relaxed")
+
+
+@triton.jit
+def _store_amaxes(amax_ptr, row, PLACE: tl.constexpr, bits, block, inside, FULL: tl.constexpr):
+    """Of blocks."""
+    _write(amax_ptr + tl.load(row + AMAX + PLACE) + block, tl.max(bits, axis=1)[:, None], _first_of(inside), FULL)
+
+
+@triton.jit
+def amax_tile(pointers, row, inverses, hyper, amaxes, amax_ptr, numel, start, KIND: tl.constexpr, FULL: tl.constexpr):
+    """The largest so far, bits [rows, width] of weight, exp_avg and exp_avg_sq, with those of one tile."""
+    at, inside, block = place_of(numel, start, KIND)
+    pointers = _moved(pointers, start)
+    w, m, v = _updated(pointers, row, inverses, hyper, at, inside, block, KIND, FULL)
+    w_bits, m_bits, v_bits = as_bits(w) & 0x7FFFFFFF, as_bits(m) & 0x7FFFFFFF, as_bits(v) & 0x7FFFFFFF
+    if KIND.blocked[0]:
+        _store_amaxes(amax_ptr, row, 0, w_bits, block, inside, FULL)
+    if KIND.blocked[2]:
+        _store_amaxes(amax_ptr, row, 1, m_bits, block, inside, FULL)
+    if KIND.blocked[3]:
+        _store_amaxes(amax_ptr, row, 2, v_bits, block, inside, FULL)
+    return tl.maximum(amaxes[0], w_bits), tl.maximum(amaxes[1], m_bits), tl.maximum(amaxes[2], v_bits)
+
+
+@triton.jit
+def amax_of(amax_ptr, row, PLACE: tl.constexpr):
+    return from_bits(tl.load(amax_ptr + tl.load(row + AMAX + PLACE)))
+
+
+@triton.jit
+def _store(
+    pointer,
+    row,
+    scale,
+    amax_ptr,
+    x,
+    random,
+    at,
+    inside,
+    block,
+    KIND: tl.constexpr,
+    SLOT: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    """x as the slot stores it, and of blocks the scales. Returns that, FP32, before its scale."""
+    FORMAT: tl.constexpr = KIND.formats[SLOT]
+    if KIND.blocked[SLOT]:
+        place = amax_ptr + tl.load(row + AMAX + (SLOT if SLOT == 0 else SLOT - 1)) + block
+        amax = from_bits(load(place, _first_of(inside), 0, FULL))
+        scale = scale_of(amax, FORMAT)
+        of_blocks = tl.load(row + INVERSE + SLOT).to(tl.pointer_type(tl.float32))
+        _write(of_blocks + block, scale_inv_of(scale, amax), _first_of(inside), FULL)
+    if FORMAT == "fp32":
+        stored = x
+    else:
+        x = x * scale
+        stored = rounded(x, random, FORMAT, KIND.stochastic, KIND.low_bit[SLOT], KIND.bits[SLOT])
+        if SLOT == 3:  # positive values were rounded, and none of them may become 0
+            least = tl.where(x > 0, least_bits(FORMAT), 0)
+            stored = from_bits(tl.maximum(as_bits(stored) & 0x7FFFFFFF, least))
+        _write(pointer + at, encoded(stored, FORMAT, KIND.has_fp8_casts), inside, FULL)
+        return stored
+    _write(pointer + at, stored, inside, FULL)
+    return stored
+
+
+@triton.jit
+def store_copy(pointer, stored, inverse, scale, at, inside, KIND: tl.constexpr, FULL: tl.constexpr):
+    """The copy of a weight that is stored as `stored`, before its scale."""
+    x = rounded(stored * inverse * scale, 0, KIND.formats[4], False, 0, 0)
+    _write(pointer + at, encoded(x, KIND.formats[4], KIND.has_fp8_casts), inside, FULL)
+
+
+@triton.jit
+def write_tile(
+    pointers, row, inverses, hyper, scales, copy, amax_ptr, key, numel, start, KIND: tl.constexpr, FULL: tl.constexpr
+):
+    """One tile. copy: pointer, scale_inv of the weight, scale. Returns the bits of the weight as it is stored."""
+    at, inside, block = place_of(numel, start, KIND)
+    pointers = _moved(pointers, start)
+    w, m, v = _updated(pointers, row, inverses, hyper, at, inside, block, KIND, FULL)
+    first = (tl.load(row + FIRST) + start).to(tl.int32)
+    random = mixed((first + at).to(tl.uint32, bitcast=True) ^ key).to(tl.int32, bitcast=True)
+    if KIND.blocked[0] or KIND.blocked[2] or KIND.blocked[3]:
+        tl.debug_barrier()  # all threads have read the blocks' old scales
+    stored = _store(pointers[0], row, scales[0], amax_ptr, w, random, at, inside, block, KIND, 0, FULL)
+    _store(pointers[2], row, scales[1], amax_ptr, m, random, at, inside, block, KIND, 2, FULL)
+    _store(pointers[3], row, scales[2], amax_ptr, v, random, at, inside, block, KIND, 3, FULL)
+    if KIND.copied:
+        store_copy(copy[0] + start, stored, copy[1], copy[2], at, inside, KIND, FULL)
+    return as_bits(stored) & 0x7FFFFFFF
+
+
+@triton.jit
+def new_scale(amax_ptr, row, start, KIND: tl.constexpr, SLOT: tl.constexpr):
+    """Scale and its inverse of a slot that has one scale; the parameter's first program stores that. Else 1."""
+    if KIND.scaled[SLOT] and not KIND.blocked[SLOT]:
+        amax = amax_of(amax_ptr, row, SLOT if SLOT == 0 else SLOT - 1)
+        scale = scale_of(amax, KIND.formats[SLOT])
+        inverse = scale_inv_of(scale, amax)
+        if start == 0:
+            tl.store(tl.load(row + INVERSE + SLOT).to(tl.pointer_type(tl.float32)), inverse)
+        return scale, inverse
+    else:
+        return 1.0, 1.0

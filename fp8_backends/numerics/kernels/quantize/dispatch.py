@@ -1,0 +1,137 @@
+"""Quantises a matrix for the products that read it: the front of three implementations that give the same bits.
+
+A matrix takes part in two products, one of which contracts its columns, the other its rows, and Hopper's FP8 units
+contract along contiguous memory alone. Triton kernels on a GPU make both layouts in one pass. On a CPU, where products
+take views, and under `torch.compile`, which fuses what follows, codes are made once.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...formats import Format, saturating_cast
+from ...scaling import (
+    Blocks,
+    Quantized,
+    power_of_two_scale,
+    scale_from_amax,
+    scale_inv_of,
+    tensor_amax,
+    window_scale,
+    without_nan,
+)
+from ..triton_gate import usable
+from . import cpu_blocks, cpu_casts
+from .layouts import DYNAMIC, POWER_OF_TWO, Layouts
+
+
+def quantize(
+    x: torch.Tensor,
+    fmt: Format,
+    scale: torch.Tensor | None = None,
+    rows: bool = True,
+    columns: bool = True,
+    *,
+    rule: str = DYNAMIC,
+    window_state: torch.Tensor | None = None,
+    stored_scale_inv: torch.Tensor | None = None,
+) -> Layouts:
+    """A matrix with one scale.
+
+    Args:
+        x: [rows, columns], bf16, fp16 or fp32, of any strides.
+        fmt: E4M3 or E5M2.
+        scale: FP32, 0-dimensional, where it is known; None: it follows from the amax.
+        rows, columns: the layouts that are needed: `codes`, `transposed`.
+        rule: how it follows. NaN counts in the amax of all but DYNAMIC.
+        window_state: int32 [2 + WINDOW], the tensor's row of a window state; for WINDOW. Only read.
+        stored_scale_inv: FP32, 0-dimensional, a power of two: x holds data of a ScaledTensor, and scale and amax are
+            those of the values `x * stored_scale_inv`, of which no copy is made.
+
+    Returns:
+        scale_inv is NaN where the amax was not finite.
+    """
+    if usable(x):
+        from . import triton_quantize
+
+        return triton_quantize.quantize(
+            x, fmt, scale, rows, columns, rule=rule, window_state=window_state, stored_scale_inv=stored_scale_inv
+        )
+    amax = _times(amax_of(x, keep_nan=rule != DYNAMIC), stored_scale_inv)
+    if scale is None:
+        scale = _scale(rule, amax, fmt, window_state)
+    # exact, since the stored scale is a power of two
+    return Layouts(cast(x, _times(scale, stored_scale_inv), fmt), scale_inv_of(scale, amax), None, None, amax)
+
+
+def quantize_blocks(
+    x: torch.Tensor,
+    blocks: Blocks,
+    fmt: Format,
+    rows: bool = True,
+    columns: bool = True,
+    *,
+    stored_scale_inv: torch.Tensor | None = None,
+) -> Layouts:
+    """A matrix with a scale for each block: of itself, and of its transpose.
+
+    Args:
+        blocks: `scaling.ROWS`, `VECTORS`, `SQUARES` or `MX`.
+        x, fmt, rows, columns, stored_scale_inv: as in `quantize`.
+
+    Returns:
+        No amax. What was made on a CPU may be a view.
+    """
+    if usable(x):
+        from . import triton_block_quantize
+
+        make = triton_block_quantize.quantize_blocks
+        return make(x, blocks, fmt, rows, columns, stored_scale_inv=stored_scale_inv)
+    of_rows = _in_blocks(x, blocks, fmt, False, stored_scale_inv) if rows else (None, None)
+    of_columns = _in_blocks(x, blocks, fmt, True, stored_scale_inv) if columns else (None, None)
+    return Layouts(*of_rows, *of_columns)
+
+
+def dequantize_blocks(q: Quantized, blocks: Blocks, dtype: torch.dtype) -> torch.Tensor:
+    """The values of codes [rows, columns] in blocks: bf16 or FP32."""
+    if cpu_casts.serves(q.codes):
+        return cpu_blocks.dequantize(q, blocks, dtype)
+    return blocks.dequantize(q, dtype)
+
+
+def amax_of(x: torch.Tensor, keep_nan: bool = False) -> torch.Tensor:
+    """max |x| in FP32, 0-dimensional. NaN is left out unless `keep_nan`."""
+    if cpu_casts.serves(x) and not keep_nan:
+        amax = tensor_amax(x)
+        return amax if amax == amax else tensor_amax(without_nan(x))  # a copy of x is made only where there is a NaN
+    return tensor_amax(x if keep_nan else without_nan(x))
+
+
+def cast(x: torch.Tensor, factor: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """x [rows, columns] times a factor, saturated and rounded to nearest: FP8, row-major."""
+    return cpu_casts.cast(x, factor, fmt) if cpu_casts.serves(x) else saturating_cast(x.float() * factor, fmt)
+
+
+def _in_blocks(
+    x: torch.Tensor, blocks: Blocks, fmt: Format, transposed: bool, stored_scale_inv: torch.Tensor | None
+) -> Quantized:
+    if cpu_casts.serves(x):
+        made = cpu_blocks.quantize(x, blocks, fmt, transposed, stored_scale_inv)
+        if made is not None:
+            return made
+    x = x.t() if transposed else x
+    amax = _times(blocks.amax(x), stored_scale_inv)
+    scale = blocks.scale(amax, fmt)
+    return Quantized(blocks.cast(x, _times(scale, stored_scale_inv), fmt), blocks.inverse(scale, amax))
+
+
+def _scale(rule: str, amax: torch.Tensor, fmt: Format, window_state: torch.Tensor | None) -> torch.Tensor:
+    if rule == DYNAMIC:
+        return scale_from_amax(amax, fmt)
+    if rule == POWER_OF_TWO:
+        return power_of_two_scale(amax, fmt)
+    return window_scale(window_state.unsqueeze(0), 0, amax, fmt)
+
+
+def _times(number: torch.Tensor, factor: torch.Tensor | None) -> torch.Tensor:
+    return number if factor is None else number * factor

@@ -1,0 +1,358 @@
+"""Triton kernels that quantise a matrix with a scale for each of its rows or blocks, along either dimension.
+
+A product contracts rows, so the codes of x.t() have other blocks, and scales of their own. One program has a tile that
+is whole in blocks along both dimensions, and makes all four: codes and scales of x, codes and scales of x.t(). A
+scale for a whole row takes a pass before, for the maxima of rows and columns at once; or two sweeps over some rows by
+one program, the second from the cache, where nothing is wanted of x.t().
+
+The numbers are those of `scaling.Blocks.quantize`, to the bit.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ...formats import Format
+from ...scaling import MX, ROWS, SQUARES, VECTORS, Blocks
+from .. import triton_gate
+from ..triton_common import (
+    as_bits,
+    format_max,
+    from_bits,
+    magnitude,
+    power_of_two_scale,
+    scale_from_amax,
+    scale_inv_of,
+    to_codes,
+)
+from .layouts import Layouts
+from .triton_quantize import (
+    CAST_TILE,
+    Tile,
+    casting,
+    layouts,
+    limits,
+    load_tile,
+    outputs,
+    place_of,
+    row_major,
+    store_tile,
+    tiles_of,
+    tiling,
+)
+
+BANDS = {VECTORS: Tile(32, 128, 4, 128), SQUARES: Tile(64, 128, 4), MX: Tile(64, 64, 4, 80)}
+"""Of the square that one program works on, which is whole in blocks along both dimensions. A whole square of 128 would
+take so many registers that only one program fits on a multiprocessor, whose loads overlap with nothing."""
+SWEEP_TILE = Tile(4, 1024, 4)
+"""Of rows that one program sweeps over twice."""
+
+
+def quantize_blocks(
+    x: torch.Tensor,
+    blocks: Blocks,
+    fmt: Format,
+    rows: bool = True,
+    columns: bool = True,
+    *,
+    stored_scale_inv: torch.Tensor | None = None,
+    tile: Tile | None = None,
+) -> Layouts:
+    """`quantization.quantize_blocks`, whose arguments and results these are.
+
+    Args:
+        tile: what one program works on; None: what suits the blocks.
+    """
+    matrix, turned = row_major(x)
+    rows, columns = (columns, rows) if turned else (rows, columns)
+    codes, transposed = outputs(matrix, rows, columns)
+    scale_inv = _room_for_scales(matrix, blocks) if rows else None
+    transposed_scale_inv = _room_for_scales(matrix.t(), blocks) if columns else None
+    made = (codes, scale_inv, transposed, transposed_scale_inv)
+    with triton_gate.on_device_of(matrix):
+        if blocks is ROWS:
+            _quantize_lines(matrix, fmt, *made, stored_scale_inv, tile)
+        else:
+            _quantize_squares(matrix, blocks, fmt, *made, stored_scale_inv, tile)
+    return layouts(*made, fmt, turned)
+
+
+def _room_for_scales(matrix: torch.Tensor, blocks: Blocks) -> torch.Tensor:
+    rows, columns = matrix.shape
+    shape = triton.cdiv(rows, blocks.rows), triton.cdiv(columns, blocks.columns) if blocks.columns else 1
+    return torch.empty(shape, dtype=torch.uint8 if blocks is MX else torch.float32, device=matrix.device)
+
+
+def _quantize_squares(matrix, blocks, fmt, codes, scale_inv, transposed, transposed_scale_inv, stored_scale_inv, band):
+    band = band or BANDS[blocks]
+    if matrix.numel() == 0:
+        return
+    kernel, constants = _squares_kernel, {}
+    if blocks is not SQUARES:
+        kernel, constants = _vectors_kernel, {"LENGTH": blocks.columns, "E8M0": blocks is MX}
+    kernel[(tiles_of(matrix, band._replace(rows=band.columns)),)](
+        matrix,
+        codes,
+        scale_inv,
+        transposed,
+        transposed_scale_inv,
+        stored_scale_inv,
+        *matrix.shape,
+        matrix.stride(0),
+        **constants,
+        **casting(matrix, fmt),
+        BAND=band.rows,
+        SIDE=band.columns,
+        **limits(band),
+    )
+
+
+def _quantize_lines(matrix, fmt, codes, scale_inv, transposed, transposed_scale_inv, stored_scale_inv, tile):
+    rows, columns = matrix.shape
+    if transposed is None:
+        tile = tile or SWEEP_TILE
+        _sweep_kernel[(max(triton.cdiv(rows, tile.rows), 1),)](
+            matrix,
+            codes,
+            scale_inv,
+            stored_scale_inv,
+            *matrix.shape,
+            matrix.stride(0),
+            **casting(matrix, fmt),
+            **tiling(tile),
+        )
+        return
+    tile = tile or CAST_TILE
+    row_bits, column_bits = torch.zeros(rows + columns, dtype=torch.int32, device=matrix.device).split([rows, columns])
+    row_bits = None if codes is None else row_bits
+    grid, shape = (max(tiles_of(matrix, tile), 1),), (rows, columns, matrix.stride(0))
+    _line_amax_kernel[grid](matrix, row_bits, column_bits, *shape, **tiling(tile))
+    _line_cast_kernel[grid](
+        matrix,
+        codes,
+        scale_inv,
+        row_bits,
+        transposed,
+        transposed_scale_inv,
+        column_bits,
+        stored_scale_inv,
+        *shape,
+        **casting(matrix, fmt),
+        **tiling(tile),
+    )
+
+
+@triton.jit
+def _stored_scale_inv(ptr):
+    if ptr is None:
+        return 1.0
+    else:
+        return tl.load(ptr)
+
+
+@triton.jit
+def _mx_exponent(amax, FORMAT_MAX: tl.constexpr):
+    """The biased exponent of `scaling.mx_scale`'s inverse, which is E8M0: 0 to 254."""
+    reciprocal: tl.constexpr = 1.0 / FORMAT_MAX
+    bits = as_bits(amax * reciprocal)
+    exponent, mantissa = bits >> 23, bits & 0x7FFFFF
+    # a subnormal number is rounded up only above 2**-127, which is the value of exponent 0
+    upwards = (mantissa > 0) & ((exponent > 0) | (mantissa > 0x400000))
+    return tl.minimum(exponent + upwards.to(tl.int32), 254)
+
+
+@triton.jit
+def _block_scale(amax, FORMAT: tl.constexpr, E8M0: tl.constexpr):
+    """The scale of blocks, and what is stored of it."""
+    if E8M0:
+        exponent = _mx_exponent(amax, format_max(FORMAT))
+        # FP32 stores 2**-127, the inverse of the largest, without an exponent
+        scale = from_bits(tl.where(exponent == 254, 0x400000, (254 - exponent) << 23))
+        stored = exponent.to(tl.uint8)
+    else:
+        scale = power_of_two_scale(amax, format_max(FORMAT), 127)
+        stored = scale_inv_of(scale, amax)
+    return scale, stored
+
+
+@triton.jit
+def _vectors_kernel(
+    x_ptr,
+    codes_ptr,  # uint8 [rows, columns], or None
+    scale_inv_ptr,  # FP32 or uint8 [rows, blocks in a row], or None
+    transposed_ptr,  # of x.t() the same two
+    transposed_scale_inv_ptr,
+    stored_scale_inv_ptr,  # FP32, or None
+    rows,
+    columns,
+    row_stride,
+    LENGTH: tl.constexpr,  # of a block
+    E8M0: tl.constexpr,  # `mx_scale`, else `block_scale`
+    FORMAT: tl.constexpr,
+    HAS_FP8_CASTS: tl.constexpr,
+    BAND: tl.constexpr,
+    SIDE: tl.constexpr,
+):
+    """One square: bands of its rows, then bands of its columns, which lie in the cache by now."""
+    bands: tl.constexpr = SIDE // BAND
+    blocks: tl.constexpr = SIDE // LENGTH
+    factor = _stored_scale_inv(stored_scale_inv_ptr)
+    at_row, at_column = place_of(tl.program_id(0), columns, SIDE)
+    if codes_ptr is not None:
+        j_block = at_column * blocks + tl.arange(0, blocks)
+        for band in range(bands):
+            x, i, j = load_tile(x_ptr, rows, columns, row_stride, at_row * bands + band, at_column, BAND, SIDE)
+            x = tl.reshape(x, (BAND, blocks, LENGTH))
+            scale, scale_inv = _block_scale(tl.max(magnitude(x), axis=2) * factor, FORMAT, E8M0)
+            codes = to_codes(x * (scale * factor)[:, :, None], FORMAT, HAS_FP8_CASTS)
+            store_tile(codes_ptr, tl.reshape(codes, (BAND, SIDE)), i, j, rows, columns)
+            store_tile(scale_inv_ptr, scale_inv, i, j_block, rows, tl.cdiv(columns, LENGTH))
+    if transposed_ptr is not None:
+        i_block = at_row * blocks + tl.arange(0, blocks)
+        for band in range(bands):
+            x, i, j = load_tile(x_ptr, rows, columns, row_stride, at_row, at_column * bands + band, SIDE, BAND)
+            x = tl.reshape(x, (blocks, LENGTH, BAND))
+            scale, scale_inv = _block_scale(tl.max(magnitude(x), axis=1) * factor, FORMAT, E8M0)
+            codes = to_codes(x * (scale * factor)[:, None, :], FORMAT, HAS_FP8_CASTS)
+            store_tile(transposed_ptr, tl.trans(tl.reshape(codes, (SIDE, BAND))), j, i, columns, rows)
+            store_tile(transposed_scale_inv_ptr, tl.trans(scale_inv), j, i_block, columns, tl.cdiv(rows, LENGTH))
+
+
+@triton.jit
+def _squares_kernel(
+    x_ptr,
+    codes_ptr,  # uint8 [rows, columns], or None
+    scale_inv_ptr,  # FP32 [rows of blocks, blocks in a row], or None
+    transposed_ptr,  # of x.t() the same two
+    transposed_scale_inv_ptr,
+    stored_scale_inv_ptr,  # FP32, or None
+    rows,
+    columns,
+    row_stride,
+    FORMAT: tl.constexpr,
+    HAS_FP8_CASTS: tl.constexpr,
+    BAND: tl.constexpr,
+    SIDE: tl.constexpr,
+):
+    """One square: its amax, band by band, then its codes."""
+    bands: tl.constexpr = SIDE // BAND
+    factor = _stored_scale_inv(stored_scale_inv_ptr)
+    at_row, at_column = place_of(tl.program_id(0), columns, SIDE)
+    largest = tl.zeros((BAND, SIDE), dtype=tl.float32)
+    for band in range(bands):
+        x, _, _ = load_tile(x_ptr, rows, columns, row_stride, at_row * bands + band, at_column, BAND, SIDE)
+        largest = tl.maximum(largest, magnitude(x))
+    scale, scale_inv = _block_scale(tl.max(largest) * factor, FORMAT, False)
+    down, across = tl.cdiv(rows, SIDE), tl.cdiv(columns, SIDE)
+    if codes_ptr is not None:
+        tl.store(scale_inv_ptr + at_row * across + at_column, scale_inv)
+    if transposed_ptr is not None:
+        tl.store(transposed_scale_inv_ptr + at_column * down + at_row, scale_inv)
+    for band in range(bands):
+        x, i, j = load_tile(x_ptr, rows, columns, row_stride, at_row * bands + band, at_column, BAND, SIDE)
+        codes = to_codes(x * (scale * factor), FORMAT, HAS_FP8_CASTS)
+        if codes_ptr is not None:
+            store_tile(codes_ptr, codes, i, j, rows, columns)
+        if transposed_ptr is not None:
+            store_tile(transposed_ptr, tl.trans(codes), j, i, columns, rows)
+
+
+@triton.jit
+def _line_amax_kernel(
+    x_ptr,
+    row_bits_ptr,  # int32 [rows], zeros, or None
+    column_bits_ptr,  # int32 [columns], zeros
+    rows,
+    columns,
+    row_stride,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+):
+    """The maxima of the rows and of the columns, as bits."""
+    at_row, at_column = place_of(tl.program_id(0), columns, TILE_COLUMNS)
+    x, i, j = load_tile(x_ptr, rows, columns, row_stride, at_row, at_column, TILE_ROWS, TILE_COLUMNS)
+    bits = as_bits(magnitude(x))
+    if row_bits_ptr is not None:
+        tl.atomic_max(row_bits_ptr + i, tl.max(bits, axis=1), mask=i < rows, sem="relaxed")
+    tl.atomic_max(column_bits_ptr + j, tl.max(bits, axis=0), mask=j < columns, sem="relaxed")
+
+
+@triton.jit
+def _line_scale(bits_ptr, at, length, factor, FORMAT: tl.constexpr):
+    """The scales of rows or columns, and their inverses."""
+    amax = from_bits(tl.load(bits_ptr + at, mask=at < length, other=0)) * factor
+    scale = scale_from_amax(amax, format_max(FORMAT))
+    return scale, scale_inv_of(scale, amax)
+
+
+@triton.jit
+def _line_cast_kernel(
+    x_ptr,
+    codes_ptr,  # uint8 [rows, columns], or None as the two below
+    scale_inv_ptr,  # FP32 [rows, 1]
+    row_bits_ptr,  # int32 [rows]
+    transposed_ptr,  # uint8 [columns, rows]
+    transposed_scale_inv_ptr,  # FP32 [columns, 1]
+    column_bits_ptr,  # int32 [columns]
+    stored_scale_inv_ptr,  # FP32, or None
+    rows,
+    columns,
+    row_stride,
+    FORMAT: tl.constexpr,
+    HAS_FP8_CASTS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+):
+    """One tile with a scale for each row, and once more, from the cache, with a scale for each column."""
+    factor = _stored_scale_inv(stored_scale_inv_ptr)
+    at_row, at_column = place_of(tl.program_id(0), columns, TILE_COLUMNS)
+    if codes_ptr is not None:
+        x, i, j = load_tile(x_ptr, rows, columns, row_stride, at_row, at_column, TILE_ROWS, TILE_COLUMNS)
+        scale, scale_inv = _line_scale(row_bits_ptr, i, rows, factor, FORMAT)
+        codes = to_codes(x * (scale * factor)[:, None], FORMAT, HAS_FP8_CASTS)
+        store_tile(codes_ptr, codes, i, j, rows, columns)
+        if at_column == 0:
+            tl.store(scale_inv_ptr + i, scale_inv, mask=i < rows)
+    x, i, j = load_tile(x_ptr, rows, columns, row_stride, at_row, at_column, TILE_ROWS, TILE_COLUMNS)
+    scale, scale_inv = _line_scale(column_bits_ptr, j, columns, factor, FORMAT)
+    codes = to_codes(x * (scale * factor)[None, :], FORMAT, HAS_FP8_CASTS)
+    store_tile(transposed_ptr, tl.trans(codes), j, i, columns, rows)
+    if at_row == 0:
+        tl.store(transposed_scale_inv_ptr + j, scale_inv, mask=j < columns)
+
+
+@triton.jit
+def _sweep_kernel(
+    x_ptr,
+    codes_ptr,  # uint8 [rows, columns]
+    scale_inv_ptr,  # FP32 [rows, 1]
+    stored_scale_inv_ptr,  # FP32, or None
+    rows,
+    columns,
+    row_stride,
+    FORMAT: tl.constexpr,
+    HAS_FP8_CASTS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+):
+    """Whole rows, read from the cache the second time."""
+    factor = _stored_scale_inv(stored_scale_inv_ptr)
+    at_row, across = tl.program_id(0), tl.cdiv(columns, TILE_COLUMNS)
+    largest = tl.zeros((TILE_ROWS, TILE_COLUMNS), dtype=tl.float32)
+    tile = at_row * 0
+    while tile < across:
+        x, _, _ = load_tile(x_ptr, rows, columns, row_stride, at_row, tile, TILE_ROWS, TILE_COLUMNS)
+        largest = tl.maximum(largest, magnitude(x))
+        tile += 1
+    amax = tl.max(largest, axis=1) * factor
+    scale = scale_from_amax(amax, format_max(FORMAT))
+    i = at_row.to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    tl.store(scale_inv_ptr + i, scale_inv_of(scale, amax), mask=i < rows)
+    tile = at_row * 0
+    while tile < across:
+        x, i, j = load_tile(x_ptr, rows, columns, row_stride, at_row, tile, TILE_ROWS, TILE_COLUMNS)
+        codes = to_codes(x * (scale * factor)[:, None], FORMAT, HAS_FP8_CASTS)
+        store_tile(codes_ptr, codes, i, j, rows, columns)
+        tile += 1

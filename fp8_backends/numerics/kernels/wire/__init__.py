@@ -1,0 +1,1 @@
+"""Gradients as FP8 messages between ranks."""

@@ -1,0 +1,168 @@
+"""`messages` on a CPU: the operations of `message_reference`, to the bit, on chunks that stay in a core's cache.
+
+On whole tensors every operation writes memory that the next one reads again, and memory of that size comes fresh from
+the system each time, which costs more than the arithmetic.
+
+Codes are decoded with integer operations, in vector registers. A block that is not finite has the scale NaN, so
+nothing depends on how its codes are decoded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from ...formats import E4M3
+from ...scaling import power_of_two_scale
+from .format import BLOCK, Part, columns_of, shape_of
+from .reference import decode, exponents_of, scales_of
+
+__all__ = ["decode", "dequantize", "encode", "pack", "reduce", "reduce_values", "unpack"]
+
+CHUNK = 2**18
+"""Elements that are worked on at a time, 1 MB in FP32. With fewer, the calls take longer than the work."""
+
+
+def pack(parts: Sequence[Part], rows: int, columns: int, rank: int, rounded: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    messages, own = torch.empty(shape_of(rows, columns), dtype=torch.uint8), torch.empty(columns)
+    scratch = _scratch(2, columns)
+    ends = [part.start + part.values.numel() for part in parts]
+    at = 0
+    for row, first, last in _chunks(rows, columns):
+        begin, end = row * columns + first, row * columns + last
+        while at < len(parts) and ends[at] <= begin:
+            at += 1
+        values = own[first:last] if row == rank and not rounded else scratch[0, : last - first]
+        _gather(parts, at, begin, end, values)
+        if row != rank or rounded:
+            _encode(values, messages[row], columns, first, scratch[1])
+        if row == rank and rounded:
+            _decode(messages[row : row + 1], columns, first, own[first:last].unsqueeze(0))
+    return messages, own
+
+
+def encode(rows: torch.Tensor, kept: int | None) -> torch.Tensor:
+    messages = torch.empty(shape_of(*rows.shape), dtype=torch.uint8)
+    columns, scratch = rows.shape[1], _scratch(2, rows.shape[1])
+    for row, first, last in _chunks(*rows.shape):
+        if row != kept:
+            values = scratch[0, : last - first].copy_(rows[row, first:last])
+            _encode(values, messages[row], columns, first, scratch[1])
+    return messages
+
+
+def reduce(received: torch.Tensor, own: torch.Tensor, rank: int, divisor: int) -> torch.Tensor:
+    message = torch.empty_like(received[:1])
+    for first, total, spare in _sums(received, own, rank):
+        _encode(total.div_(divisor), message[0], own.shape[0], first, spare)
+    return message
+
+
+def reduce_values(
+    received: torch.Tensor, own: torch.Tensor, rank: int, out: torch.Tensor, divisor: int, factor: float
+) -> None:
+    for first, total, _ in _sums(received, own, rank):
+        out[first : first + len(total)] = total.div_(divisor).mul_(factor)
+
+
+def unpack(messages: torch.Tensor, parts: Sequence[Part]) -> None:
+    columns, scratch = columns_of(messages), _scratch(1, columns_of(messages))
+    ends = [part.start + part.values.numel() for part in parts]
+    at = 0
+    for row, first, last in _chunks(messages.shape[0], columns):
+        begin, end = row * columns + first, row * columns + last
+        while at < len(parts) and ends[at] <= begin:
+            at += 1
+        values = scratch[:, : last - first]
+        _decode(messages[row : row + 1], columns, first, values)
+        for part, there, here in _overlaps(parts, at, begin, end):
+            part.values[there] = values[0, here]
+
+
+def dequantize(codes: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:
+    values = torch.empty(1, codes.numel())
+    for _, first, last in _chunks(1, codes.numel()):
+        scales = scale_inv[first // BLOCK : -(-last // BLOCK)]
+        _values(codes[first:last].unsqueeze(0), scales.unsqueeze(0), values[:, first:last])
+    return values[0]
+
+
+def _scratch(rows: int, columns: int) -> torch.Tensor:
+    """Room for chunks of rows of so many columns, and for what completes their last block. FP32."""
+    return torch.empty(rows, min(-(-columns // BLOCK) * BLOCK, CHUNK))
+
+
+def _chunks(rows: int, columns: int, length: int | None = None) -> Iterator[tuple[int, int, int]]:
+    """(row, first column, end) of pieces that begin at a multiple of BLOCK."""
+    length = length or CHUNK
+    for row in range(rows):
+        for first in range(0, columns, length):
+            yield row, first, min(first + length, columns)
+
+
+def _overlaps(parts: Sequence[Part], at: int, begin: int, end: int) -> Iterator[tuple[Part, slice, slice]]:
+    """Of the parts from number `at` on, those that have elements from `begin` to `end`: (part, its elements, their
+    place after `begin`)."""
+    while at < len(parts) and parts[at].start < end:
+        first, last = max(parts[at].start, begin), min(parts[at].start + parts[at].values.numel(), end)
+        yield parts[at], slice(first - parts[at].start, last - parts[at].start), slice(first - begin, last - begin)
+        at += 1
+
+
+def _gather(parts: Sequence[Part], at: int, begin: int, end: int, out: torch.Tensor) -> None:
+    """The elements from `begin` to `end`, with zeros where no part lies."""
+    filled = 0
+    for part, there, here in _overlaps(parts, at, begin, end):
+        out[filled : here.start].zero_()
+        if part.scale_inv is None:
+            out[here] = part.values[there]
+        else:
+            torch.mul(part.values[there].float(), part.scale_inv, out=out[here])
+        filled = here.stop
+    out[filled:].zero_()
+
+
+def _encode(values: torch.Tensor, message: torch.Tensor, columns: int, first: int, spare: torch.Tensor) -> None:
+    """Write FP32 values, from column `first` on, into a message of so many columns. Changes them."""
+    numel, blocks = len(values), -(-len(values) // BLOCK)
+    if numel % BLOCK:  # the last of a row
+        values = torch.nn.functional.pad(values, (0, -numel % BLOCK))
+    values = values.view(blocks, BLOCK)
+    amax = torch.abs(values, out=spare[: values.numel()].view(blocks, BLOCK)).amax(1)
+    scale = power_of_two_scale(amax, E4M3)
+    values.mul_(scale.unsqueeze(1)).clamp_(-E4M3.max, E4M3.max)
+    message[first : first + numel].view(E4M3.dtype).copy_(values.view(-1)[:numel])
+    there = columns + first // BLOCK
+    message[there : there + blocks] = exponents_of(scale, amax)
+
+
+def _decode(messages: torch.Tensor, columns: int, first: int, out: torch.Tensor) -> None:
+    """Values from column `first` on: FP32, [messages, elements]."""
+    there, blocks = columns + first // BLOCK, -(-out.shape[1] // BLOCK)
+    _values(messages[:, first : first + out.shape[1]], scales_of(messages[:, there : there + blocks]), out)
+
+
+def _values(codes: torch.Tensor, scale_inv: torch.Tensor, out: torch.Tensor) -> None:
+    """codes: E4M3 or their bits, [n, elements]; scale_inv: [n, blocks]; out: FP32."""
+    # sign, exponent and mantissa lie in an FP16 number as they do in E4M3, but for the exponent's bias: 2**8
+    half = codes.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(-0x4001).view(torch.float16)
+    out.copy_(half).mul_(2.0**8)
+    whole = out.shape[1] // BLOCK * BLOCK
+    out[:, :whole].unflatten(1, (-1, BLOCK)).mul_(scale_inv[:, : whole // BLOCK].unsqueeze(-1))
+    if whole < out.shape[1]:
+        out[:, whole:].mul_(scale_inv[:, -1:])
+
+
+def _sums(received: torch.Tensor, own: torch.Tensor, rank: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """(first column, sum of the contributions there, room of the same size) of each chunk; FP32."""
+    size, columns, numel = received.shape[0], columns_of(received), own.shape[0]
+    length = min(max(CHUNK // size // BLOCK, 8), -(-numel // BLOCK)) * BLOCK
+    contributions, room = torch.empty(size, length), torch.empty(2, length)
+    for _, first, last in _chunks(1, numel, length):
+        here = contributions[:, : last - first]
+        for others in (slice(0, rank), slice(rank + 1, size)):
+            if others.start < others.stop:
+                _decode(received[others], columns, first, here[others])
+        here[rank] = own[first:last]
+        yield first, torch.sum(here, 0, out=room[0, : last - first]), room[1]

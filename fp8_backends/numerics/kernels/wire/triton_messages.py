@@ -1,0 +1,337 @@
+"""`messages` on a GPU: one Triton kernel for each pass, which reads and writes every byte once.
+
+A program works on a tile of whole blocks, [TILE, BLOCK], of one part; `message_table` tells where it lies. The table is
+the only thing that the host sends, and nothing waits for the device.
+
+The numbers are those of `message_reference` on a CPU to the bit: division is division, and ranks are added up in the
+order that PyTorch's vectors have, by sixteens, for up to 255 of them. Behind the last whole vector of a row PyTorch
+adds more than three ranks up in another order; so may this, in the last place of the FP32 sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from ...formats import E4M3
+from ..triton_common import OPTIONS, as_bits, as_fp32, format_max, from_bits, power_of_two_scale, scale_inv_of, to_codes
+from ..triton_gate import has_fp8_casts, on_device_of
+from .format import BLOCK, Part, columns_of, shape_of
+from .table import tables
+
+TILE = 32
+"""Blocks of a program: 4096 elements."""
+WARPS = 4
+TOGETHER = 16
+"""Ranks whose contributions are added up before the next ones are: PyTorch's way to lose less in a long sum."""
+_BLOCK = tl.constexpr(BLOCK)
+_POINTER, _SCALE, _TILE, _START, _LENGTH, _END = (tl.constexpr(i) for i in range(6))
+"""The fields of `message_table.Row`."""
+
+
+# one launch each
+
+
+def pack(parts: Sequence[Part], rows: int, columns: int, rank: int, rounded: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    device = parts[0].values.device
+    messages = torch.empty(shape_of(rows, columns), dtype=torch.uint8, device=device)
+    own = torch.empty(columns, dtype=torch.float32, device=device)
+    _pack(parts, messages, own, columns, rank, OWN_ROW=True, KEPT=not rounded)
+    return messages, own
+
+
+def encode(rows: torch.Tensor, kept: int | None) -> torch.Tensor:
+    messages = torch.empty(shape_of(*rows.shape), dtype=torch.uint8, device=rows.device)
+    blocks = messages.shape[1] - rows.shape[1]
+    parts = [Part(row, index * blocks * BLOCK) for index, row in enumerate(rows.contiguous().unbind(0))]
+    _pack(parts, messages, messages, rows.shape[1], -1 if kept is None else kept, OWN_ROW=False, KEPT=True)
+    return messages
+
+
+def reduce(received: torch.Tensor, own: torch.Tensor, rank: int, divisor: int) -> torch.Tensor:
+    message = torch.empty_like(received[:1])
+    _sum(received, own, rank, message, divisor, 1.0, ENCODED=True)
+    return message
+
+
+def reduce_values(
+    received: torch.Tensor, own: torch.Tensor, rank: int, out: torch.Tensor, divisor: int, factor: float
+) -> None:
+    _sum(received, own, rank, out, divisor, factor, ENCODED=False)
+
+
+def unpack(messages: torch.Tensor, parts: Sequence[Part]) -> None:
+    for dtype in dict.fromkeys(part.values.dtype for part in parts):
+        _unpack(messages, [part for part in parts if part.values.dtype == dtype], messages, CODES=False)
+
+
+def decode(messages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, columns = messages.shape[0], columns_of(messages)
+    blocks = messages.shape[1] - columns
+    codes = torch.empty(rows, columns, dtype=torch.uint8, device=messages.device)
+    scale_inv = torch.empty(rows, blocks, dtype=torch.float32, device=messages.device)
+    parts = [Part(row, index * blocks * BLOCK) for index, row in enumerate(codes.unbind(0))]
+    _unpack(messages, parts, scale_inv, CODES=True)
+    return codes.view(E4M3.dtype), scale_inv
+
+
+def dequantize(codes: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:
+    values = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
+    grid = triton.cdiv(codes.numel(), TILE * BLOCK)
+    _launch(_dequantize_kernel, grid, codes.view(torch.uint8), scale_inv, values, codes.numel())
+    return values
+
+
+def _of_one_dtype(parts: Sequence[Part]) -> list[Part]:
+    """A kernel reads one dtype: FP32 where parts differ, or have another than it knows."""
+    parts = [part for part in parts if part.values.numel()] or list(parts)
+    dtypes = {part.values.dtype for part in parts}
+    if len(dtypes) == 1 and dtypes <= _TYPES.keys():
+        return parts
+    return [part._replace(values=part.values.float()) for part in parts]
+
+
+_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.uint8: tl.uint8}
+
+
+def _pack(parts: Sequence[Part], messages: torch.Tensor, own: torch.Tensor, columns: int, rank: int, **what) -> None:
+    parts = _of_one_dtype(parts)
+    what |= {"DTYPE": _TYPES[parts[0].values.dtype], "SCALED": any(part.scale_inv is not None for part in parts)}
+    for table in tables(parts, TILE, messages.shape[0] * (messages.shape[1] - columns)):
+        arguments = (table.on(messages.device), len(table.rows), messages, own, columns, messages.stride(0), rank)
+        _launch(_pack_kernel, table.tiles, *arguments, ALIGNED=table.aligned, STEPS=table.steps, **what)
+
+
+def _sum(received, own, rank, out, divisor: int, factor: float, ENCODED: bool) -> None:
+    numel, columns = own.shape[0], columns_of(received)
+    grid = triton.cdiv(numel, TILE * BLOCK)
+    arguments = (received, own, out, numel, columns, received.stride(0), rank, float(divisor), factor)
+    _launch(_sum_kernel, grid, *arguments, RANKS=received.shape[0], TOGETHER=TOGETHER, ENCODED=ENCODED)
+
+
+def _unpack(messages: torch.Tensor, parts: Sequence[Part], scale_inv: torch.Tensor, CODES: bool) -> None:
+    columns, dtype = columns_of(messages), _TYPES[parts[0].values.dtype]
+    for table in tables(parts, TILE):
+        arguments = (table.on(messages.device), len(table.rows), messages, scale_inv, columns, messages.stride(0))
+        options = {"DTYPE": dtype, "CODES": CODES, "ALIGNED": table.aligned, "STEPS": table.steps}
+        _launch(_unpack_kernel, table.tiles, *arguments, **options)
+
+
+def _launch(kernel, programs: int, first: torch.Tensor, *arguments, **constants) -> None:
+    if programs == 0:
+        return
+    if kernel in (_pack_kernel, _sum_kernel):
+        constants["HAS_FP8_CASTS"] = has_fp8_casts(first)
+    with on_device_of(first):
+        kernel[(programs,)](first, *arguments, **constants, TILE=TILE, num_warps=WARPS, **OPTIONS)
+
+
+# kernels
+
+
+@triton.jit
+def _part_of(table_ptr, parts, tile, STEPS: tl.constexpr):
+    """Number of the part whose tile this is: the last whose first tile does not lie behind it."""
+    part = tl.full((), 0, tl.int32)
+    for step in tl.static_range(STEPS):
+        probe = part + (1 << (STEPS - 1 - step))
+        first = tl.load(table_ptr + _TILE * parts + tl.minimum(probe, parts - 1))
+        part = tl.where((probe < parts) & (first <= tile), probe, part)
+    return part
+
+
+@triton.jit
+def _place(table_ptr, parts, part, tile, ALIGNED: tl.constexpr, TILE: tl.constexpr):
+    """Of a tile of a part: (numbers of its blocks among all, [TILE]; which of these are its own; elements of the part,
+    [TILE, BLOCK]; which of these it has)."""
+    start = tl.load(table_ptr + _START * parts + part).to(tl.int32)
+    end = tl.load(table_ptr + _END * parts + part).to(tl.int32)
+    length = tl.load(table_ptr + _LENGTH * parts + part)
+    if ALIGNED:
+        length = tl.multiple_of(length, 16)
+    first = (tile - tl.load(table_ptr + _TILE * parts + part).to(tl.int32)) * TILE
+    within = first + tl.arange(0, TILE)
+    blocks = start + within
+    elements = within.to(tl.int64)[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
+    return blocks, blocks < end, elements, elements < length
+
+
+@triton.jit
+def _address(table_ptr, parts, part, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    address = tl.load(table_ptr + _POINTER * parts + part).to(tl.pointer_type(DTYPE))
+    if ALIGNED:
+        address = tl.multiple_of(address, 16)
+    return address
+
+
+@triton.jit
+def _in_messages(blocks, columns, stride):
+    """(row; first column of its values; where its codes begin; where its exponent is) of blocks, [TILE]."""
+    blocks_of_row = (columns + _BLOCK - 1) // _BLOCK
+    row = blocks // blocks_of_row
+    block = blocks - row * blocks_of_row
+    begin = row.to(tl.int64) * stride
+    return row, block * _BLOCK, begin + block * _BLOCK, begin + columns + block
+
+
+@triton.jit
+def _decoded(codes):
+    """E4M3 as FP32: shifted to where FP32 has its exponent, and multiplied by what the two biases differ by. NaN is
+    left out: its block has the scale NaN."""
+    bits = codes.to(tl.int32)
+    return from_bits(((bits & 0x80) << 24) | ((bits & 0x7F) << 20)) * 2.0**120
+
+
+@triton.jit
+def _scale_of(exponents):
+    """FP32 of uint8; NaN of 255."""
+    bits = exponents.to(tl.int32)
+    return tl.where(bits == 255, float("nan"), from_bits(bits << 23))
+
+
+@triton.jit
+def _quantized(values, HAS_FP8_CASTS: tl.constexpr):
+    """Blocks, [TILE, BLOCK] -> (codes, exponents [TILE], scale_inv [TILE])."""
+    bits = as_bits(values) & 0x7FFFFFFF  # the largest number of these is the amax, and above inf there is NaN
+    amax = from_bits(tl.max(bits, axis=1))
+    scale = power_of_two_scale(amax, format_max("e4m3"), 126)
+    scale_inv = scale_inv_of(scale, amax)
+    codes = to_codes(values * scale[:, None], "e4m3", HAS_FP8_CASTS)
+    return codes, (as_bits(scale_inv) >> 23).to(tl.uint8), scale_inv
+
+
+@triton.jit
+def _rounded(x, DTYPE: tl.constexpr):
+    """FP32 in another dtype, to nearest even. bf16 on the bits: Triton's interpreter rounds it another way."""
+    if DTYPE == tl.bfloat16:
+        bits = as_bits(x)
+        upper = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        return tl.where(x == x, upper, 0x7FC0).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        return x.to(DTYPE)
+
+
+@triton.jit(do_not_specialize=["parts", "rank"])
+def _pack_kernel(
+    table_ptr,
+    parts,
+    messages_ptr,
+    own_ptr,
+    columns,
+    stride,
+    rank,
+    DTYPE: tl.constexpr,
+    SCALED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    STEPS: tl.constexpr,
+    OWN_ROW: tl.constexpr,  # written as FP32
+    KEPT: tl.constexpr,  # the own row is neither rounded nor written as a message
+    HAS_FP8_CASTS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    part = _part_of(table_ptr, parts, tile, STEPS)
+    blocks, inside, elements, there = _place(table_ptr, parts, part, tile, ALIGNED, TILE)
+    address = _address(table_ptr, parts, part, DTYPE, ALIGNED)
+    values = tl.load(address + elements, mask=there, other=0.0)
+    values = as_fp32(values)
+    if SCALED:
+        scale_address = tl.load(table_ptr + _SCALE * parts + part)
+        factor = tl.load(scale_address.to(tl.pointer_type(tl.float32)), mask=scale_address != 0, other=1.0)
+        values = values * factor
+    row, column, begin, exponent = _in_messages(blocks, columns, stride)
+    codes, exponents, scale_inv = _quantized(values, HAS_FP8_CASTS)
+    sent = inside
+    if KEPT:
+        sent = inside & (row != rank)
+    j = tl.arange(0, _BLOCK)[None, :]
+    written = sent[:, None] & (column[:, None] + j < columns)
+    tl.store(messages_ptr + begin[:, None] + j, codes, mask=written)
+    tl.store(messages_ptr + exponent, exponents, mask=sent)
+    if OWN_ROW:
+        if not KEPT:
+            values = _decoded(codes) * scale_inv[:, None]
+        stays = inside & (row == rank)
+        tl.store(own_ptr + column[:, None] + j, values, mask=stays[:, None])
+
+
+@triton.jit(do_not_specialize=["rank"])
+def _sum_kernel(
+    received_ptr,
+    own_ptr,
+    out_ptr,
+    numel,
+    columns,
+    stride,
+    rank,
+    divisor,
+    factor,
+    RANKS: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    ENCODED: tl.constexpr,
+    HAS_FP8_CASTS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    blocks = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    at = blocks.to(tl.int64)[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
+    inside, there = blocks * _BLOCK < numel, at < numel
+    own = as_fp32(tl.load(own_ptr + at, mask=there, other=0.0))
+    total = tl.zeros((TILE, _BLOCK), tl.float32)
+    message_ptr = received_ptr
+    for group in tl.static_range(0, RANKS, TOGETHER):
+        some = tl.zeros((TILE, _BLOCK), tl.float32)
+        for sender in range(group, min(group + TOGETHER, RANKS)):
+            codes = tl.load(message_ptr + at, mask=there, other=0)
+            scale_inv = _scale_of(tl.load(message_ptr + columns + blocks, mask=inside, other=0))
+            some += tl.where(sender == rank, own, _decoded(codes) * scale_inv[:, None])
+            message_ptr += stride
+        total += some
+    mean = tl.div_rn(total, tl.zeros_like(total) + divisor) * factor
+    if ENCODED:
+        codes, exponents, _ = _quantized(tl.where(there, mean, 0.0), HAS_FP8_CASTS)
+        tl.store(out_ptr + at, codes, mask=there)
+        tl.store(out_ptr + columns + blocks, exponents, mask=inside)
+    else:
+        tl.store(out_ptr + at, _rounded(mean, out_ptr.dtype.element_ty), mask=there)
+
+
+@triton.jit(do_not_specialize=["parts"])
+def _unpack_kernel(
+    table_ptr,
+    parts,
+    messages_ptr,
+    scale_inv_ptr,  # FP32, written with CODES
+    columns,
+    stride,
+    DTYPE: tl.constexpr,
+    CODES: tl.constexpr,  # as they are, uint8
+    ALIGNED: tl.constexpr,
+    STEPS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    part = _part_of(table_ptr, parts, tile, STEPS)
+    blocks, inside, elements, there = _place(table_ptr, parts, part, tile, ALIGNED, TILE)
+    _, column, begin, exponent = _in_messages(blocks, columns, stride)
+    j = tl.arange(0, _BLOCK)[None, :]
+    codes = tl.load(messages_ptr + begin[:, None] + j, mask=there, other=0)
+    scale_inv = _scale_of(tl.load(messages_ptr + exponent, mask=inside, other=0))
+    out = _address(table_ptr, parts, part, DTYPE, ALIGNED) + elements
+    if CODES:
+        tl.store(out, codes, mask=there)
+        tl.store(scale_inv_ptr + blocks, scale_inv, mask=inside)
+    else:
+        tl.store(out, _rounded(_decoded(codes) * scale_inv[:, None], DTYPE), mask=there)
+
+
+@triton.jit
+def _dequantize_kernel(codes_ptr, scale_inv_ptr, values_ptr, numel, TILE: tl.constexpr):
+    blocks = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    at = blocks[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
+    there = at < numel
+    codes = tl.load(codes_ptr + at, mask=there, other=0)
+    scale_inv = tl.load(scale_inv_ptr + blocks, mask=blocks * _BLOCK < numel, other=0.0)
+    tl.store(values_ptr + at, _decoded(codes) * scale_inv[:, None], mask=there)

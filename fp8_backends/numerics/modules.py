@@ -1,0 +1,45 @@
+"""What every part of this package knows of a module: its plain name, the mark of a converted layer, and hooks that a
+copy of a model does not take along."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+ADOPTED = "_fp8_adopted"
+"""Attribute of a converted layer: how it was converted (`Adopted`)."""
+
+CONTAINER = "fp8_weights"
+"""Name of the child of an experts module that holds what runs its weights in FP8 (`compute.expert_functions`)."""
+
+_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", CONTAINER})
+
+
+@dataclass
+class Adopted:
+    """How to turn a converted layer back, and what it was converted with."""
+
+    original: type[nn.Module]
+    converted: type[nn.Module]
+    attributes: tuple[str, ...]
+    buffers: tuple[str, ...]
+    recipe: Any
+    undo: list[Callable[[nn.Module], None]] = field(default_factory=list)
+    """What others did to the layer since, to be undone first when it is turned back."""
+
+
+def plain_name(name: str) -> str:
+    """A dotted name without the segments that wrappers (compile, FSDP, checkpointing) put into it."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def inert_hook():
+    """What this package's temporary hooks become in a copied or unpickled model: a hook that does nothing."""
+    return _do_nothing
+
+
+def _do_nothing(module: nn.Module, args, *output) -> None:
+    pass

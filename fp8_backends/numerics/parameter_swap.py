@@ -1,0 +1,87 @@
+"""Exchanging what a Parameter stores, with the Parameter object kept: optimizers, ties and references never notice.
+
+`torch.utils.swap_tensors` is PyTorch's way to do that. It exchanges everything else as well, the user's own attributes
+and hooks among them, and drops the gradient, so these are carried over here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..errors import FP8BackendError
+from .scaled_tensor import ScaledTensor
+
+_OWN = {*ScaledTensor(torch.zeros(1), torch.ones(())).__dict__, "master", "elsewhere", "_is_param"}
+
+
+class _Belongings(NamedTuple):
+    """What belongs to the Parameter object and not to the values."""
+
+    attributes: dict[str, Any]
+    hooks: Any
+    gradient_hooks: Any
+
+
+def exchange(parameter: nn.Parameter, tensor: torch.Tensor, name: str) -> None:
+    """Let `parameter` hold `tensor`, plain or scaled. Its gradient stays, as it is.
+
+    Raises:
+        FP8BackendError: somebody else holds on to the parameter's tensor; nothing has changed then.
+    """
+    refuse_if_held(parameter, name)
+    gradient, belongings = parameter.grad, _belongings(parameter)
+    parameter.grad = None
+    new = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+    try:
+        torch.utils.swap_tensors(parameter, new)
+    except RuntimeError as error:
+        parameter.grad = gradient
+        raise FP8BackendError(_held(name, str(error))) from error
+    _give_back(parameter, belongings)
+    parameter.grad = gradient
+
+
+def refuse_if_held(parameter: nn.Parameter, name: str) -> None:
+    """Raise `FP8BackendError` where a weak reference, or what autograd saved, would keep `exchange` from working."""
+    if weakref.getweakrefs(parameter):
+        raise FP8BackendError(_held(name, "a weak reference to it exists"))
+    if parameter._use_count() > 2:  # itself, and the node that accumulates its gradient
+        raise FP8BackendError(_held(name, "a graph saved it for backward"))
+
+
+def _held(name: str, why: str) -> str:
+    return (
+        f"{name}: its storage cannot be exchanged while something else holds the tensor ({why}): prepare the model "
+        f"before torch.compile runs it, before it is wrapped, and when no loss of an earlier forward is kept"
+    )
+
+
+@contextlib.contextmanager
+def belongings_kept(module: nn.Module) -> Iterator[None]:
+    """Around `module.to(…)`, which swaps the tensors of scaled Parameters: hooks and attributes stay where they are."""
+    before = [(p, _belongings(p)) for p in module._parameters.values() if isinstance(p, ScaledTensor)]
+    try:
+        yield
+    finally:
+        for parameter, belongings in before:
+            _give_back(parameter, belongings)
+
+
+def _belongings(parameter: torch.Tensor) -> _Belongings:
+    attributes = {name: value for name, value in parameter.__dict__.items() if name not in _OWN}
+    return _Belongings(attributes, parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
+
+
+def _give_back(parameter: torch.Tensor, belongings: _Belongings) -> None:
+    parameter.__dict__.update(belongings.attributes)
+    # the very dictionaries, so that handles which users hold can still remove their hooks
+    if belongings.hooks is not None:
+        parameter._backward_hooks = belongings.hooks
+    if belongings.gradient_hooks is not None:
+        parameter._post_accumulate_grad_hooks = belongings.gradient_hooks

@@ -1,0 +1,1 @@
+"""What the user asks for: handlers, strings, other systems' recipes, and what a recipe promises."""

@@ -1,0 +1,77 @@
+"""A backend string taken apart.
+
+COMPUTE[:SCALING][+msamp[:LEVEL]]        msamp[:LEVEL]        auto
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ..compute import registry
+from ..compute.fields import DEFAULT_LEVEL, LEVELS, closest
+from ..errors import RecipeError
+
+AUTO = "auto"
+MSAMP = ("msamp", "ms-amp")
+_PER_TENSOR = ("dynamic", "tensorwise", "current")
+"""Three names of one rule: each compute has the one that its own library uses."""
+
+
+class BackendName(NamedTuple):
+    """A backend string taken apart. None: not said."""
+
+    compute: str
+    scaling: str | None = None
+    level: str | None = None
+
+
+def parse_backend(text: str) -> BackendName:
+    """Take a backend string apart, aliases and case removed. Raises `RecipeError` with what is valid and close."""
+    word = text.strip().lower()
+    if word == AUTO:
+        return BackendName(AUTO)
+    head, plus, tail = word.partition("+")
+    level = None
+    if plus:
+        mode, colon, level_word = tail.partition(":")
+        if mode not in MSAMP:
+            raise RecipeError(f"{text!r}: only '+msamp[:LEVEL]' may follow a compute, not '+{tail}'")
+        level = level_name(level_word, text) if colon else ""
+    name, colon, rest = head.partition(":")
+    if name in MSAMP:
+        if plus:
+            raise RecipeError(f"{text!r}: msamp stands for native:window+msamp, so it takes no second '+msamp'")
+        return BackendName("native", "window", level_name(rest, text) if colon else "")
+    name = registry.ALIASES.get(name, name)
+    if name == AUTO:
+        raise RecipeError(f"{text!r}: auto stands alone; name a compute: {', '.join(registry.valid_names())}")
+    if name not in registry.valid_names():
+        raise registry.unknown_backend(text)
+    return BackendName(name, scaling_name(name, rest, text) if colon else None, level)
+
+
+def level_name(word: str, text: str) -> str:
+    """O0 to O3. Raises `RecipeError` that quotes `text`, where the word was said."""
+    if not isinstance(word, str) or word.strip().upper() not in LEVELS:
+        raise RecipeError(f"{text!r}: unknown level {word!r}; msamp has {', '.join(LEVELS)} (default {DEFAULT_LEVEL})")
+    return word.strip().upper()
+
+
+def scaling_name(compute: str, word: str, text: Any) -> str:
+    """The rule's own name in this compute."""
+    if not isinstance(word, str):
+        raise RecipeError(f"scaling={word!r}: the name of a scaling rule is wanted, such as 'delayed'")
+    word = word.strip().lower()
+    if compute == AUTO:
+        return word  # checked once a compute is picked
+    supported = registry.scalings_of(compute)
+    if word in _PER_TENSOR:
+        word = next((name for name in _PER_TENSOR if name in supported), word)
+    if word in supported or (compute, word) == ("ao", "custom"):
+        return word
+    raise RecipeError(f"{text!r}: {compute} has no scaling {word!r}{closest(word, supported)}; it has {_list(compute)}")
+
+
+def _list(compute: str) -> str:
+    default = registry.get_compute(compute).default_scaling
+    return ", ".join(f"{name} (default)" if name == default else name for name in registry.scalings_of(compute))

@@ -1,0 +1,212 @@
+"""One recipe from several places that each say a part of it: code, flags, a YAML file, the environment.
+
+Field by field the stronger place wins. What only a weaker one says stays, as long as the backend that was chosen reads
+it: where it does not, a value that its place fills in by default counts as not given, and any other is an error.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ..errors import RecipeError
+from .backend_string import AUTO, BackendName, parse_backend
+from .handlers import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, Recipe, TERecipeKwargs
+from .sources import foreign_fields
+
+_NAMING = ("backend", "scaling", "opt_level")
+
+
+class Source(NamedTuple):
+    """What one place says."""
+
+    fields: Mapping[str, Any]
+    """Fields of `FP8RecipeKwargs`, each in its one spelling."""
+    said: Mapping[str, str]
+    """By field, how the place says it, for messages."""
+    idle: frozenset[str] = frozenset()
+    """Fields whose value is what the place fills in by itself: not given, where the backend does not read them."""
+    selects_levels: bool = True
+    """Whether an `opt_level` without a backend that says msamp chooses a level."""
+
+
+def merged(sources: Sequence[Source]) -> dict[str, Any]:
+    """The fields of `FP8RecipeKwargs` that these places say together, the strongest place first.
+
+    Raises `RecipeError` that begins with how the place says what cannot be honoured.
+    """
+    sources = [_with_mxfp8_as_scaling(source) for source in sources]
+    naming = _merged_naming(sources)
+    fields = dict(naming)
+    for source in sources:
+        for name, value in source.fields.items():
+            if name in _NAMING or name in fields:
+                continue
+            refusal = _refusal(naming, name, value)
+            if refusal is None:
+                fields[name] = value
+            elif name not in source.idle:
+                raise RecipeError(f"{source.said[name]}: {refusal}") from None
+    return fields
+
+
+def _with_mxfp8_as_scaling(source: Source) -> Source:
+    """`use_mxfp8_block_scaling=True` in the words of the other places."""
+    fields = dict(source.fields)
+    if not fields.get("use_mxfp8_block_scaling"):
+        return source
+    del fields["use_mxfp8_block_scaling"]
+    place = source.said["use_mxfp8_block_scaling"]
+    if fields.setdefault("scaling", "mxfp8") != "mxfp8":
+        raise RecipeError(f"{place} disagrees with {source.said['scaling']}: leave one of the two out")
+    return source._replace(fields=fields, said={"scaling": place, **source.said})
+
+
+def _merged_naming(sources: Sequence[Source]) -> dict[str, Any]:
+    """The fields that make the backend's name. A part that a stronger place says takes the place of that part of the
+    backend string; a part that the string says itself comes before what a weaker place says."""
+    naming: dict[str, Any] = {}
+    at = _first(sources, "backend")
+    name = BackendName(AUTO)
+    if at is not None:
+        naming["backend"] = sources[at].fields["backend"]
+        name = _as_said(sources[at], "backend", parse_backend, naming["backend"])
+        _as_said(sources[at], "backend", _check_naming, naming)
+    for part, field in (("scaling", "scaling"), ("level", "opt_level")):
+        by = _first(sources, field)
+        if by is None or _is_idle_level(sources[by], field, name):
+            continue
+        if by == at and field in sources[by].idle and getattr(name, part):
+            continue  # its default, beside a string that says another
+        if at is not None and by < at and getattr(name, part):
+            name = name._replace(**{part: None if part == "scaling" else ""})
+            naming["backend"] = _text(name)
+        if at is None or by <= at or not getattr(name, part):
+            naming[field] = sources[by].fields[field]
+            _as_said(sources[by], field, _check_naming, naming)
+    return naming
+
+
+def _first(sources: Sequence[Source], field: str) -> int | None:
+    """The strongest place that says the field."""
+    return next((i for i, source in enumerate(sources) if source.fields.get(field) is not None), None)
+
+
+def _is_idle_level(source: Source, field: str, name: BackendName) -> bool:
+    """Whether this is a level that its place does not choose. Raises where it is no default either."""
+    if field != "opt_level" or source.selects_levels or name.level is not None:
+        return False
+    if field in source.idle:
+        return True
+    level = source.fields[field]
+    raise RecipeError(
+        f"{source.said[field]}: {level} selects no level by itself: say the backend as msamp:{level} or "
+        f"COMPUTE+msamp:{level}, or leave it out"
+    )
+
+
+def _text(name: BackendName) -> str:
+    """The backend string of these parts."""
+    scaling = f":{name.scaling}" if name.scaling else ""
+    level = "" if name.level is None else f"+msamp:{name.level}".rstrip(":")
+    return f"{name.compute}{scaling}{level}"
+
+
+def _as_said(source: Source, field: str, check, value):
+    try:
+        return check(value)
+    except RecipeError as error:
+        raise RecipeError(f"{source.said[field]}: {error}") from None
+
+
+def _check_naming(naming: Mapping[str, Any]) -> None:
+    if refusal := _refusal(naming):
+        raise refusal
+
+
+def _refusal(naming: Mapping[str, Any], name: str | None = None, value: Any = None) -> RecipeError | None:
+    """Why the backend of this name cannot honour the field, or cannot be named so. `auto` honours what one of those
+    does that it may pick: which one that is, the machine that trains will say."""
+    refusal = None
+    field = {} if name is None else {name: value}
+    for backend in _candidates(naming.get("backend", AUTO)):
+        try:
+            FP8RecipeKwargs(**{**naming, "backend": backend, **field})
+        except RecipeError as error:
+            refusal = refusal or error
+        else:
+            return None
+    return refusal
+
+
+def _candidates(backend: str) -> list[str]:
+    if backend.strip().lower() != AUTO:
+        return [backend]
+    return ["te", "native"] if importlib.util.find_spec("transformer_engine") else ["native"]
+
+
+# Code over launch
+
+
+class CodeOverLaunch(NamedTuple):
+    """What a handler in a script and a launch mean together."""
+
+    recipe: Recipe
+    warning: str | None
+    """One line where the script overrides the launch."""
+
+
+def code_over_launch(handler: Any, launched: Mapping[str, Any]) -> CodeOverLaunch:
+    """A handler's fields over those of `fp8-backends launch`; a handler that names another backend counts alone.
+
+    Args:
+        handler: a recipe, of this package or Accelerate's. The latter fill every field in, so what equals Accelerate's
+            default counts as not said.
+        launched: fields of `FP8RecipeKwargs`.
+    """
+    name, recipe = type(handler).__name__, handler if isinstance(handler, Recipe) else _own_handler(handler)
+    launch_recipe = FP8RecipeKwargs(**launched)
+    if not _agree_on_backend(recipe, FP8RecipeKwargs(**{key: launched[key] for key in _NAMING if key in launched})):
+        warning = f"{name} in the script means {recipe.name}, fp8-backends launch said {_written(launched)}: "
+        return CodeOverLaunch(recipe, warning + "the script's recipe is used, and alone")
+    own = {key: value for key, value in recipe.to_kwargs().items() if (key, value) != ("backend", AUTO)}
+    if launch_recipe.compute == AUTO != recipe.compute:
+        own.setdefault("backend", type(recipe).backend_name)
+    code = Source(own, {key: f"{key} of {name} in the script" for key in own})
+    launch = Source(launched, {key: f"{key} of fp8-backends launch" for key in launched})
+    both = (own.keys() & launched.keys()) - {"backend"}
+    overridden = {key: launched[key] for key in sorted(both) if launch_recipe.__dict__[key] != own[key]}
+    warning = None
+    if overridden:
+        said = {key: own[key] for key in overridden}
+        warning = f"{name} in the script says {_written(said)}, fp8-backends launch said {_written(overridden)}: "
+        warning += "the script's value is used"
+    return CodeOverLaunch(FP8RecipeKwargs(**merged([code, launch])), warning)
+
+
+def _own_handler(handler: Any) -> Recipe:
+    """Accelerate's handler as ours of the same name."""
+    fields = {name: value for name, value in foreign_fields(handler).items() if value is not None}
+    own = {"te": TERecipeKwargs, "msamp": MSAMPRecipeKwargs, "ao": AORecipeKwargs}[fields.pop("backend").lower()]
+    if own is MSAMPRecipeKwargs and fields.get("opt_level") == "O2":
+        del fields["opt_level"]
+    return own(**fields)
+
+
+def _agree_on_backend(recipe: Recipe, launched: Recipe) -> bool:
+    """Whether a script's recipe leaves the launch's backend as it is. Without a backend it completes any."""
+    if AUTO in (recipe.compute, launched.compute):
+        return True
+    own = recipe.to_kwargs()
+    if "backend" in own:
+        return recipe.name == launched.name
+    implied = parse_backend(type(recipe).backend_name)
+    same_scaling = "scaling" not in own or recipe.scaling == launched.scaling
+    same_level = "opt_level" not in own or recipe.level == launched.level
+    has_level = implied.level is None or launched.level != "O0"
+    return implied.compute == launched.compute and has_level and same_scaling and same_level
+
+
+def _written(fields: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in fields.items())

@@ -1,0 +1,71 @@
+"""What a recipe promises: one row of the chart of levels, and its bytes per converted weight element.
+
+The rows are MS-AMP's table of optimization levels. `audit` reads from live tensors what really happened.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..compute import registry
+from .handlers import resolve
+
+BYTES = {"FP32": 4, "FP16": 2, "BF16": 2, "FP8": 1}
+"""Bytes of one element."""
+
+
+@dataclass(frozen=True)
+class PrecisionPlan:
+    """In which precision a recipe computes, communicates and stores."""
+
+    gemm: str
+    """The three products of a converted layer; those that the recipe leaves in high precision are named."""
+    comm: str
+    """Gradients between ranks."""
+    weight: str
+    """The weight as the model holds it."""
+    master_weight: str | None
+    """A copy of the weight in more precision; None where the weight is its own master."""
+    weight_gradient: str
+    optimizer_states: tuple[str, str]
+    """Adam's first and second moment."""
+    bytes_per_element: float
+    """Of weight, master weight, gradient and states together, on one rank."""
+
+    def __str__(self) -> str:
+        return (
+            f"GEMM {self.gemm}, comm {self.comm}, weight {self.weight}, master {self.master_weight or '–'}, "
+            f"gradient {self.weight_gradient}, Adam {'+'.join(self.optimizer_states)}: "
+            f"{self.bytes_per_element:g} bytes per weight element"
+        )
+
+
+# level: (comm, weight, master weight, weight gradient, Adam states)
+LEVEL_ROWS = {
+    "O0": ("FP32", "FP32", None, "FP32", ("FP32", "FP32")),
+    "O1": ("FP8", "FP16", None, "FP8", ("FP32", "FP32")),
+    "O2": ("FP8", "FP16", None, "FP8", ("FP8", "FP16")),
+    "O3": ("FP8", "FP8", "FP16", "FP8", ("FP8", "FP16")),
+}
+
+
+def plan(spec: Any = None) -> PrecisionPlan:
+    """What the recipe that `spec` means promises, for a model with FP32 weights and an Adam optimizer.
+
+    Takes what `resolve` takes; needs no hardware.
+    Raises `RecipeError` as `resolve` does.
+    """
+    recipe = resolve(spec)
+    comm, weight, master, gradient, states = LEVEL_ROWS[recipe.level]
+    stored = [weight, gradient, *states] + ([master] if master else [])
+    high_precision = registry.get_compute(recipe.compute).high_precision_products(recipe)
+    return PrecisionPlan(
+        gemm="FP8" + (f" ({' '.join(high_precision)} {recipe.autocast_dtype.upper()})" if high_precision else ""),
+        comm={"plain": "FP32", "fp8": "FP8", None: comm}[recipe.gradient_comm],
+        weight=weight,
+        master_weight=master,
+        weight_gradient=gradient,
+        optimizer_states=states,
+        bytes_per_element=sum(BYTES[precision] for precision in stored),
+    )

@@ -1,0 +1,324 @@
+"""Recipes that were written for something else, as fields of `FP8RecipeKwargs`.
+
+Accelerate's own handlers, the environment that Accelerate's launcher or ours makes, and TransformerEngine's recipe
+objects.
+Objects are known by their class names: none of the libraries is imported.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dataclasses
+import difflib
+import json
+import os
+import urllib.parse
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from ..compute.fields import DEFAULT_LEVEL, FIELDS, parse_field, three_flags
+from ..errors import RecipeError
+
+PREFIX = "ACCELERATE_FP8_"
+
+TE_FIELDS = (
+    "use_autocast_during_eval",
+    "margin",
+    "interval",
+    "fp8_format",
+    "amax_history_len",
+    "amax_compute_algo",
+    "override_linear_precision",
+    "use_mxfp8_block_scaling",
+)
+"""Fields of Accelerate's `TERecipeKwargs`."""
+
+
+def foreign_fields(spec: Any) -> dict[str, Any] | None:
+    """Fields of `FP8RecipeKwargs` that mean what `spec` means; None for an object that is no recipe."""
+    for cls in type(spec).__mro__:
+        if cls.__module__.split(".")[0] == "accelerate" and cls.__name__ in _ACCELERATE_HANDLERS:
+            return _ACCELERATE_HANDLERS[cls.__name__](spec)
+        if cls.__name__ in _TE_RECIPES:
+            return _te_recipe_fields(spec, cls.__name__)
+        if cls.__name__ in ("NVFP4BlockScaling", "CustomRecipe"):
+            raise RecipeError(
+                f"TransformerEngine's {cls.__name__} is no FP8 recipe of this package: it has DelayedScaling, "
+                "Float8CurrentScaling, Float8BlockScaling and MXFP8BlockScaling"
+            )
+    return None
+
+
+# Accelerate's handlers. They fill every field in, so a value that equals Accelerate's default counts as not given.
+
+
+def _te_fields(handler: Any) -> dict[str, Any]:
+    values = {name: getattr(handler, name, None) for name in TE_FIELDS}
+    return {
+        name: value
+        for name, value in values.items()
+        if value is not None and parse_field(name, value) != FIELDS[name].default
+    }
+
+
+def _from_te(handler: Any) -> dict[str, Any]:
+    return {"backend": "te", **_te_fields(handler)}
+
+
+def _from_msamp(handler: Any) -> dict[str, Any]:
+    return {"backend": "msamp", "opt_level": getattr(handler, "opt_level", None)}
+
+
+def _from_fp8(handler: Any) -> dict[str, Any]:
+    """The deprecated handler. Its `opt_level` stays None unless the user gave one."""
+    backend = getattr(handler, "backend", None) or "te"
+    return {"backend": backend, "opt_level": getattr(handler, "opt_level", None), **_te_fields(handler)}
+
+
+def _from_ao(handler: Any) -> dict[str, Any]:
+    pad, gather = handler.pad_inner_dim, handler.enable_fsdp_float8_all_gather
+    config = handler.config
+    # without a config of the user's, Accelerate makes one of the two options, both of which default to True
+    made = pad is not None and gather is not None
+    if made and config == type(config)(pad_inner_dim=pad, enable_fsdp_float8_all_gather=gather):
+        config, pad, gather = None, (None if pad else False), (None if gather else False)
+    return {
+        "backend": "ao",
+        "config": config,
+        "module_filter_func": handler.module_filter_func,
+        "pad_inner_dim": pad,
+        "enable_fsdp_float8_all_gather": gather,
+    }
+
+
+_ACCELERATE_HANDLERS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "FP8RecipeKwargs": _from_fp8,
+    "TERecipeKwargs": _from_te,
+    "MSAMPRecipeKwargs": _from_msamp,
+    "AORecipeKwargs": _from_ao,
+}
+
+
+# TransformerEngine's recipe objects
+
+
+class _TERecipe(NamedTuple):
+    scaling: str
+    read: tuple[str, ...]
+    """Attributes that are recipe fields of ours."""
+
+
+_EVERY_TE_RECIPE = ("fp8_format", "fp8_dpa", "fp8_mha")
+_TE_RECIPES = {
+    "DelayedScaling": _TERecipe("delayed", (*_EVERY_TE_RECIPE, "margin", "amax_history_len", "amax_compute_algo")),
+    "Float8CurrentScaling": _TERecipe("dynamic", _EVERY_TE_RECIPE),
+    "Float8BlockScaling": _TERecipe("blockwise", _EVERY_TE_RECIPE),
+    "MXFP8BlockScaling": _TERecipe("mxfp8", _EVERY_TE_RECIPE),
+}
+
+_VARIABLE_INSTEAD = "TransformerEngine takes it for all recipes of a process from {} in the environment: set that to 1"
+_WHY_NOT = {
+    "scaling_factor_compute_algo": "with a function of your own TransformerEngine leaves its fused update; leave it "
+    "out, or give margin",
+    "reduce_amax": "each rank would keep scales of its own, and a checkpoint holds those of one; leave it True, which "
+    "on one rank is the same, or give the ranks that share their scales as fp8_group",
+    "backward_override": "TransformerEngine would run the backward products in high precision; for that use "
+    "native:delayed or native:dynamic with override_linear_precision=(False, True, True)",
+    "use_power_2_scales": _VARIABLE_INSTEAD.format("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES"),
+    "use_f32_scales": _VARIABLE_INSTEAD.format("NVTE_FP8_BLOCK_SCALING_FP32_SCALES"),
+}
+
+
+def _te_recipe_fields(spec: Any, class_name: str) -> dict[str, Any]:
+    """Fields are read, and whatever else was set to another value than its class has is refused by name: the `te`
+    compute makes a recipe of that class by itself, with everything else as the class has it."""
+    known = _TE_RECIPES[class_name]
+    for name, value in vars(spec).items():
+        default = _class_value(type(spec), name)
+        if name.startswith("_") or name in known.read or value == default:
+            continue
+        has = "has no such field" if default is dataclasses.MISSING else f"has {default!r}, and only that is known here"
+        why = _WHY_NOT.get(name, f"its class {has}")
+        raise RecipeError(f"{class_name}.{name}={value!r} cannot be honoured: {why}")
+    values = {name: getattr(spec, name) for name in known.read if hasattr(spec, name)}
+    return {"backend": f"te:{known.scaling}", **values}
+
+
+def _class_value(cls: type, name: str) -> Any:
+    """What an instance has where nobody set the attribute."""
+    if name == "backward_override":
+        return None  # its class may have another from the environment, and then backward runs in high precision
+    defaults = {f.name: f.default for f in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else {}
+    return defaults.get(name, getattr(cls, name, dataclasses.MISSING))
+
+
+# The environment
+
+
+LAUNCHED = "FP8_BACKENDS_RECIPE"
+"""In it `fp8-backends launch` gives its workers the recipe: JSON of the fields of `FP8RecipeKwargs` that were given,
+percent-encoded where a remote shell would read it. It is read in place of `ACCELERATE_FP8_*`."""
+
+
+class Variable(NamedTuple):
+    """A field as `ACCELERATE_FP8_*` and the keys of a YAML file's `fp8_config` name it."""
+
+    field: str
+    launcher_default: Any = None
+    """What Accelerate's launcher exports when the user said nothing. In the environment it counts as not given."""
+    question_default: Any = None
+    """What `accelerate config` writes when the user just presses Enter, where that is another value."""
+
+
+def _own(name: str, question_default: Any = None) -> Variable:
+    return Variable(name, FIELDS[name].default, question_default)
+
+
+VARIABLES = {
+    "BACKEND": Variable("backend"),
+    "USE_AUTOCAST_DURING_EVAL": _own("use_autocast_during_eval"),
+    "MARGIN": _own("margin"),
+    "INTERVAL": _own("interval"),
+    "FORMAT": _own("fp8_format"),
+    "AMAX_HISTORY_LEN": _own("amax_history_len"),
+    "AMAX_COMPUTE_ALGO": _own("amax_compute_algo"),
+    "OVERRIDE_LINEAR_PRECISION": _own("override_linear_precision"),
+    "USE_MXFP8_BLOCK_SCALING": _own("use_mxfp8_block_scaling"),
+    "OPT_LEVEL": Variable("opt_level", DEFAULT_LEVEL),
+    "ENABLE_FSDP_FLOAT8_ALL_GATHER": Variable("enable_fsdp_float8_all_gather", True),
+    "PAD_INNER_DIM": Variable("pad_inner_dim", True),
+    # what the questions of `accelerate config` write, and stock Accelerate never reads
+    "AMAX_HISTORY_LENGTH": _own("amax_history_len"),
+    "AMAX_COMPUTE_ALGORITHM": _own("amax_compute_algo", question_default="max"),
+    "OPTIMIZATION_LEVEL": Variable("opt_level", DEFAULT_LEVEL),
+    # ours: flags of `fp8-backends launch`, and extra keys of the YAML file's fp8_config
+    "SCALING": Variable("scaling"),
+    "PARAMS": _own("fp8_params"),
+    "FUSE_NORMS": _own("fuse_norms"),
+    "DPA": _own("fp8_dpa"),
+    "MHA": _own("fp8_mha"),
+    "AUTO_FILTER": _own("auto_filter"),
+    # where a value that equals the launcher's default is meant, and would count as not given
+    "ALL_GATHER": Variable("enable_fsdp_float8_all_gather"),
+    "NUMBER_FORMAT": Variable("fp8_format"),
+    "ROUNDING": Variable("rounding"),
+    "EXP_AVG_SCALING": Variable("exp_avg_scaling"),
+    "IMPLEMENTATION": Variable("implementation"),
+    "SHARD_STATES": Variable("shard_states"),
+    "INCLUDE": Variable("include"),
+    "EXCLUDE": Variable("exclude"),
+    "AUTOCAST_DTYPE": Variable("autocast_dtype"),
+    "GRADIENT_COMM": Variable("gradient_comm"),
+    "ON_UNPROVEN": Variable("on_unproven"),
+}
+OBJECTS = {"MODULE_FILTER_FUNC": "module_filter_func", "CONFIG": "config", "GROUP": "fp8_group"}
+"""Fields that take a Python object."""
+_OVERRIDES = ("OVERRIDE_FPROP", "OVERRIDE_DGRAD", "OVERRIDE_WGRAD")
+
+
+def unknown_variable(
+    said: str, suffix: str, spelling: Callable[[str], str], known: Iterable[str] = tuple(VARIABLES)
+) -> RecipeError:
+    """The error for a name that is no field. `said`: as the user wrote it; `spelling`: a suffix as it stands there."""
+    if suffix in OBJECTS:
+        field = OBJECTS[suffix]
+        return RecipeError(
+            f"{said}: {field} takes a Python object, which no text can give: pass it in the script, "
+            f"Accelerator(kwargs_handlers=[fp8_backends.FP8RecipeKwargs({field}=…)])"
+        )
+    matches = difflib.get_close_matches(suffix, list(known), n=1, cutoff=0.5)
+    hint = f" (did you mean {spelling(matches[0])!r}?)" if matches else ""
+    return RecipeError(f"{said} is not known{hint}")
+
+
+def is_launched(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether `fp8-backends launch` says what the recipe is."""
+    return LAUNCHED in (os.environ if environ is None else environ)
+
+
+def environment_name(environ: Mapping[str, str] | None = None) -> str:
+    """What `environment_fields` reads, for messages."""
+    return LAUNCHED if is_launched(environ) else f"{PREFIX}*"
+
+
+def environment_fields(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """The recipe fields that the environment gives: those of `FP8_BACKENDS_RECIPE`, else of `ACCELERATE_FP8_*`, in any
+    case, without the launcher's defaults."""
+    environ = os.environ if environ is None else environ
+    if is_launched(environ):
+        return _launched_fields(environ[LAUNCHED])
+    found = variables(environ)
+    overrides = [found.pop(suffix, "False") for suffix in _OVERRIDES]
+    asked: dict[str, Any] = {}
+    for suffix, text in found.items():
+        if suffix not in VARIABLES:
+            raise unknown_variable(PREFIX + suffix, suffix, lambda name: PREFIX + name)
+        _add(asked, suffix, VARIABLES[suffix], text)
+    if any(_override_flags(overrides)):
+        asked["override_linear_precision"] = _override_flags(overrides)
+    if asked.get("backend", "").lower() == "no":
+        del asked["backend"]
+    return asked
+
+
+def _launched_fields(text: str) -> dict[str, Any]:
+    """From the one variable; sequences as the recipe has them."""
+    try:
+        given = json.loads(urllib.parse.unquote(text) if text.startswith("%7B") else text)
+    except ValueError:
+        given = None
+    if not isinstance(given, dict):
+        raise RecipeError(f'not a JSON object of recipe fields, such as {{"backend": "native:rowwise"}}: {text!r}')
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+
+
+def variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """`ACCELERATE_FP8_*` by suffix in upper case; empty values left out."""
+    found: dict[str, str] = {}
+    for key, text in environ.items():
+        suffix = key.upper().removeprefix(PREFIX)
+        if not key.upper().startswith(PREFIX) or not text.strip():
+            continue
+        if found.setdefault(suffix, text) != text:
+            raise RecipeError(f"{PREFIX}{suffix} is set twice, to {found[suffix]!r} and {text!r}")
+    return found
+
+
+def field_value(field: str, value: Any) -> Any:
+    """The value in its one spelling. Raises `RecipeError`."""
+    value = value.strip() if isinstance(value, str) else value
+    if field in ("include", "exclude"):
+        value = _listed(value)
+    if field in FIELDS:
+        return parse_field(field, value)
+    if not isinstance(value, str):
+        raise RecipeError(f"{field}={value!r}: a word is wanted")
+    return value.upper() if field == "opt_level" else value
+
+
+def _listed(value: Any) -> Any:
+    """A list of the YAML file, which Accelerate's launcher exports as Python writes it."""
+    if isinstance(value, str) and value.startswith(("['", '["', "('", '("')):
+        with contextlib.suppress(ValueError, SyntaxError):
+            return ast.literal_eval(value)
+    return value
+
+
+def _add(asked: dict[str, Any], suffix: str, variable: Variable, text: str) -> None:
+    value = field_value(variable.field, text)
+    if value == variable.launcher_default:
+        return
+    if asked.setdefault(variable.field, value) != value:
+        raise RecipeError(f"{PREFIX}{suffix}={text} disagrees with another variable that says {asked[variable.field]}")
+
+
+def _override_flags(texts: list[str]) -> tuple[bool, ...]:
+    try:
+        return three_flags(texts)
+    except ValueError:
+        named = ", ".join(f"{suffix}={text}" for suffix, text in zip(_OVERRIDES, texts, strict=True))
+        raise RecipeError(
+            f"{named}: three bools are wanted, one of them False. Accelerate's launcher cuts a YAML string such as "
+            '"(false, false, false)" into letters: write a list, [false, false, false], or use fp8-backends launch'
+        ) from None

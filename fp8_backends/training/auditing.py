@@ -1,0 +1,469 @@
+"""What really happened: products by layer and kind, and dtypes and bytes, all read from live tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import weakref
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..compute.counts import DGRAD, KINDS, WGRAD, ProductCounts
+from ..compute.profiling import Layer
+from ..errors import FP8BackendError
+from ..numerics.modules import plain_name
+from ..numerics.sharded_tensor import full_shape
+from . import conversion
+from .weight_products import FP8
+
+if TYPE_CHECKING:
+    from ..compute.interface import Compute
+    from ..compute.profiling import ProductProfile
+    from ..recipes.handlers import Recipe
+    from .conversion import Prepared
+
+logger = logging.getLogger("fp8_backends")
+
+BYTE_KEYS = ("weight", "master", "gradient", "optimizer")
+MANY_LOST_UPDATES = 0.5
+"""From this share on, an audit warns."""
+
+
+@dataclass
+class Audit:
+    """What `audit` found. All values are plain: names, numbers, text."""
+
+    recipe: str
+    """The backend string of the prepared model (several, joined by a comma, where parts were prepared apart)."""
+    products: dict[str, dict[str, int]] = field(default_factory=dict)
+    """FP8 products of each converted layer: `fprop`, `dgrad`, `wgrad`, and `recomputed` (forward again, by activation
+    checkpointing). Since `prepare` for a compute that counts; of one profiled step for one that cannot (`ao`, `te`)."""
+    engine: dict[str, str] = field(default_factory=dict)
+    """What makes the products of each converted layer: `scaled_mm`, `bf16-exact`, `fp32-exact`, `emulated`, `te`,
+    `ao`."""
+    flops_share: float = 0.0
+    """FP8 share, 0 to 1, of all weight-matmul FLOPs that training does: Linear, Conv1D, expert tensors, head."""
+    high_precision: dict[str, str] = field(default_factory=dict)
+    """The reason why each of the other weights stays in high precision."""
+    bytes_per_element: dict[str, float | None] = field(default_factory=dict)
+    """Bytes of an element of the converted weights: `weight`, `master`, `gradient`, `optimizer`, `total`. None where
+    no optimizer is known. Of what several ranks share, the bytes on this rank over the elements of the whole."""
+    bytes_per_parameter: dict[str, float | None] = field(default_factory=dict)
+    """The same for the whole model; `weight` includes the copies that last from forward to backward."""
+    dtypes: dict[str, str] = field(default_factory=dict)
+    """Dtypes of the converted weights, their gradients and optimizer states."""
+    gradient_source: str = "none"
+    """Where the gradients' bytes were read: `live` (`.grad`), `last step` (its dtype, `.grad` being freed), `none`."""
+    lost_updates: float | None = None
+    """Share of the weight updates that rounding swallows. With scaled weights (O1, O2, O3) what the optimizer's next
+    step would lose, as projected on the exact update; else None until `measure_lost_updates` watched a step."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as dictionaries, numbers and text, ready for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        lines = [f"{self.recipe}: {self.flops_share:.0%} of weight FLOPs in FP8"]
+        rows = [("layer", *KINDS, "recomputed", "engine")]
+        for name, counts in self.products.items():
+            rows.append((name or "(root)", *(str(counts[kind]) for kind in (*KINDS, "recomputed")), self.engine[name]))
+        if len(rows) > 1:
+            lines += ["", *_aligned(_grouped(rows))]
+        if self.high_precision:
+            reasons = [(name or "(root)", reason) for name, reason in self.high_precision.items()]
+            rows = [("in high precision", "reason"), *reasons]
+            lines += ["", *_aligned(_grouped(rows))]
+        rows = [("bytes", *BYTE_KEYS, "total")]
+        for title, measured in (("per element", self.bytes_per_element), ("per parameter", self.bytes_per_parameter)):
+            rows.append((title, *(_number(measured.get(key)) for key in (*BYTE_KEYS, "total"))))
+        lines += ["", *_aligned(rows)]
+        if self.lost_updates is not None:
+            lines += ["", f"updates lost to rounding: {self.lost_updates:.2%}"]
+        return "\n".join(lines)
+
+
+def audit(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Audit:
+    """Read from a live model, prepared or not, what runs in FP8 and what everything weighs.
+
+    Args:
+        model: prepared by this package, or not (then nothing is in FP8). May be wrapped (DDP, `torch.compile`, PEFT).
+        optimizer: whose states to weigh. Left out: the one that `prepare` or the Accelerator was given with the model.
+    """
+    model = conversion.unwrapped(model)
+    roots = conversion.prepared_roots(model)
+    observed = [observed_of(prepared) for _, _, prepared in roots]
+    optimizers = [known for seen in observed for known in seen.optimizers()]
+    if optimizer is not None:
+        optimizers = [unwrapped(optimizer)]
+    optimizers = _of_parameters(optimizers, model)
+    result = Audit(recipe=", ".join(dict.fromkeys(prepared.recipe.name for _, _, prepared in roots)) or "not prepared")
+    parts = [_read_root(result, *root) for root in roots] or [_read_unprepared(result, model)]
+    needed = sum(part.needed for part in parts)
+    result.flops_share = sum(part.in_fp8 for part in parts) / needed if needed else 0.0
+    _read_bytes(result, model, parts, optimizers)
+    losses = [seen.lost_updates for seen in observed] + [_lost_next(optimizer) for optimizer in optimizers]
+    result.lost_updates = max((loss for loss in losses if loss is not None), default=None)
+    if result.lost_updates is not None and result.lost_updates > MANY_LOST_UPDATES:
+        logger.warning(
+            "%s: rounding swallows %.0f %% of the weight updates, so the model hardly trains: store weights with "
+            'rounding="stochastic", or raise the learning rate',
+            result.recipe,
+            100 * result.lost_updates,
+        )
+    return result
+
+
+def _of_parameters(optimizers: list, model: nn.Module) -> list:
+    """Those that hold parameters of the model. Where an engine keeps what it trains in buffers of its own (DeepSpeed),
+    nobody can say what of them belongs to which weight: their bytes are unknown, and not zero."""
+    known = {id(parameter) for parameter in model.parameters()}
+    return [
+        optimizer
+        for optimizer in optimizers
+        if any(id(parameter) in known for group in optimizer.param_groups for parameter in group["params"])
+    ]
+
+
+def _lost_next(optimizer: torch.optim.Optimizer) -> float | None:
+    """Of an optimizer that rounds weights itself: what it would lose in its next step."""
+    return optimizer.lost_updates() if hasattr(optimizer, "lost_updates") else None
+
+
+def incomplete_layers(audit: Audit, recipe: Recipe) -> dict[str, list[str]]:
+    """Layers that lack a kind of FP8 product that their recipe asks for, with the kinds."""
+    from ..compute.registry import get_compute
+
+    kept_high = get_compute(recipe.compute).high_precision_products(recipe)
+    lacking = {}
+    for layer, counts in audit.products.items():
+        if missing := [kind for kind in KINDS if kind not in kept_high and not counts[kind]]:
+            lacking[layer] = missing
+    return lacking
+
+
+@contextlib.contextmanager
+def profile_products(model: nn.Module) -> Iterator[dict[str, ProductCounts]]:
+    """Count the FP8 products of whatever runs inside, also for computes that do not count by themselves (`ao`, `te`).
+
+    Yields a dictionary, filled on exit: layer name to counts. `audit` reports the profiled counts from then on.
+
+    Raises:
+        FP8BackendError: another profiler is active; PyTorch has one at a time.
+    """
+    roots = conversion.prepared_roots(conversion.unwrapped(model))
+    before = [count_products(root, prepared) for _, root, prepared in roots]
+    profiles = _start_profiles(roots)
+    found: dict[str, ProductCounts] = {}
+    try:
+        yield found
+    finally:
+        for profile in profiles:
+            profile.stop()
+        for (prefix, root, prepared), earlier in zip(roots, before, strict=True):
+            for name, counts in count_products(root, prepared).items():
+                found[_joined(prefix, name)] = (
+                    counts if name in prepared.profiled else _difference(counts, earlier[name])
+                )
+
+
+def _start_profiles(roots: list) -> list[ProductProfile]:
+    """One for each compute that does not count by itself."""
+    layers: dict[Compute, list[Layer]] = {}
+    for root in roots:
+        layers.setdefault(root[2].compute, []).extend(layers_to_profile(*root))
+    profiles = [compute.profile(own, keep=True) for compute, own in layers.items() if own]
+    if not all([profile.start(take_over=True) for profile in profiles]):
+        for profile in profiles:
+            profile.abandon()
+        raise FP8BackendError("another PyTorch profiler is active: stop it before counting FP8 products")
+    return profiles
+
+
+def _difference(after: ProductCounts, before: ProductCounts) -> ProductCounts:
+    return ProductCounts(**{kind: count - getattr(before, kind) for kind, count in asdict(after).items()})
+
+
+@contextlib.contextmanager
+def measure_lost_updates(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Measure in one optimizer step inside which share of the updates rounding swallows; `audit` then reports it.
+
+    Counted over the converted weights: elements that have a gradient other than zero and yet keep their value. Exact
+    for SGD and Adam, up to updates that are truly zero. Keeps a copy of the weights for as long as it watches.
+    """
+    roots = conversion.prepared_roots(model)
+    weights = [layer.weight for _, root, prepared in roots for layer in converted_layers(root, prepared).values()]
+    lost = moved = 0
+    before: dict[int, torch.Tensor] = {}
+
+    def remember(*_) -> None:
+        before.update((index, weight.detach().clone()) for index, weight in enumerate(weights))
+
+    def compare(*_) -> None:
+        nonlocal lost, moved
+        for index, weight in enumerate(weights):
+            if weight.grad is not None:
+                has_gradient = weight.grad != 0
+                moved += int(has_gradient.sum())
+                lost += int((has_gradient & (weight.detach() == before[index])).sum())
+
+    optimizer = unwrapped(optimizer)
+    if hasattr(optimizer, "lost_updates"):
+        yield  # it knows: `audit` asks it
+        return
+    hooks = optimizer.register_step_pre_hook(remember), optimizer.register_step_post_hook(compare)
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for _, _, prepared in roots:
+            observed_of(prepared).lost_updates = lost / moved if moved else None
+
+
+class Observed:
+    """What the first optimizer step showed of a prepared model, for later audits."""
+
+    def __init__(self) -> None:
+        self.proven = False
+        self.gradient_dtypes: dict[str, torch.dtype] = {}
+        self.lost_updates: float | None = None
+        self._optimizers: list[weakref.ref] = []
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Those still alive that train this model."""
+        return [optimizer for reference in self._optimizers if (optimizer := reference()) is not None]
+
+    def watch(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizers.append(weakref.ref(optimizer))
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a copy of the model is not what these optimizers train, and weak references do not pickle
+        return {**self.__dict__, "_optimizers": [], "proven": False}
+
+
+def observed_of(prepared: Prepared) -> Observed:
+    """The record of a prepared model; made when first asked for."""
+    if prepared.observed is None:
+        prepared.observed = Observed()
+    return prepared.observed
+
+
+def unwrapped(optimizer: Any) -> torch.optim.Optimizer | None:
+    """The PyTorch optimizer inside Accelerate's and similar wrappers."""
+    while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def converted_layers(root: nn.Module, prepared: Prepared) -> dict[str, nn.Module]:
+    """The FP8 layers of a prepared root by name."""
+    is_converted = prepared.compute.is_converted
+    return {plain_name(name): module for name, module in root.named_modules() if is_converted(module)}
+
+
+def layers_to_profile(prefix: str, root: nn.Module, prepared: Prepared) -> list[Layer]:
+    """The converted layers of a root whose compute does not count its products; none where it does."""
+    layers = converted_layers(root, prepared)
+    if not layers or prepared.compute.products(next(iter(layers.values()))) is not None:
+        return []
+    high = prepared.compute.high_precision_products(prepared.recipe)
+    kinds = tuple(kind for kind in (DGRAD, WGRAD) if kind not in high)
+    return [Layer(name, module, kinds, prepared.profiled) for name, module in layers.items()]
+
+
+def count_products(root: nn.Module, prepared: Prepared) -> dict[str, ProductCounts]:
+    """FP8 products of each converted layer, by its own counter or from the last profiled step."""
+    counts = {}
+    for name, module in converted_layers(root, prepared).items():
+        counted = prepared.compute.products(module)
+        counts[name] = prepared.profiled.get(name, ProductCounts()) if counted is None else counted
+    return counts
+
+
+@dataclass
+class RootMeasures:
+    """What one prepared root adds to an audit. FLOPs are a token's, over the products that training needs."""
+
+    in_fp8: float = 0.0
+    needed: float = 0.0
+    weights: list[nn.Parameter] = field(default_factory=list)
+    """The converted weights."""
+    transient_bytes: float = 0.0
+    """Copies of converted weights that last from forward to backward."""
+    gradient_dtypes: dict[int, torch.dtype] = field(default_factory=dict)
+    """Dtypes that the gradients had at the first optimizer step, by the parameter's identity."""
+
+
+def count_flops(root: nn.Module, prepared: Prepared, counts: dict[str, ProductCounts]) -> RootMeasures:
+    """FLOPs of every kind of product that each weight needs, and of those that ran in FP8.
+
+    A weight gradient is needed where the weight trains. An input gradient is needed unless the layer is seen to do
+    without: its weight gradient ran and its input gradient did not.
+    """
+    trains = _trainable_by_name(root)
+    high = prepared.compute.high_precision_products(prepared.recipe)
+    flops = RootMeasures()
+    for product in prepared.report.products:
+        ran = counts.get(product.name) if product.state == FP8 else None
+        for kind in KINDS:
+            done = ran is not None and getattr(ran, kind) > 0
+            spared = kind == DGRAD and ran is not None and ran.wgrad > 0 and not done and DGRAD not in high
+            frozen = kind == WGRAD and not trains.get(product.name, True)
+            if not spared and not frozen:
+                flops.needed += product.flops
+                flops.in_fp8 += product.flops * done
+    return flops
+
+
+def _trainable_by_name(root: nn.Module) -> dict[str, bool]:
+    """Whether a weight trains, under the name of its module and under its own."""
+    trains = {}
+    for name, parameter in root.named_parameters(remove_duplicate=False):
+        name = plain_name(name)
+        trains[name] = parameter.requires_grad
+        if name == "weight" or name.endswith(".weight"):
+            trains[name.removesuffix("weight").removesuffix(".")] = parameter.requires_grad
+    return trains
+
+
+def _read_root(result: Audit, prefix: str, root: nn.Module, prepared: Prepared) -> RootMeasures:
+    """Products, engines and reasons of one prepared root into the audit; its FLOPs and weights."""
+    counts = count_products(root, prepared)
+    flops = count_flops(root, prepared, counts)
+    for name, module in converted_layers(root, prepared).items():
+        full = _joined(prefix, name)
+        result.products[full] = asdict(counts[name])
+        result.engine[full] = prepared.compute.engine(module)
+        flops.weights.append(module.weight)
+        elements = full_shape(module.weight).numel()
+        flops.transient_bytes += prepared.compute.transient_bytes_per_element(module) * elements
+    seen = observed_of(prepared).gradient_dtypes
+    for name, parameter in root.named_parameters():
+        if plain_name(name) in seen:
+            flops.gradient_dtypes[id(parameter)] = seen[plain_name(name)]
+    for name, reason in prepared.report.high_precision.items():
+        result.high_precision[_joined(prefix, name)] = reason
+    return flops
+
+
+def _read_unprepared(result: Audit, model: nn.Module) -> RootMeasures:
+    products = conversion.weight_products(model)
+    result.high_precision = {product.name: "not prepared" for product in products}
+    return RootMeasures(needed=sum(product.flops for product in products))
+
+
+def _read_bytes(result: Audit, model: nn.Module, parts: list[RootMeasures], optimizers: list) -> None:
+    gradient_dtypes = {key: dtype for part in parts for key, dtype in part.gradient_dtypes.items()}
+    converted = {id(weight): weight for part in parts for weight in part.weights}
+    weighed = [_weigh(parameter, optimizers, gradient_dtypes) for parameter in model.parameters()]
+    of_converted = [w for w in weighed if w.key in converted] if converted else weighed
+    result.bytes_per_element = _average(of_converted, bool(optimizers))
+    result.bytes_per_parameter = _average(weighed, bool(optimizers), sum(part.transient_bytes for part in parts))
+    sources = {w.gradient_source for w in of_converted}
+    result.gradient_source = next((source for source in ("live", "last step") if source in sources), "none")
+    for key in BYTE_KEYS:
+        names = {w.dtypes[key] for w in of_converted if w.dtypes[key]}
+        result.dtypes[key] = ", ".join(sorted(names))
+
+
+@dataclass
+class _Weighed:
+    key: int
+    elements: int
+    bytes: dict[str, int]
+    dtypes: dict[str, str]
+    gradient_source: str
+
+
+def _weigh(parameter: nn.Parameter, optimizers: list, gradient_dtypes: dict[int, torch.dtype]) -> _Weighed:
+    """Bytes of one parameter and of what trains it, on this rank; elements: all, of the shards of every rank."""
+    sizes = dict.fromkeys(BYTE_KEYS, 0)
+    sizes["weight"] = stored_bytes(parameter)
+    gradient, source = parameter.grad, "none"
+    dtypes = {"weight": _dtype_name(stored_dtype(parameter)), "master": "", "gradient": "", "optimizer": ""}
+    if gradient is not None:
+        sizes["gradient"], source = stored_bytes(gradient), "live"
+        dtypes["gradient"] = _dtype_name(stored_dtype(gradient))
+    elif parameter.requires_grad and (dtype := gradient_dtypes.get(id(parameter))) is not None:
+        sizes["gradient"], source = dtype.itemsize * _local(parameter).numel(), "last step"
+        dtypes["gradient"] = _dtype_name(dtype)
+    state = next((o.state[parameter] for o in optimizers if parameter in o.state), {})
+    kept = {key: value for key, value in state.items() if isinstance(value, torch.Tensor) and value.numel() > 1}
+    master = getattr(_local(parameter), "master", None)
+    if master is not None and not parameter.requires_grad:  # no optimizer knows it
+        kept["master"] = master
+    names: dict[str, list[str]] = {"master": [], "optimizer": []}
+    for key, value in kept.items():
+        kind = "master" if "master" in key else "optimizer"
+        sizes[kind] += stored_bytes(value)
+        names[kind].append(_dtype_name(stored_dtype(value)))
+    dtypes |= {kind: "+".join(of_kind) for kind, of_kind in names.items()}
+    return _Weighed(id(parameter), parameter.numel(), sizes, dtypes, source)
+
+
+def _average(weighed: list[_Weighed], knows_optimizer: bool, transient_bytes: float = 0.0) -> dict[str, float | None]:
+    elements = sum(w.elements for w in weighed) or 1
+    sizes: dict[str, float | None] = {key: sum(w.bytes[key] for w in weighed) / elements for key in BYTE_KEYS}
+    sizes["weight"] += transient_bytes / elements
+    if not knows_optimizer:
+        sizes["master"] = sizes["optimizer"] = None
+    sizes["total"] = sum(sizes.values()) if knows_optimizer else None
+    return sizes
+
+
+def stored_bytes(tensor: torch.Tensor) -> int:
+    """Bytes that a tensor takes on this rank: the shard of a DTensor, the parts of a wrapper subclass."""
+    return sum(inner.numel() * inner.element_size() for inner in inner_tensors(tensor))
+
+
+def stored_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """The dtype in which a tensor's data lies in memory, of a wrapper subclass that of its first part."""
+    return next(inner_tensors(tensor)).dtype
+
+
+def inner_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors that hold the bytes on this rank: the shard of a DTensor, the parts of a wrapper subclass."""
+    tensor = _local(tensor)
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from inner_tensors(getattr(tensor, name))
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    if hasattr(tensor, "ds_tensor") and tensor.numel() == 0:
+        return tensor.ds_tensor  # this rank's part under ZeRO-3
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _joined(prefix: str, name: str) -> str:
+    return plain_name(f"{prefix}.{name}".strip("."))
+
+
+def _number(value: float | None) -> str:
+    return "?" if value is None else f"{value:.4g}"
+
+
+def _grouped(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """One row for all layers that differ in their number only: `layers.*.q_proj ×24`."""
+    groups: dict[tuple[str, ...], int] = {}
+    for name, *cells in rows:
+        key = (re.sub(r"\d+", "*", name), *cells)
+        groups[key] = groups.get(key, 0) + 1
+    singles = {(re.sub(r"\d+", "*", name), *cells): name for name, *cells in rows}
+    return [(f"{key[0]} ×{n}" if n > 1 else singles[key], *key[1:]) for key, n in groups.items()]
+
+
+def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

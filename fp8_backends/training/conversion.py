@@ -1,0 +1,466 @@
+"""Walking a model, choosing layers, and exchanging them in place: once, for every compute.
+
+A layer is converted by exchanging its class. The compute builds a carrier, an FP8 layer around the same Parameters,
+and the carrier's class and added attributes move onto the `nn.Linear` that the model already has. So the module
+object stays, and with it every reference to it: Parameters, ties, shared modules, frozen flags, hooks, the optimizer
+and its state, weak references. The 3-D weights of experts are the exception: what runs them stands beside them
+(`expert_functions`). `restore` turns all back.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from ..compute import expert_functions
+from ..compute.expert_functions import ExpertWeights
+from ..errors import FP8BackendError, RecipeError
+from ..numerics.modules import ADOPTED, Adopted, plain_name
+from .layer_filter import LayerFilter, NamePattern, excluded
+from .weight_products import FP8, HIGH_PRECISION, Found, WeightProduct, find_weight_products
+
+if TYPE_CHECKING:
+    from ..compute.interface import Compute, Fusion
+    from ..recipes.handlers import Recipe
+
+ALIGNMENT = 16
+"""FP8 products take sizes in multiples of this; a compute that takes others pads them."""
+
+ADOPTED_NORM = "_fp8_adopted_norm"
+"""As `ADOPTED`, of a normalisation layer that a compute has its own form of."""
+
+PREPARED = "_fp8_prepared"
+"""Attribute of a prepared root: its `Prepared`."""
+
+
+@dataclass
+class NormLayer:
+    """What became of a normalisation layer, for a compute that has its own form of them."""
+
+    name: str
+    exchanged: bool
+    reason: str | None
+    """Why it stays as it is."""
+    aliases: tuple[str, ...] = ()
+    """Further names of a module that the model holds more than once."""
+    fused_with: str | None = None
+    """Where the recipe says `fuse_norms`: the layer whose kernel norms its own input."""
+    apart: str | None = None
+    """Why there is none, where the recipe says so."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name, *self.aliases)
+
+
+@dataclass
+class ConversionReport:
+    """What became of every weight product of a model."""
+
+    products: list[WeightProduct]
+    norms: list[NormLayer] = field(default_factory=list)
+    """Empty for a compute that leaves norms alone."""
+
+    @property
+    def converted(self) -> list[str]:
+        """Names of the layers that run in FP8."""
+        return [product.name for product in self.products if product.state == FP8]
+
+    @property
+    def high_precision(self) -> dict[str, str]:
+        """The others, each with its reason."""
+        return {product.name: product.reason for product in self.products if product.state != FP8}
+
+    @property
+    def flops_share(self) -> float:
+        """FLOPs of the converted weights over those of all, 0 to 1: what a step can at most run in FP8."""
+        total = sum(product.flops for product in self.products)
+        return sum(product.flops for product in self.products if product.state == FP8) / total if total else 0.0
+
+    def __str__(self) -> str:
+        heading = (
+            f"{len(self.converted)} of {len(self.products)} weights in FP8, {self.flops_share:.0%} of weight FLOPs"
+        )
+        groups: dict[str, list[str]] = {}
+        for product in sorted(self.products, key=lambda product: product.state != FP8):
+            note = f" ({product.reason})" if product.reason else ""
+            group = f"in FP8{note}" if product.state == FP8 else product.reason
+            groups.setdefault(group, []).append(product.name)
+        lines = [heading, *(f"  {group}: {_listed(names)}" for group, names in groups.items())]
+        return "\n".join(lines + ([f"  {self._norms_line}"] if self.norms else []))
+
+    @property
+    def _norms_line(self) -> str:
+        left: dict[str, list[str]] = {}
+        for norm in self.norms:
+            if not norm.exchanged:
+                left.setdefault(norm.reason, []).append(norm.name)
+        exchanged = sum(norm.exchanged for norm in self.norms)
+        others = "".join(f"; {_listed(names)}: {reason}" for reason, names in left.items())
+        return f"{exchanged} of {len(self.norms)} norms exchanged{others}{self._fusions}"
+
+    @property
+    def _fusions(self) -> str:
+        apart: dict[str, list[str]] = {}
+        for norm in self.norms:
+            if norm.apart is not None:
+                apart.setdefault(norm.apart, []).append(norm.name)
+        fused = sum(norm.fused_with is not None for norm in self.norms)
+        others = "".join(f"; {_listed(names)} apart: {reason}" for reason, names in apart.items())
+        return f"; {fused} fused with the layers that read them{others}" if fused or apart else ""
+
+
+@dataclass
+class Prepared:
+    """What a prepared root remembers."""
+
+    recipe: Recipe
+    compute: Compute
+    report: ConversionReport
+    shared: Any = None
+    """What `compute.new_shared` returned: state that all layers of this model share."""
+    attached: dict[str, list] = field(default_factory=dict)
+    """What `compute.attach` added to the root: attribute name -> hook keys; None stands for the whole attribute."""
+    undo: list[Callable[[nn.Module], None]] = field(default_factory=list, repr=False, compare=False)
+    """What others did to the root since, to be undone when the model is turned back."""
+    profiled: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    """Counts of the last profiled step, for a compute that does not count by itself."""
+    observed: Any = field(default=None, repr=False, compare=False)
+    """What the first optimizer step showed (`auditing.Observed`)."""
+
+    def __deepcopy__(self, memo: dict) -> Prepared:
+        # a copied model has its own state; the compute has none, and stays the registered one
+        memo[id(self.compute)] = self.compute
+        made = memo[id(self)] = object.__new__(type(self))
+        made.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
+        return made
+
+
+def convert(model: nn.Module, recipe: Recipe, compute: Compute) -> Prepared:
+    """Convert the layers of `model` in place for a resolved recipe, all of them or none.
+
+    Converting again with an equal recipe changes nothing, but for layers that were added meanwhile. Layers of a part
+    that was converted before, on its own or as part of another model, count as converted.
+
+    Args:
+        model: any `nn.Module`, an `nn.Linear` included; on any device, meta too. Converted inside its DDP,
+            DataParallel or `torch.compile` wrapper.
+
+    Raises:
+        RecipeError: `include` or `exclude` name nothing, or the model is prepared with another recipe.
+        FP8BackendError: no layer can run in FP8 (a warning where the recipe says `on_unproven="warn"`).
+    """
+    root = unwrapped(model)
+    prepared: Prepared | None = root.__dict__.get(PREPARED)
+    if prepared is not None:
+        _check_same_recipe("this model", prepared.recipe, recipe)
+    found = find_weight_products(root)
+    norms, new_norms = _norms(root, recipe, compute)
+    chosen = _choose(found, recipe, compute, norms)
+    if prepared is not None and not chosen and not new_norms:
+        return prepared
+    shared = compute.new_shared(root, recipe) if prepared is None else prepared.shared
+    built = _build([each for each in chosen if not each.part], recipe, compute, shared)
+    experts = _build_experts([each for each in chosen if each.part], recipe, compute, shared)
+    _note_fusions(root, norms, compute.fuse(root, recipe, dict([*built, *new_norms])))
+    report = ConversionReport([each.product for each in found], norms)
+    if not report.converted:
+        _refuse_nothing(report, recipe)
+    is_new = prepared is None
+    prepared = prepared or Prepared(recipe, compute, report, shared)
+    try:
+        for linear, carrier in built:
+            adopt(linear, carrier, recipe)
+        for norm, carrier in new_norms:
+            adopt(norm, carrier, recipe, ADOPTED_NORM)
+        for module, weights in experts:
+            expert_functions.attach(module, weights)
+        if is_new:
+            _attach(root, prepared)
+    except BaseException:
+        for module, _ in (*built, *new_norms):
+            turn_back(module)
+        for module, weights in experts:
+            expert_functions.detach(module, list(weights))
+        if is_new:
+            _detach(root, prepared)
+        raise
+    prepared.report = report
+    root.__dict__[PREPARED] = prepared
+    return prepared
+
+
+def restore(model: nn.Module) -> None:
+    """Undo `convert` on a model and all its parts: plain layers again, with the Parameters of this moment.
+
+    Raises:
+        FP8BackendError: a converted layer was wrapped since, such as by FSDP2.
+    """
+    modules = list(model.modules())
+    for name, module in model.named_modules():
+        adopted = module.__dict__.get(ADOPTED) or module.__dict__.get(ADOPTED_NORM)
+        if adopted is not None and type(module) is not adopted.converted:
+            raise FP8BackendError(
+                f"{name}: its class is {type(module).__name__} now, so it cannot be turned back: "
+                f"restore a model before it is wrapped"
+            )
+    for module in modules:
+        turn_back(module)
+        expert_functions.detach(module)
+        prepared = module.__dict__.pop(PREPARED, None)
+        if prepared is not None:
+            _detach(module, prepared)
+
+
+def prepared_roots(model: nn.Module) -> list[tuple[str, nn.Module, Prepared]]:
+    """(name in `model`, module, `Prepared`) of each prepared root, found inside any wrapper.
+
+    Each root once; one that lies inside another prepared root is part of that one and not listed.
+    """
+    roots = [(name, module, module.__dict__[PREPARED]) for name, module in model.named_modules() if is_root(module)]
+    inner = {id(part) for _, root, _ in roots for part in root.modules() if part is not root}
+    return [root for root in roots if id(root[1]) not in inner]
+
+
+def is_root(module: nn.Module) -> bool:
+    """Whether `convert` was called on this very module."""
+    return PREPARED in module.__dict__
+
+
+def weight_products(model: nn.Module) -> list[WeightProduct]:
+    """The weight products of any model, prepared or not. Without a recipe the reasons are those that need none."""
+    found = find_weight_products(unwrapped(model))
+    for each in found:
+        if each.adopted is not None:
+            each.product.state = FP8
+        else:
+            each.product.reason = each.obstacle or each.default_exclusion or "not prepared"
+    return [each.product for each in found]
+
+
+def expected(model: nn.Module, recipe: Recipe, compute: Compute) -> ConversionReport:
+    """What `convert` would make of the weight products of `model`, which stays as it is. Norms are left out.
+
+    Raises:
+        RecipeError: as `convert`.
+    """
+    root = unwrapped(model)
+    found = find_weight_products(root)
+    norms = [
+        NormLayer(plain_name(name), False, None)
+        for name, module in root.named_modules()
+        if _NORM.search(type(module).__name__)
+    ]
+    _choose(found, recipe, compute, norms)
+    return ConversionReport([each.product for each in found])
+
+
+_NORM = re.compile(r"norm", re.IGNORECASE)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside wrappers that hold it whole: `torch.compile`, DDP, DataParallel."""
+    while True:
+        if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            model = model.module
+        elif "_orig_mod" in model._modules:
+            model = model._orig_mod
+        else:
+            return model
+
+
+# choosing layers
+
+
+def _choose(found: list[Found], recipe: Recipe, compute: Compute, norms: list[NormLayer]) -> list[Found]:
+    """The layers to convert now. Writes the state and reason of every product."""
+    chosen = []
+    layer_filter = LayerFilter(recipe, found, norms)
+    for each in found:
+        product, adopted = each.product, each.adopted
+        if adopted is not None:
+            _check_same_recipe(f"layer {product.name!r}", adopted.recipe, recipe)
+        else:
+            reason = each.obstacle or layer_filter.exclusion(each) or _unfit(each, recipe, compute)
+            if reason is not None:
+                product.reason = reason
+                continue
+            chosen.append(each)
+        product.state = FP8
+        notes = [compute.note_on_experts(recipe)] if each.part else []
+        if product.in_features % ALIGNMENT or product.out_features % ALIGNMENT:
+            notes.append(f"sizes padded to multiples of {ALIGNMENT}")
+        product.reason = "; ".join(filter(None, notes)) or None
+    return chosen
+
+
+def _unfit(each: Found, recipe: Recipe, compute: Compute) -> str | None:
+    if each.part:
+        return compute.unfit_experts(each.module, each.part, recipe)
+    return compute.unfit(each.module, recipe)
+
+
+def _norms(root: nn.Module, recipe: Recipe, compute: Compute) -> tuple[list[NormLayer], list]:
+    """The report of the model's norms, and those to exchange now with their carriers."""
+    answers = {id(norm.module): norm for norm in compute.norms(root, recipe)}
+    exclude = [NamePattern(text) for text in recipe.exclude or ()]
+    modules: dict[int, tuple[nn.Module, list[str]]] = {}
+    for name, module in root.named_modules(remove_duplicate=False):
+        if id(module) in answers or ADOPTED_NORM in module.__dict__:
+            modules.setdefault(id(module), (module, []))[1].append(plain_name(name))
+    report, new = [], []
+    for key, (module, names) in modules.items():
+        layer = NormLayer(names[0], key not in answers, None, tuple(names[1:]))
+        if key in answers:
+            layer.reason = excluded(layer, exclude) or answers[key].reason
+            layer.exchanged = layer.reason is None
+            if layer.exchanged:
+                new.append((module, answers[key].carrier))
+        report.append(layer)
+    return report, new
+
+
+def _note_fusions(root: nn.Module, norms: list[NormLayer], fusions: list[Fusion]) -> None:
+    name_of = {module: plain_name(name) for name, module in root.named_modules()}
+    by_name = {norm.name: norm for norm in norms}
+    for fusion in fusions:
+        norm = by_name[name_of[fusion.norm]]
+        norm.fused_with, norm.apart = fusion.linear and name_of[fusion.linear], fusion.reason
+
+
+def _check_same_recipe(what: str, had: Recipe, wanted: Recipe) -> None:
+    if had == wanted:
+        return
+    before, after = had.to_dict(), wanted.to_dict()
+    differing = [name for name in after if name != "name" and before.get(name) != after[name]]
+    difference = f" (they differ in {', '.join(differing)})" if had.name == wanted.name else ""
+    raise RecipeError(
+        f"{what} is prepared with {had.name} already, and {wanted.name} is asked for{difference}: call "
+        f"fp8_backends.training.conversion.restore(model) first, or prepare a copy of the model made before"
+    )
+
+
+def _refuse_nothing(report: ConversionReport, recipe: Recipe) -> None:
+    message = (
+        f"{recipe.name}: no layer of this model can run in FP8. {report if report.products else 'It has no Linear.'}"
+    )
+    if recipe.on_unproven == "raise":
+        raise FP8BackendError(f'{message}\non_unproven="warn" goes on without FP8')
+    warnings.warn(message, stacklevel=4)
+
+
+# exchanging layers
+
+_OF_EVERY_LINEAR = frozenset(nn.Linear(1, 1, device="meta").__dict__)
+
+
+def adopt(linear: nn.Module, carrier: nn.Module, recipe: Recipe, mark: str = ADOPTED) -> None:
+    """Move the carrier's class, added attributes and buffers onto `linear`. Buffers stay out of the state dict. How to
+    turn it back is noted under `mark`."""
+    attributes = _added_attributes(carrier)
+    adopted = Adopted(type(linear), type(carrier), tuple(attributes), tuple(carrier._buffers), recipe)
+    linear.__class__ = type(carrier)
+    linear.__dict__.update(attributes)
+    linear._buffers.update(carrier._buffers)
+    linear._non_persistent_buffers_set.update(carrier._buffers)
+    linear.__dict__[mark] = adopted
+
+
+def turn_back(linear: nn.Module) -> None:
+    """Undo `adopt`, where the module was adopted."""
+    adopted: Adopted | None = linear.__dict__.pop(ADOPTED, None) or linear.__dict__.pop(ADOPTED_NORM, None)
+    if adopted is None:
+        return
+    for undo in reversed(adopted.undo):
+        undo(linear)
+    linear.__class__ = adopted.original
+    for name in adopted.attributes:
+        linear.__dict__.pop(name, None)
+    for name in adopted.buffers:
+        linear._buffers.pop(name, None)
+        linear._non_persistent_buffers_set.discard(name)
+
+
+def _build(chosen: list[Found], recipe: Recipe, compute: Compute, shared: Any) -> list[tuple[nn.Linear, nn.Module]]:
+    """Layers and their carriers, all made before the first layer changes. Some drop out, with the reason noted."""
+    built = []
+    for each in chosen:
+        linear, product = each.module, each.product
+        carrier = compute.build(linear, recipe, shared)
+        if any(carrier._parameters.get(key) is not parameter for key, parameter in linear._parameters.items()):
+            raise FP8BackendError(
+                f"{product.name}: the compute {compute.name!r} built a layer with other Parameters, which no "
+                f"optimizer would know; its build() must hand on the very objects of the layer that it is given"
+            )
+        taken = [name for name in (*_added_attributes(carrier), *carrier._buffers) if hasattr(linear, name)]
+        if taken:
+            product.state = HIGH_PRECISION
+            product.reason = f"it has {', '.join(taken)} of its own, a name that its FP8 form needs"
+        else:
+            built.append((linear, carrier))
+    return built
+
+
+def _build_experts(
+    chosen: list[Found], recipe: Recipe, compute: Compute, shared: Any
+) -> list[tuple[nn.Module, ExpertWeights]]:
+    """Experts modules and what stands for those of their weights that are converted now."""
+    parts: dict[nn.Module, list[str]] = {}
+    for each in chosen:
+        parts.setdefault(each.module, []).append(each.part)
+    built = [(module, compute.build_experts(module, names, recipe, shared)) for module, names in parts.items()]
+    for layer in (layer for _, weights in built for layer in weights.values()):
+        layer.__dict__[ADOPTED] = Adopted(type(layer), type(layer), (), tuple(layer._buffers), recipe)
+    return built
+
+
+def _added_attributes(carrier: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in carrier.__dict__.items() if name not in _OF_EVERY_LINEAR}
+
+
+def _attach(root: nn.Module, prepared: Prepared) -> None:
+    """Let the compute install its hooks on the root, and note which, so that `restore` can take them away."""
+    before = _names_and_hooks(root)
+    try:
+        prepared.compute.attach(root, prepared.recipe, prepared.shared)
+    finally:
+        for name, hooks in _names_and_hooks(root).items():
+            if name not in before:
+                prepared.attached[name] = None
+            elif hooks - before[name]:
+                prepared.attached[name] = sorted(hooks - before[name])
+
+
+def _detach(root: nn.Module, prepared: Prepared) -> None:
+    for undo in prepared.undo:
+        undo(root)
+    for name, hooks in prepared.attached.items():
+        if hooks is None:
+            root.__dict__.pop(name, None)
+        for key in hooks or ():
+            root.__dict__[name].pop(key, None)
+
+
+def _names_and_hooks(module: nn.Module) -> dict[str, set]:
+    """Instance attributes; those that hold hooks with the keys of these."""
+    return {
+        name: set(value) if "_hooks" in name and isinstance(value, dict) else set()
+        for name, value in module.__dict__.items()
+    }
+
+
+def _listed(names: Iterable[str], shown: int = 6) -> str:
+    """Names with layers that differ in their number only drawn together: `layers.*.q_proj (×24)`."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(re.sub(r"\b\d+\b", "*", name), []).append(name)
+    texts = [
+        f"{pattern} (×{len(group)})" if len(group) > 1 else group[0] or "(root)" for pattern, group in groups.items()
+    ]
+    return ", ".join(texts[:shown]) + (f" and {len(texts) - shown} more" if len(texts) > shown else "")

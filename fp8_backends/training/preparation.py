@@ -1,0 +1,334 @@
+"""From a model and a recipe to a model that trains in FP8, with the proof on its first optimizer step."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..comm import fsdp2, ignore_list
+from ..compute import registry
+from ..errors import FP8BackendError
+from ..numerics.modules import ADOPTED
+from ..numerics.sharded_tensor import is_distributed
+from ..recipes import handlers as recipes
+from . import conversion, proof
+from .auditing import converted_layers, unwrapped
+
+if TYPE_CHECKING:
+    from ..recipes.handlers import Recipe
+    from .conversion import Prepared
+
+
+def prepare(model: nn.Module, optimizer: torch.optim.Optimizer | None, spec: Any = None) -> tuple:
+    """Make `model` train in FP8, without Accelerate.
+
+    Both objects come back as they are: layers are exchanged in place and keep their Parameter objects, so the
+    optimizer, schedulers, ties and frozen weights need nothing. May be called before or after the optimizer took
+    steps, and on a model on the meta device.
+
+    Args:
+        model: any `nn.Module`.
+        optimizer: trains the model's parameters; its first step states the proof. None prepares the model alone.
+        spec: what `resolve` takes: a backend string such as `"native:delayed"`, a recipe, a dict; None picks for
+            this machine.
+
+    Returns:
+        (model, optimizer)
+
+    Raises:
+        RecipeError: the string or a field cannot be honoured.
+        BackendUnavailableError: the backend cannot run on this machine.
+        FP8BackendError: the model cannot be converted, or it is prepared with another recipe already.
+    """
+    recipe = recipes.resolve(spec)
+    if recipe.implementation == "original":
+        return original_msamp(model, optimizer, recipe)
+    if optimizer is not None:
+        _check_optimizer(model, optimizer)
+        check_optimizer(optimizer, recipe)  # first: where it is refused, the model is as it was
+    prepare_model(model, recipe)
+    if optimizer is not None:
+        watch_optimizer(model, optimizer, recipe)
+    return model, optimizer
+
+
+def initialize(
+    model: nn.Module, optimizer: torch.optim.Optimizer, opt_level: str = "O1", use_te: bool = False
+) -> tuple:
+    """`prepare` with the signature of `msamp.initialize`, for scripts that move from MS-AMP.
+
+    `use_te` takes TransformerEngine's products in place of native ones.
+    """
+    backend = f"te+msamp:{opt_level}" if use_te else f"msamp:{opt_level}"
+    return prepare(model, optimizer, backend)
+
+
+def prepare_model(model: nn.Module, recipe: Recipe) -> nn.Module:
+    """Convert a model's layers in place for a resolved recipe. Returns the same module; repeating it does nothing."""
+    if not isinstance(model, nn.Module):
+        raise FP8BackendError(
+            f"model must be a torch.nn.Module, not {type(model).__name__}; the order is prepare(model, optimizer, spec)"
+        )
+    registry.check_available(recipe)
+    if recipe.level != "O0":
+        _refuse_wrapped(model, recipe.level)
+    prepared = conversion.convert(model, recipe, registry.get_compute(recipe.compute))
+    root = conversion.unwrapped(model)
+    prepared.compute.store_weights(root, recipe)
+    if recipe.level != "O0":
+        store_weights(root, prepared)
+    ignore_list.ignore(root)
+    if ignore_list.forget not in prepared.undo:
+        prepared.undo.append(ignore_list.forget)
+    connect_ranks(model, recipe)
+    return model
+
+
+def connect_ranks(model: nn.Module, recipe: Recipe) -> None:
+    """Let the gradients of a prepared model travel between ranks as its recipe says, where it is wrapped for that: by
+    `DistributedDataParallel` or `fully_shard`. Every rank calls it; repeating it does nothing.
+
+    Raises:
+        FP8BackendError: it was wrapped before it was prepared, or in a way that FP8 cannot follow, named.
+    """
+    comm = recipe.gradient_comm or ("plain" if recipe.level == "O0" else "fp8")
+    for wrapped in _ddp_wrappers(model):
+        if roots := conversion.prepared_roots(wrapped.module):
+            from ..comm import ddp
+            from ..states import levels
+
+            ddp.connect(wrapped, comm, levels.exchange_gradient_hook, _ScalingBuffers(roots))
+    if fsdp2.fsdp_modules(model):
+        from ..states import levels
+
+        for _, root, prepared in conversion.prepared_roots(model):
+            prepared.compute.keep_weight_casts(root, False)
+        fsdp2.connect(model, comm, _ScalingBuffers(conversion.prepared_roots(model)))
+        levels.watch_shards(model)
+
+
+def keep_weight_casts(model: nn.Module, keep: bool = True) -> None:
+    """Make the FP8 codes of a weight once for all microbatches that one optimizer step accumulates, and not in each
+    forward. The numbers are the same to the bit.
+
+    An optimizer step that `prepare` watches discards the codes, and so does whatever else changes the weight, but for
+    writes through `weight.data` between two microbatches. They take one byte for each weight element, which rules with
+    one scale a tensor hold from forward to backward anyway. `native:delayed`, whose scales move with every forward, and
+    other computes make codes anew; so does compiled code. An `Accelerator` with `gradient_accumulation_steps` above 1
+    calls this by itself, where weights are whole on every rank.
+
+    Args:
+        model: prepared, or holds prepared models.
+        keep: False turns it off again.
+
+    Raises:
+        FP8BackendError: nothing is prepared, or weights are sharded: they are gathered for each forward, and their
+            codes would take the memory that sharding saves.
+    """
+    roots = conversion.prepared_roots(model)
+    if not roots:
+        raise FP8BackendError("no model here is prepared: fp8_backends.prepare(model, optimizer, spec) comes first")
+    if keep and any(is_distributed(p) or hasattr(p, "ds_id") for p in model.parameters()):
+        raise FP8BackendError(
+            "weights are sharded (FSDP2 or DeepSpeed ZeRO-3): FP8 codes of whole weights would take the memory that "
+            "sharding saves; leave keep_weight_casts out"
+        )
+    for _, root, prepared in roots:
+        prepared.compute.keep_weight_casts(root, keep)
+
+
+class _ScalingBuffers:
+    """The live scaling states of prepared roots, in a fixed order."""
+
+    def __init__(self, roots: list[tuple[str, nn.Module, Prepared]]) -> None:
+        self.roots = [(root, prepared.compute) for _, root, prepared in roots]
+
+    def __call__(self) -> list[torch.Tensor]:
+        return [state for root, compute in self.roots for state in compute.scaling_buffers(root)]
+
+
+def _ddp_wrappers(model: nn.Module) -> list[nn.parallel.DistributedDataParallel]:
+    return [module for module in model.modules() if isinstance(module, nn.parallel.DistributedDataParallel)]
+
+
+def _refuse_wrapped(model: nn.Module, level: str) -> None:
+    if any(not conversion.prepared_roots(wrapped.module) for wrapped in _ddp_wrappers(model)):
+        raise FP8BackendError(
+            f"level {level} stores the weights in another form, and DDP holds on to them as they were: "
+            f"prepare(model, None, spec) first, then DistributedDataParallel(model), then "
+            f"prepare(ddp, optimizer, spec)"
+        )
+    if fsdp2.fsdp_modules(model) and not conversion.prepared_roots(model):
+        raise FP8BackendError(
+            f"level {level} stores the weights in another form, and FSDP2 has sharded them as they were: "
+            f"prepare(model, None, spec) first, then fully_shard, then prepare(model, optimizer, spec)"
+        )
+
+
+def store_weights(root: nn.Module, prepared: Prepared) -> None:
+    """Store the weights of the converted layers as the recipe's level says. Turns with the layers in `restore`."""
+    from ..states import levels
+
+    layers = converted_layers(root, prepared)
+    levels.store_weights(layers, prepared.recipe.level)
+    for layer in layers.values():
+        undo = layer.__dict__[ADOPTED].undo
+        if levels.make_plain not in undo:
+            undo.append(levels.make_plain)
+
+
+def original_msamp(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe) -> tuple:
+    """(model, optimizer), new objects, as the original package makes them."""
+    from ..states import original
+
+    return original.initialize(model, optimizer, recipe)
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
+    """Raise where the recipe cannot run here, or `adopt_optimizer` would refuse this optimizer. Changes nothing."""
+    registry.check_available(recipe)
+    if recipe.level != "O0":
+        from ..states import adamw, levels
+
+        adamw.check(unwrapped(optimizer), levels.state_rule(recipe))
+
+
+def adopt_optimizer(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
+    """Let an optimizer train the weights that a level stores; nothing to do at O0. Repeating it does nothing.
+
+    Raises:
+        FP8BackendError: it is no `torch.optim.Adam` or `AdamW`, or has an option that scaled states do not take.
+    """
+    if recipe.level != "O0":
+        from ..states import adamw, levels
+
+        adamw.adopt(unwrapped(optimizer), levels.state_rule(recipe))
+
+
+def finish_accumulation(model: nn.Module) -> None:
+    """Cast the weight gradients that microbatches accumulated in high precision, now that they are complete."""
+    from ..states import levels
+
+    levels.finish_accumulation(model.parameters())
+
+
+def watch_optimizer(models: nn.Module | Iterable[nn.Module], optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
+    """State the proof at the optimizer's first step, for those of the prepared models whose parameters it holds.
+
+    `optimizer` may be wrapped (Accelerate's `AcceleratedOptimizer`). Repeating it does nothing. `recipe` is what the
+    models were prepared with; each prepared model carries its own.
+    """
+    models = [models] if isinstance(models, nn.Module) else list(models)
+    adopt_optimizer(optimizer, recipe)
+    if recipe.level == "O3" and recipe.shard_states:
+        share_out_states(unwrapped(optimizer))
+    proof.watch(models, optimizer)
+    AfterStep.of(unwrapped(optimizer)).add(models)
+    for wrapped in (each for model in models for each in _ddp_wrappers(model)):
+        from ..comm import ddp
+
+        ddp.follow(wrapped, unwrapped(optimizer))
+
+
+def share_out_states(optimizer: torch.optim.Optimizer) -> None:
+    """Under DDP on several ranks: leave the master and the optimizer states of each weight at O3 to one rank. Every
+    rank calls it, after `connect_ranks`; repeating it does nothing."""
+    from ..comm import ddp, zero
+
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    weights = [p for p in trained if getattr(p, "master", None) is not None and ddp.connection_of(p) is not None]
+    connection = ddp.connection_of(weights[0]) if weights else None
+    if optimizer.fp8_owners is None and connection is not None and connection.group.size() > 1:
+        optimizer.fp8_owners = connection.owners = zero.SharedOut(weights, connection.group)
+        optimizer.forget_others()
+
+
+@contextlib.contextmanager
+def whole_states(optimizer: torch.optim.Optimizer, receives: bool = True, moments: bool = True) -> Iterator[None]:
+    """Around the writing of a checkpoint on several ranks at level O3: masters and optimizer states that are shared out
+    between the ranks are whole inside, so that `state_dict()` of model and optimizer give them to the bit.
+
+    All ranks enter and leave it. Anywhere else, and for any other optimizer, it does nothing. A checkpoint is loaded
+    without it: every rank loads the whole, and keeps what it owns.
+
+    Args:
+        receives: whether they are wanted on this rank, 5 bytes an element, on the CPU. Elsewhere `state_dict()` works
+            inside too, with placeholders on the meta device for weights of other ranks, and without their states.
+        moments: False for weights alone, 2 bytes an element.
+    """
+    optimizer = unwrapped(optimizer)
+    if getattr(optimizer, "fp8_owners", None) is None:
+        yield
+        return
+    from ..states import consolidation
+
+    with consolidation.whole_states(optimizer, receives, moments):
+        yield
+
+
+@contextlib.contextmanager
+def unread_states(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Around loading a checkpoint where states are shared out: `state_dict()`, which some loaders look at for names and
+    shapes, gives placeholders inside."""
+    optimizer = unwrapped(optimizer)
+    if getattr(optimizer, "fp8_owners", None) is None:
+        yield
+        return
+    from ..states import consolidation
+
+    with consolidation.unread_states(optimizer):
+        yield
+
+
+class AfterStep:
+    """Step post-hook of an optimizer: tells the compute of each model that it trains that a step was taken."""
+
+    def __init__(self) -> None:
+        self.roots: list[weakref.ref] = []
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer) -> AfterStep:
+        """The optimizer's; installed when first asked for."""
+        hooks = optimizer._optimizer_step_post_hooks.values()
+        hook = next((hook for hook in hooks if isinstance(hook, cls)), None)
+        if hook is None:
+            hook = cls()
+            optimizer.register_step_post_hook(hook)
+        return hook
+
+    def add(self, models: list[nn.Module]) -> None:
+        known = [reference() for reference in self.roots]
+        for _, root, _ in (each for model in models for each in conversion.prepared_roots(model)):
+            if not any(root is each for each in known):
+                self.roots.append(weakref.ref(root))
+
+    def __call__(self, optimizer: torch.optim.Optimizer, args, kwargs) -> None:
+        for reference in self.roots:
+            root = reference()
+            prepared = root is not None and root.__dict__.get(conversion.PREPARED)
+            if prepared:
+                prepared.compute.after_optimizer_step(root)
+
+
+def _check_optimizer(model: nn.Module, optimizer: Any) -> None:
+    inner = unwrapped(optimizer)
+    if not isinstance(inner, torch.optim.Optimizer):
+        raise FP8BackendError(
+            f"optimizer must be a torch.optim.Optimizer or None, not {type(optimizer).__name__}; "
+            f"the order is prepare(model, optimizer, spec)"
+        )
+    if not isinstance(model, nn.Module):
+        return  # refused by prepare_model, in its own words
+    held = {id(parameter) for group in inner.param_groups for parameter in group["params"]}
+    if not any(id(parameter) in held for parameter in model.parameters()):
+        warnings.warn(
+            "none of the model's parameters is in the optimizer: the model will not train; make the optimizer "
+            "from this model's parameters()",
+            stacklevel=3,
+        )

@@ -1,0 +1,251 @@
+"""The proof that FP8 ran, made at the first optimizer step.
+
+A compute that counts its products is asked for its counts. For one that cannot count (`ao`, `te`), the first training
+step is profiled: from the first forward with gradients to the optimizer step. Where that forward is compiled as a
+whole, or another profiler is active, the next step is profiled instead, from optimizer step to optimizer step.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from ..announcement import announce
+from ..compute.counts import KINDS, WGRAD, ProductCounts
+from ..compute.profiling import foreign_profiler_runs
+from ..errors import FP8BackendError
+from ..numerics.modules import inert_hook, plain_name
+from . import conversion
+from .auditing import (
+    converted_layers,
+    count_flops,
+    count_products,
+    layers_to_profile,
+    observed_of,
+    stored_dtype,
+    unwrapped,
+)
+
+if TYPE_CHECKING:
+    from ..compute.profiling import ProductProfile
+    from .conversion import Prepared
+
+logger = logging.getLogger("fp8_backends")
+
+_COUNTED = {"Linear": ("Linear", "head", "router", "adapter"), "experts": ("experts",)}
+"""Words of the proof for kinds of weights."""
+
+
+def watch(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> None:
+    """Prove at the first step of `optimizer` that the prepared models whose parameters it holds run in FP8.
+
+    Raises:
+        FP8BackendError: `optimizer` is not a PyTorch optimizer.
+    """
+    optimizer = unwrapped(optimizer)
+    if not hasattr(optimizer, "register_step_post_hook"):
+        raise FP8BackendError(
+            f"FP8 cannot be proven with an optimizer of type {type(optimizer).__name__}: it must be a "
+            f"torch.optim.Optimizer, so that its first step can be watched"
+        )
+    roots = [root for model in models for root in conversion.prepared_roots(model)]
+    new = [root for root in _held_by(optimizer, roots) if optimizer not in observed_of(root[2]).optimizers()]
+    for _, _, prepared in new:
+        observed_of(prepared).watch(optimizer)
+    unproven = [root for root in new if not observed_of(root[2]).proven]
+    for compute in dict.fromkeys(prepared.compute for _, _, prepared in unproven):
+        FirstStep([root for root in unproven if root[2].compute is compute]).install(optimizer)
+
+
+def _held_by(optimizer, roots: list) -> list:
+    """The prepared roots with a parameter in this optimizer; all of them where sharding exchanged the parameters."""
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    holding = [root for root in roots if any(id(parameter) in held for parameter in root[1].parameters())]
+    return holding or roots
+
+
+class FirstStep:
+    """Watches prepared models from their first training forward to the first step of their optimizer."""
+
+    def __init__(self, roots: list[tuple[str, nn.Module, Prepared]]) -> None:
+        self.roots = roots
+        self.compute = roots[0][2].compute
+        """The one compute of these models."""
+        self.layers = [layer for root in roots for layer in layers_to_profile(*root)]
+        self.profile: ProductProfile | None = None
+        self.began: nn.Module | None = None
+        """The root whose forward began the profiled step, and the gradients that its layers had then."""
+        self.gradients: list = []
+        self.forward_seen = False
+        self.steps = 0
+        self.hooks: list = []
+
+    def install(self, optimizer: torch.optim.Optimizer) -> None:
+        # the optimizer's hook stays, doing nothing after the proof: it may not be removed while it runs
+        optimizer.register_step_post_hook(self.after_step)
+        forward_hook = ForwardHook(self)
+        self.hooks = [root.register_forward_pre_hook(forward_hook) for _, root, _ in self.roots]
+
+    def before_forward(self, root: nn.Module) -> None:
+        self.forward_seen = True
+        if not self.layers or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+            return
+        if self.profile is not None and not self.profile.running:
+            return  # it has its result, or another model took the profiler over: `after_step` sees to it
+        gradients = [_gradient_state(layer.module.weight) for layer in self.layers]
+        if self.began is root:
+            arrived = [new is not None and new != old for new, old in zip(gradients, self.gradients, strict=True)]
+            if all(arrived):
+                self.profile.stop()  # the first of several microbatches tells enough
+            if not any(arrived):
+                self.profile.restart()  # a forward without a backward was no training
+                self.gradients = gradients
+            return
+        if self.profile is None:
+            self._start_profile(take_over=True)
+        if self.profile is not None and self.began is None:
+            self.began, self.gradients = root, gradients
+
+    def after_step(self, optimizer: torch.optim.Optimizer, *_) -> None:
+        if not self.roots or torch.compiler.is_compiling():
+            return
+        self.steps += 1
+        self._record_gradient_dtypes()
+        stopped = self.profile is not None and self.profile.running
+        if stopped:
+            self.profile.stop()
+        if self.layers and (self.profile is None or not self.profile.complete):
+            self.profile = self.began = None
+            if not stopped and not self._start_profile() and self.steps == 1 and foreign_profiler_runs():
+                logger.warning("another profiler is active: the proof that FP8 runs waits until it has stopped")
+            return
+        counts = [count_products(root, prepared) for _, root, prepared in self.roots]
+        # a step without any forward before it only set up optimizer states; compiled forwards are not seen
+        if _nothing_ran(counts) and not self.forward_seen and self.steps == 1:
+            return
+        self._finish(counts)
+
+    def _start_profile(self, take_over: bool = False) -> bool:
+        profile = self.compute.profile(self.layers)
+        if profile.start(take_over):
+            self.profile = profile
+        return self.profile is not None
+
+    def _finish(self, counts: list[dict[str, ProductCounts]]) -> None:
+        roots, self.roots = self.roots, []
+        by_shape = self.profile is not None and self.profile.by_shape
+        self.layers, self.profile, self.began, self.gradients = [], None, None, []
+        if self.forward_seen:  # else the hook is compiled into the model, doing nothing: removing it would recompile
+            for hook in self.hooks:
+                hook.remove()
+        for (_, root, prepared), of_root in zip(roots, counts, strict=True):
+            if not observed_of(prepared).proven:
+                observed_of(prepared).proven = True
+                state_proof(root, prepared, of_root, by_shape)
+
+    def _record_gradient_dtypes(self) -> None:
+        for _, root, prepared in self.roots:
+            dtypes = observed_of(prepared).gradient_dtypes
+            for name, parameter in root.named_parameters():
+                if parameter.grad is not None:
+                    dtypes[plain_name(name)] = stored_dtype(parameter.grad)
+
+
+def _gradient_state(weight: nn.Parameter) -> tuple | None:
+    """Changes whenever a gradient arrives."""
+    return None if weight.grad is None else (id(weight.grad), weight.grad._version)
+
+
+class ForwardHook:
+    """Tells a `FirstStep` that a forward of its model begins. Inert in a copied or unpickled model, and compiled."""
+
+    def __init__(self, first_step: FirstStep) -> None:
+        self.first_step = first_step
+
+    def __call__(self, module: nn.Module, args) -> None:
+        if not torch.compiler.is_compiling():
+            self.first_step.before_forward(module)
+
+    def __reduce__(self):
+        return inert_hook, ()
+
+
+def state_proof(root: nn.Module, prepared: Prepared, counts: dict[str, ProductCounts], by_shape: bool = False) -> None:
+    """Print the one line that says what ran in FP8.
+
+    Raises:
+        FP8BackendError: nothing did, and the recipe's `on_unproven` is "raise".
+    """
+    name = prepared.recipe.name
+    if _nothing_ran([counts]):
+        message = (
+            f"{name}: no FP8 product ran in the first training step, although {len(counts)} layers were converted. "
+            f"Check that the prepared model is the one that trains, and in training mode; "
+            f'on_unproven="warn" trains on regardless'
+        )
+        if prepared.recipe.on_unproven == "raise":
+            raise FP8BackendError(message)
+        warnings.warn(message, stacklevel=2)
+        return
+    for message in _shortcomings(root, prepared, counts):
+        logger.warning("%s: %s", name, message)
+    announce(proof_line(root, prepared, counts, by_shape))
+
+
+def proof_line(root: nn.Module, prepared: Prepared, counts: dict[str, ProductCounts], by_shape: bool = False) -> str:
+    """Such as `native:dynamic: 28/29 Linear, 94 % of weight FLOPs in FP8, fprop dgrad wgrad (bf16-exact)`."""
+    kind_of = {product.name: product.kind for product in prepared.report.products}
+    ran = [layer for layer, count in counts.items() if _ran(count)]
+    flops = count_flops(root, prepared, counts)
+    share = flops.in_fp8 / flops.needed if flops.needed else 0.0
+    kinds = [kind for kind in KINDS if any(getattr(count, kind) for count in counts.values())]
+    layers = converted_layers(root, prepared)
+    engines = sorted({prepared.compute.engine(layers[layer]) for layer in ran})
+    high = prepared.compute.high_precision_products(prepared.recipe)
+    notes = "+".join(engines) + (f"; {' '.join(high)} in high precision by recipe" if high else "")
+    notes += "; compiled, counted by shape" if by_shape else ""
+    of_all = _counted([kind_of.get(layer, "Linear") for layer in ran], list(kind_of.values()))
+    of_flops = f"{share * 100:.0f} % of weight FLOPs in FP8"
+    return f"{prepared.recipe.name}: {of_all}, {of_flops}, {' '.join(kinds)} ({notes})"
+
+
+def _counted(ran: list[str], kinds: list[str]) -> str:
+    """Such as `28/29 Linear, 4/4 experts (beside 2 other weights)`, from the kinds of weights."""
+    of_all, others = [], len(kinds)
+    for title, counted in _COUNTED.items():
+        number = sum(kind in counted for kind in kinds)
+        others -= number
+        if number or title == "Linear":
+            of_all.append(f"{sum(kind in counted for kind in ran)}/{number} {title}")
+    return ", ".join(of_all) + (f" (beside {others} other weights)" if others else "")
+
+
+def _ran(count: ProductCounts) -> bool:
+    return any(getattr(count, kind) for kind in KINDS)
+
+
+def _nothing_ran(counts: list[dict[str, ProductCounts]]) -> bool:
+    return not any(_ran(count) for of_root in counts for count in of_root.values())
+
+
+def _shortcomings(root: nn.Module, prepared: Prepared, counts: dict[str, ProductCounts]) -> list[str]:
+    """What a reader of the proof must know: layers that took no part, and gradients that were made some other way."""
+    idle = [name for name, count in counts.items() if not _ran(count)]
+    messages = [f"layers without products: {_listed(idle)}"] if idle else []
+    if WGRAD in prepared.compute.high_precision_products(prepared.recipe):
+        return messages
+    layers = converted_layers(root, prepared)
+    odd = [name for name, count in counts.items() if not count.wgrad and layers[name].weight.grad is not None]
+    if odd := [name for name in odd if name not in idle]:
+        messages.append(f"layers whose weight gradient did not come from an FP8 product: {_listed(odd)}")
+    return messages
+
+
+def _listed(names: list[str], shown: int = 8) -> str:
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return ", ".join(name or "(root)" for name in names[:shown]) + more

@@ -1,0 +1,148 @@
+"""What the engines that wrap a model, and the ranks that train it, cannot do."""
+
+from __future__ import annotations
+
+from ...recipes.handlers import Recipe
+from .setup import Rule
+
+
+def _asks_for_all_gather(recipe: Recipe) -> bool:
+    return bool(recipe.enable_fsdp_float8_all_gather or getattr(recipe.config, "enable_fsdp_float8_all_gather", False))
+
+
+def _own_autocast(recipe: Recipe) -> bool:
+    return "autocast_dtype" in recipe.given and recipe.autocast_dtype != "bf16"
+
+
+ENGINE_RULES = (
+    Rule(
+        "level_deepspeed",
+        "error",
+        lambda s: s.has_level and s.parallel == "deepspeed",
+        "the levels O1, O2 and O3 do not go with DeepSpeed, whose ZeRO stages keep weights, gradients and optimizer "
+        "states in partitions of their own",
+        "use FSDP2, which shards this very level, or the same backend without +msamp",
+    ),
+    Rule(
+        "level_fsdp1",
+        "error",
+        lambda s: s.has_level and s.parallel == "fsdp1",
+        "the levels O1, O2 and O3 do not go with FSDP1, which flattens parameters: a flat one cannot be stored in "
+        "scaled precision",
+        "set fsdp_version: 2",
+    ),
+    Rule(
+        "fsdp1",
+        "warning",
+        lambda s: not s.has_level and s.parallel == "fsdp1",
+        "FP8 under FSDP1 is not tested with this package, and its ranks do not agree on the scales of native:delayed "
+        "and native:window",
+        "set fsdp_version: 2",
+    ),
+    Rule(
+        "all_gather_without_fsdp2",
+        "error",
+        lambda s: _asks_for_all_gather(s.recipe) and s.parallel != "fsdp2",
+        "enable_fsdp_float8_all_gather replaces the weights by tensors that only FSDP2 trains: they would never change",
+        "leave enable_fsdp_float8_all_gather out, or use FSDP2",
+    ),
+    Rule(
+        "autocast_fsdp2",
+        "error",
+        lambda s: s.parallel == "fsdp2" and _own_autocast(s.recipe),
+        "autocast_dtype has no effect under FSDP2, whose own configuration sets the precision around FP8",
+        "leave autocast_dtype out",
+        lambda s: f"autocast_dtype={s.recipe.autocast_dtype!r}",
+    ),
+    Rule(
+        "autocast_deepspeed",
+        "error",
+        lambda s: s.parallel == "deepspeed" and _own_autocast(s.recipe),
+        "autocast_dtype has no effect under DeepSpeed, whose own configuration sets the precision around FP8",
+        "leave autocast_dtype out",
+        lambda s: f"autocast_dtype={s.recipe.autocast_dtype!r}",
+    ),
+    Rule(
+        "fp8_gradients_deepspeed",
+        "error",
+        lambda s: s.parallel == "deepspeed" and s.recipe.gradient_comm == "fp8",
+        'gradient_comm="fp8" has no effect on DeepSpeed\'s engine, which reduces gradients itself',
+        "leave gradient_comm out and set communication_data_type in DeepSpeed's configuration, or use DDP or FSDP2",
+    ),
+    Rule(
+        "fp8_gradients_alone",
+        "info",
+        lambda s: s.recipe.gradient_comm == "fp8" and s.world_size == 1,
+        'gradient_comm="fp8" has no effect with one process: no gradient travels',
+        "leave gradient_comm out",
+    ),
+    Rule(
+        "fuse_norms_zero3",
+        "error",
+        lambda s: s.recipe.fuse_norms and s.parallel == "deepspeed" and s.zero_stage == 3,
+        "fuse_norms does not go with DeepSpeed's ZeRO-3, which gathers a norm's weight for the norm alone",
+        "leave fuse_norms out, or use ZeRO stage 0 to 2, or FSDP2",
+    ),
+    Rule(
+        "fp8_params_sharded",
+        "error",
+        lambda s: s.recipe.fp8_params and s.parallel in ("fsdp1", "fsdp2", "deepspeed"),
+        "fp8_params does not go with sharded weights: FSDP and DeepSpeed cut parameters up, which weights kept in FP8 "
+        "are not made for here",
+        "use DDP, or msamp:O3 or te+msamp:O3, whose FP8 weights FSDP2 shards",
+    ),
+    Rule(
+        "efficient_loading_buffers",
+        "error",
+        lambda s: bool(s.cpu_ram_efficient_loading and s.persistent_buffers) and s.parallel == "fsdp2",
+        "with cpu_ram_efficient_loading Accelerate's FSDP2 takes every entry of the state dict for a sharded "
+        "parameter: a buffer in it ends in \"'Tensor' object has no attribute 'device_mesh'\"",
+        "register the buffers with persistent=False, or set cpu_ram_efficient_loading to false",
+        lambda s: ", ".join(s.persistent_buffers[:3]) + (", …" if len(s.persistent_buffers) > 3 else ""),
+    ),
+    Rule(
+        "ddp_nothing_left",
+        "error",
+        lambda s: s.has_level and s.parallel == "ddp" and s.only_weights_train,
+        "all that trains are weights in scaled precision, and DDP takes no model that has nothing left for it to do",
+        'keep one layer out, such as exclude=["lm_head"], or leave its bias trainable',
+    ),
+    Rule(
+        "o3_alone",
+        "info",
+        lambda s: s.recipe.level == "O3" and s.world_size == 1,
+        "on one process O3 takes 7 bytes for a weight, with its master, and O2 takes 6: O3 saves where ranks share "
+        "the masters, 2 + 5/N bytes on N of them",
+        "use O2",
+    ),
+    Rule(
+        "o3_ddp_saving",
+        "info",
+        lambda s: s.recipe.level == "O3" and s.recipe.shard_states and s.parallel == "ddp",
+        "under DDP each rank has the masters and states of its own part at O3, so a state dict needs all ranks: a loop "
+        "that saves on rank 0 alone gets an error (under transformers' Trainer, which does, each rank keeps all)",
+        "save with Accelerator.save_state, or set shard_states=False",
+    ),
+    Rule(
+        "tensor_parallel",
+        "warning",
+        lambda s: s.tensor_parallel is not None and s.tensor_parallel > 1,
+        "FP8 with layers that several ranks share (tensor parallelism) is not tested with this package",
+        "shard with FSDP2 alone, or look at the first step's proof and compare the losses with bf16",
+        lambda s: f"{s.tensor_parallel} ranks",
+    ),
+    Rule(
+        "megatron",
+        "error",
+        lambda s: s.parallel == "megatron",
+        "Megatron-LM brings its own FP8, and this package converts none of its layers",
+        'use mixed_precision="bf16" and Megatron\'s FP8 options',
+    ),
+    Rule(
+        "tpu",
+        "error",
+        lambda s: s.parallel == "tpu",
+        "TPUs multiply no FP8 matrices for PyTorch through this package",
+        'use mixed_precision="bf16"',
+    ),
+)

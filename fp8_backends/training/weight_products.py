@@ -1,0 +1,277 @@
+"""Which weights does a model multiply by? The list that conversion works on, and that every share is counted over.
+
+Linear layers, transformers' `Conv1D`, expert tensors, routers, the output head, and weights that a module multiplies
+by itself (`nn.MultiheadAttention.in_proj_weight`). Embeddings, convolutions and norms are not weight products.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from ..compute import expert_functions
+from ..compute.expert_functions import ExpertWeight
+from ..numerics.modules import ADOPTED, Adopted, plain_name
+from ..numerics.sharded_tensor import full_shape
+
+FP8, HIGH_PRECISION = "fp8", "high precision"
+
+HEAD_NAMES = frozenset({"lm_head", "embed_out", "output_layer", "classifier", "score", "qa_outputs", "head"})
+"""A Linear whose own name is one of these is an output head, wherever it lies."""
+ROOT_HEAD_NAMES = frozenset({"output"})
+"""The same for a Linear that is a direct child of the model; deeper down the name is common for other layers."""
+ROUTER_NAMES = frozenset({"gate", "router"})
+"""A Linear or weight below a module of exactly such a name is a router (so `gate_proj` is none)."""
+
+_ADAPTER_SEGMENTS = frozenset({"base_layer", "original_module", "modules_to_save", "default"})
+_TOP_K_FIELDS = ("num_experts_per_tok", "num_experts_per_token", "num_selected_experts", "moe_topk")
+_WEIGHT_NAME = re.compile(r"weight|_proj$")
+_BIAS_NAME = re.compile(r"bias")
+_NOT_A_PRODUCT = re.compile(r"embed|norm|conv", re.IGNORECASE)
+
+
+@dataclass
+class WeightProduct:
+    """One weight that the model multiplies its activations by."""
+
+    name: str
+    """The module's name, or the Parameter's where the module is not a Linear or Conv1D; "" for a root Linear."""
+    kind: str
+    """`Linear`, `Conv1D`, `experts`, `head`, `router`, `adapter` or `parameter`."""
+    in_features: int
+    out_features: int
+    flops: float
+    """Forward FLOPs per token: 2 * in * out, times the experts that a token visits."""
+    state: str = HIGH_PRECISION
+    """`fp8` or `high precision`."""
+    reason: str | None = None
+    """Why it stays in high precision; a note, or None, for `fp8`."""
+    aliases: tuple[str, ...] = ()
+    """Further names of a module that the model holds more than once."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name, *self.aliases)
+
+
+@dataclass
+class Found:
+    """A weight product with its module, and what is known before a recipe is asked."""
+
+    product: WeightProduct
+    module: nn.Module
+    part: str
+    """Which Parameter of the module it is; "" for the weight of a Linear or Conv1D."""
+    obstacle: str | None
+    """Why it can never be converted, or None."""
+    default_exclusion: str | None = None
+    """Why it is left out unless the user chooses otherwise, or None."""
+
+    @property
+    def adopted(self) -> Adopted | None:
+        """What it was converted with, if it was."""
+        layer = expert_functions.converted_weight(self.module, self.part) if self.part else self.module
+        return None if layer is None else layer.__dict__.get(ADOPTED)
+
+
+def find_weight_products(model: nn.Module) -> list[Found]:
+    """Every weight product of `model` in the order of `named_modules`, a shared module once, under its first name."""
+    modules: dict[int, nn.Module] = {}
+    names: dict[int, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        modules.setdefault(id(module), module)
+        names.setdefault(id(module), []).append(plain_name(name))
+    is_head, adapters = _head_test(modules.values()), _adapter_parts(modules.values())
+    experts_visited, adapted = _expert_counter(model, modules, names), _adapted_parameters(modules.values())
+    found = []
+    for key, module in modules.items():
+        for part, kind, sizes, obstacle in _products_of(module, names[key][0]):
+            own_names = [f"{name}.{part}".lstrip(".") if part else name for name in names[key]]
+            if kind in ("Linear", "router") and key in adapters:
+                kind = "adapter"
+            kind = "head" if kind == "Linear" and is_head(module, own_names) else kind
+            flops = 2 * sizes[0] * sizes[1] * experts_visited(own_names[0], module, part)
+            product = WeightProduct(own_names[0], kind, *sizes, flops, aliases=tuple(own_names[1:]))
+            if (key, part) in adapted:
+                obstacle = "adapted by PEFT: the weight that is multiplied is computed anew in each forward"
+            found.append(Found(product, module, part, obstacle, _DEFAULT_EXCLUSIONS.get(kind)))
+    return found
+
+
+_DEFAULT_EXCLUSIONS = {
+    "head": "output head: kept in high precision (name it in include to convert it; '*' names all)",
+    "router": "router: kept in high precision (name it in include to convert it; '*' names all)",
+    "adapter": "adapter: kept in high precision (name it in include to convert it; '*' names all)",
+}
+
+
+def _products_of(module: nn.Module, name: str) -> Iterator[tuple[str, str, tuple[int, int], str | None]]:
+    """(Parameter name or "", kind, (in, out), obstacle) of each weight that this module itself multiplies by."""
+    if isinstance(module, ExpertWeight):
+        return  # its experts module has the Parameter
+    if isinstance(module, nn.Linear) or ADOPTED in module.__dict__:
+        kind = "router" if _is_router(name) else "Linear"
+        yield "", kind, (module.in_features, module.out_features), linear_obstacle(module)
+    elif _is_conv1d(module):
+        obstacle = "Conv1D, whose weight lies transposed, is not converted yet"
+        yield "", "Conv1D", tuple(full_shape(module.weight)), obstacle
+    elif not isinstance(module, _WITHOUT_PRODUCTS) and not _NOT_A_PRODUCT.search(type(module).__name__):
+        for part, parameter in module._parameters.items():
+            if parameter is None or is_lazy(parameter) or _BIAS_NAME.search(part):
+                continue
+            shape = full_shape(parameter)
+            if len(shape) == 3 and _holds_experts(module, name):
+                sizes = shape[1:] if getattr(module, "is_transposed", False) else shape[:0:-1]
+                yield part, "experts", tuple(sizes), expert_functions.obstacle(module, part)
+            elif len(shape) == 2 and min(shape) > 1 and _WEIGHT_NAME.search(part):
+                kind = "router" if _is_router(name) or "router" in type(module).__name__.lower() else "parameter"
+                obstacle = f"{type(module).__name__} multiplies by this Parameter itself, without a Linear"
+                obstacle = f"router: {obstacle}" if kind == "router" else obstacle
+                yield part, kind, tuple(reversed(shape)), obstacle
+
+
+_WITHOUT_PRODUCTS = (
+    nn.Embedding,
+    nn.EmbeddingBag,
+    nn.modules.conv._ConvNd,
+    nn.LayerNorm,
+    nn.ParameterList,
+    nn.ParameterDict,
+)
+
+
+def linear_obstacle(linear: nn.Linear) -> str | None:
+    """Why no compute could take this Linear's place, or None."""
+    weight = linear._parameters.get("weight")
+    if ADOPTED in linear.__dict__:
+        return None
+    if weight is not None and is_lazy(weight):
+        return "its weight has no size yet: run one batch before preparing the model"
+    if torch.nn.utils.parametrize.is_parametrized(linear):
+        return "parametrized: its weight is computed anew in each forward"
+    if type(linear) is not nn.Linear:
+        return f"{type(linear).__name__} is a subclass of nn.Linear with a behaviour of its own"
+    if "forward" in linear.__dict__:
+        return "its forward was replaced on the instance"
+    if weight is None:
+        return "its weight is no Parameter: something (weight norm, pruning, FSDP1) computes it before each forward"
+    if not weight.is_floating_point():
+        return f"weight dtype {weight.dtype} is not a floating-point type"
+    if not type(weight).__module__.startswith("torch."):
+        return f"its weight is a {type(weight).__name__}, which has products of its own"
+    if 0 in full_shape(weight):
+        return "a layer of size zero has no product"
+    return None
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """transformers' Conv1D, without importing transformers: where it was never imported, there is none."""
+    library = sys.modules.get("transformers.pytorch_utils")
+    return library is not None and isinstance(module, getattr(library, "Conv1D", ()))
+
+
+def _is_router(name: str) -> bool:
+    return not ROUTER_NAMES.isdisjoint(name.split("."))
+
+
+def _holds_experts(module: nn.Module, name: str) -> bool:
+    return "expert" in type(module).__name__.lower() or any("expert" in part.lower() for part in name.split("."))
+
+
+def _head_test(modules) -> Callable[[nn.Module, list[str]], bool]:
+    """A test for output heads: what `get_output_embeddings` returns, what shares a weight with an embedding, or what
+    bears a head's name."""
+    declared: set[int] = set()
+    embeddings: set[int] = set()
+    for module in modules:
+        if isinstance(module, nn.Embedding):
+            embeddings.add(id(module._parameters.get("weight")))
+        if callable(getattr(type(module), "get_output_embeddings", None)):
+            try:
+                output = module.get_output_embeddings()
+            except Exception:
+                continue  # a backbone inherits the method without a head, or the name means something else here
+            if isinstance(output, nn.Module):
+                declared.update(id(part) for part in output.modules())
+
+    def is_head(module: nn.Module, names: list[str]) -> bool:
+        weight = module._parameters.get("weight")
+        return (
+            id(module) in declared
+            or (weight is not None and id(weight) in embeddings)
+            or any(_has_head_name(name) for name in names)
+        )
+
+    return is_head
+
+
+def _adapter_parts(modules: Iterable[nn.Module]) -> set[int]:
+    """Identities of the modules that PEFT put beside the layers it adapts, such as LoRA's A and B: products too small
+    to gain from FP8, and the few weights that learn. PEFT calls the adapted layer `base_layer`."""
+    return {
+        id(part)
+        for module in modules
+        if isinstance(module._modules.get("base_layer"), nn.Module)
+        for name, child in module._modules.items()
+        if name != "base_layer" and child is not None
+        for part in child.modules()
+    }
+
+
+def _adapted_parameters(modules: Iterable[nn.Module]) -> set[tuple[int, str]]:
+    """(identity of a module, name of its Parameter) of the Parameters that PEFT adapts themselves
+    (`target_parameters`), by a wrapper for each that lies around the module."""
+    found = set()
+    for module in modules:
+        wrapped = module._modules.get("base_layer")
+        if isinstance(wrapped, nn.Module) and isinstance(part := module.__dict__.get("parameter_name"), str):
+            while isinstance(inner := wrapped._modules.get("base_layer"), nn.Module):
+                wrapped = inner
+            found.add((id(wrapped), part))
+    return found
+
+
+def _has_head_name(name: str) -> bool:
+    segments = [part for part in name.split(".") if part not in _ADAPTER_SEGMENTS]
+    return bool(segments) and (segments[-1] in HEAD_NAMES or (len(segments) == 1 and segments[0] in ROOT_HEAD_NAMES))
+
+
+def _expert_counter(model, modules, names) -> Callable[[str, nn.Module, str], float]:
+    """How many times a token passes a weight: the experts that it visits; 1 for what is no expert.
+
+    The number comes from the model's configuration. Without one, every expert counts.
+    """
+    top_k = next((k for module in modules.values() if (k := _experts_per_token(module)) is not None), None)
+    lists = {
+        name: len(module)
+        for key, module in modules.items()
+        if isinstance(module, nn.ModuleList) and (name := names[key][0]).split(".")[-1] == "experts"
+    }
+
+    def visited(name: str, module: nn.Module, part: str) -> float:
+        parameter = module._parameters.get(part)
+        if parameter is not None and len(full_shape(parameter)) == 3:
+            return top_k or full_shape(parameter)[0]
+        listed = _LISTED_EXPERT.match(name)
+        number = lists.get(listed[1]) if listed else None
+        return top_k / number if top_k and number else 1
+
+    return visited
+
+
+_LISTED_EXPERT = re.compile(r"((?:.*\.)?experts)\.\d+(?:\.|$)")
+
+
+def _experts_per_token(module: nn.Module) -> int | None:
+    config = module.__dict__.get("config")
+    for part in (config, getattr(config, "text_config", None)):
+        for field in _TOP_K_FIELDS:
+            if isinstance(number := getattr(part, field, None), int):
+                return number
+    return None

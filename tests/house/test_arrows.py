@@ -1,0 +1,142 @@
+"""The map of the package: which part may import which, over every import of every file, also those inside functions and
+under `if TYPE_CHECKING`; and no circle among its files."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import fp8_backends
+
+ROOT = Path(fp8_backends.__file__).parent
+
+GROUND = ("errors", "announcement")
+MAY_IMPORT = {
+    "errors": (),
+    "announcement": (),
+    "numerics": GROUND,
+    "compute": ("numerics", *GROUND),
+    "recipes": ("compute", "numerics", *GROUND),
+    "states": ("recipes", "numerics", *GROUND),
+    "comm": ("recipes", "numerics", *GROUND),
+    "training": ("states", "comm", "recipes", "compute", "numerics", *GROUND),
+    "accelerate_plugin": ("training", "states", "comm", "recipes", "compute", "numerics", *GROUND),
+    "__init__": ("accelerate_plugin", "training", "recipes", "compute", *GROUND),
+    "cli": ("__init__", "accelerate_plugin", "training", "states", "comm", "recipes", "compute", "numerics", *GROUND),
+    "__main__": ("cli",),
+    "conversion": ("training",),
+    "estimation": ("cli",),
+}
+"""Each part of the package, the lowest first, and those below it that it may import. `states` and `comm` do not know
+each other, and neither knows who multiplies; `conversion` and `estimation` are names of the first edition."""
+
+
+def modules(root: Path) -> dict[str, Path]:
+    """Files of a package by dotted name, without the package's own: "" is its `__init__`."""
+    found = {}
+    for file in root.rglob("*.py"):
+        parts = file.relative_to(root).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    return found
+
+
+def imports(name: str, file: Path, known: dict[str, Path]) -> Iterator[str]:
+    """The modules of the package that one of its files imports anywhere."""
+    package = name.split(".") if file.name == "__init__.py" else name.split(".")[:-1]
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            of_package = [alias.name for alias in node.names if alias.name.split(".")[0] == "fp8_backends"]
+            yield from (each.partition(".")[2] for each in of_package)
+        elif isinstance(node, ast.ImportFrom):
+            if node.level:
+                base = [part for part in package[: len(package) - node.level + 1] if part]
+            elif (node.module or "").split(".")[0] == "fp8_backends":
+                base = []
+            else:
+                continue
+            module = node.module if node.level else node.module.partition(".")[2]
+            base = ".".join([*base, *((module or "").split(".") if module else ())])
+            for alias in node.names:
+                full = f"{base}.{alias.name}".lstrip(".")
+                yield full if full in known else base
+
+
+def part(name: str) -> str:
+    return name.split(".")[0] or "__init__"
+
+
+def arrows(root: Path) -> dict[str, set[str]]:
+    known = modules(root)
+    return {name: {target for target in imports(name, file, known) if target != name} for name, file in known.items()}
+
+
+def wrong_arrows(root: Path) -> list[str]:
+    """Arrows between parts that the table does not allow, and parts that it does not know."""
+    found = [
+        f"{each} is no part of the table" for each in sorted({part(name) for name in modules(root)} - {*MAY_IMPORT})
+    ]
+    for name, targets in arrows(root).items():
+        for target in targets:
+            if part(target) not in (part(name), *MAY_IMPORT.get(part(name), ())):
+                found.append(f"{name or '__init__'} imports {target or '__init__'}")
+    return found
+
+
+def circle(root: Path) -> list[str] | None:
+    """Files that import each other in a loop. A package's `__init__` hands names on: what it imports does not import
+    the `__init__` of the folder it lies in."""
+    try:
+        TopologicalSorter(arrows(root)).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return None
+
+
+def test_parts_import_only_what_lies_below_them():
+    assert wrong_arrows(ROOT) == []
+
+
+def test_no_file_imports_itself_by_way_of_others():
+    assert circle(ROOT) is None
+
+
+def test_each_backend_keeps_to_its_own_folder():
+    backends = ("native", "te", "torchao")
+    for name, targets in arrows(ROOT).items():
+        mine = name.split(".")[1] if name.startswith("compute.") else None
+        if mine in backends:
+            foreign = [
+                each for each in targets if each.startswith(tuple(f"compute.{b}" for b in backends if b != mine))
+            ]
+            assert not foreign, f"{name} imports {foreign}"
+
+
+@pytest.mark.parametrize(
+    "file, planted",
+    [
+        ("numerics/formats.py", "from ..compute import hardware"),
+        ("states/levels.py", "def late():\n    from ..comm import ddp"),
+        ("recipes/handlers.py", "if TYPE_CHECKING:\n    from ..training.conversion import Prepared"),
+        ("comm/ddp.py", "import fp8_backends.compute.products"),
+        ("extra.py", "x = 1"),
+    ],
+)
+def test_a_planted_arrow_is_found(file, planted, tmp_path):
+    copied = tmp_path / "fp8_backends"
+    for name in modules(ROOT).values():
+        target = copied / name.relative_to(ROOT)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(name.read_bytes())
+    (copied / file).open("a").write(f"\n{planted}\n")
+    (message,) = wrong_arrows(copied)
+    assert file.removesuffix(".py").replace("/", ".") in message
+
+
+def test_a_planted_circle_is_found(tmp_path):
+    (tmp_path / "a.py").write_text("from . import b\n")
+    (tmp_path / "b.py").write_text("def late():\n    from .a import x\n")
+    assert set(circle(tmp_path)) == {"a", "b"}
