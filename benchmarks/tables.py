@@ -195,7 +195,7 @@ def kernels(records: Records) -> str:
             rows.append([each["kernel"], shape, rate, percent(each["share_of_copy"], sign=False)])
         return rst(["kernel", "matrix", "GB/s", "of a copy's bandwidth"], rows)
 
-    return of_records(records, {"quantize_gpu": "Kernels that quantise a bf16 matrix on a GPU"}, made)
+    return of_records(records, {"quantize_gpu": "Kernels that quantize a bf16 matrix on a GPU"}, made)
 
 
 def communication(records: Records) -> str:

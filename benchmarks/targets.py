@@ -254,8 +254,8 @@ ON_GPU = (
     Target(
         "optimizer kernel, O2: bandwidth / a copy's", figure("optimizer_gpu", "copy_share", step="O2"), at_least=0.8
     ),
-    Target("quantise kernel, ``delayed``: bandwidth / a copy's", quantize_share("delayed, both layouts"), at_least=0.7),
-    Target("quantise kernels, ``dynamic``: the same", quantize_share("dynamic, both layouts"), at_least=0.7),
+    Target("quantize kernel, ``delayed``: bandwidth / a copy's", quantize_share("delayed, both layouts"), at_least=0.7),
+    Target("quantize kernels, ``dynamic``: the same", quantize_share("dynamic, both layouts"), at_least=0.7),
 )
 """`native` is the faster of its rules."""
 

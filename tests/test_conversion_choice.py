@@ -102,7 +102,7 @@ def test_a_pattern_that_matches_nothing_is_an_error_that_names_it_and_what_is_cl
     model = Language()
     with pytest.raises(RecipeError, match=rf"{field}: .*'gate_prj'.*'gate_proj'"):
         convert(model, **{field: ["up", "gate_prj"]})
-    assert not any("_fp8_adopted" in module.__dict__ for module in model.modules())
+    assert not any("_fp8_conversion" in module.__dict__ for module in model.modules())
     plain = Language()
     assert train(model) == train(plain), "a refused conversion leaves the model as it was"
 

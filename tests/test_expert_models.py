@@ -1,4 +1,4 @@
-"""Mixtures of experts of transformers, whole: converted, counted, proven and turned back like Linears."""
+"""Mixtures of experts of transformers, whole: converted, counted, proven and restored like Linears."""
 
 import copy
 import pickle
@@ -265,9 +265,9 @@ def test_experts_outside_the_registry_say_so(monkeypatch):
     replaced.forward = lambda *args: args[0]
     assert "its forward was replaced" in obstacle_of(replaced)
 
-    quantised = make_experts("mixtral").experts
-    quantised.up = quantised.gate_up_proj = nn.Parameter(torch.zeros(4, 8, 8, dtype=torch.int8), requires_grad=False)
-    assert "weight dtype torch.int8" in obstacle_of(quantised)
+    quantized = make_experts("mixtral").experts
+    quantized.up = quantized.gate_up_proj = nn.Parameter(torch.zeros(4, 8, 8, dtype=torch.int8), requires_grad=False)
+    assert "weight dtype torch.int8" in obstacle_of(quantized)
 
     # transformers 4 has no registry
     monkeypatch.delattr(sys.modules["transformers.integrations.moe"], "ALL_EXPERTS_FUNCTIONS")

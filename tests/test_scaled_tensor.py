@@ -29,14 +29,14 @@ def same(a: ScaledTensor, b: ScaledTensor) -> bool:
     return data and torch.equal(a._scale_inv, b._scale_inv) and a.dtype == b.dtype
 
 
-# Quantising
+# Quantizing
 
 
 @pytest.mark.parametrize("storage", STORED)
 @pytest.mark.parametrize("block_size", [0, 32])
 @settings(max_examples=40)
 @given(seed=st.integers(0, 1000), exponent=st.integers(-60, 60), n=st.integers(1, 100))
-def test_quantise_rounds_by_half_a_step_at_most_with_a_power_of_two(storage, block_size, seed, exponent, n):
+def test_quantize_rounds_by_half_a_step_at_most_with_a_power_of_two(storage, block_size, seed, exponent, n):
     x = values(n, seed=seed) * 2.0**exponent
     t = quantize(x, storage, block_size=block_size)
     scale = 1 / t._scale_inv.double()

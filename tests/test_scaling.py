@@ -60,7 +60,7 @@ def test_scale_equals_the_reference_to_the_bit(fmt, amax):
 @pytest.mark.parametrize("fmt", FORMATS)
 @given(data=st.data())
 @settings(max_examples=60)
-def test_quantise_equals_the_reference_to_the_bit(fmt, rowwise, data):
+def test_quantize_equals_the_reference_to_the_bit(fmt, rowwise, data):
     rows, columns = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 9))
     values = data.draw(st.lists(FINITE, min_size=rows * columns, max_size=rows * columns))
     x = torch.tensor(values, dtype=torch.float32).reshape(rows, columns)

@@ -137,7 +137,7 @@ def test_nan_stays_in_its_place_and_out_of_the_scales():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("blocks", BLOCKS.values(), ids=BLOCKS)
-def test_scales_round_nothing_when_codes_turn_back(blocks, fmt, dtype):
+def test_scales_round_nothing_when_codes_restore_layer(blocks, fmt, dtype):
     x = spread((303, 300)).clamp(min=-(2.0**100), max=2.0**100)
     q = blocks.quantize(x, fmt)
     exact = reference.dequantize_blocks(*q, blocks.rows, blocks.columns)

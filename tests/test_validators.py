@@ -439,7 +439,7 @@ def test_patterns_that_match_nothing_are_findings(fp8_gpu):
     model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16))
     spec = {"backend": "native", "exclude": ["q_proj"]}
     assert "no weight of this model matches 'q_proj'" in rules(spec, model)["recipe"].reason
-    assert "recipe" not in rules({"backend": "te", "exclude": ["1"]}, model)  # a norm, which te exchanges
+    assert "recipe" not in rules({"backend": "te", "exclude": ["1"]}, model)  # a norm, which te swaps
 
 
 def test_another_chip_is_judged_with_new_libraries(no_gpu, monkeypatch):

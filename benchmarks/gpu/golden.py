@@ -112,7 +112,7 @@ def watched(multiply: Any, found: dict[str, torch.Tensor], prefix: str) -> Any:
 
 
 def keep_operand(found: dict[str, torch.Tensor], key: str, operand: Any) -> None:
-    """Codes (uint8) and scale_inv of one of TransformerEngine's quantised tensors, as rows of the contraction."""
+    """Codes (uint8) and scale_inv of one of TransformerEngine's quantized tensors, as rows of the contraction."""
     columns = key.endswith("_columns")
     if hasattr(operand, "_rowwise_data"):
         side = "columnwise" if columns else "rowwise"

@@ -1,4 +1,4 @@
-"""How near to the memory's bandwidth do the kernels come that quantise a matrix?
+"""How near to the memory's bandwidth do the kernels come that quantize a matrix?
 
 Each kernel of the native compute against a copy in the same run: bytes read plus written, over the time, as a share of
 the copy's. `dynamic` and `rowwise` read the matrix twice, since the scales follow from all of it; `least` counts every
@@ -226,7 +226,7 @@ def main() -> int:
     ]
     print(table(["kernel", "shape", "GB/s", "of the copy's", "least", "one call, us"], rows))
     print("different from the eager reference: " + ", ".join(wrong) if wrong else "equal to the eager reference")
-    record = {"question": "bandwidth of the kernels that quantise", "by_kernels": by_kernels}
+    record = {"question": "bandwidth of the kernels that quantize", "by_kernels": by_kernels}
     write_json(arguments.json, record | {"different_from_reference": wrong, "kernels": found})
     return 1 if wrong else 0
 

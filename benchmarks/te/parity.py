@@ -1,7 +1,7 @@
 """Does training through this package equal TransformerEngine by hand, to the bit?
 
 As Accelerate's own benchmarks of TransformerEngine do it: one model, one data set, one seed, trained by stock
-Accelerate with `TERecipeKwargs`, and by a loop that exchanges the layers for TransformerEngine's and enters its
+Accelerate with `TERecipeKwargs`, and by a loop that swaps the layers for TransformerEngine's and enters its
 autocast itself. Every loss, the metrics before and after training, and every weight must be equal. Exits with 1 where
 they are not, with 2 where TransformerEngine cannot run.
 

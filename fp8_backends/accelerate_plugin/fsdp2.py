@@ -1,6 +1,6 @@
 """Accelerate over FSDP2: what the plugin does there beside converting the model.
 
-Stock Accelerate finds an optimizer's parameters again, after sharding has exchanged them, by the address of their
+Stock Accelerate finds an optimizer's parameters again, after sharding has swapped them, by the address of their
 data. Wrapper tensors (`ScaledTensor`, TorchAO's weights) have none: all of them would become the same parameter. Here
 they are found by name, and the states of an optimizer that has taken steps are sharded with them.
 """
@@ -19,7 +19,7 @@ from torch import nn
 from ..compute import frozen_weights
 from ..errors import FP8BackendError, RecipeError
 from ..numerics.modules import plain_name
-from ..numerics.parameter_swap import exchange
+from ..numerics.parameter_swap import swap
 from ..numerics.scaled_tensor import ScaledTensor
 
 
@@ -45,7 +45,7 @@ def upcast(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.dtype != torch.float32 and parameter.dtype.is_floating_point:
             if isinstance(parameter, ScaledTensor):
-                exchange(parameter, parameter.to(torch.float32).detach(), name)
+                swap(parameter, parameter.to(torch.float32).detach(), name)
             else:
                 parameter.data = parameter.data.to(torch.float32)
 

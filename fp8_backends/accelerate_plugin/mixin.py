@@ -225,7 +225,7 @@ class FP8Mixin(_MadeAtRunTime):
         if (
             is_new and self.fp8_recipe.implementation == "native"
         ):  # before the wrapper, which remembers `optimizer.step` where there is a loss scaler
-            preparation.adopt_optimizer(optimizer, self.fp8_recipe)
+            preparation.convert_optimizer(optimizer, self.fp8_recipe)
         optimizer = super().prepare_optimizer(optimizer, device_placement=device_placement)
         if is_new:
             ScalingInOptimizer(self).install(_innermost(optimizer))

@@ -26,7 +26,7 @@ class Part(Protocol):
         """At the end of the pass. `contributes=False`: on a rank that has run out of inputs."""
 
     def abandon(self) -> None:
-        """The pass failed before its end: forget what was under way."""
+        """The pass failed before its end: forget what was in flight."""
 
 
 class BackwardPass:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import FP8BackendError
-from ..numerics.modules import ADOPTED
+from ..numerics.modules import CONVERSION
 from ..numerics.scaled_tensor import ScaledTensor
 
 IGNORE_LIST = "_ddp_params_and_buffers_to_ignore"
@@ -79,8 +79,8 @@ def buffer_names(module: nn.Module) -> list[str]:
     return [
         each
         for prefix, layer in module.named_modules(remove_duplicate=False)
-        if ADOPTED in layer.__dict__
-        for name in layer.__dict__[ADOPTED].buffers
+        if CONVERSION in layer.__dict__
+        for name in layer.__dict__[CONVERSION].buffers
         for each in _spellings(f"{prefix}.{name}" if prefix else name)
     ]
 

@@ -1,7 +1,7 @@
 """`fp8_params`: weights that do not train are kept in FP8, in the Parameters that the model already has.
 
 What TransformerEngine and the native compute have in common: which weights are refused, and how a kept one is put in
-its place, saved, loaded and turned back. In which tensor they keep it is their own.
+its place, saved, loaded and restored. In which tensor they keep it is their own.
 
 A weight that trains is refused: an update of ordinary size is smaller than half a step of E4M3, and an optimizer
 without a master copy would lose nearly all of them. That is what level O3 is for.
@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from ..errors import FP8BackendError, RecipeError
-from ..numerics.modules import ADOPTED
-from ..numerics.parameter_swap import exchange, refuse_if_held
+from ..numerics.modules import CONVERSION
+from ..numerics.parameter_swap import refuse_if_held, swap
 from ..numerics.sharded_tensor import is_distributed
 
 SHARDED = (
@@ -46,11 +46,11 @@ def keep(
     root: nn.Module,
     layers: Mapping[str, nn.Linear],
     is_kept: Callable[[torch.Tensor], bool],
-    quantised: Callable[[torch.Tensor, nn.Linear], torch.Tensor],
+    quantized: Callable[[torch.Tensor, nn.Linear], torch.Tensor],
     make_plain: Callable[[nn.Module], None],
 ) -> None:
-    """Exchange the weights of these layers of `root` for `quantised(weight, layer)`. Repeating it does nothing; ties
-    stay. `make_plain` undoes it where a layer is turned back.
+    """Swap the weights of these layers of `root` for `quantized(weight, layer)`. Repeating it does nothing; ties
+    stay. `make_plain` undoes it where a layer is restored.
 
     Raises:
         FP8BackendError: something else holds on to a weight, named, or it is sharded; no weight has changed then.
@@ -63,8 +63,8 @@ def keep(
         refuse_if_held(layer.weight, f"{name}.weight")
     for name, layer in new.items():
         if not is_kept(layer.weight):  # tied to a layer before it
-            exchange(layer.weight, quantised(layer.weight, layer), f"{name}.weight")
-        layer.__dict__[ADOPTED].undo.append(make_plain)
+            swap(layer.weight, quantized(layer.weight, layer), f"{name}.weight")
+        layer.__dict__[CONVERSION].undo.append(make_plain)
 
 
 def _refuse_if_tied(root: nn.Module, name: str, layer: nn.Linear) -> None:

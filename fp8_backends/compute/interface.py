@@ -130,12 +130,12 @@ class Compute(ABC):
         raise NotImplementedError
 
     def norms(self, root: nn.Module, recipe: Recipe) -> list[Norm]:
-        """Normalisation layers that this compute has its own form of, none of them exchanged yet. Reported apart from
+        """Normalisation layers that this compute has its own form of, none of them swapped yet. Reported apart from
         the layers with products; a user's `exclude` names them too."""
         return []
 
     def fuse(self, root: nn.Module, recipe: Recipe, new: dict[nn.Module, nn.Module]) -> list[Fusion]:
-        """Let norms and layers that are about to be exchanged work in pairs, where the recipe asks for it.
+        """Let norms and layers that are about to be swapped work in pairs, where the recipe asks for it.
 
         Args:
             new: carriers of layers and norms, keyed by the modules that will take them on. Those of a pair change.

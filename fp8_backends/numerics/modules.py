@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
-ADOPTED = "_fp8_adopted"
-"""Attribute of a converted layer: how it was converted (`Adopted`)."""
+CONVERSION = "_fp8_conversion"
+"""Attribute of a converted layer: how it was converted (`Conversion`)."""
 
 CONTAINER = "fp8_weights"
 """Name of the child of an experts module that holds what runs its weights in FP8 (`compute.expert_functions`)."""
@@ -19,8 +19,8 @@ _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped
 
 
 @dataclass
-class Adopted:
-    """How to turn a converted layer back, and what it was converted with."""
+class Conversion:
+    """How to restore a converted layer, and the recipe that it was converted with."""
 
     original: type[nn.Module]
     converted: type[nn.Module]
@@ -28,7 +28,7 @@ class Adopted:
     buffers: tuple[str, ...]
     recipe: Any
     undo: list[Callable[[nn.Module], None]] = field(default_factory=list)
-    """What others did to the layer since, to be undone first when it is turned back."""
+    """What others did to the layer since, to be undone first when it is restored."""
 
 
 def plain_name(name: str) -> str:

@@ -1,6 +1,6 @@
-"""Exchanging what a Parameter stores, with the Parameter object kept: optimizers, ties and references never notice.
+"""Swapping what a Parameter stores, with the Parameter object kept: optimizers, ties and references never notice.
 
-`torch.utils.swap_tensors` is PyTorch's way to do that. It exchanges everything else as well, the user's own attributes
+`torch.utils.swap_tensors` is PyTorch's way to do that. It swaps everything else as well, the user's own attributes
 and hooks among them, and drops the gradient, so these are carried over here.
 """
 
@@ -28,7 +28,7 @@ class _Belongings(NamedTuple):
     gradient_hooks: Any
 
 
-def exchange(parameter: nn.Parameter, tensor: torch.Tensor, name: str) -> None:
+def swap(parameter: nn.Parameter, tensor: torch.Tensor, name: str) -> None:
     """Let `parameter` hold `tensor`, plain or scaled. Its gradient stays, as it is.
 
     Raises:
@@ -48,7 +48,7 @@ def exchange(parameter: nn.Parameter, tensor: torch.Tensor, name: str) -> None:
 
 
 def refuse_if_held(parameter: nn.Parameter, name: str) -> None:
-    """Raise `FP8BackendError` where a weak reference, or what autograd saved, would keep `exchange` from working."""
+    """Raise `FP8BackendError` where a weak reference, or what autograd saved, would keep `swap` from working."""
     if weakref.getweakrefs(parameter):
         raise FP8BackendError(_held(name, "a weak reference to it exists"))
     if parameter._use_count() > 2:  # itself, and the node that accumulates its gradient
@@ -57,7 +57,7 @@ def refuse_if_held(parameter: nn.Parameter, name: str) -> None:
 
 def _held(name: str, why: str) -> str:
     return (
-        f"{name}: its storage cannot be exchanged while something else holds the tensor ({why}): prepare the model "
+        f"{name}: its storage cannot be swapped while something else holds the tensor ({why}): prepare the model "
         f"before torch.compile runs it, before it is wrapped, and when no loss of an earlier forward is kept"
     )
 

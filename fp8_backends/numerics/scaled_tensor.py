@@ -1,6 +1,6 @@
 """`ScaledTensor`: low-precision data times a scale, as one `torch.Tensor`.
 
-    value = data * scale_inv        data: E4M3, E5M2 or FP16; scale_inv: FP32, a power of two when quantised
+    value = data * scale_inv        data: E4M3, E5M2 or FP16; scale_inv: FP32, a power of two when quantized
 
 It is what MS-AMP's levels store: FP16 weights, E4M3 weight gradients, E4M3 and FP16 optimizer states. A power of two
 multiplies without rounding, so a loss scale, an average or a clip touches the scale alone.
@@ -62,7 +62,7 @@ class ScaledTensor(torch.Tensor):
 
     Attributes, read-only by convention:
         _data: E4M3, E5M2 or FP16 (FP32 while a gradient accumulates), of the tensor's shape.
-        _scale_inv: FP32, 0-dimensional, or [ceil(numel / block_size)]. NaN where the quantised values were not finite.
+        _scale_inv: FP32, 0-dimensional, or [ceil(numel / block_size)]. NaN where the quantized values were not finite.
         block_size: elements of the flattened tensor that share a scale; 0: all.
         accumulates: `add_` is allowed and turns the data into FP32 (gradients; `finish_accumulation` turns it back).
         partial: True for a slice, whose scale is that of elements outside of it too: nothing changes it in place, but
@@ -284,7 +284,7 @@ def _like(tensor: ScaledTensor, made: ScaledTensor) -> ScaledTensor:
 
 
 def _on_plain_values(func, args, kwargs):
-    """Any operation, on the dequantised values. Refused where it would write into a ScaledTensor."""
+    """Any operation, on the dequantized values. Refused where it would write into a ScaledTensor."""
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[i] if i < len(args) else kwargs.get(argument.name)

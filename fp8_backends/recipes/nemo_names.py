@@ -44,7 +44,7 @@ REFUSED = {
     "num_layers_at_start_in_bf16": _LAYERS_BF16,
     "num_layers_at_end_in_bf16": _LAYERS_BF16,
     "tp_only_amax_red": "give the ranks that share their scales as fp8_group, a torch.distributed.ProcessGroup",
-    "fp8_quantizer_factory": "quantisers of your own are no recipe of this package: register a backend instead",
+    "fp8_quantizer_factory": "quantizers of your own are no recipe of this package: register a backend instead",
     "keep_fp8_weight_transpose_cache": _GATHERED,
     "keep_fp8_transpose_cache": _GATHERED,
     "keep_fp8_transpose_cache_when_using_custom_fsdp": _GATHERED,

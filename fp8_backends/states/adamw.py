@@ -1,6 +1,6 @@
 """Adam and AdamW over scaled weights, gradients and states.
 
-`adopt` exchanges the class of a `torch.optim.Adam` or `AdamW` that exists already: the same object, with its groups,
+`convert` swaps the class of a `torch.optim.Adam` or `AdamW` that exists already: the same object, with its groups,
 options, hooks, schedulers and state, now keeps
 
 =====  ===========  ===============  ==========================================
@@ -86,7 +86,7 @@ class Owners(Protocol):
 
 
 class ScaledStates:
-    """In front of `torch.optim.Adam` or `AdamW`: what an adopted optimizer does differently."""
+    """In front of `torch.optim.Adam` or `AdamW`: what an converted optimizer does differently."""
 
     fp8_states: StateRule
     fp8_owners: Owners | None = None
@@ -457,33 +457,33 @@ def _zero_what_is_not_finite(gradients: list[torch.Tensor], finite: list[torch.T
         torch.where(whole, gradient, gradient.new_zeros(()), out=gradient)
 
 
-# from a stock optimizer to an adopted one
+# from a stock optimizer to an converted one
 
 
 class ScaledAdamW(ScaledStates, torch.optim.AdamW):
-    """A `torch.optim.AdamW` that `adopt` made train scaled weights."""
+    """A `torch.optim.AdamW` that `convert` made train scaled weights."""
 
 
 class ScaledAdam(ScaledStates, torch.optim.Adam):
-    """A `torch.optim.Adam` that `adopt` made train scaled weights."""
+    """A `torch.optim.Adam` that `convert` made train scaled weights."""
 
 
 # AdamW first: it is a subclass of Adam
-_ADOPTED = {torch.optim.AdamW: ScaledAdamW, torch.optim.Adam: ScaledAdam}
+_SCALED_CLASSES = {torch.optim.AdamW: ScaledAdamW, torch.optim.Adam: ScaledAdam}
 
 
-def adopt(optimizer: torch.optim.Optimizer, rule: StateRule) -> None:
-    """Exchange the class of a stock Adam or AdamW, in place. Existing moments are stored as `rule` says.
+def convert(optimizer: torch.optim.Optimizer, rule: StateRule) -> None:
+    """Swap the class of a stock Adam or AdamW, in place. Existing moments are stored as `rule` says.
 
     Repeating it with the same rule changes nothing. Raises what `check` raises.
     """
     check(optimizer, rule)
     if isinstance(optimizer, ScaledStates):
         return
-    adopted = _ADOPTED[type(optimizer)]
+    converted = _SCALED_CLASSES[type(optimizer)]
     if "step" in optimizer.__dict__:
-        optimizer.step = _TrackedStep(optimizer, adopted)
-    optimizer.__class__ = adopted
+        optimizer.step = _TrackedStep(optimizer, converted)
+    optimizer.__class__ = converted
     optimizer._patch_step_function()  # PyTorch's own way to give a class's step its hooks
     optimizer.fp8_states = rule
     optimizer._step_supports_amp_scaling = False  # a fused stock step divides by the loss scale itself
@@ -494,7 +494,7 @@ def adopt(optimizer: torch.optim.Optimizer, rule: StateRule) -> None:
 
 
 def check(optimizer: torch.optim.Optimizer, rule: StateRule) -> None:
-    """Whether `adopt` takes this optimizer; changes nothing.
+    """Whether `convert` takes this optimizer; changes nothing.
 
     Raises:
         FP8BackendError: another optimizer, amsgrad, differentiable, or a `step` that somebody replaced.
@@ -506,7 +506,7 @@ def check(optimizer: torch.optim.Optimizer, rule: StateRule) -> None:
                 f"make a new optimizer"
             )
         return
-    if type(optimizer) not in _ADOPTED:
+    if type(optimizer) not in _SCALED_CLASSES:
         raise FP8BackendError(
             f"level {rule.level} trains with torch.optim.AdamW or torch.optim.Adam, not with "
             f"{type(optimizer).__module__}.{type(optimizer).__name__}: use one of these, or level O0 "
@@ -528,14 +528,14 @@ def _check_group(group: dict[str, Any]) -> None:
 
 
 class _TrackedStep:
-    """What PyTorch's schedulers make of `optimizer.step`, to know that it was called; over the adopted class."""
+    """What PyTorch's schedulers make of `optimizer.step`, to know that it was called; over the converted class."""
 
     _wrapped_by_lr_sched = True
 
-    def __init__(self, optimizer: torch.optim.Optimizer, adopted: type) -> None:
-        self.optimizer, self.adopted = weakref.ref(optimizer), adopted
+    def __init__(self, optimizer: torch.optim.Optimizer, converted: type) -> None:
+        self.optimizer, self.converted = weakref.ref(optimizer), converted
 
     def __call__(self, *args, **kwargs):
         optimizer = self.optimizer()
         optimizer._opt_called = True
-        return self.adopted.step(optimizer, *args, **kwargs)
+        return self.converted.step(optimizer, *args, **kwargs)

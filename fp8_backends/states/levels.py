@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from ..errors import FP8BackendError
-from ..numerics.parameter_swap import exchange, refuse_if_held
+from ..numerics.parameter_swap import refuse_if_held, swap
 from ..numerics.scaled_tensor import SHARD, ScaledTensor, agree_on_scale, quantize
 from ..numerics.sharded_tensor import (
     dequantize_shards,
@@ -76,7 +76,7 @@ def store_weights(layers: Mapping[str, nn.Module], level: str) -> None:
 def _refuse_if_sharded(weight: torch.Tensor, name: str, level: str) -> None:
     if is_distributed(weight):
         raise FP8BackendError(
-            f"{name} is sharded already, and its storage can no longer be exchanged for level {level}: call "
+            f"{name} is sharded already, and its storage can no longer be swapped for level {level}: call "
             f"prepare(model, None, spec) first, then fully_shard, then prepare(model, optimizer, spec)"
         )
 
@@ -101,7 +101,7 @@ def _store(weight: nn.Parameter, level: str, name: str) -> None:
     if is_stored(weight, level):
         return  # tied to a layer before it
     values = weight.exact() if isinstance(weight, ScaledTensor) else weight.detach()
-    exchange(weight, stored(values, level), name)
+    swap(weight, stored(values, level), name)
     _cast_gradient(weight)
 
 
@@ -124,7 +124,7 @@ def make_plain(layer: nn.Module) -> None:
     _forget_hooks(layer)
     if isinstance(weight, ScaledTensor):
         _unwatch_gradient(weight)
-        exchange(weight, weight.exact(), "weight")
+        swap(weight, weight.exact(), "weight")
         if isinstance(weight.grad, ScaledTensor):
             weight.grad = weight.grad.dequantize()
 
@@ -175,7 +175,7 @@ def _watch_gradient(weight: torch.Tensor) -> None:
         weight.register_post_accumulate_grad_hook(CastGradient())
 
 
-def exchange_gradient_hook(weight: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
+def swap_gradient_hook(weight: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
     """Let `hook` see the complete gradient of a weight, in place of what stores it in E4M3 at once: a hook with an
     attribute `reduces`, which takes gradients to other ranks and stores the average."""
     _unwatch_gradient(weight)
@@ -258,7 +258,7 @@ def store_again(layer: nn.Module, incompatible_keys) -> None:
     if level is None:
         return
     if not is_distributed(weight) and not isinstance(weight, ScaledTensor):
-        exchange(weight, stored(weight.detach(), level), "weight")
+        swap(weight, stored(weight.detach(), level), "weight")
     _watch_gradient(weight)
 
 

@@ -1,6 +1,6 @@
-"""Walking a model, choosing layers, and exchanging them in place: once, for every compute.
+"""Walking a model, choosing layers, and swapping them in place: once, for every compute.
 
-A layer is converted by exchanging its class. The compute builds a carrier, an FP8 layer around the same Parameters,
+A layer is converted by swapping its class. The compute builds a carrier, an FP8 layer around the same Parameters,
 and the carrier's class and added attributes move onto the `nn.Linear` that the model already has. So the module
 object stays, and with it every reference to it: Parameters, ties, shared modules, frozen flags, hooks, the optimizer
 and its state, weak references. The 3-D weights of experts are the exception: what runs them stands beside them
@@ -21,7 +21,7 @@ from torch import nn
 from ..compute import expert_functions
 from ..compute.expert_functions import ExpertWeights
 from ..errors import FP8BackendError, RecipeError
-from ..numerics.modules import ADOPTED, Adopted, plain_name
+from ..numerics.modules import CONVERSION, Conversion, plain_name
 from .layer_filter import LayerFilter, NamePattern, excluded
 from .weight_products import FP8, HIGH_PRECISION, Found, WeightProduct, find_weight_products
 
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 ALIGNMENT = 16
 """FP8 products take sizes in multiples of this; a compute that takes others pads them."""
 
-ADOPTED_NORM = "_fp8_adopted_norm"
-"""As `ADOPTED`, of a normalisation layer that a compute has its own form of."""
+NORM_CONVERSION = "_fp8_norm_conversion"
+"""As `CONVERSION`, of a normalisation layer that a compute has its own form of."""
 
 PREPARED = "_fp8_prepared"
 """Attribute of a prepared root: its `Prepared`."""
@@ -44,7 +44,7 @@ class NormLayer:
     """What became of a normalisation layer, for a compute that has its own form of them."""
 
     name: str
-    exchanged: bool
+    swapped: bool
     reason: str | None
     """Why it stays as it is."""
     aliases: tuple[str, ...] = ()
@@ -99,11 +99,11 @@ class ConversionReport:
     def _norms_line(self) -> str:
         left: dict[str, list[str]] = {}
         for norm in self.norms:
-            if not norm.exchanged:
+            if not norm.swapped:
                 left.setdefault(norm.reason, []).append(norm.name)
-        exchanged = sum(norm.exchanged for norm in self.norms)
+        swapped = sum(norm.swapped for norm in self.norms)
         others = "".join(f"; {_listed(names)}: {reason}" for reason, names in left.items())
-        return f"{exchanged} of {len(self.norms)} norms exchanged{others}{self._fusions}"
+        return f"{swapped} of {len(self.norms)} norms swapped{others}{self._fusions}"
 
     @property
     def _fusions(self) -> str:
@@ -128,7 +128,7 @@ class Prepared:
     attached: dict[str, list] = field(default_factory=dict)
     """What `compute.attach` added to the root: attribute name -> hook keys; None stands for the whole attribute."""
     undo: list[Callable[[nn.Module], None]] = field(default_factory=list, repr=False, compare=False)
-    """What others did to the root since, to be undone when the model is turned back."""
+    """What others did to the root since, to be undone when the model is restored."""
     profiled: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
     """Counts of the last profiled step, for a compute that does not count by itself."""
     observed: Any = field(default=None, repr=False, compare=False)
@@ -176,16 +176,16 @@ def convert(model: nn.Module, recipe: Recipe, compute: Compute) -> Prepared:
     prepared = prepared or Prepared(recipe, compute, report, shared)
     try:
         for linear, carrier in built:
-            adopt(linear, carrier, recipe)
+            swap_class(linear, carrier, recipe)
         for norm, carrier in new_norms:
-            adopt(norm, carrier, recipe, ADOPTED_NORM)
+            swap_class(norm, carrier, recipe, NORM_CONVERSION)
         for module, weights in experts:
             expert_functions.attach(module, weights)
         if is_new:
             _attach(root, prepared)
     except BaseException:
         for module, _ in (*built, *new_norms):
-            turn_back(module)
+            restore_layer(module)
         for module, weights in experts:
             expert_functions.detach(module, list(weights))
         if is_new:
@@ -204,14 +204,14 @@ def restore(model: nn.Module) -> None:
     """
     modules = list(model.modules())
     for name, module in model.named_modules():
-        adopted = module.__dict__.get(ADOPTED) or module.__dict__.get(ADOPTED_NORM)
-        if adopted is not None and type(module) is not adopted.converted:
+        conversion = module.__dict__.get(CONVERSION) or module.__dict__.get(NORM_CONVERSION)
+        if conversion is not None and type(module) is not conversion.converted:
             raise FP8BackendError(
-                f"{name}: its class is {type(module).__name__} now, so it cannot be turned back: "
+                f"{name}: its class is {type(module).__name__} now, so it cannot be restored: "
                 f"restore a model before it is wrapped"
             )
     for module in modules:
-        turn_back(module)
+        restore_layer(module)
         expert_functions.detach(module)
         prepared = module.__dict__.pop(PREPARED, None)
         if prepared is not None:
@@ -237,7 +237,7 @@ def weight_products(model: nn.Module) -> list[WeightProduct]:
     """The weight products of any model, prepared or not. Without a recipe the reasons are those that need none."""
     found = find_weight_products(unwrapped(model))
     for each in found:
-        if each.adopted is not None:
+        if each.conversion is not None:
             each.product.state = FP8
         else:
             each.product.reason = each.obstacle or each.default_exclusion or "not prepared"
@@ -283,9 +283,9 @@ def _choose(found: list[Found], recipe: Recipe, compute: Compute, norms: list[No
     chosen = []
     layer_filter = LayerFilter(recipe, found, norms)
     for each in found:
-        product, adopted = each.product, each.adopted
-        if adopted is not None:
-            _check_same_recipe(f"layer {product.name!r}", adopted.recipe, recipe)
+        product, conversion = each.product, each.conversion
+        if conversion is not None:
+            _check_same_recipe(f"layer {product.name!r}", conversion.recipe, recipe)
         else:
             reason = each.obstacle or layer_filter.exclusion(each) or _unfit(each, recipe, compute)
             if reason is not None:
@@ -307,20 +307,20 @@ def _unfit(each: Found, recipe: Recipe, compute: Compute) -> str | None:
 
 
 def _norms(root: nn.Module, recipe: Recipe, compute: Compute) -> tuple[list[NormLayer], list]:
-    """The report of the model's norms, and those to exchange now with their carriers."""
+    """The report of the model's norms, and those to swap now with their carriers."""
     answers = {id(norm.module): norm for norm in compute.norms(root, recipe)}
     exclude = [NamePattern(text) for text in recipe.exclude or ()]
     modules: dict[int, tuple[nn.Module, list[str]]] = {}
     for name, module in root.named_modules(remove_duplicate=False):
-        if id(module) in answers or ADOPTED_NORM in module.__dict__:
+        if id(module) in answers or NORM_CONVERSION in module.__dict__:
             modules.setdefault(id(module), (module, []))[1].append(plain_name(name))
     report, new = [], []
     for key, (module, names) in modules.items():
         layer = NormLayer(names[0], key not in answers, None, tuple(names[1:]))
         if key in answers:
             layer.reason = excluded(layer, exclude) or answers[key].reason
-            layer.exchanged = layer.reason is None
-            if layer.exchanged:
+            layer.swapped = layer.reason is None
+            if layer.swapped:
                 new.append((module, answers[key].carrier))
         report.append(layer)
     return report, new
@@ -355,34 +355,34 @@ def _refuse_nothing(report: ConversionReport, recipe: Recipe) -> None:
     warnings.warn(message, stacklevel=4)
 
 
-# exchanging layers
+# swapping layers
 
 _OF_EVERY_LINEAR = frozenset(nn.Linear(1, 1, device="meta").__dict__)
 
 
-def adopt(linear: nn.Module, carrier: nn.Module, recipe: Recipe, mark: str = ADOPTED) -> None:
-    """Move the carrier's class, added attributes and buffers onto `linear`. Buffers stay out of the state dict. How to
-    turn it back is noted under `mark`."""
+def swap_class(linear: nn.Module, carrier: nn.Module, recipe: Recipe, mark: str = CONVERSION) -> None:
+    """Move the carrier's class, added attributes and buffers onto `linear`. Buffers stay out of the state dict. What
+    `restore_layer` needs is noted under `mark`."""
     attributes = _added_attributes(carrier)
-    adopted = Adopted(type(linear), type(carrier), tuple(attributes), tuple(carrier._buffers), recipe)
+    conversion = Conversion(type(linear), type(carrier), tuple(attributes), tuple(carrier._buffers), recipe)
     linear.__class__ = type(carrier)
     linear.__dict__.update(attributes)
     linear._buffers.update(carrier._buffers)
     linear._non_persistent_buffers_set.update(carrier._buffers)
-    linear.__dict__[mark] = adopted
+    linear.__dict__[mark] = conversion
 
 
-def turn_back(linear: nn.Module) -> None:
-    """Undo `adopt`, where the module was adopted."""
-    adopted: Adopted | None = linear.__dict__.pop(ADOPTED, None) or linear.__dict__.pop(ADOPTED_NORM, None)
-    if adopted is None:
+def restore_layer(linear: nn.Module) -> None:
+    """Undo `swap_class`, where the module was converted."""
+    conversion: Conversion | None = linear.__dict__.pop(CONVERSION, None) or linear.__dict__.pop(NORM_CONVERSION, None)
+    if conversion is None:
         return
-    for undo in reversed(adopted.undo):
+    for undo in reversed(conversion.undo):
         undo(linear)
-    linear.__class__ = adopted.original
-    for name in adopted.attributes:
+    linear.__class__ = conversion.original
+    for name in conversion.attributes:
         linear.__dict__.pop(name, None)
-    for name in adopted.buffers:
+    for name in conversion.buffers:
         linear._buffers.pop(name, None)
         linear._non_persistent_buffers_set.discard(name)
 
@@ -416,7 +416,7 @@ def _build_experts(
         parts.setdefault(each.module, []).append(each.part)
     built = [(module, compute.build_experts(module, names, recipe, shared)) for module, names in parts.items()]
     for layer in (layer for _, weights in built for layer in weights.values()):
-        layer.__dict__[ADOPTED] = Adopted(type(layer), type(layer), (), tuple(layer._buffers), recipe)
+        layer.__dict__[CONVERSION] = Conversion(type(layer), type(layer), (), tuple(layer._buffers), recipe)
     return built
 
 

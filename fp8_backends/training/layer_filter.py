@@ -27,7 +27,7 @@ class LayerFilter:
     `module_filter_func`, where these are given; where neither is, heads, routers and adapters are left out.
 
     Patterns are fnmatch patterns over a layer's full name (any of its names, if shared). One without a dot also
-    matches a layer when it matches any one segment of the name. `norms` are those that the compute would exchange:
+    matches a layer when it matches any one segment of the name. `norms` are those that the compute would swap:
     `exclude` may name them too.
 
     Raises:

@@ -14,7 +14,7 @@ from torch import nn
 from ..comm import fsdp2, ignore_list
 from ..compute import registry
 from ..errors import FP8BackendError
-from ..numerics.modules import ADOPTED
+from ..numerics.modules import CONVERSION
 from ..numerics.sharded_tensor import is_distributed
 from ..recipes import handlers as recipes
 from . import conversion, proof
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def prepare(model: nn.Module, optimizer: torch.optim.Optimizer | None, spec: Any = None) -> tuple:
     """Make `model` train in FP8, without Accelerate.
 
-    Both objects come back as they are: layers are exchanged in place and keep their Parameter objects, so the
+    Both objects come back as they are: layers are swapped in place and keep their Parameter objects, so the
     optimizer, schedulers, ties and frozen weights need nothing. May be called before or after the optimizer took
     steps, and on a model on the meta device.
 
@@ -103,7 +103,7 @@ def connect_ranks(model: nn.Module, recipe: Recipe) -> None:
             from ..comm import ddp
             from ..states import levels
 
-            ddp.connect(wrapped, comm, levels.exchange_gradient_hook, _ScalingBuffers(roots))
+            ddp.connect(wrapped, comm, levels.swap_gradient_hook, _ScalingBuffers(roots))
     if fsdp2.fsdp_modules(model):
         from ..states import levels
 
@@ -178,7 +178,7 @@ def store_weights(root: nn.Module, prepared: Prepared) -> None:
     layers = converted_layers(root, prepared)
     levels.store_weights(layers, prepared.recipe.level)
     for layer in layers.values():
-        undo = layer.__dict__[ADOPTED].undo
+        undo = layer.__dict__[CONVERSION].undo
         if levels.make_plain not in undo:
             undo.append(levels.make_plain)
 
@@ -191,7 +191,7 @@ def original_msamp(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: R
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
-    """Raise where the recipe cannot run here, or `adopt_optimizer` would refuse this optimizer. Changes nothing."""
+    """Raise where the recipe cannot run here, or `convert_optimizer` would refuse this optimizer. Changes nothing."""
     registry.check_available(recipe)
     if recipe.level != "O0":
         from ..states import adamw, levels
@@ -199,7 +199,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
         adamw.check(unwrapped(optimizer), levels.state_rule(recipe))
 
 
-def adopt_optimizer(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
+def convert_optimizer(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
     """Let an optimizer train the weights that a level stores; nothing to do at O0. Repeating it does nothing.
 
     Raises:
@@ -208,7 +208,7 @@ def adopt_optimizer(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
     if recipe.level != "O0":
         from ..states import adamw, levels
 
-        adamw.adopt(unwrapped(optimizer), levels.state_rule(recipe))
+        adamw.convert(unwrapped(optimizer), levels.state_rule(recipe))
 
 
 def finish_accumulation(model: nn.Module) -> None:
@@ -225,7 +225,7 @@ def watch_optimizer(models: nn.Module | Iterable[nn.Module], optimizer: torch.op
     models were prepared with; each prepared model carries its own.
     """
     models = [models] if isinstance(models, nn.Module) else list(models)
-    adopt_optimizer(optimizer, recipe)
+    convert_optimizer(optimizer, recipe)
     if recipe.level == "O3" and recipe.shard_states:
         share_out_states(unwrapped(optimizer))
     proof.watch(models, optimizer)

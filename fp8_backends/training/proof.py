@@ -63,7 +63,7 @@ def watch(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> None
 
 
 def _held_by(optimizer, roots: list) -> list:
-    """The prepared roots with a parameter in this optimizer; all of them where sharding exchanged the parameters."""
+    """The prepared roots with a parameter in this optimizer; all of them where sharding swapped the parameters."""
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     holding = [root for root in roots if any(id(parameter) in held for parameter in root[1].parameters())]
     return holding or roots

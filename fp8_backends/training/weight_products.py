@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from ..compute import expert_functions
 from ..compute.expert_functions import ExpertWeight
-from ..numerics.modules import ADOPTED, Adopted, plain_name
+from ..numerics.modules import CONVERSION, Conversion, plain_name
 from ..numerics.sharded_tensor import full_shape
 
 FP8, HIGH_PRECISION = "fp8", "high precision"
@@ -74,10 +74,10 @@ class Found:
     """Why it is left out unless the user chooses otherwise, or None."""
 
     @property
-    def adopted(self) -> Adopted | None:
+    def conversion(self) -> Conversion | None:
         """What it was converted with, if it was."""
         layer = expert_functions.converted_weight(self.module, self.part) if self.part else self.module
-        return None if layer is None else layer.__dict__.get(ADOPTED)
+        return None if layer is None else layer.__dict__.get(CONVERSION)
 
 
 def find_weight_products(model: nn.Module) -> list[Found]:
@@ -115,7 +115,7 @@ def _products_of(module: nn.Module, name: str) -> Iterator[tuple[str, str, tuple
     """(Parameter name or "", kind, (in, out), obstacle) of each weight that this module itself multiplies by."""
     if isinstance(module, ExpertWeight):
         return  # its experts module has the Parameter
-    if isinstance(module, nn.Linear) or ADOPTED in module.__dict__:
+    if isinstance(module, nn.Linear) or CONVERSION in module.__dict__:
         kind = "router" if _is_router(name) else "Linear"
         yield "", kind, (module.in_features, module.out_features), linear_obstacle(module)
     elif _is_conv1d(module):
@@ -149,7 +149,7 @@ _WITHOUT_PRODUCTS = (
 def linear_obstacle(linear: nn.Linear) -> str | None:
     """Why no compute could take this Linear's place, or None."""
     weight = linear._parameters.get("weight")
-    if ADOPTED in linear.__dict__:
+    if CONVERSION in linear.__dict__:
         return None
     if weight is not None and is_lazy(weight):
         return "its weight has no size yet: run one batch before preparing the model"

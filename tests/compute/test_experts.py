@@ -95,7 +95,7 @@ def test_where_gradients_have_e5m2_they_get_a_scale_for_each_row_instead():
     assert torch.equal(found["E4M3"][0], found["HYBRID"][0])
     assert not found["E4M3"][1][16:].any()
     small, exact = found["HYBRID"][1][16:], expected[16:]
-    # two quantised gradients and weights on the way: 2**-4 each, averaged over 64 terms
+    # two quantized gradients and weights on the way: 2**-4 each, averaged over 64 terms
     assert (small - exact).norm() < 0.1 * exact.norm()
 
 
@@ -166,7 +166,7 @@ def test_all_groups_at_once_have_the_bits_of_one_group_after_the_other(dtype, mo
         tensor[1, 2], tensor[9, 4], tensor[12], tensor[15, 3] = float("nan"), float("inf"), 0, 1e-40
     x, weight, scale = x.to(dtype), weight.to(dtype), torch.rand(5) + 0.5
 
-    def quantised():
+    def quantized():
         return [
             *(quantize_groups(x, groups, E4M3, given) for given in (None, scale)),
             *(quantize_experts(weight, E4M3, given) for given in (None, scale)),
@@ -175,9 +175,9 @@ def test_all_groups_at_once_have_the_bits_of_one_group_after_the_other(dtype, mo
             quantize_columns(x, groups, E4M3),
         ]
 
-    one_by_one = quantised()
+    one_by_one = quantized()
     monkeypatch.setattr(grouped_scaling, "serves", lambda tensor: False)
-    for ours, theirs in zip(quantised(), one_by_one, strict=True):
+    for ours, theirs in zip(quantized(), one_by_one, strict=True):
         for a, b in zip(ours, theirs, strict=True):
             assert a.shape == b.shape and a.dtype == b.dtype
             assert torch.equal(a.float().nan_to_num(7e7), b.float().nan_to_num(7e7))

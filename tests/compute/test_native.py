@@ -133,7 +133,7 @@ def test_autocast_gives_the_output_dtype_and_gradients_in_each_tensors_own(scali
     assert x.grad.dtype == layer.weight.grad.dtype == layer.bias.grad.dtype == torch.float32
 
 
-def test_fp32_input_is_quantised_from_fp32_under_autocast():
+def test_fp32_input_is_quantized_from_fp32_under_autocast():
     """TransformerEngine's rule: the cast to FP8 reads the original tensor, not its bf16 copy."""
     layer = fp8_linear(nn.Linear(16, 16, bias=False))
     x = torch.full((16, 16), 1.0)
@@ -191,7 +191,7 @@ def test_layers_with_the_same_input_share_one_copy(scaling):
     assert saved_bytes(block, q.weight, k.weight, v.weight) <= x.numel() + 3 * (16 * 128) + 4 * 2 * 1024
 
 
-def test_a_changed_input_is_quantised_anew():
+def test_a_changed_input_is_quantized_anew():
     """A copy is shared only among readers of the same values: not after an in-place change, and never for a leaf."""
     compute, recipe = NativeCompute(), resolve("native")
     shared = compute.new_shared(None, recipe)

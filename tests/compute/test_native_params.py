@@ -11,7 +11,7 @@ from torch import nn
 
 import fp8_backends
 from fp8_backends import FP8BackendError, NativeRecipeKwargs, RecipeError, prepare, resolve
-from fp8_backends.compute.native.frozen import is_kept, quantised
+from fp8_backends.compute.native.frozen import is_kept, quantized
 from fp8_backends.training import conversion
 
 SCALINGS = ("dynamic", "delayed", "rowwise", "blockwise", "mxfp8", "window")
@@ -57,7 +57,7 @@ def rounded() -> Adapted:
     """Plain weights that hold what E4M3 would."""
     model = Adapted()
     for weight in weights(model):
-        weight.copy_(quantised(weight).dequantize())
+        weight.copy_(quantized(weight).dequantize())
     return model
 
 
@@ -158,7 +158,7 @@ def test_what_cannot_hold_fp8_weights_is_refused_by_name():
         prepared(tied, fp8_params=True, include=["base.0"], exclude=["adapter"])
     held, kept = Adapted(), []
     kept.append((held(BATCHES[0])).sum())  # a graph that saved the weights
-    with pytest.raises(FP8BackendError, match="base.0.weight: its storage cannot be exchanged"):
+    with pytest.raises(FP8BackendError, match="base.0.weight: its storage cannot be swapped"):
         prepared(held, fp8_params=True)
     assert type(held.base[0].weight) is nn.Parameter
 

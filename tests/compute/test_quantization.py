@@ -1,4 +1,4 @@
-"""The front of quantisation on a CPU: parts that stay in cache, views for transposes, and the reference's numbers."""
+"""The front of quantization on a CPU: parts that stay in cache, views for transposes, and the reference's numbers."""
 
 from concurrent.futures import ThreadPoolExecutor
 

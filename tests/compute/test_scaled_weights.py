@@ -104,7 +104,7 @@ def test_autocast_and_bf16_models_are_served(scaling, dtype, autocast_dtype):
 
 @pytest.mark.parametrize("rowwise", [False, True])
 def test_e4m3_weights_are_multiplied_as_they_are(rowwise):
-    """The products of the stored codes; quantising their values anew would use another scale, and rows several."""
+    """The products of the stored codes; quantizing their values anew would use another scale, and rows several."""
     scaled, _ = pair("rowwise" if rowwise else "window", torch.float8_e4m3fn)
     weight = scaled[0].weight.detach()
     x, dy = torch.randn(16, 33), torch.randn(16, 48)

@@ -112,7 +112,7 @@ def test_every_parameter_object_is_kept_and_trains_and_saves(scaling, tmp_path):
 
 
 def sqnr(wanted, got):
-    """Signal to quantisation noise, in dB."""
+    """Signal to quantization noise, in dB."""
     wanted, got = wanted.double(), got.double()
     return 20 * torch.log10(wanted.norm() / (wanted - got).norm()).item()
 

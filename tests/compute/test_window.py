@@ -60,7 +60,7 @@ def row(model, tensor):
 
 @pytest.fixture
 def scales(monkeypatch):
-    """The scales with which inputs and gradients were quantised, in order."""
+    """The scales with which inputs and gradients were quantized, in order."""
     seen = {INPUT: [], GRAD_OUTPUT: []}
     original = layer_rule.quantized
 

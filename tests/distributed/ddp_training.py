@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fp8_backends
 from fp8_backends.numerics.scaled_tensor import ScaledTensor
-from fp8_backends.states.levels import CastGradient, exchange_gradient_hook
+from fp8_backends.states.levels import CastGradient, swap_gradient_hook
 from fp8_backends.training.conversion import prepared_roots
 
 WIDTH = 64
@@ -45,7 +45,7 @@ def alone(spec, model: nn.Module, lr: float = 5e-3):
     optimizer = torch.optim.AdamW(model.parameters(), lr)
     fp8_backends.prepare(model, optimizer, spec)
     for weight in scaled(model).values():
-        exchange_gradient_hook(weight, Alone())
+        swap_gradient_hook(weight, Alone())
     return model, optimizer
 
 

@@ -29,7 +29,7 @@ from fp8_backends.comm import zero
 from fp8_backends.errors import FP8BackendError
 from fp8_backends.numerics.scaled_tensor import ScaledTensor
 from fp8_backends.numerics.sharded_tensor import local_part
-from fp8_backends.states.adamw import StateRule, adopt
+from fp8_backends.states.adamw import StateRule, convert
 from fp8_backends.states.levels import MOMENTS, stored, stored_shards
 
 SCALED = [(65, 64), (1, 64), (64, 128)]  # uneven over ranks; all but one rank empty; even
@@ -48,7 +48,7 @@ def values(shape: tuple[int, ...], seed: int, spread: float = 0.02) -> torch.Ten
 
 def adam(parameters, states: StateRule, cls=torch.optim.AdamW) -> torch.optim.Optimizer:
     optimizer = cls(parameters, 1e-3, weight_decay=0.1)
-    adopt(optimizer, states)
+    convert(optimizer, states)
     return optimizer
 
 
@@ -242,7 +242,7 @@ def check_states_of_a_stock_adam_load_into_shards():
     assert_same_states(one, ours)
 
 
-def check_an_optimizer_is_adopted_after_steps_and_a_change_of_its_parameters():
+def check_an_optimizer_is_converted_after_steps_and_a_change_of_its_parameters():
     """As Accelerate does it: states are there already, and parameters become others, shards, in place."""
     parameters = [nn.Parameter(values(shape, i)) for i, shape in enumerate([*SCALED, *PLAIN])]
     stock = torch.optim.AdamW(parameters, 1e-3, weight_decay=0.1)
@@ -256,7 +256,7 @@ def check_an_optimizer_is_adopted_after_steps_and_a_change_of_its_parameters():
     for old, new in zip(parameters, shards, strict=True):
         stock.state[new] = stock.state.pop(old)
     stock.param_groups[0]["params"] = shards
-    adopt(stock, rule("O2"))
+    convert(stock, rule("O2"))
     step(shards, stock, 1)
     step(*one, 1)
     assert_same((shards, stock), one)

@@ -261,7 +261,7 @@ def test_parts_cover_every_element_once_in_whole_rows():
 
 
 def test_the_copy_of_a_master_is_its_values_to_nearest():
-    """O3: E4M3 from the FP16 weight as it is stored, to the bit what quantising that weight gives."""
+    """O3: E4M3 from the FP16 weight as it is stored, to the bit what quantizing that weight gives."""
     for seed in range(20):
         parts = slots("O2", 500, seed)
         copy = Slot(torch.zeros(500, dtype=torch.float8_e4m3fn), torch.ones(()))

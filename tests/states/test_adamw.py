@@ -1,4 +1,4 @@
-"""The adopted Adam and AdamW: the same object, stock's results, and states that survive everything."""
+"""The converted Adam and AdamW: the same object, stock's results, and states that survive everything."""
 
 import copy
 import io
@@ -202,12 +202,12 @@ def test_after_four_steps_weights_are_torchs(kind, maximize, level):
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_o1_with_fp32_weights_is_torch(kind):
-    """A model none of whose layers is converted, trained by the adopted optimizer."""
-    from fp8_backends.states.adamw import StateRule, adopt
+    """A model none of whose layers is converted, trained by the converted optimizer."""
+    from fp8_backends.states.adamw import StateRule, convert
 
     stock_model, model = mlp(), mlp()
     stock, optimizer = OPTIMIZERS[kind](stock_model.parameters()), OPTIMIZERS[kind](model.parameters())
-    adopt(optimizer, StateRule("O1", torch.float32, torch.float32, 0, "stochastic"))
+    convert(optimizer, StateRule("O1", torch.float32, torch.float32, 0, "stochastic"))
     train(stock_model, stock, range(6))
     train(model, optimizer, range(6))
     for a, b in zip(stock_model.parameters(), model.parameters(), strict=True):

@@ -75,13 +75,13 @@ def test_parameter_objects_ties_flags_attributes_and_hooks_survive(level):
     train(model, optimizer, range(4))
     assert seen == [(64, 64)] * 4
     after = values_of(model)
-    assert torch.equal(after["frozen.weight"], quantised(start["frozen.weight"]))
+    assert torch.equal(after["frozen.weight"], quantized(start["frozen.weight"]))
     for name in ("first.weight", "last.weight", "last.bias"):
-        assert not torch.equal(after[name], quantised(start[name])), name
+        assert not torch.equal(after[name], quantized(start[name])), name
     assert torch.equal(after["tied.weight"], after["first.weight"])
 
 
-def quantised(values: torch.Tensor) -> torch.Tensor:
+def quantized(values: torch.Tensor) -> torch.Tensor:
     from fp8_backends.numerics.scaled_tensor import quantize
 
     return quantize(values, torch.float16).dequantize() if values.dim() > 1 else values
@@ -198,7 +198,7 @@ def test_preparing_again_changes_nothing():
 def test_a_weight_that_something_holds_is_named_and_nothing_changes(held):
     model = mlp()
     keep = weakref.ref(model[3].weight) if held == "weak reference" else loss_of(model, 0)
-    with pytest.raises(FP8BackendError, match=r"\d\.weight: its storage cannot be exchanged"):
+    with pytest.raises(FP8BackendError, match=r"\d\.weight: its storage cannot be swapped"):
         prepared("O2", model=model)
     assert keep is not None and not any(isinstance(p, ScaledTensor) for p in model.parameters())
 

@@ -164,7 +164,7 @@ def check_norms_train_under_ddp_and_fsdp2_as_on_one_rank():
         made = nn.Sequential(nn.Linear(32, 32), nn.RMSNorm(32, eps=1e-5), nn.Linear(32, 32), nn.LayerNorm(32))
         prepare(made, None, "te:dynamic")
         ((_, _, known),) = prepared_roots(made)
-        assert [norm.exchanged for norm in known.report.norms] == [True, True]
+        assert [norm.swapped for norm in known.report.norms] == [True, True]
         wrapped = wrap(made)
         optimizer = adamw(wrapped)
         prepare(wrapped, optimizer, "te:dynamic")
@@ -173,7 +173,7 @@ def check_norms_train_under_ddp_and_fsdp2_as_on_one_rank():
 
 
 def shard_each(made: nn.Sequential) -> nn.Sequential:
-    """`fully_shard`, norms too, each on its own: FSDP2 exchanges their classes once more."""
+    """`fully_shard`, norms too, each on its own: FSDP2 swaps their classes once more."""
     for layer in made:
         fully_shard(layer)
     return fully_shard(made)

@@ -1,4 +1,4 @@
-"""Liger's kernels: norms and activations that are exchanged on the instance, and a loss that reads the head's weight.
+"""Liger's kernels: norms and activations that are swapped on the instance, and a loss that reads the head's weight.
 
 Liger itself needs Triton. What it does to a model is done here in PyTorch: the model's forward is replaced on the
 instance, and the fused loss multiplies by `lm_head.weight`, past the module.

@@ -243,7 +243,7 @@ class _Step:
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=settings.fused)
         if settings.recipe is not None:
             preparation.prepare_model(model, settings.recipe)
-            preparation.adopt_optimizer(self.optimizer, settings.recipe)
+            preparation.convert_optimizer(self.optimizer, settings.recipe)
         _wrap_forward(model, settings.autocast)
         for parameter in model.parameters():
             if parameter.requires_grad:

@@ -2,14 +2,14 @@
 
 What one layer does with the `dynamic` rule and the HYBRID format (E4M3 forward, E5M2 gradients):
 
-    forward     x8, w8 = quantise(x), quantise(w)            y  = x8 @ w8.T
-    backward    dy8    = quantise(dy)                        dx = dy8 @ w8       dw = dy8.T @ x8
+    forward     x8, w8 = quantize(x), quantize(w)            y  = x8 @ w8.T
+    backward    dy8    = quantize(dy)                        dx = dy8 @ w8       dw = dy8.T @ x8
 
 Only x8 and w8 are kept for backward, so a layer saves half of what bf16 saves; layers that read the same input (q, k
 and v of an attention) share one x8, and microbatches may share w8 (shared_codes.py). Each is made in the two layouts in
 which its products read it, or in one with a view where views will do (kernels/quantization.py). With `rowwise`,
-`blockwise` and `mxfp8` an operand is quantised along its contraction, hence once a product: forward keeps a column-wise
-copy of x, made from high precision, and backward quantises the weight again.
+`blockwise` and `mxfp8` an operand is quantized along its contraction, hence once a product: forward keeps a column-wise
+copy of x, made from high precision, and backward quantizes the weight again.
 
 A weight may be stored in scaled precision (`ScaledTensor`, MS-AMP's levels): FP16 data becomes w8 without a copy of its
 values, E4M3 data is w8. With `fp8_params` this package keeps weights that do not train so (native_params.py).

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ...errors import RecipeError
-from ...numerics.parameter_swap import exchange
+from ...numerics.parameter_swap import swap
 from ...numerics.scaled_tensor import ScaledTensor, quantize
 from .. import frozen_weights
 
@@ -39,10 +39,10 @@ def is_kept(weight: torch.Tensor) -> bool:
 
 def keep(root: nn.Module, layers: Mapping[str, nn.Linear]) -> None:
     """Keep the weights of these layers of `root` in FP8. Repeating it does nothing; ties stay."""
-    frozen_weights.keep(root, layers, is_kept, lambda weight, _: quantised(weight), make_plain)
+    frozen_weights.keep(root, layers, is_kept, lambda weight, _: quantized(weight), make_plain)
 
 
-def quantised(weight: torch.Tensor) -> ScaledTensor:
+def quantized(weight: torch.Tensor) -> ScaledTensor:
     """A weight as E4M3 codes with one scale, of the dtype that it had."""
     values = weight.detach()
     return quantize(values, torch.float8_e4m3fn, values.dtype)
@@ -51,4 +51,4 @@ def quantised(weight: torch.Tensor) -> ScaledTensor:
 def make_plain(layer: nn.Module) -> None:
     """Undo `keep` on one layer."""
     if is_kept(layer.weight):
-        exchange(layer.weight, layer.weight.dequantize(), "weight")
+        swap(layer.weight, layer.weight.dequantize(), "weight")

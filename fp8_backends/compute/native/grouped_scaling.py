@@ -1,6 +1,6 @@
 """Scales for groups of rows that lie in one matrix, and for the weights of many experts.
 
-Each group is quantised as if it were a tensor of its own, so an expert's codes are those that a Linear layer with its
+Each group is quantized as if it were a tensor of its own, so an expert's codes are those that a Linear layer with its
 weight and its tokens would make. On a CPU that is done one group after the other. Elsewhere nothing reads where a group
 begins: the operations below work on all groups at once, and give the same bits.
 """

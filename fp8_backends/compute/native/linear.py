@@ -111,7 +111,7 @@ class FP8Linear(nn.Linear):
     def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
         if self.fp8_rule.keeps_weight and not native_params.is_kept(self.weight):  # `assign=True`: another Parameter
-            self.weight = nn.Parameter(native_params.quantised(self.weight), requires_grad=False)
+            self.weight = nn.Parameter(native_params.quantized(self.weight), requires_grad=False)
 
     @property
     def _state(self) -> torch.Tensor | None:

@@ -1,4 +1,4 @@
-"""The autograd function behind `FP8Linear`: three products of quantised operands, and what is kept between them."""
+"""The autograd function behind `FP8Linear`: three products of quantized operands, and what is kept between them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ FPROP, DGRAD, WGRAD, RECOMPUTED = range(4)
 
 
 class LinearFunction(torch.autograd.Function):
-    """y = x @ w.T + b. The operands come quantised; x and w themselves only carry the gradients, unless the recipe
-    keeps a product in high precision, or the rule quantises the weight again.
+    """y = x @ w.T + b. The operands come quantized; x and w themselves only carry the gradients, unless the recipe
+    keeps a product in high precision, or the rule quantizes the weight again.
 
     `operands` are the tensors of two `Layouts` and a `Stored`: of x, of w, and w as it lies in memory. A weight that is
     stored in FP8 comes without other codes (`torch.compile` takes no tensor twice).
@@ -63,7 +63,7 @@ class LinearFunction(torch.autograd.Function):
         if needs_wgrad:
             dw = _wgrad(rule, dy, dy8, *saved[:2], ctx.out_dtype).to(ctx.weight_dtype)
         if needs_bias:
-            db = dy.sum(0, dtype=ctx.bias_dtype)  # of the unquantised gradient
+            db = dy.sum(0, dtype=ctx.bias_dtype)  # of the unquantized gradient
         if fp8_dgrad:
             ctx.counts.select(0, DGRAD).add_(1)
         if fp8_wgrad:

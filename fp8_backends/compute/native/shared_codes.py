@@ -88,7 +88,7 @@ class SharedCodes:
 
 
 def _is_whole(weight: torch.Tensor) -> bool:
-    """Whether this is the layer's own Parameter, real, and nobody exchanges its memory (DeepSpeed's ZeRO-3 does)."""
+    """Whether this is the layer's own Parameter, real, and nobody swaps its memory (DeepSpeed's ZeRO-3 does)."""
     data = Stored.of(weight).data
     plain = type(data) is torch.Tensor and data.device.type != "meta"
     return plain and isinstance(weight, nn.Parameter) and weight.is_leaf and not hasattr(weight, "ds_id")

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ...errors import RecipeError
-from ...numerics.parameter_swap import exchange
+from ...numerics.parameter_swap import swap
 from .. import frozen_weights
 from .recipes import FP8_WEIGHT_SLOT, QuantizedTensor, RecipeState, te_recipe
 
@@ -38,11 +38,11 @@ def is_kept(weight: torch.Tensor) -> bool:
 
 def keep(root: nn.Module, layers: Mapping[str, nn.Linear]) -> None:
     """Keep the weights of these layers of `root` in FP8. Repeating it does nothing; ties stay."""
-    frozen_weights.keep(root, layers, is_kept, quantised, make_plain)
+    frozen_weights.keep(root, layers, is_kept, quantized, make_plain)
 
 
 @torch.no_grad()
-def quantised(weight: torch.Tensor, layer: nn.Linear) -> torch.Tensor:
+def quantized(weight: torch.Tensor, layer: nn.Linear) -> torch.Tensor:
     """A weight as TransformerEngine's tensor with the copies that fprop and dgrad multiply."""
     return _quantizer(layer)(weight.detach().contiguous())
 
@@ -70,7 +70,7 @@ def revive(layer: nn.Linear) -> None:
 def make_plain(layer: nn.Linear) -> None:
     """Undo `keep` on one layer."""
     if is_kept(layer.weight):
-        exchange(layer.weight, plain(layer.weight), "weight")
+        swap(layer.weight, plain(layer.weight), "weight")
 
 
 @torch.no_grad()

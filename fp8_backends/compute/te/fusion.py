@@ -1,5 +1,5 @@
 """A norm and the Linear that alone reads it, as TransformerEngine's `LayerNormLinear`: one kernel normalises and
-quantises, and the normed values are never stored in high precision.
+quantizes, and the normed values are never stored in high precision.
 
 Both modules stay, and each keeps its Parameters. In FP8 the norm computes nothing and returns a `Pending`: its input,
 with the promise that the Linear norms it. Nothing but that Linear can use a `Pending`. Whatever the Linear gets
@@ -25,20 +25,20 @@ from ...numerics.sharded_tensor import is_distributed
 from ..interface import Fusion
 from . import norm_readers
 from .linear import TELinear
-from .norms import is_exchanged
+from .norms import is_swapped
 from .refusals import FUSED_NORMS_SHARDED
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def fuse(root: nn.Module, new: dict[nn.Module, nn.Module]) -> list[Fusion]:
-    """Pair the carriers of norms and of layers that are about to be exchanged, where a Linear alone reads the norm.
+    """Pair the carriers of norms and of layers that are about to be swapped, where a Linear alone reads the norm.
 
     Args:
         new: the carriers, keyed by the modules that will take them on.
 
     Returns:
-        What became of each norm that is exchanged or about to be.
+        What became of each norm that is swapped or about to be.
     """
     names: dict[nn.Module, list[str]] = {}
     for name, module in root.named_modules(remove_duplicate=False):
@@ -46,10 +46,10 @@ def fuse(root: nn.Module, new: dict[nn.Module, nn.Module]) -> list[Fusion]:
     linears = {module: carrier for module, carrier in new.items() if isinstance(carrier, TELinear)}
     fusions = []
     for norm in names:
-        if is_exchanged(norm):
+        if is_swapped(norm):
             pair = norm.te_pair
-            fusions.append(Fusion(norm, pair and pair.linear, None if pair else "it was exchanged before"))
-        elif norm in new and is_exchanged(new[norm]):
+            fusions.append(Fusion(norm, pair and pair.linear, None if pair else "it was swapped before"))
+        elif norm in new and is_swapped(new[norm]):
             fusions.append(_fused(root, norm, new, linears, names))
     return fusions
 

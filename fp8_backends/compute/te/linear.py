@@ -61,7 +61,7 @@ class TELinear(te.Linear, nn.Linear):
         return made
 
     def weight_for_te(self) -> torch.Tensor:
-        """The weight that TransformerEngine multiplies: as it lies, or as one of its own quantised tensors."""
+        """The weight that TransformerEngine multiplies: as it lies, or as one of its own quantized tensors."""
         if not isinstance(self.weight, ScaledTensor):
             return self.weight
         (quantizer,) = self._get_weight_quantizers()
@@ -223,7 +223,7 @@ class TELinear(te.Linear, nn.Linear):
 
     @property
     def is_fsdp2(self) -> bool:
-        """As TransformerEngine finds it, kept under a name that goes when the layer is turned back."""
+        """As TransformerEngine finds it, kept under a name that goes when the layer is restored."""
         if self.te_fsdp2 is None:
             known = getattr(te.Linear, "is_fsdp2", None)  # from 2.10 on
             self.te_fsdp2 = known is not None and known.fget(self)
@@ -240,7 +240,7 @@ class TELinear(te.Linear, nn.Linear):
         kept = fp8_params.is_kept(self.weight)
         super()._load_from_state_dict(state_dict, prefix, *args)
         if kept and not fp8_params.is_kept(self.weight):  # `assign=True`, with a Parameter of its own
-            self.weight = nn.Parameter(fp8_params.quantised(self.weight, self), requires_grad=False)
+            self.weight = nn.Parameter(fp8_params.quantized(self.weight, self), requires_grad=False)
 
     def _fresh_meta(self) -> dict[str, Any]:
         """TransformerEngine's own part of a layer that has not run, but for what its constructor was given."""

@@ -1,4 +1,4 @@
-"""Normalisation layers as TransformerEngine's, by an exchange of the class: the same module, the same Parameters.
+"""Normalisation layers as TransformerEngine's, by an swap of the class: the same module, the same Parameters.
 
 `nn.LayerNorm`, `nn.RMSNorm` and the RMSNorms that models bring along (Llama, Mistral, Qwen, T5; Gemma multiplies by
 1 + weight) become `te.LayerNorm` or `te.RMSNorm`. Such a class is recognised by what it computes: it is called with a
@@ -9,7 +9,7 @@ As everywhere in TransformerEngine, the result has the autocast dtype if autocas
 own norms return FP32 under autocast. Inside, both compute in FP32. In eval mode, unless the recipe says
 `use_autocast_during_eval`, the module computes as the class that it was, as the linear layers do.
 
-Imports TransformerEngine only when a norm is exchanged.
+Imports TransformerEngine only when a norm is swapped.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _KEPT = ("get_extra_state", "set_extra_state", "_load_from_state_dict", "_save_t
 
 
 def norms(root: nn.Module, in_eval: bool) -> list[Norm]:
-    """Every normalisation layer over the last dimensions in `root` that is not exchanged yet, each with its carrier or
+    """Every normalisation layer over the last dimensions in `root` that is not swapped yet, each with its carrier or
     the reason why it has none."""
-    return [_norm(module, in_eval) for module in root.modules() if _is_norm(module) and not is_exchanged(module)]
+    return [_norm(module, in_eval) for module in root.modules() if _is_norm(module) and not is_swapped(module)]
 
 
 def _norm(module: nn.Module, in_eval: bool) -> Norm:
@@ -53,14 +53,14 @@ def _norm(module: nn.Module, in_eval: bool) -> Norm:
     taken = [name for name, value in own.items() if module.__dict__[name] != value]
     if taken:
         return Norm(module, None, f"it has {', '.join(taken)} of its own, a name that TransformerEngine's form needs")
-    for name in own:  # the same number under the same name, such as eps: it stays when the class is turned back
+    for name in own:  # the same number under the same name, such as eps: it stays when the class is restored
         del carrier.__dict__[name]
     return Norm(module, carrier, None)
 
 
-def is_exchanged(module: nn.Module) -> bool:
+def is_swapped(module: nn.Module) -> bool:
     """Whether this is one of the norms of TransformerEngine that `norms` made."""
-    return isinstance(type(module), _Exchanged)
+    return isinstance(type(module), _Swapped)
 
 
 # what a module computes
@@ -157,7 +157,7 @@ def _formula(
     return y if bias is None else y + bias
 
 
-# exchanging
+# swapping
 
 
 def _carrier(module: nn.Module, formula: str, eps: float) -> nn.Module:
@@ -199,18 +199,18 @@ def _class_for(original: type[nn.Module], is_layer_norm: bool) -> type[nn.Module
     members["te_pair"] = None  # with the Linear that norms its input in this one's place, if one does (`fusion`)
     if hasattr(original, "reset_parameters"):
         members["reset_parameters"] = original.reset_parameters
-    return _Exchanged(f"TE{original.__name__}", (base, original), members)
+    return _Swapped(f"TE{original.__name__}", (base, original), members)
 
 
-class _Exchanged(ABCMeta):
+class _Swapped(ABCMeta):
     """The class of these classes. They are pickled by what they were made from, since no name imports them."""
 
 
-def _reduce(made: _Exchanged):
+def _reduce(made: _Swapped):
     import transformer_engine.pytorch as te
 
     parts = made.te_original, issubclass(made, te.LayerNorm)
     return (_class_for, parts) if made is _class_for(*parts) else made.__qualname__  # a class made from one of these
 
 
-copyreg.pickle(_Exchanged, _reduce)
+copyreg.pickle(_Swapped, _reduce)

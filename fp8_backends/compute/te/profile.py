@@ -145,5 +145,5 @@ def _counted(multiply: Callable | None) -> Callable:
 
 
 def _is_fp8(tensor: Any) -> bool:
-    """Every quantised tensor of TransformerEngine names its FP8 type, whatever its class is called in a version."""
+    """Every quantized tensor of TransformerEngine names its FP8 type, whatever its class is called in a version."""
     return getattr(tensor, "_fp8_dtype", None) is not None

@@ -25,7 +25,7 @@ class CastWeight:
     """What TransformerEngine multiplies, and what it was made from.
 
     Attributes:
-        made: one of TransformerEngine's quantised tensors, with the copies that the products of this device need.
+        made: one of TransformerEngine's quantized tensors, with the copies that the products of this device need.
         differentiable: whether it has what dgrad multiplies too.
     """
 
@@ -35,7 +35,7 @@ class CastWeight:
         self._versions = _versions(weight)
 
     def serves(self, weight: ScaledTensor, differentiable: bool) -> bool:
-        """Whether `weight` still has the values that this was made of: neither exchanged nor changed in place."""
+        """Whether `weight` still has the values that this was made of: neither swapped nor changed in place."""
         same = self._data() is weight._data and self._scale_inv() is weight._scale_inv
         return same and self._versions == _versions(weight) and self.differentiable >= differentiable
 
@@ -46,7 +46,7 @@ def _versions(weight: ScaledTensor) -> tuple[int, ...]:
 
 
 def for_te(weight: ScaledTensor, quantizer: Any, scaling: str, cached: CastWeight | None) -> CastWeight:
-    """`weight` as a quantised tensor of TransformerEngine: `cached`, if it was made of the same data.
+    """`weight` as a quantized tensor of TransformerEngine: `cached`, if it was made of the same data.
 
     Args:
         weight: [out, in], FP16 or E4M3 data with one scale.

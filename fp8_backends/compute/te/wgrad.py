@@ -1,7 +1,7 @@
 """The weight gradient in high precision: `override_linear_precision=(False, False, True)`.
 
 TransformerEngine had this until version 2.1. Here it gets the weight as one that needs no gradient, so it makes fprop,
-dgrad and the bias gradient, and keeps no codes of the input; the weight gradient is made of the unquantised input and
+dgrad and the bias gradient, and keeps no codes of the input; the weight gradient is made of the unquantized input and
 output gradient, as TransformerEngine made it.
 """
 

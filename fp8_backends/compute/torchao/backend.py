@@ -1,6 +1,6 @@
 """The `ao` compute: TorchAO's float8 linear layer, on the Parameters that the model already has.
 
-TorchAO quantises the input, the weight and the output gradient anew for each product and saves the input for
+TorchAO quantizes the input, the weight and the output gradient anew for each product and saves the input for
 backward in high precision, so it gains speed where the chip has FP8 products, and no memory. What this module adds is
 what keeps it from failing quietly: sizes that a GPU cannot multiply are named, a crash under CPU autocast is mended,
 and weights that FSDP2 gathers in FP8 stay in the Parameters that the optimizer has.
@@ -110,7 +110,7 @@ class TorchAOCompute(Compute):
         return AOLinear.from_float(linear, config)
 
     def attach(self, root: nn.Module, recipe: Recipe, shared: Any) -> None:
-        """What TorchAO's own `convert_to_float8_training` does beside exchanging layers."""
+        """What TorchAO's own `convert_to_float8_training` does beside swapping layers."""
         if shared.enable_fsdp_float8_all_gather:
             from .shards import gather_in_fp8
 

@@ -3,7 +3,7 @@
 On a CPU with AMX PyTorch hands products of codes with one scale to oneDNN, which has a fast form of them for AMX-FP16
 alone: on other chips it runs a reference loop, in which 1024 x 2048 x 2048 takes 75 s, and in FP32 0.025 s. TorchAO
 calls the operator by itself, so the operator is what must be mended: where `ao` prepares a model on such a CPU, its
-kernel for CPUs is exchanged by `torch.library`, for this process, until `restore`. Elsewhere nothing is touched. Other
+kernel for CPUs is swapped by `torch.library`, for this process, until `restore`. Elsewhere nothing is touched. Other
 ways were tried: TorchAO's `emulate` leaves no FP8 product in compiled code for the proof to find, and
 `torch.backends.mkldnn.enabled = False` slows down what oneDNN is good at.
 """
@@ -20,21 +20,21 @@ from ..products import exact_product
 
 
 def mend() -> None:
-    """Exchange the kernel, where the CPU calls for it. Repeating it does nothing."""
+    """Swap the kernel, where the CPU calls for it. Repeating it does nothing."""
     if not hardware.cpu_scaled_mm():
-        _exchanged()
+        _swapped()
 
 
 def restore() -> None:
     """PyTorch's own kernel again."""
-    if _exchanged.cache_info().currsize:
-        _exchanged()._destroy()
-        _exchanged.cache_clear()
+    if _swapped.cache_info().currsize:
+        _swapped()._destroy()
+        _swapped.cache_clear()
 
 
 @functools.cache
-def _exchanged() -> torch.library.Library:
-    """What holds the exchange: it ends with this object."""
+def _swapped() -> torch.library.Library:
+    """What holds the swap: it ends with this object."""
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Warning only once for all operators")  # of overriding, which is meant

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from ...errors import FP8BackendError
-from ...numerics.parameter_swap import exchange, refuse_if_held
+from ...numerics.parameter_swap import refuse_if_held, swap
 from ...numerics.sharded_tensor import is_distributed, local_part, with_local
 from .library import quiet_import
 from .linear import AOLinear
@@ -65,12 +65,12 @@ def gather_in_fp8(root: nn.Module) -> None:
         if is_distributed(layer.weight):
             raise FP8BackendError(
                 f"enable_fsdp_float8_all_gather: {name}.weight is sharded already, and what it gathers can no longer "
-                f"be exchanged: prepare the model before fully_shard"
+                f"be swapped: prepare the model before fully_shard"
             )
         refuse_if_held(layer.weight, f"{name}.weight")
     for name, layer in layers.items():
         if not isinstance(layer.weight, AOWeight):  # it may be tied to one before it
-            exchange(layer.weight, _wrapped(layer, layer.weight.detach()), f"{name}.weight")
+            swap(layer.weight, _wrapped(layer, layer.weight.detach()), f"{name}.weight")
         layer.register_state_dict_post_hook(export_plain)
         layer.register_load_state_dict_pre_hook(wrap_again)
         layer.register_load_state_dict_post_hook(forget_scale)

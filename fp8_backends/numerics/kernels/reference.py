@@ -110,10 +110,10 @@ BLOCKS = {"blockwise": ((1, 128), (128, 128)), "mxfp8": ((1, 32), (1, 32))}
 def linear(
     x: torch.Tensor, weight: torch.Tensor, grad_output: torch.Tensor, forward: Format, gradient: Format, scaling: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """y, dx, dw of one linear layer with quantised operands and FP64 accumulation.
+    """y, dx, dw of one linear layer with quantized operands and FP64 accumulation.
 
     x: [tokens, in]; weight: [out, in]; grad_output: [tokens, out]. scaling: "dynamic", one scale a tensor, where both
-    products of an operand use the same codes; with "rowwise", "blockwise" and "mxfp8" each product quantises its
+    products of an operand use the same codes; with "rowwise", "blockwise" and "mxfp8" each product quantizes its
     operands along its own contraction.
     """
 

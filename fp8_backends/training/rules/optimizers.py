@@ -5,7 +5,7 @@ from __future__ import annotations
 from .setup import Rule, Setup
 
 TORCH_ADAM = ("adamw_torch", "adamw_torch_fused", "adamw", "adam")
-"""Names for `torch.optim.AdamW` and `Adam`, which the levels adopt; transformers' and Axolotl's default among them."""
+"""Names for `torch.optim.AdamW` and `Adam`, which levels convert; transformers' and Axolotl's default among them."""
 BITSANDBYTES = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "lion_8bit", "paged_lion_8bit", "ademamix_8bit")
 
 

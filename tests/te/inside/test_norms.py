@@ -90,7 +90,7 @@ def test_a_norm_becomes_transformer_engines_and_computes_the_same(make):
     is_layer_norm = make in LAYER_NORMS.values()
     assert isinstance(norm, te.LayerNorm if is_layer_norm else te.RMSNorm) and isinstance(norm, original)
     assert all(norm._parameters[name] is parameter for name, parameter in parameters.items())
-    assert [(each.name, each.exchanged, each.reason) for each in norms_of(model)] == [("norm", True, None)]
+    assert [(each.name, each.swapped, each.reason) for each in norms_of(model)] == [("norm", True, None)]
     assert model.state_dict().keys() == state.keys()
     model.load_state_dict(state, strict=True)
     for ours, theirs in zip(results(norm), expected, strict=True):
@@ -108,9 +108,9 @@ def test_what_transformer_engine_would_compute_otherwise_stays(make, reason):
     original = type(model.norm)
     prepare(model, None, "te")
     (norm,) = norms_of(model)
-    assert type(model.norm) is original and not norm.exchanged and reason in norm.reason
+    assert type(model.norm) is original and not norm.swapped and reason in norm.reason
     ((_, _, prepared),) = prepared_roots(model)
-    assert f"0 of 1 norms exchanged; norm: {norm.reason}" in str(prepared.report)
+    assert f"0 of 1 norms swapped; norm: {norm.reason}" in str(prepared.report)
 
 
 def test_a_forward_replaced_on_the_instance_stays():
@@ -136,7 +136,7 @@ def test_shared_frozen_and_hooked_norms_survive():
 
 
 @pytest.mark.parametrize("twin", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))], ids=["copy", "pickle"])
-def test_copies_are_exchanged_norms_of_their_own(twin):
+def test_copies_are_swapped_norms_of_their_own(twin):
     model = Model(LlamaRMSNorm(N))
     prepare(model, None, "te")
     other = twin(model)
@@ -163,7 +163,7 @@ def test_preparing_again_changes_nothing_and_takes_up_new_norms():
     model.second = nn.RMSNorm(N, eps=1e-6)
     prepare(model, None, "te")
     assert type(model.norm) is kind and isinstance(model.second, te.RMSNorm)
-    assert [(each.name, each.exchanged) for each in norms_of(model)] == [("norm", True), ("second", True)]
+    assert [(each.name, each.swapped) for each in norms_of(model)] == [("norm", True), ("second", True)]
     restore(model)
     assert type(model.norm) is nn.LayerNorm and type(model.second) is nn.RMSNorm
 
@@ -198,7 +198,7 @@ def test_evaluation_is_as_before_unless_the_recipe_says_otherwise(in_eval):
     assert in_eval or torch.equal(found, expected)
 
 
-def test_a_norm_on_meta_is_exchanged_and_filled_later():
+def test_a_norm_on_meta_is_swapped_and_filled_later():
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(N, N), LlamaRMSNorm(N))
     prepare(model, None, "te")

@@ -61,7 +61,7 @@ def test_defaults_are_those_of_the_object(cls):
 
 
 @pytest.mark.parametrize("name", ["fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"])
-def test_quantisation_that_was_set_on_the_object_is_refused(name):
+def test_quantization_that_was_set_on_the_object_is_refused(name):
     spec = te_recipes.Float8CurrentScaling()
     setattr(spec, name, te_recipes.QParams(amax_epsilon=1e-3))
     with pytest.raises(RecipeError, match=name):

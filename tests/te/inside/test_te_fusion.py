@@ -200,8 +200,8 @@ def test_a_part_that_evaluates_leaves_the_other_as_it_is(part):
 def test_what_the_graph_does_not_show_to_be_one_function_stays_apart(kind, reason):
     model = two(kind)
     (norm,) = report_of(model).norms
-    assert norm.exchanged and norm.fused_with is None and norm.apart.startswith(reason)
-    assert f"1 of 1 norms exchanged; 0 fused with the layers that read them; norm apart: {norm.apart}" in str(
+    assert norm.swapped and norm.fused_with is None and norm.apart.startswith(reason)
+    assert f"1 of 1 norms swapped; 0 fused with the layers that read them; norm apart: {norm.apart}" in str(
         report_of(model)
     )
     assert type(model.linear) is TELinear
@@ -210,7 +210,7 @@ def test_what_the_graph_does_not_show_to_be_one_function_stays_apart(kind, reaso
 
 def test_the_reader_must_be_an_fp8_layer_held_once_without_hooks():
     assert report_of(two(exclude=["linear"])).norms[0].apart == "its output goes to a Linear, which is no FP8 layer"
-    assert report_of(two(exclude=["norm"])).norms[0].apart is None  # not exchanged at all
+    assert report_of(two(exclude=["norm"])).norms[0].apart is None  # not swapped at all
     for change, reason in (
         (lambda model: setattr(model, "again", model.linear), "the model holds linear more than once"),
         (lambda model: model.norm.register_forward_hook(print), "norm has hooks, which see what lies between"),
@@ -395,7 +395,7 @@ def test_a_copy_norms_by_its_own_parameters(twin):
     assert equal(train(other, sgd[1]), train(model, sgd[0]))
 
 
-def test_a_run_resumes_to_the_bit_and_parameters_may_be_exchanged():
+def test_a_run_resumes_to_the_bit_and_parameters_may_be_swapped():
     model, optimizer = made_with(True)
     train(model, optimizer, BATCHES[:2])
     ((_, root, known),) = prepared_roots(model)

@@ -67,7 +67,7 @@ def test_losses_equal_those_of_te_linear_in_te_autocast(spec, recipe, accumulate
 
 
 @pytest.mark.parametrize("scaling", ["delayed", "dynamic", "blockwise"])
-def test_a_weight_gradient_in_high_precision_is_made_of_unquantised_operands(scaling):
+def test_a_weight_gradient_in_high_precision_is_made_of_unquantized_operands(scaling):
     """fprop, dgrad and the bias gradient are as without it."""
     torch.manual_seed(0)
     plain = nn.Linear(32, 64)

@@ -19,7 +19,7 @@ FLT_MAX = torch.finfo(torch.float32).max
 
 
 def quantize(tensor: torch.Tensor, quantizer, output=None, noop: torch.Tensor | None = None):
-    """`tensor` cast by a quantizer of TransformerEngine's Python, into `output` or a new quantised tensor."""
+    """`tensor` cast by a quantizer of TransformerEngine's Python, into `output` or a new quantized tensor."""
     x = tensor.detach().contiguous()
     if output is None:
         output = create_empty_quantized_tensor(quantizer, x.shape, x.dtype, x.device, False)
@@ -29,14 +29,14 @@ def quantize(tensor: torch.Tensor, quantizer, output=None, noop: torch.Tensor | 
 
 
 def create_empty_quantized_tensor(quantizer, shape, dtype: torch.dtype, device, pin_memory: bool):
-    """A quantised tensor of this shape whose codes are not set: `dtype` is the one that it pretends to have."""
+    """A quantized tensor of this shape whose codes are not set: `dtype` is the one that it pretends to have."""
     if blocks.is_block_quantizer(quantizer):
         return blocks.create(quantizer, torch.Size(shape), dtype, device)
     return _create_per_tensor(quantizer, torch.Size(shape), dtype, device)
 
 
 def dequantize(input, otype) -> torch.Tensor:
-    """The values of a quantised tensor: FP32(code) * scale_inv, cast to `otype`."""
+    """The values of a quantized tensor: FP32(code) * scale_inv, cast to `otype`."""
     dtype = DTYPES[int(otype)]
     if blocks.is_block_tensor(input):
         return blocks.dequantize(input).to(dtype)

@@ -8,7 +8,7 @@ from .casts import DTYPES, create_empty_quantized_tensor, quantize
 
 
 def layernorm_fwd(input, weight, bias, eps, ln_out, quantizer, otype, sm_margin, zero_centered_gamma) -> list:
-    """[y, mean, rsigma]: y [rows, n] of `otype`, quantised where there is a quantizer; mean and rsigma FP32 [rows]."""
+    """[y, mean, rsigma]: y [rows, n] of `otype`, quantized where there is a quantizer; mean and rsigma FP32 [rows]."""
     x = input.float()
     mean = x.mean(-1, keepdim=True)
     rsigma = (x - mean).square().mean(-1, keepdim=True).add(eps).rsqrt()

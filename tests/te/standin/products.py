@@ -1,4 +1,4 @@
-"""Matrix products of quantised operands: `generic_gemm`, as cuBLAS would on the device that TransformerEngine sees.
+"""Matrix products of quantized operands: `generic_gemm`, as cuBLAS would on the device that TransformerEngine sees.
 
 BLAS counts columns first, so in the row-major terms of PyTorch: with A [m, k] and B [n, k] after their transpositions,
 D = B @ A.T, [n, m]. Codes are exact in FP32, products of two codes too; they are summed in FP32, in the CPU's order.

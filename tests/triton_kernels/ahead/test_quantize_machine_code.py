@@ -1,4 +1,4 @@
-"""The kernels that quantise, as a Hopper GPU gets them: nothing in local memory, wide accesses, enough of them."""
+"""The kernels that quantize, as a Hopper GPU gets them: nothing in local memory, wide accesses, enough of them."""
 
 from __future__ import annotations
 

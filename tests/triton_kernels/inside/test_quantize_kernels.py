@@ -1,4 +1,4 @@
-"""The kernels that quantise, against the eager reference, to the bit: codes, transposed codes, scales and amaxes."""
+"""The kernels that quantize, against the eager reference, to the bit: codes, transposed codes, scales and amaxes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantises a matrix for the products that read it: the front of three implementations that give the same bits.
+"""Quantizes a matrix for the products that read it: the front of three implementations that give the same bits.
 
 A matrix takes part in two products, one of which contracts its columns, the other its rows, and Hopper's FP8 units
 contract along contiguous memory alone. Triton kernels on a GPU make both layouts in one pass. On a CPU, where products

@@ -1,4 +1,4 @@
-"""A quantised matrix in the layouts that products want, and the names of rules by which its scale is chosen."""
+"""A quantized matrix in the layouts that products want, and the names of rules by which its scale is chosen."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DYNAMIC, POWER_OF_TWO, WINDOW = "dynamic", "power_of_two", "window"
 
 
 class Layouts(NamedTuple):
-    """A quantised matrix [rows, columns], as both products that read it want it."""
+    """A quantized matrix [rows, columns], as both products that read it want it."""
 
     codes: torch.Tensor | None = None
     """FP8, [rows, columns], row-major; None: not asked for."""

@@ -1,4 +1,4 @@
-"""Triton kernels that quantise a matrix with a scale for each of its rows or blocks, along either dimension.
+"""Triton kernels that quantize a matrix with a scale for each of its rows or blocks, along either dimension.
 
 A product contracts rows, so the codes of x.t() have other blocks, and scales of their own. One program has a tile that
 is whole in blocks along both dimensions, and makes all four: codes and scales of x, codes and scales of x.t(). A

@@ -1,4 +1,4 @@
-"""Triton kernels that quantise a matrix with one scale for FP8 products, in both layouts, in one pass over it.
+"""Triton kernels that quantize a matrix with one scale for FP8 products, in both layouts, in one pass over it.
 
 Hopper's FP8 units contract along rows only, so codes are wanted as they lie, and transposed. Eager PyTorch reads and
 writes a matrix six times for that (amax, multiply, clamp, cast, transpose, and the FP32 copies between). Here it is
