@@ -30,14 +30,14 @@ from fp8_backends.errors import FP8BackendError
 from fp8_backends.numerics.scaled_tensor import ScaledTensor
 from fp8_backends.numerics.sharded_tensor import local_part
 from fp8_backends.states.adamw import StateRule, convert
-from fp8_backends.states.levels import MOMENTS, stored, stored_shards
+from fp8_backends.states.levels import ADAM_STATES, quantize_weight, quantize_weight_shards
 
 SCALED = [(65, 64), (1, 64), (64, 128)]  # uneven over ranks; all but one rank empty; even
 PLAIN = [(66, 64), (64,)]  # an embedding, whose states are scaled, and a norm
 
 
 def rule(level: str, rounding: str = "stochastic", block: int = 0) -> StateRule:
-    return StateRule(level, *MOMENTS[level], block if level != "O1" else 0, rounding)
+    return StateRule(level, *ADAM_STATES[level], block if level != "O1" else 0, rounding)
 
 
 def values(shape: tuple[int, ...], seed: int, spread: float = 0.02) -> torch.Tensor:
@@ -53,7 +53,7 @@ def adam(parameters, states: StateRule, cls=torch.optim.AdamW) -> torch.optim.Op
 
 
 def alone(level: str, states: StateRule, cls=torch.optim.AdamW) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
-    scaled = [nn.Parameter(stored(values(shape, i), level)) for i, shape in enumerate(SCALED)]
+    scaled = [nn.Parameter(quantize_weight(values(shape, i), level)) for i, shape in enumerate(SCALED)]
     parameters = scaled + [nn.Parameter(values(shape, 50 + i)) for i, shape in enumerate(PLAIN)]
     for p in scaled:
         p.register_post_accumulate_grad_hook(Reduces())
@@ -72,7 +72,7 @@ class Reduces:
 def sharded(level: str, states: StateRule, cls=torch.optim.AdamW, lies=None) -> tuple[list, torch.optim.Optimizer]:
     lies = lies or over_all_ranks()
     shards = [shard(values(shape, i), *lies) for i, shape in enumerate(SCALED)]
-    scaled = [nn.Parameter(stored_shards(each, level)) for each in shards]
+    scaled = [nn.Parameter(quantize_weight_shards(each, level)) for each in shards]
     parameters = scaled + [nn.Parameter(shard(values(shape, 50 + i), *lies)) for i, shape in enumerate(PLAIN)]
     return parameters, adam(parameters, states, cls)
 
@@ -127,7 +127,7 @@ def assert_same(ours: tuple, theirs: tuple) -> None:
 
 
 def check_shards_step_as_one_rank_does():
-    for level in MOMENTS:
+    for level in ADAM_STATES:
         for rounding in ("nearest", "stochastic"):
             states = rule(level, rounding)
             ours, reference = sharded(level, states), alone(level, states)
@@ -192,7 +192,7 @@ def trained(level: str, make=None, seeds=range(3), **options) -> tuple:
 
 
 def check_sharded_checkpoints_load_on_other_meshes():
-    for level in MOMENTS:
+    for level in ADAM_STATES:
         ours = trained(level)
         folder = [tempfile.mkdtemp()] if dist.get_rank() == 0 else [None]
         dist.broadcast_object_list(folder)
@@ -209,7 +209,7 @@ def check_sharded_checkpoints_load_on_other_meshes():
 
 
 def check_whole_checkpoints_load_into_shards_and_back():
-    for level in MOMENTS:
+    for level in ADAM_STATES:
         one = trained(level, alone)
         ours = sharded(level, rule(level))
         ours[1].load_state_dict(copy.deepcopy(one[1].state_dict()))
@@ -250,7 +250,8 @@ def check_an_optimizer_is_converted_after_steps_and_a_change_of_its_parameters()
     one = alone("O2", rule("O2"))
     one[1].load_state_dict(stock.state_dict())
     shards = [
-        nn.Parameter(stored_shards(shard(values(shape, i), *over_all_ranks()), "O2")) for i, shape in enumerate(SCALED)
+        nn.Parameter(quantize_weight_shards(shard(values(shape, i), *over_all_ranks()), "O2"))
+        for i, shape in enumerate(SCALED)
     ]
     shards += [nn.Parameter(shard(values(shape, 50 + i), *over_all_ranks())) for i, shape in enumerate(PLAIN)]
     for old, new in zip(parameters, shards, strict=True):
@@ -368,7 +369,7 @@ def check_shared_out_states_resume_to_the_bit():
         assert equal(whole_state_dicts(other, resumed), saved)
         assert train(other, resumed, range(3, 6)) == losses
         assert equal(whole_state_dicts(other, resumed), whole_state_dicts(model, optimizer))
-        assert all(resumed._steps(p) for p in resumed.state)
+        assert all(resumed.owns(p) for p in resumed.state)
 
 
 def check_new_values_are_the_same_weights_on_all_ranks():
