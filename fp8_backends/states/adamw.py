@@ -1,15 +1,8 @@
 """Adam and AdamW over scaled weights, gradients and states.
 
 `convert` swaps the class of a `torch.optim.Adam` or `AdamW` that exists already: the same object, with its groups,
-options, hooks, schedulers and state, now keeps
-
-=====  ===========  ===============  ==========================================
-level  exp_avg      exp_avg_sq       weight that the step reads and writes
-=====  ===========  ===============  ==========================================
-O1     FP32         FP32             scaled FP16
-O2     scaled E4M3  scaled FP16      scaled FP16
-O3     scaled E4M3  scaled FP16      scaled FP16 (`master_weight`), cast to E4M3
-=====  ===========  ===============  ==========================================
+options, hooks, schedulers and state, now stores its states as a level says (the table in `levels.py`). The step reads
+and writes the scaled FP16 weight; at O3 that is the master, which the E4M3 weight is then made of.
 
 The step computes in FP32 and rounds what it stores with this step's amax, all parameters in one kernel where the device
 has one (`numerics/kernels/adam`). Plain FP32 parameters with FP32 states (O1, or tensors of fewer than 4096 elements)
@@ -37,7 +30,7 @@ from ..numerics.scaled_tensor import ScaledTensor, quantize
 from ..numerics.sharded_tensor import is_distributed, local_part, with_local
 from . import checkpoint, sharding
 from .checkpoint import MASTER, MOMENTS
-from .levels import StateRule
+from .levels import StateRule, finish_accumulation
 from .lost_updates import share_of_lost_updates
 
 MIN_SCALED_STATES = 4096
@@ -169,9 +162,7 @@ class ScaledStates:
         """Make the steps of parameters that are rounded, all together."""
         if not views:
             return
-        for view in views:
-            if isinstance(view.gradient, ScaledTensor):
-                view.gradient.finish_accumulation()
+        finish_accumulation(view.parameter for view in views)
         states = [self.state_of(view.group, view.parameter) for view in views]
         torch._foreach_add_([state["step"] for state in states], 1.0)
         jobs = [
@@ -204,7 +195,7 @@ class ScaledStates:
         """The parameter's state, which is made before its first step."""
         state = self.state[p]
         if "step" not in state:
-            state["step"] = checkpoint.counter(group, p)
+            state["step"] = self.new_counter(group, p)
         for name in MOMENTS:
             if name not in state:
                 dtype, block_size = self.moment_format(p, name)
@@ -217,6 +208,11 @@ class ScaledStates:
                 state[name] = with_local(p, zeros)
         self.show_master(p)
         return state
+
+    def new_counter(self, group: dict[str, Any], p: torch.Tensor) -> torch.Tensor:
+        """A step counter of 0, where PyTorch has it."""
+        on_device = group["capturable"] or group["fused"]
+        return torch.zeros((), dtype=torch.float32, device=p.device if on_device else "cpu")
 
     def moment_format(self, p: torch.Tensor, name: str) -> tuple[torch.dtype, int]:
         """(dtype, block size) in which a moment of `p` is stored."""
@@ -275,7 +271,11 @@ def refuse_gradients_that_stay(parameters: Iterable[torch.Tensor]) -> None:
     """
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return
-    alone = [p for p in parameters if type(p) is ScaledTensor and p.grad is not None and not _is_reduced(p)]
+    alone = []
+    for p in parameters:
+        hooks = (p._post_accumulate_grad_hooks or {}).values()
+        if type(p) is ScaledTensor and p.grad is not None and not any(getattr(hook, "reduces", 0) for hook in hooks):
+            alone.append(p)
     if alone:
         shapes = ", ".join(sorted({str(tuple(p.shape)) for p in alone}))
         raise FP8BackendError(
@@ -283,10 +283,6 @@ def refuse_gradients_that_stay(parameters: Iterable[torch.Tensor]) -> None:
             f"would drift apart: prepare the DDP-wrapped model again, with its optimizer, so that its gradients are "
             f"reduced"
         )
-
-
-def _is_reduced(p: torch.Tensor) -> bool:
-    return any(getattr(hook, "reduces", False) for hook in (p._post_accumulate_grad_hooks or {}).values())
 
 
 def _is_scaled(p: torch.Tensor) -> bool:

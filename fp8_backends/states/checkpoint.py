@@ -25,12 +25,6 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "master_weight"
 
 
-def counter(group: dict[str, Any], p: torch.Tensor) -> torch.Tensor:
-    """A new step counter, where PyTorch has it."""
-    on_device = group["capturable"] or group["fused"]
-    return torch.zeros((), dtype=torch.float32, device=p.device if on_device else "cpu")
-
-
 # State dicts
 
 
@@ -222,7 +216,7 @@ def _gather(optimizer: torch.optim.Optimizer, group: dict, p: torch.Tensor, rece
         return
     p.master, p.elsewhere = master, None
     if moments and step >= 0:
-        optimizer.state[p] = {"step": counter(group, p).copy_(step), **gathered, MASTER: master}
+        optimizer.state[p] = {"step": optimizer.new_counter(group, p).copy_(step), **gathered, MASTER: master}
 
 
 def _room(optimizer: torch.optim.Optimizer, p: torch.Tensor, name: str) -> torch.Tensor:

@@ -85,7 +85,7 @@ def store_weights(layers: Mapping[str, nn.Module], level: str) -> None:
         if not _is_stored(weight, level):  # it may be tied to a layer before this one
             values = weight.exact() if isinstance(weight, ScaledTensor) else weight.detach()
             swap(weight, quantize_weight(values, level), f"{name}.weight")
-            _cast_gradient(weight)
+            cast_gradient(weight)
     for layer in layers.values():
         layer.__dict__[LEVEL] = level
         _add_gradient_hook(layer.weight)
@@ -158,17 +158,11 @@ def make_plain(layer: nn.Module) -> None:
 # Gradients
 
 
-class CastGradient:
+def cast_gradient(weight: torch.Tensor) -> None:
     """Post-accumulate-grad hook of a weight: stores a gradient in E4M3 when it has just become complete.
 
     A gradient that a further microbatch was added to is FP32 inside, and stays so until `finish_accumulation`.
     """
-
-    def __call__(self, weight: torch.Tensor) -> None:
-        _cast_gradient(weight)
-
-
-def _cast_gradient(weight: torch.Tensor) -> None:
     gradient = weight.grad
     if gradient is not None and not isinstance(local_part(gradient), ScaledTensor):
         # a shard of a gradient has a scale of its own: each rank steps only its own rows
@@ -183,7 +177,7 @@ def _add_gradient_hook(weight: torch.Tensor) -> None:
         return  # FSDP2 has gathered this weight: its gradient is reduced first, and becomes that of the shard
     hooks = weight._post_accumulate_grad_hooks or {}
     if weight.requires_grad and not any(map(_is_gradient_hook, hooks.values())):
-        weight.register_post_accumulate_grad_hook(CastGradient())
+        weight.register_post_accumulate_grad_hook(cast_gradient)
 
 
 def swap_gradient_hook(weight: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
@@ -200,7 +194,7 @@ def _remove_gradient_hooks(weight: torch.Tensor) -> None:
 
 
 def _is_gradient_hook(hook: Callable) -> bool:
-    return isinstance(hook, CastGradient) or hasattr(hook, "reduces")
+    return hook is cast_gradient or hasattr(hook, "reduces")
 
 
 def finish_accumulation(parameters: Iterable[torch.Tensor]) -> None:
@@ -280,19 +274,17 @@ def watch_shards(model: nn.Module) -> None:
         _add_state_dict_hooks(layer)
     for parameter in model.parameters() if layers else ():
         hooks = (parameter._post_accumulate_grad_hooks or {}).values()
-        has_hook = any(isinstance(hook, CopyGradient) or _is_gradient_hook(hook) for hook in hooks)
+        has_hook = any(hook is copy_gradient or _is_gradient_hook(hook) for hook in hooks)
         if parameter.requires_grad and is_distributed(parameter) and not has_hook:
-            parameter.register_post_accumulate_grad_hook(CopyGradient())
+            parameter.register_post_accumulate_grad_hook(copy_gradient)
 
 
-class CopyGradient:
+def copy_gradient(parameter: torch.Tensor) -> None:
     """Post-accumulate-grad hook of a small sharded parameter: gives its gradient memory of its own.
 
     FSDP2 hands out views of the buffer that it has reduced. The FP32 gradient of a bias would keep the whole buffer
     alive, although the weights in it have E4M3 gradients by now.
     """
-
-    def __call__(self, parameter: torch.Tensor) -> None:
-        local = local_part(parameter.grad)
-        if local.untyped_storage().nbytes() > 2 * local.nbytes:
-            parameter.grad = with_local(parameter.grad, local.clone())
+    local = local_part(parameter.grad)
+    if local.untyped_storage().nbytes() > 2 * local.nbytes:
+        parameter.grad = with_local(parameter.grad, local.clone())
