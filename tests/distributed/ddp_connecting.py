@@ -219,7 +219,7 @@ def check_product_counters_are_each_rank_s_own():
 
 
 def check_bytes_that_a_rank_sends():
-    """Of weights that travel, with scales, the map of used weights and scaling states; DDP's bytes are a ring's."""
+    """All bytes count: scales, the map of used weights and scaling states too. DDP's bytes are those of a ring."""
     figures = {}
     size = dist.get_world_size()
     for spec in ("msamp:O2", {"backend": "native:dynamic", "gradient_comm": "fp8"}):
@@ -246,11 +246,11 @@ def check_buckets_leave_while_backward_runs():
     for name, spec in (("reducer", "msamp:O2"), ("hook", {"backend": "native:dynamic", "gradient_comm": "fp8"})):
         ddp, optimizer = wrapped(spec, mlp(bias=name == "reducer"))
         for index in range(2):  # DDP makes its buckets anew after the first pass
-            left = []
+            departed = []
             with Traffic() as traffic:
 
-                def count(gradient, traffic=traffic, left=left):
-                    left.append(traffic.count("all_to_all_single"))
+                def count(gradient, traffic=traffic, departed=departed):
+                    departed.append(traffic.count("all_to_all_single"))
 
                 hook = ddp.module[0].register_forward_hook(
                     lambda module, args, out, f=count: out.register_hook(f) and None
@@ -260,6 +260,6 @@ def check_buckets_leave_while_backward_runs():
                 buckets = traffic.count("all_to_all_single")
             optimizer.step()
             optimizer.zero_grad()
-        figures[name] = {"buckets": buckets, "left before the first layer's backward": left[0]}
-        assert left[0] == buckets - 1 >= 2, figures
+        figures[name] = {"buckets": buckets, "left before the first layer's backward": departed[0]}
+        assert departed[0] == buckets - 1 >= 2, figures
     return figures

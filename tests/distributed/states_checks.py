@@ -41,9 +41,9 @@ def rule(level: str, rounding: str = "stochastic", block: int = 0) -> StateRule:
 
 
 def values(shape: tuple[int, ...], seed: int, spread: float = 0.02) -> torch.Tensor:
-    """Of rows that differ in size, so that every rank sees another amax."""
-    made = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * spread
-    return made * torch.linspace(0.1, 3, shape[0]).view(-1, *[1] * (len(shape) - 1))
+    """Normal values in rows that differ in size, so that every rank sees another amax."""
+    normal = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * spread
+    return normal * torch.linspace(0.1, 3, shape[0]).view(-1, *[1] * (len(shape) - 1))
 
 
 def adam(parameters, states: StateRule, cls=torch.optim.AdamW) -> torch.optim.Optimizer:
@@ -82,7 +82,7 @@ def over_all_ranks() -> tuple:
 
 
 def over_half_of_the_ranks() -> tuple:
-    """Twice, as under HSDP."""
+    """A mesh with two replicas, as under HSDP."""
     return init_device_mesh("cpu", (2, dist.get_world_size() // 2)), [Replicate(), Shard(0)]
 
 
@@ -181,7 +181,7 @@ def check_gradients_that_stay_on_a_rank_are_refused():
 class Holder(nn.Module):
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         super().__init__()
-        self.of = nn.ParameterList(parameters)
+        self.held = nn.ParameterList(parameters)
 
 
 def trained(level: str, make=None, seeds=range(3), **options) -> tuple:
@@ -197,7 +197,7 @@ def check_sharded_checkpoints_load_on_other_meshes():
         folder = [tempfile.mkdtemp()] if dist.get_rank() == 0 else [None]
         dist.broadcast_object_list(folder)
         saved = get_optimizer_state_dict(Holder(ours[0]), ours[1])
-        assert all(type(local_part(v)) is torch.Tensor for of in saved["state"].values() for v in of.values())
+        assert all(type(local_part(v)) is torch.Tensor for state in saved["state"].values() for v in state.values())
         dcp.save({"optimizer": saved}, checkpoint_id=folder[0])
         for lies in (over_all_ranks(), over_half_of_the_ranks()):
             theirs = sharded(level, rule(level), lies=lies)
@@ -299,7 +299,7 @@ def bits(model: nn.Module) -> list[torch.Tensor]:
         (p._data.view(torch.uint8), p._scale_inv) if isinstance(p, ScaledTensor) else (p.data,)
         for p in model.parameters()
     ]
-    return [each.clone() for of in stored for each in of]
+    return [each.clone() for parts in stored for each in parts]
 
 
 def whole_state_dicts(model, optimizer, **options) -> tuple[dict, dict]:
