@@ -85,7 +85,7 @@ def follow(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> No
 
 
 class Connection(BackwardPass):
-    """What connects one DDP: it knows when backward passes end, and has the group in which all FP8 traffic happens."""
+    """The hook that connects one DDP. It has the process group in which all FP8 traffic happens."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(_travels)
@@ -258,10 +258,10 @@ def _register_hook(ddp: DistributedDataParallel, connection: Connection) -> None
 
 
 class _Joins:
-    """What stands in front of DDP for `torch.distributed.algorithms.Join`, on a rank that has run out of inputs."""
+    """The methods of DDP that `torch.distributed.algorithms.Join` calls on a rank that has run out of inputs."""
 
     def join_hook(self, **kwargs) -> JoinHook:
-        """As in DDP. Raises `FP8BackendError` for `divide_by_initial_world_size=False`."""
+        """Make DDP's hook. Raises `FP8BackendError` where FP8 traffic does not go with uneven inputs."""
         stock, connection = super().join_hook(**kwargs), Connection.find(self)
         if connection is None:
             return stock
@@ -285,14 +285,12 @@ class _Joins:
         later on this rank, too. What happens at the end of backward comes last.
         """
         connection = Connection.find(self)
-        collectives = connection.collectives if connection is not None else []
-        during = [each for each in collectives if each is connection.reducer]
-        for each in during:
-            each.finish(contributes=False)
+        if connection is not None and connection.reducer is not None:
+            connection.reducer.finish(contributes=False)
         super()._match_all_reduce_for_bwd_pass()
-        for each in collectives:
-            if each not in during:
-                each.finish(contributes=False)
+        for collective in connection.collectives if connection is not None else ():
+            if collective is not connection.reducer:
+                collective.finish(contributes=False)
 
 
 class ConnectedDDP(_Joins, DistributedDataParallel):
@@ -304,6 +302,8 @@ def _with_join(cls: type) -> type:
 
 
 class _Join(JoinHook):
+    """DDP's own hook, and what a rank that has run out of inputs takes over from the others in the end."""
+
     def __init__(self, ddp: DistributedDataParallel, stock: JoinHook, connection: Connection) -> None:
         self.ddp, self.stock, self.connection = ddp, stock, connection
 

@@ -203,7 +203,8 @@ class SideStream:
             yield
 
     def part_of_message(self, tensor: torch.Tensor, start: int = 0) -> Part:
-        """What a tensor of another stream has to send. Its memory may be freed there while it is read here."""
+        """The part of a message that a tensor of another stream becomes. Its memory may be freed there while it is read
+        on this one."""
         if self.stream is not None:
             for stored in _stored_parts(tensor):
                 stored.record_stream(self.stream)
@@ -229,7 +230,7 @@ def _stored_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 class HookState:
-    """What the communication hook keeps while one backward pass runs."""
+    """The communication hook's state, which lasts for one backward pass."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.side_stream = group, SideStream(device)

@@ -41,7 +41,7 @@ COMPILE_FROM = 2**22
 
 
 class LocalView(NamedTuple):
-    """What lies on this rank of a parameter that takes part in a step."""
+    """This rank's part of a parameter that takes part in a step."""
 
     parameter: torch.Tensor
     group: dict[str, Any]
@@ -53,15 +53,15 @@ class LocalView(NamedTuple):
     """The weight in E4M3 that is made of its master."""
     gradient: torch.Tensor
     is_shard: bool
-    """Whether the parameter is a DTensor, and other ranks have other elements of it."""
+    """Whether the parameter is a DTensor, of which other ranks have other elements."""
     first: int
-    """Index in the whole parameter of the first element."""
+    """Index of the first element in the whole parameter."""
     finite: torch.Tensor | None = None
     """Whether the gradient is finite on all ranks, where it is a shard; bool, 0-dim."""
 
 
 def view_of(p: torch.Tensor, group: dict[str, Any], index: int) -> LocalView:
-    """What lies on this rank of a parameter that has a gradient.
+    """This rank's part of a parameter that has a gradient.
 
     Raises:
         FP8BackendError: the master of a weight lies on another rank.
@@ -77,7 +77,8 @@ def view_of(p: torch.Tensor, group: dict[str, Any], index: int) -> LocalView:
 
 
 class ScaledStates:
-    """What a converted optimizer does differently from `torch.optim.Adam` or `AdamW`. It stands in front of these."""
+    """The step, the states and the state dicts of a converted optimizer. It stands in front of `torch.optim.Adam` or
+    `AdamW`."""
 
     fp8_states: StateRule
     fp8_owners: sharding.Owners | None = None
@@ -87,7 +88,7 @@ class ScaledStates:
 
     @torch.no_grad()
     def step(self, closure=None):
-        """As `torch.optim.Adam.step`. A gradient tensor that holds an inf or a NaN counts as zero in this step."""
+        """Make one step, as `torch.optim.Adam.step` does. A gradient that holds an inf or a NaN counts as zero."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -105,7 +106,7 @@ class ScaledStates:
         return loss
 
     def _views(self) -> list[LocalView]:
-        """The parameters whose steps this rank makes now."""
+        """This rank's part of all parameters whose steps it makes now."""
         views, count = [], itertools.count()
         for group in self.param_groups:
             _check_group(group)
@@ -237,7 +238,7 @@ class ScaledStates:
         return {**super().__getstate__(), "fp8_states": self.fp8_states}
 
     def state_dict(self) -> dict[str, Any]:
-        """As in PyTorch, with scaled states as they are stored (those of DTensors as DTensors with FP32 values).
+        """PyTorch's state dict, with scaled states as they are stored (those of DTensors as DTensors with FP32 values).
 
         Raises:
             FP8BackendError: other ranks own some of the states, and `whole_states` is not entered.
@@ -251,8 +252,8 @@ class ScaledStates:
         return checkpoint.export_states(self, super().state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in PyTorch, from a checkpoint of any level or of a stock Adam, by value. Group dictionaries are updated
-        in place, so that schedulers keep acting on them."""
+        """Load a checkpoint of any level or of a stock Adam, by value. Group dictionaries are updated in place, so that
+        schedulers keep acting on them."""
         for group in state_dict["param_groups"]:
             _check_group(group)
         checkpoint.load_states(self, state_dict, super().load_state_dict)
@@ -290,7 +291,7 @@ def _is_scaled(p: torch.Tensor) -> bool:
 
 
 def _slot(tensor: torch.Tensor) -> Slot:
-    """What this rank has of the tensor, as the kernel reads and writes it."""
+    """This rank's part of a tensor, as the kernel reads and writes it."""
     tensor = local_part(tensor)
     if isinstance(tensor, ScaledTensor):
         return Slot(tensor._data, tensor._scale_inv, tensor.block_size)
@@ -396,7 +397,7 @@ def _check_group(group: dict[str, Any]) -> None:
 
 
 class _TrackedStep:
-    """What PyTorch's schedulers make of `optimizer.step` to know that it was called, over the converted class."""
+    """A `step` that notes that it was called, as PyTorch's schedulers put it on an optimizer; for a converted class."""
 
     _wrapped_by_lr_sched = True
 

@@ -29,8 +29,8 @@ MASTER = "master_weight"
 
 
 def export_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """What PyTorch made of an optimizer's states, in the form in which it is saved. A weight that its own dtype cannot
-    hold to the bit (scaled FP16 that stands for BF16) is added as `master_weight`, so that a resumed run is equal."""
+    """Turn the state dict that PyTorch made of an optimizer into what is saved. A weight that its own dtype cannot hold
+    to the bit (scaled FP16 that stands for BF16) is added as `master_weight`, so that a resumed run is equal."""
     for key, p in _parameters_of(optimizer.param_groups, state_dict).items():
         if key not in state_dict["state"]:
             continue
@@ -45,8 +45,7 @@ def export_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) 
 
 
 def load_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], load: Callable[[dict], None]) -> None:
-    """Load a checkpoint of any level or of a stock Adam, by value. Group dictionaries are updated in place, so that
-    schedulers keep acting on them.
+    """`ScaledStates.load_state_dict`.
 
     Args:
         load: PyTorch's own `load_state_dict`. It gets everything but moments and masters.

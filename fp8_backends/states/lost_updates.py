@@ -35,7 +35,7 @@ def share_of_lost_updates(optimizer: torch.optim.Optimizer) -> float | None:
 
 
 def _exact_update(group: dict[str, Any], state: dict[str, Any], weight: torch.Tensor) -> torch.Tensor:
-    """What Adam adds to the weight (FP32) with the moments as they are."""
+    """The update that Adam adds to the weight (FP32) with the moments as they are."""
     exp_avg, exp_avg_sq = (_float(state[name]) for name in MOMENTS)
     (beta1, beta2), step = group["betas"], float(state["step"])
     denominator = exp_avg_sq.sqrt() / math.sqrt(1 - beta2**step) + group["eps"]

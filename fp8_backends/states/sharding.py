@@ -92,8 +92,8 @@ def run_agreed(steps: AdamSteps, parameters: Sequence[torch.Tensor]) -> None:
 
 
 def _agree_on_amaxes(amaxes: list[list[torch.Tensor | None]], parameters: Sequence[torch.Tensor]) -> None:
-    """In the list of amaxes of each DTensor, replace the amaxes of whole tensors (0-dim) by the largest of all ranks.
-    None and the amaxes of blocks, [blocks], stay."""
+    """Replace each DTensor's amaxes of whole tensors (0-dim) by the largest of all ranks. None stays, and so do the
+    amaxes of blocks, [blocks]."""
     places = [
         (i, j)
         for i, p in enumerate(parameters)
