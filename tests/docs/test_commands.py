@@ -174,6 +174,13 @@ def test_every_test_command_names_paths_and_markers_that_exist(pytestconfig):
     assert "slow" in used and used <= markers
 
 
+def test_one_line_of_the_readme_installs_and_runs_the_tests():
+    """`.ci/run` looks for it with this pattern."""
+    pattern = r"^\s+(\$ )?(python -m pip install .*pytest.*)$"
+    assert "(python -m pip install .*pytest.*)$" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    assert len(re.findall(pattern, README.read_text(encoding="utf-8"), re.M)) == 1
+
+
 def test_no_command_is_left_out():
     known = "launch |torchrun |python train.py|python -m (pytest|sphinx) |python benchmarks/"
     known += "|fp8-backends (config|estimate|compare)"
