@@ -305,8 +305,8 @@ def _key(suffix: str) -> str:
     return field.name if suffix in field.name.upper() else suffix.lower()
 
 
-# NeMo, Megatron and Megatron-Bridge. Megatron's arguments may be written as on its command line (`--fp8-margin`), and the
-# precision plug-ins of NeMo and Bridge (`bf16_with_fp8_mixed`, with hyphens too) as a backend string, or under
+# NeMo, Megatron and Megatron-Bridge. Megatron's arguments may be written as on its command line (`--fp8-margin`), and
+# the precision plug-ins of NeMo and Bridge (`bf16_with_fp8_mixed`, with hyphens too) as a backend string, or under
 # `precision` or `mixed_precision`. What has no meaning here is refused by name; a value that asks for nothing, such as
 # False, passes.
 
