@@ -3,9 +3,9 @@
 #   benchmarks/cpu.sh --out benchmarks/results [--only linear,optimizer]     --small rehearses every line
 # Writes one JSON a question, NAME_cpu_FEATURES.json, with chip, versions and date, and prints this machine's targets.
 # FEATURES is what `benchmarks/measuring.py` prints, such as avx512_bf16, or avx2 on a CPU without bf16 products, where
-# FP32 takes the place of bf16. Then `benchmarks/tables.py --write README.rst` puts the README's tables in. Exits with 1
-# if a question failed. Longer questions, on demand: memory.py, distributed.py, estimate.py, finetune.py,
-# gradient_mean.py.
+# FP32 takes the place of bf16. Then `benchmarks/tables.py --write` writes the tables of benchmarks/README.rst and the
+# summary of README.rst. Exits with 1 if a question failed. Longer questions, on demand: memory.py, distributed.py,
+# estimate.py, finetune.py, gradient_mean.py.
 set -uo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 out=. small= only=

@@ -1,8 +1,10 @@
-"""The README's tables of measurements, from the records in `benchmarks/results`.
+"""The tables of measurements in `benchmarks/README.rst` and `README.rst`, from the records in `benchmarks/results`.
 
-    benchmarks/tables.py                       prints them all
-    benchmarks/tables.py --write README.rst    puts each between its markers, `.. begin table NAME`, `.. end table NAME`
+    benchmarks/tables.py                                  prints them all
+    benchmarks/tables.py --write                          writes each between its markers in both documents
+    benchmarks/tables.py --write benchmarks/README.rst    the same in one document
 
+The markers are comments: `.. begin table NAME` and `.. end table NAME`. `README.rst` has the table `summary` alone.
 A question without a record says `not yet measured`. One of a CPU has a table for each kind of CPU that has a record,
 and the targets read those of one CPU with bf16 products and of one without: of the usual two, `targets.USUAL`, where
 these have records, else of the first by name. Every table names the machine, the versions and the date, and has
@@ -21,7 +23,9 @@ from pathlib import Path
 import targets
 from targets import Records
 
-RESULTS = Path(__file__).parent / "results"
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results"
+DOCUMENTS = (HERE.parent / "README.rst", HERE / "README.rst")
 NAMED = ("torch", "triton", "torchao", "transformer-engine", "bitsandbytes")
 """Libraries whose versions stand above a table."""
 
@@ -339,7 +343,45 @@ def start_up(records: Records) -> str:
     return "\n\n".join([prepared, imported, adapter])
 
 
+def estimate(records: Records) -> str:
+    def made(record: dict) -> str:
+        groups: dict[tuple, list[dict]] = {}
+        for each in record["results"]:
+            groups.setdefault((each["model"], each["sharding"], each["ranks"]), []).append(each["ratio"])
+        rows = []
+        for (model, sharding, ranks), ratios in groups.items():
+            cells = [_range([ratio[key] for ratio in ratios if key in ratio]) for key in ("static", "peak", "sent")]
+            rows.append([model, "one process" if ranks == 1 else f"{sharding.upper()}, {ranks} processes", *cells])
+        return rst(["model", "processes", "static bytes", "peak of a step", "bytes sent"], rows)
+
+    return of_records(records, {"estimate_cpu": "Estimate / measurement, lowest and highest over all backends"}, made)
+
+
+def _range(values: list[float]) -> str | None:
+    if not values:
+        return None
+    low, high = f"{min(values):.3f}", f"{max(values):.3f}"
+    return low if low == high else f"{low} to {high}"
+
+
+def summary(records: Records) -> str:
+    """The few figures of `README.rst`: those of the usual CPU with bf16 products, and what no GPU has shown yet."""
+    features = targets.USUAL[0]
+    measured = targets.of_cpu(records, features)
+    rows = [[row.what, row.shown(records)] for row in targets.SUMMARY_ON_GPU]
+    rows += [[row.what, row.shown(measured)] for row in targets.SUMMARY]
+    machines = {}
+    for name in sorted({row.file for row in targets.SUMMARY} & set(measured)):
+        machine, chip = where(measured[name], features), measured[name]["machine"]["chip"]
+        machines[f"{chip}{machine.partition(chip)[2]}"] = None
+    caption = (
+        textwrap.fill(f"CPU figures are from 1 or 2 cores of an {'; '.join(machines)}.", 120) if machines else None
+    )
+    return "\n\n".join(filter(None, [rst(["what", "measured"], rows), caption]))
+
+
 TABLES: dict[str, Callable[[Records], str]] = {
+    "summary": summary,
     "targets-cpu": targets_cpu,
     "targets-gpu": targets_gpu,
     "linear": linear,
@@ -353,6 +395,7 @@ TABLES: dict[str, Callable[[Records], str]] = {
     "start-up": start_up,
     "distributed": distributed,
     "finetune": finetune,
+    "estimate": estimate,
 }
 _MARKED = re.compile(
     r"^\.\. begin table (?P<name>\S+)\n(?P<text>.*?)^\.\. end table (?P=name)\n", re.DOTALL | re.MULTILINE
@@ -377,11 +420,14 @@ def written(document: str, records: Records) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--write", type=Path, help="a file with markers")
+    parser.add_argument(
+        "--write", type=Path, nargs="*", metavar="FILE", help="write into these documents (default: both)"
+    )
     arguments = parser.parse_args()
     records = targets.load(arguments.results)
-    if arguments.write:
-        arguments.write.write_text(written(arguments.write.read_text(encoding="utf-8"), records), encoding="utf-8")
+    if arguments.write is not None:
+        for document in arguments.write or DOCUMENTS:
+            document.write_text(written(document.read_text(encoding="utf-8"), records), encoding="utf-8")
         return
     for name, table in TABLES.items():
         print(f".. begin table {name}\n\n{table(records)}\n\n.. end table {name}\n")

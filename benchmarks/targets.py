@@ -18,7 +18,7 @@ from measuring import cpu_features, table
 Records = dict[str, dict]
 """By the name of the file without its ending, such as `linear_cpu_avx512_bf16` or `step_1b_gpu`."""
 USUAL = ("avx512_bf16", "avx2")
-"""The CPUs that the README is about, one with bf16 products and one without: by their features."""
+"""The CPUs that the documents are about, one with bf16 products and one without: by their features."""
 
 
 @dataclass(frozen=True)
@@ -274,6 +274,88 @@ AGAINST_LIMITS = (
     Target("step of Llama 1B, ``native:dynamic``, compiled / its limit", step_limit(_1B, "native:dynamic", "compiled")),
 )
 """Shares of what the chip can do at most, measured in the same run. Not targets: no bound."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One row of the summary in `README.rst`. `read` makes its text and raises LookupError without a record."""
+
+    what: str
+    file: str
+    read: Callable[[dict], str]
+
+    def shown(self, records: Records) -> str:
+        try:
+            return self.read(records[self.file])
+        except LookupError:
+            return "not yet measured"
+
+
+def _peak(record: dict) -> str:
+    plain, level = (one(record["results"], backend=name) for name in ("bf16", "msamp:O2"))
+    return f"{100 * level['peak_tensor_bytes'] / plain['peak_tensor_bytes'] - 100:+.0f} %".replace(
+        "-", "\N{MINUS SIGN}"
+    )
+
+
+def _bytes(record: dict) -> str:
+    found = [one(record["results"], backend=f"msamp:{level}") for level in ("O1", "O2", "O3")]
+    return ", ".join(f"{each['bytes_per_element']['total']:.0f}" for each in found)
+
+
+def _gap(backend: str) -> Callable[[dict], str]:
+    def read(record: dict) -> str:
+        found = one(record["summaries"], backend=backend, engine="FSDP2")
+        text = f"{found['gap']:+.4f} \N{PLUS-MINUS SIGN} {found['half_width']:.4f} nats"
+        return text.replace("-", "\N{MINUS SIGN}")
+
+    return read
+
+
+def _sent(record: dict) -> str:
+    return f"{two_shot_bytes({'comm_cpu': record}):.2f}"
+
+
+def _mean_error(record: dict) -> str:
+    return f"{100 * max(each['error'] for each in record['figures'] if each['method'] == 'two-shot, 128'):.1f} %"
+
+
+def _times(backend: str) -> Callable[[dict], str]:
+    def read(record: dict) -> str:
+        return f"{one(record['results'], backend=backend, form='eager')['times_plain']['ratio']:.2f}"
+
+    return read
+
+
+def _gpu_times(record: dict) -> str:
+    return f"{speed(_8B, 'native', 'bf16', 'compiled')({_8B: record}):.2f}"
+
+
+SUMMARY = (
+    Figure(
+        "bytes that training keeps for each weight element, ``msamp:O1``, ``O2``, ``O3`` (bf16: 16)",
+        "memory_cpu",
+        _bytes,
+    ),
+    Figure("peak memory of a training step, ``msamp:O2`` / bf16 autocast", "memory_cpu", _peak),
+    Figure(
+        "held-out loss minus bf16's, ``native:dynamic`` (0.7 M parameters, 5 seeds)",
+        "distributed_cpu",
+        _gap("native:dynamic"),
+    ),
+    Figure("the same, ``msamp:O2``", "distributed_cpu", _gap("msamp:O2")),
+    Figure("bytes of gradients sent between ranks, FP8 / FP32", "comm_cpu", _sent),
+    Figure("relative error of a mean of gradients sent in FP8, 2 to 32 ranks", "gradient_mean_cpu", _mean_error),
+    Figure(
+        "time of a step through Accelerate / of a hand-written TorchAO loop",
+        "overhead_cpu",
+        lambda record: f"{record['ratio']['ratio']:.3f}",
+    ),
+    Figure("tokens/s on this CPU / bf16's, ``native:dynamic`` (FP8 is emulated)", "step_cpu", _times("native:dynamic")),
+    Figure("the same, ``ao:tensorwise``", "step_cpu", _times("ao:tensorwise")),
+)
+"""Of the usual CPU with bf16 products."""
+SUMMARY_ON_GPU = (Figure("**on a GPU**: tokens/s / bf16's, layers of Llama 8B, ``native``, compiled", _8B, _gpu_times),)
 
 
 def rows(targets: tuple[Target, ...], records: Records) -> list[list[str]]:

@@ -1,8 +1,9 @@
-"""What becomes of the benchmarks' records: verdicts, tables, the README."""
+"""What becomes of the benchmarks' records: verdicts, tables, documents."""
 
 from __future__ import annotations
 
 import itertools
+import re
 import sys
 from pathlib import Path
 
@@ -25,11 +26,38 @@ from fp8_backends.compute import hardware  # noqa: E402
 MACHINE = {"chip": "AMD EPYC", "gpus": 0, "torch_threads": 2, "torch": "2.13.0+cpu", "date": "2026-11-21"}
 
 
-def test_the_readme_shows_what_was_measured():
-    """Every table of `benchmarks/tables.py`, as it follows from the records that lie in `benchmarks/results`."""
-    shown = tables.between_markers((ROOT / "README.rst").read_text(encoding="utf-8"))
+def test_the_documents_show_what_was_measured():
+    """Every table of `benchmarks/tables.py`, as it follows from the records that lie in `benchmarks/results`: the
+    summary in the README, the others in `benchmarks/README.rst`. `benchmarks/tables.py --write` mends them."""
+    readme, measurements = (tables.between_markers(path.read_text(encoding="utf-8")) for path in tables.DOCUMENTS)
     records = targets.load(tables.RESULTS)
-    assert shown == {name: table(records) for name, table in tables.TABLES.items()}
+    made = {name: table(records) for name, table in tables.TABLES.items()}
+    assert readme == {"summary": made.pop("summary")}
+    assert measurements == made
+
+
+def test_a_figure_of_the_summary_is_read_from_its_record():
+    peaks = {"bf16": 1000, "msamp:O1": 700, "msamp:O2": 400, "msamp:O3": 450}
+    results = [
+        {"backend": name, "peak_tensor_bytes": peak, "bytes_per_element": {"total": peak / 100}}
+        for name, peak in peaks.items()
+    ]
+    shown = tables.summary({"memory_cpu_avx512_bf16": {"machine": MACHINE, "results": results}})
+    assert "  \N{MINUS SIGN}60 %\n" in shown and "  7, 4, 4\n" in shown
+    assert "AMD EPYC (avx512_bf16), torch 2.13.0, 21 November 2026." in shown
+    faster = {"step_8b_gpu": {"results": []}}
+    for backend, rate in {"bf16": 100, "native:dynamic": 140, "native:delayed": 150}.items():
+        row = {"backend": backend, "form": "compiled", "tokens_per_second": rate}
+        faster["step_8b_gpu"]["results"].append(row)
+    assert re.search(r"^\*\*on a GPU\*\*.*  1.50$", tables.summary(faster), re.M)
+
+
+def test_the_command_writes_the_documents_that_are_named(tmp_path, monkeypatch):
+    document = tmp_path / "page.rst"
+    document.write_text(".. begin table kernels\n\n.. end table kernels\n")
+    monkeypatch.setattr(sys, "argv", ["tables.py", "--write", str(document), "--results", str(tmp_path)])
+    tables.main()
+    assert "not yet measured" in document.read_text()
 
 
 def test_without_records_every_table_says_not_yet_measured():

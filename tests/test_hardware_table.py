@@ -1,8 +1,7 @@
-"""The table of chips: complete, equal to what the code does there, and the one that the README shows."""
+"""The table of chips: complete, and equal to what the code does there."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,8 +15,6 @@ from fp8_backends.compute.native.block_products import block_engine_for
 from fp8_backends.compute.products import engine_for
 from fp8_backends.compute.te.backend import TransformerEngineCompute
 from fp8_backends.compute.torchao import backend as torchao
-
-README = Path(__file__).parents[1] / "README.rst"
 
 MACHINES = {
     # chip: (capability, AMD architecture)
@@ -106,10 +103,6 @@ def test_without_a_gpu_it_is_the_cpu():
     assert chip_here().key == "cpu"
     assert support_of("te", "delayed", chip_here()).state == REFUSED
     assert support_of("mine", "delayed", chip_here()) is None
-
-
-def test_the_readme_shows_this_table():
-    assert hardware_table.restructured_text() in README.read_text()
 
 
 def test_texts_fit_their_width():

@@ -8,7 +8,7 @@
 #   benchmarks/gpu/run.sh --out DIR --nproc 1,2,4,8   further GPUs: the table by the number of ranks, over NCCL
 # --cpu rehearses every line on a small scale without a GPU; --list prints the parts with their seconds and runs none.
 # Prints tables and writes one JSON a question, with chip, versions and date, under DIR; `cp DIR/*_gpu.json
-# benchmarks/results` and benchmarks/tables.py make the README's tables of them. Exits with 1 if a part failed.
+# benchmarks/results` and `benchmarks/tables.py --write` make the tables of them. Exits with 1 if a part failed.
 # TorchAO and TransformerEngine are measured where they are installed. Wheels in .te, beside README.rst, are unpacked
 # and used, as is a bundle of TransformerEngine there (te_core_py.tar.xz and libte_sm90.so.xz). A part that does not end
 # in its time is cut off, and one that no longer fits is left out: both are said, and count as failed.

@@ -19,6 +19,7 @@ from torch import nn
 
 from ..comm.backward import agree_on_scaling
 from ..compute import frozen_weights
+from ..compute.interface import scaling_buffers
 from ..compute.te.refusals import FUSED_NORMS_SHARDED
 from ..errors import RecipeError
 from ..training import conversion, preparation
@@ -122,7 +123,7 @@ def after_backward(accelerator: Accelerator) -> None:
 
 def _scaling_buffers(engine: nn.Module) -> list[torch.Tensor]:
     roots = conversion.prepared_roots(engine)
-    return [state for _, root, prepared in roots for state in prepared.compute.scaling_buffers(root)]
+    return [state for _, root, prepared in roots for state in scaling_buffers(prepared.compute, root)]
 
 
 def _keep_scaling_in_checkpoints(accelerator: Accelerator, engine: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Every backend under every engine: what works, and what is refused by name. The README's table is made of this."""
+"""Every backend under every engine: what works, and what is refused by name. The guide `distributed.rst` shows it."""
 
 from __future__ import annotations
 

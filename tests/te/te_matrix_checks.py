@@ -1,4 +1,4 @@
-"""The cells of the README's table that are TransformerEngine's, over the stand-in."""
+"""The cells of the matrix that are TransformerEngine's, over the stand-in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TransformerEngine's cells of the README's table: each of its backends under each engine, over the stand-in."""
+"""TransformerEngine's cells of the matrix: each of its backends under each engine, over the stand-in."""
 
 from __future__ import annotations
 

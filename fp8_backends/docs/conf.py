@@ -1,0 +1,42 @@
+"""Sphinx's settings for the guides: `python -m sphinx -W fp8_backends/docs OUTPUT`.
+
+The guides are plain reStructuredText that also reads well on a code host, so they link to each other by file name
+(`Levels <levels.rst>`_). In the web pages such a link leads to the page, and one that leaves this folder is shown as
+the path of the file in the repository.
+"""
+
+from pathlib import Path
+
+from docutils import nodes
+from sphinx.util import logging
+
+project = "fp8-backends"
+author = "the fp8-backends authors"
+extensions = []
+html_theme = "alabaster"
+exclude_patterns = ["_build"]
+root_doc = "index"
+FOLDER = Path(__file__).resolve().parent
+REPOSITORY = FOLDER.parents[1]
+logger = logging.getLogger(__name__)
+
+
+def resolve_links(app, doctree, docname):
+    """Make each relative link to a .rst file one to its page, or a path if it leaves the folder. A missing file is a
+    warning."""
+    for link in list(doctree.findall(nodes.reference)):
+        target = link.get("refuri", "")
+        if not target.endswith(".rst") or "://" in target:
+            continue
+        path = (FOLDER / target).resolve()
+        if not path.exists():
+            logger.warning("no such file: %s", target, location=link)
+        elif path.parent == FOLDER:
+            link["refuri"] = app.builder.get_relative_uri(docname, path.stem)
+        else:
+            link.replace_self(nodes.literal(text=path.relative_to(REPOSITORY).as_posix()))
+
+
+def setup(app):
+    app.connect("doctree-resolved", resolve_links)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

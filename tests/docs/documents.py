@@ -1,0 +1,47 @@
+"""The README, the guides and the other pages of documentation, and what stands in them: blocks of code and commands."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+GUIDES = ROOT / "fp8_backends" / "docs"
+README = ROOT / "README.rst"
+MEASUREMENTS = ROOT / "benchmarks" / "README.rst"
+DOCUMENTS = (README, *sorted(GUIDES.glob("*.rst")), MEASUREMENTS, ROOT / "tests" / "README.rst")
+PROGRAMS = ("fp8-backends", "accelerate", "torchrun", "python", "bash")
+
+
+class Block(NamedTuple):
+    document: Path
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.document.relative_to(ROOT)}: {self.text.splitlines()[-1][:40]}"
+
+
+def _blocks(document: Path, opening: str) -> list[Block]:
+    found = re.findall(rf"{opening}\n\n((?: {{4}}.*\n|\n)+)", document.read_text(encoding="utf-8"), re.M)
+    return [Block(document, re.sub(r"^ {4}", "", block, flags=re.M).strip() + "\n") for block in found]
+
+
+def code_blocks(language: str, *documents: Path) -> list[Block]:
+    """The contents of every `.. code-block::` of that language, in these documents or in all."""
+    return [
+        block for document in documents or DOCUMENTS for block in _blocks(document, rf"^\.\. code-block:: {language}")
+    ]
+
+
+def literal_blocks(*documents: Path) -> list[Block]:
+    """The contents of every block after a `::`."""
+    return [block for document in documents or DOCUMENTS for block in _blocks(document, r"^(?!\.\. ).*::")]
+
+
+def commands(*documents: Path) -> list[str]:
+    """Every line of a shell, without comments, but those that install."""
+    lines = "".join(block.text for block in literal_blocks(*documents)).replace("\\\n", " ").splitlines()
+    lines = [line.partition("  #")[0].strip() for line in lines]
+    of_a_shell = rf"([A-Z_0-9]+=\S+ )*({'|'.join(PROGRAMS)}) "
+    return [line for line in lines if re.match(of_a_shell, line) and "pip install" not in line]

@@ -1,0 +1,187 @@
+"""Every command that a page shows. Those that need GPUs are read by the parsers of the programs that they start, and
+the others run."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import warm_process
+import yaml
+from accelerate.commands.launch import launch_command_parser
+from documents import GUIDES, README, ROOT, code_blocks, commands, literal_blocks
+from torch.distributed.run import get_args_parser
+
+from fp8_backends.accelerate_plugin.launch import _Configuration, recipe_fields
+from fp8_backends.accelerate_plugin.launch_flags import parse
+from fp8_backends.cli.compare import command as compare
+from fp8_backends.cli.config.reading import read
+from fp8_backends.cli.main import main
+from fp8_backends.recipes.handlers import FP8RecipeKwargs, resolve
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Where a user stands: a script that names no recipe, a module, and the files that the guides show."""
+    block = code_blocks("python", README)[0].text
+    script = block.replace('mixed_precision="fp8", kwargs_handlers=[recipe]', "")
+    assert script != block, "the README's python block makes its Accelerator in another way"
+    script = re.sub(r"^(recipe = |print).*\n", "", script, flags=re.M)
+    (tmp_path / "train.py").write_text(script)
+    for block in code_blocks("yaml"):
+        (tmp_path / re.match(r"# (\S+\.yaml)", block.text)[1]).write_text(block.text)
+    (tmp_path / "my-model").mkdir()
+    config = '{"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2}'
+    (tmp_path / "my-model" / "config.json").write_text(config)
+    monkeypatch.chdir(tmp_path)
+    for name in ("ACCELERATE_USE_CPU", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_FP8_BACKEND"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def backend_that_trained(line: str, monkeypatch) -> str:
+    """Run a line as it stands; the backend of the one proof line that it printed."""
+    words = shlex.split(line)
+    while "=" in words[0]:
+        monkeypatch.setenv(*words.pop(0).split("=", 1))
+    program, *arguments = words
+    start = {"fp8-backends": ["-m", "fp8_backends"], "torchrun": ["-m", "torch.distributed.run"], "python": []}[program]
+    ended = warm_process.run(*start, *arguments)
+    assert ended.returncode == 0, ended.stderr
+    (proof,) = re.findall(r"^(\S+): 2/2 Linear, 100 % of weight FLOPs", ended.stderr, re.M)
+    return proof
+
+
+TRAINS_HERE = {
+    "fp8-backends launch --fp8_backend native:rowwise train.py": "native:rowwise",
+    "ACCELERATE_MIXED_PRECISION=fp8 ACCELERATE_FP8_BACKEND=native:rowwise python train.py": "native:rowwise",
+    "fp8-backends launch --fp8_backend native:rowwise train.py --lr 1e-4": "native:rowwise",
+    "fp8-backends launch --cpu --num_processes 2 --fp8_backend msamp:O2 train.py": "native:window+msamp:O2",
+}
+UNDER_TORCHRUN = "ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 train.py"
+"""Two processes on one port of torchrun's choice; the script there names its recipe."""
+
+
+@pytest.mark.parametrize("line", TRAINS_HERE)
+def test_every_training_command_that_needs_no_gpu_trains_with_what_it_names(line, folder, monkeypatch):
+    assert line in commands()
+    assert backend_that_trained(line, monkeypatch) == TRAINS_HERE[line]
+
+
+def test_the_torchrun_command_trains_on_two_processes(folder, monkeypatch):
+    assert UNDER_TORCHRUN in commands()
+    (folder / "train.py").write_text(code_blocks("python", README)[0].text)
+    alone = UNDER_TORCHRUN.replace("torchrun", "torchrun --standalone")  # beside other tests on this machine
+    assert backend_that_trained(alone, monkeypatch) == "native:dynamic"
+
+
+def launches() -> list[str]:
+    others = [line for line in commands() if line not in (*TRAINS_HERE, UNDER_TORCHRUN)]
+    return [line for line in others if re.search(r"launch |torchrun ", line)]
+
+
+@pytest.mark.parametrize("line", launches())
+def test_every_other_launch_is_understood_by_the_launcher_that_it_names(line):
+    program, *arguments = [word for word in shlex.split(line) if not re.match("[A-Z_0-9]+=", word)]
+    if program == "torchrun":
+        script = get_args_parser().parse_args(arguments).training_script
+        assert script == "train.py" or (ROOT / script).exists()
+    elif program == "accelerate":
+        assert launch_command_parser().parse_args(arguments[1:]).mixed_precision == "fp8"
+    else:
+        asked = parse(arguments[1:])
+        if "--config_file" not in line:  # the configuration's own test reads that file
+            name = re.search(r"--fp8_backend (\S+)", line)[1]
+            recipe = FP8RecipeKwargs(**recipe_fields(asked, _Configuration()))
+            assert recipe == FP8RecipeKwargs(backend=name, **({"margin": 1} if "--fp8_margin 1" in line else {}))
+
+
+def test_the_config_commands_and_their_files_mean_what_is_said(folder, capsys):
+    guide = GUIDES / "configuration.rst"
+    lines = [line for line in commands(guide) if line.startswith("fp8-backends config ")]
+    assert len(lines) == 3
+    for line in lines:
+        line, _, target = line.partition(" > ")
+        assert main(shlex.split(line)[1:]) == 0, line
+        written = capsys.readouterr().out
+        if target:
+            Path(target.strip()).write_text(written)
+    assert read("accelerate.yaml").recipe.name == "te:delayed+msamp:O2"  # what the second line wrote
+    main(["config", "axolotl.yaml", "--num_processes", "8"])
+    explained = next(block.text for block in literal_blocks(guide) if block.text.startswith("backend "))
+    said = capsys.readouterr().err
+    assert all(line in said for line in explained.splitlines())
+
+
+def test_the_launchers_yaml_is_read(folder):
+    recipe = read("fsdp.yaml").recipe
+    assert (recipe.name, recipe.amax_history_len, recipe.exclude) == ("native:delayed+msamp:O3", 16, ("lm_head",))
+
+
+def test_every_yaml_block_is_read_by_one_of_these_tests(folder):
+    assert {path.name for path in folder.glob("*.yaml")} == {"axolotl.yaml", "fsdp.yaml"}
+    assert all(yaml.safe_load(path.read_text()) for path in folder.glob("*.yaml"))
+
+
+@pytest.mark.slow
+def test_the_estimates_shown_are_those_that_are_printed(folder, capsys):
+    guide = GUIDES / "estimate.rst"
+    ours, shown = [line for line in commands(guide) if line.startswith("fp8-backends estimate ")]
+    assert main([*shlex.split(ours)[1:], "--backend", "bf16,msamp:O2"]) == 0
+    assert {"DDP", "FSDP2"} <= set(re.findall(r"\w+", capsys.readouterr().out))
+    assert main([*shlex.split(shown)[1:], "--backend", "bf16,msamp:O2"]) == 0
+    printed = capsys.readouterr().out
+    table = next(block.text for block in literal_blocks(guide) if block.text.startswith("model  "))
+    shown_rows, rows = (
+        [
+            [cell for cell in line.split() if cell != "-"]
+            for line in text.splitlines()
+            if re.match(r"\s*(bf16|msamp:O2) ", line)
+        ]
+        for text in (table, printed)  # a column of nothing but "-" is not printed
+    )
+    assert len(rows) == 2 and shown_rows == rows
+
+
+def test_the_compare_commands_name_options_and_backends_that_exist():
+    lines = [line for line in commands() if line.startswith("fp8-backends compare")]
+    parser = argparse.ArgumentParser()
+    compare.add_arguments(parser)
+    backends = [parser.parse_args(shlex.split(line)[2:]).backends for line in lines]
+    assert len(lines) == 2
+    assert all(resolve(name) for names in filter(None, backends) for name in names.split(","))
+
+
+@pytest.mark.parametrize("line", [line for line in commands() if line.startswith("python benchmarks/")])
+def test_every_benchmark_has_the_options_that_are_shown(line, folder):
+    _, script, *arguments = shlex.split(line)
+    shown = warm_process.run(str(ROOT / script), "--help")
+    assert shown.returncode == 0, shown.stderr
+    assert all(word in shown.stdout for word in arguments if word.startswith("--"))
+
+
+def test_every_test_command_names_paths_and_markers_that_exist(pytestconfig):
+    lines = [line for line in commands() if "-m pytest" in line or "-m sphinx" in line]
+    assert len(lines) >= 2
+    for line in lines:
+        words = shlex.split(line)
+        assert all((ROOT / word).exists() for word in words if "/" in word and "::" not in word and "=" not in word)
+    markers = {marker.split(":")[0] for marker in pytestconfig.getini("markers")}
+    used = {marker for line in lines for marker in re.findall(r'-m "(?:not )?(\w+)"', line)}
+    assert "slow" in used and used <= markers
+
+
+def test_one_line_of_the_readme_installs_and_runs_the_tests():
+    """`.ci/run` looks for it with this pattern."""
+    pattern = r"^\s+(\$ )?(python -m pip install .*pytest.*)$"
+    assert "(python -m pip install .*pytest.*)$" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    assert len(re.findall(pattern, README.read_text(encoding="utf-8"), re.M)) == 1
+
+
+def test_no_command_is_left_out():
+    known = "launch |torchrun |python train.py|python -m (pytest|sphinx) |python benchmarks/"
+    known += "|fp8-backends (config|estimate|compare)"
+    assert [line for line in commands() if not re.search(known, line)] == []
