@@ -60,7 +60,7 @@ def forget(module: nn.Module) -> None:
 
 
 def refuse_nothing_left(module: nn.Module) -> None:
-    """Raise where DDP would refuse a module because all that trains in it is on the ignore list."""
+    """Raise where DDP would refuse a module, since all that trains in it is on the ignore list."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if trained and all(isinstance(parameter, ScaledTensor) for parameter in trained):
         raise FP8BackendError(
