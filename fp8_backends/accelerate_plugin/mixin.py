@@ -20,6 +20,7 @@ from ..comm import ignore_list
 from ..compute import hardware
 from ..errors import FP8BackendError, RecipeError
 from ..recipes.handlers import Recipe
+from ..states import original
 from ..training import conversion, preparation
 from ..training.conversion import weight_products
 from ..training.weight_products import FP8
@@ -188,7 +189,7 @@ class FP8Mixin(_MadeAtRunTime):
                 f"implementation='original' prepares one model with one optimizer at a time; prepare() was given "
                 f"{len(models)} and {len(optimizers)}"
             )
-        model, optimizer = preparation.original_msamp(models[0], optimizers[0], self.fp8_recipe)
+        model, optimizer = original.initialize(models[0], optimizers[0], self.fp8_recipe)
         made = {id(models[0]): model, id(optimizers[0]): optimizer}
         return tuple(made.get(id(obj), obj) for obj in args)
 
