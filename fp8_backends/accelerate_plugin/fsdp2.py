@@ -12,30 +12,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from torch import nn
 
-from ..compute import frozen_weights
-from ..errors import FP8BackendError, RecipeError
+from ..errors import FP8BackendError
 from ..numerics.modules import plain_name
 from ..numerics.parameter_swap import swap
 from ..numerics.scaled_tensor import ScaledTensor
-
-
-def check(accelerator: Accelerator) -> None:
-    """Raise `RecipeError` for what is asked of FSDP2 and has no effect elsewhere."""
-    recipe = accelerator.fp8_recipe
-    if recipe.fp8_params and accelerator.distributed_type == DistributedType.FSDP:
-        raise RecipeError(frozen_weights.SHARDED)
-    if recipe.compute == "ao" and accelerator.num_processes > 1 and not accelerator.is_fsdp2:
-        from ..compute.torchao.backend import asks_for_all_gather
-
-        if asks_for_all_gather(recipe):
-            raise RecipeError(
-                f"enable_fsdp_float8_all_gather=True gathers the weights of FSDP2 in FP8, and this run is "
-                f"{accelerator.distributed_type.value}: leave the field out, or use FSDP2 (fsdp_version: 2)"
-            )
 
 
 @torch.no_grad()

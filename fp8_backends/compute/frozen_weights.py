@@ -18,11 +18,7 @@ from ..errors import FP8BackendError, RecipeError
 from ..numerics.modules import CONVERSION
 from ..numerics.parameter_swap import refuse_if_held, swap
 from ..numerics.sharded_tensor import is_distributed
-
-SHARDED = (
-    "fp8_params=True does not go with sharded weights (FSDP, DeepSpeed) in this version: use DDP; or level O3 "
-    "(msamp:O3, te+msamp:O3), whose FP8 weights FSDP2 shards"
-)
+from .refusals import FP8_PARAMS_SHARDED
 
 
 def check(linear: nn.Linear, level_o3: str) -> None:
@@ -39,7 +35,7 @@ def check(linear: nn.Linear, level_o3: str) -> None:
     if weight.is_meta:
         raise RecipeError(f"fp8_params=True, and {sizes} is on the meta device: load its weight first")
     if is_distributed(weight) or hasattr(weight, "ds_id"):
-        raise RecipeError(SHARDED)
+        raise RecipeError(str(FP8_PARAMS_SHARDED))
 
 
 def keep(
@@ -58,7 +54,7 @@ def keep(
     new = {name: layer for name, layer in layers.items() if not is_kept(layer.weight)}
     for name, layer in new.items():
         if is_distributed(layer.weight):  # sharded since it was kept
-            raise RecipeError(SHARDED)
+            raise RecipeError(str(FP8_PARAMS_SHARDED))
         _refuse_if_tied(root, name, layer)
         refuse_if_held(layer.weight, f"{name}.weight")
     for name, layer in new.items():

@@ -40,7 +40,7 @@ def engine_for(device: torch.device, out_dtype: torch.dtype) -> str:
     """
     if device.type == "cuda":
         # a CUDA device without a driver is a fake tensor's: judge it as the FP8 GPU that it stands for
-        return SCALED_MM if not hardware.has_gpu() or hardware.gpu_has_ocp_products(device) else EMULATED
+        return SCALED_MM if not hardware.has_gpu() or hardware.gpu_multiplies("dynamic", device) else EMULATED
     if device.type == "cpu":
         return exact_engine(out_dtype)
     return SCALED_MM if device.type == "meta" else EMULATED

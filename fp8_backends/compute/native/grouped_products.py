@@ -21,8 +21,6 @@ from .. import hardware, products
 from ..products import ALIGNMENT, engine_for, scaled_product
 
 SCALED_GROUPED_MM = "scaled_grouped_mm"
-_HOPPER = 9
-"""The one generation of GPUs for which PyTorch has the kernel with scales in FP32."""
 
 
 class Groups(NamedTuple):
@@ -41,11 +39,10 @@ class Groups(NamedTuple):
 
 
 def grouped_engine_for(device: torch.device) -> str:
-    """`scaled_grouped_mm` on Hopper; elsewhere that of a single product with a bf16 result."""
-    if device.type == "cuda" and torch.version.hip is None:
-        # without a driver a fake tensor's: as `engine_for` has it
-        if not hardware.has_gpu() or torch.cuda.get_device_capability(device)[0] == _HOPPER:
-            return SCALED_GROUPED_MM
+    """The engine is `scaled_grouped_mm` on Hopper; elsewhere that of a single product with a bf16 result."""
+    # a CUDA device without a driver is a fake tensor's, as in `engine_for`
+    if device.type == "cuda" and (not hardware.has_gpu() or hardware.gpu_chip(device).grouped_products):
+        return SCALED_GROUPED_MM
     return engine_for(device, torch.bfloat16)
 
 
