@@ -14,11 +14,16 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import nn
 
-from ..errors import FP8BackendError, RecipeError
+from ..errors import FP8BackendError, RecipeError, Refusal
 from ..numerics.modules import CONVERSION
 from ..numerics.parameter_swap import refuse_if_held, swap
 from ..numerics.sharded_tensor import is_distributed
-from .refusals import FP8_PARAMS_SHARDED
+
+SHARDED = Refusal(
+    "fp8_params=True does not go with sharded weights: FSDP and DeepSpeed cut parameters up, and frozen FP8 weights "
+    "are whole",
+    "use DDP; or level O3 (msamp:O3, te+msamp:O3), whose FP8 weights FSDP2 shards",
+)
 
 
 def check(linear: nn.Linear, level_o3: str) -> None:
@@ -35,7 +40,7 @@ def check(linear: nn.Linear, level_o3: str) -> None:
     if weight.is_meta:
         raise RecipeError(f"fp8_params=True, and {sizes} is on the meta device: load its weight first")
     if is_distributed(weight) or hasattr(weight, "ds_id"):
-        raise RecipeError(str(FP8_PARAMS_SHARDED))
+        raise RecipeError(SHARDED)
 
 
 def keep(
@@ -54,7 +59,7 @@ def keep(
     new = {name: layer for name, layer in layers.items() if not is_kept(layer.weight)}
     for name, layer in new.items():
         if is_distributed(layer.weight):  # sharded since it was kept
-            raise RecipeError(str(FP8_PARAMS_SHARDED))
+            raise RecipeError(SHARDED)
         _refuse_if_tied(root, name, layer)
         refuse_if_held(layer.weight, f"{name}.weight")
     for name, layer in new.items():

@@ -16,7 +16,6 @@ from ...errors import RecipeError
 from ...numerics.parameter_swap import swap
 from ...numerics.scaled_tensor import ScaledTensor, quantize
 from .. import frozen_weights
-from ..refusals import FP8_PARAMS_SHARDED
 
 LEVEL_O3 = "msamp:O3"
 
@@ -30,7 +29,7 @@ def check_kept(layer: nn.Linear) -> None:
     """Raise where a layer that runs has its weight in FP8 no more, or trains it since."""
     check(layer)
     if not is_kept(layer.weight):
-        raise RecipeError(str(FP8_PARAMS_SHARDED))
+        raise RecipeError(frozen_weights.SHARDED)
 
 
 def is_kept(weight: torch.Tensor) -> bool:

@@ -14,7 +14,6 @@ from torch import nn
 from ...errors import RecipeError
 from ...numerics.parameter_swap import swap
 from .. import frozen_weights
-from ..refusals import FP8_PARAMS_SHARDED
 from .recipes import FP8_WEIGHT_SLOT, QuantizedTensor, RecipeState, te_recipe
 
 LEVEL_O3 = "te+msamp:O3"
@@ -29,7 +28,7 @@ def check_kept(layer: nn.Linear) -> None:
     """Raise where a layer that runs has its weight in FP8 no more, or trains it since."""
     check(layer)
     if layer.is_fsdp2 or not is_kept(layer.weight):
-        raise RecipeError(str(FP8_PARAMS_SHARDED))
+        raise RecipeError(frozen_weights.SHARDED)
 
 
 def is_kept(weight: torch.Tensor) -> bool:

@@ -23,10 +23,10 @@ from ...errors import FP8BackendError, RecipeError
 from ...numerics.modules import plain_name
 from ...numerics.sharded_tensor import is_distributed
 from ..interface import Fusion
-from ..refusals import FUSED_NORMS_ZERO3
 from . import norm_readers
 from .linear import TELinear
 from .norms import is_swapped
+from .refusals import FUSED_NORMS_SHARDED
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -56,7 +56,7 @@ def fuse(root: nn.Module, new: dict[nn.Module, nn.Module]) -> list[Fusion]:
 
 def _fused(root: nn.Module, norm: nn.Module, new: dict, linears: dict, names: dict) -> Fusion:
     if hasattr(norm.weight, "ds_id"):
-        raise RecipeError(str(FUSED_NORMS_ZERO3))
+        raise RecipeError(FUSED_NORMS_SHARDED)
     found = norm_readers.only_reader(root, norm, {id(linear) for linear in linears})
     reason = found if isinstance(found, str) else _obstacle(norm, found, names)
     if reason is not None:
@@ -98,7 +98,7 @@ class Pair:
         if linear.__dict__.get("te_pair") is not self or not (linear.training or linear.te_state.in_eval):
             return None
         if hasattr(norm.weight, "ds_id"):
-            raise RecipeError(str(FUSED_NORMS_ZERO3))
+            raise RecipeError(FUSED_NORMS_SHARDED)
         if _hooked(norm) or _hooked(linear):
             self._warn()
             return None

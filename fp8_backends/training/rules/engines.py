@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ...compute.refusals import FP8_PARAMS_SHARDED, FUSED_NORMS_ZERO3
+from ...compute.frozen_weights import SHARDED
+from ...compute.te.refusals import FUSED_NORMS_SHARDED
 from ...compute.torchao.backend import asks_for_all_gather
 from .setup import Rule, Setup, always
 
@@ -95,14 +96,14 @@ ENGINE_RULES = (
         "fuse_norms_zero3",
         "error",
         lambda s: s.recipe.fuse_norms and s.parallel == "deepspeed" and s.zero_stage == 3,
-        *FUSED_NORMS_ZERO3,
+        *FUSED_NORMS_SHARDED,
         is_raised=always,
     ),
     Rule(
         "fp8_params_sharded",
         "error",
         lambda s: s.recipe.fp8_params and s.parallel in ("fsdp1", "fsdp2", "deepspeed"),
-        *FP8_PARAMS_SHARDED,
+        *SHARDED,
         is_raised=always,
     ),
     Rule(
