@@ -67,7 +67,7 @@ class TinyCompute(Compute):
     name = "tiny"
     scalings = ("coarse", "fine")
     default_scaling = "coarse"
-    fields = frozenset({"margin"})
+    fields = ("margin",)  # one of this package's, by name
 
     def availability(self):
         return Availability(True, "anywhere")

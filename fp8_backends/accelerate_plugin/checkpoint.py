@@ -19,6 +19,7 @@ from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from ..compute.interface import scaling_state
 from ..errors import FP8BackendError
 from ..training.conversion import Prepared, prepared_roots
 
@@ -44,7 +45,7 @@ def collect(models: list[nn.Module]) -> ScalingState:
     state = ScalingState({}, {})
     for key, root, prepared in _roots(models):
         state.backends[key] = prepared.recipe.name
-        for name, tensor in prepared.compute.scaling_state(root).items():
+        for name, tensor in scaling_state(prepared.compute, root).items():
             state.tensors[f"{key}/{name}"] = tensor.cpu().contiguous()
     return state
 
@@ -56,7 +57,7 @@ def restore(models: list[nn.Module], saved: ScalingState | None, source: str) ->
     this backend and that does not fit the model.
     """
     for key, root, prepared in _roots(models):
-        has_state = bool(prepared.compute.scaling_state(root))
+        has_state = bool(scaling_state(prepared.compute, root))
         if saved is None:
             if has_state:
                 logger.warning("%s was saved without FP8 scaling state: the scales of this run start afresh", source)
@@ -75,7 +76,8 @@ def restore(models: list[nn.Module], saved: ScalingState | None, source: str) ->
         tensors = {name.removeprefix(prefix): t for name, t in saved.tensors.items() if name.startswith(prefix)}
         if has_state and not tensors:
             raise FP8BackendError(f"{source} names {prepared.recipe.name} but has no scaling state: it is incomplete")
-        prepared.compute.load_scaling_state(root, tensors)
+        if has_state:
+            prepared.compute.load_scaling_state(root, tensors)
 
 
 def _roots(models: list[nn.Module]) -> Iterator[tuple[str, nn.Module, Prepared]]:

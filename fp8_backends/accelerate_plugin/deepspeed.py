@@ -17,6 +17,7 @@ from accelerate.utils import DistributedType
 from torch import nn
 
 from ..comm import agreement
+from ..compute.interface import scaling_buffers
 from ..training import conversion, preparation
 from .checkpoint import OPTIMIZER_KEY, ScalingState, collect, restore
 
@@ -71,7 +72,7 @@ def after_backward(accelerator: Accelerator) -> None:
 
 def _scaling_buffers(engine: nn.Module) -> list[torch.Tensor]:
     roots = conversion.prepared_roots(engine)
-    return [state for _, root, prepared in roots for state in prepared.compute.scaling_buffers(root)]
+    return [state for _, root, prepared in roots for state in scaling_buffers(prepared.compute, root)]
 
 
 def _keep_scaling_in_checkpoints(accelerator: Accelerator, engine: nn.Module) -> None:

@@ -1,40 +1,123 @@
-"""The fields of a recipe, as a table: default, what values they take, and which scaling rules read them.
+"""What a field of a recipe is, declared once by the backend that reads it.
 
-Names and defaults are those of Accelerate's own FP8 handlers, so a script changes only its import.
+Everything else that knows a field follows from its declaration: the handlers (`recipes.handlers`), the flags of
+`fp8-backends launch`, the variables `ACCELERATE_FP8_*`, the keys of a YAML file, NeMo's and Megatron's names, and the
+table in the documentation. Names and defaults are those of Accelerate's own FP8 handlers where it has the field, so a
+script changes only its import.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ..errors import RecipeError
-from .te.amax_group import process_group
 
 LEVELS = ("O0", "O1", "O2", "O3")
 """MS-AMP's levels; O0 leaves weights, gradients and optimizer states alone."""
 DEFAULT_LEVEL = "O2"
 
 
-class FieldRule(NamedTuple):
-    """What one recipe field takes. `parse` returns the value in its one spelling, or raises ValueError("must be …")."""
+class Variable(NamedTuple):
+    """A name of a field in `ACCELERATE_FP8_*` and in the `fp8_config` block of a YAML file, in upper case."""
 
+    suffix: str
+    launcher_default: Any = None
+    """What Accelerate's launcher exports when the user gave nothing. In the environment it counts as not given."""
+    question_default: Any = None
+    """What `accelerate config` writes when the user just presses Enter, where that is another value."""
+
+
+def same(value: Any) -> Any:
+    """The value itself."""
+    return value
+
+
+@dataclass(frozen=True)
+class Field:
+    """One field of a recipe. Only the first four are needed."""
+
+    name: str
     default: Any
     parse: Callable[[Any], Any]
+    """Returns the value in its one spelling, or raises ValueError("must be …"). Takes text as well, since a value may
+    come from the environment or from YAML. Its attribute `values`, if it has one, names the values for people."""
+    help: str
+    """One sentence: for the handler's documentation, the flag and the table."""
     scalings: tuple[str, ...] | None = None
-    """The scaling rules that read the field; None: all of a compute that has the field."""
+    """The scaling rules that read the field; None: all of a backend that has the field."""
     levels: tuple[str, ...] = LEVELS
     """The levels that read the field."""
     idle: Any = None
     """The value that every backend honours by doing nothing, such as False for a feature that is off; None: none."""
+    default_of_scaling: Mapping[str, Any] = field(default_factory=dict)
+    """Where a scaling rule has another default."""
+    names_scaling: Callable[[Any], str | None] | None = None
+    """The scaling rule that a value of this field stands for, if it does."""
+    launcher_default: Any = None
+    """As of `Variable`."""
+    suffix: str = ""
+    """As of `Variable`; by default the name without `fp8_`."""
+    further_variables: tuple[Variable, ...] = ()
+    """Other names in the environment and in YAML files. They are no flags."""
+    synonyms: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
+    """NeMo's and Megatron's names of the field, each with what turns their value into ours."""
+    is_object: bool = False
+    """Whether the value is a Python object, which no text can give."""
+    describe: Callable[[Any], Any] = same
+    """What the value means to another process: for equality, representation and files."""
+    pack: Callable[[Any], Any] = same
+    """What a pickled recipe carries in place of the value."""
+    unpack: Callable[[Any], Any] = same
+    """The value of what a pickled recipe carries."""
+
+    @property
+    def variables(self) -> tuple[Variable, ...]:
+        """All names in the environment; the first one is a flag as well, as `--fp8_<suffix>`. None for an object."""
+        if self.is_object:
+            return ()
+        return (Variable(self.own_suffix, self.launcher_default), *self.further_variables)
+
+    @property
+    def own_suffix(self) -> str:
+        return self.suffix or self.name.removeprefix("fp8_").upper()
+
+    @property
+    def values(self) -> str:
+        """The values that the field takes, in words; empty where they are plain from the help."""
+        return getattr(self.parse, "values", "")
+
+    def parsed(self, value: Any) -> Any:
+        """The value in its one spelling. Raises `RecipeError` naming the field."""
+        try:
+            return self.parse(value)
+        except ValueError as error:
+            raise RecipeError(f"{self.name}={value!r}: {self.name} {error}") from None
+
+    def default_for(self, scaling: str | None) -> Any:
+        """The default under a scaling rule."""
+        return self.default_of_scaling.get(scaling, self.default)
 
 
-# Parsers. Strings are understood everywhere, since a value may come from the environment or from YAML.
+# Parsers
+
+
+def _takes(values: str) -> Callable:
+    """A parser's values, in words."""
+
+    def name_values(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        parse.values = values
+        return parse
+
+    return name_values
+
 
 _TRUE, _FALSE = ("true", "1", "yes", "y", "on", "t"), ("false", "0", "no", "n", "off", "f")
 
 
+@_takes("True, False")
 def flag(value: Any) -> bool:
     """A bool, or a string that Accelerate's launcher may write for one."""
     if isinstance(value, bool):
@@ -45,21 +128,25 @@ def flag(value: Any) -> bool:
 
 
 def whole_number(minimum: int | None = None) -> Callable[[Any], int]:
-    wanted = "must be a whole number" + ("" if minimum is None else f" of at least {minimum}")
+    """The parser of a whole number of at least `minimum`."""
+    wanted = "a whole number" + ("" if minimum is None else f" of at least {minimum}")
 
+    @_takes(wanted)
     def parse(value: Any) -> int:
         if isinstance(value, str) and value.strip().lstrip("+-").isdecimal():
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int) or (minimum is not None and value < minimum):
-            raise ValueError(wanted)
+            raise ValueError(f"must be {wanted}")
         return value
 
     return parse
 
 
 def one_of(*words: str) -> Callable[[Any], str]:
+    """The parser of one of these words, in any case."""
     by_lower_case = {word.lower(): word for word in words}
 
+    @_takes(", ".join(words))
     def parse(value: Any) -> str:
         word = by_lower_case.get(value.strip().lower()) if isinstance(value, str) else None
         if word is None:
@@ -69,6 +156,19 @@ def one_of(*words: str) -> Callable[[Any], str]:
     return parse
 
 
+def only_off(reason: str) -> Callable[[Any], bool]:
+    """The parser of a flag that is known and never on."""
+
+    @_takes("False")
+    def parse(value: Any) -> bool:
+        if flag(value):
+            raise ValueError(f"must be False: {reason}")
+        return False
+
+    return parse
+
+
+@_takes("HYBRID, E4M3")
 def fp8_format(value: Any) -> str:
     """HYBRID or E4M3, as a string in any case or as a member of TransformerEngine's `Format`."""
     word = getattr(value, "name", value)
@@ -80,6 +180,7 @@ def fp8_format(value: Any) -> str:
     return one_of("HYBRID", "E4M3")(word)
 
 
+@_takes("three bools")
 def three_flags(value: Any) -> tuple[bool, bool, bool]:
     """Three bools for fprop, dgrad, wgrad; also the string "(false, false, false)" of Accelerate's documentation."""
     if isinstance(value, str):
@@ -95,23 +196,9 @@ def three_flags(value: Any) -> tuple[bool, bool, bool]:
     return flags
 
 
-def patterns(value: Any) -> tuple[str, ...]:
-    """Name patterns: one string (commas separate several) or a sequence of strings."""
-    if isinstance(value, str):
-        value = [part.strip() for part in value.split(",")]
-    names = tuple(value) if isinstance(value, Iterable) else ()
-    if not names or not all(isinstance(name, str) and name for name in names):
-        raise ValueError('must be name patterns, such as "model.layers.*.mlp.*" or ["q_proj", "k_proj"]')
-    return names
-
-
-def function(value: Any) -> Callable:
-    if not callable(value):
-        raise ValueError("must be a function of (module, name) that returns whether to convert the module")
-    return value
-
-
+@_takes("most_recent, max")
 def amax_algorithm(value: Any) -> str:
+    """`most_recent` or `max`."""
     if callable(value):
         raise ValueError(
             "must be one of max, most_recent: with a function of your own TransformerEngine leaves its fused update, "
@@ -120,101 +207,115 @@ def amax_algorithm(value: Any) -> str:
     return one_of("max", "most_recent")(value)
 
 
-def only_off(reason: str) -> Callable[[Any], bool]:
-    """A flag that is known and never on."""
+# Fields that more than one backend of this package reads: TransformerEngine's rules, which `native` follows without it
 
-    def parse(value: Any) -> bool:
-        if flag(value):
-            raise ValueError(f"must be False: {reason}")
-        return False
+DELAYED = ("delayed",)
 
-    return parse
-
-
-def torchao_config(value: Any) -> Any:
-    if type(value).__name__ != "Float8LinearConfig":
-        raise ValueError("must be a torchao.float8.Float8LinearConfig")
-    return value
-
-
-_DELAYED = ("delayed",)
-_ABOVE_O0 = ("O1", "O2", "O3")
-_attention = only_off(
-    "this package converts Linear layers, and attention stays the model's own, in high precision (PyTorch's "
-    "scaled_dot_product_attention, or what attn_implementation names); for attention in FP8 build it of "
-    "TransformerEngine's DotProductAttention and enter its autocast yourself"
+FP8_FORMAT = Field(
+    "fp8_format",
+    "HYBRID",
+    fp8_format,
+    "HYBRID is E4M3 forward and E5M2 for gradients; E4M3 is E4M3 everywhere.",
+    # scales this fine leave a gradient little need of E5M2's range; TransformerEngine and TorchAO have the same default
+    default_of_scaling={"rowwise": "E4M3", "blockwise": "E4M3", "mxfp8": "E4M3"},
+    launcher_default="HYBRID",
+    suffix="FORMAT",
+    # where a value that equals the launcher's default is meant, and would count as not given
+    further_variables=(Variable("NUMBER_FORMAT"),),
+    synonyms={"fp8": same},
+)
+MARGIN = Field(
+    "margin",
+    0,
+    whole_number(),
+    "The scale is divided by 2**margin.",
+    DELAYED,
+    launcher_default=0,
+    synonyms={"fp8_margin": same},
+)
+INTERVAL = Field(
+    "interval",
+    1,
+    whole_number(1),
+    "Steps between two computations of the scale (te takes 1 alone).",
+    DELAYED,
+    launcher_default=1,
+    synonyms={"fp8_interval": same},
+)
+AMAX_HISTORY_LEN = Field(
+    "amax_history_len",
+    1024,
+    whole_number(1),
+    "Steps that the amax history holds.",
+    DELAYED,
+    launcher_default=1024,
+    further_variables=(Variable("AMAX_HISTORY_LENGTH", 1024),),
+    synonyms={"fp8_amax_history_len": same},
+)
+AMAX_COMPUTE_ALGO = Field(
+    "amax_compute_algo",
+    "most_recent",
+    amax_algorithm,
+    "The scale follows the most recent amax, or the largest of the history.",
+    DELAYED,
+    launcher_default="most_recent",
+    further_variables=(Variable("AMAX_COMPUTE_ALGORITHM", "most_recent", question_default="max"),),
+    synonyms={"fp8_amax_compute_algo": same},
+)
+OVERRIDE_LINEAR_PRECISION = Field(
+    "override_linear_precision",
+    (False, False, False),
+    three_flags,
+    "Which of fprop, dgrad and wgrad stay in high precision (te takes wgrad alone).",
+    launcher_default=(False, False, False),
+    synonyms={
+        "fp8_wgrad": lambda value: (False, False, not flag(value)),
+        "no_fp8_wgrad": lambda value: (False, False, flag(value)),
+    },
+)
+USE_AUTOCAST_DURING_EVAL = Field(
+    "use_autocast_during_eval",
+    False,
+    flag,
+    "FP8 products in evaluation too; by default evaluation runs in high precision.",
+    launcher_default=False,
+)
+USE_MXFP8_BLOCK_SCALING = Field(
+    "use_mxfp8_block_scaling",
+    False,
+    flag,
+    'True is the same as scaling="mxfp8".',
+    names_scaling=lambda value: "mxfp8" if value else None,
+    launcher_default=False,
+)
+FP8_PARAMS = Field(
+    "fp8_params",
+    False,
+    flag,
+    "Weights that do not train are stored in FP8, about 1 byte an element. Not with a level, which stores weights "
+    "itself.",
+    levels=("O0",),
+    idle=False,
+    launcher_default=False,
+    synonyms={"fp8_param": same, "fp8_param_gather": same},
 )
 
-FIELDS: dict[str, FieldRule] = {
-    # which products, in which numbers: fields of TransformerEngine's handler
-    "fp8_format": FieldRule("HYBRID", fp8_format),
-    "margin": FieldRule(0, whole_number(), _DELAYED),
-    "interval": FieldRule(1, whole_number(1), _DELAYED),
-    "amax_history_len": FieldRule(1024, whole_number(1), _DELAYED),
-    "amax_compute_algo": FieldRule("most_recent", amax_algorithm, _DELAYED),
-    "override_linear_precision": FieldRule((False, False, False), three_flags),
-    "use_autocast_during_eval": FieldRule(False, flag),
-    "use_mxfp8_block_scaling": FieldRule(False, flag),
-    # what TransformerEngine has beyond them; the first is native's, too
-    "fp8_params": FieldRule(False, flag, levels=("O0",), idle=False),
-    "fp8_group": FieldRule(None, process_group, _DELAYED),
-    "fuse_norms": FieldRule(False, flag, idle=False),
-    "fp8_dpa": FieldRule(False, _attention, idle=False),
-    "fp8_mha": FieldRule(False, _attention, idle=False),
-    # fields of TorchAO's handler
-    "config": FieldRule(None, torchao_config),
-    "pad_inner_dim": FieldRule(None, flag),
-    "enable_fsdp_float8_all_gather": FieldRule(None, flag),
-    "auto_filter": FieldRule(False, flag),
-    # how a level stores weights and states
-    "rounding": FieldRule("stochastic", one_of("stochastic", "nearest"), levels=_ABOVE_O0),
-    "exp_avg_scaling": FieldRule("tensor", one_of("tensor", "block"), levels=_ABOVE_O0),
-    "implementation": FieldRule("native", one_of("native", "original"), levels=_ABOVE_O0),
-    "shard_states": FieldRule(True, flag, levels=("O3",)),
-    # which layers, and what surrounds them: fields of every recipe
-    "include": FieldRule(None, patterns),
-    "exclude": FieldRule(None, patterns),
-    "module_filter_func": FieldRule(None, function),
-    "autocast_dtype": FieldRule("bf16", one_of("bf16", "fp16", "fp32")),
-    "gradient_comm": FieldRule(None, one_of("fp8", "plain")),
-    "on_unproven": FieldRule("raise", one_of("raise", "warn")),
-}
-
-COMMON_FIELDS = ("include", "exclude", "module_filter_func", "autocast_dtype", "gradient_comm", "on_unproven")
-"""Fields that every backend has."""
-
-LEVEL_FIELDS = ("rounding", "exp_avg_scaling", "implementation", "shard_states")
-"""Fields that levels read, whatever the compute."""
-
-NAMING_FIELDS = ("backend", "scaling", "opt_level", "use_mxfp8_block_scaling")
-"""Fields that take part in the name of the backend."""
-
-FORMAT_OF_SCALING = {"rowwise": "E4M3", "blockwise": "E4M3", "mxfp8": "E4M3"}
-"""Where the default of `fp8_format` is not HYBRID: scales this fine leave a gradient little need of E5M2's range.
-TransformerEngine's block recipes and TorchAO's rowwise one have the same default."""
+SCALING_FIELDS = (
+    FP8_FORMAT,
+    MARGIN,
+    INTERVAL,
+    AMAX_HISTORY_LEN,
+    AMAX_COMPUTE_ALGO,
+    OVERRIDE_LINEAR_PRECISION,
+    USE_AUTOCAST_DURING_EVAL,
+)
+"""Fields of TransformerEngine's rules."""
 
 
-def parse_field(name: str, value: Any) -> Any:
-    """The value in its one spelling. Raises `RecipeError` naming the field."""
-    try:
-        return FIELDS[name].parse(value)
-    except ValueError as error:
-        raise RecipeError(f"{name}={value!r}: {name} {error}") from None
+# Words in errors
 
 
 def closest(word: str, words: Iterable[str]) -> str:
     """` (did you mean 'x'?)`, or nothing where no word is close."""
     matches = difflib.get_close_matches(word.lower(), list(words), n=1, cutoff=0.5)
     return f" (did you mean {matches[0]!r}?)" if matches else ""
-
-
-def unknown_field(name: str, owner: str, own: Iterable[str], elsewhere: Mapping[str, Iterable[str]]) -> RecipeError:
-    """The error for a field that `owner` does not have. `elsewhere`: which fields the other handlers have."""
-    holders = [holder for holder, names in elsewhere.items() if name in names]
-    if holders:
-        return RecipeError(
-            f"{name} is not a field of {owner} but of {' and '.join(holders)}; use that, or "
-            "FP8RecipeKwargs(backend=…), which takes the fields of every backend"
-        )
-    known = sorted(own)
-    return RecipeError(f"{name} is not a field of {owner}{closest(name, known)}; it has {', '.join(known)}")

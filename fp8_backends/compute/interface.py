@@ -1,15 +1,15 @@
-"""Who runs the matrix products, and with which scaling rule.
+"""What a backend is: one small class, `Compute`, and protocols for what only some backends do.
 
-A compute provides one small class, `Compute`. It converts a single `nn.Linear`, or the experts of one block where it
-has products for them; walking a model, filtering layers and keeping Parameters, hooks and ties alive is
-`fp8_backends.training.conversion`'s work, once for all of them.
+A backend converts a single `nn.Linear`. Walking a model, choosing layers, and keeping Parameters, hooks and ties alive
+is done once for all backends (`training.conversion`). A backend that does more than that has the methods of one or
+several of the protocols below; nothing is to be registered for it.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -17,31 +17,19 @@ from torch import nn
 from ..errors import FP8BackendError
 from ..numerics.sharded_tensor import full_shape
 from .counts import ProductCounts
-from .profiling import Layer, ProductProfile
 
 if TYPE_CHECKING:
     from .expert_functions import ExpertWeights
+    from .fields import Field
     from .hardware import Availability
+    from .profiling import Layer, ProductProfile
 
 COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Dtypes of weights, activations and results around FP8."""
 
-TE_FIELDS = frozenset(
-    {
-        "fp8_format",
-        "margin",
-        "interval",
-        "amax_history_len",
-        "amax_compute_algo",
-        "override_linear_precision",
-        "use_autocast_during_eval",
-    }
-)
-"""Recipe fields of TransformerEngine's rules, which `native` follows without it: the two computes read the same."""
-
 
 class Recipe(Protocol):
-    """What a compute reads of a resolved recipe (`recipes.handlers.Recipe`): its name, and the fields it declares."""
+    """What a backend reads of a resolved recipe (`recipes.handlers.Recipe`): its name, and the fields it declares."""
 
     name: str
     """The canonical backend string."""
@@ -49,14 +37,98 @@ class Recipe(Protocol):
     scaling: str
     level: str
     given: frozenset[str]
-    """Names of what the user said."""
+    """Names of the fields that the user gave."""
 
     def __getattr__(self, name: str) -> Any:
         """The value of a field."""
 
 
+class Compute(ABC):
+    """One way to run the three products of a Linear layer. Holds no state: one instance serves many models."""
+
+    name: str
+    """The name in a backend string: `native`, `te`, `ao`."""
+    scalings: tuple[str, ...]
+    """Scaling rules that a backend string may name after the backend."""
+    default_scaling: str
+    level_scaling: str = ""
+    """The default at a level above O0, where it is another one."""
+    unnamed_scalings: tuple[str, ...] = ()
+    """Scaling rules that no string names and a field may stand for (`Field.names_scaling`)."""
+    levels: tuple[str, ...] = ("O0",)
+    """MS-AMP levels that this backend can be combined with."""
+    fields: tuple[Field | str, ...] = ()
+    """Recipe fields that this backend reads, beyond those that every recipe has: its own, or the names of fields that
+    this package has."""
+
+    @abstractmethod
+    def availability(self) -> Availability:
+        """Whether this backend can run on this machine, and the fix where it cannot. Cheap; imports nothing heavy."""
+
+    def check(self, recipe: Recipe) -> None:
+        """Raise `RecipeError` for a resolved recipe that cannot be honoured on any machine. Asks no hardware."""
+
+    def unfit(self, linear: nn.Linear, recipe: Recipe) -> str | None:
+        """The reason why this layer cannot run in FP8 and stays in high precision, or None when it can."""
+        if linear.weight.dtype not in COMPUTE_DTYPES:
+            return f"weight dtype {linear.weight.dtype} is not one of fp32, bf16, fp16"
+        if 0 in full_shape(linear.weight):
+            return "a layer of size zero has no product"
+        return None
+
+    def new_shared(self, root: nn.Module, recipe: Recipe) -> Any:
+        """State that all converted layers of one prepared model share (None when there is none)."""
+        return None
+
+    @abstractmethod
+    def build(self, linear: nn.Linear, recipe: Recipe, shared: Any) -> nn.Module:
+        """A module that computes `linear` in FP8 and holds the same Parameter objects.
+
+        It is a carrier: conversion moves its class and its added attributes and buffers onto `linear`, so that the
+        module object, its Parameters, hooks, flags and every other reference to it survive. `shared` is what
+        `new_shared` returned for this model.
+        """
+
+    def attach(self, root: nn.Module, recipe: Recipe, shared: Any) -> None:
+        """Install what the backend needs on the prepared root (hooks), after its layers were converted."""
+
+    @abstractmethod
+    def is_converted(self, module: nn.Module) -> bool:
+        """Whether this module is one of this backend's FP8 layers."""
+
+    @abstractmethod
+    def engine(self, module: nn.Module) -> str:
+        """What makes the products of this layer where its weight lies now: `scaled_mm`, `bf16-exact`, …"""
+
+    def high_precision_products(self, recipe: Recipe) -> tuple[str, ...]:
+        """Those of fprop, dgrad, wgrad that the recipe keeps in high precision on purpose."""
+        return ()
+
+
+# How products are proven: a backend counts its own, or one profiled step tells (`compute.profiling`)
+
+
+@runtime_checkable
+class CountsProducts(Protocol):
+    """A backend whose layers count their FP8 products."""
+
+    def products(self, module: nn.Module) -> ProductCounts:
+        """Counts of a converted layer since it was prepared."""
+
+
+@runtime_checkable
+class HasProfile(Protocol):
+    """A backend whose products `ProductProfile` does not recognize."""
+
+    def profile(self, layers: list[Layer], keep: bool = False) -> ProductProfile:
+        """What counts the products of these layers in a profiled step: an object like `ProductProfile`."""
+
+
+# Norms and experts
+
+
 class Norm(NamedTuple):
-    """A normalisation layer, and what a compute has in its place."""
+    """A normalisation layer, and what a backend has in its place."""
 
     module: nn.Module
     carrier: nn.Module | None
@@ -75,64 +147,13 @@ class Fusion(NamedTuple):
     """Why there is none."""
 
 
-class Compute(ABC):
-    """One way to run the three products of a Linear layer. Holds no state: one instance serves many models."""
-
-    name: str
-    """The name in a backend string: `native`, `te`, `ao`."""
-    scalings: tuple[str, ...]
-    """Scaling rules that a backend string may name after the compute."""
-    default_scaling: str
-    levels: tuple[str, ...] = ("O0",)
-    """MS-AMP levels that this compute can be combined with."""
-    fields: frozenset[str] = frozenset()
-    """Recipe fields, beyond those that every recipe has, that this compute honours."""
-
-    @abstractmethod
-    def availability(self) -> Availability:
-        """Whether this compute can run on this machine, and the fix where it cannot. Cheap; imports nothing heavy."""
-
-    def scaling_for(self, level: str, values: Mapping[str, Any]) -> str:
-        """The scaling rule where the user names none. `values`: the fields that the user gave."""
-        return self.default_scaling
-
-    def check(self, recipe: Recipe) -> None:
-        """Raise `RecipeError` for a resolved recipe that cannot be honoured on any machine. Asks no hardware."""
-
-    def unfit(self, linear: nn.Linear, recipe: Recipe) -> str | None:
-        """The reason why this layer cannot run in FP8 and stays in high precision, or None when it can."""
-        if linear.weight.dtype not in COMPUTE_DTYPES:
-            return f"weight dtype {linear.weight.dtype} is not one of fp32, bf16, fp16"
-        if 0 in full_shape(linear.weight):
-            return "a layer of size zero has no product"
-        return None
-
-    @abstractmethod
-    def build(self, linear: nn.Linear, recipe: Recipe, shared: Any) -> nn.Module:
-        """A module that computes `linear` in FP8 and holds the same Parameter objects.
-
-        It is a carrier: conversion moves its class and its added attributes and buffers onto `linear`, so that the
-        module object, its Parameters, hooks, flags and every other reference to it survive. `shared` is what
-        `new_shared` returned for this model.
-        """
-
-    def unfit_experts(self, experts: nn.Module, part: str, recipe: Recipe) -> str | None:
-        """As `unfit`, for the 3-D Parameter `part` of an experts module (`expert_functions`)."""
-        return f"expert weights in one 3-D Parameter: {self.name} has no products for them (native has)"
-
-    def note_on_experts(self, recipe: Recipe) -> str | None:
-        """What a report says of experts in FP8 that the recipe's name does not tell, or None."""
-        return None
-
-    def build_experts(self, experts: nn.Module, parts: list[str], recipe: Recipe, shared: Any) -> ExpertWeights:
-        """What stands for these 3-D Parameters of an experts module, and runs the module with them in FP8. Called for
-        those that are not `unfit_experts`."""
-        raise NotImplementedError
+@runtime_checkable
+class ConvertsNorms(Protocol):
+    """A backend that has its own form of normalisation layers."""
 
     def norms(self, root: nn.Module, recipe: Recipe) -> list[Norm]:
-        """Normalisation layers that this compute has its own form of, none of them swapped yet. Reported apart from
-        the layers with products; a user's `exclude` names them too."""
-        return []
+        """Those that are not swapped yet. Reported apart from the layers with products; a user's `exclude` names them
+        too."""
 
     def fuse(self, root: nn.Module, recipe: Recipe, new: dict[nn.Module, nn.Module]) -> list[Fusion]:
         """Let norms and layers that are about to be swapped work in pairs, where the recipe asks for it.
@@ -140,62 +161,79 @@ class Compute(ABC):
         Args:
             new: carriers of layers and norms, keyed by the modules that will take them on. Those of a pair change.
         """
-        return []
 
-    def new_shared(self, root: nn.Module, recipe: Recipe) -> Any:
-        """State that all converted layers of one prepared model share (None when there is none)."""
-        return None
 
-    def attach(self, root: nn.Module, recipe: Recipe, shared: Any) -> None:
-        """Install what the compute needs on the prepared root (hooks), after its layers were converted."""
+@runtime_checkable
+class ConvertsExperts(Protocol):
+    """A backend that multiplies by the 3-D Parameters of an experts module (`compute.expert_functions`)."""
+
+    def unfit_experts(self, experts: nn.Module, part: str, recipe: Recipe) -> str | None:
+        """As `Compute.unfit`, for the Parameter `part`."""
+
+    def note_on_experts(self, recipe: Recipe) -> str | None:
+        """What a report says of experts in FP8 that the recipe's name does not tell, or None."""
+
+    def build_experts(self, experts: nn.Module, parts: list[str], recipe: Recipe, shared: Any) -> ExpertWeights:
+        """What stands for these Parameters, and runs the module with them in FP8. Called for those that fit."""
+
+
+# Weights and their FP8 codes
+
+
+@runtime_checkable
+class StoresWeights(Protocol):
+    """A backend that keeps weights, or copies of them, in a form of its own. A level's forms are no concern of it."""
 
     def store_weights(self, root: nn.Module, recipe: Recipe) -> None:
-        """Called after layers of the prepared root were converted: for a compute that keeps their weights in a form of
-        its own, where the recipe asks for it. A level's forms are no concern of a compute."""
-
-    def keep_weight_casts(self, root: nn.Module, keep: bool) -> None:
-        """Whether the FP8 codes of a weight that its layer makes in a forward serve the forwards after it too, until
-        the weight changes: for microbatches that one optimizer step accumulates. For a compute that makes them anew."""
-
-    def after_optimizer_step(self, root: nn.Module) -> None:
-        """Called after each step of an optimizer that trains the prepared root: for rules whose scales follow it."""
-
-    @abstractmethod
-    def is_converted(self, module: nn.Module) -> bool:
-        """Whether this module is one of this compute's FP8 layers."""
-
-    @abstractmethod
-    def engine(self, module: nn.Module) -> str:
-        """What makes the products of this layer where its weight lies now: `scaled_mm`, `bf16-exact`, …"""
-
-    def products(self, module: nn.Module) -> ProductCounts | None:
-        """Counts of a converted layer. None: only a profiled step can tell (`auditing.profile_products`)."""
-        return None
-
-    def profile(self, layers: list[Layer], keep: bool = False) -> ProductProfile:
-        """What counts the products of these layers in a profiled step, for a compute that does not count by itself: an
-        object with the methods and attributes of `ProductProfile`."""
-        return ProductProfile(layers, keep)
-
-    def high_precision_products(self, recipe: Recipe) -> tuple[str, ...]:
-        """Those of fprop, dgrad, wgrad that the recipe keeps in high precision on purpose."""
-        return ()
+        """Called after layers of the prepared root were converted: swap their weights where the recipe asks for it."""
 
     def transient_bytes_per_element(self, module: nn.Module) -> float:
         """Bytes per weight element of copies that live from forward to backward, such as the weight's FP8 codes."""
-        return 0.0
+
+
+@runtime_checkable
+class KeepsWeightCasts(Protocol):
+    """A backend whose layers can use the FP8 codes of a weight again in the forwards of further microbatches."""
+
+    def keep_weight_casts(self, root: nn.Module, keep: bool) -> None:
+        """Whether the codes of a forward serve the forwards after it too, until the weight changes."""
+
+
+# Scaling rules with state
+
+
+@runtime_checkable
+class FollowsOptimizer(Protocol):
+    """A backend that must know when the weights have changed."""
+
+    def after_optimizer_step(self, root: nn.Module) -> None:
+        """Called after each step of an optimizer that trains the prepared root."""
+
+
+@runtime_checkable
+class HasScalingState(Protocol):
+    """A backend with scaling rules that remember earlier steps."""
 
     def scaling_state(self, root: nn.Module) -> dict[str, torch.Tensor]:
-        """Plain tensors, keyed by layer name, that make a resumed run equal to the bit. Empty when stateless."""
-        return {}
+        """Plain tensors, keyed by layer name, that make a resumed run equal to the bit. Empty for a rule without
+        state."""
 
     def scaling_buffers(self, root: nn.Module) -> list[torch.Tensor]:
-        """The live states of stateful rules, int32 [3, 2 + history length] each as in `scaling`, which ranks that train
-        together agree on. Empty when stateless, or where the compute agrees on them by itself."""
-        return []
+        """The live states, int32 [3, 2 + history length] each as in `numerics.scaling`, which ranks that train together
+        agree on. Empty for a rule without state, or where the backend agrees on them by itself."""
 
     def load_scaling_state(self, root: nn.Module, state: dict[str, torch.Tensor]) -> None:
         """Restore what `scaling_state` returned. Raises `FP8BackendError` naming layers that do not match."""
+
+
+def scaling_state(compute: Compute, root: nn.Module) -> dict[str, torch.Tensor]:
+    """`HasScalingState.scaling_state`; empty for a backend without state."""
+    return compute.scaling_state(root) if isinstance(compute, HasScalingState) else {}
+
+
+def scaling_buffers(compute: Compute, root: nn.Module) -> list[torch.Tensor]:
+    """`HasScalingState.scaling_buffers`; empty for a backend without state."""
+    return compute.scaling_buffers(root) if isinstance(compute, HasScalingState) else []
 
 
 def check_same_states(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:

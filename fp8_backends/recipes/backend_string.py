@@ -67,7 +67,7 @@ def scaling_name(compute: str, word: str, text: Any) -> str:
     supported = registry.scalings_of(compute)
     if word in _PER_TENSOR:
         word = next((name for name in _PER_TENSOR if name in supported), word)
-    if word in supported or (compute, word) == ("ao", "custom"):
+    if word in supported or word in registry.get_compute(compute).unnamed_scalings:
         return word
     raise RecipeError(f"{text!r}: {compute} has no scaling {word!r}{closest(word, supported)}; it has {_list(compute)}")
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..compute.fields import Field, Variable
 from ..errors import RecipeError
+from .fields import VARIABLES, field_value, find_variable
 from .merging import Source, merged
-from .sources import VARIABLES, Variable, field_value, unknown_variable
+from .sources import unknown_variable
 
 
 def accelerate_fields(fp8_config: Mapping[str, Any] | None, source: str) -> dict[str, Any]:
@@ -29,41 +31,39 @@ def accelerate_fields(fp8_config: Mapping[str, Any] | None, source: str) -> dict
 
 
 def config_source(fp8_config: Mapping[str, Any] | None, source: str) -> Source:
-    """What the `fp8_config` block says, for `recipe_merging.merged`. Arguments and errors as `accelerate_fields`."""
+    """What the `fp8_config` block says, for `merging.merged`. Arguments and errors as `accelerate_fields`."""
     if not isinstance(fp8_config or {}, Mapping):
         raise RecipeError(f"{source}: fp8_config must be a block of keys, not {fp8_config!r}")
     fields: dict[str, Any] = {}
-    said: dict[str, str] = {}
+    places: dict[str, str] = {}
     idle: set[str] = set()
     for key, value in (fp8_config or {}).items():
-        variable = _variable(str(key), source)
-        if value is None or (variable.field == "backend" and str(value).strip().upper() in ("", "NO")):
+        field, variable = _variable(str(key), source)
+        name = field.name
+        if value is None or (name == "backend" and str(value).strip().upper() in ("", "NO")):
             continue
         place = f"{source}: fp8_config.{key}={value!r}"
-        parsed = _parsed(variable.field, value, place)
-        if fields.setdefault(variable.field, parsed) != parsed:
-            raise RecipeError(f"{place} disagrees with {said[variable.field]}: leave one of the two out")
-        said.setdefault(variable.field, place)
+        try:
+            parsed = field_value(field, value)
+        except RecipeError as error:
+            raise RecipeError(f"{place}: {error}") from None
+        if fields.setdefault(name, parsed) != parsed:
+            raise RecipeError(f"{place} disagrees with {places[name]}: leave one of the two out")
+        places.setdefault(name, place)
         if parsed in (variable.launcher_default, variable.question_default):
-            idle.add(variable.field)
-    return Source(fields, said, frozenset(idle), selects_levels=False)
+            idle.add(name)
+    return Source(fields, places, frozenset(idle), selects_levels=False)
 
 
-def _variable(key: str, source: str) -> Variable:
+def _variable(key: str, source: str) -> tuple[Field, Variable]:
     suffix = key.strip().lower().removeprefix("fp8_").upper()
-    if suffix not in VARIABLES:
+    found = find_variable(suffix)
+    if found is None:
         raise unknown_variable(f"{source}: fp8_config.{key}", suffix, _key)
-    return VARIABLES[suffix]
+    return found
 
 
 def _key(suffix: str) -> str:
     """The name of a key: the field's own, or one of the questions'."""
-    field = VARIABLES[suffix].field
-    return field if suffix in field.upper() else suffix.lower()
-
-
-def _parsed(field: str, value: Any, place: str) -> Any:
-    try:
-        return field_value(field, value)
-    except RecipeError as error:
-        raise RecipeError(f"{place}: {error}") from None
+    field, _ = VARIABLES[suffix]
+    return field.name if suffix in field.name.upper() else suffix.lower()

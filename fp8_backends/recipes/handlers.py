@@ -12,38 +12,28 @@ import copy
 import functools
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass, field, fields, make_dataclass
+from typing import Any, ClassVar
 
 from accelerate.utils import KwargsHandler
 
 from ..compute import hardware, registry
-from ..compute.fields import (
-    COMMON_FIELDS,
-    DEFAULT_LEVEL,
-    FIELDS,
-    FORMAT_OF_SCALING,
-    LEVEL_FIELDS,
-    parse_field,
-    unknown_field,
-)
-from ..compute.te.amax_group import AbsentGroup, present, ranks_of
+from ..compute.fields import DEFAULT_LEVEL, Field
+from ..compute.interface import Compute
 from ..errors import RecipeError
 from .backend_string import AUTO, MSAMP, BackendName, level_name, parse_backend, scaling_name
+from .fields import COMMON, FIELDS, NAMING, OF_BACKENDS, OF_LEVELS, SETTINGS, fields_of, readers, unknown_field
 from .nemo_names import own_names
 from .sources import environment_fields, environment_name, foreign_fields, is_launched
-
-if TYPE_CHECKING:
-    from ..compute.interface import Compute
 
 logger = logging.getLogger("fp8_backends")
 
 # Recipes
 
 
-def _checks_names(cls: type) -> type:
-    """`dataclass`, whose `__init__` understands NeMo's names and explains an unknown field."""
-    cls = dataclass(eq=False, repr=False)(cls)
+def _explains_names(cls: type) -> type:
+    """A dataclass whose `__init__` understands NeMo's names, takes the fields of a registered backend, and explains an
+    unknown field."""
     generated = cls.__init__
 
     @functools.wraps(generated)
@@ -52,43 +42,53 @@ def _checks_names(cls: type) -> type:
         kwargs, renamed = own_names(kwargs)
         if renamed and not args and "backend" in own:
             kwargs.setdefault("backend", "te")
-        for name in kwargs:
-            if name not in own:
-                raise unknown_field(name, type(self).__name__, own, _fields_by_handler())
+        beyond = [name for name in kwargs if name not in own]
+        if beyond and "backend" in own:
+            declared = _declared_by(kwargs.get("backend", args[0] if args else None))
+            self.__dict__["further_fields"] = {name: kwargs.pop(name) for name in beyond if name in declared}
+            beyond = [name for name in beyond if name not in declared]
+        if beyond:
+            raise unknown_field(beyond[0], type(self).__name__, own, _fields_by_handler())
         generated(self, *args, **kwargs)
 
     cls.__init__ = __init__
     return cls
 
 
-@_checks_names
+def _declared_by(backend: Any) -> dict[str, Field]:
+    """Fields that the backend of this string declares; none for a string that says no backend."""
+    try:
+        compute = parse_backend(backend).compute if isinstance(backend, str) else AUTO
+    except RecipeError:
+        return {}
+    return {} if compute == AUTO else fields_of(registry.get_compute(compute))
+
+
+@_explains_names
+@dataclass(eq=False, repr=False)
 class Recipe(KwargsHandler):
     """What every recipe has. None stands for "not given"; a recipe that was made has every default filled in.
 
-    A recipe is fixed once it is made. Two are equal when they mean the same, however they were spelled. Beside its
+    A recipe is fixed once it is made. Two are equal when they mean the same, however they were written. Beside its
     fields it has `compute` ("native", "te", "ao", or a registered name), `scaling`, `level` ("O0" to "O3"), `name`
-    (the canonical backend string), `given` (the names of what the user said) and the fields of every other backend,
-    at their defaults. A process group in it is described by its ranks, `fp8_group_ranks`.
+    (the canonical backend string), `given` (the names of what the user gave) and the fields of every other backend,
+    at their defaults. A process group in it is described by its ranks.
     """
 
     backend_name: ClassVar[str] = AUTO
+    further_fields: ClassVar[Mapping[str, Any]] = {}
+    """What was given of the fields that a registered backend declares."""
 
     include: tuple[str, ...] | None = field(default=None, kw_only=True)
-    """Name patterns (fnmatch, over the full module name; without a dot also any one part of it) to convert."""
     exclude: tuple[str, ...] | None = field(default=None, kw_only=True)
-    """Name patterns to keep in high precision."""
     module_filter_func: Callable | None = field(default=None, kw_only=True)
-    """(module, name) -> whether to convert the module. Accelerate's name."""
     autocast_dtype: str | None = field(default=None, kw_only=True)
-    """What runs around FP8 under Accelerate: "bf16" (default; "fp32" on a CPU without bf16 products), "fp16" or
-    "fp32"."""
     gradient_comm: str | None = field(default=None, kw_only=True)
-    """How gradients travel between ranks: "fp8" (default at a level above O0) or "plain" (default at O0)."""
     on_unproven: str | None = field(default=None, kw_only=True)
-    """What to do when no FP8 product ran in the first step: "raise" (default) or "warn"."""
 
     def __post_init__(self) -> None:
-        given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
+        given = {f.name: getattr(self, f.name) for f in fields(self)} | dict(self.further_fields)
+        given = {name: value for name, value in given.items() if value is not None}
         self.__dict__.update(_settled(type(self), given))
         if self.compute != AUTO:
             _check(self)
@@ -103,15 +103,12 @@ class Recipe(KwargsHandler):
 
     def to_kwargs(self) -> dict[str, Any]:
         """The fields that were given: `type(recipe)(**recipe.to_kwargs()) == recipe`."""
-        return {name: getattr(self, name) for name in _field_names(type(self)) if name in self.given}
+        names = (*_field_names(type(self)), *self.further_fields)
+        return {name: getattr(self, name) for name in names if name in self.given}
 
     def to_dict(self) -> dict[str, Any]:
         """Every field with its value."""
-        return {"name": self.name} | {name: copy.deepcopy(self._plain(name)) for name in FIELDS}
-
-    def _plain(self, name: str) -> Any:
-        """The field's value; the ranks in place of a process group, which means nothing outside of its process."""
-        return self.__dict__["fp8_group_ranks" if name == "fp8_group" else name]
+        return {"name": self.name} | copy.deepcopy(self.described)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if "given" in self.__dict__:
@@ -124,7 +121,7 @@ class Recipe(KwargsHandler):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Recipe):
             return NotImplemented
-        return self.name == other.name and all(self._plain(name) == other._plain(name) for name in FIELDS)
+        return self.name == other.name and self.described == other.described
 
     def __hash__(self) -> int:
         return hash(self.name)
@@ -133,158 +130,83 @@ class Recipe(KwargsHandler):
         return _with_attributes(type(self), dict(self.__dict__))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Recipe:
-        memo[id(self.fp8_group)] = self.fp8_group  # the one thing that a process has once
+        for each in settings_of(self.compute).values():
+            if each.pack(value := getattr(self, each.name)) is not value:
+                memo[id(value)] = value  # a thing that a process has once
         return _with_attributes(type(self), copy.deepcopy(self.__dict__, memo))
 
     def __reduce__(self) -> tuple:
-        absent = None if self.fp8_group is None else AbsentGroup(self.fp8_group_ranks)
-        return _with_attributes, (type(self), {**self.__dict__, "fp8_group": absent})
+        packed = {each.name: each.pack(getattr(self, each.name)) for each in settings_of(self.compute).values()}
+        return _with_attributes, (type(self), {**self.__dict__, **packed})
 
     def __repr__(self) -> str:
-        given = [f"{name}={self._plain(name)!r}" for name in self.to_kwargs() if name in FIELDS]
+        given = [f"{name}={self.described[name]!r}" for name in self.to_kwargs() if name in self.described]
         return f"{type(self).__name__}({', '.join([self.name, *given])})"
 
 
-@_checks_names
-class TERecipeKwargs(Recipe):
-    """TransformerEngine's products: `te:delayed`, or the scaling named. The fields of Accelerate's handler."""
-
-    backend_name: ClassVar[str] = "te"
-
-    use_autocast_during_eval: bool | None = None
-    """FP8 products in evaluation too (default: high precision)."""
-    margin: int | None = None
-    """The scale is divided by 2**margin. `delayed` only."""
-    interval: int | None = None
-    """Steps between two computations of the scale. `delayed` only."""
-    fp8_format: str | None = None
-    """"HYBRID": E4M3 forward and E5M2 gradients. "E4M3": E4M3 everywhere."""
-    amax_history_len: int | None = None
-    """Steps that the amax history holds (default 1024). `delayed` only."""
-    amax_compute_algo: str | None = None
-    """"most_recent" (default) or "max" of the history. `delayed` only."""
-    override_linear_precision: tuple[bool, bool, bool] | None = None
-    """fprop, dgrad, wgrad in high precision."""
-    use_mxfp8_block_scaling: bool | None = None
-    """The same as scaling="mxfp8"."""
-    fp8_params: bool | None = None
-    """TransformerEngine keeps weights that do not train in FP8 (default: as they are). Not with a level, which keeps
-    weights itself."""
-    fp8_group: Any = None
-    """A `torch.distributed.ProcessGroup`: the ranks over which an amax is reduced (default: all). `delayed` only."""
-    fuse_norms: bool | None = None
-    """A norm that one Linear alone reads is computed by that Linear's kernel (default False)."""
-    fp8_dpa: bool | None = None
-    """Attention in FP8: refused unless False."""
-    fp8_mha: bool | None = None
-    """As `fp8_dpa`."""
-    scaling: str | None = None
-    """"delayed" (default), "dynamic", "blockwise", "mxfp8"."""
+def _handler(name: str, backend: str, summary: str, declared: tuple[Field, ...]) -> type[Recipe]:
+    """The handler of a backend, with the fields that it declares."""
+    lines = [f"    {each.name}: {each.help}" for each in (*declared, *COMMON)]
+    doc = "\n".join([summary, "", "Args:", *lines])
+    namespace = {"backend_name": backend, "__module__": __name__, "__doc__": doc}
+    columns = [(each.name, Any, field(default=None)) for each in declared]
+    return _explains_names(make_dataclass(name, columns, bases=(Recipe,), namespace=namespace, eq=False, repr=False))
 
 
-@_checks_names
-class AORecipeKwargs(Recipe):
-    """TorchAO's products: `ao:tensorwise`, or the scaling named. The fields of Accelerate's handler."""
-
-    backend_name: ClassVar[str] = "ao"
-
-    config: Any = None
-    """A `torchao.float8.Float8LinearConfig`, used as it is."""
-    pad_inner_dim: bool | None = None
-    """Pad products whose inner dimension is no multiple of 16 (default True)."""
-    enable_fsdp_float8_all_gather: bool | None = None
-    """Gather weights in FP8 under FSDP2 (default False)."""
-    scaling: str | None = None
-    """"tensorwise" (default), "rowwise", "rowwise_with_gw_hp"."""
-    auto_filter: bool | None = None
-    """Leave layers in high precision that TorchAO finds too small to gain."""
+def _named(*names: str) -> tuple[Field, ...]:
+    return tuple(FIELDS[name] for name in names)
 
 
-@_checks_names
-class MSAMPRecipeKwargs(Recipe):
-    """MS-AMP's levels on native products: `native:window+msamp:LEVEL`."""
+TERecipeKwargs = _handler(
+    "TERecipeKwargs",
+    "te",
+    "TransformerEngine's products: `te:delayed`, or the scaling named. The fields of Accelerate's handler.",
+    (*OF_BACKENDS["te"], *_named("scaling")),
+)
+AORecipeKwargs = _handler(
+    "AORecipeKwargs",
+    "ao",
+    "TorchAO's products: `ao:tensorwise`, or the scaling named. The fields of Accelerate's handler.",
+    (*_named("config", "pad_inner_dim", "enable_fsdp_float8_all_gather", "scaling", "auto_filter"),),
+)
+MSAMPRecipeKwargs = _handler(
+    "MSAMPRecipeKwargs",
+    "msamp",
+    "MS-AMP's levels on native products: `native:window+msamp:LEVEL`.",
+    (*_named("opt_level"), *OF_LEVELS),
+)
+NativeRecipeKwargs = _handler(
+    "NativeRecipeKwargs",
+    "native",
+    "This package's own products: `native:dynamic`, or the scaling named.",
+    (*_named("scaling"), *OF_BACKENDS["native"]),
+)
+FP8RecipeKwargs = _handler(
+    "FP8RecipeKwargs",
+    AUTO,
+    "Any backend by its string, with the fields that this backend reads, also those of a registered backend.",
+    (
+        *_named("backend", "opt_level"),
+        *OF_LEVELS,
+        *_named("scaling"),
+        *(each for name, each in SETTINGS.items() if each not in (*OF_LEVELS, *COMMON)),
+    ),
+)
 
-    backend_name: ClassVar[str] = "msamp"
-
-    opt_level: str | None = None
-    """"O1", "O2" (default), "O3"; "O0" leaves weights and optimizer states alone."""
-    rounding: str | None = None
-    """Of stored weights and Adam states: "stochastic" (default), or "nearest", MS-AMP's, which loses small updates."""
-    exp_avg_scaling: str | None = None
-    """One scale of the E4M3 exp_avg for the "tensor" (default), or one for each "block" of 128 elements, which keeps
-    magnitudes apart that differ by more than 1e5 inside one tensor."""
-    implementation: str | None = None
-    """"native" (default), or "original": hand over to the package `msamp`, where it is installed."""
-    shard_states: bool | None = None
-    """Under DDP, masters and Adam states of O3 lie on one rank each (default True): 2 + 5/N bytes an element, not 7."""
-
-
-@_checks_names
-class NativeRecipeKwargs(Recipe):
-    """This package's own products: `native:dynamic`, or the scaling named."""
-
-    backend_name: ClassVar[str] = "native"
-
-    scaling: str | None = None
-    """"dynamic" (default), "delayed" (TransformerEngine's rule), "rowwise", "window" (MS-AMP's rule)."""
-    fp8_format: str | None = None
-    """"HYBRID": E4M3 forward and E5M2 gradients. "E4M3": E4M3 everywhere."""
-    margin: int | None = None
-    """The scale is divided by 2**margin. `delayed` only."""
-    interval: int | None = None
-    """Steps between two computations of the scale. `delayed` only."""
-    amax_history_len: int | None = None
-    """Steps that the amax history holds (default 1024). `delayed` only."""
-    amax_compute_algo: str | None = None
-    """"most_recent" (default) or "max" of the history. `delayed` only."""
-    override_linear_precision: tuple[bool, bool, bool] | None = None
-    """fprop, dgrad, wgrad in high precision."""
-    use_autocast_during_eval: bool | None = None
-    """FP8 products in evaluation too (default: high precision)."""
-    fp8_params: bool | None = None
-    """Weights that do not train are kept in FP8, 1 byte an element (default: as they are). Not with a level, which
-    keeps weights itself."""
-
-
-@_checks_names
-class FP8RecipeKwargs(Recipe):
-    """Any backend by its string, with the fields that this backend has."""
-
-    backend: str | None = None
-    """A backend string; None is "auto"."""
-    opt_level: str | None = None
-    rounding: str | None = None
-    exp_avg_scaling: str | None = None
-    implementation: str | None = None
-    shard_states: bool | None = None
-    scaling: str | None = None
-    fp8_format: str | None = None
-    margin: int | None = None
-    interval: int | None = None
-    amax_history_len: int | None = None
-    amax_compute_algo: str | None = None
-    override_linear_precision: tuple[bool, bool, bool] | None = None
-    use_autocast_during_eval: bool | None = None
-    use_mxfp8_block_scaling: bool | None = None
-    fp8_params: bool | None = None
-    fp8_group: Any = None
-    fuse_norms: bool | None = None
-    fp8_dpa: bool | None = None
-    fp8_mha: bool | None = None
-    config: Any = None
-    pad_inner_dim: bool | None = None
-    enable_fsdp_float8_all_gather: bool | None = None
-    auto_filter: bool | None = None
+HANDLERS = (TERecipeKwargs, AORecipeKwargs, MSAMPRecipeKwargs, NativeRecipeKwargs)
 
 
 def _with_attributes(cls: type[Recipe], attributes: dict[str, Any]) -> Recipe:
     """A recipe that was settled before."""
     recipe = cls.__new__(cls)
-    recipe.__dict__.update(attributes, fp8_group=present(attributes["fp8_group"]))
+    unpacked = {each.name: each.unpack(attributes[each.name]) for each in settings_of(attributes["compute"]).values()}
+    recipe.__dict__.update({**attributes, **unpacked})
     return recipe
 
 
-HANDLERS = (TERecipeKwargs, AORecipeKwargs, MSAMPRecipeKwargs, NativeRecipeKwargs)
+def settings_of(compute: str) -> dict[str, Field]:
+    """Every field that a recipe of this backend holds: those of this package, and its own in their place."""
+    return SETTINGS if compute == AUTO else {**SETTINGS, **fields_of(registry.get_compute(compute))}
 
 
 def _field_names(cls: type) -> list[str]:
@@ -300,23 +222,31 @@ def _fields_by_handler() -> dict[str, list[str]]:
 
 def _settled(cls: type, given: dict[str, Any]) -> dict[str, Any]:
     """Every attribute of a recipe, from the fields that were given. Raises `RecipeError`."""
-    values = {name: parse_field(name, value) for name, value in given.items() if name in FIELDS}
-    asked = _asked_backend(cls, given, values)
+    asked = _asked_backend(cls, given)
     compute, level = asked.compute, asked.level or "O0"
-    scaling = asked.scaling
-    if scaling is None and compute != AUTO:
-        scaling = registry.get_compute(compute).scaling_for(level, values)
-    said = {"scaling": asked.scaling, "level": asked.level}
-    settled = {name: rule.default for name, rule in FIELDS.items()}
-    settled |= {"fp8_format": FORMAT_OF_SCALING.get(scaling, "HYBRID")} | values
-    settled |= {"use_mxfp8_block_scaling": scaling == "mxfp8", "backend": given.get("backend")}
-    settled |= {"compute": compute, "scaling": scaling, "level": level, "opt_level": level}
-    settled["fp8_group_ranks"] = ranks_of(settled["fp8_group"])
-    settled["given"] = frozenset(given) | {name for name, value in said.items() if value is not None}
+    settings = settings_of(compute)
+    values = {name: settings[name].parsed(value) for name, value in given.items() if name in settings}
+    scaling = asked.scaling or (None if compute == AUTO else _default_scaling(compute, level, values))
+    settled = {name: each.default_for(scaling) for name, each in settings.items()} | values
+    settled |= {"use_mxfp8_block_scaling": scaling == "mxfp8"}
+    settled["described"] = {name: settings[name].describe(value) for name, value in settled.items()}
+    settled |= {"backend": given.get("backend"), "compute": compute, "scaling": scaling}
+    settled |= {"level": level, "opt_level": level}
+    named = {"scaling": asked.scaling, "level": asked.level}
+    settled["given"] = frozenset(given) | {name for name, value in named.items() if value is not None}
     return settled
 
 
-def _asked_backend(cls: type, given: dict[str, Any], values: dict[str, Any]) -> BackendName:
+def _default_scaling(compute: str, level: str, values: Mapping[str, Any]) -> str:
+    """The scaling rule that a field stands for, else the backend's default."""
+    backend = registry.get_compute(compute)
+    for name, each in fields_of(backend).items():
+        if name in values and each.names_scaling and (scaling := each.names_scaling(values[name])):
+            return scaling
+    return backend.level_scaling if level != "O0" and backend.level_scaling else backend.default_scaling
+
+
+def _asked_backend(cls: type, given: dict[str, Any]) -> BackendName:
     """What string and fields say together, in the compute's own words. They may not disagree."""
     text = given.get("backend", cls.backend_name)
     if not isinstance(text, str):
@@ -324,8 +254,9 @@ def _asked_backend(cls: type, given: dict[str, Any], values: dict[str, Any]) -> 
     compute, scaling, level = parse_backend(text)
     if "scaling" in given:
         scaling = _agreed(text, scaling, "scaling", scaling_name(compute, given["scaling"], given["scaling"]))
-    if "use_mxfp8_block_scaling" in values:
-        scaling = _mxfp8_agreed(text, compute, scaling, values["use_mxfp8_block_scaling"])
+    if "use_mxfp8_block_scaling" in given:
+        wanted = FIELDS["use_mxfp8_block_scaling"].parsed(given["use_mxfp8_block_scaling"])
+        scaling = _mxfp8_agreed(text, compute, scaling, wanted)
     if "opt_level" in given:
         level = _agreed(text, level or None, "opt_level", level_name(given["opt_level"], given["opt_level"]))
     return BackendName(compute, scaling, DEFAULT_LEVEL if level == "" else level)
@@ -355,46 +286,41 @@ def _check(recipe: Recipe) -> None:
             f"{recipe.name}: {recipe.compute} goes with {', '.join(levels)} only, its weights stay as they are; "
             f"computes that go with msamp: {others}"
         )
-    if recipe.scaling == "custom" and recipe.config is None:
-        raise RecipeError("ao:custom stands for a Float8LinearConfig of your own: pass config=")
-    for name in sorted((recipe.given & FIELDS.keys()) - {*COMMON_FIELDS, "use_mxfp8_block_scaling"}):
-        _check_read(name, recipe, compute)
+    declared = fields_of(compute)
+    for name, each in sorted(settings_of(recipe.compute).items()):
+        if name in recipe.given and each not in COMMON and each not in NAMING:
+            _check_read(each, recipe, compute, declared)
     compute.check(recipe)
 
 
-def _check_read(name: str, recipe: Recipe, compute: Compute) -> None:
-    """Refuse a field that this compute, scaling and level do not read."""
-    rule = FIELDS[name]
-    if rule.idle is not None and getattr(recipe, name) == rule.idle:
+def _check_read(field: Field, recipe: Recipe, compute: Compute, declared: Mapping[str, Field]) -> None:
+    """Refuse a field that this backend, scaling and level do not read."""
+    name = field.name
+    if field.idle is not None and getattr(recipe, name) == field.idle:
         return
-    if recipe.level not in rule.levels:
-        level = DEFAULT_LEVEL if DEFAULT_LEVEL in rule.levels else rule.levels[-1]
+    if recipe.level not in field.levels:
+        level = DEFAULT_LEVEL if DEFAULT_LEVEL in field.levels else field.levels[-1]
         raise RecipeError(
-            f"{name} is not read by {recipe.name}, only with {_LEVELS_IN_WORDS[rule.levels]}: leave it out, or use "
+            f"{name} is not read by {recipe.name}, only with {_LEVELS_IN_WORDS[field.levels]}: leave it out, or use "
             f"{recipe.compute if level == 'O0' else f'{recipe.compute}+msamp:{level}'}"
         )
-    if name in LEVEL_FIELDS:
+    if field in OF_LEVELS:
         return
-    if name not in compute.fields:
-        raise RecipeError(f"{name} is not read by {recipe.name}, only by {_readers(name)}: leave it out, or use these")
-    if rule.scalings and recipe.scaling not in rule.scalings and set(rule.scalings) & set(compute.scalings):
+    if name not in declared:
+        raise RecipeError(f"{name} is not read by {recipe.name}, only by {readers(name)}: leave it out, or use these")
+    if field.scalings and recipe.scaling not in field.scalings and set(field.scalings) & set(compute.scalings):
         raise RecipeError(
             f"{name} is not read by {recipe.name}, only by "
-            f"{', '.join(f'{recipe.compute}:{scaling}' for scaling in rule.scalings)}: leave it out, or use that"
+            f"{', '.join(f'{recipe.compute}:{scaling}' for scaling in field.scalings)}: leave it out, or use that"
         )
 
 
 _LEVELS_IN_WORDS = {
     ("O1", "O2", "O3"): "a level O1, O2 or O3",
+    ("O2", "O3"): "a level O2 or O3, whose exp_avg is E4M3",
     ("O3",): "level O3, which has masters to share out",
     ("O0",): "weights that no level stores",
 }
-
-
-def _readers(name: str) -> str:
-    computes = [compute for compute in registry.BUILT_IN if name in registry.get_compute(compute).fields]
-    scalings = FIELDS[name].scalings or ("",)
-    return ", ".join(f"{compute}:{scaling}".rstrip(":") for compute in computes for scaling in scalings) or "no backend"
 
 
 # What users call

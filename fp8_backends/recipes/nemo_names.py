@@ -10,30 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..compute.fields import FIELDS, closest, flag, parse_field
+from ..compute.fields import closest
 from ..errors import RecipeError
+from .fields import FIELDS
 
-NAMES = {
-    "fp8": "fp8_format",
-    "fp8_recipe": "scaling",
-    "fp8_margin": "margin",
-    "fp8_interval": "interval",
-    "fp8_amax_history_len": "amax_history_len",
-    "fp8_amax_compute_algo": "amax_compute_algo",
-    "fp8_wgrad": "override_linear_precision",
-    "no_fp8_wgrad": "override_linear_precision",
-    "fp8_param": "fp8_params",
-    "fp8_param_gather": "fp8_params",
-    "fp8_dot_product_attention": "fp8_dpa",
-    "fp8_multi_head_attention": "fp8_mha",
-}
-"""Their names for fields of ours; `fp8_params` is ours as well."""
-
-_IN_OUR_WORDS = {
-    "fp8_wgrad": lambda value: (False, False, not flag(value)),
-    "no_fp8_wgrad": lambda value: (False, False, flag(value)),
-}
-"""Where they say a field's value in another way: the weight gradient in FP8, here in high precision."""
+NAMES = {synonym: (field, reads) for field in FIELDS.values() for synonym, reads in field.synonyms.items()}
+"""Their names for fields of ours, each with what turns their value into ours."""
 
 _LAYERS_BF16 = "which layers are first and last is for the model to say: name them in exclude, such as "
 _LAYERS_BF16 += '["*.layers.0.*", "*.layers.31.*"]'
@@ -86,7 +68,7 @@ def own_names(values: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
     _refuse(theirs)
     for name, value in theirs.items():
         if name in NAMES and value is not None:
-            _add(own, name, NAMES[name], value)
+            _add(own, name, value)
     for field, value in plugin.items():
         own[field] = value if own.get(field) is None else own[field]  # an argument comes before its plug-in
     spelled = any(name.startswith("--") and name != "--backend" for name in values)
@@ -130,16 +112,14 @@ def _refuse(theirs: dict[str, Any]) -> None:
             raise RecipeError(f"{name}={value!r} cannot be honoured: {REFUSED[name]}")
 
 
-def _add(own: dict[str, Any], name: str, field: str, value: Any) -> None:
-    meant = _meant(name, field, value)
-    if own.get(field) is not None and own[field] not in (value, meant):
-        raise RecipeError(f"{name}={value!r} and {field}={own[field]!r} are two names of one field: leave one out")
-    own[field] = meant
-
-
-def _meant(name: str, field: str, value: Any) -> Any:
+def _add(own: dict[str, Any], name: str, value: Any) -> None:
+    field, reads = NAMES[name]
     try:
-        value = _IN_OUR_WORDS[name](value) if name in _IN_OUR_WORDS else value
-        return parse_field(field, value) if field in FIELDS else value
+        meant = reads(value) if field.name == "scaling" else field.parsed(reads(value))
     except ValueError as error:
         raise RecipeError(f"{name}: {error}") from None
+    if own.get(field.name) is not None and own[field.name] not in (value, meant):
+        raise RecipeError(
+            f"{name}={value!r} and {field.name}={own[field.name]!r} are two names of one field: leave one out"
+        )
+    own[field.name] = meant

@@ -7,8 +7,6 @@ Objects are known by their class names: none of the libraries is imported.
 
 from __future__ import annotations
 
-import ast
-import contextlib
 import dataclasses
 import difflib
 import json
@@ -17,8 +15,9 @@ import urllib.parse
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from ..compute.fields import DEFAULT_LEVEL, FIELDS, parse_field, three_flags
+from ..compute.fields import three_flags
 from ..errors import RecipeError
+from .fields import FIELDS, VARIABLES, field_value, find_variable
 
 PREFIX = "ACCELERATE_FP8_"
 
@@ -58,7 +57,7 @@ def _te_fields(handler: Any) -> dict[str, Any]:
     return {
         name: value
         for name, value in values.items()
-        if value is not None and parse_field(name, value) != FIELDS[name].default
+        if value is not None and FIELDS[name].parsed(value) != FIELDS[name].default
     }
 
 
@@ -161,75 +160,24 @@ LAUNCHED = "FP8_BACKENDS_RECIPE"
 percent-encoded where a remote shell would read it. It is read in place of `ACCELERATE_FP8_*`."""
 
 
-class Variable(NamedTuple):
-    """A field as `ACCELERATE_FP8_*` and the keys of a YAML file's `fp8_config` name it."""
-
-    field: str
-    launcher_default: Any = None
-    """What Accelerate's launcher exports when the user said nothing. In the environment it counts as not given."""
-    question_default: Any = None
-    """What `accelerate config` writes when the user just presses Enter, where that is another value."""
-
-
-def _own(name: str, question_default: Any = None) -> Variable:
-    return Variable(name, FIELDS[name].default, question_default)
-
-
-VARIABLES = {
-    "BACKEND": Variable("backend"),
-    "USE_AUTOCAST_DURING_EVAL": _own("use_autocast_during_eval"),
-    "MARGIN": _own("margin"),
-    "INTERVAL": _own("interval"),
-    "FORMAT": _own("fp8_format"),
-    "AMAX_HISTORY_LEN": _own("amax_history_len"),
-    "AMAX_COMPUTE_ALGO": _own("amax_compute_algo"),
-    "OVERRIDE_LINEAR_PRECISION": _own("override_linear_precision"),
-    "USE_MXFP8_BLOCK_SCALING": _own("use_mxfp8_block_scaling"),
-    "OPT_LEVEL": Variable("opt_level", DEFAULT_LEVEL),
-    "ENABLE_FSDP_FLOAT8_ALL_GATHER": Variable("enable_fsdp_float8_all_gather", True),
-    "PAD_INNER_DIM": Variable("pad_inner_dim", True),
-    # what the questions of `accelerate config` write, and stock Accelerate never reads
-    "AMAX_HISTORY_LENGTH": _own("amax_history_len"),
-    "AMAX_COMPUTE_ALGORITHM": _own("amax_compute_algo", question_default="max"),
-    "OPTIMIZATION_LEVEL": Variable("opt_level", DEFAULT_LEVEL),
-    # ours: flags of `fp8-backends launch`, and extra keys of the YAML file's fp8_config
-    "SCALING": Variable("scaling"),
-    "PARAMS": _own("fp8_params"),
-    "FUSE_NORMS": _own("fuse_norms"),
-    "DPA": _own("fp8_dpa"),
-    "MHA": _own("fp8_mha"),
-    "AUTO_FILTER": _own("auto_filter"),
-    # where a value that equals the launcher's default is meant, and would count as not given
-    "ALL_GATHER": Variable("enable_fsdp_float8_all_gather"),
-    "NUMBER_FORMAT": Variable("fp8_format"),
-    "ROUNDING": Variable("rounding"),
-    "EXP_AVG_SCALING": Variable("exp_avg_scaling"),
-    "IMPLEMENTATION": Variable("implementation"),
-    "SHARD_STATES": Variable("shard_states"),
-    "INCLUDE": Variable("include"),
-    "EXCLUDE": Variable("exclude"),
-    "AUTOCAST_DTYPE": Variable("autocast_dtype"),
-    "GRADIENT_COMM": Variable("gradient_comm"),
-    "ON_UNPROVEN": Variable("on_unproven"),
-}
-OBJECTS = {"MODULE_FILTER_FUNC": "module_filter_func", "CONFIG": "config", "GROUP": "fp8_group"}
-"""Fields that take a Python object."""
 _OVERRIDES = ("OVERRIDE_FPROP", "OVERRIDE_DGRAD", "OVERRIDE_WGRAD")
+"""What Accelerate's launcher makes of `override_linear_precision`."""
 
 
 def unknown_variable(
-    said: str, suffix: str, spelling: Callable[[str], str], known: Iterable[str] = tuple(VARIABLES)
+    written: str, suffix: str, spelling: Callable[[str], str], known: Iterable[str] = tuple(VARIABLES)
 ) -> RecipeError:
-    """The error for a name that is no field. `said`: as the user wrote it; `spelling`: a suffix as it stands there."""
-    if suffix in OBJECTS:
-        field = OBJECTS[suffix]
+    """The error for a name that is no field. `written`: as the user wrote it; `spelling`: a suffix as it stands
+    there."""
+    objects = {each.own_suffix: each.name for each in FIELDS.values() if each.is_object}
+    if field := objects.get(suffix):
         return RecipeError(
-            f"{said}: {field} takes a Python object, which no text can give: pass it in the script, "
+            f"{written}: {field} takes a Python object, which no text can give: pass it in the script, "
             f"Accelerator(kwargs_handlers=[fp8_backends.FP8RecipeKwargs({field}=…)])"
         )
     matches = difflib.get_close_matches(suffix, list(known), n=1, cutoff=0.5)
     hint = f" (did you mean {spelling(matches[0])!r}?)" if matches else ""
-    return RecipeError(f"{said} is not known{hint}")
+    return RecipeError(f"{written} is not known{hint}")
 
 
 def is_launched(environ: Mapping[str, str] | None = None) -> bool:
@@ -252,9 +200,15 @@ def environment_fields(environ: Mapping[str, str] | None = None) -> dict[str, An
     overrides = [found.pop(suffix, "False") for suffix in _OVERRIDES]
     asked: dict[str, Any] = {}
     for suffix, text in found.items():
-        if suffix not in VARIABLES:
+        known = find_variable(suffix)
+        if known is None:
             raise unknown_variable(PREFIX + suffix, suffix, lambda name: PREFIX + name)
-        _add(asked, suffix, VARIABLES[suffix], text)
+        field, variable = known
+        value = field_value(field, text)
+        if value == variable.launcher_default:
+            continue
+        if asked.setdefault(field.name, value) != value:
+            raise RecipeError(f"{PREFIX}{suffix}={text} disagrees with another variable that says {asked[field.name]}")
     if any(_override_flags(overrides)):
         asked["override_linear_precision"] = _override_flags(overrides)
     if asked.get("backend", "").lower() == "no":
@@ -283,34 +237,6 @@ def variables(environ: Mapping[str, str]) -> dict[str, str]:
         if found.setdefault(suffix, text) != text:
             raise RecipeError(f"{PREFIX}{suffix} is set twice, to {found[suffix]!r} and {text!r}")
     return found
-
-
-def field_value(field: str, value: Any) -> Any:
-    """The value in its one spelling. Raises `RecipeError`."""
-    value = value.strip() if isinstance(value, str) else value
-    if field in ("include", "exclude"):
-        value = _listed(value)
-    if field in FIELDS:
-        return parse_field(field, value)
-    if not isinstance(value, str):
-        raise RecipeError(f"{field}={value!r}: a word is wanted")
-    return value.upper() if field == "opt_level" else value
-
-
-def _listed(value: Any) -> Any:
-    """A list of the YAML file, which Accelerate's launcher exports as Python writes it."""
-    if isinstance(value, str) and value.startswith(("['", '["', "('", '("')):
-        with contextlib.suppress(ValueError, SyntaxError):
-            return ast.literal_eval(value)
-    return value
-
-
-def _add(asked: dict[str, Any], suffix: str, variable: Variable, text: str) -> None:
-    value = field_value(variable.field, text)
-    if value == variable.launcher_default:
-        return
-    if asked.setdefault(variable.field, value) != value:
-        raise RecipeError(f"{PREFIX}{suffix}={text} disagrees with another variable that says {asked[variable.field]}")
 
 
 def _override_flags(texts: list[str]) -> tuple[bool, ...]:

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from ..compute.counts import DGRAD, KINDS, WGRAD, ProductCounts
-from ..compute.profiling import Layer
+from ..compute.interface import Compute, CountsProducts, HasProfile, StoresWeights
+from ..compute.profiling import Layer, ProductProfile
 from ..errors import FP8BackendError
 from ..numerics.modules import plain_name
 from ..numerics.sharded_tensor import full_shape
@@ -22,8 +23,6 @@ from . import conversion
 from .weight_products import FP8
 
 if TYPE_CHECKING:
-    from ..compute.interface import Compute
-    from ..compute.profiling import ProductProfile
     from ..recipes.handlers import Recipe
     from .conversion import Prepared
 
@@ -171,12 +170,17 @@ def profile_products(model: nn.Module) -> Iterator[dict[str, ProductCounts]]:
                 )
 
 
+def product_profile(compute: Compute, layers: list[Layer], keep: bool = False) -> ProductProfile:
+    """What counts the products of these layers of a backend in a profiled step."""
+    return compute.profile(layers, keep) if isinstance(compute, HasProfile) else ProductProfile(layers, keep)
+
+
 def _start_profiles(roots: list) -> list[ProductProfile]:
     """One for each compute that does not count by itself."""
     layers: dict[Compute, list[Layer]] = {}
     for root in roots:
         layers.setdefault(root[2].compute, []).extend(layers_to_profile(*root))
-    profiles = [compute.profile(own, keep=True) for compute, own in layers.items() if own]
+    profiles = [product_profile(compute, own, keep=True) for compute, own in layers.items() if own]
     if not all([profile.start(take_over=True) for profile in profiles]):
         for profile in profiles:
             profile.abandon()
@@ -269,7 +273,7 @@ def converted_layers(root: nn.Module, prepared: Prepared) -> dict[str, nn.Module
 def layers_to_profile(prefix: str, root: nn.Module, prepared: Prepared) -> list[Layer]:
     """The converted layers of a root whose compute does not count its products; none where it does."""
     layers = converted_layers(root, prepared)
-    if not layers or prepared.compute.products(next(iter(layers.values()))) is not None:
+    if not layers or isinstance(prepared.compute, CountsProducts):
         return []
     high = prepared.compute.high_precision_products(prepared.recipe)
     kinds = tuple(kind for kind in (DGRAD, WGRAD) if kind not in high)
@@ -280,8 +284,10 @@ def count_products(root: nn.Module, prepared: Prepared) -> dict[str, ProductCoun
     """FP8 products of each converted layer, by its own counter or from the last profiled step."""
     counts = {}
     for name, module in converted_layers(root, prepared).items():
-        counted = prepared.compute.products(module)
-        counts[name] = prepared.profiled.get(name, ProductCounts()) if counted is None else counted
+        if isinstance(prepared.compute, CountsProducts):
+            counts[name] = prepared.compute.products(module)
+        else:
+            counts[name] = prepared.profiled.get(name, ProductCounts())
     return counts
 
 
@@ -341,7 +347,8 @@ def _read_root(result: Audit, prefix: str, root: nn.Module, prepared: Prepared) 
         result.engine[full] = prepared.compute.engine(module)
         flops.weights.append(module.weight)
         elements = full_shape(module.weight).numel()
-        flops.transient_bytes += prepared.compute.transient_bytes_per_element(module) * elements
+        if isinstance(prepared.compute, StoresWeights):
+            flops.transient_bytes += prepared.compute.transient_bytes_per_element(module) * elements
     seen = observed_of(prepared).gradient_dtypes
     for name, parameter in root.named_parameters():
         if plain_name(name) in seen:

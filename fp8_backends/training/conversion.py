@@ -20,13 +20,13 @@ from torch import nn
 
 from ..compute import expert_functions
 from ..compute.expert_functions import ExpertWeights
+from ..compute.interface import Compute, ConvertsExperts, ConvertsNorms, Fusion
 from ..errors import FP8BackendError, RecipeError
 from ..numerics.modules import CONVERSION, Conversion, plain_name
 from .layer_filter import LayerFilter, NamePattern, excluded
 from .weight_products import FP8, HIGH_PRECISION, Found, WeightProduct, find_weight_products
 
 if TYPE_CHECKING:
-    from ..compute.interface import Compute, Fusion
     from ..recipes.handlers import Recipe
 
 ALIGNMENT = 16
@@ -168,7 +168,8 @@ def convert(model: nn.Module, recipe: Recipe, compute: Compute) -> Prepared:
     shared = compute.new_shared(root, recipe) if prepared is None else prepared.shared
     built = _build([each for each in chosen if not each.part], recipe, compute, shared)
     experts = _build_experts([each for each in chosen if each.part], recipe, compute, shared)
-    _note_fusions(root, norms, compute.fuse(root, recipe, dict([*built, *new_norms])))
+    if isinstance(compute, ConvertsNorms):
+        _note_fusions(root, norms, compute.fuse(root, recipe, dict([*built, *new_norms])))
     report = ConversionReport([each.product for each in found], norms)
     if not report.converted:
         _refuse_nothing(report, recipe)
@@ -301,14 +302,17 @@ def _choose(found: list[Found], recipe: Recipe, compute: Compute, norms: list[No
 
 
 def _unfit(each: Found, recipe: Recipe, compute: Compute) -> str | None:
-    if each.part:
+    if not each.part:
+        return compute.unfit(each.module, recipe)
+    if isinstance(compute, ConvertsExperts):
         return compute.unfit_experts(each.module, each.part, recipe)
-    return compute.unfit(each.module, recipe)
+    return f"expert weights in one 3-D Parameter: {compute.name} has no products for them (native has)"
 
 
 def _norms(root: nn.Module, recipe: Recipe, compute: Compute) -> tuple[list[NormLayer], list]:
     """The report of the model's norms, and those to swap now with their carriers."""
-    answers = {id(norm.module): norm for norm in compute.norms(root, recipe)}
+    found = compute.norms(root, recipe) if isinstance(compute, ConvertsNorms) else []
+    answers = {id(norm.module): norm for norm in found}
     exclude = [NamePattern(text) for text in recipe.exclude or ()]
     modules: dict[int, tuple[nn.Module, list[str]]] = {}
     for name, module in root.named_modules(remove_duplicate=False):

@@ -13,6 +13,7 @@ from torch import nn
 
 from ..comm import fsdp2, ignore_list
 from ..compute import registry
+from ..compute.interface import FollowsOptimizer, KeepsWeightCasts, StoresWeights, scaling_buffers
 from ..errors import FP8BackendError
 from ..numerics.modules import CONVERSION
 from ..numerics.sharded_tensor import is_distributed
@@ -80,7 +81,8 @@ def prepare_model(model: nn.Module, recipe: Recipe) -> nn.Module:
         _refuse_wrapped(model, recipe.level)
     prepared = conversion.convert(model, recipe, registry.get_compute(recipe.compute))
     root = conversion.unwrapped(model)
-    prepared.compute.store_weights(root, recipe)
+    if isinstance(prepared.compute, StoresWeights):
+        prepared.compute.store_weights(root, recipe)
     if recipe.level != "O0":
         store_weights(root, prepared)
     ignore_list.ignore(root)
@@ -108,7 +110,8 @@ def connect_ranks(model: nn.Module, recipe: Recipe) -> None:
         from ..states import levels
 
         for _, root, prepared in conversion.prepared_roots(model):
-            prepared.compute.keep_weight_casts(root, False)
+            if isinstance(prepared.compute, KeepsWeightCasts):
+                prepared.compute.keep_weight_casts(root, False)
         fsdp2.connect(model, comm, _ScalingBuffers(conversion.prepared_roots(model)))
         levels.watch_shards(model)
 
@@ -140,7 +143,8 @@ def keep_weight_casts(model: nn.Module, keep: bool = True) -> None:
             "sharding saves; leave keep_weight_casts out"
         )
     for _, root, prepared in roots:
-        prepared.compute.keep_weight_casts(root, keep)
+        if isinstance(prepared.compute, KeepsWeightCasts):
+            prepared.compute.keep_weight_casts(root, keep)
 
 
 class _ScalingBuffers:
@@ -150,7 +154,7 @@ class _ScalingBuffers:
         self.roots = [(root, prepared.compute) for _, root, prepared in roots]
 
     def __call__(self) -> list[torch.Tensor]:
-        return [state for root, compute in self.roots for state in compute.scaling_buffers(root)]
+        return [state for root, compute in self.roots for state in scaling_buffers(compute, root)]
 
 
 def _ddp_wrappers(model: nn.Module) -> list[nn.parallel.DistributedDataParallel]:
@@ -312,7 +316,7 @@ class AfterStep:
         for reference in self.roots:
             root = reference()
             prepared = root is not None and root.__dict__.get(conversion.PREPARED)
-            if prepared:
+            if prepared and isinstance(prepared.compute, FollowsOptimizer):
                 prepared.compute.after_optimizer_step(root)
 
 

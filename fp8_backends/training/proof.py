@@ -27,6 +27,7 @@ from .auditing import (
     count_products,
     layers_to_profile,
     observed_of,
+    product_profile,
     stored_dtype,
     unwrapped,
 )
@@ -131,7 +132,7 @@ class FirstStep:
         self._finish(counts)
 
     def _start_profile(self, take_over: bool = False) -> bool:
-        profile = self.compute.profile(self.layers)
+        profile = product_profile(self.compute, self.layers)
         if profile.start(take_over):
             self.profile = profile
         return self.profile is not None

@@ -1,4 +1,4 @@
-"""The parts of the guides that the code generates: known problems, the table of chips, the matrix of engines.
+"""The parts of the guides that the code generates: known problems, chips, engines, fields of recipes.
 
 python tests/docs/generated.py --write    writes them into the guides
 """
@@ -16,6 +16,7 @@ sys.path += [str(ROOT), str(ROOT / "tests" / "distributed")]
 import matrix  # noqa: E402
 
 from fp8_backends.compute import chips
+from fp8_backends.recipes import fields
 from fp8_backends.training.rules import THEMES
 
 WIDTH = 118
@@ -88,7 +89,11 @@ def written(document: Path) -> str:
     return re.sub(marked, lambda _: between(name, table()), text, flags=re.DOTALL | re.MULTILINE)
 
 
-TABLES = {"doctor.rst": ("chips", chip_table), "distributed.rst": ("engines", engines)}
+TABLES = {
+    "doctor.rst": ("chips", chip_table),
+    "distributed.rst": ("engines", engines),
+    "recipes.rst": ("fields", fields.restructured_text),
+}
 DOCUMENTS = [GUIDES / name for name in ("checks.rst", *TABLES)]
 
 if __name__ == "__main__" and sys.argv[1:] == ["--write"]:

@@ -10,10 +10,10 @@ import pytest
 import fp8_backends
 from fp8_backends.accelerate_plugin.plugin import asked_recipe
 from fp8_backends.errors import RecipeError
+from fp8_backends.recipes.fields import VARIABLES
 from fp8_backends.recipes.fp8_config import accelerate_fields, config_source
 from fp8_backends.recipes.handlers import FP8RecipeKwargs
 from fp8_backends.recipes.merging import Source, code_over_launch, merged
-from fp8_backends.recipes.sources import VARIABLES
 
 FILE = "default_config.yaml"
 TE_QUESTIONS = {
@@ -101,7 +101,7 @@ def test_defaults_that_another_backend_does_not_read_count_as_not_given(block, b
         ({"backend": "te", "use_mxfp8_block_scaling": True, "scaling": "delayed"}, "disagrees with"),
         ({"margin": "many"}, "must be a whole number"),
         ({"fp8_margin": 1, "margin": 2}, r"margin=2 disagrees with .*fp8_margin=1"),
-        ({"backend": 3}, "a word is wanted"),
+        ({"backend": 3}, "backend must be a word"),
         ({"fp8_format": "E5M2", "backend": "te"}, "no GPU"),
         (["te"], "must be a block of keys"),
     ],
@@ -115,7 +115,7 @@ def test_what_a_file_cannot_say_is_an_error_that_names_key_and_file(block, said)
 def test_every_field_that_a_text_can_give_has_a_key():
     objects = {"module_filter_func", "config", "fp8_group"}
     fields = {each.name for each in dataclasses.fields(FP8RecipeKwargs)}
-    assert {variable.field for variable in VARIABLES.values()} == fields - objects
+    assert {field.name for field, _ in VARIABLES.values()} == fields - objects
 
 
 # Places over one another

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...compute.fields import FIELDS, FORMAT_OF_SCALING, closest
+from ...compute.fields import closest
 from ...errors import RecipeError
-from ...recipes.handlers import FP8RecipeKwargs, Recipe, resolve
+from ...recipes.handlers import FP8RecipeKwargs, Recipe, resolve, settings_of
 from ...training.rules import Compiled, Parallel
 from ...training.validators import Finding, validate
 
@@ -115,9 +115,7 @@ _KEYS = {"enable_fsdp_float8_all_gather": "all_gather", "fp8_format": "number_fo
 def _is_default(recipe: Recipe, name: str, value: Any) -> bool:
     if name == "pad_inner_dim":
         return value is True  # what TorchAO's handler has, too
-    if name == "fp8_format":
-        return value == FORMAT_OF_SCALING.get(recipe.scaling, FIELDS[name].default)
-    return value == FIELDS[name].default
+    return value == settings_of(recipe.compute)[name].default_for(recipe.scaling)
 
 
 # for the readers of each system

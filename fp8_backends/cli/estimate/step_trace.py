@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from ...compute.interface import scaling_buffers
 from ...errors import FP8BackendError
 from ...numerics.scaled_tensor import ScaledTensor
 from ...states.adamw import ScaledStates
@@ -379,7 +380,7 @@ def _sizes(model: nn.Module, optimizer: torch.optim.Optimizer, blocks: list[nn.M
     for _, root, prepared in conversion.prepared_roots(model):
         for layer in converted_layers(root, prepared).values():
             sizes["converted"] += layer.weight.numel()
-        sizes["scaling_states"] += sum(state.numel() for state in prepared.compute.scaling_buffers(root))
+        sizes["scaling_states"] += sum(state.numel() for state in scaling_buffers(prepared.compute, root))
         products = prepared.report.products
     sizes["flops"] = sum(product.flops for product in products)
     sizes["flops_fp8"] = sum(product.flops for product in products if product.state == FP8)

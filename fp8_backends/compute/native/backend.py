@@ -20,8 +20,8 @@ Experts of transformers' mixtures, whose weights lie in one 3-D Parameter, run t
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -34,12 +34,13 @@ from ...numerics.sharded_tensor import local_part
 from ..counts import DGRAD, KINDS, ProductCounts
 from ..fields import LEVELS
 from ..hardware import Availability
-from ..interface import TE_FIELDS, Compute, check_same_states
+from ..interface import Compute, check_same_states
 from ..products import EMULATED, engine_for
 from . import experts as fp8_experts
 from . import frozen as native_params
 from .block_products import block_engine_for
 from .experts import FP8Experts, FP8ExpertWeight
+from .fields import FIELDS
 from .grouped_products import grouped_engine_for
 from .layer_rule import STATEFUL, LayerRule, Stored
 from .linear import FP8Linear
@@ -60,11 +61,9 @@ class NativeCompute(Compute):
     name = "native"
     scalings = ("dynamic", "delayed", "rowwise", "blockwise", "mxfp8", "window")
     default_scaling = "dynamic"
+    level_scaling = "window"
     levels = LEVELS
-    fields = TE_FIELDS | {"fp8_params"}
-
-    def scaling_for(self, level: str, values: Mapping[str, Any]) -> str:
-        return self.default_scaling if level == "O0" else "window"
+    fields = FIELDS
 
     def availability(self) -> Availability:
         engine = engine_for(default_device(), torch.bfloat16)

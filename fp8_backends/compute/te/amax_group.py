@@ -50,7 +50,12 @@ class AbsentGroup:
         )
 
 
-def present(group: Any) -> Any:
+def packed(group: Any) -> AbsentGroup | None:
+    """What a pickled recipe carries of a group: its ranks."""
+    return None if group is None else AbsentGroup(ranks_of(group))
+
+
+def unpacked(group: Any) -> Any:
     """An unpickled group, or the group of all ranks of this process where that has the same ranks."""
     if isinstance(group, AbsentGroup) and distributed.is_available() and distributed.is_initialized():
         everyone = distributed.group.WORLD

@@ -27,7 +27,8 @@ from .. import hardware
 from ..counts import WGRAD
 from ..fields import LEVELS
 from ..hardware import Availability
-from ..interface import TE_FIELDS, Compute, Fusion, Norm, check_same_states
+from ..interface import Compute, Fusion, Norm, check_same_states
+from .fields import FIELDS
 
 if TYPE_CHECKING:
     from ..interface import Recipe
@@ -49,7 +50,7 @@ class TransformerEngineCompute(Compute):
     scalings = ("delayed", "dynamic", "blockwise", "mxfp8")
     default_scaling = "delayed"
     levels = LEVELS
-    fields = TE_FIELDS | {"fp8_params", "fp8_group", "fuse_norms"}
+    fields = FIELDS
 
     def availability(self) -> Availability:
         if importlib.util.find_spec("transformer_engine") is None:
@@ -180,6 +181,9 @@ class TransformerEngineCompute(Compute):
             for name, layer in self._layers(root)
             for part, tensor in layer.scaling_state().items()
         }
+
+    def scaling_buffers(self, root: nn.Module) -> list[torch.Tensor]:
+        return []  # TransformerEngine reduces amaxes over the ranks by itself
 
     def load_scaling_state(self, root: nn.Module, state: dict[str, torch.Tensor]) -> None:
         own = self.scaling_state(root)

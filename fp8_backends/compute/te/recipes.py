@@ -15,7 +15,7 @@ from transformer_engine.common import recipe as te_recipe
 from transformer_engine.pytorch.tensor import QuantizedTensor
 
 from ...errors import BackendUnavailableError, RecipeError
-from .amax_group import present
+from .amax_group import unpacked
 
 try:
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager, RecipeState
@@ -82,7 +82,7 @@ def recipe_object(recipe: Recipe) -> te_recipe.Recipe:
 
 def autocast(made: te_recipe.Recipe, recipe: Recipe) -> Any:
     """The context manager in which TransformerEngine's modules run in FP8."""
-    group = present(recipe.fp8_group)
+    group = unpacked(recipe.fp8_group)
     if hasattr(te, "autocast"):
         return te.autocast(enabled=True, recipe=made, amax_reduction_group=group)
     return te.fp8_autocast(enabled=True, fp8_recipe=made, fp8_group=group)  # before 2.9

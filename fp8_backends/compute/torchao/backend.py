@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +22,7 @@ from .. import hardware
 from ..hardware import Availability
 from ..interface import Compute
 from . import cpu_scaled_mm
+from .fields import FIELDS, scaling_of
 from .library import products_in_high_precision, quiet_import
 
 if TYPE_CHECKING:
@@ -43,10 +43,8 @@ class TorchAOCompute(Compute):
     name = "ao"
     scalings = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
     default_scaling = "tensorwise"
-    fields = frozenset({"config", "auto_filter", *CONFIG_OPTIONS})
-
-    def scaling_for(self, level: str, values: Mapping[str, Any]) -> str:
-        return config_scaling(values["config"]) if "config" in values else self.default_scaling
+    unnamed_scalings = ("custom",)
+    fields = FIELDS
 
     def availability(self) -> Availability:
         if importlib.util.find_spec("torchao") is None:
@@ -61,6 +59,8 @@ class TorchAOCompute(Compute):
     def check(self, recipe: Recipe) -> None:
         if recipe.config is not None:
             _check_config(recipe)
+        elif recipe.scaling == "custom":
+            raise RecipeError("ao:custom stands for a Float8LinearConfig of your own: pass config=")
         if recipe.auto_filter and recipe.scaling == "rowwise_with_gw_hp":
             raise RecipeError(
                 "auto_filter: TorchAO has no automatic filter for ao:rowwise_with_gw_hp; "
@@ -93,7 +93,7 @@ class TorchAOCompute(Compute):
         on_cpu = any(parameter.device.type == "cpu" for parameter in root.parameters())
         if on_cpu or not hardware.has_gpu():
             cpu_scaled_mm.mend()
-        if on_cpu and config_scaling(config) != "tensorwise" and not config.emulate and not _cpu_multiplies_rowwise():
+        if on_cpu and scaling_of(config) != "tensorwise" and not config.emulate and not _cpu_multiplies_rowwise():
             raise BackendUnavailableError(
                 f"{recipe.name} on a CPU: torch {torch.__version__} has no rowwise FP8 product there; "
                 "install torch 2.13 or newer, or use native:rowwise, which makes it by other means"
@@ -161,35 +161,8 @@ def linear_config(recipe: Recipe) -> Float8LinearConfig:
     )
 
 
-def config_scaling(config: Float8LinearConfig) -> str:
-    """The recipe that a configuration follows: `tensorwise`, `rowwise`, `rowwise_with_gw_hp`, or `custom`.
-
-    Raises:
-        RecipeError: it is no `Float8LinearConfig`.
-    """
-    if type(config).__name__ != "Float8LinearConfig":
-        raise RecipeError(f"config must be a torchao.float8.Float8LinearConfig, not {type(config).__name__}")
-    casts = (
-        config.cast_config_input,
-        config.cast_config_weight,
-        config.cast_config_grad_output,
-        config.cast_config_input_for_grad_weight,
-        config.cast_config_weight_for_grad_input,
-        config.cast_config_grad_output_for_grad_weight,
-    )
-    rules = tuple("off" if cast.scaling_type.value == "disabled" else cast.scaling_granularity.value for cast in casts)
-    return _RULES_OF_RECIPES.get(rules, "custom")
-
-
-_RULES_OF_RECIPES = {
-    ("tensorwise",) * 6: "tensorwise",
-    ("axiswise",) * 6: "rowwise",
-    ("axiswise", "axiswise", "axiswise", "off", "tensorwise", "off"): "rowwise_with_gw_hp",
-}
-
-
 def _check_config(recipe: Recipe) -> None:
-    config, scaling = recipe.config, config_scaling(recipe.config)
+    config, scaling = recipe.config, scaling_of(recipe.config)
     for field in CONFIG_OPTIONS:
         given = getattr(recipe, field) if field in recipe.given else None
         if given is not None and given != getattr(config, field):

@@ -1,0 +1,264 @@
+"""Every field of a recipe: those that each recipe has, those of the levels, and those that backends declare."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import textwrap
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ..compute import registry
+from ..compute.fields import (
+    DEFAULT_LEVEL,
+    USE_MXFP8_BLOCK_SCALING,
+    Field,
+    Variable,
+    closest,
+    flag,
+    one_of,
+    same,
+)
+from ..compute.interface import Compute
+from ..compute.native import fields as native
+from ..compute.te import fields as te
+from ..compute.torchao import fields as torchao
+from ..errors import FP8BackendError, RecipeError
+
+ABOVE_O0 = ("O1", "O2", "O3")
+
+
+def _patterns(value: Any) -> tuple[str, ...]:
+    """Name patterns: one string (commas separate several) or a sequence of strings."""
+    if isinstance(value, str):
+        value = [part.strip() for part in value.split(",")]
+    names = tuple(value) if isinstance(value, Iterable) else ()
+    if not names or not all(isinstance(name, str) and name for name in names):
+        raise ValueError('must be name patterns, such as "model.layers.*.mlp.*" or ["q_proj", "k_proj"]')
+    return names
+
+
+def _function(value: Any) -> Callable:
+    if not callable(value):
+        raise ValueError("must be a function of (module, name) that returns whether to convert the module")
+    return value
+
+
+def _word(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError("must be a word")
+    return value.strip()
+
+
+NAMING = (
+    Field(
+        "backend",
+        None,
+        _word,
+        "COMPUTE[:SCALING][+msamp[:LEVEL]]: native:rowwise, ao, te+msamp:O3, msamp:O2, … (default: auto, which picks "
+        "for this machine).",
+    ),
+    Field(
+        "scaling",
+        None,
+        _word,
+        "The scaling rule, if the backend string does not name it: delayed, dynamic, rowwise, blockwise, mxfp8, window "
+        "and so on.",
+        synonyms={"fp8_recipe": same},
+    ),
+    Field(
+        "opt_level",
+        None,
+        lambda value: _word(value).upper(),
+        "MS-AMP's level O0, O1, O2 or O3, if the backend string does not name it.",
+        launcher_default=DEFAULT_LEVEL,
+        further_variables=(Variable("OPTIMIZATION_LEVEL", DEFAULT_LEVEL),),
+    ),
+    USE_MXFP8_BLOCK_SCALING,
+)
+"""Fields that take part in the backend's name."""
+
+OF_LEVELS = (
+    Field(
+        "rounding",
+        "stochastic",
+        one_of("stochastic", "nearest"),
+        "How stored weights and Adam states are rounded; nearest, MS-AMP's own, loses small updates.",
+        levels=ABOVE_O0,
+    ),
+    Field(
+        "exp_avg_scaling",
+        "tensor",
+        one_of("tensor", "block"),
+        "One scale of the E4M3 exp_avg for the tensor, or one for each block of 128 elements, which keeps magnitudes "
+        "apart that differ by more than 1e5 inside one tensor.",
+        levels=("O2", "O3"),
+    ),
+    Field(
+        "implementation",
+        "native",
+        one_of("native", "original"),
+        "Of the levels: this package's own, or the package msamp where it is installed.",
+        levels=ABOVE_O0,
+    ),
+    Field(
+        "shard_states",
+        True,
+        flag,
+        "Under DDP masters and Adam states of O3 lie on one rank each: 2 + 5/N bytes an element, not 7.",
+        levels=("O3",),
+    ),
+)
+"""Fields that levels read, whatever the compute."""
+
+COMMON = (
+    Field(
+        "include",
+        None,
+        _patterns,
+        "Name patterns of layers to convert (fnmatch, over the full name; without a dot also any one part of it), "
+        "separated by commas.",
+    ),
+    Field("exclude", None, _patterns, "Name patterns of layers to keep in high precision, separated by commas."),
+    Field(
+        "module_filter_func",
+        None,
+        _function,
+        "A function (module, name) -> whether to convert the module.",
+        is_object=True,
+    ),
+    Field(
+        "autocast_dtype",
+        "bf16",
+        one_of("bf16", "fp16", "fp32"),
+        "What runs around FP8 under Accelerate (on a CPU without bf16 products the default is fp32).",
+    ),
+    Field(
+        "gradient_comm",
+        None,
+        one_of("fp8", "plain"),
+        "How gradients travel between ranks (default: fp8 at a level above O0, else plain).",
+    ),
+    Field(
+        "on_unproven",
+        "raise",
+        one_of("raise", "warn"),
+        "What to do when no FP8 product ran in the first step.",
+    ),
+)
+"""Fields that every recipe has, whatever the backend."""
+
+OF_BACKENDS = {"te": te.FIELDS, "ao": torchao.FIELDS, "native": native.FIELDS}
+"""What the backends of this package declare. They are not loaded for it."""
+
+
+def by_name(*groups: Iterable[Field]) -> dict[str, Field]:
+    return {each.name: each for group in groups for each in group}
+
+
+SETTINGS = by_name(*OF_BACKENDS.values(), OF_LEVELS, COMMON)
+"""Every field of this package but backend, scaling and opt_level: what a recipe holds."""
+
+FIELDS = by_name(NAMING, SETTINGS.values())
+"""Every field of this package."""
+
+VARIABLES = {variable.suffix: (field, variable) for field in FIELDS.values() for variable in field.variables}
+"""Their names in the environment and in YAML files, without `ACCELERATE_FP8_`."""
+
+
+def fields_of(compute: Compute) -> dict[str, Field]:
+    """The fields that a backend declares, by name. A name alone stands for the field of this package."""
+    return by_name(SETTINGS[each] if isinstance(each, str) else each for each in compute.fields)
+
+
+def registered_fields() -> dict[str, Field]:
+    """Fields that backends of others declare beside those of this package. Loads these backends, but for one that does
+    not load."""
+    found: dict[str, Field] = {}
+    for name in registry.valid_names():
+        if name not in registry.BUILT_IN:
+            found |= _declared_by(name)
+    return {name: field for name, field in found.items() if name not in FIELDS}
+
+
+def _declared_by(name: str) -> dict[str, Field]:
+    try:
+        return fields_of(registry.get_compute(name))
+    except FP8BackendError:
+        return {}
+
+
+def find_field(name: str) -> Field | None:
+    """The field of that name, of this package or of a registered backend."""
+    return FIELDS.get(name) or registered_fields().get(name)
+
+
+def find_variable(suffix: str) -> tuple[Field, Variable] | None:
+    """The field that a name in the environment or in a YAML file stands for, with what is known of the name."""
+    return VARIABLES.get(suffix) or _registered_variables().get(suffix)
+
+
+def every_variable() -> dict[str, tuple[Field, Variable]]:
+    """`VARIABLES`, and those of registered backends."""
+    return {**_registered_variables(), **VARIABLES}
+
+
+def _registered_variables() -> dict[str, tuple[Field, Variable]]:
+    return {each.suffix: (field, each) for field in registered_fields().values() for each in field.variables}
+
+
+def field_value(field: Field, value: Any) -> Any:
+    """A value that was given as text or by a file, in its one spelling. Raises `RecipeError`."""
+    value = value.strip() if isinstance(value, str) else value
+    # a list of the YAML file, which Accelerate's launcher exports as Python writes it
+    if isinstance(value, str) and value.startswith(("['", '["', "('", '("')):
+        with contextlib.suppress(ValueError, SyntaxError):
+            value = ast.literal_eval(value)
+    return field.parsed(value)
+
+
+def readers(name: str) -> str:
+    """Which backends read a field, with the scaling rules by which they do."""
+    found = []
+    for compute in registry.BUILT_IN:
+        declared = fields_of(registry.get_compute(compute))
+        if name in declared:
+            found += [f"{compute}:{scaling}" for scaling in declared[name].scalings or ()] or [compute]
+    return ", ".join(found) or "no backend"
+
+
+def unknown_field(name: str, owner: str, own: Iterable[str], elsewhere: dict[str, list[str]]) -> RecipeError:
+    """The error for a field that `owner` does not have. `elsewhere`: which fields the other handlers have."""
+    holders = [holder for holder, names in elsewhere.items() if name in names]
+    if holders:
+        return RecipeError(
+            f"{name} is not a field of {owner} but of {' and '.join(holders)}; use that, or "
+            "FP8RecipeKwargs(backend=…), which takes the fields of every backend"
+        )
+    known = sorted(own)
+    return RecipeError(f"{name} is not a field of {owner}{closest(name, known)}; it has {', '.join(known)}")
+
+
+def restructured_text(width: int = 118) -> str:
+    """Every field with its values, its default and the backends that read it, for the documentation."""
+    lines = []
+    for field in (*FIELDS.values(), *registered_fields().values()):
+        values = [field.values] if field.values else []
+        values += [] if field.default is None else [f"default {field.default!r}"]
+        lines.append(f"``{field.name}``" + (f" ({'; '.join(values)})" if values else ""))
+        text = f"{field.help} *Read by* {_readers_in_words(field)}.".replace("_ ", "\\_ ").replace("**", "\\*\\*")
+        lines += textwrap.wrap(text, width, initial_indent="    ", subsequent_indent="    ")
+    return "\n".join(lines) + "\n"
+
+
+def _readers_in_words(field: Field) -> str:
+    if field in NAMING or field in COMMON:
+        return "every backend"
+    if field in OF_LEVELS:
+        return f"level {', '.join(field.levels)}"
+    declaring = [name for name in registry.valid_names() if field.name in _declared_by(name)]
+    return (
+        ", ".join(f"{name}:{scaling}" for name in declaring for scaling in field.scalings or ("",))
+        .replace(":,", ",")
+        .rstrip(":")
+    )
