@@ -60,8 +60,8 @@ def watch(accelerator: Accelerator) -> None:
 
 
 def after_backward(accelerator: Accelerator) -> None:
-    """After a backward whose gradients were reduced: the ranks agree on scaling states, and the step that the engine
-    took, if it took one (an overflow skips it), is told."""
+    """After a backward whose gradients were reduced, let the ranks agree on scaling states, and run the step's hooks if
+    the engine took a step (an overflow skips it)."""
     if not accelerator.sync_gradients:
         return
     engine = accelerator.deepspeed_engine_wrapped.engine

@@ -22,8 +22,8 @@ from ..numerics.scaled_tensor import ScaledTensor
 
 @torch.no_grad()
 def upcast(model: nn.Module) -> None:
-    """Trainable parameters stand for FP32, of which FSDP2's mixed-precision policy makes what computes. As stock
-    Accelerate does it, only before weights are stored in ways that a plain cast does not know."""
+    """Cast trainable parameters to FP32, from which FSDP2's mixed-precision policy makes what computes. Stock
+    Accelerate does the same later, when weights may be stored in ways that a plain cast does not know."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.dtype != torch.float32 and parameter.dtype.is_floating_point:
             if isinstance(parameter, ScaledTensor):
@@ -34,8 +34,8 @@ def upcast(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def optimizers_follow_by_name(models: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> Iterator[None]:
-    """Around stock `_prepare_fsdp2`: optimizers hold no parameter meanwhile, and then those of the sharded model that
-    have the names of the ones they held. The optimizer objects, their groups and states stay."""
+    """Around stock `_prepare_fsdp2`: optimizers hold no parameter inside, and afterwards the parameters of the sharded
+    model that have the names of those they held. The optimizer objects, their groups and states stay."""
     if not models:
         yield
         return
@@ -89,7 +89,7 @@ class _Held:
 
 
 def _shard(value: Any, parameter: torch.Tensor) -> Any:
-    """What has the parameter's shape, as a DTensor that lies as the parameter does."""
+    """A state that has the parameter's shape, as a DTensor with the parameter's placements; any other as it is."""
     if not isinstance(value, torch.Tensor) or value.shape != parameter.shape or not value.dim():
         return value
     from torch.distributed.tensor import distribute_tensor

@@ -2,8 +2,8 @@
 
 Around each prepared model and optimizer, in the order of the class:
 
-- `__init__`   what the engine cannot do with the recipe is refused; precision around FP8 is chosen
-- `prepare`    models are converted, optimizers watched, known problems logged
+- `__init__`   precision around FP8 is chosen, hooks for checkpoints are registered
+- `prepare`    what the engine cannot do is refused; models are converted, optimizers watched, known problems logged
 - `backward`   weight gradients of microbatches are cast once, when they are complete
 - checkpoints  hold the scaling state; masters and optimizer states that ranks share are whole in them
 - `autocast`   is in the dtype that the recipe wants around FP8
@@ -32,8 +32,7 @@ from ..recipes.handlers import Recipe
 from ..training import conversion, preparation, rules
 from ..training.conversion import weight_products
 from ..training.weight_products import FP8
-from . import checks, deepspeed, fsdp2
-from .checkpoint import LoadScalingState, SaveScalingState, ScalingInOptimizer
+from . import checkpoint, checks, deepspeed, fsdp2
 
 logger = logging.getLogger("fp8_backends")
 
@@ -89,10 +88,11 @@ class FP8Mixin(_MadeAtRunTime):
     """The steps of the DeepSpeed engine, once there is one."""
 
     def _start_fp8(self, recipe: Recipe) -> None:
-        """What follows the original `__init__`. Raises `RecipeError` for what the engine cannot do."""
+        """What follows the original `__init__`. Raises `RecipeError` for what DeepSpeed's engine cannot do."""
         self.fp8_recipe = recipe
         self._fp8_converted = False
-        rules.refuse(checks.setup_of(self))
+        if deepspeed.in_use(self):
+            rules.refuse(checks.setup_of(self))
         self.fp8_autocast_dtype = self._precision_around_fp8()
         if self.fp8_autocast_dtype != "bf16":
             self.native_amp = False  # stock autocast is bf16; ours, if any, stands in its place
@@ -104,8 +104,8 @@ class FP8Mixin(_MadeAtRunTime):
                 if is_fsdp
                 else torch.amp.GradScaler(self.device.type, **options)
             )
-        self.register_save_state_pre_hook(SaveScalingState(self))
-        self.register_load_state_pre_hook(LoadScalingState(self))
+        self.register_save_state_pre_hook(functools.partial(checkpoint.save_scaling, self))
+        self.register_load_state_pre_hook(functools.partial(checkpoint.load_scaling, self))
 
     def _precision_around_fp8(self) -> str:
         """The recipe's `autocast_dtype` if it was given. By default bf16, and FP32 on a CPU that multiplies no bf16;
@@ -132,7 +132,7 @@ class FP8Mixin(_MadeAtRunTime):
 
     @has_fp8_handler.setter
     def has_fp8_handler(self, value: bool) -> None:
-        pass
+        """What the original `__init__` finds is no matter."""
 
     # Preparation
 
@@ -169,6 +169,7 @@ class FP8Mixin(_MadeAtRunTime):
         """As in Accelerate, with the model converted first; also the way of a model prepared for evaluation only."""
         is_native = self.fp8_recipe.implementation == "native"
         if is_native and not getattr(model, "_is_accelerate_prepared", False):
+            rules.refuse(checks.setup_of(self))
             self._convert(model, evaluation_mode)
             if self.fp8_autocast_dtype == "fp16":
                 self._wrap_forward(model)
@@ -216,7 +217,9 @@ class FP8Mixin(_MadeAtRunTime):
             preparation.convert_optimizer(optimizer, self.fp8_recipe)
         optimizer = super().prepare_optimizer(optimizer, device_placement=device_placement)
         if is_new:
-            ScalingInOptimizer(self).install(_innermost(optimizer))
+            inner = _innermost(optimizer)
+            inner.register_state_dict_post_hook(functools.partial(checkpoint.save_scaling_with_optimizer, self))
+            inner.register_load_state_dict_pre_hook(functools.partial(checkpoint.load_scaling_with_optimizer, self))
         self._watch_optimizers()
         return optimizer
 
@@ -261,13 +264,13 @@ class FP8Mixin(_MadeAtRunTime):
         """As in Accelerate, with the scaling state of FP8: a resumed run equals an unbroken one to the bit."""
         with (
             self._keeping_scaling_in_files(),
-            self._around_states(preparation.whole_states, receives=self._writes_files),
+            self._around_states(preparation.whole_states, receives=self.writes_files),
         ):
             return super().save_state(*args, **kwargs)
 
     def save_model(self, *args, **kwargs):
         """As in Accelerate; called on all ranks."""
-        with self._around_states(preparation.whole_states, receives=self._writes_files, moments=False):
+        with self._around_states(preparation.whole_states, receives=self.writes_files, moments=False):
             return super().save_model(*args, **kwargs)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True):
@@ -284,7 +287,8 @@ class FP8Mixin(_MadeAtRunTime):
             yield
 
     @property
-    def _writes_files(self) -> bool:
+    def writes_files(self) -> bool:
+        """Whether `save_state` and `save_model` write the files that are the same for all ranks from this one."""
         on_each_node = self.project_configuration.save_on_each_node
         return self.is_local_main_process if on_each_node else self.is_main_process
 

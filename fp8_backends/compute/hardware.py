@@ -68,7 +68,7 @@ def _gpu(device: torch.device | int | None) -> tuple[int, int] | str:
 
 def capabilities() -> list[tuple[int, int]]:
     """The CUDA capability of every visible GPU. Empty without one, and on ROCm, whose numbers mean something else."""
-    return [gpu for gpu in gpus() if not isinstance(gpu, str)]
+    return [] if torch.version.hip else gpus()
 
 
 def lowest_capability() -> tuple[int, int] | None:

@@ -86,8 +86,9 @@ def plain_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def pad(matrix: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """Zero rows and columns up to the next multiples (a zero code adds nothing to a product)."""
-    missing = -matrix.shape[0] % rows, -matrix.shape[1] % columns
+    """Zero rows and columns up to the next multiples in the last two dimensions (a zero code adds nothing to a
+    product)."""
+    missing = -matrix.shape[-2] % rows, -matrix.shape[-1] % columns
     if not any(missing):
         return matrix
     widths = (0, missing[1], 0, missing[0])

@@ -308,10 +308,10 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("rule", "fires", "near", "here"), CASES, ids=[case[0] for case in CASES])
-def test_rule_fires_where_it_should_and_a_near_miss_does_not(rule, fires, near, here):
+@pytest.mark.parametrize(("rule", "fires", "near", "detail"), CASES, ids=[case[0] for case in CASES])
+def test_rule_fires_where_it_should_and_a_near_miss_does_not(rule, fires, near, detail):
     (spec, setup), (near_spec, near_setup) = fires, near
-    assert here in rules(spec, **setup)[rule].reason
+    assert detail in rules(spec, **setup)[rule].reason
     assert rule not in rules(near_spec, **near_setup)
 
 
@@ -328,10 +328,10 @@ MACHINES = [
 ]
 
 
-@pytest.mark.parametrize(("rule", "spec", "fires", "near", "here"), MACHINES)
-def test_rule_of_a_chip(rule, spec, fires, near, here):
+@pytest.mark.parametrize(("rule", "spec", "fires", "near", "detail"), MACHINES)
+def test_rule_of_a_chip(rule, spec, fires, near, detail):
     assert RULES[rule].severity == "warning"
-    assert here in on_machine(spec, fires)[rule]
+    assert detail in on_machine(spec, fires)[rule]
     assert rule not in on_machine(spec, near)
 
 

@@ -141,14 +141,14 @@ class Rule(NamedTuple):
     applies: Callable[[Setup], bool]
     reason: str
     fix: str
-    here: Callable[[Setup], str] = lambda setup: ""
+    detail: Callable[[Setup], str] = lambda setup: ""
     """What of this setup made the rule apply, where it is not plain from the reason."""
     is_raised: Callable[[Setup], bool] = lambda setup: False
     """Whether `refuse` raises it, where it applies."""
 
     def reason_in(self, setup: Setup) -> str:
-        here = self.here(setup)
-        return f"{self.reason} (here: {here})" if here else self.reason
+        detail = self.detail(setup)
+        return f"{self.reason} (here: {detail})" if detail else self.reason
 
 
 def always(setup: Setup) -> bool:
