@@ -27,10 +27,9 @@ import torch
 
 from ..compute.fields import flag
 from ..errors import FP8BackendError, RecipeError
-from ..recipes.fp8_config import config_source
 from ..recipes.handlers import FP8RecipeKwargs
-from ..recipes.merging import Source, merged
-from ..recipes.sources import LAUNCHED, PREFIX, environment_fields, environment_name, is_launched
+from ..recipes.merging import merged
+from ..recipes.sources import LAUNCHED, PREFIX, Source, config_source, environment_fields, environment_name, is_launched
 from ..training.rules import RULES
 from .launch_flags import parse, recipe_flags
 from .plugin import is_disabled

@@ -13,8 +13,7 @@ from typing import NoReturn
 from ..compute.fields import Field
 from ..errors import FP8BackendError, RecipeError
 from ..recipes.fields import FIELDS, field_value, registered_fields
-from ..recipes.merging import Source
-from ..recipes.sources import unknown_variable
+from ..recipes.sources import Source, unknown_variable
 
 _GROUP = "FP8 Arguments"
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 FPROP, DGRAD, WGRAD = KINDS = ("fprop", "dgrad", "wgrad")
 
 
@@ -19,3 +21,11 @@ class ProductCounts:
     """Weight-gradient products."""
     recomputed: int = 0
     """Forward products run again by activation checkpointing."""
+
+
+def inside_backward() -> bool:
+    """Whether this forward is a recomputation: activation checkpointing runs it inside a backward pass.
+
+    Compiled code counts each forward once, also where its partitioner recomputes.
+    """
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

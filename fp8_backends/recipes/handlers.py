@@ -21,10 +21,9 @@ from ..compute import hardware, registry
 from ..compute.fields import DEFAULT_LEVEL, Field
 from ..compute.interface import Compute
 from ..errors import RecipeError
-from .backend_string import AUTO, MSAMP, BackendName, level_name, parse_backend, scaling_name
 from .fields import COMMON, FIELDS, NAMING, OF_BACKENDS, OF_LEVELS, SETTINGS, fields_of, readers, unknown_field
-from .nemo_names import own_names
-from .sources import environment_fields, environment_name, foreign_fields, is_launched
+from .sources import environment_fields, environment_name, foreign_fields, is_launched, own_names
+from .strings import AUTO, MSAMP, BackendName, level_name, parse_backend, scaling_name
 
 logger = logging.getLogger("fp8_backends")
 

@@ -11,24 +11,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..errors import RecipeError
-from .backend_string import AUTO, BackendName, parse_backend
 from .handlers import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, Recipe, TERecipeKwargs
-from .sources import foreign_fields
+from .sources import Source, config_source, foreign_fields
+from .strings import AUTO, BackendName, parse_backend
 
 _NAMING = ("backend", "scaling", "opt_level")
-
-
-class Source(NamedTuple):
-    """What one place says."""
-
-    fields: Mapping[str, Any]
-    """Fields of `FP8RecipeKwargs`, each in its one spelling."""
-    said: Mapping[str, str]
-    """By field, how the place says it, for messages."""
-    idle: frozenset[str] = frozenset()
-    """Fields whose value is what the place fills in by itself: not given, where the backend does not read them."""
-    selects_levels: bool = True
-    """Whether an `opt_level` without a backend that says msamp chooses a level."""
 
 
 def merged(sources: Sequence[Source]) -> dict[str, Any]:
@@ -47,7 +34,7 @@ def merged(sources: Sequence[Source]) -> dict[str, Any]:
             if refusal is None:
                 fields[name] = value
             elif name not in source.idle:
-                raise RecipeError(f"{source.said[name]}: {refusal}") from None
+                raise RecipeError(f"{source.places[name]}: {refusal}") from None
     return fields
 
 
@@ -57,10 +44,10 @@ def _with_mxfp8_as_scaling(source: Source) -> Source:
     if not fields.get("use_mxfp8_block_scaling"):
         return source
     del fields["use_mxfp8_block_scaling"]
-    place = source.said["use_mxfp8_block_scaling"]
+    place = source.places["use_mxfp8_block_scaling"]
     if fields.setdefault("scaling", "mxfp8") != "mxfp8":
-        raise RecipeError(f"{place} disagrees with {source.said['scaling']}: leave one of the two out")
-    return source._replace(fields=fields, said={"scaling": place, **source.said})
+        raise RecipeError(f"{place} disagrees with {source.places['scaling']}: leave one of the two out")
+    return source._replace(fields=fields, places={"scaling": place, **source.places})
 
 
 def _merged_naming(sources: Sequence[Source]) -> dict[str, Any]:
@@ -101,7 +88,7 @@ def _is_idle_level(source: Source, field: str, name: BackendName) -> bool:
         return True
     level = source.fields[field]
     raise RecipeError(
-        f"{source.said[field]}: {level} selects no level by itself: say the backend as msamp:{level} or "
+        f"{source.places[field]}: {level} selects no level by itself: say the backend as msamp:{level} or "
         f"COMPUTE+msamp:{level}, or leave it out"
     )
 
@@ -117,7 +104,7 @@ def _as_said(source: Source, field: str, check, value):
     try:
         return check(value)
     except RecipeError as error:
-        raise RecipeError(f"{source.said[field]}: {error}") from None
+        raise RecipeError(f"{source.places[field]}: {error}") from None
 
 
 def _check_naming(naming: Mapping[str, Any]) -> None:
@@ -144,6 +131,24 @@ def _candidates(backend: str) -> list[str]:
     if backend.strip().lower() != AUTO:
         return [backend]
     return ["te", "native"] if importlib.util.find_spec("transformer_engine") else ["native"]
+
+
+def accelerate_fields(fp8_config: Mapping[str, Any] | None, source: str) -> dict[str, Any]:
+    """The fields of `FP8RecipeKwargs` that the `fp8_config` block of an Accelerate YAML file means.
+
+    Keys are Accelerate's, those that `accelerate config` writes (`amax_history_length`, `optimization_level`, …), and
+    every field of a recipe, each with or without `fp8_` in front. A value that Accelerate or its questions fill in by
+    default counts as not given where the backend does not read it.
+
+    Args:
+        fp8_config: the block, as parsed.
+        source: the file's name, for messages.
+
+    Raises:
+        RecipeError: an unknown key, with the nearest known one, a value that cannot be read, and a value that this
+            backend does not read; each names key and file.
+    """
+    return merged([config_source(fp8_config, source)])
 
 
 # Code over launch

@@ -1,8 +1,8 @@
 """Recipes that were written for something else, as fields of `FP8RecipeKwargs`.
 
-Accelerate's own handlers, the environment that Accelerate's launcher or ours makes, and TransformerEngine's recipe
-objects.
-Objects are known by their class names: none of the libraries is imported.
+Accelerate's own handlers and configuration files, the environment that Accelerate's launcher or ours makes,
+TransformerEngine's recipe objects, and the arguments of NeMo and Megatron. Objects are known by their class names:
+none of the libraries is imported.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import urllib.parse
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from ..compute.fields import three_flags
+from ..compute.fields import Field, Variable, closest, three_flags
 from ..errors import RecipeError
 from .fields import FIELDS, VARIABLES, field_value, find_variable
 
@@ -248,3 +248,174 @@ def _override_flags(texts: list[str]) -> tuple[bool, ...]:
             f"{named}: three bools are wanted, one of them False. Accelerate's launcher cuts a YAML string such as "
             '"(false, false, false)" into letters: write a list, [false, false, false], or use fp8-backends launch'
         ) from None
+
+
+# One place of several (`merging`)
+
+
+class Source(NamedTuple):
+    """What one place says."""
+
+    fields: Mapping[str, Any]
+    """Fields of `FP8RecipeKwargs`, each in its one spelling."""
+    places: Mapping[str, str]
+    """By field, how the place says it, for messages."""
+    idle: frozenset[str] = frozenset()
+    """Fields whose value is what the place fills in by itself: not given, where the backend does not read them."""
+    selects_levels: bool = True
+    """Whether an `opt_level` without a backend that says msamp chooses a level."""
+
+
+def config_source(fp8_config: Mapping[str, Any] | None, source: str) -> Source:
+    """What the `fp8_config` block says, for `merging.merged`. Arguments and errors as `accelerate_fields`."""
+    if not isinstance(fp8_config or {}, Mapping):
+        raise RecipeError(f"{source}: fp8_config must be a block of keys, not {fp8_config!r}")
+    fields: dict[str, Any] = {}
+    places: dict[str, str] = {}
+    idle: set[str] = set()
+    for key, value in (fp8_config or {}).items():
+        field, variable = _variable(str(key), source)
+        name = field.name
+        if value is None or (name == "backend" and str(value).strip().upper() in ("", "NO")):
+            continue
+        place = f"{source}: fp8_config.{key}={value!r}"
+        try:
+            parsed = field_value(field, value)
+        except RecipeError as error:
+            raise RecipeError(f"{place}: {error}") from None
+        if fields.setdefault(name, parsed) != parsed:
+            raise RecipeError(f"{place} disagrees with {places[name]}: leave one of the two out")
+        places.setdefault(name, place)
+        if parsed in (variable.launcher_default, variable.question_default):
+            idle.add(name)
+    return Source(fields, places, frozenset(idle), selects_levels=False)
+
+
+def _variable(key: str, source: str) -> tuple[Field, Variable]:
+    suffix = key.strip().lower().removeprefix("fp8_").upper()
+    found = find_variable(suffix)
+    if found is None:
+        raise unknown_variable(f"{source}: fp8_config.{key}", suffix, _key)
+    return found
+
+
+def _key(suffix: str) -> str:
+    """The name of a key: the field's own, or one of the questions'."""
+    field, _ = VARIABLES[suffix]
+    return field.name if suffix in field.name.upper() else suffix.lower()
+
+
+# NeMo, Megatron and Megatron-Bridge. Megatron's arguments may be written as on its command line (`--fp8-margin`), and
+# the precision plug-ins of NeMo and Bridge (`bf16_with_fp8_mixed`, with hyphens too) as a backend string, or under
+# `precision` or `mixed_precision`. What has no meaning here is refused by name; a value that asks for nothing, such as
+# False, passes.
+
+NAMES = {synonym: (field, reads) for field in FIELDS.values() for synonym, reads in field.synonyms.items()}
+"""Their names for fields of ours, each with what turns their value into ours."""
+
+_LAYERS_BF16 = "which layers are first and last is for the model to say: name them in exclude, such as "
+_LAYERS_BF16 += '["*.layers.0.*", "*.layers.31.*"]'
+_GATHERED = "it belongs to Megatron's own gathering of FP8 weights: leave it out"
+
+REFUSED = {
+    "first_last_layers_bf16": _LAYERS_BF16,
+    "num_layers_at_start_in_bf16": _LAYERS_BF16,
+    "num_layers_at_end_in_bf16": _LAYERS_BF16,
+    "tp_only_amax_red": "give the ranks that share their scales as fp8_group, a torch.distributed.ProcessGroup",
+    "fp8_quantizer_factory": "quantizers of your own are no recipe of this package: register a backend instead",
+    "keep_fp8_weight_transpose_cache": _GATHERED,
+    "keep_fp8_transpose_cache": _GATHERED,
+    "keep_fp8_transpose_cache_when_using_custom_fsdp": _GATHERED,
+    "reuse_grad_buf_for_mxfp8_param_ag": _GATHERED,
+    "fp4": "this package has no FP4",
+    "fp4_param": "this package has no FP4",
+    "fp4_param_gather": "this package has no FP4",
+}
+"""Arguments about FP8 that cannot be honoured, and what to do."""
+
+_WITHOUT_EFFECT = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
+"""Megatron reads them only with first_last_layers_bf16, and their default is 1."""
+
+_DELAYED = {"scaling": "delayed", "fp8_format": "HYBRID", "amax_history_len": 1024, "amax_compute_algo": "max"}
+PLUGINS = {
+    "with_fp8_mixed": _DELAYED,
+    "with_fp8_delayed_scaling_mixed": _DELAYED,
+    "with_fp8_subchannel_scaling_mixed": {"scaling": "blockwise", "fp8_format": "HYBRID"},
+    "with_mxfp8_mixed": {"scaling": "mxfp8", "fp8_format": "E4M3"},
+}
+"""Precision plug-ins behind their bf16_ or fp16_: what they compute. They gather weights in FP8 beside it, from masters
+in high precision, which changes what travels and not the products; here weights stay as the backend stores them."""
+_CURRENT_SCALING = "with_fp8_current_scaling_mixed"
+_KEYS_OF_PLUGINS = ("precision", "mixed_precision")
+
+
+def own_names(values: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
+    """The fields under our names, and whether any had another.
+
+    Raises:
+        RecipeError: both names disagree, or something is asked for that cannot be honoured.
+    """
+    plain = {_plain(name): value for name, value in values.items()}
+    plugin = _plugin_fields(plain)
+    theirs = {name: value for name, value in plain.items() if name in NAMES or name in REFUSED}
+    own = {name: value for name, value in plain.items() if name not in theirs}
+    if "fp8" in theirs and not theirs["fp8"]:
+        raise RecipeError(f"fp8={theirs['fp8']!r} turns FP8 off in NeMo: train in bf16, or say 'hybrid' or 'e4m3'")
+    _refuse(theirs)
+    for name, value in theirs.items():
+        if name in NAMES and value is not None:
+            _add_renamed(own, name, value)
+    for field, value in plugin.items():
+        own[field] = value if own.get(field) is None else own[field]  # an argument comes before its plug-in
+    spelled = any(name.startswith("--") and name != "--backend" for name in values)
+    return own, bool(theirs or plugin or spelled)
+
+
+def _plain(name: str) -> str:
+    """`--fp8-margin` as Python has it."""
+    return name.removeprefix("--").replace("-", "_")
+
+
+def _plugin_fields(plain: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a precision plug-in, which is taken out of `plain`."""
+    named = [key for key in _KEYS_OF_PLUGINS if key in plain]
+    if _plain(str(plain.get("backend"))).lower().startswith(("bf16_with_", "fp16_with_")):
+        named.append("backend")
+    if len(named) > 1:
+        raise RecipeError(f"{' and '.join(named)} name a precision both: leave one out")
+    return _of_plugin(named[0], plain.pop(named[0])) if named else {}
+
+
+def _of_plugin(key: str, word: Any) -> dict[str, Any]:
+    dtype, _, rest = _plain(str(word)).lower().partition("_")
+    if dtype in ("bf16", "fp16") and rest in PLUGINS:
+        return {**PLUGINS[rest], "autocast_dtype": dtype}
+    if rest.endswith(_CURRENT_SCALING):
+        raise RecipeError(
+            f"{key}={word!r} keeps the first and last layers in high precision: use te:dynamic, and {_LAYERS_BF16}"
+        )
+    known = [f"{dtype}_{rest}" for dtype in ("bf16", "fp16") for rest in PLUGINS]
+    raise RecipeError(
+        f"{key}={word!r} is no FP8 precision of NeMo's or Megatron-Bridge's{closest(f'{dtype}_{rest}', known)}; known "
+        f"are {', '.join(known)}"
+    )
+
+
+def _refuse(theirs: dict[str, Any]) -> None:
+    for name, value in theirs.items():
+        idle = name in _WITHOUT_EFFECT and "first_last_layers_bf16" in theirs  # refused itself, where it is True
+        if name in REFUSED and value and not idle:
+            raise RecipeError(f"{name}={value!r} cannot be honoured: {REFUSED[name]}")
+
+
+def _add_renamed(own: dict[str, Any], name: str, value: Any) -> None:
+    field, reads = NAMES[name]
+    try:
+        meant = reads(value) if field.name == "scaling" else field.parsed(reads(value))
+    except ValueError as error:
+        raise RecipeError(f"{name}: {error}") from None
+    if own.get(field.name) is not None and own[field.name] not in (value, meant):
+        raise RecipeError(
+            f"{name}={value!r} and {field.name}={own[field.name]!r} are two names of one field: leave one out"
+        )
+    own[field.name] = meant

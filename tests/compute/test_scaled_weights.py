@@ -129,7 +129,7 @@ def test_e4m3_weights_are_multiplied_as_they_are(rowwise):
 
 @pytest.mark.parametrize("scaling", ["window", "dynamic", "delayed"])
 def test_e4m3_codes_and_scale_reach_the_product_untouched(scaling, monkeypatch):
-    from fp8_backends.compute.native import linear_function
+    from fp8_backends.compute.native import linear as linear_function
 
     seen = []
     original = linear_function.scaled_product

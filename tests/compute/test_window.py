@@ -10,8 +10,9 @@ from gpu_rules import GPURules
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fp8_backends.compute.native import layer_rule, linear_function
+from fp8_backends.compute.native import layer_rule
 from fp8_backends.compute.native import linear as fp8_linear
+from fp8_backends.compute.native import linear as linear_function
 from fp8_backends.compute.native.backend import NativeCompute
 from fp8_backends.compute.native.linear import FP8Linear
 from fp8_backends.compute.torchao.backend import TorchAOCompute

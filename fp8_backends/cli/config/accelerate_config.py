@@ -9,7 +9,8 @@ from typing import Any
 
 from ...compute.fields import flag, one_of, whole_number
 from ...errors import RecipeError
-from ...recipes.fp8_config import accelerate_fields, config_source
+from ...recipes.merging import accelerate_fields
+from ...recipes.sources import config_source
 from ...training.rules import Compiled, Parallel
 from .training_config import (
     DEEPSPEED_PRECISION,

@@ -31,7 +31,7 @@ from ...numerics.formats import RECIPE_FORMATS
 from ...numerics.kernels.triton_gate import usable
 from ...numerics.scaling import ROWS, rolled_delayed_states, rolled_window_states
 from ...numerics.sharded_tensor import local_part
-from ..counts import DGRAD, KINDS, ProductCounts
+from ..counts import DGRAD, KINDS, ProductCounts, inside_backward
 from ..fields import LEVELS
 from ..hardware import Availability
 from ..interface import Compute, check_same_states
@@ -44,7 +44,6 @@ from .fields import FIELDS
 from .grouped_products import grouped_engine_for
 from .layer_rule import STATEFUL, LayerRule, Stored
 from .linear import FP8Linear
-from .linear_function import inside_backward
 from .shared_codes import SharedCodes
 
 if TYPE_CHECKING:

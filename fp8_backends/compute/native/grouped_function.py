@@ -6,6 +6,7 @@ import torch
 
 from ...numerics.formats import E4M3, E5M2
 from ...numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT, Quantized
+from ..counts import inside_backward
 from .grouped_products import Groups, grouped_product, grouped_wgrad, plain_product, plain_wgrad
 from .grouped_scaling import (
     GroupQuantized,
@@ -18,7 +19,7 @@ from .grouped_scaling import (
     record_amaxes,
 )
 from .layer_rule import LayerRule
-from .linear_function import DGRAD, FPROP, RECOMPUTED, WGRAD, inside_backward
+from .linear import DGRAD, FPROP, RECOMPUTED, WGRAD
 
 
 class GroupedFunction(torch.autograd.Function):

@@ -11,9 +11,9 @@ import fp8_backends
 from fp8_backends.accelerate_plugin.plugin import asked_recipe
 from fp8_backends.errors import RecipeError
 from fp8_backends.recipes.fields import VARIABLES
-from fp8_backends.recipes.fp8_config import accelerate_fields, config_source
 from fp8_backends.recipes.handlers import FP8RecipeKwargs
-from fp8_backends.recipes.merging import Source, code_over_launch, merged
+from fp8_backends.recipes.merging import accelerate_fields, code_over_launch, merged
+from fp8_backends.recipes.sources import Source, config_source
 
 FILE = "default_config.yaml"
 TE_QUESTIONS = {

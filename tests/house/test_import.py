@@ -95,7 +95,7 @@ def test_public_names_are_the_contract():
 
 
 def test_version_is_read_by_setup_without_an_import():
-    configuration = read_configuration(Path(__file__).parents[1] / "setup.cfg")
+    configuration = read_configuration(Path(__file__).parents[2] / "setup.cfg")
     assert configuration["metadata"]["version"] == fp8_backends.__version__
     source = ast.parse(Path(fp8_backends.__file__).read_text(encoding="utf-8"))
     assert f"__version__ = {fp8_backends.__version__!r}" in [ast.unparse(statement) for statement in source.body]

@@ -326,7 +326,7 @@ def test_roots_are_found_inside_ddp(tmp_path):
     """In a process of its own: a process group that hangs would take the whole test run with it."""
     (tmp_path / "script.py").write_text(INSIDE_DDP)
     launcher = ["-m", "torch.distributed.run", "--nproc_per_node", "1", "--standalone"]
-    tests = os.path.dirname(__file__)
+    tests = os.path.dirname(os.path.dirname(__file__))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([tests, os.path.dirname(tests)]), "OMP_NUM_THREADS": "1"}
     ended = warm_process.run(*launcher, str(tmp_path / "script.py"), env=environment)
     assert ended.returncode == 0 and "done" in ended.stdout, ended.stdout + ended.stderr
