@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,8 +14,6 @@ from ..errors import BackendUnavailableError, FP8BackendError, RecipeError
 from ..recipes.handlers import resolve
 from . import conversion, preparation
 from .rules import RULES, Compiled, Machine, Parallel, Setup, Severity
-
-_ORDER = ("error", "warning", "info")
 
 
 @dataclass(frozen=True)
@@ -97,17 +95,21 @@ def validate(
     found = findings(setup, model)
     if not any(finding.rule == "recipe" for finding in found):
         found += [*_refused_optimizer(optimizer, setup), *(_unavailable(setup) if chip is None else ())]
-    return sorted(found, key=lambda finding: _ORDER.index(finding.severity))
+    return _sorted(found)
 
 
 def findings(setup: Setup, model: nn.Module | None = None) -> list[Finding]:
-    """What the rules say of a setup, completed by what a model shows of itself."""
+    """What the rules say of a setup, completed by what a model shows of itself. The worst come first."""
     try:
         setup = setup if model is None else _with_model(setup, model)
     except RecipeError as error:
         return [_wrong_recipe(error)]
     applying = [rule for rule in RULES.values() if rule.applies(setup)]
-    return [Finding(rule.severity, rule.name, rule.reason_in(setup), rule.fix) for rule in applying]
+    return _sorted(Finding(rule.severity, rule.name, rule.reason_in(setup), rule.fix) for rule in applying)
+
+
+def _sorted(found: Iterable[Finding]) -> list[Finding]:
+    return sorted(found, key=lambda finding: ("error", "warning", "info").index(finding.severity))
 
 
 def _wrong_recipe(error: RecipeError) -> Finding:

@@ -25,7 +25,7 @@ def on_machine(spec, machine, parallel=None):
 
 
 def nvidia(*capabilities, cuda=(13, 0), torch=(2, 13)):
-    return Machine(chips.chip_of(min(capabilities)), capabilities, cuda, torch)
+    return Machine(chips.chip_of(min(capabilities)), capabilities, cuda, torch=torch)
 
 
 CPU = Machine(chips.CPU, torch=(2, 13))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ...compute import chips, hardware
@@ -31,12 +31,12 @@ class Machine:
     """The CUDA capability of every visible GPU; empty without an NVIDIA GPU."""
     cuda: tuple[int, int] | None = None
     """The release of CUDA that PyTorch was built for; None: new enough, or not CUDA."""
-    torch: tuple[int, int] = (99, 0)
-    """The release of PyTorch."""
     bf16_products: bool = True
     """Whether the GPU, or the CPU that trains, multiplies bf16 in hardware."""
-    backward_override: str = ""
-    """What NVTE_BACKWARD_OVERRIDE in the environment tells TransformerEngine."""
+    torch: tuple[int, int] = field(default_factory=hardware.torch_release)
+    """The release of PyTorch."""
+    backward_override: str = field(default_factory=lambda: os.environ.get("NVTE_BACKWARD_OVERRIDE", ""))
+    """What the environment tells TransformerEngine."""
 
     @property
     def has_gpu(self) -> bool:
@@ -45,14 +45,8 @@ class Machine:
     @classmethod
     def this(cls) -> Machine:
         """The machine that runs this process."""
-        return cls(
-            hardware.chip(),
-            tuple(hardware.capabilities()),
-            hardware.cuda_release(),
-            hardware.torch_release(),
-            hardware.has_gpu() or hardware.cpu_bf16(),
-            os.environ.get("NVTE_BACKWARD_OVERRIDE", ""),
-        )
+        fast_bf16 = hardware.has_gpu() or hardware.cpu_bf16()
+        return cls(hardware.chip(), tuple(hardware.capabilities()), hardware.cuda_release(), fast_bf16)
 
     @classmethod
     def with_chip(cls, key: str) -> Machine:
@@ -61,14 +55,8 @@ class Machine:
         if key not in known:
             raise RecipeError(f"chip {key!r} is not known{closest(key, known)}; there are {', '.join(known)}")
         chip = known[key]
-        return cls(
-            chip,
-            () if chip.since is None else (chip.since,),
-            None,
-            hardware.torch_release(),
-            chip is not chips.CPU or hardware.cpu_bf16(),
-            os.environ.get("NVTE_BACKWARD_OVERRIDE", ""),
-        )
+        capabilities = () if chip.since is None else (chip.since,)
+        return cls(chip, capabilities, bf16_products=chip is not chips.CPU or hardware.cpu_bf16())
 
 
 @dataclass(frozen=True)
