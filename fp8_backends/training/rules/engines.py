@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from ...compute.frozen_weights import SHARDED
 from ...compute.te.refusals import FUSED_NORMS_SHARDED
-from ...compute.torchao.backend import asks_for_all_gather
 from .setup import Rule, Setup, always
+
+
+def _asks_for_all_gather(setup: Setup) -> bool:
+    if setup.recipe.compute != "ao":
+        return False
+    from ...compute.torchao.backend import asks_for_all_gather  # slow: its products load torch's compiler
+
+    return asks_for_all_gather(setup.recipe)
 
 
 def _own_autocast(setup: Setup) -> bool:
@@ -49,7 +56,7 @@ ENGINE_RULES = (
     Rule(
         "all_gather_without_fsdp2",
         "error",
-        lambda s: s.recipe.compute == "ao" and asks_for_all_gather(s.recipe) and s.parallel != "fsdp2",
+        lambda s: s.parallel != "fsdp2" and _asks_for_all_gather(s),
         "enable_fsdp_float8_all_gather replaces the weights by tensors that only FSDP2 trains: they would never change",
         "leave enable_fsdp_float8_all_gather out, or use FSDP2 (fsdp_version: 2)",
         is_raised=lambda s: s.world_size not in (None, 1),  # one process is refused where its model is converted
