@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
 
-from ..comm import agreement
+from ..comm.backward import agree_on_scaling
 from ..compute.interface import scaling_buffers
 from ..training import conversion, preparation
 from .checkpoint import OPTIMIZER_KEY, ScalingState, collect, restore
@@ -65,7 +65,7 @@ def after_backward(accelerator: Accelerator) -> None:
     if not accelerator.sync_gradients:
         return
     engine = accelerator.deepspeed_engine_wrapped.engine
-    agreement.agree(_scaling_buffers(engine), engine.seq_data_parallel_group)
+    agree_on_scaling(_scaling_buffers(engine), engine.seq_data_parallel_group)
     if engine.was_step_applied():
         accelerator.fp8_engine_steps.taken()
 

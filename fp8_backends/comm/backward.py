@@ -1,9 +1,16 @@
-"""When a backward pass whose gradients travel between ranks begins and ends.
+"""When a backward pass whose gradients travel between ranks begins and ends, and the scaling states that ranks agree on
+at its end.
 
-DDP and FSDP2 settle it in forward: what `no_sync` or `set_requires_gradient_sync` say there holds for its backward.
-`BackwardPass` is a forward hook of the wrapped model. It hooks the outputs, so that the pass is noticed as soon as
-their first gradient is there, and lets autograd's engine call back when the pass is over: on every rank, also where no
-weight of interest got a gradient.
+DDP and FSDP2 decide in forward what travels: what `no_sync` or `set_requires_gradient_sync` say there holds for its
+backward. `BackwardPass` is a forward hook of the wrapped model. It hooks the outputs, so that it notices the pass as
+soon as their first gradient is there, and lets autograd's engine call back when the pass is over: on every rank, also
+where no weight of interest got a gradient.
+
+Scaling states of a stateful rule (delayed, window) are made equal on all ranks then. Each rank records the amax values
+of its own data. If its scales followed from these alone, the same weight would be multiplied in different codes on
+different ranks. So one all-reduce takes the largest of every amax in the history and of the counters, and the smallest
+of every scale, which belongs to the largest amax. A NaN counts as inf: MAX does not see it. The whole state travels and
+not the newest amax alone: microbatches that did not travel may have rolled it differently.
 """
 
 from __future__ import annotations
@@ -13,77 +20,84 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ..errors import FP8BackendError
 from ..numerics.modules import inert_hook
+from ..numerics.scaling import HISTORY, ROLLS, SCALE
+
+States = Callable[[], list[torch.Tensor]]
+"""Returns the live scaling states, int32 [3, 2 + history length] each, in the same order on every rank."""
 
 
-class Part(Protocol):
-    """What happens over ranks in such a backward pass. The collectives are the same, in the same order, on all."""
+class Collective(Protocol):
+    """What the ranks do together in such a backward pass: the same collectives, in the same order, on all ranks."""
 
     def finish(self, contributes: bool = True) -> None:
-        """At the end of the pass. `contributes=False`: on a rank that has run out of inputs."""
+        """End it, at the end of the pass. `contributes=False`: on a rank that has run out of inputs."""
 
-    def abandon(self) -> None:
-        """The pass failed before its end: forget what was in flight."""
+    def reset(self) -> None:
+        """Forget what is in flight: the pass failed before its end."""
 
 
 class BackwardPass:
-    """Forward hook of a wrapped model: lets its parts act when a backward pass whose gradients travel ends.
+    """Forward hook of a wrapped model. When a backward pass whose gradients travel ends, its collectives finish.
 
     Args:
-        travels: of the module, whether the gradients of the forward that has just run will travel.
+        travels: says of the module whether the gradients of the forward that has just run will travel.
     """
 
     def __init__(self, travels: Callable[[nn.Module], bool]) -> None:
         self.travels = travels
-        self.parts: list[Part] = []
+        self.collectives: list[Collective] = []
         """In the order in which they finish."""
         self.expected = False
         """Whether the gradients of the last forward travel."""
         self.running = False
-        self._watch = torch.compiler.disable(_watch)  # here, and no decorator: importing the compiler takes a second
+        # not a decorator, since importing the compiler takes a second
+        self._after_forward = torch.compiler.disable(_after_forward)
 
     @classmethod
-    def of(cls, module: nn.Module) -> BackwardPass | None:
+    def find(cls, module: nn.Module) -> BackwardPass | None:
         """The one that is installed on a module."""
         return next((hook for hook in module._forward_hooks.values() if isinstance(hook, cls)), None)
 
     def __call__(self, module: nn.Module, args: tuple, output: Any) -> None:
-        self._watch(self, module, output)
+        self._after_forward(self, module, output)
 
     def begin(self, gradient: torch.Tensor | None = None) -> None:
-        """Called inside a backward pass; repeating it does nothing."""
+        """Note that the pass has begun, from inside it. Repeating it does nothing."""
         if not self.running:
             _call_when_backward_ends(self._end)
             self.running = True
 
     def _end(self) -> None:
         try:
-            for part in self.parts:
-                part.finish()
+            for collective in self.collectives:
+                collective.finish()
         except BaseException:
-            self.abandon()
+            self.reset()
             raise
         self.running = self.expected = False
 
-    def abandon(self) -> None:
-        """A backward pass raised before its end."""
+    def reset(self) -> None:
+        """Forget a backward pass that raised before its end."""
         self.running = self.expected = False
-        for part in self.parts:
-            part.abandon()
+        for collective in self.collectives:
+            collective.reset()
 
     def __reduce__(self):
         return inert_hook, ()  # copies and unpickled models are not connected
 
 
-def _watch(backward: BackwardPass, module: nn.Module, output: Any) -> None:
-    """After a forward. No method: the wrapped function is kept by the object, which must not be kept by it."""
+def _after_forward(backward: BackwardPass, module: nn.Module, output: Any) -> None:
+    """Hook the outputs of a forward whose gradients will travel. This is no method: the object keeps the wrapped
+    function, and the function must not keep the object."""
     if not torch.is_grad_enabled():
         return
     if backward.running and torch._C._current_graph_task_id() == -1:
-        backward.abandon()  # a forward outside of any backward: the last one did not end
+        backward.reset()  # this forward runs outside any backward, so the last backward did not reach its end
     backward.expected = backward.travels(module)
     if backward.expected:
         for tensor in _tensors(output):
@@ -115,3 +129,74 @@ def _tensors(output: Any) -> Iterator[torch.Tensor]:
     elif dataclasses.is_dataclass(output) and not isinstance(output, type):
         for field in dataclasses.fields(output):
             yield from _tensors(getattr(output, field.name))
+
+
+# Scaling states
+
+
+class Agreement:
+    """The collective that agrees on scaling states."""
+
+    def __init__(self, states: States, group: dist.ProcessGroup | None) -> None:
+        self.states, self.group = states, group
+
+    def finish(self, contributes: bool = True) -> None:
+        agree_on_scaling(self.states(), self.group, contributes)
+
+    def reset(self) -> None:
+        pass
+
+
+def agree_after_backward(
+    module: nn.Module, states: States, group: dist.ProcessGroup | None, travels: Callable[[nn.Module], bool]
+) -> None:
+    """Agree on `states` after each backward pass of `module` for which `travels(module)` held in forward.
+
+    Idempotent. Ranks that call it have equal parts of one model; `group` is used by nothing else at that time.
+    """
+    backward = BackwardPass.find(module)
+    if backward is None:
+        backward = BackwardPass(travels)
+        module.register_forward_hook(backward)
+    if not any(isinstance(collective, Agreement) for collective in backward.collectives):
+        backward.collectives.append(Agreement(states, group))
+
+
+@torch.no_grad()
+def agree_on_scaling(
+    states: list[torch.Tensor], group: dist.ProcessGroup | None = None, contributes: bool = True
+) -> None:
+    """Make scaling states equal on all ranks, in place, with one all-reduce: MAX of histories and counters, MIN of
+    scales.
+
+    Args:
+        states: int32 [3, 2 + history length] each, as in `numerics.scaling`; the same shapes on every rank.
+        group: the ranks (default: all).
+        contributes: False: this rank takes over what the others agree on.
+    """
+    if not states:
+        return
+    message = torch.cat([_message(state).flatten() for state in states])
+    if not contributes:
+        message.fill_(float("-inf"))
+    dist.all_reduce(message, dist.ReduceOp.MAX, group=group)
+    messages = message.split([state.numel() for state in states])
+    torch._foreach_copy_(states, [_state(part.view(s.shape)) for part, s in zip(messages, states, strict=True)])
+
+
+def _message(state: torch.Tensor) -> torch.Tensor:
+    """FP32 numbers in the state's shape, whose maximum over the ranks is what they agree on."""
+    message = state.view(torch.float32).clone()
+    message.select(-1, SCALE).neg_()
+    message.select(-1, ROLLS).copy_(state.select(-1, ROLLS))  # as a number: exact up to 2**24
+    history = message[..., HISTORY:]
+    history.masked_fill_(history.isnan(), float("inf"))
+    return message
+
+
+def _state(message: torch.Tensor) -> torch.Tensor:
+    state = message.clone()
+    state.select(-1, SCALE).neg_()
+    state = state.view(torch.int32)
+    state.select(-1, ROLLS).copy_(message.select(-1, ROLLS))
+    return state

@@ -1,13 +1,13 @@
 """Gradients under `DistributedDataParallel`: what DDP does not do for FP8.
 
     level O1 to O3   weights in scaled precision are on DDP's ignore list; `reducer.GradientReducer` takes their
-                     gradients to the other ranks, DDP those of all other parameters
-    level O0         DDP takes all gradients; with gradient_comm="fp8" by a communication hook that lets them travel
-                     as the two-shot all-reduce does
-    stateful rules   scaling states are agreed on after each backward pass whose gradients travel
+                     gradients to the other ranks, and DDP takes those of all other parameters
+    level O0         DDP takes all gradients; with gradient_comm="fp8" a communication hook lets them travel by the
+                     two-shot all-reduce
+    stateful rules   the ranks agree on scaling states after each backward pass whose gradients travel
 
-All of it happens in one process group of its own, since collectives of a group must start in the same order on all
-ranks, and that of DDP's depends on when gradients arrive.
+All of it happens in one process group of its own: collectives of a group must start in the same order on all ranks, and
+the order of DDP's depends on when gradients arrive.
 """
 
 from __future__ import annotations
@@ -23,11 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import FP8BackendError
 from ..numerics.scaled_tensor import ScaledTensor
-from . import agreement
-from .backward import BackwardPass
-from .comm_hook import HookState, fp8_all_reduce
+from .backward import Agreement, BackwardPass, States, agree_after_backward
 from .ignore_list import buffer_names
-from .reducer import GradientReducer
+from .reducer import GradientReducer, HookState, fp8_all_reduce
 from .zero import SharedOut
 
 ATTRIBUTES = (
@@ -39,20 +37,17 @@ ATTRIBUTES = (
     "_comm_hooks",
     "_match_all_reduce_for_bwd_pass",
 )
-"""Of DDP, what is read or extended here."""
+"""What this file reads or extends of DDP."""
 
 Watch = Callable[[nn.Parameter, Callable[[nn.Parameter], None]], None]
-"""Gives a weight the one hook that sees its complete gradient, in place of the one that it had."""
+"""Gives a weight the one hook that sees its complete gradient, in the place of the one that it had."""
 
 
-def connect(
-    ddp: DistributedDataParallel, gradient_comm: str, watch: Watch, scaling_states: agreement.States = list
-) -> None:
-    """Let the gradients of an FP8 model under DDP travel. Every rank calls it. Idempotent; call it again after
-    `requires_grad` of a weight changed.
+def connect(ddp: DistributedDataParallel, gradient_comm: str, watch: Watch, scaling_states: States = list) -> None:
+    """Let the gradients of an FP8 model under DDP travel. Every rank calls it. Idempotent; it is called again after
+    `requires_grad` of a weight has changed.
 
-    Scaled weights and scaling states are made equal to rank 0's when a model is connected first, as DDP does with
-    what it looks after itself.
+    The first call makes scaled weights and scaling states equal to rank 0's, as DDP does with what it looks after.
 
     Args:
         gradient_comm: "fp8" or "plain" (FP32), for scaled weights; for a model without any, "fp8" gives DDP a
@@ -69,67 +64,69 @@ def connect(
     by_hook = gradient_comm == "fp8" and not weights
     if not (weights or by_hook or scaling_states()):
         return
-    connection = Connection.of(ddp)
+    connection = Connection.find(ddp)
     if connection is None:
         connection = _install(ddp)
         connection.make_equal([*weights.values(), *scaling_states()], source=0)
     if by_hook:
         _register_hook(ddp, connection)
     connection.reduce(ddp, weights, gradient_comm, watch)
-    agreement.connect(ddp, scaling_states, connection.group, _travels)
+    agree_after_backward(ddp, scaling_states, connection.group, _travels)
 
 
 def follow(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
-    """Tell a connected DDP which optimizer trains its scaled weights: with uneven inputs, a rank that has run out of
-    them makes no steps, and takes over the states of the others in the end. Repeating it does nothing."""
-    connection = Connection.of(ddp)
+    """Tell a connected DDP which optimizer trains its scaled weights. Repeating it does nothing.
+
+    With uneven inputs, a rank that has run out of them makes no steps, and takes over the others' states in the end.
+    """
+    connection = Connection.find(ddp)
     if connection is not None and connection.reducer is not None:
         connection.optimizers.add(optimizer)
 
 
 class Connection(BackwardPass):
-    """Of one DDP: when its backward passes end, and the group in which all FP8 traffic happens."""
+    """The hook that connects one DDP. It has the process group in which all FP8 traffic happens."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(_travels)
         self.group = group
         self.reducer: GradientReducer | None = None
         self.owners: SharedOut | None = None
-        """Of masters and optimizer states that lie on one rank each."""
+        """Who owns masters and optimizer states, where each lies on one rank."""
         self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        """Those that train the scaled weights."""
+        """The optimizers that train the scaled weights."""
 
     def reduce(self, ddp: DistributedDataParallel, weights: dict[str, nn.Parameter], comm: str, watch: Watch) -> None:
-        """Take the gradients of these weights, as far as they train, from now on."""
+        """Take the gradients of those of these weights that train, from now on."""
         trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
         if not trained or (self.reducer is not None and self.reducer.serves(trained, comm)):
             return
         if self.reducer is not None:
-            self.parts.remove(self.reducer)
+            self.collectives.remove(self.reducer)
         self.reducer = GradientReducer(trained, self.group, comm, ddp.bucket_bytes_cap)
-        self.parts.insert(0, self.reducer)
+        self.collectives.insert(0, self.reducer)
         for index, weight in enumerate(self.reducer.parameters):
             watch(weight, GradientArrives(self, index))
 
     @torch.no_grad()
     def make_equal(self, tensors: Iterable[torch.Tensor], source: int) -> None:
-        """Everything that these tensors store, as rank `source` of the group has it."""
+        """Copy everything that these tensors store on rank `source` of the group to all its ranks."""
         for tensor in tensors:
-            for stored in _stored(tensor):
+            for stored in _stored_parts(tensor):
                 _broadcast(stored, source, self.group)
 
     def make_states_equal(self, source: int) -> None:
-        """The optimizers' states as rank `source` of the group has them; learning rates stay."""
-        here = dist.get_rank(self.group) == source
+        """Copy the optimizers' states from rank `source` of the group to all its ranks; learning rates stay."""
+        is_source = dist.get_rank(self.group) == source
         for optimizer in self.optimizers:
-            message = [optimizer.state_dict()["state"] if here else None]
+            message = [optimizer.state_dict()["state"] if is_source else None]
             dist.broadcast_object_list(message, dist.get_global_rank(self.group, source), group=self.group)
-            if not here:
+            if not is_source:
                 optimizer.load_state_dict({**optimizer.state_dict(), "state": message[0]})
 
     def joined_state(self) -> list[torch.Tensor]:
-        """What stays behind on a rank that has run out of inputs."""
-        states = [part.states() for part in self.parts if isinstance(part, agreement.Agreement)]
+        """What a rank that has run out of inputs no longer changes."""
+        states = [each.states() for each in self.collectives if isinstance(each, Agreement)]
         return [*(self.reducer.parameters if self.reducer else ()), *(state for each in states for state in each)]
 
 
@@ -149,30 +146,25 @@ class GradientArrives:
         if connection is not None and connection.expected:
             connection.begin()
         if connection is not None and connection.running:
-            connection.reducer.arrived(self.index)
-        else:
-            _keep_accumulating(weight)
+            connection.reducer.add(self.index)
+        elif not isinstance(weight.grad, ScaledTensor):
+            # a microbatch whose gradient does not travel: kept in FP32 until the last one is there, and rounded once
+            values = weight.grad.float()
+            one = torch.ones((), device=values.device)
+            weight.grad = ScaledTensor(values, one, weight.grad.dtype, accumulates=True)
 
     def __reduce__(self):
         return _not_connected, ()
 
 
 def connection_of(weight: torch.Tensor) -> Connection | None:
-    """Of the DDP that takes the gradients of this weight to other ranks."""
+    """The connection of the DDP that takes the gradients of this weight to other ranks."""
     hooks = (weight._post_accumulate_grad_hooks or {}).values()
     return next((hook.connection() for hook in hooks if isinstance(hook, GradientArrives)), None)
 
 
 def _not_connected() -> None:
     return None
-
-
-def _keep_accumulating(weight: torch.Tensor) -> None:
-    """A microbatch whose gradient does not travel: kept in FP32 until the last one is there, so that it rounds once."""
-    if not isinstance(weight.grad, ScaledTensor):
-        values = weight.grad.float()
-        one = torch.ones((), device=values.device)
-        weight.grad = ScaledTensor(values, one, weight.grad.dtype, accumulates=True)
 
 
 def _check(ddp: DistributedDataParallel) -> None:
@@ -191,7 +183,7 @@ def _check(ddp: DistributedDataParallel) -> None:
 
 
 def _scaled_weights(ddp: DistributedDataParallel) -> Iterable[tuple[str, nn.Parameter]]:
-    """(name, weight) of each weight in scaled precision; one that DDP does not ignore is refused."""
+    """(name, weight) of each weight in scaled precision. Raises for one that DDP does not ignore."""
     reduced = set(map(id, ddp._module_parameters))  # by identity: layers may have been wrapped since
     for name, parameter in ddp.module.named_parameters():
         if isinstance(parameter, ScaledTensor):
@@ -232,10 +224,10 @@ def _own_group(ddp: DistributedDataParallel) -> dist.ProcessGroup:
     )
 
 
-def _stored(tensor: torch.Tensor) -> list[torch.Tensor]:
+def _stored_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     if not isinstance(tensor, ScaledTensor):
         return [tensor]
-    return [tensor._data, tensor._scale_inv, *(_stored(tensor.master) if tensor.master is not None else ())]
+    return [tensor._data, tensor._scale_inv, *(_stored_parts(tensor.master) if tensor.master is not None else ())]
 
 
 def _broadcast(tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> None:
@@ -246,7 +238,7 @@ def _broadcast(tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> N
         tensor.copy_(sent)
 
 
-# level O0
+# Level O0
 
 
 def _register_hook(ddp: DistributedDataParallel, connection: Connection) -> None:
@@ -262,15 +254,15 @@ def _register_hook(ddp: DistributedDataParallel, connection: Connection) -> None
     ddp.register_comm_hook(HookState(connection.group, ddp.device), fp8_all_reduce)
 
 
-# uneven inputs
+# Uneven inputs
 
 
 class _Joins:
-    """In front of DDP: what `torch.distributed.algorithms.Join` calls on a rank that has run out of inputs."""
+    """The methods of DDP that `torch.distributed.algorithms.Join` calls on a rank that has run out of inputs."""
 
     def join_hook(self, **kwargs) -> JoinHook:
-        """As in DDP. Raises `FP8BackendError` for `divide_by_initial_world_size=False`."""
-        stock, connection = super().join_hook(**kwargs), Connection.of(self)
+        """Make DDP's hook. Raises `FP8BackendError` where FP8 traffic does not go with uneven inputs."""
+        stock, connection = super().join_hook(**kwargs), Connection.find(self)
         if connection is None:
             return stock
         if connection.owners is not None:
@@ -287,20 +279,18 @@ class _Joins:
         return _Join(self, stock, connection)
 
     def _match_all_reduce_for_bwd_pass(self) -> None:
-        """The collectives of a backward pass of the others, on a rank that has run out of inputs.
+        """Take part in the collectives of the others' backward pass, on a rank that has run out of inputs.
 
-        The others wait for buckets of the reducer while they run backward, and for DDP's when it ends: so these come
-        later here, too. What happens at the end of backward comes last.
+        The others wait for buckets of the reducer while they run backward, and for DDP's when it ends: so DDP's come
+        later on this rank, too. What happens at the end of backward comes last.
         """
-        connection = Connection.of(self)
-        parts = connection.parts if connection is not None else []
-        during = [part for part in parts if part is connection.reducer]
-        for part in during:
-            part.finish(contributes=False)
+        connection = Connection.find(self)
+        if connection is not None and connection.reducer is not None:
+            connection.reducer.finish(contributes=False)
         super()._match_all_reduce_for_bwd_pass()
-        for part in parts:
-            if part not in during:
-                part.finish(contributes=False)
+        for collective in connection.collectives if connection is not None else ():
+            if collective is not connection.reducer:
+                collective.finish(contributes=False)
 
 
 class ConnectedDDP(_Joins, DistributedDataParallel):
@@ -312,6 +302,8 @@ def _with_join(cls: type) -> type:
 
 
 class _Join(JoinHook):
+    """DDP's own hook, and what a rank that has run out of inputs takes over from the others in the end."""
+
     def __init__(self, ddp: DistributedDataParallel, stock: JoinHook, connection: Connection) -> None:
         self.ddp, self.stock, self.connection = ddp, stock, connection
 

@@ -1,8 +1,8 @@
 """FSDP2 with gradients that travel in FP8, by its own extension points.
 
-What of weights travels is decided by the tensors themselves (`ScaledTensor.fsdp_pre_all_gather`): FP16 at the levels
-O1 and O2, FP8 at O3. Gradients are reduced by `FP8ReduceScatter`: all-to-all of E4M3 with a scale for every 128
-elements of FSDP2's flat buffer, which knows no boundaries of parameters; the sum is FP32.
+The weights' tensors decide themselves how they travel (`ScaledTensor.fsdp_pre_all_gather`): in FP16 at the levels O1
+and O2, in FP8 at O3. `FP8ReduceScatter` reduces gradients by an all-to-all of E4M3, with a scale for every 128 elements
+of FSDP2's flat buffer, which knows no boundaries of parameters. The sum is FP32.
 
 Two things stay FSDP2's own, and plain: with one shard it copies and reduces nothing, and the all-reduce between the
 replicas of a hybrid mesh (HSDP) has no extension point.
@@ -20,19 +20,19 @@ from torch import nn
 
 from ..errors import FP8BackendError
 from ..numerics.sharded_tensor import is_distributed
-from . import agreement
+from .backward import States, agree_after_backward
 from .two_shot import reduce_scatter
 
 CONNECTED = "_fp8_gradient_comm"
-"""Attribute of an FSDP2 module that is connected: how its gradients travel."""
+"""Attribute of a connected FSDP2 module, which says how its gradients travel."""
 
 
-def connect(root: nn.Module, gradient_comm: str, scaling_states: agreement.States = list) -> None:
+def connect(root: nn.Module, gradient_comm: str, scaling_states: States = list) -> None:
     """Let the gradients of all FSDP2 modules in `root` travel as `gradient_comm` says, "fp8" or "plain" (FSDP2's own
     reduce-scatter). Afterwards the parameters are shards, whatever ran before. Repeating it does nothing.
 
     Args:
-        scaling_states: returns the live states of scaling rules, to be agreed on after each backward pass.
+        scaling_states: returns the live states of scaling rules, which the ranks agree on after each backward pass.
 
     Raises:
         FP8BackendError: this torch has no such extension point, or a module's parameters lie on several meshes.
@@ -51,16 +51,16 @@ def connect(root: nn.Module, gradient_comm: str, scaling_states: agreement.State
 
 
 def fsdp_modules(root: nn.Module) -> dict[str, nn.Module]:
-    """Name -> module, of what `fully_shard` was applied to."""
+    """Name -> module, for each module that `fully_shard` was applied to."""
     loaded = sys.modules.get("torch.distributed.fsdp")  # not loaded for those who do not shard
     if loaded is None or not hasattr(loaded, "FSDPModule"):
         return {}
     return {name: module for name, module in root.named_modules() if isinstance(module, loaded.FSDPModule)}
 
 
-def _agree(modules: dict[str, nn.Module], scaling_states: agreement.States) -> None:
-    """On the outermost FSDP2 module, after every backward pass of it, those of `no_sync` too: a small message, and
-    FSDP2 keeps to itself whether it reduces."""
+def _agree(modules: dict[str, nn.Module], scaling_states: States) -> None:
+    """Let the ranks agree after every backward pass of the outermost FSDP2 module, also under `no_sync`: the message is
+    small, and FSDP2 does not tell whether it reduces."""
     outermost = next(iter(modules.values()))
     shard = next((p for p in outermost.parameters() if is_distributed(p)), None)
     mesh = shard.device_mesh if shard is not None else None
@@ -73,11 +73,7 @@ def _agree(modules: dict[str, nn.Module], scaling_states: agreement.States) -> N
             "delayed and window scaling keep one state over all ranks of a model, and this model's hybrid mesh has "
             "a part of the processes only: use native:dynamic, or a mesh with one dimension"
         )
-    agreement.connect(outermost, scaling_states, group, _always)
-
-
-def _always(module: nn.Module) -> bool:
-    return True
+    agree_after_backward(outermost, scaling_states, group, lambda module: True)
 
 
 def _reshard(module: nn.Module, *_) -> None:
@@ -96,7 +92,7 @@ def _set_reduce_scatter(module: nn.Module, name: str) -> None:
 
 @functools.cache
 def _reduce_scatter_class() -> type:
-    """`FP8ReduceScatter` as a subclass of what FSDP2 wants, which lies in a private module of torch."""
+    """`FP8ReduceScatter` as a subclass of the base class that FSDP2 wants, which lies in a private module of torch."""
     try:
         from torch.distributed.fsdp import FSDPModule
         from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
@@ -120,18 +116,18 @@ class FP8ReduceScatter:
     """FSDP2's reduce-scatter, with contributions that travel in E4M3 and are summed in FP32."""
 
     def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A buffer for what is reduced, or for the result."""
+        """Make a buffer for what is reduced, or for the result."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False) -> None:
-        """`input_tensor`: [ranks * n], the rows for the ranks one behind the other; `output_tensor`: [n]. FSDP2 takes
-        the result as ordered on the current stream."""
+        """Reduce `input_tensor`, [ranks * n], the rows for the ranks one behind the other, into `output_tensor`, [n].
+        FSDP2 takes the result as ordered on the current stream."""
         rows = input_tensor.view(group.size(), -1)
         reduce_scatter(rows, group, out=output_tensor, factor=_factor(op, group))
 
 
 def _factor(op, group: dist.ProcessGroup) -> float:
-    """What a sum is multiplied by to be the reduction that FSDP2 asks for."""
+    """The number that turns a sum into the reduction that FSDP2 asks for."""
     if op == dist.ReduceOp.AVG:
         return 1.0 / group.size()
     if op == dist.ReduceOp.SUM:

@@ -1,7 +1,7 @@
-"""What DDP shall leave alone: weights in scaled precision, which travel another way, and the FP8 layers' own buffers,
-which differ from rank to rank (product counters) or are agreed on (scaling states).
+"""The list of what DDP must leave alone: weights in scaled precision, which travel another way, and the FP8 layers'
+own buffers, which differ from rank to rank (product counters) or are agreed on (scaling states).
 
-DDP's documented way is a list of names on the module that it will wrap.
+DDP reads a list of names on the module that it wraps.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ IGNORE_LIST = "_ddp_params_and_buffers_to_ignore"
 
 
 class IgnoreList(dict):
-    """Names for DDP, as keys, since it looks each tensor up. `theirs` are those that somebody else put there."""
+    """Names for DDP, as keys, since it looks each tensor up."""
 
     theirs: tuple[str, ...] = ()
+    """The names that somebody else put there."""
 
 
 def ignore(module: nn.Module) -> None:
-    """Put what DDP shall leave alone on the ignore list of `module`, beside what others put there.
+    """Put what DDP must leave alone on the ignore list of `module`, and keep what others put there.
 
     Repeating it renews the list: a weight that is plain again leaves it.
     """
@@ -45,7 +46,7 @@ def ignore(module: nn.Module) -> None:
     if names:
         setter(module, names)
     else:
-        forget(module)
+        module.__dict__.pop(IGNORE_LIST, None)
 
 
 def forget(module: nn.Module) -> None:
@@ -82,8 +83,8 @@ def buffer_names(module: nn.Module) -> list[str]:
 
 
 def _spellings(name: str) -> Iterator[str]:
-    """A name as `named_parameters` has it, as DDP's reducer makes it of a module's name and a parameter's, and as it
-    is where `torch.compile` stands between DDP and the module."""
+    """A name as `named_parameters` has it, as it is where `torch.compile` stands between DDP and the module, and as
+    DDP's reducer joins it from a module's name and a parameter's."""
     yield from (name, f"_orig_mod.{name}")
     if "." not in name:
         yield f".{name}"

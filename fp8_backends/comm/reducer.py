@@ -1,17 +1,27 @@
-"""`GradientReducer`: the gradients of scaled weights, in buckets, to the other ranks while backward still runs.
+"""Gradients that travel to the other ranks in buckets, while backward still runs.
 
-A bucket leaves as soon as its gradients are there and the buckets before it have left, so the order of collectives is
-the same on all ranks. On the wire, of buckets 0, 1, 2 (first and second shot of the two-shot all-reduce):
+`GradientReducer` takes those of scaled weights. A bucket leaves as soon as its gradients are there and the buckets
+before it have left, so the order of collectives is the same on all ranks. With buckets 0, 1 and 2 the wire carries
+(first and second shot of the two-shot all-reduce):
 
     first 0, first 1, second 0, first 2, second 1, second 2, which weights were used at all
 
-A gradient waits where backward has put it; when its bucket leaves it is read once, on its way into the message, and
-dropped. What comes back takes its place. Tensors start at multiples of the collective's block, so each has scales of
-its own.
+A gradient waits where backward has put it. When its bucket leaves it is read once, on its way into the message, and
+dropped. The average takes its place. Tensors start at multiples of the collective's block, so each has scales of its
+own.
+
+`fp8_all_reduce` is a communication hook for DDP's own buckets, at level O0. DDP hands them over in the same order on
+all ranks, and with the last one all are awaited. Gradients are read and written where they lie in the bucket. DDP lays
+its buckets out anew after the first backward pass, also in a resumed run. For a resumed run to equal an unbroken one to
+the bit, an average may not depend on where in a bucket a gradient lies: each gradient begins at a multiple of the
+collective's block, and every contribution is rounded, whichever rank sums it.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 import torch
@@ -28,10 +38,18 @@ class Bucket(NamedTuple):
     """Gradients that travel together, one behind the other."""
 
     indices: list[int]
-    """Of parameters of the reducer."""
+    """Places of their parameters in the reducer's list."""
     starts: list[int]
     """Element at which each begins; a multiple of BLOCK."""
     numel: int
+
+
+class InFlight(Protocol):
+    """A reduction in flight: `two_shot.AllReduce`, or one in FP32 with the same methods."""
+
+    def start_second_shot(self) -> None: ...
+
+    def wait(self) -> Reduced | torch.Tensor: ...
 
 
 class GradientReducer:
@@ -50,73 +68,75 @@ class GradientReducer:
         self.group, self.comm = group, comm
         self.buckets = _buckets(self.parameters, bucket_bytes // 4)
         self.bucket_of = {index: k for k, bucket in enumerate(self.buckets) for index in bucket.indices}
-        self.beside = Beside(self.parameters[0].device)
-        self.abandon()
+        self.side_stream = SideStream(self.parameters[0].device)
+        self.reset()
 
     def serves(self, weights: dict[str, nn.Parameter], comm: str) -> bool:
-        """Whether it is the reducer of exactly these."""
+        """Whether this is the reducer of exactly these weights."""
         same = [id(weight) for weight in weights.values()][::-1] == [id(weight) for weight in self.parameters]
         return same and comm == self.comm
 
-    def abandon(self) -> None:
-        """Ready for a new backward pass."""
-        self.left: list[UnderWay] = []
-        """Of each bucket that has left."""
-        self.here: set[int] = set()
+    def reset(self) -> None:
+        """Be ready for a new backward pass."""
+        self.in_flight: list[InFlight] = []
+        """The reductions of the buckets that have left."""
+        self.complete: set[int] = set()
         """Parameters whose gradient is complete."""
         self.used: list[bool] = [False] * len(self.parameters)
 
     @torch.no_grad()
-    def arrived(self, index: int) -> None:
-        """The gradient of a parameter is complete: send what can be sent."""
-        if self.bucket_of[index] < len(self.left):
+    def add(self, index: int) -> None:
+        """Note that the gradient of a parameter is complete, and send the buckets that are."""
+        if self.bucket_of[index] < len(self.in_flight):
             raise FP8BackendError(
                 f"{self.names[index]}: a second gradient in one backward pass, after the first had left for the other "
                 f"ranks. This happens where re-entrant activation checkpointing meets a weight that several layers "
                 f"share: use use_reentrant=False"
             )
-        self.here.add(index)
-        while len(self.left) < len(self.buckets) and self.here.issuperset(self.buckets[len(self.left)].indices):
+        self.complete.add(index)
+        while len(self.in_flight) < len(self.buckets):
+            if not self.complete.issuperset(self.buckets[len(self.in_flight)].indices):
+                break
             self._send(contributes=True)
 
     @torch.no_grad()
     def finish(self, contributes: bool = True) -> None:
-        """Send what is left, wait for everything and put the averages where the gradients were."""
-        while len(self.left) < len(self.buckets):
+        """Send the buckets that remain, wait for everything and put the averages where the gradients were."""
+        while len(self.in_flight) < len(self.buckets):
             self._send(contributes)
-        with self.beside:
-            self.left[-1].start_second_shot()
+        with self.side_stream.active():
+            self.in_flight[-1].start_second_shot()
         used = self._used_somewhere()
         results = []
-        with self.beside:
-            for bucket, under_way in zip(self.buckets, self.left, strict=True):
-                reduced = under_way.wait()
+        with self.side_stream.active():
+            for bucket, reduction in zip(self.buckets, self.in_flight, strict=True):
+                reduced = reduction.wait()
                 for index, start in zip(bucket.indices, bucket.starts, strict=True):
                     if contributes and used[index]:
                         results.append((index, self._gradient(index, start, reduced)))
-        self.beside.hand_over([gradient for _, gradient in results])
+        self.side_stream.hand_over([gradient for _, gradient in results])
         for index, gradient in results:
             self.parameters[index].grad = gradient
-        self.abandon()
+        self.reset()
 
     def _send(self, contributes: bool) -> None:
-        bucket = self.buckets[len(self.left)]
-        with self.beside:
+        bucket = self.buckets[len(self.in_flight)]
+        with self.side_stream.active():
             parts = []
             for index, start in zip(bucket.indices, bucket.starts, strict=True):
                 parameter = self.parameters[index]
                 if contributes and parameter.grad is not None:
                     self.used[index] = True
-                    parts.append(self.beside.borrowed(parameter.grad, start))
+                    parts.append(self.side_stream.part_of_message(parameter.grad, start))
                     parameter.grad = None
             end = Part(torch.empty(0, device=self.parameters[0].device), bucket.numel)  # where no gradient ends it
-            under_way = (AllReduce if self.comm == "fp8" else PlainAllReduce)([*parts, end], self.group)
-            if self.left:
-                self.left[-1].start_second_shot()
-        self.left.append(under_way)
+            reduction = (AllReduce if self.comm == "fp8" else PlainAllReduce)([*parts, end], self.group)
+            if self.in_flight:
+                self.in_flight[-1].start_second_shot()
+        self.in_flight.append(reduction)
 
     def _used_somewhere(self) -> list[bool]:
-        """Of each parameter, whether any rank has a gradient: else it keeps none, as in DDP."""
+        """Whether any rank has a gradient of each parameter: without one it keeps none, as in DDP."""
         used = torch.tensor(self.used, dtype=torch.uint8, device=self.parameters[0].device)
         dist.all_reduce(used, dist.ReduceOp.MAX, group=self.group)
         return self.used if all(self.used) else used.bool().tolist()  # the device is asked where it matters only
@@ -145,16 +165,8 @@ def _buckets(parameters: list[nn.Parameter], capacity: int) -> list[Bucket]:
     return buckets
 
 
-class UnderWay(Protocol):
-    """A reduction on its way, as `two_shot.AllReduce`."""
-
-    def start_second_shot(self) -> None: ...
-
-    def wait(self) -> Reduced | torch.Tensor: ...
-
-
 class PlainAllReduce:
-    """The mean in FP32, by the backend's own all-reduce; in the form of `two_shot.AllReduce`."""
+    """The mean in FP32, by the backend's own all-reduce."""
 
     def __init__(self, parts: list[Part], group: dist.ProcessGroup) -> None:
         self.size = dist.get_world_size(group)
@@ -173,44 +185,93 @@ class PlainAllReduce:
         return self.values.div_(self.size)
 
 
-class Beside:
-    """On CUDA a stream of its own, so that packing and waiting for a bucket hold nobody up; elsewhere nothing.
-
-    As a context: work inside runs on that stream, after what the current stream has been given so far.
-    """
+class SideStream:
+    """A CUDA stream of its own, so that packing and waiting for a bucket hold nobody up. On other devices it does
+    nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.contexts: list = []
 
-    def __enter__(self) -> None:
-        if self.stream is not None:
-            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
-            self.contexts.append(torch.cuda.stream(self.stream))
-            self.contexts[-1].__enter__()
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Run the work inside on the side stream, after what the current stream has been given so far."""
+        if self.stream is None:
+            yield
+            return
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        with torch.cuda.stream(self.stream):
+            yield
 
-    def __exit__(self, *error) -> None:
+    def part_of_message(self, tensor: torch.Tensor, start: int = 0) -> Part:
+        """The part of a message that a tensor of another stream becomes. Its memory may be freed there while it is read
+        on this one."""
         if self.stream is not None:
-            self.contexts.pop().__exit__(*error)
-
-    def borrowed(self, tensor: torch.Tensor, start: int = 0) -> Part:
-        """What a tensor of another stream, whose memory may be freed there while it is read here, has to send."""
-        if self.stream is not None:
-            for part in _parts(tensor):
-                part.record_stream(self.stream)
+            for stored in _stored_parts(tensor):
+                stored.record_stream(self.stream)
         if isinstance(tensor, ScaledTensor) and tensor._data.dtype == torch.float32:
             return Part(tensor._data.reshape(-1), start, tensor._scale_inv)
         values = tensor.dequantize(torch.float32) if isinstance(tensor, ScaledTensor) else tensor
         return Part(values.reshape(-1), start)
 
     def hand_over(self, tensors: list[torch.Tensor]) -> None:
-        """Let the current stream wait for what was made here, and use it."""
+        """Let the current stream wait for tensors that were made on the side stream, and use them."""
         if self.stream is not None:
             current = torch.cuda.current_stream(self.stream.device)
             current.wait_stream(self.stream)
-            for part in (part for tensor in tensors for part in _parts(tensor)):
-                part.record_stream(current)
+            for stored in (stored for tensor in tensors for stored in _stored_parts(tensor)):
+                stored.record_stream(current)
 
 
-def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _stored_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return (tensor._data, tensor._scale_inv) if isinstance(tensor, ScaledTensor) else (tensor,)
+
+
+# DDP's own buckets
+
+
+class HookState:
+    """The communication hook's state, which lasts for one backward pass."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group, self.side_stream = group, SideStream(device)
+        self.in_flight: list[tuple[AllReduce, list[Part], torch.Tensor, torch.futures.Future]] = []
+        """Reduction, gradients in the bucket, the bucket, and what DDP waits for."""
+
+    def __reduce__(self):
+        return _nothing, ()  # a copied DDP has no communication hook
+
+
+def _nothing() -> None:
+    return None
+
+
+@torch.no_grad()
+def fp8_all_reduce(state, bucket):
+    """The hook: (HookState, torch.distributed.GradBucket) -> Future of the averaged bucket.
+
+    It has no annotations: DDP checks them, and would take postponed ones for others.
+    """
+    values = bucket.buffer()
+    if bucket.index() == 0:
+        state.in_flight.clear()  # a backward pass that raised before its end
+    devices = [values.device] if values.device.type == "cuda" else None
+    future = torch.futures.Future(devices=devices)
+    with state.side_stream.active():
+        state.side_stream.part_of_message(values)
+        gradients = _aligned(values.split([gradient.numel() for gradient in bucket.gradients()]))
+        reduction = AllReduce(gradients, state.group, rounded=True)
+        if state.in_flight:
+            state.in_flight[-1][0].start_second_shot()
+        state.in_flight.append((reduction, gradients, values, future))
+        if bucket.is_last():
+            for reduction, gradients, values, future_mean in state.in_flight:
+                reduction.write(gradients)
+                future_mean.set_result(values)
+            state.in_flight.clear()
+    return future
+
+
+def _aligned(gradients: tuple[torch.Tensor, ...]) -> list[Part]:
+    """The gradients one behind the other, each from a multiple of BLOCK on."""
+    starts = accumulate((-(-len(gradient) // BLOCK) * BLOCK for gradient in gradients), initial=0)
+    return [Part(gradient, start) for gradient, start in zip(gradients, starts, strict=False)]

@@ -5,17 +5,17 @@
              the whole sum, the same bytes on every rank  ◄──────────────all-gather────────────────────┘
 
 No value is ever added in FP8. A ring of FP8 additions rounds N times and must leave room for the sum (FP8-LM's
-1/sqrt(N), arXiv:2310.18313): 0.12 to 0.30 relative L2 error at 32 ranks. Here each value is rounded once on its way to
-its owner and once on its way back, 0.026 each, whatever N is; what the owner itself contributes is not rounded on the
-way.
+1/sqrt(N), arXiv:2310.18313): 0.12 to 0.30 relative L2 error at 32 ranks. The two-shot form rounds each value once on
+its way to its owner and once on its way back, 0.026 each, whatever N is. The owner does not round what it contributes
+itself.
 
-The unit of scaling is a block of `BLOCK` elements, not the tensor: E4M3 spans 2**18, and where the rows of a
-gradient differ by more, as those of an embedding or a head do, one scale for the tensor turns half of it to zero, while
-blocks keep it. A scale is a power of two and travels as its exponent, one byte (E8M0): 129 bytes for 128 elements.
-A block with an inf or a NaN has the scale NaN, on every rank.
+Each block of `BLOCK` elements has a scale, not the tensor. E4M3 spans 2**18, and the rows of a gradient may differ by
+more, as those of an embedding or a head do: then one scale for the tensor turns half of it to zero, while blocks keep
+it. A scale is a power of two and travels as its exponent, one byte (E8M0): 129 bytes for 128 elements. A block with an
+inf or a NaN has the scale NaN, on every rank.
 
-Everything travels as bytes: gloo refuses float8, and NCCL has no need to know. What happens to the bytes is
-`kernels.messages`, one pass over memory for each arrow above.
+Everything travels as bytes: gloo refuses float8, and NCCL has no need to know. `numerics/kernels/wire` makes and reads
+the bytes, with one pass over memory for each arrow above.
 """
 
 from __future__ import annotations
@@ -27,14 +27,12 @@ import torch
 import torch.distributed as dist
 
 from ..numerics.formats import E4M3
-from ..numerics.kernels.wire import dispatch as messages
+from ..numerics.kernels.wire import dispatch as wire
 from ..numerics.kernels.wire.dispatch import decode, encode
 from ..numerics.kernels.wire.format import BLOCK, Part
 
 LONG = 2**18
-"""Values of a message from which on zeros may follow them, 0.8 % at most."""
-
-__all__ = ["BLOCK", "AllReduce", "Part", "Reduced", "all_gather", "all_reduce", "decode", "encode", "reduce_scatter"]
+"""From so many values on, a message may end with zeros, 0.8 % at most."""
 
 
 class Reduced(NamedTuple):
@@ -47,22 +45,22 @@ class Reduced(NamedTuple):
 
     def values(self) -> torch.Tensor:
         """FP32, [numel]."""
-        return messages.dequantize(self.codes, self.scale_inv)
+        return wire.dequantize(self.codes, self.scale_inv)
 
 
 class AllReduce:
-    """One two-shot all-reduce on its way; making it starts the first shot.
+    """One two-shot all-reduce in flight. Making the object starts the first shot.
 
-    Collectives of a process group must start in the same order on every rank, so the second shot starts when the owner
-    says so, and not when the first one happens to end: call `start_second_shot` at the same place on every rank.
+    Collectives of a process group must start in the same order on every rank. So the second shot does not start when
+    the first one happens to end, but when the caller says so: call `start_second_shot` at the same place on every rank.
 
     Args:
-        values: FP32, bf16 or fp16, of the same size on every rank; or parts of what travels, on one device, read where
-            they lie. Free to be changed afterwards.
+        values: FP32, bf16 or fp16, of the same size on every rank; or parts of what travels, on one device, which are
+            read where they lie. They may be changed afterwards.
         group: the ranks (default: all).
         mean: divide the sum by the number of ranks.
-        rounded: every contribution is rounded once, the one of the shard's owner too: then the result does not depend
-            on who owns what.
+        rounded: round every contribution once, also the one of the shard's owner. Then the result does not depend on
+            which rank owns a shard.
     """
 
     def __init__(
@@ -81,23 +79,23 @@ class AllReduce:
         self.second_shot: _Pending | None = None
         if self.numel:
             columns = -(-self.numel // (self.size * BLOCK)) * BLOCK
-            columns = _for_vectors(columns) if rounded else columns  # else it matters who owns what
-            sent, self.own = messages.pack(parts, self.size, columns, self.rank, rounded)
+            columns = _for_vectors(columns) if rounded else columns  # longer shards would have other owners
+            sent, self.own = wire.pack(parts, self.size, columns, self.rank, rounded)
             self.first_shot = _all_to_all(sent, group)
 
     def start_second_shot(self) -> None:
-        """Sum this rank's shard in FP32 and send it to everyone. Waits for the first shot. Once; repeating it does
+        """Wait for the first shot, sum this rank's shard in FP32 and send the sum to all ranks. Repeating it does
         nothing."""
         if self.second_shot is not None or not self.numel:
             return
-        message = messages.reduce(self.first_shot.wait(), self.own, self.rank, self.divisor)
+        message = wire.reduce(self.first_shot.wait(), self.own, self.rank, self.divisor)
         self.first_shot = self.own = None
         gathered = message.new_empty(self.size, message.shape[1])
         work = all_gather(gathered, message, group=self.group, async_op=True)
         self.second_shot = _Pending(work, gathered, message)
 
     def wait(self) -> Reduced:
-        """The result. Starts the second shot where that has not happened."""
+        """Wait for the result. Starts the second shot where that has not happened."""
         if not self.numel:
             empty = torch.empty(0, dtype=E4M3.dtype, device=self.device)
             return Reduced(empty, empty.float())
@@ -106,15 +104,15 @@ class AllReduce:
         return Reduced(codes.view(-1)[: self.numel], scale_inv.view(-1)[: -(-self.numel // BLOCK)])
 
     def write(self, parts: Sequence[Part]) -> None:
-        """The values of the result, or some of them, written into parts of any floating-point dtype. Starts the second
-        shot where that has not happened."""
+        """Wait for the result, and write its values, or some of them, into parts of any floating-point dtype. Starts
+        the second shot where that has not happened."""
         if self.numel:
             self.start_second_shot()
-            messages.unpack(self.second_shot.wait(), parts)
+            wire.unpack(self.second_shot.wait(), parts)
 
 
 def all_reduce(values: torch.Tensor, group: dist.ProcessGroup | None = None, mean: bool = True) -> torch.Tensor:
-    """The mean (or sum) over the ranks of `values`, any shape, FP32, bf16 or fp16; returned in its shape and dtype.
+    """The mean (or sum) over the ranks of `values`, any shape, FP32, bf16 or fp16. It has their shape and dtype.
 
     Every rank gets the same bytes. Relative error about 0.037 (two roundings to E4M3); non-finite values turn their
     block of `BLOCK` elements into NaN, on every rank.
@@ -131,9 +129,13 @@ def reduce_scatter(
     out: torch.Tensor | None = None,
     factor: float = 1.0,
 ) -> torch.Tensor:
-    """Of `rows`, [ranks, columns], row r is what this rank contributes to rank r; returns the sum (or mean) of all
-    contributions to this rank, times `factor`, in FP32 or as `out`, [columns]. They travel in E4M3; the sum is FP32 and
-    is not rounded to E4M3 again."""
+    """The sum (or mean) of what all ranks contribute to this one, times `factor`, [columns]. Contributions travel in
+    E4M3; the sum is FP32 and is not rounded to E4M3 again.
+
+    Args:
+        rows: [ranks, columns]; row r is what this rank contributes to rank r.
+        out: receives the result (default: a new tensor, FP32).
+    """
     size, columns = rows.shape
     out = torch.empty(columns, dtype=torch.float32, device=rows.device) if out is None else out
     if columns == 0:
@@ -143,15 +145,15 @@ def reduce_scatter(
         sent, own = encode(rows, kept=rank), rows[rank]
     else:
         parts = [Part(row, index * travel) for index, row in enumerate(rows.contiguous().unbind(0))]
-        sent, own = messages.pack(parts, size, travel, rank)
+        sent, own = wire.pack(parts, size, travel, rank)
     received = _all_to_all(sent, group).wait()
-    return messages.reduce_values(received, own[:columns], rank, out, size if mean else 1, factor)
+    return wire.reduce_values(received, own[:columns], rank, out, size if mean else 1, factor)
 
 
 class _Pending(NamedTuple):
     work: dist.Work
     received: torch.Tensor
-    sent: torch.Tensor  # alive until it is sent
+    sent: torch.Tensor  # kept alive until it is sent
 
     def wait(self) -> torch.Tensor:
         self.work.wait()
@@ -159,8 +161,8 @@ class _Pending(NamedTuple):
 
 
 def _for_vectors(columns: int) -> int:
-    """So many values or, of many, a few zeros more: then a message has a multiple of 16 bytes, and GPUs read and write
-    whole vectors of every row."""
+    """The length of a row of a message with so many values. A long row gets a few zeros more: its bytes are then a
+    multiple of 16, and GPUs read and write whole vectors of every row."""
     return columns if columns < LONG else -(-columns // (16 * BLOCK)) * 16 * BLOCK
 
 

@@ -20,7 +20,7 @@ MESSAGE = 2**24
 
 
 def assign(sizes: Sequence[int], ranks: int) -> list[int]:
-    """The owner of each weight: the largest first, each to the rank that has the fewest elements so far."""
+    """The owner of each weight. The largest come first; each goes to the rank that has the fewest elements so far."""
     owners, load = [0] * len(sizes), [0] * ranks
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         owners[i] = load.index(min(load))
@@ -29,8 +29,8 @@ def assign(sizes: Sequence[int], ranks: int) -> list[int]:
 
 
 class SharedOut:
-    """Weights whose masters and optimizer states lie on one rank each. Made on all ranks, with the same weights in the
-    same order; the masters of other ranks' weights are dropped at once.
+    """Weights whose masters and optimizer states lie on one rank each. All ranks make it, with the same weights in the
+    same order. It drops the masters of other ranks' weights at once.
 
     Args:
         weights: parameters at level O3, with equal values on all ranks.
@@ -46,7 +46,7 @@ class SharedOut:
             self.drop(weight)
 
     def owns(self, weight: torch.Tensor) -> bool:
-        """Whether this rank makes its steps; True of one that is not shared out."""
+        """Whether this rank makes the weight's steps; True for a weight that is not shared out."""
         return self._owner.get(id(weight), self.rank) == self.rank
 
     def drop(self, weight: torch.Tensor) -> None:
@@ -58,17 +58,17 @@ class SharedOut:
 
     @torch.no_grad()
     def share(self) -> None:
-        """After a step, on all ranks: every weight that trains as its owner has it now."""
+        """Send every weight that trains, as its owner has it now, to all ranks. All ranks call it after a step."""
         streams: list[list[torch.Tensor]] = [[] for _ in range(dist.get_world_size(self.group))]
         for weight in self.weights:
             if weight.requires_grad:
                 streams[self._owner[id(weight)]] += _bytes_of(weight.detach())
         longest = max(sum(map(len, stream)) for stream in streams)
         for start in range(0, longest, MESSAGE):
-            self._exchange(streams, start, min(MESSAGE, longest - start))
+            self._all_gather(streams, start, min(MESSAGE, longest - start))
 
-    def _exchange(self, streams: list[list[torch.Tensor]], start: int, length: int) -> None:
-        """One all-gather: so many bytes of each rank's stream."""
+    def _all_gather(self, streams: list[list[torch.Tensor]], start: int, length: int) -> None:
+        """Gather so many bytes of each rank's stream, with one collective."""
         device = self.weights[0].device
         sent = torch.zeros(length, dtype=torch.uint8, device=device)
         for stored, place in _overlaps(streams[self.rank], start, length):
@@ -82,7 +82,7 @@ class SharedOut:
 
     @torch.no_grad()
     def send_to_all(self, weight: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-        """On all ranks: let everyone's tensors (a weight's master, its states) hold the bytes that the owner's do."""
+        """Copy the bytes of the owner's tensors (a weight's master, its states) to all ranks. All ranks call it."""
         stored = [part for tensor in tensors for part in _bytes_of(tensor)]
         message = torch.cat([part.to(weight.device) for part in stored])
         dist.broadcast(message, dist.get_global_rank(self.group, self._owner[id(weight)]), group=self.group)
@@ -92,16 +92,16 @@ class SharedOut:
 
 
 def _bytes_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """What a tensor stores, as views of bytes, [n]."""
+    """Views of the bytes that a tensor stores, [n] each."""
     parts = (tensor._data, tensor._scale_inv) if isinstance(tensor, ScaledTensor) else (tensor,)
     return [part.reshape(-1).view(torch.uint8) for part in parts]
 
 
 def _overlaps(stream: list[torch.Tensor], start: int, length: int) -> Iterator[tuple[torch.Tensor, slice]]:
-    """Of bytes that stand one behind the other, those from `start` on: views of them, and their place in a message."""
-    at = 0
+    """Views of the bytes of a stream from `start` on, and the place of each in a message."""
+    begin = 0
     for stored in stream:
-        first, last = max(start, at), min(start + length, at + len(stored))
+        first, last = max(start, begin), min(start + length, begin + len(stored))
         if first < last:
-            yield stored[first - at : last - at], slice(first - start, last - start)
-        at += len(stored)
+            yield stored[first - begin : last - begin], slice(first - start, last - start)
+        begin += len(stored)

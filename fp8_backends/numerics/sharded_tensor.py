@@ -33,7 +33,9 @@ def full_shape(parameter: torch.Tensor) -> torch.Size:
 
 
 def with_local(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """A DTensor that lies as `tensor` does, with other values on this rank."""
+    """A DTensor that lies as `tensor` does, with other values on this rank; `local` itself for any other tensor."""
+    if not is_distributed(tensor):
+        return local
     return type(tensor).from_local(
         local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )

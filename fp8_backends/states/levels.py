@@ -1,4 +1,4 @@
-"""MS-AMP's levels: how the weights of converted layers and their gradients are stored.
+"""MS-AMP's levels: how the weights of converted layers, their gradients and their Adam states are stored.
 
 =====  ==============  =============  ===============  =================
 level  weight          master         weight gradient  Adam states
@@ -8,14 +8,14 @@ O2     scaled FP16     (the weight)   scaled E4M3      scaled E4M3, FP16
 O3     scaled E4M3     scaled FP16    scaled E4M3      scaled E4M3, FP16
 =====  ==============  =============  ===============  =================
 
-A weight changes inside its Parameter object. A gradient is made E4M3 as soon as it is complete, so no second one is
-ever held in high precision; while microbatches accumulate it is FP32, and rounded once.
+A weight changes inside its Parameter object. A gradient is stored in E4M3 as soon as it is complete, so that no second
+one is ever held in high precision. While microbatches accumulate, a gradient is FP32 and is rounded once at the end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -31,7 +31,6 @@ from ..numerics.sharded_tensor import (
     shard_groups,
     with_local,
 )
-from .adamw import StateRule
 
 if TYPE_CHECKING:
     from ..recipes.handlers import Recipe
@@ -39,18 +38,31 @@ if TYPE_CHECKING:
 FP32, FP16, E4M3 = torch.float32, torch.float16, torch.float8_e4m3fn
 
 WEIGHT = {"O1": FP16, "O2": FP16, "O3": E4M3}
-MOMENTS = {"O1": (FP32, FP32), "O2": (E4M3, FP16), "O3": (E4M3, FP16)}
-BLOCK = {"tensor": 0, "block": 128}
-"""`exp_avg_scaling` of a recipe -> elements that share a scale."""
+ADAM_STATES = {"O1": (FP32, FP32), "O2": (E4M3, FP16), "O3": (E4M3, FP16)}
+"""The formats of exp_avg and exp_avg_sq."""
+BLOCK_SIZES = {"tensor": 0, "block": 128}
+"""Each `exp_avg_scaling` of a recipe, and how many elements then share a scale."""
 
 LEVEL = "_fp8_level"
 """Attribute of a layer whose weight is stored at a level."""
 
 
+class StateRule(NamedTuple):
+    """How one optimizer stores its states."""
+
+    level: str
+    exp_avg: torch.dtype
+    exp_avg_sq: torch.dtype
+    exp_avg_block: int
+    """Number of elements of exp_avg that share a scale; 0: the whole tensor, as in MS-AMP."""
+    rounding: str
+    """"stochastic" or "nearest"."""
+
+
 def state_rule(recipe: Recipe) -> StateRule:
     """How the optimizer of a resolved recipe stores its states."""
-    exp_avg, exp_avg_sq = MOMENTS[recipe.level]
-    block = BLOCK[recipe.exp_avg_scaling] if exp_avg != FP32 else 0
+    exp_avg, exp_avg_sq = ADAM_STATES[recipe.level]
+    block = BLOCK_SIZES[recipe.exp_avg_scaling] if exp_avg != FP32 else 0
     return StateRule(recipe.level, exp_avg, exp_avg_sq, block, recipe.rounding)
 
 
@@ -58,58 +70,72 @@ def store_weights(layers: Mapping[str, nn.Module], level: str) -> None:
     """Store the `weight` of each layer as `level` says, in place; ties, frozen flags and `.grad` stay. Idempotent.
 
     Raises:
-        FP8BackendError: a weight that something else holds on to, or that is sharded already, named; no weight has
-            changed then.
+        FP8BackendError: something else holds on to a weight, or it is sharded already. The error names the weight, and
+            no weight has changed.
     """
-    new = {name: layer for name, layer in layers.items() if not is_stored(layer.weight, level)}
-    for name, layer in new.items():
-        _refuse_if_sharded(layer.weight, f"{name}.weight", level)
-        refuse_if_held(layer.weight, f"{name}.weight")
-    for name, layer in new.items():
-        _store(layer.weight, level, f"{name}.weight")
+    new = {name: layer.weight for name, layer in layers.items() if not _is_stored(layer.weight, level)}
+    for name, weight in new.items():
+        if is_distributed(weight):
+            raise FP8BackendError(
+                f"{name}.weight is sharded already, and its storage can no longer be swapped for level {level}: call "
+                f"prepare(model, None, spec) first, then fully_shard, then prepare(model, optimizer, spec)"
+            )
+        refuse_if_held(weight, f"{name}.weight")
+    for name, weight in new.items():
+        if not _is_stored(weight, level):  # it may be tied to a layer before this one
+            values = weight.exact() if isinstance(weight, ScaledTensor) else weight.detach()
+            swap(weight, quantize_weight(values, level), f"{name}.weight")
+            cast_gradient(weight)
     for layer in layers.values():
         layer.__dict__[LEVEL] = level
-        _watch_gradient(layer.weight)
-        _hook_state_dict(layer)
+        _add_gradient_hook(layer.weight)
+        _add_state_dict_hooks(layer)
 
 
-def _refuse_if_sharded(weight: torch.Tensor, name: str, level: str) -> None:
-    if is_distributed(weight):
-        raise FP8BackendError(
-            f"{name} is sharded already, and its storage can no longer be swapped for level {level}: call "
-            f"prepare(model, None, spec) first, then fully_shard, then prepare(model, optimizer, spec)"
-        )
-
-
-def is_stored(weight: torch.Tensor, level: str) -> bool:
+def _is_stored(weight: torch.Tensor, level: str) -> bool:
     """Whether a weight, sharded or not, is stored as `level` says."""
     weight = local_part(weight)
     return isinstance(weight, ScaledTensor) and weight._data.dtype == WEIGHT[level]
 
 
-def stored(values: torch.Tensor, level: str) -> ScaledTensor:
-    """Plain values as a weight of that level."""
+def quantize_weight(values: torch.Tensor, level: str) -> ScaledTensor:
+    """Plain values as a weight of that level, with its master at O3."""
     if level != "O3":
         return quantize(values, WEIGHT[level])
     master = quantize(values, FP16)
-    tensor = quantize(master.dequantize(FP32), E4M3, master.dtype)  # as after every optimizer step
-    tensor.master = master
-    return tensor
+    weight = quantize(master.dequantize(FP32), E4M3, master.dtype)  # as after every optimizer step
+    weight.master = master
+    return weight
 
 
-def _store(weight: nn.Parameter, level: str, name: str) -> None:
-    if is_stored(weight, level):
-        return  # tied to a layer before it
-    values = weight.exact() if isinstance(weight, ScaledTensor) else weight.detach()
-    swap(weight, stored(values, level), name)
-    _cast_gradient(weight)
+def quantize_weight_shards(values: torch.Tensor, level: str) -> torch.Tensor:
+    """`quantize_weight` for a DTensor. Its ranks agree on the scales, so all of them call it."""
+    weight = quantize_shards(values, FP16)
+    if level == "O3":
+        master, weight = weight, quantize_shards(dequantize_shards(weight, FP32), E4M3, weight.dtype)
+        local_part(weight).master = local_part(master)
+        local_part(master).partial = SHARD
+    local_part(weight).partial = SHARD
+    return weight
+
+
+def write_weight_shards(weight: torch.Tensor, values: torch.Tensor) -> None:
+    """Write plain values, a DTensor that lies as `weight` does, into the shards of `weight` and of its master. The
+    ranks agree on the scales, so all of them call it."""
+    local = local_part(weight.detach())
+    for target in (local.master, local):
+        if target is not None:
+            shards = quantize_shards(values, target._data.dtype)
+            target._data.copy_(local_part(shards)._data)
+            target._scale_inv.copy_(local_part(shards)._scale_inv)
+            values = dequantize_shards(shards, FP32)
 
 
 def plain_weights(model: nn.Module) -> nn.Module:
-    """Give a prepared model plain weights in place of scaled ones, its FP8 products kept; returns the same module.
+    """Give a prepared model plain weights in place of scaled ones. Its products stay in FP8. Returns the same module.
 
-    For a copy that is written to by other means than our optimizer, such as an average of weights: steps of 1e-4 of a
-    weight would be lost in scaled FP16.
+    This is for a copy that something other than our optimizer writes to, such as an average of weights: steps of 1e-4
+    of a weight would be lost in scaled FP16.
     """
     for layer in model.modules():
         if LEVEL in layer.__dict__:
@@ -118,172 +144,147 @@ def plain_weights(model: nn.Module) -> nn.Module:
 
 
 def make_plain(layer: nn.Module) -> None:
-    """Undo `store_weights` on one layer: a plain weight with the values of this moment."""
+    """Undo `store_weights` on one layer: it gets a plain weight with the values of this moment."""
     weight = layer.weight
     layer.__dict__.pop(LEVEL, None)
-    _forget_hooks(layer)
+    _remove_state_dict_hooks(layer)
     if isinstance(weight, ScaledTensor):
-        _unwatch_gradient(weight)
+        _remove_gradient_hooks(weight)
         swap(weight, weight.exact(), "weight")
         if isinstance(weight.grad, ScaledTensor):
             weight.grad = weight.grad.dequantize()
 
 
-def _hook_state_dict(layer: nn.Module) -> None:
-    """Behind all hooks that are there: what brings back shards from their gathered form comes first."""
-    _forget_hooks(layer)
-    layer.register_state_dict_post_hook(export_plain)
-    layer.register_load_state_dict_pre_hook(store_shards)
-    layer.register_load_state_dict_post_hook(store_again)
-
-
-def _forget_hooks(layer: nn.Module) -> None:
-    of_loading = layer._load_state_dict_pre_hooks
-    for key in [key for key, hook in of_loading.items() if getattr(hook, "hook", None) is store_shards]:
-        del of_loading[key]
-    for hooks, own in ((layer._state_dict_hooks, export_plain), (layer._load_state_dict_post_hooks, store_again)):
-        for key in [key for key, hook in hooks.items() if hook is own]:
-            del hooks[key]
-
-
 # Gradients
 
 
-class CastGradient:
-    """Post-accumulate-grad hook of a weight: a gradient that has just become complete is stored in E4M3.
+def cast_gradient(weight: torch.Tensor) -> None:
+    """Post-accumulate-grad hook of a weight: stores a gradient in E4M3 when it has just become complete.
 
-    A gradient that more microbatches were added to is FP32 inside and stays so until `finish_accumulation`.
+    A gradient that a further microbatch was added to is FP32 inside, and stays so until `finish_accumulation`.
     """
-
-    def __call__(self, weight: torch.Tensor) -> None:
-        _cast_gradient(weight)
-
-
-def _cast_gradient(weight: torch.Tensor) -> None:
     gradient = weight.grad
     if gradient is not None and not isinstance(local_part(gradient), ScaledTensor):
-        made = quantize(local_part(gradient), E4M3)  # of a shard with a scale of its own: each rank steps its rows
-        made.accumulates = True
-        weight.grad = with_local(gradient, made) if is_distributed(gradient) else made
+        # a shard of a gradient has a scale of its own: each rank steps only its own rows
+        quantized = quantize(local_part(gradient), E4M3)
+        quantized.accumulates = True
+        weight.grad = with_local(gradient, quantized)
 
 
-def _watch_gradient(weight: torch.Tensor) -> None:
+def _add_gradient_hook(weight: torch.Tensor) -> None:
+    """Let a weight's gradient be stored in E4M3. Repeating it does nothing."""
     if getattr(weight, "partial", False):
-        return  # what FSDP2 has gathered: its gradient is reduced first, and becomes that of the shard
+        return  # FSDP2 has gathered this weight: its gradient is reduced first, and becomes that of the shard
     hooks = weight._post_accumulate_grad_hooks or {}
-    if weight.requires_grad and not any(map(_sees_gradient, hooks.values())):
-        weight.register_post_accumulate_grad_hook(CastGradient())
+    if weight.requires_grad and not any(map(_is_gradient_hook, hooks.values())):
+        weight.register_post_accumulate_grad_hook(cast_gradient)
 
 
 def swap_gradient_hook(weight: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
-    """Let `hook` see the complete gradient of a weight, in place of what stores it in E4M3 at once: a hook with an
-    attribute `reduces`, which takes gradients to other ranks and stores the average."""
-    _unwatch_gradient(weight)
+    """Put `hook` in the place of the hook that stores a weight's complete gradient in E4M3. `hook` takes the gradient
+    to other ranks and stores the average; it has an attribute `reduces`."""
+    _remove_gradient_hooks(weight)
     weight.register_post_accumulate_grad_hook(hook)
 
 
-def _unwatch_gradient(weight: torch.Tensor) -> None:
+def _remove_gradient_hooks(weight: torch.Tensor) -> None:
     hooks = weight._post_accumulate_grad_hooks or {}
-    for key in [key for key, hook in hooks.items() if _sees_gradient(hook)]:
+    for key in [key for key, hook in hooks.items() if _is_gradient_hook(hook)]:
         del hooks[key]
 
 
-def _sees_gradient(hook: Callable) -> bool:
-    return isinstance(hook, CastGradient) or hasattr(hook, "reduces")
+def _is_gradient_hook(hook: Callable) -> bool:
+    return hook is cast_gradient or hasattr(hook, "reduces")
 
 
 def finish_accumulation(parameters: Iterable[torch.Tensor]) -> None:
-    """Cast what microbatches accumulated, once they are complete."""
+    """Cast gradients that microbatches accumulated in FP32 to E4M3, once they are complete."""
     for parameter in parameters:
         if parameter.grad is not None and isinstance(local_part(parameter.grad), ScaledTensor):
             local_part(parameter.grad).finish_accumulation()
 
 
-# State dicts: plain weights out, scaled weights in
+# State dicts hold plain weights: hooks of a layer dequantize what it saves and quantize what it loads
+
+
+def _add_state_dict_hooks(layer: nn.Module) -> None:
+    """Put the hooks behind all that are there: a hook that turns gathered weights back into shards runs first."""
+    _remove_state_dict_hooks(layer)
+    layer.register_state_dict_post_hook(export_plain)
+    layer.register_load_state_dict_pre_hook(load_into_shards)
+    layer.register_load_state_dict_post_hook(quantize_assigned)
+
+
+def _remove_state_dict_hooks(layer: nn.Module) -> None:
+    for hooks in (layer._state_dict_hooks, layer._load_state_dict_pre_hooks, layer._load_state_dict_post_hooks):
+        # PyTorch wraps hooks that run before loading, and has the hook itself in `hook`
+        ours = (export_plain, load_into_shards, quantize_assigned)
+        for key in [key for key, hook in hooks.items() if getattr(hook, "hook", hook) in ours]:
+            del hooks[key]
 
 
 def export_plain(layer: nn.Module, state_dict: dict, prefix: str, local_metadata: dict) -> None:
-    """State-dict hook of a layer: its weight as a plain tensor, of the values with all their precision."""
+    """State-dict hook of a layer: saves its weight as a plain tensor, with all the precision that is kept."""
     weight = state_dict.get(f"{prefix}weight")
     if weight is None or weight.requires_grad or not isinstance(local_part(weight), ScaledTensor):
         return  # keep_vars=True asks for the Parameter itself
     state_dict[f"{prefix}weight"] = dequantize_shards(weight) if is_distributed(weight) else weight.exact()
 
 
-def store_shards(layer: nn.Module, state_dict: dict, prefix: str, *_) -> None:
-    """Load hook of a layer whose weight is sharded: plain shards become scaled ones, with a scale that the ranks agree.
-
-    A copy into the shards, which is what loading does otherwise, would find a scale for each.
-    """
+def load_into_shards(layer: nn.Module, state_dict: dict, prefix: str, *_) -> None:
+    """Hook that runs before a layer whose weight is sharded is loaded: it quantizes plain shards with a scale that the
+    ranks agree on. PyTorch's own copy into the shards would choose a scale for each."""
     weight, new = layer.weight, state_dict.get(f"{prefix}weight")
     level = layer.__dict__.get(LEVEL)
     if level is None or not is_distributed(weight) or not is_distributed(new) or new.shape != weight.shape:
-        return  # what does not fit is for PyTorch to say
+        return  # PyTorch itself says what does not fit
     local = local_part(new)
     if isinstance(local, ScaledTensor):
         if local.unagreed:  # `set_model_state_dict` has copied what it broadcast into the shards themselves
             agree_on_scale(local, shard_groups(new))
+        return
+    new = new.redistribute(weight.device_mesh, weight.placements).to(weight.dtype)
+    if local_part(weight.detach()).is_meta:
+        state_dict[f"{prefix}weight"] = quantize_weight_shards(new, level)
     else:
-        new = new.redistribute(weight.device_mesh, weight.placements)
-        state_dict[f"{prefix}weight"] = _into_shards(weight, stored_shards(new.to(weight.dtype), level))
+        write_weight_shards(weight, new)  # FSDP2 knows these shards
+        state_dict[f"{prefix}weight"] = weight
 
 
-def stored_shards(values: torch.Tensor, level: str) -> torch.Tensor:
-    """`stored`, of a DTensor."""
-    made = quantize_shards(values, WEIGHT[level] if level != "O3" else FP16)
-    if level == "O3":
-        master, made = made, quantize_shards(dequantize_shards(made, FP32), E4M3, made.dtype)
-        local_part(made).master = local_part(master)
-        local_part(master).partial = SHARD
-    local_part(made).partial = SHARD
-    return made
-
-
-def _into_shards(weight: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """The values of `new` inside `weight`, which FSDP2 knows, and `weight` itself; where it is on the meta device,
-    `new`."""
-    old, made = local_part(weight.detach()), local_part(new)
-    if old.is_meta:
-        return new
-    for target, source in ((old, made), (old.master, made.master)):
-        if target is not None:
-            target._data.copy_(source._data)
-            target._scale_inv.copy_(source._scale_inv)
-    return weight
-
-
-def store_again(layer: nn.Module, incompatible_keys) -> None:
-    """Load hook of a layer: `load_state_dict(assign=True)` put a new Parameter in the place of the scaled one."""
+def quantize_assigned(layer: nn.Module, incompatible_keys) -> None:
+    """Hook that runs after a layer was loaded: `load_state_dict(assign=True)` has put a new, plain Parameter in the
+    place of the scaled one."""
     weight, level = layer.weight, layer.__dict__.get(LEVEL)
     if level is None:
         return
     if not is_distributed(weight) and not isinstance(weight, ScaledTensor):
-        swap(weight, stored(weight.detach(), level), "weight")
-    _watch_gradient(weight)
+        swap(weight, quantize_weight(weight.detach(), level), "weight")
+    _add_gradient_hook(weight)
 
 
 # FSDP2
 
 
 def watch_shards(model: nn.Module) -> None:
-    """After `fully_shard`, which makes new Parameters: let their gradients be stored as before. Repeating it does
-    nothing."""
+    """Store the gradients of shards as those of whole weights before them: `fully_shard` has made new Parameters, which
+    have no hooks. Repeating it does nothing."""
     layers = [layer for layer in model.modules() if LEVEL in layer.__dict__]
     for layer in layers:
-        _watch_gradient(layer.weight)
-        _hook_state_dict(layer)
+        _add_gradient_hook(layer.weight)
+        _add_state_dict_hooks(layer)
     for parameter in model.parameters() if layers else ():
         hooks = (parameter._post_accumulate_grad_hooks or {}).values()
-        watched = any(isinstance(hook, OwnGradient) or _sees_gradient(hook) for hook in hooks)
-        if parameter.requires_grad and is_distributed(parameter) and not watched:
-            parameter.register_post_accumulate_grad_hook(OwnGradient())
+        has_hook = any(hook is copy_gradient or _is_gradient_hook(hook) for hook in hooks)
+        if parameter.requires_grad and is_distributed(parameter) and not has_hook:
+            parameter.register_post_accumulate_grad_hook(copy_gradient)
 
 
-class OwnGradient:
-    """Post-accumulate-grad hook of a small sharded parameter. FSDP2 hands out views of what it has reduced: the FP32
-    gradient of a bias would keep those of all weights beside it alive, which are E4M3 by now."""
+def copy_gradient(parameter: torch.Tensor) -> None:
+    """Post-accumulate-grad hook of a small sharded parameter: gives its gradient memory of its own.
 
-    def __call__(self, parameter: torch.Tensor) -> None:
-        local = local_part(parameter.grad)
-        if local.untyped_storage().nbytes() > 2 * local.nbytes:
-            parameter.grad = with_local(parameter.grad, local.clone())
+    FSDP2 hands out views of the buffer that it has reduced. The FP32 gradient of a bias would keep the whole buffer
+    alive, although the weights in it have E4M3 gradients by now.
+    """
+    local = local_part(parameter.grad)
+    if local.untyped_storage().nbytes() > 2 * local.nbytes:
+        parameter.grad = with_local(parameter.grad, local.clone())

@@ -270,9 +270,9 @@ def whole_states(optimizer: torch.optim.Optimizer, receives: bool = True, moment
     if getattr(optimizer, "fp8_owners", None) is None:
         yield
         return
-    from ..states import consolidation
+    from ..states import checkpoint
 
-    with consolidation.whole_states(optimizer, receives, moments):
+    with checkpoint.whole_states(optimizer, receives, moments):
         yield
 
 
@@ -284,9 +284,9 @@ def unread_states(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     if getattr(optimizer, "fp8_owners", None) is None:
         yield
         return
-    from ..states import consolidation
+    from ..states import checkpoint
 
-    with consolidation.unread_states(optimizer):
+    with checkpoint.unread_states(optimizer):
         yield
 
 

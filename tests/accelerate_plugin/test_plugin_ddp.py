@@ -72,7 +72,7 @@ def accumulates_and_travels_once(backend):
     data = batches(16, seed=1)[acc.process_index :: 2]
     with Traffic() as traffic:
         train(acc, model, optimizer, data)  # 8 microbatches: two steps
-    assert traffic.count("all_to_all_single") == 2 * len(Connection.of(model).reducer.buckets), traffic.calls
+    assert traffic.count("all_to_all_single") == 2 * len(Connection.find(model).reducer.buckets), traffic.calls
     assert_equal_on_all_ranks(model, optimizer.optimizer)
 
 
@@ -81,7 +81,7 @@ def compiles(backend):
     model, optimizer = prepared(acc)
     assert isinstance(model._orig_mod, torch.nn.parallel.DistributedDataParallel)
     losses = train(acc, model, optimizer, batches(12, seed=1)[acc.process_index :: 2])
-    assert losses[0] > losses[-1] and Connection.of(model._orig_mod).reducer is not None
+    assert losses[0] > losses[-1] and Connection.find(model._orig_mod).reducer is not None
     assert_equal_on_all_ranks(model._orig_mod, optimizer.optimizer)
 
 
@@ -102,7 +102,7 @@ def compiles_by_regions(backend):
     model = Blocks()
     model, optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters(), 5e-3))
     train(acc, model, optimizer, [(x, x.tanh()) for x, _ in batches(4, seed=1)[acc.process_index :: 2]])
-    assert Connection.of(model).reducer is not None and "OptimizedModule" in repr(model)
+    assert Connection.find(model).reducer is not None and "OptimizedModule" in repr(model)
     assert_equal_on_all_ranks(model, optimizer.optimizer)
 
 

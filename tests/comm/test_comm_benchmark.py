@@ -20,7 +20,7 @@ def test_bytes_and_a_trace_of_two_ranks(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     record = json.loads((tmp_path / "json.json").read_text())
     assert record["ranks"] == 2 and record["machine"]["chip"]
-    by_name = {of["collective"]: of["bytes_over"] for of in record["collectives"]}
+    by_name = {each["collective"]: each["bytes_over"] for each in record["collectives"]}
     exact = 129 / 128  # bytes for an element
     for name in ("all-reduce", "reduce-scatter"):
         assert by_name[name] == {"bf16": pytest.approx(exact / 2, 1e-3), "FP32": pytest.approx(exact / 4, 1e-3)}

@@ -58,9 +58,9 @@ def test_every_code_is_decoded():
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
     for scale in (2.0**-126, 1.0, 2.0**110):
         scale_inv = torch.full((2,), scale)
-        made, expected = (m.dequantize(codes, scale_inv) for m in (message_chunks, message_reference))
+        result, expected = (m.dequantize(codes, scale_inv) for m in (message_chunks, message_reference))
         ordinary = ~expected.isnan()  # NaN's code occurs beside the scale NaN only
-        assert ordinary.sum() == 254 and cases.same(made[ordinary], expected[ordinary])
+        assert ordinary.sum() == 254 and cases.same(result[ordinary], expected[ordinary])
 
 
 def test_no_temporary_grows_with_the_bucket(monkeypatch):
@@ -74,7 +74,7 @@ def test_no_temporary_grows_with_the_bucket(monkeypatch):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             out = function(*args, **(kwargs or {}))
             fresh = isinstance(out, torch.Tensor) and not function.is_view and not any(out is a for a in args)
-            made.extend([out.numel() * out.element_size()] if fresh and "out" not in (kwargs or {}) else [])
+            sizes.extend([out.numel() * out.element_size()] if fresh and "out" not in (kwargs or {}) else [])
             return out
 
     given, arrived = cases.values(numel), cases.received(rows, numel // rows)
@@ -86,7 +86,7 @@ def test_no_temporary_grows_with_the_bucket(monkeypatch):
         (lambda: messages.reduce_values(arrived, own, 0, own.clone()), 1),
         (lambda: messages.unpack(arrived, [Part(out, 0)]), 0),
     ):
-        made: list[int] = []
+        sizes: list[int] = []
         with Sizes():
             call()
-        assert len([size for size in made if size > chunk]) == lasting, made
+        assert len([size for size in sizes if size > chunk]) == lasting, sizes

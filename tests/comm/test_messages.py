@@ -57,18 +57,18 @@ def test_a_message_equals_the_reference_cast_in_blocks(blocks, seed):
 def test_a_block_with_a_non_finite_value_is_nan_and_the_others_are_as_they_were(value):
     values = torch.ones(2, 3 * BLOCK)
     values[1, BLOCK + 5] = value
-    made = decoded(values)
-    assert made[1, BLOCK : 2 * BLOCK].isnan().all()
-    made[1, BLOCK : 2 * BLOCK] = 1
-    assert torch.equal(made, torch.ones_like(made))
+    result = decoded(values)
+    assert result[1, BLOCK : 2 * BLOCK].isnan().all()
+    result[1, BLOCK : 2 * BLOCK] = 1
+    assert torch.equal(result, torch.ones_like(result))
 
 
 @pytest.mark.parametrize("value", [0.0, 2.0**-126, 2.0**-133, 3.0e38, -1.5])
 def test_the_ends_of_fp32_travel(value):
-    made = decoded(torch.full((1, BLOCK), value))
-    assert torch.isfinite(made).all()
+    result = decoded(torch.full((1, BLOCK), value))
+    assert torch.isfinite(result).all()
     # 2**-126 is the smallest scale_inv, times E4M3's smallest number 2**-9: smaller values become zero
-    assert torch.allclose(made, torch.full_like(made, value), rtol=E4M3_STEP, atol=2.0**-136)
+    assert torch.allclose(result, torch.full_like(result, value), rtol=E4M3_STEP, atol=2.0**-136)
 
 
 def test_a_power_of_two_travels_exactly():

@@ -111,7 +111,7 @@ def check_microbatches_are_summed_in_fp32_and_travel_once():
     for spec in ("msamp:O2", "msamp:O3", {"backend": "native", "gradient_comm": "fp8"}):
         with Traffic() as traffic:
             ddp, _ = scenario(microbatches, spec=spec, steps=1, bucket_mb=25 if spec == "msamp:O3" else 0.01)
-        reducer = Connection.of(ddp).reducer
+        reducer = Connection.find(ddp).reducer
         buckets = len(reducer.buckets) if reducer else traffic.count("all_to_all_single")
         assert traffic.count("all_to_all_single") == buckets <= 4, traffic.calls
 
@@ -308,7 +308,7 @@ def check_tied_weights():
     model = mlp()
     model[2].weight = model[0].weight
     ddp, optimizer = scenario(lambda model, index: mse(model, mine(index)).backward(), model)
-    assert model[2].weight is model[0].weight and len(Connection.of(ddp).reducer.parameters) == 2
+    assert model[2].weight is model[0].weight and len(Connection.find(ddp).reducer.parameters) == 2
 
 
 class Checkpointed(nn.Module):

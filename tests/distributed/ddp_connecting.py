@@ -27,7 +27,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8_backends
-from fp8_backends.comm import agreement
+from fp8_backends.comm.backward import agree_on_scaling
 from fp8_backends.comm.ddp import Connection
 from fp8_backends.errors import FP8BackendError
 from fp8_backends.numerics.scaling import HISTORY, ROLLS, SCALE, new_delayed_state
@@ -49,7 +49,7 @@ def check_ddp_of_some_ranks_talks_to_these_alone_and_waits_as_long_as_ddp():
     mine_is = groups[rank >= half]
     torch.manual_seed(rank)
     ddp, optimizer = wrapped("msamp:O2", nn.Sequential(nn.Linear(WIDTH, WIDTH)), process_group=mine_is)
-    group = Connection.of(ddp).group
+    group = Connection.find(ddp).group
     assert dist.get_process_group_ranks(group) == dist.get_process_group_ranks(mine_is) and group != mine_is
     assert group._get_backend(torch.device("cpu")).options._timeout == ranks.TIMEOUT
     for index in range(2):
@@ -65,11 +65,11 @@ def check_ddp_of_some_ranks_talks_to_these_alone_and_waits_as_long_as_ddp():
 def check_connecting_again_changes_nothing():
     ddp, optimizer = wrapped("msamp:O2", mlp())
     step(ddp, optimizer, 0)
-    connection = Connection.of(ddp)
-    parts = list(connection.parts)
+    connection = Connection.find(ddp)
+    parts = list(connection.collectives)
     with Traffic() as traffic:
         fp8_backends.prepare(ddp, optimizer, "msamp:O2")
-    assert Connection.of(ddp) is connection and connection.parts == parts and not traffic.calls
+    assert Connection.find(ddp) is connection and connection.collectives == parts and not traffic.calls
     assert all(len(p._post_accumulate_grad_hooks) == 1 for p in scaled(ddp.module).values())
     step(ddp, optimizer, 1)
     assert_equal_on_all_ranks(ddp, optimizer)
@@ -184,11 +184,11 @@ def check_agreement_takes_the_largest_amax_and_the_smallest_scale():
     bits[0, SCALE], bits[0, HISTORY + 1], state[0, ROLLS] = 2.0**rank, float(rank), 3 + rank
     bits[1, HISTORY] = float("nan") if rank == 0 else 1.0
     other = new_delayed_state(2)
-    agreement.agree([state, other])
+    agree_on_scaling([state, other])
     assert bits[0, SCALE] == 1 and bits[0, HISTORY + 1] == size - 1 and state[0, ROLLS] == 2 + size
     assert bits[1, HISTORY] == float("inf") and torch.equal(other, new_delayed_state(2))
     bits[0, HISTORY] = 7.0 if rank == 0 else 100.0
-    agreement.agree([state], contributes=rank == 0)
+    agree_on_scaling([state], contributes=rank == 0)
     assert bits[0, HISTORY] == 7 and state[0, ROLLS] == 2 + size and bits[0, SCALE] == 1
 
 
@@ -219,7 +219,7 @@ def check_product_counters_are_each_rank_s_own():
 
 
 def check_bytes_that_a_rank_sends():
-    """Of weights that travel, with scales, the map of used weights and scaling states; DDP's bytes are a ring's."""
+    """All bytes count: scales, the map of used weights and scaling states too. DDP's bytes are those of a ring."""
     figures = {}
     size = dist.get_world_size()
     for spec in ("msamp:O2", {"backend": "native:dynamic", "gradient_comm": "fp8"}):
@@ -246,11 +246,11 @@ def check_buckets_leave_while_backward_runs():
     for name, spec in (("reducer", "msamp:O2"), ("hook", {"backend": "native:dynamic", "gradient_comm": "fp8"})):
         ddp, optimizer = wrapped(spec, mlp(bias=name == "reducer"))
         for index in range(2):  # DDP makes its buckets anew after the first pass
-            left = []
+            departed = []
             with Traffic() as traffic:
 
-                def count(gradient, traffic=traffic, left=left):
-                    left.append(traffic.count("all_to_all_single"))
+                def count(gradient, traffic=traffic, departed=departed):
+                    departed.append(traffic.count("all_to_all_single"))
 
                 hook = ddp.module[0].register_forward_hook(
                     lambda module, args, out, f=count: out.register_hook(f) and None
@@ -260,6 +260,6 @@ def check_buckets_leave_while_backward_runs():
                 buckets = traffic.count("all_to_all_single")
             optimizer.step()
             optimizer.zero_grad()
-        figures[name] = {"buckets": buckets, "left before the first layer's backward": left[0]}
-        assert left[0] == buckets - 1 >= 2, figures
+        figures[name] = {"buckets": buckets, "left before the first layer's backward": departed[0]}
+        assert departed[0] == buckets - 1 >= 2, figures
     return figures

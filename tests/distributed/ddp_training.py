@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fp8_backends
 from fp8_backends.compute.interface import scaling_buffers
 from fp8_backends.numerics.scaled_tensor import ScaledTensor
-from fp8_backends.states.levels import CastGradient, swap_gradient_hook
+from fp8_backends.states.levels import cast_gradient, swap_gradient_hook
 from fp8_backends.training.conversion import prepared_roots
 
 WIDTH = 64
@@ -35,10 +35,13 @@ def wrapped(spec, model: nn.Module, lr: float = 5e-3, bucket_mb: float = 0.01, *
     return fp8_backends.prepare(ddp, optimizer, spec)
 
 
-class Alone(CastGradient):
-    """On a model that each rank trains by itself with all the data: its gradients have no need to travel."""
+class Alone:
+    """Gradient hook of a model that each rank trains by itself with all the data: nothing needs to travel."""
 
     reduces = True
+
+    def __call__(self, weight: torch.Tensor) -> None:
+        cast_gradient(weight)
 
 
 def alone(spec, model: nn.Module, lr: float = 5e-3):

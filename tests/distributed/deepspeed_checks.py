@@ -46,15 +46,15 @@ def check_an_fp32_engine_repeats_the_run_of_one_rank():
     for backend in COMPUTES:
         expected = train_alone(backend, data)
         for stage in STAGES:
-            with accelerator(stage, backend) as made, ranks.Said() as said:
+            with accelerator(stage, backend) as acc, ranks.Said() as log:
                 model = Blocks()
-                engine, optimizer = made.prepare(model, adamw(model))
-                losses = train(made, engine, optimizer, data)
+                engine, optimizer = acc.prepare(model, adamw(model))
+                losses = train(acc, engine, optimizer, data)
                 assert_products(model)
             gap = max(abs(a - b) for a, b in zip(losses, expected, strict=True))
             worst = max(worst, gap)
-            proofs = [line for line in said.lines if "of weight FLOPs in FP8" in line]
-            assert len(proofs) == int(dist.get_rank() == 0), said.lines
+            proofs = [line for line in log.lines if "of weight FLOPs in FP8" in line]
+            assert len(proofs) == int(dist.get_rank() == 0), log.lines
     return {"worst": worst}
 
 
@@ -77,10 +77,10 @@ def check_a_bf16_engine_stays_as_near_to_one_rank_as_fp8_does_to_bf16():
 
 
 def _trained(backend: str | None, stage: int, data: list, **options) -> list[float]:
-    with accelerator(stage, backend, **options) as made:
+    with accelerator(stage, backend, **options) as acc:
         model = Blocks()
-        engine, optimizer = made.prepare(model, adamw(model))
-        return mean_over_ranks(train(made, engine, optimizer, shares(data)))
+        engine, optimizer = acc.prepare(model, adamw(model))
+        return mean_over_ranks(train(acc, engine, optimizer, shares(data)))
 
 
 def _every_stage(backend: str) -> list[tuple[str, int]]:
@@ -94,18 +94,18 @@ def _gap(losses: list[float], others: list[float]) -> float:
 def check_a_saved_run_resumes_to_the_bit():
     data, folder = shares(batches(6)), shared_folder()
     for backend, stage in (*_every_stage("native:delayed"), ("native:window", 3), ("ao:tensorwise", 2)):
-        with accelerator(stage, backend, bf16=True) as made:
+        with accelerator(stage, backend, bf16=True) as acc:
             model = Blocks()
-            engine, optimizer = made.prepare(model, adamw(model))
-            train(made, engine, optimizer, data[:3])
-            made.save_state(f"{folder}/{backend}{stage}")
-            unbroken, states = train(made, engine, optimizer, data[3:]), scaling_states(model)
-        with accelerator(stage, backend, bf16=True) as made:
+            engine, optimizer = acc.prepare(model, adamw(model))
+            train(acc, engine, optimizer, data[:3])
+            acc.save_state(f"{folder}/{backend}{stage}")
+            unbroken, states = train(acc, engine, optimizer, data[3:]), scaling_states(model)
+        with accelerator(stage, backend, bf16=True) as acc:
             model = Blocks()
-            engine, optimizer = made.prepare(model, adamw(model))
-            train(made, engine, optimizer, data[3:5])
-            made.load_state(f"{folder}/{backend}{stage}")
-            assert train(made, engine, optimizer, data[3:]) == unbroken, (backend, stage)
+            engine, optimizer = acc.prepare(model, adamw(model))
+            train(acc, engine, optimizer, data[3:5])
+            acc.load_state(f"{folder}/{backend}{stage}")
+            assert train(acc, engine, optimizer, data[3:]) == unbroken, (backend, stage)
             assert all(map(torch.equal, scaling_states(model), states))
             assert bool(states) == backend.startswith("native")
             assert all(map(same_on_all_ranks, states))
@@ -115,28 +115,28 @@ def check_the_engine_s_own_checkpoints_hold_the_scaling_state():
     """As `transformers.Trainer` writes them, which never calls `save_state`."""
     data, folder = shares(batches(6)), shared_folder()
     for stage in (2, 3):
-        with accelerator(stage, "native:delayed") as made:
+        with accelerator(stage, "native:delayed") as acc:
             model = Blocks()
-            engine, optimizer = made.prepare(model, adamw(model))
-            train(made, engine, optimizer, data[:3])
+            engine, optimizer = acc.prepare(model, adamw(model))
+            train(acc, engine, optimizer, data[:3])
             engine.save_checkpoint(f"{folder}/{stage}", client_state={"mine": 1})
-            unbroken = train(made, engine, optimizer, data[3:])
-        with accelerator(stage, "native:delayed") as made:
+            unbroken = train(acc, engine, optimizer, data[3:])
+        with accelerator(stage, "native:delayed") as acc:
             model = Blocks()
-            engine, optimizer = made.prepare(model, adamw(model))
+            engine, optimizer = acc.prepare(model, adamw(model))
             _, client_state = engine.load_checkpoint(f"{folder}/{stage}")
             assert client_state["mine"] == 1 and "fp8_scaling" not in client_state
-            assert train(made, engine, optimizer, data[3:]) == unbroken
+            assert train(acc, engine, optimizer, data[3:]) == unbroken
 
 
 def check_microbatches_add_up_and_the_window_rolls_once_a_step():
     data = batches(6)
     for backend, stage in (*_every_stage("native:window"), ("native:delayed", 2), ("ao:rowwise", 3)):
         expected = train_alone(backend, data, accumulate=2)
-        with accelerator(stage, backend, gradient_accumulation_steps=2) as made:
+        with accelerator(stage, backend, gradient_accumulation_steps=2) as acc:
             model = Blocks()
-            engine, optimizer = made.prepare(model, adamw(model))
-            assert train(made, engine, optimizer, data) == expected, (backend, stage)
+            engine, optimizer = acc.prepare(model, adamw(model))
+            assert train(acc, engine, optimizer, data) == expected, (backend, stage)
             if backend == "native:window":
                 assert {int(state[0, 1]) for state in scaling_states(model)} == {3}
 
@@ -149,12 +149,12 @@ def check_clipping_bounds_the_true_norm():
         fp8_backends.prepare(alone, None, backend)
         alone(*data[0]).backward()
         norm = torch.nn.utils.get_total_norm([p.grad for p in alone.parameters()]).item()
-        with accelerator(stage, backend, config={"gradient_clipping": 0.01}) as made:
+        with accelerator(stage, backend, config={"gradient_clipping": 0.01}) as acc:
             model = Blocks()
             before = [p.detach().clone() for p in model.parameters()]
-            engine, optimizer = made.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
-            train(made, engine, optimizer, data)
-            assert made.clip_grad_norm_(engine.parameters(), 0.01) == pytest.approx(norm, rel=1e-5)
+            engine, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+            train(acc, engine, optimizer, data)
+            assert acc.clip_grad_norm_(engine.parameters(), 0.01) == pytest.approx(norm, rel=1e-5)
             moved = [now - was for now, was in zip(whole_parameters(model), before, strict=True)]
             assert torch.nn.utils.get_total_norm(moved).item() == pytest.approx(0.01, rel=1e-3)
 
@@ -163,10 +163,10 @@ def check_checkpointed_activations_change_no_number():
     data = batches(3)
     for backend, stage in (("native:delayed", 2), ("native:rowwise", 3), ("ao:rowwise", 3)):
         expected = train_alone(backend, data)
-        with accelerator(stage, backend) as made:
+        with accelerator(stage, backend) as acc:
             model = Blocks(recompute=True)
-            engine, optimizer = made.prepare(model, adamw(model))
-            assert train(made, engine, optimizer, data) == expected, (backend, stage)
+            engine, optimizer = acc.prepare(model, adamw(model))
+            assert train(acc, engine, optimizer, data) == expected, (backend, stage)
             assert_products(model)
             if backend.startswith("native"):
                 assert fp8_backends.audit(model).products["layers.1"]["recomputed"] == 3
@@ -176,9 +176,9 @@ def check_zero_3_frees_every_gathered_weight_between_forward_and_backward():
     for backend in ("native:dynamic", "native:rowwise", "ao:tensorwise", "ao:rowwise", "high"):
         name = "native:dynamic" if backend == "high" else backend
         fields = {"override_linear_precision": (False, True, False)} if backend == "high" else {}
-        with accelerator(3, name, bf16=True, fields=fields) as made:
+        with accelerator(3, name, bf16=True, fields=fields) as acc:
             model = Blocks()
-            engine, optimizer = made.prepare(model, adamw(model))
+            engine, optimizer = acc.prepare(model, adamw(model))
             gathered = GatheredWeights()
             for layer in (*model.layers, model.out):
                 layer.register_forward_pre_hook(gathered)  # after the engine's own hook, which gathers
@@ -188,7 +188,7 @@ def check_zero_3_frees_every_gathered_weight_between_forward_and_backward():
             assert all(p.numel() == 0 for p in model.parameters())
             alive = [number for number, storage in enumerate(gathered.storages) if not storage.expired()]
             assert not alive, (backend, alive)
-            made.backward(loss)
+            acc.backward(loss)
             if backend != "high":
                 assert_products(model)
 
@@ -210,14 +210,14 @@ def check_weights_partitioned_at_birth_are_converted():
     data = batches(3)
     for backend in ("native:delayed", "ao:tensorwise"):
         expected = train_alone(backend, data)
-        with accelerator(3, backend) as made:
+        with accelerator(3, backend) as acc:
             with deepspeed.zero.Init(
                 config_dict_or_path=ds_config(3) | {"gradient_accumulation_steps": 1, "train_batch_size": 32}
             ):
                 model = Blocks()
             assert all(p.numel() == 0 for p in model.parameters())
-            engine, optimizer = made.prepare(model, adamw(model))
-            assert train(made, engine, optimizer, data) == expected
+            engine, optimizer = acc.prepare(model, adamw(model))
+            assert train(acc, engine, optimizer, data) == expected
             products = fp8_backends.training.conversion.weight_products(model)
             assert {(p.in_features, p.out_features, p.state) for p in products} == {(64, 64, "fp8"), (64, 16, "fp8")}
             assert_products(model)
@@ -227,11 +227,11 @@ def check_compiled_engines_train_and_prove_it():
     data = batches(3)
     for backend, stage in (("native:delayed", 2), ("ao:tensorwise", 1)):  # the matrix has the others
         expected = train_alone(backend, data)
-        with accelerator(stage, backend, dynamo_backend="aot_eager") as made, ranks.Said() as said:
+        with accelerator(stage, backend, dynamo_backend="aot_eager") as acc, ranks.Said() as log:
             model = Blocks()
-            engine, optimizer = made.prepare(model, adamw(model))
-            assert train(made, engine, optimizer, data) == expected, (backend, stage)
-            assert sum("4/4 Linear, 100 % of weight FLOPs" in line for line in said.lines) == (dist.get_rank() == 0)
+            engine, optimizer = acc.prepare(model, adamw(model))
+            assert train(acc, engine, optimizer, data) == expected, (backend, stage)
+            assert sum("4/4 Linear, 100 % of weight FLOPs" in line for line in log.lines) == (dist.get_rank() == 0)
 
 
 def check_fields_of_a_recipe_are_honoured():
@@ -246,10 +246,10 @@ def check_fields_of_a_recipe_are_honoured():
     expected = train_alone("native:delayed", data, **fields)
     assert expected != train_alone("native:delayed", data)
     for stage in (1, 3):
-        with accelerator(stage, "native:delayed", fields=fields) as made:
+        with accelerator(stage, "native:delayed", fields=fields) as acc:
             model = Blocks()
-            engine, optimizer = made.prepare(model, adamw(model))
-            assert train(made, engine, optimizer, data) == expected
+            engine, optimizer = acc.prepare(model, adamw(model))
+            assert train(acc, engine, optimizer, data) == expected
             assert all(state.shape == (3, 6) for state in scaling_states(model))
             products = fp8_backends.audit(model).products["layers.1"]
             assert products["wgrad"] == 0 and products["dgrad"] == products["fprop"] == 5
@@ -257,11 +257,11 @@ def check_fields_of_a_recipe_are_honoured():
 
 def check_accelerates_own_handler_for_torchao_is_honoured():
     data = batches(3)
-    with accelerator(2, None, handler=AORecipeKwargs(), bf16=True) as made:
-        assert made.fp8_recipe.name == "ao:tensorwise"
+    with accelerator(2, None, handler=AORecipeKwargs(), bf16=True) as acc:
+        assert acc.fp8_recipe.name == "ao:tensorwise"
         model = Blocks()
-        engine, optimizer = made.prepare(model, adamw(model))
-        train(made, engine, optimizer, data)
+        engine, optimizer = acc.prepare(model, adamw(model))
+        train(acc, engine, optimizer, data)
         assert_products(model)
 
 
@@ -279,20 +279,20 @@ def check_a_json_with_auto_values_and_an_optimizer_of_its_own():
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": "auto"},
     }
     with (
-        accelerator_with(DeepSpeedPlugin(hf_ds_config=json_file(config)), "native:window") as made,
-        ranks.Said() as said,
+        accelerator_with(DeepSpeedPlugin(hf_ds_config=json_file(config)), "native:window") as acc,
+        ranks.Said() as log,
     ):
         model = Blocks()
         model.config = SimpleNamespace(hidden_size=HIDDEN)
         optimizer = DummyOptim(model.parameters(), lr=5e-3)
         scheduler = DummyScheduler(optimizer, total_num_steps=20, warmup_num_steps=2)
         loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*batches(1, 64)[0]), batch_size=16)
-        engine, optimizer, scheduler, loader = made.prepare(model, optimizer, scheduler, loader)
+        engine, optimizer, scheduler, loader = acc.prepare(model, optimizer, scheduler, loader)
         assert next(model.parameters()).dtype == torch.bfloat16  # auto: mixed_precision="fp8" means bf16 around FP8
-        losses = [loss for _ in range(6) for loss in train(made, engine, optimizer, list(loader))]
+        losses = [loss for _ in range(6) for loss in train(acc, engine, optimizer, list(loader))]
         assert losses[-1] < losses[0] and all(map(math.isfinite, losses))
         assert_products(model)
-        assert any("of weight FLOPs" in line for line in said.lines) or dist.get_rank()
+        assert any("of weight FLOPs" in line for line in log.lines) or dist.get_rank()
 
 
 def check_refusals():

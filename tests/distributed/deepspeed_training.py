@@ -73,8 +73,8 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
 def accelerator(stage: int, backend: str | None, *, config: dict | None = None, bf16: bool = False, **options):
     """A stock Accelerator with a DeepSpeed plug-in; `backend` None trains without FP8. `config` changes its JSON."""
     plugin = DeepSpeedPlugin(hf_ds_config=ds_config(stage, bf16) | (config or {}))
-    with accelerator_with(plugin, backend, bf16=bf16, **options) as made:
-        yield made
+    with accelerator_with(plugin, backend, bf16=bf16, **options) as acc:
+        yield acc
 
 
 @contextlib.contextmanager
@@ -85,13 +85,13 @@ def accelerator_with(plugin: DeepSpeedPlugin | None, backend: str | None, *, bf1
     precision = "fp8" if handler else ("bf16" if bf16 else "no")
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
-    made = None
+    acc = None
     try:
-        made = Accelerator(mixed_precision=precision, deepspeed_plugin=plugin, kwargs_handlers=handlers, **options)
-        yield made
+        acc = Accelerator(mixed_precision=precision, deepspeed_plugin=plugin, kwargs_handlers=handlers, **options)
+        yield acc
     finally:
-        if made is not None:
-            made.free_memory()
+        if acc is not None:
+            acc.free_memory()
         os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
         AcceleratorState._reset_state(True)
 
@@ -107,16 +107,16 @@ def ds_config(stage: int, bf16: bool = False) -> dict:
     }
 
 
-def train(made: Accelerator, engine, optimizer, data: list, clip: float | None = None) -> list[float]:
+def train(acc: Accelerator, engine, optimizer, data: list, clip: float | None = None) -> list[float]:
     """The usual loop of Accelerate; the loss of each batch on this rank."""
     losses = []
     for x, y in data:
-        with made.accumulate(engine):
+        with acc.accumulate(engine):
             dtype = next(engine.module.parameters()).dtype
             loss = engine(x.to(dtype), y)
-            made.backward(loss)
-            if clip is not None and made.sync_gradients:
-                made.clip_grad_norm_(engine.parameters(), clip)
+            acc.backward(loss)
+            if clip is not None and acc.sync_gradients:
+                acc.clip_grad_norm_(engine.parameters(), clip)
             optimizer.step()
             optimizer.zero_grad()
         losses.append(loss.item())
@@ -166,9 +166,9 @@ def whole_parameters(model: nn.Module) -> list[torch.Tensor]:
 
 def shared_folder() -> str:
     """A new folder that all ranks see."""
-    made = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(made)
-    return made[0]
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    return folder[0]
 
 
 def json_file(config: dict) -> str:

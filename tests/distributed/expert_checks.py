@@ -119,18 +119,18 @@ def check_zero3_has_the_losses_of_ddp() -> dict:
 
     losses = {}
     for spec in ("native:dynamic", "native:rowwise"):
-        with accelerator(3, spec) as made:
+        with accelerator(3, spec) as acc:
             model = build("mixtral")
-            model, optimizer = made.prepare(model, torch.optim.AdamW(model.parameters(), lr=3e-3))
+            model, optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters(), lr=3e-3))
             found = []
             for step in range(STEPS):
-                with made.autocast():
+                with acc.autocast():
                     loss = model(**share(step)).loss.float()
-                made.backward(loss)
+                acc.backward(loss)
                 optimizer.step()
                 optimizer.zero_grad()
                 found.append(mean(loss))
-            counts(made.unwrap_model(model))
+            counts(acc.unwrap_model(model))
         losses[spec] = found
         expected = trained("mixtral", spec, in_ddp)[0]
         unit = 0 if hardware.cpu_bf16() else torch.finfo(torch.bfloat16).eps

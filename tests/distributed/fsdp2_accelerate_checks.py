@@ -39,7 +39,7 @@ def accelerator(spec, version=2, kind=DistributedType.FSDP, compiled=None, accum
         **options,
     }
     plugin = FullyShardedDataParallelPlugin(fsdp_version=version, **options)
-    made = Accelerator(
+    acc = Accelerator(
         cpu=True,
         mixed_precision="fp8",
         kwargs_handlers=[handler],
@@ -55,7 +55,7 @@ def accelerator(spec, version=2, kind=DistributedType.FSDP, compiled=None, accum
         shared["parallelism_config"], shared["device_mesh"] = parallelism, parallelism.build_device_mesh("cpu")
     if plugin.mixed_precision_policy is None:
         plugin.set_mixed_precision("fp8")
-    return made
+    return acc
 
 
 def new(seed: int = 0, lr: float = 3e-3):
@@ -106,7 +106,7 @@ def check_each_backend_trains():
         acc = accelerator(spec, cpu_ram_efficient_loading=True)
         model, optimizer, scheduler = new(seed=0 if acc.is_main_process else 5)
         names = [[_name_of(model, p) for p in group["params"]] for group in optimizer.param_groups]
-        with ranks.Said() as said:
+        with ranks.Said() as log:
             prepared, wrapped, _ = acc.prepare(model, optimizer, scheduler)
             before = {key: whole(value) for key, value in model.state_dict().items()}
             losses = train(acc, prepared, wrapped, scheduler, 8)
@@ -120,8 +120,8 @@ def check_each_backend_trains():
         for layer, counts in products.items():
             kinds = ("fprop", "dgrad") if layer == "frozen" else ("fprop", "dgrad", "wgrad")
             assert all(counts[kind] > 0 for kind in kinds), (name, layer, counts)
-        proofs = [line for line in said.lines if "of weight FLOPs in FP8" in line]
-        assert len(proofs) == (1 if acc.is_main_process else 0), (name, said.lines)
+        proofs = [line for line in log.lines if "of weight FLOPs in FP8" in line]
+        assert len(proofs) == (1 if acc.is_main_process else 0), (name, log.lines)
         assert losses[-1] < losses[0] - 0.5, (name, losses)
         figures[name] = losses[-1]
     return figures

@@ -85,8 +85,8 @@ def _gradients(model, ids) -> dict[str, torch.Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def _relative(made: torch.Tensor, exact: torch.Tensor) -> float:
-    return ((made - exact).double().norm() / exact.double().norm()).item()
+def _relative(result: torch.Tensor, exact: torch.Tensor) -> float:
+    return ((result - exact).double().norm() / exact.double().norm()).item()
 
 
 def check_gradients_are_those_of_the_whole_batch():

@@ -26,7 +26,7 @@ import traceback
 from pathlib import Path
 
 TIMEOUT = datetime.timedelta(seconds=60)
-"""Of one collective: ranks that wait for one that is lost give up with an error."""
+"""The limit of one collective: ranks that wait for a lost one give up with an error."""
 GRACE = 15
 """Seconds that the other ranks have to say their own error when one has failed."""
 PORTS = range(15000, 32000)

@@ -30,20 +30,20 @@ from fp8_backends.errors import FP8BackendError
 from fp8_backends.numerics.scaled_tensor import ScaledTensor
 from fp8_backends.numerics.sharded_tensor import local_part
 from fp8_backends.states.adamw import StateRule, convert
-from fp8_backends.states.levels import MOMENTS, stored, stored_shards
+from fp8_backends.states.levels import ADAM_STATES, quantize_weight, quantize_weight_shards
 
 SCALED = [(65, 64), (1, 64), (64, 128)]  # uneven over ranks; all but one rank empty; even
 PLAIN = [(66, 64), (64,)]  # an embedding, whose states are scaled, and a norm
 
 
 def rule(level: str, rounding: str = "stochastic", block: int = 0) -> StateRule:
-    return StateRule(level, *MOMENTS[level], block if level != "O1" else 0, rounding)
+    return StateRule(level, *ADAM_STATES[level], block if level != "O1" else 0, rounding)
 
 
 def values(shape: tuple[int, ...], seed: int, spread: float = 0.02) -> torch.Tensor:
-    """Of rows that differ in size, so that every rank sees another amax."""
-    made = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * spread
-    return made * torch.linspace(0.1, 3, shape[0]).view(-1, *[1] * (len(shape) - 1))
+    """Normal values in rows that differ in size, so that every rank sees another amax."""
+    normal = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * spread
+    return normal * torch.linspace(0.1, 3, shape[0]).view(-1, *[1] * (len(shape) - 1))
 
 
 def adam(parameters, states: StateRule, cls=torch.optim.AdamW) -> torch.optim.Optimizer:
@@ -53,7 +53,7 @@ def adam(parameters, states: StateRule, cls=torch.optim.AdamW) -> torch.optim.Op
 
 
 def alone(level: str, states: StateRule, cls=torch.optim.AdamW) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
-    scaled = [nn.Parameter(stored(values(shape, i), level)) for i, shape in enumerate(SCALED)]
+    scaled = [nn.Parameter(quantize_weight(values(shape, i), level)) for i, shape in enumerate(SCALED)]
     parameters = scaled + [nn.Parameter(values(shape, 50 + i)) for i, shape in enumerate(PLAIN)]
     for p in scaled:
         p.register_post_accumulate_grad_hook(Reduces())
@@ -72,7 +72,7 @@ class Reduces:
 def sharded(level: str, states: StateRule, cls=torch.optim.AdamW, lies=None) -> tuple[list, torch.optim.Optimizer]:
     lies = lies or over_all_ranks()
     shards = [shard(values(shape, i), *lies) for i, shape in enumerate(SCALED)]
-    scaled = [nn.Parameter(stored_shards(each, level)) for each in shards]
+    scaled = [nn.Parameter(quantize_weight_shards(each, level)) for each in shards]
     parameters = scaled + [nn.Parameter(shard(values(shape, 50 + i), *lies)) for i, shape in enumerate(PLAIN)]
     return parameters, adam(parameters, states, cls)
 
@@ -82,7 +82,7 @@ def over_all_ranks() -> tuple:
 
 
 def over_half_of_the_ranks() -> tuple:
-    """Twice, as under HSDP."""
+    """A mesh with two replicas, as under HSDP."""
     return init_device_mesh("cpu", (2, dist.get_world_size() // 2)), [Replicate(), Shard(0)]
 
 
@@ -127,7 +127,7 @@ def assert_same(ours: tuple, theirs: tuple) -> None:
 
 
 def check_shards_step_as_one_rank_does():
-    for level in MOMENTS:
+    for level in ADAM_STATES:
         for rounding in ("nearest", "stochastic"):
             states = rule(level, rounding)
             ours, reference = sharded(level, states), alone(level, states)
@@ -181,7 +181,7 @@ def check_gradients_that_stay_on_a_rank_are_refused():
 class Holder(nn.Module):
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         super().__init__()
-        self.of = nn.ParameterList(parameters)
+        self.held = nn.ParameterList(parameters)
 
 
 def trained(level: str, make=None, seeds=range(3), **options) -> tuple:
@@ -192,12 +192,12 @@ def trained(level: str, make=None, seeds=range(3), **options) -> tuple:
 
 
 def check_sharded_checkpoints_load_on_other_meshes():
-    for level in MOMENTS:
+    for level in ADAM_STATES:
         ours = trained(level)
         folder = [tempfile.mkdtemp()] if dist.get_rank() == 0 else [None]
         dist.broadcast_object_list(folder)
         saved = get_optimizer_state_dict(Holder(ours[0]), ours[1])
-        assert all(type(local_part(v)) is torch.Tensor for of in saved["state"].values() for v in of.values())
+        assert all(type(local_part(v)) is torch.Tensor for state in saved["state"].values() for v in state.values())
         dcp.save({"optimizer": saved}, checkpoint_id=folder[0])
         for lies in (over_all_ranks(), over_half_of_the_ranks()):
             theirs = sharded(level, rule(level), lies=lies)
@@ -209,7 +209,7 @@ def check_sharded_checkpoints_load_on_other_meshes():
 
 
 def check_whole_checkpoints_load_into_shards_and_back():
-    for level in MOMENTS:
+    for level in ADAM_STATES:
         one = trained(level, alone)
         ours = sharded(level, rule(level))
         ours[1].load_state_dict(copy.deepcopy(one[1].state_dict()))
@@ -250,7 +250,8 @@ def check_an_optimizer_is_converted_after_steps_and_a_change_of_its_parameters()
     one = alone("O2", rule("O2"))
     one[1].load_state_dict(stock.state_dict())
     shards = [
-        nn.Parameter(stored_shards(shard(values(shape, i), *over_all_ranks()), "O2")) for i, shape in enumerate(SCALED)
+        nn.Parameter(quantize_weight_shards(shard(values(shape, i), *over_all_ranks()), "O2"))
+        for i, shape in enumerate(SCALED)
     ]
     shards += [nn.Parameter(shard(values(shape, 50 + i), *over_all_ranks())) for i, shape in enumerate(PLAIN)]
     for old, new in zip(parameters, shards, strict=True):
@@ -298,7 +299,7 @@ def bits(model: nn.Module) -> list[torch.Tensor]:
         (p._data.view(torch.uint8), p._scale_inv) if isinstance(p, ScaledTensor) else (p.data,)
         for p in model.parameters()
     ]
-    return [each.clone() for of in stored for each in of]
+    return [each.clone() for parts in stored for each in parts]
 
 
 def whole_state_dicts(model, optimizer, **options) -> tuple[dict, dict]:
@@ -368,7 +369,7 @@ def check_shared_out_states_resume_to_the_bit():
         assert equal(whole_state_dicts(other, resumed), saved)
         assert train(other, resumed, range(3, 6)) == losses
         assert equal(whole_state_dicts(other, resumed), whole_state_dicts(model, optimizer))
-        assert all(resumed._steps(p) for p in resumed.state)
+        assert all(resumed.owns(p) for p in resumed.state)
 
 
 def check_new_values_are_the_same_weights_on_all_ranks():

@@ -18,8 +18,8 @@ def test_the_collective(ranks, subtests):
 @pytest.mark.parametrize("ranks", [2, 4, 8, 32])
 def test_the_mean_of_many_ranks_is_within_four_per_cent(ranks, kind):
     gradients = [two_shot_checks.of_rank(kind, 2**17, rank) for rank in range(ranks)]
-    made = two_shot_checks.simulated_mean(gradients)
-    error = two_shot_checks.relative(made, torch.stack(gradients).double().mean(0))
+    mean = two_shot_checks.simulated_mean(gradients)
+    error = two_shot_checks.relative(mean, torch.stack(gradients).double().mean(0))
     assert error <= two_shot_checks.LARGEST_ERROR, error
 
 

@@ -35,17 +35,17 @@ def gradients(kind: str, numel: int, seed: int = 0) -> list[torch.Tensor]:
     return [of_rank(kind, numel, rank, seed) for rank in range(dist.get_world_size())]
 
 
-def relative(made: torch.Tensor, exact: torch.Tensor) -> float:
-    return ((made.double() - exact.double()).norm() / exact.double().norm()).item() if exact.numel() else 0.0
+def relative(result: torch.Tensor, exact: torch.Tensor) -> float:
+    return ((result.double() - exact.double()).norm() / exact.double().norm()).item() if exact.numel() else 0.0
 
 
-def within_half_a_step(made, exact, magnitude, roundings: int) -> bool:
+def within_half_a_step(result, exact, magnitude, roundings: int) -> bool:
     """Whether no element is off by more than each rounding's half step, 2**-4 of what is summed (5 % of slack for
     roundings of roundings), or the step of a subnormal number."""
     if not exact.numel():
         return True
     bound = magnitude.float() * 2.0**-4 * roundings * 1.05 + magnitude.float().max() * 2.0**-16
-    return bool(((made.float() - exact.float()).abs() <= bound).all())
+    return bool(((result.float() - exact.float()).abs() <= bound).all())
 
 
 def equal_on_all_ranks(tensor: torch.Tensor) -> bool:
@@ -62,13 +62,13 @@ def check_mean_and_sum_of_every_size_and_dtype():
             for mean in (True, False):
                 mine = [g.to(dtype) for g in gradients("independent", numel)]
                 exact = torch.stack([g.double() for g in mine]).sum(0) / (len(mine) if mean else 1)
-                made = all_reduce(mine[rank], mean=mean)
-                assert made.dtype == dtype and made.shape == mine[rank].shape
-                assert equal_on_all_ranks(made), (numel, dtype, mean)
+                result = all_reduce(mine[rank], mean=mean)
+                assert result.dtype == dtype and result.shape == mine[rank].shape
+                assert equal_on_all_ranks(result), (numel, dtype, mean)
                 if numel >= 1000:
-                    assert relative(made, exact) <= LARGEST_ERROR, (numel, dtype, mean, relative(made, exact))
+                    assert relative(result, exact) <= LARGEST_ERROR, (numel, dtype, mean, relative(result, exact))
                 share = 1 / len(mine) if mean else 1
-                assert within_half_a_step(made, exact, sum(g.abs() for g in mine) * share, roundings=2)
+                assert within_half_a_step(result, exact, sum(g.abs() for g in mine) * share, roundings=2)
 
 
 def check_error_of_the_mean_by_kind_of_gradient():
@@ -85,13 +85,13 @@ def check_reduce_scatter_of_every_size():
     for columns in SIZES:
         for mean in (True, False):
             rows = [torch.stack([of_rank("independent", columns, r, s) for s in range(size)]) for r in range(size)]
-            made = reduce_scatter(rows[rank], mean=mean)
-            exact = torch.stack([of[rank] for of in rows]).sum(0) / (size if mean else 1)
-            assert made.dtype == torch.float32 and made.shape == (columns,)
+            result = reduce_scatter(rows[rank], mean=mean)
+            exact = torch.stack([each[rank] for each in rows]).sum(0) / (size if mean else 1)
+            assert result.dtype == torch.float32 and result.shape == (columns,)
             if columns >= 1000:  # one rounding, 0.0266 for normally distributed values
-                assert relative(made, exact) <= 0.028, (columns, relative(made, exact))
-            magnitude = sum(of[rank].abs() for of in rows) / (size if mean else 1)
-            assert within_half_a_step(made, exact, magnitude, roundings=1)
+                assert relative(result, exact) <= 0.028, (columns, relative(result, exact))
+            magnitude = sum(each[rank].abs() for each in rows) / (size if mean else 1)
+            assert within_half_a_step(result, exact, magnitude, roundings=1)
 
 
 def check_what_is_not_finite_is_seen_on_every_rank():
@@ -99,14 +99,14 @@ def check_what_is_not_finite_is_seen_on_every_rank():
         values = torch.ones(5 * BLOCK)
         if dist.get_rank() == dist.get_world_size() - 1:
             values[2 * BLOCK + 1] = value
-        made = all_reduce(values)
-        assert made[2 * BLOCK : 3 * BLOCK].isnan().all()
-        assert (made[: 2 * BLOCK] == 1).all() and (made[3 * BLOCK :] == 1).all()
+        result = all_reduce(values)
+        assert result[2 * BLOCK : 3 * BLOCK].isnan().all()
+        assert (result[: 2 * BLOCK] == 1).all() and (result[3 * BLOCK :] == 1).all()
 
 
 def check_a_sum_beyond_fp32_is_not_finite():
-    made = all_reduce(torch.full((BLOCK,), 3.0e38), mean=False)
-    assert made.isnan().all() or dist.get_world_size() == 1
+    result = all_reduce(torch.full((BLOCK,), 3.0e38), mean=False)
+    assert result.isnan().all() or dist.get_world_size() == 1
 
 
 def check_buckets_that_overlap_equal_buckets_one_by_one():
@@ -142,9 +142,9 @@ def check_zeros_behind_long_rows_change_nothing():
     try:
         assert torch.equal(reduce_scatter(rows, mean=True), of_rows)
         assert torch.equal(all_reduce(mine), plain)
-        made = torch.empty_like(mine)
-        AllReduce(mine, rounded=True).write([Part(made, 0)])
-        assert torch.equal(made, averaged)
+        result = torch.empty_like(mine)
+        AllReduce(mine, rounded=True).write([Part(result, 0)])
+        assert torch.equal(result, averaged)
     finally:
         two_shot.LONG = long
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import fp8_backends
 from fp8_backends.errors import FP8BackendError
-from fp8_backends.numerics.scaled_tensor import ScaledTensor
+from fp8_backends.numerics.scaled_tensor import ScaledTensor, quantize
 from fp8_backends.training.conversion import restore
 
 BYTES = {
@@ -82,8 +82,6 @@ def test_parameter_objects_ties_flags_attributes_and_hooks_survive(level):
 
 
 def quantized(values: torch.Tensor) -> torch.Tensor:
-    from fp8_backends.numerics.scaled_tensor import quantize
-
     return quantize(values, torch.float16).dequantize() if values.dim() > 1 else values
 
 

@@ -54,18 +54,18 @@ def test_accelerate_hands_it_over(stub_msamp):
     accelerator = Accelerator(mixed_precision="fp8", kwargs_handlers=[recipe()], cpu=True)
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters())
-    made, wrapped = accelerator.prepare(model, optimizer)
-    assert stub_msamp == [("O2", False)] and made is not model and wrapped.optimizer is not optimizer
+    new, wrapped = accelerator.prepare(model, optimizer)
+    assert stub_msamp == [("O2", False)] and new is not model and wrapped.optimizer is not optimizer
     with pytest.raises(RecipeError, match="one model with one optimizer"):
         accelerator.prepare(mlp())
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [({"opt_level": "O3"}, "O3"), ({"rounding": "nearest"}, "rounding"), ({"include": "0"}, "include")],
 )
-def test_what_it_cannot_do_is_refused_by_name(stub_msamp, fields, said):
+def test_what_it_cannot_do_is_refused_by_name(stub_msamp, fields, message):
     model = mlp()
-    with pytest.raises(RecipeError, match=said):
+    with pytest.raises(RecipeError, match=message):
         fp8_backends.prepare(model, torch.optim.AdamW(model.parameters()), recipe(**fields))
     assert not stub_msamp

@@ -276,7 +276,7 @@ class _Step:
         trained = [p for p in self.model.parameters() if p.requires_grad]
         if isinstance(self.optimizer, ScaledStates):
             for parameter in trained:
-                self.optimizer._state_of(self.optimizer.param_groups[0], parameter)
+                self.optimizer.state_of(self.optimizer.param_groups[0], parameter)
         else:
             for parameter in trained:
                 parameter.grad = torch.zeros_like(parameter)
@@ -369,7 +369,7 @@ def _sizes(model: nn.Module, optimizer: torch.optim.Optimizer, blocks: list[nn.M
         "scaled": sum(p.numel() for p in scaled),
         "largest_scaled": max((p.numel() for p in scaled), default=0),
         "scaled_states": sum(map(stored_bytes, states)),
-        "to_scale": optimizer._elements_to_scale() if isinstance(optimizer, ScaledStates) else 0,
+        "to_scale": optimizer.elements_to_scale() if isinstance(optimizer, ScaledStates) else 0,
         "converted": 0,
         "scaling_states": 0,
         "block": _elements(block),

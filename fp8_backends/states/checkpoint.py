@@ -1,0 +1,224 @@
+"""What optimizers with scaled states save and load, and how values become a stored state.
+
+A state dict holds scaled states as they are stored. A state of a DTensor is saved as a DTensor with FP32 values, which
+`torch.distributed.checkpoint` can shard anew. States that are shared out between the ranks (level O3 under DDP) are
+whole again for as long as a checkpoint is written (`whole_states`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from ..errors import FP8BackendError
+from ..numerics.formats import FORMAT_OF
+from ..numerics.scaled_tensor import ScaledTensor, quantize, tensor_amax_of
+from ..numerics.sharded_tensor import dequantize_shards, is_distributed, local_part, with_local
+from .levels import write_weight_shards
+from .sharding import agree
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+MASTER = "master_weight"
+
+
+# State dicts
+
+
+def export_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Turn the state dict that PyTorch made of an optimizer into what is saved. A weight that its own dtype cannot hold
+    to the bit (scaled FP16 that stands for BF16) is added as `master_weight`, so that a resumed run is equal."""
+    for key, p in _parameters_of(optimizer.param_groups, state_dict).items():
+        if key not in state_dict["state"]:
+            continue
+        state, local = dict(state_dict["state"][key]), local_part(p)
+        if isinstance(local, ScaledTensor) and local.master is None and p.dtype != torch.float32:
+            state[MASTER] = p.detach()
+        state_dict["state"][key] = {
+            name: dequantize_shards(value, torch.float32) if is_distributed(value) else value
+            for name, value in state.items()
+        }
+    return state_dict
+
+
+def load_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], load: Callable[[dict], None]) -> None:
+    """`ScaledStates.load_state_dict`.
+
+    Args:
+        load: PyTorch's own `load_state_dict`. It gets everything but moments and masters.
+    """
+    groups = list(optimizer.param_groups)
+    heavy, light = {}, {}
+    for key, state in state_dict["state"].items():
+        heavy[key] = {name: state[name] for name in (*MOMENTS, MASTER) if name in state}
+        # copied: PyTorch would take over the step counter itself, and two optimizers would count in it
+        light[key] = copy.deepcopy({name: value for name, value in state.items() if name not in heavy[key]})
+    load({**state_dict, "state": light})
+    for group, loaded in zip(groups, optimizer.param_groups, strict=True):
+        group.clear()
+        group.update(loaded)
+    optimizer.param_groups[:] = groups
+    for key, p in _parameters_of(groups, state_dict).items():
+        _load_heavy(optimizer, p, heavy.get(key, {}))
+
+
+def _parameters_of(groups: list[dict[str, Any]], state_dict: dict[str, Any]) -> dict[Any, torch.Tensor]:
+    """The keys of a state dict, and the parameter that each stands for."""
+    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+    return dict(zip(keys, [p for group in groups for p in group["params"]], strict=True))
+
+
+@torch.no_grad()
+def _load_heavy(optimizer: torch.optim.Optimizer, p: torch.Tensor, saved: dict[str, torch.Tensor]) -> None:
+    for name in MOMENTS:
+        if name in saved:
+            if saved[name].shape != p.shape:
+                raise FP8BackendError(
+                    f"{name} of a parameter of shape {tuple(p.shape)} was saved with shape "
+                    f"{tuple(saved[name].shape)}: the checkpoint is of another model"
+                )
+            if optimizer.owns(p):
+                optimizer.state[p][name] = stored_moment(p, saved[name], *optimizer.moment_format(p, name))
+    if MASTER in saved and isinstance(local_part(p), ScaledTensor):
+        if is_distributed(p):
+            write_weight_shards(p, _placed_as(p, saved[MASTER], torch.float32))
+        else:
+            p.copy_(_whole(saved[MASTER]))
+    if not optimizer.owns(p):
+        optimizer.state.pop(p, None)
+    elif p in optimizer.state:
+        optimizer.show_master(p)
+
+
+def stored_moment(p: torch.Tensor, value: torch.Tensor, dtype: torch.dtype, block_size: int) -> torch.Tensor:
+    """A new moment of `p` from its values, which may be plain or scaled, whole or a DTensor. All ranks call it where
+    `p` or `value` is a DTensor.
+
+    Args:
+        dtype, block_size: how the moment is stored, as `ScaledStates.moment_format` has it.
+    """
+    if not is_distributed(p):
+        value = _whole(value)
+    moment = local_part(value)
+    if isinstance(moment, ScaledTensor) and _storage(moment) == (dtype, block_size) and _lies_as(value, p):
+        moment = moment.to(local_part(p).device).clone()
+    elif dtype not in FORMAT_OF:
+        moment = local_part(_placed_as(p, value, dtype)).clone()
+    else:
+        local, amax = local_part(_placed_as(p, value, torch.float32)), None
+        if is_distributed(p) and not block_size:
+            (amax,) = agree([tensor_amax_of(local)], [p])
+        moment = quantize(local, dtype, torch.float32, block_size, amax)
+    if isinstance(moment, ScaledTensor):
+        moment.partial = is_distributed(p)
+    return with_local(p, moment)
+
+
+def _storage(tensor: ScaledTensor) -> tuple[torch.dtype, int]:
+    return tensor._data.dtype, tensor.block_size
+
+
+def _placed_as(p: torch.Tensor, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Plain values of that dtype which lie as `p` does, on its device: for a DTensor a DTensor."""
+    if is_distributed(value):
+        value = dequantize_shards(value, dtype)
+        value = value if _lies_as(value, p) else value.redistribute(p.device_mesh, p.placements)
+    else:
+        value = value.dequantize(dtype) if isinstance(value, ScaledTensor) else value
+        if is_distributed(p):
+            from torch.distributed.tensor import distribute_tensor  # half a second, for those who shard
+
+            value = value.to(p.device_mesh.device_type, dtype)
+            value = distribute_tensor(value, p.device_mesh, p.placements, src_data_rank=None)
+    return with_local(p, local_part(value).to(local_part(p).device, dtype).contiguous())
+
+
+def _lies_as(value: torch.Tensor, p: torch.Tensor) -> bool:
+    if not is_distributed(p) or not is_distributed(value):
+        return is_distributed(p) == is_distributed(value)
+    return (value.device_mesh, tuple(value.placements)) == (p.device_mesh, tuple(p.placements))
+
+
+def _whole(value: torch.Tensor) -> torch.Tensor:
+    """All values of a tensor, on every rank."""
+    return dequantize_shards(value, torch.float32).full_tensor() if is_distributed(value) else value
+
+
+# States that are shared out between the ranks
+
+
+@contextlib.contextmanager
+def whole_states(optimizer: torch.optim.Optimizer, receives: bool, moments: bool) -> Iterator[None]:
+    """Make the states of an optimizer whole inside, as `preparation.whole_states` says."""
+    with _outermost(optimizer) as outermost:
+        if outermost:
+            shared_out = set(map(id, optimizer.fp8_owners.weights))
+            for group in optimizer.param_groups:
+                for p in group["params"]:
+                    if id(p) in shared_out:
+                        _gather(optimizer, group, p, receives, moments)
+        yield
+
+
+@contextlib.contextmanager
+def unread_states(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Let `state_dict()` work inside, with placeholders: a loader asks for one whose values it does not read."""
+    with _outermost(optimizer) as outermost:
+        if outermost:
+            for p in optimizer.fp8_owners.weights:
+                _put_placeholder(optimizer, p)
+        yield
+
+
+@contextlib.contextmanager
+def _outermost(optimizer: torch.optim.Optimizer) -> Iterator[bool]:
+    """Let the optimizer give a state dict inside, and share its states out again at the end. Inside another such
+    context it yields False, and nothing is to be done."""
+    if optimizer.fp8_whole:
+        yield False
+        return
+    optimizer.fp8_whole = True
+    try:
+        yield True
+    finally:
+        optimizer.fp8_whole = False
+        optimizer.forget_others()
+        for p in optimizer.fp8_owners.weights:
+            optimizer.fp8_owners.drop(p)
+
+
+def _put_placeholder(optimizer: torch.optim.Optimizer, p: torch.Tensor) -> None:
+    if not optimizer.owns(p):
+        p.elsewhere = p.elsewhere._replace(unread=True)
+
+
+@torch.no_grad()
+def _gather(optimizer: torch.optim.Optimizer, group: dict, p: torch.Tensor, receives: bool, moments: bool) -> None:
+    """Send one weight's master and moments from its owner to all ranks. A rank that does not receive has room for one
+    weight's at a time."""
+    owners, state = optimizer.fp8_owners, optimizer.state.get(p, {})
+    owners.drop(p)
+    if owners.owns(p):
+        master, step = p.master, state["step"].clone().cpu() if "step" in state else torch.tensor(-1.0)
+    else:
+        data = torch.empty(p.shape, dtype=p.elsewhere.storage)
+        master, step = ScaledTensor(data, torch.empty(()), p.dtype), torch.empty(())
+    gathered = {name: state[name] if name in state else _room(optimizer, p, name) for name in MOMENTS if moments}
+    owners.send_to_all(p, [step, master, *gathered.values()])
+    if owners.owns(p):
+        return
+    if not receives:
+        _put_placeholder(optimizer, p)
+        return
+    p.master, p.elsewhere = master, None
+    if moments and step >= 0:
+        optimizer.state[p] = {"step": optimizer.new_counter(group, p).copy_(step), **gathered, MASTER: master}
+
+
+def _room(optimizer: torch.optim.Optimizer, p: torch.Tensor, name: str) -> torch.Tensor:
+    """Room for a moment, on the CPU: a GPU that owns some of the weights has no room for the states of all."""
+    dtype, block_size = optimizer.moment_format(p, name)
+    return quantize(torch.zeros(p.shape), dtype, torch.float32, block_size)

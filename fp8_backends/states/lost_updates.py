@@ -1,0 +1,72 @@
+"""How much of an optimizer's next update the rounding of the weights would lose."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from ..numerics.kernels.adam.dispatch import Slot, adam_hyper, scaled_adam_
+from ..numerics.scaled_tensor import ScaledTensor
+from ..numerics.sharded_tensor import local_part
+from .checkpoint import MOMENTS
+
+
+@torch.no_grad()
+def share_of_lost_updates(optimizer: torch.optim.Optimizer) -> float | None:
+    """The share, 0 to 1, of the next update of scaled weights that rounding would lose: 1 minus the projection of the
+    stored update on the exact one. It is read from live states of this rank; None before the first step."""
+    stored_share = total = 0.0
+    parameters = ((group, p) for group in optimizer.param_groups for p in group["params"])
+    for index, (group, p) in enumerate(parameters):
+        state, weight = optimizer.state.get(p, {}), local_part(p)
+        if not isinstance(weight, ScaledTensor) or not all(name in state for name in MOMENTS):
+            continue
+        if not all(group["betas"]):
+            continue
+        weight = weight if weight.master is None else weight.master
+        before = weight.dequantize(torch.float32)
+        exact = _exact_update(group, state, before)
+        stored = _rounded_step(optimizer, group, state, weight, index).dequantize(torch.float32) - before
+        stored_share += (stored.double() * exact.double()).sum().item()
+        total += exact.double().square().sum().item()
+    return min(1.0, max(0.0, 1.0 - stored_share / total)) if total > 0 else None
+
+
+def _exact_update(group: dict[str, Any], state: dict[str, Any], weight: torch.Tensor) -> torch.Tensor:
+    """The update that Adam adds to the weight (FP32) with the moments as they are."""
+    exp_avg, exp_avg_sq = (_float(state[name]) for name in MOMENTS)
+    (beta1, beta2), step = group["betas"], float(state["step"])
+    denominator = exp_avg_sq.sqrt() / math.sqrt(1 - beta2**step) + group["eps"]
+    update = exp_avg / denominator * (-float(group["lr"]) / (1 - beta1**step))
+    if group["decoupled_weight_decay"]:
+        update = update - weight * (float(group["lr"]) * group["weight_decay"])
+    return update
+
+
+def _rounded_step(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], state: dict[str, Any], weight: ScaledTensor, index: int
+) -> ScaledTensor:
+    """A copy of the weight after a step of the kernel that leaves the moments as they are: with a gradient of zero, it
+    multiplies them by the betas that they were divided by."""
+    stepped = weight.detach().clone()
+    moments = [_float(state[name]) / beta for name, beta in zip(MOMENTS, group["betas"], strict=True)]
+    decay = group["weight_decay"] if group["decoupled_weight_decay"] else 0.0
+    scaled_adam_(
+        Slot(stepped._data, stepped._scale_inv, stepped.block_size),
+        Slot(torch.zeros_like(moments[0])),
+        *map(Slot, moments),
+        adam_hyper(group["lr"], group["betas"], group["eps"], decay, state["step"], weight.device),
+        decoupled=True,
+        maximize=False,
+        rounding=optimizer.fp8_states.rounding,
+        seed=index,
+        compiled=False,
+    )
+    return stepped
+
+
+def _float(value: torch.Tensor) -> torch.Tensor:
+    value = local_part(value)
+    return value.dequantize(torch.float32) if isinstance(value, ScaledTensor) else value.float()
