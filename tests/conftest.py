@@ -45,9 +45,5 @@ def no_fp8_in_environment(monkeypatch):
 @pytest.fixture
 def hopper(monkeypatch):
     """A machine with a Hopper GPU, as far as the package asks what it is."""
-    from fp8_backends.compute import chips as hardware_table
-
     monkeypatch.setattr("fp8_backends.compute.hardware.has_gpu", lambda: True)
-    monkeypatch.setattr("fp8_backends.compute.hardware.fp8_products", lambda: True)
-    monkeypatch.setattr("fp8_backends.compute.hardware.capabilities", lambda: [(9, 0)])
-    monkeypatch.setattr("fp8_backends.compute.chips.chip_here", lambda: hardware_table.HOPPER)
+    monkeypatch.setattr("fp8_backends.compute.hardware.gpus", lambda: [(9, 0)])

@@ -31,13 +31,13 @@ _FORMAT = 1
 
 
 class ScalingState(NamedTuple):
-    """What a checkpoint says about prepared models. A root's key is `model.root`, by order: wrappers such as DDP
-    change names, and not the order."""
+    """What a checkpoint says about prepared models. The key of a root is two numbers, `model.root`, by order: wrappers
+    such as DDP change names, and not the order."""
 
     backends: dict[str, str]
-    """Root key -> canonical backend string."""
+    """The canonical backend string of each root key."""
     tensors: dict[str, torch.Tensor]
-    """"root key/name" -> a tensor of `Compute.scaling_state`."""
+    """The tensors of the scaling state, by "root key/name"."""
 
 
 def collect(models: list[nn.Module]) -> ScalingState:
@@ -86,38 +86,26 @@ def _roots(models: list[nn.Module]) -> Iterator[tuple[str, nn.Module, Prepared]]
             yield f"{i}.{j}", root, prepared
 
 
-# save_state and load_state. Hooks are classes and not closures, so that Accelerators pickle.
+# Hooks of `save_state` and `load_state`: `functools.partial` binds the accelerator, and so Accelerators pickle.
 
 
-class SaveScalingState:
+def save_scaling(accelerator: Accelerator, models: list[nn.Module], weights: list[dict], output_dir: str) -> None:
     """Hook of `Accelerator.register_save_state_pre_hook`."""
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        self.accelerator = accelerator
-
-    def __call__(self, models: list[nn.Module], weights: list[dict], output_dir: str) -> None:
-        accelerator, folder = self.accelerator, Path(output_dir)
-        state = collect(accelerator._models)
-        on_each_node = accelerator.project_configuration.save_on_each_node
-        if accelerator.is_local_main_process if on_each_node else accelerator.is_main_process:
-            metadata = {"format": _FORMAT, "backend": accelerator.fp8_recipe.name, "models": state.backends}
-            (folder / METADATA).write_text(json.dumps(metadata, indent=2) + "\n")
-        if state.tensors:
-            save_file(state.tensors, folder / _tensor_file(accelerator.process_index))
+    folder, state = Path(output_dir), collect(accelerator._models)
+    if accelerator.writes_files:
+        metadata = {"format": _FORMAT, "backend": accelerator.fp8_recipe.name, "models": state.backends}
+        (folder / METADATA).write_text(json.dumps(metadata, indent=2) + "\n")
+    if state.tensors:
+        save_file(state.tensors, folder / _tensor_file(accelerator.process_index))
 
 
-class LoadScalingState:
+def load_scaling(accelerator: Accelerator, models: list[nn.Module], input_dir: str) -> None:
     """Hook of `Accelerator.register_load_state_pre_hook`."""
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        self.accelerator = accelerator
-
-    def __call__(self, models: list[nn.Module], input_dir: str) -> None:
-        folder, saved = Path(input_dir), None
-        if (folder / METADATA).exists():
-            metadata = json.loads((folder / METADATA).read_text())
-            saved = ScalingState(metadata["models"], _read_tensors(folder, self.accelerator.process_index))
-        restore(self.accelerator._models, saved, str(folder))
+    folder, saved = Path(input_dir), None
+    if (folder / METADATA).exists():
+        metadata = json.loads((folder / METADATA).read_text())
+        saved = ScalingState(metadata["models"], _read_tensors(folder, accelerator.process_index))
+    restore(accelerator._models, saved, str(folder))
 
 
 def _tensor_file(rank: int) -> str:
@@ -133,27 +121,23 @@ def _read_tensors(folder: Path, rank: int) -> dict[str, torch.Tensor]:
     return {}
 
 
-# The optimizer's state dict
+# Hooks of one optimizer, idle inside `save_state` and `load_state`, which keep a file for each rank
 
 
-class ScalingInOptimizer:
-    """Hooks of one optimizer. Inert inside `save_state` and `load_state`, which keep a file for each rank."""
+def save_scaling_with_optimizer(
+    accelerator: Accelerator, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
+) -> None:
+    """Post-hook of `Optimizer.state_dict`."""
+    state = collect(accelerator.models_of(optimizer))
+    if state.tensors and not accelerator.fp8_state_in_files:
+        state_dict[OPTIMIZER_KEY] = state._asdict()
 
-    def __init__(self, accelerator: Accelerator) -> None:
-        self.accelerator = accelerator
 
-    def install(self, optimizer: torch.optim.Optimizer) -> None:
-        optimizer.register_state_dict_post_hook(self.save)
-        optimizer.register_load_state_dict_pre_hook(self.load)
-
-    def save(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        state = collect(self.accelerator.models_of(optimizer))
-        if state.tensors and not self.accelerator.fp8_state_in_files:
-            state_dict[OPTIMIZER_KEY] = state._asdict()
-
-    def load(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        if self.accelerator.fp8_state_in_files:
-            return
+def load_scaling_with_optimizer(
+    accelerator: Accelerator, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
+) -> None:
+    """Pre-hook of `Optimizer.load_state_dict`."""
+    if not accelerator.fp8_state_in_files:
         saved = state_dict.get(OPTIMIZER_KEY)
         source = "the optimizer's checkpoint"
-        restore(self.accelerator.models_of(optimizer), ScalingState(**saved) if saved else None, source)
+        restore(accelerator.models_of(optimizer), ScalingState(**saved) if saved else None, source)

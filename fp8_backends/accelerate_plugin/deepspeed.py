@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
@@ -18,64 +17,14 @@ from accelerate.utils import DistributedType
 from torch import nn
 
 from ..comm.backward import agree_on_scaling
-from ..compute import frozen_weights
 from ..compute.interface import scaling_buffers
-from ..compute.te.refusals import FUSED_NORMS_SHARDED
-from ..errors import RecipeError
 from ..training import conversion, preparation
 from .checkpoint import OPTIMIZER_KEY, ScalingState, collect, restore
-
-if TYPE_CHECKING:
-    from ..recipes.handlers import Recipe
 
 
 def in_use(accelerator: Accelerator) -> bool:
     """Whether DeepSpeed trains the models of this Accelerator."""
     return accelerator.distributed_type == DistributedType.DEEPSPEED
-
-
-def check(accelerator: Accelerator) -> None:
-    """Raise `RecipeError` for what a recipe asks for and DeepSpeed's engine does in its own way."""
-    recipe = accelerator.fp8_recipe
-    if recipe.level != "O0":
-        raise RecipeError(
-            f"{recipe.name}: level {recipe.level} does not go with DeepSpeed, whose ZeRO stages keep weights, "
-            f"gradients and optimizer states in partitions of their own. FSDP2 shards this very level: leave "
-            f"DeepSpeed out (deepspeed_plugin, ACCELERATE_USE_DEEPSPEED) and use "
-            f"FullyShardedDataParallelPlugin(fsdp_version=2). With DeepSpeed, {_without_level(recipe)} trains in FP8"
-        )
-    if recipe.fp8_params:
-        raise RecipeError(frozen_weights.SHARDED)
-    if recipe.fuse_norms and accelerator.deepspeed_plugin.hf_ds_config.is_zero3():
-        raise RecipeError(FUSED_NORMS_SHARDED)
-    if recipe.gradient_comm == "fp8":
-        raise RecipeError(
-            "gradient_comm='fp8' has no effect on DeepSpeed's engine, which reduces gradients itself: leave "
-            "gradient_comm out, and set communication_data_type in the DeepSpeed configuration (fp16, bf16 or fp32); "
-            "gradients travel in FP8 under DDP and FSDP2"
-        )
-    _check_autocast(recipe, accelerator.deepspeed_plugin.deepspeed_config)
-
-
-def _without_level(recipe: Recipe) -> str:
-    # `window` is MS-AMP's rule, and as good without its level
-    return f"{recipe.compute}:{recipe.scaling}"
-
-
-def _check_autocast(recipe: Recipe, config: dict[str, Any]) -> None:
-    """An `autocast_dtype` that was given must be what the engine runs in."""
-    if "autocast_dtype" not in recipe.given:
-        return
-    runs_in_bf16 = any(_enabled(config.get(section)) for section in ("bf16", "torch_autocast"))
-    if recipe.autocast_dtype != "bf16" or not runs_in_bf16:
-        raise RecipeError(
-            f"autocast_dtype={recipe.autocast_dtype!r} has no effect under DeepSpeed, whose own configuration sets the "
-            "precision around FP8 (bf16, or FP32 with bf16.enabled false): leave autocast_dtype out"
-        )
-
-
-def _enabled(section: Any) -> bool:
-    return isinstance(section, dict) and str(section.get("enabled", False)).lower() == "true"
 
 
 class EngineSteps:
@@ -111,8 +60,8 @@ def watch(accelerator: Accelerator) -> None:
 
 
 def after_backward(accelerator: Accelerator) -> None:
-    """After a backward whose gradients were reduced: the ranks agree on scaling states, and the step that the engine
-    took, if it took one (an overflow skips it), is told."""
+    """After a backward whose gradients were reduced, let the ranks agree on scaling states, and run the step's hooks if
+    the engine took a step (an overflow skips it)."""
     if not accelerator.sync_gradients:
         return
     engine = accelerator.deepspeed_engine_wrapped.engine

@@ -12,36 +12,18 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from torch import nn
 
-from ..compute import frozen_weights
-from ..errors import FP8BackendError, RecipeError
+from ..errors import FP8BackendError
 from ..numerics.modules import plain_name
 from ..numerics.parameter_swap import swap
 from ..numerics.scaled_tensor import ScaledTensor
 
 
-def check(accelerator: Accelerator) -> None:
-    """Raise `RecipeError` for what is asked of FSDP2 and has no effect elsewhere."""
-    recipe = accelerator.fp8_recipe
-    if recipe.fp8_params and accelerator.distributed_type == DistributedType.FSDP:
-        raise RecipeError(frozen_weights.SHARDED)
-    if recipe.compute == "ao" and accelerator.num_processes > 1 and not accelerator.is_fsdp2:
-        from ..compute.torchao.backend import asks_for_all_gather
-
-        if asks_for_all_gather(recipe):
-            raise RecipeError(
-                f"enable_fsdp_float8_all_gather=True gathers the weights of FSDP2 in FP8, and this run is "
-                f"{accelerator.distributed_type.value}: leave the field out, or use FSDP2 (fsdp_version: 2)"
-            )
-
-
 @torch.no_grad()
 def upcast(model: nn.Module) -> None:
-    """Trainable parameters stand for FP32, of which FSDP2's mixed-precision policy makes what computes. As stock
-    Accelerate does it, only before weights are stored in ways that a plain cast does not know."""
+    """Cast trainable parameters to FP32, from which FSDP2's mixed-precision policy makes what computes. Stock
+    Accelerate does the same later, when weights may be stored in ways that a plain cast does not know."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.dtype != torch.float32 and parameter.dtype.is_floating_point:
             if isinstance(parameter, ScaledTensor):
@@ -52,8 +34,8 @@ def upcast(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def optimizers_follow_by_name(models: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> Iterator[None]:
-    """Around stock `_prepare_fsdp2`: optimizers hold no parameter meanwhile, and then those of the sharded model that
-    have the names of the ones they held. The optimizer objects, their groups and states stay."""
+    """Around stock `_prepare_fsdp2`: optimizers hold no parameter inside, and afterwards the parameters of the sharded
+    model that have the names of those they held. The optimizer objects, their groups and states stay."""
     if not models:
         yield
         return
@@ -107,7 +89,7 @@ class _Held:
 
 
 def _shard(value: Any, parameter: torch.Tensor) -> Any:
-    """What has the parameter's shape, as a DTensor that lies as the parameter does."""
+    """A state that has the parameter's shape, as a DTensor with the parameter's placements; any other as it is."""
     if not isinstance(value, torch.Tensor) or value.shape != parameter.shape or not value.dim():
         return value
     from torch.distributed.tensor import distribute_tensor

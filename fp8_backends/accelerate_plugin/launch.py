@@ -30,6 +30,7 @@ from ..errors import FP8BackendError, RecipeError
 from ..recipes.handlers import FP8RecipeKwargs
 from ..recipes.merging import merged
 from ..recipes.sources import LAUNCHED, PREFIX, Source, config_source, environment_fields, environment_name, is_launched
+from ..training.rules import RULES
 from .launch_flags import parse, recipe_flags
 from .plugin import is_disabled
 
@@ -125,13 +126,8 @@ def _check_precision(args: argparse.Namespace, config: _Configuration) -> None:
     args.mixed_precision = "fp8"
 
 
-_REFUSED = {
-    "no_python": "--no_python: what is no Python script cannot be connected to this package; leave the flag out",
-    "tpu": "--tpu (distributed_type XLA): no backend has FP8 products on a TPU; use accelerate launch, in bf16",
-    "use_megatron_lm": "--use_megatron_lm: Megatron-LM brings its own FP8; use accelerate launch with bf16 and "
-    "Megatron's own FP8 options",
-}
-_REFUSED_TYPES = {"XLA": "tpu", "MEGATRON_LM": "use_megatron_lm"}
+_REFUSED = {"tpu": ("tpu", "XLA"), "megatron": ("use_megatron_lm", "MEGATRON_LM")}
+"""Rules, each with the flag and the `distributed_type` to which it applies."""
 
 
 def _check_launcher(args: argparse.Namespace, config: _Configuration) -> None:
@@ -141,9 +137,14 @@ def _check_launcher(args: argparse.Namespace, config: _Configuration) -> None:
             f"{config.path} is for Amazon SageMaker, which starts the script by itself: put "
             "`import fp8_backends` into the script, and use accelerate launch"
         )
-    for name, refusal in _REFUSED.items():
-        if getattr(args, name, False) or _REFUSED_TYPES.get(_distributed_type(args, config)) == name:
-            raise FP8BackendError(refusal)
+    if args.no_python:
+        raise FP8BackendError(
+            "--no_python: what is no Python script cannot be connected to this package; leave the flag out"
+        )
+    for rule, (flag_name, kind) in _REFUSED.items():
+        if getattr(args, flag_name) or _distributed_type(args, config) == kind:
+            reason, fix = RULES[rule].reason, RULES[rule].fix
+            raise FP8BackendError(f"--{flag_name} (distributed_type {kind}): {reason}. Fix: {fix}")
     by_fsdp = _uses_fsdp(args, config)
     if (by_fsdp or (_uses_gpus(args, config) and not _uses_cpu(config))) and not args.cpu and not _has_device():
         raise FP8BackendError(

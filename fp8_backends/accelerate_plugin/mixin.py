@@ -1,4 +1,13 @@
-"""`FP8Mixin`: what an `Accelerator` does differently when this package runs its FP8."""
+"""`FP8Mixin`: what an `Accelerator` does differently when this package runs its FP8.
+
+Around each prepared model and optimizer, in the order of the class:
+
+- `__init__`   precision around FP8 is chosen, hooks for checkpoints are registered
+- `prepare`    what the engine cannot do is refused; models are converted, optimizers watched, known problems logged
+- `backward`   weight gradients of microbatches are cast once, when they are complete
+- checkpoints  hold the scaling state; masters and optimizer states that ranks share are whole in them
+- `autocast`   is in the dtype that the recipe wants around FP8
+"""
 
 from __future__ import annotations
 
@@ -21,12 +30,10 @@ from ..compute import hardware
 from ..errors import FP8BackendError, RecipeError
 from ..recipes.handlers import Recipe
 from ..states import original
-from ..training import conversion, preparation
+from ..training import conversion, preparation, rules
 from ..training.conversion import weight_products
 from ..training.weight_products import FP8
-from . import deepspeed, fsdp2
-from .checkpoint import LoadScalingState, SaveScalingState, ScalingInOptimizer
-from .known_problems import known_problems, say
+from . import checkpoint, checks, deepspeed, fsdp2
 
 logger = logging.getLogger("fp8_backends")
 
@@ -82,20 +89,24 @@ class FP8Mixin(_MadeAtRunTime):
     """The steps of the DeepSpeed engine, once there is one."""
 
     def _start_fp8(self, recipe: Recipe) -> None:
-        """After the original `__init__`: precision around FP8, and the scaling state's way into checkpoints."""
+        """What follows the original `__init__`. Raises `RecipeError` for what DeepSpeed's engine cannot do."""
         self.fp8_recipe = recipe
         self._fp8_converted = False
         if deepspeed.in_use(self):
-            deepspeed.check(self)
+            rules.refuse(checks.setup_of(self))
         self.fp8_autocast_dtype = self._precision_around_fp8()
         if self.fp8_autocast_dtype != "bf16":
-            self._check_own_autocast()
             self.native_amp = False  # stock autocast is bf16; ours, if any, stands in its place
         if self.fp8_autocast_dtype == "fp16":
-            handler = self.scaler_handler
-            self.scaler = _grad_scaler(self, handler.to_kwargs() if handler is not None else {})
-        self.register_save_state_pre_hook(SaveScalingState(self))
-        self.register_load_state_pre_hook(LoadScalingState(self))
+            options = {} if self.scaler_handler is None else self.scaler_handler.to_kwargs()
+            is_fsdp = self.distributed_type == DistributedType.FSDP
+            self.scaler = (
+                get_grad_scaler(DistributedType.FSDP, **options)
+                if is_fsdp
+                else torch.amp.GradScaler(self.device.type, **options)
+            )
+        self.register_save_state_pre_hook(functools.partial(checkpoint.save_scaling, self))
+        self.register_load_state_pre_hook(functools.partial(checkpoint.load_scaling, self))
 
     def _precision_around_fp8(self) -> str:
         """The recipe's `autocast_dtype` if it was given. By default bf16, and FP32 on a CPU that multiplies no bf16;
@@ -107,13 +118,6 @@ class FP8Mixin(_MadeAtRunTime):
         if precision == "fp32":
             _announce_fp32_around_fp8()
         return precision
-
-    def _check_own_autocast(self) -> None:
-        if self.is_fsdp2:
-            raise RecipeError(
-                f"autocast_dtype={self.fp8_recipe.autocast_dtype!r} has no effect under FSDP2, whose own "
-                "configuration sets the precision: leave autocast_dtype at its default"
-            )
 
     # What stock Accelerate asks about FP8
 
@@ -129,87 +133,73 @@ class FP8Mixin(_MadeAtRunTime):
 
     @has_fp8_handler.setter
     def has_fp8_handler(self, value: bool) -> None:
-        pass
+        """What the original `__init__` finds is no matter."""
 
     # Preparation
 
     def prepare(self, *args, device_placement=None):
         """As in Accelerate; every model is converted first, its Parameter objects kept. What is known to go wrong or
-        to be slow is logged."""
-        if self.distributed_type == DistributedType.MEGATRON_LM:
-            raise RecipeError("Megatron-LM brings its own FP8: use mixed_precision='bf16' and Megatron's FP8 options")
-        models = [obj for obj in args if isinstance(obj, nn.Module)]
-        self._check_level()
-        fsdp2.check(self)
+        to be slow is refused or logged."""
+        setup = checks.setup_of(self)
+        rules.refuse(setup)
         if self.fp8_recipe.implementation == "original":
             return super().prepare(*self._original_msamp(args), device_placement=device_placement)
-        for optimizer in (obj for obj in args if isinstance(obj, torch.optim.Optimizer)):
+        models, optimizers = _models_and_optimizers(args)
+        for optimizer in optimizers:
             preparation.check_optimizer(optimizer, self.fp8_recipe)
-        findings = known_problems(self, models)
+        problems = checks.known_problems(setup, models)
         for model in sorted(models, key=lambda model: not weight_products(model)):
             if self.is_fsdp2:
                 fsdp2.upcast(model)
             self._convert(model)
-        say(findings)
+        checks.log(problems)
         result = super().prepare(*args, device_placement=device_placement)
         self._watch_optimizers()
         return result
 
     def _prepare_fsdp2(self, *args):
         """As in Accelerate, with the optimizer's parameters found again by name."""
-        models = [obj for obj in args if isinstance(obj, nn.Module)]
-        optimizers = [_innermost(obj) for obj in args if isinstance(obj, torch.optim.Optimizer)]
-        with fsdp2.optimizers_follow_by_name(models, optimizers):
+        models, optimizers = _models_and_optimizers(args)
+        with fsdp2.optimizers_follow_by_name(models, list(map(_innermost, optimizers))):
             result = super()._prepare_fsdp2(*args)
-        for model in (obj for obj in result if isinstance(obj, nn.Module)):
+        for model in _models_and_optimizers(result)[0]:
             preparation.connect_ranks(model, self.fp8_recipe)
         return result
 
     def prepare_model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False):
         """As in Accelerate, with the model converted first; also the way of a model prepared for evaluation only."""
-        if not getattr(model, "_is_accelerate_prepared", False) and self.fp8_recipe.implementation == "native":
-            self._check_level()
+        is_native = self.fp8_recipe.implementation == "native"
+        if is_native and not getattr(model, "_is_accelerate_prepared", False):
+            rules.refuse(checks.setup_of(self))
             self._convert(model, evaluation_mode)
             if self.fp8_autocast_dtype == "fp16":
                 self._wrap_forward(model)
-            if self._wraps_in_ddp and not evaluation_mode:
-                ignore_list.refuse_nothing_left(model)
+            if self._wraps_in_ddp and not evaluation_mode and ignore_list.leaves_nothing(model):
+                raise rules.error("ddp_nothing_left", checks.setup_of(self))
         model = super().prepare_model(model, device_placement=device_placement, evaluation_mode=evaluation_mode)
-        if self.fp8_recipe.implementation == "native" and not evaluation_mode:
+        if is_native and not evaluation_mode:
             preparation.connect_ranks(model, self.fp8_recipe)
         self._watch_optimizers()
         return model
 
     def _original_msamp(self, args: tuple) -> tuple:
         """The arguments of `prepare` with model and optimizer as the original MS-AMP makes them."""
-        models = [obj for obj in args if isinstance(obj, nn.Module)]
-        optimizers = [obj for obj in args if isinstance(obj, torch.optim.Optimizer)]
+        models, optimizers = _models_and_optimizers(args)
         if len(models) != 1 or len(optimizers) != 1:
             raise RecipeError(
                 f"implementation='original' prepares one model with one optimizer at a time; prepare() was given "
                 f"{len(models)} and {len(optimizers)}"
             )
         model, optimizer = original.initialize(models[0], optimizers[0], self.fp8_recipe)
-        made = {id(models[0]): model, id(optimizers[0]): optimizer}
-        return tuple(made.get(id(obj), obj) for obj in args)
-
-    def _check_level(self) -> None:
-        """FSDP1 flattens parameters, and a flat one cannot be stored in scaled precision."""
-        level = self.fp8_recipe.level
-        if level != "O0" and self.distributed_type == DistributedType.FSDP and not self.is_fsdp2:
-            raise RecipeError(
-                f"{self.fp8_recipe.name}: level {level} goes with FSDP2 and not with FSDP1: set fsdp_version=2 "
-                f"(FullyShardedDataParallelPlugin; `accelerate launch --fsdp_version 2`), or use "
-                f"{self.fp8_recipe.compute}:dynamic"
-            )
+        return tuple({id(models[0]): model, id(optimizers[0]): optimizer}.get(id(obj), obj) for obj in args)
 
     @property
     def _wraps_in_ddp(self) -> bool:
         return self.use_distributed and str(self.distributed_type.value).startswith("MULTI_")
 
     def _convert(self, model: nn.Module, evaluation_mode: bool = False) -> None:
-        """`FP8BackendError` where nothing runs in FP8, but for a module beside a converted model that has no weight
-        product at all, such as a loss or a small convolutional network."""
+        """Convert a model. Raises `FP8BackendError` where nothing of it runs in FP8. A module that stands beside a
+        converted model may have no weight product, such as a loss or a small convolutional network."""
         try:
             preparation.prepare_model(model, self.fp8_recipe)
             self._fp8_converted = True
@@ -223,13 +213,14 @@ class FP8Mixin(_MadeAtRunTime):
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement=None):
         """As in Accelerate; the first step of the optimizer will prove that FP8 is on."""
         is_new = not getattr(optimizer, "_is_accelerate_prepared", False)
-        if (
-            is_new and self.fp8_recipe.implementation == "native"
-        ):  # before the wrapper, which remembers `optimizer.step` where there is a loss scaler
+        if is_new and self.fp8_recipe.implementation == "native":
+            # before the wrapper, which remembers `optimizer.step` where there is a loss scaler
             preparation.convert_optimizer(optimizer, self.fp8_recipe)
         optimizer = super().prepare_optimizer(optimizer, device_placement=device_placement)
         if is_new:
-            ScalingInOptimizer(self).install(_innermost(optimizer))
+            inner = _innermost(optimizer)
+            inner.register_state_dict_post_hook(functools.partial(checkpoint.save_scaling_with_optimizer, self))
+            inner.register_load_state_dict_pre_hook(functools.partial(checkpoint.load_scaling_with_optimizer, self))
         self._watch_optimizers()
         return optimizer
 
@@ -244,9 +235,9 @@ class FP8Mixin(_MadeAtRunTime):
                 self._keep_weight_casts(models)
 
     def _keep_weight_casts(self, models: list[nn.Module]) -> None:
-        """Over the microbatches of a step, where these models have their weights whole."""
-        whole = self.distributed_type == DistributedType.NO or self._wraps_in_ddp
-        if whole and self.gradient_accumulation_steps > 1:
+        """Keep FP8 weights over the microbatches of a step, where these models have their weights whole."""
+        is_whole = self.distributed_type == DistributedType.NO or self._wraps_in_ddp
+        if is_whole and self.gradient_accumulation_steps > 1:
             for model in models:
                 if conversion.prepared_roots(model):
                     preparation.keep_weight_casts(model)
@@ -272,13 +263,15 @@ class FP8Mixin(_MadeAtRunTime):
 
     def save_state(self, *args, **kwargs):
         """As in Accelerate, with the scaling state of FP8: a resumed run equals an unbroken one to the bit."""
-        whole = self._around_states(preparation.whole_states, receives=self._writes_files)
-        with self._keeping_scaling_in_files(), whole:
+        with (
+            self._keeping_scaling_in_files(),
+            self._around_states(preparation.whole_states, receives=self.writes_files),
+        ):
             return super().save_state(*args, **kwargs)
 
     def save_model(self, *args, **kwargs):
         """As in Accelerate; called on all ranks."""
-        with self._around_states(preparation.whole_states, receives=self._writes_files, moments=False):
+        with self._around_states(preparation.whole_states, receives=self.writes_files, moments=False):
             return super().save_model(*args, **kwargs)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True):
@@ -295,7 +288,8 @@ class FP8Mixin(_MadeAtRunTime):
             yield
 
     @property
-    def _writes_files(self) -> bool:
+    def writes_files(self) -> bool:
+        """Whether `save_state` and `save_model` write the files that are the same for all ranks from this one."""
         on_each_node = self.project_configuration.save_on_each_node
         return self.is_local_main_process if on_each_node else self.is_main_process
 
@@ -317,11 +311,11 @@ class FP8Mixin(_MadeAtRunTime):
         """As in Accelerate. Without the wrapper the model has the very `forward` it came with, decorators included."""
         if not keep_fp32_wrapper:
             inner = extract_model_from_parallel(model, keep_fp32_wrapper=True, keep_torch_compile=False)
-            original = inner.__dict__.pop("_original_forward", None)
-            if original is not None:
+            forward = inner.__dict__.pop("_original_forward", None)
+            if forward is not None:
                 del inner.forward
-                if getattr(original, "__func__", None) is not type(inner).forward:
-                    inner.forward = original  # the model had a forward of its own instance
+                if getattr(forward, "__func__", None) is not type(inner).forward:
+                    inner.forward = forward  # the model had a forward of its own instance
         return super().unwrap_model(model, True, *args, **kwargs)
 
     # Logging
@@ -331,11 +325,11 @@ class FP8Mixin(_MadeAtRunTime):
         `fp8_flops_share`, the share (0 to 1) of its weight FLOPs that FP8 layers make."""
         roots = [root for model in self._models for root in conversion.prepared_roots(model)]
         total = sum(product.flops for _, _, prepared in roots for product in prepared.report.products)
-        said = {"fp8_backend": self.fp8_recipe.name}
+        fp8 = {"fp8_backend": self.fp8_recipe.name}
         if total:
             in_fp8 = sum(p.flops for _, _, prepared in roots for p in prepared.report.products if p.state == FP8)
-            said["fp8_flops_share"] = in_fp8 / total
-        super().init_trackers(project_name, {**said, **(config or {})}, init_kwargs)
+            fp8["fp8_flops_share"] = in_fp8 / total
+        super().init_trackers(project_name, {**fp8, **(config or {})}, init_kwargs)
 
     # Precision around FP8
 
@@ -381,10 +375,9 @@ def _announce_fp32_around_fp8() -> None:
     )
 
 
-def _grad_scaler(accelerator, options: dict):
-    if accelerator.distributed_type == DistributedType.FSDP:
-        return get_grad_scaler(DistributedType.FSDP, **options)
-    return torch.amp.GradScaler(accelerator.device.type, **options)
+def _models_and_optimizers(args: tuple) -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
+    models = [obj for obj in args if isinstance(obj, nn.Module)]
+    return models, [obj for obj in args if isinstance(obj, torch.optim.Optimizer)]
 
 
 def _innermost(optimizer) -> torch.optim.Optimizer:

@@ -59,14 +59,10 @@ def forget(module: nn.Module) -> None:
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, list(theirs))
 
 
-def refuse_nothing_left(module: nn.Module) -> None:
-    """Raise where DDP would refuse a module, since all that trains in it is on the ignore list."""
+def leaves_nothing(module: nn.Module) -> bool:
+    """Whether DDP would refuse a module, since all that trains in it is on the ignore list."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    if trained and all(isinstance(parameter, ScaledTensor) for parameter in trained):
-        raise FP8BackendError(
-            "all parameters that train are weights in scaled precision, and DDP takes no model that has nothing left "
-            'for it to do: keep one layer out, such as exclude=["lm_head"], or leave its bias trainable'
-        )
+    return bool(trained) and all(isinstance(parameter, ScaledTensor) for parameter in trained)
 
 
 def scaled_names(module: nn.Module) -> list[str]:

@@ -1,17 +1,16 @@
-"""Which backend multiplies FP8 matrices on which chip, as data.
+"""Every fact about chips, once: which backend multiplies FP8 matrices on which, and which precision to train in there.
 
-Of TransformerEngine's columns: its own rules (`is_fp8_available` and so on, version 2.20). Of TorchAO's and the native
-ones: what `torch._scaled_mm` and `torch.nn.functional.scaled_mm` take, and where this package emulates instead.
+Nothing here asks the machine; `hardware` finds its chip in this table. Sources: for TransformerEngine its own rules
+(`is_fp8_available` and so on, version 2.20); for TorchAO and native what `torch._scaled_mm` and
+`torch.nn.functional.scaled_mm` take; for the advice the vendors' tables of matrix instructions, and for Ada reports
+that FP8 brings no speed there (TransformerEngine issue 972, torchtitan issue 548).
 """
 
 from __future__ import annotations
 
+import functools
 import textwrap
-from typing import Literal, NamedTuple
-
-import torch
-
-from . import hardware
+from typing import Any, Literal, NamedTuple
 
 State = Literal["FP8", "emulated", "refused"]
 FP8, EMULATED, REFUSED = "FP8", "emulated", "refused"
@@ -23,32 +22,190 @@ MEANING = {
 }
 
 
+class Advice(NamedTuple):
+    """Which precision to train in."""
+
+    precision: str
+    """"fp8", "bf16", "fp16" or "fp32"."""
+    backend: str
+    """The backend for FP8; empty for the other precisions."""
+    reason: str
+
+
 class Chip(NamedTuple):
+    """A kind of chips that multiply FP8 matrices alike."""
+
     key: str
     title: str
     """CUDA compute capability, or AMD's name."""
     examples: str
+    since: tuple[int, int] | None = None
+    """The first CUDA compute capability of this kind, which reaches up to the next one's. None: not NVIDIA's."""
+    architecture: str = ""
+    """How AMD's name of its architecture begins."""
+    advice: Advice | None = None
+    """None: `advice_for` looks closer."""
+    te_backend: str = ""
+    """The backend that is advised where TransformerEngine runs."""
+    grouped_products: bool = False
+    """Whether `torch._scaled_grouped_mm` multiplies with FP32 scales here."""
 
+    @property
+    def fp8(self) -> bool:
+        """Whether it has FP8 matrix units, of which at least one backend makes use."""
+        return any(row.cells[CHIPS.index(self)].state == FP8 for row in TABLE)
+
+
+_TWICE_AS_FAST = "FP8 products are twice as fast as bf16's"
+_COMPILE = "with torch.compile, for models of a billion parameters and more"
+_UNCERTAIN = Advice(
+    "bf16",
+    "",
+    "it has FP8 products, and reports say that they bring little or no speed there: compare first (fp8-backends "
+    "compare); msamp:O2 saves memory in any case",
+)
+_NATIVE = Advice("fp8", "native:dynamic", f"{_TWICE_AS_FAST}; {_COMPILE}")
+_TORCHAO = Advice(
+    "fp8", "ao:tensorwise", f"{_TWICE_AS_FAST}, in codes of a kind of its own, which TorchAO uses; {_COMPILE}"
+)
 
 CPU, BEFORE_FP8, ADA, HOPPER, BLACKWELL, RTX_BLACKWELL, MI300, MI350 = CHIPS = (
     Chip("cpu", "CPU", "no GPU"),
-    Chip("before-fp8", "to 8.6", "V100, A100, RTX 30, MI200"),
-    Chip("ada", "8.9", "L4, L40S, RTX 40"),
-    Chip("hopper", "9.0", "H100, H200"),
-    Chip("blackwell", "10, 11", "B200, B300, Thor"),
-    Chip("rtx-blackwell", "12", "RTX 50, RTX PRO 6000, GB10"),
-    Chip("mi300", "MI300", "gfx94"),
-    Chip("mi350", "MI350", "gfx95"),
+    Chip("before-fp8", "to 8.6", "V100, A100, RTX 30, MI200", (0, 0)),
+    Chip("ada", "8.9", "L4, L40S, RTX 40", (8, 9), advice=_UNCERTAIN),
+    Chip("hopper", "9.0", "H100, H200", (9, 0), advice=_NATIVE, te_backend="te:delayed", grouped_products=True),
+    Chip("blackwell", "10, 11", "B200, B300, Thor", (10, 0), advice=_NATIVE, te_backend="te:mxfp8"),
+    Chip("rtx-blackwell", "12", "RTX 50, RTX PRO 6000, GB10", (12, 0), advice=_UNCERTAIN),
+    Chip("mi300", "MI300", "gfx94", architecture="gfx94", advice=_TORCHAO),
+    Chip("mi350", "MI350", "gfx95", architecture="gfx95", advice=_NATIVE),
 )
+
+_OLDER_NVIDIA = {
+    (8, 0): Advice("bf16", "", "it has bf16 products and none in FP8; msamp:O2 saves memory and costs time"),
+    (7, 0): Advice(
+        "fp16",
+        "",
+        "it has fp16 products and none in bf16: keep the loss scaler, and expect models that were trained in bf16 to "
+        "overflow",
+    ),
+    (0, 0): Advice("fp32", "", "it has no matrix units: lower precision brings no speed"),
+}
+"""By the first compute capability of each, the newest first."""
+_OLDER_AMD = {
+    ("gfx90a", "gfx908", "gfx11", "gfx12"): Advice(
+        "bf16", "", "it has bf16 products and none in FP8 that PyTorch uses"
+    ),
+    ("",): Advice("fp32", "", "it has no bf16 matrix units"),
+}
+_CPUS = {
+    True: Advice(
+        "bf16",
+        "",
+        "no GPU, and a CPU with bf16 products: for debugging and small models; FP8 runs here with the same numbers as "
+        "on a GPU, and slower than bf16",
+    ),
+    False: Advice(
+        "fp32",
+        "",
+        "no GPU, and a CPU without bf16 products: for debugging; FP8 and bf16 run here with the same numbers as on a "
+        "GPU, and slower than FP32",
+    ),
+}
+"""By whether they have bf16 products."""
+
+
+def chip_of(gpu: tuple[int, int] | str) -> Chip:
+    """The chip of a CUDA compute capability, or of an architecture by AMD's name."""
+    if isinstance(gpu, str):
+        return next((c for c in CHIPS if c.architecture and gpu.startswith(c.architecture)), BEFORE_FP8)
+    return [c for c in CHIPS if c.since is not None and c.since <= tuple(gpu)][-1]
+
+
+def advice_for(gpu: tuple[int, int] | str | None, te_runs: bool = False, cpu_bf16: bool = False) -> Advice:
+    """The advice for a CUDA compute capability, for an architecture by AMD's name, or for a CPU (None)."""
+    if gpu is None:
+        return _CPUS[cpu_bf16]
+    chip = chip_of(gpu)
+    if chip is not BEFORE_FP8:
+        return chip.advice._replace(backend=chip.te_backend) if te_runs and chip.te_backend else chip.advice
+    if isinstance(gpu, str):
+        return next(advice for names, advice in _OLDER_AMD.items() if gpu.startswith(names))
+    return next(advice for since, advice in _OLDER_NVIDIA.items() if tuple(gpu) >= since)
+
+
+# Which backend multiplies FP8 matrices on which chip
+
+
+def release(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
+
+
+class Note(NamedTuple):
+    reason: str
+    fix: str
+    """What to do about it, or what follows from it."""
+
+    def __str__(self) -> str:
+        return f"{self.reason}: {self.fix}"
+
+
+_ADA_CUDA, _BLOCK_CUDA, _MX_CUDA = (12, 1), (12, 9), (12, 8)
+"""The oldest CUDA releases of PyTorch with TransformerEngine's products on Ada, with block scales and with MXFP8."""
+ROWWISE_CPU_TORCH = (2, 13)
+"""The first PyTorch whose CPU multiplies FP8 with a scale for each row."""
+NATIVE_EQUIVALENT = "the native equivalent, such as native:delayed for te:delayed: same fields, codes and scales"
+
+NOTES = {
+    "te-nvidia": Note("TransformerEngine runs on NVIDIA GPUs only", f"use {NATIVE_EQUIVALENT}"),
+    "te-8.9": Note(
+        "TransformerEngine multiplies FP8 matrices from compute capability 8.9 on",
+        f"train in bf16, or use {NATIVE_EQUIVALENT}",
+    ),
+    "ada": Note(
+        f"on Ada TransformerEngine wants CUDA {release(_ADA_CUDA)} and cuBLASLt 12.1.3, or newer",
+        "where it is older, install a PyTorch for a newer CUDA",
+    ),
+    "block-9.0": Note(
+        "block scales need compute capability 9.0 or higher", "use te:dynamic, or native:blockwise, which emulates them"
+    ),
+    "block-cuda": Note(
+        f"block scales need a PyTorch for CUDA {release(_BLOCK_CUDA)} or newer",
+        "with an older one use te:dynamic, or native:blockwise, which emulates them",
+    ),
+    "block-blackwell": Note(
+        "TransformerEngine makes these products as MXFP8 ones", "their scales are powers of two, its default"
+    ),
+    "mxfp8": Note(
+        "MXFP8 products are on compute capability 10 and 11 only",
+        "use te:dynamic or te:blockwise, or native:mxfp8, which emulates them",
+    ),
+    "mxfp8-cuda": Note(
+        f"MXFP8 products need a PyTorch for CUDA {release(_MX_CUDA)} or newer", "with an older one they are emulated"
+    ),
+    "fnuz": Note(
+        "MI300 multiplies FP8 codes of a kind of its own (fnuz)",
+        "TorchAO uses them, and native, whose codes are the common ones, emulates",
+    ),
+    "rowwise-cpu": Note(
+        f"TorchAO's rowwise products run on a CPU from torch {release(ROWWISE_CPU_TORCH)} on",
+        "with an older one install a newer torch, or use native:rowwise, which makes them by other means",
+    ),
+}
 
 
 class Cell(NamedTuple):
+    """What a backend does on a chip."""
+
     state: State
     note: str = ""
     """A key of NOTES."""
     cuda: tuple[int, int] | None = None
     """The oldest CUDA release of PyTorch with which this holds; before it, `without`."""
     without: State = REFUSED
+
+    def state_with(self, cuda: tuple[int, int] | None) -> State:
+        """The state with a PyTorch for that release of CUDA. None: new enough, or not CUDA."""
+        return self.without if self.cuda is not None and cuda is not None and cuda < self.cuda else self.state
 
 
 class Row(NamedTuple):
@@ -57,29 +214,10 @@ class Row(NamedTuple):
     """One for each of CHIPS."""
 
 
-NOTES = {
-    "te-nvidia": "TransformerEngine runs on NVIDIA GPUs only: native:delayed, native:dynamic, native:blockwise and "
-    "native:mxfp8 follow its rules here",
-    "te-8.9": "TransformerEngine multiplies FP8 matrices from compute capability 8.9 on: use the native twin, or bf16",
-    "ada": "TransformerEngine wants CUDA 12.1 and cuBLASLt 12.1.3 there, or newer",
-    "block-9.0": "block scales need compute capability 9.0: use te:dynamic, or native:blockwise, which emulates them",
-    "block-cuda": "needs a PyTorch for CUDA 12.9 or newer; before that te:blockwise is refused and native:blockwise "
-    "emulates",
-    "block-blackwell": "TransformerEngine makes it of MXFP8 products, whose scales are powers of two, its default",
-    "mxfp8": "MXFP8 products are on compute capability 10 and 11 only: use te:dynamic or te:blockwise, or "
-    "native:mxfp8, which emulates them",
-    "mxfp8-cuda": "needs a PyTorch for CUDA 12.8 or newer; before that it is emulated",
-    "fnuz": "MI300 multiplies FP8 codes of a kind of its own (fnuz): TorchAO uses them, and native, whose codes are "
-    "the common ones, emulates",
-    "rowwise-cpu": "needs torch 2.13 or newer",
-}
-
-_NO_TE = Cell(REFUSED, "te-nvidia")
-_OLD = Cell(REFUSED, "te-8.9")
-_NO_MX = Cell(REFUSED, "mxfp8")
-_YES, _EMULATED = Cell(FP8), Cell(EMULATED)
-_ADA = Cell(FP8, "ada", (12, 1))
-_AS_MX = Cell(FP8, "block-blackwell", (12, 9))
+_NO_TE, _OLD, _NO_MX = Cell(REFUSED, "te-nvidia"), Cell(REFUSED, "te-8.9"), Cell(REFUSED, "mxfp8")
+_YES, _EMULATED, _FNUZ = Cell(FP8), Cell(EMULATED), Cell(FP8, "fnuz")
+_ADA = Cell(FP8, "ada", _ADA_CUDA)
+_BLOCKS, _AS_MX = Cell(FP8, "block-cuda", _BLOCK_CUDA), Cell(FP8, "block-blackwell", _BLOCK_CUDA)
 
 # fmt: off
 TABLE = (
@@ -87,19 +225,19 @@ TABLE = (
     Row(("te:delayed", "te:dynamic"),
         (_NO_TE, _OLD, _ADA, _YES, _YES, _YES, _NO_TE, _NO_TE)),
     Row(("te:blockwise",),
-        (_NO_TE, _OLD, Cell(REFUSED, "block-9.0"), Cell(FP8, "block-cuda", (12, 9)), _AS_MX, _AS_MX, _NO_TE, _NO_TE)),
+        (_NO_TE, _OLD, Cell(REFUSED, "block-9.0"), _BLOCKS, _AS_MX, _AS_MX, _NO_TE, _NO_TE)),
     Row(("te:mxfp8",),
         (_NO_TE, _OLD, _NO_MX, _NO_MX, _YES, _NO_MX, _NO_TE, _NO_TE)),
     Row(("ao:tensorwise",),
-        (_EMULATED, _EMULATED, _YES, _YES, _YES, _YES, Cell(FP8, "fnuz"), _YES)),
+        (_EMULATED, _EMULATED, _YES, _YES, _YES, _YES, _FNUZ, _YES)),
     Row(("ao:rowwise", "ao:rowwise_with_gw_hp"),
-        (Cell(EMULATED, "rowwise-cpu"), _EMULATED, _YES, _YES, _YES, _YES, Cell(FP8, "fnuz"), _YES)),
+        (Cell(EMULATED, "rowwise-cpu"), _EMULATED, _YES, _YES, _YES, _YES, _FNUZ, _YES)),
     Row(("native:dynamic", "native:delayed", "native:rowwise", "native:window", "msamp"),
         (_EMULATED, _EMULATED, _YES, _YES, _YES, _YES, Cell(EMULATED, "fnuz"), _YES)),
     Row(("native:blockwise",),
-        (_EMULATED, _EMULATED, _EMULATED, Cell(FP8, "block-cuda", (12, 9), EMULATED), *[_EMULATED] * 4)),
+        (_EMULATED, _EMULATED, _EMULATED, _BLOCKS._replace(without=EMULATED), *[_EMULATED] * 4)),
     Row(("native:mxfp8",),
-        (_EMULATED, _EMULATED, _EMULATED, _EMULATED, Cell(FP8, "mxfp8-cuda", (12, 8), EMULATED), *[_EMULATED] * 3)),
+        (*[_EMULATED] * 4, Cell(FP8, "mxfp8-cuda", _MX_CUDA, EMULATED), *[_EMULATED] * 3)),
 )
 # fmt: on
 
@@ -108,10 +246,6 @@ INSTALL = {
     "ao": "nothing",
     "native": "nothing",
 }
-_INSTALL_SENTENCE = (
-    "``te`` needs this package's extra ``te``, installed after a PyTorch for CUDA and with ``--no-build-isolation``; "
-    "the others come with the package."
-)
 
 
 class Support(NamedTuple):
@@ -124,50 +258,43 @@ class Support(NamedTuple):
     install: str
 
 
-def chip_here() -> Chip:
-    """The chip of this machine; of several, the one of the lowest capability."""
-    if not hardware.has_gpu():
-        return CPU
-    if torch.version.hip:
-        architecture = torch.cuda.get_device_properties(0).gcnArchName
-        return next((c for c in (MI300, MI350) if architecture.startswith(c.examples)), BEFORE_FP8)
-    return chip_of(hardware.lowest_capability())
+def cell_of(backend: str, chip: Chip) -> Cell | None:
+    """The cell of a backend such as "native:dynamic"; None for a backend that is not of this package."""
+    return next((row.cells[CHIPS.index(chip)] for row in TABLE if backend in row.backends), None)
 
 
-def chip_of(capability: tuple[int, int]) -> Chip:
-    """The chip of a CUDA compute capability."""
-    if capability < hardware.FP8_CAPABILITY:
-        return BEFORE_FP8
-    if capability < (9, 0):
-        return ADA
-    return {9: HOPPER, 10: BLACKWELL, 11: BLACKWELL}.get(capability[0], RTX_BLACKWELL)
+@functools.cache
+def multiplies(backend: str, gpu: tuple[int, int] | str, cuda: tuple[int, int] | None) -> bool:
+    """Whether this GPU's FP8 matrix units make the products of this backend, with a PyTorch for that CUDA."""
+    return cell_of(backend, chip_of(gpu)).state_with(cuda) == FP8
 
 
 def supports(chip: Chip, cuda: tuple[int, int] | None = None) -> list[Support]:
     """What every backend does on that chip, with a PyTorch for that release of CUDA (None: new enough)."""
-    return [_support(row, row.cells[CHIPS.index(chip)], cuda) for row in TABLE]
+    found = []
+    for row in TABLE:
+        cell, compute = row.cells[CHIPS.index(chip)], row.backends[0].partition(":")[0]
+        reason = str(NOTES[cell.note]) if cell.note else ""
+        found.append(Support(row.backends, cell.state_with(cuda), reason, INSTALL[compute]))
+    return found
 
 
-def supports_here() -> list[Support]:
-    """The same for this machine."""
-    return supports(chip_here(), hardware.cuda_release())
+def described(chip: Chip, cuda: tuple[int, int] | None = None) -> dict[str, Any]:
+    """A chip and what every backend does on it, as plain values."""
+    products = [support._asdict() for support in supports(chip, cuda)]
+    return {"key": chip.key, "title": chip.title, "examples": chip.examples, "products": products}
 
 
-def support_of(compute: str, scaling: str, chip: Chip, cuda: tuple[int, int] | None = None) -> Support | None:
-    """The row of one backend; None for a backend that is not of this package."""
-    return next((s for s in supports(chip, cuda) if f"{compute}:{scaling}" in s.backends), None)
-
-
-def _support(row: Row, cell: Cell, cuda: tuple[int, int] | None) -> Support:
-    too_old = cell.cuda is not None and cuda is not None and cuda < cell.cuda
-    compute = row.backends[0].partition(":")[0]
-    state = cell.without if too_old else cell.state
-    return Support(row.backends, state, NOTES.get(cell.note, ""), INSTALL[compute])
-
-
-# as text
+# As text
 
 SHORT = {FP8: "FP8", EMULATED: "emul.", REFUSED: "no"}
+
+
+def text(width: int = 100) -> str:
+    """The whole table with its notes, in plain characters."""
+    below = [("", each) for each in legend()] + [(f"({n}) ", str(NOTES[key])) for key, n in numbered_notes().items()]
+    paragraphs = [textwrap.fill(label + each, width, subsequent_indent=" " * len(label)) for label, each in below]
+    return "\n".join([*aligned(rows()), "", *paragraphs])
 
 
 def numbered_notes() -> dict[str, int]:
@@ -176,47 +303,22 @@ def numbered_notes() -> dict[str, int]:
     return {key: number for number, key in enumerate(keys, 1)}
 
 
-def text(width: int = 100) -> str:
-    """The whole table with its notes, in plain characters."""
-    notes = [_wrapped(f"({number}) ", NOTES[key], width) for key, number in numbered_notes().items()]
-    below = [_wrapped("", each, width) for each in _legend()] + notes
-    return "\n".join([*_aligned(_rows()), "", *sum(below, [])])
-
-
-def restructured_text(width: int = 118) -> str:
-    """The same for the README."""
-    header, *rows = _rows()
-    rows = [[f"``{row[0]}``", *row[1:]] for row in rows]
-    lines = _aligned([["backend", *header[1:]], *rows])
-    columns = [max(map(len, column)) for column in zip(["backend", *header[1:]], *rows, strict=True)]
-    rule = "  ".join("=" * column for column in columns)
-    notes = [_wrapped(f"{number}. ", NOTES[key], width) for key, number in numbered_notes().items()]
-    sentences = [*(each[0].upper() + each[1:] + "." for each in _legend()), _INSTALL_SENTENCE]
-    legend = textwrap.wrap(" ".join(sentences), width)
-    return "\n".join([rule, lines[0], rule, *lines[1:], rule, "", *legend, "", *sum(notes, [])]) + "\n"
-
-
-def _rows() -> list[list[str]]:
+def rows() -> list[list[str]]:
+    """A header, and a row for each backend."""
     notes = numbered_notes()
-    header = ["", *(chip.title for chip in CHIPS)]
-    rows = [header]
+    found = [["", *(chip.title for chip in CHIPS)]]
     for row in TABLE:
         cells = [SHORT[cell.state] + (f" ({notes[cell.note]})" if cell.note else "") for cell in row.cells]
-        rows += [[backend, *cells] for backend in row.backends]
-    return rows
+        found += [[backend, *cells] for backend in row.backends]
+    return found
 
 
-def _legend() -> list[str]:
+def legend() -> list[str]:
     examples = "; ".join(f"{chip.title}: {chip.examples}" for chip in CHIPS)
     states = "; ".join(f"{SHORT[state]}: {meaning}" for state, meaning in MEANING.items())
     return [f"columns are CUDA compute capabilities and AMD's chips ({examples})", states]
 
 
-def _wrapped(label: str, text: str, width: int) -> list[str]:
-    """A paragraph under its label."""
-    return textwrap.wrap(label + text, width, subsequent_indent=" " * len(label))
-
-
-def _aligned(rows: list[list[str]]) -> list[str]:
+def aligned(rows: list[list[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]

@@ -14,14 +14,15 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import nn
 
-from ..errors import FP8BackendError, RecipeError
+from ..errors import FP8BackendError, RecipeError, Refusal
 from ..numerics.modules import CONVERSION
 from ..numerics.parameter_swap import refuse_if_held, swap
 from ..numerics.sharded_tensor import is_distributed
 
-SHARDED = (
-    "fp8_params=True does not go with sharded weights (FSDP, DeepSpeed) in this version: use DDP; or level O3 "
-    "(msamp:O3, te+msamp:O3), whose FP8 weights FSDP2 shards"
+SHARDED = Refusal(
+    "fp8_params=True does not go with sharded weights: FSDP and DeepSpeed cut parameters up, and frozen FP8 weights "
+    "are whole",
+    "use DDP; or level O3 (msamp:O3, te+msamp:O3), whose FP8 weights FSDP2 shards",
 )
 
 

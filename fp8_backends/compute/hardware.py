@@ -11,12 +11,8 @@ from typing import Any
 
 import torch
 
-FP8_CAPABILITY = (8, 9)
-"""The lowest CUDA compute capability with FP8 matrix units (Ada)."""
-FP8_ROCM = ("gfx94", "gfx95")
-"""AMD architectures with FP8 matrix units (MI300, MI350)."""
-OCP_ROCM = ("gfx95",)
-"""Those whose codes are `torch.float8_e4m3fn` and `e5m2`. MI300's are the kind `fnuz`, with other values."""
+from . import chips
+from .chips import Advice, Chip
 
 _BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16", "sve_bf16")
 """As `torch.cpu.get_capabilities` names them; the last two are Arm's."""
@@ -52,50 +48,66 @@ class Hardware:
     cpu_bf16: bool
     """Whether the CPU multiplies bf16 matrices in hardware."""
     versions: dict[str, str | None]
-    """Of the installed libraries; None where one is missing."""
+    """Versions of the libraries; None where one is missing."""
 
 
 def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
+def gpus() -> list[tuple[int, int] | str]:
+    """Each visible GPU: its CUDA compute capability, or AMD's name of its architecture."""
+    return [_gpu(index) for index in range(torch.cuda.device_count())] if has_gpu() else []
+
+
+def _gpu(device: torch.device | int | None) -> tuple[int, int] | str:
+    if torch.version.hip:
+        return torch.cuda.get_device_properties(device).gcnArchName
+    return torch.cuda.get_device_capability(device)
+
+
 def capabilities() -> list[tuple[int, int]]:
     """The CUDA capability of every visible GPU. Empty without one, and on ROCm, whose numbers mean something else."""
-    if not has_gpu() or torch.version.hip:
-        return []
-    return [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())]
+    return [] if torch.version.hip else gpus()
 
 
 def lowest_capability() -> tuple[int, int] | None:
     return min(capabilities(), default=None)
 
 
+def chip() -> Chip:
+    """The chip of this machine. Where its GPUs differ, the one that does least: all of them train together."""
+    return min(map(chips.chip_of, gpus()), key=chips.CHIPS.index, default=chips.CPU)
+
+
+def gpu_chip(device: torch.device | int | None = None) -> Chip:
+    """The chip of one GPU. None: the current one."""
+    return chips.chip_of(_gpu(device))
+
+
 def fp8_products() -> bool:
     """Whether every visible GPU has FP8 matrix units. False without a GPU."""
-    return has_gpu() and all(map(gpu_has_fp8_products, range(torch.cuda.device_count())))
+    return chip().fp8
 
 
-def gpu_has_fp8_products(device: torch.device | int | None = None) -> bool:
-    """Whether one GPU has FP8 matrix units. None: the current one."""
-    if torch.version.hip:
-        return torch.cuda.get_device_properties(device).gcnArchName.startswith(FP8_ROCM)
-    return torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
+def gpu_multiplies(scaling: str, device: torch.device) -> bool:
+    """Whether one GPU makes the FP8 products of `native` with this scaling rule, in the codes that they have there."""
+    return chips.multiplies(f"native:{scaling}", _gpu(device), cuda_release())
 
 
-def gpu_has_ocp_products(device: torch.device | int | None = None) -> bool:
-    """Whether one GPU multiplies matrices of `torch.float8_e4m3fn` and `e5m2`, the codes that every NVIDIA GPU has."""
-    if torch.version.hip:
-        return torch.cuda.get_device_properties(device).gcnArchName.startswith(OCP_ROCM)
-    return gpu_has_fp8_products(device)
+def advice(te_runs: bool = False) -> Advice:
+    """Which precision to train in on this machine. Where its GPUs differ, the least of them decides."""
+    found = [chips.advice_for(gpu, te_runs) for gpu in gpus()] or [chips.advice_for(None, cpu_bf16=cpu_bf16())]
+    return max(found, key=lambda each: ("fp8", "bf16", "fp16", "fp32").index(each.precision))
 
 
 def cuda_release() -> tuple[int, int] | None:
-    """Of the CUDA that this PyTorch was built for; None without."""
+    """The release of CUDA that this PyTorch was built for; None without."""
     return tuple(map(int, torch.version.cuda.split(".")[:2])) if torch.version.cuda else None
 
 
 def torch_release() -> tuple[int, int]:
-    """Of the running PyTorch."""
+    """The release of the running PyTorch."""
     return tuple(int("".join(filter(str.isdigit, part))) for part in torch.__version__.split("+")[0].split(".")[:2])
 
 
@@ -137,8 +149,8 @@ def _cpu_capabilities() -> Mapping[str, Any]:
 
 
 def fast_dtype(device: torch.device | str) -> torch.dtype:
-    """In what FP8 training computes around FP8 on this device unless it is told: bf16, or FP32 on a CPU without bf16
-    products."""
+    """The dtype in which training computes around FP8 on this device unless it is told: bf16, or FP32 on a CPU without
+    bf16 products."""
     return torch.float32 if torch.device(device).type == "cpu" and not cpu_bf16() else torch.bfloat16
 
 
@@ -155,7 +167,7 @@ def fast_precision(device: torch.device | str) -> str:
 def describe() -> Hardware:
     """What `doctor` and reports print. Imports no library that is not loaded."""
     return Hardware(
-        device=torch.cuda.get_device_name(0) if has_gpu() else _cpu_name(),
+        device=torch.cuda.get_device_name(0) if has_gpu() else cpu_name(),
         gpus=torch.cuda.device_count() if has_gpu() else 0,
         capability=lowest_capability(),
         fp8_products=fp8_products(),
@@ -165,14 +177,15 @@ def describe() -> Hardware:
 
 
 def version(distribution: str) -> str | None:
-    """Of an installed distribution, from its metadata; None where it is missing."""
+    """The version of an installed distribution, from its metadata; None where it is missing."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """The name of this CPU as the system has it."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
             names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

@@ -40,7 +40,7 @@ def engine_for(device: torch.device, out_dtype: torch.dtype) -> str:
     """
     if device.type == "cuda":
         # a CUDA device without a driver is a fake tensor's: judge it as the FP8 GPU that it stands for
-        return SCALED_MM if not hardware.has_gpu() or hardware.gpu_has_ocp_products(device) else EMULATED
+        return SCALED_MM if not hardware.has_gpu() or hardware.gpu_multiplies("dynamic", device) else EMULATED
     if device.type == "cpu":
         return exact_engine(out_dtype)
     return SCALED_MM if device.type == "meta" else EMULATED
@@ -86,8 +86,9 @@ def plain_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def pad(matrix: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """Zero rows and columns up to the next multiples (a zero code adds nothing to a product)."""
-    missing = -matrix.shape[0] % rows, -matrix.shape[1] % columns
+    """Zero rows and columns up to the next multiples in the last two dimensions (a zero code adds nothing to a
+    product)."""
+    missing = -matrix.shape[-2] % rows, -matrix.shape[-1] % columns
     if not any(missing):
         return matrix
     widths = (0, missing[1], 0, missing[0])

@@ -158,10 +158,11 @@ def test_incompatible_accelerate_is_described():
 
 
 def test_incompatible_accelerate_is_an_error_only_with_fp8(monkeypatch):
-    monkeypatch.setattr(plugin, "incompatibilities", lambda: ["Accelerator.prepare does not exist"])
-    monkeypatch.setattr(Accelerator, "__init__", plugin._patched(Accelerator.__init__.__wrapped__))
+    monkeypatch.setattr(Accelerator, "__init__", Accelerator.__init__.__wrapped__)
+    monkeypatch.delattr(Accelerator, "unscale_gradients")
+    fp8_backends.connect()
     assert type(Accelerator()) is Accelerator
-    with pytest.raises(FP8BackendError, match="Accelerator.prepare does not exist"):
+    with pytest.raises(FP8BackendError, match="Accelerator.unscale_gradients does not exist"):
         Accelerator(mixed_precision="fp8")
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
 from plugin_training import assert_all_moved, assert_fp8_products, batches, copied_parameters, mlp, train
 from torch import nn
 
@@ -249,9 +250,9 @@ def test_compiled_by_accelerate_gives_the_losses_of_eager(backend):
     assert losses[0] == losses[1]
 
 
-def test_megatron_is_refused(monkeypatch):
+def test_megatron_is_refused():
     accelerator = fp8_accelerator()
-    monkeypatch.setattr(accelerator.state, "distributed_type", "MEGATRON_LM")
+    AcceleratorState._shared_state["distributed_type"] = DistributedType.MEGATRON_LM
     with pytest.raises(RecipeError, match="Megatron"):
         accelerator.prepare(mlp())
 

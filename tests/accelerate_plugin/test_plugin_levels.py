@@ -5,7 +5,8 @@ import sys
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, GradientAccumulationPlugin
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, GradientAccumulationPlugin
 from plugin_training import batches, mlp, run_python
 
 import fp8_backends
@@ -159,10 +160,12 @@ def test_another_optimizer_is_refused_by_name_before_anything_changes():
         acc.prepare_optimizer(torch.optim.SGD(model.parameters(), 0.1))
 
 
-def test_fsdp1_is_refused_with_what_to_do(monkeypatch):
+def test_fsdp1_is_refused_with_what_to_do():
     acc = accelerator("O2")
-    monkeypatch.setattr(type(acc), "distributed_type", property(lambda self: DistributedType.FSDP))
-    monkeypatch.setattr(type(acc), "is_fsdp2", property(lambda self: False))
+    AcceleratorState._shared_state |= {  # as on GPUs; on a CPU Accelerate takes no FSDP
+        "distributed_type": DistributedType.FSDP,
+        "fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=1),
+    }
     model = mlp()
     with pytest.raises(RecipeError, match="fsdp_version=2"):
         acc.prepare(model)

@@ -13,8 +13,7 @@ from fp8_backends import Availability
 from fp8_backends.cli.doctor import command as doctor
 from fp8_backends.cli.doctor import self_test
 from fp8_backends.cli.main import main
-from fp8_backends.compute import chip_advice, registry
-from fp8_backends.compute import chips as hardware_table
+from fp8_backends.compute import chips, registry
 from fp8_backends.compute.native.backend import NativeCompute
 from fp8_backends.compute.te import installation as te_installation
 
@@ -171,7 +170,7 @@ def test_what_was_not_proven_is_printed_with_its_reason():
 def test_every_chip_is_shown(capsys):
     assert main(["doctor", "--chips"]) == 0
     printed = capsys.readouterr().out
-    assert printed.strip() == hardware_table.text(100).strip()
+    assert printed.strip() == chips.text(100).strip()
 
 
 def test_a_transformer_engine_that_does_not_import_is_explained(monkeypatch, capsys):
@@ -187,46 +186,6 @@ def test_a_transformer_engine_that_does_not_import_is_explained(monkeypatch, cap
 
 
 # Devices, and what is recommended for them
-
-
-@pytest.mark.parametrize(
-    ("kind", "chip", "te", "precision", "backend", "said"),
-    [
-        ("cuda", (12, 0), True, "bf16", "", "little or no speed"),
-        ("cuda", (11, 0), True, "fp8", "te:mxfp8", "twice as fast"),
-        ("cuda", (10, 3), False, "fp8", "native:dynamic", "torch.compile"),
-        ("cuda", (9, 0), True, "fp8", "te:delayed", "twice as fast"),
-        ("cuda", (9, 0), False, "fp8", "native:dynamic", "torch.compile"),
-        ("cuda", (8, 9), True, "bf16", "", "compare first"),
-        ("cuda", (8, 6), False, "bf16", "", "none in FP8"),
-        ("cuda", (8, 0), False, "bf16", "", "none in FP8"),
-        ("cuda", (7, 5), False, "fp16", "", "loss scaler"),
-        ("cuda", (7, 0), False, "fp16", "", "none in bf16"),
-        ("cuda", (6, 1), False, "fp32", "", "no matrix units"),
-        ("rocm", "gfx950:sramecc+:xnack-", False, "fp8", "native:dynamic", "twice as fast"),
-        ("rocm", "gfx942", False, "fp8", "ao:tensorwise", "TorchAO"),
-        ("rocm", "gfx90a", False, "bf16", "", "bf16 products"),
-        ("rocm", "gfx1100", False, "bf16", "", "bf16 products"),
-        ("rocm", "gfx906", False, "fp32", "", "no bf16"),
-        ("cpu", "bf16", False, "bf16", "", "debugging"),
-        ("cpu", "", False, "fp32", "", "without bf16"),
-    ],
-)
-def test_the_precision_for_each_chip(kind, chip, te, precision, backend, said):
-    advice = chip_advice.advice_for(kind, chip, te)
-    assert (advice.precision, advice.backend) == (precision, backend) and said in advice.reason
-    if backend:
-        fp8_backends.resolve(backend)
-
-
-def test_a_backend_that_is_recommended_has_fp8_products_on_that_chip():
-    for capability in ((9, 0), (10, 0)):
-        for te in (False, True):
-            compute, _, scaling = chip_advice.advice_for("cuda", capability, te).backend.partition(":")
-            support = hardware_table.support_of(compute, scaling, hardware_table.chip_of(capability))
-            assert support.state == "FP8"
-    assert hardware_table.support_of("ao", "tensorwise", hardware_table.MI300).state == "FP8"
-    assert hardware_table.support_of("native", "dynamic", hardware_table.MI350).state == "FP8"
 
 
 def gpus(monkeypatch, *chips):

@@ -1,5 +1,7 @@
 """Experts in FP8: every number is that of a Linear with the expert's weight and tokens; and what a GPU would run."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from expert_families import EXPERTS, Twin, make_experts, routed
@@ -305,12 +307,11 @@ def test_engines_by_device(monkeypatch, either_cpu):
     assert engine_for(torch.device("cpu")) == ("bf16-exact" if either_cpu else "fp32-exact")
     assert engine_for(cuda) == "scaled_grouped_mm"  # a fake tensor's, without a driver
     monkeypatch.setattr("fp8_backends.compute.hardware.has_gpu", lambda: True)
-    monkeypatch.setattr("fp8_backends.compute.hardware.gpu_has_ocp_products", lambda device: True)
     for capability, engine in (((9, 0), "scaled_grouped_mm"), ((8, 9), "scaled_mm"), ((10, 0), "scaled_mm")):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
         assert engine_for(cuda) == engine
-    monkeypatch.setattr(torch.version, "hip", "6.4")  # whose 9.4 is another chip
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4))
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName="gfx950"))
     assert engine_for(cuda) == "scaled_mm"
 
 

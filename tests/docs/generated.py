@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
+import textwrap
 from pathlib import Path
 
 from documents import GUIDES, ROOT
@@ -14,9 +15,47 @@ from documents import GUIDES, ROOT
 sys.path += [str(ROOT), str(ROOT / "tests" / "distributed")]
 import matrix  # noqa: E402
 
-from fp8_backends.compute import chips as hardware_table
+from fp8_backends.compute import chips
 from fp8_backends.recipes import fields
-from fp8_backends.training import validators
+from fp8_backends.training.rules import THEMES
+
+WIDTH = 118
+
+
+def chip_table() -> str:
+    """Which backend has FP8 products on which chip."""
+    (_, *header), *rows = chips.rows()
+    rows = [["backend", *header], *([f"``{row[0]}``", *row[1:]] for row in rows)]
+    install = (
+        "``te`` needs this package's extra ``te``, installed after a PyTorch for CUDA and with "
+        "``--no-build-isolation``; the others come with the package."
+    )
+    sentences = [*(each[0].upper() + each[1:] + "." for each in chips.legend()), install]
+    notes = "\n".join(
+        textwrap.fill(f"{n}. {chips.NOTES[key]}", WIDTH, subsequent_indent=" " * len(f"{n}. "))
+        for key, n in chips.numbered_notes().items()
+    )
+    return "\n\n".join([simple_table(rows), textwrap.fill(" ".join(sentences), WIDTH), notes])
+
+
+def rules() -> str:
+    """Every rule with its severity, reason and fix, by theme."""
+    lines = []
+    for theme, of_theme in THEMES.items():
+        lines += [f"**{theme}**", ""]
+        for rule in of_theme:
+            text = f"{rule.severity}: {escaped(rule.reason)}. *Fix*: {escaped(rule.fix)}."
+            lines += [f"``{rule.name}``", textwrap.indent(textwrap.fill(text, WIDTH - 4), "    ")]
+        lines.append("")
+    return "\n".join(lines[:-1]) + "\n"
+
+
+def escaped(text: str) -> str:
+    """Plain text as reStructuredText shows it: `code` as literals, and no emphasis or references by chance."""
+    parts = text.split("`")
+    plain = [part.replace("*", "\\*").replace("_ ", "\\_ ") for part in parts[::2]]
+    code = [f"``{part}``" for part in parts[1::2]]
+    return "".join(part for pair in zip(plain, [*code, ""], strict=True) for part in pair)
 
 
 def engines() -> str:
@@ -26,10 +65,14 @@ def engines() -> str:
         [f"``{backend}``", *("refused" if matrix.refusal(backend, each, "train") else "all" for each in matrix.ENGINES)]
         for backend in (*matrix.BACKENDS, *matrix.TE_BACKENDS)
     ]
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    rule = "  ".join("=" * width for width in widths)
-    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in (header, *rows)]
-    return "\n".join([rule, lines[0], rule, *lines[1:], rule])
+    return simple_table([header, *rows])
+
+
+def simple_table(rows: list[list[str]]) -> str:
+    """A header and rows as reStructuredText."""
+    rule = "  ".join("=" * max(map(len, column)) for column in zip(*rows, strict=True))
+    header, *lines = chips.aligned(rows)
+    return "\n".join([rule, header, rule, *lines, rule])
 
 
 def between(name: str, text: str) -> str:
@@ -40,14 +83,14 @@ def written(document: Path) -> str:
     """The text of a guide with its generated part as the code has it."""
     text = document.read_text(encoding="utf-8")
     if document.name == "checks.rst":  # all below its introduction
-        return text[: text.index("\n**") + 1] + validators.restructured_text()
+        return text[: text.index("\n**") + 1] + rules()
     name, table = TABLES[document.name]
     marked = rf"^\.\. begin table {name}\n.*?^\.\. end table {name}\n"
     return re.sub(marked, lambda _: between(name, table()), text, flags=re.DOTALL | re.MULTILINE)
 
 
 TABLES = {
-    "doctor.rst": ("chips", hardware_table.restructured_text),
+    "doctor.rst": ("chips", chip_table),
     "distributed.rst": ("engines", engines),
     "recipes.rst": ("fields", fields.restructured_text),
 }

@@ -86,7 +86,7 @@ def refused(route: str, backend: str) -> str | None:
     """What the worker says where it must not train."""
     recipe = fp8_backends.resolve(backend)
     if "deepspeed" in route and recipe.level != "O0":
-        return f"{recipe.name}: level {recipe.level} does not go with DeepSpeed"
+        return f"{recipe.name}: the levels O1, O2 and O3 do not go with DeepSpeed"
     if recipe.compute == "te":
         return f"{recipe.name} cannot run here: TransformerEngine is not installed"
     return None

@@ -31,20 +31,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from ...compute import chips as hardware_table
+    from ...compute import chips
 
     if args.json:
-        print(json.dumps(diagnosis(not args.no_test) | {"chips": _table()}, indent=1))
+        every_chip = {"chips": [chips.described(chip) for chip in chips.CHIPS]}
+        print(json.dumps(diagnosis(not args.no_test) | every_chip, indent=1))
     else:
-        print(hardware_table.text(WIDTH) if args.chips else _readable(diagnosis(not args.no_test)))
+        print(chips.text(WIDTH) if args.chips else _readable(diagnosis(not args.no_test)))
     return 0
 
 
 def diagnosis(tests: bool = True) -> dict[str, Any]:
     """Devices, versions, backends, what their tests found, this chip's products and the precision that is recommended,
     as plain values."""
-    from ...compute import chip_advice, hardware, registry
-    from ...compute import chips as hardware_table
+    from ...compute import chips, hardware, registry
     from . import self_test
 
     described = asdict(hardware.describe())
@@ -55,15 +55,14 @@ def diagnosis(tests: bool = True) -> dict[str, Any]:
         for name, availability in registry.available_backends().items()
     }
     _explain_te(backends)
-    products = [each._asdict() for each in hardware_table.supports_here()]
     return {
         "hardware": described,
         "versions": versions,
-        "advice": chip_advice.advice_here(bool(backends.get("te", {}).get("can_run")))._asdict(),
+        "advice": hardware.advice(bool(backends.get("te", {}).get("can_run")))._asdict(),
         "auto": registry.auto_backend(),
         "backends": backends,
         "tests": [asdict(test) for test in self_test.run(_to_test(backends))] if tests else None,
-        "chip": {**hardware_table.chip_here()._asdict(), "products": products},
+        "chip": chips.described(hardware.chip(), hardware.cuda_release()),
     }
 
 
@@ -89,7 +88,7 @@ def _devices() -> list[dict[str, Any]]:
     for index in range(torch.cuda.device_count() if hardware.has_gpu() else 0):
         properties = torch.cuda.get_device_properties(index)
         chip = properties.gcnArchName if torch.version.hip else f"{properties.major}.{properties.minor}"
-        fp8 = hardware.gpu_has_fp8_products(index)
+        fp8 = hardware.gpu_chip(index).fp8
         found.append(
             {"name": properties.name, "chip": chip, "memory_bytes": properties.total_memory, "fp8_products": fp8}
         )
@@ -111,16 +110,15 @@ def _driver() -> str | None:
 
 def _to_test(backends: dict[str, dict[str, Any]]) -> list[str]:
     """Every rule of every backend that can run here and that this chip does not refuse, and the levels."""
-    from ...compute import chips as hardware_table
-    from ...compute import hardware, registry
+    from ...compute import chips, hardware, registry
 
-    chip, cuda, names = hardware_table.chip_here(), hardware.cuda_release(), []
+    chip, cuda, names = hardware.chip(), hardware.cuda_release(), []
     for name, backend in backends.items():
         if not backend["can_run"]:
             continue
         for scaling in backend["scalings"]:
-            support = hardware_table.support_of(name, scaling, chip, cuda)
-            if support is None or support.state != hardware_table.REFUSED:
+            cell = chips.cell_of(f"{name}:{scaling}", chip)
+            if cell is None or cell.state_with(cuda) != chips.REFUSED:
                 names.append(f"{name}:{scaling}")
         levels = set(LEVELS).intersection(registry.levels_of(name)) if backend["scalings"] else ()
         names += [f"msamp:{level}" if name == "native" else f"{name}+msamp:{level}" for level in sorted(levels)]
@@ -136,16 +134,6 @@ def _explain_te(backends: dict[str, dict[str, Any]]) -> None:
     found = te_installation.probe()
     if not found:
         backends["te"] |= asdict(found)
-
-
-def _table() -> list[dict[str, Any]]:
-    """For each chip what every backend does there."""
-    from ...compute import chips as hardware_table
-
-    return [
-        {**chip._asdict(), "products": [each._asdict() for each in hardware_table.supports(chip)]}
-        for chip in hardware_table.CHIPS
-    ]
 
 
 def _scalings(name: str) -> tuple[str, ...]:

@@ -20,9 +20,8 @@ from ...numerics.scaling import MX, SQUARES, Blocks, Quantized
 from .. import hardware
 from ..products import ALIGNMENT, EMULATED, SCALED_MM, VALUES, exact_engine, pad, row_major
 
-_GPUS = {128: ((9,), (12, 9)), 32: ((10, 11), (12, 8))}
-"""Elements of the contraction that share a scale: major capabilities with such products, and the first CUDA release
-whose cuBLAS has them."""
+_SCALINGS = {128: "blockwise", 32: "mxfp8"}
+"""Which rule shares a scale between so many elements of the contraction."""
 
 
 def block_engine_for(device: torch.device, out_dtype: torch.dtype, length: int) -> str:
@@ -34,19 +33,14 @@ def block_engine_for(device: torch.device, out_dtype: torch.dtype, length: int) 
     """
     if device.type == "cuda":
         # a CUDA device without a driver is a fake tensor's: judge it as the GPU that it stands for
-        return SCALED_MM if not hardware.has_gpu() or _gpu_has(device, length) else EMULATED
+        has_products = not hardware.has_gpu() or hardware.gpu_multiplies(_SCALINGS[length], device)
+        return SCALED_MM if has_products else EMULATED
     if device.type == "cpu":
         return exact_engine(out_dtype)
     return SCALED_MM if device.type == "meta" else EMULATED
 
 
 block_engine_for = torch.compiler.assume_constant_result(block_engine_for)
-
-
-def _gpu_has(device: torch.device, length: int) -> bool:
-    generations, oldest_cuda = _GPUS[length]
-    cuda = hardware.cuda_release()  # None on ROCm
-    return cuda is not None and cuda >= oldest_cuda and torch.cuda.get_device_capability(device)[0] in generations
 
 
 def block_scaled_product(

@@ -18,11 +18,9 @@ import torch.nn.functional as F
 
 from ...numerics.scaling import Quantized
 from .. import hardware, products
-from ..products import ALIGNMENT, engine_for, scaled_product
+from ..products import ALIGNMENT, engine_for, pad, row_major, scaled_product
 
 SCALED_GROUPED_MM = "scaled_grouped_mm"
-_HOPPER = 9
-"""The one generation of GPUs for which PyTorch has the kernel with scales in FP32."""
 
 
 class Groups(NamedTuple):
@@ -41,11 +39,10 @@ class Groups(NamedTuple):
 
 
 def grouped_engine_for(device: torch.device) -> str:
-    """`scaled_grouped_mm` on Hopper; elsewhere that of a single product with a bf16 result."""
-    if device.type == "cuda" and torch.version.hip is None:
-        # without a driver a fake tensor's: as `engine_for` has it
-        if not hardware.has_gpu() or torch.cuda.get_device_capability(device)[0] == _HOPPER:
-            return SCALED_GROUPED_MM
+    """The engine is `scaled_grouped_mm` on Hopper; elsewhere that of a single product with a bf16 result."""
+    # a CUDA device without a driver is a fake tensor's, as in `engine_for`
+    if device.type == "cuda" and (not hardware.has_gpu() or hardware.gpu_chip(device).grouped_products):
+        return SCALED_GROUPED_MM
     return engine_for(device, torch.bfloat16)
 
 
@@ -67,9 +64,9 @@ def grouped_product(a: Quantized, b: Quantized, groups: Groups, fast_accumulatio
     if grouped_engine_for(a.codes.device) != SCALED_GROUPED_MM:
         return torch.ops.fp8_backends.grouped_product(*a, *b, groups.ends, fast_accumulation)
     spread, n = _Spread.of(groups), b.codes.shape[1]
-    b_codes = _padded(b.codes, ALIGNMENT, ALIGNMENT)
+    b_codes = row_major(pad(b.codes, ALIGNMENT, ALIGNMENT))
     out = torch._scaled_grouped_mm(
-        spread.rows(_padded(a.codes, 1, ALIGNMENT)),
+        spread.rows(row_major(pad(a.codes, 1, ALIGNMENT))),
         b_codes.transpose(1, 2),  # column-major
         spread.scales(a.scale_inv),
         F.pad(b.scale_inv, (0, b_codes.shape[1] - n), value=1.0),
@@ -94,7 +91,7 @@ def grouped_wgrad(a: Quantized, b: Quantized, groups: Groups) -> torch.Tensor:
     if grouped_engine_for(a.codes.device) != SCALED_GROUPED_MM:
         return torch.ops.fp8_backends.grouped_wgrad(*a, *b, groups.ends)
     spread, m, k = _Spread.of(groups), a.codes.shape[1], b.codes.shape[1]
-    a_codes, b_codes = (_row_major(spread.rows(_padded(q.codes, 1, ALIGNMENT)).t()) for q in (a, b))
+    a_codes, b_codes = (row_major(spread.rows(row_major(pad(q.codes, 1, ALIGNMENT))).t()) for q in (a, b))
     out = torch._scaled_grouped_mm(
         a_codes,
         b_codes.t(),  # column-major
@@ -138,21 +135,7 @@ class _Spread(NamedTuple):
         return scale_inv.new_ones(self.total).index_copy(0, self.positions, scale_inv)
 
 
-def _padded(codes: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """Row-major, with zero codes up to the next multiples in the last two dimensions."""
-    missing = -codes.shape[-2] % rows, -codes.shape[-1] % columns
-    codes = _row_major(codes)
-    if not any(missing):
-        return codes
-    return F.pad(codes.view(torch.uint8), (0, missing[1], 0, missing[0])).view(codes.dtype)
-
-
-def _row_major(codes: torch.Tensor) -> torch.Tensor:
-    # `contiguous()` of a fake tensor asks for a driver
-    return codes if codes.is_contiguous() else codes.clone(memory_format=torch.contiguous_format)
-
-
-# group by group: operators of their own, since they read the sizes of the groups, which no compiler knows
+# Group by group: operators of their own, since they read the sizes of the groups, which no compiler knows
 
 
 @torch.library.custom_op("fp8_backends::grouped_product", mutates_args=())
@@ -195,7 +178,7 @@ def _(a, a_scale_inv, b, b_scale_inv, ends):
 
 
 def rows_of_groups(ends: torch.Tensor) -> list[tuple[int, int, int]]:
-    """(group, begin, end) of those that have rows. Waits for the device, where it is none."""
+    """(group, begin, end) for each group that has rows. Waits for the device."""
     bounds = [0, *ends.tolist()]
     return [(group, *pair) for group, pair in enumerate(zip(bounds, bounds[1:], strict=False)) if pair[0] < pair[1]]
 
@@ -209,7 +192,7 @@ def _zeros_where_empty(gradients: torch.Tensor, ends: torch.Tensor) -> torch.Ten
     return gradients
 
 
-# in high precision, where a recipe keeps a product there
+# In high precision, where a recipe keeps a product there
 
 
 def plain_product(a: torch.Tensor, b: torch.Tensor, groups: Groups) -> torch.Tensor:

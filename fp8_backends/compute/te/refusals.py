@@ -1,8 +1,10 @@
-"""What `te` refuses under an engine that cuts parameters up: said at prepare, and where a layer meets it."""
+"""What `te` refuses under an engine that cuts parameters up."""
 
 from __future__ import annotations
 
-FUSED_NORMS_SHARDED = (
-    "fuse_norms=True does not go with DeepSpeed's ZeRO-3, which gathers a norm's weight for the norm alone: leave "
-    "fuse_norms out, or use ZeRO stage 0 to 2, or FSDP2 with the norm and its layer in one unit"
+from ...errors import Refusal
+
+FUSED_NORMS_SHARDED = Refusal(
+    "fuse_norms=True does not go with DeepSpeed's ZeRO-3, which gathers a norm's weight for the norm alone",
+    "leave fuse_norms out, or use ZeRO stage 0 to 2, or FSDP2 with the norm and its layer in one unit",
 )

@@ -1,13 +1,11 @@
 """What is known to go wrong or slow, as rows of data, one module a theme; `validators` is the loop over them."""
 
-from .chips import CHIP_RULES
-from .compilation import COMPILATION_RULES
+from ...errors import RecipeError
+from .chips import CHIP_RULES, TE_RULES
+from .choices import COMPILATION_RULES, OPTIMIZER_RULES, RECIPE_RULES
 from .engines import ENGINE_RULES
 from .models import MODEL_RULES
-from .optimizers import OPTIMIZER_RULES
-from .recipes import RECIPE_RULES
-from .setup import Compiled, Parallel, Rule, Setup, Severity
-from .transformer_engine import TE_RULES
+from .setup import Compiled, Machine, Parallel, Rule, Setup, Severity
 
 THEMES = {
     "Chips and libraries": CHIP_RULES,
@@ -18,6 +16,19 @@ THEMES = {
     "Optimizers": OPTIMIZER_RULES,
     "Recipes": RECIPE_RULES,
 }
-RULES = tuple(rule for rules in THEMES.values() for rule in rules)
+RULES = {rule.name: rule for rules in THEMES.values() for rule in rules}
 
-__all__ = ["RULES", "THEMES", "Compiled", "Parallel", "Rule", "Setup", "Severity"]
+__all__ = ["RULES", "THEMES", "Compiled", "Machine", "Parallel", "Rule", "Setup", "Severity", "error", "refuse"]
+
+
+def refuse(setup: Setup) -> None:
+    """Raise `RecipeError` for the first rule that applies to this setup and is raised, and not only reported."""
+    for rule in RULES.values():
+        if rule.applies(setup) and rule.is_raised(setup):
+            raise error(rule.name, setup)
+
+
+def error(name: str, setup: Setup) -> RecipeError:
+    """The error that says a rule's reason, what of this setup made it apply, and the fix."""
+    rule = RULES[name]
+    return RecipeError(f"{setup.recipe.name}: {rule.reason_in(setup)}. Fix: {rule.fix}")

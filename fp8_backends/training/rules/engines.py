@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from ...recipes.handlers import Recipe
-from .setup import Rule
+from ...compute.frozen_weights import SHARDED
+from ...compute.te.refusals import FUSED_NORMS_SHARDED
+from .setup import Rule, Setup, always
 
 
-def _asks_for_all_gather(recipe: Recipe) -> bool:
-    return bool(recipe.enable_fsdp_float8_all_gather or getattr(recipe.config, "enable_fsdp_float8_all_gather", False))
+def _asks_for_all_gather(setup: Setup) -> bool:
+    if setup.recipe.compute != "ao":
+        return False
+    from ...compute.torchao.backend import asks_for_all_gather  # slow: its products load torch's compiler
+
+    return asks_for_all_gather(setup.recipe)
 
 
-def _own_autocast(recipe: Recipe) -> bool:
-    return "autocast_dtype" in recipe.given and recipe.autocast_dtype != "bf16"
+def _own_autocast(setup: Setup) -> bool:
+    return "autocast_dtype" in setup.recipe.given and setup.recipe.autocast_dtype != "bf16"
+
+
+def _autocast_dtype(setup: Setup) -> str:
+    return f"autocast_dtype={setup.recipe.autocast_dtype!r}"
 
 
 ENGINE_RULES = (
@@ -21,7 +30,10 @@ ENGINE_RULES = (
         lambda s: s.has_level and s.parallel == "deepspeed",
         "the levels O1, O2 and O3 do not go with DeepSpeed, whose ZeRO stages keep weights, gradients and optimizer "
         "states in partitions of their own",
-        "use FSDP2, which shards this very level, or the same backend without +msamp",
+        "leave DeepSpeed out and use FullyShardedDataParallelPlugin(fsdp_version=2): FSDP2 shards this very level; or "
+        "use the same backend without +msamp",
+        lambda s: f"with DeepSpeed, {s.recipe.compute}:{s.recipe.scaling} trains in FP8",
+        is_raised=always,
     ),
     Rule(
         "level_fsdp1",
@@ -29,7 +41,9 @@ ENGINE_RULES = (
         lambda s: s.has_level and s.parallel == "fsdp1",
         "the levels O1, O2 and O3 do not go with FSDP1, which flattens parameters: a flat one cannot be stored in "
         "scaled precision",
-        "set fsdp_version: 2",
+        "set fsdp_version=2 (FullyShardedDataParallelPlugin, `accelerate launch --fsdp_version 2`), or use the same "
+        "backend without +msamp",
+        is_raised=always,
     ),
     Rule(
         "fsdp1",
@@ -42,32 +56,41 @@ ENGINE_RULES = (
     Rule(
         "all_gather_without_fsdp2",
         "error",
-        lambda s: _asks_for_all_gather(s.recipe) and s.parallel != "fsdp2",
+        lambda s: s.parallel != "fsdp2" and _asks_for_all_gather(s),
         "enable_fsdp_float8_all_gather replaces the weights by tensors that only FSDP2 trains: they would never change",
-        "leave enable_fsdp_float8_all_gather out, or use FSDP2",
+        "leave enable_fsdp_float8_all_gather out, or use FSDP2 (fsdp_version: 2)",
+        is_raised=lambda s: s.world_size not in (None, 1),  # one process is refused where its model is converted
     ),
     Rule(
         "autocast_fsdp2",
         "error",
-        lambda s: s.parallel == "fsdp2" and _own_autocast(s.recipe),
+        lambda s: s.parallel == "fsdp2" and _own_autocast(s),
         "autocast_dtype has no effect under FSDP2, whose own configuration sets the precision around FP8",
         "leave autocast_dtype out",
-        lambda s: f"autocast_dtype={s.recipe.autocast_dtype!r}",
+        _autocast_dtype,
+        always,
     ),
     Rule(
         "autocast_deepspeed",
         "error",
-        lambda s: s.parallel == "deepspeed" and _own_autocast(s.recipe),
-        "autocast_dtype has no effect under DeepSpeed, whose own configuration sets the precision around FP8",
+        lambda s: (
+            s.parallel == "deepspeed"
+            and (_own_autocast(s) or ("autocast_dtype" in s.recipe.given and s.engine_bf16 is False))
+        ),
+        "autocast_dtype has no effect under DeepSpeed, whose own configuration sets the precision around FP8 (bf16, or "
+        "FP32 with bf16.enabled false)",
         "leave autocast_dtype out",
-        lambda s: f"autocast_dtype={s.recipe.autocast_dtype!r}",
+        _autocast_dtype,
+        always,
     ),
     Rule(
         "fp8_gradients_deepspeed",
         "error",
         lambda s: s.parallel == "deepspeed" and s.recipe.gradient_comm == "fp8",
         'gradient_comm="fp8" has no effect on DeepSpeed\'s engine, which reduces gradients itself',
-        "leave gradient_comm out and set communication_data_type in DeepSpeed's configuration, or use DDP or FSDP2",
+        "leave gradient_comm out and set communication_data_type in DeepSpeed's configuration (fp16, bf16 or fp32), or "
+        "use DDP or FSDP2, where gradients travel in FP8",
+        is_raised=always,
     ),
     Rule(
         "fp8_gradients_alone",
@@ -80,16 +103,15 @@ ENGINE_RULES = (
         "fuse_norms_zero3",
         "error",
         lambda s: s.recipe.fuse_norms and s.parallel == "deepspeed" and s.zero_stage == 3,
-        "fuse_norms does not go with DeepSpeed's ZeRO-3, which gathers a norm's weight for the norm alone",
-        "leave fuse_norms out, or use ZeRO stage 0 to 2, or FSDP2",
+        *FUSED_NORMS_SHARDED,
+        is_raised=always,
     ),
     Rule(
         "fp8_params_sharded",
         "error",
         lambda s: s.recipe.fp8_params and s.parallel in ("fsdp1", "fsdp2", "deepspeed"),
-        "fp8_params does not go with sharded weights: FSDP and DeepSpeed cut parameters up, which weights kept in FP8 "
-        "are not made for here",
-        "use DDP, or msamp:O3 or te+msamp:O3, whose FP8 weights FSDP2 shards",
+        *SHARDED,
+        is_raised=always,
     ),
     Rule(
         "efficient_loading_buffers",
@@ -136,13 +158,14 @@ ENGINE_RULES = (
         "error",
         lambda s: s.parallel == "megatron",
         "Megatron-LM brings its own FP8, and this package converts none of its layers",
-        'use mixed_precision="bf16" and Megatron\'s FP8 options',
+        'use accelerate launch with mixed_precision="bf16" and Megatron\'s own FP8 options',
+        is_raised=always,
     ),
     Rule(
         "tpu",
         "error",
         lambda s: s.parallel == "tpu",
         "TPUs multiply no FP8 matrices for PyTorch through this package",
-        'use mixed_precision="bf16"',
+        'use accelerate launch with mixed_precision="bf16"',
     ),
 )

@@ -32,7 +32,7 @@ def _is_small(size: tuple[int, int], recipe: Recipe) -> bool:
 
 def _all_small(setup: Setup) -> bool:
     sizes = setup.linear_sizes
-    return bool(sizes) and setup.fp8_products and all(_is_small(size, setup.recipe) for size in sizes)
+    return bool(sizes) and setup.machine.chip.fp8 and all(_is_small(size, setup.recipe) for size in sizes)
 
 
 def alignment(recipe: Recipe) -> int:
@@ -109,7 +109,7 @@ MODEL_RULES = (
     Rule(
         "small_model",
         "warning",
-        lambda s: s.fp8_products and s.parameters is not None and s.parameters < SMALLEST_MEASURED,
+        lambda s: s.machine.chip.fp8 and s.parameters is not None and s.parameters < SMALLEST_MEASURED,
         "smaller than any model for which a gain was measured: on H100s 1 billion parameters gained 1.5 % on one node "
         "and 13 % on 32 (AWS), 7 billion 12 to 23 %",
         "train in bf16, or measure both on your machine",
@@ -118,7 +118,7 @@ MODEL_RULES = (
     Rule(
         "modest_gain",
         "info",
-        lambda s: s.fp8_products and s.parameters is not None and SMALLEST_MEASURED <= s.parameters < MODEST_UNTIL,
+        lambda s: s.machine.chip.fp8 and s.parameters is not None and SMALLEST_MEASURED <= s.parameters < MODEST_UNTIL,
         "models of this size gain little: on H100s 1 billion parameters 1.5 to 13 % (AWS), 3 billion about 10 % "
         "(Axolotl), against 12 to 25 % for 7 to 8 billion (AWS, TorchAO)",
         "measure both on your machine",
@@ -153,7 +153,7 @@ MODEL_RULES = (
     Rule(
         "tokens_unpadded",
         "error",
-        lambda s: _off(s.sequence_length, s.recipe) and _leaves_tokens(s) and s.gpu,
+        lambda s: _off(s.sequence_length, s.recipe) and _leaves_tokens(s) and s.machine.has_gpu,
         "the weight gradient's product runs over the tokens of a batch, a multiple of 16 on a GPU, and "
         "pad_inner_dim=False leaves them as they are",
         "leave pad_inner_dim out (it pads), or pad sequences to a multiple of 16",

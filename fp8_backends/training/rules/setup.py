@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from ...compute import chips, hardware
+from ...compute.chips import Cell, Chip
+from ...compute.fields import closest
+from ...errors import RecipeError
 from ...recipes.handlers import Recipe
 
 if TYPE_CHECKING:
-    from ...compute.chips import Chip
     from ..conversion import ConversionReport
 
 Severity = Literal["error", "warning", "info"]
@@ -18,37 +22,64 @@ Compiled = Literal["none", "full", "regional"]
 
 
 @dataclass(frozen=True)
+class Machine:
+    """The chip that trains, with its libraries."""
+
+    chip: Chip
+    """Where the GPUs of a machine differ, the one that does least."""
+    capabilities: tuple[tuple[int, int], ...] = ()
+    """The CUDA capability of every visible GPU; empty without an NVIDIA GPU."""
+    cuda: tuple[int, int] | None = None
+    """The release of CUDA that PyTorch was built for; None: new enough, or not CUDA."""
+    bf16_products: bool = True
+    """Whether the GPU, or the CPU that trains, multiplies bf16 in hardware."""
+    torch: tuple[int, int] = field(default_factory=hardware.torch_release)
+    """The release of PyTorch."""
+    backward_override: str = field(default_factory=lambda: os.environ.get("NVTE_BACKWARD_OVERRIDE", ""))
+    """What the environment tells TransformerEngine."""
+
+    @property
+    def has_gpu(self) -> bool:
+        return self.chip is not chips.CPU
+
+    @classmethod
+    def this(cls) -> Machine:
+        """The machine that runs this process."""
+        fast_bf16 = hardware.has_gpu() or hardware.cpu_bf16()
+        return cls(hardware.chip(), tuple(hardware.capabilities()), hardware.cuda_release(), fast_bf16)
+
+    @classmethod
+    def with_chip(cls, key: str) -> Machine:
+        """A machine with this chip, a key of `chips.CHIPS`, and new libraries."""
+        known = {chip.key: chip for chip in chips.CHIPS}
+        if key not in known:
+            raise RecipeError(f"chip {key!r} is not known{closest(key, known)}; there are {', '.join(known)}")
+        chip = known[key]
+        capabilities = () if chip.since is None else (chip.since,)
+        return cls(chip, capabilities, bf16_products=chip is not chips.CPU or hardware.cpu_bf16())
+
+
+@dataclass(frozen=True)
 class Setup:
     """A recipe on a machine, with a model and what surrounds it. None: not known, and then no rule asks."""
 
     recipe: Recipe
-    parallel: Parallel
-    compiled: Compiled
-    gpu: bool
-    fp8_products: bool
-    bf16_products: bool
-    """In hardware, of the GPU or of the CPU that trains."""
-    chip: Chip
-    """Of this machine, as the hardware table knows it."""
-    capabilities: tuple[tuple[int, int], ...]
-    """The CUDA capability of every visible GPU; empty without an NVIDIA GPU."""
-    cuda: tuple[int, int] | None
-    """Release of the CUDA that this PyTorch was built for."""
-    torch: tuple[int, int]
-    """Release of PyTorch."""
-    backward_override: str = ""
-    """What NVTE_BACKWARD_OVERRIDE in the environment tells TransformerEngine."""
+    machine: Machine
+    parallel: Parallel | None = None
+    compiled: Compiled | None = None
     activation_checkpointing: bool | None = None
     attention: str | None = None
-    """As transformers names it: eager, sdpa, flash_attention_2, flex_attention, …"""
+    """The name in transformers: eager, sdpa, flash_attention_2, flex_attention, …"""
     sequence_length: int | None = None
     vocab_size: int | None = None
     optimizer: str | None = None
-    """A name as transformers' and Axolotl's `optimizer` has it, or a class name."""
+    """The name in transformers' and Axolotl's `optimizer`, or a class name."""
     cpu_ram_efficient_loading: bool | None = None
     world_size: int | None = None
     zero_stage: int | None = None
-    """Of DeepSpeed."""
+    """DeepSpeed's."""
+    engine_bf16: bool | None = None
+    """Whether DeepSpeed's configuration has bf16 around FP8."""
     tensor_parallel: int | None = None
     """Ranks that share one layer."""
     quantized_base: bool | None = None
@@ -67,18 +98,27 @@ class Setup:
     """Names of the model's buffers that a state dict holds."""
 
     @property
-    def capability(self) -> tuple[int, int] | None:
-        """The lowest."""
-        return min(self.capabilities, default=None)
-
-    @property
     def gradient_comm(self) -> str:
         """How gradients travel between ranks, "fp8" or "plain"."""
-        return self.recipe.gradient_comm or ("plain" if self.recipe.level == "O0" else "fp8")
+        return self.recipe.gradient_comm or ("fp8" if self.has_level else "plain")
 
     @property
     def has_level(self) -> bool:
         return self.recipe.level != "O0"
+
+    @property
+    def is_compiled(self) -> bool:
+        return self.compiled in ("full", "regional")
+
+    @property
+    def cell(self) -> Cell | None:
+        """What the recipe's backend does on the chip; None for a backend that is not of this package."""
+        return chips.cell_of(f"{self.recipe.compute}:{self.recipe.scaling}", self.machine.chip)
+
+    @property
+    def state(self) -> chips.State | None:
+        """The same with the machine's release of CUDA: "FP8", "emulated" or "refused"."""
+        return self.cell and self.cell.state_with(self.machine.cuda)
 
 
 class Rule(NamedTuple):
@@ -89,14 +129,20 @@ class Rule(NamedTuple):
     applies: Callable[[Setup], bool]
     reason: str
     fix: str
-    here: Callable[[Setup], str] = lambda setup: ""
+    detail: Callable[[Setup], str] = lambda setup: ""
     """What of this setup made the rule apply, where it is not plain from the reason."""
+    is_raised: Callable[[Setup], bool] = lambda setup: False
+    """Whether `refuse` raises it, where it applies."""
+
+    def reason_in(self, setup: Setup) -> str:
+        detail = self.detail(setup)
+        return f"{self.reason} (here: {detail})" if detail else self.reason
+
+
+def always(setup: Setup) -> bool:
+    return True
 
 
 def number(amount: int) -> str:
     """A count of parameters as people say it."""
     return f"{amount / 1e9:.3g} billion" if amount >= 1e9 else f"{amount / 1e6:.3g} million"
-
-
-def release(version: tuple[int, int]) -> str:
-    return ".".join(map(str, version))

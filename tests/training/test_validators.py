@@ -8,39 +8,28 @@ import pytest
 import torch
 from torch import nn
 
-from fp8_backends import RecipeError, validate
-from fp8_backends.compute import chips as hardware_table
-from fp8_backends.training.rules import RULES, THEMES
+from fp8_backends import RecipeError, resolve, validate
+from fp8_backends.compute import chips
+from fp8_backends.training.rules import RULES, THEMES, Machine, Setup, refuse
 
 
-def rules(*args, **kwargs):
-    return {finding.rule: finding for finding in validate(*args, **kwargs)}
+def rules(spec, model=None, *, chip="hopper", **setup):
+    """What `validate` finds, by rule: on a machine with a Hopper GPU and new libraries, or on this one (None)."""
+    return {finding.rule: finding for finding in validate(spec, model, chip=chip, **setup)}
 
 
-def pretend_gpus(monkeypatch, *capabilities, cuda=(13, 0)):
-    """NVIDIA GPUs of these capabilities and a PyTorch for that CUDA; without a capability, AMD's MI350."""
-    chip = hardware_table.chip_of(min(capabilities)) if capabilities else hardware_table.MI350
-    fp8 = not capabilities or min(capabilities) >= (8, 9)
-    for name, value in {
-        "has_gpu": True,
-        "fp8_products": fp8,
-        "capabilities": list(capabilities),
-        "cuda_release": cuda,
-        "torch_release": (2, 13),
-    }.items():
-        monkeypatch.setattr(f"fp8_backends.compute.hardware.{name}", lambda value=value: value)
-    monkeypatch.setattr("fp8_backends.compute.chips.chip_here", lambda: chip)
+def on_machine(spec, machine, parallel=None):
+    """The rules that apply on a machine."""
+    setup = Setup(resolve(spec), machine, parallel)
+    return {rule.name: rule.reason_in(setup) for rule in RULES.values() if rule.applies(setup)}
 
 
-@pytest.fixture
-def fp8_gpu(monkeypatch):
-    pretend_gpus(monkeypatch, (9, 0))
+def nvidia(*capabilities, cuda=(13, 0), torch=(2, 13)):
+    return Machine(chips.chip_of(min(capabilities)), capabilities, cuda, torch=torch)
 
 
-@pytest.fixture
-def no_gpu(monkeypatch):
-    monkeypatch.setattr("fp8_backends.compute.hardware.has_gpu", lambda: False)
-    monkeypatch.setattr("fp8_backends.compute.hardware.fp8_products", lambda: False)
+CPU = Machine(chips.CPU, torch=(2, 13))
+MI350 = Machine(chips.MI350, torch=(2, 13))
 
 
 class Large(nn.Sequential):
@@ -50,15 +39,15 @@ class Large(nn.Sequential):
         super().__init__(*(nn.Linear(16384, 16384, bias=False, device="meta") for _ in range(layers)))
 
 
-def test_no_fp8_hardware_says_that_bf16_is_faster(no_gpu):
-    finding = rules("native")["no_fp8_hardware"]
+def test_no_fp8_hardware_says_that_bf16_is_faster():
+    finding = rules("native", chip="cpu")["no_fp8_hardware"]
     assert finding.severity == "warning" and "bf16" in finding.fix
     emulated, _, refused = finding.reason.partition("refused:")
     assert "native:mxfp8" in emulated and "ao:rowwise" in emulated and "te:delayed" in refused
 
 
-def test_clean_setup_has_no_findings(fp8_gpu):
-    assert validate("native:delayed", Large()) == []
+def test_clean_setup_has_no_findings():
+    assert validate("native:delayed", Large(), chip="hopper") == []
     nothing_wrong = {
         "parallel": "fsdp2",
         "compiled": "regional",
@@ -72,52 +61,53 @@ def test_clean_setup_has_no_findings(fp8_gpu):
         "quantized_base": False,
     }
     for spec in ("native:dynamic", "ao:tensorwise", "msamp:O2", "msamp:O3"):
-        assert validate(spec, Large(), **nothing_wrong) == []
+        assert validate(spec, Large(), chip="hopper", **nothing_wrong) == []
 
 
-def test_ao_on_a_gpu_wants_torch_compile(fp8_gpu):
+def test_ao_on_a_gpu_wants_torch_compile():
     assert "ao_without_compile" in rules("ao")
     assert "ao_without_compile" not in rules("ao", compiled="regional")
     assert "ao_without_compile" not in rules("native")
     assert "ao_without_compile" not in rules("ao", torch.compile(nn.Linear(8, 8)))
 
 
-def test_fp8_all_gather_needs_fsdp2(fp8_gpu):
+def test_fp8_all_gather_needs_fsdp2():
     spec = {"backend": "ao", "enable_fsdp_float8_all_gather": True}
     assert rules(spec, parallel="ddp")["all_gather_without_fsdp2"].severity == "error"
     assert "all_gather_without_fsdp2" not in rules(spec, parallel="fsdp2")
     assert "all_gather_without_fsdp2" not in rules("ao")
 
 
-def test_ao_under_ddp_wants_regional_compilation(fp8_gpu):
+def test_ao_under_ddp_wants_regional_compilation():
     assert "ao_ddp_full_compile" in rules("ao", parallel="ddp", compiled="full")
     assert "ao_ddp_full_compile" not in rules("ao", parallel="ddp", compiled="regional")
     assert "ao_ddp_full_compile" not in rules("native", parallel="ddp", compiled="full")
 
 
-def test_history_of_one_step_is_pointed_out(fp8_gpu):
+def test_history_of_one_step_is_pointed_out():
     spec = {"backend": "native:delayed", "amax_history_len": 1, "amax_compute_algo": "max"}
     assert "short_amax_history" in rules(spec)
     assert "short_amax_history" not in rules("native:delayed")
 
 
-def test_fp16_around_fp8_mentions_the_loss_scaler(fp8_gpu):
+def test_fp16_around_fp8_mentions_the_loss_scaler():
     assert "fp16_autocast" in rules({"backend": "native", "autocast_dtype": "fp16"})
     assert "fp16_autocast" not in rules("native")
 
 
-def test_small_layers_are_pointed_out(fp8_gpu):
+def test_small_layers_are_pointed_out():
     assert "small_layers" in rules("native", nn.Linear(256, 256))
     assert "small_layers" not in rules("native", nn.Sequential(nn.Linear(8, 8), nn.Linear(256, 2048)))
 
 
-def test_unavailable_backend_and_wrong_string_are_findings_not_exceptions(fp8_gpu):
-    assert rules("te")["unavailable"].severity == "error"
-    assert "TransformerEngine is not installed" in rules("te")["unavailable"].reason
+def test_unavailable_backend_and_wrong_string_are_findings_not_exceptions():
+    found = rules("te", chip=None)["unavailable"]
+    assert found.severity == "error" and "TransformerEngine is not installed" in found.reason
+    assert "unavailable" not in rules("te")
     assert "did you mean 'native'" in rules("nativ")["recipe"].reason
 
 
-def test_wrapper_is_seen_through_the_model(fp8_gpu):
+def test_wrapper_is_seen_through_the_model():
     class FSDPModule(nn.Linear):
         """The name of the class that `fully_shard` mixes in."""
 
@@ -128,40 +118,31 @@ def test_wrapper_is_seen_through_the_model(fp8_gpu):
     assert "ao_without_compile" not in rules("ao", block)
 
 
-def test_worst_findings_come_first_and_each_has_a_fix(no_gpu, monkeypatch):
-    monkeypatch.setattr("fp8_backends.compute.hardware.cpu_bf16", lambda: True)
+def test_worst_findings_come_first_and_each_has_a_fix():
     spec = {"backend": "ao", "enable_fsdp_float8_all_gather": True, "autocast_dtype": "fp16"}
-    severities = [finding.severity for finding in validate(spec)]
-    assert severities == ["error", "warning", "info"]
-    for rule in RULES:
+    found = validate(spec, chip="hopper")
+    assert [finding.severity for finding in found] == ["error", "warning", "info"]
+    assert str(found[0]).startswith("error: ") and "Fix:" in str(found[0])
+    for rule in RULES.values():
         assert rule.fix and rule.reason and rule.severity in ("error", "warning", "info")
-    assert str(validate(spec)[0]).startswith("error: ") and "Fix:" in str(validate(spec)[0])
 
 
 # TransformerEngine
 
 
-@pytest.fixture
-def nvidia(monkeypatch):
-    """An NVIDIA GPU of that capability (None: an AMD GPU), and a PyTorch for that CUDA."""
-
-    def pretend(capability=None, cuda=(13, 0)):
-        pretend_gpus(monkeypatch, *([] if capability is None else [capability]), cuda=cuda)
-
-    return pretend
+TE_RULES = {rule.name for rule in THEMES["TransformerEngine"]} | {"fp8_params_sharded", "fp8_params_trains"}
 
 
 def te_rules(spec, **setup):
-    named = {rule.name for rule in THEMES["TransformerEngine"]} | {"fp8_params_sharded", "fp8_params_trains"}
-    return {name for name in rules(spec, **setup) if name in named}
+    return TE_RULES & rules(spec, **setup).keys()
 
 
-def test_te_without_an_nvidia_gpu_names_the_native_twin(nvidia):
-    nvidia(None)
-    for spec in ("te", "te:blockwise", "te:mxfp8", "te+msamp:O2"):
-        assert te_rules(spec) == {"te_without_nvidia_gpu"}
-        assert "native:delayed for te:delayed" in rules(spec)["te_without_nvidia_gpu"].fix
-    assert not te_rules("native:delayed") and not te_rules("ao")
+def test_te_without_an_nvidia_gpu_names_the_native_equivalent():
+    for machine in (CPU, MI350, Machine(chips.chip_of("gfx90a"))):
+        for spec in ("te", "te:blockwise", "te:mxfp8", "te+msamp:O2"):
+            assert TE_RULES & on_machine(spec, machine).keys() == {"te_without_nvidia_gpu"}
+        assert not TE_RULES & {*on_machine("native:delayed", machine), *on_machine("ao", machine)}
+    assert "native:delayed for te:delayed" in rules("te", chip="mi350")["te_without_nvidia_gpu"].fix
 
 
 @pytest.mark.parametrize(
@@ -183,24 +164,20 @@ def test_te_without_an_nvidia_gpu_names_the_native_twin(nvidia):
         ("native:mxfp8", (9, 0), (12, 0), set()),
     ],
 )
-def test_te_recipe_that_the_chip_or_its_cuda_lacks(nvidia, spec, capability, cuda, expected):
-    nvidia(capability, cuda)
-    assert te_rules(spec) == expected
-    scaling = spec.partition(":")[2]
-    if spec.startswith("te"):  # the same as the table that doctor prints
-        here = hardware_table.support_of("te", scaling, hardware_table.chip_of(capability), cuda)
-        assert (here.state == "refused") == bool(expected)
+def test_te_recipe_that_the_chip_or_its_cuda_lacks(spec, capability, cuda, expected):
+    found = on_machine(spec, nvidia(capability, cuda=cuda))
+    assert TE_RULES & found.keys() == expected
+    if any("CUDA" in found[rule] for rule in expected):
+        assert f"here: CUDA {cuda[0]}.{cuda[1]}" in found[min(expected)]
 
 
-def test_a_backward_that_the_environment_takes_out_of_fp8_is_pointed_out(nvidia, monkeypatch):
-    nvidia((9, 0))
+def test_a_backward_that_the_environment_takes_out_of_fp8_is_pointed_out(monkeypatch):
     monkeypatch.setenv("NVTE_BACKWARD_OVERRIDE", "high_precision")
     assert rules("te:dynamic")["te_backward_in_high_precision"].severity == "error"
     assert not te_rules("native:dynamic")
 
 
-def test_weights_in_fp8_are_whole_and_do_not_train(nvidia):
-    nvidia((9, 0))
+def test_weights_in_fp8_are_whole_and_do_not_train():
     spec = {"backend": "te", "fp8_params": True}
     for parallel in ("fsdp1", "fsdp2", "deepspeed"):
         found = rules(spec, parallel=parallel)["fp8_params_sharded"]
@@ -331,79 +308,128 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("rule", "fires", "near", "here"), CASES, ids=[case[0] for case in CASES])
-def test_rule_fires_where_it_should_and_a_near_miss_does_not(fp8_gpu, rule, fires, near, here):
+@pytest.mark.parametrize(("rule", "fires", "near", "detail"), CASES, ids=[case[0] for case in CASES])
+def test_rule_fires_where_it_should_and_a_near_miss_does_not(rule, fires, near, detail):
     (spec, setup), (near_spec, near_setup) = fires, near
-    assert here in rules(spec, **setup)[rule].reason
+    assert detail in rules(spec, **setup)[rule].reason
     assert rule not in rules(near_spec, **near_setup)
 
 
 MACHINES = [
-    # rule, spec, machine that fires, machine that does not
-    ("emulated_here", "native:mxfp8", [(9, 0)], [(10, 0)]),
-    ("emulated_here", "native:blockwise", [(8, 9)], [(9, 0)]),
-    ("emulated_here", "native:dynamic", None, [(9, 0)]),
-    ("mixed_gpus", "native", [(9, 0), (8, 9)], [(9, 0), (9, 0)]),
+    # rule, spec, machine that fires, machine that does not, what the finding says of the machine
+    ("emulated_here", "native:mxfp8", nvidia((9, 0)), nvidia((10, 0)), ""),
+    ("emulated_here", "native:blockwise", nvidia((8, 9)), nvidia((9, 0)), ""),
+    ("emulated_here", "native:blockwise", nvidia((9, 0), cuda=(12, 8)), nvidia((9, 0), cuda=(12, 9)), "CUDA 12.9"),
+    ("emulated_here", "native:dynamic", Machine(chips.MI300), MI350, "here: MI300"),
+    ("mixed_gpus", "native", nvidia((9, 0), (8, 9)), nvidia((9, 0), (9, 0)), "capabilities 8.9, 9.0"),
+    ("cuda_before_12_4", "native", nvidia((9, 0), cuda=(12, 3)), nvidia((9, 0), cuda=(12, 4)), "CUDA 12.3"),
+    ("cuda_before_12_4", "native", nvidia((9, 0), cuda=(12, 3)), nvidia((8, 0), cuda=(12, 3)), ""),
+    ("no_fp8_hardware", "native", nvidia((8, 6)), nvidia((8, 9)), "te:delayed"),
 ]
 
 
-@pytest.mark.parametrize(("rule", "spec", "fires", "near"), MACHINES)
-def test_rule_of_a_chip(monkeypatch, rule, spec, fires, near):
-    pretend_gpus(monkeypatch, *(fires or []))
-    if fires is None:
-        monkeypatch.setattr("fp8_backends.compute.chips.chip_here", lambda: hardware_table.MI300)
-    found = rules(spec)[rule]
-    assert rule != "mixed_gpus" or "capabilities 8.9, 9.0" in found.reason
-    assert found.severity == "warning" and ("here: MI300" in found.reason) == (fires is None)
-    pretend_gpus(monkeypatch, *near)
-    assert rule not in rules(spec)
+@pytest.mark.parametrize(("rule", "spec", "fires", "near", "detail"), MACHINES)
+def test_rule_of_a_chip(rule, spec, fires, near, detail):
+    assert RULES[rule].severity == "warning"
+    assert detail in on_machine(spec, fires)[rule]
+    assert rule not in on_machine(spec, near)
 
 
-def test_16_bits_around_fp8_on_a_cpu_that_multiplies_none(monkeypatch, no_gpu):
-    for has_bf16, fires in ((False, True), (True, False)):
-        monkeypatch.setattr("fp8_backends.compute.hardware.cpu_bf16", lambda answer=has_bf16: answer)
+def test_16_bits_around_fp8_on_a_cpu_that_multiplies_none():
+    for has_bf16 in (False, True):
+        machine = Machine(chips.CPU, bf16_products=has_bf16)
         for dtype in ("bf16", "fp16"):
-            assert ("slow_autocast" in rules({"backend": "native", "autocast_dtype": dtype})) == fires
-        assert "slow_autocast" not in rules({"backend": "native", "autocast_dtype": "fp32"})
-        assert "slow_autocast" not in rules("native")
-        assert "slow_autocast" not in rules({"backend": "native", "autocast_dtype": "bf16"}, chip="hopper")
+            spec = {"backend": "native", "autocast_dtype": dtype}
+            assert ("slow_autocast" in on_machine(spec, machine)) is not has_bf16
+        assert "slow_autocast" not in on_machine({"backend": "native", "autocast_dtype": "fp32"}, machine)
+        assert "slow_autocast" not in on_machine("native", machine)
+    assert "slow_autocast" not in rules({"backend": "native", "autocast_dtype": "bf16"})
 
 
 VERSIONS = [
-    # rule, spec, setup, release that fires, the first that does not
-    ("torch_untried", "native", {}, (2, 10), (2, 11)),
-    ("fsdp2_torch", "native", FSDP2, (2, 5), (2, 6)),
-    ("fp8_gradients_torch", "msamp:O2", FSDP2, (2, 8), (2, 9)),
-    ("fp8_gradients_torch", GRADIENTS, FSDP2, (2, 8), (2, 9)),
+    # rule, spec, engine, release that fires, the first that does not
+    ("torch_untried", "native", None, (2, 10), (2, 11)),
+    ("fsdp2_torch", "native", "fsdp2", (2, 5), (2, 6)),
+    ("fp8_gradients_torch", "msamp:O2", "fsdp2", (2, 8), (2, 9)),
+    ("fp8_gradients_torch", GRADIENTS, "fsdp2", (2, 8), (2, 9)),
 ]
 
 
-@pytest.mark.parametrize(("rule", "spec", "setup", "old", "new"), VERSIONS)
-def test_rule_of_a_version_of_torch(monkeypatch, fp8_gpu, rule, spec, setup, old, new):
+@pytest.mark.parametrize(("rule", "spec", "engine", "old", "new"), VERSIONS)
+def test_rule_of_a_version_of_torch(rule, spec, engine, old, new):
     for release, fires in ((old, True), (new, False), ((2, 13), False)):
-        monkeypatch.setattr("fp8_backends.compute.hardware.torch_release", lambda release=release: release)
-        assert (rule in rules(spec, **setup)) == fires
-    assert rule not in rules("native", parallel="ddp")
+        assert (rule in on_machine(spec, nvidia((9, 0), torch=release), engine)) == fires
+    assert rule not in on_machine("native", nvidia((9, 0), torch=new), "ddp")
 
 
-def test_rowwise_products_on_a_cpu_want_a_new_torch(monkeypatch, no_gpu):
-    monkeypatch.setattr("fp8_backends.compute.hardware.torch_release", lambda: (2, 12))
-    assert rules("ao:rowwise")["rowwise_cpu_torch"].severity == "error"
-    assert "rowwise_cpu_torch" not in rules("ao:tensorwise") and "rowwise_cpu_torch" not in rules("native:rowwise")
-    monkeypatch.setattr("fp8_backends.compute.hardware.torch_release", lambda: (2, 13))
-    assert "rowwise_cpu_torch" not in rules("ao:rowwise")
+def test_rowwise_products_on_a_cpu_want_a_new_torch():
+    old, new = Machine(chips.CPU, torch=(2, 12)), Machine(chips.CPU, torch=(2, 13))
+    assert "torch 2.12" in on_machine("ao:rowwise", old)["rowwise_cpu_torch"]
+    for spec, machine in (("ao:tensorwise", old), ("native:rowwise", old), ("ao:rowwise", new)):
+        assert "rowwise_cpu_torch" not in on_machine(spec, machine)
+    assert "rowwise_cpu_torch" not in on_machine("ao:rowwise", nvidia((9, 0), torch=(2, 12)))
 
 
-def test_cuda_before_12_4(monkeypatch):
-    pretend_gpus(monkeypatch, (9, 0), cuda=(12, 3))
-    assert "CUDA 12.3" in rules("native")["cuda_before_12_4"].reason
-    pretend_gpus(monkeypatch, (9, 0), cuda=(12, 4))
-    assert "cuda_before_12_4" not in rules("native")
-    pretend_gpus(monkeypatch, (8, 0), cuda=(12, 3))
-    assert "cuda_before_12_4" not in rules("native")
+# What training refuses
+
+REFUSED = [
+    # rule, spec, setup that is refused, setup that is not
+    ("level_deepspeed", "msamp:O2", {"parallel": "deepspeed"}, {"parallel": "fsdp2"}),
+    ("level_fsdp1", "te+msamp:O1", {"parallel": "fsdp1"}, {"parallel": "fsdp2"}),
+    ("fp8_params_sharded", {"backend": "native", "fp8_params": True}, {"parallel": "fsdp2"}, {"parallel": "ddp"}),
+    (
+        "fuse_norms_zero3",
+        {"backend": "te", "fuse_norms": True},
+        {"parallel": "deepspeed", "zero_stage": 3},
+        {"parallel": "deepspeed"},
+    ),
+    (
+        "fp8_gradients_deepspeed",
+        {"backend": "native", "gradient_comm": "fp8"},
+        {"parallel": "deepspeed"},
+        {"parallel": "ddp"},
+    ),
+    (
+        "autocast_deepspeed",
+        {"backend": "native", "autocast_dtype": "bf16"},
+        {"parallel": "deepspeed", "engine_bf16": False},
+        {"parallel": "deepspeed", "engine_bf16": True},
+    ),
+    (
+        "autocast_deepspeed",
+        {"backend": "native", "autocast_dtype": "fp32"},
+        {"parallel": "deepspeed", "engine_bf16": True},
+        {"parallel": "ddp"},
+    ),
+    ("autocast_fsdp2", {"backend": "native", "autocast_dtype": "fp16"}, {"parallel": "fsdp2"}, {"parallel": "ddp"}),
+    (
+        "all_gather_without_fsdp2",
+        {"backend": "ao", "enable_fsdp_float8_all_gather": True},
+        {"parallel": "ddp", "world_size": 2},
+        {"world_size": 1},
+    ),
+    ("megatron", "native", {"parallel": "megatron"}, {"parallel": "none"}),
+]
 
 
-def test_small_layers_are_judged_by_the_scale_s_granularity(fp8_gpu):
+@pytest.mark.parametrize(("rule", "spec", "refused", "near"), REFUSED)
+def test_training_refuses_in_the_rule_s_words_and_names_the_recipe(rule, spec, refused, near):
+    recipe = resolve(spec)
+    with pytest.raises(RecipeError) as error:
+        refuse(Setup(recipe, CPU, **refused))
+    said = str(error.value)
+    assert said.startswith(f"{recipe.name}: {RULES[rule].reason}") and said.endswith(f". Fix: {RULES[rule].fix}")
+    refuse(Setup(recipe, CPU, **near))
+
+
+def test_every_rule_that_is_raised_is_an_error_and_has_a_case():
+    setup = Setup(resolve("native"), CPU, world_size=2)
+    raised = {rule.name for rule in RULES.values() if rule.is_raised(setup)}
+    assert raised == {rule for rule, *_ in REFUSED}
+    assert {RULES[name].severity for name in raised} == {"error"}
+
+
+def test_small_layers_are_judged_by_the_scale_s_granularity():
     between = nn.Sequential(nn.Linear(8192, 2048, device="meta"))  # a gain with one scale a tensor, none a row
     assert "8192 -> 2048" in rules("native:rowwise", between)["small_layers"].reason
     assert "small_layers" not in rules("native:dynamic", between)
@@ -412,7 +438,7 @@ def test_small_layers_are_judged_by_the_scale_s_granularity(fp8_gpu):
     assert "64 -> 64" in rules("native", small)["small_layers"].reason
 
 
-def test_model_shows_its_configuration(fp8_gpu):
+def test_model_shows_its_configuration():
     model = with_config(50257, vocab_size=50257, _attn_implementation="flash_attention_2")
     model.is_gradient_checkpointing = True
     found = rules("ao", model, parallel="fsdp2", compiled="full")
@@ -423,7 +449,7 @@ def test_model_shows_its_configuration(fp8_gpu):
     assert "vocabulary_off_16" in rules("ao", language)
 
 
-def test_optimizer_object_is_judged_as_prepare_judges_it(fp8_gpu):
+def test_optimizer_object_is_judged_as_prepare_judges_it():
     weights = [nn.Parameter(torch.zeros(2, 2))]
     refused = rules("msamp:O2", optimizer=torch.optim.SGD(weights, lr=1.0))["optimizer"]
     assert refused.severity == "error" and "torch.optim.AdamW" in refused.fix
@@ -432,14 +458,14 @@ def test_optimizer_object_is_judged_as_prepare_judges_it(fp8_gpu):
     assert "optimizer" not in rules("native", optimizer=torch.optim.SGD(weights, lr=1.0))
 
 
-def test_patterns_that_match_nothing_are_findings(fp8_gpu):
+def test_patterns_that_match_nothing_are_findings():
     model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16))
     spec = {"backend": "native", "exclude": ["q_proj"]}
     assert "no weight of this model matches 'q_proj'" in rules(spec, model)["recipe"].reason
     assert "recipe" not in rules({"backend": "te", "exclude": ["1"]}, model)  # a norm, which te swaps
 
 
-def test_another_chip_is_judged_with_new_libraries(no_gpu, monkeypatch):
+def test_another_chip_is_judged_with_new_libraries(monkeypatch):
     monkeypatch.setattr("fp8_backends.compute.hardware.cuda_release", lambda: (12, 0))
     assert not rules("te:blockwise", chip="hopper")
     assert set(rules("te:mxfp8", chip="hopper")) == {"te_mxfp8_chip"} and not rules("te:mxfp8", chip="blackwell")
@@ -447,9 +473,9 @@ def test_another_chip_is_judged_with_new_libraries(no_gpu, monkeypatch):
     assert set(rules("native", chip="before-fp8")) == set(rules("native", chip="cpu")) == {"no_fp8_hardware"}
     assert set(rules("te", chip="mi350")) == {"te_without_nvidia_gpu"} and not rules("native", chip="mi350")
     assert set(rules("ao", chip="hopper")) == {"ao_without_compile"}
-    for chip in hardware_table.CHIPS:  # as the table has it
+    for chip in chips.CHIPS:  # as the table has it
         for spec in ("te:delayed", "te:blockwise", "te:mxfp8", "ao:tensorwise", "native:blockwise", "native:window"):
-            state = hardware_table.support_of(*spec.split(":"), chip).state
+            state = chips.cell_of(spec, chip).state
             found = rules(spec, chip=chip.key, compiled="full")
             assert any(finding.severity == "error" for finding in found.values()) == (state == "refused"), (spec, chip)
             assert bool({"emulated_here", "no_fp8_hardware"} & found.keys()) == (
@@ -459,16 +485,14 @@ def test_another_chip_is_judged_with_new_libraries(no_gpu, monkeypatch):
         validate("te", chip="hoper")
 
 
-def test_nothing_of_the_model_changes(no_gpu):
+def test_nothing_of_the_model_changes():
     model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16))
     state, classes = {**vars(model[0])}, [type(module) for module in model.modules()]
     validate("native", model)
     assert vars(model[0]) == state and [type(module) for module in model.modules()] == classes
 
 
-def test_every_rule_has_a_case(request):
+def test_every_rule_has_a_case():
     source = Path(__file__).read_text(encoding="utf-8")
-    missing = [rule.name for rule in RULES if f'"{rule.name}"' not in source]
-    assert not missing
-    names = [rule.name for rule in RULES]
-    assert len(names) == len(set(names))
+    assert not [name for name in RULES if f'"{name}"' not in source]
+    assert len(RULES) == sum(map(len, THEMES.values())), "no two rules have one name"

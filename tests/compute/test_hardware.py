@@ -12,41 +12,99 @@ import torch
 
 from fp8_backends import Availability
 from fp8_backends.compute import hardware
+from fp8_backends.compute.chips import EMULATED, FP8, REFUSED, cell_of
+from fp8_backends.compute.native.block_products import block_engine_for
+from fp8_backends.compute.products import engine_for
+from fp8_backends.compute.te.backend import TransformerEngineCompute
+from fp8_backends.compute.torchao.backend import TorchAOCompute
 
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """Pretend that these CUDA capabilities are what the process sees."""
+    """Pretend that the process sees these GPUs, by CUDA capability or AMD's architecture."""
 
-    def pretend(*capabilities, hip=None, architecture="gfx942:sramecc+"):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(capabilities))
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=0: capabilities[index])
+    def pretend(*found, cuda="13.0"):
+        is_amd = any(isinstance(gpu, str) for gpu in found)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(found))
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(found))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=0: (9, 4) if is_amd else found[at(index)])
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=0: "pretended")
-        monkeypatch.setattr(torch.version, "hip", hip)
-        monkeypatch.setattr(
-            torch.cuda, "get_device_properties", lambda index: SimpleNamespace(gcnArchName=architecture)
-        )
+        properties = [SimpleNamespace(gcnArchName=gpu) for gpu in found]
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index=0: properties[at(index)])
+        monkeypatch.setattr(torch.version, "hip", "7.0" if is_amd else None)
+        monkeypatch.setattr(torch.version, "cuda", None if is_amd else cuda)
+
+    def at(index):
+        return index if isinstance(index, int) else index.index or 0
 
     return pretend
 
 
 @pytest.mark.parametrize(
-    ("capabilities", "products"),
+    ("found", "products"),
     [((), False), (((8, 0),), False), (((8, 9),), True), (((9, 0), (9, 0)), True), (((9, 0), (8, 0)), False)],
 )
-def test_fp8_products_need_8_9_on_every_visible_gpu(gpus, capabilities, products):
+def test_fp8_products_need_8_9_on_every_visible_gpu(gpus, found, products):
     """Accelerate asks nvidia-smi for the first GPU of the machine, visible or not."""
-    gpus(*capabilities)
+    gpus(*found)
     assert hardware.fp8_products() is products
-    assert hardware.lowest_capability() == min(capabilities, default=None)
+    assert hardware.lowest_capability() == min(found, default=None)
 
 
 @pytest.mark.parametrize(("architecture", "products"), [("gfx942:sramecc+", True), ("gfx950", True), ("gfx90a", False)])
 def test_rocm_is_judged_by_architecture_not_by_capability(gpus, architecture, products):
-    gpus((9, 4), hip="6.4", architecture=architecture)
+    gpus(architecture)
     assert hardware.fp8_products() is products
     assert hardware.lowest_capability() is None
+    gpus("gfx950", architecture)
+    assert hardware.fp8_products() is products, "the least of them decides"
+
+
+NATIVE = {
+    # GPU, PyTorch's CUDA: engines of rules with one scale a tensor or a row, of blockwise, of mxfp8
+    ((8, 6), "13.0"): ("emulated", "emulated", "emulated"),
+    ((8, 9), "13.0"): ("scaled_mm", "emulated", "emulated"),
+    ((9, 0), "13.0"): ("scaled_mm", "scaled_mm", "emulated"),
+    ((9, 0), "12.8"): ("scaled_mm", "emulated", "emulated"),
+    ((10, 0), "13.0"): ("scaled_mm", "emulated", "scaled_mm"),
+    ((10, 0), "12.6"): ("scaled_mm", "emulated", "emulated"),
+    ((12, 0), "13.0"): ("scaled_mm", "emulated", "emulated"),
+    ("gfx942:sramecc+", None): ("emulated", "emulated", "emulated"),
+    ("gfx950", None): ("scaled_mm", "emulated", "emulated"),
+}
+
+
+@pytest.mark.parametrize(("gpu", "cuda"), NATIVE)
+def test_native_multiplies_in_fp8_where_the_gpu_has_the_products(gpu, cuda, gpus):
+    gpus(gpu, cuda=cuda)
+    device, bf16 = torch.device("cuda", 0), torch.bfloat16
+    blocks = [block_engine_for(device, bf16, length) for length in (128, 32)]
+    assert (engine_for(device, bf16), *blocks) == NATIVE[gpu, cuda]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "te", "ao"),
+    [
+        *[((8, 6), REFUSED, EMULATED), ((8, 9), FP8, FP8), ((9, 0), FP8, FP8), ((12, 0), FP8, FP8)],
+        *[("gfx90a", REFUSED, EMULATED), ("gfx942", REFUSED, FP8), ("gfx950", REFUSED, FP8)],
+    ],
+)
+def test_the_table_says_what_the_libraries_do(gpu, te, ao, gpus, monkeypatch):
+    gpus(gpu)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
+    monkeypatch.setattr("fp8_backends.compute.hardware.version", lambda name: "2.20.2")
+    assert (FP8 if TransformerEngineCompute().availability() else REFUSED) == te
+    assert ("emulated" in TorchAOCompute().availability().reason) == (ao == EMULATED)
+    assert (cell_of("te:delayed", hardware.chip()).state, cell_of("ao:tensorwise", hardware.chip()).state) == (te, ao)
+
+
+def test_advice_is_for_the_least_of_the_gpus_or_for_the_cpu(gpus):
+    gpus((9, 0), (7, 0))
+    assert hardware.advice().precision == "fp16" and hardware.chip().key == "before-fp8"
+    gpus((9, 0), (9, 0))
+    assert hardware.advice(te_runs=True).backend == "te:delayed"
+    gpus()
+    assert hardware.advice().precision in ("bf16", "fp32") and hardware.chip().key == "cpu"
 
 
 CPUS = {
@@ -72,23 +130,23 @@ def test_a_cpu_multiplies_bf16_where_it_has_instructions_and_pytorch_uses_them(
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: in_onednn is not None)
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: in_onednn)
     with torch.backends.mkldnn.flags(enabled=True):
-        assert answers(hardware) == (bf16, torch.bfloat16 if bf16 else torch.float32, "bf16" if bf16 else "fp32")
+        assert answers() == (bf16, torch.bfloat16 if bf16 else torch.float32, "bf16" if bf16 else "fp32")
         assert hardware.cpu_scaled_mm() is scaled_mm and hardware.fast_dtype("cuda") == torch.bfloat16
     with torch.backends.mkldnn.flags(enabled=False):
-        assert answers(hardware) == (False, torch.float32, "fp32") and hardware.cpu_scaled_mm()
+        assert answers() == (False, torch.float32, "fp32") and hardware.cpu_scaled_mm()
 
 
-def answers(of):
-    of._cpu_has_bf16.cache_clear()
+def answers():
+    hardware._cpu_has_bf16.cache_clear()
     try:
-        return of.cpu_bf16(), of.fast_dtype("cpu"), of.fast_precision("cpu")
+        return hardware.cpu_bf16(), hardware.fast_dtype("cpu"), hardware.fast_precision("cpu")
     finally:
-        of._cpu_has_bf16.cache_clear()
+        hardware._cpu_has_bf16.cache_clear()
 
 
 def test_a_pytorch_without_onednns_operators_has_no_bf16_products(monkeypatch):
     monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace())
-    assert not answers(hardware)[0]
+    assert not answers()[0]
 
 
 def test_fast_autocast_is_to_bf16_or_none(monkeypatch):

@@ -1,0 +1,104 @@
+"""What a user chooses beside the backend: compilation, attention, optimizers, and fields of the recipe."""
+
+from __future__ import annotations
+
+from .setup import Rule, Setup
+
+TORCH_ADAM = ("adamw_torch", "adamw_torch_fused", "adamw", "adam")
+"""Names for `torch.optim.AdamW` and `Adam`, which levels convert; transformers' and Axolotl's default among them."""
+BITSANDBYTES = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "lion_8bit", "paged_lion_8bit", "ademamix_8bit")
+
+
+COMPILATION_RULES = (
+    Rule(
+        "ao_without_compile",
+        "warning",
+        lambda s: s.recipe.compute == "ao" and s.machine.has_gpu and not s.is_compiled,
+        "TorchAO's casts are many small kernels unless compiled: without torch.compile FP8 is slower than bf16",
+        "compile the model, or its repeated blocks",
+    ),
+    Rule(
+        "ao_ddp_full_compile",
+        "warning",
+        lambda s: s.recipe.compute == "ao" and s.parallel == "ddp" and s.compiled == "full",
+        "TorchAO's FP8 under DDP with the whole model compiled is known to fail in other trainers",
+        "compile the repeated blocks instead (regional compilation), or use FSDP2",
+    ),
+    Rule(
+        "checkpointing_fsdp2_compile",
+        "warning",
+        lambda s: bool(s.activation_checkpointing) and s.parallel == "fsdp2" and s.is_compiled,
+        "FP8 under FSDP2 with torch.compile and activation checkpointing of whole blocks tends to be slower than bf16 "
+        "(reported by Axolotl): what is recomputed is cast to FP8 again",
+        "turn activation checkpointing off, or checkpoint selected operations only",
+    ),
+    Rule(
+        "flash_attention_2_compile",
+        "warning",
+        lambda s: s.attention in ("flash_attention_2", "kernels-community/flash-attn2") and s.is_compiled,
+        "FlashAttention 2 does not go well with torch.compile (reported by Axolotl)",
+        "use attn_implementation sdpa or flex_attention",
+        lambda s: s.attention,
+    ),
+    Rule(
+        "fp8_attention",
+        "info",
+        lambda s: s.attention == "fp8",
+        "FP8 attention is another library's: this package converts layers with weights, and neither counts nor proves "
+        "the products of attention",
+        "use attn_implementation sdpa for a run whose FP8 products are all proven",
+    ),
+)
+
+
+def _name(setup: Setup) -> str | None:
+    return None if setup.optimizer is None else setup.optimizer.lower()
+
+
+OPTIMIZER_RULES = (
+    Rule(
+        "level_optimizer",
+        "error",
+        lambda s: s.has_level and _name(s) is not None and _name(s) not in TORCH_ADAM,
+        "the levels O1, O2 and O3 train with torch.optim.AdamW or Adam, whose states they store themselves: in 8 and "
+        "16 bits at O2 and O3",
+        "use adamw_torch (torch.optim.AdamW), or a backend without +msamp",
+        lambda s: s.optimizer,
+    ),
+    Rule(
+        "bitsandbytes_fsdp2",
+        "error",
+        lambda s: s.parallel == "fsdp2" and _name(s) in BITSANDBYTES,
+        "the 8-bit optimizers of bitsandbytes do not know FSDP2's sharded parameters (Axolotl refuses them, too)",
+        "use adamw_torch with a level O2 or O3, which stores the states in 8 and 16 bits, or adamw_torch_8bit",
+        lambda s: s.optimizer,
+    ),
+    Rule(
+        "ao_adamw_fp8",
+        "warning",
+        lambda s: _name(s) == "ao_adamw_fp8",
+        "TorchAO's FP8 Adam keeps the second moment in E4M3 with one scale for 256 elements: where gradients of one "
+        "block span three orders of magnitude, small ones are flushed to zero, and their updates were 4.5 times too "
+        "large on average in a synthetic test",
+        "use adamw_torch with a level O2 or O3, whose second moment is FP16, or ao_adamw_8bit",
+    ),
+)
+
+RECIPE_RULES = (
+    Rule(
+        "short_amax_history",
+        "info",
+        lambda s: (
+            s.recipe.scaling == "delayed" and s.recipe.amax_history_len == 1 and s.recipe.amax_compute_algo == "max"
+        ),
+        "amax_history_len=1 leaves nothing to take a maximum of: amax_compute_algo='max' equals 'most_recent'",
+        "lengthen the history, or drop amax_compute_algo",
+    ),
+    Rule(
+        "fp16_autocast",
+        "info",
+        lambda s: s.recipe.autocast_dtype == "fp16",
+        "fp16 around FP8 needs a loss scaler: Accelerate makes one, a loop of your own must",
+        "use bf16 where the device has it",
+    ),
+)

@@ -1,0 +1,82 @@
+"""The table of chips: complete, consistent, and its advice for each chip."""
+
+from __future__ import annotations
+
+import pytest
+
+import fp8_backends
+from fp8_backends.compute import chips, registry
+from fp8_backends.compute.chips import CHIPS, EMULATED, FP8, REFUSED, TABLE, advice_for, cell_of, chip_of
+
+
+def test_the_table_has_every_backend_once_and_a_cell_for_every_chip():
+    backends = [backend for row in TABLE for backend in row.backends]
+    strings = [f"{name}:{scaling}" for name in registry.BUILT_IN for scaling in registry.scalings_of(name)]
+    assert sorted(backends) == sorted([*strings, "msamp"])
+    assert all(fp8_backends.resolve(backend).name == backend for backend in backends if backend != "msamp")
+    assert {len(row.cells) for row in TABLE} == {len(CHIPS)}
+    assert {cell.note for row in TABLE for cell in row.cells} - {""} == chips.NOTES.keys()
+    for row in TABLE:
+        assert all(cell.note for cell in row.cells if cell.state == REFUSED), "a refusal has a reason"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "key"),
+    [
+        *[((7, 0), "before-fp8"), ((8, 7), "before-fp8"), ((8, 9), "ada"), ((9, 0), "hopper")],
+        *[((10, 0), "blackwell"), ((10, 3), "blackwell"), ((11, 0), "blackwell")],
+        *[((12, 0), "rtx-blackwell"), ((12, 1), "rtx-blackwell")],
+        *[("gfx942:sramecc+", "mi300"), ("gfx950", "mi350"), ("gfx90a", "before-fp8"), ("gfx1100", "before-fp8")],
+    ],
+)
+def test_gpus_belong_to_chips(gpu, key):
+    assert chip_of(gpu).key == key
+
+
+def test_these_chips_have_fp8_matrix_units():
+    without = [chip.key for chip in CHIPS if not chip.fp8]
+    assert without == ["cpu", "before-fp8"]
+
+
+def test_a_pytorch_for_an_older_cuda_is_taken_into_account():
+    blocks, te_blocks = (cell_of(f"{name}:blockwise", chips.HOPPER) for name in ("native", "te"))
+    assert [blocks.state_with(cuda) for cuda in ((12, 8), (12, 9), (13, 0), None)] == [EMULATED, FP8, FP8, FP8]
+    assert [te_blocks.state_with(cuda) for cuda in ((12, 8), (12, 9))] == [REFUSED, FP8]
+    assert cell_of("te:delayed", chips.ADA).state_with((12, 0)) == REFUSED
+    assert cell_of("mine:delayed", chips.HOPPER) is None
+
+
+def test_the_text_fits_its_width():
+    assert max(map(len, chips.text(100).splitlines())) <= 100
+
+
+@pytest.mark.parametrize(
+    ("gpu", "te", "precision", "backend", "reason"),
+    [
+        ((12, 0), True, "bf16", "", "little or no speed"),
+        ((11, 0), True, "fp8", "te:mxfp8", "twice as fast"),
+        ((10, 3), False, "fp8", "native:dynamic", "torch.compile"),
+        ((9, 0), True, "fp8", "te:delayed", "twice as fast"),
+        ((9, 0), False, "fp8", "native:dynamic", "torch.compile"),
+        ((8, 9), True, "bf16", "", "compare first"),
+        ((8, 6), False, "bf16", "", "none in FP8"),
+        ((8, 0), False, "bf16", "", "none in FP8"),
+        ((7, 5), False, "fp16", "", "loss scaler"),
+        ((7, 0), False, "fp16", "", "none in bf16"),
+        ((6, 1), False, "fp32", "", "no matrix units"),
+        ("gfx950:sramecc+:xnack-", False, "fp8", "native:dynamic", "twice as fast"),
+        ("gfx942", False, "fp8", "ao:tensorwise", "TorchAO"),
+        ("gfx90a", False, "bf16", "", "bf16 products"),
+        ("gfx1100", False, "bf16", "", "bf16 products"),
+        ("gfx906", False, "fp32", "", "no bf16"),
+    ],
+)
+def test_the_precision_for_each_gpu(gpu, te, precision, backend, reason):
+    advice = advice_for(gpu, te)
+    assert (advice.precision, advice.backend) == (precision, backend) and reason in advice.reason
+    assert not backend or cell_of(backend, chip_of(gpu)).state == FP8
+
+
+def test_the_precision_for_a_cpu():
+    assert advice_for(None, cpu_bf16=True).precision == "bf16" and "debugging" in advice_for(None, cpu_bf16=True).reason
+    assert advice_for(None).precision == "fp32" and "without bf16" in advice_for(None).reason
