@@ -7,7 +7,7 @@ import textwrap
 
 import pytest
 import torch
-from test_compiled import CASES, bits, needs_compiler, slots, value
+from test_adam_passes import CASES, bits, needs_compiler, slots, value
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp8_backends.numerics.kernels.adam import cpu as adam_cpu
@@ -242,7 +242,7 @@ def test_processes_that_start_together_compile_once_and_the_first_rank_says_so(t
     script = f"""
         import sys
         sys.path.insert(0, {os.path.dirname(__file__)!r})
-        from test_compiled import bits, slots, step
+        from test_adam_passes import bits, slots, step
         fast, eager = slots("O2", 1000), slots("O2", 1000)
         step(fast, compiled=True), step(eager)
         assert bits(fast) == bits(eager)
@@ -264,7 +264,7 @@ def test_without_a_compiler_the_step_runs_eagerly():
     script = """
         import sys, warnings
         sys.path.insert(0, {tests!r})
-        from test_compiled import bits, slots, step
+        from test_adam_passes import bits, slots, step
         fast, eager = slots("O2", 1000), slots("O2", 1000)
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")

@@ -1,4 +1,4 @@
-"""Which tensors go to Triton's kernels, as far as a process without Triton and a GPU can tell. tests/triton_kernels has
+"""Which tensors go to Triton's kernels, as far as a process without Triton and a GPU can tell. tests/numerics/triton_kernels has
 the rest."""
 
 from __future__ import annotations
