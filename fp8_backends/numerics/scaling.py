@@ -30,7 +30,6 @@ bf16 engine cast every floating-point buffer of a module, and a scale in bf16 is
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -98,9 +97,8 @@ def block_scale(amax: torch.Tensor, fmt: Format) -> torch.Tensor:
 
 def _power_of_two_scale(amax: torch.Tensor, fmt: Format, largest: int) -> torch.Tensor:
     # on the bits: exact also where a compiler's division is not. fmt.max / amax never rounds up to a power of two
-    fraction, exponent = math.frexp(fmt.max)  # from 0.5 to 1
-    max_mantissa, bits = int((2 * fraction - 1) * 2**23), amax.view(torch.int32)
-    quotient = exponent - 1 + 127 - (bits >> 23) - ((bits & 0x7FFFFF) > max_mantissa).to(torch.int32)
+    bits, max_bits = amax.view(torch.int32), fmt.max_bits
+    quotient = (max_bits >> 23) - (bits >> 23) - ((bits & 0x7FFFFF) > (max_bits & 0x7FFFFF)).to(torch.int32)
     scale = ((quotient.clamp(max=largest) + 127) << 23).view(torch.float32)
     return torch.where((amax > 0) & torch.isfinite(amax), scale, torch.ones_like(scale))
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from fp8_backends.numerics import scaling
 from fp8_backends.numerics.formats import E4M3, E5M2, saturating_cast
+from fp8_backends.numerics.formats import FORMATS as FORMATS_BY_DTYPE
 from fp8_backends.numerics.kernels import reference
 
 FORMATS = [E4M3, E5M2]
@@ -18,6 +19,14 @@ FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 def bits(x):
     return x.view(torch.uint8)
+
+
+def test_the_table_of_formats_is_pytorchs():
+    for dtype, fmt in FORMATS_BY_DTYPE.items():
+        info = torch.finfo(dtype)
+        assert (fmt.max, fmt.smallest_normal) == (info.max, info.smallest_normal)
+        assert 2.0**-fmt.mantissa_bits == info.eps and fmt.smallest == info.smallest_normal * info.eps
+        assert fmt.max_bits == torch.tensor(fmt.max, dtype=torch.float32).view(torch.int32)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)

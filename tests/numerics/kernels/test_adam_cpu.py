@@ -10,9 +10,9 @@ import torch
 from test_adam_passes import CASES, bits, needs_compiler, slots, value
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fp8_backends.numerics.kernels.adam import cpu as adam_cpu
-from fp8_backends.numerics.kernels.adam import table as adam_table
+from fp8_backends.numerics.kernels.adam import cpu
 from fp8_backends.numerics.kernels.adam.dispatch import AdamSteps, Job, Slot, adam_hyper
+from fp8_backends.numerics.kernels.adam.table import AdamTable
 from fp8_backends.numerics.scaled_tensor import quantize
 
 pytestmark = needs_compiler
@@ -44,7 +44,7 @@ def both(make, passes=1):
     before = all_bits(ours)
     for _ in range(passes):
         steps = AdamSteps(ours)
-        assert {type(part.kernels) for part, _ in steps._parts} == {adam_cpu.CPUKernels}
+        assert {type(part.kernels) for part, _ in steps._parts} == {cpu.CPUKernels}
         steps.run()
         AdamSteps(expected, fused=False).run()
     assert all_bits(ours) != before
@@ -148,17 +148,15 @@ def test_amaxes_and_finiteness_that_several_ranks_agreed_on_are_taken(case):
 
 def test_no_tensor_is_made_and_no_call_added_for_more_parameters(monkeypatch):
     calls = []
-    run = adam_cpu.CPUKernels._run
-    monkeypatch.setattr(
-        adam_cpu.CPUKernels, "_run", lambda self, name, table: calls.append(name) or run(self, name, table)
-    )
+    run = cpu.CPUKernels._run
+    monkeypatch.setattr(cpu.CPUKernels, "_run", lambda self, name, table: calls.append(name) or run(self, name, table))
     for count in (1, 9):
         calls.clear()
         AdamSteps(jobs("O2", sizes=(40,) * count)).run()
         assert calls == ["amaxes", "write"]
     AdamSteps(jobs("O2", copied=True, sizes=(40,) * 3)).run()
     assert calls[2:] == ["amaxes", "write", "recast"]
-    table = adam_table.AdamTable(adam_table.kind_of(jobs()[0]), jobs(), adam_cpu.kernels(adam_table.kind_of(jobs()[0])))
+    table = AdamTable(jobs()[0].kind, jobs(), cpu.kernels(jobs()[0].kind))
     made = [each for each in vars(table).values() if isinstance(each, torch.Tensor)]
     assert sum(each.numel() for each in made) <= 30 * len(SIZES)
 
@@ -199,28 +197,28 @@ def test_fake_tensors_never_reach_a_kernel():
 @pytest.mark.parametrize("capability", ["AVX2", "DEFAULT"])
 def test_older_processors_compute_the_same(capability, monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    adam_cpu._library.cache_clear()
+    cpu._library.cache_clear()
     try:
         for case in ("O2", "bf16 states", "e5m2 gradient"):
             ours, expected = both(lambda case=case: jobs(case))
             assert all_bits(ours) == all_bits(expected)
     finally:
-        adam_cpu._library.cache_clear()
+        cpu._library.cache_clear()
 
 
 def test_what_is_compiled_is_kept_for_the_next_process(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    adam_cpu._cache.cache_clear()
+    cpu._cache.cache_clear()
     compiled = []
-    compile_ = adam_cpu._compile
-    monkeypatch.setattr(adam_cpu, "_compile", lambda command: compiled.append(command) or compile_(command))
+    compile_ = cpu._compile
+    monkeypatch.setattr(cpu, "_compile", lambda command: compiled.append(command) or compile_(command))
     try:
-        definitions = tuple(adam_cpu._definitions(adam_table.kind_of(jobs("O1")[0])))
-        first, again = adam_cpu._compiled(definitions), adam_cpu._compiled(definitions)
+        definitions = tuple(cpu._definitions(jobs("O1")[0].kind))
+        first, again = cpu._compiled(definitions), cpu._compiled(definitions)
         assert first == again and first.parent == tmp_path / "fp8_backends" and len(compiled) == 1
         assert [each.name for each in first.parent.iterdir() if each.suffix != ".lock"] == [first.name]
     finally:
-        adam_cpu._cache.cache_clear()
+        cpu._cache.cache_clear()
 
 
 @pytest.mark.slow
@@ -267,7 +265,7 @@ def test_without_a_compiler_the_step_runs_eagerly():
         from test_adam_passes import bits, slots, step
         fast, eager = slots("O2", 1000), slots("O2", 1000)
         with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
+            warnings.simplefilter("default")
             step(fast, compiled=True), step(fast, 2, compiled=True)
             others = slots("O1", 1000)
             step(others, compiled=True)

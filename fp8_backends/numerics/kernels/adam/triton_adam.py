@@ -19,8 +19,9 @@ import triton.language as tl
 
 from ..triton_common import OPTIONS, as_bits, from_bits, scale_inv_of
 from ..triton_gate import has_fp8_casts, on_device_of
+from .job import Kind
 from .rounding import EXP_AVG_BITS, EXP_AVG_SQ_BITS, WEIGHT_BITS
-from .table import AdamTable, Kind
+from .table import AdamTable
 from .triton_rounding import mixed, pointer_to, scale_of
 from .triton_tiles import (
     COPY,

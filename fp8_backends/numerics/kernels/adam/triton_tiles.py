@@ -9,9 +9,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..triton_common import as_bits, from_bits, scale_inv_of
+from ..triton_common import as_bits, from_bits, scale_inv_of, smallest_bits
 from .passes import GRADIENT_LIMIT
-from .triton_rounding import decoded, encoded, least_bits, mixed, pointer_to, rounded, scale_of
+from .triton_rounding import decoded, encoded, mixed, pointer_to, rounded, scale_of
 
 # Columns of a parameter's row, as in adam_table.py
 COPY, INVERSE, COPY_INVERSE, HYPER, FINITE = (tl.constexpr(column) for column in (4, 5, 9, 10, 11))
@@ -206,7 +206,7 @@ def _store(
         x = x * scale
         stored = rounded(x, random, FORMAT, KIND.stochastic, KIND.low_bit[SLOT], KIND.bits[SLOT])
         if SLOT == 3:  # positive values were rounded, and none of them may become 0
-            least = tl.where(x > 0, least_bits(FORMAT), 0)
+            least = tl.where(x > 0, smallest_bits(FORMAT), 0)
             stored = from_bits(tl.maximum(as_bits(stored) & 0x7FFFFFFF, least))
         _write(pointer + at, encoded(stored, FORMAT, KIND.has_fp8_casts), inside, FULL)
         return stored

@@ -17,7 +17,17 @@ import triton
 import triton.language as tl
 
 from ...formats import E4M3
-from ..triton_common import OPTIONS, as_bits, as_fp32, format_max, from_bits, power_of_two_scale, scale_inv_of, to_codes
+from ..triton_common import (
+    OPTIONS,
+    as_bits,
+    as_fp32,
+    format_max,
+    from_bits,
+    from_codes,
+    power_of_two_scale,
+    scale_inv_of,
+    to_codes,
+)
 from ..triton_gate import has_fp8_casts, on_device_of
 from .format import BLOCK, Part, columns_of, shape_of
 from .table import tables
@@ -178,14 +188,6 @@ def _in_messages(blocks, columns, stride):
 
 
 @triton.jit
-def _decoded(codes):
-    """E4M3 as FP32: shifted to where FP32 has its exponent, and multiplied by what the two biases differ by. NaN is
-    left out: its block has the scale NaN."""
-    bits = codes.to(tl.int32)
-    return from_bits(((bits & 0x80) << 24) | ((bits & 0x7F) << 20)) * 2.0**120
-
-
-@triton.jit
 def _scale_of(exponents):
     """FP32 of uint8; NaN of 255."""
     bits = exponents.to(tl.int32)
@@ -253,7 +255,7 @@ def _pack_kernel(
     tl.store(messages_ptr + exponent, exponents, mask=sent)
     if OWN_ROW:
         if not KEPT:
-            values = _decoded(codes) * scale_inv[:, None]
+            values = from_codes(codes, "e4m3") * scale_inv[:, None]
         stays = inside & (row == rank)
         tl.store(own_ptr + column[:, None] + j, values, mask=stays[:, None])
 
@@ -286,7 +288,7 @@ def _sum_kernel(
         for sender in range(group, min(group + TOGETHER, RANKS)):
             codes = tl.load(message_ptr + at, mask=there, other=0)
             scale_inv = _scale_of(tl.load(message_ptr + columns + blocks, mask=inside, other=0))
-            some += tl.where(sender == rank, own, _decoded(codes) * scale_inv[:, None])
+            some += tl.where(sender == rank, own, from_codes(codes, "e4m3") * scale_inv[:, None])
             message_ptr += stride
         total += some
     mean = tl.div_rn(total, tl.zeros_like(total) + divisor) * factor
@@ -324,7 +326,7 @@ def _unpack_kernel(
         tl.store(out, codes, mask=there)
         tl.store(scale_inv_ptr + blocks, scale_inv, mask=inside)
     else:
-        tl.store(out, _rounded(_decoded(codes) * scale_inv[:, None], DTYPE), mask=there)
+        tl.store(out, _rounded(from_codes(codes, "e4m3") * scale_inv[:, None], DTYPE), mask=there)
 
 
 @triton.jit
@@ -334,4 +336,4 @@ def _dequantize_kernel(codes_ptr, scale_inv_ptr, values_ptr, numel, TILE: tl.con
     there = at < numel
     codes = tl.load(codes_ptr + at, mask=there, other=0)
     scale_inv = tl.load(scale_inv_ptr + blocks, mask=blocks * _BLOCK < numel, other=0.0)
-    tl.store(values_ptr + at, _decoded(codes) * scale_inv[:, None], mask=there)
+    tl.store(values_ptr + at, from_codes(codes, "e4m3") * scale_inv[:, None], mask=there)
