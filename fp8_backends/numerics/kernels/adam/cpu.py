@@ -96,13 +96,18 @@ def _library(kind: Kind) -> ctypes.CDLL | None:
     try:
         return ctypes.CDLL(str(_compiled(tuple(_definitions(kind)))))
     except (OSError, subprocess.SubprocessError) as error:
-        details = getattr(error, "stderr", None) or error
-        warnings.warn(
-            f"the optimizer step runs uncompiled, which is slower: it needs a C++ compiler (g++ or clang++, or what "
-            f"the environment variable CXX names), and this failed: {details}",
-            stacklevel=2,
-        )
+        _warn_of_failure(str(getattr(error, "stderr", None) or error))
         return None
+
+
+@functools.cache
+def _warn_of_failure(details: str) -> None:
+    """Once a process: the compiler fails for each kind of parameters."""
+    warnings.warn(
+        f"the optimizer step runs uncompiled, which is slower: it needs a C++ compiler (g++ or clang++, or what "
+        f"the environment variable CXX names), and this failed: {details}",
+        stacklevel=2,
+    )
 
 
 def _definitions(kind: Kind) -> list[str]:
