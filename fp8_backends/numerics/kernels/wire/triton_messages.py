@@ -1,9 +1,9 @@
-"""`messages` on a GPU: one Triton kernel for each pass, which reads and writes every byte once.
+"""Messages on a GPU: one Triton kernel for each pass, which reads and writes every byte once.
 
-A program works on a tile of whole blocks, [TILE, BLOCK], of one part; `message_table` tells where it lies. The table is
+A program works on a tile of whole blocks, [TILE, BLOCK], of one part; `table.py` tells where it lies. The table is
 the only thing that the host sends, and nothing waits for the device.
 
-The numbers are those of `message_reference` on a CPU to the bit: division is division, and ranks are added up in the
+The numbers are those of `reference.py` on a CPU to the bit: division is division, and ranks are added up in the
 order that PyTorch's vectors have, by sixteens, for up to 255 of them. Behind the last whole vector of a row PyTorch
 adds more than three ranks up in another order; so may this, in the last place of the FP32 sum.
 """
@@ -33,13 +33,13 @@ from .format import BLOCK, Part, columns_of, shape_of
 from .table import tables
 
 TILE = 32
-"""Blocks of a program: 4096 elements."""
+"""Blocks that a program works on: 4096 elements."""
 WARPS = 4
 TOGETHER = 16
 """Ranks whose contributions are added up before the next ones are: PyTorch's way to lose less in a long sum."""
 _BLOCK = tl.constexpr(BLOCK)
 _POINTER, _SCALE, _TILE, _START, _LENGTH, _END = (tl.constexpr(i) for i in range(6))
-"""The fields of `message_table.Row`."""
+"""The fields of `table.Row`."""
 
 
 # one launch each
@@ -96,7 +96,7 @@ def dequantize(codes: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:
 
 
 def _of_one_dtype(parts: Sequence[Part]) -> list[Part]:
-    """A kernel reads one dtype: FP32 where parts differ, or have another than it knows."""
+    """Parts in one dtype, as a kernel reads them: FP32 where they differ, or where it does not know theirs."""
     parts = [part for part in parts if part.values.numel()] or list(parts)
     dtypes = {part.values.dtype for part in parts}
     if len(dtypes) == 1 and dtypes <= _TYPES.keys():
@@ -144,7 +144,7 @@ def _launch(kernel, programs: int, first: torch.Tensor, *arguments, **constants)
 
 @triton.jit
 def _part_of(table_ptr, parts, tile, STEPS: tl.constexpr):
-    """Number of the part whose tile this is: the last whose first tile does not lie behind it."""
+    """The number of the part whose tile this is: the last whose first tile does not lie behind it."""
     part = tl.full((), 0, tl.int32)
     for step in tl.static_range(STEPS):
         probe = part + (1 << (STEPS - 1 - step))
@@ -155,8 +155,8 @@ def _part_of(table_ptr, parts, tile, STEPS: tl.constexpr):
 
 @triton.jit
 def _place(table_ptr, parts, part, tile, ALIGNED: tl.constexpr, TILE: tl.constexpr):
-    """Of a tile of a part: (numbers of its blocks among all, [TILE]; which of these are its own; elements of the part,
-    [TILE, BLOCK]; which of these it has)."""
+    """What a tile of a part holds: (numbers of its blocks among all, [TILE]; which of these are its own; elements of
+    the part, [TILE, BLOCK]; which of these it has)."""
     start = tl.load(table_ptr + _START * parts + part).to(tl.int32)
     end = tl.load(table_ptr + _END * parts + part).to(tl.int32)
     length = tl.load(table_ptr + _LENGTH * parts + part)
