@@ -152,23 +152,22 @@ def to_codes(x, FORMAT: tl.constexpr, HAS_FP8_CASTS: tl.constexpr):
             return x.to(tl.float8e5).to(tl.uint8, bitcast=True)
     else:
         rounded = _on_grid(tl.minimum(tl.abs(x), format_max(FORMAT)), FORMAT)
-        code = tl.where(x == x, codes_on_grid(rounded, FORMAT), 0x7F)
+        code = tl.where(x == x, magnitude_codes(rounded, FORMAT), 0x7F)
         return (code | ((as_bits(x) >> 24) & 0x80)).to(tl.uint8)
 
 
 @triton.jit
-def codes_on_grid(x, FORMAT: tl.constexpr):
-    """The codes, int32, of numbers that "e4m3" or "e5m2" has, by integer operations. Times the power of two between
+def magnitude_codes(x, FORMAT: tl.constexpr):
+    """The codes, int32, of numbers that "e4m3" or "e5m2" has, none of them negative. Times the power of two between
     FP32's smallest normal number and the format's, a number has its code as the upper bits, subnormal codes included.
     """
-    bits = as_bits(x * (_power(-126) / smallest_normal(FORMAT)))
-    return (bits & 0x7FFFFFFF) >> dropped_bits(FORMAT) | ((bits >> 24) & 0x80)
+    return as_bits(x * (_power(-126) / smallest_normal(FORMAT))) >> dropped_bits(FORMAT)
 
 
 @triton.jit
 def from_codes(codes, FORMAT: tl.constexpr):
-    """FP32 values of uint8 codes of "e4m3" or "e5m2": the inverse of `codes_on_grid`. inf and NaN come out as numbers;
-    wherever codes are read, a scale of NaN tells of them."""
+    """FP32 values of uint8 codes of "e4m3" or "e5m2". inf and NaN come out as numbers: wherever codes are read, a scale
+    of NaN tells of them."""
     bits = codes.to(tl.int32)
     values = from_bits((bits & 0x7F) << dropped_bits(FORMAT)) * (smallest_normal(FORMAT) / _power(-126))
     return from_bits(as_bits(values) | ((bits & 0x80) << 24))

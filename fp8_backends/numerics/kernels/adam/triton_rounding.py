@@ -11,11 +11,11 @@ import triton.language as tl
 from ..triton_common import (
     as_bits,
     bits_of,
-    codes_on_grid,
     dropped_bits,
     format_max,
     from_bits,
     from_codes,
+    magnitude_codes,
     power_of_two_scale,
     smallest_normal,
 )
@@ -80,7 +80,7 @@ def encoded(x, FORMAT: tl.constexpr, HAS_FP8_CASTS: tl.constexpr):
     elif HAS_FP8_CASTS and FORMAT == "e4m3":
         return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     else:
-        return codes_on_grid(x, FORMAT).to(tl.uint8)
+        return (magnitude_codes(tl.abs(x), FORMAT) | ((as_bits(x) >> 24) & 0x80)).to(tl.uint8)
 
 
 @triton.jit
