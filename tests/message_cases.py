@@ -1,4 +1,4 @@
-"""Values for messages, and what one pass over them must give: the bits of `message_reference`.
+"""Values for messages, and what one pass over them must give: the bits of the reference.
 
 NaN is one value: a block that is not finite has the scale NaN, so the sign of a NaN and the codes beside it say
 nothing.

@@ -24,8 +24,9 @@ import fp8_backends  # noqa: E402
 from fp8_backends.compute.products import engine_for  # noqa: F401
 from fp8_backends.numerics.formats import E4M3, E5M2  # noqa: F401
 from fp8_backends.numerics.kernels.adam.dispatch import Slot, adam_hyper, scaled_adam_  # noqa: F401
+from fp8_backends.numerics.kernels.quantize import dispatch as quantization  # noqa: F401
 from fp8_backends.numerics.scaled_tensor import ScaledTensor, quantize  # noqa: F401
-from fp8_backends.numerics.scaling import MX, SQUARES, VECTORS, quantize_dynamic, quantize_rowwise  # noqa: F401
+from fp8_backends.numerics.scaling import MX, ROWS, SQUARES, VECTORS  # noqa: F401
 
 SCALINGS = [f"native:{rule}" for rule in ("dynamic", "delayed", "rowwise", "window", "blockwise", "mxfp8")]
 RESULTS: list[dict] = []
@@ -51,8 +52,8 @@ def sqnr(exact: torch.Tensor, values: torch.Tensor) -> float:
 
 
 CASTS = {
-    "tensor": quantize_dynamic,
-    "rowwise": quantize_rowwise,
+    "tensor": lambda x, fmt: quantization.quantize(x, fmt).along_columns(),
+    "rowwise": ROWS.quantize,
     "1x128": VECTORS.quantize,
     "128x128": SQUARES.quantize,
     "mxfp8": MX.quantize,

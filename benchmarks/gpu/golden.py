@@ -27,6 +27,7 @@ from parity import cannot_run  # noqa: E402
 
 from fp8_backends.numerics import scaling  # noqa: E402
 from fp8_backends.numerics.formats import E4M3, E5M2  # noqa: E402
+from fp8_backends.numerics.kernels.quantize.dispatch import quantize  # noqa: E402
 
 TOKENS, IN, OUT = 16, 144, 16  # a second block of 128 in the input that is cut off
 HISTORY = 4
@@ -151,11 +152,11 @@ def differences(found: dict[str, torch.Tensor]) -> list[str]:
                 fmt = formats[operand == "dy"]
                 if name.startswith("delayed"):
                     amax = scaling.tensor_amax(scaling.without_nan(tensor))
-                    made = scaling.quantize_with(tensor, scaling.delayed_scale(state, number), amax, fmt)
+                    made = quantize(tensor, fmt, scaling.delayed_scale(state, number)).along_columns()
                     scaling.record_amax(state, number, amax)
                     wrong += unequal(found, prefix + operand, made)
                 elif name == "dynamic":
-                    wrong += unequal(found, prefix + operand, scaling.quantize_dynamic(tensor, fmt))
+                    wrong += unequal(found, prefix + operand, quantize(tensor, fmt).along_columns())
                 else:
                     blocks = scaling.SQUARES if operand == "w" else scaling.VECTORS
                     wrong += unequal(found, prefix + operand, blocks.quantize(tensor, fmt))

@@ -1,4 +1,4 @@
-"""The two FP8 formats, and scaled FP16: their ranges and the cast into them.
+"""The floating-point formats that this package stores values in, and the cast into those that have a scale.
 
 E4M3 (four exponent, three mantissa bits) carries weights and activations; E5M2 trades a mantissa bit for range and
 carries gradients. Micikevicius et al., "FP8 Formats for Deep Learning", arXiv:2209.05433.
@@ -6,6 +6,7 @@ carries gradients. Micikevicius et al., "FP8 Formats for Deep Learning", arXiv:2
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -13,27 +14,60 @@ import torch
 
 @dataclass(frozen=True)
 class Format:
-    """One floating-point format that stores scaled values."""
+    """One floating-point format. Every kernel takes its numbers from the constants below."""
 
     name: str
     dtype: torch.dtype
     max: float
     """Largest finite magnitude."""
+    mantissa_bits: int
+    """Those that are stored."""
+    min_exponent: int
+    """Exponent of the smallest normal number."""
+
+    @property
+    def bias(self) -> int:
+        """What is added to an exponent before it is stored."""
+        return 1 - self.min_exponent
+
+    @property
+    def dropped_bits(self) -> int:
+        """The mantissa bits that FP32 has and this format has not."""
+        return 23 - self.mantissa_bits
+
+    @property
+    def max_bits(self) -> int:
+        """`max` as FP32 bits."""
+        fraction, exponent = math.frexp(self.max)  # the fraction is from 0.5 to 1
+        return (exponent + 126 << 23) + int((2 * fraction - 1) * 2**23)
+
+    @property
+    def smallest_normal(self) -> float:
+        return 2.0**self.min_exponent
+
+    @property
+    def smallest(self) -> float:
+        """The smallest positive number, which is subnormal."""
+        return 2.0 ** (self.min_exponent - self.mantissa_bits)
 
 
-E4M3 = Format("e4m3", torch.float8_e4m3fn, 448.0)
-E5M2 = Format("e5m2", torch.float8_e5m2, 57344.0)
-FP16 = Format("fp16", torch.float16, 65504.0)
-"""With a scale, MS-AMP's format of weights and second moments."""
+E4M3 = Format("e4m3", torch.float8_e4m3fn, 448.0, 3, -6)
+E5M2 = Format("e5m2", torch.float8_e5m2, 57344.0, 2, -14)
+FP16 = Format("fp16", torch.float16, 65504.0, 10, -14)
+"""MS-AMP stores weights and second moments in FP16 with a scale."""
+BF16 = Format("bf16", torch.bfloat16, (2 - 2.0**-7) * 2.0**127, 7, -126)
+FP32 = Format("fp32", torch.float32, (2 - 2.0**-23) * 2.0**127, 23, -126)
 
+FORMATS = {fmt.dtype: fmt for fmt in (E4M3, E5M2, FP16, BF16, FP32)}
 FORMAT_OF = {fmt.dtype: fmt for fmt in (E4M3, E5M2, FP16)}
+"""The formats that are stored with a scale."""
 
 RECIPE_FORMATS = {"HYBRID": (E4M3, E5M2), "E4M3": (E4M3, E4M3)}
 """`fp8_format` of a recipe -> (format of input and weight, format of the output's gradient)."""
 
 
 def saturating_cast(values: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """FP32 values, already scaled, to the format: round to nearest even, ±inf and overflow to ±max, NaN stays NaN.
+    """Cast FP32 values, already scaled: round to nearest even, ±inf and overflow to ±max, NaN stays NaN.
 
     The clamp is explicit because an eager cast overflows E4M3 to NaN before torch 2.12, and E5M2 to inf in every
     version. Returns a contiguous tensor of `fmt.dtype` and the shape of `values`.

@@ -1,4 +1,4 @@
-"""Swapping what a Parameter stores, with the Parameter object kept: optimizers, ties and references never notice.
+"""Swaps what a Parameter stores and keeps the Parameter object: optimizers, ties and references never notice.
 
 `torch.utils.swap_tensors` is PyTorch's way to do that. It swaps everything else as well, the user's own attributes
 and hooks among them, and drops the gradient, so these are carried over here.
@@ -15,9 +15,10 @@ import torch
 from torch import nn
 
 from ..errors import FP8BackendError
-from .scaled_tensor import ScaledTensor
+from .scaled_tensor import STORED, ScaledTensor
 
-_OWN = {*ScaledTensor(torch.zeros(1), torch.ones(())).__dict__, "master", "elsewhere", "_is_param"}
+_STORAGE = {*STORED, "master", "elsewhere", "_is_param"}
+"""Attributes of a Parameter that belong to what it stores, the last of them `nn.Parameter`'s own."""
 
 
 class _Belongings(NamedTuple):
@@ -74,7 +75,7 @@ def belongings_kept(module: nn.Module) -> Iterator[None]:
 
 
 def _belongings(parameter: torch.Tensor) -> _Belongings:
-    attributes = {name: value for name, value in parameter.__dict__.items() if name not in _OWN}
+    attributes = {name: value for name, value in parameter.__dict__.items() if name not in _STORAGE}
     return _Belongings(attributes, parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
 
 

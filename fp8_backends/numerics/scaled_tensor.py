@@ -26,6 +26,8 @@ from .scaling import power_of_two_scale, scale_inv_of, tensor_amax
 
 aten = torch.ops.aten
 
+STORED = ("_data", "_scale_inv", "block_size", "accumulates", "partial")
+"""The attributes that each ScaledTensor is made of."""
 SHARD = "shard"
 _UNAGREED = "_fp8_unagreed"
 """Attribute of the scale of a shard that this rank has found without the others."""
@@ -36,7 +38,7 @@ class Elsewhere(NamedTuple):
 
     rank: int
     storage: torch.dtype
-    """In which the master is stored."""
+    """The dtype in which the master is stored."""
     unread: bool = False
     """Values with all their precision are asked for by something that will not read them here."""
 
@@ -105,8 +107,9 @@ class ScaledTensor(torch.Tensor):
         return (self if self.master is None else self.master).dequantize(self.dtype)
 
     def to(self, *args, **kwargs) -> torch.Tensor:
-        """As `torch.Tensor.to`. With a dtype, a Parameter keeps its storage and takes that as the dtype that it stands
-        for (`module.to(dtype)`); any other ScaledTensor becomes plain, as stock `load_state_dict` wants its states."""
+        """Does what `torch.Tensor.to` does. With a dtype, a Parameter keeps its storage and takes that as the dtype it
+        stands for (`module.to(dtype)`); any other ScaledTensor becomes plain, as stock `load_state_dict` wants its
+        states."""
         given = (*args, kwargs.get("dtype"), kwargs.get("other"))
         dtype = next((each for each in given if isinstance(each, torch.dtype)), None)
         dtype = next((each.dtype for each in given if isinstance(each, torch.Tensor)), dtype)
@@ -117,8 +120,8 @@ class ScaledTensor(torch.Tensor):
     def finish_accumulation(self) -> None:
         """Turn an accumulated gradient's FP32 data into E4M3 again, with the scale of its amax. In place."""
         if self.accumulates and self._data.dtype == torch.float32:
-            made = quantize(self._data * self._scale_inv, torch.float8_e4m3fn)
-            self._data, self._scale_inv = made._data, made._scale_inv
+            rounded = quantize(self._data * self._scale_inv, torch.float8_e4m3fn)
+            self._data, self._scale_inv = rounded._data, rounded._scale_inv
 
     @property
     def unagreed(self) -> bool:
@@ -156,19 +159,18 @@ class ScaledTensor(torch.Tensor):
         return ScaledTensor(inner_tensors["_data"], inner_tensors["_scale_inv"], *context)
 
     def __repr__(self) -> str:
-        names = {"float8_e4m3fn": "E4M3", "float8_e5m2": "E5M2", "float16": "FP16"}
-        stored = str(self._data.dtype).removeprefix("torch.")
+        fmt = FORMAT_OF.get(self._data.dtype)
+        stored = fmt.name.upper() if fmt else str(self._data.dtype).removeprefix("torch.")
         scales = f"{self._scale_inv.numel()} scales, one for {self.block_size} elements" if self.block_size else None
         if scales is None:
             meta = self._scale_inv.is_meta or isinstance(self._scale_inv, torch._subclasses.FakeTensor)
             scales = "one scale" if meta else f"scale_inv {self._scale_inv.item():.4g}"
         trains = ", requires_grad" if self.requires_grad else ""
         size = list(self.shape)
-        return f"ScaledTensor({size} {self.dtype}, stored as {names.get(stored, stored)}, {scales}{trains})"
+        return f"ScaledTensor({size} {self.dtype}, stored as {stored}, {scales}{trains})"
 
     def __reduce_ex__(self, protocol):
-        own = {"_data", "_scale_inv", "block_size", "accumulates", "partial"}
-        others = {name: value for name, value in self.__dict__.items() if name not in own}
+        others = {name: value for name, value in self.__dict__.items() if name not in STORED}
         data = self._data.view(torch.uint8) if self._data.dtype.itemsize == 1 else self._data  # pickle knows no FP8
         context = (self.dtype, self.block_size, self.accumulates, self.partial)
         return _rebuild, (data, self._data.dtype, self._scale_inv, context, self.requires_grad, others)
@@ -256,9 +258,9 @@ def agree_on_scale(shard: ScaledTensor, groups: list[dist.ProcessGroup]) -> None
     source = shard if shard.master is None else shard.master
     for part in (source,) if source is shard else (source, shard):
         values = source.dequantize(torch.float32)
-        made = quantize(values, part._data.dtype, amax=agreed_over(tensor_amax_of(values), groups))
-        part._data.copy_(made._data)
-        part._scale_inv.copy_(made._scale_inv)
+        rounded = quantize(values, part._data.dtype, amax=agreed_over(tensor_amax_of(values), groups))
+        part._data.copy_(rounded._data)
+        part._scale_inv.copy_(rounded._scale_inv)
         part.unagreed = False
 
 
@@ -276,11 +278,11 @@ def _plain(value: Any) -> Any:
     return value.dequantize() if isinstance(value, ScaledTensor) else value
 
 
-def _like(tensor: ScaledTensor, made: ScaledTensor) -> ScaledTensor:
-    """`made` from elements of `tensor`: its master lies where that of `tensor` does."""
+def _like(tensor: ScaledTensor, result: ScaledTensor) -> ScaledTensor:
+    """`result`, from elements of `tensor`: its master lies where that of `tensor` does."""
     if tensor.elsewhere is not None:
-        made.elsewhere = tensor.elsewhere
-    return made
+        result.elsewhere = tensor.elsewhere
+    return result
 
 
 def _on_plain_values(func, args, kwargs):
@@ -315,12 +317,12 @@ def _implements(*operations):
 
 @_implements(aten.detach.default, aten.alias.default, aten.view.default, aten._unsafe_view.default)
 def _same_elements(func, tensor, *args, **kwargs):
-    """The same elements in the same order: data seen anew, the very same scale."""
-    made = _with_parts(tensor, func(tensor._data, *args, **kwargs), tensor._scale_inv)
+    """Shares the elements in their order, seen anew, and the scale."""
+    result = _with_parts(tensor, func(tensor._data, *args, **kwargs), tensor._scale_inv)
     if tensor.master is not None:  # `nn.Parameter(tensor)` detaches, and is to have the very same master
         seen_anew = func not in (aten.detach.default, aten.alias.default)
-        made.master = _same_elements(func, tensor.master, *args, **kwargs) if seen_anew else tensor.master
-    return _like(tensor, made)
+        result.master = _same_elements(func, tensor.master, *args, **kwargs) if seen_anew else tensor.master
+    return _like(tensor, result)
 
 
 @_implements(
@@ -341,10 +343,10 @@ def _other_order(func, tensor, *args, **kwargs):
 def _some_elements(func, tensor, *args, **kwargs):
     if tensor.block_size:
         return NotImplemented
-    made = func(tensor._data, *args, **kwargs)
-    several = not isinstance(made, torch.Tensor)
+    data = func(tensor._data, *args, **kwargs)
+    several = not isinstance(data, torch.Tensor)
     partial = tensor.partial or True  # SHARD stays: FSDP2 cuts a shard out of a padded one
-    parts = [_with_parts(tensor, each, tensor._scale_inv, partial=partial) for each in (made if several else [made])]
+    parts = [_with_parts(tensor, each, tensor._scale_inv, partial=partial) for each in (data if several else [data])]
     if tensor.master is not None:
         masters = _some_elements(func, tensor.master, *args, **kwargs)
         for part, master in zip(parts, masters if several else [masters], strict=True):
@@ -358,10 +360,10 @@ def _new(func, tensor, size, *, dtype=None, device=None, **kwargs):
     """Room for elements of the very same scale: FSDP2 makes its shards so, padded and empty ones too."""
     if dtype is not None or device is not None or tensor.block_size:
         return NotImplemented
-    made = _with_parts(tensor, func(tensor._data, size), tensor._scale_inv, partial=SHARD)
+    result = _with_parts(tensor, func(tensor._data, size), tensor._scale_inv, partial=SHARD)
     if tensor.master is not None:
-        made.master = _new(func, tensor.master, size)
-    return made
+        result.master = _new(func, tensor.master, size)
+    return result
 
 
 @_implements(aten.clone.default)
@@ -378,10 +380,10 @@ def _to_copy(func, tensor, *, dtype=None, device=None, non_blocking=False, **kwa
     if dtype is not None and not dtype.is_floating_point:
         return NotImplemented
     moved = [aten._to_copy.default(part, device=device, non_blocking=non_blocking) for part in _parts(tensor)]
-    made = _with_parts(tensor, *moved, dtype=dtype or tensor.dtype)
+    result = _with_parts(tensor, *moved, dtype=dtype or tensor.dtype)
     if tensor.master is not None:
-        made.master = _to_copy(func, tensor.master, device=device, non_blocking=non_blocking)
-    return _like(tensor, made)
+        result.master = _to_copy(func, tensor.master, device=device, non_blocking=non_blocking)
+    return _like(tensor, result)
 
 
 def _parts(tensor: ScaledTensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -391,15 +393,15 @@ def _parts(tensor: ScaledTensor) -> tuple[torch.Tensor, torch.Tensor]:
 @_implements(aten.empty_like.default)
 def _empty_like(func, tensor, *, dtype=None, device=None, **kwargs):
     """Scaled as well: `module.to_empty` must not change what a weight is stored as."""
-    made = _with_parts(
+    result = _with_parts(
         tensor,
         *(torch.empty_like(part, device=device) for part in _parts(tensor)),
         dtype=dtype or tensor.dtype,
         partial=False,
     )
     if tensor.master is not None:
-        made.master = _empty_like(func, tensor.master, device=device)
-    return made
+        result.master = _empty_like(func, tensor.master, device=device)
+    return result
 
 
 @_implements(aten.zeros_like.default, aten.ones_like.default, aten.full_like.default)
@@ -493,7 +495,7 @@ def _copy_(func, target, source, non_blocking=False):
 
 
 def _copy_elements(target: ScaledTensor, source: ScaledTensor, non_blocking: bool) -> ScaledTensor:
-    """Into a part of a tensor, from elements of the very same scale, which stays as it is."""
+    """Write into a part of a tensor, from elements of the very same scale, which stays as it is."""
     target._data.copy_(source._data, non_blocking)
     if target.master is not None:
         target.master._data.copy_(source.master._data, non_blocking)
@@ -522,7 +524,7 @@ def _foreach_zero_(func, tensors):
 
 @_implements(aten.add_.Tensor)
 def _accumulate_(func, total, other, *, alpha=1):
-    """Of gradients: the sum is kept in FP32 until `finish_accumulation`, so that many microbatches round once."""
+    """Adds gradients up. The sum is in FP32 until `finish_accumulation`, so that many microbatches round once."""
     if not isinstance(total, ScaledTensor):
         return func(total, _plain(other), alpha=alpha)
     if not total.accumulates or total.partial:

@@ -30,7 +30,6 @@ bf16 engine cast every floating-point buffer of a module, and a scale in bf16 is
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -91,16 +90,16 @@ def power_of_two_scale(amax: torch.Tensor, fmt: Format) -> torch.Tensor:
 
 
 def block_scale(amax: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """The same, at most 2**127: TransformerEngine's `compute_scale_from_amax` with powers of two, its default for
-    blocks. What overflows FP32 becomes the largest number of the input's dtype there, whose exponent is 127."""
+    """`2**floor(log2(fmt.max / amax))` as in `power_of_two_scale`, but at most 2**127: TransformerEngine's
+    `compute_scale_from_amax` with powers of two, its default for blocks. What overflows FP32 becomes the largest number
+    of the input's dtype there, whose exponent is 127."""
     return _power_of_two_scale(amax, fmt, largest=127)
 
 
 def _power_of_two_scale(amax: torch.Tensor, fmt: Format, largest: int) -> torch.Tensor:
     # on the bits: exact also where a compiler's division is not. fmt.max / amax never rounds up to a power of two
-    fraction, exponent = math.frexp(fmt.max)  # from 0.5 to 1
-    max_mantissa, bits = int((2 * fraction - 1) * 2**23), amax.view(torch.int32)
-    quotient = exponent - 1 + 127 - (bits >> 23) - ((bits & 0x7FFFFF) > max_mantissa).to(torch.int32)
+    bits, max_bits = amax.view(torch.int32), fmt.max_bits
+    quotient = (max_bits >> 23) - (bits >> 23) - ((bits & 0x7FFFFF) > (max_bits & 0x7FFFFF)).to(torch.int32)
     scale = ((quotient.clamp(max=largest) + 127) << 23).view(torch.float32)
     return torch.where((amax > 0) & torch.isfinite(amax), scale, torch.ones_like(scale))
 
@@ -114,26 +113,16 @@ def scale_inv_of(scale: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
     return torch.where(torch.isfinite(amax), scale.reciprocal(), torch.full_like(scale, float("nan")))
 
 
-def quantize_with(x: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor, fmt: Format) -> Quantized:
-    """x times a given scale, cast. x: [rows, columns], bf16, fp16 or fp32; scale and amax: FP32, 0-dim or [rows, 1]."""
-    return Quantized(saturating_cast(x.float() * scale, fmt), scale_inv_of(scale, amax))
-
-
-def quantize_dynamic(x: torch.Tensor, fmt: Format) -> Quantized:
-    """One scale from the amax of x itself."""
-    amax = tensor_amax(without_nan(x))
-    return quantize_with(x, scale_from_amax(amax, fmt), amax, fmt)
-
-
 # blocks: parts of a matrix with a scale each; at the right and lower edge a block may be cut off
 
 
 class Blocks(NamedTuple):
-    """Into which blocks a matrix is cut, and how each gets its scale. Scales are [rows of blocks, blocks in a row]."""
+    """The blocks of a matrix, and how each gets its scale. Scales are [rows of blocks, blocks in a row]."""
 
     rows: int
+    """Rows of one block."""
     columns: int | None
-    """Of one block; None: all columns."""
+    """Columns of one block; None: all columns."""
     scale: Callable[[torch.Tensor, Format], torch.Tensor]
     """FP32 scales from amaxes."""
     inverse: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -217,11 +206,6 @@ VECTORS, SQUARES = Blocks(1, 128, block_scale, scale_inv_of), Blocks(128, 128, b
 """`blockwise`: activations and gradients along the contraction; weights, whose transpose has the same blocks."""
 MX = Blocks(1, 32, mx_scale, e8m0_bits)
 """`mxfp8`."""
-
-
-def quantize_rowwise(x: torch.Tensor, fmt: Format) -> Quantized:
-    """One scale for each row of x."""
-    return ROWS.quantize(x, fmt)
 
 
 # delayed scaling: the state of one layer is int32 [3, 2 + history length], viewed as FP32

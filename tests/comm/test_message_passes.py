@@ -1,4 +1,4 @@
-"""One pass over memory gives the bits of the reference, in chunks on a CPU. Triton: tests/triton_kernels."""
+"""One pass over memory gives the bits of the reference, in chunks on a CPU. Triton: tests/numerics/triton_kernels."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import message_cases as cases
 import pytest
 import torch
 
-from fp8_backends.numerics.kernels.wire import chunks as message_chunks
+from fp8_backends.numerics.kernels.wire import cpu as message_chunks
 from fp8_backends.numerics.kernels.wire import dispatch as messages
 from fp8_backends.numerics.kernels.wire import reference as message_reference
 from fp8_backends.numerics.kernels.wire.format import BLOCK, Part

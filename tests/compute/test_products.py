@@ -8,16 +8,18 @@ from fp8_backends.compute import hardware, products
 from fp8_backends.compute.products import engine_for, plain_product, scaled_product
 from fp8_backends.numerics.formats import E4M3, E5M2
 from fp8_backends.numerics.kernels import reference
-from fp8_backends.numerics.scaling import Quantized, quantize_dynamic, quantize_rowwise
+from fp8_backends.numerics.kernels.quantize.dispatch import quantize
+from fp8_backends.numerics.scaling import ROWS, Quantized
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 def operands(m, n, k, rowwise, a_format=E4M3):
     generator = torch.Generator().manual_seed(m * 7 + n * 3 + k)
-    quantize = quantize_rowwise if rowwise else quantize_dynamic
     a, b = torch.randn(m, k, generator=generator), torch.randn(n, k, generator=generator)
-    return quantize(a, a_format), quantize(b, E4M3)
+    if rowwise:
+        return ROWS.quantize(a, a_format), ROWS.quantize(b, E4M3)
+    return quantize(a, a_format).along_columns(), quantize(b, E4M3).along_columns()
 
 
 @pytest.mark.parametrize("rowwise", [False, True])
@@ -118,7 +120,7 @@ def test_every_code_is_a_bf16_value(fmt):
 
 
 def test_e5m2_by_e5m2_is_refused_on_every_device():
-    a, b = operands(16, 16, 16, False, E5M2)[0], quantize_dynamic(torch.randn(16, 16), E5M2)
+    a = b = operands(16, 16, 16, False, E5M2)[0]
     with pytest.raises(AssertionError, match="E5M2"):
         scaled_product(a, b, torch.bfloat16)
 

@@ -1,4 +1,4 @@
-"""Whether a tensor is plain memory that fast forms may work on, and not something that is traced."""
+"""Tells whether a tensor is plain memory that fast forms may work on, and not something that is traced."""
 
 from __future__ import annotations
 

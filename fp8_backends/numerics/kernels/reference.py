@@ -1,18 +1,17 @@
 """The reference defines the numbers: each operation once, short, eager, in FP32, with no regard for speed.
 
-Nothing here is used in training. Fast paths are tested against it: codes, scales and histories bit for bit, products
-up to the order of accumulation.
+No training step runs it. Fast paths are tested against it: codes, scales, histories and optimizer steps bit for bit,
+products up to the order of accumulation.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
-from ..formats import Format
-
-FP32_MAX = torch.finfo(torch.float32).max
+from ..formats import FP32, Format
 
 
 def cast(values: torch.Tensor, fmt: Format) -> torch.Tensor:
@@ -38,7 +37,7 @@ def scale(amax: float, fmt: Format, margin: int = 0) -> torch.Tensor:
     """`fmt.max * 2**-margin / amax` rounded to FP32; 1 for 0, inf and NaN; at most the largest FP32."""
     if amax == 0 or not math.isfinite(amax):
         return torch.tensor(1.0)
-    return torch.minimum(torch.tensor(fmt.max * 2.0**-margin) / torch.tensor(amax), torch.tensor(FP32_MAX))
+    return torch.minimum(torch.tensor(fmt.max * 2.0**-margin) / torch.tensor(amax), torch.tensor(FP32.max))
 
 
 def quantize(x: torch.Tensor, fmt: Format, rowwise: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
@@ -57,7 +56,7 @@ def block_scale(amax: float, fmt: Format) -> tuple[float, float]:
     down to a power of two, at most 2**127; 1 for 0 and inf. An inf has the scale_inv NaN, here as in `quantize`."""
     if amax == 0 or math.isinf(amax):
         return 1.0, 1.0 if amax == 0 else math.nan
-    ratio = min(scale(amax, fmt).item(), FP32_MAX)
+    ratio = min(scale(amax, fmt).item(), FP32.max)
     s = 2.0 ** (math.frexp(ratio)[1] - 1)
     return s, 1 / s
 
@@ -79,8 +78,8 @@ def quantize_blocks(x: torch.Tensor, fmt: Format, rows: int, columns: int) -> tu
     scaled, inverse = torch.empty_like(x), []
     for top in range(0, x.shape[0], rows):
         inverse.append([])
-        for left in range(0, x.shape[1], columns):
-            block = (slice(top, top + rows), slice(left, left + columns))
+        for first in range(0, x.shape[1], columns):
+            block = (slice(top, top + rows), slice(first, first + columns))
             numbers = x[block][~torch.isnan(x[block])].abs()
             amax = numbers.max().item() if len(numbers) else 0.0
             e = mx_exponent(amax, fmt) if mx else 0
@@ -99,8 +98,8 @@ def dequantize_blocks(codes: torch.Tensor, scale_inv: torch.Tensor, rows: int, c
     """FP32 values of codes in blocks."""
     if scale_inv.dtype == torch.uint8:
         scale_inv = (2.0 ** (scale_inv.double() - 127)).float()
-    of_each = scale_inv.repeat_interleave(rows, 0)[: codes.shape[0]].repeat_interleave(columns, 1)
-    return codes.float() * of_each[:, : codes.shape[1]]
+    repeated = scale_inv.repeat_interleave(rows, 0)[: codes.shape[0]].repeat_interleave(columns, 1)
+    return codes.float() * repeated[:, : codes.shape[1]]
 
 
 BLOCKS = {"blockwise": ((1, 128), (128, 128)), "mxfp8": ((1, 32), (1, 32))}
@@ -162,6 +161,30 @@ def window_update(s: float, counter: int, history: list[float], fmt: Format) -> 
     return s, counter + 1, [0.0, *history[:-1]]
 
 
+GRADIENT_LIMIT = 2.0**63
+"""A larger element of a gradient counts as zero, so that squares are finite FP32 numbers."""
+
+
+def adam_numbers(lr, beta1, beta2, eps, weight_decay, step) -> tuple:
+    """What changes from step to step, numbers or tensors: the step size, the factor of decoupled weight decay, the
+    weight decay, the share of the gradient in exp_avg, beta2, the share of its square in exp_avg_sq, the factor of the
+    root of exp_avg_sq, eps, and the step, which is 1 in the first."""
+    inv_sqrt_bias2 = (1 - beta2**step) ** -0.5
+    decay, new_in_exp_avg, new_in_exp_avg_sq = 1 - lr * weight_decay, 1 - beta1, 1 - beta2
+    step_size = lr / (1 - beta1**step)
+    return step_size, decay, weight_decay, new_in_exp_avg, beta2, new_in_exp_avg_sq, inv_sqrt_bias2, eps, step
+
+
+def exact(x):
+    """FP64 as it is."""
+    return x
+
+
+def to_fp32(x):
+    """FP64 rounded to FP32. An operation on FP32 numbers, made in FP64 and then rounded, is the operation in FP32."""
+    return x.float().double() if isinstance(x, torch.Tensor) else torch.tensor(x, dtype=torch.float32).item()
+
+
 def adam_step(
     p: torch.Tensor,
     g: torch.Tensor,
@@ -175,22 +198,50 @@ def adam_step(
     step: int,
     decoupled: bool,
     maximize: bool,
+    rounded: Callable = exact,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The new weight, exp_avg and exp_avg_sq of torch.optim's Adam (`decoupled`: AdamW), FP64, before any rounding.
+    """The new weight, exp_avg and exp_avg_sq of torch.optim's Adam (`decoupled`: AdamW), FP64, before they are stored.
 
-    A gradient that is not finite counts as zero, all of it.
+    A gradient that is not finite counts as zero, all of it. The functions of this name in `adam/passes.py`,
+    `adam/cpu.cpp` and `adam/triton_tiles.py` are this one with `to_fp32`, to the bit.
+
+    Args:
+        rounded: rounds the result of each operation: `exact` or `to_fp32`.
     """
+    r = rounded
     p, g, m, v = p.double(), g.double(), m.double(), v.double()
-    g = g if torch.isfinite(g).all() else torch.zeros_like(g)
+    numbers = [r(number) for number in adam_numbers(lr, *betas, eps, weight_decay, step)]
+    _, _, weight_decay, new_in_exp_avg, beta2, new_in_exp_avg_sq, *_ = numbers
+    g = torch.where(g.abs() < GRADIENT_LIMIT, g, 0.0) if torch.isfinite(g).all() else torch.zeros_like(g)
     g = -g if maximize else g
-    if decoupled:
-        p = p * (1 - lr * weight_decay)
-    else:
-        g = g + weight_decay * p
-    m = betas[0] * m + (1 - betas[0]) * g
-    v = betas[1] * v + (1 - betas[1]) * g * g
-    denominator = v.sqrt() / math.sqrt(1 - betas[1] ** step) + eps
-    return p - lr / (1 - betas[0] ** step) * m / denominator, m, v
+    g = g if decoupled else r(g + r(weight_decay * p))
+    m = r(m + r(new_in_exp_avg * r(g - m)))
+    v = r(r(v * beta2) + r(r(new_in_exp_avg_sq * g) * g))
+    return _adam_weight(p, m, v, numbers, decoupled, r), m, v
+
+
+def _adam_weight(p: torch.Tensor, m: torch.Tensor, v: torch.Tensor, numbers, decoupled: bool, r: Callable):
+    """The new weight, from the new moments."""
+    step_size, decay, _, _, _, _, inv_sqrt_bias2, eps, _ = numbers
+    p = r(p * decay) if decoupled else p
+    return r(p - r(r(step_size * m) / r(r(r(v.sqrt()) * inv_sqrt_bias2) + eps)))
+
+
+def exact_update(
+    weight: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    step: float,
+    decoupled: bool,
+) -> torch.Tensor:
+    """What a step of Adam adds to a weight if the moments after it are these. FP64."""
+    p, numbers = weight.double(), adam_numbers(lr, *betas, eps, weight_decay, step)
+    return _adam_weight(p, exp_avg.double(), exp_avg_sq.double(), numbers, decoupled, exact) - p
 
 
 def random_bits(count: int, seed: int, step: int, start: int = 0) -> list[int]:
@@ -212,15 +263,13 @@ def stochastic_round(values: torch.Tensor, fmt: Format, field: torch.Tensor, bit
     probability of n + 1 is the fraction, to the nearest 2**-bits or to the last of the bits that FP32 has below the
     format's mantissa, whichever is coarser.
     """
-    info = torch.finfo(fmt.dtype)
-    mantissa_bits = -math.log2(info.eps)
     magnitude = values.double().abs().clamp(max=fmt.max)
-    exponent = (torch.frexp(magnitude).exponent - 1).clamp(min=math.log2(info.smallest_normal))
-    quantum = 2.0 ** (exponent - mantissa_bits)
-    resolution = 2.0 ** (23 - mantissa_bits)  # what FP32 has below the quantum
+    exponent = (torch.frexp(magnitude).exponent - 1).clamp(min=fmt.min_exponent)
+    quantum = 2.0 ** (exponent - fmt.mantissa_bits)
+    resolution = 2.0**fmt.dropped_bits  # what FP32 has below the quantum
     quanta = torch.round(magnitude / quantum * resolution) / resolution
-    used = min(bits, int(23 - mantissa_bits))
+    used = min(bits, fmt.dropped_bits)
     uniform = (field.double() / 2.0 ** (bits - used)).floor() / 2.0**used
-    if used < 23 - mantissa_bits:
+    if used < fmt.dropped_bits:
         uniform = uniform + 2.0 ** -(used + 1)
     return torch.copysign((quanta + uniform).floor() * quantum, values.double())

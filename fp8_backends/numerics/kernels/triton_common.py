@@ -14,43 +14,53 @@ import math
 import triton
 import triton.language as tl
 
+from ..formats import FORMATS
+
 OPTIONS = {"enable_fp_fusion": False}
 """For every launch: a product and a sum that become one instruction are rounded once, not twice."""
 
-_FP32_MAX = tl.constexpr(3.4028234663852886e38)
+_FORMATS = {fmt.name: (fmt.max, fmt.mantissa_bits, fmt.min_exponent) for fmt in FORMATS.values()}
+
+# constants of a kernel; a format is named as in `formats`: "e4m3", "e5m2", "fp16", "bf16", "fp32"
 
 
 @triton.constexpr_function
 def format_max(fmt):
-    """Largest finite magnitude of "e4m3", "e5m2" or "fp16" (`Format.name`). As all below, for constants of a kernel."""
-    return {"e4m3": 448.0, "e5m2": 57344.0, "fp16": 65504.0}[fmt]
+    """Largest finite magnitude."""
+    return _FORMATS[fmt][0]
 
 
 @triton.constexpr_function
-def mantissa_bits(fmt):
-    return {"e4m3": 3, "e5m2": 2, "fp16": 10}[fmt]
+def dropped_bits(fmt):
+    """The mantissa bits that FP32 has and the format has not."""
+    return 23 - _FORMATS[fmt][1]
 
 
 @triton.constexpr_function
 def smallest_normal(fmt):
-    return {"e4m3": 2.0**-6, "e5m2": 2.0**-14, "fp16": 2.0**-14}[fmt]
+    return 2.0 ** _FORMATS[fmt][2]
 
 
 @triton.constexpr_function
-def _mantissa(number):
-    """The 23 mantissa bits of a positive FP32 number."""
-    return int((2 * math.frexp(number)[0] - 1) * 2**23)
+def smallest_bits(fmt):
+    """The smallest positive number as FP32 bits. In bf16 it is no normal FP32 number."""
+    exponent = _FORMATS[fmt][2] - _FORMATS[fmt][1]
+    return exponent + 127 << 23 if exponent >= -126 else 1 << exponent + 149
 
 
 @triton.constexpr_function
-def _exponent(number):
-    """floor(log2(number))."""
-    return math.frexp(number)[1] - 1
+def bits_of(number):
+    """FP32 bits of a positive normal number that FP32 has."""
+    fraction, exponent = math.frexp(number)  # the fraction is from 0.5 to 1
+    return (exponent + 126 << 23) + int((2 * fraction - 1) * 2**23)
 
 
 @triton.constexpr_function
 def _power(exponent):
     return 2.0**exponent
+
+
+# the arithmetic
 
 
 @triton.jit
@@ -82,14 +92,14 @@ def from_bits(bits):
 
 @triton.jit
 def is_finite(amax):
-    """Of an amax, which is not negative. False for NaN."""
+    """Whether an amax, which is not negative, is finite. False for NaN."""
     return amax < float("inf")
 
 
 @triton.jit
 def scale_from_amax(amax, FORMAT_MAX: tl.constexpr):
     """`scaling.scale_from_amax`: FORMAT_MAX / amax, at most the largest FP32; 1 for an amax of 0, inf or NaN."""
-    scale = tl.minimum(tl.div_rn(tl.zeros_like(amax) + FORMAT_MAX, amax), _FP32_MAX)
+    scale = tl.minimum(tl.div_rn(tl.zeros_like(amax) + FORMAT_MAX, amax), format_max("fp32"))
     return tl.where((amax > 0) & is_finite(amax), scale, 1.0)
 
 
@@ -100,8 +110,8 @@ def power_of_two_scale(amax, FORMAT_MAX: tl.constexpr, LARGEST: tl.constexpr):
     LARGEST 126 is `scaling.power_of_two_scale`, 127 `scaling.block_scale`.
     """
     bits = as_bits(amax)
-    above = ((bits & 0x7FFFFF) > _mantissa(FORMAT_MAX)).to(tl.int32)
-    quotient = _exponent(FORMAT_MAX) + 127 - (bits >> 23) - above
+    above = ((bits & 0x7FFFFF) > (bits_of(FORMAT_MAX) & 0x7FFFFF)).to(tl.int32)
+    quotient = (bits_of(FORMAT_MAX) >> 23) - (bits >> 23) - above
     scale = from_bits((tl.minimum(quotient, LARGEST) + 127) << 23)
     return tl.where((amax > 0) & is_finite(amax), scale, 1.0)
 
@@ -113,14 +123,14 @@ def scale_inv_of(scale, amax):
 
 
 @triton.jit
-def on_grid(x, MANTISSA_BITS: tl.constexpr, SMALLEST_NORMAL: tl.constexpr):
+def _on_grid(x, FORMAT: tl.constexpr):
     """FP32 values rounded to nearest even to a format's numbers, and still FP32; of any size, nothing saturates.
 
     Adding a power of two whose last place is the format's unit there rounds, and taking it away is exact.
     """
     bits = as_bits(x)
     power = from_bits(bits & 0x7F800000)
-    unit = tl.maximum(power, SMALLEST_NORMAL) * _power(23 - MANTISSA_BITS)
+    unit = tl.maximum(power, smallest_normal(FORMAT)) * _power(dropped_bits(FORMAT))
     rounded = (tl.abs(x) + unit) - unit
     return from_bits(as_bits(rounded) | (bits & -0x80000000))
 
@@ -141,32 +151,23 @@ def to_codes(x, FORMAT: tl.constexpr, HAS_FP8_CASTS: tl.constexpr):
         else:
             return x.to(tl.float8e5).to(tl.uint8, bitcast=True)
     else:
-        return _codes_by_bits(x, format_max(FORMAT), mantissa_bits(FORMAT), smallest_normal(FORMAT))
+        rounded = _on_grid(tl.minimum(tl.abs(x), format_max(FORMAT)), FORMAT)
+        code = tl.where(x == x, magnitude_codes(rounded, FORMAT), 0x7F)
+        return (code | ((as_bits(x) >> 24) & 0x80)).to(tl.uint8)
 
 
 @triton.jit
-def _codes_by_bits(x, FORMAT_MAX: tl.constexpr, MANTISSA_BITS: tl.constexpr, SMALLEST_NORMAL: tl.constexpr):
-    """The same by integer operations, uint8. Rounded to the format's numbers, a value times the power of two between
-    FP32's smallest normal number and the format's has the code as the upper bits, subnormal codes included."""
-    rounded = on_grid(tl.minimum(tl.abs(x), FORMAT_MAX), MANTISSA_BITS, SMALLEST_NORMAL)
-    bits = as_bits(rounded * (_power(-126) / SMALLEST_NORMAL))
-    code = tl.where(x == x, bits >> (23 - MANTISSA_BITS), 0x7F)
-    return (code | ((as_bits(x) >> 24) & 0x80)).to(tl.uint8)
+def magnitude_codes(x, FORMAT: tl.constexpr):
+    """The codes, int32, of numbers that "e4m3" or "e5m2" has, none of them negative. Times the power of two between
+    FP32's smallest normal number and the format's, a number has its code as the upper bits, subnormal codes included.
+    """
+    return as_bits(x * (_power(-126) / smallest_normal(FORMAT))) >> dropped_bits(FORMAT)
 
 
 @triton.jit
 def from_codes(codes, FORMAT: tl.constexpr):
-    """FP32 values of uint8 codes ("e4m3", "e5m2"), NaN included; of "fp16" itself, a plain cast.
-
-    The inverse of `_codes_by_bits`: shifted to where FP32 has its exponent, and multiplied by a power of two.
-    """
-    if FORMAT == "fp16":
-        return codes.to(tl.float32)
+    """FP32 values of uint8 codes of "e4m3" or "e5m2". inf and NaN come out as numbers: wherever codes are read, a scale
+    of NaN tells of them."""
     bits = codes.to(tl.int32)
-    values = from_bits((bits & 0x7F) << (23 - mantissa_bits(FORMAT))) * (smallest_normal(FORMAT) / _power(-126))
-    if FORMAT == "e4m3":
-        values = tl.where((bits & 0x7F) == 0x7F, float("nan"), values)
-    else:
-        values = tl.where((bits & 0x7F) == 0x7C, float("inf"), values)
-        values = tl.where((bits & 0x7F) > 0x7C, float("nan"), values)
+    values = from_bits((bits & 0x7F) << dropped_bits(FORMAT)) * (smallest_normal(FORMAT) / _power(-126))
     return from_bits(as_bits(values) | ((bits & 0x80) << 24))

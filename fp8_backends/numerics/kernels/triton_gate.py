@@ -1,4 +1,4 @@
-"""Whether a tensor's work goes to the Triton kernels. Imports nothing of Triton, which takes a second to load.
+"""Tells whether a tensor's work goes to the Triton kernels. Imports nothing of Triton, which takes a second to load.
 
 Environment variable `FP8_BACKENDS_TRITON`: `0` keeps every tensor on plain PyTorch operations; `interpret`, beside
 Triton's own `TRITON_INTERPRET=1`, sends tensors on the CPU through the kernels, slowly, for tests.
@@ -48,7 +48,7 @@ def has_fp8_casts(tensor: torch.Tensor) -> bool:
 
 
 def multiprocessors(tensor: torch.Tensor) -> int:
-    """Of the tensor's device; 1 of a CPU."""
+    """How many multiprocessors the tensor's device has; 1 for a CPU."""
     return _properties(tensor.get_device()).multi_processor_count if tensor.is_cuda else 1
 
 
@@ -75,7 +75,7 @@ def _capability(device: int) -> tuple[int, int]:
 @functools.cache
 def _triton_is_there() -> bool:
     try:
-        import triton  # noqa: F401
+        import triton  # noqa: F401  (optional)
     except ImportError as error:
         logger.warning(
             "Triton cannot be imported (%s): FP8 casts, optimizer steps and messages run as plain PyTorch operations, "
@@ -87,7 +87,7 @@ def _triton_is_there() -> bool:
 
 
 def _passes_trial(device: int) -> bool:
-    from . import triton_trial
+    from . import triton_trial  # Triton takes a second to load
 
     try:
         obstacle = triton_trial.obstacle(torch.device("cuda", device), _capability(device) >= _FP8_CASTS)

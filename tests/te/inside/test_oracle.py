@@ -28,6 +28,7 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager, Recip
 
 from fp8_backends.numerics import scaling
 from fp8_backends.numerics.formats import RECIPE_FORMATS
+from fp8_backends.numerics.kernels.quantize.dispatch import quantize
 from fp8_backends.numerics.scaling import GRAD_OUTPUT, HISTORY, INPUT, SCALE, WEIGHT
 
 STEPS, LAYERS = 200, 1  # several layers in one update: test_oracle_training
@@ -88,7 +89,7 @@ class NativeLayers:
 
     def _cast(self, layer: int, tensor: int, x: torch.Tensor) -> torch.Tensor:
         state, amax = self.states[layer], scaling.tensor_amax(scaling.without_nan(x))
-        codes = scaling.quantize_with(x, scaling.delayed_scale(state, tensor), amax, self.formats[tensor]).codes
+        codes = quantize(x, self.formats[tensor], scaling.delayed_scale(state, tensor)).codes
         scaling.record_amax(state, tensor, amax)
         return codes.view(torch.uint8)
 

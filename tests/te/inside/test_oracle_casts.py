@@ -18,6 +18,7 @@ from transformer_engine.pytorch.custom_recipes.reference_current_scaling import 
 
 from fp8_backends.numerics import scaling
 from fp8_backends.numerics.formats import E4M3, E5M2
+from fp8_backends.numerics.kernels.quantize.dispatch import quantize
 
 TE_DTYPES = {E4M3: DType.kFloat8E4M3, E5M2: DType.kFloat8E5M2}
 FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -32,7 +33,7 @@ def codes(q: scaling.Quantized) -> torch.Tensor:
 @settings(max_examples=60, deadline=None)
 def test_current_scaling_equals_both_of_transformer_engines(fmt, values):
     x = torch.tensor([values])
-    ours = scaling.quantize_dynamic(x, fmt)
+    ours = quantize(x, fmt).along_columns()
     reference = CurrentScalingQuantizerRef(fmt.dtype).quantize(x)
     kernel = Float8CurrentScalingQuantizer(TE_DTYPES[fmt], "cpu")(x)
     for data, scale_inv in ((reference.data, reference.scale), (kernel._data, kernel._scale_inv)):
@@ -43,7 +44,7 @@ def test_current_scaling_equals_both_of_transformer_engines(fmt, values):
 def test_current_scaling_of_values_that_are_not_finite(special):
     """The codes are equal. An inf's scale_inv is 1 in TransformerEngine and NaN here, so that nobody misses it."""
     x = torch.tensor([[1.0, special, -3.0, 0.5]])
-    ours, kernel = scaling.quantize_dynamic(x, E5M2), Float8CurrentScalingQuantizer(DType.kFloat8E5M2, "cpu")(x)
+    ours, kernel = quantize(x, E5M2).along_columns(), Float8CurrentScalingQuantizer(DType.kFloat8E5M2, "cpu")(x)
     assert torch.equal(codes(ours), kernel._data)
     if math.isnan(special):
         assert ours.scale_inv == kernel._scale_inv

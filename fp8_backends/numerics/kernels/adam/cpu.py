@@ -1,6 +1,8 @@
-"""The Adam step for a CPU: `adam_cpu.cpp`, compiled in a second at its first use and kept in the user's cache.
+"""The Adam step for a CPU: `cpu.cpp`, compiled in a second at its first use and kept in the user's cache.
 
-Processes that start together, such as the ranks of a run, compile once: one holds a lock, the others wait for it.
+Processes that start together, such as the ranks of a run, compile once: one holds a lock, the others wait for it. The
+compiler is called directly, because `torch.utils.cpp_extension.load` needs ninja, which PyTorch does not install, and
+waits without end for the lock of a process that was killed.
 """
 
 from __future__ import annotations
@@ -19,24 +21,20 @@ import torch
 from filelock import FileLock
 
 from ....announcement import announce
+from ...formats import FORMATS
 from ..eager import is_eager
-from .table import AdamTable, Kind
+from .job import Kind
+from .table import AdamTable
 
-_SOURCE = Path(__file__).with_name("adam_cpu.cpp")
-_DTYPES = {
-    torch.float32: "FP32",
-    torch.bfloat16: "BF16",
-    torch.float16: "FP16",
-    torch.float8_e4m3fn: "E4M3",
-    torch.float8_e5m2: "E5M2",
-}
+_SOURCE = Path(__file__).with_name("cpu.cpp")
 # no contraction: a product and a sum that become one instruction would be rounded once
 _FLAGS = "-std=c++17 -O3 -fPIC -shared -ffp-contract=off -fno-math-errno -fno-trapping-math".split()
 _AVX512 = "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mf16c".split()
 _CHUNK = 2**16
 _LONGEST_COMPILE = 300
+"""Seconds."""
 _LONGEST_WAIT = 2 * _LONGEST_COMPILE
-"""Seconds: for a compiler without OpenMP it runs twice."""
+"""A compiler without OpenMP is called twice."""
 
 
 class CPUKernels:
@@ -87,36 +85,36 @@ def usable(tensor: torch.Tensor) -> bool:
 
 
 def kernels(kind: Kind) -> CPUKernels | None:
-    """The kernels of a kind; None, and a warning once, where nothing compiles them."""
-    library = None if _broken else _library(kind._replace(scaled=(), block_size=0, finite_is_told=False))
+    """The kernels of a kind; None where nothing compiles them."""
+    library = _library(kind._replace(scaled=(), block_size=0, finite_is_told=False))
     return None if library is None else CPUKernels(kind, library)
-
-
-_broken: list[str] = []
-"""Why compiling failed: nothing is compiled from then on."""
 
 
 @functools.cache
 def _library(kind: Kind) -> ctypes.CDLL | None:
+    """The compiled library; None, and a warning that says why, where that fails."""
     try:
         return ctypes.CDLL(str(_compiled(tuple(_definitions(kind)))))
     except (OSError, subprocess.SubprocessError) as error:
-        details = getattr(error, "stderr", None) or error
-        _broken.append(str(details))
-        warnings.warn(
-            f"the optimizer step runs uncompiled, which is slower: it needs a C++ compiler (g++ or clang++, or what "
-            f"the environment variable CXX names), and this failed: {details}",
-            stacklevel=2,
-        )
+        _warn_of_failure(str(getattr(error, "stderr", None) or error))
         return None
+
+
+@functools.cache
+def _warn_of_failure(details: str) -> None:
+    """Once a process: the compiler fails for each kind of parameters."""
+    warnings.warn(
+        f"the optimizer step runs uncompiled, which is slower: it needs a C++ compiler (g++ or clang++, or what "
+        f"the environment variable CXX names), and this failed: {details}",
+        stacklevel=2,
+    )
 
 
 def _definitions(kind: Kind) -> list[str]:
     names = ("WEIGHT", "GRAD", "EXP_AVG", "EXP_AVG_SQ", "COPY")
-    values = [_DTYPES[dtype] for dtype in (*kind.dtypes, kind.copy or torch.float8_e4m3fn)]
-    blocked = sum(is_blocked << i for i, is_blocked in enumerate(kind.blocked))
+    values = [FORMATS[dtype].name.upper() for dtype in (*kind.dtypes, kind.copy or torch.float8_e4m3fn)]
     numbers = {
-        "BLOCKED": blocked,
+        "BLOCKED": sum(is_blocked << i for i, is_blocked in enumerate(kind.blocked)),
         "COPIED": int(kind.copy is not None),
         "DECOUPLED": int(kind.decoupled),
         "MAXIMIZE": int(kind.maximize),
@@ -135,16 +133,16 @@ def _compiled(definitions: tuple[str, ...]) -> Path:
     compiler = os.environ.get("CXX") or next(filter(shutil.which, ("g++", "clang++", "c++")), "g++")
     flags = (*_FLAGS, *_instruction_set(), *definitions)
     key = hashlib.sha256(_SOURCE.read_bytes() + repr((compiler, flags)).encode()).hexdigest()[:32]
-    made = _cache() / f"adam-{key}.so"
-    if not made.exists():
+    library = _cache() / f"adam-{key}.so"
+    if not library.exists():
         _announce_compiling(compiler)
-        with FileLock(made.with_suffix(".lock"), timeout=_LONGEST_WAIT):
-            if not made.exists():
-                with tempfile.TemporaryDirectory(dir=made.parent) as folder:
-                    new = Path(folder, made.name)
+        with FileLock(library.with_suffix(".lock"), timeout=_LONGEST_WAIT):
+            if not library.exists():
+                with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+                    new = Path(folder, library.name)
                     _compile([compiler, *flags, str(_SOURCE), "-o", str(new)])
-                    os.replace(new, made)  # whole: a process that is ended before leaves nothing under that name
-    return made
+                    os.replace(new, library)  # whole: a process that is ended before leaves nothing under that name
+    return library
 
 
 @functools.cache
@@ -170,7 +168,7 @@ def _instruction_set() -> list[str]:
 
 @functools.cache
 def _cache() -> Path:
-    """A folder of this user's own."""
+    """A folder that belongs to this user."""
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fp8_backends"
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -2,23 +2,22 @@
 
 A scale follows from the amax of this step's own values, so the values are computed twice: a first pass over all
 parameters keeps amaxes alone, a second computes the same values again, rounds them and writes them in place. On a CPU
-and on an NVIDIA GPU each pass is one kernel over all parameters of a kind (`adam_table`, with `adam_cpu` and
-`triton_adam`). Elsewhere, and without a compiler, it is PyTorch's operations, parameter by parameter (`adam_passes`).
+and on an NVIDIA GPU each pass is one kernel over all parameters of a kind (`table.py`, with `cpu.py` and
+`triton_adam.py`). Elsewhere, and without a compiler, it is PyTorch's operations, parameter by parameter (`passes.py`).
 All compute the same bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 
 from .. import triton_gate
-from . import cpu as adam_cpu
-from .job import ROUNDINGS, Job, Slot, adam_hyper, adam_hypers, is_finite
+from . import cpu
+from .job import ROUNDINGS, Job, Kind, Slot, adam_hyper, adam_hypers, is_finite
 from .passes import Passes
-from .table import AdamTable, Kernels, Kind, kind_of
+from .table import AdamTable, Kernels
 
 __all__ = ["ROUNDINGS", "AdamSteps", "Job", "Slot", "adam_hyper", "adam_hypers", "is_finite", "scaled_adam_"]
 
@@ -76,18 +75,18 @@ class AdamSteps:
     @torch.no_grad()
     def __init__(self, jobs: Sequence[Job], *, fused: bool = True, compiled: bool = False):
         self._count = len(jobs)
-        self._parts: list[tuple[_Steps, list[int]]] = []
+        self._parts: list[tuple[AdamTable | _Singly, list[int]]] = []
         groups: dict[tuple[torch.device, bool, Kind], list[int]] = {}
         for i, job in enumerate(jobs):
             job.check()
-            groups.setdefault((job.weight.data.device, job.finite is None, kind_of(job)), []).append(i)
+            groups.setdefault((job.weight.data.device, job.finite is None, job.kind), []).append(i)
         for (device, _, kind), members in groups.items():
-            of_kind = [jobs[i] for i in members]
-            kernels = _kernels(kind, of_kind[0]) if fused else None
+            together = [jobs[i] for i in members]
+            kernels = _kernels(kind, together[0].weight.data) if fused else None
             if kernels is not None:
-                steps = AdamTable(kind, of_kind, kernels)
+                steps = AdamTable(kind, together, kernels)
             else:  # where a fused kernel cannot be compiled for a CPU, nothing can
-                steps = _Singly(of_kind, compiled and not (fused and device.type == "cpu"))
+                steps = _Singly(together, compiled and not (fused and device.type == "cpu"))
             self._parts.append((steps, members))
 
     @torch.no_grad()
@@ -113,28 +112,16 @@ class AdamSteps:
         for steps, members in self._parts:
             steps.write_copies([amaxes[i] for i in members])
 
-    def _each(self, function: Callable[[_Steps, list[int]], list]) -> list:
+    def _each(self, function: Callable[[AdamTable | _Singly, list[int]], list]) -> list:
         found = [None] * self._count
         for steps, members in self._parts:
-            for i, of in zip(members, function(steps, members), strict=True):
-                found[i] = of
+            for i, result in zip(members, function(steps, members), strict=True):
+                found[i] = result
         return found
 
 
-class _Steps(Protocol):
-    """The steps of parameters of one kind."""
-
-    def run(self) -> None: ...
-
-    def amaxes(self) -> list[list[torch.Tensor | None]]: ...
-
-    def write(self, amaxes: list[list[torch.Tensor | None]]) -> list[torch.Tensor | None]: ...
-
-    def write_copies(self, amaxes: list[torch.Tensor | None]) -> None: ...
-
-
 class _Singly:
-    """Steps as PyTorch's operations, a parameter at a time."""
+    """Steps of parameters of one kind as PyTorch's operations, a parameter at a time."""
 
     def __init__(self, jobs: Sequence[Job], compiled: bool):
         self.steps = [Passes(job, compiled) for job in jobs]
@@ -149,7 +136,7 @@ class _Singly:
         return [step.amaxes() for step in self.steps]
 
     def write(self, amaxes: list[list[torch.Tensor | None]]) -> list[torch.Tensor | None]:
-        return [step.write(of) for step, of in zip(self.steps, amaxes, strict=True)]
+        return [step.write(each) for step, each in zip(self.steps, amaxes, strict=True)]
 
     def write_copies(self, amaxes: list[torch.Tensor | None]) -> None:
         for step, amax in zip(self.steps, amaxes, strict=True):
@@ -157,11 +144,10 @@ class _Singly:
                 step.write_copy(amax)
 
 
-def _kernels(kind: Kind, job: Job) -> Kernels | None:
-    """The fused kernels for parameters of a kind on the device where this one is."""
-    weight = job.weight.data
+def _kernels(kind: Kind, weight: torch.Tensor) -> Kernels | None:
+    """The fused kernels for parameters of a kind on the device of this one."""
     if triton_gate.usable(weight):
-        from . import triton_adam
+        from . import triton_adam  # Triton takes a second to load
 
         return triton_adam.kernels(kind, weight)
-    return adam_cpu.kernels(kind) if adam_cpu.usable(weight) else None
+    return cpu.kernels(kind) if cpu.usable(weight) else None

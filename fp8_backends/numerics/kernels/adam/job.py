@@ -1,4 +1,4 @@
-"""What the Adam step of one parameter works on: its tensors, its hyperparameters, its options."""
+"""What the Adam step of one parameter works on: its tensors, its hyperparameters and its options."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ import torch
 
 from ...formats import E4M3, E5M2
 from ...scaling import tensor_amax
+from ..reference import adam_numbers
 
 ROUNDINGS = ("stochastic", "nearest")
 
-# places in the tensor of hyperparameters
+# places in the tensor of hyperparameters: the order of `adam_numbers`
 STEP_SIZE, DECAY, WEIGHT_DECAY, NEW_IN_EXP_AVG, BETA2, NEW_IN_EXP_AVG_SQ, INV_SQRT_BIAS2, EPS, STEP = range(9)
+
+WRITTEN = (0, 2, 3)
+"""Weight, exp_avg and exp_avg_sq, where the gradient is among them."""
 
 
 class Slot(NamedTuple):
@@ -40,7 +44,7 @@ class Job(NamedTuple):
     """AdamW."""
     maximize: bool
     rounding: str
-    """Of weight and states below FP32, one of `ROUNDINGS`."""
+    """How weight and states below FP32 are rounded: one of `ROUNDINGS`."""
     seed: int
     """Random bits are a function of seed, step and element index alone."""
     copy: Slot | None = None
@@ -48,23 +52,36 @@ class Job(NamedTuple):
     first: int = 0
     """Index in the whole tensor of the slots' first element, for the random bits."""
     finite: torch.Tensor | None = None
-    """Whether the whole tensor's gradient is, bool, 0-dim. None: what the slot shows."""
+    """Whether the whole tensor's gradient is finite, bool, 0-dim. None: what the slot shows."""
+
+    @property
+    def slots(self) -> tuple[Slot, Slot, Slot, Slot]:
+        return self.weight, self.grad, self.exp_avg, self.exp_avg_sq
 
     @property
     def written(self) -> tuple[Slot, Slot, Slot]:
         return self.weight, self.exp_avg, self.exp_avg_sq
 
     @property
-    def block_size(self) -> int:
-        """Of those slots that have one."""
-        return max(slot.block_size for slot in (self.weight, self.grad, self.exp_avg, self.exp_avg_sq))
+    def kind(self) -> Kind:
+        return Kind(
+            dtypes=tuple(slot.data.dtype for slot in self.slots),
+            scaled=tuple(slot.scale_inv is not None for slot in self.slots),
+            blocked=tuple(slot.block_size > 0 for slot in self.slots),
+            block_size=max(slot.block_size for slot in self.slots),
+            copy=None if self.copy is None else self.copy.data.dtype,
+            decoupled=self.decoupled,
+            maximize=self.maximize,
+            stochastic=self.rounding == "stochastic",
+            finite_is_told=self.finite is not None or self.grad.data.dtype.itemsize > 1 or self.grad.block_size > 0,
+        )
 
     def check(self) -> None:
         """Raises ValueError: a slot that is not contiguous, block sizes that differ, an unknown rounding."""
         if self.rounding not in ROUNDINGS:
             raise ValueError(f"rounding is one of {', '.join(ROUNDINGS)}, not {self.rounding!r}")
-        sizes, slots, copy = set(), (self.weight, self.grad, self.exp_avg, self.exp_avg_sq), self.copy
-        for slot in slots if copy is None else (*slots, copy):
+        sizes, copy = set(), self.copy
+        for slot in self.slots if copy is None else (*self.slots, copy):
             if not slot.data.is_contiguous():
                 raise ValueError(f"the step works on contiguous tensors; strides {slot.data.stride()} are not")
             sizes.add(slot.block_size)
@@ -73,6 +90,21 @@ class Job(NamedTuple):
             raise ValueError("one step has one block size, and the copy of the weight is E4M3 or E5M2 with one scale")
         if copy and self.weight.block_size:
             raise ValueError("a weight that is copied has one scale")
+
+
+class Kind(NamedTuple):
+    """What a step is compiled for. Tuples are in the order of weight, grad, exp_avg, exp_avg_sq."""
+
+    dtypes: tuple[torch.dtype, ...]
+    scaled: tuple[bool, ...]
+    blocked: tuple[bool, ...]
+    block_size: int
+    copy: torch.dtype | None
+    decoupled: bool
+    maximize: bool
+    stochastic: bool
+    finite_is_told: bool
+    """Whether a flag says if the gradient is finite; else its only scale does."""
 
 
 def is_finite(grad: Slot) -> torch.Tensor:
@@ -87,7 +119,7 @@ def is_finite(grad: Slot) -> torch.Tensor:
 
 
 def adam_hyper(group_lr, betas, eps: float, weight_decay: float, step: torch.Tensor, device) -> torch.Tensor:
-    """What changes from step to step, as one FP32 tensor on `device`, [9].
+    """`reference.adam_numbers` as one FP32 tensor on `device`, [9].
 
     Args:
         group_lr, betas: floats or 0-dim tensors.
@@ -105,14 +137,14 @@ def adam_hypers(
     if steps[0].device.type == "cpu":
         counts = [step.item() for step in steps]
         if not any(isinstance(number, torch.Tensor) for number in numbers):
-            rows = {t: _hyper(*numbers, eps, weight_decay, t) for t in set(counts)}
+            rows = {t: adam_numbers(*numbers, eps, weight_decay, t) for t in set(counts)}
             return torch.tensor([rows[t] for t in counts], dtype=torch.float32).to(device, non_blocking=True)
         t = torch.tensor(counts, dtype=torch.float64).to(device, non_blocking=True)
     else:
         t = torch.stack(list(steps)).double()
     values = [
         v if isinstance(v, torch.Tensor) else torch.full((), v, device=device, dtype=torch.float64)
-        for v in _hyper(*numbers, eps, weight_decay, t)
+        for v in adam_numbers(*numbers, eps, weight_decay, t)
     ]
     return torch.stack([v.to(device, torch.float32, non_blocking=True).expand(len(steps)) for v in values], 1)
 
@@ -121,10 +153,3 @@ def _number(x):
     if not isinstance(x, torch.Tensor):
         return x
     return x.item() if x.device.type == "cpu" else x.double()
-
-
-def _hyper(lr, beta1, beta2, eps, weight_decay, t):
-    """In the order of the places above."""
-    inv_sqrt_bias2 = (1 - beta2**t) ** -0.5
-    values = (lr / (1 - beta1**t), 1 - lr * weight_decay, weight_decay, 1 - beta1, beta2, 1 - beta2, inv_sqrt_bias2)
-    return (*values, eps, t)

@@ -1,6 +1,6 @@
 """The Adam step on an NVIDIA GPU: two launches over all parameters of a kind, whatever their number and sizes.
 
-A program works on one chunk of one parameter, which it finds in the table (`adam_table`). `_amax_kernel` computes the
+A program works on one chunk of one parameter, which it finds in the table (`table.py`). `_amax_kernel` computes the
 new values and keeps their largest; `_write_kernel` computes them again, rounds and stores them. Its programs run in any
 order, so the scales that it replaces are set aside by the first kernel. The copy of an O3 master is cast in the second
 too, with the scale that follows from the master before it is rounded; the third launch, `_recast_kernel`, finds all
@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from ...formats import FORMATS
 from ..triton_common import OPTIONS, as_bits, from_bits, scale_inv_of
 from ..triton_gate import has_fp8_casts, on_device_of
+from .job import Kind
 from .rounding import EXP_AVG_BITS, EXP_AVG_SQ_BITS, WEIGHT_BITS
-from .table import AdamTable, Kind
+from .table import AdamTable
 from .triton_rounding import mixed, pointer_to, scale_of
 from .triton_tiles import (
     COPY,
@@ -29,6 +30,7 @@ from .triton_tiles import (
     HYPER,
     NUMEL,
     SEED,
+    STEP,
     amax_of,
     amax_tile,
     grad_factor,
@@ -46,13 +48,6 @@ from .triton_tiles import (
     write_tile,
 )
 
-_FORMATS = {
-    torch.float32: "fp32",
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float8_e4m3fn: "e4m3",
-    torch.float8_e5m2: "e5m2",
-}
 _TILE, _TILES = 1024, 8
 """Elements that a program works on at a time, and how often it does."""
 
@@ -65,7 +60,7 @@ LIMITS = {"num_warps": 8}
 
 @triton.jit
 def _finite_kernel(table, parameters, KIND: tl.constexpr, ALIGNED: tl.constexpr):
-    """Where an element of the gradient is not finite, say so where the table wants to know."""
+    """Tell the table of gradients with an element that is not finite."""
     row, index, start = row_of(table, parameters, KIND)
     numel = tl.load(row + NUMEL)
     pointer = pointer_to(tl.load(row + 1), KIND.formats[1], ALIGNED)
@@ -117,7 +112,7 @@ def _amax_kernel(table, parameters, amax_ptr, old_ptr, KIND: tl.constexpr, ALIGN
 def _write_kernel(table, parameters, amax_ptr, old_ptr, stored_ptr, KIND: tl.constexpr, ALIGNED: tl.constexpr):
     row, index, start = row_of(table, parameters, KIND)
     numel, pointers, hyper = tl.load(row + NUMEL), pointers_of(row, KIND, ALIGNED), hyper_of(row)
-    step = tl.load(tl.load(row + HYPER).to(tl.pointer_type(tl.float32)) + 8).to(tl.int32).to(tl.uint32)
+    step = tl.load(tl.load(row + HYPER).to(tl.pointer_type(tl.float32)) + STEP).to(tl.int32).to(tl.uint32)
     key = mixed(mixed(step) + tl.load(row + SEED).to(tl.uint32))
     old, g_inv = old_ptr + index * 3, grad_factor(row, KIND)
     if KIND.scaled[0] or KIND.scaled[2] or KIND.scaled[3]:
@@ -148,7 +143,7 @@ def _write_kernel(table, parameters, amax_ptr, old_ptr, stored_ptr, KIND: tl.con
 
 @triton.jit
 def _recast_kernel(table, parameters, amax_ptr, stored_ptr, KIND: tl.constexpr, ALIGNED: tl.constexpr):
-    """Copies whose scale is not the one that `_write_kernel` took, and the scales of all."""
+    """Cast copies again whose scale is not the one that `_write_kernel` took, and store the scales of all."""
     row, index, start = row_of(table, parameters, KIND)
     amax = from_bits(tl.load(stored_ptr + index))
     scale = scale_of(amax, KIND.formats[4])
@@ -168,40 +163,39 @@ def _recast_kernel(table, parameters, amax_ptr, stored_ptr, KIND: tl.constexpr, 
 # Launches
 
 
-class _Constants(NamedTuple):
-    """What the kernels of a kind are compiled for."""
-
-    formats: tuple[str, ...]
-    """Of weight, grad, exp_avg, exp_avg_sq, copy."""
-    scaled: tuple[bool, ...]
-    blocked: tuple[bool, ...]
-    low_bit: tuple[int, ...]
-    bits: tuple[int, ...]
-    has_fp8_casts: bool
-    finite_is_told: bool
-    copied: bool
-    decoupled: bool
-    maximize: bool
-    stochastic: bool
-    rows: int
-    width: int
-    tiles: int
-    chunk: int
-
-
 @dataclass(frozen=True)
-class _Wrapped:
-    """`_Constants` as Triton wants what its functions hand on: an object whose attributes are its constants."""
+class _Constants:
+    """What the kernels of a kind are compiled for, as Triton wants what its functions hand on: an object whose
+    attributes are constants. It has those of `Kind`, and the ones below."""
 
-    constants: _Constants
+    kind: Kind
+    fp8_casts: bool
+
+    @functools.cached_property
+    def _values(self) -> dict[str, object]:
+        kind, width = self.kind, self.kind.block_size or _TILE
+        rows, fields = max(1, _TILE // width), (WEIGHT_BITS, (0, 0), EXP_AVG_BITS, EXP_AVG_SQ_BITS)
+        return kind._asdict() | {
+            "formats": tuple(FORMATS[dtype].name for dtype in (*kind.dtypes, kind.copy or torch.float8_e4m3fn)),
+            "low_bit": tuple(low for low, _ in fields),
+            "bits": tuple(bits for _, bits in fields),
+            "has_fp8_casts": self.fp8_casts,
+            "copied": kind.copy is not None,
+            "rows": rows,
+            "width": width,
+            "tiles": _TILES,
+            "chunk": rows * width * _TILES,
+        }
 
     def __getattr__(self, name: str):
-        value = getattr(self.constants, name)
+        if name not in self._values:
+            raise AttributeError(name)
+        value = self._values[name]
         return tuple(map(tl.constexpr, value)) if isinstance(value, tuple) else tl.constexpr(value)
 
 
 def kernels(kind: Kind, tensor: torch.Tensor) -> TritonKernels | None:
-    """Those of a kind for the tensor's device; None for a block size that no tile has."""
+    """The kernels of a kind for the tensor's device; None for a block size that no tile has."""
     size = kind.block_size
     return _kernels(kind, has_fp8_casts(tensor)) if size & (size - 1) == 0 and size <= 4 * _TILE else None
 
@@ -210,31 +204,10 @@ class TritonKernels:
     """Launches the kernels of one kind."""
 
     def __init__(self, kind: Kind, fp8_casts: bool):
-        width = kind.block_size or _TILE
-        rows = max(1, _TILE // width)
-        fields = (WEIGHT_BITS, (0, 0), EXP_AVG_BITS, EXP_AVG_SQ_BITS)
-        self.constants = _Wrapped(
-            _Constants(
-                formats=tuple(_FORMATS[dtype] for dtype in (*kind.dtypes, kind.copy or torch.float8_e4m3fn)),
-                scaled=kind.scaled,
-                blocked=kind.blocked,
-                low_bit=tuple(low for low, _ in fields),
-                bits=tuple(bits for _, bits in fields),
-                has_fp8_casts=fp8_casts,
-                finite_is_told=kind.finite_is_told,
-                copied=kind.copy is not None,
-                decoupled=kind.decoupled,
-                maximize=kind.maximize,
-                stochastic=kind.stochastic,
-                rows=rows,
-                width=width,
-                tiles=_TILES,
-                chunk=rows * width * _TILES,
-            )
-        )
+        self.constants = _Constants(kind, fp8_casts)
 
     def chunk_size(self) -> int:
-        return self.constants.constants.chunk
+        return self.constants.chunk.value
 
     def find_finite(self, table: AdamTable) -> None:
         self._launch(_finite_kernel, table)
@@ -264,5 +237,5 @@ def _kernels(kind: Kind, fp8_casts: bool) -> TritonKernels:
 
 @functools.lru_cache(maxsize=32)
 def _parameter_of_each_chunk(counts: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Indices of parameters, int32 [chunks]. Kept, as an optimizer's parameters keep their sizes."""
+    """The index of each chunk's parameter, int32 [chunks]. Kept, as an optimizer's parameters keep their sizes."""
     return torch.repeat_interleave(torch.arange(len(counts), dtype=torch.int32), torch.tensor(counts)).to(device)

@@ -1,7 +1,7 @@
 """What the programs of `triton_adam` do with a tile of a parameter, [rows, width]: rows are blocks where there are any.
 
-KIND is `triton_adam._Wrapped`; `row` points to the parameter's row in the table. A tile of which all elements exist is
-FULL, and read without a mask: one whose end is not known to be aligned would make every access a narrow one.
+KIND is `triton_adam._Constants`; `row` points to the parameter's row in the table. A tile is FULL if all its elements
+exist. It is read without a mask: one whose end is not known to be aligned would make every access a narrow one.
 """
 
 from __future__ import annotations
@@ -9,13 +9,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..triton_common import as_bits, from_bits, scale_inv_of
-from .passes import GRADIENT_LIMIT
-from .triton_rounding import decoded, encoded, least_bits, mixed, pointer_to, rounded, scale_of
+from ..reference import GRADIENT_LIMIT
+from ..triton_common import as_bits, from_bits, scale_inv_of, smallest_bits
+from .triton_rounding import decoded, encoded, mixed, pointer_to, rounded, scale_of
 
-# Columns of a parameter's row, as in adam_table.py
+# Columns of a parameter's row, as in table.py
 COPY, INVERSE, COPY_INVERSE, HYPER, FINITE = (tl.constexpr(column) for column in (4, 5, 9, 10, 11))
 NUMEL, FIRST, SEED, FIRST_CHUNK, AMAX, COLUMNS = (tl.constexpr(column) for column in (12, 13, 14, 15, 16, 19))
+# Places in the hyperparameters, as in job.py
+STEP_SIZE, DECAY, WEIGHT_DECAY, NEW_IN_EXP_AVG, BETA2 = (tl.constexpr(place) for place in range(5))
+NEW_IN_EXP_AVG_SQ, INV_SQRT_BIAS2, EPS, STEP = (tl.constexpr(place) for place in range(5, 9))
 _GRADIENT_LIMIT = tl.constexpr(GRADIENT_LIMIT)
 
 
@@ -29,7 +32,7 @@ def row_of(table, parameters, KIND: tl.constexpr):
 
 @triton.jit
 def pointers_of(row, KIND: tl.constexpr, ALIGNED: tl.constexpr):
-    """To weight, grad, exp_avg and exp_avg_sq."""
+    """Pointers to weight, grad, exp_avg and exp_avg_sq."""
     return (
         pointer_to(tl.load(row), KIND.formats[0], ALIGNED),
         pointer_to(tl.load(row + 1), KIND.formats[1], ALIGNED),
@@ -75,7 +78,7 @@ def grad_factor(row, KIND: tl.constexpr):
 
 @triton.jit
 def load(pointer, inside, other, FULL: tl.constexpr):
-    """Without a mask where all is there: one whose end is not known to be aligned makes every access a narrow one."""
+    """Read a tile: without a mask where it is full."""
     if FULL:
         return tl.load(pointer)
     else:
@@ -100,8 +103,8 @@ def values_of(pointer, row, inverse, at, inside, block, KIND: tl.constexpr, SLOT
 
 
 @triton.jit
-def _updated(pointers, row, inverses, hyper, at, inside, block, KIND: tl.constexpr, FULL: tl.constexpr):
-    """The new weight, exp_avg and exp_avg_sq: torch.optim's Adam and AdamW, in FP32."""
+def adam_step(pointers, row, inverses, hyper, at, inside, block, KIND: tl.constexpr, FULL: tl.constexpr):
+    """`reference.adam_step` with FP32 operations: the new weight, exp_avg and exp_avg_sq."""
     w = values_of(pointers[0], row, inverses[0], at, inside, block, KIND, 0, FULL)
     g = values_of(pointers[1], row, inverses[1], at, inside, block, KIND, 1, FULL)
     m = values_of(pointers[2], row, inverses[2], at, inside, block, KIND, 2, FULL)
@@ -110,22 +113,22 @@ def _updated(pointers, row, inverses, hyper, at, inside, block, KIND: tl.constex
     if KIND.maximize:
         g = -g
     if KIND.decoupled:
-        w = w * hyper[1]
+        w = w * hyper[DECAY]
     else:
-        g = g + hyper[2] * w
-    m = m + hyper[3] * (g - m)
-    v = v * hyper[4] + hyper[5] * g * g
-    denominator = tl.sqrt_rn(v) * hyper[6] + hyper[7]
-    return w - tl.div_rn(hyper[0] * m, denominator), m, v
+        g = g + hyper[WEIGHT_DECAY] * w
+    m = m + hyper[NEW_IN_EXP_AVG] * (g - m)
+    v = v * hyper[BETA2] + hyper[NEW_IN_EXP_AVG_SQ] * g * g
+    denominator = tl.sqrt_rn(v) * hyper[INV_SQRT_BIAS2] + hyper[EPS]
+    return w - tl.div_rn(hyper[STEP_SIZE] * m, denominator), m, v
 
 
 @triton.jit
 def place_of(numel, start, KIND: tl.constexpr):
-    """Of the tile that begins at an element: places of elements in it, whether they exist, indices of rows' blocks."""
+    """The tile that begins at an element: places of elements in it, whether they exist, indices of rows' blocks."""
     rows = tl.arange(0, KIND.rows)[:, None]
     at = rows * KIND.width + tl.arange(0, KIND.width)[None, :]
-    left = tl.minimum(numel - start, KIND.rows * KIND.width).to(tl.int32)
-    return at, at < left, start // KIND.width + rows
+    count = tl.minimum(numel - start, KIND.rows * KIND.width).to(tl.int32)
+    return at, at < count, start // KIND.width + rows
 
 
 @triton.jit
@@ -135,7 +138,7 @@ def _moved(pointers, start):
 
 @triton.jit
 def _first_of(inside):
-    """Of each row, whether its first element exists."""
+    """Whether the first element of each row exists."""
     return tl.max(inside.to(tl.int32), axis=1)[:, None] > 0
 
 
@@ -152,7 +155,7 @@ def keep_amax(amax_ptr, row, PLACE: tl.constexpr, largest):
 
 @triton.jit
 def _store_amaxes(amax_ptr, row, PLACE: tl.constexpr, bits, block, inside, FULL: tl.constexpr):
-    """Of blocks."""
+    """The amaxes of blocks."""
     _write(amax_ptr + tl.load(row + AMAX + PLACE) + block, tl.max(bits, axis=1)[:, None], _first_of(inside), FULL)
 
 
@@ -161,7 +164,7 @@ def amax_tile(pointers, row, inverses, hyper, amaxes, amax_ptr, numel, start, KI
     """The largest so far, bits [rows, width] of weight, exp_avg and exp_avg_sq, with those of one tile."""
     at, inside, block = place_of(numel, start, KIND)
     pointers = _moved(pointers, start)
-    w, m, v = _updated(pointers, row, inverses, hyper, at, inside, block, KIND, FULL)
+    w, m, v = adam_step(pointers, row, inverses, hyper, at, inside, block, KIND, FULL)
     w_bits, m_bits, v_bits = as_bits(w) & 0x7FFFFFFF, as_bits(m) & 0x7FFFFFFF, as_bits(v) & 0x7FFFFFFF
     if KIND.blocked[0]:
         _store_amaxes(amax_ptr, row, 0, w_bits, block, inside, FULL)
@@ -192,7 +195,7 @@ def _store(
     SLOT: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """x as the slot stores it, and of blocks the scales. Returns that, FP32, before its scale."""
+    """Write x as the slot stores it, and the scales of blocks. Returns what is stored, FP32, before its scale."""
     FORMAT: tl.constexpr = KIND.formats[SLOT]
     if KIND.blocked[SLOT]:
         place = amax_ptr + tl.load(row + AMAX + (SLOT if SLOT == 0 else SLOT - 1)) + block
@@ -206,7 +209,7 @@ def _store(
         x = x * scale
         stored = rounded(x, random, FORMAT, KIND.stochastic, KIND.low_bit[SLOT], KIND.bits[SLOT])
         if SLOT == 3:  # positive values were rounded, and none of them may become 0
-            least = tl.where(x > 0, least_bits(FORMAT), 0)
+            least = tl.where(x > 0, smallest_bits(FORMAT), 0)
             stored = from_bits(tl.maximum(as_bits(stored) & 0x7FFFFFFF, least))
         _write(pointer + at, encoded(stored, FORMAT, KIND.has_fp8_casts), inside, FULL)
         return stored
@@ -216,7 +219,7 @@ def _store(
 
 @triton.jit
 def store_copy(pointer, stored, inverse, scale, at, inside, KIND: tl.constexpr, FULL: tl.constexpr):
-    """The copy of a weight that is stored as `stored`, before its scale."""
+    """Write the copy of a weight that is stored as `stored`, before its scale."""
     x = rounded(stored * inverse * scale, 0, KIND.formats[4], False, 0, 0)
     _write(pointer + at, encoded(x, KIND.formats[4], KIND.has_fp8_casts), inside, FULL)
 
@@ -225,10 +228,10 @@ def store_copy(pointer, stored, inverse, scale, at, inside, KIND: tl.constexpr, 
 def write_tile(
     pointers, row, inverses, hyper, scales, copy, amax_ptr, key, numel, start, KIND: tl.constexpr, FULL: tl.constexpr
 ):
-    """One tile. copy: pointer, scale_inv of the weight, scale. Returns the bits of the weight as it is stored."""
+    """Write one tile. copy: its pointer, scale_inv of the weight, scale. Returns bits of the weight as it is stored."""
     at, inside, block = place_of(numel, start, KIND)
     pointers = _moved(pointers, start)
-    w, m, v = _updated(pointers, row, inverses, hyper, at, inside, block, KIND, FULL)
+    w, m, v = adam_step(pointers, row, inverses, hyper, at, inside, block, KIND, FULL)
     first = (tl.load(row + FIRST) + start).to(tl.int32)
     random = mixed((first + at).to(tl.uint32, bitcast=True) ^ key).to(tl.int32, bitcast=True)
     if KIND.blocked[0] or KIND.blocked[2] or KIND.blocked[3]:

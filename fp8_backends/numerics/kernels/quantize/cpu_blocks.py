@@ -1,4 +1,4 @@
-"""Casts to FP8 and back on a CPU with a scale for each block of a matrix: `scaling.Blocks`, part by part, eagerly.
+"""Casts to FP8 and back on a CPU, with a scale for each block of a matrix: `scaling.Blocks`, part by part, eagerly.
 
 A matrix is read as it lies. The codes of its transpose are those of the matrix in transposed blocks, and a view of them
 is what the products take on a CPU.
@@ -39,8 +39,8 @@ def quantize(
     factor = 1 if stored_scale_inv is None else stored_scale_inv
     amax = amax * factor
     scale = blocks.scale(amax, fmt)
-    made = Quantized(_cast(x, scale * factor, *size, fmt), blocks.inverse(scale, amax))
-    return Quantized(made.codes.t(), made.scale_inv.t()) if transposed else made
+    codes, scale_inv = _cast(x, scale * factor, *size, fmt), blocks.inverse(scale, amax)
+    return Quantized(codes.t(), scale_inv.t()) if transposed else Quantized(codes, scale_inv)
 
 
 def dequantize(q: Quantized, blocks: Blocks, dtype: torch.dtype) -> torch.Tensor:
@@ -56,7 +56,7 @@ def dequantize(q: Quantized, blocks: Blocks, dtype: torch.dtype) -> torch.Tensor
 
 
 def _size(blocks: Blocks, shape: torch.Size, transposed: bool) -> tuple[int, int]:
-    """Rows and columns of a block of a matrix of that shape, of whose transpose these are the blocks."""
+    """Rows and columns of a block in a matrix of that shape. transposed: the blocks are those of its transpose."""
     columns = blocks.columns or shape[0 if transposed else 1]
     return (columns, blocks.rows) if transposed else (blocks.rows, columns)
 

@@ -17,15 +17,15 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from ...formats import Format
+from ...formats import E4M3, FP16, Format
 from ..eager import is_eager
 
 PART = 2**19
 """Elements that are worked on at a time: 2 MiB in FP32. Smaller parts are no faster, and threads meet at the end of
 each operation on one, which takes long where they share their cores with other processes."""
 MOST_SCRATCH = 2**25
-"""Bytes that a thread keeps for each of four purposes: a part, the values of both operands of a product, and the
-product before it is rounded."""
+"""Bytes that a thread keeps for each of four uses: a part, the values of both operands of a product, and the product
+before it is rounded."""
 FEWEST = 2**13
 """Elements below which the reference, of fewer operations, is the faster one."""
 
@@ -50,7 +50,7 @@ def cast(x: torch.Tensor, factor: torch.Tensor, fmt: Format) -> torch.Tensor:
     for rows in _row_parts(x.shape):
         part, values = x[rows], part_of(x[rows].shape)
         part = part if part.dtype == torch.float32 else values.copy_(part)
-        codes[rows].copy_(torch.mul(part, _of_rows(factor, rows), out=values).clamp_(-fmt.max, fmt.max))
+        codes[rows].copy_(torch.mul(part, _factor_of(rows, factor), out=values).clamp_(-fmt.max, fmt.max))
     return codes
 
 
@@ -106,21 +106,22 @@ def decoded(codes: torch.Tensor, dtype: torch.dtype, scratch: str | None = None)
 
 
 def _decode_e4m3(codes: torch.Tensor, out: torch.Tensor) -> None:
-    """E4M3 codes to FP32. Sign, exponent and mantissa lie in an FP16 as they do in a code, seven places up; its bias is
-    15 where a code's is 7, so the value is 2**8 times that of the FP16, subnormal numbers included. NaN alone is a
-    number there: 480, above all that E4M3 has."""
+    """Decode E4M3 codes to FP32. Sign, exponent and mantissa lie in an FP16 as they do in a code, seven places up, and
+    the biases differ by 8: the value is 2**8 times that of the FP16, subnormal numbers included. NaN alone is a number
+    there: 480, above all that E4M3 has."""
     codes = codes.view(torch.int8)
     for start in range(0, len(codes), PART):
         part, values = codes[start : start + PART], out[start : start + PART]
         bits = _scratch(part.shape, torch.int16, "part").copy_(part)
-        values.copy_(bits.bitwise_left_shift_(7).bitwise_and_(-0x4080).view(torch.float16)).mul_(256)
+        values.copy_(bits.bitwise_left_shift_(7).bitwise_and_(-0x4080).view(torch.float16))
+        values.mul_(2.0 ** (FP16.bias - E4M3.bias))
         low, high = values.aminmax()
         if low <= -480 or high >= 480:
             values.masked_fill_(values.abs() >= 480, torch.nan)
 
 
 def _decode_pairs(codes: torch.Tensor, out: torch.Tensor) -> None:
-    """Codes of either format to bf16, two at a time."""
+    """Decode codes of either format to bf16, two at a time."""
     if codes.storage_offset() % 2:
         codes = codes.clone()  # begins between two places of 16 bits
     even = codes.numel() // 2 * 2
@@ -150,7 +151,7 @@ def scale(product: torch.Tensor, factors: Sequence[torch.Tensor], out: torch.Ten
         part = product[rows]
         values = part if part.dtype == torch.float32 else part_of(part.shape).copy_(part)
         for factor in factors:
-            values.mul_(_of_rows(factor, rows))
+            values.mul_(_factor_of(rows, factor))
         if out is not product or values is not part:
             out[rows].copy_(values)
 
@@ -186,5 +187,5 @@ def _row_parts(shape: torch.Size) -> Iterator[slice]:
     return (slice(start, min(start + step, shape[0])) for start in range(0, shape[0], step))
 
 
-def _of_rows(factor: torch.Tensor, rows: slice) -> torch.Tensor:
+def _factor_of(rows: slice, factor: torch.Tensor) -> torch.Tensor:
     return factor[rows] if factor.dim() == 2 and factor.shape[0] > 1 else factor

@@ -1,4 +1,4 @@
-"""Quantizes a matrix for the products that read it: the front of three implementations that give the same bits.
+"""Quantizes a matrix for the products that read it, by one of three implementations that give the same bits.
 
 A matrix takes part in two products, one of which contracts its columns, the other its rows, and Hopper's FP8 units
 contract along contiguous memory alone. Triton kernels on a GPU make both layouts in one pass. On a CPU, where products
@@ -43,7 +43,7 @@ def quantize(
         fmt: E4M3 or E5M2.
         scale: FP32, 0-dimensional, where it is known; None: it follows from the amax.
         rows, columns: the layouts that are needed: `codes`, `transposed`.
-        rule: how it follows. NaN counts in the amax of all but DYNAMIC.
+        rule: how the scale follows from the amax. NaN counts in the amax of all rules but DYNAMIC.
         window_state: int32 [2 + WINDOW], the tensor's row of a window state; for WINDOW. Only read.
         stored_scale_inv: FP32, 0-dimensional, a power of two: x holds data of a ScaledTensor, and scale and amax are
             those of the values `x * stored_scale_inv`, of which no copy is made.
@@ -52,7 +52,7 @@ def quantize(
         scale_inv is NaN where the amax was not finite.
     """
     if usable(x):
-        from . import triton_quantize
+        from . import triton_quantize  # Triton takes a second to load
 
         return triton_quantize.quantize(
             x, fmt, scale, rows, columns, rule=rule, window_state=window_state, stored_scale_inv=stored_scale_inv
@@ -80,20 +80,19 @@ def quantize_blocks(
         x, fmt, rows, columns, stored_scale_inv: as in `quantize`.
 
     Returns:
-        No amax. What was made on a CPU may be a view.
+        No amax. On a CPU, codes and scales may be views.
     """
     if usable(x):
-        from . import triton_block_quantize
+        from . import triton_block_quantize as kernels  # as above
 
-        make = triton_block_quantize.quantize_blocks
-        return make(x, blocks, fmt, rows, columns, stored_scale_inv=stored_scale_inv)
-    of_rows = _in_blocks(x, blocks, fmt, False, stored_scale_inv) if rows else (None, None)
-    of_columns = _in_blocks(x, blocks, fmt, True, stored_scale_inv) if columns else (None, None)
-    return Layouts(*of_rows, *of_columns)
+        return kernels.quantize_blocks(x, blocks, fmt, rows, columns, stored_scale_inv=stored_scale_inv)
+    along_columns = _in_blocks(x, blocks, fmt, False, stored_scale_inv) if rows else (None, None)
+    along_rows = _in_blocks(x, blocks, fmt, True, stored_scale_inv) if columns else (None, None)
+    return Layouts(*along_columns, *along_rows)
 
 
 def dequantize_blocks(q: Quantized, blocks: Blocks, dtype: torch.dtype) -> torch.Tensor:
-    """The values of codes [rows, columns] in blocks: bf16 or FP32."""
+    """The values, bf16 or FP32, of codes [rows, columns] in blocks."""
     if cpu_casts.serves(q.codes):
         return cpu_blocks.dequantize(q, blocks, dtype)
     return blocks.dequantize(q, dtype)
@@ -116,9 +115,9 @@ def _in_blocks(
     x: torch.Tensor, blocks: Blocks, fmt: Format, transposed: bool, stored_scale_inv: torch.Tensor | None
 ) -> Quantized:
     if cpu_casts.serves(x):
-        made = cpu_blocks.quantize(x, blocks, fmt, transposed, stored_scale_inv)
-        if made is not None:
-            return made
+        quantized = cpu_blocks.quantize(x, blocks, fmt, transposed, stored_scale_inv)
+        if quantized is not None:
+            return quantized
     x = x.t() if transposed else x
     amax = _times(blocks.amax(x), stored_scale_inv)
     scale = blocks.scale(amax, fmt)

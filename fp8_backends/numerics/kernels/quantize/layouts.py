@@ -18,11 +18,11 @@ class Layouts(NamedTuple):
     codes: torch.Tensor | None = None
     """FP8, [rows, columns], row-major; None: not asked for."""
     scale_inv: torch.Tensor | None = None
-    """Of `codes`, as in `Quantized`."""
+    """The scale of `codes`, as in `Quantized`."""
     transposed: torch.Tensor | None = None
     """FP8, [columns, rows], row-major; None: not asked for, or a view of `codes` serves as well."""
     transposed_scale_inv: torch.Tensor | None = None
-    """Of `transposed`: the same tensor where there is one scale, else of the blocks of x.t()."""
+    """The scale of `transposed`: the same tensor where there is one scale, else those of the blocks of x.t()."""
     amax: torch.Tensor | None = None
     """max |x| in FP32, 0-dimensional; None where each block has its own."""
 

@@ -32,10 +32,10 @@ from .triton_quantize import (
     CAST_TILE,
     Tile,
     casting,
+    empty_codes,
     layouts,
     limits,
     load_tile,
-    outputs,
     place_of,
     row_major,
     store_tile,
@@ -44,10 +44,10 @@ from .triton_quantize import (
 )
 
 BANDS = {VECTORS: Tile(32, 128, 4, 128), SQUARES: Tile(64, 128, 4), MX: Tile(64, 64, 4, 80)}
-"""Of the square that one program works on, which is whole in blocks along both dimensions. A whole square of 128 would
-take so many registers that only one program fits on a multiprocessor, whose loads overlap with nothing."""
+"""A program works on a square that is whole in blocks along both dimensions, band after band. A whole square of 128
+would take so many registers that only one program fits on a multiprocessor, whose loads overlap with nothing."""
 SWEEP_TILE = Tile(4, 1024, 4)
-"""Of rows that one program sweeps over twice."""
+"""The tile of rows that one program sweeps over twice."""
 
 
 def quantize_blocks(
@@ -60,26 +60,26 @@ def quantize_blocks(
     stored_scale_inv: torch.Tensor | None = None,
     tile: Tile | None = None,
 ) -> Layouts:
-    """`quantization.quantize_blocks`, whose arguments and results these are.
+    """`dispatch.quantize_blocks`, with the same arguments and results.
 
     Args:
         tile: what one program works on; None: what suits the blocks.
     """
     matrix, turned = row_major(x)
     rows, columns = (columns, rows) if turned else (rows, columns)
-    codes, transposed = outputs(matrix, rows, columns)
-    scale_inv = _room_for_scales(matrix, blocks) if rows else None
-    transposed_scale_inv = _room_for_scales(matrix.t(), blocks) if columns else None
-    made = (codes, scale_inv, transposed, transposed_scale_inv)
+    codes, transposed = empty_codes(matrix, rows, columns)
+    scale_inv = _empty_scales(matrix, blocks) if rows else None
+    transposed_scale_inv = _empty_scales(matrix.t(), blocks) if columns else None
+    outputs = (codes, scale_inv, transposed, transposed_scale_inv)
     with triton_gate.on_device_of(matrix):
         if blocks is ROWS:
-            _quantize_lines(matrix, fmt, *made, stored_scale_inv, tile)
+            _quantize_lines(matrix, fmt, *outputs, stored_scale_inv, tile)
         else:
-            _quantize_squares(matrix, blocks, fmt, *made, stored_scale_inv, tile)
-    return layouts(*made, fmt, turned)
+            _quantize_squares(matrix, blocks, fmt, *outputs, stored_scale_inv, tile)
+    return layouts(*outputs, fmt, turned)
 
 
-def _room_for_scales(matrix: torch.Tensor, blocks: Blocks) -> torch.Tensor:
+def _empty_scales(matrix: torch.Tensor, blocks: Blocks) -> torch.Tensor:
     rows, columns = matrix.shape
     shape = triton.cdiv(rows, blocks.rows), triton.cdiv(columns, blocks.columns) if blocks.columns else 1
     return torch.empty(shape, dtype=torch.uint8 if blocks is MX else torch.float32, device=matrix.device)

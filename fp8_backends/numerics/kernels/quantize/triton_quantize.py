@@ -42,19 +42,19 @@ class Tile(NamedTuple):
     columns: int
     warps: int
     registers: int | None = None
-    """Of a thread, at most, so that more programs fit on a multiprocessor; None: as the compiler likes."""
+    """The most that a thread may have, so that more programs fit on a multiprocessor; None: as the compiler likes."""
 
 
 AMAX_TILE, AMAX_ROW_TILE = Tile(1, 8192, 8), Tile(16, 512, 8)
-"""Of the amax pass: over memory without gaps, taken as one row, and with gaps between the rows."""
+"""The amax pass over memory without gaps, taken as one row, and over memory with gaps between the rows."""
 CAST_TILE = Tile(64, 128, 4)
-"""Of the cast: 128 bytes of codes in a row and 64 in a transposed one, whole sectors of memory in both; four such
+"""The cast has 128 bytes of codes in a row and 64 in a transposed one, whole sectors of memory in both; four such
 programs and their loads are at work on a multiprocessor at a time."""
 AMAX_PROGRAMS = 1024
-"""Of the amax pass, at most: each leaves the maximum of its tiles, and each program of the cast reads them all. Without
-atomics there is nothing to set to zero before."""
+"""The amax pass has so many at most: each leaves the maximum of its tiles, and each program of the cast reads them all.
+Without atomics there is nothing to set to zero before."""
 _AMAX_PROGRAMS_AT_A_TIME = 4
-"""On a multiprocessor, as its registers allow: no more are started, so that all work to the end."""
+"""The registers of a multiprocessor allow so many: no more are started, so that all work to the end."""
 
 _PARTIALS, _ROLLS, _SCALE, _WINDOW = (tl.constexpr(each) for each in (AMAX_PROGRAMS, ROLLS, SCALE, WINDOW))
 
@@ -76,7 +76,7 @@ def quantize(
     stored_scale_inv: torch.Tensor | None = None,
     tile: Tile = CAST_TILE,
 ) -> Layouts:
-    """`quantization.quantize`, whose arguments and results these are.
+    """`dispatch.quantize`, with the same arguments and results.
 
     Where the scale is known, one pass casts and takes the amax; else a pass of its own takes the amax first. A matrix
     is read in place where one of its strides is 1, and copied before where none is.
@@ -91,7 +91,7 @@ def quantize(
         rule, given, partials, result = "given", scale, None, number(2).zero_()
     else:
         given, partials, result = window_state, _partial_amaxes(matrix, keep_nan), number(2)
-    codes, transposed = outputs(matrix, rows, columns)
+    codes, transposed = empty_codes(matrix, rows, columns)
     with triton_gate.on_device_of(matrix):
         _cast_kernel[(max(tiles_of(matrix, tile), 1),)](  # an empty matrix has a scale, too
             matrix,
@@ -120,17 +120,17 @@ def row_major(x: torch.Tensor) -> tuple[torch.Tensor, bool]:
     return (x.t(), True) if x.stride(0) == 1 or x.shape[0] == 1 else (x.contiguous(), False)
 
 
-def outputs(matrix: torch.Tensor, rows: bool, columns: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Room for the codes in both layouts, uint8."""
+def empty_codes(matrix: torch.Tensor, rows: bool, columns: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Memory for the codes in both layouts, uint8."""
     empty = functools.partial(torch.empty, dtype=torch.uint8, device=matrix.device)
     return empty(matrix.shape) if rows else None, empty(matrix.t().shape) if columns else None
 
 
 def layouts(codes, scale_inv, transposed, transposed_scale_inv, fmt: Format, turned: bool, amax=None) -> Layouts:
-    """What kernels made of `row_major`'s matrix, as layouts of the matrix that it was made of."""
-    by_rows = (None, None) if codes is None else (codes.view(fmt.dtype), scale_inv)
-    by_columns = (None, None) if transposed is None else (transposed.view(fmt.dtype), transposed_scale_inv)
-    return Layouts(*by_columns, *by_rows, amax) if turned else Layouts(*by_rows, *by_columns, amax)
+    """The layouts of a matrix, from the codes of the one that `row_major` returned for it."""
+    plain = (None, None) if codes is None else (codes.view(fmt.dtype), scale_inv)
+    other = (None, None) if transposed is None else (transposed.view(fmt.dtype), transposed_scale_inv)
+    return Layouts(*other, *plain, amax) if turned else Layouts(*plain, *other, amax)
 
 
 def tiles_of(matrix: torch.Tensor, tile: Tile) -> int:
@@ -138,17 +138,17 @@ def tiles_of(matrix: torch.Tensor, tile: Tile) -> int:
 
 
 def limits(tile: Tile) -> dict[str, object]:
-    """Options of every launch."""
+    """The options of every launch."""
     return {"num_warps": tile.warps, "maxnreg": tile.registers, **OPTIONS}
 
 
 def tiling(tile: Tile) -> dict[str, object]:
-    """The same, and the tile."""
+    """The options of every launch, and the tile."""
     return {"TILE_ROWS": tile.rows, "TILE_COLUMNS": tile.columns, **limits(tile)}
 
 
 def casting(matrix: torch.Tensor, fmt: Format) -> dict[str, object]:
-    """Arguments of every launch that casts."""
+    """The arguments of every launch that casts."""
     return {"FORMAT": fmt.name, "HAS_FP8_CASTS": triton_gate.has_fp8_casts(matrix)}
 
 
@@ -192,14 +192,14 @@ def load_tile(x_ptr, rows, columns, row_stride, at_row, at_column, TILE_ROWS: tl
 
 @triton.jit
 def store_tile(ptr, values, i, j, rows, columns):
-    """Into a matrix [rows, columns] without gaps."""
+    """Store values into a matrix [rows, columns] without gaps."""
     inside = (i < rows)[:, None] & (j < columns)[None, :]
     tl.store(ptr + i[:, None] * columns + j[None, :], values, mask=inside)
 
 
 @triton.jit
 def _magnitude_bits(x, KEEP_NAN: tl.constexpr):
-    """As an integer NaN is the largest."""
+    """The bits of |x|. As an integer NaN is the largest."""
     if KEEP_NAN:
         return as_bits(x) & 0x7FFFFFFF
     else:
@@ -255,7 +255,7 @@ def _cast_kernel(
     columns,
     row_stride,
     FORMAT: tl.constexpr,
-    RULE: tl.constexpr,  # "given", or that of `quantization`
+    RULE: tl.constexpr,  # "given", or one of those in `layouts`
     KEEP_NAN: tl.constexpr,
     HAS_FP8_CASTS: tl.constexpr,
     TILE_ROWS: tl.constexpr,

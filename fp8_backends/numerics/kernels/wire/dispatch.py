@@ -6,9 +6,9 @@ What travels is a matrix of values, one row for each rank, and a message is a ro
 
 Each step of a reduction is one pass over memory. `pack` reads gradients where they lie and writes messages, `reduce`
 adds up what arrived and writes the message of the sum, `reduce_values` the sum itself, and `unpack` writes averages
-where they are wanted. `message_reference` defines the numbers in a few operations of PyTorch, each of which makes
-tensors of its own. On a CPU the same operations run in chunks that stay in its caches (`message_chunks`), and on a GPU
-each step is a Triton kernel (`triton_messages`). All give the same bits.
+where they are wanted. `reference.py` defines the numbers in a few operations of PyTorch, each of which makes tensors of
+its own. On a CPU the same operations run in chunks that stay in its caches (`cpu.py`), and on a GPU each step is a
+Triton kernel (`triton_messages.py`). All give the same bits.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 
 from ..eager import is_eager
 from ..triton_gate import usable
+from . import cpu, reference
 from .format import Part
 
 # One pass each
@@ -27,13 +28,13 @@ from .format import Part
 def pack(
     parts: Sequence[Part], rows: int, columns: int, rank: int, rounded: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Messages for all ranks, and what stays here: (uint8, [rows, columns + columns / BLOCK]; FP32, [columns]).
+    """Messages for all ranks, and what stays on this one: (uint8, [rows, columns + columns / BLOCK]; FP32, [columns]).
 
     Args:
         parts: on one device, in the order of their starts; at least one.
-        columns: of values, a multiple of BLOCK. Rows stand for ranks.
-        rank: the row that stays here, as FP32. Nobody reads its message, which is not written unless it is rounded.
-        rounded: what stays here is rounded as if it had travelled.
+        columns: values in a row, a multiple of BLOCK. Rows stand for ranks.
+        rank: the row that stays, as FP32. Nobody reads its message, which is not written unless it is rounded.
+        rounded: what stays is rounded as if it had travelled.
     """
     return _implementation(parts[0].values).pack(parts, rows, columns, rank, rounded)
 
@@ -42,7 +43,7 @@ def encode(rows: torch.Tensor, kept: int | None = None) -> torch.Tensor:
     """Messages of values in any floating-point dtype, [rows, columns], with any number of columns. uint8.
 
     Args:
-        kept: number of a row that stays here. Nobody reads its message, which may not be written.
+        kept: number of the row that stays on this rank. Nobody reads its message, which may not be written.
     """
     return _implementation(rows).encode(rows, kept)
 
@@ -83,10 +84,7 @@ def dequantize(codes: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:
 def _implementation(tensor: torch.Tensor):
     """The module that works on a tensor's device."""
     if usable(tensor):
-        from . import triton_messages
+        from . import triton_messages  # Triton takes a second to load
 
         return triton_messages
-    from . import chunks as message_chunks
-    from . import reference as message_reference
-
-    return message_chunks if is_eager(tensor) and tensor.device.type == "cpu" else message_reference
+    return cpu if is_eager(tensor) and tensor.device.type == "cpu" else reference

@@ -19,13 +19,13 @@ class Part(NamedTuple):
     values: torch.Tensor
     """[numel], contiguous; FP32, bf16, fp16, or whatever else a cast to FP32 reads."""
     start: int
-    """Of the flattened rows; a multiple of BLOCK. The last block may be cut off."""
+    """Index among the values of the flattened rows; a multiple of BLOCK. The last block may be cut off."""
     scale_inv: torch.Tensor | None = None
-    """FP32, 0-dimensional: what the values are multiplied by."""
+    """The values are multiplied by it: FP32, 0-dimensional."""
 
 
 def shape_of(rows: int, columns: int) -> tuple[int, int]:
-    """Of messages for so many rows and columns of values."""
+    """The shape of messages for so many rows and columns of values."""
     return rows, columns + -(-columns // BLOCK)
 
 

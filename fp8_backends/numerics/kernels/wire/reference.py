@@ -1,5 +1,5 @@
-"""What `messages` computes, in a few operations of PyTorch on whole tensors. It defines the numbers, and works on any
-device, on tensors without memory and under tracing."""
+"""What messages hold, in a few operations of PyTorch on whole tensors. It defines the numbers, and works on any device,
+on tensors without memory and under tracing."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def dequantize(codes: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:
 
 
 def values_of(messages: torch.Tensor) -> torch.Tensor:
-    """FP32, [rows, columns]."""
+    """The values of messages: FP32, [rows, columns]."""
     codes, scale_inv = decode(messages)
     return codes.float() * scale_inv.repeat_interleave(BLOCK, 1).narrow(1, 0, codes.shape[1])
 
@@ -81,7 +81,7 @@ def _sum(received: torch.Tensor, own: torch.Tensor, rank: int) -> torch.Tensor:
 
 
 def _joined(parts: Sequence[Part], numel: int) -> torch.Tensor:
-    """Parts where they stand among so many elements, zeros between them; FP32."""
+    """Parts in their places among so many elements, with zeros between them; FP32."""
     pieces, filled = [], 0
     for part in parts:
         gap = torch.zeros(part.start - filled, device=part.values.device)

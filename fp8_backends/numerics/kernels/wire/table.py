@@ -1,4 +1,4 @@
-"""Where the parts of a message lie, as a table on the device: a bucket of any number of gradients is one launch."""
+"""A table on the device of where the parts of a message lie: a bucket of any number of gradients is one launch."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ VECTOR = 16
 
 
 class Row(NamedTuple):
-    """Of a table: a part, or blocks that no part covers."""
+    """A row of a table: a part, or blocks that no part covers."""
 
     address: int
     scale_address: int
-    """0: there is no scale."""
+    """0 where there is no scale."""
     first_tile: int
     first_block: int
     numel: int
-    """0: all blocks are zeros."""
+    """0 where all blocks are zeros."""
     end_block: int
 
     @property
@@ -38,7 +38,7 @@ class Table(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """Of a binary search for a row."""
+        """How many steps a binary search for a row takes."""
         return (len(self.rows) - 1).bit_length()
 
     def on(self, device: torch.device) -> torch.Tensor:
@@ -51,8 +51,8 @@ def tables(parts: Sequence[Part], tile: int, blocks: int = 0) -> Iterator[Table]
     """One table for all parts at addresses that suit vectors, and one for the others, should there be any.
 
     Args:
-        tile: blocks of a tile; no tile has blocks of two parts.
-        blocks: of all rows. What no part covers then is a row of its own, of zeros.
+        tile: blocks in a tile; no tile has blocks of two parts.
+        blocks: blocks in all rows. What no part covers then is a row of its own, of zeros.
     """
     rows = list(_rows(parts, blocks))
     for aligned in (True, False):

@@ -1,9 +1,9 @@
-"""`messages` on a GPU: one Triton kernel for each pass, which reads and writes every byte once.
+"""Messages on a GPU: one Triton kernel for each pass, which reads and writes every byte once.
 
-A program works on a tile of whole blocks, [TILE, BLOCK], of one part; `message_table` tells where it lies. The table is
+A program works on a tile of whole blocks, [TILE, BLOCK], of one part; `table.py` tells where it lies. The table is
 the only thing that the host sends, and nothing waits for the device.
 
-The numbers are those of `message_reference` on a CPU to the bit: division is division, and ranks are added up in the
+The numbers are those of `reference.py` on a CPU to the bit: division is division, and ranks are added up in the
 order that PyTorch's vectors have, by sixteens, for up to 255 of them. Behind the last whole vector of a row PyTorch
 adds more than three ranks up in another order; so may this, in the last place of the FP32 sum.
 """
@@ -17,19 +17,29 @@ import triton
 import triton.language as tl
 
 from ...formats import E4M3
-from ..triton_common import OPTIONS, as_bits, as_fp32, format_max, from_bits, power_of_two_scale, scale_inv_of, to_codes
+from ..triton_common import (
+    OPTIONS,
+    as_bits,
+    as_fp32,
+    format_max,
+    from_bits,
+    from_codes,
+    power_of_two_scale,
+    scale_inv_of,
+    to_codes,
+)
 from ..triton_gate import has_fp8_casts, on_device_of
 from .format import BLOCK, Part, columns_of, shape_of
 from .table import tables
 
 TILE = 32
-"""Blocks of a program: 4096 elements."""
+"""Blocks that a program works on: 4096 elements."""
 WARPS = 4
 TOGETHER = 16
 """Ranks whose contributions are added up before the next ones are: PyTorch's way to lose less in a long sum."""
 _BLOCK = tl.constexpr(BLOCK)
 _POINTER, _SCALE, _TILE, _START, _LENGTH, _END = (tl.constexpr(i) for i in range(6))
-"""The fields of `message_table.Row`."""
+"""The fields of `table.Row`."""
 
 
 # one launch each
@@ -86,7 +96,7 @@ def dequantize(codes: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:
 
 
 def _of_one_dtype(parts: Sequence[Part]) -> list[Part]:
-    """A kernel reads one dtype: FP32 where parts differ, or have another than it knows."""
+    """Parts in one dtype, as a kernel reads them: FP32 where they differ, or where it does not know theirs."""
     parts = [part for part in parts if part.values.numel()] or list(parts)
     dtypes = {part.values.dtype for part in parts}
     if len(dtypes) == 1 and dtypes <= _TYPES.keys():
@@ -134,7 +144,7 @@ def _launch(kernel, programs: int, first: torch.Tensor, *arguments, **constants)
 
 @triton.jit
 def _part_of(table_ptr, parts, tile, STEPS: tl.constexpr):
-    """Number of the part whose tile this is: the last whose first tile does not lie behind it."""
+    """The number of the part whose tile this is: the last whose first tile does not lie behind it."""
     part = tl.full((), 0, tl.int32)
     for step in tl.static_range(STEPS):
         probe = part + (1 << (STEPS - 1 - step))
@@ -145,8 +155,8 @@ def _part_of(table_ptr, parts, tile, STEPS: tl.constexpr):
 
 @triton.jit
 def _place(table_ptr, parts, part, tile, ALIGNED: tl.constexpr, TILE: tl.constexpr):
-    """Of a tile of a part: (numbers of its blocks among all, [TILE]; which of these are its own; elements of the part,
-    [TILE, BLOCK]; which of these it has)."""
+    """What a tile of a part holds: (numbers of its blocks among all, [TILE]; which of these are its own; elements of
+    the part, [TILE, BLOCK]; which of these it has)."""
     start = tl.load(table_ptr + _START * parts + part).to(tl.int32)
     end = tl.load(table_ptr + _END * parts + part).to(tl.int32)
     length = tl.load(table_ptr + _LENGTH * parts + part)
@@ -175,14 +185,6 @@ def _in_messages(blocks, columns, stride):
     block = blocks - row * blocks_of_row
     begin = row.to(tl.int64) * stride
     return row, block * _BLOCK, begin + block * _BLOCK, begin + columns + block
-
-
-@triton.jit
-def _decoded(codes):
-    """E4M3 as FP32: shifted to where FP32 has its exponent, and multiplied by what the two biases differ by. NaN is
-    left out: its block has the scale NaN."""
-    bits = codes.to(tl.int32)
-    return from_bits(((bits & 0x80) << 24) | ((bits & 0x7F) << 20)) * 2.0**120
 
 
 @triton.jit
@@ -253,7 +255,7 @@ def _pack_kernel(
     tl.store(messages_ptr + exponent, exponents, mask=sent)
     if OWN_ROW:
         if not KEPT:
-            values = _decoded(codes) * scale_inv[:, None]
+            values = from_codes(codes, "e4m3") * scale_inv[:, None]
         stays = inside & (row == rank)
         tl.store(own_ptr + column[:, None] + j, values, mask=stays[:, None])
 
@@ -286,7 +288,7 @@ def _sum_kernel(
         for sender in range(group, min(group + TOGETHER, RANKS)):
             codes = tl.load(message_ptr + at, mask=there, other=0)
             scale_inv = _scale_of(tl.load(message_ptr + columns + blocks, mask=inside, other=0))
-            some += tl.where(sender == rank, own, _decoded(codes) * scale_inv[:, None])
+            some += tl.where(sender == rank, own, from_codes(codes, "e4m3") * scale_inv[:, None])
             message_ptr += stride
         total += some
     mean = tl.div_rn(total, tl.zeros_like(total) + divisor) * factor
@@ -324,7 +326,7 @@ def _unpack_kernel(
         tl.store(out, codes, mask=there)
         tl.store(scale_inv_ptr + blocks, scale_inv, mask=inside)
     else:
-        tl.store(out, _rounded(_decoded(codes) * scale_inv[:, None], DTYPE), mask=there)
+        tl.store(out, _rounded(from_codes(codes, "e4m3") * scale_inv[:, None], DTYPE), mask=there)
 
 
 @triton.jit
@@ -334,4 +336,4 @@ def _dequantize_kernel(codes_ptr, scale_inv_ptr, values_ptr, numel, TILE: tl.con
     there = at < numel
     codes = tl.load(codes_ptr + at, mask=there, other=0)
     scale_inv = tl.load(scale_inv_ptr + blocks, mask=blocks * _BLOCK < numel, other=0.0)
-    tl.store(values_ptr + at, _decoded(codes) * scale_inv[:, None], mask=there)
+    tl.store(values_ptr + at, from_codes(codes, "e4m3") * scale_inv[:, None], mask=there)

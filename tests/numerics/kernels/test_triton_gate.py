@@ -1,5 +1,5 @@
-"""Which tensors go to Triton's kernels, as far as a process without Triton and a GPU can tell. tests/triton_kernels has
-the rest."""
+"""Which tensors go to Triton's kernels, as far as a process without Triton and a GPU can tell. The folder
+`triton_kernels` has the rest."""
 
 from __future__ import annotations
 

@@ -9,15 +9,26 @@ from hypothesis import strategies as st
 
 from fp8_backends.numerics import scaling
 from fp8_backends.numerics.formats import E4M3, E5M2, saturating_cast
+from fp8_backends.numerics.formats import FORMATS as TABLE
 from fp8_backends.numerics.kernels import reference
+from fp8_backends.numerics.kernels.quantize.dispatch import quantize
 
 FORMATS = [E4M3, E5M2]
+QUANTIZERS = {"one scale": lambda x, fmt: quantize(x, fmt).along_columns(), "rowwise": scaling.ROWS.quantize}
 FP32 = st.floats(width=32, allow_nan=True, allow_infinity=True)
 FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 
 def bits(x):
     return x.view(torch.uint8)
+
+
+def test_the_table_of_formats_is_pytorchs():
+    for dtype, fmt in TABLE.items():
+        info = torch.finfo(dtype)
+        assert (fmt.max, fmt.smallest_normal) == (info.max, info.smallest_normal)
+        assert 2.0**-fmt.mantissa_bits == info.eps and fmt.smallest == info.smallest_normal * info.eps
+        assert fmt.max_bits == torch.tensor(fmt.max, dtype=torch.float32).view(torch.int32)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -56,30 +67,29 @@ def test_scale_equals_the_reference_to_the_bit(fmt, amax):
     assert math.isfinite(ours.item()) and ours.item() > 0
 
 
-@pytest.mark.parametrize("rowwise", [False, True])
+@pytest.mark.parametrize("kind", QUANTIZERS)
 @pytest.mark.parametrize("fmt", FORMATS)
 @given(data=st.data())
 @settings(max_examples=60)
-def test_quantize_equals_the_reference_to_the_bit(fmt, rowwise, data):
+def test_quantize_equals_the_reference_to_the_bit(fmt, kind, data):
     rows, columns = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 9))
     values = data.draw(st.lists(FINITE, min_size=rows * columns, max_size=rows * columns))
     x = torch.tensor(values, dtype=torch.float32).reshape(rows, columns)
-    quantize = scaling.quantize_rowwise if rowwise else scaling.quantize_dynamic
-    codes, scale_inv = quantize(x, fmt)
-    expected_codes, expected_scale_inv = reference.quantize(x, fmt, rowwise)
+    codes, scale_inv = QUANTIZERS[kind](x, fmt)
+    expected_codes, expected_scale_inv = reference.quantize(x, fmt, rowwise=kind == "rowwise")
     assert torch.equal(bits(codes), bits(expected_codes)) and torch.equal(scale_inv, expected_scale_inv)
-    assert codes.is_contiguous() and scale_inv.shape == ((rows, 1) if rowwise else ())
+    assert codes.is_contiguous() and scale_inv.shape == ((rows, 1) if kind == "rowwise" else ())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_round_trip_error_is_half_a_step(dtype):
     x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
-    for fmt, mantissa in ((E4M3, 3), (E5M2, 2)):
-        codes, scale_inv = scaling.quantize_dynamic(x, fmt)
-        smallest_normal = {"e4m3": 2**-6, "e5m2": 2**-14}[fmt.name] * scale_inv
+    for fmt in FORMATS:
+        codes, scale_inv = quantize(x, fmt).along_columns()
+        smallest_normal = fmt.smallest_normal * scale_inv
         error = (reference.dequantize(codes, scale_inv) - x.float()).abs()
         # half a unit in the last place, with room for the FP32 roundings of the scale and of x times the scale
-        bound = torch.maximum(x.float().abs(), smallest_normal) * 2.0 ** -(mantissa + 1) * (1 + 2**-20)
+        bound = torch.maximum(x.float().abs(), smallest_normal) * 2.0 ** -(fmt.mantissa_bits + 1) * (1 + 2**-20)
         assert (error <= bound).all()
 
 
@@ -87,14 +97,14 @@ def test_round_trip_error_is_half_a_step(dtype):
 def test_an_inf_shows_in_the_result_and_not_in_the_scale(bad):
     x = torch.ones(4, 4)
     x[1, 2] = bad
-    q = scaling.quantize_dynamic(x, E4M3)
+    q = quantize(x, E4M3)
     assert math.isnan(q.scale_inv.item())  # so every product with it is NaN: a loss scaler sees the overflow
-    row = scaling.quantize_rowwise(x, E4M3)
+    row = scaling.ROWS.quantize(x, E4M3)
     assert torch.isnan(row.scale_inv).flatten().tolist() == [False, True, False, False]
     assert torch.isfinite(scaling.scale_from_amax(scaling.tensor_amax(x), E4M3))
 
 
-@pytest.mark.parametrize("quantize", [scaling.quantize_dynamic, scaling.quantize_rowwise])
+@pytest.mark.parametrize("quantize", QUANTIZERS.values(), ids=QUANTIZERS)
 def test_nan_shows_in_its_code_and_takes_no_part_in_the_amax(quantize):
     """As in TransformerEngine, whose maxima leave NaN out."""
     x = torch.ones(4, 4)

@@ -77,12 +77,12 @@ def test_codes_are_those_of_the_saturating_cast(fmt):
 
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
-def test_values_of_codes(fmt):
+def test_values_of_finite_codes(fmt):
     codes, x = torch.arange(256, dtype=torch.int32).to(torch.uint8), torch.empty(256)
     _values_kernel[(1,)](codes, x, fmt.name)
     expected = codes.view(fmt.dtype).float()
-    assert torch.equal(x.isnan(), expected.isnan())
-    assert same_bits(x[~x.isnan()], expected[~x.isnan()])
+    finite = expected.isfinite()
+    assert finite.sum() == (254 if fmt is E4M3 else 248) and same_bits(x[finite], expected[finite])
 
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2, FP16], ids=lambda fmt: fmt.name)
@@ -110,10 +110,10 @@ def test_conversions_and_magnitudes_of_every_number(dtype):
 
 def test_the_trial_of_a_device_finds_casts_that_differ(monkeypatch):
     cpu = torch.device("cpu")
-    assert triton_trial.obstacle(cpu) is None
+    assert triton_trial.obstacle(cpu, has_fp8_casts=False) is None
 
     def wrong_in_two(x, fmt):
         return saturating_cast(torch.where(x.abs() == 1.0625, 2 * x, x), fmt)
 
     monkeypatch.setattr(triton_trial, "saturating_cast", wrong_in_two)
-    assert triton_trial.obstacle(cpu) == "2 of 65536 casts to e4m3 differ from PyTorch's"
+    assert triton_trial.obstacle(cpu, has_fp8_casts=False) == "2 of 65536 casts to e4m3 differ from PyTorch's"

@@ -1,4 +1,4 @@
-"""Messages made, added up and read by kernels: the bits of `message_reference`."""
+"""Messages made, added up and read by kernels: the bits of the reference."""
 
 from __future__ import annotations
 

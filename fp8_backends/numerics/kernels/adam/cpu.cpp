@@ -1,4 +1,4 @@
-// The Adam step of compiled.py over all parameters of one kind, on a CPU and to the bit the same. `amaxes` computes the
+// The Adam step of passes.py over all parameters of one kind, on a CPU and to the bit the same. `amaxes` computes the
 // new values and keeps their largest; `write` computes them again, rounds them and stores them in place. In between,
 // numbers are in vector registers only.
 //
@@ -44,10 +44,10 @@ constexpr Grid GRIDS[] = {
 };
 constexpr int32_t bits_of_power(int exponent) { return (exponent + 127) << 23; }
 
-// Columns of a parameter's row, as in adam_table.py
+// Columns of a parameter's row, as in table.py
 constexpr int DATA = 0, COPY_DATA = 4, INVERSE = 5, COPY_INVERSE = 9, HYPER = 10, FINITE = 11, NUMEL = 12, FIRST = 13,
               SEED = 14, FIRST_CHUNK = 15, AMAX = 16, COLUMNS = 19;
-// Places in the hyperparameters, as in compiled.py
+// Places in the hyperparameters, as in job.py
 constexpr int STEP_SIZE = 0, DECAY = 1, WEIGHT_DECAY = 2, NEW_IN_EXP_AVG = 3, BETA2 = 4, NEW_IN_EXP_AVG_SQ = 5,
               INV_SQRT_BIAS2 = 6, EPS = 7, STEP = 8;
 
@@ -194,7 +194,7 @@ template <class T> inline T hashed(T x) {
 
 // Parameters
 
-struct Table {  // as in adam_cpu.py
+struct Table {  // as in cpu.py
     const int64_t* rows;
     float *amaxes, *stored;
     int64_t parameters, chunks, chunk_size, block_size, threads;
@@ -236,8 +236,8 @@ struct Run {
         if (at < stop) body(at, stop - at);
     }
 
-    // torch.optim's Adam and AdamW, in FP32
-    inline void update(int64_t at, int64_t count, Floats& w, Floats& m, Floats& v) const {
+    // adam_step of reference.py with FP32 operations
+    inline void adam_step(int64_t at, int64_t count, Floats& w, Floats& m, Floats& v) const {
         const float* hyper = p.hyper;
         w = decoded<WEIGHT>(p.at<void>(DATA), at, count) * inverse[0];
         Floats g = decoded<GRAD>(p.at<void>(DATA + 1), at, count) * inverse[1];
@@ -255,7 +255,7 @@ struct Run {
     void measure(Ints amax[3]) const {
         for_vectors([&](int64_t at, int64_t count) {
             Floats values[3];
-            update(at, count, values[0], values[1], values[2]);
+            adam_step(at, count, values[0], values[1], values[2]);
             for (int i = 0; i < 3; i++) amax[i] = larger(amax[i], magnitude_of(values[i]));
         });
     }
@@ -263,13 +263,12 @@ struct Run {
     // From the amaxes of this step. The copy's scale follows from the weight as it is stored: here, as if rounding did
     // not carry its amax to where the scale is another. `recast` corrects that.
     void choose_scales(const float* amaxes) {
-        const float of[] = {amaxes[p.amax_place(0, block)], amaxes[p.amax_place(1, block)],
-                            amaxes[p.amax_place(2, block)]};
-        scale[0] = p.scaled(0) ? scale_of<WEIGHT>(of[0]) : 1.0f;
-        scale[1] = p.scaled(2) ? scale_of<EXP_AVG>(of[1]) : 1.0f;
-        scale[2] = p.scaled(3) ? scale_of<EXP_AVG_SQ>(of[2]) : 1.0f;
-        copy_inverse = p.scaled(0) ? inverse_of(scale[0], of[0]) : 1.0f;
-        copy_scale = scale_of<COPY>(of[0]);
+        const float weight_amax = amaxes[p.amax_place(0, block)];
+        scale[0] = p.scaled(0) ? scale_of<WEIGHT>(weight_amax) : 1.0f;
+        scale[1] = p.scaled(2) ? scale_of<EXP_AVG>(amaxes[p.amax_place(1, block)]) : 1.0f;
+        scale[2] = p.scaled(3) ? scale_of<EXP_AVG_SQ>(amaxes[p.amax_place(2, block)]) : 1.0f;
+        copy_inverse = p.scaled(0) ? inverse_of(scale[0], weight_amax) : 1.0f;
+        copy_scale = scale_of<COPY>(weight_amax);
     }
 
     template <int I> inline void put(int64_t at, int64_t count, Floats x, Ints random, Ints& stored_amax) const {
@@ -302,7 +301,7 @@ struct Run {
         for (int i = 0; i < LANES; i++) lanes[i] = i;
         for_vectors([&](int64_t at, int64_t count) {
             Floats w, m, v;
-            update(at, count, w, m, v);
+            adam_step(at, count, w, m, v);
             Ints random{};
             if (STOCHASTIC) random = cast<Ints>(hashed((lanes + static_cast<uint32_t>(p.row[FIRST] + at)) ^ p.key));
             put<0>(at, count, w, random, stored_amax);
@@ -358,7 +357,7 @@ inline void for_runs(const Parameter& p, int64_t start, int64_t stop, int64_t bl
 
 }  // namespace
 
-// What adam_cpu.py calls. t.amaxes: zero before `amaxes`. t.stored: zero before `write`, which leaves there the amaxes
+// What cpu.py calls. t.amaxes: zero before `amaxes`. t.stored: zero before `write`, which leaves there the amaxes
 // of the weights as they are stored, if they are copied.
 
 extern "C" void find_finite(const Table& t) {

@@ -7,12 +7,12 @@ import textwrap
 
 import pytest
 import torch
-from test_compiled import CASES, bits, needs_compiler, slots, value
+from test_adam_passes import CASES, bits, needs_compiler, slots, value
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fp8_backends.numerics.kernels.adam import cpu as adam_cpu
-from fp8_backends.numerics.kernels.adam import table as adam_table
+from fp8_backends.numerics.kernels.adam import cpu
 from fp8_backends.numerics.kernels.adam.dispatch import AdamSteps, Job, Slot, adam_hyper
+from fp8_backends.numerics.kernels.adam.table import AdamTable
 from fp8_backends.numerics.scaled_tensor import quantize
 
 pytestmark = needs_compiler
@@ -44,7 +44,7 @@ def both(make, passes=1):
     before = all_bits(ours)
     for _ in range(passes):
         steps = AdamSteps(ours)
-        assert {type(part.kernels) for part, _ in steps._parts} == {adam_cpu.CPUKernels}
+        assert {type(part.kernels) for part, _ in steps._parts} == {cpu.CPUKernels}
         steps.run()
         AdamSteps(expected, fused=False).run()
     assert all_bits(ours) != before
@@ -146,21 +146,34 @@ def test_amaxes_and_finiteness_that_several_ranks_agreed_on_are_taken(case):
     assert all_bits(ours) == all_bits(expected) != all_bits(jobs(case))
 
 
-def test_no_tensor_is_made_and_no_call_added_for_more_parameters(monkeypatch):
-    calls = []
-    run = adam_cpu.CPUKernels._run
-    monkeypatch.setattr(
-        adam_cpu.CPUKernels, "_run", lambda self, name, table: calls.append(name) or run(self, name, table)
-    )
-    for count in (1, 9):
-        calls.clear()
-        AdamSteps(jobs("O2", sizes=(40,) * count)).run()
-        assert calls == ["amaxes", "write"]
-    AdamSteps(jobs("O2", copied=True, sizes=(40,) * 3)).run()
-    assert calls[2:] == ["amaxes", "write", "recast"]
-    table = adam_table.AdamTable(adam_table.kind_of(jobs()[0]), jobs(), adam_cpu.kernels(adam_table.kind_of(jobs()[0])))
-    made = [each for each in vars(table).values() if isinstance(each, torch.Tensor)]
-    assert sum(each.numel() for each in made) <= 30 * len(SIZES)
+class CountedKernels(cpu.CPUKernels):
+    """Kernels that keep the names of those that were called."""
+
+    def __init__(self, kind):
+        super().__init__(kind, cpu.kernels(kind).library)
+        self.calls = []
+
+    def _run(self, name, table):
+        self.calls.append(name)
+        super()._run(name, table)
+
+
+def test_no_tensor_is_made_and_no_call_added_for_more_parameters():
+    for count, copied in ((1, False), (9, False), (3, True)):
+        of_table = jobs("O2", copied=copied, sizes=(40,) * count)
+        kernels = CountedKernels(of_table[0].kind)
+        table = AdamTable(of_table[0].kind, of_table, kernels)
+        table.run()
+        assert kernels.calls == ["amaxes", "write", "recast"][: 2 + copied]
+        tensors = [each for each in vars(table).values() if isinstance(each, torch.Tensor)]
+        assert sum(each.numel() for each in tensors) <= 30 * count
+
+
+@pytest.mark.parametrize("case", ["O1", "O2", "O2 blocks", "all blocks", "bf16 states"])
+def test_a_parameter_of_several_chunks_and_of_several_parts_of_a_pass(case):
+    """The passes work on 2**18 elements at a time, the kernels on 2**16."""
+    ours, expected = both(lambda: jobs(case, sizes=(2**19 + 77,)))
+    assert all_bits(ours) == all_bits(expected)
 
 
 def test_what_is_written_counts_as_changed_in_place():
@@ -199,28 +212,27 @@ def test_fake_tensors_never_reach_a_kernel():
 @pytest.mark.parametrize("capability", ["AVX2", "DEFAULT"])
 def test_older_processors_compute_the_same(capability, monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    adam_cpu._library.cache_clear()
+    cpu._library.cache_clear()
     try:
         for case in ("O2", "bf16 states", "e5m2 gradient"):
             ours, expected = both(lambda case=case: jobs(case))
             assert all_bits(ours) == all_bits(expected)
     finally:
-        adam_cpu._library.cache_clear()
+        cpu._library.cache_clear()
 
 
 def test_what_is_compiled_is_kept_for_the_next_process(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    adam_cpu._cache.cache_clear()
-    compiled = []
-    compile_ = adam_cpu._compile
-    monkeypatch.setattr(adam_cpu, "_compile", lambda command: compiled.append(command) or compile_(command))
+    cpu._cache.cache_clear()
     try:
-        definitions = tuple(adam_cpu._definitions(adam_table.kind_of(jobs("O1")[0])))
-        first, again = adam_cpu._compiled(definitions), adam_cpu._compiled(definitions)
-        assert first == again and first.parent == tmp_path / "fp8_backends" and len(compiled) == 1
+        definitions = tuple(cpu._definitions(jobs("O1")[0].kind))
+        first = cpu._compiled(definitions)
+        inode = first.stat().st_ino
+        again = cpu._compiled(definitions)
+        assert first == again and first.parent == tmp_path / "fp8_backends" and again.stat().st_ino == inode
         assert [each.name for each in first.parent.iterdir() if each.suffix != ".lock"] == [first.name]
     finally:
-        adam_cpu._cache.cache_clear()
+        cpu._cache.cache_clear()
 
 
 @pytest.mark.slow
@@ -242,7 +254,7 @@ def test_processes_that_start_together_compile_once_and_the_first_rank_says_so(t
     script = f"""
         import sys
         sys.path.insert(0, {os.path.dirname(__file__)!r})
-        from test_compiled import bits, slots, step
+        from test_adam_passes import bits, slots, step
         fast, eager = slots("O2", 1000), slots("O2", 1000)
         step(fast, compiled=True), step(eager)
         assert bits(fast) == bits(eager)
@@ -264,7 +276,7 @@ def test_without_a_compiler_the_step_runs_eagerly():
     script = """
         import sys, warnings
         sys.path.insert(0, {tests!r})
-        from test_compiled import bits, slots, step
+        from test_adam_passes import bits, slots, step
         fast, eager = slots("O2", 1000), slots("O2", 1000)
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")

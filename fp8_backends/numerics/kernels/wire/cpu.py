@@ -1,4 +1,4 @@
-"""`messages` on a CPU: the operations of `message_reference`, to the bit, on chunks that stay in a core's cache.
+"""Messages on a CPU: the operations of `reference.py`, to the bit, on chunks that stay in a core's cache.
 
 On whole tensors every operation writes memory that the next one reads again, and memory of that size comes fresh from
 the system each time, which costs more than the arithmetic.
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from ...formats import E4M3
+from ...formats import E4M3, FP16
 from ...scaling import power_of_two_scale
 from .format import BLOCK, Part, columns_of, shape_of
 from .reference import decode, exponents_of, scales_of
@@ -76,8 +76,8 @@ def unpack(messages: torch.Tensor, parts: Sequence[Part]) -> None:
             at += 1
         values = scratch[:, : last - first]
         _decode(messages[row : row + 1], columns, first, values)
-        for part, there, here in _overlaps(parts, at, begin, end):
-            part.values[there] = values[0, here]
+        for part, elements, place in _overlaps(parts, at, begin, end):
+            part.values[elements] = values[0, place]
 
 
 def dequantize(codes: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:
@@ -89,7 +89,7 @@ def dequantize(codes: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:
 
 
 def _scratch(rows: int, columns: int) -> torch.Tensor:
-    """Room for chunks of rows of so many columns, and for what completes their last block. FP32."""
+    """Memory for chunks of rows of so many columns, and for what completes their last block. FP32."""
     return torch.empty(rows, min(-(-columns // BLOCK) * BLOCK, CHUNK))
 
 
@@ -102,24 +102,25 @@ def _chunks(rows: int, columns: int, length: int | None = None) -> Iterator[tupl
 
 
 def _overlaps(parts: Sequence[Part], at: int, begin: int, end: int) -> Iterator[tuple[Part, slice, slice]]:
-    """Of the parts from number `at` on, those that have elements from `begin` to `end`: (part, its elements, their
-    place after `begin`)."""
+    """The parts from number `at` on that have elements from `begin` to `end`: (part, its elements, their place after
+    `begin`)."""
     while at < len(parts) and parts[at].start < end:
-        first, last = max(parts[at].start, begin), min(parts[at].start + parts[at].values.numel(), end)
-        yield parts[at], slice(first - parts[at].start, last - parts[at].start), slice(first - begin, last - begin)
+        part = parts[at]
+        first, last = max(part.start, begin), min(part.start + part.values.numel(), end)
+        yield part, slice(first - part.start, last - part.start), slice(first - begin, last - begin)
         at += 1
 
 
 def _gather(parts: Sequence[Part], at: int, begin: int, end: int, out: torch.Tensor) -> None:
     """The elements from `begin` to `end`, with zeros where no part lies."""
     filled = 0
-    for part, there, here in _overlaps(parts, at, begin, end):
-        out[filled : here.start].zero_()
+    for part, elements, place in _overlaps(parts, at, begin, end):
+        out[filled : place.start].zero_()
         if part.scale_inv is None:
-            out[here] = part.values[there]
+            out[place] = part.values[elements]
         else:
-            torch.mul(part.values[there].float(), part.scale_inv, out=out[here])
-        filled = here.stop
+            torch.mul(part.values[elements].float(), part.scale_inv, out=out[place])
+        filled = place.stop
     out[filled:].zero_()
 
 
@@ -133,21 +134,21 @@ def _encode(values: torch.Tensor, message: torch.Tensor, columns: int, first: in
     scale = power_of_two_scale(amax, E4M3)
     values.mul_(scale.unsqueeze(1)).clamp_(-E4M3.max, E4M3.max)
     message[first : first + numel].view(E4M3.dtype).copy_(values.view(-1)[:numel])
-    there = columns + first // BLOCK
-    message[there : there + blocks] = exponents_of(scale, amax)
+    place = columns + first // BLOCK
+    message[place : place + blocks] = exponents_of(scale, amax)
 
 
 def _decode(messages: torch.Tensor, columns: int, first: int, out: torch.Tensor) -> None:
     """Values from column `first` on: FP32, [messages, elements]."""
-    there, blocks = columns + first // BLOCK, -(-out.shape[1] // BLOCK)
-    _values(messages[:, first : first + out.shape[1]], scales_of(messages[:, there : there + blocks]), out)
+    place, blocks = columns + first // BLOCK, -(-out.shape[1] // BLOCK)
+    _values(messages[:, first : first + out.shape[1]], scales_of(messages[:, place : place + blocks]), out)
 
 
 def _values(codes: torch.Tensor, scale_inv: torch.Tensor, out: torch.Tensor) -> None:
     """codes: E4M3 or their bits, [n, elements]; scale_inv: [n, blocks]; out: FP32."""
-    # sign, exponent and mantissa lie in an FP16 number as they do in E4M3, but for the exponent's bias: 2**8
+    # sign, exponent and mantissa lie in an FP16 number as they do in E4M3, but for the exponent's bias
     half = codes.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(-0x4001).view(torch.float16)
-    out.copy_(half).mul_(2.0**8)
+    out.copy_(half).mul_(2.0 ** (FP16.bias - E4M3.bias))
     whole = out.shape[1] // BLOCK * BLOCK
     out[:, :whole].unflatten(1, (-1, BLOCK)).mul_(scale_inv[:, : whole // BLOCK].unsqueeze(-1))
     if whole < out.shape[1]:
@@ -160,9 +161,9 @@ def _sums(received: torch.Tensor, own: torch.Tensor, rank: int) -> Iterator[tupl
     length = min(max(CHUNK // size // BLOCK, 8), -(-numel // BLOCK)) * BLOCK
     contributions, room = torch.empty(size, length), torch.empty(2, length)
     for _, first, last in _chunks(1, numel, length):
-        here = contributions[:, : last - first]
+        part = contributions[:, : last - first]
         for others in (slice(0, rank), slice(rank + 1, size)):
             if others.start < others.stop:
-                _decode(received[others], columns, first, here[others])
-        here[rank] = own[first:last]
-        yield first, torch.sum(here, 0, out=room[0, : last - first]), room[1]
+                _decode(received[others], columns, first, part[others])
+        part[rank] = own[first:last]
+        yield first, torch.sum(part, 0, out=room[0, : last - first]), room[1]

@@ -4,8 +4,8 @@ compiles them for compute capability 9.0.
 By hand, with Triton in FOLDER:
 
     export TRITON_SITE=FOLDER PYTHONPATH=FOLDER
-    TRITON_INTERPRET=1 python -m pytest tests/triton_kernels/inside
-    python -m pytest tests/triton_kernels/ahead
+    TRITON_INTERPRET=1 python -m pytest tests/numerics/triton_kernels/inside
+    python -m pytest tests/numerics/triton_kernels/ahead
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def test_of(folder, variables, triton_site, subtests, tmp_path):
     process = warm_process.run(
         *("-m", "pytest", str(HERE / folder), "-q", "-p", "no:cacheprovider", f"--junitxml={results}"),
         env=os.environ | variables,
-        cwd=HERE.parent.parent,
+        cwd=HERE.parents[2],
         timeout=290,
     )
     assert results.exists(), f"no test ran:\n{process.stdout[-8000:]}\n{process.stderr[-8000:]}"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fp8_backends.numerics import scaling
-from fp8_backends.numerics.formats import E4M3, E5M2
+from fp8_backends.numerics.formats import E4M3, E5M2, saturating_cast
 from fp8_backends.numerics.kernels.quantize import triton_block_quantize, triton_quantize
 from fp8_backends.numerics.kernels.quantize.layouts import DYNAMIC, POWER_OF_TWO, WINDOW, Layouts
 from fp8_backends.numerics.scaling import MX, ROWS, SQUARES, VECTORS
@@ -33,7 +33,7 @@ def expected_of(x: torch.Tensor, fmt, scale=None, rule: str = DYNAMIC, state: to
             POWER_OF_TWO: lambda: scaling.power_of_two_scale(amax, fmt),
             WINDOW: lambda: scaling.window_scale(state.unsqueeze(0), 0, amax, fmt),
         }[rule]()
-    codes, scale_inv = scaling.quantize_with(x, scale, amax, fmt)
+    codes, scale_inv = saturating_cast(x.float() * scale, fmt), scaling.scale_inv_of(scale, amax)
     return Layouts(codes, scale_inv, codes.t().contiguous(), scale_inv, amax)
 
 
