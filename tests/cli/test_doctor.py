@@ -154,7 +154,7 @@ def test_on_a_cpu_without_bf16_products_the_plain_step_is_in_fp32(backend, monke
     found = self_test.test(backend)
     assert found.proven and found.precision == "fp32", found.reason
     assert found.engine == ("ao" if backend.startswith("ao") else "fp32-exact")
-    lines = "".join(doctor._test_lines([vars(found)]))
+    lines = " ".join(text for _, text in doctor._tests([vars(found)]))
     assert "of fp32's" in lines and "bf16" not in lines
 
 
@@ -163,9 +163,9 @@ def test_what_was_not_proven_is_printed_with_its_reason():
         self_test.SelfTest("native:dynamic", True, "", precision="bf16", gradient_error=0.1, seconds=1),
         self_test.SelfTest("ao:rowwise", False, "layer 0 made no wgrad in FP8"),
     ]
-    lines = doctor._test_lines([vars(test) for test in tests])
-    assert lines[0] == "proven    native:dynamic" and "within 10% of bf16's" in "".join(lines)
-    assert lines[-1] == "unproven  ao:rowwise: layer 0 made no wgrad in FP8"
+    lines = list(doctor._tests([vars(test) for test in tests]))
+    assert lines[0] == ("proven", "native:dynamic") and "within 10% of bf16's" in lines[1][1]
+    assert lines[-1] == ("unproven", "ao:rowwise: layer 0 made no wgrad in FP8")
 
 
 def test_every_chip_is_shown(capsys):
