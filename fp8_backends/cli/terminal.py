@@ -28,7 +28,10 @@ def paragraphs(rows: Iterable[tuple[str, str]], label_width: int = 9) -> str:
 def table(rows: Sequence[Sequence[str]], words: Container[str] = ()) -> str:
     """Headings, then cells, in as many parts as the width asks for; each part begins with the first column.
 
-    Numbers stand to the right. The first column and those whose heading is in `words` stand to the left, and words wrap.
+    Numbers stand to the right. The first column, and columns of words, which wrap, stand to the left.
+
+    Args:
+        words: the headings of the columns of words.
     """
     from rich.table import Table
 

@@ -11,7 +11,7 @@ from accelerate.commands.config.config_args import ClusterConfig, load_config_fr
 from accelerate.utils import launch as stock_environments
 
 from fp8_backends import RecipeError, resolve
-from fp8_backends.cli.config.reading import read
+from fp8_backends.cli.config import read
 from fp8_backends.cli.config.training_config import yaml_fields
 from fp8_backends.cli.main import main
 from fp8_backends.recipes.sources import environment_fields

@@ -198,7 +198,7 @@ def test_deepspeed_shards_more_at_each_stage_and_takes_no_level():
 def test_sent_bytes_and_shares_are_those_that_were_measured_on_two_ranks(subtests):
     """The results that `benchmarks/estimate.py --ranks 2` left: DDP within 1 %; FSDP2 within 4 % once gloo's
     all-reduce, which stands for a reduce-scatter there, is counted as one."""
-    path = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "estimate_cpu_avx512_bf16.json"
+    path = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "estimate_cpu_avx512_bf16.json"
     results = json.loads(path.read_text())["results"]
     on_ranks = [each for each in results if each["ranks"] > 1]
     assert {each["sharding"] for each in on_ranks} == {"ddp", "fsdp2"}
@@ -219,7 +219,7 @@ def test_sent_bytes_and_shares_are_those_that_were_measured_on_two_ranks(subtest
 
 
 def test_every_model_of_the_benchmark_was_within_the_bounds():
-    path = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "estimate_cpu_avx512_bf16.json"
+    path = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "estimate_cpu_avx512_bf16.json"
     results = [each for each in json.loads(path.read_text())["results"] if each["ranks"] == 1]
     levels = {"bf16", "native:dynamic", "msamp:O1", "msamp:O2", "msamp:O3", "ao"}
     for model in {each["model"] for each in results}:
