@@ -5,12 +5,10 @@ from __future__ import annotations
 import io
 import shutil
 import sys
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 WIDTH = 100
 """No line is wider, except in a table on a wider terminal."""
-_WORDS_WIDTH = 32
-"""A column of words needs no more than this: it wraps."""
 
 
 def paragraphs(rows: Iterable[tuple[str, str]], label_width: int = 9) -> str:
@@ -25,36 +23,26 @@ def paragraphs(rows: Iterable[tuple[str, str]], label_width: int = 9) -> str:
     return _plain(grid, WIDTH)
 
 
-def table(rows: Sequence[Sequence[str]], words: Container[str] = ()) -> str:
-    """Headings, then cells, in as many parts as the width asks for; each part begins with the first column.
-
-    Numbers stand to the right. The first column, and columns of words, which wrap, stand to the left.
-
-    Args:
-        words: the headings of the columns of words.
-    """
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Headings, then cells, in as many parts as the width asks for; each part begins with the first column."""
     from rich.table import Table
 
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDTH
-    headings, *body = rows
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    widths = [min(w, _WORDS_WIDTH) if h in words else w for w, h in zip(widths, headings, strict=True)]
-    space = 2 if sum(widths) + 2 * len(widths) <= width else 1
+    space = 1 if sum(widths) + len(widths) <= width + 1 < sum(widths) + 2 * len(widths) else 2
     parts = [[0]]
-    for column in range(1, len(headings)):
-        if len(parts[-1]) > 1 and sum(widths[each] + space for each in (*parts[-1], column)) - space > width:
+    for column in range(1, len(widths)):
+        if len(parts[-1]) > 1 and sum(widths[each] + space for each in (*parts[-1], column)) > width + space:
             parts.append([0])
         parts[-1].append(column)
     texts = []
     for part in parts:
         shown = Table(box=None, pad_edge=False, padding=(0, space, 0, 0))
         for column in part:
-            is_words = headings[column] in words
-            justify = "left" if is_words or column == 0 else "right"
-            shown.add_column(headings[column], justify=justify, no_wrap=not is_words, overflow="fold")
-        for row in body:
+            shown.add_column(rows[0][column], justify="right" if column else "left", no_wrap=True)
+        for row in rows[1:]:
             shown.add_row(*(row[column] for column in part))
-        texts.append(_plain(shown, max(width, sum(widths[each] + space for each in part) - space)))
+        texts.append(_plain(shown, sum(widths[each] + space for each in part)))
     return "\n\n".join(texts)
 
 

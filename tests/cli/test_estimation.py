@@ -13,7 +13,7 @@ from accelerate.utils import convert_outputs_to_fp32
 from transformers import BertConfig, GPT2Config, LlamaConfig, MixtralConfig, Qwen3Config
 
 import fp8_backends
-from fp8_backends.cli.compare.memory import peak_memory
+from fp8_backends.cli.compare.measuring import peak_memory
 from fp8_backends.cli.estimate import ModelShape, Workload, estimate, estimates, model_shapes, sharded_costs
 from fp8_backends.cli.estimate.estimates import Growth
 from fp8_backends.cli.estimate.step_trace import StepTrace
@@ -127,14 +127,14 @@ def test_a_few_layers_tell_of_all(backend, checkpointing):
     recipe = recipes.resolve(backend)
     growth = Growth.traced(workload, recipe, "none", recipe.name)
     assert growth.in_layers
-    trace = estimates._tracer(workload, recipe, "none", recipe.name)
+    trace = estimates.tracer(workload, recipe, "none", recipe.name)
     for layers, batch in ((5, 2), (4, 5)):
         whole = StepTrace.from_numbers(trace(shape.with_layers(layers), batch))
         told = growth.at(layers, batch)
         assert told.resting == whole.resting and told.gradients == whole.gradients
         assert told.saved == pytest.approx(whole.saved, rel=1e-4)  # scales that layers share, some bytes each
         assert told.sizes == pytest.approx(whole.sizes)
-        assert estimates._highest(told)[1] == pytest.approx(estimates._highest(whole)[1], rel=0.02)
+        assert estimates.highest(told)[1] == pytest.approx(estimates.highest(whole)[1], rel=0.02)
 
 
 def test_checkpointing_keeps_less_and_bf16_weights_weigh_half():
@@ -230,7 +230,7 @@ def test_every_model_of_the_benchmark_was_within_the_bounds():
         assert each["ratio"]["peak"] == pytest.approx(1, abs=PEAK), each
 
 
-def test_transformer_engine_is_its_twin_with_a_second_copy_of_the_codes():
+def test_transformer_engine_is_its_native_equivalent_with_a_second_copy_of_the_codes():
     te, native = estimate(Workload(model=SHAPES["Llama"], sequence=64), ["te:delayed", "native:delayed"])
     converted = 2 * (4 * 64 * 64 + 3 * 64 * 192)
     assert te.static == native.static and te.copies - native.copies == pytest.approx(converted, rel=0.001)
@@ -280,7 +280,7 @@ def test_wrong_questions_are_errors():
     with pytest.raises(RecipeError, match="unknown backend"):
         estimate(workload, ["natve"])
     with pytest.raises(FP8BackendError, match="'zero4' is none of"):
-        sharded_costs.of_one_rank(StepTrace(), "zero4", 2, None)
+        sharded_costs.on_one_rank(StepTrace(), "zero4", 2, None)
 
 
 @pytest.mark.parametrize(("count", "shape"), [("8B", (32, 4096)), ("70B", (75, 8448)), ("350M", (18, 1280))])

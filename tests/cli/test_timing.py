@@ -7,7 +7,8 @@ from cli.comparing import tiny_settings
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8_backends.cli.compare.timing import FEWEST_STEPS, Timetable, duration, fit
+from fp8_backends.cli.compare.comparison import FEWEST_STEPS, Timetable, fit
+from fp8_backends.cli.compare.summary import duration
 from fp8_backends.errors import RecipeError
 
 
