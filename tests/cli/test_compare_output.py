@@ -60,10 +60,6 @@ def test_the_conclusion_fits_a_log_and_names_every_backend_and_what_became_of_it
     comparison.results["backends"]["native:dynamic"] |= {"status": "failed", "message": "out of memory " * 30}
     conclude(comparison)
     printed = capsys.readouterr().out
-    places = str(comparison.output)
-    assert max(len(line) for line in printed.splitlines() if places not in line) <= 100
-    assert (
-        " ".join(printed.split()).count("out of memory") == 60
-        and "FAIL trained to the end" in printed
-        and "held-out loss" in printed
-    )
+    assert max(len(line) for line in printed.splitlines() if str(comparison.output) not in line) <= 100
+    assert " ".join(printed.split()).count("out of memory") == 60
+    assert "FAIL trained to the end" in printed and "held-out loss" in printed
