@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -25,6 +26,8 @@ ROWS = (
     *("msamp:O1", "msamp:O2", "msamp:O3", "te+msamp:O2"),
 )
 """Backends that leave weights and states alone (level O0), then MS-AMP's levels."""
+
+ModelAndOptimizer = tuple[nn.Module, torch.optim.Optimizer]
 
 _NAMES = {"float32": "FP32", "float16": "FP16", "bfloat16": "BF16", "float8_e4m3fn": "FP8", "uint8": "FP8"}
 _LEGEND = (
@@ -72,13 +75,18 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def measure() -> list[Level]:
-    """Measure the AMP row on a stock model, then a row for each backend that can run here."""
+def measure(backends: Sequence[str] = ROWS, make: Callable[[], ModelAndOptimizer] | None = None) -> list[Level]:
+    """Measure the AMP row on a stock model, then a row for each backend that can run here.
+
+    Args:
+        make: makes a model and its optimizer; by default a small one.
+    """
+    make = make or _model
     logger = logging.getLogger("fp8_backends")
     level_before = logger.level
     logger.setLevel(logging.WARNING)  # a proof line of each model would only be noise
     try:
-        return [_measure_amp(), *(_measure(backend) for backend in ROWS)]
+        return [_measure_amp(*make()), *(_measure(backend, *make()) for backend in backends)]
     finally:
         logger.setLevel(level_before)
 
@@ -87,15 +95,14 @@ def _device() -> str:
     return "cuda" if hardware.has_gpu() else "cpu"
 
 
-def _model() -> tuple[nn.Module, torch.optim.Optimizer]:
+def _model() -> ModelAndOptimizer:
     torch.manual_seed(0)
     layers = [nn.Linear(64, 128, bias=False), nn.GELU(), nn.Linear(128, 128, bias=False), nn.GELU()]
     model = nn.Sequential(*layers, nn.Linear(128, 64, bias=False)).to(_device())
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-def _measure_amp() -> Level:
-    model, optimizer = _model()
+def _measure_amp(model: nn.Module, optimizer: torch.optim.Optimizer) -> Level:
     dtypes: set[str] = set()
     for module in model.modules():
         if isinstance(module, nn.Linear):
@@ -105,13 +112,13 @@ def _measure_amp() -> Level:
     return _level("FP16 AMP", audit(model, optimizer), transient, gemm=gemm, comm="FP32", precision="fp16")
 
 
-def _measure(backend: str) -> Level:
+def _measure(backend: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> Level:
     try:
         recipe = resolve(backend)
         check_available(recipe)
     except FP8BackendError as error:
         return Level(backend, not_measured=str(error))
-    model, optimizer = prepare(*_model(), recipe)
+    prepare(model, optimizer, recipe)
     transient = _step(model, optimizer, hardware.fast_autocast(_device()))
     found = audit(model, optimizer)
     kinds = [kind for kind in KINDS if any(counts[kind] for counts in found.products.values())]

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import fp8_backends
 from fp8_backends.cli import chart
@@ -129,17 +130,11 @@ def test_chart_is_measured_and_agrees_with_the_plan(capsys):
     assert json.loads(capsys.readouterr().out)[0]["name"] == "FP16 AMP"
 
 
-def test_chart_shows_a_weight_that_is_not_stored_as_planned(monkeypatch):
-    original = chart._model
-
+def test_chart_shows_a_weight_that_is_not_stored_as_planned():
     def half_model():
-        import torch
-
-        model, _ = original()
+        model = torch.nn.Sequential(torch.nn.Linear(64, 128, bias=False), torch.nn.Linear(128, 64, bias=False))
         model.bfloat16()
         return model, torch.optim.AdamW(model.parameters())
 
-    monkeypatch.setattr(chart, "_model", half_model)
-    monkeypatch.setattr(chart, "ROWS", ("native:dynamic",))
-    level = chart.measure()[1]
+    level = chart.measure(["native:dynamic"], half_model)[1]
     assert (level.weight, level.optimizer, level.bytes_per_element) == ("BF16", "BF16+BF16", 8)

@@ -136,10 +136,19 @@ def test_without_the_reference_the_others_train_and_lack_what_needs_it(tmp_path)
     assert len(names) == 4 and not any("held-out" in name or "same initial" in name for name in names)
 
 
-def test_minutes_that_fit_less_train_less_and_the_results_hold_both(tmp_path, monkeypatch):
-    monkeypatch.setattr(Timetable, "fitted", lambda self, settings, elapsed: replace(settings, steps=3, seeds=4))
-    monkeypatch.setattr(Timetable, "another_round_fits", lambda self, settings, elapsed: len(self.measured["bf16"]) < 2)
+class TwoSeedsOfThreeSteps(Timetable):
+    """Plans four seeds of three steps, and after two of them has no time for more."""
+
+    def fitted(self, settings, elapsed):
+        return replace(settings, steps=3, seeds=4)
+
+    def another_round_fits(self, settings, elapsed):
+        return len(self.measured["bf16"]) < 2
+
+
+def test_minutes_that_fit_less_train_less_and_the_results_hold_both(tmp_path):
     comparison = InProcess(tiny_settings(tmp_path, steps=6, seeds=5, minutes=7.0), tmp_path / "out")
+    comparison.timetable = TwoSeedsOfThreeSteps()
     comparison.run(Progress())
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert results["asked"] == {"steps": 6, "seeds": 5} and results["settings"]["minutes"] == 7.0

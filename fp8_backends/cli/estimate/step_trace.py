@@ -202,7 +202,7 @@ def trace_step(
     make_model: Callable[[], nn.Module],
     make_batch: Callable[[], dict[str, torch.Tensor]],
     settings: StepSettings,
-    find_blocks: Callable[[nn.Module], list[nn.Module]] = lambda model: [],
+    find_blocks: Callable[[nn.Module], list[nn.Module]],
 ) -> StepTrace:
     """Trace a training step of AdamW, not the first one, which makes the optimizer's states.
 
@@ -266,9 +266,13 @@ class _Step:
         loss.backward()
         del loss
         trace.gradients = tracker.live[GRADIENTS]
-        trace.sizes |= _gradient_sizes(self.model)
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        plain = [gradient for gradient in gradients if not isinstance(gradient, ScaledTensor)]
+        trace.sizes["plain_gradients"] = sum(map(stored_bytes, plain))  # those that are not in scaled precision
         tracker.enter("step")
-        self._update()
+        # an optimizer that rounds what it stores has a kernel that makes no copies; its eager code would make some here
+        if not isinstance(self.optimizer, ScaledStates):
+            self.optimizer.step()
         trace.peaks = tracker.peaks
         return trace
 
@@ -282,12 +286,6 @@ class _Step:
                 parameter.grad = torch.zeros_like(parameter)
             self.optimizer.step()
             self.optimizer.zero_grad()
-
-    def _update(self) -> None:
-        """Run the optimizer's step, unless it rounds what it stores: a kernel does that without copies, and its eager
-        code would make some under fake tensors."""
-        if not isinstance(self.optimizer, ScaledStates):
-            self.optimizer.step()
 
     def _assign_parts(self) -> None:
         for parameter in self.model.parameters():
@@ -311,11 +309,20 @@ class _Regions:
 
     def __init__(self, tracker: MemoryTracker, blocks: list[nn.Module]) -> None:
         self.tracker, self.goes_back = tracker, False
-        names = {0: "the first block", len(blocks) - 1: "the last block"}
-        for i, block in enumerate(blocks):
-            name = names.get(i, "the blocks between")
+        last = len(blocks) - 1
+        names = {0: "the first block", last: "the last block"}
+        for number, block in enumerate(blocks):
+            name = names.get(number, "the blocks between")
             block.register_forward_pre_hook(lambda *_, name=name: self._enter(f"forward of {name}"))
-            block.register_forward_hook(self._leaving(i == len(blocks) - 1, f"backward of {name}", i == 0))
+            block.register_forward_hook(
+                lambda _, args, output, name=name: self._enter_in_backward(output, f"backward of {name}")
+            )
+            if number == 0:
+                block.register_forward_hook(
+                    lambda _, args, output: self._enter_in_backward(args, "backward of the embedding")
+                )
+            if number == last:
+                block.register_forward_hook(lambda *_: self._enter("loss"))
 
     def turn(self) -> None:
         """Note that the forward has ended."""
@@ -326,19 +333,11 @@ class _Regions:
         if not self.goes_back:  # a block that is recomputed
             self.tracker.enter(region)
 
-    def _leaving(self, is_last: bool, backward: str, is_first: bool) -> Callable:
-        def note(block, args, output) -> None:
-            if is_last:
-                self._enter("loss")
-            for tensor in tree_iter(output):
-                if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
-                    tensor.grad_fn.register_prehook(lambda _: self.tracker.enter(backward))
-            if is_first:
-                for tensor in tree_iter(args):
-                    if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
-                        tensor.grad_fn.register_prehook(lambda _: self.tracker.enter("backward of the embedding"))
-
-        return note
+    def _enter_in_backward(self, values: object, region: str) -> None:
+        """Enter the region when backward reaches these tensors."""
+        for tensor in tree_iter(values):
+            if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(lambda _: self.tracker.enter(region))
 
 
 def _sizes(model: nn.Module, optimizer: torch.optim.Optimizer, blocks: list[nn.Module]) -> dict[str, float]:
@@ -375,12 +374,6 @@ def _sizes(model: nn.Module, optimizer: torch.optim.Optimizer, blocks: list[nn.M
     sizes["flops"] = sum(product.flops for product in products)
     sizes["flops_fp8"] = sum(product.flops for product in products if product.state == FP8)
     return sizes
-
-
-def _gradient_sizes(model: nn.Module) -> dict[str, float]:
-    """Return `plain_gradients`: bytes of the gradients that are not in scaled precision."""
-    plain = [p.grad for p in model.parameters() if p.grad is not None and not isinstance(p.grad, ScaledTensor)]
-    return {"plain_gradients": sum(map(stored_bytes, plain))}
 
 
 def _elements(module: nn.Module) -> int:
