@@ -36,17 +36,17 @@ def test_python_dash_m_runs_the_command_and_an_unknown_subcommand_exits_with_2()
 
 
 @pytest.mark.parametrize(
-    ("backends", "said"),
+    ("backends", "expected"),
     [
         ("natve", "did you mean 'native'"),
         ("native,ao:delayed", "delayed"),
         ("te", "TransformerEngine is not installed"),
     ],
 )
-def test_a_backend_that_cannot_be_had_exits_with_2_and_one_message(capsys, tmp_path, backends, said):
+def test_a_backend_that_cannot_be_had_exits_with_2_and_one_message(capsys, tmp_path, backends, expected):
     assert main(["compare", "--backends", backends, "--output", str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
-    assert said in error and "Traceback" not in error and error.startswith("fp8-backends compare: ")
+    assert expected in error and "Traceback" not in error and error.startswith("fp8-backends compare: ")
     assert not (tmp_path / "out").exists()
 
 

@@ -23,7 +23,7 @@ def test_a_log_says_how_long_it_will_take_once_the_first_steps_are_done_and_how_
     conclude(comparison)
     beginnings = ["bf16: first steps observed; ", "native:dynamic: first steps observed; ", "about "]
     beginnings += [f"{name} seed {seed}: held-out loss " for seed in (0, 1) for name in ("bf16", "native:dynamic")]
-    assert [line.startswith(said) for line, said in zip(lines, beginnings, strict=True)] == [True] * 7
+    assert [line.startswith(expected) for line, expected in zip(lines, beginnings, strict=True)] == [True] * 7
     assert lines[2].endswith("s more: 2 seeds of 2 steps with 2 backends, by the steps just timed")
     assert "\ntook " in capsys.readouterr().out
 

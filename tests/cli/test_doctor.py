@@ -37,8 +37,8 @@ def test_every_backend_is_listed_with_a_fix_where_it_cannot_run(capsys):
     versions = found["versions"]
     assert versions["fp8-backends"] == fp8_backends.__version__ and versions["python"] in printed
     assert max(map(len, printed.splitlines())) <= 100
-    here = {name: row["state"] for row in found["chip"]["products"] for name in row["backends"]}
-    assert found["chip"]["title"] in printed and here["native:dynamic"] in ("FP8", "emulated")
+    states = {name: row["state"] for row in found["chip"]["products"] for name in row["backends"]}
+    assert found["chip"]["title"] in printed and states["native:dynamic"] in ("FP8", "emulated")
     assert {chip["key"] for chip in found["chips"]} > {"cpu", "hopper", "mi300"}
     assert found["tests"] is None and "nothing here is proven" in printed
     assert f"train in {found['advice']['precision']}" in printed
@@ -75,8 +75,8 @@ def test_wrong_products_are_not_proven(monkeypatch):
     original = layer_rule.Stored.quantized
 
     def halved(self, *args):
-        made = original(self, *args)
-        return made._replace(scale_inv=made.scale_inv * 0.5)
+        quantized_weight = original(self, *args)
+        return quantized_weight._replace(scale_inv=quantized_weight.scale_inv * 0.5)
 
     monkeypatch.setattr(layer_rule.Stored, "quantized", halved)
     found = self_test.test("native:dynamic")
@@ -190,7 +190,7 @@ def test_a_transformer_engine_that_does_not_import_is_explained(monkeypatch, cap
 
 
 @pytest.mark.parametrize(
-    ("kind", "chip", "te", "precision", "backend", "said"),
+    ("kind", "chip", "te", "precision", "backend", "expected"),
     [
         ("cuda", (12, 0), True, "bf16", "", "little or no speed"),
         ("cuda", (11, 0), True, "fp8", "te:mxfp8", "twice as fast"),
@@ -212,9 +212,9 @@ def test_a_transformer_engine_that_does_not_import_is_explained(monkeypatch, cap
         ("cpu", "", False, "fp32", "", "without bf16"),
     ],
 )
-def test_the_precision_for_each_chip(kind, chip, te, precision, backend, said):
+def test_the_precision_for_each_chip(kind, chip, te, precision, backend, expected):
     advice = chip_advice.advice_for(kind, chip, te)
-    assert (advice.precision, advice.backend) == (precision, backend) and said in advice.reason
+    assert (advice.precision, advice.backend) == (precision, backend) and expected in advice.reason
     if backend:
         fp8_backends.resolve(backend)
 

@@ -82,13 +82,13 @@ def intervals(rows: Sequence[Interval], bound: float, spread: float | None, refe
         return ""
     row_height, top = 44, 12
     height = top + row_height * len(rows) + 46
-    left, bottom = _room_for(row.name for row in rows), height - 46
+    label_width, bottom = _room_for(row.name for row in rows), height - 46
     values = [0.0, bound * 1.25]
     for row in rows:
         values += [v for v in (row.mean, row.low, row.high, *row.points) if v is not None and math.isfinite(v)]
     low, high = min(*values, -bound * 0.6), max(values)
     pad = (high - low) * 0.06
-    x = Scale(low - pad, high + pad, left, WIDTH - MARGIN_RIGHT)
+    x = Scale(low - pad, high + pad, label_width, WIDTH - MARGIN_RIGHT)
     parts = []
     if spread is not None:
         a, b = max(x(-spread), x.start), min(x(spread), x.end)
@@ -102,7 +102,7 @@ def intervals(rows: Sequence[Interval], bound: float, spread: float | None, refe
     parts.append(_text((x.start + x.end) / 2, bottom + 38, label, "axis-label", "middle"))
     for index, row in enumerate(rows):
         middle = top + row_height * (index + 0.5)
-        parts += _interval_row(row, x, middle, left)
+        parts += _interval_row(row, x, middle, label_width)
     return _svg(height, f"Paired gap of the held-out loss to {reference}", parts)
 
 
@@ -111,8 +111,8 @@ def _room_for(names: Iterable[str]) -> float:
     return max(150.0, 24 + 9.0 * max(map(len, names), default=0))
 
 
-def _interval_row(row: Interval, x: Scale, middle: float, left: float) -> list[str]:
-    parts = [_text(left - 14, middle + 4, row.name, "row-label", anchor="end")]
+def _interval_row(row: Interval, x: Scale, middle: float, label_width: float) -> list[str]:
+    parts = [_text(label_width - 14, middle + 4, row.name, "row-label", anchor="end")]
     if not math.isfinite(row.mean):
         return [*parts, _text(x.start + 8, middle + 4, "not finite", "tick")]
     for point in filter(math.isfinite, row.points):
@@ -129,16 +129,16 @@ def bars(rows: Sequence[tuple[str, str, float, str]], title: str) -> str:
     """Draw horizontal bars from zero: (name, colour, value, label)."""
     if not rows:
         return ""
-    row_height, left = 34, _room_for(row[0] for row in rows)
+    row_height, label_width = 34, _room_for(row[0] for row in rows)
     height = row_height * len(rows) + 8
-    x = Scale(0, max(value for _, _, value, _ in rows) or 1, left, WIDTH - 130)
+    x = Scale(0, max(value for _, _, value, _ in rows) or 1, label_width, WIDTH - 130)
     parts = []
     for index, (name, color, value, label) in enumerate(rows):
-        y, width = 4 + row_height * index, max(1.0, x(value) - left)
-        area = f'x="{left}" y="{y + 6}" width="{width:.2f}" height="{row_height - 12}"'
-        parts.append(_text(left - 14, y + row_height / 2 + 4, name, "row-label", anchor="end"))
+        y, width = 4 + row_height * index, max(1.0, x(value) - label_width)
+        area = f'x="{label_width}" y="{y + 6}" width="{width:.2f}" height="{row_height - 12}"'
+        parts.append(_text(label_width - 14, y + row_height / 2 + 4, name, "row-label", anchor="end"))
         parts.append(f'<rect {area} rx="3" fill="{color}"/>')
-        parts.append(_text(left + width + 8, y + row_height / 2 + 4, label, "value"))
+        parts.append(_text(label_width + width + 8, y + row_height / 2 + 4, label, "value"))
     return _svg(height, title, parts)
 
 

@@ -47,7 +47,8 @@ def _aside(text: str) -> str:
 
 def _list(items: Iterable[str], css: str = "") -> str:
     """Make a list of items that are HTML."""
-    return f"<ul{css and f' class={css!r}'}>{''.join(f'<li>{item}</li>' for item in items)}</ul>"
+    start = f'<ul class="{css}">' if css else "<ul>"
+    return f"{start}{''.join(f'<li>{item}</li>' for item in items)}</ul>"
 
 
 def _signed(text: str) -> str:
