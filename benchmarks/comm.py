@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 import fp8_backends
-from fp8_backends.cli.compare.traffic import sent_bytes
+from fp8_backends.cli.compare.measuring import sent_bytes
 from fp8_backends.comm.two_shot import BLOCK, AllReduce, Part, reduce_scatter
 from fp8_backends.numerics.kernels.wire import dispatch as messages
 

@@ -91,7 +91,7 @@ class Training:
         from accelerate import Accelerator
         from accelerate.state import AcceleratorState
 
-        from fp8_backends.cli.estimate.command import ModelShape
+        from fp8_backends.cli.estimate import ModelShape
 
         config, batch, sequence, checkpointing = workloads()[name]
         AcceleratorState._reset_state(True)  # not the process group
@@ -137,7 +137,7 @@ def _take_fsdp2() -> None:
 
 def measure(name: str, backend: str, engine: str = "none") -> dict:
     """Static bytes, peak and sent bytes of a live training."""
-    from fp8_backends.cli.compare.memory import peak_memory
+    from fp8_backends.cli.compare.measuring import peak_memory
 
     training = Training(name, backend, engine)
     training.update()
@@ -147,7 +147,7 @@ def measure(name: str, backend: str, engine: str = "none") -> dict:
     peak = peak_memory(training.step, training.model, training.optimizer)
     found = {"static": static, "peak": peak + _bucket_bytes(training.model)}
     if engine != "none":
-        from fp8_backends.cli.compare.traffic import sent_bytes
+        from fp8_backends.cli.compare.measuring import sent_bytes
 
         found["sent"] = sent_bytes(training.step)
     return found
@@ -179,7 +179,7 @@ def static_bytes(model: torch.nn.Module, optimizer) -> int:
 def compare(name: str, backend: str, measured: dict, engine: str = "none", ranks: int = 1) -> dict:
     """The estimate beside what was measured."""
     from fp8_backends import FP8RecipeKwargs
-    from fp8_backends.cli.estimate.command import ModelShape, Workload, estimate
+    from fp8_backends.cli.estimate import ModelShape, Workload, estimate
 
     config, batch, sequence, checkpointing = workloads()[name]
     workload = Workload(

@@ -118,7 +118,7 @@ class Training:
 
     def peak(self) -> int | None:
         """Bytes of tensors at the highest point of one further step."""
-        from fp8_backends.cli.compare.memory import peak_memory
+        from fp8_backends.cli.compare.measuring import peak_memory
 
         return peak_memory(self.step, self.model, self.optimizer)
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -16,12 +15,11 @@ from ..compute import hardware
 from ..compute.counts import KINDS
 from ..compute.registry import check_available
 from ..errors import FP8BackendError
-from ..recipes.handlers import Recipe, resolve
+from ..recipes.handlers import resolve
 from ..recipes.precision_plan import plan
 from ..training.auditing import Audit, audit, stored_bytes
 from ..training.preparation import prepare
-
-SUMMARY = "precision and bytes of every level, measured on small prepared models"
+from .terminal import paragraphs, table
 
 ROWS = (
     *("native:dynamic", "native:delayed", "native:rowwise", "ao:tensorwise", "ao:rowwise", "te:delayed"),
@@ -29,11 +27,15 @@ ROWS = (
 )
 """Backends that leave weights and states alone (level O0), then MS-AMP's levels."""
 
-_HEADINGS = (
-    *("level", "GEMM", "comm", "weight", "master", "gradient", "Adam states"),
-    *("bytes", "transient", "accumulating"),
-)
+ModelAndOptimizer = tuple[nn.Module, torch.optim.Optimizer]
+
 _NAMES = {"float32": "FP32", "float16": "FP16", "bfloat16": "BF16", "float8_e4m3fn": "FP8", "uint8": "FP8"}
+_LEGEND = (
+    ("bytes", "per element of the converted weights, read from live tensors after one optimizer step"),
+    ("transient", "copies of the weights that autograd keeps from forward to backward, beyond these bytes"),
+    ("accumulating", "what the gradient gains while microbatches accumulate in FP32"),
+    ("comm", "as planned; one process communicates nothing"),
+)
 
 
 @dataclass
@@ -43,19 +45,19 @@ class Level:
     name: str
     gemm: str = "–"
     comm: str = "–"
-    """As planned: one process communicates nothing."""
+    """What the recipe plans: one process communicates nothing."""
     weight: str = "–"
     master: str = "–"
     gradient: str = "–"
     optimizer: str = "–"
     bytes_per_element: float | None = None
-    """Of weight, master, gradient and Adam states, for each element of the converted weights."""
+    """Weight, master, gradient and Adam states, for each element of the converted weights."""
     transient_bytes_per_element: float | None = None
-    """Of copies of the weight that autograd keeps from forward to backward, beyond that."""
+    """Copies of the weight that autograd keeps from forward to backward, beyond that."""
     accumulation_bytes_per_element: float | None = None
-    """Of the gradient while microbatches accumulate in high precision, beyond what it has at the step."""
+    """What the gradient gains while microbatches accumulate in high precision, beyond what it has at the step."""
     precision: str = ""
-    """Of what surrounded FP8, or of AMP."""
+    """The precision around FP8, or AMP's."""
     not_measured: str = ""
 
 
@@ -73,36 +75,78 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def measure() -> list[Level]:
-    """The AMP row from a stock model, then one row for each backend that can run here."""
-    with _without_proof_lines():
-        return [_measure_amp(), *(_measure(backend) for backend in ROWS)]
+def measure(backends: Sequence[str] = ROWS, make: Callable[[], ModelAndOptimizer] | None = None) -> list[Level]:
+    """Measure the AMP row on a stock model, then a row for each backend that can run here.
 
-
-@contextlib.contextmanager
-def _without_proof_lines() -> Iterator[None]:
+    Args:
+        make: makes a model and its optimizer; by default a small one.
+    """
+    make = make or _model
     logger = logging.getLogger("fp8_backends")
-    before = logger.level
-    logger.setLevel(logging.WARNING)
+    level_before = logger.level
+    logger.setLevel(logging.WARNING)  # a proof line of each model would only be noise
     try:
-        yield
+        return [_measure_amp(*make()), *(_measure(backend, *make()) for backend in backends)]
     finally:
-        logger.setLevel(before)
+        logger.setLevel(level_before)
 
 
-def _model() -> tuple[nn.Module, torch.optim.Optimizer]:
+def _device() -> str:
+    return "cuda" if hardware.has_gpu() else "cpu"
+
+
+def _model() -> ModelAndOptimizer:
     torch.manual_seed(0)
     layers = [nn.Linear(64, 128, bias=False), nn.GELU(), nn.Linear(128, 128, bias=False), nn.GELU()]
     model = nn.Sequential(*layers, nn.Linear(128, 64, bias=False)).to(_device())
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-def _device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
+def _measure_amp(model: nn.Module, optimizer: torch.optim.Optimizer) -> Level:
+    dtypes: set[str] = set()
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_hook(lambda _, __, result: dtypes.add(str(result.dtype).removeprefix("torch.")))
+    transient = _step(model, optimizer, torch.autocast(_device(), torch.float16))
+    gemm = _precisions("+".join(sorted(dtypes)))
+    return _level("FP16 AMP", audit(model, optimizer), transient, gemm=gemm, comm="FP32", precision="fp16")
+
+
+def _measure(backend: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> Level:
+    try:
+        recipe = resolve(backend)
+        check_available(recipe)
+    except FP8BackendError as error:
+        return Level(backend, not_measured=str(error))
+    prepare(model, optimizer, recipe)
+    transient = _step(model, optimizer, hardware.fast_autocast(_device()))
+    found = audit(model, optimizer)
+    kinds = [kind for kind in KINDS if any(counts[kind] for counts in found.products.values())]
+    gemm = "FP8" if len(kinds) == len(KINDS) else f"FP8 {' '.join(kinds)}" if kinds else "no FP8"
+    name = recipe.name if recipe.level != "O0" else f"{recipe.name} (O0)"
+    precision = hardware.fast_precision(_device())
+    level = _level(name, found, transient, gemm=gemm, comm=plan(recipe).comm, precision=precision)
+    level.accumulation_bytes_per_element = round(_accumulation(model, optimizer), 3)
+    return level
+
+
+def _level(name: str, found: Audit, transient: float, gemm: str, comm: str, precision: str) -> Level:
+    return Level(
+        name,
+        gemm=gemm,
+        comm=comm,
+        weight=_precisions(found.dtypes["weight"]),
+        master=_precisions(found.dtypes.get("master", "")),
+        gradient=_precisions(found.dtypes["gradient"]),
+        optimizer=_precisions(found.dtypes["optimizer"]),
+        bytes_per_element=found.bytes_per_element["total"],
+        transient_bytes_per_element=round(transient, 3),
+        precision=precision,
+    )
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, autocast: torch.autocast) -> float:
-    """One training step; returns bytes of saved copies of weights for each element of the weights."""
+    """Take one training step and return the bytes of saved copies of weights for each element of the weights."""
     weights = {_pointer(weight): weight.numel() for weight in model.parameters()}
     copies: dict[int, int] = {}
 
@@ -122,7 +166,7 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, autocast: torch.au
 
 
 def _accumulation(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
-    """Bytes that the gradient of a weight element gains when a second microbatch is added to a first one."""
+    """Return the bytes that the gradient of a weight element gains when a second microbatch is added to a first."""
     sizes = []
     optimizer.zero_grad()
     for _ in range(2):
@@ -132,81 +176,26 @@ def _accumulation(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
 
 
 def _pointer(tensor: torch.Tensor) -> int:
-    """Where the data lies; of a wrapper subclass, its first part's."""
+    """Return where the data lies; for a wrapper subclass, where its first part's lies."""
     if hasattr(tensor, "__tensor_flatten__"):
         return _pointer(getattr(tensor, tensor.__tensor_flatten__()[0][0]))
     return tensor.data_ptr()
 
 
-def _measure_amp() -> Level:
-    model, optimizer = _model()
-    seen: set[str] = set()
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            module.register_forward_hook(lambda _, __, result: seen.add(str(result.dtype).removeprefix("torch.")))
-    transient = _step(model, optimizer, torch.autocast(_device(), torch.float16))
-    gemm = _precisions("+".join(sorted(seen)))
-    return _level("FP16 AMP", audit(model, optimizer), transient, gemm=gemm, comm="FP32", precision="fp16")
-
-
-def _measure(backend: str) -> Level:
-    try:
-        recipe = resolve(backend)
-        check_available(recipe)
-    except FP8BackendError as error:
-        return Level(backend, not_measured=str(error))
-    model, optimizer = prepare(*_model(), recipe)
-    transient = _step(model, optimizer, hardware.fast_autocast(_device()))
-    found = audit(model, optimizer)
-    kinds = [kind for kind in KINDS if any(counts[kind] for counts in found.products.values())]
-    gemm = "FP8" if len(kinds) == len(KINDS) else f"FP8 {' '.join(kinds)}" if kinds else "no FP8"
-    precision = hardware.fast_precision(_device())
-    level = _level(_title(recipe), found, transient, gemm=gemm, comm=plan(recipe).comm, precision=precision)
-    level.accumulation_bytes_per_element = round(_accumulation(model, optimizer), 3)
-    return level
-
-
-def _title(recipe: Recipe) -> str:
-    return recipe.name if recipe.level != "O0" else f"{recipe.name} (O0)"
-
-
-def _level(name: str, found: Audit, transient: float, gemm: str, comm: str, precision: str) -> Level:
-    return Level(
-        name,
-        gemm=gemm,
-        comm=comm,
-        weight=_precisions(found.dtypes["weight"]),
-        master=_precisions(found.dtypes.get("master", "")),
-        gradient=_precisions(found.dtypes["gradient"]),
-        optimizer=_precisions(found.dtypes["optimizer"]),
-        bytes_per_element=found.bytes_per_element["total"],
-        transient_bytes_per_element=round(transient, 3),
-        precision=precision,
-    )
-
-
 def _precisions(dtypes: str) -> str:
-    """`float32+float32` as `FP32+FP32`."""
-    if not dtypes:
-        return "–"
-    return "+".join(_NAMES.get(name.strip(), name.strip()) for name in dtypes.split("+"))
+    """Write `float32+float32` as `FP32+FP32`."""
+    return "+".join(_NAMES.get(name.strip(), name.strip()) for name in dtypes.split("+")) or "–"
 
 
 def _readable(levels: list[Level]) -> str:
-    from .compare.output import aligned
-
-    rows = [list(_HEADINGS)]
+    rows = [
+        ["level", "GEMM", "comm", "weight", "master", "gradient", "Adam states", *(name for name, _ in _LEGEND[:3])]
+    ]
     for level in levels:
         if not level.not_measured:
-            sizes = (level.bytes_per_element, level.transient_bytes_per_element, level.accumulation_bytes_per_element)
-            texts = ["–" if size is None else f"{size:.4g}" for size in sizes]
             words = [level.name, level.gemm, level.comm, level.weight, level.master, level.gradient, level.optimizer]
-            rows.append([*words, *texts])
-    lines = aligned(rows)
-    lines += ["", "bytes: per element of the converted weights, read from live tensors after one optimizer step"]
-    lines += ["transient: copies of the weights that autograd keeps from forward to backward, beyond these bytes"]
-    lines += ["accumulating: what the gradient gains while microbatches accumulate in FP32"]
-    lines += ["comm: as planned; one process communicates nothing"]
-    lines += [f"around FP8: {hardware.fast_precision(_device())}"]
-    lines += [f"not measured: {level.name}: {level.not_measured}" for level in levels if level.not_measured]
-    return "\n".join(lines)
+            sizes = (level.bytes_per_element, level.transient_bytes_per_element, level.accumulation_bytes_per_element)
+            rows.append([*words, *("–" if size is None else f"{size:.4g}" for size in sizes)])
+    notes = [*_LEGEND, ("around FP8", hardware.fast_precision(_device()))]
+    notes += [("not measured", f"{level.name}: {level.not_measured}") for level in levels if level.not_measured]
+    return f"{table(rows)}\n\n{paragraphs(notes)}"

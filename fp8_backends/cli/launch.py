@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-SUMMARY = "run a training script, unmodified, in FP8: takes everything that accelerate launch takes"
+from ..accelerate_plugin import launch
+
 PARSER = {"prefix_chars": "\0", "add_help": False}
 """Every word goes to Accelerate's parser, whatever it begins with."""
 
@@ -14,6 +15,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from ..accelerate_plugin import launch
-
     return launch.run(args.arguments)

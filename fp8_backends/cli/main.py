@@ -11,39 +11,44 @@ from .. import __version__
 from ..errors import FP8BackendError
 
 COMMANDS = {
-    "launch": ".launch",
-    "config": ".config.command",
-    "doctor": ".doctor.command",
-    "estimate": ".estimate.command",
-    "chart": ".chart",
-    "compare": ".compare.command",
+    "launch": (".launch", "run a training script, unmodified, in FP8: takes everything that accelerate launch takes"),
+    "config": (
+        ".config.command",
+        "what a configuration file of Accelerate or Axolotl means, checked, and written for Accelerate",
+    ),
+    "doctor": (".doctor.command", "which backends run on this machine, proven by a test, and why not"),
+    "estimate": (".estimate.command", "memory and traffic of training a model, by backend and sharding"),
+    "chart": (".chart", "precision and bytes of every level, measured on small prepared models"),
+    "compare": (
+        ".compare.command",
+        "train a small model with bf16 and FP8 backends side by side; table, results.json and report.html",
+    ),
 }
-"""The module of each, with SUMMARY, add_arguments(parser) and run(args) -> exit code; PARSER: options of
-its parser."""
+"""Each command's module and what it is for. The module has `add_arguments(parser)`, `run(args) -> exit code` and, if it
+needs any, options of its parser in `PARSER`; it is imported only when its command is the one to run."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand and return its exit code; 2 with one message on stderr for what cannot be done as asked."""
+    argv = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(
         prog="fp8-backends", description="FP8 training backends by name for Hugging Face Accelerate."
     )
     parser.add_argument("--version", action="version", version=f"fp8-backends {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
-    modules = {}
-    for name in COMMANDS:
-        modules[name] = importlib.import_module(COMMANDS[name], __package__)
-        options = getattr(modules[name], "PARSER", {})
-        modules[name].add_arguments(subparsers.add_parser(name, help=modules[name].SUMMARY, **options))
+    chosen = next((word for word in argv if not word.startswith("-")), None)
+    for name, (module_name, purpose) in COMMANDS.items():
+        if name != chosen:
+            subparsers.add_parser(name, help=purpose)
+            continue
+        module = importlib.import_module(module_name, __package__)
+        module.add_arguments(subparsers.add_parser(name, help=purpose, **getattr(module, "PARSER", {})))
     args = parser.parse_args(argv)
     if args.command is None:
         parser.print_help()
         return 0
     try:
-        return modules[args.command].run(args)
+        return module.run(args)
     except FP8BackendError as error:
         print(f"fp8-backends {args.command}: {error}", file=sys.stderr)
         return 2
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from unittest.mock import Mock
 
-from fp8_backends.cli.compare.comparison import Comparison
+from fp8_backends.cli.compare.comparison import Comparison, Progress
 from fp8_backends.cli.compare.settings import Settings
 from fp8_backends.cli.compare.training_run import take_turn
 
@@ -76,16 +76,9 @@ class InProcess(Comparison):
         return InProcessWorker(self, arguments[2])
 
 
-class Silent:
-    """A progress display that shows nothing."""
-
-    def __getattr__(self, name):
-        return lambda *args, **kwargs: None
-
-
 def compared(folder: Path, *backends: str, fault: str | None = None, **changes) -> Comparison:
     comparison = InProcess(tiny_settings(folder, *backends, **changes), folder / "out", fault)
-    comparison.run(Silent())
+    comparison.run(Progress())
     return comparison
 
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import fp8_backends
 from fp8_backends.cli import chart
@@ -35,17 +36,17 @@ def test_python_dash_m_runs_the_command_and_an_unknown_subcommand_exits_with_2()
 
 
 @pytest.mark.parametrize(
-    ("backends", "said"),
+    ("backends", "expected"),
     [
         ("natve", "did you mean 'native'"),
         ("native,ao:delayed", "delayed"),
         ("te", "TransformerEngine is not installed"),
     ],
 )
-def test_a_backend_that_cannot_be_had_exits_with_2_and_one_message(capsys, tmp_path, backends, said):
+def test_a_backend_that_cannot_be_had_exits_with_2_and_one_message(capsys, tmp_path, backends, expected):
     assert main(["compare", "--backends", backends, "--output", str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
-    assert said in error and "Traceback" not in error and error.startswith("fp8-backends compare: ")
+    assert expected in error and "Traceback" not in error and error.startswith("fp8-backends compare: ")
     assert not (tmp_path / "out").exists()
 
 
@@ -129,17 +130,11 @@ def test_chart_is_measured_and_agrees_with_the_plan(capsys):
     assert json.loads(capsys.readouterr().out)[0]["name"] == "FP16 AMP"
 
 
-def test_chart_shows_a_weight_that_is_not_stored_as_planned(monkeypatch):
-    original = chart._model
-
+def test_chart_shows_a_weight_that_is_not_stored_as_planned():
     def half_model():
-        import torch
-
-        model, _ = original()
+        model = torch.nn.Sequential(torch.nn.Linear(64, 128, bias=False), torch.nn.Linear(128, 64, bias=False))
         model.bfloat16()
         return model, torch.optim.AdamW(model.parameters())
 
-    monkeypatch.setattr(chart, "_model", half_model)
-    monkeypatch.setattr(chart, "ROWS", ("native:dynamic",))
-    level = chart.measure()[1]
+    level = chart.measure(["native:dynamic"], half_model)[1]
     assert (level.weight, level.optimizer, level.bytes_per_element) == ("BF16", "BF16+BF16", 8)

@@ -1,31 +1,15 @@
 from __future__ import annotations
 
 from io import StringIO
+from types import SimpleNamespace
 
 import pytest
 from cli.comparing import InProcess, tiny_settings
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import Progress as Bars
 
-from fp8_backends.cli.compare.output import BarProgress, LineProgress, aligned, blocks, conclude
-
-ROWS = [["backend", "loss", "memory", "note"], ["bf16", "2.75", "35.9 MB", "the reference"]]
-
-
-def test_a_wide_table_is_one_block_and_a_narrow_one_repeats_the_first_column():
-    assert blocks(ROWS, None) == [ROWS] == blocks(ROWS, 200)
-    narrow = blocks(ROWS, 26)
-    assert [block[0] for block in narrow] == [["backend", "loss", "memory"], ["backend", "note"]]
-    assert all(len(line) <= 26 for block in narrow for line in aligned(block))
-
-
-def test_a_column_wider_than_the_terminal_still_has_its_block():
-    assert [block[0] for block in blocks(ROWS, 5)] == [["backend", name] for name in ("loss", "memory", "note")]
-
-
-def test_numbers_stand_to_the_right_and_names_to_the_left():
-    lines = aligned(ROWS)
-    assert lines[0] == "backend  loss   memory  note" and lines[1] == "bf16     2.75  35.9 MB  the reference"
+from fp8_backends.cli.compare.comparison import Progress
+from fp8_backends.cli.compare.output import BarProgress, LineProgress, conclude
 
 
 @pytest.fixture
@@ -39,24 +23,24 @@ def test_a_log_says_how_long_it_will_take_once_the_first_steps_are_done_and_how_
     conclude(comparison)
     beginnings = ["bf16: first steps observed; ", "native:dynamic: first steps observed; ", "about "]
     beginnings += [f"{name} seed {seed}: held-out loss " for seed in (0, 1) for name in ("bf16", "native:dynamic")]
-    assert [line.startswith(said) for line, said in zip(lines, beginnings, strict=True)] == [True] * 7
+    assert [line.startswith(expected) for line, expected in zip(lines, beginnings, strict=True)] == [True] * 7
     assert lines[2].endswith("s more: 2 seeds of 2 steps with 2 backends, by the steps just timed")
     assert "\ntook " in capsys.readouterr().out
 
 
 def test_a_long_run_is_heard_of_before_it_ends(comparison, capsys):
     log = LineProgress()
-    log.steps = 80
+    log.comparison = SimpleNamespace(settings=SimpleNamespace(steps=80))
     log.inspected("bf16", 0.1)
     log.step("bf16", 0, 40, 3.25)  # just after a line
-    log.last_said -= 31
+    log.last_line -= 31
     log.step("bf16", 0, 41, 3.25)
     assert capsys.readouterr().out.splitlines()[1:] == ["bf16 seed 0: step 41 of 80, loss 3.250"]
 
 
 def test_the_bar_over_everything_counts_seconds_and_ends_full(comparison):
     written = StringIO()
-    bars = Progress(console=Console(file=written, width=200))
+    bars = Bars(console=Console(file=written, width=200))
     shares = []
 
     class Watched(BarProgress):
@@ -69,3 +53,13 @@ def test_the_bar_over_everything_counts_seconds_and_ends_full(comparison):
     assert whole.completed == whole.total and whole.fields["left"] == "0 s left"
     assert 0 < shares[0] < shares[-1] < 1 and current.completed == current.total == 2
     assert "about " in written.getvalue() and "native:dynamic seed 1: held-out loss" in written.getvalue()
+
+
+def test_the_conclusion_fits_a_log_and_names_every_backend_and_what_became_of_it(comparison, capsys):
+    comparison.run(Progress())
+    comparison.results["backends"]["native:dynamic"] |= {"status": "failed", "message": "out of memory " * 30}
+    conclude(comparison)
+    printed = capsys.readouterr().out
+    assert max(len(line) for line in printed.splitlines() if str(comparison.output) not in line) <= 100
+    assert " ".join(printed.split()).count("out of memory") == 60
+    assert "FAIL trained to the end" in printed and "held-out loss" in printed

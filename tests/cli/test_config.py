@@ -11,7 +11,7 @@ from accelerate.commands.config.config_args import ClusterConfig, load_config_fr
 from accelerate.utils import launch as stock_environments
 
 from fp8_backends import RecipeError, resolve
-from fp8_backends.cli.config.reading import read
+from fp8_backends.cli.config import read
 from fp8_backends.cli.config.training_config import yaml_fields
 from fp8_backends.cli.main import main
 from fp8_backends.recipes.sources import environment_fields
@@ -130,8 +130,8 @@ def test_all_gather_that_the_wizard_recommends_is_left_out_where_it_has_no_effec
     config = asked(AO)
     assert config.fields == {"backend": "AO"} and "has no effect without FSDP2" in config.notes[0]
     assert "all_gather_without_fsdp2" not in {finding.rule for finding in config.findings()}
-    said = asked({"backend": "ao", "all_gather": True})  # not the wizard's key
-    assert "all_gather_without_fsdp2" in {finding.rule for finding in said.findings()}
+    expected = asked({"backend": "ao", "all_gather": True})  # not the wizard's key
+    assert "all_gather_without_fsdp2" in {finding.rule for finding in expected.findings()}
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_surroundings_come_from_the_file_or_from_the_launchers_defaults(asked):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected"),
     [
         ("distributed_type: NO\nmixed_precison: fp8\n", "mixed_precison.*did you mean 'mixed_precision'"),
         ("mixed_precision: fp8\n", "distributed_type is missing"),
@@ -195,13 +195,13 @@ def test_surroundings_come_from_the_file_or_from_the_launchers_defaults(asked):
         ("x: 1\n", "do not tell whether.*say it with --from"),
     ],
 )
-def test_what_cannot_be_read_exits_with_2_and_names_file_and_key(tmp_path, capsys, text, said):
+def test_what_cannot_be_read_exits_with_2_and_names_file_and_key(tmp_path, capsys, text, expected):
     path = tmp_path / "broken.yaml"
     path.write_text(text)
     assert main(["config", str(path)]) == 2
     error = capsys.readouterr().err
     assert error.startswith("fp8-backends config: ") and "broken.yaml" in error and "Traceback" not in error
-    with pytest.raises(RecipeError, match=said):
+    with pytest.raises(RecipeError, match=expected):
         read(str(path))
 
 
@@ -312,8 +312,14 @@ def test_yaml_goes_to_standard_output_and_explanations_to_standard_error(axolotl
     assert main(["config", str(axolotl), "--num_processes", "8"]) == 0
     printed = capsys.readouterr()
     assert yaml.safe_load(printed.out) == read(str(axolotl), processes=8).for_accelerate()
-    for said in ("ao:tensorwise", "enable_fsdp_float8_all_gather=True", "FSDP2, efficient loading", "8", "whole model"):
-        assert said in printed.err
+    for expected in (
+        "ao:tensorwise",
+        "enable_fsdp_float8_all_gather=True",
+        "FSDP2, efficient loading",
+        "8",
+        "whole model",
+    ):
+        assert expected in printed.err
     assert "no validator found anything" in printed.err
     assert max(map(len, printed.err.splitlines())) <= max(100, len(str(axolotl)) + 20)
 
@@ -374,7 +380,7 @@ def test_without_fp8_there_is_nothing_to_check(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "expected"),
     [
         (["--backend", "nativ"], "did you mean 'native'"),
         (["--num_processes", "0"], "--num_processes 0: at least 1 is wanted"),
@@ -382,9 +388,9 @@ def test_without_fp8_there_is_nothing_to_check(tmp_path, capsys):
         (["--chip", "hoper"], "did you mean 'hopper'"),
     ],
 )
-def test_flags_that_cannot_be_honoured(axolotl, capsys, flags, said):
+def test_flags_that_cannot_be_honoured(axolotl, capsys, flags, expected):
     assert main(["config", str(axolotl), *flags]) == 2
-    assert said in capsys.readouterr().err
+    assert expected in capsys.readouterr().err
 
 
 def test_a_configuration_in_json(tmp_path, capsys):

@@ -36,8 +36,8 @@ def test_every_backend_is_listed_with_a_fix_where_it_cannot_run(capsys):
     versions = found["versions"]
     assert versions["fp8-backends"] == fp8_backends.__version__ and versions["python"] in printed
     assert max(map(len, printed.splitlines())) <= 100
-    here = {name: row["state"] for row in found["chip"]["products"] for name in row["backends"]}
-    assert found["chip"]["title"] in printed and here["native:dynamic"] in ("FP8", "emulated")
+    states = {name: row["state"] for row in found["chip"]["products"] for name in row["backends"]}
+    assert found["chip"]["title"] in printed and states["native:dynamic"] in ("FP8", "emulated")
     assert {chip["key"] for chip in found["chips"]} > {"cpu", "hopper", "mi300"}
     assert found["tests"] is None and "nothing here is proven" in printed
     assert f"train in {found['advice']['precision']}" in printed
@@ -74,8 +74,8 @@ def test_wrong_products_are_not_proven(monkeypatch):
     original = layer_rule.Stored.quantized
 
     def halved(self, *args):
-        made = original(self, *args)
-        return made._replace(scale_inv=made.scale_inv * 0.5)
+        quantized_weight = original(self, *args)
+        return quantized_weight._replace(scale_inv=quantized_weight.scale_inv * 0.5)
 
     monkeypatch.setattr(layer_rule.Stored, "quantized", halved)
     found = self_test.test("native:dynamic")
@@ -153,7 +153,7 @@ def test_on_a_cpu_without_bf16_products_the_plain_step_is_in_fp32(backend, monke
     found = self_test.test(backend)
     assert found.proven and found.precision == "fp32", found.reason
     assert found.engine == ("ao" if backend.startswith("ao") else "fp32-exact")
-    lines = "".join(doctor._test_lines([vars(found)]))
+    lines = " ".join(text for _, text in doctor._tests([vars(found)]))
     assert "of fp32's" in lines and "bf16" not in lines
 
 
@@ -162,9 +162,9 @@ def test_what_was_not_proven_is_printed_with_its_reason():
         self_test.SelfTest("native:dynamic", True, "", precision="bf16", gradient_error=0.1, seconds=1),
         self_test.SelfTest("ao:rowwise", False, "layer 0 made no wgrad in FP8"),
     ]
-    lines = doctor._test_lines([vars(test) for test in tests])
-    assert lines[0] == "proven    native:dynamic" and "within 10% of bf16's" in "".join(lines)
-    assert lines[-1] == "unproven  ao:rowwise: layer 0 made no wgrad in FP8"
+    lines = list(doctor._tests([vars(test) for test in tests]))
+    assert lines[0] == ("proven", "native:dynamic") and "within 10% of bf16's" in lines[1][1]
+    assert lines[-1] == ("unproven", "ao:rowwise: layer 0 made no wgrad in FP8")
 
 
 def test_every_chip_is_shown(capsys):

@@ -63,8 +63,13 @@ def test_every_text_names_fp32_and_none_bf16(comparison, capsys):
     for text in (printed, page):
         ours = re.sub(r"bf16-exact|cpu bf16 products", "", text)  # the products' name, the machine's instructions
         assert "bf16" not in ours
-        for said in ("gap to fp32", "fp32's own spread from seed to seed", "the reference: no autocast", "% vs fp32"):
-            assert said in ours or said.replace("'", "&#x27;") in ours
+        for expected in (
+            "gap to fp32",
+            "fp32's own spread from seed to seed",
+            "the reference: no autocast",
+            "% vs fp32",
+        ):
+            assert expected in ours or expected.replace("'", "&#x27;") in ours
     assert "nats above fp32" in page and "fp32 around FP8" in page and "against fp32" in printed
     assert comparison.results["around_fp8"] == comparison.results["settings"]["reference"] == "fp32"
     assert isinstance(comparison.results["machine"]["cpu_bf16_products"], bool)

@@ -7,9 +7,8 @@ import pytest
 from cli.comparing import compared
 
 from fp8_backends.cli.compare import charts
-from fp8_backends.cli.compare.paired_gaps import Gap
 from fp8_backends.cli.compare.report_page import render
-from fp8_backends.cli.compare.summary import Row, cell, columns, readable_bytes
+from fp8_backends.cli.compare.summary import Gap, Row, cell, columns, readable_bytes
 
 VOID = {"meta", "br", "hr", "img", "link", "input", "wbr"}
 
@@ -75,7 +74,7 @@ def test_a_loss_that_is_not_finite_leaves_the_page_whole(results):
 
 def test_speed_leads_only_where_the_chip_has_fp8_products():
     def keys(fast: bool) -> list[str]:
-        return [key for key, _ in columns({"fast_fp8": fast, "settings": {"reference": "bf16"}})]
+        return [*columns({"fast_fp8": fast, "settings": {"reference": "bf16"}})]
 
     assert keys(True).index("tokens_per_second") < keys(True).index("held_out_loss")
     assert keys(False).index("tokens_per_second") > keys(False).index("peak_memory_bytes")

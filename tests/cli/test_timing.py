@@ -7,7 +7,8 @@ from cli.comparing import tiny_settings
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8_backends.cli.compare.timing import FEWEST_STEPS, Timetable, duration, fit
+from fp8_backends.cli.compare.comparison import FEWEST_STEPS, Timetable, fit
+from fp8_backends.cli.compare.summary import duration
 from fp8_backends.errors import RecipeError
 
 
@@ -60,10 +61,10 @@ def settings(tmp_path):
 @pytest.fixture
 def timetable():
     """A round takes 2 + 1.5 s and, with the evaluation of 0.3 windows, a third of a step each, 1.1 x 0.5 s a step."""
-    made = Timetable()
-    made.steps_timed("bf16", start=2.0, step=0.2)
-    made.steps_timed("native:dynamic", start=1.5, step=0.3)
-    return made
+    timetable = Timetable()
+    timetable.steps_timed("bf16", start=2.0, step=0.2)
+    timetable.steps_timed("native:dynamic", start=1.5, step=0.3)
+    return timetable
 
 
 def test_a_run_takes_its_start_its_steps_and_its_evaluation_until_runs_have_been_measured(settings, timetable):

@@ -10,11 +10,10 @@ from dataclasses import fields, replace
 import pytest
 import torch
 import warm_process
-from cli.comparing import InProcess, Silent, tiny_settings
+from cli.comparing import InProcess, tiny_settings
 
 from fp8_backends.cli.compare import workers
-from fp8_backends.cli.compare.comparison import Comparison
-from fp8_backends.cli.compare.timing import Timetable
+from fp8_backends.cli.compare.comparison import Comparison, Progress, Timetable
 from fp8_backends.cli.compare.training_text import TrainingText, load_text
 from fp8_backends.cli.compare.workers import Worker, dismiss
 from fp8_backends.errors import RecipeError
@@ -25,7 +24,7 @@ def warm_workers(monkeypatch):
     monkeypatch.setattr(workers.sys, "executable", warm_process.python())
 
 
-class Recorded(Silent):
+class Recorded(Progress):
     """Which turns began, in order."""
 
     def __init__(self):
@@ -55,7 +54,7 @@ def test_every_backend_trains_a_seed_before_any_trains_the_next(tmp_path):
 def test_after_the_first_seed_every_backend_has_a_gap_and_checks(tmp_path):
     found = {}
 
-    class Look(Silent):
+    class Look(Progress):
         def run_started(self, backend, seed):
             if (backend, seed) == ("bf16", 1):
                 found.update(json.loads((tmp_path / "out" / "results.json").read_text()))
@@ -130,18 +129,27 @@ def test_without_the_reference_the_others_train_and_lack_what_needs_it(tmp_path)
             return worker
 
     comparison = NoReference(tiny_settings(tmp_path, "native:dynamic", steps=1), tmp_path / "out")
-    comparison.run(Silent())
+    comparison.run(Progress())
     assert comparison.results["backends"]["bf16"]["message"] == "out of order"
     names = [check.name for check in comparison.checks()["native:dynamic"]]
     assert len(comparison.results["backends"]["native:dynamic"]["runs"]) == 2
     assert len(names) == 4 and not any("held-out" in name or "same initial" in name for name in names)
 
 
-def test_minutes_that_fit_less_train_less_and_the_results_hold_both(tmp_path, monkeypatch):
-    monkeypatch.setattr(Timetable, "fitted", lambda self, settings, elapsed: replace(settings, steps=3, seeds=4))
-    monkeypatch.setattr(Timetable, "another_round_fits", lambda self, settings, elapsed: len(self.measured["bf16"]) < 2)
+class TwoSeedsOfThreeSteps(Timetable):
+    """Plans four seeds of three steps, and after two of them has no time for more."""
+
+    def fitted(self, settings, elapsed):
+        return replace(settings, steps=3, seeds=4)
+
+    def another_round_fits(self, settings, elapsed):
+        return len(self.measured["bf16"]) < 2
+
+
+def test_minutes_that_fit_less_train_less_and_the_results_hold_both(tmp_path):
     comparison = InProcess(tiny_settings(tmp_path, steps=6, seeds=5, minutes=7.0), tmp_path / "out")
-    comparison.run(Silent())
+    comparison.timetable = TwoSeedsOfThreeSteps()
+    comparison.run(Progress())
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert results["asked"] == {"steps": 6, "seeds": 5} and results["settings"]["minutes"] == 7.0
     assert (results["settings"]["steps"], results["settings"]["seeds"]) == (3, 2)
@@ -153,7 +161,7 @@ def test_minutes_that_fit_less_train_less_and_the_results_hold_both(tmp_path, mo
 def test_minutes_too_few_for_one_seed_end_the_comparison_with_the_reason(tmp_path):
     comparison = InProcess(tiny_settings(tmp_path, minutes=1e-6), tmp_path / "out")
     with pytest.raises(RecipeError, match="--minutes 1e-06 is too little for one seed of 6 steps") as error:
-        comparison.run(Silent())
+        comparison.run(Progress())
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert results["status"] == "terminated" and results["note"] == str(error.value)
 

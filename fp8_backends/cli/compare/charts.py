@@ -19,7 +19,7 @@ class Series:
     color: str
     """A CSS colour, such as `var(--c1)`."""
     values: Sequence[float]
-    """By step, from step 1."""
+    """Values by step, from step 1."""
     low: Sequence[float] | None = None
     high: Sequence[float] | None = None
 
@@ -56,7 +56,7 @@ class Scale:
 
 
 def curves(series: Sequence[Series], title: str, y_label: str, zero_line: bool = False, height: int = 320) -> str:
-    """Lines over training steps. Values that are not finite leave a gap in their line."""
+    """Draw lines over training steps. Values that are not finite leave a gap in their line."""
     shown = [each for each in series if any(map(math.isfinite, each.values))]
     if not shown:
         return ""
@@ -67,30 +67,28 @@ def curves(series: Sequence[Series], title: str, y_label: str, zero_line: bool =
     parts = [*_horizontal_grid(y), *_step_axis(x, steps, height)]
     if zero_line:
         parts.append(_line("zero", x.start, y(0), x.end, y(0)))
+    parts += [_band(each, x, y) for each in shown if each.low is not None and each.high is not None]
     for each in shown:
-        if each.low is not None and each.high is not None:
-            parts.append(_band(each, x, y))
-    for each in shown:
-        label = escape(each.name)
+        line = f'class="curve" stroke="{each.color}"'
         for path in _paths(each.values, x, y):
-            parts.append(f'<path class="curve" d="{path}" stroke="{each.color}"><title>{label}</title></path>')
+            parts.append(f'<path {line} d="{path}"><title>{escape(each.name)}</title></path>')
     parts.append(_text(14, (y.start + y.end) / 2, y_label, "axis-label", rotate=True))
     return _svg(height, title, parts)
 
 
 def intervals(rows: Sequence[Interval], bound: float, spread: float | None, reference: str) -> str:
-    """Mean and 95 % interval of each row, its single seeds, the bound, and the reference's own spread as a band."""
+    """Draw mean and 95 % interval of each row, its seeds, the bound, and the reference's own spread as a band."""
     if not rows:
         return ""
     row_height, top = 44, 12
     height = top + row_height * len(rows) + 46
-    left, bottom = _room_for(row.name for row in rows), height - 46
+    label_width, bottom = _room_for(row.name for row in rows), height - 46
     values = [0.0, bound * 1.25]
     for row in rows:
         values += [v for v in (row.mean, row.low, row.high, *row.points) if v is not None and math.isfinite(v)]
     low, high = min(*values, -bound * 0.6), max(values)
     pad = (high - low) * 0.06
-    x = Scale(low - pad, high + pad, left, WIDTH - MARGIN_RIGHT)
+    x = Scale(low - pad, high + pad, label_width, WIDTH - MARGIN_RIGHT)
     parts = []
     if spread is not None:
         a, b = max(x(-spread), x.start), min(x(spread), x.end)
@@ -104,22 +102,21 @@ def intervals(rows: Sequence[Interval], bound: float, spread: float | None, refe
     parts.append(_text((x.start + x.end) / 2, bottom + 38, label, "axis-label", "middle"))
     for index, row in enumerate(rows):
         middle = top + row_height * (index + 0.5)
-        parts += _interval_row(row, x, middle, left)
+        parts += _interval_row(row, x, middle, label_width)
     return _svg(height, f"Paired gap of the held-out loss to {reference}", parts)
 
 
 def _room_for(names: Iterable[str]) -> float:
-    """Width of a column of row labels, bold and of 13 pixels: 9 pixels a letter are enough for wide fonts too."""
+    """Return the width of row labels, bold and of 13 pixels: 9 pixels a letter are enough for wide fonts too."""
     return max(150.0, 24 + 9.0 * max(map(len, names), default=0))
 
 
-def _interval_row(row: Interval, x: Scale, middle: float, left: float) -> list[str]:
-    parts = [_text(left - 14, middle + 4, row.name, "row-label", anchor="end")]
+def _interval_row(row: Interval, x: Scale, middle: float, label_width: float) -> list[str]:
+    parts = [_text(label_width - 14, middle + 4, row.name, "row-label", anchor="end")]
     if not math.isfinite(row.mean):
         return [*parts, _text(x.start + 8, middle + 4, "not finite", "tick")]
-    for point in row.points:
-        if math.isfinite(point):
-            parts.append(f'<circle class="seed" cx="{x(point)}" cy="{middle}" r="3" fill="{row.color}"/>')
+    for point in filter(math.isfinite, row.points):
+        parts.append(f'<circle class="seed" cx="{x(point)}" cy="{middle}" r="3" fill="{row.color}"/>')
     if row.low is not None and row.high is not None:
         parts.append(f'<path class="interval" d="M{x(row.low)} {middle}H{x(row.high)}" stroke="{row.color}"/>')
         for end in (row.low, row.high):
@@ -129,26 +126,24 @@ def _interval_row(row: Interval, x: Scale, middle: float, left: float) -> list[s
 
 
 def bars(rows: Sequence[tuple[str, str, float, str]], title: str) -> str:
-    """Horizontal bars from zero: (name, colour, value, label)."""
+    """Draw horizontal bars from zero: (name, colour, value, label)."""
     if not rows:
         return ""
-    row_height, left = 34, _room_for(row[0] for row in rows)
+    row_height, label_width = 34, _room_for(row[0] for row in rows)
     height = row_height * len(rows) + 8
-    x = Scale(0, max(value for _, _, value, _ in rows) or 1, left, WIDTH - 130)
+    x = Scale(0, max(value for _, _, value, _ in rows) or 1, label_width, WIDTH - 130)
     parts = []
     for index, (name, color, value, label) in enumerate(rows):
-        y = 4 + row_height * index
-        parts.append(_text(left - 14, y + row_height / 2 + 4, name, "row-label", anchor="end"))
-        width = max(1.0, x(value) - left)
-        parts.append(
-            f'<rect x="{left}" y="{y + 6}" width="{width:.2f}" height="{row_height - 12}" rx="3" fill="{color}"/>'
-        )
-        parts.append(_text(left + width + 8, y + row_height / 2 + 4, label, "value"))
+        y, width = 4 + row_height * index, max(1.0, x(value) - label_width)
+        area = f'x="{label_width}" y="{y + 6}" width="{width:.2f}" height="{row_height - 12}"'
+        parts.append(_text(label_width - 14, y + row_height / 2 + 4, name, "row-label", anchor="end"))
+        parts.append(f'<rect {area} rx="3" fill="{color}"/>')
+        parts.append(_text(label_width + width + 8, y + row_height / 2 + 4, label, "value"))
     return _svg(height, title, parts)
 
 
 def moving_average(values: Sequence[float], window: int) -> list[float]:
-    """Centred mean over up to `window` values; shorter at the ends."""
+    """Return the centred mean over up to `window` values; shorter at the ends."""
     half = window // 2
     smooth = []
     for index in range(len(values)):
@@ -158,11 +153,9 @@ def moving_average(values: Sequence[float], window: int) -> list[float]:
 
 
 def over_seeds(runs: Sequence[Sequence[float]], pick: Callable[[list[float]], float]) -> list[float]:
-    """`pick` (a mean, min, max) of all runs at each step; NaN where any of them is."""
-    merged = []
-    for values in zip(*runs, strict=False):
-        merged.append(pick(list(values)) if all(map(math.isfinite, values)) else math.nan)
-    return merged
+    """Merge runs by `pick` (a mean, min, max) at each step; NaN where any of them is not finite."""
+    steps = zip(*runs, strict=False)
+    return [pick(list(values)) if all(map(math.isfinite, values)) else math.nan for values in steps]
 
 
 def _range(series: Sequence[Series], zero_line: bool) -> tuple[float, float]:
@@ -189,12 +182,11 @@ def _step_axis(x: Scale, steps: int, height: int) -> list[str]:
 
 
 def _band(series: Series, x: Scale, y: Scale) -> str:
-    pairs = [
-        (s, lo, hi) for s, (lo, hi) in enumerate(zip(series.low, series.high, strict=True), 1) if lo == lo and hi == hi
+    edges = [
+        [f"{x(step)} {y(value)}" for step, value in enumerate(values, 1) if value == value]
+        for values in (series.high, series.low)
     ]
-    there = [f"{x(s)} {y(hi)}" for s, _, hi in pairs]
-    back = [f"{x(s)} {y(lo)}" for s, lo, _ in reversed(pairs)]
-    return f'<path class="band" d="M{"L".join([*there, *back])}Z" fill="{series.color}"/>'
+    return f'<path class="band" d="M{"L".join([*edges[0], *reversed(edges[1])])}Z" fill="{series.color}"/>'
 
 
 def _paths(values: Sequence[float], x: Scale, y: Scale) -> list[str]:

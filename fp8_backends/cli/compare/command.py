@@ -10,13 +10,14 @@ from pathlib import Path
 import torch
 
 from ...compute import hardware
+from ...compute.registry import check_available
 from ...errors import BackendUnavailableError, RecipeError
+from ...recipes.handlers import resolve
 from . import settings as defaults
-from .paired_gaps import LOSS_GAP_BOUND
-from .settings import BASELINES, REFERENCES, Settings
-from .timing import FEWEST_STEPS, WANTED_SEEDS
-
-SUMMARY = "train a small model with bf16 and FP8 backends side by side; table, results.json and report.html"
+from .comparison import FEWEST_STEPS, WANTED_SEEDS, Comparison
+from .output import announce, conclude, progress_display
+from .settings import BASELINES, REFERENCES, Settings, check_fault
+from .summary import LOSS_GAP_BOUND
 
 _DESCRIPTION = """\
 Trains a causal language model from random weights on real text, in bf16 (the reference; FP32 on a CPU without bf16
@@ -24,61 +25,45 @@ products) and with every backend, each with the same initial weights and order o
 with their 95 % intervals, memory and speed. It goes seed by seed over all backends, and says how long it will take once
 each has done its first steps. Exits with 1 when a check fails, and with 2 when something asked for cannot be done."""
 
+_NUMBERS = (
+    ("--megabytes", float, 8.0, "N", "read at most this much text (8)"),
+    ("--tokenizer", int, None, "N", "train a byte-level BPE of N tokens (one token a byte)"),
+    ("--steps", int, None, "N", "training steps (80; on a GPU with FP8, 60)"),
+    ("--seeds", int, None, "N", "runs of each backend (5; on a GPU with FP8, 3)"),
+    (
+        *("--minutes", float, None, "M"),
+        "fit the whole command into so many minutes: --steps and --seeds are then upper bounds, and steps are given up "
+        f"(not below {FEWEST_STEPS}) for {WANTED_SEEDS} seeds (no limit)",
+    ),
+    ("--batch", int, None, "N", "sequences in a batch (8; on a GPU with FP8, 2)"),
+    ("--sequence", int, None, "N", "tokens in a sequence (128; on a GPU with FP8, 4096)"),
+    (
+        *("--held_out", float, Settings.held_out_share, "X"),
+        f"held-out windows as a share of the windows trained on ({Settings.held_out_share})",
+    ),
+    ("--lr", float, None, "X", "highest learning rate, decayed to zero (1e-3; on a GPU with FP8, 3e-4)"),
+    (
+        *("--nproc", int, 1, "N"),
+        "train on N ranks with DDP, over gloo on a CPU and NCCL on GPUs; they share each batch (1)",
+    ),
+)
+"""Flag, type, default, metavar and help of each option that takes a number above zero."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = _DESCRIPTION
     default = ",".join(Settings.backends)
+    backends = f"backend strings, and of {', '.join(BASELINES)} ({default})"
+    model = "a transformers config.json or its folder (a small Llama; on a GPU with FP8, 1B)"
+    reference = "what backends are compared with, and compute in around FP8 (bf16; fp32 on a CPU without bf16 products)"
+    text = "a text file or a folder of them (the Python standard library's sources)"
     add = parser.add_argument
-    add(
-        "--backends",
-        default=default,
-        metavar="A,B,…",
-        help=f"backend strings, and of {', '.join(BASELINES)} ({default})",
-    )
-    add(
-        "--reference",
-        choices=REFERENCES,
-        help="what backends are compared with, and compute in around FP8 (bf16; fp32 on a CPU without bf16 products)",
-    )
-    add("--text", metavar="PATH", help="a text file or a folder of them (the Python standard library's sources)")
-    add("--megabytes", type=_positive(float), default=8.0, metavar="N", help="read at most this much text (8)")
-    add("--tokenizer", type=_positive(int), metavar="N", help="train a byte-level BPE of N tokens (one token a byte)")
-    add(
-        "--model",
-        metavar="CONFIG",
-        help="a transformers config.json or its folder (a small Llama; on a GPU with FP8, 1B)",
-    )
-    add("--steps", type=_positive(int), metavar="N", help="training steps (80; on a GPU with FP8, 60)")
-    add("--seeds", type=_positive(int), metavar="N", help="runs of each backend (5; on a GPU with FP8, 3)")
-    add(
-        "--minutes",
-        type=_positive(float),
-        metavar="M",
-        help="fit the whole command into so many minutes: --steps and --seeds are then upper bounds, and steps are "
-        f"given up (not below {FEWEST_STEPS}) for {WANTED_SEEDS} seeds (no limit)",
-    )
-    add("--batch", type=_positive(int), metavar="N", help="sequences in a batch (8; on a GPU with FP8, 2)")
-    add("--sequence", type=_positive(int), metavar="N", help="tokens in a sequence (128; on a GPU with FP8, 4096)")
-    add(
-        "--held_out",
-        type=_positive(float),
-        default=Settings.held_out_share,
-        metavar="X",
-        help=f"held-out windows as a share of the windows trained on ({Settings.held_out_share})",
-    )
-    add(
-        "--lr",
-        type=_positive(float),
-        metavar="X",
-        help="highest learning rate, decayed to zero (1e-3; on a GPU with FP8, 3e-4)",
-    )
-    add(
-        "--nproc",
-        type=_positive(int),
-        default=1,
-        metavar="N",
-        help="train on N ranks with DDP, over gloo on a CPU and NCCL on GPUs; they share each batch (1)",
-    )
+    add("--backends", default=default, metavar="A,B,…", help=backends)
+    add("--reference", choices=REFERENCES, help=reference)
+    add("--text", metavar="PATH", help=text)
+    add("--model", metavar="CONFIG", help=model)
+    for flag, kind, value, metavar, purpose in _NUMBERS:
+        add(flag, type=_positive(kind), default=value, metavar=metavar, help=purpose)
     add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile the model (only on a GPU with FP8)")
     add("--output", type=Path, default=Path("fp8_compare"), metavar="DIR", help="where to write (./fp8_compare)")
     add("--plant", help=argparse.SUPPRESS)
@@ -86,11 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the comparison; 0 when every check passed, 1 when one failed, 128 + the signal when terminated."""
-    from .comparison import Comparison
-    from .output import announce, conclude, progress_display
-
     settings = settings_from(args)
-    _check_plant(args.plant)
+    check_fault(args.plant)
     comparison: Comparison | None = None
     received: list[int] = []
 
@@ -119,25 +101,20 @@ def run(args: argparse.Namespace) -> int:
 
 
 def settings_from(args: argparse.Namespace) -> Settings:
-    """Every setting in place; the backends as they were written, because to resolve them takes seconds."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    """Put every setting in place; the backends as they were written, because to resolve them takes seconds."""
+    device = "cuda" if hardware.has_gpu() else "cpu"
     values = defaults.defaults(defaults.fast_fp8(device))
     given = {name: getattr(args, name) for name in ("steps", "seeds", "batch", "sequence", "lr", "compile")}
     values |= {name: value for name, value in given.items() if value is not None}
     check_ranks(args.nproc, values["batch"], device)
-    reference = args.reference or hardware.fast_precision(device)
     return Settings(
         backends=tuple(filter(None, (word.strip() for word in args.backends.split(",")))),
-        reference=reference,
-        text=args.text,
+        reference=args.reference or hardware.fast_precision(device),
         limit_mb=args.megabytes,
-        tokenizer=args.tokenizer,
-        model=args.model,
         held_out_share=args.held_out,
-        minutes=args.minutes,
         loss_gap_bound=LOSS_GAP_BOUND,
         device=device,
-        nproc=args.nproc,
+        **{name: getattr(args, name) for name in ("text", "tokenizer", "model", "minutes", "nproc")},
         **values,
     )
 
@@ -159,13 +136,10 @@ def check_ranks(ranks: int, batch: int, device: str) -> None:
 
 
 def backend_names(words: Iterable[str], reference: str) -> tuple[str, ...]:
-    """Canonical names, without repetitions and without the reference, which is always there.
+    """Return canonical names, without repetitions and without the reference, which is always there.
 
     Raises `RecipeError` for a backend string that is not valid, `BackendUnavailableError` for one that cannot run here.
     """
-    from ...compute.registry import check_available
-    from ...recipes.handlers import resolve
-
     names: dict[str, None] = {}
     for word in words:
         if word.lower() in BASELINES:
@@ -176,13 +150,6 @@ def backend_names(words: Iterable[str], reference: str) -> tuple[str, ...]:
         names[recipe.name] = None
     names.pop(reference, None)
     return tuple(names)
-
-
-def _check_plant(plant: str | None) -> None:
-    from .planted_faults import PLANTS
-
-    if plant is not None and plant not in PLANTS:
-        raise RecipeError(f"--plant {plant!r}: one of {', '.join(PLANTS)}")
 
 
 def _positive(kind: type):

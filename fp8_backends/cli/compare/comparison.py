@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+import bisect
 import json
 import os
 import platform
+import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, fields, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -20,16 +22,15 @@ from ...errors import RecipeError
 from . import summary
 from .report_page import render
 from .settings import BASELINES, Settings, fast_fp8
-from .timing import Timetable, steps_with_evaluation
 from .training_text import TrainingText, load_text
-from .workers import Worker, cores, dismiss, stop
+from .workers import Worker, cores, dismiss, finite, stop
 
 RESULTS, PAGE = "results.json", "report.html"
 _PACKAGES = ("fp8-backends", "torch", "accelerate", "torchao", "transformers", "transformer-engine")
 
 
-class Progress(Protocol):
-    """Who shows how far a comparison is."""
+class Progress:
+    """What a comparison tells while it runs. This display shows nothing."""
 
     def inspecting(self, backend: str) -> None: ...
 
@@ -53,7 +54,7 @@ class Comparison:
         self.began = time.monotonic()
         self.output, self.fault = output, fault
         self.workers: dict[str, Worker] = {}
-        """Of the backends that have not failed."""
+        """The workers of the backends that have not failed."""
         self.timetable = Timetable()
         self.text = text = load_text(settings.text, settings.limit_mb, settings.tokenizer)
         text.batches(1, 1, settings.sequence, 0)  # too little text is an error now, not in every worker
@@ -86,14 +87,12 @@ class Comparison:
         return time.monotonic() - self.began
 
     def seconds_left(self, backend: str | None = None, step: int = 0) -> float:
-        """By what was timed so far. The run at work may be named, with the steps that it has done."""
+        """Estimate from what was timed so far. The run at work may be named, with the steps that it has done."""
         runs = {name: len(self.results["backends"][name]["runs"]) for name in self.timetable.paces}
         if backend in runs:
             runs[backend] += step / steps_with_evaluation(self.settings)
-        return sum(
-            (self.settings.seeds - done) * self.timetable.run_seconds(name, self.settings)
-            for name, done in runs.items()
-        )
+        seeds, timetable = self.settings.seeds, self.timetable
+        return sum((seeds - done) * timetable.run_seconds(name, self.settings) for name, done in runs.items())
 
     def run(self, progress: Progress) -> None:
         """Train every backend. Whatever ends this early leaves all finished runs on disk."""
@@ -118,7 +117,7 @@ class Comparison:
             self.save()
 
     def _start_workers(self, settings_path: str, text_path: str, progress: Progress) -> None:
-        """All load their libraries at the same time; none trains before the last one is ready."""
+        """Let all load their libraries at the same time; none trains before the last one is ready."""
         for backend, found in self.results["backends"].items():
             found["status"] = "running"
             arguments = [settings_path, text_path, backend, *([self.fault] if self.fault else [])]
@@ -192,25 +191,25 @@ class Comparison:
                 found["status"] = status
 
     def _with_honest_speed(self, backend: str, run: dict[str, Any]) -> dict[str, Any]:
-        """Without FP8 products in the chip, FP8's speed goes under a name that says so."""
+        """Move FP8's speed, without FP8 products in the chip, to a name that says so."""
         if backend not in BASELINES and not self.results["fast_fp8"]:
             run["emulated_tokens_per_second"] = run.pop("tokens_per_second")
             run["tokens_per_second"] = None
         return run
 
     def save(self) -> None:
-        """Results, then the page, each replaced as a whole so that a reader never sees half of one."""
+        """Write the results, then the page, each replaced as a whole so that a reader never sees half of one."""
         self.results["seconds"] = round(self.elapsed, 1)
         self.results["summary"] = {
             "rows": [{**asdict(row), "gap": _gap(row)} for row in summary.rows(self.results)],
             "reference_spread": summary.reference_spread(self.results),
             "checks": {name: [asdict(check) for check in done] for name, done in self.checks().items()},
         }
-        write_atomically(self.output / RESULTS, json.dumps(_without_nan(self.results), indent=1))
+        write_atomically(self.output / RESULTS, json.dumps(finite(self.results), indent=1))
         write_atomically(self.output / PAGE, render(self.results))
 
     def checks(self) -> dict[str, list[summary.Check]]:
-        return summary.all_checks(self.results)
+        return summary.checks(self.results)
 
     @property
     def passed(self) -> bool:
@@ -222,14 +221,6 @@ def _gap(row: summary.Row) -> dict[str, Any] | None:
     return gap and {**asdict(gap), "low": gap.low, "high": gap.high, "verdict": gap.verdict()}
 
 
-def _without_nan(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nan(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_without_nan(item) for item in value]
-    return None if isinstance(value, float) and value != value else value
-
-
 def write_atomically(path: Path, content: str) -> None:
     new = path.with_name(f".{path.name}.new")
     new.write_text(content, encoding="utf-8")
@@ -237,10 +228,10 @@ def write_atomically(path: Path, content: str) -> None:
 
 
 def machine(device: str) -> dict[str, Any]:
-    """What the numbers were measured on."""
+    """Describe what the numbers were measured on."""
     found: dict[str, Any] = {
         "device": device,
-        "processor": _processor(),
+        "processor": hardware.cpu_name(),
         "cores": cores(),
         "threads": torch.get_num_threads(),
         "system": f"{platform.system()} {platform.machine()}",
@@ -248,28 +239,104 @@ def machine(device: str) -> dict[str, Any]:
     }
     if device == "cuda":
         properties = torch.cuda.get_device_properties(0)
-        found["gpu"] = properties.name
-        found["gpu_memory_bytes"] = properties.total_memory
+        found |= {"gpu": properties.name, "gpu_memory_bytes": properties.total_memory}
     return found
-
-
-def _processor() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 def versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    if torch.version.cuda:
-        found["cuda"] = torch.version.cuda
-    return found
+    installed = {name: version for name in _PACKAGES if (version := hardware.version(name)) is not None}
+    cuda = {"cuda": torch.version.cuda} if torch.version.cuda else {}
+    return {"python": platform.python_version(), **installed, **cuda}
+
+
+# How long a comparison takes, and how much of one fits into a given time
+
+FORWARD = 1 / 3
+"""What the forward pass takes of the time of a training step, and the evaluation of as many windows."""
+FEWEST_STEPS = 20
+"""A shorter run tells little; only a user who asks for fewer gets fewer."""
+WANTED_SEEDS = 3
+"""The fewest with a confidence interval of use; steps are given up for them."""
+USABLE = 0.9
+"""Share of the minutes given that is planned with: a run may take longer than the one before, and loading and ending
+take seconds."""
+
+
+def fit(seconds: float, steps: int, seeds: int, round_seconds: Callable[[int], float]) -> tuple[int, int]:
+    """Return steps and seeds, at most those asked for, that fit into a time.
+
+    All steps for as many seeds as possible, with three at least; where three do not fit with all steps, fewer steps;
+    where they do not fit with the fewest, fewer seeds.
+
+    Args:
+        seconds: what there is.
+        steps, seeds: what was asked for.
+        round_seconds: from a number of steps to what one seed takes, over all backends.
+
+    Returns:
+        Steps and seeds; no seeds if not one fits.
+    """
+    wanted, fewest = min(WANTED_SEEDS, seeds), min(FEWEST_STEPS, steps)
+    choices = range(fewest, steps + 1)
+    fitting = choices[: bisect.bisect_right(choices, seconds, key=lambda count: wanted * round_seconds(count))]
+    chosen = fitting[-1] if fitting else fewest
+    return chosen, max(0, min(seeds, int(seconds // round_seconds(chosen))))
+
+
+class Timetable:
+    """What each backend's runs take: by steps that were timed, and by its runs once there are any."""
+
+    def __init__(self) -> None:
+        self.paces: dict[str, tuple[float, float]] = {}
+        """Seconds to begin a run and seconds for a step, by backend."""
+        self.measured: dict[str, list[float]] = {}
+
+    def steps_timed(self, backend: str, start: float, step: float) -> None:
+        self.paces[backend] = (start, step)
+
+    def run_timed(self, backend: str, seconds: float) -> None:
+        self.measured.setdefault(backend, []).append(seconds)
+
+    def leave_out(self, backend: str) -> None:
+        """Forget a backend that has failed."""
+        self.paces.pop(backend, None)
+
+    def run_seconds(self, backend: str, settings: Settings) -> float:
+        if backend in self.measured:
+            return statistics.fmean(self.measured[backend])
+        start, step = self.paces[backend]
+        return start + step * steps_with_evaluation(settings)
+
+    def round_seconds(self, settings: Settings) -> float:
+        """Return the seconds of one seed of every backend."""
+        return sum(self.run_seconds(backend, settings) for backend in self.paces)
+
+    def fitted(self, settings: Settings, elapsed: float) -> Settings:
+        """Return these settings with the steps and seeds that fit into their minutes.
+
+        Raises:
+            RecipeError: not one seed fits.
+        """
+        steps, seeds = fit(
+            60 * USABLE * settings.minutes - elapsed,
+            settings.steps,
+            settings.seeds,
+            lambda count: self.round_seconds(replace(settings, steps=count)),
+        )
+        found = replace(settings, steps=steps, seeds=seeds)
+        if not seeds:
+            needed = (elapsed + self.round_seconds(found)) / USABLE / 60
+            raise RecipeError(
+                f"--minutes {settings.minutes:g} is too little for one seed of {steps} steps with {len(self.paces)} "
+                f"backends: give --minutes {needed + 0.05:.1f} or more, or fewer backends, or a smaller --batch or "
+                "--sequence"
+            )
+        return found
+
+    def another_round_fits(self, settings: Settings, elapsed: float) -> bool:
+        return settings.minutes is None or elapsed + self.round_seconds(settings) <= 60 * USABLE * settings.minutes
+
+
+def steps_with_evaluation(settings: Settings) -> float:
+    """Return the length of a run in training steps."""
+    return settings.steps + FORWARD * settings.held_out_windows / settings.batch

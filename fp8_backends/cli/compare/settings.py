@@ -1,20 +1,20 @@
-"""What one comparison runs: settings, their defaults for this machine, and the model."""
+"""What one comparison runs: settings, their defaults for this machine, the model, and faults planted in it."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from ...compute import hardware
-from ...errors import FP8BackendError
+from ...errors import FP8BackendError, RecipeError
 
 BASELINES = ("bf16", "fp32", "fp16")
 REFERENCES = ("bf16", "fp32")
-"""What backends can be compared with. It is also what they compute in around FP8."""
+"""Precisions that backends can be compared with; they compute in the same around FP8."""
 
 
 @dataclass(kw_only=True)
@@ -24,7 +24,7 @@ class Settings:
     backends: tuple[str, ...] = ("native:dynamic", "native:delayed", "ao:tensorwise", "native:window+msamp:O2")
     """Canonical backend strings and baselines, without the reference."""
     reference: str
-    """One of `REFERENCES`."""
+    """A member of `REFERENCES`."""
     text: str | None = None
     limit_mb: float = 8.0
     tokenizer: int | None = None
@@ -42,7 +42,7 @@ class Settings:
     weight_decay: float = 0.1
     clip: float = 1.0
     held_out_share: float = 0.2
-    """Held-out windows, of the number of windows trained on."""
+    """Held-out windows as a share of the windows trained on."""
     minutes: float | None = None
     """What the whole comparison may take; steps and seeds are then what fits."""
     compile: bool
@@ -69,17 +69,14 @@ SMALL = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 3, "
 """0.7 M parameters at 256 tokens: five seeds of five backends train in minutes on two cores."""
 
 ONE_BILLION = {
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 32,
+    "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
     "num_key_value_heads": 8,
-}
+}  # fmt: skip
 """The shape of Llama 3.2 1B: smaller models are slower in FP8 than in bf16 on every chip."""
 
 
 def defaults(fast_fp8: bool) -> dict[str, Any]:
-    """Defaults of what a user may set, for a chip with FP8 products or without."""
+    """Return defaults of what a user may set, for a chip with FP8 products or without."""
     if fast_fp8:
         return {
             "shape": ONE_BILLION, "steps": 60, "seeds": 3, "batch": 2, "sequence": 4096, "lr": 3e-4, "compile": True,
@@ -88,13 +85,13 @@ def defaults(fast_fp8: bool) -> dict[str, Any]:
 
 
 def fast_fp8(device: str) -> bool:
-    """Whether FP8's speed can be measured on this device."""
+    """Tell whether FP8's speed can be measured on this device."""
     return device == "cuda" and hardware.fp8_products()
 
 
-def build_model(settings: Settings, vocab_size: int, seed: int) -> torch.nn.Module:
-    """A causal language model of `transformers` with random weights that depend on the seed alone."""
-    from transformers import AutoModelForCausalLM
+def build_model(settings: Settings, vocab_size: int, seed: int) -> nn.Module:
+    """Make a causal language model of `transformers` with random weights that depend on the seed alone."""
+    from transformers import AutoModelForCausalLM  # takes seconds
 
     config = _model_config(settings, vocab_size)
     torch.manual_seed(seed)
@@ -107,21 +104,14 @@ def _model_config(settings: Settings, vocab_size: int):
 
     special = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
     if settings.model is None:
-        config = LlamaConfig(
-            **settings.shape,
-            vocab_size=vocab_size,
-            max_position_embeddings=settings.sequence,
-            tie_word_embeddings=False,
-            use_cache=False,
-            **special,
-        )
-        return config
+        sizes = {**settings.shape, "vocab_size": vocab_size, "max_position_embeddings": settings.sequence}
+        return LlamaConfig(**sizes, tie_word_embeddings=False, use_cache=False, **special)
     path = Path(settings.model)
     if not path.exists():
         raise FP8BackendError(f"--model {path}: there is no such config.json or folder")
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, KeyError) as error:
         raise FP8BackendError(f"--model {path}: not a configuration that transformers reads ({error})") from error
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and longest < settings.sequence:
@@ -131,3 +121,31 @@ def _model_config(settings: Settings, vocab_size: int):
     for name in special:  # ids of the model's own tokenizer mean other things here
         setattr(config, name, None)
     return config
+
+
+# Faults that a developer can plant, to see the checks of a comparison fail
+
+
+def freeze(weight: nn.Parameter, optimizer) -> None:
+    """Hide a weight from the optimizer, as when a conversion makes a new Parameter."""
+    for group in optimizer.param_groups:
+        group["params"] = [parameter for parameter in group["params"] if parameter is not weight]
+
+
+def flip_wgrad(weight: nn.Parameter, optimizer) -> None:
+    """Give the weight gradient the wrong sign."""
+    weight.register_hook(torch.neg)
+
+
+PLANTS = {"frozen": freeze, "flipped-wgrad": flip_wgrad}
+
+
+def check_fault(fault: str | None) -> None:
+    if fault is not None and fault not in PLANTS:
+        raise RecipeError(f"--plant {fault!r}: one of {', '.join(PLANTS)}")
+
+
+def plant(fault: str, model: nn.Module, optimizer) -> None:
+    """Break the first Linear layer of a prepared model."""
+    layer = next(module for module in model.modules() if isinstance(module, nn.Linear))
+    PLANTS[fault](layer.weight, optimizer)

@@ -1,13 +1,13 @@
-"""From the results of a comparison to what a reader sees: one row and a list of checks for each backend."""
+"""From the results of a comparison to what a reader sees: paired gaps, a row and a list of checks for each backend."""
 
 from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .paired_gaps import Gap, paired_gap, spread
 from .settings import BASELINES
 
 COSINE_BOUND = 0.9
@@ -16,14 +16,79 @@ COSINE_BOUND = 0.9
 
 Results = dict[str, Any]
 
+# Statistics: paired differences of runs that share seed, initial weights and data
+
+LOSS_GAP_BOUND = 0.01
+"""Nats by which the mean held-out loss of an FP8 backend may lie above the reference's."""
+
+# 97.5 % quantiles of Student's t for 1, 2, 3, … degrees of freedom
+_T_975 = (
+    12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281,
+    2.2010, 2.1788, 2.1604, 2.1448, 2.1314, 2.1199, 2.1098, 2.1009, 2.0930, 2.0860,
+    2.0796, 2.0739, 2.0687, 2.0639, 2.0595, 2.0555, 2.0518, 2.0484, 2.0452, 2.0423,
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
-class Check:
-    """One thing that must hold for a backend."""
+class Gap:
+    """Mean paired difference to the reference, positive where this backend's loss is higher."""
 
-    name: str
-    passed: bool
-    detail: str
+    mean: float
+    half_width: float | None
+    """Half the width of the 95 % confidence interval; None with a single pair."""
+    pairs: int
+
+    @property
+    def low(self) -> float | None:
+        return None if self.half_width is None else self.mean - self.half_width
+
+    @property
+    def high(self) -> float | None:
+        return None if self.half_width is None else self.mean + self.half_width
+
+    def verdict(self, bound: float = LOSS_GAP_BOUND) -> str:
+        """Say where the whole interval lies: `within` the bound, `not within`, or `not resolved` by the interval."""
+        if not math.isfinite(self.mean):
+            return "not within"
+        if self.half_width is None:
+            return "not resolved"
+        if self.high <= bound:
+            return "within"
+        return "not within" if self.low > bound else "not resolved"
+
+    def __str__(self) -> str:
+        interval = "" if self.half_width is None else f" ± {self.half_width:.4f}"
+        return f"{self.mean:+.4f}{interval}"
+
+
+def t_quantile(degrees: int) -> float:
+    """Return the factor of a two-sided 95 % interval; beyond 30 degrees the normal value with its first correction."""
+    if degrees < 1:
+        raise ValueError("an interval needs at least two values")
+    return _T_975[degrees - 1] if degrees <= len(_T_975) else 1.95996 + 2.37227 / degrees
+
+
+def paired_gap(losses: Mapping[int, float], reference: Mapping[int, float]) -> Gap | None:
+    """Return the gap over the seeds that both have run; None without any."""
+    differences = [losses[seed] - reference[seed] for seed in sorted(losses.keys() & reference.keys())]
+    if not differences:
+        return None
+    mean = statistics.fmean(differences)
+    if len(differences) == 1 or not all(map(math.isfinite, differences)):
+        return Gap(mean, None, len(differences))
+    error = statistics.stdev(differences) / math.sqrt(len(differences))
+    return Gap(mean, t_quantile(len(differences) - 1) * error, len(differences))
+
+
+def spread(losses: Mapping[int, float]) -> dict[str, float] | None:
+    """Return standard deviation and range over seeds; None with fewer than two."""
+    values = list(losses.values())
+    if len(values) < 2 or not all(map(math.isfinite, values)):
+        return None
+    return {"standard_deviation": statistics.stdev(values), "range": max(values) - min(values)}
+
+
+# Rows
 
 
 @dataclass
@@ -41,7 +106,7 @@ class Row:
     gap: Gap | None = None
     peak_memory_bytes: int | None = None
     memory_ratio: float | None = None
-    """Over the reference's; None for itself."""
+    """Peak memory over the reference's; None for itself."""
     bytes_per_parameter: float | None = None
     flops_share: float | None = None
     sent_bytes: int | None = None
@@ -51,17 +116,17 @@ class Row:
 
 
 def reference_of(results: Results) -> str:
-    """What the others are compared with."""
+    """Return the name of what the others are compared with."""
     return results["settings"]["reference"]
 
 
 def rows(results: Results) -> list[Row]:
-    """One row for each backend that has anything to show, in the order of the comparison."""
+    """Make one row for each backend that has anything to show, in the order of the comparison."""
     return [_row(results, name) for name in results["backends"]]
 
 
 def held_out_losses(results: Results, backend: str) -> dict[int, float]:
-    """By seed; NaN where it was not finite."""
+    """Return the held-out loss by seed; NaN where it was not finite."""
     return {run["seed"]: _number(run["held_out_loss"]) for run in results["backends"][backend]["runs"]}
 
 
@@ -76,7 +141,7 @@ def gap_to_reference(results: Results, backend: str) -> Gap | None:
 
 
 def reference_spread(results: Results) -> dict[str, float] | None:
-    """How far the reference's own held-out loss varies from seed to seed."""
+    """Return how far the reference's own held-out loss varies from seed to seed."""
     return spread(held_out_losses(results, reference_of(results)))
 
 
@@ -84,9 +149,8 @@ def _row(results: Results, name: str) -> Row:
     found, reference = results["backends"][name], results["backends"][reference_of(results)]
     runs, inspection = found["runs"], found.get("inspection") or {}
     emulated = name not in BASELINES and not results["fast_fp8"]
-    row = Row(
-        name, emulated=emulated, seeds_done=len(runs), gap=gap_to_reference(results, name), note=_note(results, name)
-    )
+    gap, note = gap_to_reference(results, name), _note(results, name)
+    row = Row(name, emulated=emulated, seeds_done=len(runs), gap=gap, note=note)
     if runs:
         row.final_train_loss = statistics.fmean(_number(run["final_train_loss"]) for run in runs)
         row.held_out_loss = statistics.fmean(held_out_losses(results, name).values())
@@ -111,6 +175,10 @@ def _speed(runs: list[dict]) -> float:
     return statistics.median(run["tokens_per_second"] or run["emulated_tokens_per_second"] for run in runs)
 
 
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
 def _note(results: Results, name: str) -> str:
     found = results["backends"][name]
     if found["status"] == "failed":
@@ -121,33 +189,55 @@ def _note(results: Results, name: str) -> str:
         return "the reference: " + ("no autocast" if name == "fp32" else "autocast, FP32 weights")
     if name in BASELINES:
         return "baseline" + (", loss scaled" if name == "fp16" else "")
-    engines = sorted(set(found["inspection"]["audit"]["engine"].values()))
-    kept = list(found["inspection"]["audit"]["high_precision"])
-    named = ", ".join(kept) if len(kept) <= 2 else f"{len(kept)} weights"
-    return f"{', '.join(engines)} products" + (f"; {named} in high precision" if kept else "")
+    engines = ", ".join(sorted(set(found["inspection"]["audit"]["engine"].values())))
+    unconverted = list(found["inspection"]["audit"]["high_precision"])
+    named = ", ".join(unconverted) if len(unconverted) <= 2 else f"{len(unconverted)} weights"
+    return f"{engines} products" + (f"; {named} in high precision" if unconverted else "")
 
 
-def checks(results: Results, backend: str) -> list[Check]:
-    """Everything that must hold for a backend; in a comparison that was cut short, for what it has done."""
+# Checks
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that must hold for a backend."""
+
+    name: str
+    passed: bool
+    detail: str
+
+
+def checks(results: Results) -> dict[str, list[Check]]:
+    """Check everything that must hold, by backend; in a comparison that was cut short, for what it has done."""
+    return {backend: list(_checks(results, backend)) for backend in results["backends"]}
+
+
+def _checks(results: Results, backend: str) -> Iterator[Check]:
     found, reference = results["backends"][backend], reference_of(results)
-    if found["status"] == "failed":
-        return [Check("trained to the end", False, found["message"])]
     inspection, runs = found.get("inspection"), found["runs"]
-    done = []
-    if inspection:
-        done += [_products_check(inspection)] if backend not in BASELINES else []
-        done += [_gradients_check(inspection, reference)] if backend != reference else []
-    if runs:
-        done += [_moved_check(runs), _finite_check(runs)]
-        if backend != reference:
-            done.append(_same_start_check(runs, results["backends"][reference]["runs"], reference))
-        if backend not in BASELINES:
-            done.append(_gap_check(results, backend))
-    return [check for check in done if check is not None]
-
-
-def all_checks(results: Results) -> dict[str, list[Check]]:
-    return {backend: checks(results, backend) for backend in results["backends"]}
+    if found["status"] == "failed":
+        yield Check("trained to the end", False, found["message"])
+        return
+    if inspection and backend not in BASELINES:
+        yield _products_check(inspection)
+    if inspection and backend != reference:
+        yield _gradients_check(inspection, reference)
+    if not runs:
+        return
+    unmoved = sorted({name for run in runs for name in run["unmoved"]})
+    more = f" and {len(unmoved) - 3} more" if len(unmoved) > 3 else ""
+    detail = f"not moved: {', '.join(unmoved[:3])}{more}" if unmoved else f"{len(runs)} runs"
+    yield Check("every trainable parameter moved", not unmoved, detail)
+    bad = [run["seed"] for run in runs if None in (*run["losses"], run["held_out_loss"])]
+    yield Check("every loss is finite", not bad, f"not finite with seed {bad}" if bad else f"{len(runs)} runs")
+    expected = {run["seed"]: run["start_checksum"] for run in results["backends"][reference]["runs"]}
+    pairs = [run for run in runs if run["seed"] in expected]
+    if backend != reference and pairs:
+        odd = [run["seed"] for run in pairs if run["start_checksum"] != expected[run["seed"]]]
+        detail = f"seed {odd} differ" if odd else f"{len(pairs)} pairs"
+        yield Check(f"same initial weights and data order as {reference}", not odd, detail)
+    if backend not in BASELINES and (gap := gap_to_reference(results, backend)) is not None:
+        yield _gap_check(gap, results["settings"]["loss_gap_bound"], reference)
 
 
 def _products_check(inspection: dict) -> Check:
@@ -157,9 +247,8 @@ def _products_check(inspection: dict) -> Check:
         return Check(name, False, "no layer was converted")
     if lacking:
         layer, kinds = next(iter(lacking.items()))
-        return Check(
-            name, False, f"{len(lacking)} of {len(converted)} layers lack some: {layer} has no {' '.join(kinds)}"
-        )
+        detail = f"{len(lacking)} of {len(converted)} layers lack some: {layer} has no {' '.join(kinds)}"
+        return Check(name, False, detail)
     kinds = [k for k in ("fprop", "dgrad", "wgrad") if any(counts[k] for counts in converted.values())]
     return Check(name, True, f"{len(converted)} layers, {' '.join(kinds)}")
 
@@ -167,75 +256,51 @@ def _products_check(inspection: dict) -> Check:
 def _gradients_check(inspection: dict, reference: str) -> Check:
     cosines = {name: _number(value) for name, value in inspection["first_gradient_cosines"].items()}
     worst = min(cosines, key=lambda name: -math.inf if math.isnan(cosines[name]) else cosines[name])
-    passed = cosines[worst] >= COSINE_BOUND
     return Check(
         f"gradients at the initial weights point where {reference}'s do",
-        passed,
+        cosines[worst] >= COSINE_BOUND,
         f"least cosine {cosines[worst]:.4f} ({worst}), bound {COSINE_BOUND}",
     )
 
 
-def _moved_check(runs: list[dict]) -> Check:
-    unmoved = sorted({name for run in runs for name in run["unmoved"]})
-    shown = ", ".join(unmoved[:3]) + (f" and {len(unmoved) - 3} more" if len(unmoved) > 3 else "")
-    return Check(
-        "every trainable parameter moved", not unmoved, f"not moved: {shown}" if unmoved else f"{len(runs)} runs"
-    )
-
-
-def _finite_check(runs: list[dict]) -> Check:
-    bad = [run["seed"] for run in runs if None in (*run["losses"], run["held_out_loss"])]
-    return Check("every loss is finite", not bad, f"not finite with seed {bad}" if bad else f"{len(runs)} runs")
-
-
-def _same_start_check(runs: list[dict], reference_runs: list[dict], reference: str) -> Check | None:
-    expected = {run["seed"]: run["start_checksum"] for run in reference_runs}
-    pairs = [run for run in runs if run["seed"] in expected]
-    if not pairs:
-        return None
-    odd = [run["seed"] for run in pairs if run["start_checksum"] != expected[run["seed"]]]
-    detail = f"seed {odd} differ" if odd else f"{len(pairs)} pairs"
-    return Check(f"same initial weights and data order as {reference}", not odd, detail)
-
-
-def _gap_check(results: Results, backend: str) -> Check | None:
-    gap, bound = gap_to_reference(results, backend), results["settings"]["loss_gap_bound"]
-    if gap is None:
-        return None
+def _gap_check(gap: Gap, bound: float, reference: str) -> Check:
     interval = "one seed, no interval" if gap.half_width is None else f"95 % interval {gap.low:+.4f} to {gap.high:+.4f}"
-    return Check(
-        f"held-out loss at most {bound} nats above {reference_of(results)}'s",
-        gap.mean <= bound,
-        f"{gap.mean:+.4f}, {interval}: {gap.verdict(bound)}" if math.isfinite(gap.mean) else "a loss is not finite",
-    )
+    detail = f"{gap.mean:+.4f}, {interval}: {gap.verdict(bound)}" if math.isfinite(gap.mean) else "a loss is not finite"
+    return Check(f"held-out loss at most {bound} nats above {reference}'s", gap.mean <= bound, detail)
 
 
-def _number(value: float | None) -> float:
-    return math.nan if value is None else value
+# Texts
 
 
-def columns(results: Results) -> list[tuple[str, str]]:
-    """(key, heading) in reading order: speed leads where it means something, else loss and memory do."""
+def columns(results: Results) -> dict[str, str]:
+    """Return headings by key in reading order: speed leads where it means something, else loss and memory do."""
     reference = reference_of(results)
-    speed = [("tokens_per_second", "tokens/s"), ("speed_ratio", f"% vs {reference}")]
-    loss = [
-        ("final_train_loss", "final train loss"),
-        ("held_out_loss", "held-out loss"),
-        ("gap", f"gap to {reference}, nats"),
-    ]
-    memory = [
-        ("peak_memory_bytes", "peak memory"),
-        ("bytes_per_parameter", "bytes/parameter"),
-        ("flops_share", "FLOPs in FP8"),
-    ]
+    speed = {"tokens_per_second": "tokens/s", "speed_ratio": f"% vs {reference}"}
+    others = {
+        "final_train_loss": "final train loss",
+        "held_out_loss": "held-out loss",
+        "gap": f"gap to {reference}, nats",
+        "peak_memory_bytes": "peak memory",
+        "bytes_per_parameter": "bytes/parameter",
+        "flops_share": "FLOPs in FP8",
+    }
     if results["settings"].get("nproc", 1) > 1:
-        memory.append(("sent_bytes", "sent a step"))
-    middle = [*speed, *loss, *memory] if results["fast_fp8"] else [*loss, *memory, *speed]
-    return [("backend", "backend"), *middle, ("note", "note")]
+        others["sent_bytes"] = "sent a step"
+    middle = {**speed, **others} if results["fast_fp8"] else {**others, **speed}
+    return {"backend": "backend", **middle}
+
+
+_FORMATS = {
+    "tokens_per_second": "{:,.0f}",
+    "final_train_loss": "{:.4f}",
+    "held_out_loss": "{:.4f}",
+    "bytes_per_parameter": "{:.2f}",
+    "flops_share": "{:.0%}",
+}
 
 
 def cell(row: Row, key: str) -> str:
-    """The text of one cell."""
+    """Return the text of one cell."""
     value = getattr(row, key)
     if key in ("tokens_per_second", "speed_ratio") and row.emulated:
         return "emulated"
@@ -245,30 +310,27 @@ def cell(row: Row, key: str) -> str:
         return "not finite"
     if key == "speed_ratio":
         return f"{(value - 1) * 100:+.1f} %"
-    if key == "sent_bytes":
-        return readable_bytes(value)
-    if key == "peak_memory_bytes":
-        change = "" if row.memory_ratio is None else f" ({row.memory_ratio - 1:+.0%})"
-        return readable_bytes(value) + change
-    formats = {
-        "tokens_per_second": "{:,.0f}",
-        "final_train_loss": "{:.4f}",
-        "held_out_loss": "{:.4f}",
-        "bytes_per_parameter": "{:.2f}",
-        "flops_share": "{:.0%}",
-    }
-    return formats.get(key, "{}").format(value)
+    if key in ("sent_bytes", "peak_memory_bytes"):
+        compared = key == "peak_memory_bytes" and row.memory_ratio is not None
+        return readable_bytes(value) + (f" ({row.memory_ratio - 1:+.0%})" if compared else "")
+    return _FORMATS.get(key, "{}").format(value)
 
 
 def readable_bytes(count: float) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count / 1e3:.1f} kB"
+    unit, size = next((each for each in (("GB", 1e9), ("MB", 1e6)) if count >= each[1]), ("kB", 1e3))
+    return f"{count / size:.1f} {unit}"
+
+
+def duration(seconds: float) -> str:
+    """Write seconds as `40 s`, `4 min` or `2 h 5 min`."""
+    if seconds < 99.5:
+        return f"{seconds:.0f} s"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min"
 
 
 def ranks_text(results: Results) -> str:
-    """Such as `2 ranks (DDP over gloo)`; empty for one rank."""
+    """Say how many ranks train, such as `2 ranks (DDP over gloo)`; empty for one rank."""
     ranks = results["settings"].get("nproc", 1)
     wire = "NCCL" if results["settings"]["device"] == "cuda" else "gloo"
     return f"{ranks} ranks (DDP over {wire})" if ranks > 1 else ""
@@ -279,18 +341,15 @@ def runs_text(seeds: int, steps: int) -> str:
 
 
 def held_out_text(results: Results) -> str:
-    """Such as `128 held-out windows (0.2 of those trained on)`."""
+    """Say how much is held out, such as `128 held-out windows (0.2 of those trained on)`."""
     settings = results["settings"]
     share = results["held_out_windows"] / (settings["steps"] * settings["batch"])
     return f"{results['held_out_windows']} held-out windows ({share:.2g} of those trained on)"
 
 
 def spread_line(results: Results) -> str:
-    """The reference's own variation, against which every gap is read."""
-    found, reference = reference_spread(results), reference_of(results)
+    """State the reference's own variation, against which every gap is read."""
+    found, start = reference_spread(results), f"{reference_of(results)}'s own spread from seed to seed"
     if found is None:
-        return f"{reference}'s own spread from seed to seed: needs at least two seeds"
-    return (
-        f"{reference}'s own spread from seed to seed: standard deviation {found['standard_deviation']:.4f} nats, "
-        f"range {found['range']:.4f} nats"
-    )
+        return f"{start}: needs at least two seeds"
+    return f"{start}: standard deviation {found['standard_deviation']:.4f} nats, range {found['range']:.4f} nats"

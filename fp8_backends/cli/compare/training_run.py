@@ -41,18 +41,15 @@ import fp8_backends
 
 from ...numerics.scaled_tensor import ScaledTensor
 from ...training.auditing import incomplete_layers
-from .memory import autocast_copies, peak_memory
-from .planted_faults import plant
-from .settings import BASELINES, Settings, build_model
-from .traffic import sent_bytes
+from .measuring import autocast_copies, peak_memory, sent_bytes
+from .settings import BASELINES, Settings, build_model, plant
 from .training_text import TrainingText
+from .workers import finite
 
 Report = Callable[..., None]
 
 INSPECTED_STEPS = 4
 """Enough for the proof, for a compiler to settle, and for one step with all optimizer states in place."""
-
-
 TIMED_STEPS = 3
 """Steps that nobody observes, after those: how long the comparison will take."""
 
@@ -60,15 +57,18 @@ TIMED_STEPS = 3
 def take_turn(
     turn: int, settings: Settings, text: TrainingText, backend: str, report: Report, fault: str | None
 ) -> None:
-    """In turn 0 inspect a few steps (gradients, memory, audit), in each later one train a seed. When it is reported,
-    nothing of it is left in memory, and no other rank is still at it."""
+    """Inspect a few steps in turn 0 (gradients, memory, audit), and train a seed in each later one. When a turn is
+    reported, nothing of it is left in memory, and no other rank is still at it."""
     if turn == 0:
         found = inspect(settings, text, backend, fault)
     else:
         run = Run(settings, text, backend, turn - 1, fault)
         found = run.train(lambda step, loss: report("step", seed=turn - 1, step=step, loss=loss))
         del run
-    _forget()
+    AcceleratorState._reset_state(True)
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
     if dist.is_available() and dist.is_initialized():
         dist.barrier()
     report("run" if turn else "inspected", **found)
@@ -89,11 +89,10 @@ class Run:
         self.settings, self.text, self.seed = settings, text, seed
         began = time.perf_counter()
         self.accelerator = _accelerator(settings, backend)
-        model = build_model(settings, text.vocab_size, seed)
-        self.initial = {n: p.detach().to("cpu", copy=True) for n, p in model.named_parameters() if p.requires_grad}
+        self.bare = model = build_model(settings, text.vocab_size, seed)
         self.starts = text.batches(settings.steps, settings.batch, settings.sequence, seed)
+        self.start_checksum = self._checksum()
         self.reference_gradients: dict[str, torch.Tensor] = {}
-        self.bare = model
         optimizer = torch.optim.AdamW(
             model.parameters(), lr=settings.lr, betas=(0.9, 0.99), weight_decay=settings.weight_decay
         )
@@ -107,17 +106,12 @@ class Run:
         self.start_seconds = time.perf_counter() - began
 
     def batch(self, step: int) -> torch.Tensor:
-        return self.text.windows(self.starts[step % len(self.starts)], self.settings.sequence).to(
-            self.accelerator.device
-        )
-
-    def own_batch(self, step: int) -> torch.Tensor:
-        """This rank's part."""
-        accelerator = self.accelerator
-        return self.batch(step).chunk(accelerator.num_processes)[accelerator.process_index]
+        tokens = self.text.windows(self.starts[step % len(self.starts)], self.settings.sequence)
+        return tokens.to(self.accelerator.device)
 
     def backward(self, step: int) -> torch.Tensor:
-        tokens = self.own_batch(step)
+        """Take this rank's part of a batch forward and backward."""
+        tokens = self.batch(step).chunk(self.accelerator.num_processes)[self.accelerator.process_index]
         loss = self.model(input_ids=tokens, labels=tokens).loss
         self.accelerator.backward(loss)
         return loss.detach()
@@ -134,7 +128,7 @@ class Run:
         return loss
 
     def train(self, progress: Callable[[int, float], None]) -> dict[str, Any]:
-        """All steps, then the held-out loss. Times leave the first tenth out, and whatever a compiler does there."""
+        """Run all steps, then evaluate. Times leave the first tenth out, and whatever a compiler does there."""
         settings, losses, times = self.settings, [], []
         self.model.train()
         on_gpu = self.accelerator.device.type == "cuda"
@@ -161,13 +155,13 @@ class Run:
             "held_out_loss": self.held_out_loss(),
             "step_seconds": median,
             "tokens_per_second": settings.batch * settings.sequence / median,
-            "start_checksum": self._checksum(),
+            "start_checksum": self.start_checksum,
             "unmoved": self.unmoved(),
         }
 
     @torch.no_grad()
     def held_out_loss(self) -> float:
-        """Mean over the held-out windows, in nats a token."""
+        """Return the mean over the held-out windows, in nats a token."""
         accelerator, several = self.accelerator, self.accelerator.num_processes > 1
         self.model.eval()
         windows = self.text.held_out_windows(self.settings.held_out_windows, self.settings.sequence)
@@ -182,12 +176,12 @@ class Run:
         return total.item() / len(windows)
 
     def unmoved(self) -> list[str]:
-        """Trainable parameters that are still what they were once they were stored as the recipe says."""
+        """List trainable parameters that are still what they were once they were stored as the recipe says."""
         now = dict(self.bare.named_parameters())
         return sorted(name for name, before in self.prepared.items() if torch.equal(before, _values(now[name])))
 
     def _reference_gradients(self) -> None:
-        """The reference's gradients of the first batch at the initial weights, before anything is converted."""
+        """Keep the reference's gradients of the first batch at the initial weights, before anything is converted."""
         tokens, autocast = self.batch(0), self.settings.reference == "bf16"
         with torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=autocast):
             loss = self.bare(input_ids=tokens, labels=tokens).loss
@@ -198,7 +192,7 @@ class Run:
                 parameter.grad = None
 
     def gradient_cosines(self) -> dict[str, float]:
-        """Of every parameter's gradient now to the reference's at the initial weights; 0 where either is missing."""
+        """Compare every parameter's gradient with the reference's at the initial weights; 0 where it has none."""
         cosines = {}
         for name, parameter in self.bare.named_parameters():
             expected = self.reference_gradients.get(name)
@@ -213,15 +207,15 @@ class Run:
         return cosines
 
     def _checksum(self) -> str:
-        """Equal for two runs that began with the same weights and the same order of data."""
+        """Return what is equal for two runs that begin with the same weights and the same order of data."""
         value = zlib.crc32(self.starts.numpy().tobytes())
-        for tensor in self.initial.values():
-            value = zlib.crc32(tensor.numpy().tobytes(), value)
+        for parameter in self.bare.parameters():
+            value = zlib.crc32(parameter.detach().cpu().numpy().tobytes(), value)
         return f"{value:08x}"
 
 
 def _values(parameter: torch.Tensor) -> torch.Tensor:
-    """The plain values on the CPU, a scaled weight's with all the precision that this rank has of it."""
+    """Return the plain values on the CPU, a scaled weight's with all the precision that this rank has of it."""
     values = parameter.detach()
     if isinstance(parameter, ScaledTensor):
         values = parameter.exact() if parameter.elsewhere is None else parameter.dequantize()
@@ -229,10 +223,9 @@ def _values(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def inspect(settings: Settings, text: TrainingText, backend: str, fault: str | None) -> dict[str, Any]:
-    """A few training steps under observation: gradients at the initial weights, the audit, peak memory; then a few
+    """Take a few training steps under observation: gradients at the initial weights, the audit, peak memory; then a few
     that are timed."""
-    messages = _Messages()
-    with messages:
+    with _Messages() as messages:
         run = Run(settings, text, backend, seed=0, fault=fault, with_reference=True)
         run.backward(0)
         run.optimizer.zero_grad()
@@ -243,22 +236,21 @@ def inspect(settings: Settings, text: TrainingText, backend: str, fault: str | N
         run.optimizer.zero_grad()
         for step in range(1, INSPECTED_STEPS - 1):
             run.step(step)
-        peak = peak_memory(functools.partial(run.step, INSPECTED_STEPS - 1), run.bare, run.optimizer)
-        sent = None
-        if run.accelerator.num_processes > 1:
-            sent = sent_bytes(functools.partial(run.step, INSPECTED_STEPS - 1))
+        last_step = functools.partial(run.step, INSPECTED_STEPS - 1)
+        peak = peak_memory(last_step, run.bare, run.optimizer)
+        sent = sent_bytes(last_step) if run.accelerator.num_processes > 1 else None
         with autocast_copies(run.bare) as copies:
             run.backward(INSPECTED_STEPS)
         run.update()
-        audit, recipe = fp8_backends.audit(run.model, run.optimizer), _recipe(run.accelerator)
+        audit, recipe = fp8_backends.audit(run.model, run.optimizer), getattr(run.accelerator, "fp8_recipe", None)
         run.optimizer.zero_grad()
+    rss_unit = 1 if sys.platform == "darwin" else 1024
     return {
         "parameters": sum(parameter.numel() for parameter in run.bare.parameters()),
         "peak_memory_bytes": peak,
         "autocast_copy_bytes": sum(copies.values()),
         "sent_bytes": sent,
-        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        * (1 if sys.platform == "darwin" else 1024),
+        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * rss_unit,
         "first_gradient_cosines": {name: round(value, 6) for name, value in cosines.items()},
         "audit": audit.to_dict(),
         "incomplete_layers": incomplete_layers(audit, recipe) if recipe else {},
@@ -272,10 +264,6 @@ def _seconds(run: Run, step: int) -> float:
     began = time.perf_counter()
     run.step(step).item()  # which makes a GPU wait
     return time.perf_counter() - began
-
-
-def _recipe(accelerator: Accelerator):
-    return getattr(accelerator, "fp8_recipe", None)
 
 
 def _accelerator(settings: Settings, backend: str) -> Accelerator:
@@ -298,7 +286,7 @@ def _accelerator(settings: Settings, backend: str) -> Accelerator:
 
 
 def _schedule(settings: Settings) -> Callable[[int], float]:
-    """Linear warm-up from zero, as in the schedules of transformers, then a cosine that ends at zero.
+    """Warm up linearly from zero, as in the schedules of transformers, then follow a cosine that ends at zero.
 
     The warm-up is long and starts at zero because a step into steep terrain makes small differences grow: after a
     short warm-up the gap of one and the same backend varied several times as much from seed to seed.
@@ -314,24 +302,8 @@ def _schedule(settings: Settings) -> Callable[[int], float]:
     return factor
 
 
-def _forget() -> None:
-    AcceleratorState._reset_state(True)
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
-def _plain(value: Any) -> Any:
-    """As JSON can hold it: numbers that are not finite become None."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 class _Messages(logging.Handler):
-    """What this package says while it is active: the proof line and notices."""
+    """Collects what this package says while it is active: the proof line and notices."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -342,21 +314,20 @@ class _Messages(logging.Handler):
             self.lines.append(line)
 
     def __enter__(self) -> _Messages:
-        logger = logging.getLogger("fp8_backends")
-        logger.addHandler(self)
-        self.level_before = logger.level
-        logger.setLevel(logging.INFO)
+        self.logger = logging.getLogger("fp8_backends")
+        self.logger.addHandler(self)
+        self.level_before = self.logger.level
+        self.logger.setLevel(logging.INFO)
         return self
 
     def __exit__(self, *exc) -> None:
-        logger = logging.getLogger("fp8_backends")
-        logger.removeHandler(self)
-        logger.setLevel(self.level_before)
+        self.logger.removeHandler(self)
+        self.logger.setLevel(self.level_before)
 
 
 def _reporter() -> Report:
-    """Writes events to what was stdout; whatever else prints goes to stderr from here on. Of several ranks all but the
-    first write only that they are ready, and why they failed."""
+    """Return what writes events to what was stdout; whatever else prints goes to stderr from here on. Of several ranks
+    all but the first write only that they are ready, and why they failed."""
     stream = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     last_step = 0.0
@@ -369,13 +340,13 @@ def _reporter() -> Report:
             if time.monotonic() - last_step < 0.2:
                 return
             last_step = time.monotonic()
-        stream.write(json.dumps(_plain({"event": event, **values}), allow_nan=False) + "\n")
+        stream.write(json.dumps(finite({"event": event, **values}), allow_nan=False) + "\n")
 
     return report
 
 
 def _turns() -> Iterator[int]:
-    """0, 1, … as standard input permits. It is then out of the reach of whatever else this process starts."""
+    """Count turns as standard input permits. It is then out of the reach of whatever else this process starts."""
     permits = os.dup(0)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     return itertools.takewhile(lambda turn: os.read(permits, 1), itertools.count())
@@ -404,7 +375,7 @@ def main(argv: list[str]) -> int:
 
 
 def _read(settings_path: str) -> Settings:
-    """Anew at each turn: what fits into the time given is known only after the first."""
+    """Read the settings anew at each turn: what fits into the time given is known only after the first."""
     return Settings.from_dict(json.loads(Path(settings_path).read_text()))
 
 

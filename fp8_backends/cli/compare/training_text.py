@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import sysconfig
 from dataclasses import dataclass
@@ -12,9 +13,9 @@ import torch
 from ...errors import FP8BackendError
 
 HELD_OUT_EVERY = 10
-"""Of so many files, the last is held out; of a single file, the last such part."""
+"""The last of so many files is held out; of a single file, the last such part."""
 _SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "node_modules"}
-_BOUNDARY = b"\0"  # between two files; text files hold no zero bytes
+_BOUNDARY = b"\0"  # between two files; only binary files, which are left out, hold zero bytes
 
 
 @dataclass
@@ -28,20 +29,20 @@ class TrainingText:
     """A multiple of 16, so that an output head would fit FP8 too."""
     description: str
     sha256: str
-    """Of the raw text, training part and then held-out part."""
+    """The hash of the raw text, training part and then held-out part."""
 
     def batches(self, steps: int, batch: int, sequence: int, seed: int) -> torch.Tensor:
-        """Starting points of the windows of a whole training run, [steps, batch]; the same for the same seed."""
+        """Draw the starting points of the windows of a training run, [steps, batch]; the same for the same seed."""
         self._check_length(self.train, sequence, "training")
         generator = torch.Generator().manual_seed(seed)
         return torch.randint(len(self.train) - sequence, (steps, batch), generator=generator)
 
     def windows(self, starts: torch.Tensor, sequence: int) -> torch.Tensor:
-        """Training tokens [batch, sequence], int64, at these starting points [batch]."""
+        """Return training tokens [batch, sequence], int64, at these starting points [batch]."""
         return self.train[starts[:, None] + torch.arange(sequence)].long()
 
     def held_out_windows(self, count: int, sequence: int) -> torch.Tensor:
-        """Evenly spaced held-out tokens [count, sequence], int64; fewer where the text is short."""
+        """Return evenly spaced held-out tokens [count, sequence], int64; fewer where the text is short."""
         self._check_length(self.held_out, sequence, "held-out")
         count = min(count, len(self.held_out) // sequence)
         starts = torch.linspace(0, len(self.held_out) - sequence, count).long()
@@ -71,18 +72,16 @@ def load_text(path: str | Path | None = None, limit_mb: float = 8.0, tokenizer_s
     parts = _read(files, limit_mb)
     if not parts:
         raise FP8BackendError(f"no text found in {path}: --text takes a text file or a folder of text files")
-    if len(parts) < HELD_OUT_EVERY:
+    if (count := len(parts)) < HELD_OUT_EVERY:
         whole = _BOUNDARY.join(parts)
         cut = len(whole) - len(whole) // HELD_OUT_EVERY
-        train, held_out = whole[:cut], whole[cut:]
-        split = "the last tenth held out"
+        train, held_out, split = whole[:cut], whole[cut:], "the last tenth held out"
     else:
-        last = HELD_OUT_EVERY - 1
-        train = _BOUNDARY.join(part for index, part in enumerate(parts) if index % HELD_OUT_EVERY != last)
-        held_out = _BOUNDARY.join(part for index, part in enumerate(parts) if index % HELD_OUT_EVERY == last)
-        split = f"every {HELD_OUT_EVERY}th file held out"
+        held_out = _BOUNDARY.join(parts[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY])
+        del parts[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
+        train, split = _BOUNDARY.join(parts), f"every {HELD_OUT_EVERY}th file held out"
     size = (len(train) + len(held_out)) / 1e6
-    description = f"{description}, {len(parts)} files, {size:.1f} MB, {split}"
+    description = f"{description}, {count} files, {size:.1f} MB, {split}"
     sha256 = hashlib.sha256(train + held_out).hexdigest()
     if tokenizer_size is None:
         return TrainingText(_bytes(train), _bytes(held_out), 256, f"{description}, one token a byte", sha256)
@@ -110,17 +109,15 @@ def _files(path: str | Path | None) -> tuple[list[Path], str]:
 
 
 def _read(files: list[Path], limit_mb: float) -> list[bytes]:
-    parts, left = [], int(limit_mb * 1e6)
+    parts, wanted = [], int(limit_mb * 1e6)
     for file in files:
-        if left <= 0:
+        if wanted <= 0:
             break
-        try:
-            data = file.read_bytes()[:left]
-        except OSError:
-            continue
-        if data and b"\0" not in data:  # binary files hold zero bytes
-            parts.append(data)
-            left -= len(data)
+        with contextlib.suppress(OSError):
+            data = file.read_bytes()[:wanted]
+            if data and _BOUNDARY not in data:
+                parts.append(data)
+                wanted -= len(data)
     return parts
 
 
@@ -129,7 +126,7 @@ def _bytes(data: bytes) -> torch.Tensor:
 
 
 def _trained_tokenizer(train: bytes, size: int):
-    """An encoder from bytes to int32 tokens, and its vocabulary's size."""
+    """Return an encoder from bytes to int32 tokens, and its vocabulary's size."""
     try:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     except ImportError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -40,7 +41,7 @@ class Worker:
             os.write(self.process.stdin.fileno(), b"." * self.ranks)
 
     def events(self, last: str, times: int = 1) -> Iterator[dict[str, Any]]:
-        """What the worker reports: until it has reported `last` so many times, or has ended."""
+        """Pass on what the worker reports, until it has reported `last` so many times or has ended."""
         for line in self.process.stdout:
             event = json.loads(line)
             times -= event["event"] == last
@@ -83,7 +84,7 @@ def stop(workers: Iterable[Worker]) -> None:
 
 
 def launcher(ranks: int) -> list[str]:
-    """What runs a module on so many ranks of this machine."""
+    """Return the command that runs a module on so many ranks of this machine."""
     if ranks == 1:
         return [sys.executable, "-m"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
@@ -91,7 +92,7 @@ def launcher(ranks: int) -> list[str]:
 
 
 def worker_environment(ranks: int = 1) -> dict[str, str]:
-    """This process's, without what would steer Accelerate from outside."""
+    """Return this process's environment without what would steer Accelerate from outside."""
     steering = ("ACCELERATE_", "FP8_BACKENDS_DISABLE")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(steering)}
     package_root = str(Path(__file__).resolve().parents[3])
@@ -102,5 +103,14 @@ def worker_environment(ranks: int = 1) -> dict[str, str]:
 
 
 def cores() -> int:
-    """Processor cores that this process may use."""
+    """Count the processor cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def finite(value: Any) -> Any:
+    """Return plain values as JSON can hold them: numbers that are not finite become None."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

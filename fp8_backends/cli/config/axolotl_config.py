@@ -10,25 +10,18 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from accelerate.utils.dataclasses import DynamoBackend
 
 from ...compute.fields import flag, one_of, whole_number
 from ...errors import RecipeError
 from ...training.rules import Parallel
-from .training_config import (
-    DEEPSPEED_PRECISION,
-    UNCOMPILED,
-    TrainingConfig,
-    block,
-    refuse_unknown,
-    value_of,
-    zero_stage,
-)
+from .training_config import DEEPSPEED_PRECISION, UNCOMPILED, ConfigFile, TrainingConfig
 
 _FP8_KEYS = ("fp8", "fp8_config", "fp8_enable_fsdp_float8_all_gather")
-_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+_RECIPES = one_of("tensorwise", "rowwise", "rowwise_with_gw_hp")
 _FSDP_KEYS = ("fsdp", "fsdp_config", "fsdp_version", "fsdp_final_state_dict_type")
 
-_OF_FSDP = {
+_FSDP_BLOCK = {
     "activation_checkpointing": flag,
     "auto_wrap_policy": one_of("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"),
     "cpu_ram_efficient_loading": flag,
@@ -39,7 +32,7 @@ _OF_FSDP = {
     "transformer_layer_cls_to_wrap": None,
 }
 """Keys of fsdp_config, without the prefix fsdp_, and how their values are read (None: as they are)."""
-_OF_FSDP1 = {
+_FSDP1_ONLY = {
     "backward_prefetch": None,
     "forward_prefetch": flag,
     "sharding_strategy": None,
@@ -63,18 +56,17 @@ _ATTENTION_FLAGS = {
     "eager_attention": "eager",
 }
 """Older keys, and the `attn_implementation` that each stands for."""
-_MODES = one_of("default", "reduce-overhead", "max-autotune")
-_PARALLELISM = {
+_COMPILERS = one_of(*(each.value for each in DynamoBackend if each.value != "NO"))
+_COMPILE_MODES = one_of("default", "reduce-overhead", "max-autotune")
+_MESH = {
     "dp_replicate_size": "parallelism_config_dp_replicate_size",
     "dp_shard_size": "parallelism_config_dp_shard_size",
     "tensor_parallel_size": "parallelism_config_tp_size",
     "context_parallel_size": "parallelism_config_cp_size",
 }
+"""The sizes of the mesh, and Accelerate's names of them."""
 _READ = (
-    *_FP8_KEYS,
-    *_FSDP_KEYS,
-    *_ATTENTION_FLAGS,
-    *_PARALLELISM,
+    *(*_FP8_KEYS, *_FSDP_KEYS, *_ATTENTION_FLAGS, *_MESH),
     *("bf16", "fp16", "bfloat16", "float16", "deepspeed", "gradient_checkpointing", "optimizer", "sequence_len"),
     *("torch_compile", "torch_compile_backend", "torch_compile_mode", "attn_implementation", "load_in_4bit"),
     *("load_in_8bit", "expert_parallel_size"),
@@ -82,72 +74,81 @@ _READ = (
 
 
 def read_axolotl(values: Mapping[str, Any], source: str, processes: int | None = None) -> TrainingConfig:
-    """What the file means. Raises `RecipeError` for unknown keys that begin with fp8 or fsdp, or lie in their blocks,
-    and for values that Axolotl would refuse."""
-    for prefix, known in (("fp8", _FP8_KEYS), ("fsdp", _FSDP_KEYS)):
-        refuse_unknown(source, (key for key in values if key.lower().startswith(prefix)), known)
-    notes: list[str] = []
-    fsdp = _fsdp(values, source, notes)
-    parallel = _parallel(values, fsdp, source)
-    processes = processes or _product_of_sizes(values, source) or _processes_here(parallel)
+    """Return what the file means. Raises `RecipeError` for unknown keys that begin with fp8 or fsdp, or lie in their
+    blocks, and for values that Axolotl would refuse."""
+    file, notes = ConfigFile(values, source), []
+    file.refuse_unknown(_FP8_KEYS, "fp8")
+    file.refuse_unknown(_FSDP_KEYS, "fsdp")
+    fsdp = _fsdp(file, notes)
+    parallel = _parallel(file, fsdp)
+    mesh = {key: file.get(key, whole_number(1), 1) for key in _MESH}
+    if processes is None:
+        # Axolotl starts one process for each GPU; an engine for several, and no GPU here to count, tell nothing
+        processes = torch.cuda.device_count() or (1 if parallel == "none" else None)
+        processes = torch.Size(mesh.values()).numel() if max(mesh.values()) > 1 else processes
     if parallel == "none" and processes is not None and processes > 1:
         parallel = "ddp"
-    config = TrainingConfig(source, "axolotl", _precision(values, source, notes), notes=notes)
-    config.parallel, config.processes = parallel, processes
+    config = TrainingConfig(
+        source, "axolotl", _precision(file, notes), parallel=parallel, processes=processes, notes=notes
+    )
     if config.mixed_precision == "fp8":
-        config.fields = _fields(values, source, notes)
-    dynamo = _dynamo(values, source) if _is_on(values, "torch_compile", source, "auto") else {}
+        config.fields = _fields(file, notes)
+    dynamo = _dynamo(file)
     config.compiled = "none" if dynamo.get("dynamo_backend", "NO") in UNCOMPILED else "full"
-    config.surroundings = _surroundings(values, fsdp, parallel, source)
+    config.surroundings = _surroundings(file, fsdp, parallel)
     config.accelerate = {
-        **_engine(values, parallel, fsdp, source),
+        **_engine(file, parallel, fsdp),
         **({"num_processes": processes} if processes else {}),
         **({"dynamo_config": dynamo} if dynamo else {}),
-        **_parallelism(values, source, notes),
     }
+    if file.get("expert_parallel_size", whole_number(1), 1) > 1:
+        notes.append("expert_parallel_size is left out: Accelerate has no expert parallelism")
+    if max(mesh.values()) > 1:
+        config.accelerate["parallelism_config"] = {_MESH[key]: size for key, size in mesh.items()}
     config.passed_over = [key for key in values if key not in _READ]
-    _note(config, values)
+    if values.get("torch_compile") == "auto":
+        notes.append("torch_compile: auto is written as true: it is on from torch 2.5.1")
+    if parallel == "deepspeed":
+        notes.append(DEEPSPEED_PRECISION)
+    if processes is None:
+        notes.append("the file does not say how many processes train: give --num_processes N here or to launch")
+    elif parallel == "none":
+        notes.append("one process: Axolotl starts one for each GPU; for DDP say --num_processes N")
     return config
 
 
-# precision
+def _is_on(file: ConfigFile, key: str, *words: str) -> bool:
+    """Read a flag, False where it is not set. `words`: what turns it on beside true."""
+    return file.get(key, lambda value: value in words or flag(value), False)
 
 
-def _is_on(values: Mapping[str, Any], key: str, source: str, *words: str) -> bool:
-    """A flag; False where it is not set. `words`: what turns it on beside true."""
-    value = values.get(key)
-    return value is not None and (value in words or value_of(f"{source}: {key}", flag, value))
-
-
-def _precision(values: Mapping[str, Any], source: str, notes: list[str]) -> str:
-    if _is_on(values, "fp8", source):
+def _precision(file: ConfigFile, notes: list[str]) -> str:
+    if _is_on(file, "fp8"):
         return "fp8"
-    if values.get("fp8_config") is not None:
-        raise RecipeError(f"{source}: fp8_config is read with fp8: true only: set fp8: true, or remove it")
-    if _is_on(values, "fp8_enable_fsdp_float8_all_gather", source):
+    if file.values.get("fp8_config") is not None:
+        raise RecipeError(f"{file.source}: fp8_config is read with fp8: true only: set fp8: true, or remove it")
+    if _is_on(file, "fp8_enable_fsdp_float8_all_gather"):
         notes.append("fp8_enable_fsdp_float8_all_gather has no effect without fp8: true")
-    if _is_fp16(values, source):
+    if _is_fp16(file):
         return "fp16"
-    if values.get("bf16", "auto") == "auto":
+    if file.values.get("bf16", "auto") == "auto":
         notes.append("bf16: auto is written as bf16, for a machine that has it")
         return "bf16"
-    return "bf16" if values["bf16"] != "full" and _is_on(values, "bf16", source) else "no"
+    return "bf16" if file.values["bf16"] != "full" and _is_on(file, "bf16") else "no"
 
 
-def _is_fp16(values: Mapping[str, Any], source: str) -> bool:
+def _is_fp16(file: ConfigFile) -> bool:
     """Axolotl takes bf16 where both are asked for."""
-    bf16 = values.get("bf16") != "auto" and _is_on(values, "bf16", source, "full")
-    return _is_on(values, "fp16", source) and not bf16
+    return _is_on(file, "fp16") and (file.values.get("bf16") == "auto" or not _is_on(file, "bf16", "full"))
 
 
-def _fields(values: Mapping[str, Any], source: str, notes: list[str]) -> dict[str, Any]:
-    given = block(values, "fp8_config", source)
-    refuse_unknown(f"{source}: fp8_config", given, ["recipe"])
-    recipe = value_of(f"{source}: fp8_config.recipe", one_of(*_RECIPES), given.get("recipe", "tensorwise"))
-    fields: dict[str, Any] = {"backend": f"ao:{recipe}"}
-    if _is_on(values, "fp8_enable_fsdp_float8_all_gather", source):
+def _fields(file: ConfigFile, notes: list[str]) -> dict[str, Any]:
+    block = file.block("fp8_config")
+    block.refuse_unknown(["recipe"])
+    fields: dict[str, Any] = {"backend": f"ao:{block.get('recipe', _RECIPES, 'tensorwise')}"}
+    if _is_on(file, "fp8_enable_fsdp_float8_all_gather"):
         fields["enable_fsdp_float8_all_gather"] = True
-    if _is_fp16(values, source):
+    if _is_fp16(file):
         fields["autocast_dtype"] = "fp16"
         notes.append(
             "fp16: true beside fp8: here FP8 runs over fp16 autocast; Axolotl loads the weights in fp16 and runs bf16 "
@@ -156,140 +157,86 @@ def _fields(values: Mapping[str, Any], source: str, notes: list[str]) -> dict[st
     return fields
 
 
-# engines
-
-
-def _fsdp(values: Mapping[str, Any], source: str, notes: list[str]) -> dict[str, Any]:
-    """The FSDP block without prefixes, its version in it; empty without FSDP. Values are read, unset keys left out."""
-    given = block(values, "fsdp_config", source)
-    if not given and not values.get("fsdp"):
-        if values.get("fsdp_version") is not None:
+def _fsdp(file: ConfigFile, notes: list[str]) -> dict[str, Any]:
+    """Return the FSDP block without prefixes, its version in it; empty without FSDP. Unset keys are left out."""
+    block = file.block("fsdp_config")
+    if not block.values and not file.values.get("fsdp"):
+        if file.values.get("fsdp_version") is not None:
             notes.append("fsdp_version has no effect without fsdp_config")
         return {}
-    plain = {key.removeprefix("fsdp_"): value for key, value in given.items() if value is not None}
-    refuse_unknown(f"{source}: fsdp_config", plain, [*_OF_FSDP, *_OF_FSDP1, *_NOT_CARRIED, "version"])
-    version = _version(values, given, source)
+    version = _version(file, block)
+    block.values = {key.removeprefix("fsdp_"): value for key, value in block.values.items() if value is not None}
+    parsers = _FSDP_BLOCK | _FSDP1_ONLY
+    block.refuse_unknown([*parsers, *_NOT_CARRIED, "version"])
     found: dict[str, Any] = {"version": version}
-    for key, value in plain.items():
+    for key, value in block.values.items():
         if key in _NOT_CARRIED:
             notes.append(f"fsdp_config.{key} is left out: {_NOT_CARRIED[key]}")
-        elif key in _OF_FSDP1 and version == 2:
+        elif key in _FSDP1_ONLY and version == 2:
             notes.append(f"fsdp_config.{key} is left out: it has no effect under FSDP2")
         elif key != "version":
-            parse = {**_OF_FSDP, **_OF_FSDP1}[key]
-            found[key] = value if parse is None else value_of(f"{source}: fsdp_config.{key}", parse, value)
+            found[key] = value if parsers[key] is None else block.get(key, parsers[key])
     return found
 
 
-def _version(values: Mapping[str, Any], given: Mapping[str, Any], source: str) -> int:
-    """1 where nobody says it, as in Axolotl. Its three places must agree; a number may stand in quotes."""
-    said = {"fsdp_version": values.get("fsdp_version")}
-    said |= {f"fsdp_config.{key}": given.get(key) for key in ("fsdp_version", "version")}
-    said = {key: str(value).strip() for key, value in said.items() if value is not None}
-    if len(set(said.values())) > 1:
-        raise RecipeError(f"{source}: {', '.join(f'{key}: {value}' for key, value in said.items())} disagree")
-    key, version = next(iter(said.items()), ("fsdp_version", "1"))
-    return int(value_of(f"{source}: {key}", one_of("1", "2"), version))
+def _version(file: ConfigFile, block: ConfigFile) -> int:
+    """Return 1 where nobody says it, as Axolotl does. Its three places must agree; a number may stand in quotes."""
+    places = {"fsdp_version": file.values.get("fsdp_version")}
+    places |= {f"fsdp_config.{key}": block.values.get(key) for key in ("fsdp_version", "version")}
+    places = {key: str(value).strip() for key, value in places.items() if value is not None}
+    if len(set(places.values())) > 1:
+        raise RecipeError(f"{file.source}: {', '.join(f'{key}: {each}' for key, each in places.items())} disagree")
+    key, version = next(iter(places.items()), ("fsdp_version", "1"))
+    return int(file.parsed(key, one_of("1", "2"), version))
 
 
-def _parallel(values: Mapping[str, Any], fsdp: Mapping[str, Any], source: str) -> Parallel:
-    if values.get("deepspeed") and fsdp:
-        raise RecipeError(f"{source}: deepspeed and fsdp_config are two engines: leave one out")
-    if values.get("deepspeed") and not isinstance(values["deepspeed"], str):
+def _parallel(file: ConfigFile, fsdp: Mapping[str, Any]) -> Parallel:
+    deepspeed = file.values.get("deepspeed")
+    if not deepspeed:
+        return f"fsdp{fsdp['version']}" if fsdp else "none"
+    if fsdp:
+        raise RecipeError(f"{file.source}: deepspeed and fsdp_config are two engines: leave one out")
+    if not isinstance(deepspeed, str):
         raise RecipeError(
-            f"{source}: deepspeed holds DeepSpeed's settings themselves, and Accelerate reads them from a file: write "
-            "them to a JSON file, and name it there"
+            f"{file.source}: deepspeed holds DeepSpeed's settings themselves, and Accelerate reads them from a file: "
+            "write them to a JSON file, and name it there"
         )
-    if values.get("deepspeed"):
-        return "deepspeed"
-    return f"fsdp{fsdp['version']}" if fsdp else "none"
+    return "deepspeed"
 
 
-def _product_of_sizes(values: Mapping[str, Any], source: str) -> int | None:
-    """The processes that a mesh of given sizes has."""
-    sizes = [_size(values, key, source) for key in _PARALLELISM]
-    return torch.Size(sizes).numel() if max(sizes) > 1 else None
-
-
-def _size(values: Mapping[str, Any], key: str, source: str) -> int:
-    return 1 if values.get(key) is None else value_of(f"{source}: {key}", whole_number(1), values[key])
-
-
-def _processes_here(parallel: Parallel) -> int | None:
-    """Axolotl starts one for each GPU. None: an engine for several, and no GPU here to count."""
-    gpus = torch.cuda.device_count()
-    return gpus or (1 if parallel == "none" else None)
-
-
-def _engine(values: Mapping[str, Any], parallel: Parallel, fsdp: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Accelerate's keys for the engine."""
-    common = {"compute_environment": "LOCAL_MACHINE", "num_machines": 1, "machine_rank": 0, "use_cpu": False}
+def _engine(file: ConfigFile, parallel: Parallel, fsdp: Mapping[str, Any]) -> dict[str, Any]:
+    """Return Accelerate's keys for the engine."""
+    keys = {"compute_environment": "LOCAL_MACHINE", "num_machines": 1, "machine_rank": 0, "use_cpu": False}
     if parallel == "deepspeed":
-        return {
-            **common,
-            "distributed_type": "DEEPSPEED",
-            "deepspeed_config": {"deepspeed_config_file": values["deepspeed"]},
-        }
+        block = {"deepspeed_config_file": file.values["deepspeed"]}
+        return {**keys, "distributed_type": "DEEPSPEED", "deepspeed_config": block}
     if fsdp:
         # the launcher's own default is to load efficiently; Axolotl's is not
-        written = {"fsdp_cpu_ram_efficient_loading": False, **{f"fsdp_{key}": value for key, value in fsdp.items()}}
-        return {**common, "distributed_type": "FSDP", "fsdp_config": written}
-    return {**common, "distributed_type": "MULTI_GPU" if parallel == "ddp" else "NO"}
+        block = {"fsdp_cpu_ram_efficient_loading": False, **{f"fsdp_{key}": value for key, value in fsdp.items()}}
+        return {**keys, "distributed_type": "FSDP", "fsdp_config": block}
+    return {**keys, "distributed_type": "MULTI_GPU" if parallel == "ddp" else "NO"}
 
 
-def _dynamo(values: Mapping[str, Any], source: str) -> dict[str, Any]:
-    from accelerate.utils.dataclasses import DynamoBackend
-
-    names = [each.value for each in DynamoBackend if each.value != "NO"]
-    backend = values.get("torch_compile_backend") or "INDUCTOR"
-    mode = values.get("torch_compile_mode")
-    return {
-        "dynamo_backend": value_of(f"{source}: torch_compile_backend", one_of(*names), backend),
-        **({"dynamo_mode": value_of(f"{source}: torch_compile_mode", _MODES, mode)} if mode else {}),
-    }
-
-
-def _parallelism(values: Mapping[str, Any], source: str, notes: list[str]) -> dict[str, Any]:
-    if _size(values, "expert_parallel_size", source) > 1:
-        notes.append("expert_parallel_size is left out: Accelerate has no expert parallelism")
-    sizes = {key: _size(values, key, source) for key in _PARALLELISM}
-    if max(sizes.values()) == 1:
+def _dynamo(file: ConfigFile) -> dict[str, Any]:
+    if not _is_on(file, "torch_compile", "auto"):
         return {}
-    return {"parallelism_config": {_PARALLELISM[key]: size for key, size in sizes.items()}}
+    backend = file.parsed("torch_compile_backend", _COMPILERS, file.values.get("torch_compile_backend") or "INDUCTOR")
+    mode = file.get("torch_compile_mode", _COMPILE_MODES) if file.values.get("torch_compile_mode") else None
+    return {"dynamo_backend": backend, **({"dynamo_mode": mode} if mode else {})}
 
 
-# what surrounds FP8
-
-
-def _surroundings(values: Mapping[str, Any], fsdp: Mapping, parallel: Parallel, source: str) -> dict[str, Any]:
-    checkpointing = _is_on(values, "gradient_checkpointing", source, "offload", "offload_disk")
-    quantized = any(_is_on(values, key, source) for key in ("load_in_4bit", "load_in_8bit"))
-    length = values.get("sequence_len")
-    file = values.get("deepspeed")
+def _surroundings(file: ConfigFile, fsdp: Mapping[str, Any], parallel: Parallel) -> dict[str, Any]:
+    """Return what `validate` wants to know about what surrounds FP8."""
+    flags = (name for key, name in _ATTENTION_FLAGS.items() if _is_on(file, key))
+    attention = file.values.get("attn_implementation")
+    checkpointing = _is_on(file, "gradient_checkpointing", "offload", "offload_disk")
     return {
         "activation_checkpointing": checkpointing or fsdp.get("activation_checkpointing", False),
-        "attention": _attention(values, source),
-        "sequence_length": None if length is None else value_of(f"{source}: sequence_len", whole_number(1), length),
-        "optimizer": values.get("optimizer"),
+        "attention": str(attention) if attention else next(flags, None),
+        "sequence_length": file.get("sequence_len", whole_number(1)),
+        "optimizer": file.values.get("optimizer"),
         "cpu_ram_efficient_loading": fsdp.get("cpu_ram_efficient_loading", False) if fsdp else None,
-        "zero_stage": zero_stage(file, source) if parallel == "deepspeed" else None,
-        "tensor_parallel": _size(values, "tensor_parallel_size", source),
-        "quantized_base": quantized,
+        "zero_stage": file.zero_stage(file.values["deepspeed"]) if parallel == "deepspeed" else None,
+        "tensor_parallel": file.get("tensor_parallel_size", whole_number(1), 1),
+        "quantized_base": any(_is_on(file, key) for key in ("load_in_4bit", "load_in_8bit")),
     }
-
-
-def _attention(values: Mapping[str, Any], source: str) -> str | None:
-    if values.get("attn_implementation"):
-        return str(values["attn_implementation"])
-    return next((name for key, name in _ATTENTION_FLAGS.items() if _is_on(values, key, source)), None)
-
-
-def _note(config: TrainingConfig, values: Mapping[str, Any]) -> None:
-    if values.get("torch_compile") == "auto":
-        config.notes.append("torch_compile: auto is written as true: it is on from torch 2.5.1")
-    if config.parallel == "deepspeed":
-        config.notes.append(DEEPSPEED_PRECISION)
-    if config.processes is None:
-        config.notes.append("the file does not say how many processes train: give --num_processes N here or to launch")
-    elif config.parallel == "none":
-        config.notes.append("one process: Axolotl starts one for each GPU; for DDP say --num_processes N")

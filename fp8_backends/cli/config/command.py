@@ -5,16 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..paragraphs import paragraph
+import yaml
 
-if TYPE_CHECKING:
-    from ...training.validators import Finding
-    from .training_config import TrainingConfig
-
-SUMMARY = "what a configuration file of Accelerate or Axolotl means, checked, and written for Accelerate"
+from ...compute import registry
+from ...errors import FP8BackendError, RecipeError
+from ...recipes.handlers import FP8RecipeKwargs
+from ...training.validators import Finding
+from ..terminal import paragraphs
+from . import read
+from .training_config import TrainingConfig, given_fields
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,24 +26,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "validator on it, and writes an Accelerate YAML that means the same. Without --output that YAML goes to "
         "standard output and the explanations to standard error."
     )
-    parser.add_argument("file", metavar="FILE", help="the configuration file")
-    parser.add_argument("--from", dest="system", choices=("accelerate", "axolotl"), help="whose it is, if not told")
-    parser.add_argument("--output", "-o", metavar="FILE", help="where the Accelerate YAML goes")
-    parser.add_argument("--backend", metavar="STRING", help="write this backend in place of the file's")
-    parser.add_argument(
-        "--num_processes", "--num-processes", type=int, metavar="N", help="how many will train, over all machines"
-    )
-    parser.add_argument("--chip", metavar="CHIP", help="check for this chip and new libraries, such as hopper")
-    parser.add_argument(
-        "--check", action="store_true", help="write nothing and exit with 1 where a validator finds an error"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON in place of explanations and YAML")
+    add = parser.add_argument
+    add("file", metavar="FILE", help="the configuration file")
+    add("--from", dest="system", choices=("accelerate", "axolotl"), help="whose it is, if not told")
+    add("--output", "-o", metavar="FILE", help="where the Accelerate YAML goes")
+    add("--backend", metavar="STRING", help="write this backend in place of the file's")
+    add("--num_processes", "--num-processes", type=int, metavar="N", help="how many will train, over all machines")
+    add("--chip", metavar="CHIP", help="check for this chip and new libraries, such as hopper")
+    add("--check", action="store_true", help="write nothing and exit with 1 where a validator finds an error")
+    add("--json", action="store_true", help="print JSON in place of explanations and YAML")
 
 
 def run(args: argparse.Namespace) -> int:
-    from ...errors import RecipeError
-    from .reading import read
-
     if args.num_processes is not None and args.num_processes < 1:
         raise RecipeError(f"--num_processes {args.num_processes}: at least 1 is wanted")
     config = read(args.file, args.system, args.num_processes)
@@ -54,122 +51,84 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(explained(config, findings), file=sys.stdout if args.output else sys.stderr)
     if written is not None:
-        _write(written, args)
+        text = yaml.safe_dump(written, sort_keys=False)
+        if args.output:
+            _write(args.output, text)
+        if not args.json:
+            launch = f"train with it: fp8-backends launch --config_file {args.output} SCRIPT"
+            print(f"\nwritten: {args.output}; {launch}" if args.output else text.rstrip("\n"))
     return int(refused)
 
 
-def _write(written: dict[str, Any], args: argparse.Namespace) -> None:
-    import yaml
-
-    from ...errors import FP8BackendError
-
-    text = yaml.safe_dump(written, sort_keys=False)
-    if args.output:
-        try:
-            with open(args.output, "w", encoding="utf-8") as file:
-                file.write(text)
-        except OSError as error:
-            raise FP8BackendError(f"--output {args.output}: {error.strerror or error}") from None
-    if args.json:
-        return
-    print(
-        f"\nwritten: {args.output}; train with it: fp8-backends launch --config_file {args.output} SCRIPT"
-        if args.output
-        else text.rstrip("\n")
-    )
+def _write(path: str, text: str) -> None:
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise FP8BackendError(f"--output {path}: {error.strerror or error}") from None
 
 
 def as_json(config: TrainingConfig, findings: list[Finding], written: dict[str, Any] | None) -> dict[str, Any]:
-    """Everything as plain values; `accelerate` is None where --check refuses to write it."""
+    """Return everything as plain values; `accelerate` is None where --check refuses to write it."""
     recipe = config.recipe
+    same = ("mixed_precision", "parallel", "processes", "compiled", "surroundings", "notes", "passed_over")
     return {
         "file": config.source,
         "from": config.system,
-        "mixed_precision": config.mixed_precision,
         "backend": recipe and recipe.name,
-        "fields": _fields(config),
-        "parallel": config.parallel,
-        "processes": config.processes,
-        "compiled": config.compiled,
-        "surroundings": config.surroundings,
-        "notes": config.notes,
-        "passed_over": config.passed_over,
+        "fields": {} if recipe is None else given_fields(recipe),
+        **{name: getattr(config, name) for name in same},
         "findings": [asdict(finding) for finding in findings],
         "accelerate": written,
     }
 
 
-def _fields(config: TrainingConfig) -> dict[str, Any]:
-    from .training_config import given_fields
+# As text
 
-    return {} if config.recipe is None else given_fields(config.recipe)
-
-
-_ENGINES = {
-    "none": "none",
-    "ddp": "DDP",
-    "fsdp1": "FSDP1",
-    "fsdp2": "FSDP2",
-    "deepspeed": "DeepSpeed",
-    "megatron": "Megatron-LM",
-    "tpu": "TPU",
-}
+_ENGINES = {"ddp": "DDP", "fsdp1": "FSDP1", "fsdp2": "FSDP2", "deepspeed": "DeepSpeed", "megatron": "Megatron-LM"}
+_ENGINES |= {"tpu": "TPU", "none": "none"}
 _COMPILED = {"none": "no", "full": "the whole model", "regional": "the repeated blocks"}
+_OPTIONS = {
+    "zero_stage": "ZeRO stage {}",
+    "cpu_ram_efficient_loading": "efficient loading",
+    "activation_checkpointing": "activation checkpointing",
+}
+"""Options of the engine that matter for FP8."""
 
 
 def explained(config: TrainingConfig, findings: list[Finding]) -> str:
-    """What the file means, and what is to know about it."""
-    lines = [f"{config.source} ({config.system.capitalize()}) means:", ""]
-    for label, text in _meaning(config):
-        lines += paragraph(label, text, 10)
-    for note in config.notes:
-        lines += paragraph("note", note, 10)
-    lines.append("")
+    """Say what the file means, and what is to know about it."""
+    meaning = paragraphs([*_meaning(config), *(("note", note) for note in config.notes)], 10)
+    rows = []
     for finding in findings:
-        lines += paragraph(finding.severity, f"{finding.reason} [{finding.rule}]", 10)
-        lines += paragraph("", f"fix: {finding.fix}", 10)
-    if not findings:
-        nothing = "FP8 is off: nothing to check" if config.recipe is None else "no validator found anything"
-        lines.append(nothing)
-    return "\n".join(lines)
+        rows += [(finding.severity, f"{finding.reason} [{finding.rule}]"), ("", f"fix: {finding.fix}")]
+    nothing = "FP8 is off: nothing to check" if config.recipe is None else "no validator found anything"
+    return (
+        f"{config.source} ({config.system.capitalize()}) means:\n\n{meaning}\n\n"
+        f"{paragraphs(rows, 10) if rows else nothing}"
+    )
 
 
-def _meaning(config: TrainingConfig) -> list[tuple[str, str]]:
+def _meaning(config: TrainingConfig) -> Iterator[tuple[str, str]]:
     recipe = config.recipe
-    said = []
     if recipe is None:
-        said.append(("backend", f"none: mixed precision is {config.mixed_precision}; --backend STRING writes one"))
+        yield "backend", f"none: mixed precision is {config.mixed_precision}; --backend STRING writes one"
+        yield "precision", config.mixed_precision
     else:
-        said.append(("backend", _backend(config)))
-        fields = ", ".join(f"{name}={value!r}" for name, value in _fields(config).items())
-        said.append(("fields", fields or "none beyond the backend's defaults"))
-    around = "" if recipe is None else f", {recipe.autocast_dtype} around it"
-    said.append(("precision", config.mixed_precision + around))
-    said.append(("sharding", _ENGINES[config.parallel] + _options(config)))
-    said.append(("processes", "not said" if config.processes is None else str(config.processes)))
-    said.append(("compiled", _COMPILED[config.compiled]))
+        fields = ", ".join(f"{name}={value!r}" for name, value in given_fields(recipe).items())
+        yield "backend", _backend(config)
+        yield "fields", fields or "none beyond the backend's defaults"
+        yield "precision", f"{config.mixed_precision}, {recipe.autocast_dtype} around it"
+    options = [_OPTIONS[key].format(value) for key, value in config.surroundings.items() if key in _OPTIONS and value]
+    yield "sharding", ", ".join([_ENGINES[config.parallel], *options])
+    yield "processes", "not said" if config.processes is None else str(config.processes)
+    yield "compiled", _COMPILED[config.compiled]
     if config.passed_over:
-        said.append(("passed by", f"{len(config.passed_over)} keys that say nothing about these"))
-    return said
+        yield "passed by", f"{len(config.passed_over)} keys that say nothing about these"
 
 
 def _backend(config: TrainingConfig) -> str:
-    from ...compute import registry
-    from ...recipes.handlers import FP8RecipeKwargs
-
-    name = config.recipe.name
-    if name != "auto":
-        return name
-    here = FP8RecipeKwargs(**{**config.fields, "backend": registry.auto_backend()})
-    return f"auto, which is {here.name} on this machine"
-
-
-def _options(config: TrainingConfig) -> str:
-    """What of the engine's options matters for FP8."""
-    names = {
-        "zero_stage": "ZeRO stage {}",
-        "cpu_ram_efficient_loading": "efficient loading",
-        "activation_checkpointing": "activation checkpointing",
-    }
-    found = [names[key].format(value) for key, value in config.surroundings.items() if key in names and value]
-    return "".join(f", {each}" for each in found)
+    if config.recipe.name != "auto":
+        return config.recipe.name
+    on_this_machine = FP8RecipeKwargs(**{**config.fields, "backend": registry.auto_backend()})
+    return f"auto, which is {on_this_machine.name} on this machine"

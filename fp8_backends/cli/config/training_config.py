@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import yaml
+
 from ...compute.fields import closest
 from ...errors import RecipeError
 from ...recipes.handlers import FP8RecipeKwargs, Recipe, resolve, settings_of
@@ -37,7 +39,7 @@ class TrainingConfig:
     """Fields of `FP8RecipeKwargs`; read only where FP8 is on."""
     parallel: Parallel = "none"
     processes: int | None = None
-    """All of them, over all machines. None: the file does not say."""
+    """Processes that train, over all machines; None where the file does not say."""
     compiled: Compiled = "none"
     surroundings: dict[str, Any] = field(default_factory=dict)
     """Further arguments of `validate` that the file gives."""
@@ -50,7 +52,7 @@ class TrainingConfig:
 
     @property
     def recipe(self) -> Recipe | None:
-        """The recipe as it was asked for: `auto` stays `auto`. None where FP8 is off. Raises `RecipeError`."""
+        """The recipe as it was asked for (`auto` stays `auto`), or None where FP8 is off. Raises `RecipeError`."""
         if self.mixed_precision != "fp8":
             return None
         try:
@@ -73,7 +75,7 @@ class TrainingConfig:
         self.mixed_precision, self.fields = "fp8", kept
 
     def findings(self, chip: str | None = None) -> list[Finding]:
-        """What is known to go wrong with it on this machine, or on one with that chip. Nothing where FP8 is off."""
+        """List what is known to go wrong on this machine, or on one with that chip. Nothing where FP8 is off."""
         if self.recipe is None:
             return []
         return validate(
@@ -86,7 +88,7 @@ class TrainingConfig:
         )
 
     def for_accelerate(self) -> dict[str, Any]:
-        """A configuration for `accelerate launch` and `fp8-backends launch`, as plain values for YAML."""
+        """Return a configuration for `accelerate launch` and `fp8-backends launch`, as plain values for YAML."""
         written = {**self.accelerate}
         if self.recipe is not None:
             written["fp8_config"] = yaml_fields(self.recipe)
@@ -96,13 +98,13 @@ class TrainingConfig:
 
 
 def given_fields(recipe: Recipe) -> dict[str, Any]:
-    """The fields beside its name in which a recipe differs from its backend's defaults."""
+    """Return the fields beside its name in which a recipe differs from its backend's defaults."""
     given = recipe.to_kwargs().items()
     return {name: value for name, value in given if name not in _NAMING and not _is_default(recipe, name, value)}
 
 
 def yaml_fields(recipe: Recipe) -> dict[str, Any]:
-    """The `fp8_config` block that means this recipe, by whichever launcher reads it."""
+    """Return the `fp8_config` block that means this recipe, by whichever launcher reads it."""
     fields = {_KEYS.get(name, name): value for name, value in given_fields(recipe).items()}
     plain = {key: list(value) if isinstance(value, tuple) else value for key, value in fields.items()}
     return {"backend": recipe.name, **plain}
@@ -118,13 +120,55 @@ def _is_default(recipe: Recipe, name: str, value: Any) -> bool:
     return value == settings_of(recipe.compute)[name].default_for(recipe.scaling)
 
 
-# for the readers of each system
+# For the readers of each system
+
+
+class ConfigFile:
+    """The keys of a configuration file, or of a block in it, read one by one. Errors name the file and the key."""
+
+    def __init__(self, values: Mapping[str, Any], source: str, block: str = "") -> None:
+        self.values, self.source = values, source
+        self.name = f"{source}: {block}" if block else source
+        self._prefix = f"{self.name}." if block else f"{source}: "
+
+    def get(self, key: str, parse: Callable[[Any], Any], default: Any = None) -> Any:
+        """Return the parsed value, or the default where the key is not set. Raises `RecipeError`."""
+        value = self.values.get(key)
+        return default if value is None else self.parsed(key, parse, value)
+
+    def parsed(self, key: str, parse: Callable[[Any], Any], value: Any) -> Any:
+        """Return this value of a key as `parse` reads it. Raises `RecipeError`."""
+        try:
+            return parse(value)
+        except ValueError as error:
+            raise RecipeError(f"{self._prefix}{key}={value!r} {error}") from None
+
+    def block(self, key: str) -> ConfigFile:
+        """Return a block of keys, empty where there is none. Raises `RecipeError` for anything else."""
+        values = self.values.get(key) or {}
+        if not isinstance(values, Mapping):
+            raise RecipeError(f"{self._prefix}{key} must be a block of keys, not {values!r}")
+        return ConfigFile({str(name): value for name, value in values.items()}, self.source, key)
+
+    def refuse_unknown(self, known: Iterable[str], prefix: str = "") -> None:
+        """Raise `RecipeError` that names every key, of those with this prefix, that is not known, each with the nearest
+        that is."""
+        known = list(known)
+        keys = [key for key in self.values if key.lower().startswith(prefix)]
+        if unknown := [f"{key}{closest(key, known)}" for key in keys if key not in known]:
+            raise RecipeError(f"{self.name}: not known: {', '.join(unknown)}")
+
+    def zero_stage(self, path: str) -> int | None:
+        """Return the ZeRO stage in a DeepSpeed configuration, which is looked for from here and beside this file; None
+        where it does not tell."""
+        places = (path, os.path.join(os.path.dirname(self.source), path))
+        path = next((place for place in places if os.path.isfile(place)), None)
+        stage = path and ConfigFile(parsed_file(path), path).block("zero_optimization").values.get("stage")
+        return stage if isinstance(stage, int) else None
 
 
 def parsed_file(path: str) -> dict[str, Any]:
-    """The keys of a YAML or JSON file. Raises `RecipeError` that names it."""
-    import yaml
-
+    """Return the keys of a YAML or JSON file. Raises `RecipeError` that names it."""
     kind, load = ("JSON", json.load) if path.endswith(".json") else ("YAML", yaml.safe_load)
     try:
         with open(path, encoding="utf-8") as file:
@@ -136,34 +180,3 @@ def parsed_file(path: str) -> dict[str, Any]:
     if not isinstance(values, Mapping):
         raise RecipeError(f"{path} holds no keys: a configuration file of Accelerate or Axolotl is wanted")
     return {str(key): value for key, value in values.items()}
-
-
-def value_of(place: str, parse: Callable[[Any], Any], value: Any) -> Any:
-    """A parsed value. Raises `RecipeError` that names the place."""
-    try:
-        return parse(value)
-    except ValueError as error:
-        raise RecipeError(f"{place}={value!r} {error}") from None
-
-
-def refuse_unknown(place: str, keys: Iterable[str], known: Iterable[str]) -> None:
-    """Raise `RecipeError` that names every key that is not known, each with the nearest that is."""
-    known = list(known)
-    if unknown := [f"{key}{closest(key, known)}" for key in keys if key not in known]:
-        raise RecipeError(f"{place}: not known: {', '.join(unknown)}")
-
-
-def block(values: Mapping[str, Any], key: str, source: str) -> dict[str, Any]:
-    """A block of keys, empty where there is none."""
-    found = values.get(key) or {}
-    if not isinstance(found, Mapping):
-        raise RecipeError(f"{source}: {key} must be a block of keys, not {found!r}")
-    return {str(name): value for name, value in found.items()}
-
-
-def zero_stage(config_file: str, source: str) -> int | None:
-    """The ZeRO stage in a DeepSpeed configuration, looked for from here and beside `source`. None: it does not tell."""
-    places = (config_file, os.path.join(os.path.dirname(source), config_file))
-    path = next((path for path in places if os.path.isfile(path)), None)
-    stage = None if path is None else block(parsed_file(path), "zero_optimization", path).get("stage")
-    return stage if isinstance(stage, int) else None

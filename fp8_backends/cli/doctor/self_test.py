@@ -1,4 +1,4 @@
-"""Does FP8 really train here? One small training step of each backend beside a plain one, in a process of its own.
+"""Tests whether FP8 really trains here: a small training step of each backend beside a plain one, in another process.
 
 The plain step is in bf16, or on a CPU without bf16 products in FP32, and so is what surrounds FP8. A test of a backend
 proves four things: every converted layer made all three products in FP8 (`audit`), the loss and all gradients are those
@@ -22,7 +22,18 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import IO, Any
+from pathlib import Path
+from typing import IO
+
+import torch
+from torch import nn
+
+from ...compute import hardware
+from ...numerics.scaled_tensor import ScaledTensor
+from ...recipes.handlers import Recipe, resolve
+from ...recipes.precision_plan import plan
+from ...training.auditing import Audit, audit, incomplete_layers
+from ...training.preparation import prepare
 
 LOSS_BOUND = 0.05
 GRADIENT_BOUND = 0.25
@@ -31,7 +42,7 @@ GRADIENT_BOUND = 0.25
 0.12, half of the bound, and the loss, an average over a thousand outputs, by less than 0.01. Wrong codes or scales err
 by 1."""
 BYTES_BOUND = 0.02
-"""By so many bytes an element may be more than the plan: one scale a tensor."""
+"""Bytes that an element may have more than the plan says: one scale a tensor."""
 
 STARTS_WITHIN = 90.0
 """Seconds for the process to import what it needs."""
@@ -49,9 +60,9 @@ class SelfTest:
     backend: str
     proven: bool
     reason: str
-    """Why not; or what was proven."""
+    """Why it is not proven; empty where it is."""
     precision: str = ""
-    """Of the plain step, and of what surrounds FP8: "bf16" or "fp32"."""
+    """The precision of the plain step and of what surrounds FP8: "bf16" or "fp32"."""
     loss_error: float | None = None
     """|loss - plain loss| / |plain loss|."""
     gradient_error: float | None = None
@@ -72,7 +83,7 @@ def run(backends: Sequence[str]) -> list[SelfTest]:
 
 
 def _run_in_process(backends: list[str]) -> list[SelfTest]:
-    """The results up to the first test that the process did not survive; at least one."""
+    """Return the results up to the first test that the process did not survive; at least one."""
     command = [sys.executable, "-m", __name__, *backends]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=_environment(), start_new_session=True
@@ -81,20 +92,23 @@ def _run_in_process(backends: list[str]) -> list[SelfTest]:
     errors: list[str] = []
     threading.Thread(target=_read, args=(process.stdout, lines), daemon=True).start()
     threading.Thread(target=lambda: errors.extend(process.stderr), daemon=True).start()
-    results, limit, now = [], STARTS_WITHIN, backends[0]
+    results, limit = [], STARTS_WITHIN
     try:
-        while len(results) < len(backends):
-            now = backends[len(results)]
+        for backend in backends:
             line = lines.get(timeout=limit)
             if line is None:
                 process.wait()
-                return [*results, SelfTest(now, False, _death(process.returncode, errors))]
+                return [*results, SelfTest(backend, False, _death(process.returncode, errors))]
             results.append(SelfTest(**json.loads(line)))
             limit = ENDS_WITHIN
     except queue.Empty:
-        return [*results, SelfTest(now, False, f"the test did not end within {limit:.0f} seconds")]
+        return [*results, SelfTest(backend, False, f"the test did not end within {limit:.0f} seconds")]
     finally:
-        _end(process)
+        if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # with what it may have started, in its own session
+        process.wait()
+        process.stdout.close()
     return results
 
 
@@ -108,27 +122,15 @@ def _read(stream: IO[str], lines: queue.Queue) -> None:
 def _death(code: int, errors: list[str]) -> str:
     if code < 0:
         return f"the test ended its process with {signal.Signals(-code).name}"
-    said = [line.strip() for line in errors if line.strip()]
-    return f"the test ended its process with code {code}: {said[-1] if said else 'no message'}"
-
-
-def _end(process: subprocess.Popen) -> None:
-    """The process and what it may have started; it has a session of its own."""
-    if process.poll() is None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    process.stdout.close()
+    last_line = next((line.strip() for line in reversed(errors) if line.strip()), "no message")
+    return f"the test ended its process with code {code}: {last_line}"
 
 
 def _environment() -> dict[str, str]:
-    """Of the test's process: this one's, but for what would make it a rank or ask for FP8 by itself."""
-    import fp8_backends
-
+    """Return this process's environment without what would make the test a rank or ask for FP8 by itself."""
     dropped = ("ACCELERATE_", "FP8_BACKENDS_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_")
     kept = {name: value for name, value in os.environ.items() if not name.upper().startswith(dropped)}
-    package = os.path.dirname(os.path.dirname(os.path.abspath(fp8_backends.__file__)))
-    path = os.pathsep.join(filter(None, (package, kept.get("PYTHONPATH"))))
+    path = os.pathsep.join(filter(None, (str(Path(__file__).resolve().parents[3]), kept.get("PYTHONPATH"))))
     return kept | {"PYTHONPATH": path, "FP8_BACKENDS_DISABLE": "1"}
 
 
@@ -143,26 +145,21 @@ def main(backends: Sequence[str]) -> None:
 
 
 def test(backend: str) -> SelfTest:
-    """One backend, in this process."""
+    """Test one backend in this process."""
     start = time.perf_counter()
     try:
-        found = _test(backend)
+        result = _test(backend)
     except Exception as error:  # whatever a library raises is what there is to say of it
-        said = (str(error).strip().splitlines() or [""])[0]
-        found = SelfTest(backend, False, f"{type(error).__name__}: {said}")
-    found.seconds = time.perf_counter() - start
-    return found
+        first_line = (str(error).strip().splitlines() or [""])[0]
+        result = SelfTest(backend, False, f"{type(error).__name__}: {first_line}")
+    result.seconds = time.perf_counter() - start
+    return result
 
 
 def _test(backend: str) -> SelfTest:
-    from ...compute import hardware
-    from ...recipes import handlers as recipes
-    from ...training import preparation
-    from ...training.auditing import audit
-
-    recipe = recipes.resolve(backend)
+    recipe = resolve(backend)
     expected_loss, expected_gradients = _backward(_model_and_optimizer()[0])
-    model, optimizer = preparation.prepare(*_model_and_optimizer(), recipe)
+    model, optimizer = prepare(*_model_and_optimizer(), recipe)
     if recipe.scaling == "delayed":
         _backward(model)  # TransformerEngine's first step has scales of 1, where small gradients vanish
         optimizer.zero_grad()
@@ -170,26 +167,27 @@ def _test(backend: str) -> SelfTest:
     before = [parameter.detach().clone() for parameter in model.parameters()]
     optimizer.step()
     found = audit(model, optimizer)
-    result = SelfTest(backend, True, "", precision=hardware.fast_precision(_device()))
-    result.loss_error = abs(loss - expected_loss) / abs(expected_loss)
-    result.gradient_error = max(map(_error, gradients, expected_gradients))
-    result.products = sum(sum(counts.values()) for counts in found.products.values())
-    result.engine = ", ".join(sorted(set(found.engine.values())))
-    result.bytes_per_element = found.bytes_per_element["total"]
-    moved = all(bool((p.detach() != old).any()) for p, old in zip(model.parameters(), before, strict=True))
-    faults = [
-        *_faults(result, found, recipe),
-        *([] if moved else ["a weight did not move in the optimizer's step"]),
-    ]
+    pairs = zip(gradients, expected_gradients, strict=True)
+    result = SelfTest(
+        backend,
+        True,
+        "",
+        precision=hardware.fast_precision(_device()),
+        loss_error=abs(loss - expected_loss) / abs(expected_loss),
+        gradient_error=max(((mine - plain).norm() / plain.norm()).item() for mine, plain in pairs),
+        products=sum(sum(counts.values()) for counts in found.products.values()),
+        engine=", ".join(sorted(set(found.engine.values()))),
+        bytes_per_element=found.bytes_per_element["total"],
+    )
+    faults = list(_faults(result, found, recipe))
+    if not all(bool((p.detach() != old).any()) for p, old in zip(model.parameters(), before, strict=True)):
+        faults.append("a weight did not move in the optimizer's step")
     result.proven, result.reason = not faults, "; ".join(faults)
     return result
 
 
-def _faults(result: SelfTest, found: Any, recipe: Any) -> Iterator[str]:
-    """What speaks against the proof. found: the audit."""
-    from ...recipes.precision_plan import plan
-    from ...training.auditing import incomplete_layers
-
+def _faults(result: SelfTest, found: Audit, recipe: Recipe) -> Iterator[str]:
+    """Say what speaks against the proof."""
     for name, missing in incomplete_layers(found, recipe).items():
         yield f"layer {name} made no {' '.join(missing)} in FP8"
     if len(found.products) != _LAYERS:
@@ -205,43 +203,27 @@ def _faults(result: SelfTest, found: Any, recipe: Any) -> Iterator[str]:
         yield f"{result.bytes_per_element:.4g} bytes an element are stored, {promised:g} were promised"
 
 
-def _model_and_optimizer() -> tuple:
-    import torch
+def _device() -> str:
+    return "cuda" if hardware.has_gpu() else "cpu"
 
+
+def _model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    layers = [layer for _ in range(_LAYERS) for layer in (torch.nn.Linear(_WIDTH, _WIDTH), torch.nn.GELU())]
-    model = torch.nn.Sequential(*layers[:-1]).to(_device())
+    layers = [layer for _ in range(_LAYERS) for layer in (nn.Linear(_WIDTH, _WIDTH), nn.GELU())]
+    model = nn.Sequential(*layers[:-1]).to(_device())
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def _backward(model: Any) -> tuple[float, list]:
-    """(loss, the gradients of all parameters as plain values) of one fixed batch, in the precision that is fast."""
-    import torch
-
-    from ...compute import hardware
-
+def _backward(model: nn.Module) -> tuple[float, list[torch.Tensor]]:
+    """Return (loss, the gradients of all parameters as plain values) of one fixed batch, in the fast precision."""
     generator = torch.Generator().manual_seed(1)
     inputs, targets = (torch.randn(_TOKENS, _WIDTH, generator=generator).to(_device()) for _ in range(2))
     inputs.requires_grad_()  # so that the first layer has a gradient to hand on, too
     with hardware.fast_autocast(_device()):
         loss = (model(inputs).float() - targets).square().mean()
     loss.backward()
-    return loss.item(), [_plain(p.grad) for p in model.parameters()]
-
-
-def _plain(tensor: Any) -> Any:
-    tensor = tensor.dequantize() if hasattr(tensor, "dequantize") and hasattr(tensor, "_scale_inv") else tensor
-    return tensor.detach().float().clone()
-
-
-def _error(mine: Any, reference: Any) -> float:
-    return ((mine - reference).norm() / reference.norm()).item()
-
-
-def _device() -> str:
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    gradients = [p.grad.dequantize() if isinstance(p.grad, ScaledTensor) else p.grad for p in model.parameters()]
+    return loss.item(), [gradient.detach().float().clone() for gradient in gradients]
 
 
 if __name__ == "__main__":

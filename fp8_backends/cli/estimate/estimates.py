@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from ...errors import FP8BackendError
-from ...recipes import handlers as recipes
-from ...recipes.handlers import Recipe
+from ...recipes.handlers import Recipe, resolve
 from . import sharded_costs
 from .model_shapes import LONG, SHORT, ModelShape
 from .step_trace import (
@@ -33,9 +32,7 @@ from .step_trace import (
 )
 
 BASELINES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
-"""Without FP8: the dtype of autocast."""
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
-WEIGHT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""The dtype of autocast by its name. As a backend, a name stands for training without FP8."""
 
 USABLE = 0.92
 """Share of a device's memory that tensors can have. The rest is for the CUDA context, libraries' workspaces, and what
@@ -62,7 +59,7 @@ class Workload:
 
 @dataclass
 class Estimate:
-    """Of one backend under one sharding. Bytes are those of one device, of one step."""
+    """What one backend takes under one sharding: bytes of one device, in one step."""
 
     backend: str
     sharding: str
@@ -71,25 +68,25 @@ class Estimate:
     master: float = 0.0
     gradients: float = 0.0
     states: float = 0.0
-    """Of the optimizer."""
+    """The optimizer's states."""
     buffers: float = 0.0
-    """Of the model, FP8's scaling states among them, and DDP's buckets."""
+    """The model's buffers, FP8's scaling states among them, and DDP's buckets."""
     copies: float = 0.0
-    """Of weights, from forward to backward: autocast's, FP8 codes."""
+    """Copies of weights from forward to backward: autocast's, FP8 codes."""
     activations: float = 0.0
-    """From forward to backward."""
+    """What is kept from forward to backward beside them."""
     peak: float = 0.0
     """The highest moment of the step."""
     peak_at: str = ""
     """When that is."""
     sent: float = 0.0
-    """To other devices."""
+    """What goes to other devices."""
     flops_share: float = 0.0
     """FP8 share, 0 to 1, of the FLOPs of weight products."""
     parameters: float = 0.0
     fits: bool | None = None
     largest_parameters: float | None = None
-    """Of a model of this shape, deeper or less deep, that fits."""
+    """Parameters of the largest model of this shape, deeper or less deep, that fits."""
     largest_layers: int | None = None
     largest_batch: int | None = None
     """Sequences of one device that fit; 0: not one."""
@@ -109,12 +106,12 @@ class Estimate:
 def estimate(
     workload: Workload, backends: Iterable[str | Recipe], shardings: Iterable[str] = ("none",)
 ) -> list[Estimate]:
-    """Estimates of each backend under each sharding, in this order. A backend that cannot train this model has the
-    reason in `refused`.
+    """Estimate each backend under each sharding, in this order. A backend that cannot train this model has the reason
+    in `refused`.
 
     Args:
         backends: backend strings and recipes, and "bf16", "fp16" or "fp32" for training without FP8.
-        shardings: of `sharded_costs.SHARDINGS`.
+        shardings: names from `sharded_costs.SHARDINGS`.
 
     Raises:
         RecipeError: an unknown backend.
@@ -123,81 +120,78 @@ def estimate(
     longest = workload.model.longest
     if longest is not None and longest < workload.sequence:
         raise FP8BackendError(f"a sequence of {workload.sequence} tokens exceeds the model's {longest} positions")
-    asked = [(name, _recipe_of(name)) for name in backends]
-    shardings = list(shardings)
-    known: dict[tuple, Growth] = {}
-    found = [_estimate(workload, name, recipe, sharding, known) for sharding in shardings for name, recipe in asked]
+    asked = []
+    for name in backends:
+        baseline = str(name).lower()
+        recipe = None if baseline in BASELINES else resolve(name)
+        asked.append((baseline if recipe is None else recipe.name, recipe))
+    traced: dict[tuple, Growth] = {}
+    found = [_estimate(workload, *each, sharding, traced) for sharding in list(shardings) for each in asked]
     if found and all(each.refused for each in found):
         raise FP8BackendError("; ".join(dict.fromkeys(each.refused for each in found)))
     return found
 
 
-def _recipe_of(name: str | Recipe) -> Recipe | None:
-    return None if str(name).lower() in BASELINES else recipes.resolve(name)
-
-
-def _estimate(workload: Workload, name: str | Recipe, recipe: Recipe | None, sharding: str, known: dict) -> Estimate:
-    """`known`: the traces so far, which shardings share."""
-    found = Estimate(str(name).lower() if recipe is None else recipe.name, sharding, workload.devices)
+def _estimate(workload: Workload, backend: str, recipe: Recipe | None, sharding: str, traced: dict) -> Estimate:
+    """Estimate one backend under one sharding. `traced`: what was traced so far, which shardings share."""
     refused = sharded_costs.refusal(recipe, sharding)
+    found = Estimate(backend, sharding, workload.devices, refused=refused or "")
     if refused is not None:
-        found.refused = refused
         return found
-    key = (found.backend, sharding in sharded_costs.DEEPSPEED, sharding == "fsdp2" and _is_te(recipe))
+    key = (backend, sharding in sharded_costs.DEEPSPEED, sharding == "fsdp2" and _is_te(recipe))
     try:
-        growth = known[key] = known.get(key) or Growth.traced(workload, recipe, sharding, found.backend)
+        growth = traced[key] = traced.get(key) or Growth.traced(workload, recipe, sharding, backend)
     except FP8BackendError as error:
         found.refused = str(error).split("\n")[0]
         return found
 
-    def of_rank(layers: float, batch: float) -> StepTrace:
-        return sharded_costs.of_one_rank(growth.at(layers, batch), sharding, workload.devices, recipe)
+    def on_one_rank(layers: float, batch: float) -> StepTrace:
+        return sharded_costs.on_one_rank(growth.at(layers, batch), sharding, workload.devices, recipe)
 
     if _is_te(recipe):
-        found.notes.append("te: as its native twin, with the second copy of the weights' codes that it keeps")
-    layers = workload.model.layers
-    _fill(found, of_rank(layers, workload.batch))
-    found.sent = sharded_costs.sent_bytes(growth.at(layers, workload.batch), sharding, workload.devices, recipe)
+        found.notes.append("te: as its native equivalent, with the second copy of the weights' codes that it keeps")
+    _fill(found, on_one_rank(workload.model.layers, workload.batch))
+    whole = growth.at(workload.model.layers, workload.batch)
+    found.sent = sharded_costs.sent_bytes(whole, sharding, workload.devices, recipe)
     if workload.memory is not None:
-        _fill_limits(found, workload, growth, of_rank)
+        _fill_limits(found, workload, growth, on_one_rank)
     return found
 
 
 def _fill(found: Estimate, trace: StepTrace) -> None:
-    """What one rank holds."""
+    """Write down what one rank holds."""
     for part in (WEIGHTS, MASTER, STATES, BUFFERS):
         setattr(found, part, trace.resting[part])
     found.gradients = trace.gradients
     found.copies, found.activations = trace.saved[COPIES] + trace.saved[CODES], trace.saved[ACTIVATIONS]
-    found.peak_at, found.peak = _highest(trace)
+    found.peak_at, found.peak = highest(trace)
     found.flops_share = trace.sizes["flops_fp8"] / trace.sizes["flops"]
     found.parameters = trace.sizes["parameters"]
 
 
-def _highest(trace: StepTrace) -> tuple[str, float]:
-    """(region, bytes) of the highest moment."""
+def highest(trace: StepTrace) -> tuple[str, float]:
+    """Return the (region, bytes) of the highest moment."""
     totals = {region: sum(parts.values()) for region, parts in trace.peaks.items()}
     region = max(totals, key=totals.get)
     return region, totals[region]
 
 
-def _fill_limits(found: Estimate, workload: Workload, growth: Growth, of_rank: Callable) -> None:
-    """Whether it fits, and what would."""
-    usable = USABLE * workload.memory
+def _fill_limits(found: Estimate, workload: Workload, growth: Growth, on_one_rank: Callable) -> None:
+    """Write down whether it fits, and what would."""
+    layers, batch = workload.model.layers, workload.batch
 
     def fits(layers: int, batch: int) -> bool:
-        return _highest(of_rank(layers, batch))[1] <= usable
+        return highest(on_one_rank(layers, batch))[1] <= USABLE * workload.memory
 
-    layers, batch = workload.model.layers, workload.batch
     found.fits = fits(layers, batch)
-    found.largest_batch = _largest(lambda n: fits(layers, n))
+    found.largest_batch = _largest(lambda count: fits(layers, count))
     if growth.in_layers:
-        found.largest_layers = _largest(lambda n: fits(n, batch))
+        found.largest_layers = _largest(lambda count: fits(count, batch))
         found.largest_parameters = growth.at(found.largest_layers, batch).sizes["parameters"]
 
 
 def _largest(holds: Callable[[int], bool]) -> int:
-    """The largest number, from 0, up to which `holds` is true."""
+    """Return the largest number, from 0, up to which `holds` is true."""
     if not holds(1):
         return 0
     low, high = 1, 2
@@ -216,10 +210,10 @@ Numbers = dict[tuple[str, ...], float]
 class Growth:
     """How the numbers of a trace grow: base + layers * by_layer + batch * (by_batch + layers * by_both)."""
 
-    base: Numbers
-    by_layer: Numbers
-    by_batch: Numbers
-    by_both: Numbers
+    base: Numbers = field(default_factory=dict)
+    by_layer: Numbers = field(default_factory=dict)
+    by_batch: Numbers = field(default_factory=dict)
+    by_both: Numbers = field(default_factory=dict)
     in_layers: bool = True
     """Whether depth was varied; else the model is taken as it is."""
 
@@ -233,49 +227,42 @@ class Growth:
         )
 
     @classmethod
-    def traced(cls, workload: Workload, recipe: Recipe | None, sharding: str, title: str) -> Growth:
-        """From traces of the model with few layers, where its layers are alike. The batch is varied where a memory is
-        given for it to fit into."""
-        model, batch, varied = workload.model, workload.batch, workload.memory is not None
-        trace = _tracer(workload, recipe, sharding, title)
-        if not model.grows_evenly:
-            whole = trace(model, batch)
-            return cls._of_whole(whole, trace(model, 2 * batch) if varied else whole, batch)
-        short, long = model.with_layers(SHORT), model.with_layers(LONG)
-        first, deeper = trace(short, batch), trace(long, batch)
-        return cls._fitted(first, deeper, trace(short, 2 * batch) if varied else first, batch)
-
-    @classmethod
-    def _of_whole(cls, one: Numbers, two: Numbers, batch: int) -> Growth:
-        slope = {key: (two[key] - one[key]) / batch for key in one}
-        zero = dict.fromkeys(one, 0.0)
-        return cls({key: one[key] - batch * slope[key] for key in one}, zero, slope, zero, in_layers=False)
-
-    @classmethod
-    def _fitted(cls, first: Numbers, deeper: Numbers, wider: Numbers, batch: int) -> Growth:
-        """From (SHORT layers, batch), (LONG layers, batch) and (SHORT layers, 2 * batch).
+    def traced(cls, workload: Workload, recipe: Recipe | None, sharding: str, backend: str) -> Growth:
+        """Trace the model with few layers, where its layers are alike. The batch is varied where a memory is given for
+        it to fit into.
 
         What grows with depth and is no activation does not depend on the batch; an activation that grows with depth is
         proportional to it.
         """
-        growth = cls({}, {}, {}, {})
+        batch, in_layers = workload.batch, workload.model.grows_evenly
+        trace = tracer(workload, recipe, sharding, backend)
+        short = workload.model.with_layers(SHORT) if in_layers else workload.model
+        layers = SHORT if in_layers else 0
+        first = trace(short, batch)
+        deeper = trace(workload.model.with_layers(LONG), batch) if in_layers else first
+        wider = trace(short, 2 * batch) if workload.memory is not None else first
+        growth = cls(in_layers=in_layers)
         for key, value in first.items():
             by_depth = (deeper[key] - value) / (LONG - SHORT)
             by_width = (wider[key] - value) / batch
             both = by_depth / batch if key[-1] == ACTIVATIONS else 0.0
             growth.by_both[key] = both
             growth.by_layer[key] = by_depth - batch * both
-            growth.by_batch[key] = by_width - SHORT * both
-            growth.base[key] = value - SHORT * growth.by_layer[key] - batch * by_width
+            growth.by_batch[key] = by_width - layers * both
+            growth.base[key] = value - layers * growth.by_layer[key] - batch * by_width
         return growth
 
 
-def _tracer(workload: Workload, recipe: Recipe | None, sharding: str, title: str) -> Callable[..., Numbers]:
-    """A function (model, batch) -> the numbers of the trace of its step."""
-    autocast = BASELINES[title] if recipe is None else AUTOCAST[recipe.autocast_dtype]
-    dtype, autocast = sharded_costs.trains_in(sharding, WEIGHT_DTYPES[workload.weights], autocast)
+def tracer(workload: Workload, recipe: Recipe | None, sharding: str, backend: str) -> Callable[..., Numbers]:
+    """Return a function (model, batch) -> the numbers of the trace of its step."""
+    autocast = BASELINES[backend if recipe is None else recipe.autocast_dtype]
+    dtype = torch.float32 if workload.weights == "fp32" else torch.bfloat16
+    if sharding in sharded_costs.DEEPSPEED:  # which holds the model in bf16
+        dtype, autocast = torch.bfloat16, None
+    # TransformerEngine runs on GPUs only: the native equivalent of its recipe stands in its place
+    native = resolve(recipe.name.replace("te:", "native:", 1)) if _is_te(recipe) else recipe
     settings = StepSettings(
-        recipe=_twin(recipe), autocast=autocast, checkpointing=workload.checkpointing, fused=workload.fused
+        recipe=native, autocast=autocast, checkpointing=workload.checkpointing, fused=workload.fused
     )
 
     def trace(model: ModelShape, batch: int) -> Numbers:
@@ -289,31 +276,26 @@ def _tracer(workload: Workload, recipe: Recipe | None, sharding: str, title: str
     return trace
 
 
-def _twin(recipe: Recipe | None) -> Recipe | None:
-    """TransformerEngine runs on GPUs only: the native twin of its recipe in its place."""
-    if not _is_te(recipe):
-        return recipe
-    return recipes.resolve(recipe.name.replace("te:", "native:", 1))
-
-
 def _is_te(recipe: Recipe | None) -> bool:
     return recipe is not None and recipe.compute == "te"
 
 
+_ALL_CODES_LIVE = {
+    "forward", "forward of the last block", "loss", "backward of the head", "backward of the last block",
+}  # fmt: skip
+
+
 def _add_te_codes(trace: StepTrace, recipe: Recipe, sharding: str) -> None:
-    """TransformerEngine keeps a weight's codes from forward to backward twice (as before Blackwell), as they are read
-    by fprop and by dgrad; at O3 the first are the weight. Its native twin keeps them once, or makes them in backward.
-    Under FSDP2 it makes those of gathered plain weights again."""
-    one_scale = recipe.scaling in ("delayed", "dynamic")
-    copies = 1 if recipe.level == "O3" and one_scale else 2
+    """Add the codes of weights that TransformerEngine keeps beside those of its native equivalent.
+
+    It keeps them from forward to backward twice (as before Blackwell), as they are read by fprop and by dgrad; at O3
+    the first are the weight. The native equivalent keeps them once, or makes them in backward. Under FSDP2
+    TransformerEngine makes those of gathered plain weights again.
+    """
+    copies = 1 if recipe.level == "O3" and recipe.scaling in ("delayed", "dynamic") else 2
     if sharding == "fsdp2" and recipe.level == "O0":
         copies = 0
     more = copies * trace.sizes["converted"] - trace.saved[CODES]
     trace.saved[CODES] += more
     for region in _ALL_CODES_LIVE & trace.peaks.keys():
         trace.peaks[region][CODES] += more
-
-
-_ALL_CODES_LIVE = {
-    "forward", "forward of the last block", "loss", "backward of the head", "backward of the last block",
-}  # fmt: skip

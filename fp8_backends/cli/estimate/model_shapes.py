@@ -8,7 +8,7 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -25,9 +25,9 @@ _UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 SHORT, LONG = 2, 3
 """Layers of models that tell how a deeper one grows."""
 LARGE = 1e9
-"""Parameters from which on a generic model has the vocabulary of Llama 3."""
+"""A generic model of so many parameters or more has the vocabulary of Llama 3."""
 ASPECT = 128
-"""Width over depth of a generic model, as of Llama 3 8B (4096 / 32)."""
+"""Width over depth of a generic model, as in Llama 3 8B (4096 / 32)."""
 
 
 @dataclass(eq=False)
@@ -47,7 +47,7 @@ class ModelShape:
         return getattr(self.config, "max_position_embeddings", None)
 
     def with_layers(self, layers: int) -> ModelShape:
-        """The same shape, deeper or less deep."""
+        """Return the same shape, deeper or less deep."""
         config = copy.deepcopy(self.config)
         kinds = getattr(config, "layer_types", None)
         if kinds:
@@ -56,7 +56,7 @@ class ModelShape:
         return ModelShape(self.title, config)
 
     def make_model(self, dtype: torch.dtype) -> nn.Module:
-        """With random weights, on the device that is the default at that time.
+        """Make it with random weights, on the device that is the default at that time.
 
         Raises:
             FP8BackendError: transformers cannot make it from its configuration.
@@ -71,7 +71,7 @@ class ModelShape:
         return {name: torch.zeros(batch, sequence, dtype=torch.long) for name in ("input_ids", "labels")}
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
-        """Its repeated layers, if they are all alike; else none."""
+        """Return its repeated layers, if they are all alike; else none."""
         lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == self.layers]
         largest = max(lists, key=_elements, default=())
         kinds = {tuple((name, p.shape) for name, p in block.named_parameters()) for block in largest}
@@ -96,7 +96,7 @@ class ModelShape:
 
 
 def from_transformers(name: str | Path) -> ModelShape:
-    """From a `config.json`, a folder that holds one, or the name of a model in the local cache. Nothing is fetched.
+    """Read a `config.json`, a folder that holds one, or a model of the local cache by its name. Nothing is fetched.
 
     Raises:
         FP8BackendError: there is none, or transformers cannot read it.
@@ -120,42 +120,75 @@ _NOT_THERE = (
 )
 
 
+class _Llama(NamedTuple):
+    """A Llama of the proportions of Llama 3: an MLP of 3.5 times the width, 8 key and value heads."""
+
+    vocabulary: int
+    hidden: int
+    layers: int = 0
+
+    @property
+    def mlp(self) -> int:
+        return int(3.5 * self.hidden)
+
+    @property
+    def heads(self) -> int:
+        return self.hidden // (128 if self.hidden % 128 == 0 and self.hidden >= 1024 else 64)
+
+    @property
+    def key_value_heads(self) -> int:
+        return next(count for count in (8, 4, 2, 1) if self.heads % count == 0)
+
+    @property
+    def per_layer(self) -> int:
+        key_value = self.key_value_heads * self.hidden // self.heads
+        return self.hidden * (2 * self.hidden + 2 * key_value + 3 * self.mlp + 2)
+
+    def of_size(self, count: float) -> _Llama:
+        """Return the depth that comes nearest to so many parameters."""
+        return self._replace(layers=round((count - 2 * self.vocabulary * self.hidden) / self.per_layer))
+
+    def distance(self, count: float) -> float:
+        """Return how far it is from the count and from the proportions. A percent of parameters weighs as much as a
+        tenth of the proportions."""
+        if self.layers < 1:
+            return float("inf")
+        parameters = self.layers * self.per_layer + 2 * self.vocabulary * self.hidden
+        proportion = self.hidden / self.layers / ASPECT
+        return 10 * abs(parameters / count - 1) + max(proportion, 1 / proportion)
+
+
 def from_parameters(count: float) -> ModelShape:
-    """A Llama of about so many parameters, of the proportions of Llama 3: 128 times as wide as deep, an MLP of 3.5
-    times the width, 8 key and value heads, and a vocabulary of 128256 (32000 below a billion) apart from the head."""
+    """Return a Llama of about so many parameters, 128 times as wide as deep, with a vocabulary of 128256 (32000 below a
+    billion) apart from the head."""
     from transformers import LlamaConfig
 
-    vocabulary = 128256 if count >= LARGE else 32000
-    step = 256 if count >= LARGE else 64
-    widths = range(step, 32 * 1024, step)
-    hidden, layers = min(
-        ((width, _depth(count, width, vocabulary)) for width in widths),
-        key=lambda each: _distance(count, *each, vocabulary),
-    )
-    if layers < 1:
+    vocabulary, step = (128256, 256) if count >= LARGE else (32000, 64)
+    sizes = (_Llama(vocabulary, width).of_size(count) for width in range(step, 32 * 1024, step))
+    llama = min(sizes, key=lambda each: each.distance(count))
+    if llama.layers < 1:
         raise FP8BackendError(f"{count:.3g} parameters are too few for a Llama with {vocabulary} tokens")
-    head = _head(hidden)
     config = LlamaConfig(
         vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=_mlp(hidden),
-        num_hidden_layers=layers,
-        num_attention_heads=hidden // head,
-        num_key_value_heads=_key_value_heads(hidden // head),
+        hidden_size=llama.hidden,
+        intermediate_size=llama.mlp,
+        num_hidden_layers=llama.layers,
+        num_attention_heads=llama.heads,
+        num_key_value_heads=llama.key_value_heads,
         max_position_embeddings=2**20,
         tie_word_embeddings=False,
         use_cache=False,
     )
     shape = ModelShape("", config)
-    title = (
-        f"Llama of {layers} layers, width {hidden}, MLP {_mlp(hidden)}, {vocabulary} tokens "
+    shape.title = (
+        f"Llama of {llama.layers} layers, width {llama.hidden}, MLP {llama.mlp}, {vocabulary} tokens "
         f"({readable_count(shape.parameters)} parameters)"
     )
-    return ModelShape(title, config)
+    return shape
 
 
 def parse_count(text: str) -> float:
-    """A number of parameters such as 8B, 350M or 1.5e9. Raises `FP8BackendError` for anything else."""
+    """Read a number of parameters such as 8B, 350M or 1.5e9. Raises `FP8BackendError` for anything else."""
     found = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([kmbt]?)\s*", text, re.IGNORECASE)
     try:
         count = float(found[1]) * _UNITS.get(found[2].upper(), 1)
@@ -167,7 +200,7 @@ def parse_count(text: str) -> float:
 
 
 def readable_count(count: float) -> str:
-    """8.03e9 -> 8.03 B."""
+    """Write 8.03e9 as 8.03 B."""
     unit = next((unit for unit in "TBMK" if count >= _UNITS[unit]), "")
     return f"{count / _UNITS.get(unit, 1):.3g} {unit}".rstrip()
 
@@ -176,40 +209,8 @@ def _elements(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _mlp(hidden: int) -> int:
-    return int(3.5 * hidden)
-
-
-def _head(hidden: int) -> int:
-    return 128 if hidden % 128 == 0 and hidden >= 1024 else 64
-
-
-def _key_value_heads(heads: int) -> int:
-    return next(n for n in (8, 4, 2, 1) if heads % n == 0)
-
-
-def _per_layer(hidden: int) -> int:
-    head = _head(hidden)
-    key_value = _key_value_heads(hidden // head) * head
-    return 2 * hidden * hidden + 2 * hidden * key_value + 3 * hidden * _mlp(hidden) + 2 * hidden
-
-
-def _depth(count: float, hidden: int, vocabulary: int) -> int:
-    return round((count - 2 * vocabulary * hidden) / _per_layer(hidden))
-
-
-def _distance(count: float, hidden: int, layers: int, vocabulary: int) -> float:
-    """How far a shape is from the count and from the proportions. A percent of parameters weighs as much as a tenth of
-    the proportions."""
-    if layers < 1:
-        return float("inf")
-    found = layers * _per_layer(hidden) + 2 * vocabulary * hidden
-    proportion = hidden / layers / ASPECT
-    return 10 * abs(found / count - 1) + max(proportion, 1 / proportion)
-
-
 def _model_class(config: PretrainedConfig) -> Any:
-    """The class that the configuration names, or one of its type, that trains on tokens.
+    """Return the class that the configuration names, or one of its type, that trains on tokens.
 
     Raises:
         FP8BackendError: there is none.
@@ -233,7 +234,7 @@ _NAMES = (
     "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
     "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
 )
-"""Of transformers' tables from model types to classes."""
+"""Tables of transformers from model types to classes."""
 
 
 def _first_line(error: Exception) -> str:

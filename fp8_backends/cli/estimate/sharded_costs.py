@@ -20,17 +20,13 @@ is gathered or scattered.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
-
-import torch
+from typing import NamedTuple
 
 from ...comm.two_shot import BLOCK
 from ...errors import FP8BackendError
+from ...recipes.handlers import Recipe
 from ...states.levels import WEIGHT
 from .step_trace import BUFFERS, COPIES, GRADIENTS, MASTER, STATES, WEIGHTS, Bytes, StepTrace
-
-if TYPE_CHECKING:
-    from ...recipes.handlers import Recipe
 
 SHARDINGS = ("none", "ddp", "fsdp2", "zero1", "zero2", "zero3")
 DEEPSPEED = ("zero1", "zero2", "zero3")
@@ -48,14 +44,14 @@ GATHERED = 2
 
 
 def refusal(recipe: Recipe | None, sharding: str) -> str | None:
-    """Why a backend does not go with a sharding, or None."""
+    """Return why a backend does not go with a sharding, or None."""
     if sharding in DEEPSPEED and recipe is not None and recipe.level != "O0":
         return f"level {recipe.level} goes with DDP and FSDP2, not with DeepSpeed's ZeRO"
     return None
 
 
-def of_one_rank(trace: StepTrace, sharding: str, ranks: int, recipe: Recipe | None) -> StepTrace:
-    """The same step on one of `ranks` ranks, each of which has the traced batch for itself.
+def on_one_rank(trace: StepTrace, sharding: str, ranks: int, recipe: Recipe | None) -> StepTrace:
+    """Return the same step on one of `ranks` ranks, each of which has the traced batch for itself.
 
     `trace` is of weights in bf16 without autocast for DeepSpeed, and as trained on one device otherwise.
     """
@@ -78,9 +74,9 @@ class _Rank(NamedTuple):
     recipe: Recipe | None
 
     def holds(self, parts: Bytes) -> Bytes:
-        """What of these parts lies on the rank for long."""
-        change = {"ddp": self._ddp, "fsdp2": self._fsdp2}.get(self.sharding, self._deepspeed)
-        return dict(parts) if self.sharding == "none" else change(dict(parts))
+        """Return what of these parts lies on the rank for long."""
+        change = {"none": dict, "ddp": self._ddp, "fsdp2": self._fsdp2}.get(self.sharding, self._deepspeed)
+        return change(dict(parts))
 
     def _ddp(self, parts: Bytes) -> Bytes:
         if self.ranks > 1 and BUFFERS in parts:
@@ -109,21 +105,21 @@ class _Rank(NamedTuple):
         return parts
 
     def holds_in(self, region: str, parts: Bytes) -> Bytes:
-        """The same at a moment of the step, with what lives there only."""
-        sizes, made = self.trace.sizes, self.holds(parts)
+        """Return the same at a moment of the step, with what lives there only."""
+        sizes, held = self.trace.sizes, self.holds(parts)
         if region == "step":
             if self.sharding in DEEPSPEED:
-                made[GRADIENTS] += made[MASTER]  # the gradient of this rank's part, in FP32
-            return made
+                held[GRADIENTS] += held[MASTER]  # the gradient of this rank's part, in FP32
+            return held
         goes_back = region.startswith("backward")
         if self.sharding in ("fsdp2", "zero3"):
-            made[WEIGHTS] += HALF * sizes["outside"] + GATHERED * _block_bytes(self.trace)
-            made[GRADIENTS] += GATHERED * HALF * sizes["block"] if goes_back else 0
+            held[WEIGHTS] += HALF * sizes["outside"] + GATHERED * _block_bytes(self.trace)
+            held[GRADIENTS] += GATHERED * HALF * sizes["block"] if goes_back else 0
         elif self.sharding == "ddp" and self.ranks > 1 and goes_back:
-            made[GRADIENTS] += _in_flight(self.trace, region, self.ranks, self.recipe)
+            held[GRADIENTS] += _in_flight(self.trace, region, self.ranks, self.recipe)
         elif self.sharding == "zero2" and goes_back:
-            made[GRADIENTS] += 2 * HALF * min(ZERO_BUCKET, sizes["trained"])
-        return made
+            held[GRADIENTS] += 2 * HALF * min(ZERO_BUCKET, sizes["trained"])
+        return held
 
 
 def _shares_states_out(recipe: Recipe | None) -> bool:
@@ -131,9 +127,11 @@ def _shares_states_out(recipe: Recipe | None) -> bool:
 
 
 def _in_flight(trace: StepTrace, region: str, ranks: int, recipe: Recipe | None) -> float:
-    """Gradients of scaled weights on their way under DDP: they wait in high precision until a bucket of them is there,
-    and are read from there into messages, or copied for a plain sum. A bucket is full when the first blocks, which
-    backward reaches last, are done, or sooner."""
+    """Return the bytes of gradients of scaled weights that are in flight under DDP.
+
+    They wait in high precision until a bucket of them is there, and are read from there into messages, or copied for a
+    plain sum. A bucket is full when the first blocks, which backward reaches last, are done, or sooner.
+    """
     in_fp32 = SINGLE * trace.sizes["scaled"]
     bucket = min(in_fp32, max(DDP_BUCKET, SINGLE * trace.sizes["largest_scaled"]))
     is_full = region not in ("backward of the head", "backward of the last block")
@@ -146,18 +144,18 @@ def _in_flight(trace: StepTrace, region: str, ranks: int, recipe: Recipe | None)
 
 
 def _comm(recipe: Recipe | None) -> str:
-    """How gradients travel: "fp8" or "plain"."""
+    """Return how gradients travel: "fp8" or "plain"."""
     return "plain" if recipe is None else recipe.gradient_comm or ("plain" if recipe.level == "O0" else "fp8")
 
 
 def _block_bytes(trace: StepTrace) -> float:
-    """Of the largest block's parameters, as FSDP2 gathers them."""
+    """Return the bytes of the largest block's parameters, as FSDP2 gathers them."""
     scaled = trace.sizes["block_scaled"]
     return scaled * _scaled_width(trace) + HALF * (trace.sizes["block"] - scaled)
 
 
 def _scaled_width(trace: StepTrace) -> int:
-    """Bytes of an element of a weight in scaled precision: FP16 at O1 and O2, E4M3 at O3."""
+    """Return the bytes of an element of a weight in scaled precision: FP16 at O1 and O2, E4M3 at O3."""
     return 1 if trace.resting[MASTER] else 2
 
 
@@ -165,7 +163,7 @@ def _scaled_width(trace: StepTrace) -> int:
 
 
 def sent_bytes(trace: StepTrace, sharding: str, ranks: int, recipe: Recipe | None) -> float:
-    """Bytes that a rank sends to others in one step without accumulation. `trace`: on one device."""
+    """Return the bytes that a rank sends to others in one step without accumulation. `trace`: on one device."""
     if ranks == 1 or sharding == "none":
         return 0.0
     sizes, share = trace.sizes, (ranks - 1) / ranks
@@ -191,10 +189,3 @@ def _sent_by_ddp(trace: StepTrace, share: float, comm: str, recipe: Recipe | Non
     gradients = plain + scaled * (FP8_MESSAGE if comm == "fp8" else SINGLE)
     owned = scaled if _shares_states_out(recipe) else 0
     return 2 * share * gradients + share * owned * WEIGHT["O3"].itemsize
-
-
-def trains_in(
-    sharding: str, weights: torch.dtype, autocast: torch.dtype | None
-) -> tuple[torch.dtype, torch.dtype | None]:
-    """(dtype of the weights, autocast) of the step to trace: DeepSpeed holds the model in bf16."""
-    return (torch.bfloat16, None) if sharding in DEEPSPEED else (weights, autocast)

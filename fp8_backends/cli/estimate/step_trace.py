@@ -12,9 +12,10 @@ import types
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from accelerate.utils import convert_outputs_to_fp32
 from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -28,27 +29,25 @@ from torch.utils._pytree import tree_iter
 from ...compute.interface import scaling_buffers
 from ...errors import FP8BackendError
 from ...numerics.scaled_tensor import ScaledTensor
+from ...recipes.handlers import Recipe
 from ...states.adamw import ScaledStates
 from ...training import conversion, preparation
 from ...training.auditing import converted_layers, inner_tensors, stored_bytes
 from ...training.weight_products import FP8
 
-if TYPE_CHECKING:
-    from ...recipes.handlers import Recipe
-
 PARTS = ("weights", "master", "gradients", "states", "buffers", "copies", "codes", "activations")
-"""What memory is for. Of weights, made for the products of one step: `copies` in high precision (autocast's) and
-FP8 `codes`. `activations`: everything else that a step makes, temporary results included."""
+"""What memory is for. `copies` of weights in high precision (autocast's) and FP8 `codes` of weights are made for the
+products of one step. `activations`: everything else that a step makes, temporary results included."""
 WEIGHTS, MASTER, GRADIENTS, STATES, BUFFERS, COPIES, CODES, ACTIVATIONS = PARTS
 
-_OF_WEIGHTS = frozenset((WEIGHTS, MASTER, BUFFERS, COPIES, CODES))
+_WEIGHT_PARTS = frozenset((WEIGHTS, MASTER, BUFFERS, COPIES, CODES))
 _PLAIN_TYPES = frozenset((torch.Tensor, FakeTensor, nn.Parameter))
 
 MOST_ANSWERS = 20_000
-"""Of one trace to code that reads numbers from tensors: more is a loop that waits for a value."""
+"""Answers of one trace to code that reads numbers from tensors: more is a loop that waits for a value."""
 
 Bytes = dict[str, float]
-"""By part."""
+"""Bytes of each part."""
 
 
 class Storage(NamedTuple):
@@ -75,7 +74,7 @@ class MemoryTracker(TorchDispatchMode):
         self._answers = 0
 
     def enter(self, region: str) -> None:
-        """From now on moments belong to this region; one that is entered again goes on."""
+        """Count moments from now on in this region; one that is entered again goes on."""
         self.region = region
         self._note_peak()
 
@@ -84,7 +83,7 @@ class MemoryTracker(TorchDispatchMode):
         self._peak_totals.clear()
 
     def assign(self, tensor: torch.Tensor, part: str) -> None:
-        """What a tensor stores is of this part."""
+        """Note that what a tensor stores is of this part."""
         for inner in inner_tensors(tensor):
             key = inner.untyped_storage()._cdata
             known = self._storages.get(key)
@@ -119,13 +118,13 @@ class MemoryTracker(TorchDispatchMode):
         return False if tensor.dtype == torch.bool else 1.0 if tensor.dtype.is_floating_point else 1
 
     def _are_weights(self, args, kwargs) -> bool:
-        """Whether the tensors among the arguments are weights, or copies of them."""
+        """Tell whether the tensors among the arguments are weights, or copies of them."""
         parts = set()
         for tensor in tree_iter((args, kwargs)):
             if isinstance(tensor, torch.Tensor):
                 known = self._storages.get(tensor.untyped_storage()._cdata)
                 parts.add(ACTIVATIONS if known is None else known.part)
-        return bool(parts) and parts <= _OF_WEIGHTS and parts != {BUFFERS}
+        return bool(parts) and parts <= _WEIGHT_PARTS and parts != {BUFFERS}
 
     def _add(self, tensor: torch.Tensor, part: str) -> None:
         storage = tensor.untyped_storage()
@@ -147,7 +146,7 @@ class MemoryTracker(TorchDispatchMode):
 
 
 def _grouped_mm(a: torch.Tensor, b: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-    """Products of experts in high precision. For fake tensors PyTorch has them of bf16 alone, for real ones of all."""
+    """Multiply for experts in high precision. PyTorch does so for fake tensors of bf16 alone, for real ones of all."""
     return torch.ops.aten._grouped_mm.default(a.bfloat16(), b.bfloat16(), *args, **kwargs).to(a.dtype)
 
 
@@ -156,18 +155,18 @@ class StepTrace:
     """What one training step needs, in bytes, on one device that holds the whole model."""
 
     resting: Bytes = field(default_factory=dict)
-    """Between two steps."""
+    """What lives between two steps."""
     gradients: float = 0
-    """Of all parameters, when backward has ended."""
+    """Gradients of all parameters, when backward has ended."""
     saved: Bytes = field(default_factory=dict)
     """`copies`, `codes` and `activations` between forward and backward."""
     peaks: dict[str, Bytes] = field(default_factory=dict)
     """The highest moment of each region of the step."""
     sizes: dict[str, float] = field(default_factory=dict)
-    """Of the model, in elements and FLOPs: see `_sizes`."""
+    """Elements, bytes and FLOPs of the model: see `_sizes`."""
 
     def numbers(self) -> dict[tuple[str, ...], float]:
-        """The same as one flat table."""
+        """Return the same as one flat table."""
         found = {("gradients",): self.gradients}
         for name in ("resting", "saved", "sizes"):
             found |= {(name, key): value for key, value in getattr(self, name).items()}
@@ -193,7 +192,7 @@ class StepSettings:
     recipe: Recipe | None
     """None: no FP8."""
     autocast: torch.dtype | None = torch.bfloat16
-    """Of the products that are not in FP8; None: those of the weights."""
+    """The dtype of products that are not in FP8; None: that of the weights."""
     checkpointing: bool = False
     """Activation checkpointing of each block."""
     fused: bool = True
@@ -204,9 +203,9 @@ def trace_step(
     make_model: Callable[[], nn.Module],
     make_batch: Callable[[], dict[str, torch.Tensor]],
     settings: StepSettings,
-    find_blocks: Callable[[nn.Module], list[nn.Module]] = lambda model: [],
+    find_blocks: Callable[[nn.Module], list[nn.Module]],
 ) -> StepTrace:
-    """Trace a training step of AdamW, as any but the first, which makes the optimizer's states.
+    """Trace a training step of AdamW, not the first one, which makes the optimizer's states.
 
     Args:
         make_model: makes the model, whose forward takes the batch and returns a loss first; called with fake tensors
@@ -230,8 +229,8 @@ def trace_step(
     except FP8BackendError:
         raise
     except Exception as error:  # the model's own code may raise anything
-        said = (str(error).strip().splitlines() or [""])[0]
-        raise FP8BackendError(f"a training step of this model fails: {type(error).__name__}: {said}") from error
+        first_line = (str(error).strip().splitlines() or [""])[0]
+        raise FP8BackendError(f"a training step of this model fails: {type(error).__name__}: {first_line}") from error
 
 
 class _Step:
@@ -245,7 +244,9 @@ class _Step:
         if settings.recipe is not None:
             preparation.prepare_model(model, settings.recipe)
             preparation.convert_optimizer(self.optimizer, settings.recipe)
-        _wrap_forward(model, settings.autocast)
+        if settings.autocast is not None:  # as Accelerate does it: autocast around the forward, outputs in FP32
+            forward = torch.autocast("cpu", settings.autocast)(type(model).forward)
+            model.forward = types.MethodType(convert_outputs_to_fp32(forward), model)
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(lambda p: tracker.assign(p.grad, GRADIENTS))
@@ -266,9 +267,13 @@ class _Step:
         loss.backward()
         del loss
         trace.gradients = tracker.live[GRADIENTS]
-        trace.sizes |= _gradient_sizes(self.model)
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        plain = [gradient for gradient in gradients if not isinstance(gradient, ScaledTensor)]
+        trace.sizes["plain_gradients"] = sum(map(stored_bytes, plain))  # those that are not in scaled precision
         tracker.enter("step")
-        self._update()
+        # an optimizer that rounds what it stores has a kernel that makes no copies; its eager code would make some here
+        if not isinstance(self.optimizer, ScaledStates):
+            self.optimizer.step()
         trace.peaks = tracker.peaks
         return trace
 
@@ -282,12 +287,6 @@ class _Step:
                 parameter.grad = torch.zeros_like(parameter)
             self.optimizer.step()
             self.optimizer.zero_grad()
-
-    def _update(self) -> None:
-        """The optimizer's step. One that rounds what it stores makes no copies where a kernel does it, which the same
-        code does under fake tensors."""
-        if not isinstance(self.optimizer, ScaledStates):
-            self.optimizer.step()
 
     def _assign_parts(self) -> None:
         for parameter in self.model.parameters():
@@ -311,14 +310,23 @@ class _Regions:
 
     def __init__(self, tracker: MemoryTracker, blocks: list[nn.Module]) -> None:
         self.tracker, self.goes_back = tracker, False
-        names = {0: "the first block", len(blocks) - 1: "the last block"}
-        for i, block in enumerate(blocks):
-            name = names.get(i, "the blocks between")
+        last = len(blocks) - 1
+        names = {0: "the first block", last: "the last block"}
+        for number, block in enumerate(blocks):
+            name = names.get(number, "the blocks between")
             block.register_forward_pre_hook(lambda *_, name=name: self._enter(f"forward of {name}"))
-            block.register_forward_hook(self._left(i == len(blocks) - 1, f"backward of {name}", i == 0))
+            block.register_forward_hook(
+                lambda _, args, output, name=name: self._enter_in_backward(output, f"backward of {name}")
+            )
+            if number == 0:
+                block.register_forward_hook(
+                    lambda _, args, output: self._enter_in_backward(args, "backward of the embedding")
+                )
+            if number == last:
+                block.register_forward_hook(lambda *_: self._enter("loss"))
 
     def turn(self) -> None:
-        """The forward has ended."""
+        """Note that the forward has ended."""
         self.goes_back = True
         self.tracker.enter("backward of the head")
 
@@ -326,33 +334,15 @@ class _Regions:
         if not self.goes_back:  # a block that is recomputed
             self.tracker.enter(region)
 
-    def _left(self, is_last: bool, backward: str, is_first: bool) -> Callable:
-        def note(block, args, output) -> None:
-            if is_last:
-                self._enter("loss")
-            for tensor in tree_iter(output):
-                if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
-                    tensor.grad_fn.register_prehook(lambda _: self.tracker.enter(backward))
-            if is_first:
-                for tensor in tree_iter(args):
-                    if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
-                        tensor.grad_fn.register_prehook(lambda _: self.tracker.enter("backward of the embedding"))
-
-        return note
-
-
-def _wrap_forward(model: nn.Module, autocast: torch.dtype | None) -> None:
-    """As Accelerate does it: autocast around the forward, outputs in FP32."""
-    if autocast is None:
-        return
-    from accelerate.utils import convert_outputs_to_fp32
-
-    inner = torch.autocast("cpu", autocast)(type(model).forward)
-    model.forward = types.MethodType(convert_outputs_to_fp32(inner), model)
+    def _enter_in_backward(self, values: object, region: str) -> None:
+        """Enter the region when backward reaches these tensors."""
+        for tensor in tree_iter(values):
+            if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(lambda _: self.tracker.enter(region))
 
 
 def _sizes(model: nn.Module, optimizer: torch.optim.Optimizer, blocks: list[nn.Module]) -> dict[str, float]:
-    """What sharding and communication depend on.
+    """Return what sharding and communication depend on.
 
     In elements: `parameters`, `trained`, `scaled` (trained and stored in scaled precision), `largest_scaled`,
     `converted` (in FP8 products), `to_scale` (by an optimizer that rounds what it stores), `scaling_states` (agreed on
@@ -385,12 +375,6 @@ def _sizes(model: nn.Module, optimizer: torch.optim.Optimizer, blocks: list[nn.M
     sizes["flops"] = sum(product.flops for product in products)
     sizes["flops_fp8"] = sum(product.flops for product in products if product.state == FP8)
     return sizes
-
-
-def _gradient_sizes(model: nn.Module) -> dict[str, float]:
-    """`plain_gradients`: bytes of the gradients that are not in scaled precision."""
-    plain = [p.grad for p in model.parameters() if p.grad is not None and not isinstance(p.grad, ScaledTensor)]
-    return {"plain_gradients": sum(map(stored_bytes, plain))}
 
 
 def _elements(module: nn.Module) -> int:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8_backends.cli.compare.paired_gaps import Gap, paired_gap, spread, t_quantile
+from fp8_backends.cli.compare.summary import Gap, paired_gap, spread, t_quantile
 
 
 def test_pairs_only_seeds_that_both_have_run():

@@ -13,7 +13,7 @@ from accelerate.utils import convert_outputs_to_fp32
 from transformers import BertConfig, GPT2Config, LlamaConfig, MixtralConfig, Qwen3Config
 
 import fp8_backends
-from fp8_backends.cli.compare.memory import peak_memory
+from fp8_backends.cli.compare.measuring import peak_memory
 from fp8_backends.cli.estimate import ModelShape, Workload, estimate, estimates, model_shapes, sharded_costs
 from fp8_backends.cli.estimate.estimates import Growth
 from fp8_backends.cli.estimate.step_trace import StepTrace
@@ -127,14 +127,14 @@ def test_a_few_layers_tell_of_all(backend, checkpointing):
     recipe = recipes.resolve(backend)
     growth = Growth.traced(workload, recipe, "none", recipe.name)
     assert growth.in_layers
-    trace = estimates._tracer(workload, recipe, "none", recipe.name)
+    trace = estimates.tracer(workload, recipe, "none", recipe.name)
     for layers, batch in ((5, 2), (4, 5)):
         whole = StepTrace.from_numbers(trace(shape.with_layers(layers), batch))
         told = growth.at(layers, batch)
         assert told.resting == whole.resting and told.gradients == whole.gradients
         assert told.saved == pytest.approx(whole.saved, rel=1e-4)  # scales that layers share, some bytes each
         assert told.sizes == pytest.approx(whole.sizes)
-        assert estimates._highest(told)[1] == pytest.approx(estimates._highest(whole)[1], rel=0.02)
+        assert estimates.highest(told)[1] == pytest.approx(estimates.highest(whole)[1], rel=0.02)
 
 
 def test_checkpointing_keeps_less_and_bf16_weights_weigh_half():
@@ -198,7 +198,7 @@ def test_deepspeed_shards_more_at_each_stage_and_takes_no_level():
 def test_sent_bytes_and_shares_are_those_that_were_measured_on_two_ranks(subtests):
     """The results that `benchmarks/estimate.py --ranks 2` left: DDP within 1 %; FSDP2 within 4 % once gloo's
     all-reduce, which stands for a reduce-scatter there, is counted as one."""
-    path = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "estimate_cpu_avx512_bf16.json"
+    path = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "estimate_cpu_avx512_bf16.json"
     results = json.loads(path.read_text())["results"]
     on_ranks = [each for each in results if each["ranks"] > 1]
     assert {each["sharding"] for each in on_ranks} == {"ddp", "fsdp2"}
@@ -219,7 +219,7 @@ def test_sent_bytes_and_shares_are_those_that_were_measured_on_two_ranks(subtest
 
 
 def test_every_model_of_the_benchmark_was_within_the_bounds():
-    path = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "estimate_cpu_avx512_bf16.json"
+    path = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "estimate_cpu_avx512_bf16.json"
     results = [each for each in json.loads(path.read_text())["results"] if each["ranks"] == 1]
     levels = {"bf16", "native:dynamic", "msamp:O1", "msamp:O2", "msamp:O3", "ao"}
     for model in {each["model"] for each in results}:
@@ -230,7 +230,7 @@ def test_every_model_of_the_benchmark_was_within_the_bounds():
         assert each["ratio"]["peak"] == pytest.approx(1, abs=PEAK), each
 
 
-def test_transformer_engine_is_its_twin_with_a_second_copy_of_the_codes():
+def test_transformer_engine_is_its_native_equivalent_with_a_second_copy_of_the_codes():
     te, native = estimate(Workload(model=SHAPES["Llama"], sequence=64), ["te:delayed", "native:delayed"])
     converted = 2 * (4 * 64 * 64 + 3 * 64 * 192)
     assert te.static == native.static and te.copies - native.copies == pytest.approx(converted, rel=0.001)
@@ -280,7 +280,7 @@ def test_wrong_questions_are_errors():
     with pytest.raises(RecipeError, match="unknown backend"):
         estimate(workload, ["natve"])
     with pytest.raises(FP8BackendError, match="'zero4' is none of"):
-        sharded_costs.of_one_rank(StepTrace(), "zero4", 2, None)
+        sharded_costs.on_one_rank(StepTrace(), "zero4", 2, None)
 
 
 @pytest.mark.parametrize(("count", "shape"), [("8B", (32, 4096)), ("70B", (75, 8448)), ("350M", (18, 1280))])

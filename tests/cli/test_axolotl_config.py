@@ -135,7 +135,7 @@ def test_processes(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "expected"),
     [
         ({"fp8_enable_fsdp_float8_allgather": True}, "did you mean 'fp8_enable_fsdp_float8_all_gather'"),
         ({"FP8": True}, "FP8.*did you mean 'fp8'"),
@@ -160,8 +160,8 @@ def test_processes(monkeypatch):
         ({"torch_compile": True, "torch_compile_backend": "indctor"}, "torch_compile_backend='indctor' must be one of"),
     ],
 )
-def test_what_cannot_be_read_is_named_with_its_file(values, said):
-    with pytest.raises(RecipeError, match=f"a.yaml.*{said}"):
+def test_what_cannot_be_read_is_named_with_its_file(values, expected):
+    with pytest.raises(RecipeError, match=f"a.yaml.*{expected}"):
         meant(**values)
 
 

@@ -1,0 +1,141 @@
+"""What a training step takes: its peak memory, the copies of weights that autocast keeps, and the bytes it sends."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from ...training.auditing import inner_tensors
+
+
+def peak_memory(step: Callable[[], object], model: nn.Module, optimizer: torch.optim.Optimizer) -> int | None:
+    """Return the bytes of tensors at the highest point of a training step: weights, optimizer states, what it adds.
+
+    On a GPU what PyTorch's allocator counts. On a CPU the tensors that rest between steps, plus the highest level of
+    what the profiler sees allocated and freed; None where this version of PyTorch does not tell.
+    """
+    if next(model.parameters()).is_cuda:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated()
+    resting = sum(storage.nbytes() for storage in _resting_storages(model, optimizer))
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        step()
+    try:
+        events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+        changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    except AttributeError:
+        return None
+    return resting + max(itertools.accumulate(changes, initial=0))
+
+
+def _resting_storages(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.UntypedStorage]:
+    """List the distinct storages of weights, buffers and optimizer states, between two steps."""
+    tensors = [*model.parameters(), *model.buffers()]
+    for state in optimizer.state.values():
+        tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
+    parts = [part for tensor in tensors for part in inner_tensors(tensor)]
+    return list({part.untyped_storage().data_ptr(): part.untyped_storage() for part in parts}.values())
+
+
+@contextlib.contextmanager
+def autocast_copies(model: nn.Module) -> Iterator[dict[str, int]]:
+    """Collect by weight the bytes of the half-precision copies that forwards inside keep for their backward.
+
+    Yields a dictionary that fills as forwards run. A saved tensor is such a copy if it equals the weight rounded to
+    its dtype, so no activation is ever taken for one.
+    """
+    by_shape: dict[tuple[int, ...], list[tuple[str, nn.Parameter]]] = {}
+    for name, weight in model.named_parameters():
+        if weight.dim() == 2:
+            for shape in {tuple(weight.shape), tuple(weight.shape[::-1])}:
+                by_shape.setdefault(shape, []).append((name, weight))
+    found: dict[str, int] = {}
+
+    def look(saved: torch.Tensor) -> torch.Tensor:
+        if type(saved) is torch.Tensor and saved.dtype in (torch.bfloat16, torch.float16):
+            for name, weight in by_shape.get(tuple(saved.shape), ()):
+                if weight.dtype == saved.dtype or name in found:
+                    continue
+                rounded = weight.detach().to(saved.dtype)
+                if any(saved.shape == each.shape and torch.equal(saved, each) for each in (rounded, rounded.t())):
+                    found[name] = saved.nbytes
+                    break
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(look, lambda saved: saved):
+        yield found
+
+
+_ELEMENT_BYTES = {
+    "float": 4, "double": 8, "half": 2, "bfloat16": 2, "c10::half": 2, "c10::bfloat16": 2, "int": 4, "long": 8,
+    "long int": 8, "unsigned char": 1, "signed char": 1, "byte": 1, "char": 1, "bool": 1,
+}  # fmt: skip
+
+
+def sent_bytes(step: Callable[[], object]) -> int | None:
+    """Run a step and return the bytes that a rank sends to others in its collectives; None where it cannot be told.
+
+    Counted from the sizes that the process group got: a sum over N ranks as a ring sends it, 2 (N - 1) / N of its
+    size, and every other collective likewise by the least that any algorithm sends. A broadcast is shared among ranks.
+    """
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
+        step()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        profiled.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    return bytes_of(events, dist.get_world_size())
+
+
+def bytes_of(events: list[dict[str, Any]], ranks: int) -> int | None:
+    """Return the bytes that one of `ranks` ranks sends in the collectives of a trace; None where one is unknown."""
+    total = 0.0
+    for event in events:
+        collective, size = _collective(event)
+        if collective in ("", "barrier"):
+            continue
+        plain = collective.lower().replace("_", "")
+        factor = next((factor for beginning, factor in _SENT.items() if plain.startswith(beginning)), None)
+        if factor is None or size is None:
+            return None
+        total += factor(ranks) * size
+    return round(total)
+
+
+_SENT: dict[str, Callable[[int], float]] = {
+    "allreduce": lambda ranks: 2 * (ranks - 1) / ranks,
+    "allgather": lambda ranks: ranks - 1,
+    "reducescatter": lambda ranks: (ranks - 1) / ranks,
+    "alltoall": lambda ranks: (ranks - 1) / ranks,
+    "broadcast": lambda ranks: (ranks - 1) / ranks,
+}
+"""How many of the bytes that a rank hands in it sends."""
+
+
+def _collective(event: dict[str, Any]) -> tuple[str, int | None]:
+    """Return (collective, bytes handed in on this rank) of an event; no name for an event of another kind."""
+    name, arguments = event.get("name", ""), event.get("args", {})
+    if name.startswith("gloo:"):
+        shapes, kinds = arguments.get("Input Dims", ()), arguments.get("Input type", ())
+        parts = [(torch.Size(shape).numel(), kind) for shape, kind in zip(shapes, kinds, strict=False)]
+        name = name.removeprefix("gloo:")
+    elif name == "record_param_comms" and "Collective name" in arguments:  # what NCCL and other backends leave
+        parts = [(arguments.get("In msg nelems"), str(arguments.get("dtype", "")))]
+        name = arguments["Collective name"]
+    else:
+        return "", None
+    sizes = [(count, _ELEMENT_BYTES.get(kind.lower())) for count, kind in parts]
+    return name, None if any(None in pair for pair in sizes) else sum(count * element for count, element in sizes)

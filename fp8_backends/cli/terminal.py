@@ -1,0 +1,62 @@
+"""Paragraphs and tables of plain characters, laid out by rich, which is imported only when something is printed."""
+
+from __future__ import annotations
+
+import io
+import shutil
+import sys
+from collections.abc import Iterable, Sequence
+
+WIDTH = 100
+"""No line is wider, except in a table on a wider terminal."""
+
+
+def paragraphs(rows: Iterable[tuple[str, str]], label_width: int = 9) -> str:
+    """Texts beside their labels. A label may be empty."""
+    from rich.table import Table
+
+    grid = Table.grid(padding=(0, 1, 0, 0))
+    grid.add_column(min_width=label_width, no_wrap=True)
+    grid.add_column(overflow="fold")
+    for row in rows:
+        grid.add_row(*row)
+    return _plain(grid, WIDTH)
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Headings, then cells, in as many parts as the width asks for; each part begins with the first column."""
+    from rich.table import Table
+
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDTH
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    space = 1 if sum(widths) + len(widths) <= width + 1 < sum(widths) + 2 * len(widths) else 2
+    parts = [[0]]
+    for column in range(1, len(widths)):
+        if len(parts[-1]) > 1 and sum(widths[each] + space for each in (*parts[-1], column)) > width + space:
+            parts.append([0])
+        parts[-1].append(column)
+    texts = []
+    for part in parts:
+        shown = Table(box=None, pad_edge=False, padding=(0, space, 0, 0))
+        for column in part:
+            shown.add_column(rows[0][column], justify="right" if column else "left", no_wrap=True)
+        for row in rows[1:]:
+            shown.add_row(*(row[column] for column in part))
+        texts.append(_plain(shown, sum(widths[each] + space for each in part)))
+    return "\n\n".join(texts)
+
+
+def _plain(renderable: object, width: int) -> str:
+    from rich.console import Console
+
+    console = Console(
+        file=io.StringIO(),
+        width=width,
+        color_system=None,
+        markup=False,
+        highlight=False,
+        emoji=False,
+        legacy_windows=False,
+    )
+    console.print(renderable)
+    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import pytest
+
+from fp8_backends.cli.terminal import paragraphs, table
+
+ROWS = [["backend", "loss", "peak memory"], ["bf16", "2.75", "35.9 MB"], ["native:dynamic", "12.75", "9.1 MB"]]
+
+
+def test_numbers_stand_to_the_right_and_names_to_the_left():
+    assert table(ROWS).splitlines() == [
+        "backend          loss  peak memory",
+        "bf16             2.75      35.9 MB",
+        "native:dynamic  12.75       9.1 MB",
+    ]
+
+
+@pytest.mark.parametrize("columns", [2, 6, 12, 30])
+def test_a_table_that_is_too_wide_has_parts_that_each_name_the_rows(columns):
+    rows = [["backend", *(f"heading number {n:02}" for n in range(columns))], ["bf16", *map(str, range(columns))]]
+    parts = table(rows).split("\n\n")
+    assert all(part.splitlines()[0].startswith("backend ") for part in parts)
+    assert max(map(len, table(rows).splitlines())) <= 100 and len(parts) == -(-columns // 4)
+    assert [word for part in parts for word in part.splitlines()[1].split()[1:]] == [*map(str, range(columns))]
+
+
+def test_a_column_wider_than_the_width_is_whole():
+    assert "x" * 150 in table([["a", "b"], ["y", "x" * 150]])
+
+
+def test_paragraphs_stand_beside_their_labels_and_are_printed_as_they_are():
+    text = "see [rule_name] and :smile: at http://host/path: " + "word " * 40
+    lines = paragraphs([("warning", text), ("", "fix: it")]).splitlines()
+    assert lines[0].startswith("warning   see [rule_name] and :smile: at http://host/path: word")
+    assert all(line.startswith(" " * 10) for line in lines[1:]) and max(map(len, lines)) <= 100
+    assert lines[-1] == " " * 10 + "fix: it"
+    assert " ".join(" ".join(lines[:-1]).split()) == f"warning {text.strip()}"
+
+
+def test_a_word_longer_than_a_line_loses_nothing():
+    lines = paragraphs([("file", "/folder" * 30)]).splitlines()
+    assert "".join(line[10:] for line in lines) == "/folder" * 30
