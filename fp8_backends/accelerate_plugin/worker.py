@@ -19,12 +19,15 @@ import types
 import zipfile
 from collections.abc import Sequence
 
+from ..recipes.sources import is_launched
+
 
 def main(arguments: Sequence[str]) -> None:
     """Run `script.py ARGUMENTS` or `-m module ARGUMENTS` in this process. `fp8_backends` was imported on the way here,
     which has connected it to Accelerate."""
     if not arguments or arguments[0] == "-m" and len(arguments) == 1:
         sys.exit("usage: python -m fp8_backends.accelerate_plugin.worker [-m MODULE | SCRIPT] ARGUMENTS")
+    ask_for_fp8()
     if arguments[0] == "-m":
         sys.argv = list(arguments[1:])
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
@@ -36,6 +39,12 @@ def main(arguments: Sequence[str]) -> None:
         runpy.run_path(script, run_name="__main__")
     else:
         _run_source(script)
+
+
+def ask_for_fp8() -> None:
+    """Where `fp8-backends launch` has written a recipe, let every Accelerator of this process train in FP8."""
+    if is_launched():
+        os.environ["ACCELERATE_MIXED_PRECISION"] = "fp8"
 
 
 def _run_source(script: str) -> None:
