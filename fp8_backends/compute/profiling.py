@@ -15,6 +15,7 @@ import contextlib
 import os
 import sys
 import tempfile
+import threading
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -87,7 +88,7 @@ class ProductProfile:
             self.restart()
         self._end = weakref.finalize(self, _end, self._profiler, hooks)
         self.running = True
-        _remember(self)
+        _thread.profile = weakref.ref(self)
         return True
 
     def restart(self) -> None:
@@ -141,22 +142,23 @@ class ProductProfile:
         return counts
 
 
-_running: weakref.ref[ProductProfile] | None = None  # PyTorch's profiler is one a process, and so is this
+class _Thread(threading.local):
+    """The profile that was started last in this thread: PyTorch's profiler is one a thread, and so is this."""
+
+    profile: weakref.ref[ProductProfile] | None = None
+
+
+_thread = _Thread()
 
 
 def _running_profile() -> ProductProfile | None:
-    started = _running() if _running is not None else None
+    started = _thread.profile() if _thread.profile is not None else None
     return started if started is not None and started.running else None
 
 
 def foreign_profiler_runs() -> bool:
     """Whether a profiler is active that is not this package's."""
     return torch._C._autograd._profiler_enabled() and _running_profile() is None
-
-
-def _remember(started: ProductProfile) -> None:
-    global _running
-    _running = weakref.ref(started)
 
 
 def _end(profiler: profile, hooks: list) -> None:
