@@ -56,8 +56,8 @@ def _running_trainer() -> Any:
 
 
 def for_trainer(recipe: Recipe, wraps_in_ddp: bool) -> Recipe:
-    """Under a Trainer and DDP, O3 keeps its states whole on every rank: a Trainer saves the optimizer on rank 0 alone,
-    which has its own part of shared-out states. A `shard_states` that was given stays."""
+    """The recipe with O3's states whole on every rank, where a Trainer trains under DDP: it saves the optimizer on
+    rank 0 alone, which has only its own part of sharded states. A `shard_states` that was given stays."""
     if recipe.level != "O3" or "shard_states" in recipe.given or not wraps_in_ddp:
         return recipe
     if _running_trainer() is None:

@@ -95,12 +95,12 @@ def _environment() -> Source:
         fields = environment_fields()
     except RecipeError as error:
         raise RecipeError(f"{name} in the environment: {error}") from None
-    said = {field: f"{name} in the environment, {field}={value!r}" for field, value in fields.items()}
-    return Source(fields, said, selects_levels=is_launched())
+    sources = {field: f"{name} in the environment, {field}={value!r}" for field, value in fields.items()}
+    return Source(fields, sources, selects_levels=is_launched())
 
 
 def _configuration(args: argparse.Namespace, commands: ModuleType) -> _Configuration:
-    """The file that Accelerate will read: the one that is named, else the user's default one if not for the CPU."""
+    """The file that Accelerate will read: the one that is named, else the user's default one, but not with --cpu."""
     default = commands.default_config_file
     path = args.config_file or (default if os.path.isfile(default) and not args.cpu else None)
     if path is None:
@@ -112,7 +112,7 @@ def _configuration(args: argparse.Namespace, commands: ModuleType) -> _Configura
 
 
 def _check_precision(args: argparse.Namespace, config: _Configuration) -> None:
-    """This command trains in FP8, whatever a configuration file says, which was written for other commands too."""
+    """Refuse a flag for another precision, and warn of a configuration file's, which other commands read too."""
     if args.mixed_precision not in (None, "fp8"):
         raise FP8BackendError(
             f"--mixed_precision {args.mixed_precision}: this command trains in FP8; leave the flag out (around FP8 "
@@ -153,7 +153,7 @@ def _check_launcher(args: argparse.Namespace, config: _Configuration) -> None:
 
 
 def _distributed_type(args: argparse.Namespace, config: _Configuration) -> str:
-    """The configuration file's, in so far as no flag names another."""
+    """The configuration file's distributed type; empty where a flag names another, or there is none."""
     flags = (args.cpu, args.multi_gpu, args.tpu, args.use_deepspeed, args.use_fsdp, args.use_megatron_lm)
     kind = config.get("distributed_type")
     return "" if any(flags) or kind is None else str(kind.value)
@@ -188,7 +188,7 @@ def _wants_cpu_ranks(args: argparse.Namespace, config: _Configuration) -> bool:
 
 
 _STARTED_RANKS = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "WORLD_SIZE")
-"""What Accelerate counts ranks by that something else has started."""
+"""Variables by which Accelerate counts ranks that something else has started."""
 
 
 # Launching
@@ -261,7 +261,7 @@ def _launch_environment(recipe: str, on_cpu_ranks: bool) -> Iterator[None]:
 
 
 def _exit_code(code: int) -> int:
-    """As a shell has it: 128 + the signal that ended a process."""
+    """The exit code that a shell gives: 128 + the signal, where one ended the process."""
     return code if code >= 0 else 128 - code
 
 
@@ -270,7 +270,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _check_accelerate(commands: ModuleType) -> None:
-    """Raise `FP8BackendError` where the installed Accelerate lacks what is used here."""
+    """Raise `FP8BackendError` where the installed Accelerate lacks what this file calls."""
     for name, needed in _NEEDED_PARAMETERS.items():
         function = getattr(commands, name, None)
         if function is None or set(needed) - set(inspect.signature(function).parameters):

@@ -46,7 +46,7 @@ class Layer(NamedTuple):
     name: str
     module: nn.Module
     backward_kinds: tuple[str, ...]
-    """The products of its backward that run in FP8, in order: dgrad and wgrad less those kept in high precision."""
+    """The products of its backward that run in FP8, in order: dgrad and wgrad, less those in high precision."""
     results: dict[str, ProductCounts]
     """Where its counts go, by name, when the profile stops."""
 
@@ -169,8 +169,8 @@ def _end(profiler: profile, hooks: list) -> None:
 
 
 def _hooked(modules: list[nn.Module]) -> list[RemovableHandle]:
-    """Marks on all of these: one hook, under one number in each. A compiler guards on both, and modules that are alike
-    go on sharing its code."""
+    """Put one hook on all of these modules, under one number in each. A compiler guards on both, so modules that are
+    alike go on sharing its code."""
     marks, handles = _Marks(modules), []
     for module in modules:
         before = module.register_forward_pre_hook(marks)
@@ -214,7 +214,7 @@ class _Marks:
 
 
 class _Event:
-    """What a profile says of one operator, range or function, and the event that it happened in."""
+    """One operator, range or function of a profile, with the event that it happened in."""
 
     __slots__ = ("name", "start", "end", "thread", "forward_thread", "sequence_nr", "scope", "shapes", "parent")
 
@@ -358,7 +358,7 @@ def _without_profiler_messages() -> Iterator[None]:
     """Drop the lines that the profiler's C++ part writes to stderr when it starts and stops (`USDT:...`)."""
     try:
         sys.stderr.flush()
-        kept = os.dup(2)
+        stderr = os.dup(2)
     except (OSError, ValueError, AttributeError):
         yield  # no stderr to keep clean
         return
@@ -367,8 +367,8 @@ def _without_profiler_messages() -> Iterator[None]:
             os.dup2(caught.fileno(), 2)
             yield
         finally:
-            os.dup2(kept, 2)
-            os.close(kept)
+            os.dup2(stderr, 2)
+            os.close(stderr)
             caught.seek(0)
             other = b"".join(line for line in caught if not line.startswith(b"USDT:"))
             if other:

@@ -7,7 +7,7 @@ otherwise, and whenever the two do not agree on how they run, they compute one a
 
 Which Linear reads the output of a norm, and whether anything else does, is found by `torch.fx`: it traces the forward
 of the norm's parent, with its children as they are. Where the output goes to a child that is a container, that one's
-forward is followed as well. Names say nothing here.
+forward is followed as well. Names are not looked at.
 
 Imports TransformerEngine, so it is imported only where a recipe asks for it.
 """
@@ -193,7 +193,7 @@ class TENormLinear(TELinear):
     def turn(cls, carrier: TELinear, norm: nn.Module, pair: Pair) -> None:
         """Let the carrier of a Linear norm its input as the carrier `norm` would."""
         eps = {**pair.norm.__dict__, **norm.__dict__}["eps"]  # the carrier lacks what the module has already
-        made = te.LayerNormLinear(
+        layer = te.LayerNormLinear(
             carrier.in_features,
             carrier.out_features,
             eps=eps,
@@ -202,7 +202,7 @@ class TENormLinear(TELinear):
             bias=carrier.use_bias,
             device="meta",
         )
-        added = {name: value for name, value in made.__dict__.items() if name not in carrier.__dict__}
+        added = {name: value for name, value in layer.__dict__.items() if name not in carrier.__dict__}
         added.pop("layer_norm_bias", None)
         carrier.__dict__.update(added, te_pair=pair)
         carrier.__class__ = cls
@@ -248,7 +248,7 @@ class TENormLinear(TELinear):
             )
 
     def _padded(self, matrix: torch.Tensor, rows: int, kind: type) -> torch.Tensor:
-        """As in `te.Linear`; but what is normed is padded with its last row, since LayerNorm makes its bias of zeros,
+        """The matrix with more rows. What is normed is padded with its last row: LayerNorm makes its bias of zeros,
         which could be the largest value. Gradients of these rows are zero, so they add nothing to any."""
         if kind is te.Linear:
             return super()._padded(matrix, rows, kind)
@@ -348,7 +348,7 @@ class _Tracer(fx.Tracer):
         self.followed = {id(module) for module in followed}
         self.optional = optional
         self.originals: dict[int, nn.Module] = {}
-        """Of each copy, keyed by its id."""
+        """The module that a copy was made of, by the copy's id."""
 
     def create_args_for_root(self, root_fn: Callable, is_module: bool, concrete_args: Any = None) -> tuple:
         _, *inputs = inspect.signature(root_fn).parameters.values()

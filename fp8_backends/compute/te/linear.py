@@ -115,14 +115,14 @@ class TELinear(te.Linear, nn.Linear):
     def _first_time(self, x: torch.Tensor, kind: type[nn.Module], records: bool) -> torch.Tensor:
         self.ensure_state()
         self.te_recorded, self.te_had_gradients = records, torch.is_grad_enabled()
-        with contextlib.nullcontext() if records else self._state_kept():
+        with contextlib.nullcontext() if records else self._state_unchanged():
             return self._products(x, kind)
 
     def _recomputed(self, x: torch.Tensor, kind: type[nn.Module]) -> torch.Tensor:
-        """Forward again, inside backward."""
+        """The products of a recomputed forward, inside backward."""
         state = self.te_state
-        kept = self._state_kept(self.te_used_scale if state.region is None else None)
-        with Region(state, records=False), kept if self.te_recorded else contextlib.nullcontext():
+        unchanged = self._state_unchanged(self.te_used_scale if state.region is None else None)
+        with Region(state, records=False), unchanged if self.te_recorded else contextlib.nullcontext():
             # the layer whose backward updates the scales was chosen in the first forward
             FP8GlobalStateManager.is_first_fp8_module()
             if not self.te_had_gradients and torch.is_grad_enabled() and self.te_used_scale is not None:
@@ -167,8 +167,8 @@ class TELinear(te.Linear, nn.Linear):
         return self.fp8_meta.get(DIRECTIONS[direction])
 
     @contextlib.contextmanager
-    def _state_kept(self, scale: torch.Tensor | None = None) -> Iterator[None]:
-        """Inside, the forward scales are `scale` if given; amaxes recorded inside are forgotten."""
+    def _state_unchanged(self, scale: torch.Tensor | None = None) -> Iterator[None]:
+        """Forget amaxes that are recorded inside. The forward scales are `scale` inside, if given."""
         if self.te_used_scale is None:
             yield
             return
@@ -220,7 +220,7 @@ class TELinear(te.Linear, nn.Linear):
 
     @property
     def is_fsdp2(self) -> bool:
-        """As TransformerEngine finds it, kept under a name that goes when the layer is restored."""
+        """TransformerEngine's answer, under a name that goes when the layer is restored."""
         if self.te_fsdp2 is None:
             known = getattr(te.Linear, "is_fsdp2", None)  # from 2.10 on
             self.te_fsdp2 = known is not None and known.fget(self)
@@ -234,16 +234,16 @@ class TELinear(te.Linear, nn.Linear):
 
     def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
         state_dict.pop(f"{prefix}_extra_state", None)  # in checkpoints of plain TransformerEngine modules
-        kept = weights.is_frozen(self.weight)
+        frozen = weights.is_frozen(self.weight)
         super()._load_from_state_dict(state_dict, prefix, *args)
-        if kept and not weights.is_frozen(self.weight):  # `assign=True`, with a Parameter of its own
+        if frozen and not weights.is_frozen(self.weight):  # `assign=True`, with a Parameter of its own
             self.weight = nn.Parameter(weights.quantized(self.weight, self), requires_grad=False)
 
     def _fresh_meta(self) -> dict[str, Any]:
         """TransformerEngine's own part of a layer that has not run, but for what its constructor was given."""
-        kept = {"recipe": self.fp8_meta["recipe"]} if "recipe" in self.fp8_meta else {}
+        recipe = {"recipe": self.fp8_meta["recipe"]} if "recipe" in self.fp8_meta else {}
         return {
-            "fp8_meta": {**kept, "fp8_checkpoint": False, "fp8_group": None},
+            "fp8_meta": {**recipe, "fp8_checkpoint": False, "fp8_group": None},
             "quantizers": {key: type(quantizers)() for key, quantizers in self.quantizers.items()},
             "param_init_meta": {},
             "_fp8_workspaces": {},
@@ -264,8 +264,8 @@ class TELinear(te.Linear, nn.Linear):
     def extra_repr(self) -> str:
         forward, gradient = ("E4M3", "E5M2" if self.te_state.recipe.fp8_format == "HYBRID" else "E4M3")
         scaling = self.te_state.recipe.scaling
-        kept = ",high:wgrad" if self.te_state.plain_wgrad else ""
-        return f"{nn.Linear.extra_repr(self)}, te:{scaling} i:{forward},w:{forward},go:{gradient}{kept}"
+        high = ",high:wgrad" if self.te_state.plain_wgrad else ""
+        return f"{nn.Linear.extra_repr(self)}, te:{scaling} i:{forward},w:{forward},go:{gradient}{high}"
 
 
 class PlainWgrad(torch.autograd.Function):

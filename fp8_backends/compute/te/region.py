@@ -1,4 +1,4 @@
-"""Where FP8 is on: TransformerEngine's autocast, entered around the forward of a prepared root, or of one layer.
+"""TransformerEngine's autocast, entered around the forward of a prepared root, or of one layer.
 
 TransformerEngine's state is one for the process. A region belongs to one model, and leaves that state as it found it.
 
@@ -172,7 +172,7 @@ def _layers(root: nn.Module, state: ModelState) -> list[nn.Linear]:
 
 @torch.no_grad()
 def remember_scales(layers: list[nn.Linear]) -> None:
-    """Keep the scales that a training forward has used, for layers that are recomputed in backward."""
+    """Copy the scales that a training forward has used, for layers that are recomputed in backward."""
     layers = [layer for layer in layers if layer.te_used_scale is not None]
     if layers:
         torch._foreach_copy_(
