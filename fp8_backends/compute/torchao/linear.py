@@ -36,7 +36,8 @@ class AOLinear(Float8Linear):
                 "enable_fsdp_float8_all_gather=True, and the model is not sharded: apply fully_shard to it before it "
                 "runs, or leave the field out"
             )
-        if input.numel() == 0:  # nothing to take an amax of
+        # nothing to take an amax of. (Asked by `numel()`, Inductor writes past a buffer of a padded, dynamic input)
+        if 0 in input.shape:
             gathered = hasattr(self.weight, "to_original_precision")
             return F.linear(input, self.weight.to_original_precision() if gathered else self.weight, self.bias)
         if input.dim() == 1:
