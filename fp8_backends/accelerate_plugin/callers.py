@@ -1,4 +1,5 @@
-"""Who builds an Accelerator, where that says something about FP8 which no argument says.
+"""Who builds an Accelerator, where that says something about FP8 which no argument says. The functions that run are
+asked (`_frames`); docs/patches.rst says which other ways were tried.
 
 **A transformers `Trainer`.** `TrainingArguments` has no field for FP8. Its `mixed_precision` is that of the environment
 until `bf16=True`, which TRL sets by default, or `fp16=True` takes its place: an FP8 launch would train in bf16, and
@@ -11,9 +12,10 @@ script builds itself is another matter: its `mixed_precision` is an argument tha
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import FrameType
 from typing import Any
 
@@ -30,31 +32,35 @@ def precision_of_trainer(arguments: Mapping[str, Any]) -> str | None:
     methods of their own (TRL, sentence-transformers), and Axolotl in a function that it compiles from the text of
     Trainer's, so neither module nor function name can be relied on. Its own argument is known by its value.
     """
-    trainer = _running_trainer(sys._getframe(1))
     given = arguments.get("mixed_precision")
-    if given is None or str(given) != getattr(getattr(trainer, "args", None), "mixed_precision", None):
+    if given is None or str(given) != getattr(getattr(_running_trainer(), "args", None), "mixed_precision", None):
         return None
     return str(given)
 
 
-def _running_trainer(frame: FrameType | None) -> Any:
+def _frames() -> Iterator[FrameType]:
+    """The functions that run in this thread, the innermost first."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _running_trainer() -> Any:
     """The Trainer that is nearest in the stack; None without one, or where transformers' was never imported."""
     trainer_class = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
-    while frame is not None and trainer_class is not None:
-        code = frame.f_code
-        first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-        if isinstance(first, trainer_class):
-            return first
-        frame = frame.f_back
-    return None
+    if trainer_class is None:
+        return None
+    firsts = (frame.f_locals.get(frame.f_code.co_varnames[0]) for frame in _frames() if frame.f_code.co_argcount)
+    return next((first for first in firsts if isinstance(first, trainer_class)), None)
 
 
 def for_trainer(recipe: Recipe, wraps_in_ddp: bool) -> Recipe:
-    """Under a Trainer and DDP, O3 keeps its states whole on every rank: a Trainer saves the optimizer on rank 0 alone,
-    which has its own part of shared-out states. A `shard_states` that was given stays."""
+    """The recipe with O3's states whole on every rank, where a Trainer trains under DDP: it saves the optimizer on
+    rank 0 alone, which has only its own part of sharded states. A `shard_states` that was given stays."""
     if recipe.level != "O3" or "shard_states" in recipe.given or not wraps_in_ddp:
         return recipe
-    if _running_trainer(sys._getframe(1)) is None:
+    if _running_trainer() is None:
         return recipe
     announce(
         f"{recipe.name}: Trainer saves the optimizer on one rank, so under DDP each rank keeps all of O3's states: 7 "
@@ -70,10 +76,10 @@ def precision_of_notebook() -> str | None:
     CUDA, have not.
     """
     launcher = getattr(sys.modules.get("accelerate.launchers"), "notebook_launcher", None)
-    code, frame = getattr(launcher, "__code__", None), sys._getframe(1)
-    while frame is not None and frame.f_code is not code:
-        frame = frame.f_back
-    return None if frame is None else str(frame.f_locals.get("mixed_precision")).lower()
+    if launcher is None:
+        return None
+    calls = (frame.f_locals for frame in _frames() if frame.f_code is launcher.__code__)
+    return next((str(call.get("mixed_precision")).lower() for call in calls), None)
 
 
 def around_fp8(recipe: Recipe, precision: str, arguments: Mapping[str, Any]) -> Recipe:

@@ -1,9 +1,10 @@
 """`fp8-backends launch`: Accelerate's launcher, with every backend string and field, for scripts as they are.
 
-Accelerate's own parser and launcher functions run in this process. Three things differ: what flags, configuration file
-and environment say about FP8 is merged into one recipe and checked here, the workers find it in `FP8_BACKENDS_RECIPE`,
-and what they run is `worker.py`, which connects this package and then runs the script. Accelerate's gate, which asks
-for three libraries, is open while it launches; what can run here is for each worker's `prepare` to say.
+Accelerate's own parser and launcher functions run in this process, as they are. What flags, configuration file and
+environment say about FP8 is merged into one recipe and checked here. The workers find it in `FP8_BACKENDS_RECIPE`, and
+what they run is `worker.py`, which connects this package and then runs the script. Accelerate's launcher is told of no
+mixed precision: for "fp8" it asks for three libraries that few backends need. The worker sets "fp8" in its place, and
+each worker's `prepare` says what can run on its machine.
 """
 
 from __future__ import annotations
@@ -16,13 +17,12 @@ import os
 import subprocess
 import sys
 import urllib.parse
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import accelerate
-import accelerate.utils.launch
 import torch
 
 from ..compute.fields import flag
@@ -41,13 +41,11 @@ _GATHER = "enable_fsdp_float8_all_gather"
 
 _NEEDED_PARAMETERS = {
     "launch_command": ("args",),
-    "simple_launcher": ("args",),
+    "_validate_launch_command": ("args",),
     "multi_gpu_launcher": ("args",),
     "load_config_from_file": ("config_file",),
-    "setup_fp8_env": ("args", "current_env"),
-    "is_fp8_available": (),
 }
-"""Functions of `accelerate.commands.launch` and `accelerate.utils.launch` that are called or replaced here."""
+"""Functions of `accelerate.commands.launch` that are called here."""
 
 
 class _Configuration(NamedTuple):
@@ -97,12 +95,12 @@ def _environment() -> Source:
         fields = environment_fields()
     except RecipeError as error:
         raise RecipeError(f"{name} in the environment: {error}") from None
-    said = {field: f"{name} in the environment, {field}={value!r}" for field, value in fields.items()}
-    return Source(fields, said, selects_levels=is_launched())
+    sources = {field: f"{name} in the environment, {field}={value!r}" for field, value in fields.items()}
+    return Source(fields, sources, selects_levels=is_launched())
 
 
 def _configuration(args: argparse.Namespace, commands: ModuleType) -> _Configuration:
-    """The file that Accelerate will read: the one that is named, else the user's default one if not for the CPU."""
+    """The file that Accelerate will read: the one that is named, else the user's default one, but not with --cpu."""
     default = commands.default_config_file
     path = args.config_file or (default if os.path.isfile(default) and not args.cpu else None)
     if path is None:
@@ -114,7 +112,7 @@ def _configuration(args: argparse.Namespace, commands: ModuleType) -> _Configura
 
 
 def _check_precision(args: argparse.Namespace, config: _Configuration) -> None:
-    """This command trains in FP8, whatever a configuration file says, which was written for other commands too."""
+    """Refuse a flag for another precision, and warn of a configuration file's, which other commands read too."""
     if args.mixed_precision not in (None, "fp8"):
         raise FP8BackendError(
             f"--mixed_precision {args.mixed_precision}: this command trains in FP8; leave the flag out (around FP8 "
@@ -123,7 +121,6 @@ def _check_precision(args: argparse.Namespace, config: _Configuration) -> None:
     in_file = config.get("mixed_precision")
     if args.mixed_precision is None and in_file not in (None, "fp8"):
         logger.warning("mixed_precision: %s in %s has no effect: this command trains in FP8", in_file, config.path)
-    args.mixed_precision = "fp8"
 
 
 _REFUSED = {"tpu": ("tpu", "XLA"), "megatron": ("use_megatron_lm", "MEGATRON_LM")}
@@ -156,7 +153,7 @@ def _check_launcher(args: argparse.Namespace, config: _Configuration) -> None:
 
 
 def _distributed_type(args: argparse.Namespace, config: _Configuration) -> str:
-    """The configuration file's, in so far as no flag names another."""
+    """The configuration file's distributed type; empty where a flag names another, or there is none."""
     flags = (args.cpu, args.multi_gpu, args.tpu, args.use_deepspeed, args.use_fsdp, args.use_megatron_lm)
     kind = config.get("distributed_type")
     return "" if any(flags) or kind is None else str(kind.value)
@@ -191,31 +188,33 @@ def _wants_cpu_ranks(args: argparse.Namespace, config: _Configuration) -> bool:
 
 
 _STARTED_RANKS = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "WORLD_SIZE")
-"""What Accelerate counts ranks by that something else has started."""
+"""Variables by which Accelerate counts ranks that something else has started."""
 
 
 # Launching
 
 
 def _launch(args: argparse.Namespace, config: _Configuration, fields: dict[str, Any], commands: ModuleType) -> int:
-    """Run Accelerate's launcher; the exit code of the first process that failed, or 0."""
+    """Run Accelerate's launcher. Returns the exit code of the first process that failed, or 0."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     on_cpu_ranks = _wants_cpu_ranks(args, config)
+    recipe = json.dumps(fields, separators=(",", ":"))
+    if _by_remote_shell(args, config):  # DeepSpeed writes it into a file and hands it to a shell, unquoted
+        recipe = urllib.parse.quote(recipe, safe="")
     script, quiet, args.quiet = args.training_script, args.quiet, False  # quietly, Accelerate hides the exit code
     _start_worker_instead(args)
-    replaced = {
-        accelerate.utils.launch: {"is_fp8_available": lambda: True, "setup_fp8_env": _with_recipe(fields)},
-        commands: {"simple_launcher": commands.multi_gpu_launcher} if on_cpu_ranks else {},
-    }
-    failed = f"fp8-backends launch: {script} ended with exit code"
     try:
-        with _replaced(replaced), _worker_environment(on_cpu_ranks):
-            commands.launch_command(args)
+        with _launch_environment(recipe, on_cpu_ranks):
+            if on_cpu_ranks:
+                checked, *_ = commands._validate_launch_command(args)
+                commands.multi_gpu_launcher(checked)
+            else:
+                commands.launch_command(args)
     except subprocess.CalledProcessError as error:
-        code, said = _exit_code(error.returncode), ""
+        code, details = _exit_code(error.returncode), ""
     except ChildFailedError as error:
-        code, said = _exit_code(error.get_first_failure()[1].exitcode), f"\n{error}"
+        code, details = _exit_code(error.get_first_failure()[1].exitcode), f"\n{error}"
     except (ValueError, TypeError, AssertionError, ImportError, OSError) as error:
         if args.debug:
             raise
@@ -223,41 +222,35 @@ def _launch(args: argparse.Namespace, config: _Configuration, fields: dict[str, 
     else:
         return 0
     if not quiet:
-        print(f"{failed} {code}{said}", file=sys.stderr)
+        print(f"fp8-backends launch: {script} ended with exit code {code}{details}", file=sys.stderr)
     return code
 
 
+def _by_remote_shell(args: argparse.Namespace, config: _Configuration) -> bool:
+    """Whether DeepSpeed starts the workers on several machines by a shell on each."""
+    by_deepspeed = args.use_deepspeed or _distributed_type(args, config) == "DEEPSPEED"
+    machines = args.num_machines or config.get("num_machines") or 1
+    launcher = (config.get("deepspeed_config") or {}).get("deepspeed_multinode_launcher")
+    if "deepspeed_multinode_launcher" in args.nondefault or launcher is None:
+        launcher = args.deepspeed_multinode_launcher
+    return by_deepspeed and machines > 1 and launcher != "standard"
+
+
 def _start_worker_instead(args: argparse.Namespace) -> None:
-    """The worker runs the script."""
+    """Let Accelerate start the worker, which runs the script."""
     script = ["-m", args.training_script] if args.module else [args.training_script]
     args.training_script_args = [*script, *args.training_script_args]
     args.training_script, args.module = WORKER, True
-
-
-def _with_recipe(fields: Mapping[str, Any]) -> Callable:
-    """In place of Accelerate's function that exports its FP8 flags."""
-
-    def setup_fp8_env(args: argparse.Namespace, current_env: dict[str, str]) -> dict[str, str]:
-        for name in _fp8_variables(current_env):
-            del current_env[name]
-        text = json.dumps(fields, separators=(",", ":"))
-        # DeepSpeed writes it into a file and hands it to a remote shell, unquoted
-        current_env[LAUNCHED] = urllib.parse.quote(text, safe="") if _by_remote_shell(args) else text
-        return current_env
-
-    return setup_fp8_env
-
-
-def _by_remote_shell(args: argparse.Namespace) -> bool:
-    return args.use_deepspeed and (args.num_machines or 1) > 1 and args.deepspeed_multinode_launcher != "standard"
+    args.mixed_precision = "no"  # until the worker says "fp8"
 
 
 @contextmanager
-def _worker_environment(on_cpu_ranks: bool) -> Iterator[None]:
-    """For the length of a launch: nothing beside the recipe's variable speaks about FP8."""
+def _launch_environment(recipe: str, on_cpu_ranks: bool) -> Iterator[None]:
+    """The environment that the workers inherit: nothing but the recipe's variable speaks about FP8."""
     saved = dict(os.environ)
-    for name in _fp8_variables(os.environ):
+    for name in [name for name in os.environ if name.upper().startswith(PREFIX)]:
         del os.environ[name]
+    os.environ[LAUNCHED] = recipe
     if on_cpu_ranks:
         os.environ["ACCELERATE_USE_CPU"] = "true"
     try:
@@ -267,23 +260,8 @@ def _worker_environment(on_cpu_ranks: bool) -> Iterator[None]:
         os.environ.update(saved)
 
 
-def _fp8_variables(environ: Mapping[str, str]) -> list[str]:
-    return [name for name in environ if name.upper().startswith(PREFIX)]
-
-
-@contextmanager
-def _replaced(functions: Mapping[ModuleType, Mapping[str, Callable]]) -> Iterator[None]:
-    """Other functions in these modules, for the length of a launch."""
-    with ExitStack() as undo:
-        for module, replacements in functions.items():
-            for name, function in replacements.items():
-                undo.callback(setattr, module, name, getattr(module, name))
-                setattr(module, name, function)
-        yield
-
-
 def _exit_code(code: int) -> int:
-    """As a shell has it: 128 + the signal that ended a process."""
+    """The exit code that a shell gives: 128 + the signal, where one ended the process."""
     return code if code >= 0 else 128 - code
 
 
@@ -292,9 +270,9 @@ def _one_line(error: Exception) -> str:
 
 
 def _check_accelerate(commands: ModuleType) -> None:
-    """Raise `FP8BackendError` where the installed Accelerate lacks what is used here."""
+    """Raise `FP8BackendError` where the installed Accelerate lacks what this file calls."""
     for name, needed in _NEEDED_PARAMETERS.items():
-        function = getattr(commands, name, None) or getattr(accelerate.utils.launch, name, None)
+        function = getattr(commands, name, None)
         if function is None or set(needed) - set(inspect.signature(function).parameters):
             raise FP8BackendError(
                 f"this version of Accelerate ({accelerate.__version__}) has no {name}({', '.join(needed)}) in its "

@@ -87,10 +87,10 @@ def _patched(original):
             bound = signature.bind(self, *args, **kwargs)
         except TypeError:
             return original(self, *args, **kwargs)  # raises the error that the user knows
-        of_trainer = precision_of_trainer(bound.arguments) if _is_fp8_asked_beside(bound.arguments) else None
-        if of_trainer is not None or _precision(bound.arguments) == "fp8":
+        by_trainer = precision_of_trainer(bound.arguments) if _is_fp8_asked_beside(bound.arguments) else None
+        if by_trainer is not None or _precision(bound.arguments) == "fp8":
             bound.arguments["mixed_precision"] = "fp8"  # which Accelerate would not learn from a notebook
-        recipe = asked_recipe(bound.arguments, of_trainer)
+        recipe = asked_recipe(bound.arguments, by_trainer)
         if recipe is None:
             _warn_of_fp8_in_environment(bound.arguments)
             if _backend_in_environment() and not isinstance(self, IgnoresFP8Environment):
@@ -129,11 +129,11 @@ def incompatibilities(accelerator_class: type = Accelerator) -> list[str]:
     return found
 
 
-def asked_recipe(arguments: Mapping[str, Any], of_trainer: str | None = None) -> Recipe | None:
+def asked_recipe(arguments: Mapping[str, Any], by_trainer: str | None = None) -> Recipe | None:
     """The resolved recipe that these arguments of `Accelerator` and the environment ask for; None without FP8.
 
     A handler comes before `ACCELERATE_FP8_BACKEND`, and both need mixed precision "fp8" (argument, the running
-    AcceleratorState, or `ACCELERATE_MIXED_PRECISION`), which alone means `auto`. `of_trainer`: what a Trainer's own
+    AcceleratorState, or `ACCELERATE_MIXED_PRECISION`), which alone means `auto`. `by_trainer`: what a Trainer's own
     arguments said in its place. Raises `RecipeError` for two FP8 handlers, for one of ours without "fp8", where handler
     and environment name different computes, and where recipe and Trainer name different dtypes.
     """
@@ -153,7 +153,7 @@ def asked_recipe(arguments: Mapping[str, Any], of_trainer: str | None = None) ->
     if is_launched():
         _warn_of_unread_variables()
     recipe = resolve(_completed(handlers[0]) if handlers else from_environment())
-    return recipe if of_trainer is None else around_fp8(recipe, of_trainer, arguments)
+    return recipe if by_trainer is None else around_fp8(recipe, by_trainer, arguments)
 
 
 def _precision(arguments: Mapping[str, Any]) -> str:
@@ -216,23 +216,18 @@ def _over_launch(handler: Any) -> Recipe:
             f"{type(handler).__name__} in the script, with {LAUNCHED} in the environment: {error}"
         ) from None
     if warning is not None and is_main_process():
-        _warn_once(warning)
+        logger.warning("%s", warning)
     return recipe
 
 
 def _warn_of_unread_variables() -> None:
     """`fp8-backends launch` leaves none of Accelerate's variables: what is there the script has set."""
     if (names := sorted(variables(os.environ))) and is_main_process():
-        _warn_once(
-            f"{', '.join(PREFIX + name for name in names)}, set by the script, has no effect: fp8-backends launch says "
-            "what the recipe is, and a handler in kwargs_handlers comes before it"
+        logger.warning(
+            "%s, set by the script, has no effect: fp8-backends launch says what the recipe is, and a handler in "
+            "kwargs_handlers comes before it",
+            ", ".join(PREFIX + name for name in names),
         )
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    """An Accelerator is often made twice, by a Trainer say: one line a process is enough."""
-    logger.warning(message)
 
 
 def _warn_of_fp8_in_environment(arguments: Mapping[str, Any]) -> None:

@@ -19,12 +19,15 @@ import types
 import zipfile
 from collections.abc import Sequence
 
+from ..recipes.sources import is_launched
+
 
 def main(arguments: Sequence[str]) -> None:
-    """Run `script.py ARGUMENTS` or `-m module ARGUMENTS` in this process. `fp8_backends` was imported on the way here,
-    which has connected it to Accelerate."""
+    """Run `script.py ARGUMENTS` or `-m module ARGUMENTS` in this process. Importing this module has imported
+    `fp8_backends`, and so has connected it to Accelerate."""
     if not arguments or arguments[0] == "-m" and len(arguments) == 1:
         sys.exit("usage: python -m fp8_backends.accelerate_plugin.worker [-m MODULE | SCRIPT] ARGUMENTS")
+    ask_for_fp8()
     if arguments[0] == "-m":
         sys.argv = list(arguments[1:])
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
@@ -38,9 +41,15 @@ def main(arguments: Sequence[str]) -> None:
         _run_source(script)
 
 
+def ask_for_fp8() -> None:
+    """Let every Accelerator of this process train in FP8, where `fp8-backends launch` has written a recipe."""
+    if is_launched():
+        os.environ["ACCELERATE_MIXED_PRECISION"] = "fp8"
+
+
 def _run_source(script: str) -> None:
-    """As `runpy.run_path`, with `sys.argv[0]` as it was given, and a `__main__` that stays to the end of the process:
-    functions that run at exit, and pickled classes, are found in it."""
+    """Run a script as `runpy.run_path` does, with `sys.argv[0]` as it was given, and a `__main__` that stays to the end
+    of the process: functions that run at exit, and pickled classes, are found in it."""
     path = os.path.abspath(script)
     try:
         with io.open_code(path) as file:

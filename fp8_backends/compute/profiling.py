@@ -15,6 +15,7 @@ import contextlib
 import os
 import sys
 import tempfile
+import threading
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -45,7 +46,7 @@ class Layer(NamedTuple):
     name: str
     module: nn.Module
     backward_kinds: tuple[str, ...]
-    """The products of its backward that run in FP8, in order: dgrad and wgrad less those kept in high precision."""
+    """The products of its backward that run in FP8, in order: dgrad and wgrad, less those in high precision."""
     results: dict[str, ProductCounts]
     """Where its counts go, by name, when the profile stops."""
 
@@ -87,7 +88,7 @@ class ProductProfile:
             self.restart()
         self._end = weakref.finalize(self, _end, self._profiler, hooks)
         self.running = True
-        _remember(self)
+        _thread.profile = weakref.ref(self)
         return True
 
     def restart(self) -> None:
@@ -141,22 +142,23 @@ class ProductProfile:
         return counts
 
 
-_running: weakref.ref[ProductProfile] | None = None  # PyTorch's profiler is one a process, and so is this
+class _Thread(threading.local):
+    """The profile that was started last in this thread: PyTorch's profiler is one a thread, and so is this."""
+
+    profile: weakref.ref[ProductProfile] | None = None
+
+
+_thread = _Thread()
 
 
 def _running_profile() -> ProductProfile | None:
-    started = _running() if _running is not None else None
+    started = _thread.profile() if _thread.profile is not None else None
     return started if started is not None and started.running else None
 
 
 def foreign_profiler_runs() -> bool:
     """Whether a profiler is active that is not this package's."""
     return torch._C._autograd._profiler_enabled() and _running_profile() is None
-
-
-def _remember(started: ProductProfile) -> None:
-    global _running
-    _running = weakref.ref(started)
 
 
 def _end(profiler: profile, hooks: list) -> None:
@@ -167,8 +169,8 @@ def _end(profiler: profile, hooks: list) -> None:
 
 
 def _hooked(modules: list[nn.Module]) -> list[RemovableHandle]:
-    """Marks on all of these: one hook, under one number in each. A compiler guards on both, and modules that are alike
-    go on sharing its code."""
+    """Put one hook on all of these modules, under one number in each. A compiler guards on both, so modules that are
+    alike go on sharing its code."""
     marks, handles = _Marks(modules), []
     for module in modules:
         before = module.register_forward_pre_hook(marks)
@@ -212,7 +214,7 @@ class _Marks:
 
 
 class _Event:
-    """What a profile says of one operator, range or function, and the event that it happened in."""
+    """One operator, range or function of a profile, with the event that it happened in."""
 
     __slots__ = ("name", "start", "end", "thread", "forward_thread", "sequence_nr", "scope", "shapes", "parent")
 
@@ -356,7 +358,7 @@ def _without_profiler_messages() -> Iterator[None]:
     """Drop the lines that the profiler's C++ part writes to stderr when it starts and stops (`USDT:...`)."""
     try:
         sys.stderr.flush()
-        kept = os.dup(2)
+        stderr = os.dup(2)
     except (OSError, ValueError, AttributeError):
         yield  # no stderr to keep clean
         return
@@ -365,8 +367,8 @@ def _without_profiler_messages() -> Iterator[None]:
             os.dup2(caught.fileno(), 2)
             yield
         finally:
-            os.dup2(kept, 2)
-            os.close(kept)
+            os.dup2(stderr, 2)
+            os.close(stderr)
             caught.seek(0)
             other = b"".join(line for line in caught if not line.startswith(b"USDT:"))
             if other:

@@ -144,10 +144,10 @@ class FirstStep:
         if self.forward_seen:  # else the hook is compiled into the model, doing nothing: removing it would recompile
             for hook in self.hooks:
                 hook.remove()
-        for (_, root, prepared), of_root in zip(roots, counts, strict=True):
+        for (_, root, prepared), root_counts in zip(roots, counts, strict=True):
             if not observed_of(prepared).proven:
                 observed_of(prepared).proven = True
-                state_proof(root, prepared, of_root, by_shape)
+                state_proof(root, prepared, root_counts, by_shape)
 
     def _record_gradient_dtypes(self) -> None:
         for _, root, prepared in self.roots:
@@ -158,7 +158,7 @@ class FirstStep:
 
 
 def _gradient_state(weight: nn.Parameter) -> tuple | None:
-    """Changes whenever a gradient arrives."""
+    """A value that changes whenever a gradient arrives."""
     return None if weight.grad is None else (id(weight.grad), weight.grad._version)
 
 
@@ -210,20 +210,20 @@ def proof_line(root: nn.Module, prepared: Prepared, counts: dict[str, ProductCou
     high = prepared.compute.high_precision_products(prepared.recipe)
     notes = "+".join(engines) + (f"; {' '.join(high)} in high precision by recipe" if high else "")
     notes += "; compiled, counted by shape" if by_shape else ""
-    of_all = _counted([kind_of.get(layer, "Linear") for layer in ran], list(kind_of.values()))
-    of_flops = f"{share * 100:.0f} % of weight FLOPs in FP8"
-    return f"{prepared.recipe.name}: {of_all}, {of_flops}, {' '.join(kinds)} ({notes})"
+    layers_in_fp8 = _counted([kind_of.get(layer, "Linear") for layer in ran], list(kind_of.values()))
+    flops_in_fp8 = f"{share * 100:.0f} % of weight FLOPs in FP8"
+    return f"{prepared.recipe.name}: {layers_in_fp8}, {flops_in_fp8}, {' '.join(kinds)} ({notes})"
 
 
 def _counted(ran: list[str], kinds: list[str]) -> str:
     """Such as `28/29 Linear, 4/4 experts (beside 2 other weights)`, from the kinds of weights."""
-    of_all, others = [], len(kinds)
+    parts, others = [], len(kinds)
     for title, counted in _COUNTED.items():
         number = sum(kind in counted for kind in kinds)
         others -= number
         if number or title == "Linear":
-            of_all.append(f"{sum(kind in counted for kind in ran)}/{number} {title}")
-    return ", ".join(of_all) + (f" (beside {others} other weights)" if others else "")
+            parts.append(f"{sum(kind in counted for kind in ran)}/{number} {title}")
+    return ", ".join(parts) + (f" (beside {others} other weights)" if others else "")
 
 
 def _ran(count: ProductCounts) -> bool:
@@ -231,7 +231,7 @@ def _ran(count: ProductCounts) -> bool:
 
 
 def _nothing_ran(counts: list[dict[str, ProductCounts]]) -> bool:
-    return not any(_ran(count) for of_root in counts for count in of_root.values())
+    return not any(_ran(count) for root_counts in counts for count in root_counts.values())
 
 
 def _shortcomings(root: nn.Module, prepared: Prepared, counts: dict[str, ProductCounts]) -> list[str]:

@@ -8,10 +8,10 @@ import sys
 
 import pytest
 import yaml
-from intercepted import Intercepted, ours, stocks, yaml_file
+from intercepted import Intercepted, environment, ours, stocks, yaml_file
 
 from fp8_backends import resolve
-from fp8_backends.accelerate_plugin import launch
+from fp8_backends.accelerate_plugin import launch, worker
 from fp8_backends.cli.main import main
 from fp8_backends.errors import FP8BackendError, RecipeError
 from fp8_backends.recipes.handlers import from_environment
@@ -39,7 +39,9 @@ def machine(monkeypatch, tmp_path):
 
 def recipe_of(started):
     """What a worker makes of its environment."""
-    assert started.environment["ACCELERATE_MIXED_PRECISION"] == "fp8"
+    with environment(**started.environment):
+        worker.ask_for_fp8()
+        assert os.environ["ACCELERATE_MIXED_PRECISION"] == "fp8"
     left = [name for name in started.environment if name.upper().startswith("ACCELERATE_FP8_")]
     assert not left
     return resolve(from_environment(started.environment))
@@ -216,15 +218,29 @@ def test_deepspeed_across_machines_carries_the_recipe_through_a_shell(tmp_path):
 
 
 def test_the_environment_and_accelerate_are_as_before(monkeypatch):
-    import accelerate.commands.launch as stock
-    import accelerate.utils.launch as utils
-
     monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "ao")
-    before = dict(os.environ), stock.simple_launcher, utils.is_fp8_available, utils.setup_fp8_env
+    before = dict(os.environ)
     assert recipe_of(ours("--cpu", "--num_processes", "2", "train.py")).name == "ao:tensorwise"
-    assert (dict(os.environ), stock.simple_launcher, utils.is_fp8_available, utils.setup_fp8_env) == before
+    assert dict(os.environ) == before
     with pytest.raises(RuntimeError, match="FP8 is not available"):
         stocks("--cpu", "--mixed_precision", "fp8", "train.py")
+
+
+@pytest.mark.parametrize(("launcher", "quoted"), [("pdsh", True), ("standard", False)])
+def test_a_configuration_file_for_several_machines_carries_the_recipe_too(launcher, quoted, tmp_path):
+    (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
+    several = {"num_machines": 2, "num_processes": 2, "machine_rank": 0, "main_process_ip": "a", "use_cpu": False}
+    several |= {"main_process_port": 15200, "distributed_type": "DEEPSPEED"}
+    options = {"deepspeed_multinode_launcher": launcher, "deepspeed_hostfile": str(tmp_path / "hosts")}
+    started = ours("--config_file", yaml_file(tmp_path, **several, deepspeed_config=options), "train.py")
+    assert started.environment["FP8_BACKENDS_RECIPE"].startswith("%7B") is quoted
+    assert recipe_of(started).name == "native:dynamic"
+
+
+def test_a_worker_that_no_launch_started_asks_for_nothing(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    worker.ask_for_fp8()
+    assert os.environ["ACCELERATE_MIXED_PRECISION"] == "bf16"
 
 
 # Flags over file over environment
@@ -362,8 +378,8 @@ def test_ranks_that_would_each_train_alone_are_refused(flag, monkeypatch):
 
 
 def test_an_accelerate_that_does_not_fit_is_named(monkeypatch):
-    monkeypatch.setattr("accelerate.utils.launch.setup_fp8_env", lambda args: None)
-    with pytest.raises(FP8BackendError, match=r"has no setup_fp8_env\(args, current_env\)"):
+    monkeypatch.delattr("accelerate.commands.launch.multi_gpu_launcher")
+    with pytest.raises(FP8BackendError, match=r"has no multi_gpu_launcher\(args\)"):
         ours("--cpu", "train.py")
 
 

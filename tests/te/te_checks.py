@@ -25,7 +25,7 @@ from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScalin
 
 import fp8_backends  # noqa: E402
 from fp8_backends import RecipeError, TERecipeKwargs, prepare  # noqa: E402
-from fp8_backends.compute.te.fp8_params import is_kept  # noqa: E402
+from fp8_backends.compute.te.weights import is_frozen  # noqa: E402
 from fp8_backends.training.conversion import prepared_roots  # noqa: E402
 
 SPECS = {"te:delayed": lambda: DelayedScaling(amax_compute_algo="most_recent"), "te:dynamic": Float8CurrentScaling}
@@ -251,7 +251,7 @@ def check_fp8_params_go_with_ddp_and_are_refused_where_weights_are_sharded():
         optimizer = adamw(made.adapter)
         prepare(wrapped, optimizer, spec)
         found.append(losses(wrapped, optimizer, own_batches()))
-        assert is_kept(made.base.first.weight) == fp8_params
+        assert is_frozen(made.base.first.weight) == fp8_params
     assert found[0] == found[1]
     for engine in ("FSDP2", "ZeRO3"):
         with pytest.raises(RecipeError, match="sharded weights"):

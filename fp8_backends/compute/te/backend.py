@@ -73,7 +73,7 @@ class TransformerEngineCompute(Compute):
 
     def check(self, recipe: Recipe) -> None:
         """TransformerEngine accepts fields of its older recipes and ignores them; here that is an error, but for a
-        weight gradient in high precision, which `te.wgrad` makes."""
+        weight gradient in high precision, which `linear.PlainWgrad` makes."""
         if recipe.interval != 1:
             raise RecipeError(
                 f"interval={recipe.interval}: TransformerEngine reads it no more since version 2.4; "
@@ -123,11 +123,11 @@ class TransformerEngineCompute(Compute):
         return ModelState(recipe)
 
     def build(self, linear: nn.Linear, recipe: Recipe, shared: ModelState) -> TELinear:
-        from . import fp8_params
+        from . import weights
         from .linear import TELinear
 
         if recipe.fp8_params:
-            fp8_params.check(linear)
+            weights.check(linear)
         return TELinear.around(linear, shared)
 
     def attach(self, root: nn.Module, recipe: Recipe, shared: ModelState) -> None:
@@ -143,9 +143,9 @@ class TransformerEngineCompute(Compute):
 
     def store_weights(self, root: nn.Module, recipe: Recipe) -> None:
         if recipe.fp8_params:
-            from . import fp8_params
+            from . import weights
 
-            fp8_params.keep(root, dict(self._layers(root)))
+            weights.freeze(root, dict(self._layers(root)))
 
     def is_converted(self, module: nn.Module) -> bool:
         linear = sys.modules.get(f"{__package__}.linear")

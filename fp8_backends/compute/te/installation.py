@@ -70,12 +70,12 @@ def installation() -> Installation:
     return Installation(hardware.version("transformer-engine"), torch.version.cuda)
 
 
-def explain(error: BaseException, here: Installation | None = None) -> Availability:
+def explain(error: BaseException, installed: Installation | None = None) -> Availability:
     """The reason in plain words and the fix, from an exception that importing TransformerEngine raised.
 
     Never raises: a text that no row knows is quoted, with the command that installs everything anew.
     """
-    return _explained(_text(error), here or installation())
+    return _explained(_text(error), installed or installation())
 
 
 def probe(time_limit: float = TIME_LIMIT) -> Availability:
@@ -83,9 +83,9 @@ def probe(time_limit: float = TIME_LIMIT) -> Availability:
 
     It can run: `reason` has the version. It cannot: as `explain`. Nothing is imported where it is not installed.
     """
-    here = installation()
+    installed = installation()
     if importlib.util.find_spec("transformer_engine") is None:
-        return Availability(False, "TransformerEngine is not installed", here.install)
+        return Availability(False, "TransformerEngine is not installed", installed.install)
     try:
         done = subprocess.run([sys.executable, "-c", _IMPORT], capture_output=True, text=True, timeout=time_limit)
     except subprocess.TimeoutExpired:
@@ -99,13 +99,13 @@ def probe(time_limit: float = TIME_LIMIT) -> Availability:
             False,
             f"importing TransformerEngine ends the process with {signal.Signals(-done.returncode).name}: its libraries "
             "were built for other versions of PyTorch or CUDA",
-            here.compile_extension,
+            installed.compile_extension,
         )
-    said = done.stdout.rpartition(_MARK)[2]
-    if done.returncode or not said:
+    answer = done.stdout.rpartition(_MARK)[2]
+    if done.returncode or not answer:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        return _explained(said and json.loads(said) or last, here)
-    return Availability(True, f"TransformerEngine {json.loads(said)} imports")
+        return _explained(answer and json.loads(answer) or last, installed)
+    return Availability(True, f"TransformerEngine {json.loads(answer)} imports")
 
 
 _MARK = "fp8_backends probe: "
@@ -132,130 +132,134 @@ def _text(error: BaseException) -> str:
     return "\n".join(texts)
 
 
-def _explained(text: str, here: Installation) -> Availability:
+def _explained(text: str, installed: Installation) -> Availability:
     for failure in FAILURES:
         found = re.search(failure.pattern, text)
         if found:
-            return Availability(False, failure.reason(found, here), failure.fix(found, here))
-    return Availability(False, f"importing TransformerEngine fails with {text.splitlines()[0]}", here.install)
+            return Availability(False, *(_filled(each, found, installed) for each in (failure.reason, failure.fix)))
+    return Availability(False, f"importing TransformerEngine fails with {text.splitlines()[0]}", installed.install)
+
+
+def _filled(text: Text, found: re.Match, installed: Installation) -> str:
+    return text.format(installed=installed, **found.groupdict()) if isinstance(text, str) else text(found, installed)
 
 
 # The failures, first match first
 
 
+Text = str | Callable[[re.Match, "Installation"], str]
+"""A template, in which {name} stands for a group of the match and {installed.…} for the installation, or what makes the
+text of the two."""
+
+
 class Failure(NamedTuple):
     name: str
     pattern: str
-    reason: Callable[[re.Match, Installation], str]
-    fix: Callable[[re.Match, Installation], str]
+    reason: Text
+    fix: Text
 
 
 _WITHOUT_CUDA = "this PyTorch was built without CUDA, and TransformerEngine uses the libraries that CUDA's brings"
 
 
-def _missing_library(found: re.Match, here: Installation) -> str:
+def _missing_library(found: re.Match, installed: Installation) -> str:
     library, major = found["library"], found["major"]
-    if here.cuda is None:
+    if installed.cuda is None:
         return f"lib{library} is not found: {_WITHOUT_CUDA}"
-    if major and major != here.cuda_major and library not in ("cudnn", "nccl"):
+    if major and major != installed.cuda_major and library not in ("cudnn", "nccl"):
         return (
             f"TransformerEngine's core library was built for CUDA {major} (it asks for lib{library}.so.{major}), and "
-            f"this PyTorch is for CUDA {here.cuda}"
+            f"this PyTorch is for CUDA {installed.cuda}"
         )
     return f"lib{library} is not found: TransformerEngine needs it, and neither PyTorch nor the system brings it"
 
 
-def _bring_library(found: re.Match, here: Installation) -> str:
+def _bring_library(found: re.Match, installed: Installation) -> str:
     library, major = found["library"], found["major"]
-    if here.cuda is None:
-        return _torch_with_cuda(found, here)
-    if major and major != here.cuda_major and library not in ("cudnn", "nccl"):
-        return here.install_anew
-    package = here.library(library)
+    if installed.cuda is None:
+        return _torch_with_cuda(found, installed)
+    if major and major != installed.cuda_major and library not in ("cudnn", "nccl"):
+        return installed.install_anew
+    package = installed.library(library)
     return f"pip install {package}; where it is installed already, put its lib folder into LD_LIBRARY_PATH"
 
 
-def _torch_with_cuda(found: re.Match, here: Installation) -> str:
-    return f"install a PyTorch for CUDA (see pytorch.org), then {here.install}"
-
-
-def _said(text: str) -> Callable[[re.Match, Installation], str]:
-    """A text in which {name} stands for a group of the match, and {here.…} for the installation."""
-    return lambda found, here: text.format(here=here, **found.groupdict())
+def _torch_with_cuda(found: re.Match, installed: Installation) -> str:
+    return f"install a PyTorch for CUDA (see pytorch.org), then {installed.install}"
 
 
 FAILURES = (
     Failure(
         "empty_meta_package",
         r"Found empty .transformer-engine. meta package|Could not find TE core package",
-        _said("only TransformerEngine's Python part is installed, without its core library"),
-        _said("{here.install}"),
+        "only TransformerEngine's Python part is installed, without its core library",
+        "{installed.install}",
     ),
     Failure(
         "no_torch_extension",
         r"shared object file for Transformer Engine torch lib|No module named 'transformer_engine_torch'",
-        _said("TransformerEngine's extension for PyTorch is missing: it is compiled when it is installed"),
-        _said("{here.compile_extension}"),
+        "TransformerEngine's extension for PyTorch is missing: it is compiled when it is installed",
+        "{installed.compile_extension}",
     ),
     Failure(
         "no_core_library",
         r"Could not find shared object file for Transformer Engine core lib",
-        _said("the file of TransformerEngine's core library is missing from its package"),
-        _said("pip install --force-reinstall --no-deps transformer-engine-cu{here.cuda_major}{here.pin}"),
+        "the file of TransformerEngine's core library is missing from its package",
+        "pip install --force-reinstall --no-deps transformer-engine-cu{installed.cuda_major}{installed.pin}",
     ),
     Failure(
         "versions_differ",
         r"Transformer Engine package version mismatch. Found (?P<found>.*?)\.(?: Install|$|\n)",
-        _said("the parts of TransformerEngine have different versions: {found}"),
-        _said("{here.install_anew}"),
+        "the parts of TransformerEngine have different versions: {found}",
+        "{installed.install_anew}",
     ),
     Failure(
         "mixed_installation",
         r"Multiple files found|Could not find `transformer-engine` PyPI package",
-        _said("TransformerEngine is installed twice, compiled from source and from packages"),
-        _said("{here.install_anew}"),
+        "TransformerEngine is installed twice, compiled from source and from packages",
+        "{installed.install_anew}",
     ),
     Failure(
         "cudnn_too_old",
         r"requires cuDNN (?P<wanted>[\d.]*\d).* cuDNN runtime is (?P<has>[\d.]*\d)",
-        _said("cuDNN {has} is older than {wanted}, the oldest that TransformerEngine {here.te} takes"),
-        lambda found, here: f"pip install --upgrade '{here.library('cudnn')}>={found['wanted']}'",
+        "cuDNN {has} is older than {wanted}, the oldest that TransformerEngine {installed.te} takes",
+        lambda found, installed: f"pip install --upgrade '{installed.library('cudnn')}>={found['wanted']}'",
     ),
     Failure(
         "flash_attention",
         r"flash_attn\S*\.so: undefined symbol",
-        _said("TransformerEngine imports flash-attn, which was compiled for another PyTorch"),
-        _said("pip uninstall -y flash-attn"),
+        "TransformerEngine imports flash-attn, which was compiled for another PyTorch",
+        "pip uninstall -y flash-attn",
     ),
     Failure(
         "other_python",
         r"compiled for Python (?P<wanted>[\d.]*\d)|undefined symbol: _?(?P<symbol>Py\w+)",
-        lambda found, here: (
+        lambda found, installed: (
             f"TransformerEngine's extension was compiled for Python {found['wanted'] or 'of another version'}, "
             f"and this is Python {sys.version_info.major}.{sys.version_info.minor}"
         ),
-        _said("{here.compile_extension}"),
+        "{installed.compile_extension}",
     ),
     Failure(
         "cuda_library_too_old",
         r"undefined symbol: (?P<symbol>(?P<library>cublas|cudnn|nccl)\w*)",
-        _said("lib{library} is older than the one that TransformerEngine was built with: it has no {symbol}"),
-        lambda found, here: f"pip install --upgrade {here.library(found['library'])}, and unset LD_BIND_NOW",
+        "lib{library} is older than the one that TransformerEngine was built with: it has no {symbol}",
+        lambda found, installed: f"pip install --upgrade {installed.library(found['library'])}, and unset LD_BIND_NOW",
     ),
     Failure(
         "other_torch",
         r"undefined symbol: (?P<symbol>\S+)",
-        lambda found, here: (
+        lambda found, installed: (
             f"TransformerEngine's extension was compiled for another PyTorch than {torch.__version__}, which has no "
             f"{found['symbol']}"
         ),
-        _said("{here.compile_extension}"),
+        "{installed.compile_extension}",
     ),
     Failure(
         "old_system",
         r"version `(?P<what>GLIBC(?:XX)?_[\d.]+)' not found",
-        _said("TransformerEngine's library wants {what}, which this system's C or C++ library is too old for"),
-        lambda found, here: (
+        "TransformerEngine's library wants {what}, which this system's C or C++ library is too old for",
+        lambda found, installed: (
             "conda install -c conda-forge libstdcxx-ng"
             if found["what"].startswith("GLIBCXX")
             else "use a newer system or container (Ubuntu 22.04 or later)"
@@ -264,36 +268,34 @@ FAILURES = (
     Failure(
         "no_driver",
         r"libcuda\.so|Found no NVIDIA driver|TransformerEngine needs CUDA",
-        _said("no NVIDIA driver is found: TransformerEngine runs on an NVIDIA GPU only"),
-        _said(
-            "install the driver (nvidia-smi must list the GPU; in a container, start that with --gpus all), or use "
-            "the twin native:delayed, native:dynamic, native:blockwise or native:mxfp8, which needs none"
-        ),
+        "no NVIDIA driver is found: TransformerEngine runs on an NVIDIA GPU only",
+        "install the driver (nvidia-smi must list the GPU; in a container, start that with --gpus all), or use "
+        "the native equivalent native:delayed, native:dynamic, native:blockwise or native:mxfp8, which needs none",
     ),
     Failure(
         "torch_without_cuda",
         r"lib(?:c10_cuda|torch_cuda)\S*\.so|Torch not compiled with CUDA",
-        _said("this PyTorch was built without CUDA, and TransformerEngine was compiled for one with it"),
+        "this PyTorch was built without CUDA, and TransformerEngine was compiled for one with it",
         _torch_with_cuda,
     ),
     Failure(
         "nvrtc",
         r"(?i)nvrtc(?!\S*\.so| shared object)|cuda_runtime\.h",
-        _said("TransformerEngine compiles some kernels while it runs, and does not find CUDA's headers or NVRTC"),
-        _said("export NVTE_CUDA_INCLUDE_DIR=/usr/local/cuda/include (its folder of headers), or NVTE_DISABLE_NVRTC=1"),
+        "TransformerEngine compiles some kernels while it runs, and does not find CUDA's headers or NVRTC",
+        "export NVTE_CUDA_INCLUDE_DIR=/usr/local/cuda/include (its folder of headers), or NVTE_DISABLE_NVRTC=1",
     ),
     Failure(
         "torch_not_first",
         r"libnccl\.so[.\d]*: cannot open",
-        lambda found, here: (
+        lambda found, installed: (
             "libnccl is not found: PyTorch brings it, and only once torch is imported"
-            if here.cuda
+            if installed.cuda
             else f"libnccl is not found: {_WITHOUT_CUDA}"
         ),
-        lambda found, here: (
-            f"import torch before transformer_engine; where that does not help, pip install {here.library('nccl')}"
-            if here.cuda
-            else _torch_with_cuda(found, here)
+        lambda found, installed: (
+            f"import torch before transformer_engine; where that does not help, pip install {installed.library('nccl')}"
+            if installed.cuda
+            else _torch_with_cuda(found, installed)
         ),
     ),
     Failure(
@@ -312,14 +314,14 @@ FAILURES = (
     Failure(
         "module_missing",
         r"No module named '(?!transformer_engine)(?P<module>[\w]+)",
-        _said("the Python package {module}, which TransformerEngine imports, is missing"),
-        lambda found, here: f"pip install {_PACKAGES.get(found['module'], found['module'])}",
+        "the Python package {module}, which TransformerEngine imports, is missing",
+        lambda found, installed: f"pip install {_PACKAGES.get(found['module'], found['module'])}",
     ),
     Failure(
         "hidden",
         r"module 'transformer_engine' has no attribute 'pytorch'",
-        _said("TransformerEngine's part for PyTorch did not import, and TransformerEngine kept the reason to itself"),
-        _said("python -c 'import torch, transformer_engine.pytorch' says why; often: {here.compile_extension}"),
+        "TransformerEngine's part for PyTorch did not import, and TransformerEngine kept the reason to itself",
+        "python -c 'import torch, transformer_engine.pytorch' says why; often: {installed.compile_extension}",
     ),
 )
 """Each was produced with TransformerEngine 2.20.2, or is in a report to its project; the tests hold their texts."""

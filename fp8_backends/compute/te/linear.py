@@ -16,16 +16,12 @@ from torch import nn
 
 from ...numerics.scaled_tensor import ScaledTensor
 from ..interface import COMPUTE_DTYPES
-from . import fp8_params, weights
+from . import weights
 from .recipes import FP8GlobalStateManager
 from .region import ModelState, Region, inside_backward, remember_scales
-from .wgrad import PlainWgrad
 
 DIRECTIONS = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
 """Our names of the two halves of a delayed scaling state, and TransformerEngine's."""
-
-watchers: list[Any] = []
-"""Profiles that run now (`profile`): told of every FP8 forward."""
 
 
 class TELinear(te.Linear, nn.Linear):
@@ -47,18 +43,18 @@ class TELinear(te.Linear, nn.Linear):
     @classmethod
     def around(cls, linear: nn.Linear, state: ModelState) -> TELinear:
         """A layer that holds the Parameter objects of `linear`."""
-        made = te.Linear(
+        layer = te.Linear(
             linear.in_features,
             linear.out_features,
             bias=linear.bias is not None,
             params_dtype=linear.weight.dtype,
             device="meta",
         )
-        made.__class__ = cls
-        made.__dict__.pop("bias", None)  # of a layer without one it is an empty tensor, where others expect None
-        made._parameters.update(weight=linear.weight, bias=linear.bias)
-        made.__dict__.update(_RUNTIME, te_state=state, **made._fresh_meta())
-        return made
+        layer.__class__ = cls
+        layer.__dict__.pop("bias", None)  # an empty tensor in a layer without one, where others expect None
+        layer._parameters.update(weight=linear.weight, bias=linear.bias)
+        layer.__dict__.update(_RUNTIME, te_state=state, **layer._fresh_meta())
+        return layer
 
     def weight_for_te(self) -> torch.Tensor:
         """The weight that TransformerEngine multiplies: as it lies, or as one of its own quantized tensors."""
@@ -81,7 +77,7 @@ class TELinear(te.Linear, nn.Linear):
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         in_fp8 = self.training or self.te_state.in_eval
         if not in_fp8 or dtype not in COMPUTE_DTYPES or not x.is_floating_point() or x.numel() == 0:
-            return F.linear(x, fp8_params.plain(self.weight), self.bias)
+            return F.linear(x, weights.plain(self.weight), self.bias)
         if x.shape[-1] != self.in_features:
             raise ValueError(
                 f"an FP8 linear layer of {self.in_features} input features got an input of shape {tuple(x.shape)}; "
@@ -119,14 +115,14 @@ class TELinear(te.Linear, nn.Linear):
     def _first_time(self, x: torch.Tensor, kind: type[nn.Module], records: bool) -> torch.Tensor:
         self.ensure_state()
         self.te_recorded, self.te_had_gradients = records, torch.is_grad_enabled()
-        with contextlib.nullcontext() if records else self._state_kept():
+        with contextlib.nullcontext() if records else self._state_unchanged():
             return self._products(x, kind)
 
     def _recomputed(self, x: torch.Tensor, kind: type[nn.Module]) -> torch.Tensor:
-        """Forward again, inside backward."""
+        """The products of a recomputed forward, inside backward."""
         state = self.te_state
-        kept = self._state_kept(self.te_used_scale if state.region is None else None)
-        with Region(state, records=False), kept if self.te_recorded else contextlib.nullcontext():
+        unchanged = self._state_unchanged(self.te_used_scale if state.region is None else None)
+        with Region(state, records=False), unchanged if self.te_recorded else contextlib.nullcontext():
             # the layer whose backward updates the scales was chosen in the first forward
             FP8GlobalStateManager.is_first_fp8_module()
             if not self.te_had_gradients and torch.is_grad_enabled() and self.te_used_scale is not None:
@@ -135,7 +131,8 @@ class TELinear(te.Linear, nn.Linear):
 
     def _products(self, x: torch.Tensor, kind: type[nn.Module]) -> torch.Tensor:
         if self.te_state.recipe.fp8_params:
-            fp8_params.check_kept(self)
+            weights.check_running(self)
+        watchers = self.te_state.watchers
         for watcher in watchers:
             watcher.enter(self)
         try:
@@ -170,8 +167,8 @@ class TELinear(te.Linear, nn.Linear):
         return self.fp8_meta.get(DIRECTIONS[direction])
 
     @contextlib.contextmanager
-    def _state_kept(self, scale: torch.Tensor | None = None) -> Iterator[None]:
-        """Inside, the forward scales are `scale` if given; amaxes recorded inside are forgotten."""
+    def _state_unchanged(self, scale: torch.Tensor | None = None) -> Iterator[None]:
+        """Forget amaxes that are recorded inside. The forward scales are `scale` inside, if given."""
         if self.te_used_scale is None:
             yield
             return
@@ -223,7 +220,7 @@ class TELinear(te.Linear, nn.Linear):
 
     @property
     def is_fsdp2(self) -> bool:
-        """As TransformerEngine finds it, kept under a name that goes when the layer is restored."""
+        """TransformerEngine's answer, under a name that goes when the layer is restored."""
         if self.te_fsdp2 is None:
             known = getattr(te.Linear, "is_fsdp2", None)  # from 2.10 on
             self.te_fsdp2 = known is not None and known.fget(self)
@@ -232,21 +229,21 @@ class TELinear(te.Linear, nn.Linear):
 
     def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if fp8_params.is_kept(self.weight):
-            destination[f"{prefix}weight"] = fp8_params.plain(self.weight)
+        if weights.is_frozen(self.weight):
+            destination[f"{prefix}weight"] = weights.plain(self.weight)
 
     def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
         state_dict.pop(f"{prefix}_extra_state", None)  # in checkpoints of plain TransformerEngine modules
-        kept = fp8_params.is_kept(self.weight)
+        frozen = weights.is_frozen(self.weight)
         super()._load_from_state_dict(state_dict, prefix, *args)
-        if kept and not fp8_params.is_kept(self.weight):  # `assign=True`, with a Parameter of its own
-            self.weight = nn.Parameter(fp8_params.quantized(self.weight, self), requires_grad=False)
+        if frozen and not weights.is_frozen(self.weight):  # `assign=True`, with a Parameter of its own
+            self.weight = nn.Parameter(weights.quantized(self.weight, self), requires_grad=False)
 
     def _fresh_meta(self) -> dict[str, Any]:
         """TransformerEngine's own part of a layer that has not run, but for what its constructor was given."""
-        kept = {"recipe": self.fp8_meta["recipe"]} if "recipe" in self.fp8_meta else {}
+        recipe = {"recipe": self.fp8_meta["recipe"]} if "recipe" in self.fp8_meta else {}
         return {
-            "fp8_meta": {**kept, "fp8_checkpoint": False, "fp8_group": None},
+            "fp8_meta": {**recipe, "fp8_checkpoint": False, "fp8_group": None},
             "quantizers": {key: type(quantizers)() for key, quantizers in self.quantizers.items()},
             "param_init_meta": {},
             "_fp8_workspaces": {},
@@ -262,13 +259,36 @@ class TELinear(te.Linear, nn.Linear):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        fp8_params.revive(self)
+        weights.revive(self)
 
     def extra_repr(self) -> str:
         forward, gradient = ("E4M3", "E5M2" if self.te_state.recipe.fp8_format == "HYBRID" else "E4M3")
         scaling = self.te_state.recipe.scaling
-        kept = ",high:wgrad" if self.te_state.plain_wgrad else ""
-        return f"{nn.Linear.extra_repr(self)}, te:{scaling} i:{forward},w:{forward},go:{gradient}{kept}"
+        high = ",high:wgrad" if self.te_state.plain_wgrad else ""
+        return f"{nn.Linear.extra_repr(self)}, te:{scaling} i:{forward},w:{forward},go:{gradient}{high}"
+
+
+class PlainWgrad(torch.autograd.Function):
+    """The weight gradient in high precision: `override_linear_precision=(False, False, True)`.
+
+    TransformerEngine had this until version 2.1. Here it gets the weight as one that needs no gradient, so it makes
+    fprop, dgrad and the bias gradient, and keeps no codes of the input. This function returns y as it is. Its backward
+    makes the gradient of `weight` [out, in] from the unquantized x [tokens, in] and dy [tokens, out], in the dtype of
+    y, as TransformerEngine made it.
+    """
+
+    @staticmethod
+    def forward(ctx, y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight_dtype, ctx.dtype = weight.dtype, y.dtype
+        return y.view_as(y)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy: torch.Tensor) -> tuple[torch.Tensor, None, torch.Tensor | None]:
+        (x,) = ctx.saved_tensors
+        dw = torch.mm(dy.to(ctx.dtype).t(), x.to(ctx.dtype)).to(ctx.weight_dtype) if ctx.needs_input_grad[2] else None
+        return dy, None, dw
 
 
 _RUNTIME: dict[str, Any] = {
@@ -277,7 +297,7 @@ _RUNTIME: dict[str, Any] = {
     "te_had_gradients": True,  # whether it ran with gradients
     "te_loaded": None,  # a scaling state that waits for the first forward
     "te_fsdp2": None,
-    "te_cast_weight": None,  # of a weight in scaled precision, until the optimizer's step
+    "te_cast_weight": None,  # what is multiplied for a weight in scaled precision, until the optimizer's step
     # what TransformerEngine's forward would add to the layer
     "allow_different_data_and_param_types": False,
     "forwarded_at_least_once": False,

@@ -1,4 +1,4 @@
-"""Normalisation layers as TransformerEngine's, by an swap of the class: the same module, the same Parameters.
+"""Normalisation layers as TransformerEngine's, by a swap of the class: the same module, the same Parameters.
 
 `nn.LayerNorm`, `nn.RMSNorm` and the RMSNorms that models bring along (Llama, Mistral, Qwen, T5; Gemma multiplies by
 1 + weight) become `te.LayerNorm` or `te.RMSNorm`. Such a class is recognised by what it computes: it is called with a
@@ -30,8 +30,8 @@ from ...numerics.sharded_tensor import full_shape
 from ..interface import COMPUTE_DTYPES, Norm
 
 LAYER_NORM, RMS_NORM, CENTERED = "LayerNorm", "RMSNorm", "RMSNorm(zero_centered_gamma)"
-_OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
-_KEPT = ("get_extra_state", "set_extra_state", "_load_from_state_dict", "_save_to_state_dict")
+_MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__)
+_STATE_METHODS = ("get_extra_state", "set_extra_state", "_load_from_state_dict", "_save_to_state_dict")
 
 
 def norms(root: nn.Module, in_eval: bool) -> list[Norm]:
@@ -49,7 +49,9 @@ def _norm(module: nn.Module, in_eval: bool) -> Norm:
         return Norm(module, None, found)
     carrier = _carrier(module, *found)
     carrier.te_in_eval = in_eval
-    own = {name: value for name, value in carrier.__dict__.items() if name in module.__dict__.keys() - _OF_EVERY_MODULE}
+    own = {
+        name: value for name, value in carrier.__dict__.items() if name in module.__dict__.keys() - _MODULE_ATTRIBUTES
+    }
     taken = [name for name, value in own.items() if module.__dict__[name] != value]
     if taken:
         return Norm(module, None, f"it has {', '.join(taken)} of its own, a name that TransformerEngine's form needs")
@@ -165,9 +167,9 @@ def _carrier(module: nn.Module, formula: str, eps: float) -> nn.Module:
     import transformer_engine.pytorch as te
 
     kind = te.LayerNorm if formula == LAYER_NORM else te.RMSNorm
-    made = kind(tuple(full_shape(module.weight)), eps=eps, zero_centered_gamma=formula == CENTERED, device="meta")
+    norm = kind(tuple(full_shape(module.weight)), eps=eps, zero_centered_gamma=formula == CENTERED, device="meta")
     carrier = object.__new__(_class_for(type(module), formula == LAYER_NORM))
-    added = {name: value for name, value in made.__dict__.items() if name not in _OF_EVERY_MODULE}
+    added = {name: value for name, value in norm.__dict__.items() if name not in _MODULE_ATTRIBUTES}
     carrier.__dict__.update(nn.Module().__dict__, **added)
     return carrier
 
@@ -194,7 +196,9 @@ def _class_for(original: type[nn.Module], is_layer_norm: bool) -> type[nn.Module
         # no view, as with PyTorch's own: FSDP2 warns of an output that is one, and autograd may refuse to change it
         return torch.ops.aten._unsafe_view(y, y.shape)
 
-    members: dict[str, Any] = {name: getattr(nn.Module, name) for name in _KEPT}  # no state beyond the Parameters
+    members: dict[str, Any] = {
+        name: getattr(nn.Module, name) for name in _STATE_METHODS
+    }  # no state beyond the Parameters
     members |= {"te_original": original, "forward": forward, "in_te": in_te, "__module__": __name__}
     members["te_pair"] = None  # with the Linear that norms its input in this one's place, if one does (`fusion`)
     if hasattr(original, "reset_parameters"):
@@ -206,11 +210,11 @@ class _Swapped(ABCMeta):
     """The class of these classes. They are pickled by what they were made from, since no name imports them."""
 
 
-def _reduce(made: _Swapped):
+def _reduce(swapped: _Swapped):
     import transformer_engine.pytorch as te
 
-    parts = made.te_original, issubclass(made, te.LayerNorm)
-    return (_class_for, parts) if made is _class_for(*parts) else made.__qualname__  # a class made from one of these
+    parts = swapped.te_original, issubclass(swapped, te.LayerNorm)
+    return (_class_for, parts) if swapped is _class_for(*parts) else swapped.__qualname__  # a subclass of one of these
 
 
 copyreg.pickle(_Swapped, _reduce)

@@ -3,13 +3,14 @@
 TransformerEngine's linear layers multiply by one Python function, `general_gemm`. While a profile runs, that function
 is wrapped where they look it up: a call whose operands are both FP8 tensors is a product. Its layout says which one.
 The layer is the one whose forward runs, or in backward the one whose forward made the autograd node that runs.
+(docs/patches.rst says what else was tried.)
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,9 +19,8 @@ import transformer_engine.pytorch.module.linear as te_linear_module
 
 from ...errors import FP8BackendError
 from ..counts import DGRAD, FPROP, WGRAD, ProductCounts
-from .linear import watchers
 from .recipes import VERSION
-from .region import inside_backward
+from .region import ModelState, inside_backward
 
 if TYPE_CHECKING:
     from ..profiling import Layer
@@ -40,14 +40,15 @@ class TEProductProfile:
     def __init__(self, layers: list[Layer], keep: bool = False) -> None:
         self.layers = layers
         self.running = self.complete = False
+        self._states: set[ModelState] = {layer.module.te_state for layer in layers}
         self._watcher = _Watcher([layer.module for layer in layers])
         self._end: weakref.finalize | None = None
 
     def start(self, take_over: bool = False) -> bool:
         """Begin to count."""
         self.restart()
-        _watch(self._watcher)
-        self._end = weakref.finalize(self, _unwatch, self._watcher)
+        _watch(self._watcher, self._states)
+        self._end = weakref.finalize(self, _unwatch, self._watcher, self._states)
         self.running = True
         return True
 
@@ -70,7 +71,7 @@ class TEProductProfile:
 
 
 class _Watcher:
-    """What a profile is told by layers (`linear.watchers`), by autograd nodes, and by the wrapped function."""
+    """What a profile is told by layers (`ModelState.watchers`), by autograd nodes, and by `general_gemm`."""
 
     def __init__(self, modules: list[torch.nn.Module]) -> None:
         self.index = {id(module): index for index, module in enumerate(modules)}
@@ -109,39 +110,41 @@ def _add(counts: ProductCounts, kind: str) -> None:
     setattr(counts, kind, getattr(counts, kind) + 1)
 
 
-def _watch(watcher: _Watcher) -> None:
-    if not watchers:
-        _wrap()
-    watchers.append(watcher)
+class CountedGemm:
+    """`general_gemm` while profiles run: it tells them of each product of FP8 operands."""
+
+    def __init__(self, multiply: Callable) -> None:
+        self.multiply = multiply
+        self.watchers: list[_Watcher] = []
+
+    def __call__(self, a, b, *args, **kwargs):
+        if _is_fp8(a) and _is_fp8(b):
+            for watcher in self.watchers:
+                watcher.product(_KIND_OF_LAYOUT[kwargs.get("layout", "TN")])
+        return self.multiply(a, b, *args, **kwargs)
 
 
-def _unwatch(watcher: _Watcher) -> None:
-    watchers.remove(watcher)
-    if not watchers:
-        for module in _MODULES:
-            module.general_gemm = module.general_gemm.__wrapped__
-
-
-def _wrap() -> None:
-    for module in _MODULES:
-        module.general_gemm = _counted(getattr(module, "general_gemm", None))
-
-
-def _counted(multiply: Callable | None) -> Callable:
-    if multiply is None:
+def _watch(watcher: _Watcher, states: Iterable[ModelState]) -> None:
+    if not all(hasattr(module, "general_gemm") for module in _MODULES):
         raise FP8BackendError(
             f"FP8 cannot be proven with TransformerEngine {VERSION}, whose linear layer does not multiply by "
             "general_gemm: install another version of transformer_engine, or a newer fp8-backends"
         )
+    for module in _MODULES:
+        if not isinstance(module.general_gemm, CountedGemm):
+            module.general_gemm = CountedGemm(module.general_gemm)
+        module.general_gemm.watchers.append(watcher)
+    for state in states:
+        state.watchers.append(watcher)
 
-    @functools.wraps(multiply)
-    def counted(a, b, *args, **kwargs):
-        if _is_fp8(a) and _is_fp8(b):
-            for watcher in watchers:
-                watcher.product(_KIND_OF_LAYOUT[kwargs.get("layout", "TN")])
-        return multiply(a, b, *args, **kwargs)
 
-    return counted
+def _unwatch(watcher: _Watcher, states: Iterable[ModelState]) -> None:
+    for state in states:
+        state.watchers.remove(watcher)
+    for module in _MODULES:
+        module.general_gemm.watchers.remove(watcher)
+        if not module.general_gemm.watchers:
+            module.general_gemm = module.general_gemm.multiply
 
 
 def _is_fp8(tensor: Any) -> bool:

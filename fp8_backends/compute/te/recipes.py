@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["FP8GlobalStateManager", "QuantizedTensor", "RecipeState", "te_recipe"]
 
 FP8_WEIGHT_SLOT = 1
-"""Of TransformerEngine's forward quantizers of a layer: input, weight, output."""
+"""The weight's place among TransformerEngine's forward quantizers of a layer: input, weight, output."""
 
 VERSION = importlib.metadata.version("transformer_engine")
 
@@ -80,12 +80,12 @@ def recipe_object(recipe: Recipe) -> te_recipe.Recipe:
     )
 
 
-def autocast(made: te_recipe.Recipe, recipe: Recipe) -> Any:
+def autocast(te_object: te_recipe.Recipe, recipe: Recipe) -> Any:
     """The context manager in which TransformerEngine's modules run in FP8."""
     group = unpacked(recipe.fp8_group)
     if hasattr(te, "autocast"):
-        return te.autocast(enabled=True, recipe=made, amax_reduction_group=group)
-    return te.fp8_autocast(enabled=True, fp8_recipe=made, fp8_group=group)  # before 2.9
+        return te.autocast(enabled=True, recipe=te_object, amax_reduction_group=group)
+    return te.fp8_autocast(enabled=True, fp8_recipe=te_object, fp8_group=group)  # before 2.9
 
 
 def check_version(recipe: Recipe) -> None:

@@ -1,4 +1,4 @@
-"""Where FP8 is on: TransformerEngine's autocast, entered around the forward of a prepared root, or of one layer.
+"""TransformerEngine's autocast, entered around the forward of a prepared root, or of one layer.
 
 TransformerEngine's state is one for the process. A region belongs to one model, and leaves that state as it found it.
 
@@ -8,10 +8,10 @@ Imports TransformerEngine, so it is imported only when a layer is converted or u
 from __future__ import annotations
 
 import contextlib
-import sys
+import inspect
 import threading
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,7 +22,8 @@ from .recipes import FP8GlobalStateManager, autocast, recipe_object, rows_multip
 
 
 class ModelState:
-    """What the layers of one prepared model share: its recipe, and the region of FP8 that is open now, if any."""
+    """What the layers of one prepared model share: its recipe, the region of FP8 that is open now, if any, and the
+    profiles that count its products now."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
@@ -31,6 +32,7 @@ class ModelState:
         self.plain_wgrad = bool(recipe.override_linear_precision[2])
         self.rows_multiple = rows_multiple(recipe.scaling)
         self.region: Region | None = None
+        self.watchers: list[Any] = []
         self._updates_after: int = -1
         self._updates_forward = False
 
@@ -86,10 +88,17 @@ class Opened(NamedTuple):
     """None: FP8 was on already, or each layer enters by itself."""
     call: FrameType | None
     """The module call whose forward it is."""
-    thread: int
 
 
-_opened: list[Opened] = []  # of all models: TransformerEngine's depth counts them together
+class _Thread(threading.local):
+    """The forwards of all models that run in this thread, the innermost last: TransformerEngine counts how deep its
+    autocasts lie in one another, whatever models they are for."""
+
+    def __init__(self) -> None:
+        self.opened: list[Opened] = []
+
+
+_thread = _Thread()
 
 
 class AroundRoot:
@@ -106,27 +115,28 @@ class AroundRoot:
             self._enter(root)
 
     def after(self, root: nn.Module, args, output) -> None:
-        if _opened:
+        if root.training or self.state.in_eval or self.state.region is not None:
             self._leave(root)
 
     @torch.compiler.disable
     def _enter(self, root: nn.Module) -> None:
-        _leave_interrupted()
+        calls = _running_calls()
+        _leave_interrupted(calls)
         region = None
         if self.state.region is None and not inside_backward():  # else every layer enters by itself
             region = Region(self.state, records=root.training and torch.is_grad_enabled()).__enter__()
             self.state.region = region
-        _opened.append(Opened(self.state, region, _running_calls()[0], threading.get_ident()))
+        _thread.opened.append(Opened(self.state, region, calls[0]))
         if region is not None and self.state.te_recipe.delayed():
             for layer in _layers(root, self.state):
                 layer.ensure_state()  # all of them and in one order, so that ranks reduce the same amaxes
 
     @torch.compiler.disable
     def _leave(self, root: nn.Module) -> None:
-        last = _opened[-1]
-        if last.state is not self.state or last.call not in _running_calls():
-            return  # an interrupted forward, and this one did not enter
-        _opened.pop()
+        last = _thread.opened[-1] if _thread.opened else None
+        if last is None or last.state is not self.state or last.call not in _running_calls():
+            return  # this forward did not enter, or an earlier one was interrupted
+        _thread.opened.pop()
         if last.region is not None:
             self.state.region = None
             if last.region.records:
@@ -134,11 +144,10 @@ class AroundRoot:
             last.region.__exit__()
 
 
-def _leave_interrupted() -> None:
+def _leave_interrupted(calls: list[FrameType | None]) -> None:
     """Leave what a KeyboardInterrupt left open in earlier forwards: hooks do not run then."""
-    calls = _running_calls()
-    while _opened and _opened[-1].thread == threading.get_ident() and _opened[-1].call not in calls:
-        interrupted = _opened.pop()
+    while _thread.opened and _thread.opened[-1].call not in calls:
+        interrupted = _thread.opened.pop()
         if interrupted.region is not None:
             interrupted.state.region = None
             interrupted.region.records = False
@@ -149,7 +158,7 @@ def _running_calls() -> list[FrameType | None]:
     """Module calls that run in this thread, the innermost first: in a hook, that of its module. None stands for those
     that are compiled, which are not seen."""
     calls: list[FrameType | None] = []
-    frame = sys._getframe(1)
+    frame = inspect.currentframe()
     while frame is not None:
         if frame.f_code is nn.Module._call_impl.__code__:
             calls.append(frame)
@@ -163,7 +172,7 @@ def _layers(root: nn.Module, state: ModelState) -> list[nn.Linear]:
 
 @torch.no_grad()
 def remember_scales(layers: list[nn.Linear]) -> None:
-    """Keep the scales that a training forward has used, for layers that are recomputed in backward."""
+    """Copy the scales that a training forward has used, for layers that are recomputed in backward."""
     layers = [layer for layer in layers if layer.te_used_scale is not None]
     if layers:
         torch._foreach_copy_(

@@ -1,41 +1,51 @@
-"""Weights that are stored in scaled precision (MS-AMP's levels), as TransformerEngine multiplies them.
+"""Weights that are no plain tensors, as TransformerEngine multiplies them.
 
-E4M3 data (O3) is handed over as it lies, under its own scale, to the rules with one scale for a tensor. FP16 data (O1,
-O2), and any data under a block rule, is cast by the layer's own weight quantizer, so that the recipe's scales and
-amax histories are TransformerEngine's. A cast is made once for each value of the weight, not once a microbatch.
+**Weights in scaled precision** (MS-AMP's levels). E4M3 data (O3) is handed over as it lies, under its own scale, to the
+rules with one scale for a tensor. FP16 data (O1, O2), and any data under a block rule, is cast by the layer's own
+weight quantizer, so that the recipe's scales and amax histories are TransformerEngine's. A cast is made once for each
+value of the weight, not once a microbatch.
 
-Imports TransformerEngine, so it is imported only where a `te` layer has such a weight.
+**Frozen FP8 weights** (`fp8_params`). TransformerEngine's own tensor lies in the Parameter that the model already has.
+Of 4 bytes an element in FP32 remain 2 on Hopper (codes, and the transposed copy that dgrad multiplies) or 1.
+
+Imports TransformerEngine, so it is imported only with a layer.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
 
+from ...errors import RecipeError
+from ...numerics.parameter_swap import swap
 from ...numerics.scaled_tensor import ScaledTensor
+from .. import frozen_weights
+from .recipes import FP8_WEIGHT_SLOT, QuantizedTensor, RecipeState, te_recipe
 
 ONE_SCALE = ("delayed", "dynamic")
 """Scaling rules with one scale for a tensor."""
 
 
 class CastWeight:
-    """What TransformerEngine multiplies, and what it was made from.
+    """What TransformerEngine multiplies in place of a weight, and the state of the weight that it was cast from.
 
     Attributes:
-        made: one of TransformerEngine's quantized tensors, with the copies that the products of this device need.
+        quantized: one of TransformerEngine's quantized tensors, with the copies that the products of this device need.
         differentiable: whether it has what dgrad multiplies too.
     """
 
-    def __init__(self, made: Any, weight: ScaledTensor, differentiable: bool) -> None:
-        self.made, self.differentiable = made, differentiable
+    def __init__(self, quantized: Any, weight: ScaledTensor, differentiable: bool) -> None:
+        self.quantized, self.differentiable = quantized, differentiable
         self._data, self._scale_inv = weakref.ref(weight._data), weakref.ref(weight._scale_inv)
         self._versions = _versions(weight)
 
     def serves(self, weight: ScaledTensor, differentiable: bool) -> bool:
-        """Whether `weight` still has the values that this was made of: neither swapped nor changed in place."""
+        """Whether `weight` still has the values that were cast: neither swapped nor changed in place."""
         same = self._data() is weight._data and self._scale_inv() is weight._scale_inv
         return same and self._versions == _versions(weight) and self.differentiable >= differentiable
 
@@ -46,29 +56,29 @@ def _versions(weight: ScaledTensor) -> tuple[int, ...]:
 
 
 def for_te(weight: ScaledTensor, quantizer: Any, scaling: str, cached: CastWeight | None) -> CastWeight:
-    """`weight` as a quantized tensor of TransformerEngine: `cached`, if it was made of the same data.
+    """`weight` as a quantized tensor of TransformerEngine: `cached`, if it was cast from the same data.
 
     Args:
         weight: [out, in], FP16 or E4M3 data with one scale.
-        quantizer: of the layer's weight, as TransformerEngine's autocast has made it for this forward.
+        quantizer: the one of the layer's weight, as TransformerEngine's autocast has prepared it for this forward.
     """
     differentiable = torch.is_grad_enabled()
     if cached is not None and cached.serves(weight, differentiable):
         return cached
     quantizer.set_usage(rowwise=True, columnwise=differentiable)
-    internal, quantizer.internal = quantizer.internal, False  # else what it makes is no torch.Tensor
+    internal, quantizer.internal = quantizer.internal, False  # else its result is no torch.Tensor
     with torch.no_grad():
         if weight._data.dtype == torch.float8_e4m3fn and scaling in ONE_SCALE:
-            made = _of_codes(weight, quantizer)
-            made.update_usage(rowwise_usage=True, columnwise_usage=differentiable)
+            result = _same_codes(weight, quantizer)
+            result.update_usage(rowwise_usage=True, columnwise_usage=differentiable)
         else:
-            made = quantizer.quantize(weight.dequantize(torch.float32))
+            result = quantizer.quantize(weight.dequantize(torch.float32))
     quantizer.internal = internal
-    return CastWeight(made, weight, differentiable)
+    return CastWeight(result, weight, differentiable)
 
 
-def _of_codes(weight: ScaledTensor, quantizer: Any) -> Float8Tensor:
-    """The same memory, as TransformerEngine's tensor. It calls the dtype of its data uint8."""
+def _same_codes(weight: ScaledTensor, quantizer: Any) -> Float8Tensor:
+    """TransformerEngine's tensor on the same memory. It calls the dtype of its data uint8."""
     return Float8Tensor(
         shape=weight.shape,
         dtype=weight.dtype,
@@ -81,21 +91,86 @@ def _of_codes(weight: ScaledTensor, quantizer: Any) -> Float8Tensor:
 
 def differentiable(weight: ScaledTensor, cast: CastWeight) -> torch.Tensor:
     """The cast weight, whose gradient goes on to `weight`."""
-    made = Differentiable.apply(weight, cast)
+    result = Differentiable.apply(weight, cast)
     # TransformerEngine 2.16 asks its tensor, which has noted the answer before autograd made it an output
-    made.__dict__.pop("_requires_grad", None)
-    return made
+    result.__dict__.pop("_requires_grad", None)
+    return result
 
 
 class Differentiable(torch.autograd.Function):
-    """`differentiable`, for autograd."""
+    """The autograd function of `differentiable`."""
 
     @staticmethod
     def forward(ctx, weight: ScaledTensor, cast: CastWeight) -> torch.Tensor:
         ctx.dtype = weight.dtype
-        return cast.made.make_like(cast.made)  # a view: TransformerEngine drops copies from the one that it is given
+        return cast.quantized.make_like(
+            cast.quantized
+        )  # a view: TransformerEngine drops copies from the one that it is given
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return gradient.to(ctx.dtype), None
+
+
+# Frozen FP8 weights
+
+
+def check(linear: nn.Linear) -> None:
+    """Raise `RecipeError` for a layer whose weight cannot be a frozen FP8 weight."""
+    frozen_weights.check(linear, "te+msamp:O3")
+
+
+def check_running(layer: nn.Linear) -> None:
+    """Raise where a layer that runs has lost its frozen FP8 weight, or trains it since."""
+    check(layer)
+    if layer.is_fsdp2 or not is_frozen(layer.weight):
+        raise RecipeError(frozen_weights.SHARDED)
+
+
+def is_frozen(weight: torch.Tensor) -> bool:
+    """Whether this is a frozen FP8 weight, one of TransformerEngine's tensors."""
+    return isinstance(weight, QuantizedTensor)
+
+
+def freeze(root: nn.Module, layers: Mapping[str, nn.Linear]) -> None:
+    """Store the weights of these layers of `root` in FP8. Repeating it does nothing; ties stay."""
+    frozen_weights.keep(root, layers, is_frozen, quantized, make_plain)
+
+
+@torch.no_grad()
+def quantized(weight: torch.Tensor, layer: nn.Linear) -> torch.Tensor:
+    """A weight as TransformerEngine's tensor with the copies that fprop and dgrad multiply."""
+    return _quantizer(layer)(weight.detach().contiguous())
+
+
+def _quantizer(layer: nn.Linear) -> Any:
+    """The quantizer of a frozen weight follows the recipe's rule. For `delayed` it scales by the amax of the values
+    themselves: they do not change, and a checkpoint that is loaded later is scaled anew."""
+    recipe = layer.te_state.te_recipe
+    if recipe.delayed():
+        recipe = te_recipe.Float8CurrentScaling(fp8_format=recipe.fp8_format)
+    state = RecipeState.create(recipe, mode="forward", num_quantizers=3, device=layer.weight.device)
+    quantizer = state.make_quantizers()[FP8_WEIGHT_SLOT]
+    quantizer.internal = False
+    quantizer.set_usage(rowwise=True, columnwise=True)
+    return quantizer
+
+
+def revive(layer: nn.Linear) -> None:
+    """Complete an unpickled layer: TransformerEngine's pickles of a tensor hold its data alone."""
+    if is_frozen(layer.weight):
+        layer.weight._is_param = True
+        layer.weight._quantizer = _quantizer(layer)
+
+
+def make_plain(layer: nn.Linear) -> None:
+    """Undo `freeze` on one layer."""
+    if is_frozen(layer.weight):
+        swap(layer.weight, plain(layer.weight), "weight")
+
+
+@torch.no_grad()
+def plain(weight: torch.Tensor) -> torch.Tensor:
+    """The values of a weight, as an ordinary tensor of the dtype that it stands for."""
+    return weight.dequantize(dtype=weight.dtype).detach() if is_frozen(weight) else weight

@@ -115,11 +115,10 @@ class TorchAOCompute(Compute):
             from .shards import gather_in_fp8
 
             gather_in_fp8(root)
-        try:
-            from torchao.float8._inductor_patch import _patch_inductor_min_max_codegen
-        except ImportError:
-            return
-        _patch_inductor_min_max_codegen()  # a Triton fault that writes NaN into transposed FP8 stores
+        with quiet_import():
+            from torchao.float8 import convert_to_float8_training
+        # swaps no layer; mends a Triton fault that writes NaN into transposed FP8 stores, where this version does so
+        convert_to_float8_training(nn.Identity())
 
     def after_optimizer_step(self, root: nn.Module) -> None:
         shards = sys.modules.get(f"{__package__}.shards")

@@ -26,7 +26,7 @@ def mend() -> None:
 
 
 def restore() -> None:
-    """PyTorch's own kernel again."""
+    """Give the operator PyTorch's own kernel again."""
     if _swapped.cache_info().currsize:
         _swapped()._destroy()
         _swapped.cache_clear()
@@ -34,7 +34,7 @@ def restore() -> None:
 
 @functools.cache
 def _swapped() -> torch.library.Library:
-    """What holds the swap: it ends with this object."""
+    """The library that holds our kernels: they go with it."""
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Warning only once for all operators")  # of overriding, which is meant
@@ -69,5 +69,5 @@ def scaled_mm(
 
 
 def _scaled_mm_out(a, b, scale_a, scale_b, bias=None, scale_result=None, out_dtype=None, use_fast_accum=False, *, out):
-    made = scaled_mm(a, b, scale_a, scale_b, bias, scale_result, out_dtype or out.dtype)
-    return out.resize_(made.shape).copy_(made)
+    result = scaled_mm(a, b, scale_a, scale_b, bias, scale_result, out_dtype or out.dtype)
+    return out.resize_(result.shape).copy_(result)

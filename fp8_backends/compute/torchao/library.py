@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import sys
 from collections.abc import Iterator
@@ -34,14 +35,12 @@ def quiet_import() -> Iterator[None]:
     if "torchao.float8" in sys.modules:
         yield
         return
-    silenced = [(logging.getLogger(name), _Silence(text)) for name, text in _IMPORT_MESSAGES]
-    for logger, silence in silenced:
-        logger.addFilter(silence)
-    try:
+    with contextlib.ExitStack() as undo:
+        for name, text in _IMPORT_MESSAGES:
+            logger, drop = logging.getLogger(name), functools.partial(_lacks, text)
+            logger.addFilter(drop)
+            undo.callback(logger.removeFilter, drop)
         yield
-    finally:
-        for logger, silence in silenced:
-            logger.removeFilter(silence)
 
 
 _IMPORT_MESSAGES = (
@@ -52,10 +51,5 @@ _IMPORT_MESSAGES = (
 )
 
 
-class _Silence(logging.Filter):
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.text = text
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return self.text not in record.getMessage()
+def _lacks(text: str, record: logging.LogRecord) -> bool:
+    return text not in record.getMessage()

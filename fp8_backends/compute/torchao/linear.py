@@ -36,7 +36,8 @@ class AOLinear(Float8Linear):
                 "enable_fsdp_float8_all_gather=True, and the model is not sharded: apply fully_shard to it before it "
                 "runs, or leave the field out"
             )
-        if input.numel() == 0:  # nothing to take an amax of
+        # nothing to take an amax of. (Asked by `numel()`, Inductor writes past a buffer of a padded, dynamic input)
+        if 0 in input.shape:
             gathered = hasattr(self.weight, "to_original_precision")
             return F.linear(input, self.weight.to_original_precision() if gathered else self.weight, self.bias)
         if input.dim() == 1:
@@ -46,7 +47,7 @@ class AOLinear(Float8Linear):
             # TorchAO casts under CUDA's autocast alone, and then multiplies a bf16 gradient by an fp32 input
             input = input.to(torch.get_autocast_dtype(device))
         if hasattr(self.weight, "ds_id"):
-            with _weight_kept_by_name(self.weight):
+            with _weight_saved_by_name(self.weight):
                 return super().forward(input)
         return super().forward(input)
 
@@ -54,8 +55,8 @@ class AOLinear(Float8Linear):
         return super().extra_repr().replace("cast_configs=", "ao ").rstrip('"')
 
 
-def _weight_kept_by_name(weight: torch.nn.Parameter) -> saved_tensors_hooks:
-    """Inside, autograd keeps the Parameter in place of views of its data, and backward views the data of its moment.
+def _weight_saved_by_name(weight: torch.nn.Parameter) -> saved_tensors_hooks:
+    """Let autograd save the Parameter in place of views of its data. Backward views the data that it has then.
 
     DeepSpeed's ZeRO-3 takes the gathered data out of a Parameter after forward. TorchAO saves `weight.t()`, which
     would hold every gathered weight of the model until its backward.
@@ -66,9 +67,7 @@ def _weight_kept_by_name(weight: torch.nn.Parameter) -> saved_tensors_hooks:
             return tensor.shape, tensor.stride()
         return tensor
 
-    def unpack(kept):
-        if isinstance(kept, torch.Tensor):
-            return kept
-        return weight.detach().as_strided(*kept)
+    def unpack(packed):
+        return packed if isinstance(packed, torch.Tensor) else weight.detach().as_strided(*packed)
 
     return saved_tensors_hooks(pack, unpack)

@@ -29,8 +29,8 @@ class AOWeight(WeightWithDynamicFloat8CastTensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args, kwargs=None):
-        made = super().__torch_dispatch__(func, types, args, kwargs)
-        return tree_map_only(WeightWithDynamicFloat8CastTensor, _as_own, made)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        return tree_map_only(WeightWithDynamicFloat8CastTensor, _as_own, result)
 
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
         (codes,), metadata = super().fsdp_pre_all_gather(mesh)
@@ -43,8 +43,8 @@ class AOWeight(WeightWithDynamicFloat8CastTensor):
     def fsdp_post_all_gather(self, all_gather_outputs, metadata, param_dtype, *, out=None):
         (gathered,), (metadata, size) = all_gather_outputs, metadata
         codes = gathered.reshape(-1)[: size.numel()].view(self._dtype).view(size)
-        made = super().fsdp_post_all_gather((codes,), metadata, param_dtype, out=out)
-        return None if made is None else (made[0], (gathered,))
+        result = super().fsdp_post_all_gather((codes,), metadata, param_dtype, out=out)
+        return None if result is None else (result[0], (gathered,))
 
 
 def _as_own(weight: WeightWithDynamicFloat8CastTensor) -> AOWeight:
@@ -111,8 +111,8 @@ def wrap_again(layer: AOLinear, state_dict: dict, prefix: str, *_) -> None:
     new = state_dict.get(f"{prefix}weight")
     if new is None or isinstance(local_part(new), AOWeight) or not isinstance(local_part(layer.weight), AOWeight):
         return
-    made = _wrapped(layer, local_part(new.detach()))
-    state_dict[f"{prefix}weight"] = with_local(new, made) if is_distributed(new) else made
+    wrapped = _wrapped(layer, local_part(new.detach()))
+    state_dict[f"{prefix}weight"] = with_local(new, wrapped) if is_distributed(new) else wrapped
 
 
 def forget_scale(layer: AOLinear, incompatible_keys) -> None:

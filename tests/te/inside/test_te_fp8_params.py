@@ -13,7 +13,7 @@ from torch import nn
 
 import fp8_backends
 from fp8_backends import FP8BackendError, RecipeError, TERecipeKwargs, prepare
-from fp8_backends.compute.te.fp8_params import is_kept
+from fp8_backends.compute.te.weights import is_frozen
 from fp8_backends.training import conversion
 
 
@@ -30,7 +30,7 @@ def weights(made) -> list[torch.Tensor]:
 @pytest.mark.parametrize("scaling", ["dynamic", "blockwise"])
 def test_weights_that_stay_are_cast_once_and_every_loss_is_the_same(scaling):
     made, optimizer = prepared(scaling=scaling, fp8_params=True)
-    assert all(map(is_kept, weights(made)))
+    assert all(map(is_frozen, weights(made)))
     assert losses(made, optimizer) == losses(*prepared(scaling=scaling))
 
 
@@ -67,10 +67,10 @@ def test_checkpoints_are_plain_and_load_either_way():
     Adapted().load_state_dict(saved, strict=True)
     larger = {name: 10 * tensor for name, tensor in saved.items()}
     made.load_state_dict(larger)
-    assert all(map(is_kept, weights(made)))
+    assert all(map(is_frozen, weights(made)))
     assert torch.allclose(made.state_dict()["base.first.weight"], larger["base.first.weight"])
     made.load_state_dict(saved, assign=True)
-    assert all(map(is_kept, weights(made)))
+    assert all(map(is_frozen, weights(made)))
     assert torch.equal(made.state_dict()["base.first.weight"], saved["base.first.weight"])
 
 
@@ -78,7 +78,7 @@ def test_checkpoints_are_plain_and_load_either_way():
 def test_copies_train_like_the_original(make):
     made, optimizer = prepared(scaling="dynamic", fp8_params=True)
     other = make(made)
-    assert all(map(is_kept, weights(other))) and all(isinstance(weight, nn.Parameter) for weight in weights(other))
+    assert all(map(is_frozen, weights(other))) and all(isinstance(weight, nn.Parameter) for weight in weights(other))
     own = torch.optim.AdamW(other.adapter.parameters(), lr=1e-2)
     assert losses(other, own) == losses(made, optimizer)
 
@@ -140,4 +140,4 @@ def test_it_trains_through_accelerate(monkeypatch, tmp_path):
     assert found == losses(*prepared(scaling="dynamic"))
     acc.save_state(str(tmp_path))
     acc.load_state(str(tmp_path))
-    assert all(map(is_kept, weights(made)))
+    assert all(map(is_frozen, weights(made)))

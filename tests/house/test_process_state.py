@@ -1,0 +1,220 @@
+"""No process-wide state but the backend registry (design rule 6): what a function writes lies on an object that
+somebody holds. State of a thread (`threading.local`, `ContextVar`) says what that thread runs now, and is allowed; so
+is a table that decorators fill while their module is imported.
+
+Read from the source, in every module:
+
+- `global` statements;
+- module-level containers, also imported ones, and class-level containers that a function writes to;
+- attributes that a function sets on a module-level function, class or instance;
+- cached functions that return nothing: their cache is a flag for "done already".
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import fp8_backends
+
+ROOT = Path(fp8_backends.__file__).parent
+
+ALLOWED = {"compute.registry._factories", "compute.registry._instances"}
+
+CONTAINERS = {"list", "dict", "set", "bytearray", "defaultdict", "Counter", "OrderedDict", "deque", "ChainMap"}
+CONTAINERS |= {"WeakKeyDictionary", "WeakValueDictionary", "WeakSet"}
+DISPLAYS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
+WRITES = set(
+    "append extend insert remove pop popitem popleft appendleft clear sort reverse add discard update setdefault "
+    "subtract difference_update intersection_update move_to_end".split()
+)
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def trees(root: Path) -> dict[str, ast.Module]:
+    """Every module of a package by its dotted name, without the package's own."""
+    found = {}
+    for file in sorted(root.rglob("*.py")):
+        parts = file.relative_to(root).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        found[name] = ast.parse(file.read_text(encoding="utf-8"))
+        found[name].is_package = parts[-1] == "__init__"
+    return found
+
+
+def last_name(node: ast.AST) -> str:
+    """`deque` of `collections.deque`, `deque[int]` and `deque`."""
+    node = node.value if isinstance(node, ast.Subscript) else node
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+
+
+def is_container(value: ast.AST | None) -> bool:
+    return isinstance(value, DISPLAYS) or (isinstance(value, ast.Call) and last_name(value.func) in CONTAINERS)
+
+
+def bindings(body: list[ast.stmt]) -> Iterator[tuple[str, ast.AST | None]]:
+    """(name, value) of what a module's or a class's body binds, also under `if`, `try`, `with` and `for`."""
+    for statement in body:
+        if isinstance(statement, (*FUNCTIONS, ast.ClassDef)):
+            yield statement.name, statement
+            continue
+        targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+        for target in targets:
+            if isinstance(target, ast.Name):
+                yield target.id, getattr(statement, "value", None)
+        for inner in ("body", "orelse", "finalbody"):
+            yield from bindings(getattr(statement, inner, None) or [])
+        for handler in getattr(statement, "handlers", ()):
+            yield from bindings(handler.body)
+
+
+def of_thread(classes: dict[str, ast.ClassDef], value: ast.AST | None) -> bool:
+    """Whether a value is an instance of `threading.local`, of a subclass of it here, or a `ContextVar`."""
+    if not isinstance(value, ast.Call):
+        return False
+    name = last_name(value.func)
+    bases = {last_name(base) for base in classes[name].bases} if name in classes else set()
+    return "local" in bases | {name} or name == "ContextVar"
+
+
+def functions(tree: ast.AST) -> Iterator[ast.AST]:
+    return (node for node in ast.walk(tree) if isinstance(node, (*FUNCTIONS, ast.Lambda)))
+
+
+def local_names(function: ast.AST) -> set[str]:
+    arguments = function.args
+    named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]
+    bound = {each.arg for each in named if each is not None}
+    return bound | {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+
+
+def written(function: ast.AST) -> Iterator[ast.expr]:
+    """What a function changes in place: `x` of x[i] = …, del x[i], x.append(…), x |= …; not a name that it binds."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, (ast.Store, ast.Del)):
+            yield node.value
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in WRITES:
+            yield node.func.value
+        elif isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Attribute):
+            yield node.target
+
+
+def imported(name: str, tree: ast.Module, known: dict[str, ast.Module]) -> dict[str, str]:
+    """Local name to dotted name, of what a module imports from this package."""
+    package = name.split(".") if tree.is_package else name.split(".")[:-1]
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = [*package[: len(package) - node.level + 1], *(node.module or "").split(".")]
+            base = ".".join(part for part in base if part)
+            found |= {alias.asname or alias.name: f"{base}.{alias.name}".lstrip(".") for alias in node.names}
+    return found
+
+
+def is_decorator(statement: ast.stmt, tree: ast.Module) -> bool:
+    """Whether a function of a module serves as decorator of its other functions alone, and so runs at import."""
+    if not isinstance(statement, ast.FunctionDef):
+        return False
+    decorators = [d for each in tree.body if isinstance(each, FUNCTIONS) for d in each.decorator_list]
+    uses = {node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == statement.name}
+    return bool(uses) and uses <= {node for each in decorators for node in ast.walk(each)}
+
+
+def is_flag(function: ast.AST) -> bool:
+    """Whether this is a cached function without a result."""
+    cached = {last_name(each.func if isinstance(each, ast.Call) else each) for each in function.decorator_list}
+    results = [node for node in ast.walk(function) if isinstance(node, (ast.Return, ast.Yield)) and node.value]
+    return bool(cached & {"cache", "lru_cache"}) and not results
+
+
+def hidden_state(root: Path) -> list[str]:
+    """Dotted names of process-wide state that functions of the package write."""
+    known, found = trees(root), set()
+    containers = {
+        f"{name}.{bound}" for name, tree in known.items() for bound, v in bindings(tree.body) if is_container(v)
+    }
+    for name, tree in known.items():
+        top = dict(bindings(tree.body))
+        classes = {each.name: each for each in ast.walk(tree) if isinstance(each, ast.ClassDef)}
+        dotted = {bound: f"{name}.{bound}" for bound in top} | imported(name, tree, known)
+        objects = {bound for bound, value in top.items() if isinstance(value, (*FUNCTIONS, ast.ClassDef, ast.Call))}
+        objects -= {bound for bound in objects if of_thread(classes, top[bound])}
+        found |= {f"{name}.{each}" for node in ast.walk(tree) if isinstance(node, ast.Global) for each in node.names}
+        found |= {f"{name}.{each.name}" for each in ast.walk(tree) if isinstance(each, FUNCTIONS) and is_flag(each)}
+        importing = {node for each in tree.body if is_decorator(each, tree) for node in ast.walk(each)}
+        for function in functions(tree):
+            if function in importing:
+                continue
+            own = local_names(function)
+            for place in written(function):
+                if isinstance(place, ast.Name) and place.id not in own:
+                    found |= {dotted.get(place.id)} & containers
+                elif isinstance(place, ast.Attribute) and isinstance(place.value, ast.Name):
+                    found |= {f"{dotted.get(place.value.id)}.{place.attr}"} & containers
+            for node in ast.walk(function):
+                if isinstance(node, ast.Attribute) and isinstance(node.ctx, (ast.Store, ast.Del)):
+                    if isinstance(node.value, ast.Name) and node.value.id in objects - own:
+                        found.add(f"{name}.{node.value.id}.{node.attr}")
+        for owner, definition in classes.items():
+            if "local" in {last_name(base) for base in definition.bases}:
+                continue
+            fresh = {node.attr for node in ast.walk(definition) if isinstance(node, ast.Attribute) and is_self(node)}
+            shared = {bound for bound, value in bindings(definition.body) if is_container(value)} - fresh
+            for place in (place for function in functions(tree) for place in written(function)):
+                if isinstance(place, ast.Attribute) and place.attr in shared:
+                    if isinstance(place.value, ast.Name) and place.value.id in ("self", "cls", owner):
+                        found.add(f"{name}.{owner}.{place.attr}")
+    return sorted(found)
+
+
+def is_self(node: ast.Attribute) -> bool:
+    """`self.x` on the left of an assignment: an attribute of each instance."""
+    return isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name) and node.value.id == "self"
+
+
+def test_the_backend_registry_is_the_only_state_of_the_process():
+    assert set(hidden_state(ROOT)) == ALLOWED
+
+
+@pytest.mark.parametrize(
+    ("name", "planted"),
+    [
+        ("extra._count", "_count = 0\ndef f():\n    global _count\n    _count += 1"),
+        ("extra._seen", "_seen: set[str] = set()\ndef f(x):\n    _seen.add(x)"),
+        ("extra._table", "_table = {}\ndef f(x):\n    if x:\n        _table[x] = 1"),
+        ("extra._table", "import collections\n_table = collections.defaultdict(int)\nf = lambda x: _table.pop(x)"),
+        ("extra._table", "import weakref\n_table = weakref.WeakKeyDictionary()\ndef f(x):\n    del _table[x]"),
+        ("extra.A.items", "class A:\n    items = []\n    def f(self):\n        self.items.append(1)"),
+        ("extra.A.made", "class A:\n    made = 0\n    def f(self):\n        A.made += 1"),
+        ("extra.f.calls", "def f():\n    f.calls = 1"),
+        ("extra._state.on", "class S: pass\n_state = S()\ndef f():\n    _state.on = True"),
+        ("extra.say", "import functools\n@functools.cache\ndef say(text):\n    print(text)"),
+        ("compute.registry.ALIASES", "from .compute.registry import ALIASES\ndef f():\n    ALIASES['x'] = 'te'"),
+        ("compute.registry.ALIASES", "from .compute import registry\ndef f():\n    registry.ALIASES.clear()"),
+    ],
+)
+def test_planted_state_is_found(name, planted, tmp_path):
+    (tmp_path / "compute").mkdir()
+    (tmp_path / "compute" / "registry.py").write_text("ALIASES = {'torchao': 'ao'}\n")
+    (tmp_path / "extra.py").write_text(planted)
+    assert hidden_state(tmp_path) == [name]
+
+
+@pytest.mark.parametrize(
+    "plain",
+    [
+        "TABLE = {1: 2}\ndef f(x):\n    return TABLE[x]",
+        "TABLE = {}\ndef f(TABLE):\n    TABLE[1] = 2",
+        "def f():\n    found = []\n    found.append(1)\n    return found",
+        "import threading\nclass T(threading.local):\n    x = None\n_thread = T()\ndef f():\n    _thread.x = 1",
+        "class A:\n    items = []\n    def __init__(self):\n        self.items = []\n        self.items.append(1)",
+        "T = {}\ndef put(x):\n    def keep(f):\n        T[x] = f\n    return keep\n@put(1)\ndef f(): pass",
+        "import functools\n@functools.cache\ndef f(x):\n    return x + 1",
+    ],
+)
+def test_what_is_no_state_passes(plain, tmp_path):
+    (tmp_path / "extra.py").write_text(plain)
+    assert hidden_state(tmp_path) == []
