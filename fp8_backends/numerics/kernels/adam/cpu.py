@@ -18,7 +18,6 @@ import warnings
 from pathlib import Path
 
 import torch
-from filelock import FileLock
 
 from ....announcement import announce
 from ...formats import FORMATS
@@ -136,6 +135,8 @@ def _compiled(definitions: tuple[str, ...]) -> Path:
     library = _cache() / f"adam-{key}.so"
     if not library.exists():
         _announce_compiling(compiler)
+        from filelock import FileLock  # no library that `import accelerate` loads
+
         with FileLock(library.with_suffix(".lock"), timeout=_LONGEST_WAIT):
             if not library.exists():
                 with tempfile.TemporaryDirectory(dir=library.parent) as folder:
