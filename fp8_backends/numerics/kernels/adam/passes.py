@@ -53,7 +53,7 @@ compiled loop counts rows, and reads the numbers within a row."""
 
 
 class Passes:
-    """The step of one parameter in its parts. compiled: by `torch.compile`, for parts that are not tiny."""
+    """The step of one parameter, part by part. compiled: `torch.compile` works on parts that are not tiny."""
 
     def __init__(self, job: Job, compiled: bool):
         self.written, self.copy, self.hyper, self.compiled = job.written, job.copy, job.hyper, compiled
@@ -100,7 +100,8 @@ class Passes:
         return torch.stack(copy_amaxes).amax() * inverse if copy_amaxes else torch.zeros_like(inverse)
 
     def write_copy(self, amax: torch.Tensor) -> None:
-        """MS-AMP's O3: the weight that computes, from the master as it is stored. amax: from `write`."""
+        """The third pass, of MS-AMP's O3: write the weight that computes, from the master as it is stored. amax: from
+        `write`."""
         weight, copy = self.written[0], self.copy
         inverse, scale = _inverse(weight), _scale(copy, amax)
         for span in self.spans:
@@ -173,7 +174,7 @@ def _square_root(values: torch.Tensor) -> torch.Tensor:
 
 
 def _cast(data, inverse, scale, kind: Kind):
-    """The weight as it was stored, times a scale, to the copy's format. data: (weight, copy)."""
+    """Cast the weight as it was stored, times a scale, to the copy's format. data: (weight, copy)."""
     values = decoded(data[0], kind.dtypes[0]) * inverse * scale
     data[1].copy_(encoded(*nearest(values, kind.copy), values, kind.copy))
 
