@@ -56,7 +56,8 @@ class Passes:
     """The step of one parameter, part by part. compiled: `torch.compile` works on parts that are not tiny."""
 
     def __init__(self, job: Job, compiled: bool):
-        self.written, self.copy, self.hyper, self.compiled = job.written, job.copy, job.hyper, compiled
+        self.written, self.copy, self.compiled = job.written, job.copy, compiled
+        self.hyper = job.hyper.data  # no view: a pass of as many rows as its base has numbers would be compiled anew
         self.kind = job.kind._replace(finite_is_told=False)
         self.width = job.kind.block_size or _ROW
         finite, inverse = is_finite(job.grad) if job.finite is None else job.finite, _inverse(job.grad)
