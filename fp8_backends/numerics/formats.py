@@ -14,14 +14,14 @@ import torch
 
 @dataclass(frozen=True)
 class Format:
-    """One floating-point format. Every kernel takes its numbers from the constants below."""
+    """One floating-point format. The kernels in Python and Triton take its numbers from the constants below."""
 
     name: str
     dtype: torch.dtype
     max: float
     """Largest finite magnitude."""
     mantissa_bits: int
-    """Those that are stored."""
+    """The mantissa bits that are stored."""
     min_exponent: int
     """Exponent of the smallest normal number."""
 

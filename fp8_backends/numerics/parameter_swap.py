@@ -65,7 +65,7 @@ def _held(name: str, why: str) -> str:
 
 @contextlib.contextmanager
 def belongings_kept(module: nn.Module) -> Iterator[None]:
-    """Around `module.to(…)`, which swaps the tensors of scaled Parameters: hooks and attributes stay where they are."""
+    """Keep hooks and attributes where they are during `module.to(…)`, which swaps the tensors of scaled Parameters."""
     before = [(p, _belongings(p)) for p in module._parameters.values() if isinstance(p, ScaledTensor)]
     try:
         yield

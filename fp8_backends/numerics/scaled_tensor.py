@@ -30,7 +30,7 @@ STORED = ("_data", "_scale_inv", "block_size", "accumulates", "partial")
 """The attributes that each ScaledTensor is made of."""
 SHARD = "shard"
 _UNAGREED = "_fp8_unagreed"
-"""Attribute of the scale of a shard that this rank has found without the others."""
+"""The attribute that marks the scale of a shard which this rank has found without the others."""
 
 
 class Elsewhere(NamedTuple):
@@ -286,7 +286,7 @@ def _like(tensor: ScaledTensor, result: ScaledTensor) -> ScaledTensor:
 
 
 def _on_plain_values(func, args, kwargs):
-    """Any operation, on the dequantized values. Refused where it would write into a ScaledTensor."""
+    """Run any operation on the dequantized values. It is refused where it would write into a ScaledTensor."""
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[i] if i < len(args) else kwargs.get(argument.name)
@@ -317,7 +317,7 @@ def _implements(*operations):
 
 @_implements(aten.detach.default, aten.alias.default, aten.view.default, aten._unsafe_view.default)
 def _same_elements(func, tensor, *args, **kwargs):
-    """Shares the elements in their order, seen anew, and the scale."""
+    """The same elements in the same order, in another view, with the very same scale."""
     result = _with_parts(tensor, func(tensor._data, *args, **kwargs), tensor._scale_inv)
     if tensor.master is not None:  # `nn.Parameter(tensor)` detaches, and is to have the very same master
         seen_anew = func not in (aten.detach.default, aten.alias.default)
@@ -357,7 +357,7 @@ def _some_elements(func, tensor, *args, **kwargs):
 
 @_implements(aten.new_zeros.default, aten.new_empty.default)
 def _new(func, tensor, size, *, dtype=None, device=None, **kwargs):
-    """Room for elements of the very same scale: FSDP2 makes its shards so, padded and empty ones too."""
+    """Memory for elements of the very same scale: FSDP2 makes its shards so, padded and empty ones too."""
     if dtype is not None or device is not None or tensor.block_size:
         return NotImplemented
     result = _with_parts(tensor, func(tensor._data, size), tensor._scale_inv, partial=SHARD)
@@ -392,7 +392,7 @@ def _parts(tensor: ScaledTensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @_implements(aten.empty_like.default)
 def _empty_like(func, tensor, *, dtype=None, device=None, **kwargs):
-    """Scaled as well: `module.to_empty` must not change what a weight is stored as."""
+    """Memory for a tensor stored likewise: `module.to_empty` must not change what a weight is stored as."""
     result = _with_parts(
         tensor,
         *(torch.empty_like(part, device=device) for part in _parts(tensor)),
@@ -469,7 +469,7 @@ def _neg(func, tensor):
 
 @_implements(aten.copy_.default)
 def _copy_(func, target, source, non_blocking=False):
-    """New values with the scale of their amax; from an equally stored tensor, bits and scales as they are."""
+    """Write new values with the scale of their amax; from an equally stored tensor, bits and scales as they are."""
     if not isinstance(target, ScaledTensor):
         return NotImplemented
     of_same_scale = isinstance(source, ScaledTensor) and source._scale_inv is target._scale_inv
@@ -508,7 +508,7 @@ def _storage(tensor: ScaledTensor) -> tuple:
 
 @_implements(aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.normal_.default, aten.uniform_.default)
 def _fill_(func, tensor, *args, **kwargs):
-    """Initialisations: made in the plain dtype, then stored."""
+    """Initialise in the plain dtype, then store."""
     if tensor.partial and tensor.partial != SHARD:
         return NotImplemented
     values = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
@@ -517,14 +517,14 @@ def _fill_(func, tensor, *args, **kwargs):
 
 @_implements(aten._foreach_zero_.default)
 def _foreach_zero_(func, tensors):
-    """`zero_grad(set_to_none=False)` of a fused or foreach optimizer."""
+    """What `zero_grad(set_to_none=False)` of a fused or foreach optimizer calls."""
     for tensor in tensors:
         tensor.zero_()
 
 
 @_implements(aten.add_.Tensor)
 def _accumulate_(func, total, other, *, alpha=1):
-    """Adds gradients up. The sum is in FP32 until `finish_accumulation`, so that many microbatches round once."""
+    """Add gradients up. The sum is in FP32 until `finish_accumulation`, so that many microbatches round once."""
     if not isinstance(total, ScaledTensor):
         return func(total, _plain(other), alpha=alpha)
     if not total.accumulates or total.partial:

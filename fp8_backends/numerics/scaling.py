@@ -39,7 +39,7 @@ import torch.nn.functional as F
 from .formats import Format, saturating_cast
 
 INPUT, WEIGHT, GRAD_OUTPUT = 0, 1, 2
-"""Rows of a state: one a tensor of the layer."""
+"""Rows of a state, one for each tensor of the layer."""
 SCALE, ROLLS, HISTORY = 0, 1, 2
 """Columns of a state: the scale, how often it rolled (an integer), and where the amax history begins."""
 
@@ -129,7 +129,7 @@ class Blocks(NamedTuple):
     """What is stored of (scales, amaxes): FP32, or the bits of E8M0 as uint8."""
 
     def quantize(self, x: torch.Tensor, fmt: Format) -> Quantized:
-        """x: [rows, columns] of any strides, bf16, fp16 or fp32."""
+        """Codes and scales of x: [rows, columns] of any strides, bf16, fp16 or fp32."""
         amax = self.amax(x)
         scale = self.scale(amax, fmt)
         return Quantized(self.cast(x, scale, fmt), self.inverse(scale, amax))
@@ -194,18 +194,19 @@ def e8m0_bits(scale: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
 
 
 def e8m0_values(bits: torch.Tensor) -> torch.Tensor:
-    """`2**(bits - 127)`, and NaN of 255. FP32 of uint8."""
+    """`2**(bits - 127)` of uint8, and NaN of 255. FP32."""
     exponent = bits.to(torch.int32)
     ends = ((exponent == 0) | (exponent == 255)).to(torch.int32)  # 2**-127, which is subnormal, and NaN: the same bit
     return (exponent << 23 | ends << 22).view(torch.float32)
 
 
 ROWS = Blocks(1, None, scale_from_amax, scale_inv_of)
-"""`rowwise`."""
+"""The blocks of `rowwise`."""
 VECTORS, SQUARES = Blocks(1, 128, block_scale, scale_inv_of), Blocks(128, 128, block_scale, scale_inv_of)
-"""`blockwise`: activations and gradients along the contraction; weights, whose transpose has the same blocks."""
+"""The blocks of `blockwise`: VECTORS of activations and gradients, along the contraction; SQUARES of weights, whose
+transpose has the same blocks."""
 MX = Blocks(1, 32, mx_scale, e8m0_bits)
-"""`mxfp8`."""
+"""The blocks of `mxfp8`."""
 
 
 # delayed scaling: the state of one layer is int32 [3, 2 + history length], viewed as FP32
@@ -294,7 +295,7 @@ def rolled_window_states(states: torch.Tensor, formats: tuple[Format, Format, Fo
 
 
 def _rolled_window(rows: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """The rows of one tensor of every layer. int32 [layers, 2 + WINDOW]."""
+    """`rolled_window_states` for one tensor of every layer. int32 [layers, 2 + WINDOW]."""
     bits = rows.view(torch.float32)
     scale, rolls, history = bits.select(-1, SCALE), rows.select(-1, ROLLS), bits.narrow(-1, HISTORY, WINDOW)
     recorded = history.select(-1, 0)

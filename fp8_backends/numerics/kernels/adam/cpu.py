@@ -101,7 +101,7 @@ def _library(kind: Kind) -> ctypes.CDLL | None:
 
 @functools.cache
 def _warn_of_failure(details: str) -> None:
-    """Once a process: the compiler fails for each kind of parameters."""
+    """Warn once a process, though the compiler fails for each kind of parameters."""
     warnings.warn(
         f"the optimizer step runs uncompiled, which is slower: it needs a C++ compiler (g++ or clang++, or what "
         f"the environment variable CXX names), and this failed: {details}",
@@ -148,7 +148,7 @@ def _compiled(definitions: tuple[str, ...]) -> Path:
 
 @functools.cache
 def _announce_compiling(compiler: str) -> None:
-    """One line a process: a model has few kinds of parameters, and each takes a second."""
+    """Say one line a process: a model has few kinds of parameters, and each takes a second."""
     announce(f"compiling the optimizer's step for this CPU with {compiler}: a few seconds, once")
 
 

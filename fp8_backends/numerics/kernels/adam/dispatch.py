@@ -60,8 +60,8 @@ def scaled_adam_(
 
 
 class AdamSteps:
-    """One step of several parameters. `run`, or its three parts one after the other, where ranks that have shards of
-    the parameters agree on what each part returns before the next one.
+    """One step of several parameters. Call `run`; or its three parts one after the other, where ranks that have shards
+    of the parameters agree on what each part returns before the next one.
 
     Args:
         fused: by a kernel over all parameters, where there is one for their device.
@@ -96,7 +96,7 @@ class AdamSteps:
 
     @torch.no_grad()
     def amaxes(self) -> list[list[torch.Tensor | None]]:
-        """The first pass: of each parameter max |x| of the new weight, exp_avg and exp_avg_sq, FP32: 0-dim, or [blocks]
+        """The first pass: each parameter's max |x| of the new weight, exp_avg and exp_avg_sq, FP32: 0-dim, or [blocks]
         where they are blocked; None for those that have no scale. Nothing is written."""
         return self._each(lambda steps, _: steps.amaxes())
 
@@ -108,7 +108,8 @@ class AdamSteps:
 
     @torch.no_grad()
     def write_copies(self, amaxes: list[torch.Tensor | None]) -> None:
-        """The copies of weights that have one, from the weights as they are stored. amaxes: from `write`."""
+        """The third pass: write the copies of weights that have one, from the weights as they are stored. amaxes: from
+        `write`."""
         for steps, members in self._parts:
             steps.write_copies([amaxes[i] for i in members])
 
@@ -127,10 +128,7 @@ class _Singly:
         self.steps = [Passes(job, compiled) for job in jobs]
 
     def run(self) -> None:
-        for step in self.steps:
-            amax = step.write(step.amaxes())
-            if amax is not None:
-                step.write_copy(amax)
+        self.write_copies(self.write(self.amaxes()))
 
     def amaxes(self) -> list[list[torch.Tensor | None]]:
         return [step.amaxes() for step in self.steps]

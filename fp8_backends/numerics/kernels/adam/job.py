@@ -17,7 +17,7 @@ ROUNDINGS = ("stochastic", "nearest")
 STEP_SIZE, DECAY, WEIGHT_DECAY, NEW_IN_EXP_AVG, BETA2, NEW_IN_EXP_AVG_SQ, INV_SQRT_BIAS2, EPS, STEP = range(9)
 
 WRITTEN = (0, 2, 3)
-"""Weight, exp_avg and exp_avg_sq, where the gradient is among them."""
+"""The places of weight, exp_avg and exp_avg_sq among the slots, of which the gradient has place 1."""
 
 
 class Slot(NamedTuple):
@@ -41,7 +41,7 @@ class Job(NamedTuple):
     hyper: torch.Tensor
     """FP32 [9], from `adam_hyper`."""
     decoupled: bool
-    """AdamW."""
+    """Whether weight decay is AdamW's."""
     maximize: bool
     rounding: str
     """How weight and states below FP32 are rounded: one of `ROUNDINGS`."""
@@ -77,7 +77,7 @@ class Job(NamedTuple):
         )
 
     def check(self) -> None:
-        """Raises ValueError: a slot that is not contiguous, block sizes that differ, an unknown rounding."""
+        """Raise ValueError for a slot that is not contiguous, block sizes that differ, or an unknown rounding."""
         if self.rounding not in ROUNDINGS:
             raise ValueError(f"rounding is one of {', '.join(ROUNDINGS)}, not {self.rounding!r}")
         sizes, copy = set(), self.copy
@@ -108,7 +108,7 @@ class Kind(NamedTuple):
 
 
 def is_finite(grad: Slot) -> torch.Tensor:
-    """Whether all values of a gradient are finite; bool, 0-dim. Stays on the device."""
+    """Whether all values of a gradient are finite: bool, 0-dim, on the gradient's device."""
     if grad.scale_inv is None:
         finite = torch.ones((), dtype=torch.bool, device=grad.data.device)
     else:

@@ -53,10 +53,11 @@ compiled loop counts rows, and reads the numbers within a row."""
 
 
 class Passes:
-    """The step of one parameter in its parts. compiled: by `torch.compile`, for parts that are not tiny."""
+    """The step of one parameter, part by part. compiled: `torch.compile` works on parts that are not tiny."""
 
     def __init__(self, job: Job, compiled: bool):
-        self.written, self.copy, self.hyper, self.compiled = job.written, job.copy, job.hyper, compiled
+        self.written, self.copy, self.compiled = job.written, job.copy, compiled
+        self.hyper = job.hyper.data  # no view: a pass of as many rows as its base has numbers would be compiled anew
         self.kind = job.kind._replace(finite_is_told=False)
         self.width = job.kind.block_size or _ROW
         finite, inverse = is_finite(job.grad) if job.finite is None else job.finite, _inverse(job.grad)
@@ -100,7 +101,8 @@ class Passes:
         return torch.stack(copy_amaxes).amax() * inverse if copy_amaxes else torch.zeros_like(inverse)
 
     def write_copy(self, amax: torch.Tensor) -> None:
-        """MS-AMP's O3: the weight that computes, from the master as it is stored. amax: from `write`."""
+        """The third pass, of MS-AMP's O3: write the weight that computes, from the master as it is stored. amax: from
+        `write`."""
         weight, copy = self.written[0], self.copy
         inverse, scale = _inverse(weight), _scale(copy, amax)
         for span in self.spans:
@@ -173,7 +175,7 @@ def _square_root(values: torch.Tensor) -> torch.Tensor:
 
 
 def _cast(data, inverse, scale, kind: Kind):
-    """The weight as it was stored, times a scale, to the copy's format. data: (weight, copy)."""
+    """Cast the weight as it was stored, times a scale, to the copy's format. data: (weight, copy)."""
     values = decoded(data[0], kind.dtypes[0]) * inverse * scale
     data[1].copy_(encoded(*nearest(values, kind.copy), values, kind.copy))
 

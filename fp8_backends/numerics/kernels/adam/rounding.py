@@ -33,7 +33,7 @@ def _magnitude(values: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.T
 
 
 def stochastic(values: torch.Tensor, dtype: torch.dtype, random: torch.Tensor, low: int, bits: int):
-    """Rounds up with the probability of the fraction that is cut off: adding random bits carries with that probability.
+    """Round up with the probability of the fraction that is cut off: adding random bits carries with that probability.
 
     Returns the bits of |x| + shift, a number of the format, and the shift.
     """
@@ -48,7 +48,7 @@ def stochastic(values: torch.Tensor, dtype: torch.dtype, random: torch.Tensor, l
 
 
 def nearest(values: torch.Tensor, dtype: torch.dtype):
-    """Rounds to nearest, ties to even. Returns what `stochastic` does."""
+    """Round to nearest, ties to even. Returns what `stochastic` does."""
     fmt = FORMATS[dtype]
     dropped = fmt.dropped_bits
     magnitude, shift = _magnitude(values, fmt)
@@ -60,7 +60,7 @@ def nearest(values: torch.Tensor, dtype: torch.dtype):
 
 
 def encoded(bits: torch.Tensor, shift: torch.Tensor, signs: torch.Tensor, dtype: torch.dtype, above_zero=False):
-    """What `stochastic` or `nearest` returned, as `dtype`; as uint8 for formats of eight bits.
+    """The codes of what `stochastic` or `nearest` returned: `dtype`, or uint8 for formats of eight bits.
 
     above_zero: positive values were rounded, and none of them may become 0.
     """

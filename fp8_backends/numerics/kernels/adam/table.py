@@ -24,7 +24,7 @@ class Kernels(Protocol):
     """The kernels for one kind and one kind of device. Each is one launch over all parameters of a table."""
 
     def chunk_size(self) -> int:
-        """Elements that are worked on together; a multiple of the kind's block size."""
+        """How many elements are worked on together; a multiple of the kind's block size."""
 
     def find_finite(self, table: AdamTable) -> None: ...
 
@@ -143,7 +143,7 @@ class AdamTable:
 
 
 def _count_as_changed(slots: Iterable[Slot]) -> None:
-    """Let autograd, and whoever keeps what was made of these, see a write through a pointer as one in place."""
+    """Tell autograd that these were written in place: it does not see a write through a pointer."""
     torch.autograd.graph.increment_version([part for slot in slots for part in slot[:2] if part is not None])
 
 
