@@ -62,17 +62,15 @@ def settings(tmp_path):
 def timetable():
     """A round takes 2 + 1.5 s and, with the evaluation of 0.3 windows, a third of a step each, 1.1 x 0.5 s a step."""
     timetable = Timetable()
-    timetable.steps_timed("bf16", start=2.0, step=0.2)
-    timetable.steps_timed("native:dynamic", start=1.5, step=0.3)
+    timetable.paces |= {"bf16": (2.0, 0.2), "native:dynamic": (1.5, 0.3)}
     return timetable
 
 
 def test_a_run_takes_its_start_its_steps_and_its_evaluation_until_runs_have_been_measured(settings, timetable):
     assert timetable.round_seconds(settings) == pytest.approx(3.5 + 0.5 * 44)
-    timetable.run_timed("bf16", 4.0)
-    timetable.run_timed("bf16", 6.0)
+    timetable.measured["bf16"] += [4.0, 6.0]
     assert timetable.run_seconds("bf16", settings) == 5.0
-    timetable.leave_out("bf16")
+    del timetable.paces["bf16"]
     assert timetable.round_seconds(settings) == pytest.approx(1.5 + 0.3 * 44)
 
 

@@ -60,11 +60,20 @@ def curves(series: Sequence[Series], title: str, y_label: str, zero_line: bool =
     shown = [each for each in series if any(map(math.isfinite, each.values))]
     if not shown:
         return ""
-    steps = max(len(each.values) for each in shown)
-    low, high = _range(shown, zero_line)
-    x = Scale(1, max(2, steps), MARGIN_LEFT, WIDTH - MARGIN_RIGHT)
-    y = Scale(low, high, height - 40, 12)
-    parts = [*_horizontal_grid(y), *_step_axis(x, steps, height)]
+    values = [v for each in shown for v in (*each.values, *(each.low or ()), *(each.high or ())) if math.isfinite(v)]
+    values += [0.0] if zero_line else []
+    low, high = min(values), max(values)
+    pad = (high - low) * 0.05 or 0.05
+    x = Scale(1, max(2, *(len(each.values) for each in shown)), MARGIN_LEFT, WIDTH - MARGIN_RIGHT)
+    y = Scale(low - pad, high + pad, height - 40, 12)
+    parts = []
+    for tick in y.ticks():
+        parts.append(_line("grid", x.start, y(tick), x.end, y(tick)))
+        parts.append(_text(x.start - 8, y(tick) + 4, _plain(tick), "tick", anchor="end"))
+    for tick in sorted({1, *(int(tick) for tick in x.ticks(6) if tick >= 1)}):
+        if tick == 1 or x(tick) - x(1) > 24:
+            parts.append(_text(x(tick), height - 22, str(tick), "tick", anchor="middle"))
+    parts.append(_text((x.start + x.end) / 2, height - 4, "training step", "axis-label", anchor="middle"))
     if zero_line:
         parts.append(_line("zero", x.start, y(0), x.end, y(0)))
     parts += [_band(each, x, y) for each in shown if each.low is not None and each.high is not None]
@@ -156,29 +165,6 @@ def over_seeds(runs: Sequence[Sequence[float]], pick: Callable[[list[float]], fl
     """Merge runs by `pick` (a mean, min, max) at each step; NaN where any of them is not finite."""
     steps = zip(*runs, strict=False)
     return [pick(list(values)) if all(map(math.isfinite, values)) else math.nan for values in steps]
-
-
-def _range(series: Sequence[Series], zero_line: bool) -> tuple[float, float]:
-    values = [v for each in series for v in (*each.values, *(each.low or ()), *(each.high or ())) if math.isfinite(v)]
-    values += [0.0] if zero_line else []
-    low, high = min(values), max(values)
-    pad = (high - low) * 0.05 or 0.05
-    return low - pad, high + pad
-
-
-def _horizontal_grid(y: Scale) -> list[str]:
-    parts = []
-    for tick in y.ticks():
-        parts.append(_line("grid", MARGIN_LEFT, y(tick), WIDTH - MARGIN_RIGHT, y(tick)))
-        parts.append(_text(MARGIN_LEFT - 8, y(tick) + 4, _plain(tick), "tick", anchor="end"))
-    return parts
-
-
-def _step_axis(x: Scale, steps: int, height: int) -> list[str]:
-    ticks = sorted({1, *(int(t) for t in x.ticks(6) if t >= 1)})
-    ticks = [tick for tick in ticks if tick == 1 or x(tick) - x(1) > 24]
-    parts = [_text(x(tick), height - 22, str(tick), "tick", anchor="middle") for tick in ticks]
-    return [*parts, _text((x.start + x.end) / 2, height - 4, "training step", "axis-label", anchor="middle")]
 
 
 def _band(series: Series, x: Scale, y: Scale) -> str:

@@ -9,6 +9,7 @@ import platform
 import statistics
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, fields, replace
 from datetime import datetime, timezone
@@ -157,7 +158,7 @@ class Comparison:
                 began = time.monotonic()
                 worker.give_turn()
                 self._follow(backend, progress, "run")
-                self.timetable.run_timed(backend, time.monotonic() - began)
+                self.timetable.measured[backend].append(time.monotonic() - began)
 
     def _follow(self, backend: str, progress: Progress, last: str, times: int = 1) -> None:
         """Take in what a worker reports until its turn is over. One that ends in mid-turn has failed."""
@@ -168,7 +169,7 @@ class Comparison:
                 progress.step(backend, **event)
             elif kind == "inspected":
                 found["inspection"] = event
-                self.timetable.steps_timed(backend, event["start_seconds"], event["step_seconds"])
+                self.timetable.paces[backend] = (event["start_seconds"], event["step_seconds"])
                 progress.inspected(backend, event["step_seconds"])
             elif kind == "run":
                 found["runs"].append(self._with_honest_speed(backend, event))
@@ -180,7 +181,7 @@ class Comparison:
         if worker.ended:
             found["status"], found["message"] = "failed", found["message"] or worker.why_it_ended()
             del self.workers[backend]
-            self.timetable.leave_out(backend)
+            self.timetable.paces.pop(backend, None)
             progress.failed(backend, found["message"])
             self.save()
 
@@ -289,17 +290,8 @@ class Timetable:
     def __init__(self) -> None:
         self.paces: dict[str, tuple[float, float]] = {}
         """Seconds to begin a run and seconds for a step, by backend."""
-        self.measured: dict[str, list[float]] = {}
-
-    def steps_timed(self, backend: str, start: float, step: float) -> None:
-        self.paces[backend] = (start, step)
-
-    def run_timed(self, backend: str, seconds: float) -> None:
-        self.measured.setdefault(backend, []).append(seconds)
-
-    def leave_out(self, backend: str) -> None:
-        """Forget a backend that has failed."""
-        self.paces.pop(backend, None)
+        self.measured: dict[str, list[float]] = defaultdict(list)
+        """Seconds of each run, by backend."""
 
     def run_seconds(self, backend: str, settings: Settings) -> float:
         if backend in self.measured:

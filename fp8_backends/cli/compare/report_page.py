@@ -267,8 +267,5 @@ def _settings(results: Results) -> str:
         values["parameters"] = f"{inspection['parameters']:,}"
     for kind, group in (("asked", "asked"), ("version", "versions"), ("machine", "machine")):
         values |= {f"{kind}: {name}": value for name, value in results[group].items()}
-    return f"<dl>{''.join(_definition(name, value) for name, value in values.items())}</dl>"
-
-
-def _definition(name: str, value: object) -> str:
-    return f"<dt>{escape(name.replace('_', ' '))}</dt><dd>{escape(str(value))}</dd>"
+    pairs = ((escape(name.replace("_", " ")), escape(str(value))) for name, value in values.items())
+    return f"<dl>{''.join(f'<dt>{name}</dt><dd>{value}</dd>' for name, value in pairs)}</dl>"

@@ -116,7 +116,11 @@ def _meaning(config: TrainingConfig) -> Iterator[tuple[str, str]]:
         yield "precision", config.mixed_precision
     else:
         fields = ", ".join(f"{name}={value!r}" for name, value in given_fields(recipe).items())
-        yield "backend", _backend(config)
+        backend = recipe.name
+        if backend == "auto":
+            on_this_machine = FP8RecipeKwargs(**{**config.fields, "backend": registry.auto_backend()})
+            backend = f"auto, which is {on_this_machine.name} on this machine"
+        yield "backend", backend
         yield "fields", fields or "none beyond the backend's defaults"
         yield "precision", f"{config.mixed_precision}, {recipe.autocast_dtype} around it"
     options = [_OPTIONS[key].format(value) for key, value in config.surroundings.items() if key in _OPTIONS and value]
@@ -125,10 +129,3 @@ def _meaning(config: TrainingConfig) -> Iterator[tuple[str, str]]:
     yield "compiled", _COMPILED[config.compiled]
     if config.passed_over:
         yield "passed by", f"{len(config.passed_over)} keys that say nothing about these"
-
-
-def _backend(config: TrainingConfig) -> str:
-    if config.recipe.name != "auto":
-        return config.recipe.name
-    on_this_machine = FP8RecipeKwargs(**{**config.fields, "backend": registry.auto_backend()})
-    return f"auto, which is {on_this_machine.name} on this machine"

@@ -159,18 +159,15 @@ def text(workload: Workload, device: Device, estimates: list[Estimate]) -> str:
     """Return the tables as they are printed."""
     known = [each for each in estimates if not each.refused]
     unit = next(unit for unit, size in _UNITS.items() if max(each.peak for each in known) >= size)
-    parts = [paragraphs([("model", _model_title(workload)), ("training", _training(workload, device))])]
+    model = workload.model.title
+    if not model.endswith("parameters)"):
+        model += f": {readable_count(workload.model.parameters)} parameters"
+    parts = [paragraphs([("model", model), ("training", _training(workload, device))])]
     for sharding in dict.fromkeys(each.sharding for each in estimates):
         where = "the device" if workload.devices == 1 else f"each of {workload.devices} devices, {_SHARDINGS[sharding]}"
         group = [each for each in estimates if each.sharding == sharding]
         parts.append(f"{unit} on {where}\n{_table(group, _UNITS[unit])}")
     return "\n\n".join([*parts, _legend(known)])
-
-
-def _model_title(workload: Workload) -> str:
-    title = workload.model.title
-    counted = title.endswith("parameters)")
-    return title if counted else f"{title}: {readable_count(workload.model.parameters)} parameters"
 
 
 def _training(workload: Workload, device: Device) -> str:

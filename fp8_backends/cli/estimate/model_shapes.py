@@ -107,17 +107,16 @@ def from_transformers(name: str | Path) -> ModelShape:
     try:
         config = AutoConfig.from_pretrained(path if path.exists() else str(name), local_files_only=True)
     except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
-        what = "not a configuration that transformers reads" if path.exists() else _NOT_THERE
+        what = "not a configuration that transformers reads"
+        if not path.exists():
+            what = (
+                "no such config.json or folder, and no model of this name in the local cache of transformers. Nothing "
+                "is fetched: download its config.json and name the file, or give --params"
+            )
         raise FP8BackendError(f"{name}: {what} ({_first_line(error)})") from error
     config.use_cache = False
     _model_class(config)
     return ModelShape(str(name), config)
-
-
-_NOT_THERE = (
-    "no such config.json or folder, and no model of this name in the local cache of transformers. Nothing is "
-    "fetched: download its config.json and name the file, or give --params"
-)
 
 
 class _Llama(NamedTuple):
