@@ -11,7 +11,7 @@ import inspect
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import accelerate.state
@@ -69,12 +69,7 @@ def is_disabled() -> bool:
 
 def _is_connected() -> bool:
     """Whether our wrapper is in place, possibly below the wrapper of another library."""
-    function = Accelerator.__init__
-    while function is not None:
-        if getattr(function, _MARK, False):
-            return True
-        function = getattr(function, "__wrapped__", None)
-    return False
+    return hasattr(inspect.unwrap(Accelerator.__init__, stop=lambda function: hasattr(function, _MARK)), _MARK)
 
 
 def _patched(original):
@@ -252,11 +247,8 @@ def _warn_of_fp8_in_environment(arguments: Mapping[str, Any]) -> None:
 @contextmanager
 def _without_fp8_checks() -> Iterator[None]:
     """Accelerate's gates pass during one call; what can run here is for the registry to say."""
-    saved = {name: getattr(accelerate.state, name) for name in _FP8_CHECKS}
-    try:
-        for name in saved:
+    with ExitStack() as undo:
+        for name in _FP8_CHECKS:
+            undo.callback(setattr, accelerate.state, name, getattr(accelerate.state, name))
             setattr(accelerate.state, name, lambda *args, **kwargs: True)
         yield
-    finally:
-        for name, function in saved.items():
-            setattr(accelerate.state, name, function)

@@ -100,10 +100,11 @@ def check_version(recipe: Recipe) -> None:
 def check_device(recipe: Recipe) -> None:
     """Raise `BackendUnavailableError`, with TransformerEngine's reason, where its device has no such products."""
     supported, reason = device_support(recipe.scaling)
+    native = f"native:{recipe.scaling}, which follows the same rule"
     if not supported:
         raise BackendUnavailableError(
             f"{recipe.name} cannot run here: TransformerEngine {VERSION}: {reason or 'not on this device'}. "
-            f"Fix: use {'te:delayed' if device_support('delayed')[0] else _native(recipe.scaling)}"
+            f"Fix: use {'te:delayed' if device_support('delayed')[0] else native}"
         )
 
 
@@ -119,10 +120,6 @@ def device_support(scaling: str) -> tuple[bool, str]:
         return getattr(FP8GlobalStateManager, name)()  # before 2.9
     except (RuntimeError, AssertionError) as error:
         return False, str(error)
-
-
-def _native(scaling: str) -> str:
-    return f"native:{scaling}, which follows the same rule"
 
 
 def rows_multiple(scaling: str) -> int:
