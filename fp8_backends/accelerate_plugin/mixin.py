@@ -116,7 +116,10 @@ class FP8Mixin(_MadeAtRunTime):
             return recipe.autocast_dtype
         precision = hardware.fast_precision(self.device)
         if precision == "fp32":
-            _announce_fp32_around_fp8()
+            announce(
+                "FP32 runs around FP8: PyTorch has no fast bf16 products on this CPU. autocast_dtype='bf16' asks for "
+                "bf16 all the same"
+            )
         return precision
 
     # What stock Accelerate asks about FP8
@@ -364,15 +367,6 @@ class FP8Mixin(_MadeAtRunTime):
             optimizer = self._optimizers
         for each in optimizer if isinstance(optimizer, (tuple, list)) else [optimizer]:
             self.scaler.unscale_(_innermost(each))
-
-
-@functools.cache
-def _announce_fp32_around_fp8() -> None:
-    """An Accelerator is often made twice, by a Trainer say: one line a process is enough."""
-    announce(
-        "FP32 runs around FP8: PyTorch has no fast bf16 products on this CPU. autocast_dtype='bf16' asks for bf16 all "
-        "the same"
-    )
 
 
 def _models_and_optimizers(args: tuple) -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:

@@ -94,15 +94,16 @@ def check_model(model: nn.Module, recipe: Recipe) -> None:
     registry.check_available(recipe)
     if recipe.level == "O0":
         return
-    wrapped = None
-    if any(not prepared_roots(each.module) for each in _ddp_wrappers(model)):
-        wrapped, wrap = "DDP holds on to them", "DistributedDataParallel(model), then prepare(ddp, optimizer, spec)"
-    elif fsdp2.fsdp_modules(model) and not prepared_roots(model):
-        wrapped, wrap = "FSDP2 has sharded them", "fully_shard, then prepare(model, optimizer, spec)"
-    if wrapped:
+    if any(not prepared_roots(wrapped.module) for wrapped in _ddp_wrappers(model)):
         raise FP8BackendError(
-            f"level {recipe.level} stores the weights in another form, and {wrapped} as they were: "
-            f"prepare(model, None, spec) first, then {wrap}"
+            f"level {recipe.level} stores the weights in another form, and DDP holds on to them as they were: "
+            f"prepare(model, None, spec) first, then DistributedDataParallel(model), then "
+            f"prepare(ddp, optimizer, spec)"
+        )
+    if fsdp2.fsdp_modules(model) and not prepared_roots(model):
+        raise FP8BackendError(
+            f"level {recipe.level} stores the weights in another form, and FSDP2 has sharded them as they were: "
+            f"prepare(model, None, spec) first, then fully_shard, then prepare(model, optimizer, spec)"
         )
 
 

@@ -47,7 +47,6 @@ def test_autocast_dtype_rules_activations_and_outputs_are_fp32(name, dtype):
 def cpu_without_bf16(monkeypatch):
     """As far as the package asks; its own products follow."""
     monkeypatch.setattr(hardware, "cpu_bf16", lambda: False)
-    mixin._announce_fp32_around_fp8.cache_clear()
 
 
 def test_on_a_cpu_without_bf16_products_fp32_runs_around_fp8_and_one_line_says_so(cpu_without_bf16, caplog):

@@ -95,18 +95,12 @@ def _library(kind: Kind) -> ctypes.CDLL | None:
     try:
         return ctypes.CDLL(str(_compiled(tuple(_definitions(kind)))))
     except (OSError, subprocess.SubprocessError) as error:
-        _warn_of_failure(str(getattr(error, "stderr", None) or error))
+        warnings.warn(
+            f"the optimizer step runs uncompiled, which is slower: it needs a C++ compiler (g++ or clang++, or what "
+            f"the environment variable CXX names), and this failed: {getattr(error, 'stderr', None) or error}",
+            stacklevel=2,
+        )
         return None
-
-
-@functools.cache
-def _warn_of_failure(details: str) -> None:
-    """Warn once a process, though the compiler fails for each kind of parameters."""
-    warnings.warn(
-        f"the optimizer step runs uncompiled, which is slower: it needs a C++ compiler (g++ or clang++, or what "
-        f"the environment variable CXX names), and this failed: {details}",
-        stacklevel=2,
-    )
 
 
 def _definitions(kind: Kind) -> list[str]:
@@ -134,7 +128,8 @@ def _compiled(definitions: tuple[str, ...]) -> Path:
     key = hashlib.sha256(_SOURCE.read_bytes() + repr((compiler, flags)).encode()).hexdigest()[:32]
     library = _cache() / f"adam-{key}.so"
     if not library.exists():
-        _announce_compiling(compiler)
+        if not any(library.parent.glob("adam-*.so")):
+            announce(f"compiling the optimizer's step for this CPU with {compiler}: a few seconds, once")
         from filelock import FileLock  # no library that `import accelerate` loads
 
         with FileLock(library.with_suffix(".lock"), timeout=_LONGEST_WAIT):
@@ -144,12 +139,6 @@ def _compiled(definitions: tuple[str, ...]) -> Path:
                     _compile([compiler, *flags, str(_SOURCE), "-o", str(new)])
                     os.replace(new, library)  # whole: a process that is ended before leaves nothing under that name
     return library
-
-
-@functools.cache
-def _announce_compiling(compiler: str) -> None:
-    """Say one line a process: a model has few kinds of parameters, and each takes a second."""
-    announce(f"compiling the optimizer's step for this CPU with {compiler}: a few seconds, once")
 
 
 def _compile(command: list[str]) -> None:
