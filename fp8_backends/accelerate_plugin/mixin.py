@@ -114,13 +114,16 @@ class FP8Mixin(_MadeAtRunTime):
         recipe, has_engine = self.fp8_recipe, self.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
         if "autocast_dtype" in recipe.given or has_engine:
             return recipe.autocast_dtype
-        precision = hardware.fast_precision(self.device)
-        if precision == "fp32":
+        return hardware.fast_precision(self.device)
+
+    def _announce_precision(self) -> None:
+        """Say what runs around FP8 where it is not what the recipe has by default. Not at once: a Trainer makes several
+        Accelerators, and prepares a model with one."""
+        if self.fp8_autocast_dtype == "fp32" and "autocast_dtype" not in self.fp8_recipe.given:
             announce(
                 "FP32 runs around FP8: PyTorch has no fast bf16 products on this CPU. autocast_dtype='bf16' asks for "
                 "bf16 all the same"
             )
-        return precision
 
     # What stock Accelerate asks about FP8
 
@@ -205,6 +208,8 @@ class FP8Mixin(_MadeAtRunTime):
         converted model may have no weight product, such as a loss or a small convolutional network."""
         try:
             preparation.prepare_model(model, self.fp8_recipe)
+            if not self._fp8_converted:
+                self._announce_precision()
             self._fp8_converted = True
         except FP8BackendError:
             trains = any(p.requires_grad for p in model.parameters()) and not evaluation_mode
