@@ -75,7 +75,7 @@ def test_no_form_of_a_product_meets_pytorchs_loops():
     script = """
         import time
         import torch
-        from fp8_backends import hardware
+        from fp8_backends.compute import hardware
         from fp8_backends.compute.products import plain_product, scaled_product
         from fp8_backends.numerics.scaling import Quantized
 

@@ -279,7 +279,7 @@ def test_without_a_compiler_the_step_runs_eagerly():
         from test_adam_passes import bits, slots, step
         fast, eager = slots("O2", 1000), slots("O2", 1000)
         with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
+            warnings.simplefilter("default")
             step(fast, compiled=True), step(fast, 2, compiled=True)
             others = slots("O1", 1000)
             step(others, compiled=True)
