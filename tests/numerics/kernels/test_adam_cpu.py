@@ -279,13 +279,14 @@ def test_without_a_compiler_the_step_runs_eagerly():
         from test_adam_passes import bits, slots, step
         fast, eager = slots("O2", 1000), slots("O2", 1000)
         with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("default")
+            warnings.simplefilter("always")
             step(fast, compiled=True), step(fast, 2, compiled=True)
             others = slots("O1", 1000)
             step(others, compiled=True)
         step(eager), step(eager, 2)
         assert bits(fast) == bits(eager)
-        assert len([w for w in seen if "uncompiled" in str(w.message)]) == 1, [str(w.message) for w in seen]
+        found = [str(w.message) for w in seen if "uncompiled" in str(w.message)]
+        assert len(found) == 2, found  # one for each kind of parameters, not for each step
     """
     environment = {**os.environ, "CXX": "no-such-compiler", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
     done = subprocess.run(
