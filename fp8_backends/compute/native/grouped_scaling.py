@@ -15,15 +15,7 @@ from ...numerics.formats import Format
 from ...numerics.kernels.quantize.cpu_casts import serves
 from ...numerics.kernels.quantize.dispatch import cast, quantize, quantize_blocks
 from ...numerics.kernels.triton_gate import usable
-from ...numerics.scaling import (
-    HISTORY,
-    ROWS,
-    SCALE,
-    Quantized,
-    scale_from_amax,
-    scale_inv_of,
-    without_nan,
-)
+from ...numerics.scaling import HISTORY, ROWS, SCALE, Quantized, scale_from_amax, scale_inv_of, without_nan
 from .grouped_products import Groups, rows_of_groups
 
 
