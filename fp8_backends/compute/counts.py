@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 FPROP, DGRAD, WGRAD = KINDS = ("fprop", "dgrad", "wgrad")
+RECOMPUTED = "recomputed"
 
 
 @dataclass
@@ -21,6 +22,10 @@ class ProductCounts:
     """Weight-gradient products."""
     recomputed: int = 0
     """Forward products run again by activation checkpointing."""
+
+    def add(self, kind: str, number: int = 1) -> None:
+        """Count more products of a kind: one of KINDS, or RECOMPUTED."""
+        setattr(self, kind, getattr(self, kind) + number)
 
 
 def inside_backward() -> bool:

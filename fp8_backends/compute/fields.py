@@ -31,7 +31,7 @@ class Variable(NamedTuple):
 
 
 def same(value: Any) -> Any:
-    """The value itself."""
+    """Returns the value itself."""
     return value
 
 
@@ -57,9 +57,9 @@ class Field:
     names_scaling: Callable[[Any], str | None] | None = None
     """The scaling rule that a value of this field stands for, if it does."""
     launcher_default: Any = None
-    """As of `Variable`."""
+    """As in `Variable`."""
     suffix: str = ""
-    """As of `Variable`; by default the name without `fp8_`."""
+    """By default the name without `fp8_`."""
     further_variables: tuple[Variable, ...] = ()
     """Other names in the environment and in YAML files. They are no flags."""
     synonyms: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
@@ -310,6 +310,8 @@ SCALING_FIELDS = (
     USE_AUTOCAST_DURING_EVAL,
 )
 """Fields of TransformerEngine's rules."""
+NATIVE_FIELDS = (*SCALING_FIELDS, FP8_PARAMS)
+"""Fields of `native`, which follows these rules on any device."""
 
 
 # Words in errors

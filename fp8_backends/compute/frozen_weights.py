@@ -1,7 +1,7 @@
-"""`fp8_params`: weights that do not train are kept in FP8, in the Parameters that the model already has.
+"""Frozen FP8 weights (`fp8_params`): weights that do not train, stored in FP8 in the Parameters that the model has.
 
-What TransformerEngine and the native compute have in common: which weights are refused, and how a kept one is put in
-its place, saved, loaded and restored. In which tensor they keep it is their own.
+What `te` and `native` have in common: which weights are refused, and how a frozen one is put in place and restored. In
+which tensor they store it is their own.
 
 A weight that trains is refused: an update of ordinary size is smaller than half a step of E4M3, and an optimizer
 without a master copy would lose nearly all of them. That is what level O3 is for.
@@ -24,29 +24,37 @@ SHARDED = Refusal(
     "are whole",
     "use DDP; or level O3 (msamp:O3, te+msamp:O3), whose FP8 weights FSDP2 shards",
 )
+TRAINS = Refusal(
+    "fp8_params=True leaves no weight in high precision: an update below half a step of E4M3, 3 to 6 % of the weight, "
+    "would be lost, so weights that train are refused",
+    "use msamp:O3 or te+msamp:O3, which train FP8 weights with an FP16 master; or freeze the layers whose weights FP8 "
+    "shall hold (requires_grad_(False)) and name those that train, such as adapters, in exclude",
+)
 
 
-def check(linear: nn.Linear, level_o3: str) -> None:
-    """Raise `RecipeError` for a layer whose weight cannot be kept in FP8. `level_o3`: the backend for weights that
-    train."""
-    weight = linear.weight
-    sizes = f"a layer {linear.in_features} -> {linear.out_features}"
+def check(layer: nn.Linear) -> None:
+    """Raise `RecipeError` for a layer whose weight cannot be frozen in FP8."""
+    weight = layer.weight
+    sizes = f"a layer {layer.in_features} -> {layer.out_features}"
     if weight.requires_grad:
-        raise RecipeError(
-            f"fp8_params=True, and {sizes} trains: rounding to E4M3 would swallow its updates. Use {level_o3}, which "
-            f"trains FP8 weights with an FP16 master; or freeze the layers whose weights FP8 shall keep "
-            f"(requires_grad_(False)) and name those that train, such as adapters, in exclude"
-        )
+        raise RecipeError(f"{sizes} trains: {TRAINS}")
     if weight.is_meta:
         raise RecipeError(f"fp8_params=True, and {sizes} is on the meta device: load its weight first")
     if is_distributed(weight) or hasattr(weight, "ds_id"):
         raise RecipeError(SHARDED)
 
 
-def keep(
+def check_running(layer: nn.Linear, is_frozen: bool) -> None:
+    """Raise `RecipeError` where the weight of a layer that runs trains by now, or is no longer frozen."""
+    check(layer)
+    if not is_frozen:
+        raise RecipeError(SHARDED)
+
+
+def freeze(
     root: nn.Module,
     layers: Mapping[str, nn.Linear],
-    is_kept: Callable[[torch.Tensor], bool],
+    is_frozen: Callable[[torch.Tensor], bool],
     quantized: Callable[[torch.Tensor, nn.Linear], torch.Tensor],
     make_plain: Callable[[nn.Module], None],
 ) -> None:
@@ -56,14 +64,14 @@ def keep(
     Raises:
         FP8BackendError: something else holds on to a weight, named, or it is sharded; no weight has changed then.
     """
-    new = {name: layer for name, layer in layers.items() if not is_kept(layer.weight)}
+    new = {name: layer for name, layer in layers.items() if not is_frozen(layer.weight)}
     for name, layer in new.items():
-        if is_distributed(layer.weight):  # sharded since it was kept
+        if is_distributed(layer.weight):  # sharded since it was frozen
             raise RecipeError(SHARDED)
         _refuse_if_tied(root, name, layer)
         refuse_if_held(layer.weight, f"{name}.weight")
     for name, layer in new.items():
-        if not is_kept(layer.weight):  # tied to a layer before it
+        if not is_frozen(layer.weight):  # tied to a layer before it
             swap(layer.weight, quantized(layer.weight, layer), f"{name}.weight")
         layer.__dict__[CONVERSION].undo.append(make_plain)
 

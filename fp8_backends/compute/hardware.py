@@ -86,7 +86,7 @@ def gpu_chip(device: torch.device | int | None = None) -> Chip:
 
 
 def fp8_products() -> bool:
-    """Whether every visible GPU has FP8 matrix units. False without a GPU."""
+    """Whether there are GPUs and all of them have FP8 matrix units."""
     return chip().fp8
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -17,12 +17,10 @@ from torch import nn
 from ..errors import FP8BackendError
 from ..numerics.sharded_tensor import full_shape
 from .counts import ProductCounts
-
-if TYPE_CHECKING:
-    from .expert_functions import ExpertWeights
-    from .fields import Field
-    from .hardware import Availability
-    from .profiling import Layer, ProductProfile
+from .expert_functions import ExpertWeights
+from .fields import Field
+from .hardware import Availability
+from .profiling import Layer, ProductProfile
 
 COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Dtypes of weights, activations and results around FP8."""
@@ -58,8 +56,7 @@ class Compute(ABC):
     levels: tuple[str, ...] = ("O0",)
     """MS-AMP levels that this backend can be combined with."""
     fields: tuple[Field | str, ...] = ()
-    """Recipe fields that this backend reads, beyond those that every recipe has: its own, or the names of fields that
-    this package has."""
+    """Recipe fields that this backend reads beside those of every recipe: its own, or names of this package's."""
 
     @abstractmethod
     def availability(self) -> Availability:
@@ -101,7 +98,7 @@ class Compute(ABC):
         """What makes the products of this layer where its weight lies now: `scaled_mm`, `bf16-exact`, …"""
 
     def high_precision_products(self, recipe: Recipe) -> tuple[str, ...]:
-        """Those of fprop, dgrad, wgrad that the recipe keeps in high precision on purpose."""
+        """Which of fprop, dgrad and wgrad the recipe keeps in high precision on purpose."""
         return ()
 
 
@@ -132,7 +129,7 @@ class Norm(NamedTuple):
 
     module: nn.Module
     carrier: nn.Module | None
-    """As of `Compute.build`: a module whose class and added attributes `module` takes on. It keeps its Parameters."""
+    """The module whose class and added attributes `module` takes on, as in `Compute.build`."""
     reason: str | None
     """Why there is none."""
 
@@ -152,8 +149,7 @@ class ConvertsNorms(Protocol):
     """A backend that has its own form of normalisation layers."""
 
     def norms(self, root: nn.Module, recipe: Recipe) -> list[Norm]:
-        """Those that are not swapped yet. Reported apart from the layers with products; a user's `exclude` names them
-        too."""
+        """The norms that are not swapped yet. A user's `exclude` names them too."""
 
     def fuse(self, root: nn.Module, recipe: Recipe, new: dict[nn.Module, nn.Module]) -> list[Fusion]:
         """Let norms and layers that are about to be swapped work in pairs, where the recipe asks for it.
@@ -168,7 +164,7 @@ class ConvertsExperts(Protocol):
     """A backend that multiplies by the 3-D Parameters of an experts module (`compute.expert_functions`)."""
 
     def unfit_experts(self, experts: nn.Module, part: str, recipe: Recipe) -> str | None:
-        """As `Compute.unfit`, for the Parameter `part`."""
+        """`Compute.unfit` for the Parameter `part`."""
 
     def note_on_experts(self, recipe: Recipe) -> str | None:
         """What a report says of experts in FP8 that the recipe's name does not tell, or None."""
@@ -182,7 +178,7 @@ class ConvertsExperts(Protocol):
 
 @runtime_checkable
 class StoresWeights(Protocol):
-    """A backend that keeps weights, or copies of them, in a form of its own. A level's forms are no concern of it."""
+    """A backend that stores weights, or copies of them, in a form of its own (a level's forms are not its concern)."""
 
     def store_weights(self, root: nn.Module, recipe: Recipe) -> None:
         """Called after layers of the prepared root were converted: swap their weights where the recipe asks for it."""
@@ -215,8 +211,7 @@ class HasScalingState(Protocol):
     """A backend with scaling rules that remember earlier steps."""
 
     def scaling_state(self, root: nn.Module) -> dict[str, torch.Tensor]:
-        """Plain tensors, keyed by layer name, that make a resumed run equal to the bit. Empty for a rule without
-        state."""
+        """Plain tensors by layer name that make a resumed run equal to the bit. Empty for a rule without state."""
 
     def scaling_buffers(self, root: nn.Module) -> list[torch.Tensor]:
         """The live states, int32 [3, 2 + history length] each as in `numerics.scaling`, which ranks that train together

@@ -28,8 +28,9 @@ VALUES = {BF16_EXACT: torch.bfloat16, FP32_EXACT: torch.float32, EMULATED: torch
 """In what the engines that have no FP8 products multiply the codes, all of which are values of either."""
 
 
-def engine_for(device: torch.device, out_dtype: torch.dtype) -> str:
-    """Which engine multiplies FP8 operands on this device.
+def engine_for(device: torch.device, out_dtype: torch.dtype, scaling: str = "dynamic") -> str:
+    """Which engine multiplies FP8 operands on this device, whose scales are those of a rule (`dynamic` stands for all
+    rules that have no block scales).
 
     - `scaled_mm`: `torch._scaled_mm`, the hardware's FP8 units.
     - `bf16-exact`: every E4M3 and E5M2 value is a bf16 value, so a bf16 product with FP32 accumulation of the codes
@@ -40,7 +41,7 @@ def engine_for(device: torch.device, out_dtype: torch.dtype) -> str:
     """
     if device.type == "cuda":
         # a CUDA device without a driver is a fake tensor's: judge it as the FP8 GPU that it stands for
-        return SCALED_MM if not hardware.has_gpu() or hardware.gpu_multiplies("dynamic", device) else EMULATED
+        return SCALED_MM if not hardware.has_gpu() or hardware.gpu_multiplies(scaling, device) else EMULATED
     if device.type == "cpu":
         return exact_engine(out_dtype)
     return SCALED_MM if device.type == "meta" else EMULATED

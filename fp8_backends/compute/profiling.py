@@ -1,4 +1,4 @@
-"""Counts FP8 products with PyTorch's profiler, for computes that do not count by themselves.
+"""Counts FP8 products with PyTorch's profiler, for backends that do not count by themselves.
 
 Each converted layer's forward is marked with a `record_function` range. A product `aten::_scaled_mm` inside a range
 is a forward product of that layer (a recomputed one when the range was opened inside a backward pass). A product
@@ -28,12 +28,11 @@ from torch.autograd.profiler import profile, record_function
 from torch.utils.hooks import RemovableHandle
 
 from ..numerics.modules import inert_hook
-from .counts import DGRAD, FPROP, WGRAD, ProductCounts
+from .counts import DGRAD, FPROP, RECOMPUTED, WGRAD, ProductCounts, inside_backward
 
 PRODUCTS = frozenset({"aten::_scaled_mm", "aten::_scaled_mm_v2", "aten::_scaled_mm.out"})
 """Operators that multiply FP8 matrices."""
 
-RECOMPUTED = "recomputed"
 _BACKWARD_FUNCTION = 1  # torch::RecordScope::BACKWARD_FUNCTION
 _TRACING = ("PythonDispatchMode", "(dynamo_timed)")  # a compiler running operators on fake tensors
 _MARK, _AGAIN = "fp8_backends:", ":again"
@@ -115,28 +114,28 @@ class ProductProfile:
     def abandon(self) -> None:
         """End without a result."""
         if self.running:
-            self.running = False
-            self._profiler = None
+            self.running, self._profiler = False, None
             self._end()
 
     def _count(self, events: list[_Event]) -> list[ProductCounts]:
         counts = [ProductCounts() for _ in self.layers]
         unattributed: list[tuple[bool, list]] = []  # whether inside a backward, operand shapes
         layer_of = _layers_by_sequence_number(events)
-        made_by: Counter = Counter()  # products of each backward function so far
+        products_of: Counter = Counter()  # products of each backward function so far
         for product in filter(_is_real_product, events):
             range_, backward = _enclosing(product)
-            index = None if backward is None else layer_of.get((backward.forward_thread, backward.sequence_nr))
+            index = backward and layer_of.get((backward.forward_thread, backward.sequence_nr))
             if range_ is not None:
                 index, again = _read_mark(range_.name)
-                _add(counts[index], RECOMPUTED if again else FPROP)
+                counts[index].add(RECOMPUTED if again else FPROP)
             elif index is not None:
                 kinds = self.layers[index].backward_kinds
-                order, made_by[backward] = made_by[backward], made_by[backward] + 1
+                order, products_of[backward] = products_of[backward], products_of[backward] + 1
                 if order < len(kinds):
-                    _add(counts[index], kinds[order])
+                    counts[index].add(kinds[order])
             else:
-                unattributed.append((_is_inside_backward(product), product.shapes()))
+                in_backward = any(parent.scope == _BACKWARD_FUNCTION for parent in _parents(product))
+                unattributed.append((in_backward, product.shapes()))
         if unattributed:
             self.by_shape = _count_by_shape(self.layers, counts, unattributed)
         return counts
@@ -152,8 +151,8 @@ _thread = _Thread()
 
 
 def _running_profile() -> ProductProfile | None:
-    started = _thread.profile() if _thread.profile is not None else None
-    return started if started is not None and started.running else None
+    started = _thread.profile and _thread.profile()
+    return started if started and started.running else None
 
 
 def foreign_profiler_runs() -> bool:
@@ -204,8 +203,7 @@ class _Marks:
             if self.open[index]:
                 self.open[index].pop().__exit__(None, None, None)
             return
-        again = torch._C._current_graph_task_id() != -1
-        range_ = record_function(f"{_MARK}{index}{_AGAIN if again else ''}")
+        range_ = record_function(f"{_MARK}{index}{_AGAIN if inside_backward() else ''}")
         range_.__enter__()
         self.open[index].append(range_)
 
@@ -248,7 +246,7 @@ def _read_events(profiler: profile) -> list[_Event]:
 
 
 def _read_mark(name: str) -> tuple[int, bool]:
-    """Index of the layer, and whether its forward was recomputed."""
+    """The layer's index, and whether its forward was recomputed."""
     return int(name.removeprefix(_MARK).removesuffix(_AGAIN)), name.endswith(_AGAIN)
 
 
@@ -261,9 +259,8 @@ def _is_real_product(event: _Event) -> bool:
 def _is_emulated_product(event: _Event) -> bool:
     """A plain product made by an FP8 tensor subclass for its own product: TorchAO with `emulate=True`."""
     subclass = event.parent if event.name == "aten::mm" else None
-    if subclass is None or subclass.name != "PythonSubclass" or subclass.parent is None:
-        return False
-    return subclass.parent.name == "aten::mm"
+    around = subclass.parent if subclass is not None and subclass.name == "PythonSubclass" else None
+    return around is not None and around.name == "aten::mm"
 
 
 def _enclosing(event: _Event) -> tuple[_Event | None, _Event | None]:
@@ -291,14 +288,6 @@ def _layers_by_sequence_number(events: list[_Event]) -> dict[tuple[int, int], in
 def _parents(event: _Event) -> Iterator[_Event]:
     while (event := event.parent) is not None:
         yield event
-
-
-def _is_inside_backward(event: _Event) -> bool:
-    return any(parent.scope == _BACKWARD_FUNCTION for parent in _parents(event))
-
-
-def _add(counts: ProductCounts, kind: str, number: int = 1) -> None:
-    setattr(counts, kind, getattr(counts, kind) + number)
 
 
 class _Shape(NamedTuple):
@@ -333,7 +322,7 @@ def _count_by_shape(layers: list[Layer], counts: list[ProductCounts], products: 
     for (shape, kind), total in totals.items():
         share, rest = divmod(total, len(members[shape]))
         for place, index in enumerate(members[shape]):
-            _add(counts[index], kind, share + (place < rest))
+            counts[index].add(kind, share + (place < rest))
     return bool(totals)
 
 

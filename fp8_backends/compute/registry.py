@@ -1,6 +1,6 @@
 """From a backend's name to the `Compute` that runs it, and whether that can run here.
 
-A compute is imported when it is first used. Third parties add one with `register_backend`, or with an entry point in
+A backend is imported when it is first used. Third parties add one with `register_backend`, or with an entry point in
 the group `fp8_backends.backends`, whose value is a `Compute` subclass or a function that returns an instance:
 
     [options.entry_points]
@@ -15,15 +15,12 @@ import importlib.metadata
 import importlib.util
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from ..errors import BackendUnavailableError, FP8BackendError, RecipeError
 from . import hardware
 from .fields import closest
 from .hardware import Availability
-
-if TYPE_CHECKING:
-    from .interface import Compute, Recipe
+from .interface import Compute, Recipe
 
 ENTRY_POINT_GROUP = "fp8_backends.backends"
 
@@ -41,7 +38,7 @@ _instances: dict[str, Compute] = {}
 
 
 def register_backend(name: str, factory: Callable[[], Compute], replace: bool = False) -> None:
-    """Make `name` valid wherever a compute is named.
+    """Make `name` valid wherever a backend is named.
 
     `factory` is called once, without arguments, when the backend is first used: a `Compute` subclass, or a function
     that returns an instance of one. Raises `RecipeError` for a name that a backend string cannot hold or that is
@@ -61,24 +58,23 @@ def register_backend(name: str, factory: Callable[[], Compute], replace: bool = 
 
 
 def valid_names() -> list[str]:
-    """Every compute that a backend string may name: built in, registered, or found as an entry point."""
+    """Every backend that a string may name: built in, registered, or found as an entry point."""
     return list(dict.fromkeys([*BUILT_IN, *_factories, *_entry_points()]))
 
 
 def get_compute(name: str) -> Compute:
-    """The compute of that name, any case, aliases included. One instance a process: a compute holds no state.
+    """The backend of that name, any case, aliases included. One instance a process: a backend holds no state.
 
     Raises `RecipeError` for an unknown name and `FP8BackendError` where a third party's backend fails to load.
     """
-    key = name.lower()
-    key = ALIASES.get(key, key)
+    key = ALIASES.get(name.lower(), name.lower())
     if key not in _instances:
         _instances[key] = _load(key)
     return _instances[key]
 
 
 def available_backends() -> dict[str, Availability]:
-    """What can run on this machine, by compute. Imports no backend's library."""
+    """What can run on this machine, by backend. Imports no backend's library."""
     return {name: _availability(name) for name in valid_names()}
 
 
@@ -91,24 +87,23 @@ def auto_backend() -> str:
 
 def check_available(recipe: Recipe) -> None:
     """Raise `BackendUnavailableError`, with the fix, where this valid recipe cannot run on this machine."""
-    compute = get_compute(recipe.compute)
-    availability = compute.availability()
+    availability = get_compute(recipe.compute).availability()
     if not availability:
         raise BackendUnavailableError(f"{recipe.name} cannot run here: {availability.reason}. Fix: {availability.fix}")
 
 
 def scalings_of(name: str) -> tuple[str, ...]:
-    """The scaling rules that a backend string may name after this compute."""
+    """The scaling rules that a string may name after this backend."""
     return get_compute(name).scalings
 
 
 def levels_of(name: str) -> tuple[str, ...]:
-    """The levels that go with this compute."""
+    """The levels that go with this backend."""
     return get_compute(name).levels
 
 
 def unknown_backend(word: str) -> RecipeError:
-    """The error for a name that no compute has."""
+    """The error for a name that no backend has."""
     choices = [*valid_names(), *ALIASES, *RESERVED]
     supported = "; ".join(f"{name}[:{'|'.join(_known_scalings(name))}]" for name in valid_names())
     return RecipeError(
@@ -118,7 +113,7 @@ def unknown_backend(word: str) -> RecipeError:
 
 
 def _known_scalings(name: str) -> tuple[str, ...]:
-    """As `scalings_of`, for an error message: a backend of a third party that does not load is no reason to hide it."""
+    """`scalings_of` for an error message, which a third party's backend that does not load must not hide."""
     try:
         return scalings_of(name)
     except FP8BackendError:
@@ -145,8 +140,6 @@ def _load(key: str) -> Compute:
 
 
 def _checked(key: str, factory: Callable[[], Compute]) -> Compute:
-    from .interface import Compute
-
     compute = factory()
     if not isinstance(compute, Compute):
         raise FP8BackendError(

@@ -11,6 +11,7 @@ from typing import Any
 from ..compute import registry
 from ..compute.fields import (
     DEFAULT_LEVEL,
+    NATIVE_FIELDS,
     USE_MXFP8_BLOCK_SCALING,
     Field,
     Variable,
@@ -20,7 +21,6 @@ from ..compute.fields import (
     same,
 )
 from ..compute.interface import Compute
-from ..compute.native import fields as native
 from ..compute.te import fields as te
 from ..compute.torchao import fields as torchao
 from ..errors import FP8BackendError, RecipeError
@@ -148,7 +148,7 @@ COMMON = (
 )
 """Fields that every recipe has, whatever the backend."""
 
-OF_BACKENDS = {"te": te.FIELDS, "ao": torchao.FIELDS, "native": native.FIELDS}
+OF_BACKENDS = {"te": te.FIELDS, "ao": torchao.FIELDS, "native": NATIVE_FIELDS}
 """What the backends of this package declare. They are not loaded for it."""
 
 

@@ -1,4 +1,4 @@
-"""The `native` compute: this package's own FP8 products, on any device."""
+"""The `native` backend: this package's own FP8 products, on any device."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The native compute: an FP8 linear layer in plain PyTorch, whose three products all run in FP8.
+"""The `native` backend: an FP8 linear layer in plain PyTorch, whose three products all run in FP8.
 
 What one layer does with the `dynamic` rule and the HYBRID format (E4M3 forward, E5M2 gradients):
 
@@ -6,22 +6,21 @@ What one layer does with the `dynamic` rule and the HYBRID format (E4M3 forward,
     backward    dy8    = quantize(dy)                        dx = dy8 @ w8       dw = dy8.T @ x8
 
 Only x8 and w8 are kept for backward, so a layer saves half of what bf16 saves; layers that read the same input (q, k
-and v of an attention) share one x8, and microbatches may share w8 (shared_codes.py). Each is made in the two layouts in
-which its products read it, or in one with a view where views will do (kernels/quantization.py). With `rowwise`,
+and v of an attention) share one x8, and microbatches may share w8 (`shared_codes`). Each is made in the two layouts in
+which its products read it, or in one with a view where views will do (`numerics.kernels.quantize`). With `rowwise`,
 `blockwise` and `mxfp8` an operand is quantized along its contraction, hence once a product: forward keeps a column-wise
 copy of x, made from high precision, and backward quantizes the weight again.
 
 A weight may be stored in scaled precision (`ScaledTensor`, MS-AMP's levels): FP16 data becomes w8 without a copy of its
-values, E4M3 data is w8. With `fp8_params` this package keeps weights that do not train so (native_params.py).
+values, E4M3 data is w8. Frozen FP8 weights (`fp8_params`) lie so, too (`frozen`).
 
-Experts of transformers' mixtures, whose weights lie in one 3-D Parameter, run the same products in groups (experts.py).
+Experts of transformers' mixtures, whose weights lie in one 3-D Parameter, run the same products in groups (`experts`).
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -32,22 +31,19 @@ from ...numerics.kernels.triton_gate import usable
 from ...numerics.scaling import ROWS, rolled_delayed_states, rolled_window_states
 from ...numerics.sharded_tensor import local_part
 from ..counts import DGRAD, KINDS, ProductCounts, inside_backward
-from ..fields import LEVELS
+from ..fields import LEVELS, NATIVE_FIELDS
+from ..frozen_weights import check
 from ..hardware import Availability
-from ..interface import Compute, check_same_states
+from ..interface import Compute, Recipe, check_same_states
 from ..products import EMULATED, engine_for
 from . import experts as fp8_experts
-from . import frozen as native_params
 from .block_products import block_engine_for
 from .experts import FP8Experts, FP8ExpertWeight
-from .fields import FIELDS
+from .frozen import freeze
 from .grouped_products import grouped_engine_for
 from .layer_rule import STATEFUL, LayerRule, Stored
 from .linear import FP8Linear
 from .shared_codes import SharedCodes
-
-if TYPE_CHECKING:
-    from ..interface import Recipe
 
 logger = logging.getLogger("fp8_backends")
 
@@ -62,20 +58,21 @@ class NativeCompute(Compute):
     default_scaling = "dynamic"
     level_scaling = "window"
     levels = LEVELS
-    fields = FIELDS
+    fields = NATIVE_FIELDS
 
     def availability(self) -> Availability:
-        engine = engine_for(default_device(), torch.bfloat16)
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        engine = engine_for(device, torch.bfloat16)
         if engine == EMULATED:
             return Availability(True, "emulated in FP32: this device has no FP8 products, bf16 is faster")
-        return Availability(True, f"products by {engine} on {default_device().type}")
+        return Availability(True, f"products by {engine} on {device.type}")
 
     def new_shared(self, root: nn.Module, recipe: Recipe) -> SharedCodes:
         return SharedCodes()
 
     def build(self, linear: nn.Linear, recipe: Recipe, shared: SharedCodes) -> FP8Linear:
         if recipe.fp8_params:
-            native_params.check(linear)
+            check(linear)
         carrier = FP8Linear(linear.in_features, linear.out_features, bias=False, device="meta")
         carrier.weight, carrier.bias = linear.weight, linear.bias
         carrier.set_rule(layer_rule(recipe), shared, recipe.amax_history_len)
@@ -103,7 +100,7 @@ class NativeCompute(Compute):
 
     def store_weights(self, root: nn.Module, recipe: Recipe) -> None:
         if recipe.fp8_params:
-            native_params.keep(root, dict(self._layers(root)))
+            freeze(root, dict(self._layers(root)))
 
     def keep_weight_casts(self, root: nn.Module, keep: bool) -> None:
         for shared in self._shared(root):
@@ -120,7 +117,7 @@ class NativeCompute(Compute):
         return isinstance(module, (FP8Linear, FP8ExpertWeight))
 
     def engine(self, module: FP8Linear | FP8ExpertWeight) -> str:
-        """By the dtype of the layer's last FP8 result (bf16 before any)."""
+        """The engine for the dtype of the layer's last FP8 result (bf16 before any)."""
         if isinstance(module, FP8ExpertWeight):
             return grouped_engine_for(module.weight.device)
         along = module.fp8_rule.along
@@ -129,9 +126,7 @@ class NativeCompute(Compute):
         return block_engine_for(module.weight.device, module.fp8_out_dtype, along.blocks.columns)
 
     def products(self, module: FP8Linear) -> ProductCounts:
-        if module.fp8_products.is_meta:
-            return ProductCounts()
-        return ProductCounts(*module.fp8_products.tolist())
+        return ProductCounts() if module.fp8_products.is_meta else ProductCounts(*module.fp8_products.tolist())
 
     def high_precision_products(self, recipe: Recipe) -> tuple[str, ...]:
         return tuple(kind for kind, high in zip(KINDS, recipe.override_linear_precision, strict=True) if high)
@@ -142,15 +137,11 @@ class NativeCompute(Compute):
         rule, weight = module.fp8_rule, Stored.of(local_part(module.weight))
         if weight.is_in(rule.forward_format):
             return 0.0
-        made_for_dgrad = rule.along is None and not rule.high_precision[KINDS.index(DGRAD)]
-        serve_dgrad = made_for_dgrad and (isinstance(module, FP8ExpertWeight) or not usable(weight.data))
-        return float(made_for_dgrad) + self._kept_codes(module, serve_dgrad)
-
-    @staticmethod
-    def _kept_codes(module: FP8Linear | FP8ExpertWeight, are_those_of_dgrad: bool) -> float:
-        """Bytes per weight element of the codes for fprop that are kept over microbatches."""
-        kept = module.fp8_shared.keeps_weights
-        return float(kept and module.fp8_rule.scaling != "delayed" and not are_those_of_dgrad)
+        for_dgrad = rule.along is None and not rule.high_precision[KINDS.index(DGRAD)]
+        # and one for fprop that stays over microbatches, where that is not the same
+        stays = module.fp8_shared.keeps_weights and rule.scaling != "delayed"
+        is_the_same = for_dgrad and (isinstance(module, FP8ExpertWeight) or not usable(weight.data))
+        return float(for_dgrad) + float(stays and not is_the_same)
 
     def scaling_state(self, root: nn.Module) -> dict[str, torch.Tensor]:
         return {name: layer.fp8_scaling.detach().clone() for name, layer in self._stateful_layers(root)}
@@ -170,7 +161,7 @@ class NativeCompute(Compute):
             layer.fp8_scaling.copy_(state[name])
 
     def _stateful_layers(self, root: nn.Module) -> Iterator[tuple[str, FP8Linear]]:
-        """With the names of their states, which differ from rule to rule: a state of one means nothing to another."""
+        """Layers by the names of their states, which differ from rule to rule, as the states do."""
         for name, layer in self._layers(root):
             if layer.fp8_rule.scaling in STATEFUL:
                 yield f"{name}.{_STATE_NAMES[layer.fp8_rule.scaling]}", layer
@@ -193,8 +184,7 @@ class RollDelayedStates:
     """
 
     def __init__(self, recipe: Recipe) -> None:
-        self.margin, self.interval = recipe.margin, recipe.interval
-        self.algorithm = recipe.amax_compute_algo
+        self.margin, self.interval, self.algorithm = recipe.margin, recipe.interval, recipe.amax_compute_algo
         forward, gradient = RECIPE_FORMATS[recipe.fp8_format]
         self.format_max = (forward.max, forward.max, gradient.max)
 
@@ -231,8 +221,3 @@ def layer_rule(recipe: Recipe) -> LayerRule:
         bool(recipe.use_autocast_during_eval),
         bool(recipe.fp8_params),
     )
-
-
-def default_device() -> torch.device:
-    """The accelerator that training would use on this machine, else the CPU."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -17,8 +17,7 @@ import torch.nn.functional as F
 
 from ...numerics.kernels.quantize.dispatch import dequantize_blocks
 from ...numerics.scaling import MX, SQUARES, Blocks, Quantized
-from .. import hardware
-from ..products import ALIGNMENT, EMULATED, SCALED_MM, VALUES, exact_engine, pad, row_major
+from ..products import ALIGNMENT, SCALED_MM, VALUES, engine_for, pad, row_major
 
 _SCALINGS = {128: "blockwise", 32: "mxfp8"}
 """Which rule shares a scale between so many elements of the contraction."""
@@ -31,16 +30,7 @@ def block_engine_for(device: torch.device, out_dtype: torch.dtype, length: int) 
     - `bf16-exact`, `fp32-exact`: codes times scales in that dtype, on a CPU as `products.engine_for` chooses.
     - `emulated`: the same in FP32, everywhere else.
     """
-    if device.type == "cuda":
-        # a CUDA device without a driver is a fake tensor's: judge it as the GPU that it stands for
-        has_products = not hardware.has_gpu() or hardware.gpu_multiplies(_SCALINGS[length], device)
-        return SCALED_MM if has_products else EMULATED
-    if device.type == "cpu":
-        return exact_engine(out_dtype)
-    return SCALED_MM if device.type == "meta" else EMULATED
-
-
-block_engine_for = torch.compiler.assume_constant_result(block_engine_for)
+    return engine_for(device, out_dtype, _SCALINGS[length])
 
 
 def block_scaled_product(
@@ -100,19 +90,8 @@ def _mx_scaled_mm(a: Quantized, b: Quantized, b_blocks: Blocks, out_dtype: torch
 def _scaled_mm(a, b, a_scales, b_scales, swizzles, out_dtype):
     # the operator behind `torch.nn.functional.scaled_mm`, a function that the compiler of torch 2.11 cannot trace
     swizzles = [swizzle.value for swizzle in swizzles]
-    (a_scale_inv, a_kind), (b_scale_inv, b_kind) = a_scales, b_scales
-    return torch.ops.aten._scaled_mm_v2(
-        a,
-        b.t(),  # column-major
-        [a_scale_inv],
-        [a_kind.value],
-        swizzles,
-        [b_scale_inv],
-        [b_kind.value],
-        swizzles,
-        None,
-        out_dtype,
-    )
+    of_a, of_b = (([scale_inv], [kind.value], swizzles) for scale_inv, kind in (a_scales, b_scales))
+    return torch.ops.aten._scaled_mm_v2(a, b.t(), *of_a, *of_b, None, out_dtype)  # b.t() is column-major
 
 
 def swizzled(scales: torch.Tensor) -> torch.Tensor:

@@ -8,29 +8,25 @@ instead, made just in time.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import nn
 
 from ...numerics.formats import E4M3
+from ...numerics.scaling import new_delayed_state
 from ...numerics.sharded_tensor import full_shape
 from ..expert_functions import ExpertWeight, ExpertWeights, first_weight, function_before, has_gate
-from ..interface import COMPUTE_DTYPES
+from ..interface import COMPUTE_DTYPES, Recipe
 from .grouped_function import NOTHING, GroupedFunction, gradient_by_rows, quantized_weight
 from .grouped_products import Groups
-from .grouped_scaling import GroupQuantized, new_delayed_states
+from .grouped_scaling import GroupQuantized
 from .layer_rule import LayerRule
 from .shared_codes import SharedCodes
-
-if TYPE_CHECKING:
-    from ..interface import Recipe
 
 SCALINGS = ("dynamic", "delayed", "rowwise")
 """Rules that grouped products follow."""
 
 _PLAIN = LayerRule("dynamic", E4M3, E4M3, (True, True, True), True)
-"""Of a weight beside a converted one, which stays in high precision."""
+"""The rule of a weight beside a converted one, which stays in high precision."""
 
 
 def unfit(weight: nn.Parameter, recipe: Recipe) -> str | None:
@@ -44,7 +40,7 @@ def unfit(weight: nn.Parameter, recipe: Recipe) -> str | None:
     if recipe.scaling not in SCALINGS:
         return f"experts have no products with {recipe.scaling} scales ({', '.join(SCALINGS)} have)"
     if recipe.fp8_params:
-        return "fp8_params keeps 2-D weights, and leaves those of experts in high precision"
+        return "fp8_params freezes 2-D weights, and leaves those of experts in high precision"
     return None
 
 
@@ -67,8 +63,8 @@ def build(experts: nn.Module, parts: list[str], rule: LayerRule, shared: SharedC
 class FP8Experts(ExpertWeights):
     """Runs an experts module of transformers with its converted weights in FP8.
 
-    As the modules do that it stands in for: tokens [tokens, hidden] go to the experts `top_k_index` [tokens, k], and
-    the results are added with the weights `top_k_weights` [tokens, k]. Products come in the autocast dtype if autocast
+    Tokens [tokens, hidden] go to the experts `top_k_index` [tokens, k], and the results are added with the weights
+    `top_k_weights` [tokens, k], as in the module that it stands in for. Products come in the autocast dtype if autocast
     is on, else in the input's. In eval mode, unless the recipe says `use_autocast_during_eval`, and without tokens,
     the function runs that the model's configuration names.
     """
@@ -122,7 +118,7 @@ class FP8ExpertWeight(ExpertWeight):
     def _reset_state(self, device: torch.device) -> None:
         self.register_buffer("fp8_products", torch.zeros(4, dtype=torch.int64, device=device), persistent=False)
         if self.fp8_rule.scaling == "delayed":
-            states = new_delayed_states(self.sizes[0], self.fp8_history_len, device)
+            states = new_delayed_state(self.fp8_history_len, device).repeat(self.sizes[0], 1, 1)
             self.register_buffer("fp8_scaling", states, persistent=False)
 
     def _apply(self, fn, recurse=True):

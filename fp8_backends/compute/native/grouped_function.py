@@ -63,7 +63,9 @@ class GroupedFunction(torch.autograd.Function):
         fp8_wgrad = needs_wgrad and not rule.high_precision[WGRAD]
         dx = dw = dy8 = None
         if (fp8_dgrad or fp8_wgrad) and not gradient_by_rows(rule):
-            dy8 = _gradient_by_group(rule, dy, groups, ctx.state)
+            dy8 = quantize_groups(dy, groups, rule.gradient_format, _scales(ctx.state, GRAD_OUTPUT))
+            if ctx.state is not None:
+                record_amaxes(ctx.state, GRAD_OUTPUT, dy8.amax)
         if needs_dgrad:
             dx = _dgrad(rule, dy, dy8, Quantized(*saved[-2:]), ctx.transposed, groups).to(ctx.x_dtype)
         if needs_wgrad:
@@ -106,13 +108,6 @@ def _input_by_group(rule: LayerRule, x: torch.Tensor, groups: Groups, state) -> 
     if rule.along is not None or (high_fprop and high_wgrad):
         return None
     return quantize_groups(x, groups, rule.forward_format, _scales(state, INPUT))
-
-
-def _gradient_by_group(rule: LayerRule, dy: torch.Tensor, groups: Groups, state) -> GroupQuantized:
-    dy8 = quantize_groups(dy, groups, rule.gradient_format, _scales(state, GRAD_OUTPUT))
-    if state is not None:
-        record_amaxes(state, GRAD_OUTPUT, dy8.amax)
-    return dy8
 
 
 def _scales(state: torch.Tensor | None, tensor: int) -> torch.Tensor | None:

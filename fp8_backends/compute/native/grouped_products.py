@@ -166,9 +166,8 @@ def _wgrad_by_group(
 ) -> torch.Tensor:
     out = _zeros_where_empty(a.new_empty(ends.shape[0], a.shape[1], b.shape[1], dtype=torch.bfloat16), ends)
     for group, begin, end in rows_of_groups(ends):
-        left = Quantized(a[begin:end].t(), a_scale_inv[group, :, None])
-        right = Quantized(b[begin:end].t(), b_scale_inv[group, :, None])
-        out[group] = scaled_product(left, right, torch.bfloat16)
+        operands = (Quantized(q[begin:end].t(), s[group, :, None]) for q, s in ((a, a_scale_inv), (b, b_scale_inv)))
+        out[group] = scaled_product(*operands, torch.bfloat16)
     return out
 
 

@@ -15,16 +15,7 @@ from ...numerics.formats import Format
 from ...numerics.kernels.quantize.cpu_casts import serves
 from ...numerics.kernels.quantize.dispatch import cast, quantize, quantize_blocks
 from ...numerics.kernels.triton_gate import usable
-from ...numerics.scaling import (
-    HISTORY,
-    ROWS,
-    SCALE,
-    Quantized,
-    new_delayed_state,
-    scale_from_amax,
-    scale_inv_of,
-    without_nan,
-)
+from ...numerics.scaling import HISTORY, ROWS, SCALE, Quantized, scale_from_amax, scale_inv_of, without_nan
 from .grouped_products import Groups, rows_of_groups
 
 
@@ -39,7 +30,7 @@ class GroupQuantized(NamedTuple):
     """FP32 [groups], NaN left out; 0 for a group without rows."""
 
     def t(self) -> GroupQuantized:
-        """Of a weight: codes [groups, in, out], a view."""
+        """A weight's codes transposed, a view [groups, in, out]."""
         return self._replace(codes=self.codes.transpose(1, 2))
 
     def for_rows(self, groups: Groups) -> Quantized:
@@ -72,8 +63,8 @@ def _group_by_group(x: torch.Tensor, groups: Groups, fmt: Format, scale: torch.T
     amax = torch.zeros(groups.ends.shape[0])
     scale_inv = scale_inv_of(torch.ones_like(amax) if scale is None else scale, amax)
     for group, begin, end in rows_of_groups(groups.ends):
-        made = quantize(x[begin:end], fmt, None if scale is None else scale[group], columns=False)
-        codes[begin:end], scale_inv[group], amax[group] = made.codes, made.scale_inv, made.amax
+        layouts = quantize(x[begin:end], fmt, None if scale is None else scale[group], columns=False)
+        codes[begin:end], scale_inv[group], amax[group] = layouts.codes, layouts.scale_inv, layouts.amax
     return GroupQuantized(codes, scale_inv, amax)
 
 
@@ -91,17 +82,17 @@ def quantize_experts(weight: torch.Tensor, fmt: Format, scale: torch.Tensor | No
 def _expert_by_expert(weight: torch.Tensor, fmt: Format, scale: torch.Tensor | None) -> GroupQuantized:
     codes, found = torch.empty_like(weight, dtype=fmt.dtype, memory_format=torch.contiguous_format), []
     for expert, matrix in enumerate(weight.unbind()):
-        made = quantize(matrix, fmt, None if scale is None else scale[expert], columns=False)
-        codes[expert] = made.codes
-        found.append((made.scale_inv, made.amax))
+        layouts = quantize(matrix, fmt, None if scale is None else scale[expert], columns=False)
+        codes[expert] = layouts.codes
+        found.append((layouts.scale_inv, layouts.amax))
     return GroupQuantized(codes, *map(torch.stack, zip(*found, strict=True)))
 
 
 def quantize_rows(x: torch.Tensor, fmt: Format) -> Quantized:
     """One scale for each row of x [rows, columns]. scale_inv: [rows]."""
     if serves(x) or usable(x):
-        made = quantize_blocks(x, ROWS, fmt, columns=False)
-        return Quantized(made.codes, made.scale_inv.squeeze(1))
+        layouts = quantize_blocks(x, ROWS, fmt, columns=False)
+        return Quantized(layouts.codes, layouts.scale_inv.squeeze(1))
     amax = ROWS.amax(x)
     scale = scale_from_amax(amax, fmt)
     return Quantized(cast(x, scale, fmt), scale_inv_of(scale, amax).squeeze(1))
@@ -127,17 +118,12 @@ def _columns_group_by_group(x: torch.Tensor, groups: Groups, fmt: Format) -> Qua
     codes = torch.empty(x.shape, dtype=fmt.dtype)
     scale_inv = torch.ones(groups.ends.shape[0], x.shape[1])
     for group, begin, end in rows_of_groups(groups.ends):
-        made = quantize_blocks(x[begin:end], ROWS, fmt, rows=False)
-        codes[begin:end], scale_inv[group] = made.transposed.t(), made.transposed_scale_inv.squeeze(1)
+        layouts = quantize_blocks(x[begin:end], ROWS, fmt, rows=False)
+        codes[begin:end], scale_inv[group] = layouts.transposed.t(), layouts.transposed_scale_inv.squeeze(1)
     return Quantized(codes, scale_inv)
 
 
 # delayed scaling: the state of each expert, int32 [experts, 3, 2 + history length], laid out as a single layer's
-
-
-def new_delayed_states(experts: int, history_len: int, device: torch.device | str | None = None) -> torch.Tensor:
-    """Fresh states. int32 [experts, 3, 2 + history_len]."""
-    return new_delayed_state(history_len, device).repeat(experts, 1, 1)
 
 
 def delayed_scales(states: torch.Tensor, tensor: int) -> torch.Tensor:

@@ -22,6 +22,7 @@ from ...numerics.scaling import (
     record_amax,
     record_window_amax,
 )
+from ..counts import KINDS
 from ..products import scaled_product
 from .block_products import block_scaled_product
 
@@ -33,7 +34,7 @@ class AlongContraction(NamedTuple):
     """A rule whose scales lie along the contraction, so that each product needs codes of its own."""
 
     blocks: Blocks
-    """Of activations and gradients."""
+    """For activations and gradients."""
     weight_blocks: Blocks
 
     def product(
@@ -62,8 +63,8 @@ class LayerRule(NamedTuple):
     high_precision: tuple[bool, bool, bool]
     """fprop, dgrad, wgrad kept in high precision (`override_linear_precision`)."""
     fp8_in_eval: bool
-    keeps_weight: bool = False
-    """The weight does not train, and lies in FP8 (`fp8_params`)."""
+    frozen_weight: bool = False
+    """Whether the weight is a frozen FP8 weight (`fp8_params`)."""
 
     @property
     def along(self) -> AlongContraction | None:
@@ -72,9 +73,9 @@ class LayerRule(NamedTuple):
 
     def __repr__(self) -> str:
         i, go = self.forward_format.name, self.gradient_format.name
-        kept = [kind for kind, high in zip(("fprop", "dgrad", "wgrad"), self.high_precision, strict=True) if high]
-        stored = " stored" if self.keeps_weight else ""
-        return f"native:{self.scaling} i:{i},w:{i}{stored},go:{go}" + (f",high:{'+'.join(kept)}" if kept else "")
+        stored = " stored" if self.frozen_weight else ""
+        high = "+".join(kind for kind, is_high in zip(KINDS, self.high_precision, strict=True) if is_high)
+        return f"native:{self.scaling} i:{i},w:{i}{stored},go:{go}" + (f",high:{high}" if high else "")
 
 
 def quantized(
@@ -86,7 +87,7 @@ def quantized(
     rows: bool = True,
     columns: bool = True,
 ) -> Layouts:
-    """Input or output gradient [rows, columns], by the rule.
+    """Quantize an input or an output gradient [rows, columns] by the rule.
 
     Args:
         state: of the layer, for a rule that has one; only read.
@@ -135,7 +136,8 @@ class Stored(NamedTuple):
         return self.data.dtype == fmt.dtype
 
     def quantized(self, fmt: Format, rule: LayerRule, state: torch.Tensor | None, columns: bool = True) -> Layouts:
-        """By the rule. `columns`: whether a product contracts the rows too, with the same codes: never with blocks."""
+        """The codes by the rule. `columns`: whether a product contracts the rows too, which takes other codes where
+        the rule has blocks."""
         if rule.along is not None:
             return Layouts(*self.in_blocks(rule.along.weight_blocks, fmt))
         scale = delayed_scale(state, WEIGHT) if rule.scaling == "delayed" else None
@@ -146,12 +148,12 @@ class Stored(NamedTuple):
         )
 
     def in_blocks(self, blocks: Blocks, fmt: Format, transposed: bool = False) -> Quantized:
-        """With a scale for each block of `data`, or of its transpose. FP8 codes keep the scale that they are stored
-        with, in every block."""
+        """Codes with a scale for each block of `data`, or of its transpose. Stored FP8 codes have their own scale in
+        every block."""
         if self.is_in(fmt):
             codes = self.data.t() if transposed else self.data
             return Quantized(codes, blocks.repeated(self.scale_inv, codes.shape))
-        made = quantization.quantize_blocks(
+        layouts = quantization.quantize_blocks(
             self.data, blocks, fmt, not transposed, transposed, stored_scale_inv=self.scale_inv
         )
-        return made.along_rows() if transposed else made.along_columns()
+        return layouts.along_rows() if transposed else layouts.along_columns()

@@ -1,4 +1,4 @@
-"""`FP8Linear`, one layer of the native compute, and the autograd function that makes its three products."""
+"""`FP8Linear`, one layer of `native`, and the autograd function that makes its three products."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from ...numerics.kernels.quantize.layouts import Layouts
 from ...numerics.parameter_swap import belongings_kept
 from ...numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT, Quantized, new_delayed_state, new_window_state
 from ..counts import inside_backward
+from ..frozen_weights import check_running
 from ..interface import COMPUTE_DTYPES
 from ..products import plain_product, scaled_product
-from . import frozen as native_params
+from . import frozen
 from .layer_rule import STATEFUL, LayerRule, Stored, quantized, record
 from .shared_codes import SharedCodes
 
@@ -66,8 +67,8 @@ class FP8Linear(nn.Linear):
                 f"an FP8 linear layer of {self.in_features} input features got an input of shape {tuple(x.shape)}; "
                 f"its last dimension must be {self.in_features}"
             )
-        if self.fp8_rule.keeps_weight:
-            native_params.check_kept(self)
+        if self.fp8_rule.frozen_weight:
+            check_running(self, frozen.is_frozen(self.weight))
         if self.fp8_products.device != self.weight.device:
             self._reset_state(self.weight.device)  # real weights were assigned into a model prepared on meta
         if not torch.compiler.is_compiling():
@@ -78,8 +79,9 @@ class FP8Linear(nn.Linear):
             x8 = self._quantized_input(x, differentiable and weight.requires_grad)
             w8 = self._quantized_weight(stored, differentiable and x.requires_grad)
             if self._state is not None and differentiable and self.training:
-                self._record(INPUT, x8)
-                self._record(WEIGHT, w8)
+                for tensor, layouts in ((INPUT, x8), (WEIGHT, w8)):
+                    if layouts.amax is not None:
+                        record(self.fp8_rule, self._state, tensor, layouts.amax)
         return LinearFunction.apply(
             x, weight, self.bias, self.fp8_products, self._state, self.fp8_rule, out_dtype, *x8[:4], *w8[:4], *stored
         )
@@ -95,7 +97,7 @@ class FP8Linear(nn.Linear):
     def _quantized_weight(self, weight: Stored, for_dgrad: bool) -> Layouts:
         """w [out, in], for fprop, and for dgrad where it will run by the same codes; empty if they are stored."""
         rule, fmt, state = self.fp8_rule, self.fp8_rule.forward_format, self._state
-        # what is kept serves all forwards to come
+        # codes that are kept serve all forwards to come
         for_dgrad = (for_dgrad or self.fp8_shared.keeps_weights) and not rule.high_precision[DGRAD]
         if weight.is_in(fmt):
             return Layouts()
@@ -103,19 +105,15 @@ class FP8Linear(nn.Linear):
             return weight.quantized(fmt, rule, state, for_dgrad)  # its scale moves with every forward
         return self.fp8_shared.of_weight(self, (rule, fmt), lambda: weight.quantized(fmt, rule, state, for_dgrad))
 
-    def _record(self, tensor: int, made: Layouts) -> None:
-        if made.amax is not None:
-            record(self.fp8_rule, self._state, tensor, made.amax)
-
     def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.fp8_rule.keeps_weight and native_params.is_kept(self.weight):
+        if self.fp8_rule.frozen_weight and frozen.is_frozen(self.weight):
             destination[f"{prefix}weight"] = self.weight.dequantize().detach()
 
     def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
-        if self.fp8_rule.keeps_weight and not native_params.is_kept(self.weight):  # `assign=True`: another Parameter
-            self.weight = nn.Parameter(native_params.quantized(self.weight), requires_grad=False)
+        if self.fp8_rule.frozen_weight and not frozen.is_frozen(self.weight):  # `assign=True`: another Parameter
+            self.weight = nn.Parameter(frozen.quantized(self.weight), requires_grad=False)
 
     @property
     def _state(self) -> torch.Tensor | None:
@@ -186,15 +184,10 @@ class LinearFunction(torch.autograd.Function):
 def _saved_for_dgrad(rule: LayerRule, weight: torch.Tensor, w8: Layouts, stored: Stored) -> tuple:
     """The weight as dgrad shall find it: codes of w.T, or w as it is stored where they are made in backward."""
     if rule.high_precision[DGRAD] or rule.along is not None:
-        return _kept(weight, stored)
+        # a plain weight as the Parameter, not as its data: DeepSpeed's ZeRO-3 takes the gathered data out of it after
+        # forward and puts new data in for backward, which frees nothing while someone holds the old
+        return Stored(weight, None) if stored.scale_inv is None else stored
     return (Layouts(*stored) if w8.codes is None else w8).along_rows()
-
-
-def _kept(weight: torch.Tensor, stored: Stored) -> Stored:
-    """A weight as backward shall find it. A plain one is kept as the Parameter, not as its data: DeepSpeed's ZeRO-3
-    takes the gathered data out of it after forward and puts new data in for backward, which frees nothing while
-    someone holds the old."""
-    return Stored(weight, None) if stored.scale_inv is None else stored
 
 
 def _fprop(rule, x8, w8, stored, out_dtype) -> torch.Tensor:
@@ -213,9 +206,8 @@ def _dgrad(rule, dy, dy8, weight, weight_scale, out_dtype) -> torch.Tensor:
         return plain_product(dy.to(out_dtype), Stored(weight, weight_scale).values(out_dtype).t())
     if rule.along is None:
         return scaled_product(dy8.along_columns(), Quantized(weight, weight_scale), out_dtype)
-    blocks, weight_blocks = rule.along
-    w8 = Stored(weight, weight_scale).in_blocks(weight_blocks, rule.forward_format, transposed=True)
-    return rule.along.product(dy8.along_columns(), w8, weight_blocks, out_dtype)
+    w8 = Stored(weight, weight_scale).in_blocks(rule.along.weight_blocks, rule.forward_format, transposed=True)
+    return rule.along.product(dy8.along_columns(), w8, rule.along.weight_blocks, out_dtype)
 
 
 def _wgrad(rule, dy, dy8, x, x_scale, out_dtype) -> torch.Tensor:

@@ -32,13 +32,13 @@ class SharedCodes:
         """
         if torch.compiler.is_compiling() or x.grad_fn is None:
             return quantize()  # a compiler finds equal casts by itself
-        version, made = self._inputs.get(x, (None, None))
+        version, codes = self._inputs.get(x, (None, None))
         if version != x._version:
-            made = {}
-            self._inputs[x] = (x._version, made)
-        if key not in made:
-            made[key] = quantize()
-        return made[key]
+            codes = {}
+            self._inputs[x] = (x._version, codes)
+        if key not in codes:
+            codes[key] = quantize()
+        return codes[key]
 
     @property
     def keeps_weights(self) -> bool:
@@ -64,14 +64,14 @@ class SharedCodes:
         if torch.compiler.is_compiling() or not (self._keeps_weights and layer.training and _is_whole(layer.weight)):
             return quantize()
         memory = _memory_of(layer.weight)
-        known, known_key, made = self._weights.get(layer, (None, None, None))
+        known, known_key, codes = self._weights.get(layer, (None, None, None))
         if known != memory or known_key != key:
-            made = quantize()
-            self._weights[layer] = (memory, key, made)
-        return made
+            codes = quantize()
+            self._weights[layer] = (memory, key, codes)
+        return codes
 
     def held(self, layer: nn.Module) -> Any:
-        """What is kept of this layer's weight now; None: nothing."""
+        """The codes of this layer's weight that are kept now, or None."""
         return self._weights.get(layer, (None, None, None))[2]
 
     def __deepcopy__(self, memo) -> SharedCodes:

@@ -59,6 +59,5 @@ def unpacked(group: Any) -> Any:
     """An unpickled group, or the group of all ranks of this process where that has the same ranks."""
     if isinstance(group, AbsentGroup) and distributed.is_available() and distributed.is_initialized():
         everyone = distributed.group.WORLD
-        if ranks_of(everyone) == group.ranks:
-            return everyone
+        return everyone if ranks_of(everyone) == group.ranks else group
     return group

@@ -1,4 +1,4 @@
-"""The `te` compute: NVIDIA's TransformerEngine, on the Parameters that the model already has.
+"""The `te` backend: NVIDIA's TransformerEngine, on the Parameters that the model already has.
 
 TransformerEngine keeps a global state: FP8 is on inside its `autocast`, at whose end the delayed scales are updated.
 This module enters it around the forward of the prepared root, so that stock training loops need to know nothing of it,
@@ -26,25 +26,22 @@ from ...numerics.sharded_tensor import local_part
 from .. import hardware
 from ..counts import WGRAD
 from ..fields import LEVELS
+from ..frozen_weights import check
 from ..hardware import Availability
-from ..interface import Compute, Fusion, Norm, check_same_states
+from ..interface import Compute, Fusion, Norm, Recipe, check_same_states
+from ..profiling import Layer
 from .fields import FIELDS
 
 if TYPE_CHECKING:
-    from ..interface import Recipe
-    from ..profiling import Layer
     from .linear import TELinear
     from .profile import TEProductProfile
     from .region import ModelState
-
-ALIGNMENT = {"mxfp8": 32}
-"""Features must be multiples of this; of 16 for the rules that are not named."""
 
 _INSTEAD = "use the native rule of the same name (native:delayed for te:delayed), which has the same numbers"
 
 
 class TransformerEngineCompute(Compute):
-    """`te.Linear`'s products."""
+    """The products of `te.Linear`."""
 
     name = "te"
     scalings = ("delayed", "dynamic", "blockwise", "mxfp8")
@@ -94,7 +91,7 @@ class TransformerEngineCompute(Compute):
     def unfit(self, linear: nn.Linear, recipe: Recipe) -> str | None:
         if (reason := super().unfit(linear, recipe)) is not None:
             return reason
-        alignment = ALIGNMENT.get(recipe.scaling, 16)
+        alignment = 32 if recipe.scaling == "mxfp8" else 16
         if linear.in_features % alignment or linear.out_features % alignment:
             sizes = f"{linear.in_features} -> {linear.out_features}"
             return f"{sizes} are not multiples of {alignment}, and TransformerEngine cannot pad them"
@@ -123,11 +120,10 @@ class TransformerEngineCompute(Compute):
         return ModelState(recipe)
 
     def build(self, linear: nn.Linear, recipe: Recipe, shared: ModelState) -> TELinear:
-        from . import weights
         from .linear import TELinear
 
         if recipe.fp8_params:
-            weights.check(linear)
+            check(linear)
         return TELinear.around(linear, shared)
 
     def attach(self, root: nn.Module, recipe: Recipe, shared: ModelState) -> None:
@@ -143,9 +139,9 @@ class TransformerEngineCompute(Compute):
 
     def store_weights(self, root: nn.Module, recipe: Recipe) -> None:
         if recipe.fp8_params:
-            from . import weights
+            from .weights import freeze
 
-            weights.freeze(root, dict(self._layers(root)))
+            freeze(root, dict(self._layers(root)))
 
     def is_converted(self, module: nn.Module) -> bool:
         linear = sys.modules.get(f"{__package__}.linear")
@@ -222,12 +218,11 @@ def load() -> Any:
 
 def _has_compiled_part() -> bool:
     """Looked up, not loaded: whether TransformerEngine's extension for PyTorch is there at all."""
-    if "transformer_engine_torch" in sys.modules:
-        return True
-    if hardware.version("transformer-engine-torch") or importlib.util.find_spec("transformer_engine_torch"):
+    name = "transformer_engine_torch"
+    if name in sys.modules or hardware.version("transformer-engine-torch") or importlib.util.find_spec(name):
         return True
     package = Path(importlib.util.find_spec("transformer_engine").origin).parent
-    return any(any(folder.glob("*transformer_engine_torch*")) for folder in (package, package / "wheel_lib"))
+    return any(any(folder.glob(f"*{name}*")) for folder in (package, package / "wheel_lib"))
 
 
 def _device_support() -> tuple[bool, str]:

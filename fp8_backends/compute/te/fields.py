@@ -1,7 +1,8 @@
-"""Recipe fields of the `te` compute. Imports nothing of TransformerEngine."""
+"""Recipe fields of `te`, and what it refuses before training. Imports nothing of TransformerEngine."""
 
 from __future__ import annotations
 
+from ...errors import Refusal
 from ..fields import (
     AMAX_COMPUTE_ALGO,
     AMAX_HISTORY_LEN,
@@ -24,6 +25,11 @@ _attention = only_off(
     "this package converts Linear layers, and attention stays the model's own, in high precision (PyTorch's "
     "scaled_dot_product_attention, or what attn_implementation names); for attention in FP8 build it of "
     "TransformerEngine's DotProductAttention and enter its autocast yourself"
+)
+
+FUSED_NORMS_SHARDED = Refusal(
+    "fuse_norms=True does not go with DeepSpeed's ZeRO-3, which gathers a norm's weight for the norm alone",
+    "leave fuse_norms out, or use ZeRO stage 0 to 2, or FSDP2 with the norm and its layer in one unit",
 )
 
 FIELDS = (

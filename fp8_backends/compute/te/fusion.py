@@ -18,6 +18,7 @@ import contextlib
 import functools
 import inspect
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any, NamedTuple, NoReturn
 
@@ -29,9 +30,9 @@ from ...errors import FP8BackendError, RecipeError
 from ...numerics.modules import plain_name
 from ...numerics.sharded_tensor import is_distributed
 from ..interface import Fusion
+from .fields import FUSED_NORMS_SHARDED
 from .linear import TELinear
 from .norms import is_swapped
-from .refusals import FUSED_NORMS_SHARDED
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -45,9 +46,9 @@ def fuse(root: nn.Module, new: dict[nn.Module, nn.Module]) -> list[Fusion]:
     Returns:
         What became of each norm that is swapped or about to be.
     """
-    names: dict[nn.Module, list[str]] = {}
+    names: dict[nn.Module, list[str]] = defaultdict(list)
     for name, module in root.named_modules(remove_duplicate=False):
-        names.setdefault(module, []).append(plain_name(name))
+        names[module].append(plain_name(name))
     linears = {module: carrier for module, carrier in new.items() if isinstance(carrier, TELinear)}
     fusions = []
     for norm in names:
@@ -105,20 +106,17 @@ class Pair:
         if hasattr(norm.weight, "ds_id"):
             raise RecipeError(FUSED_NORMS_SHARDED)
         if _hooked(norm) or _hooked(linear):
-            self._warn()
+            if not self.warned:
+                self.warned = True
+                warnings.warn(
+                    f"fuse_norms: {self.names[0]} and {self.names[1]} run one after the other, since hooks were "
+                    f"registered on them, which see what lies between the two",
+                    stacklevel=2,
+                )
             return None
         # without autocast a norm of TransformerEngine's returns its weight's dtype, LayerNormLinear its input's
         same = torch.is_autocast_enabled(x.device.type) or x.dtype == norm.weight.dtype
         return Pending(x, self) if same and x.shape[-1] == linear.in_features else None
-
-    def _warn(self) -> None:
-        if not self.warned:
-            self.warned = True
-            warnings.warn(
-                f"fuse_norms: {self.names[0]} and {self.names[1]} run one after the other, since hooks were "
-                f"registered on them, which see what lies between the two",
-                stacklevel=3,
-            )
 
     def refuse(self) -> NoReturn:
         raise FP8BackendError(
@@ -158,10 +156,8 @@ def _refuse(pending: Pending, *args: Any) -> NoReturn:
     pending._pair.refuse()
 
 
-_OPERATORS = (
-    "add sub mul truediv matmul pow radd rsub rmul rtruediv rmatmul neg eq ne lt le gt ge getitem iter len bool"
-)
-for _name in _OPERATORS.split():
+_ARITHMETIC = "add sub mul truediv matmul pow radd rsub rmul rtruediv rmatmul neg"
+for _name in f"{_ARITHMETIC} eq ne lt le gt ge getitem iter len bool".split():
     setattr(Pending, f"__{_name}__", _refuse)
 
 
@@ -170,7 +166,7 @@ class _Context(NamedTuple):
 
     device: str
     dtype: torch.dtype | None
-    """Autocast's; None where it is off."""
+    """Autocast's dtype; None where it is off."""
     gradients: bool
 
     @contextlib.contextmanager
@@ -224,12 +220,16 @@ class TENormLinear(TELinear):
 
     @torch.compiler.disable
     def _forward_pending(self, pending: Pending) -> torch.Tensor:
-        x, now = pending._input, _context(pending._input.device.type)
-        self._check_gathered(self.layer_norm_weight)
+        x, now, weight = pending._input, _context(pending._input.device.type), self.layer_norm_weight
+        norm, linear = self.te_pair.names
+        if is_distributed(weight) or weight.shape != (self.in_features,) or not weight.untyped_storage().size():
+            raise FP8BackendError(
+                f"fuse_norms: {linear} norms its own input, and the weight of {norm} was taken away before: shard the "
+                f"two in one unit, or leave out fuse_norms=True"
+            )
         if pending._context == now:
             return self._forward_in_fp8(x, te.LayerNormLinear)
         if pending._context.gradients and not now.gradients:
-            norm, linear = self.te_pair.names
             raise FP8BackendError(
                 f"fuse_norms: {norm} was called with gradients and {linear} without, as in activation checkpointing "
                 f"that begins between the two: let it begin before the norm, or leave out fuse_norms=True"
@@ -237,15 +237,6 @@ class TENormLinear(TELinear):
         with pending._context.entered():  # the Linear runs in another autocast, or the norm ran without gradients
             normed = self.te_pair.norm.in_te(x)
         return super().forward(normed)
-
-    def _check_gathered(self, weight: torch.Tensor) -> None:
-        """Raise where the norm's weight is no more what it was when the norm was called."""
-        if is_distributed(weight) or weight.shape != (self.in_features,) or not weight.untyped_storage().size():
-            norm, linear = self.te_pair.names
-            raise FP8BackendError(
-                f"fuse_norms: {linear} norms its own input, and the weight of {norm} was taken away before: shard the "
-                f"two in one unit, or leave out fuse_norms=True"
-            )
 
     def _padded(self, matrix: torch.Tensor, rows: int, kind: type) -> torch.Tensor:
         """The matrix with more rows. What is normed is padded with its last row: LayerNorm makes its bias of zeros,
@@ -268,9 +259,12 @@ def only_reader(root: nn.Module, norm: nn.Module, linears: Container[int]) -> nn
     Args:
         linears: the ids of the layers that may be the answer.
     """
-    parent = _calling_parent(root, norm)
-    if parent is None:
+    # from the outside in; a ModuleList has no forward
+    around = (each for each in root.modules() if each is not norm and type(each).forward is not nn.Module.forward)
+    parents = [module for module in around if any(part is norm for part in module.modules())]
+    if not parents:
         return "no module of the model calls it"
+    parent = parents[-1]
     # a forward may take another way where an input that it can do without is given
     answers = [_answer(parent, norm, linears, optional) for optional in (True, False)]
     readers = [answer for answer in answers if isinstance(answer, nn.Module)]
@@ -281,16 +275,6 @@ def only_reader(root: nn.Module, norm: nn.Module, linears: Container[int]) -> nn
     if readers and not reasons:
         return readers[0]
     return (reasons or failures or [f"the forward of {type(parent).__name__} does not call it"])[0]
-
-
-def _calling_parent(root: nn.Module, norm: nn.Module) -> nn.Module | None:
-    """The innermost module around `norm` that has a forward (a ModuleList has none)."""
-    found = None
-    for module in root.modules():  # from the outside in
-        has_forward = type(module).forward is not nn.Module.forward
-        if module is not norm and has_forward and any(part is norm for part in module.modules()):
-            found = module
-    return found
 
 
 class _Untraced(Exception):
@@ -352,13 +336,9 @@ class _Tracer(fx.Tracer):
 
     def create_args_for_root(self, root_fn: Callable, is_module: bool, concrete_args: Any = None) -> tuple:
         _, *inputs = inspect.signature(root_fn).parameters.values()
-        given = [
-            each
-            for each in inputs
-            if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
-            and (each.default is each.empty or self.optional)
-        ]
-        symbols = {each.name: self.create_proxy("placeholder", each.name, (), {}) for each in given}
+        named = [each for each in inputs if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+        given = [each.name for each in named if each.default is each.empty or self.optional]
+        symbols = {name: self.create_proxy("placeholder", name, (), {}) for name in given}
         return functools.partial(root_fn, **symbols), [self.root]
 
     def copied(self, module: nn.Module) -> nn.Module:

@@ -134,8 +134,7 @@ def _text(error: BaseException) -> str:
 
 def _explained(text: str, installed: Installation) -> Availability:
     for failure in FAILURES:
-        found = re.search(failure.pattern, text)
-        if found:
+        if found := re.search(failure.pattern, text):
             return Availability(False, *(_filled(each, found, installed) for each in (failure.reason, failure.fix)))
     return Availability(False, f"importing TransformerEngine fails with {text.splitlines()[0]}", installed.install)
 

@@ -1,4 +1,4 @@
-"""`TELinear`, one layer of the `te` compute.
+"""`TELinear`, one layer of `te`.
 
 Imports TransformerEngine, so it is imported only when a layer is converted or unpickled.
 """
@@ -15,10 +15,12 @@ import transformer_engine.pytorch as te
 from torch import nn
 
 from ...numerics.scaled_tensor import ScaledTensor
+from ..counts import inside_backward
+from ..frozen_weights import check_running
 from ..interface import COMPUTE_DTYPES
 from . import weights
 from .recipes import FP8GlobalStateManager
-from .region import ModelState, Region, inside_backward, remember_scales
+from .region import ModelState, Region, remember_scales
 
 DIRECTIONS = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
 """Our names of the two halves of a delayed scaling state, and TransformerEngine's."""
@@ -131,7 +133,7 @@ class TELinear(te.Linear, nn.Linear):
 
     def _products(self, x: torch.Tensor, kind: type[nn.Module]) -> torch.Tensor:
         if self.te_state.recipe.fp8_params:
-            weights.check_running(self)
+            check_running(self, weights.is_frozen(self.weight) and not self.is_fsdp2)
         watchers = self.te_state.watchers
         for watcher in watchers:
             watcher.enter(self)
@@ -151,15 +153,12 @@ class TELinear(te.Linear, nn.Linear):
         if "scaling_fwd" in self.fp8_meta or not self.te_state.te_recipe.delayed():
             return
         with torch.inference_mode(False):  # else training could never write to it
-            self._make_state()
-
-    def _make_state(self) -> None:
-        self.init_fp8_metadata()
-        FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(self.fp8_meta)
-        if self.te_loaded is not None:
-            self._copy_state(self.te_loaded)
-            self.te_loaded = None
-        self.te_used_scale = self.delayed_state("forward").scale.clone()
+            self.init_fp8_metadata()
+            FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(self.fp8_meta)
+            if self.te_loaded is not None:
+                self._copy_state(self.te_loaded)
+                self.te_loaded = None
+            self.te_used_scale = self.delayed_state("forward").scale.clone()
 
     def delayed_state(self, direction: str) -> Any:
         """TransformerEngine's recipe state of `forward` or `backward`, with `scale` [n] and `amax_history` [L, n]; None
@@ -194,10 +193,9 @@ class TELinear(te.Linear, nn.Linear):
         state, length = {}, self.te_state.recipe.amax_history_len
         for direction, size in (("forward", 3), ("backward", 2)):
             live = self.delayed_state(direction)
-            state[f"{direction}_scale"] = torch.ones(size) if live is None else live.scale.clone()
-            state[f"{direction}_amax_history"] = (
-                torch.zeros(length, size) if live is None else live.amax_history.clone()
-            )
+            scale = torch.ones(size) if live is None else live.scale.clone()
+            history = torch.zeros(length, size) if live is None else live.amax_history.clone()
+            state |= {f"{direction}_scale": scale, f"{direction}_amax_history": history}
         return state
 
     def load_scaling_state(self, state: dict[str, torch.Tensor]) -> None:
@@ -262,10 +260,9 @@ class TELinear(te.Linear, nn.Linear):
         weights.revive(self)
 
     def extra_repr(self) -> str:
-        forward, gradient = ("E4M3", "E5M2" if self.te_state.recipe.fp8_format == "HYBRID" else "E4M3")
-        scaling = self.te_state.recipe.scaling
-        high = ",high:wgrad" if self.te_state.plain_wgrad else ""
-        return f"{nn.Linear.extra_repr(self)}, te:{scaling} i:{forward},w:{forward},go:{gradient}{high}"
+        recipe, high = self.te_state.recipe, ",high:wgrad" if self.te_state.plain_wgrad else ""
+        gradient = "E5M2" if recipe.fp8_format == "HYBRID" else "E4M3"
+        return f"{nn.Linear.extra_repr(self)}, te:{recipe.scaling} i:E4M3,w:E4M3,go:{gradient}{high}"
 
 
 class PlainWgrad(torch.autograd.Function):

@@ -18,9 +18,9 @@ import copy
 import copyreg
 import functools
 import inspect
+import itertools
 import math
 from abc import ABCMeta
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from ..interface import COMPUTE_DTYPES, Norm
 
 LAYER_NORM, RMS_NORM, CENTERED = "LayerNorm", "RMSNorm", "RMSNorm(zero_centered_gamma)"
 _MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__)
+# a norm has no state beyond its Parameters
 _STATE_METHODS = ("get_extra_state", "set_extra_state", "_load_from_state_dict", "_save_to_state_dict")
 
 
@@ -41,18 +42,14 @@ def norms(root: nn.Module, in_eval: bool) -> list[Norm]:
 
 
 def _norm(module: nn.Module, in_eval: bool) -> Norm:
-    obstacle = _obstacle(module)
-    if obstacle is not None:
-        return Norm(module, None, obstacle)
-    found = _known(module) or _tried(module)
+    formula = {nn.LayerNorm: LAYER_NORM, nn.RMSNorm: RMS_NORM}.get(type(module))
+    found = _obstacle(module) or ((formula, module.eps) if formula else _tried(module))
     if isinstance(found, str):
         return Norm(module, None, found)
     carrier = _carrier(module, *found)
     carrier.te_in_eval = in_eval
-    own = {
-        name: value for name, value in carrier.__dict__.items() if name in module.__dict__.keys() - _MODULE_ATTRIBUTES
-    }
-    taken = [name for name, value in own.items() if module.__dict__[name] != value]
+    own = carrier.__dict__.keys() & module.__dict__.keys() - _MODULE_ATTRIBUTES
+    taken = [name for name in carrier.__dict__ if name in own and module.__dict__[name] != carrier.__dict__[name]]
     if taken:
         return Norm(module, None, f"it has {', '.join(taken)} of its own, a name that TransformerEngine's form needs")
     for name in own:  # the same number under the same name, such as eps: it stays when the class is restored
@@ -97,32 +94,20 @@ def _obstacle(module: nn.Module) -> str | None:
     return None
 
 
-def _known(module: nn.Module) -> tuple[str, float] | None:
-    """(formula, eps) of PyTorch's own classes."""
-    formula = {nn.LayerNorm: LAYER_NORM, nn.RMSNorm: RMS_NORM}.get(type(module))
-    return None if formula is None else (formula, module.eps)
-
-
 def _tried(module: nn.Module) -> tuple[str, float] | str:
     """(formula, eps) of a module of any class, or the reason why it has none."""
     parameters = list(inspect.signature(type(module).forward).parameters)
     if len(parameters) != 2:
         return f"its forward takes {', '.join(parameters[1:])}, and not one tensor alone"
     try:
-        for formula, eps in _formulas(module):
+        formulas = (RMS_NORM, CENTERED) if module._parameters.get("bias") is None else (LAYER_NORM,)
+        numbers = {value for value in module.__dict__.values() if isinstance(value, float) and 0 < value < 0.1}
+        for eps, formula in itertools.product(numbers, formulas):
             if all(_follows(module, formula, eps, training) for training in (True, False)):
                 return formula, eps
     except Exception as error:
         return f"it could not be tried on a small FP32 input: {error}"
     return "it computes neither LayerNorm nor RMSNorm with an eps that it holds"
-
-
-def _formulas(module: nn.Module) -> Iterator[tuple[str, float]]:
-    """Those that the module's numbers and Parameters allow."""
-    formulas = (RMS_NORM, CENTERED) if module._parameters.get("bias") is None else (LAYER_NORM,)
-    for eps in {value for value in module.__dict__.values() if isinstance(value, float) and 0 < value < 0.1}:
-        for formula in formulas:
-            yield formula, eps
 
 
 @torch.no_grad()
@@ -136,9 +121,8 @@ def _follows(module: nn.Module, formula: str, eps: float, training: bool) -> boo
     shape = full_shape(module.weight)
     row_sizes = math.sqrt(eps) * torch.tensor([0.3, 1.0, 3.0, 1e3]).reshape(4, *(1 for _ in shape))
     x = (torch.randn(4, *shape, generator=generator) + 0.5) * row_sizes
-    own = {
-        key: torch.randn(shape, generator=generator) for key, value in module._parameters.items() if value is not None
-    }
+    held = [key for key, value in module._parameters.items() if value is not None]
+    own = {key: torch.randn(shape, generator=generator) for key in held}
     tried = copy.copy(module)
     tried.__dict__ = {**module.__dict__, "training": training}
     tried._parameters = {**module._parameters, **{key: nn.Parameter(value) for key, value in own.items()}}
@@ -196,9 +180,7 @@ def _class_for(original: type[nn.Module], is_layer_norm: bool) -> type[nn.Module
         # no view, as with PyTorch's own: FSDP2 warns of an output that is one, and autograd may refuse to change it
         return torch.ops.aten._unsafe_view(y, y.shape)
 
-    members: dict[str, Any] = {
-        name: getattr(nn.Module, name) for name in _STATE_METHODS
-    }  # no state beyond the Parameters
+    members: dict[str, Any] = {name: getattr(nn.Module, name) for name in _STATE_METHODS}
     members |= {"te_original": original, "forward": forward, "in_te": in_te, "__module__": __name__}
     members["te_pair"] = None  # with the Linear that norms its input in this one's place, if one does (`fusion`)
     if hasattr(original, "reset_parameters"):

@@ -11,24 +11,21 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import transformer_engine.pytorch.module.layernorm_linear as te_norm_linear_module
 import transformer_engine.pytorch.module.linear as te_linear_module
 
 from ...errors import FP8BackendError
-from ..counts import DGRAD, FPROP, WGRAD, ProductCounts
+from ..counts import DGRAD, FPROP, RECOMPUTED, WGRAD, ProductCounts, inside_backward
+from ..profiling import Layer
 from .recipes import VERSION
-from .region import ModelState, inside_backward
-
-if TYPE_CHECKING:
-    from ..profiling import Layer
+from .region import ModelState
 
 _MODULES = (te_linear_module, te_norm_linear_module)
 """Where TransformerEngine's linear layers look up `general_gemm`."""
 _KIND_OF_LAYOUT = {"TN": FPROP, "NN": DGRAD, "NT": WGRAD}
-_RECOMPUTED = "recomputed"
 
 
 class TEProductProfile:
@@ -98,16 +95,12 @@ class _Watcher:
     def product(self, kind: str) -> None:
         if kind == FPROP:
             if self.forward is not None:
-                _add(self.counts[self.forward], _RECOMPUTED if inside_backward() else FPROP)
+                self.counts[self.forward].add(RECOMPUTED if inside_backward() else FPROP)
             return
         index, due = self.backward
         if kind in due:
             due.remove(kind)
-            _add(self.counts[index], kind)
-
-
-def _add(counts: ProductCounts, kind: str) -> None:
-    setattr(counts, kind, getattr(counts, kind) + 1)
+            self.counts[index].add(kind)
 
 
 class CountedGemm:

@@ -1,6 +1,6 @@
 """TransformerEngine's own objects for a resolved recipe: its recipe, the context that enters FP8, what its device can.
 
-Imports TransformerEngine, so it is imported only where the `te` compute runs. Names that moved between its versions 2.0
+Imports TransformerEngine, so it is imported only where `te` runs. Names that moved between its versions 2.0
 and 2.20 are found here, once.
 """
 

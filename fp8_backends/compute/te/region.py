@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 
+from ..counts import inside_backward
 from ..interface import Recipe
 from .recipes import FP8GlobalStateManager, autocast, recipe_object, rows_multiple
 
@@ -178,8 +179,3 @@ def remember_scales(layers: list[nn.Linear]) -> None:
         torch._foreach_copy_(
             [layer.te_used_scale for layer in layers], [layer.delayed_state("forward").scale for layer in layers]
         )
-
-
-def inside_backward() -> bool:
-    """Whether this forward is a recomputation: activation checkpointing runs it inside a backward pass."""
-    return torch._C._current_graph_task_id() != -1

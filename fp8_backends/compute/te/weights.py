@@ -21,7 +21,6 @@ import torch
 from torch import nn
 from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
 
-from ...errors import RecipeError
 from ...numerics.parameter_swap import swap
 from ...numerics.scaled_tensor import ScaledTensor
 from .. import frozen_weights
@@ -98,14 +97,11 @@ def differentiable(weight: ScaledTensor, cast: CastWeight) -> torch.Tensor:
 
 
 class Differentiable(torch.autograd.Function):
-    """The autograd function of `differentiable`."""
-
     @staticmethod
     def forward(ctx, weight: ScaledTensor, cast: CastWeight) -> torch.Tensor:
         ctx.dtype = weight.dtype
-        return cast.quantized.make_like(
-            cast.quantized
-        )  # a view: TransformerEngine drops copies from the one that it is given
+        # a view: TransformerEngine drops copies from the one that it is given
+        return cast.quantized.make_like(cast.quantized)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -116,18 +112,6 @@ class Differentiable(torch.autograd.Function):
 # Frozen FP8 weights
 
 
-def check(linear: nn.Linear) -> None:
-    """Raise `RecipeError` for a layer whose weight cannot be a frozen FP8 weight."""
-    frozen_weights.check(linear, "te+msamp:O3")
-
-
-def check_running(layer: nn.Linear) -> None:
-    """Raise where a layer that runs has lost its frozen FP8 weight, or trains it since."""
-    check(layer)
-    if layer.is_fsdp2 or not is_frozen(layer.weight):
-        raise RecipeError(frozen_weights.SHARDED)
-
-
 def is_frozen(weight: torch.Tensor) -> bool:
     """Whether this is a frozen FP8 weight, one of TransformerEngine's tensors."""
     return isinstance(weight, QuantizedTensor)
@@ -135,7 +119,7 @@ def is_frozen(weight: torch.Tensor) -> bool:
 
 def freeze(root: nn.Module, layers: Mapping[str, nn.Linear]) -> None:
     """Store the weights of these layers of `root` in FP8. Repeating it does nothing; ties stay."""
-    frozen_weights.keep(root, layers, is_frozen, quantized, make_plain)
+    frozen_weights.freeze(root, layers, is_frozen, quantized, make_plain)
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""The `ao` compute: TorchAO's float8 linear layer, on the Parameters that the model already has.
+"""The `ao` backend: TorchAO's float8 linear layer, on the Parameters that the model already has.
 
 TorchAO quantizes the input, the weight and the output gradient anew for each product and saves the input for
 backward in high precision, so it gains speed where the chip has FP8 products, and no memory. What this module adds is
@@ -8,7 +8,6 @@ and weights that FSDP2 gathers in FP8 stay in the Parameters that the optimizer 
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import sys
 from dataclasses import replace
@@ -20,15 +19,13 @@ from torch import nn
 from ...errors import BackendUnavailableError, RecipeError
 from .. import hardware
 from ..hardware import Availability
-from ..interface import Compute
+from ..interface import Compute, Recipe
 from . import cpu_scaled_mm
 from .fields import FIELDS, scaling_of
 from .library import products_in_high_precision, quiet_import
 
 if TYPE_CHECKING:
     from torchao.float8 import Float8LinearConfig
-
-    from ..interface import Recipe
 
 ALIGNMENT = 16
 """A GPU's FP8 products take multiples of this. TorchAO pads the contraction, not the columns of a result."""
@@ -49,7 +46,7 @@ class TorchAOCompute(Compute):
     def availability(self) -> Availability:
         if importlib.util.find_spec("torchao") is None:
             return Availability(False, "TorchAO is not installed", "pip install torchao")
-        version = importlib.metadata.version("torchao")
+        version = hardware.version("torchao")
         if not hasattr(torch, "_scaled_mm"):
             return Availability(False, f"torch {torch.__version__} has no FP8 product", "install torch 2.8 or newer")
         if _products_are_emulated():
@@ -73,9 +70,9 @@ class TorchAOCompute(Compute):
             )
 
     def unfit(self, linear: nn.Linear, recipe: Recipe) -> str | None:
-        sizes = f"{linear.in_features} -> {linear.out_features}"
         if (reason := super().unfit(linear, recipe)) is not None:
             return reason
+        sizes = f"{linear.in_features} -> {linear.out_features}"
         if linear.in_features % ALIGNMENT or linear.out_features % ALIGNMENT:
             return f"{sizes} are not multiples of {ALIGNMENT}, and TorchAO cannot pad them"
         if recipe.auto_filter and not _auto_filter(recipe.scaling)(linear, ""):
@@ -84,7 +81,8 @@ class TorchAOCompute(Compute):
 
     def new_shared(self, root: nn.Module, recipe: Recipe) -> Float8LinearConfig:
         """The one configuration of all layers of this model."""
-        if asks_for_all_gather(recipe) and not _in_process_group():
+        in_process_group = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if asks_for_all_gather(recipe) and not in_process_group:
             raise BackendUnavailableError(
                 "enable_fsdp_float8_all_gather=True gathers the weights of FSDP2 in FP8, and this is one process "
                 "without a process group: leave the field out, or start several ranks and shard with FSDP2"
@@ -103,11 +101,9 @@ class TorchAOCompute(Compute):
     def build(self, linear: nn.Linear, recipe: Recipe, shared: Float8LinearConfig) -> nn.Module:
         with quiet_import():
             from .linear import AOLinear
-        # gathering in FP8 is for `attach` to arrange, with the Parameters kept
-        config = (
-            replace(shared, enable_fsdp_float8_all_gather=False) if shared.enable_fsdp_float8_all_gather else shared
-        )
-        return AOLinear.from_float(linear, config)
+        if shared.enable_fsdp_float8_all_gather:  # which `attach` arranges, and leaves the Parameters in place
+            shared = replace(shared, enable_fsdp_float8_all_gather=False)
+        return AOLinear.from_float(linear, shared)
 
     def attach(self, root: nn.Module, recipe: Recipe, shared: Any) -> None:
         """What TorchAO's own `convert_to_float8_training` does beside swapping layers."""
@@ -151,10 +147,9 @@ def linear_config(recipe: Recipe) -> Float8LinearConfig:
         return recipe.config
     with quiet_import():
         from torchao.float8 import Float8LinearConfig
-    pad = True if recipe.pad_inner_dim is None else recipe.pad_inner_dim
     return replace(
         Float8LinearConfig.from_recipe_name(recipe.scaling),
-        pad_inner_dim=pad,
+        pad_inner_dim=recipe.pad_inner_dim is not False,
         emulate=_products_are_emulated(),
         enable_fsdp_float8_all_gather=asks_for_all_gather(recipe),
     )
@@ -182,10 +177,6 @@ def asks_for_all_gather(recipe: Recipe) -> bool:
     if recipe.config is not None and recipe.config.enable_fsdp_float8_all_gather:
         return True
     return bool(recipe.enable_fsdp_float8_all_gather) and "enable_fsdp_float8_all_gather" in recipe.given
-
-
-def _in_process_group() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def _cpu_multiplies_rowwise() -> bool:

@@ -1,4 +1,4 @@
-"""Recipe fields of the `ao` compute. Imports nothing of TorchAO."""
+"""Recipe fields of `ao`. Imports nothing of TorchAO."""
 
 from __future__ import annotations
 
@@ -15,18 +15,15 @@ def _config(value: Any) -> Any:
 
 def scaling_of(config: Any) -> str:
     """The recipe that a `Float8LinearConfig` follows: `tensorwise`, `rowwise`, `rowwise_with_gw_hp`, or `custom`."""
-    casts = (
-        config.cast_config_input,
-        config.cast_config_weight,
-        config.cast_config_grad_output,
-        config.cast_config_input_for_grad_weight,
-        config.cast_config_weight_for_grad_input,
-        config.cast_config_grad_output_for_grad_weight,
-    )
+    casts = [getattr(config, f"cast_config_{name}") for name in _CASTS]
     rules = tuple("off" if cast.scaling_type.value == "disabled" else cast.scaling_granularity.value for cast in casts)
     return _RECIPE_OF_RULES.get(rules, "custom")
 
 
+_CASTS = (
+    *("input", "weight", "grad_output"),
+    *("input_for_grad_weight", "weight_for_grad_input", "grad_output_for_grad_weight"),
+)
 _RECIPE_OF_RULES = {
     ("tensorwise",) * 6: "tensorwise",
     ("axiswise",) * 6: "rowwise",

@@ -1,4 +1,4 @@
-"""The layer of the `ao` compute. Imports TorchAO, so it is imported only when a layer is converted or unpickled."""
+"""The layer of `ao`. Imports TorchAO, so it is imported only when a layer is converted or unpickled."""
 
 from __future__ import annotations
 

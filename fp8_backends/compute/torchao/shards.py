@@ -18,10 +18,7 @@ from .library import quiet_import
 from .linear import AOLinear
 
 with quiet_import():
-    from torchao.float8.fsdp_utils import (
-        WeightWithDynamicFloat8CastTensor,
-        precompute_float8_dynamic_scale_for_fsdp,
-    )
+    from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor, precompute_float8_dynamic_scale_for_fsdp
 
 
 class AOWeight(WeightWithDynamicFloat8CastTensor):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...compute.frozen_weights import SHARDED
-from ...compute.te.refusals import FUSED_NORMS_SHARDED
+from ...compute.te.fields import FUSED_NORMS_SHARDED
 from .setup import Rule, Setup, always
 
 

@@ -12,6 +12,7 @@ Where a gain begins, by measurements of others (this package's own, on a CPU, ha
 
 from __future__ import annotations
 
+from ...compute.frozen_weights import TRAINS
 from ...recipes.handlers import Recipe
 from .setup import Rule, Setup, number
 
@@ -163,10 +164,7 @@ MODEL_RULES = (
         "fp8_params_trains",
         "error",
         lambda s: s.recipe.fp8_params and s.linear_trains,
-        "fp8_params leaves no weight in high precision: an update below half a step of E4M3, 3 to 6 % of the weight, "
-        "would be lost, so weights that train are refused",
-        "freeze what FP8 shall keep and exclude what trains, such as adapters; or use msamp:O3 or te+msamp:O3, which "
-        "have masters",
+        *TRAINS,
     ),
     Rule(
         "quantized_base",

@@ -1,4 +1,4 @@
-"""`fp8_params` of the native compute: weights that do not train, kept as E4M3 codes in the model's own Parameters."""
+"""`fp8_params` of the native compute: weights that do not train, frozen as E4M3 codes in the model's own Parameters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 import fp8_backends
 from fp8_backends import FP8BackendError, NativeRecipeKwargs, RecipeError, prepare, resolve
-from fp8_backends.compute.native.frozen import is_kept, quantized
+from fp8_backends.compute.native.frozen import is_frozen, quantized
 from fp8_backends.training import conversion
 
 SCALINGS = ("dynamic", "delayed", "rowwise", "blockwise", "mxfp8", "window")
@@ -66,7 +66,7 @@ def test_products_are_those_of_the_rounded_values(scaling):
     """Every product counts, and the losses are close to those of plain weights with the same values, which the rule
     casts again in each step: by own scales, so that some codes differ by half a step of E4M3 (1/16 at most)."""
     model, optimizer = prepared(scaling=scaling, fp8_params=True)
-    assert all(map(is_kept, weights(model)))
+    assert all(map(is_frozen, weights(model)))
     found = losses(model, optimizer)
     wanted = losses(*prepared(rounded(), scaling=scaling))
     if scaling == "window":  # its scale of a weight is the power of two of the amax: the very codes
@@ -105,10 +105,10 @@ def test_checkpoints_are_plain_and_load_to_the_bit(dtype):
     values = [weight.dequantize(torch.float32) for weight in weights(model)]
     for assign in (False, True):
         model.load_state_dict({name: 10 * tensor for name, tensor in saved.items()}, assign=assign)
-        assert all(map(is_kept, weights(model)))
+        assert all(map(is_frozen, weights(model)))
         assert not any(map(torch.equal, values, (weight.dequantize(torch.float32) for weight in weights(model))))
         model.load_state_dict(saved, assign=assign)
-        assert all(map(is_kept, weights(model))) and all(weight.dtype == dtype for weight in weights(model))
+        assert all(map(is_frozen, weights(model))) and all(weight.dtype == dtype for weight in weights(model))
         assert all(map(torch.equal, values, (weight.dequantize(torch.float32) for weight in weights(model))))
     assert all(code.dtype == torch.float8_e4m3fn for code, _ in codes)
 
@@ -119,7 +119,7 @@ def test_checkpoints_are_plain_and_load_to_the_bit(dtype):
 def test_copies_train_like_the_original(make):
     model, optimizer = prepared(fp8_params=True)
     other = make(model)
-    assert all(map(is_kept, weights(other))) and all(isinstance(weight, nn.Parameter) for weight in weights(other))
+    assert all(map(is_frozen, weights(other))) and all(isinstance(weight, nn.Parameter) for weight in weights(other))
     own = torch.optim.AdamW(other.adapter.parameters(), lr=1e-2)
     assert losses(other, own) == losses(model, optimizer)
 
@@ -137,7 +137,7 @@ def test_evaluation_and_the_way_back_use_the_values_of_the_codes():
 
 def test_a_weight_that_trains_is_refused_with_the_model_as_it_was():
     model = Adapted()
-    with pytest.raises(RecipeError, match=r"32 -> 32 trains.*Use msamp:O3.*exclude"):
+    with pytest.raises(RecipeError, match=r"32 -> 32 trains.*use msamp:O3.*exclude"):
         prepared(model, fp8_params=True, exclude=["2"])
     assert type(model.base[0]) is nn.Linear and type(model.base[0].weight) is nn.Parameter
     frozen, optimizer = prepared(fp8_params=True)
@@ -156,8 +156,8 @@ def test_what_cannot_hold_fp8_weights_is_refused_by_name():
     tied.embedding.weight = tied.base[0].weight
     with pytest.raises(FP8BackendError, match="base.0 is that of embedding.*exclude"):
         prepared(tied, fp8_params=True, include=["base.0"], exclude=["adapter"])
-    held, kept = Adapted(), []
-    kept.append((held(BATCHES[0])).sum())  # a graph that saved the weights
+    held, graphs = Adapted(), []
+    graphs.append((held(BATCHES[0])).sum())  # a graph that saved the weights
     with pytest.raises(FP8BackendError, match="base.0.weight: its storage cannot be swapped"):
         prepared(held, fp8_params=True)
     assert type(held.base[0].weight) is nn.Parameter
@@ -171,10 +171,10 @@ def test_it_is_off_by_default_and_not_for_levels():
     with pytest.raises(RecipeError, match="only with weights that no level stores"):
         resolve({"backend": "msamp:O3", "fp8_params": True})
     model, _ = prepared()
-    assert not any(map(is_kept, weights(model)))
+    assert not any(map(is_frozen, weights(model)))
 
 
-def test_a_step_in_place_on_a_kept_weight_says_how_to_merge():
+def test_a_step_in_place_on_a_frozen_weight_says_how_to_merge():
     model, _ = prepared(fp8_params=True)
     with pytest.raises(NotImplementedError, match=r"before adapters are merged into it, .*restore\(model\)"):
         model.base[0].weight.data += torch.ones(64, 32)
@@ -183,7 +183,7 @@ def test_a_step_in_place_on_a_kept_weight_says_how_to_merge():
 def test_moves_and_casts_leave_it_in_fp8():
     model, optimizer = prepared(fp8_params=True)
     model.to(torch.bfloat16)
-    assert all(map(is_kept, weights(model))) and all(weight.dtype == torch.bfloat16 for weight in weights(model))
+    assert all(map(is_frozen, weights(model))) and all(weight.dtype == torch.bfloat16 for weight in weights(model))
     assert all(weight._data.dtype == torch.float8_e4m3fn for weight in weights(model))
     with torch.autocast("cpu", torch.bfloat16):
         model(BATCHES[0].bfloat16()).sum().backward()
@@ -191,19 +191,19 @@ def test_moves_and_casts_leave_it_in_fp8():
 
 
 def test_sharded_weights_are_refused(tmp_path):
-    """Before or after they were kept."""
+    """Before or after they were frozen."""
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
 
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     try:
-        sharded, kept = Adapted(), Adapted()
+        sharded, frozen = Adapted(), Adapted()
         fully_shard(sharded)
         with pytest.raises(RecipeError, match="does not go with sharded weights"):
             prepared(sharded, fp8_params=True)
-        prepared(kept, fp8_params=True)
-        fully_shard(kept)
+        prepared(frozen, fp8_params=True)
+        fully_shard(frozen)
         with pytest.raises(RecipeError, match="does not go with sharded weights"):
-            prepared(kept, fp8_params=True)
+            prepared(frozen, fp8_params=True)
     finally:
         dist.destroy_process_group()
