@@ -1,5 +1,5 @@
-"""Who builds an Accelerator, where that says something about FP8 which no argument says. The functions that run are
-asked (`_frames`); docs/patches.rst says which other ways were tried.
+"""Who builds an Accelerator, where that says something about FP8 which no argument says. It is read off the functions
+that are running (`_frames`); docs/patches.rst says which other ways were tried.
 
 **A transformers `Trainer`.** `TrainingArguments` has no field for FP8. Its `mixed_precision` is that of the environment
 until `bf16=True`, which TRL sets by default, or `fp16=True` takes its place: an FP8 launch would train in bf16, and
@@ -47,7 +47,7 @@ def _frames() -> Iterator[FrameType]:
 
 
 def _running_trainer() -> Any:
-    """The Trainer that is nearest in the stack; None without one, or where transformers' was never imported."""
+    """The Trainer that is nearest in the stack, if any."""
     trainer_class = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
     if trainer_class is None:
         return None
@@ -58,9 +58,7 @@ def _running_trainer() -> Any:
 def for_trainer(recipe: Recipe, wraps_in_ddp: bool) -> Recipe:
     """The recipe with O3's states whole on every rank, where a Trainer trains under DDP: it saves the optimizer on
     rank 0 alone, which has only its own part of sharded states. A `shard_states` that was given stays."""
-    if recipe.level != "O3" or "shard_states" in recipe.given or not wraps_in_ddp:
-        return recipe
-    if _running_trainer() is None:
+    if recipe.level != "O3" or "shard_states" in recipe.given or not wraps_in_ddp or _running_trainer() is None:
         return recipe
     announce(
         f"{recipe.name}: Trainer saves the optimizer on one rank, so under DDP each rank keeps all of O3's states: 7 "
@@ -76,14 +74,13 @@ def precision_of_notebook() -> str | None:
     CUDA, have not.
     """
     launcher = getattr(sys.modules.get("accelerate.launchers"), "notebook_launcher", None)
-    if launcher is None:
-        return None
-    calls = (frame.f_locals for frame in _frames() if frame.f_code is launcher.__code__)
+    code = getattr(launcher, "__code__", None)
+    calls = (frame.f_locals for frame in _frames() if frame.f_code is code)
     return next((str(call.get("mixed_precision")).lower() for call in calls), None)
 
 
 def around_fp8(recipe: Recipe, precision: str, arguments: Mapping[str, Any]) -> Recipe:
-    """The recipe with what `bf16=True` or `fp16=True` in TrainingArguments say of the precision around FP8.
+    """The recipe, with the precision around FP8 that `bf16=True` or `fp16=True` in TrainingArguments ask for.
 
     Raises:
         RecipeError: the recipe's `autocast_dtype` says otherwise, or an engine is in use that has bf16 around FP8.
@@ -104,11 +101,9 @@ def around_fp8(recipe: Recipe, precision: str, arguments: Mapping[str, Any]) -> 
 
 
 def _engine(arguments: Mapping[str, Any]) -> str | None:
-    """Who shards the model and sets the precision by a configuration of its own."""
-    for name, plugin, variable in (
-        ("DeepSpeed", "deepspeed_plugin", "ACCELERATE_USE_DEEPSPEED"),
-        ("FSDP", "fsdp_plugin", "ACCELERATE_USE_FSDP"),
-    ):
-        if arguments.get(plugin) is not None or os.environ.get(variable, "false").lower() == "true":
+    """The engine that shards the model and sets the precision by a configuration of its own."""
+    for name in ("DeepSpeed", "FSDP"):
+        by_launcher = os.environ.get(f"ACCELERATE_USE_{name.upper()}", "false").lower() == "true"
+        if by_launcher or arguments.get(f"{name.lower()}_plugin") is not None:
             return name
     return None

@@ -41,7 +41,7 @@ class ScalingState(NamedTuple):
 
 
 def collect(models: list[nn.Module]) -> ScalingState:
-    """The present scaling state of these models."""
+    """Read the present scaling state of these models."""
     state = ScalingState({}, {})
     for key, root, prepared in _roots(models):
         state.backends[key] = prepared.recipe.name
@@ -64,12 +64,8 @@ def restore(models: list[nn.Module], saved: ScalingState | None, source: str) ->
             continue
         if saved.backends.get(key) != prepared.recipe.name:
             logger.warning(
-                "%s: model %s was saved with %s and is now prepared with %s: its weights are loaded, "
-                "its scales start afresh",
-                source,
-                key,
-                saved.backends.get(key, "no FP8 backend"),
-                prepared.recipe.name,
+                f"{source}: model {key} was saved with {saved.backends.get(key, 'no FP8 backend')} and is now prepared "
+                f"with {prepared.recipe.name}: its weights are loaded, its scales start afresh"
             )
             continue
         prefix = f"{key}/"
@@ -114,11 +110,8 @@ def _tensor_file(rank: int) -> str:
 
 def _read_tensors(folder: Path, rank: int) -> dict[str, torch.Tensor]:
     """This rank's file, or that of rank 0 when the run had fewer ranks; empty without one."""
-    for candidate in (rank, 0):
-        path = folder / _tensor_file(candidate)
-        if path.exists():
-            return load_file(path)
-    return {}
+    paths = (folder / _tensor_file(candidate) for candidate in (rank, 0))
+    return next((load_file(path) for path in paths if path.exists()), {})
 
 
 # Hooks of one optimizer, idle inside `save_state` and `load_state`, which keep a file for each rank
@@ -139,5 +132,5 @@ def load_scaling_with_optimizer(
     """Pre-hook of `Optimizer.load_state_dict`."""
     if not accelerator.fp8_state_in_files:
         saved = state_dict.get(OPTIMIZER_KEY)
-        source = "the optimizer's checkpoint"
-        restore(accelerator.models_of(optimizer), ScalingState(**saved) if saved else None, source)
+        state = ScalingState(**saved) if saved else None
+        restore(accelerator.models_of(optimizer), state, "the optimizer's checkpoint")

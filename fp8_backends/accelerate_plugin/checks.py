@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
-from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin, DistributedType, DynamoBackend
@@ -13,11 +11,6 @@ from torch import nn
 from ..announcement import is_main_process
 from ..training.rules import Compiled, Machine, Parallel, Setup
 from ..training.validators import Finding, findings
-
-logger = logging.getLogger("fp8_backends")
-
-_SAID_ELSEWHERE = ("no_fp8_hardware",)
-"""On a machine without FP8 products the proof line names the engine that emulates them."""
 
 
 def setup_of(accelerator: Accelerator) -> Setup:
@@ -39,14 +32,14 @@ def setup_of(accelerator: Accelerator) -> Setup:
 
 
 def _parallel(accelerator: Accelerator) -> Parallel | None:
-    """The engine; None: what the model shows."""
+    """The engine; None means what the model shows."""
     if accelerator.distributed_type == DistributedType.FSDP:
         return "fsdp2" if accelerator.is_fsdp2 else "fsdp1"
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        return "deepspeed"
-    if accelerator.distributed_type == DistributedType.MEGATRON_LM:
-        return "megatron"
-    return "ddp" if accelerator._wraps_in_ddp else None
+    engines: dict[DistributedType, Parallel] = {
+        DistributedType.DEEPSPEED: "deepspeed",
+        DistributedType.MEGATRON_LM: "megatron",
+    }
+    return engines.get(accelerator.distributed_type, "ddp" if accelerator._wraps_in_ddp else None)
 
 
 def _compiled(accelerator: Accelerator) -> Compiled | None:
@@ -57,25 +50,17 @@ def _compiled(accelerator: Accelerator) -> Compiled | None:
 
 
 def _runs_in_bf16(plugin: DeepSpeedPlugin) -> bool:
-    return any(_is_enabled(plugin.deepspeed_config.get(section)) for section in ("bf16", "torch_autocast"))
-
-
-def _is_enabled(section: Any) -> bool:
-    return isinstance(section, dict) and str(section.get("enabled", False)).lower() == "true"
+    sections = [plugin.deepspeed_config.get(name) for name in ("bf16", "torch_autocast")]
+    return any(isinstance(each, dict) and str(each.get("enabled")).lower() == "true" for each in sections)
 
 
 def known_problems(setup: Setup, models: Iterable[nn.Module]) -> list[Finding]:
-    """Errors and warnings about the models that train, not converted yet; on the main process, nothing elsewhere."""
+    """Errors and warnings about the models that train, which are not converted yet. Only the main process has any."""
     found: dict[str, Finding] = {}
     for model in models if is_main_process() else ():
         if any(parameter.requires_grad for parameter in model.parameters()):
             for finding in findings(setup, model):
-                if finding.severity != "info" and finding.rule not in _SAID_ELSEWHERE:
+                # without FP8 hardware the proof line names the engine that emulates the products
+                if finding.severity != "info" and finding.rule != "no_fp8_hardware":
                     found.setdefault(finding.rule, finding)
     return list(found.values())
-
-
-def log(found: Iterable[Finding]) -> None:
-    """Log one warning for each finding."""
-    for finding in found:
-        logger.warning("%s", finding)

@@ -11,14 +11,13 @@ import functools
 from collections import OrderedDict
 from collections.abc import Callable
 
-import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
 
 from ..comm.backward import agree_on_scaling
-from ..compute.interface import scaling_buffers
-from ..training import conversion, preparation
+from ..training import preparation
+from ..training.conversion import prepared_roots
 from .checkpoint import OPTIMIZER_KEY, ScalingState, collect, restore
 
 
@@ -42,14 +41,14 @@ class EngineSteps:
         """hook(steps, args, kwargs) after each step, as `torch.optim.Optimizer.register_step_post_hook`."""
         self._optimizer_step_post_hooks[len(self._optimizer_step_post_hooks)] = hook
 
-    def taken(self) -> None:
-        """A step was taken."""
+    def run_hooks(self) -> None:
+        """Tell every hook that a step was taken."""
         for hook in list(self._optimizer_step_post_hooks.values()):
             hook(self, (), {})
 
 
 def watch(accelerator: Accelerator) -> None:
-    """The engine's first step will prove that its model runs in FP8. Repeating it does nothing."""
+    """Let the engine's first step prove that its model runs in FP8. Repeating it does nothing."""
     if not accelerator._models:
         return
     if accelerator.fp8_engine_steps is None:
@@ -65,14 +64,9 @@ def after_backward(accelerator: Accelerator) -> None:
     if not accelerator.sync_gradients:
         return
     engine = accelerator.deepspeed_engine_wrapped.engine
-    agree_on_scaling(_scaling_buffers(engine), engine.seq_data_parallel_group)
+    agree_on_scaling(preparation.ScalingBuffers(prepared_roots(engine))(), engine.seq_data_parallel_group)
     if engine.was_step_applied():
-        accelerator.fp8_engine_steps.taken()
-
-
-def _scaling_buffers(engine: nn.Module) -> list[torch.Tensor]:
-    roots = conversion.prepared_roots(engine)
-    return [state for _, root, prepared in roots for state in scaling_buffers(prepared.compute, root)]
+        accelerator.fp8_engine_steps.run_hooks()
 
 
 def _keep_scaling_in_checkpoints(accelerator: Accelerator, engine: nn.Module) -> None:

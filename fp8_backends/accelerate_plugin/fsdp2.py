@@ -53,7 +53,7 @@ def optimizers_follow_by_name(models: list[nn.Module], optimizers: list[torch.op
 
 
 class _Held:
-    """The parameters of an optimizer, as names, and its states."""
+    """The parameters of an optimizer, by name, and its states."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
         names = {id(p): plain_name(name) for name, p in model.named_parameters()}
@@ -61,7 +61,7 @@ class _Held:
         if foreign:
             raise FP8BackendError(
                 f"{foreign} parameters of the optimizer are not in the model that is prepared with it: FSDP2 shards "
-                f"one model, and an optimizer of it can hold no others"
+                "one model, and an optimizer of it can hold no others"
             )
         self.optimizer = optimizer
         self.names = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
@@ -75,7 +75,7 @@ class _Held:
             group["params"] = [by_name[name] for name in names]
 
     def shard_states(self) -> None:
-        """Through the optimizer's own `load_state_dict`, which stores them as its weights are."""
+        """Load the states by the optimizer's own `load_state_dict`, which stores them as its weights are."""
         if not self.states:
             return
         state_dict = self.optimizer.state_dict()

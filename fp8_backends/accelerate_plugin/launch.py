@@ -90,6 +90,7 @@ def recipe_fields(args: argparse.Namespace, config: _Configuration) -> dict[str,
 
 
 def _environment() -> Source:
+    """The fields that the environment gives."""
     name = environment_name()
     try:
         fields = environment_fields()
@@ -143,7 +144,8 @@ def _check_launcher(args: argparse.Namespace, config: _Configuration) -> None:
             reason, fix = RULES[rule].reason, RULES[rule].fix
             raise FP8BackendError(f"--{flag_name} (distributed_type {kind}): {reason}. Fix: {fix}")
     by_fsdp = _uses_fsdp(args, config)
-    if (by_fsdp or (_uses_gpus(args, config) and not _uses_cpu(config))) and not args.cpu and not _has_device():
+    uses_cpu = config.get("use_cpu") or flag(os.environ.get("ACCELERATE_USE_CPU", "false"))
+    if (by_fsdp or (_uses_gpus(args, config) and not uses_cpu)) and not args.cpu and not _has_device():
         raise FP8BackendError(
             f"{'--use_fsdp' if by_fsdp else '--multi_gpu'}: this machine has no GPU, and without one Accelerate would "
             "train alone on every rank. For several ranks on the CPU: --cpu --num_processes N"
@@ -166,10 +168,6 @@ def _uses_fsdp(args: argparse.Namespace, config: _Configuration) -> bool:
 def _uses_gpus(args: argparse.Namespace, config: _Configuration) -> bool:
     kind = _distributed_type(args, config)
     return args.multi_gpu or (kind.startswith("MULTI_") and kind != "MULTI_CPU")
-
-
-def _uses_cpu(config: _Configuration) -> bool:
-    return bool(config.get("use_cpu")) or flag(os.environ.get("ACCELERATE_USE_CPU", "false"))
 
 
 def _has_device() -> bool:
@@ -195,7 +193,7 @@ _STARTED_RANKS = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "WO
 
 
 def _launch(args: argparse.Namespace, config: _Configuration, fields: dict[str, Any], commands: ModuleType) -> int:
-    """Run Accelerate's launcher. Returns the exit code of the first process that failed, or 0."""
+    """Run Accelerate's launcher and return the exit code of the first process that failed, or 0."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     on_cpu_ranks = _wants_cpu_ranks(args, config)
@@ -203,7 +201,10 @@ def _launch(args: argparse.Namespace, config: _Configuration, fields: dict[str, 
     if _by_remote_shell(args, config):  # DeepSpeed writes it into a file and hands it to a shell, unquoted
         recipe = urllib.parse.quote(recipe, safe="")
     script, quiet, args.quiet = args.training_script, args.quiet, False  # quietly, Accelerate hides the exit code
-    _start_worker_instead(args)
+    # what Accelerate starts is the worker, which runs the script
+    args.training_script_args = [*(["-m"] if args.module else []), script, *args.training_script_args]
+    args.training_script, args.module = WORKER, True
+    args.mixed_precision = "no"  # until the worker says "fp8"
     try:
         with _launch_environment(recipe, on_cpu_ranks):
             if on_cpu_ranks:
@@ -236,20 +237,13 @@ def _by_remote_shell(args: argparse.Namespace, config: _Configuration) -> bool:
     return by_deepspeed and machines > 1 and launcher != "standard"
 
 
-def _start_worker_instead(args: argparse.Namespace) -> None:
-    """Let Accelerate start the worker, which runs the script."""
-    script = ["-m", args.training_script] if args.module else [args.training_script]
-    args.training_script_args = [*script, *args.training_script_args]
-    args.training_script, args.module = WORKER, True
-    args.mixed_precision = "no"  # until the worker says "fp8"
-
-
 @contextmanager
 def _launch_environment(recipe: str, on_cpu_ranks: bool) -> Iterator[None]:
-    """The environment that the workers inherit: nothing but the recipe's variable speaks about FP8."""
+    """The environment that the workers inherit, in which only the recipe's variable speaks about FP8."""
     saved = dict(os.environ)
-    for name in [name for name in os.environ if name.upper().startswith(PREFIX)]:
-        del os.environ[name]
+    for name in saved:
+        if name.upper().startswith(PREFIX):
+            del os.environ[name]
     os.environ[LAUNCHED] = recipe
     if on_cpu_ranks:
         os.environ["ACCELERATE_USE_CPU"] = "true"

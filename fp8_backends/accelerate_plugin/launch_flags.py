@@ -15,8 +15,6 @@ from ..errors import FP8BackendError, RecipeError
 from ..recipes.fields import FIELDS, field_value, registered_fields
 from ..recipes.sources import Source, unknown_variable
 
-_GROUP = "FP8 Arguments"
-
 
 class _Formatter(argparse.HelpFormatter):
     """Each flag in one spelling, of the two that Accelerate's parser takes."""
@@ -27,7 +25,7 @@ class _Formatter(argparse.HelpFormatter):
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The arguments, as Accelerate's parser has them; recipe fields as text. `nondefault` names what was given.
+    """The arguments as Accelerate's parser reads them, recipe fields as text. `nondefault` names what was given.
 
     Raises `FP8BackendError` in one line for what the parser refuses; an unknown flag comes with the nearest known one.
     """
@@ -49,7 +47,7 @@ def launch_parser() -> argparse.ArgumentParser:
         "accelerate launch, in FP8, for scripts as they are: all of its flags, and every field of a recipe. "
         "What the code says comes before flags, flags before the configuration file, and that before the environment."
     )
-    group = next(group for group in parser._action_groups if group.title == _GROUP)
+    group = next(group for group in parser._action_groups if group.title == "FP8 Arguments")
     for name, field in _flags().items():
         values = f" ({field.values})" if field.values else ""
         described = f"{field.help.rstrip('.')}{values}".replace("%", "%%")
@@ -63,7 +61,7 @@ def launch_parser() -> argparse.ArgumentParser:
 
 
 def _flags() -> dict[str, Field]:
-    """The fields that a text can give, by the name of their flag; those of registered backends, too."""
+    """The fields that a text can give, also those of registered backends, by the name of their flag."""
     fields = (*FIELDS.values(), *registered_fields().values())
     return {f"fp8_{field.own_suffix.lower()}": field for field in fields if not field.is_object}
 

@@ -36,6 +36,8 @@ from ..training.weight_products import FP8
 from . import checkpoint, checks, deepspeed, fsdp2
 
 logger = logging.getLogger("fp8_backends")
+_ENGINES = (DistributedType.FSDP, DistributedType.DEEPSPEED)
+"""They have the precision around FP8 in configurations of their own."""
 
 
 @functools.cache
@@ -52,7 +54,7 @@ def _blank(mixin: type, accelerator_class: type):
     return cls.__new__(cls)
 
 
-class _MadeAtRunTime:
+class _RunTimeClass:
     """Pickling for a class from `with_mixin`."""
 
     class_prefix = ""
@@ -63,7 +65,7 @@ class _MadeAtRunTime:
         return _blank, (mixin, accelerator_class), state
 
 
-class IgnoresFP8Environment(_MadeAtRunTime):
+class IgnoresFP8Environment(_RunTimeClass):
     """An Accelerator without FP8 in a process where `ACCELERATE_FP8_BACKEND` is set: the variable has no effect."""
 
     @property
@@ -71,7 +73,7 @@ class IgnoresFP8Environment(_MadeAtRunTime):
         return super().fp8_backend if self.has_fp8_handler else FP8BackendType.NO
 
 
-class FP8Mixin(_MadeAtRunTime):
+class FP8Mixin(_RunTimeClass):
     """Put in front of an Accelerator class. Converts every model before stock Accelerate prepares it.
 
     To stock Accelerate there is no FP8 backend (`fp8_backend` is NO): its own conversions and its loss scaler for
@@ -99,21 +101,17 @@ class FP8Mixin(_MadeAtRunTime):
             self.native_amp = False  # stock autocast is bf16; ours, if any, stands in its place
         if self.fp8_autocast_dtype == "fp16":
             options = {} if self.scaler_handler is None else self.scaler_handler.to_kwargs()
-            is_fsdp = self.distributed_type == DistributedType.FSDP
-            self.scaler = (
-                get_grad_scaler(DistributedType.FSDP, **options)
-                if is_fsdp
-                else torch.amp.GradScaler(self.device.type, **options)
-            )
+            if self.distributed_type == DistributedType.FSDP:
+                self.scaler = get_grad_scaler(DistributedType.FSDP, **options)
+            else:
+                self.scaler = torch.amp.GradScaler(self.device.type, **options)
         self.register_save_state_pre_hook(functools.partial(checkpoint.save_scaling, self))
         self.register_load_state_pre_hook(functools.partial(checkpoint.load_scaling, self))
 
     def _precision_around_fp8(self) -> str:
-        """The recipe's `autocast_dtype` if it was given. By default bf16, and FP32 on a CPU that multiplies no bf16;
-        engines have it in configurations of their own."""
-        recipe, has_engine = self.fp8_recipe, self.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
-        if "autocast_dtype" in recipe.given or has_engine:
-            return recipe.autocast_dtype
+        """The recipe's `autocast_dtype` if it was given, else bf16, and FP32 on a CPU that multiplies no bf16."""
+        if "autocast_dtype" in self.fp8_recipe.given or self.distributed_type in _ENGINES:
+            return self.fp8_recipe.autocast_dtype
         return hardware.fast_precision(self.device)
 
     def _announce_precision(self) -> None:
@@ -134,18 +132,18 @@ class FP8Mixin(_MadeAtRunTime):
 
     @property
     def has_fp8_handler(self) -> bool:
-        """True, so that stock Accelerate does not pick a library of its own."""
+        """True, so that stock Accelerate does not choose a library of its own."""
         return True
 
     @has_fp8_handler.setter
     def has_fp8_handler(self, value: bool) -> None:
-        """What the original `__init__` finds is no matter."""
+        """Ignored: it does not matter what the original `__init__` finds."""
 
     # Preparation
 
     def prepare(self, *args, device_placement=None):
-        """As in Accelerate; every model is converted first, its Parameter objects kept. What is known to go wrong or
-        to be slow is refused or logged."""
+        """As in Accelerate, with every model converted first. What is known to go wrong or to be slow is refused or
+        logged."""
         setup = checks.setup_of(self)
         rules.refuse(setup)
         if self.fp8_recipe.implementation == "original":
@@ -158,13 +156,14 @@ class FP8Mixin(_MadeAtRunTime):
             if self.is_fsdp2:
                 fsdp2.upcast(model)
             self._convert(model)
-        checks.log(problems)
+        for problem in problems:
+            logger.warning("%s", problem)
         result = super().prepare(*args, device_placement=device_placement)
         self._watch_optimizers()
         return result
 
     def _prepare_fsdp2(self, *args):
-        """As in Accelerate, with the optimizer's parameters found again by name."""
+        """As in Accelerate, except that the optimizer's parameters are found again by name."""
         models, optimizers = _models_and_optimizers(args)
         with fsdp2.optimizers_follow_by_name(models, list(map(_innermost, optimizers))):
             result = super()._prepare_fsdp2(*args)
@@ -237,18 +236,13 @@ class FP8Mixin(_MadeAtRunTime):
         if deepspeed.in_use(self):
             deepspeed.watch(self)
             return
+        has_whole_weights = self.distributed_type == DistributedType.NO or self._wraps_in_ddp
         for optimizer in map(_innermost, self._optimizers):
             if models := self.models_of(optimizer):
                 preparation.watch_optimizer(models, optimizer, self.fp8_recipe)
-                self._keep_weight_casts(models)
-
-    def _keep_weight_casts(self, models: list[nn.Module]) -> None:
-        """Keep FP8 weights over the microbatches of a step, where these models have their weights whole."""
-        is_whole = self.distributed_type == DistributedType.NO or self._wraps_in_ddp
-        if is_whole and self.gradient_accumulation_steps > 1:
-            for model in models:
-                if conversion.prepared_roots(model):
-                    preparation.keep_weight_casts(model)
+                if has_whole_weights and self.gradient_accumulation_steps > 1:
+                    for model in filter(conversion.prepared_roots, models):
+                        preparation.keep_weight_casts(model)
 
     def models_of(self, optimizer: torch.optim.Optimizer) -> list[nn.Module]:
         """The prepared models that this optimizer trains."""
@@ -258,7 +252,7 @@ class FP8Mixin(_MadeAtRunTime):
         return [model for model in self._models if any(id(p) in trained for p in model.parameters())]
 
     def backward(self, loss, **kwargs):
-        """As in Accelerate; weight gradients that microbatches accumulated are cast once, when they are complete."""
+        """As in Accelerate. Weight gradients that microbatches accumulated are cast once, when they are complete."""
         result = super().backward(loss, **kwargs)
         if deepspeed.in_use(self):
             deepspeed.after_backward(self)
@@ -271,10 +265,7 @@ class FP8Mixin(_MadeAtRunTime):
 
     def save_state(self, *args, **kwargs):
         """As in Accelerate, with the scaling state of FP8: a resumed run equals an unbroken one to the bit."""
-        with (
-            self._keeping_scaling_in_files(),
-            self._around_states(preparation.whole_states, receives=self.writes_files),
-        ):
+        with self._scaling_in_files(), self._around_states(preparation.whole_states, receives=self.writes_files):
             return super().save_state(*args, **kwargs)
 
     def save_model(self, *args, **kwargs):
@@ -304,11 +295,11 @@ class FP8Mixin(_MadeAtRunTime):
     def load_state(self, *args, **kwargs):
         """As in Accelerate, with the scaling state of FP8. A checkpoint of stock Accelerate or another backend loads
         too; a warning says that the scales start afresh."""
-        with self._keeping_scaling_in_files(), self._around_states(preparation.unread_states):
+        with self._scaling_in_files(), self._around_states(preparation.unread_states):
             return super().load_state(*args, **kwargs)
 
     @contextmanager
-    def _keeping_scaling_in_files(self):
+    def _scaling_in_files(self):
         self.fp8_state_in_files = True
         try:
             yield
@@ -332,44 +323,37 @@ class FP8Mixin(_MadeAtRunTime):
         """As in Accelerate; the configuration that trackers store says `fp8_backend` and, once a model is prepared,
         `fp8_flops_share`, the share (0 to 1) of its weight FLOPs that FP8 layers make."""
         roots = [root for model in self._models for root in conversion.prepared_roots(model)]
-        total = sum(product.flops for _, _, prepared in roots for product in prepared.report.products)
+        products = [product for _, _, prepared in roots for product in prepared.report.products]
         fp8 = {"fp8_backend": self.fp8_recipe.name}
-        if total:
-            in_fp8 = sum(p.flops for _, _, prepared in roots for p in prepared.report.products if p.state == FP8)
-            fp8["fp8_flops_share"] = in_fp8 / total
+        if total := sum(product.flops for product in products):
+            fp8["fp8_flops_share"] = sum(product.flops for product in products if product.state == FP8) / total
         super().init_trackers(project_name, {**fp8, **(config or {})}, init_kwargs)
 
     # Precision around FP8
 
     def _wrap_forward(self, model: nn.Module) -> None:
         """fp16 autocast with FP32 outputs, in the form that stock Accelerate gives bf16's."""
-        forward, autocast = model.forward, self._fp16_autocast(self.autocast_handler)
-        model._original_forward = forward
-        if hasattr(forward, "__func__"):
-            model.forward = MethodType(convert_outputs_to_fp32(autocast(forward.__func__)), model)
-        else:
-            model.forward = convert_outputs_to_fp32(autocast(forward))
+        forward = model._original_forward = model.forward
+        wrapped = convert_outputs_to_fp32(self._fp16_autocast()(getattr(forward, "__func__", forward)))
+        model.forward = MethodType(wrapped, model) if hasattr(forward, "__func__") else wrapped
 
-    def _fp16_autocast(self, handler) -> torch.autocast:
+    def _fp16_autocast(self, handler=None) -> torch.autocast:
+        handler = handler or self.autocast_handler
         options = handler.to_kwargs() if handler is not None else {}
         return torch.autocast(device_type=self.device.type, dtype=torch.float16, **options)
 
     @contextmanager
     def autocast(self, autocast_handler=None):
         """As in Accelerate, in `fp8_autocast_dtype`."""
-        if self.fp8_autocast_dtype != "fp16":
-            with super().autocast(autocast_handler):
-                yield
-            return
-        with self._fp16_autocast(autocast_handler or self.autocast_handler):
+        is_fp16 = self.fp8_autocast_dtype == "fp16"
+        with self._fp16_autocast(autocast_handler) if is_fp16 else super().autocast(autocast_handler):
             yield
 
     def unscale_gradients(self, optimizer=None) -> None:
         """Divide the loss scale out of the gradients. Nothing to do without a loss scaler."""
         if self.scaler is None:
             return
-        if optimizer is None:
-            optimizer = self._optimizers
+        optimizer = self._optimizers if optimizer is None else optimizer
         for each in optimizer if isinstance(optimizer, (tuple, list)) else [optimizer]:
             self.scaler.unscale_(_innermost(each))
 

@@ -57,19 +57,15 @@ def connect() -> None:
     behaves as before, to the bit. `FP8_BACKENDS_DISABLE=1` in the environment leaves Accelerate alone. A version of
     Accelerate that does not fit is no error here, but `FP8BackendError` when FP8 is asked for.
     """
-    if is_disabled() or _is_connected():
-        return
-    Accelerator.__init__ = _patched(Accelerator.__init__)
+    # our wrapper may be in place already, possibly below that of another library
+    innermost = inspect.unwrap(Accelerator.__init__, stop=lambda function: hasattr(function, _MARK))
+    if not is_disabled() and not hasattr(innermost, _MARK):
+        Accelerator.__init__ = _patched(Accelerator.__init__)
 
 
 def is_disabled() -> bool:
     """Whether `FP8_BACKENDS_DISABLE` is set."""
     return os.environ.get("FP8_BACKENDS_DISABLE", "0").lower() in ("1", "true", "yes", "on")
-
-
-def _is_connected() -> bool:
-    """Whether our wrapper is in place, possibly below the wrapper of another library."""
-    return hasattr(inspect.unwrap(Accelerator.__init__, stop=lambda function: hasattr(function, _MARK)), _MARK)
 
 
 def _patched(original):
@@ -116,9 +112,7 @@ def incompatibilities(accelerator_class: type = Accelerator) -> list[str]:
         function = getattr(accelerator_class, method, None)
         if function is None:
             found.append(f"Accelerator.{method} does not exist")
-            continue
-        missing = set(needed) - set(inspect.signature(function).parameters)
-        if missing:
+        elif missing := set(needed) - set(inspect.signature(function).parameters):
             found.append(f"Accelerator.{method} takes no {', '.join(sorted(missing))}")
     found += [f"accelerate.state.{name} does not exist" for name in _FP8_CHECKS if not hasattr(accelerate.state, name)]
     return found
@@ -130,7 +124,7 @@ def asked_recipe(arguments: Mapping[str, Any], by_trainer: str | None = None) ->
     A handler comes before `ACCELERATE_FP8_BACKEND`, and both need mixed precision "fp8" (argument, the running
     AcceleratorState, or `ACCELERATE_MIXED_PRECISION`), which alone means `auto`. `by_trainer`: what a Trainer's own
     arguments said in its place. Raises `RecipeError` for two FP8 handlers, for one of ours without "fp8", where handler
-    and environment name different computes, and where recipe and Trainer name different dtypes.
+    and environment name different backends, and where recipe and Trainer name different dtypes.
     """
     precision = _precision(arguments)
     handlers = [handler for handler in arguments.get("kwargs_handlers") or () if _is_fp8_handler(handler)]
@@ -181,14 +175,14 @@ def _is_fp8_handler(handler: Any) -> bool:
 
 
 def _backend_in_environment() -> str | None:
-    """The variable in any case. No other is looked at: without fp8, a wrong one is nobody's business."""
+    """The backend that the variable names, in upper or lower case. The other variables matter only with fp8."""
     found = (text.strip() for key, text in os.environ.items() if key.upper() == "ACCELERATE_FP8_BACKEND")
     return next((text for text in found if text and text.upper() != "NO"), None)
 
 
 def _completed(handler: Any) -> Recipe:
-    """The handler's recipe, with the fields that the environment adds. Accelerate's own have read it already. Over what
-    `fp8-backends launch` says the handler comes first, with a warning."""
+    """The handler's recipe, with the fields that the environment adds; Accelerate's own handlers have read it already.
+    The handler wins over `fp8-backends launch`, with a warning."""
     if is_launched():
         return _over_launch(handler)
     named = _backend_in_environment()
@@ -216,37 +210,32 @@ def _over_launch(handler: Any) -> Recipe:
 
 
 def _warn_of_unread_variables() -> None:
-    """`fp8-backends launch` leaves none of Accelerate's variables: what is there the script has set."""
+    """Warn of Accelerate's variables beside `fp8-backends launch`: it leaves none, so the script has set them."""
     if (names := sorted(variables(os.environ))) and is_main_process():
         logger.warning(
-            "%s, set by the script, has no effect: fp8-backends launch says what the recipe is, and a handler in "
-            "kwargs_handlers comes before it",
-            ", ".join(PREFIX + name for name in names),
+            f"{', '.join(PREFIX + name for name in names)}, set by the script, has no effect: fp8-backends launch says "
+            "what the recipe is, and a handler in kwargs_handlers comes before it"
         )
 
 
 def _warn_of_fp8_in_environment(arguments: Mapping[str, Any]) -> None:
-    """One line where the environment asks for FP8 and the code says otherwise, or only half of it is there."""
+    """Warn where the environment asks for FP8 and the code says otherwise, or only half of it is there."""
     precision, backend = _precision(arguments), _backend_in_environment()
     if not is_main_process():
         return
     if launch := _launch_in_fp8():
+        launch += f" and ACCELERATE_FP8_BACKEND={backend}" if backend else ""
         logger.warning(
-            'FP8 is off: this run was launched with %s%s, and the code says Accelerator(mixed_precision="%s"): leave '
-            "mixed_precision out there, or launch without fp8",
-            launch,
-            f" and ACCELERATE_FP8_BACKEND={backend}" if backend else "",
-            precision,
+            f'FP8 is off: this run was launched with {launch}, and the code says Accelerator(mixed_precision="'
+            f'{precision}"): leave mixed_precision out there, or launch without fp8'
         )
     elif backend:
-        logger.warning(
-            'ACCELERATE_FP8_BACKEND=%s has no effect: mixed precision is "%s", not "fp8"', backend, precision
-        )
+        logger.warning(f'ACCELERATE_FP8_BACKEND={backend} has no effect: mixed precision is "{precision}", not "fp8"')
 
 
 @contextmanager
 def _without_fp8_checks() -> Iterator[None]:
-    """Accelerate's gates pass during one call; what can run here is for the registry to say."""
+    """Let Accelerate's gates pass during one call: what can run on this machine is for the registry to say."""
     with ExitStack() as undo:
         for name in _FP8_CHECKS:
             undo.callback(setattr, accelerate.state, name, getattr(accelerate.state, name))

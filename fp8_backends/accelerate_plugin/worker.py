@@ -35,7 +35,8 @@ def main(arguments: Sequence[str]) -> None:
     sys.argv = list(arguments)
     script = arguments[0]
     if os.path.isdir(script) or script.endswith(".pyc") or zipfile.is_zipfile(script):
-        _drop_current_folder()
+        if not getattr(sys.flags, "safe_path", False):
+            del sys.path[0]
         runpy.run_path(script, run_name="__main__")
     else:
         _run_source(script)
@@ -57,23 +58,13 @@ def _run_source(script: str) -> None:
     except OSError as error:
         print(f"{sys.executable}: can't open file {path!r}: {error}", file=sys.stderr)
         sys.exit(2)
-    if not _has_safe_path():
+    if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.path.dirname(os.path.realpath(script))
     module = types.ModuleType("__main__")
     module.__file__, module.__builtins__, module.__spec__ = path, builtins, None
     module.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
     sys.modules["__main__"] = module
     exec(code, module.__dict__)
-
-
-def _drop_current_folder() -> None:
-    if not _has_safe_path():
-        del sys.path[0]
-
-
-def _has_safe_path() -> bool:
-    """Whether Python was told to put no folder in front of `sys.path`."""
-    return getattr(sys.flags, "safe_path", False)
 
 
 if __name__ == "__main__":

@@ -109,7 +109,7 @@ OF_LEVELS = (
         levels=("O3",),
     ),
 )
-"""Fields that levels read, whatever the compute."""
+"""Fields that levels read, whatever the backend."""
 
 COMMON = (
     Field(
@@ -149,7 +149,7 @@ COMMON = (
 """Fields that every recipe has, whatever the backend."""
 
 OF_BACKENDS = {"te": te.FIELDS, "ao": torchao.FIELDS, "native": NATIVE_FIELDS}
-"""What the backends of this package declare. They are not loaded for it."""
+"""What the backends of this package declare. Reading it loads none of them."""
 
 
 def by_name(*groups: Iterable[Field]) -> dict[str, Field]:
@@ -162,23 +162,26 @@ SETTINGS = by_name(*OF_BACKENDS.values(), OF_LEVELS, COMMON)
 FIELDS = by_name(NAMING, SETTINGS.values())
 """Every field of this package."""
 
-VARIABLES = {variable.suffix: (field, variable) for field in FIELDS.values() for variable in field.variables}
+
+def _variables(fields: Iterable[Field]) -> dict[str, tuple[Field, Variable]]:
+    return {variable.suffix: (field, variable) for field in fields for variable in field.variables}
+
+
+VARIABLES = _variables(FIELDS.values())
 """Their names in the environment and in YAML files, without `ACCELERATE_FP8_`."""
 
 
 def fields_of(compute: Compute) -> dict[str, Field]:
-    """The fields that a backend declares, by name. A name alone stands for the field of this package."""
+    """The fields that a backend declares, by name. It declares a field of this package by that field's name."""
     return by_name(SETTINGS[each] if isinstance(each, str) else each for each in compute.fields)
 
 
 def registered_fields() -> dict[str, Field]:
-    """Fields that backends of others declare beside those of this package. Loads these backends, but for one that does
-    not load."""
-    found: dict[str, Field] = {}
-    for name in registry.valid_names():
-        if name not in registry.BUILT_IN:
-            found |= _declared_by(name)
-    return {name: field for name, field in found.items() if name not in FIELDS}
+    """The further fields that registered backends declare. Loads these backends, and passes over one that cannot be
+    loaded."""
+    registered = [name for name in registry.valid_names() if name not in registry.BUILT_IN]
+    declared = by_name(*(_declared_by(name).values() for name in registered))
+    return {name: field for name, field in declared.items() if name not in FIELDS}
 
 
 def _declared_by(name: str) -> dict[str, Field]:
@@ -188,32 +191,19 @@ def _declared_by(name: str) -> dict[str, Field]:
         return {}
 
 
-def find_field(name: str) -> Field | None:
-    """The field of that name, of this package or of a registered backend."""
-    return FIELDS.get(name) or registered_fields().get(name)
-
-
 def find_variable(suffix: str) -> tuple[Field, Variable] | None:
     """The field that a name in the environment or in a YAML file stands for, with what is known of the name."""
-    return VARIABLES.get(suffix) or _registered_variables().get(suffix)
-
-
-def every_variable() -> dict[str, tuple[Field, Variable]]:
-    """`VARIABLES`, and those of registered backends."""
-    return {**_registered_variables(), **VARIABLES}
-
-
-def _registered_variables() -> dict[str, tuple[Field, Variable]]:
-    return {each.suffix: (field, each) for field in registered_fields().values() for each in field.variables}
+    return VARIABLES.get(suffix) or _variables(registered_fields().values()).get(suffix)
 
 
 def field_value(field: Field, value: Any) -> Any:
     """A value that was given as text or by a file, in its one spelling. Raises `RecipeError`."""
-    value = value.strip() if isinstance(value, str) else value
-    # a list of the YAML file, which Accelerate's launcher exports as Python writes it
-    if isinstance(value, str) and value.startswith(("['", '["', "('", '("')):
-        with contextlib.suppress(ValueError, SyntaxError):
-            value = ast.literal_eval(value)
+    if isinstance(value, str):
+        value = value.strip()
+        # a list of the YAML file, which Accelerate's launcher exports as Python writes it
+        if value.startswith(("['", '["', "('", '("')):
+            with contextlib.suppress(ValueError, SyntaxError):
+                value = ast.literal_eval(value)
     return field.parsed(value)
 
 
@@ -228,7 +218,7 @@ def readers(name: str) -> str:
 
 
 def unknown_field(name: str, owner: str, own: Iterable[str], elsewhere: dict[str, list[str]]) -> RecipeError:
-    """The error for a field that `owner` does not have. `elsewhere`: which fields the other handlers have."""
+    """The error for a field that `owner` does not have. `elsewhere` has the fields of the other handlers."""
     holders = [holder for holder, names in elsewhere.items() if name in names]
     if holders:
         return RecipeError(
@@ -257,8 +247,4 @@ def _readers_in_words(field: Field) -> str:
     if field in OF_LEVELS:
         return f"level {', '.join(field.levels)}"
     declaring = [name for name in registry.valid_names() if field.name in _declared_by(name)]
-    return (
-        ", ".join(f"{name}:{scaling}" for name in declaring for scaling in field.scalings or ("",))
-        .replace(":,", ",")
-        .rstrip(":")
-    )
+    return ", ".join(f"{name}:{scaling}".rstrip(":") for name in declaring for scaling in field.scalings or ("",))

@@ -31,8 +31,8 @@ logger = logging.getLogger("fp8_backends")
 
 
 def _explains_names(cls: type) -> type:
-    """A dataclass whose `__init__` understands NeMo's names, takes the fields of a registered backend, and explains an
-    unknown field."""
+    """Let the `__init__` of a dataclass understand NeMo's names, take the fields of a registered backend, and explain
+    an unknown field."""
     generated = cls.__init__
 
     @functools.wraps(generated)
@@ -47,7 +47,8 @@ def _explains_names(cls: type) -> type:
             self.__dict__["further_fields"] = {name: kwargs.pop(name) for name in beyond if name in declared}
             beyond = [name for name in beyond if name not in declared]
         if beyond:
-            raise unknown_field(beyond[0], type(self).__name__, own, _fields_by_handler())
+            by_handler = {cls.__name__: _field_names(cls) for cls in HANDLERS}
+            raise unknown_field(beyond[0], type(self).__name__, own, by_handler)
         generated(self, *args, **kwargs)
 
     cls.__init__ = __init__
@@ -55,7 +56,7 @@ def _explains_names(cls: type) -> type:
 
 
 def _declared_by(backend: Any) -> dict[str, Field]:
-    """Fields that the backend of this string declares; none for a string that says no backend."""
+    """The fields that the backend of this string declares; none for a string that names no backend."""
     try:
         compute = parse_backend(backend).compute if isinstance(backend, str) else AUTO
     except RecipeError:
@@ -166,7 +167,7 @@ AORecipeKwargs = _handler(
     "AORecipeKwargs",
     "ao",
     "TorchAO's products: `ao:tensorwise`, or the scaling named. The fields of Accelerate's handler.",
-    (*_named("config", "pad_inner_dim", "enable_fsdp_float8_all_gather", "scaling", "auto_filter"),),
+    _named("config", "pad_inner_dim", "enable_fsdp_float8_all_gather", "scaling", "auto_filter"),
 )
 MSAMPRecipeKwargs = _handler(
     "MSAMPRecipeKwargs",
@@ -196,7 +197,7 @@ HANDLERS = (TERecipeKwargs, AORecipeKwargs, MSAMPRecipeKwargs, NativeRecipeKwarg
 
 
 def _with_attributes(cls: type[Recipe], attributes: dict[str, Any]) -> Recipe:
-    """A recipe that was settled before."""
+    """A recipe with the attributes that `_settled` gave another one."""
     recipe = cls.__new__(cls)
     unpacked = {each.name: each.unpack(attributes[each.name]) for each in settings_of(attributes["compute"]).values()}
     recipe.__dict__.update({**attributes, **unpacked})
@@ -212,10 +213,6 @@ def _field_names(cls: type) -> list[str]:
     return [f.name for f in fields(cls)]
 
 
-def _fields_by_handler() -> dict[str, list[str]]:
-    return {cls.__name__: _field_names(cls) for cls in HANDLERS}
-
-
 # From what was given to what it means
 
 
@@ -227,13 +224,17 @@ def _settled(cls: type, given: dict[str, Any]) -> dict[str, Any]:
     values = {name: settings[name].parsed(value) for name, value in given.items() if name in settings}
     scaling = asked.scaling or (None if compute == AUTO else _default_scaling(compute, level, values))
     settled = {name: each.default_for(scaling) for name, each in settings.items()} | values
-    settled |= {"use_mxfp8_block_scaling": scaling == "mxfp8"}
-    settled["described"] = {name: settings[name].describe(value) for name, value in settled.items()}
-    settled |= {"backend": given.get("backend"), "compute": compute, "scaling": scaling}
-    settled |= {"level": level, "opt_level": level}
-    named = {"scaling": asked.scaling, "level": asked.level}
-    settled["given"] = frozenset(given) | {name for name, value in named.items() if value is not None}
-    return settled
+    settled["use_mxfp8_block_scaling"] = scaling == "mxfp8"
+    named = {name for name in ("scaling", "level") if getattr(asked, name) is not None}
+    return settled | {
+        "described": {name: settings[name].describe(value) for name, value in settled.items()},
+        "backend": given.get("backend"),
+        "compute": compute,
+        "scaling": scaling,
+        "level": level,
+        "opt_level": level,
+        "given": frozenset(given) | named,
+    }
 
 
 def _default_scaling(compute: str, level: str, values: Mapping[str, Any]) -> str:
@@ -246,44 +247,38 @@ def _default_scaling(compute: str, level: str, values: Mapping[str, Any]) -> str
 
 
 def _asked_backend(cls: type, given: dict[str, Any]) -> BackendName:
-    """What string and fields say together, in the compute's own words. They may not disagree."""
+    """The backend that string and fields name together, in that backend's own words. They may not disagree."""
     text = given.get("backend", cls.backend_name)
     if not isinstance(text, str):
         raise RecipeError(f"backend={text!r}: a backend string is wanted, such as 'native:delayed'")
     compute, scaling, level = parse_backend(text)
     if "scaling" in given:
         scaling = _agreed(text, scaling, "scaling", scaling_name(compute, given["scaling"], given["scaling"]))
-    if "use_mxfp8_block_scaling" in given:
-        wanted = FIELDS["use_mxfp8_block_scaling"].parsed(given["use_mxfp8_block_scaling"])
-        scaling = _mxfp8_agreed(text, compute, scaling, wanted)
+    name = "use_mxfp8_block_scaling"
+    if name in given and FIELDS[name].parsed(given[name]):
+        scaling = _agreed(text, scaling, name, scaling_name(compute, "mxfp8", name))
+    elif name in given and scaling == "mxfp8":
+        raise RecipeError(f"{text!r} with scaling mxfp8 and use_mxfp8_block_scaling=False disagree: leave one out")
     if "opt_level" in given:
         level = _agreed(text, level or None, "opt_level", level_name(given["opt_level"], given["opt_level"]))
     return BackendName(compute, scaling, DEFAULT_LEVEL if level == "" else level)
 
 
-def _agreed(text: str, said: str | None, name: str, value: str) -> str:
-    if said is not None and said != value:
-        raise RecipeError(f"{text!r} says {said} and {name} says {value}: leave one of the two out")
+def _agreed(text: str, part: str | None, name: str, value: str) -> str:
+    if part is not None and part != value:
+        raise RecipeError(f"{text!r} says {part} and {name} says {value}: leave one of the two out")
     return value
 
 
-def _mxfp8_agreed(text: str, compute: str, scaling: str | None, wanted: bool) -> str | None:
-    if not wanted and scaling == "mxfp8":
-        raise RecipeError(f"{text!r} with scaling mxfp8 and use_mxfp8_block_scaling=False disagree: leave one out")
-    if not wanted:
-        return scaling
-    return _agreed(text, scaling, "use_mxfp8_block_scaling", scaling_name(compute, "mxfp8", "use_mxfp8_block_scaling"))
-
-
 def _check(recipe: Recipe) -> None:
-    """Refuse what this compute, scaling and level cannot honour on any machine."""
+    """Refuse what this backend, scaling and level cannot honour on any machine."""
     compute = registry.get_compute(recipe.compute)
     levels = registry.levels_of(recipe.compute)
     if recipe.level not in levels:
         others = ", ".join(name for name in registry.BUILT_IN if len(registry.levels_of(name)) > 1)
         raise RecipeError(
             f"{recipe.name}: {recipe.compute} goes with {', '.join(levels)} only, its weights stay as they are; "
-            f"computes that go with msamp: {others}"
+            f"backends that go with msamp: {others}"
         )
     declared = fields_of(compute)
     for name, each in sorted(settings_of(recipe.compute).items()):
@@ -337,13 +332,17 @@ def resolve(spec: Any = None) -> Recipe:
             for want of hardware or libraries: that is for `prepare` to say.
     """
     recipe = _as_recipe(spec)
-    return _picked(recipe) if recipe.compute == AUTO else recipe
+    if recipe.compute != AUTO:
+        return recipe
+    if not hardware.fp8_products():
+        logger.warning("backend auto: this machine has no FP8 hardware, so FP8 trains slower than bf16 here")
+    return FP8RecipeKwargs(**{**recipe.to_kwargs(), "backend": registry.auto_backend()})
 
 
 def from_environment(environ: Mapping[str, str] | None = None) -> Recipe | None:
     """What `FP8_BACKENDS_RECIPE` (from `fp8-backends launch`), else `ACCELERATE_FP8_*` (any case) asks for, or None.
 
-    Of `ACCELERATE_FP8_*` a value that equals the default of Accelerate's launcher counts as not given. Without
+    A value of `ACCELERATE_FP8_*` that equals the default of Accelerate's launcher counts as not given. Without
     `ACCELERATE_FP8_BACKEND`, other values belong to the backend that `auto` picks.
     """
     try:
@@ -365,8 +364,7 @@ def with_environment(recipe: Recipe, environ: Mapping[str, str] | None = None) -
         asked.pop("backend", None)
         _check_level_has_backend(asked, recipe.name)
         for name, value in asked.items():
-            if name == "scaling":
-                value = scaling_name(recipe.compute, value, value)
+            value = scaling_name(recipe.compute, value, value) if name == "scaling" else value
             if name in recipe.given and getattr(recipe, name) != value:
                 raise RecipeError(f"{name} is {value!r} there and {getattr(recipe, name)!r} in {recipe}: remove one")
         return type(recipe)(**{**recipe.to_kwargs(), **asked}) if asked else recipe
@@ -397,10 +395,3 @@ def _as_recipe(spec: Any) -> Recipe:
             "fp8_backends or Accelerate, a dict, or a recipe of TransformerEngine"
         )
     return FP8RecipeKwargs(**fields_of_spec)
-
-
-def _picked(recipe: Recipe) -> Recipe:
-    """`auto`, with the compute that suits this machine."""
-    if not hardware.fp8_products():
-        logger.warning("backend auto: this machine has no FP8 hardware, so FP8 trains slower than bf16 here")
-    return FP8RecipeKwargs(**{**recipe.to_kwargs(), "backend": registry.auto_backend()})

@@ -30,16 +30,16 @@ def merged(sources: Sequence[Source]) -> dict[str, Any]:
         for name, value in source.fields.items():
             if name in _NAMING or name in fields:
                 continue
-            refusal = _refusal(naming, name, value)
+            refusal = _refusal(naming, **{name: value})
             if refusal is None:
                 fields[name] = value
             elif name not in source.idle:
-                raise RecipeError(f"{source.places[name]}: {refusal}") from None
+                raise RecipeError(f"{source.places[name]}: {refusal}")
     return fields
 
 
 def _with_mxfp8_as_scaling(source: Source) -> Source:
-    """`use_mxfp8_block_scaling=True` in the words of the other places."""
+    """The source, with `scaling="mxfp8"` in place of `use_mxfp8_block_scaling=True`."""
     fields = dict(source.fields)
     if not fields.get("use_mxfp8_block_scaling"):
         return source
@@ -58,8 +58,11 @@ def _merged_naming(sources: Sequence[Source]) -> dict[str, Any]:
     name = BackendName(AUTO)
     if at is not None:
         naming["backend"] = sources[at].fields["backend"]
-        name = _as_said(sources[at], "backend", parse_backend, naming["backend"])
-        _as_said(sources[at], "backend", _check_naming, naming)
+        try:
+            name = parse_backend(naming["backend"])
+        except RecipeError as error:
+            raise RecipeError(f"{sources[at].places['backend']}: {error}") from None
+        _check_naming(sources[at], "backend", naming)
     for part, field in (("scaling", "scaling"), ("level", "opt_level")):
         by = _first(sources, field)
         if by is None or _is_idle_level(sources[by], field, name):
@@ -71,7 +74,7 @@ def _merged_naming(sources: Sequence[Source]) -> dict[str, Any]:
             naming["backend"] = _text(name)
         if at is None or by <= at or not getattr(name, part):
             naming[field] = sources[by].fields[field]
-            _as_said(sources[by], field, _check_naming, naming)
+            _check_naming(sources[by], field, naming)
     return naming
 
 
@@ -100,37 +103,26 @@ def _text(name: BackendName) -> str:
     return f"{name.compute}{scaling}{level}"
 
 
-def _as_said(source: Source, field: str, check, value):
-    try:
-        return check(value)
-    except RecipeError as error:
-        raise RecipeError(f"{source.places[field]}: {error}") from None
-
-
-def _check_naming(naming: Mapping[str, Any]) -> None:
+def _check_naming(source: Source, field: str, naming: Mapping[str, Any]) -> None:
     if refusal := _refusal(naming):
-        raise refusal
+        raise RecipeError(f"{source.places[field]}: {refusal}")
 
 
-def _refusal(naming: Mapping[str, Any], name: str | None = None, value: Any = None) -> RecipeError | None:
+def _refusal(naming: Mapping[str, Any], **field: Any) -> RecipeError | None:
     """Why the backend of this name cannot honour the field, or cannot be named so. `auto` honours what one of those
-    does that it may pick: which one that is, the machine that trains will say."""
-    refusal = None
-    field = {} if name is None else {name: value}
-    for backend in _candidates(naming.get("backend", AUTO)):
+    backends does that it may choose on the machine that trains."""
+    backends = [naming.get("backend", AUTO)]
+    if backends[0].strip().lower() == AUTO:
+        backends = ["te", "native"] if importlib.util.find_spec("transformer_engine") else ["native"]
+    refusals = []
+    for backend in backends:
         try:
             FP8RecipeKwargs(**{**naming, "backend": backend, **field})
         except RecipeError as error:
-            refusal = refusal or error
+            refusals.append(error)
         else:
             return None
-    return refusal
-
-
-def _candidates(backend: str) -> list[str]:
-    if backend.strip().lower() != AUTO:
-        return [backend]
-    return ["te", "native"] if importlib.util.find_spec("transformer_engine") else ["native"]
+    return refusals[0]
 
 
 def accelerate_fields(fp8_config: Mapping[str, Any] | None, source: str) -> dict[str, Any]:
@@ -184,9 +176,10 @@ def code_over_launch(handler: Any, launched: Mapping[str, Any]) -> CodeOverLaunc
     overridden = {key: launched[key] for key in sorted(both) if launch_recipe.__dict__[key] != own[key]}
     warning = None
     if overridden:
-        said = {key: own[key] for key in overridden}
-        warning = f"{name} in the script says {_written(said)}, fp8-backends launch said {_written(overridden)}: "
-        warning += "the script's value is used"
+        warning = (
+            f"{name} in the script says {_written({key: own[key] for key in overridden})}, fp8-backends launch said "
+            f"{_written(overridden)}: the script's value is used"
+        )
     return CodeOverLaunch(FP8RecipeKwargs(**merged([code, launch])), warning)
 
 

@@ -15,7 +15,7 @@ import urllib.parse
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from ..compute.fields import Field, Variable, closest, three_flags
+from ..compute.fields import closest, three_flags
 from ..errors import RecipeError
 from .fields import FIELDS, VARIABLES, field_value, find_variable
 
@@ -52,17 +52,14 @@ def foreign_fields(spec: Any) -> dict[str, Any] | None:
 # Accelerate's handlers. They fill every field in, so a value that equals Accelerate's default counts as not given.
 
 
-def _te_fields(handler: Any) -> dict[str, Any]:
+def _from_te(handler: Any) -> dict[str, Any]:
     values = {name: getattr(handler, name, None) for name in TE_FIELDS}
-    return {
+    fields = {
         name: value
         for name, value in values.items()
         if value is not None and FIELDS[name].parsed(value) != FIELDS[name].default
     }
-
-
-def _from_te(handler: Any) -> dict[str, Any]:
-    return {"backend": "te", **_te_fields(handler)}
+    return {"backend": "te", **fields}
 
 
 def _from_msamp(handler: Any) -> dict[str, Any]:
@@ -70,17 +67,17 @@ def _from_msamp(handler: Any) -> dict[str, Any]:
 
 
 def _from_fp8(handler: Any) -> dict[str, Any]:
-    """The deprecated handler. Its `opt_level` stays None unless the user gave one."""
-    backend = getattr(handler, "backend", None) or "te"
-    return {"backend": backend, "opt_level": getattr(handler, "opt_level", None), **_te_fields(handler)}
+    """The deprecated handler, which has the fields of both. Its `opt_level` stays None unless the user gave one."""
+    fields = {**_from_msamp(handler), **_from_te(handler)}
+    return {**fields, "backend": getattr(handler, "backend", None) or "te"}
 
 
 def _from_ao(handler: Any) -> dict[str, Any]:
     pad, gather = handler.pad_inner_dim, handler.enable_fsdp_float8_all_gather
     config = handler.config
     # without a config of the user's, Accelerate makes one of the two options, both of which default to True
-    made = pad is not None and gather is not None
-    if made and config == type(config)(pad_inner_dim=pad, enable_fsdp_float8_all_gather=gather):
+    has_both = pad is not None and gather is not None
+    if has_both and config == type(config)(pad_inner_dim=pad, enable_fsdp_float8_all_gather=gather):
         config, pad, gather = None, (None if pad else False), (None if gather else False)
     return {
         "backend": "ao",
@@ -102,19 +99,14 @@ _ACCELERATE_HANDLERS: dict[str, Callable[[Any], dict[str, Any]]] = {
 # TransformerEngine's recipe objects
 
 
-class _TERecipe(NamedTuple):
-    scaling: str
-    read: tuple[str, ...]
-    """Attributes that are recipe fields of ours."""
-
-
 _EVERY_TE_RECIPE = ("fp8_format", "fp8_dpa", "fp8_mha")
 _TE_RECIPES = {
-    "DelayedScaling": _TERecipe("delayed", (*_EVERY_TE_RECIPE, "margin", "amax_history_len", "amax_compute_algo")),
-    "Float8CurrentScaling": _TERecipe("dynamic", _EVERY_TE_RECIPE),
-    "Float8BlockScaling": _TERecipe("blockwise", _EVERY_TE_RECIPE),
-    "MXFP8BlockScaling": _TERecipe("mxfp8", _EVERY_TE_RECIPE),
+    "DelayedScaling": ("delayed", (*_EVERY_TE_RECIPE, "margin", "amax_history_len", "amax_compute_algo")),
+    "Float8CurrentScaling": ("dynamic", _EVERY_TE_RECIPE),
+    "Float8BlockScaling": ("blockwise", _EVERY_TE_RECIPE),
+    "MXFP8BlockScaling": ("mxfp8", _EVERY_TE_RECIPE),
 }
+"""By class: the scaling rule, and the attributes that are recipe fields of ours."""
 
 _VARIABLE_INSTEAD = "TransformerEngine takes it for all recipes of a process from {} in the environment: set that to 1"
 _WHY_NOT = {
@@ -130,22 +122,22 @@ _WHY_NOT = {
 
 
 def _te_recipe_fields(spec: Any, class_name: str) -> dict[str, Any]:
-    """Fields are read, and whatever else was set to another value than its class has is refused by name: the `te`
-    compute makes a recipe of that class by itself, with everything else as the class has it."""
-    known = _TE_RECIPES[class_name]
+    """Read the fields, and refuse by name whatever else was set to another value than its class has: the `te` backend
+    makes a recipe of that class by itself, with everything else as the class has it."""
+    scaling, read = _TE_RECIPES[class_name]
     for name, value in vars(spec).items():
         default = _class_value(type(spec), name)
-        if name.startswith("_") or name in known.read or value == default:
+        if name.startswith("_") or name in read or value == default:
             continue
         has = "has no such field" if default is dataclasses.MISSING else f"has {default!r}, and only that is known here"
         why = _WHY_NOT.get(name, f"its class {has}")
         raise RecipeError(f"{class_name}.{name}={value!r} cannot be honoured: {why}")
-    values = {name: getattr(spec, name) for name in known.read if hasattr(spec, name)}
-    return {"backend": f"te:{known.scaling}", **values}
+    values = {name: getattr(spec, name) for name in read if hasattr(spec, name)}
+    return {"backend": f"te:{scaling}", **values}
 
 
 def _class_value(cls: type, name: str) -> Any:
-    """What an instance has where nobody set the attribute."""
+    """The value that an instance has where nobody set the attribute."""
     if name == "backward_override":
         return None  # its class may have another from the environment, and then backward runs in high precision
     defaults = {f.name: f.default for f in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else {}
@@ -154,11 +146,9 @@ def _class_value(cls: type, name: str) -> Any:
 
 # The environment
 
-
 LAUNCHED = "FP8_BACKENDS_RECIPE"
 """In it `fp8-backends launch` gives its workers the recipe: JSON of the fields of `FP8RecipeKwargs` that were given,
 percent-encoded where a remote shell would read it. It is read in place of `ACCELERATE_FP8_*`."""
-
 
 _OVERRIDES = ("OVERRIDE_FPROP", "OVERRIDE_DGRAD", "OVERRIDE_WGRAD")
 """What Accelerate's launcher makes of `override_linear_precision`."""
@@ -167,8 +157,7 @@ _OVERRIDES = ("OVERRIDE_FPROP", "OVERRIDE_DGRAD", "OVERRIDE_WGRAD")
 def unknown_variable(
     written: str, suffix: str, spelling: Callable[[str], str], known: Iterable[str] = tuple(VARIABLES)
 ) -> RecipeError:
-    """The error for a name that is no field. `written`: as the user wrote it; `spelling`: a suffix as it stands
-    there."""
+    """The error for a name that is no field, `written` by the user, in a place that has its own `spelling`."""
     objects = {each.own_suffix: each.name for each in FIELDS.values() if each.is_object}
     if field := objects.get(suffix):
         return RecipeError(
@@ -209,15 +198,15 @@ def environment_fields(environ: Mapping[str, str] | None = None) -> dict[str, An
             continue
         if asked.setdefault(field.name, value) != value:
             raise RecipeError(f"{PREFIX}{suffix}={text} disagrees with another variable that says {asked[field.name]}")
-    if any(_override_flags(overrides)):
-        asked["override_linear_precision"] = _override_flags(overrides)
+    if any(flags := _override_flags(overrides)):
+        asked["override_linear_precision"] = flags
     if asked.get("backend", "").lower() == "no":
         del asked["backend"]
     return asked
 
 
 def _launched_fields(text: str) -> dict[str, Any]:
-    """From the one variable; sequences as the recipe has them."""
+    """The fields in that variable, with tuples for lists, as a recipe has them."""
     try:
         given = json.loads(urllib.parse.unquote(text) if text.startswith("%7B") else text)
     except ValueError:
@@ -228,7 +217,7 @@ def _launched_fields(text: str) -> dict[str, Any]:
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """`ACCELERATE_FP8_*` by suffix in upper case; empty values left out."""
+    """The values of `ACCELERATE_FP8_*` by suffix in upper case, without empty ones."""
     found: dict[str, str] = {}
     for key, text in environ.items():
         suffix = key.upper().removeprefix(PREFIX)
@@ -254,7 +243,7 @@ def _override_flags(texts: list[str]) -> tuple[bool, ...]:
 
 
 class Source(NamedTuple):
-    """What one place says."""
+    """What one place says about the recipe."""
 
     fields: Mapping[str, Any]
     """Fields of `FP8RecipeKwargs`, each in its one spelling."""
@@ -270,11 +259,12 @@ def config_source(fp8_config: Mapping[str, Any] | None, source: str) -> Source:
     """What the `fp8_config` block says, for `merging.merged`. Arguments and errors as `accelerate_fields`."""
     if not isinstance(fp8_config or {}, Mapping):
         raise RecipeError(f"{source}: fp8_config must be a block of keys, not {fp8_config!r}")
-    fields: dict[str, Any] = {}
-    places: dict[str, str] = {}
-    idle: set[str] = set()
+    fields, places, idle = {}, {}, set()
     for key, value in (fp8_config or {}).items():
-        field, variable = _variable(str(key), source)
+        suffix = str(key).strip().lower().removeprefix("fp8_").upper()
+        if (known := find_variable(suffix)) is None:
+            raise unknown_variable(f"{source}: fp8_config.{key}", suffix, _key)
+        field, variable = known
         name = field.name
         if value is None or (name == "backend" and str(value).strip().upper() in ("", "NO")):
             continue
@@ -291,24 +281,16 @@ def config_source(fp8_config: Mapping[str, Any] | None, source: str) -> Source:
     return Source(fields, places, frozenset(idle), selects_levels=False)
 
 
-def _variable(key: str, source: str) -> tuple[Field, Variable]:
-    suffix = key.strip().lower().removeprefix("fp8_").upper()
-    found = find_variable(suffix)
-    if found is None:
-        raise unknown_variable(f"{source}: fp8_config.{key}", suffix, _key)
-    return found
-
-
 def _key(suffix: str) -> str:
-    """The name of a key: the field's own, or one of the questions'."""
+    """The name of a key in the file: the field's own, or the one that `accelerate config` writes."""
     field, _ = VARIABLES[suffix]
     return field.name if suffix in field.name.upper() else suffix.lower()
 
 
 # NeMo, Megatron and Megatron-Bridge. Megatron's arguments may be written as on its command line (`--fp8-margin`), and
 # the precision plug-ins of NeMo and Bridge (`bf16_with_fp8_mixed`, with hyphens too) as a backend string, or under
-# `precision` or `mixed_precision`. What has no meaning here is refused by name; a value that asks for nothing, such as
-# False, passes.
+# `precision` or `mixed_precision`. An argument that this package does not have is refused by name, unless its value
+# asks for nothing, such as False.
 
 NAMES = {synonym: (field, reads) for field in FIELDS.values() for synonym, reads in field.synonyms.items()}
 """Their names for fields of ours, each with what turns their value into ours."""
@@ -343,8 +325,8 @@ PLUGINS = {
     "with_fp8_subchannel_scaling_mixed": {"scaling": "blockwise", "fp8_format": "HYBRID"},
     "with_mxfp8_mixed": {"scaling": "mxfp8", "fp8_format": "E4M3"},
 }
-"""Precision plug-ins behind their bf16_ or fp16_: what they compute. They gather weights in FP8 beside it, from masters
-in high precision, which changes what travels and not the products; here weights stay as the backend stores them."""
+"""What precision plug-ins compute, by their names without bf16_ or fp16_. They also gather weights in FP8, from masters
+in high precision, which changes what travels and not the products; this package leaves weights as they are stored."""
 _CURRENT_SCALING = "with_fp8_current_scaling_mixed"
 _KEYS_OF_PLUGINS = ("precision", "mixed_precision")
 
@@ -361,32 +343,34 @@ def own_names(values: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
     own = {name: value for name, value in plain.items() if name not in theirs}
     if "fp8" in theirs and not theirs["fp8"]:
         raise RecipeError(f"fp8={theirs['fp8']!r} turns FP8 off in NeMo: train in bf16, or say 'hybrid' or 'e4m3'")
-    _refuse(theirs)
+    for name, value in theirs.items():
+        idle = name in _WITHOUT_EFFECT and "first_last_layers_bf16" in theirs  # refused itself, where it is True
+        if name in REFUSED and value and not idle:
+            raise RecipeError(f"{name}={value!r} cannot be honoured: {REFUSED[name]}")
     for name, value in theirs.items():
         if name in NAMES and value is not None:
             _add_renamed(own, name, value)
-    for field, value in plugin.items():
-        own[field] = value if own.get(field) is None else own[field]  # an argument comes before its plug-in
+    given = {name: value for name, value in own.items() if value is not None}
+    own = {**own, **plugin, **given}  # an argument comes before its plug-in
     spelled = any(name.startswith("--") and name != "--backend" for name in values)
     return own, bool(theirs or plugin or spelled)
 
 
 def _plain(name: str) -> str:
-    """`--fp8-margin` as Python has it."""
+    """A name such as `--fp8-margin` as Python spells it."""
     return name.removeprefix("--").replace("-", "_")
 
 
 def _plugin_fields(plain: dict[str, Any]) -> dict[str, Any]:
-    """Fields of a precision plug-in, which is taken out of `plain`."""
+    """The fields that a precision plug-in stands for, which is taken out of `plain`."""
     named = [key for key in _KEYS_OF_PLUGINS if key in plain]
     if _plain(str(plain.get("backend"))).lower().startswith(("bf16_with_", "fp16_with_")):
         named.append("backend")
     if len(named) > 1:
         raise RecipeError(f"{' and '.join(named)} name a precision both: leave one out")
-    return _of_plugin(named[0], plain.pop(named[0])) if named else {}
-
-
-def _of_plugin(key: str, word: Any) -> dict[str, Any]:
+    if not named:
+        return {}
+    key, word = named[0], plain.pop(named[0])
     dtype, _, rest = _plain(str(word)).lower().partition("_")
     if dtype in ("bf16", "fp16") and rest in PLUGINS:
         return {**PLUGINS[rest], "autocast_dtype": dtype}
@@ -399,13 +383,6 @@ def _of_plugin(key: str, word: Any) -> dict[str, Any]:
         f"{key}={word!r} is no FP8 precision of NeMo's or Megatron-Bridge's{closest(f'{dtype}_{rest}', known)}; known "
         f"are {', '.join(known)}"
     )
-
-
-def _refuse(theirs: dict[str, Any]) -> None:
-    for name, value in theirs.items():
-        idle = name in _WITHOUT_EFFECT and "first_last_layers_bf16" in theirs  # refused itself, where it is True
-        if name in REFUSED and value and not idle:
-            raise RecipeError(f"{name}={value!r} cannot be honoured: {REFUSED[name]}")
 
 
 def _add_renamed(own: dict[str, Any], name: str, value: Any) -> None:

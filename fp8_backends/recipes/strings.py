@@ -14,11 +14,11 @@ from ..errors import RecipeError
 AUTO = "auto"
 MSAMP = ("msamp", "ms-amp")
 _PER_TENSOR = ("dynamic", "tensorwise", "current")
-"""Three names of one rule: each compute has the one that its own library uses."""
+"""Three names of one rule: each backend has the one that its own library uses."""
 
 
 class BackendName(NamedTuple):
-    """A backend string taken apart. None: not said."""
+    """The parts of a backend string; None for a part that it leaves out."""
 
     compute: str
     scaling: str | None = None
@@ -51,27 +51,24 @@ def parse_backend(text: str) -> BackendName:
 
 
 def level_name(word: str, text: str) -> str:
-    """O0 to O3. Raises `RecipeError` that quotes `text`, where the word was said."""
+    """The level, O0 to O3. Raises `RecipeError` that quotes `text`, which the word is from."""
     if not isinstance(word, str) or word.strip().upper() not in LEVELS:
         raise RecipeError(f"{text!r}: unknown level {word!r}; msamp has {', '.join(LEVELS)} (default {DEFAULT_LEVEL})")
     return word.strip().upper()
 
 
 def scaling_name(compute: str, word: str, text: Any) -> str:
-    """The rule's own name in this compute."""
+    """The name that this backend has for a scaling rule. Raises `RecipeError` that quotes `text`."""
     if not isinstance(word, str):
         raise RecipeError(f"scaling={word!r}: the name of a scaling rule is wanted, such as 'delayed'")
     word = word.strip().lower()
     if compute == AUTO:
-        return word  # checked once a compute is picked
+        return word  # checked once a backend is chosen
     supported = registry.scalings_of(compute)
     if word in _PER_TENSOR:
         word = next((name for name in _PER_TENSOR if name in supported), word)
     if word in supported or word in registry.get_compute(compute).unnamed_scalings:
         return word
-    raise RecipeError(f"{text!r}: {compute} has no scaling {word!r}{closest(word, supported)}; it has {_list(compute)}")
-
-
-def _list(compute: str) -> str:
     default = registry.get_compute(compute).default_scaling
-    return ", ".join(f"{name} (default)" if name == default else name for name in registry.scalings_of(compute))
+    known = ", ".join(f"{name} (default)" if name == default else name for name in supported)
+    raise RecipeError(f"{text!r}: {compute} has no scaling {word!r}{closest(word, supported)}; it has {known}")

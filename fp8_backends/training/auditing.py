@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ..compute import registry
 from ..compute.counts import DGRAD, KINDS, WGRAD, ProductCounts
 from ..compute.interface import Compute, CountsProducts, HasProfile, StoresWeights
 from ..compute.profiling import Layer, ProductProfile
@@ -72,15 +73,15 @@ class Audit:
         for name, counts in self.products.items():
             rows.append((name or "(root)", *(str(counts[kind]) for kind in (*KINDS, "recomputed")), self.engine[name]))
         if len(rows) > 1:
-            lines += ["", *_aligned(_grouped(rows))]
+            lines += _table(_grouped(rows))
         if self.high_precision:
             reasons = [(name or "(root)", reason) for name, reason in self.high_precision.items()]
-            rows = [("in high precision", "reason"), *reasons]
-            lines += ["", *_aligned(_grouped(rows))]
+            lines += _table(_grouped([("in high precision", "reason"), *reasons]))
         rows = [("bytes", *BYTE_KEYS, "total")]
         for title, measured in (("per element", self.bytes_per_element), ("per parameter", self.bytes_per_parameter)):
-            rows.append((title, *(_number(measured.get(key)) for key in (*BYTE_KEYS, "total"))))
-        lines += ["", *_aligned(rows)]
+            sizes = [measured.get(key) for key in (*BYTE_KEYS, "total")]
+            rows.append((title, *("?" if size is None else f"{size:.4g}" for size in sizes)))
+        lines += _table(rows)
         if self.lost_updates is not None:
             lines += ["", f"updates lost to rounding: {self.lost_updates:.2%}"]
         return "\n".join(lines)
@@ -99,55 +100,38 @@ def audit(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> A
     optimizers = [known for seen in observed for known in seen.optimizers()]
     if optimizer is not None:
         optimizers = [unwrapped(optimizer)]
-    optimizers = _of_parameters(optimizers, model)
+    # an engine may train buffers of its own (DeepSpeed), which nobody can tell apart by weight: their bytes are unknown
+    parameters = {id(parameter) for parameter in model.parameters()}
+    optimizers = [each for each in optimizers if not parameters.isdisjoint(parameter_ids(each))]
     result = Audit(recipe=", ".join(dict.fromkeys(prepared.recipe.name for _, _, prepared in roots)) or "not prepared")
     parts = [_read_root(result, *root) for root in roots] or [_read_unprepared(result, model)]
     needed = sum(part.needed for part in parts)
     result.flops_share = sum(part.in_fp8 for part in parts) / needed if needed else 0.0
     _read_bytes(result, model, parts, optimizers)
-    losses = [seen.lost_updates for seen in observed] + [_lost_next(optimizer) for optimizer in optimizers]
+    losses = [seen.lost_updates for seen in observed]
+    losses += [each.lost_updates() for each in optimizers if hasattr(each, "lost_updates")]
     result.lost_updates = max((loss for loss in losses if loss is not None), default=None)
     if result.lost_updates is not None and result.lost_updates > MANY_LOST_UPDATES:
         logger.warning(
-            "%s: rounding swallows %.0f %% of the weight updates, so the model hardly trains: store weights with "
-            'rounding="stochastic", or raise the learning rate',
-            result.recipe,
-            100 * result.lost_updates,
+            f"{result.recipe}: rounding swallows {100 * result.lost_updates:.0f} % of the weight updates, so the model "
+            'hardly trains: store weights with rounding="stochastic", or raise the learning rate'
         )
     return result
 
 
-def _of_parameters(optimizers: list, model: nn.Module) -> list:
-    """Those that hold parameters of the model. Where an engine keeps what it trains in buffers of its own (DeepSpeed),
-    nobody can say what of them belongs to which weight: their bytes are unknown, and not zero."""
-    known = {id(parameter) for parameter in model.parameters()}
-    return [
-        optimizer
-        for optimizer in optimizers
-        if any(id(parameter) in known for group in optimizer.param_groups for parameter in group["params"])
-    ]
-
-
-def _lost_next(optimizer: torch.optim.Optimizer) -> float | None:
-    """Of an optimizer that rounds weights itself: what it would lose in its next step."""
-    return optimizer.lost_updates() if hasattr(optimizer, "lost_updates") else None
-
-
 def incomplete_layers(audit: Audit, recipe: Recipe) -> dict[str, list[str]]:
     """Layers that lack a kind of FP8 product that their recipe asks for, with the kinds."""
-    from ..compute.registry import get_compute
-
-    kept_high = get_compute(recipe.compute).high_precision_products(recipe)
-    lacking = {}
-    for layer, counts in audit.products.items():
-        if missing := [kind for kind in KINDS if kind not in kept_high and not counts[kind]]:
-            lacking[layer] = missing
-    return lacking
+    high = registry.get_compute(recipe.compute).high_precision_products(recipe)
+    missing = {
+        layer: [kind for kind in KINDS if kind not in high and not counts[kind]]
+        for layer, counts in audit.products.items()
+    }
+    return {layer: kinds for layer, kinds in missing.items() if kinds}
 
 
 @contextlib.contextmanager
 def profile_products(model: nn.Module) -> Iterator[dict[str, ProductCounts]]:
-    """Count the FP8 products of whatever runs inside, also for computes that do not count by themselves (`ao`, `te`).
+    """Count the FP8 products of whatever runs inside, also for backends that do not count by themselves (`ao`, `te`).
 
     Yields a dictionary, filled on exit: layer name to counts. `audit` reports the profiled counts from then on.
 
@@ -165,9 +149,10 @@ def profile_products(model: nn.Module) -> Iterator[dict[str, ProductCounts]]:
             profile.stop()
         for (prefix, root, prepared), earlier in zip(roots, before, strict=True):
             for name, counts in count_products(root, prepared).items():
-                found[_joined(prefix, name)] = (
-                    counts if name in prepared.profiled else _difference(counts, earlier[name])
-                )
+                if name not in prepared.profiled:
+                    kinds = asdict(earlier[name])
+                    counts = ProductCounts(**{kind: getattr(counts, kind) - kinds[kind] for kind in kinds})
+                found[_joined(prefix, name)] = counts
 
 
 def product_profile(compute: Compute, layers: list[Layer], keep: bool = False) -> ProductProfile:
@@ -176,7 +161,7 @@ def product_profile(compute: Compute, layers: list[Layer], keep: bool = False) -
 
 
 def _start_profiles(roots: list) -> list[ProductProfile]:
-    """One for each compute that does not count by itself."""
+    """Start one profile for each backend that does not count by itself."""
     layers: dict[Compute, list[Layer]] = {}
     for root in roots:
         layers.setdefault(root[2].compute, []).extend(layers_to_profile(*root))
@@ -186,10 +171,6 @@ def _start_profiles(roots: list) -> list[ProductProfile]:
             profile.abandon()
         raise FP8BackendError("another PyTorch profiler is active: stop it before counting FP8 products")
     return profiles
-
-
-def _difference(after: ProductCounts, before: ProductCounts) -> ProductCounts:
-    return ProductCounts(**{kind: count - getattr(before, kind) for kind, count in asdict(after).items()})
 
 
 @contextlib.contextmanager
@@ -264,6 +245,11 @@ def unwrapped(optimizer: Any) -> torch.optim.Optimizer | None:
     return optimizer
 
 
+def parameter_ids(optimizer: torch.optim.Optimizer) -> set[int]:
+    """The identities of the parameters that an optimizer holds."""
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
 def converted_layers(root: nn.Module, prepared: Prepared) -> dict[str, nn.Module]:
     """The FP8 layers of a prepared root by name."""
     is_converted = prepared.compute.is_converted
@@ -271,7 +257,7 @@ def converted_layers(root: nn.Module, prepared: Prepared) -> dict[str, nn.Module
 
 
 def layers_to_profile(prefix: str, root: nn.Module, prepared: Prepared) -> list[Layer]:
-    """The converted layers of a root whose compute does not count its products; none where it does."""
+    """The converted layers of a root whose backend does not count its products; none where it does."""
     layers = converted_layers(root, prepared)
     if not layers or isinstance(prepared.compute, CountsProducts):
         return []
@@ -282,18 +268,15 @@ def layers_to_profile(prefix: str, root: nn.Module, prepared: Prepared) -> list[
 
 def count_products(root: nn.Module, prepared: Prepared) -> dict[str, ProductCounts]:
     """FP8 products of each converted layer, by its own counter or from the last profiled step."""
-    counts = {}
-    for name, module in converted_layers(root, prepared).items():
-        if isinstance(prepared.compute, CountsProducts):
-            counts[name] = prepared.compute.products(module)
-        else:
-            counts[name] = prepared.profiled.get(name, ProductCounts())
-    return counts
+    layers = converted_layers(root, prepared)
+    if isinstance(prepared.compute, CountsProducts):
+        return {name: prepared.compute.products(module) for name, module in layers.items()}
+    return {name: prepared.profiled.get(name, ProductCounts()) for name in layers}
 
 
 @dataclass
 class RootMeasures:
-    """What one prepared root adds to an audit. FLOPs are a token's, over the products that training needs."""
+    """The part of an audit that one prepared root adds. FLOPs are per token, over the products that training needs."""
 
     in_fp8: float = 0.0
     needed: float = 0.0
@@ -338,7 +321,7 @@ def _trainable_by_name(root: nn.Module) -> dict[str, bool]:
 
 
 def _read_root(result: Audit, prefix: str, root: nn.Module, prepared: Prepared) -> RootMeasures:
-    """Products, engines and reasons of one prepared root into the audit; its FLOPs and weights."""
+    """Write products, engines and reasons of one prepared root into the audit; return its FLOPs and weights."""
     counts = count_products(root, prepared)
     flops = count_flops(root, prepared, counts)
     for name, module in converted_layers(root, prepared).items():
@@ -350,11 +333,9 @@ def _read_root(result: Audit, prefix: str, root: nn.Module, prepared: Prepared) 
         if isinstance(prepared.compute, StoresWeights):
             flops.transient_bytes += prepared.compute.transient_bytes_per_element(module) * elements
     seen = observed_of(prepared).gradient_dtypes
-    for name, parameter in root.named_parameters():
-        if plain_name(name) in seen:
-            flops.gradient_dtypes[id(parameter)] = seen[plain_name(name)]
-    for name, reason in prepared.report.high_precision.items():
-        result.high_precision[_joined(prefix, name)] = reason
+    named = ((plain_name(name), parameter) for name, parameter in root.named_parameters())
+    flops.gradient_dtypes = {id(parameter): seen[name] for name, parameter in named if name in seen}
+    result.high_precision |= {_joined(prefix, name): why for name, why in prepared.report.high_precision.items()}
     return flops
 
 
@@ -373,9 +354,7 @@ def _read_bytes(result: Audit, model: nn.Module, parts: list[RootMeasures], opti
     result.bytes_per_parameter = _average(weighed, bool(optimizers), sum(part.transient_bytes for part in parts))
     sources = {w.gradient_source for w in of_converted}
     result.gradient_source = next((source for source in ("live", "last step") if source in sources), "none")
-    for key in BYTE_KEYS:
-        names = {w.dtypes[key] for w in of_converted if w.dtypes[key]}
-        result.dtypes[key] = ", ".join(sorted(names))
+    result.dtypes = {key: ", ".join(sorted({w.dtypes[key] for w in of_converted} - {""})) for key in BYTE_KEYS}
 
 
 @dataclass
@@ -388,11 +367,10 @@ class _Weighed:
 
 
 def _weigh(parameter: nn.Parameter, optimizers: list, gradient_dtypes: dict[int, torch.dtype]) -> _Weighed:
-    """Bytes of one parameter and of what trains it, on this rank; elements: all, of the shards of every rank."""
-    sizes = dict.fromkeys(BYTE_KEYS, 0)
-    sizes["weight"] = stored_bytes(parameter)
+    """The bytes of one parameter and of what trains it on this rank, and its elements on all ranks."""
+    sizes = dict.fromkeys(BYTE_KEYS, 0) | {"weight": stored_bytes(parameter)}
     gradient, source = parameter.grad, "none"
-    dtypes = {"weight": _dtype_name(stored_dtype(parameter)), "master": "", "gradient": "", "optimizer": ""}
+    dtypes = dict.fromkeys(BYTE_KEYS, "") | {"weight": _dtype_name(stored_dtype(parameter))}
     if gradient is not None:
         sizes["gradient"], source = stored_bytes(gradient), "live"
         dtypes["gradient"] = _dtype_name(stored_dtype(gradient))
@@ -400,16 +378,14 @@ def _weigh(parameter: nn.Parameter, optimizers: list, gradient_dtypes: dict[int,
         sizes["gradient"], source = dtype.itemsize * _local(parameter).numel(), "last step"
         dtypes["gradient"] = _dtype_name(dtype)
     state = next((o.state[parameter] for o in optimizers if parameter in o.state), {})
-    kept = {key: value for key, value in state.items() if isinstance(value, torch.Tensor) and value.numel() > 1}
+    states = {key: value for key, value in state.items() if isinstance(value, torch.Tensor) and value.numel() > 1}
     master = getattr(_local(parameter), "master", None)
     if master is not None and not parameter.requires_grad:  # no optimizer knows it
-        kept["master"] = master
-    names: dict[str, list[str]] = {"master": [], "optimizer": []}
-    for key, value in kept.items():
+        states["master"] = master
+    for key, value in states.items():
         kind = "master" if "master" in key else "optimizer"
         sizes[kind] += stored_bytes(value)
-        names[kind].append(_dtype_name(stored_dtype(value)))
-    dtypes |= {kind: "+".join(of_kind) for kind, of_kind in names.items()}
+        dtypes[kind] += ("+" if dtypes[kind] else "") + _dtype_name(stored_dtype(value))
     return _Weighed(id(parameter), parameter.numel(), sizes, dtypes, source)
 
 
@@ -429,12 +405,12 @@ def stored_bytes(tensor: torch.Tensor) -> int:
 
 
 def stored_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """The dtype in which a tensor's data lies in memory, of a wrapper subclass that of its first part."""
+    """The dtype of a tensor's data in memory: of the first part, where it is a wrapper subclass."""
     return next(inner_tensors(tensor)).dtype
 
 
 def inner_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors that hold the bytes on this rank: the shard of a DTensor, the parts of a wrapper subclass."""
+    """The tensors that hold a tensor's bytes on this rank."""
     tensor = _local(tensor)
     if not hasattr(tensor, "__tensor_flatten__"):
         yield tensor
@@ -457,20 +433,19 @@ def _joined(prefix: str, name: str) -> str:
     return plain_name(f"{prefix}.{name}".strip("."))
 
 
-def _number(value: float | None) -> str:
-    return "?" if value is None else f"{value:.4g}"
-
-
 def _grouped(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """One row for all layers that differ in their number only: `layers.*.q_proj ×24`."""
-    groups: dict[tuple[str, ...], int] = {}
+    groups: dict[tuple[str, ...], list[str]] = {}
     for name, *cells in rows:
-        key = (re.sub(r"\d+", "*", name), *cells)
-        groups[key] = groups.get(key, 0) + 1
-    singles = {(re.sub(r"\d+", "*", name), *cells): name for name, *cells in rows}
-    return [(f"{key[0]} ×{n}" if n > 1 else singles[key], *key[1:]) for key, n in groups.items()]
+        groups.setdefault((re.sub(r"\d+", "*", name), *cells), []).append(name)
+    return [
+        (f"{pattern} ×{len(names)}" if len(names) > 1 else names[0], *cells)
+        for (pattern, *cells), names in groups.items()
+    ]
 
 
-def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    """An empty line, and the rows in columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return ["", *(line.rstrip() for line in lines)]

@@ -1,6 +1,6 @@
-"""Walking a model, choosing layers, and swapping them in place: once, for every compute.
+"""Walking a model, choosing layers, and swapping them in place: once, for every backend.
 
-A layer is converted by swapping its class. The compute builds a carrier, an FP8 layer around the same Parameters,
+A layer is converted by swapping its class. The backend builds a carrier, an FP8 layer around the same Parameters,
 and the carrier's class and added attributes move onto the `nn.Linear` that the model already has. So the module
 object stays, and with it every reference to it: Parameters, ties, shared modules, frozen flags, hooks, the optimizer
 and its state, weak references. The 3-D weights of experts are the exception: what runs them stands beside them
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from ..recipes.handlers import Recipe
 
 ALIGNMENT = 16
-"""FP8 products take sizes in multiples of this; a compute that takes others pads them."""
+"""FP8 products take sizes in multiples of this; a backend that takes others pads them."""
 
 NORM_CONVERSION = "_fp8_norm_conversion"
-"""As `CONVERSION`, of a normalisation layer that a compute has its own form of."""
+"""Attribute of a swapped normalisation layer, as `CONVERSION` is of a weight's layer: its `Conversion`."""
 
 PREPARED = "_fp8_prepared"
 """Attribute of a prepared root: its `Prepared`."""
@@ -41,7 +41,7 @@ PREPARED = "_fp8_prepared"
 
 @dataclass
 class NormLayer:
-    """What became of a normalisation layer, for a compute that has its own form of them."""
+    """What became of a normalisation layer, for a backend that has its own form of them."""
 
     name: str
     swapped: bool
@@ -65,7 +65,7 @@ class ConversionReport:
 
     products: list[WeightProduct]
     norms: list[NormLayer] = field(default_factory=list)
-    """Empty for a compute that leaves norms alone."""
+    """Empty for a backend that leaves norms alone."""
 
     @property
     def converted(self) -> list[str]:
@@ -84,36 +84,24 @@ class ConversionReport:
         return sum(product.flops for product in self.products if product.state == FP8) / total if total else 0.0
 
     def __str__(self) -> str:
-        heading = (
+        lines = [
             f"{len(self.converted)} of {len(self.products)} weights in FP8, {self.flops_share:.0%} of weight FLOPs"
-        )
-        groups: dict[str, list[str]] = {}
-        for product in sorted(self.products, key=lambda product: product.state != FP8):
-            note = f" ({product.reason})" if product.reason else ""
-            group = f"in FP8{note}" if product.state == FP8 else product.reason
-            groups.setdefault(group, []).append(product.name)
-        lines = [heading, *(f"  {group}: {_listed(names)}" for group, names in groups.items())]
+        ]
+        noted = [(f"in FP8 ({p.reason})" if p.reason else "in FP8", p.name) for p in self.products if p.state == FP8]
+        high = [(reason, name) for name, reason in self.high_precision.items()]
+        lines += [f"  {group}: {names}" for group, names in _grouped([*noted, *high]).items()]
         return "\n".join(lines + ([f"  {self._norms_line}"] if self.norms else []))
 
     @property
     def _norms_line(self) -> str:
-        left: dict[str, list[str]] = {}
-        for norm in self.norms:
-            if not norm.swapped:
-                left.setdefault(norm.reason, []).append(norm.name)
-        swapped = sum(norm.swapped for norm in self.norms)
-        others = "".join(f"; {_listed(names)}: {reason}" for reason, names in left.items())
-        return f"{swapped} of {len(self.norms)} norms swapped{others}{self._fusions}"
-
-    @property
-    def _fusions(self) -> str:
-        apart: dict[str, list[str]] = {}
-        for norm in self.norms:
-            if norm.apart is not None:
-                apart.setdefault(norm.apart, []).append(norm.name)
+        unswapped = _grouped((norm.reason, norm.name) for norm in self.norms if not norm.swapped)
+        line = f"{sum(norm.swapped for norm in self.norms)} of {len(self.norms)} norms swapped"
+        line += "".join(f"; {names}: {reason}" for reason, names in unswapped.items())
+        apart = _grouped((norm.apart, norm.name) for norm in self.norms if norm.apart is not None)
         fused = sum(norm.fused_with is not None for norm in self.norms)
-        others = "".join(f"; {_listed(names)} apart: {reason}" for reason, names in apart.items())
-        return f"; {fused} fused with the layers that read them{others}" if fused or apart else ""
+        if fused or apart:
+            line += f"; {fused} fused with the layers that read them"
+        return line + "".join(f"; {names} apart: {reason}" for reason, names in apart.items())
 
 
 @dataclass
@@ -130,16 +118,16 @@ class Prepared:
     undo: list[Callable[[nn.Module], None]] = field(default_factory=list, repr=False, compare=False)
     """What others did to the root since, to be undone when the model is restored."""
     profiled: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
-    """Counts of the last profiled step, for a compute that does not count by itself."""
+    """Counts of the last profiled step, for a backend that does not count by itself."""
     observed: Any = field(default=None, repr=False, compare=False)
     """What the first optimizer step showed (`auditing.Observed`)."""
 
     def __deepcopy__(self, memo: dict) -> Prepared:
         # a copied model has its own state; the compute has none, and stays the registered one
         memo[id(self.compute)] = self.compute
-        made = memo[id(self)] = object.__new__(type(self))
-        made.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
-        return made
+        copied = memo[id(self)] = object.__new__(type(self))
+        copied.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
+        return copied
 
 
 def convert(model: nn.Module, recipe: Recipe, compute: Compute) -> Prepared:
@@ -172,7 +160,10 @@ def convert(model: nn.Module, recipe: Recipe, compute: Compute) -> Prepared:
         _note_fusions(root, norms, compute.fuse(root, recipe, dict([*built, *new_norms])))
     report = ConversionReport([each.product for each in found], norms)
     if not report.converted:
-        _refuse_nothing(report, recipe)
+        message = f"{recipe.name}: no layer of this model can run in FP8. {report if found else 'It has no Linear.'}"
+        if recipe.on_unproven == "raise":
+            raise FP8BackendError(f'{message}\non_unproven="warn" goes on without FP8')
+        warnings.warn(message, stacklevel=3)
     is_new = prepared is None
     prepared = prepared or Prepared(recipe, compute, report, shared)
     try:
@@ -209,7 +200,7 @@ def restore(model: nn.Module) -> None:
         if conversion is not None and type(module) is not conversion.converted:
             raise FP8BackendError(
                 f"{name}: its class is {type(module).__name__} now, so it cannot be restored: "
-                f"restore a model before it is wrapped"
+                "restore a model before it is wrapped"
             )
     for module in modules:
         restore_layer(module)
@@ -248,21 +239,13 @@ def weight_products(model: nn.Module) -> list[WeightProduct]:
 def expected(model: nn.Module, recipe: Recipe, compute: Compute) -> ConversionReport:
     """What `convert` would make of the weight products of `model`, which stays as it is. Norms are left out.
 
-    Raises:
-        RecipeError: as `convert`.
+    Raises `RecipeError` as `convert` does.
     """
     root = unwrapped(model)
     found = find_weight_products(root)
-    norms = [
-        NormLayer(plain_name(name), False, None)
-        for name, module in root.named_modules()
-        if _NORM.search(type(module).__name__)
-    ]
-    _choose(found, recipe, compute, norms)
+    norms = [name for name, module in root.named_modules() if "norm" in type(module).__name__.lower()]
+    _choose(found, recipe, compute, [NormLayer(plain_name(name), False, None) for name in norms])
     return ConversionReport([each.product for each in found])
-
-
-_NORM = re.compile(r"norm", re.IGNORECASE)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -287,11 +270,10 @@ def _choose(found: list[Found], recipe: Recipe, compute: Compute, norms: list[No
         product, conversion = each.product, each.conversion
         if conversion is not None:
             _check_same_recipe(f"layer {product.name!r}", conversion.recipe, recipe)
+        elif reason := each.obstacle or layer_filter.exclusion(each) or _unfit(each, recipe, compute):
+            product.reason = reason
+            continue
         else:
-            reason = each.obstacle or layer_filter.exclusion(each) or _unfit(each, recipe, compute)
-            if reason is not None:
-                product.reason = reason
-                continue
             chosen.append(each)
         product.state = FP8
         notes = [compute.note_on_experts(recipe)] if each.part else []
@@ -350,15 +332,6 @@ def _check_same_recipe(what: str, had: Recipe, wanted: Recipe) -> None:
     )
 
 
-def _refuse_nothing(report: ConversionReport, recipe: Recipe) -> None:
-    message = (
-        f"{recipe.name}: no layer of this model can run in FP8. {report if report.products else 'It has no Linear.'}"
-    )
-    if recipe.on_unproven == "raise":
-        raise FP8BackendError(f'{message}\non_unproven="warn" goes on without FP8')
-    warnings.warn(message, stacklevel=4)
-
-
 # swapping layers
 
 _OF_EVERY_LINEAR = frozenset(nn.Linear(1, 1, device="meta").__dict__)
@@ -399,7 +372,7 @@ def _build(chosen: list[Found], recipe: Recipe, compute: Compute, shared: Any) -
         carrier = compute.build(linear, recipe, shared)
         if any(carrier._parameters.get(key) is not parameter for key, parameter in linear._parameters.items()):
             raise FP8BackendError(
-                f"{product.name}: the compute {compute.name!r} built a layer with other Parameters, which no "
+                f"{product.name}: the backend {compute.name!r} built a layer with other Parameters, which no "
                 f"optimizer would know; its build() must hand on the very objects of the layer that it is given"
             )
         taken = [name for name in (*_added_attributes(carrier), *carrier._buffers) if hasattr(linear, name)]
@@ -414,7 +387,7 @@ def _build(chosen: list[Found], recipe: Recipe, compute: Compute, shared: Any) -
 def _build_experts(
     chosen: list[Found], recipe: Recipe, compute: Compute, shared: Any
 ) -> list[tuple[nn.Module, ExpertWeights]]:
-    """Experts modules and what stands for those of their weights that are converted now."""
+    """Experts modules, each with the layers that stand for those of its weights that are converted now."""
     parts: dict[nn.Module, list[str]] = {}
     for each in chosen:
         parts.setdefault(each.module, []).append(each.part)
@@ -429,7 +402,7 @@ def _added_attributes(carrier: nn.Module) -> dict[str, Any]:
 
 
 def _attach(root: nn.Module, prepared: Prepared) -> None:
-    """Let the compute install its hooks on the root, and note which, so that `restore` can take them away."""
+    """Let the backend install its hooks on the root, and note which, so that `restore` can take them away."""
     before = _names_and_hooks(root)
     try:
         prepared.compute.attach(root, prepared.recipe, prepared.shared)
@@ -452,15 +425,23 @@ def _detach(root: nn.Module, prepared: Prepared) -> None:
 
 
 def _names_and_hooks(module: nn.Module) -> dict[str, set]:
-    """Instance attributes; those that hold hooks with the keys of these."""
+    """The names of the instance attributes, with the keys of those that hold hooks."""
     return {
         name: set(value) if "_hooks" in name and isinstance(value, dict) else set()
         for name, value in module.__dict__.items()
     }
 
 
-def _listed(names: Iterable[str], shown: int = 6) -> str:
-    """Names with layers that differ in their number only drawn together: `layers.*.q_proj (×24)`."""
+def _grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """The names of each reason, from (reason, name)."""
+    groups: dict[str, list[str]] = {}
+    for reason, name in pairs:
+        groups.setdefault(reason, []).append(name)
+    return {reason: listed(names) for reason, names in groups.items()}
+
+
+def listed(names: Iterable[str], shown: int = 6) -> str:
+    """Names in one line, with layers that differ in their number only drawn together: `layers.*.q_proj (×24)`."""
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(re.sub(r"\b\d+\b", "*", name), []).append(name)

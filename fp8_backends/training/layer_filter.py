@@ -27,7 +27,7 @@ class LayerFilter:
     `module_filter_func`, where these are given; where neither is, heads, routers and adapters are left out.
 
     Patterns are fnmatch patterns over a layer's full name (any of its names, if shared). One without a dot also
-    matches a layer when it matches any one segment of the name. `norms` are those that the compute would swap:
+    matches a layer when it matches any one segment of the name. `norms` are those that the backend would swap:
     `exclude` may name them too.
 
     Raises:
@@ -47,7 +47,7 @@ class LayerFilter:
     def exclusion(self, each: Found) -> str | None:
         """Why this layer is left out, or None."""
         product = each.product
-        if (reason := excluded(product, self.exclude)) is not None:
+        if reason := excluded(product, self.exclude):
             return reason
         if self.include is not None and not any(pattern.matches(product) for pattern in self.include):
             return "not named in include"
@@ -70,10 +70,8 @@ class NamePattern:
         self._match = re.compile(fnmatch.translate(text)).match
 
     def matches(self, layer: Named) -> bool:
-        for name in layer.names:
-            if self._match(name) or ("." not in self.text and any(map(self._match, name.split(".")))):
-                return True
-        return False
+        segments = [] if "." in self.text else [segment for name in layer.names for segment in name.split(".")]
+        return any(map(self._match, (*layer.names, *segments)))
 
 
 def _check_pattern(field_name: str, pattern: NamePattern, found: list[Found]) -> None:
@@ -85,7 +83,7 @@ def _check_pattern(field_name: str, pattern: NamePattern, found: list[Found]) ->
         raise RecipeError(
             f"{field_name}: no weight of this model matches {pattern.text!r}; names are such as "
             f"{', '.join(map(repr, near))}. A pattern without a dot matches any one part of a name; "
-            f"'a.b.*' matches all inside a.b"
+            "'a.b.*' matches all inside a.b"
         )
     if field_name == "include" and all(each.obstacle for each in matched):
         first = matched[0]

@@ -25,7 +25,7 @@ from ..numerics.sharded_tensor import is_distributed
 from ..recipes.handlers import Recipe, resolve
 from ..states import adamw, checkpoint, levels, original
 from . import conversion, proof
-from .auditing import converted_layers, unwrapped
+from .auditing import converted_layers, parameter_ids, unwrapped
 from .conversion import PREPARED, Prepared, prepared_roots
 
 
@@ -86,7 +86,7 @@ def prepare_model(model: nn.Module, recipe: Recipe) -> nn.Module:
 
 
 def check_model(model: nn.Module, recipe: Recipe) -> None:
-    """Raise where the recipe cannot run here, or a level cannot store this model's weights any more."""
+    """Raise where the recipe cannot run on this machine, or a level cannot store this model's weights any more."""
     if not isinstance(model, nn.Module):
         raise FP8BackendError(
             f"model must be a torch.nn.Module, not {type(model).__name__}; the order is prepare(model, optimizer, spec)"
@@ -97,18 +97,17 @@ def check_model(model: nn.Module, recipe: Recipe) -> None:
     if any(not prepared_roots(wrapped.module) for wrapped in _ddp_wrappers(model)):
         raise FP8BackendError(
             f"level {recipe.level} stores the weights in another form, and DDP holds on to them as they were: "
-            f"prepare(model, None, spec) first, then DistributedDataParallel(model), then "
-            f"prepare(ddp, optimizer, spec)"
+            "prepare(model, None, spec) first, then DistributedDataParallel(model), then prepare(ddp, optimizer, spec)"
         )
     if fsdp2.fsdp_modules(model) and not prepared_roots(model):
         raise FP8BackendError(
             f"level {recipe.level} stores the weights in another form, and FSDP2 has sharded them as they were: "
-            f"prepare(model, None, spec) first, then fully_shard, then prepare(model, optimizer, spec)"
+            "prepare(model, None, spec) first, then fully_shard, then prepare(model, optimizer, spec)"
         )
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
-    """Raise where the recipe cannot run here, or `convert_optimizer` would refuse this optimizer. Changes nothing."""
+    """Raise where the recipe cannot run on this machine, or `convert_optimizer` would refuse this optimizer."""
     registry.check_available(recipe)
     if recipe.level != "O0":
         adamw.check(unwrapped(optimizer), levels.state_rule(recipe))
@@ -120,12 +119,11 @@ def _check_trains(model: nn.Module, optimizer: Any) -> None:
     if not isinstance(inner, torch.optim.Optimizer):
         raise FP8BackendError(
             f"optimizer must be a torch.optim.Optimizer or None, not {type(optimizer).__name__}; "
-            f"the order is prepare(model, optimizer, spec)"
+            "the order is prepare(model, optimizer, spec)"
         )
     if not isinstance(model, nn.Module):
         return  # refused by `check_model`, in its own words
-    held = {id(parameter) for group in inner.param_groups for parameter in group["params"]}
-    if not any(id(parameter) in held for parameter in model.parameters()):
+    if parameter_ids(inner).isdisjoint(map(id, model.parameters())):
         warnings.warn(
             "none of the model's parameters is in the optimizer: the model will not train; make the optimizer "
             "from this model's parameters()",
@@ -159,7 +157,7 @@ def keep_weight_casts(model: nn.Module, keep: bool = True) -> None:
     An optimizer step that `prepare` watches discards the codes, and so does whatever else changes the weight, but for
     writes through `weight.data` between two microbatches. They take one byte for each weight element, which rules with
     one scale a tensor hold from forward to backward anyway. `native:delayed`, whose scales move with every forward, and
-    other computes make codes anew; so does compiled code. An `Accelerator` with `gradient_accumulation_steps` above 1
+    other backends make codes anew; so does compiled code. An `Accelerator` with `gradient_accumulation_steps` above 1
     calls this by itself, where weights are whole on every rank.
 
     Args:
@@ -196,18 +194,18 @@ def connect_ranks(model: nn.Module, recipe: Recipe) -> None:
     comm = recipe.gradient_comm or ("plain" if recipe.level == "O0" else "fp8")
     for wrapped in _ddp_wrappers(model):
         if roots := prepared_roots(wrapped.module):
-            ddp.connect(wrapped, comm, levels.swap_gradient_hook, _ScalingBuffers(roots))
+            ddp.connect(wrapped, comm, levels.swap_gradient_hook, ScalingBuffers(roots))
     if fsdp2.fsdp_modules(model):
         roots = prepared_roots(model)
         for _, root, prepared in roots:
             if isinstance(prepared.compute, KeepsWeightCasts):
                 prepared.compute.keep_weight_casts(root, False)
-        fsdp2.connect(model, comm, _ScalingBuffers(roots))
+        fsdp2.connect(model, comm, ScalingBuffers(roots))
         levels.watch_shards(model)
 
 
-class _ScalingBuffers:
-    """The live scaling states of prepared roots, in a fixed order."""
+class ScalingBuffers:
+    """A function that gives the live scaling states of prepared roots, in a fixed order."""
 
     def __init__(self, roots: list[tuple[str, nn.Module, Prepared]]) -> None:
         self.roots = [(root, prepared.compute) for _, root, prepared in roots]
@@ -224,7 +222,7 @@ def _ddp_wrappers(model: nn.Module) -> list[DistributedDataParallel]:
 
 
 def convert_optimizer(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
-    """Let an optimizer train the weights that a level stores; nothing to do at O0. Repeating it does nothing.
+    """Let an optimizer train the weights that a level stores. At O0, or repeated, it does nothing.
 
     Raises:
         FP8BackendError: it is no `torch.optim.Adam` or `AdamW`, or has an option that scaled states do not take.
@@ -234,7 +232,7 @@ def convert_optimizer(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
 
 
 def watch_optimizer(models: nn.Module | Iterable[nn.Module], optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
-    """State the proof at the optimizer's first step, for those of the prepared models whose parameters it holds.
+    """State the proof at the optimizer's first step, for the prepared models whose parameters it holds.
 
     `optimizer` may be wrapped (Accelerate's `AcceleratedOptimizer`). Repeating it does nothing. `recipe` is what the
     models were prepared with; each prepared model carries its own.
@@ -243,16 +241,20 @@ def watch_optimizer(models: nn.Module | Iterable[nn.Module], optimizer: torch.op
     inner = unwrapped(optimizer)
     convert_optimizer(inner, recipe)
     if recipe.level == "O3" and recipe.shard_states:
-        share_out_states(inner)
+        _share_out_states(inner)
     proof.watch(models, optimizer)
-    AfterStep.of(inner).add(models)
+    hooks = inner._optimizer_step_post_hooks.values()
+    after_step = next((hook for hook in hooks if isinstance(hook, AfterStep)), None)
+    if after_step is None:
+        inner.register_step_post_hook(after_step := AfterStep())
+    after_step.add(models)
     for wrapped in (each for model in models for each in _ddp_wrappers(model)):
         ddp.follow(wrapped, inner)
 
 
-def share_out_states(optimizer: torch.optim.Optimizer) -> None:
-    """Under DDP on several ranks: leave the master and the optimizer states of each weight at O3 to one rank. Every
-    rank calls it, after `connect_ranks`; repeating it does nothing."""
+def _share_out_states(optimizer: torch.optim.Optimizer) -> None:
+    """Leave the master and the optimizer states of each weight at O3 to one rank, where DDP has several. Every rank
+    calls it, after `connect_ranks`."""
     trained = [p for group in optimizer.param_groups for p in group["params"]]
     weights = [p for p in trained if getattr(p, "master", None) is not None and ddp.connection_of(p) is not None]
     connection = ddp.connection_of(weights[0]) if weights else None
@@ -272,22 +274,10 @@ class AfterStep:
     def __init__(self) -> None:
         self.roots: list[weakref.ref] = []
 
-    @classmethod
-    def of(cls, optimizer: torch.optim.Optimizer) -> AfterStep:
-        """The optimizer's; installed when first asked for."""
-        hooks = optimizer._optimizer_step_post_hooks.values()
-        hook = next((hook for hook in hooks if isinstance(hook, cls)), None)
-        if hook is None:
-            hook = cls()
-            optimizer.register_step_post_hook(hook)
-        return hook
-
     def add(self, models: list[nn.Module]) -> None:
-        """Tell of these models, too."""
-        known = [reference() for reference in self.roots]
-        for _, root, _ in (each for model in models for each in prepared_roots(model)):
-            if not any(root is each for each in known):
-                self.roots.append(weakref.ref(root))
+        known = {id(reference()) for reference in self.roots}
+        roots = [root for model in models for _, root, _ in prepared_roots(model)]
+        self.roots += [weakref.ref(root) for root in roots if id(root) not in known]
 
     def __call__(self, optimizer: torch.optim.Optimizer, args, kwargs) -> None:
         for root in (reference() for reference in self.roots):

@@ -1,6 +1,6 @@
 """The proof that FP8 ran, made at the first optimizer step.
 
-A compute that counts its products is asked for its counts. For one that cannot count (`ao`, `te`), the first training
+A backend that counts its products is asked for its counts. For one that cannot count (`ao`, `te`), the first training
 step is profiled: from the first forward with gradients to the optimizer step. Where that forward is compiled as a
 whole, or another profiler is active, the next step is profiled instead, from optimizer step to optimizer step.
 """
@@ -27,6 +27,7 @@ from .auditing import (
     count_products,
     layers_to_profile,
     observed_of,
+    parameter_ids,
     product_profile,
     stored_dtype,
     unwrapped,
@@ -52,22 +53,18 @@ def watch(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> None
     if not hasattr(optimizer, "register_step_post_hook"):
         raise FP8BackendError(
             f"FP8 cannot be proven with an optimizer of type {type(optimizer).__name__}: it must be a "
-            f"torch.optim.Optimizer, so that its first step can be watched"
+            "torch.optim.Optimizer, so that its first step can be watched"
         )
     roots = [root for model in models for root in conversion.prepared_roots(model)]
-    new = [root for root in _held_by(optimizer, roots) if optimizer not in observed_of(root[2]).optimizers()]
+    held = parameter_ids(optimizer)
+    # where sharding swapped the parameters, none is found, and every model counts
+    trained = [root for root in roots if any(id(p) in held for p in root[1].parameters())] or roots
+    new = [root for root in trained if optimizer not in observed_of(root[2]).optimizers()]
     for _, _, prepared in new:
         observed_of(prepared).watch(optimizer)
     unproven = [root for root in new if not observed_of(root[2]).proven]
     for compute in dict.fromkeys(prepared.compute for _, _, prepared in unproven):
         FirstStep([root for root in unproven if root[2].compute is compute]).install(optimizer)
-
-
-def _held_by(optimizer, roots: list) -> list:
-    """The prepared roots with a parameter in this optimizer; all of them where sharding swapped the parameters."""
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    holding = [root for root in roots if any(id(parameter) in held for parameter in root[1].parameters())]
-    return holding or roots
 
 
 class FirstStep:
@@ -76,7 +73,7 @@ class FirstStep:
     def __init__(self, roots: list[tuple[str, nn.Module, Prepared]]) -> None:
         self.roots = roots
         self.compute = roots[0][2].compute
-        """The one compute of these models."""
+        """The one backend of these models."""
         self.layers = [layer for root in roots for layer in layers_to_profile(*root)]
         self.profile: ProductProfile | None = None
         self.began: nn.Module | None = None
@@ -151,10 +148,9 @@ class FirstStep:
 
     def _record_gradient_dtypes(self) -> None:
         for _, root, prepared in self.roots:
-            dtypes = observed_of(prepared).gradient_dtypes
-            for name, parameter in root.named_parameters():
-                if parameter.grad is not None:
-                    dtypes[plain_name(name)] = stored_dtype(parameter.grad)
+            observed_of(prepared).gradient_dtypes |= {
+                plain_name(name): stored_dtype(p.grad) for name, p in root.named_parameters() if p.grad is not None
+            }
 
 
 def _gradient_state(weight: nn.Parameter) -> tuple | None:
@@ -186,8 +182,8 @@ def state_proof(root: nn.Module, prepared: Prepared, counts: dict[str, ProductCo
     if _nothing_ran([counts]):
         message = (
             f"{name}: no FP8 product ran in the first training step, although {len(counts)} layers were converted. "
-            f"Check that the prepared model is the one that trains, and in training mode; "
-            f'on_unproven="warn" trains on regardless'
+            "Check that the prepared model is the one that trains, and in training mode; "
+            'on_unproven="warn" trains on regardless'
         )
         if prepared.recipe.on_unproven == "raise":
             raise FP8BackendError(message)
@@ -237,16 +233,10 @@ def _nothing_ran(counts: list[dict[str, ProductCounts]]) -> bool:
 def _shortcomings(root: nn.Module, prepared: Prepared, counts: dict[str, ProductCounts]) -> list[str]:
     """What a reader of the proof must know: layers that took no part, and gradients that were made some other way."""
     idle = [name for name, count in counts.items() if not _ran(count)]
-    messages = [f"layers without products: {_listed(idle)}"] if idle else []
-    if WGRAD in prepared.compute.high_precision_products(prepared.recipe):
-        return messages
-    layers = converted_layers(root, prepared)
-    odd = [name for name, count in counts.items() if not count.wgrad and layers[name].weight.grad is not None]
-    if odd := [name for name in odd if name not in idle]:
-        messages.append(f"layers whose weight gradient did not come from an FP8 product: {_listed(odd)}")
+    messages = [f"layers without products: {conversion.listed(idle)}"] if idle else []
+    if WGRAD not in prepared.compute.high_precision_products(prepared.recipe):
+        layers = converted_layers(root, prepared)
+        ran = {name: count for name, count in counts.items() if _ran(count)}
+        if odd := [name for name, count in ran.items() if not count.wgrad and layers[name].weight.grad is not None]:
+            messages.append(f"layers whose weight gradient did not come from an FP8 product: {conversion.listed(odd)}")
     return messages
-
-
-def _listed(names: list[str], shown: int = 8) -> str:
-    more = f" and {len(names) - shown} more" if len(names) > shown else ""
-    return ", ".join(name or "(root)" for name in names[:shown]) + more

@@ -48,10 +48,9 @@ def validate(
     quantized_base: bool | None = None,
     chip: str | None = None,
 ) -> list[Finding]:
-    """What is known to go wrong with this recipe, on this machine or another, in this setup. The worst come first.
+    """Find what is known to go wrong with this recipe, on this machine or another, in this setup. The worst come first.
 
-    What is None is not known, and no rule asks for it; where a model shows it, it is read off the model, which stays as
-    it is.
+    None means not known: what the model shows is read off it, without changing it, and no rule asks for the rest.
 
     Args:
         spec: what `resolve` takes. A string or field that cannot be honoured becomes a finding, not an exception.
@@ -124,7 +123,7 @@ def _unavailable(setup: Setup) -> Iterator[Finding]:
 
 
 def _refused_optimizer(optimizer: Any, setup: Setup) -> Iterator[Finding]:
-    """An optimizer object that `prepare` would refuse, in its words. A name is for the rules to judge."""
+    """The refusal by `prepare` of an optimizer object. A name is for the rules to judge."""
     if isinstance(optimizer, torch.optim.Optimizer):
         try:
             preparation.check_optimizer(optimizer, setup.recipe)
@@ -148,7 +147,8 @@ def _with_model(setup: Setup, model: nn.Module) -> Setup:
     fp8 = set(expected.converted)
     converted = {f"{name}.weight".lstrip(".") for name in fp8}
     trains = [conversion.plain_name(name) for name, p in model.named_parameters() if p.requires_grad]
-    config = _text_config(model)
+    config = getattr(model, "config", None)
+    config = getattr(config, "text_config", None) or config  # of a model of images or sound, its language model's
     shown = {
         "parallel": _parallel(model),
         "compiled": _compiled(model),
@@ -164,21 +164,13 @@ def _with_model(setup: Setup, model: nn.Module) -> Setup:
         linear_trains=not converted.isdisjoint(trains),
         expected=expected,
         only_weights_train=bool(trains) and converted.issuperset(trains),
-        persistent_buffers=tuple(_persistent_buffers(model)),
+        persistent_buffers=tuple(
+            f"{prefix}.{name}".lstrip(".")
+            for prefix, module in model.named_modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None and name not in module._non_persistent_buffers_set
+        ),
     )
-
-
-def _persistent_buffers(model: nn.Module) -> Iterator[str]:
-    for prefix, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield f"{prefix}.{name}".lstrip(".")
-
-
-def _text_config(model: nn.Module) -> Any:
-    """The configuration of a model of transformers; of one with images or sound, that of its language model."""
-    config = getattr(model, "config", None)
-    return getattr(config, "text_config", None) or config
 
 
 _WRAPPERS = {
@@ -190,7 +182,7 @@ _WRAPPERS = {
 
 
 def _parallel(model: nn.Module) -> Parallel:
-    """By class names, so that nothing is imported: `fully_shard` makes a subclass of FSDPModule."""
+    """What wraps the model, by class names, so that nothing is imported (`fully_shard` subclasses FSDPModule)."""
     names = {cls.__name__ for module in (model, getattr(model, "_orig_mod", model)) for cls in type(module).__mro__}
     return next((kind for name, kind in _WRAPPERS.items() if name in names), "none")
 

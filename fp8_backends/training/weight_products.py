@@ -1,7 +1,7 @@
-"""Which weights does a model multiply by? The list that conversion works on, and that every share is counted over.
+"""The weights that a model multiplies by: conversion works on this list, and every share is counted over it.
 
-Linear layers, transformers' `Conv1D`, expert tensors, routers, the output head, and weights that a module multiplies
-by itself (`nn.MultiheadAttention.in_proj_weight`). Embeddings, convolutions and norms are not weight products.
+They are Linear layers, transformers' `Conv1D`, expert tensors, routers, the output head, and weights that a module
+multiplies by itself (`nn.MultiheadAttention.in_proj_weight`); embeddings, convolutions and norms are not.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ ROUTER_NAMES = frozenset({"gate", "router"})
 _ADAPTER_SEGMENTS = frozenset({"base_layer", "original_module", "modules_to_save", "default"})
 _TOP_K_FIELDS = ("num_experts_per_tok", "num_experts_per_token", "num_selected_experts", "moe_topk")
 _WEIGHT_NAME = re.compile(r"weight|_proj$")
-_BIAS_NAME = re.compile(r"bias")
 _NOT_A_PRODUCT = re.compile(r"embed|norm|conv", re.IGNORECASE)
 
 
@@ -47,7 +46,7 @@ class WeightProduct:
     in_features: int
     out_features: int
     flops: float
-    """Forward FLOPs per token: 2 * in * out, times the experts that a token visits."""
+    """Forward FLOPs per token: 2 * in * out, times the number of experts that a token visits."""
     state: str = HIGH_PRECISION
     """`fp8` or `high precision`."""
     reason: str | None = None
@@ -105,9 +104,8 @@ def find_weight_products(model: nn.Module) -> list[Found]:
 
 
 _DEFAULT_EXCLUSIONS = {
-    "head": "output head: kept in high precision (name it in include to convert it; '*' names all)",
-    "router": "router: kept in high precision (name it in include to convert it; '*' names all)",
-    "adapter": "adapter: kept in high precision (name it in include to convert it; '*' names all)",
+    kind: f"{words}: kept in high precision (name it in include to convert it; '*' names all)"
+    for kind, words in (("head", "output head"), ("router", "router"), ("adapter", "adapter"))
 }
 
 
@@ -123,7 +121,7 @@ def _products_of(module: nn.Module, name: str) -> Iterator[tuple[str, str, tuple
         yield "", "Conv1D", tuple(full_shape(module.weight)), obstacle
     elif not isinstance(module, _WITHOUT_PRODUCTS) and not _NOT_A_PRODUCT.search(type(module).__name__):
         for part, parameter in module._parameters.items():
-            if parameter is None or is_lazy(parameter) or _BIAS_NAME.search(part):
+            if parameter is None or is_lazy(parameter) or "bias" in part:
                 continue
             shape = full_shape(parameter)
             if len(shape) == 3 and _holds_experts(module, name):
@@ -147,7 +145,7 @@ _WITHOUT_PRODUCTS = (
 
 
 def linear_obstacle(linear: nn.Linear) -> str | None:
-    """Why no compute could take this Linear's place, or None."""
+    """Why no backend could take this Linear's place, or None."""
     weight = linear._parameters.get("weight")
     if CONVERSION in linear.__dict__:
         return None
@@ -171,9 +169,8 @@ def linear_obstacle(linear: nn.Linear) -> str | None:
 
 
 def _is_conv1d(module: nn.Module) -> bool:
-    """transformers' Conv1D, without importing transformers: where it was never imported, there is none."""
-    library = sys.modules.get("transformers.pytorch_utils")
-    return library is not None and isinstance(module, getattr(library, "Conv1D", ()))
+    """Whether it is transformers' Conv1D. Where transformers was never imported, there is none."""
+    return isinstance(module, getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", ()))
 
 
 def _is_router(name: str) -> bool:
@@ -188,10 +185,8 @@ def _head_test(modules) -> Callable[[nn.Module, list[str]], bool]:
     """A test for output heads: what `get_output_embeddings` returns, what shares a weight with an embedding, or what
     bears a head's name."""
     declared: set[int] = set()
-    embeddings: set[int] = set()
+    embeddings = {id(module._parameters.get("weight")) for module in modules if isinstance(module, nn.Embedding)}
     for module in modules:
-        if isinstance(module, nn.Embedding):
-            embeddings.add(id(module._parameters.get("weight")))
         if callable(getattr(type(module), "get_output_embeddings", None)):
             try:
                 output = module.get_output_embeddings()
@@ -205,7 +200,7 @@ def _head_test(modules) -> Callable[[nn.Module, list[str]], bool]:
         return (
             id(module) in declared
             or (weight is not None and id(weight) in embeddings)
-            or any(_has_head_name(name) for name in names)
+            or any(map(_has_head_name, names))
         )
 
     return is_head
@@ -225,8 +220,8 @@ def _adapter_parts(modules: Iterable[nn.Module]) -> set[int]:
 
 
 def _adapted_parameters(modules: Iterable[nn.Module]) -> set[tuple[int, str]]:
-    """(identity of a module, name of its Parameter) of the Parameters that PEFT adapts themselves
-    (`target_parameters`), by a wrapper for each that lies around the module."""
+    """Parameters that PEFT adapts themselves (`target_parameters`), by a wrapper for each that lies around the module.
+    Each is (identity of the module, name of the Parameter)."""
     found = set()
     for module in modules:
         wrapped = module._modules.get("base_layer")
@@ -270,8 +265,6 @@ _LISTED_EXPERT = re.compile(r"((?:.*\.)?experts)\.\d+(?:\.|$)")
 
 def _experts_per_token(module: nn.Module) -> int | None:
     config = module.__dict__.get("config")
-    for part in (config, getattr(config, "text_config", None)):
-        for field in _TOP_K_FIELDS:
-            if isinstance(number := getattr(part, field, None), int):
-                return number
-    return None
+    parts = (config, getattr(config, "text_config", None))
+    numbers = (getattr(part, field, None) for part in parts for field in _TOP_K_FIELDS)
+    return next((number for number in numbers if isinstance(number, int)), None)

@@ -26,13 +26,12 @@ def _cuda(setup: Setup) -> str:
 
 
 def _states(setup: Setup) -> str:
-    """What the backends do on this chip."""
-    listed = []
-    for state in (EMULATED, REFUSED):
-        found = [each for each in supports(setup.machine.chip, setup.machine.cuda) if each.state == state]
-        if found:
-            listed.append(f"{state}: {', '.join(name for each in found for name in each.backends)}")
-    return "; ".join(listed)
+    """The backends that this chip emulates and refuses."""
+    found = supports(setup.machine.chip, setup.machine.cuda)
+    names = {each: [] for each in (EMULATED, REFUSED)}
+    for each in found:
+        names.get(each.state, []).extend(each.backends)
+    return "; ".join(f"{state}: {', '.join(backends)}" for state, backends in names.items() if backends)
 
 
 CHIP_RULES = (

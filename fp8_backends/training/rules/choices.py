@@ -51,15 +51,15 @@ COMPILATION_RULES = (
 )
 
 
-def _name(setup: Setup) -> str | None:
-    return None if setup.optimizer is None else setup.optimizer.lower()
+def _name(setup: Setup) -> str:
+    return (setup.optimizer or "").lower()
 
 
 OPTIMIZER_RULES = (
     Rule(
         "level_optimizer",
         "error",
-        lambda s: s.has_level and _name(s) is not None and _name(s) not in TORCH_ADAM,
+        lambda s: s.has_level and s.optimizer is not None and _name(s) not in TORCH_ADAM,
         "the levels O1, O2 and O3 train with torch.optim.AdamW or Adam, whose states they store themselves: in 8 and "
         "16 bits at O2 and O3",
         "use adamw_torch (torch.optim.AdamW), or a backend without +msamp",

@@ -21,7 +21,7 @@ MODEST_UNTIL = 3 * 10**9
 
 ROW_SCALINGS = ("rowwise", "rowwise_with_gw_hp")
 PADS_NOTHING = ("te", "ao")
-"""Computes that cannot pad a layer's own sizes; native pads them."""
+"""Backends that cannot pad a layer's own sizes; native pads them."""
 
 
 def _is_small(size: tuple[int, int], recipe: Recipe) -> bool:
@@ -51,22 +51,19 @@ def _off(size: int | None, recipe: Recipe) -> bool:
 
 def _unpadded(setup: Setup) -> list[str]:
     """Layers that stay in high precision for their sizes alone."""
-    if setup.expected is None:
-        return []
-    return [name for name, reason in setup.expected.high_precision.items() if reason and "cannot pad" in reason]
+    reasons = setup.expected.high_precision if setup.expected else {}
+    return [name for name, reason in reasons.items() if reason and "cannot pad" in reason]
 
 
 def _has_vocabulary_head(setup: Setup) -> bool:
     """Whether some layer gives a number for each word; taken for granted without a model."""
-    if setup.expected is None:
-        return True
-    return any(product.out_features == setup.vocab_size for product in setup.expected.products)
+    expected = setup.expected
+    return expected is None or any(product.out_features == setup.vocab_size for product in expected.products)
 
 
-def _share(setup: Setup) -> str:
-    """How much would run in FP8, and why not the rest."""
-    reasons = dict.fromkeys(filter(None, setup.expected.high_precision.values()))
-    return f"{setup.expected.flops_share:.0%}; {'; '.join(reasons)}"
+def _reasons(setup: Setup) -> str:
+    """Why layers of the model stay in high precision."""
+    return "; ".join(dict.fromkeys(filter(None, setup.expected.high_precision.values())))
 
 
 def _named(names: list[str]) -> str:
@@ -87,7 +84,7 @@ MODEL_RULES = (
         lambda s: s.expected is not None and not s.expected.converted,
         "no layer of this model can run in FP8",
         "look at the reasons, and at include and exclude; a model whose products are not Linear layers trains in bf16",
-        lambda s: "; ".join(dict.fromkeys(filter(None, s.expected.high_precision.values()))) or "it has no Linear",
+        lambda s: _reasons(s) or "it has no Linear",
     ),
     Rule(
         "minority_in_fp8",
@@ -95,7 +92,7 @@ MODEL_RULES = (
         lambda s: s.expected is not None and bool(s.expected.converted) and s.expected.flops_share < 0.5,
         "less than half of the products with weights would run in FP8, and gains show when most do",
         "include what can be converted, such as the output head; or train in bf16",
-        _share,
+        lambda s: f"{s.expected.flops_share:.0%}; {_reasons(s)}",
     ),
     Rule(
         "small_layers",

@@ -52,16 +52,15 @@ class Machine:
     def with_chip(cls, key: str) -> Machine:
         """A machine with this chip, a key of `chips.CHIPS`, and new libraries."""
         known = {chip.key: chip for chip in chips.CHIPS}
-        if key not in known:
+        if (chip := known.get(key)) is None:
             raise RecipeError(f"chip {key!r} is not known{closest(key, known)}; there are {', '.join(known)}")
-        chip = known[key]
         capabilities = () if chip.since is None else (chip.since,)
         return cls(chip, capabilities, bf16_products=chip is not chips.CPU or hardware.cpu_bf16())
 
 
 @dataclass(frozen=True)
 class Setup:
-    """A recipe on a machine, with a model and what surrounds it. None: not known, and then no rule asks."""
+    """A recipe on a machine, with a model and what surrounds it. None means not known, and then no rule asks."""
 
     recipe: Recipe
     machine: Machine
