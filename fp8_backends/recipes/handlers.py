@@ -11,8 +11,8 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, make_dataclass
+from collections.abc import Mapping
+from dataclasses import field, fields, make_dataclass
 from typing import Any, ClassVar
 
 from accelerate.utils import KwargsHandler
@@ -64,8 +64,6 @@ def _declared_by(backend: Any) -> dict[str, Field]:
     return {} if compute == AUTO else fields_of(registry.get_compute(compute))
 
 
-@_explains_names
-@dataclass(eq=False, repr=False)
 class Recipe(KwargsHandler):
     """What every recipe has. None stands for "not given"; a recipe that was made has every default filled in.
 
@@ -78,13 +76,6 @@ class Recipe(KwargsHandler):
     backend_name: ClassVar[str] = AUTO
     further_fields: ClassVar[Mapping[str, Any]] = {}
     """What was given of the fields that a registered backend declares."""
-
-    include: tuple[str, ...] | None = field(default=None, kw_only=True)
-    exclude: tuple[str, ...] | None = field(default=None, kw_only=True)
-    module_filter_func: Callable | None = field(default=None, kw_only=True)
-    autocast_dtype: str | None = field(default=None, kw_only=True)
-    gradient_comm: str | None = field(default=None, kw_only=True)
-    on_unproven: str | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         given = {f.name: getattr(self, f.name) for f in fields(self)} | dict(self.further_fields)
@@ -150,6 +141,7 @@ def _handler(name: str, backend: str, summary: str, declared: tuple[Field, ...])
     doc = "\n".join([summary, "", "Args:", *lines])
     namespace = {"backend_name": backend, "__module__": __name__, "__doc__": doc}
     columns = [(each.name, Any, field(default=None)) for each in declared]
+    columns += [(each.name, Any, field(default=None, kw_only=True)) for each in COMMON]
     return _explains_names(make_dataclass(name, columns, bases=(Recipe,), namespace=namespace, eq=False, repr=False))
 
 

@@ -102,6 +102,8 @@ def values_of(function: ast.FunctionDef) -> Iterator[ast.Name]:
 
 def is_function(value: ast.AST | None, functions: set[str]) -> bool:
     """Whether a value is a function made in this file, or one bound to an object."""
+    if isinstance(value, ast.IfExp):
+        return is_function(value.body, functions) or is_function(value.orelse, functions)
     if isinstance(value, ast.Call):
         return dotted(value.func).endswith("MethodType")
     return isinstance(value, ast.Lambda) or (isinstance(value, ast.Name) and value.id in functions)
