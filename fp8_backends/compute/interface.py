@@ -35,7 +35,7 @@ class Recipe(Protocol):
     scaling: str
     level: str
     given: frozenset[str]
-    """Names of the fields that the user gave."""
+    """The fields that the user gave."""
 
     def __getattr__(self, name: str) -> Any:
         """The value of a field."""

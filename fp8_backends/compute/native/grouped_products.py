@@ -104,10 +104,9 @@ def grouped_wgrad(a: Quantized, b: Quantized, groups: Groups) -> torch.Tensor:
 
 
 class _Spread(NamedTuple):
-    """Groups that begin at multiples of 16, which the kernel's loads ask for. Between them lie zero codes, which add
-    nothing to a sum over rows. The number of rows is the largest possible, so that no one reads the sizes; a group
-    without rows gets 16 of zeros, and so a gradient of zeros. Results of what lies behind the last group are never
-    read."""
+    """Groups that begin at multiples of 16, as the kernel's loads ask for, with zero codes between them. The number of
+    rows is the largest possible, so that no one reads the sizes. A group without rows gets 16 of zeros, and so a
+    gradient of zeros. Results behind the last group are never read."""
 
     positions: torch.Tensor
     """int64 [rows], where each row goes."""
