@@ -61,8 +61,8 @@ def block_scaled_product(
 
 
 def _vector_scaled_mm(a: Quantized, b: Quantized, b_blocks: Blocks, out_dtype: torch.dtype) -> torch.Tensor:
-    """On Hopper: the contraction in multiples of 128. Scales of VECTORS are stored column after column, those of
-    SQUARES row after row, with a multiple of four in a row."""
+    # on Hopper: the contraction in multiples of 128. Scales of VECTORS are stored column after column, those of SQUARES
+    # row after row, with a multiple of four in a row
     in_squares, kinds = b_blocks is SQUARES, F.ScalingType
     return _scaled_mm(
         row_major(pad(a.codes, ALIGNMENT, 128)),

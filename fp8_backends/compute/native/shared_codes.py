@@ -1,5 +1,4 @@
-"""Codes that are made once and read several times: of an activation by the layers that read it, of a weight by the
-microbatches of one optimizer step."""
+"""Codes that several layers read (of an activation) or several microbatches of a step (of a weight)."""
 
 from __future__ import annotations
 

@@ -101,10 +101,8 @@ _thread = _Thread()
 
 
 class AroundRoot:
-    """Forward hooks of the prepared root: FP8 is entered before its forward and left after it, also by an error.
-
-    A class and not closures, so that models pickle.
-    """
+    """Forward hooks of the prepared root (a class, so that models pickle): FP8 is entered before its forward and left
+    after it, also by an error."""
 
     def __init__(self, state: ModelState) -> None:
         self.state = state
