@@ -241,12 +241,6 @@ TABLE = (
 )
 # fmt: on
 
-INSTALL = {
-    "te": "a PyTorch for CUDA, then pip install --no-build-isolation 'fp8-backends[te]'",
-    "ao": "nothing",
-    "native": "nothing",
-}
-
 
 class Support(NamedTuple):
     """What one backend does on one chip."""
@@ -271,12 +265,16 @@ def multiplies(backend: str, gpu: tuple[int, int] | str, cuda: tuple[int, int] |
 
 def supports(chip: Chip, cuda: tuple[int, int] | None = None) -> list[Support]:
     """What every backend does on that chip, with a PyTorch for that release of CUDA (None: new enough)."""
-    found = []
-    for row in TABLE:
-        cell, compute = row.cells[CHIPS.index(chip)], row.backends[0].partition(":")[0]
-        reason = str(NOTES[cell.note]) if cell.note else ""
-        found.append(Support(row.backends, cell.state_with(cuda), reason, INSTALL[compute]))
-    return found
+    cells = [(row.backends, row.cells[CHIPS.index(chip)]) for row in TABLE]
+    return [
+        Support(names, cell.state_with(cuda), str(NOTES[cell.note]) if cell.note else "", _install(names[0]))
+        for names, cell in cells
+    ]
+
+
+def _install(backend: str) -> str:
+    is_te = backend.startswith("te:")
+    return "a PyTorch for CUDA, then pip install --no-build-isolation 'fp8-backends[te]'" if is_te else "nothing"
 
 
 def described(chip: Chip, cuda: tuple[int, int] | None = None) -> dict[str, Any]:
@@ -306,11 +304,11 @@ def numbered_notes() -> dict[str, int]:
 def rows() -> list[list[str]]:
     """A header, and a row for each backend."""
     notes = numbered_notes()
-    found = [["", *(chip.title for chip in CHIPS)]]
+    table = [["", *(chip.title for chip in CHIPS)]]
     for row in TABLE:
         cells = [SHORT[cell.state] + (f" ({notes[cell.note]})" if cell.note else "") for cell in row.cells]
-        found += [[backend, *cells] for backend in row.backends]
-    return found
+        table += [[backend, *cells] for backend in row.backends]
+    return table
 
 
 def legend() -> list[str]:

@@ -22,10 +22,7 @@ from ..numerics.modules import CONTAINER
 from ..numerics.sharded_tensor import full_shape
 
 NAME = "fp8_backends"
-"""Of the function in transformers' registry."""
-
-_DECLARED = ("config", "has_bias", "is_transposed")
-"""Attributes that every version of transformers' registry gives to the modules of its classes."""
+"""The name of the function in transformers' registry."""
 
 
 class ExpertWeight(nn.Module):
@@ -78,7 +75,7 @@ class ExpertsConfig:
 
 
 def obstacle(experts: nn.Module, part: str) -> str | None:
-    """Why this 3-D Parameter cannot run through the registry, whatever the compute; or None."""
+    """Why this 3-D Parameter cannot run through the registry, whatever the backend; or None."""
     weight = experts._parameters[part]
     if converted_weight(experts, part) is not None:
         return None
@@ -107,11 +104,10 @@ def converted_weight(experts: nn.Module, part: str) -> ExpertWeight | None:
 
 def _parts(experts: nn.Module) -> tuple[str, ...]:
     """Names of the weights that the functions of the registry multiply by; none for a class outside of it."""
-    if _registry() is None or not all(hasattr(experts, name) for name in _DECLARED):
-        return ()
-    if not hasattr(type(experts), "_apply_gate") or not hasattr(type(experts).forward, "__wrapped__"):
-        return ()
-    return first_weight(experts), "down_proj"
+    registered = hasattr(type(experts), "_apply_gate") and hasattr(type(experts).forward, "__wrapped__")
+    # attributes that every version of the registry gives to its modules
+    declared = all(hasattr(experts, name) for name in ("config", "has_bias", "is_transposed"))
+    return (first_weight(experts), "down_proj") if registered and declared and _registry() is not None else ()
 
 
 def first_weight(experts: nn.Module) -> str:

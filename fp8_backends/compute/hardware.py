@@ -149,8 +149,7 @@ def _cpu_capabilities() -> Mapping[str, Any]:
 
 
 def fast_dtype(device: torch.device | str) -> torch.dtype:
-    """The dtype in which training computes around FP8 on this device unless it is told: bf16, or FP32 on a CPU without
-    bf16 products."""
+    """The default dtype around FP8 on this device: bf16, or FP32 on a CPU without bf16 products."""
     return torch.float32 if torch.device(device).type == "cpu" and not cpu_bf16() else torch.bfloat16
 
 

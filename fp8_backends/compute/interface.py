@@ -35,7 +35,7 @@ class Recipe(Protocol):
     scaling: str
     level: str
     given: frozenset[str]
-    """Names of the fields that the user gave."""
+    """The fields that the user gave."""
 
     def __getattr__(self, name: str) -> Any:
         """The value of a field."""
@@ -192,7 +192,7 @@ class KeepsWeightCasts(Protocol):
     """A backend whose layers can use the FP8 codes of a weight again in the forwards of further microbatches."""
 
     def keep_weight_casts(self, root: nn.Module, keep: bool) -> None:
-        """Whether the codes of a forward serve the forwards after it too, until the weight changes."""
+        """Set whether the codes of a forward serve the forwards after it too, until the weight changes."""
 
 
 # Scaling rules with state
@@ -214,8 +214,8 @@ class HasScalingState(Protocol):
         """Plain tensors by layer name that make a resumed run equal to the bit. Empty for a rule without state."""
 
     def scaling_buffers(self, root: nn.Module) -> list[torch.Tensor]:
-        """The live states, int32 [3, 2 + history length] each as in `numerics.scaling`, which ranks that train together
-        agree on. Empty for a rule without state, or where the backend agrees on them by itself."""
+        """The live states that ranks agree on, int32 [3, 2 + history length] each as in `numerics.scaling`. Empty for a
+        rule without state, or where the backend agrees on them by itself."""
 
     def load_scaling_state(self, root: nn.Module, state: dict[str, torch.Tensor]) -> None:
         """Restore what `scaling_state` returned. Raises `FP8BackendError` naming layers that do not match."""

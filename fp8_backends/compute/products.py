@@ -68,8 +68,12 @@ def scaled_product(a: Quantized, b: Quantized, out_dtype: torch.dtype, fast_accu
     Returns:
         [m, n] of out_dtype.
     """
+    # a failure here is this package's fault, not the user's
     rowwise = a.scale_inv.dim() == 2
-    _check(a, b)
+    assert a.codes.shape[1] == b.codes.shape[1]
+    assert not (a.codes.dtype == b.codes.dtype == torch.float8_e5m2), "no GPU multiplies E5M2 by E5M2"
+    assert a.scale_inv.dtype == b.scale_inv.dtype == torch.float32
+    assert all(q.scale_inv.shape == ((q.codes.shape[0], 1) if rowwise else ()) for q in (a, b))
     product_dtype = torch.bfloat16 if rowwise else out_dtype
     engine = engine_for(a.codes.device, product_dtype)
     if engine == SCALED_MM:
@@ -102,17 +106,6 @@ def row_major(matrix: torch.Tensor) -> torch.Tensor:
     """A view as memory of its own."""
     # `contiguous()` of a fake CUDA tensor asks for a CUDA device; this does not
     return matrix if matrix.is_contiguous() else matrix.clone(memory_format=torch.contiguous_format)
-
-
-def _check(a: Quantized, b: Quantized) -> None:
-    """A failure here is this package's fault, not the user's."""
-    assert a.codes.shape[1] == b.codes.shape[1]
-    assert not (a.codes.dtype == b.codes.dtype == torch.float8_e5m2), "no GPU multiplies E5M2 by E5M2"
-    assert a.scale_inv.dtype == b.scale_inv.dtype == torch.float32
-    if a.scale_inv.dim() == 2:
-        assert a.scale_inv.shape == (a.codes.shape[0], 1) and b.scale_inv.shape == (b.codes.shape[0], 1)
-    else:
-        assert a.scale_inv.dim() == b.scale_inv.dim() == 0
 
 
 def _scaled_mm(a, a_scale_inv, b, b_scale_inv, out_dtype, fast_accumulation):

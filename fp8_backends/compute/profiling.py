@@ -142,7 +142,7 @@ class ProductProfile:
 
 
 class _Thread(threading.local):
-    """The profile that was started last in this thread: PyTorch's profiler is one a thread, and so is this."""
+    """The profile that was started last in this thread, since PyTorch has one profiler a thread."""
 
     profile: weakref.ref[ProductProfile] | None = None
 
@@ -168,8 +168,7 @@ def _end(profiler: profile, hooks: list) -> None:
 
 
 def _hooked(modules: list[nn.Module]) -> list[RemovableHandle]:
-    """Put one hook on all of these modules, under one number in each. A compiler guards on both, so modules that are
-    alike go on sharing its code."""
+    # one hook under one number in all modules: a compiler guards on both, and like modules go on sharing its code
     marks, handles = _Marks(modules), []
     for module in modules:
         before = module.register_forward_pre_hook(marks)
@@ -188,8 +187,7 @@ def _renumber(handle: RemovableHandle, number: int, *hooks: dict) -> None:
 
 
 class _Marks:
-    """Forward hook before and after layers: opens and closes a layer's range. A copied or unpickled model has it
-    inert."""
+    """Forward hook before and after layers that opens and closes a layer's range. In a copied model it is inert."""
 
     def __init__(self, modules: list[nn.Module]) -> None:
         self.index_of = weakref.WeakKeyDictionary({module: index for index, module in enumerate(modules)})
@@ -217,8 +215,7 @@ class _Event:
     __slots__ = ("name", "start", "end", "thread", "forward_thread", "sequence_nr", "scope", "shapes", "parent")
 
     def __init__(self, event) -> None:
-        self.name = event.name()
-        self.start, self.end = event.start_ns(), event.end_ns()
+        self.name, self.start, self.end = event.name(), event.start_ns(), event.end_ns()
         self.thread, self.forward_thread = event.start_thread_id(), event.fwd_thread_id()
         self.sequence_nr, self.scope = event.sequence_nr(), event.scope()
         self.shapes = event.shapes  # read for few
@@ -226,10 +223,8 @@ class _Event:
 
 
 def _read_events(profiler: profile) -> list[_Event]:
-    """The profile's events on the host in the order of time, with their parents.
-
-    `profile.function_events` has the same and more, at thirty times the cost.
-    """
+    """The profile's events on the host in the order of time, with their parents (`profile.function_events` has them
+    too, at thirty times the cost)."""
     raw = profiler.kineto_results.events()
     began = max((e.start_ns() for e in raw if e.name() == _BEGIN), default=0)
     on_host = (e for e in raw if e.device_type() == DeviceType.CPU and e.start_thread_id() == e.end_thread_id())
@@ -246,7 +241,6 @@ def _read_events(profiler: profile) -> list[_Event]:
 
 
 def _read_mark(name: str) -> tuple[int, bool]:
-    """The layer's index, and whether its forward was recomputed."""
     return int(name.removeprefix(_MARK).removesuffix(_AGAIN)), name.endswith(_AGAIN)
 
 
@@ -274,9 +268,8 @@ def _enclosing(event: _Event) -> tuple[_Event | None, _Event | None]:
 
 
 def _layers_by_sequence_number(events: list[_Event]) -> dict[tuple[int, int], int]:
-    """(thread, sequence number) of the functions that the layers' forwards made. Later ones win: a function that
-    runs without gradients shows a number that the next one with gradients takes."""
-    layers = {}
+    """The layers by (thread, sequence number) of the functions that their forwards made."""
+    layers = {}  # later ones win: a function without gradients shows a number that the next one with gradients takes
     for event in events:
         if event.sequence_nr >= 0 and event.scope != _BACKWARD_FUNCTION:
             range_, _ = _enclosing(event)
@@ -291,15 +284,13 @@ def _parents(event: _Event) -> Iterator[_Event]:
 
 
 class _Shape(NamedTuple):
-    """Layers that compiled code does not tell apart."""
-
     in_features: int
     out_features: int
     backward_kinds: tuple[str, ...]
 
 
 def _count_by_shape(layers: list[Layer], counts: list[ProductCounts], products: list[tuple[bool, list]]) -> bool:
-    """Share the products of compiled code out among the layers of each shape. True if any could be placed."""
+    """Share the products of compiled code out among the layers of each shape; whether any could be placed."""
     members = defaultdict(list)
     for index, layer in enumerate(layers):
         trains = layer.module.weight.requires_grad

@@ -156,5 +156,5 @@ def _availability(name: str) -> Availability:
 
 
 def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:
-    """By name in lower case. Built-in and registered names come first: see `_load`."""
+    """Entry points by name in lower case. Built-in and registered names come before them (`_load`)."""
     return {point.name.lower(): point for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)}

@@ -61,8 +61,8 @@ def block_scaled_product(
 
 
 def _vector_scaled_mm(a: Quantized, b: Quantized, b_blocks: Blocks, out_dtype: torch.dtype) -> torch.Tensor:
-    """On Hopper: the contraction in multiples of 128. Scales of VECTORS are stored column after column, those of
-    SQUARES row after row, with a multiple of four in a row."""
+    # on Hopper: the contraction in multiples of 128. Scales of VECTORS are stored column after column, those of SQUARES
+    # row after row, with a multiple of four in a row
     in_squares, kinds = b_blocks is SQUARES, F.ScalingType
     return _scaled_mm(
         row_major(pad(a.codes, ALIGNMENT, 128)),
@@ -90,8 +90,8 @@ def _mx_scaled_mm(a: Quantized, b: Quantized, b_blocks: Blocks, out_dtype: torch
 def _scaled_mm(a, b, a_scales, b_scales, swizzles, out_dtype):
     # the operator behind `torch.nn.functional.scaled_mm`, a function that the compiler of torch 2.11 cannot trace
     swizzles = [swizzle.value for swizzle in swizzles]
-    of_a, of_b = (([scale_inv], [kind.value], swizzles) for scale_inv, kind in (a_scales, b_scales))
-    return torch.ops.aten._scaled_mm_v2(a, b.t(), *of_a, *of_b, None, out_dtype)  # b.t() is column-major
+    a_part, b_part = (([scale_inv], [kind.value], swizzles) for scale_inv, kind in (a_scales, b_scales))
+    return torch.ops.aten._scaled_mm_v2(a, b.t(), *a_part, *b_part, None, out_dtype)  # b.t() is column-major
 
 
 def swizzled(scales: torch.Tensor) -> torch.Tensor:

@@ -104,10 +104,9 @@ def grouped_wgrad(a: Quantized, b: Quantized, groups: Groups) -> torch.Tensor:
 
 
 class _Spread(NamedTuple):
-    """Groups that begin at multiples of 16, which the kernel's loads ask for. Between them lie zero codes, which add
-    nothing to a sum over rows. The number of rows is the largest possible, so that no one reads the sizes; a group
-    without rows gets 16 of zeros, and so a gradient of zeros. Results of what lies behind the last group are never
-    read."""
+    """Groups that begin at multiples of 16, as the kernel's loads ask for, with zero codes between them. The number of
+    rows is the largest possible, so that no one reads the sizes. A group without rows gets 16 of zeros, and so a
+    gradient of zeros. Results behind the last group are never read."""
 
     positions: torch.Tensor
     """int64 [rows], where each row goes."""
@@ -155,9 +154,7 @@ def _product_by_group(
     return out
 
 
-@_product_by_group.register_fake
-def _(a, a_scale_inv, b, b_scale_inv, ends, fast_accumulation):
-    return a.new_empty(a.shape[0], b.shape[1], dtype=torch.bfloat16)
+_product_by_group.register_fake(lambda a, a_scale_inv, b, *_: a.new_empty(a.shape[0], b.shape[1], dtype=torch.bfloat16))
 
 
 @torch.library.custom_op("fp8_backends::grouped_wgrad", mutates_args=())
@@ -171,9 +168,9 @@ def _wgrad_by_group(
     return out
 
 
-@_wgrad_by_group.register_fake
-def _(a, a_scale_inv, b, b_scale_inv, ends):
-    return a.new_empty(ends.shape[0], a.shape[1], b.shape[1], dtype=torch.bfloat16)
+_wgrad_by_group.register_fake(
+    lambda a, a_inv, b, b_inv, ends: a.new_empty(ends.shape[0], a.shape[1], b.shape[1], dtype=torch.bfloat16)
+)
 
 
 def rows_of_groups(ends: torch.Tensor) -> list[tuple[int, int, int]]:
@@ -184,10 +181,8 @@ def rows_of_groups(ends: torch.Tensor) -> list[tuple[int, int, int]]:
 
 def _zeros_where_empty(gradients: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """New memory with zeros for the groups that have no rows: the others are written whole."""
-    filled = {group for group, _, _ in rows_of_groups(ends)}
-    for group, gradient in enumerate(gradients):
-        if group not in filled:
-            gradient.zero_()
+    for group in set(range(len(gradients))) - {group for group, _, _ in rows_of_groups(ends)}:
+        gradients[group].zero_()
     return gradients
 
 
@@ -216,9 +211,7 @@ def _plain_product_by_group(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor
     return out
 
 
-@_plain_product_by_group.register_fake
-def _(a, b, ends):
-    return a.new_empty(a.shape[0], b.shape[1])
+_plain_product_by_group.register_fake(lambda a, b, ends: a.new_empty(a.shape[0], b.shape[1]))
 
 
 @torch.library.custom_op("fp8_backends::plain_grouped_wgrad", mutates_args=())
@@ -229,6 +222,4 @@ def _plain_wgrad_by_group(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) 
     return out
 
 
-@_plain_wgrad_by_group.register_fake
-def _(a, b, ends):
-    return a.new_empty(ends.shape[0], a.shape[1], b.shape[1])
+_plain_wgrad_by_group.register_fake(lambda a, b, ends: a.new_empty(ends.shape[0], a.shape[1], b.shape[1]))

@@ -113,8 +113,7 @@ def record(rule: LayerRule, state: torch.Tensor, tensor: int, amax: torch.Tensor
 
 
 class Stored(NamedTuple):
-    """A weight [out, in] as it lies in memory: `data * scale_inv`, without a graph. What backward keeps of it is no
-    copy."""
+    """A weight [out, in] as it lies in memory, `data * scale_inv`, without a graph and without a copy."""
 
     data: torch.Tensor
     """FP32, bf16 or fp16; of a `ScaledTensor` FP16 or FP8."""

@@ -1,5 +1,4 @@
-"""Codes that are made once and read several times: of an activation by the layers that read it, of a weight by the
-microbatches of one optimizer step."""
+"""Codes that several layers read (of an activation) or several microbatches of a step (of a weight)."""
 
 from __future__ import annotations
 
@@ -74,10 +73,7 @@ class SharedCodes:
         """The codes of this layer's weight that are kept now, or None."""
         return self._weights.get(layer, (None, None, None))[2]
 
-    def __deepcopy__(self, memo) -> SharedCodes:
-        return self._fresh(self._keeps_weights)
-
-    def __reduce__(self):
+    def __reduce__(self):  # copies, too, hold no codes
         return self._fresh, (self._keeps_weights,)
 
     @staticmethod
@@ -95,8 +91,7 @@ def _is_whole(weight: torch.Tensor) -> bool:
 
 
 def _memory_of(weight: torch.Tensor) -> tuple:
-    """Where a weight lies and how often it was changed. Equal only if nothing was: an address is not given to another
-    storage as long as a weak reference to the old one is kept."""
+    """A weight's place in memory and number of changes. The weak reference keeps others from getting its address."""
     return tuple(
         (StorageWeakRef(t.untyped_storage()), t.storage_offset(), t.shape, t.stride(), t.dtype, t._version)
         for t in Stored.of(weight)

@@ -1,1 +1,1 @@
-"""The parts of the `te` compute. Most import TransformerEngine, so they are imported only where it is used."""
+"""The parts of the `te` backend. Most import TransformerEngine, so they are imported only where it is used."""

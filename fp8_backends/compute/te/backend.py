@@ -226,8 +226,7 @@ def _has_compiled_part() -> bool:
 
 
 def _device_support() -> tuple[bool, str]:
-    """Whether the device can multiply FP8 matrices, and why not. TransformerEngine is asked itself where it is loaded;
-    loading it takes seconds, so before that the device's capability has to do."""
+    """Whether the device can multiply FP8 matrices, and why not: asked of TransformerEngine only where it is loaded."""
     if "transformer_engine.pytorch" in sys.modules:
         from .recipes import device_support
 

@@ -239,8 +239,7 @@ class TENormLinear(TELinear):
         return super().forward(normed)
 
     def _padded(self, matrix: torch.Tensor, rows: int, kind: type) -> torch.Tensor:
-        """The matrix with more rows. What is normed is padded with its last row: LayerNorm makes its bias of zeros,
-        which could be the largest value. Gradients of these rows are zero, so they add nothing to any."""
+        # what is normed is padded with its last row: LayerNorm turns zeros into its bias, maybe the largest value
         if kind is te.Linear:
             return super()._padded(matrix, rows, kind)
         return torch.cat([matrix, matrix[-1:].expand(rows, -1)])
@@ -320,12 +319,8 @@ def _reader(followed: list[nn.Module], norm: nn.Module, optional: bool) -> nn.Mo
 
 
 class _Tracer(fx.Tracer):
-    """Follows the forward of some modules, on copies, so that what a forward notes on its module is lost. Its random
-    numbers are given back (`_reader`).
-
-    Args:
-        optional: whether inputs with a default are given. What is not named (*args, **kwargs) is left out.
-    """
+    """Follows the forward of some modules on copies, so that what a forward notes on its module is lost. Inputs with a
+    default are given where `optional`, those without a name (*args, **kwargs) never."""
 
     def __init__(self, followed: list[nn.Module], optional: bool) -> None:
         super().__init__()

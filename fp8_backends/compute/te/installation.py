@@ -123,13 +123,11 @@ print({_MARK!r} + json.dumps(str(transformer_engine.__version__)))
 
 def _text(error: BaseException) -> str:
     """The exception and what it was raised from, innermost last."""
-    texts: list[str] = []
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        texts.append(f"{type(error).__name__}: {error}")
+    errors: list[BaseException] = []
+    while error is not None and error not in errors:
+        errors.append(error)
         error = error.__cause__ or error.__context__
-    return "\n".join(texts)
+    return "\n".join(f"{type(each).__name__}: {each}" for each in errors)
 
 
 def _explained(text: str, installed: Installation) -> Availability:

@@ -58,18 +58,15 @@ class TELinear(te.Linear, nn.Linear):
         layer.__dict__.update(_RUNTIME, te_state=state, **layer._fresh_meta())
         return layer
 
-    def weight_for_te(self) -> torch.Tensor:
-        """The weight that TransformerEngine multiplies: as it lies, or as one of its own quantized tensors."""
-        if not isinstance(self.weight, ScaledTensor):
-            return self.weight
-        (quantizer,) = self._get_weight_quantizers()
-        cast = weights.for_te(self.weight, quantizer, self.te_state.recipe.scaling, self.te_cast_weight)
-        if not self.is_fsdp2:  # which gathers the next weight into the same memory
-            self.te_cast_weight = cast
-        return weights.differentiable(self.weight, cast)
-
     def _get_weight_tensors(self) -> list[torch.Tensor]:
-        weight = self.weight_for_te()
+        """The weight that TransformerEngine multiplies: as it lies, or as one of its own quantized tensors."""
+        weight = self.weight
+        if isinstance(weight, ScaledTensor):
+            (quantizer,) = self._get_weight_quantizers()
+            cast = weights.for_te(weight, quantizer, self.te_state.recipe.scaling, self.te_cast_weight)
+            if not self.is_fsdp2:  # which gathers the next weight into the same memory
+                self.te_cast_weight = cast
+            weight = weights.differentiable(weight, cast)
         return [weight.detach() if self.te_state.plain_wgrad else weight]
 
     # forward

@@ -112,11 +112,9 @@ def _tried(module: nn.Module) -> tuple[str, float] | str:
 
 @torch.no_grad()
 def _follows(module: nn.Module, formula: str, eps: float, training: bool) -> bool:
-    """Whether the module computes the formula, on a copy with other Parameters: FP32, on the CPU, without its hooks.
-
-    Rows from far below to far above sqrt(eps), so that eps counts, and with a mean. Both sides compute in FP32 and sum
-    up to `features` squares: their relative difference stays far below 1e-5, that of another eps or formula above.
-    """
+    """Whether the module computes the formula, on a copy with other Parameters: FP32, on the CPU, without its hooks."""
+    # rows from far below to far above sqrt(eps), so that eps counts, and with a mean. Two sums of `features` squares in
+    # FP32 differ by far less than 1e-5, and another eps or formula by more
     generator = torch.Generator().manual_seed(0)
     shape = full_shape(module.weight)
     row_sizes = math.sqrt(eps) * torch.tensor([0.3, 1.0, 3.0, 1e3]).reshape(4, *(1 for _ in shape))

@@ -34,8 +34,7 @@ class ModelState:
         self.rows_multiple = rows_multiple(recipe.scaling)
         self.region: Region | None = None
         self.watchers: list[Any] = []
-        self._updates_after: int = -1
-        self._updates_forward = False
+        self._updates_after, self._updates_forward = -1, False
 
     def __deepcopy__(self, memo: dict) -> ModelState:
         return ModelState(self.recipe)
@@ -92,8 +91,7 @@ class Opened(NamedTuple):
 
 
 class _Thread(threading.local):
-    """The forwards of all models that run in this thread, the innermost last: TransformerEngine counts how deep its
-    autocasts lie in one another, whatever models they are for."""
+    """The forwards of all models that run in this thread, the innermost last, as TransformerEngine's autocasts lie."""
 
     def __init__(self) -> None:
         self.opened: list[Opened] = []
@@ -103,10 +101,8 @@ _thread = _Thread()
 
 
 class AroundRoot:
-    """Forward hooks of the prepared root: FP8 is entered before its forward and left after it, also by an error.
-
-    A class and not closures, so that models pickle.
-    """
+    """Forward hooks of the prepared root (a class, so that models pickle): FP8 is entered before its forward and left
+    after it, also by an error."""
 
     def __init__(self, state: ModelState) -> None:
         self.state = state
@@ -156,8 +152,7 @@ def _leave_interrupted(calls: list[FrameType | None]) -> None:
 
 
 def _running_calls() -> list[FrameType | None]:
-    """Module calls that run in this thread, the innermost first: in a hook, that of its module. None stands for those
-    that are compiled, which are not seen."""
+    """Module calls that run in this thread, the innermost first. None stands for compiled ones, which are not seen."""
     calls: list[FrameType | None] = []
     frame = inspect.currentframe()
     while frame is not None:

@@ -68,24 +68,19 @@ def for_te(weight: ScaledTensor, quantizer: Any, scaling: str, cached: CastWeigh
     internal, quantizer.internal = quantizer.internal, False  # else its result is no torch.Tensor
     with torch.no_grad():
         if weight._data.dtype == torch.float8_e4m3fn and scaling in ONE_SCALE:
-            result = _same_codes(weight, quantizer)
+            result = Float8Tensor(  # on the same memory, whose dtype TransformerEngine calls uint8
+                shape=weight.shape,
+                dtype=weight.dtype,
+                data=weight._data.view(torch.uint8),
+                fp8_scale_inv=weight._scale_inv.reshape(1),
+                fp8_dtype=quantizer.dtype,
+                quantizer=quantizer,
+            )
             result.update_usage(rowwise_usage=True, columnwise_usage=differentiable)
         else:
             result = quantizer.quantize(weight.dequantize(torch.float32))
     quantizer.internal = internal
     return CastWeight(result, weight, differentiable)
-
-
-def _same_codes(weight: ScaledTensor, quantizer: Any) -> Float8Tensor:
-    """TransformerEngine's tensor on the same memory. It calls the dtype of its data uint8."""
-    return Float8Tensor(
-        shape=weight.shape,
-        dtype=weight.dtype,
-        data=weight._data.view(torch.uint8),
-        fp8_scale_inv=weight._scale_inv.reshape(1),
-        fp8_dtype=quantizer.dtype,
-        quantizer=quantizer,
-    )
 
 
 def differentiable(weight: ScaledTensor, cast: CastWeight) -> torch.Tensor:
@@ -129,10 +124,8 @@ def quantized(weight: torch.Tensor, layer: nn.Linear) -> torch.Tensor:
 
 
 def _quantizer(layer: nn.Linear) -> Any:
-    """The quantizer of a frozen weight follows the recipe's rule. For `delayed` it scales by the amax of the values
-    themselves: they do not change, and a checkpoint that is loaded later is scaled anew."""
     recipe = layer.te_state.te_recipe
-    if recipe.delayed():
+    if recipe.delayed():  # by the amax of the values themselves, which do not change
         recipe = te_recipe.Float8CurrentScaling(fp8_format=recipe.fp8_format)
     state = RecipeState.create(recipe, mode="forward", num_quantizers=3, device=layer.weight.device)
     quantizer = state.make_quantizers()[FP8_WEIGHT_SLOT]

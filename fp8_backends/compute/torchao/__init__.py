@@ -1,1 +1,1 @@
-"""The `ao` compute: TorchAO's float8 linear layer."""
+"""The `ao` backend: TorchAO's float8 linear layer."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def products_in_high_precision(config: Float8LinearConfig) -> tuple[str, ...]:
-    """Those of fprop, dgrad, wgrad for which a configuration disables the cast to FP8."""
+    """Which of fprop, dgrad and wgrad a configuration does not cast to FP8."""
     casts = (
         (FPROP, config.cast_config_input),
         (DGRAD, config.cast_config_grad_output),

@@ -56,11 +56,8 @@ class AOLinear(Float8Linear):
 
 
 def _weight_saved_by_name(weight: torch.nn.Parameter) -> saved_tensors_hooks:
-    """Let autograd save the Parameter in place of views of its data. Backward views the data that it has then.
-
-    DeepSpeed's ZeRO-3 takes the gathered data out of a Parameter after forward. TorchAO saves `weight.t()`, which
-    would hold every gathered weight of the model until its backward.
-    """
+    """Let autograd save the Parameter in place of views of its data, which backward makes anew. DeepSpeed's ZeRO-3
+    takes the gathered data out of it after forward, and TorchAO's `weight.t()` would hold that of the whole model."""
 
     def pack(tensor: torch.Tensor):
         if tensor.data_ptr() == weight.data_ptr() and tensor.numel() == weight.numel():

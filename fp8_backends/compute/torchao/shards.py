@@ -73,17 +73,10 @@ def gather_in_fp8(root: nn.Module) -> None:
         layer.register_load_state_dict_post_hook(forget_scale)
 
 
-def gathers_in_fp8(root: nn.Module) -> bool:
-    """Whether a model has weights that FSDP2 gathers in FP8 by TorchAO, sharded by now."""
-    return any(
-        isinstance(layer, AOLinear) and is_distributed(layer.weight) and isinstance(local_part(layer.weight), AOWeight)
-        for layer in root.modules()
-    )
-
-
 def agree_scales(root: nn.Module) -> None:
     """After an optimizer step: the scales of all weights by one all-reduce, and not by one for each gathered weight."""
-    if gathers_in_fp8(root):
+    weights = [layer.weight for layer in root.modules() if isinstance(layer, AOLinear)]
+    if any(is_distributed(weight) and isinstance(local_part(weight), AOWeight) for weight in weights):
         precompute_float8_dynamic_scale_for_fsdp(root)
 
 
