@@ -78,7 +78,9 @@ def _patched(original):
             bound = signature.bind(self, *args, **kwargs)
         except TypeError:
             return original(self, *args, **kwargs)  # raises the error that the user knows
-        by_trainer = precision_of_trainer(bound.arguments) if _is_fp8_asked_beside(bound.arguments) else None
+        handlers = bound.arguments.get("kwargs_handlers") or []
+        is_asked_beside = _launch_in_fp8() or any(map(_is_fp8_handler, handlers))  # whatever mixed_precision says
+        by_trainer = precision_of_trainer(bound.arguments) if is_asked_beside else None
         if by_trainer is not None or _precision(bound.arguments) == "fp8":
             bound.arguments["mixed_precision"] = "fp8"  # which Accelerate would not learn from a notebook
         recipe = asked_recipe(bound.arguments, by_trainer)
@@ -93,7 +95,6 @@ def _patched(original):
                 f"this version of Accelerate ({accelerate.__version__}) does not fit fp8_backends: "
                 f"{'; '.join(mismatches)}. Install the version pinned in tests/constraints.txt, or another fp8_backends"
             )
-        handlers = bound.arguments.get("kwargs_handlers") or []
         bound.arguments["kwargs_handlers"] = [handler for handler in handlers if not _is_fp8_handler(handler)]
         if not isinstance(self, FP8Mixin):
             self.__class__ = with_mixin(FP8Mixin, type(self))
@@ -154,11 +155,6 @@ def _precision(arguments: Mapping[str, Any]) -> str:
     if running is None and _launch_in_fp8():
         return "fp8"
     return running or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-
-
-def _is_fp8_asked_beside(arguments: Mapping[str, Any]) -> bool:
-    """Whether launch or handlers ask for FP8, whatever `mixed_precision` says."""
-    return bool(_launch_in_fp8()) or any(map(_is_fp8_handler, arguments.get("kwargs_handlers") or ()))
 
 
 def _launch_in_fp8() -> str:

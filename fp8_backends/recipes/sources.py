@@ -106,7 +106,7 @@ _TE_RECIPES = {
     "Float8BlockScaling": ("blockwise", _EVERY_TE_RECIPE),
     "MXFP8BlockScaling": ("mxfp8", _EVERY_TE_RECIPE),
 }
-"""By class: the scaling rule, and the attributes that are recipe fields of ours."""
+"""The scaling rule of each class, and its attributes that are recipe fields of ours."""
 
 _VARIABLE_INSTEAD = "TransformerEngine takes it for all recipes of a process from {} in the environment: set that to 1"
 _WHY_NOT = {
@@ -248,7 +248,7 @@ class Source(NamedTuple):
     fields: Mapping[str, Any]
     """Fields of `FP8RecipeKwargs`, each in its one spelling."""
     places: Mapping[str, str]
-    """By field, how the place says it, for messages."""
+    """How the place says each field, for messages."""
     idle: frozenset[str] = frozenset()
     """Fields whose value is what the place fills in by itself: not given, where the backend does not read them."""
     selects_levels: bool = True
