@@ -327,9 +327,12 @@ class FP8Mixin(_RunTimeClass):
 
     def _wrap_forward(self, model: nn.Module) -> None:
         """fp16 autocast with FP32 outputs, in the form that stock Accelerate gives bf16's."""
-        forward = model._original_forward = model.forward
-        wrapped = convert_outputs_to_fp32(self._fp16_autocast()(getattr(forward, "__func__", forward)))
-        model.forward = MethodType(wrapped, model) if hasattr(forward, "__func__") else wrapped
+        forward, autocast = model.forward, self._fp16_autocast()
+        model._original_forward = forward
+        if hasattr(forward, "__func__"):
+            model.forward = MethodType(convert_outputs_to_fp32(autocast(forward.__func__)), model)
+        else:
+            model.forward = convert_outputs_to_fp32(autocast(forward))
 
     def _fp16_autocast(self, handler=None) -> torch.autocast:
         handler = handler or self.autocast_handler

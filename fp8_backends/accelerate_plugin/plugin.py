@@ -180,7 +180,14 @@ def _completed(handler: Any) -> Recipe:
     """The handler's recipe, with the fields that the environment adds; Accelerate's own handlers have read it already.
     The handler wins over `fp8-backends launch`, with a warning."""
     if is_launched():
-        return _over_launch(handler)
+        try:
+            recipe, warning = code_over_launch(handler, environment_fields())
+        except RecipeError as error:
+            name = type(handler).__name__
+            raise RecipeError(f"{name} in the script, with {LAUNCHED} in the environment: {error}") from None
+        if warning is not None and is_main_process():
+            logger.warning("%s", warning)
+        return recipe
     named = _backend_in_environment()
     recipe = handler if isinstance(handler, Recipe) else resolve(handler)
     if named is not None and recipe.compute == AUTO:
@@ -191,18 +198,6 @@ def _completed(handler: Any) -> Recipe:
             "remove one of the two"
         )
     return with_environment(recipe) if isinstance(handler, Recipe) else recipe
-
-
-def _over_launch(handler: Any) -> Recipe:
-    try:
-        recipe, warning = code_over_launch(handler, environment_fields())
-    except RecipeError as error:
-        raise RecipeError(
-            f"{type(handler).__name__} in the script, with {LAUNCHED} in the environment: {error}"
-        ) from None
-    if warning is not None and is_main_process():
-        logger.warning("%s", warning)
-    return recipe
 
 
 def _warn_of_unread_variables() -> None:
