@@ -8,7 +8,6 @@ a step is seen from outside, where Accelerate drives the engine: after a synchro
 from __future__ import annotations
 
 import functools
-from collections import OrderedDict
 from collections.abc import Callable
 
 from accelerate import Accelerator
@@ -33,7 +32,7 @@ class EngineSteps:
     """
 
     def __init__(self) -> None:
-        self._optimizer_step_post_hooks: dict[int, Callable] = OrderedDict()
+        self._optimizer_step_post_hooks: dict[int, Callable] = {}
         self.param_groups: list[dict] = []
         self.state: dict = {}
 

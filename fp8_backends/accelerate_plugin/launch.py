@@ -213,15 +213,16 @@ def _launch(args: argparse.Namespace, config: _Configuration, fields: dict[str, 
             else:
                 commands.launch_command(args)
     except subprocess.CalledProcessError as error:
-        code, details = _exit_code(error.returncode), ""
+        code, details = error.returncode, ""
     except ChildFailedError as error:
-        code, details = _exit_code(error.get_first_failure()[1].exitcode), f"\n{error}"
+        code, details = error.get_first_failure()[1].exitcode, f"\n{error}"
     except (ValueError, TypeError, AssertionError, ImportError, OSError) as error:
         if args.debug:
             raise
         raise FP8BackendError(_one_line(error)) from error
     else:
         return 0
+    code = code if code >= 0 else 128 - code  # as a shell says it: 128 + the signal that ended the process
     if not quiet:
         print(f"fp8-backends launch: {script} ended with exit code {code}{details}", file=sys.stderr)
     return code
@@ -252,11 +253,6 @@ def _launch_environment(recipe: str, on_cpu_ranks: bool) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(saved)
-
-
-def _exit_code(code: int) -> int:
-    """The exit code that a shell gives: 128 + the signal, where one ended the process."""
-    return code if code >= 0 else 128 - code
 
 
 def _one_line(error: Exception) -> str:

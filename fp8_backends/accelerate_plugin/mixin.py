@@ -142,8 +142,7 @@ class FP8Mixin(_RunTimeClass):
     # Preparation
 
     def prepare(self, *args, device_placement=None):
-        """As in Accelerate, with every model converted first. What is known to go wrong or to be slow is refused or
-        logged."""
+        """Convert every model, then prepare as Accelerate does. Refuse or log what is known to go wrong or be slow."""
         setup = checks.setup_of(self)
         rules.refuse(setup)
         if self.fp8_recipe.implementation == "original":
@@ -163,7 +162,7 @@ class FP8Mixin(_RunTimeClass):
         return result
 
     def _prepare_fsdp2(self, *args):
-        """As in Accelerate, except that the optimizer's parameters are found again by name."""
+        """Prepare as Accelerate does, except that the optimizer's parameters are found again by name."""
         models, optimizers = _models_and_optimizers(args)
         with fsdp2.optimizers_follow_by_name(models, list(map(_innermost, optimizers))):
             result = super()._prepare_fsdp2(*args)
@@ -172,7 +171,7 @@ class FP8Mixin(_RunTimeClass):
         return result
 
     def prepare_model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False):
-        """As in Accelerate, with the model converted first; also the way of a model prepared for evaluation only."""
+        """Convert the model, then prepare it as Accelerate does; it may be a model for evaluation only."""
         is_native = self.fp8_recipe.implementation == "native"
         if is_native and not getattr(model, "_is_accelerate_prepared", False):
             rules.refuse(checks.setup_of(self))
@@ -218,7 +217,7 @@ class FP8Mixin(_RunTimeClass):
                 logger.warning("%s has no Linear layer: it trains without FP8", type(model).__name__)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement=None):
-        """As in Accelerate; the first step of the optimizer will prove that FP8 is on."""
+        """Prepare as Accelerate does; the first step of the optimizer will prove that FP8 is on."""
         is_new = not getattr(optimizer, "_is_accelerate_prepared", False)
         if is_new and self.fp8_recipe.implementation == "native":
             # before the wrapper, which remembers `optimizer.step` where there is a loss scaler
@@ -252,7 +251,7 @@ class FP8Mixin(_RunTimeClass):
         return [model for model in self._models if any(id(p) in trained for p in model.parameters())]
 
     def backward(self, loss, **kwargs):
-        """As in Accelerate. Weight gradients that microbatches accumulated are cast once, when they are complete."""
+        """Run Accelerate's backward, and cast weight gradients that microbatches accumulated once, when complete."""
         result = super().backward(loss, **kwargs)
         if deepspeed.in_use(self):
             deepspeed.after_backward(self)
@@ -264,17 +263,17 @@ class FP8Mixin(_RunTimeClass):
     # Checkpoints and export
 
     def save_state(self, *args, **kwargs):
-        """As in Accelerate, with the scaling state of FP8: a resumed run equals an unbroken one to the bit."""
+        """Save the scaling state of FP8, too: a resumed run equals an unbroken one to the bit."""
         with self._scaling_in_files(), self._around_states(preparation.whole_states, receives=self.writes_files):
             return super().save_state(*args, **kwargs)
 
     def save_model(self, *args, **kwargs):
-        """As in Accelerate; called on all ranks."""
+        """Save the model with its whole masters. All ranks must call it."""
         with self._around_states(preparation.whole_states, receives=self.writes_files, moments=False):
             return super().save_model(*args, **kwargs)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True):
-        """As in Accelerate; called on all ranks."""
+        """Give the state dict with whole masters. All ranks must call it."""
         with self._around_states(preparation.whole_states, moments=False):
             return super().get_state_dict(model, unwrap)
 
@@ -293,8 +292,8 @@ class FP8Mixin(_RunTimeClass):
         return self.is_local_main_process if on_each_node else self.is_main_process
 
     def load_state(self, *args, **kwargs):
-        """As in Accelerate, with the scaling state of FP8. A checkpoint of stock Accelerate or another backend loads
-        too; a warning says that the scales start afresh."""
+        """Load the scaling state of FP8, too. A checkpoint of stock Accelerate or another backend loads with a warning
+        that the scales start afresh."""
         with self._scaling_in_files(), self._around_states(preparation.unread_states):
             return super().load_state(*args, **kwargs)
 
@@ -307,7 +306,7 @@ class FP8Mixin(_RunTimeClass):
             self.fp8_state_in_files = False
 
     def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, *args, **kwargs):
-        """As in Accelerate. Without the wrapper the model has the very `forward` it came with, decorators included."""
+        """Unwrap as Accelerate does. Without the FP32 wrapper the model has the `forward` that it came with."""
         if not keep_fp32_wrapper:
             inner = extract_model_from_parallel(model, keep_fp32_wrapper=True, keep_torch_compile=False)
             forward = inner.__dict__.pop("_original_forward", None)
@@ -320,8 +319,8 @@ class FP8Mixin(_RunTimeClass):
     # Logging
 
     def init_trackers(self, project_name: str, config: dict | None = None, init_kwargs: dict | None = None):
-        """As in Accelerate; the configuration that trackers store says `fp8_backend` and, once a model is prepared,
-        `fp8_flops_share`, the share (0 to 1) of its weight FLOPs that FP8 layers make."""
+        """Add to the configuration that trackers store `fp8_backend` and, once a model is prepared, `fp8_flops_share`,
+        the share (0 to 1) of its weight FLOPs that FP8 layers make."""
         roots = [root for model in self._models for root in conversion.prepared_roots(model)]
         products = [product for _, _, prepared in roots for product in prepared.report.products]
         fp8 = {"fp8_backend": self.fp8_recipe.name}
@@ -333,9 +332,12 @@ class FP8Mixin(_RunTimeClass):
 
     def _wrap_forward(self, model: nn.Module) -> None:
         """fp16 autocast with FP32 outputs, in the form that stock Accelerate gives bf16's."""
-        forward = model._original_forward = model.forward
-        wrapped = convert_outputs_to_fp32(self._fp16_autocast()(getattr(forward, "__func__", forward)))
-        model.forward = MethodType(wrapped, model) if hasattr(forward, "__func__") else wrapped
+        forward, autocast = model.forward, self._fp16_autocast()
+        model._original_forward = forward
+        if hasattr(forward, "__func__"):
+            model.forward = MethodType(convert_outputs_to_fp32(autocast(forward.__func__)), model)
+        else:
+            model.forward = convert_outputs_to_fp32(autocast(forward))
 
     def _fp16_autocast(self, handler=None) -> torch.autocast:
         handler = handler or self.autocast_handler
@@ -344,7 +346,7 @@ class FP8Mixin(_RunTimeClass):
 
     @contextmanager
     def autocast(self, autocast_handler=None):
-        """As in Accelerate, in `fp8_autocast_dtype`."""
+        """Autocast as Accelerate does, in `fp8_autocast_dtype`."""
         is_fp16 = self.fp8_autocast_dtype == "fp16"
         with self._fp16_autocast(autocast_handler) if is_fp16 else super().autocast(autocast_handler):
             yield

@@ -78,7 +78,9 @@ def _patched(original):
             bound = signature.bind(self, *args, **kwargs)
         except TypeError:
             return original(self, *args, **kwargs)  # raises the error that the user knows
-        by_trainer = precision_of_trainer(bound.arguments) if _is_fp8_asked_beside(bound.arguments) else None
+        handlers = bound.arguments.get("kwargs_handlers") or []
+        is_asked_beside = _launch_in_fp8() or any(map(_is_fp8_handler, handlers))  # whatever mixed_precision says
+        by_trainer = precision_of_trainer(bound.arguments) if is_asked_beside else None
         if by_trainer is not None or _precision(bound.arguments) == "fp8":
             bound.arguments["mixed_precision"] = "fp8"  # which Accelerate would not learn from a notebook
         recipe = asked_recipe(bound.arguments, by_trainer)
@@ -93,7 +95,6 @@ def _patched(original):
                 f"this version of Accelerate ({accelerate.__version__}) does not fit fp8_backends: "
                 f"{'; '.join(mismatches)}. Install the version pinned in tests/constraints.txt, or another fp8_backends"
             )
-        handlers = bound.arguments.get("kwargs_handlers") or []
         bound.arguments["kwargs_handlers"] = [handler for handler in handlers if not _is_fp8_handler(handler)]
         if not isinstance(self, FP8Mixin):
             self.__class__ = with_mixin(FP8Mixin, type(self))
@@ -156,11 +157,6 @@ def _precision(arguments: Mapping[str, Any]) -> str:
     return running or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
 
 
-def _is_fp8_asked_beside(arguments: Mapping[str, Any]) -> bool:
-    """Whether launch or handlers ask for FP8, whatever `mixed_precision` says."""
-    return bool(_launch_in_fp8()) or any(map(_is_fp8_handler, arguments.get("kwargs_handlers") or ()))
-
-
 def _launch_in_fp8() -> str:
     """What asks for FP8 around this script, in words; empty without it."""
     if os.environ.get("ACCELERATE_MIXED_PRECISION", "").lower() == "fp8":
@@ -184,7 +180,14 @@ def _completed(handler: Any) -> Recipe:
     """The handler's recipe, with the fields that the environment adds; Accelerate's own handlers have read it already.
     The handler wins over `fp8-backends launch`, with a warning."""
     if is_launched():
-        return _over_launch(handler)
+        try:
+            recipe, warning = code_over_launch(handler, environment_fields())
+        except RecipeError as error:
+            name = type(handler).__name__
+            raise RecipeError(f"{name} in the script, with {LAUNCHED} in the environment: {error}") from None
+        if warning is not None and is_main_process():
+            logger.warning("%s", warning)
+        return recipe
     named = _backend_in_environment()
     recipe = handler if isinstance(handler, Recipe) else resolve(handler)
     if named is not None and recipe.compute == AUTO:
@@ -195,18 +198,6 @@ def _completed(handler: Any) -> Recipe:
             "remove one of the two"
         )
     return with_environment(recipe) if isinstance(handler, Recipe) else recipe
-
-
-def _over_launch(handler: Any) -> Recipe:
-    try:
-        recipe, warning = code_over_launch(handler, environment_fields())
-    except RecipeError as error:
-        raise RecipeError(
-            f"{type(handler).__name__} in the script, with {LAUNCHED} in the environment: {error}"
-        ) from None
-    if warning is not None and is_main_process():
-        logger.warning("%s", warning)
-    return recipe
 
 
 def _warn_of_unread_variables() -> None:

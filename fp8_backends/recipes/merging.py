@@ -132,13 +132,8 @@ def accelerate_fields(fp8_config: Mapping[str, Any] | None, source: str) -> dict
     every field of a recipe, each with or without `fp8_` in front. A value that Accelerate or its questions fill in by
     default counts as not given where the backend does not read it.
 
-    Args:
-        fp8_config: the block, as parsed.
-        source: the file's name, for messages.
-
-    Raises:
-        RecipeError: an unknown key, with the nearest known one, a value that cannot be read, and a value that this
-            backend does not read; each names key and file.
+    `source` is the file's name. Raises `RecipeError` for an unknown key, with the nearest known one, a value that
+    cannot be read, and a value that this backend does not read; each names key and file.
     """
     return merged([config_source(fp8_config, source)])
 

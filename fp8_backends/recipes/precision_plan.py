@@ -31,7 +31,7 @@ class PrecisionPlan:
     optimizer_states: tuple[str, str]
     """Adam's first and second moment."""
     bytes_per_element: float
-    """Of weight, master weight, gradient and states together, on one rank."""
+    """The bytes of weight, master weight, gradient and states together, on one rank."""
 
     def __str__(self) -> str:
         return (
@@ -53,8 +53,7 @@ LEVEL_ROWS = {
 def plan(spec: Any = None) -> PrecisionPlan:
     """What the recipe that `spec` means promises, for a model with FP32 weights and an Adam optimizer.
 
-    Takes what `resolve` takes; needs no hardware.
-    Raises `RecipeError` as `resolve` does.
+    Takes what `resolve` takes and raises what it raises; needs no hardware.
     """
     recipe = resolve(spec)
     comm, weight, master, gradient, states = LEVEL_ROWS[recipe.level]

@@ -106,7 +106,7 @@ _TE_RECIPES = {
     "Float8BlockScaling": ("blockwise", _EVERY_TE_RECIPE),
     "MXFP8BlockScaling": ("mxfp8", _EVERY_TE_RECIPE),
 }
-"""By class: the scaling rule, and the attributes that are recipe fields of ours."""
+"""The scaling rule of each class, and its attributes that are recipe fields of ours."""
 
 _VARIABLE_INSTEAD = "TransformerEngine takes it for all recipes of a process from {} in the environment: set that to 1"
 _WHY_NOT = {
@@ -248,7 +248,7 @@ class Source(NamedTuple):
     fields: Mapping[str, Any]
     """Fields of `FP8RecipeKwargs`, each in its one spelling."""
     places: Mapping[str, str]
-    """By field, how the place says it, for messages."""
+    """How the place says each field, for messages."""
     idle: frozenset[str] = frozenset()
     """Fields whose value is what the place fills in by itself: not given, where the backend does not read them."""
     selects_levels: bool = True
@@ -299,24 +299,20 @@ _LAYERS_BF16 = "which layers are first and last is for the model to say: name th
 _LAYERS_BF16 += '["*.layers.0.*", "*.layers.31.*"]'
 _GATHERED = "it belongs to Megatron's own gathering of FP8 weights: leave it out"
 
+_WITHOUT_EFFECT = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
+"""Megatron reads them only with first_last_layers_bf16, and their default is 1."""
+
 REFUSED = {
-    "first_last_layers_bf16": _LAYERS_BF16,
-    "num_layers_at_start_in_bf16": _LAYERS_BF16,
-    "num_layers_at_end_in_bf16": _LAYERS_BF16,
+    **dict.fromkeys(("first_last_layers_bf16", *_WITHOUT_EFFECT), _LAYERS_BF16),
     "tp_only_amax_red": "give the ranks that share their scales as fp8_group, a torch.distributed.ProcessGroup",
     "fp8_quantizer_factory": "quantizers of your own are no recipe of this package: register a backend instead",
     "keep_fp8_weight_transpose_cache": _GATHERED,
     "keep_fp8_transpose_cache": _GATHERED,
     "keep_fp8_transpose_cache_when_using_custom_fsdp": _GATHERED,
     "reuse_grad_buf_for_mxfp8_param_ag": _GATHERED,
-    "fp4": "this package has no FP4",
-    "fp4_param": "this package has no FP4",
-    "fp4_param_gather": "this package has no FP4",
+    **dict.fromkeys(("fp4", "fp4_param", "fp4_param_gather"), "this package has no FP4"),
 }
 """Arguments about FP8 that cannot be honoured, and what to do."""
-
-_WITHOUT_EFFECT = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
-"""Megatron reads them only with first_last_layers_bf16, and their default is 1."""
 
 _DELAYED = {"scaling": "delayed", "fp8_format": "HYBRID", "amax_history_len": 1024, "amax_compute_algo": "max"}
 PLUGINS = {

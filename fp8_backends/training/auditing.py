@@ -31,7 +31,7 @@ logger = logging.getLogger("fp8_backends")
 
 BYTE_KEYS = ("weight", "master", "gradient", "optimizer")
 MANY_LOST_UPDATES = 0.5
-"""From this share on, an audit warns."""
+"""The share of lost updates above which an audit warns."""
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Audit:
     """The backend string of the prepared model (several, joined by a comma, where parts were prepared apart)."""
     products: dict[str, dict[str, int]] = field(default_factory=dict)
     """FP8 products of each converted layer: `fprop`, `dgrad`, `wgrad`, and `recomputed` (forward again, by activation
-    checkpointing). Since `prepare` for a compute that counts; of one profiled step for one that cannot (`ao`, `te`)."""
+    checkpointing). Since `prepare` for a backend that counts; of one profiled step for one that cannot (`ao`, `te`)."""
     engine: dict[str, str] = field(default_factory=dict)
     """What makes the products of each converted layer: `scaled_mm`, `bf16-exact`, `fp32-exact`, `emulated`, `te`,
     `ao`."""
@@ -311,13 +311,10 @@ def count_flops(root: nn.Module, prepared: Prepared, counts: dict[str, ProductCo
 
 def _trainable_by_name(root: nn.Module) -> dict[str, bool]:
     """Whether a weight trains, under the name of its module and under its own."""
-    trains = {}
-    for name, parameter in root.named_parameters(remove_duplicate=False):
-        name = plain_name(name)
-        trains[name] = parameter.requires_grad
-        if name == "weight" or name.endswith(".weight"):
-            trains[name.removesuffix("weight").removesuffix(".")] = parameter.requires_grad
-    return trains
+    named = root.named_parameters(remove_duplicate=False)
+    trains = {plain_name(name): parameter.requires_grad for name, parameter in named}
+    modules = {n.removesuffix("weight").removesuffix("."): t for n, t in trains.items() if n.split(".")[-1] == "weight"}
+    return trains | modules
 
 
 def _read_root(result: Audit, prefix: str, root: nn.Module, prepared: Prepared) -> RootMeasures:
@@ -347,14 +344,14 @@ def _read_unprepared(result: Audit, model: nn.Module) -> RootMeasures:
 
 def _read_bytes(result: Audit, model: nn.Module, parts: list[RootMeasures], optimizers: list) -> None:
     gradient_dtypes = {key: dtype for part in parts for key, dtype in part.gradient_dtypes.items()}
-    converted = {id(weight): weight for part in parts for weight in part.weights}
+    converted = {id(weight) for part in parts for weight in part.weights}
     weighed = [_weigh(parameter, optimizers, gradient_dtypes) for parameter in model.parameters()]
-    of_converted = [w for w in weighed if w.key in converted] if converted else weighed
-    result.bytes_per_element = _average(of_converted, bool(optimizers))
+    chosen = [w for w in weighed if w.key in converted] if converted else weighed
+    result.bytes_per_element = _average(chosen, bool(optimizers))
     result.bytes_per_parameter = _average(weighed, bool(optimizers), sum(part.transient_bytes for part in parts))
-    sources = {w.gradient_source for w in of_converted}
+    sources = {w.gradient_source for w in chosen}
     result.gradient_source = next((source for source in ("live", "last step") if source in sources), "none")
-    result.dtypes = {key: ", ".join(sorted({w.dtypes[key] for w in of_converted} - {""})) for key in BYTE_KEYS}
+    result.dtypes = {key: ", ".join(sorted({w.dtypes[key] for w in chosen} - {""})) for key in BYTE_KEYS}
 
 
 @dataclass

@@ -123,7 +123,7 @@ class Prepared:
     """What the first optimizer step showed (`auditing.Observed`)."""
 
     def __deepcopy__(self, memo: dict) -> Prepared:
-        # a copied model has its own state; the compute has none, and stays the registered one
+        # a copied model has its own state; the backend has none, and stays the registered one
         memo[id(self.compute)] = self.compute
         copied = memo[id(self)] = object.__new__(type(self))
         copied.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})

@@ -74,7 +74,7 @@ def initialize(
 
 
 def prepare_model(model: nn.Module, recipe: Recipe) -> nn.Module:
-    """Convert a model's layers in place for a resolved recipe. Returns the same module; repeating it does nothing."""
+    """Convert a model's layers in place for a resolved recipe, and return the model. Repeating it does nothing."""
     check_model(model, recipe)
     prepared = conversion.convert(model, recipe, registry.get_compute(recipe.compute))
     store_weights(conversion.unwrapped(model), prepared)

@@ -129,6 +129,7 @@ class FirstStep:
         self._finish(counts)
 
     def _start_profile(self, take_over: bool = False) -> bool:
+        """Whether a profile runs now."""
         profile = product_profile(self.compute, self.layers)
         if profile.start(take_over):
             self.profile = profile

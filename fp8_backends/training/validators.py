@@ -56,7 +56,7 @@ def validate(
         spec: what `resolve` takes. A string or field that cannot be honoured becomes a finding, not an exception.
         model: looked at for its wrapper, its layers, its configuration, its buffers.
         parallel, compiled: how the model will be wrapped; by default what `model` shows, else "none".
-        attention: the name in transformers (`attn_implementation`).
+        attention: the name in transformers (`attn_implementation`), such as sdpa or flash_attention_2.
         sequence_length: tokens in a sequence of a batch.
         optimizer: the object, or its name in transformers' `optim` or Axolotl's `optimizer`.
         cpu_ram_efficient_loading: FSDP's, where the first rank alone has the weights.

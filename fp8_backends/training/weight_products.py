@@ -6,6 +6,7 @@ multiplies by itself (`nn.MultiheadAttention.in_proj_weight`); embeddings, convo
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -124,7 +125,7 @@ def _products_of(module: nn.Module, name: str) -> Iterator[tuple[str, str, tuple
             if parameter is None or is_lazy(parameter) or "bias" in part:
                 continue
             shape = full_shape(parameter)
-            if len(shape) == 3 and _holds_experts(module, name):
+            if len(shape) == 3 and "expert" in f"{type(module).__name__} {name}".lower():
                 sizes = shape[1:] if getattr(module, "is_transposed", False) else shape[:0:-1]
                 yield part, "experts", tuple(sizes), expert_functions.obstacle(module, part)
             elif len(shape) == 2 and min(shape) > 1 and _WEIGHT_NAME.search(part):
@@ -177,10 +178,6 @@ def _is_router(name: str) -> bool:
     return not ROUTER_NAMES.isdisjoint(name.split("."))
 
 
-def _holds_experts(module: nn.Module, name: str) -> bool:
-    return "expert" in type(module).__name__.lower() or any("expert" in part.lower() for part in name.split("."))
-
-
 def _head_test(modules) -> Callable[[nn.Module, list[str]], bool]:
     """A test for output heads: what `get_output_embeddings` returns, what shares a weight with an embedding, or what
     bears a head's name."""
@@ -188,12 +185,9 @@ def _head_test(modules) -> Callable[[nn.Module, list[str]], bool]:
     embeddings = {id(module._parameters.get("weight")) for module in modules if isinstance(module, nn.Embedding)}
     for module in modules:
         if callable(getattr(type(module), "get_output_embeddings", None)):
-            try:
-                output = module.get_output_embeddings()
-            except Exception:
-                continue  # a backbone inherits the method without a head, or the name means something else here
-            if isinstance(output, nn.Module):
-                declared.update(id(part) for part in output.modules())
+            # a backbone inherits the method without a head, or the name means something else in this model
+            with contextlib.suppress(Exception):
+                declared.update(map(id, module.get_output_embeddings().modules()))
 
     def is_head(module: nn.Module, names: list[str]) -> bool:
         weight = module._parameters.get("weight")

@@ -60,7 +60,8 @@ class Machine:
 
 @dataclass(frozen=True)
 class Setup:
-    """A recipe on a machine, with a model and what surrounds it. None means not known, and then no rule asks."""
+    """A recipe on a machine, with a model and what surrounds it. None means not known, and then no rule asks.
+    `validate` explains the fields that it has as arguments."""
 
     recipe: Recipe
     machine: Machine
@@ -68,21 +69,16 @@ class Setup:
     compiled: Compiled | None = None
     activation_checkpointing: bool | None = None
     attention: str | None = None
-    """The name in transformers: eager, sdpa, flash_attention_2, flex_attention, …"""
     sequence_length: int | None = None
     vocab_size: int | None = None
     optimizer: str | None = None
-    """The name in transformers' and Axolotl's `optimizer`, or a class name."""
     cpu_ram_efficient_loading: bool | None = None
     world_size: int | None = None
     zero_stage: int | None = None
-    """DeepSpeed's."""
     engine_bf16: bool | None = None
     """Whether DeepSpeed's configuration has bf16 around FP8."""
     tensor_parallel: int | None = None
-    """Ranks that share one layer."""
     quantized_base: bool | None = None
-    """Whether layers were loaded in 4 or 8 bits by bitsandbytes."""
     parameters: int | None = None
     """How many numbers the model's parameters hold."""
     linear_sizes: tuple[tuple[int, int], ...] = ()
