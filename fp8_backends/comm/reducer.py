@@ -30,7 +30,7 @@ from torch import nn
 
 from ..errors import FP8BackendError
 from ..numerics.formats import E4M3
-from ..numerics.scaled_tensor import ScaledTensor, quantize
+from ..numerics.scaled_tensor import ScaledTensor, quantize, stored_parts
 from .two_shot import BLOCK, AllReduce, Part, Reduced
 
 
@@ -94,8 +94,8 @@ class GradientReducer:
                 f"share: use use_reentrant=False"
             )
         self.complete.add(index)
-        while len(self.in_flight) < len(self.buckets):
-            if not self.complete.issuperset(self.buckets[len(self.in_flight)].indices):
+        for bucket in self.buckets[len(self.in_flight) :]:
+            if not self.complete.issuperset(bucket.indices):
                 break
             self._send(contributes=True)
 
@@ -136,7 +136,7 @@ class GradientReducer:
         self.in_flight.append(reduction)
 
     def _used_somewhere(self) -> list[bool]:
-        """Whether any rank has a gradient of each parameter: without one it keeps none, as in DDP."""
+        """Whether any rank has a gradient of each parameter; without one it gets none, as in DDP."""
         used = torch.tensor(self.used, dtype=torch.uint8, device=self.parameters[0].device)
         dist.all_reduce(used, dist.ReduceOp.MAX, group=self.group)
         return self.used if all(self.used) else used.bool().tolist()  # the device is asked where it matters only
@@ -206,7 +206,7 @@ class SideStream:
         """The part of a message that a tensor of another stream becomes. Its memory may be freed there while it is read
         on this one."""
         if self.stream is not None:
-            for stored in _stored_parts(tensor):
+            for stored in stored_parts(tensor):
                 stored.record_stream(self.stream)
         if isinstance(tensor, ScaledTensor) and tensor._data.dtype == torch.float32:
             return Part(tensor._data.reshape(-1), start, tensor._scale_inv)
@@ -218,12 +218,8 @@ class SideStream:
         if self.stream is not None:
             current = torch.cuda.current_stream(self.stream.device)
             current.wait_stream(self.stream)
-            for stored in (stored for tensor in tensors for stored in _stored_parts(tensor)):
+            for stored in (stored for tensor in tensors for stored in stored_parts(tensor)):
                 stored.record_stream(current)
-
-
-def _stored_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return (tensor._data, tensor._scale_inv) if isinstance(tensor, ScaledTensor) else (tensor,)
 
 
 # DDP's own buckets
@@ -238,11 +234,11 @@ class HookState:
         """Reduction, gradients in the bucket, the bucket, and what DDP waits for."""
 
     def __reduce__(self):
-        return _nothing, ()  # a copied DDP has no communication hook
+        return nothing, ()  # a copied DDP has no communication hook
 
 
-def _nothing() -> None:
-    return None
+def nothing() -> None:
+    """What a hook becomes in a copied or unpickled model that is not connected."""
 
 
 @torch.no_grad()
@@ -254,8 +250,7 @@ def fp8_all_reduce(state, bucket):
     values = bucket.buffer()
     if bucket.index() == 0:
         state.in_flight.clear()  # a backward pass that raised before its end
-    devices = [values.device] if values.device.type == "cuda" else None
-    future = torch.futures.Future(devices=devices)
+    future = torch.futures.Future(devices=[values.device] if values.device.type == "cuda" else None)
     with state.side_stream.active():
         state.side_stream.part_of_message(values)
         gradients = _aligned(values.split([gradient.numel() for gradient in bucket.gradients()]))

@@ -142,7 +142,7 @@ def reduce_scatter(
         return out  # every rank sees that there is nothing to send
     rows, rank, travel = rows.detach(), dist.get_rank(group), _for_vectors(columns)
     if travel == columns:
-        sent, own = encode(rows, kept=rank), rows[rank]
+        sent, own = encode(rows, own_row=rank), rows[rank]
     else:
         parts = [Part(row, index * travel) for index, row in enumerate(rows.contiguous().unbind(0))]
         sent, own = wire.pack(parts, size, travel, rank)

@@ -173,19 +173,14 @@ def mx_scale(amax: torch.Tensor, fmt: Format) -> torch.Tensor:
 
     TransformerEngine's `float_to_e8m0` of `amax * (1 / fmt.max)`, whose two roundings to FP32 are part of the rule.
     """
-    exponent = _mx_exponent(amax, fmt)
-    # 2**-127, the inverse of the largest, is the one power of two here that FP32 stores without an exponent
-    bits = torch.where(exponent == 254, torch.full_like(exponent, 1 << 22), (254 - exponent) << 23)
-    return bits.view(torch.float32)
-
-
-def _mx_exponent(amax: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """The biased exponent, 0 to 254, int32."""
     bits = (amax * torch.full_like(amax, 1.0 / fmt.max)).view(torch.int32)
     exponent, mantissa = bits >> 23, bits & 0x7FFFFF
     # a subnormal number is rounded up only above 2**-127, which is the value of exponent 0
     upwards = (mantissa > 0) & ((exponent > 0) | (mantissa > 1 << 22))
-    return (exponent + upwards.to(torch.int32)).clamp(max=254)
+    exponent = (exponent + upwards.to(torch.int32)).clamp(max=254)  # biased, of the inverse
+    # 2**-127, the inverse of the largest, is the one power of two here that FP32 stores without an exponent
+    bits = torch.where(exponent == 254, torch.full_like(exponent, 1 << 22), (254 - exponent) << 23)
+    return bits.view(torch.float32)
 
 
 def e8m0_bits(scale: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
@@ -304,7 +299,7 @@ def _rolled_window(rows: torch.Tensor, fmt: Format) -> torch.Tensor:
     new_scale = torch.where(rolls_on, power_of_two_scale(history.amax(-1), fmt), scale)
     new_rolls = torch.where(overflowed, torch.zeros_like(rolls), rolls + rolls_on.to(torch.int32))
     earlier = history.narrow(-1, 1, WINDOW - 1)
-    kept = torch.where(rolls_on.unsqueeze(-1), history.narrow(-1, 0, WINDOW - 1), earlier)
+    past = torch.where(rolls_on.unsqueeze(-1), history.narrow(-1, 0, WINDOW - 1), earlier)
     room = torch.zeros_like(recorded.unsqueeze(-1))  # where the next step records
-    new_bits = [each.view(torch.int32) for each in (new_scale.unsqueeze(-1), room, kept)]
+    new_bits = [each.view(torch.int32) for each in (new_scale.unsqueeze(-1), room, past)]
     return torch.cat([new_bits[0], new_rolls.unsqueeze(-1), *new_bits[1:]], -1)

@@ -193,7 +193,7 @@ class ScaledStates:
                 view.weight.copy_(job.weight.data)
 
     def state_of(self, group: dict[str, Any], p: torch.Tensor) -> dict[str, Any]:
-        """The parameter's state, which is made before its first step."""
+        """The parameter's state. It is filled before the first step."""
         state = self.state[p]
         if "step" not in state:
             state["step"] = self.new_counter(group, p)

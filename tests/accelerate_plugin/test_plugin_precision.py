@@ -12,7 +12,6 @@ from plugin_training import assert_all_moved, assert_fp8_products, batches, copi
 from torch import nn
 
 import fp8_backends
-from fp8_backends.accelerate_plugin import mixin
 from fp8_backends.compute import hardware
 
 
