@@ -47,7 +47,7 @@ def connect(ddp: DistributedDataParallel, gradient_comm: str, watch: Watch, scal
     """Let the gradients of an FP8 model under DDP travel. Every rank calls it. Idempotent; it is called again after
     `requires_grad` of a weight has changed.
 
-    The first call makes scaled weights and scaling states equal to rank 0's, as DDP does with what it looks after.
+    The first call makes scaled weights and scaling states equal to rank 0's, as DDP does with what it reduces.
 
     Args:
         gradient_comm: "fp8" or "plain" (FP32), for scaled weights; for a model without any, "fp8" gives DDP a

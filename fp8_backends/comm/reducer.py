@@ -22,7 +22,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -42,14 +42,6 @@ class Bucket(NamedTuple):
     starts: list[int]
     """Element at which each begins; a multiple of BLOCK."""
     numel: int
-
-
-class InFlight(Protocol):
-    """A reduction in flight: `two_shot.AllReduce`, or one in FP32 with the same methods."""
-
-    def start_second_shot(self) -> None: ...
-
-    def wait(self) -> Reduced | torch.Tensor: ...
 
 
 class GradientReducer:
@@ -78,7 +70,7 @@ class GradientReducer:
 
     def reset(self) -> None:
         """Be ready for a new backward pass."""
-        self.in_flight: list[InFlight] = []
+        self.in_flight: list[AllReduce | PlainAllReduce] = []
         """The reductions of the buckets that have left."""
         self.complete: set[int] = set()
         """Parameters whose gradient is complete."""
@@ -86,7 +78,7 @@ class GradientReducer:
 
     @torch.no_grad()
     def add(self, index: int) -> None:
-        """Note that the gradient of a parameter is complete, and send the buckets that are."""
+        """Note that the gradient of a parameter is complete, and send each bucket that is complete by now."""
         if self.bucket_of[index] < len(self.in_flight):
             raise FP8BackendError(
                 f"{self.names[index]}: a second gradient in one backward pass, after the first had left for the other "
@@ -166,7 +158,7 @@ def _buckets(parameters: list[nn.Parameter], capacity: int) -> list[Bucket]:
 
 
 class PlainAllReduce:
-    """The mean in FP32, by the backend's own all-reduce."""
+    """The mean in FP32, by the process group's own all-reduce; with the methods of `AllReduce`."""
 
     def __init__(self, parts: list[Part], group: dist.ProcessGroup) -> None:
         self.size = dist.get_world_size(group)

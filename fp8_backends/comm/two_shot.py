@@ -153,7 +153,7 @@ def reduce_scatter(
 class _Pending(NamedTuple):
     work: dist.Work
     received: torch.Tensor
-    sent: torch.Tensor  # kept alive until it is sent
+    sent: torch.Tensor  # must live until it is sent
 
     def wait(self) -> torch.Tensor:
         self.work.wait()

@@ -66,8 +66,7 @@ class SharedOut:
 
     def _all_gather(self, streams: list[list[torch.Tensor]], start: int, length: int) -> None:
         """Gather so many bytes of each rank's stream, with one collective."""
-        device = self.weights[0].device
-        sent = torch.zeros(length, dtype=torch.uint8, device=device)
+        sent = torch.zeros(length, dtype=torch.uint8, device=self.weights[0].device)
         for stored, place in _overlaps(streams[self.rank], start, length):
             sent[place].copy_(stored)
         received = sent.new_empty(len(streams) * length)

@@ -122,13 +122,13 @@ def _placed_as(p: torch.Tensor, value: torch.Tensor, dtype: torch.dtype) -> torc
     if is_distributed(value):
         value = dequantize_shards(value, dtype)
         value = value if _lies_as(value, p) else value.redistribute(p.device_mesh, p.placements)
-    else:
-        value = value.dequantize(dtype) if isinstance(value, ScaledTensor) else value
-        if is_distributed(p):
-            from torch.distributed.tensor import distribute_tensor  # half a second, for those who shard
+    elif isinstance(value, ScaledTensor):
+        value = value.dequantize(dtype)
+    if is_distributed(p) and not is_distributed(value):
+        from torch.distributed.tensor import distribute_tensor  # half a second, for those who shard
 
-            value = value.to(p.device_mesh.device_type, dtype)
-            value = distribute_tensor(value, p.device_mesh, p.placements, src_data_rank=None)
+        value = value.to(p.device_mesh.device_type, dtype)
+        value = distribute_tensor(value, p.device_mesh, p.placements, src_data_rank=None)
     return with_local(p, local_part(value).to(local_part(p).device, dtype).contiguous())
 
 

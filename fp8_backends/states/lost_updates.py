@@ -21,9 +21,8 @@ def share_of_lost_updates(optimizer: torch.optim.Optimizer) -> float | None:
     parameters = ((group, p) for group in optimizer.param_groups for p in group["params"])
     for index, (group, p) in enumerate(parameters):
         state, weight = optimizer.state.get(p, {}), local_part(p)
-        if not isinstance(weight, ScaledTensor) or not all(name in state for name in MOMENTS):
-            continue
-        if not all(group["betas"]):
+        has_moments = all(name in state for name in MOMENTS)
+        if not isinstance(weight, ScaledTensor) or not has_moments or not all(group["betas"]):
             continue
         weight = weight if weight.master is None else weight.master
         before = weight.dequantize(torch.float32)

@@ -88,6 +88,7 @@ class AdamSteps:
 
     @torch.no_grad()
     def run(self) -> None:
+        """Make the whole step."""
         for steps, _ in self._parts:
             steps.run()
 

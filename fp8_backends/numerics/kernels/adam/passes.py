@@ -221,11 +221,6 @@ def _scale(slot: Slot, amax: torch.Tensor | None) -> torch.Tensor:
 # Compiling
 
 
-@functools.cache
-def _compiled(function, kind: Kind) -> _CompiledPass:
-    return _CompiledPass(function, kind)
-
-
 class _CompiledPass:
     """A pass for one kind, compiled at its first call; eager from then on, after a warning, where that fails."""
 
@@ -244,6 +239,8 @@ class _CompiledPass:
             self.run = self.eager
             return self.eager(data, *arguments)
 
+
+_compiled = functools.cache(_CompiledPass)
 
 _MOST_KINDS = 256
 """Dynamo counts what it compiles by the code of `run`, which all kinds share, and refuses after eight. From torch 2.13

@@ -223,12 +223,10 @@ class TritonKernels:
             )
 
 
-@functools.cache
-def _kernels(kind: Kind, fp8_casts: bool) -> TritonKernels:
-    return TritonKernels(kind, fp8_casts)
+_kernels = functools.cache(TritonKernels)
 
 
 @functools.lru_cache(maxsize=32)
 def _parameter_of_each_chunk(counts: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """The index of each chunk's parameter, int32 [chunks]. Kept, as an optimizer's parameters keep their sizes."""
+    """The index of each chunk's parameter, int32 [chunks]. Cached, since an optimizer's parameters keep their sizes."""
     return torch.repeat_interleave(torch.arange(len(counts), dtype=torch.int32), torch.tensor(counts)).to(device)
