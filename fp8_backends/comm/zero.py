@@ -65,7 +65,6 @@ class SharedOut:
             self._all_gather(streams, start, min(MESSAGE, longest - start))
 
     def _all_gather(self, streams: list[list[torch.Tensor]], start: int, length: int) -> None:
-        """Gather so many bytes of each rank's stream, with one collective."""
         sent = torch.zeros(length, dtype=torch.uint8, device=self.weights[0].device)
         for stored, place in _overlaps(streams[self.rank], start, length):
             sent[place].copy_(stored)

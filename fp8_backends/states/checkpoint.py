@@ -66,7 +66,6 @@ def load_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], lo
 
 
 def _parameters_of(groups: list[dict[str, Any]], state_dict: dict[str, Any]) -> dict[Any, torch.Tensor]:
-    """The keys of a state dict, and the parameter that each stands for."""
     keys = [key for group in state_dict["param_groups"] for key in group["params"]]
     return dict(zip(keys, [p for group in groups for p in group["params"]], strict=True))
 
@@ -139,7 +138,6 @@ def _lies_as(value: torch.Tensor, p: torch.Tensor) -> bool:
 
 
 def _whole(value: torch.Tensor) -> torch.Tensor:
-    """All values of a tensor, on every rank."""
     return dequantize_shards(value, torch.float32).full_tensor() if is_distributed(value) else value
 
 

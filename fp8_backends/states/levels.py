@@ -93,7 +93,6 @@ def store_weights(layers: Mapping[str, nn.Module], level: str) -> None:
 
 
 def _is_stored(weight: torch.Tensor, level: str) -> bool:
-    """Whether a weight, sharded or not, is stored as `level` says."""
     weight = local_part(weight)
     return isinstance(weight, ScaledTensor) and weight._data.dtype == WEIGHT[level]
 

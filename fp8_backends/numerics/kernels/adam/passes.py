@@ -109,7 +109,7 @@ class Passes:
         if not self.compiled or data[0].numel() < 2 * self.width:
             return function(data, *arguments, self.kind)
         for tensor in (*data, *_vectors(arguments)):
-            # the number of rows is a variable of the compiled code, their width is not: it would vectorise badly
+            # the number of rows is a variable of the compiled code, their width is not: it would vectorize badly
             torch._dynamo.mark_static(tensor, tensor.dim() - 1)
         return _compiled(function, self.kind)(data, *arguments)
 

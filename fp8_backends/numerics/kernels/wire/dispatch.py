@@ -82,7 +82,6 @@ def dequantize(codes: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:
 
 
 def _implementation(tensor: torch.Tensor):
-    """The module that works on a tensor's device."""
     if usable(tensor):
         from . import triton_messages  # Triton takes a second to load
 
