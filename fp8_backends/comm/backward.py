@@ -67,7 +67,7 @@ class BackwardPass:
         self._after_forward(self, module, output)
 
     def begin(self, gradient: torch.Tensor | None = None) -> None:
-        """Note that the pass has begun, from inside it. Repeating it does nothing."""
+        """Note, from inside it, that the pass has begun. Repeating it does nothing."""
         if not self.running:
             _call_when_backward_ends(self._end)
             self.running = True
@@ -118,24 +118,24 @@ def _call_when_backward_ends(function: Callable[[], None]) -> None:
 
 def _tensors(output: Any) -> Iterator[torch.Tensor]:
     """The tensors of a forward's output, in the containers that DDP looks into."""
+    members = ()
     if isinstance(output, torch.Tensor):
         yield output
     elif isinstance(output, Mapping):
-        for value in output.values():
-            yield from _tensors(value)
+        members = output.values()
     elif isinstance(output, (list, tuple)):
-        for value in output:
-            yield from _tensors(value)
+        members = output
     elif dataclasses.is_dataclass(output) and not isinstance(output, type):
-        for field in dataclasses.fields(output):
-            yield from _tensors(getattr(output, field.name))
+        members = (getattr(output, field.name) for field in dataclasses.fields(output))
+    for member in members:
+        yield from _tensors(member)
 
 
 # Scaling states
 
 
 class Agreement:
-    """The collective that agrees on scaling states."""
+    """The `Collective` that agrees on scaling states."""
 
     def __init__(self, states: States, group: dist.ProcessGroup | None) -> None:
         self.states, self.group = states, group

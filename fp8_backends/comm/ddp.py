@@ -22,10 +22,10 @@ from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import FP8BackendError
-from ..numerics.scaled_tensor import ScaledTensor
+from ..numerics.scaled_tensor import ScaledTensor, stored_parts
 from .backward import Agreement, BackwardPass, States, agree_after_backward
 from .ignore_list import buffer_names
-from .reducer import GradientReducer, HookState, fp8_all_reduce
+from .reducer import GradientReducer, HookState, fp8_all_reduce, nothing
 from .zero import SharedOut
 
 ATTRIBUTES = (
@@ -47,7 +47,7 @@ def connect(ddp: DistributedDataParallel, gradient_comm: str, watch: Watch, scal
     """Let the gradients of an FP8 model under DDP travel. Every rank calls it. Idempotent; it is called again after
     `requires_grad` of a weight has changed.
 
-    The first call makes scaled weights and scaling states equal to rank 0's, as DDP does with what it looks after.
+    The first call makes scaled weights and scaling states equal to rank 0's, as DDP does with what it reduces.
 
     Args:
         gradient_comm: "fp8" or "plain" (FP32), for scaled weights; for a model without any, "fp8" gives DDP a
@@ -112,7 +112,7 @@ class Connection(BackwardPass):
     def make_equal(self, tensors: Iterable[torch.Tensor], source: int) -> None:
         """Copy everything that these tensors store on rank `source` of the group to all its ranks."""
         for tensor in tensors:
-            for stored in _stored_parts(tensor):
+            for stored in stored_parts(tensor, with_master=True):
                 _broadcast(stored, source, self.group)
 
     def make_states_equal(self, source: int) -> None:
@@ -126,8 +126,9 @@ class Connection(BackwardPass):
 
     def joined_state(self) -> list[torch.Tensor]:
         """What a rank that has run out of inputs no longer changes."""
-        states = [each.states() for each in self.collectives if isinstance(each, Agreement)]
-        return [*(self.reducer.parameters if self.reducer else ()), *(state for each in states for state in each)]
+        agreements = [each for each in self.collectives if isinstance(each, Agreement)]
+        weights = self.reducer.parameters if self.reducer else ()
+        return [*weights, *(state for agreement in agreements for state in agreement.states())]
 
 
 class GradientArrives:
@@ -148,23 +149,18 @@ class GradientArrives:
         if connection is not None and connection.running:
             connection.reducer.add(self.index)
         elif not isinstance(weight.grad, ScaledTensor):
-            # a microbatch whose gradient does not travel: kept in FP32 until the last one is there, and rounded once
-            values = weight.grad.float()
-            one = torch.ones((), device=values.device)
-            weight.grad = ScaledTensor(values, one, weight.grad.dtype, accumulates=True)
+            # a microbatch whose gradient does not travel stays in FP32 until the last one is there: one rounding
+            values, dtype = weight.grad.float(), weight.grad.dtype
+            weight.grad = ScaledTensor(values, torch.ones((), device=values.device), dtype, accumulates=True)
 
     def __reduce__(self):
-        return _not_connected, ()
+        return nothing, ()
 
 
 def connection_of(weight: torch.Tensor) -> Connection | None:
     """The connection of the DDP that takes the gradients of this weight to other ranks."""
     hooks = (weight._post_accumulate_grad_hooks or {}).values()
     return next((hook.connection() for hook in hooks if isinstance(hook, GradientArrives)), None)
-
-
-def _not_connected() -> None:
-    return None
 
 
 def _check(ddp: DistributedDataParallel) -> None:
@@ -201,10 +197,12 @@ def _travels(ddp: nn.Module) -> bool:
 
 
 def _install(ddp: DistributedDataParallel) -> Connection:
-    connection = Connection(_own_group(ddp))
+    connection, cls = Connection(_own_group(ddp)), type(ddp)
     ddp.register_forward_hook(connection)
-    if not isinstance(ddp, _Joins):
-        ddp.__class__ = ConnectedDDP if type(ddp) is DistributedDataParallel else _with_join(type(ddp))
+    if cls is DistributedDataParallel:
+        ddp.__class__ = ConnectedDDP
+    elif not isinstance(ddp, _Joins):
+        ddp.__class__ = type(cls.__name__, (_Joins, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
     return connection
 
 
@@ -224,16 +222,10 @@ def _own_group(ddp: DistributedDataParallel) -> dist.ProcessGroup:
     )
 
 
-def _stored_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    if not isinstance(tensor, ScaledTensor):
-        return [tensor]
-    return [tensor._data, tensor._scale_inv, *(_stored_parts(tensor.master) if tensor.master is not None else ())]
-
-
 def _broadcast(tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> None:
     sent = tensor.contiguous()
-    as_bytes = sent.view(torch.uint8) if sent.element_size() == 1 else sent  # gloo refuses float8
-    dist.broadcast(as_bytes, dist.get_global_rank(group, source), group=group)
+    message = sent.view(torch.uint8) if sent.element_size() == 1 else sent  # gloo refuses float8
+    dist.broadcast(message, dist.get_global_rank(group, source), group=group)
     if sent is not tensor:
         tensor.copy_(sent)
 
@@ -295,10 +287,6 @@ class _Joins:
 
 class ConnectedDDP(_Joins, DistributedDataParallel):
     """A `DistributedDataParallel` that `connect` made carry FP8 gradients."""
-
-
-def _with_join(cls: type) -> type:
-    return type(cls.__name__, (_Joins, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
 
 
 class _Join(JoinHook):

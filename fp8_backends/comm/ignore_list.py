@@ -38,25 +38,25 @@ def ignore(module: nn.Module) -> None:
             f"torch {torch.__version__} has no DistributedDataParallel._set_params_and_buffers_to_ignore_for_model, "
             f"by which DDP leaves FP8 weights and buffers alone: use a version of torch that is tested"
         )
-    theirs = _theirs(module)
+    theirs = _clear(module)
     names = IgnoreList.fromkeys([*theirs, *scaled_names(module), *buffer_names(module)])
     names.theirs = theirs
-    for parameter in module.parameters():
-        parameter.__dict__.pop("_ddp_ignored", None)
     if names:
         setter(module, names)
-    else:
-        module.__dict__.pop(IGNORE_LIST, None)
 
 
 def forget(module: nn.Module) -> None:
     """Undo `ignore`."""
-    theirs = _theirs(module)
-    module.__dict__.pop(IGNORE_LIST, None)
+    if theirs := _clear(module):
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, list(theirs))
+
+
+def _clear(module: nn.Module) -> tuple[str, ...]:
+    """Take the list and its marks away. Returns the names that somebody else put there."""
     for parameter in module.parameters():
         parameter.__dict__.pop("_ddp_ignored", None)
-    if theirs:
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, list(theirs))
+    names = module.__dict__.pop(IGNORE_LIST, ())
+    return names.theirs if isinstance(names, IgnoreList) else tuple(names)
 
 
 def leaves_nothing(module: nn.Module) -> bool:
@@ -88,8 +88,3 @@ def _spellings(name: str) -> Iterator[str]:
     yield from (name, f"_orig_mod.{name}")
     if "." not in name:
         yield f".{name}"
-
-
-def _theirs(module: nn.Module) -> tuple[str, ...]:
-    names = module.__dict__.get(IGNORE_LIST, ())
-    return names.theirs if isinstance(names, IgnoreList) else tuple(names)

@@ -22,7 +22,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,7 @@ from torch import nn
 
 from ..errors import FP8BackendError
 from ..numerics.formats import E4M3
-from ..numerics.scaled_tensor import ScaledTensor, quantize
+from ..numerics.scaled_tensor import ScaledTensor, quantize, stored_parts
 from .two_shot import BLOCK, AllReduce, Part, Reduced
 
 
@@ -42,14 +42,6 @@ class Bucket(NamedTuple):
     starts: list[int]
     """Element at which each begins; a multiple of BLOCK."""
     numel: int
-
-
-class InFlight(Protocol):
-    """A reduction in flight: `two_shot.AllReduce`, or one in FP32 with the same methods."""
-
-    def start_second_shot(self) -> None: ...
-
-    def wait(self) -> Reduced | torch.Tensor: ...
 
 
 class GradientReducer:
@@ -78,7 +70,7 @@ class GradientReducer:
 
     def reset(self) -> None:
         """Be ready for a new backward pass."""
-        self.in_flight: list[InFlight] = []
+        self.in_flight: list[AllReduce | PlainAllReduce] = []
         """The reductions of the buckets that have left."""
         self.complete: set[int] = set()
         """Parameters whose gradient is complete."""
@@ -86,7 +78,7 @@ class GradientReducer:
 
     @torch.no_grad()
     def add(self, index: int) -> None:
-        """Note that the gradient of a parameter is complete, and send the buckets that are."""
+        """Note that the gradient of a parameter is complete, and send each bucket that is complete by now."""
         if self.bucket_of[index] < len(self.in_flight):
             raise FP8BackendError(
                 f"{self.names[index]}: a second gradient in one backward pass, after the first had left for the other "
@@ -94,8 +86,8 @@ class GradientReducer:
                 f"share: use use_reentrant=False"
             )
         self.complete.add(index)
-        while len(self.in_flight) < len(self.buckets):
-            if not self.complete.issuperset(self.buckets[len(self.in_flight)].indices):
+        for bucket in self.buckets[len(self.in_flight) :]:
+            if not self.complete.issuperset(bucket.indices):
                 break
             self._send(contributes=True)
 
@@ -136,7 +128,7 @@ class GradientReducer:
         self.in_flight.append(reduction)
 
     def _used_somewhere(self) -> list[bool]:
-        """Whether any rank has a gradient of each parameter: without one it keeps none, as in DDP."""
+        """Whether any rank has a gradient of each parameter; without one it gets none, as in DDP."""
         used = torch.tensor(self.used, dtype=torch.uint8, device=self.parameters[0].device)
         dist.all_reduce(used, dist.ReduceOp.MAX, group=self.group)
         return self.used if all(self.used) else used.bool().tolist()  # the device is asked where it matters only
@@ -166,7 +158,7 @@ def _buckets(parameters: list[nn.Parameter], capacity: int) -> list[Bucket]:
 
 
 class PlainAllReduce:
-    """The mean in FP32, by the backend's own all-reduce."""
+    """The mean in FP32, by the process group's own all-reduce; with the methods of `AllReduce`."""
 
     def __init__(self, parts: list[Part], group: dist.ProcessGroup) -> None:
         self.size = dist.get_world_size(group)
@@ -206,7 +198,7 @@ class SideStream:
         """The part of a message that a tensor of another stream becomes. Its memory may be freed there while it is read
         on this one."""
         if self.stream is not None:
-            for stored in _stored_parts(tensor):
+            for stored in stored_parts(tensor):
                 stored.record_stream(self.stream)
         if isinstance(tensor, ScaledTensor) and tensor._data.dtype == torch.float32:
             return Part(tensor._data.reshape(-1), start, tensor._scale_inv)
@@ -218,12 +210,8 @@ class SideStream:
         if self.stream is not None:
             current = torch.cuda.current_stream(self.stream.device)
             current.wait_stream(self.stream)
-            for stored in (stored for tensor in tensors for stored in _stored_parts(tensor)):
+            for stored in (stored for tensor in tensors for stored in stored_parts(tensor)):
                 stored.record_stream(current)
-
-
-def _stored_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return (tensor._data, tensor._scale_inv) if isinstance(tensor, ScaledTensor) else (tensor,)
 
 
 # DDP's own buckets
@@ -238,11 +226,11 @@ class HookState:
         """Reduction, gradients in the bucket, the bucket, and what DDP waits for."""
 
     def __reduce__(self):
-        return _nothing, ()  # a copied DDP has no communication hook
+        return nothing, ()  # a copied DDP has no communication hook
 
 
-def _nothing() -> None:
-    return None
+def nothing() -> None:
+    """What a hook becomes in a copied or unpickled model that is not connected."""
 
 
 @torch.no_grad()
@@ -254,8 +242,7 @@ def fp8_all_reduce(state, bucket):
     values = bucket.buffer()
     if bucket.index() == 0:
         state.in_flight.clear()  # a backward pass that raised before its end
-    devices = [values.device] if values.device.type == "cuda" else None
-    future = torch.futures.Future(devices=devices)
+    future = torch.futures.Future(devices=[values.device] if values.device.type == "cuda" else None)
     with state.side_stream.active():
         state.side_stream.part_of_message(values)
         gradients = _aligned(values.split([gradient.numel() for gradient in bucket.gradients()]))

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from ..numerics.scaled_tensor import Elsewhere, ScaledTensor
+from ..numerics.scaled_tensor import Elsewhere, stored_parts
 from .two_shot import all_gather
 
 MESSAGE = 2**24
@@ -29,8 +29,8 @@ def assign(sizes: Sequence[int], ranks: int) -> list[int]:
 
 
 class SharedOut:
-    """Weights whose masters and optimizer states lie on one rank each. All ranks make it, with the same weights in the
-    same order. It drops the masters of other ranks' weights at once.
+    """Weights whose masters and optimizer states lie on one rank each. `states.sharding.Owners` describes its methods.
+    All ranks make it, with the same weights in the same order. It drops the masters of other ranks' weights at once.
 
     Args:
         weights: parameters at level O3, with equal values on all ranks.
@@ -46,11 +46,9 @@ class SharedOut:
             self.drop(weight)
 
     def owns(self, weight: torch.Tensor) -> bool:
-        """Whether this rank makes the weight's steps; True for a weight that is not shared out."""
         return self._owner.get(id(weight), self.rank) == self.rank
 
     def drop(self, weight: torch.Tensor) -> None:
-        """Forget the master of a weight that another rank owns. Repeating it does nothing."""
         if not self.owns(weight):
             storage = weight.elsewhere.storage if weight.master is None else weight.master._data.dtype
             weight.master = None
@@ -58,7 +56,6 @@ class SharedOut:
 
     @torch.no_grad()
     def share(self) -> None:
-        """Send every weight that trains, as its owner has it now, to all ranks. All ranks call it after a step."""
         streams: list[list[torch.Tensor]] = [[] for _ in range(dist.get_world_size(self.group))]
         for weight in self.weights:
             if weight.requires_grad:
@@ -68,9 +65,7 @@ class SharedOut:
             self._all_gather(streams, start, min(MESSAGE, longest - start))
 
     def _all_gather(self, streams: list[list[torch.Tensor]], start: int, length: int) -> None:
-        """Gather so many bytes of each rank's stream, with one collective."""
-        device = self.weights[0].device
-        sent = torch.zeros(length, dtype=torch.uint8, device=device)
+        sent = torch.zeros(length, dtype=torch.uint8, device=self.weights[0].device)
         for stored, place in _overlaps(streams[self.rank], start, length):
             sent[place].copy_(stored)
         received = sent.new_empty(len(streams) * length)
@@ -82,7 +77,6 @@ class SharedOut:
 
     @torch.no_grad()
     def send_to_all(self, weight: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy the bytes of the owner's tensors (a weight's master, its states) to all ranks. All ranks call it."""
         stored = [part for tensor in tensors for part in _bytes_of(tensor)]
         message = torch.cat([part.to(weight.device) for part in stored])
         dist.broadcast(message, dist.get_global_rank(self.group, self._owner[id(weight)]), group=self.group)
@@ -93,8 +87,7 @@ class SharedOut:
 
 def _bytes_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Views of the bytes that a tensor stores, [n] each."""
-    parts = (tensor._data, tensor._scale_inv) if isinstance(tensor, ScaledTensor) else (tensor,)
-    return [part.reshape(-1).view(torch.uint8) for part in parts]
+    return [part.reshape(-1).view(torch.uint8) for part in stored_parts(tensor)]
 
 
 def _overlaps(stream: list[torch.Tensor], start: int, length: int) -> Iterator[tuple[torch.Tensor, slice]]:

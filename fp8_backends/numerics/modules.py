@@ -41,5 +41,5 @@ def inert_hook():
     return _do_nothing
 
 
-def _do_nothing(module: nn.Module, args, *output) -> None:
+def _do_nothing(*_) -> None:
     pass

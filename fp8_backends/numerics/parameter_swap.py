@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,14 +19,6 @@ from .scaled_tensor import STORED, ScaledTensor
 
 _STORAGE = {*STORED, "master", "elsewhere", "_is_param"}
 """Attributes of a Parameter that belong to what it stores, the last of them `nn.Parameter`'s own."""
-
-
-class _Belongings(NamedTuple):
-    """What belongs to the Parameter object and not to the values."""
-
-    attributes: dict[str, Any]
-    hooks: Any
-    gradient_hooks: Any
 
 
 def swap(parameter: nn.Parameter, tensor: torch.Tensor, name: str) -> None:
@@ -44,7 +36,7 @@ def swap(parameter: nn.Parameter, tensor: torch.Tensor, name: str) -> None:
     except RuntimeError as error:
         parameter.grad = gradient
         raise FP8BackendError(_held(name, str(error))) from error
-    _give_back(parameter, belongings)
+    _give_back(parameter, *belongings)
     parameter.grad = gradient
 
 
@@ -71,18 +63,19 @@ def belongings_kept(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         for parameter, belongings in before:
-            _give_back(parameter, belongings)
+            _give_back(parameter, *belongings)
 
 
-def _belongings(parameter: torch.Tensor) -> _Belongings:
+def _belongings(parameter: torch.Tensor) -> tuple[dict[str, Any], Any, Any]:
+    """What belongs to the Parameter object and not to the values: attributes and hooks."""
     attributes = {name: value for name, value in parameter.__dict__.items() if name not in _STORAGE}
-    return _Belongings(attributes, parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
+    return attributes, parameter._backward_hooks, parameter._post_accumulate_grad_hooks
 
 
-def _give_back(parameter: torch.Tensor, belongings: _Belongings) -> None:
-    parameter.__dict__.update(belongings.attributes)
+def _give_back(parameter: torch.Tensor, attributes: dict[str, Any], hooks: Any, gradient_hooks: Any) -> None:
+    parameter.__dict__.update(attributes)
     # the very dictionaries, so that handles which users hold can still remove their hooks
-    if belongings.hooks is not None:
-        parameter._backward_hooks = belongings.hooks
-    if belongings.gradient_hooks is not None:
-        parameter._post_accumulate_grad_hooks = belongings.gradient_hooks
+    if hooks is not None:
+        parameter._backward_hooks = hooks
+    if gradient_hooks is not None:
+        parameter._post_accumulate_grad_hooks = gradient_hooks

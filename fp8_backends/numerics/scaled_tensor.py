@@ -97,7 +97,7 @@ class ScaledTensor(torch.Tensor):
         return (data * scale_inv).to(dtype or self.dtype)
 
     def exact(self) -> torch.Tensor:
-        """The plain values with all the precision that is kept: the master's, if there is one.
+        """The plain values with all the precision that is stored: the master's, if there is one.
 
         Raises:
             FP8BackendError: the master lies on another rank.
@@ -111,9 +111,8 @@ class ScaledTensor(torch.Tensor):
         stands for (`module.to(dtype)`); any other ScaledTensor becomes plain, as stock `load_state_dict` wants its
         states."""
         given = (*args, kwargs.get("dtype"), kwargs.get("other"))
-        dtype = next((each for each in given if isinstance(each, torch.dtype)), None)
-        dtype = next((each.dtype for each in given if isinstance(each, torch.Tensor)), dtype)
-        if dtype is None or getattr(self, "_is_param", False) or self.requires_grad:
+        changes_dtype = any(isinstance(each, (torch.dtype, torch.Tensor)) for each in given)
+        if not changes_dtype or getattr(self, "_is_param", False) or self.requires_grad:
             return super().to(*args, **kwargs)
         return self.dequantize().to(*args, **kwargs)
 
@@ -122,6 +121,11 @@ class ScaledTensor(torch.Tensor):
         if self.accumulates and self._data.dtype == torch.float32:
             rounded = quantize(self._data * self._scale_inv, torch.float8_e4m3fn)
             self._data, self._scale_inv = rounded._data, rounded._scale_inv
+
+    @property
+    def context(self) -> tuple[torch.dtype, int, bool, bool | str]:
+        """What makes the tensor besides data and scale_inv, as its constructor takes it."""
+        return self.dtype, self.block_size, self.accumulates, self.partial
 
     @property
     def unagreed(self) -> bool:
@@ -152,7 +156,7 @@ class ScaledTensor(torch.Tensor):
         return ScaledTensor(data, scale_inv, param_dtype), (gathered,)
 
     def __tensor_flatten__(self):
-        return ["_data", "_scale_inv"], (self.dtype, self.block_size, self.accumulates, self.partial)
+        return ["_data", "_scale_inv"], self.context
 
     @staticmethod
     def __tensor_unflatten__(inner_tensors, context, outer_size, outer_stride):
@@ -161,19 +165,19 @@ class ScaledTensor(torch.Tensor):
     def __repr__(self) -> str:
         fmt = FORMAT_OF.get(self._data.dtype)
         stored = fmt.name.upper() if fmt else str(self._data.dtype).removeprefix("torch.")
-        scales = f"{self._scale_inv.numel()} scales, one for {self.block_size} elements" if self.block_size else None
-        if scales is None:
-            meta = self._scale_inv.is_meta or isinstance(self._scale_inv, torch._subclasses.FakeTensor)
-            scales = "one scale" if meta else f"scale_inv {self._scale_inv.item():.4g}"
+        if self.block_size:
+            scales = f"{self._scale_inv.numel()} scales, one for {self.block_size} elements"
+        elif self._scale_inv.is_meta or isinstance(self._scale_inv, torch._subclasses.FakeTensor):
+            scales = "one scale"
+        else:
+            scales = f"scale_inv {self._scale_inv.item():.4g}"
         trains = ", requires_grad" if self.requires_grad else ""
-        size = list(self.shape)
-        return f"ScaledTensor({size} {self.dtype}, stored as {stored}, {scales}{trains})"
+        return f"ScaledTensor({list(self.shape)} {self.dtype}, stored as {stored}, {scales}{trains})"
 
     def __reduce_ex__(self, protocol):
         others = {name: value for name, value in self.__dict__.items() if name not in STORED}
         data = self._data.view(torch.uint8) if self._data.dtype.itemsize == 1 else self._data  # pickle knows no FP8
-        context = (self.dtype, self.block_size, self.accumulates, self.partial)
-        return _rebuild, (data, self._data.dtype, self._scale_inv, context, self.requires_grad, others)
+        return _rebuild, (data, self._data.dtype, self._scale_inv, self.context, self.requires_grad, others)
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
@@ -195,6 +199,15 @@ torch.serialization.add_safe_globals([ScaledTensor, _rebuild])
 _FIRST_PLACE = "fp8_backends.scaled_tensor"
 torch.serialization.add_safe_globals([(each, f"{_FIRST_PLACE}.{each.__name__}") for each in (ScaledTensor, _rebuild)])
 sys.modules.setdefault(_FIRST_PLACE, sys.modules[__name__])
+
+
+def stored_parts(tensor: torch.Tensor, with_master: bool = False) -> tuple[torch.Tensor, ...]:
+    """The tensors that a tensor stores: data and scale_inv of a ScaledTensor, and then those of its master where they
+    are asked for; any other tensor itself."""
+    if not isinstance(tensor, ScaledTensor):
+        return (tensor,)
+    master = stored_parts(tensor.master) if with_master and tensor.master is not None else ()
+    return tensor._data, tensor._scale_inv, *master
 
 
 def quantize(
@@ -253,8 +266,8 @@ def agreed_over(amax: torch.Tensor, groups: list[dist.ProcessGroup]) -> torch.Te
 
 @torch.no_grad()
 def agree_on_scale(shard: ScaledTensor, groups: list[dist.ProcessGroup]) -> None:
-    """Give a shard that was copied into the scale of the whole tensor, in place. All ranks of the groups call it. What
-    it holds was rounded by the rank's own amax, which is the finer grid, or the same."""
+    """Give a shard that was copied into, and its master, the scale of the whole tensor, in place. All ranks of the
+    groups call it. What it holds was rounded by the rank's own amax, which is the finer grid, or the same."""
     source = shard if shard.master is None else shard.master
     for part in (source,) if source is shard else (source, shard):
         values = source.dequantize(torch.float32)
@@ -325,14 +338,8 @@ def _same_elements(func, tensor, *args, **kwargs):
     return _like(tensor, result)
 
 
-@_implements(
-    aten.t.default,
-    aten.transpose.int,
-    aten.permute.default,
-    aten.unsqueeze.default,
-    aten.squeeze.default,
-    aten.squeeze.dim,
-)
+@_implements(aten.t.default, aten.transpose.int, aten.permute.default)
+@_implements(aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim)
 def _other_order(func, tensor, *args, **kwargs):
     if tensor.block_size:
         return NotImplemented
@@ -344,15 +351,13 @@ def _some_elements(func, tensor, *args, **kwargs):
     if tensor.block_size:
         return NotImplemented
     data = func(tensor._data, *args, **kwargs)
-    several = not isinstance(data, torch.Tensor)
     partial = tensor.partial or True  # SHARD stays: FSDP2 cuts a shard out of a padded one
-    parts = [_with_parts(tensor, each, tensor._scale_inv, partial=partial) for each in (data if several else [data])]
+    parts = tree_map(lambda each: _like(tensor, _with_parts(tensor, each, tensor._scale_inv, partial=partial)), data)
     if tensor.master is not None:
         masters = _some_elements(func, tensor.master, *args, **kwargs)
-        for part, master in zip(parts, masters if several else [masters], strict=True):
+        for part, master in zip(tree_iter(parts), tree_iter(masters), strict=True):
             part.master = master
-    parts = [_like(tensor, part) for part in parts]
-    return parts if several else parts[0]
+    return parts
 
 
 @_implements(aten.new_zeros.default, aten.new_empty.default)
@@ -370,35 +375,26 @@ def _new(func, tensor, size, *, dtype=None, device=None, **kwargs):
 def _clone(func, tensor, *, memory_format=None):
     if tensor.block_size and memory_format not in (None, torch.preserve_format, torch.contiguous_format):
         return NotImplemented
-    return _with_parts(
-        tensor, tensor._data.clone(memory_format=memory_format), tensor._scale_inv.clone(), partial=False
-    )
+    data = tensor._data.clone(memory_format=memory_format)
+    return _with_parts(tensor, data, tensor._scale_inv.clone(), partial=False)
 
 
 @_implements(aten._to_copy.default)
 def _to_copy(func, tensor, *, dtype=None, device=None, non_blocking=False, **kwargs):
     if dtype is not None and not dtype.is_floating_point:
         return NotImplemented
-    moved = [aten._to_copy.default(part, device=device, non_blocking=non_blocking) for part in _parts(tensor)]
+    moved = [aten._to_copy.default(part, device=device, non_blocking=non_blocking) for part in stored_parts(tensor)]
     result = _with_parts(tensor, *moved, dtype=dtype or tensor.dtype)
     if tensor.master is not None:
         result.master = _to_copy(func, tensor.master, device=device, non_blocking=non_blocking)
     return _like(tensor, result)
 
 
-def _parts(tensor: ScaledTensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return tensor._data, tensor._scale_inv
-
-
 @_implements(aten.empty_like.default)
 def _empty_like(func, tensor, *, dtype=None, device=None, **kwargs):
     """Memory for a tensor stored likewise: `module.to_empty` must not change what a weight is stored as."""
-    result = _with_parts(
-        tensor,
-        *(torch.empty_like(part, device=device) for part in _parts(tensor)),
-        dtype=dtype or tensor.dtype,
-        partial=False,
-    )
+    empty = [torch.empty_like(part, device=device) for part in stored_parts(tensor)]
+    result = _with_parts(tensor, *empty, dtype=dtype or tensor.dtype, partial=False)
     if tensor.master is not None:
         result.master = _empty_like(func, tensor.master, device=device)
     return result
@@ -417,16 +413,15 @@ def _is_pinned(func, tensor, *args, **kwargs):
 
 @_implements(aten._pin_memory.default, aten.pin_memory.default)
 def _pin_memory(func, tensor, *args, **kwargs):
-    return _with_parts(tensor, *(part.pin_memory() for part in _parts(tensor)), partial=False)
+    return _with_parts(tensor, *(part.pin_memory() for part in stored_parts(tensor)), partial=False)
 
 
 # Scalars touch the scale alone: exact for a power of two, else one FP32 rounding
 
 
 def _scalar(value: Any) -> bool:
-    return isinstance(value, (int, float)) or (
-        isinstance(value, torch.Tensor) and value.dim() == 0 and not isinstance(value, ScaledTensor)
-    )
+    plain = isinstance(value, torch.Tensor) and not isinstance(value, ScaledTensor)
+    return isinstance(value, (int, float)) or (plain and value.dim() == 0)
 
 
 @_implements(aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar)
@@ -482,8 +477,8 @@ def _copy_(func, target, source, non_blocking=False):
         source = target.master
     elif target.elsewhere is not None and getattr(source, "elsewhere", None) is None:
         source = target.elsewhere.as_master(source)
-    same = isinstance(source, ScaledTensor) and source.shape == target.shape and _storage(source) == _storage(target)
-    if not same:
+    storage = (target.shape, target._data.dtype, target.block_size)
+    if not isinstance(source, ScaledTensor) or (source.shape, source._data.dtype, source.block_size) != storage:
         values = source.dequantize(torch.float32) if isinstance(source, ScaledTensor) else source
         values = values.to(target.device, torch.float32).expand(target.shape)
         source = quantize(values.contiguous(), target._data.dtype, target.dtype, target.block_size)
@@ -502,13 +497,9 @@ def _copy_elements(target: ScaledTensor, source: ScaledTensor, non_blocking: boo
     return target
 
 
-def _storage(tensor: ScaledTensor) -> tuple:
-    return tensor._data.dtype, tensor.block_size
-
-
 @_implements(aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.normal_.default, aten.uniform_.default)
 def _fill_(func, tensor, *args, **kwargs):
-    """Initialise in the plain dtype, then store."""
+    """Initialize in the plain dtype, then store."""
     if tensor.partial and tensor.partial != SHARD:
         return NotImplemented
     values = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
@@ -569,7 +560,6 @@ def _foreach_times_(func, tensors, other):
         func(plain, other)
     for tensor in scaled:
         tensor.div_(other) if divides else tensor.mul_(other)
-    return None
 
 
 @_implements(aten._amp_foreach_non_finite_check_and_unscale_.default)
@@ -584,4 +574,3 @@ def _unscale_(func, tensors, found_inf, inv_scale):
         if tensor._data.dtype not in FORMAT_OF:
             found = found | ~torch.isfinite(tensor._data).all()
         found_inf.copy_(torch.maximum(found_inf, found.to(found_inf)))
-    return None

@@ -36,7 +36,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from .formats import Format, saturating_cast
+from .formats import FP32, Format, saturating_cast
 
 INPUT, WEIGHT, GRAD_OUTPUT = 0, 1, 2
 """Rows of a state, one for each tensor of the layer."""
@@ -45,8 +45,6 @@ SCALE, ROLLS, HISTORY = 0, 1, 2
 
 WINDOW = 16
 """Optimizer steps that the `window` rule looks back, and for which it first takes each tensor's own amax."""
-
-_FP32_MAX = torch.finfo(torch.float32).max
 
 
 class Quantized(NamedTuple):
@@ -76,7 +74,7 @@ def scale_from_amax(amax: torch.Tensor, fmt: Format, margin: int = 0) -> torch.T
     TransformerEngine's `compute_scale_from_amax` (common/recipe/recipe_common.cuh).
     """
     # tensor by tensor: a Python number divided by a tensor is a multiplication by the reciprocal, rounded twice
-    scale = torch.clamp(torch.full_like(amax, fmt.max * 2.0**-margin) / amax, max=_FP32_MAX)
+    scale = torch.clamp(torch.full_like(amax, fmt.max * 2.0**-margin) / amax, max=FP32.max)
     return torch.where((amax > 0) & torch.isfinite(amax), scale, torch.ones_like(scale))
 
 
@@ -113,6 +111,11 @@ def scale_inv_of(scale: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
     return torch.where(torch.isfinite(amax), scale.reciprocal(), torch.full_like(scale, float("nan")))
 
 
+def times(number: torch.Tensor, factor: torch.Tensor | None) -> torch.Tensor:
+    """Their product; the number itself where there is no factor."""
+    return number if factor is None else number * factor
+
+
 # blocks: parts of a matrix with a scale each; at the right and lower edge a block may be cut off
 
 
@@ -128,11 +131,12 @@ class Blocks(NamedTuple):
     inverse: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     """What is stored of (scales, amaxes): FP32, or the bits of E8M0 as uint8."""
 
-    def quantize(self, x: torch.Tensor, fmt: Format) -> Quantized:
-        """Codes and scales of x: [rows, columns] of any strides, bf16, fp16 or fp32."""
-        amax = self.amax(x)
+    def quantize(self, x: torch.Tensor, fmt: Format, stored_scale_inv: torch.Tensor | None = None) -> Quantized:
+        """Codes and scales of x, or of `x * stored_scale_inv`. x: [rows, columns] of any strides, bf16, fp16 or fp32;
+        stored_scale_inv: FP32, 0-dimensional, a power of two, so that nothing is rounded twice."""
+        amax = times(self.amax(x), stored_scale_inv)
         scale = self.scale(amax, fmt)
-        return Quantized(self.cast(x, scale, fmt), self.inverse(scale, amax))
+        return Quantized(self.cast(x, times(scale, stored_scale_inv), fmt), self.inverse(scale, amax))
 
     def amax(self, x: torch.Tensor) -> torch.Tensor:
         """max |x| of each block, NaN left out. FP32."""
@@ -173,19 +177,14 @@ def mx_scale(amax: torch.Tensor, fmt: Format) -> torch.Tensor:
 
     TransformerEngine's `float_to_e8m0` of `amax * (1 / fmt.max)`, whose two roundings to FP32 are part of the rule.
     """
-    exponent = _mx_exponent(amax, fmt)
-    # 2**-127, the inverse of the largest, is the one power of two here that FP32 stores without an exponent
-    bits = torch.where(exponent == 254, torch.full_like(exponent, 1 << 22), (254 - exponent) << 23)
-    return bits.view(torch.float32)
-
-
-def _mx_exponent(amax: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """The biased exponent, 0 to 254, int32."""
     bits = (amax * torch.full_like(amax, 1.0 / fmt.max)).view(torch.int32)
     exponent, mantissa = bits >> 23, bits & 0x7FFFFF
     # a subnormal number is rounded up only above 2**-127, which is the value of exponent 0
     upwards = (mantissa > 0) & ((exponent > 0) | (mantissa > 1 << 22))
-    return (exponent + upwards.to(torch.int32)).clamp(max=254)
+    exponent = (exponent + upwards.to(torch.int32)).clamp(max=254)  # biased, of the inverse
+    # 2**-127, the inverse of the largest, is the one power of two here that FP32 stores without an exponent
+    bits = torch.where(exponent == 254, torch.full_like(exponent, 1 << 22), (254 - exponent) << 23)
+    return bits.view(torch.float32)
 
 
 def e8m0_bits(scale: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
@@ -245,7 +244,7 @@ def rolled_delayed_states(
     recorded = history.select(-1, 0)
     amax = recorded if algorithm == "most_recent" else history.amax(dim=-1)
     due = (recorded != 0) & (amax > 0) & torch.isfinite(amax) & (rolls % interval == 0)
-    new_scale = torch.where(due, torch.clamp(format_max * 2.0**-margin / amax, max=_FP32_MAX), scale)
+    new_scale = torch.where(due, torch.clamp(format_max * 2.0**-margin / amax, max=FP32.max), scale)
     room = torch.zeros_like(recorded.unsqueeze(-1))  # where the next step records
     shifted = torch.cat([room, history.narrow(-1, 2, length - 2), recorded.unsqueeze(-1)], -1) if length > 1 else room
     new_history = torch.where((recorded != 0).unsqueeze(-1), shifted, history)
@@ -304,7 +303,7 @@ def _rolled_window(rows: torch.Tensor, fmt: Format) -> torch.Tensor:
     new_scale = torch.where(rolls_on, power_of_two_scale(history.amax(-1), fmt), scale)
     new_rolls = torch.where(overflowed, torch.zeros_like(rolls), rolls + rolls_on.to(torch.int32))
     earlier = history.narrow(-1, 1, WINDOW - 1)
-    kept = torch.where(rolls_on.unsqueeze(-1), history.narrow(-1, 0, WINDOW - 1), earlier)
+    past = torch.where(rolls_on.unsqueeze(-1), history.narrow(-1, 0, WINDOW - 1), earlier)
     room = torch.zeros_like(recorded.unsqueeze(-1))  # where the next step records
-    new_bits = [each.view(torch.int32) for each in (new_scale.unsqueeze(-1), room, kept)]
+    new_bits = [each.view(torch.int32) for each in (new_scale.unsqueeze(-1), room, past)]
     return torch.cat([new_bits[0], new_rolls.unsqueeze(-1), *new_bits[1:]], -1)

@@ -1,8 +1,8 @@
 """A `ScaledTensor` that lies on several ranks: a `DTensor` whose local part is a ScaledTensor, rows of the whole.
 
-It has one scale for the whole tensor, the same on every rank. A rank sees only its own rows, so whoever stores new
-values first agrees the amax with the other ranks: a maximum, over the mesh dimensions along which the rows are
-sharded. Replicas (HSDP) hold equal rows and need no word about it.
+It has one scale for the whole tensor, the same on every rank. A rank sees only its own rows, so the
+ranks agree on the amax before new values are stored: a maximum, over the mesh dimensions along which the rows are
+sharded. Replicas (HSDP) hold equal rows.
 """
 
 from __future__ import annotations
@@ -41,12 +41,6 @@ def with_local(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     )
 
 
-def agreed_amax(amax: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """The maximum over the ranks that share the DTensor `tensor` of what each saw, any shape, FP32; what is not finite
-    comes out as inf. A collective: all ranks call it, in the same order."""
-    return agreed_over(amax, shard_groups(tensor))
-
-
 def shard_groups(tensor: torch.Tensor) -> list[dist.ProcessGroup]:
     """The groups of ranks that hold different parts of this DTensor; none for any other tensor."""
     if not is_distributed(tensor):
@@ -58,12 +52,12 @@ def shard_groups(tensor: torch.Tensor) -> list[dist.ProcessGroup]:
 def quantize_shards(values: torch.Tensor, storage: torch.dtype, dtype: torch.dtype | None = None) -> torch.Tensor:
     """`scaled_tensor.quantize` for a DTensor with plain values: a DTensor with one scale for the whole tensor."""
     local = local_part(values.detach())
-    amax = agreed_amax(tensor_amax_of(local), values)
+    amax = agreed_over(tensor_amax_of(local), shard_groups(values))
     return with_local(values, quantize(local, storage, dtype or values.dtype, amax=amax))
 
 
 def dequantize_shards(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A DTensor with plain values, with all the precision that is kept. Not differentiable."""
+    """A DTensor with plain values, with all the precision that is stored. Not differentiable."""
     local = local_part(tensor.detach())
     if isinstance(local, ScaledTensor):
         local = (local if local.master is None else local.master).dequantize(dtype or tensor.dtype)

@@ -193,7 +193,7 @@ class ScaledStates:
                 view.weight.copy_(job.weight.data)
 
     def state_of(self, group: dict[str, Any], p: torch.Tensor) -> dict[str, Any]:
-        """The parameter's state, which is made before its first step."""
+        """The parameter's state. It is filled before the first step."""
         state = self.state[p]
         if "step" not in state:
             state["step"] = self.new_counter(group, p)
@@ -259,8 +259,7 @@ class ScaledStates:
         checkpoint.load_states(self, state_dict, super().load_state_dict)
 
     def lost_updates(self) -> float | None:
-        """The share, 0 to 1, of the next update of scaled weights that rounding would lose; None before the first
-        step."""
+        """`share_of_lost_updates` of this optimizer."""
         return share_of_lost_updates(self)
 
 
@@ -299,7 +298,7 @@ def _slot(tensor: torch.Tensor) -> Slot:
 
 
 def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, or a copy of a plain one whose elements lie in another order."""
+    """A tensor whose elements lie in order: itself, or a copy of a plain one."""
     return tensor if isinstance(tensor, ScaledTensor) else tensor.contiguous()
 
 

@@ -66,7 +66,6 @@ def load_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], lo
 
 
 def _parameters_of(groups: list[dict[str, Any]], state_dict: dict[str, Any]) -> dict[Any, torch.Tensor]:
-    """The keys of a state dict, and the parameter that each stands for."""
     keys = [key for group in state_dict["param_groups"] for key in group["params"]]
     return dict(zip(keys, [p for group in groups for p in group["params"]], strict=True))
 
@@ -74,14 +73,13 @@ def _parameters_of(groups: list[dict[str, Any]], state_dict: dict[str, Any]) -> 
 @torch.no_grad()
 def _load_heavy(optimizer: torch.optim.Optimizer, p: torch.Tensor, saved: dict[str, torch.Tensor]) -> None:
     for name in MOMENTS:
-        if name in saved:
-            if saved[name].shape != p.shape:
-                raise FP8BackendError(
-                    f"{name} of a parameter of shape {tuple(p.shape)} was saved with shape "
-                    f"{tuple(saved[name].shape)}: the checkpoint is of another model"
-                )
-            if optimizer.owns(p):
-                optimizer.state[p][name] = stored_moment(p, saved[name], *optimizer.moment_format(p, name))
+        if name in saved and saved[name].shape != p.shape:
+            raise FP8BackendError(
+                f"{name} of a parameter of shape {tuple(p.shape)} was saved with shape {tuple(saved[name].shape)}: "
+                f"the checkpoint is of another model"
+            )
+        if name in saved and optimizer.owns(p):
+            optimizer.state[p][name] = stored_moment(p, saved[name], *optimizer.moment_format(p, name))
     if MASTER in saved and isinstance(local_part(p), ScaledTensor):
         if is_distributed(p):
             write_weight_shards(p, _placed_as(p, saved[MASTER], torch.float32))
@@ -103,7 +101,8 @@ def stored_moment(p: torch.Tensor, value: torch.Tensor, dtype: torch.dtype, bloc
     if not is_distributed(p):
         value = _whole(value)
     moment = local_part(value)
-    if isinstance(moment, ScaledTensor) and _storage(moment) == (dtype, block_size) and _lies_as(value, p):
+    stored_alike = isinstance(moment, ScaledTensor) and (moment._data.dtype, moment.block_size) == (dtype, block_size)
+    if stored_alike and _lies_as(value, p):
         moment = moment.to(local_part(p).device).clone()
     elif dtype not in FORMAT_OF:
         moment = local_part(_placed_as(p, value, dtype)).clone()
@@ -117,22 +116,18 @@ def stored_moment(p: torch.Tensor, value: torch.Tensor, dtype: torch.dtype, bloc
     return with_local(p, moment)
 
 
-def _storage(tensor: ScaledTensor) -> tuple[torch.dtype, int]:
-    return tensor._data.dtype, tensor.block_size
-
-
 def _placed_as(p: torch.Tensor, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Plain values of that dtype which lie as `p` does, on its device: for a DTensor a DTensor."""
     if is_distributed(value):
         value = dequantize_shards(value, dtype)
         value = value if _lies_as(value, p) else value.redistribute(p.device_mesh, p.placements)
-    else:
-        value = value.dequantize(dtype) if isinstance(value, ScaledTensor) else value
-        if is_distributed(p):
-            from torch.distributed.tensor import distribute_tensor  # half a second, for those who shard
+    elif isinstance(value, ScaledTensor):
+        value = value.dequantize(dtype)
+    if is_distributed(p) and not is_distributed(value):
+        from torch.distributed.tensor import distribute_tensor  # half a second, for those who shard
 
-            value = value.to(p.device_mesh.device_type, dtype)
-            value = distribute_tensor(value, p.device_mesh, p.placements, src_data_rank=None)
+        value = value.to(p.device_mesh.device_type, dtype)
+        value = distribute_tensor(value, p.device_mesh, p.placements, src_data_rank=None)
     return with_local(p, local_part(value).to(local_part(p).device, dtype).contiguous())
 
 
@@ -143,7 +138,6 @@ def _lies_as(value: torch.Tensor, p: torch.Tensor) -> bool:
 
 
 def _whole(value: torch.Tensor) -> torch.Tensor:
-    """All values of a tensor, on every rank."""
     return dequantize_shards(value, torch.float32).full_tensor() if is_distributed(value) else value
 
 
@@ -153,36 +147,34 @@ def _whole(value: torch.Tensor) -> torch.Tensor:
 @contextlib.contextmanager
 def whole_states(optimizer: torch.optim.Optimizer, receives: bool, moments: bool) -> Iterator[None]:
     """Make the states of an optimizer whole inside, as `preparation.whole_states` says."""
-    with _outermost(optimizer) as outermost:
-        if outermost:
-            shared_out = set(map(id, optimizer.fp8_owners.weights))
-            for group in optimizer.param_groups:
-                for p in group["params"]:
-                    if id(p) in shared_out:
-                        _gather(optimizer, group, p, receives, moments)
+    with _outermost(optimizer) as weights:
+        shared_out = set(map(id, weights))
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if id(p) in shared_out:
+                    _gather(optimizer, group, p, receives, moments)
         yield
 
 
 @contextlib.contextmanager
 def unread_states(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Let `state_dict()` work inside, with placeholders: a loader asks for one whose values it does not read."""
-    with _outermost(optimizer) as outermost:
-        if outermost:
-            for p in optimizer.fp8_owners.weights:
-                _put_placeholder(optimizer, p)
+    with _outermost(optimizer) as weights:
+        for p in weights:
+            _put_placeholder(optimizer, p)
         yield
 
 
 @contextlib.contextmanager
-def _outermost(optimizer: torch.optim.Optimizer) -> Iterator[bool]:
-    """Let the optimizer give a state dict inside, and share its states out again at the end. Inside another such
-    context it yields False, and nothing is to be done."""
+def _outermost(optimizer: torch.optim.Optimizer) -> Iterator[list[torch.Tensor]]:
+    """Let the optimizer give a state dict inside, and share its states out again at the end. Yields the weights whose
+    states are shared out; none inside another such context, where nothing is to be done."""
     if optimizer.fp8_whole:
-        yield False
+        yield []
         return
     optimizer.fp8_whole = True
     try:
-        yield True
+        yield optimizer.fp8_owners.weights
     finally:
         optimizer.fp8_whole = False
         optimizer.forget_others()

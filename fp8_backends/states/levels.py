@@ -41,7 +41,7 @@ WEIGHT = {"O1": FP16, "O2": FP16, "O3": E4M3}
 ADAM_STATES = {"O1": (FP32, FP32), "O2": (E4M3, FP16), "O3": (E4M3, FP16)}
 """The formats of exp_avg and exp_avg_sq."""
 BLOCK_SIZES = {"tensor": 0, "block": 128}
-"""Each `exp_avg_scaling` of a recipe, and how many elements then share a scale."""
+"""`exp_avg_scaling` of a recipe -> how many elements of exp_avg share a scale; 0: all."""
 
 LEVEL = "_fp8_level"
 """Attribute of a layer whose weight is stored at a level."""
@@ -93,7 +93,6 @@ def store_weights(layers: Mapping[str, nn.Module], level: str) -> None:
 
 
 def _is_stored(weight: torch.Tensor, level: str) -> bool:
-    """Whether a weight, sharded or not, is stored as `level` says."""
     weight = local_part(weight)
     return isinstance(weight, ScaledTensor) and weight._data.dtype == WEIGHT[level]
 
@@ -224,7 +223,7 @@ def _remove_state_dict_hooks(layer: nn.Module) -> None:
 
 
 def export_plain(layer: nn.Module, state_dict: dict, prefix: str, local_metadata: dict) -> None:
-    """State-dict hook of a layer: saves its weight as a plain tensor, with all the precision that is kept."""
+    """State-dict hook of a layer: saves its weight as a plain tensor, with all the precision that is stored."""
     weight = state_dict.get(f"{prefix}weight")
     if weight is None or weight.requires_grad or not isinstance(local_part(weight), ScaledTensor):
         return  # keep_vars=True asks for the Parameter itself

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 
 from ..numerics.kernels.adam.dispatch import Slot, adam_hyper, scaled_adam_
+from ..numerics.kernels.reference import exact_update
 from ..numerics.scaled_tensor import ScaledTensor
 from ..numerics.sharded_tensor import local_part
 from .checkpoint import MOMENTS
@@ -21,28 +21,25 @@ def share_of_lost_updates(optimizer: torch.optim.Optimizer) -> float | None:
     parameters = ((group, p) for group in optimizer.param_groups for p in group["params"])
     for index, (group, p) in enumerate(parameters):
         state, weight = optimizer.state.get(p, {}), local_part(p)
-        if not isinstance(weight, ScaledTensor) or not all(name in state for name in MOMENTS):
-            continue
-        if not all(group["betas"]):
+        has_moments = all(name in state for name in MOMENTS)
+        if not isinstance(weight, ScaledTensor) or not has_moments or not all(group["betas"]):
             continue
         weight = weight if weight.master is None else weight.master
         before = weight.dequantize(torch.float32)
-        exact = _exact_update(group, state, before)
+        exact = exact_update(
+            before,
+            *(_float(state[name]) for name in MOMENTS),
+            lr=float(group["lr"]),
+            betas=tuple(map(float, group["betas"])),
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            step=float(state["step"]),
+            decoupled=group["decoupled_weight_decay"],
+        )
         stored = _rounded_step(optimizer, group, state, weight, index).dequantize(torch.float32) - before
-        stored_share += (stored.double() * exact.double()).sum().item()
-        total += exact.double().square().sum().item()
+        stored_share += (stored.double() * exact).sum().item()
+        total += exact.square().sum().item()
     return min(1.0, max(0.0, 1.0 - stored_share / total)) if total > 0 else None
-
-
-def _exact_update(group: dict[str, Any], state: dict[str, Any], weight: torch.Tensor) -> torch.Tensor:
-    """The update that Adam adds to the weight (FP32) with the moments as they are."""
-    exp_avg, exp_avg_sq = (_float(state[name]) for name in MOMENTS)
-    (beta1, beta2), step = group["betas"], float(state["step"])
-    denominator = exp_avg_sq.sqrt() / math.sqrt(1 - beta2**step) + group["eps"]
-    update = exp_avg / denominator * (-float(group["lr"]) / (1 - beta1**step))
-    if group["decoupled_weight_decay"]:
-        update = update - weight * (float(group["lr"]) * group["weight_decay"])
-    return update
 
 
 def _rounded_step(

@@ -14,7 +14,8 @@ from typing import Protocol
 import torch
 
 from ..numerics.kernels.adam.dispatch import AdamSteps, Slot, is_finite
-from ..numerics.sharded_tensor import agreed_amax, is_distributed, shard_groups
+from ..numerics.scaled_tensor import agreed_over
+from ..numerics.sharded_tensor import is_distributed, shard_groups
 
 
 class Owners(Protocol):
@@ -26,13 +27,13 @@ class Owners(Protocol):
         """Whether the master and the states of `p` lie on this rank; True for a parameter that is not shared out."""
 
     def share(self) -> None:
-        """Send the new weights from their owners to all ranks. All ranks call it after a step."""
+        """Send every weight that trains, as its owner has it now, to all ranks. All ranks call it after a step."""
 
     def drop(self, p: torch.Tensor) -> None:
-        """Forget the master of a weight that another rank owns."""
+        """Forget the master of a weight that another rank owns. Repeating it does nothing."""
 
     def send_to_all(self, p: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy the owner's tensors into those of all other ranks. All ranks call it."""
+        """Copy the owner's tensors (the master of `p`, its states) into those of all other ranks. All ranks call it."""
 
 
 def first_element(p: torch.Tensor) -> int:
@@ -65,7 +66,7 @@ def agree(values: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> lis
     for members in groups.values():
         shard = shards[members[0]]
         on_device = [values[i].to(shard.device_mesh.device_type) for i in members]  # offloaded shards are on the CPU
-        for i, value in zip(members, agreed_amax(torch.stack(on_device), shard).unbind(), strict=True):
+        for i, value in zip(members, agreed_over(torch.stack(on_device), shard_groups(shard)).unbind(), strict=True):
             agreed[i] = value.to(values[i].device)
     return agreed
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from fp8_backends.comm import two_shot
-from fp8_backends.comm.two_shot import BLOCK, AllReduce, Part, all_reduce, encode, reduce_scatter
+from fp8_backends.comm.two_shot import BLOCK, AllReduce, Part, encode, reduce_scatter
 from fp8_backends.numerics.kernels.wire.reference import values_of
 
 SIZES = (0, 1, 127, 128, 129, 1000, 4096, 70_001)
@@ -29,6 +29,13 @@ def of_rank(kind: str, numel: int, rank: int, seed: int = 0) -> torch.Tensor:
         return noise / chi.sqrt()
     rows = torch.exp(2 * torch.randn(-(-numel // 256), generator=shared)).repeat_interleave(256)[:numel]
     return noise * rows
+
+
+def all_reduce(values: torch.Tensor, mean: bool = True) -> torch.Tensor:
+    """The mean (or sum) over the ranks of `values`, in their shape and dtype."""
+    result = torch.empty_like(values, memory_format=torch.contiguous_format)
+    AllReduce(values, mean=mean).write([Part(result.view(-1), 0)])
+    return result
 
 
 def gradients(kind: str, numel: int, seed: int = 0) -> list[torch.Tensor]:

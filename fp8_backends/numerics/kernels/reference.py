@@ -221,7 +221,6 @@ def adam_step(
 
 
 def _adam_weight(p: torch.Tensor, m: torch.Tensor, v: torch.Tensor, numbers, decoupled: bool, r: Callable):
-    """The new weight, from the new moments."""
     step_size, decay, _, _, _, _, inv_sqrt_bias2, eps, _ = numbers
     p = r(p * decay) if decoupled else p
     return r(p - r(r(step_size * m) / r(r(r(v.sqrt()) * inv_sqrt_bias2) + eps)))

@@ -1,6 +1,6 @@
 """What the Triton kernels share: the arithmetic of `scaling` and `formats` on a GPU, to the bit.
 
-Import this module only where `triton_gate.usable` has said yes: it loads Triton. Launch every kernel with `**OPTIONS`,
+Import this module only where `triton_gate.usable` returned True: it loads Triton. Launch every kernel with `**OPTIONS`,
 inside `triton_gate.on_device_of(tensor)`.
 
 FP8 codes are uint8 here, in kernels and pointers: the numbers of older GPUs and of Triton's interpreter come from

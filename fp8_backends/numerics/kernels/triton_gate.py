@@ -1,6 +1,6 @@
 """Tells whether a tensor's work goes to the Triton kernels. Imports nothing of Triton, which takes a second to load.
 
-Environment variable `FP8_BACKENDS_TRITON`: `0` keeps every tensor on plain PyTorch operations; `interpret`, beside
+Environment variable `FP8_BACKENDS_TRITON`: `0` keeps every tensor on plain PyTorch operations; `interpret`, with
 Triton's own `TRITON_INTERPRET=1`, sends tensors on the CPU through the kernels, slowly, for tests.
 """
 

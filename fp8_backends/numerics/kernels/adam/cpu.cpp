@@ -47,7 +47,7 @@ constexpr int32_t bits_of_power(int exponent) { return (exponent + 127) << 23; }
 // Columns of a parameter's row, as in table.py
 constexpr int DATA = 0, COPY_DATA = 4, INVERSE = 5, COPY_INVERSE = 9, HYPER = 10, FINITE = 11, NUMEL = 12, FIRST = 13,
               SEED = 14, FIRST_CHUNK = 15, AMAX = 16, COLUMNS = 19;
-// Places in the hyperparameters, as in job.py
+// Places in the hyperparameters, as in table.py
 constexpr int STEP_SIZE = 0, DECAY = 1, WEIGHT_DECAY = 2, NEW_IN_EXP_AVG = 3, BETA2 = 4, NEW_IN_EXP_AVG_SQ = 5,
               INV_SQRT_BIAS2 = 6, EPS = 7, STEP = 8;
 

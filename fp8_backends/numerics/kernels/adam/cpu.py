@@ -22,8 +22,7 @@ import torch
 from ....announcement import announce
 from ...formats import FORMATS
 from ..eager import is_eager
-from .job import Kind
-from .table import AdamTable
+from .table import AdamTable, Kind
 
 _SOURCE = Path(__file__).with_name("cpu.cpp")
 # no contraction: a product and a sum that become one instruction would be rounded once
@@ -46,19 +45,7 @@ class CPUKernels:
         block = self.kind.block_size or 1
         return -(-_CHUNK // block) * block
 
-    def find_finite(self, table: AdamTable) -> None:
-        self._run("find_finite", table)
-
-    def amaxes(self, table: AdamTable) -> None:
-        self._run("amaxes", table)
-
-    def write(self, table: AdamTable) -> None:
-        self._run("write", table)
-
-    def recast(self, table: AdamTable) -> None:
-        self._run("recast", table)
-
-    def _run(self, name: str, table: AdamTable) -> None:
+    def run(self, kernel: str, table: AdamTable) -> None:
         arguments = _Table(
             table.rows.data_ptr(),
             table.amax.data_ptr(),
@@ -69,7 +56,7 @@ class CPUKernels:
             self.kind.block_size,
             torch.get_num_threads(),
         )
-        getattr(self.library, name)(ctypes.byref(arguments))
+        getattr(self.library, kernel)(ctypes.byref(arguments))
 
 
 class _Table(ctypes.Structure):
@@ -117,12 +104,8 @@ def _definitions(kind: Kind) -> list[str]:
 
 
 def _compiled(definitions: tuple[str, ...]) -> Path:
-    """The shared library, from the cache or made now.
-
-    Raises:
-        OSError: no compiler, no place to write, or another process compiles for longer than it may.
-        subprocess.SubprocessError: it failed.
-    """
+    """The shared library, from the cache or made now. Raises `OSError` without a compiler or a place to write, or where
+    another process compiles for longer than it may; `subprocess.SubprocessError` where the compiler fails."""
     compiler = os.environ.get("CXX") or next(filter(shutil.which, ("g++", "clang++", "c++")), "g++")
     flags = (*_FLAGS, *_instruction_set(), *definitions)
     key = hashlib.sha256(_SOURCE.read_bytes() + repr((compiler, flags)).encode()).hexdigest()[:32]

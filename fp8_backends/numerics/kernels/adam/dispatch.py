@@ -15,9 +15,8 @@ import torch
 
 from .. import triton_gate
 from . import cpu
-from .job import ROUNDINGS, Job, Kind, Slot, adam_hyper, adam_hypers, is_finite
 from .passes import Passes
-from .table import AdamTable, Kernels
+from .table import ROUNDINGS, AdamTable, Job, Kernels, Kind, Slot, adam_hyper, adam_hypers, is_finite
 
 __all__ = ["ROUNDINGS", "AdamSteps", "Job", "Slot", "adam_hyper", "adam_hypers", "is_finite", "scaled_adam_"]
 
@@ -44,11 +43,9 @@ def scaled_adam_(
     of its format.
 
     Args:
-        hyper: from `adam_hyper`.
-        copy: an E4M3 or E5M2 tensor that receives the new, already rounded weight, to nearest.
-        rounding: of weight and states below FP32. "stochastic" keeps their expected values; "nearest" is MS-AMP's,
-            and loses updates below half a step of the format.
-        seed: random bits are a function of seed, step and element index alone.
+        weight, grad, exp_avg, exp_avg_sq, hyper, copy, decoupled, maximize, seed: as in `Job`.
+        rounding: "stochastic" keeps the expected values of weight and states below FP32; "nearest" is MS-AMP's, and
+            loses updates below half a step of the format.
         compiled: False runs the same operations eagerly.
 
     Raises:
@@ -91,6 +88,7 @@ class AdamSteps:
 
     @torch.no_grad()
     def run(self) -> None:
+        """Make the whole step."""
         for steps, _ in self._parts:
             steps.run()
 

@@ -1,10 +1,9 @@
 """The Adam step of one parameter as passes of PyTorch operations: what the fused kernels compute to the bit, and what
 runs where none of them does.
 
-A scale follows from the amax of this step's own values, so the values are computed twice: the first pass over the flat
-parts returns amaxes alone, the second computes the same values again, rounds them and writes them in place. Each pass
-is one function of elementwise operations and reductions. `torch.compile` makes one loop of it, once for a combination
-of dtypes and options; without a compiler the same functions run eagerly, part by part.
+Each pass (`AdamSteps` says what it does) is one function of elementwise operations and reductions. `torch.compile`
+makes one loop of it, once for a combination of dtypes and options; without a compiler the same functions run eagerly,
+part by part.
 """
 
 from __future__ import annotations
@@ -18,7 +17,18 @@ import torch
 from ...formats import FORMAT_OF
 from ...scaling import power_of_two_scale, scale_inv_of
 from ..reference import GRADIENT_LIMIT
-from .job import (
+from .rounding import (
+    EXP_AVG_BITS,
+    EXP_AVG_SQ_BITS,
+    WEIGHT_BITS,
+    RandomBits,
+    decoded,
+    encoded,
+    nearest,
+    random_bits,
+    stochastic,
+)
+from .table import (
     BETA2,
     DECAY,
     EPS,
@@ -33,17 +43,6 @@ from .job import (
     Kind,
     Slot,
     is_finite,
-)
-from .rounding import (
-    EXP_AVG_BITS,
-    EXP_AVG_SQ_BITS,
-    WEIGHT_BITS,
-    RandomBits,
-    decoded,
-    encoded,
-    nearest,
-    random_bits,
-    stochastic,
 )
 
 _EAGER_PART, _COMPILED_PART = 2**18, 2**28  # elements; an eager part makes FP32 copies, a compiled one makes none
@@ -71,11 +70,8 @@ class Passes:
             self.random = RandomBits(job.seed, job.hyper[STEP], self.width, job.first)
 
     def amaxes(self) -> list[torch.Tensor | None]:
-        """The first pass: max |x| of the new weight, exp_avg and exp_avg_sq, FP32: 0-dim, or [blocks] where they are
-        blocked; None for those that have no scale. Nothing is written."""
-        if all(slot.scale_inv is None for slot in self.written):
-            return [None, None, None]
-        if not self.parts:
+        """The first pass, as `AdamSteps.amaxes`."""
+        if not self.parts or all(slot.scale_inv is None for slot in self.written):
             return [None if slot.scale_inv is None else torch.zeros_like(slot.scale_inv) for slot in self.written]
         found = zip(*[self._run(_amaxes, *part, self.hyper) for part in self.parts], strict=True)
         return [
@@ -84,8 +80,7 @@ class Passes:
         ]
 
     def write(self, amaxes: list[torch.Tensor | None]) -> torch.Tensor | None:
-        """The second pass, with scales from these amaxes. Returns max |x| of the weight as it is stored, 0-dim, if
-        there is a copy of it."""
+        """The second pass, as `AdamSteps.write`."""
         scales = [_scale(slot, amax) for slot, amax in zip(self.written, amaxes, strict=True)]
         copy_amaxes = []
         for span, part in zip(self.spans, self.parts, strict=True):
@@ -101,8 +96,7 @@ class Passes:
         return torch.stack(copy_amaxes).amax() * inverse if copy_amaxes else torch.zeros_like(inverse)
 
     def write_copy(self, amax: torch.Tensor) -> None:
-        """The third pass, of MS-AMP's O3: write the weight that computes, from the master as it is stored. amax: from
-        `write`."""
+        """The third pass, as `AdamSteps.write_copies`: O3's weight, from the master as it is stored."""
         weight, copy = self.written[0], self.copy
         inverse, scale = _inverse(weight), _scale(copy, amax)
         for span in self.spans:
@@ -115,7 +109,7 @@ class Passes:
         if not self.compiled or data[0].numel() < 2 * self.width:
             return function(data, *arguments, self.kind)
         for tensor in (*data, *_vectors(arguments)):
-            # the number of rows is a variable of the compiled code, their width is not: it would vectorise badly
+            # the number of rows is a variable of the compiled code, their width is not: it would vectorize badly
             torch._dynamo.mark_static(tensor, tensor.dim() - 1)
         return _compiled(function, self.kind)(data, *arguments)
 
@@ -127,11 +121,8 @@ def _amaxes(data, inverses, hyper, kind: Kind):
     """max |x| of the new weight, exp_avg and exp_avg_sq of one part, 0-dim or [blocks]; None for plain ones."""
     amaxes = []
     for i, values in zip(WRITTEN, adam_step(data, inverses, hyper, kind), strict=True):
-        amax = None
-        if kind.scaled[i]:
-            amax = values.abs().amax(1)  # of each row, always: loops of one form are fused
-            amax = amax if kind.blocked[i] else amax.amax()
-        amaxes.append(amax)
+        rows = values.abs().amax(1) if kind.scaled[i] else None  # each row, always: loops of one form are fused
+        amaxes.append(rows if rows is None or kind.blocked[i] else rows.amax())
     return tuple(amaxes)
 
 
@@ -230,11 +221,6 @@ def _scale(slot: Slot, amax: torch.Tensor | None) -> torch.Tensor:
 # Compiling
 
 
-@functools.cache
-def _compiled(function, kind: Kind) -> _CompiledPass:
-    return _CompiledPass(function, kind)
-
-
 class _CompiledPass:
     """A pass for one kind, compiled at its first call; eager from then on, after a warning, where that fails."""
 
@@ -253,6 +239,8 @@ class _CompiledPass:
             self.run = self.eager
             return self.eager(data, *arguments)
 
+
+_compiled = functools.cache(_CompiledPass)
 
 _MOST_KINDS = 256
 """Dynamo counts what it compiles by the code of `run`, which all kinds share, and refuses after eight. From torch 2.13

@@ -124,7 +124,7 @@ def random_bits(rows: int, key: torch.Tensor, index: torch.Tensor) -> torch.Tens
 
 
 def mixed(x: torch.Tensor) -> torch.Tensor:
-    """32 mixed bits of an int32: the finaliser "lowbias32" of Chris Wellons' hash-prospector."""
+    """32 mixed bits of an int32: the finalizer "lowbias32" of Chris Wellons' hash-prospector."""
     x = x ^ ((x >> 16) & 0xFFFF)  # torch shifts the sign in
     x = x * int32(0x7FEB352D)
     x = x ^ ((x >> 15) & 0x1FFFF)

@@ -19,9 +19,8 @@ import triton.language as tl
 from ...formats import FORMATS
 from ..triton_common import OPTIONS, as_bits, from_bits, scale_inv_of
 from ..triton_gate import has_fp8_casts, on_device_of
-from .job import Kind
 from .rounding import EXP_AVG_BITS, EXP_AVG_SQ_BITS, WEIGHT_BITS
-from .table import AdamTable
+from .table import AdamTable, Kind
 from .triton_rounding import mixed, pointer_to, scale_of
 from .triton_tiles import (
     COPY,
@@ -209,33 +208,25 @@ class TritonKernels:
     def chunk_size(self) -> int:
         return self.constants.chunk.value
 
-    def find_finite(self, table: AdamTable) -> None:
-        self._launch(_finite_kernel, table)
-
-    def amaxes(self, table: AdamTable) -> None:
-        self._launch(_amax_kernel, table, table.amax.view(torch.int32), table.old_scale_inv)
-
-    def write(self, table: AdamTable) -> None:
+    def run(self, kernel: str, table: AdamTable) -> None:
         amaxes, stored = table.amax.view(torch.int32), table.stored.view(torch.int32)
-        self._launch(_write_kernel, table, amaxes, table.old_scale_inv, stored)
-
-    def recast(self, table: AdamTable) -> None:
-        self._launch(_recast_kernel, table, table.amax.view(torch.int32), table.stored.view(torch.int32))
-
-    def _launch(self, kernel, table: AdamTable, *buffers: torch.Tensor) -> None:
+        function, *buffers = {
+            "find_finite": (_finite_kernel,),
+            "amaxes": (_amax_kernel, amaxes, table.old_scale_inv),
+            "write": (_write_kernel, amaxes, table.old_scale_inv, stored),
+            "recast": (_recast_kernel, amaxes, stored),
+        }[kernel]
         parameters = _parameter_of_each_chunk(tuple(table.chunk_counts), table.device)
         with on_device_of(table.rows):
-            kernel[(len(parameters),)](
+            function[(len(parameters),)](
                 table.rows, parameters, *buffers, KIND=self.constants, ALIGNED=table.aligned, **LIMITS, **OPTIONS
             )
 
 
-@functools.cache
-def _kernels(kind: Kind, fp8_casts: bool) -> TritonKernels:
-    return TritonKernels(kind, fp8_casts)
+_kernels = functools.cache(TritonKernels)
 
 
 @functools.lru_cache(maxsize=32)
 def _parameter_of_each_chunk(counts: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """The index of each chunk's parameter, int32 [chunks]. Kept, as an optimizer's parameters keep their sizes."""
+    """The index of each chunk's parameter, int32 [chunks]. Cached, since an optimizer's parameters keep their sizes."""
     return torch.repeat_interleave(torch.arange(len(counts), dtype=torch.int32), torch.tensor(counts)).to(device)

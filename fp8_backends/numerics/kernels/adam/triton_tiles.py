@@ -16,7 +16,7 @@ from .triton_rounding import decoded, encoded, mixed, pointer_to, rounded, scale
 # Columns of a parameter's row, as in table.py
 COPY, INVERSE, COPY_INVERSE, HYPER, FINITE = (tl.constexpr(column) for column in (4, 5, 9, 10, 11))
 NUMEL, FIRST, SEED, FIRST_CHUNK, AMAX, COLUMNS = (tl.constexpr(column) for column in (12, 13, 14, 15, 16, 19))
-# Places in the hyperparameters, as in job.py
+# Places in the hyperparameters, as in table.py
 STEP_SIZE, DECAY, WEIGHT_DECAY, NEW_IN_EXP_AVG, BETA2 = (tl.constexpr(place) for place in range(5))
 NEW_IN_EXP_AVG_SQ, INV_SQRT_BIAS2, EPS, STEP = (tl.constexpr(place) for place in range(5, 9))
 _GRADIENT_LIMIT = tl.constexpr(GRADIENT_LIMIT)

@@ -17,6 +17,7 @@ from ...scaling import (
     scale_from_amax,
     scale_inv_of,
     tensor_amax,
+    times,
     window_scale,
     without_nan,
 )
@@ -57,11 +58,15 @@ def quantize(
         return triton_quantize.quantize(
             x, fmt, scale, rows, columns, rule=rule, window_state=window_state, stored_scale_inv=stored_scale_inv
         )
-    amax = _times(amax_of(x, keep_nan=rule != DYNAMIC), stored_scale_inv)
-    if scale is None:
-        scale = _scale(rule, amax, fmt, window_state)
+    amax = times(amax_of(x, keep_nan=rule != DYNAMIC), stored_scale_inv)
+    if scale is None and rule == DYNAMIC:
+        scale = scale_from_amax(amax, fmt)
+    elif scale is None and rule == POWER_OF_TWO:
+        scale = power_of_two_scale(amax, fmt)
+    elif scale is None:
+        scale = window_scale(window_state.unsqueeze(0), 0, amax, fmt)
     # exact, since the stored scale is a power of two
-    return Layouts(cast(x, _times(scale, stored_scale_inv), fmt), scale_inv_of(scale, amax), None, None, amax)
+    return Layouts(cast(x, times(scale, stored_scale_inv), fmt), scale_inv_of(scale, amax), None, None, amax)
 
 
 def quantize_blocks(
@@ -118,19 +123,4 @@ def _in_blocks(
         quantized = cpu_blocks.quantize(x, blocks, fmt, transposed, stored_scale_inv)
         if quantized is not None:
             return quantized
-    x = x.t() if transposed else x
-    amax = _times(blocks.amax(x), stored_scale_inv)
-    scale = blocks.scale(amax, fmt)
-    return Quantized(blocks.cast(x, _times(scale, stored_scale_inv), fmt), blocks.inverse(scale, amax))
-
-
-def _scale(rule: str, amax: torch.Tensor, fmt: Format, window_state: torch.Tensor | None) -> torch.Tensor:
-    if rule == DYNAMIC:
-        return scale_from_amax(amax, fmt)
-    if rule == POWER_OF_TWO:
-        return power_of_two_scale(amax, fmt)
-    return window_scale(window_state.unsqueeze(0), 0, amax, fmt)
-
-
-def _times(number: torch.Tensor, factor: torch.Tensor | None) -> torch.Tensor:
-    return number if factor is None else number * factor
+    return blocks.quantize(x.t() if transposed else x, fmt, stored_scale_inv)

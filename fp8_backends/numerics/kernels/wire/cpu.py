@@ -9,6 +9,7 @@ nothing depends on how its codes are decoded.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -26,15 +27,10 @@ CHUNK = 2**18
 
 def pack(parts: Sequence[Part], rows: int, columns: int, rank: int, rounded: bool) -> tuple[torch.Tensor, torch.Tensor]:
     messages, own = torch.empty(shape_of(rows, columns), dtype=torch.uint8), torch.empty(columns)
-    scratch = _scratch(2, columns)
-    ends = [part.start + part.values.numel() for part in parts]
-    at = 0
+    scratch, ends = _scratch(2, columns), _ends(parts)
     for row, first, last in _chunks(rows, columns):
-        begin, end = row * columns + first, row * columns + last
-        while at < len(parts) and ends[at] <= begin:
-            at += 1
         values = own[first:last] if row == rank and not rounded else scratch[0, : last - first]
-        _gather(parts, at, begin, end, values)
+        _gather(parts, ends, row * columns + first, row * columns + last, values)
         if row != rank or rounded:
             _encode(values, messages[row], columns, first, scratch[1])
         if row == rank and rounded:
@@ -42,11 +38,11 @@ def pack(parts: Sequence[Part], rows: int, columns: int, rank: int, rounded: boo
     return messages, own
 
 
-def encode(rows: torch.Tensor, kept: int | None) -> torch.Tensor:
+def encode(rows: torch.Tensor, own_row: int | None) -> torch.Tensor:
     messages = torch.empty(shape_of(*rows.shape), dtype=torch.uint8)
     columns, scratch = rows.shape[1], _scratch(2, rows.shape[1])
     for row, first, last in _chunks(*rows.shape):
-        if row != kept:
+        if row != own_row:
             values = scratch[0, : last - first].copy_(rows[row, first:last])
             _encode(values, messages[row], columns, first, scratch[1])
     return messages
@@ -67,16 +63,12 @@ def reduce_values(
 
 
 def unpack(messages: torch.Tensor, parts: Sequence[Part]) -> None:
-    columns, scratch = columns_of(messages), _scratch(1, columns_of(messages))
-    ends = [part.start + part.values.numel() for part in parts]
-    at = 0
+    columns, ends = columns_of(messages), _ends(parts)
+    scratch = _scratch(1, columns)
     for row, first, last in _chunks(messages.shape[0], columns):
-        begin, end = row * columns + first, row * columns + last
-        while at < len(parts) and ends[at] <= begin:
-            at += 1
         values = scratch[:, : last - first]
         _decode(messages[row : row + 1], columns, first, values)
-        for part, elements, place in _overlaps(parts, at, begin, end):
+        for part, elements, place in _overlaps(parts, ends, row * columns + first, row * columns + last):
             part.values[elements] = values[0, place]
 
 
@@ -101,20 +93,21 @@ def _chunks(rows: int, columns: int, length: int | None = None) -> Iterator[tupl
             yield row, first, min(first + length, columns)
 
 
-def _overlaps(parts: Sequence[Part], at: int, begin: int, end: int) -> Iterator[tuple[Part, slice, slice]]:
-    """The parts from number `at` on that have elements from `begin` to `end`: (part, its elements, their place after
-    `begin`)."""
-    while at < len(parts) and parts[at].start < end:
-        part = parts[at]
-        first, last = max(part.start, begin), min(part.start + part.values.numel(), end)
-        yield part, slice(first - part.start, last - part.start), slice(first - begin, last - begin)
-        at += 1
+def _ends(parts: Sequence[Part]) -> list[int]:
+    return [part.start + part.values.numel() for part in parts]
 
 
-def _gather(parts: Sequence[Part], at: int, begin: int, end: int, out: torch.Tensor) -> None:
-    """The elements from `begin` to `end`, with zeros where no part lies."""
+def _overlaps(parts: Sequence[Part], ends: list[int], begin: int, end: int) -> Iterator[tuple[Part, slice, slice]]:
+    """The parts that have elements from `begin` to `end`: (part, its elements, their place after `begin`)."""
+    for i in range(bisect.bisect_right(ends, begin), bisect.bisect_left(parts, end, key=lambda part: part.start)):
+        first, last = max(parts[i].start, begin), min(ends[i], end)
+        yield parts[i], slice(first - parts[i].start, last - parts[i].start), slice(first - begin, last - begin)
+
+
+def _gather(parts: Sequence[Part], ends: list[int], begin: int, end: int, out: torch.Tensor) -> None:
+    """Write the elements from `begin` to `end` into `out`, with zeros where no part lies."""
     filled = 0
-    for part, elements, place in _overlaps(parts, at, begin, end):
+    for part, elements, place in _overlaps(parts, ends, begin, end):
         out[filled : place.start].zero_()
         if part.scale_inv is None:
             out[place] = part.values[elements]

@@ -39,13 +39,13 @@ def pack(
     return _implementation(parts[0].values).pack(parts, rows, columns, rank, rounded)
 
 
-def encode(rows: torch.Tensor, kept: int | None = None) -> torch.Tensor:
+def encode(rows: torch.Tensor, own_row: int | None = None) -> torch.Tensor:
     """Messages of values in any floating-point dtype, [rows, columns], with any number of columns. uint8.
 
     Args:
-        kept: number of the row that stays on this rank. Nobody reads its message, which may not be written.
+        own_row: number of the row that stays on this rank. Nobody reads its message, which may not be written.
     """
-    return _implementation(rows).encode(rows, kept)
+    return _implementation(rows).encode(rows, own_row)
 
 
 def reduce(received: torch.Tensor, own: torch.Tensor, rank: int, divisor: int) -> torch.Tensor:
@@ -82,7 +82,6 @@ def dequantize(codes: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:
 
 
 def _implementation(tensor: torch.Tensor):
-    """The module that works on a tensor's device."""
     if usable(tensor):
         from . import triton_messages  # Triton takes a second to load
 

@@ -18,7 +18,7 @@ def pack(parts: Sequence[Part], rows: int, columns: int, rank: int, rounded: boo
     return messages, (values_of(messages) if rounded else values).select(0, rank).clone()
 
 
-def encode(rows: torch.Tensor, kept: int | None) -> torch.Tensor:
+def encode(rows: torch.Tensor, own_row: int | None) -> torch.Tensor:
     columns = rows.shape[1]
     blocks = torch.nn.functional.pad(rows.float(), (0, -columns % BLOCK)).view(rows.shape[0], -1, BLOCK)
     amax = blocks.abs().amax(-1)

@@ -1,6 +1,6 @@
 """Messages on a GPU: one Triton kernel for each pass, which reads and writes every byte once.
 
-A program works on a tile of whole blocks, [TILE, BLOCK], of one part; `table.py` tells where it lies. The table is
+A program works on a tile of whole blocks, [TILE, BLOCK], of one part; a table (`tables`) tells where it lies, and is
 the only thing that the host sends, and nothing waits for the device.
 
 The numbers are those of `reference.py` on a CPU to the bit: division is division, and ranks are added up in the
@@ -10,7 +10,8 @@ adds more than three ranks up in another order; so may this, in the last place o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -30,16 +31,17 @@ from ..triton_common import (
 )
 from ..triton_gate import has_fp8_casts, on_device_of
 from .format import BLOCK, Part, columns_of, shape_of
-from .table import tables
 
 TILE = 32
 """Blocks that a program works on: 4096 elements."""
 WARPS = 4
+VECTOR = 16
+"""Bytes that a thread of a GPU reads or writes at once, from addresses that are a multiple of them."""
 TOGETHER = 16
 """Ranks whose contributions are added up before the next ones are: PyTorch's way to lose less in a long sum."""
 _BLOCK = tl.constexpr(BLOCK)
 _POINTER, _SCALE, _TILE, _START, _LENGTH, _END = (tl.constexpr(i) for i in range(6))
-"""The fields of `table.Row`."""
+"""The fields of `Row`."""
 
 
 # one launch each
@@ -53,11 +55,11 @@ def pack(parts: Sequence[Part], rows: int, columns: int, rank: int, rounded: boo
     return messages, own
 
 
-def encode(rows: torch.Tensor, kept: int | None) -> torch.Tensor:
+def encode(rows: torch.Tensor, own_row: int | None) -> torch.Tensor:
     messages = torch.empty(shape_of(*rows.shape), dtype=torch.uint8, device=rows.device)
     blocks = messages.shape[1] - rows.shape[1]
     parts = [Part(row, index * blocks * BLOCK) for index, row in enumerate(rows.contiguous().unbind(0))]
-    _pack(parts, messages, messages, rows.shape[1], -1 if kept is None else kept, OWN_ROW=False, KEPT=True)
+    _pack(parts, messages, messages, rows.shape[1], -1 if own_row is None else own_row, OWN_ROW=False, KEPT=True)
     return messages
 
 
@@ -137,6 +139,75 @@ def _launch(kernel, programs: int, first: torch.Tensor, *arguments, **constants)
         constants["HAS_FP8_CASTS"] = has_fp8_casts(first)
     with on_device_of(first):
         kernel[(programs,)](first, *arguments, **constants, TILE=TILE, num_warps=WARPS, **OPTIONS)
+
+
+# the table on the device of where parts lie: a bucket of any number of gradients is one launch
+
+
+class Row(NamedTuple):
+    """A row of a table: a part, or blocks that no part covers."""
+
+    address: int
+    scale_address: int
+    """0 where there is no scale."""
+    first_tile: int
+    first_block: int
+    numel: int
+    """0 where all blocks are zeros."""
+    end_block: int
+
+    @property
+    def aligned(self) -> bool:
+        return self.address % VECTOR == 0 and self.numel % VECTOR == 0
+
+
+class Table(NamedTuple):
+    rows: list[Row]
+    tiles: int
+    aligned: bool
+    """Whether vectors may be read and written in all rows."""
+
+    @property
+    def steps(self) -> int:
+        """How many steps a binary search for a row takes."""
+        return (len(self.rows) - 1).bit_length()
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """int64, [fields, rows]. Nothing waits for the device."""
+        columns = list(zip(*self.rows, strict=True))
+        return torch.tensor(columns, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+
+
+def tables(parts: Sequence[Part], tile: int, blocks: int = 0) -> Iterator[Table]:
+    """One table for all parts at addresses that suit vectors, and one for the others, should there be any.
+
+    Args:
+        tile: blocks in a tile; no tile has blocks of two parts.
+        blocks: blocks in all rows. What no part covers then is a row of its own, of zeros.
+    """
+    rows = list(_rows(parts, blocks))
+    for aligned in (True, False):
+        chosen, tiles = [], 0
+        for row in rows:
+            if row.aligned == aligned:
+                chosen.append(row._replace(first_tile=tiles))
+                tiles += -(-(row.end_block - row.first_block) // tile)
+        if chosen:
+            yield Table(chosen, tiles, aligned)
+
+
+def _rows(parts: Sequence[Part], blocks: int) -> Iterator[Row]:
+    filled = 0
+    for part in parts:
+        first, end = part.start // BLOCK, -(-(part.start + part.values.numel()) // BLOCK)
+        if blocks and filled < first:
+            yield Row(0, 0, 0, filled, 0, first)
+        if first < end:
+            scale = 0 if part.scale_inv is None else part.scale_inv.data_ptr()
+            yield Row(part.values.data_ptr(), scale, 0, first, part.values.numel(), end)
+        filled = max(filled, end)
+    if filled < blocks:
+        yield Row(0, 0, 0, filled, 0, blocks)
 
 
 # kernels

@@ -7,7 +7,7 @@ import torch
 from ahead_of_time import MachineCode, compiled
 
 from fp8_backends.numerics.kernels.adam import triton_adam
-from fp8_backends.numerics.kernels.adam.job import Kind
+from fp8_backends.numerics.kernels.adam.table import Kind
 
 E4M3, FP16, BF16, FP32 = torch.float8_e4m3fn, torch.float16, torch.bfloat16, torch.float32
 PLAIN, ALL, ADAMW = (False,) * 4, (True,) * 4, {"decoupled": True, "maximize": False, "stochastic": True}

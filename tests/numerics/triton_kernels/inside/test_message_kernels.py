@@ -10,7 +10,7 @@ from fp8_backends.numerics.kernels.wire import dispatch as messages
 from fp8_backends.numerics.kernels.wire import reference as message_reference
 from fp8_backends.numerics.kernels.wire import triton_messages
 from fp8_backends.numerics.kernels.wire.format import BLOCK, Part
-from fp8_backends.numerics.kernels.wire.table import tables
+from fp8_backends.numerics.kernels.wire.triton_messages import tables
 
 
 @pytest.mark.parametrize("rounded", [False, True])
