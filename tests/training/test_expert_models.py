@@ -216,7 +216,7 @@ def test_what_cannot_take_experts_says_so(backend, reason):
 def test_frozen_weights_in_fp8_leave_those_of_experts_alone():
     model = build("mixtral").requires_grad_(False)
     preparation.prepare_model(model, recipes.resolve(FP8RecipeKwargs(backend="native", fp8_params=True)))
-    assert all("fp8_params keeps 2-D weights" in reason for reason in reasons(model).values())
+    assert all("fp8_params stores 2-D weights in FP8" in reason for reason in reasons(model).values())
     loss_of(model, batch())
     assert fp8_backends.audit(model).products["model.layers.0.self_attn.q_proj"]["fprop"] == 1
 

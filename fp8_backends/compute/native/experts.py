@@ -40,7 +40,7 @@ def unfit(weight: nn.Parameter, recipe: Recipe) -> str | None:
     if recipe.scaling not in SCALINGS:
         return f"experts have no products with {recipe.scaling} scales ({', '.join(SCALINGS)} have)"
     if recipe.fp8_params:
-        return "fp8_params freezes 2-D weights, and leaves those of experts in high precision"
+        return "fp8_params stores 2-D weights in FP8, and leaves those of experts in high precision"
     return None
 
 
