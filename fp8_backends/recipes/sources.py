@@ -17,21 +17,9 @@ from typing import Any, NamedTuple
 
 from ..compute.fields import closest, three_flags
 from ..errors import RecipeError
-from .fields import FIELDS, VARIABLES, field_value, find_variable
+from .fields import FIELDS, OF_BACKENDS, VARIABLES, field_value, find_variable
 
 PREFIX = "ACCELERATE_FP8_"
-
-TE_FIELDS = (
-    "use_autocast_during_eval",
-    "margin",
-    "interval",
-    "fp8_format",
-    "amax_history_len",
-    "amax_compute_algo",
-    "override_linear_precision",
-    "use_mxfp8_block_scaling",
-)
-"""Fields of Accelerate's `TERecipeKwargs`."""
 
 
 def foreign_fields(spec: Any) -> dict[str, Any] | None:
@@ -53,7 +41,7 @@ def foreign_fields(spec: Any) -> dict[str, Any] | None:
 
 
 def _from_te(handler: Any) -> dict[str, Any]:
-    values = {name: getattr(handler, name, None) for name in TE_FIELDS}
+    values = {each.name: getattr(handler, each.name, None) for each in OF_BACKENDS["te"]}
     fields = {
         name: value
         for name, value in values.items()

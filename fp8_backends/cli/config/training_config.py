@@ -12,6 +12,7 @@ import yaml
 
 from ...compute.fields import closest
 from ...errors import RecipeError
+from ...recipes.fields import NAMING
 from ...recipes.handlers import FP8RecipeKwargs, Recipe, resolve, settings_of
 from ...training.rules import Compiled, Parallel
 from ...training.validators import Finding, validate
@@ -22,7 +23,7 @@ DEEPSPEED_PRECISION = (
 )
 UNCOMPILED = ("NO", "EAGER", "AOT_EAGER")
 """Backends of torch.compile that make no kernels."""
-_NAMING = ("backend", "scaling", "opt_level", "use_mxfp8_block_scaling")
+_NAMING = frozenset(each.name for each in NAMING)
 
 
 @dataclass
