@@ -4,10 +4,13 @@ Importing this package connects it to `accelerate.Accelerator` (`FP8_BACKENDS_DI
 Accelerate untouched). TorchAO, transformers, TransformerEngine and rich are imported only when they are used.
 """
 
+import sys
+
 from .accelerate_plugin import connect
 from .compute.hardware import Availability
 from .compute.registry import available_backends, register_backend
 from .errors import BackendUnavailableError, FP8BackendError, RecipeError
+from .numerics import scaled_tensor
 from .recipes.handlers import (
     AORecipeKwargs,
     FP8RecipeKwargs,
@@ -18,6 +21,7 @@ from .recipes.handlers import (
     resolve,
 )
 from .recipes.precision_plan import PrecisionPlan, plan
+from .training import conversion
 from .training.auditing import Audit, audit
 from .training.conversion import ConversionReport
 from .training.preparation import initialize, keep_weight_casts, prepare, whole_states
@@ -52,5 +56,9 @@ __all__ = [
     "validate",
     "whole_states",
 ]
+
+# Names of version 0.1: programs use the first, and the pickles in checkpoints the second
+sys.modules[f"{__name__}.conversion"] = conversion
+sys.modules[f"{__name__}.scaled_tensor"] = scaled_tensor
 
 connect()

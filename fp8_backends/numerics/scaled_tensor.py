@@ -12,7 +12,6 @@ would change nothing, in silence.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -195,10 +194,10 @@ def _rebuild(data, storage, scale_inv, context: tuple, requires_grad: bool, othe
 
 # PyTorch's protocol for subclasses in files that `torch.load(weights_only=True)` may read
 torch.serialization.add_safe_globals([ScaledTensor, _rebuild])
-# checkpoints of version 0.1 name them by the module's place of that time
-_FIRST_PLACE = "fp8_backends.scaled_tensor"
-torch.serialization.add_safe_globals([(each, f"{_FIRST_PLACE}.{each.__name__}") for each in (ScaledTensor, _rebuild)])
-sys.modules.setdefault(_FIRST_PLACE, sys.modules[__name__])
+# the names by which checkpoints of version 0.1 know them (`fp8_backends/__init__.py` has the module's)
+torch.serialization.add_safe_globals(
+    [(ScaledTensor, "fp8_backends.scaled_tensor.ScaledTensor"), (_rebuild, "fp8_backends.scaled_tensor._rebuild")]
+)
 
 
 def stored_parts(tensor: torch.Tensor, with_master: bool = False) -> tuple[torch.Tensor, ...]:

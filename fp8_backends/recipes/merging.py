@@ -154,7 +154,7 @@ def code_over_launch(handler: Any, launched: Mapping[str, Any]) -> CodeOverLaunc
 
     Args:
         handler: a recipe, of this package or Accelerate's. The latter fill every field in, so what equals Accelerate's
-            default counts as not said.
+            default counts as not given.
         launched: fields of `FP8RecipeKwargs`.
     """
     name, recipe = type(handler).__name__, handler if isinstance(handler, Recipe) else _own_handler(handler)

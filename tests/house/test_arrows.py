@@ -25,14 +25,13 @@ MAY_IMPORT = {
     "comm": ("recipes", "numerics", *GROUND),
     "training": ("states", "comm", "recipes", "compute", "numerics", *GROUND),
     "accelerate_plugin": ("training", "states", "comm", "recipes", "compute", "numerics", *GROUND),
-    "__init__": ("accelerate_plugin", "training", "recipes", "compute", *GROUND),
+    "__init__": ("accelerate_plugin", "training", "recipes", "compute", "numerics", *GROUND),
     "cli": ("__init__", "accelerate_plugin", "training", "states", "comm", "recipes", "compute", "numerics", *GROUND),
     "__main__": ("cli",),
-    "conversion": ("training",),
     "estimation": ("cli",),
 }
 """Each part of the package, the lowest first, and those below it that it may import. `states` and `comm` do not know
-each other, and neither knows who multiplies; `conversion` and `estimation` are names of the first edition."""
+each other, and neither knows who multiplies; `estimation` is a name of the first edition."""
 
 
 def modules(root: Path) -> dict[str, Path]:

@@ -94,6 +94,24 @@ def test_public_names_are_the_contract():
     assert set(fp8_backends.__all__) == functions | recipes | errors | results | {"register_backend"}
 
 
+NAMES_OF_THE_GUIDES = """
+import fp8_backends
+fp8_backends.conversion.restore, fp8_backends.states.levels.plain_weights, fp8_backends.compute.Compute
+from fp8_backends.accelerate_plugin import worker
+from fp8_backends.compute import Compute
+from fp8_backends.compute.native import NativeCompute
+from fp8_backends.conversion import restore
+from fp8_backends.estimation import ModelShape, estimate
+from fp8_backends.states.levels import plain_weights
+assert issubclass(NativeCompute, Compute) and restore is fp8_backends.conversion.restore
+print("all there")
+"""
+
+
+def test_names_that_the_guides_give_are_there_after_a_plain_import():
+    assert run(NAMES_OF_THE_GUIDES).stdout == "all there\n"
+
+
 def test_version_is_read_by_setup_without_an_import():
     configuration = read_configuration(Path(__file__).parents[2] / "setup.cfg")
     assert configuration["metadata"]["version"] == fp8_backends.__version__

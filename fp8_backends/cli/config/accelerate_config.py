@@ -78,7 +78,7 @@ def read_accelerate(values: Mapping[str, Any], source: str, processes: int | Non
     if "deepspeed_config_file" in file.block("deepspeed_config").values and values.get("mixed_precision"):
         config.notes.append(DEEPSPEED_PRECISION)
     if config.processes is None:
-        config.notes.append("num_processes is not said: give --num_processes N when you launch")
+        config.notes.append("num_processes is not given: give --num_processes N when you launch")
     return config
 
 

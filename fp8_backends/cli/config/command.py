@@ -125,7 +125,7 @@ def _meaning(config: TrainingConfig) -> Iterator[tuple[str, str]]:
         yield "precision", f"{config.mixed_precision}, {recipe.autocast_dtype} around it"
     options = [_OPTIONS[key].format(value) for key, value in config.surroundings.items() if key in _OPTIONS and value]
     yield "sharding", ", ".join([_ENGINES[config.parallel], *options])
-    yield "processes", "not said" if config.processes is None else str(config.processes)
+    yield "processes", "not given" if config.processes is None else str(config.processes)
     yield "compiled", _COMPILED[config.compiled]
     if config.passed_over:
         yield "passed by", f"{len(config.passed_over)} keys that say nothing about these"
