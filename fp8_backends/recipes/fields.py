@@ -207,13 +207,12 @@ def field_value(field: Field, value: Any) -> Any:
     return field.parsed(value)
 
 
-def readers(name: str) -> str:
-    """Which backends read a field, with the scaling rules by which they do."""
-    found = []
-    for compute in registry.BUILT_IN:
-        declared = fields_of(registry.get_compute(compute))
-        if name in declared:
-            found += [f"{compute}:{scaling}" for scaling in declared[name].scalings or ()] or [compute]
+def readers(name: str, backends: Iterable[str] = tuple(registry.BUILT_IN)) -> str:
+    """Which of these backends read a field, with the scaling rules by which they do."""
+    declared = {backend: _declared_by(backend).get(name) for backend in backends}
+    found = [
+        f"{b}:{scaling}".rstrip(":") for b, field in declared.items() if field for scaling in field.scalings or ("",)
+    ]
     return ", ".join(found) or "no backend"
 
 
@@ -246,5 +245,4 @@ def _readers_in_words(field: Field) -> str:
         return "every backend"
     if field in OF_LEVELS:
         return f"level {', '.join(field.levels)}"
-    declaring = [name for name in registry.valid_names() if field.name in _declared_by(name)]
-    return ", ".join(f"{name}:{scaling}".rstrip(":") for name in declaring for scaling in field.scalings or ("",))
+    return readers(field.name, registry.valid_names())

@@ -43,7 +43,7 @@ def _explains_names(cls: type) -> type:
             kwargs.setdefault("backend", "te")
         beyond = [name for name in kwargs if name not in own]
         if beyond and "backend" in own:
-            declared = _declared_by(kwargs.get("backend", args[0] if args else None))
+            declared = _fields_by_string(kwargs.get("backend", args[0] if args else None))
             self.__dict__["further_fields"] = {name: kwargs.pop(name) for name in beyond if name in declared}
             beyond = [name for name in beyond if name not in declared]
         if beyond:
@@ -55,7 +55,7 @@ def _explains_names(cls: type) -> type:
     return cls
 
 
-def _declared_by(backend: Any) -> dict[str, Field]:
+def _fields_by_string(backend: Any) -> dict[str, Field]:
     """The fields that the backend of this string declares; none for a string that names no backend."""
     try:
         compute = parse_backend(backend).compute if isinstance(backend, str) else AUTO
@@ -91,6 +91,11 @@ class Recipe(KwargsHandler):
             return AUTO
         level = f"+msamp:{self.level}" if self.level != "O0" or "level" in self.given else ""
         return f"{self.compute}:{self.scaling}{level}"
+
+    @property
+    def comm(self) -> str:
+        """How gradients travel between ranks, "fp8" or "plain": `gradient_comm`, by default as the level has it."""
+        return self.gradient_comm or ("plain" if self.level == "O0" else "fp8")
 
     def to_kwargs(self) -> dict[str, Any]:
         """The fields that were given: `type(recipe)(**recipe.to_kwargs()) == recipe`."""

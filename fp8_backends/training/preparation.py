@@ -191,16 +191,15 @@ def connect_ranks(model: nn.Module, recipe: Recipe) -> None:
     Raises:
         FP8BackendError: it was wrapped before it was prepared, or in a way that FP8 cannot follow, named.
     """
-    comm = recipe.gradient_comm or ("plain" if recipe.level == "O0" else "fp8")
     for wrapped in _ddp_wrappers(model):
         if roots := prepared_roots(wrapped.module):
-            ddp.connect(wrapped, comm, levels.swap_gradient_hook, ScalingBuffers(roots))
+            ddp.connect(wrapped, recipe.comm, levels.swap_gradient_hook, ScalingBuffers(roots))
     if fsdp2.fsdp_modules(model):
         roots = prepared_roots(model)
         for _, root, prepared in roots:
             if isinstance(prepared.compute, KeepsWeightCasts):
                 prepared.compute.keep_weight_casts(root, False)
-        fsdp2.connect(model, comm, ScalingBuffers(roots))
+        fsdp2.connect(model, recipe.comm, ScalingBuffers(roots))
         levels.watch_shards(model)
 
 

@@ -145,7 +145,7 @@ def _in_flight(trace: StepTrace, region: str, ranks: int, recipe: Recipe | None)
 
 def _comm(recipe: Recipe | None) -> str:
     """Return how gradients travel: "fp8" or "plain"."""
-    return "plain" if recipe is None else recipe.gradient_comm or ("plain" if recipe.level == "O0" else "fp8")
+    return "plain" if recipe is None else recipe.comm
 
 
 def _block_bytes(trace: StepTrace) -> float:

@@ -97,7 +97,7 @@ CHIP_RULES = (
     Rule(
         "fp8_gradients_torch",
         "error",
-        lambda s: s.parallel == "fsdp2" and s.gradient_comm == "fp8" and s.machine.torch < REDUCE_SCATTER_TORCH,
+        lambda s: s.parallel == "fsdp2" and s.recipe.comm == "fp8" and s.machine.torch < REDUCE_SCATTER_TORCH,
         f"gradients in FP8 under FSDP2 need a reduce-scatter of one's own, which torch has from "
         f"{release(REDUCE_SCATTER_TORCH)} on",
         'set gradient_comm="plain", or install a newer torch',

@@ -93,11 +93,6 @@ class Setup:
     """Names of the model's buffers that a state dict holds."""
 
     @property
-    def gradient_comm(self) -> str:
-        """How gradients travel between ranks, "fp8" or "plain"."""
-        return self.recipe.gradient_comm or ("fp8" if self.has_level else "plain")
-
-    @property
     def has_level(self) -> bool:
         return self.recipe.level != "O0"
 
