@@ -12,6 +12,7 @@ What is registered below works on data and scale alone, or is no operation on va
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -136,8 +137,9 @@ def _empty_like(func, tensor, *, dtype=None, device=None, **kwargs):
 
 @_implements(aten.new_zeros.default, aten.new_empty.default)
 def _new(func, tensor, size, *, dtype=None, device=None, **kwargs):
-    """Memory for elements of the very same scale: FSDP2 makes its shards so, padded and empty ones too."""
-    if dtype is not None or device is not None or tensor.block_size:
+    """Memory for elements of the very same scale: FSDP2 makes its shards so, with zeros or without any element."""
+    filled = func == aten.new_empty.default and torch.Size(size).numel()
+    if filled or dtype is not None or device is not None or tensor.block_size:
         return NotImplemented
     result = _parts(tensor, func(tensor._data, size), tensor._scale_inv)
     result.partial = FRESH
@@ -378,18 +380,20 @@ def _record_stream(func, tensor, stream):
         part.record_stream(stream)
 
 
-# Scalars touch the scale alone: exact for a power of two, else one FP32 rounding
+# Scalars touch the scale alone
 
 
 def _scales(tensor: Any, other: Any) -> bool:
-    """Whether a product or quotient with `other` is one of the scale alone: a positive number, or what a gradient is
-    multiplied by where it is clipped, unscaled or averaged, a 0-dimensional tensor."""
+    """Whether a product or quotient with `other` is one of the scale alone. With a power of two that is exact. With any
+    positive number or 0-dimensional tensor it is one FP32 rounding: so gradients are clipped, unscaled and averaged."""
     if not isinstance(tensor, ScaledTensor) or (tensor._view is not None and not tensor._data.is_contiguous()):
         return False
-    if isinstance(other, (bool, int, float)):
-        return 0 < other < float("inf") and tensor.numel() == tensor.stored.data.numel()
-    plain = isinstance(other, torch.Tensor) and not isinstance(other, ScaledTensor) and other.dim() == 0
-    return plain and tensor.accumulates and tensor.numel() == tensor.stored.data.numel()
+    if isinstance(other, torch.Tensor):
+        fits = tensor.accumulates and not isinstance(other, ScaledTensor) and other.dim() == 0
+    else:
+        fits = isinstance(other, (int, float)) and 0 < other < float("inf")
+        fits = fits and (tensor.accumulates or math.frexp(other)[0] == 0.5)
+    return fits and tensor.numel() == tensor.stored.data.numel()
 
 
 @_implements(aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar)
