@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ..errors import FP8BackendError
+from ..numerics.scaling import Quantized
 from ..numerics.sharded_tensor import full_shape
 from .counts import ProductCounts
 from .expert_functions import ExpertWeights
@@ -193,6 +194,15 @@ class KeepsWeightCasts(Protocol):
 
     def keep_weight_casts(self, root: nn.Module, keep: bool) -> None:
         """Set whether the codes of a forward serve the forwards after it too, until the weight changes."""
+
+
+@runtime_checkable
+class GivesWeightCodes(Protocol):
+    """A backend that can tell the FP8 codes of a weight, for checkpoints that hold them."""
+
+    def weight_codes(self, module: nn.Module) -> Quantized | None:
+        """The codes that the forward of this converted layer multiplies by now, as they lie in memory, and their
+        scale_inv: one, one a row, or one a block. None where there are none for the whole weight."""
 
 
 # Scaling rules with state
