@@ -56,9 +56,9 @@ class CheckpointFormat(NamedTuple):
     are."""
 
 
-def grid_of(codes: Quantized) -> str | None:
-    """The grid of these scales; None for one that no format has (MXFP8's)."""
-    if codes.codes.dtype != E4M3.dtype or codes.scale_inv.dtype != torch.float32:
+def grid_of(codes: Quantized | None) -> str | None:
+    """The grid of these scales; None for one that no format has (MXFP8's), and where there are no codes."""
+    if codes is None or codes.codes.dtype != E4M3.dtype or codes.scale_inv.dtype != torch.float32:
         return None
     rows, columns = codes.codes.shape
     shapes = {(): TENSOR, (rows, 1): CHANNEL, _blocks_of(rows, columns): BLOCK}  # one block is a block

@@ -79,31 +79,44 @@ def export(
     fmt = checkpoint_formats.format_named(format)
     model = unwrapped(model)
     layers = _layers_of(model)
-    codes = {name: given for name, found in layers.items() if (given := _codes_of(found)) is not None}
-    grids = {name: checkpoint_formats.grid_of(codes[name]) if name in codes else None for name in layers}
     shapes = [(each.product.out_features, each.product.in_features) for each in layers.values()]
-    grid = checkpoint_formats.grid_for(fmt, list(zip(shapes, grids.values(), strict=True)))
-    result = Export(os.fspath(folder), format, grid)
-    result.high_precision = _left(model, layers)
-    writes = is_main_process()
-    state, seen = {}, {}
-    for name, value in model.state_dict(keep_vars=True).items():
-        name, layer = plain_name(name), plain_name(name).removesuffix(".weight")
-        if layer in layers and name.endswith(".weight"):
-            stored = _stored(layer, value, codes.get(layer), fmt, result)
-            if stored is not None:
-                scales = checkpoint_formats.spread(stored, result.grid, fmt)
-                state |= {name: stored.codes, f"{layer}.{fmt.scale}": scales} if writes else {}
-                continue
-        if id(value) not in seen:  # ties stay ties
-            seen[id(value)] = value, _whole(value).cpu() if writes or is_distributed(value) else None
-        state[name] = seen[id(value)][1]
-    if not result.exact and not result.rounded:
-        reasons = "; ".join(f"{listed(names)}: {why}" for why, names in _by_reason(result.high_precision))
-        raise FP8BackendError(f"format={format!r} can hold no weight of this model in FP8: {reasons}")
-    _write(model, state if writes else None, fmt, result, max_shard_size)
+    # codes are made again when their turn comes: those of all layers would take a byte an element at once
+    grids = [checkpoint_formats.grid_of(_codes_of(each)) for each in layers.values()]
+    grid = checkpoint_formats.grid_for(fmt, list(zip(shapes, grids, strict=True)))
+    result = Export(os.fspath(folder), format, grid, high_precision=_left(model, layers))
+    with _all_ranks_or_none():
+        state = _state(model, layers, fmt, result)
+        if not result.exact and not result.rounded:
+            reasons = "; ".join(f"{listed(names)}: {why}" for why, names in _by_reason(result.high_precision))
+            raise FP8BackendError(f"format={format!r} can hold no weight of this model in FP8: {reasons}")
+    try:
+        if is_main_process():
+            _write(model, state, fmt, result, max_shard_size)
+    finally:
+        if _has_ranks():
+            dist.barrier()
     announce(f"exported: {result}")
     return result
+
+
+def _has_ranks() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+@contextlib.contextmanager
+def _all_ranks_or_none() -> Iterator[None]:
+    """Where an error is raised inside on one rank, all ranks raise it, and none waits for the others."""
+    error = None
+    try:
+        yield
+    except FP8BackendError as raised:
+        error = raised
+    if _has_ranks():
+        errors = [None] * dist.get_world_size()
+        dist.all_gather_object(errors, error and str(error))
+        error = error or next((FP8BackendError(text) for text in errors if text), None)
+    if error is not None:
+        raise error
 
 
 def _layers_of(model: nn.Module) -> dict[str, Found]:
@@ -178,11 +191,34 @@ def _codes_of(found: Found) -> Quantized | None:
     return compute.weight_codes(found.module) if isinstance(compute, GivesWeightCodes) else None
 
 
+def _state(
+    model: nn.Module, layers: dict[str, Found], fmt: CheckpointFormat, result: Export
+) -> dict[str, torch.Tensor]:
+    """What the file holds, on the CPU, by name; empty on ranks that do not write. Notes in the result what becomes of
+    these layers."""
+    writes, state, seen = is_main_process(), {}, {}
+    for full_name, value in model.state_dict(keep_vars=True).items():
+        name = plain_name(full_name)
+        layer = name.removesuffix(".weight")
+        stored = None
+        if layer != name and layer in layers:
+            stored = _stored(layer, value, _codes_of(layers[layer]), fmt, result)
+        if stored is None:
+            if id(value) not in seen and (writes or is_distributed(value)):
+                seen[id(value)] = value, _whole(value)
+            new = {name: seen[id(value)][1]} if writes else {}  # ties stay ties
+        else:
+            new = {name: stored.codes, f"{layer}.{fmt.scale}": checkpoint_formats.spread(stored, result.grid, fmt)}
+        if writes:
+            state |= new
+    return state
+
+
 def _stored(
     name: str, weight: torch.Tensor, codes: Quantized | None, fmt: CheckpointFormat, result: Export
 ) -> Quantized | None:
     """What the file holds of a layer's weight, noted in the result; None where it holds the weight itself."""
-    grid = None if codes is None else checkpoint_formats.grid_of(codes)
+    grid = checkpoint_formats.grid_of(codes)
     is_exact = result.grid in FITS_INTO.get(grid, ())
     if not is_exact:
         why = f"its codes have {IN_WORDS[grid]}, and the file has {IN_WORDS[result.grid]}"
@@ -204,28 +240,23 @@ def _stored(
 
 @torch.no_grad()
 def _whole(value: torch.Tensor) -> torch.Tensor:
-    """Plain values of a Parameter or buffer with all the precision that is stored. All ranks call it for a shard."""
+    """Plain values of a Parameter or buffer with all the precision that is stored, on the CPU. All ranks call it for a
+    shard."""
     if is_distributed(value):
-        return dequantize_shards(value).full_tensor()
-    return value.exact() if isinstance(value, ScaledTensor) else value.detach()
+        return dequantize_shards(value).full_tensor().cpu()
+    return (value.exact() if isinstance(value, ScaledTensor) else value.detach()).cpu()
 
 
 def _write(
-    model: nn.Module, state: dict[str, torch.Tensor] | None, fmt: CheckpointFormat, result: Export, max_shard_size
+    model: nn.Module, state: dict[str, torch.Tensor], fmt: CheckpointFormat, result: Export, max_shard_size: int | str
 ) -> None:
-    """Write the files; `state` is None on the ranks that only wait for them."""
-    try:
-        if state is not None:
-            quantized_layers.save_plain(model)
-            modules = {plain_name(name) for name, _ in model.named_modules()}
-            # a weight that is a module's own Parameter bears that one's name
-            left = {name if name in modules else name.rpartition(".")[0] for name in result.high_precision}
-            config = fmt.config(result.grid, sorted(left), [*result.exact, *result.rounded])
-            with _quantization_config(model, config):
-                model.save_pretrained(result.folder, state_dict=state, max_shard_size=max_shard_size)
-    finally:
-        if dist.is_available() and dist.is_initialized():
-            dist.barrier()
+    quantized_layers.save_plain(model)
+    modules = {plain_name(name) for name, _ in model.named_modules()}
+    # a weight that is a module's own Parameter bears that one's name
+    left = {name if name in modules else name.rpartition(".")[0] for name in result.high_precision}
+    config = fmt.config(result.grid, sorted(left), [*result.exact, *result.rounded])
+    with _quantization_config(model, config):
+        model.save_pretrained(result.folder, state_dict=state, max_shard_size=max_shard_size)
 
 
 @contextlib.contextmanager

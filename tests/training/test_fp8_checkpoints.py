@@ -1,0 +1,146 @@
+"""Models that come from an FP8 checkpoint: refused, made plain, or left frozen; and what is saved of them."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from tiny_checkpoints import config_of, llama, load, logits, stored, train, trained, values
+from torch import nn
+
+import fp8_backends
+from fp8_backends import FP8BackendError, RecipeError
+from fp8_backends.training import checkpoint_formats, proof
+from fp8_backends.training.auditing import count_products
+from fp8_backends.training.conversion import prepared_roots
+
+
+def with_fp8_linear(model: nn.Module, block=(128, 128)) -> nn.Module:
+    """A copy as transformers loads it on a GPU: its Linear layers are `FP8Linear`, with random scales."""
+    from transformers import FineGrainedFP8Config
+    from transformers.integrations.finegrained_fp8 import FP8Linear, replace_with_fp8_linear
+
+    quantized = copy.deepcopy(model)
+    config = FineGrainedFP8Config(weight_block_size=block)
+    replace_with_fp8_linear(quantized, ["lm_head"], config, pre_quantized=True)
+    for name, layer in quantized.named_modules():
+        if isinstance(layer, FP8Linear):
+            weight = model.get_submodule(name).weight.detach()
+            layer.weight = nn.Parameter((weight * 1000).clamp(-448, 448).to(torch.float8_e4m3fn))
+            scales = torch.rand(layer.weight_scale_inv.shape) * 1e-3
+            layer.weight_scale_inv = nn.Parameter(scales.to(layer.weight_scale_inv.dtype))
+    return quantized
+
+
+@pytest.mark.parametrize("block", [(128, 128), None])
+def test_fp8_linear_becomes_plain_and_trains(block):
+    quantized = with_fp8_linear(llama(hidden=192, inner=320), block)
+    layer = quantized.model.layers[1].mlp.up_proj
+    held = {"weight": layer.weight, "codes": layer.weight.detach().clone(), "scales": layer.weight_scale_inv.detach()}
+    with pytest.raises(RecipeError, match=r"0.self_attn.q_proj and 13 more: .* would never train.*dequantize\(model\)"):
+        fp8_backends.prepare(quantized, None, "native:dynamic")
+    names = fp8_backends.dequantize(quantized)
+    assert len(names) == 14 and "model.layers.1.mlp.up_proj" in names
+    assert quantized.model.layers[1].mlp.up_proj is layer and layer.weight is held["weight"]
+    assert type(layer) is nn.Linear and layer.__dict__.keys() == nn.Linear(1, 1).__dict__.keys()
+    assert torch.equal(layer.weight, values(held["codes"], held["scales"])) and layer.weight.dtype == torch.float32
+    assert [name for name, _ in quantized.named_parameters()] == [name for name, _ in llama().named_parameters()]
+    assert fp8_backends.dequantize(quantized) == []
+    losses = train(quantized, "msamp:O3", 3)
+    assert losses[2] < losses[0] and len(fp8_backends.audit(quantized).products) == 14
+
+
+def test_plain_weights_have_the_dtype_of_the_model_or_the_one_given():
+    for given, expected in ((None, torch.bfloat16), (torch.float32, torch.float32)):
+        quantized = with_fp8_linear(llama())
+        for parameter in (quantized.model.embed_tokens.weight, *quantized.model.norm.parameters()):
+            parameter.data = parameter.data.bfloat16()
+        fp8_backends.dequantize(quantized, given)
+        assert quantized.model.layers[0].mlp.up_proj.weight.dtype == expected
+
+
+def test_frozen_fp8_linear_is_named_for_what_it_is():
+    """Under adapters it stays: FP8 that this package neither makes nor proves, and no high precision."""
+    quantized = with_fp8_linear(llama())
+    for name, parameter in quantized.named_parameters():
+        parameter.requires_grad_("_proj" not in name)
+    recipe = fp8_backends.NativeRecipeKwargs(include=["lm_head"])
+    fp8_backends.prepare(quantized, None, recipe)
+    audit = fp8_backends.audit(quantized)
+    assert len(audit.foreign_fp8) == 14 and not audit.high_precision and list(audit.products) == ["lm_head"]
+    assert all(reason.startswith("FP8Linear of transformers") for reason in audit.foreign_fp8.values())
+    assert "in FP8 of others" in str(audit) and "in high precision" not in str(audit)
+    ((_, root, prepared),) = prepared_roots(quantized)
+    line = proof.proof_line(root, prepared, count_products(root, prepared))
+    assert "0/1 Linear (beside 14 FP8Linear of transformers)" in line
+    assert not fp8_backends.audit(with_fp8_linear(llama())).high_precision.keys() & audit.foreign_fp8.keys()
+
+
+def test_other_layers_with_codes_are_refused_with_a_way_out():
+    from transformers.integrations.finegrained_fp8 import FP8Experts
+
+    quantized = with_fp8_linear(llama())
+    quantized.model.layers[0].mlp.up_proj.weight_scale_inv = nn.Parameter(torch.ones(5, 5))
+    with pytest.raises(FP8BackendError, match=r"up_proj, FP8Linear.*\(5, 5\) do not go with.*FineGrainedFP8Config"):
+        fp8_backends.dequantize(quantized)
+    assert type(quantized.model.layers[0].self_attn.q_proj).__name__ == "FP8Linear", "nothing has changed"
+    experts = FP8Experts.__new__(FP8Experts)
+    nn.Module.__init__(experts)
+    experts.gate_up_proj = nn.Parameter(torch.zeros(2, 4, 4).to(torch.float8_e4m3fn), requires_grad=False)
+    with pytest.raises(FP8BackendError, match="FP8Experts of transformers.*dequantize=True"):
+        fp8_backends.dequantize(nn.Sequential(experts))
+    with pytest.raises(FP8BackendError, match=r"call\s+fp8_backends.dequantize\(model\) before prepare"):
+        fp8_backends.export(quantized, "nowhere")
+
+
+def test_what_transformers_dequantized_is_saved_plain(tmp_path):
+    """Without a GPU it dequantizes while it loads, and `save_pretrained` would write codes that nothing announces."""
+    fp8_backends.export(trained("native:blockwise"), tmp_path / "fp8")
+    for name, made_plain in (
+        ("prepared", lambda model: fp8_backends.prepare(model, None, "native:dynamic")),
+        ("dequantized", fp8_backends.dequantize),
+    ):
+        model = load(tmp_path / "fp8")
+        made_plain(model)
+        model.save_pretrained(tmp_path / name)
+        assert {tensor.dtype for tensor in stored(tmp_path / name).values()} == {torch.float32}
+        assert "quantization_config" not in config_of(tmp_path / name)
+        again = type(model).from_pretrained(tmp_path / name)
+        assert all(torch.equal(again.state_dict()[key], value) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("spec", ["native:blockwise", "native:rowwise", "msamp:O3"])
+def test_layers_of_compressed_tensors_become_plain_and_train(spec, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    result = fp8_backends.export(trained(spec), tmp_path, "compressed-tensors")
+    plain, model = load(tmp_path, "compressed-tensors"), AutoModelForCausalLM.from_pretrained(tmp_path)
+    with pytest.raises(RecipeError, match="13 more: .* would never train"):
+        fp8_backends.prepare(model, None, "native:dynamic")
+    assert fp8_backends.dequantize(model) == result.exact
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    assert torch.equal(logits(model), logits(plain)), "its activations are not rounded any more"
+    losses = train(model.train(), spec, 3)
+    assert losses[2] < losses[0] and not model.is_quantized
+    model.save_pretrained(tmp_path / "plain")
+    assert {tensor.dtype for tensor in stored(tmp_path / "plain").values()} == {torch.float32}
+
+
+def test_layers_that_compressed_tensors_has_decompressed_are_not_made_plain(tmp_path):
+    """Its first forward turns codes into frozen weights and wraps every module."""
+    from transformers import AutoModelForCausalLM
+
+    fp8_backends.export(trained("msamp:O3"), tmp_path, "compressed-tensors")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    logits(model)
+    with pytest.raises(FP8BackendError, match="decompressed it in a forward, and frozen it; load the checkpoint with"):
+        fp8_backends.dequantize(model)
+
+
+def test_rounding_gives_each_grid_its_own_scales():
+    weight = torch.randn(200, 300) * torch.logspace(-3, 3, 200).unsqueeze(1)
+    for grid, shape in (("tensor", ()), ("channel", (200, 1)), ("block", (2, 3))):
+        codes = checkpoint_formats.rounded(weight, grid)
+        assert codes.scale_inv.shape == shape and checkpoint_formats.grid_of(codes) == grid
