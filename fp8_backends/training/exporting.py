@@ -251,9 +251,9 @@ def _write(
     model: nn.Module, state: dict[str, torch.Tensor], fmt: CheckpointFormat, result: Export, max_shard_size: int | str
 ) -> None:
     quantized_layers.save_plain(model)
-    modules = {plain_name(name) for name, _ in model.named_modules()}
-    # a weight that is a module's own Parameter bears that one's name
-    left = {name if name in modules else name.rpartition(".")[0] for name in result.high_precision}
+    # where a weight is a module's own Parameter, the module is left out
+    parts = {each.product.name: f".{each.part}" for each in find_weight_products(model) if each.part}
+    left = {name.removesuffix(parts.get(name, "")) for name in result.high_precision}
     config = fmt.config(result.grid, sorted(left), [*result.exact, *result.rounded])
     with _quantization_config(model, config):
         model.save_pretrained(result.folder, state_dict=state, max_shard_size=max_shard_size)

@@ -6,7 +6,8 @@ import copy
 
 import pytest
 import torch
-from tiny_checkpoints import config_of, llama, load, logits, stored, train, trained, values
+from expert_families import build
+from tiny_checkpoints import config_of, llama, load, logits, same_bits, stored, train, trained, values, values_of
 from torch import nn
 
 import fp8_backends
@@ -108,6 +109,47 @@ def test_what_transformers_dequantized_is_saved_plain(tmp_path):
         assert "quantization_config" not in config_of(tmp_path / name)
         again = type(model).from_pretrained(tmp_path / name)
         assert all(torch.equal(again.state_dict()[key], value) for key, value in model.state_dict().items())
+
+
+@pytest.fixture
+def loads_codes(monkeypatch):
+    """A stub for a GPU that multiplies FP8: transformers asks for one before it loads `FP8Linear`."""
+    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+
+    monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda *args, **kwargs: None)
+
+
+@pytest.mark.parametrize(("spec", "sizes"), [("native:blockwise", (256, 384)), ("msamp:O3", (192, 320))])
+def test_a_gpu_loads_the_very_codes_and_they_become_the_same_values(spec, sizes, loads_codes, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    hidden, inner = sizes
+    result = fp8_backends.export(trained(spec, hidden=hidden, inner=inner), tmp_path)
+    model, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report.values()), report
+    layers = {name: layer for name, layer in model.named_modules() if type(layer).__name__ == "FP8Linear"}
+    assert list(layers) == result.exact and type(model.lm_head) is nn.Linear
+    tensors = stored(tmp_path)
+    for name, layer in layers.items():
+        assert same_bits(layer.weight.detach(), tensors[f"{name}.weight"])
+        assert torch.equal(layer.weight_scale_inv, tensors[f"{name}.weight_scale_inv"])
+    assert fp8_backends.dequantize(model) == result.exact and not model.is_quantized
+    expected = values_of(tensors, "weight_scale_inv")
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in expected.items())
+    model.save_pretrained(tmp_path / "plain")
+    assert {tensor.dtype for tensor in stored(tmp_path / "plain").values()} == {torch.float32}
+    assert "quantization_config" not in config_of(tmp_path / "plain")
+    assert len(train(model.train(), spec, 1)) == 1
+
+
+def test_a_gpu_leaves_experts_alone_that_are_no_codes(loads_codes, tmp_path):
+    model = build("mixtral")
+    fp8_backends.prepare(model, None, "native:dynamic")
+    result = fp8_backends.export(model, tmp_path)
+    loaded, report = type(model).from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report.values()), report
+    assert type(loaded.model.layers[0].mlp.experts) is type(build("mixtral").model.layers[0].mlp.experts)
+    assert fp8_backends.dequantize(loaded) == result.exact
 
 
 @pytest.mark.parametrize("spec", ["native:blockwise", "native:rowwise", "msamp:O3"])

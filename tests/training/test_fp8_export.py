@@ -227,6 +227,7 @@ def test_experts_stay_as_they_are_and_load(tmp_path):
     result = fp8_backends.export(model, tmp_path)
     assert result.high_precision["model.layers.0.mlp.experts.down_proj"].startswith("the weights of experts")
     assert any(name.endswith("q_proj") for name in result.exact)
+    assert "model.layers.0.mlp.experts" in config_of(tmp_path)["quantization_config"]["modules_to_not_convert"]
     loaded = load(tmp_path)
     assert torch.equal(
         loaded.state_dict()["model.layers.0.mlp.experts.down_proj"],
