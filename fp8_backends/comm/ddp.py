@@ -22,6 +22,7 @@ from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import FP8BackendError
+from ..numerics.block_codes import BlockCodes
 from ..numerics.scaled_tensor import ScaledTensor, stored_parts
 from .backward import Agreement, BackwardPass, States, agree_after_backward
 from .ignore_list import buffer_names
@@ -112,7 +113,8 @@ class Connection(BackwardPass):
     def make_equal(self, tensors: Iterable[torch.Tensor], source: int) -> None:
         """Copy everything that these tensors store on rank `source` of the group to all its ranks."""
         for tensor in tensors:
-            for stored in stored_parts(tensor, with_master=True):
+            is_codes = isinstance(tensor, BlockCodes)
+            for stored in tensor.parts if is_codes else stored_parts(tensor, with_master=True):
                 _broadcast(stored, source, self.group)
 
     def make_states_equal(self, source: int) -> None:
@@ -179,10 +181,11 @@ def _check(ddp: DistributedDataParallel) -> None:
 
 
 def _scaled_weights(ddp: DistributedDataParallel) -> Iterable[tuple[str, nn.Parameter]]:
-    """(name, weight) of each weight in scaled precision. Raises for one that DDP does not ignore."""
+    """(name, weight) of each weight in scaled precision, and codes of a checkpoint. Raises for one that DDP does not
+    ignore."""
     reduced = set(map(id, ddp._module_parameters))  # by identity: layers may have been wrapped since
     for name, parameter in ddp.module.named_parameters():
-        if isinstance(parameter, ScaledTensor):
+        if isinstance(parameter, (ScaledTensor, BlockCodes)):
             if id(parameter) in reduced:
                 raise FP8BackendError(
                     f"{name} is stored in scaled precision, and DDP was not told to leave it alone: prepare the very "

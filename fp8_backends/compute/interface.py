@@ -189,6 +189,14 @@ class StoresWeights(Protocol):
 
 
 @runtime_checkable
+class TakesBlockCodes(Protocol):
+    """A backend that multiplies frozen weights with the codes and scales of an FP8 checkpoint (`BlockCodes`)."""
+
+    def takes_block_codes(self, recipe: Recipe) -> bool:
+        """Whether it does with this recipe."""
+
+
+@runtime_checkable
 class KeepsWeightCasts(Protocol):
     """A backend whose layers can use the FP8 codes of a weight again in the forwards of further microbatches."""
 

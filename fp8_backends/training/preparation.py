@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..comm import ddp, fsdp2, ignore_list, zero
 from ..compute import registry
-from ..compute.interface import FollowsOptimizer, KeepsWeightCasts, StoresWeights, scaling_buffers
+from ..compute.interface import FollowsOptimizer, KeepsWeightCasts, StoresWeights, TakesBlockCodes, scaling_buffers
 from ..errors import FP8BackendError
 from ..numerics.modules import CONVERSION
 from ..numerics.sharded_tensor import is_distributed
@@ -76,7 +76,10 @@ def initialize(
 def prepare_model(model: nn.Module, recipe: Recipe) -> nn.Module:
     """Convert a model's layers in place for a resolved recipe, and return the model. Repeating it does nothing."""
     check_model(model, recipe)
-    prepared = conversion.convert(model, recipe, registry.get_compute(recipe.compute))
+    compute = registry.get_compute(recipe.compute)
+    if isinstance(compute, TakesBlockCodes) and compute.takes_block_codes(recipe):
+        quantized_layers.freeze_codes(model)
+    prepared = conversion.convert(model, recipe, compute)
     quantized_layers.save_plain(model)
     store_weights(conversion.unwrapped(model), prepared)
     connect_ranks(model, recipe)

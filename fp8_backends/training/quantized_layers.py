@@ -15,6 +15,8 @@ import torch
 from torch import nn
 
 from ..errors import FP8BackendError, RecipeError, Refusal
+from ..numerics.block_codes import BlockCodes
+from ..numerics.formats import E4M3
 from ..numerics.modules import plain_name
 from ..numerics.parameter_swap import refuse_if_held, swap
 from ..numerics.scaling import SQUARES, Blocks, Quantized
@@ -119,16 +121,44 @@ def dequantize(model: nn.Module, dtype: torch.dtype | None = None) -> list[str]:
     for name, layer, kind in layers:
         _refuse(name, layer, kind)
     for name, layer, kind in layers:
-        if layer.weight.dtype == torch.float8_e4m3fn:  # else tied to a layer before it
+        if layer.weight.dtype == E4M3.dtype:  # else tied to a layer before it
             swap(layer.weight, _values(layer, kind).to(dtype), f"{name}.weight")
         _make_plain(layer, kind)
+    _forget(model)
+    return [name for name, _, _ in layers]
+
+
+def _forget(model: nn.Module) -> None:
+    """Let models without a layer that holds codes forget that they were quantized."""
     for module in model.modules():
-        quantizer = getattr(module, "hf_quantizer", None)
+        quantizer = module.__dict__.get("hf_quantizer")
         if quantizer is not None and not any(quantized_layers(module)):
             _remove_decompression(module)
             quantizer.remove_quantization_config(module)
     save_plain(model)
-    return [name for name, _, _ in layers]
+
+
+def freeze_codes(model: nn.Module) -> None:
+    """Give the frozen layers of an FP8 checkpoint whose scales are for 128 x 128 values to this package, codes and
+    scales as they are: plain layers with `BlockCodes`. Others stay."""
+    layers = [each for each in quantized_layers(model) if _has_square_blocks(each[1], each[2])]
+    dtype = _own_dtype(model, {id(layer) for _, layer, _ in layers})
+    for name, layer, kind in layers:
+        _refuse(name, layer, kind)
+    for name, layer, kind in layers:
+        if layer.weight.dtype == E4M3.dtype:  # else tied to a layer before it
+            scales = layer._parameters[kind.scale].detach().float().contiguous()
+            swap(layer.weight, BlockCodes(layer.weight.detach(), scales, dtype), f"{name}.weight")
+        _make_plain(layer, kind)
+    if layers:
+        _forget(model)
+
+
+def _has_square_blocks(layer: nn.Module, kind: Kind) -> bool:
+    weight, scales = layer._parameters.get("weight"), layer._parameters.get(kind.scale)
+    if weight is None or scales is None or weight.dtype != E4M3.dtype or scales.dim() != 2 or weight.requires_grad:
+        return False
+    return _block(layer, kind) == (SQUARES.rows, SQUARES.columns)
 
 
 def _own_dtype(model: nn.Module, quantized: set[int]) -> torch.dtype:
@@ -140,7 +170,7 @@ def _own_dtype(model: nn.Module, quantized: set[int]) -> torch.dtype:
 def _refuse(name: str, layer: nn.Module, kind: Kind) -> None:
     """Raise `FP8BackendError` where the codes of a layer cannot become values, or not any more."""
     weight, scales = layer._parameters.get("weight"), layer._parameters.get(kind.scale)
-    if weight is None or scales is None or weight.dtype != torch.float8_e4m3fn or weight.dim() != 2:
+    if weight is None or scales is None or weight.dtype != E4M3.dtype or weight.dim() != 2:
         what = "its weight is no matrix of E4M3 codes"
         if kind is COMPRESSED and weight is not None and weight.dtype.itemsize > 1:
             what = "compressed-tensors has decompressed it in a forward, and frozen it"
@@ -210,7 +240,7 @@ def save_plain(model: nn.Module) -> None:
     """
     for module in model.modules():
         conversions: list[Any] | None = module.__dict__.get("_weight_conversions")
-        if conversions and getattr(module, "hf_quantizer", None) is None:
+        if conversions and module.__dict__.get("hf_quantizer") is None:
             module._weight_conversions = [plain for each in conversions for plain in _without_codes(each)]
 
 

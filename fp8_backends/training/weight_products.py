@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from ..compute import expert_functions
 from ..compute.expert_functions import ExpertWeight
+from ..numerics.block_codes import BlockCodes
 from ..numerics.modules import CONVERSION, Conversion, plain_name
 from ..numerics.sharded_tensor import full_shape
 from . import quantized_layers
@@ -171,7 +172,7 @@ def linear_obstacle(linear: nn.Linear) -> str | None:
         return "its weight is no Parameter: something (weight norm, pruning, FSDP1) computes it before each forward"
     if not weight.is_floating_point():
         return f"weight dtype {weight.dtype} is not a floating-point type"
-    if not type(weight).__module__.startswith("torch."):
+    if not type(weight).__module__.startswith("torch.") and not isinstance(weight, BlockCodes):
         return f"its weight is a {type(weight).__name__}, which has products of its own"
     if 0 in full_shape(weight):
         return "a layer of size zero has no product"

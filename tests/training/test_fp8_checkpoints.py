@@ -7,14 +7,21 @@ import copy
 import pytest
 import torch
 from expert_families import build
-from tiny_checkpoints import config_of, llama, load, logits, same_bits, stored, train, trained, values, values_of
+from tiny_checkpoints import IDS, config_of, llama, load, logits, same_bits, stored, train, trained, values, values_of
 from torch import nn
 
 import fp8_backends
 from fp8_backends import FP8BackendError, RecipeError
+from fp8_backends.numerics.formats import E4M3
+from fp8_backends.numerics.kernels import reference
 from fp8_backends.training import checkpoint_formats, proof
 from fp8_backends.training.auditing import count_products
-from fp8_backends.training.conversion import prepared_roots
+from fp8_backends.training.conversion import prepared_roots, restore
+
+
+def logits_of(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=IDS).logits
 
 
 def with_fp8_linear(model: nn.Module, block=(128, 128)) -> nn.Module:
@@ -76,6 +83,89 @@ def test_frozen_fp8_linear_is_named_for_what_it_is():
     line = proof.proof_line(root, prepared, count_products(root, prepared))
     assert "0/1 Linear (beside 14 FP8Linear of transformers)" in line
     assert not fp8_backends.audit(with_fp8_linear(llama())).high_precision.keys() & audit.foreign_fp8.keys()
+
+
+FROZEN = {"scaling": "blockwise", "fp8_params": True}
+
+
+def with_lora(model: nn.Module) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(r=8, lora_alpha=64, target_modules="all-linear"))
+
+
+def codes_in(model: nn.Module) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Codes and scales of the frozen layers below adapters, by the name without them."""
+    layers = ((name, layer) for name, layer in model.named_modules() if name.endswith(".base_layer"))
+    weights = {name.removesuffix(".base_layer"): layer.weight for name, layer in layers}
+    assert all(type(weight).__name__ == "BlockCodes" for weight in weights.values())
+    return {name: (weight._data, weight._scale_inv) for name, weight in weights.items()}
+
+
+@pytest.mark.parametrize("sizes", [(256, 384), (192, 320)])
+def test_adapters_train_over_codes_that_stay_to_the_bit(sizes):
+    quantized = with_fp8_linear(llama(*sizes))
+    before = {
+        f"base_model.model.{name}": (layer.weight.detach().clone(), layer.weight_scale_inv.detach().clone())
+        for name, layer in quantized.named_modules()
+        if type(layer).__name__ == "FP8Linear"
+    }
+    model = with_lora(quantized)
+    losses = train(model, fp8_backends.NativeRecipeKwargs(**FROZEN), 4)
+    assert losses[3] < losses[0]
+    audit = fp8_backends.audit(model)
+    assert len(audit.products) == 14 and not audit.foreign_fp8
+    assert all(count["fprop"] == 4 and count["wgrad"] == 0 for count in audit.products.values())
+    assert audit.bytes_per_element["weight"] == pytest.approx(1, abs=0.001)
+    model.load_state_dict(copy.deepcopy(model.state_dict()))
+    found = codes_in(model)
+    assert found.keys() == before.keys()
+    assert all(same_bits(a, b) for name in before for a, b in zip(found[name], before[name], strict=True))
+    state, plain = model.state_dict(), logits_of(model)
+    assert {type(value) for value in state.values()} == {torch.Tensor}
+    with pytest.raises(NotImplementedError, match=r"restore\(model\) makes weights plain, to merge"):
+        model.merge_and_unload()
+    restore(model)
+    assert torch.equal(logits_of(model), plain) and len(state) == len(model.state_dict())
+    assert (logits_of(model.merge_and_unload()) - plain).abs().max() < 1e-4
+
+
+def test_products_of_codes_are_those_of_their_values():
+    """Against FP64 over the reference's codes of what is quantized here: up to FP32 sums, and one rounding of values to
+    bf16 where bf16 multiplies."""
+    from transformers.integrations.finegrained_fp8 import FP8Linear
+
+    torch.manual_seed(0)
+    layer = FP8Linear(300, 200, block_size=(128, 128))
+    layer.weight.data.copy_(torch.randn(200, 300) * 50)
+    layer.weight_scale_inv.data.uniform_(1e-3, 2e-3)
+    weight = values(layer.weight.detach(), layer.weight_scale_inv.detach()).double()
+    model = nn.Sequential(layer).requires_grad_(False)
+    fp8_backends.prepare(model, None, fp8_backends.NativeRecipeKwargs(**FROZEN))
+    for dtype, bound in ((torch.float32, 2**-20), (torch.bfloat16, 2**-7)):
+        x, dy = torch.randn(5, 300, dtype=dtype, requires_grad=True), torch.randn(5, 200, dtype=dtype)
+        y = model(x)
+        y.backward(dy)
+        x8, dy8 = (
+            reference.dequantize_blocks(*reference.quantize_blocks(each.detach(), E4M3, 1, 128), 1, 128).double()
+            for each in (x, dy)
+        )
+        assert ((y - x8 @ weight.t()).abs() <= bound * (x8.abs() @ weight.abs().t())).all()
+        assert ((x.grad - dy8 @ weight).abs() <= bound * (dy8.abs() @ weight.abs())).all()
+
+
+def test_codes_of_compressed_tensors_stay_as_well(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    fp8_backends.export(trained("native:blockwise"), tmp_path, "compressed-tensors")
+    model = with_lora(AutoModelForCausalLM.from_pretrained(tmp_path))
+    losses = train(model.train(), fp8_backends.NativeRecipeKwargs(**FROZEN), 3)
+    tensors = stored(tmp_path)
+    found = codes_in(model)
+    assert losses[2] < losses[0] and len(found) == 14
+    for name, (codes, scales) in found.items():
+        own = name.removeprefix("base_model.model.")
+        assert same_bits(codes, tensors[f"{own}.weight"]) and torch.equal(scales, tensors[f"{own}.weight_scale"])
 
 
 def test_other_layers_with_codes_are_refused_with_a_way_out():

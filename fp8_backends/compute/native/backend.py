@@ -102,6 +102,9 @@ class NativeCompute(Compute):
         if recipe.fp8_params:
             freeze(root, dict(self._layers(root)))
 
+    def takes_block_codes(self, recipe: Recipe) -> bool:
+        return bool(recipe.fp8_params) and recipe.scaling == "blockwise"
+
     def keep_weight_casts(self, root: nn.Module, keep: bool) -> None:
         for shared in self._shared(root):
             shared.keeps_weights = keep
