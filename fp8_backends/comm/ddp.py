@@ -68,7 +68,9 @@ def connect(ddp: DistributedDataParallel, gradient_comm: str, watch: Watch, scal
     connection = Connection.find(ddp)
     if connection is None:
         connection = _install(ddp)
-        connection.make_equal([*weights.values(), *scaling_states()], source=0)
+        codes = [part for each in weights.values() if isinstance(each, BlockCodes) for part in each.parts]
+        scaled = [each for each in weights.values() if isinstance(each, ScaledTensor)]
+        connection.make_equal([*scaled, *codes, *scaling_states()], source=0)
     if by_hook:
         _register_hook(ddp, connection)
     connection.reduce(ddp, weights, gradient_comm, watch)
@@ -113,8 +115,7 @@ class Connection(BackwardPass):
     def make_equal(self, tensors: Iterable[torch.Tensor], source: int) -> None:
         """Copy everything that these tensors store on rank `source` of the group to all its ranks."""
         for tensor in tensors:
-            is_codes = isinstance(tensor, BlockCodes)
-            for stored in tensor.parts if is_codes else stored_parts(tensor, with_master=True):
+            for stored in stored_parts(tensor, with_master=True):
                 _broadcast(stored, source, self.group)
 
     def make_states_equal(self, source: int) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_iter, tree_map
 
+from ..errors import FP8BackendError
 from .formats import E4M3
 from .scaling import SQUARES, Quantized
 
@@ -76,7 +77,7 @@ def _on_values(func, args, kwargs):
         written = args[index] if index < len(args) else kwargs.get(argument.name)
         if argument.alias_info is not None and argument.alias_info.is_write:
             if any(isinstance(each, BlockCodes) for each in tree_iter(written)):
-                raise NotImplementedError(
+                raise FP8BackendError(
                     f"{func} would change the frozen codes of an FP8 checkpoint in place: "
                     f"fp8_backends.conversion.restore(model) makes weights plain, to merge adapters or to train them"
                 )
