@@ -158,7 +158,8 @@ def _has_square_blocks(layer: nn.Module, kind: Kind) -> bool:
     weight, scales = layer._parameters.get("weight"), layer._parameters.get(kind.scale)
     if weight is None or scales is None or weight.dtype != E4M3.dtype or scales.dim() != 2 or weight.requires_grad:
         return False
-    return _block(layer, kind) == (SQUARES.rows, SQUARES.columns)
+    is_linear = kind.class_name in ("", type(layer).__name__)  # a subclass multiplies in a way of its own
+    return is_linear and _block(layer, kind) == (SQUARES.rows, SQUARES.columns)
 
 
 def _own_dtype(model: nn.Module, quantized: set[int]) -> torch.dtype:
