@@ -3,7 +3,7 @@
 - A function reads its plain values, `ScaledTensor.values`.
 - A view operation gives a view of what it stores.
 - An operation in place changes what it stores, through any view of it. The operation itself runs on FP32 values of the
-  whole. A weight keeps these (`Stored.edited`) until the optimizer's next step, so that small changes add up, as they
+  whole. A weight keeps these (`ScaledStorage.edited`) until the optimizer's next step, so that small changes add up, as they
   do in an average of weights; data, scale and master are those values, rounded. A gradient takes them as its data.
 - `copy_`, and what else replaces all values, stores them rounded at once.
 
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_iter, tree_map
 
 from ..errors import FP8BackendError
 from .formats import FORMAT_OF
-from .scaled_tensor import FRESH, OPERATIONS, SHARD, ScaledTensor, Stored, quantize, stored_parts
+from .scaled_tensor import FRESH, OPERATIONS, SHARD, ScaledTensor, ScaledStorage, quantize, stored_parts
 
 aten = torch.ops.aten
 FP32 = torch.float32
@@ -230,14 +230,14 @@ def _editable(tensor: ScaledTensor, func) -> torch.Tensor:
     return whole.copy_(tensor.view_of(stored.data).exact(FP32))
 
 
-def _become_plain(stored: Stored) -> None:
+def _become_plain(stored: ScaledStorage) -> None:
     """Make memory that was asked for, and into which no shard was copied, hold FP32 values of its own."""
     stored.data = torch.zeros_like(stored.data, dtype=FP32)
     stored.scale_inv, stored.accumulates = torch.ones((), device=stored.data.device), True
     stored.partial, stored.master = False, None
 
 
-def _keep(stored: Stored, whole: torch.Tensor) -> None:
+def _keep(stored: ScaledStorage, whole: torch.Tensor) -> None:
     """Store what an operation in place has made of the values."""
     if stored.accumulates:
         stored.data, stored.scale_inv, stored.block_size = whole, torch.ones((), device=whole.device), 0
@@ -246,7 +246,7 @@ def _keep(stored: Stored, whole: torch.Tensor) -> None:
         _round(stored, whole)
 
 
-def _round(stored: Stored, values: torch.Tensor) -> None:
+def _round(stored: ScaledStorage, values: torch.Tensor) -> None:
     """Round plain values into what is stored: first the master, and of that the data."""
     if stored.master is not None:
         _round(stored.master.stored, values)
@@ -254,7 +254,7 @@ def _round(stored: Stored, values: torch.Tensor) -> None:
     _set_parts(stored, quantize(values.contiguous(), stored.data.dtype, block_size=stored.block_size))
 
 
-def _set_parts(stored: Stored, source: ScaledTensor, non_blocking: bool = False) -> None:
+def _set_parts(stored: ScaledStorage, source: ScaledTensor, non_blocking: bool = False) -> None:
     stored.data.copy_(source._data, non_blocking)
     stored.scale_inv.copy_(source._scale_inv, non_blocking)
     if stored.partial == SHARD:
@@ -304,7 +304,7 @@ def _copy_elements(target: ScaledTensor, source: ScaledTensor, non_blocking: boo
     return target
 
 
-def _replace(stored: Stored, target: ScaledTensor, source: torch.Tensor, non_blocking: bool) -> None:
+def _replace(stored: ScaledStorage, target: ScaledTensor, source: torch.Tensor, non_blocking: bool) -> None:
     """Store the values of `source`, expanded to the shape of `target`, in the place of all that were there."""
     if isinstance(source, ScaledTensor) and (source.stored.edited is not None or source._view is not None):
         source = source.values(FP32)
