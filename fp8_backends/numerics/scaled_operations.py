@@ -3,8 +3,8 @@
 - A function reads its plain values, `ScaledTensor.values`.
 - A view operation gives a view of what it stores.
 - An operation in place changes what it stores, through any view of it. The operation itself runs on FP32 values of the
-  whole. A weight keeps these (`ScaledStorage.edited`) until the optimizer's next step, so that small changes add up, as they
-  do in an average of weights; data, scale and master are those values, rounded. A gradient takes them as its data.
+  whole. A weight keeps these (`ScaledStorage.edited`) until the optimizer's next step, so that small changes add up, as
+  in an average of weights; data, scale and master are those values, rounded. A gradient takes them as its data.
 - `copy_`, and what else replaces all values, stores them rounded at once.
 
 What is registered below works on data and scale alone, or is no operation on values.
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_iter, tree_map
 
 from ..errors import FP8BackendError
 from .formats import FORMAT_OF
-from .scaled_tensor import FRESH, OPERATIONS, SHARD, ScaledTensor, ScaledStorage, quantize, stored_parts
+from .scaled_tensor import FRESH, OPERATIONS, SHARD, ScaledStorage, ScaledTensor, quantize, stored_parts
 
 aten = torch.ops.aten
 FP32 = torch.float32

@@ -5,9 +5,9 @@
 It is what MS-AMP's levels store: FP16 weights, E4M3 weight gradients, E4M3 and FP16 optimizer states. A power of two
 multiplies without rounding, so a loss scale, an average or a clip touches the scale alone.
 
-A ScaledTensor is a view of a `ScaledStorage`, as a plain tensor is of its memory: `p.data`, `p.detach()`, `p[0]` and `p.t()`
-share it with `p`. Any function of PyTorch reads the values. An operation in place changes them, through whichever view,
-or raises. `scaled_operations.py` says how.
+A ScaledTensor is a view of a `ScaledStorage`, as a plain tensor is of its memory: `p.data`, `p.detach()`, `p[0]` and
+`p.t()` share it with `p`. Any function of PyTorch reads the values. An operation in place changes them, through any
+view, or raises. `scaled_operations.py` says how.
 """
 
 from __future__ import annotations
