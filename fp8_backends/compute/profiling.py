@@ -155,6 +155,12 @@ def _running_profile() -> ProductProfile | None:
     return started if started and started.running else None
 
 
+def abandon_running_profile() -> None:
+    """End the profile that runs in this thread, if one does and may be ended, without a result."""
+    if (running := _running_profile()) is not None and not running.keep:
+        running.abandon()
+
+
 def foreign_profiler_runs() -> bool:
     """Whether a profiler is active that is not this package's."""
     return torch._C._autograd._profiler_enabled() and _running_profile() is None

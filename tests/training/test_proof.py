@@ -93,6 +93,19 @@ def counts(model):
     return auditing.audit(model).products
 
 
+def test_a_level_stores_a_model_while_the_first_step_of_another_is_profiled(capfd):
+    """PyTorch's profiler holds on to every tensor that it sees; the other's proof is made at its second step."""
+    of_ao = prepared()
+    loss = of_ao[0](torch.randn(24, 32)).sum()
+    of_level = prepared("msamp:O2")
+    loss.backward()
+    of_ao[1].step()
+    step(*of_level)
+    step(*of_ao)
+    told = capfd.readouterr().err.splitlines()
+    assert [line.split(",")[0] for line in told] == ["native:window+msamp:O2: 3/3 Linear", "ao:tensorwise: 3/3 Linear"]
+
+
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_products_are_attributed_to_their_layers(microbatches):
     model, optimizer = prepared()
