@@ -12,6 +12,7 @@ the order of DDP's depends on when gradients arrive.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Iterable
 
@@ -82,6 +83,13 @@ def follow(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> No
     connection = Connection.find(ddp)
     if connection is not None and connection.reducer is not None:
         connection.optimizers.add(optimizer)
+
+
+def demand_travel(module: nn.Module) -> contextlib.AbstractContextManager:
+    """Around a backward pass whose forwards ran under `no_sync`: its FP8 gradients travel all the same, and the ranks
+    agree on scaling states. Every rank enters it. Of a module that is not connected it asks nothing."""
+    connection = Connection.find(module)
+    return contextlib.nullcontext() if connection is None else connection.demanded()
 
 
 class Connection(BackwardPass):
