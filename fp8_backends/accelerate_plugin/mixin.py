@@ -87,6 +87,8 @@ class FP8Mixin(_RunTimeClass):
     """What runs around FP8 here: "bf16", "fp16" or "fp32"."""
     fp8_state_in_files: bool = False
     """Whether `save_state` or `load_state` is running."""
+    fp8_accumulates: bool = False
+    """Whether a further microbatch is to be added to the gradients of the last backward."""
     fp8_engine_steps: deepspeed.EngineSteps | None = None
     """The steps of the DeepSpeed engine, once there is one."""
 
@@ -251,13 +253,16 @@ class FP8Mixin(_RunTimeClass):
         return [model for model in self._models if any(id(p) in trained for p in model.parameters())]
 
     def backward(self, loss, **kwargs):
-        """Run Accelerate's backward, and cast weight gradients that microbatches accumulated once, when complete."""
+        """Run Accelerate's backward, and cast weight gradients that microbatches accumulated once, when complete. Of a
+        loop that adds microbatches up by itself nobody knows the last one: the optimizer's step casts them."""
         result = super().backward(loss, **kwargs)
         if deepspeed.in_use(self):
             deepspeed.after_backward(self)
-        if self.fp8_recipe.level != "O0" and self.sync_gradients:
-            for model in self._models:
-                preparation.finish_accumulation(model)
+        if self.fp8_recipe.level != "O0":
+            if self.sync_gradients and self.fp8_accumulates:
+                for model in self._models:
+                    preparation.finish_accumulation(model)
+            self.fp8_accumulates = not self.sync_gradients
         return result
 
     @contextmanager
