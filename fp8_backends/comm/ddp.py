@@ -75,14 +75,14 @@ def connect(ddp: DistributedDataParallel, gradient_comm: str, watch: Watch, scal
     agree_after_backward(ddp, scaling_states, connection.group, _travels)
 
 
-def follow(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
-    """Tell a connected DDP which optimizer trains its scaled weights. Repeating it does nothing.
+def follow(optimizer: torch.optim.Optimizer) -> None:
+    """Tell each connected DDP whose scaled weights this optimizer trains about it. Repeating it does nothing.
 
     With uneven inputs, a rank that has run out of them makes no steps, and takes over the others' states in the end.
     """
-    connection = Connection.find(ddp)
-    if connection is not None and connection.reducer is not None:
-        connection.optimizers.add(optimizer)
+    for weight in (p for group in optimizer.param_groups for p in group["params"]):
+        if (connection := connection_of(weight)) is not None:
+            connection.optimizers.add(optimizer)
 
 
 def demand_travel(module: nn.Module) -> contextlib.AbstractContextManager:

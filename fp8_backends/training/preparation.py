@@ -250,8 +250,7 @@ def watch_optimizer(models: nn.Module | Iterable[nn.Module], optimizer: torch.op
     if after_step is None:
         inner.register_step_post_hook(after_step := AfterStep())
     after_step.add(models)
-    for wrapped in (each for model in models for each in _ddp_wrappers(model)):
-        ddp.follow(wrapped, inner)
+    ddp.follow(inner)
 
 
 def _share_out_states(optimizer: torch.optim.Optimizer) -> None:
