@@ -1,4 +1,4 @@
-"""What the logic of Accelerate's own tests and examples needs to run over our backends, in the files `test_ported_*`."""
+"""What the logic of Accelerate's own tests and examples needs to run over our backends, in files `test_ported_*`."""
 
 from __future__ import annotations
 

@@ -36,6 +36,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fp8_backends
 from fp8_backends.errors import FP8BackendError
+from fp8_backends.states.levels import quantize_weight
 from fp8_backends.training.preparation import finish_accumulation
 
 fp8_backends.connect()
@@ -337,9 +338,15 @@ def check_local_steps_are_averaged():
                 local.step()
                 averaged = [p.detach().float() + 0.0 for p in pair.model.parameters()]
                 assert differ_between_ranks(averaged) == (index % 2 == 0), (backend, index)
-                for before, after in zip(mean_over_ranks(weights), averaged, strict=True):
-                    # a mean is stored as any weight is: scaled FP16 at levels rounds it by 2**-11 of the largest
-                    assert index % 2 == 0 or (before - after).abs().max() <= 2.0**-11 * before.abs().max(), backend
+                assert index % 2 == 0 or all_equal(averaged, _as_stored(mean_over_ranks(weights), backend)), backend
+
+
+def _as_stored(values: list[torch.Tensor], backend: str) -> list[torch.Tensor]:
+    """What weights and biases hold that these values were written to: at a level weights are rounded to scaled FP16."""
+    if backend in O0:
+        return values
+    level = backend.split(":")[1]
+    return [value if value.dim() == 1 else quantize_weight(value, level).exact() for value in values]
 
 
 def check_a_loss_that_counts_tokens_accumulates_by_hand():
@@ -395,6 +402,7 @@ def check_values_of_gradients_are_clipped():
         pair.accelerator.clip_grad_value_(pair.model.parameters(), 1e-3)
         assert all_equal(expected, gradients(pair.model)), backend
         pair.optimizer.step()
+        pair.optimizer.zero_grad()  # where weights are shared out, their owners alone have rounded the gradients
         pair.assert_equal_on_all_ranks()
 
 
