@@ -222,8 +222,9 @@ def _editable(tensor: ScaledTensor, func) -> torch.Tensor:
     if stored.partial is True or stored.partial == FRESH:
         raise FP8BackendError(
             f"{func} would change a ScaledTensor of shape {tuple(tensor.shape)} in place, whose scale is that of "
-            f"elements outside of it too: take a plain copy of its values with dequantize(), or make a plain tensor "
-            f"with torch.zeros(tensor.shape)"
+            f"elements outside of it too, or which FSDP2 has gathered for one forward: take a plain copy of its values "
+            f"with dequantize(), make a plain tensor with torch.zeros(tensor.shape), or change the sharded parameter "
+            f"when no forward runs"
         )
     whole = torch.empty_strided(stored.data.shape, stored.data.stride(), dtype=FP32, device=stored.data.device)
     return whole.copy_(tensor.view_of(stored.data).exact(FP32))
@@ -259,10 +260,9 @@ def _copy_(func, target, source, non_blocking=False):
     if not isinstance(target, ScaledTensor):
         return NotImplemented
     stored = target.stored
-    if stored.partial == FRESH and not target.numel():
-        stored.partial = SHARD
+    stored.partial = target.partial
     same_scale = isinstance(source, ScaledTensor) and source._scale_inv is target._scale_inv
-    if same_scale and source is not target and stored.partial in (FRESH, SHARD):
+    if same_scale and stored.partial in (FRESH, SHARD):
         return _copy_elements(target, source, non_blocking)
     if target._view is None and stored.partial not in (True, FRESH):
         stored.edited = None

@@ -96,7 +96,8 @@ class ScaledTensor(torch.Tensor):
         block_size: elements of the flattened tensor that share a scale; 0: all.
         accumulates: it is a gradient: what is added or written to it turns the data into FP32, until
             `finish_accumulation`.
-        partial: True where the scale is that of elements outside of it too: nothing changes it in place. `SHARD` for
+        partial: True where the scale is that of elements outside of it too, and for a weight that FSDP2 has gathered and
+            will forget: nothing changes it in place. `SHARD` for
             the rows that FSDP2 leaves on a rank: what is written to it waits for the ranks to agree on a scale, which
             they do before they gather it. `FRESH` for memory that FSDP2 has asked for, and copies a shard into.
         master: the same values with more precision, another ScaledTensor; or None (level O3 has one).
@@ -106,7 +107,7 @@ class ScaledTensor(torch.Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
-    block_size, accumulates, partial = _stored("block_size"), _stored("accumulates"), _stored("partial")
+    block_size, accumulates = _stored("block_size"), _stored("accumulates")
     elsewhere, shared_out, unagreed = _stored("elsewhere"), _stored("shared_out"), _stored("unagreed")
 
     @staticmethod
@@ -170,6 +171,15 @@ class ScaledTensor(torch.Tensor):
         return self.stored.scale_inv
 
     @property
+    def partial(self) -> bool | str:
+        partial = self.stored.partial
+        return SHARD if partial == FRESH and not self.numel() else partial  # nothing is copied into an empty shard
+
+    @partial.setter
+    def partial(self, partial: bool | str) -> None:
+        self.stored.partial = partial
+
+    @property
     def master(self) -> ScaledTensor | None:
         master = self.stored.master
         return master if master is None or self._view is None else master.view_of(self.in_whole(master._data))
@@ -231,27 +241,6 @@ class ScaledTensor(torch.Tensor):
         with torch.no_grad():
             self.detach().copy_(values)
 
-    @property
-    def grad(self) -> torch.Tensor | None:
-        """The gradient. A plain tensor that is assigned is stored as a gradient that accumulates: the optimizer's step
-        rounds it."""
-        return torch.Tensor.grad.__get__(self)
-
-    @grad.setter
-    def grad(self, value: torch.Tensor | None) -> None:
-        if isinstance(value, ScaledTensor) and value._view is not None:
-            value = value.values()
-        if isinstance(value, ScaledTensor):
-            value.accumulates = True
-        elif isinstance(value, torch.Tensor) and value.dtype == self.dtype:
-            value = value.detach().float()
-            value = ScaledTensor(value, value.new_ones(()), self.dtype, accumulates=True)
-        torch.Tensor.grad.__set__(self, value)
-
-    @grad.deleter
-    def grad(self) -> None:
-        torch.Tensor.grad.__set__(self, None)
-
     def numpy(self, *, force: bool = False):
         """The values as a NumPy array, which shares no memory with them."""
         return self.values().requires_grad_(self.requires_grad).numpy(force=force)
@@ -305,7 +294,7 @@ class ScaledTensor(torch.Tensor):
             out.stored.scale_inv = scale_inv  # its data are a view of what was gathered
             return None
         data = gathered.reshape(-1)[: size.numel()].view(self._data.dtype).view(size)
-        return ScaledTensor(data, scale_inv, param_dtype), (gathered,)
+        return ScaledTensor(data, scale_inv, param_dtype, partial=True), (gathered,)
 
     def __tensor_flatten__(self):
         return ["_data", "_scale_inv"], self.context

@@ -12,6 +12,7 @@ from torch import nn
 import fp8_backends
 from fp8_backends import FP8BackendError, NativeRecipeKwargs, RecipeError, prepare, resolve
 from fp8_backends.compute.native.frozen import is_frozen, quantized
+from fp8_backends.numerics.scaled_tensor import quantize
 from fp8_backends.training import conversion
 
 SCALINGS = ("dynamic", "delayed", "rowwise", "blockwise", "mxfp8", "window")
