@@ -103,6 +103,12 @@ class Connection(BackwardPass):
         """Who owns masters and optimizer states, where each lies on one rank."""
         self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         """The optimizers that train the scaled weights."""
+        self.has_local_gradients = False
+        """Whether gradients have arrived since the last ones travelled."""
+
+    def _end(self) -> None:
+        super()._end()
+        self.has_local_gradients = False
 
     def reduce(self, ddp: DistributedDataParallel, weights: dict[str, nn.Parameter], comm: str, watch: Watch) -> None:
         """Take the gradients of those of these weights that train, from now on."""
@@ -152,13 +158,22 @@ class GradientArrives:
         """Whether gradients travel: they do as long as the DDP lives."""
         return self.connection() is not None
 
+    @property
+    def is_local(self) -> bool:
+        """Whether the gradient that is there is this rank's own."""
+        connection = self.connection()
+        return connection is not None and connection.has_local_gradients
+
     def __call__(self, weight: torch.Tensor) -> None:
         connection = self.connection()
         if connection is not None and connection.expected:
             connection.begin()
         if connection is not None and connection.running:
             connection.reducer.add(self.index)
-        elif not isinstance(weight.grad, ScaledTensor):
+            return
+        if connection is not None:
+            connection.has_local_gradients = True
+        if not isinstance(weight.grad, ScaledTensor):
             # a microbatch whose gradient does not travel stays in FP32 until the last one is there: one rounding
             values, dtype = weight.grad.float(), weight.grad.dtype
             weight.grad = ScaledTensor(values, torch.ones((), device=values.device), dtype, accumulates=True)

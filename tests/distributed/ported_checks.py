@@ -13,6 +13,7 @@ import copy
 from pathlib import Path
 
 import fsdp2_accelerate_checks
+import pytest
 import ranks
 import torch
 import torch.distributed as dist
@@ -339,6 +340,19 @@ def check_local_steps_are_averaged():
                 averaged = [p.detach().float() + 0.0 for p in pair.model.parameters()]
                 assert differ_between_ranks(averaged) == (index % 2 == 0), (backend, index)
                 assert index % 2 == 0 or all_equal(averaged, _as_stored(mean_over_ranks(weights), backend)), backend
+
+
+def check_local_steps_are_refused_where_one_rank_steps_for_all():
+    pair = Pair("msamp:O3")
+    with LocalSGD(accelerator=pair.accelerator, model=pair.model, local_sgd_steps=8):
+        pair.accelerator.backward(mse(pair.model, mine(0)))
+        before = gradients(pair.model)
+        with pytest.raises(FP8BackendError, match="shard_states=False, as for LocalSGD"):
+            pair.optimizer.step()
+        assert all_equal(gradients(pair.model), before)
+    pair.accelerator.backward(mse(pair.model, mine(1)))  # what has stayed travels with it
+    pair.optimizer.step()
+    pair.assert_equal_on_all_ranks()
 
 
 def _as_stored(values: list[torch.Tensor], backend: str) -> list[torch.Tensor]:
