@@ -47,7 +47,7 @@ BACKENDS = (*O0, "msamp:O2", "msamp:O3")
 
 
 def fresh_accelerator(backend: str, *handlers, fields: dict | None = None, **arguments) -> Accelerator:
-    AcceleratorState._reset_state()
+    AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     recipe = fp8_backends.FP8RecipeKwargs(backend=backend, **(fields or {}))
     return Accelerator(mixed_precision="fp8", kwargs_handlers=[recipe, *handlers], **arguments)
