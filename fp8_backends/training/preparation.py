@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..comm import ddp, fsdp2, ignore_list, zero
 from ..compute import registry
 from ..compute.interface import FollowsOptimizer, KeepsWeightCasts, StoresWeights, scaling_buffers
-from ..compute.profiling import abandon_running_profile
+from ..compute.profiling import give_way
 from ..errors import FP8BackendError
 from ..numerics.modules import CONVERSION
 from ..numerics.sharded_tensor import is_distributed
@@ -142,7 +142,7 @@ def store_weights(root: nn.Module, prepared: Prepared) -> None:
     if prepared.recipe.level != "O0":
         layers = converted_layers(root, prepared)
         if any(levels.LEVEL not in layer.__dict__ for layer in layers.values()):
-            abandon_running_profile()  # a profiler holds on to all tensors that it sees, and none could be swapped
+            give_way()  # a profiler holds on to all tensors that it sees, and none could be swapped
         levels.store_weights(layers, prepared.recipe.level)
         for layer in layers.values():
             undo = layer.__dict__[CONVERSION].undo

@@ -106,6 +106,18 @@ def test_a_level_stores_a_model_while_the_first_step_of_another_is_profiled(capf
     assert [line.split(",")[0] for line in told] == ["native:window+msamp:O2: 3/3 Linear", "ao:tensorwise: 3/3 Linear"]
 
 
+def test_products_of_another_model_prove_nothing():
+    """Both are profiled at once, and their layers have the same shapes."""
+    bypassed, its_optimizer = prepared(used=False)
+    used, other_optimizer = prepared()
+    with pytest.raises(FP8BackendError, match="no FP8 product ran"):
+        for _ in range(3):
+            backward(bypassed)
+            backward(used)
+            its_optimizer.step()
+            other_optimizer.step()
+
+
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_products_are_attributed_to_their_layers(microbatches):
     model, optimizer = prepared()
