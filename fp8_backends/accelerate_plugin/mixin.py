@@ -25,7 +25,7 @@ from accelerate.utils.other import extract_model_from_parallel
 from torch import nn
 
 from ..announcement import announce
-from ..comm import ddp, ignore_list
+from ..comm import ignore_list
 from ..compute import hardware
 from ..errors import FP8BackendError, RecipeError
 from ..recipes.handlers import Recipe
@@ -264,12 +264,6 @@ class FP8Mixin(_RunTimeClass):
                     preparation.finish_accumulation(model)
             self.fp8_accumulates = not self.sync_gradients
         return result
-
-    @contextmanager
-    def trigger_sync_in_backward(self, model: nn.Module):
-        """Let all gradients of the next backward travel, as Accelerate lets those that DDP takes."""
-        with super().trigger_sync_in_backward(model), ddp.demand_travel(model):
-            yield
 
     # Checkpoints and export
 

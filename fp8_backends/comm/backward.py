@@ -2,9 +2,9 @@
 at its end.
 
 DDP and FSDP2 decide in forward what travels: what `no_sync` or `set_requires_gradient_sync` say there holds for its
-backward, unless Accelerate's `trigger_sync_in_backward` demands otherwise. `BackwardPass` is a forward hook of the
-wrapped model. It hooks the outputs, so that it notices the pass as soon as their first gradient is there, and lets
-autograd's engine call back when the pass is over: on every rank, also where no weight of interest got a gradient.
+backward. `BackwardPass` is a forward hook of the wrapped model. It hooks the outputs, so that it notices the pass as
+soon as their first gradient is there, and lets autograd's engine call back when the pass is over: on every rank, also
+where no weight of interest got a gradient.
 
 Scaling states of a stateful rule (delayed, window) are made equal on all ranks then. Each rank records the amax values
 of its own data. If its scales followed from these alone, the same weight would be multiplied in different codes on
@@ -15,7 +15,6 @@ not the newest amax alone: microbatches that did not travel may have rolled it d
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
@@ -72,14 +71,6 @@ class BackwardPass:
         if not self.running:
             _call_when_backward_ends(self._end)
             self.running = True
-
-    @contextlib.contextmanager
-    def demanded(self) -> Iterator[None]:
-        """Let the gradients of the backward pass inside travel, although its forward said that they stay."""
-        self.expected = True
-        yield
-        if self.expected:  # no weight of interest told of the pass, and its outputs were not hooked
-            self._end()
 
     def _end(self) -> None:
         try:

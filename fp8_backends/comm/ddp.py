@@ -12,7 +12,6 @@ the order of DDP's depends on when gradients arrive.
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Callable, Iterable
 
@@ -85,13 +84,6 @@ def follow(optimizer: torch.optim.Optimizer) -> None:
             connection.optimizers.add(optimizer)
 
 
-def demand_travel(module: nn.Module) -> contextlib.AbstractContextManager:
-    """Around a backward pass whose forwards ran under `no_sync`: its FP8 gradients travel all the same, and the ranks
-    agree on scaling states. Every rank enters it. Of a module that is not connected it asks nothing."""
-    connection = Connection.find(module)
-    return contextlib.nullcontext() if connection is None else connection.demanded()
-
-
 class Connection(BackwardPass):
     """The hook that connects one DDP. It has the process group in which all FP8 traffic happens."""
 
@@ -103,12 +95,6 @@ class Connection(BackwardPass):
         """Who owns masters and optimizer states, where each lies on one rank."""
         self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         """The optimizers that train the scaled weights."""
-        self.has_local_gradients = False
-        """Whether gradients have arrived since the last ones travelled."""
-
-    def _end(self) -> None:
-        super()._end()
-        self.has_local_gradients = False
 
     def reduce(self, ddp: DistributedDataParallel, weights: dict[str, nn.Parameter], comm: str, watch: Watch) -> None:
         """Take the gradients of those of these weights that train, from now on."""
@@ -158,22 +144,13 @@ class GradientArrives:
         """Whether gradients travel: they do as long as the DDP lives."""
         return self.connection() is not None
 
-    @property
-    def is_local(self) -> bool:
-        """Whether the gradient that is there is this rank's own."""
-        connection = self.connection()
-        return connection is not None and connection.has_local_gradients
-
     def __call__(self, weight: torch.Tensor) -> None:
         connection = self.connection()
         if connection is not None and connection.expected:
             connection.begin()
         if connection is not None and connection.running:
             connection.reducer.add(self.index)
-            return
-        if connection is not None:
-            connection.has_local_gradients = True
-        if not isinstance(weight.grad, ScaledTensor):
+        elif not isinstance(weight.grad, ScaledTensor):
             # a microbatch whose gradient does not travel stays in FP32 until the last one is there: one rounding
             values, dtype = weight.grad.float(), weight.grad.dtype
             weight.grad = ScaledTensor(values, torch.ones((), device=values.device), dtype, accumulates=True)

@@ -97,8 +97,6 @@ class ScaledStates:
             with torch.enable_grad():
                 loss = closure()
         refuse_gradients_that_stay(p for group in self.param_groups for p in group["params"])
-        if self.fp8_owners is not None:
-            refuse_local_steps(self.fp8_owners.weights)
         views = self._views()
         plain, scaled = [], []
         for view in views:
@@ -288,19 +286,6 @@ def refuse_gradients_that_stay(parameters: Iterable[torch.Tensor]) -> None:
             f"would drift apart: prepare the DDP-wrapped model again, with its optimizer, so that its gradients are "
             f"reduced"
         )
-
-
-def refuse_local_steps(shared_out: Iterable[torch.Tensor]) -> None:
-    """Raise `FP8BackendError` where the gradient of a weight that one rank steps for all is each rank's own: those of
-    the other ranks would be lost."""
-    for p in shared_out:
-        hooks = (p._post_accumulate_grad_hooks or {}).values()
-        if p.grad is not None and any(getattr(hook, "is_local", False) for hook in hooks):
-            raise FP8BackendError(
-                f"the gradient of a weight of shape {tuple(p.shape)} has not travelled to its owner (no_sync), and at "
-                f"level O3 the owner steps the weight for all ranks: let the last backward before each step run "
-                f"outside of no_sync, or prepare with shard_states=False, as for LocalSGD"
-            )
 
 
 def _is_scaled(p: torch.Tensor) -> bool:
