@@ -62,29 +62,26 @@ def _written(func, args, kwargs) -> Iterator[ScaledTensor]:
 # Views
 
 
-@_implements(aten._unsafe_view.default)
+@_implements(aten._unsafe_view.default, aten.unsafe_chunk.default, aten.unsafe_split.Tensor)
+@_implements(aten.unsafe_split_with_sizes.default)
 def _view(func, tensor, *args, **kwargs):
     """A view of the data is a view of what is stored."""
+    return tree_map(tensor.view_of, func(tensor._data, *args, **kwargs))
 
-    def seen(view: torch.Tensor) -> ScaledTensor:
-        if view.dtype != tensor._data.dtype or view.is_neg() or view.is_conj():
-            raise FP8BackendError(
-                f"{func} sees the bytes of a tensor in another way, and the bytes of a ScaledTensor are "
-                f"{tensor._data.dtype}: take a plain copy of its values first, with dequantize()"
-            )
-        return tensor.view_of(view)
 
-    return tree_map(seen, func(tensor._data, *args, **kwargs))
+@_implements(aten.view.dtype, aten.view_as_complex.default, aten._neg_view.default)
+def _other_bytes(func, tensor, dtype=None):
+    if dtype == tensor.dtype:
+        return tensor.view_of(tensor._data)
+    raise FP8BackendError(
+        f"{func} sees the bytes of a tensor in another way, and those of a ScaledTensor are {tensor._data.dtype}: take "
+        f"a plain copy of its values first, with dequantize()"
+    )
 
 
 @_implements(aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 def _same(func, tensor):
     return tensor.view_of(tensor._data)
-
-
-@_implements(aten.view.dtype)
-def _view_as(func, tensor, dtype):
-    return tensor.view_of(tensor._data) if dtype == tensor.dtype else NotImplemented
 
 
 @_implements(aten.as_strided.default)
@@ -219,15 +216,23 @@ def _editable(tensor: ScaledTensor, func) -> torch.Tensor:
             f"several ranks (level O3 shares masters and optimizer states out): on the others its values are not there "
             f"with all their precision. Write whole values with copy_(), or prepare with shard_states=False"
         )
-    if stored.partial is True or stored.partial == FRESH:
+    if stored.partial == FRESH:
+        _become_plain(stored)
+    if stored.partial is True:
         raise FP8BackendError(
             f"{func} would change a ScaledTensor of shape {tuple(tensor.shape)} in place, whose scale is that of "
             f"elements outside of it too, or which FSDP2 has gathered for one forward: take a plain copy of its values "
-            f"with dequantize(), make a plain tensor with torch.zeros(tensor.shape), or change the sharded parameter "
-            f"when no forward runs"
+            f"with dequantize(), or change the sharded parameter when no forward runs"
         )
     whole = torch.empty_strided(stored.data.shape, stored.data.stride(), dtype=FP32, device=stored.data.device)
     return whole.copy_(tensor.view_of(stored.data).exact(FP32))
+
+
+def _become_plain(stored: Stored) -> None:
+    """Make memory that was asked for, and into which no shard was copied, hold FP32 values of its own."""
+    stored.data = torch.zeros_like(stored.data, dtype=FP32)
+    stored.scale_inv, stored.accumulates = torch.ones((), device=stored.data.device), True
+    stored.partial, stored.master = False, None
 
 
 def _keep(stored: Stored, whole: torch.Tensor) -> None:
@@ -259,12 +264,14 @@ def _copy_(func, target, source, non_blocking=False):
     """Write new values with the scale of their amax; from an equally stored tensor, bits and scales as they are."""
     if not isinstance(target, ScaledTensor):
         return NotImplemented
+    if source.shape != target.shape:
+        source = _expanded(_values(source), target.shape)
     stored = target.stored
     stored.partial = target.partial
     same_scale = isinstance(source, ScaledTensor) and source._scale_inv is target._scale_inv
     if same_scale and stored.partial in (FRESH, SHARD):
         return _copy_elements(target, source, non_blocking)
-    if target._view is None and stored.partial not in (True, FRESH):
+    if target._view is None and stored.partial in (False, SHARD):
         stored.edited = None
         _replace(stored, target, source, non_blocking)
         return target
@@ -275,6 +282,15 @@ def _copy_(func, target, source, non_blocking=False):
     else:
         _round(stored, whole)
     return target
+
+
+def _expanded(source: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    try:
+        return source.expand(shape)
+    except RuntimeError as error:
+        raise FP8BackendError(
+            f"values of shape {tuple(source.shape)} cannot be copied into a ScaledTensor of shape {tuple(shape)}"
+        ) from error
 
 
 def _copy_elements(target: ScaledTensor, source: ScaledTensor, non_blocking: bool) -> ScaledTensor:
@@ -301,7 +317,7 @@ def _replace(stored: Stored, target: ScaledTensor, source: torch.Tensor, non_blo
     storage = (target.shape, stored.data.dtype, stored.block_size)
     if not isinstance(source, ScaledTensor) or (source.shape, source._data.dtype, source.block_size) != storage:
         values = source.dequantize(FP32) if isinstance(source, ScaledTensor) else source
-        values = values.to(target.device, FP32).expand(target.shape).contiguous()
+        values = values.to(target.device, FP32).contiguous()
         source = quantize(values, stored.data.dtype, target.dtype, stored.block_size)
     _set_parts(stored, source, non_blocking)
 
@@ -443,7 +459,13 @@ def _unscale_(func, tensors, found_inf, inv_scale):
 
 @_implements(aten.linalg_vector_norm.default)
 def _vector_norm(func, tensor, ord=2, dim=None, keepdim=False, *, dtype=None):
-    if not isinstance(tensor, ScaledTensor) or not tensor.accumulates or tensor.block_size or dim is not None or ord == 0:
+    if (
+        not isinstance(tensor, ScaledTensor)
+        or not tensor.accumulates
+        or tensor.block_size
+        or dim is not None
+        or ord == 0
+    ):
         return NotImplemented
     norm = func(tensor._data.float(), ord, None, keepdim) * tensor._scale_inv.abs()
     return norm.to(dtype or tensor.dtype)

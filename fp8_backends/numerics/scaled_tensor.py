@@ -68,6 +68,7 @@ class Stored:
     block_size: int = 0
     accumulates: bool = False
     partial: bool | str = False
+    is_state: bool = False
     master: ScaledTensor | None = None
     elsewhere: Elsewhere | None = None
     shared_out: bool = False
@@ -96,10 +97,11 @@ class ScaledTensor(torch.Tensor):
         block_size: elements of the flattened tensor that share a scale; 0: all.
         accumulates: it is a gradient: what is added or written to it turns the data into FP32, until
             `finish_accumulation`.
-        partial: True where the scale is that of elements outside of it too, and for a weight that FSDP2 has gathered and
-            will forget: nothing changes it in place. `SHARD` for
-            the rows that FSDP2 leaves on a rank: what is written to it waits for the ranks to agree on a scale, which
-            they do before they gather it. `FRESH` for memory that FSDP2 has asked for, and copies a shard into.
+        is_state: it is an optimizer's state.
+        partial: True where the scale is that of elements outside of it too, and for a weight that FSDP2 has gathered
+            and will forget: nothing changes it in place. `SHARD` for the rows that FSDP2 leaves on a rank: what is
+            written to it waits for the ranks to agree on a scale, which they do before they gather it. `FRESH` for
+            memory that FSDP2 has asked for, and copies a shard into.
         master: the same values with more precision, another ScaledTensor; or None (level O3 has one).
         elsewhere: where the master lies, if that is another rank; or None.
         shared_out: the master lies on one of several ranks. It reads as data and scale on all of them.
@@ -107,7 +109,7 @@ class ScaledTensor(torch.Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
-    block_size, accumulates = _stored("block_size"), _stored("accumulates")
+    block_size, accumulates, is_state = _stored("block_size"), _stored("accumulates"), _stored("is_state")
     elsewhere, shared_out, unagreed = _stored("elsewhere"), _stored("shared_out"), _stored("unagreed")
 
     @staticmethod
@@ -250,12 +252,13 @@ class ScaledTensor(torch.Tensor):
         return self.values().tolist()
 
     def to(self, *args, **kwargs) -> torch.Tensor:
-        """Does what `torch.Tensor.to` does. With a dtype, a Parameter keeps its storage and takes that as the dtype it
-        stands for (`module.to(dtype)`); any other ScaledTensor becomes plain, as stock `load_state_dict` wants its
-        states."""
-        given = (*args, kwargs.get("dtype"), kwargs.get("other"))
-        changes_dtype = any(isinstance(each, (torch.dtype, torch.Tensor)) for each in given)
-        if not changes_dtype or getattr(self, "_is_param", False) or self.requires_grad:
+        """Does what `torch.Tensor.to` does. With another dtype, a Parameter keeps its storage and takes that as the
+        dtype it stands for (`module.to(dtype)`), and any other ScaledTensor becomes plain. An optimizer's state becomes
+        plain with any dtype, as stock `load_state_dict` wants it."""
+        given = [*args, kwargs.get("dtype"), kwargs.get("other")]
+        dtypes = {getattr(each, "dtype", each) for each in given if isinstance(each, (torch.dtype, torch.Tensor))}
+        stays = dtypes <= {self.dtype} and not (dtypes and self.is_state)
+        if stays or getattr(self, "_is_param", False) or self.requires_grad:
             return super().to(*args, **kwargs)
         return self.values().to(*args, **kwargs)
 
@@ -317,7 +320,8 @@ class ScaledTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol):
         others = {name: value for name, value in self.__dict__.items() if name not in STORED}
-        more = {"master": self.master, "elsewhere": self.elsewhere, "shared_out": self.shared_out}
+        names = ("master", "elsewhere", "shared_out", "is_state")
+        more = {name: getattr(self, name) for name in names}
         others |= {name: value for name, value in more.items() if value is not None and value is not False}
         data = self._data.view(torch.uint8) if self._data.dtype.itemsize == 1 else self._data  # pickle knows no FP8
         return _rebuild, (data, self._data.dtype, self._scale_inv, self.context, self.requires_grad, others)

@@ -208,7 +208,7 @@ class ScaledStates:
                 zeros = torch.zeros(local.shape, dtype=torch.float32 if scaled else dtype, device=local.device)
                 if scaled:
                     zeros = quantize(zeros, dtype, block_size=block_size)
-                    zeros.partial = is_distributed(p)
+                    zeros.partial, zeros.is_state = is_distributed(p), True
                 state[name] = with_local(p, zeros)
         self.show_master(p)
         return state

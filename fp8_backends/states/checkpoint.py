@@ -112,7 +112,7 @@ def stored_moment(p: torch.Tensor, value: torch.Tensor, dtype: torch.dtype, bloc
             (amax,) = agree([tensor_amax_of(local)], [p])
         moment = quantize(local, dtype, torch.float32, block_size, amax)
     if isinstance(moment, ScaledTensor):
-        moment.partial = is_distributed(p)
+        moment.partial, moment.is_state = is_distributed(p), True
     return with_local(p, moment)
 
 

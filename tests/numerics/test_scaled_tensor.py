@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fp8_backends.numerics.formats import FORMAT_OF
 from fp8_backends.errors import FP8BackendError
+from fp8_backends.numerics.formats import FORMAT_OF
 from fp8_backends.numerics.scaled_tensor import ScaledTensor, block_amax, quantize
 
 E4M3, E5M2, FP16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float16
@@ -226,10 +226,19 @@ def test_what_is_not_all_here_refuses_to_change():
         t.view(torch.int32)
     with pytest.raises(FP8BackendError, match="result of shape"):
         torch.add(torch.ones(3), 1, out=t)
-    zeros = t.new_zeros(8, 8)  # FSDP2's memory for a shard; it has the scale of the whole
-    with pytest.raises(FP8BackendError, match="torch.zeros"):
-        zeros.add_(1)
     assert torch.equal(t.dequantize(), before)
+
+
+@pytest.mark.parametrize(
+    "use", [lambda t: t.add_(0.1), lambda t: t.copy_(torch.full((8, 8), 0.1)), lambda t: t[:].fill_(0.1)]
+)
+def test_memory_asked_of_a_weight_is_that_of_a_plain_tensor(use):
+    """FSDP2 asks for that of its shards so, which get the scale of the whole with the first copy."""
+    t = weights("O3", values(8, 8))
+    before = t.exact()
+    zeros = t.detach().new_zeros(8, 8)
+    use(zeros)
+    assert torch.equal(zeros.values(), torch.full((8, 8), 0.1)) and torch.equal(t.exact(), before)
 
 
 def test_data_is_stored_when_it_is_assigned():
@@ -447,6 +456,8 @@ def test_a_module_moves_and_changes_dtype_with_its_weight_scaled():
 def test_asked_for_a_dtype_a_state_becomes_plain():
     """Stock `Optimizer.load_state_dict` casts states so: a low-precision state loads into plain training by value."""
     state = quantize(values(8, 8), E4M3)
+    assert state.to(torch.float32) is state and type(state.to(torch.bfloat16)) is torch.Tensor
+    state.is_state = True
     plain = state.to(dtype=torch.float32, device="cpu")
     assert type(plain) is torch.Tensor and torch.equal(plain, state.dequantize())
     weight = nn.Parameter(torch.zeros(8, 8))
