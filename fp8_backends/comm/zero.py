@@ -46,6 +46,8 @@ class SharedOut:
         """Whether gradients are here that have not travelled to the owners."""
         self._owner = {id(weight): owner for weight, owner in zip(weights, owners, strict=True)}
         for weight in self.weights:
+            weight.settle()
+            weight.shared_out = True
             self.drop(weight)
 
     def owns(self, weight: torch.Tensor) -> bool:

@@ -293,6 +293,7 @@ def _slot(tensor: torch.Tensor) -> Slot:
     """This rank's part of a tensor, as the kernel reads and writes it."""
     tensor = local_part(tensor)
     if isinstance(tensor, ScaledTensor):
+        tensor.settle()
         return Slot(tensor._data, tensor._scale_inv, tensor.block_size)
     return Slot(tensor.detach())
 
