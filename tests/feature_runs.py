@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DistributedType
 from torch import nn
 
 import fp8_backends
@@ -214,13 +215,19 @@ def join_uneven_inputs(backend: str, folder: Path) -> None:
     loader = torch.utils.data.DataLoader(data, batch_size=16)
     model, optimizer, loader = acc.prepare(model, torch.optim.AdamW(model.parameters(), lr=5e-3), loader)
     before, count = values(model), 0
-    with acc.join_uneven_inputs([model], even_batches=False):
-        for x, y in loader:
-            acc.backward(nn.functional.mse_loss(model(x), y))
-            optimizer.step()
-            optimizer.zero_grad()
-            count += 1
-    print("COUNT", rank(), count, type(loader.batch_sampler), getattr(loader.batch_sampler,"even_batches",None))
+    if ranks() > 1:  # on CPUs Accelerate warns that it does nothing
+        for state in (PartialState, AcceleratorState):
+            state._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    try:
+        with acc.join_uneven_inputs([model], even_batches=False):
+            for x, y in loader:
+                acc.backward(nn.functional.mse_loss(model(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+                count += 1
+    finally:
+        if ranks() > 1:
+            PartialState._shared_state["distributed_type"] = DistributedType.MULTI_CPU
     assert count == (3 if ranks() == 1 else 2 - rank())
     assert_moved(model, before)
     assert_equal_everywhere(model)
@@ -255,7 +262,8 @@ def trigger_sync(backend: str, folder: Path) -> None:
         with acc.trigger_sync_in_backward(model):
             acc.backward(second)
         for name, gradient in gradients(model).items() if index == 0 else ():
-            print(name, relative_error(gradient, expected[name]))
+            # the scales of native:delayed have moved; what stays at home is off by the other rank's half
+            assert relative_error(gradient, expected[name]) < (0.3 if backend == "native:delayed" else 0.1), name
         optimizer.step()
         optimizer.zero_grad()
         assert_equal_everywhere(model)

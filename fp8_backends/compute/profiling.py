@@ -155,6 +155,13 @@ def _running_profile() -> ProductProfile | None:
     return started if started and started.running else None
 
 
+def give_way() -> None:
+    """End the profile that runs in this thread without a result, since somebody else's profiler is about to start."""
+    running = _running_profile()
+    if running is not None and not running.keep:
+        running.abandon()
+
+
 def foreign_profiler_runs() -> bool:
     """Whether a profiler is active that is not this package's."""
     return torch._C._autograd._profiler_enabled() and _running_profile() is None

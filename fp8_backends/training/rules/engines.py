@@ -98,7 +98,7 @@ ENGINE_RULES = (
         "error",
         lambda s: s.has_level and s.parallel == "ddp" and s.comm_hook is not None,
         *HOOK_AT_A_LEVEL,
-        lambda s: f"comm_hook {s.comm_hook}",
+        lambda s: f"comm_hook={s.comm_hook!r}",
         always,
     ),
     Rule(
