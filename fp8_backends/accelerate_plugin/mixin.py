@@ -30,7 +30,7 @@ from ..compute import hardware
 from ..errors import FP8BackendError, RecipeError
 from ..recipes.handlers import Recipe
 from ..states import original
-from ..training import conversion, preparation, rules
+from ..training import conversion, preparation, proof, rules
 from ..training.conversion import weight_products
 from ..training.weight_products import FP8
 from . import checkpoint, checks, deepspeed, fsdp2
@@ -255,7 +255,13 @@ class FP8Mixin(_RunTimeClass):
     def backward(self, loss, **kwargs):
         """Run Accelerate's backward, and cast weight gradients that microbatches accumulated once, when complete. Of a
         loop that adds microbatches up by itself nobody knows the last one: the optimizer's step casts them."""
-        result = super().backward(loss, **kwargs)
+        try:
+            result = super().backward(loss, **kwargs)
+        except BaseException:
+            proof.begin_anew(self._models)
+            raise
+        if kwargs.get("learning_rate") is not None and self.has_lomo_optimizer:
+            self._stepped_in_backward()
         if deepspeed.in_use(self):
             deepspeed.after_backward(self)
         if self.fp8_recipe.level != "O0":
@@ -264,6 +270,18 @@ class FP8Mixin(_RunTimeClass):
                     preparation.finish_accumulation(model)
             self.fp8_accumulates = not self.sync_gradients
         return result
+
+    def _stepped_in_backward(self) -> None:
+        """Call the hooks that follow a step: LOMO makes its steps inside backward, and its `step` is never called."""
+        for optimizer in filter(lambda each: hasattr(each, "fused_backward"), map(_innermost, self._optimizers)):
+            for hook in list(optimizer._optimizer_step_post_hooks.values()):
+                hook(optimizer, (), {})
+
+    @contextmanager
+    def profile(self, profile_handler=None):
+        """Profile as Accelerate does. A proof that needs a profiler itself waits until this one has ended."""
+        with proof.profiler_elsewhere(self._models), super().profile(profile_handler) as profiler:
+            yield profiler
 
     # Checkpoints and export
 

@@ -158,7 +158,8 @@ def _running_profile() -> ProductProfile | None:
 
 
 def give_way() -> None:
-    """End the profile that runs in this thread without a result, since somebody else's profiler is about to start."""
+    """End the profile that runs in this thread without a result: somebody else's profiler is about to start, or
+    tensors that it holds on to are to be swapped."""
     running = _running_profile()
     if running is not None and not running.keep:
         running.abandon()

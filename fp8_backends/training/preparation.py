@@ -261,6 +261,7 @@ def _share_out_states(optimizer: torch.optim.Optimizer) -> None:
     connection = ddp.connection_of(weights[0]) if weights else None
     if optimizer.fp8_owners is None and connection is not None and connection.group.size() > 1:
         optimizer.fp8_owners = connection.owners = zero.SharedOut(weights, connection.group)
+        optimizer.register_step_pre_hook(connection.owners.refuse_local_step)
         optimizer.forget_others()
 
 
