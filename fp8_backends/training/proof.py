@@ -112,6 +112,8 @@ class FirstStep:
         self.gradients: list = []
         self.forward_seen = False
         self.steps = 0
+        self.step_is_due = False
+        """Whether a step was made inside backward, and is looked at before the next forward."""
         self.waits = 0
         """How many blocks of code with a profiler of their own are running."""
         self.hooks: list = []
@@ -124,6 +126,10 @@ class FirstStep:
 
     def before_forward(self, root: nn.Module) -> None:
         self.forward_seen = True
+        if self.step_is_due and torch._C._current_graph_task_id() == -1:
+            self.step_is_due = False
+            self._look_at_step()
+            return
         if not self.layers or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             return
         if self.profile is not None and not self.profile.running:
@@ -160,6 +166,15 @@ class FirstStep:
             return
         self.steps += 1
         self._record_gradient_dtypes()
+        # autograd brings a profiler that is stopped inside a backward back when it ends, and nothing would stop it then
+        self.step_is_due = bool(self.layers) and torch._C._current_graph_task_id() != -1
+        if not self.step_is_due:
+            self._look_at_step()
+
+    def _look_at_step(self) -> None:
+        if all(observed_of(prepared).proven for _, _, prepared in self.roots):
+            self._finish([{} for _ in self.roots])  # another optimizer's step proved them
+            return
         stopped = self.profile is not None and self.profile.running
         if stopped:
             self.profile.stop()
