@@ -24,7 +24,9 @@ from .recipes.precision_plan import PrecisionPlan, plan
 from .training import conversion
 from .training.auditing import Audit, audit
 from .training.conversion import ConversionReport
+from .training.exporting import Export, export
 from .training.preparation import initialize, keep_weight_casts, prepare, whole_states
+from .training.quantized_layers import dequantize
 from .training.validators import Finding, validate
 
 __version__ = "0.1.0"
@@ -35,6 +37,7 @@ __all__ = [
     "Availability",
     "BackendUnavailableError",
     "ConversionReport",
+    "Export",
     "FP8BackendError",
     "FP8RecipeKwargs",
     "Finding",
@@ -47,6 +50,8 @@ __all__ = [
     "audit",
     "available_backends",
     "connect",
+    "dequantize",
+    "export",
     "initialize",
     "keep_weight_casts",
     "plan",

@@ -23,6 +23,7 @@ from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import FP8BackendError
+from ..numerics.block_codes import BlockCodes
 from ..numerics.scaled_tensor import ScaledTensor, stored_parts
 from .backward import Agreement, BackwardPass, States, agree_after_backward
 from .ignore_list import buffer_names
@@ -78,7 +79,9 @@ def connect(ddp: DistributedDataParallel, gradient_comm: str, watch: Watch, scal
     connection = Connection.find(ddp)
     if connection is None:
         connection = _install(ddp)
-        connection.make_equal([*weights.values(), *scaling_states()], source=0)
+        codes = [part for each in weights.values() if isinstance(each, BlockCodes) for part in each.parts]
+        scaled = [each for each in weights.values() if isinstance(each, ScaledTensor)]
+        connection.make_equal([*scaled, *codes, *scaling_states()], source=0)
     if by_hook:
         _register_hook(ddp, connection)
     connection.reduce(ddp, weights, gradient_comm, watch)
@@ -209,10 +212,11 @@ def _check(ddp: DistributedDataParallel) -> None:
 
 
 def _scaled_weights(ddp: DistributedDataParallel) -> Iterable[tuple[str, nn.Parameter]]:
-    """(name, weight) of each weight in scaled precision. Raises for one that DDP does not ignore."""
+    """(name, weight) of each weight in scaled precision, and codes of a checkpoint. Raises for one that DDP does not
+    ignore."""
     reduced = set(map(id, ddp._module_parameters))  # by identity: layers may have been wrapped since
     for name, parameter in ddp.module.named_parameters():
-        if isinstance(parameter, ScaledTensor):
+        if isinstance(parameter, (ScaledTensor, BlockCodes)):
             if id(parameter) in reduced:
                 raise FP8BackendError(
                     f"{name} is stored in scaled precision, and DDP was not told to leave it alone: prepare the very "

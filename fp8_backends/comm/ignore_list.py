@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import FP8BackendError
+from ..numerics.block_codes import BlockCodes
 from ..numerics.modules import CONVERSION
 from ..numerics.scaled_tensor import ScaledTensor
 
@@ -66,9 +67,10 @@ def leaves_nothing(module: nn.Module) -> bool:
 
 
 def scaled_names(module: nn.Module) -> list[str]:
-    """All names under which DDP meets weights in scaled precision."""
+    """All names under which DDP meets weights in scaled precision, and codes of a checkpoint."""
     named = module.named_parameters(remove_duplicate=False)
-    return [each for name, parameter in named if isinstance(parameter, ScaledTensor) for each in _spellings(name)]
+    scaled = [name for name, parameter in named if isinstance(parameter, (ScaledTensor, BlockCodes))]
+    return [each for name in scaled for each in _spellings(name)]
 
 
 def buffer_names(module: nn.Module) -> list[str]:

@@ -73,7 +73,10 @@ def freeze(
     for name, layer in new.items():
         if not is_frozen(layer.weight):  # tied to a layer before it
             swap(layer.weight, quantized(layer.weight, layer), f"{name}.weight")
-        layer.__dict__[CONVERSION].undo.append(make_plain)
+    for layer in layers.values():  # also those that came as codes
+        undo = layer.__dict__[CONVERSION].undo
+        if make_plain not in undo:
+            undo.append(make_plain)
 
 
 def _refuse_if_tied(root: nn.Module, name: str, layer: nn.Linear) -> None:

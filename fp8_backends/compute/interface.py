@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ..errors import FP8BackendError
+from ..numerics.scaling import Quantized
 from ..numerics.sharded_tensor import full_shape
 from .counts import ProductCounts
 from .expert_functions import ExpertWeights
@@ -188,11 +189,28 @@ class StoresWeights(Protocol):
 
 
 @runtime_checkable
+class TakesBlockCodes(Protocol):
+    """A backend that multiplies frozen weights with the codes and scales of an FP8 checkpoint (`BlockCodes`)."""
+
+    def takes_block_codes(self, recipe: Recipe) -> bool:
+        """Whether it does with this recipe."""
+
+
+@runtime_checkable
 class KeepsWeightCasts(Protocol):
     """A backend whose layers can use the FP8 codes of a weight again in the forwards of further microbatches."""
 
     def keep_weight_casts(self, root: nn.Module, keep: bool) -> None:
         """Set whether the codes of a forward serve the forwards after it too, until the weight changes."""
+
+
+@runtime_checkable
+class GivesWeightCodes(Protocol):
+    """A backend that can tell the FP8 codes of a weight, for checkpoints that hold them."""
+
+    def weight_codes(self, module: nn.Module) -> Quantized | None:
+        """The codes that the forward of this converted layer multiplies by now, as they lie in memory, and their
+        scale_inv: one, one a row, or one a block. None where there are none for the whole weight."""
 
 
 # Scaling rules with state

@@ -3,7 +3,7 @@
 - A function reads its plain values, `ScaledTensor.values`.
 - A view operation gives a view of what it stores.
 - An operation in place changes what it stores, through any view of it. The operation itself runs on FP32 values of the
-  whole. A weight keeps these (`Stored.edited`) until the optimizer's next step, so that small changes add up, as they
+  whole. A weight keeps these (`ScaledStorage.edited`) until the optimizer's next step, so that small changes add up, as they
   do in an average of weights; data, scale and master are those values, rounded. A gradient takes them as its data.
 - `copy_`, and what else replaces all values, stores them rounded at once.
 
@@ -12,6 +12,7 @@ What is registered below works on data and scale alone, or is no operation on va
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch.utils._pytree import tree_iter, tree_map
 
 from ..errors import FP8BackendError
 from .formats import FORMAT_OF
-from .scaled_tensor import FRESH, OPERATIONS, SHARD, ScaledTensor, Stored, quantize, stored_parts
+from .scaled_tensor import FRESH, OPERATIONS, SHARD, ScaledTensor, ScaledStorage, quantize, stored_parts
 
 aten = torch.ops.aten
 FP32 = torch.float32
@@ -136,8 +137,9 @@ def _empty_like(func, tensor, *, dtype=None, device=None, **kwargs):
 
 @_implements(aten.new_zeros.default, aten.new_empty.default)
 def _new(func, tensor, size, *, dtype=None, device=None, **kwargs):
-    """Memory for elements of the very same scale: FSDP2 makes its shards so, padded and empty ones too."""
-    if dtype is not None or device is not None or tensor.block_size:
+    """Memory for elements of the very same scale: FSDP2 makes its shards so, with zeros or without any element."""
+    filled = func == aten.new_empty.default and torch.Size(size).numel()
+    if filled or dtype is not None or device is not None or tensor.block_size:
         return NotImplemented
     result = _parts(tensor, func(tensor._data, size), tensor._scale_inv)
     result.partial = FRESH
@@ -228,14 +230,14 @@ def _editable(tensor: ScaledTensor, func) -> torch.Tensor:
     return whole.copy_(tensor.view_of(stored.data).exact(FP32))
 
 
-def _become_plain(stored: Stored) -> None:
+def _become_plain(stored: ScaledStorage) -> None:
     """Make memory that was asked for, and into which no shard was copied, hold FP32 values of its own."""
     stored.data = torch.zeros_like(stored.data, dtype=FP32)
     stored.scale_inv, stored.accumulates = torch.ones((), device=stored.data.device), True
     stored.partial, stored.master = False, None
 
 
-def _keep(stored: Stored, whole: torch.Tensor) -> None:
+def _keep(stored: ScaledStorage, whole: torch.Tensor) -> None:
     """Store what an operation in place has made of the values."""
     if stored.accumulates:
         stored.data, stored.scale_inv, stored.block_size = whole, torch.ones((), device=whole.device), 0
@@ -244,7 +246,7 @@ def _keep(stored: Stored, whole: torch.Tensor) -> None:
         _round(stored, whole)
 
 
-def _round(stored: Stored, values: torch.Tensor) -> None:
+def _round(stored: ScaledStorage, values: torch.Tensor) -> None:
     """Round plain values into what is stored: first the master, and of that the data."""
     if stored.master is not None:
         _round(stored.master.stored, values)
@@ -252,7 +254,7 @@ def _round(stored: Stored, values: torch.Tensor) -> None:
     _set_parts(stored, quantize(values.contiguous(), stored.data.dtype, block_size=stored.block_size))
 
 
-def _set_parts(stored: Stored, source: ScaledTensor, non_blocking: bool = False) -> None:
+def _set_parts(stored: ScaledStorage, source: ScaledTensor, non_blocking: bool = False) -> None:
     stored.data.copy_(source._data, non_blocking)
     stored.scale_inv.copy_(source._scale_inv, non_blocking)
     if stored.partial == SHARD:
@@ -302,7 +304,7 @@ def _copy_elements(target: ScaledTensor, source: ScaledTensor, non_blocking: boo
     return target
 
 
-def _replace(stored: Stored, target: ScaledTensor, source: torch.Tensor, non_blocking: bool) -> None:
+def _replace(stored: ScaledStorage, target: ScaledTensor, source: torch.Tensor, non_blocking: bool) -> None:
     """Store the values of `source`, expanded to the shape of `target`, in the place of all that were there."""
     if isinstance(source, ScaledTensor) and (source.stored.edited is not None or source._view is not None):
         source = source.values(FP32)
@@ -378,18 +380,20 @@ def _record_stream(func, tensor, stream):
         part.record_stream(stream)
 
 
-# Scalars touch the scale alone: exact for a power of two, else one FP32 rounding
+# Scalars touch the scale alone
 
 
 def _scales(tensor: Any, other: Any) -> bool:
-    """Whether a product or quotient with `other` is one of the scale alone: a positive number, or what a gradient is
-    multiplied by where it is clipped, unscaled or averaged, a 0-dimensional tensor."""
+    """Whether a product or quotient with `other` is one of the scale alone. With a power of two that is exact. With any
+    positive number or 0-dimensional tensor it is one FP32 rounding: so gradients are clipped, unscaled and averaged."""
     if not isinstance(tensor, ScaledTensor) or (tensor._view is not None and not tensor._data.is_contiguous()):
         return False
-    if isinstance(other, (bool, int, float)):
-        return 0 < other < float("inf") and tensor.numel() == tensor.stored.data.numel()
-    plain = isinstance(other, torch.Tensor) and not isinstance(other, ScaledTensor) and other.dim() == 0
-    return plain and tensor.accumulates and tensor.numel() == tensor.stored.data.numel()
+    if isinstance(other, torch.Tensor):
+        fits = tensor.accumulates and not isinstance(other, ScaledTensor) and other.dim() == 0
+    else:
+        fits = isinstance(other, (int, float)) and 0 < other < float("inf")
+        fits = fits and (tensor.accumulates or math.frexp(other)[0] == 0.5)
+    return fits and tensor.numel() == tensor.stored.data.numel()
 
 
 @_implements(aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar)

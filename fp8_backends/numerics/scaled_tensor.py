@@ -5,7 +5,7 @@
 It is what MS-AMP's levels store: FP16 weights, E4M3 weight gradients, E4M3 and FP16 optimizer states. A power of two
 multiplies without rounding, so a loss scale, an average or a clip touches the scale alone.
 
-A ScaledTensor is a view of a `Stored`, as a plain tensor is of its memory: `p.data`, `p.detach()`, `p[0]` and `p.t()`
+A ScaledTensor is a view of a `ScaledStorage`, as a plain tensor is of its memory: `p.data`, `p.detach()`, `p[0]` and `p.t()`
 share it with `p`. Any function of PyTorch reads the values. An operation in place changes them, through whichever view,
 or raises. `scaled_operations.py` says how.
 """
@@ -54,7 +54,7 @@ class Elsewhere(NamedTuple):
 
 
 @dataclass(eq=False)
-class Stored:
+class ScaledStorage:
     """What all views of one ScaledTensor share. `ScaledTensor` describes the attributes.
 
     Attributes:
@@ -133,7 +133,7 @@ class ScaledTensor(torch.Tensor):
         requires_grad=True,
     ):
         if scale_inv is not None:
-            self.stored = Stored(data, scale_inv, block_size, accumulates, partial)
+            self.stored = ScaledStorage(data, scale_inv, block_size, accumulates, partial)
             self._view = None
 
     def view_of(self, seen: torch.Tensor) -> ScaledTensor:

@@ -152,11 +152,11 @@ class Blocks(NamedTuple):
         return self.inverse(scale_inv.reciprocal(), scale_inv).repeat(down, across)
 
     def dequantize(self, q: Quantized, dtype: torch.dtype) -> torch.Tensor:
-        """The values of the codes: bf16, fp16 or fp32, [rows, columns]. Scales that are powers of two round nothing, as
-        long as the values are normal numbers of the dtype."""
+        """The values of the codes: bf16, fp16 or fp32, [rows, columns], rounded once. Scales that are powers of two
+        round nothing, as long as the values are normal numbers of the dtype."""
         scale_inv = e8m0_values(q.scale_inv) if q.scale_inv.dtype == torch.uint8 else q.scale_inv
-        values = self.tiles(q.codes.to(dtype)) * scale_inv.to(dtype).unsqueeze(1).unsqueeze(3)
-        return self._matrix(values, q.codes.shape)
+        values = self.tiles(q.codes.float()) * scale_inv.unsqueeze(1).unsqueeze(3)
+        return self._matrix(values.to(dtype), q.codes.shape)
 
     def tiles(self, x: torch.Tensor) -> torch.Tensor:
         """[rows of blocks, rows of a block, blocks in a row, columns of a block]: as if x went on with zeros."""

@@ -21,7 +21,7 @@ from ..errors import FP8BackendError
 from ..numerics.modules import plain_name
 from ..numerics.sharded_tensor import full_shape
 from . import conversion
-from .weight_products import FP8
+from .weight_products import FOREIGN_FP8, FP8
 
 if TYPE_CHECKING:
     from ..recipes.handlers import Recipe
@@ -50,6 +50,9 @@ class Audit:
     """FP8 share, 0 to 1, of all weight-matmul FLOPs that training does: Linear, Conv1D, expert tensors, head."""
     high_precision: dict[str, str] = field(default_factory=dict)
     """The reason why each of the other weights stays in high precision."""
+    foreign_fp8: dict[str, str] = field(default_factory=dict)
+    """Weights that another library holds in FP8 and multiplies, such as transformers' `FP8Linear`, with its name. They
+    are frozen, and count as not in FP8 in `flops_share`: nothing here proves them."""
     bytes_per_element: dict[str, float | None] = field(default_factory=dict)
     """Bytes of an element of the converted weights: `weight`, `master`, `gradient`, `optimizer`, `total`. None where
     no optimizer is known. Of what several ranks share, the bytes on this rank over the elements of the whole."""
@@ -74,9 +77,10 @@ class Audit:
             rows.append((name or "(root)", *(str(counts[kind]) for kind in (*KINDS, "recomputed")), self.engine[name]))
         if len(rows) > 1:
             lines += _table(_grouped(rows))
-        if self.high_precision:
-            reasons = [(name or "(root)", reason) for name, reason in self.high_precision.items()]
-            lines += _table(_grouped([("in high precision", "reason"), *reasons]))
+        for title, found in (("in high precision", self.high_precision), ("in FP8 of others", self.foreign_fp8)):
+            if found:
+                reasons = [(name or "(root)", reason) for name, reason in found.items()]
+                lines += _table(_grouped([(title, "reason"), *reasons]))
         rows = [("bytes", *BYTE_KEYS, "total")]
         for title, measured in (("per element", self.bytes_per_element), ("per parameter", self.bytes_per_parameter)):
             sizes = [measured.get(key) for key in (*BYTE_KEYS, "total")]
@@ -333,12 +337,15 @@ def _read_root(result: Audit, prefix: str, root: nn.Module, prepared: Prepared) 
     named = ((plain_name(name), parameter) for name, parameter in root.named_parameters())
     flops.gradient_dtypes = {id(parameter): seen[name] for name, parameter in named if name in seen}
     result.high_precision |= {_joined(prefix, name): why for name, why in prepared.report.high_precision.items()}
+    result.foreign_fp8 |= {_joined(prefix, name): why for name, why in prepared.report.foreign_fp8.items()}
     return flops
 
 
 def _read_unprepared(result: Audit, model: nn.Module) -> RootMeasures:
     products = conversion.weight_products(model)
-    result.high_precision = {product.name: "not prepared" for product in products}
+    foreign = {product.name: product.reason for product in products if product.state == FOREIGN_FP8}
+    result.foreign_fp8 = foreign
+    result.high_precision = {each.name: "not prepared" for each in products if each.name not in foreign}
     return RootMeasures(needed=sum(product.flops for product in products))
 
 

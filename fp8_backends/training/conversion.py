@@ -24,7 +24,7 @@ from ..compute.interface import Compute, ConvertsExperts, ConvertsNorms, Fusion
 from ..errors import FP8BackendError, RecipeError
 from ..numerics.modules import CONVERSION, Conversion, plain_name
 from .layer_filter import LayerFilter, NamePattern, excluded
-from .weight_products import FP8, HIGH_PRECISION, Found, WeightProduct, find_weight_products
+from .weight_products import FOREIGN_FP8, FP8, HIGH_PRECISION, Found, WeightProduct, find_weight_products
 
 if TYPE_CHECKING:
     from ..recipes.handlers import Recipe
@@ -74,8 +74,13 @@ class ConversionReport:
 
     @property
     def high_precision(self) -> dict[str, str]:
-        """The others, each with its reason."""
-        return {product.name: product.reason for product in self.products if product.state != FP8}
+        """Those that stay in high precision, each with its reason."""
+        return {product.name: product.reason for product in self.products if product.state == HIGH_PRECISION}
+
+    @property
+    def foreign_fp8(self) -> dict[str, str]:
+        """Those that another library holds in FP8 and multiplies, each with its name."""
+        return {product.name: product.reason for product in self.products if product.state == FOREIGN_FP8}
 
     @property
     def flops_share(self) -> float:
@@ -88,7 +93,7 @@ class ConversionReport:
             f"{len(self.converted)} of {len(self.products)} weights in FP8, {self.flops_share:.0%} of weight FLOPs"
         ]
         noted = [(f"in FP8 ({p.reason})" if p.reason else "in FP8", p.name) for p in self.products if p.state == FP8]
-        high = [(reason, name) for name, reason in self.high_precision.items()]
+        high = [(reason, name) for name, reason in (self.foreign_fp8 | self.high_precision).items()]
         lines += [f"  {group}: {names}" for group, names in _grouped([*noted, *high]).items()]
         return "\n".join(lines + ([f"  {self._norms_line}"] if self.norms else []))
 

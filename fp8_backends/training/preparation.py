@@ -18,14 +18,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..comm import ddp, fsdp2, ignore_list, zero
 from ..compute import registry
-from ..compute.interface import FollowsOptimizer, KeepsWeightCasts, StoresWeights, scaling_buffers
+from ..compute.interface import FollowsOptimizer, KeepsWeightCasts, StoresWeights, TakesBlockCodes, scaling_buffers
 from ..compute.profiling import give_way
 from ..errors import FP8BackendError
 from ..numerics.modules import CONVERSION
 from ..numerics.sharded_tensor import is_distributed
 from ..recipes.handlers import Recipe, resolve
 from ..states import adamw, checkpoint, levels, original
-from . import conversion, proof
+from . import conversion, proof, quantized_layers
 from .auditing import converted_layers, parameter_ids, unwrapped
 from .conversion import PREPARED, Prepared, prepared_roots
 
@@ -77,7 +77,11 @@ def initialize(
 def prepare_model(model: nn.Module, recipe: Recipe) -> nn.Module:
     """Convert a model's layers in place for a resolved recipe, and return the model. Repeating it does nothing."""
     check_model(model, recipe)
-    prepared = conversion.convert(model, recipe, registry.get_compute(recipe.compute))
+    compute = registry.get_compute(recipe.compute)
+    if isinstance(compute, TakesBlockCodes) and compute.takes_block_codes(recipe):
+        quantized_layers.freeze_codes(model)
+    prepared = conversion.convert(model, recipe, compute)
+    quantized_layers.save_plain(model)
     store_weights(conversion.unwrapped(model), prepared)
     connect_ranks(model, recipe)
     return model
@@ -93,6 +97,7 @@ def check_model(model: nn.Module, recipe: Recipe) -> None:
             f"model must be a torch.nn.Module, not {type(model).__name__}; the order is prepare(model, optimizer, spec)"
         )
     registry.check_available(recipe)
+    quantized_layers.check(model)
     if recipe.level == "O0":
         return
     if any(not prepared_roots(wrapped.module) for wrapped in _ddp_wrappers(model)):

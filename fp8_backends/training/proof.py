@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
@@ -283,20 +284,24 @@ def proof_line(root: nn.Module, prepared: Prepared, counts: dict[str, ProductCou
     high = prepared.compute.high_precision_products(prepared.recipe)
     notes = "+".join(engines) + (f"; {' '.join(high)} in high precision by recipe" if high else "")
     notes += "; compiled, counted by shape" if by_shape else ""
-    layers_in_fp8 = _counted([kind_of.get(layer, "Linear") for layer in ran], list(kind_of.values()))
+    foreign = Counter(kind_of.pop(layer) for layer in prepared.report.foreign_fp8)
+    layers_in_fp8 = _counted([kind_of.get(layer, "Linear") for layer in ran], list(kind_of.values()), foreign)
     flops_in_fp8 = f"{share * 100:.0f} % of weight FLOPs in FP8"
     return f"{prepared.recipe.name}: {layers_in_fp8}, {flops_in_fp8}, {' '.join(kinds)} ({notes})"
 
 
-def _counted(ran: list[str], kinds: list[str]) -> str:
-    """Such as `28/29 Linear, 4/4 experts (beside 2 other weights)`, from the kinds of weights."""
+def _counted(ran: list[str], kinds: list[str], foreign: dict[str, int]) -> str:
+    """Such as `28/29 Linear, 4/4 experts (beside 2 other weights)`, from the kinds of weights. `foreign`: how many of
+    each kind another library holds in FP8."""
     parts, others = [], len(kinds)
     for title, counted in _COUNTED.items():
         number = sum(kind in counted for kind in kinds)
         others -= number
         if number or title == "Linear":
             parts.append(f"{sum(kind in counted for kind in ran)}/{number} {title}")
-    return ", ".join(parts) + (f" (beside {others} other weights)" if others else "")
+    beside = [f"{number} {kind}" for kind, number in foreign.items()]
+    beside += [f"{others} other weights"] if others else []
+    return ", ".join(parts) + (f" (beside {', '.join(beside)})" if beside else "")
 
 
 def _ran(count: ProductCounts) -> bool:

@@ -12,7 +12,7 @@ from torch import nn
 from ..compute import registry
 from ..errors import BackendUnavailableError, FP8BackendError, RecipeError
 from ..recipes.handlers import resolve
-from . import conversion, preparation
+from . import conversion, preparation, quantized_layers
 from .rules import RULES, Compiled, Machine, Parallel, Setup, Severity
 
 
@@ -162,6 +162,7 @@ def _with_model(setup: Setup, model: nn.Module) -> Setup:
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         linear_sizes=tuple((each.in_features, each.out_features) for each in expected.products if each.name in fp8),
         linear_trains=not converted.isdisjoint(trains),
+        codes_that_train=tuple(quantized_layers.training_codes(model)),
         expected=expected,
         only_weights_train=bool(trains) and converted.issuperset(trains),
         persistent_buffers=tuple(

@@ -18,10 +18,13 @@ from torch.nn.parameter import is_lazy
 
 from ..compute import expert_functions
 from ..compute.expert_functions import ExpertWeight
+from ..numerics.block_codes import BlockCodes
 from ..numerics.modules import CONVERSION, Conversion, plain_name
 from ..numerics.sharded_tensor import full_shape
+from . import quantized_layers
 
-FP8, HIGH_PRECISION = "fp8", "high precision"
+FP8, HIGH_PRECISION, FOREIGN_FP8 = "fp8", "high precision", "foreign fp8"
+"""What a weight product runs in. The last is FP8 of another library, such as transformers' `FP8Linear`."""
 
 HEAD_NAMES = frozenset({"lm_head", "embed_out", "output_layer", "classifier", "score", "qa_outputs", "head"})
 """A Linear whose own name is one of these is an output head, wherever it lies."""
@@ -43,15 +46,15 @@ class WeightProduct:
     name: str
     """The module's name, or the Parameter's where the module is not a Linear or Conv1D; "" for a root Linear."""
     kind: str
-    """`Linear`, `Conv1D`, `experts`, `head`, `router`, `adapter` or `parameter`."""
+    """`Linear`, `Conv1D`, `experts`, `head`, `router`, `adapter`, `parameter`, or the class of foreign FP8 layers."""
     in_features: int
     out_features: int
     flops: float
     """Forward FLOPs per token: 2 * in * out, times the number of experts that a token visits."""
     state: str = HIGH_PRECISION
-    """`fp8` or `high precision`."""
+    """`fp8`, `high precision` or `foreign fp8`."""
     reason: str | None = None
-    """Why it stays in high precision; a note, or None, for `fp8`."""
+    """Why it is not in this package's FP8; a note, or None, for `fp8`."""
     aliases: tuple[str, ...] = ()
     """Further names of a module that the model holds more than once."""
 
@@ -96,8 +99,15 @@ def find_weight_products(model: nn.Module) -> list[Found]:
             if kind in ("Linear", "router") and key in adapters:
                 kind = "adapter"
             kind = "head" if kind == "Linear" and is_head(module, own_names) else kind
+            foreign = quantized_layers.kind_of(module)
+            if foreign:
+                kind, obstacle = (
+                    foreign.title,
+                    f"{foreign.title}, frozen: FP8 of a checkpoint that is not multiplied here",
+                )
             flops = 2 * sizes[0] * sizes[1] * experts_visited(own_names[0], module, part)
-            product = WeightProduct(own_names[0], kind, *sizes, flops, aliases=tuple(own_names[1:]))
+            state = FOREIGN_FP8 if foreign else HIGH_PRECISION
+            product = WeightProduct(own_names[0], kind, *sizes, flops, state, aliases=tuple(own_names[1:]))
             if (key, part) in adapted:
                 obstacle = "adapted by PEFT: the weight that is multiplied is computed anew in each forward"
             found.append(Found(product, module, part, obstacle, _DEFAULT_EXCLUSIONS.get(kind)))
@@ -162,7 +172,7 @@ def linear_obstacle(linear: nn.Linear) -> str | None:
         return "its weight is no Parameter: something (weight norm, pruning, FSDP1) computes it before each forward"
     if not weight.is_floating_point():
         return f"weight dtype {weight.dtype} is not a floating-point type"
-    if not type(weight).__module__.startswith("torch."):
+    if not type(weight).__module__.startswith("torch.") and not isinstance(weight, BlockCodes):
         return f"its weight is a {type(weight).__name__}, which has products of its own"
     if 0 in full_shape(weight):
         return "a layer of size zero has no product"

@@ -99,6 +99,7 @@ def test_powers_of_two_are_exact(storage, factor):
 @settings(max_examples=50)
 def test_other_factors_round_the_scale_once(factor):
     t = quantize(values(8, 8), E4M3)
+    t.accumulates = True  # a gradient
     scale_inv, f = t._scale_inv.clone(), torch.tensor(factor, dtype=torch.float32)
     t.div_(factor)
     assert torch.equal(t._scale_inv, scale_inv / f)

@@ -211,5 +211,3 @@ def test_bf16_models_train_all_their_parameters(level):
     assert losses[-1] < 0.8 * losses[0]
     for name, now in values_of(model).items():
         assert now.dtype == torch.bfloat16 and not torch.equal(now, before[name]), name
-
-

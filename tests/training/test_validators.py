@@ -492,6 +492,17 @@ def test_nothing_of_the_model_changes():
     assert vars(model[0]) == state and [type(module) for module in model.modules()] == classes
 
 
+def test_layers_of_an_fp8_checkpoint_must_not_be_meant_to_train():
+    from transformers.integrations.finegrained_fp8 import FP8Linear
+
+    with torch.device("meta"):
+        model = nn.Sequential(FP8Linear(128, 128), nn.Linear(8192, 8192))
+    (finding,) = [each for each in validate("native", model) if each.rule == "fp8_checkpoint_trains"]
+    assert finding.severity == "error" and "(here: 0)" in finding.reason and "dequantize" in finding.fix
+    model[0].requires_grad_(False)
+    assert not [each for each in validate("native", model) if each.rule == "fp8_checkpoint_trains"]
+
+
 def test_every_rule_has_a_case():
     source = Path(__file__).read_text(encoding="utf-8")
     assert not [name for name in RULES if f'"{name}"' not in source]

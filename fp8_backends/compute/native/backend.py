@@ -28,7 +28,7 @@ from torch import nn
 from ...errors import FP8BackendError
 from ...numerics.formats import RECIPE_FORMATS
 from ...numerics.kernels.triton_gate import usable
-from ...numerics.scaling import ROWS, rolled_delayed_states, rolled_window_states
+from ...numerics.scaling import ROWS, Quantized, rolled_delayed_states, rolled_window_states
 from ...numerics.sharded_tensor import local_part
 from ..counts import DGRAD, KINDS, ProductCounts, inside_backward
 from ..fields import LEVELS, NATIVE_FIELDS
@@ -102,6 +102,9 @@ class NativeCompute(Compute):
         if recipe.fp8_params:
             freeze(root, dict(self._layers(root)))
 
+    def takes_block_codes(self, recipe: Recipe) -> bool:
+        return bool(recipe.fp8_params) and recipe.scaling == "blockwise"
+
     def keep_weight_casts(self, root: nn.Module, keep: bool) -> None:
         for shared in self._shared(root):
             shared.keeps_weights = keep
@@ -142,6 +145,9 @@ class NativeCompute(Compute):
         stays = module.fp8_shared.keeps_weights and rule.scaling != "delayed"
         is_the_same = for_dgrad and (isinstance(module, FP8ExpertWeight) or not usable(weight.data))
         return float(for_dgrad) + float(stays and not is_the_same)
+
+    def weight_codes(self, module: FP8Linear | FP8ExpertWeight) -> Quantized | None:
+        return module.weight_codes() if isinstance(module, FP8Linear) else None
 
     def scaling_state(self, root: nn.Module) -> dict[str, torch.Tensor]:
         return {name: layer.fp8_scaling.detach().clone() for name, layer in self._stateful_layers(root)}

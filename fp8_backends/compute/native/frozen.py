@@ -1,7 +1,8 @@
 """Frozen FP8 weights of `native`: E4M3 codes with one scale, 1 byte an element.
 
 The products read the codes as they lie, so nothing is cast in a step. The scale is a power of two, so that FP32 and
-bf16 hold every value exactly: a saved weight that is loaded again is the same to the bit.
+bf16 hold every value exactly: a saved weight that is loaded again is the same to the bit. Codes that come from an FP8
+checkpoint with a scale for 128 x 128 values (`BlockCodes`) stay what they are, for the rule that has such blocks.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from ...numerics.block_codes import BlockCodes
 from ...numerics.parameter_swap import swap
 from ...numerics.scaled_tensor import ScaledTensor, quantize
 from .. import frozen_weights
@@ -18,7 +20,7 @@ from .. import frozen_weights
 
 def is_frozen(weight: torch.Tensor) -> bool:
     """Whether this is a frozen FP8 weight."""
-    return isinstance(weight, ScaledTensor)
+    return isinstance(weight, (ScaledTensor, BlockCodes))
 
 
 def freeze(root: nn.Module, layers: Mapping[str, nn.Linear]) -> None:

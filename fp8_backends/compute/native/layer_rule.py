@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from ...numerics.block_codes import BlockCodes
 from ...numerics.formats import Format
 from ...numerics.kernels.quantize import dispatch as quantization
 from ...numerics.kernels.quantize.layouts import DYNAMIC, POWER_OF_TWO, WINDOW, Layouts
@@ -118,17 +119,23 @@ class Stored(NamedTuple):
     data: torch.Tensor
     """FP32, bf16 or fp16; of a `ScaledTensor` FP16 or FP8."""
     scale_inv: torch.Tensor | None
-    """FP32, 0-dimensional; None: the data are the values."""
+    """FP32, 0-dimensional, or one for each block of SQUARES; None: the data are the values."""
 
     @classmethod
     def of(cls, weight: torch.Tensor) -> Stored:
+        if isinstance(weight, BlockCodes):
+            return cls(*weight.parts)
         if not isinstance(weight, ScaledTensor):
             return cls(weight.detach(), None)
         assert not weight.block_size, "a weight has one scale"
         return cls(weight._data, weight._scale_inv)
 
     def values(self, dtype: torch.dtype) -> torch.Tensor:
-        return self.data.to(dtype) if self.scale_inv is None else (self.data.float() * self.scale_inv).to(dtype)
+        if self.scale_inv is None:
+            return self.data.to(dtype)
+        if self.scale_inv.dim():
+            return SQUARES.dequantize(Quantized(*self), dtype)
+        return (self.data.float() * self.scale_inv).to(dtype)
 
     def is_in(self, fmt: Format) -> bool:
         """Whether these are FP8 codes already, which are multiplied as they are."""
@@ -151,6 +158,8 @@ class Stored(NamedTuple):
         every block."""
         if self.is_in(fmt):
             codes = self.data.t() if transposed else self.data
+            if self.scale_inv.dim():  # those of a checkpoint, which lie in SQUARES
+                return Quantized(codes, self.scale_inv.t().contiguous() if transposed else self.scale_inv)
             return Quantized(codes, blocks.repeated(self.scale_inv, codes.shape))
         layouts = quantization.quantize_blocks(
             self.data, blocks, fmt, not transposed, transposed, stored_scale_inv=self.scale_inv

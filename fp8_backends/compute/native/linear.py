@@ -9,6 +9,7 @@ from torch import nn
 from ...numerics.kernels.quantize.layouts import Layouts
 from ...numerics.parameter_swap import belongings_kept
 from ...numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT, Quantized, new_delayed_state, new_window_state
+from ...numerics.sharded_tensor import is_distributed
 from ..counts import inside_backward
 from ..frozen_weights import check_running
 from ..interface import COMPUTE_DTYPES
@@ -104,6 +105,18 @@ class FP8Linear(nn.Linear):
         if rule.scaling == "delayed":
             return weight.quantized(fmt, rule, state, for_dgrad)  # its scale moves with every forward
         return self.fp8_shared.of_weight(self, (rule, fmt), lambda: weight.quantized(fmt, rule, state, for_dgrad))
+
+    @torch.no_grad()
+    def weight_codes(self) -> Quantized | None:
+        """The codes that forward multiplies by now; None where the recipe keeps it in high precision, or the weight is
+        sharded."""
+        rule, weight = self.fp8_rule, self.weight
+        if rule.high_precision[FPROP] or is_distributed(weight):
+            return None
+        stored = Stored.of(weight)
+        if stored.is_in(rule.forward_format):
+            return Quantized(*stored)
+        return stored.quantized(rule.forward_format, rule, self._state, columns=False).along_columns()
 
     def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

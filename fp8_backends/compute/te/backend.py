@@ -22,6 +22,7 @@ from torch import nn
 from ...errors import BackendUnavailableError, FP8BackendError, RecipeError
 from ...numerics.modules import plain_name
 from ...numerics.scaled_tensor import ScaledTensor
+from ...numerics.scaling import Quantized
 from ...numerics.sharded_tensor import local_part
 from .. import hardware
 from ..counts import WGRAD
@@ -168,8 +169,12 @@ class TransformerEngineCompute(Compute):
         if recipe.fp8_params or (module.te_fsdp2 and not scaled):
             return 0.0  # the weight itself; or made anew in backward
         one_scale = recipe.scaling in ONE_SCALE
-        are_the_weight = one_scale and scaled and weight._data.dtype == torch.float8_e4m3fn
-        return float(not are_the_weight) + float(not one_scale or transposed_copies())
+        return float(not _is_its_codes(weight, recipe)) + float(not one_scale or transposed_copies())
+
+    def weight_codes(self, module: TELinear) -> Quantized | None:
+        weight = module.weight
+        is_known = _is_its_codes(weight, module.te_state.recipe)
+        return Quantized(weight._data, weight._scale_inv) if is_known else None
 
     def scaling_state(self, root: nn.Module) -> dict[str, torch.Tensor]:
         return {
@@ -214,6 +219,14 @@ def load() -> Any:
             f"te cannot run here: {explained.reason}. Fix: {explained.fix}, or {_INSTEAD}"
         ) from error
     return te
+
+
+def _is_its_codes(weight: torch.Tensor, recipe: Recipe) -> bool:
+    """Whether TransformerEngine multiplies what this weight is stored as (`weights.for_te`)."""
+    from .weights import ONE_SCALE
+
+    is_scaled = isinstance(weight, ScaledTensor)
+    return is_scaled and recipe.scaling in ONE_SCALE and weight._data.dtype == torch.float8_e4m3fn
 
 
 def _has_compiled_part() -> bool:

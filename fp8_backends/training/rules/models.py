@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from ...compute.frozen_weights import TRAINS
 from ...recipes.handlers import Recipe
+from .. import quantized_layers
 from .setup import Rule, Setup, number
 
 SMALLEST_MEASURED = 10**9
@@ -162,6 +163,13 @@ MODEL_RULES = (
         "error",
         lambda s: s.recipe.fp8_params and s.linear_trains,
         *TRAINS,
+    ),
+    Rule(
+        "fp8_checkpoint_trains",
+        "error",
+        lambda s: bool(s.codes_that_train),
+        *quantized_layers.TRAINS,
+        lambda s: _named(list(s.codes_that_train)),
     ),
     Rule(
         "quantized_base",

@@ -87,6 +87,8 @@ class Setup:
     """(in_features, out_features) of the layers that would run in FP8; empty without a model."""
     linear_trains: bool = False
     """Whether a layer that FP8 takes has a weight that trains; False without a model."""
+    codes_that_train: tuple[str, ...] = ()
+    """Names of layers that an FP8 checkpoint stores as codes, and that are not frozen."""
     expected: ConversionReport | None = None
     """What conversion would do to the model; None without one."""
     only_weights_train: bool = False

@@ -47,8 +47,10 @@ def dequantize(q: Quantized, blocks: Blocks, dtype: torch.dtype) -> torch.Tensor
     """`blocks.dequantize(q, dtype)` of codes that are row-major or column-major, in the same layout. bf16 or FP32."""
     transposed = not q.codes.is_contiguous()
     codes, scale_inv = (q.codes.t(), q.scale_inv.t()) if transposed else q
-    scale_inv = (e8m0_values(scale_inv) if scale_inv.dtype == torch.uint8 else scale_inv).to(dtype)
-    values = cpu_casts.decoded(codes, dtype)
+    scale_inv = e8m0_values(scale_inv) if scale_inv.dtype == torch.uint8 else scale_inv
+    if ((scale_inv.to(dtype) != scale_inv) & ~scale_inv.isnan()).any():
+        return dequantize(q, blocks, torch.float32).to(dtype)  # bf16 would round such a scale, and the values again
+    values, scale_inv = cpu_casts.decoded(codes, dtype), scale_inv.to(dtype)
     height, width = _size(blocks, codes.shape, transposed)
     for rows, bands in _parts(values.shape, height):
         _times(values[rows], scale_inv[bands], width)

@@ -1,0 +1,144 @@
+"""FP8 checkpoints that several ranks write: all call `export`, the first writes, and every rank may read at once."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from ranks import main
+from safetensors.torch import load_file
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.integrations.finegrained_fp8 import FP8Linear
+
+import fp8_backends
+from fp8_backends.errors import FP8BackendError
+from fp8_backends.numerics.sharded_tensor import dequantize_shards, is_distributed
+
+
+def llama(inner: int = 128) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": inner, "num_attention_heads": 2, "num_hidden_layers": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes)).train()
+
+
+def in_fsdp2(model):
+    for block in model.model.layers:
+        fully_shard(block)
+    return fully_shard(model)
+
+
+def trained(spec, wrap, **sizes):
+    """(wrapped model, optimizer) after two steps, each rank with rows of its own."""
+    model = llama(**sizes)
+    fp8_backends.prepare(model, None, spec)
+    model = wrap(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    fp8_backends.prepare(model, optimizer, spec)
+    for step in range(2):
+        ids = (torch.arange(16).unsqueeze(0) * 7 + dist.get_rank() + step) % 64
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def folder() -> Path:
+    """One new folder for all ranks."""
+    made = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(made)
+    return Path(made[0])
+
+
+def same(a, b):
+    return torch.equal(a.view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def check_ddp_writes_the_codes_that_every_rank_has_where_masters_are_shared_out():
+    model, _ = trained("msamp:O3", DistributedDataParallel)
+    to = folder()
+    result = fp8_backends.export(model, to)
+    assert len(result.exact) == 14
+    tensors = load_file(to / "model.safetensors")
+    for name in result.exact:
+        codes = model.module.get_submodule(name).weight_codes()
+        assert same(tensors[f"{name}.weight"], codes.codes)
+        assert (tensors[f"{name}.weight_scale_inv"] == codes.scale_inv).all()
+    assert AutoModelForCausalLM.from_pretrained(to).dtype == torch.float32
+
+
+def check_a_weight_that_the_format_cannot_hold_needs_its_master():
+    model, optimizer = trained("msamp:O3", DistributedDataParallel, inner=257)
+    to = folder()
+    try:
+        fp8_backends.export(model, to)
+        raise AssertionError("the masters lie on other ranks")
+    except FP8BackendError as error:
+        assert "enter fp8_backends.whole_states(optimizer)" in str(error)
+    with fp8_backends.whole_states(optimizer):
+        result = fp8_backends.export(model, to)
+    assert len(result.exact) == 8 and "equal blocks" in result.high_precision["model.layers.0.mlp.up_proj"]
+
+
+def check_fsdp2_rounds_the_whole_weights_as_one_process_does():
+    for spec in ("native:blockwise", "msamp:O3"):
+        model, _ = trained(spec, in_fsdp2)
+        to = folder()
+        result = fp8_backends.export(model, to / "sharded")
+        assert len(result.rounded) == 14 and set(result.rounded.values()) == {"it is sharded"}
+        whole = {
+            name: dequantize_shards(p).full_tensor() if is_distributed(p) else p.detach()
+            for name, p in model.named_parameters()
+        }
+        alone = llama()
+        alone.load_state_dict(whole)
+        fp8_backends.prepare(alone, None, "native:blockwise")
+        fp8_backends.export(alone, to / "alone")
+        sharded, expected = (load_file(to / name / "model.safetensors") for name in ("sharded", "alone"))
+        assert sharded.keys() == expected.keys() and all(same(sharded[name], expected[name]) for name in sharded)
+
+
+class Adapted(torch.nn.Module):
+    """A frozen layer of an FP8 checkpoint behind one that trains. Each rank has made codes of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.adapter, self.base = torch.nn.Linear(200, 200), FP8Linear(200, 136, block_size=(128, 128))
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        self.base.weight.data.copy_(torch.randn(136, 200, generator=generator))
+        self.base.weight_scale_inv.data.copy_(torch.rand(2, 2, generator=generator))
+        self.base.requires_grad_(False)
+
+    def forward(self, x):
+        return self.base(self.adapter(x))
+
+
+def check_ddp_trains_adapters_over_the_codes_of_the_first_rank():
+    spec = fp8_backends.NativeRecipeKwargs(scaling="blockwise", fp8_params=True, exclude=["adapter"])
+    model = Adapted()
+    first = [each.detach().clone() for each in (model.base.weight, model.base.weight_scale_inv)]
+    for each in first:
+        dist.broadcast(each.view(torch.uint8), 0)
+    fp8_backends.prepare(model, None, spec)
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.adapter.parameters(), lr=1e-2)
+    fp8_backends.prepare(ddp, optimizer, spec)
+    losses = []
+    for _ in range(3):
+        x = torch.randn(8, 200, generator=torch.Generator().manual_seed(dist.get_rank()))
+        loss = ddp(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[2] < losses[0]
+    assert all(same(each, part) for each, part in zip(first, model.base.weight.parts, strict=True))
+
+
+if __name__ == "__main__":
+    main(globals())

@@ -1,0 +1,278 @@
+"""Models that come from an FP8 checkpoint: refused, made plain, or left frozen; and what is saved of them."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from expert_families import build
+from tiny_checkpoints import IDS, config_of, llama, load, logits, same_bits, stored, train, trained, values, values_of
+from torch import nn
+
+import fp8_backends
+from fp8_backends import FP8BackendError, RecipeError
+from fp8_backends.numerics.formats import E4M3
+from fp8_backends.numerics.kernels import reference
+from fp8_backends.training import checkpoint_formats, proof
+from fp8_backends.training.auditing import count_products
+from fp8_backends.training.conversion import prepared_roots, restore
+
+
+def logits_of(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=IDS).logits
+
+
+def with_fp8_linear(model: nn.Module, block=(128, 128)) -> nn.Module:
+    """A copy as transformers loads it on a GPU: its Linear layers are `FP8Linear`, with random scales."""
+    from transformers import FineGrainedFP8Config
+    from transformers.integrations.finegrained_fp8 import FP8Linear, replace_with_fp8_linear
+
+    quantized = copy.deepcopy(model)
+    config = FineGrainedFP8Config(weight_block_size=block)
+    replace_with_fp8_linear(quantized, ["lm_head"], config, pre_quantized=True)
+    for name, layer in quantized.named_modules():
+        if isinstance(layer, FP8Linear):
+            weight = model.get_submodule(name).weight.detach()
+            layer.weight = nn.Parameter((weight * 1000).clamp(-448, 448).to(torch.float8_e4m3fn))
+            scales = torch.rand(layer.weight_scale_inv.shape) * 1e-3
+            layer.weight_scale_inv = nn.Parameter(scales.to(layer.weight_scale_inv.dtype))
+    return quantized
+
+
+@pytest.mark.parametrize("block", [(128, 128), None])
+def test_fp8_linear_becomes_plain_and_trains(block):
+    quantized = with_fp8_linear(llama(hidden=192, inner=320), block)
+    layer = quantized.model.layers[1].mlp.up_proj
+    held = {"weight": layer.weight, "codes": layer.weight.detach().clone(), "scales": layer.weight_scale_inv.detach()}
+    with pytest.raises(RecipeError, match=r"0.self_attn.q_proj and 13 more: .* would never train.*dequantize\(model\)"):
+        fp8_backends.prepare(quantized, None, "native:dynamic")
+    names = fp8_backends.dequantize(quantized)
+    assert len(names) == 14 and "model.layers.1.mlp.up_proj" in names
+    assert quantized.model.layers[1].mlp.up_proj is layer and layer.weight is held["weight"]
+    assert type(layer) is nn.Linear and layer.__dict__.keys() == nn.Linear(1, 1).__dict__.keys()
+    assert torch.equal(layer.weight, values(held["codes"], held["scales"])) and layer.weight.dtype == torch.float32
+    assert [name for name, _ in quantized.named_parameters()] == [name for name, _ in llama().named_parameters()]
+    assert fp8_backends.dequantize(quantized) == []
+    losses = train(quantized, "msamp:O3", 3)
+    assert losses[2] < losses[0] and len(fp8_backends.audit(quantized).products) == 14
+
+
+def test_plain_weights_have_the_dtype_of_the_model_or_the_one_given():
+    for given, expected in ((None, torch.bfloat16), (torch.float32, torch.float32)):
+        quantized = with_fp8_linear(llama())
+        for parameter in (quantized.model.embed_tokens.weight, *quantized.model.norm.parameters()):
+            parameter.data = parameter.data.bfloat16()
+        fp8_backends.dequantize(quantized, given)
+        assert quantized.model.layers[0].mlp.up_proj.weight.dtype == expected
+
+
+def test_frozen_fp8_linear_is_named_for_what_it_is():
+    """Under adapters it stays: FP8 that this package neither makes nor proves, and no high precision."""
+    quantized = with_fp8_linear(llama())
+    for name, parameter in quantized.named_parameters():
+        parameter.requires_grad_("_proj" not in name)
+    recipe = fp8_backends.NativeRecipeKwargs(include=["lm_head"])
+    fp8_backends.prepare(quantized, None, recipe)
+    audit = fp8_backends.audit(quantized)
+    assert len(audit.foreign_fp8) == 14 and not audit.high_precision and list(audit.products) == ["lm_head"]
+    assert all(reason.startswith("FP8Linear of transformers") for reason in audit.foreign_fp8.values())
+    assert "in FP8 of others" in str(audit) and "in high precision" not in str(audit)
+    ((_, root, prepared),) = prepared_roots(quantized)
+    line = proof.proof_line(root, prepared, count_products(root, prepared))
+    assert "0/1 Linear (beside 14 FP8Linear of transformers)" in line
+    assert not fp8_backends.audit(with_fp8_linear(llama())).high_precision.keys() & audit.foreign_fp8.keys()
+
+
+FROZEN = {"scaling": "blockwise", "fp8_params": True}
+
+
+def with_lora(model: nn.Module) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(r=8, lora_alpha=64, target_modules="all-linear"))
+
+
+def codes_in(model: nn.Module) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Codes and scales of the frozen layers below adapters, by the name without them."""
+    layers = ((name, layer) for name, layer in model.named_modules() if name.endswith(".base_layer"))
+    weights = {name.removesuffix(".base_layer"): layer.weight for name, layer in layers}
+    assert all(type(weight).__name__ == "BlockCodes" for weight in weights.values())
+    return {name: (weight._data, weight._scale_inv) for name, weight in weights.items()}
+
+
+@pytest.mark.parametrize("sizes", [(256, 384), (192, 320)])
+def test_adapters_train_over_codes_that_stay_to_the_bit(sizes):
+    quantized = with_fp8_linear(llama(*sizes))
+    before = {
+        f"base_model.model.{name}": (layer.weight.detach().clone(), layer.weight_scale_inv.detach().clone())
+        for name, layer in quantized.named_modules()
+        if type(layer).__name__ == "FP8Linear"
+    }
+    model = with_lora(quantized)
+    losses = train(model, fp8_backends.NativeRecipeKwargs(**FROZEN), 4)
+    assert losses[3] < losses[0]
+    audit = fp8_backends.audit(model)
+    assert len(audit.products) == 14 and not audit.foreign_fp8
+    assert all(count["fprop"] == 4 and count["wgrad"] == 0 for count in audit.products.values())
+    assert audit.bytes_per_element["weight"] == pytest.approx(1, abs=0.001)
+    model.load_state_dict(copy.deepcopy(model.state_dict()))
+    found = codes_in(model)
+    assert found.keys() == before.keys()
+    assert all(same_bits(a, b) for name in before for a, b in zip(found[name], before[name], strict=True))
+    state, plain = model.state_dict(), logits_of(model)
+    assert {type(value) for value in state.values()} == {torch.Tensor}
+    with pytest.raises(FP8BackendError, match=r"restore\(model\) makes weights plain, to merge"):
+        model.merge_and_unload()
+    restore(model)
+    assert torch.equal(logits_of(model), plain) and len(state) == len(model.state_dict())
+    assert (logits_of(model.merge_and_unload()) - plain).abs().max() < 1e-4
+
+
+def test_products_of_codes_are_those_of_their_values():
+    """Against FP64 over the reference's codes of what is quantized here: up to FP32 sums, and one rounding of values to
+    bf16 where bf16 multiplies."""
+    from transformers.integrations.finegrained_fp8 import FP8Linear
+
+    torch.manual_seed(0)
+    layer = FP8Linear(300, 200, block_size=(128, 128))
+    layer.weight.data.copy_(torch.randn(200, 300) * 50)
+    layer.weight_scale_inv.data.uniform_(1e-3, 2e-3)
+    weight = values(layer.weight.detach(), layer.weight_scale_inv.detach()).double()
+    model = nn.Sequential(layer).requires_grad_(False)
+    fp8_backends.prepare(model, None, fp8_backends.NativeRecipeKwargs(**FROZEN))
+    for dtype, bound in ((torch.float32, 2**-20), (torch.bfloat16, 2**-7)):
+        x, dy = torch.randn(5, 300, dtype=dtype, requires_grad=True), torch.randn(5, 200, dtype=dtype)
+        y = model(x)
+        y.backward(dy)
+        x8, dy8 = (
+            reference.dequantize_blocks(*reference.quantize_blocks(each.detach(), E4M3, 1, 128), 1, 128).double()
+            for each in (x, dy)
+        )
+        assert ((y - x8 @ weight.t()).abs() <= bound * (x8.abs() @ weight.abs().t())).all()
+        assert ((x.grad - dy8 @ weight).abs() <= bound * (dy8.abs() @ weight.abs())).all()
+
+
+def test_codes_of_compressed_tensors_stay_as_well(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    fp8_backends.export(trained("native:blockwise"), tmp_path, "compressed-tensors")
+    model = with_lora(AutoModelForCausalLM.from_pretrained(tmp_path))
+    losses = train(model.train(), fp8_backends.NativeRecipeKwargs(**FROZEN), 3)
+    tensors = stored(tmp_path)
+    found = codes_in(model)
+    assert losses[2] < losses[0] and len(found) == 14
+    for name, (codes, scales) in found.items():
+        own = name.removeprefix("base_model.model.")
+        assert same_bits(codes, tensors[f"{own}.weight"]) and torch.equal(scales, tensors[f"{own}.weight_scale"])
+
+
+def test_other_layers_with_codes_are_refused_with_a_way_out():
+    from transformers.integrations.finegrained_fp8 import FP8Experts
+
+    quantized = with_fp8_linear(llama())
+    quantized.model.layers[0].mlp.up_proj.weight_scale_inv = nn.Parameter(torch.ones(5, 5))
+    with pytest.raises(FP8BackendError, match=r"up_proj, FP8Linear.*\(5, 5\) do not go with.*FineGrainedFP8Config"):
+        fp8_backends.dequantize(quantized)
+    assert type(quantized.model.layers[0].self_attn.q_proj).__name__ == "FP8Linear", "nothing has changed"
+    experts = FP8Experts.__new__(FP8Experts)
+    nn.Module.__init__(experts)
+    experts.gate_up_proj = nn.Parameter(torch.zeros(2, 4, 4).to(torch.float8_e4m3fn), requires_grad=False)
+    with pytest.raises(FP8BackendError, match="FP8Experts of transformers.*dequantize=True"):
+        fp8_backends.dequantize(nn.Sequential(experts))
+    with pytest.raises(FP8BackendError, match=r"call\s+fp8_backends.dequantize\(model\) before prepare"):
+        fp8_backends.export(quantized, "nowhere")
+
+
+def test_what_transformers_dequantized_is_saved_plain(tmp_path):
+    """Without a GPU it dequantizes while it loads, and `save_pretrained` would write codes that nothing announces."""
+    fp8_backends.export(trained("native:blockwise"), tmp_path / "fp8")
+    for name, made_plain in (
+        ("prepared", lambda model: fp8_backends.prepare(model, None, "native:dynamic")),
+        ("dequantized", fp8_backends.dequantize),
+    ):
+        model = load(tmp_path / "fp8")
+        made_plain(model)
+        model.save_pretrained(tmp_path / name)
+        assert {tensor.dtype for tensor in stored(tmp_path / name).values()} == {torch.float32}
+        assert "quantization_config" not in config_of(tmp_path / name)
+        again = type(model).from_pretrained(tmp_path / name)
+        assert all(torch.equal(again.state_dict()[key], value) for key, value in model.state_dict().items())
+
+
+@pytest.fixture
+def loads_codes(monkeypatch):
+    """A stub for a GPU that multiplies FP8: transformers asks for one before it loads `FP8Linear`."""
+    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+
+    monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda *args, **kwargs: None)
+
+
+@pytest.mark.parametrize(("spec", "sizes"), [("native:blockwise", (256, 384)), ("msamp:O3", (192, 320))])
+def test_a_gpu_loads_the_very_codes_and_they_become_the_same_values(spec, sizes, loads_codes, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    hidden, inner = sizes
+    result = fp8_backends.export(trained(spec, hidden=hidden, inner=inner), tmp_path)
+    model, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report.values()), report
+    layers = {name: layer for name, layer in model.named_modules() if type(layer).__name__ == "FP8Linear"}
+    assert list(layers) == result.exact and type(model.lm_head) is nn.Linear
+    tensors = stored(tmp_path)
+    for name, layer in layers.items():
+        assert same_bits(layer.weight.detach(), tensors[f"{name}.weight"])
+        assert torch.equal(layer.weight_scale_inv, tensors[f"{name}.weight_scale_inv"])
+    assert fp8_backends.dequantize(model) == result.exact and not model.is_quantized
+    expected = values_of(tensors, "weight_scale_inv")
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in expected.items())
+    model.save_pretrained(tmp_path / "plain")
+    assert {tensor.dtype for tensor in stored(tmp_path / "plain").values()} == {torch.float32}
+    assert "quantization_config" not in config_of(tmp_path / "plain")
+    assert len(train(model.train(), spec, 1)) == 1
+
+
+def test_a_gpu_leaves_experts_alone_that_are_no_codes(loads_codes, tmp_path):
+    model = build("mixtral")
+    fp8_backends.prepare(model, None, "native:dynamic")
+    result = fp8_backends.export(model, tmp_path)
+    loaded, report = type(model).from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report.values()), report
+    assert type(loaded.model.layers[0].mlp.experts) is type(build("mixtral").model.layers[0].mlp.experts)
+    assert fp8_backends.dequantize(loaded) == result.exact
+
+
+@pytest.mark.parametrize("spec", ["native:blockwise", "native:rowwise", "msamp:O3"])
+def test_layers_of_compressed_tensors_become_plain_and_train(spec, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    result = fp8_backends.export(trained(spec), tmp_path, "compressed-tensors")
+    plain, model = load(tmp_path, "compressed-tensors"), AutoModelForCausalLM.from_pretrained(tmp_path)
+    with pytest.raises(RecipeError, match="13 more: .* would never train"):
+        fp8_backends.prepare(model, None, "native:dynamic")
+    assert fp8_backends.dequantize(model) == result.exact
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    assert torch.equal(logits(model), logits(plain)), "its activations are not rounded any more"
+    losses = train(model.train(), spec, 3)
+    assert losses[2] < losses[0] and not model.is_quantized
+    model.save_pretrained(tmp_path / "plain")
+    assert {tensor.dtype for tensor in stored(tmp_path / "plain").values()} == {torch.float32}
+
+
+def test_layers_that_compressed_tensors_has_decompressed_are_not_made_plain(tmp_path):
+    """Its first forward turns codes into frozen weights and wraps every module."""
+    from transformers import AutoModelForCausalLM
+
+    fp8_backends.export(trained("msamp:O3"), tmp_path, "compressed-tensors")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    logits(model)
+    with pytest.raises(FP8BackendError, match="decompressed it in a forward, and frozen it; load the checkpoint with"):
+        fp8_backends.dequantize(model)
+
+
+def test_rounding_gives_each_grid_its_own_scales():
+    weight = torch.randn(200, 300) * torch.logspace(-3, 3, 200).unsqueeze(1)
+    for grid, shape in (("tensor", ()), ("channel", (200, 1)), ("block", (2, 3))):
+        codes = checkpoint_formats.rounded(weight, grid)
+        assert codes.scale_inv.shape == shape and checkpoint_formats.grid_of(codes) == grid
