@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from accelerate import Accelerator
-from accelerate.utils import DeepSpeedPlugin, DistributedType, DynamoBackend
+from accelerate.utils import DDPCommunicationHookType, DeepSpeedPlugin, DistributedType, DynamoBackend
 from torch import nn
 
 from ..announcement import is_main_process
@@ -28,6 +28,7 @@ def setup_of(accelerator: Accelerator) -> Setup:
         world_size=accelerator.num_processes,
         zero_stage=3 if deepspeed and deepspeed.hf_ds_config.is_zero3() else None,
         engine_bf16=_runs_in_bf16(deepspeed) if deepspeed else None,
+        comm_hook=_comm_hook(accelerator),
     )
 
 
@@ -40,6 +41,11 @@ def _parallel(accelerator: Accelerator) -> Parallel | None:
         DistributedType.MEGATRON_LM: "megatron",
     }
     return engines.get(accelerator.distributed_type, "ddp" if accelerator._wraps_in_ddp else None)
+
+
+def _comm_hook(accelerator: Accelerator) -> str | None:
+    hook = accelerator.ddp_handler.comm_hook if accelerator.ddp_handler is not None else DDPCommunicationHookType.NO
+    return None if hook == DDPCommunicationHookType.NO else str(getattr(hook, "value", hook))
 
 
 def _compiled(accelerator: Accelerator) -> Compiled | None:

@@ -30,7 +30,7 @@ from ..compute import hardware
 from ..errors import FP8BackendError, RecipeError
 from ..recipes.handlers import Recipe
 from ..states import original
-from ..training import conversion, preparation, rules
+from ..training import conversion, preparation, proof, rules
 from ..training.conversion import weight_products
 from ..training.weight_products import FP8
 from . import checkpoint, checks, deepspeed, fsdp2
@@ -87,6 +87,8 @@ class FP8Mixin(_RunTimeClass):
     """What runs around FP8 here: "bf16", "fp16" or "fp32"."""
     fp8_state_in_files: bool = False
     """Whether `save_state` or `load_state` is running."""
+    fp8_accumulates: bool = False
+    """Whether a further microbatch is to be added to the gradients of the last backward."""
     fp8_engine_steps: deepspeed.EngineSteps | None = None
     """The steps of the DeepSpeed engine, once there is one."""
 
@@ -251,14 +253,35 @@ class FP8Mixin(_RunTimeClass):
         return [model for model in self._models if any(id(p) in trained for p in model.parameters())]
 
     def backward(self, loss, **kwargs):
-        """Run Accelerate's backward, and cast weight gradients that microbatches accumulated once, when complete."""
-        result = super().backward(loss, **kwargs)
+        """Run Accelerate's backward, and cast weight gradients that microbatches accumulated once, when complete. Of a
+        loop that adds microbatches up by itself nobody knows the last one: the optimizer's step casts them."""
+        try:
+            result = super().backward(loss, **kwargs)
+        except BaseException:
+            proof.begin_anew(self._models)
+            raise
+        if kwargs.get("learning_rate") is not None and self.has_lomo_optimizer:
+            self._stepped_in_backward()
         if deepspeed.in_use(self):
             deepspeed.after_backward(self)
-        if self.fp8_recipe.level != "O0" and self.sync_gradients:
-            for model in self._models:
-                preparation.finish_accumulation(model)
+        if self.fp8_recipe.level != "O0":
+            if self.sync_gradients and self.fp8_accumulates:
+                for model in self._models:
+                    preparation.finish_accumulation(model)
+            self.fp8_accumulates = not self.sync_gradients
         return result
+
+    def _stepped_in_backward(self) -> None:
+        """Call the hooks that follow a step: LOMO makes its steps inside backward, and its `step` is never called."""
+        for optimizer in filter(lambda each: hasattr(each, "fused_backward"), map(_innermost, self._optimizers)):
+            for hook in list(optimizer._optimizer_step_post_hooks.values()):
+                hook(optimizer, (), {})
+
+    @contextmanager
+    def profile(self, profile_handler=None):
+        """Profile as Accelerate does. A proof that needs a profiler itself waits until this one has ended."""
+        with proof.profiler_elsewhere(self._models), super().profile(profile_handler) as profiler:
+            yield profiler
 
     # Checkpoints and export
 

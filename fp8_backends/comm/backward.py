@@ -16,6 +16,7 @@ not the newest amax alone: microbatches that did not travel may have rolled it d
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -54,6 +55,8 @@ class BackwardPass:
         """In the order in which they finish."""
         self.expected = False
         """Whether the gradients of the last forward travel."""
+        self.stayed: Callable[[], nn.Module | None] = _nowhere
+        """The module whose last forward said that its gradients stay at home."""
         self.running = False
         # not a decorator, since importing the compiler takes a second
         self._after_forward = torch.compiler.disable(_after_forward)
@@ -72,6 +75,15 @@ class BackwardPass:
             _call_when_backward_ends(self._end)
             self.running = True
 
+    def begin_if_triggered(self, gradient: torch.Tensor | None = None) -> None:
+        if self.triggered:
+            self.begin()
+
+    @property
+    def triggered(self) -> bool:
+        """Whether gradients travel although the last forward said that they would not."""
+        return False
+
     def _end(self) -> None:
         try:
             for collective in self.collectives:
@@ -79,11 +91,11 @@ class BackwardPass:
         except BaseException:
             self.reset()
             raise
-        self.running = self.expected = False
+        self.running, self.expected, self.stayed = False, False, _nowhere
 
     def reset(self) -> None:
         """Forget a backward pass that raised before its end."""
-        self.running = self.expected = False
+        self.running, self.expected, self.stayed = False, False, _nowhere
         for collective in self.collectives:
             collective.reset()
 
@@ -99,10 +111,14 @@ def _after_forward(backward: BackwardPass, module: nn.Module, output: Any) -> No
     if backward.running and torch._C._current_graph_task_id() == -1:
         backward.reset()  # this forward runs outside any backward, so the last backward did not reach its end
     backward.expected = backward.travels(module)
-    if backward.expected:
-        for tensor in _tensors(output):
-            if tensor.grad_fn is not None:
-                tensor.register_hook(backward.begin)
+    backward.stayed = _nowhere if backward.expected else weakref.ref(module)
+    for tensor in _tensors(output):
+        if tensor.grad_fn is not None:
+            tensor.register_hook(backward.begin if backward.expected else backward.begin_if_triggered)
+
+
+def _nowhere() -> None:
+    """A reference to no module."""
 
 
 def _call_when_backward_ends(function: Callable[[], None]) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -36,9 +37,19 @@ ATTRIBUTES = (
     "process_group",
     "bucket_bytes_cap",
     "_comm_hooks",
+    "register_comm_hook",
+    "require_forward_param_sync",
     "_match_all_reduce_for_bwd_pass",
 )
 """What this file reads or extends of DDP."""
+
+HOOK_AT_A_LEVEL = (
+    "a communication hook of DDP sees no gradient of the weights in scaled precision (levels O1 to O3): these travel "
+    "by themselves, in E4M3 or in FP32 as gradient_comm says",
+    "leave the hook out (Accelerate: comm_hook of DistributedDataParallelKwargs), since gradients of a level travel at "
+    "a quarter of FP32's bytes already; or use the same backend without +msamp, whose gradients all pass the hook",
+)
+"""Reason and fix."""
 
 Watch = Callable[[nn.Parameter, Callable[[nn.Parameter], None]], None]
 """Gives a weight the one hook that sees its complete gradient, in the place of the one that it had."""
@@ -74,17 +85,19 @@ def connect(ddp: DistributedDataParallel, gradient_comm: str, watch: Watch, scal
     if by_hook:
         _register_hook(ddp, connection)
     connection.reduce(ddp, weights, gradient_comm, watch)
+    if connection.reducer is not None and ddp._comm_hooks:
+        _refuse_hooks(hook for hook, _ in ddp._comm_hooks)
     agree_after_backward(ddp, scaling_states, connection.group, _travels)
 
 
-def follow(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
-    """Tell a connected DDP which optimizer trains its scaled weights. Repeating it does nothing.
+def follow(optimizer: torch.optim.Optimizer) -> None:
+    """Tell each connected DDP whose scaled weights this optimizer trains about it. Repeating it does nothing.
 
     With uneven inputs, a rank that has run out of them makes no steps, and takes over the others' states in the end.
     """
-    connection = Connection.find(ddp)
-    if connection is not None and connection.reducer is not None:
-        connection.optimizers.add(optimizer)
+    for weight in (p for group in optimizer.param_groups for p in group["params"]):
+        if (connection := connection_of(weight)) is not None:
+            connection.optimizers.add(optimizer)
 
 
 class Connection(BackwardPass):
@@ -98,6 +111,13 @@ class Connection(BackwardPass):
         """Who owns masters and optimizer states, where each lies on one rank."""
         self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         """The optimizers that train the scaled weights."""
+
+    @property
+    def triggered(self) -> bool:
+        """Whether DDP itself reduces after a forward under `no_sync`: both flags are up then, as Accelerate's
+        `trigger_sync_in_backward` leaves them. A forward under `no_sync` takes the second down."""
+        ddp = self.stayed()
+        return ddp is not None and ddp.require_backward_grad_sync and ddp.require_forward_param_sync
 
     def reduce(self, ddp: DistributedDataParallel, weights: dict[str, nn.Parameter], comm: str, watch: Watch) -> None:
         """Take the gradients of those of these weights that train, from now on."""
@@ -129,6 +149,11 @@ class Connection(BackwardPass):
             if not is_source:
                 optimizer.load_state_dict({**optimizer.state_dict(), "state": message[0]})
 
+    def _end(self) -> None:
+        super()._end()
+        if self.owners is not None:
+            self.owners.at_home = False
+
     def joined_state(self) -> list[torch.Tensor]:
         """What a rank that has run out of inputs no longer changes."""
         agreements = [each for each in self.collectives if isinstance(each, Agreement)]
@@ -149,11 +174,14 @@ class GradientArrives:
 
     def __call__(self, weight: torch.Tensor) -> None:
         connection = self.connection()
-        if connection is not None and connection.expected:
+        if connection is not None and (connection.expected or connection.triggered):
             connection.begin()
         if connection is not None and connection.running:
             connection.reducer.add(self.index)
-        elif not isinstance(weight.grad, ScaledTensor):
+            return
+        if connection is not None and connection.owners is not None:
+            connection.owners.at_home = True
+        if not isinstance(weight.grad, ScaledTensor):
             # a microbatch whose gradient does not travel stays in FP32 until the last one is there: one rounding
             values, dtype = weight.grad.float(), weight.grad.dtype
             weight.grad = ScaledTensor(values, torch.ones((), device=values.device), dtype, accumulates=True)
@@ -207,8 +235,8 @@ def _install(ddp: DistributedDataParallel) -> Connection:
     ddp.register_forward_hook(connection)
     if cls is DistributedDataParallel:
         ddp.__class__ = ConnectedDDP
-    elif not isinstance(ddp, _Joins):
-        ddp.__class__ = type(cls.__name__, (_Joins, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+    elif not isinstance(ddp, _Connected):
+        ddp.__class__ = type(cls.__name__, (_Connected, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
     return connection
 
 
@@ -252,11 +280,24 @@ def _register_hook(ddp: DistributedDataParallel, connection: Connection) -> None
     ddp.register_comm_hook(HookState(connection.group, ddp.device), fp8_all_reduce)
 
 
-# Uneven inputs
+# A connected DDP: communication hooks, and uneven inputs
 
 
-class _Joins:
-    """The methods of DDP that `torch.distributed.algorithms.Join` calls on a rank that has run out of inputs."""
+def _refuse_hooks(hooks: Iterable[Callable]) -> NoReturn:
+    reason, fix = HOOK_AT_A_LEVEL
+    raise FP8BackendError(f"{', '.join(hook.__qualname__ for hook in hooks)}: {reason}. Fix: {fix}")
+
+
+class _Connected:
+    """What differs in a connected DDP: it takes no communication hook beside weights in scaled precision, and has
+    the methods that `torch.distributed.algorithms.Join` calls on a rank that has run out of inputs."""
+
+    def register_comm_hook(self, state: Any, hook: Callable) -> None:
+        """Do what DDP does. Raises `FP8BackendError` where a level's gradients would go round the hook."""
+        connection = Connection.find(self)
+        if connection is not None and connection.reducer is not None:
+            _refuse_hooks([hook])
+        super().register_comm_hook(state, hook)
 
     def join_hook(self, **kwargs) -> JoinHook:
         """Make DDP's hook. Raises `FP8BackendError` where FP8 traffic does not go with uneven inputs."""
@@ -291,7 +332,7 @@ class _Joins:
                 collective.finish(contributes=False)
 
 
-class ConnectedDDP(_Joins, DistributedDataParallel):
+class ConnectedDDP(_Connected, DistributedDataParallel):
     """A `DistributedDataParallel` that `connect` made carry FP8 gradients."""
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
+from ..errors import FP8BackendError
 from ..numerics.scaled_tensor import Elsewhere, stored_parts
 from .two_shot import all_gather
 
@@ -41,6 +42,8 @@ class SharedOut:
         self.group, self.rank = group, dist.get_rank(group)
         self.weights = list(weights)
         owners = assign([weight.numel() for weight in weights], dist.get_world_size(group))
+        self.at_home = False
+        """Whether gradients are here that have not travelled to the owners."""
         self._owner = {id(weight): owner for weight, owner in zip(weights, owners, strict=True)}
         for weight in self.weights:
             weight.settle()
@@ -49,6 +52,16 @@ class SharedOut:
 
     def owns(self, weight: torch.Tensor) -> bool:
         return self._owner.get(id(weight), self.rank) == self.rank
+
+    def refuse_local_step(self, *_) -> None:
+        """Step pre-hook of the optimizer. Raises `FP8BackendError` where gradients stayed on their ranks: the owner of a
+        weight would step with its own gradient alone, and everyone else's work would be lost."""
+        if self.at_home and any(weight.grad is not None for weight in self.weights):
+            raise FP8BackendError(
+                "the gradients of this step have not travelled between the ranks (no_sync, which LocalSGD uses), and "
+                "at level O3 each rank makes the steps of the weights that it owns: prepare with shard_states=False, "
+                "where every rank makes all of them, or let the last backward before each step synchronize"
+            )
 
     def drop(self, weight: torch.Tensor) -> None:
         if not self.owns(weight):

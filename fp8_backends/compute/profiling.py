@@ -35,6 +35,7 @@ PRODUCTS = frozenset({"aten::_scaled_mm", "aten::_scaled_mm_v2", "aten::_scaled_
 
 _BACKWARD_FUNCTION = 1  # torch::RecordScope::BACKWARD_FUNCTION
 _TRACING = ("PythonDispatchMode", "(dynamo_timed)")  # a compiler running operators on fake tensors
+_COMPILED, _ENGINE = "Torch-Compiled Region", "autograd::engine::"
 _MARK, _AGAIN = "fp8_backends:", ":again"
 _BEGIN = "fp8_backends, from here on"
 
@@ -119,7 +120,8 @@ class ProductProfile:
 
     def _count(self, events: list[_Event]) -> list[ProductCounts]:
         counts = [ProductCounts() for _ in self.layers]
-        unattributed: list[tuple[bool, list]] = []  # whether inside a backward, operand shapes
+        compiled: list[tuple[bool, list]] = []  # whether inside a backward, operand shapes
+        function_is_compiled = _compiled_functions(events)
         layer_of = _layers_by_sequence_number(events)
         products_of: Counter = Counter()  # products of each backward function so far
         for product in filter(_is_real_product, events):
@@ -133,11 +135,11 @@ class ProductProfile:
                 order, products_of[backward] = products_of[backward], products_of[backward] + 1
                 if order < len(kinds):
                     counts[index].add(kinds[order])
-            else:
+            elif _is_compiled(product, backward, function_is_compiled):  # any other belongs to another model
                 in_backward = any(parent.scope == _BACKWARD_FUNCTION for parent in _parents(product))
-                unattributed.append((in_backward, product.shapes()))
-        if unattributed:
-            self.by_shape = _count_by_shape(self.layers, counts, unattributed)
+                compiled.append((in_backward, product.shapes()))
+        if compiled:
+            self.by_shape = _count_by_shape(self.layers, counts, compiled)
         return counts
 
 
@@ -153,6 +155,14 @@ _thread = _Thread()
 def _running_profile() -> ProductProfile | None:
     started = _thread.profile and _thread.profile()
     return started if started and started.running else None
+
+
+def give_way() -> None:
+    """End the profile that runs in this thread without a result: somebody else's profiler is about to start, or
+    tensors that it holds on to are to be swapped."""
+    running = _running_profile()
+    if running is not None and not running.keep:
+        running.abandon()
 
 
 def foreign_profiler_runs() -> bool:
@@ -276,6 +286,26 @@ def _layers_by_sequence_number(events: list[_Event]) -> dict[tuple[int, int], in
             if range_ is not None:
                 layers[event.thread, event.sequence_nr] = _read_mark(range_.name)[0]
     return layers
+
+
+def _compiled_functions(events: list[_Event]) -> dict[tuple[int, int], bool]:
+    """By (thread, sequence number) of the functions that forwards made: whether compiled code made them."""
+    numbered = (each for each in events if each.sequence_nr >= 0 and each.scope != _BACKWARD_FUNCTION)
+    return {
+        (event.thread, event.sequence_nr): _is_inside_compiled_code(event)
+        for event in numbered  # later ones win, as above
+        if not event.name.startswith(_ENGINE)
+    }
+
+
+def _is_compiled(product: _Event, backward: _Event | None, function_is_compiled: dict[tuple[int, int], bool]) -> bool:
+    """Whether compiled code made a product, or the forward whose backward function `backward` is."""
+    made = backward is not None and function_is_compiled.get((backward.forward_thread, backward.sequence_nr), False)
+    return made or _is_inside_compiled_code(product)
+
+
+def _is_inside_compiled_code(event: _Event) -> bool:
+    return any(parent.name.startswith(_COMPILED) for parent in _parents(event))
 
 
 def _parents(event: _Event) -> Iterator[_Event]:

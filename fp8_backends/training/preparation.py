@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..comm import ddp, fsdp2, ignore_list, zero
 from ..compute import registry
 from ..compute.interface import FollowsOptimizer, KeepsWeightCasts, StoresWeights, TakesBlockCodes, scaling_buffers
+from ..compute.profiling import give_way
 from ..errors import FP8BackendError
 from ..numerics.modules import CONVERSION
 from ..numerics.sharded_tensor import is_distributed
@@ -145,6 +146,8 @@ def store_weights(root: nn.Module, prepared: Prepared) -> None:
         prepared.compute.store_weights(root, prepared.recipe)
     if prepared.recipe.level != "O0":
         layers = converted_layers(root, prepared)
+        if any(levels.LEVEL not in layer.__dict__ for layer in layers.values()):
+            give_way()  # a profiler holds on to all tensors that it sees, and none could be swapped
         levels.store_weights(layers, prepared.recipe.level)
         for layer in layers.values():
             undo = layer.__dict__[CONVERSION].undo
@@ -252,8 +255,7 @@ def watch_optimizer(models: nn.Module | Iterable[nn.Module], optimizer: torch.op
     if after_step is None:
         inner.register_step_post_hook(after_step := AfterStep())
     after_step.add(models)
-    for wrapped in (each for model in models for each in _ddp_wrappers(model)):
-        ddp.follow(wrapped, inner)
+    ddp.follow(inner)
 
 
 def _share_out_states(optimizer: torch.optim.Optimizer) -> None:
@@ -264,6 +266,7 @@ def _share_out_states(optimizer: torch.optim.Optimizer) -> None:
     connection = ddp.connection_of(weights[0]) if weights else None
     if optimizer.fp8_owners is None and connection is not None and connection.group.size() > 1:
         optimizer.fp8_owners = connection.owners = zero.SharedOut(weights, connection.group)
+        optimizer.register_step_pre_hook(connection.owners.refuse_local_step)
         optimizer.forget_others()
 
 

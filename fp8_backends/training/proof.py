@@ -2,15 +2,17 @@
 
 A backend that counts its products is asked for its counts. For one that cannot count (`ao`, `te`), the first training
 step is profiled: from the first forward with gradients to the optimizer step. Where that forward is compiled as a
-whole, or another profiler is active, the next step is profiled instead, from optimizer step to optimizer step.
+whole, or another profiler is active or announced (`profiler_elsewhere`), a later step is profiled instead, from
+optimizer step to optimizer step. A step that an exception ended begins anew.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +20,7 @@ from torch import nn
 
 from ..announcement import announce
 from ..compute.counts import KINDS, WGRAD, ProductCounts
-from ..compute.profiling import foreign_profiler_runs
+from ..compute.profiling import foreign_profiler_runs, give_way
 from ..errors import FP8BackendError
 from ..numerics.modules import inert_hook, plain_name
 from . import conversion
@@ -68,6 +70,35 @@ def watch(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> None
         FirstStep([root for root in unproven if root[2].compute is compute]).install(optimizer)
 
 
+@contextlib.contextmanager
+def profiler_elsewhere(models: Iterable[nn.Module]) -> Iterator[None]:
+    """Around code that has a profiler of its own, now or by its schedule later: PyTorch has one at a time, and the proof
+    of these models waits until the code has ended."""
+    waiting = _first_steps(models)
+    for first_step in waiting:
+        first_step.waits += 1
+        first_step.begin_anew()
+    give_way()  # another model's
+    try:
+        yield
+    finally:
+        for first_step in waiting:
+            first_step.waits -= 1
+
+
+def begin_anew(models: Iterable[nn.Module]) -> None:
+    """Forget what was profiled of the first step of these models: an exception has ended it."""
+    for first_step in _first_steps(models):
+        first_step.begin_anew()
+
+
+def _first_steps(models: Iterable[nn.Module]) -> set[FirstStep]:
+    """Those that watch prepared models in `models` for their proof."""
+    roots = [root for model in models for _, root, _ in conversion.prepared_roots(model)]
+    hooks = [hook for root in roots for hook in root._forward_pre_hooks.values()]
+    return {hook.first_step for hook in hooks if isinstance(hook, ForwardHook)}
+
+
 class FirstStep:
     """Watches prepared models from their first training forward to the first step of their optimizer."""
 
@@ -82,6 +113,10 @@ class FirstStep:
         self.gradients: list = []
         self.forward_seen = False
         self.steps = 0
+        self.step_is_due = False
+        """Whether a step was made inside backward, and is looked at before the next forward."""
+        self.waits = 0
+        """How many blocks of code with a profiler of their own are running."""
         self.hooks: list = []
 
     def install(self, optimizer: torch.optim.Optimizer) -> None:
@@ -92,6 +127,10 @@ class FirstStep:
 
     def before_forward(self, root: nn.Module) -> None:
         self.forward_seen = True
+        if self.step_is_due and torch._C._current_graph_task_id() == -1:
+            self.step_is_due = False
+            self._look_at_step()
+            return
         if not self.layers or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             return
         if self.profile is not None and not self.profile.running:
@@ -109,18 +148,40 @@ class FirstStep:
             self._start_profile(take_over=True)
         if self.profile is not None and self.began is None:
             self.began, self.gradients = root, gradients
+            # only now, and never while a compiler looks
+            self.end_of_forward = root.register_forward_hook(AfterForward(self), always_call=True)
+
+    def after_forward(self, output: object) -> None:
+        self.end_of_forward.remove()
+        if output is None:
+            self.begin_anew()  # the forward raised
+
+    def begin_anew(self) -> None:
+        """Drop a profile without a result. The next training forward starts another."""
+        if self.profile is not None and not self.profile.complete:
+            self.profile.abandon()
+            self.profile = self.began = None
 
     def after_step(self, optimizer: torch.optim.Optimizer, *_) -> None:
         if not self.roots or torch.compiler.is_compiling():
             return
         self.steps += 1
         self._record_gradient_dtypes()
+        # autograd brings a profiler that is stopped inside a backward back when it ends, and nothing would stop it then
+        self.step_is_due = bool(self.layers) and torch._C._current_graph_task_id() != -1
+        if not self.step_is_due:
+            self._look_at_step()
+
+    def _look_at_step(self) -> None:
+        if all(observed_of(prepared).proven for _, _, prepared in self.roots):
+            self._finish([{} for _ in self.roots])  # another optimizer's step proved them
+            return
         stopped = self.profile is not None and self.profile.running
         if stopped:
             self.profile.stop()
         if self.layers and (self.profile is None or not self.profile.complete):
             self.profile = self.began = None
-            if not stopped and not self._start_profile() and self.steps == 1 and foreign_profiler_runs():
+            if not stopped and not self._start_profile() and self.steps == 1 and (self.waits or foreign_profiler_runs()):
                 logger.warning("another profiler is active: the proof that FP8 runs waits until it has stopped")
             return
         counts = [count_products(root, prepared) for _, root, prepared in self.roots]
@@ -131,6 +192,8 @@ class FirstStep:
 
     def _start_profile(self, take_over: bool = False) -> bool:
         """Whether a profile runs now."""
+        if self.waits:
+            return False
         profile = product_profile(self.compute, self.layers)
         if profile.start(take_over):
             self.profile = profile
@@ -169,6 +232,19 @@ class ForwardHook:
     def __call__(self, module: nn.Module, args) -> None:
         if not torch.compiler.is_compiling():
             self.first_step.before_forward(module)
+
+    def __reduce__(self):
+        return inert_hook, ()
+
+
+class AfterForward:
+    """Tells a `FirstStep` that the forward which began its profile has ended, also by an exception."""
+
+    def __init__(self, first_step: FirstStep) -> None:
+        self.first_step = first_step
+
+    def __call__(self, module: nn.Module, args, output: object) -> None:
+        self.first_step.after_forward(output)
 
     def __reduce__(self):
         return inert_hook, ()

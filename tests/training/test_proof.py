@@ -93,6 +93,53 @@ def counts(model):
     return auditing.audit(model).products
 
 
+def test_a_level_stores_a_model_while_the_first_step_of_another_is_profiled(capfd):
+    """PyTorch's profiler holds on to every tensor that it sees; the other's proof is made at its second step."""
+    of_ao = prepared()
+    loss = of_ao[0](torch.randn(24, 32)).sum()
+    of_level = prepared("msamp:O2")
+    loss.backward()
+    of_ao[1].step()
+    step(*of_level)
+    step(*of_ao)
+    told = capfd.readouterr().err.splitlines()
+    assert [line.split(",")[0] for line in told] == ["native:window+msamp:O2: 3/3 Linear", "ao:tensorwise: 3/3 Linear"]
+
+
+@pytest.mark.parametrize("each", [False, True], ids=["one optimizer", "one for each parameter"])
+def test_steps_inside_backward_are_proven_and_leave_no_profiler_on(each, capfd):
+    """A profiler that is stopped inside a backward would be on for good, and remember every operator."""
+    torch.manual_seed(0)
+    model = Net()
+    groups = [[p] for p in model.parameters()] if each else [list(model.parameters())]
+    optimizers = [torch.optim.AdamW(group, lr=1e-3) for group in groups]
+    for optimizer in optimizers:
+        preparation.prepare(model, optimizer, "ao:tensorwise")
+    for optimizer, group in zip(optimizers, groups, strict=True):
+
+        def step(weight, optimizer=optimizer):
+            optimizer.step()
+            optimizer.zero_grad()
+
+        group[0].register_post_accumulate_grad_hook(step)
+    for _ in range(3):
+        backward(model)
+    assert not torch._C._autograd._profiler_enabled()
+    assert capfd.readouterr().err.startswith("ao:tensorwise: 3/3 Linear, 100 % of weight FLOPs in FP8, fprop dgrad wg")
+
+
+def test_products_of_another_model_prove_nothing():
+    """Both are profiled at once, and their layers have the same shapes."""
+    bypassed, its_optimizer = prepared(used=False)
+    used, other_optimizer = prepared()
+    with pytest.raises(FP8BackendError, match="no FP8 product ran"):
+        for _ in range(3):
+            backward(bypassed)
+            backward(used)
+            its_optimizer.step()
+            other_optimizer.step()
+
+
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_products_are_attributed_to_their_layers(microbatches):
     model, optimizer = prepared()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...comm.ddp import HOOK_AT_A_LEVEL
 from ...compute.frozen_weights import SHARDED
 from ...compute.te.fields import FUSED_NORMS_SHARDED
 from .setup import Rule, Setup, always
@@ -91,6 +92,14 @@ ENGINE_RULES = (
         "leave gradient_comm out and set communication_data_type in DeepSpeed's configuration (fp16, bf16 or fp32), or "
         "use DDP or FSDP2, where gradients travel in FP8",
         is_raised=always,
+    ),
+    Rule(
+        "comm_hook_level",
+        "error",
+        lambda s: s.has_level and s.parallel == "ddp" and s.comm_hook is not None,
+        *HOOK_AT_A_LEVEL,
+        lambda s: f"comm_hook={s.comm_hook!r}",
+        always,
     ),
     Rule(
         "fp8_gradients_alone",

@@ -78,6 +78,8 @@ class Setup:
     engine_bf16: bool | None = None
     """Whether DeepSpeed's configuration has bf16 around FP8."""
     tensor_parallel: int | None = None
+    comm_hook: str | None = None
+    """The communication hook that Accelerate would register with DDP."""
     quantized_base: bool | None = None
     parameters: int | None = None
     """How many numbers the model's parameters hold."""

@@ -1,0 +1,192 @@
+"""The training loops of Accelerate's test_sync.py, test_script.py and tests/test_scheduler.py, on one process.
+
+Theirs compare a prepared model with a plain one within a tolerance. Here the other model is prepared by
+`fp8_backends.prepare` and trained without Accelerate, so that both round in the same places: gradients, weights and
+losses are equal to the bit.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from accelerate.utils import GradientAccumulationPlugin, set_seed
+from plugin_training import batches, mlp
+from ported import BACKENDS, assert_same, fresh_accelerator, plain, train, weights_of
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
+from torch.utils.data import DataLoader
+
+import fp8_backends
+from fp8_backends.training.preparation import finish_accumulation
+
+pytestmark = pytest.mark.parametrize("backend", BACKENDS)
+
+
+class Pair:
+    """The same model, optimizer and scheduler twice: `ours` prepared by an Accelerator, `bare` without it."""
+
+    def __init__(self, backend: str, decay=lambda step: 1 / (1 + step), **arguments) -> None:
+        self.accelerator = fresh_accelerator(backend, **arguments)
+        made = [self._make(decay) for _ in range(2)]
+        self.model, self.optimizer, self.scheduler = self.accelerator.prepare(*made[0])
+        self.bare_model, self.bare_optimizer, self.bare_scheduler = made[1]
+        fp8_backends.prepare(self.bare_model, self.bare_optimizer, backend)
+
+    @staticmethod
+    def _make(decay) -> tuple:
+        model = mlp()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        return model, optimizer, LambdaLR(optimizer, decay)
+
+    def bare_loss(self, x, y) -> torch.Tensor:
+        with self.accelerator.autocast():
+            output = self.bare_model(x)
+        return nn.functional.mse_loss(output.float(), y)
+
+    def bare_step(self) -> None:
+        self.bare_optimizer.step()
+        self.bare_scheduler.step()
+        self.bare_optimizer.zero_grad()
+
+    def assert_same_gradients(self) -> None:
+        for (name, p), q in zip(self.model.named_parameters(), self.bare_model.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None), name
+            assert p.grad is None or torch.equal(plain(p.grad), plain(q.grad)), name
+
+    def assert_same_weights(self) -> None:
+        assert_same(weights_of(self.model), weights_of(self.bare_model))
+        assert self.optimizer.param_groups[0]["lr"] == self.bare_optimizer.param_groups[0]["lr"]
+
+
+def mse(model, x, y) -> torch.Tensor:
+    return nn.functional.mse_loss(model(x), y)
+
+
+def test_no_sync_and_a_triggered_sync_change_nothing_on_one_process(backend):
+    """`test_noop_sync`, and the loop of `test_distributed_sync_multiple_fwd`."""
+    pair = Pair(backend)
+    for index, (x, y) in enumerate(batches(3)):
+        pair.bare_loss(x, y).backward()
+        if index % 2 == 0:
+            with pair.accelerator.no_sync(pair.model):
+                pair.accelerator.backward(mse(pair.model, x, y))
+        else:
+            pair.accelerator.backward(mse(pair.model, x, y))
+        pair.assert_same_gradients()
+    losses, bare = [], []
+    for x, y in batches(3):
+        bare.append(pair.bare_loss(x, y))
+        with pair.accelerator.no_sync(pair.model):
+            losses.append(mse(pair.model, x, y))
+    for loss, other in zip(losses, bare, strict=True):
+        other.backward()
+        with pair.accelerator.trigger_sync_in_backward(pair.model):
+            pair.accelerator.backward(loss)
+        pair.assert_same_gradients()
+
+
+@pytest.mark.parametrize("sync_each_batch", [False, True])
+def test_accumulated_gradients_steps_and_rates_are_those_of_a_bare_loop(backend, sync_each_batch):
+    """`test_gradient_accumulation` and `test_gradient_accumulation_with_opt_and_scheduler`; the last step of an epoch
+    has one microbatch, and is divided by two as well."""
+    plugin = GradientAccumulationPlugin(num_steps=2, sync_each_batch=sync_each_batch)
+    pair = Pair(backend, gradient_accumulation_plugin=plugin)
+    rows = [row for batch in batches(5) for row in zip(*batch, strict=True)]
+    loader = pair.accelerator.prepare(DataLoader(rows, batch_size=16))
+    for index, (x, y) in enumerate(loader):
+        with pair.accelerator.accumulate(pair.model):
+            pair.accelerator.backward(mse(pair.model, x, y))
+            (pair.bare_loss(x, y) / 2).backward()
+            if index % 2 or index == 4:
+                finish_accumulation(pair.bare_model)  # as the bare optimizer's step will
+            pair.assert_same_gradients()
+            pair.optimizer.step()
+            pair.scheduler.step()
+            pair.optimizer.zero_grad()
+        if index % 2 or index == 4:
+            pair.bare_step()
+        pair.assert_same_weights()
+    assert pair.scheduler.scheduler.last_epoch == 3
+
+
+@pytest.mark.parametrize("split_batches", [False, True])
+def test_training_over_a_prepared_loader_is_that_of_a_bare_loop(backend, split_batches):
+    """`training_check` of test_script.py: three epochs, shuffled by a seedable sampler."""
+    from accelerate import DataLoaderConfiguration
+
+    config = DataLoaderConfiguration(split_batches=split_batches, use_seedable_sampler=True)
+    pair = Pair(backend, dataloader_config=config)
+    rows = [row for batch in batches(3) for row in zip(*batch, strict=True)]
+    set_seed(42)
+    loader = pair.accelerator.prepare(DataLoader(rows, batch_size=16, shuffle=True))
+    orders = []
+    for _ in range(3):
+        data = copy.deepcopy(list(loader))
+        orders.append(torch.cat([x for x, _ in data]))
+        losses = train(pair.accelerator, pair.model, pair.optimizer, pair.scheduler, data)
+        for (x, y), loss in zip(data, losses, strict=True):
+            other = pair.bare_loss(x, y)
+            other.backward()
+            pair.bare_step()
+            assert loss == other.item()
+    pair.assert_same_weights()
+    assert not torch.equal(orders[0], orders[1])
+
+
+@pytest.mark.parametrize("with_optimizer", [True, False])
+def test_a_scheduler_waits_for_steps_that_are_skipped(backend, with_optimizer):
+    """`lambda_test`, where theirs sets `_is_overflow`; here a loss that is not finite makes the loss scaler skip."""
+    pair = Pair(
+        backend,
+        lambda step: 1 - step / 10,
+        fields={"autocast_dtype": "fp16"},
+        step_scheduler_with_optimizer=with_optimizer,
+    )
+    x, y = batches(1)[0]
+    rates = []
+    for factor in (1.0, float("inf"), 1.0):
+        before = weights_of(pair.model)
+        pair.accelerator.backward(mse(pair.model, x, y) * factor)
+        pair.optimizer.step()
+        pair.scheduler.step()
+        pair.optimizer.zero_grad()
+        assert pair.optimizer.step_was_skipped == (factor != 1.0)
+        assert torch.equal(before["0.weight"], weights_of(pair.model)["0.weight"]) == (factor != 1.0)
+        rates.append(pair.scheduler.get_last_lr()[0])
+    expected = (9, 9, 8) if with_optimizer else (9, 8, 7)
+    assert rates == pytest.approx([step / 1000 for step in expected])
+
+
+def test_a_cycle_of_rates_and_momenta_reaches_the_optimizer(backend):
+    """`one_cycle_test`: the scheduler writes learning rate and betas into the optimizer's groups."""
+    accelerator = fresh_accelerator(backend)
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+    scheduler = OneCycleLR(optimizer, max_lr=0.01, steps_per_epoch=4, epochs=1)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    seen = []
+    for batch in batches(4):
+        seen.append((optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["betas"][0]))
+        train(accelerator, model, optimizer, scheduler, [batch])
+    assert len(set(seen)) == 4 and scheduler.scheduler.last_epoch == 4
+    assert optimizer.optimizer is scheduler.scheduler.optimizer
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4])
+def test_a_schedule_counts_accumulated_steps(backend, steps):
+    """`accumulation_test`: after ten steps of any number of microbatches the schedule of ten steps has ended."""
+    plugin = GradientAccumulationPlugin(num_steps=steps, adjust_scheduler=steps > 1)
+    accelerator = fresh_accelerator(backend, gradient_accumulation_plugin=plugin)
+    model = nn.Sequential(nn.Linear(32, 16))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = LambdaLR(optimizer, lambda step: max(0.0, 1 - step / 10))
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    data = batches(10 * steps)
+    train(accelerator, model, optimizer, scheduler, data[:-1])
+    assert scheduler.get_last_lr()[0] > 0
+    before = weights_of(model)
+    train(accelerator, model, optimizer, scheduler, data[-1:])
+    assert scheduler.get_last_lr()[0] == 0
+    assert not torch.equal(weights_of(model)["0.weight"], before["0.weight"])

@@ -1,0 +1,423 @@
+"""The logic of Accelerate's scripts for several processes where FP8 has a hand in it: test_sync.py, test_script.py,
+test_ops.py, test_distributed_data_loop.py, test_ddp_comm_hook.py, test_merge_weights.py, and examples/by_feature.
+
+Theirs compare a model under DDP with a plain one, which has seen the whole batch, within a tolerance. FP8 rounds half
+a batch in other places than the whole, so here gradients are compared to the bit: with those of the other ranks, with
+the rank's own, with the mean of all, and with those of a loop over DDP without Accelerate.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from pathlib import Path
+
+import fsdp2_accelerate_checks
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.local_sgd import LocalSGD
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import (
+    DataLoaderConfiguration,
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+    DistributedType,
+    GradientAccumulationPlugin,
+    merge_fsdp_weights,
+    save_fsdp_model,
+)
+from accelerate.utils.operations import broadcast, gather, pad_across_processes, reduce
+from ddp_training import assert_equal_on_all_ranks, batch, mine, mlp, mse, wrapped
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, TensorDataset
+
+import fp8_backends
+from fp8_backends.errors import FP8BackendError
+from fp8_backends.states.levels import quantize_weight
+from fp8_backends.training.preparation import finish_accumulation
+
+fp8_backends.connect()
+O0 = ("native:dynamic", "native:delayed", "ao:tensorwise")
+"""DDP averages their gradients in FP32."""
+BACKENDS = (*O0, "msamp:O2", "msamp:O3")
+
+
+def fresh_accelerator(backend: str, *handlers, fields: dict | None = None, **arguments) -> Accelerator:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    recipe = fp8_backends.FP8RecipeKwargs(backend=backend, **(fields or {}))
+    return Accelerator(mixed_precision="fp8", kwargs_handlers=[recipe, *handlers], **arguments)
+
+
+class Pair:
+    """The same training twice under DDP: prepared by an Accelerator, and bare. `alone` is a copy outside of DDP, whose
+    gradients stay on this rank."""
+
+    def __init__(self, backend: str, *handlers, **arguments) -> None:
+        self.accelerator = fresh_accelerator(backend, *handlers, **arguments)
+        model = mlp()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+        scheduler = LambdaLR(optimizer, _decay)
+        self.model, self.optimizer, self.scheduler = self.accelerator.prepare(model, optimizer, scheduler)
+        self.bare_model, self.bare_optimizer = wrapped(backend, mlp(), bucket_mb=25)
+        self.bare_scheduler = LambdaLR(self.bare_optimizer, _decay)
+        self.alone = self.new_alone()
+
+    def new_alone(self) -> nn.Module:
+        alone = copy.deepcopy(self.model.module)
+        alone.zero_grad()
+        return alone
+
+    def assert_equal_on_all_ranks(self) -> None:
+        assert_equal_on_all_ranks(self.model, self.optimizer.optimizer)
+
+    def loss(self, model: nn.Module, data: tuple) -> torch.Tensor:
+        """Of a model that no Accelerator has prepared."""
+        with self.accelerator.autocast():
+            output = model(data[0])
+        return nn.functional.mse_loss(output.float(), data[1])
+
+
+def _decay(step: int) -> float:
+    return 1 / (1 + step)
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    return [p.grad.detach().float() + 0.0 for p in model.parameters()]
+
+
+def all_equal(one, other) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def differ_between_ranks(values: list[torch.Tensor]) -> bool:
+    """Whether each of these tensors differs from that of the first rank on some rank."""
+    every = [None] * dist.get_world_size()
+    dist.all_gather_object(every, values)
+    return all(any(not torch.equal(other[i], every[0][i]) for other in every[1:]) for i in range(len(values)))
+
+
+def mean_over_ranks(values: list[torch.Tensor]) -> list[torch.Tensor]:
+    values = [value.clone() for value in values]
+    for value in values:
+        dist.all_reduce(value)
+    return [value / dist.get_world_size() for value in values]
+
+
+# test_sync.py
+
+
+def check_gradients_stay_on_a_rank_under_no_sync_and_are_equal_after_it():
+    """`test_distributed_sync`."""
+    for backend in BACKENDS:
+        pair = Pair(backend)
+        model, accelerator = pair.model, pair.accelerator
+        for index in range(2):
+            with accelerator.no_sync(model), pair.bare_model.no_sync():
+                accelerator.backward(mse(model, mine(2 * index)))
+                pair.loss(pair.bare_model, mine(2 * index)).backward()
+            if index == 0:
+                pair.loss(pair.alone, mine(0)).backward()
+                assert all_equal(gradients(model), gradients(pair.alone)), backend
+            assert differ_between_ranks(gradients(model)), backend
+            accelerator.backward(mse(model, mine(2 * index + 1)))
+            pair.loss(pair.bare_model, mine(2 * index + 1)).backward()
+            pair.assert_equal_on_all_ranks()
+            assert all_equal(gradients(model), gradients(pair.bare_model)), backend
+        pair.optimizer.step()
+        pair.bare_optimizer.step()
+        pair.assert_equal_on_all_ranks()
+        assert all_equal(model.parameters(), pair.bare_model.parameters()), backend
+
+
+def check_a_backward_that_is_told_to_synchronise_after_several_forwards():
+    """`test_distributed_sync_multiple_fwd`. Without `trigger_sync_in_backward` nothing travels."""
+    for backend in BACKENDS:
+        pair = Pair(backend)
+        model, accelerator = pair.model, pair.accelerator
+        losses, of_alone = [], []
+        for index in range(3):
+            with accelerator.no_sync(model):
+                losses.append(mse(model, mine(index)))
+            of_alone.append(pair.loss(pair.alone, mine(index)))
+        for loss, other in zip(losses[:2], of_alone, strict=False):
+            accelerator.backward(loss)
+            other.backward()
+            assert differ_between_ranks(gradients(model)), backend
+            assert all_equal(gradients(model), gradients(pair.alone)), backend
+        with accelerator.trigger_sync_in_backward(model):
+            accelerator.backward(losses[2])
+        of_alone[2].backward()
+        pair.assert_equal_on_all_ranks()  # scaling states, too
+        if backend in O0:
+            assert all_equal(gradients(model), mean_over_ranks(gradients(pair.alone))), backend
+        else:  # the sum of three is rounded to E4M3 twice on its way
+            for own, mean in zip(gradients(model), mean_over_ranks(gradients(pair.alone)), strict=True):
+                assert (own - mean).norm() <= 0.04 * mean.norm(), backend
+        pair.optimizer.step()
+        pair.assert_equal_on_all_ranks()
+
+
+def check_accumulation_steps_and_rates_are_those_of_a_bare_loop():
+    """`test_gradient_accumulation_with_opt_and_scheduler`, with `sync_each_batch` and without. A scheduler makes as
+    many steps as there are ranks; the last step has one microbatch."""
+    for backend in BACKENDS:
+        for each_batch in (False, True):
+            plugin = GradientAccumulationPlugin(num_steps=2, sync_each_batch=each_batch)
+            pair = Pair(backend, gradient_accumulation_plugin=plugin)
+            data = [batch(index) for index in range(5)]
+            rows = TensorDataset(*(torch.cat(each) for each in zip(*data, strict=True)))
+            loader = pair.accelerator.prepare(DataLoader(rows, batch_size=16))
+            for index, (x, y) in enumerate(loader):
+                last = index % 2 == 1 or index == 4
+                with pair.accelerator.accumulate(pair.model):
+                    pair.accelerator.backward(mse(pair.model, (x, y)))
+                    pair.bare_model.require_backward_grad_sync = last or each_batch
+                    (pair.loss(pair.bare_model, (x, y)) / 2).backward()
+                    if last:
+                        finish_accumulation(pair.bare_model)  # as its optimizer's step will
+                    assert all_equal(gradients(pair.model), gradients(pair.bare_model)), (backend, index)
+                    assert differ_between_ranks(gradients(pair.model)) != (last or each_batch), (backend, index)
+                    pair.optimizer.step()
+                    pair.scheduler.step()
+                    pair.optimizer.zero_grad()
+                if last:
+                    pair.bare_optimizer.step()
+                    pair.bare_scheduler.step()
+                    pair.bare_scheduler.step()
+                    pair.bare_optimizer.zero_grad()
+                assert pair.optimizer.param_groups[0]["lr"] == pair.bare_optimizer.param_groups[0]["lr"]
+            assert index == 4 and pair.scheduler.scheduler.last_epoch == 6
+            pair.assert_equal_on_all_ranks()
+            assert all_equal(pair.model.parameters(), pair.bare_model.parameters()), backend
+
+
+# test_script.py
+
+
+def check_ranks_with_equal_data_train_as_one_process_does():
+    """`training_check`: the mean of equal gradients is each of them. At a level gradients that travel are rounded
+    otherwise than those that stay."""
+    for backend in O0:
+        accelerator = fresh_accelerator(backend)
+        model = mlp()
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=5e-3))
+        alone = mlp()
+        its_optimizer = torch.optim.AdamW(alone.parameters(), lr=5e-3)
+        fp8_backends.prepare(alone, its_optimizer, backend)
+        for index in range(5):
+            accelerator.backward(mse(model, batch(index)))
+            with accelerator.autocast():
+                output = alone(batch(index)[0])
+            nn.functional.mse_loss(output.float(), batch(index)[1]).backward()
+            for each in (optimizer, its_optimizer):
+                each.step()
+                each.zero_grad()
+        assert all_equal(accelerator.unwrap_model(model).parameters(), alone.parameters()), backend
+
+
+# test_ops.py
+
+
+def check_weights_and_gradients_go_through_accelerates_operations_as_plain_tensors():
+    """What `gather`, `broadcast`, `reduce` and `pad_across_processes` give for a plain copy, they give for a weight and
+    a gradient of a model that trains."""
+    for backend in BACKENDS:
+        pair = Pair(backend, fields={"shard_states": False} if backend == "msamp:O3" else {})
+        with pair.accelerator.no_sync(pair.model):
+            pair.accelerator.backward(mse(pair.model, mine(0)))  # each rank has a gradient of its own
+        rank, weight = dist.get_rank(), pair.model.module[0].weight
+        for tensor in (weight.detach(), weight.grad):
+            plain = tensor.float() + 0.0
+            assert torch.equal(gather(tensor).float(), gather(plain)), backend
+            assert torch.equal(broadcast(tensor.clone(), 1).float(), broadcast(plain.clone(), 1)), backend
+            for reduction in ("sum", "mean"):
+                expected = reduce(plain.clone(), reduction, scale=0.5)
+                assert torch.equal(reduce(tensor.clone(), reduction, scale=0.5).float(), expected), backend
+            padded = pad_across_processes(tensor[: 16 * (rank + 1)])
+            assert torch.equal(padded.float(), pad_across_processes(plain[: 16 * (rank + 1)])), backend
+
+
+# test_distributed_data_loop.py
+
+
+def check_uneven_inputs_are_joined():
+    """`test_can_join_uneven_inputs`: rank 1 has fewer batches. O3 is refused, since each rank makes steps of others."""
+    for backend in BACKENDS:
+        pair = Pair(backend, dataloader_config=DataLoaderConfiguration(even_batches=False))
+        loader = pair.accelerator.prepare(DataLoader(TensorDataset(*batch(0, rows=48)), batch_size=16))
+        seen = 0
+        try:
+            with _as_on_gpus(), pair.accelerator.join_uneven_inputs([pair.model]):
+                for data in loader:
+                    pair.accelerator.backward(mse(pair.model, data))
+                    pair.optimizer.step()
+                    pair.optimizer.zero_grad()
+                    seen += 1
+        except FP8BackendError as error:
+            assert backend == "msamp:O3" and "even_batches=True" in str(error), (backend, error)
+        else:
+            assert backend != "msamp:O3" and seen == 2 - dist.get_rank(), (backend, seen)
+            # the states of a stock optimizer stay behind, as in every training with PyTorch's Join
+            assert_equal_on_all_ranks(pair.model, None if backend in O0 else pair.optimizer.optimizer)
+
+
+@contextlib.contextmanager
+def _as_on_gpus():
+    """Accelerate joins ranks that have GPUs only; PyTorch joins all."""
+    states, kind = (PartialState._shared_state, AcceleratorState._shared_state), "distributed_type"
+    before = [state[kind] for state in states]
+    for state in states:
+        state[kind] = DistributedType.MULTI_GPU
+    try:
+        yield
+    finally:
+        for state, own in zip(states, before, strict=True):
+            state[kind] = own
+
+
+# test_ddp_comm_hook.py
+
+
+def check_a_communication_hook_averages_all_gradients_or_is_refused():
+    """FP16 compression. At a level it would see the gradients of biases and norms alone."""
+    handler = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16)
+    for backend in BACKENDS:
+        if backend not in O0:
+            with pytest.raises(FP8BackendError, match="leave the hook out"):
+                Pair(backend, handler)
+            continue
+        pair = Pair(backend, handler)
+        pair.accelerator.backward(mse(pair.model, mine(0)))
+        pair.loss(pair.alone, mine(0)).backward()
+        halves = [gradient.half() / dist.get_world_size() for gradient in gradients(pair.alone)]
+        for half in halves:
+            dist.all_reduce(half)
+        assert all_equal(gradients(pair.model), [half.float() for half in halves]), backend
+        pair.optimizer.step()
+        pair.assert_equal_on_all_ranks()
+
+
+# test_merge_weights.py
+
+
+def check_sharded_weights_merge_into_a_plain_file():
+    for backend in BACKENDS:
+        accelerator = fsdp2_accelerate_checks.accelerator(backend, state_dict_type="SHARDED_STATE_DICT")
+        run = accelerator.prepare(*fsdp2_accelerate_checks.new())
+        fsdp2_accelerate_checks.train(accelerator, *run, 2)
+        folder = Path(fsdp2_accelerate_checks._shared_folder())
+        save_fsdp_model(AcceleratorState().fsdp_plugin, accelerator, run[0], str(folder))
+        state = accelerator.get_state_dict(run[0])
+        merge_fsdp_weights(str(folder / "pytorch_model_fsdp_0"), str(folder), safe_serialization=False)
+        if dist.get_rank() == 0:
+            merged = torch.load(folder / "pytorch_model.bin", weights_only=True)
+            assert merged.keys() == state.keys() and all(type(value) is torch.Tensor for value in merged.values())
+            assert all(torch.equal(value, merged[name]) for name, value in state.items()), backend
+        dist.barrier()
+
+
+# examples/by_feature
+
+
+def check_local_steps_are_averaged():
+    """local_sgd.py: ranks train apart and average their weights now and then."""
+    for backend in BACKENDS:
+        pair = Pair(backend, fields={"shard_states": False} if backend == "msamp:O3" else {})
+        with LocalSGD(accelerator=pair.accelerator, model=pair.model, local_sgd_steps=2) as local:
+            for index in range(4):
+                pair.accelerator.backward(mse(pair.model, mine(index)))
+                pair.optimizer.step()
+                pair.optimizer.zero_grad()
+                weights = [p.detach().float() + 0.0 for p in pair.model.parameters()]
+                assert differ_between_ranks(weights), (backend, index)
+                local.step()
+                averaged = [p.detach().float() + 0.0 for p in pair.model.parameters()]
+                assert differ_between_ranks(averaged) == (index % 2 == 0), (backend, index)
+                assert index % 2 == 0 or all_equal(averaged, _as_stored(mean_over_ranks(weights), backend)), backend
+
+
+def check_local_steps_are_refused_where_one_rank_steps_for_all():
+    pair = Pair("msamp:O3")
+    with LocalSGD(accelerator=pair.accelerator, model=pair.model, local_sgd_steps=8):
+        pair.accelerator.backward(mse(pair.model, mine(0)))
+        before = gradients(pair.model)
+        with pytest.raises(FP8BackendError, match="no_sync, which LocalSGD uses.*shard_states=False"):
+            pair.optimizer.step()
+        assert all_equal(gradients(pair.model), before)
+    pair.accelerator.backward(mse(pair.model, mine(1)))  # what has stayed travels with it
+    pair.optimizer.step()
+    pair.assert_equal_on_all_ranks()
+
+
+def _as_stored(values: list[torch.Tensor], backend: str) -> list[torch.Tensor]:
+    """What weights and biases hold that these values were written to: at a level weights are rounded to scaled FP16."""
+    if backend in O0:
+        return values
+    level = backend.split(":")[1]
+    return [value if value.dim() == 1 else quantize_weight(value, level).exact() for value in values]
+
+
+def check_a_loss_that_counts_tokens_accumulates_by_hand():
+    """gradient_accumulation_for_autoregressive_models.py: all microbatches of a step share one divisor, under DDP's
+    own `no_sync`, and Accelerate knows of one step only."""
+    for backend in BACKENDS:
+        pair = Pair(backend)
+        for step in range(2):
+            data = [mine(3 * step + index) for index in range(3)]
+            total = pair.accelerator.gather(torch.tensor(sum(y.numel() for _, y in data))).sum().item()
+            for model, backward in ((pair.model, pair.accelerator.backward), (pair.bare_model, torch.Tensor.backward)):
+                for index, (x, y) in enumerate(data):
+                    model.require_backward_grad_sync = index == 2
+                    with pair.accelerator.autocast():
+                        output = model(x)
+                    loss = nn.functional.mse_loss(output.float(), y, reduction="sum") / total
+                    backward(loss * dist.get_world_size())
+            models = (pair.model, pair.bare_model)
+            norms = [pair.accelerator.clip_grad_norm_(each.parameters(), 0.01) for each in models]
+            assert torch.equal(*norms) and norms[0] > 0.01, (backend, norms)
+            for optimizer in (pair.optimizer, pair.bare_optimizer):
+                optimizer.step()
+                optimizer.zero_grad()
+        pair.assert_equal_on_all_ranks()
+        assert all_equal(pair.model.parameters(), pair.bare_model.parameters()), backend
+
+
+def check_metrics_are_gathered_once_for_each_row():
+    """multi_process_metrics.py: 37 rows in batches of 8 are 37 predictions, those of one process to the bit."""
+    for backend in ("native:delayed", "msamp:O2", "msamp:O3"):  # whose scales do not follow from the rows at hand
+        pair = Pair(backend)
+        for index in range(20):
+            pair.accelerator.backward(mse(pair.model, mine(index)))
+            pair.optimizer.step()
+            pair.optimizer.zero_grad()
+        x, y = batch(50, rows=37)
+        loader = pair.accelerator.prepare(DataLoader(TensorDataset(x, y), batch_size=8))
+        pair.model.eval()
+        with torch.no_grad():
+            parts = [pair.accelerator.gather_for_metrics((pair.model(x), y)) for x, y in loader]
+            expected = pair.accelerator.unwrap_model(pair.model)(x)
+        predictions, targets = (torch.cat(each) for each in zip(*parts, strict=True))
+        assert torch.equal(targets, y) and torch.equal(predictions, expected), backend
+
+
+def check_values_of_gradients_are_clipped():
+    """`clip_grad_value_` of Accelerate, on averaged gradients."""
+    for backend in BACKENDS:
+        pair = Pair(backend)
+        pair.accelerator.backward(mse(pair.model, mine(0)))
+        expected = [gradient.clamp(-1e-3, 1e-3) for gradient in gradients(pair.model)]
+        assert not all_equal(expected, gradients(pair.model))
+        pair.accelerator.clip_grad_value_(pair.model.parameters(), 1e-3)
+        assert all_equal(expected, gradients(pair.model)), backend
+        pair.optimizer.step()
+        pair.optimizer.zero_grad()  # where weights are shared out, their owners alone have rounded the gradients
+        pair.assert_equal_on_all_ranks()
+
+
+if __name__ == "__main__":
+    ranks.main(globals())

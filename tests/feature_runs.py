@@ -1,0 +1,610 @@
+"""Accelerate's other features with FP8: a run of each, the same on one process and on several.
+
+A run is a function of (backend, folder): it uses the feature as Accelerate's guides do, and asserts what the feature is
+for. `feature_table.py` says which runs are refused; `folder` is the same for all processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DistributedType
+from torch import nn
+
+import fp8_backends
+from fp8_backends.numerics.scaled_tensor import ScaledTensor
+from fp8_backends.numerics.sharded_tensor import local_part
+
+WIDTH = 32
+
+
+class Net(nn.Module):
+    """[batch, 32] -> [batch, 16]: two blocks, each a Linear and a LayerNorm, and a Linear head; three layers in FP8."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = nn.Sequential(nn.Linear(WIDTH, 64), nn.LayerNorm(64), nn.ReLU())
+        self.second = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.ReLU())
+        self.last = nn.Linear(64, 16)
+
+    def forward(self, x):
+        return self.last(self.second(self.first(x)))
+
+
+LAYERS = 3
+
+
+def ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def accelerator(backend: str, *handlers, **options) -> Accelerator:
+    """A new Accelerator with this backend, in the process group that runs."""
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    fields = options.pop("fields", {})
+    recipe = fp8_backends.FP8RecipeKwargs(backend=backend, **fields)
+    made = Accelerator(mixed_precision="fp8", kwargs_handlers=[recipe, *handlers], **options)
+    assert made.num_processes == ranks()
+    return made
+
+
+def batch(step: int, rows: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
+    """This process's inputs and targets of a step; other processes have others."""
+    generator = torch.Generator().manual_seed(100 * step + rank())
+    teacher = torch.randn(WIDTH, 16, generator=torch.Generator().manual_seed(99)) / 4
+    x = torch.randn(rows, WIDTH, generator=generator)
+    return x, torch.tanh(x @ teacher)
+
+
+def loss_of(model: nn.Module, step: int, rows: int = 16) -> torch.Tensor:
+    x, y = batch(step, rows)
+    return nn.functional.mse_loss(model(x), y)
+
+
+def step(acc, model, optimizer, index: int, **backward) -> float:
+    loss = loss_of(model, index)
+    acc.backward(loss, **backward)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def prepared(acc, optimizer=torch.optim.AdamW, **options):
+    model = Net()
+    return acc.prepare(model, optimizer(model.parameters(), **{"lr": 5e-3, **options}))
+
+
+def trained(backend: str, steps: int = 2, **options):
+    """(accelerator, model, optimizer) after some steps."""
+    acc = accelerator(backend, **options)
+    model, optimizer = prepared(acc)
+    for index in range(steps):
+        step(acc, model, optimizer, index)
+    return acc, model, optimizer
+
+
+def values(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The plain values of all parameters, copied; at O3 those of the E4M3 codes, which every rank has."""
+    found = {}
+    for name, p in model.named_parameters():
+        p = local_part(p.detach())
+        found[name.removeprefix("module.")] = p.dequantize() if isinstance(p, ScaledTensor) else p.clone()
+    return found
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The plain gradients of all parameters, copied."""
+    found = {name.removeprefix("module."): p.grad.detach() for name, p in model.named_parameters()}
+    return {name: g.dequantize() if isinstance(g, ScaledTensor) else g.clone() for name, g in found.items()}
+
+
+def relative_error(value: torch.Tensor, expected: torch.Tensor) -> float:
+    """In the L2 norm."""
+    return ((value.float() - expected.float()).norm() / expected.float().norm()).item()
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def assert_moved(model: nn.Module, before: dict[str, torch.Tensor]) -> None:
+    still = [name for name, value in values(model).items() if torch.equal(value, before[name])]
+    assert not still, f"did not train: {still}"
+
+
+def assert_equal_everywhere(model: nn.Module) -> None:
+    """All processes have the same weights."""
+    if ranks() > 1:
+        every = [None] * ranks()
+        dist.all_gather_object(every, values(model))
+        assert all(same(each, every[0]) for each in every), "the ranks have drifted apart"
+
+
+def differ_between_ranks(model: nn.Module) -> bool:
+    every = [None] * ranks()
+    dist.all_gather_object(every, values(model))
+    return not same(every[0], every[-1])
+
+
+def assert_fp8(model: nn.Module, layers: int = LAYERS) -> None:
+    products = fp8_backends.audit(model).products
+    ran = [name for name, counts in products.items() if counts["fprop"] and counts["wgrad"]]
+    assert len(ran) == layers, products
+
+
+# Training
+
+
+def local_sgd(backend: str, folder: Path) -> None:
+    from accelerate.local_sgd import LocalSGD
+
+    acc = accelerator(backend)
+    model, optimizer = prepared(acc)
+    before, drifted = values(model), []
+    with LocalSGD(accelerator=acc, model=model, local_sgd_steps=2) as local:
+        for index in range(4):
+            step(acc, model, optimizer, index)
+            drifted.append(ranks() > 1 and differ_between_ranks(model))
+            local.step()
+    assert drifted == [ranks() > 1] * 4, "steps stay at home"
+    assert_equal_everywhere(model)
+    assert_moved(model, before)
+    assert_fp8(acc.unwrap_model(model))
+
+
+def _hooked(backend: str, hook: str, bound: float, **state) -> None:
+    """Gradients that travelled through a hook are near those that DDP alone has averaged."""
+    from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
+
+    gradients = []
+    for handlers in ((), (DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType(hook), comm_state_option=state),)):
+        acc = accelerator(backend, *handlers)
+        model, optimizer = prepared(acc)
+        before = values(model)
+        acc.backward(loss_of(model, 0))
+        gradients.append({name: p.grad.clone() for name, p in acc.unwrap_model(model).named_parameters()})
+        for index in range(1, 4):
+            optimizer.step()
+            optimizer.zero_grad()
+            acc.backward(loss_of(model, index))
+        optimizer.step()
+        assert_moved(model, before)
+        assert_equal_everywhere(model)
+        assert_fp8(acc.unwrap_model(model))
+    plain, hooked = gradients
+    for name, expected in plain.items():
+        error = (hooked[name].float() - expected.float()).norm() / expected.float().norm()
+        assert error <= bound, (name, error)
+    if ranks() > 1:
+        assert not same(plain, hooked), "the hook was not there"
+
+
+def comm_hook_fp16(backend: str, folder: Path) -> None:
+    _hooked(backend, "fp16", 2**-9)
+
+
+def comm_hook_bf16(backend: str, folder: Path) -> None:
+    _hooked(backend, "bf16", 2**-6)
+
+
+def comm_hook_power_sgd(backend: str, folder: Path) -> None:
+    _hooked(backend, "power_sgd", 1.0, start_powerSGD_iter=2, matrix_approximation_rank=2)
+
+
+def comm_hook_batched_power_sgd(backend: str, folder: Path) -> None:
+    _hooked(backend, "batched_power_sgd", 1.0, start_powerSGD_iter=2, matrix_approximation_rank=2)
+
+
+def join_uneven_inputs(backend: str, folder: Path) -> None:
+    acc = accelerator(backend)
+    model = Net()
+    data = torch.utils.data.TensorDataset(*map(torch.cat, zip(*map(batch, range(3)), strict=True)))
+    loader = torch.utils.data.DataLoader(data, batch_size=16)
+    model, optimizer, loader = acc.prepare(model, torch.optim.AdamW(model.parameters(), lr=5e-3), loader)
+    before, count = values(model), 0
+    if ranks() > 1:  # on CPUs Accelerate warns that it does nothing
+        for state in (PartialState, AcceleratorState):
+            state._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    try:
+        with acc.join_uneven_inputs([model], even_batches=False):
+            for x, y in loader:
+                acc.backward(nn.functional.mse_loss(model(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+                count += 1
+    finally:
+        if ranks() > 1:
+            PartialState._shared_state["distributed_type"] = DistributedType.MULTI_CPU
+    assert count == (3 if ranks() == 1 else 2 - rank())
+    assert_moved(model, before)
+    assert_equal_everywhere(model)
+
+
+def join(backend: str, folder: Path) -> None:
+    from torch.distributed.algorithms.join import Join
+
+    acc = accelerator(backend)
+    model, optimizer = prepared(acc)
+    before = values(model)
+    with Join([model]) if ranks() > 1 else contextlib.nullcontext():
+        for index in range(2 + rank()):
+            step(acc, model, optimizer, index)
+    assert_moved(model, before)
+    assert_equal_everywhere(model)
+
+
+def trigger_sync(backend: str, folder: Path) -> None:
+    """Two forwards, then two backwards of which the second synchronizes: as with a forward before each backward."""
+    acc = accelerator(backend)
+    model, optimizer = prepared(acc)
+    with acc.no_sync(model):
+        acc.backward(loss_of(model, 0))
+    acc.backward(loss_of(model, 1))
+    expected, before = gradients(model), values(model)
+    optimizer.zero_grad()
+    for index in range(0, 6, 2):
+        with acc.no_sync(model):
+            first, second = loss_of(model, index), loss_of(model, index + 1)
+            acc.backward(first)
+        with acc.trigger_sync_in_backward(model):
+            acc.backward(second)
+        for name, gradient in gradients(model).items() if index == 0 else ():
+            # the scales of native:delayed have moved; what stays at home is off by the other rank's half
+            assert relative_error(gradient, expected[name]) < (0.3 if backend == "native:delayed" else 0.1), name
+        optimizer.step()
+        optimizer.zero_grad()
+        assert_equal_everywhere(model)
+    assert_moved(model, before)
+    step(acc, model, optimizer, 6)
+    assert_equal_everywhere(model)
+
+
+def accumulate_several(backend: str, folder: Path) -> None:
+    acc = accelerator(backend, gradient_accumulation_steps=2)
+    one, two = Net(0), Net(1)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=5e-3) for each in (one, two)]
+    one, two, *optimizers = acc.prepare(one, two, *optimizers)
+    before = values(one), values(two)
+    for index in range(4):
+        with acc.accumulate(one, two):
+            acc.backward(loss_of(one, index) + loss_of(two, index))
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert same(values(one), before[0]) == (index == 0)
+        for model in (one, two):
+            assert_equal_everywhere(model)
+    for model, start in zip((one, two), before, strict=True):
+        assert_moved(model, start)
+        assert_fp8(acc.unwrap_model(model))
+
+
+def batch_size_finder(backend: str, folder: Path) -> None:
+    """Memory runs out in the first backward pass, twice: once in forward, once behind it."""
+    from accelerate.utils import find_executable_batch_size
+
+    acc, tried = accelerator(backend), []
+
+    @find_executable_batch_size(starting_batch_size=64, reduce_batch_size_fn=lambda: tried[-1] // 2)
+    def run(batch_size):
+        tried.append(batch_size)
+        acc.free_memory()
+        model, optimizer = prepared(acc)
+        for index in range(3):
+            model.train()
+            if batch_size == 64:
+                acc.unwrap_model(model).last.register_forward_hook(_out_of_memory)
+            loss = loss_of(model, index, batch_size)
+            if batch_size == 32:
+                loss.register_hook(_out_of_memory)
+            acc.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        return model
+
+    model = run()
+    assert tried == [64, 32, 16]
+    assert not torch._C._autograd._profiler_enabled()
+    assert_fp8(acc.unwrap_model(model))
+    assert_equal_everywhere(model)
+
+
+def _out_of_memory(*_):
+    raise RuntimeError("CUDA out of memory.")
+
+
+def profile(backend: str, folder: Path) -> None:
+    """The user's profiler sees the first steps, and the proof comes later."""
+    from accelerate.utils import ProfileKwargs
+
+    traces = folder / backend.replace(":", "_")
+    acc = accelerator(backend, ProfileKwargs(activities=["cpu"], output_trace_dir=str(traces)))
+    model, optimizer = prepared(acc)
+    with acc.profile() as profiler:
+        for index in range(2):
+            step(acc, model, optimizer, index)
+    assert any("mm" in event.key for event in profiler.key_averages())
+    assert (traces / f"profile_{rank()}.json").exists()
+    for index in range(2, 5):
+        step(acc, model, optimizer, index)
+    assert_fp8(acc.unwrap_model(model))
+
+
+def profile_by_schedule(backend: str, folder: Path) -> None:
+    """The user's profiler waits, and starts in the middle of an accumulation whose first step is the proof's."""
+    from accelerate.utils import ProfileKwargs
+
+    seen = []
+    schedule = ProfileKwargs(
+        activities=["cpu"], schedule_option={"wait": 1, "warmup": 1, "active": 1}, on_trace_ready=seen.append
+    )
+    acc = accelerator(backend, schedule, gradient_accumulation_steps=3)
+    model, optimizer = prepared(acc)
+    with acc.profile() as profiler:
+        for index in range(6):
+            with acc.accumulate(model):
+                step(acc, model, optimizer, index)
+            profiler.step()
+    assert len(seen) == 2
+    for index in range(6, 15):
+        with acc.accumulate(model):
+            step(acc, model, optimizer, index)
+    assert_fp8(acc.unwrap_model(model))
+
+
+def trackers(backend: str, folder: Path) -> None:
+    from accelerate.tracking import TensorBoardTracker
+
+    acc = accelerator(backend, log_with="tensorboard", project_dir=str(folder))
+    model, optimizer = prepared(acc)
+    acc.init_trackers("run", {"lr": 5e-3})
+    acc.log({"loss": step(acc, model, optimizer, 0)}, step=0)
+    for tracker in acc.trackers:
+        tracker.finish()  # `end_training` would end the process group, too
+    if rank() == 0:
+        assert isinstance(acc.trackers[0], TensorBoardTracker)
+        assert list((folder / "run").glob("events*"))
+
+
+def early_stopping(backend: str, folder: Path) -> None:
+    acc = accelerator(backend)
+    model, optimizer = prepared(acc)
+    for index in range(9):
+        step(acc, model, optimizer, index)
+        if index == 2 and rank() == ranks() - 1:
+            acc.set_trigger()
+        if acc.check_trigger():
+            break
+    assert index == 2
+    assert_equal_everywhere(model)
+
+
+def schedule_free(backend: str, folder: Path) -> None:
+    import schedulefree
+
+    acc = accelerator(backend)
+    model, optimizer = prepared(acc, schedulefree.AdamWScheduleFree)
+    before = values(model)
+    optimizer.train()
+    for index in range(3):
+        step(acc, model, optimizer, index)
+    training = values(model)
+    optimizer.eval()
+    assert not same(values(model), training), "the averaged weights"
+    assert_moved(model, before)
+    assert_fp8(acc.unwrap_model(model))
+
+
+def eight_bit_optimizer(backend: str, folder: Path) -> None:
+    from torchao.optim import AdamW8bit
+
+    with torch.compiler.set_stance("force_eager"):  # its step is compiled for each shape
+        acc = accelerator(backend)
+        model, optimizer = prepared(acc, AdamW8bit)
+        before = values(model)
+        for index in range(2):
+            step(acc, model, optimizer, index)
+    assert_moved(model, before)
+    assert_fp8(acc.unwrap_model(model))
+    assert_equal_everywhere(model)
+
+
+def lomo(backend: str, folder: Path) -> None:
+    from lomo_optim import Lomo
+
+    acc = accelerator(backend)
+    model = Net()
+    optimizer = Lomo(model, lr=1e-2)
+    model, optimizer = acc.prepare(model, optimizer)
+    before = values(model)
+    for index in range(2):
+        step(acc, model, optimizer, index, learning_rate=1e-2)
+    assert_moved(model, before)
+    assert_fp8(acc.unwrap_model(model))
+    assert_equal_everywhere(model)
+
+
+def _averaged(backend: str, average) -> None:
+    from torch.optim.swa_utils import AveragedModel, update_bn
+
+    acc = accelerator(backend)
+    model, optimizer = prepared(acc)
+    inner = acc.unwrap_model(model)
+    averaged = AveragedModel(inner, **average)
+    expected = None
+    for index in range(3):
+        step(acc, model, optimizer, index)
+        averaged.update_parameters(inner)
+        now = values(inner)
+        if expected is None:
+            expected = now
+        elif average:
+            expected = {name: 0.9 * value + 0.1 * now[name] for name, value in expected.items()}
+        else:
+            expected = {name: value + (now[name] - value) / (index + 1) for name, value in expected.items()}
+    update_bn([batch(0)[0]], averaged)
+    for name, value in values(averaged.module).items():
+        error = (value.float() - expected[name].float()).norm() / expected[name].float().norm()
+        assert error < 2e-3, (name, error)
+    assert averaged(batch(0)[0]).isfinite().all()
+
+
+def ema(backend: str, folder: Path) -> None:
+    from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+    _averaged(backend, {"multi_avg_fn": get_ema_multi_avg_fn(0.9)})
+
+
+def swa(backend: str, folder: Path) -> None:
+    _averaged(backend, {})
+
+
+# Big models
+
+
+def _outputs(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(0))).float()
+
+
+def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.allclose(a, b, rtol=0.05, atol=0.05)
+
+
+def offload_to_cpu(backend: str, folder: Path) -> None:
+    from accelerate import cpu_offload
+
+    acc, model, _ = trained(backend)
+    model = acc.unwrap_model(model)
+    expected = _outputs(model)
+    offloaded = cpu_offload(model, torch.device("cpu"))
+    assert all(p.device.type == "meta" for p in offloaded.parameters())
+    assert torch.equal(_outputs(offloaded), expected)
+    assert all(p.device.type == "meta" for p in offloaded.parameters())
+
+
+def offload_to_disk(backend: str, folder: Path) -> None:
+    from accelerate import disk_offload
+
+    acc, model, _ = trained(backend)
+    model = acc.unwrap_model(model)
+    expected = _outputs(model)
+    offloaded = disk_offload(model, str(folder / f"offloaded{rank()}"), torch.device("cpu"))
+    assert all(p.device.type == "meta" for p in offloaded.parameters())
+    assert torch.equal(_outputs(offloaded), expected)
+
+
+DEVICES = {"first": "cpu", "second": "disk", "last": "cpu"}
+
+
+def dispatch(backend: str, folder: Path) -> None:
+    from accelerate import dispatch_model
+
+    acc, model, _ = trained(backend)
+    model = acc.unwrap_model(model)
+    expected = _outputs(model)
+    dispatched = dispatch_model(model, DEVICES, main_device="cpu", offload_dir=str(folder / f"dispatched{rank()}"))
+    assert dispatched.second[0].weight.device.type == "meta"
+    assert torch.equal(_outputs(dispatched), expected)
+
+
+def _saved(backend: str, folder: Path):
+    """(accelerator, model, folder of shards) of a trained model that was saved in several files."""
+    acc, model, _ = trained(backend)
+    target = folder / f"shards_{backend}"
+    acc.save_model(model, str(target), max_shard_size="12KB")
+    acc.wait_for_everyone()
+    files = [name for name in os.listdir(target) if name.endswith(".safetensors")]
+    assert len(files) > 1 and (target / "model.safetensors.index.json").exists(), files
+    return acc, model, target
+
+
+def sharded_save(backend: str, folder: Path) -> None:
+    """Shards load into the model itself, into a stock model, and into another prepared one."""
+    from accelerate.utils import load_checkpoint_in_model
+
+    acc, model, saved = _saved(backend, folder)
+    model = acc.unwrap_model(model)
+    kept = values(model)
+    stock, other = Net(1), acc.prepare_model(Net(2), evaluation_mode=True)
+    for target in (stock, other, model):
+        load_checkpoint_in_model(target, str(saved))
+    assert same(values(other), kept) and same(values(model), kept)
+    assert _close(_outputs(stock), _outputs(model))
+
+
+def load_and_dispatch(backend: str, folder: Path) -> None:
+    """A model that was never in memory gets the shards, and one of its layers stays on disk."""
+    from accelerate import init_empty_weights, load_checkpoint_and_dispatch
+
+    acc, model, saved = _saved(backend, folder)
+    expected = _outputs(acc.unwrap_model(model))
+    with init_empty_weights():
+        empty = Net()
+    loaded = load_checkpoint_and_dispatch(
+        empty, str(saved), device_map=DEVICES, offload_folder=str(folder / f"loaded{rank()}")
+    )
+    assert loaded.second[0].weight.device.type == "meta"
+    assert _close(_outputs(loaded), expected)
+
+
+def load_and_dispatch_prepared(backend: str, folder: Path) -> None:
+    """The same with a model that is prepared for FP8 before the shards come."""
+    from accelerate import init_empty_weights, load_checkpoint_and_dispatch
+
+    acc, model, saved = _saved(backend, folder)
+    model = acc.unwrap_model(model)
+    with init_empty_weights():
+        empty = Net()
+    fp8_backends.prepare(empty, None, backend)
+    loaded = load_checkpoint_and_dispatch(
+        empty, str(saved), device_map=DEVICES, offload_folder=str(folder / f"loaded{rank()}")
+    )
+    assert torch.equal(_outputs(loaded), _outputs(model))
+
+
+def empty_weights(backend: str, folder: Path) -> None:
+    """A model on the meta device is prepared, gets weights, and trains."""
+    from accelerate import init_empty_weights
+
+    acc = accelerator(backend)
+    with init_empty_weights():
+        model = Net()
+    fp8_backends.prepare(model, None, backend)
+    assert all(p.is_meta for p in model.parameters())
+    model = model.to_empty(device="cpu")
+    model.load_state_dict(Net().state_dict())
+    model, optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters(), lr=5e-3))
+    before = values(model)
+    for index in range(2):
+        step(acc, model, optimizer, index)
+    assert_moved(model, before)
+    assert_equal_everywhere(model)
+    assert_fp8(acc.unwrap_model(model))
+
+
+def pippy(backend: str, folder: Path) -> None:
+    from accelerate.inference import prepare_pippy
+
+    acc, model, _ = trained(backend)
+    model = acc.unwrap_model(model).eval()
+    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(0))
+    expected = _outputs(model)
+    split = ["second"] if ranks() > 1 else []
+    staged = prepare_pippy(model, split_points=split, example_args=(x,), gather_output=True)
+    with torch.no_grad():
+        output = staged(x)
+    assert _close(output.float(), expected)
