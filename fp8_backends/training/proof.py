@@ -71,8 +71,8 @@ def watch(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> None
 
 @contextlib.contextmanager
 def profiler_elsewhere(models: Iterable[nn.Module]) -> Iterator[None]:
-    """Around code that has a profiler of its own, now or by its schedule later: PyTorch has one at a time, and the proof
-    of these models waits until the code has ended."""
+    """Let the proof of these models wait for code that has a profiler of its own, now or by its schedule later: PyTorch
+    has one at a time."""
     waiting = _first_steps(models)
     for first_step in waiting:
         first_step.waits += 1
@@ -165,7 +165,12 @@ class FirstStep:
             self.profile.stop()
         if self.layers and (self.profile is None or not self.profile.complete):
             self.profile = self.began = None
-            if not stopped and not self._start_profile() and self.steps == 1 and (self.waits or foreign_profiler_runs()):
+            if (
+                not stopped
+                and not self._start_profile()
+                and self.steps == 1
+                and (self.waits or foreign_profiler_runs())
+            ):
                 logger.warning("another profiler is active: the proof that FP8 runs waits until it has stopped")
             return
         counts = [count_products(root, prepared) for _, root, prepared in self.roots]
