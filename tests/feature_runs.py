@@ -7,14 +7,13 @@ for. `feature_table.py` says which runs are refused; `folder` is the same for al
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 from pathlib import Path
 
 import schedulefree
 import torch
 import torch.distributed as dist
-import torch.distributed.pipelining  # noqa: F401  what PiPPy loads: the tests' fixtures pass over what is loaded early
-import torchao.float8  # noqa: F401
 from accelerate import (
     Accelerator,
     cpu_offload,
@@ -45,6 +44,17 @@ from torchao.optim import AdamW8bit
 import fp8_backends
 from fp8_backends.errors import FP8BackendError
 from fp8_backends.numerics.scaled_tensor import ScaledTensor
+
+for library in (
+    "deepspeed",
+    "tensorboardX",
+    "torch._inductor.compile_fx",
+    "torch.distributed.pipelining",
+    "torchao.float8",
+):
+    # Accelerate and PyTorch would load them in the middle: ranks each for itself, and the garbage collector, which some
+    # features call, would visit them every time
+    importlib.import_module(library)
 
 WIDTH = 32
 
