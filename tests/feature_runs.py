@@ -349,6 +349,7 @@ def batch_size_finder(backend: str, folder: Path) -> None:
     @find_executable_batch_size(starting_batch_size=64, reduce_batch_size_fn=lambda: tried[-1] // 2)
     def run(batch_size):
         tried.append(batch_size)
+        assert not torch._C._autograd._profiler_enabled(), "the proof's profile outlived an exception"
         acc.free_memory()
         model, optimizer = prepared(acc)
         for index in range(3):

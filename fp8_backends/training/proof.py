@@ -93,9 +93,8 @@ def begin_anew(models: Iterable[nn.Module]) -> None:
 
 def _first_steps(models: Iterable[nn.Module]) -> set[FirstStep]:
     """Those that watch prepared models in `models` for their proof."""
-    roots = [root for model in models for _, root, _ in conversion.prepared_roots(model)]
-    hooks = [hook for root in roots for hook in root._forward_pre_hooks.values()]
-    return {hook.first_step for hook in hooks if isinstance(hook, ForwardHook)}
+    roots = [root for model in models for root in conversion.prepared_roots(model)]
+    return {first_step for _, _, prepared in roots for first_step in observed_of(prepared).first_steps}
 
 
 class FirstStep:
@@ -121,6 +120,8 @@ class FirstStep:
         optimizer.register_step_post_hook(self.after_step)
         forward_hook = ForwardHook(self)
         self.hooks = [root.register_forward_pre_hook(forward_hook) for _, root, _ in self.roots]
+        for _, _, prepared in self.roots:
+            observed_of(prepared).first_steps.append(self)
 
     def before_forward(self, root: nn.Module) -> None:
         self.forward_seen = True
@@ -196,6 +197,7 @@ class FirstStep:
             for hook in self.hooks:
                 hook.remove()
         for (_, root, prepared), root_counts in zip(roots, counts, strict=True):
+            observed_of(prepared).first_steps.remove(self)
             if not observed_of(prepared).proven:
                 observed_of(prepared).proven = True
                 state_proof(root, prepared, root_counts, by_shape)
