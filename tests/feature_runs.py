@@ -7,20 +7,54 @@ for. `feature_table.py` says which runs are refused; `folder` is the same for al
 from __future__ import annotations
 
 import contextlib
-import copy
+import importlib
 import os
 from pathlib import Path
 
+import schedulefree
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
+from accelerate import (
+    Accelerator,
+    cpu_offload,
+    disk_offload,
+    dispatch_model,
+    init_empty_weights,
+    load_checkpoint_and_dispatch,
+)
+from accelerate.inference import prepare_pippy
+from accelerate.local_sgd import LocalSGD
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from accelerate.utils import DistributedType
+from accelerate.tracking import TensorBoardTracker
+from accelerate.utils import (
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+    DistributedType,
+    ProfileKwargs,
+    find_executable_batch_size,
+    load_checkpoint_in_model,
+)
+from feature_table import Feature
+from lomo_optim import Lomo
 from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
+from torchao.optim import AdamW8bit
 
 import fp8_backends
+from fp8_backends.errors import FP8BackendError
 from fp8_backends.numerics.scaled_tensor import ScaledTensor
-from fp8_backends.numerics.sharded_tensor import local_part
+
+for library in (
+    "deepspeed",
+    "tensorboardX",
+    "torch._inductor.compile_fx",
+    "torch.distributed.pipelining",
+    "torchao.float8",
+):
+    # Accelerate and PyTorch would load them in the middle: ranks each for itself, and the garbage collector, which some
+    # features call, would visit them every time
+    importlib.import_module(library)
 
 WIDTH = 32
 
@@ -97,11 +131,11 @@ def trained(backend: str, steps: int = 2, **options):
 
 
 def values(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The plain values of all parameters, copied; at O3 those of the E4M3 codes, which every rank has."""
+    """The plain values of all parameters, copied."""
     found = {}
     for name, p in model.named_parameters():
-        p = local_part(p.detach())
-        found[name.removeprefix("module.")] = p.dequantize() if isinstance(p, ScaledTensor) else p.clone()
+        p = p.detach()
+        found[name.removeprefix("module.")] = p.values() if isinstance(p, ScaledTensor) else p.clone()
     return found
 
 
@@ -149,8 +183,6 @@ def assert_fp8(model: nn.Module, layers: int = LAYERS) -> None:
 
 
 def local_sgd(backend: str, folder: Path) -> None:
-    from accelerate.local_sgd import LocalSGD
-
     acc = accelerator(backend)
     model, optimizer = prepared(acc)
     before, drifted = values(model), []
@@ -166,17 +198,21 @@ def local_sgd(backend: str, folder: Path) -> None:
 
 
 def _hooked(backend: str, hook: str, bound: float, **state) -> None:
-    """Gradients that travelled through a hook are near those that DDP alone has averaged."""
-    from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
-
-    gradients = []
-    for handlers in ((), (DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType(hook), comm_state_option=state),)):
+    """Gradients that travelled through a hook are near those that DDP alone has averaged, or PyTorch refuses the hook
+    on this device as it does without FP8."""
+    handler = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType(hook), comm_state_option=state)
+    found, failures = [], []
+    for handlers in ((handler,), ()):
         acc = accelerator(backend, *handlers)
-        model, optimizer = prepared(acc)
-        before = values(model)
-        acc.backward(loss_of(model, 0))
-        gradients.append({name: p.grad.clone() for name, p in acc.unwrap_model(model).named_parameters()})
-        for index in range(1, 4):
+        try:
+            model, optimizer = prepared(acc)
+            before = values(model)
+            acc.backward(loss_of(model, 0))
+        except (TypeError, AssertionError) as error:
+            failures.append((type(error), str(error)))
+            break
+        found.append(gradients(model))
+        for index in range(1, 3):
             optimizer.step()
             optimizer.zero_grad()
             acc.backward(loss_of(model, index))
@@ -184,12 +220,25 @@ def _hooked(backend: str, hook: str, bound: float, **state) -> None:
         assert_moved(model, before)
         assert_equal_everywhere(model)
         assert_fp8(acc.unwrap_model(model))
-    plain, hooked = gradients
+    if failures:
+        assert hook.startswith("b") and ranks() > 1
+        assert failures == [_stock_failure(handler)]
+        return
+    hooked, plain = found
     for name, expected in plain.items():
-        error = (hooked[name].float() - expected.float()).norm() / expected.float().norm()
-        assert error <= bound, (name, error)
-    if ranks() > 1:
-        assert not same(plain, hooked), "the hook was not there"
+        assert relative_error(hooked[name], expected) <= bound, name
+    assert same(plain, hooked) == (ranks() == 1), "the hook was not there"
+
+
+def _stock_failure(handler) -> tuple[type, str] | None:
+    """How DDP itself fails with this hook, if it does."""
+    ddp = nn.parallel.DistributedDataParallel(Net())
+    try:
+        handler.register_comm_hook(ddp)
+        loss_of(ddp, 0).backward()
+    except (TypeError, AssertionError) as error:
+        return type(error), str(error)
+    return None
 
 
 def comm_hook_fp16(backend: str, folder: Path) -> None:
@@ -200,12 +249,15 @@ def comm_hook_bf16(backend: str, folder: Path) -> None:
     _hooked(backend, "bf16", 2**-6)
 
 
+AT_ONCE = {"start_powerSGD_iter": 0, "use_error_feedback": False, "warm_start": False, "matrix_approximation_rank": 2}
+
+
 def comm_hook_power_sgd(backend: str, folder: Path) -> None:
-    _hooked(backend, "power_sgd", 1.0, start_powerSGD_iter=2, matrix_approximation_rank=2)
+    _hooked(backend, "power_sgd", 1.0, **AT_ONCE)
 
 
 def comm_hook_batched_power_sgd(backend: str, folder: Path) -> None:
-    _hooked(backend, "batched_power_sgd", 1.0, start_powerSGD_iter=2, matrix_approximation_rank=2)
+    _hooked(backend, "batched_power_sgd", 1.0, **AT_ONCE)
 
 
 def join_uneven_inputs(backend: str, folder: Path) -> None:
@@ -234,8 +286,6 @@ def join_uneven_inputs(backend: str, folder: Path) -> None:
 
 
 def join(backend: str, folder: Path) -> None:
-    from torch.distributed.algorithms.join import Join
-
     acc = accelerator(backend)
     model, optimizer = prepared(acc)
     before = values(model)
@@ -294,13 +344,12 @@ def accumulate_several(backend: str, folder: Path) -> None:
 
 def batch_size_finder(backend: str, folder: Path) -> None:
     """Memory runs out in the first backward pass, twice: once in forward, once behind it."""
-    from accelerate.utils import find_executable_batch_size
-
     acc, tried = accelerator(backend), []
 
     @find_executable_batch_size(starting_batch_size=64, reduce_batch_size_fn=lambda: tried[-1] // 2)
     def run(batch_size):
         tried.append(batch_size)
+        assert not torch._C._autograd._profiler_enabled(), "the proof's profile outlived an exception"
         acc.free_memory()
         model, optimizer = prepared(acc)
         for index in range(3):
@@ -328,8 +377,6 @@ def _out_of_memory(*_):
 
 def profile(backend: str, folder: Path) -> None:
     """The user's profiler sees the first steps, and the proof comes later."""
-    from accelerate.utils import ProfileKwargs
-
     traces = folder / backend.replace(":", "_")
     acc = accelerator(backend, ProfileKwargs(activities=["cpu"], output_trace_dir=str(traces)))
     model, optimizer = prepared(acc)
@@ -345,8 +392,6 @@ def profile(backend: str, folder: Path) -> None:
 
 def profile_by_schedule(backend: str, folder: Path) -> None:
     """The user's profiler waits, and starts in the middle of an accumulation whose first step is the proof's."""
-    from accelerate.utils import ProfileKwargs
-
     seen = []
     schedule = ProfileKwargs(
         activities=["cpu"], schedule_option={"wait": 1, "warmup": 1, "active": 1}, on_trace_ready=seen.append
@@ -366,8 +411,6 @@ def profile_by_schedule(backend: str, folder: Path) -> None:
 
 
 def trackers(backend: str, folder: Path) -> None:
-    from accelerate.tracking import TensorBoardTracker
-
     acc = accelerator(backend, log_with="tensorboard", project_dir=str(folder))
     model, optimizer = prepared(acc)
     acc.init_trackers("run", {"lr": 5e-3})
@@ -393,8 +436,6 @@ def early_stopping(backend: str, folder: Path) -> None:
 
 
 def schedule_free(backend: str, folder: Path) -> None:
-    import schedulefree
-
     acc = accelerator(backend)
     model, optimizer = prepared(acc, schedulefree.AdamWScheduleFree)
     before = values(model)
@@ -409,8 +450,6 @@ def schedule_free(backend: str, folder: Path) -> None:
 
 
 def eight_bit_optimizer(backend: str, folder: Path) -> None:
-    from torchao.optim import AdamW8bit
-
     with torch.compiler.set_stance("force_eager"):  # its step is compiled for each shape
         acc = accelerator(backend)
         model, optimizer = prepared(acc, AdamW8bit)
@@ -423,8 +462,6 @@ def eight_bit_optimizer(backend: str, folder: Path) -> None:
 
 
 def lomo(backend: str, folder: Path) -> None:
-    from lomo_optim import Lomo
-
     acc = accelerator(backend)
     model = Net()
     optimizer = Lomo(model, lr=1e-2)
@@ -434,12 +471,9 @@ def lomo(backend: str, folder: Path) -> None:
         step(acc, model, optimizer, index, learning_rate=1e-2)
     assert_moved(model, before)
     assert_fp8(acc.unwrap_model(model))
-    assert_equal_everywhere(model)
 
 
 def _averaged(backend: str, average) -> None:
-    from torch.optim.swa_utils import AveragedModel, update_bn
-
     acc = accelerator(backend)
     model, optimizer = prepared(acc)
     inner = acc.unwrap_model(model)
@@ -456,15 +490,17 @@ def _averaged(backend: str, average) -> None:
         else:
             expected = {name: value + (now[name] - value) / (index + 1) for name, value in expected.items()}
     update_bn([batch(0)[0]], averaged)
+    bound = 1e-5
+    if backend.startswith("msamp") and not average:
+        # PyTorch copies it: rounded to what is stored, FP16, or E4M3 where masters are shared out
+        bound = 2**-4 if backend == "msamp:O3" and ranks() > 1 else 2**-11
     for name, value in values(averaged.module).items():
-        error = (value.float() - expected[name].float()).norm() / expected[name].float().norm()
-        assert error < 2e-3, (name, error)
+        error = relative_error(value, expected[name])
+        assert error < bound, (name, error)
     assert averaged(batch(0)[0]).isfinite().all()
 
 
 def ema(backend: str, folder: Path) -> None:
-    from torch.optim.swa_utils import get_ema_multi_avg_fn
-
     _averaged(backend, {"multi_avg_fn": get_ema_multi_avg_fn(0.9)})
 
 
@@ -477,16 +513,20 @@ def swa(backend: str, folder: Path) -> None:
 
 def _outputs(model: nn.Module) -> torch.Tensor:
     with torch.no_grad():
-        return model.eval()(torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(0))).float()
+        return model.eval()(_inputs(8)).float()
 
 
-def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.allclose(a, b, rtol=0.05, atol=0.05)
+def _inputs(rows: int) -> torch.Tensor:
+    return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(0))[:rows]
+
+
+def _close(outputs: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Outputs of the same weights, with three FP8 products in one of the two (`ao` has them in evaluation, too): each
+    has operands with an error of 0.026, and 0.026 * sqrt(2 * 3) is 0.064."""
+    return relative_error(outputs, expected) < 0.1
 
 
 def offload_to_cpu(backend: str, folder: Path) -> None:
-    from accelerate import cpu_offload
-
     acc, model, _ = trained(backend)
     model = acc.unwrap_model(model)
     expected = _outputs(model)
@@ -497,8 +537,6 @@ def offload_to_cpu(backend: str, folder: Path) -> None:
 
 
 def offload_to_disk(backend: str, folder: Path) -> None:
-    from accelerate import disk_offload
-
     acc, model, _ = trained(backend)
     model = acc.unwrap_model(model)
     expected = _outputs(model)
@@ -511,8 +549,6 @@ DEVICES = {"first": "cpu", "second": "disk", "last": "cpu"}
 
 
 def dispatch(backend: str, folder: Path) -> None:
-    from accelerate import dispatch_model
-
     acc, model, _ = trained(backend)
     model = acc.unwrap_model(model)
     expected = _outputs(model)
@@ -525,7 +561,7 @@ def _saved(backend: str, folder: Path):
     """(accelerator, model, folder of shards) of a trained model that was saved in several files."""
     acc, model, _ = trained(backend)
     target = folder / f"shards_{backend}"
-    acc.save_model(model, str(target), max_shard_size="12KB")
+    acc.save_model(model, str(target), max_shard_size="20KB")
     acc.wait_for_everyone()
     files = [name for name in os.listdir(target) if name.endswith(".safetensors")]
     assert len(files) > 1 and (target / "model.safetensors.index.json").exists(), files
@@ -533,23 +569,33 @@ def _saved(backend: str, folder: Path):
 
 
 def sharded_save(backend: str, folder: Path) -> None:
-    """Shards load into the model itself, into a stock model, and into another prepared one."""
-    from accelerate.utils import load_checkpoint_in_model
-
+    """Shards load into a stock model and into another prepared one."""
     acc, model, saved = _saved(backend, folder)
-    model = acc.unwrap_model(model)
-    kept = values(model)
     stock, other = Net(1), acc.prepare_model(Net(2), evaluation_mode=True)
-    for target in (stock, other, model):
+    for target in (stock, other):
         load_checkpoint_in_model(target, str(saved))
-    assert same(values(other), kept) and same(values(model), kept)
-    assert _close(_outputs(stock), _outputs(model))
+    outputs = _outputs(acc.unwrap_model(model))
+    assert _close(outputs, _outputs(stock)) and _close(_outputs(other), _outputs(stock))
+    assert ranks() > 1 or torch.equal(outputs, _outputs(other))
+
+
+def load_in_training(backend: str, folder: Path) -> None:
+    """Shards load into the model that trains, and it trains on."""
+    acc, model, saved = _saved(backend, folder)
+    inner = acc.unwrap_model(model)
+    kept = values(inner)
+    optimizer = acc._optimizers[0]
+    step(acc, model, optimizer, 7)
+    assert not same(values(inner), kept)
+    load_checkpoint_in_model(inner, str(saved))
+    assert same(values(inner), kept)
+    step(acc, model, optimizer, 8)
+    assert_moved(model, kept)
+    assert_equal_everywhere(model)
 
 
 def load_and_dispatch(backend: str, folder: Path) -> None:
     """A model that was never in memory gets the shards, and one of its layers stays on disk."""
-    from accelerate import init_empty_weights, load_checkpoint_and_dispatch
-
     acc, model, saved = _saved(backend, folder)
     expected = _outputs(acc.unwrap_model(model))
     with init_empty_weights():
@@ -561,25 +607,25 @@ def load_and_dispatch(backend: str, folder: Path) -> None:
     assert _close(_outputs(loaded), expected)
 
 
-def load_and_dispatch_prepared(backend: str, folder: Path) -> None:
-    """The same with a model that is prepared for FP8 before the shards come."""
-    from accelerate import init_empty_weights, load_checkpoint_and_dispatch
-
+def load_then_prepare(backend: str, folder: Path) -> None:
+    """A model that was never in memory gets the shards, is prepared, and trains."""
     acc, model, saved = _saved(backend, folder)
-    model = acc.unwrap_model(model)
+    expected = _outputs(acc.unwrap_model(model))
     with init_empty_weights():
         empty = Net()
-    fp8_backends.prepare(empty, None, backend)
-    loaded = load_checkpoint_and_dispatch(
-        empty, str(saved), device_map=DEVICES, offload_folder=str(folder / f"loaded{rank()}")
-    )
-    assert torch.equal(_outputs(loaded), _outputs(model))
+    loaded = load_checkpoint_and_dispatch(empty, str(saved), device_map={"": "cpu"})
+    acc = accelerator(backend)
+    loaded, optimizer = acc.prepare(loaded, torch.optim.AdamW(loaded.parameters(), lr=5e-3))
+    assert _close(_outputs(loaded), expected)
+    before = values(loaded.train())
+    step(acc, loaded, optimizer, 9)
+    assert_moved(loaded, before)
+    assert_equal_everywhere(loaded)
+    assert_fp8(acc.unwrap_model(loaded))
 
 
 def empty_weights(backend: str, folder: Path) -> None:
     """A model on the meta device is prepared, gets weights, and trains."""
-    from accelerate import init_empty_weights
-
     acc = accelerator(backend)
     with init_empty_weights():
         model = Net()
@@ -597,14 +643,43 @@ def empty_weights(backend: str, folder: Path) -> None:
 
 
 def pippy(backend: str, folder: Path) -> None:
-    from accelerate.inference import prepare_pippy
-
+    """PyTorch exports the model for it, which Accelerate's autocast around `forward` would hinder; the last process has
+    the output. TorchAO's layers cannot be exported, nor can scaled weights be moved into stages."""
+    if ranks() == 1:
+        return  # PiPPy itself wants a process group
     acc, model, _ = trained(backend)
-    model = acc.unwrap_model(model).eval()
-    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(0))
+    model = acc.unwrap_model(model, keep_fp32_wrapper=False).eval()
     expected = _outputs(model)
-    split = ["second"] if ranks() > 1 else []
-    staged = prepare_pippy(model, split_points=split, example_args=(x,), gather_output=True)
+    if not backend.startswith("native"):
+        fp8_backends.conversion.restore(model)
+    x = _inputs(2)
+    staged = prepare_pippy(model, split_points=["second"], example_args=(x[:1],))
     with torch.no_grad():
         output = staged(x)
-    assert _close(output.float(), expected)
+    assert rank() < ranks() - 1 or _close(output.float(), expected[:2])
+
+
+RUNS = {
+    run.__name__: run
+    for run in (
+        *(local_sgd, comm_hook_fp16, comm_hook_bf16, comm_hook_power_sgd, comm_hook_batched_power_sgd),
+        *(join_uneven_inputs, join, trigger_sync, accumulate_several, batch_size_finder),
+        *(profile, profile_by_schedule, trackers, early_stopping, schedule_free, eight_bit_optimizer, lomo, ema, swa),
+        *(offload_to_cpu, offload_to_disk, dispatch, sharded_save, load_in_training, load_and_dispatch),
+        *(load_then_prepare, empty_weights, pippy),
+    )
+}
+
+
+def as_in_the_table(feature: Feature, backend: str, folder: Path) -> None:
+    """Run a feature. Where the table says that it is refused, the error must say the way out."""
+    words = feature.refusal(backend, ranks())
+    if words is None:
+        RUNS[feature.run](backend, folder)
+        return
+    try:
+        RUNS[feature.run](backend, folder)
+    except FP8BackendError as error:
+        assert words in str(error), error
+    else:
+        raise AssertionError(f"{feature.run} with {backend} was not refused")

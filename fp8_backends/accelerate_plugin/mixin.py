@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import logging
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from types import MethodType
 
 import torch
@@ -227,6 +228,8 @@ class FP8Mixin(_RunTimeClass):
         optimizer = super().prepare_optimizer(optimizer, device_placement=device_placement)
         if is_new:
             inner = _innermost(optimizer)
+            if hasattr(inner, "fused_backward") and self._wraps_in_ddp:
+                raise rules.error("lomo_ddp", replace(checks.setup_of(self), optimizer=type(inner).__name__))
             inner.register_state_dict_post_hook(functools.partial(checkpoint.save_scaling_with_optimizer, self))
             inner.register_load_state_dict_pre_hook(functools.partial(checkpoint.load_scaling_with_optimizer, self))
         self._watch_optimizers()

@@ -54,8 +54,8 @@ class SharedOut:
         return self._owner.get(id(weight), self.rank) == self.rank
 
     def refuse_local_step(self, *_) -> None:
-        """Step pre-hook of the optimizer. Raises `FP8BackendError` where gradients stayed on their ranks: the owner of a
-        weight would step with its own gradient alone, and everyone else's work would be lost."""
+        """Step pre-hook of the optimizer. Raises `FP8BackendError` where gradients stayed on their ranks: the owner of
+        a weight would step with its own gradient alone, and everyone else's work would be lost."""
         if self.at_home and any(weight.grad is not None for weight in self.weights):
             raise FP8BackendError(
                 "the gradients of this step have not travelled between the ranks (no_sync, which LocalSGD uses), and "

@@ -221,6 +221,8 @@ class Observed:
         self.proven = False
         self.gradient_dtypes: dict[str, torch.dtype] = {}
         self.lost_updates: float | None = None
+        self.first_steps: list[Any] = []
+        """What watches this model for its proof (`proof.FirstStep`)."""
         self._optimizers: list[weakref.ref] = []
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -232,7 +234,7 @@ class Observed:
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy of the model is not what these optimizers train, and weak references do not pickle
-        return {**self.__dict__, "_optimizers": [], "proven": False}
+        return {**self.__dict__, "_optimizers": [], "first_steps": [], "proven": False}
 
 
 def observed_of(prepared: Prepared) -> Observed:

@@ -72,8 +72,8 @@ def watch(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> None
 
 @contextlib.contextmanager
 def profiler_elsewhere(models: Iterable[nn.Module]) -> Iterator[None]:
-    """Around code that has a profiler of its own, now or by its schedule later: PyTorch has one at a time, and the proof
-    of these models waits until the code has ended."""
+    """Let the proof of these models wait for code that has a profiler of its own, now or by its schedule later: PyTorch
+    has one at a time."""
     waiting = _first_steps(models)
     for first_step in waiting:
         first_step.waits += 1
@@ -94,9 +94,8 @@ def begin_anew(models: Iterable[nn.Module]) -> None:
 
 def _first_steps(models: Iterable[nn.Module]) -> set[FirstStep]:
     """Those that watch prepared models in `models` for their proof."""
-    roots = [root for model in models for _, root, _ in conversion.prepared_roots(model)]
-    hooks = [hook for root in roots for hook in root._forward_pre_hooks.values()]
-    return {hook.first_step for hook in hooks if isinstance(hook, ForwardHook)}
+    roots = [root for model in models for root in conversion.prepared_roots(model)]
+    return {first_step for _, _, prepared in roots for first_step in observed_of(prepared).first_steps}
 
 
 class FirstStep:
@@ -124,6 +123,8 @@ class FirstStep:
         optimizer.register_step_post_hook(self.after_step)
         forward_hook = ForwardHook(self)
         self.hooks = [root.register_forward_pre_hook(forward_hook) for _, root, _ in self.roots]
+        for _, _, prepared in self.roots:
+            observed_of(prepared).first_steps.append(self)
 
     def before_forward(self, root: nn.Module) -> None:
         self.forward_seen = True
@@ -181,7 +182,12 @@ class FirstStep:
             self.profile.stop()
         if self.layers and (self.profile is None or not self.profile.complete):
             self.profile = self.began = None
-            if not stopped and not self._start_profile() and self.steps == 1 and (self.waits or foreign_profiler_runs()):
+            if (
+                not stopped
+                and not self._start_profile()
+                and self.steps == 1
+                and (self.waits or foreign_profiler_runs())
+            ):
                 logger.warning("another profiler is active: the proof that FP8 runs waits until it has stopped")
             return
         counts = [count_products(root, prepared) for _, root, prepared in self.roots]
@@ -207,6 +213,7 @@ class FirstStep:
             for hook in self.hooks:
                 hook.remove()
         for (_, root, prepared), root_counts in zip(roots, counts, strict=True):
+            observed_of(prepared).first_steps.remove(self)
             if not observed_of(prepared).proven:
                 observed_of(prepared).proven = True
                 state_proof(root, prepared, root_counts, by_shape)

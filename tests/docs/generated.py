@@ -1,4 +1,4 @@
-"""The parts of the guides that the code generates: known problems, chips, engines, fields of recipes.
+"""The parts of the guides that the code generates: known problems, chips, engines, features, fields of recipes.
 
 python tests/docs/generated.py --write    writes them into the guides
 """
@@ -12,7 +12,8 @@ from pathlib import Path
 
 from documents import GUIDES, ROOT
 
-sys.path += [str(ROOT), str(ROOT / "tests" / "distributed")]
+sys.path += [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "distributed")]
+import feature_table  # noqa: E402
 import matrix  # noqa: E402
 
 from fp8_backends.compute import chips
@@ -68,6 +69,21 @@ def engines() -> str:
     return simple_table([header, *rows])
 
 
+def features() -> str:
+    """Which of Accelerate's features works with which backend, as `tests/feature_table.py` has it, and the notes."""
+    numbers, backends = feature_table.notes(), feature_table.BACKENDS
+    rows = [
+        [f"{feature.name} ({numbers[feature.note]})" if feature.note else feature.name, *map(feature.cell, backends)]
+        for feature in feature_table.FEATURES
+    ]
+    header = ["feature", *(f"``{backend}``" for backend in backends)]
+    notes = [
+        textwrap.fill(f"{number}. {note}.", WIDTH, subsequent_indent=" " * len(f"{number}. "))
+        for note, number in numbers.items()
+    ]
+    return "\n\n".join([simple_table([header, *rows]), "\n".join(notes)])
+
+
 def simple_table(rows: list[list[str]]) -> str:
     """A header and rows as reStructuredText."""
     rule = "  ".join("=" * max(map(len, column)) for column in zip(*rows, strict=True))
@@ -91,6 +107,7 @@ def written(document: Path) -> str:
 
 TABLES = {
     "doctor.rst": ("chips", chip_table),
+    "accelerate_features.rst": ("features", features),
     "distributed.rst": ("engines", engines),
     "recipes.rst": ("fields", fields.restructured_text),
 }

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from fp8_backends.compute import profiling
 from fp8_backends.errors import FP8BackendError
 from fp8_backends.recipes import handlers as recipes
-from fp8_backends.training import auditing, preparation
+from fp8_backends.training import auditing, preparation, proof
 
 BACKENDS = ("ao:tensorwise", "native:dynamic")
 
@@ -345,3 +345,34 @@ def test_one_profiler_sees_all_forwards_until_the_step(monkeypatch, capfd):
     assert "3/3 Linear" in capfd.readouterr().err
     products = auditing.audit(model).products  # of the last forward and its backward alone
     assert {count["fprop"] for count in products.values()} == {1}
+
+
+def test_a_forward_that_raises_ends_the_profile_and_a_later_step_is_the_proof(capfd):
+    model, optimizer = prepared("ao:tensorwise")
+    failing = model.last.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        backward(model)
+    assert not torch._C._autograd._profiler_enabled()
+    failing.remove()
+    with torch.autograd.profiler.profile() as profiler:  # somebody else's may start at once
+        torch.ones(1).add_(1)
+    assert any("add_" in event.name for event in profiler.function_events)
+    step(model, optimizer)
+    assert "ao:tensorwise: 3/3 Linear" in capfd.readouterr().err
+
+
+def test_the_proof_waits_for_code_that_has_a_profiler_of_its_own(capfd):
+    model, optimizer = prepared("ao:tensorwise")
+    backward(model)  # the proof's profile runs
+    assert torch._C._autograd._profiler_enabled()
+    with proof.profiler_elsewhere([model]):
+        assert not torch._C._autograd._profiler_enabled()
+        for _ in range(2):
+            step(model, optimizer)
+            assert not torch._C._autograd._profiler_enabled()
+    assert "3/3 Linear" not in capfd.readouterr().err
+    step(model, optimizer)
+    step(model, optimizer)
+    assert "ao:tensorwise: 3/3 Linear" in capfd.readouterr().err
+    with proof.profiler_elsewhere([model]):
+        step(model, optimizer)  # proven already

@@ -299,6 +299,12 @@ CASES = [
     ("level_optimizer", ("msamp:O2", {"optimizer": "adamw_bnb_8bit"}), ("msamp:O2", {"optimizer": "AdamW"}), "bnb"),
     ("level_optimizer", ("te+msamp", {"optimizer": "ao_adamw_fp8"}), ("te", {"optimizer": "ao_adamw_fp8"}), "fp8"),
     (
+        "lomo_ddp",
+        ("native", {**DDP, "world_size": 2, "optimizer": "lomo"}),
+        ("native", {**DDP, "world_size": 1, "optimizer": "lomo"}),
+        "lomo",
+    ),
+    (
         "bitsandbytes_fsdp2",
         ("ao", {**FSDP2, "optimizer": "adamw_8bit"}),
         ("ao", {**FSDP2, "optimizer": "adamw_torch_8bit"}),
@@ -409,6 +415,8 @@ REFUSED = [
         {"world_size": 1},
     ),
     ("megatron", "native", {"parallel": "megatron"}, {"parallel": "none"}),
+    ("comm_hook_level", "msamp:O1", {"parallel": "ddp", "comm_hook": "fp16"}, {"parallel": "ddp"}),
+    ("comm_hook_level", "msamp:O3", {"parallel": "ddp", "comm_hook": "bf16"}, {"comm_hook": "bf16"}),
 ]
 
 

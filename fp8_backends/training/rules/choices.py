@@ -66,6 +66,14 @@ OPTIMIZER_RULES = (
         lambda s: s.optimizer,
     ),
     Rule(
+        "lomo_ddp",
+        "error",
+        lambda s: s.parallel == "ddp" and s.world_size != 1 and _name(s) in ("lomo", "adalomo"),
+        "LOMO steps inside backward, before DDP has averaged the gradients: the ranks drift apart, also without FP8",
+        "train on one process, or use an optimizer that steps after backward",
+        lambda s: s.optimizer,
+    ),
+    Rule(
         "bitsandbytes_fsdp2",
         "error",
         lambda s: s.parallel == "fsdp2" and _name(s) in BITSANDBYTES,

@@ -1,0 +1,75 @@
+"""Accelerate's other features with FP8, one check for each row of `feature_table.py` and each backend."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+from pathlib import Path
+
+import feature_runs
+import ranks
+import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from feature_table import BACKENDS, FEATURES, Feature
+
+from fp8_backends.comm.ddp import HOOK_AT_A_LEVEL, Connection
+from fp8_backends.errors import FP8BackendError
+
+
+def check(feature: Feature, backend: str) -> None:
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    try:
+        feature_runs.as_in_the_table(feature, backend, Path(folder[0]))
+    finally:
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._reset_state()
+
+
+def checks() -> dict:
+    """Name -> function for each row that runs inside a process group."""
+    return {
+        f"check_{feature.run}_{backend.replace(':', '_')}": lambda f=feature, b=backend: check(f, b)
+        for feature in FEATURES
+        if feature.run in feature_runs.RUNS
+        for backend in BACKENDS
+    }
+
+
+globals().update(checks())
+
+
+def check_a_hook_that_is_registered_by_hand_is_refused_beside_scaled_weights():
+    """After the model is connected, and before it is."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+    acc = feature_runs.accelerator("msamp:O2")
+    model, _ = feature_runs.prepared(acc)
+    assert Connection.find(model).reducer is not None
+    for call in (
+        lambda: model.register_comm_hook(None, fp16_compress_hook),
+        lambda: _connect_hooked(fp16_compress_hook),
+    ):
+        try:
+            call()
+        except FP8BackendError as error:
+            assert "fp16_compress_hook" in str(error) and HOOK_AT_A_LEVEL[1] in str(error), error
+        else:
+            raise AssertionError("a hook that sees no gradient of a scaled weight was taken")
+
+
+def _connect_hooked(hook) -> None:
+    import fp8_backends
+
+    model = feature_runs.Net()
+    fp8_backends.prepare(model, None, "msamp:O2")
+    ddp = torch.nn.parallel.DistributedDataParallel(model)
+    ddp.register_comm_hook(None, hook)
+    fp8_backends.prepare(ddp, torch.optim.AdamW(ddp.parameters()), "msamp:O2")
+
+
+if __name__ == "__main__":
+    gc.collect()
+    gc.freeze()  # what is loaded is no garbage, and each check collects
+    ranks.main(globals())

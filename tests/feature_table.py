@@ -1,0 +1,160 @@
+"""Accelerate's other features with FP8: which work, and which are refused. `accelerate_features.rst` shows them.
+
+Each row has a run in `feature_runs.py`, or a command that `accelerate_plugin/test_accelerate_features.py` starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+BACKENDS = ("native:delayed", "ao:tensorwise", "msamp:O2", "msamp:O3")
+"""One of each kind."""
+LEVELS = ("msamp:O2", "msamp:O3")
+NOBODY = MappingProxyType({})
+
+
+def at(backends: tuple[str, ...], words: str) -> Mapping[str, str]:
+    return dict.fromkeys(backends, words)
+
+
+class Feature(NamedTuple):
+    """A row."""
+
+    name: str
+    run: str
+    note: str = ""
+    """Why, and the way out."""
+    refused: Mapping[str, str] = NOBODY
+    """Backend -> what the error says."""
+    refused_on_several: Mapping[str, str] = NOBODY
+    """The same on several processes only."""
+
+    def refusal(self, backend: str, processes: int) -> str | None:
+        """What the error must say; None where the feature works."""
+        several = self.refused_on_several if processes > 1 else NOBODY
+        return self.refused.get(backend, several.get(backend))
+
+    def cell(self, backend: str) -> str:
+        if backend in self.refused:
+            return "refused"
+        return "one process" if backend in self.refused_on_several else "works"
+
+
+_HOOK = at(LEVELS, "leave the hook out")
+_SHARED_OUT = at(("msamp:O3",), "shard_states=False")
+_ADAM = at(LEVELS, "trains with torch.optim.AdamW or torch.optim.Adam")
+_ADAM_NOTE = "Levels train with ``torch.optim.AdamW`` or ``Adam``: use a backend of O0"
+_STATE_DICT_NOTE = (
+    "At O3 under DDP no rank has a whole state dict: prepare with ``shard_states=False``, or load what "
+    "``Accelerator.save_model`` has written"
+)
+
+_HOOK_NOTE = (
+    "Gradients of scaled weights go round DDP's hooks, in E4M3: leave the hook out. Hooks are members of "
+    "``DDPCommunicationHookType``: of a string Accelerate 1.15 makes none. PyTorch has BF16 and BATCHED_POWER_SGD on "
+    "GPUs only: there they are not tested, and on CPUs they fail as they do without FP8"
+)
+_JOIN_NOTE = (
+    "At O3 under DDP a rank without inputs would make no steps of the weights that it owns: "
+    "``shard_states=False``, or ``even_batches=True``"
+)
+_PROFILE_NOTE = (
+    "The proof of ``ao`` needs PyTorch's profiler itself, and waits until yours has ended, also while yours waits by "
+    "its schedule"
+)
+
+FEATURES = (
+    Feature(
+        "``LocalSGD``",
+        "local_sgd",
+        "At O3 under DDP each rank makes the steps of the weights that it owns, and local steps are refused at the "
+        "step: prepare with ``shard_states=False``",
+        refused_on_several=_SHARED_OUT,
+    ),
+    Feature("``comm_hook`` FP16", "comm_hook_fp16", _HOOK_NOTE, refused_on_several=_HOOK),
+    Feature("``comm_hook`` BF16", "comm_hook_bf16", _HOOK_NOTE, refused_on_several=_HOOK),
+    Feature("``comm_hook`` POWER_SGD", "comm_hook_power_sgd", _HOOK_NOTE, refused_on_several=_HOOK),
+    Feature("``comm_hook`` BATCHED_POWER_SGD", "comm_hook_batched_power_sgd", _HOOK_NOTE, refused_on_several=_HOOK),
+    Feature("``join_uneven_inputs``", "join_uneven_inputs", _JOIN_NOTE, refused_on_several=_SHARED_OUT),
+    Feature("``Join`` of PyTorch", "join", _JOIN_NOTE, refused_on_several=_SHARED_OUT),
+    Feature("``trigger_sync_in_backward``", "trigger_sync"),
+    Feature("``accumulate`` of several models", "accumulate_several"),
+    Feature("``find_executable_batch_size``", "batch_size_finder"),
+    Feature("``profile``", "profile", _PROFILE_NOTE),
+    Feature("``profile`` by a schedule", "profile_by_schedule", _PROFILE_NOTE),
+    Feature("trackers", "trackers", "With ``fp8_backend`` and ``fp8_flops_share`` in their configuration"),
+    Feature("``set_trigger``, ``check_trigger``", "early_stopping"),
+    Feature("schedule-free optimizers", "schedule_free", _ADAM_NOTE, refused=_ADAM),
+    Feature(
+        "8-bit optimizers",
+        "eight_bit_optimizer",
+        f"{_ADAM_NOTE}; the states of O2 and O3 are in 8 and 16 bits. Paged ones need a GPU, and are not tested",
+        refused=_ADAM,
+    ),
+    Feature(
+        "LOMO",
+        "lomo",
+        f"{_ADAM_NOTE}. Under DDP it steps before gradients have travelled, in bf16 as in FP8: train on one process",
+        refused=_ADAM,
+        refused_on_several=at(("native:delayed", "ao:tensorwise"), "train on one process"),
+    ),
+    Feature(
+        "EMA (``AveragedModel``)",
+        "ema",
+        "At levels the average is kept in FP32 beside what is stored. At O3 under DDP no rank has all masters to "
+        "average: prepare with ``shard_states=False``",
+        refused_on_several=_SHARED_OUT,
+    ),
+    Feature(
+        "SWA (``AveragedModel``)",
+        "swa",
+        "PyTorch copies an average into the weight, which rounds it to what a level stores: FP16, and at O3 under DDP "
+        "E4M3. ``fp8_backends.states.levels.plain_weights(averaged)`` keeps it in FP32; at O3 with "
+        "``shard_states=False``",
+    ),
+    Feature("``cpu_offload``", "offload_to_cpu", _STATE_DICT_NOTE, refused_on_several=_SHARED_OUT),
+    Feature("``disk_offload``", "offload_to_disk", _STATE_DICT_NOTE, refused_on_several=_SHARED_OUT),
+    Feature("``dispatch_model``", "dispatch", _STATE_DICT_NOTE, refused_on_several=_SHARED_OUT),
+    Feature("``save_model`` in shards", "sharded_save"),
+    Feature(
+        "``load_checkpoint_in_model`` while training",
+        "load_in_training",
+        "At O3 under DDP use ``Accelerator.load_state``, or ``shard_states=False``",
+        refused_on_several=_SHARED_OUT,
+    ),
+    Feature("``load_checkpoint_and_dispatch``", "load_and_dispatch", "Of a model that is not prepared, for inference"),
+    Feature(
+        "the same, then ``prepare``",
+        "load_then_prepare",
+        "In this order: Accelerate does not know the counters of a model that was prepared without weights",
+    ),
+    Feature("``init_empty_weights``, then ``prepare``", "empty_weights", "``to_empty`` and ``load_state_dict`` follow"),
+    Feature(
+        "``prepare_pippy``",
+        "pippy",
+        "First ``accelerator.unwrap_model(model, keep_fp32_wrapper=False)``, and for ``ao`` and levels "
+        "``fp8_backends.conversion.restore(model)``. ``gather_output=True`` fails in Accelerate 1.15 itself",
+        refused_on_several=_SHARED_OUT,
+    ),
+    Feature(
+        "``accelerate test``",
+        "accelerate_test",
+        "Its script is started by ``fp8-backends launch``, with ``on_unproven: warn``, since its model has no Linear; "
+        "levels refuse its SGD. ``fp8-backends doctor`` tests FP8 itself",
+        refused=_ADAM,
+    ),
+    Feature(
+        "``accelerate config``",
+        "accelerate_config",
+        "The wizard offers ``ao``, and ``te`` and ``msamp`` where these packages are installed: write any other "
+        "backend into its file",
+    ),
+)
+
+
+def notes() -> dict[str, int]:
+    """Note -> its number below the table."""
+    written = dict.fromkeys(feature.note for feature in FEATURES if feature.note)
+    return {note: number for number, note in enumerate(written, 1)}
