@@ -100,8 +100,8 @@ def _is_stored(weight: torch.Tensor, level: str) -> bool:
 def quantize_weight(values: torch.Tensor, level: str) -> ScaledTensor:
     """Plain values as a weight of that level, with its master at O3."""
     if level != "O3":
-        return quantize(values, WEIGHT[level])
-    master = quantize(values, FP16)
+        return quantize(values, WEIGHT[level], values.dtype)
+    master = quantize(values, FP16, values.dtype)
     weight = quantize(master.dequantize(FP32), E4M3, master.dtype)  # as after every optimizer step
     weight.master = master
     return weight
@@ -165,7 +165,7 @@ def cast_gradient(weight: torch.Tensor) -> None:
     gradient = weight.grad
     if gradient is not None and not isinstance(local_part(gradient), ScaledTensor):
         # a shard of a gradient has a scale of its own: each rank steps only its own rows
-        quantized = quantize(local_part(gradient), E4M3)
+        quantized = quantize(local_part(gradient), E4M3, gradient.dtype)
         quantized.accumulates = True
         weight.grad = with_local(gradient, quantized)
 
