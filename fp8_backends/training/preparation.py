@@ -141,13 +141,13 @@ def store_weights(root: nn.Module, prepared: Prepared) -> None:
     if prepared.recipe.level != "O0":
         layers = converted_layers(root, prepared)
         levels.store_weights(layers, prepared.recipe.level)
+        levels.export_ties(root)
         for layer in layers.values():
             undo = layer.__dict__[CONVERSION].undo
             if levels.make_plain not in undo:
                 undo.append(levels.make_plain)
     ignore_list.ignore(root)
-    if ignore_list.forget not in prepared.undo:
-        prepared.undo.append(ignore_list.forget)
+    prepared.undo += [undo for undo in (ignore_list.forget, levels.forget_ties) if undo not in prepared.undo]
 
 
 def keep_weight_casts(model: nn.Module, keep: bool = True) -> None:
