@@ -155,6 +155,13 @@ def _running_profile() -> ProductProfile | None:
     return started if started and started.running else None
 
 
+def end_running_profile() -> None:
+    """End a profile of this thread without a result, such as one whose first step has failed: what it saw of tensors
+    keeps their storage from being swapped."""
+    if (running := _running_profile()) is not None and not running.keep:
+        running.abandon()
+
+
 def foreign_profiler_runs() -> bool:
     """Whether a profiler is active that is not this package's."""
     return torch._C._autograd._profiler_enabled() and _running_profile() is None

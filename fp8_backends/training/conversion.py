@@ -248,6 +248,11 @@ def expected(model: nn.Module, recipe: Recipe, compute: Compute) -> ConversionRe
     return ConversionReport([each.product for each in found])
 
 
+def swaps_weights(recipe: Recipe) -> bool:
+    """Whether weights are stored in another form; else every weight stays where it lies."""
+    return recipe.level != "O0" or bool(recipe.fp8_params)
+
+
 def unwrapped(model: nn.Module) -> nn.Module:
     """The model inside wrappers that hold it whole: `torch.compile`, DDP, DataParallel."""
     while True:
@@ -265,8 +270,8 @@ def unwrapped(model: nn.Module) -> nn.Module:
 def _find(root: nn.Module, recipe: Recipe) -> list[Found]:
     """The weight products of a model, those that this recipe cannot store with their obstacle."""
     found = find_weight_products(root)
-    if recipe.level == "O0" and not recipe.fp8_params:
-        return found  # every weight stays where it lies
+    if not swaps_weights(recipe):
+        return found
     sharers = memory_sharers(root)
     for each in found:
         other = sharers.get(id(each.module._parameters.get(each.part or "weight")))

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..comm import ddp, fsdp2, ignore_list, zero
 from ..compute import registry
 from ..compute.interface import FollowsOptimizer, KeepsWeightCasts, StoresWeights, scaling_buffers
+from ..compute.profiling import end_running_profile
 from ..errors import FP8BackendError
 from ..numerics.modules import CONVERSION
 from ..numerics.sharded_tensor import is_distributed
@@ -136,6 +137,8 @@ def _check_trains(model: nn.Module, optimizer: Any) -> None:
 
 def store_weights(root: nn.Module, prepared: Prepared) -> None:
     """Store the weights of converted layers as the backend and the recipe's level do, out of DDP's sight."""
+    if conversion.swaps_weights(prepared.recipe):
+        end_running_profile()
     if isinstance(prepared.compute, StoresWeights):
         prepared.compute.store_weights(root, prepared.recipe)
     if prepared.recipe.level != "O0":

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 WIDTHS = (16, 16, 32, 32, 48, 20, 33)
-HIDDEN = (16, 32, 64, 64, 40, 7)
+HIDDEN = (16, 32, 64, 64, 40, 7, 1)
 DTYPES = (torch.float32,) * 6 + (torch.bfloat16, torch.bfloat16, torch.float16, torch.float64)
 VOCABULARY, BATCH, TOKENS = 32, 4, 8
 
@@ -40,6 +40,25 @@ class Mlp(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(nn.functional.gelu(self.up(x)))
+
+
+class Mirrored(nn.Module):
+    """A layer and its transpose, under a second name of the Parameter, and a gain of no dimension."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, hidden)
+        self.mirror, self.gain = self.up.weight, nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(nn.functional.gelu(self.up(x)), self.mirror.t()) * self.gain
+
+
+class Recurrent(nn.GRU):
+    """Weights that are multiplied by without a Linear."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)[0]
 
 
 class Convolution(nn.Module):
@@ -127,6 +146,7 @@ class RandomModel(nn.Module):
     def _part(self, depth: int) -> nn.Module:
         width, bias = self.width, self._often(0.6)
         kinds = ["mlp", "mlp", "linear", "linear", "parametrized", "pruned", "lazy", "norm", "conv", "attention"]
+        kinds += ["mirrored", "recurrent"]
         kind = self.draw.choice(kinds + ["sequence", "listed"] * (depth < 2))
         if kind == "mlp":
             return Mlp(width, self.draw.choice(HIDDEN), bias)
@@ -146,6 +166,10 @@ class RandomModel(nn.Module):
             return nn.LazyLinear(width, bias)
         if kind == "norm":
             return self.draw.choice((nn.LayerNorm, nn.RMSNorm))(width)
+        if kind == "mirrored":
+            return Mirrored(width, self.draw.choice(HIDDEN))
+        if kind == "recurrent":
+            return Recurrent(width, width, batch_first=True)
         if kind == "conv":
             return Convolution(width)
         if kind == "attention":
