@@ -277,8 +277,8 @@ def _find(root: nn.Module, recipe: Recipe) -> list[Found]:
         other = sharers.get(id(each.module._parameters.get(each.part or "weight")))
         if each.obstacle is None and each.conversion is None and other is not None:
             each.obstacle = (
-                f"it lies in the same memory as {other}, and would be stored apart from it: let one Parameter have both "
-                "names (a.weight = b.weight), or clone one of the two"
+                f"it lies in the same memory as {other}, and would be stored apart from it: let one Parameter have "
+                "both names (a.weight = b.weight), or clone one of the two"
             )
     return found
 

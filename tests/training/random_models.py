@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 WIDTHS = (16, 16, 32, 32, 48, 20, 33)
-HIDDEN = (16, 32, 64, 64, 40, 7, 1)
+HIDDEN = (16, 32, 64, 64, 40, 7)
 DTYPES = (torch.float32,) * 6 + (torch.bfloat16, torch.bfloat16, torch.float16, torch.float64)
 VOCABULARY, BATCH, TOKENS = 32, 4, 8
 

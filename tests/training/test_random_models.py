@@ -27,7 +27,7 @@ from fp8_backends import FP8BackendError
 from fp8_backends.numerics.scaled_tensor import ScaledTensor
 from fp8_backends.training import conversion
 
-FIRST, LAST = map(int, os.environ.get("FP8_BACKENDS_RANDOM_MODELS", "0:60").split(":"))
+FIRST, LAST = map(int, os.environ.get("FP8_BACKENDS_RANDOM_MODELS", "0:120").split(":"))
 GROUPS = 6
 
 SPECS = ("native:dynamic", "native:delayed", "ao:tensorwise", "msamp:O1", "msamp:O2", "msamp:O3")
@@ -41,6 +41,8 @@ OTHER_ORDER = 0.01
 OTHER_UPDATE = 0.9
 """The update of the whole model over its plain twin's, as the norm of the difference: 0 for the same one, 1 for none,
 1.4 for another one of the same size. Two steps of FP8 training are off by up to 0.6 (measured, 1,000 models)."""
+SMALL = 1e-3
+"""Of the updates of two steps of 0.02 each: gradients of FP16 that underflow may be zero in one of two models."""
 
 
 def refused_by_pytorch(error: Exception) -> bool:
@@ -118,11 +120,14 @@ def faults_of_training(trained: Trained) -> Iterator[str]:
             continue  # not run yet, it has no values to compare with
         update = exact(parameter).float() - stored(trained, parameter, start[name]).float()
         plain_update = twin[name].detach().float() - start[name].detach().float()
-        if update.any() != plain_update.any():
-            yield f"{name} moved by up to {update.abs().max():.2g}, and in plain PyTorch {plain_update.abs().max():.2g}"
+        if plain_update.abs().max() > SMALL and not update.any():
+            yield f"{name} does not train"
+        if update.any() and not parameter.requires_grad and not plain_update.any():
+            yield f"{name} is frozen and moved"
         ours.append(update.flatten())
         theirs.append(plain_update.flatten())
-    if not (far := difference(torch.cat(ours), torch.cat(theirs))) < OTHER_UPDATE:
+    ours, theirs = torch.cat(ours), torch.cat(theirs)
+    if theirs.square().mean().sqrt() > SMALL and not (far := difference(ours, theirs)) < OTHER_UPDATE:
         yield f"the update of the model differs by {far:.2g} of plain PyTorch's"
 
 
@@ -212,7 +217,6 @@ def outcome(seed: int) -> tuple[str, list[str]]:
 
 
 @pytest.mark.filterwarnings("ignore")  # of models without a layer for FP8, which train as they are
-@pytest.mark.slow
 @pytest.mark.parametrize("group", range(GROUPS))
 def test_random_models_train_and_save_and_restore_as_in_plain_pytorch(group):
     outcomes = {seed: outcome(seed) for seed in range(FIRST + group, LAST, GROUPS)}
