@@ -112,6 +112,8 @@ class Connection(BackwardPass):
     def make_equal(self, tensors: Iterable[torch.Tensor], source: int) -> None:
         """Copy everything that these tensors store on rank `source` of the group to all its ranks."""
         for tensor in tensors:
+            if isinstance(tensor, ScaledTensor):
+                tensor.settle()
             for stored in stored_parts(tensor, with_master=True):
                 _broadcast(stored, source, self.group)
 

@@ -43,6 +43,8 @@ class SharedOut:
         owners = assign([weight.numel() for weight in weights], dist.get_world_size(group))
         self._owner = {id(weight): owner for weight, owner in zip(weights, owners, strict=True)}
         for weight in self.weights:
+            weight.settle()
+            weight.shared_out = True
             self.drop(weight)
 
     def owns(self, weight: torch.Tensor) -> bool:

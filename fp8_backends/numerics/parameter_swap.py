@@ -17,7 +17,7 @@ from torch import nn
 from ..errors import FP8BackendError
 from .scaled_tensor import STORED, ScaledTensor
 
-_STORAGE = {*STORED, "master", "elsewhere", "_is_param"}
+_STORAGE = {*STORED, "_is_param"}
 """Attributes of a Parameter that belong to what it stores, the last of them `nn.Parameter`'s own."""
 
 

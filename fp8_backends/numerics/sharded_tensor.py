@@ -60,5 +60,5 @@ def dequantize_shards(tensor: torch.Tensor, dtype: torch.dtype | None = None) ->
     """A DTensor with plain values, with all the precision that is stored. Not differentiable."""
     local = local_part(tensor.detach())
     if isinstance(local, ScaledTensor):
-        local = (local if local.master is None else local.master).dequantize(dtype or tensor.dtype)
+        local = local.exact(dtype or tensor.dtype)
     return with_local(tensor, local)

@@ -67,13 +67,16 @@ def view_of(p: torch.Tensor, group: dict[str, Any], index: int) -> LocalView:
         FP8BackendError: the master of a weight lies on another rank.
     """
     weight, copy, is_shard = local_part(p), None, is_distributed(p)
+    gradient = local_part(p.grad)
+    if isinstance(gradient, ScaledTensor) and gradient._view is not None:  # somebody has put a view of another there
+        gradient = gradient.values(torch.float32)
     if isinstance(weight, ScaledTensor):
         if weight.elsewhere is not None:
             weight.exact()  # a copied model's weight whose master another rank owns: this raises and says what to do
         if weight.master is not None:
             weight, copy = weight.master, weight
     first = sharding.first_element(p) if is_shard else 0
-    return LocalView(p, group, index, weight, copy, local_part(p.grad), is_shard, first)
+    return LocalView(p, group, index, weight, copy, gradient, is_shard, first)
 
 
 class ScaledStates:
@@ -293,6 +296,7 @@ def _slot(tensor: torch.Tensor) -> Slot:
     """This rank's part of a tensor, as the kernel reads and writes it."""
     tensor = local_part(tensor)
     if isinstance(tensor, ScaledTensor):
+        tensor.settle()
         return Slot(tensor._data, tensor._scale_inv, tensor.block_size)
     return Slot(tensor.detach())
 

@@ -103,7 +103,7 @@ def stored_moment(p: torch.Tensor, value: torch.Tensor, dtype: torch.dtype, bloc
     moment = local_part(value)
     stored_alike = isinstance(moment, ScaledTensor) and (moment._data.dtype, moment.block_size) == (dtype, block_size)
     if stored_alike and _lies_as(value, p):
-        moment = moment.to(local_part(p).device).clone()
+        moment = copy.deepcopy(moment.to(local_part(p).device))
     elif dtype not in FORMAT_OF:
         moment = local_part(_placed_as(p, value, dtype)).clone()
     else:

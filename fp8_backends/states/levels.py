@@ -124,6 +124,7 @@ def write_weight_shards(weight: torch.Tensor, values: torch.Tensor) -> None:
     """Write plain values, a DTensor that lies as `weight` does, into the shards of `weight` and of its master. The
     ranks agree on the scales, so all of them call it."""
     local = local_part(weight.detach())
+    local.settle()
     for target in (local.master, local):
         if target is not None:
             shards = quantize_shards(values, target._data.dtype)

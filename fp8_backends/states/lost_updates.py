@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ def share_of_lost_updates(optimizer: torch.optim.Optimizer) -> float | None:
         has_moments = all(name in state for name in MOMENTS)
         if not isinstance(weight, ScaledTensor) or not has_moments or not all(group["betas"]):
             continue
+        weight.settle()
         weight = weight if weight.master is None else weight.master
         before = weight.dequantize(torch.float32)
         exact = exact_update(
@@ -47,7 +49,7 @@ def _rounded_step(
 ) -> ScaledTensor:
     """A copy of the weight after a step of the kernel that leaves the moments as they are: with a gradient of zero, it
     multiplies them by the betas that they were divided by."""
-    stepped = weight.detach().clone()
+    stepped = copy.deepcopy(weight.detach())
     moments = [_float(state[name]) / beta for name, beta in zip(MOMENTS, group["betas"], strict=True)]
     decay = group["weight_decay"] if group["decoupled_weight_decay"] else 0.0
     scaled_adam_(

@@ -12,6 +12,7 @@ from torch import nn
 import fp8_backends
 from fp8_backends import FP8BackendError, NativeRecipeKwargs, RecipeError, prepare, resolve
 from fp8_backends.compute.native.frozen import is_frozen, quantized
+from fp8_backends.numerics.scaled_tensor import quantize
 from fp8_backends.training import conversion
 
 SCALINGS = ("dynamic", "delayed", "rowwise", "blockwise", "mxfp8", "window")
@@ -174,10 +175,12 @@ def test_it_is_off_by_default_and_not_for_levels():
     assert not any(map(is_frozen, weights(model)))
 
 
-def test_a_step_in_place_on_a_frozen_weight_says_how_to_merge():
+def test_a_step_in_place_on_a_frozen_weight_keeps_its_values_in_fp32():
     model, _ = prepared(fp8_params=True)
-    with pytest.raises(NotImplementedError, match=r"before adapters are merged into it, .*restore\(model\)"):
-        model.base[0].weight.data += torch.ones(64, 32)
+    weight, before = model.base[0].weight, model.base[0].weight.exact()
+    weight.data += torch.full((64, 32), 1e-4)
+    torch.testing.assert_close(model.state_dict()["base.0.weight"], before + 1e-4, rtol=1e-6, atol=0)
+    assert torch.equal(weight.dequantize(), quantize(weight.exact(), torch.float8_e4m3fn).dequantize())
 
 
 def test_moves_and_casts_leave_it_in_fp8():

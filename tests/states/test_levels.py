@@ -213,8 +213,3 @@ def test_bf16_models_train_all_their_parameters(level):
         assert now.dtype == torch.bfloat16 and not torch.equal(now, before[name]), name
 
 
-def test_only_what_travels_plain_is_refused_by_name():
-    model, optimizer = prepared("O2")
-    with pytest.raises(NotImplementedError, match="prepare"):
-        torch.optim.SGD(model.parameters(), 0.1).step(lambda: loss_of(model, 0).backward())
-    assert optimizer.fp8_states.level == "O2"

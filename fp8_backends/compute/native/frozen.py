@@ -34,4 +34,4 @@ def quantized(weight: torch.Tensor) -> ScaledTensor:
 def make_plain(layer: nn.Module) -> None:
     """Undo `freeze` on one layer."""
     if is_frozen(layer.weight):
-        swap(layer.weight, layer.weight.dequantize(), "weight")
+        swap(layer.weight, layer.weight.exact(), "weight")

@@ -108,7 +108,7 @@ class FP8Linear(nn.Linear):
     def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.fp8_rule.frozen_weight and frozen.is_frozen(self.weight):
-            destination[f"{prefix}weight"] = self.weight.dequantize().detach()
+            destination[f"{prefix}weight"] = self.weight.exact()
 
     def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)

@@ -1,0 +1,477 @@
+"""What PyTorch's operations do with a `ScaledTensor`.
+
+- A function reads its plain values, `ScaledTensor.values`.
+- A view operation gives a view of what it stores.
+- An operation in place changes what it stores, through any view of it. The operation itself runs on FP32 values of the
+  whole. A weight keeps these (`Stored.edited`) until the optimizer's next step, so that small changes add up, as they
+  do in an average of weights; data, scale and master are those values, rounded. A gradient takes them as its data.
+- `copy_`, and what else replaces all values, stores them rounded at once.
+
+What is registered below works on data and scale alone, or is no operation on values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_iter, tree_map
+
+from ..errors import FP8BackendError
+from .formats import FORMAT_OF
+from .scaled_tensor import FRESH, OPERATIONS, SHARD, ScaledTensor, Stored, quantize, stored_parts
+
+aten = torch.ops.aten
+FP32 = torch.float32
+
+
+def _implements(*operations):
+    def register(function):
+        OPERATIONS.update(dict.fromkeys(operations, function))
+        return function
+
+    return register
+
+
+@_implements(None)
+def _any_other(func, args, kwargs):
+    if func.namespace == "c10d":
+        return _collective(func, args, kwargs)
+    written = list(_written(func, args, kwargs))
+    if written:
+        return _in_place(func, args, kwargs, written)
+    returns_view = func._schema.arguments and func._schema.arguments[0].alias_info is not None
+    if returns_view and isinstance(args[0], ScaledTensor):
+        return _view(func, *args, **kwargs)
+    return func(*tree_map(_values, args), **tree_map(_values, kwargs))
+
+
+def _values(value: Any) -> Any:
+    return value.values() if isinstance(value, ScaledTensor) else value
+
+
+def _written(func, args, kwargs) -> Iterator[ScaledTensor]:
+    """The ScaledTensors that an operation writes to."""
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            yield from (each for each in tree_iter(value) if isinstance(each, ScaledTensor))
+
+
+# Views
+
+
+@_implements(aten._unsafe_view.default)
+def _view(func, tensor, *args, **kwargs):
+    """A view of the data is a view of what is stored."""
+
+    def seen(view: torch.Tensor) -> ScaledTensor:
+        if view.dtype != tensor._data.dtype or view.is_neg() or view.is_conj():
+            raise FP8BackendError(
+                f"{func} sees the bytes of a tensor in another way, and the bytes of a ScaledTensor are "
+                f"{tensor._data.dtype}: take a plain copy of its values first, with dequantize()"
+            )
+        return tensor.view_of(view)
+
+    return tree_map(seen, func(tensor._data, *args, **kwargs))
+
+
+@_implements(aten.detach.default, aten.alias.default, aten.lift_fresh.default)
+def _same(func, tensor):
+    return tensor.view_of(tensor._data)
+
+
+@_implements(aten.view.dtype)
+def _view_as(func, tensor, dtype):
+    return tensor.view_of(tensor._data) if dtype == tensor.dtype else NotImplemented
+
+
+@_implements(aten.as_strided.default)
+def _as_strided(func, tensor, size, stride, storage_offset=None):
+    offset = tensor.storage_offset() if storage_offset is None else storage_offset
+    data = tensor.stored.data
+    return tensor.view_of(data.as_strided(size, stride, data.storage_offset() + offset))
+
+
+# New tensors
+
+
+def _parts(tensor: ScaledTensor, data: torch.Tensor, scale_inv: torch.Tensor, dtype=None) -> ScaledTensor:
+    return ScaledTensor(data, scale_inv, dtype or tensor.dtype, tensor.block_size, tensor.accumulates)
+
+
+def _moved(tensor: ScaledTensor, move: Callable[[torch.Tensor], torch.Tensor], dtype=None) -> ScaledTensor:
+    """A new ScaledTensor, of each part of this one as `move` returns it."""
+    result = _parts(tensor, *map(move, stored_parts(tensor)), dtype)
+    if tensor.master is not None:
+        result.master = _moved(tensor.master, move)
+    if tensor.stored.edited is not None:
+        result.stored.edited = move(tensor.in_whole(tensor.stored.edited)).contiguous()
+    result.partial, result.elsewhere, result.shared_out = tensor.partial, tensor.elsewhere, tensor.shared_out
+    return result
+
+
+@_implements(aten._to_copy.default)
+def _to_copy(func, tensor, *, dtype=None, device=None, non_blocking=False, **kwargs):
+    if (dtype is not None and not dtype.is_floating_point) or (tensor._view is not None and tensor.block_size):
+        return NotImplemented
+    return _moved(tensor, lambda part: func(part, device=device, non_blocking=non_blocking), dtype)
+
+
+@_implements(aten._pin_memory.default, aten.pin_memory.default)
+def _pin_memory(func, tensor, *args, **kwargs):
+    return _moved(tensor, torch.Tensor.pin_memory)
+
+
+@_implements(aten.is_pinned.default)
+def _is_pinned(func, tensor, *args, **kwargs):
+    return tensor._data.is_pinned() and tensor._scale_inv.is_pinned()
+
+
+@_implements(aten.empty_like.default)
+def _empty_like(func, tensor, *, dtype=None, device=None, **kwargs):
+    """Memory for a tensor stored likewise: `module.to_empty` must not change what a weight is stored as."""
+    result = _moved(tensor, lambda part: torch.empty_like(part, device=device), dtype)
+    result.partial, result.stored.edited = False, None
+    return result
+
+
+@_implements(aten.new_zeros.default, aten.new_empty.default)
+def _new(func, tensor, size, *, dtype=None, device=None, **kwargs):
+    """Memory for elements of the very same scale: FSDP2 makes its shards so, padded and empty ones too."""
+    if dtype is not None or device is not None or tensor.block_size:
+        return NotImplemented
+    result = _parts(tensor, func(tensor._data, size), tensor._scale_inv)
+    result.partial = FRESH
+    if tensor.master is not None:
+        result.master = _new(func, tensor.master, size)
+    return result
+
+
+@_implements(aten.zeros_like.default, aten.ones_like.default, aten.full_like.default)
+def _plain_like(func, tensor, *args, **kwargs):
+    like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return func(like, *args, **kwargs)
+
+
+# Writing
+
+
+def _in_place(func, args, kwargs, written: list[ScaledTensor]):
+    """Run an operation on the FP32 values of the tensors that it writes to, and let them store the results."""
+    if torch.Tag.inplace_view in func.tags:
+        raise FP8BackendError(
+            f"{func} would change the shape or the memory of a ScaledTensor, which stays as it is: take a plain copy "
+            f"of its values with dequantize(), or make the weight plain with fp8_backends.conversion.restore(model)"
+        )
+    if func.name().startswith("aten::_foreach_") and len(args[0]) > 1:
+        return _one_by_one(func, args, kwargs)
+    with torch.inference_mode(False):  # what is stored outlives it
+        wholes = {id(tensor.stored): _editable(tensor, func) for tensor in written}
+    dtypes = {tensor.dtype for tensor in written} - {FP32}
+    work: list[tuple[torch.Tensor, ScaledTensor]] = []
+
+    def operand(value: Any) -> Any:
+        if isinstance(value, torch.dtype):
+            return FP32 if value in dtypes else value
+        if not isinstance(value, torch.Tensor):
+            return value
+        if isinstance(value, ScaledTensor) and id(value.stored) in wholes:
+            work.append((value.in_whole(wholes[id(value.stored)]), value))
+            return work[-1][0]
+        value = _values(value)
+        return value.to(FP32) if value.dtype in dtypes else value
+
+    result = func(*tree_map(operand, args), **tree_map(operand, kwargs))
+    for values, tensor in work:
+        if values.shape != tensor.shape:  # `out=` resizes
+            raise FP8BackendError(
+                f"{func} has a result of shape {tuple(values.shape)}, and the ScaledTensor that it would be written "
+                f"to has shape {tuple(tensor.shape)}"
+            )
+    for tensor in written:
+        _keep(tensor.stored, wholes[id(tensor.stored)])
+    return tree_map(lambda value: next((tensor for values, tensor in work if values is value), value), result)
+
+
+def _one_by_one(func, args, kwargs) -> None:
+    """Run an operation on lists of tensors for one tensor after the other."""
+    count = len(args[0])
+
+    def part(value: Any, i: int) -> Any:
+        return [value[i]] if isinstance(value, (list, tuple)) and len(value) == count else value
+
+    for i in range(count):
+        func(*(part(value, i) for value in args), **{name: part(value, i) for name, value in kwargs.items()})
+
+
+def _editable(tensor: ScaledTensor, func) -> torch.Tensor:
+    """A copy of the exact values of all that a tensor is a view of, FP32, with the strides of the stored data.
+
+    Raises:
+        FP8BackendError: they are not all here.
+    """
+    stored = tensor.stored
+    if stored.shared_out or stored.elsewhere is not None:
+        raise FP8BackendError(
+            f"{func} would change a weight of shape {tuple(tensor.shape)} in place, whose master lies on one of "
+            f"several ranks (level O3 shares masters and optimizer states out): on the others its values are not there "
+            f"with all their precision. Write whole values with copy_(), or prepare with shard_states=False"
+        )
+    if stored.partial is True or stored.partial == FRESH:
+        raise FP8BackendError(
+            f"{func} would change a ScaledTensor of shape {tuple(tensor.shape)} in place, whose scale is that of "
+            f"elements outside of it too, or which FSDP2 has gathered for one forward: take a plain copy of its values "
+            f"with dequantize(), make a plain tensor with torch.zeros(tensor.shape), or change the sharded parameter "
+            f"when no forward runs"
+        )
+    whole = torch.empty_strided(stored.data.shape, stored.data.stride(), dtype=FP32, device=stored.data.device)
+    return whole.copy_(tensor.view_of(stored.data).exact(FP32))
+
+
+def _keep(stored: Stored, whole: torch.Tensor) -> None:
+    """Store what an operation in place has made of the values."""
+    if stored.accumulates:
+        stored.data, stored.scale_inv, stored.block_size = whole, torch.ones((), device=whole.device), 0
+    else:
+        stored.edited = whole
+        _round(stored, whole)
+
+
+def _round(stored: Stored, values: torch.Tensor) -> None:
+    """Round plain values into what is stored: first the master, and of that the data."""
+    if stored.master is not None:
+        _round(stored.master.stored, values)
+        values = stored.master.dequantize(FP32)
+    _set_parts(stored, quantize(values.contiguous(), stored.data.dtype, block_size=stored.block_size))
+
+
+def _set_parts(stored: Stored, source: ScaledTensor, non_blocking: bool = False) -> None:
+    stored.data.copy_(source._data, non_blocking)
+    stored.scale_inv.copy_(source._scale_inv, non_blocking)
+    if stored.partial == SHARD:
+        stored.unagreed = True
+
+
+@_implements(aten.copy_.default)
+def _copy_(func, target, source, non_blocking=False):
+    """Write new values with the scale of their amax; from an equally stored tensor, bits and scales as they are."""
+    if not isinstance(target, ScaledTensor):
+        return NotImplemented
+    stored = target.stored
+    stored.partial = target.partial
+    same_scale = isinstance(source, ScaledTensor) and source._scale_inv is target._scale_inv
+    if same_scale and stored.partial in (FRESH, SHARD):
+        return _copy_elements(target, source, non_blocking)
+    if target._view is None and stored.partial not in (True, FRESH):
+        stored.edited = None
+        _replace(stored, target, source, non_blocking)
+        return target
+    whole = _editable(target, func)
+    target.in_whole(whole).copy_(_values(source))
+    if stored.accumulates or stored.edited is not None:
+        _keep(stored, whole)
+    else:
+        _round(stored, whole)
+    return target
+
+
+def _copy_elements(target: ScaledTensor, source: ScaledTensor, non_blocking: bool) -> ScaledTensor:
+    """Write into a part of a tensor, from elements of the very same scale, which stays as it is."""
+    target._data.copy_(source._data, non_blocking)
+    target.stored.partial = SHARD
+    if target.master is not None:
+        _copy_elements(target.master, source.master, non_blocking)
+    return target
+
+
+def _replace(stored: Stored, target: ScaledTensor, source: torch.Tensor, non_blocking: bool) -> None:
+    """Store the values of `source`, expanded to the shape of `target`, in the place of all that were there."""
+    if isinstance(source, ScaledTensor) and (source.stored.edited is not None or source._view is not None):
+        source = source.values(FP32)
+    if stored.master is not None:
+        if getattr(source, "elsewhere", None) is not None:
+            source = source.exact()
+        master = source if getattr(source, "master", None) is None else source.master
+        _replace(stored.master.stored, target.master, master, non_blocking)
+        source = stored.master
+    elif stored.elsewhere is not None and getattr(source, "elsewhere", None) is None:
+        source = _as_master(source, stored.elsewhere.storage)
+    storage = (target.shape, stored.data.dtype, stored.block_size)
+    if not isinstance(source, ScaledTensor) or (source.shape, source._data.dtype, source.block_size) != storage:
+        values = source.dequantize(FP32) if isinstance(source, ScaledTensor) else source
+        values = values.to(target.device, FP32).expand(target.shape).contiguous()
+        source = quantize(values, stored.data.dtype, target.dtype, stored.block_size)
+    _set_parts(stored, source, non_blocking)
+
+
+def _as_master(source: torch.Tensor, storage: torch.dtype) -> torch.Tensor:
+    """New values as the rank that has the master rounds them before it makes the weight of them."""
+    return quantize(_values(source).float(), storage).dequantize(FP32)
+
+
+@_implements(aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor)
+def _fill_(func, tensor, *args):
+    """Fill plain values, then store them."""
+    return _copy_(aten.copy_.default, tensor, func(torch.empty(tensor.shape, device=tensor.device), *args))
+
+
+@_implements(aten.set_.source_Tensor)
+def _set_(func, tensor, source):
+    if not isinstance(tensor, ScaledTensor):
+        return func(tensor, _values(source))
+    tensor.data = source
+    return tensor
+
+
+@_implements(aten._foreach_zero_.default)
+def _foreach_zero_(func, tensors):
+    """What `zero_grad(set_to_none=False)` of a fused or foreach optimizer calls."""
+    for tensor in tensors:
+        tensor.zero_()
+
+
+@_implements(aten._foreach_copy_.default)
+def _foreach_copy_(func, tensors, sources, non_blocking=False):
+    for tensor, source in zip(tensors, sources, strict=True):
+        tensor.copy_(source, non_blocking)
+
+
+@_implements(aten.add_.Tensor)
+def _accumulate_(func, total, other, *, alpha=1):
+    """Add gradients up. The sum is in FP32 until `finish_accumulation`, so that many microbatches round once."""
+    if not isinstance(total, ScaledTensor) or not total.accumulates or total._view is not None or total.partial:
+        return NotImplemented
+    stored = total.stored
+    if stored.data.dtype != FP32:
+        _keep(stored, total.dequantize(FP32))
+    addend = (_values(other) if isinstance(other, torch.Tensor) else other) * alpha
+    stored.data.add_(addend / stored.scale_inv if isinstance(addend, torch.Tensor) else addend)
+    return total
+
+
+@_implements(aten.detach_.default)
+def _detach_(func, tensor):
+    return tensor  # autograd has done it
+
+
+@_implements(aten.record_stream.default)
+def _record_stream(func, tensor, stream):
+    for part in stored_parts(tensor, with_master=True):
+        part.record_stream(stream)
+
+
+# Scalars touch the scale alone: exact for a power of two, else one FP32 rounding
+
+
+def _scales(tensor: Any, other: Any) -> bool:
+    """Whether a product or quotient with `other` is one of the scale alone: a positive number, or what a gradient is
+    multiplied by where it is clipped, unscaled or averaged, a 0-dimensional tensor."""
+    if not isinstance(tensor, ScaledTensor) or (tensor._view is not None and not tensor._data.is_contiguous()):
+        return False
+    if isinstance(other, (bool, int, float)):
+        return 0 < other < float("inf") and tensor.numel() == tensor.stored.data.numel()
+    plain = isinstance(other, torch.Tensor) and not isinstance(other, ScaledTensor) and other.dim() == 0
+    return plain and tensor.accumulates and tensor.numel() == tensor.stored.data.numel()
+
+
+@_implements(aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar)
+def _times(func, tensor, other):
+    if not isinstance(tensor, ScaledTensor) and func in (aten.mul.Tensor, aten.mul.Scalar):
+        tensor, other = other, tensor  # number * tensor
+    if not _scales(tensor, other) or not tensor.accumulates or tensor._view is not None:
+        return NotImplemented
+    return _parts(tensor, tensor._data.clone(), _scaled(func, tensor._scale_inv, other))
+
+
+@_implements(aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor, aten.div_.Scalar)
+def _times_(func, tensor, other):
+    if not _scales(tensor, other) or tensor.partial in (True, FRESH):
+        return NotImplemented
+    for part in (tensor.stored, *([] if tensor.stored.master is None else [tensor.stored.master.stored])):
+        part.scale_inv.copy_(_scaled(func, part.scale_inv, other))
+    if tensor.stored.edited is not None:
+        func(tensor.stored.edited, other)
+    return tensor
+
+
+_DIVISIONS = (aten.div.Tensor, aten.div.Scalar, aten.div_.Tensor, aten.div_.Scalar)
+
+
+def _scaled(func, scale_inv: torch.Tensor, other) -> torch.Tensor:
+    """`scale_inv` times or over a scalar, on a tensor: a number divided by its reciprocal would round twice."""
+    if not isinstance(other, torch.Tensor):
+        other = torch.tensor(other, dtype=FP32, device=scale_inv.device)
+    other = other.to(device=scale_inv.device, dtype=FP32)
+    return scale_inv / other if func in _DIVISIONS else scale_inv * other
+
+
+def _scaled_and_plain(tensors) -> tuple[list[ScaledTensor], list[torch.Tensor]]:
+    scaled = [tensor for tensor in tensors if isinstance(tensor, ScaledTensor)]
+    return scaled, [tensor for tensor in tensors if not isinstance(tensor, ScaledTensor)]
+
+
+@_implements(aten._foreach_mul_.Scalar, aten._foreach_mul_.Tensor, aten._foreach_div_.Scalar, aten._foreach_div_.Tensor)
+def _foreach_times_(func, tensors, other):
+    if isinstance(other, ScaledTensor):
+        return NotImplemented
+    divides = func in (aten._foreach_div_.Scalar, aten._foreach_div_.Tensor)
+    scaled, plain = _scaled_and_plain(tensors)
+    if plain:
+        func(plain, other)
+    for tensor in scaled:
+        tensor.div_(other) if divides else tensor.mul_(other)
+
+
+@_implements(aten._amp_foreach_non_finite_check_and_unscale_.default)
+def _unscale_(func, tensors, found_inf, inv_scale):
+    """What `GradScaler.unscale_` calls. A scale that is not finite tells of a gradient that was not."""
+    scaled, plain = _scaled_and_plain(tensors)
+    if plain:
+        func(plain, found_inf, inv_scale)
+    for tensor in scaled:
+        tensor.mul_(inv_scale.squeeze())
+        found = ~torch.isfinite(tensor._scale_inv).all()
+        if tensor._data.dtype not in FORMAT_OF:
+            found = found | ~torch.isfinite(tensor._data).all()
+        found_inf.copy_(torch.maximum(found_inf, found.to(found_inf)))
+
+
+# Norms, and what travels between ranks
+
+
+@_implements(aten.linalg_vector_norm.default)
+def _vector_norm(func, tensor, ord=2, dim=None, keepdim=False, *, dtype=None):
+    if not isinstance(tensor, ScaledTensor) or not tensor.accumulates or tensor.block_size or dim is not None or ord == 0:
+        return NotImplemented
+    norm = func(tensor._data.float(), ord, None, keepdim) * tensor._scale_inv.abs()
+    return norm.to(dtype or tensor.dtype)
+
+
+@_implements(aten._foreach_norm.Scalar)
+def _foreach_norm(func, tensors, ord=2, dtype=None):
+    return [torch.linalg.vector_norm(tensor, ord, dtype=dtype) for tensor in tensors]
+
+
+def _collective(func, args, kwargs):
+    """A collective that writes to ScaledTensors writes to plain ones, is awaited, and the values are stored. The first
+    argument of each is what it writes to; what `send` sends is only read."""
+    plain: dict[int, tuple[torch.Tensor, ScaledTensor]] = {}
+    if func.name() != "c10d::send":
+        for tensor in tree_iter(args[0]):
+            if isinstance(tensor, ScaledTensor):
+                _editable(tensor, func)
+                plain[id(tensor)] = (tensor.values().contiguous(), tensor)
+
+    def operand(value: Any) -> Any:
+        return plain[id(value)][0] if id(value) in plain else _values(value)
+
+    result = func(*tree_map(operand, args), **tree_map(operand, kwargs))
+    if not plain:
+        return result
+    for work in (each for each in tree_iter(result) if hasattr(each, "wait")):
+        work.wait()
+    for values, tensor in plain.values():
+        tensor.copy_(values)
+    return tree_map(lambda value: next((t for values, t in plain.values() if values is value), value), result)
