@@ -93,6 +93,11 @@ def check_model(model: nn.Module, recipe: Recipe) -> None:
             f"model must be a torch.nn.Module, not {type(model).__name__}; the order is prepare(model, optimizer, spec)"
         )
     registry.check_available(recipe)
+    if torch.is_inference_mode_enabled() or any(p.is_inference() for p in model.parameters()):
+        raise FP8BackendError(
+            "torch.inference_mode() makes tensors that can never train: build the model and prepare it outside of it "
+            "(it may run inside)"
+        )
     if recipe.level == "O0":
         return
     if any(not prepared_roots(wrapped.module) for wrapped in _ddp_wrappers(model)):

@@ -31,8 +31,8 @@ FIRST, LAST = map(int, os.environ.get("FP8_BACKENDS_RANDOM_MODELS", "0:120").spl
 GROUPS = 6
 
 SPECS = ("native:dynamic", "native:delayed", "ao:tensorwise", "msamp:O1", "msamp:O2", "msamp:O3")
-FP8_IN_EVALUATION = ("ao:tensorwise", "msamp:O3")
-"""TorchAO's layers know no evaluation, and O3's evaluation reads the E4M3 weights, not their masters."""
+FP8_IN_EVALUATION = ("ao:tensorwise",)
+"""TorchAO's layers know no evaluation. All others read exact weights there, at O3 those of the masters."""
 FAR = 0.2
 """An E4M3 operand is off by at most 2**-4 of itself. Over the few layers of these models, which partly cancel, outputs
 are off by up to 0.12 of their norm (measured, 1,000 models)."""
@@ -127,7 +127,8 @@ def faults_of_training(trained: Trained) -> Iterator[str]:
         ours.append(update.flatten())
         theirs.append(plain_update.flatten())
     ours, theirs = torch.cat(ours), torch.cat(theirs)
-    if theirs.square().mean().sqrt() > SMALL and not (far := difference(ours, theirs)) < OTHER_UPDATE:
+    learns = output(trained.start).square().mean() > SMALL  # else gradients are rounding errors
+    if learns and theirs.square().mean().sqrt() > SMALL and not (far := difference(ours, theirs)) < OTHER_UPDATE:
         yield f"the update of the model differs by {far:.2g} of plain PyTorch's"
 
 
