@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from ..comm import ddp, fsdp2, ignore_list, zero
 from ..compute import registry
@@ -93,7 +94,7 @@ def check_model(model: nn.Module, recipe: Recipe) -> None:
             f"model must be a torch.nn.Module, not {type(model).__name__}; the order is prepare(model, optimizer, spec)"
         )
     registry.check_available(recipe)
-    if torch.is_inference_mode_enabled() or any(p.is_inference() for p in model.parameters()):
+    if torch.is_inference_mode_enabled() or any(not is_lazy(p) and p.is_inference() for p in model.parameters()):
         raise FP8BackendError(
             "torch.inference_mode() makes tensors that can never train: build the model and prepare it outside of it "
             "(it may run inside)"
