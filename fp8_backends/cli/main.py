@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from .. import __version__
+from ..compute.torchao.library import quiet_import
 from ..errors import FP8BackendError
 
 COMMANDS = {
@@ -48,7 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     try:
-        return module.run(args)
+        with quiet_import():  # transformers, which some commands use, loads TorchAO
+            return module.run(args)
     except FP8BackendError as error:
         print(f"fp8-backends {args.command}: {error}", file=sys.stderr)
         return 2

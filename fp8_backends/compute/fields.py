@@ -9,6 +9,8 @@ script changes only its import.
 from __future__ import annotations
 
 import difflib
+import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -93,8 +95,11 @@ class Field:
         """The value in its one spelling. Raises `RecipeError` naming the field."""
         try:
             return self.parse(value)
-        except ValueError as error:
-            raise RecipeError(f"{self.name}={value!r}: {self.name} {error}") from None
+        except (TypeError, ValueError) as error:
+            reason = str(error)
+            if not reason.startswith("must "):  # of a function that was not written for this, such as `int`
+                reason = f"must be {self.values or 'another value'} ({reason})"
+            raise RecipeError(f"{self.name}={value!r}: {self.name} {reason}") from None
 
     def default_for(self, scaling: str | None) -> Any:
         """The default under a scaling rule."""
@@ -127,15 +132,19 @@ def flag(value: Any) -> bool:
     raise ValueError("must be True or False")
 
 
-def whole_number(minimum: int | None = None) -> Callable[[Any], int]:
-    """The parser of a whole number of at least `minimum`."""
-    wanted = "a whole number" + ("" if minimum is None else f" of at least {minimum}")
+def whole_number(minimum: int | None = None, maximum: int | None = None) -> Callable[[Any], int]:
+    """The parser of a whole number from `minimum` to `maximum`, each of them if it is given."""
+    lowest, highest = -math.inf if minimum is None else minimum, math.inf if maximum is None else maximum
+    if maximum is not None:
+        wanted = f"a whole number from {lowest} to {maximum}"
+    else:
+        wanted = "a whole number" + ("" if minimum is None else f" of at least {minimum}")
 
     @_takes(wanted)
     def parse(value: Any) -> int:
-        if isinstance(value, str) and value.strip().lstrip("+-").isdecimal():
+        if isinstance(value, str) and re.fullmatch(r"[+-]?[0-9]{1,100}", value.strip()):
             value = int(value)
-        if isinstance(value, bool) or not isinstance(value, int) or (minimum is not None and value < minimum):
+        if isinstance(value, bool) or not isinstance(value, int) or not lowest <= value <= highest:
             raise ValueError(f"must be {wanted}")
         return value
 
@@ -227,7 +236,7 @@ FP8_FORMAT = Field(
 MARGIN = Field(
     "margin",
     0,
-    whole_number(),
+    whole_number(-64, 64),  # beyond it every code is zero, or saturated
     "The scale is divided by 2**margin.",
     DELAYED,
     launcher_default=0,
@@ -236,7 +245,7 @@ MARGIN = Field(
 INTERVAL = Field(
     "interval",
     1,
-    whole_number(1),
+    whole_number(1, 1_000_000),
     "Steps between two computations of the scale (te takes 1 alone).",
     DELAYED,
     launcher_default=1,
@@ -245,7 +254,7 @@ INTERVAL = Field(
 AMAX_HISTORY_LEN = Field(
     "amax_history_len",
     1024,
-    whole_number(1),
+    whole_number(1, 1_000_000),  # of FP32 numbers, three times for each layer
     "Steps that the amax history holds.",
     DELAYED,
     launcher_default=1024,

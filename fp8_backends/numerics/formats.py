@@ -18,12 +18,16 @@ class Format:
 
     name: str
     dtype: torch.dtype
-    max: float
-    """Largest finite magnitude."""
     mantissa_bits: int
     """The mantissa bits that are stored."""
     min_exponent: int
     """Exponent of the smallest normal number."""
+
+    @property
+    def max(self) -> float:
+        """Largest finite magnitude."""
+        # asked of PyTorch: `torch.compile(dynamic=True)` takes a float that lies in an object for a variable
+        return torch.finfo(self.dtype).max
 
     @property
     def bias(self) -> int:
@@ -51,12 +55,12 @@ class Format:
         return 2.0 ** (self.min_exponent - self.mantissa_bits)
 
 
-E4M3 = Format("e4m3", torch.float8_e4m3fn, 448.0, 3, -6)
-E5M2 = Format("e5m2", torch.float8_e5m2, 57344.0, 2, -14)
-FP16 = Format("fp16", torch.float16, 65504.0, 10, -14)
+E4M3 = Format("e4m3", torch.float8_e4m3fn, 3, -6)
+E5M2 = Format("e5m2", torch.float8_e5m2, 2, -14)
+FP16 = Format("fp16", torch.float16, 10, -14)
 """MS-AMP stores weights and second moments in FP16 with a scale."""
-BF16 = Format("bf16", torch.bfloat16, (2 - 2.0**-7) * 2.0**127, 7, -126)
-FP32 = Format("fp32", torch.float32, (2 - 2.0**-23) * 2.0**127, 23, -126)
+BF16 = Format("bf16", torch.bfloat16, 7, -126)
+FP32 = Format("fp32", torch.float32, 23, -126)
 
 FORMATS = {fmt.dtype: fmt for fmt in (E4M3, E5M2, FP16, BF16, FP32)}
 FORMAT_OF = {fmt.dtype: fmt for fmt in (E4M3, E5M2, FP16)}

@@ -250,14 +250,16 @@ def _asked_backend(cls: type, given: dict[str, Any]) -> BackendName:
         raise RecipeError(f"backend={text!r}: a backend string is wanted, such as 'native:delayed'")
     compute, scaling, level = parse_backend(text)
     if "scaling" in given:
-        scaling = _agreed(text, scaling, "scaling", scaling_name(compute, given["scaling"], given["scaling"]))
+        word = given["scaling"]
+        scaling = _agreed(text, scaling, "scaling", scaling_name(compute, word, f"scaling={word!r}"))
     name = "use_mxfp8_block_scaling"
     if name in given and FIELDS[name].parsed(given[name]):
         scaling = _agreed(text, scaling, name, scaling_name(compute, "mxfp8", name))
     elif name in given and scaling == "mxfp8":
         raise RecipeError(f"{text!r} with scaling mxfp8 and use_mxfp8_block_scaling=False disagree: leave one out")
     if "opt_level" in given:
-        level = _agreed(text, level or None, "opt_level", level_name(given["opt_level"], given["opt_level"]))
+        word = given["opt_level"]
+        level = _agreed(text, level or None, "opt_level", level_name(word, f"opt_level={word!r}"))
     return BackendName(compute, scaling, DEFAULT_LEVEL if level == "" else level)
 
 
@@ -361,7 +363,7 @@ def with_environment(recipe: Recipe, environ: Mapping[str, str] | None = None) -
         asked.pop("backend", None)
         _check_level_has_backend(asked, recipe.name)
         for name, value in asked.items():
-            value = scaling_name(recipe.compute, value, value) if name == "scaling" else value
+            value = scaling_name(recipe.compute, value, f"scaling={value!r}") if name == "scaling" else value
             if name in recipe.given and getattr(recipe, name) != value:
                 raise RecipeError(f"{name} is {value!r} there and {getattr(recipe, name)!r} in {recipe}: remove one")
         return type(recipe)(**{**recipe.to_kwargs(), **asked}) if asked else recipe

@@ -36,31 +36,31 @@ def parse_backend(text: str) -> BackendName:
         mode, colon, level_word = tail.partition(":")
         if mode not in MSAMP:
             raise RecipeError(f"{text!r}: only '+msamp[:LEVEL]' may follow a compute, not '+{tail}'")
-        level = level_name(level_word, text) if colon else ""
+        level = level_name(level_word, repr(text)) if colon else ""
     name, colon, rest = head.partition(":")
     if name in MSAMP:
         if plus:
             raise RecipeError(f"{text!r}: msamp stands for native:window+msamp, so it takes no second '+msamp'")
-        return BackendName("native", "window", level_name(rest, text) if colon else "")
+        return BackendName("native", "window", level_name(rest, repr(text)) if colon else "")
     name = registry.ALIASES.get(name, name)
     if name == AUTO:
         raise RecipeError(f"{text!r}: auto stands alone; name a compute: {', '.join(registry.valid_names())}")
     if name not in registry.valid_names():
         raise registry.unknown_backend(text)
-    return BackendName(name, scaling_name(name, rest, text) if colon else None, level)
+    return BackendName(name, scaling_name(name, rest, repr(text)) if colon else None, level)
 
 
-def level_name(word: str, text: str) -> str:
-    """The level, O0 to O3. Raises `RecipeError` that quotes `text`, which the word is from."""
+def level_name(word: str, place: str) -> str:
+    """The level, O0 to O3. Raises `RecipeError` that begins with `place`, which the word is from."""
     if not isinstance(word, str) or word.strip().upper() not in LEVELS:
-        raise RecipeError(f"{text!r}: unknown level {word!r}; msamp has {', '.join(LEVELS)} (default {DEFAULT_LEVEL})")
+        raise RecipeError(f"{place}: unknown level {word!r}; msamp has {', '.join(LEVELS)} (default {DEFAULT_LEVEL})")
     return word.strip().upper()
 
 
-def scaling_name(compute: str, word: str, text: Any) -> str:
-    """The name that this backend has for a scaling rule. Raises `RecipeError` that quotes `text`."""
+def scaling_name(compute: str, word: Any, place: str) -> str:
+    """The name that this backend has for a scaling rule. Raises `RecipeError` that begins with `place`."""
     if not isinstance(word, str):
-        raise RecipeError(f"scaling={word!r}: the name of a scaling rule is wanted, such as 'delayed'")
+        raise RecipeError(f"{place}: the name of a scaling rule is wanted, such as 'delayed'")
     word = word.strip().lower()
     if compute == AUTO:
         return word  # checked once a backend is chosen
@@ -71,4 +71,4 @@ def scaling_name(compute: str, word: str, text: Any) -> str:
         return word
     default = registry.get_compute(compute).default_scaling
     known = ", ".join(f"{name} (default)" if name == default else name for name in supported)
-    raise RecipeError(f"{text!r}: {compute} has no scaling {word!r}{closest(word, supported)}; it has {known}")
+    raise RecipeError(f"{place}: {compute} has no scaling {word!r}{closest(word, supported)}; it has {known}")

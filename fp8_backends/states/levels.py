@@ -98,10 +98,12 @@ def _is_stored(weight: torch.Tensor, level: str) -> bool:
 
 
 def quantize_weight(values: torch.Tensor, level: str) -> ScaledTensor:
-    """Plain values as a weight of that level, with its master at O3."""
+    """Plain values as a weight of that level, with its master at O3. Its rows lie in order, as the optimizer's kernels
+    want them, also where those of the values did not (a transposed, expanded or sliced weight)."""
+    values = values.contiguous()
     if level != "O3":
-        return quantize(values, WEIGHT[level])
-    master = quantize(values, FP16)
+        return quantize(values, WEIGHT[level], values.dtype)
+    master = quantize(values, FP16, values.dtype)
     weight = quantize(master.dequantize(FP32), E4M3, master.dtype)  # as after every optimizer step
     weight.master = master
     return weight
@@ -166,7 +168,7 @@ def cast_gradient(weight: torch.Tensor) -> None:
     gradient = weight.grad
     if gradient is not None and not isinstance(local_part(gradient), ScaledTensor):
         # a shard of a gradient has a scale of its own: each rank steps only its own rows
-        quantized = quantize(local_part(gradient), E4M3)
+        quantized = quantize(local_part(gradient), E4M3, gradient.dtype)
         quantized.accumulates = True
         weight.grad = with_local(gradient, quantized)
 
@@ -223,12 +225,30 @@ def _remove_state_dict_hooks(layer: nn.Module) -> None:
             del hooks[key]
 
 
-def export_plain(layer: nn.Module, state_dict: dict, prefix: str, local_metadata: dict) -> None:
-    """State-dict hook of a layer: saves its weight as a plain tensor, with all the precision that is stored."""
-    weight = state_dict.get(f"{prefix}weight")
-    if weight is None or weight.requires_grad or not isinstance(local_part(weight), ScaledTensor):
-        return  # keep_vars=True asks for the Parameter itself
-    state_dict[f"{prefix}weight"] = dequantize_shards(weight) if is_distributed(weight) else weight.exact()
+def export_plain(module: nn.Module, state_dict: dict, prefix: str, local_metadata: dict) -> None:
+    """State-dict hook of a module: saves its weights as plain tensors, with all the precision that is stored."""
+    for name in module._parameters:
+        weight = state_dict.get(f"{prefix}{name}")
+        if weight is None or weight.requires_grad or not isinstance(local_part(weight), ScaledTensor):
+            continue  # keep_vars=True asks for the Parameter itself
+        state_dict[f"{prefix}{name}"] = dequantize_shards(weight) if is_distributed(weight) else weight.exact()
+
+
+def export_ties(root: nn.Module) -> None:
+    """Let modules of other kinds that have a stored weight too, such as an embedding or a head that is tied to a
+    layer, save it as a plain tensor. Repeating it does nothing."""
+    stored = {id(module.weight) for module in root.modules() if LEVEL in module.__dict__}
+    for module in root.modules():
+        if LEVEL not in module.__dict__ and not stored.isdisjoint(map(id, module._parameters.values())):
+            _remove_state_dict_hooks(module)
+            module.register_state_dict_post_hook(export_plain)
+
+
+def forget_ties(root: nn.Module) -> None:
+    """Undo `export_ties`."""
+    for module in root.modules():
+        if LEVEL not in module.__dict__:
+            _remove_state_dict_hooks(module)
 
 
 def load_into_shards(layer: nn.Module, state_dict: dict, prefix: str, *_) -> None:
@@ -272,6 +292,7 @@ def watch_shards(model: nn.Module) -> None:
     for layer in layers:
         _add_gradient_hook(layer.weight)
         _add_state_dict_hooks(layer)
+    export_ties(model)
     for parameter in model.parameters() if layers else ():
         hooks = (parameter._post_accumulate_grad_hooks or {}).values()
         has_hook = any(hook is copy_gradient or _is_gradient_hook(hook) for hook in hooks)

@@ -24,7 +24,15 @@ from ..compute.interface import Compute, ConvertsExperts, ConvertsNorms, Fusion
 from ..errors import FP8BackendError, RecipeError
 from ..numerics.modules import CONVERSION, Conversion, plain_name
 from .layer_filter import LayerFilter, NamePattern, excluded
-from .weight_products import FOREIGN_FP8, FP8, HIGH_PRECISION, Found, WeightProduct, find_weight_products
+from .weight_products import (
+    FOREIGN_FP8,
+    FP8,
+    HIGH_PRECISION,
+    Found,
+    WeightProduct,
+    find_weight_products,
+    memory_sharers,
+)
 
 if TYPE_CHECKING:
     from ..recipes.handlers import Recipe
@@ -153,7 +161,7 @@ def convert(model: nn.Module, recipe: Recipe, compute: Compute) -> Prepared:
     prepared: Prepared | None = root.__dict__.get(PREPARED)
     if prepared is not None:
         _check_same_recipe("this model", prepared.recipe, recipe)
-    found = find_weight_products(root)
+    found = _find(root, recipe)
     norms, new_norms = _norms(root, recipe, compute)
     chosen = _choose(found, recipe, compute, norms)
     if prepared is not None and not chosen and not new_norms:
@@ -247,10 +255,15 @@ def expected(model: nn.Module, recipe: Recipe, compute: Compute) -> ConversionRe
     Raises `RecipeError` as `convert` does.
     """
     root = unwrapped(model)
-    found = find_weight_products(root)
+    found = _find(root, recipe)
     norms = [name for name, module in root.named_modules() if "norm" in type(module).__name__.lower()]
     _choose(found, recipe, compute, [NormLayer(plain_name(name), False, None) for name in norms])
     return ConversionReport([each.product for each in found])
+
+
+def swaps_weights(recipe: Recipe) -> bool:
+    """Whether weights are stored in another form; else every weight stays where it lies."""
+    return recipe.level != "O0" or bool(recipe.fp8_params)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -265,6 +278,22 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 # choosing layers
+
+
+def _find(root: nn.Module, recipe: Recipe) -> list[Found]:
+    """The weight products of a model, those that this recipe cannot store with their obstacle."""
+    found = find_weight_products(root)
+    if not swaps_weights(recipe):
+        return found
+    sharers = memory_sharers(root)
+    for each in found:
+        other = sharers.get(id(each.module._parameters.get(each.part or "weight")))
+        if each.obstacle is None and each.conversion is None and other is not None:
+            each.obstacle = (
+                f"it lies in the same memory as {other}, and would be stored apart from it: let one Parameter have "
+                "both names (a.weight = b.weight), or clone one of the two"
+            )
+    return found
 
 
 def _choose(found: list[Found], recipe: Recipe, compute: Compute, norms: list[NormLayer]) -> list[Found]:

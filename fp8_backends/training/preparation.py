@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from ..comm import ddp, fsdp2, ignore_list, zero
 from ..compute import registry
@@ -98,6 +99,11 @@ def check_model(model: nn.Module, recipe: Recipe) -> None:
         )
     registry.check_available(recipe)
     quantized_layers.check(model)
+    if torch.is_inference_mode_enabled() or any(not is_lazy(p) and p.is_inference() for p in model.parameters()):
+        raise FP8BackendError(
+            "torch.inference_mode() makes tensors that can never train: build the model and prepare it outside of it "
+            "(it may run inside)"
+        )
     if recipe.level == "O0":
         return
     if any(not prepared_roots(wrapped.module) for wrapped in _ddp_wrappers(model)):
@@ -142,20 +148,21 @@ def _check_trains(model: nn.Module, optimizer: Any) -> None:
 
 def store_weights(root: nn.Module, prepared: Prepared) -> None:
     """Store the weights of converted layers as the backend and the recipe's level do, out of DDP's sight."""
+    layers = converted_layers(root, prepared)
+    is_new = any(levels.LEVEL not in layer.__dict__ for layer in layers.values())
+    if is_new and conversion.swaps_weights(prepared.recipe):
+        give_way()  # a profiler holds on to all tensors that it sees, and none could be swapped
     if isinstance(prepared.compute, StoresWeights):
         prepared.compute.store_weights(root, prepared.recipe)
     if prepared.recipe.level != "O0":
-        layers = converted_layers(root, prepared)
-        if any(levels.LEVEL not in layer.__dict__ for layer in layers.values()):
-            give_way()  # a profiler holds on to all tensors that it sees, and none could be swapped
         levels.store_weights(layers, prepared.recipe.level)
+        levels.export_ties(root)
         for layer in layers.values():
             undo = layer.__dict__[CONVERSION].undo
             if levels.make_plain not in undo:
                 undo.append(levels.make_plain)
     ignore_list.ignore(root)
-    if ignore_list.forget not in prepared.undo:
-        prepared.undo.append(ignore_list.forget)
+    prepared.undo += [undo for undo in (ignore_list.forget, levels.forget_ties) if undo not in prepared.undo]
 
 
 def keep_weight_casts(model: nn.Module, keep: bool = True) -> None:

@@ -7,8 +7,10 @@ multiplies by itself (`nn.MultiheadAttention.in_proj_weight`); embeddings, convo
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -177,6 +179,26 @@ def linear_obstacle(linear: nn.Linear) -> str | None:
     if 0 in full_shape(weight):
         return "a layer of size zero has no product"
     return None
+
+
+def memory_sharers(model: nn.Module) -> dict[int, str]:
+    """Identities of Parameters whose memory another Parameter or buffer of the model lies in too, each with the name of
+    such a one. Where two views of one memory interleave, such as columns, they count as overlapping."""
+    views: dict[int, list[tuple[int, int, str, int]]] = defaultdict(list)
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if type(tensor) in (nn.Parameter, torch.Tensor) and tensor.numel():
+            last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            begin, end = (tensor.itemsize * (tensor.storage_offset() + at) for at in (0, last + 1))
+            views[tensor.untyped_storage()._cdata].append((begin, end, plain_name(name), id(tensor)))
+    found: dict[int, str] = {}
+    for of_one_memory in views.values():
+        furthest, *others = sorted(of_one_memory)
+        for view in others:
+            if view[0] < furthest[1]:
+                found.setdefault(view[3], furthest[2])
+                found.setdefault(furthest[3], view[2])
+            furthest = max(furthest, view, key=lambda each: each[1])
+    return found
 
 
 def _is_conv1d(module: nn.Module) -> bool:

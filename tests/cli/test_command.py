@@ -35,6 +35,22 @@ def test_python_dash_m_runs_the_command_and_an_unknown_subcommand_exits_with_2()
     assert "Traceback" not in ended.stderr
 
 
+@pytest.mark.slow
+def test_what_torchao_says_when_transformers_imports_it_stays_off_the_screen():
+    """In a new interpreter, since a library says it once. The only line is the command's own."""
+    ask = """if True:
+        import sys
+        from fp8_backends.cli.main import main
+        main(["estimate", "--params", "5M", "--backend", "natve"])
+        print("torchao" in sys.modules)
+        """
+    ended = subprocess.run(
+        [sys.executable, "-c", ask], capture_output=True, text=True, env=worker_environment(), timeout=240
+    )
+    assert ended.stdout == "True\n" and ended.stderr.startswith("fp8-backends estimate: ")
+    assert len(ended.stderr.splitlines()) == 1
+
+
 @pytest.mark.parametrize(
     ("backends", "expected"),
     [

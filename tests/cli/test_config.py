@@ -9,6 +9,7 @@ import yaml
 from accelerate.commands import launch as stock
 from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
 from accelerate.utils import launch as stock_environments
+from accelerate.utils.dataclasses import FP8BackendType
 
 from fp8_backends import RecipeError, resolve
 from fp8_backends.cli.config import read
@@ -311,7 +312,12 @@ def axolotl(tmp_path):
 def test_yaml_goes_to_standard_output_and_explanations_to_standard_error(axolotl, capsys, hopper):
     assert main(["config", str(axolotl), "--num_processes", "8"]) == 0
     printed = capsys.readouterr()
-    assert yaml.safe_load(printed.out) == read(str(axolotl), processes=8).for_accelerate()
+    written = read(str(axolotl), processes=8).for_accelerate()
+    assert yaml.safe_load(printed.out) == written
+    message = "is not a valid FP8BackendType"  # which names no way out, so the file does
+    with pytest.raises(ValueError, match=message):
+        FP8BackendType(written["fp8_config"]["backend"])
+    assert printed.out.startswith("# For `fp8-backends launch`") and message in printed.out
     for expected in (
         "ao:tensorwise",
         "enable_fsdp_float8_all_gather=True",
@@ -377,6 +383,7 @@ def test_without_fp8_there_is_nothing_to_check(tmp_path, capsys):
     assert main(["config", str(path), "--check"]) == 0
     printed = capsys.readouterr()
     assert "FP8 is off" in printed.err and yaml.safe_load(printed.out)["mixed_precision"] == "bf16"
+    assert "#" not in printed.out
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 import json
 
 import pytest
-from transformers import LlamaConfig
+import torch
+from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, LlamaConfig, T5Config, WhisperConfig
 
 from fp8_backends.cli.estimate.command import device_named
 from fp8_backends.cli.main import main
@@ -49,6 +50,33 @@ def test_json_holds_the_same_in_bytes(config, capsys):
     assert bf16["weights"] == 4 * count and bf16["copies"] == pytest.approx(2 * (count - 512 * 64), rel=0.01)
     assert o2["static"] < 0.75 * bf16["static"] and o2["flops_share"] > 0.8 and o2["peak"] > o2["static"]
     assert found["settings"] == {"batch": 2, "sequence": 256, "checkpointing": False, "weights": "fp32", "devices": 1}
+
+
+WHISPER = {"d_model": 64, "encoder_layers": 1, "decoder_layers": 1}
+
+
+@pytest.mark.parametrize(
+    ("config", "tokens"),
+    [
+        (T5Config(vocab_size=512, d_model=64, d_kv=32, d_ff=128, num_layers=1, num_heads=2), 2048),
+        (WhisperConfig(**WHISPER, encoder_attention_heads=2, decoder_attention_heads=2), 448),
+    ],
+    ids=["T5", "Whisper"],
+)
+def test_encoder_decoders_are_estimated_from_their_configuration(config, tokens, tmp_path, capsys):
+    """Both stacks, with the class that has both. A transcript of Whisper's has at most 448 tokens, and the positions of
+    its encoder do not train."""
+    config.save_pretrained(tmp_path)
+    code, printed = printed_by(capsys, str(tmp_path), "--json", "--backend", "bf16", "--device", "80")
+    assert code == 0 and printed.err == ""
+    found = json.loads(printed.out)
+    with torch.device("meta"):
+        model = AutoModelForSeq2SeqLM if config.model_type == "t5" else AutoModelForSpeechSeq2Seq
+        parameters = list(model.from_config(config).parameters())
+    static = sum(p.numel() * (16 if p.requires_grad else 4) for p in parameters)
+    assert found["parameters"] == sum(p.numel() for p in parameters)
+    assert found["estimates"][0]["static"] == pytest.approx(static, rel=1e-4)
+    assert found["settings"]["sequence"] == tokens
 
 
 @pytest.mark.parametrize(

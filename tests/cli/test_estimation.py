@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.utils import convert_outputs_to_fp32
-from transformers import BertConfig, GPT2Config, LlamaConfig, MixtralConfig, Qwen3Config
+from transformers import BertConfig, GPT2Config, LlamaConfig, MixtralConfig, Qwen3Config, T5Config, WhisperConfig
 
 import fp8_backends
 from fp8_backends.cli.compare.measuring import peak_memory
@@ -27,6 +27,8 @@ BACKENDS = {
     "BERT": ["bf16", "msamp:O2", "ao"],
     "Qwen3 with a tied head": ["native:dynamic", "msamp:O3"],
     "Mixtral, a mixture of experts": ["bf16", "native:dynamic", "native:rowwise", "msamp:O2"],
+    "T5, without a token that starts its decoder": ["msamp:O2"],
+    "Whisper, which hears": ["native:dynamic"],
 }
 """All of them with larger models: the recorded results below."""
 
@@ -69,6 +71,28 @@ SHAPES = {
             use_cache=False,
         ),
     ),
+    "T5, without a token that starts its decoder": ModelShape(
+        "T5", T5Config(vocab_size=512, d_model=64, d_kv=32, d_ff=128, num_layers=2, num_heads=2, use_cache=False)
+    ),
+    "Whisper, which hears": ModelShape(
+        "Whisper",
+        WhisperConfig(
+            vocab_size=512,
+            d_model=64,
+            encoder_layers=2,
+            decoder_layers=1,
+            encoder_attention_heads=2,
+            decoder_attention_heads=2,
+            encoder_ffn_dim=128,
+            decoder_ffn_dim=128,
+            num_mel_bins=16,
+            max_source_positions=96,
+            max_target_positions=64,
+            pad_token_id=0,
+            decoder_start_token_id=1,
+            use_cache=False,
+        ),
+    ),
 }
 
 
@@ -81,10 +105,12 @@ def trained(shape, backend, batch, sequence):
         fp8_backends.prepare(model, optimizer, backend)
     forward = torch.autocast("cpu", torch.bfloat16)(type(model).forward)
     model.forward = convert_outputs_to_fp32(forward.__get__(model))
-    tokens = torch.randint(512, (batch, sequence))
+    batch = shape.make_batch(batch, sequence)
+    tokens = batch["labels"].random_(512)
+    inputs = {name: tokens if name == "input_ids" else given for name, given in batch.items()}
 
     def step():
-        loss = model(input_ids=tokens, labels=tokens).loss
+        loss = model(**inputs).loss
         loss.backward()
         del loss
         optimizer.step()

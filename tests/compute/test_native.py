@@ -408,14 +408,6 @@ def test_integer_input_fails_as_it_does_in_a_plain_layer():
         fp8_linear(nn.Linear(16, 16))(torch.ones(2, 16, dtype=torch.int64))
 
 
-def test_double_backward_is_refused():
-    layer = fp8_linear(nn.Linear(16, 16))
-    x = torch.randn(4, 16, requires_grad=True)
-    (dx,) = torch.autograd.grad(layer(x).pow(2).sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dx.sum().backward()
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("fp8_format", ["HYBRID", "E4M3"])
 @pytest.mark.parametrize("scaling", SCALINGS)

@@ -205,3 +205,24 @@ def test_whole_training_steps_are_valid_on_a_gpu(backend, autocast_dtype, dtype,
             optimizer.zero_grad()
     # two steps of three layers: fprop, dgrad, wgrad, and fprop recomputed (the last layer's is not needed again)
     assert len(gpu.products) >= 2 * (3 * 3 + 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", ["native:dynamic", "msamp:O2"])
+def test_compiled_code_with_sizes_as_variables_equals_eager_code_to_the_bit(spec):
+    """`dynamic=True` makes variables of numbers that lie in objects, too, and a backward can lift none of them."""
+
+    def train(compiled):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 48))
+        model, optimizer = prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), spec)
+        run = torch.compile(model, dynamic=True, fullgraph=True, backend="aot_eager") if compiled else model
+        for tokens in (16, 7):
+            loss = run(torch.linspace(-1, 1, 32 * tokens).view(tokens, 32)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model.state_dict()
+
+    eager, compiled = train(False), train(True)
+    assert all(torch.equal(value, eager[name]) for name, value in compiled.items())

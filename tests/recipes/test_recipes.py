@@ -24,6 +24,7 @@ from fp8_backends import (
     TERecipeKwargs,
     resolve,
 )
+from fp8_backends.compute.fields import Field
 from fp8_backends.recipes.handlers import from_environment, with_environment
 
 LAUNCHER_DEFAULTS = {
@@ -307,6 +308,7 @@ def test_field_that_would_be_dropped_is_refused_by_name(make, said):
         (lambda: FP8RecipeKwargs(backend="te:mxfp8", use_mxfp8_block_scaling=False), "disagree"),
         (lambda: FP8RecipeKwargs(backend="ao", use_mxfp8_block_scaling=True), "ao has no scaling 'mxfp8'"),
         (lambda: FP8RecipeKwargs(backend="ao", opt_level="O2"), "ao goes with O0 only"),
+        (lambda: FP8RecipeKwargs(backend="msamp", opt_level="--1"), "opt_level=.--1.: unknown level"),
     ],
 )
 def test_string_and_field_that_disagree_are_an_error(make, said):
@@ -320,9 +322,14 @@ def test_string_and_field_that_disagree_are_an_error(make, said):
         ("margin", 1.5, "whole number"),
         ("margin", True, "whole number"),
         ("margin", "two", "whole number"),
-        ("amax_history_len", 0, "at least 1"),
-        ("interval", 0, "at least 1"),
-        ("interval", -1, "at least 1"),
+        ("margin", "--1", "margin='--1': margin must be a whole number from -64 to 64"),
+        ("margin", "9" * 5000, "whole number"),
+        ("margin", 65, "from -64 to 64"),
+        ("amax_history_len", 0, "from 1 to 1000000"),
+        ("amax_history_len", 10**20, "from 1 to 1000000"),
+        ("interval", 0, "from 1 to 1000000"),
+        ("interval", -1, "from 1 to 1000000"),
+        ("scaling", "--1", "scaling='--1': native has no scaling"),
         ("amax_compute_algo", "mean", "one of max, most_recent"),
         ("amax_compute_algo", max, "one of max, most_recent"),
         ("fp8_format", "E5M2", "no GPU"),
@@ -350,6 +357,12 @@ def test_value_of_wrong_type_or_range_is_refused_when_the_recipe_is_made(field, 
     with pytest.raises(RecipeError) as caught:
         NativeRecipeKwargs(**values)
     assert said in str(caught.value) and f"{field}={value!r}" in str(caught.value)
+
+
+@pytest.mark.parametrize("value", ["--1", None])
+def test_a_parser_of_pythons_own_is_refused_by_the_fields_name(value):
+    with pytest.raises(RecipeError, match=rf"^headroom={value!r}: headroom must be another value \("):
+        Field("headroom", 0, int, "A field of a backend of one's own.").parsed(value)
 
 
 @pytest.mark.parametrize(

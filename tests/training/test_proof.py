@@ -321,6 +321,20 @@ def test_a_model_that_was_given_up_does_not_keep_the_profiler(capfd):
         torch.ones(1)
 
 
+def test_a_first_step_that_failed_does_not_keep_another_model_from_storing_its_weights(capfd):
+    """A profiler holds on to every tensor that it has seen, and storing a weight swaps its tensor."""
+    failed, optimizer = prepared("ao")
+    failed(torch.randn(8, 32))  # and nothing follows: an error, after which its model is still there
+    new = Net()
+    new(torch.randn(8, 32))
+    new, own_optimizer = preparation.prepare(new, torch.optim.AdamW(new.parameters()), "msamp:O2")
+    step(new, own_optimizer)
+    step(failed, optimizer)
+    step(failed, optimizer)
+    lines = capfd.readouterr().err
+    assert "native:window+msamp:O2: 3/3 Linear" in lines and "ao:tensorwise: 3/3 Linear" in lines
+
+
 def test_profiling_changes_no_number():
     model, optimizer = prepared()
     other, own_optimizer = prepared()

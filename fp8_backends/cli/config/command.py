@@ -51,13 +51,20 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(explained(config, findings), file=sys.stdout if args.output else sys.stderr)
     if written is not None:
-        text = yaml.safe_dump(written, sort_keys=False)
+        text = _WITHOUT_IMPORT * ("fp8_config" in written) + yaml.safe_dump(written, sort_keys=False)
         if args.output:
             _write(args.output, text)
         if not args.json:
             launch = f"train with it: fp8-backends launch --config_file {args.output} SCRIPT"
             print(f"\nwritten: {args.output}; {launch}" if args.output else text.rstrip("\n"))
     return int(refused)
+
+
+_WITHOUT_IMPORT = """\
+# For `fp8-backends launch`, or for `accelerate launch` of a script that imports fp8_backends. Without the import, stock
+# Accelerate ends with "... is not a valid FP8BackendType".
+"""
+"""For whoever finds the file later: stock Accelerate's message names no way out."""
 
 
 def _write(path: str, text: str) -> None:

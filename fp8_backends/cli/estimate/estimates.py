@@ -266,9 +266,11 @@ def tracer(workload: Workload, recipe: Recipe | None, sharding: str, backend: st
     )
 
     def trace(model: ModelShape, batch: int) -> Numbers:
-        found = trace_step(
-            lambda: model.make_model(dtype), lambda: model.make_batch(batch, workload.sequence), settings, model.blocks
-        )
+        def make_batch() -> dict[str, torch.Tensor]:
+            made = model.make_batch(batch, workload.sequence)
+            return {name: each.to(dtype) if each.is_floating_point() else each for name, each in made.items()}
+
+        found = trace_step(lambda: model.make_model(dtype), make_batch, settings, model.blocks)
         if _is_te(recipe):
             _add_te_codes(found, recipe, sharding)
         return found.numbers()

@@ -22,6 +22,9 @@ _WITH_LOSS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGenera
 """Endings of classes whose forward takes `labels` of the shape of `input_ids` and returns a loss."""
 _UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
+_DECODER_LAYERS = ("decoder_layers", "num_decoder_layers")
+"""Fields with a decoder's depth, where `num_hidden_layers` is the encoder's."""
+
 SHORT, LONG = 2, 3
 """Layers of models that tell how a deeper one grows."""
 LARGE = 1e9
@@ -43,16 +46,18 @@ class ModelShape:
 
     @property
     def longest(self) -> int | None:
-        """Tokens of the longest sequence, where that has a limit."""
-        return getattr(self.config, "max_position_embeddings", None)
+        """Tokens of the longest sequence, where that has a limit; of a model of speech, those of a transcript."""
+        return getattr(self.config, "max_target_positions", getattr(self.config, "max_position_embeddings", None))
 
     def with_layers(self, layers: int) -> ModelShape:
-        """Return the same shape, deeper or less deep."""
+        """Return the same shape, deeper or less deep, encoder and decoder alike."""
         config = copy.deepcopy(self.config)
         kinds = getattr(config, "layer_types", None)
         if kinds:
             config.layer_types = [kinds[i % len(kinds)] for i in range(layers)]
-        config.num_hidden_layers = layers
+        for name in ("num_hidden_layers", *_DECODER_LAYERS):
+            if hasattr(config, name):
+                setattr(config, name, layers)
         return ModelShape(self.title, config)
 
     def make_model(self, dtype: torch.dtype) -> nn.Module:
@@ -61,17 +66,29 @@ class ModelShape:
         Raises:
             FP8BackendError: transformers cannot make it from its configuration.
         """
+        config = copy.deepcopy(self.config)
+        if getattr(config, "is_encoder_decoder", False):
+            for name in ("decoder_start_token_id", "pad_token_id"):  # with which a decoder's input is made of labels
+                if getattr(config, name, None) is None:
+                    setattr(config, name, 0)
         try:
-            return _model_class(self.config)._from_config(self.config, dtype=dtype)
+            return _model_class(config)._from_config(config, dtype=dtype)
         except (AssertionError, AttributeError, RuntimeError, TypeError, ValueError) as error:
             raise FP8BackendError(f"transformers cannot make this model: {_first_line(error)}") from error
 
     def make_batch(self, batch: int, sequence: int) -> dict[str, torch.Tensor]:
-        """Token ids, and labels of their shape."""
-        return {name: torch.zeros(batch, sequence, dtype=torch.long) for name in ("input_ids", "labels")}
+        """Token ids, and labels of their shape; for a model of speech the longest spectrogram, and labels."""
+        found = {name: torch.zeros(batch, sequence, dtype=torch.long) for name in ("input_ids", "labels")}
+        if _model_class(self.config).main_input_name == "input_features":
+            del found["input_ids"]
+            # a convolution halves the frames before they get positions
+            found["input_features"] = torch.zeros(batch, self.config.num_mel_bins, 2 * self.config.max_source_positions)
+        return found
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         """Return its repeated layers, if they are all alike; else none."""
+        if any(getattr(self.config, name, self.layers) != self.layers for name in _DECODER_LAYERS):
+            return []
         lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == self.layers]
         largest = max(lists, key=_elements, default=())
         kinds = {tuple((name, p.shape) for name, p in block.named_parameters()) for block in largest}
@@ -218,7 +235,8 @@ def _model_class(config: PretrainedConfig) -> Any:
     from transformers.models.auto import modeling_auto as auto
 
     kind = getattr(config, "model_type", "?")
-    names = [*(getattr(config, "architectures", None) or ()), *(getattr(auto, names).get(kind) for names in _NAMES)]
+    tables = reversed(_NAMES) if getattr(config, "is_encoder_decoder", False) else _NAMES
+    names = [*(getattr(config, "architectures", None) or ()), *(getattr(auto, names).get(kind) for names in tables)]
     found = next((name for name in names if isinstance(name, str) and name.endswith(_WITH_LOSS)), "")
     if not hasattr(transformers, found):
         raise FP8BackendError(
@@ -232,6 +250,7 @@ _NAMES = (
     "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
     "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
     "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
 )
 """Tables of transformers from model types to classes."""
 

@@ -31,6 +31,7 @@ from ...numerics.kernels.triton_gate import usable
 from ...numerics.scaling import ROWS, Quantized, rolled_delayed_states, rolled_window_states
 from ...numerics.sharded_tensor import local_part
 from ..counts import DGRAD, KINDS, ProductCounts, inside_backward
+from ..derivatives import refuse_transforms
 from ..fields import LEVELS, NATIVE_FIELDS
 from ..frozen_weights import check
 from ..hardware import Availability
@@ -197,6 +198,7 @@ class RollDelayedStates:
     def __call__(self, root: nn.Module, args) -> None:
         if not (root.training and torch.is_grad_enabled()) or inside_backward():
             return
+        refuse_transforms()
         for group in _states_of_layers(root, "delayed").values():
             states = torch.stack(group)
             format_max = torch.tensor(self.format_max, dtype=torch.float32, device=states.device)

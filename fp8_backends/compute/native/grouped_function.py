@@ -7,6 +7,7 @@ import torch
 from ...numerics.formats import E4M3, E5M2
 from ...numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT, Quantized
 from ..counts import inside_backward
+from ..derivatives import refuse_second_derivative
 from .grouped_products import Groups, grouped_product, grouped_wgrad, plain_product, plain_wgrad
 from .grouped_scaling import (
     GroupQuantized,
@@ -54,8 +55,8 @@ class GroupedFunction(torch.autograd.Function):
         return y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
+        refuse_second_derivative()
         ids, ends, *saved = ctx.saved_tensors  # once: checkpointing unpacks them once
         rule, groups = ctx.rule, Groups(ids, ends)
         needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]

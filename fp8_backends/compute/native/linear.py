@@ -11,6 +11,7 @@ from ...numerics.parameter_swap import belongings_kept
 from ...numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT, Quantized, new_delayed_state, new_window_state
 from ...numerics.sharded_tensor import is_distributed
 from ..counts import inside_backward
+from ..derivatives import refuse_second_derivative, refuse_transforms
 from ..frozen_weights import check_running
 from ..interface import COMPUTE_DTYPES
 from ..products import plain_product, scaled_product
@@ -68,6 +69,7 @@ class FP8Linear(nn.Linear):
                 f"an FP8 linear layer of {self.in_features} input features got an input of shape {tuple(x.shape)}; "
                 f"its last dimension must be {self.in_features}"
             )
+        refuse_transforms()
         if self.fp8_rule.frozen_weight:
             check_running(self, frozen.is_frozen(self.weight))
         if self.fp8_products.device != self.weight.device:
@@ -169,8 +171,8 @@ class LinearFunction(torch.autograd.Function):
         return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], weight.shape[0]))
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
+        refuse_second_derivative()
         rule, saved = ctx.rule, ctx.saved_tensors
         needs_dgrad, needs_wgrad, needs_bias = ctx.needs_input_grad[:3]
         dy = dy.reshape(-1, dy.shape[-1])

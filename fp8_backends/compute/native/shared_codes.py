@@ -66,7 +66,8 @@ class SharedCodes:
         known, known_key, codes = self._weights.get(layer, (None, None, None))
         if known != memory or known_key != key:
             codes = quantize()
-            self._weights[layer] = (memory, key, codes)
+            if not torch.is_inference_mode_enabled():  # a forward that trains cannot save what was made there
+                self._weights[layer] = (memory, key, codes)
         return codes
 
     def held(self, layer: nn.Module) -> Any:

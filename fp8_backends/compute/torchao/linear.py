@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 import torch.nn.functional as F
 from torch.autograd.graph import saved_tensors_hooks
 
 from ...errors import FP8BackendError
+from ..derivatives import refuse_second_derivative, refuse_transforms
 from .library import products_in_high_precision, quiet_import
 
 with quiet_import():
@@ -46,10 +49,12 @@ class AOLinear(Float8Linear):
         if not self.fp8_wgrad and torch.is_autocast_enabled(device):
             # TorchAO casts under CUDA's autocast alone, and then multiplies a bf16 gradient by an fp32 input
             input = input.to(torch.get_autocast_dtype(device))
-        if hasattr(self.weight, "ds_id"):
-            with _weight_saved_by_name(self.weight):
-                return super().forward(input)
-        return super().forward(input)
+        refuse_transforms()
+        with _weight_saved_by_name(self.weight) if hasattr(self.weight, "ds_id") else contextlib.nullcontext():
+            output = super().forward(input)
+        if output.requires_grad and not torch.compiler.is_compiling():
+            output.register_hook(refuse_second_derivative)
+        return output
 
     def extra_repr(self) -> str:
         return super().extra_repr().replace("cast_configs=", "ao ").rstrip('"')
