@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 import feature_runs
+import feature_setting
 import ranks
 import torch
 import torch.distributed as dist
@@ -44,8 +45,8 @@ def check_a_hook_that_is_registered_by_hand_is_refused_beside_scaled_weights():
     """After the model is connected, and before it is."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
-    acc = feature_runs.accelerator("msamp:O2")
-    model, _ = feature_runs.prepared(acc)
+    acc = feature_setting.accelerator("msamp:O2")
+    model, _ = feature_setting.prepared(acc)
     assert Connection.find(model).reducer is not None
     for call in (
         lambda: model.register_comm_hook(None, fp16_compress_hook),
@@ -62,7 +63,7 @@ def check_a_hook_that_is_registered_by_hand_is_refused_beside_scaled_weights():
 def _connect_hooked(hook) -> None:
     import fp8_backends
 
-    model = feature_runs.Net()
+    model = feature_setting.Net()
     fp8_backends.prepare(model, None, "msamp:O2")
     ddp = torch.nn.parallel.DistributedDataParallel(model)
     ddp.register_comm_hook(None, hook)
