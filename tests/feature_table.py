@@ -110,9 +110,9 @@ FEATURES = (
     Feature(
         "SWA (``AveragedModel``)",
         "swa",
-        "PyTorch copies an average into the weight, which rounds it to what a level stores: FP16, and at O3 under DDP "
-        "E4M3. ``fp8_backends.states.levels.plain_weights(averaged)`` keeps it in FP32; at O3 with "
-        "``shard_states=False``",
+        "At levels the average is kept in FP32 beside what is stored. At O3 under DDP no rank has all masters to "
+        "average: prepare with ``shard_states=False``",
+        refused_on_several=_SHARED_OUT,
     ),
     Feature("``cpu_offload``", "offload_to_cpu", _STATE_DICT_NOTE, refused_on_several=_SHARED_OUT),
     Feature("``disk_offload``", "offload_to_disk", _STATE_DICT_NOTE, refused_on_several=_SHARED_OUT),

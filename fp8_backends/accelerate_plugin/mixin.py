@@ -230,10 +230,23 @@ class FP8Mixin(_RunTimeClass):
             inner = _innermost(optimizer)
             if hasattr(inner, "fused_backward") and self._wraps_in_ddp:
                 raise rules.error("lomo_ddp", replace(checks.setup_of(self), optimizer=type(inner).__name__))
-            inner.register_state_dict_post_hook(functools.partial(checkpoint.save_scaling_with_optimizer, self))
-            inner.register_load_state_dict_pre_hook(functools.partial(checkpoint.load_scaling_with_optimizer, self))
+            self._save_scaling_with(inner)
         self._watch_optimizers()
         return optimizer
+
+    def _save_scaling_with(self, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.register_state_dict_post_hook(functools.partial(checkpoint.save_scaling_with_optimizer, self))
+        optimizer.register_load_state_dict_pre_hook(functools.partial(checkpoint.load_scaling_with_optimizer, self))
+
+    def __setstate__(self, state: dict) -> None:
+        """Watch the models and optimizers of a pickled Accelerator again: PyTorch pickles no hooks of optimizers and
+        Parameters."""
+        self.__dict__.update(state)
+        for model in filter(conversion.prepared_roots, self._models):
+            preparation.prepare_model(model, self.fp8_recipe)
+        for optimizer in map(_innermost, self._optimizers):
+            self._save_scaling_with(optimizer)
+        self._watch_optimizers()
 
     def _watch_optimizers(self) -> None:
         """Every optimizer proves the models that it trains, in whichever order they were prepared."""

@@ -51,7 +51,8 @@ def refuse_if_held(parameter: nn.Parameter, name: str) -> None:
 def _held(name: str, why: str) -> str:
     return (
         f"{name}: its storage cannot be swapped while something else holds the tensor ({why}): prepare the model "
-        f"before torch.compile runs it, before it is wrapped, and when no loss of an earlier forward is kept"
+        f"before torch.compile runs it, before it is wrapped, when no loss of an earlier forward is kept and no "
+        f"profiler runs"
     )
 
 

@@ -273,13 +273,14 @@ def _copy_(func, target, source, non_blocking=False):
     same_scale = isinstance(source, ScaledTensor) and source._scale_inv is target._scale_inv
     if same_scale and stored.partial in (FRESH, SHARD):
         return _copy_elements(target, source, non_blocking)
-    if target._view is None and stored.partial in (False, SHARD):
+    stays_exact = stored.copied and not isinstance(source, ScaledTensor)
+    if target._view is None and stored.partial in (False, SHARD) and not stays_exact:
         stored.edited = None
         _replace(stored, target, source, non_blocking)
         return target
     whole = _editable(target, func)
     target.in_whole(whole).copy_(_values(source))
-    if stored.accumulates or stored.edited is not None:
+    if stays_exact or stored.accumulates or stored.edited is not None:
         _keep(stored, whole)
     else:
         _round(stored, whole)

@@ -60,6 +60,8 @@ class ScaledStorage:
     Attributes:
         edited: FP32, strides as `data`: the values as operations in place have left them, before they were rounded
             into data, scale_inv and master. The optimizer's next step drops them; so does a copy of whole values.
+        copied: this is a weight of a model that was copied deeply, which no optimizer has stepped, such as an average
+            of weights. Plain values that are copied into it stay exact.
         unagreed: this is a shard that was written to, and has a scale of its own until the ranks agree on one.
     """
 
@@ -74,6 +76,7 @@ class ScaledStorage:
     shared_out: bool = False
     edited: torch.Tensor | None = None
     unagreed: bool = False
+    copied: bool = False
 
 
 def _stored(name: str) -> property:
@@ -219,7 +222,7 @@ class ScaledTensor(torch.Tensor):
 
     def settle(self) -> None:
         """Drop what operations in place have left in FP32. Data, scale and master are those values, rounded."""
-        self.stored.edited = None
+        self.stored.edited, self.stored.copied = None, False
 
     @property
     def data(self) -> torch.Tensor:
@@ -334,6 +337,7 @@ class ScaledTensor(torch.Tensor):
             attributes = copy.deepcopy({name: each for name, each in self.__dict__.items() if name != "_view"}, memo)
             whole = self.view_of(self.stored.data)
             whole.stored = attributes["stored"]
+            whole.stored.copied = not (self.is_state or self.accumulates)
             copied = whole.view_of(self.in_whole(whole.stored.data)).requires_grad_(self.requires_grad)
             copied.__dict__.update(attributes)
             memo[id(self)] = copied

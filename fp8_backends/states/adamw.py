@@ -192,7 +192,7 @@ class ScaledStates:
         else:
             steps.run()
         for job, view in zip(jobs, views, strict=True):
-            if not view.weight.is_contiguous():
+            if not isinstance(view.weight, ScaledTensor) and not view.weight.is_contiguous():
                 view.weight.copy_(job.weight.data)
 
     def state_of(self, group: dict[str, Any], p: torch.Tensor) -> dict[str, Any]:

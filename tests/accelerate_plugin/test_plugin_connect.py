@@ -229,6 +229,32 @@ def test_accelerator_copies():
     assert type(copy.copy(accelerator)) is type(accelerator)
 
 
+@pytest.mark.parametrize("backend", ["native:delayed", "msamp:O2"])
+def test_a_pickled_accelerator_trains_on_as_it_would_have(backend):
+    """PyTorch pickles no hooks of an optimizer; by them scaling states roll and are saved."""
+    torch.manual_seed(0)
+    accelerator = Accelerator(mixed_precision="fp8", kwargs_handlers=[fp8_backends.FP8RecipeKwargs(backend)])
+    model = mlp()
+    accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 1e-2))
+
+    def step(accelerator, seed: int) -> float:
+        torch.manual_seed(seed)
+        model, optimizer = accelerator._models[0], accelerator._optimizers[0]
+        loss = model(torch.randn(16, model[0].in_features)).float().square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    accelerator.unwrap_model(model, keep_fp32_wrapper=False)  # stock Accelerate's pickle leaves autocast behind
+    step(accelerator, 0)
+    loaded = pickle.loads(pickle.dumps(accelerator))
+    losses = [[step(each, seed) for seed in range(1, 20)] for each in (accelerator, loaded)]
+    assert losses[0] == losses[1]
+    states = [each._optimizers[0].state_dict().keys() for each in (accelerator, loaded)]
+    assert states[0] == states[1]
+
+
 def test_accelerator_that_ignores_the_backend_variable_pickles(monkeypatch):
     monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "ao")
     loaded = pickle.loads(pickle.dumps(Accelerator(mixed_precision="bf16")))

@@ -243,10 +243,13 @@ def test_gradients_may_be_zeroed_in_place(options):
 
 @pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize("level", ["O2", "O3"])
-def test_an_average_of_weights_moves_in_small_steps(level, plain):
+@pytest.mark.parametrize("way", ["in place", "by a copy"])
+def test_an_average_of_weights_moves_in_small_steps(level, plain, way):
     """Steps of a thousandth of the difference are lost in FP16, and are kept in FP32."""
     model, optimizer = prepared(level)
-    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.999))
+    ema = {"multi_avg_fn": torch.optim.swa_utils.get_ema_multi_avg_fn(0.999)}
+    by_copy = {"avg_fn": lambda averaged, new, _: averaged + 0.001 * (new - averaged)}  # SWA goes this way
+    average = torch.optim.swa_utils.AveragedModel(model, **(ema if way == "in place" else by_copy))
     if plain:
         plain_weights(average.module)
     average.update_parameters(model)
