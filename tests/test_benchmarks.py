@@ -105,7 +105,8 @@ def test_on_a_cpu_without_bf16_products_fp8_is_compared_with_fp32(tmp_path):
 @pytest.mark.slow
 def test_the_gpu_check_fails_on_a_hidden_overflow():
     """Planted: a non-finite tensor gets an ordinary scale, so its inf saturates without a trace."""
-    fault = "import fp8_backends.numerics.scaling as s; s.scale_inv_of = lambda scale, amax: scale.reciprocal()"
+    planted = "fp8_backends.numerics.kernels.quantize.dispatch"
+    fault = f"import {planted} as d; d.scale_inv_of = lambda scale, amax: scale.reciprocal()"
     done = run("gpu/check.py", "--device", "cpu", "--backends", "native:dynamic", code=fault)
     assert done.returncode == 1 and "FAIL non-finite shows native:dynamic" in done.stdout
 

@@ -114,6 +114,7 @@ class ScaledTensor(torch.Tensor):
 
     block_size, accumulates, is_state = _stored("block_size"), _stored("accumulates"), _stored("is_state")
     elsewhere, shared_out, unagreed = _stored("elsewhere"), _stored("shared_out"), _stored("unagreed")
+    edited = _stored("edited")
 
     @staticmethod
     def __new__(cls, data, scale_inv=None, *context, requires_grad=True, **named):
@@ -323,8 +324,8 @@ class ScaledTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol):
         others = {name: value for name, value in self.__dict__.items() if name not in STORED}
-        names = ("master", "elsewhere", "shared_out", "is_state")
-        more = {name: getattr(self, name) for name in names}
+        more = {name: getattr(self, name) for name in ("master", "elsewhere", "shared_out", "is_state")}
+        more["edited"] = None if self.edited is None else self.in_whole(self.edited)
         others |= {name: value for name, value in more.items() if value is not None and value is not False}
         data = self._data.view(torch.uint8) if self._data.dtype.itemsize == 1 else self._data  # pickle knows no FP8
         return _rebuild, (data, self._data.dtype, self._scale_inv, self.context, self.requires_grad, others)

@@ -96,7 +96,7 @@ def test_no_form_of_a_product_meets_pytorchs_loops():
         a, b, one = torch.randn(128, 512), torch.randn(512, 512), torch.tensor(1.0)
         plain = seconds(lambda: torch.mm(a, b.t()))
         slow = seconds(lambda: torch.mm(a.bfloat16(), b.bfloat16()))
-        assert slow > 50 * plain, (slow, plain)
+        assert slow > 20 * plain, (slow, plain)  # else a fifth of it would be no sign (38 times on Zen 4)
         for out_dtype in (torch.bfloat16, torch.float16, torch.float32):
             for x, w in forms(a.to(out_dtype), b.to(out_dtype)):
                 found = seconds(lambda: plain_product(x, w))

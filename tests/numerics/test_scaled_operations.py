@@ -15,11 +15,14 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_iter
 
 from fp8_backends.errors import FP8BackendError
 from fp8_backends.numerics.scaled_tensor import ScaledTensor, quantize
+
+# PyTorch's own tests forbid the process to set such flags as `torch.backends.mkldnn.enabled`; other tests here do
+with getattr(torch.backends, "__allow_nonbracketed_mutation")():
+    from torch.testing._internal.common_methods_invocations import op_db
 
 E4M3, FP16 = torch.float8_e4m3fn, torch.float16
 SAMPLES = 5
@@ -47,11 +50,11 @@ WAYS = {
 }
 
 
-def samples_of(operation) -> list:
+def samples_of(operation, count: int = SAMPLES) -> list:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
-        found = itertools.islice(operation.sample_inputs("cpu", torch.float32, requires_grad=False), SAMPLES)
+        found = itertools.islice(operation.sample_inputs("cpu", torch.float32, requires_grad=False), count)
         return [
             each
             for each in found
@@ -139,6 +142,7 @@ def call(function, *args, **kwargs):
     return outcome(lambda: function(*args, **kwargs))
 
 
+@pytest.mark.slow
 def test_an_operation_in_place_is_stored_or_refused():
     walk, operations = Walk(), [each for each in op_db if each.inplace_variant and torch.float32 in each.dtypes]
     assert len(operations) > 150
@@ -154,11 +158,12 @@ def test_an_operation_in_place_is_stored_or_refused():
     walk.conclude(refused=CHANGE_THE_SHAPE)
 
 
+@pytest.mark.slow
 def test_a_result_that_is_written_out_is_stored_or_refused():
     walk, operations = Walk(), [each for each in op_db if each.supports_out and torch.float32 in each.dtypes]
     assert len(operations) > 250
     for operation in operations:
-        for number, sample in enumerate(samples_of(operation)):
+        for number, sample in enumerate(samples_of(operation, 3)):
             apply = functools.partial(operation, sample.input, *sample.args, **sample.kwargs)
             _, result = outcome(apply)
             if type(result) is not torch.Tensor or result.dtype != torch.float32 or not result.numel():
@@ -174,11 +179,12 @@ def write_out(apply, see, target):
     return apply(out=see(target))
 
 
+@pytest.mark.slow
 def test_a_view_is_written_through_or_refused():
     """Whatever of PyTorch returns a view of a plain tensor, or an output that shares its memory."""
     walk = Walk()
     for operation in (each for each in op_db if torch.float32 in each.dtypes and "jiterator" not in each.name):
-        for number, sample in enumerate(samples_of(operation)[:3]):
+        for number, sample in enumerate(samples_of(operation, 2)):
             way, level = walked(operation, number)[0]
             weight, plain = weight_of(sample.input, level)
             theirs, ours = (
