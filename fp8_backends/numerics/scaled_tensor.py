@@ -248,12 +248,30 @@ class ScaledTensor(torch.Tensor):
             self.detach().copy_(values)
 
     def numpy(self, *, force: bool = False):
-        """The values as a NumPy array, which shares no memory with them."""
-        return self.values().requires_grad_(self.requires_grad).numpy(force=force)
+        """The values as a NumPy array, a read-only copy: a write to it would change nothing here."""
+        array = self.values().requires_grad_(self.requires_grad).numpy(force=force)
+        array.setflags(write=False)
+        return array
+
+    def __dlpack__(self, *args, **kwargs):
+        raise FP8BackendError(
+            "the memory of a ScaledTensor holds no values that another library could share: give it dequantize()"
+        )
 
     def tolist(self) -> list:
         """The values as nested lists."""
         return self.values().tolist()
+
+    def share_memory_(self) -> ScaledTensor:
+        """Move what is stored to memory that other processes can see."""
+        edited = () if self.edited is None else (self.edited,)
+        for part in (*stored_parts(self, with_master=True), *edited):
+            part.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """Whether other processes can see what is stored."""
+        return all(part.is_shared() for part in stored_parts(self, with_master=True))
 
     def to(self, *args, **kwargs) -> torch.Tensor:
         """Does what `torch.Tensor.to` does. With another dtype, a Parameter keeps its storage and takes that as the

@@ -286,9 +286,14 @@ def test_values_leave_as_those_of_a_tensor_do():
     weight = weights("O3", values(4, 4))
     exact = weight.exact()
     assert weight.tolist() == exact.tolist() and weight[1, 2].item() == exact[1, 2].item()
-    assert torch.equal(torch.from_numpy(weight.detach().numpy()), exact) and len(weight) == 4
+    assert torch.equal(torch.from_numpy(weight.detach().numpy().copy()), exact) and len(weight) == 4
     with pytest.raises(RuntimeError, match="requires grad"):
         weight.numpy()
+    with pytest.raises(ValueError, match="read-only"):
+        weight.detach().numpy()[0, 0] = 1.0  # a plain tensor would see it
+    with pytest.raises(FP8BackendError, match="dequantize"):
+        torch.from_dlpack(weight.detach())
+    assert torch.equal(weight.share_memory_().exact(), exact) and weight.is_shared()
     clone = weight.detach().clone()
     assert type(clone) is torch.Tensor and torch.equal(clone, exact)
 
