@@ -1,7 +1,8 @@
 """FP8 training backends by name for stock Hugging Face Accelerate, with proof that FP8 is on.
 
 Importing this package connects it to `accelerate.Accelerator` (`FP8_BACKENDS_DISABLE=1` in the environment leaves
-Accelerate untouched). TorchAO, transformers, TransformerEngine and rich are imported only when they are used.
+Accelerate untouched). TorchAO, transformers, TransformerEngine and rich are imported only when they are used, and what
+TorchAO says of libraries for other versions of CUDA while it loads stays off the screen.
 """
 
 import sys
@@ -9,6 +10,7 @@ import sys
 from .accelerate_plugin import connect
 from .compute.hardware import Availability
 from .compute.registry import available_backends, register_backend
+from .compute.torchao.library import drop_import_messages
 from .errors import BackendUnavailableError, FP8BackendError, RecipeError
 from .numerics import scaled_tensor
 from .recipes.handlers import (
@@ -67,3 +69,4 @@ sys.modules[f"{__name__}.conversion"] = conversion
 sys.modules[f"{__name__}.scaled_tensor"] = scaled_tensor
 
 connect()
+drop_import_messages()

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 
 from .. import __version__
-from ..compute.torchao.library import quiet_import
 from ..errors import FP8BackendError
 
 COMMANDS = {
@@ -49,8 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     try:
-        with quiet_import():  # transformers, which some commands use, loads TorchAO
-            return module.run(args)
+        return module.run(args)
     except FP8BackendError as error:
         print(f"fp8-backends {args.command}: {error}", file=sys.stderr)
         return 2

@@ -22,7 +22,7 @@ from ..hardware import Availability
 from ..interface import Compute, Recipe
 from . import cpu_scaled_mm
 from .fields import FIELDS, scaling_of
-from .library import products_in_high_precision, quiet_import
+from .library import products_in_high_precision
 
 if TYPE_CHECKING:
     from torchao.float8 import Float8LinearConfig
@@ -99,8 +99,8 @@ class TorchAOCompute(Compute):
         return config
 
     def build(self, linear: nn.Linear, recipe: Recipe, shared: Float8LinearConfig) -> nn.Module:
-        with quiet_import():
-            from .linear import AOLinear
+        from .linear import AOLinear
+
         if shared.enable_fsdp_float8_all_gather:  # which `attach` arranges, and leaves the Parameters in place
             shared = replace(shared, enable_fsdp_float8_all_gather=False)
         return AOLinear.from_float(linear, shared)
@@ -111,8 +111,8 @@ class TorchAOCompute(Compute):
             from .shards import gather_in_fp8
 
             gather_in_fp8(root)
-        with quiet_import():
-            from torchao.float8 import convert_to_float8_training
+        from torchao.float8 import convert_to_float8_training
+
         # swaps no layer; mends a Triton fault that writes NaN into transposed FP8 stores, where this version does so
         convert_to_float8_training(nn.Identity())
 
@@ -145,8 +145,8 @@ def linear_config(recipe: Recipe) -> Float8LinearConfig:
                 "give one with emulate=True, or use bf16, which is faster here"
             )
         return recipe.config
-    with quiet_import():
-        from torchao.float8 import Float8LinearConfig
+    from torchao.float8 import Float8LinearConfig
+
     return replace(
         Float8LinearConfig.from_recipe_name(recipe.scaling),
         pad_inner_dim=recipe.pad_inner_dim is not False,
@@ -190,8 +190,8 @@ def _cpu_multiplies_rowwise() -> bool:
 
 
 def _auto_filter(scaling: str):
-    with quiet_import():
-        from torchao.float8 import _auto_filter_for_recipe
+    from torchao.float8 import _auto_filter_for_recipe
+
     return _auto_filter_for_recipe(scaling, [])
 
 

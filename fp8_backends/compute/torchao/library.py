@@ -1,12 +1,9 @@
-"""TorchAO as a library: imported without its remarks, and what a configuration of it means."""
+"""TorchAO as a library: without the remarks of its import, and what a configuration of it means."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
-import sys
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ..counts import DGRAD, FPROP, WGRAD
@@ -25,31 +22,21 @@ def products_in_high_precision(config: Float8LinearConfig) -> tuple[str, ...]:
     return tuple(kind for kind, cast in casts if cast.scaling_type.value == "disabled")
 
 
-@contextlib.contextmanager
-def quiet_import() -> Iterator[None]:
-    """Keep what TorchAO says while it loads off the screen: nothing of it concerns FP8 training.
-
-    Its wheel holds libraries for several CUDA versions and complains of each that does not fit. Only these records
-    are dropped, and only while the import runs.
-    """
-    if "torchao.float8" in sys.modules:
-        yield
-        return
-    with contextlib.ExitStack() as undo:
-        for name, text in _IMPORT_MESSAGES:
-            logger, drop = logging.getLogger(name), functools.partial(_lacks, text)
-            logger.addFilter(drop)
-            undo.callback(logger.removeFilter, drop)
-        yield
-
-
-_IMPORT_MESSAGES = (
-    ("torchao", "Failed to load"),
-    ("torchao", "Skipping import of cpp extensions"),
-    ("torchao.kernel.intmm", "Detected no triton"),
-    ("torch.utils._pytree", "register_constant"),
-)
+def drop_import_messages() -> None:
+    """Keep what TorchAO says while it loads off the screen, whoever imports it: its wheel holds libraries for several
+    CUDA versions and complains of each that does not fit. Nothing of it concerns FP8 training; other records pass.
+    Repeating it does nothing."""
+    for name, drop in _IMPORT_FILTERS:
+        logging.getLogger(name).addFilter(drop)
 
 
 def _lacks(text: str, record: logging.LogRecord) -> bool:
     return text not in record.getMessage()
+
+
+_IMPORT_FILTERS = (
+    ("torchao", functools.partial(_lacks, "Failed to load")),
+    ("torchao", functools.partial(_lacks, "Skipping import of cpp extensions")),
+    ("torchao.kernel.intmm", functools.partial(_lacks, "Detected no triton")),
+    ("torch.utils._pytree", functools.partial(_lacks, "register_constant")),
+)

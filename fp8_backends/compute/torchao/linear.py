@@ -7,14 +7,12 @@ import contextlib
 import torch
 import torch.nn.functional as F
 from torch.autograd.graph import saved_tensors_hooks
+from torchao.float8.float8_linear import Float8Linear
+from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
 from ...errors import FP8BackendError
 from ..derivatives import refuse_second_derivative, refuse_transforms
-from .library import products_in_high_precision, quiet_import
-
-with quiet_import():
-    from torchao.float8.float8_linear import Float8Linear
-    from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
+from .library import products_in_high_precision
 
 
 class AOLinear(Float8Linear):

@@ -10,15 +10,12 @@ from __future__ import annotations
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
+from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor, precompute_float8_dynamic_scale_for_fsdp
 
 from ...errors import FP8BackendError
 from ...numerics.parameter_swap import refuse_if_held, swap
 from ...numerics.sharded_tensor import is_distributed, local_part, with_local
-from .library import quiet_import
 from .linear import AOLinear
-
-with quiet_import():
-    from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor, precompute_float8_dynamic_scale_for_fsdp
 
 
 class AOWeight(WeightWithDynamicFloat8CastTensor):
