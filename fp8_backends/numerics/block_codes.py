@@ -12,10 +12,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_iter, tree_map
+from torch.utils._pytree import tree_map
 
 from ..errors import FP8BackendError
 from .formats import E4M3
+from .scaled_operations import written_to
 from .scaling import SQUARES, Quantized
 
 aten = torch.ops.aten
@@ -73,14 +74,11 @@ def _rebuild(data: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype, ot
 
 
 def _on_values(func, args, kwargs):
-    for index, argument in enumerate(func._schema.arguments):
-        written = args[index] if index < len(args) else kwargs.get(argument.name)
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            if any(isinstance(each, BlockCodes) for each in tree_iter(written)):
-                raise FP8BackendError(
-                    f"{func} would change the frozen codes of an FP8 checkpoint in place: "
-                    f"fp8_backends.conversion.restore(model) makes weights plain, to merge adapters or to train them"
-                )
+    if next(written_to(func, args, kwargs, BlockCodes), None) is not None:
+        raise FP8BackendError(
+            f"{func} would change the frozen codes of an FP8 checkpoint in place: "
+            f"fp8_backends.conversion.restore(model) makes weights plain, to merge adapters or to train them"
+        )
     return func(*tree_map(_plain, args), **tree_map(_plain, kwargs))
 
 

@@ -39,7 +39,7 @@ def _implements(*operations):
 def _any_other(func, args, kwargs):
     if func.namespace == "c10d":
         return _collective(func, args, kwargs)
-    written = list(_written(func, args, kwargs))
+    written = list(written_to(func, args, kwargs, ScaledTensor))
     if written:
         return _in_place(func, args, kwargs, written)
     returns_view = func._schema.arguments and func._schema.arguments[0].alias_info is not None
@@ -52,12 +52,12 @@ def _values(value: Any) -> Any:
     return value.values() if isinstance(value, ScaledTensor) else value
 
 
-def _written(func, args, kwargs) -> Iterator[ScaledTensor]:
-    """The ScaledTensors that an operation writes to."""
+def written_to(func, args, kwargs, kind: type[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The tensors of that class that an operation writes to."""
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[i] if i < len(args) else kwargs.get(argument.name)
-            yield from (each for each in tree_iter(value) if isinstance(each, ScaledTensor))
+            yield from (each for each in tree_iter(value) if isinstance(each, kind))
 
 
 # Views
@@ -167,7 +167,8 @@ def _in_place(func, args, kwargs, written: list[ScaledTensor]):
     if func.name().startswith("aten::_foreach_") and len(args[0]) > 1:
         return _one_by_one(func, args, kwargs)
     with torch.inference_mode(False):  # what is stored outlives it
-        wholes = {id(tensor.stored): _editable(tensor, func) for tensor in written}
+        by_storage = {tensor.stored: tensor for tensor in written}
+        wholes = {stored: _editable(tensor, func) for stored, tensor in by_storage.items()}
     dtypes = {tensor.dtype for tensor in written} - {FP32}
     work: list[tuple[torch.Tensor, ScaledTensor]] = []
 
@@ -176,8 +177,8 @@ def _in_place(func, args, kwargs, written: list[ScaledTensor]):
             return FP32 if value in dtypes else value
         if not isinstance(value, torch.Tensor):
             return value
-        if isinstance(value, ScaledTensor) and id(value.stored) in wholes:
-            work.append((value.in_whole(wholes[id(value.stored)]), value))
+        if isinstance(value, ScaledTensor) and value.stored in wholes:
+            work.append((value.in_whole(wholes[value.stored]), value))
             return work[-1][0]
         value = _values(value)
         return value.to(FP32) if value.dtype in dtypes else value
@@ -189,8 +190,13 @@ def _in_place(func, args, kwargs, written: list[ScaledTensor]):
                 f"{func} has a result of shape {tuple(values.shape)}, and the ScaledTensor that it would be written "
                 f"to has shape {tuple(tensor.shape)}"
             )
-    for tensor in written:
-        _keep(tensor.stored, wholes[id(tensor.stored)])
+    for stored, whole in wholes.items():
+        _keep(stored, whole)
+    return _in_their_place(result, work)
+
+
+def _in_their_place(result: Any, work: list[tuple[torch.Tensor, ScaledTensor]]) -> Any:
+    """The result of an operation, with each ScaledTensor in the place of the plain values that stood for it."""
     return tree_map(lambda value: next((tensor for values, tensor in work if values is value), value), result)
 
 
@@ -206,11 +212,16 @@ def _one_by_one(func, args, kwargs) -> None:
 
 
 def _editable(tensor: ScaledTensor, func) -> torch.Tensor:
-    """A copy of the exact values of all that a tensor is a view of, FP32, with the strides of the stored data.
+    """A copy of the exact values of all that a tensor is a view of, FP32, with the strides of the stored data. Raises
+    what `_require_all` raises."""
+    _require_all(tensor, func)
+    data = tensor.stored.data
+    whole = torch.empty_strided(data.shape, data.stride(), dtype=FP32, device=data.device)
+    return whole.copy_(tensor.view_of(data).exact(FP32))
 
-    Raises:
-        FP8BackendError: they are not all here.
-    """
+
+def _require_all(tensor: ScaledTensor, func) -> None:
+    """Raise `FP8BackendError` where the exact values of all that a tensor is a view of are not here to be changed."""
     stored = tensor.stored
     if stored.shared_out or stored.elsewhere is not None:
         raise FP8BackendError(
@@ -226,8 +237,6 @@ def _editable(tensor: ScaledTensor, func) -> torch.Tensor:
             f"elements outside of it too, or which FSDP2 has gathered for one forward: take a plain copy of its values "
             f"with dequantize(), or change the sharded parameter when no forward runs"
         )
-    whole = torch.empty_strided(stored.data.shape, stored.data.stride(), dtype=FP32, device=stored.data.device)
-    return whole.copy_(tensor.view_of(stored.data).exact(FP32))
 
 
 def _become_plain(stored: ScaledStorage) -> None:
@@ -243,22 +252,7 @@ def _keep(stored: ScaledStorage, whole: torch.Tensor) -> None:
         stored.data, stored.scale_inv, stored.block_size = whole, torch.ones((), device=whole.device), 0
     else:
         stored.edited = whole
-        _round(stored, whole)
-
-
-def _round(stored: ScaledStorage, values: torch.Tensor) -> None:
-    """Round plain values into what is stored: first the master, and of that the data."""
-    if stored.master is not None:
-        _round(stored.master.stored, values)
-        values = stored.master.dequantize(FP32)
-    _set_parts(stored, quantize(values.contiguous(), stored.data.dtype, block_size=stored.block_size))
-
-
-def _set_parts(stored: ScaledStorage, source: ScaledTensor, non_blocking: bool = False) -> None:
-    stored.data.copy_(source._data, non_blocking)
-    stored.scale_inv.copy_(source._scale_inv, non_blocking)
-    if stored.partial == SHARD:
-        stored.unagreed = True
+        _replace(stored, whole)
 
 
 @_implements(aten.copy_.default)
@@ -276,14 +270,14 @@ def _copy_(func, target, source, non_blocking=False):
     stays_exact = stored.copied and not isinstance(source, ScaledTensor)
     if target._view is None and stored.partial in (False, SHARD) and not stays_exact:
         stored.edited = None
-        _replace(stored, target, source, non_blocking)
+        _replace(stored, source, non_blocking)
         return target
     whole = _editable(target, func)
     target.in_whole(whole).copy_(_values(source))
     if stays_exact or stored.accumulates or stored.edited is not None:
         _keep(stored, whole)
     else:
-        _round(stored, whole)
+        _replace(stored, whole)
     return target
 
 
@@ -305,24 +299,28 @@ def _copy_elements(target: ScaledTensor, source: ScaledTensor, non_blocking: boo
     return target
 
 
-def _replace(stored: ScaledStorage, target: ScaledTensor, source: torch.Tensor, non_blocking: bool) -> None:
-    """Store the values of `source`, expanded to the shape of `target`, in the place of all that were there."""
+def _replace(stored: ScaledStorage, source: torch.Tensor, non_blocking: bool = False) -> None:
+    """Store the values of `source`, of the same shape, in the place of all that were there: first in the master, and of
+    that in the data."""
     if isinstance(source, ScaledTensor) and (source.stored.edited is not None or source._view is not None):
         source = source.values(FP32)
     if stored.master is not None:
         if getattr(source, "elsewhere", None) is not None:
             source = source.exact()
         master = source if getattr(source, "master", None) is None else source.master
-        _replace(stored.master.stored, target.master, master, non_blocking)
+        _replace(stored.master.stored, master, non_blocking)
         source = stored.master
     elif stored.elsewhere is not None and getattr(source, "elsewhere", None) is None:
         source = _as_master(source, stored.elsewhere.storage)
-    storage = (target.shape, stored.data.dtype, stored.block_size)
-    if not isinstance(source, ScaledTensor) or (source.shape, source._data.dtype, source.block_size) != storage:
+    storage = (stored.data.dtype, stored.block_size)
+    if not isinstance(source, ScaledTensor) or (source._data.dtype, source.block_size) != storage:
         values = source.dequantize(FP32) if isinstance(source, ScaledTensor) else source
-        values = values.to(target.device, FP32).contiguous()
-        source = quantize(values, stored.data.dtype, target.dtype, stored.block_size)
-    _set_parts(stored, source, non_blocking)
+        values = values.to(stored.data.device, FP32).contiguous()
+        source = quantize(values, stored.data.dtype, block_size=stored.block_size)
+    stored.data.copy_(source._data, non_blocking)
+    stored.scale_inv.copy_(source._scale_inv, non_blocking)
+    if stored.partial == SHARD:
+        stored.unagreed = True
 
 
 def _as_master(source: torch.Tensor, storage: torch.dtype) -> torch.Tensor:
@@ -484,21 +482,23 @@ def _foreach_norm(func, tensors, ord=2, dtype=None):
 def _collective(func, args, kwargs):
     """A collective that writes to ScaledTensors writes to plain ones, is awaited, and the values are stored. The first
     argument of each is what it writes to; what `send` sends is only read."""
-    plain: dict[int, tuple[torch.Tensor, ScaledTensor]] = {}
+    work: list[tuple[torch.Tensor, ScaledTensor]] = []
     if func.name() != "c10d::send":
         for tensor in tree_iter(args[0]):
             if isinstance(tensor, ScaledTensor):
-                _editable(tensor, func)
-                plain[id(tensor)] = (tensor.values().contiguous(), tensor)
+                _require_all(tensor, func)
+                work.append((tensor.values().contiguous(), tensor))
 
     def operand(value: Any) -> Any:
-        return plain[id(value)][0] if id(value) in plain else _values(value)
+        stand_in = next((values for values, tensor in work if tensor is value), None)
+        return _values(value) if stand_in is None else stand_in
 
     result = func(*tree_map(operand, args), **tree_map(operand, kwargs))
-    if not plain:
+    if not work:
         return result
-    for work in (each for each in tree_iter(result) if hasattr(each, "wait")):
-        work.wait()
-    for values, tensor in plain.values():
+    for each in tree_iter(result):
+        if hasattr(each, "wait"):
+            each.wait()
+    for values, tensor in work:
         tensor.copy_(values)
-    return tree_map(lambda value: next((t for values, t in plain.values() if values is value), value), result)
+    return _in_their_place(result, work)
