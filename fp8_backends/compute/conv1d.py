@@ -27,9 +27,11 @@ def linear_like(conv: nn.Module) -> nn.Linear:
     return nn.Linear(conv.nx, conv.nf, bias=False, device="meta", dtype=conv.weight.dtype)
 
 
-class FeaturesOfConv1D:
-    """The names of a Linear for the sizes of a `Conv1D`."""
+class Conv1DForm:
+    """What the FP8 forms of a `Conv1D` have in common: the names of a Linear for its sizes."""
 
+    transposed_weight = True
+    """Whether the Parameter holds the weight as [in, out]."""
     nx: int
     nf: int
     weight: torch.Tensor

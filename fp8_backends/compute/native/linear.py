@@ -39,7 +39,7 @@ class FP8Products(nn.Module):
     """
 
     transposed_weight = False
-    """Whether the Parameter holds the weight as [in, out]."""
+    """Whether the Parameter holds the weight as [in, out] (`Conv1DForm`)."""
 
     def set_rule(self, rule: LayerRule, shared: SharedCodes, history_len: int) -> None:
         """Attach a scaling rule with fresh state."""

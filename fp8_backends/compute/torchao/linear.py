@@ -6,6 +6,7 @@ import contextlib
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torchao.float8.float8_linear import Float8Linear
 from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
@@ -15,16 +16,15 @@ from ..derivatives import refuse_second_derivative, refuse_transforms
 from .library import products_in_high_precision
 
 
-class AOLinear(Float8Linear):
-    """TorchAO's `Float8Linear`, equal to it to the bit, and correct where it crashes: on inputs of zero tokens or of
-    one dimension, and with a high-precision weight gradient under any autocast but CUDA's.
+class AOProducts(nn.Module):
+    """A layer with TorchAO's products, equal to them to the bit, and correct where they crash: on inputs of zero tokens
+    or of one dimension, and with a high-precision weight gradient under any autocast but CUDA's.
 
     Input: [..., in_features] in fp32, bf16 or fp16; output: [..., out_features].
     """
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.fp8_wgrad = "wgrad" not in products_in_high_precision(self.config)
+    transposed_weight = False
+    """Whether the Parameter holds the weight as [in, out] (`Conv1DForm`)."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if input.dim() == 0 or input.shape[-1] != self.in_features:
@@ -40,7 +40,8 @@ class AOLinear(Float8Linear):
         # nothing to take an amax of. (Asked by `numel()`, Inductor writes past a buffer of a padded, dynamic input)
         if 0 in input.shape:
             gathered = hasattr(self.weight, "to_original_precision")
-            return F.linear(input, self.weight.to_original_precision() if gathered else self.weight, self.bias)
+            weight = self.weight.to_original_precision() if gathered else self.weight
+            return F.linear(input, weight.t() if self.transposed_weight else weight, self.bias)
         if input.dim() == 1:
             return self.forward(input.unsqueeze(0)).squeeze(0)
         device = input.device.type
@@ -49,10 +50,20 @@ class AOLinear(Float8Linear):
             input = input.to(torch.get_autocast_dtype(device))
         refuse_transforms()
         with _weight_saved_by_name(self.weight) if hasattr(self.weight, "ds_id") else contextlib.nullcontext():
-            output = super().forward(input)
+            output = self._products(input)
         if output.requires_grad and not torch.compiler.is_compiling():
             output.register_hook(refuse_second_derivative)
         return output
+
+
+class AOLinear(AOProducts, Float8Linear):
+    """TorchAO's `Float8Linear`."""
+
+    _products = Float8Linear.forward
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.fp8_wgrad = "wgrad" not in products_in_high_precision(self.config)
 
     def extra_repr(self) -> str:
         return super().extra_repr().replace("cast_configs=", "ao ").rstrip('"')
