@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fp8_backends")
 
-_COUNTED = {"Linear": ("Linear", "head", "router", "adapter"), "experts": ("experts",)}
+_COUNTED = {"Linear": ("Linear", "head", "router", "adapter"), "Conv1D": ("Conv1D",), "experts": ("experts",)}
 """Words of the proof for kinds of weights."""
 
 
@@ -304,11 +304,11 @@ def _counted(ran: list[str], kinds: list[str], foreign: dict[str, int]) -> str:
     for title, counted in _COUNTED.items():
         number = sum(kind in counted for kind in kinds)
         others -= number
-        if number or title == "Linear":
+        if number:
             parts.append(f"{sum(kind in counted for kind in ran)}/{number} {title}")
     beside = [f"{number} {kind}" for kind, number in foreign.items()]
     beside += [f"{others} other weights"] if others else []
-    return ", ".join(parts) + (f" (beside {', '.join(beside)})" if beside else "")
+    return ", ".join(parts or ["0/0 Linear"]) + (f" (beside {', '.join(beside)})" if beside else "")
 
 
 def _ran(count: ProductCounts) -> bool:
