@@ -128,7 +128,9 @@ class TransformerEngineCompute(Compute):
 
     def build_conv1d(self, conv: nn.Module, recipe: Recipe, shared: ModelState) -> TEConv1D:
         from .conv1d import TEConv1D
+        from .recipes import check_version_for_conv1d
 
+        check_version_for_conv1d(recipe)
         if recipe.fp8_params and recipe.scaling == "mxfp8":
             raise RecipeError(
                 "fp8_params=True does not go with te:mxfp8 and a Conv1D: TransformerEngine's MXFP8 weights cannot be "

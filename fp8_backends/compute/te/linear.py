@@ -57,7 +57,7 @@ class TEProducts(te.Linear):
         return layer
 
     def _get_weight_tensors(self) -> list[torch.Tensor]:
-        """What TransformerEngine multiplies: the weight [out, in] as it lies, or as one of its own quantized tensors."""
+        """What TransformerEngine multiplies: `matrix`, or one of its own quantized tensors in the place of it."""
         weight = self.matrix
         if isinstance(weight, ScaledTensor):
             (quantizer,) = self._get_weight_quantizers()
