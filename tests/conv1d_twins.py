@@ -23,6 +23,14 @@ def linear_twin(module: Conv1D) -> nn.Linear:
     return linear
 
 
+def conv_twin(linear: nn.Linear) -> Conv1D:
+    module = Conv1D(linear.out_features, linear.in_features)
+    with torch.no_grad():
+        module.weight.copy_(linear.weight.t())
+        module.bias.copy_(linear.bias)
+    return module
+
+
 def gpt2(of_linears: bool = False) -> nn.Module:
     """The tiny GPT-2 of `model_families`; as it is, or with a Linear in the place of each Conv1D."""
     model = build("gpt2")

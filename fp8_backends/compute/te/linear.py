@@ -18,6 +18,7 @@ from ...numerics.scaled_tensor import ScaledTensor
 from ..counts import inside_backward
 from ..frozen_weights import check_running
 from ..interface import COMPUTE_DTYPES
+from ..saved_weights import saved_by_name
 from . import weights
 from .recipes import FP8GlobalStateManager
 from .region import ModelState, Region, remember_scales
@@ -141,7 +142,8 @@ class TEProducts(te.Linear):
         for watcher in watchers:
             watcher.enter(self)
         try:
-            y = kind.forward(self, x)
+            with saved_by_name(self.weight) if self.transposed_weight else contextlib.nullcontext():
+                y = kind.forward(self, x)
         finally:
             for watcher in watchers:
                 watcher.leave()

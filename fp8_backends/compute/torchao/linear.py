@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 from torchao.float8.float8_linear import Float8Linear
 from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
 from ...errors import FP8BackendError
 from ..derivatives import refuse_second_derivative, refuse_transforms
+from ..saved_weights import saved_by_name
 from .library import products_in_high_precision
 
 
@@ -49,7 +47,7 @@ class AOProducts(nn.Module):
             # TorchAO casts under CUDA's autocast alone, and then multiplies a bf16 gradient by an fp32 input
             input = input.to(torch.get_autocast_dtype(device))
         refuse_transforms()
-        with _weight_saved_by_name(self.weight) if hasattr(self.weight, "ds_id") else contextlib.nullcontext():
+        with saved_by_name(self.weight):
             output = self._products(input)
         if output.requires_grad and not torch.compiler.is_compiling():
             output.register_hook(refuse_second_derivative)
@@ -67,18 +65,3 @@ class AOLinear(AOProducts, Float8Linear):
 
     def extra_repr(self) -> str:
         return super().extra_repr().replace("cast_configs=", "ao ").rstrip('"')
-
-
-def _weight_saved_by_name(weight: torch.nn.Parameter) -> saved_tensors_hooks:
-    """Let autograd save the Parameter in place of views of its data, which backward makes anew. DeepSpeed's ZeRO-3
-    takes the gathered data out of it after forward, and TorchAO's `weight.t()` would hold that of the whole model."""
-
-    def pack(tensor: torch.Tensor):
-        if tensor.data_ptr() == weight.data_ptr() and tensor.numel() == weight.numel():
-            return tensor.shape, tensor.stride()
-        return tensor
-
-    def unpack(packed):
-        return packed if isinstance(packed, torch.Tensor) else weight.detach().as_strided(*packed)
-
-    return saved_tensors_hooks(pack, unpack)
