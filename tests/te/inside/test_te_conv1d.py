@@ -13,6 +13,7 @@ from model_families import train
 from peft import LoraConfig, get_peft_model
 from standin import compute_capability
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers.pytorch_utils import Conv1D
 
 import fp8_backends
@@ -95,6 +96,21 @@ def test_copies_train_like_the_original(make):
     copied = make(model)
     losses = train(model, optimizer, "gpt2", steps=2)
     assert train(copied, torch.optim.AdamW(copied.parameters(), lr=3e-3), "gpt2", steps=2) == losses
+
+
+@pytest.mark.parametrize("scaling", ["delayed", "dynamic", "blockwise"])
+def test_a_weight_that_zero_3_takes_away_is_not_held_for_backward(scaling):
+    """Without DeepSpeed: its mark on a Parameter, and what it does to the data after forward and before backward."""
+    module, x = conv(32, 48), torch.randn(16, 32, requires_grad=True)
+    module.weight.ds_id = 0
+    prepared(module, f"te:{scaling}")
+    y, values = module(x), module.weight.detach().clone()
+    gathered = StorageWeakRef(module.weight.untyped_storage())
+    module.weight.data = torch.empty(0)
+    assert gathered.expired()
+    module.weight.data = values
+    y.sum().backward()
+    assert module.weight.grad.shape == (32, 48) and x.grad.any()
 
 
 def test_a_version_that_takes_no_other_weights_is_refused(monkeypatch):
