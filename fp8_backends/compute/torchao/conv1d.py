@@ -22,8 +22,9 @@ class AOConv1D(Conv1DForm, AOProducts, Conv1D):
     def around(cls, conv: nn.Module, config: Float8LinearConfig) -> AOConv1D:
         """A layer that holds the Parameter objects of a `Conv1D`."""
         with torch.device("meta"):
-            layer = AOLinear(conv.nx, conv.nf, bias=False, config=config)
-        layer.__class__ = cls
+            linear = AOLinear(conv.nx, conv.nf, bias=False, config=config)
+        layer = cls.__new__(cls)
+        layer.__dict__.update(linear.__dict__, nx=conv.nx, nf=conv.nf)
         layer.weight, layer.bias = conv.weight, conv.bias
         return layer
 
