@@ -179,9 +179,11 @@ class TransformerEngineCompute(Compute):
 
         recipe, weight = module.te_state.recipe, local_part(module.weight)
         scaled = isinstance(weight, ScaledTensor)
-        if recipe.fp8_params or (module.te_fsdp2 and not scaled):
-            return 0.0  # the weight itself; or made anew in backward
         one_scale, is_its_codes = recipe.scaling in ONE_SCALE, _is_its_codes(weight, recipe)
+        if recipe.fp8_params:  # the weight itself, but for a transposed one without a transposed copy
+            return float(module.transposed_weight and one_scale and not transposed_copies())
+        if module.te_fsdp2 and not scaled:
+            return 0.0  # made anew in backward
         if is_its_codes and module.transposed_weight:
             return 1.0  # the codes of fprop; the weight itself is what dgrad multiplies
         return float(not is_its_codes) + float(not one_scale or transposed_copies())
