@@ -24,8 +24,8 @@ FPROP, DGRAD, WGRAD, RECOMPUTED = range(4)
 
 
 class FP8Products(nn.Module):
-    """A layer of one weight and one bias whose products run in FP8, mixed into the class that it was. Made by
-    conversion, which keeps the Parameters of the layer it replaces.
+    """The FP8 products of a layer, mixed into the class that it was. Made by conversion, which keeps the Parameters of
+    the layer it replaces.
 
     Input: [..., in_features] in bf16, fp16 or fp32. Output: [..., out_features] in the autocast dtype if autocast is
     on, else in the input's dtype. Products have the output's dtype, gradients too, as in TransformerEngine. In eval
