@@ -135,7 +135,7 @@ FEATURES = (
         "``prepare_pippy``",
         "pippy",
         "First ``accelerator.unwrap_model(model, keep_fp32_wrapper=False)``, and for ``ao`` and levels "
-        "``fp8_backends.conversion.restore(model)``. ``gather_output=True`` fails in Accelerate 1.15 itself",
+        "``fp8_backends.restore(model)``. ``gather_output=True`` fails in Accelerate 1.15 itself",
         refused_on_several=_SHARED_OUT,
     ),
     Feature(
