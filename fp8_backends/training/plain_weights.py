@@ -21,9 +21,7 @@ from .auditing import converted_layers
 from .conversion import prepared_roots
 from .preparation import store_weights
 
-FROZEN = (
-    "the frozen FP8 weight cannot hold what was written to it: call fp8_backends.restore(model) before you change it"
-)
+FROZEN = "a frozen FP8 weight cannot hold what was written to it: fp8_backends.restore(model) comes before changes"
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Averages of the weights of a prepared model (EMA): `AveragedModel` of PyTorch and `EMAModel` of diffusers average what
+"""Averages of the weights of a prepared model (EMA): PyTorch's `AveragedModel` and diffusers' `EMAModel` average what
 plain tensors would have, to FP32's rounding, and training goes on exactly."""
 
 from __future__ import annotations
