@@ -21,7 +21,7 @@ def main(backend: str) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
 
     recipe = fp8_backends.FP8RecipeKwargs(backend=backend)
-    accelerator = Accelerator(mixed_precision="fp8", kwargs_handlers=[recipe])
+    accelerator = Accelerator(mixed_precision="fp8", kwargs_handlers=[recipe], cpu=not torch.cuda.is_available())
     loader = DataLoader(dataset, batch_size=32, shuffle=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 

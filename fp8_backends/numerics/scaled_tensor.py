@@ -255,7 +255,8 @@ class ScaledTensor(torch.Tensor):
 
     def __dlpack__(self, *args, **kwargs):
         raise FP8BackendError(
-            "the memory of a ScaledTensor holds no values that another library could share: give it dequantize()"
+            "the memory of a ScaledTensor holds no values that another library could share: give it a clone(), which "
+            "is plain, or make weights plain for a while: with fp8_backends.plain_weights(model)"
         )
 
     def tolist(self) -> list:

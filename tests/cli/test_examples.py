@@ -71,6 +71,15 @@ def test_a_name_that_is_none_exits_with_2_and_the_nearest_one(capsys):
     assert "did you mean 'trainer'?" in error and all(name in error for name in EXAMPLES)
 
 
+COPY_ALL = """
+import sys
+import fp8_backends
+from fp8_backends.cli.main import main
+print(fp8_backends.__file__)
+sys.exit(any(main(["examples", name]) for name in sys.argv[1:]))
+"""
+
+
 @pytest.mark.slow
 def test_every_example_is_copied_out_of_the_wheel_and_trains(subtests, tmp_path):
     """In an empty folder, where the package comes from an unpacked wheel."""
@@ -82,10 +91,13 @@ def test_every_example_is_copied_out_of_the_wheel_and_trains(subtests, tmp_path)
         assert ended.returncode == 0, ended.stderr
         return ended
 
-    assert run("-c", "import fp8_backends as f; print(f.__file__)").stdout.startswith(environment["PYTHONPATH"])
-    for name in EXAMPLES:
-        with subtests.test(name):
-            program, *arguments = shlex.split(run("-m", "fp8_backends", "examples", name).stdout.splitlines()[-1])
+    run("-m", "fp8_backends", "examples", "lora")
+    (folder / "lora.py").unlink()
+    place, *commands = re.findall(r"^(/.*|    .*)$", run("-c", COPY_ALL, *EXAMPLES).stdout, re.M)
+    assert place.startswith(environment["PYTHONPATH"]) and len(commands) == len(EXAMPLES)
+    for command in commands:
+        with subtests.test(command.strip()):
+            program, *arguments = shlex.split(command)
             assert program == "python" or arguments[:2] == ["--nproc_per_node", "2"]
             start = [] if program == "python" else ["-m", "torch.distributed.run", "--standalone"]
             ended = run(*start, *arguments)
