@@ -39,7 +39,7 @@ def main(backend: str) -> None:
     dataset = [counting(start) for start in range(100)]
     trainer = Trainer(model=model, args=args, train_dataset=dataset, eval_dataset=dataset[:16])
     trainer.train()
-    print(trainer.evaluate())
+    trainer.evaluate()
 
 
 if __name__ == "__main__":
