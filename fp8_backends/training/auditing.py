@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..compute import registry
-from ..compute.counts import DGRAD, KINDS, WGRAD, ProductCounts
+from ..compute.counts import DGRAD, FPROP, KINDS, WGRAD, ProductCounts
 from ..compute.interface import Compute, CountsProducts, HasProfile, StoresWeights
 from ..compute.profiling import Layer, ProductProfile
 from ..errors import FP8BackendError
@@ -307,9 +307,9 @@ class RootMeasures:
 def count_flops(root: nn.Module, prepared: Prepared, counts: dict[str, ProductCounts]) -> RootMeasures:
     """FLOPs of every kind of product that each weight needs, and of those that ran in FP8.
 
-    A weight gradient is needed where the weight trains; an input gradient where an input of the layer was seen to need
-    one, or else, unless the layer's weight gradient ran without it. A weight that was not seen is counted as if every
-    token had passed it.
+    Gradients are needed where a gradient of the output arrived: that of the weight where it trains, that of the input
+    where some input needs one. A weight that was not seen in the first step is counted as if every token had passed it;
+    whether its input needs a gradient, its products tell.
     """
     trains = _trainable_by_name(root)
     work = observed_of(prepared).work
@@ -326,20 +326,21 @@ def count_flops(root: nn.Module, prepared: Prepared, counts: dict[str, ProductCo
         ran = counts.get(product.name) if product.state == FP8 else None
         for kind in KINDS:
             done = ran is not None and getattr(ran, kind) > 0
-            if kind == DGRAD and not done and not _input_gradient_is_needed(seen, ran, high):
-                continue
-            if kind == WGRAD and not trains.get(product.name, True):
-                continue
-            flops.needed += size
-            flops.in_fp8 += size * done
+            if done or _is_needed(kind, trains.get(product.name, True), seen, ran, high):
+                flops.needed += size
+                flops.in_fp8 += size * done
     return flops
 
 
-def _input_gradient_is_needed(seen: Work | None, ran: ProductCounts | None, high: tuple[str, ...]) -> bool:
-    """Whether a layer without an input gradient in FP8 has one in high precision."""
-    if seen is not None:
-        return seen.input_gradient
-    return ran is None or ran.wgrad == 0 or DGRAD in high
+def _is_needed(kind: str, trains: bool, seen: Work | None, ran: ProductCounts | None, high: tuple[str, ...]) -> bool:
+    """Whether training needs a product that did not run in FP8."""
+    if kind == FPROP:
+        return True
+    if seen is not None and not seen.backward:
+        return False
+    if kind == WGRAD:
+        return trains
+    return seen.input_gradient if seen is not None else ran is None or ran.wgrad == 0 or DGRAD in high
 
 
 def _trainable_by_name(root: nn.Module) -> dict[str, bool]:

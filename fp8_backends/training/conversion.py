@@ -269,10 +269,10 @@ def expected(model: nn.Module, recipe: Recipe, compute: Compute) -> ConversionRe
 
 def update_report(root: nn.Module, prepared: Prepared) -> list[str]:
     """Bring the report of a prepared root up to date with the layers that the model has now. Returns the names of those
-    that came after `convert`, and that it would convert."""
+    that came after `convert`, and that it would convert now."""
     known = {product.name: product for product in prepared.report.products}
     layer_filter = LayerFilter(prepared.recipe)
-    products, added = [], []
+    products = []
     for each in _find(root, prepared.recipe):
         product, is_converted = each.product, each.conversion is not None
         before = known.get(product.name)
@@ -282,10 +282,9 @@ def update_report(root: nn.Module, prepared: Prepared) -> list[str]:
             product.state = FP8
         elif product.state == HIGH_PRECISION:
             product.reason = _reason_against(each, prepared.recipe, prepared.compute, layer_filter) or ADDED
-            added += [product.name] if product.reason == ADDED else []
         products.append(product)
     prepared.report.products = products
-    return added
+    return [product.name for product in products if product.reason == ADDED]
 
 
 def swaps_weights(recipe: Recipe) -> bool:

@@ -28,8 +28,14 @@ class Work:
     """Rows of the input, such as tokens; of a convolution the positions that each kernel is laid on."""
     flops: float = 0.0
     """FLOPs of its forward products; those of either gradient are as many. Recomputation does not count."""
+    backward: bool = False
+    """Whether a gradient of its output arrived, so that gradients of the weight and the input are needed."""
     input_gradient: bool = False
-    """Whether backward needs the gradient of an input."""
+    """Whether backward needs the gradient of an input too."""
+
+    def note_backward(self, _gradient: torch.Tensor) -> None:
+        """Hook of the output."""
+        self.backward = True
 
 
 class WorkMeter:
@@ -61,11 +67,14 @@ class WorkMeter:
             return
         inputs = list(_tensors(args, kwargs))
         needs_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
+        result = output if isinstance(output, torch.Tensor) else next(_tensors(output, {}), None)
         for each in self._products[module]:
             work = self.work.setdefault(each.product.name, Work())
             work.input_gradient |= needs_gradient
+            if result is not None and result.requires_grad:
+                result.register_hook(work.note_backward)
             if inputs and not inside_backward():
-                rows = _rows(each, inputs, output)
+                rows = _rows(each, inputs, result)
                 work.rows += rows
                 work.flops += rows * _flops_of_a_row(each)
 
@@ -73,7 +82,7 @@ class WorkMeter:
         return inert_hook, ()
 
 
-def _rows(each: Found, inputs: list[torch.Tensor], output: object) -> float:
+def _rows(each: Found, inputs: list[torch.Tensor], output: torch.Tensor) -> float:
     """How many rows this call multiplied the weight by."""
     module, kind = each.module, each.product.kind
     if kind == CONVOLUTION:
