@@ -63,8 +63,8 @@ def curves(series: Sequence[Series], title: str, y_label: str, zero_line: bool =
     low, high = min(values), max(values)
     pad = (high - low) * 0.05 or 0.05
     x = Scale(1, max(2, *(len(each.values) for each in shown)), 0, 100)
-    y = Scale(low - pad, high + pad, height - 40, 12)
-    parts = []
+    y = Scale(low - pad, high + pad, height - 40, 28)
+    parts = [_text(0, 10, y_label, "axis-label", shift=-44)]
     for tick in y.ticks():
         parts.append(_line("grid", 0, y(tick), 100, y(tick)))
         parts.append(_text(0, y(tick) + 4, _plain(tick), "tick", anchor="end", shift=-8))
@@ -80,7 +80,7 @@ def curves(series: Sequence[Series], title: str, y_label: str, zero_line: bool =
         for path in _paths(each.values, x, y):
             lines.append(f'<path {line} d="{path}"><title>{escape(each.name)}</title></path>')
     stretched = f'<svg class="stretched" viewBox="0 0 100 {height}" height="{height}" preserveAspectRatio="none">'
-    parts += [stretched, *lines, "</svg>", _side_label(y_label, (y.start + y.end) / 2)]
+    parts += [stretched, *lines, "</svg>"]
     return _svg(height, title, parts, "with-y-axis")
 
 
@@ -184,12 +184,6 @@ def _line(css: str, x1: float, y1: float, x2: float, y2: float, more: str = "") 
 def _text(x: float, y: float, text: str, css: str, anchor: str = "start", shift: int = 0) -> str:
     moved = f' dx="{shift}"' if shift else ""
     return f'<text class="{css}" x="{x}%" y="{y:.1f}" text-anchor="{anchor}"{moved}>{escape(text)}</text>'
-
-
-def _side_label(text: str, y: float) -> str:
-    """Write a label that reads upwards, left of the vertical axis and its figures."""
-    place = f'x="-44" y="{y:.1f}" transform="rotate(-90 -44 {y:.1f})"'
-    return f'<text class="axis-label" {place} text-anchor="middle">{escape(text)}</text>'
 
 
 def _plain(value: float) -> str:

@@ -92,7 +92,7 @@ def _gradients_check(inspection: dict[str, Any], reference: str) -> Check:
     steady = {name: number(value) for name, value in inspection["reference_gradient_cosines"].items()}
     judged = [name for name in cosines if steady[name] >= REFERENCE_COSINE_BOUND]
     others = listed(name for name in cosines if name not in judged)
-    unjudged = others and f"not judged, no gradient that outlasts bf16's rounding: {others}"
+    unjudged = others and f"not judged, no gradient to speak of, since bf16's rounding alone turns it: {others}"
     if not judged:
         return Check(name, None, unjudged)
     worst = min(judged, key=lambda name: -math.inf if math.isnan(cosines[name]) else cosines[name])
@@ -167,9 +167,8 @@ def _state(results: Results) -> str:
 
 
 def _seeds_done(results: Results) -> str:
-    wanted = counted(results["settings"]["seeds"], "seed")
     done = (f"{name} {len(found['runs'])}" for name, found in results["backends"].items())
-    return f"Trained, of {wanted}: {', '.join(done)}."
+    return f"Finished, of {counted(results['settings']['seeds'], 'seed')} each: {', '.join(done)}."
 
 
 def _advice(results: Results, backends: list[str]) -> Iterator[str]:
