@@ -33,8 +33,8 @@ def announce(settings: Settings) -> None:
 def progress_display(comparison: Comparison) -> Iterator[LineProgress]:
     """Show bars on a terminal, one line a run elsewhere."""
     results = comparison.results
-    ranks = summary.ranks_text(results)
-    print(f"on {results['text']['description']}; {summary.held_out_text(results)}{ranks and f'; {ranks}'}")
+    parts = (f"{results['task']} on {results['text']['description']}", summary.held_out_text(results))
+    print("; ".join(filter(None, (*parts, summary.ranks_text(results)))))
     print(f"starting {counted(len(results['backends']), 'worker')}", flush=True)
     if not sys.stdout.isatty():
         yield LineProgress()
