@@ -8,7 +8,17 @@ import pytest
 import torch
 from cli.comparing import checks_by_name, compared, tiny_settings
 from torch.nn import functional
-from transformers import BartConfig, BertConfig, CLIPConfig, LlamaConfig, OPTConfig, RobertaConfig, T5Config, ViTConfig
+from transformers import (
+    AlbertConfig,
+    BartConfig,
+    BertConfig,
+    CLIPConfig,
+    LlamaConfig,
+    OPTConfig,
+    RobertaConfig,
+    T5Config,
+    ViTConfig,
+)
 
 from fp8_backends.cli.compare.language_model import CAUSAL, MASKED, build_model, inputs, task
 from fp8_backends.cli.main import main
@@ -80,6 +90,7 @@ def test_a_flipped_gradient_fails_beside_one_that_is_not_judged(tmp_path, name):
         (BertConfig(**BERT, architectures=["BertLMHeadModel"]), CAUSAL),
         (BertConfig(**BERT, is_decoder=True, architectures=["BertForMaskedLM"]), MASKED),
         (RobertaConfig(**BERT), MASKED),
+        (AlbertConfig(**BERT, embedding_size=32, is_decoder=True), MASKED),
     ],
 )
 def test_a_model_is_trained_for_what_its_configuration_names_or_its_kind_is_made_for(settings, config, expected):

@@ -77,7 +77,8 @@ def _task(config) -> str:
     for each, model_class in classes.items():
         if model_class.__name__ in named:
             return each
-    return CAUSAL if MASKED not in classes or getattr(config, "is_decoder", False) else MASKED
+    usual = CAUSAL if getattr(config, "is_decoder", False) else MASKED
+    return usual if usual in classes else next(iter(classes))
 
 
 def _config(settings: Settings, vocab_size: int):

@@ -12,7 +12,7 @@ from . import charts, summary
 from .checks import checks, verdict
 from .settings import BASELINES
 from .summary import Results, Row
-from .words import change, with_minus_signs
+from .words import change, counted, with_minus_signs
 
 _MARKS = {"passed": ("pass", "✓"), "failed": ("fail", "✗"), "not resolved": ("open", "?")}
 """The class of the style sheet and the mark of each outcome of a check."""
@@ -178,8 +178,8 @@ def _loss_charts(results: Results) -> str:
     title = "Paired difference of the training loss"
     if difference := charts.curves(differences, title, "difference, nats", zero_line=True, height=240):
         html += f"<h3>Difference to {reference} while training</h3>{difference}" + _aside(
-            f"Same seed, same weights, same batches; mean over seeds, moving average of {window} steps. Above zero: "
-            f"higher loss than {reference}."
+            "Same seed, same weights, same batches; mean over seeds, moving average of "
+            f"{counted(window, 'step')}. Above zero: higher loss than {reference}."
         )
     return html
 
