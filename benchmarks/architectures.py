@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-VOCABULARY = {"tiny": 256, "small": 4096}
+SIZES = ("tiny", "small")
 
 
 @dataclass
