@@ -1,4 +1,4 @@
-"""Do the architectures that people train (`architectures.py`) train with each backend, and is what is said of them true?
+"""Do architectures that people train (`architectures.py`) train with each backend, and is what is said of them true?
 
 For every architecture and backend:
 
@@ -24,9 +24,10 @@ BACKENDS = ("native:dynamic", "ao:tensorwise", "msamp:O2", "msamp:O3")
 
 def trained(name: str, backend: str, steps: int) -> dict:
     """Losses, both shares, and whether what was saved predicts the same."""
-    import fp8_backends
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
+
+    import fp8_backends
 
     AcceleratorState._reset_state(True)
     accelerator = Accelerator(**precision_of(backend))
