@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8_backends
+from fp8_backends.compute.torchao.shards import AOWeight
 from fp8_backends.numerics.scaled_tensor import ScaledTensor
 from fp8_backends.numerics.sharded_tensor import local_part
 from fp8_backends.recipes.handlers import AORecipeKwargs
@@ -70,9 +71,10 @@ def check_fsdp2():
     for spec in ("native:rowwise", "msamp:O2", "msamp:O3", gathered):
         model, optimizer = _prepared(spec, _sharded)
         weight = model.transformer.h[0].attn.c_attn.weight
-        is_scaled = isinstance(local_part(weight.detach()), ScaledTensor)
+        shard = local_part(weight.detach())
         assert weight.shape == (model_families.WIDTH, 3 * model_families.WIDTH)
-        assert is_scaled == (spec in ("msamp:O2", "msamp:O3"))
+        assert isinstance(shard, ScaledTensor) == (spec in ("msamp:O2", "msamp:O3"))
+        assert isinstance(shard, AOWeight) == (spec is gathered)
         _assert_trains(model, _losses(model, optimizer), str(spec))
 
 
