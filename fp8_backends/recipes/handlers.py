@@ -23,7 +23,7 @@ from ..compute.interface import Compute
 from ..errors import RecipeError
 from .fields import COMMON, FIELDS, NAMING, OF_BACKENDS, OF_LEVELS, SETTINGS, fields_of, readers, unknown_field
 from .sources import environment_fields, environment_name, foreign_fields, is_launched, own_names
-from .strings import AUTO, MSAMP, BackendName, level_name, parse_backend, scaling_name
+from .strings import AUTO, MSAMP, BackendName, canonical_name, level_name, parse_backend, scaling_name
 
 logger = logging.getLogger("fp8_backends")
 
@@ -89,8 +89,8 @@ class Recipe(KwargsHandler):
         """The canonical backend string; `auto` until `resolve` has picked one."""
         if self.compute == AUTO:
             return AUTO
-        level = f"+msamp:{self.level}" if self.level != "O0" or "level" in self.given else ""
-        return f"{self.compute}:{self.scaling}{level}"
+        names_level = self.level != "O0" or "level" in self.given
+        return canonical_name(self.compute, self.scaling, self.level if names_level else None)
 
     @property
     def comm(self) -> str:
@@ -169,7 +169,7 @@ AORecipeKwargs = _handler(
 MSAMPRecipeKwargs = _handler(
     "MSAMPRecipeKwargs",
     "msamp",
-    "MS-AMP's levels on native products: `native:window+msamp:LEVEL`.",
+    "MS-AMP's levels on native products: `msamp:LEVEL`.",
     (*_named("opt_level"), *OF_LEVELS),
 )
 NativeRecipeKwargs = _handler(

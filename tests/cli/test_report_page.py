@@ -103,7 +103,7 @@ def test_moving_average_keeps_a_line_a_line():
 
 
 def test_long_names_have_room_beside_the_charts():
-    name = "native:window+msamp:O2"
+    name = "msamp:O2"
     for chart in (
         charts.intervals([charts.Interval(name, "red", 0.0, -0.1, 0.1, [0.0], "")], 0.01, None, "bf16"),
         charts.bars([(name, "red", 1.0, "1 MB")], "memory"),

@@ -69,11 +69,12 @@ CANONICAL = {
     "torchao:CURRENT": "ao:tensorwise",
     "ao:rowwise": "ao:rowwise",
     "TorchAO:Rowwise_With_GW_HP": "ao:rowwise_with_gw_hp",
-    "msamp": "native:window+msamp:O2",
-    "MS-AMP": "native:window+msamp:O2",
-    "msamp:o1": "native:window+msamp:O1",
-    "msamp:O0": "native:window+msamp:O0",
-    "native+msamp": "native:window+msamp:O2",
+    "msamp": "msamp:O2",
+    "MS-AMP": "msamp:O2",
+    "msamp:o1": "msamp:O1",
+    "msamp:O0": "msamp:O0",
+    "native+msamp": "msamp:O2",
+    "native:window+msamp:O3": "msamp:O3",
     "native:rowwise+msamp:O3": "native:rowwise+msamp:O3",
     "native+msamp:O0": "native:dynamic+msamp:O0",
     "te+ms-amp": "te:delayed+msamp:O2",
@@ -158,7 +159,7 @@ def test_auto_carries_the_fields_to_the_compute_it_picks(monkeypatch):
     monkeypatch.setattr("fp8_backends.compute.hardware.fp8_products", lambda: True)
     recipe = resolve(FP8RecipeKwargs(scaling="delayed", margin=2, exclude="head"))
     assert (recipe.name, recipe.margin, recipe.exclude) == ("native:delayed", 2, ("head",))
-    assert resolve(FP8RecipeKwargs(opt_level="O1")).name == "native:window+msamp:O1"
+    assert resolve(FP8RecipeKwargs(opt_level="O1")).name == "msamp:O1"
     with pytest.raises(RecipeError, match="margin is not read by native:dynamic"):
         resolve(FP8RecipeKwargs(margin=2))
 
@@ -174,14 +175,14 @@ def test_auto_carries_the_fields_to_the_compute_it_picks(monkeypatch):
         (TERecipeKwargs(use_mxfp8_block_scaling=True), "te:mxfp8"),
         (AORecipeKwargs(), "ao:tensorwise"),
         (AORecipeKwargs(scaling="rowwise"), "ao:rowwise"),
-        (MSAMPRecipeKwargs(), "native:window+msamp:O2"),
-        (MSAMPRecipeKwargs("o1"), "native:window+msamp:O1"),
-        (MSAMPRecipeKwargs(opt_level="O0"), "native:window+msamp:O0"),
+        (MSAMPRecipeKwargs(), "msamp:O2"),
+        (MSAMPRecipeKwargs("o1"), "msamp:O1"),
+        (MSAMPRecipeKwargs(opt_level="O0"), "msamp:O0"),
         (NativeRecipeKwargs(), "native:dynamic"),
         (NativeRecipeKwargs(scaling="DELAYED"), "native:delayed"),
         (FP8RecipeKwargs(backend="te+msamp:O2"), "te:delayed+msamp:O2"),
-        (FP8RecipeKwargs("native", opt_level="O3"), "native:window+msamp:O3"),
-        (FP8RecipeKwargs(backend="msamp", opt_level="O1"), "native:window+msamp:O1"),
+        (FP8RecipeKwargs("native", opt_level="O3"), "msamp:O3"),
+        (FP8RecipeKwargs(backend="msamp", opt_level="O1"), "msamp:O1"),
         (FP8RecipeKwargs(backend="native", scaling="tensorwise"), "native:dynamic"),
         (FP8RecipeKwargs(backend="native:current", scaling="dynamic"), "native:dynamic"),
     ],
@@ -253,7 +254,7 @@ def test_to_kwargs_keeps_a_value_given_even_if_it_is_the_default():
 
 
 def test_repr_names_the_backend_and_only_what_was_given():
-    assert repr(resolve("msamp:o1")) == "FP8RecipeKwargs(native:window+msamp:O1)"
+    assert repr(resolve("msamp:o1")) == "FP8RecipeKwargs(msamp:O1)"
     assert repr(TERecipeKwargs(margin=2)) == "TERecipeKwargs(te:delayed, margin=2)"
     assert repr(FP8RecipeKwargs()) == "FP8RecipeKwargs(auto)"
 
@@ -287,7 +288,7 @@ def test_recipe_is_fixed_once_made():
         (lambda: NativeRecipeKwargs(margin=1), ["margin is not read by native:dynamic", "native:delayed"]),
         (lambda: NativeRecipeKwargs(scaling="rowwise", interval=2), ["interval is not read by native:rowwise"]),
         (lambda: TERecipeKwargs(scaling="dynamic", amax_history_len=4), ["amax_history_len is not read by te:dynamic"]),
-        (lambda: FP8RecipeKwargs(backend="msamp", amax_compute_algo="max"), ["not read by native:window+msamp:O2"]),
+        (lambda: FP8RecipeKwargs(backend="msamp", amax_compute_algo="max"), ["not read by msamp:O2"]),
         (lambda: TERecipeKwargs(interval=2), ["interval=2", "since version 2.4", "native:delayed"]),
         (lambda: TERecipeKwargs(override_linear_precision=(True, False, False)), ["since version 2.1"]),
     ],
@@ -442,10 +443,10 @@ def test_accelerates_msamp_handler_means_the_same():
 def test_accelerates_deprecated_fp8_handler_means_the_same():
     """Its MS-AMP form needs no TransformerEngine here, and its level is O2 where stock leaves None."""
     stock = accelerate.utils.FP8RecipeKwargs
-    assert resolve(stock_te(stock, backend="MSAMP", opt_level=None)).name == "native:window+msamp:O2"
-    assert resolve(stock_te(stock, backend="MSAMP", opt_level="O1")).name == "native:window+msamp:O1"
+    assert resolve(stock_te(stock, backend="MSAMP", opt_level=None)).name == "msamp:O2"
+    assert resolve(stock_te(stock, backend="MSAMP", opt_level="O1")).name == "msamp:O1"
     assert resolve(stock_te(stock, backend="TE", opt_level=None, margin=1)) == TERecipeKwargs(margin=1)
-    with pytest.raises(RecipeError, match="margin is not read by native:window"):
+    with pytest.raises(RecipeError, match="margin is not read by msamp:O2"):
         resolve(stock_te(stock, backend="MSAMP", opt_level=None, margin=1))
 
 
