@@ -20,6 +20,7 @@ from ..compute.profiling import Layer, ProductProfile
 from ..errors import FP8BackendError
 from ..numerics.modules import plain_name
 from ..numerics.sharded_tensor import full_shape
+from ..words import share
 from . import conversion
 from .weight_products import FOREIGN_FP8, FP8
 
@@ -71,7 +72,7 @@ class Audit:
         return asdict(self)
 
     def __str__(self) -> str:
-        lines = [f"{self.recipe}: {self.flops_share:.0%} of weight FLOPs in FP8"]
+        lines = [f"{self.recipe}: {share(self.flops_share)} of weight FLOPs in FP8"]
         rows = [("layer", *KINDS, "recomputed", "engine")]
         for name, counts in self.products.items():
             rows.append((name or "(root)", *(str(counts[kind]) for kind in (*KINDS, "recomputed")), self.engine[name]))
@@ -87,7 +88,7 @@ class Audit:
             rows.append((title, *("?" if size is None else f"{size:.4g}" for size in sizes)))
         lines += _table(rows)
         if self.lost_updates is not None:
-            lines += ["", f"updates lost to rounding: {self.lost_updates:.2%}"]
+            lines += ["", f"updates lost to rounding: {share(self.lost_updates)}"]
         return "\n".join(lines)
 
 
@@ -117,7 +118,7 @@ def audit(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> A
     result.lost_updates = max((loss for loss in losses if loss is not None), default=None)
     if result.lost_updates is not None and result.lost_updates > MANY_LOST_UPDATES:
         logger.warning(
-            f"{result.recipe}: rounding swallows {100 * result.lost_updates:.0f} % of the weight updates, so the model "
+            f"{result.recipe}: rounding swallows {share(result.lost_updates)} of the weight updates, so the model "
             'hardly trains: store weights with rounding="stochastic", or raise the learning rate'
         )
     return result

@@ -23,6 +23,7 @@ from ..compute.expert_functions import ExpertWeights
 from ..compute.interface import Compute, ConvertsExperts, ConvertsNorms, Fusion
 from ..errors import FP8BackendError, RecipeError
 from ..numerics.modules import CONVERSION, Conversion, plain_name
+from ..words import counted, share
 from .layer_filter import LayerFilter, NamePattern, excluded
 from .weight_products import (
     FOREIGN_FP8,
@@ -97,9 +98,8 @@ class ConversionReport:
         return sum(product.flops for product in self.products if product.state == FP8) / total if total else 0.0
 
     def __str__(self) -> str:
-        lines = [
-            f"{len(self.converted)} of {len(self.products)} weights in FP8, {self.flops_share:.0%} of weight FLOPs"
-        ]
+        weights = counted(len(self.products), "weight")
+        lines = [f"{len(self.converted)} of {weights} in FP8, {share(self.flops_share)} of weight FLOPs"]
         noted = [(f"in FP8 ({p.reason})" if p.reason else "in FP8", p.name) for p in self.products if p.state == FP8]
         high = [(reason, name) for name, reason in (self.foreign_fp8 | self.high_precision).items()]
         lines += [f"  {group}: {names}" for group, names in _grouped([*noted, *high]).items()]
@@ -108,7 +108,7 @@ class ConversionReport:
     @property
     def _norms_line(self) -> str:
         unswapped = _grouped((norm.reason, norm.name) for norm in self.norms if not norm.swapped)
-        line = f"{sum(norm.swapped for norm in self.norms)} of {len(self.norms)} norms swapped"
+        line = f"{sum(norm.swapped for norm in self.norms)} of {counted(len(self.norms), 'norm')} swapped"
         line += "".join(f"; {names}: {reason}" for reason, names in unswapped.items())
         apart = _grouped((norm.apart, norm.name) for norm in self.norms if norm.apart is not None)
         fused = sum(norm.fused_with is not None for norm in self.norms)

@@ -103,10 +103,10 @@ def test_moving_average_keeps_a_line_a_line():
 
 
 def test_long_names_have_room_beside_the_charts():
-    name = "msamp:O2"
+    name = "native:blockwise+msamp:O2"
     for chart in (
         charts.intervals([charts.Interval(name, "red", 0.0, -0.1, 0.1, [0.0], "")], 0.01, None, "bf16"),
         charts.bars([(name, "red", 1.0, "1 MB")], "memory"),
     ):
-        (end,) = re.findall(r'x="([\d.]+)"[^>]*>native:window', chart)
+        (end,) = re.findall(r'x="([\d.]+)"[^>]*>native:blockwise', chart)
         assert float(end) >= 8.5 * len(name)  # the label ends there; a wide bold font needs 8.5 pixels a letter

@@ -14,10 +14,11 @@ import fp8_backends
 
 ROOT = Path(fp8_backends.__file__).parent
 
-GROUND = ("errors", "announcement")
+GROUND = ("errors", "announcement", "words")
 MAY_IMPORT = {
     "errors": (),
     "announcement": (),
+    "words": (),
     "numerics": GROUND,
     "compute": ("numerics", *GROUND),
     "recipes": ("compute", "numerics", *GROUND),

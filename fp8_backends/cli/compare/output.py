@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from ...words import counted
 from ..terminal import paragraphs, table
 from . import summary
 from .comparison import PAGE, RESULTS, Comparison, Progress
@@ -22,7 +23,8 @@ def announce(settings: Settings) -> None:
     print(
         f"fp8-backends compare: {backends or 'no backend'} against {settings.reference} on "
         f"{'a GPU' if settings.device == 'cuda' else 'the CPU'}; {settings.reference} around FP8; "
-        f"{summary.runs_text(settings.seeds, settings.steps)} of {settings.batch} × {settings.sequence} tokens{limit}",
+        f"{summary.runs_text(settings.seeds, settings.steps)} of {settings.batch} × "
+        f"{counted(settings.sequence, 'token')}{limit}",
         flush=True,
     )
 
@@ -33,7 +35,7 @@ def progress_display(comparison: Comparison) -> Iterator[LineProgress]:
     results = comparison.results
     ranks = summary.ranks_text(results)
     print(f"on {results['text']['description']}; {summary.held_out_text(results)}{ranks and f'; {ranks}'}")
-    print(f"starting {len(results['backends'])} workers", flush=True)
+    print(f"starting {counted(len(results['backends']), 'worker')}", flush=True)
     if not sys.stdout.isatty():
         yield LineProgress()
         return
@@ -117,7 +119,7 @@ def plan_text(comparison: Comparison) -> str:
         given_up = f" ({asked['seeds']} of {asked['steps']} do not fit into {settings.minutes:g} min)"
     return (
         f"about {duration(comparison.seconds_left())} more: {summary.runs_text(settings.seeds, settings.steps)}"
-        f"{given_up} with {len(comparison.workers)} backends, by the steps just timed"
+        f"{given_up} with {counted(len(comparison.workers), 'backend')}, by the steps just timed"
     )
 
 

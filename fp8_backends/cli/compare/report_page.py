@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from html import escape
 from pathlib import Path
 
+from ...words import counted
 from . import charts, summary
 from .settings import BASELINES
 from .summary import Results, Row
@@ -60,7 +61,7 @@ def _header(results: Results) -> str:
     machine, settings = results["machine"], results["settings"]
     status = {"running": "still running", "terminated": "terminated early: what had finished is shown"}
     parts = [
-        machine.get("gpu") or f"{machine['processor']}, {machine['cores']} cores",
+        machine.get("gpu") or f"{machine['processor']}, {counted(machine['cores'], 'core')}",
         summary.ranks_text(results),
         f"{results['around_fp8']} around FP8",
         summary.runs_text(settings["seeds"], settings["steps"]),

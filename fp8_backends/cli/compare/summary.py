@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ...words import counted, share
 from .settings import BASELINES
 
 COSINE_BOUND = 0.9
@@ -226,15 +227,15 @@ def _checks(results: Results, backend: str) -> Iterator[Check]:
         return
     unmoved = sorted({name for run in runs for name in run["unmoved"]})
     more = f" and {len(unmoved) - 3} more" if len(unmoved) > 3 else ""
-    detail = f"not moved: {', '.join(unmoved[:3])}{more}" if unmoved else f"{len(runs)} runs"
+    detail = f"not moved: {', '.join(unmoved[:3])}{more}" if unmoved else counted(len(runs), "run")
     yield Check("every trainable parameter moved", not unmoved, detail)
     bad = [run["seed"] for run in runs if None in (*run["losses"], run["held_out_loss"])]
-    yield Check("every loss is finite", not bad, f"not finite with seed {bad}" if bad else f"{len(runs)} runs")
+    yield Check("every loss is finite", not bad, f"not finite with seed {bad}" if bad else counted(len(runs), "run"))
     expected = {run["seed"]: run["start_checksum"] for run in results["backends"][reference]["runs"]}
     pairs = [run for run in runs if run["seed"] in expected]
     if backend != reference and pairs:
         odd = [run["seed"] for run in pairs if run["start_checksum"] != expected[run["seed"]]]
-        detail = f"seed {odd} differ" if odd else f"{len(pairs)} pairs"
+        detail = f"seed {odd} differ" if odd else counted(len(pairs), "pair")
         yield Check(f"same initial weights and data order as {reference}", not odd, detail)
     if backend not in BASELINES and (gap := gap_to_reference(results, backend)) is not None:
         yield _gap_check(gap, results["settings"]["loss_gap_bound"], reference)
@@ -247,10 +248,10 @@ def _products_check(inspection: dict) -> Check:
         return Check(name, False, "no layer was converted")
     if lacking:
         layer, kinds = next(iter(lacking.items()))
-        detail = f"{len(lacking)} of {len(converted)} layers lack some: {layer} has no {' '.join(kinds)}"
+        detail = f"{len(lacking)} of {counted(len(converted), 'layer')} without some: {layer} has no {' '.join(kinds)}"
         return Check(name, False, detail)
     kinds = [k for k in ("fprop", "dgrad", "wgrad") if any(counts[k] for counts in converted.values())]
-    return Check(name, True, f"{len(converted)} layers, {' '.join(kinds)}")
+    return Check(name, True, f"{counted(len(converted), 'layer')}, {' '.join(kinds)}")
 
 
 def _gradients_check(inspection: dict, reference: str) -> Check:
@@ -295,7 +296,6 @@ _FORMATS = {
     "final_train_loss": "{:.4f}",
     "held_out_loss": "{:.4f}",
     "bytes_per_parameter": "{:.2f}",
-    "flops_share": "{:.0%}",
 }
 
 
@@ -313,6 +313,8 @@ def cell(row: Row, key: str) -> str:
     if key in ("sent_bytes", "peak_memory_bytes"):
         compared = key == "peak_memory_bytes" and row.memory_ratio is not None
         return readable_bytes(value) + (f" ({row.memory_ratio - 1:+.0%})" if compared else "")
+    if key == "flops_share":
+        return share(value)
     return _FORMATS.get(key, "{}").format(value)
 
 
@@ -337,14 +339,14 @@ def ranks_text(results: Results) -> str:
 
 
 def runs_text(seeds: int, steps: int) -> str:
-    return f"{seeds} seed{'s' * (seeds > 1)} of {steps} steps"
+    return f"{counted(seeds, 'seed')} of {counted(steps, 'step')}"
 
 
 def held_out_text(results: Results) -> str:
     """Say how much is held out, such as `128 held-out windows (0.2 of those trained on)`."""
     settings = results["settings"]
-    share = results["held_out_windows"] / (settings["steps"] * settings["batch"])
-    return f"{results['held_out_windows']} held-out windows ({share:.2g} of those trained on)"
+    relative = results["held_out_windows"] / (settings["steps"] * settings["batch"])
+    return f"{counted(results['held_out_windows'], 'held-out window')} ({relative:.2g} of those trained on)"
 
 
 def spread_line(results: Results) -> str:
