@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..compute import registry
+from ..notebooks import as_html
 from .handlers import resolve
 
 BYTES = {"FP32": 4, "FP16": 2, "BF16": 2, "FP8": 1}
@@ -39,6 +40,12 @@ class PrecisionPlan:
             f"gradient {self.weight_gradient}, Adam {'+'.join(self.optimizer_states)}: "
             f"{self.bytes_per_element:g} bytes per weight element"
         )
+
+    def _repr_html_(self) -> str:
+        headings = ("GEMM", "comm", "weight", "master", "gradient", "Adam", "bytes per weight element")
+        states, bytes_ = "+".join(self.optimizer_states), f"{self.bytes_per_element:g}"
+        stored = (self.weight, self.master_weight or "–", self.weight_gradient, states)
+        return as_html("What the recipe promises", [headings, (self.gemm, self.comm, *stored, bytes_)])
 
 
 # level: (comm, weight, master weight, weight gradient, Adam states)
