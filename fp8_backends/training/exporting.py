@@ -55,7 +55,7 @@ def _by_reason(reasons: dict[str, str]) -> Iterator[tuple[str, list[str]]]:
 
 def export(
     model: nn.Module,
-    folder: str | os.PathLike,
+    folder: str | os.PathLike[str],
     format: str = "finegrained_fp8",
     *,
     max_shard_size: int | str = "50GB",

@@ -10,7 +10,7 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -25,13 +25,17 @@ from ..errors import FP8BackendError
 from ..numerics.modules import CONVERSION
 from ..numerics.sharded_tensor import is_distributed
 from ..recipes.handlers import Recipe, resolve
+from ..recipes.specs import Spec
 from ..states import adamw, checkpoint, levels, original
 from . import conversion, proof, quantized_layers
 from .auditing import converted_layers, parameter_ids, unwrapped
 from .conversion import PREPARED, Prepared, prepared_roots
 
+Model = TypeVar("Model", bound=nn.Module)
+Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer | None)
 
-def prepare(model: nn.Module, optimizer: torch.optim.Optimizer | None, spec: Any = None) -> tuple:
+
+def prepare(model: Model, optimizer: Optimizer, spec: Spec = None) -> tuple[Model, Optimizer]:
     """Make `model` train in FP8, without Accelerate.
 
     Both objects come back as they are: layers are swapped in place and keep their Parameter objects, so the
@@ -65,8 +69,8 @@ def prepare(model: nn.Module, optimizer: torch.optim.Optimizer | None, spec: Any
 
 
 def initialize(
-    model: nn.Module, optimizer: torch.optim.Optimizer, opt_level: str = "O1", use_te: bool = False
-) -> tuple:
+    model: Model, optimizer: Optimizer, opt_level: str = "O1", use_te: bool = False
+) -> tuple[Model, Optimizer]:
     """`prepare` with the signature of `msamp.initialize`, for scripts that move from MS-AMP.
 
     `use_te` takes TransformerEngine's products in place of native ones.

@@ -13,6 +13,7 @@ from ..compute import registry
 from ..errors import BackendUnavailableError, FP8BackendError, RecipeError
 from ..notebooks import as_html
 from ..recipes.handlers import resolve
+from ..recipes.specs import Spec
 from ..words import counted
 from . import conversion, preparation, quantized_layers
 from .rules import RULES, Compiled, Machine, Parallel, Setup, Severity
@@ -48,7 +49,7 @@ class Findings(list[Finding]):
 
 
 def validate(
-    spec: Any = None,
+    spec: Spec = None,
     model: nn.Module | None = None,
     *,
     parallel: Parallel | None = None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 import pickle
 
@@ -24,8 +25,10 @@ from fp8_backends import (
     TERecipeKwargs,
     resolve,
 )
+from fp8_backends.compute import registry
 from fp8_backends.compute.fields import Field
-from fp8_backends.recipes.handlers import from_environment, with_environment
+from fp8_backends.recipes.fields import FIELDS, OF_BACKENDS
+from fp8_backends.recipes.handlers import HANDLERS, from_environment, with_environment
 
 LAUNCHER_DEFAULTS = {
     # what `accelerate launch --mixed_precision fp8` exports, whatever the backend
@@ -585,3 +588,26 @@ def test_environment_completes_a_recipe_and_may_not_contradict_it():
     with pytest.raises(RecipeError, match="margin is not a field of AORecipeKwargs"):
         with_environment(AORecipeKwargs(), environment(MARGIN="3"))
     assert with_environment(resolve("native:dynamic"), {"ACCELERATE_FP8_SCALING": "current"}).scaling == "dynamic"
+
+
+# What `help` says
+
+
+@pytest.mark.parametrize("cls", [*HANDLERS, FP8RecipeKwargs])
+def test_help_explains_every_field_of_a_handler(cls):
+    doc = " ".join(cls.__doc__.split())
+    for each in (FIELDS[field.name] for field in dataclasses.fields(cls)):
+        values = f" ({each.values_and_default})" if each.values_and_default else ""
+        assert f" {each.name}{values}: {' '.join(each.help.split())} Read by " in doc
+    assert "margin (a whole number from -64 to 64; default 0): The scale" in doc or cls.__name__[:2] in ("AO", "MS")
+
+
+def test_defaults_of_scaling_rules_are_explained():
+    assert FIELDS["fp8_format"].values_and_default == (
+        "HYBRID, E4M3; default 'HYBRID'; 'E4M3' with rowwise, blockwise, mxfp8"
+    )
+
+
+@pytest.mark.parametrize("backend", OF_BACKENDS)
+def test_the_fields_that_help_names_are_those_that_a_backend_declares(backend):
+    assert registry.get_compute(backend).fields == OF_BACKENDS[backend]
