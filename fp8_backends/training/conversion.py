@@ -27,6 +27,7 @@ from ..numerics.modules import CONVERSION, Conversion, plain_name
 from ..words import counted, share
 from .layer_filter import LayerFilter, NamePattern, excluded
 from .weight_products import (
+    CONVOLUTION,
     FOREIGN_FP8,
     FP8,
     HIGH_PRECISION,
@@ -44,6 +45,9 @@ ALIGNMENT = 16
 
 NORM_CONVERSION = "_fp8_norm_conversion"
 """Attribute of a swapped normalisation layer, as `CONVERSION` is of a weight's layer: its `Conversion`."""
+
+ADDED = "added after the model was prepared: prepare it again to convert this layer"
+"""Reason of a layer that `convert` has not seen."""
 
 PREPARED = "_fp8_prepared"
 """Attribute of a prepared root: its `Prepared`."""
@@ -94,7 +98,8 @@ class ConversionReport:
 
     @property
     def flops_share(self) -> float:
-        """FLOPs of the converted weights over those of all, 0 to 1: what a step can at most run in FP8."""
+        """FLOPs of the converted weights over those of all, 0 to 1, for a token that passes all: what a step can at
+        most run in FP8. A convolution counts with one position, since only a forward tells how many there are."""
         total = sum(product.flops for product in self.products)
         return sum(product.flops for product in self.products if product.state == FP8) / total if total else 0.0
 
@@ -108,8 +113,9 @@ class ConversionReport:
 
     @property
     def _headline(self) -> str:
+        at_most = "at most " if any(product.kind == CONVOLUTION for product in self.products) else ""
         weights = counted(len(self.products), "weight")
-        return f"{len(self.converted)} of {weights} in FP8, {share(self.flops_share)} of weight FLOPs"
+        return f"{len(self.converted)} of {weights} in FP8, {at_most}{share(self.flops_share)} of weight FLOPs"
 
     @property
     def _names_by_state(self) -> dict[str, str]:
@@ -274,6 +280,26 @@ def expected(model: nn.Module, recipe: Recipe, compute: Compute) -> ConversionRe
     return ConversionReport([each.product for each in found])
 
 
+def update_report(root: nn.Module, prepared: Prepared) -> list[str]:
+    """Bring the report of a prepared root up to date with the layers that the model has now. Returns the names of those
+    that came after `convert`, and that it would convert now."""
+    known = {product.name: product for product in prepared.report.products}
+    layer_filter = LayerFilter(prepared.recipe)
+    products = []
+    for each in _find(root, prepared.recipe):
+        product, is_converted = each.product, each.conversion is not None
+        before = known.get(product.name)
+        if before is not None and (before.state == FP8) == is_converted:
+            product = before
+        elif is_converted:
+            product.state = FP8
+        elif product.state == HIGH_PRECISION:
+            product.reason = _reason_against(each, prepared.recipe, prepared.compute, layer_filter) or ADDED
+        products.append(product)
+    prepared.report.products = products
+    return [product.name for product in products if product.reason == ADDED]
+
+
 def swaps_weights(recipe: Recipe) -> bool:
     """Whether weights are stored in another form; else every weight stays where it lies."""
     return recipe.level != "O0" or bool(recipe.fp8_params)
@@ -312,12 +338,13 @@ def _find(root: nn.Module, recipe: Recipe) -> list[Found]:
 def _choose(found: list[Found], recipe: Recipe, compute: Compute, norms: list[NormLayer]) -> list[Found]:
     """The layers to convert now. Writes the state and reason of every product."""
     chosen = []
-    layer_filter = LayerFilter(recipe, found, norms)
+    layer_filter = LayerFilter(recipe)
+    layer_filter.check(found, norms)
     for each in found:
         product, conversion = each.product, each.conversion
         if conversion is not None:
             _check_same_recipe(f"layer {product.name!r}", conversion.recipe, recipe)
-        elif reason := each.obstacle or layer_filter.exclusion(each) or _unfit(each, recipe, compute):
+        elif reason := _reason_against(each, recipe, compute, layer_filter):
             product.reason = reason
             continue
         else:
@@ -328,6 +355,11 @@ def _choose(found: list[Found], recipe: Recipe, compute: Compute, norms: list[No
             notes.append(f"sizes padded to multiples of {ALIGNMENT}")
         product.reason = "; ".join(filter(None, notes)) or None
     return chosen
+
+
+def _reason_against(each: Found, recipe: Recipe, compute: Compute, layer_filter: LayerFilter) -> str | None:
+    """Why this weight is not converted, or None where it is to be."""
+    return each.obstacle or layer_filter.exclusion(each) or _unfit(each, recipe, compute)
 
 
 def _unfit(each: Found, recipe: Recipe, compute: Compute) -> str | None:

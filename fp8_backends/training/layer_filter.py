@@ -27,17 +27,17 @@ class LayerFilter:
     `module_filter_func`, where these are given; where neither is, heads, routers and adapters are left out.
 
     Patterns are fnmatch patterns over a layer's full name (any of its names, if shared). One without a dot also
-    matches a layer when it matches any one segment of the name. `norms` are those that the backend would swap:
-    `exclude` may name them too.
-
-    Raises:
-        RecipeError: a pattern that matches no weight, or an `include` that matches none that can be converted.
+    matches a layer when it matches any one segment of the name.
     """
 
-    def __init__(self, recipe: Recipe, found: list[Found], norms: Sequence[Named]) -> None:
+    def __init__(self, recipe: Recipe) -> None:
         self.include = None if recipe.include is None else [NamePattern(text) for text in recipe.include]
         self.exclude = [NamePattern(text) for text in recipe.exclude or ()]
         self.accepts = recipe.module_filter_func
+
+    def check(self, found: list[Found], norms: Sequence[Named]) -> None:
+        """Raise `RecipeError` for a pattern that matches no weight of a model, or an `include` that matches none that
+        can be converted. `norms` are those that the backend would swap: `exclude` may name them too."""
         for pattern in self.include or []:
             _check_pattern("include", pattern, found)
         for pattern in self.exclude:

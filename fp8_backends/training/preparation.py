@@ -7,6 +7,7 @@ asked for, convert the layers, store their weights, connect the ranks, watch the
 from __future__ import annotations
 
 import contextlib
+import logging
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator
@@ -30,6 +31,8 @@ from ..states import adamw, checkpoint, levels, original
 from . import conversion, proof, quantized_layers
 from .auditing import converted_layers, parameter_ids, unwrapped
 from .conversion import PREPARED, Prepared, prepared_roots
+
+logger = logging.getLogger("fp8_backends")
 
 Model = TypeVar("Model", bound=nn.Module)
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer | None)
@@ -59,9 +62,10 @@ def prepare(model: Model, optimizer: Optimizer, spec: Spec = None) -> tuple[Mode
     recipe = resolve(spec)
     if recipe.implementation == "original":
         return original.initialize(model, optimizer, recipe)
-    if optimizer is not None:
-        _check_trains(model, optimizer)
-        check_optimizer(optimizer, recipe)  # first: where it is refused, the model is as it was
+    _check_types(model, optimizer)
+    if optimizer is not None:  # first: where it is refused, the model is as it was
+        check_trains([model], [optimizer], recipe)
+        check_optimizer(optimizer, recipe)
     prepare_model(model, recipe)
     if optimizer is not None:
         watch_optimizer(model, optimizer, recipe)
@@ -97,10 +101,6 @@ def prepare_model(model: nn.Module, recipe: Recipe) -> nn.Module:
 
 def check_model(model: nn.Module, recipe: Recipe) -> None:
     """Raise where the recipe cannot run on this machine, or a level cannot store this model's weights any more."""
-    if not isinstance(model, nn.Module):
-        raise FP8BackendError(
-            f"model must be a torch.nn.Module, not {type(model).__name__}; the order is prepare(model, optimizer, spec)"
-        )
     registry.check_available(recipe)
     quantized_layers.check(model)
     if torch.is_inference_mode_enabled() or any(not is_lazy(p) and p.is_inference() for p in model.parameters()):
@@ -122,6 +122,18 @@ def check_model(model: nn.Module, recipe: Recipe) -> None:
         )
 
 
+def _check_types(model: nn.Module, optimizer: Any) -> None:
+    if optimizer is not None and not isinstance(unwrapped(optimizer), torch.optim.Optimizer):
+        raise FP8BackendError(
+            f"optimizer must be a torch.optim.Optimizer or None, not {type(optimizer).__name__}; "
+            "the order is prepare(model, optimizer, spec)"
+        )
+    if not isinstance(model, nn.Module):
+        raise FP8BackendError(
+            f"model must be a torch.nn.Module, not {type(model).__name__}; the order is prepare(model, optimizer, spec)"
+        )
+
+
 def check_optimizer(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
     """Raise where the recipe cannot run on this machine, or `convert_optimizer` would refuse this optimizer."""
     registry.check_available(recipe)
@@ -129,22 +141,25 @@ def check_optimizer(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
         adamw.check(unwrapped(optimizer), levels.state_rule(recipe))
 
 
-def _check_trains(model: nn.Module, optimizer: Any) -> None:
-    """Warn where the optimizer holds none of the model's parameters."""
-    inner = unwrapped(optimizer)
-    if not isinstance(inner, torch.optim.Optimizer):
-        raise FP8BackendError(
-            f"optimizer must be a torch.optim.Optimizer or None, not {type(optimizer).__name__}; "
-            "the order is prepare(model, optimizer, spec)"
-        )
-    if not isinstance(model, nn.Module):
-        return  # refused by `check_model`, in its own words
-    if parameter_ids(inner).isdisjoint(map(id, model.parameters())):
-        warnings.warn(
-            "none of the model's parameters is in the optimizer: the model will not train; make the optimizer "
-            "from this model's parameters()",
-            stacklevel=3,
-        )
+def check_trains(models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer], recipe: Recipe) -> None:
+    """Refuse models of which none of these optimizers holds a parameter: they would not train, and no step would prove
+    anything.
+
+    Raises:
+        FP8BackendError: so it is, and the recipe's `on_unproven` is "raise"; else a warning says so.
+    """
+    models = list(models)
+    held = set().union(*(parameter_ids(unwrapped(optimizer)) for optimizer in optimizers))
+    if any(id(parameter) in held for model in models for parameter in model.parameters()):
+        return
+    names = ", ".join(dict.fromkeys(type(conversion.unwrapped(model)).__name__ for model in models))
+    message = (
+        f"the optimizer holds no parameter of the prepared model ({names}), so the model would not train: make the "
+        "optimizer from the parameters() of the very model that is prepared"
+    )
+    if recipe.on_unproven == "raise":
+        raise FP8BackendError(f'{message}; on_unproven="warn" goes on regardless')
+    warnings.warn(message, stacklevel=3)
 
 
 # Store
@@ -287,21 +302,39 @@ def finish_accumulation(model: nn.Module) -> None:
 
 
 class AfterStep:
-    """Step post-hook of an optimizer: tells the backend of each model that it trains that a step was taken."""
+    """Step post-hook of an optimizer: tells the backend of each model that it trains that a step was taken, and the
+    user of layers that came after the model was prepared."""
 
     def __init__(self) -> None:
-        self.roots: list[weakref.ref] = []
+        self.modules_of: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        """For each prepared root what `_identity` said last."""
 
     def add(self, models: list[nn.Module]) -> None:
-        known = {id(reference()) for reference in self.roots}
-        roots = [root for model in models for _, root, _ in prepared_roots(model)]
-        self.roots += [weakref.ref(root) for root in roots if id(root) not in known]
+        for root in (root for model in models for _, root, _ in prepared_roots(model)):
+            self.modules_of.setdefault(root, _identity(root))
 
     def __call__(self, optimizer: torch.optim.Optimizer, args, kwargs) -> None:
-        for root in (reference() for reference in self.roots):
-            prepared = root is not None and root.__dict__.get(PREPARED)
-            if prepared and isinstance(prepared.compute, FollowsOptimizer):
+        for root, identity in list(self.modules_of.items()):
+            prepared = root.__dict__.get(PREPARED)
+            if not prepared:
+                continue
+            if isinstance(prepared.compute, FollowsOptimizer):
                 prepared.compute.after_optimizer_step(root)
+            if not torch.compiler.is_compiling() and identity != (now := _identity(root)):
+                self.modules_of[root] = now
+                if added := conversion.update_report(root, prepared):
+                    logger.warning("%s: %s: %s", prepared.recipe.name, conversion.listed(added), conversion.ADDED)
+
+
+def _identity(root: nn.Module) -> int:
+    """A number that changes when modules are added, swapped or taken away. Cheap: every step asks for it."""
+    identity, modules = 0, [root]
+    while modules:
+        module = modules.pop()
+        identity += id(module)
+        if module is not None and module._modules:
+            modules += module._modules.values()
+    return identity
 
 
 # Checkpoints of states that are shared out

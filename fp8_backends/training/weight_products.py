@@ -1,13 +1,14 @@
 """The weights that a model multiplies by: conversion works on this list, and every share is counted over it.
 
-They are Linear layers, transformers' `Conv1D`, expert tensors, routers, the output head, and weights that a module
-multiplies by itself (`nn.MultiheadAttention.in_proj_weight`); embeddings, convolutions and norms are not.
+They are Linear layers, transformers' `Conv1D`, expert tensors, routers, the output head, convolutions, `nn.Bilinear`,
+and weights that a module multiplies by itself (`nn.MultiheadAttention.in_proj_weight`); embeddings and norms are not.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import re
 import sys
 from collections import defaultdict
@@ -27,6 +28,12 @@ from . import quantized_layers
 
 FP8, HIGH_PRECISION, FOREIGN_FP8 = "fp8", "high precision", "foreign fp8"
 """What a weight product runs in. The last is FP8 of another library, such as transformers' `FP8Linear`."""
+
+CONVOLUTION = "convolution"
+"""The kind of a convolution. How often its weight is multiplied for each token, only a forward tells."""
+BILINEAR = "Bilinear"
+NEVER_IN_FP8 = (CONVOLUTION, BILINEAR)
+"""Kinds for which there is no FP8 product."""
 
 HEAD_NAMES = frozenset({"lm_head", "embed_out", "output_layer", "classifier", "score", "qa_outputs", "head"})
 """A Linear whose own name is one of these is an output head, wherever it lies."""
@@ -48,11 +55,14 @@ class WeightProduct:
     name: str
     """The module's name, or the Parameter's where the module is not a Linear or Conv1D; "" for a root Linear."""
     kind: str
-    """`Linear`, `Conv1D`, `experts`, `head`, `router`, `adapter`, `parameter`, or the class of foreign FP8 layers."""
+    """`Linear`, `Conv1D`, `experts`, `head`, `router`, `adapter`, `convolution`, `Bilinear`, `parameter`, or the class
+    of foreign FP8 layers."""
     in_features: int
+    """Elements of the input that one output element is a sum over: of a convolution those under its kernel."""
     out_features: int
     flops: float
-    """Forward FLOPs per token: 2 * in * out, times the number of experts that a token visits."""
+    """Forward FLOPs per token: 2 * in * out, times the number of experts that a token visits; for a convolution per
+    output position (transposed: per input position)."""
     state: str = HIGH_PRECISION
     """`fp8`, `high precision` or `foreign fp8`."""
     reason: str | None = None
@@ -129,6 +139,12 @@ def _products_of(module: nn.Module, name: str) -> Iterator[tuple[str, str, tuple
     if isinstance(module, nn.Linear) or CONVERSION in module.__dict__:
         kind = "router" if _is_router(name) else "Linear"
         yield "", kind, (module.in_features, module.out_features), linear_obstacle(module)
+    elif isinstance(module, nn.modules.conv._ConvNd):
+        if module.in_channels and module.out_channels:  # else lazy
+            yield "", CONVOLUTION, _convolution_sizes(module), "convolution: FP8 has no product for it"
+    elif isinstance(module, nn.Bilinear):
+        sizes = (module.in1_features * module.in2_features, module.out_features)
+        yield "", BILINEAR, sizes, "nn.Bilinear: FP8 has no product of two inputs with a weight"
     elif _is_conv1d(module):
         obstacle = "Conv1D, whose weight lies transposed, is not converted yet"
         yield "", "Conv1D", tuple(full_shape(module.weight)), obstacle
@@ -147,10 +163,16 @@ def _products_of(module: nn.Module, name: str) -> Iterator[tuple[str, str, tuple
                 yield part, kind, tuple(reversed(shape)), obstacle
 
 
+def _convolution_sizes(module: nn.modules.conv._ConvNd) -> tuple[int, int]:
+    kernel = math.prod(module.kernel_size)
+    if module.transposed:  # each input element is multiplied by the kernels of all outputs of its group
+        return module.in_channels, module.out_channels // module.groups * kernel
+    return module.in_channels // module.groups * kernel, module.out_channels
+
+
 _WITHOUT_PRODUCTS = (
     nn.Embedding,
     nn.EmbeddingBag,
-    nn.modules.conv._ConvNd,
     nn.LayerNorm,
     nn.ParameterList,
     nn.ParameterDict,

@@ -67,7 +67,7 @@ def test_a_frozen_layer_fails_the_check_that_parameters_move(tmp_path, backend):
     # storing a weight in FP16 rounds it: that is no movement
     comparison = compared(tmp_path, backend, fault="frozen", seeds=1)
     passed = checks_by_name(comparison, backend)
-    assert not passed[MOVED] and passed[GRADIENTS] and not comparison.passed
+    assert not passed[MOVED] and passed[GRADIENTS] and comparison.failed
     assert checks_by_name(comparison, "bf16")[MOVED]
     assert comparison.results["backends"][backend]["runs"][0]["unmoved"] == ["model.layers.0.self_attn.q_proj.weight"]
 
@@ -76,7 +76,7 @@ def test_a_frozen_layer_fails_the_check_that_parameters_move(tmp_path, backend):
 def test_a_flipped_weight_gradient_fails_the_check_of_directions(tmp_path, backend):
     comparison = compared(tmp_path, backend, fault="flipped-wgrad", seeds=1, steps=2)
     passed = checks_by_name(comparison, backend)
-    assert not passed[GRADIENTS] and passed[MOVED] and not comparison.passed
+    assert not passed[GRADIENTS] and passed[MOVED] and comparison.failed
     cosines = comparison.results["backends"][backend]["inspection"]["first_gradient_cosines"]
     assert [name for name, cosine in cosines.items() if cosine < 0] == ["model.layers.0.self_attn.q_proj.weight"]
 

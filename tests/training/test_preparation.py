@@ -86,9 +86,12 @@ def test_swapped_arguments_are_explained():
         preparation.prepare(None, optimizer, "native")
 
 
-def test_an_optimizer_of_another_model_is_reported():
-    with pytest.warns(UserWarning, match="none of the model's parameters"):
-        preparation.prepare(net(), torch.optim.AdamW(net().parameters()), "native")
+def test_an_optimizer_of_another_model_is_refused():
+    others = torch.optim.AdamW(net().parameters())
+    with pytest.raises(FP8BackendError, match="holds no parameter of the prepared model"):
+        preparation.prepare(net(), others, "native")
+    with pytest.warns(UserWarning, match="holds no parameter of the prepared model"):
+        preparation.prepare(net(), others, {"backend": "native", "on_unproven": "warn"})
 
 
 @pytest.mark.parametrize("spec", BACKENDS)

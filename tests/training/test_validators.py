@@ -263,7 +263,7 @@ CASES = [
         "nothing_in_fp8",
         ("native", {"model": nn.Sequential(nn.Conv2d(3, 3, 3))}),
         ("native", {"model": nn.Sequential(nn.Conv2d(3, 3, 3), nn.Linear(16, 16))}),
-        "it has no Linear",
+        "convolution: FP8 has no product for it",
     ),
     (
         "minority_in_fp8",
