@@ -54,7 +54,7 @@ class TrainingText:
     def _check_length(tokens: torch.Tensor, sequence: int, part: str) -> None:
         if len(tokens) <= sequence:
             raise FP8BackendError(
-                f"the {part} part of the text has {len(tokens)} tokens, too few for --sequence {sequence}: "
+                f"the {part} part of the text has {counted(len(tokens), 'token')}, too few for --sequence {sequence}: "
                 "give more text or shorter sequences"
             )
 
