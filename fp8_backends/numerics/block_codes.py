@@ -77,7 +77,7 @@ def _on_values(func, args, kwargs):
     if next(written_to(func, args, kwargs, BlockCodes), None) is not None:
         raise FP8BackendError(
             f"{func} would change the frozen codes of an FP8 checkpoint in place: "
-            f"fp8_backends.conversion.restore(model) makes weights plain, to merge adapters or to train them"
+            f"fp8_backends.restore(model) makes weights plain, to merge adapters or to train them"
         )
     return func(*tree_map(_plain, args), **tree_map(_plain, kwargs))
 

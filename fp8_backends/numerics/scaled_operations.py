@@ -162,7 +162,7 @@ def _in_place(func, args, kwargs, written: list[ScaledTensor]):
     if torch.Tag.inplace_view in func.tags:
         raise FP8BackendError(
             f"{func} would change the shape or the memory of a ScaledTensor, which stays as it is: take a plain copy "
-            f"of its values with dequantize(), or make the weight plain with fp8_backends.conversion.restore(model)"
+            f"of its values with dequantize(), or make the weight plain with fp8_backends.restore(model)"
         )
     if func.name().startswith("aten::_foreach_") and len(args[0]) > 1:
         return _one_by_one(func, args, kwargs)
@@ -253,6 +253,19 @@ def _keep(stored: ScaledStorage, whole: torch.Tensor) -> None:
     else:
         stored.edited = whole
         _replace(stored, whole)
+
+
+@torch.no_grad()
+def keep_changes(tensor: ScaledTensor, values: torch.Tensor) -> None:
+    """Store those of these plain values that are not the tensor's own, as an operation in place does.
+
+    Args:
+        values: of the tensor's shape, dtype and device.
+    """
+    changed = values != tensor.exact()
+    if changed.any():
+        whole = _editable(tensor, "keep_changes")
+        _keep(tensor.stored, torch.where(changed, values.float(), whole, out=whole))
 
 
 @_implements(aten.copy_.default)

@@ -242,7 +242,7 @@ class ScaledTensor(torch.Tensor):
                 f"a weight in scaled precision takes values of its own shape, dtype and device as `.data`: they differ "
                 f"in {' and '.join(differing)} ({_described(values)}, and the weight is {_described(self)}). Move or "
                 f"cast it with its module (module.to(...)), or make it plain first: "
-                f"fp8_backends.conversion.restore(model)"
+                f"fp8_backends.restore(model)"
             )
         with torch.no_grad():
             self.detach().copy_(values)
@@ -255,7 +255,8 @@ class ScaledTensor(torch.Tensor):
 
     def __dlpack__(self, *args, **kwargs):
         raise FP8BackendError(
-            "the memory of a ScaledTensor holds no values that another library could share: give it dequantize()"
+            "the memory of a ScaledTensor holds no values that another library could share: give it a clone(), which "
+            "is plain, or make weights plain for a while: with fp8_backends.plain_weights(model)"
         )
 
     def tolist(self) -> list:

@@ -221,10 +221,16 @@ def convert(model: nn.Module, recipe: Recipe, compute: Compute) -> Prepared:
 
 
 def restore(model: nn.Module) -> None:
-    """Undo `convert` on a model and all its parts: plain layers again, with the Parameters of this moment.
+    """Undo `prepare` on a model and all its parts, in place: plain layers again, with the Parameters of this moment.
+
+    Weights hold their exact values, in the dtype that they stand for. The optimizer stays what it is.
+
+    Args:
+        model: prepared, or holds prepared models; any other stays as it is.
 
     Raises:
-        FP8BackendError: a converted layer was wrapped since, such as by FSDP2.
+        FP8BackendError: a converted layer was wrapped since, such as by FSDP2; or something else holds on to a weight
+            that is stored in another form, named.
     """
     modules = list(model.modules())
     for name, module in model.named_modules():
@@ -407,7 +413,7 @@ def _check_same_recipe(what: str, had: Recipe, wanted: Recipe) -> None:
     difference = f" (they differ in {', '.join(differing)})" if had.name == wanted.name else ""
     raise RecipeError(
         f"{what} is prepared with {had.name} already, and {wanted.name} is asked for{difference}: call "
-        f"fp8_backends.training.conversion.restore(model) first, or prepare a copy of the model made before"
+        f"fp8_backends.restore(model) first, or prepare a copy of the model made before"
     )
 
 

@@ -134,7 +134,7 @@ def _layers_of(model: nn.Module) -> dict[str, Found]:
     found = find_weight_products(model)
     if any(each.product.kind == "adapter" for each in found) or hasattr(model, "peft_config"):
         raise FP8BackendError(
-            "the model has adapters: fp8_backends.conversion.restore(model), merge_and_unload(), and "
+            "the model has adapters: fp8_backends.restore(model), merge_and_unload(), and "
             "prepare(model, None, spec) come before an export of what they make"
         )
     if foreign := [name for name, _, _ in quantized_layers.quantized_layers(model)]:
