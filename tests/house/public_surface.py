@@ -78,6 +78,9 @@ def train() -> dict[str, object]:
     fp8_backends.keep_weight_casts(model, keep=False)
     with fp8_backends.whole_states(optimizer, receives=True):
         model.state_dict()
+    with fp8_backends.plain_weights(model) as plain:
+        plain.state_dict()
+    fp8_backends.restore(model)
     names: list[str] = fp8_backends.dequantize(model, dtype=torch.bfloat16)
     audit: Audit = fp8_backends.audit(model, optimizer)
     share: float = audit.flops_share

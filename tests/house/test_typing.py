@@ -73,6 +73,8 @@ PLANTED = (
     'fp8_backends.dequantize(model, "bf16")',
     "fp8_backends.keep_weight_casts(model, kept=True)",
     "fp8_backends.whole_states(model)",
+    "fp8_backends.plain_weights(optimizer)",
+    "fp8_backends.restore(model).weight",
 )
 """Mistakes, each of which a type checker has to find."""
 
