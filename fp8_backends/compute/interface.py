@@ -162,6 +162,16 @@ class ConvertsNorms(Protocol):
 
 
 @runtime_checkable
+class ConvertsConv1D(Protocol):
+    """A backend that multiplies by the weight [in, out] of transformers' `Conv1D` as by that of a Linear."""
+
+    def build_conv1d(self, conv: nn.Module, recipe: Recipe, shared: Any) -> nn.Module:
+        """`Compute.build` for a `Conv1D`. The class of the carrier is a `Conv1D` and no `nn.Linear`, by which others
+        such as PEFT tell how the weight lies, and has `in_features` and `out_features`. Called for those that fit:
+        `Compute.unfit` is asked of a Linear of the same sizes and dtype."""
+
+
+@runtime_checkable
 class ConvertsExperts(Protocol):
     """A backend that multiplies by the 3-D Parameters of an experts module (`compute.expert_functions`)."""
 

@@ -1,7 +1,7 @@
 """Walking a model, choosing layers, and swapping them in place: once, for every backend.
 
 A layer is converted by swapping its class. The backend builds a carrier, an FP8 layer around the same Parameters,
-and the carrier's class and added attributes move onto the `nn.Linear` that the model already has. So the module
+and the carrier's class and added attributes move onto the Linear or `Conv1D` that the model already has. So the module
 object stays, and with it every reference to it: Parameters, ties, shared modules, frozen flags, hooks, the optimizer
 and its state, weak references. The 3-D weights of experts are the exception: what runs them stands beside them
 (`expert_functions`). `restore` turns all back.
@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ..compute import expert_functions
+from ..compute.conv1d import is_conv1d, linear_like
 from ..compute.expert_functions import ExpertWeights
-from ..compute.interface import Compute, ConvertsExperts, ConvertsNorms, Fusion
+from ..compute.interface import Compute, ConvertsConv1D, ConvertsExperts, ConvertsNorms, Fusion
 from ..errors import FP8BackendError, RecipeError
 from ..notebooks import as_html
 from ..numerics.modules import CONVERSION, Conversion, plain_name
@@ -369,6 +370,10 @@ def _reason_against(each: Found, recipe: Recipe, compute: Compute, layer_filter:
 
 
 def _unfit(each: Found, recipe: Recipe, compute: Compute) -> str | None:
+    if is_conv1d(each.module):
+        if isinstance(compute, ConvertsConv1D):
+            return compute.unfit(linear_like(each.module), recipe)
+        return f"Conv1D, whose weight lies transposed: {compute.name} has no products for it (native has)"
     if not each.part:
         return compute.unfit(each.module, recipe)
     if isinstance(compute, ConvertsExperts):
@@ -419,7 +424,8 @@ def _check_same_recipe(what: str, had: Recipe, wanted: Recipe) -> None:
 
 # swapping layers
 
-_OF_EVERY_LINEAR = frozenset(nn.Linear(1, 1, device="meta").__dict__)
+_OF_EVERY_LAYER = frozenset(nn.Linear(1, 1, device="meta").__dict__) | {"nf", "nx"}
+"""Attributes of every Linear, and the sizes of a `Conv1D`."""
 
 
 def swap_class(linear: nn.Module, carrier: nn.Module, recipe: Recipe, mark: str = CONVERSION) -> None:
@@ -449,12 +455,13 @@ def restore_layer(linear: nn.Module) -> None:
         linear._non_persistent_buffers_set.discard(name)
 
 
-def _build(chosen: list[Found], recipe: Recipe, compute: Compute, shared: Any) -> list[tuple[nn.Linear, nn.Module]]:
+def _build(chosen: list[Found], recipe: Recipe, compute: Compute, shared: Any) -> list[tuple[nn.Module, nn.Module]]:
     """Layers and their carriers, all made before the first layer changes. Some drop out, with the reason noted."""
     built = []
     for each in chosen:
         linear, product = each.module, each.product
-        carrier = compute.build(linear, recipe, shared)
+        build = compute.build_conv1d if is_conv1d(linear) else compute.build
+        carrier = build(linear, recipe, shared)
         if any(carrier._parameters.get(key) is not parameter for key, parameter in linear._parameters.items()):
             raise FP8BackendError(
                 f"{product.name}: the backend {compute.name!r} built a layer with other Parameters, which no "
@@ -483,7 +490,7 @@ def _build_experts(
 
 
 def _added_attributes(carrier: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in carrier.__dict__.items() if name not in _OF_EVERY_LINEAR}
+    return {name: value for name, value in carrier.__dict__.items() if name not in _OF_EVERY_LAYER}
 
 
 def _attach(root: nn.Module, prepared: Prepared) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 
 from ..announcement import announce, is_main_process
 from ..compute import registry
+from ..compute.conv1d import is_conv1d
 from ..compute.interface import GivesWeightCodes
 from ..errors import FP8BackendError
 from ..numerics.modules import plain_name
@@ -151,7 +152,9 @@ def _layers_of(model: nn.Module) -> dict[str, Found]:
     return {
         each.product.name: each
         for each in found
-        if each.conversion is not None and not each.part and len(owners[id(each.module.weight)]) == 1
+        if each.conversion is not None
+        and not (each.part or is_conv1d(each.module))
+        and len(owners[id(each.module.weight)]) == 1
     }
 
 
@@ -178,6 +181,8 @@ def _left(model: nn.Module, layers: dict[str, Found]) -> dict[str, str]:
             continue
         if each.part and each.conversion is not None:
             left[name] = "the weights of experts lie in one Parameter"
+        elif each.conversion is not None and is_conv1d(each.module):
+            left[name] = "transformers reads FP8 codes of Linear layers alone, not of Conv1D"
         elif each.conversion is not None:
             others = [other for other in owners[id(each.module.weight)] if other != f"{name}.weight"]
             left[name] = f"its weight is that of {', '.join(others)} too"

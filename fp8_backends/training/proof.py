@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fp8_backends")
 
-_COUNTED = {"Linear": ("Linear", "head", "router", "adapter"), "experts": ("experts",)}
+_COUNTED = {"Linear": ("Linear", "head", "router", "adapter"), "Conv1D": ("Conv1D",), "experts": ("experts",)}
 """Words of the proof for kinds of weights."""
 _BESIDE = {CONVOLUTION: CONVOLUTION, "parameter": "other weight"}
 """The same for kinds without an FP8 product. Others, such as `FP8Linear of transformers`, are called what they are."""
@@ -322,13 +322,13 @@ def _counted(ran: list[str], kinds: Counter[str]) -> str:
     parts, beside = [], dict(kinds)
     for title, counted in _COUNTED.items():
         number = sum(beside.pop(kind, 0) for kind in counted)
-        if number or title == "Linear":
+        if number:
             parts.append(f"{sum(kind in counted for kind in ran)}/{number} {title}")
     others = [
         words.counted(number, _BESIDE[kind]) if kind in _BESIDE else f"{number} {kind}"
         for kind, number in beside.items()
     ]
-    return ", ".join(parts) + (f" (beside {', '.join(others)})" if others else "")
+    return ", ".join(parts or ["0/0 Linear"]) + (f" (beside {', '.join(others)})" if others else "")
 
 
 def _ran(count: ProductCounts) -> bool:

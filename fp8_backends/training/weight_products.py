@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import math
 import re
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..compute import expert_functions
+from ..compute.conv1d import conv1d_class, is_conv1d
 from ..compute.expert_functions import ExpertWeight
 from ..numerics.block_codes import BlockCodes
 from ..numerics.modules import CONVERSION, Conversion, plain_name
@@ -136,18 +136,17 @@ def _products_of(module: nn.Module, name: str) -> Iterator[tuple[str, str, tuple
     """(Parameter name or "", kind, (in, out), obstacle) of each weight that this module itself multiplies by."""
     if isinstance(module, ExpertWeight):
         return  # its experts module has the Parameter
-    if isinstance(module, nn.Linear) or CONVERSION in module.__dict__:
+    if is_conv1d(module):
+        yield "", "Conv1D", (module.nx, module.nf), layer_obstacle(module, conv1d_class())
+    elif isinstance(module, nn.Linear) or CONVERSION in module.__dict__:
         kind = "router" if _is_router(name) else "Linear"
-        yield "", kind, (module.in_features, module.out_features), linear_obstacle(module)
+        yield "", kind, (module.in_features, module.out_features), layer_obstacle(module, nn.Linear)
     elif isinstance(module, nn.modules.conv._ConvNd):
         if module.in_channels and module.out_channels:  # else lazy
             yield "", CONVOLUTION, _convolution_sizes(module), "convolution: FP8 has no product for it"
     elif isinstance(module, nn.Bilinear):
         sizes = (module.in1_features * module.in2_features, module.out_features)
         yield "", BILINEAR, sizes, "nn.Bilinear: FP8 has no product of two inputs with a weight"
-    elif _is_conv1d(module):
-        obstacle = "Conv1D, whose weight lies transposed, is not converted yet"
-        yield "", "Conv1D", tuple(full_shape(module.weight)), obstacle
     elif not isinstance(module, _WITHOUT_PRODUCTS) and not _NOT_A_PRODUCT.search(type(module).__name__):
         for part, parameter in module._parameters.items():
             if parameter is None or is_lazy(parameter) or "bias" in part:
@@ -179,18 +178,18 @@ _WITHOUT_PRODUCTS = (
 )
 
 
-def linear_obstacle(linear: nn.Linear) -> str | None:
-    """Why no backend could take this Linear's place, or None."""
-    weight = linear._parameters.get("weight")
-    if CONVERSION in linear.__dict__:
+def layer_obstacle(layer: nn.Module, plain: type[nn.Module]) -> str | None:
+    """Why no backend could take the place of this layer, or None. `plain`: the class whose behaviour is known."""
+    weight = layer._parameters.get("weight")
+    if CONVERSION in layer.__dict__:
         return None
     if weight is not None and is_lazy(weight):
         return "its weight has no size yet: run one batch before preparing the model"
-    if torch.nn.utils.parametrize.is_parametrized(linear):
+    if torch.nn.utils.parametrize.is_parametrized(layer):
         return "parametrized: its weight is computed anew in each forward"
-    if type(linear) is not nn.Linear:
-        return f"{type(linear).__name__} is a subclass of nn.Linear with a behaviour of its own"
-    if "forward" in linear.__dict__:
+    if type(layer) is not plain:
+        return f"{type(layer).__name__} is a subclass of {plain.__name__} with a behaviour of its own"
+    if "forward" in layer.__dict__:
         return "its forward was replaced on the instance"
     if weight is None:
         return "its weight is no Parameter: something (weight norm, pruning, FSDP1) computes it before each forward"
@@ -221,11 +220,6 @@ def memory_sharers(model: nn.Module) -> dict[int, str]:
                 found.setdefault(furthest[3], view[2])
             furthest = max(furthest, view, key=lambda each: each[1])
     return found
-
-
-def _is_conv1d(module: nn.Module) -> bool:
-    """Whether it is transformers' Conv1D. Where transformers was never imported, there is none."""
-    return isinstance(module, getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", ()))
 
 
 def _is_router(name: str) -> bool:
