@@ -17,6 +17,7 @@ from torch import nn
 from ..errors import FP8BackendError
 from ..numerics.scaling import Quantized
 from ..numerics.sharded_tensor import full_shape
+from ..words import counted
 from .counts import ProductCounts
 from .expert_functions import ExpertWeights
 from .fields import Field
@@ -263,6 +264,6 @@ def check_same_states(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     """Raise `FP8BackendError` where a saved scaling state has other names than the model's own."""
     if differing := sorted(own.keys() ^ saved.keys()):
         raise FP8BackendError(
-            f"the saved scaling state does not fit this model: {len(differing)} states differ, among them "
-            f"{', '.join(differing[:3])}; prepare the model with the recipe that it was saved with"
+            f"the saved scaling state does not fit this model: they differ in {counted(len(differing), 'state')}, "
+            f"among them {', '.join(differing[:3])}; prepare the model with the recipe that it was saved with"
         )

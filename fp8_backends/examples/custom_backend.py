@@ -9,6 +9,7 @@ import fp8_backends
 import torch
 from accelerate import Accelerator
 from fp8_backends.compute.fields import Field, whole_number
+from fp8_backends.compute.interface import Recipe
 from fp8_backends.compute.native import NativeCompute
 from torch import nn
 
@@ -19,7 +20,7 @@ class WideCompute(NativeCompute):
     name = "wide"
     fields = (*NativeCompute.fields, NARROWEST)
 
-    def unfit(self, linear: nn.Linear, recipe: fp8_backends.Recipe) -> str | None:
+    def unfit(self, linear: nn.Linear, recipe: Recipe) -> str | None:
         side = min(linear.in_features, linear.out_features)
         if side < recipe.narrowest:
             return f"{side} features on a side, fewer than {recipe.narrowest}"
@@ -29,7 +30,7 @@ class WideCompute(NativeCompute):
 def main(backend: str) -> None:
     torch.manual_seed(0)
     fp8_backends.register_backend("wide", WideCompute)
-    recipe = fp8_backends.FP8RecipeKwargs(backend=backend, narrowest=128)
+    recipe = fp8_backends.resolve({"backend": backend, "narrowest": 128})
 
     model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 16))
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)

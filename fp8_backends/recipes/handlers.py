@@ -21,9 +21,21 @@ from ..compute import hardware, registry
 from ..compute.fields import DEFAULT_LEVEL, Field
 from ..compute.interface import Compute
 from ..errors import RecipeError
-from .fields import COMMON, FIELDS, NAMING, OF_BACKENDS, OF_LEVELS, SETTINGS, fields_of, readers, unknown_field
+from .fields import (
+    COMMON,
+    FIELDS,
+    NAMING,
+    OF_BACKENDS,
+    OF_LEVELS,
+    SETTINGS,
+    docstring,
+    fields_of,
+    readers,
+    unknown_field,
+)
 from .sources import environment_fields, environment_name, foreign_fields, is_launched, own_names
-from .strings import AUTO, MSAMP, BackendName, level_name, parse_backend, scaling_name
+from .specs import Spec
+from .strings import AUTO, MSAMP, BackendName, canonical_name, level_name, parse_backend, scaling_name
 
 logger = logging.getLogger("fp8_backends")
 
@@ -89,8 +101,8 @@ class Recipe(KwargsHandler):
         """The canonical backend string; `auto` until `resolve` has picked one."""
         if self.compute == AUTO:
             return AUTO
-        level = f"+msamp:{self.level}" if self.level != "O0" or "level" in self.given else ""
-        return f"{self.compute}:{self.scaling}{level}"
+        names_level = self.level != "O0" or "level" in self.given
+        return canonical_name(self.compute, self.scaling, self.level if names_level else None)
 
     @property
     def comm(self) -> str:
@@ -142,12 +154,16 @@ class Recipe(KwargsHandler):
 
 def _handler(name: str, backend: str, summary: str, declared: tuple[Field, ...]) -> type[Recipe]:
     """The handler of a backend, with the fields that it declares."""
-    lines = [f"    {each.name}: {each.help}" for each in (*declared, *COMMON)]
-    doc = "\n".join([summary, "", "Args:", *lines])
+    doc = f"{summary}\n\n{docstring((*declared, *COMMON))}\n\n{_RAISES}"
     namespace = {"backend_name": backend, "__module__": __name__, "__doc__": doc}
     columns = [(each.name, Any, field(default=None)) for each in declared]
     columns += [(each.name, Any, field(default=None, kw_only=True)) for each in COMMON]
     return _explains_names(make_dataclass(name, columns, bases=(Recipe,), namespace=namespace, eq=False, repr=False))
+
+
+_RAISES = """Raises:
+    RecipeError: a value that its field does not take, or fields that do not go together.
+"""
 
 
 def _named(*names: str) -> tuple[Field, ...]:
@@ -169,7 +185,7 @@ AORecipeKwargs = _handler(
 MSAMPRecipeKwargs = _handler(
     "MSAMPRecipeKwargs",
     "msamp",
-    "MS-AMP's levels on native products: `native:window+msamp:LEVEL`.",
+    "MS-AMP's levels on native products: `msamp:LEVEL`.",
     (*_named("opt_level"), *OF_LEVELS),
 )
 NativeRecipeKwargs = _handler(
@@ -319,7 +335,7 @@ _LEVELS_IN_WORDS = {
 # What users call
 
 
-def resolve(spec: Any = None) -> Recipe:
+def resolve(spec: Spec = None) -> Recipe:
     """The recipe that `spec` means, with every default filled in.
 
     Args:

@@ -28,6 +28,7 @@ from ..numerics.formats import FORMAT_OF
 from ..numerics.kernels.adam.dispatch import AdamSteps, Job, Slot, adam_hypers
 from ..numerics.scaled_tensor import ScaledTensor, quantize
 from ..numerics.sharded_tensor import is_distributed, local_part, with_local
+from ..words import counted
 from . import checkpoint, sharding
 from .checkpoint import MASTER, MOMENTS
 from .levels import StateRule, finish_accumulation
@@ -282,9 +283,9 @@ def refuse_gradients_that_stay(parameters: Iterable[torch.Tensor]) -> None:
     if alone:
         shapes = ", ".join(sorted({str(tuple(p.shape)) for p in alone}))
         raise FP8BackendError(
-            f"the gradients of {len(alone)} scaled weights of shape {shapes} do not travel between the ranks, which "
-            f"would drift apart: prepare the DDP-wrapped model again, with its optimizer, so that its gradients are "
-            f"reduced"
+            f"the gradients of {counted(len(alone), 'scaled weight')} of shape {shapes} do not travel between ranks "
+            f"and would drift apart: prepare the DDP-wrapped model again, with its optimizer, so that its gradients "
+            f"are reduced"
         )
 
 

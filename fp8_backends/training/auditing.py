@@ -18,8 +18,10 @@ from ..compute.counts import DGRAD, FPROP, KINDS, WGRAD, ProductCounts
 from ..compute.interface import Compute, CountsProducts, HasProfile, StoresWeights
 from ..compute.profiling import Layer, ProductProfile
 from ..errors import FP8BackendError
+from ..notebooks import as_html
 from ..numerics.modules import plain_name
 from ..numerics.sharded_tensor import full_shape
+from ..words import share
 from . import conversion
 from .weight_products import CONVOLUTION, FOREIGN_FP8, FP8
 from .work import Work
@@ -75,24 +77,35 @@ class Audit:
         return asdict(self)
 
     def __str__(self) -> str:
-        lines = [f"{self.recipe}: {self.flops_share:.0%} of weight FLOPs in FP8"]
+        text = "\n".join([self._headline, *(line for rows in self._tables() for line in _table(rows))])
+        return f"{text}\n\n{self._losses}" if self._losses else text
+
+    def _repr_html_(self) -> str:
+        return as_html("; ".join(filter(None, [self._headline, self._losses])), *self._tables())
+
+    @property
+    def _headline(self) -> str:
+        return f"{self.recipe}: {share(self.flops_share)} of weight FLOPs in FP8"
+
+    @property
+    def _losses(self) -> str:
+        return "" if self.lost_updates is None else f"updates lost to rounding: {share(self.lost_updates)}"
+
+    def _tables(self) -> Iterator[list[tuple[str, ...]]]:
         rows = [("layer", *KINDS, "recomputed", "engine")]
         for name, counts in self.products.items():
             rows.append((name or "(root)", *(str(counts[kind]) for kind in (*KINDS, "recomputed")), self.engine[name]))
         if len(rows) > 1:
-            lines += _table(_grouped(rows))
+            yield _grouped(rows)
         for title, found in (("in high precision", self.high_precision), ("in FP8 of others", self.foreign_fp8)):
             if found:
                 reasons = [(name or "(root)", reason) for name, reason in found.items()]
-                lines += _table(_grouped([(title, "reason"), *reasons]))
+                yield _grouped([(title, "reason"), *reasons])
         rows = [("bytes", *BYTE_KEYS, "total")]
         for title, measured in (("per element", self.bytes_per_element), ("per parameter", self.bytes_per_parameter)):
             sizes = [measured.get(key) for key in (*BYTE_KEYS, "total")]
             rows.append((title, *("?" if size is None else f"{size:.4g}" for size in sizes)))
-        lines += _table(rows)
-        if self.lost_updates is not None:
-            lines += ["", f"updates lost to rounding: {self.lost_updates:.2%}"]
-        return "\n".join(lines)
+        yield rows
 
 
 def audit(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Audit:
@@ -122,7 +135,7 @@ def audit(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> A
     result.lost_updates = max((loss for loss in losses if loss is not None), default=None)
     if result.lost_updates is not None and result.lost_updates > MANY_LOST_UPDATES:
         logger.warning(
-            f"{result.recipe}: rounding swallows {100 * result.lost_updates:.0f} % of the weight updates, so the model "
+            f"{result.recipe}: rounding swallows {share(result.lost_updates)} of the weight updates, so the model "
             'hardly trains: store weights with rounding="stochastic", or raise the learning rate'
         )
     return result

@@ -23,6 +23,7 @@ from ..compute.conv1d import is_conv1d, linear_like
 from ..compute.expert_functions import ExpertWeights
 from ..compute.interface import Compute, ConvertsConv1D, ConvertsExperts, ConvertsNorms, Fusion
 from ..errors import FP8BackendError, RecipeError
+from ..notebooks import as_html
 from ..numerics.modules import CONVERSION, Conversion, plain_name
 from ..words import counted, share
 from .layer_filter import LayerFilter, NamePattern, excluded
@@ -104,18 +105,30 @@ class ConversionReport:
         return sum(product.flops for product in self.products if product.state == FP8) / total if total else 0.0
 
     def __str__(self) -> str:
+        lines = [self._headline, *(f"  {state}: {names}" for state, names in self._names_by_state.items())]
+        return "\n".join(lines + ([f"  {self._norms_line}"] if self.norms else []))
+
+    def _repr_html_(self) -> str:
+        title = f"{self._headline}; {self._norms_line}" if self.norms else self._headline
+        return as_html(title, [("state", "weights"), *self._names_by_state.items()])
+
+    @property
+    def _headline(self) -> str:
         at_most = "at most " if any(product.kind == CONVOLUTION for product in self.products) else ""
         weights = counted(len(self.products), "weight")
-        lines = [f"{len(self.converted)} of {weights} in FP8, {at_most}{share(self.flops_share)} of weight FLOPs"]
+        return f"{len(self.converted)} of {weights} in FP8, {at_most}{share(self.flops_share)} of weight FLOPs"
+
+    @property
+    def _names_by_state(self) -> dict[str, str]:
+        """The weights that are in FP8, and those that are not by the reason."""
         noted = [(f"in FP8 ({p.reason})" if p.reason else "in FP8", p.name) for p in self.products if p.state == FP8]
         high = [(reason, name) for name, reason in (self.foreign_fp8 | self.high_precision).items()]
-        lines += [f"  {group}: {names}" for group, names in _grouped([*noted, *high]).items()]
-        return "\n".join(lines + ([f"  {self._norms_line}"] if self.norms else []))
+        return _grouped([*noted, *high])
 
     @property
     def _norms_line(self) -> str:
         unswapped = _grouped((norm.reason, norm.name) for norm in self.norms if not norm.swapped)
-        line = f"{sum(norm.swapped for norm in self.norms)} of {len(self.norms)} norms swapped"
+        line = f"{sum(norm.swapped for norm in self.norms)} of {counted(len(self.norms), 'norm')} swapped"
         line += "".join(f"; {names}: {reason}" for reason, names in unswapped.items())
         apart = _grouped((norm.apart, norm.name) for norm in self.norms if norm.apart is not None)
         fused = sum(norm.fused_with is not None for norm in self.norms)

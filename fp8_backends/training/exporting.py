@@ -20,6 +20,7 @@ from ..numerics.modules import plain_name
 from ..numerics.scaled_tensor import ScaledTensor
 from ..numerics.scaling import Quantized
 from ..numerics.sharded_tensor import dequantize_shards, is_distributed
+from ..words import counted
 from . import checkpoint_formats, quantized_layers
 from .checkpoint_formats import FITS_INTO, IN_WORDS, CheckpointFormat
 from .conversion import listed, prepared_roots, unwrapped
@@ -42,7 +43,7 @@ class Export:
     """The other weights, which are in the file as they are; and why."""
 
     def __str__(self) -> str:
-        parts = [f"{len(self.exact)} weights as the FP8 codes that training used"] if self.exact else []
+        parts = [f"{counted(len(self.exact), 'weight')} as the FP8 codes that training used"] if self.exact else []
         parts += [f"{len(names)} rounded to FP8 ({why})" for why, names in _by_reason(self.rounded)]
         parts += [f"{listed(names)} in high precision ({why})" for why, names in _by_reason(self.high_precision)]
         return f"{self.folder}, {self.format}: {'; '.join(parts)}"
@@ -55,7 +56,7 @@ def _by_reason(reasons: dict[str, str]) -> Iterator[tuple[str, list[str]]]:
 
 def export(
     model: nn.Module,
-    folder: str | os.PathLike,
+    folder: str | os.PathLike[str],
     format: str = "finegrained_fp8",
     *,
     max_shard_size: int | str = "50GB",

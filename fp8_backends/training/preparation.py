@@ -11,7 +11,7 @@ import logging
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -26,6 +26,7 @@ from ..errors import FP8BackendError
 from ..numerics.modules import CONVERSION
 from ..numerics.sharded_tensor import is_distributed
 from ..recipes.handlers import Recipe, resolve
+from ..recipes.specs import Spec
 from ..states import adamw, checkpoint, levels, original
 from . import conversion, proof, quantized_layers
 from .auditing import converted_layers, parameter_ids, unwrapped
@@ -33,8 +34,11 @@ from .conversion import PREPARED, Prepared, prepared_roots
 
 logger = logging.getLogger("fp8_backends")
 
+Model = TypeVar("Model", bound=nn.Module)
+Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer | None)
 
-def prepare(model: nn.Module, optimizer: torch.optim.Optimizer | None, spec: Any = None) -> tuple:
+
+def prepare(model: Model, optimizer: Optimizer, spec: Spec = None) -> tuple[Model, Optimizer]:
     """Make `model` train in FP8, without Accelerate.
 
     Both objects come back as they are: layers are swapped in place and keep their Parameter objects, so the
@@ -69,8 +73,8 @@ def prepare(model: nn.Module, optimizer: torch.optim.Optimizer | None, spec: Any
 
 
 def initialize(
-    model: nn.Module, optimizer: torch.optim.Optimizer, opt_level: str = "O1", use_te: bool = False
-) -> tuple:
+    model: Model, optimizer: Optimizer, opt_level: str = "O1", use_te: bool = False
+) -> tuple[Model, Optimizer]:
     """`prepare` with the signature of `msamp.initialize`, for scripts that move from MS-AMP.
 
     `use_te` takes TransformerEngine's products in place of native ones.

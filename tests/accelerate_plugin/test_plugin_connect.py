@@ -62,7 +62,7 @@ def test_disable_variable_leaves_accelerate_alone(monkeypatch):
         (fp8_backends.NativeRecipeKwargs(), "native:dynamic"),
         (fp8_backends.AORecipeKwargs(), "ao:tensorwise"),
         (fp8_backends.TERecipeKwargs(), "te:delayed"),
-        (fp8_backends.MSAMPRecipeKwargs(opt_level="O1"), "native:window+msamp:O1"),
+        (fp8_backends.MSAMPRecipeKwargs(opt_level="O1"), "msamp:O1"),
         (fp8_backends.FP8RecipeKwargs(backend="native:delayed"), "native:delayed"),
     ],
 )
@@ -77,7 +77,7 @@ def test_our_handlers_reach_the_registry(handler, name):
     "handler, name",
     [
         (lambda: accelerate.utils.AORecipeKwargs(), "ao:tensorwise"),
-        (lambda: accelerate.utils.MSAMPRecipeKwargs(opt_level="O2"), "native:window+msamp:O2"),
+        (lambda: accelerate.utils.MSAMPRecipeKwargs(opt_level="O2"), "msamp:O2"),
     ],
 )
 def test_accelerates_own_handlers_mean_the_same(handler, name):

@@ -8,7 +8,7 @@ import pytest
 from cli.comparing import compared
 
 from fp8_backends.cli.compare.checks import checks, verdict
-from fp8_backends.cli.compare.words import change, counted, duration, percent, with_minus_signs
+from fp8_backends.cli.compare.words import change, duration, with_minus_signs
 
 HELD_OUT = "held-out loss at most 0.01 nats above bf16's"
 GRADIENTS = "gradients at the initial weights point where bf16's do"
@@ -121,14 +121,9 @@ def test_one_check_is_no_plural(results):
     del results["backends"]["bf16"]
     results["settings"]["reference"] = "native:dynamic"
     assert verdict(results).headline == "1 of 1 check failed."
-    assert counted(1, "check") == "1 check" and counted(2, "check") == "2 checks" and counted(0, "run") == "0 runs"
 
 
-def test_only_all_is_100_percent_and_only_nothing_is_0():
-    shares = (0.0, 1e-6, 0.0099, 0.01, 0.5, 0.9949, 0.997, 0.99999, 1.0)
-    assert [percent(share) for share in shares] == [
-        *("0 %", "<1 %", "<1 %", "1 %", "50 %", "99 %", "99.7 %", "99.9 %", "100 %")
-    ]
+def test_only_one_itself_is_no_change():
     ratios = (1.0, 1.0003, 0.9997, 1.094, 0.41)
     assert [change(ratio) for ratio in ratios] == ["±0 %", "+<0.1 %", "-<0.1 %", "+9.4 %", "-59.0 %"]
 

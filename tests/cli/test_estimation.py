@@ -200,7 +200,7 @@ def test_ranks_hold_their_share():
     workload = Workload(model=SHAPES["Llama"], sequence=64, devices=4)
     found = estimate(workload, ["bf16", "msamp:O2", "msamp:O3"], ["none", "ddp", "fsdp2"])
     alone, ddp, fsdp = ({each.backend: each for each in found if each.sharding == s} for s in ("none", "ddp", "fsdp2"))
-    o3 = "native:window+msamp:O3"
+    o3 = "msamp:O3"
     for backend, whole in alone.items():
         assert fsdp[backend].static == pytest.approx(whole.static / 4, rel=1e-6)
         assert (ddp[backend].static == pytest.approx(whole.static)) is (backend != o3)

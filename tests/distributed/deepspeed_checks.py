@@ -323,7 +323,7 @@ def check_refusals():
 
     path = json_file(ds_config(2))
     for level in ("O1", "O2", "O3"):
-        words = (f"native:window+msamp:{level}", "DeepSpeed", "fsdp_version=2", "native:window trains in FP8")
+        words = (f"msamp:{level}", "DeepSpeed", "fsdp_version=2", "native:window trains in FP8")
         refused(*words, backend=f"msamp:{level}", plugin=DeepSpeedPlugin(zero_stage=1))
         refused(*words, backend=f"msamp:{level}", plugin=DeepSpeedPlugin(hf_ds_config=path))
         with environment(ACCELERATE_USE_DEEPSPEED="true", ACCELERATE_DEEPSPEED_ZERO_STAGE="3"):

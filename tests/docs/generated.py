@@ -97,8 +97,9 @@ def gallery() -> str:
 
 def simple_table(rows: list[list[str]]) -> str:
     """A header and rows as reStructuredText."""
-    rule = "  ".join("=" * max(map(len, column)) for column in zip(*rows, strict=True))
-    header, *lines = chips.aligned(rows)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rule = "  ".join("=" * width for width in widths)
+    header, *lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     return "\n".join([rule, header, rule, *lines, rule])
 
 

@@ -59,7 +59,7 @@ TRAINS_HERE = {
     "fp8-backends launch --fp8_backend native:rowwise train.py": "native:rowwise",
     "ACCELERATE_MIXED_PRECISION=fp8 ACCELERATE_FP8_BACKEND=native:rowwise python train.py": "native:rowwise",
     "fp8-backends launch --fp8_backend native:rowwise train.py --lr 1e-4": "native:rowwise",
-    "fp8-backends launch --cpu --num_processes 2 --fp8_backend msamp:O2 train.py": "native:window+msamp:O2",
+    "fp8-backends launch --cpu --num_processes 2 --fp8_backend msamp:O2 train.py": "msamp:O2",
 }
 UNDER_TORCHRUN = "ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 train.py"
 """Two processes on one port of torchrun's choice; the script there names its recipe."""

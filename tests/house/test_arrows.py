@@ -14,11 +14,12 @@ import fp8_backends
 
 ROOT = Path(fp8_backends.__file__).parent
 
-GROUND = ("errors", "announcement", "words")
+GROUND = ("errors", "announcement", "words", "notebooks")
 MAY_IMPORT = {
     "errors": (),
     "announcement": (),
     "words": (),
+    "notebooks": (),
     "numerics": GROUND,
     "compute": ("numerics", *GROUND),
     "recipes": ("compute", "numerics", *GROUND),

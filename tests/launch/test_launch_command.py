@@ -59,7 +59,7 @@ OVERRIDDEN = {"override_linear_precision": (False, False, True)}
         ("", "native:dynamic", {}),
         ("--fp8_backend te", "te:delayed", {}),
         ("--fp8_backend=AO --fp8_pad_inner_dim false", "ao:tensorwise", {"pad_inner_dim": False}),
-        ("--fp8_backend msamp --fp8_opt_level O1", "native:window+msamp:O1", {}),
+        ("--fp8_backend msamp --fp8_opt_level O1", "msamp:O1", {}),
         ("--fp8-backend te+msamp:O3 --fp8-shard-states no", "te:delayed+msamp:O3", {"shard_states": False}),
         ("--fp8_backend native --fp8_scaling rowwise --mixed_precision fp8", "native:rowwise", {}),
         (
@@ -75,12 +75,12 @@ OVERRIDDEN = {"override_linear_precision": (False, False, True)}
         ("--fp8_include a.*,b --fp8_exclude c", "native:dynamic", {"include": ("a.*", "b"), "exclude": ("c",)}),
         ("--fp8_autocast_dtype fp16", "native:dynamic", {"autocast_dtype": "fp16"}),
         ("--fp8_on_unproven warn", "native:dynamic", {"on_unproven": "warn"}),
-        ("--fp8_backend msamp --fp8_rounding nearest", "native:window+msamp:O2", {"rounding": "nearest"}),
-        ("--fp8_backend msamp --fp8_exp_avg_scaling block", "native:window+msamp:O2", {"exp_avg_scaling": "block"}),
-        ("--fp8_backend msamp --fp8_implementation original", "native:window+msamp:O2", {"implementation": "original"}),
+        ("--fp8_backend msamp --fp8_rounding nearest", "msamp:O2", {"rounding": "nearest"}),
+        ("--fp8_backend msamp --fp8_exp_avg_scaling block", "msamp:O2", {"exp_avg_scaling": "block"}),
+        ("--fp8_backend msamp --fp8_implementation original", "msamp:O2", {"implementation": "original"}),
         ("--fp8_backend te --fp8_use_mxfp8_block_scaling true", "te:mxfp8", {}),
         ("--fp8_backend ao --fp8_auto_filter true", "ao:tensorwise", {"auto_filter": True}),
-        ("--fp8_gradient_comm plain --fp8_backend msamp:O1", "native:window+msamp:O1", {"gradient_comm": "plain"}),
+        ("--fp8_gradient_comm plain --fp8_backend msamp:O1", "msamp:O1", {"gradient_comm": "plain"}),
         ("--fp8_backend te --fp8_params true --fp8_dpa false", "te:delayed", {"fp8_params": True, "fp8_dpa": False}),
         ("--fp8_backend te --fp8_fuse_norms true --fp8_mha false", "te:delayed", {"fuse_norms": True}),
     ],
@@ -256,7 +256,7 @@ def test_flags_over_file_over_environment(monkeypatch, tmp_path):
 
 def test_the_environment_alone(monkeypatch):
     monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "msamp:O1")
-    assert recipe_of(ours("--cpu", "train.py")).name == "native:window+msamp:O1"
+    assert recipe_of(ours("--cpu", "train.py")).name == "msamp:O1"
 
 
 def test_a_launch_inside_a_launch_keeps_the_recipe(monkeypatch):

@@ -271,7 +271,7 @@ def test_the_report_says_in_text_what_ran_where_and_why():
     prepared = convert(model, exclude=["up"])
     text = str(prepared.report)
     assert text.splitlines() == [
-        "2 of 5 weights in FP8, 40% of weight FLOPs",
+        "2 of 5 weights in FP8, 40 % of weight FLOPs",
         "  in FP8: 0.block.gate_proj, 0.block.router_proj",
         f"  {prepared.report.high_precision['0.block.gate']}: 0.block.gate",
         "  left out by exclude='up': 0.block.up",

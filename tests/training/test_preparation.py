@@ -65,7 +65,7 @@ def test_the_migration_entry_has_msamps_signature_and_meaning(arguments, level):
     assert preparation.initialize(model, optimizer, *arguments) == (model, optimizer)
     step(model, optimizer)
     assert optimizer.fp8_states.level == level
-    assert fp8_backends.audit(model).recipe == f"native:window+msamp:{level}"
+    assert fp8_backends.audit(model).recipe == f"msamp:{level}"
 
 
 def test_the_migration_entry_names_what_it_cannot_do(monkeypatch):

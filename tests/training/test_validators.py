@@ -269,7 +269,7 @@ CASES = [
         "minority_in_fp8",
         ("native", {"model": with_head(16384 * 17)}),
         ("native", {"model": with_head(16384 * 15)}),
-        "here: 48%; output head",
+        "here: 48 %; output head",
     ),
     ("small_model", ("native", {"model": Large(3)}), ("native", {"model": Large(4)}), "805 million"),
     ("modest_gain", ("native", {"model": Large(11)}), ("native", {"model": Large(12)}), "2.95 billion"),

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...training.conversion import listed
+from ...words import counted
 from .settings import BASELINES
 from .summary import Gap, Results, gap_to_reference, number, reference_of, t_quantile
-from .words import counted
 
 COSINE_BOUND = 0.9
 """Least cosine of a parameter's gradient to the reference's: a wrong sign gives -1, FP8's rounding stays above 0.97."""

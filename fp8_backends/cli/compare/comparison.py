@@ -20,6 +20,7 @@ import torch
 
 from ...compute import hardware
 from ...errors import FP8BackendError, RecipeError
+from ...words import counted
 from . import language_model, summary
 from .checks import Check, checks, verdict
 from .report_page import render
@@ -153,7 +154,7 @@ class Comparison:
             if seed and not self.timetable.another_round_fits(self.settings, self.elapsed):
                 self._take(replace(self.settings, seeds=seed))
                 asked = self.results["asked"]["seeds"]
-                self.results["note"] = f"{seed} of {asked} seeds: one more would not fit into the time given"
+                self.results["note"] = f"{seed} of {counted(asked, 'seed')}: one more would not fit into the time given"
                 return
             for backend, worker in list(self.workers.items()):
                 progress.run_started(backend, seed)
@@ -330,9 +331,9 @@ class Timetable:
         if not seeds:
             needed = (elapsed + self.round_seconds(found)) / USABLE / 60
             raise RecipeError(
-                f"--minutes {settings.minutes:g} is too little for one seed of {steps} steps with {len(self.paces)} "
-                f"backends: give --minutes {needed + 0.05:.1f} or more, or fewer backends, or a smaller --batch or "
-                "--sequence"
+                f"--minutes {settings.minutes:g} is too little for one seed of {counted(steps, 'step')} with "
+                f"{counted(len(self.paces), 'backend')}: give --minutes {needed + 0.05:.1f} or more, fewer backends, "
+                "or a smaller --batch or --sequence"
             )
         return found
 

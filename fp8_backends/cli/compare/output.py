@@ -9,12 +9,13 @@ from contextlib import contextmanager
 from textwrap import fill
 from typing import Any
 
-from ..terminal import WIDTH, paragraphs, table
+from ...words import counted
+from ..terminal import WIDTH, paragraphs, table, width
 from . import summary
 from .checks import verdict
 from .comparison import PAGE, RESULTS, Comparison, Progress
 from .settings import Settings
-from .words import counted, duration
+from .words import duration
 
 
 def announce(settings: Settings) -> None:
@@ -133,7 +134,9 @@ def conclude(comparison: Comparison) -> None:
     if any(row.emulated for row in rows):
         about = "this chip has no FP8 products, so FP8's speed cannot be measured; losses and memory are real"
         notes.append(("emulated", about))
-    parts = ["\n".join(fill(each, WIDTH, break_on_hyphens=False) for each in (found.headline, *found.details))]
+    parts = [
+        "\n".join(fill(each, min(WIDTH, width()), break_on_hyphens=False) for each in (found.headline, *found.details))
+    ]
     parts += [table([list(headings.values()), *cells]), paragraphs(notes), summary.spread_line(results)]
     for backend, checks in comparison.checks().items():
         lines = [(_MARKS[check.outcome], f"{check.name} ({check.detail})") for check in checks]

@@ -8,11 +8,12 @@ from collections.abc import Iterable
 from html import escape
 from pathlib import Path
 
+from ...words import counted
 from . import charts, summary
 from .checks import checks, verdict
 from .settings import BASELINES
 from .summary import Results, Row
-from .words import change, counted, with_minus_signs
+from .words import change, with_minus_signs
 
 _MARKS = {"passed": ("pass", "✓"), "failed": ("fail", "✗"), "not resolved": ("open", "?")}
 """The class of the style sheet and the mark of each outcome of a check."""
@@ -63,7 +64,7 @@ def _signed(text: str) -> str:
 def _header(results: Results) -> str:
     machine, settings = results["machine"], results["settings"]
     parts = [
-        machine.get("gpu") or f"{machine['processor']}, {machine['cores']} cores",
+        machine.get("gpu") or f"{machine['processor']}, {counted(machine['cores'], 'core')}",
         summary.ranks_text(results),
         f"{results['around_fp8']} around FP8",
         summary.runs_text(settings["seeds"], settings["steps"]),

@@ -20,7 +20,7 @@ REFERENCES = ("bf16", "fp32")
 class Settings:
     """Settings of a comparison; all of them end up in its report."""
 
-    backends: tuple[str, ...] = ("native:dynamic", "native:delayed", "ao:tensorwise", "native:window+msamp:O2")
+    backends: tuple[str, ...] = ("native:dynamic", "native:delayed", "ao:tensorwise", "msamp:O2")
     """Canonical backend strings and baselines, without the reference."""
     reference: str
     """A member of `REFERENCES`."""

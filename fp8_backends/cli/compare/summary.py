@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ...words import counted, share
 from .settings import BASELINES
-from .words import change, counted, percent, readable_bytes
+from .words import change, readable_bytes
 
 Results = dict[str, Any]
 
@@ -232,7 +233,7 @@ def cell(row: Row, key: str) -> str:
     if not math.isfinite(getattr(value, "mean", value) if key in ("gap", "final_train_loss", "held_out_loss") else 0):
         return "not finite"
     if key in ("speed_ratio", "flops_share"):
-        return change(value) if key == "speed_ratio" else percent(value)
+        return change(value) if key == "speed_ratio" else share(value)
     if key in ("sent_bytes", "peak_memory_bytes"):
         compared = key == "peak_memory_bytes" and row.memory_ratio is not None
         return readable_bytes(value) + (f" ({change(row.memory_ratio)})" if compared else "")
@@ -253,8 +254,8 @@ def runs_text(seeds: int, steps: int) -> str:
 def held_out_text(results: Results) -> str:
     """Say how much is held out, such as `128 held-out windows (0.2 of those trained on)`."""
     settings = results["settings"]
-    share = results["held_out_windows"] / (settings["steps"] * settings["batch"])
-    return f"{counted(results['held_out_windows'], 'held-out window')} ({share:.2g} of those trained on)"
+    relative = results["held_out_windows"] / (settings["steps"] * settings["batch"])
+    return f"{counted(results['held_out_windows'], 'held-out window')} ({relative:.2g} of those trained on)"
 
 
 def spread_line(results: Results) -> str:

@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 
 from ...errors import FP8BackendError
-from .words import counted, readable_bytes
+from ...words import counted
+from .words import readable_bytes
 
 HELD_OUT_EVERY = 10
 """The last of so many files is held out; of a single file, the last such part."""
@@ -53,7 +54,7 @@ class TrainingText:
     def _check_length(tokens: torch.Tensor, sequence: int, part: str) -> None:
         if len(tokens) <= sequence:
             raise FP8BackendError(
-                f"the {part} part of the text has {len(tokens)} tokens, too few for --sequence {sequence}: "
+                f"the {part} part of the text has {counted(len(tokens), 'token')}, too few for --sequence {sequence}: "
                 "give more text or shorter sequences"
             )
 

@@ -1,23 +1,8 @@
-"""Numbers as a reader wants them: counts with their nouns, shares, changes, bytes, times."""
+"""Numbers as a reader wants them: changes, bytes, times. Counts and shares are in `fp8_backends.words`."""
 
 from __future__ import annotations
 
-import math
 import re
-
-
-def counted(number: int, noun: str) -> str:
-    """Write `1 check` or `2 checks`."""
-    return f"{number} {noun}{'s' * (number != 1)}"
-
-
-def percent(share: float) -> str:
-    """Write a share from 0 to 1 in percent; only all of something is 100 %, and only nothing is 0 %."""
-    if 0 < share < 0.01:
-        return "<1 %"
-    if 0.995 <= share < 1:
-        return f"{math.floor(1000 * share) / 10:.1f} %"
-    return f"{100 * share:.0f} %"
 
 
 def change(ratio: float) -> str:

@@ -13,6 +13,7 @@ import torch
 from ...compute import hardware
 from ...compute.fields import closest
 from ...errors import FP8BackendError
+from ...words import counted, share
 from ..terminal import paragraphs, table
 from .estimates import USABLE, Estimate, Workload, estimate
 from .model_shapes import from_parameters, from_transformers, parse_count, readable_count
@@ -171,12 +172,11 @@ def text(workload: Workload, device: Device, estimates: list[Estimate]) -> str:
 
 
 def _training(workload: Workload, device: Device) -> str:
-    sequences = "1 sequence" if workload.batch == 1 else f"{workload.batch} sequences"
     weights = "FP32 weights under bf16 autocast" if workload.weights == "fp32" else "bf16 weights"
     checkpointing = ", activation checkpointing" if workload.checkpointing else ""
     return (
-        f"{workload.devices} x {device.title}; on each {sequences} of {workload.sequence} tokens; {weights}, fused "
-        f"AdamW{checkpointing}"
+        f"{workload.devices} x {device.title}; on each {counted(workload.batch, 'sequence')} of "
+        f"{counted(workload.sequence, 'token')}; {weights}, fused AdamW{checkpointing}"
     )
 
 
@@ -190,13 +190,9 @@ def _table(group: list[Estimate], size: int) -> str:
         count = each.largest_parameters
         largest = "?" if count is None else readable_count(count) if each.largest_layers else "none"
         numbers = [_number(getattr(each, name) / size) for name in columns]
-        rows.append([_short(each), *numbers, f"{each.flops_share:.0%}", fits, largest, str(each.largest_batch)])
-    refused = [(f"{_short(each)}:", each.refused) for each in group if each.refused]
+        rows.append([each.backend, *numbers, f"{share(each.flops_share)}", fits, largest, str(each.largest_batch)])
+    refused = [(f"{each.backend}:", each.refused) for each in group if each.refused]
     return "\n".join([*([table(rows)] if known else []), *([paragraphs(refused)] if refused else [])])
-
-
-def _short(estimate: Estimate) -> str:
-    return estimate.backend.replace("native:window+", "")
 
 
 def _number(value: float) -> str:
@@ -216,7 +212,7 @@ def _legend(known: list[Estimate]) -> str:
             ("peak", f"the highest moment of a step ({moments})"),
             ("sent", "to other devices in a step"),
             ("FP8", "share of the FLOPs of weight products"),
-            ("fits", f"the peak is at most {USABLE:.0%} of the memory; the rest is for libraries and fragmentation"),
+            ("fits", f"the peak is at most {share(USABLE)} of the memory; the rest is for libraries and fragmentation"),
             ("largest", "parameters of this shape with more or fewer layers"),
             ("batch", "the most sequences at a time on a device"),
             *(("note", note) for note in notes),

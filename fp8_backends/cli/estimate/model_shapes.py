@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ...errors import FP8BackendError
+from ...words import counted
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -197,7 +198,7 @@ def from_parameters(count: float) -> ModelShape:
     )
     shape = ModelShape("", config)
     shape.title = (
-        f"Llama of {llama.layers} layers, width {llama.hidden}, MLP {llama.mlp}, {vocabulary} tokens "
+        f"Llama of {counted(llama.layers, 'layer')}, width {llama.hidden}, MLP {llama.mlp}, {vocabulary} tokens "
         f"({readable_count(shape.parameters)} parameters)"
     )
     return shape

@@ -33,7 +33,7 @@ from ...numerics.scaling import ROWS, Quantized, rolled_delayed_states, rolled_w
 from ...numerics.sharded_tensor import local_part
 from ..counts import DGRAD, KINDS, ProductCounts, inside_backward
 from ..derivatives import refuse_transforms
-from ..fields import LEVELS, NATIVE_FIELDS
+from ..fields import LEVELS, NATIVE_FIELDS, Field
 from ..frozen_weights import check
 from ..hardware import Availability
 from ..interface import Compute, Recipe, check_same_states
@@ -59,11 +59,11 @@ class NativeCompute(Compute):
     """`torch._scaled_mm`, or the same product by other means where that is faster or the device has none."""
 
     name = "native"
-    scalings = ("dynamic", "delayed", "rowwise", "blockwise", "mxfp8", "window")
+    scalings: tuple[str, ...] = ("dynamic", "delayed", "rowwise", "blockwise", "mxfp8", "window")
     default_scaling = "dynamic"
     level_scaling = "window"
-    levels = LEVELS
-    fields = NATIVE_FIELDS
+    levels: tuple[str, ...] = LEVELS
+    fields: tuple[Field | str, ...] = NATIVE_FIELDS
 
     def availability(self) -> Availability:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

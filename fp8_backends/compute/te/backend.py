@@ -26,7 +26,7 @@ from ...numerics.scaling import Quantized
 from ...numerics.sharded_tensor import local_part
 from .. import hardware
 from ..counts import WGRAD
-from ..fields import LEVELS
+from ..fields import LEVELS, Field
 from ..frozen_weights import check
 from ..hardware import Availability
 from ..interface import Compute, Fusion, Norm, Recipe, check_same_states
@@ -46,10 +46,10 @@ class TransformerEngineCompute(Compute):
     """The products of `te.Linear`."""
 
     name = "te"
-    scalings = ("delayed", "dynamic", "blockwise", "mxfp8")
+    scalings: tuple[str, ...] = ("delayed", "dynamic", "blockwise", "mxfp8")
     default_scaling = "delayed"
-    levels = LEVELS
-    fields = FIELDS
+    levels: tuple[str, ...] = LEVELS
+    fields: tuple[Field | str, ...] = FIELDS
 
     def availability(self) -> Availability:
         if importlib.util.find_spec("transformer_engine") is None:

@@ -18,6 +18,7 @@ from torch import nn
 
 from ...errors import BackendUnavailableError, RecipeError
 from .. import hardware
+from ..fields import Field
 from ..hardware import Availability
 from ..interface import Compute, Recipe
 from . import cpu_scaled_mm
@@ -38,10 +39,10 @@ class TorchAOCompute(Compute):
     """`torchao.float8`, by one of its recipes or by a `Float8LinearConfig` of the user's own."""
 
     name = "ao"
-    scalings = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+    scalings: tuple[str, ...] = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
     default_scaling = "tensorwise"
-    unnamed_scalings = ("custom",)
-    fields = FIELDS
+    unnamed_scalings: tuple[str, ...] = ("custom",)
+    fields: tuple[Field | str, ...] = FIELDS
 
     def availability(self) -> Availability:
         if importlib.util.find_spec("torchao") is None:

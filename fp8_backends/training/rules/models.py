@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from ...compute.frozen_weights import TRAINS
 from ...recipes.handlers import Recipe
+from ...words import share
 from .. import quantized_layers
 from .setup import Rule, Setup, number
 
@@ -93,7 +94,7 @@ MODEL_RULES = (
         lambda s: s.expected is not None and bool(s.expected.converted) and s.expected.flops_share < 0.5,
         "less than half of the products with weights would run in FP8, and gains show when most do",
         "include what can be converted, such as the output head; or train in bf16",
-        lambda s: f"{s.expected.flops_share:.0%}; {_reasons(s)}",
+        lambda s: f"{share(s.expected.flops_share)}; {_reasons(s)}",
     ),
     Rule(
         "small_layers",
