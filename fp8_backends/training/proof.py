@@ -287,7 +287,8 @@ def state_proof(root: nn.Module, prepared: Prepared, counts: dict[str, ProductCo
     name = prepared.recipe.name
     if _nothing_ran([counts]):
         message = (
-            f"{name}: no FP8 product ran in the first training step, although {len(counts)} layers were converted. "
+            f"{name}: no FP8 product ran in the first training step, in none of "
+            f"{words.counted(len(counts), 'converted layer')}. "
             "Check that the prepared model is the one that trains, and in training mode; "
             'on_unproven="warn" trains on regardless'
         )
