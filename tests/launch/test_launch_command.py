@@ -73,6 +73,7 @@ OVERRIDDEN = {"override_linear_precision": (False, False, True)}
         ("--fp8_use_autocast_during_eval", "native:dynamic", {"use_autocast_during_eval": True}),
         ("--fp8_override_linear_precision false,false,true", "native:dynamic", OVERRIDDEN),
         ("--fp8_include a.*,b --fp8_exclude c", "native:dynamic", {"include": ("a.*", "b"), "exclude": ("c",)}),
+        ("--fp8_also_include lm_head", "native:dynamic", {"also_include": ("lm_head",)}),
         ("--fp8_autocast_dtype fp16", "native:dynamic", {"autocast_dtype": "fp16"}),
         ("--fp8_on_unproven warn", "native:dynamic", {"on_unproven": "warn"}),
         ("--fp8_backend msamp --fp8_rounding nearest", "native:window+msamp:O2", {"rounding": "nearest"}),
