@@ -107,6 +107,7 @@ def _moved(tensor: ScaledTensor, move: Callable[[torch.Tensor], torch.Tensor], d
     if tensor.stored.edited is not None:
         result.stored.edited = move(tensor.in_whole(tensor.stored.edited)).contiguous()
     result.partial, result.elsewhere, result.shared_out = tensor.partial, tensor.elsewhere, tensor.shared_out
+    result.is_state = tensor.is_state
     return result
 
 
