@@ -466,6 +466,8 @@ def test_asked_for_a_dtype_a_state_becomes_plain():
     state.is_state = True
     plain = state.to(dtype=torch.float32, device="cpu")
     assert type(plain) is torch.Tensor and torch.equal(plain, state.dequantize())
+    moved = state.to("cpu", copy=True)
+    assert moved.stored is not state.stored and type(moved) is ScaledTensor is not type(moved.to(torch.float32))
     weight = nn.Parameter(torch.zeros(8, 8))
     stock = torch.optim.AdamW([weight])
     moments = {"step": torch.tensor(3.0), "exp_avg": state, "exp_avg_sq": quantize(values(8, 8).square(), FP16)}
