@@ -2,8 +2,10 @@
 
 Around each prepared model and optimizer, in the order of the class:
 
-- `__init__`   precision around FP8 is chosen, hooks for checkpoints are registered
-- `prepare`    what the engine cannot do is refused; models are converted, optimizers watched, known problems logged
+- `__init__`   what machine and engine cannot do is refused; precision around FP8 is chosen, hooks for checkpoints are
+               registered
+- `prepare`    the same again, with what the engine has been told since; models are converted, optimizers watched, known
+               problems logged
 - `backward`   weight gradients of microbatches are cast once, when they are complete
 - checkpoints  hold the scaling state; masters and optimizer states that ranks share are whole in them
 - `autocast`   is in the dtype that the recipe wants around FP8
@@ -94,11 +96,10 @@ class FP8Mixin(_RunTimeClass):
     """The steps of the DeepSpeed engine, once there is one."""
 
     def _start_fp8(self, recipe: Recipe) -> None:
-        """What follows the original `__init__`. Raises `RecipeError` for what DeepSpeed's engine cannot do."""
+        """What follows the original `__init__`. Raises `RecipeError` for what the engine cannot do with this recipe."""
         self.fp8_recipe = recipe
         self._fp8_converted = False
-        if deepspeed.in_use(self):
-            rules.refuse(checks.setup_of(self))
+        rules.refuse(checks.setup_of(self))
         self.fp8_autocast_dtype = self._precision_around_fp8()
         if self.fp8_autocast_dtype != "bf16":
             self.native_amp = False  # stock autocast is bf16; ours, if any, stands in its place

@@ -24,6 +24,7 @@ from ..errors import FP8BackendError, RecipeError
 from ..recipes.handlers import AUTO, FP8RecipeKwargs, Recipe, from_environment, resolve, with_environment
 from ..recipes.merging import code_over_launch
 from ..recipes.sources import LAUNCHED, PREFIX, environment_fields, is_launched, variables
+from ..training.preparation import check_machine
 from .callers import around_fp8, for_trainer, precision_of_notebook, precision_of_trainer
 from .mixin import FP8Mixin, IgnoresFP8Environment, with_mixin
 
@@ -96,6 +97,7 @@ def _patched(original):
                 f"{'; '.join(mismatches)}. Install the version pinned in tests/constraints.txt, or another fp8_backends"
             )
         bound.arguments["kwargs_handlers"] = [handler for handler in handlers if not _is_fp8_handler(handler)]
+        check_machine(recipe)  # before there is a process group, or an AcceleratorState in FP8
         if not isinstance(self, FP8Mixin):
             self.__class__ = with_mixin(FP8Mixin, type(self))
         with _without_fp8_checks():

@@ -3,7 +3,8 @@
     COMPUTE[:SCALING][+msamp[:LEVEL]]        msamp[:LEVEL]        auto
 
 A recipe checks itself when it is made: a field that its backend or scaling rule does not read is an error, never
-dropped. Whether the backend can run on this machine is asked only by `prepare`.
+dropped. Whether the backend can run on this machine is asked where it is about to run: by the launcher, `Accelerator`
+and `prepare`.
 """
 
 from __future__ import annotations

@@ -91,6 +91,19 @@ def prepare_model(model: nn.Module, recipe: Recipe) -> nn.Module:
 # Check
 
 
+def check_machine(recipe: Recipe) -> None:
+    """Raise where the recipe cannot run on this machine.
+
+    Raises:
+        BackendUnavailableError: a library or a chip is missing, with the fix.
+        RecipeError: `implementation="original"`, and the original MS-AMP cannot honour a field.
+    """
+    if recipe.implementation == "original":
+        original.check(recipe)
+    else:
+        registry.check_available(recipe)
+
+
 def check_model(model: nn.Module, recipe: Recipe) -> None:
     """Raise where the recipe cannot run on this machine, or a level cannot store this model's weights any more."""
     if not isinstance(model, nn.Module):

@@ -117,9 +117,11 @@ def _wrong_recipe(error: RecipeError) -> Finding:
 
 def _unavailable(setup: Setup) -> Iterator[Finding]:
     try:
-        registry.check_available(setup.recipe)
+        preparation.check_machine(setup.recipe)
     except BackendUnavailableError as error:
         yield Finding("error", "unavailable", str(error), "choose a backend that `fp8-backends doctor` lists")
+    except RecipeError as error:
+        yield _wrong_recipe(error)
 
 
 def _refused_optimizer(optimizer: Any, setup: Setup) -> Iterator[Finding]:

@@ -16,7 +16,7 @@ from plugin_training import assert_all_moved, batches, copied_parameters, mlp, t
 
 import fp8_backends
 from fp8_backends.accelerate_plugin import plugin
-from fp8_backends.errors import FP8BackendError, RecipeError
+from fp8_backends.errors import BackendUnavailableError, FP8BackendError, RecipeError
 
 
 def test_no_fp8_by_default():
@@ -61,7 +61,6 @@ def test_disable_variable_leaves_accelerate_alone(monkeypatch):
     [
         (fp8_backends.NativeRecipeKwargs(), "native:dynamic"),
         (fp8_backends.AORecipeKwargs(), "ao:tensorwise"),
-        (fp8_backends.TERecipeKwargs(), "te:delayed"),
         (fp8_backends.MSAMPRecipeKwargs(opt_level="O1"), "native:window+msamp:O1"),
         (fp8_backends.FP8RecipeKwargs(backend="native:delayed"), "native:delayed"),
     ],
@@ -86,12 +85,27 @@ def test_accelerates_own_handlers_mean_the_same(handler, name):
 
 @pytest.mark.parametrize(
     "value, name",
-    [("ao", "ao:tensorwise"), ("AO", "ao:tensorwise"), ("Native:Delayed", "native:delayed"), ("TE", "te:delayed")],
+    [("ao", "ao:tensorwise"), ("AO", "ao:tensorwise"), ("Native:Delayed", "native:delayed")],
 )
 def test_backend_of_the_environment(monkeypatch, value, name):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
     monkeypatch.setenv("ACCELERATE_FP8_BACKEND", value)
     assert Accelerator().fp8_recipe.name == name
+
+
+@pytest.mark.parametrize(
+    "recipe, said",
+    [
+        (fp8_backends.TERecipeKwargs(), "te:delayed cannot run here.*native:delayed for te:delayed"),
+        (fp8_backends.FP8RecipeKwargs("te+msamp:O3"), "te:delayed.msamp:O3 cannot run here"),
+        (fp8_backends.MSAMPRecipeKwargs(implementation="original"), "the package msamp is not installed"),
+    ],
+)
+def test_what_cannot_run_here_is_refused_before_there_is_an_accelerator(recipe, said):
+    with pytest.raises(BackendUnavailableError, match=said):
+        Accelerator(mixed_precision="fp8", kwargs_handlers=[recipe])
+    # the next Accelerator of this process may have another precision
+    assert Accelerator(mixed_precision="bf16").mixed_precision == "bf16"
 
 
 def test_unknown_backend_of_the_environment_is_named(monkeypatch):
