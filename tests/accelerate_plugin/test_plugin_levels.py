@@ -169,8 +169,6 @@ def test_fsdp1_is_refused_with_what_to_do():
     model = mlp()
     with pytest.raises(RecipeError, match="fsdp_version=2"):
         acc.prepare(model)
-    with pytest.raises(RecipeError, match="fsdp_version=2"):
-        Accelerator(mixed_precision="fp8", kwargs_handlers=[acc.fp8_recipe])
     assert not any(isinstance(p, ScaledTensor) for p in model.parameters())
 
 
