@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import pickle
 
 import accelerate.state
@@ -44,6 +45,31 @@ def test_connection_is_found_below_another_librarys_patch(monkeypatch):
     monkeypatch.setattr(Accelerator, "__init__", theirs)
     fp8_backends.connect()
     assert Accelerator.__init__ is theirs
+
+
+def test_an_accelerator_from_before_the_import_never_trains_with_stock_fp8_in_silence(monkeypatch, caplog):
+    monkeypatch.setattr(Accelerator, "__init__", inspect.unwrap(Accelerator.__init__))
+    imported_late = Accelerator(mixed_precision="fp8", kwargs_handlers=[accelerate.utils.AORecipeKwargs()])
+    assert type(imported_late) is Accelerator
+    fp8_backends.connect()
+    assert "was made before fp8_backends was imported" in caplog.text
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for prepare in (lambda: imported_late.prepare(model, optimizer), lambda: imported_late.prepare_model(model)):
+        with pytest.raises(FP8BackendError, match="was made before fp8_backends was imported.*Import fp8_backends"):
+            prepare()
+    assert all(type(layer).__name__ in ("Linear", "ReLU", "GELU") for layer in model)
+    assert imported_late.prepare(torch.utils.data.DataLoader(range(3))).dataset == range(3)
+    anew = Accelerator(mixed_precision="fp8", kwargs_handlers=[fp8_backends.NativeRecipeKwargs()])
+    train(anew, *anew.prepare(model, optimizer), batches(1))
+    assert fp8_backends.audit(model).products
+
+
+def test_an_accelerator_from_before_the_import_without_fp8_is_left_alone(monkeypatch, caplog):
+    monkeypatch.setattr(Accelerator, "__init__", inspect.unwrap(Accelerator.__init__))
+    accelerator = Accelerator(mixed_precision="bf16")
+    fp8_backends.connect()
+    assert type(accelerator) is Accelerator and not caplog.records
 
 
 def test_disable_variable_leaves_accelerate_alone(monkeypatch):
