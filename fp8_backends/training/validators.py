@@ -68,8 +68,11 @@ def validate(
             default for this machine, its libraries included.
 
     Raises:
-        RecipeError: a chip that is not known.
+        RecipeError: `chip`, `parallel` or `compiled` is no word that is known, or `optimizer` is neither an optimizer
+            nor a name.
     """
+    if not isinstance(optimizer, (torch.optim.Optimizer, str, type(None))):
+        raise RecipeError(f"optimizer={optimizer!r} must be a torch.optim.Optimizer that was made, or a name")
     machine = Machine.this() if chip is None else Machine.with_chip(chip)
     try:
         recipe = resolve(spec)

@@ -493,6 +493,22 @@ def test_another_chip_is_judged_with_new_libraries(monkeypatch):
         validate("te", chip="hoper")
 
 
+@pytest.mark.parametrize(
+    "said, expected",
+    [
+        ({"parallel": "dpp"}, r"parallel 'dpp' is not known \(did you mean 'ddp'\?\); there are none, ddp, fsdp1"),
+        ({"parallel": "FSDP2"}, r"did you mean 'fsdp2'\?"),
+        ({"compiled": "regonal"}, r"compiled 'regonal' is not known \(did you mean 'regional'\?\)"),
+        ({"compiled": True}, "compiled True is not known; there are none, full, regional"),
+        ({"chip": "hoper"}, r"chip 'hoper' is not known \(did you mean 'hopper'\?\)"),
+        ({"optimizer": torch.optim.AdamW}, "must be a torch.optim.Optimizer that was made, or a name"),
+    ],
+)
+def test_a_word_that_no_rule_knows_is_an_error_and_not_in_silence_nobody_s_problem(said, expected):
+    with pytest.raises(RecipeError, match=expected):
+        validate("ao", **said)
+
+
 def test_nothing_of_the_model_changes():
     model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16))
     state, classes = {**vars(model[0])}, [type(module) for module in model.modules()]
