@@ -444,6 +444,8 @@ def test_small_layers_are_judged_by_the_scale_s_granularity():
     small = nn.Sequential(nn.Linear(64, 64))
     small.lm_head = nn.Linear(64, 8192, bias=False)  # in high precision, whatever its size
     assert "64 -> 64" in rules("native", small)["small_layers"].reason
+    assert "small_model" not in rules("native", small), "one line says that FP8 is not worth it"
+    assert "small_model" in rules("native:dynamic", between)
 
 
 def test_model_shows_its_configuration():
