@@ -2,8 +2,10 @@
 
 Around each prepared model and optimizer, in the order of the class:
 
-- `__init__`   precision around FP8 is chosen, hooks for checkpoints are registered
-- `prepare`    what the engine cannot do is refused; models are converted, optimizers watched, known problems logged
+- `__init__`   what machine and engine cannot do is refused; precision around FP8 is chosen, hooks for checkpoints are
+               registered
+- `prepare`    the same again, with what the engine has been told since; models are converted, optimizers watched, known
+               problems logged
 - `backward`   weight gradients of microbatches are cast once, when they are complete
 - checkpoints  hold the scaling state; masters and optimizer states that ranks share are whole in them
 - `autocast`   is in the dtype that the recipe wants around FP8
@@ -74,6 +76,26 @@ class IgnoresFP8Environment(_RunTimeClass):
         return super().fp8_backend if self.has_fp8_handler else FP8BackendType.NO
 
 
+class MadeTooEarly(_RunTimeClass):
+    """An Accelerator in FP8 that was made before this package was imported. Stock Accelerate's FP8 would train what it
+    prepares, without the backends and the proof that the import promises."""
+
+    REASON = (
+        'an Accelerator(mixed_precision="fp8") was made before fp8_backends was imported: it has stock FP8, '
+        "and models that it has prepared train with that. Import fp8_backends before the Accelerator is made, or set "
+        "FP8_BACKENDS_DISABLE=1 to train with stock FP8"
+    )
+
+    def prepare(self, *args, **kwargs):
+        """Prepare what is no model as Accelerate does. Raises `FP8BackendError` for a model."""
+        if _models_and_optimizers(args)[0]:
+            raise FP8BackendError(self.REASON)
+        return super().prepare(*args, **kwargs)
+
+    def prepare_model(self, *args, **kwargs):
+        raise FP8BackendError(self.REASON)
+
+
 class FP8Mixin(_RunTimeClass):
     """Put in front of an Accelerator class. Converts every model before stock Accelerate prepares it.
 
@@ -94,11 +116,10 @@ class FP8Mixin(_RunTimeClass):
     """The steps of the DeepSpeed engine, once there is one."""
 
     def _start_fp8(self, recipe: Recipe) -> None:
-        """What follows the original `__init__`. Raises `RecipeError` for what DeepSpeed's engine cannot do."""
+        """What follows the original `__init__`. Raises `RecipeError` for what the engine cannot do with this recipe."""
         self.fp8_recipe = recipe
         self._fp8_converted = False
-        if deepspeed.in_use(self):
-            rules.refuse(checks.setup_of(self))
+        rules.refuse(checks.setup_of(self))
         self.fp8_autocast_dtype = self._precision_around_fp8()
         if self.fp8_autocast_dtype != "bf16":
             self.native_amp = False  # stock autocast is bf16; ours, if any, stands in its place

@@ -342,3 +342,10 @@ def closest(word: str, words: Iterable[str]) -> str:
     """` (did you mean 'x'?)`, or nothing where no word is close."""
     matches = difflib.get_close_matches(word.lower(), list(words), n=1, cutoff=0.5)
     return f" (did you mean {matches[0]!r}?)" if matches else ""
+
+
+def check_known(what: str, word: Any, words: Iterable[str]) -> None:
+    """Raise `RecipeError`, with the nearest word, where a word is none of these. `what`: what it is a word for."""
+    words = tuple(words)
+    if word not in words:
+        raise RecipeError(f"{what} {word!r} is not known{closest(str(word), words)}; there are {', '.join(words)}")

@@ -125,6 +125,13 @@ COMMON = (
         "Name patterns of layers to convert (fnmatch, over the full name; without a dot also any one part of it), "
         "separated by commas.",
     ),
+    Field(
+        "also_include",
+        None,
+        _patterns,
+        "Name patterns of layers to convert beside those that are converted by default, such as the output head "
+        "(lm_head), separated by commas. Not with include or module_filter_func, which choose all layers.",
+    ),
     Field("exclude", None, _patterns, "Name patterns of layers to keep in high precision, separated by commas."),
     Field(
         "module_filter_func",

@@ -3,7 +3,8 @@
     COMPUTE[:SCALING][+msamp[:LEVEL]]        msamp[:LEVEL]        auto
 
 A recipe checks itself when it is made: a field that its backend or scaling rule does not read is an error, never
-dropped. Whether the backend can run on this machine is asked only by `prepare`.
+dropped. Whether the backend can run on this machine is asked where it is about to run: by the launcher, `Accelerator`
+and `prepare`.
 """
 
 from __future__ import annotations
@@ -92,6 +93,7 @@ class Recipe(KwargsHandler):
     def __post_init__(self) -> None:
         given = {f.name: getattr(self, f.name) for f in fields(self)} | dict(self.further_fields)
         given = {name: value for name, value in given.items() if value is not None}
+        _check_layer_choice(given)
         self.__dict__.update(_settled(type(self), given))
         if self.compute != AUTO:
             _check(self)
@@ -283,6 +285,16 @@ def _agreed(text: str, part: str | None, name: str, value: str) -> str:
     if part is not None and part != value:
         raise RecipeError(f"{text!r} says {part} and {name} says {value}: leave one of the two out")
     return value
+
+
+def _check_layer_choice(given: Mapping[str, Any]) -> None:
+    """Refuse an addition to the default choice of layers where another choice takes its place."""
+    chosen_by = [name for name in ("include", "module_filter_func") if name in given]
+    if "also_include" in given and chosen_by:
+        raise RecipeError(
+            f"also_include adds layers to those that are converted by default, and {' and '.join(chosen_by)} "
+            f"chooses all layers: leave one of the two out, or let {chosen_by[0]} name these layers, too"
+        )
 
 
 def _check(recipe: Recipe) -> None:

@@ -61,6 +61,7 @@ class Recipe(KwargsHandler):  # type: ignore[misc]  # Accelerate tells no types
     implementation: str
     shard_states: bool
     include: tuple[str, ...] | None
+    also_include: tuple[str, ...] | None
     exclude: tuple[str, ...] | None
     module_filter_func: Callable[[nn.Module, str], bool] | None
     autocast_dtype: str
@@ -105,6 +106,10 @@ class TERecipeKwargs(Recipe):
         include:
             Name patterns of layers to convert (fnmatch, over the full name; without a dot also any one part of it),
             separated by commas. Read by every backend.
+        also_include:
+            Name patterns of layers to convert beside those that are converted by default, such as the output head
+            (lm_head), separated by commas. Not with include or module_filter_func, which choose all layers. Read by
+            every backend.
         exclude:
             Name patterns of layers to keep in high precision, separated by commas. Read by every backend.
         module_filter_func:
@@ -139,6 +144,7 @@ class TERecipeKwargs(Recipe):
         scaling: str | None = None,
         *,
         include: str | Iterable[str] | None = None,
+        also_include: str | Iterable[str] | None = None,
         exclude: str | Iterable[str] | None = None,
         module_filter_func: Callable[[nn.Module, str], bool] | None = None,
         autocast_dtype: str | None = None,
@@ -164,6 +170,10 @@ class AORecipeKwargs(Recipe):
         include:
             Name patterns of layers to convert (fnmatch, over the full name; without a dot also any one part of it),
             separated by commas. Read by every backend.
+        also_include:
+            Name patterns of layers to convert beside those that are converted by default, such as the output head
+            (lm_head), separated by commas. Not with include or module_filter_func, which choose all layers. Read by
+            every backend.
         exclude:
             Name patterns of layers to keep in high precision, separated by commas. Read by every backend.
         module_filter_func:
@@ -189,6 +199,7 @@ class AORecipeKwargs(Recipe):
         auto_filter: bool | None = None,
         *,
         include: str | Iterable[str] | None = None,
+        also_include: str | Iterable[str] | None = None,
         exclude: str | Iterable[str] | None = None,
         module_filter_func: Callable[[nn.Module, str], bool] | None = None,
         autocast_dtype: str | None = None,
@@ -216,6 +227,10 @@ class MSAMPRecipeKwargs(Recipe):
         include:
             Name patterns of layers to convert (fnmatch, over the full name; without a dot also any one part of it),
             separated by commas. Read by every backend.
+        also_include:
+            Name patterns of layers to convert beside those that are converted by default, such as the output head
+            (lm_head), separated by commas. Not with include or module_filter_func, which choose all layers. Read by
+            every backend.
         exclude:
             Name patterns of layers to keep in high precision, separated by commas. Read by every backend.
         module_filter_func:
@@ -241,6 +256,7 @@ class MSAMPRecipeKwargs(Recipe):
         shard_states: bool | None = None,
         *,
         include: str | Iterable[str] | None = None,
+        also_include: str | Iterable[str] | None = None,
         exclude: str | Iterable[str] | None = None,
         module_filter_func: Callable[[nn.Module, str], bool] | None = None,
         autocast_dtype: str | None = None,
@@ -275,6 +291,10 @@ class NativeRecipeKwargs(Recipe):
         include:
             Name patterns of layers to convert (fnmatch, over the full name; without a dot also any one part of it),
             separated by commas. Read by every backend.
+        also_include:
+            Name patterns of layers to convert beside those that are converted by default, such as the output head
+            (lm_head), separated by commas. Not with include or module_filter_func, which choose all layers. Read by
+            every backend.
         exclude:
             Name patterns of layers to keep in high precision, separated by commas. Read by every backend.
         module_filter_func:
@@ -304,6 +324,7 @@ class NativeRecipeKwargs(Recipe):
         fp8_params: bool | None = None,
         *,
         include: str | Iterable[str] | None = None,
+        also_include: str | Iterable[str] | None = None,
         exclude: str | Iterable[str] | None = None,
         module_filter_func: Callable[[nn.Module, str], bool] | None = None,
         autocast_dtype: str | None = None,
@@ -373,6 +394,10 @@ class FP8RecipeKwargs(Recipe):
         include:
             Name patterns of layers to convert (fnmatch, over the full name; without a dot also any one part of it),
             separated by commas. Read by every backend.
+        also_include:
+            Name patterns of layers to convert beside those that are converted by default, such as the output head
+            (lm_head), separated by commas. Not with include or module_filter_func, which choose all layers. Read by
+            every backend.
         exclude:
             Name patterns of layers to keep in high precision, separated by commas. Read by every backend.
         module_filter_func:
@@ -417,6 +442,7 @@ class FP8RecipeKwargs(Recipe):
         auto_filter: bool | None = None,
         *,
         include: str | Iterable[str] | None = None,
+        also_include: str | Iterable[str] | None = None,
         exclude: str | Iterable[str] | None = None,
         module_filter_func: Callable[[nn.Module, str], bool] | None = None,
         autocast_dtype: str | None = None,

@@ -89,6 +89,8 @@ class ScaledStates:
     """Which ranks keep the states of which parameters, where not every rank keeps all."""
     fp8_whole: bool = False
     """Whether the states of all parameters are here for a while, although other ranks own them."""
+    fp8_unread: bool = False
+    """Whether nobody reads the values in this rank's state dicts for a while: they are placeholders."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -242,7 +244,7 @@ class ScaledStates:
         return {**super().__getstate__(), "fp8_states": self.fp8_states}
 
     def state_dict(self) -> dict[str, Any]:
-        """PyTorch's state dict, with scaled states as they are stored (those of DTensors as DTensors with FP32 values).
+        """PyTorch's state dict, with scaled states as plain FP32 values: on the CPU, and those of DTensors as DTensors.
 
         Raises:
             FP8BackendError: other ranks own some of the states, and `whole_states` is not entered.

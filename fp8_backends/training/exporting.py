@@ -76,6 +76,7 @@ def export(
         max_shard_size: of one file, as `save_pretrained` takes it.
 
     Raises:
+        RecipeError: a format that is not known.
         FP8BackendError: it is no such model, a weight is not finite, or nothing would be in FP8.
     """
     fmt = checkpoint_formats.format_named(format)

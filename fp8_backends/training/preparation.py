@@ -99,6 +99,19 @@ def prepare_model(model: nn.Module, recipe: Recipe) -> nn.Module:
 # Check
 
 
+def check_machine(recipe: Recipe) -> None:
+    """Raise where the recipe cannot run on this machine.
+
+    Raises:
+        BackendUnavailableError: a library or a chip is missing, with the fix.
+        RecipeError: `implementation="original"`, and the original MS-AMP cannot honour a field.
+    """
+    if recipe.implementation == "original":
+        original.check(recipe)
+    else:
+        registry.check_available(recipe)
+
+
 def check_model(model: nn.Module, recipe: Recipe) -> None:
     """Raise where the recipe cannot run on this machine, or a level cannot store this model's weights any more."""
     registry.check_available(recipe)
@@ -345,17 +358,18 @@ def whole_states(optimizer: torch.optim.Optimizer, receives: bool = True, moment
     """Around the writing of a checkpoint on several ranks at level O3: masters and optimizer states that are shared out
     between the ranks are whole inside, so that `state_dict()` of model and optimizer give them to the bit.
 
-    All ranks enter and leave it. Anywhere else, and for any other optimizer, it does nothing. A checkpoint is loaded
+    All ranks enter and leave it. An optimizer that no level has converted is left as it is. A checkpoint is loaded
     without it: every rank loads the whole, and keeps what it owns.
 
     Args:
         receives: whether they are wanted on this rank, 5 bytes an element, on the CPU. Elsewhere `state_dict()` works
-            inside too, with placeholders on the meta device for weights of other ranks, and without their states.
+            inside too, at any level, with placeholders on the meta device: for weights of other ranks, whose states it
+            leaves out, and for this rank's scaled states.
         moments: False for weights alone, 2 bytes an element.
     """
     inner = unwrapped(optimizer)
-    shared_out = getattr(inner, "fp8_owners", None) is not None
-    with checkpoint.whole_states(inner, receives, moments) if shared_out else contextlib.nullcontext():
+    is_scaled = isinstance(inner, adamw.ScaledStates)
+    with checkpoint.whole_states(inner, receives, moments) if is_scaled else contextlib.nullcontext():
         yield
 
 
@@ -364,6 +378,6 @@ def unread_states(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Around loading a checkpoint where states are shared out: `state_dict()`, which some loaders look at for names and
     shapes, gives placeholders inside."""
     inner = unwrapped(optimizer)
-    shared_out = getattr(inner, "fp8_owners", None) is not None
-    with checkpoint.unread_states(inner) if shared_out else contextlib.nullcontext():
+    is_scaled = isinstance(inner, adamw.ScaledStates)
+    with checkpoint.unread_states(inner) if is_scaled else contextlib.nullcontext():
         yield

@@ -86,8 +86,11 @@ def validate(
             default for this machine, its libraries included.
 
     Raises:
-        RecipeError: a chip that is not known.
+        RecipeError: `chip`, `parallel` or `compiled` is no word that is known, or `optimizer` is neither an optimizer
+            nor a name.
     """
+    if not isinstance(optimizer, (torch.optim.Optimizer, str, type(None))):
+        raise RecipeError(f"optimizer={optimizer!r} must be a torch.optim.Optimizer that was made, or a name")
     machine = Machine.this() if chip is None else Machine.with_chip(chip)
     try:
         recipe = resolve(spec)
@@ -135,9 +138,11 @@ def _wrong_recipe(error: RecipeError) -> Finding:
 
 def _unavailable(setup: Setup) -> Iterator[Finding]:
     try:
-        registry.check_available(setup.recipe)
+        preparation.check_machine(setup.recipe)
     except BackendUnavailableError as error:
         yield Finding("error", "unavailable", str(error), "choose a backend that `fp8-backends doctor` lists")
+    except RecipeError as error:
+        yield _wrong_recipe(error)
 
 
 def _refused_optimizer(optimizer: Any, setup: Setup) -> Iterator[Finding]:

@@ -14,7 +14,7 @@ from transformers import BertConfig, GPT2Config, LlamaConfig, MixtralConfig, Qwe
 
 import fp8_backends
 from fp8_backends.cli.compare.measuring import peak_memory
-from fp8_backends.cli.estimate import ModelShape, Workload, estimate, estimates, model_shapes, sharded_costs
+from fp8_backends.cli.estimate import ModelShape, Workload, estimate, estimates, model_shapes
 from fp8_backends.cli.estimate.estimates import Growth
 from fp8_backends.cli.estimate.step_trace import StepTrace
 from fp8_backends.errors import FP8BackendError, RecipeError
@@ -305,8 +305,11 @@ def test_wrong_questions_are_errors():
     workload.sequence = 32
     with pytest.raises(RecipeError, match="unknown backend"):
         estimate(workload, ["natve"])
-    with pytest.raises(FP8BackendError, match="'zero4' is none of"):
-        sharded_costs.on_one_rank(StepTrace(), "zero4", 2, None)
+    with pytest.raises(RecipeError, match=r"sharding 'zero4' is not known \(did you mean 'zero3'\?\); there are none"):
+        estimate(workload, ["native"], ["ddp", "zero4"])
+    workload.weights = "bf61"
+    with pytest.raises(RecipeError, match=r"dtype of weights 'bf61' is not known \(did you mean 'bf16'\?\)"):
+        estimate(workload, ["native"])
 
 
 @pytest.mark.parametrize(("count", "shape"), [("8B", (32, 4096)), ("70B", (75, 8448)), ("350M", (18, 1280))])

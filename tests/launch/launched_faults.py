@@ -126,7 +126,7 @@ def fault_21_a_gpu_without_fp8_does_not_turn_it_into_fp16():
 
 def fault_22_code_that_says_bf16_trains_in_bf16_and_a_line_says_so():
     plain = learned(stocks("--cpu", "--mixed_precision", "bf16", SCRIPT, OUTPUT, "--import"))
-    for backend in ("ao", "te", "msamp:O2"):
+    for backend in ("ao", "native:rowwise", "msamp:O2"):
         report = learned(ours("--cpu", "--fp8_backend", backend, SCRIPT, OUTPUT, "--mixed_precision", "bf16"))
         assert report["losses"] == plain["losses"] and report["recipe"] is None and report["precision"] == "bf16"
         assert report["printed"].count("FP8 is off") == 1

@@ -206,7 +206,7 @@ def test_defaults_are_those_of_accelerates_own_handlers():
         assert recipe.use_autocast_during_eval is False and recipe.use_mxfp8_block_scaling is False
         assert recipe.config is recipe.pad_inner_dim is recipe.enable_fsdp_float8_all_gather is None
         assert (recipe.autocast_dtype, recipe.on_unproven, recipe.gradient_comm) == ("bf16", "raise", None)
-        assert recipe.include is recipe.exclude is recipe.module_filter_func is None
+        assert recipe.include is recipe.also_include is recipe.exclude is recipe.module_filter_func is None
         assert (recipe.level, recipe.auto_filter) == ("O0", False)
     assert resolve("te:mxfp8").fp8_format == resolve("te:blockwise").fp8_format == "E4M3"
 
@@ -348,6 +348,7 @@ def test_string_and_field_that_disagree_are_an_error(make, said):
         ("scaling", 3, "name of a scaling rule"),
         ("autocast_dtype", "fp8", "one of bf16, fp16, fp32"),
         ("include", 3, "name patterns"),
+        ("also_include", "", "name patterns"),
         ("exclude", [], "name patterns"),
         ("exclude", ["a", 1], "name patterns"),
         ("module_filter_func", "lm_head", "function of (module, name)"),
@@ -384,6 +385,18 @@ def test_values_are_understood_in_any_case():
 def test_include_and_exclude_take_one_pattern_or_several():
     assert NativeRecipeKwargs(include="*.mlp.*").include == ("*.mlp.*",)
     assert NativeRecipeKwargs(include="q_proj, k_proj", exclude=("head",)).include == ("q_proj", "k_proj")
+
+
+@pytest.mark.parametrize(
+    "fields, said",
+    [
+        ({"include": "up"}, "include chooses all layers.*let include name"),
+        ({"module_filter_func": callable, "backend": "auto"}, "module_filter_func chooses all layers"),
+    ],
+)
+def test_what_adds_to_the_default_choice_of_layers_does_not_go_with_another_choice(fields, said):
+    with pytest.raises(RecipeError, match=f"also_include adds layers to those that are converted by default.*{said}"):
+        FP8RecipeKwargs(also_include="lm_head", **fields)
 
 
 def test_ao_takes_a_config_and_names_its_scaling():

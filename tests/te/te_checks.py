@@ -158,8 +158,8 @@ def check_ranks_that_run_different_layers_agree_on_the_scales_of_each():
 
 
 def accelerator(engine: str, **fields) -> Accelerator:
-    for state in (AcceleratorState, GradientState):
-        state._reset_state()
+    AcceleratorState._reset_state(reset_partial_state=True)  # another engine may have been said before
+    GradientState._reset_state()
     arguments = engine_arguments(engine, 1.0, 1)
     handlers = [TERecipeKwargs(**fields), *arguments.pop("kwargs_handlers", [])]
     made = Accelerator(mixed_precision="fp8", kwargs_handlers=handlers, **arguments)

@@ -444,6 +444,8 @@ def test_small_layers_are_judged_by_the_scale_s_granularity():
     small = nn.Sequential(nn.Linear(64, 64))
     small.lm_head = nn.Linear(64, 8192, bias=False)  # in high precision, whatever its size
     assert "64 -> 64" in rules("native", small)["small_layers"].reason
+    assert "small_model" not in rules("native", small), "one line says that FP8 is not worth it"
+    assert "small_model" in rules("native:dynamic", between)
 
 
 def test_model_shows_its_configuration():
@@ -491,6 +493,22 @@ def test_another_chip_is_judged_with_new_libraries(monkeypatch):
             ), (spec, chip)
     with pytest.raises(RecipeError, match="did you mean 'hopper'"):
         validate("te", chip="hoper")
+
+
+@pytest.mark.parametrize(
+    "said, expected",
+    [
+        ({"parallel": "dpp"}, r"parallel 'dpp' is not known \(did you mean 'ddp'\?\); there are none, ddp, fsdp1"),
+        ({"parallel": "FSDP2"}, r"did you mean 'fsdp2'\?"),
+        ({"compiled": "regonal"}, r"compiled 'regonal' is not known \(did you mean 'regional'\?\)"),
+        ({"compiled": True}, "compiled True is not known; there are none, full, regional"),
+        ({"chip": "hoper"}, r"chip 'hoper' is not known \(did you mean 'hopper'\?\)"),
+        ({"optimizer": torch.optim.AdamW}, "must be a torch.optim.Optimizer that was made, or a name"),
+    ],
+)
+def test_a_word_that_no_rule_knows_is_an_error_and_not_in_silence_nobody_s_problem(said, expected):
+    with pytest.raises(RecipeError, match=expected):
+        validate("ao", **said)
 
 
 def test_nothing_of_the_model_changes():

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ...compute.fields import check_known
 from ...errors import FP8BackendError
 from ...recipes.handlers import Recipe, resolve
 from . import sharded_costs
@@ -33,6 +34,8 @@ from .step_trace import (
 
 BASELINES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
 """The dtype of autocast by its name. As a backend, a name stands for training without FP8."""
+
+WEIGHT_DTYPES = ("fp32", "bf16")
 
 USABLE = 0.92
 """Share of a device's memory that tensors can have. The rest is for the CUDA context, libraries' workspaces, and what
@@ -114,9 +117,13 @@ def estimate(
         shardings: names from `sharded_costs.SHARDINGS`.
 
     Raises:
-        RecipeError: an unknown backend.
+        RecipeError: an unknown backend or sharding, or a dtype of weights that no model is trained in.
         FP8BackendError: no backend can train this model, or its memory cannot be told.
     """
+    shardings = list(shardings)
+    for sharding in shardings:
+        check_known("sharding", sharding, sharded_costs.SHARDINGS)
+    check_known("dtype of weights", workload.weights, WEIGHT_DTYPES)
     longest = workload.model.longest
     if longest is not None and longest < workload.sequence:
         raise FP8BackendError(f"a sequence of {workload.sequence} tokens exceeds the model's {longest} positions")
@@ -126,7 +133,7 @@ def estimate(
         recipe = None if baseline in BASELINES else resolve(name)
         asked.append((baseline if recipe is None else recipe.name, recipe))
     traced: dict[tuple, Growth] = {}
-    found = [_estimate(workload, *each, sharding, traced) for sharding in list(shardings) for each in asked]
+    found = [_estimate(workload, *each, sharding, traced) for sharding in shardings for each in asked]
     if found and all(each.refused for each in found):
         raise FP8BackendError("; ".join(dict.fromkeys(each.refused for each in found)))
     return found
