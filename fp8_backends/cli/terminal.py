@@ -46,6 +46,37 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     return "\n\n".join(texts)
 
 
+class Progress:
+    """Says on standard error what takes its time: one line, and on a terminal its steps and seconds as they pass.
+
+    Used in a `with` statement; called with the name of each step as it begins.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text, self._bar = text, None
+
+    def __enter__(self) -> Progress:
+        if not sys.stderr.isatty():
+            print(f"{self.text} …", file=sys.stderr, flush=True)
+            return self
+        from rich import progress
+        from rich.console import Console
+
+        columns = (progress.SpinnerColumn(), progress.TextColumn("{task.description}"), progress.TimeElapsedColumn())
+        self._bar = progress.Progress(*columns, console=Console(stderr=True), transient=True)
+        self._bar.add_task(f"{self.text} …")
+        self._bar.start()
+        return self
+
+    def __call__(self, step: str) -> None:
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], description=f"{self.text}: {step}", refresh=True)
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
 def _plain(renderable: object, width: int) -> str:
     from rich.console import Console
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -26,10 +26,11 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from ...compute import registry
 from ...compute.interface import scaling_buffers
 from ...errors import FP8BackendError
 from ...numerics.scaled_tensor import ScaledTensor
-from ...recipes.handlers import Recipe
+from ...recipes.handlers import FP8RecipeKwargs, Recipe
 from ...states.adamw import ScaledStates
 from ...training import conversion, preparation
 from ...training.auditing import converted_layers, inner_tensors, stored_bytes
@@ -190,7 +191,7 @@ class StepSettings:
     """How the step that is traced trains."""
 
     recipe: Recipe | None
-    """None: no FP8."""
+    """None: no FP8. TransformerEngine, which runs on GPUs only, is traced as its native equivalent."""
     autocast: torch.dtype | None = torch.bfloat16
     """The dtype of products that are not in FP8; None: that of the weights."""
     checkpointing: bool = False
@@ -203,15 +204,16 @@ def trace_step(
     make_model: Callable[[], nn.Module],
     make_batch: Callable[[], dict[str, torch.Tensor]],
     settings: StepSettings,
-    find_blocks: Callable[[nn.Module], list[nn.Module]],
+    find_stacks: Callable[[nn.Module], list[list[nn.Module]]] = lambda model: [],
 ) -> StepTrace:
     """Trace a training step of AdamW, not the first one, which makes the optimizer's states.
 
     Args:
-        make_model: makes the model, whose forward takes the batch and returns a loss first; called with fake tensors
-            on.
+        make_model: makes the model, whose forward takes the batch and returns a loss, alone or first among others;
+            called with fake tensors on.
         make_batch: the arguments of its forward.
-        find_blocks: the blocks that repeat in depth, for the regions of the trace.
+        find_stacks: the blocks that repeat in depth, in lists as they run (an encoder's, a decoder's), for the regions
+            of the trace.
 
     Raises:
         FP8BackendError: the model's code depends on values, which fake tensors do not have; or its step fails.
@@ -220,7 +222,7 @@ def trace_step(
         with FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.device("cpu"), MemoryTracker() as tracker:
             model = make_model().train()
             fake.fake_tensor_converter.tensor_memo.clear()  # weak references keep a weight from being stored anew
-            return _Step(model, settings, tracker).trace(make_batch, find_blocks)
+            return _Step(model, settings, tracker).trace(make_batch, find_stacks)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise FP8BackendError(
             f"the memory of this model cannot be told without running it: its code asks for values of tensors "
@@ -233,6 +235,26 @@ def trace_step(
         raise FP8BackendError(f"a training step of this model fails: {type(error).__name__}: {first_line}") from error
 
 
+def _traced_recipe(model: nn.Module, recipe: Recipe) -> Recipe:
+    """Return the recipe to trace: for one of TransformerEngine the native recipe with the same codes, for the layers
+    that TransformerEngine would take.
+
+    Raises:
+        FP8BackendError: there are no such layers, with the reasons.
+    """
+    expected = conversion.expected(model, recipe, registry.get_compute(recipe.compute))
+    if not expected.converted and recipe.on_unproven == "raise":
+        reasons = "; ".join(dict.fromkeys(expected.high_precision.values()))
+        raise FP8BackendError(f"no layer of this model can run in FP8: {reasons or 'it has no Linear'}")
+    if recipe.compute != "te":
+        return recipe
+    chosen = set(expected.converted)
+    backend = recipe.name.replace("te:", "native:", 1)
+    return FP8RecipeKwargs(
+        backend=backend, module_filter_func=lambda module, name: name in chosen, on_unproven=recipe.on_unproven
+    )
+
+
 class _Step:
     """A prepared model with its optimizer, inside a tracker."""
 
@@ -242,8 +264,9 @@ class _Step:
             getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=settings.fused)
         if settings.recipe is not None:
-            preparation.prepare_model(model, settings.recipe)
-            preparation.convert_optimizer(self.optimizer, settings.recipe)
+            recipe = _traced_recipe(model, settings.recipe)
+            preparation.prepare_model(model, recipe)
+            preparation.convert_optimizer(self.optimizer, recipe)
         if settings.autocast is not None:  # as Accelerate does it: autocast around the forward, outputs in FP32
             forward = torch.autocast("cpu", settings.autocast)(type(model).forward)
             model.forward = types.MethodType(convert_outputs_to_fp32(forward), model)
@@ -251,17 +274,17 @@ class _Step:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(lambda p: tracker.assign(p.grad, GRADIENTS))
 
-    def trace(self, make_batch: Callable, find_blocks: Callable) -> StepTrace:
+    def trace(self, make_batch: Callable, find_stacks: Callable) -> StepTrace:
         tracker = self.tracker
         self._assign_parts()
         self._make_states()
         self._assign_parts()
-        blocks = find_blocks(self.model)
-        regions = _Regions(tracker, blocks)
+        stacks = find_stacks(self.model)
+        regions = _Regions(tracker, stacks)
         tracker.forget_peaks()
-        trace = StepTrace(resting=dict(tracker.live), sizes=_sizes(self.model, self.optimizer, blocks))
+        trace = StepTrace(resting=dict(tracker.live), sizes=_sizes(self.model, self.optimizer, sum(stacks, [])))
         tracker.enter("forward")
-        loss = self.model(**make_batch())[0]
+        loss = _loss(self.model(**make_batch()))
         regions.turn()
         trace.saved = {part: tracker.live[part] - trace.resting[part] for part in (COPIES, CODES, ACTIVATIONS)}
         loss.backward()
@@ -301,29 +324,35 @@ class _Step:
                     self.tracker.assign(value, MASTER if "master" in name else STATES)
 
 
+def _loss(outputs: torch.Tensor | Sequence) -> torch.Tensor:
+    return outputs if isinstance(outputs, torch.Tensor) else outputs[0]
+
+
 class _Regions:
     """Tells the tracker where the step is: before, in or behind the blocks, and whether it goes back.
 
-    Of the blocks the first and the last have regions of their own: what lives while a step passes a block grows or
-    falls evenly from one block to the next, so the highest moment is at one of the ends.
+    Of the blocks of a stack the first and the last have regions of their own: what lives while a step passes a block
+    grows or falls evenly from one block to the next, so the highest moment is at one of the ends.
     """
 
-    def __init__(self, tracker: MemoryTracker, blocks: list[nn.Module]) -> None:
+    def __init__(self, tracker: MemoryTracker, stacks: list[list[nn.Module]]) -> None:
         self.tracker, self.goes_back = tracker, False
+        for number, blocks in enumerate(stacks):
+            self._watch(blocks, "the" if number == len(stacks) - 1 else "the encoder's")
+
+    def _watch(self, blocks: list[nn.Module], whose: str) -> None:
         last = len(blocks) - 1
-        names = {0: "the first block", last: "the last block"}
+        names = {0: f"{whose} first block", last: f"{whose} last block"}
         for number, block in enumerate(blocks):
-            name = names.get(number, "the blocks between")
+            name = names.get(number, f"{whose} blocks between")
             block.register_forward_pre_hook(lambda *_, name=name: self._enter(f"forward of {name}"))
             block.register_forward_hook(
                 lambda _, args, output, name=name: self._enter_in_backward(output, f"backward of {name}")
             )
-            if number == 0:
-                block.register_forward_hook(
-                    lambda _, args, output: self._enter_in_backward(args, "backward of the embedding")
-                )
-            if number == last:
-                block.register_forward_hook(lambda *_: self._enter("loss"))
+        blocks[0].register_forward_hook(
+            lambda _, args, output: self._enter_in_backward(args, f"backward of {whose} embedding")
+        )
+        blocks[last].register_forward_hook(lambda *_: self._enter("loss" if whose == "the" else "forward"))
 
     def turn(self) -> None:
         """Note that the forward has ended."""

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ...compute import chips, hardware
 from ...compute.chips import Cell, Chip
-from ...compute.fields import closest
-from ...errors import RecipeError
 from ...recipes.handlers import Recipe
 
 if TYPE_CHECKING:
@@ -49,13 +47,11 @@ class Machine:
         return cls(hardware.chip(), tuple(hardware.capabilities()), hardware.cuda_release(), fast_bf16)
 
     @classmethod
-    def with_chip(cls, key: str) -> Machine:
-        """A machine with this chip, a key of `chips.CHIPS`, and new libraries."""
-        known = {chip.key: chip for chip in chips.CHIPS}
-        if (chip := known.get(key)) is None:
-            raise RecipeError(f"chip {key!r} is not known{closest(key, known)}; there are {', '.join(known)}")
-        capabilities = () if chip.since is None else (chip.since,)
-        return cls(chip, capabilities, bf16_products=chip is not chips.CPU or hardware.cpu_bf16())
+    def with_chip(cls, name: str) -> Machine:
+        """A machine with this chip, by a name that `chips.product_named` takes, and new libraries."""
+        product = chips.product_named(name)
+        capabilities = (product.gpu,) if isinstance(product.gpu, tuple) else ()
+        return cls(product.chip, capabilities, bf16_products=product.gpu is not None or hardware.cpu_bf16())
 
 
 @dataclass(frozen=True)
