@@ -84,7 +84,6 @@ CPU, BEFORE_FP8, ADA, HOPPER, BLACKWELL, RTX_BLACKWELL, MI300, MI350 = CHIPS = (
 )
 
 
-
 class Product(NamedTuple):
     """A chip by the name that it is sold under, or a kind of chips by its key."""
 

@@ -18,7 +18,7 @@ from ...training.rules import RULES
 from ...training.validators import validate
 from ..terminal import Progress, paragraphs, table
 from .estimates import USABLE, Estimate, Workload, estimate
-from .model_shapes import ModelShape, counted, from_parameters, from_transformers, parse_count, readable_count
+from .model_shapes import ModelShape, from_parameters, from_transformers, parse_count, readable_count
 from .sharded_costs import SHARDINGS
 
 SEQUENCE = 2048
@@ -63,7 +63,9 @@ def run(args: argparse.Namespace) -> int:
     device = device_named(args.chip)
     model = from_transformers(args.model) if args.params is None else from_parameters(parse_count(args.params))
     if args.sequence is not None and not model.reads_tokens:
-        raise FP8BackendError(f"--sequence {args.sequence}: this model reads images, which have no tokens: leave it out")
+        raise FP8BackendError(
+            f"--sequence {args.sequence}: this model reads images, which have no tokens: leave it out"
+        )
     workload = Workload(
         model=model,
         batch=args.batch,

@@ -8,6 +8,7 @@ FP32 logits. Not seen is what a kernel allocates for itself inside one operation
 
 from __future__ import annotations
 
+import sys
 import types
 import weakref
 from collections.abc import Callable, Sequence
@@ -28,7 +29,9 @@ from torch.utils._pytree import tree_iter
 
 from ...compute import registry
 from ...compute.interface import scaling_buffers
+from ...compute.products import exact_product
 from ...errors import FP8BackendError
+from ...numerics.kernels.quantize import dispatch as quantization
 from ...numerics.scaled_tensor import ScaledTensor
 from ...recipes.handlers import FP8RecipeKwargs, Recipe
 from ...states.adamw import ScaledStates
@@ -43,6 +46,15 @@ WEIGHTS, MASTER, GRADIENTS, STATES, BUFFERS, COPIES, CODES, ACTIVATIONS = PARTS
 
 _WEIGHT_PARTS = frozenset((WEIGHTS, MASTER, BUFFERS, COPIES, CODES))
 _PLAIN_TYPES = frozenset((torch.Tensor, FakeTensor, nn.Parameter))
+
+_KERNELS = frozenset(
+    function.__code__
+    for function in (
+        quantization.quantize, quantization.quantize_blocks, quantization.dequantize_blocks, exact_product,
+    )
+)  # fmt: skip
+"""What one kernel does on a GPU, and a CPU part by part in its cache. Fake tensors take the reference in its place,
+whose FP32 copies between its operations exist nowhere else."""
 
 MOST_ANSWERS = 20_000
 """Answers of one trace to code that reads numbers from tensors: more is a loop that waits for a value."""
@@ -141,9 +153,17 @@ class MemoryTracker(TorchDispatchMode):
         self.total -= gone.size
 
     def _note_peak(self) -> None:
-        if self.total >= self._peak_totals.get(self.region, 0):
+        # what a kernel leaves behind is counted with the next tensor
+        if self.total >= self._peak_totals.get(self.region, 0) and not _is_inside_kernel():
             self._peak_totals[self.region] = self.total
             self.peaks[self.region] = dict(self.live)
+
+
+def _is_inside_kernel() -> bool:
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code not in _KERNELS:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _grouped_mm(a: torch.Tensor, b: torch.Tensor, *args, **kwargs) -> torch.Tensor:
