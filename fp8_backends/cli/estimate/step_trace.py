@@ -8,10 +8,11 @@ FP32 logits. Not seen is what a kernel allocates for itself inside one operation
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -242,7 +243,8 @@ def trace_step(
         with FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.device("cpu"), MemoryTracker() as tracker:
             model = make_model().train()
             fake.fake_tensor_converter.tensor_memo.clear()  # weak references keep a weight from being stored anew
-            return _Step(model, settings, tracker).trace(make_batch, find_stacks)
+            with _attending_without_padding(model):
+                return _Step(model, settings, tracker).trace(make_batch, find_stacks)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise FP8BackendError(
             f"the memory of this model cannot be told without running it: its code asks for values of tensors "
@@ -253,6 +255,38 @@ def trace_step(
     except Exception as error:  # the model's own code may raise anything
         first_line = (str(error).strip().splitlines() or [""])[0]
         raise FP8BackendError(f"a training step of this model fails: {type(error).__name__}: {first_line}") from error
+
+
+UNPADDED = "sdpa_without_padding"
+"""A name for transformers' own attention by `scaled_dot_product_attention`, and for its masks of batches that are known
+to have no padding."""
+
+
+@contextlib.contextmanager
+def _attending_without_padding(model: nn.Module) -> Iterator[None]:
+    """Inside, causal language models of transformers make the masks of a batch without padding: mostly none.
+
+    Of fake tensors they would make one in any case, which holds the square of the sequence, and for which keys and
+    values of grouped queries are repeated: they cannot look whether several sequences are packed into one.
+    """
+    changed = []
+    if "transformers" in sys.modules:
+        from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+        from transformers.masking_utils import sdpa_mask
+
+        AttentionInterface.register(UNPADDED, sdpa_attention_forward)
+        AttentionMaskInterface.register(UNPADDED, lambda **given: sdpa_mask(**given | {"allow_is_causal_skip": True}))
+        models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+        causal = [each for each in models if type(each).__name__.endswith("ForCausalLM")]
+        changed = [each for each in causal if each.config._attn_implementation == "sdpa"]
+    for each in changed:
+        each.set_attn_implementation(UNPADDED)
+    try:
+        yield
+    finally:  # its configuration may be the caller's
+        for each in changed:
+            each.set_attn_implementation("sdpa")
 
 
 def _traced_recipe(model: nn.Module, recipe: Recipe) -> Recipe:
