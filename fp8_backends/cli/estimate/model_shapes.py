@@ -30,6 +30,8 @@ _WITH_LOSS = {
 }
 """What a model reads first, and endings of classes that take it with `labels` and return a loss: a label for each token
 or, of a classifier, one for each sample."""
+_SIZES = {_IMAGES: ("num_channels",), _SPECTROGRAMS: ("num_mel_bins", "max_source_positions")}
+"""Fields of a configuration that say how large an input is; a model of images and texts has them further down."""
 IMAGE_SIZE = 224
 """Pixels of a side, for a model whose configuration names none (ResNet): what they are trained with."""
 _UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
@@ -295,7 +297,7 @@ def _model_class(config: PretrainedConfig) -> Any:
     tables = reversed(_NAMES) if getattr(config, "is_encoder_decoder", False) else _NAMES
     names = [*(getattr(config, "architectures", None) or ()), *(getattr(auto, names).get(kind) for names in tables)]
     classes = [getattr(transformers, name, None) for name in names if isinstance(name, str)]
-    found = next((each for each in classes if each is not None and _has_loss(each)), None)
+    found = next((each for each in classes if each is not None and _has_loss(each, config)), None)
     if found is None:
         raise FP8BackendError(
             f"model type {kind!r}: transformers has no class with a loss for it that estimates are made of: language "
@@ -304,11 +306,13 @@ def _model_class(config: PretrainedConfig) -> Any:
     return found
 
 
-def _has_loss(model_class: type) -> bool:
-    """Tell whether its forward makes a loss of what it reads and of `labels`, and of nothing else."""
-    endings = _WITH_LOSS.get(getattr(model_class, "main_input_name", None), ())
+def _has_loss(model_class: type, config: PretrainedConfig) -> bool:
+    """Tell whether its forward makes a loss of one input, whose size is known, and of `labels`."""
+    first = getattr(model_class, "main_input_name", None)
     names = inspect.signature(model_class.forward).parameters
-    return model_class.__name__.endswith(endings) and "labels" in names and not any(n.endswith("_label") for n in names)
+    has_labels = "labels" in names and not any(name.endswith("_label") for name in names)
+    is_sized = all(hasattr(config, field) for field in _SIZES.get(first, ()))
+    return model_class.__name__.endswith(_WITH_LOSS.get(first, ())) and has_labels and is_sized
 
 
 _NAMES = (
