@@ -11,6 +11,9 @@ model's configuration alone.
 peak of rank 0, and the bytes that a rank sends. Over gloo, which has no reduce-scatter, FSDP2's plain gradients take
 an all-reduce, twice the bytes; the estimate is of a reduce-scatter.
 
+`estimated_and_measured_peak` compares the peak for any other model, also one that no configuration of transformers
+describes.
+
 On a CPU without bf16 products FP32 takes the place of bf16, in training and in the estimate; what FSDP2 sends is
 estimated in bf16 all the same, which is what Accelerate sets for FP8.
 """
@@ -24,14 +27,17 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from measuring import DTYPES, plain, precision_of, table, write_json
 
 BACKENDS = "native:dynamic,native:delayed,native:rowwise,native:mxfp8,msamp:O1,msamp:O2,msamp:O3,ao"
 ENGINES = ("ddp", "fsdp2")
-STATIC = ("weights", "master", "gradients", "states")
+Build = Callable[[], torch.nn.Module]
+Inputs = Callable[[], dict[str, torch.Tensor]]
 
 
 def workloads() -> dict:
@@ -87,28 +93,24 @@ def small_llama():
 class Training:
     """A prepared model with its optimizer and one batch."""
 
-    def __init__(self, name: str, backend: str, engine: str = "none") -> None:
+    def __init__(self, build_model: Build, make_inputs: Inputs, backend: str, engine: str = "none") -> None:
         from accelerate import Accelerator
         from accelerate.state import AcceleratorState
 
-        from fp8_backends.cli.estimate import ModelShape
-
-        config, batch, sequence, checkpointing = workloads()[name]
         AcceleratorState._reset_state(True)  # not the process group
         self.accelerator = Accelerator(**precision_of(backend), cpu=not torch.cuda.is_available())
         if engine == "fsdp2":
             _take_fsdp2()
         torch.manual_seed(0)
-        model = ModelShape(name, config).make_model(torch.float32).train()
-        if checkpointing:
-            getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+        model = build_model().train()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
-        size = (batch, sequence)
-        self.batch = torch.randint(config.vocab_size, size, device=self.accelerator.device)
+        self.inputs = {name: given.to(self.accelerator.device) for name, given in make_inputs().items()}
 
     def update(self) -> None:
-        loss = self.model(input_ids=self.batch, labels=self.batch).loss
+        outputs = self.model(**self.inputs)
+        loss = outputs if isinstance(outputs, torch.Tensor) else outputs[0]
+        del outputs
         self.accelerator.backward(loss)
         del loss
         self.optimizer.step()
@@ -116,6 +118,69 @@ class Training:
     def step(self) -> None:
         self.update()
         self.optimizer.zero_grad()
+
+    def peak(self) -> int:
+        """Bytes at the highest moment of a step, of which there was one before."""
+        from fp8_backends.cli.compare.measuring import peak_memory
+
+        return peak_memory(self.step, self.model, self.optimizer)
+
+
+def training_of(name: str, backend: str, engine: str) -> Training:
+    """The training of one of the workloads."""
+    from fp8_backends.cli.estimate import ModelShape
+
+    config, batch, sequence, checkpointing = workloads()[name]
+
+    def build_model() -> torch.nn.Module:
+        model = ModelShape(name, config).make_model(torch.float32)
+        if checkpointing:
+            getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+        return model
+
+    def make_inputs() -> dict[str, torch.Tensor]:
+        tokens = torch.randint(config.vocab_size, (batch, sequence))
+        return {"input_ids": tokens, "labels": tokens}
+
+    return Training(build_model, make_inputs, backend, engine)
+
+
+def estimated_and_measured_peak(build_model: Build, make_inputs: Inputs, backend: str) -> tuple[int, int]:
+    """The peak memory of a training step with AdamW, of any model with a loss.
+
+    Args:
+        build_model: makes the model, in FP32 on the CPU. Its forward takes the inputs by name, and returns the loss,
+            alone or first among others.
+        make_inputs: makes one batch, on the CPU.
+        backend: a backend string, or `bf16` or `fp32` for training without FP8.
+
+    Returns:
+        (bytes by the estimate's trace on fake tensors, bytes of the third step on this machine's GPU or CPU)
+
+    Raises:
+        FP8BackendError: no layer of the model can run in FP8, or its step cannot be traced.
+    """
+    from fp8_backends.cli.estimate.estimates import highest
+    from fp8_backends.cli.estimate.step_trace import StepSettings, trace_step
+
+    training = Training(build_model, make_inputs, backend)
+    for _ in range(2):
+        training.step()
+    measured = training.peak()
+    del training
+    gc.collect()
+    asked = asked_of(backend)
+    recipe = None if asked in DTYPES else asked
+    autocast = torch.bfloat16 if plain() == "bf16" and backend != "fp32" else None
+    _, estimated = highest(trace_step(build_model, make_inputs, StepSettings(recipe=recipe, autocast=autocast)))
+    return round(estimated), measured
+
+
+def asked_of(backend: str) -> Any:
+    """What the estimate is asked for: this backend, with what runs around FP8 on this machine."""
+    from fp8_backends import FP8RecipeKwargs
+
+    return backend if backend in DTYPES else FP8RecipeKwargs(backend=backend, autocast_dtype=plain())
 
 
 def _take_fsdp2() -> None:
@@ -137,15 +202,12 @@ def _take_fsdp2() -> None:
 
 def measure(name: str, backend: str, engine: str = "none") -> dict:
     """Static bytes, peak and sent bytes of a live training."""
-    from fp8_backends.cli.compare.measuring import peak_memory
-
-    training = Training(name, backend, engine)
+    training = training_of(name, backend, engine)
     training.update()
     static = static_bytes(training.model, training.optimizer)
     training.optimizer.zero_grad()
     training.step()
-    peak = peak_memory(training.step, training.model, training.optimizer)
-    found = {"static": static, "peak": peak + _bucket_bytes(training.model)}
+    found = {"static": static, "peak": training.peak() + _bucket_bytes(training.model)}
     if engine != "none":
         from fp8_backends.cli.compare.measuring import sent_bytes
 
@@ -178,15 +240,13 @@ def static_bytes(model: torch.nn.Module, optimizer) -> int:
 
 def compare(name: str, backend: str, measured: dict, engine: str = "none", ranks: int = 1) -> dict:
     """The estimate beside what was measured."""
-    from fp8_backends import FP8RecipeKwargs
     from fp8_backends.cli.estimate import ModelShape, Workload, estimate
 
     config, batch, sequence, checkpointing = workloads()[name]
     workload = Workload(
         model=ModelShape(name, config), batch=batch, sequence=sequence, checkpointing=checkpointing, devices=ranks
     )
-    asked = backend if backend in DTYPES else FP8RecipeKwargs(backend=backend, autocast_dtype=plain())
-    (found,) = estimate(workload, [asked], [engine])
+    (found,) = estimate(workload, [asked_of(backend)], [engine])
     estimated = {key: round(getattr(found, key)) for key in measured}
     ratios = {key: estimated[key] / measured[key] for key in measured if measured[key]}
     return {

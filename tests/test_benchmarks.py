@@ -7,10 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import warm_process
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
+import estimate as estimate_benchmark  # noqa: E402
 import measuring  # noqa: E402
 import tables  # noqa: E402
 import targets  # noqa: E402
@@ -164,3 +166,29 @@ def test_memory_falls_with_the_level(tmp_path):
     # nothing is counted as less than what is stored; one weight's work in FP32 comes on top, and activations
     for peak, at_rest in zip(peaks, (16, 6), strict=True):
         assert at_rest <= peak < at_rest + 3
+
+
+@pytest.mark.slow
+def test_estimated_and_measured_peaks_of_any_model_with_a_loss():
+    """Convolutions, and a Linear that takes FP8; no configuration describes it."""
+
+    class Small(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = torch.nn.Sequential(
+                torch.nn.Conv2d(3, 64, 3, padding=1),
+                torch.nn.ReLU(),
+                torch.nn.Flatten(2),
+                torch.nn.Linear(256, 2048),
+                torch.nn.GELU(),
+                torch.nn.Linear(2048, 256),
+            )
+
+        def forward(self, images):
+            return self.layers(images).float().square().mean()
+
+    for backend in (measuring.plain(), "native:dynamic", "msamp:O2"):
+        estimated, measured = estimate_benchmark.estimated_and_measured_peak(
+            Small, lambda: {"images": torch.randn(16, 3, 16, 16)}, backend
+        )
+        assert estimated == pytest.approx(measured, rel=0.1), backend

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import shutil
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
@@ -50,6 +51,44 @@ def table(rows: Sequence[Sequence[str]], justify: Literal["left", "right"] = "ri
             shown.add_row(*(row[column] for column in part))
         texts.append(_plain(shown, sum(widths[each] + space for each in part)))
     return "\n\n".join(texts)
+
+
+class Progress:
+    """Says on standard error what takes its time: one line, and on a terminal its steps and seconds as they pass.
+
+    Used in a `with` statement; called with the name of each step as it begins. Before the first one it says nothing.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.has_begun = False
+        self.bar = None
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __call__(self, step: str) -> None:
+        if not self.has_begun:
+            self._begin()
+        if self.bar is not None:
+            self.bar.update(self.bar.task_ids[0], description=f"{self.text}: {step}", refresh=True)
+
+    def _begin(self) -> None:
+        self.has_begun = True
+        if not sys.stderr.isatty():
+            print(f"{self.text} …", file=sys.stderr, flush=True)
+            return
+        from rich import progress
+        from rich.console import Console
+
+        columns = (progress.SpinnerColumn(), progress.TextColumn("{task.description}"), progress.TimeElapsedColumn())
+        self.bar = progress.Progress(*columns, console=Console(stderr=True), transient=True)
+        self.bar.add_task(self.text)
+        self.bar.start()
+
+    def __exit__(self, *_: object) -> None:
+        if self.bar is not None:
+            self.bar.stop()
 
 
 def _plain(renderable: object, width: int) -> str:

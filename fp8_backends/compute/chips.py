@@ -11,6 +11,9 @@ from __future__ import annotations
 import functools
 from typing import Any, Literal, NamedTuple
 
+from ..errors import RecipeError
+from .fields import closest
+
 State = Literal["FP8", "emulated", "refused"]
 FP8, EMULATED, REFUSED = "FP8", "emulated", "refused"
 
@@ -78,6 +81,49 @@ CPU, BEFORE_FP8, ADA, HOPPER, BLACKWELL, RTX_BLACKWELL, MI300, MI350 = CHIPS = (
     Chip("mi300", "MI300", "gfx94", architecture="gfx94", advice=_TORCHAO),
     Chip("mi350", "MI350", "gfx95", architecture="gfx95", advice=_NATIVE),
 )
+
+
+class Product(NamedTuple):
+    """A chip by the name that it is sold under, or a kind of chips by its key."""
+
+    name: str
+    gpu: tuple[int, int] | str | None
+    """CUDA compute capability, or how AMD's name of its architecture begins. None: no GPU."""
+    gib: int | None = None
+    """Its memory. None for a kind of chips, whose products differ in it."""
+
+    @property
+    def chip(self) -> Chip:
+        return CPU if self.gpu is None else chip_of(self.gpu)
+
+
+_SOLD = (
+    Product("v100", (7, 0), 32), Product("t4", (7, 5), 16), Product("a100", (8, 0), 80), Product("a100-40", (8, 0), 40),
+    Product("rtx3090", (8, 6), 24), Product("l4", (8, 9), 24), Product("l40s", (8, 9), 48),
+    Product("rtx4090", (8, 9), 24), Product("h100", (9, 0), 80), Product("h200", (9, 0), 141),
+    Product("b200", (10, 0), 180), Product("b300", (10, 3), 270), Product("rtx5090", (12, 0), 32),
+    Product("mi300x", "gfx942", 192), Product("mi325x", "gfx942", 256), Product("mi350x", "gfx950", 288),
+)  # fmt: skip
+"""Memory is from NVIDIA's and AMD's data sheets (B200 and B300: a DGX's memory over its 8 GPUs). Drivers show it in
+GiB, up to a percent less; 6 % less on cards with GDDR memory whose ECC is on."""
+PRODUCTS = {
+    **{product.name: product for product in _SOLD},
+    **{chip.key: Product(chip.key, chip.architecture or chip.since) for chip in CHIPS},
+}
+"""Every name of a chip that a user may give, in lower case."""
+
+
+def product_named(name: str) -> Product:
+    """The chip that a user names: a product such as "h100" or "RTX 4090", or a key of CHIPS such as "hopper".
+
+    Raises:
+        RecipeError: no such name, with the nearest one.
+    """
+    key = name.lower().replace("_", "-").replace(" ", "")
+    if key not in PRODUCTS:
+        raise RecipeError(f"chip {name!r} is not known{closest(key, PRODUCTS)}; there are {', '.join(PRODUCTS)}")
+    return PRODUCTS[key]
+
 
 _OLDER_NVIDIA = {
     (8, 0): Advice("bf16", "", "it has bf16 products and none in FP8; msamp:O2 saves memory and costs time"),

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import re
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from ..numerics.modules import plain_name
 from ..numerics.sharded_tensor import full_shape
 from ..words import share
 from . import conversion
-from .weight_products import CONVOLUTION, FOREIGN_FP8, FP8
+from .weight_products import CONVOLUTION, FOREIGN_FP8, FP8, WeightProduct
 from .work import Work
 
 if TYPE_CHECKING:
@@ -324,11 +324,36 @@ def count_flops(root: nn.Module, prepared: Prepared, counts: dict[str, ProductCo
     where some input needs one. A weight that was not seen in the first step is counted as if every token had passed it;
     whether its input needs a gradient, its products tell.
     """
-    trains = _trainable_by_name(root)
     work = observed_of(prepared).work
+    high = prepared.compute.high_precision_products(prepared.recipe)
+    trains = _trainable_by_name(root)
+
+    def done_and_needed(product: WeightProduct, kind: str) -> tuple[bool, bool]:
+        ran = counts.get(product.name) if product.state == FP8 else None
+        done = ran is not None and getattr(ran, kind) > 0
+        return done, done or _is_needed(kind, trains.get(product.name, True), work.get(product.name), ran, high)
+
+    return _measure_flops(prepared, work, done_and_needed)
+
+
+def expected_flops(root: nn.Module, prepared: Prepared, work: dict[str, Work]) -> RootMeasures:
+    """`count_flops` of a step in which every converted layer does all that training needs of it in FP8."""
+    high = prepared.compute.high_precision_products(prepared.recipe)
+    trains = _trainable_by_name(root)
+
+    def done_and_needed(product: WeightProduct, kind: str) -> tuple[bool, bool]:
+        needed = _is_needed(kind, trains.get(product.name, True), work.get(product.name), None, high)
+        return needed and product.state == FP8 and kind not in high, needed
+
+    return _measure_flops(prepared, work, done_and_needed)
+
+
+def _measure_flops(
+    prepared: Prepared, work: dict[str, Work], done_and_needed: Callable[[WeightProduct, str], tuple[bool, bool]]
+) -> RootMeasures:
+    """Sum up the FLOPs of the products of a report, by whether each kind of each is done in FP8, and needed."""
     positions = {product.name for product in prepared.report.products if product.kind == CONVOLUTION}
     tokens = max((seen.rows for name, seen in work.items() if name not in positions), default=1)
-    high = prepared.compute.high_precision_products(prepared.recipe)
     flops = RootMeasures()
     for product in prepared.report.products:
         seen = work.get(product.name)
@@ -336,12 +361,10 @@ def count_flops(root: nn.Module, prepared: Prepared, counts: dict[str, ProductCo
             flops.uncounted.append(product.name)
             continue
         size = product.flops * tokens if seen is None else seen.flops
-        ran = counts.get(product.name) if product.state == FP8 else None
         for kind in KINDS:
-            done = ran is not None and getattr(ran, kind) > 0
-            if done or _is_needed(kind, trains.get(product.name, True), seen, ran, high):
-                flops.needed += size
-                flops.in_fp8 += size * done
+            done, needed = done_and_needed(product, kind)
+            flops.needed += size * needed
+            flops.in_fp8 += size * done
     return flops
 
 

@@ -82,8 +82,8 @@ def validate(
         zero_stage: DeepSpeed's.
         tensor_parallel: ranks that share one layer.
         quantized_base: whether bitsandbytes holds layers in 4 or 8 bits.
-        chip: judge for a machine with this chip, a key of `chips.CHIPS` such as "hopper", with new libraries; by
-            default for this machine, its libraries included.
+        chip: judge for a machine with this chip, a name in `chips.PRODUCTS` such as "h100" or "hopper", with new
+            libraries; by default for this machine, its libraries included.
 
     Raises:
         RecipeError: `chip`, `parallel` or `compiled` is no word that is known, or `optimizer` is neither an optimizer
@@ -175,7 +175,7 @@ def _with_model(setup: Setup, model: nn.Module) -> Setup:
     shown = {
         "parallel": _parallel(model),
         "compiled": _compiled(model),
-        "activation_checkpointing": getattr(model, "is_gradient_checkpointing", None),
+        "activation_checkpointing": _checkpoints(model),
         "attention": getattr(config, "_attn_implementation", None),
         "vocab_size": getattr(config, "vocab_size", None),
     }
@@ -195,6 +195,12 @@ def _with_model(setup: Setup, model: nn.Module) -> Setup:
             if buffer is not None and name not in module._non_persistent_buffers_set
         ),
     )
+
+
+def _checkpoints(model: nn.Module) -> bool | None:
+    """Whether a model of transformers recomputes activations. Its newer name is asked first: the older one warns."""
+    found = getattr(model, "is_activation_checkpointing", None)
+    return getattr(model, "is_gradient_checkpointing", None) if found is None else found
 
 
 _WRAPPERS = {

@@ -360,7 +360,9 @@ def test_check_for_another_chip(axolotl, capsys):
     assert main(flags) == 1
     assert main([*flags, "--chip", "ada"]) == 1
     capsys.readouterr()
-    assert main([*flags, "--chip", "hopper"]) == 0
+    assert main([*flags, "--chip", "l40s"]) == 1
+    capsys.readouterr()
+    assert main([*flags, "--chip", "h100"]) == main([*flags, "--chip", "hopper"]) == 0
     assert "no validator found anything" in capsys.readouterr().err
 
 

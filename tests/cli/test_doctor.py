@@ -182,6 +182,17 @@ def test_every_chip_is_shown_and_nothing_is_cut(columns, monkeypatch, capsys):
     assert all(title in printed for title in header[1:])
 
 
+def test_another_chip_is_told_of_by_the_name_that_it_is_sold_under(capsys):
+    assert main(["doctor", "--chip", "H100", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["chip"]["key"] == chips.HOPPER.key and found["advice"]["precision"] == "fp8"
+    assert main(["doctor", "--chip", "l40s"]) == 0
+    printed = capsys.readouterr().out
+    assert "train in bf16: it has FP8 products" in printed and "8.9 (L4, L40S, RTX 40)" in printed
+    assert main(["doctor", "--chip", "l40"]) == 2
+    assert "did you mean 'l40s'" in capsys.readouterr().err
+
+
 def test_a_transformer_engine_that_does_not_import_is_explained(monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: True)
     monkeypatch.setattr(registry, "available_backends", lambda: {"te": Availability(True, "on cuda")})

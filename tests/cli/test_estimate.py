@@ -2,9 +2,18 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, LlamaConfig, T5Config, WhisperConfig
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+    LlamaConfig,
+    MixtralConfig,
+    ResNetConfig,
+    T5Config,
+    WhisperConfig,
+)
 
-from fp8_backends.cli.estimate.command import device_named
+from fp8_backends.cli.estimate import ModelShape
+from fp8_backends.cli.estimate.command import device_named, fp8_advice
 from fp8_backends.cli.main import main
 from fp8_backends.errors import FP8BackendError
 
@@ -68,7 +77,7 @@ def test_encoder_decoders_are_estimated_from_their_configuration(config, tokens,
     its encoder do not train."""
     config.save_pretrained(tmp_path)
     code, printed = printed_by(capsys, str(tmp_path), "--json", "--backend", "bf16", "--device", "80")
-    assert code == 0 and printed.err == ""
+    assert code == 0 and printed.err == f"tracing a training step of {tmp_path} …\n"
     found = json.loads(printed.out)
     with torch.device("meta"):
         model = AutoModelForSeq2SeqLM if config.model_type == "t5" else AutoModelForSpeechSeq2Seq
@@ -87,6 +96,7 @@ def test_encoder_decoders_are_estimated_from_their_configuration(config, tokens,
         (["nobody/nothing"], "Nothing is fetched"),
         (["--params", "few"], "such as 8B"),
         (["MODEL", "--device", "h10"], "did you mean 'h100'"),
+        (["MODEL", "--chip", "hopper"], "differ in memory: name one (h100, h200)"),
         (["MODEL", "--sharding", "fsdp3"], "did you mean 'fsdp2'"),
         (["MODEL", "--backend", "natve"], "did you mean 'native'"),
         (["MODEL", "--devices", "0"], "--devices 0: at least 1"),
@@ -99,13 +109,40 @@ def test_what_cannot_be_estimated_exits_with_2_and_one_message(config, capsys, a
     assert "Traceback" not in printed.err and not printed.out
 
 
+def test_a_model_of_images_has_no_sequence(tmp_path, capsys):
+    ResNetConfig(hidden_sizes=[8, 8, 8, 8], depths=[1, 1, 1, 1], embedding_size=8).save_pretrained(tmp_path)
+    code, printed = printed_by(capsys, str(tmp_path), "--sequence", "128")
+    assert code == 2 and "reads images" in printed.err and not printed.out
+    code, printed = printed_by(capsys, str(tmp_path), "--chip", "h100", "--backend", "bf16,ao")
+    assert code == 0 and "on each 1 image of 224 x 224 pixels" in printed.out
+    words = " ".join(printed.out.split())
+    assert "ao:tensorwise: no layer of this model can run in FP8: 8 -> 2 are not multiples of 16" in words
+
+
+def advised(config, chip, *backends):
+    return fp8_advice(ModelShape("", config), device_named(chip), list(backends))
+
+
+def test_where_fp8_brings_no_speed_one_line_says_so():
+    """For all backends at once, or for those of which it is true; nothing where the chip is not known."""
+    small, large = LlamaConfig(num_hidden_layers=1), LlamaConfig(num_hidden_layers=32)
+    assert advised(large, "h100", "native:dynamic") == [] and advised(small, "80", "native:dynamic") == []
+    assert advised(small, "h100") == []
+    (line,) = advised(small, "h100", "native:dynamic", "te:delayed")
+    assert "speed is to be expected of FP8: smaller than any model" in line
+    (line,) = advised(large, "l40s", "native:dynamic")
+    assert line.startswith("for speed train in bf16: it has FP8 products, and reports")
+    (line,) = advised(MixtralConfig(num_hidden_layers=4), "h100", "native:dynamic", "te:delayed")
+    assert "of FP8 with te:delayed: less than half of the products" in line
+
+
 def test_devices_by_name_by_size_and_this_machine(monkeypatch):
-    assert device_named("H200").memory == 141 * 2**30
+    assert device_named("H200").memory == 141 * 2**30 and device_named("RTX 4090").chip == "rtx4090"
     assert device_named("A100-40").memory == device_named("40 GB").memory == 40 * 2**30
     ram = device_named("cpu")
     assert 2**28 < ram.memory < 2**46 and "RAM" in ram.title
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert device_named(None) == ram
     for wrong in ("h1000", "0", "-8", "GiB"):
-        with pytest.raises(FP8BackendError, match="--device"):
+        with pytest.raises(FP8BackendError, match="--chip"):
             device_named(wrong)

@@ -4,21 +4,38 @@ Bounds: static bytes 3 %, peaks 10 %, which is what a user is promised; measured
 4 % for the peak of TorchAO, whose kernels allocate for themselves.
 """
 
+import functools
 import json
 from pathlib import Path
 
 import pytest
 import torch
 from accelerate.utils import convert_outputs_to_fp32
-from transformers import BertConfig, GPT2Config, LlamaConfig, MixtralConfig, Qwen3Config, T5Config, WhisperConfig
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import (
+    BertConfig,
+    CLIPConfig,
+    GPT2Config,
+    LlamaConfig,
+    MixtralConfig,
+    Qwen3Config,
+    ResNetConfig,
+    T5Config,
+    ViTConfig,
+    WhisperConfig,
+)
 
 import fp8_backends
 from fp8_backends.cli.compare.measuring import peak_memory
 from fp8_backends.cli.estimate import ModelShape, Workload, estimate, estimates, model_shapes
 from fp8_backends.cli.estimate.estimates import Growth
-from fp8_backends.cli.estimate.step_trace import StepTrace
+from fp8_backends.cli.estimate.step_trace import MemoryTracker, StepSettings, StepTrace, trace_step
+from fp8_backends.compute import registry
 from fp8_backends.errors import FP8BackendError, RecipeError
+from fp8_backends.numerics.formats import E4M3
+from fp8_backends.numerics.kernels.quantize.dispatch import quantize
 from fp8_backends.recipes import handlers as recipes
+from fp8_backends.training import conversion
 from fp8_backends.training.auditing import audit
 
 STATIC, PEAK = 0.03, 0.10
@@ -29,6 +46,7 @@ BACKENDS = {
     "Mixtral, a mixture of experts": ["bf16", "native:dynamic", "native:rowwise", "msamp:O2"],
     "T5, without a token that starts its decoder": ["msamp:O2"],
     "Whisper, which hears": ["native:dynamic"],
+    "ViT, which sees": ["native:dynamic", "msamp:O2"],
 }
 """All of them with larger models: the recorded results below."""
 
@@ -91,6 +109,18 @@ SHAPES = {
             pad_token_id=0,
             decoder_start_token_id=1,
             use_cache=False,
+        ),
+    ),
+    "ViT, which sees": ModelShape(
+        "ViT",
+        ViTConfig(
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            image_size=64,
+            patch_size=4,
+            num_labels=512,
         ),
     ),
 }
@@ -161,6 +191,41 @@ def test_a_few_layers_tell_of_all(backend, checkpointing):
         assert told.saved == pytest.approx(whole.saved, rel=1e-4)  # scales that layers share, some bytes each
         assert told.sizes == pytest.approx(whole.sizes)
         assert estimates.highest(told)[1] == pytest.approx(estimates.highest(whole)[1], rel=0.02)
+
+
+@pytest.mark.slow
+def test_a_few_layers_tell_of_encoder_and_decoder_and_of_a_first_layer_with_more():
+    """T5's first layers hold the biases of positions for all."""
+    shape = ModelShape("", T5Config(vocab_size=512, d_model=64, d_kv=32, d_ff=128, num_layers=5, num_heads=2))
+    workload, recipe = Workload(model=shape, batch=2, sequence=64), recipes.resolve("native:dynamic")
+    growth = Growth.traced(workload, recipe, "none", recipe.name)
+    whole = StepTrace.from_numbers(estimates.tracer(workload, recipe, "none", recipe.name)(shape, 2))
+    told = growth.at(5, 2)
+    assert growth.in_layers and told.resting == whole.resting and told.gradients == whole.gradients
+    assert told.saved == pytest.approx(whole.saved) and told.sizes == pytest.approx(whole.sizes)
+    assert estimates.highest(told) == pytest.approx(estimates.highest(whole))
+
+
+def test_what_a_kernel_keeps_to_itself_is_no_memory():
+    """On fake tensors the reference stands for it, which makes FP32 copies."""
+    with FakeTensorMode(), MemoryTracker() as tracker:
+        values = torch.zeros(256, 256, dtype=torch.bfloat16)
+        made = quantize(values, E4M3)
+        tracker.enter("after")
+    most = max(sum(parts.values()) for parts in tracker.peaks.values())
+    assert values.nbytes + made.codes.nbytes <= most < 1.01 * (values.nbytes + made.codes.nbytes)
+
+
+def test_grouped_queries_are_neither_repeated_nor_masked():
+    """A causal model without padding: what is kept is proportional to the tokens, not to the sequence's square."""
+    config = llama(num_attention_heads=8, num_key_value_heads=1)
+
+    def kept(batch, sequence):
+        shape = ModelShape("", config)
+        make_batch = functools.partial(shape.make_batch, batch, sequence)
+        return trace_step(lambda: shape.make_model(torch.float32), make_batch, StepSettings(recipe=None)).saved
+
+    assert kept(1, 512)["activations"] == pytest.approx(kept(8, 64)["activations"], rel=0.01)
 
 
 def test_checkpointing_keeps_less_and_bf16_weights_weigh_half():
@@ -263,6 +328,63 @@ def test_transformer_engine_is_its_native_equivalent_with_a_second_copy_of_the_c
     assert te.notes and not native.notes
 
 
+def test_transformer_engine_leaves_experts_as_they_are():
+    """As conversion would, though TransformerEngine is not here: its native equivalent takes them."""
+    shape = SHAPES["Mixtral, a mixture of experts"]
+    te, native = estimate(Workload(model=shape, sequence=64), ["te:dynamic", "native:dynamic"])
+    with torch.device("meta"):
+        model = shape.make_model(torch.float32)
+    expected = conversion.expected(model, recipes.resolve("te:dynamic"), registry.get_compute("te"))
+    assert te.flops_share == pytest.approx(expected.flops_share) and te.flops_share < native.flops_share - 0.3
+    assert te.static == native.static and te.copies < native.copies  # codes of experts
+
+
+CLASSES = {
+    "BertForMaskedLM": (BertConfig(architectures=["BertForPreTraining"]), (3, 5), "3 sequences of 5 tokens"),
+    "BertForSequenceClassification": (
+        BertConfig(architectures=["BertForSequenceClassification"]),
+        (3,),
+        "3 sequences of 5 tokens",
+    ),
+    "T5ForConditionalGeneration": (
+        T5Config(architectures=["T5WithLMHeadModel"]),
+        (3, 5),
+        "3 sequences of 5 tokens for the encoder and as many for the decoder",
+    ),
+    "WhisperForConditionalGeneration": (
+        WhisperConfig(),
+        (3, 5),
+        "3 spectrograms of 3000 frames with a transcript of 5 tokens",
+    ),
+    "ViTForImageClassification": (
+        ViTConfig(architectures=["ViTModel"], image_size=96),
+        (3,),
+        "3 images of 96 x 96 pixels",
+    ),
+    "ResNetForImageClassification": (ResNetConfig(), (3,), "3 images of 224 x 224 pixels"),
+}
+"""By the class that trains: a configuration, the shape of labels, and a batch in words."""
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_what_a_model_reads_follows_from_its_configuration(name):
+    config, labels, words = CLASSES[name]
+    shape = ModelShape("", config)
+    assert model_shapes._model_class(config).__name__ == name
+    assert shape.make_batch(3, 5)["labels"].shape == labels and shape.samples(3, 5) == words
+
+
+def test_one_sample_is_written_in_the_singular():
+    assert SHAPES["ViT, which sees"].samples(1, 1) == "1 image of 64 x 64 pixels"
+    assert SHAPES["Llama"].samples(1, 1) == "1 sequence of 1 token"
+
+
+def test_a_model_without_a_loss_of_these_is_refused_before_anything_is_traced(tmp_path):
+    CLIPConfig().save_pretrained(tmp_path)
+    with pytest.raises(FP8BackendError, match="model type 'clip': transformers has no class with a loss"):
+        model_shapes.from_transformers(tmp_path)
+
+
 def test_a_backend_that_cannot_train_a_model_says_why_beside_those_that_can():
     shape = ModelShape("", GPT2Config(vocab_size=512, n_embd=40, n_layer=2, n_head=2, use_cache=False))
     fp8, bf16 = estimate(Workload(model=shape, sequence=64), ["ao:tensorwise", "bf16"])
@@ -293,7 +415,7 @@ def test_weights_that_are_drawn_until_they_fit_end_and_a_loop_that_waits_for_a_v
 
 
 def test_a_step_that_fails_is_one_message(monkeypatch):
-    monkeypatch.setattr("transformers.LlamaForCausalLM.forward", lambda self, **_: 1 / 0)
+    monkeypatch.setattr("transformers.LlamaForCausalLM.forward", lambda self, labels=None, **_: 1 / 0)
     with pytest.raises(FP8BackendError, match="a training step of this model fails: ZeroDivisionError"):
         estimate(Workload(model=SHAPES["Llama"], sequence=64), ["bf16"])
 

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import io
 import re
 
 import pytest
 
-from fp8_backends.cli.terminal import paragraphs, table
+from fp8_backends.cli.terminal import Progress, paragraphs, table
 
 
 @pytest.fixture(autouse=True)
@@ -58,3 +59,16 @@ def test_paragraphs_stand_beside_their_labels_and_are_printed_as_they_are():
 def test_a_word_longer_than_a_line_loses_nothing():
     lines = paragraphs([("file", "/folder" * 30)]).splitlines()
     assert "".join(line[10:] for line in lines) == "/folder" * 30
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_progress_is_one_line_in_a_log_and_names_steps_on_a_terminal(is_terminal, monkeypatch, capsys):
+    errors = io.StringIO()
+    errors.isatty = lambda: is_terminal
+    monkeypatch.setattr("sys.stderr", errors)
+    monkeypatch.setenv("TERM", "xterm")
+    with Progress("tracing a step") as progress:
+        progress("msamp:O2")
+    assert capsys.readouterr().out == "" and "tracing a step" in errors.getvalue()
+    assert ("msamp:O2" in errors.getvalue()) is is_terminal
+    assert is_terminal or errors.getvalue() == "tracing a step …\n"

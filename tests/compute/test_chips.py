@@ -73,6 +73,15 @@ def test_the_precision_for_each_gpu(gpu, te, precision, backend, reason):
     assert not backend or cell_of(backend, chip_of(gpu)).state == FP8
 
 
+def test_a_chip_by_any_of_its_names():
+    assert {product.chip for product in chips.PRODUCTS.values()} == {*CHIPS}
+    assert all(chips.product_named(chip.key).chip is chip for chip in CHIPS)
+    assert chips.product_named("RTX 4090").chip is chips.ADA and chips.product_named("mi300x").chip is chips.MI300
+    assert chips.product_named("A100_40").gib == 40 and chips.product_named("cpu").gpu is None
+    with pytest.raises(fp8_backends.RecipeError, match="chip 'h10' is not known .did you mean 'h100'.*mi350x"):
+        chips.product_named("h10")
+
+
 def test_the_precision_for_a_cpu():
     assert advice_for(None, cpu_bf16=True).precision == "bf16" and "debugging" in advice_for(None, cpu_bf16=True).reason
     assert advice_for(None).precision == "fp32" and "without bf16" in advice_for(None).reason

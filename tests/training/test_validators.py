@@ -491,6 +491,7 @@ def test_another_chip_is_judged_with_new_libraries(monkeypatch):
             assert bool({"emulated_here", "no_fp8_hardware"} & found.keys()) == (
                 state == "emulated" or chip.key in ("cpu", "before-fp8")
             ), (spec, chip)
+    assert rules("te:mxfp8", chip="h100") == rules("te:mxfp8", chip="hopper")
     with pytest.raises(RecipeError, match="did you mean 'hopper'"):
         validate("te", chip="hoper")
 

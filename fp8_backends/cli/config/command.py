@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--output", "-o", metavar="FILE", help="where the Accelerate YAML goes")
     add("--backend", metavar="STRING", help="write this backend in place of the file's")
     add("--num_processes", "--num-processes", type=int, metavar="N", help="how many will train, over all machines")
-    add("--chip", metavar="CHIP", help="check for this chip and new libraries, such as hopper")
+    add("--chip", metavar="CHIP", help="check for this chip and new libraries: h100, l40s, hopper, …")
     add("--check", action="store_true", help="write nothing and exit with 1 where a validator finds an error")
     add("--json", action="store_true", help="print JSON in place of explanations and YAML")
 

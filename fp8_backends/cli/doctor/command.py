@@ -38,10 +38,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--no-test", action="store_true", help="run no training step")
     parser.add_argument("--chips", action="store_true", help="print which backend has FP8 products on which chip")
+    parser.add_argument("--chip", help="say what another chip does, and nothing of this machine: h100, l40s, hopper, …")
     parser.add_argument("--json", action="store_true", help="print JSON, the chips included")
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.chip is not None:
+        found = chip_alone(args.chip)
+        sections = paragraphs([_advice(found["advice"]), *_chip(found["chip"])])
+        print(json.dumps(found, indent=1) if args.json else sections)
+        return 0
     if args.json:
         every_chip = {"chips": [chips.described(chip) for chip in chips.CHIPS]}
         print(json.dumps(diagnosis(not args.no_test) | every_chip, indent=1))
@@ -69,6 +75,17 @@ def diagnosis(tests: bool = True) -> dict[str, Any]:
         "tests": [asdict(test) for test in self_test.run(_to_test(backends))] if tests else None,
         "chip": chips.described(hardware.chip(), hardware.cuda_release()),
     }
+
+
+def chip_alone(name: str) -> dict[str, Any]:
+    """Return the products of a chip and the precision that is recommended on it, as plain values.
+
+    Raises:
+        RecipeError: an unknown name.
+    """
+    product = chips.product_named(name)
+    advice = chips.advice_for(product.gpu, cpu_bf16=hardware.cpu_bf16())
+    return {"name": product.name, "advice": advice._asdict(), "chip": chips.described(product.chip)}
 
 
 def _versions(libraries: dict[str, str | None]) -> dict[str, str | None]:
@@ -168,12 +185,15 @@ def _machine(machine: dict[str, Any]) -> Lines:
 
 
 def _summary(found: dict[str, Any]) -> Lines:
-    advice = found["advice"]
+    yield "versions", ", ".join(f"{name} {version or 'not installed'}" for name, version in found["versions"].items())
+    yield _advice(found["advice"])
+    yield "auto", f"means {found['auto']} here"
+
+
+def _advice(advice: dict[str, str]) -> tuple[str, str]:
     precision = "FP8" if advice["precision"] == "fp8" else advice["precision"]
     backend = f" ({advice['backend']})" if advice["backend"] else ""
-    yield "versions", ", ".join(f"{name} {version or 'not installed'}" for name, version in found["versions"].items())
-    yield "advice", f"train in {precision}{backend}: {advice['reason']}"
-    yield "auto", f"means {found['auto']} here"
+    return "advice", f"train in {precision}{backend}: {advice['reason']}"
 
 
 def _backends(backends: dict[str, dict[str, Any]]) -> Lines:

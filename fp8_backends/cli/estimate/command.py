@@ -6,34 +6,32 @@ import argparse
 import json
 import os
 import re
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 
-from ...compute import hardware
-from ...compute.fields import closest
-from ...errors import FP8BackendError
-from ...words import counted, share
-from ..terminal import paragraphs, table
+from ...compute import chips, hardware
+from ...errors import FP8BackendError, RecipeError
+from ...training.rules import RULES
+from ...training.validators import validate
+from ...words import share
+from ..terminal import Progress, paragraphs, table
 from .estimates import USABLE, WEIGHT_DTYPES, Estimate, Workload, estimate
-from .model_shapes import from_parameters, from_transformers, parse_count, readable_count
+from .model_shapes import ModelShape, from_parameters, from_transformers, parse_count, readable_count
 
 SEQUENCE = 2048
 BACKENDS = "bf16,native:dynamic,msamp:O1,msamp:O2,msamp:O3,te,ao"
 
 GIB = 2**30
-DEVICE_GIB = {
-    "a100": 80, "a100-40": 40, "h100": 80, "h200": 141, "b200": 180, "b300": 270, "l4": 24, "l40s": 48,
-    "rtx3090": 24, "rtx4090": 24, "rtx5090": 32, "mi300x": 192, "mi325x": 256, "mi350x": 288,
-}  # fmt: skip
-"""From NVIDIA's and AMD's data sheets (B200 and B300: a DGX's memory over its 8 GPUs). Drivers show it in GiB, up to
-a percent less; 6 % less on cards with GDDR memory whose ECC is on."""
 
 
 class Device(NamedTuple):
     title: str
     memory: float
     """Bytes."""
+    chip: str | None = None
+    """A name in `chips.PRODUCTS`; None: not known."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,13 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "weights are loaded, nothing is fetched, and the device need not be there."
     )
     add = parser.add_argument
-    add("model", nargs="?", help="a config.json of transformers, its folder, or a cached model's name")
+    add("model", nargs="?", help="a config.json of transformers, its folder, or the name of a cached model")
     add("--params", help="instead of a model: a Llama of so many parameters (8B, 350M)")
     add("--devices", type=int, default=1, help="how many train it (default: 1)")
-    add("--device", help="h100, h200, b200, a100, l40s, rtx4090, …, cpu, or GiB (default: this machine)")
+    add("--chip", "--device", help="h100, h200, b200, a100, l40s, rtx4090, …, cpu, or GiB (default: this machine)")
     add("--sharding", help="of none, ddp, fsdp2, zero1, zero2, zero3, by commas (default: none; ddp,fsdp2)")
     add("--backend", default=BACKENDS, help=f"backend strings by commas (default: {BACKENDS})")
-    add("--batch", type=int, default=1, help="sequences of one device at a time (default: 1)")
+    add("--batch", type=int, default=1, help="sequences, images or spectrograms of one device at a time (default: 1)")
     add("--sequence", type=int, help="tokens of a sequence (default: 2048, or what the model takes)")
     add("--checkpointing", action="store_true", help="activation checkpointing of each layer")
     add("--weights", choices=WEIGHT_DTYPES, default="fp32", help="dtype of the model (default: fp32)")
@@ -61,8 +59,12 @@ def run(args: argparse.Namespace) -> int:
     for name in ("devices", "batch", "sequence"):
         if (value := getattr(args, name)) is not None and value < 1:
             raise FP8BackendError(f"--{name} {value}: at least 1")
-    device = device_named(args.device)
+    device = device_named(args.chip)
     model = from_transformers(args.model) if args.params is None else from_parameters(parse_count(args.params))
+    if args.sequence is not None and not model.reads_tokens:
+        raise FP8BackendError(
+            f"--sequence {args.sequence}: this model reads images, which have no tokens: leave it out"
+        )
     workload = Workload(
         model=model,
         batch=args.batch,
@@ -72,8 +74,13 @@ def run(args: argparse.Namespace) -> int:
         devices=args.devices,
         memory=device.memory,
     )
-    estimates = estimate(workload, _listed(args.backend), _shardings(args))
-    print(json.dumps(_plain(workload, device, estimates), indent=1) if args.json else text(workload, device, estimates))
+    with Progress(f"tracing a training step of {model.title}") as progress:
+        estimates = estimate(workload, _listed(args.backend), _shardings(args), progress)
+        advice = fp8_advice(model, device, [each.backend for each in estimates if each.flops_share])
+    if args.json:
+        print(json.dumps(_plain(workload, device, estimates) | {"advice": advice}, indent=1))
+    else:
+        print(text(workload, device, estimates, advice))
     return 0
 
 
@@ -81,25 +88,28 @@ def device_named(name: str | None) -> Device:
     """Return a device by its name, by its GiB, "cpu" for this machine's RAM; None: this machine's GPU or RAM.
 
     Raises:
-        FP8BackendError: an unknown name.
+        FP8BackendError: an unknown name, or one of several products that differ in memory.
     """
     if name is None and hardware.has_gpu():
         memory = min(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count()))
-        return Device(f"{torch.cuda.get_device_name(0)} ({memory / GIB:.0f} GiB)", memory)
-    word = "cpu" if name is None else name.lower().replace(" ", "").replace("_", "-")
-    if word == "cpu":
+        return Device(f"{torch.cuda.get_device_name(0)} ({memory / GIB:.0f} GiB)", memory, hardware.chip().key)
+    name = name or chips.CPU.key
+    number = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*(?:gib|gb)?", name.lower())
+    if number is not None and float(number[1]):
+        return Device(f"a device of {number[1]} GiB", float(number[1]) * GIB)
+    try:
+        product = chips.product_named(name)
+    except RecipeError as error:
+        raise FP8BackendError(f"--chip: {error}; or the GiB of one device, such as 64") from None
+    if product.gpu is None:
         memory = _ram()
-        return Device(f"this machine's RAM ({memory / GIB:.1f} GiB)", memory)
-    if word in DEVICE_GIB:
-        return Device(f"{name.upper()} ({DEVICE_GIB[word]} GiB)", DEVICE_GIB[word] * GIB)
-    number = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(?:gib|gb)?", word)
-    if number is None or not float(number[1]):
-        names = [*DEVICE_GIB, "cpu"]
+        return Device(f"this machine's RAM ({memory / GIB:.1f} GiB)", memory, product.name)
+    if product.gib is None:
+        sold = [each.name for each in chips.PRODUCTS.values() if each.gib and each.chip is product.chip]
         raise FP8BackendError(
-            f"--device {name}: unknown{closest(word, names)}. Known: {', '.join(names)}; or the GiB of one device, "
-            "such as 64"
+            f"--chip {name}: chips of this kind differ in memory: name one ({', '.join(sold)}), or its GiB, such as 64"
         )
-    return Device(f"a device of {number[1]} GiB", float(number[1]) * GIB)
+    return Device(f"{product.name.upper()} ({product.gib} GiB)", product.gib * GIB, product.name)
 
 
 def _ram() -> float:
@@ -135,6 +145,36 @@ def _plain(workload: Workload, device: Device, estimates: list[Estimate]) -> dic
     }
 
 
+NOT_WORTH_IT = ("no_fp8_hardware", "emulated_here", "minority_in_fp8", "small_layers", "small_model", "modest_gain")
+"""Rules that say where FP8 brings little or no speed, the plainest first."""
+
+
+def fp8_advice(model: ModelShape, device: Device, backends: list[str]) -> list[str]:
+    """Say in sentences why FP8 brings little or no speed to this model on this chip; none where it does.
+
+    Args:
+        backends: those with FP8 products. What holds for all of them is said once, and alone.
+    """
+    if device.chip is None or not backends:
+        return []
+    product = chips.product_named(device.chip)
+    advice = chips.advice_for(product.gpu, cpu_bf16=hardware.cpu_bf16())
+    if advice.precision != "fp8":
+        return [f"for speed train in {advice.precision}: {advice.reason}"]
+    with torch.device("meta"):
+        meta = model.make_model(torch.float32)
+    found = {name: {each.rule for each in validate(name, meta, chip=device.chip)} for name in backends}
+    sentences = []
+    for rule in (RULES[name] for name in NOT_WORTH_IT):
+        slow = [name for name, applying in found.items() if rule.name in applying]
+        of = "" if len(slow) == len(found) else f" with {', '.join(slow)}"
+        sentence = f"little or no speed is to be expected of FP8{of}: {rule.reason}; {rule.fix}"
+        if slow and not of:
+            return [sentence]
+        sentences += [sentence] if slow else []
+    return sentences
+
+
 # As text
 
 COLUMNS = {
@@ -150,7 +190,7 @@ _SHARDINGS = {
 }  # fmt: skip
 
 
-def text(workload: Workload, device: Device, estimates: list[Estimate]) -> str:
+def text(workload: Workload, device: Device, estimates: list[Estimate], advice: Iterable[str] = ()) -> str:
     """Return the tables as they are printed."""
     known = [each for each in estimates if not each.refused]
     unit = next(unit for unit, size in _UNITS.items() if max(each.peak for each in known) >= size)
@@ -162,15 +202,15 @@ def text(workload: Workload, device: Device, estimates: list[Estimate]) -> str:
         where = "the device" if workload.devices == 1 else f"each of {workload.devices} devices, {_SHARDINGS[sharding]}"
         group = [each for each in estimates if each.sharding == sharding]
         parts.append(f"{unit} on {where}\n{_table(group, _UNITS[unit])}")
-    return "\n\n".join([*parts, _legend(known)])
+    return "\n\n".join([*parts, _legend(known, advice)])
 
 
 def _training(workload: Workload, device: Device) -> str:
     weights = "FP32 weights under bf16 autocast" if workload.weights == "fp32" else "bf16 weights"
     checkpointing = ", activation checkpointing" if workload.checkpointing else ""
     return (
-        f"{workload.devices} x {device.title}; on each {counted(workload.batch, 'sequence')} of "
-        f"{counted(workload.sequence, 'token')}; {weights}, fused AdamW{checkpointing}"
+        f"{workload.devices} x {device.title}; on each {workload.model.samples(workload.batch, workload.sequence)}; "
+        f"{weights}, fused AdamW{checkpointing}"
     )
 
 
@@ -184,8 +224,8 @@ def _table(group: list[Estimate], size: int) -> str:
         count = each.largest_parameters
         largest = "?" if count is None else readable_count(count) if each.largest_layers else "none"
         numbers = [_number(getattr(each, name) / size) for name in columns]
-        rows.append([each.backend, *numbers, f"{share(each.flops_share)}", fits, largest, str(each.largest_batch)])
-    refused = [(f"{each.backend}:", each.refused) for each in group if each.refused]
+        rows.append([each.backend, *numbers, share(each.flops_share), fits, largest, str(each.largest_batch)])
+    refused = [(f"{each.backend}:", each.refused.removeprefix(f"{each.backend}: ")) for each in group if each.refused]
     return "\n".join([*([table(rows)] if known else []), *([paragraphs(refused)] if refused else [])])
 
 
@@ -195,7 +235,7 @@ def _number(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 else f"{value:.2g}"
 
 
-def _legend(known: list[Estimate]) -> str:
+def _legend(known: list[Estimate], advice: Iterable[str]) -> str:
     moments = "; ".join(dict.fromkeys(each.peak_at for each in known))
     notes = dict.fromkeys(note for each in known for note in each.notes)
     return paragraphs(
@@ -204,11 +244,12 @@ def _legend(known: list[Estimate]) -> str:
             ("copies", "of weights, from forward to backward (autocast's, FP8 codes)"),
             ("acts", "activations kept for backward"),
             ("peak", f"the highest moment of a step ({moments})"),
-            ("sent", "to other devices in a step"),
+            *([("sent", "to other devices in a step")] if any(each.sent for each in known) else []),
             ("FP8", "share of the FLOPs of weight products"),
             ("fits", f"the peak is at most {share(USABLE)} of the memory; the rest is for libraries and fragmentation"),
             ("largest", "parameters of this shape with more or fewer layers"),
-            ("batch", "the most sequences at a time on a device"),
+            ("batch", "the most samples at a time on a device"),
             *(("note", note) for note in notes),
+            *(("advice", sentence) for sentence in advice),
         ]
     )

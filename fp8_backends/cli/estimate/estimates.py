@@ -107,7 +107,10 @@ class Estimate:
 
 
 def estimate(
-    workload: Workload, backends: Iterable[str | Recipe], shardings: Iterable[str] = ("none",)
+    workload: Workload,
+    backends: Iterable[str | Recipe],
+    shardings: Iterable[str] = ("none",),
+    on_backend: Callable[[str], object] = lambda name: None,
 ) -> list[Estimate]:
     """Estimate each backend under each sharding, in this order. A backend that cannot train this model has the reason
     in `refused`.
@@ -115,6 +118,7 @@ def estimate(
     Args:
         backends: backend strings and recipes, and "bf16", "fp16" or "fp32" for training without FP8.
         shardings: names from `sharded_costs.SHARDINGS`.
+        on_backend: called with the name of each backend before its steps are traced, which takes seconds.
 
     Raises:
         RecipeError: an unknown backend or sharding, or a dtype of weights that no model is trained in.
@@ -133,7 +137,11 @@ def estimate(
         recipe = None if baseline in BASELINES else resolve(name)
         asked.append((baseline if recipe is None else recipe.name, recipe))
     traced: dict[tuple, Growth] = {}
-    found = [_estimate(workload, *each, sharding, traced) for sharding in shardings for each in asked]
+    found = []
+    for sharding in shardings:
+        for name, recipe in asked:
+            on_backend(name)
+            found.append(_estimate(workload, name, recipe, sharding, traced))
     if found and all(each.refused for each in found):
         raise FP8BackendError("; ".join(dict.fromkeys(each.refused for each in found)))
     return found
@@ -266,10 +274,8 @@ def tracer(workload: Workload, recipe: Recipe | None, sharding: str, backend: st
     dtype = torch.float32 if workload.weights == "fp32" else torch.bfloat16
     if sharding in sharded_costs.DEEPSPEED:  # which holds the model in bf16
         dtype, autocast = torch.bfloat16, None
-    # TransformerEngine runs on GPUs only: the native equivalent of its recipe stands in its place
-    native = resolve(recipe.name.replace("te:", "native:", 1)) if _is_te(recipe) else recipe
     settings = StepSettings(
-        recipe=native, autocast=autocast, checkpointing=workload.checkpointing, fused=workload.fused
+        recipe=recipe, autocast=autocast, checkpointing=workload.checkpointing, fused=workload.fused
     )
 
     def trace(model: ModelShape, batch: int) -> Numbers:
@@ -277,7 +283,7 @@ def tracer(workload: Workload, recipe: Recipe | None, sharding: str, backend: st
             made = model.make_batch(batch, workload.sequence)
             return {name: each.to(dtype) if each.is_floating_point() else each for name, each in made.items()}
 
-        found = trace_step(lambda: model.make_model(dtype), make_batch, settings, model.blocks)
+        found = trace_step(lambda: model.make_model(dtype), make_batch, settings, model.stacks)
         if _is_te(recipe):
             _add_te_codes(found, recipe, sharding)
         return found.numbers()

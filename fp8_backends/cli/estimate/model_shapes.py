@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import json
 import re
 from dataclasses import dataclass
@@ -19,12 +20,26 @@ from ...words import counted
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-_WITH_LOSS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration", "ForPreTraining")
-"""Endings of classes whose forward takes `labels` of the shape of `input_ids` and returns a loss."""
+_TOKENS, _IMAGES, _SPECTROGRAMS = "input_ids", "pixel_values", "input_features"
+_WITH_LOSS = {
+    _TOKENS: (
+        *("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration", "ForPreTraining"),
+        "ForSequenceClassification",
+    ),
+    _IMAGES: ("ForImageClassification",),
+    _SPECTROGRAMS: ("ForConditionalGeneration",),
+}
+"""What a model reads first, and endings of classes that take it with `labels` and return a loss: a label for each token
+or, of a classifier, one for each sample."""
+_SIZES = {_IMAGES: ("num_channels",), _SPECTROGRAMS: ("num_mel_bins", "max_source_positions")}
+"""Fields of a configuration that say how large an input is; a model of images and texts has them further down."""
+IMAGE_SIZE = 224
+"""Pixels of a side, for a model whose configuration names none (ResNet): what they are trained with."""
 _UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 _DECODER_LAYERS = ("decoder_layers", "num_decoder_layers")
 """Fields with a decoder's depth, where `num_hidden_layers` is the encoder's."""
+_ALL_LAYERS = ("num_hidden_layers", "encoder_layers", *_DECODER_LAYERS)
 
 SHORT, LONG = 2, 3
 """Layers of models that tell how a deeper one grows."""
@@ -56,7 +71,7 @@ class ModelShape:
         kinds = getattr(config, "layer_types", None)
         if kinds:
             config.layer_types = [kinds[i % len(kinds)] for i in range(layers)]
-        for name in ("num_hidden_layers", *_DECODER_LAYERS):
+        for name in _ALL_LAYERS:
             if hasattr(config, name):
                 setattr(config, name, layers)
         return ModelShape(self.title, config)
@@ -68,43 +83,82 @@ class ModelShape:
             FP8BackendError: transformers cannot make it from its configuration.
         """
         config = copy.deepcopy(self.config)
-        if getattr(config, "is_encoder_decoder", False):
-            for name in ("decoder_start_token_id", "pad_token_id"):  # with which a decoder's input is made of labels
-                if getattr(config, name, None) is None:
-                    setattr(config, name, 0)
+        for name in ("decoder_start_token_id", "pad_token_id"):  # a decoder's input is made of labels with them
+            if getattr(config, name, None) is None:
+                setattr(config, name, 0)
         try:
             return _model_class(config)._from_config(config, dtype=dtype)
         except (AssertionError, AttributeError, RuntimeError, TypeError, ValueError) as error:
             raise FP8BackendError(f"transformers cannot make this model: {_first_line(error)}") from error
 
-    def make_batch(self, batch: int, sequence: int) -> dict[str, torch.Tensor]:
-        """Token ids, and labels of their shape; for a model of speech the longest spectrogram, and labels."""
-        found = {name: torch.zeros(batch, sequence, dtype=torch.long) for name in ("input_ids", "labels")}
-        if _model_class(self.config).main_input_name == "input_features":
-            del found["input_ids"]
-            # a convolution halves the frames before they get positions
-            found["input_features"] = torch.zeros(batch, self.config.num_mel_bins, 2 * self.config.max_source_positions)
-        return found
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether a sample has a number of tokens that is to be chosen."""
+        return _model_class(self.config).main_input_name != _IMAGES
 
-    def blocks(self, model: nn.Module) -> list[nn.Module]:
-        """Return its repeated layers, if they are all alike; else none."""
+    def make_batch(self, batch: int, sequence: int) -> dict[str, torch.Tensor]:
+        """Make what the forward takes, all zeros: token ids [batch, sequence], images [batch, channels, height, width],
+        or the longest spectrograms [batch, mel bins, frames]; and labels."""
+        model_class, config = _model_class(self.config), self.config
+        is_classifier = model_class.__name__.endswith("Classification")
+        labels = torch.zeros((batch,) if is_classifier else (batch, sequence), dtype=torch.long)
+        first = model_class.main_input_name
+        if first == _TOKENS:
+            return {first: torch.zeros(batch, sequence, dtype=torch.long), "labels": labels}
+        shape = (config.num_channels, *self._image) if first == _IMAGES else (config.num_mel_bins, self._frames)
+        return {first: torch.zeros(batch, *shape), "labels": labels}
+
+    def samples(self, batch: int, sequence: int) -> str:
+        """Say what a batch is."""
+        first = _model_class(self.config).main_input_name
+        if first == _IMAGES:
+            return f"{counted(batch, 'image')} of {self._image[0]} x {self._image[1]} pixels"
+        tokens = counted(sequence, "token")
+        if first == _SPECTROGRAMS:
+            return f"{counted(batch, 'spectrogram')} of {self._frames} frames with a transcript of {tokens}"
+        both = " for the encoder and as many for the decoder" if self._has_decoder_apart else ""
+        return f"{counted(batch, 'sequence')} of {tokens}{both}"
+
+    @property
+    def _image(self) -> tuple[int, int]:
+        size = getattr(self.config, "image_size", None) or IMAGE_SIZE
+        return (size, size) if isinstance(size, int) else tuple(size)
+
+    @property
+    def _frames(self) -> int:
+        return 2 * self.config.max_source_positions  # a convolution halves them before they get positions
+
+    @property
+    def _has_decoder_apart(self) -> bool:
+        return bool(getattr(self.config, "is_encoder_decoder", False))
+
+    def stacks(self, model: nn.Module) -> list[list[nn.Module]]:
+        """Return its repeated layers, if they are alike but for the first one: one list, or the encoder's and the
+        decoder's; else none."""
         if any(getattr(self.config, name, self.layers) != self.layers for name in _DECODER_LAYERS):
             return []
-        lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == self.layers]
+        parts = [model.get_encoder(), model.get_decoder()] if self._has_decoder_apart else [model]
+        stacks = [self._blocks(part) for part in parts]
+        return stacks if all(stacks) else []
+
+    def _blocks(self, part: nn.Module) -> list[nn.Module]:
+        lists = [m for m in part.modules() if isinstance(m, nn.ModuleList) and len(m) == self.layers]
         largest = max(lists, key=_elements, default=())
-        kinds = {tuple((name, p.shape) for name, p in block.named_parameters()) for block in largest}
-        return list(largest) if len(kinds) == 1 else []
+        kinds = {tuple((name, p.shape) for name, p in block.named_parameters()) for block in largest[1:]}
+        return list(largest) if len(kinds) <= 1 else []
 
     @functools.cached_property
     def grows_evenly(self) -> bool:
         """Whether its layers are alike, so that a few of them tell of all."""
+        if self.layers <= LONG:
+            return False
         with torch.device("meta"):
             shapes = [self.with_layers(SHORT), self.with_layers(LONG), self]
             models = [shape.make_model(torch.float32) for shape in shapes]
-        if self.layers <= LONG or not all(map(ModelShape.blocks, shapes, models)):
+        if not all(map(ModelShape.stacks, shapes, models)):
             return False
         short, long, whole = map(_elements, models)
-        return whole == short + (long - short) * (self.layers - SHORT)
+        return short < long and whole == short + (long - short) * (self.layers - SHORT)
 
     @functools.cached_property
     def parameters(self) -> int:
@@ -227,7 +281,7 @@ def _elements(model: nn.Module) -> int:
 
 
 def _model_class(config: PretrainedConfig) -> Any:
-    """Return the class that the configuration names, or one of its type, that trains on tokens.
+    """Return the class that the configuration names, or one of its type, that trains on tokens, images or spectrograms.
 
     Raises:
         FP8BackendError: there is none.
@@ -238,13 +292,23 @@ def _model_class(config: PretrainedConfig) -> Any:
     kind = getattr(config, "model_type", "?")
     tables = reversed(_NAMES) if getattr(config, "is_encoder_decoder", False) else _NAMES
     names = [*(getattr(config, "architectures", None) or ()), *(getattr(auto, names).get(kind) for names in tables)]
-    found = next((name for name in names if isinstance(name, str) and name.endswith(_WITH_LOSS)), "")
-    if not hasattr(transformers, found):
+    classes = [getattr(transformers, name, None) for name in names if isinstance(name, str)]
+    found = next((each for each in classes if each is not None and _has_loss(each, config)), None)
+    if found is None:
         raise FP8BackendError(
-            f"model type {kind!r}: no class of transformers trains it on tokens "
-            f"(causal, masked or sequence-to-sequence language model), and estimates are made of such"
+            f"model type {kind!r}: transformers has no class with a loss for it that estimates are made of: language "
+            "models (causal, masked, encoder-decoder, speech to text), and classifiers of texts or images"
         )
-    return getattr(transformers, found)
+    return found
+
+
+def _has_loss(model_class: type, config: PretrainedConfig) -> bool:
+    """Tell whether its forward makes a loss of one input, whose size is known, and of `labels`."""
+    first = getattr(model_class, "main_input_name", None)
+    names = inspect.signature(model_class.forward).parameters
+    has_labels = "labels" in names and not any(name.endswith("_label") for name in names)
+    is_sized = all(hasattr(config, field) for field in _SIZES.get(first, ()))
+    return model_class.__name__.endswith(_WITH_LOSS.get(first, ())) and has_labels and is_sized
 
 
 _NAMES = (
@@ -252,6 +316,7 @@ _NAMES = (
     "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
     "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
     "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
+    "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
 )
 """Tables of transformers from model types to classes."""
 

@@ -8,9 +8,11 @@ FP32 logits. Not seen is what a kernel allocates for itself inside one operation
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -26,14 +28,18 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from ...compute import registry
 from ...compute.interface import scaling_buffers
+from ...compute.products import exact_product
 from ...errors import FP8BackendError
+from ...numerics.kernels.quantize import dispatch as quantization
 from ...numerics.scaled_tensor import ScaledTensor
-from ...recipes.handlers import Recipe
+from ...recipes.handlers import FP8RecipeKwargs, Recipe
 from ...states.adamw import ScaledStates
 from ...training import conversion, preparation
-from ...training.auditing import converted_layers, inner_tensors, stored_bytes
-from ...training.weight_products import FP8
+from ...training.auditing import converted_layers, expected_flops, inner_tensors, stored_bytes
+from ...training.weight_products import find_weight_products
+from ...training.work import Work, WorkMeter
 
 PARTS = ("weights", "master", "gradients", "states", "buffers", "copies", "codes", "activations")
 """What memory is for. `copies` of weights in high precision (autocast's) and FP8 `codes` of weights are made for the
@@ -42,6 +48,15 @@ WEIGHTS, MASTER, GRADIENTS, STATES, BUFFERS, COPIES, CODES, ACTIVATIONS = PARTS
 
 _WEIGHT_PARTS = frozenset((WEIGHTS, MASTER, BUFFERS, COPIES, CODES))
 _PLAIN_TYPES = frozenset((torch.Tensor, FakeTensor, nn.Parameter))
+
+_KERNELS = frozenset(
+    function.__code__
+    for function in (
+        quantization.quantize, quantization.quantize_blocks, quantization.dequantize_blocks, exact_product,
+    )
+)  # fmt: skip
+"""What one kernel does on a GPU, and a CPU part by part in its cache. Fake tensors take the reference in its place,
+whose FP32 copies between its operations exist nowhere else."""
 
 MOST_ANSWERS = 20_000
 """Answers of one trace to code that reads numbers from tensors: more is a loop that waits for a value."""
@@ -140,9 +155,17 @@ class MemoryTracker(TorchDispatchMode):
         self.total -= gone.size
 
     def _note_peak(self) -> None:
-        if self.total >= self._peak_totals.get(self.region, 0):
+        # what a kernel leaves behind is counted with the next tensor
+        if self.total >= self._peak_totals.get(self.region, 0) and not _is_inside_kernel():
             self._peak_totals[self.region] = self.total
             self.peaks[self.region] = dict(self.live)
+
+
+def _is_inside_kernel() -> bool:
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code not in _KERNELS:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _grouped_mm(a: torch.Tensor, b: torch.Tensor, *args, **kwargs) -> torch.Tensor:
@@ -190,7 +213,7 @@ class StepSettings:
     """How the step that is traced trains."""
 
     recipe: Recipe | None
-    """None: no FP8."""
+    """None: no FP8. TransformerEngine, which runs on GPUs only, is traced as its native equivalent."""
     autocast: torch.dtype | None = torch.bfloat16
     """The dtype of products that are not in FP8; None: that of the weights."""
     checkpointing: bool = False
@@ -203,15 +226,16 @@ def trace_step(
     make_model: Callable[[], nn.Module],
     make_batch: Callable[[], dict[str, torch.Tensor]],
     settings: StepSettings,
-    find_blocks: Callable[[nn.Module], list[nn.Module]],
+    find_stacks: Callable[[nn.Module], list[list[nn.Module]]] = lambda model: [],
 ) -> StepTrace:
     """Trace a training step of AdamW, not the first one, which makes the optimizer's states.
 
     Args:
-        make_model: makes the model, whose forward takes the batch and returns a loss first; called with fake tensors
-            on.
+        make_model: makes the model, whose forward takes the batch and returns a loss, alone or first among others;
+            called with fake tensors on.
         make_batch: the arguments of its forward.
-        find_blocks: the blocks that repeat in depth, for the regions of the trace.
+        find_stacks: the blocks that repeat in depth, in lists as they run (an encoder's, a decoder's), for the regions
+            of the trace.
 
     Raises:
         FP8BackendError: the model's code depends on values, which fake tensors do not have; or its step fails.
@@ -220,7 +244,8 @@ def trace_step(
         with FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.device("cpu"), MemoryTracker() as tracker:
             model = make_model().train()
             fake.fake_tensor_converter.tensor_memo.clear()  # weak references keep a weight from being stored anew
-            return _Step(model, settings, tracker).trace(make_batch, find_blocks)
+            with _attending_without_padding(model):
+                return _Step(model, settings, tracker).trace(make_batch, find_stacks)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise FP8BackendError(
             f"the memory of this model cannot be told without running it: its code asks for values of tensors "
@@ -233,6 +258,58 @@ def trace_step(
         raise FP8BackendError(f"a training step of this model fails: {type(error).__name__}: {first_line}") from error
 
 
+UNPADDED = "sdpa_without_padding"
+"""A name for transformers' own attention by `scaled_dot_product_attention`, and for its masks of batches that are known
+to have no padding."""
+
+
+@contextlib.contextmanager
+def _attending_without_padding(model: nn.Module) -> Iterator[None]:
+    """Inside, causal language models of transformers make the masks of a batch without padding: mostly none.
+
+    Of fake tensors they would make one in any case, which holds the square of the sequence, and for which keys and
+    values of grouped queries are repeated: they cannot look whether several sequences are packed into one.
+    """
+    changed = []
+    if "transformers" in sys.modules:
+        from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+        from transformers.masking_utils import sdpa_mask
+
+        AttentionInterface.register(UNPADDED, sdpa_attention_forward)
+        AttentionMaskInterface.register(UNPADDED, lambda **given: sdpa_mask(**given | {"allow_is_causal_skip": True}))
+        models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+        causal = [each for each in models if type(each).__name__.endswith("ForCausalLM")]
+        changed = [each for each in causal if each.config._attn_implementation == "sdpa"]
+    for each in changed:
+        each.set_attn_implementation(UNPADDED)
+    try:
+        yield
+    finally:  # its configuration may be the caller's
+        for each in changed:
+            each.set_attn_implementation("sdpa")
+
+
+def _traced_recipe(model: nn.Module, recipe: Recipe) -> Recipe:
+    """Return the recipe to trace: for one of TransformerEngine the native recipe with the same codes, for the layers
+    that TransformerEngine would take.
+
+    Raises:
+        FP8BackendError: there are no such layers, with the reasons.
+    """
+    expected = conversion.expected(model, recipe, registry.get_compute(recipe.compute))
+    if not expected.converted and recipe.on_unproven == "raise":
+        reasons = "; ".join(dict.fromkeys(expected.high_precision.values()))
+        raise FP8BackendError(f"no layer of this model can run in FP8: {reasons or 'it has no Linear'}")
+    if recipe.compute != "te":
+        return recipe
+    chosen = set(expected.converted)
+    backend = recipe.name.replace("te:", "native:", 1)
+    return FP8RecipeKwargs(
+        backend=backend, module_filter_func=lambda module, name: name in chosen, on_unproven=recipe.on_unproven
+    )
+
+
 class _Step:
     """A prepared model with its optimizer, inside a tracker."""
 
@@ -242,8 +319,9 @@ class _Step:
             getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=settings.fused)
         if settings.recipe is not None:
-            preparation.prepare_model(model, settings.recipe)
-            preparation.convert_optimizer(self.optimizer, settings.recipe)
+            recipe = _traced_recipe(model, settings.recipe)
+            preparation.prepare_model(model, recipe)
+            preparation.convert_optimizer(self.optimizer, recipe)
         if settings.autocast is not None:  # as Accelerate does it: autocast around the forward, outputs in FP32
             forward = torch.autocast("cpu", settings.autocast)(type(model).forward)
             model.forward = types.MethodType(convert_outputs_to_fp32(forward), model)
@@ -251,20 +329,26 @@ class _Step:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(lambda p: tracker.assign(p.grad, GRADIENTS))
 
-    def trace(self, make_batch: Callable, find_blocks: Callable) -> StepTrace:
+    def trace(self, make_batch: Callable, find_stacks: Callable) -> StepTrace:
         tracker = self.tracker
         self._assign_parts()
         self._make_states()
         self._assign_parts()
-        blocks = find_blocks(self.model)
-        regions = _Regions(tracker, blocks)
+        stacks = find_stacks(self.model)
+        regions = _Regions(tracker, stacks)
         tracker.forget_peaks()
-        trace = StepTrace(resting=dict(tracker.live), sizes=_sizes(self.model, self.optimizer, blocks))
+        trace = StepTrace(resting=dict(tracker.live), sizes=_sizes(self.model, self.optimizer, sum(stacks, [])))
         tracker.enter("forward")
-        loss = self.model(**make_batch())[0]
+        meter = WorkMeter(self.model, find_weight_products(self.model))
+        batch = make_batch()
+        samples = len(next(iter(batch.values())))
+        loss = _loss(self.model(**batch))
+        del batch
         regions.turn()
         trace.saved = {part: tracker.live[part] - trace.resting[part] for part in (COPIES, CODES, ACTIVATIONS)}
         loss.backward()
+        meter.detach()
+        trace.sizes |= _flops(self.model, meter.work, samples)
         del loss
         trace.gradients = tracker.live[GRADIENTS]
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
@@ -301,29 +385,35 @@ class _Step:
                     self.tracker.assign(value, MASTER if "master" in name else STATES)
 
 
+def _loss(outputs: torch.Tensor | Sequence) -> torch.Tensor:
+    return outputs if isinstance(outputs, torch.Tensor) else outputs[0]
+
+
 class _Regions:
     """Tells the tracker where the step is: before, in or behind the blocks, and whether it goes back.
 
-    Of the blocks the first and the last have regions of their own: what lives while a step passes a block grows or
-    falls evenly from one block to the next, so the highest moment is at one of the ends.
+    Of the blocks of a stack the first and the last have regions of their own: what lives while a step passes a block
+    grows or falls evenly from one block to the next, so the highest moment is at one of the ends.
     """
 
-    def __init__(self, tracker: MemoryTracker, blocks: list[nn.Module]) -> None:
+    def __init__(self, tracker: MemoryTracker, stacks: list[list[nn.Module]]) -> None:
         self.tracker, self.goes_back = tracker, False
+        for number, blocks in enumerate(stacks):
+            self._watch(blocks, "the" if number == len(stacks) - 1 else "the encoder's")
+
+    def _watch(self, blocks: list[nn.Module], whose: str) -> None:
         last = len(blocks) - 1
-        names = {0: "the first block", last: "the last block"}
+        names = {0: f"{whose} first block", last: f"{whose} last block"}
         for number, block in enumerate(blocks):
-            name = names.get(number, "the blocks between")
+            name = names.get(number, f"{whose} blocks between")
             block.register_forward_pre_hook(lambda *_, name=name: self._enter(f"forward of {name}"))
             block.register_forward_hook(
                 lambda _, args, output, name=name: self._enter_in_backward(output, f"backward of {name}")
             )
-            if number == 0:
-                block.register_forward_hook(
-                    lambda _, args, output: self._enter_in_backward(args, "backward of the embedding")
-                )
-            if number == last:
-                block.register_forward_hook(lambda *_: self._enter("loss"))
+        blocks[0].register_forward_hook(
+            lambda _, args, output: self._enter_in_backward(args, f"backward of {whose} embedding")
+        )
+        blocks[last].register_forward_hook(lambda *_: self._enter("loss" if whose == "the" else "forward"))
 
     def turn(self) -> None:
         """Note that the forward has ended."""
@@ -347,7 +437,7 @@ def _sizes(model: nn.Module, optimizer: torch.optim.Optimizer, blocks: list[nn.M
     In elements: `parameters`, `trained`, `scaled` (trained and stored in scaled precision), `largest_scaled`,
     `converted` (in FP8 products), `to_scale` (by an optimizer that rounds what it stores), `scaling_states` (agreed on
     between ranks), `block` and `block_scaled` (of the largest block), `outside` (the blocks). In bytes: `scaled_states`
-    (masters and moments of scaled weights). In FLOPs of a token: `flops`, `flops_fp8`.
+    (masters and moments of scaled weights). `_flops` adds those of a sample.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     scaled = [p for p in trained if isinstance(p, ScaledTensor)]
@@ -366,15 +456,21 @@ def _sizes(model: nn.Module, optimizer: torch.optim.Optimizer, blocks: list[nn.M
         "block_scaled": sum(p.numel() for p in block.parameters() if isinstance(p, ScaledTensor)),
         "outside": _elements(model) - sum(map(_elements, blocks)),
     }
-    products = conversion.weight_products(model)
     for _, root, prepared in conversion.prepared_roots(model):
         for layer in converted_layers(root, prepared).values():
             sizes["converted"] += layer.weight.numel()
         sizes["scaling_states"] += sum(state.numel() for state in scaling_buffers(prepared.compute, root))
-        products = prepared.report.products
-    sizes["flops"] = sum(product.flops for product in products)
-    sizes["flops_fp8"] = sum(product.flops for product in products if product.state == FP8)
     return sizes
+
+
+def _flops(model: nn.Module, work: dict[str, Work], samples: int) -> dict[str, float]:
+    """Return the FLOPs of one sample's products with weights, `flops`, and of those in FP8, `flops_fp8`."""
+    roots = conversion.prepared_roots(model)
+    if not roots:
+        return {"flops": sum(seen.flops for seen in work.values()) / samples, "flops_fp8": 0.0}
+    _, root, prepared = roots[0]
+    measures = expected_flops(root, prepared, work)
+    return {"flops": measures.needed / samples, "flops_fp8": measures.in_fp8 / samples}
 
 
 def _elements(module: nn.Module) -> int:

@@ -48,13 +48,11 @@ class Machine:
         return cls(hardware.chip(), tuple(hardware.capabilities()), hardware.cuda_release(), fast_bf16)
 
     @classmethod
-    def with_chip(cls, key: str) -> Machine:
-        """A machine with this chip, a key of `chips.CHIPS`, and new libraries."""
-        known = {chip.key: chip for chip in chips.CHIPS}
-        check_known("chip", key, known)
-        chip = known[key]
-        capabilities = () if chip.since is None else (chip.since,)
-        return cls(chip, capabilities, bf16_products=chip is not chips.CPU or hardware.cpu_bf16())
+    def with_chip(cls, name: str) -> Machine:
+        """A machine with this chip, by a name that `chips.product_named` takes, and new libraries."""
+        product = chips.product_named(name)
+        capabilities = (product.gpu,) if isinstance(product.gpu, tuple) else ()
+        return cls(product.chip, capabilities, bf16_products=product.gpu is not None or hardware.cpu_bf16())
 
 
 @dataclass(frozen=True)
