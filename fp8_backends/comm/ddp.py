@@ -141,13 +141,15 @@ class Connection(BackwardPass):
                 _broadcast(stored, source, self.group)
 
     def make_states_equal(self, source: int) -> None:
-        """Copy the optimizers' states from rank `source` of the group to all its ranks; learning rates stay."""
+        """Copy the optimizers' states from rank `source` of the group to all its ranks, as they are stored; learning
+        rates stay."""
         is_source = dist.get_rank(self.group) == source
         for optimizer in self.optimizers:
-            message = [optimizer.state_dict()["state"] if is_source else None]
+            stored = torch.optim.Optimizer.state_dict(optimizer)  # that of a level's own optimizer has plain values
+            message = [stored["state"] if is_source else None]
             dist.broadcast_object_list(message, dist.get_global_rank(self.group, source), group=self.group)
             if not is_source:
-                optimizer.load_state_dict({**optimizer.state_dict(), "state": message[0]})
+                optimizer.load_state_dict({**stored, "state": message[0]})
 
     def _end(self) -> None:
         super()._end()

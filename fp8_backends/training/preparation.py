@@ -362,9 +362,10 @@ def whole_states(optimizer: torch.optim.Optimizer, receives: bool = True, moment
     without it: every rank loads the whole, and keeps what it owns.
 
     Args:
-        receives: whether they are wanted on this rank, 5 bytes an element, on the CPU. Elsewhere `state_dict()` works
-            inside too, at any level, with placeholders on the meta device: for weights of other ranks, whose states it
-            leaves out, and for this rank's scaled states.
+        receives: whether they are wanted on this rank: 5 bytes an element on the CPU, and 12 more in the optimizer's
+            `state_dict()`, whose values are plain. Elsewhere `state_dict()` works inside too, at any level, with
+            placeholders on the meta device: for weights of other ranks, whose states it leaves out, and for this rank's
+            scaled states.
         moments: False for weights alone, 2 bytes an element.
     """
     inner = unwrapped(optimizer)
