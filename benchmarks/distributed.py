@@ -22,7 +22,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8_backends
-from fp8_backends.cli.compare.settings import Settings, build_model, defaults
+from fp8_backends.cli.compare.language_model import build_model
+from fp8_backends.cli.compare.settings import Settings, defaults
 from fp8_backends.cli.compare.summary import LOSS_GAP_BOUND, paired_gap
 from fp8_backends.cli.compare.training_run import _schedule
 from fp8_backends.cli.compare.training_text import TrainingText, load_text

@@ -25,8 +25,9 @@ from .recipes.handlers import (
 from .recipes.precision_plan import PrecisionPlan, plan
 from .training import conversion
 from .training.auditing import Audit, audit
-from .training.conversion import ConversionReport
+from .training.conversion import ConversionReport, restore
 from .training.exporting import Export, export
+from .training.plain_weights import plain_weights
 from .training.preparation import initialize, keep_weight_casts, prepare, whole_states
 from .training.quantized_layers import dequantize
 from .training.validators import Finding, validate
@@ -56,10 +57,12 @@ __all__ = [
     "export",
     "initialize",
     "keep_weight_casts",
+    "plain_weights",
     "plan",
     "prepare",
     "register_backend",
     "resolve",
+    "restore",
     "validate",
     "whole_states",
 ]

@@ -541,7 +541,7 @@ def pippy(backend: str, folder: Path) -> None:
     model = acc.unwrap_model(model, keep_fp32_wrapper=False).eval()
     expected = _outputs(model)
     if not backend.startswith("native"):
-        fp8_backends.conversion.restore(model)
+        fp8_backends.restore(model)
     x = _inputs(2)
     staged = prepare_pippy(model, split_points=["second"], example_args=(x[:1],))
     with torch.no_grad():

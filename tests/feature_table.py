@@ -46,6 +46,10 @@ _HOOK = at(LEVELS, "leave the hook out")
 _SHARED_OUT = at(("msamp:O3",), "shard_states=False")
 _ADAM = at(LEVELS, "trains with torch.optim.AdamW or torch.optim.Adam")
 _ADAM_NOTE = "Levels train with ``torch.optim.AdamW`` or ``Adam``: use a backend of O0"
+_AVERAGE_NOTE = (
+    "At levels the average is kept in FP32: `Levels <levels.rst>`_ has code. At O3 under DDP no rank has all masters "
+    "to average: prepare with ``shard_states=False``"
+)
 _STATE_DICT_NOTE = (
     "At O3 under DDP no rank has a whole state dict: prepare with ``shard_states=False``, or load what "
     "``Accelerator.save_model`` has written"
@@ -103,15 +107,13 @@ FEATURES = (
     Feature(
         "EMA (``AveragedModel``)",
         "ema",
-        "At levels the average is kept in FP32 beside what is stored. At O3 under DDP no rank has all masters to "
-        "average: prepare with ``shard_states=False``",
+        _AVERAGE_NOTE,
         refused_on_several=_SHARED_OUT,
     ),
     Feature(
         "SWA (``AveragedModel``)",
         "swa",
-        "At levels the average is kept in FP32 beside what is stored. At O3 under DDP no rank has all masters to "
-        "average: prepare with ``shard_states=False``",
+        _AVERAGE_NOTE,
         refused_on_several=_SHARED_OUT,
     ),
     Feature("``cpu_offload``", "offload_to_cpu", _STATE_DICT_NOTE, refused_on_several=_SHARED_OUT),
@@ -135,7 +137,7 @@ FEATURES = (
         "``prepare_pippy``",
         "pippy",
         "First ``accelerator.unwrap_model(model, keep_fp32_wrapper=False)``, and for ``ao`` and levels "
-        "``fp8_backends.conversion.restore(model)``. ``gather_output=True`` fails in Accelerate 1.15 itself",
+        "``fp8_backends.restore(model)``. ``gather_output=True`` fails in Accelerate 1.15 itself",
         refused_on_several=_SHARED_OUT,
     ),
     Feature(

@@ -62,9 +62,11 @@ def restore(models: list[nn.Module], saved: ScalingState | None, source: str) ->
             if has_state:
                 logger.warning("%s was saved without FP8 scaling state: the scales of this run start afresh", source)
             continue
-        if saved.backends.get(key) != prepared.recipe.name:
+        # the first edition wrote the long form of a name
+        saved_with = saved.backends.get(key, "no FP8 backend").replace("native:window+msamp:", "msamp:")
+        if saved_with != prepared.recipe.name:
             logger.warning(
-                f"{source}: model {key} was saved with {saved.backends.get(key, 'no FP8 backend')} and is now prepared "
+                f"{source}: model {key} was saved with {saved_with} and is now prepared "
                 f"with {prepared.recipe.name}: its weights are loaded, its scales start afresh"
             )
             continue

@@ -18,6 +18,7 @@ from ..errors import FP8BackendError
 from ..numerics.modules import plain_name
 from ..numerics.parameter_swap import swap
 from ..numerics.scaled_tensor import ScaledTensor
+from ..words import counted
 
 
 @torch.no_grad()
@@ -60,8 +61,8 @@ class _Held:
         foreign = sum(id(p) not in names for group in optimizer.param_groups for p in group["params"])
         if foreign:
             raise FP8BackendError(
-                f"{foreign} parameters of the optimizer are not in the model that is prepared with it: FSDP2 shards "
-                "one model, and an optimizer of it can hold no others"
+                f"the optimizer holds {counted(foreign, 'parameter')} that the model prepared with it does not have: "
+                "FSDP2 shards one model, and an optimizer of it can hold no others"
             )
         self.optimizer = optimizer
         self.names = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]

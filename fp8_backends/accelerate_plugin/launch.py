@@ -3,8 +3,8 @@
 Accelerate's own parser and launcher functions run in this process, as they are. What flags, configuration file and
 environment say about FP8 is merged into one recipe and checked here. The workers find it in `FP8_BACKENDS_RECIPE`, and
 what they run is `worker.py`, which connects this package and then runs the script. Accelerate's launcher is told of no
-mixed precision: for "fp8" it asks for three libraries that few backends need. The worker sets "fp8" in its place, and
-each worker's `prepare` says what can run on its machine.
+mixed precision: for "fp8" it asks for three libraries that few backends need. The worker sets "fp8" in its place. What
+cannot run is refused here, where the workers run on this machine, and by the worker's `Accelerator` elsewhere.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ import accelerate
 import torch
 
 from ..compute.fields import flag
-from ..errors import FP8BackendError, RecipeError
-from ..recipes.handlers import FP8RecipeKwargs
+from ..errors import BackendUnavailableError, FP8BackendError, RecipeError
+from ..recipes.handlers import AUTO, FP8RecipeKwargs, Recipe
 from ..recipes.merging import merged
 from ..recipes.sources import LAUNCHED, PREFIX, Source, config_source, environment_fields, environment_name, is_launched
+from ..training.preparation import check_machine
 from ..training.rules import RULES
 from .launch_flags import parse, recipe_flags
 from .plugin import is_disabled
@@ -74,7 +75,7 @@ def run(arguments: Sequence[str]) -> int:
     _check_precision(args, config)
     _check_launcher(args, config)
     fields = recipe_fields(args, config)
-    FP8RecipeKwargs(**fields)  # checks what fields do to one another
+    _check_machine(FP8RecipeKwargs(**fields), args, config)
     return _launch(args, config, fields, commands)
 
 
@@ -154,6 +155,20 @@ def _check_launcher(args: argparse.Namespace, config: _Configuration) -> None:
         raise FP8BackendError(f"there is no script {args.training_script!r}")
 
 
+def _check_machine(recipe: Recipe, args: argparse.Namespace, config: _Configuration) -> None:
+    """Raise `BackendUnavailableError` where the recipe cannot run on the machine that trains. Where that may be another
+    one, or some of the GPUs here, its workers decide, and a warning says what is missing here."""
+    if recipe.compute == AUTO:
+        return
+    try:
+        check_machine(recipe)
+    except BackendUnavailableError as error:
+        chosen_gpus = (args.gpu_ids or config.get("gpu_ids") or "all") != "all"
+        if not (chosen_gpus or _by_mpirun(args, config) or _by_remote_shell(args, config)):
+            raise
+        logger.warning("%s. The processes are started all the same: they may find another machine, or GPU", error)
+
+
 def _distributed_type(args: argparse.Namespace, config: _Configuration) -> str:
     """The configuration file's distributed type; empty where a flag names another, or there is none."""
     flags = (args.cpu, args.multi_gpu, args.tpu, args.use_deepspeed, args.use_fsdp, args.use_megatron_lm)
@@ -181,8 +196,11 @@ def _wants_cpu_ranks(args: argparse.Namespace, config: _Configuration) -> bool:
     elsewhere = args.use_deepspeed or _distributed_type(args, config) == "DEEPSPEED" or _uses_fsdp(args, config)
     on_cpu = not elsewhere and not _uses_gpus(args, config) and (bool(config.get("use_cpu")) or not _has_device())
     started = any(int(os.environ.get(name, 1)) > 1 for name in _STARTED_RANKS)
-    by_mpirun = args.mpirun_hostfile or (config.get("mpirun_config") or {}).get("mpirun_hostfile")
-    return (args.cpu or on_cpu) and (asked or 1) > 1 and not by_mpirun and not started
+    return (args.cpu or on_cpu) and (asked or 1) > 1 and not _by_mpirun(args, config) and not started
+
+
+def _by_mpirun(args: argparse.Namespace, config: _Configuration) -> bool:
+    return bool(args.mpirun_hostfile or (config.get("mpirun_config") or {}).get("mpirun_hostfile"))
 
 
 _STARTED_RANKS = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "WORLD_SIZE")

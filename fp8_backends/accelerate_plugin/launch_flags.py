@@ -49,7 +49,7 @@ def launch_parser() -> argparse.ArgumentParser:
     )
     group = next(group for group in parser._action_groups if group.title == "FP8 Arguments")
     for name, field in _flags().items():
-        values = f" ({field.values})" if field.values else ""
+        values = f" ({field.values_and_default})" if field.values_and_default else ""
         described = f"{field.help.rstrip('.')}{values}".replace("%", "%%")
         action = parser._option_string_actions.get(f"--{name}")
         if action is None:

@@ -2,8 +2,10 @@
 
 Around each prepared model and optimizer, in the order of the class:
 
-- `__init__`   precision around FP8 is chosen, hooks for checkpoints are registered
-- `prepare`    what the engine cannot do is refused; models are converted, optimizers watched, known problems logged
+- `__init__`   what machine and engine cannot do is refused; precision around FP8 is chosen, hooks for checkpoints are
+               registered
+- `prepare`    the same again, with what the engine has been told since; models are converted, optimizers watched, known
+               problems logged
 - `backward`   weight gradients of microbatches are cast once, when they are complete
 - checkpoints  hold the scaling state; masters and optimizer states that ranks share are whole in them
 - `autocast`   is in the dtype that the recipe wants around FP8
@@ -33,7 +35,7 @@ from ..recipes.handlers import Recipe
 from ..states import original
 from ..training import conversion, preparation, proof, rules
 from ..training.conversion import weight_products
-from ..training.weight_products import FP8
+from ..training.weight_products import CONVOLUTION, FP8, NEVER_IN_FP8
 from . import checkpoint, checks, deepspeed, fsdp2
 
 logger = logging.getLogger("fp8_backends")
@@ -74,6 +76,26 @@ class IgnoresFP8Environment(_RunTimeClass):
         return super().fp8_backend if self.has_fp8_handler else FP8BackendType.NO
 
 
+class MadeTooEarly(_RunTimeClass):
+    """An Accelerator in FP8 that was made before this package was imported. Stock Accelerate's FP8 would train what it
+    prepares, without the backends and the proof that the import promises."""
+
+    REASON = (
+        'an Accelerator(mixed_precision="fp8") was made before fp8_backends was imported: it has stock FP8, '
+        "and models that it has prepared train with that. Import fp8_backends before the Accelerator is made, or set "
+        "FP8_BACKENDS_DISABLE=1 to train with stock FP8"
+    )
+
+    def prepare(self, *args, **kwargs):
+        """Prepare what is no model as Accelerate does. Raises `FP8BackendError` for a model."""
+        if _models_and_optimizers(args)[0]:
+            raise FP8BackendError(self.REASON)
+        return super().prepare(*args, **kwargs)
+
+    def prepare_model(self, *args, **kwargs):
+        raise FP8BackendError(self.REASON)
+
+
 class FP8Mixin(_RunTimeClass):
     """Put in front of an Accelerator class. Converts every model before stock Accelerate prepares it.
 
@@ -94,11 +116,10 @@ class FP8Mixin(_RunTimeClass):
     """The steps of the DeepSpeed engine, once there is one."""
 
     def _start_fp8(self, recipe: Recipe) -> None:
-        """What follows the original `__init__`. Raises `RecipeError` for what DeepSpeed's engine cannot do."""
+        """What follows the original `__init__`. Raises `RecipeError` for what the engine cannot do with this recipe."""
         self.fp8_recipe = recipe
         self._fp8_converted = False
-        if deepspeed.in_use(self):
-            rules.refuse(checks.setup_of(self))
+        rules.refuse(checks.setup_of(self))
         self.fp8_autocast_dtype = self._precision_around_fp8()
         if self.fp8_autocast_dtype != "bf16":
             self.native_amp = False  # stock autocast is bf16; ours, if any, stands in its place
@@ -153,8 +174,10 @@ class FP8Mixin(_RunTimeClass):
         models, optimizers = _models_and_optimizers(args)
         for optimizer in optimizers:
             preparation.check_optimizer(optimizer, self.fp8_recipe)
+        if models and optimizers and self._has_whole_weights:
+            preparation.check_trains(models, [*optimizers, *self._optimizers], self.fp8_recipe)
         problems = checks.known_problems(setup, models)
-        for model in sorted(models, key=lambda model: not weight_products(model)):
+        for model in sorted(models, key=_has_layers_for_fp8, reverse=True):
             if self.is_fsdp2:
                 fsdp2.upcast(model)
             self._convert(model)
@@ -206,7 +229,7 @@ class FP8Mixin(_RunTimeClass):
 
     def _convert(self, model: nn.Module, evaluation_mode: bool = False) -> None:
         """Convert a model. Raises `FP8BackendError` where nothing of it runs in FP8. A module that stands beside a
-        converted model may have no weight product, such as a loss or a small convolutional network."""
+        converted model may have no layer for FP8, such as a loss or a small convolutional network."""
         try:
             preparation.prepare_model(model, self.fp8_recipe)
             if not self._fp8_converted:
@@ -214,7 +237,7 @@ class FP8Mixin(_RunTimeClass):
             self._fp8_converted = True
         except FP8BackendError:
             trains = any(p.requires_grad for p in model.parameters()) and not evaluation_mode
-            if weight_products(model) or (trains and not self._fp8_converted):
+            if _has_layers_for_fp8(model) or (trains and not self._fp8_converted):
                 raise
             if trains:
                 logger.warning("%s has no Linear layer: it trains without FP8", type(model).__name__)
@@ -253,13 +276,25 @@ class FP8Mixin(_RunTimeClass):
         if deepspeed.in_use(self):
             deepspeed.watch(self)
             return
-        has_whole_weights = self.distributed_type == DistributedType.NO or self._wraps_in_ddp
         for optimizer in map(_innermost, self._optimizers):
-            if models := self.models_of(optimizer):
+            models = self.models_of(optimizer)
+            if models:
                 preparation.watch_optimizer(models, optimizer, self.fp8_recipe)
-                if has_whole_weights and self.gradient_accumulation_steps > 1:
-                    for model in filter(conversion.prepared_roots, models):
-                        preparation.keep_weight_casts(model)
+            elif self._has_whole_weights and self._check_trains not in optimizer._optimizer_step_pre_hooks.values():
+                optimizer.register_step_pre_hook(self._check_trains)
+            if self._has_whole_weights and self.gradient_accumulation_steps > 1:
+                for model in filter(conversion.prepared_roots, models):
+                    preparation.keep_weight_casts(model)
+
+    def _check_trains(self, optimizer: torch.optim.Optimizer, *_) -> None:
+        """Before each step of an optimizer that came without a model: by now some optimizer trains some model."""
+        if models := list(filter(conversion.prepared_roots, self._models)):
+            preparation.check_trains(models, self._optimizers, self.fp8_recipe)
+
+    @property
+    def _has_whole_weights(self) -> bool:
+        """Whether models keep their own Parameters, of which optimizers know."""
+        return self.distributed_type == DistributedType.NO or self._wraps_in_ddp
 
     def models_of(self, optimizer: torch.optim.Optimizer) -> list[nn.Module]:
         """The prepared models that this optimizer trains."""
@@ -359,11 +394,12 @@ class FP8Mixin(_RunTimeClass):
 
     def init_trackers(self, project_name: str, config: dict | None = None, init_kwargs: dict | None = None):
         """Add to the configuration that trackers store `fp8_backend` and, once a model is prepared, `fp8_flops_share`,
-        the share (0 to 1) of its weight FLOPs that FP8 layers make."""
+        the share (0 to 1) of its weight FLOPs that FP8 layers make unless it has convolutions."""
         roots = [root for model in self._models for root in conversion.prepared_roots(model)]
         products = [product for _, _, prepared in roots for product in prepared.report.products]
         fp8 = {"fp8_backend": self.fp8_recipe.name}
-        if total := sum(product.flops for product in products):
+        total = sum(product.flops for product in products)
+        if total and all(product.kind != CONVOLUTION for product in products):
             fp8["fp8_flops_share"] = sum(product.flops for product in products if product.state == FP8) / total
         super().init_trackers(project_name, {**fp8, **(config or {})}, init_kwargs)
 
@@ -402,6 +438,11 @@ class FP8Mixin(_RunTimeClass):
 def _models_and_optimizers(args: tuple) -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
     models = [obj for obj in args if isinstance(obj, nn.Module)]
     return models, [obj for obj in args if isinstance(obj, torch.optim.Optimizer)]
+
+
+def _has_layers_for_fp8(model: nn.Module) -> bool:
+    """Whether a model has weight products of a kind that can run in FP8."""
+    return any(product.kind not in NEVER_IN_FP8 for product in weight_products(model))
 
 
 def _innermost(optimizer) -> torch.optim.Optimizer:

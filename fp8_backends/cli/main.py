@@ -11,6 +11,7 @@ from .. import __version__
 from ..errors import FP8BackendError
 
 COMMANDS = {
+    "examples": (".examples", "training scripts in FP8, listed or copied: each runs as it is, also without a GPU"),
     "launch": (".launch", "run a training script, unmodified, in FP8: takes everything that accelerate launch takes"),
     "config": (
         ".config.command",

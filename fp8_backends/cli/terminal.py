@@ -6,9 +6,15 @@ import io
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
+from typing import Literal
 
 WIDTH = 100
-"""No line is wider, except in a table on a wider terminal."""
+"""The width where none is known, such as in a file. No paragraph is wider."""
+
+
+def width() -> int:
+    """The columns of the terminal, or what `COLUMNS` in the environment says."""
+    return shutil.get_terminal_size((WIDTH, 0)).columns
 
 
 def paragraphs(rows: Iterable[tuple[str, str]], label_width: int = 9) -> str:
@@ -20,26 +26,27 @@ def paragraphs(rows: Iterable[tuple[str, str]], label_width: int = 9) -> str:
     grid.add_column(overflow="fold")
     for row in rows:
         grid.add_row(*row)
-    return _plain(grid, WIDTH)
+    return _plain(grid, min(WIDTH, width()))
 
 
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """Headings, then cells, in as many parts as the width asks for; each part begins with the first column."""
+def table(rows: Sequence[Sequence[str]], justify: Literal["left", "right"] = "right") -> str:
+    """Headings, then cells, in as many parts as the width asks for; each part begins with the first column, which
+    stands to the left."""
     from rich.table import Table
 
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDTH
+    columns = width()
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    space = 1 if sum(widths) + len(widths) <= width + 1 < sum(widths) + 2 * len(widths) else 2
+    space = 1 if sum(widths) + len(widths) <= columns + 1 < sum(widths) + 2 * len(widths) else 2
     parts = [[0]]
     for column in range(1, len(widths)):
-        if len(parts[-1]) > 1 and sum(widths[each] + space for each in (*parts[-1], column)) > width + space:
+        if len(parts[-1]) > 1 and sum(widths[each] + space for each in (*parts[-1], column)) > columns + space:
             parts.append([0])
         parts[-1].append(column)
     texts = []
     for part in parts:
         shown = Table(box=None, pad_edge=False, padding=(0, space, 0, 0))
         for column in part:
-            shown.add_column(rows[0][column], justify="right" if column else "left", no_wrap=True)
+            shown.add_column(rows[0][column], justify=justify if column else "left", no_wrap=True)
         for row in rows[1:]:
             shown.add_row(*(row[column] for column in part))
         texts.append(_plain(shown, sum(widths[each] + space for each in part)))

@@ -9,11 +9,9 @@ that FP8 brings no speed there (TransformerEngine issue 972, torchtitan issue 54
 from __future__ import annotations
 
 import functools
-import textwrap
 from typing import Any, Literal, NamedTuple
 
-from ..errors import RecipeError
-from .fields import closest
+from .fields import check_known
 
 State = Literal["FP8", "emulated", "refused"]
 FP8, EMULATED, REFUSED = "FP8", "emulated", "refused"
@@ -121,8 +119,7 @@ def product_named(name: str) -> Product:
         RecipeError: no such name, with the nearest one.
     """
     key = name.lower().replace("_", "-").replace(" ", "")
-    if key not in PRODUCTS:
-        raise RecipeError(f"chip {name!r} is not known{closest(key, PRODUCTS)}; there are {', '.join(PRODUCTS)}")
+    check_known("chip", key, PRODUCTS)
     return PRODUCTS[key]
 
 
@@ -334,13 +331,6 @@ def described(chip: Chip, cuda: tuple[int, int] | None = None) -> dict[str, Any]
 SHORT = {FP8: "FP8", EMULATED: "emul.", REFUSED: "no"}
 
 
-def text(width: int = 100) -> str:
-    """The whole table with its notes, in plain characters."""
-    below = [("", each) for each in legend()] + [(f"({n}) ", str(NOTES[key])) for key, n in numbered_notes().items()]
-    paragraphs = [textwrap.fill(label + each, width, subsequent_indent=" " * len(label)) for label, each in below]
-    return "\n".join([*aligned(rows()), "", *paragraphs])
-
-
 def numbered_notes() -> dict[str, int]:
     """Notes in the order in which the table meets them."""
     keys = dict.fromkeys(cell.note for row in TABLE for cell in row.cells if cell.note)
@@ -361,8 +351,3 @@ def legend() -> list[str]:
     examples = "; ".join(f"{chip.title}: {chip.examples}" for chip in CHIPS)
     states = "; ".join(f"{SHORT[state]}: {meaning}" for state, meaning in MEANING.items())
     return [f"columns are CUDA compute capabilities and AMD's chips ({examples})", states]
-
-
-def aligned(rows: list[list[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]

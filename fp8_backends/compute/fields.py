@@ -11,8 +11,9 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, NamedTuple
 
 from ..errors import RecipeError
@@ -45,7 +46,8 @@ class Field:
     default: Any
     parse: Callable[[Any], Any]
     """Returns the value in its one spelling, or raises ValueError("must be …"). Takes text as well, since a value may
-    come from the environment or from YAML. Its attribute `values`, if it has one, names the values for people."""
+    come from the environment or from YAML. Its attribute `values`, if it has one, names the values for people, and its
+    annotations name their types for type checkers."""
     help: str
     """One sentence: for the handler's documentation, the flag and the table."""
     scalings: tuple[str, ...] | None = None
@@ -90,6 +92,16 @@ class Field:
     def values(self) -> str:
         """The values that the field takes, in words; empty where they are plain from the help."""
         return getattr(self.parse, "values", "")
+
+    @property
+    def values_and_default(self) -> str:
+        """Such as `a whole number from -64 to 64; default 0`; empty where the help says it all."""
+        parts = [self.values] if self.values else []
+        parts += [] if self.default is None else [f"default {self.default!r}"]
+        for value in dict.fromkeys(self.default_of_scaling.values()):
+            scalings = [scaling for scaling, other in self.default_of_scaling.items() if other == value]
+            parts.append(f"{value!r} with {', '.join(scalings)}")
+        return "; ".join(parts)
 
     def parsed(self, value: Any) -> Any:
         """The value in its one spelling. Raises `RecipeError` naming the field."""
@@ -178,7 +190,7 @@ def only_off(reason: str) -> Callable[[Any], bool]:
 
 
 @_takes("HYBRID, E4M3")
-def fp8_format(value: Any) -> str:
+def fp8_format(value: str | Enum) -> str:
     """HYBRID or E4M3, as a string in any case or as a member of TransformerEngine's `Format`."""
     word = getattr(value, "name", value)
     if isinstance(word, str) and word.strip().upper() == "E5M2":
@@ -190,7 +202,7 @@ def fp8_format(value: Any) -> str:
 
 
 @_takes("three bools")
-def three_flags(value: Any) -> tuple[bool, bool, bool]:
+def three_flags(value: Sequence[bool] | str) -> tuple[bool, bool, bool]:
     """Three bools for fprop, dgrad, wgrad; also the string "(false, false, false)" of Accelerate's documentation."""
     if isinstance(value, str):
         value = value.strip().strip("()[]").split(",")
@@ -330,3 +342,10 @@ def closest(word: str, words: Iterable[str]) -> str:
     """` (did you mean 'x'?)`, or nothing where no word is close."""
     matches = difflib.get_close_matches(word.lower(), list(words), n=1, cutoff=0.5)
     return f" (did you mean {matches[0]!r}?)" if matches else ""
+
+
+def check_known(what: str, word: Any, words: Iterable[str]) -> None:
+    """Raise `RecipeError`, with the nearest word, where a word is none of these. `what`: what it is a word for."""
+    words = tuple(words)
+    if word not in words:
+        raise RecipeError(f"{what} {word!r} is not known{closest(str(word), words)}; there are {', '.join(words)}")

@@ -17,6 +17,7 @@ from torch import nn
 from ..errors import FP8BackendError
 from ..numerics.scaling import Quantized
 from ..numerics.sharded_tensor import full_shape
+from ..words import counted
 from .counts import ProductCounts
 from .expert_functions import ExpertWeights
 from .fields import Field
@@ -161,6 +162,16 @@ class ConvertsNorms(Protocol):
 
 
 @runtime_checkable
+class ConvertsConv1D(Protocol):
+    """A backend that multiplies by the weight [in, out] of transformers' `Conv1D` as by that of a Linear."""
+
+    def build_conv1d(self, conv: nn.Module, recipe: Recipe, shared: Any) -> nn.Module:
+        """`Compute.build` for a `Conv1D`. The class of the carrier is a `Conv1D` and no `nn.Linear`, by which others
+        such as PEFT tell how the weight lies, and has `in_features` and `out_features`. Called for those that fit:
+        `Compute.unfit` is asked of a Linear of the same sizes and dtype."""
+
+
+@runtime_checkable
 class ConvertsExperts(Protocol):
     """A backend that multiplies by the 3-D Parameters of an experts module (`compute.expert_functions`)."""
 
@@ -253,6 +264,6 @@ def check_same_states(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     """Raise `FP8BackendError` where a saved scaling state has other names than the model's own."""
     if differing := sorted(own.keys() ^ saved.keys()):
         raise FP8BackendError(
-            f"the saved scaling state does not fit this model: {len(differing)} states differ, among them "
-            f"{', '.join(differing[:3])}; prepare the model with the recipe that it was saved with"
+            f"the saved scaling state does not fit this model: they differ in {counted(len(differing), 'state')}, "
+            f"among them {', '.join(differing[:3])}; prepare the model with the recipe that it was saved with"
         )

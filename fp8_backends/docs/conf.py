@@ -22,11 +22,11 @@ logger = logging.getLogger(__name__)
 
 
 def resolve_links(app, doctree, docname):
-    """Make each relative link to a .rst file one to its page, or a path if it leaves the folder. A missing file is a
-    warning."""
+    """Make each relative link to a .rst file one to its page, or a path if it leaves the folder, as a script's does. A
+    missing file is a warning."""
     for link in list(doctree.findall(nodes.reference)):
         target = link.get("refuri", "")
-        if not target.endswith(".rst") or "://" in target:
+        if not target.endswith((".rst", ".py")) or "://" in target:
             continue
         path = (FOLDER / target).resolve()
         if not path.exists():

@@ -42,8 +42,7 @@ def _any_other(func, args, kwargs):
     written = list(written_to(func, args, kwargs, ScaledTensor))
     if written:
         return _in_place(func, args, kwargs, written)
-    returns_view = func._schema.arguments and func._schema.arguments[0].alias_info is not None
-    if returns_view and isinstance(args[0], ScaledTensor):
+    if returns_view(func) and isinstance(args[0], ScaledTensor):
         return _view(func, *args, **kwargs)
     return func(*tree_map(_values, args), **tree_map(_values, kwargs))
 
@@ -52,8 +51,16 @@ def _values(value: Any) -> Any:
     return value.values() if isinstance(value, ScaledTensor) else value
 
 
+def returns_view(func) -> bool:
+    """Whether an operation that writes nothing returns a view of its first argument."""
+    return bool(func._schema.arguments) and func._schema.arguments[0].alias_info is not None
+
+
 def written_to(func, args, kwargs, kind: type[torch.Tensor]) -> Iterator[torch.Tensor]:
     """The tensors of that class that an operation writes to."""
+    if func.namespace == "c10d" and func.name() != "c10d::send":  # their schemas do not say it
+        yield from (each for each in tree_iter(args[0]) if isinstance(each, kind))
+        return
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[i] if i < len(args) else kwargs.get(argument.name)
@@ -63,8 +70,14 @@ def written_to(func, args, kwargs, kind: type[torch.Tensor]) -> Iterator[torch.T
 # Views
 
 
-@_implements(aten._unsafe_view.default, aten.unsafe_chunk.default, aten.unsafe_split.Tensor)
-@_implements(aten.unsafe_split_with_sizes.default)
+UNSAFE_VIEWS = (
+    *(aten._unsafe_view.default, aten.unsafe_chunk.default),
+    *(aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default),
+)
+"""Operations that return views, of which autograd knows nothing."""
+
+
+@_implements(*UNSAFE_VIEWS)
 def _view(func, tensor, *args, **kwargs):
     """A view of the data is a view of what is stored."""
     return tree_map(tensor.view_of, func(tensor._data, *args, **kwargs))
@@ -107,6 +120,7 @@ def _moved(tensor: ScaledTensor, move: Callable[[torch.Tensor], torch.Tensor], d
     if tensor.stored.edited is not None:
         result.stored.edited = move(tensor.in_whole(tensor.stored.edited)).contiguous()
     result.partial, result.elsewhere, result.shared_out = tensor.partial, tensor.elsewhere, tensor.shared_out
+    result.is_state = tensor.is_state
     return result
 
 
@@ -162,7 +176,7 @@ def _in_place(func, args, kwargs, written: list[ScaledTensor]):
     if torch.Tag.inplace_view in func.tags:
         raise FP8BackendError(
             f"{func} would change the shape or the memory of a ScaledTensor, which stays as it is: take a plain copy "
-            f"of its values with dequantize(), or make the weight plain with fp8_backends.conversion.restore(model)"
+            f"of its values with dequantize(), or make the weight plain with fp8_backends.restore(model)"
         )
     if func.name().startswith("aten::_foreach_") and len(args[0]) > 1:
         return _one_by_one(func, args, kwargs)
@@ -253,6 +267,19 @@ def _keep(stored: ScaledStorage, whole: torch.Tensor) -> None:
     else:
         stored.edited = whole
         _replace(stored, whole)
+
+
+@torch.no_grad()
+def keep_changes(tensor: ScaledTensor, values: torch.Tensor) -> None:
+    """Store those of these plain values that are not the tensor's own, as an operation in place does.
+
+    Args:
+        values: of the tensor's shape, dtype and device.
+    """
+    changed = values != tensor.exact()
+    if changed.any():
+        whole = _editable(tensor, "keep_changes")
+        _keep(tensor.stored, torch.where(changed, values.float(), whole, out=whole))
 
 
 @_implements(aten.copy_.default)
@@ -483,11 +510,9 @@ def _collective(func, args, kwargs):
     """A collective that writes to ScaledTensors writes to plain ones, is awaited, and the values are stored. The first
     argument of each is what it writes to; what `send` sends is only read."""
     work: list[tuple[torch.Tensor, ScaledTensor]] = []
-    if func.name() != "c10d::send":
-        for tensor in tree_iter(args[0]):
-            if isinstance(tensor, ScaledTensor):
-                _require_all(tensor, func)
-                work.append((tensor.values().contiguous(), tensor))
+    for tensor in written_to(func, args, kwargs, ScaledTensor):
+        _require_all(tensor, func)
+        work.append((tensor.values().contiguous(), tensor))
 
     def operand(value: Any) -> Any:
         stand_in = next((values for values, tensor in work if tensor is value), None)

@@ -91,7 +91,27 @@ def _stored(name: str) -> property:
     return property(get, put)
 
 
-class ScaledTensor(torch.Tensor):
+class WithoutMemory(torch.Tensor):
+    """A tensor whose values lie in no memory: for what reads a tensor's memory past PyTorch."""
+
+    def numpy(self, *, force: bool = False):
+        """The values as a NumPy array, a read-only copy: a write to it would change nothing here."""
+        array = self.values().detach().requires_grad_(self.requires_grad).numpy(force=force)
+        array.setflags(write=False)
+        return array
+
+    def __dlpack__(self, *args, **kwargs):
+        raise FP8BackendError(
+            f"the memory of a {type(self).__name__} holds no values that another library could share: give it the "
+            "plain copy that values() returns, or make weights plain for a while: fp8_backends.plain_weights(model)"
+        )
+
+    def tolist(self) -> list:
+        """The values as nested lists."""
+        return self.values().tolist()
+
+
+class ScaledTensor(WithoutMemory):
     """A tensor stored as low-precision data and FP32 scales. To PyTorch it has the dtype of the values it stands for.
 
     Attributes:
@@ -242,25 +262,10 @@ class ScaledTensor(torch.Tensor):
                 f"a weight in scaled precision takes values of its own shape, dtype and device as `.data`: they differ "
                 f"in {' and '.join(differing)} ({_described(values)}, and the weight is {_described(self)}). Move or "
                 f"cast it with its module (module.to(...)), or make it plain first: "
-                f"fp8_backends.conversion.restore(model)"
+                f"fp8_backends.restore(model)"
             )
         with torch.no_grad():
             self.detach().copy_(values)
-
-    def numpy(self, *, force: bool = False):
-        """The values as a NumPy array, a read-only copy: a write to it would change nothing here."""
-        array = self.values().requires_grad_(self.requires_grad).numpy(force=force)
-        array.setflags(write=False)
-        return array
-
-    def __dlpack__(self, *args, **kwargs):
-        raise FP8BackendError(
-            "the memory of a ScaledTensor holds no values that another library could share: give it dequantize()"
-        )
-
-    def tolist(self) -> list:
-        """The values as nested lists."""
-        return self.values().tolist()
 
     def share_memory_(self) -> ScaledTensor:
         """Move what is stored to memory that other processes can see."""

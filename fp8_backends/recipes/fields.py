@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import contextlib
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+
+from torch import nn
 
 from ..compute import registry
 from ..compute.fields import (
@@ -28,7 +30,7 @@ from ..errors import FP8BackendError, RecipeError
 ABOVE_O0 = ("O1", "O2", "O3")
 
 
-def _patterns(value: Any) -> tuple[str, ...]:
+def _patterns(value: str | Iterable[str]) -> tuple[str, ...]:
     """Name patterns: one string (commas separate several) or a sequence of strings."""
     if isinstance(value, str):
         value = [part.strip() for part in value.split(",")]
@@ -38,7 +40,7 @@ def _patterns(value: Any) -> tuple[str, ...]:
     return names
 
 
-def _function(value: Any) -> Callable:
+def _function(value: Any) -> Callable[[nn.Module, str], bool]:
     if not callable(value):
         raise ValueError("must be a function of (module, name) that returns whether to convert the module")
     return value
@@ -48,6 +50,10 @@ def _word(value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError("must be a word")
     return value.strip()
+
+
+def _level(value: Any) -> str:
+    return _word(value).upper()
 
 
 NAMING = (
@@ -69,7 +75,7 @@ NAMING = (
     Field(
         "opt_level",
         None,
-        lambda value: _word(value).upper(),
+        _level,
         "MS-AMP's level O0, O1, O2 or O3, if the backend string does not name it.",
         launcher_default=DEFAULT_LEVEL,
         further_variables=(Variable("OPTIMIZATION_LEVEL", DEFAULT_LEVEL),),
@@ -118,6 +124,13 @@ COMMON = (
         _patterns,
         "Name patterns of layers to convert (fnmatch, over the full name; without a dot also any one part of it), "
         "separated by commas.",
+    ),
+    Field(
+        "also_include",
+        None,
+        _patterns,
+        "Name patterns of layers to convert beside those that are converted by default, such as the output head "
+        "(lm_head), separated by commas. Not with include or module_filter_func, which choose all layers.",
     ),
     Field("exclude", None, _patterns, "Name patterns of layers to keep in high precision, separated by commas."),
     Field(
@@ -209,11 +222,12 @@ def field_value(field: Field, value: Any) -> Any:
 
 def readers(name: str, backends: Iterable[str] = tuple(registry.BUILT_IN)) -> str:
     """Which of these backends read a field, with the scaling rules by which they do."""
-    declared = {backend: _declared_by(backend).get(name) for backend in backends}
-    found = [
-        f"{b}:{scaling}".rstrip(":") for b, field in declared.items() if field for scaling in field.scalings or ("",)
-    ]
-    return ", ".join(found) or "no backend"
+    return _readers(name, {backend: _declared_by(backend) for backend in backends})
+
+
+def _readers(name: str, declared: Mapping[str, Mapping[str, Field]]) -> str:
+    found = [(backend, fields[name].scalings or ("",)) for backend, fields in declared.items() if name in fields]
+    return ", ".join(f"{b}:{scaling}".rstrip(":") for b, scalings in found for scaling in scalings) or "no backend"
 
 
 def unknown_field(name: str, owner: str, own: Iterable[str], elsewhere: dict[str, list[str]]) -> RecipeError:
@@ -228,21 +242,41 @@ def unknown_field(name: str, owner: str, own: Iterable[str], elsewhere: dict[str
     return RecipeError(f"{name} is not a field of {owner}{closest(name, known)}; it has {', '.join(known)}")
 
 
-def restructured_text(width: int = 118) -> str:
+# Fields in words
+
+
+def restructured_text() -> str:
     """Every field with its values, its default and the backends that read it, for the documentation."""
+    declared = {backend: _declared_by(backend) for backend in registry.valid_names()}
     lines = []
     for field in (*FIELDS.values(), *registered_fields().values()):
-        values = [field.values] if field.values else []
-        values += [] if field.default is None else [f"default {field.default!r}"]
-        lines.append(f"``{field.name}``" + (f" ({'; '.join(values)})" if values else ""))
-        text = f"{field.help} *Read by* {_readers_in_words(field)}.".replace("_ ", "\\_ ").replace("**", "\\*\\*")
-        lines += textwrap.wrap(text, width, initial_indent="    ", subsequent_indent="    ")
+        lines.append(f"``{field.name}``" + _in_brackets(field))
+        text = f"{field.help} *Read by* {_readers_in_words(field, declared)}."
+        lines += _indented(text.replace("_ ", "\\_ ").replace("**", "\\*\\*"), 4, 118)
     return "\n".join(lines) + "\n"
 
 
-def _readers_in_words(field: Field) -> str:
+def docstring(fields: Iterable[Field]) -> str:
+    """The same of these fields, as the arguments of a handler of this package. Loads no backend."""
+    declared = {backend: by_name(OF_BACKENDS[backend]) for backend in registry.BUILT_IN}
+    lines = ["Args:"]
+    for field in fields:
+        lines.append(f"    {field.name}{_in_brackets(field)}:")
+        lines += _indented(f"{field.help} Read by {_readers_in_words(field, declared)}.", 8, 116)
+    return "\n".join(lines)
+
+
+def _in_brackets(field: Field) -> str:
+    return f" ({field.values_and_default})" if field.values_and_default else ""
+
+
+def _indented(text: str, columns: int, width: int) -> list[str]:
+    return textwrap.wrap(text, width, initial_indent=" " * columns, subsequent_indent=" " * columns)
+
+
+def _readers_in_words(field: Field, declared: Mapping[str, Mapping[str, Field]]) -> str:
     if field in NAMING or field in COMMON:
         return "every backend"
     if field in OF_LEVELS:
-        return f"level {', '.join(field.levels)}"
-    return readers(field.name, registry.valid_names())
+        return f"level{'s' * (len(field.levels) > 1)} {', '.join(field.levels)}"
+    return _readers(field.name, declared)

@@ -3,7 +3,8 @@
     COMPUTE[:SCALING][+msamp[:LEVEL]]        msamp[:LEVEL]        auto
 
 A recipe checks itself when it is made: a field that its backend or scaling rule does not read is an error, never
-dropped. Whether the backend can run on this machine is asked only by `prepare`.
+dropped. Whether the backend can run on this machine is asked where it is about to run: by the launcher, `Accelerator`
+and `prepare`.
 """
 
 from __future__ import annotations
@@ -21,9 +22,21 @@ from ..compute import hardware, registry
 from ..compute.fields import DEFAULT_LEVEL, Field
 from ..compute.interface import Compute
 from ..errors import RecipeError
-from .fields import COMMON, FIELDS, NAMING, OF_BACKENDS, OF_LEVELS, SETTINGS, fields_of, readers, unknown_field
+from .fields import (
+    COMMON,
+    FIELDS,
+    NAMING,
+    OF_BACKENDS,
+    OF_LEVELS,
+    SETTINGS,
+    docstring,
+    fields_of,
+    readers,
+    unknown_field,
+)
 from .sources import environment_fields, environment_name, foreign_fields, is_launched, own_names
-from .strings import AUTO, MSAMP, BackendName, level_name, parse_backend, scaling_name
+from .specs import Spec
+from .strings import AUTO, MSAMP, BackendName, canonical_name, level_name, parse_backend, scaling_name
 
 logger = logging.getLogger("fp8_backends")
 
@@ -80,6 +93,7 @@ class Recipe(KwargsHandler):
     def __post_init__(self) -> None:
         given = {f.name: getattr(self, f.name) for f in fields(self)} | dict(self.further_fields)
         given = {name: value for name, value in given.items() if value is not None}
+        _check_layer_choice(given)
         self.__dict__.update(_settled(type(self), given))
         if self.compute != AUTO:
             _check(self)
@@ -89,8 +103,8 @@ class Recipe(KwargsHandler):
         """The canonical backend string; `auto` until `resolve` has picked one."""
         if self.compute == AUTO:
             return AUTO
-        level = f"+msamp:{self.level}" if self.level != "O0" or "level" in self.given else ""
-        return f"{self.compute}:{self.scaling}{level}"
+        names_level = self.level != "O0" or "level" in self.given
+        return canonical_name(self.compute, self.scaling, self.level if names_level else None)
 
     @property
     def comm(self) -> str:
@@ -142,12 +156,16 @@ class Recipe(KwargsHandler):
 
 def _handler(name: str, backend: str, summary: str, declared: tuple[Field, ...]) -> type[Recipe]:
     """The handler of a backend, with the fields that it declares."""
-    lines = [f"    {each.name}: {each.help}" for each in (*declared, *COMMON)]
-    doc = "\n".join([summary, "", "Args:", *lines])
+    doc = f"{summary}\n\n{docstring((*declared, *COMMON))}\n\n{_RAISES}"
     namespace = {"backend_name": backend, "__module__": __name__, "__doc__": doc}
     columns = [(each.name, Any, field(default=None)) for each in declared]
     columns += [(each.name, Any, field(default=None, kw_only=True)) for each in COMMON]
     return _explains_names(make_dataclass(name, columns, bases=(Recipe,), namespace=namespace, eq=False, repr=False))
+
+
+_RAISES = """Raises:
+    RecipeError: a value that its field does not take, or fields that do not go together.
+"""
 
 
 def _named(*names: str) -> tuple[Field, ...]:
@@ -169,7 +187,7 @@ AORecipeKwargs = _handler(
 MSAMPRecipeKwargs = _handler(
     "MSAMPRecipeKwargs",
     "msamp",
-    "MS-AMP's levels on native products: `native:window+msamp:LEVEL`.",
+    "MS-AMP's levels on native products: `msamp:LEVEL`.",
     (*_named("opt_level"), *OF_LEVELS),
 )
 NativeRecipeKwargs = _handler(
@@ -269,6 +287,16 @@ def _agreed(text: str, part: str | None, name: str, value: str) -> str:
     return value
 
 
+def _check_layer_choice(given: Mapping[str, Any]) -> None:
+    """Refuse an addition to the default choice of layers where another choice takes its place."""
+    chosen_by = [name for name in ("include", "module_filter_func") if name in given]
+    if "also_include" in given and chosen_by:
+        raise RecipeError(
+            f"also_include adds layers to those that are converted by default, and {' and '.join(chosen_by)} "
+            f"chooses all layers: leave one of the two out, or let {chosen_by[0]} name these layers, too"
+        )
+
+
 def _check(recipe: Recipe) -> None:
     """Refuse what this backend, scaling and level cannot honour on any machine."""
     compute = registry.get_compute(recipe.compute)
@@ -319,7 +347,7 @@ _LEVELS_IN_WORDS = {
 # What users call
 
 
-def resolve(spec: Any = None) -> Recipe:
+def resolve(spec: Spec = None) -> Recipe:
     """The recipe that `spec` means, with every default filled in.
 
     Args:

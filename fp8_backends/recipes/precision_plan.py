@@ -6,10 +6,11 @@ The rows are MS-AMP's table of optimization levels. `audit` reads from live tens
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from ..compute import registry
+from ..notebooks import as_html
 from .handlers import resolve
+from .specs import Spec
 
 BYTES = {"FP32": 4, "FP16": 2, "BF16": 2, "FP8": 1}
 """Bytes of one element."""
@@ -40,6 +41,12 @@ class PrecisionPlan:
             f"{self.bytes_per_element:g} bytes per weight element"
         )
 
+    def _repr_html_(self) -> str:
+        headings = ("GEMM", "comm", "weight", "master", "gradient", "Adam", "bytes per weight element")
+        states, bytes_ = "+".join(self.optimizer_states), f"{self.bytes_per_element:g}"
+        stored = (self.weight, self.master_weight or "–", self.weight_gradient, states)
+        return as_html("What the recipe promises", [headings, (self.gemm, self.comm, *stored, bytes_)])
+
 
 # level: (comm, weight, master weight, weight gradient, Adam states)
 LEVEL_ROWS = {
@@ -50,7 +57,7 @@ LEVEL_ROWS = {
 }
 
 
-def plan(spec: Any = None) -> PrecisionPlan:
+def plan(spec: Spec = None) -> PrecisionPlan:
     """What the recipe that `spec` means promises, for a model with FP32 weights and an Adam optimizer.
 
     Takes what `resolve` takes and raises what it raises; needs no hardware.

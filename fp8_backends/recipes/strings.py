@@ -13,6 +13,8 @@ from ..errors import RecipeError
 
 AUTO = "auto"
 MSAMP = ("msamp", "ms-amp")
+_MSAMP_MEANS = ("native", "window")
+"""The compute and the scaling rule of a string that names MS-AMP alone."""
 _PER_TENSOR = ("dynamic", "tensorwise", "current")
 """Three names of one rule: each backend has the one that its own library uses."""
 
@@ -41,13 +43,21 @@ def parse_backend(text: str) -> BackendName:
     if name in MSAMP:
         if plus:
             raise RecipeError(f"{text!r}: msamp stands for native:window+msamp, so it takes no second '+msamp'")
-        return BackendName("native", "window", level_name(rest, repr(text)) if colon else "")
+        return BackendName(*_MSAMP_MEANS, level_name(rest, repr(text)) if colon else "")
     name = registry.ALIASES.get(name, name)
     if name == AUTO:
         raise RecipeError(f"{text!r}: auto stands alone; name a compute: {', '.join(registry.valid_names())}")
     if name not in registry.valid_names():
         raise registry.unknown_backend(text)
     return BackendName(name, scaling_name(name, rest, repr(text)) if colon else None, level)
+
+
+def canonical_name(compute: str, scaling: str, level: str | None) -> str:
+    """The one string that this package writes for a backend, such as `te:delayed+msamp:O2`: the short `msamp:O2` where
+    that says it all. `level` None: the string names none."""
+    if level is not None and (compute, scaling) == _MSAMP_MEANS:
+        return f"msamp:{level}"
+    return f"{compute}:{scaling}" + (f"+msamp:{level}" if level is not None else "")
 
 
 def level_name(word: str, place: str) -> str:

@@ -28,6 +28,7 @@ from ..numerics.formats import FORMAT_OF
 from ..numerics.kernels.adam.dispatch import AdamSteps, Job, Slot, adam_hypers
 from ..numerics.scaled_tensor import ScaledTensor, quantize
 from ..numerics.sharded_tensor import is_distributed, local_part, with_local
+from ..words import counted
 from . import checkpoint, sharding
 from .checkpoint import MASTER, MOMENTS
 from .levels import StateRule, finish_accumulation
@@ -88,6 +89,8 @@ class ScaledStates:
     """Which ranks keep the states of which parameters, where not every rank keeps all."""
     fp8_whole: bool = False
     """Whether the states of all parameters are here for a while, although other ranks own them."""
+    fp8_unread: bool = False
+    """Whether nobody reads the values in this rank's state dicts for a while: they are placeholders."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -241,7 +244,7 @@ class ScaledStates:
         return {**super().__getstate__(), "fp8_states": self.fp8_states}
 
     def state_dict(self) -> dict[str, Any]:
-        """PyTorch's state dict, with scaled states as they are stored (those of DTensors as DTensors with FP32 values).
+        """PyTorch's state dict, with scaled states as plain FP32 values: on the CPU, and those of DTensors as DTensors.
 
         Raises:
             FP8BackendError: other ranks own some of the states, and `whole_states` is not entered.
@@ -282,9 +285,9 @@ def refuse_gradients_that_stay(parameters: Iterable[torch.Tensor]) -> None:
     if alone:
         shapes = ", ".join(sorted({str(tuple(p.shape)) for p in alone}))
         raise FP8BackendError(
-            f"the gradients of {len(alone)} scaled weights of shape {shapes} do not travel between the ranks, which "
-            f"would drift apart: prepare the DDP-wrapped model again, with its optimizer, so that its gradients are "
-            f"reduced"
+            f"the gradients of {counted(len(alone), 'scaled weight')} of shape {shapes} do not travel between ranks "
+            f"and would drift apart: prepare the DDP-wrapped model again, with its optimizer, so that its gradients "
+            f"are reduced"
         )
 
 

@@ -1,6 +1,7 @@
 """What optimizers with scaled states save and load, and how values become a stored state.
 
-A state dict holds scaled states as they are stored. A state of a DTensor is saved as a DTensor with FP32 values, which
+A state dict holds plain FP32 values of scaled states, so that any program can read what is saved. They become the same
+scaled values again: the grid of their own amax holds all of them. A state of a DTensor is saved as a DTensor, which
 `torch.distributed.checkpoint` can shard anew. States that are shared out between the ranks (level O3 under DDP) are
 whole again for as long as a checkpoint is written (`whole_states`).
 """
@@ -29,19 +30,28 @@ MASTER = "master_weight"
 
 
 def export_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Turn the state dict that PyTorch made of an optimizer into what is saved. A weight that its own dtype cannot hold
-    to the bit (scaled FP16 that stands for BF16) is added as `master_weight`, so that a resumed run is equal."""
+    """Turn the state dict that PyTorch made of an optimizer into what is saved: plain tensors. A weight that its own
+    dtype cannot hold to the bit (scaled FP16 that stands for BF16) is added as `master_weight`, so that a resumed run
+    is equal."""
     for key, p in _parameters_of(optimizer.param_groups, state_dict).items():
         if key not in state_dict["state"]:
             continue
         state, local = dict(state_dict["state"][key]), local_part(p)
         if isinstance(local, ScaledTensor) and local.master is None and p.dtype != torch.float32:
             state[MASTER] = p.detach()
-        state_dict["state"][key] = {
-            name: dequantize_shards(value, torch.float32) if is_distributed(value) else value
-            for name, value in state.items()
-        }
+        state_dict["state"][key] = {name: _exported(value, optimizer.fp8_unread) for name, value in state.items()}
     return state_dict
+
+
+def _exported(value: torch.Tensor, unread: bool) -> torch.Tensor:
+    """What is saved of one state. Scaled ones go to the CPU: as FP32 values they may find no room on a GPU."""
+    if is_distributed(value):
+        return dequantize_shards(value, torch.float32)
+    if not isinstance(value, ScaledTensor):
+        return value
+    if unread:
+        return torch.empty(value.shape, dtype=torch.float32, device="meta")
+    return value.exact(torch.float32).cpu()
 
 
 def load_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], load: Callable[[dict], None]) -> None:
@@ -147,7 +157,7 @@ def _whole(value: torch.Tensor) -> torch.Tensor:
 @contextlib.contextmanager
 def whole_states(optimizer: torch.optim.Optimizer, receives: bool, moments: bool) -> Iterator[None]:
     """Make the states of an optimizer whole inside, as `preparation.whole_states` says."""
-    with _outermost(optimizer) as weights:
+    with _outermost(optimizer, receives) as weights:
         shared_out = set(map(id, weights))
         for group in optimizer.param_groups:
             for p in group["params"]:
@@ -159,26 +169,28 @@ def whole_states(optimizer: torch.optim.Optimizer, receives: bool, moments: bool
 @contextlib.contextmanager
 def unread_states(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Let `state_dict()` work inside, with placeholders: a loader asks for one whose values it does not read."""
-    with _outermost(optimizer) as weights:
+    with _outermost(optimizer, receives=False) as weights:
         for p in weights:
             _put_placeholder(optimizer, p)
         yield
 
 
 @contextlib.contextmanager
-def _outermost(optimizer: torch.optim.Optimizer) -> Iterator[list[torch.Tensor]]:
+def _outermost(optimizer: torch.optim.Optimizer, receives: bool) -> Iterator[list[torch.Tensor]]:
     """Let the optimizer give a state dict inside, and share its states out again at the end. Yields the weights whose
     states are shared out; none inside another such context, where nothing is to be done."""
     if optimizer.fp8_whole:
         yield []
         return
-    optimizer.fp8_whole = True
+    shards = any(is_distributed(p) for group in optimizer.param_groups for p in group["params"])
+    optimizer.fp8_whole, optimizer.fp8_unread = True, not (receives or shards)  # each rank saves its own shards
+    weights = [] if optimizer.fp8_owners is None else optimizer.fp8_owners.weights
     try:
-        yield optimizer.fp8_owners.weights
+        yield weights
     finally:
-        optimizer.fp8_whole = False
+        optimizer.fp8_whole = optimizer.fp8_unread = False
         optimizer.forget_others()
-        for p in optimizer.fp8_owners.weights:
+        for p in weights:
             optimizer.fp8_owners.drop(p)
 
 

@@ -148,13 +148,18 @@ def plain_weights(model: nn.Module) -> nn.Module:
 def make_plain(layer: nn.Module) -> None:
     """Undo `store_weights` on one layer: it gets a plain weight with the values of this moment."""
     weight = layer.weight
-    layer.__dict__.pop(LEVEL, None)
-    _remove_state_dict_hooks(layer)
+    unmark(layer)
     if isinstance(weight, ScaledTensor):
         _remove_gradient_hooks(weight)
         swap(weight, weight.exact(), "weight")
         if isinstance(weight.grad, ScaledTensor):
             weight.grad = weight.grad.dequantize()
+
+
+def unmark(layer: nn.Module) -> None:
+    """Let a layer save and load its weight as it is. `store_weights` marks it again."""
+    layer.__dict__.pop(LEVEL, None)
+    _remove_state_dict_hooks(layer)
 
 
 # Gradients

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from ..recipes.handlers import Recipe
 
 UNREADABLE = (
-    *("rounding", "exp_avg_scaling", "shard_states", "include", "exclude"),
-    *("module_filter_func", "gradient_comm"),
+    *("rounding", "exp_avg_scaling", "shard_states", "include", "also_include"),
+    *("exclude", "module_filter_func", "gradient_comm"),
 )
 """Fields that the original has no equivalent of."""
 

@@ -14,14 +14,17 @@ import torch
 from torch import nn
 
 from ..compute import registry
-from ..compute.counts import DGRAD, KINDS, WGRAD, ProductCounts
+from ..compute.counts import DGRAD, FPROP, KINDS, WGRAD, ProductCounts
 from ..compute.interface import Compute, CountsProducts, HasProfile, StoresWeights
 from ..compute.profiling import Layer, ProductProfile
 from ..errors import FP8BackendError
+from ..notebooks import as_html
 from ..numerics.modules import plain_name
 from ..numerics.sharded_tensor import full_shape
+from ..words import share
 from . import conversion
-from .weight_products import FOREIGN_FP8, FP8
+from .weight_products import CONVOLUTION, FOREIGN_FP8, FP8
+from .work import Work
 
 if TYPE_CHECKING:
     from ..recipes.handlers import Recipe
@@ -47,7 +50,10 @@ class Audit:
     """What makes the products of each converted layer: `scaled_mm`, `bf16-exact`, `fp32-exact`, `emulated`, `te`,
     `ao`."""
     flops_share: float = 0.0
-    """FP8 share, 0 to 1, of all weight-matmul FLOPs that training does: Linear, Conv1D, expert tensors, head."""
+    """FP8 share, 0 to 1, of all FLOPs that training spends on products with weights, convolutions included; as many
+    rows pass each weight as in the first step, or one for each token where that step was compiled."""
+    uncounted: list[str] = field(default_factory=list)
+    """Convolutions that `flops_share` leaves out, since they ran in compiled code, which shows no shapes."""
     high_precision: dict[str, str] = field(default_factory=dict)
     """The reason why each of the other weights stays in high precision."""
     foreign_fp8: dict[str, str] = field(default_factory=dict)
@@ -71,24 +77,35 @@ class Audit:
         return asdict(self)
 
     def __str__(self) -> str:
-        lines = [f"{self.recipe}: {self.flops_share:.0%} of weight FLOPs in FP8"]
+        text = "\n".join([self._headline, *(line for rows in self._tables() for line in _table(rows))])
+        return f"{text}\n\n{self._losses}" if self._losses else text
+
+    def _repr_html_(self) -> str:
+        return as_html("; ".join(filter(None, [self._headline, self._losses])), *self._tables())
+
+    @property
+    def _headline(self) -> str:
+        return f"{self.recipe}: {share(self.flops_share)} of weight FLOPs in FP8"
+
+    @property
+    def _losses(self) -> str:
+        return "" if self.lost_updates is None else f"updates lost to rounding: {share(self.lost_updates)}"
+
+    def _tables(self) -> Iterator[list[tuple[str, ...]]]:
         rows = [("layer", *KINDS, "recomputed", "engine")]
         for name, counts in self.products.items():
             rows.append((name or "(root)", *(str(counts[kind]) for kind in (*KINDS, "recomputed")), self.engine[name]))
         if len(rows) > 1:
-            lines += _table(_grouped(rows))
+            yield _grouped(rows)
         for title, found in (("in high precision", self.high_precision), ("in FP8 of others", self.foreign_fp8)):
             if found:
                 reasons = [(name or "(root)", reason) for name, reason in found.items()]
-                lines += _table(_grouped([(title, "reason"), *reasons]))
+                yield _grouped([(title, "reason"), *reasons])
         rows = [("bytes", *BYTE_KEYS, "total")]
         for title, measured in (("per element", self.bytes_per_element), ("per parameter", self.bytes_per_parameter)):
             sizes = [measured.get(key) for key in (*BYTE_KEYS, "total")]
             rows.append((title, *("?" if size is None else f"{size:.4g}" for size in sizes)))
-        lines += _table(rows)
-        if self.lost_updates is not None:
-            lines += ["", f"updates lost to rounding: {self.lost_updates:.2%}"]
-        return "\n".join(lines)
+        yield rows
 
 
 def audit(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Audit:
@@ -111,13 +128,14 @@ def audit(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> A
     parts = [_read_root(result, *root) for root in roots] or [_read_unprepared(result, model)]
     needed = sum(part.needed for part in parts)
     result.flops_share = sum(part.in_fp8 for part in parts) / needed if needed else 0.0
+    result.uncounted = [name for part in parts for name in part.uncounted]
     _read_bytes(result, model, parts, optimizers)
     losses = [seen.lost_updates for seen in observed]
     losses += [each.lost_updates() for each in optimizers if hasattr(each, "lost_updates")]
     result.lost_updates = max((loss for loss in losses if loss is not None), default=None)
     if result.lost_updates is not None and result.lost_updates > MANY_LOST_UPDATES:
         logger.warning(
-            f"{result.recipe}: rounding swallows {100 * result.lost_updates:.0f} % of the weight updates, so the model "
+            f"{result.recipe}: rounding swallows {share(result.lost_updates)} of the weight updates, so the model "
             'hardly trains: store weights with rounding="stochastic", or raise the learning rate'
         )
     return result
@@ -221,6 +239,8 @@ class Observed:
         self.proven = False
         self.gradient_dtypes: dict[str, torch.dtype] = {}
         self.lost_updates: float | None = None
+        self.work: dict[str, Work] = {}
+        """How much the first step multiplied by each weight; nothing of what was compiled."""
         self.first_steps: list[Any] = []
         """What watches this model for its proof (`proof.FirstStep`)."""
         self._optimizers: list[weakref.ref] = []
@@ -282,10 +302,13 @@ def count_products(root: nn.Module, prepared: Prepared) -> dict[str, ProductCoun
 
 @dataclass
 class RootMeasures:
-    """The part of an audit that one prepared root adds. FLOPs are per token, over the products that training needs."""
+    """The part of an audit that one prepared root adds. FLOPs are those of the first step (per token, where it was
+    compiled), over the products that training needs."""
 
     in_fp8: float = 0.0
     needed: float = 0.0
+    uncounted: list[str] = field(default_factory=list)
+    """Convolutions of which nobody knows the FLOPs."""
     weights: list[nn.Parameter] = field(default_factory=list)
     """The converted weights."""
     transient_bytes: float = 0.0
@@ -297,22 +320,40 @@ class RootMeasures:
 def count_flops(root: nn.Module, prepared: Prepared, counts: dict[str, ProductCounts]) -> RootMeasures:
     """FLOPs of every kind of product that each weight needs, and of those that ran in FP8.
 
-    A weight gradient is needed where the weight trains. An input gradient is needed unless the layer is seen to do
-    without: its weight gradient ran and its input gradient did not.
+    Gradients are needed where a gradient of the output arrived: that of the weight where it trains, that of the input
+    where some input needs one. A weight that was not seen in the first step is counted as if every token had passed it;
+    whether its input needs a gradient, its products tell.
     """
     trains = _trainable_by_name(root)
+    work = observed_of(prepared).work
+    positions = {product.name for product in prepared.report.products if product.kind == CONVOLUTION}
+    tokens = max((seen.rows for name, seen in work.items() if name not in positions), default=1)
     high = prepared.compute.high_precision_products(prepared.recipe)
     flops = RootMeasures()
     for product in prepared.report.products:
+        seen = work.get(product.name)
+        if seen is None and product.kind == CONVOLUTION:
+            flops.uncounted.append(product.name)
+            continue
+        size = product.flops * tokens if seen is None else seen.flops
         ran = counts.get(product.name) if product.state == FP8 else None
         for kind in KINDS:
             done = ran is not None and getattr(ran, kind) > 0
-            spared = kind == DGRAD and ran is not None and ran.wgrad > 0 and not done and DGRAD not in high
-            frozen = kind == WGRAD and not trains.get(product.name, True)
-            if not spared and not frozen:
-                flops.needed += product.flops
-                flops.in_fp8 += product.flops * done
+            if done or _is_needed(kind, trains.get(product.name, True), seen, ran, high):
+                flops.needed += size
+                flops.in_fp8 += size * done
     return flops
+
+
+def _is_needed(kind: str, trains: bool, seen: Work | None, ran: ProductCounts | None, high: tuple[str, ...]) -> bool:
+    """Whether training needs a product that did not run in FP8."""
+    if kind == FPROP:
+        return True
+    if seen is not None and not seen.backward:
+        return False
+    if kind == WGRAD:
+        return trains
+    return seen.input_gradient if seen is not None else ran is None or ran.wgrad == 0 or DGRAD in high
 
 
 def _trainable_by_name(root: nn.Module) -> dict[str, bool]:
@@ -325,6 +366,7 @@ def _trainable_by_name(root: nn.Module) -> dict[str, bool]:
 
 def _read_root(result: Audit, prefix: str, root: nn.Module, prepared: Prepared) -> RootMeasures:
     """Write products, engines and reasons of one prepared root into the audit; return its FLOPs and weights."""
+    conversion.update_report(root, prepared)
     counts = count_products(root, prepared)
     flops = count_flops(root, prepared, counts)
     for name, module in converted_layers(root, prepared).items():
@@ -337,6 +379,7 @@ def _read_root(result: Audit, prefix: str, root: nn.Module, prepared: Prepared) 
             flops.transient_bytes += prepared.compute.transient_bytes_per_element(module) * elements
     seen = observed_of(prepared).gradient_dtypes
     named = ((plain_name(name), parameter) for name, parameter in root.named_parameters())
+    flops.uncounted = [_joined(prefix, name) for name in flops.uncounted]
     flops.gradient_dtypes = {id(parameter): seen[name] for name, parameter in named if name in seen}
     result.high_precision |= {_joined(prefix, name): why for name, why in prepared.report.high_precision.items()}
     result.foreign_fp8 |= {_joined(prefix, name): why for name, why in prepared.report.foreign_fp8.items()}

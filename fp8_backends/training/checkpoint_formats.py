@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import FP8BackendError
+from ..compute.fields import check_known
 from ..numerics.formats import E4M3
 from ..numerics.kernels.quantize import dispatch as quantization
 from ..numerics.kernels.quantize.layouts import POWER_OF_TWO
@@ -94,9 +94,8 @@ def spread(codes: Quantized, grid: str, fmt: CheckpointFormat) -> torch.Tensor:
 
 
 def format_named(name: str) -> CheckpointFormat:
-    """The format of this name."""
-    if name not in FORMATS:
-        raise FP8BackendError(f"format={name!r} is no format of FP8 checkpoints; there are {', '.join(FORMATS)}")
+    """The format of this name. Raises `RecipeError` for one that is not known."""
+    check_known("format", name, FORMATS)
     return FORMATS[name]
 
 

@@ -1,7 +1,7 @@
 """Walking a model, choosing layers, and swapping them in place: once, for every backend.
 
 A layer is converted by swapping its class. The backend builds a carrier, an FP8 layer around the same Parameters,
-and the carrier's class and added attributes move onto the `nn.Linear` that the model already has. So the module
+and the carrier's class and added attributes move onto the Linear or `Conv1D` that the model already has. So the module
 object stays, and with it every reference to it: Parameters, ties, shared modules, frozen flags, hooks, the optimizer
 and its state, weak references. The 3-D weights of experts are the exception: what runs them stands beside them
 (`expert_functions`). `restore` turns all back.
@@ -19,12 +19,16 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ..compute import expert_functions
+from ..compute.conv1d import is_conv1d, linear_like
 from ..compute.expert_functions import ExpertWeights
-from ..compute.interface import Compute, ConvertsExperts, ConvertsNorms, Fusion
+from ..compute.interface import Compute, ConvertsConv1D, ConvertsExperts, ConvertsNorms, Fusion
 from ..errors import FP8BackendError, RecipeError
+from ..notebooks import as_html
 from ..numerics.modules import CONVERSION, Conversion, plain_name
+from ..words import counted, share
 from .layer_filter import LayerFilter, NamePattern, excluded
 from .weight_products import (
+    CONVOLUTION,
     FOREIGN_FP8,
     FP8,
     HIGH_PRECISION,
@@ -42,6 +46,9 @@ ALIGNMENT = 16
 
 NORM_CONVERSION = "_fp8_norm_conversion"
 """Attribute of a swapped normalisation layer, as `CONVERSION` is of a weight's layer: its `Conversion`."""
+
+ADDED = "added after the model was prepared: prepare it again to convert this layer"
+"""Reason of a layer that `convert` has not seen."""
 
 PREPARED = "_fp8_prepared"
 """Attribute of a prepared root: its `Prepared`."""
@@ -92,23 +99,36 @@ class ConversionReport:
 
     @property
     def flops_share(self) -> float:
-        """FLOPs of the converted weights over those of all, 0 to 1: what a step can at most run in FP8."""
+        """FLOPs of the converted weights over those of all, 0 to 1, for a token that passes all: what a step can at
+        most run in FP8. A convolution counts with one position, since only a forward tells how many there are."""
         total = sum(product.flops for product in self.products)
         return sum(product.flops for product in self.products if product.state == FP8) / total if total else 0.0
 
     def __str__(self) -> str:
-        lines = [
-            f"{len(self.converted)} of {len(self.products)} weights in FP8, {self.flops_share:.0%} of weight FLOPs"
-        ]
+        lines = [self._headline, *(f"  {state}: {names}" for state, names in self._names_by_state.items())]
+        return "\n".join(lines + ([f"  {self._norms_line}"] if self.norms else []))
+
+    def _repr_html_(self) -> str:
+        title = f"{self._headline}; {self._norms_line}" if self.norms else self._headline
+        return as_html(title, [("state", "weights"), *self._names_by_state.items()])
+
+    @property
+    def _headline(self) -> str:
+        at_most = "at most " if any(product.kind == CONVOLUTION for product in self.products) else ""
+        weights = counted(len(self.products), "weight")
+        return f"{len(self.converted)} of {weights} in FP8, {at_most}{share(self.flops_share)} of weight FLOPs"
+
+    @property
+    def _names_by_state(self) -> dict[str, str]:
+        """The weights that are in FP8, and those that are not by the reason."""
         noted = [(f"in FP8 ({p.reason})" if p.reason else "in FP8", p.name) for p in self.products if p.state == FP8]
         high = [(reason, name) for name, reason in (self.foreign_fp8 | self.high_precision).items()]
-        lines += [f"  {group}: {names}" for group, names in _grouped([*noted, *high]).items()]
-        return "\n".join(lines + ([f"  {self._norms_line}"] if self.norms else []))
+        return _grouped([*noted, *high])
 
     @property
     def _norms_line(self) -> str:
         unswapped = _grouped((norm.reason, norm.name) for norm in self.norms if not norm.swapped)
-        line = f"{sum(norm.swapped for norm in self.norms)} of {len(self.norms)} norms swapped"
+        line = f"{sum(norm.swapped for norm in self.norms)} of {counted(len(self.norms), 'norm')} swapped"
         line += "".join(f"; {names}: {reason}" for reason, names in unswapped.items())
         apart = _grouped((norm.apart, norm.name) for norm in self.norms if norm.apart is not None)
         fused = sum(norm.fused_with is not None for norm in self.norms)
@@ -202,10 +222,16 @@ def convert(model: nn.Module, recipe: Recipe, compute: Compute) -> Prepared:
 
 
 def restore(model: nn.Module) -> None:
-    """Undo `convert` on a model and all its parts: plain layers again, with the Parameters of this moment.
+    """Undo `prepare` on a model and all its parts, in place: plain layers again, with the Parameters of this moment.
+
+    Weights hold their exact values, in the dtype that they stand for. The optimizer stays what it is.
+
+    Args:
+        model: prepared, or holds prepared models; any other stays as it is.
 
     Raises:
-        FP8BackendError: a converted layer was wrapped since, such as by FSDP2.
+        FP8BackendError: a converted layer was wrapped since, such as by FSDP2; or something else holds on to a weight
+            that is stored in another form, named.
     """
     modules = list(model.modules())
     for name, module in model.named_modules():
@@ -261,6 +287,26 @@ def expected(model: nn.Module, recipe: Recipe, compute: Compute) -> ConversionRe
     return ConversionReport([each.product for each in found])
 
 
+def update_report(root: nn.Module, prepared: Prepared) -> list[str]:
+    """Bring the report of a prepared root up to date with the layers that the model has now. Returns the names of those
+    that came after `convert`, and that it would convert now."""
+    known = {product.name: product for product in prepared.report.products}
+    layer_filter = LayerFilter(prepared.recipe)
+    products = []
+    for each in _find(root, prepared.recipe):
+        product, is_converted = each.product, each.conversion is not None
+        before = known.get(product.name)
+        if before is not None and (before.state == FP8) == is_converted:
+            product = before
+        elif is_converted:
+            product.state = FP8
+        elif product.state == HIGH_PRECISION:
+            product.reason = _reason_against(each, prepared.recipe, prepared.compute, layer_filter) or ADDED
+        products.append(product)
+    prepared.report.products = products
+    return [product.name for product in products if product.reason == ADDED]
+
+
 def swaps_weights(recipe: Recipe) -> bool:
     """Whether weights are stored in another form; else every weight stays where it lies."""
     return recipe.level != "O0" or bool(recipe.fp8_params)
@@ -299,12 +345,13 @@ def _find(root: nn.Module, recipe: Recipe) -> list[Found]:
 def _choose(found: list[Found], recipe: Recipe, compute: Compute, norms: list[NormLayer]) -> list[Found]:
     """The layers to convert now. Writes the state and reason of every product."""
     chosen = []
-    layer_filter = LayerFilter(recipe, found, norms)
+    layer_filter = LayerFilter(recipe)
+    layer_filter.check(found, norms)
     for each in found:
         product, conversion = each.product, each.conversion
         if conversion is not None:
             _check_same_recipe(f"layer {product.name!r}", conversion.recipe, recipe)
-        elif reason := each.obstacle or layer_filter.exclusion(each) or _unfit(each, recipe, compute):
+        elif reason := _reason_against(each, recipe, compute, layer_filter):
             product.reason = reason
             continue
         else:
@@ -317,7 +364,16 @@ def _choose(found: list[Found], recipe: Recipe, compute: Compute, norms: list[No
     return chosen
 
 
+def _reason_against(each: Found, recipe: Recipe, compute: Compute, layer_filter: LayerFilter) -> str | None:
+    """Why this weight is not converted, or None where it is to be."""
+    return each.obstacle or layer_filter.exclusion(each) or _unfit(each, recipe, compute)
+
+
 def _unfit(each: Found, recipe: Recipe, compute: Compute) -> str | None:
+    if is_conv1d(each.module):
+        if isinstance(compute, ConvertsConv1D):
+            return compute.unfit(linear_like(each.module), recipe)
+        return f"Conv1D, whose weight lies transposed: {compute.name} has no products for it (native has)"
     if not each.part:
         return compute.unfit(each.module, recipe)
     if isinstance(compute, ConvertsExperts):
@@ -362,13 +418,14 @@ def _check_same_recipe(what: str, had: Recipe, wanted: Recipe) -> None:
     difference = f" (they differ in {', '.join(differing)})" if had.name == wanted.name else ""
     raise RecipeError(
         f"{what} is prepared with {had.name} already, and {wanted.name} is asked for{difference}: call "
-        f"fp8_backends.training.conversion.restore(model) first, or prepare a copy of the model made before"
+        f"fp8_backends.restore(model) first, or prepare a copy of the model made before"
     )
 
 
 # swapping layers
 
-_OF_EVERY_LINEAR = frozenset(nn.Linear(1, 1, device="meta").__dict__)
+_OF_EVERY_LAYER = frozenset(nn.Linear(1, 1, device="meta").__dict__) | {"nf", "nx"}
+"""Attributes of every Linear, and the sizes of a `Conv1D`."""
 
 
 def swap_class(linear: nn.Module, carrier: nn.Module, recipe: Recipe, mark: str = CONVERSION) -> None:
@@ -398,12 +455,13 @@ def restore_layer(linear: nn.Module) -> None:
         linear._non_persistent_buffers_set.discard(name)
 
 
-def _build(chosen: list[Found], recipe: Recipe, compute: Compute, shared: Any) -> list[tuple[nn.Linear, nn.Module]]:
+def _build(chosen: list[Found], recipe: Recipe, compute: Compute, shared: Any) -> list[tuple[nn.Module, nn.Module]]:
     """Layers and their carriers, all made before the first layer changes. Some drop out, with the reason noted."""
     built = []
     for each in chosen:
         linear, product = each.module, each.product
-        carrier = compute.build(linear, recipe, shared)
+        build = compute.build_conv1d if is_conv1d(linear) else compute.build
+        carrier = build(linear, recipe, shared)
         if any(carrier._parameters.get(key) is not parameter for key, parameter in linear._parameters.items()):
             raise FP8BackendError(
                 f"{product.name}: the backend {compute.name!r} built a layer with other Parameters, which no "
@@ -432,7 +490,7 @@ def _build_experts(
 
 
 def _added_attributes(carrier: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in carrier.__dict__.items() if name not in _OF_EVERY_LINEAR}
+    return {name: value for name, value in carrier.__dict__.items() if name not in _OF_EVERY_LAYER}
 
 
 def _attach(root: nn.Module, prepared: Prepared) -> None:

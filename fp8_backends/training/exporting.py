@@ -13,12 +13,14 @@ from torch import nn
 
 from ..announcement import announce, is_main_process
 from ..compute import registry
+from ..compute.conv1d import is_conv1d
 from ..compute.interface import GivesWeightCodes
 from ..errors import FP8BackendError
 from ..numerics.modules import plain_name
 from ..numerics.scaled_tensor import ScaledTensor
 from ..numerics.scaling import Quantized
 from ..numerics.sharded_tensor import dequantize_shards, is_distributed
+from ..words import counted
 from . import checkpoint_formats, quantized_layers
 from .checkpoint_formats import FITS_INTO, IN_WORDS, CheckpointFormat
 from .conversion import listed, prepared_roots, unwrapped
@@ -41,7 +43,7 @@ class Export:
     """The other weights, which are in the file as they are; and why."""
 
     def __str__(self) -> str:
-        parts = [f"{len(self.exact)} weights as the FP8 codes that training used"] if self.exact else []
+        parts = [f"{counted(len(self.exact), 'weight')} as the FP8 codes that training used"] if self.exact else []
         parts += [f"{len(names)} rounded to FP8 ({why})" for why, names in _by_reason(self.rounded)]
         parts += [f"{listed(names)} in high precision ({why})" for why, names in _by_reason(self.high_precision)]
         return f"{self.folder}, {self.format}: {'; '.join(parts)}"
@@ -54,7 +56,7 @@ def _by_reason(reasons: dict[str, str]) -> Iterator[tuple[str, list[str]]]:
 
 def export(
     model: nn.Module,
-    folder: str | os.PathLike,
+    folder: str | os.PathLike[str],
     format: str = "finegrained_fp8",
     *,
     max_shard_size: int | str = "50GB",
@@ -74,6 +76,7 @@ def export(
         max_shard_size: of one file, as `save_pretrained` takes it.
 
     Raises:
+        RecipeError: a format that is not known.
         FP8BackendError: it is no such model, a weight is not finite, or nothing would be in FP8.
     """
     fmt = checkpoint_formats.format_named(format)
@@ -133,7 +136,7 @@ def _layers_of(model: nn.Module) -> dict[str, Found]:
     found = find_weight_products(model)
     if any(each.product.kind == "adapter" for each in found) or hasattr(model, "peft_config"):
         raise FP8BackendError(
-            "the model has adapters: fp8_backends.conversion.restore(model), merge_and_unload(), and "
+            "the model has adapters: fp8_backends.restore(model), merge_and_unload(), and "
             "prepare(model, None, spec) come before an export of what they make"
         )
     if foreign := [name for name, _, _ in quantized_layers.quantized_layers(model)]:
@@ -150,7 +153,9 @@ def _layers_of(model: nn.Module) -> dict[str, Found]:
     return {
         each.product.name: each
         for each in found
-        if each.conversion is not None and not each.part and len(owners[id(each.module.weight)]) == 1
+        if each.conversion is not None
+        and not (each.part or is_conv1d(each.module))
+        and len(owners[id(each.module.weight)]) == 1
     }
 
 
@@ -177,6 +182,8 @@ def _left(model: nn.Module, layers: dict[str, Found]) -> dict[str, str]:
             continue
         if each.part and each.conversion is not None:
             left[name] = "the weights of experts lie in one Parameter"
+        elif each.conversion is not None and is_conv1d(each.module):
+            left[name] = "transformers reads FP8 codes of Linear layers alone, not of Conv1D"
         elif each.conversion is not None:
             others = [other for other in owners[id(each.module.weight)] if other != f"{name}.weight"]
             left[name] = f"its weight is that of {', '.join(others)} too"

@@ -1,4 +1,4 @@
-"""Which layers the user wants converted: `include`, `exclude` and `module_filter_func` of a recipe."""
+"""Which layers the user wants converted: `include`, `also_include`, `exclude` and `module_filter_func` of a recipe."""
 
 from __future__ import annotations
 
@@ -24,22 +24,26 @@ class Named(Protocol):
 
 class LayerFilter:
     """The user's choice of layers. `exclude` wins over all; then a layer must be named in `include` and accepted by
-    `module_filter_func`, where these are given; where neither is, heads, routers and adapters are left out.
+    `module_filter_func`, where these are given; where neither is, heads, routers and adapters are left out that
+    `also_include` does not name.
 
     Patterns are fnmatch patterns over a layer's full name (any of its names, if shared). One without a dot also
-    matches a layer when it matches any one segment of the name. `norms` are those that the backend would swap:
-    `exclude` may name them too.
-
-    Raises:
-        RecipeError: a pattern that matches no weight, or an `include` that matches none that can be converted.
+    matches a layer when it matches any one segment of the name.
     """
 
-    def __init__(self, recipe: Recipe, found: list[Found], norms: Sequence[Named]) -> None:
+    def __init__(self, recipe: Recipe) -> None:
         self.include = None if recipe.include is None else [NamePattern(text) for text in recipe.include]
+        self.also_include = [NamePattern(text) for text in recipe.also_include or ()]
         self.exclude = [NamePattern(text) for text in recipe.exclude or ()]
         self.accepts = recipe.module_filter_func
-        for pattern in self.include or []:
-            _check_pattern("include", pattern, found)
+
+    def check(self, found: list[Found], norms: Sequence[Named]) -> None:
+        """Raise `RecipeError` for a pattern that matches no weight of a model, or one of `include` or `also_include`
+        that matches none that can be converted. `norms` are those that the backend would swap: `exclude` may name them
+        too."""
+        for field_name, patterns in (("include", self.include or []), ("also_include", self.also_include)):
+            for pattern in patterns:
+                _check_pattern(field_name, pattern, found)
         for pattern in self.exclude:
             if not any(map(pattern.matches, norms)):
                 _check_pattern("exclude", pattern, found)
@@ -49,11 +53,12 @@ class LayerFilter:
         product = each.product
         if reason := excluded(product, self.exclude):
             return reason
-        if self.include is not None and not any(pattern.matches(product) for pattern in self.include):
+        if self.include is not None and not _any_matches(self.include, product):
             return "not named in include"
         if self.accepts is not None and not self.accepts(each.module, product.name):
             return "left out by module_filter_func"
-        return each.default_exclusion if self.include is None and self.accepts is None else None
+        chosen = self.include is not None or self.accepts is not None
+        return None if chosen or _any_matches(self.also_include, product) else each.default_exclusion
 
 
 def excluded(layer: Named, exclude: list[NamePattern]) -> str | None:
@@ -63,7 +68,7 @@ def excluded(layer: Named, exclude: list[NamePattern]) -> str | None:
 
 
 class NamePattern:
-    """One pattern of `include` or `exclude`."""
+    """One pattern of `include`, `also_include` or `exclude`."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -72,6 +77,10 @@ class NamePattern:
     def matches(self, layer: Named) -> bool:
         segments = [] if "." in self.text else [segment for name in layer.names for segment in name.split(".")]
         return any(map(self._match, (*layer.names, *segments)))
+
+
+def _any_matches(patterns: list[NamePattern], layer: Named) -> bool:
+    return any(pattern.matches(layer) for pattern in patterns)
 
 
 def _check_pattern(field_name: str, pattern: NamePattern, found: list[Found]) -> None:
@@ -85,9 +94,9 @@ def _check_pattern(field_name: str, pattern: NamePattern, found: list[Found]) ->
             f"{', '.join(map(repr, near))}. A pattern without a dot matches any one part of a name; "
             "'a.b.*' matches all inside a.b"
         )
-    if field_name == "include" and all(each.obstacle for each in matched):
+    if field_name != "exclude" and all(each.obstacle for each in matched):
         first = matched[0]
         raise RecipeError(
-            f"include: {pattern.text!r} matches only weights that cannot be converted, such as "
+            f"{field_name}: {pattern.text!r} matches only weights that cannot be converted, such as "
             f"{first.product.name}: {first.obstacle}"
         )

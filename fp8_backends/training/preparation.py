@@ -7,10 +7,11 @@ asked for, convert the layers, store their weights, connect the ranks, watch the
 from __future__ import annotations
 
 import contextlib
+import logging
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -25,13 +26,19 @@ from ..errors import FP8BackendError
 from ..numerics.modules import CONVERSION
 from ..numerics.sharded_tensor import is_distributed
 from ..recipes.handlers import Recipe, resolve
+from ..recipes.specs import Spec
 from ..states import adamw, checkpoint, levels, original
 from . import conversion, proof, quantized_layers
 from .auditing import converted_layers, parameter_ids, unwrapped
 from .conversion import PREPARED, Prepared, prepared_roots
 
+logger = logging.getLogger("fp8_backends")
 
-def prepare(model: nn.Module, optimizer: torch.optim.Optimizer | None, spec: Any = None) -> tuple:
+Model = TypeVar("Model", bound=nn.Module)
+Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer | None)
+
+
+def prepare(model: Model, optimizer: Optimizer, spec: Spec = None) -> tuple[Model, Optimizer]:
     """Make `model` train in FP8, without Accelerate.
 
     Both objects come back as they are: layers are swapped in place and keep their Parameter objects, so the
@@ -55,9 +62,10 @@ def prepare(model: nn.Module, optimizer: torch.optim.Optimizer | None, spec: Any
     recipe = resolve(spec)
     if recipe.implementation == "original":
         return original.initialize(model, optimizer, recipe)
-    if optimizer is not None:
-        _check_trains(model, optimizer)
-        check_optimizer(optimizer, recipe)  # first: where it is refused, the model is as it was
+    _check_types(model, optimizer)
+    if optimizer is not None:  # first: where it is refused, the model is as it was
+        check_trains([model], [optimizer], recipe)
+        check_optimizer(optimizer, recipe)
     prepare_model(model, recipe)
     if optimizer is not None:
         watch_optimizer(model, optimizer, recipe)
@@ -65,8 +73,8 @@ def prepare(model: nn.Module, optimizer: torch.optim.Optimizer | None, spec: Any
 
 
 def initialize(
-    model: nn.Module, optimizer: torch.optim.Optimizer, opt_level: str = "O1", use_te: bool = False
-) -> tuple:
+    model: Model, optimizer: Optimizer, opt_level: str = "O1", use_te: bool = False
+) -> tuple[Model, Optimizer]:
     """`prepare` with the signature of `msamp.initialize`, for scripts that move from MS-AMP.
 
     `use_te` takes TransformerEngine's products in place of native ones.
@@ -91,12 +99,21 @@ def prepare_model(model: nn.Module, recipe: Recipe) -> nn.Module:
 # Check
 
 
+def check_machine(recipe: Recipe) -> None:
+    """Raise where the recipe cannot run on this machine.
+
+    Raises:
+        BackendUnavailableError: a library or a chip is missing, with the fix.
+        RecipeError: `implementation="original"`, and the original MS-AMP cannot honour a field.
+    """
+    if recipe.implementation == "original":
+        original.check(recipe)
+    else:
+        registry.check_available(recipe)
+
+
 def check_model(model: nn.Module, recipe: Recipe) -> None:
     """Raise where the recipe cannot run on this machine, or a level cannot store this model's weights any more."""
-    if not isinstance(model, nn.Module):
-        raise FP8BackendError(
-            f"model must be a torch.nn.Module, not {type(model).__name__}; the order is prepare(model, optimizer, spec)"
-        )
     registry.check_available(recipe)
     quantized_layers.check(model)
     if torch.is_inference_mode_enabled() or any(not is_lazy(p) and p.is_inference() for p in model.parameters()):
@@ -118,6 +135,18 @@ def check_model(model: nn.Module, recipe: Recipe) -> None:
         )
 
 
+def _check_types(model: nn.Module, optimizer: Any) -> None:
+    if optimizer is not None and not isinstance(unwrapped(optimizer), torch.optim.Optimizer):
+        raise FP8BackendError(
+            f"optimizer must be a torch.optim.Optimizer or None, not {type(optimizer).__name__}; "
+            "the order is prepare(model, optimizer, spec)"
+        )
+    if not isinstance(model, nn.Module):
+        raise FP8BackendError(
+            f"model must be a torch.nn.Module, not {type(model).__name__}; the order is prepare(model, optimizer, spec)"
+        )
+
+
 def check_optimizer(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
     """Raise where the recipe cannot run on this machine, or `convert_optimizer` would refuse this optimizer."""
     registry.check_available(recipe)
@@ -125,22 +154,25 @@ def check_optimizer(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
         adamw.check(unwrapped(optimizer), levels.state_rule(recipe))
 
 
-def _check_trains(model: nn.Module, optimizer: Any) -> None:
-    """Warn where the optimizer holds none of the model's parameters."""
-    inner = unwrapped(optimizer)
-    if not isinstance(inner, torch.optim.Optimizer):
-        raise FP8BackendError(
-            f"optimizer must be a torch.optim.Optimizer or None, not {type(optimizer).__name__}; "
-            "the order is prepare(model, optimizer, spec)"
-        )
-    if not isinstance(model, nn.Module):
-        return  # refused by `check_model`, in its own words
-    if parameter_ids(inner).isdisjoint(map(id, model.parameters())):
-        warnings.warn(
-            "none of the model's parameters is in the optimizer: the model will not train; make the optimizer "
-            "from this model's parameters()",
-            stacklevel=3,
-        )
+def check_trains(models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer], recipe: Recipe) -> None:
+    """Refuse models of which none of these optimizers holds a parameter: they would not train, and no step would prove
+    anything.
+
+    Raises:
+        FP8BackendError: so it is, and the recipe's `on_unproven` is "raise"; else a warning says so.
+    """
+    models = list(models)
+    held = set().union(*(parameter_ids(unwrapped(optimizer)) for optimizer in optimizers))
+    if any(id(parameter) in held for model in models for parameter in model.parameters()):
+        return
+    names = ", ".join(dict.fromkeys(type(conversion.unwrapped(model)).__name__ for model in models))
+    message = (
+        f"the optimizer holds no parameter of the prepared model ({names}), so the model would not train: make the "
+        "optimizer from the parameters() of the very model that is prepared"
+    )
+    if recipe.on_unproven == "raise":
+        raise FP8BackendError(f'{message}; on_unproven="warn" goes on regardless')
+    warnings.warn(message, stacklevel=3)
 
 
 # Store
@@ -283,21 +315,39 @@ def finish_accumulation(model: nn.Module) -> None:
 
 
 class AfterStep:
-    """Step post-hook of an optimizer: tells the backend of each model that it trains that a step was taken."""
+    """Step post-hook of an optimizer: tells the backend of each model that it trains that a step was taken, and the
+    user of layers that came after the model was prepared."""
 
     def __init__(self) -> None:
-        self.roots: list[weakref.ref] = []
+        self.modules_of: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        """For each prepared root what `_identity` said last."""
 
     def add(self, models: list[nn.Module]) -> None:
-        known = {id(reference()) for reference in self.roots}
-        roots = [root for model in models for _, root, _ in prepared_roots(model)]
-        self.roots += [weakref.ref(root) for root in roots if id(root) not in known]
+        for root in (root for model in models for _, root, _ in prepared_roots(model)):
+            self.modules_of.setdefault(root, _identity(root))
 
     def __call__(self, optimizer: torch.optim.Optimizer, args, kwargs) -> None:
-        for root in (reference() for reference in self.roots):
-            prepared = root is not None and root.__dict__.get(PREPARED)
-            if prepared and isinstance(prepared.compute, FollowsOptimizer):
+        for root, identity in list(self.modules_of.items()):
+            prepared = root.__dict__.get(PREPARED)
+            if not prepared:
+                continue
+            if isinstance(prepared.compute, FollowsOptimizer):
                 prepared.compute.after_optimizer_step(root)
+            if not torch.compiler.is_compiling() and identity != (now := _identity(root)):
+                self.modules_of[root] = now
+                if added := conversion.update_report(root, prepared):
+                    logger.warning("%s: %s: %s", prepared.recipe.name, conversion.listed(added), conversion.ADDED)
+
+
+def _identity(root: nn.Module) -> int:
+    """A number that changes when modules are added, swapped or taken away. Cheap: every step asks for it."""
+    identity, modules = 0, [root]
+    while modules:
+        module = modules.pop()
+        identity += id(module)
+        if module is not None and module._modules:
+            modules += module._modules.values()
+    return identity
 
 
 # Checkpoints of states that are shared out
@@ -308,17 +358,18 @@ def whole_states(optimizer: torch.optim.Optimizer, receives: bool = True, moment
     """Around the writing of a checkpoint on several ranks at level O3: masters and optimizer states that are shared out
     between the ranks are whole inside, so that `state_dict()` of model and optimizer give them to the bit.
 
-    All ranks enter and leave it. Anywhere else, and for any other optimizer, it does nothing. A checkpoint is loaded
+    All ranks enter and leave it. An optimizer that no level has converted is left as it is. A checkpoint is loaded
     without it: every rank loads the whole, and keeps what it owns.
 
     Args:
         receives: whether they are wanted on this rank, 5 bytes an element, on the CPU. Elsewhere `state_dict()` works
-            inside too, with placeholders on the meta device for weights of other ranks, and without their states.
+            inside too, at any level, with placeholders on the meta device: for weights of other ranks, whose states it
+            leaves out, and for this rank's scaled states.
         moments: False for weights alone, 2 bytes an element.
     """
     inner = unwrapped(optimizer)
-    shared_out = getattr(inner, "fp8_owners", None) is not None
-    with checkpoint.whole_states(inner, receives, moments) if shared_out else contextlib.nullcontext():
+    is_scaled = isinstance(inner, adamw.ScaledStates)
+    with checkpoint.whole_states(inner, receives, moments) if is_scaled else contextlib.nullcontext():
         yield
 
 
@@ -327,6 +378,6 @@ def unread_states(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Around loading a checkpoint where states are shared out: `state_dict()`, which some loaders look at for names and
     shapes, gives placeholders inside."""
     inner = unwrapped(optimizer)
-    shared_out = getattr(inner, "fp8_owners", None) is not None
-    with checkpoint.unread_states(inner) if shared_out else contextlib.nullcontext():
+    is_scaled = isinstance(inner, adamw.ScaledStates)
+    with checkpoint.unread_states(inner) if is_scaled else contextlib.nullcontext():
         yield

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from .. import words
 from ..announcement import announce
 from ..compute.counts import KINDS, WGRAD, ProductCounts
 from ..compute.profiling import foreign_profiler_runs, give_way
@@ -35,6 +36,8 @@ from .auditing import (
     stored_dtype,
     unwrapped,
 )
+from .weight_products import CONVOLUTION, find_weight_products
+from .work import WorkMeter
 
 if TYPE_CHECKING:
     from ..compute.profiling import ProductProfile
@@ -42,8 +45,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fp8_backends")
 
-_COUNTED = {"Linear": ("Linear", "head", "router", "adapter"), "experts": ("experts",)}
+_COUNTED = {"Linear": ("Linear", "head", "router", "adapter"), "Conv1D": ("Conv1D",), "experts": ("experts",)}
 """Words of the proof for kinds of weights."""
+_BESIDE = {CONVOLUTION: CONVOLUTION, "parameter": "other weight"}
+"""The same for kinds without an FP8 product. Others, such as `FP8Linear of transformers`, are called what they are."""
 
 
 def watch(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> None:
@@ -90,6 +95,7 @@ def begin_anew(models: Iterable[nn.Module]) -> None:
     """Forget what was profiled of the first step of these models: an exception has ended it."""
     for first_step in _first_steps(models):
         first_step.begin_anew()
+        first_step.forget_work()
 
 
 def _first_steps(models: Iterable[nn.Module]) -> set[FirstStep]:
@@ -116,6 +122,8 @@ class FirstStep:
         """Whether a step was made inside backward, and is looked at before the next forward."""
         self.waits = 0
         """How many blocks of code with a profiler of their own are running."""
+        self.meters: dict[nn.Module, WorkMeter] = {}
+        """What measures how much each root multiplies, from its first training forward on."""
         self.hooks: list = []
 
     def install(self, optimizer: torch.optim.Optimizer) -> None:
@@ -132,6 +140,8 @@ class FirstStep:
             self.step_is_due = False
             self._look_at_step()
             return
+        if root not in self.meters and torch.is_grad_enabled():
+            self.meters[root] = WorkMeter(root, find_weight_products(root))
         if not self.layers or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             return
         if self.profile is not None and not self.profile.running:
@@ -156,12 +166,18 @@ class FirstStep:
         self.end_of_forward.remove()
         if output is None:
             self.begin_anew()  # the forward raised
+            self.forget_work()
 
     def begin_anew(self) -> None:
         """Drop a profile without a result. The next training forward starts another."""
         if self.profile is not None and not self.profile.complete:
             self.profile.abandon()
             self.profile = self.began = None
+
+    def forget_work(self) -> None:
+        """Drop what was measured of a step that ended halfway."""
+        for meter in self.meters.values():
+            meter.work.clear()
 
     def after_step(self, optimizer: torch.optim.Optimizer, *_) -> None:
         if not self.roots or torch.compiler.is_compiling():
@@ -214,8 +230,13 @@ class FirstStep:
                 hook.remove()
         for (_, root, prepared), root_counts in zip(roots, counts, strict=True):
             observed_of(prepared).first_steps.remove(self)
+            meter = self.meters.pop(root, None)
+            if meter is not None:
+                meter.detach()
             if not observed_of(prepared).proven:
                 observed_of(prepared).proven = True
+                observed_of(prepared).work = meter.work if meter is not None else {}
+                conversion.update_report(root, prepared)
                 state_proof(root, prepared, root_counts, by_shape)
 
     def _record_gradient_dtypes(self) -> None:
@@ -266,7 +287,8 @@ def state_proof(root: nn.Module, prepared: Prepared, counts: dict[str, ProductCo
     name = prepared.recipe.name
     if _nothing_ran([counts]):
         message = (
-            f"{name}: no FP8 product ran in the first training step, although {len(counts)} layers were converted. "
+            f"{name}: no FP8 product ran in the first training step, in none of "
+            f"{words.counted(len(counts), 'converted layer')}. "
             "Check that the prepared model is the one that trains, and in training mode; "
             'on_unproven="warn" trains on regardless'
         )
@@ -284,31 +306,30 @@ def proof_line(root: nn.Module, prepared: Prepared, counts: dict[str, ProductCou
     kind_of = {product.name: product.kind for product in prepared.report.products}
     ran = [layer for layer, count in counts.items() if _ran(count)]
     flops = count_flops(root, prepared, counts)
-    share = flops.in_fp8 / flops.needed if flops.needed else 0.0
+    share = words.share(flops.in_fp8 / flops.needed if flops.needed else 0.0)
     kinds = [kind for kind in KINDS if any(getattr(count, kind) for count in counts.values())]
     layers = converted_layers(root, prepared)
     engines = sorted({prepared.compute.engine(layers[layer]) for layer in ran})
     high = prepared.compute.high_precision_products(prepared.recipe)
     notes = "+".join(engines) + (f"; {' '.join(high)} in high precision by recipe" if high else "")
     notes += "; compiled, counted by shape" if by_shape else ""
-    foreign = Counter(kind_of.pop(layer) for layer in prepared.report.foreign_fp8)
-    layers_in_fp8 = _counted([kind_of.get(layer, "Linear") for layer in ran], list(kind_of.values()), foreign)
-    flops_in_fp8 = f"{share * 100:.0f} % of weight FLOPs in FP8"
-    return f"{prepared.recipe.name}: {layers_in_fp8}, {flops_in_fp8}, {' '.join(kinds)} ({notes})"
+    notes += f"; {words.counted(len(flops.uncounted), CONVOLUTION)} not counted" if flops.uncounted else ""
+    layers_in_fp8 = _counted([kind_of.get(layer, "Linear") for layer in ran], Counter(kind_of.values()))
+    return f"{prepared.recipe.name}: {layers_in_fp8}, {share} of weight FLOPs in FP8, {' '.join(kinds)} ({notes})"
 
 
-def _counted(ran: list[str], kinds: list[str], foreign: dict[str, int]) -> str:
-    """Such as `28/29 Linear, 4/4 experts (beside 2 other weights)`, from the kinds of weights. `foreign`: how many of
-    each kind another library holds in FP8."""
-    parts, others = [], len(kinds)
+def _counted(ran: list[str], kinds: Counter[str]) -> str:
+    """Such as `28/29 Linear, 4/4 experts (beside 2 convolutions)`, from the kinds of weights that ran and of all."""
+    parts, beside = [], dict(kinds)
     for title, counted in _COUNTED.items():
-        number = sum(kind in counted for kind in kinds)
-        others -= number
-        if number or title == "Linear":
+        number = sum(beside.pop(kind, 0) for kind in counted)
+        if number:
             parts.append(f"{sum(kind in counted for kind in ran)}/{number} {title}")
-    beside = [f"{number} {kind}" for kind, number in foreign.items()]
-    beside += [f"{others} other weights"] if others else []
-    return ", ".join(parts) + (f" (beside {', '.join(beside)})" if beside else "")
+    others = [
+        words.counted(number, _BESIDE[kind]) if kind in _BESIDE else f"{number} {kind}"
+        for kind, number in beside.items()
+    ]
+    return ", ".join(parts or ["0/0 Linear"]) + (f" (beside {', '.join(others)})" if others else "")
 
 
 def _ran(count: ProductCounts) -> bool:

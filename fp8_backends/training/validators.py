@@ -11,7 +11,10 @@ from torch import nn
 
 from ..compute import registry
 from ..errors import BackendUnavailableError, FP8BackendError, RecipeError
+from ..notebooks import as_html
 from ..recipes.handlers import resolve
+from ..recipes.specs import Spec
+from ..words import counted
 from . import conversion, preparation, quantized_layers
 from .rules import RULES, Compiled, Machine, Parallel, Setup, Severity
 
@@ -29,9 +32,24 @@ class Finding:
     def __str__(self) -> str:
         return f"{self.severity}: {self.reason} [{self.rule}]. Fix: {self.fix}"
 
+    def _repr_html_(self) -> str:
+        return as_html(f"{self.severity}: {self.rule}", [("reason", "fix"), (self.reason, self.fix)])
+
+
+class Findings(list[Finding]):
+    """Findings, the worst first: a list that a notebook shows as a table."""
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self)) or "nothing is known to go wrong"
+
+    def _repr_html_(self) -> str:
+        rows = [(finding.severity, finding.rule, finding.reason, finding.fix) for finding in self]
+        tables = [[("severity", "rule", "reason", "fix"), *rows]] if rows else []
+        return as_html(counted(len(rows), "finding") if rows else str(self), *tables)
+
 
 def validate(
-    spec: Any = None,
+    spec: Spec = None,
     model: nn.Module | None = None,
     *,
     parallel: Parallel | None = None,
@@ -47,7 +65,7 @@ def validate(
     tensor_parallel: int | None = None,
     quantized_base: bool | None = None,
     chip: str | None = None,
-) -> list[Finding]:
+) -> Findings:
     """Find what is known to go wrong with this recipe, on this machine or another, in this setup. The worst come first.
 
     None means not known: what the model shows is read off it, without changing it, and no rule asks for the rest.
@@ -68,13 +86,16 @@ def validate(
             libraries; by default for this machine, its libraries included.
 
     Raises:
-        RecipeError: a chip that is not known.
+        RecipeError: `chip`, `parallel` or `compiled` is no word that is known, or `optimizer` is neither an optimizer
+            nor a name.
     """
+    if not isinstance(optimizer, (torch.optim.Optimizer, str, type(None))):
+        raise RecipeError(f"optimizer={optimizer!r} must be a torch.optim.Optimizer that was made, or a name")
     machine = Machine.this() if chip is None else Machine.with_chip(chip)
     try:
         recipe = resolve(spec)
     except RecipeError as error:
-        return [_wrong_recipe(error)]
+        return Findings([_wrong_recipe(error)])
     setup = Setup(
         recipe,
         machine,
@@ -97,18 +118,18 @@ def validate(
     return _sorted(found)
 
 
-def findings(setup: Setup, model: nn.Module | None = None) -> list[Finding]:
+def findings(setup: Setup, model: nn.Module | None = None) -> Findings:
     """What the rules say of a setup, completed by what a model shows of itself. The worst come first."""
     try:
         setup = setup if model is None else _with_model(setup, model)
     except RecipeError as error:
-        return [_wrong_recipe(error)]
+        return Findings([_wrong_recipe(error)])
     applying = [rule for rule in RULES.values() if rule.applies(setup)]
     return _sorted(Finding(rule.severity, rule.name, rule.reason_in(setup), rule.fix) for rule in applying)
 
 
-def _sorted(found: Iterable[Finding]) -> list[Finding]:
-    return sorted(found, key=lambda finding: ("error", "warning", "info").index(finding.severity))
+def _sorted(found: Iterable[Finding]) -> Findings:
+    return Findings(sorted(found, key=lambda finding: ("error", "warning", "info").index(finding.severity)))
 
 
 def _wrong_recipe(error: RecipeError) -> Finding:
@@ -117,9 +138,11 @@ def _wrong_recipe(error: RecipeError) -> Finding:
 
 def _unavailable(setup: Setup) -> Iterator[Finding]:
     try:
-        registry.check_available(setup.recipe)
+        preparation.check_machine(setup.recipe)
     except BackendUnavailableError as error:
         yield Finding("error", "unavailable", str(error), "choose a backend that `fp8-backends doctor` lists")
+    except RecipeError as error:
+        yield _wrong_recipe(error)
 
 
 def _refused_optimizer(optimizer: Any, setup: Setup) -> Iterator[Finding]:

@@ -1,15 +1,15 @@
 """The weights that a model multiplies by: conversion works on this list, and every share is counted over it.
 
-They are Linear layers, transformers' `Conv1D`, expert tensors, routers, the output head, and weights that a module
-multiplies by itself (`nn.MultiheadAttention.in_proj_weight`); embeddings, convolutions and norms are not.
+They are Linear layers, transformers' `Conv1D`, expert tensors, routers, the output head, convolutions, `nn.Bilinear`,
+and weights that a module multiplies by itself (`nn.MultiheadAttention.in_proj_weight`); embeddings and norms are not.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import re
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..compute import expert_functions
+from ..compute.conv1d import conv1d_class, is_conv1d
 from ..compute.expert_functions import ExpertWeight
 from ..numerics.block_codes import BlockCodes
 from ..numerics.modules import CONVERSION, Conversion, plain_name
@@ -27,6 +28,12 @@ from . import quantized_layers
 
 FP8, HIGH_PRECISION, FOREIGN_FP8 = "fp8", "high precision", "foreign fp8"
 """What a weight product runs in. The last is FP8 of another library, such as transformers' `FP8Linear`."""
+
+CONVOLUTION = "convolution"
+"""The kind of a convolution. How often its weight is multiplied for each token, only a forward tells."""
+BILINEAR = "Bilinear"
+NEVER_IN_FP8 = (CONVOLUTION, BILINEAR)
+"""Kinds for which there is no FP8 product."""
 
 HEAD_NAMES = frozenset({"lm_head", "embed_out", "output_layer", "classifier", "score", "qa_outputs", "head"})
 """A Linear whose own name is one of these is an output head, wherever it lies."""
@@ -48,11 +55,14 @@ class WeightProduct:
     name: str
     """The module's name, or the Parameter's where the module is not a Linear or Conv1D; "" for a root Linear."""
     kind: str
-    """`Linear`, `Conv1D`, `experts`, `head`, `router`, `adapter`, `parameter`, or the class of foreign FP8 layers."""
+    """`Linear`, `Conv1D`, `experts`, `head`, `router`, `adapter`, `convolution`, `Bilinear`, `parameter`, or the class
+    of foreign FP8 layers."""
     in_features: int
+    """Elements of the input that one output element is a sum over: of a convolution those under its kernel."""
     out_features: int
     flops: float
-    """Forward FLOPs per token: 2 * in * out, times the number of experts that a token visits."""
+    """Forward FLOPs per token: 2 * in * out, times the number of experts that a token visits; for a convolution per
+    output position (transposed: per input position)."""
     state: str = HIGH_PRECISION
     """`fp8`, `high precision` or `foreign fp8`."""
     reason: str | None = None
@@ -117,7 +127,7 @@ def find_weight_products(model: nn.Module) -> list[Found]:
 
 
 _DEFAULT_EXCLUSIONS = {
-    kind: f"{words}: kept in high precision (name it in include to convert it; '*' names all)"
+    kind: f"{words}: kept in high precision (name it in also_include to convert it, too)"
     for kind, words in (("head", "output head"), ("router", "router"), ("adapter", "adapter"))
 }
 
@@ -126,12 +136,17 @@ def _products_of(module: nn.Module, name: str) -> Iterator[tuple[str, str, tuple
     """(Parameter name or "", kind, (in, out), obstacle) of each weight that this module itself multiplies by."""
     if isinstance(module, ExpertWeight):
         return  # its experts module has the Parameter
-    if isinstance(module, nn.Linear) or CONVERSION in module.__dict__:
+    if is_conv1d(module):
+        yield "", "Conv1D", (module.nx, module.nf), layer_obstacle(module, conv1d_class())
+    elif isinstance(module, nn.Linear) or CONVERSION in module.__dict__:
         kind = "router" if _is_router(name) else "Linear"
-        yield "", kind, (module.in_features, module.out_features), linear_obstacle(module)
-    elif _is_conv1d(module):
-        obstacle = "Conv1D, whose weight lies transposed, is not converted yet"
-        yield "", "Conv1D", tuple(full_shape(module.weight)), obstacle
+        yield "", kind, (module.in_features, module.out_features), layer_obstacle(module, nn.Linear)
+    elif isinstance(module, nn.modules.conv._ConvNd):
+        if module.in_channels and module.out_channels:  # else lazy
+            yield "", CONVOLUTION, _convolution_sizes(module), "convolution: FP8 has no product for it"
+    elif isinstance(module, nn.Bilinear):
+        sizes = (module.in1_features * module.in2_features, module.out_features)
+        yield "", BILINEAR, sizes, "nn.Bilinear: FP8 has no product of two inputs with a weight"
     elif not isinstance(module, _WITHOUT_PRODUCTS) and not _NOT_A_PRODUCT.search(type(module).__name__):
         for part, parameter in module._parameters.items():
             if parameter is None or is_lazy(parameter) or "bias" in part:
@@ -147,28 +162,34 @@ def _products_of(module: nn.Module, name: str) -> Iterator[tuple[str, str, tuple
                 yield part, kind, tuple(reversed(shape)), obstacle
 
 
+def _convolution_sizes(module: nn.modules.conv._ConvNd) -> tuple[int, int]:
+    kernel = math.prod(module.kernel_size)
+    if module.transposed:  # each input element is multiplied by the kernels of all outputs of its group
+        return module.in_channels, module.out_channels // module.groups * kernel
+    return module.in_channels // module.groups * kernel, module.out_channels
+
+
 _WITHOUT_PRODUCTS = (
     nn.Embedding,
     nn.EmbeddingBag,
-    nn.modules.conv._ConvNd,
     nn.LayerNorm,
     nn.ParameterList,
     nn.ParameterDict,
 )
 
 
-def linear_obstacle(linear: nn.Linear) -> str | None:
-    """Why no backend could take this Linear's place, or None."""
-    weight = linear._parameters.get("weight")
-    if CONVERSION in linear.__dict__:
+def layer_obstacle(layer: nn.Module, plain: type[nn.Module]) -> str | None:
+    """Why no backend could take the place of this layer, or None. `plain`: the class whose behaviour is known."""
+    weight = layer._parameters.get("weight")
+    if CONVERSION in layer.__dict__:
         return None
     if weight is not None and is_lazy(weight):
         return "its weight has no size yet: run one batch before preparing the model"
-    if torch.nn.utils.parametrize.is_parametrized(linear):
+    if torch.nn.utils.parametrize.is_parametrized(layer):
         return "parametrized: its weight is computed anew in each forward"
-    if type(linear) is not nn.Linear:
-        return f"{type(linear).__name__} is a subclass of nn.Linear with a behaviour of its own"
-    if "forward" in linear.__dict__:
+    if type(layer) is not plain:
+        return f"{type(layer).__name__} is a subclass of {plain.__name__} with a behaviour of its own"
+    if "forward" in layer.__dict__:
         return "its forward was replaced on the instance"
     if weight is None:
         return "its weight is no Parameter: something (weight norm, pruning, FSDP1) computes it before each forward"
@@ -199,11 +220,6 @@ def memory_sharers(model: nn.Module) -> dict[int, str]:
                 found.setdefault(furthest[3], view[2])
             furthest = max(furthest, view, key=lambda each: each[1])
     return found
-
-
-def _is_conv1d(module: nn.Module) -> bool:
-    """Whether it is transformers' Conv1D. Where transformers was never imported, there is none."""
-    return isinstance(module, getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", ()))
 
 
 def _is_router(name: str) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import pickletools
+import zipfile
 
 import pytest
 import torch
@@ -69,14 +71,32 @@ def test_files_of_a_checkpoint(tmp_path):
     assert {name: t.dtype for name, t in weights.items()} == {name: torch.float32 for name in mlp().state_dict()}
 
 
-def test_stock_accelerate_resumes_from_our_checkpoint(tmp_path):
-    accelerator, model, optimizer = new_run("native:delayed")
+@pytest.mark.parametrize("backend", ["native:delayed", "msamp:O2", "native:dynamic+msamp:O3"])
+def test_stock_accelerate_resumes_from_our_checkpoint(backend, tmp_path):
+    accelerator, model, optimizer = new_run(backend)
     train(accelerator, model, optimizer, DATA[:2])
     accelerator.save_state(str(tmp_path))
-    weights = copied_parameters(model)
+    weights, moments = copied_parameters(model), moments_of(model, optimizer)
+    assert not any("fp8_backends" in name for name in pickled_globals(tmp_path / "optimizer.bin"))
     accelerator, model, optimizer = new_run(None, seed=5)
     accelerator.load_state(str(tmp_path))
     assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters())
+    assert all(type(moment) is torch.Tensor for moment in moments_of(model, optimizer))
+    assert all(map(torch.equal, moments, moments_of(model, optimizer)))
+
+
+def moments_of(model, optimizer) -> list[torch.Tensor]:
+    states = (optimizer.state[p] for p in model.parameters())
+    return [state[name] + 0 for state in states for name in ("exp_avg", "exp_avg_sq")]
+
+
+def pickled_globals(path) -> list[str]:
+    """What a process imports that reads a file of `torch.save`."""
+    with zipfile.ZipFile(path) as archive:
+        (pickled,) = (name for name in archive.namelist() if name.endswith("data.pkl"))
+        return [
+            argument for opcode, argument, _ in pickletools.genops(archive.read(pickled)) if opcode.name == "GLOBAL"
+        ]
 
 
 @pytest.mark.parametrize("backend, warns", [("native:delayed", True), ("native:dynamic", False)])
@@ -104,6 +124,21 @@ def test_checkpoint_of_another_backend_names_both_and_loads_the_weights(tmp_path
         accelerator.load_state(str(tmp_path))
     assert "ao:tensorwise" in caplog.text and "native:delayed" in caplog.text
     assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters())
+
+
+def test_a_checkpoint_with_the_long_name_of_a_level_is_read(tmp_path, caplog):
+    """The first edition wrote `native:window+msamp:O1` where `msamp:O1` is written now."""
+    accelerator, model, optimizer = new_run("msamp:O1")
+    train(accelerator, model, optimizer, DATA[:2])
+    accelerator.save_state(str(tmp_path))
+    metadata = tmp_path / "fp8_backend.json"
+    assert json.loads(metadata.read_text())["models"] == {"0.0": "msamp:O1"}
+    metadata.write_text(metadata.read_text().replace("msamp:O1", "native:window+msamp:O1"))
+    unbroken = train(accelerator, model, optimizer, DATA[2:])
+    accelerator, model, optimizer = new_run("msamp:O1", seed=5)
+    with caplog.at_level(logging.WARNING, "fp8_backends"):
+        accelerator.load_state(str(tmp_path))
+    assert caplog.text == "" and train(accelerator, model, optimizer, DATA[2:]) == unbroken
 
 
 def test_scaling_state_that_does_not_fit_is_an_error(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import pickle
 
 import accelerate.state
@@ -16,7 +17,7 @@ from plugin_training import assert_all_moved, batches, copied_parameters, mlp, t
 
 import fp8_backends
 from fp8_backends.accelerate_plugin import plugin
-from fp8_backends.errors import FP8BackendError, RecipeError
+from fp8_backends.errors import BackendUnavailableError, FP8BackendError, RecipeError
 
 
 def test_no_fp8_by_default():
@@ -46,6 +47,31 @@ def test_connection_is_found_below_another_librarys_patch(monkeypatch):
     assert Accelerator.__init__ is theirs
 
 
+def test_an_accelerator_from_before_the_import_never_trains_with_stock_fp8_in_silence(monkeypatch, caplog):
+    monkeypatch.setattr(Accelerator, "__init__", inspect.unwrap(Accelerator.__init__))
+    imported_late = Accelerator(mixed_precision="fp8", kwargs_handlers=[accelerate.utils.AORecipeKwargs()])
+    assert type(imported_late) is Accelerator
+    fp8_backends.connect()
+    assert "was made before fp8_backends was imported" in caplog.text
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for prepare in (lambda: imported_late.prepare(model, optimizer), lambda: imported_late.prepare_model(model)):
+        with pytest.raises(FP8BackendError, match="was made before fp8_backends was imported.*Import fp8_backends"):
+            prepare()
+    assert all(type(layer).__name__ in ("Linear", "ReLU", "GELU") for layer in model)
+    assert imported_late.prepare(torch.utils.data.DataLoader(range(3))).dataset == range(3)
+    anew = Accelerator(mixed_precision="fp8", kwargs_handlers=[fp8_backends.NativeRecipeKwargs()])
+    train(anew, *anew.prepare(model, optimizer), batches(1))
+    assert fp8_backends.audit(model).products
+
+
+def test_an_accelerator_from_before_the_import_without_fp8_is_left_alone(monkeypatch, caplog):
+    monkeypatch.setattr(Accelerator, "__init__", inspect.unwrap(Accelerator.__init__))
+    accelerator = Accelerator(mixed_precision="bf16")
+    fp8_backends.connect()
+    assert type(accelerator) is Accelerator and not caplog.records
+
+
 def test_disable_variable_leaves_accelerate_alone(monkeypatch):
     def untouched(self):
         pass
@@ -61,8 +87,7 @@ def test_disable_variable_leaves_accelerate_alone(monkeypatch):
     [
         (fp8_backends.NativeRecipeKwargs(), "native:dynamic"),
         (fp8_backends.AORecipeKwargs(), "ao:tensorwise"),
-        (fp8_backends.TERecipeKwargs(), "te:delayed"),
-        (fp8_backends.MSAMPRecipeKwargs(opt_level="O1"), "native:window+msamp:O1"),
+        (fp8_backends.MSAMPRecipeKwargs(opt_level="O1"), "msamp:O1"),
         (fp8_backends.FP8RecipeKwargs(backend="native:delayed"), "native:delayed"),
     ],
 )
@@ -77,7 +102,7 @@ def test_our_handlers_reach_the_registry(handler, name):
     "handler, name",
     [
         (lambda: accelerate.utils.AORecipeKwargs(), "ao:tensorwise"),
-        (lambda: accelerate.utils.MSAMPRecipeKwargs(opt_level="O2"), "native:window+msamp:O2"),
+        (lambda: accelerate.utils.MSAMPRecipeKwargs(opt_level="O2"), "msamp:O2"),
     ],
 )
 def test_accelerates_own_handlers_mean_the_same(handler, name):
@@ -86,12 +111,27 @@ def test_accelerates_own_handlers_mean_the_same(handler, name):
 
 @pytest.mark.parametrize(
     "value, name",
-    [("ao", "ao:tensorwise"), ("AO", "ao:tensorwise"), ("Native:Delayed", "native:delayed"), ("TE", "te:delayed")],
+    [("ao", "ao:tensorwise"), ("AO", "ao:tensorwise"), ("Native:Delayed", "native:delayed")],
 )
 def test_backend_of_the_environment(monkeypatch, value, name):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
     monkeypatch.setenv("ACCELERATE_FP8_BACKEND", value)
     assert Accelerator().fp8_recipe.name == name
+
+
+@pytest.mark.parametrize(
+    "recipe, said",
+    [
+        (fp8_backends.TERecipeKwargs(), "te:delayed cannot run here.*native:delayed for te:delayed"),
+        (fp8_backends.FP8RecipeKwargs("te+msamp:O3"), "te:delayed.msamp:O3 cannot run here"),
+        (fp8_backends.MSAMPRecipeKwargs(implementation="original"), "the package msamp is not installed"),
+    ],
+)
+def test_what_cannot_run_here_is_refused_before_there_is_an_accelerator(recipe, said):
+    with pytest.raises(BackendUnavailableError, match=said):
+        Accelerator(mixed_precision="fp8", kwargs_handlers=[recipe])
+    # the next Accelerator of this process may have another precision
+    assert Accelerator(mixed_precision="bf16").mixed_precision == "bf16"
 
 
 def test_unknown_backend_of_the_environment_is_named(monkeypatch):

@@ -199,8 +199,39 @@ def test_a_network_without_linear_layers_trains_beside_a_converted_one(caplog):
 
 
 def test_fp8_for_nothing_but_a_network_without_linear_layers_is_refused():
-    with pytest.raises(FP8BackendError, match="no Linear"):
+    with pytest.raises(FP8BackendError, match="convolution: FP8 has no product for it"):
         fp8_accelerator().prepare(nn.Conv1d(2, 2, 3))
+    with pytest.raises(FP8BackendError, match="no Linear"):
+        fp8_accelerator().prepare(nn.LayerNorm(32))
+
+
+def test_an_optimizer_of_another_model_is_refused():
+    model, others = mlp(), mlp()
+    with pytest.raises(FP8BackendError, match="holds no parameter of the prepared model"):
+        fp8_accelerator().prepare(model, torch.optim.SGD(others.parameters(), 0.1))
+    assert all(type(layer) is not fp8_backends.compute.native.linear.FP8Linear for layer in model)
+
+
+@pytest.mark.parametrize("prepared_first", ["model", "optimizer"])
+def test_one_that_is_prepared_apart_is_refused_at_its_first_step(prepared_first):
+    accelerator, model = fp8_accelerator(), mlp()
+    objects = {"model": model, "optimizer": torch.optim.SGD(mlp().parameters(), 0.1)}
+    names = [prepared_first, *objects.keys() - {prepared_first}]
+    objects |= {name: accelerator.prepare(objects[name]) for name in names}
+    with pytest.raises(FP8BackendError, match="holds no parameter of the prepared model"):
+        train(accelerator, objects["model"], objects["optimizer"], batches(1))
+
+
+def test_an_optimizer_of_parameters_beside_the_model_is_fine():
+    accelerator, model = fp8_accelerator(), mlp()
+    temperature = nn.Parameter(torch.ones(()))
+    beside = accelerator.prepare(torch.optim.SGD([temperature], 0.1))
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    temperature.grad = torch.ones(())
+    beside.step()
+    train(accelerator, model, optimizer, batches(1))
+    assert temperature.item() == pytest.approx(0.9)
+    assert_fp8_products(model, layers=3)
 
 
 class Bypass(nn.Module):

@@ -82,5 +82,5 @@ def compared(folder: Path, *backends: str, fault: str | None = None, **changes) 
     return comparison
 
 
-def checks_by_name(comparison: Comparison, backend: str) -> dict[str, bool]:
+def checks_by_name(comparison: Comparison, backend: str) -> dict[str, bool | None]:
     return {check.name: check.passed for check in comparison.checks()[backend]}

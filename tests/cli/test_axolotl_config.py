@@ -246,7 +246,7 @@ def test_another_backend_takes_what_it_reads():
     assert any("enable_fsdp_float8_all_gather=True of the file is left out" in note for note in config.notes)
     plain = meant(bf16=True)
     plain.use("msamp:O3")
-    assert plain.for_accelerate()["fp8_config"] == {"backend": "native:window+msamp:O3"}
+    assert plain.for_accelerate()["fp8_config"] == {"backend": "msamp:O3"}
     assert "o3_alone" not in findings(plain)
     alone = meant(1, bf16=True)
     alone.use("msamp:O3")

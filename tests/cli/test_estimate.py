@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from fp8_backends.cli.estimate import ModelShape
-from fp8_backends.cli.estimate.command import _percent, device_named, fp8_advice
+from fp8_backends.cli.estimate.command import device_named, fp8_advice
 from fp8_backends.cli.main import main
 from fp8_backends.errors import FP8BackendError
 
@@ -134,11 +134,6 @@ def test_where_fp8_brings_no_speed_one_line_says_so():
     assert line.startswith("for speed train in bf16: it has FP8 products, and reports")
     (line,) = advised(MixtralConfig(num_hidden_layers=4), "h100", "native:dynamic", "te:delayed")
     assert "of FP8 with te:delayed: less than half of the products" in line
-
-
-def test_a_share_is_never_rounded_to_all_or_to_nothing():
-    shares = (0, 0.0002, 0.004, 0.93, 0.997, 0.99999, 1)
-    assert [_percent(share) for share in shares] == ["0%", "0.1%", "0.4%", "93%", "99.7%", "99.9%", "100%"]
 
 
 def test_devices_by_name_by_size_and_this_machine(monkeypatch):

@@ -27,7 +27,7 @@ from transformers import (
 
 import fp8_backends
 from fp8_backends.cli.compare.measuring import peak_memory
-from fp8_backends.cli.estimate import ModelShape, Workload, estimate, estimates, model_shapes, sharded_costs
+from fp8_backends.cli.estimate import ModelShape, Workload, estimate, estimates, model_shapes
 from fp8_backends.cli.estimate.estimates import Growth
 from fp8_backends.cli.estimate.step_trace import MemoryTracker, StepSettings, StepTrace, trace_step
 from fp8_backends.compute import registry
@@ -265,7 +265,7 @@ def test_ranks_hold_their_share():
     workload = Workload(model=SHAPES["Llama"], sequence=64, devices=4)
     found = estimate(workload, ["bf16", "msamp:O2", "msamp:O3"], ["none", "ddp", "fsdp2"])
     alone, ddp, fsdp = ({each.backend: each for each in found if each.sharding == s} for s in ("none", "ddp", "fsdp2"))
-    o3 = "native:window+msamp:O3"
+    o3 = "msamp:O3"
     for backend, whole in alone.items():
         assert fsdp[backend].static == pytest.approx(whole.static / 4, rel=1e-6)
         assert (ddp[backend].static == pytest.approx(whole.static)) is (backend != o3)
@@ -386,11 +386,11 @@ def test_a_model_without_a_loss_of_these_is_refused_before_anything_is_traced(tm
 
 
 def test_a_backend_that_cannot_train_a_model_says_why_beside_those_that_can():
-    shape = ModelShape("", GPT2Config(vocab_size=512, n_embd=64, n_layer=2, n_head=2, use_cache=False))
-    fp8, bf16 = estimate(Workload(model=shape, sequence=64), ["native:dynamic", "bf16"])
+    shape = ModelShape("", GPT2Config(vocab_size=512, n_embd=40, n_layer=2, n_head=2, use_cache=False))
+    fp8, bf16 = estimate(Workload(model=shape, sequence=64), ["ao:tensorwise", "bf16"])
     assert "no layer of this model can run in FP8" in fp8.refused and bf16.peak > 0
     with pytest.raises(FP8BackendError, match="no layer of this model"):
-        estimate(Workload(model=shape, sequence=64), ["native:dynamic"])
+        estimate(Workload(model=shape, sequence=64), ["ao:tensorwise"])
 
 
 def test_weights_that_are_drawn_until_they_fit_end_and_a_loop_that_waits_for_a_value_is_refused(monkeypatch):
@@ -427,8 +427,11 @@ def test_wrong_questions_are_errors():
     workload.sequence = 32
     with pytest.raises(RecipeError, match="unknown backend"):
         estimate(workload, ["natve"])
-    with pytest.raises(FP8BackendError, match="'zero4' is none of"):
-        sharded_costs.on_one_rank(StepTrace(), "zero4", 2, None)
+    with pytest.raises(RecipeError, match=r"sharding 'zero4' is not known \(did you mean 'zero3'\?\); there are none"):
+        estimate(workload, ["native"], ["ddp", "zero4"])
+    workload.weights = "bf61"
+    with pytest.raises(RecipeError, match=r"dtype of weights 'bf61' is not known \(did you mean 'bf16'\?\)"):
+        estimate(workload, ["native"])
 
 
 @pytest.mark.parametrize(("count", "shape"), [("8B", (32, 4096)), ("70B", (75, 8448)), ("350M", (18, 1280))])

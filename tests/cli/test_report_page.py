@@ -8,7 +8,8 @@ from cli.comparing import compared
 
 from fp8_backends.cli.compare import charts
 from fp8_backends.cli.compare.report_page import render
-from fp8_backends.cli.compare.summary import Gap, Row, cell, columns, readable_bytes
+from fp8_backends.cli.compare.summary import Gap, Row, cell, columns
+from fp8_backends.cli.compare.words import readable_bytes
 
 VOID = {"meta", "br", "hr", "img", "link", "input", "wbr"}
 
@@ -49,13 +50,13 @@ def test_page_shows_every_backend_its_proof_its_checks_and_the_curves(results):
     for backend in ("bf16", "native:dynamic", "ao:rowwise"):
         assert f"<h3>{backend}</h3>" in page
     assert re.search(r"fprop dgrad wgrad \((bf16-exact|fp32-exact|scaled_mm)\)", page)
-    assert page.count("<svg") == 4 and "lm_head" in page
+    assert page.count('<svg height="') == 3 and page.count('class="bar"') == 3 and "lm_head" in page
 
 
 def test_page_of_a_comparison_that_has_just_begun_renders(results):
     empty = {name: {"status": "waiting", "message": "", "inspection": None, "runs": []} for name in results["backends"]}
     page = render({**results, "status": "running", "backends": empty})
-    assert "still running" in page and "<svg" not in page
+    assert "Still running. So far no check could be made." in page and "<svg" not in page
 
 
 def test_what_a_user_named_is_escaped(results):
@@ -85,7 +86,7 @@ def test_cells_say_what_was_measured_and_emulated_where_speed_means_nothing():
         "native:dynamic", emulated=True, gap=Gap(0.0012, 0.003, 5), peak_memory_bytes=31_000_000, memory_ratio=0.9
     )
     assert cell(row, "tokens_per_second") == cell(row, "speed_ratio") == "emulated"
-    assert cell(row, "gap") == "+0.0012 ± 0.0030" and cell(row, "peak_memory_bytes") == "31.0 MB (-10%)"
+    assert cell(row, "gap") == "+0.0012 ± 0.0030" and cell(row, "peak_memory_bytes") == "31.0 MB (-10.0 %)"
     assert cell(row, "held_out_loss") == "–"
     fast = Row("native:dynamic", tokens_per_second=41_800.4, speed_ratio=1.094)
     assert cell(fast, "tokens_per_second") == "41,800" and cell(fast, "speed_ratio") == "+9.4 %"
@@ -102,11 +103,32 @@ def test_moving_average_keeps_a_line_a_line():
     assert charts.moving_average([1.0, 2.0, 3.0, 4.0, 5.0], 3) == [1.5, 2.0, 3.0, 4.0, 4.5]
 
 
-def test_long_names_have_room_beside_the_charts():
-    name = "native:window+msamp:O2"
-    for chart in (
-        charts.intervals([charts.Interval(name, "red", 0.0, -0.1, 0.1, [0.0], "")], 0.01, None, "bf16"),
-        charts.bars([(name, "red", 1.0, "1 MB")], "memory"),
-    ):
-        (end,) = re.findall(r'x="([\d.]+)"[^>]*>native:window', chart)
-        assert float(end) >= 8.5 * len(name)  # the label ends there; a wide bold font needs 8.5 pixels a letter
+def test_nothing_in_a_chart_asks_for_a_width(results):
+    """Across, places are percentages, so that a phone shows them all; only what is stretched has a view box."""
+    page = render(results)
+    drawn = re.sub(r'<svg class="stretched".*?</svg>', "", page, flags=re.S)
+    assert "viewBox" not in drawn and "min-width: 560px" not in page
+    places = re.findall(r'<(?:line|circle|rect|text) [^>]*?(?:x1|cx|x)="([^"]+)"', drawn)
+    assert len(places) > 20 and all(place.endswith("%") for place in places)
+
+
+def test_each_cell_names_its_column_for_a_screen_that_shows_no_headings(results):
+    labels = re.findall(r'<td class="[^"]*" data-label="([^"]*)"', render(results))
+    assert labels == [*columns(results).values()] * 3
+
+
+def test_a_memory_bar_has_its_value_beside_it(results):
+    bars = re.findall(r'<span class="row-label">([^<]*)</span><span class="value">([^<]*)</span>', render(results))
+    rows = {row["backend"]: row["peak_memory_bytes"] for row in results["summary"]["rows"]}
+    assert [name for name, _ in bars] == [*rows]
+    assert all(value.startswith(readable_bytes(rows[name])) for name, value in bars)
+
+
+def test_the_page_begins_with_the_verdict_and_marks_what_is_not_resolved(results):
+    one_seed = {name: {**found, "runs": found["runs"][:1]} for name, found in results["backends"].items()}
+    stopped = {"status": "terminated", "note": "interrupted by SIGINT", "backends": one_seed}
+    page = render({**results, **stopped})
+    assert '<div class="verdict open"><p>Terminated early: interrupted by SIGINT. So far ' in page
+    assert page.index("verdict open") < page.index("<h2>Measured")
+    assert page.count('<li class="open"><span class="mark" aria-label="not resolved">?') == 2  # held-out losses
+    assert "verdict good" not in page and "−−" not in page and "held−out" not in page

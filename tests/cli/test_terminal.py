@@ -1,10 +1,17 @@
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
 
 from fp8_backends.cli.terminal import Progress, paragraphs, table
+
+
+@pytest.fixture(autouse=True)
+def no_width_is_said(monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+
 
 ROWS = [["backend", "loss", "peak memory"], ["bf16", "2.75", "35.9 MB"], ["native:dynamic", "12.75", "9.1 MB"]]
 
@@ -24,6 +31,16 @@ def test_a_table_that_is_too_wide_has_parts_that_each_name_the_rows(columns):
     assert all(part.splitlines()[0].startswith("backend ") for part in parts)
     assert max(map(len, table(rows).splitlines())) <= 100 and len(parts) == -(-columns // 4)
     assert [word for part in parts for word in part.splitlines()[1].split()[1:]] == [*map(str, range(columns))]
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+def test_a_narrow_terminal_cuts_nothing(columns, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    rows = [["backend", *(f"heading {n:02}" for n in range(12))], ["bf16", *(f"value {n:02}" for n in range(12))]]
+    text = "\n\n".join([table(rows), table(rows, justify="left"), paragraphs([("note", "some words " * 30)])])
+    assert max(map(len, text.splitlines())) <= columns
+    assert all(text.count(cell) == 2 for row in rows for cell in row[1:])
+    assert len(re.findall(r"some\s+words", text)) == 30
 
 
 def test_a_column_wider_than_the_width_is_whole():

@@ -117,7 +117,7 @@ def test_a_backend_whose_worker_is_killed_drops_out_and_the_others_go_on(tmp_pat
     assert {name: len(each["runs"]) for name, each in found.items()} == {"bf16": 3, "native:dynamic": 1, "fp32": 3}
     assert found["native:dynamic"]["status"] == "failed" and "code -9" in found["native:dynamic"]["message"]
     assert found["bf16"]["status"] == found["fp32"]["status"] == comparison.results["status"] == "finished"
-    assert ("native:dynamic", 2) not in killing.order and not comparison.passed
+    assert ("native:dynamic", 2) not in killing.order and comparison.failed
 
 
 def test_without_the_reference_the_others_train_and_lack_what_needs_it(tmp_path):

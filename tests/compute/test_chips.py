@@ -46,10 +46,6 @@ def test_a_pytorch_for_an_older_cuda_is_taken_into_account():
     assert cell_of("mine:delayed", chips.HOPPER) is None
 
 
-def test_the_text_fits_its_width():
-    assert max(map(len, chips.text(100).splitlines())) <= 100
-
-
 @pytest.mark.parametrize(
     ("gpu", "te", "precision", "backend", "reason"),
     [

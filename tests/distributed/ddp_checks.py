@@ -30,6 +30,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+import fp8_backends
 from fp8_backends.comm.ddp import Connection
 from fp8_backends.errors import FP8BackendError
 from fp8_backends.numerics.scaled_tensor import ScaledTensor
@@ -234,7 +235,8 @@ def check_evaluation_between_steps_changes_nothing():
         step(ddp, optimizer, index)
         ddp.eval()
         mse(ddp, mine(50))  # with grad enabled, and without a backward
-        with torch.no_grad():
+        with torch.no_grad(), fp8_backends.plain_weights(ddp):
+            assert not scaled(ddp)
             mse(ddp, mine(51))
         with ddp.no_sync():
             mse(ddp, mine(52))

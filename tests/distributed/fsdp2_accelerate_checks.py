@@ -39,17 +39,18 @@ def accelerator(spec, version=2, kind=DistributedType.FSDP, compiled=None, accum
         **options,
     }
     plugin = FullyShardedDataParallelPlugin(fsdp_version=version, **options)
+    compiled = compiled or TorchDynamoPlugin()
+    AcceleratorState("bf16", cpu=True, dynamo_plugin=compiled, fsdp_plugin=plugin, _from_accelerator=True)
+    for state in (PartialState, AcceleratorState):
+        state._shared_state["distributed_type"] = kind
+    AcceleratorState._shared_state |= {"fsdp_plugin": plugin, "_mixed_precision": "fp8"}
     acc = Accelerator(
         cpu=True,
         mixed_precision="fp8",
         kwargs_handlers=[handler],
         fsdp_plugin=plugin,
-        dynamo_plugin=compiled,
         gradient_accumulation_steps=accumulate,
     )
-    for state in (PartialState, AcceleratorState):
-        state._shared_state["distributed_type"] = kind
-    AcceleratorState._shared_state["fsdp_plugin"] = plugin
     if parallelism is not None:
         shared = AcceleratorState._shared_state
         shared["parallelism_config"], shared["device_mesh"] = parallelism, parallelism.build_device_mesh("cpu")
@@ -310,9 +311,8 @@ def check_what_other_engines_cannot_do_is_refused():
         ("msamp:O2", {"version": 1}, "fsdp_version"),
         (GATHERED_BY_AO, {"kind": DistributedType.MULTI_CPU}, "FSDP2"),
     ):
-        acc = accelerator(spec, **options)
         try:
-            acc.prepare(*new())
+            accelerator(spec, **options)
         except RecipeError as error:
             assert text in str(error), error
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
 import ranks
 import torch
 import torch.distributed as dist
@@ -284,6 +285,8 @@ def check_state_dicts_are_plain():
     for level in LEVELS:
         model, optimizer = prepared(f"msamp:{level}")
         train(model, optimizer, 2)
+        with pytest.raises(FP8BackendError, match="get_state_dict"), fp8_backends.plain_weights(model):
+            pass
         saved = model.state_dict()
         assert all(type(local_part(value)) is torch.Tensor for value in saved.values())
         if level == "O3":

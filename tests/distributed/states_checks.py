@@ -346,6 +346,9 @@ def check_shared_out_states_are_not_exported_in_part():
     for export in (optimizer.state_dict, model.state_dict, others[0].exact):
         with pytest.raises(FP8BackendError, match="whole_states"):
             export()
+    with pytest.raises(FP8BackendError, match=r"0.weight: .*get_state_dict.*shard_states=False"):
+        with fp8_backends.plain_weights(model):
+            pass
     weights, states = whole_state_dicts(model, optimizer, receives=dist.get_rank() == 0)
     for value in weights.values():
         assert dist.get_rank() > 0 if value.is_meta else value.isfinite().all()

@@ -1,4 +1,5 @@
-"""The parts of the guides that the code generates: known problems, chips, engines, features, fields of recipes.
+"""The parts of the guides that the code generates: known problems, chips, engines, features, fields of recipes, and
+the list of examples.
 
 python tests/docs/generated.py --write    writes them into the guides
 """
@@ -16,6 +17,7 @@ sys.path += [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "distributed")
 import feature_table  # noqa: E402
 import matrix  # noqa: E402
 
+from fp8_backends.cli.examples import examples
 from fp8_backends.compute import chips
 from fp8_backends.recipes import fields
 from fp8_backends.training.rules import THEMES
@@ -84,10 +86,20 @@ def features() -> str:
     return "\n\n".join([simple_table([header, *rows]), "\n".join(notes)])
 
 
+def gallery() -> str:
+    """What each example shows, and the command that starts it."""
+    entries = []
+    for each in examples().values():
+        text = f"{textwrap.fill(escaped(each.shows), WIDTH - 4)}\nStart: ``{each.start}``"
+        entries.append(f"`{each.name} <../examples/{each.script.name}>`_\n{textwrap.indent(text, '    ')}")
+    return "\n".join(entries)
+
+
 def simple_table(rows: list[list[str]]) -> str:
     """A header and rows as reStructuredText."""
-    rule = "  ".join("=" * max(map(len, column)) for column in zip(*rows, strict=True))
-    header, *lines = chips.aligned(rows)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rule = "  ".join("=" * width for width in widths)
+    header, *lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     return "\n".join([rule, header, rule, *lines, rule])
 
 
@@ -106,6 +118,7 @@ def written(document: Path) -> str:
 
 
 TABLES = {
+    "examples.rst": ("examples", gallery),
     "doctor.rst": ("chips", chip_table),
     "accelerate_features.rst": ("features", features),
     "distributed.rst": ("engines", engines),

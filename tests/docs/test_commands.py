@@ -59,7 +59,7 @@ TRAINS_HERE = {
     "fp8-backends launch --fp8_backend native:rowwise train.py": "native:rowwise",
     "ACCELERATE_MIXED_PRECISION=fp8 ACCELERATE_FP8_BACKEND=native:rowwise python train.py": "native:rowwise",
     "fp8-backends launch --fp8_backend native:rowwise train.py --lr 1e-4": "native:rowwise",
-    "fp8-backends launch --cpu --num_processes 2 --fp8_backend msamp:O2 train.py": "native:window+msamp:O2",
+    "fp8-backends launch --cpu --num_processes 2 --fp8_backend msamp:O2 train.py": "msamp:O2",
 }
 UNDER_TORCHRUN = "ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 train.py"
 """Two processes on one port of torchrun's choice; the script there names its recipe."""
@@ -155,6 +155,12 @@ def test_the_compare_commands_name_options_and_backends_that_exist():
     assert all(resolve(name) for names in filter(None, backends) for name in names.split(","))
 
 
+def test_the_examples_commands_copy_what_they_name(folder):
+    lines = [line for line in commands() if line.startswith("fp8-backends examples")]
+    assert [main(shlex.split(line)[1:]) for line in lines] == [0, 0, 0]
+    assert (folder / "lora.py").read_bytes() == (folder / "my_lora.py").read_bytes()
+
+
 @pytest.mark.parametrize("line", [line for line in commands() if line.startswith("python benchmarks/")])
 def test_every_benchmark_has_the_options_that_are_shown(line, folder):
     _, script, *arguments = shlex.split(line)
@@ -183,5 +189,5 @@ def test_one_line_of_the_readme_installs_and_runs_the_tests():
 
 def test_no_command_is_left_out():
     known = "launch |torchrun |python train.py|python -m (pytest|sphinx) |python benchmarks/"
-    known += "|fp8-backends (config|estimate|compare)"
+    known += "|fp8-backends (config|estimate|compare|examples)"
     assert [line for line in commands() if not re.search(known, line)] == []

@@ -8,7 +8,7 @@ import pytest
 
 @pytest.mark.parametrize("document", generated.DOCUMENTS, ids=lambda path: path.name)
 def test_a_guide_shows_what_the_code_generates(document):
-    """Known problems, chips, engines, fields of recipes. `python tests/docs/generated.py --write` mends it."""
+    """Known problems, chips, engines, fields, examples. `python tests/docs/generated.py --write` mends it."""
     text = generated.written(document)
     assert text == document.read_text(encoding="utf-8")
     if document.name in generated.TABLES:

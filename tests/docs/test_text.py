@@ -10,6 +10,9 @@ from documents import DOCUMENTS, GUIDES, README, ROOT
 from docutils import nodes
 from docutils.parsers.rst import Directive, directives
 
+from fp8_backends.compute import products
+from fp8_backends.compute.native.grouped_products import SCALED_GROUPED_MM
+
 
 @pytest.fixture(autouse=True)
 def toctree(monkeypatch):
@@ -55,3 +58,10 @@ def test_messages_of_troubleshooting_are_those_of_the_code():
     stock = {"layers without products: lm_head": "layers without products: "}
     missing = [message for message in messages if stock.get(message, message) not in code]
     assert len(messages) > 15 and missing == []
+
+
+def test_every_engine_of_a_proof_line_is_explained():
+    guide = (GUIDES / "how_it_works.rst").read_text(encoding="utf-8")
+    section = guide[guide.index("Reading the proof line") : guide.index("What is proven")]
+    engines = (products.SCALED_MM, products.BF16_EXACT, products.FP32_EXACT, products.EMULATED, SCALED_GROUPED_MM)
+    assert [engine for engine in (*engines, "te", "ao") if f"``{engine}``" not in section] == []

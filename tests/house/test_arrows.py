@@ -14,10 +14,12 @@ import fp8_backends
 
 ROOT = Path(fp8_backends.__file__).parent
 
-GROUND = ("errors", "announcement")
+GROUND = ("errors", "announcement", "words", "notebooks")
 MAY_IMPORT = {
     "errors": (),
     "announcement": (),
+    "words": (),
+    "notebooks": (),
     "numerics": GROUND,
     "compute": ("numerics", *GROUND),
     "recipes": ("compute", "numerics", *GROUND),
@@ -38,8 +40,8 @@ def modules(root: Path) -> dict[str, Path]:
     """Files of a package by dotted name, without the package's own: "" is its `__init__`."""
     found = {}
     for file in root.rglob("*.py"):
-        if file.relative_to(root).parts[0] == "docs":
-            continue  # the configuration of Sphinx
+        if file.relative_to(root).parts[0] in ("docs", "examples"):
+            continue  # the configuration of Sphinx, and scripts that are copied (`tests/cli/test_examples.py`)
         parts = file.relative_to(root).with_suffix("").parts
         found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
     return found

@@ -87,7 +87,7 @@ def test_every_public_name_exists_and_is_no_module():
 
 def test_public_names_are_the_contract():
     functions = {"connect", "prepare", "initialize", "resolve", "available_backends", "plan", "audit", "validate"}
-    functions |= {"whole_states", "keep_weight_casts", "dequantize", "export"}
+    functions |= {"whole_states", "keep_weight_casts", "dequantize", "export", "restore", "plain_weights"}
     recipes = {"TERecipeKwargs", "AORecipeKwargs", "MSAMPRecipeKwargs", "NativeRecipeKwargs", "FP8RecipeKwargs"}
     errors = {"FP8BackendError", "RecipeError", "BackendUnavailableError"}
     results = {"Recipe", "Availability", "PrecisionPlan", "Audit", "Finding", "ConversionReport", "Export"}
@@ -103,7 +103,7 @@ from fp8_backends.compute.native import NativeCompute
 from fp8_backends.conversion import restore
 from fp8_backends.estimation import ModelShape, estimate
 from fp8_backends.states.levels import plain_weights
-assert issubclass(NativeCompute, Compute) and restore is fp8_backends.conversion.restore
+assert issubclass(NativeCompute, Compute) and restore is fp8_backends.conversion.restore is fp8_backends.restore
 print("all there")
 """
 

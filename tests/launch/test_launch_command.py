@@ -15,6 +15,7 @@ from fp8_backends.accelerate_plugin import launch, worker
 from fp8_backends.cli.main import main
 from fp8_backends.errors import FP8BackendError, RecipeError
 from fp8_backends.recipes.handlers import from_environment
+from fp8_backends.training.preparation import check_machine
 
 WORKER = "fp8_backends.accelerate_plugin.worker"
 TE_QUESTIONS = {"backend": "TE", "margin": 0, "amax_history_length": 1024, "amax_compute_algorithm": "max"}
@@ -22,7 +23,8 @@ TE_QUESTIONS = {"backend": "TE", "margin": 0, "amax_history_length": 1024, "amax
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch, tmp_path):
-    """No library for FP8 that Accelerate knows, no default configuration file, a GPU; a script in this folder."""
+    """No library for FP8 that Accelerate knows, no default configuration file, a GPU, and every backend is taken
+    to run on it; a script in this folder."""
     import accelerate.commands.config.config_args
     import accelerate.commands.launch as stock
 
@@ -33,6 +35,7 @@ def machine(monkeypatch, tmp_path):
     for module in (stock, accelerate.commands.config.config_args):
         monkeypatch.setattr(module, "default_config_file", str(tmp_path / "default_config.yaml"))
     monkeypatch.setattr(launch, "_has_device", lambda: True)
+    monkeypatch.setattr(launch, "check_machine", lambda recipe: None)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")
 
@@ -59,7 +62,7 @@ OVERRIDDEN = {"override_linear_precision": (False, False, True)}
         ("", "native:dynamic", {}),
         ("--fp8_backend te", "te:delayed", {}),
         ("--fp8_backend=AO --fp8_pad_inner_dim false", "ao:tensorwise", {"pad_inner_dim": False}),
-        ("--fp8_backend msamp --fp8_opt_level O1", "native:window+msamp:O1", {}),
+        ("--fp8_backend msamp --fp8_opt_level O1", "msamp:O1", {}),
         ("--fp8-backend te+msamp:O3 --fp8-shard-states no", "te:delayed+msamp:O3", {"shard_states": False}),
         ("--fp8_backend native --fp8_scaling rowwise --mixed_precision fp8", "native:rowwise", {}),
         (
@@ -73,14 +76,15 @@ OVERRIDDEN = {"override_linear_precision": (False, False, True)}
         ("--fp8_use_autocast_during_eval", "native:dynamic", {"use_autocast_during_eval": True}),
         ("--fp8_override_linear_precision false,false,true", "native:dynamic", OVERRIDDEN),
         ("--fp8_include a.*,b --fp8_exclude c", "native:dynamic", {"include": ("a.*", "b"), "exclude": ("c",)}),
+        ("--fp8_also_include lm_head", "native:dynamic", {"also_include": ("lm_head",)}),
         ("--fp8_autocast_dtype fp16", "native:dynamic", {"autocast_dtype": "fp16"}),
         ("--fp8_on_unproven warn", "native:dynamic", {"on_unproven": "warn"}),
-        ("--fp8_backend msamp --fp8_rounding nearest", "native:window+msamp:O2", {"rounding": "nearest"}),
-        ("--fp8_backend msamp --fp8_exp_avg_scaling block", "native:window+msamp:O2", {"exp_avg_scaling": "block"}),
-        ("--fp8_backend msamp --fp8_implementation original", "native:window+msamp:O2", {"implementation": "original"}),
+        ("--fp8_backend msamp --fp8_rounding nearest", "msamp:O2", {"rounding": "nearest"}),
+        ("--fp8_backend msamp --fp8_exp_avg_scaling block", "msamp:O2", {"exp_avg_scaling": "block"}),
+        ("--fp8_backend msamp --fp8_implementation original", "msamp:O2", {"implementation": "original"}),
         ("--fp8_backend te --fp8_use_mxfp8_block_scaling true", "te:mxfp8", {}),
         ("--fp8_backend ao --fp8_auto_filter true", "ao:tensorwise", {"auto_filter": True}),
-        ("--fp8_gradient_comm plain --fp8_backend msamp:O1", "native:window+msamp:O1", {"gradient_comm": "plain"}),
+        ("--fp8_gradient_comm plain --fp8_backend msamp:O1", "msamp:O1", {"gradient_comm": "plain"}),
         ("--fp8_backend te --fp8_params true --fp8_dpa false", "te:delayed", {"fp8_params": True, "fp8_dpa": False}),
         ("--fp8_backend te --fp8_fuse_norms true --fp8_mha false", "te:delayed", {"fuse_norms": True}),
     ],
@@ -256,7 +260,7 @@ def test_flags_over_file_over_environment(monkeypatch, tmp_path):
 
 def test_the_environment_alone(monkeypatch):
     monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "msamp:O1")
-    assert recipe_of(ours("--cpu", "train.py")).name == "native:window+msamp:O1"
+    assert recipe_of(ours("--cpu", "train.py")).name == "msamp:O1"
 
 
 def test_a_launch_inside_a_launch_keeps_the_recipe(monkeypatch):
@@ -348,6 +352,43 @@ def test_what_a_file_asks_for_in_vain_is_said_in_one_line(values, said, tmp_path
     printed = capsys.readouterr().err
     assert printed.startswith("fp8-backends launch: ") and printed.count("\n") == 1
     assert said in printed and not intercepted.started
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--fp8_backend te", "te:delayed cannot run here: TransformerEngine is not installed. Fix: pip install"),
+        (
+            "--multi_gpu --num_machines 2 --machine_rank 1 --num_processes 8 --fp8_backend te+msamp:O3",
+            "te:delayed+msamp:O3 cannot run here",
+        ),
+        ("--cpu --fp8_backend msamp --fp8_implementation original", "the package msamp is not installed"),
+    ],
+)
+def test_what_cannot_run_on_the_machine_of_the_workers_is_refused(flags, said, monkeypatch, capsys):
+    monkeypatch.setattr(launch, "check_machine", check_machine)
+    with Intercepted() as intercepted:
+        assert main(["launch", *flags.split(), "train.py"]) == 2
+    printed = capsys.readouterr().err
+    assert said in printed and printed.count("\n") == 1 and not intercepted.started
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--gpu_ids 1",
+        "--use_deepspeed --deepspeed_hostfile h --num_machines 2 --machine_rank 0 --num_processes 2 "
+        "--main_process_ip a",
+        "--cpu --num_processes 2 --mpirun_hostfile h",
+    ],
+)
+def test_where_another_machine_or_gpu_may_train_what_cannot_run_here_is_a_warning(flags, monkeypatch, tmp_path, caplog):
+    monkeypatch.setattr(launch, "check_machine", check_machine)
+    arguments = ("mpirun", "--hostfile", "-n", "--npernode", "--bind-to")
+    monkeypatch.setattr("accelerate.utils.launch._get_mpirun_args", lambda: arguments)
+    (tmp_path / "h").write_text("a slots=1\nb slots=1\n")
+    assert recipe_of(ours(*flags.split(), "--fp8_backend", "te", "train.py")).name == "te:delayed"
+    assert "te:delayed cannot run here" in caplog.text and "started all the same" in caplog.text
 
 
 def test_sagemaker_is_refused_by_name(tmp_path):

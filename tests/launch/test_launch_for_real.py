@@ -73,7 +73,7 @@ def test_torchrun_starts_the_worker_by_hand(tmp_path):
     said = {"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_USE_CPU": "true", "ACCELERATE_FP8_BACKEND": "msamp:O3"}
     done = run(*torchrun, "-m", "fp8_backends.accelerate_plugin.worker", SCRIPT, str(tmp_path / "output"), **said)
     assert done.returncode == 0, done.stderr
-    assert [rank["recipe"]["name"] for rank in written(tmp_path / "output")] == ["native:window+msamp:O3"] * 2
+    assert [rank["recipe"]["name"] for rank in written(tmp_path / "output")] == ["msamp:O3"] * 2
 
 
 @pytest.mark.slow

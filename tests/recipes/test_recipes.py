@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 import pickle
 
@@ -24,8 +25,10 @@ from fp8_backends import (
     TERecipeKwargs,
     resolve,
 )
+from fp8_backends.compute import registry
 from fp8_backends.compute.fields import Field
-from fp8_backends.recipes.handlers import from_environment, with_environment
+from fp8_backends.recipes.fields import FIELDS, OF_BACKENDS
+from fp8_backends.recipes.handlers import HANDLERS, from_environment, with_environment
 
 LAUNCHER_DEFAULTS = {
     # what `accelerate launch --mixed_precision fp8` exports, whatever the backend
@@ -69,11 +72,12 @@ CANONICAL = {
     "torchao:CURRENT": "ao:tensorwise",
     "ao:rowwise": "ao:rowwise",
     "TorchAO:Rowwise_With_GW_HP": "ao:rowwise_with_gw_hp",
-    "msamp": "native:window+msamp:O2",
-    "MS-AMP": "native:window+msamp:O2",
-    "msamp:o1": "native:window+msamp:O1",
-    "msamp:O0": "native:window+msamp:O0",
-    "native+msamp": "native:window+msamp:O2",
+    "msamp": "msamp:O2",
+    "MS-AMP": "msamp:O2",
+    "msamp:o1": "msamp:O1",
+    "msamp:O0": "msamp:O0",
+    "native+msamp": "msamp:O2",
+    "native:window+msamp:O3": "msamp:O3",
     "native:rowwise+msamp:O3": "native:rowwise+msamp:O3",
     "native+msamp:O0": "native:dynamic+msamp:O0",
     "te+ms-amp": "te:delayed+msamp:O2",
@@ -158,7 +162,7 @@ def test_auto_carries_the_fields_to_the_compute_it_picks(monkeypatch):
     monkeypatch.setattr("fp8_backends.compute.hardware.fp8_products", lambda: True)
     recipe = resolve(FP8RecipeKwargs(scaling="delayed", margin=2, exclude="head"))
     assert (recipe.name, recipe.margin, recipe.exclude) == ("native:delayed", 2, ("head",))
-    assert resolve(FP8RecipeKwargs(opt_level="O1")).name == "native:window+msamp:O1"
+    assert resolve(FP8RecipeKwargs(opt_level="O1")).name == "msamp:O1"
     with pytest.raises(RecipeError, match="margin is not read by native:dynamic"):
         resolve(FP8RecipeKwargs(margin=2))
 
@@ -174,14 +178,14 @@ def test_auto_carries_the_fields_to_the_compute_it_picks(monkeypatch):
         (TERecipeKwargs(use_mxfp8_block_scaling=True), "te:mxfp8"),
         (AORecipeKwargs(), "ao:tensorwise"),
         (AORecipeKwargs(scaling="rowwise"), "ao:rowwise"),
-        (MSAMPRecipeKwargs(), "native:window+msamp:O2"),
-        (MSAMPRecipeKwargs("o1"), "native:window+msamp:O1"),
-        (MSAMPRecipeKwargs(opt_level="O0"), "native:window+msamp:O0"),
+        (MSAMPRecipeKwargs(), "msamp:O2"),
+        (MSAMPRecipeKwargs("o1"), "msamp:O1"),
+        (MSAMPRecipeKwargs(opt_level="O0"), "msamp:O0"),
         (NativeRecipeKwargs(), "native:dynamic"),
         (NativeRecipeKwargs(scaling="DELAYED"), "native:delayed"),
         (FP8RecipeKwargs(backend="te+msamp:O2"), "te:delayed+msamp:O2"),
-        (FP8RecipeKwargs("native", opt_level="O3"), "native:window+msamp:O3"),
-        (FP8RecipeKwargs(backend="msamp", opt_level="O1"), "native:window+msamp:O1"),
+        (FP8RecipeKwargs("native", opt_level="O3"), "msamp:O3"),
+        (FP8RecipeKwargs(backend="msamp", opt_level="O1"), "msamp:O1"),
         (FP8RecipeKwargs(backend="native", scaling="tensorwise"), "native:dynamic"),
         (FP8RecipeKwargs(backend="native:current", scaling="dynamic"), "native:dynamic"),
     ],
@@ -202,7 +206,7 @@ def test_defaults_are_those_of_accelerates_own_handlers():
         assert recipe.use_autocast_during_eval is False and recipe.use_mxfp8_block_scaling is False
         assert recipe.config is recipe.pad_inner_dim is recipe.enable_fsdp_float8_all_gather is None
         assert (recipe.autocast_dtype, recipe.on_unproven, recipe.gradient_comm) == ("bf16", "raise", None)
-        assert recipe.include is recipe.exclude is recipe.module_filter_func is None
+        assert recipe.include is recipe.also_include is recipe.exclude is recipe.module_filter_func is None
         assert (recipe.level, recipe.auto_filter) == ("O0", False)
     assert resolve("te:mxfp8").fp8_format == resolve("te:blockwise").fp8_format == "E4M3"
 
@@ -253,7 +257,7 @@ def test_to_kwargs_keeps_a_value_given_even_if_it_is_the_default():
 
 
 def test_repr_names_the_backend_and_only_what_was_given():
-    assert repr(resolve("msamp:o1")) == "FP8RecipeKwargs(native:window+msamp:O1)"
+    assert repr(resolve("msamp:o1")) == "FP8RecipeKwargs(msamp:O1)"
     assert repr(TERecipeKwargs(margin=2)) == "TERecipeKwargs(te:delayed, margin=2)"
     assert repr(FP8RecipeKwargs()) == "FP8RecipeKwargs(auto)"
 
@@ -287,7 +291,7 @@ def test_recipe_is_fixed_once_made():
         (lambda: NativeRecipeKwargs(margin=1), ["margin is not read by native:dynamic", "native:delayed"]),
         (lambda: NativeRecipeKwargs(scaling="rowwise", interval=2), ["interval is not read by native:rowwise"]),
         (lambda: TERecipeKwargs(scaling="dynamic", amax_history_len=4), ["amax_history_len is not read by te:dynamic"]),
-        (lambda: FP8RecipeKwargs(backend="msamp", amax_compute_algo="max"), ["not read by native:window+msamp:O2"]),
+        (lambda: FP8RecipeKwargs(backend="msamp", amax_compute_algo="max"), ["not read by msamp:O2"]),
         (lambda: TERecipeKwargs(interval=2), ["interval=2", "since version 2.4", "native:delayed"]),
         (lambda: TERecipeKwargs(override_linear_precision=(True, False, False)), ["since version 2.1"]),
     ],
@@ -344,6 +348,7 @@ def test_string_and_field_that_disagree_are_an_error(make, said):
         ("scaling", 3, "name of a scaling rule"),
         ("autocast_dtype", "fp8", "one of bf16, fp16, fp32"),
         ("include", 3, "name patterns"),
+        ("also_include", "", "name patterns"),
         ("exclude", [], "name patterns"),
         ("exclude", ["a", 1], "name patterns"),
         ("module_filter_func", "lm_head", "function of (module, name)"),
@@ -380,6 +385,18 @@ def test_values_are_understood_in_any_case():
 def test_include_and_exclude_take_one_pattern_or_several():
     assert NativeRecipeKwargs(include="*.mlp.*").include == ("*.mlp.*",)
     assert NativeRecipeKwargs(include="q_proj, k_proj", exclude=("head",)).include == ("q_proj", "k_proj")
+
+
+@pytest.mark.parametrize(
+    "fields, said",
+    [
+        ({"include": "up"}, "include chooses all layers.*let include name"),
+        ({"module_filter_func": callable, "backend": "auto"}, "module_filter_func chooses all layers"),
+    ],
+)
+def test_what_adds_to_the_default_choice_of_layers_does_not_go_with_another_choice(fields, said):
+    with pytest.raises(RecipeError, match=f"also_include adds layers to those that are converted by default.*{said}"):
+        FP8RecipeKwargs(also_include="lm_head", **fields)
 
 
 def test_ao_takes_a_config_and_names_its_scaling():
@@ -442,10 +459,10 @@ def test_accelerates_msamp_handler_means_the_same():
 def test_accelerates_deprecated_fp8_handler_means_the_same():
     """Its MS-AMP form needs no TransformerEngine here, and its level is O2 where stock leaves None."""
     stock = accelerate.utils.FP8RecipeKwargs
-    assert resolve(stock_te(stock, backend="MSAMP", opt_level=None)).name == "native:window+msamp:O2"
-    assert resolve(stock_te(stock, backend="MSAMP", opt_level="O1")).name == "native:window+msamp:O1"
+    assert resolve(stock_te(stock, backend="MSAMP", opt_level=None)).name == "msamp:O2"
+    assert resolve(stock_te(stock, backend="MSAMP", opt_level="O1")).name == "msamp:O1"
     assert resolve(stock_te(stock, backend="TE", opt_level=None, margin=1)) == TERecipeKwargs(margin=1)
-    with pytest.raises(RecipeError, match="margin is not read by native:window"):
+    with pytest.raises(RecipeError, match="margin is not read by msamp:O2"):
         resolve(stock_te(stock, backend="MSAMP", opt_level=None, margin=1))
 
 
@@ -584,3 +601,26 @@ def test_environment_completes_a_recipe_and_may_not_contradict_it():
     with pytest.raises(RecipeError, match="margin is not a field of AORecipeKwargs"):
         with_environment(AORecipeKwargs(), environment(MARGIN="3"))
     assert with_environment(resolve("native:dynamic"), {"ACCELERATE_FP8_SCALING": "current"}).scaling == "dynamic"
+
+
+# What `help` says
+
+
+@pytest.mark.parametrize("cls", [*HANDLERS, FP8RecipeKwargs])
+def test_help_explains_every_field_of_a_handler(cls):
+    doc = " ".join(cls.__doc__.split())
+    for each in (FIELDS[field.name] for field in dataclasses.fields(cls)):
+        values = f" ({each.values_and_default})" if each.values_and_default else ""
+        assert f" {each.name}{values}: {' '.join(each.help.split())} Read by " in doc
+    assert "margin (a whole number from -64 to 64; default 0): The scale" in doc or cls.__name__[:2] in ("AO", "MS")
+
+
+def test_defaults_of_scaling_rules_are_explained():
+    assert FIELDS["fp8_format"].values_and_default == (
+        "HYBRID, E4M3; default 'HYBRID'; 'E4M3' with rowwise, blockwise, mxfp8"
+    )
+
+
+@pytest.mark.parametrize("backend", OF_BACKENDS)
+def test_the_fields_that_help_names_are_those_that_a_backend_declares(backend):
+    assert registry.get_compute(backend).fields == OF_BACKENDS[backend]

@@ -354,6 +354,37 @@ def saved(state_dict: dict) -> dict:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("level", LEVELS)
+def test_a_state_dict_holds_plain_tensors_or_placeholders_where_nobody_reads_it(level, dtype):
+    model, optimizer = prepared(level, model=mlp(dtype))
+    train(model, optimizer, range(2))
+    with fp8_backends.whole_states(optimizer, receives=False):
+        placeholders = optimizer.state_dict()["state"]
+    states = optimizer.state_dict()["state"]
+    for key, p in enumerate(parameters_of(optimizer)):
+        for name, value in states[key].items():
+            stored = optimizer.state[p].get(name, p)  # a weight that BF16 cannot hold is saved as its own master
+            is_scaled = isinstance(stored, ScaledTensor)
+            assert type(value) is torch.Tensor and value.dtype == torch.float32 and not value.is_meta, name
+            assert torch.equal(value, stored.exact(torch.float32) if is_scaled else stored), name
+            assert placeholders[key][name].is_meta == is_scaled, name
+
+
+@pytest.mark.parametrize("exp_avg_scaling", ["tensor", "block"])
+def test_moments_that_were_rounded_to_a_power_of_two_are_loaded_to_the_bit(exp_avg_scaling):
+    """The amax of rounded values may have a finer scale than that of the values before they were rounded."""
+    model, optimizer = prepared("O2", exp_avg_scaling=exp_avg_scaling)
+    train(model, optimizer, range(1))
+    moment = optimizer.state[model[0].weight]["exp_avg"]
+    moment.copy_(torch.randn(moment.shape))
+    moment._data.copy_(moment._data.float().clamp(-224, 224))
+    before, scale_inv = moment.exact(), moment._scale_inv.clone()
+    optimizer.load_state_dict(optimizer.state_dict())
+    moment = optimizer.state[model[0].weight]["exp_avg"]
+    assert torch.equal(moment.exact(), before) and torch.equal(moment._scale_inv, scale_inv / 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("level", LEVELS)
 def test_resume_is_equal_to_the_bit(level, dtype):
     model, optimizer = prepared(level, model=mlp(dtype))
     train(model, optimizer, range(5))

@@ -62,7 +62,12 @@ def test_accelerate_hands_it_over(stub_msamp):
 
 @pytest.mark.parametrize(
     ("fields", "message"),
-    [({"opt_level": "O3"}, "O3"), ({"rounding": "nearest"}, "rounding"), ({"include": "0"}, "include")],
+    [
+        ({"opt_level": "O3"}, "O3"),
+        ({"rounding": "nearest"}, "rounding"),
+        ({"include": "0"}, "include"),
+        ({"also_include": "0"}, "also_include"),
+    ],
 )
 def test_what_it_cannot_do_is_refused_by_name(stub_msamp, fields, message):
     model = mlp()

@@ -108,7 +108,7 @@ def test_saved_adapters_load_into_a_plain_model_and_merge(launched, tmp_path):
     # this size are closer than one hundredth
     assert loss_in_bf16(stock) == pytest.approx(loss, abs=0.01)
     merged = trainer.model.merge_and_unload()
-    fp8_backends.training.conversion.restore(merged)
+    fp8_backends.restore(merged)
     assert all(type(parameter) is torch.nn.Parameter for parameter in merged.parameters())
     # the same values by other products: x (w + B A) in bf16
     assert loss_in_bf16(merged) == pytest.approx(loss, abs=0.005)

@@ -172,6 +172,6 @@ def test_an_audit_is_plain_data_and_prints_as_a_table():
     audit = auditing.audit(model)
     assert json.loads(json.dumps(audit.to_dict())) == audit.to_dict()
     text = str(audit)
-    assert "ao:tensorwise: 73% of weight FLOPs in FP8" in text
+    assert "ao:tensorwise: 73 % of weight FLOPs in FP8" in text
     assert "lm_head" in text and "per element" in text and "wgrad" in text
     assert all(line == line.rstrip() for line in text.splitlines())

@@ -80,6 +80,12 @@ def test_a_name_that_means_a_head_for_a_child_of_the_root_does_not_deeper_down()
         ({"exclude": ["block.gate_*"]}, ["block.router_proj", "block.up"]),
         ({"exclude": ["*_proj"]}, ["block.up"]),
         ({"include": ["block.up"], "exclude": ["lm_head"]}, ["block.up"]),
+        ({"also_include": ["lm_head"]}, [*HIDDEN, "lm_head"]),
+        (
+            {"also_include": ["gate", "up"], "exclude": ["block.router_proj"]},
+            ["block.gate", "block.gate_proj", "block.up"],
+        ),
+        ({"also_include": ["*"], "exclude": ["lm_head"]}, ["block.gate", *HIDDEN]),
         ({"module_filter_func": lambda module, name: name.endswith("head")}, ["lm_head"]),
         ({"module_filter_func": lambda module, name: "_" in name, "exclude": ["lm_head"]}, HIDDEN[:2]),
         ({"module_filter_func": lambda module, name: "_" in name, "include": ["*head"]}, ["lm_head"]),
@@ -97,7 +103,7 @@ def test_the_users_choice_of_layers_is_followed(fields, converted):
     assert all(not torch.equal(before[key], value) for key, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize("field", ["include", "exclude"])
+@pytest.mark.parametrize("field", ["include", "also_include", "exclude"])
 def test_a_pattern_that_matches_nothing_is_an_error_that_names_it_and_what_is_close(field):
     model = Language()
     with pytest.raises(RecipeError, match=rf"{field}: .*'gate_prj'.*'gate_proj'"):
@@ -271,7 +277,7 @@ def test_the_report_says_in_text_what_ran_where_and_why():
     prepared = convert(model, exclude=["up"])
     text = str(prepared.report)
     assert text.splitlines() == [
-        "2 of 5 weights in FP8, 40% of weight FLOPs",
+        "2 of 5 weights in FP8, 40 % of weight FLOPs",
         "  in FP8: 0.block.gate_proj, 0.block.router_proj",
         f"  {prepared.report.high_precision['0.block.gate']}: 0.block.gate",
         "  left out by exclude='up': 0.block.up",

@@ -65,7 +65,7 @@ def test_the_migration_entry_has_msamps_signature_and_meaning(arguments, level):
     assert preparation.initialize(model, optimizer, *arguments) == (model, optimizer)
     step(model, optimizer)
     assert optimizer.fp8_states.level == level
-    assert fp8_backends.audit(model).recipe == f"native:window+msamp:{level}"
+    assert fp8_backends.audit(model).recipe == f"msamp:{level}"
 
 
 def test_the_migration_entry_names_what_it_cannot_do(monkeypatch):
@@ -86,9 +86,12 @@ def test_swapped_arguments_are_explained():
         preparation.prepare(None, optimizer, "native")
 
 
-def test_an_optimizer_of_another_model_is_reported():
-    with pytest.warns(UserWarning, match="none of the model's parameters"):
-        preparation.prepare(net(), torch.optim.AdamW(net().parameters()), "native")
+def test_an_optimizer_of_another_model_is_refused():
+    others = torch.optim.AdamW(net().parameters())
+    with pytest.raises(FP8BackendError, match="holds no parameter of the prepared model"):
+        preparation.prepare(net(), others, "native")
+    with pytest.warns(UserWarning, match="holds no parameter of the prepared model"):
+        preparation.prepare(net(), others, {"backend": "native", "on_unproven": "warn"})
 
 
 @pytest.mark.parametrize("spec", BACKENDS)

@@ -263,13 +263,13 @@ CASES = [
         "nothing_in_fp8",
         ("native", {"model": nn.Sequential(nn.Conv2d(3, 3, 3))}),
         ("native", {"model": nn.Sequential(nn.Conv2d(3, 3, 3), nn.Linear(16, 16))}),
-        "it has no Linear",
+        "convolution: FP8 has no product for it",
     ),
     (
         "minority_in_fp8",
         ("native", {"model": with_head(16384 * 17)}),
         ("native", {"model": with_head(16384 * 15)}),
-        "here: 48%; output head",
+        "here: 48 %; output head",
     ),
     ("small_model", ("native", {"model": Large(3)}), ("native", {"model": Large(4)}), "805 million"),
     ("modest_gain", ("native", {"model": Large(11)}), ("native", {"model": Large(12)}), "2.95 billion"),
@@ -444,6 +444,8 @@ def test_small_layers_are_judged_by_the_scale_s_granularity():
     small = nn.Sequential(nn.Linear(64, 64))
     small.lm_head = nn.Linear(64, 8192, bias=False)  # in high precision, whatever its size
     assert "64 -> 64" in rules("native", small)["small_layers"].reason
+    assert "small_model" not in rules("native", small), "one line says that FP8 is not worth it"
+    assert "small_model" in rules("native:dynamic", between)
 
 
 def test_model_shows_its_configuration():
@@ -492,6 +494,22 @@ def test_another_chip_is_judged_with_new_libraries(monkeypatch):
     assert rules("te:mxfp8", chip="h100") == rules("te:mxfp8", chip="hopper")
     with pytest.raises(RecipeError, match="did you mean 'hopper'"):
         validate("te", chip="hoper")
+
+
+@pytest.mark.parametrize(
+    "said, expected",
+    [
+        ({"parallel": "dpp"}, r"parallel 'dpp' is not known \(did you mean 'ddp'\?\); there are none, ddp, fsdp1"),
+        ({"parallel": "FSDP2"}, r"did you mean 'fsdp2'\?"),
+        ({"compiled": "regonal"}, r"compiled 'regonal' is not known \(did you mean 'regional'\?\)"),
+        ({"compiled": True}, "compiled True is not known; there are none, full, regional"),
+        ({"chip": "hoper"}, r"chip 'hoper' is not known \(did you mean 'hopper'\?\)"),
+        ({"optimizer": torch.optim.AdamW}, "must be a torch.optim.Optimizer that was made, or a name"),
+    ],
+)
+def test_a_word_that_no_rule_knows_is_an_error_and_not_in_silence_nobody_s_problem(said, expected):
+    with pytest.raises(RecipeError, match=expected):
+        validate("ao", **said)
 
 
 def test_nothing_of_the_model_changes():

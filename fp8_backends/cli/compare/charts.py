@@ -1,14 +1,12 @@
-"""The charts of the report: SVG text, coloured by the page's CSS variables so that they follow light and dark."""
+"""The charts of the report, as wide as the screen, coloured by the page's CSS variables so that they follow light and
+dark."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
-
-WIDTH = 760
-MARGIN_LEFT, MARGIN_RIGHT = 64, 16
 
 
 @dataclass
@@ -38,7 +36,7 @@ class Interval:
 
 
 class Scale:
-    """Values to pixels, with round ticks."""
+    """Values to places (percent of the width, pixels of the height), with round ticks."""
 
     def __init__(self, low: float, high: float, start: float, end: float) -> None:
         self.low, self.high, self.start, self.end = low, high if high > low else low + 1, start, end
@@ -64,73 +62,70 @@ def curves(series: Sequence[Series], title: str, y_label: str, zero_line: bool =
     values += [0.0] if zero_line else []
     low, high = min(values), max(values)
     pad = (high - low) * 0.05 or 0.05
-    x = Scale(1, max(2, *(len(each.values) for each in shown)), MARGIN_LEFT, WIDTH - MARGIN_RIGHT)
-    y = Scale(low - pad, high + pad, height - 40, 12)
-    parts = []
+    x = Scale(1, max(2, *(len(each.values) for each in shown)), 0, 100)
+    y = Scale(low - pad, high + pad, height - 40, 28)
+    parts = [_text(0, 10, y_label, "axis-label", shift=-44)]
     for tick in y.ticks():
-        parts.append(_line("grid", x.start, y(tick), x.end, y(tick)))
-        parts.append(_text(x.start - 8, y(tick) + 4, _plain(tick), "tick", anchor="end"))
+        parts.append(_line("grid", 0, y(tick), 100, y(tick)))
+        parts.append(_text(0, y(tick) + 4, _plain(tick), "tick", anchor="end", shift=-8))
     for tick in sorted({1, *(int(tick) for tick in x.ticks(6) if tick >= 1)}):
-        if tick == 1 or x(tick) - x(1) > 24:
+        if tick == 1 or x(tick) > 6:
             parts.append(_text(x(tick), height - 22, str(tick), "tick", anchor="middle"))
-    parts.append(_text((x.start + x.end) / 2, height - 4, "training step", "axis-label", anchor="middle"))
+    parts.append(_text(50, height - 4, "training step", "axis-label", anchor="middle"))
     if zero_line:
-        parts.append(_line("zero", x.start, y(0), x.end, y(0)))
-    parts += [_band(each, x, y) for each in shown if each.low is not None and each.high is not None]
+        parts.append(_line("zero", 0, y(0), 100, y(0)))
+    lines = [_band(each, x, y) for each in shown if each.low is not None and each.high is not None]
     for each in shown:
         line = f'class="curve" stroke="{each.color}"'
         for path in _paths(each.values, x, y):
-            parts.append(f'<path {line} d="{path}"><title>{escape(each.name)}</title></path>')
-    parts.append(_text(14, (y.start + y.end) / 2, y_label, "axis-label", rotate=True))
-    return _svg(height, title, parts)
+            lines.append(f'<path {line} d="{path}"><title>{escape(each.name)}</title></path>')
+    stretched = f'<svg class="stretched" viewBox="0 0 100 {height}" height="{height}" preserveAspectRatio="none">'
+    parts += [stretched, *lines, "</svg>"]
+    return _svg(height, title, parts, "with-y-axis")
 
 
 def intervals(rows: Sequence[Interval], bound: float, spread: float | None, reference: str) -> str:
     """Draw mean and 95 % interval of each row, its seeds, the bound, and the reference's own spread as a band."""
     if not rows:
         return ""
-    row_height, top = 44, 12
+    row_height, top = 58, 4
     height = top + row_height * len(rows) + 46
-    label_width, bottom = _room_for(row.name for row in rows), height - 46
+    bottom = height - 46
     values = [0.0, bound * 1.25]
     for row in rows:
         values += [v for v in (row.mean, row.low, row.high, *row.points) if v is not None and math.isfinite(v)]
     low, high = min(*values, -bound * 0.6), max(values)
     pad = (high - low) * 0.06
-    x = Scale(low - pad, high + pad, label_width, WIDTH - MARGIN_RIGHT)
+    x = Scale(low - pad, high + pad, 0, 100)
     parts = []
     if spread is not None:
-        a, b = max(x(-spread), x.start), min(x(spread), x.end)
-        parts.append(f'<rect class="spread" x="{a}" y="{top}" width="{max(0, b - a):.2f}" height="{bottom - top}"/>')
-    for tick in x.ticks(6):
+        a, b = max(x(-spread), 0), min(x(spread), 100)
+        parts.append(f'<rect class="spread" x="{a}%" y="{top}" width="{max(0, b - a):.2f}%" height="{bottom - top}"/>')
+    for tick in x.ticks(4):
         parts.append(_line("grid", x(tick), top, x(tick), bottom))
         parts.append(_text(x(tick), bottom + 18, _plain(tick), "tick", anchor="middle"))
     parts.append(_line("zero", x(0), top, x(0), bottom))
     parts.append(_line("bound", x(bound), top, x(bound), bottom))
     label = f"nats above {reference}, held-out loss"
-    parts.append(_text((x.start + x.end) / 2, bottom + 38, label, "axis-label", "middle"))
+    parts.append(_text(50, bottom + 38, label, "axis-label", "middle"))
     for index, row in enumerate(rows):
-        middle = top + row_height * (index + 0.5)
-        parts += _interval_row(row, x, middle, label_width)
+        parts += _interval_row(row, x, top + row_height * index)
     return _svg(height, f"Paired gap of the held-out loss to {reference}", parts)
 
 
-def _room_for(names: Iterable[str]) -> float:
-    """Return the width of row labels, bold and of 13 pixels: 9 pixels a letter are enough for wide fonts too."""
-    return max(150.0, 24 + 9.0 * max(map(len, names), default=0))
-
-
-def _interval_row(row: Interval, x: Scale, middle: float, label_width: float) -> list[str]:
-    parts = [_text(label_width - 14, middle + 4, row.name, "row-label", anchor="end")]
+def _interval_row(row: Interval, x: Scale, top: float) -> list[str]:
+    """Draw a row's name and figure, and its marks below them."""
+    parts = [_text(0, top + 20, row.name, "row-label"), _text(100, top + 20, row.label, "value", anchor="end")]
     if not math.isfinite(row.mean):
-        return [*parts, _text(x.start + 8, middle + 4, "not finite", "tick")]
+        return parts
+    middle = top + 40
     for point in filter(math.isfinite, row.points):
-        parts.append(f'<circle class="seed" cx="{x(point)}" cy="{middle}" r="3" fill="{row.color}"/>')
+        parts.append(f'<circle class="seed" cx="{x(point)}%" cy="{middle}" r="3" fill="{row.color}"/>')
     if row.low is not None and row.high is not None:
-        parts.append(f'<path class="interval" d="M{x(row.low)} {middle}H{x(row.high)}" stroke="{row.color}"/>')
-        for end in (row.low, row.high):
-            parts.append(f'<path class="interval" d="M{x(end)} {middle - 7}v14" stroke="{row.color}"/>')
-    dot = f'<circle class="mean" cx="{x(row.mean)}" cy="{middle}" r="5.5" fill="{row.color}">'
+        stroke = f' stroke="{row.color}"'
+        parts.append(_line("interval", x(row.low), middle, x(row.high), middle, stroke))
+        parts += [_line("interval", x(end), middle - 7, x(end), middle + 7, stroke) for end in (row.low, row.high)]
+    dot = f'<circle class="mean" cx="{x(row.mean)}%" cy="{middle}" r="5.5" fill="{row.color}">'
     return [*parts, f"{dot}<title>{escape(row.name)}: {escape(row.label)}</title></circle>"]
 
 
@@ -138,17 +133,13 @@ def bars(rows: Sequence[tuple[str, str, float, str]], title: str) -> str:
     """Draw horizontal bars from zero: (name, colour, value, label)."""
     if not rows:
         return ""
-    row_height, label_width = 34, _room_for(row[0] for row in rows)
-    height = row_height * len(rows) + 8
-    x = Scale(0, max(value for _, _, value, _ in rows) or 1, label_width, WIDTH - 130)
-    parts = []
-    for index, (name, color, value, label) in enumerate(rows):
-        y, width = 4 + row_height * index, max(1.0, x(value) - label_width)
-        area = f'x="{label_width}" y="{y + 6}" width="{width:.2f}" height="{row_height - 12}"'
-        parts.append(_text(label_width - 14, y + row_height / 2 + 4, name, "row-label", anchor="end"))
-        parts.append(f'<rect {area} rx="3" fill="{color}"/>')
-        parts.append(_text(label_width + width + 8, y + row_height / 2 + 4, label, "value"))
-    return _svg(height, title, parts)
+    largest = max(value for _, _, value, _ in rows) or 1
+    parts = [
+        f'<div class="bar"><span class="row-label">{escape(name)}</span><span class="value">{escape(label)}</span>'
+        f'<div class="track"><div style="width:{100 * value / largest:.2f}%;background:{color}"></div></div></div>'
+        for name, color, value, label in rows
+    ]
+    return f'<div class="chart" role="group" aria-label="{escape(title)}">{"".join(parts)}</div>'
 
 
 def moving_average(values: Sequence[float], window: int) -> list[float]:
@@ -186,14 +177,13 @@ def _paths(values: Sequence[float], x: Scale, y: Scale) -> list[str]:
     return paths
 
 
-def _line(css: str, x1: float, y1: float, x2: float, y2: float) -> str:
-    return f'<line class="{css}" x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}"/>'
+def _line(css: str, x1: float, y1: float, x2: float, y2: float, more: str = "") -> str:
+    return f'<line class="{css}" x1="{x1}%" y1="{y1}" x2="{x2}%" y2="{y2}"{more}/>'
 
 
-def _text(x: float, y: float, text: str, css: str, anchor: str = "start", rotate: bool = False) -> str:
-    turn = f' transform="rotate(-90 {x} {y:.1f})"' if rotate else ""
-    anchor = "middle" if rotate else anchor
-    return f'<text class="{css}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{turn}>{escape(text)}</text>'
+def _text(x: float, y: float, text: str, css: str, anchor: str = "start", shift: int = 0) -> str:
+    moved = f' dx="{shift}"' if shift else ""
+    return f'<text class="{css}" x="{x}%" y="{y:.1f}" text-anchor="{anchor}"{moved}>{escape(text)}</text>'
 
 
 def _plain(value: float) -> str:
@@ -201,9 +191,10 @@ def _plain(value: float) -> str:
     return "0" if text in ("-0", "") else text.replace("-", "−")
 
 
-def _svg(height: float, title: str, parts: Sequence[str]) -> str:
+def _svg(height: float, title: str, parts: Sequence[str], css: str = "") -> str:
+    """Return a drawing as wide as the page has room for. Its texts keep their size: across, places are percentages."""
     body = "\n".join(parts)
     return (
-        f'<div class="chart"><svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(title)}">'
+        f'<div class="chart {css}"><svg height="{height}" role="img" aria-label="{escape(title)}">'
         f"<title>{escape(title)}</title>\n{body}\n</svg></div>"
     )

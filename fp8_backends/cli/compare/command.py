@@ -20,10 +20,11 @@ from .settings import BASELINES, REFERENCES, Settings, check_fault
 from .summary import LOSS_GAP_BOUND
 
 _DESCRIPTION = """\
-Trains a causal language model from random weights on real text, in bf16 (the reference; FP32 on a CPU without bf16
+Trains a language model from random weights on real text, in bf16 (the reference; FP32 on a CPU without bf16
 products) and with every backend, each with the same initial weights and order of data, and reports losses, paired gaps
 with their 95 % intervals, memory and speed. It goes seed by seed over all backends, and says how long it will take once
-each has done its first steps. Exits with 1 when a check fails, and with 2 when something asked for cannot be done."""
+each has done its first steps. Exits with 1 when a check fails, and with 2 when something asked for cannot be done. A
+check that so few seeds and steps do not resolve is named, and has neither passed nor failed."""
 
 _NUMBERS = (
     ("--megabytes", float, 8.0, "N", "read at most this much text (8)"),
@@ -54,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = _DESCRIPTION
     default = ",".join(Settings.backends)
     backends = f"backend strings, and of {', '.join(BASELINES)} ({default})"
-    model = "a transformers config.json or its folder (a small Llama; on a GPU with FP8, 1B)"
+    model = "a transformers config.json or its folder, causal or masked (a small Llama; on a GPU with FP8, 1B)"
     reference = "what backends are compared with, and compute in around FP8 (bf16; fp32 on a CPU without bf16 products)"
     text = "a text file or a folder of them (the Python standard library's sources)"
     add = parser.add_argument
@@ -70,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the comparison; 0 when every check passed, 1 when one failed, 128 + the signal when terminated."""
+    """Run the comparison; 0 when no check failed, 1 when one did, 128 + the signal when terminated."""
     settings = settings_from(args)
     check_fault(args.plant)
     comparison: Comparison | None = None
@@ -79,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     def terminate(number, frame) -> None:
         received.append(number)
         if len(received) == 1:  # an impatient second must not keep the results from disk
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt(signal.Signals(number).name)
 
     before = {number: signal.signal(number, terminate) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
@@ -97,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
         conclude(comparison)
     if received:
         return 128 + received[0]
-    return 0 if comparison.passed else 1
+    return 1 if comparison.failed else 0
 
 
 def settings_from(args: argparse.Namespace) -> Settings:

@@ -19,8 +19,10 @@ from typing import Any
 import torch
 
 from ...compute import hardware
-from ...errors import RecipeError
-from . import summary
+from ...errors import FP8BackendError, RecipeError
+from ...words import counted
+from . import language_model, summary
+from .checks import Check, checks, verdict
 from .report_page import render
 from .settings import BASELINES, Settings, fast_fp8
 from .training_text import TrainingText, load_text
@@ -57,6 +59,7 @@ class Comparison:
         self.workers: dict[str, Worker] = {}
         """The workers of the backends that have not failed."""
         self.timetable = Timetable()
+        task = language_model.task(settings)
         self.text = text = load_text(settings.text, settings.limit_mb, settings.tokenizer)
         text.batches(1, 1, settings.sequence, 0)  # too little text is an error now, not in every worker
         self.results: dict[str, Any] = {
@@ -67,6 +70,7 @@ class Comparison:
             "versions": versions(),
             "fast_fp8": fast_fp8(settings.device),
             "around_fp8": settings.reference,
+            "task": task,
             "asked": {"steps": settings.steps, "seeds": settings.seeds},
             "text": {"description": text.description, "sha256": text.sha256, "vocab_size": text.vocab_size},
             "backends": {
@@ -111,6 +115,9 @@ class Comparison:
                     self._train(progress)
                 self._end("finished")
                 dismiss(self.workers.values())
+        except BaseException as error:
+            self.results["note"] = _reason(error)
+            raise
         finally:
             stop(self.workers.values())
             if self.results["status"] == "running":
@@ -138,11 +145,7 @@ class Comparison:
     def _plan(self, progress: Progress) -> None:
         """Say how long it will take; with a limit of minutes, first settle on what fits."""
         if self.settings.minutes is not None:
-            try:
-                self._take(self.timetable.fitted(self.settings, self.elapsed))
-            except RecipeError as error:
-                self.results["note"] = str(error)
-                raise
+            self._take(self.timetable.fitted(self.settings, self.elapsed))
         progress.planned(self)
 
     def _train(self, progress: Progress) -> None:
@@ -151,7 +154,7 @@ class Comparison:
             if seed and not self.timetable.another_round_fits(self.settings, self.elapsed):
                 self._take(replace(self.settings, seeds=seed))
                 asked = self.results["asked"]["seeds"]
-                self.results["note"] = f"{seed} of {asked} seeds: one more would not fit into the time given"
+                self.results["note"] = f"{seed} of {counted(asked, 'seed')}: one more would not fit into the time given"
                 return
             for backend, worker in list(self.workers.items()):
                 progress.run_started(backend, seed)
@@ -205,16 +208,25 @@ class Comparison:
             "rows": [{**asdict(row), "gap": _gap(row)} for row in summary.rows(self.results)],
             "reference_spread": summary.reference_spread(self.results),
             "checks": {name: [asdict(check) for check in done] for name, done in self.checks().items()},
+            "verdict": asdict(verdict(self.results)),
         }
         write_atomically(self.output / RESULTS, json.dumps(finite(self.results), indent=1))
         write_atomically(self.output / PAGE, render(self.results))
 
-    def checks(self) -> dict[str, list[summary.Check]]:
-        return summary.checks(self.results)
+    def checks(self) -> dict[str, list[Check]]:
+        return checks(self.results)
 
     @property
-    def passed(self) -> bool:
-        return all(check.passed for done in self.checks().values() for check in done)
+    def failed(self) -> bool:
+        """Tell whether a check failed; one that is not resolved has not."""
+        return verdict(self.results).mood == "bad"
+
+
+def _reason(error: BaseException) -> str:
+    """Say why a comparison ended early."""
+    if isinstance(error, KeyboardInterrupt):
+        return f"interrupted by {error}" if error.args else "interrupted"
+    return str(error) if isinstance(error, FP8BackendError) else f"{type(error).__name__}: {error}"
 
 
 def _gap(row: summary.Row) -> dict[str, Any] | None:
@@ -319,9 +331,9 @@ class Timetable:
         if not seeds:
             needed = (elapsed + self.round_seconds(found)) / USABLE / 60
             raise RecipeError(
-                f"--minutes {settings.minutes:g} is too little for one seed of {steps} steps with {len(self.paces)} "
-                f"backends: give --minutes {needed + 0.05:.1f} or more, or fewer backends, or a smaller --batch or "
-                "--sequence"
+                f"--minutes {settings.minutes:g} is too little for one seed of {counted(steps, 'step')} with "
+                f"{counted(len(self.paces), 'backend')}: give --minutes {needed + 0.05:.1f} or more, fewer backends, "
+                "or a smaller --batch or --sequence"
             )
         return found
 

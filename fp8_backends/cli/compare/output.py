@@ -6,13 +6,16 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from textwrap import fill
 from typing import Any
 
-from ..terminal import paragraphs, table
+from ...words import counted
+from ..terminal import WIDTH, paragraphs, table, width
 from . import summary
+from .checks import verdict
 from .comparison import PAGE, RESULTS, Comparison, Progress
 from .settings import Settings
-from .summary import duration
+from .words import duration
 
 
 def announce(settings: Settings) -> None:
@@ -31,9 +34,9 @@ def announce(settings: Settings) -> None:
 def progress_display(comparison: Comparison) -> Iterator[LineProgress]:
     """Show bars on a terminal, one line a run elsewhere."""
     results = comparison.results
-    ranks = summary.ranks_text(results)
-    print(f"on {results['text']['description']}; {summary.held_out_text(results)}{ranks and f'; {ranks}'}")
-    print(f"starting {len(results['backends'])} workers", flush=True)
+    parts = (f"{results['task']} on {results['text']['description']}", summary.held_out_text(results))
+    print("; ".join(filter(None, (*parts, summary.ranks_text(results)))))
+    print(f"starting {counted(len(results['backends']), 'worker')}", flush=True)
     if not sys.stdout.isatty():
         yield LineProgress()
         return
@@ -117,30 +120,35 @@ def plan_text(comparison: Comparison) -> str:
         given_up = f" ({asked['seeds']} of {asked['steps']} do not fit into {settings.minutes:g} min)"
     return (
         f"about {duration(comparison.seconds_left())} more: {summary.runs_text(settings.seeds, settings.steps)}"
-        f"{given_up} with {len(comparison.workers)} backends, by the steps just timed"
+        f"{given_up} with {counted(len(comparison.workers), 'backend')}, by the steps just timed"
     )
 
 
 def conclude(comparison: Comparison) -> None:
-    """Print the table, the reference's own spread, the checks, and where everything lies."""
+    """Print the verdict, the table, the reference's own spread, the checks, and where everything lies."""
     results = comparison.results
+    found = verdict(results)
     headings, rows = summary.columns(results), summary.rows(results)
     cells = [[summary.cell(row, key) for key in headings] for row in rows]
     notes = [(row.backend, row.note) for row in rows]
     if any(row.emulated for row in rows):
         about = "this chip has no FP8 products, so FP8's speed cannot be measured; losses and memory are real"
         notes.append(("emulated", about))
-    parts = [table([list(headings.values()), *cells]), paragraphs(notes), summary.spread_line(results)]
+    parts = [
+        "\n".join(fill(each, min(WIDTH, width()), break_on_hyphens=False) for each in (found.headline, *found.details))
+    ]
+    parts += [table([list(headings.values()), *cells]), paragraphs(notes), summary.spread_line(results)]
     for backend, checks in comparison.checks().items():
-        lines = [("ok" if check.passed else "FAIL", f"{check.name} ({check.detail})") for check in checks]
+        lines = [(_MARKS[check.outcome], f"{check.name} ({check.detail})") for check in checks]
         parts.append(f"{backend}:\n{paragraphs(lines, 4)}")
-    if results["status"] != "finished":
-        parts.append(f"{results['status']} early: what had finished is saved")
-    if results["note"]:
+    if results["status"] == "finished" and results["note"]:
         parts.append(results["note"])
     places = f"{comparison.output / RESULTS}\n{comparison.output / PAGE}"
     parts.append(f"took {duration(results['seconds'])}\n{places}")
     print("\n" + "\n\n".join(parts), flush=True)
+
+
+_MARKS = {"passed": "ok", "failed": "FAIL", "not resolved": "?"}
 
 
 def _loss(value: float | None, digits: int = 4) -> str:

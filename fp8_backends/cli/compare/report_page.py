@@ -8,10 +8,15 @@ from collections.abc import Iterable
 from html import escape
 from pathlib import Path
 
+from ...words import counted
 from . import charts, summary
+from .checks import checks, verdict
 from .settings import BASELINES
 from .summary import Results, Row
+from .words import change, with_minus_signs
 
+_MARKS = {"passed": ("pass", "✓"), "failed": ("fail", "✗"), "not resolved": ("open", "?")}
+"""The class of the style sheet and the mark of each outcome of a check."""
 _COLORS = 7
 """Colours `--c1`, `--c2`, … of the style sheet."""
 
@@ -31,7 +36,7 @@ def render(results: Results) -> str:
         "Settings": _settings(results),
     }
     shown = [f"<section>\n<h2>{escape(title)}</h2>\n{html}\n</section>" for title, html in sections.items() if html]
-    body = "\n".join([_header(results), *filter(None, [_verdict(results, rows)]), *shown])
+    body = "\n".join([_header(results), _verdict(results), _tiles(results, rows), *shown])
     style = (Path(__file__).parent / "report.css").read_text(encoding="utf-8")
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -52,15 +57,14 @@ def _list(items: Iterable[str], css: str = "") -> str:
 
 
 def _signed(text: str) -> str:
-    """Write a minus sign for a hyphen, as HTML."""
-    return escape(text.replace("-", "−"))
+    """Write a minus sign for the hyphen before a number, as HTML."""
+    return escape(with_minus_signs(text))
 
 
 def _header(results: Results) -> str:
     machine, settings = results["machine"], results["settings"]
-    status = {"running": "still running", "terminated": "terminated early: what had finished is shown"}
     parts = [
-        machine.get("gpu") or f"{machine['processor']}, {machine['cores']} cores",
+        machine.get("gpu") or f"{machine['processor']}, {counted(machine['cores'], 'core')}",
         summary.ranks_text(results),
         f"{results['around_fp8']} around FP8",
         summary.runs_text(settings["seeds"], settings["steps"]),
@@ -69,32 +73,33 @@ def _header(results: Results) -> str:
         results["date"].replace("T", " ").replace("+00:00", " UTC"),
     ]
     line = " · ".join(escape(part) for part in parts if part)
-    notes = filter(None, (status.get(results["status"]), results["note"]))
-    badges = "".join(f'<p class="badge">{escape(note)}</p>' for note in notes)
-    return f'<header>\n<h1>FP8 backends compared</h1>\n<p class="machine">{line}</p>\n{badges}</header>'
+    shown = results["note"] if results["status"] == "finished" else ""  # else the verdict says it
+    badge = shown and f'<p class="badge">{escape(shown)}</p>'
+    return f'<header>\n<h1>FP8 backends compared</h1>\n<p class="machine">{line}</p>\n{badge}</header>'
 
 
-def _verdict(results: Results, rows: list[Row]) -> str:
-    """Give the answer in three short figures."""
-    passed = [check.passed for checks in summary.checks(results).values() for check in checks]
+def _verdict(results: Results) -> str:
+    found = verdict(results)
+    details = _list(map(_signed, found.details)) if found.details else ""
+    return f'<div class="verdict {found.mood}"><p>{escape(found.headline)}</p>{details}</div>'
+
+
+def _tiles(results: Results, rows: list[Row]) -> str:
+    """Give the measurements in two short figures."""
     fp8, reference, tiles = [row for row in rows if row.backend not in BASELINES], summary.reference_of(results), []
-    if passed:
-        mood = "good" if all(passed) else "bad"
-        tiles.append(("checks passed", f"{sum(passed)} of {len(passed)}", mood))
     gaps = [row.gap for row in fp8 if row.gap is not None]
     if gaps and all(math.isfinite(gap.mean) for gap in gaps):
         worst = max(gaps, key=lambda gap: gap.mean)
-        tiles.append((f"largest loss gap to {reference}, nats", str(worst), ""))
+        tiles.append((f"largest loss gap to {reference}, nats", str(worst)))
     speeds = [row.speed_ratio for row in fp8 if row.speed_ratio] if results["fast_fp8"] else []
     memory = [row.memory_ratio for row in fp8 if row.memory_ratio]
     if speeds:
-        tiles.append((f"best speed against {reference}", f"{(max(speeds) - 1) * 100:+.1f} %", ""))
+        tiles.append((f"best speed against {reference}", change(max(speeds))))
     elif memory:
-        tiles.append((f"best peak memory against {reference}", f"{(min(memory) - 1) * 100:+.0f} %", ""))
+        tiles.append((f"best peak memory against {reference}", change(min(memory))))
     html = "".join(
-        f'<div class="tile {mood}"><div class="value">{_signed(value)}</div>'
-        f'<div class="label">{escape(label)}</div></div>'
-        for label, value, mood in tiles
+        f'<div class="tile"><div class="value">{_signed(value)}</div><div class="label">{escape(label)}</div></div>'
+        for label, value in tiles
     )
     return html and f'<div class="tiles">{html}</div>'
 
@@ -105,13 +110,13 @@ def _table(results: Results, rows: list[Row]) -> str:
     body = []
     for row in rows:
         cells = []
-        for key in columns:
+        for key, heading in columns.items():
             text = summary.cell(row, key)
             content = _signed(text)
             if key == "backend":
                 content = f"{_named(results, text)}<small>{escape(row.note)}</small>"
             muted = " muted" if text in ("emulated", "–") else ""
-            cells.append(f'<td class="{key}{muted}">{content}</td>')
+            cells.append(f'<td class="{key}{muted}" data-label="{escape(heading)}">{content}</td>')
         body.append(f"<tr>{''.join(cells)}</tr>")
     lines = "\n".join(body)
     return f'<div class="scroll"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{lines}\n</tbody>\n</table></div>'
@@ -137,7 +142,7 @@ def _gap_chart(results: Results, rows: list[Row]) -> str:
         if (gap := row.gap) is not None:
             losses = summary.held_out_losses(results, row.backend)
             points = [losses[seed] - expected[seed] for seed in losses.keys() & expected.keys()]
-            color, label = _color(results, row.backend), summary.cell(row, "gap")
+            color, label = _color(results, row.backend), with_minus_signs(summary.cell(row, "gap"))
             intervals.append(charts.Interval(row.backend, color, gap.mean, gap.low, gap.high, points, label))
     found = summary.reference_spread(results)
     spread, bound = found and found["standard_deviation"], results["settings"]["loss_gap_bound"]
@@ -174,8 +179,8 @@ def _loss_charts(results: Results) -> str:
     title = "Paired difference of the training loss"
     if difference := charts.curves(differences, title, "difference, nats", zero_line=True, height=240):
         html += f"<h3>Difference to {reference} while training</h3>{difference}" + _aside(
-            f"Same seed, same weights, same batches; mean over seeds, moving average of {window} steps. Above zero: "
-            f"higher loss than {reference}."
+            "Same seed, same weights, same batches; mean over seeds, moving average of "
+            f"{counted(window, 'step')}. Above zero: higher loss than {reference}."
         )
     return html
 
@@ -184,7 +189,7 @@ def _memory_chart(results: Results, rows: list[Row]) -> str:
     bars = []
     for row in rows:
         if row.peak_memory_bytes:
-            label = summary.cell(row, "peak_memory_bytes").replace("-", "−")
+            label = with_minus_signs(summary.cell(row, "peak_memory_bytes"))
             bars.append((row.backend, _color(results, row.backend), float(row.peak_memory_bytes), label))
     chart = charts.bars(bars, "Peak memory by backend")
     where = "allocated by PyTorch on the GPU" if results["machine"]["device"] == "cuda" else "allocated by PyTorch"
@@ -196,11 +201,12 @@ def _memory_chart(results: Results, rows: list[Row]) -> str:
 
 def _checks(results: Results) -> str:
     cards = []
-    for backend, checks in summary.checks(results).items():
+    for backend, done in checks(results).items():
         items = "".join(
-            f'<li class="{"pass" if check.passed else "fail"}"><span class="mark">{"✓" if check.passed else "✗"}</span>'
-            f"<span>{escape(check.name)}<small>{escape(check.detail)}</small></span></li>"
-            for check in checks
+            f'<li class="{css}"><span class="mark" aria-label="{check.outcome}">{mark}</span>'
+            f"<span>{escape(check.name)}<small>{_signed(check.detail)}</small></span></li>"
+            for check in done
+            for css, mark in [_MARKS[check.outcome]]
         )
         if items:
             cards.append(f'<div class="card"><h3>{escape(backend)}</h3><ul class="checks">{items}</ul></div>')
@@ -255,6 +261,7 @@ def _settings(results: Results) -> str:
     settings = results["settings"]
     elsewhere = ("text", "backends", "shape")
     values = {
+        "task": results["task"],
         "text": results["text"]["description"],
         "text sha256": results["text"]["sha256"],
         "held-out windows": results["held_out_windows"],

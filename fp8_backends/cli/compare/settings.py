@@ -1,16 +1,15 @@
-"""What one comparison runs: settings, their defaults for this machine, the model, and faults planted in it."""
+"""What one comparison runs: its settings, their defaults for this machine, and faults that can be planted."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from ...compute import hardware
-from ...errors import FP8BackendError, RecipeError
+from ...errors import RecipeError
 
 BASELINES = ("bf16", "fp32", "fp16")
 REFERENCES = ("bf16", "fp32")
@@ -21,7 +20,7 @@ REFERENCES = ("bf16", "fp32")
 class Settings:
     """Settings of a comparison; all of them end up in its report."""
 
-    backends: tuple[str, ...] = ("native:dynamic", "native:delayed", "ao:tensorwise", "native:window+msamp:O2")
+    backends: tuple[str, ...] = ("native:dynamic", "native:delayed", "ao:tensorwise", "msamp:O2")
     """Canonical backend strings and baselines, without the reference."""
     reference: str
     """A member of `REFERENCES`."""
@@ -87,40 +86,6 @@ def defaults(fast_fp8: bool) -> dict[str, Any]:
 def fast_fp8(device: str) -> bool:
     """Tell whether FP8's speed can be measured on this device."""
     return device == "cuda" and hardware.fp8_products()
-
-
-def build_model(settings: Settings, vocab_size: int, seed: int) -> nn.Module:
-    """Make a causal language model of `transformers` with random weights that depend on the seed alone."""
-    from transformers import AutoModelForCausalLM  # takes seconds
-
-    config = _model_config(settings, vocab_size)
-    torch.manual_seed(seed)
-    with torch.device(settings.device):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-
-
-def _model_config(settings: Settings, vocab_size: int):
-    from transformers import AutoConfig, LlamaConfig
-
-    special = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
-    if settings.model is None:
-        sizes = {**settings.shape, "vocab_size": vocab_size, "max_position_embeddings": settings.sequence}
-        return LlamaConfig(**sizes, tie_word_embeddings=False, use_cache=False, **special)
-    path = Path(settings.model)
-    if not path.exists():
-        raise FP8BackendError(f"--model {path}: there is no such config.json or folder")
-    try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise FP8BackendError(f"--model {path}: not a configuration that transformers reads ({error})") from error
-    longest = getattr(config, "max_position_embeddings", None)
-    if longest is not None and longest < settings.sequence:
-        raise FP8BackendError(f"--sequence {settings.sequence} exceeds the model's {longest} positions")
-    config.vocab_size = max(config.vocab_size, vocab_size)
-    config.use_cache = False
-    for name in special:  # ids of the model's own tokenizer mean other things here
-        setattr(config, name, None)
-    return config
 
 
 # Faults that a developer can plant, to see the checks of a comparison fail

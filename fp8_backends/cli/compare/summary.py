@@ -1,18 +1,16 @@
-"""From the results of a comparison to what a reader sees: paired gaps, a row and a list of checks for each backend."""
+"""From the results of a comparison to what a reader sees: paired gaps, and a row for each backend."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ...words import counted, share
 from .settings import BASELINES
-
-COSINE_BOUND = 0.9
-"""Least cosine of every parameter's gradient to the reference's: a wrong sign gives -1, FP8's rounding stays above
-0.97."""
+from .words import change, readable_bytes
 
 Results = dict[str, Any]
 
@@ -127,11 +125,11 @@ def rows(results: Results) -> list[Row]:
 
 def held_out_losses(results: Results, backend: str) -> dict[int, float]:
     """Return the held-out loss by seed; NaN where it was not finite."""
-    return {run["seed"]: _number(run["held_out_loss"]) for run in results["backends"][backend]["runs"]}
+    return {run["seed"]: number(run["held_out_loss"]) for run in results["backends"][backend]["runs"]}
 
 
 def train_losses(results: Results, backend: str) -> dict[int, list[float]]:
-    return {run["seed"]: [_number(v) for v in run["losses"]] for run in results["backends"][backend]["runs"]}
+    return {run["seed"]: [number(v) for v in run["losses"]] for run in results["backends"][backend]["runs"]}
 
 
 def gap_to_reference(results: Results, backend: str) -> Gap | None:
@@ -152,7 +150,7 @@ def _row(results: Results, name: str) -> Row:
     gap, note = gap_to_reference(results, name), _note(results, name)
     row = Row(name, emulated=emulated, seeds_done=len(runs), gap=gap, note=note)
     if runs:
-        row.final_train_loss = statistics.fmean(_number(run["final_train_loss"]) for run in runs)
+        row.final_train_loss = statistics.fmean(number(run["final_train_loss"]) for run in runs)
         row.held_out_loss = statistics.fmean(held_out_losses(results, name).values())
         if not emulated:
             row.tokens_per_second = _speed(runs)
@@ -175,7 +173,8 @@ def _speed(runs: list[dict]) -> float:
     return statistics.median(run["tokens_per_second"] or run["emulated_tokens_per_second"] for run in runs)
 
 
-def _number(value: float | None) -> float:
+def number(value: float | None) -> float:
+    """Return a number of `results.json`, which holds None for what is not finite."""
     return math.nan if value is None else value
 
 
@@ -193,80 +192,6 @@ def _note(results: Results, name: str) -> str:
     unconverted = list(found["inspection"]["audit"]["high_precision"])
     named = ", ".join(unconverted) if len(unconverted) <= 2 else f"{len(unconverted)} weights"
     return f"{engines} products" + (f"; {named} in high precision" if unconverted else "")
-
-
-# Checks
-
-
-@dataclass(frozen=True)
-class Check:
-    """One thing that must hold for a backend."""
-
-    name: str
-    passed: bool
-    detail: str
-
-
-def checks(results: Results) -> dict[str, list[Check]]:
-    """Check everything that must hold, by backend; in a comparison that was cut short, for what it has done."""
-    return {backend: list(_checks(results, backend)) for backend in results["backends"]}
-
-
-def _checks(results: Results, backend: str) -> Iterator[Check]:
-    found, reference = results["backends"][backend], reference_of(results)
-    inspection, runs = found.get("inspection"), found["runs"]
-    if found["status"] == "failed":
-        yield Check("trained to the end", False, found["message"])
-        return
-    if inspection and backend not in BASELINES:
-        yield _products_check(inspection)
-    if inspection and backend != reference:
-        yield _gradients_check(inspection, reference)
-    if not runs:
-        return
-    unmoved = sorted({name for run in runs for name in run["unmoved"]})
-    more = f" and {len(unmoved) - 3} more" if len(unmoved) > 3 else ""
-    detail = f"not moved: {', '.join(unmoved[:3])}{more}" if unmoved else f"{len(runs)} runs"
-    yield Check("every trainable parameter moved", not unmoved, detail)
-    bad = [run["seed"] for run in runs if None in (*run["losses"], run["held_out_loss"])]
-    yield Check("every loss is finite", not bad, f"not finite with seed {bad}" if bad else f"{len(runs)} runs")
-    expected = {run["seed"]: run["start_checksum"] for run in results["backends"][reference]["runs"]}
-    pairs = [run for run in runs if run["seed"] in expected]
-    if backend != reference and pairs:
-        odd = [run["seed"] for run in pairs if run["start_checksum"] != expected[run["seed"]]]
-        detail = f"seed {odd} differ" if odd else f"{len(pairs)} pairs"
-        yield Check(f"same initial weights and data order as {reference}", not odd, detail)
-    if backend not in BASELINES and (gap := gap_to_reference(results, backend)) is not None:
-        yield _gap_check(gap, results["settings"]["loss_gap_bound"], reference)
-
-
-def _products_check(inspection: dict) -> Check:
-    converted, lacking = inspection["audit"]["products"], inspection["incomplete_layers"]
-    name = "every eligible layer ran its products in FP8"
-    if not converted:
-        return Check(name, False, "no layer was converted")
-    if lacking:
-        layer, kinds = next(iter(lacking.items()))
-        detail = f"{len(lacking)} of {len(converted)} layers lack some: {layer} has no {' '.join(kinds)}"
-        return Check(name, False, detail)
-    kinds = [k for k in ("fprop", "dgrad", "wgrad") if any(counts[k] for counts in converted.values())]
-    return Check(name, True, f"{len(converted)} layers, {' '.join(kinds)}")
-
-
-def _gradients_check(inspection: dict, reference: str) -> Check:
-    cosines = {name: _number(value) for name, value in inspection["first_gradient_cosines"].items()}
-    worst = min(cosines, key=lambda name: -math.inf if math.isnan(cosines[name]) else cosines[name])
-    return Check(
-        f"gradients at the initial weights point where {reference}'s do",
-        cosines[worst] >= COSINE_BOUND,
-        f"least cosine {cosines[worst]:.4f} ({worst}), bound {COSINE_BOUND}",
-    )
-
-
-def _gap_check(gap: Gap, bound: float, reference: str) -> Check:
-    interval = "one seed, no interval" if gap.half_width is None else f"95 % interval {gap.low:+.4f} to {gap.high:+.4f}"
-    detail = f"{gap.mean:+.4f}, {interval}: {gap.verdict(bound)}" if math.isfinite(gap.mean) else "a loss is not finite"
-    return Check(f"held-out loss at most {bound} nats above {reference}'s", gap.mean <= bound, detail)
 
 
 # Texts
@@ -295,7 +220,6 @@ _FORMATS = {
     "final_train_loss": "{:.4f}",
     "held_out_loss": "{:.4f}",
     "bytes_per_parameter": "{:.2f}",
-    "flops_share": "{:.0%}",
 }
 
 
@@ -308,25 +232,12 @@ def cell(row: Row, key: str) -> str:
         return "–"
     if not math.isfinite(getattr(value, "mean", value) if key in ("gap", "final_train_loss", "held_out_loss") else 0):
         return "not finite"
-    if key == "speed_ratio":
-        return f"{(value - 1) * 100:+.1f} %"
+    if key in ("speed_ratio", "flops_share"):
+        return change(value) if key == "speed_ratio" else share(value)
     if key in ("sent_bytes", "peak_memory_bytes"):
         compared = key == "peak_memory_bytes" and row.memory_ratio is not None
-        return readable_bytes(value) + (f" ({row.memory_ratio - 1:+.0%})" if compared else "")
+        return readable_bytes(value) + (f" ({change(row.memory_ratio)})" if compared else "")
     return _FORMATS.get(key, "{}").format(value)
-
-
-def readable_bytes(count: float) -> str:
-    unit, size = next((each for each in (("GB", 1e9), ("MB", 1e6)) if count >= each[1]), ("kB", 1e3))
-    return f"{count / size:.1f} {unit}"
-
-
-def duration(seconds: float) -> str:
-    """Write seconds as `40 s`, `4 min` or `2 h 5 min`."""
-    if seconds < 99.5:
-        return f"{seconds:.0f} s"
-    hours, minutes = divmod(round(seconds / 60), 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min"
 
 
 def ranks_text(results: Results) -> str:
@@ -337,14 +248,14 @@ def ranks_text(results: Results) -> str:
 
 
 def runs_text(seeds: int, steps: int) -> str:
-    return f"{seeds} seed{'s' * (seeds > 1)} of {steps} steps"
+    return f"{counted(seeds, 'seed')} of {counted(steps, 'step')}"
 
 
 def held_out_text(results: Results) -> str:
     """Say how much is held out, such as `128 held-out windows (0.2 of those trained on)`."""
     settings = results["settings"]
-    share = results["held_out_windows"] / (settings["steps"] * settings["batch"])
-    return f"{results['held_out_windows']} held-out windows ({share:.2g} of those trained on)"
+    relative = results["held_out_windows"] / (settings["steps"] * settings["batch"])
+    return f"{counted(results['held_out_windows'], 'held-out window')} ({relative:.2g} of those trained on)"
 
 
 def spread_line(results: Results) -> str:

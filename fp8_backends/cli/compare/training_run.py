@@ -41,8 +41,10 @@ import fp8_backends
 
 from ...numerics.scaled_tensor import ScaledTensor
 from ...training.auditing import incomplete_layers
+from . import language_model
+from .language_model import build_model
 from .measuring import autocast_copies, peak_memory, sent_bytes
-from .settings import BASELINES, Settings, build_model, plant
+from .settings import BASELINES, Settings, plant
 from .training_text import TrainingText
 from .workers import finite
 
@@ -90,29 +92,33 @@ class Run:
         began = time.perf_counter()
         self.accelerator = _accelerator(settings, backend)
         self.bare = model = build_model(settings, text.vocab_size, seed)
+        self.task = language_model.task(settings)
         self.starts = text.batches(settings.steps, settings.batch, settings.sequence, seed)
         self.start_checksum = self._checksum()
-        self.reference_gradients: dict[str, torch.Tensor] = {}
         optimizer = torch.optim.AdamW(
             model.parameters(), lr=settings.lr, betas=(0.9, 0.99), weight_decay=settings.weight_decay
         )
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, _schedule(settings))
         if with_reference:
-            self._reference_gradients()
+            self._keep_reference_gradients()
         self.model, self.optimizer, self.scheduler = self.accelerator.prepare(model, optimizer, scheduler)
         self.prepared = {name: _values(p) for name, p in model.named_parameters() if p.requires_grad}
         if fault is not None and backend not in BASELINES:
             plant(fault, self.bare, self.optimizer)
         self.start_seconds = time.perf_counter() - began
 
-    def batch(self, step: int) -> torch.Tensor:
+    def batch(self, step: int) -> dict[str, torch.Tensor]:
         tokens = self.text.windows(self.starts[step % len(self.starts)], self.settings.sequence)
-        return tokens.to(self.accelerator.device)
+        return self._inputs(tokens, seed=self.seed * 1_000_003 + step)
+
+    def _inputs(self, tokens: torch.Tensor, seed: int) -> dict[str, torch.Tensor]:
+        values = language_model.inputs(tokens, self.task, self.text.vocab_size, seed)
+        return {name: value.to(self.accelerator.device) for name, value in values.items()}
 
     def backward(self, step: int) -> torch.Tensor:
         """Take this rank's part of a batch forward and backward."""
-        tokens = self.batch(step).chunk(self.accelerator.num_processes)[self.accelerator.process_index]
-        loss = self.model(input_ids=tokens, labels=tokens).loss
+        ranks, rank = self.accelerator.num_processes, self.accelerator.process_index
+        loss = self.model(**{name: value.chunk(ranks)[rank] for name, value in self.batch(step).items()}).loss
         self.accelerator.backward(loss)
         return loss.detach()
 
@@ -167,9 +173,10 @@ class Run:
         windows = self.text.held_out_windows(self.settings.held_out_windows, self.settings.sequence)
         model = self.bare if several else self.model  # DDP would wait for ranks that have fewer windows
         total = torch.zeros((), dtype=torch.float64, device=accelerator.device)
-        for tokens in windows[accelerator.process_index :: accelerator.num_processes].split(self.settings.batch):
-            tokens = tokens.to(accelerator.device)
-            total += model(input_ids=tokens, labels=tokens).loss * len(tokens)
+        mine = torch.arange(accelerator.process_index, len(windows), accelerator.num_processes)
+        inputs = self._inputs(windows, seed=-1)
+        for rows in mine.to(accelerator.device).split(self.settings.batch):
+            total += model(**{name: value[rows] for name, value in inputs.items()}).loss * len(rows)
         self.model.train()
         if several:
             dist.all_reduce(total)
@@ -180,31 +187,35 @@ class Run:
         now = dict(self.bare.named_parameters())
         return sorted(name for name, before in self.prepared.items() if torch.equal(before, _values(now[name])))
 
-    def _reference_gradients(self) -> None:
-        """Keep the reference's gradients of the first batch at the initial weights, before anything is converted."""
-        tokens, autocast = self.batch(0), self.settings.reference == "bf16"
+    def _keep_reference_gradients(self) -> None:
+        """Keep the reference's gradients of the first batch at the initial weights, before anything is converted, and
+        their cosines to those of FP32 products at weights that are rounded to bf16."""
+        weights = dict(self.bare.named_parameters())
+        self.reference_gradients = self._gradients(weights, autocast=self.settings.reference == "bf16")
+        rounded = {
+            name: weight.detach().bfloat16().float().requires_grad_(weight.requires_grad)
+            for name, weight in weights.items()
+        }
+        self.reference_cosines = self._cosines(self._gradients(rounded, autocast=False))
+
+    def _gradients(self, weights: dict[str, torch.Tensor], autocast: bool) -> dict[str, torch.Tensor]:
+        """Return the gradients of the first batch, of each of these weights that has one."""
+        trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
         with torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=autocast):
-            loss = self.bare(input_ids=tokens, labels=tokens).loss
-        loss.backward()
-        for name, parameter in self.bare.named_parameters():
-            if parameter.grad is not None:
-                self.reference_gradients[name] = parameter.grad.detach().cpu()
-                parameter.grad = None
+            loss = torch.func.functional_call(self.bare, weights, kwargs=self.batch(0)).loss
+        found = torch.autograd.grad(loss, [*trained.values()], allow_unused=True)
+        return {name: each.cpu() for name, each in zip(trained, found, strict=True) if each is not None}
 
     def gradient_cosines(self) -> dict[str, float]:
         """Compare every parameter's gradient with the reference's at the initial weights; 0 where it has none."""
-        cosines = {}
-        for name, parameter in self.bare.named_parameters():
-            expected = self.reference_gradients.get(name)
-            if expected is None:
-                continue
-            if parameter.grad is None:
-                cosines[name] = 0.0
-                continue
-            mine, other = parameter.grad.detach().cpu().double().flatten(), expected.double().flatten()
-            norms = (mine.norm() * other.norm()).item()
-            cosines[name] = (mine @ other).item() / norms if norms > 0 else float(torch.equal(mine, other))
-        return cosines
+        return self._cosines({name: p.grad for name, p in self.bare.named_parameters() if p.grad is not None})
+
+    def _cosines(self, gradients: dict[str, torch.Tensor]) -> dict[str, float]:
+        """Return the cosine of each gradient to the reference's; 0 where there is none."""
+        return {
+            name: _cosine(gradients[name], expected) if name in gradients else 0.0
+            for name, expected in self.reference_gradients.items()
+        }
 
     def _checksum(self) -> str:
         """Return what is equal for two runs that begin with the same weights and the same order of data."""
@@ -212,6 +223,13 @@ class Run:
         for parameter in self.bare.parameters():
             value = zlib.crc32(parameter.detach().cpu().numpy().tobytes(), value)
         return f"{value:08x}"
+
+
+def _cosine(gradient: torch.Tensor, other: torch.Tensor) -> float:
+    """Return the cosine of the angle between two gradients; 1 for equal ones, and else 0 where one of them is zero."""
+    gradient, other = (each.detach().cpu().double().flatten() for each in (gradient, other))
+    norms = (gradient.norm() * other.norm()).item()
+    return (gradient @ other).item() / norms if norms != 0 else float(torch.equal(gradient, other))
 
 
 def _values(parameter: torch.Tensor) -> torch.Tensor:
@@ -252,6 +270,7 @@ def inspect(settings: Settings, text: TrainingText, backend: str, fault: str | N
         "sent_bytes": sent,
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * rss_unit,
         "first_gradient_cosines": {name: round(value, 6) for name, value in cosines.items()},
+        "reference_gradient_cosines": {name: round(value, 6) for name, value in run.reference_cosines.items()},
         "audit": audit.to_dict(),
         "incomplete_layers": incomplete_layers(audit, recipe) if recipe else {},
         "messages": messages.lines,

@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 
 from ...errors import FP8BackendError
+from ...words import counted
+from .words import readable_bytes
 
 HELD_OUT_EVERY = 10
 """The last of so many files is held out; of a single file, the last such part."""
@@ -52,7 +54,7 @@ class TrainingText:
     def _check_length(tokens: torch.Tensor, sequence: int, part: str) -> None:
         if len(tokens) <= sequence:
             raise FP8BackendError(
-                f"the {part} part of the text has {len(tokens)} tokens, too few for --sequence {sequence}: "
+                f"the {part} part of the text has {counted(len(tokens), 'token')}, too few for --sequence {sequence}: "
                 "give more text or shorter sequences"
             )
 
@@ -80,8 +82,8 @@ def load_text(path: str | Path | None = None, limit_mb: float = 8.0, tokenizer_s
         held_out = _BOUNDARY.join(parts[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY])
         del parts[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
         train, split = _BOUNDARY.join(parts), f"every {HELD_OUT_EVERY}th file held out"
-    size = (len(train) + len(held_out)) / 1e6
-    description = f"{description}, {count} files, {size:.1f} MB, {split}"
+    size = readable_bytes(len(train) + len(held_out))
+    description = f"{description}, {counted(count, 'file')}, {size}, {split}"
     sha256 = hashlib.sha256(train + held_out).hexdigest()
     if tokenizer_size is None:
         return TrainingText(_bytes(train), _bytes(held_out), 256, f"{description}, one token a byte", sha256)

@@ -15,6 +15,7 @@ from ...compute import registry
 from ...errors import FP8BackendError, RecipeError
 from ...recipes.handlers import FP8RecipeKwargs
 from ...training.validators import Finding
+from ...words import counted
 from ..terminal import paragraphs
 from . import read
 from .training_config import TrainingConfig, given_fields
@@ -135,4 +136,4 @@ def _meaning(config: TrainingConfig) -> Iterator[tuple[str, str]]:
     yield "processes", "not given" if config.processes is None else str(config.processes)
     yield "compiled", _COMPILED[config.compiled]
     if config.passed_over:
-        yield "passed by", f"{len(config.passed_over)} keys that say nothing about these"
+        yield "passed by", f"{counted(len(config.passed_over), 'key')} without a word about these"

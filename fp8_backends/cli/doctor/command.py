@@ -19,7 +19,8 @@ from ... import __version__
 from ...compute import chips, hardware, registry
 from ...compute.te import installation as te_installation
 from ...errors import FP8BackendError
-from ..terminal import WIDTH, paragraphs
+from ...words import share
+from ..terminal import paragraphs, table
 from . import self_test
 
 LIBRARIES = ("deepspeed", "peft", "trl", "triton")
@@ -51,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         every_chip = {"chips": [chips.described(chip) for chip in chips.CHIPS]}
         print(json.dumps(diagnosis(not args.no_test) | every_chip, indent=1))
     else:
-        print(chips.text(WIDTH) if args.chips else _readable(diagnosis(not args.no_test)))
+        print(_every_chip() if args.chips else _readable(diagnosis(not args.no_test)))
     return 0
 
 
@@ -152,6 +153,12 @@ def _to_test(backends: dict[str, dict[str, Any]]) -> list[str]:
 # As text
 
 
+def _every_chip() -> str:
+    notes = [(f"({number})", str(chips.NOTES[key])) for key, number in chips.numbered_notes().items()]
+    below = paragraphs([*(("", each) for each in chips.legend()), *notes], label_width=4)
+    return f"{table(chips.rows(), justify='left')}\n\n{below}"
+
+
 def _readable(found: dict[str, Any]) -> str:
     sections = (
         (*_machine(found["hardware"]), *_summary(found)),
@@ -210,7 +217,7 @@ def _tests(tests: list[dict[str, Any]] | None) -> Lines:
         error, seconds = max(test["gradient_error"] for test in proven), sum(test["seconds"] for test in tests)
         yield (
             "",
-            f"(a training step each, {seconds:.1f} s in all: every product in FP8, gradients within {error:.0%} of "
+            f"(a training step each, {seconds:.1f} s in all: every product in FP8, gradients within {share(error)} of "
             f"{proven[0]['precision']}'s, bytes as planned, weights moved)",
         )
     yield from (("unproven", f"{test['backend']}: {test['reason']}") for test in tests if not test["proven"])

@@ -12,14 +12,13 @@ from typing import Any, NamedTuple
 import torch
 
 from ...compute import chips, hardware
-from ...compute.fields import closest
 from ...errors import FP8BackendError, RecipeError
 from ...training.rules import RULES
 from ...training.validators import validate
+from ...words import share
 from ..terminal import Progress, paragraphs, table
-from .estimates import USABLE, Estimate, Workload, estimate
+from .estimates import USABLE, WEIGHT_DTYPES, Estimate, Workload, estimate
 from .model_shapes import ModelShape, from_parameters, from_transformers, parse_count, readable_count
-from .sharded_costs import SHARDINGS
 
 SEQUENCE = 2048
 BACKENDS = "bf16,native:dynamic,msamp:O1,msamp:O2,msamp:O3,te,ao"
@@ -50,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch", type=int, default=1, help="sequences, images or spectrograms of one device at a time (default: 1)")
     add("--sequence", type=int, help="tokens of a sequence (default: 2048, or what the model takes)")
     add("--checkpointing", action="store_true", help="activation checkpointing of each layer")
-    add("--weights", choices=("fp32", "bf16"), default="fp32", help="dtype of the model (default: fp32)")
+    add("--weights", choices=WEIGHT_DTYPES, default="fp32", help="dtype of the model (default: fp32)")
     add("--json", action="store_true", help="print JSON, in bytes")
 
 
@@ -128,12 +127,7 @@ def _ram() -> float:
 def _shardings(args: argparse.Namespace) -> list[str]:
     if args.sharding is None:
         return ["none"] if args.devices == 1 else ["ddp", "fsdp2"]
-    asked = _listed(args.sharding.lower())
-    for each in asked:
-        if each not in SHARDINGS:
-            known = ", ".join(SHARDINGS)
-            raise FP8BackendError(f"--sharding {each}: unknown{closest(each, SHARDINGS)}; one of {known}")
-    return asked
+    return _listed(args.sharding.lower())
 
 
 def _listed(text: str) -> list[str]:
@@ -230,27 +224,15 @@ def _table(group: list[Estimate], size: int) -> str:
         count = each.largest_parameters
         largest = "?" if count is None else readable_count(count) if each.largest_layers else "none"
         numbers = [_number(getattr(each, name) / size) for name in columns]
-        rows.append([_short(each), *numbers, _percent(each.flops_share), fits, largest, str(each.largest_batch)])
-    refused = [(f"{_short(each)}:", each.refused.removeprefix(f"{each.backend}: ")) for each in group if each.refused]
+        rows.append([each.backend, *numbers, share(each.flops_share), fits, largest, str(each.largest_batch)])
+    refused = [(f"{each.backend}:", each.refused.removeprefix(f"{each.backend}: ")) for each in group if each.refused]
     return "\n".join([*([table(rows)] if known else []), *([paragraphs(refused)] if refused else [])])
-
-
-def _short(estimate: Estimate) -> str:
-    return estimate.backend.replace("native:window+", "")
 
 
 def _number(value: float) -> str:
     if value == 0:
         return "-"
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 else f"{value:.2g}"
-
-
-def _percent(share: float) -> str:
-    """Write a share of 0 to 1. What is nearly nothing or nearly all is not rounded to it."""
-    percent = f"{share:.0%}"
-    if percent not in ("0%", "100%") or share in (0, 1):
-        return percent
-    return f"{min(max(share, 0.001), 0.999):.1%}"
 
 
 def _legend(known: list[Estimate], advice: Iterable[str]) -> str:
@@ -263,8 +245,8 @@ def _legend(known: list[Estimate], advice: Iterable[str]) -> str:
             ("acts", "activations kept for backward"),
             ("peak", f"the highest moment of a step ({moments})"),
             *([("sent", "to other devices in a step")] if any(each.sent for each in known) else []),
-            ("FP8", "share of the FLOPs of weight products, of which convolutions are none"),
-            ("fits", f"the peak is at most {USABLE:.0%} of the memory; the rest is for libraries and fragmentation"),
+            ("FP8", "share of the FLOPs of weight products"),
+            ("fits", f"the peak is at most {share(USABLE)} of the memory; the rest is for libraries and fragmentation"),
             ("largest", "parameters of this shape with more or fewer layers"),
             ("batch", "the most samples at a time on a device"),
             *(("note", note) for note in notes),

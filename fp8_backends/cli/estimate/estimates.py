@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ...compute.fields import check_known
 from ...errors import FP8BackendError
 from ...recipes.handlers import Recipe, resolve
 from . import sharded_costs
@@ -33,6 +34,8 @@ from .step_trace import (
 
 BASELINES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
 """The dtype of autocast by its name. As a backend, a name stands for training without FP8."""
+
+WEIGHT_DTYPES = ("fp32", "bf16")
 
 USABLE = 0.92
 """Share of a device's memory that tensors can have. The rest is for the CUDA context, libraries' workspaces, and what
@@ -118,9 +121,13 @@ def estimate(
         on_backend: called with the name of each backend before its steps are traced, which takes seconds.
 
     Raises:
-        RecipeError: an unknown backend.
+        RecipeError: an unknown backend or sharding, or a dtype of weights that no model is trained in.
         FP8BackendError: no backend can train this model, or its memory cannot be told.
     """
+    shardings = list(shardings)
+    for sharding in shardings:
+        check_known("sharding", sharding, sharded_costs.SHARDINGS)
+    check_known("dtype of weights", workload.weights, WEIGHT_DTYPES)
     longest = workload.model.longest
     if longest is not None and longest < workload.sequence:
         raise FP8BackendError(f"a sequence of {workload.sequence} tokens exceeds the model's {longest} positions")

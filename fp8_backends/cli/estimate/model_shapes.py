@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ...errors import FP8BackendError
+from ...words import counted
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -251,7 +252,7 @@ def from_parameters(count: float) -> ModelShape:
     )
     shape = ModelShape("", config)
     shape.title = (
-        f"Llama of {llama.layers} layers, width {llama.hidden}, MLP {llama.mlp}, {vocabulary} tokens "
+        f"Llama of {counted(llama.layers, 'layer')}, width {llama.hidden}, MLP {llama.mlp}, {vocabulary} tokens "
         f"({readable_count(shape.parameters)} parameters)"
     )
     return shape
@@ -273,11 +274,6 @@ def readable_count(count: float) -> str:
     """Write 8.03e9 as 8.03 B."""
     unit = next((unit for unit in "TBMK" if count >= _UNITS[unit]), "")
     return f"{count / _UNITS.get(unit, 1):.3g} {unit}".rstrip()
-
-
-def counted(number: int, word: str) -> str:
-    """Write 1 token, 2 tokens."""
-    return f"{number} {word}" if number == 1 else f"{number} {word}s"
 
 
 def _elements(model: nn.Module) -> int:

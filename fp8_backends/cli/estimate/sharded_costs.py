@@ -23,7 +23,6 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ...comm.two_shot import BLOCK
-from ...errors import FP8BackendError
 from ...recipes.handlers import Recipe
 from ...states.levels import WEIGHT
 from .step_trace import BUFFERS, COPIES, GRADIENTS, MASTER, STATES, WEIGHTS, Bytes, StepTrace
@@ -55,8 +54,6 @@ def on_one_rank(trace: StepTrace, sharding: str, ranks: int, recipe: Recipe | No
 
     `trace` is of weights in bf16 without autocast for DeepSpeed, and as trained on one device otherwise.
     """
-    if sharding not in SHARDINGS:
-        raise FP8BackendError(f"sharding {sharding!r} is none of {', '.join(SHARDINGS)}")
     rank = _Rank(trace, sharding, ranks, recipe)
     return replace(
         trace,

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -32,7 +33,7 @@ from ...numerics.scaling import ROWS, Quantized, rolled_delayed_states, rolled_w
 from ...numerics.sharded_tensor import local_part
 from ..counts import DGRAD, KINDS, ProductCounts, inside_backward
 from ..derivatives import refuse_transforms
-from ..fields import LEVELS, NATIVE_FIELDS
+from ..fields import LEVELS, NATIVE_FIELDS, Field
 from ..frozen_weights import check
 from ..hardware import Availability
 from ..interface import Compute, Recipe, check_same_states
@@ -43,8 +44,11 @@ from .experts import FP8Experts, FP8ExpertWeight
 from .frozen import freeze
 from .grouped_products import grouped_engine_for
 from .layer_rule import STATEFUL, LayerRule, Stored
-from .linear import FP8Linear
+from .linear import FP8Linear, FP8Products
 from .shared_codes import SharedCodes
+
+if TYPE_CHECKING:
+    from .conv1d import FP8Conv1D
 
 logger = logging.getLogger("fp8_backends")
 
@@ -55,11 +59,11 @@ class NativeCompute(Compute):
     """`torch._scaled_mm`, or the same product by other means where that is faster or the device has none."""
 
     name = "native"
-    scalings = ("dynamic", "delayed", "rowwise", "blockwise", "mxfp8", "window")
+    scalings: tuple[str, ...] = ("dynamic", "delayed", "rowwise", "blockwise", "mxfp8", "window")
     default_scaling = "dynamic"
     level_scaling = "window"
-    levels = LEVELS
-    fields = NATIVE_FIELDS
+    levels: tuple[str, ...] = LEVELS
+    fields: tuple[Field | str, ...] = NATIVE_FIELDS
 
     def availability(self) -> Availability:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -72,12 +76,15 @@ class NativeCompute(Compute):
         return SharedCodes()
 
     def build(self, linear: nn.Linear, recipe: Recipe, shared: SharedCodes) -> FP8Linear:
-        if recipe.fp8_params:
-            check(linear)
         carrier = FP8Linear(linear.in_features, linear.out_features, bias=False, device="meta")
-        carrier.weight, carrier.bias = linear.weight, linear.bias
-        carrier.set_rule(layer_rule(recipe), shared, recipe.amax_history_len)
-        return carrier
+        return _around(linear, carrier, recipe, shared)
+
+    def build_conv1d(self, conv: nn.Module, recipe: Recipe, shared: SharedCodes) -> FP8Conv1D:
+        from .conv1d import FP8Conv1D
+
+        with torch.device("meta"):
+            carrier = FP8Conv1D(conv.nf, conv.nx)
+        return _around(conv, carrier, recipe, shared)
 
     def unfit_experts(self, experts: nn.Module, part: str, recipe: Recipe) -> str | None:
         return fp8_experts.unfit(experts._parameters[part], recipe)
@@ -118,9 +125,9 @@ class NativeCompute(Compute):
             torch._foreach_copy_(states, rolled_window_states(torch.stack(states), formats).unbind())
 
     def is_converted(self, module: nn.Module) -> bool:
-        return isinstance(module, (FP8Linear, FP8ExpertWeight))
+        return isinstance(module, (FP8Products, FP8ExpertWeight))
 
-    def engine(self, module: FP8Linear | FP8ExpertWeight) -> str:
+    def engine(self, module: FP8Products | FP8ExpertWeight) -> str:
         """The engine for the dtype of the layer's last FP8 result (bf16 before any)."""
         if isinstance(module, FP8ExpertWeight):
             return grouped_engine_for(module.weight.device)
@@ -129,13 +136,13 @@ class NativeCompute(Compute):
             return engine_for(module.weight.device, module.fp8_out_dtype)
         return block_engine_for(module.weight.device, module.fp8_out_dtype, along.blocks.columns)
 
-    def products(self, module: FP8Linear) -> ProductCounts:
+    def products(self, module: FP8Products) -> ProductCounts:
         return ProductCounts() if module.fp8_products.is_meta else ProductCounts(*module.fp8_products.tolist())
 
     def high_precision_products(self, recipe: Recipe) -> tuple[str, ...]:
         return tuple(kind for kind, high in zip(KINDS, recipe.override_linear_precision, strict=True) if high)
 
-    def transient_bytes_per_element(self, module: FP8Linear) -> float:
+    def transient_bytes_per_element(self, module: FP8Products) -> float:
         # one FP8 code an element, where they are made for dgrad: rules along the contraction make them in backward, and
         # a weight that is stored in FP8 is its own codes
         rule, weight = module.fp8_rule, Stored.of(local_part(module.weight))
@@ -147,8 +154,8 @@ class NativeCompute(Compute):
         is_the_same = for_dgrad and (isinstance(module, FP8ExpertWeight) or not usable(weight.data))
         return float(for_dgrad) + float(stays and not is_the_same)
 
-    def weight_codes(self, module: FP8Linear | FP8ExpertWeight) -> Quantized | None:
-        return module.weight_codes() if isinstance(module, FP8Linear) else None
+    def weight_codes(self, module: FP8Products | FP8ExpertWeight) -> Quantized | None:
+        return module.weight_codes() if isinstance(module, FP8Products) else None
 
     def scaling_state(self, root: nn.Module) -> dict[str, torch.Tensor]:
         return {name: layer.fp8_scaling.detach().clone() for name, layer in self._stateful_layers(root)}
@@ -167,7 +174,7 @@ class NativeCompute(Compute):
                 )
             layer.fp8_scaling.copy_(state[name])
 
-    def _stateful_layers(self, root: nn.Module) -> Iterator[tuple[str, FP8Linear]]:
+    def _stateful_layers(self, root: nn.Module) -> Iterator[tuple[str, FP8Products]]:
         """Layers by the names of their states, which differ from rule to rule, as the states do."""
         for name, layer in self._layers(root):
             if layer.fp8_rule.scaling in STATEFUL:
@@ -176,7 +183,7 @@ class NativeCompute(Compute):
     def _shared(self, root: nn.Module) -> set[SharedCodes]:
         return {layer.fp8_shared for _, layer in self._layers(root)}
 
-    def _layers(self, root: nn.Module) -> Iterator[tuple[str, FP8Linear]]:
+    def _layers(self, root: nn.Module) -> Iterator[tuple[str, FP8Products]]:
         return ((name, module) for name, module in root.named_modules() if self.is_converted(module))
 
 
@@ -211,11 +218,20 @@ def _states_of_layers(root: nn.Module, scaling: str) -> dict[tuple, list[torch.T
     """The states of all layers with that rule, in groups that one computation can serve: (device, rule, size)."""
     groups: dict[tuple, list[torch.Tensor]] = {}
     for module in root.modules():
-        if isinstance(module, (FP8Linear, FP8ExpertWeight)) and module.fp8_rule.scaling == scaling:
-            states = [module.fp8_scaling] if isinstance(module, FP8Linear) else module.fp8_scaling.unbind()
+        if isinstance(module, (FP8Products, FP8ExpertWeight)) and module.fp8_rule.scaling == scaling:
+            states = [module.fp8_scaling] if isinstance(module, FP8Products) else module.fp8_scaling.unbind()
             group = states[0].device, module.fp8_rule, states[0].shape[1]
             groups.setdefault(group, []).extend(states)
     return groups
+
+
+def _around(layer: nn.Module, carrier: FP8Products, recipe: Recipe, shared: SharedCodes) -> FP8Products:
+    """The carrier, with the Parameters of `layer` and the rule of the recipe."""
+    carrier.weight, carrier.bias = layer.weight, layer.bias
+    if recipe.fp8_params:
+        check(carrier)
+    carrier.set_rule(layer_rule(recipe), shared, recipe.amax_history_len)
+    return carrier
 
 
 def layer_rule(recipe: Recipe) -> LayerRule:

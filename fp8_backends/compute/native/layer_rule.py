@@ -114,7 +114,7 @@ def record(rule: LayerRule, state: torch.Tensor, tensor: int, amax: torch.Tensor
 
 
 class Stored(NamedTuple):
-    """A weight [out, in] as it lies in memory, `data * scale_inv`, without a graph and without a copy."""
+    """A weight as it lies in memory, `data * scale_inv`, without a graph and without a copy."""
 
     data: torch.Tensor
     """FP32, bf16 or fp16; of a `ScaledTensor` FP16 or FP8."""
@@ -129,6 +129,10 @@ class Stored(NamedTuple):
             return cls(weight.detach(), None)
         assert not weight.block_size, "a weight has one scale"
         return cls(weight._data, weight._scale_inv)
+
+    def t(self) -> Stored:
+        """A view of it transposed."""
+        return Stored(self.data.t(), None if self.scale_inv is None else self.scale_inv.t())
 
     def values(self, dtype: torch.dtype) -> torch.Tensor:
         if self.scale_inv is None:

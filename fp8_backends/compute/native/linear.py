@@ -1,9 +1,9 @@
-"""`FP8Linear`, one layer of `native`, and the autograd function that makes its three products."""
+"""`FP8Linear`, one layer of `native`, and the autograd function that makes its three products. `FP8Products` is what it
+has in common with `conv1d.FP8Conv1D`."""
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from ...numerics.kernels.quantize.layouts import Layouts
@@ -23,8 +23,9 @@ FPROP, DGRAD, WGRAD, RECOMPUTED = range(4)
 """Elements of the counter `fp8_products`."""
 
 
-class FP8Linear(nn.Linear):
-    """`nn.Linear` whose products run in FP8. Made by conversion, which keeps the Parameters of the layer it replaces.
+class FP8Products(nn.Module):
+    """The FP8 products of a layer, mixed into the class that it was. Made by conversion, which keeps the Parameters of
+    the layer it replaces.
 
     Input: [..., in_features] in bf16, fp16 or fp32. Output: [..., out_features] in the autocast dtype if autocast is
     on, else in the input's dtype. Products have the output's dtype, gradients too, as in TransformerEngine. In eval
@@ -36,6 +37,9 @@ class FP8Linear(nn.Linear):
     Buffers, all integers (wrappers cast floating-point buffers) and none in the state dict: `fp8_products`, int64
     [4], counts fprop, dgrad, wgrad and recomputed fprop; `fp8_scaling`, the delayed or the window rule's state.
     """
+
+    transposed_weight = False
+    """Whether the Parameter holds the weight as [in, out] (`Conv1DForm`)."""
 
     def set_rule(self, rule: LayerRule, shared: SharedCodes, history_len: int) -> None:
         """Attach a scaling rule with fresh state."""
@@ -63,7 +67,7 @@ class FP8Linear(nn.Linear):
         out_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         in_fp8 = self.training or self.fp8_rule.fp8_in_eval
         if not in_fp8 or out_dtype not in COMPUTE_DTYPES or not x.is_floating_point() or x.numel() == 0:
-            return F.linear(x, self.weight, self.bias)
+            return super().forward(x)
         if x.shape[-1] != self.in_features:
             raise ValueError(
                 f"an FP8 linear layer of {self.in_features} input features got an input of shape {tuple(x.shape)}; "
@@ -80,14 +84,18 @@ class FP8Linear(nn.Linear):
         stored = Stored.of(weight)
         with torch.no_grad():
             x8 = self._quantized_input(x, differentiable and weight.requires_grad)
-            w8 = self._quantized_weight(stored, differentiable and x.requires_grad)
+            w8 = self._quantized_weight(self._matrix(stored), differentiable and x.requires_grad)
             if self._state is not None and differentiable and self.training:
                 for tensor, layouts in ((INPUT, x8), (WEIGHT, w8)):
                     if layouts.amax is not None:
                         record(self.fp8_rule, self._state, tensor, layouts.amax)
-        return LinearFunction.apply(
-            x, weight, self.bias, self.fp8_products, self._state, self.fp8_rule, out_dtype, *x8[:4], *w8[:4], *stored
-        )
+        constants = self.fp8_rule, out_dtype, self.transposed_weight
+        operands = *x8[:4], *w8[:4], *stored
+        return LinearFunction.apply(x, weight, self.bias, self.fp8_products, self._state, *constants, *operands)
+
+    def _matrix(self, stored: Stored) -> Stored:
+        """The weight as [out, in]."""
+        return stored.t() if self.transposed_weight else stored
 
     def _quantized_input(self, x: torch.Tensor, for_wgrad: bool) -> Layouts:
         """x as [tokens, in], for fprop, and for wgrad where it will run."""
@@ -110,12 +118,12 @@ class FP8Linear(nn.Linear):
 
     @torch.no_grad()
     def weight_codes(self) -> Quantized | None:
-        """The codes that forward multiplies by now; None where the recipe keeps it in high precision, or the weight is
-        sharded."""
+        """The codes [out, in] that forward multiplies by now; None where the recipe keeps it in high precision, or the
+        weight is sharded."""
         rule, weight = self.fp8_rule, self.weight
         if rule.high_precision[FPROP] or is_distributed(weight):
             return None
-        stored = Stored.of(weight)
+        stored = self._matrix(Stored.of(weight))
         if stored.is_in(rule.forward_format):
             return Quantized(*stored)
         return stored.quantized(rule.forward_format, rule, self._state, columns=False).along_columns()
@@ -134,6 +142,10 @@ class FP8Linear(nn.Linear):
     def _state(self) -> torch.Tensor | None:
         return self.fp8_scaling if self.fp8_rule.scaling in STATEFUL else None
 
+
+class FP8Linear(FP8Products, nn.Linear):
+    """`nn.Linear` whose products run in FP8."""
+
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self.fp8_rule!r}"
 
@@ -142,17 +154,19 @@ class LinearFunction(torch.autograd.Function):
     """y = x @ w.T + b. The operands come quantized; x and w themselves only carry the gradients, unless the recipe
     keeps a product in high precision, or the rule quantizes the weight again.
 
-    `operands` are the tensors of two `Layouts` and a `Stored`: of x, of w, and w as it lies in memory. A weight that is
-    stored in FP8 comes without other codes (`torch.compile` takes no tensor twice).
+    `operands` are the tensors of two `Layouts` and a `Stored`: of x, of w, and the Parameter as it lies in memory. A
+    weight that is stored in FP8 comes without other codes (`torch.compile` takes no tensor twice). `transposed`: the
+    Parameter holds w.T.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, counts, state, rule, out_dtype, *operands):
+    def forward(ctx, x, weight, bias, counts, state, rule, out_dtype, transposed, *operands):
         x8, w8, stored = Layouts(*operands[:4]), Layouts(*operands[4:8]), Stored(*operands[8:])
+        matrix = stored.t() if transposed else stored
         if rule.high_precision[FPROP]:
-            y = plain_product(x.reshape(-1, x.shape[-1]).to(out_dtype), stored.values(out_dtype))
+            y = plain_product(x.reshape(-1, x.shape[-1]).to(out_dtype), matrix.values(out_dtype))
         else:
-            y = _fprop(rule, x8.along_columns(), w8.along_columns(), stored, out_dtype)
+            y = _fprop(rule, x8.along_columns(), w8.along_columns(), matrix, out_dtype)
             counts.select(0, RECOMPUTED if inside_backward() else FPROP).add_(1)
         if bias is not None:
             bias = bias.to(out_dtype)
@@ -162,13 +176,18 @@ class LinearFunction(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             saved_for_wgrad = (x, None) if rule.high_precision[WGRAD] else x8.along_rows()
         if ctx.needs_input_grad[0]:
-            saved_for_dgrad = _saved_for_dgrad(rule, weight, w8, stored)
+            if _dgrad_reads_weight(rule):
+                # a plain weight as the Parameter, not as its data: DeepSpeed's ZeRO-3 takes the gathered data out of it
+                # after forward and puts new data in for backward, which frees nothing while someone holds the old
+                saved_for_dgrad = Stored(weight, None) if stored.scale_inv is None else stored
+            else:
+                saved_for_dgrad = (Layouts(*matrix) if w8.codes is None else w8).along_rows()
         ctx.save_for_backward(*saved_for_wgrad, *saved_for_dgrad)
-        ctx.counts, ctx.state, ctx.rule, ctx.out_dtype = counts, state, rule, out_dtype
+        ctx.counts, ctx.state, ctx.rule, ctx.out_dtype, ctx.transposed = counts, state, rule, out_dtype, transposed
         ctx.x_shape, ctx.x_dtype, ctx.weight_dtype = x.shape, x.dtype, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         # no view, as with `F.linear`: FSDP2 warns of an output that is one, since changing it in place loses its hooks
-        return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], weight.shape[0]))
+        return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
 
     @staticmethod
     def backward(ctx, dy):
@@ -184,25 +203,24 @@ class LinearFunction(torch.autograd.Function):
             if ctx.state is not None:
                 record(rule, ctx.state, GRAD_OUTPUT, dy8.amax)
         if needs_dgrad:
-            dx = _dgrad(rule, dy, dy8, *saved[-2:], ctx.out_dtype).to(ctx.x_dtype).reshape(ctx.x_shape)
+            weight = Stored(*saved[-2:])
+            weight = weight.t() if ctx.transposed and _dgrad_reads_weight(rule) else weight
+            dx = _dgrad(rule, dy, dy8, weight, ctx.out_dtype).to(ctx.x_dtype).reshape(ctx.x_shape)
         if needs_wgrad:
             dw = _wgrad(rule, dy, dy8, *saved[:2], ctx.out_dtype).to(ctx.weight_dtype)
+            dw = dw.t() if ctx.transposed else dw
         if needs_bias:
             db = dy.sum(0, dtype=ctx.bias_dtype)  # of the unquantized gradient
         if fp8_dgrad:
             ctx.counts.select(0, DGRAD).add_(1)
         if fp8_wgrad:
             ctx.counts.select(0, WGRAD).add_(1)
-        return dx, dw, db, *(None,) * 15
+        return dx, dw, db, *(None,) * 16
 
 
-def _saved_for_dgrad(rule: LayerRule, weight: torch.Tensor, w8: Layouts, stored: Stored) -> tuple:
-    """The weight as dgrad shall find it: codes of w.T, or w as it is stored where they are made in backward."""
-    if rule.high_precision[DGRAD] or rule.along is not None:
-        # a plain weight as the Parameter, not as its data: DeepSpeed's ZeRO-3 takes the gathered data out of it after
-        # forward and puts new data in for backward, which frees nothing while someone holds the old
-        return Stored(weight, None) if stored.scale_inv is None else stored
-    return (Layouts(*stored) if w8.codes is None else w8).along_rows()
+def _dgrad_reads_weight(rule: LayerRule) -> bool:
+    """Whether dgrad finds the weight as it is stored, and not codes of w.T that forward has made."""
+    return rule.high_precision[DGRAD] or rule.along is not None
 
 
 def _fprop(rule, x8, w8, stored, out_dtype) -> torch.Tensor:
@@ -215,13 +233,13 @@ def _fprop(rule, x8, w8, stored, out_dtype) -> torch.Tensor:
     return rule.along.product(x8, w8, rule.along.weight_blocks, out_dtype, fast_accumulation=True)
 
 
-def _dgrad(rule, dy, dy8, weight, weight_scale, out_dtype) -> torch.Tensor:
+def _dgrad(rule, dy, dy8, weight: Stored, out_dtype) -> torch.Tensor:
     """dx [tokens, in] from dy [tokens, out]; `weight` is w [out, in] as stored, or codes of w.T with one scale."""
     if rule.high_precision[DGRAD]:
-        return plain_product(dy.to(out_dtype), Stored(weight, weight_scale).values(out_dtype).t())
+        return plain_product(dy.to(out_dtype), weight.values(out_dtype).t())
     if rule.along is None:
-        return scaled_product(dy8.along_columns(), Quantized(weight, weight_scale), out_dtype)
-    w8 = Stored(weight, weight_scale).in_blocks(rule.along.weight_blocks, rule.forward_format, transposed=True)
+        return scaled_product(dy8.along_columns(), Quantized(*weight), out_dtype)
+    w8 = weight.in_blocks(rule.along.weight_blocks, rule.forward_format, transposed=True)
     return rule.along.product(dy8.along_columns(), w8, rule.along.weight_blocks, out_dtype)
 
 

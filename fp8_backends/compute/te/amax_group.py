@@ -13,7 +13,7 @@ from torch import distributed
 from ...errors import FP8BackendError
 
 
-def process_group(value: Any) -> Any:
+def process_group(value: Any) -> distributed.ProcessGroup:
     """Parser of `fp8_group`: a `torch.distributed.ProcessGroup` that this rank belongs to."""
     if isinstance(value, AbsentGroup):
         return value

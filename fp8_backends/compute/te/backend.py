@@ -26,7 +26,7 @@ from ...numerics.scaling import Quantized
 from ...numerics.sharded_tensor import local_part
 from .. import hardware
 from ..counts import WGRAD
-from ..fields import LEVELS
+from ..fields import LEVELS, Field
 from ..frozen_weights import check
 from ..hardware import Availability
 from ..interface import Compute, Fusion, Norm, Recipe, check_same_states
@@ -34,7 +34,8 @@ from ..profiling import Layer
 from .fields import FIELDS
 
 if TYPE_CHECKING:
-    from .linear import TELinear
+    from .conv1d import TEConv1D
+    from .linear import TELinear, TEProducts
     from .profile import TEProductProfile
     from .region import ModelState
 
@@ -45,10 +46,10 @@ class TransformerEngineCompute(Compute):
     """The products of `te.Linear`."""
 
     name = "te"
-    scalings = ("delayed", "dynamic", "blockwise", "mxfp8")
+    scalings: tuple[str, ...] = ("delayed", "dynamic", "blockwise", "mxfp8")
     default_scaling = "delayed"
-    levels = LEVELS
-    fields = FIELDS
+    levels: tuple[str, ...] = LEVELS
+    fields: tuple[Field | str, ...] = FIELDS
 
     def availability(self) -> Availability:
         if importlib.util.find_spec("transformer_engine") is None:
@@ -123,9 +124,21 @@ class TransformerEngineCompute(Compute):
     def build(self, linear: nn.Linear, recipe: Recipe, shared: ModelState) -> TELinear:
         from .linear import TELinear
 
-        if recipe.fp8_params:
-            check(linear)
-        return TELinear.around(linear, shared)
+        return _checked(TELinear.around(linear, linear.in_features, linear.out_features, shared), recipe)
+
+    def build_conv1d(self, conv: nn.Module, recipe: Recipe, shared: ModelState) -> TEConv1D:
+        from .conv1d import TEConv1D
+        from .recipes import check_version_for_conv1d
+
+        check_version_for_conv1d(recipe)
+        if recipe.fp8_params and recipe.scaling == "mxfp8":
+            raise RecipeError(
+                "fp8_params=True does not go with te:mxfp8 and a Conv1D: TransformerEngine's MXFP8 weights cannot be "
+                "read transposed. Use te:blockwise, te:dynamic or native:mxfp8, or leave out fp8_params"
+            )
+        carrier = TEConv1D.around(conv, conv.nx, conv.nf, shared)
+        carrier.nx, carrier.nf = conv.nx, conv.nf
+        return _checked(carrier, recipe)
 
     def attach(self, root: nn.Module, recipe: Recipe, shared: ModelState) -> None:
         from .region import AroundRoot
@@ -146,7 +159,7 @@ class TransformerEngineCompute(Compute):
 
     def is_converted(self, module: nn.Module) -> bool:
         linear = sys.modules.get(f"{__package__}.linear")
-        return linear is not None and isinstance(module, linear.TELinear)
+        return linear is not None and isinstance(module, linear.TEProducts)
 
     def engine(self, module: nn.Module) -> str:
         return "te"
@@ -159,20 +172,24 @@ class TransformerEngineCompute(Compute):
     def high_precision_products(self, recipe: Recipe) -> tuple[str, ...]:
         return (WGRAD,) if recipe.override_linear_precision[2] else ()
 
-    def transient_bytes_per_element(self, module: TELinear) -> float:
+    def transient_bytes_per_element(self, module: TEProducts) -> float:
         # the weight's codes, kept from forward to backward, and the copy of them that dgrad multiplies
         from .recipes import transposed_copies
         from .weights import ONE_SCALE
 
         recipe, weight = module.te_state.recipe, local_part(module.weight)
         scaled = isinstance(weight, ScaledTensor)
-        if recipe.fp8_params or (module.te_fsdp2 and not scaled):
-            return 0.0  # the weight itself; or made anew in backward
-        one_scale = recipe.scaling in ONE_SCALE
-        return float(not _is_its_codes(weight, recipe)) + float(not one_scale or transposed_copies())
+        one_scale, is_its_codes = recipe.scaling in ONE_SCALE, _is_its_codes(weight, recipe)
+        if recipe.fp8_params:  # the weight itself, but for a transposed one without a transposed copy
+            return float(module.transposed_weight and one_scale and not transposed_copies())
+        if module.te_fsdp2 and not scaled:
+            return 0.0  # made anew in backward
+        if is_its_codes and module.transposed_weight:
+            return 1.0  # the codes of fprop; the weight itself is what dgrad multiplies
+        return float(not is_its_codes) + float(not one_scale or transposed_copies())
 
-    def weight_codes(self, module: TELinear) -> Quantized | None:
-        weight = module.weight
+    def weight_codes(self, module: TEProducts) -> Quantized | None:
+        weight = module.matrix
         is_known = _is_its_codes(weight, module.te_state.recipe)
         return Quantized(weight._data, weight._scale_inv) if is_known else None
 
@@ -199,8 +216,15 @@ class TransformerEngineCompute(Compute):
             prefix = f"{name}.te_"
             layer.load_scaling_state({part: state[f"{prefix}{part}"] for part in layer.scaling_state()})
 
-    def _layers(self, root: nn.Module) -> Iterator[tuple[str, TELinear]]:
+    def _layers(self, root: nn.Module) -> Iterator[tuple[str, TEProducts]]:
         return ((plain_name(name), module) for name, module in root.named_modules() if self.is_converted(module))
+
+
+def _checked(carrier: TEProducts, recipe: Recipe) -> TEProducts:
+    """The carrier. Raises `RecipeError` where its weight shall be frozen in FP8 and cannot."""
+    if recipe.fp8_params:
+        check(carrier)
+    return carrier
 
 
 def load() -> Any:

@@ -29,6 +29,7 @@ from torch import fx, nn
 from ...errors import FP8BackendError, RecipeError
 from ...numerics.modules import plain_name
 from ...numerics.sharded_tensor import is_distributed
+from ..conv1d import is_conv1d
 from ..interface import Fusion
 from .fields import FUSED_NORMS_SHARDED
 from .linear import TELinear
@@ -292,7 +293,12 @@ def _answer(parent: nn.Module, norm: nn.Module, linears: Container[int], optiona
         if not isinstance(reader, nn.Module) or id(reader) in linears:
             return reader
         if isinstance(reader, nn.Linear) or not any(id(part) in linears for part in reader.modules()):
-            return f"its output goes to a {type(reader).__name__}, which is no FP8 layer"
+            why = (
+                "and no Conv1D norms its own input"
+                if any(map(is_conv1d, reader.modules()))
+                else "which is no FP8 layer"
+            )
+            return f"its output goes to a {type(reader).__name__}, {why}"
         followed.append(reader)
 
 

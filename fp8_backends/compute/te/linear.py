@@ -1,4 +1,4 @@
-"""`TELinear`, one layer of `te`.
+"""`TELinear`, one layer of `te`. `TEProducts` is what it has in common with `conv1d.TEConv1D`.
 
 Imports TransformerEngine, so it is imported only when a layer is converted or unpickled.
 """
@@ -18,6 +18,7 @@ from ...numerics.scaled_tensor import ScaledTensor
 from ..counts import inside_backward
 from ..frozen_weights import check_running
 from ..interface import COMPUTE_DTYPES
+from ..saved_weights import saved_by_name
 from . import weights
 from .recipes import FP8GlobalStateManager
 from .region import ModelState, Region, remember_scales
@@ -26,9 +27,9 @@ DIRECTIONS = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
 """Our names of the two halves of a delayed scaling state, and TransformerEngine's."""
 
 
-class TELinear(te.Linear, nn.Linear):
-    """`te.Linear` on the Parameters of the `nn.Linear` that it was, and correct where `te.Linear` is not: for any
-    number of rows, outside of an FP8 region, and recomputed by plain `torch.utils.checkpoint`.
+class TEProducts(te.Linear):
+    """`te.Linear` on the Parameters of the layer that it was, and correct where `te.Linear` is not: for any number of
+    rows, outside of an FP8 region, and recomputed by plain `torch.utils.checkpoint`.
 
     Input: [..., in_features] in bf16, fp16 or fp32. Output: [..., out_features] in the autocast dtype if autocast is
     on, else in the input's dtype. In eval mode, unless the recipe says `use_autocast_during_eval`, it is `F.linear`.
@@ -37,37 +38,43 @@ class TELinear(te.Linear, nn.Linear):
     part of the layer out of its graphs: TransformerEngine's delayed scaling cannot be traced.
     """
 
+    transposed_weight = False
+    """Whether the Parameter holds the weight as [in, out] (`Conv1DForm`)."""
+
     # a checkpoint holds weight and bias; scales are in `Compute.scaling_state`
     get_extra_state = nn.Module.get_extra_state
     set_extra_state = nn.Module.set_extra_state
-    reset_parameters = nn.Linear.reset_parameters
 
     @classmethod
-    def around(cls, linear: nn.Linear, state: ModelState) -> TELinear:
-        """A layer that holds the Parameter objects of `linear`."""
+    def around(cls, plain: nn.Module, in_features: int, out_features: int, state: ModelState) -> TEProducts:
+        """A layer that holds the Parameter objects of `plain`."""
         layer = te.Linear(
-            linear.in_features,
-            linear.out_features,
-            bias=linear.bias is not None,
-            params_dtype=linear.weight.dtype,
-            device="meta",
+            in_features, out_features, bias=plain.bias is not None, params_dtype=plain.weight.dtype, device="meta"
         )
         layer.__class__ = cls
         layer.__dict__.pop("bias", None)  # an empty tensor in a layer without one, where others expect None
-        layer._parameters.update(weight=linear.weight, bias=linear.bias)
+        layer._parameters.update(weight=plain.weight, bias=plain.bias)
         layer.__dict__.update(_RUNTIME, te_state=state, **layer._fresh_meta())
         return layer
 
     def _get_weight_tensors(self) -> list[torch.Tensor]:
-        """The weight that TransformerEngine multiplies: as it lies, or as one of its own quantized tensors."""
-        weight = self.weight
+        """What TransformerEngine multiplies: `matrix`, or one of its own quantized tensors in the place of it."""
+        weight = self.matrix
         if isinstance(weight, ScaledTensor):
             (quantizer,) = self._get_weight_quantizers()
-            cast = weights.for_te(weight, quantizer, self.te_state.recipe.scaling, self.te_cast_weight)
+            scaling, known = self.te_state.recipe.scaling, self.te_cast_weight
+            cast = weights.for_te(self.weight, self.transposed_weight, quantizer, scaling, known)
             if not self.is_fsdp2:  # which gathers the next weight into the same memory
                 self.te_cast_weight = cast
             weight = weights.differentiable(weight, cast)
         return [weight.detach() if self.te_state.plain_wgrad else weight]
+
+    @property
+    def matrix(self) -> torch.Tensor:
+        """The weight as [out, in], on the memory of the Parameter."""
+        if not self.transposed_weight:
+            return self.weight
+        return weights.transposed(self.weight) if weights.is_frozen(self.weight) else self.weight.t()
 
     # forward
 
@@ -76,7 +83,7 @@ class TELinear(te.Linear, nn.Linear):
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         in_fp8 = self.training or self.te_state.in_eval
         if not in_fp8 or dtype not in COMPUTE_DTYPES or not x.is_floating_point() or x.numel() == 0:
-            return F.linear(x, weights.plain(self.weight), self.bias)
+            return F.linear(x, weights.plain(self.matrix), self.bias)
         if x.shape[-1] != self.in_features:
             raise ValueError(
                 f"an FP8 linear layer of {self.in_features} input features got an input of shape {tuple(x.shape)}; "
@@ -135,13 +142,14 @@ class TELinear(te.Linear, nn.Linear):
         for watcher in watchers:
             watcher.enter(self)
         try:
-            y = kind.forward(self, x)
+            with saved_by_name(self.weight) if self.transposed_weight else contextlib.nullcontext():
+                y = kind.forward(self, x)
         finally:
             for watcher in watchers:
                 watcher.leave()
         for watcher in watchers:
             watcher.follow(self, y)
-        return PlainWgrad.apply(y, x.detach(), self.weight) if self.te_state.plain_wgrad else y
+        return PlainWgrad.apply(y, x.detach(), self.matrix) if self.te_state.plain_wgrad else y
 
     # scaling state
 
@@ -256,10 +264,21 @@ class TELinear(te.Linear, nn.Linear):
         super().__setstate__(state)
         weights.revive(self)
 
-    def extra_repr(self) -> str:
+    @property
+    def rule_in_words(self) -> str:
+        """Such as `te:delayed i:E4M3,w:E4M3,go:E5M2`."""
         recipe, high = self.te_state.recipe, ",high:wgrad" if self.te_state.plain_wgrad else ""
         gradient = "E5M2" if recipe.fp8_format == "HYBRID" else "E4M3"
-        return f"{nn.Linear.extra_repr(self)}, te:{recipe.scaling} i:E4M3,w:E4M3,go:{gradient}{high}"
+        return f"te:{recipe.scaling} i:E4M3,w:E4M3,go:{gradient}{high}"
+
+
+class TELinear(TEProducts, nn.Linear):
+    """`te.Linear` on the Parameters of the `nn.Linear` that it was."""
+
+    reset_parameters = nn.Linear.reset_parameters
+
+    def extra_repr(self) -> str:
+        return f"{nn.Linear.extra_repr(self)}, {self.rule_in_words}"
 
 
 class PlainWgrad(torch.autograd.Function):

@@ -90,10 +90,20 @@ def autocast(te_object: te_recipe.Recipe, recipe: Recipe) -> Any:
 
 def check_version(recipe: Recipe) -> None:
     """Raise `BackendUnavailableError` where this version of TransformerEngine cannot be given a level's weights."""
-    if recipe.level != "O0" and "_get_weight_tensors" not in vars(te.Linear):
+    if recipe.level != "O0":
+        _check_takes_other_weights(recipe.name, instead=f"te:{recipe.scaling}")
+
+
+def check_version_for_conv1d(recipe: Recipe) -> None:
+    """Raise `BackendUnavailableError` where this version of TransformerEngine cannot be given transposed weights."""
+    _check_takes_other_weights(f"{recipe.name} of Conv1D layers", instead=f"native:{recipe.scaling}")
+
+
+def _check_takes_other_weights(what: str, instead: str) -> None:
+    if "_get_weight_tensors" not in vars(te.Linear):
         raise BackendUnavailableError(
-            f"{recipe.name} cannot run here: te.Linear of TransformerEngine {VERSION} takes no weight but its own. "
-            f"Fix: pip install -U transformer_engine[pytorch] (2.9 or newer), or use te:{recipe.scaling}"
+            f"{what} cannot run here: te.Linear of TransformerEngine {VERSION} takes no weight but its own. "
+            f"Fix: pip install -U transformer_engine[pytorch] (2.9 or newer), or use {instead}"
         )
 
 

@@ -54,11 +54,13 @@ def _versions(weight: ScaledTensor) -> tuple[int, ...]:
     return weight._version, weight._data._version, weight._scale_inv._version
 
 
-def for_te(weight: ScaledTensor, quantizer: Any, scaling: str, cached: CastWeight | None) -> CastWeight:
-    """`weight` as a quantized tensor of TransformerEngine: `cached`, if it was cast from the same data.
+def for_te(
+    weight: ScaledTensor, is_transposed: bool, quantizer: Any, scaling: str, cached: CastWeight | None
+) -> CastWeight:
+    """`weight` as a quantized tensor [out, in] of TransformerEngine: `cached`, if it was cast from the same data.
 
     Args:
-        weight: [out, in], FP16 or E4M3 data with one scale.
+        weight: [out, in], or [in, out] where it `is_transposed`; FP16 or E4M3 data with one scale.
         quantizer: the one of the layer's weight, as TransformerEngine's autocast has prepared it for this forward.
     """
     differentiable = torch.is_grad_enabled()
@@ -67,18 +69,21 @@ def for_te(weight: ScaledTensor, quantizer: Any, scaling: str, cached: CastWeigh
     quantizer.set_usage(rowwise=True, columnwise=differentiable)
     internal, quantizer.internal = quantizer.internal, False  # else its result is no torch.Tensor
     with torch.no_grad():
+        matrix = weight.t() if is_transposed else weight
         if weight._data.dtype == torch.float8_e4m3fn and scaling in ONE_SCALE:
-            result = Float8Tensor(  # on the same memory, whose dtype TransformerEngine calls uint8
-                shape=weight.shape,
+            codes = weight._data.view(torch.uint8)  # so TransformerEngine calls FP8
+            result = Float8Tensor(  # on the same memory
+                shape=matrix.shape,
                 dtype=weight.dtype,
-                data=weight._data.view(torch.uint8),
+                data=codes.t().contiguous() if is_transposed else codes,
+                data_transpose=codes if is_transposed else None,
                 fp8_scale_inv=weight._scale_inv.reshape(1),
                 fp8_dtype=quantizer.dtype,
                 quantizer=quantizer,
             )
             result.update_usage(rowwise_usage=True, columnwise_usage=differentiable)
         else:
-            result = quantizer.quantize(weight.dequantize(torch.float32))
+            result = quantizer.quantize(matrix.dequantize(torch.float32))
     quantizer.internal = internal
     return CastWeight(result, weight, differentiable)
 
@@ -121,6 +126,29 @@ def freeze(root: nn.Module, layers: Mapping[str, nn.Linear]) -> None:
 def quantized(weight: torch.Tensor, layer: nn.Linear) -> torch.Tensor:
     """A weight as TransformerEngine's tensor with the copies that fprop and dgrad multiply."""
     return _quantizer(layer)(weight.detach().contiguous())
+
+
+_SWAPPED = (
+    ("_data", "_transpose"),
+    ("_rowwise_data", "_columnwise_data"),
+    ("_rowwise_scale_inv", "_columnwise_scale_inv"),
+)
+"""Attributes of TransformerEngine's tensors: a copy of the codes for fprop, and its transpose for dgrad."""
+
+
+def transposed(weight: torch.Tensor) -> torch.Tensor:
+    """A view of a frozen FP8 weight, transposed: each of its two copies is the other's transpose. Where a device needs
+    one copy of per-tensor codes, the codes are copied. MXFP8's two copies are no transposes of each other."""
+    result = weight.make_like(weight, shape=weight.shape[::-1])
+    for one, other in _SWAPPED:
+        if hasattr(weight, one):
+            setattr(result, one, getattr(weight, other))
+            setattr(result, other, getattr(weight, one))
+    if hasattr(weight, "_transpose_invalid"):
+        if weight._transpose_invalid or weight._transpose is None:
+            result._data = weight._data.t().contiguous()
+        result._transpose_invalid = False
+    return result
 
 
 def _quantizer(layer: nn.Linear) -> Any:

@@ -18,6 +18,7 @@ from torch import nn
 
 from ...errors import BackendUnavailableError, RecipeError
 from .. import hardware
+from ..fields import Field
 from ..hardware import Availability
 from ..interface import Compute, Recipe
 from . import cpu_scaled_mm
@@ -38,10 +39,10 @@ class TorchAOCompute(Compute):
     """`torchao.float8`, by one of its recipes or by a `Float8LinearConfig` of the user's own."""
 
     name = "ao"
-    scalings = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+    scalings: tuple[str, ...] = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
     default_scaling = "tensorwise"
-    unnamed_scalings = ("custom",)
-    fields = FIELDS
+    unnamed_scalings: tuple[str, ...] = ("custom",)
+    fields: tuple[Field | str, ...] = FIELDS
 
     def availability(self) -> Availability:
         if importlib.util.find_spec("torchao") is None:
@@ -101,9 +102,12 @@ class TorchAOCompute(Compute):
     def build(self, linear: nn.Linear, recipe: Recipe, shared: Float8LinearConfig) -> nn.Module:
         from .linear import AOLinear
 
-        if shared.enable_fsdp_float8_all_gather:  # which `attach` arranges, and leaves the Parameters in place
-            shared = replace(shared, enable_fsdp_float8_all_gather=False)
-        return AOLinear.from_float(linear, shared)
+        return AOLinear.from_float(linear, _of_layer(shared))
+
+    def build_conv1d(self, conv: nn.Module, recipe: Recipe, shared: Float8LinearConfig) -> nn.Module:
+        from .conv1d import AOConv1D
+
+        return AOConv1D.around(conv, _of_layer(shared))
 
     def attach(self, root: nn.Module, recipe: Recipe, shared: Any) -> None:
         """What TorchAO's own `convert_to_float8_training` does beside swapping layers."""
@@ -123,7 +127,7 @@ class TorchAOCompute(Compute):
 
     def is_converted(self, module: nn.Module) -> bool:
         linear = sys.modules.get(f"{__package__}.linear")
-        return linear is not None and isinstance(module, linear.AOLinear)
+        return linear is not None and isinstance(module, linear.AOProducts)
 
     def engine(self, module: nn.Module) -> str:
         return "emulated" if module.config.emulate else "ao"
@@ -153,6 +157,12 @@ def linear_config(recipe: Recipe) -> Float8LinearConfig:
         emulate=_products_are_emulated(),
         enable_fsdp_float8_all_gather=asks_for_all_gather(recipe),
     )
+
+
+def _of_layer(config: Float8LinearConfig) -> Float8LinearConfig:
+    """The configuration that a layer is built with. What is gathered in FP8 is arranged by `attach`, which leaves the
+    Parameters in place."""
+    return replace(config, enable_fsdp_float8_all_gather=False) if config.enable_fsdp_float8_all_gather else config
 
 
 def _check_config(recipe: Recipe) -> None:

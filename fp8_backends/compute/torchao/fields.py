@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..fields import Field, Variable, flag
 
+if TYPE_CHECKING:
+    from torchao.float8 import Float8LinearConfig
 
-def _config(value: Any) -> Any:
+
+def _config(value: Any) -> Float8LinearConfig:
     if type(value).__name__ != "Float8LinearConfig":
         raise ValueError("must be a torchao.float8.Float8LinearConfig")
     return value

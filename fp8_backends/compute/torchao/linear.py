@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import torch
 import torch.nn.functional as F
-from torch.autograd.graph import saved_tensors_hooks
+from torch import nn
 from torchao.float8.float8_linear import Float8Linear
 from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
 from ...errors import FP8BackendError
 from ..derivatives import refuse_second_derivative, refuse_transforms
+from ..saved_weights import saved_by_name
 from .library import products_in_high_precision
 
 
-class AOLinear(Float8Linear):
-    """TorchAO's `Float8Linear`, equal to it to the bit, and correct where it crashes: on inputs of zero tokens or of
-    one dimension, and with a high-precision weight gradient under any autocast but CUDA's.
+class AOProducts(nn.Module):
+    """A layer with TorchAO's products, equal to them to the bit, and correct where they crash: on inputs of zero tokens
+    or of one dimension, and with a high-precision weight gradient under any autocast but CUDA's.
 
     Input: [..., in_features] in fp32, bf16 or fp16; output: [..., out_features].
     """
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.fp8_wgrad = "wgrad" not in products_in_high_precision(self.config)
+    transposed_weight = False
+    """Whether the Parameter holds the weight as [in, out] (`Conv1DForm`)."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if input.dim() == 0 or input.shape[-1] != self.in_features:
@@ -40,7 +38,8 @@ class AOLinear(Float8Linear):
         # nothing to take an amax of. (Asked by `numel()`, Inductor writes past a buffer of a padded, dynamic input)
         if 0 in input.shape:
             gathered = hasattr(self.weight, "to_original_precision")
-            return F.linear(input, self.weight.to_original_precision() if gathered else self.weight, self.bias)
+            weight = self.weight.to_original_precision() if gathered else self.weight
+            return F.linear(input, weight.t() if self.transposed_weight else weight, self.bias)
         if input.dim() == 1:
             return self.forward(input.unsqueeze(0)).squeeze(0)
         device = input.device.type
@@ -48,26 +47,21 @@ class AOLinear(Float8Linear):
             # TorchAO casts under CUDA's autocast alone, and then multiplies a bf16 gradient by an fp32 input
             input = input.to(torch.get_autocast_dtype(device))
         refuse_transforms()
-        with _weight_saved_by_name(self.weight) if hasattr(self.weight, "ds_id") else contextlib.nullcontext():
-            output = super().forward(input)
+        with saved_by_name(self.weight):
+            output = self._products(input)
         if output.requires_grad and not torch.compiler.is_compiling():
             output.register_hook(refuse_second_derivative)
         return output
 
+
+class AOLinear(AOProducts, Float8Linear):
+    """TorchAO's `Float8Linear`."""
+
+    _products = Float8Linear.forward
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.fp8_wgrad = "wgrad" not in products_in_high_precision(self.config)
+
     def extra_repr(self) -> str:
         return super().extra_repr().replace("cast_configs=", "ao ").rstrip('"')
-
-
-def _weight_saved_by_name(weight: torch.nn.Parameter) -> saved_tensors_hooks:
-    """Let autograd save the Parameter in place of views of its data, which backward makes anew. DeepSpeed's ZeRO-3
-    takes the gathered data out of it after forward, and TorchAO's `weight.t()` would hold that of the whole model."""
-
-    def pack(tensor: torch.Tensor):
-        if tensor.data_ptr() == weight.data_ptr() and tensor.numel() == weight.numel():
-            return tensor.shape, tensor.stride()
-        return tensor
-
-    def unpack(packed):
-        return packed if isinstance(packed, torch.Tensor) else weight.detach().as_strided(*packed)
-
-    return saved_tensors_hooks(pack, unpack)

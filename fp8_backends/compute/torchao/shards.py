@@ -15,7 +15,7 @@ from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor, precomp
 from ...errors import FP8BackendError
 from ...numerics.parameter_swap import refuse_if_held, swap
 from ...numerics.sharded_tensor import is_distributed, local_part, with_local
-from .linear import AOLinear
+from .linear import AOProducts
 
 
 class AOWeight(WeightWithDynamicFloat8CastTensor):
@@ -54,7 +54,7 @@ def gather_in_fp8(root: nn.Module) -> None:
     Raises:
         FP8BackendError: a weight that is sharded already, or that something else holds on to; none has changed then.
     """
-    layers = {name: layer for name, layer in root.named_modules() if isinstance(layer, AOLinear)}
+    layers = {name: layer for name, layer in root.named_modules() if isinstance(layer, AOProducts)}
     for name, layer in layers.items():
         if is_distributed(layer.weight):
             raise FP8BackendError(
@@ -72,19 +72,19 @@ def gather_in_fp8(root: nn.Module) -> None:
 
 def agree_scales(root: nn.Module) -> None:
     """After an optimizer step: the scales of all weights by one all-reduce, and not by one for each gathered weight."""
-    weights = [layer.weight for layer in root.modules() if isinstance(layer, AOLinear)]
+    weights = [layer.weight for layer in root.modules() if isinstance(layer, AOProducts)]
     if any(is_distributed(weight) and isinstance(local_part(weight), AOWeight) for weight in weights):
         precompute_float8_dynamic_scale_for_fsdp(root)
 
 
-def _wrapped(layer: AOLinear, values: torch.Tensor) -> AOWeight:
+def _wrapped(layer: AOProducts, values: torch.Tensor) -> AOWeight:
     return AOWeight(values, layer.linear_mm_config, layer.config.cast_config_weight.target_dtype)
 
 
 # State dicts: plain weights out, wrapped weights in
 
 
-def export_plain(layer: AOLinear, state_dict: dict, prefix: str, local_metadata: dict) -> None:
+def export_plain(layer: AOProducts, state_dict: dict, prefix: str, local_metadata: dict) -> None:
     """State-dict hook: the weight's plain values."""
     weight = state_dict.get(f"{prefix}weight")
     if weight is None or weight.requires_grad or not isinstance(local_part(weight), AOWeight):
@@ -93,7 +93,7 @@ def export_plain(layer: AOLinear, state_dict: dict, prefix: str, local_metadata:
     state_dict[f"{prefix}weight"] = with_local(weight, plain) if is_distributed(weight) else plain
 
 
-def wrap_again(layer: AOLinear, state_dict: dict, prefix: str, *_) -> None:
+def wrap_again(layer: AOProducts, state_dict: dict, prefix: str, *_) -> None:
     """Load hook: `load_state_dict(assign=True)`, as for a model on the meta device, puts in what it is given."""
     new = state_dict.get(f"{prefix}weight")
     if new is None or isinstance(local_part(new), AOWeight) or not isinstance(local_part(layer.weight), AOWeight):
@@ -102,6 +102,6 @@ def wrap_again(layer: AOLinear, state_dict: dict, prefix: str, *_) -> None:
     state_dict[f"{prefix}weight"] = with_local(new, wrapped) if is_distributed(new) else wrapped
 
 
-def forget_scale(layer: AOLinear, incompatible_keys) -> None:
+def forget_scale(layer: AOProducts, incompatible_keys) -> None:
     """Load hook: the scale of the values before is not that of these."""
     local_part(layer.weight)._precomputed_scale = None

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 from ...compute import chips, hardware
 from ...compute.chips import Cell, Chip
+from ...compute.fields import check_known
 from ...recipes.handlers import Recipe
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class Machine:
 @dataclass(frozen=True)
 class Setup:
     """A recipe on a machine, with a model and what surrounds it. None means not known, and then no rule asks.
-    `validate` explains the fields that it has as arguments."""
+    `validate` explains the fields that it has as arguments. Raises `RecipeError` for a word that no rule knows."""
 
     recipe: Recipe
     machine: Machine
@@ -91,6 +92,11 @@ class Setup:
     """Whether what trains is nothing but weights of layers that would be converted."""
     persistent_buffers: tuple[str, ...] = ()
     """Names of the model's buffers that a state dict holds."""
+
+    def __post_init__(self) -> None:
+        for what, words in (("parallel", Parallel), ("compiled", Compiled)):
+            if (word := getattr(self, what)) is not None:
+                check_known(what, word, get_args(words))
 
     @property
     def has_level(self) -> bool:

@@ -110,7 +110,7 @@ def test_what_transformer_engine_would_compute_otherwise_stays(make, reason):
     (norm,) = norms_of(model)
     assert type(model.norm) is original and not norm.swapped and reason in norm.reason
     ((_, _, prepared),) = prepared_roots(model)
-    assert f"0 of 1 norms swapped; norm: {norm.reason}" in str(prepared.report)
+    assert f"0 of 1 norm swapped; norm: {norm.reason}" in str(prepared.report)
 
 
 def test_a_forward_replaced_on_the_instance_stays():

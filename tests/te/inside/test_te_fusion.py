@@ -201,7 +201,7 @@ def test_what_the_graph_does_not_show_to_be_one_function_stays_apart(kind, reaso
     model = two(kind)
     (norm,) = report_of(model).norms
     assert norm.swapped and norm.fused_with is None and norm.apart.startswith(reason)
-    assert f"1 of 1 norms swapped; 0 fused with the layers that read them; norm apart: {norm.apart}" in str(
+    assert f"1 of 1 norm swapped; 0 fused with the layers that read them; norm apart: {norm.apart}" in str(
         report_of(model)
     )
     assert type(model.linear) is TELinear

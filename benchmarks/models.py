@@ -1,0 +1,103 @@
+"""Do architectures that people train (`architectures.py`) train with each backend, and is what is said of them true?
+
+For every architecture and backend:
+
+* the tiny form takes some steps on one batch with Accelerate, and its loss must fall;
+* the FP8 share of its audit is compared with that of `torch.utils.flop_counter`;
+* it is saved with `save_pretrained`, loaded by the stock library, and the predictions of both must be equal to the bit,
+  once the trained model is restored;
+* of the small form, the peak memory of a training step is estimated, and measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+
+import architectures
+import torch
+from estimate import estimated_and_measured_peak
+from measuring import precision_of, table, write_json
+
+BACKENDS = ("native:dynamic", "ao:tensorwise", "msamp:O2", "msamp:O3")
+
+
+def trained(name: str, backend: str, steps: int) -> dict:
+    """Losses, both shares, and whether what was saved predicts the same."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    import fp8_backends
+
+    AcceleratorState._reset_state(True)
+    accelerator = Accelerator(**precision_of(backend))
+    model, batch = architectures.build(name), architectures.batch(name)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    losses = []
+    for _ in range(steps):
+        loss = architectures.loss_of(model, batch)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    audit = fp8_backends.audit(model)
+    return {
+        "losses": losses,
+        "layers": len(audit.products),
+        "flops_share": audit.flops_share,
+        "flops_share_by_pytorch": architectures.flops_share(name, audit.products),
+        "reloaded_equal": _predicts_the_same(accelerator.unwrap_model(model, keep_fp32_wrapper=False), batch),
+    }
+
+
+def _predicts_the_same(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> bool:
+    """Whether the stock library loads what the trained model saves, and predicts the same to the bit."""
+    import fp8_backends
+
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        loaded = type(model).from_pretrained(folder).eval()
+    fp8_backends.restore(model)
+    with torch.no_grad():
+        return torch.equal(architectures.outputs(model.eval(), batch), architectures.outputs(loaded, batch))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(architectures.ARCHITECTURES))
+    parser.add_argument("--backends", default=",".join(BACKENDS))
+    parser.add_argument("--size", default="small", choices=architectures.SIZES, help="of the form that is weighed")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--json")
+    arguments = parser.parse_args()
+    results = []
+    for name in arguments.models.split(","):
+        for backend in arguments.backends.split(","):
+            result = {"model": name, "backend": backend, **trained(name, backend, arguments.steps)}
+            result["estimated_peak"], result["measured_peak"] = estimated_and_measured_peak(
+                lambda name=name: architectures.build(name, arguments.size),
+                lambda name=name: architectures.batch(name, arguments.size),
+                backend,
+                architectures.loss_of,
+            )
+            results.append(result)
+            print(printed([result]), flush=True)
+            write_json(arguments.json, {"question": "models", "arguments": vars(arguments), "results": results})
+    print(printed(results))
+
+
+def printed(results: list[dict]) -> str:
+    header = ["model", "backend", "loss", "share", "by PyTorch", "reloaded", "estimate / measured peak"]
+    rows = []
+    for each in results:
+        losses = f"{each['losses'][0]:.3f} to {each['losses'][-1]:.3f}"
+        shares = [f"{100 * each[key]:.2f} %" for key in ("flops_share", "flops_share_by_pytorch")]
+        peaks = f"{each['estimated_peak'] / each['measured_peak']:.3f}"
+        equal = "equal" if each["reloaded_equal"] else "not equal"
+        rows.append([each["model"], each["backend"], losses, *shares, equal, peaks])
+    return table(header, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""`fp8-backends examples`: training scripts in FP8 to copy, each of which runs as it is, also without a GPU."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import shlex
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+from ..compute.fields import closest
+from ..errors import FP8BackendError
+from .terminal import paragraphs
+
+FOLDER = Path(__file__).parents[1] / "examples"
+
+
+class Example(NamedTuple):
+    """A script in the folder, and what its docstring says."""
+
+    script: Path
+    shows: str
+    start: str
+    """The command that starts it."""
+
+    @property
+    def name(self) -> str:
+        return self.script.stem
+
+
+def examples() -> dict[str, Example]:
+    """All examples by name. A docstring begins with what the script shows; its indented line is the command."""
+    found = {}
+    for script in sorted(FOLDER.glob("*.py")):
+        docstring = ast.get_docstring(ast.parse(script.read_text(encoding="utf-8")))
+        shows, start, *_ = docstring.split("\n\n")
+        found[script.stem] = Example(script, " ".join(shows.split()), start.strip())
+    return found
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Lists training scripts in FP8, or copies one. Each runs as it is, also without a GPU."
+    parser.add_argument("name", metavar="NAME", nargs="?", help="copy this one (without it: list them all)")
+    parser.add_argument(
+        "target", metavar="TARGET", nargs="?", type=Path, default=Path(), help="a folder, or a new file (default: here)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    known = examples()
+    if args.name is None:
+        rows = [row for each in known.values() for row in ((each.name, each.shows), ("", each.start))]
+        print(f"{paragraphs(rows)}\n\nfp8-backends examples NAME copies one into this folder.")
+        return 0
+    name = args.name.removesuffix(".py")
+    if name not in known:
+        raise FP8BackendError(f"no example is named {name!r}{closest(name, known)}; there are {', '.join(known)}")
+    copied = copy(known[name], args.target)
+    start = known[name].start.replace(f"{name}.py", shlex.quote(str(copied)))
+    print(f"copied to {copied}; start it with\n\n    {start}")
+    return 0
+
+
+def copy(example: Example, target: Path) -> Path:
+    """Copy an example into a folder or to a new file, and return its path. Raises `FP8BackendError` where it cannot."""
+    path = target / example.script.name if target.is_dir() else target
+    try:
+        with path.open("xb") as new, example.script.open("rb") as script:
+            shutil.copyfileobj(script, new)
+    except FileExistsError:
+        raise FP8BackendError(
+            f"{path} exists already, and stays as it is: give another file or folder, as in "
+            f"fp8-backends examples {example.name} my_{example.script.name}"
+        ) from None
+    except OSError as error:
+        raise FP8BackendError(f"{path} cannot be written: {error.strerror}") from error
+    return path

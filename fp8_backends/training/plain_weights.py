@@ -1,0 +1,123 @@
+"""Plain tensors in the place of a prepared model's weights, for a while: `fp8_backends.plain_weights`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ..errors import FP8BackendError
+from ..numerics.block_codes import BlockCodes
+from ..numerics.modules import CONVERSION
+from ..numerics.parameter_swap import refuse_if_held, swap
+from ..numerics.scaled_operations import keep_changes
+from ..numerics.scaled_tensor import ScaledTensor
+from ..numerics.sharded_tensor import is_distributed
+from ..states import levels
+from .auditing import converted_layers
+from .conversion import prepared_roots
+from .preparation import store_weights
+
+FROZEN = "a frozen FP8 weight cannot hold what was written to it: fp8_backends.restore(model) comes before changes"
+
+
+@contextlib.contextmanager
+def plain_weights(model: nn.Module) -> Iterator[nn.Module]:
+    """Around code that wants ordinary tensors: inside, every weight of a prepared model is one.
+
+    Parameters stay the same objects. Inside they hold their exact values in memory that any library reads and writes
+    (`data_ptr()`, NumPy, DLPack, safetensors), and a copy of the model that is made there keeps plain weights.
+    Afterwards each weight is stored as before: to the bit where nothing has changed it, and what was written is kept
+    as an operation in place keeps it, in FP32 until the optimizer's next step. Gradients stay as they are.
+
+    Inside, evaluate the model, read it, change it; train it outside. The plain weights take their memory beside what
+    is stored. A model whose weights are plain anyway (level O0, or not prepared) stays as it is. Layers that
+    `fp8_backends.restore` makes plain inside stay plain.
+
+    Args:
+        model: prepared, or holds prepared models; DDP and `torch.compile` may lie around it.
+
+    Raises:
+        FP8BackendError: weights are sharded, or shared out between ranks; or something else holds on to one, such as a
+            graph; nothing has changed then. At the end: the same, or a frozen FP8 weight was changed; the named
+            weights are plain then, and hold what was written.
+    """
+    weights = _stored_weights(model)
+    try:
+        for each in weights:
+            each.make_plain()
+        yield model
+    finally:
+        errors = [error for each in weights if (error := each.store_again())]
+        if errors:
+            raise FP8BackendError("; ".join(errors))
+        for _, root, prepared in prepared_roots(model):
+            store_weights(root, prepared)
+
+
+@dataclass
+class StoredWeight:
+    """The weight of a layer, and the tensor that it was stored as."""
+
+    name: str
+    layer: nn.Module
+    parameter: nn.Parameter
+    form: torch.Tensor
+
+    def make_plain(self) -> None:
+        """Give the layer a plain weight. Its gradient and what happens to that stay."""
+        if levels.LEVEL not in self.layer.__dict__:
+            for undo in reversed(self.layer.__dict__[CONVERSION].undo):  # as where a frozen weight is restored
+                undo(self.layer)
+            return
+        levels.unmark(self.layer)
+        if not _is_plain(self.parameter):  # else tied to a layer before it
+            swap(self.parameter, self.form.exact(), self.name)
+
+    def store_again(self) -> str | None:
+        """Let the Parameter hold its form again, with what was written since; or say why it cannot."""
+        is_same = self.layer._parameters.get("weight") is self.parameter
+        if not is_same or CONVERSION not in self.layer.__dict__ or not _is_plain(self.parameter):
+            return None  # replaced or restored since; or tied to a layer before it
+        values = self.parameter.detach()
+        if any(getattr(values, name) != getattr(self.form, name) for name in ("shape", "dtype", "device")):
+            return None  # moved or cast: it is stored anew
+        try:
+            if isinstance(self.form, ScaledTensor):
+                keep_changes(self.form, values)
+            elif not torch.equal(values, _values_of_codes(self.form)):
+                return f"{self.name}: {FROZEN}"
+            swap(self.parameter, self.form, self.name)
+        except FP8BackendError as error:
+            return f"{error}; it is plain until fp8_backends.prepare(model, optimizer, spec) stores it again"
+        return None
+
+
+def _stored_weights(model: nn.Module) -> list[StoredWeight]:
+    """The weights of prepared models that are no plain tensors. Raises where one cannot be made plain here."""
+    found = []
+    for prefix, root, prepared in prepared_roots(model):
+        for name, layer in converted_layers(root, prepared).items():
+            weight, name = layer.weight, f"{prefix}.{name}.weight".strip(".")
+            if is_distributed(weight) or getattr(weight, "shared_out", False):
+                raise FP8BackendError(
+                    f"{name}: this rank has only a part of what is stored of it (sharded weights, or level O3 under "
+                    f"DDP): take the plain weights of accelerator.get_state_dict(model), called on all ranks; or at O3 "
+                    f"prepare with shard_states=False"
+                )
+            if not _is_plain(weight):
+                refuse_if_held(weight, name)
+                found.append(StoredWeight(name, layer, weight, weight.detach()))
+    return found
+
+
+def _is_plain(weight: torch.Tensor) -> bool:
+    return type(weight) is nn.Parameter
+
+
+def _values_of_codes(codes: torch.Tensor) -> torch.Tensor:
+    """The values of a frozen weight, this package's or TransformerEngine's."""
+    return codes.exact() if isinstance(codes, BlockCodes) else codes.dequantize(dtype=codes.dtype)

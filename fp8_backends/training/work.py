@@ -1,0 +1,110 @@
+"""How often a model multiplies by each of its weights, read from the shapes that pass its modules in a forward.
+
+Before any forward, FLOPs can be counted per token only, as if every token passed every weight. Encoder and decoder see
+sequences of different lengths, a head may read one token of many, a shared layer runs several times, and nobody knows
+the output of a convolution before it ran. So the share of FP8 that a proof states is counted over what a step did.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ..compute.counts import inside_backward
+from ..numerics.modules import inert_hook
+from .weight_products import CONVOLUTION, Found
+
+
+@dataclass
+class Work:
+    """What one weight was multiplied by since the meter was attached."""
+
+    rows: float = 0.0
+    """Rows of the input, such as tokens; of a convolution the positions that each kernel is laid on."""
+    flops: float = 0.0
+    """FLOPs of its forward products; those of either gradient are as many. Recomputation does not count."""
+    backward: bool = False
+    """Whether a gradient of its output arrived, so that gradients of the weight and the input are needed."""
+    input_gradient: bool = False
+    """Whether backward needs the gradient of an input too."""
+
+    def note_backward(self, _gradient: torch.Tensor) -> None:
+        """Hook of the output."""
+        self.backward = True
+
+
+class WorkMeter:
+    """Forward hooks on the modules of a model that write `work`, by the names of the weight products.
+
+    A module that compiled code runs, or whose forward is never called because another module multiplies by its weight,
+    has no entry. In a copied or unpickled model the hooks do nothing.
+    """
+
+    def __init__(self, model: nn.Module, found: Iterable[Found]) -> None:
+        self.work: dict[str, Work] = {}
+        compiled = {part for module in model.modules() if _is_compiled(module) for part in module.modules()}
+        self._products: dict[nn.Module, list[Found]] = defaultdict(list)
+        for each in found:
+            if each.module not in compiled:
+                self._products[each.module].append(each)
+        self._handles: list[RemovableHandle] = [
+            module.register_forward_hook(self, with_kwargs=True) for module in self._products
+        ]
+
+    def detach(self) -> None:
+        """Take the hooks away."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def __call__(self, module: nn.Module, args, kwargs, output) -> None:
+        if torch.compiler.is_compiling():
+            return
+        inputs = list(_tensors(args, kwargs))
+        needs_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
+        result = output if isinstance(output, torch.Tensor) else next(_tensors(output, {}), None)
+        for each in self._products[module]:
+            work = self.work.setdefault(each.product.name, Work())
+            work.input_gradient |= needs_gradient
+            if result is not None and result.requires_grad:
+                result.register_hook(work.note_backward)
+            if inputs and not inside_backward():
+                rows = _rows(each, inputs, result)
+                work.rows += rows
+                work.flops += rows * _flops_of_a_row(each)
+
+    def __reduce__(self):
+        return inert_hook, ()
+
+
+def _rows(each: Found, inputs: list[torch.Tensor], output: torch.Tensor) -> float:
+    """How many rows this call multiplied the weight by."""
+    module, kind = each.module, each.product.kind
+    if kind == CONVOLUTION:
+        return inputs[0].numel() / module.in_channels if module.transposed else output.numel() / module.out_channels
+    if isinstance(module, nn.MultiheadAttention) and each.part == "in_proj_weight":
+        return sum(tensor.numel() / tensor.shape[-1] for tensor in inputs[:3]) / 3  # a third each: query, key, value
+    return inputs[0].numel() / max(inputs[0].shape[-1], 1)
+
+
+def _flops_of_a_row(each: Found) -> float:
+    product = each.product
+    # a 3-D Parameter is passed by every token, and multiplied for the experts that it visits; an expert of a list is
+    # called with its own tokens
+    return product.flops if each.part else 2 * product.in_features * product.out_features
+
+
+def _tensors(args: tuple, kwargs: dict) -> Iterator[torch.Tensor]:
+    """The floating-point tensors of a call."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim():
+            yield value
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return getattr(module, "_compiled_call_impl", None) is not None or "_orig_mod" in module._modules

@@ -1,0 +1,20 @@
+"""Numbers in sentences, the same in every report."""
+
+from __future__ import annotations
+
+
+def counted(number: int, noun: str) -> str:
+    """A number with its noun, which takes an s where the number is not one: `1 layer`, `2 layers`."""
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def share(part: float) -> str:
+    """A share, 0 to 1, in percent: `94 %`. It is neither `0 %` nor `100 %` where it only is close to that: `99.7 %`,
+    `under 0.1 %`."""
+    percent = 100 * part
+    if not 0 < part < 1:
+        return f"{percent:.0f} %"
+    for text in (f"{percent:.0f}", f"{percent:.1f}"):
+        if 0 < float(text) < 100:
+            return f"{text} %"
+    return "under 0.1 %" if percent < 50 else "over 99.9 %"

@@ -1,0 +1,116 @@
+"""A program that uses every public name, as a user writes it, for a type checker. It is never run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+import fp8_backends
+from fp8_backends import (
+    AORecipeKwargs,
+    Audit,
+    Availability,
+    BackendUnavailableError,
+    ConversionReport,
+    Export,
+    Finding,
+    FP8BackendError,
+    FP8RecipeKwargs,
+    MSAMPRecipeKwargs,
+    NativeRecipeKwargs,
+    PrecisionPlan,
+    Recipe,
+    RecipeError,
+    TERecipeKwargs,
+)
+from fp8_backends.compute import Compute
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layer(x)
+        return y
+
+    def size(self) -> int:
+        return 32
+
+
+def recipes() -> Sequence[Recipe]:
+    fields: dict[str, object] = {"backend": "native", "margin": 2}
+    return [
+        FP8RecipeKwargs(backend="msamp:O2", rounding="nearest", include=["layer"], shard_states=False),
+        FP8RecipeKwargs("native:delayed", margin=1, override_linear_precision=(False, False, True)),
+        TERecipeKwargs(fp8_format="HYBRID", amax_history_len=16, amax_compute_algo="max"),
+        AORecipeKwargs(scaling="rowwise", module_filter_func=lambda module, name: "head" not in name),
+        MSAMPRecipeKwargs(opt_level="O3", exp_avg_scaling="block", gradient_comm="plain"),
+        NativeRecipeKwargs(scaling="blockwise", exclude="lm_head", on_unproven="warn", fp8_params=True),
+        fp8_backends.resolve("te+msamp:O2"),
+        fp8_backends.resolve(fields),
+        fp8_backends.resolve(),
+    ]
+
+
+def use(recipe: Recipe) -> str:
+    margin: int = recipe.margin
+    flags: tuple[bool, bool, bool] = recipe.override_linear_precision
+    patterns: tuple[str, ...] | None = recipe.include
+    given: frozenset[str] = recipe.given
+    plan: PrecisionPlan = fp8_backends.plan(recipe)
+    size: float = plan.bytes_per_element
+    return f"{recipe.name} {recipe.level} {recipe.comm} {margin} {flags} {patterns} {given} {size}"
+
+
+def train() -> dict[str, object]:
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    same, same_optimizer = fp8_backends.prepare(model, optimizer, FP8RecipeKwargs(backend="msamp:O3"))
+    width: int = same.size()
+    same_optimizer.step()
+    alone, nothing = fp8_backends.prepare(model, None, "native")
+    none: None = nothing
+    fp8_backends.initialize(alone, optimizer, opt_level="O2", use_te=False)
+    fp8_backends.keep_weight_casts(model, keep=False)
+    with fp8_backends.whole_states(optimizer, receives=True):
+        model.state_dict()
+    with fp8_backends.plain_weights(model) as plain:
+        plain.state_dict()
+    fp8_backends.restore(model)
+    names: list[str] = fp8_backends.dequantize(model, dtype=torch.bfloat16)
+    audit: Audit = fp8_backends.audit(model, optimizer)
+    share: float = audit.flops_share
+    return {"share": share, "width": width, "names": names, "none": none}
+
+
+def report(found: ConversionReport) -> list[str]:
+    reasons: dict[str, str] = found.high_precision
+    return [*found.converted, *reasons.values()]
+
+
+def check(model: nn.Module) -> list[str]:
+    findings = fp8_backends.validate("te", model, parallel="ddp", compiled="full", world_size=2, chip="hopper")
+    worst: Finding = findings[0]
+    severity: str = worst.severity
+    return [severity, worst.rule, worst.reason, worst.fix]
+
+
+def save(model: nn.Module) -> str:
+    try:
+        written: Export = fp8_backends.export(model, "folder", "compressed-tensors", max_shard_size="5GB")
+    except (BackendUnavailableError, RecipeError) as error:
+        return str(error)
+    except FP8BackendError:
+        raise
+    return f"{written.folder} {written.exact} {written.rounded}"
+
+
+def backends(mine: type[Compute]) -> dict[str, str]:
+    fp8_backends.connect()
+    fp8_backends.register_backend("mine", mine, replace=True)
+    found: dict[str, Availability] = fp8_backends.available_backends()
+    return {name: each.reason + each.fix for name, each in found.items() if each.can_run}

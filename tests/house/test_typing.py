@@ -1,0 +1,123 @@
+"""What a type checker sees of this package: every public name with its types, and the handlers with their fields."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from pathlib import Path
+
+import handler_stub
+import mypy.api
+import pytest
+
+import fp8_backends
+
+PACKAGE = Path(fp8_backends.__file__).parent
+SURFACE = Path(__file__).with_name("public_surface.py")
+EXAMPLES = sorted((PACKAGE / "examples").glob("*.py"))
+
+CONFIG = f"""
+[mypy]
+mypy_path = {PACKAGE.parent}
+explicit_package_bases = True
+strict = True
+warn_unused_ignores = False
+ignore_missing_imports = True
+follow_imports = silent
+
+# nothing there may be of a type that is not known
+[mypy-*.public_surface]
+disallow_any_expr = True
+
+# scripts without annotations of their own
+[mypy-fp8_backends.examples.*]
+disallow_untyped_defs = False
+disallow_incomplete_defs = False
+disallow_untyped_calls = False
+
+# large, and not what is looked at
+[mypy-transformers.*,trl.*,peft.*,datasets.*,deepspeed.*,diffusers.*]
+follow_imports = skip
+"""
+
+PREAMBLE = """\
+import fp8_backends, torch
+model = torch.nn.Linear(32, 32)
+optimizer = torch.optim.AdamW(model.parameters())
+recipe = fp8_backends.resolve("msamp:O2")
+"""
+PLANTED = (
+    'fp8_backends.FP8RecipeKwargs(backend="te", margn=1)',
+    "fp8_backends.FP8RecipeKwargs(backend=2)",
+    'fp8_backends.TERecipeKwargs(margin="one")',
+    'fp8_backends.NativeRecipeKwargs(opt_level="O2")',
+    'fp8_backends.MSAMPRecipeKwargs(shard_states="no")',
+    "fp8_backends.AORecipeKwargs(module_filter_func=lambda module: True)",
+    'fp8_backends.prepare(optimizer, model, "te")',
+    "fp8_backends.prepare(model, optimizer, 3)",
+    'fp8_backends.prepare(model, optimizer, backend="te")',
+    'fp8_backends.prepare(model, None, "te")[1].step()',
+    'fp8_backends.initialize(model, optimizer, "O2", use_te="yes")',
+    'fp8_backends.resolve(["te"])',
+    "recipe.margin.name",
+    "fp8_backends.plan(2)",
+    "fp8_backends.plan(recipe).bytes_per_elements",
+    "fp8_backends.audit(optimizer)",
+    "fp8_backends.audit(model).flop_share",
+    'fp8_backends.validate("te", parallel="fsdp3")',
+    "fp8_backends.validate(recipe, model)[0].severe",
+    "fp8_backends.export(model, 3)",
+    'fp8_backends.register_backend("mine", fp8_backends.Audit)',
+    'fp8_backends.available_backends()["te"].can_runs',
+    'fp8_backends.dequantize(model, "bf16")',
+    "fp8_backends.keep_weight_casts(model, kept=True)",
+    "fp8_backends.whole_states(model)",
+    "fp8_backends.plain_weights(optimizer)",
+    "fp8_backends.restore(model).weight",
+)
+"""Mistakes, each of which a type checker has to find."""
+
+
+def errors_of_mypy(folder: Path) -> dict[str, list[tuple[int, str]]]:
+    """What it says of the program that uses everything, of the examples, and of the mistakes: (line, message) by the
+    name of the file."""
+    (folder / "mypy.ini").write_text(CONFIG)
+    (folder / "planted.py").write_text(PREAMBLE + "\n".join(PLANTED) + "\n")
+    options = ["--config-file", str(folder / "mypy.ini"), "--cache-dir", str(folder / "cache"), "--no-error-summary"]
+    said, failure, _ = mypy.api.run([*options, *map(str, (SURFACE, *EXAMPLES, folder / "planted.py"))])
+    assert failure == ""
+    found = defaultdict(list)
+    for file, line, message in re.findall(r"^(.+?):(\d+): error: (.*)$", said, re.M):
+        found[Path(file).name].append((int(line), message))
+    return found
+
+
+@pytest.mark.slow
+def test_types_are_known_and_every_mistake_is_found(tmp_path):
+    """In one test, since mypy reads PyTorch each time. The examples and this package's stub must be without fault."""
+    errors = errors_of_mypy(tmp_path)
+    planted = {line for line, _ in errors.pop("planted.py")}
+    assert errors == {}
+    first = PREAMBLE.count("\n") + 1
+    assert [text for number, text in enumerate(PLANTED, first) if number not in planted] == []
+    assert min(planted) >= first
+
+
+def test_that_program_uses_every_public_name():
+    tree = ast.parse(SURFACE.read_text(encoding="utf-8"))
+    attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    assert set(fp8_backends.__all__) - names - attributes == set()
+
+
+def test_the_stub_of_the_handlers_is_what_their_fields_make():
+    """`python tests/house/handler_stub.py --write` mends it."""
+    assert handler_stub.STUB.read_text(encoding="utf-8") == handler_stub.written()
+
+
+def test_a_program_is_told_that_there_are_types():
+    """A wheel carries what `package_data` names."""
+    settings = (PACKAGE.parent / "setup.cfg").read_text(encoding="utf-8")
+    assert (PACKAGE / "py.typed").exists() and handler_stub.STUB.exists()
+    assert "\n    py.typed\n" in settings and "\n    recipes/*.pyi\n" in settings

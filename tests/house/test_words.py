@@ -1,0 +1,48 @@
+"""Numbers in sentences."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fp8_backends
+from fp8_backends.words import counted, share
+
+
+def test_a_noun_goes_with_its_number():
+    assert [counted(number, "layer") for number in (0, 1, 2)] == ["0 layers", "1 layer", "2 layers"]
+
+
+@pytest.mark.parametrize(
+    ("part", "text"),
+    [
+        *[(0.0, "0 %"), (1.0, "100 %"), (0.94, "94 %"), (0.5049, "50 %")],
+        *[(0.997, "99.7 %"), (0.003, "0.3 %"), (0.9949, "99 %")],
+        *[(0.99996, "over 99.9 %"), (1e-9, "under 0.1 %")],
+    ],
+)
+def test_a_share_in_percent(part, text):
+    assert share(part) == text
+
+
+@given(st.floats(min_value=0, max_value=1, exclude_min=True, exclude_max=True))
+def test_only_nothing_is_0_percent_and_only_all_is_100(part):
+    assert share(part) not in ("0 %", "100 %")
+    (number,) = re.findall(r"[0-9.]+", share(part))
+    assert abs(float(number) - 100 * part) <= 0.5
+
+
+NEVER_ONE = {"compute/te/fusion.py", "cli/compare/summary.py"}
+"""Files with a number before a plural that is never 1 there."""
+
+
+def test_no_sentence_puts_a_number_before_a_plural_by_hand():
+    """`{len(…)} layers` says "1 layers" one day: `counted` does not."""
+    root = Path(fp8_backends.__file__).parent
+    by_hand = re.compile(r"\{len\([^{}]*\)\} [a-z]+(?: [a-z]+)?s\b")
+    found = {str(file.relative_to(root)) for file in root.rglob("*.py") if by_hand.search(file.read_text("utf-8"))}
+    assert found <= NEVER_ONE and "compute/te/fusion.py" in found

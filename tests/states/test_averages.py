@@ -1,0 +1,87 @@
+"""Averages of the weights of a prepared model (EMA): PyTorch's `AveragedModel` and diffusers' `EMAModel` average what
+plain tensors would have, to FP32's rounding, and training goes on exactly."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from level_steps import mlp, train, values_of
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import fp8_backends
+
+BACKENDS = ["native:dynamic", "msamp:O2", "msamp:O3", "ao"]
+STEPS = 6
+
+
+def prepared(backend: str) -> tuple:
+    model = mlp()
+    return fp8_backends.prepare(model, torch.optim.AdamW(model.parameters(), 1e-3), backend)
+
+
+def assert_averages(found: dict, wanted: dict) -> None:
+    """Of FP32: each step may round once more."""
+    torch.testing.assert_close(found, wanted, rtol=STEPS * 2**-23, atol=1e-8)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_averaged_model_is_the_average_of_the_exact_weights(backend, inside):
+    """Also one that keeps plain weights, since it was made inside `plain_weights`. A plain twin takes the very values
+    of every step; at O3 those are the masters'."""
+    model, optimizer = prepared(backend)
+    rule = get_ema_multi_avg_fn(0.999)
+    if inside:
+        with fp8_backends.plain_weights(model):
+            averaged = AveragedModel(model, multi_avg_fn=rule)
+    else:
+        averaged = AveragedModel(model, multi_avg_fn=rule)
+    twin = mlp()
+    twin.load_state_dict(model.state_dict())
+    twins_average = AveragedModel(twin, multi_avg_fn=rule)
+    for batch in range(STEPS):
+        train(model, optimizer, [batch])
+        twin.load_state_dict(model.state_dict())
+        averaged.update_parameters(model)
+        twins_average.update_parameters(twin)
+    assert_averages(values_of(averaged.module), values_of(twins_average.module))
+    assert inside <= all(type(p) is torch.nn.Parameter for p in averaged.parameters())
+    alone, its_optimizer = prepared(backend)
+    train(alone, its_optimizer, range(STEPS))
+    assert train(model, optimizer, range(3)) == train(alone, its_optimizer, range(3))
+
+
+@pytest.mark.slow  # loading diffusers
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_diffusers_average_is_exact_is_evaluated_and_training_goes_on_to_the_bit(backend, foreach):
+    from diffusers.training_utils import EMAModel
+
+    model, optimizer = prepared(backend)
+    alone, its_optimizer = prepared(backend)
+    twin = mlp()
+    twin.load_state_dict(model.state_dict())
+    average = EMAModel(model.parameters(), decay=0.999, min_decay=0.9, foreach=foreach)
+    wanted = EMAModel(twin.parameters(), decay=0.999, min_decay=0.9, foreach=foreach)
+    for batch in range(STEPS):
+        train(model, optimizer, [batch])
+        twin.load_state_dict(model.state_dict())
+        average.step(model.parameters())
+        wanted.step(twin.parameters())
+    train(alone, its_optimizer, range(STEPS))
+    assert all(type(shadow) is torch.Tensor for shadow in average.shadow_params)
+    assert_averages(dict(enumerate(average.shadow_params)), dict(enumerate(wanted.shadow_params)))
+
+    stored = [type(p) for p in model.parameters()]
+    average.store(model.parameters())
+    with fp8_backends.plain_weights(model):  # where the average is not rounded
+        average.copy_to(model.parameters())
+        assert_averages(dict(enumerate(model.parameters())), dict(enumerate(wanted.shadow_params)))
+        average.restore(model.parameters())
+    assert [type(p) for p in model.parameters()] == stored
+    average.store(model.parameters())
+    average.copy_to(model.parameters())  # rounded to what the level stores
+    assert not torch.equal(model[0].weight, alone[0].weight)
+    average.restore(model.parameters())
+    torch.testing.assert_close(values_of(model), values_of(alone), rtol=0, atol=0)
+    assert train(model, optimizer, range(3)) == train(alone, its_optimizer, range(3))

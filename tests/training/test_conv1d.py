@@ -1,0 +1,321 @@
+"""transformers' Conv1D, of which GPT-2 is made, in FP8: what a Linear with the transposed weight does, to the bit."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import transformers
+from accelerate import Accelerator
+from conv1d_twins import conv, gpt2, linear_twin, results_of_steps
+from model_families import batch, loss_of, train
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from torch import nn
+from torch.nn.utils import parametrizations
+from transformers.pytorch_utils import Conv1D
+
+import fp8_backends
+from fp8_backends.compute.native import NativeCompute
+from fp8_backends.compute.registry import get_compute
+from fp8_backends.errors import FP8BackendError
+from fp8_backends.numerics.scaled_tensor import ScaledTensor
+from fp8_backends.recipes.handlers import FP8RecipeKwargs
+from fp8_backends.training import conversion
+
+NATIVE = [f"native:{scaling}" for scaling in NativeCompute.scalings]
+AO = ["ao:tensorwise", "ao:rowwise", "ao:rowwise_with_gw_hp"]
+LEVELS = ["msamp:O1", "msamp:O2", "msamp:O3"]
+
+
+def convert(model: nn.Module, spec: str = "native:dynamic", compute=None, **fields) -> conversion.Prepared:
+    recipe = FP8RecipeKwargs(backend=spec, **fields)
+    return conversion.convert(model, recipe, compute or get_compute(recipe.compute))
+
+
+def prepared(model: nn.Module, spec: str = "native:dynamic", **fields):
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
+    return fp8_backends.prepare(model, optimizer, FP8RecipeKwargs(backend=spec, **fields))
+
+
+def pair(n_in: int, n_out: int) -> tuple[Conv1D, nn.Linear]:
+    torch.manual_seed(0)
+    module = conv(n_in, n_out)
+    return module, linear_twin(module)
+
+
+# One layer
+
+
+def assert_twins(n_in: int, n_out: int, spec: str, **fields) -> None:
+    """Everything that a step computes is the same, and the Parameter's gradient lies as the Parameter does."""
+    module, linear = pair(n_in, n_out)
+    convert(module, spec, **fields)
+    convert(linear, spec, **fields)
+    for of_conv, of_linear in zip(results_of_steps(module), results_of_steps(linear), strict=True):
+        assert torch.equal(of_conv, of_linear)
+    module(torch.randn(2, n_in)).sum().backward()
+    assert module.weight.grad.shape == (n_in, n_out) and module.weight.grad.is_contiguous()
+
+
+@pytest.mark.parametrize("spec", [*NATIVE, *AO])
+def test_products_are_those_of_a_linear_to_the_bit(spec):
+    assert_twins(160, 256, spec)
+
+
+@pytest.mark.parametrize("spec", NATIVE)
+def test_sizes_that_are_padded(spec):
+    assert_twins(20, 37, spec)
+
+
+@pytest.mark.parametrize("spec", ["native:dynamic", "native:rowwise", "native:blockwise"])
+def test_products_in_high_precision(spec):
+    for high in ((True, False, False), (False, True, False), (False, False, True)):
+        assert_twins(32, 48, spec, override_linear_precision=high)
+
+
+def test_the_layer_stays_a_conv1d_on_its_own_parameters():
+    module = conv(32, 96)
+    attributes, weight, bias = set(module.__dict__), module.weight, module.bias
+    prepared_ = convert(module)
+    assert isinstance(module, Conv1D) and not isinstance(module, nn.Linear)
+    assert module.weight is weight and module.bias is bias and weight.shape == (32, 96)
+    assert list(module.state_dict()) == ["weight", "bias"]
+    (product,) = prepared_.report.products
+    assert (product.kind, product.in_features, product.out_features) == ("Conv1D", 32, 96)
+    assert (module.in_features, module.out_features) == (32, 96)
+    assert repr(module) == "FP8Conv1D(nf=96, nx=32, native:dynamic i:e4m3,w:e4m3,go:e5m2)"
+    conversion.restore(module)
+    assert type(module) is Conv1D and set(module.__dict__) == attributes and module.weight is weight
+
+
+def test_evaluation_is_that_of_the_plain_layer():
+    module, x = conv(32, 96).eval(), torch.randn(4, 32)
+    plain = module(x)
+    convert(module)
+    assert torch.equal(module(x), plain)
+
+
+def test_without_tokens_and_with_wrong_sizes():
+    for spec in ("native:dynamic", "ao:tensorwise"):
+        module = conv(32, 96)
+        convert(module, spec)
+        assert module(torch.empty(0, 32)).shape == (0, 96)
+        with pytest.raises(ValueError, match="32 input features got an input of shape"):
+            module(torch.randn(4, 96))
+
+
+class Own(Conv1D):
+    pass
+
+
+def _replaced() -> Conv1D:
+    module = conv(32, 32)
+    module.forward = lambda x: x
+    return module
+
+
+def _without_parameter() -> Conv1D:
+    module = conv(32, 32)
+    weight = module.weight.detach()
+    del module.weight
+    module.weight = weight
+    return module
+
+
+OBSTACLES = {
+    "parametrized": lambda: parametrizations.orthogonal(conv(32, 32)),
+    "Own is a subclass of Conv1D": lambda: Own(32, 32),
+    "forward was replaced": _replaced,
+    "no Parameter": _without_parameter,
+    "size zero": lambda: Conv1D(0, 32),
+    "not a floating-point type": lambda: _with_weight(torch.zeros(32, 32, dtype=torch.int8)),
+    "torch.float64 is not one of": lambda: conv(32, 32).double(),
+}
+
+
+def _with_weight(weight: torch.Tensor) -> Conv1D:
+    module = conv(32, 32)
+    module.weight = nn.Parameter(weight, requires_grad=False)
+    return module
+
+
+@pytest.mark.parametrize("reason", OBSTACLES)
+def test_what_cannot_be_converted_says_why(reason):
+    with pytest.raises(FP8BackendError, match=reason):
+        convert(nn.Sequential(OBSTACLES[reason]()))
+
+
+def test_a_backend_without_products_for_it_leaves_it_in_high_precision():
+    class LinearAlone(NativeCompute):
+        build_conv1d = None  # so that it is no `ConvertsConv1D`
+
+    model = nn.Sequential(conv(32, 32), nn.Linear(32, 32))
+    report = convert(model, compute=LinearAlone()).report
+    assert report.converted == ["1"]
+    assert "native has no products for it" in report.high_precision["0"]
+
+
+def test_ao_leaves_out_sizes_that_torchao_cannot_pad_and_those_of_its_filter():
+    assert "not multiples of 16" in convert(nn.Sequential(conv(20, 32), conv(32, 32)), "ao").report.high_precision["0"]
+    with pytest.raises(FP8BackendError, match="too small to gain"):
+        convert(conv(32, 32), "ao:rowwise", auto_filter=True)
+
+
+def test_tied_layers_stay_tied():
+    model = nn.Sequential(conv(32, 32), nn.ReLU(), conv(32, 32))
+    model[2].weight = model[0].weight
+    prepared(model, "msamp:O2")
+    assert model[2].weight is model[0].weight and isinstance(model[0].weight, ScaledTensor)
+    model(torch.randn(16, 32)).square().mean().backward()
+    assert model[0].weight.grad.shape == (32, 32)
+
+
+# GPT-2
+
+
+def head_alone_is_left(model: nn.Module, optimizer) -> bool:
+    audit = fp8_backends.audit(model, optimizer)
+    ran = [counts for counts in audit.products.values() if counts["fprop"] and counts["dgrad"] and counts["wgrad"]]
+    return len(ran) == 8 and list(audit.high_precision) == ["lm_head"]
+
+
+@pytest.mark.parametrize("spec", ["native:dynamic", "native:mxfp8", "ao:rowwise", *LEVELS])
+def test_gpt2_trains_as_with_linear_layers_and_loads_into_stock_transformers(spec, tmp_path):
+    """The same losses to the bit, rounded to nearest where a level stores."""
+    fields = {"rounding": "nearest"} if spec in LEVELS else {}
+    model, optimizer = prepared(gpt2(), spec, **fields)
+    losses = train(model, optimizer, "gpt2", steps=5)
+    assert losses == train(*prepared(gpt2(of_linears=True), spec, **fields), "gpt2", steps=5)
+    assert losses[-1] < losses[0] - 0.2
+    assert head_alone_is_left(model, optimizer)
+    model.save_pretrained(tmp_path)
+    stock = transformers.GPT2LMHeadModel.from_pretrained(tmp_path).eval()
+    assert type(stock.transformer.h[0].mlp.c_fc) is Conv1D
+    conversion.restore(model)  # ao computes in FP8 in evaluation, too
+    assert torch.equal(logits_of(stock), logits_of(model))
+
+
+def test_the_proof_names_conv1d(capfd):
+    train(*prepared(gpt2()), "gpt2", steps=1)
+    assert "native:dynamic: 0/1 Linear, 8/8 Conv1D, 86 % of weight FLOPs in FP8" in capfd.readouterr().err
+    model, optimizer = prepared(nn.Sequential(conv(32, 32)))
+    model(torch.randn(4, 32)).sum().backward()
+    optimizer.step()
+    assert "native:dynamic: 1/1 Conv1D, 100 % of weight FLOPs in FP8" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_level_stores_weights_and_gradients_as_they_lie(level):
+    model, optimizer = prepared(gpt2(), level)
+    loss_of(model, batch("gpt2")).backward()
+    weight = model.transformer.h[0].attn.c_attn.weight
+    assert weight._data.dtype == (torch.float8_e4m3fn if level == "msamp:O3" else torch.float16)
+    assert weight.grad._data.dtype == torch.float8_e4m3fn
+    assert weight.shape == weight.grad.shape == (32, 96) and weight.grad._data.is_contiguous()
+
+
+@pytest.mark.parametrize("spec", ["native:delayed", "msamp:O3"])
+def test_a_checkpoint_of_accelerate_resumes_to_the_bit(spec, tmp_path):
+    def run():
+        accelerator = Accelerator(mixed_precision="fp8", kwargs_handlers=[FP8RecipeKwargs(backend=spec)])
+        model = gpt2()
+        return accelerator, *accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=3e-3))
+
+    accelerator, model, optimizer = run()
+    train(model, optimizer, "gpt2", steps=2)
+    accelerator.save_state(tmp_path)
+    torch.manual_seed(1)
+    unbroken = train(model, optimizer, "gpt2", steps=2)
+    accelerator, model, optimizer = run()
+    accelerator.load_state(tmp_path)
+    torch.manual_seed(1)
+    assert train(model, optimizer, "gpt2", steps=2) == unbroken
+
+
+@pytest.mark.parametrize("make", [copy.deepcopy, lambda made: pickle.loads(pickle.dumps(made))], ids=["copy", "pickle"])
+def test_copies_train_like_the_original(make):
+    for spec in ("native:delayed", "ao:tensorwise"):
+        model, optimizer = prepared(gpt2(), spec)
+        copied = make(model)
+        losses = train(model, optimizer, "gpt2", steps=2)
+        assert train(copied, torch.optim.AdamW(copied.parameters(), lr=3e-3), "gpt2", steps=2) == losses
+
+
+def test_recomputed_and_with_weight_casts_kept():
+    losses = train(*prepared(gpt2()), "gpt2", steps=3)
+    model, optimizer = prepared(gpt2())
+    model.gradient_checkpointing_enable()
+    fp8_backends.keep_weight_casts(model)
+    assert train(model, optimizer, "gpt2", steps=3) == losses
+    assert all(counts["recomputed"] == 3 for counts in fp8_backends.audit(model, optimizer).products.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", ["native:dynamic", "native:rowwise", "ao:tensorwise", "msamp:O3"])
+def test_compiled_without_a_graph_break(spec):
+    results = []
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        model, optimizer = prepared(nn.Sequential(conv(32, 64), nn.GELU(), conv(64, 32)), spec)
+        run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiles else model
+        for step in range(2):
+            torch.manual_seed(step)  # levels round stochastically
+            loss = run(torch.randn(16, 32, generator=torch.Generator().manual_seed(step))).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            results.append(loss.item())
+    assert results[:2] == results[2:]
+
+
+# Adapters, frozen FP8 weights, and files of FP8 codes
+
+LORA = {"r": 4, "target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True, "init_lora_weights": False}
+
+
+def logits_of(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(**batch("gpt2")).logits
+
+
+@pytest.mark.parametrize("scaling", ["dynamic", "blockwise"])
+def test_frozen_fp8_weights_below_adapters_that_merge(scaling):
+    fields = {"scaling": scaling, "fp8_params": True}
+    losses = []
+    for of_linears in (False, True):
+        lora, model = LoraConfig(**{**LORA, "fan_in_fan_out": not of_linears}), gpt2(of_linears)
+        torch.manual_seed(0)
+        model, optimizer = prepared(get_peft_model(model, lora), "native", **fields)
+        losses.append(train(model, optimizer, "gpt2", steps=4))
+        assert fp8_backends.audit(model, optimizer).bytes_per_element["weight"] < 1.01
+        conversion.restore(model)
+        trained = logits_of(model)
+        assert torch.allclose(logits_of(model.merge_and_unload()), trained, atol=1e-5)
+    assert losses[0] == losses[1] and losses[0][-1] < losses[0][0]
+
+
+def test_peft_after_prepare_sees_how_the_weight_lies():
+    model, _ = prepared(gpt2())
+    adapted = get_peft_model(model, LoraConfig(**LORA))
+    assert adapted.base_model.model.transformer.h[0].attn.c_attn.fan_in_fan_out
+    trained, untouched = logits_of(adapted), logits_of(gpt2())
+    merged = logits_of(adapted.merge_and_unload())
+    assert torch.allclose(merged, trained, atol=1e-5) and not torch.allclose(merged, untouched, atol=1e-2)
+
+
+def test_an_export_leaves_them_as_they_are_and_says_why(tmp_path):
+    model, _ = prepared(gpt2(), "native:blockwise")
+    with pytest.raises(FP8BackendError, match="codes of Linear layers alone, not of Conv1D"):
+        fp8_backends.export(model, tmp_path)
+    model = gpt2()
+    model.transformer.h[0].mlp.c_fc = linear_twin(model.transformer.h[0].mlp.c_fc)
+    prepared(model, "native:blockwise")
+    result = fp8_backends.export(model, tmp_path)
+    assert result.exact == ["transformer.h.0.mlp.c_fc"]
+    assert "not of Conv1D" in result.high_precision["transformer.h.0.mlp.c_proj"]
+    saved = load_file(tmp_path / "model.safetensors")
+    assert saved["transformer.h.0.mlp.c_fc.weight"].dtype == torch.float8_e4m3fn
+    assert torch.equal(saved["transformer.h.0.mlp.c_proj.weight"], model.transformer.h[0].mlp.c_proj.weight)

@@ -1,0 +1,220 @@
+"""The share of FP8 is counted over all products with weights that a training step makes, as PyTorch counts them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import fp8_backends
+from fp8_backends.training.weight_products import find_weight_products
+from fp8_backends.training.work import WorkMeter
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+import architectures  # noqa: E402
+
+
+def trained(model, *inputs, spec="native:dynamic", steps=1):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    fp8_backends.prepare(model, optimizer, spec)
+    for _ in range(steps):
+        model(*inputs).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return fp8_backends.audit(model)
+
+
+def counted_flops(model, *inputs):
+    with FlopCounterMode(display=False) as counter:
+        model(*inputs).square().mean().backward()
+    model.zero_grad()
+    return counter.get_total_flops()
+
+
+def flops_of_linears(*sizes):
+    """Of fprop, dgrad and wgrad, for (rows, in, out) each."""
+    return sum(6 * rows * n_in * n_out for rows, n_in, n_out in sizes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", architectures.ARCHITECTURES)
+def test_the_share_is_that_of_pytorchs_counter(name):
+    model = architectures.build(name)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    fp8_backends.prepare(model, optimizer, "native:dynamic")
+    architectures.loss_of(model, architectures.batch(name)).backward()
+    optimizer.step()
+    audit = fp8_backends.audit(model)
+    assert audit.flops_share == pytest.approx(architectures.flops_share(name, audit.products), rel=1e-3)
+    assert not audit.uncounted
+
+
+def test_convolutions_of_every_form_count(capfd):
+    model = nn.Sequential(
+        nn.Conv2d(4, 16, 3, padding=1),
+        nn.Conv2d(16, 16, 3, stride=2, padding=1, bias=False),
+        nn.ConvTranspose2d(16, 32, 2, stride=2),
+        nn.Flatten(2),
+        nn.Conv1d(32, 16, 3, dilation=2),
+        nn.Flatten(),
+        nn.Linear(16 * 60, 16),
+    )
+    x = torch.randn(2, 4, 8, 8)
+    total = counted_flops(model, x)
+    audit = trained(model, x)
+    assert audit.flops_share == pytest.approx(flops_of_linears((2, 16 * 60, 16)) / total)
+    assert audit.high_precision["0"] == "convolution: FP8 has no product for it"
+    assert "1/1 Linear (beside 4 convolutions), 8 % of weight FLOPs in FP8" in capfd.readouterr().err
+
+
+def test_a_group_of_a_convolution_reads_its_own_channels_only():
+    """PyTorch's counter takes the gradients of a grouped convolution for those of one without groups."""
+    model = nn.Sequential(nn.Conv1d(16, 32, 3, groups=4), nn.ConvTranspose1d(32, 8, 2, stride=2, groups=8))
+    meter = WorkMeter(model, find_weight_products(model))
+    assert model(torch.randn(5, 16, 12)).shape == (5, 8, 20)
+    assert meter.work["0"].flops == 2 * 5 * 10 * model[0].weight.numel()
+    assert meter.work["1"].flops == 2 * 5 * 10 * model[1].weight.numel()
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mix, self.last = nn.Bilinear(16, 8, 32), nn.Linear(32, 16)
+
+    def forward(self, x, y):
+        return self.last(self.mix(x, y))
+
+
+def test_bilinear_counts_with_both_of_its_inputs():
+    audit = trained(Pair(), torch.randn(24, 16), torch.randn(24, 8))
+    # neither input of the first layer needs a gradient
+    assert audit.flops_share == pytest.approx(3 * 32 * 16 / (3 * 32 * 16 + 2 * 16 * 8 * 32))
+
+
+class Rows(nn.Module):
+    """Layers that different numbers of rows pass, one that runs twice, and one whose result nobody uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.all, self.twice, self.one = nn.Linear(16, 32), nn.Linear(32, 32), nn.Linear(32, 16)
+        self.idle = nn.Linear(32, 64)
+
+    def forward(self, x):
+        x = self.twice(self.twice(self.all(x)))
+        self.idle(x[:, 0])
+        return self.one(x[:, 0])
+
+
+@pytest.mark.parametrize("spec", ["native:dynamic", "ao:tensorwise"])
+@pytest.mark.filterwarnings("ignore:.*")
+def test_each_layer_counts_with_the_rows_that_passed_it(spec):
+    audit = trained(Rows(), torch.randn(4, 8, 16, requires_grad=True), spec={"backend": spec, "exclude": ["one"]})
+    in_fp8 = flops_of_linears((32, 16, 32), (64, 32, 32)) + 2 * 4 * 32 * 64
+    assert audit.flops_share == pytest.approx(in_fp8 / (in_fp8 + flops_of_linears((4, 32, 16))))
+
+
+class Frozen(nn.Module):
+    """A tower that runs without gradients, before layers that train."""
+
+    def __init__(self):
+        super().__init__()
+        self.tower, self.last = nn.Linear(16, 32).requires_grad_(False), nn.Linear(32, 16)
+
+    def forward(self, x):
+        with torch.no_grad():
+            x = self.tower(x)
+        return self.last(x)
+
+
+def test_a_frozen_tower_counts_with_its_forward():
+    audit = trained(Frozen(), torch.randn(8, 16), spec={"backend": "native", "exclude": ["tower"]})
+    assert audit.flops_share == pytest.approx(2 * 32 * 16 / (2 * 32 * 16 + 16 * 32))
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_recomputed_forwards_count_once(use_reentrant):
+    layers = nn.Sequential(nn.Linear(16, 32), nn.Conv1d(8, 8, 1), nn.Linear(32, 16))
+    x = torch.randn(2, 8, 16, requires_grad=True)
+    total = counted_flops(layers, x)
+    model = nn.Sequential(layers)
+    model.forward = lambda x: checkpoint(layers, x, use_reentrant=use_reentrant)
+    assert trained(model, x).flops_share == pytest.approx(flops_of_linears((16, 16, 32), (16, 32, 16)) / total)
+
+
+def test_layers_that_multiply_by_several_weights_count_them_all():
+    recurrent, attention = nn.LSTM(16, 32, num_layers=2), nn.MultiheadAttention(32, 4)
+    model = nn.ModuleList([recurrent, attention])
+    found = find_weight_products(model)
+    meter = WorkMeter(model, found)
+    hidden, _ = recurrent(torch.randn(10, 4, 16))
+    attention(hidden, torch.randn(20, 4, 32), torch.randn(20, 4, 32))
+    meter.detach()
+    work = {name: seen.flops for name, seen in meter.work.items()}
+    gates = {"weight_ih_l0": 16, "weight_hh_l0": 32, "weight_ih_l1": 32, "weight_hh_l1": 32}
+    assert work == {
+        **{f"0.{name}": 2 * 40 * size * 128 for name, size in gates.items()},
+        "1.in_proj_weight": 2 * 32 * 32 * (40 + 80 + 80),  # one part each for queries, keys and values
+    }
+
+
+@pytest.mark.slow
+def test_compiled_convolutions_are_named_as_not_counted(capfd):
+    model = nn.Sequential(nn.Conv1d(8, 8, 1), nn.Linear(16, 32), nn.Linear(32, 16))
+    optimizer = torch.optim.AdamW(model.parameters())
+    fp8_backends.prepare(model, optimizer, "native:dynamic")
+    compiled = torch.compile(model, backend="eager")
+    for _ in range(2):
+        compiled(torch.randn(4, 8, 16)).square().mean().backward()
+        optimizer.step()
+    assert fp8_backends.audit(model).uncounted == ["0"]
+    assert "2/2 Linear (beside 1 convolution), 100 % of weight FLOPs in FP8" in (line := capfd.readouterr().err)
+    assert "1 convolution not counted" in line
+
+
+# layers that come after `prepare`
+
+
+def test_a_layer_that_is_added_is_counted_at_once_and_told_at_the_next_step(caplog):
+    model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16))
+    optimizer = torch.optim.AdamW(model.parameters())
+    fp8_backends.prepare(model, optimizer, "native:dynamic")
+
+    def step():
+        model(torch.randn(8, 16, requires_grad=True)).square().mean().backward()
+        optimizer.step()
+
+    step()
+    assert fp8_backends.audit(model).flops_share == 1 and not caplog.text
+    model.append(nn.Linear(16, 64))
+    optimizer.add_param_group({"params": list(model[2].parameters())})
+    audit = fp8_backends.audit(model)
+    assert audit.flops_share == pytest.approx(0.5)
+    assert "added after the model was prepared" in audit.high_precision["2"]
+    step()
+    assert "native:dynamic: 2: added after the model was prepared: prepare it again" in caplog.text
+    caplog.clear()
+    step()
+    fp8_backends.prepare(model, optimizer, "native:dynamic")
+    step()
+    assert fp8_backends.audit(model).flops_share == 1 and not caplog.text
+
+
+def test_a_layer_that_takes_the_place_of_another_is_noticed(caplog):
+    model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 32))
+    model.head = nn.Linear(32, 16)
+    optimizer = torch.optim.AdamW(model.parameters())
+    fp8_backends.prepare(model, optimizer, {"backend": "native", "exclude": ["1"]})
+    model[0] = nn.Linear(16, 32)
+    model[1] = nn.Linear(32, 32)
+    optimizer.add_param_group({"params": [*model[0].parameters(), *model[1].parameters()]})
+    model.forward = lambda x: model.head(model[1](model[0](x)))
+    with pytest.raises(fp8_backends.FP8BackendError, match="no FP8 product ran"):
+        model(torch.randn(8, 16)).square().mean().backward()
+        optimizer.step()
+    reasons = fp8_backends.audit(model).high_precision
+    assert "added after" in reasons["0"] and reasons["1"] == "left out by exclude='1'"
