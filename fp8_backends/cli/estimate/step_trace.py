@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from ...compute import registry
+from ...compute.counts import DGRAD, FPROP, WGRAD, ProductCounts
 from ...compute.interface import scaling_buffers
 from ...compute.products import exact_product
 from ...errors import FP8BackendError
@@ -37,8 +38,9 @@ from ...numerics.scaled_tensor import ScaledTensor
 from ...recipes.handlers import FP8RecipeKwargs, Recipe
 from ...states.adamw import ScaledStates
 from ...training import conversion, preparation
-from ...training.auditing import converted_layers, inner_tensors, stored_bytes
-from ...training.weight_products import FP8
+from ...training.auditing import converted_layers, count_flops, inner_tensors, observed_of, stored_bytes
+from ...training.weight_products import find_weight_products
+from ...training.work import Work, WorkMeter
 
 PARTS = ("weights", "master", "gradients", "states", "buffers", "copies", "codes", "activations")
 """What memory is for. `copies` of weights in high precision (autocast's) and FP8 `codes` of weights are made for the
@@ -337,12 +339,14 @@ class _Step:
         regions = _Regions(tracker, stacks)
         tracker.forget_peaks()
         trace = StepTrace(resting=dict(tracker.live), sizes=_sizes(self.model, self.optimizer, sum(stacks, [])))
+        meter = WorkMeter(self.model, find_weight_products(self.model))
         tracker.enter("forward")
         loss = _loss(self.model(**make_batch()))
         regions.turn()
         trace.saved = {part: tracker.live[part] - trace.resting[part] for part in (COPIES, CODES, ACTIVATIONS)}
         loss.backward()
         del loss
+        trace.sizes |= _flops(self.model, meter.work)
         trace.gradients = tracker.live[GRADIENTS]
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         plain = [gradient for gradient in gradients if not isinstance(gradient, ScaledTensor)]
@@ -430,7 +434,7 @@ def _sizes(model: nn.Module, optimizer: torch.optim.Optimizer, blocks: list[nn.M
     In elements: `parameters`, `trained`, `scaled` (trained and stored in scaled precision), `largest_scaled`,
     `converted` (in FP8 products), `to_scale` (by an optimizer that rounds what it stores), `scaling_states` (agreed on
     between ranks), `block` and `block_scaled` (of the largest block), `outside` (the blocks). In bytes: `scaled_states`
-    (masters and moments of scaled weights). In FLOPs of a token: `flops`, `flops_fp8`.
+    (masters and moments of scaled weights).
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     scaled = [p for p in trained if isinstance(p, ScaledTensor)]
@@ -449,15 +453,32 @@ def _sizes(model: nn.Module, optimizer: torch.optim.Optimizer, blocks: list[nn.M
         "block_scaled": sum(p.numel() for p in block.parameters() if isinstance(p, ScaledTensor)),
         "outside": _elements(model) - sum(map(_elements, blocks)),
     }
-    products = conversion.weight_products(model)
     for _, root, prepared in conversion.prepared_roots(model):
         for layer in converted_layers(root, prepared).values():
             sizes["converted"] += layer.weight.numel()
         sizes["scaling_states"] += sum(state.numel() for state in scaling_buffers(prepared.compute, root))
-        products = prepared.report.products
-    sizes["flops"] = sum(product.flops for product in products)
-    sizes["flops_fp8"] = sum(product.flops for product in products if product.state == FP8)
     return sizes
+
+
+def _flops(model: nn.Module, work: dict[str, Work]) -> dict[str, float]:
+    """Return the FLOPs of the step's products with weights, and of those in FP8, as a proof counts them.
+
+    Args:
+        work: what the step did, by the names of weights.
+    """
+    found = {"flops": 0.0, "flops_fp8": 0.0}
+    for _, root, prepared in conversion.prepared_roots(model):
+        observed_of(prepared).work = work
+        high = prepared.compute.high_precision_products(prepared.recipe)
+        counts = {}
+        for name in prepared.report.converted:
+            seen = work.get(name, Work(backward=True, input_gradient=True))
+            ran = {FPROP: True, DGRAD: seen.backward and seen.input_gradient, WGRAD: seen.backward}
+            counts[name] = ProductCounts(**{kind: int(has_run and kind not in high) for kind, has_run in ran.items()})
+        measured = count_flops(root, prepared, counts)
+        found["flops"] += measured.needed
+        found["flops_fp8"] += measured.in_fp8
+    return found
 
 
 def _elements(module: nn.Module) -> int:
