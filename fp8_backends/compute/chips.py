@@ -11,8 +11,7 @@ from __future__ import annotations
 import functools
 from typing import Any, Literal, NamedTuple
 
-from ..errors import RecipeError
-from .fields import closest
+from .fields import check_known
 
 State = Literal["FP8", "emulated", "refused"]
 FP8, EMULATED, REFUSED = "FP8", "emulated", "refused"
@@ -120,8 +119,7 @@ def product_named(name: str) -> Product:
         RecipeError: no such name, with the nearest one.
     """
     key = name.lower().replace("_", "-").replace(" ", "")
-    if key not in PRODUCTS:
-        raise RecipeError(f"chip {name!r} is not known{closest(key, PRODUCTS)}; there are {', '.join(PRODUCTS)}")
+    check_known("chip", key, PRODUCTS)
     return PRODUCTS[key]
 
 

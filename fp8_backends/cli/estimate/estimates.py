@@ -180,7 +180,7 @@ def _fill(found: Estimate, trace: StepTrace) -> None:
     found.gradients = trace.gradients
     found.copies, found.activations = trace.saved[COPIES] + trace.saved[CODES], trace.saved[ACTIVATIONS]
     found.peak_at, found.peak = highest(trace)
-    found.flops_share = trace.sizes["flops_fp8"] / trace.sizes["flops"]
+    found.flops_share = trace.sizes["flops_fp8"] / (trace.sizes["flops"] or 1)
     found.parameters = trace.sizes["parameters"]
 
 
