@@ -32,7 +32,8 @@ def printed_by(capsys, *arguments):
 
 
 @pytest.mark.slow
-def test_a_table_for_each_sharding_no_wider_than_a_screen(config, capsys):
+def test_a_table_for_each_sharding_no_wider_than_a_screen(config, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
     options = ["--devices", "4", "--device", "h100", "--backend", "bf16,msamp:O2,te+msamp:O3", "--sequence", "128"]
     code, printed = printed_by(capsys, config, *options, "--sharding", "ddp,zero2")
     assert code == 0
