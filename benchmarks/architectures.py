@@ -238,6 +238,17 @@ def loss_of(model: nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     return model(**inputs).loss.float()
 
 
+class WithLoss(nn.Module):
+    """A model whose forward returns its loss alone."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **inputs: torch.Tensor) -> torch.Tensor:
+        return loss_of(self.model, inputs)
+
+
 # FLOPs by PyTorch's counter
 
 _ATTENTION = ("bmm", "baddbmm", "scaled_dot_product")

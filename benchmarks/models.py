@@ -76,10 +76,9 @@ def main() -> None:
         for backend in arguments.backends.split(","):
             result = {"model": name, "backend": backend, **trained(name, backend, arguments.steps)}
             result["estimated_peak"], result["measured_peak"] = estimated_and_measured_peak(
-                lambda name=name: architectures.build(name, arguments.size),
+                lambda name=name: architectures.WithLoss(architectures.build(name, arguments.size)),
                 lambda name=name: architectures.batch(name, arguments.size),
                 backend,
-                architectures.loss_of,
             )
             results.append(result)
             print(printed([result]), flush=True)
