@@ -241,6 +241,8 @@ class Observed:
         self.lost_updates: float | None = None
         self.work: dict[str, Work] = {}
         """How much the first step multiplied by each weight; nothing of what was compiled."""
+        self.left_out: set[str] | None = None
+        """Trainable parameters that no optimizer holds, as the user knows; None until an optimizer is prepared."""
         self.first_steps: list[Any] = []
         """What watches this model for its proof (`proof.FirstStep`)."""
         self._optimizers: list[weakref.ref] = []
@@ -254,7 +256,7 @@ class Observed:
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy of the model is not what these optimizers train, and weak references do not pickle
-        return {**self.__dict__, "_optimizers": [], "first_steps": [], "proven": False}
+        return {**self.__dict__, "_optimizers": [], "first_steps": [], "proven": False, "left_out": None}
 
 
 def observed_of(prepared: Prepared) -> Observed:

@@ -23,13 +23,13 @@ from ..compute import registry
 from ..compute.interface import FollowsOptimizer, KeepsWeightCasts, StoresWeights, TakesBlockCodes, scaling_buffers
 from ..compute.profiling import give_way
 from ..errors import FP8BackendError
-from ..numerics.modules import CONVERSION
+from ..numerics.modules import CONVERSION, plain_name
 from ..numerics.sharded_tensor import is_distributed
 from ..recipes.handlers import Recipe, resolve
 from ..recipes.specs import Spec
 from ..states import adamw, checkpoint, levels, original
 from . import conversion, proof, quantized_layers
-from .auditing import converted_layers, parameter_ids, unwrapped
+from .auditing import converted_layers, observed_of, parameter_ids, unwrapped
 from .conversion import PREPARED, Prepared, prepared_roots
 
 logger = logging.getLogger("fp8_backends")
@@ -314,17 +314,26 @@ def finish_accumulation(model: nn.Module) -> None:
     levels.finish_accumulation(model.parameters())
 
 
+NO_OPTIMIZER = (
+    "added after the model was prepared, in no prepared optimizer, and so not trained: call "
+    "optimizer.add_param_group, or make the optimizer and prepare both when the model is complete"
+)
+"""What is wrong with trainable parameters that a step left as they are."""
+
+
 class AfterStep:
     """Step post-hook of an optimizer: tells the backend of each model that it trains that a step was taken, and the
-    user of layers that came after the model was prepared."""
+    user of layers that came after the model was prepared, and of their parameters that no optimizer holds."""
 
     def __init__(self) -> None:
         self.modules_of: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         """For each prepared root what `_identity` said last."""
 
     def add(self, models: list[nn.Module]) -> None:
-        for root in (root for model in models for _, root, _ in prepared_roots(model)):
+        for _, root, prepared in (found for model in models for found in prepared_roots(model)):
             self.modules_of.setdefault(root, _identity(root))
+            left_out, observed = _left_out(root, prepared), observed_of(prepared)
+            observed.left_out = left_out if observed.left_out is None else observed.left_out & left_out
 
     def __call__(self, optimizer: torch.optim.Optimizer, args, kwargs) -> None:
         for root, identity in list(self.modules_of.items()):
@@ -337,6 +346,16 @@ class AfterStep:
                 self.modules_of[root] = now
                 if added := conversion.update_report(root, prepared):
                     logger.warning("%s: %s: %s", prepared.recipe.name, conversion.listed(added), conversion.ADDED)
+                left_out = observed_of(prepared).left_out
+                if new := sorted(_left_out(root, prepared) - left_out):
+                    left_out.update(new)
+                    logger.warning("%s: %s: %s", prepared.recipe.name, conversion.listed(new), NO_OPTIMIZER)
+
+
+def _left_out(root: nn.Module, prepared: Prepared) -> set[str]:
+    """Names of the trainable parameters that no optimizer of this root holds."""
+    held = set().union(*(parameter_ids(optimizer) for optimizer in observed_of(prepared).optimizers()))
+    return {plain_name(name) for name, p in root.named_parameters() if p.requires_grad and id(p) not in held}
 
 
 def _identity(root: nn.Module) -> int:

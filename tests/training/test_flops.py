@@ -204,6 +204,38 @@ def test_a_layer_that_is_added_is_counted_at_once_and_told_at_the_next_step(capl
     assert fp8_backends.audit(model).flops_share == 1 and not caplog.text
 
 
+@pytest.mark.parametrize("backend", ["native:dynamic", "msamp:O2"])
+def test_parameters_that_came_later_and_that_no_optimizer_holds_are_named_once(backend, caplog):
+    model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 32), nn.Linear(32, 16))
+    optimizers = [torch.optim.AdamW(model[i].parameters()) for i in (0, 1)]  # of 2.weight none, as the user likes it
+    for optimizer in optimizers:
+        fp8_backends.prepare(model, optimizer, backend)
+    model[1] = nn.Linear(32, 32)
+    model.append(nn.Linear(16, 16, bias=False).requires_grad_(False))
+
+    def step():
+        model(torch.randn(8, 16)).square().mean().backward()
+        optimizers[0].step()
+
+    step()
+    assert f"{backend}: 1.bias, 1.weight: added after the model was prepared, in no prepared optimizer" in caplog.text
+    assert "2.weight" not in caplog.text and "3.weight" not in caplog.text
+    caplog.clear()
+    step()
+    assert not caplog.text
+
+
+def test_adapters_that_come_after_prepare_are_named(caplog):
+    peft = pytest.importorskip("peft")
+    model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16))
+    optimizer = torch.optim.AdamW(model.parameters())
+    fp8_backends.prepare(model, optimizer, "native:dynamic")
+    model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["1"], r=4))
+    model(torch.randn(8, 16)).square().mean().backward()
+    optimizer.step()
+    assert "1.lora_A.default.weight, 1.lora_B.default.weight: added after the model was prepared" in caplog.text
+
+
 def test_a_layer_that_takes_the_place_of_another_is_noticed(caplog):
     model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 32))
     model.head = nn.Linear(32, 16)
