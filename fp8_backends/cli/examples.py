@@ -65,6 +65,8 @@ def run(args: argparse.Namespace) -> int:
 def copy(example: Example, target: Path) -> Path:
     """Copy an example into a folder or to a new file, and return its path. Raises `FP8BackendError` where it cannot."""
     path = target / example.script.name if target.is_dir() else target
+    if path.suffix != ".py":
+        raise FP8BackendError(f"{path} is no folder, and the name of a script ends in .py: give one of both")
     try:
         with path.open("xb") as new, example.script.open("rb") as script:
             shutil.copyfileobj(script, new)

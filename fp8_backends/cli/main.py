@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -30,7 +31,8 @@ needs any, options of its parser in `PARSER`; it is imported only when its comma
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand and return its exit code; 2 with one message on stderr for what cannot be done as asked."""
+    """Run a subcommand and return its exit code; 2 with one message on stderr for what cannot be done as asked, and 130
+    with one where Ctrl-C ended it."""
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(
         prog="fp8-backends", description="FP8 training backends by name for Hugging Face Accelerate."
@@ -43,13 +45,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             subparsers.add_parser(name, help=purpose)
             continue
         module = importlib.import_module(module_name, __package__)
-        module.add_arguments(subparsers.add_parser(name, help=purpose, **getattr(module, "PARSER", {})))
-    args = parser.parse_args(argv)
+        of_command = subparsers.add_parser(name, help=purpose, **getattr(module, "PARSER", {}))
+        module.add_arguments(of_command)
+    args, unknown = parser.parse_known_args(argv)
     if args.command is None:
         parser.print_help()
         return 0
+    if unknown:
+        of_command.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         return module.run(args)
     except FP8BackendError as error:
         print(f"fp8-backends {args.command}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"fp8-backends {args.command}: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT

@@ -32,9 +32,10 @@ def main(backend: str) -> None:
             optimizer.step()
             optimizer.zero_grad()
         mean = accelerator.reduce(loss.detach(), reduction="mean")
-        accelerator.print(f"epoch {epoch}: loss {mean.item():.4f} on {accelerator.num_processes} ranks")
+        accelerator.print(f"epoch {epoch}: loss {mean.item():.4f}, the mean over {accelerator.num_processes} rank(s)")
 
-    accelerator.print(fp8_backends.audit(model, optimizer).bytes_per_element)  # of the first rank
+    stored = fp8_backends.audit(model, optimizer).bytes_per_element  # on the first rank
+    accelerator.print("bytes for a weight:", {part: round(size, 2) for part, size in stored.items()})
     weights = accelerator.get_state_dict(model)  # plain tensors; all ranks call it
     accelerator.print({name: str(weight.dtype) for name, weight in weights.items()})
     accelerator.end_training()

@@ -97,6 +97,22 @@ def test_an_interruption_before_there_is_a_comparison_ends_the_command_without_a
     assert not (tmp_path / "out").exists()
 
 
+def test_ctrl_c_ends_a_command_with_one_line(monkeypatch, capsys):
+    def interrupt(*args):
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr("fp8_backends.cli.estimate.command.estimate", interrupt)
+    assert main(["estimate", "--params", "8B", "--chip", "h100"]) == 128 + signal.SIGINT
+    assert capsys.readouterr().err.splitlines()[-1] == "fp8-backends estimate: interrupted"
+
+
+def test_a_flag_that_a_command_does_not_know_shows_the_usage_of_that_command(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["examples", "--mdl"])
+    error = capsys.readouterr().err
+    assert error.startswith("usage: fp8-backends examples [-h]") and "unrecognized arguments: --mdl" in error
+
+
 def test_ranks_that_cannot_share_a_batch_are_refused(capsys, tmp_path):
     assert main(["compare", "--nproc", "3", "--batch", "8", "--output", str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err

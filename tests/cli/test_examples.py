@@ -63,6 +63,8 @@ def test_an_example_is_copied_and_nothing_is_overwritten(capsys, tmp_path, monke
     assert "python folder/ema.py" in printed and "python 'my average.py' --backend" in printed
     assert main(["examples", "ema", "nowhere/ema.py"]) == 2
     assert "nowhere/ema.py cannot be written: No such file" in capsys.readouterr().err
+    assert main(["examples", "ema", "lora"]) == 2
+    assert "lora is no folder" in capsys.readouterr().err and not (tmp_path / "lora").exists()
 
 
 def test_a_name_that_is_none_exits_with_2_and_the_nearest_one(capsys):

@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         memory=device.memory,
     )
     with Progress(f"tracing a training step of {model.title}") as progress:
-        estimates = estimate(workload, _listed(args.backend), _shardings(args), progress)
+        estimates = estimate(workload, _listed("--backend", args.backend), _shardings(args), progress)
         advice = fp8_advice(model, device, [each.backend for each in estimates if each.flops_share])
     if args.json:
         print(json.dumps(_plain(workload, device, estimates) | {"advice": advice}, indent=1))
@@ -96,7 +96,7 @@ def device_named(name: str | None) -> Device:
     name = name or chips.CPU.key
     number = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*(?:gib|gb)?", name.lower())
     if number is not None and float(number[1]):
-        return Device(f"a device of {number[1]} GiB", float(number[1]) * GIB)
+        return Device(f"device of {number[1]} GiB", float(number[1]) * GIB)
     try:
         product = chips.product_named(name)
     except RecipeError as error:
@@ -127,11 +127,15 @@ def _ram() -> float:
 def _shardings(args: argparse.Namespace) -> list[str]:
     if args.sharding is None:
         return ["none"] if args.devices == 1 else ["ddp", "fsdp2"]
-    return _listed(args.sharding.lower())
+    return _listed("--sharding", args.sharding.lower())
 
 
-def _listed(text: str) -> list[str]:
-    return [each.strip() for each in text.split(",") if each.strip()]
+def _listed(flag: str, text: str) -> list[str]:
+    """The words of a flag's text, which commas part. Raises `FP8BackendError` where there is none."""
+    words = [word for each in text.split(",") if (word := each.strip())]
+    if not words:
+        raise FP8BackendError(f"{flag} names none")
+    return words
 
 
 def _plain(workload: Workload, device: Device, estimates: list[Estimate]) -> dict[str, Any]:
@@ -182,6 +186,11 @@ COLUMNS = {
     "copies": "copies", "activations": "acts", "peak": "peak", "sent": "sent",
 }  # fmt: skip
 """Fields of an estimate and their headings. One that is nearly nothing for all backends has no column."""
+_MEANINGS = {
+    "buffers": "DDP's buckets and the model's buffers",
+    "copies": "of weights, from forward to backward (autocast's, FP8 codes)",
+    "activations": "activations kept for backward",
+}
 _NEARLY_NOTHING = 0.002
 """A share of the peak."""
 _UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
@@ -217,7 +226,7 @@ def _training(workload: Workload, device: Device) -> str:
 def _table(group: list[Estimate], size: int) -> str:
     """Write one sharding: a row for each backend, and why others are refused."""
     known = [each for each in group if not each.refused]
-    columns = [name for name in COLUMNS if any(getattr(each, name) > _NEARLY_NOTHING * each.peak for each in known)]
+    columns = [name for name in COLUMNS if _tells(name, known)]
     rows = [["", *(COLUMNS[name] for name in columns), "FP8", "fits", "largest", "batch"]]
     for each in known:
         fits = {True: "yes", False: "no", None: "?"}[each.fits]
@@ -227,6 +236,11 @@ def _table(group: list[Estimate], size: int) -> str:
         rows.append([each.backend, *numbers, share(each.flops_share), fits, largest, str(each.largest_batch)])
     refused = [(f"{each.backend}:", each.refused.removeprefix(f"{each.backend}: ")) for each in group if each.refused]
     return "\n".join([*([table(rows)] if known else []), *([paragraphs(refused)] if refused else [])])
+
+
+def _tells(name: str, estimates: Iterable[Estimate]) -> bool:
+    """Whether this field of the estimates has a column."""
+    return any(getattr(each, name) > _NEARLY_NOTHING * each.peak for each in estimates)
 
 
 def _number(value: float) -> str:
@@ -240,11 +254,9 @@ def _legend(known: list[Estimate], advice: Iterable[str]) -> str:
     notes = dict.fromkeys(note for each in known for note in each.notes)
     return paragraphs(
         [
-            ("other", "DDP's buckets and the model's buffers"),
-            ("copies", "of weights, from forward to backward (autocast's, FP8 codes)"),
-            ("acts", "activations kept for backward"),
+            *((COLUMNS[name], meaning) for name, meaning in _MEANINGS.items() if _tells(name, known)),
             ("peak", f"the highest moment of a step ({moments})"),
-            *([("sent", "to other devices in a step")] if any(each.sent for each in known) else []),
+            *([("sent", "to other devices in a step")] if _tells("sent", known) else []),
             ("FP8", "share of the FLOPs of weight products"),
             ("fits", f"the peak is at most {share(USABLE)} of the memory; the rest is for libraries and fragmentation"),
             ("largest", "parameters of this shape with more or fewer layers"),
