@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from ..errors import FP8BackendError
+
 CONVERSION = "_fp8_conversion"
 """Attribute of a converted layer: how it was converted (`Conversion`)."""
 
@@ -34,6 +36,13 @@ class Conversion:
 def plain_name(name: str) -> str:
     """A dotted name without the segments that wrappers (compile, FSDP, checkpointing) put into it."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def check_model(model: object) -> None:
+    """Raise `FP8BackendError` for what is no module, such as the pair that `prepare` returns."""
+    if not isinstance(model, nn.Module):
+        pair = ": prepare returns (model, optimizer)" if isinstance(model, tuple) else ""
+        raise FP8BackendError(f"model must be a torch.nn.Module, not {type(model).__name__}{pair}")
 
 
 def inert_hook():

@@ -19,7 +19,7 @@ from ..compute.interface import Compute, CountsProducts, HasProfile, StoresWeigh
 from ..compute.profiling import Layer, ProductProfile
 from ..errors import FP8BackendError
 from ..notebooks import as_html
-from ..numerics.modules import plain_name
+from ..numerics.modules import check_model, plain_name
 from ..numerics.sharded_tensor import full_shape
 from ..words import share
 from . import conversion
@@ -114,7 +114,11 @@ def audit(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> A
     Args:
         model: prepared by this package, or not (then nothing is in FP8). May be wrapped (DDP, `torch.compile`, PEFT).
         optimizer: whose states to weigh. Left out: the one that `prepare` or the Accelerator was given with the model.
+
+    Raises:
+        FP8BackendError: `model` is no module.
     """
+    check_model(model)
     model = conversion.unwrapped(model)
     roots = conversion.prepared_roots(model)
     observed = [observed_of(prepared) for _, _, prepared in roots]

@@ -24,7 +24,7 @@ from ..compute.expert_functions import ExpertWeights
 from ..compute.interface import Compute, ConvertsConv1D, ConvertsExperts, ConvertsNorms, Fusion
 from ..errors import FP8BackendError, RecipeError
 from ..notebooks import as_html
-from ..numerics.modules import CONVERSION, Conversion, plain_name
+from ..numerics.modules import CONVERSION, Conversion, check_model, plain_name
 from ..words import counted, share
 from .layer_filter import LayerFilter, NamePattern, excluded
 from .weight_products import (
@@ -231,8 +231,9 @@ def restore(model: nn.Module) -> None:
 
     Raises:
         FP8BackendError: a converted layer was wrapped since, such as by FSDP2; or something else holds on to a weight
-            that is stored in another form, named.
+            that is stored in another form, named; or `model` is no module.
     """
+    check_model(model)
     modules = list(model.modules())
     for name, module in model.named_modules():
         conversion = module.__dict__.get(CONVERSION) or module.__dict__.get(NORM_CONVERSION)

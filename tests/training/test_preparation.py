@@ -86,6 +86,26 @@ def test_swapped_arguments_are_explained():
         preparation.prepare(None, optimizer, "native")
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        fp8_backends.audit,
+        fp8_backends.restore,
+        fp8_backends.dequantize,
+        lambda model: fp8_backends.plain_weights(model).__enter__(),
+        lambda model: fp8_backends.export(model, "nowhere"),
+        lambda model: fp8_backends.validate("native", model),
+    ],
+    ids=["audit", "restore", "dequantize", "plain_weights", "export", "validate"],
+)
+def test_the_pair_that_prepare_returns_is_not_taken_for_a_model(function):
+    pair = fp8_backends.prepare(net(), None, "native:dynamic")
+    with pytest.raises(FP8BackendError, match=r"not tuple: prepare returns \(model, optimizer\)"):
+        function(pair)
+    with pytest.raises(FP8BackendError, match="model must be a torch.nn.Module, not str$"):
+        function("gpt2")
+
+
 def test_an_optimizer_of_another_model_is_refused():
     others = torch.optim.AdamW(net().parameters())
     with pytest.raises(FP8BackendError, match="holds no parameter of the prepared model"):
