@@ -213,7 +213,7 @@ NOTES = {
     ),
     "block-cuda": Note(
         f"block scales need a PyTorch for CUDA {release(_BLOCK_CUDA)} or newer",
-        "with an older one use te:dynamic, or native:blockwise, which emulates them",
+        "with an older one use te:dynamic, or native:blockwise, which emulates them then",
     ),
     "block-blackwell": Note(
         "TransformerEngine makes these products as MXFP8 ones", "their scales are powers of two, its default"

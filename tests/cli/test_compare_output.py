@@ -75,3 +75,9 @@ def test_the_conclusion_begins_with_the_verdict_and_marks_what_is_not_resolved(t
     assert [line.split(" (")[0] for line in lines if line.startswith("? ")] == [
         "?    held-out loss at most 0.01 nats above bf16's"
     ]
+    assert "bf16:" in lines
+    comparison.results["status"] = "terminated"
+    comparison.results["backends"]["bf16"]["runs"].clear()
+    conclude(comparison)
+    lines = capsys.readouterr().out.strip().splitlines()
+    assert "bf16:" not in lines and "native:dynamic:" in lines  # no heading without checks

@@ -140,7 +140,8 @@ def conclude(comparison: Comparison) -> None:
     parts += [table([list(headings.values()), *cells]), paragraphs(notes), summary.spread_line(results)]
     for backend, checks in comparison.checks().items():
         lines = [(_MARKS[check.outcome], f"{check.name} ({check.detail})") for check in checks]
-        parts.append(f"{backend}:\n{paragraphs(lines, 4)}")
+        if lines:
+            parts.append(f"{backend}:\n{paragraphs(lines, 4)}")
     if results["status"] == "finished" and results["note"]:
         parts.append(results["note"])
     places = f"{comparison.output / RESULTS}\n{comparison.output / PAGE}"
