@@ -47,8 +47,8 @@ _SHARED_OUT = at(("msamp:O3",), "shard_states=False")
 _ADAM = at(LEVELS, "trains with torch.optim.AdamW or torch.optim.Adam")
 _ADAM_NOTE = "Levels train with ``torch.optim.AdamW`` or ``Adam``: use a backend of O0"
 _AVERAGE_NOTE = (
-    "At levels the average is kept in FP32: `Levels <levels.rst>`_ has code. At O3 under DDP no rank has all masters "
-    "to average: prepare with ``shard_states=False``"
+    "Make it after ``prepare``. At levels it is kept in FP32: `Levels <levels.rst>`_ has code. At O3 under DDP no rank "
+    "has all masters to average: prepare with ``shard_states=False``"
 )
 _STATE_DICT_NOTE = (
     "At O3 under DDP no rank has a whole state dict: prepare with ``shard_states=False``, or load what "
