@@ -1,9 +1,9 @@
 """What optimizers with scaled states save and load, and how values become a stored state.
 
-A state dict holds the values of scaled states as plain BF16 or FP32 tensors, so that any program can read what is saved.
-They become the same scaled values again: the grid of their own amax holds all of them. A state of a DTensor is saved as a DTensor, which
-`torch.distributed.checkpoint` can shard anew. States that are shared out between the ranks (level O3 under DDP) are
-whole again for as long as a checkpoint is written (`whole_states`).
+A state dict holds the values of scaled states as plain BF16 or FP32 tensors, so that any program can read what is
+saved. They become the same scaled values again: the grid of their own amax holds all of them. A state of a DTensor is
+saved as a DTensor, which `torch.distributed.checkpoint` can shard anew. States that are shared out between the ranks
+(level O3 under DDP) are whole again for as long as a checkpoint is written (`whole_states`).
 """
 
 from __future__ import annotations
