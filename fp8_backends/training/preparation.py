@@ -28,6 +28,7 @@ from ..numerics.sharded_tensor import is_distributed
 from ..recipes.handlers import Recipe, resolve
 from ..recipes.specs import Spec
 from ..states import adamw, checkpoint, levels, original
+from ..words import listed
 from . import conversion, proof, quantized_layers
 from .auditing import converted_layers, parameter_ids, unwrapped
 from .conversion import PREPARED, Prepared, prepared_roots
@@ -336,7 +337,7 @@ class AfterStep:
             if not torch.compiler.is_compiling() and identity != (now := _identity(root)):
                 self.modules_of[root] = now
                 if added := conversion.update_report(root, prepared):
-                    logger.warning("%s: %s: %s", prepared.recipe.name, conversion.listed(added), conversion.ADDED)
+                    logger.warning("%s: %s: %s", prepared.recipe.name, listed(added), conversion.ADDED)
 
 
 def _identity(root: nn.Module) -> int:
