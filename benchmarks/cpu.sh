@@ -5,7 +5,7 @@
 # FEATURES is what `benchmarks/measuring.py` prints, such as avx512_bf16, or avx2 on a CPU without bf16 products, where
 # FP32 takes the place of bf16. Then `benchmarks/tables.py --write` writes the tables of benchmarks/README.rst and the
 # summary of README.rst. Exits with 1 if a question failed. Longer questions, on demand: memory.py, distributed.py,
-# estimate.py, finetune.py, gradient_mean.py.
+# estimate.py, models.py, finetune.py, gradient_mean.py.
 set -uo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 out=. small= only=

@@ -1,10 +1,12 @@
-"""The tables of measurements in `benchmarks/README.rst` and `README.rst`, from the records in `benchmarks/results`.
+"""The tables of measurements in `benchmarks/README.rst`, `README.rst` and the guide to models, from the records in
+`benchmarks/results`.
 
     benchmarks/tables.py                                  prints them all
-    benchmarks/tables.py --write                          writes each between its markers in both documents
+    benchmarks/tables.py --write                          writes each between its markers in all documents
     benchmarks/tables.py --write benchmarks/README.rst    the same in one document
 
-The markers are comments: `.. begin table NAME` and `.. end table NAME`. `README.rst` has the table `summary` alone.
+The markers are comments: `.. begin table NAME` and `.. end table NAME`. `README.rst` has the table `summary` alone, and
+the guide to models the table `models`.
 A question without a record says `not yet measured`. One of a CPU has a table for each kind of CPU that has a record,
 and the targets read those of one CPU with bf16 products and of one without: of the usual two, `targets.USUAL`, where
 these have records, else of the first by name. Every table names the machine, the versions and the date, and has
@@ -25,7 +27,7 @@ from targets import Records
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
-DOCUMENTS = (HERE.parent / "README.rst", HERE / "README.rst")
+DOCUMENTS = (HERE.parent / "README.rst", HERE / "README.rst", HERE.parent / "fp8_backends" / "docs" / "models.rst")
 NAMED = ("torch", "triton", "torchao", "transformer-engine", "bitsandbytes")
 """Libraries whose versions stand above a table."""
 
@@ -357,6 +359,28 @@ def estimate(records: Records) -> str:
     return of_records(records, {"estimate_cpu": "Estimate / measurement, lowest and highest over all backends"}, made)
 
 
+def models(records: Records) -> str:
+    """One row for each model of each record, over all of its backends."""
+    tables = []
+    for features in targets.features_of(records, "models_cpu"):
+        record, by_model = records[f"models_cpu_{features}"], {}
+        for each in record["results"]:
+            by_model.setdefault(each["model"], []).append(each)
+        backends = [each["backend"] for each in next(iter(by_model.values()))]
+        rows = []
+        for model, results in by_model.items():
+            shares = [f"{100 * each['flops_share']:.1f} %" for each in results]
+            off = max(abs(each["flops_share"] / each["flops_share_by_pytorch"] - 1) for each in results)
+            falls = "yes" if all(each["losses"][-1] < each["losses"][0] for each in results) else "no"
+            equal = "yes" if all(each["reloaded_equal"] for each in results) else "no"
+            peaks = _range([each["estimated_peak"] / each["measured_peak"] for each in results])
+            rows.append([model, *shares, f"{100 * off:.2f} %", falls, equal, peaks])
+        told = f"All backends, {record['arguments']['steps']} steps each ({where(record, features)}):"
+        header = ["model", *map(quoted, backends), "off", "learns", "reloads", "estimate / peak"]
+        tables += [textwrap.fill(told, 120), rst(header, rows)]
+    return "\n\n".join(tables or ["Not yet measured."])
+
+
 def _range(values: list[float]) -> str | None:
     if not values:
         return None
@@ -396,6 +420,7 @@ TABLES: dict[str, Callable[[Records], str]] = {
     "distributed": distributed,
     "finetune": finetune,
     "estimate": estimate,
+    "models": models,
 }
 _MARKED = re.compile(
     r"^\.\. begin table (?P<name>\S+)\n(?P<text>.*?)^\.\. end table (?P=name)\n", re.DOTALL | re.MULTILINE
@@ -421,7 +446,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument(
-        "--write", type=Path, nargs="*", metavar="FILE", help="write into these documents (default: both)"
+        "--write", type=Path, nargs="*", metavar="FILE", help="write into these documents (default: all)"
     )
     arguments = parser.parse_args()
     records = targets.load(arguments.results)

@@ -25,11 +25,12 @@ from .recipes.handlers import (
 from .recipes.precision_plan import PrecisionPlan, plan
 from .training import conversion
 from .training.auditing import Audit, audit
-from .training.conversion import ConversionReport, restore
+from .training.conversion import restore
 from .training.exporting import Export, export
 from .training.plain_weights import plain_weights
 from .training.preparation import initialize, keep_weight_casts, prepare, whole_states
 from .training.quantized_layers import dequantize
+from .training.report import ConversionReport
 from .training.validators import Finding, validate
 
 __version__ = "0.1.0"

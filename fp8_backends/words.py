@@ -1,6 +1,9 @@
-"""Numbers in sentences, the same in every report."""
+"""Numbers and names in sentences, the same in every report."""
 
 from __future__ import annotations
+
+import re
+from collections.abc import Iterable
 
 
 def counted(number: int, noun: str) -> str:
@@ -18,3 +21,14 @@ def share(part: float) -> str:
         if 0 < float(text) < 100:
             return f"{text} %"
     return "under 0.1 %" if percent < 50 else "over 99.9 %"
+
+
+def listed(names: Iterable[str], shown: int = 6) -> str:
+    """Names in one line, with layers that differ in their number only drawn together: `layers.*.q_proj (×24)`."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(re.sub(r"\b\d+\b", "*", name), []).append(name)
+    texts = [
+        f"{pattern} (×{len(group)})" if len(group) > 1 else group[0] or "(root)" for pattern, group in groups.items()
+    ]
+    return ", ".join(texts[:shown]) + (f" and {len(texts) - shown} more" if len(texts) > shown else "")

@@ -28,11 +28,13 @@ MACHINE = {"chip": "AMD EPYC", "gpus": 0, "torch_threads": 2, "torch": "2.13.0+c
 
 def test_the_documents_show_what_was_measured():
     """Every table of `benchmarks/tables.py`, as it follows from the records that lie in `benchmarks/results`: the
-    summary in the README, the others in `benchmarks/README.rst`. `benchmarks/tables.py --write` mends them."""
-    readme, measurements = (tables.between_markers(path.read_text(encoding="utf-8")) for path in tables.DOCUMENTS)
+    summary in the README, the models in their guide, the others in `benchmarks/README.rst`. `benchmarks/tables.py
+    --write` mends them."""
+    texts = [tables.between_markers(path.read_text(encoding="utf-8")) for path in tables.DOCUMENTS]
+    readme, measurements, models = texts
     records = targets.load(tables.RESULTS)
     made = {name: table(records) for name, table in tables.TABLES.items()}
-    assert readme == {"summary": made.pop("summary")}
+    assert readme == {"summary": made.pop("summary")} and models == {"models": made.pop("models")}
     assert measurements == made
 
 

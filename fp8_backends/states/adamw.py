@@ -244,7 +244,8 @@ class ScaledStates:
         return {**super().__getstate__(), "fp8_states": self.fp8_states}
 
     def state_dict(self) -> dict[str, Any]:
-        """PyTorch's state dict, with scaled states as plain FP32 values: on the CPU, and those of DTensors as DTensors.
+        """PyTorch's state dict, with scaled states as plain values: BF16 or FP32 ones on the CPU, those of DTensors as
+        DTensors of FP32.
 
         Raises:
             FP8BackendError: other ranks own some of the states, and `whole_states` is not entered.

@@ -1,9 +1,9 @@
 """What optimizers with scaled states save and load, and how values become a stored state.
 
-A state dict holds plain FP32 values of scaled states, so that any program can read what is saved. They become the same
-scaled values again: the grid of their own amax holds all of them. A state of a DTensor is saved as a DTensor, which
-`torch.distributed.checkpoint` can shard anew. States that are shared out between the ranks (level O3 under DDP) are
-whole again for as long as a checkpoint is written (`whole_states`).
+A state dict holds the values of scaled states as plain BF16 or FP32 tensors, so that any program can read what is
+saved. They become the same scaled values again: the grid of their own amax holds all of them. A state of a DTensor is
+saved as a DTensor, which `torch.distributed.checkpoint` can shard anew. States that are shared out between the ranks
+(level O3 under DDP) are whole again for as long as a checkpoint is written (`whole_states`).
 """
 
 from __future__ import annotations
@@ -44,14 +44,17 @@ def export_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) 
 
 
 def _exported(value: torch.Tensor, unread: bool) -> torch.Tensor:
-    """What is saved of one state. Scaled ones go to the CPU: as FP32 values they may find no room on a GPU."""
+    """What is saved of one state. Scaled ones go to the CPU: as plain values they may find no room on a GPU. FP8 values
+    with a scale that is a power of two are BF16 values, too."""
     if is_distributed(value):
         return dequantize_shards(value, torch.float32)
     if not isinstance(value, ScaledTensor):
         return value
     if unread:
         return torch.empty(value.shape, dtype=torch.float32, device="meta")
-    return value.exact(torch.float32).cpu()
+    values = value.exact(torch.float32).cpu()
+    narrow = values.bfloat16()
+    return narrow if torch.equal(narrow.float(), values) else values
 
 
 def load_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], load: Callable[[dict], None]) -> None:

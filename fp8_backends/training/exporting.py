@@ -20,10 +20,10 @@ from ..numerics.modules import check_model, plain_name
 from ..numerics.scaled_tensor import ScaledTensor
 from ..numerics.scaling import Quantized
 from ..numerics.sharded_tensor import dequantize_shards, is_distributed
-from ..words import counted
+from ..words import counted, listed
 from . import checkpoint_formats, quantized_layers
 from .checkpoint_formats import FITS_INTO, IN_WORDS, CheckpointFormat
-from .conversion import listed, prepared_roots, unwrapped
+from .conversion import prepared_roots, unwrapped
 from .weight_products import Found, find_weight_products
 
 

@@ -28,6 +28,7 @@ from ..numerics.sharded_tensor import is_distributed
 from ..recipes.handlers import Recipe, resolve
 from ..recipes.specs import Spec
 from ..states import adamw, checkpoint, levels, original
+from ..words import listed
 from . import conversion, proof, quantized_layers
 from .auditing import converted_layers, observed_of, parameter_ids, unwrapped
 from .conversion import PREPARED, Prepared, prepared_roots
@@ -345,11 +346,11 @@ class AfterStep:
             if not torch.compiler.is_compiling() and identity != (now := _identity(root)):
                 self.modules_of[root] = now
                 if added := conversion.update_report(root, prepared):
-                    logger.warning("%s: %s: %s", prepared.recipe.name, conversion.listed(added), conversion.ADDED)
+                    logger.warning("%s: %s: %s", prepared.recipe.name, listed(added), conversion.ADDED)
                 left_out = observed_of(prepared).left_out
                 if new := sorted(_left_out(root, prepared) - left_out):
                     left_out.update(new)
-                    logger.warning("%s: %s: %s", prepared.recipe.name, conversion.listed(new), NO_OPTIMIZER)
+                    logger.warning("%s: %s: %s", prepared.recipe.name, listed(new), NO_OPTIMIZER)
 
 
 def _left_out(root: nn.Module, prepared: Prepared) -> set[str]:

@@ -343,10 +343,10 @@ def _nothing_ran(counts: list[dict[str, ProductCounts]]) -> bool:
 def _shortcomings(root: nn.Module, prepared: Prepared, counts: dict[str, ProductCounts]) -> list[str]:
     """What a reader of the proof must know: layers that took no part, and gradients that were made some other way."""
     idle = [name for name, count in counts.items() if not _ran(count)]
-    messages = [f"layers without products: {conversion.listed(idle)}"] if idle else []
+    messages = [f"layers without products: {words.listed(idle)}"] if idle else []
     if WGRAD not in prepared.compute.high_precision_products(prepared.recipe):
         layers = converted_layers(root, prepared)
         ran = {name: count for name, count in counts.items() if _ran(count)}
         if odd := [name for name, count in ran.items() if not count.wgrad and layers[name].weight.grad is not None]:
-            messages.append(f"layers whose weight gradient did not come from an FP8 product: {conversion.listed(odd)}")
+            messages.append(f"layers whose weight gradient did not come from an FP8 product: {words.listed(odd)}")
     return messages

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ...training.conversion import listed
-from ...words import counted
+from ...words import counted, listed
 from .settings import BASELINES
 from .summary import Gap, Results, gap_to_reference, number, reference_of, t_quantile
 

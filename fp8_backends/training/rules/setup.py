@@ -13,7 +13,7 @@ from ...compute.fields import check_known
 from ...recipes.handlers import Recipe
 
 if TYPE_CHECKING:
-    from ..conversion import ConversionReport
+    from ..report import ConversionReport
 
 Severity = Literal["error", "warning", "info"]
 Parallel = Literal["none", "ddp", "fsdp1", "fsdp2", "deepspeed", "megatron", "tpu"]
