@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..compute import registry
-from ..compute.counts import DGRAD, FPROP, KINDS, WGRAD, ProductCounts
+from ..compute.counts import DGRAD, FPROP, KINDS, WGRAD, ProductCounts, inside_backward
 from ..compute.interface import Compute, CountsProducts, HasProfile, StoresWeights
 from ..compute.profiling import Layer, ProductProfile
 from ..errors import FP8BackendError
@@ -23,8 +23,8 @@ from ..numerics.modules import plain_name
 from ..numerics.sharded_tensor import full_shape
 from ..words import share
 from . import conversion
-from .weight_products import CONVOLUTION, FOREIGN_FP8, FP8, WeightProduct
-from .work import Work
+from .weight_products import CONVOLUTION, FOREIGN_FP8, FP8, WeightProduct, find_weight_products
+from .work import Work, WorkMeter
 
 if TYPE_CHECKING:
     from ..recipes.handlers import Recipe
@@ -241,6 +241,8 @@ class Observed:
         self.lost_updates: float | None = None
         self.work: dict[str, Work] = {}
         """How much the first step multiplied by each weight; nothing of what was compiled."""
+        self.meter: WorkMeter | None = None
+        """What measures that, from the first training forward on."""
         self.first_steps: list[Any] = []
         """What watches this model for its proof (`proof.FirstStep`)."""
         self._optimizers: list[weakref.ref] = []
@@ -252,9 +254,24 @@ class Observed:
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizers.append(weakref.ref(optimizer))
 
+    def measure(self, root: nn.Module) -> None:
+        """Measure the forward of the model that begins now, if it is one of training before the proof."""
+        trains = torch.is_grad_enabled()
+        if self.meter is None and trains and not self.proven and not inside_backward():
+            self.meter = WorkMeter(root, find_weight_products(root))
+        if self.meter is not None:
+            self.meter.paused = not trains
+
+    def prove(self) -> None:
+        """End what was measured for the proof."""
+        self.proven = True
+        if self.meter is not None:
+            self.meter.detach()
+            self.work, self.meter = self.meter.work, None
+
     def __getstate__(self) -> dict[str, Any]:
         # a copy of the model is not what these optimizers train, and weak references do not pickle
-        return {**self.__dict__, "_optimizers": [], "first_steps": [], "proven": False}
+        return {**self.__dict__, "_optimizers": [], "first_steps": [], "meter": None, "proven": False}
 
 
 def observed_of(prepared: Prepared) -> Observed:

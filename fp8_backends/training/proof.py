@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -36,8 +37,7 @@ from .auditing import (
     stored_dtype,
     unwrapped,
 )
-from .weight_products import CONVOLUTION, find_weight_products
-from .work import WorkMeter
+from .weight_products import CONVOLUTION
 
 if TYPE_CHECKING:
     from ..compute.profiling import ProductProfile
@@ -122,8 +122,8 @@ class FirstStep:
         """Whether a step was made inside backward, and is looked at before the next forward."""
         self.waits = 0
         """How many blocks of code with a profiler of their own are running."""
-        self.meters: dict[nn.Module, WorkMeter] = {}
-        """What measures how much each root multiplies, from its first training forward on."""
+        self.begun: set[nn.Module] = set()
+        """The roots that began a training forward; a hook tells when one ends."""
         self.hooks: list = []
 
     def install(self, optimizer: torch.optim.Optimizer) -> None:
@@ -140,8 +140,12 @@ class FirstStep:
             self.step_is_due = False
             self._look_at_step()
             return
-        if root not in self.meters and torch.is_grad_enabled():
-            self.meters[root] = WorkMeter(root, find_weight_products(root))
+        for prepared in (prepared for _, own, prepared in self.roots if own is root):  # no replica of DataParallel
+            observed_of(prepared).measure(root)
+        if root not in self.begun and torch.is_grad_enabled():
+            self.begun.add(root)
+            # only now, and never while a compiler looks
+            self.hooks.append(root.register_forward_hook(AfterForward(self), always_call=True))
         if not self.layers or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             return
         if self.profile is not None and not self.profile.running:
@@ -159,13 +163,10 @@ class FirstStep:
             self._start_profile(take_over=True)
         if self.profile is not None and self.began is None:
             self.began, self.gradients = root, gradients
-            # only now, and never while a compiler looks
-            self.end_of_forward = root.register_forward_hook(AfterForward(self), always_call=True)
 
     def after_forward(self, output: object) -> None:
-        self.end_of_forward.remove()
-        if output is None:
-            self.begin_anew()  # the forward raised
+        if output is None and sys.exc_info()[0] is not None:  # the forward raised
+            self.begin_anew()
             self.forget_work()
 
     def begin_anew(self) -> None:
@@ -176,8 +177,9 @@ class FirstStep:
 
     def forget_work(self) -> None:
         """Drop what was measured of a step that ended halfway."""
-        for meter in self.meters.values():
-            meter.work.clear()
+        for meter in (observed_of(prepared).meter for _, _, prepared in self.roots):
+            if meter is not None:
+                meter.work.clear()
 
     def after_step(self, optimizer: torch.optim.Optimizer, *_) -> None:
         if not self.roots or torch.compiler.is_compiling():
@@ -230,12 +232,8 @@ class FirstStep:
                 hook.remove()
         for (_, root, prepared), root_counts in zip(roots, counts, strict=True):
             observed_of(prepared).first_steps.remove(self)
-            meter = self.meters.pop(root, None)
-            if meter is not None:
-                meter.detach()
             if not observed_of(prepared).proven:
-                observed_of(prepared).proven = True
-                observed_of(prepared).work = meter.work if meter is not None else {}
+                observed_of(prepared).prove()
                 conversion.update_report(root, prepared)
                 state_proof(root, prepared, root_counts, by_shape)
 
@@ -266,7 +264,7 @@ class ForwardHook:
 
 
 class AfterForward:
-    """Tells a `FirstStep` that the forward which began its profile has ended, also by an exception."""
+    """Tells a `FirstStep` that a forward has ended, also by an exception."""
 
     def __init__(self, first_step: FirstStep) -> None:
         self.first_step = first_step

@@ -162,6 +162,90 @@ def test_layers_that_multiply_by_several_weights_count_them_all():
     }
 
 
+class Recurrent(nn.Module):
+    """A classifier of sequences that reads the last hidden state, or all the states of packed sequences."""
+
+    def __init__(self, packed):
+        super().__init__()
+        self.packed, self.lstm, self.last = packed, nn.LSTM(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x):
+        if self.packed:
+            x = nn.utils.rnn.pack_padded_sequence(x, torch.full((4,), 10))
+            return self.last(self.lstm(x)[0].data)
+        return self.last(self.lstm(x)[1][0][0])
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "hidden state"])
+def test_recurrent_layers_count_whatever_they_take_and_give(packed):
+    audit = trained(Recurrent(packed), torch.randn(10, 4, 16))
+    in_fp8 = flops_of_linears((40 if packed else 4, 32, 16))
+    # the first weight's input needs no gradient
+    assert audit.flops_share == pytest.approx(in_fp8 / (in_fp8 + 40 * (4 * 16 + 6 * 32) * 128))
+
+
+def test_keys_and_values_of_sizes_of_their_own_count_with_their_rows():
+    model = nn.MultiheadAttention(32, 4, kdim=16, vdim=16)
+    meter = WorkMeter(model, find_weight_products(model))
+    model(torch.randn(10, 4, 32), torch.randn(20, 4, 16), torch.randn(20, 4, 16))
+    assert {name: seen.rows for name, seen in meter.work.items()} == {
+        "q_proj_weight": 40,
+        "k_proj_weight": 80,
+        "v_proj_weight": 80,
+    }
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_pass_a_measured_layer():
+    model = nn.Linear(16, 32)
+    meter = WorkMeter(model, find_weight_products(model))
+    model(torch.nested.nested_tensor([torch.randn(3, 16), torch.randn(5, 16)]))
+    assert meter.work[""].rows == 8
+
+
+def test_a_layer_without_a_size_counts_when_it_has_one():
+    model = nn.Sequential(nn.LazyLinear(32), nn.Linear(32, 16))
+    optimizer = torch.optim.AdamW(model[1].parameters())
+    fp8_backends.prepare(model, optimizer, "native:dynamic")
+    model(torch.randn(4, 64)).sum().backward()
+    optimizer.step()
+    sizes = 64 * 32, 32 * 16
+    assert fp8_backends.audit(model).flops_share == pytest.approx(sizes[1] / sum(sizes))
+
+
+def test_forwards_that_train_nothing_do_not_count():
+    """Text is generated between the microbatches, and a forward raises."""
+    model = Rows()
+    optimizer = torch.optim.AdamW(model.parameters())
+    fp8_backends.prepare(model, optimizer, {"backend": "native", "exclude": ["one"]})
+    x = torch.randn(4, 8, 16, requires_grad=True)
+    failing = model.one.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(x)
+    failing.remove()
+    for _ in range(2):
+        loss = model(x).square().mean()
+        with torch.no_grad():
+            model(x[:, :1])
+        loss.backward()
+    optimizer.step()
+    in_fp8 = flops_of_linears((32, 16, 32), (64, 32, 32)) + 2 * 4 * 32 * 64
+    assert fp8_backends.audit(model).flops_share == pytest.approx(in_fp8 / (in_fp8 + flops_of_linears((4, 32, 16))))
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_replica_of_data_parallel_is_not_measured():
+    """PyTorch makes one for each GPU and forward, which shares the dictionaries of hooks with the model."""
+    model = nn.Sequential(nn.Linear(16, 16))
+    optimizer = torch.optim.AdamW(model.parameters())
+    fp8_backends.prepare(model, optimizer, "native:dynamic")
+    replica = model._replicate_for_data_parallel()  # its layers are those of the model, where no GPU takes copies
+    replica(torch.randn(8, 16)).sum().backward()
+    optimizer.step()
+    assert fp8_backends.audit(model).flops_share == 1
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
 @pytest.mark.slow
 def test_compiled_convolutions_are_named_as_not_counted(capfd):
     model = nn.Sequential(nn.Conv1d(8, 8, 1), nn.Linear(16, 32), nn.Linear(32, 16))

@@ -375,6 +375,16 @@ def test_a_forward_that_raises_ends_the_profile_and_a_later_step_is_the_proof(ca
     assert "ao:tensorwise: 3/3 Linear" in capfd.readouterr().err
 
 
+def test_a_model_that_returns_nothing_is_proven(capfd):
+    model, optimizer = prepared("ao:tensorwise")
+    run = model.run
+    model.run = lambda x: setattr(model, "loss", run(x).square().sum())
+    model(torch.randn(24, 32))
+    model.loss.backward()
+    optimizer.step()
+    assert "ao:tensorwise: 3/3 Linear" in capfd.readouterr().err
+
+
 def test_the_proof_waits_for_code_that_has_a_profiler_of_its_own(capfd):
     model, optimizer = prepared("ao:tensorwise")
     backward(model)  # the proof's profile runs
