@@ -241,6 +241,9 @@ class Observed:
         self.lost_updates: float | None = None
         self.work: dict[str, Work] = {}
         """How much the first step multiplied by each weight; nothing of what was compiled."""
+        self.idle: set[str] = set()
+        """Weights that took no part in it, by the names of their modules and by their own: they train and got no
+        gradient, or PEFT trains a copy in their place (`modules_to_save`)."""
         self.meter: WorkMeter | None = None
         """What measures that, from the first training forward on."""
         self.first_steps: list[Any] = []
@@ -262,12 +265,20 @@ class Observed:
         if self.meter is not None:
             self.meter.paused = not trains
 
-    def prove(self) -> None:
+    def prove(self, root: nn.Module) -> None:
         """End what was measured for the proof."""
         self.proven = True
         if self.meter is not None:
             self.meter.detach()
             self.work, self.meter = self.meter.work, None
+        trains = _trainable_by_name(root)
+        got_gradients = _by_module(dict.fromkeys(self.gradient_dtypes, True))
+        if got_gradients:  # else an engine keeps them to itself
+            self.idle = {
+                name
+                for name in trains.keys() - self.work.keys() - got_gradients.keys()
+                if trains[name] or "original_module" in name.split(".")
+            }
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy of the model is not what these optimizers train, and weak references do not pickle
@@ -338,17 +349,19 @@ def count_flops(root: nn.Module, prepared: Prepared, counts: dict[str, ProductCo
     """FLOPs of every kind of product that each weight needs, and of those that ran in FP8.
 
     Gradients are needed where a gradient of the output arrived: that of the weight where it trains, that of the input
-    where some input needs one. A weight that was not seen in the first step is counted as if every token had passed it;
-    whether its input needs a gradient, its products tell.
+    where some input needs one. A weight that was not seen in the first step is counted as if every token had passed it,
+    unless it is known to have taken no part; whether its input needs a gradient, its products tell.
     """
     work = observed_of(prepared).work
+    idle = observed_of(prepared).idle
     high = prepared.compute.high_precision_products(prepared.recipe)
     trains = _trainable_by_name(root)
 
     def done_and_needed(product: WeightProduct, kind: str) -> tuple[bool, bool]:
         ran = counts.get(product.name) if product.state == FP8 else None
         done = ran is not None and getattr(ran, kind) > 0
-        return done, done or _is_needed(kind, trains.get(product.name, True), work.get(product.name), ran, high)
+        needed = _is_needed(kind, trains.get(product.name, True), work.get(product.name), ran, high)
+        return done, done or (needed and product.name not in idle)
 
     return _measure_flops(prepared, work, done_and_needed)
 
@@ -399,9 +412,13 @@ def _is_needed(kind: str, trains: bool, seen: Work | None, ran: ProductCounts | 
 def _trainable_by_name(root: nn.Module) -> dict[str, bool]:
     """Whether a weight trains, under the name of its module and under its own."""
     named = root.named_parameters(remove_duplicate=False)
-    trains = {plain_name(name): parameter.requires_grad for name, parameter in named}
-    modules = {n.removesuffix("weight").removesuffix("."): t for n, t in trains.items() if n.split(".")[-1] == "weight"}
-    return trains | modules
+    return _by_module({plain_name(name): parameter.requires_grad for name, parameter in named})
+
+
+def _by_module(by_name: dict[str, bool]) -> dict[str, bool]:
+    """What is known of Parameters by their names, under the names of the modules too whose `weight` they are."""
+    weights = {name: value for name, value in by_name.items() if name.split(".")[-1] == "weight"}
+    return by_name | {name.removesuffix("weight").removesuffix("."): value for name, value in weights.items()}
 
 
 def _read_root(result: Audit, prefix: str, root: nn.Module, prepared: Prepared) -> RootMeasures:

@@ -186,9 +186,10 @@ class FirstStep:
             return
         self.steps += 1
         self._record_gradient_dtypes()
-        # autograd brings a profiler that is stopped inside a backward back when it ends, and nothing would stop it then
-        self.step_is_due = bool(self.layers) and torch._C._current_graph_task_id() != -1
-        if not self.step_is_due:
+        was_due, self.step_is_due = self.step_is_due, torch._C._current_graph_task_id() != -1
+        # Inside a backward, other layers' gradients are still to come; and autograd brings a profiler that is stopped
+        # there back when it ends, and nothing would stop it then. A compiled forward does not tell that it begins.
+        if not self.step_is_due or (was_due and not self.layers):
             self._look_at_step()
 
     def _look_at_step(self) -> None:
@@ -233,14 +234,16 @@ class FirstStep:
         for (_, root, prepared), root_counts in zip(roots, counts, strict=True):
             observed_of(prepared).first_steps.remove(self)
             if not observed_of(prepared).proven:
-                observed_of(prepared).prove()
+                observed_of(prepared).prove(root)
                 conversion.update_report(root, prepared)
                 state_proof(root, prepared, root_counts, by_shape)
 
     def _record_gradient_dtypes(self) -> None:
         for _, root, prepared in self.roots:
             observed_of(prepared).gradient_dtypes |= {
-                plain_name(name): stored_dtype(p.grad) for name, p in root.named_parameters() if p.grad is not None
+                plain_name(name): stored_dtype(p.grad)
+                for name, p in root.named_parameters(remove_duplicate=False)
+                if p.grad is not None
             }
 
 

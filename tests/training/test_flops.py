@@ -110,6 +110,32 @@ class Rows(nn.Module):
         return self.one(x[:, 0])
 
 
+class Spare(nn.Module):
+    """A layer that nobody calls, and one whose weight another function multiplies by."""
+
+    def __init__(self):
+        super().__init__()
+        self.spare, self.around, self.last = nn.Linear(16, 64), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x):
+        return self.last(nn.functional.linear(x, self.around.weight))
+
+
+def test_a_layer_that_takes_no_part_does_not_count():
+    audit = trained(Spare(), torch.randn(8, 16, requires_grad=True), spec={"backend": "native", "exclude": ["around"]})
+    assert audit.flops_share == pytest.approx(1 / 2)
+
+
+def test_pefts_copy_counts_in_the_place_of_the_original():
+    peft = pytest.importorskip("peft")
+    model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16))
+    config = peft.LoraConfig(r=4, target_modules=["0"], modules_to_save=["1"])
+    audit = trained(peft.get_peft_model(model, config), torch.randn(8, 16))
+    # of the frozen layer the forward; its adapter is in high precision; the copy makes all three
+    low, adapter = 16 * 32 + 3 * 32 * 16, 2 * 16 * 4 + 3 * 4 * 32
+    assert audit.flops_share == pytest.approx(low / (low + adapter))
+
+
 @pytest.mark.parametrize("spec", ["native:dynamic", "ao:tensorwise"])
 @pytest.mark.filterwarnings("ignore:.*")
 def test_each_layer_counts_with_the_rows_that_passed_it(spec):

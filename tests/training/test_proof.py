@@ -128,6 +128,21 @@ def test_steps_inside_backward_are_proven_and_leave_no_profiler_on(each, capfd):
     assert capfd.readouterr().err.startswith("ao:tensorwise: 3/3 Linear, 100 % of weight FLOPs in FP8, fprop dgrad wg")
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_step_inside_backward_claims_nothing_before_all_gradients_have_come(compiled, capfd):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(4)])
+    for layer in model:
+        optimizer = torch.optim.SGD(layer.parameters(), lr=1e-3)
+        preparation.prepare(model, optimizer, {"backend": "native", "exclude": ["0"]})
+        layer.weight.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
+    forward = torch.compile(model, backend="eager") if compiled else model
+    for _ in range(2):
+        backward(forward)
+    assert "3/4 Linear, 75 % of weight FLOPs in FP8, fprop dgrad wgrad" in capfd.readouterr().err
+
+
 def test_products_of_another_model_prove_nothing():
     """Both are profiled at once, and their layers have the same shapes."""
     bypassed, its_optimizer = prepared(used=False)
