@@ -125,7 +125,8 @@ def audit(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> A
     parameters = {id(parameter) for parameter in model.parameters()}
     optimizers = [each for each in optimizers if not parameters.isdisjoint(parameter_ids(each))]
     result = Audit(recipe=", ".join(dict.fromkeys(prepared.recipe.name for _, _, prepared in roots)) or "not prepared")
-    parts = [_read_root(result, *root) for root in roots] or [_read_unprepared(result, model)]
+    tokens = max((_tokens(prepared, observed_of(prepared).work) for _, _, prepared in roots), default=1)
+    parts = [_read_root(result, *root, tokens) for root in roots] or [_read_unprepared(result, model)]
     needed = sum(part.needed for part in parts)
     result.flops_share = sum(part.in_fp8 for part in parts) / needed if needed else 0.0
     result.uncounted = [name for part in parts for name in part.uncounted]
@@ -345,12 +346,15 @@ class RootMeasures:
     """Dtypes that the gradients had at the first optimizer step, by the parameter's identity."""
 
 
-def count_flops(root: nn.Module, prepared: Prepared, counts: dict[str, ProductCounts]) -> RootMeasures:
+def count_flops(
+    root: nn.Module, prepared: Prepared, counts: dict[str, ProductCounts], tokens: float = 1
+) -> RootMeasures:
     """FLOPs of every kind of product that each weight needs, and of those that ran in FP8.
 
     Gradients are needed where a gradient of the output arrived: that of the weight where it trains, that of the input
     where some input needs one. A weight that was not seen in the first step is counted as if every token had passed it,
-    unless it is known to have taken no part; whether its input needs a gradient, its products tell.
+    unless it is known to have taken no part; whether its input needs a gradient, its products tell. `tokens`: how many
+    there were at least.
     """
     work = observed_of(prepared).work
     idle = observed_of(prepared).idle
@@ -363,7 +367,7 @@ def count_flops(root: nn.Module, prepared: Prepared, counts: dict[str, ProductCo
         needed = _is_needed(kind, trains.get(product.name, True), work.get(product.name), ran, high)
         return done, done or (needed and product.name not in idle)
 
-    return _measure_flops(prepared, work, done_and_needed)
+    return _measure_flops(prepared, work, done_and_needed, tokens)
 
 
 def expected_flops(root: nn.Module, prepared: Prepared, work: dict[str, Work]) -> RootMeasures:
@@ -379,11 +383,13 @@ def expected_flops(root: nn.Module, prepared: Prepared, work: dict[str, Work]) -
 
 
 def _measure_flops(
-    prepared: Prepared, work: dict[str, Work], done_and_needed: Callable[[WeightProduct, str], tuple[bool, bool]]
+    prepared: Prepared,
+    work: dict[str, Work],
+    done_and_needed: Callable[[WeightProduct, str], tuple[bool, bool]],
+    tokens: float = 1,
 ) -> RootMeasures:
     """Sum up the FLOPs of the products of a report, by whether each kind of each is done in FP8, and needed."""
-    positions = {product.name for product in prepared.report.products if product.kind == CONVOLUTION}
-    tokens = max((seen.rows for name, seen in work.items() if name not in positions), default=1)
+    tokens = max(tokens, _tokens(prepared, work))
     flops = RootMeasures()
     for product in prepared.report.products:
         seen = work.get(product.name)
@@ -396,6 +402,12 @@ def _measure_flops(
             flops.needed += size * needed
             flops.in_fp8 += size * done
     return flops
+
+
+def _tokens(prepared: Prepared, work: dict[str, Work]) -> float:
+    """The rows of the layer that most passed, as those of a layer that was not seen: 1 where none was."""
+    positions = {product.name for product in prepared.report.products if product.kind == CONVOLUTION}
+    return max((seen.rows for name, seen in work.items() if name not in positions), default=1)
 
 
 def _is_needed(kind: str, trains: bool, seen: Work | None, ran: ProductCounts | None, high: tuple[str, ...]) -> bool:
@@ -421,11 +433,11 @@ def _by_module(by_name: dict[str, bool]) -> dict[str, bool]:
     return by_name | {name.removesuffix("weight").removesuffix("."): value for name, value in weights.items()}
 
 
-def _read_root(result: Audit, prefix: str, root: nn.Module, prepared: Prepared) -> RootMeasures:
+def _read_root(result: Audit, prefix: str, root: nn.Module, prepared: Prepared, tokens: float) -> RootMeasures:
     """Write products, engines and reasons of one prepared root into the audit; return its FLOPs and weights."""
     conversion.update_report(root, prepared)
     counts = count_products(root, prepared)
-    flops = count_flops(root, prepared, counts)
+    flops = count_flops(root, prepared, counts, tokens)
     for name, module in converted_layers(root, prepared).items():
         full = _joined(prefix, name)
         result.products[full] = asdict(counts[name])

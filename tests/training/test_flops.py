@@ -286,6 +286,18 @@ def test_compiled_convolutions_are_named_as_not_counted(capfd):
     assert "1 convolution not counted" in line
 
 
+def test_a_part_that_was_compiled_weighs_as_much_as_one_that_was_seen():
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)) for _ in range(2)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    fp8_backends.prepare(model[0], optimizer, {"backend": "native", "exclude": ["0"]})
+    fp8_backends.prepare(model[1], optimizer, "native:dynamic")
+    model[0].compile(backend="eager")
+    for _ in range(2):
+        model(torch.randn(16, 32, requires_grad=True)).square().mean().backward()
+        optimizer.step()
+    assert fp8_backends.audit(model).flops_share == pytest.approx(3 / 4)
+
+
 # layers that come after `prepare`
 
 
