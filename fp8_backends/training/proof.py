@@ -228,6 +228,7 @@ class FirstStep:
         roots, self.roots = self.roots, []
         by_shape = self.profile is not None and self.profile.by_shape
         self.layers, self.profile, self.began, self.gradients = [], None, None, []
+        self.begun.clear()
         if self.forward_seen:  # else the hook is compiled into the model, doing nothing: removing it would recompile
             for hook in self.hooks:
                 hook.remove()

@@ -7,6 +7,7 @@ import gc
 import logging
 import pickle
 import re
+import weakref
 
 import pytest
 import torch
@@ -230,6 +231,17 @@ def test_the_proof_recompiles_nothing(spec):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
+def test_a_forward_that_is_compiled_alone_is_compiled_once():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    _, optimizer = preparation.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3), "native:dynamic")
+    model.forward = torch.compile(model.forward, backend="eager")
+    for _ in range(3):
+        step(model, optimizer)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
 @pytest.mark.parametrize("spec", BACKENDS)
 def test_no_product_at_all_is_an_error_at_the_first_step(spec):
     model, optimizer = prepared(spec, used=False)
@@ -334,6 +346,15 @@ def test_a_model_that_was_given_up_does_not_keep_the_profiler(capfd):
     gc.collect()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         torch.ones(1)
+
+
+@pytest.mark.parametrize("spec", BACKENDS)
+def test_after_the_proof_an_optimizer_does_not_keep_its_model(spec):
+    model, optimizer = prepared(spec)
+    step(model, optimizer)
+    model = weakref.ref(model)
+    gc.collect()
+    assert model() is None
 
 
 def test_a_first_step_that_failed_does_not_keep_another_model_from_storing_its_weights(capfd):
