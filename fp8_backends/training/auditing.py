@@ -53,7 +53,8 @@ class Audit:
     """FP8 share, 0 to 1, of all FLOPs that training spends on products with weights, convolutions included; as many
     rows pass each weight as in the first step, or one for each token where that step was compiled."""
     uncounted: list[str] = field(default_factory=list)
-    """Convolutions that `flops_share` leaves out, since they ran in compiled code, which shows no shapes."""
+    """Convolutions that `flops_share` leaves out, since nothing showed their shapes: they ran in compiled code, or another
+    module multiplied by their weights."""
     high_precision: dict[str, str] = field(default_factory=dict)
     """The reason why each of the other weights stays in high precision."""
     foreign_fp8: dict[str, str] = field(default_factory=dict)
@@ -393,12 +394,12 @@ def _measure_flops(
     flops = RootMeasures()
     for product in prepared.report.products:
         seen = work.get(product.name)
+        answers = [done_and_needed(product, kind) for kind in KINDS]
         if seen is None and product.kind == CONVOLUTION:
-            flops.uncounted.append(product.name)
+            flops.uncounted += [product.name] * any(needed for _, needed in answers)
             continue
         size = product.flops * tokens if seen is None else seen.flops
-        for kind in KINDS:
-            done, needed = done_and_needed(product, kind)
+        for done, needed in answers:
             flops.needed += size * needed
             flops.in_fp8 += size * done
     return flops

@@ -142,10 +142,10 @@ class FirstStep:
             return
         for prepared in (prepared for _, own, prepared in self.roots if own is root):  # no replica of DataParallel
             observed_of(prepared).measure(root)
-        if root not in self.begun and torch.is_grad_enabled():
-            self.begun.add(root)
-            # only now, and never while a compiler looks
-            self.hooks.append(root.register_forward_hook(AfterForward(self), always_call=True))
+            if root not in self.begun and torch.is_grad_enabled():
+                self.begun.add(root)
+                # only now, and never while a compiler looks
+                self.hooks.append(root.register_forward_hook(AfterForward(self), always_call=True))
         if not self.layers or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             return
         if self.profile is not None and not self.profile.running:
