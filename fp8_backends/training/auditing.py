@@ -53,8 +53,8 @@ class Audit:
     """FP8 share, 0 to 1, of all FLOPs that training spends on products with weights, convolutions included; as many
     rows pass each weight as in the first step, or one for each token where that step was compiled."""
     uncounted: list[str] = field(default_factory=list)
-    """Convolutions that `flops_share` leaves out, since nothing showed their shapes: they ran in compiled code, or another
-    module multiplied by their weights."""
+    """Convolutions that `flops_share` leaves out, since nothing showed their shapes: they ran in compiled code, or
+    another module multiplied by their weights."""
     high_precision: dict[str, str] = field(default_factory=dict)
     """The reason why each of the other weights stays in high precision."""
     foreign_fp8: dict[str, str] = field(default_factory=dict)
