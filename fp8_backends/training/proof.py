@@ -193,8 +193,11 @@ class FirstStep:
             self._look_at_step()
 
     def _look_at_step(self) -> None:
+        for _, root, prepared in self.roots:
+            if root.__dict__.get(conversion.PREPARED) is not prepared:
+                observed_of(prepared).prove(root)  # it was restored, and has nothing to prove any more
         if all(observed_of(prepared).proven for _, _, prepared in self.roots):
-            self._finish([{} for _ in self.roots])  # another optimizer's step proved them
+            self._finish([{} for _ in self.roots])  # such as by another optimizer's step
             return
         stopped = self.profile is not None and self.profile.running
         if stopped:

@@ -66,7 +66,7 @@ class WorkMeter:
         self._handles = []
 
     def __call__(self, module: nn.Module, args, kwargs, output) -> None:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():  # sizes are no numbers there
             return
         recomputes = inside_backward()
         if self.paused and not recomputes:

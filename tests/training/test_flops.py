@@ -261,6 +261,14 @@ def test_forwards_that_train_nothing_do_not_count():
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
+@pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
+def test_a_traced_forward_does_not_count():
+    model = nn.Linear(16, 32)
+    meter = WorkMeter(model, find_weight_products(model))
+    torch.jit.trace(model, torch.randn(8, 16), check_trace=False)
+    assert not meter.work
+
+
 def test_a_replica_of_data_parallel_is_not_measured():
     """PyTorch makes one for each GPU and forward, which shares the dictionaries of hooks with the model."""
     model = nn.Sequential(nn.Linear(16, 16))

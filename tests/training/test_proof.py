@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from fp8_backends.compute import profiling
 from fp8_backends.errors import FP8BackendError
 from fp8_backends.recipes import handlers as recipes
-from fp8_backends.training import auditing, preparation, proof
+from fp8_backends.training import auditing, conversion, preparation, proof
 
 BACKENDS = ("ao:tensorwise", "native:dynamic")
 
@@ -355,6 +355,20 @@ def test_after_the_proof_an_optimizer_does_not_keep_its_model(spec):
     model = weakref.ref(model)
     gc.collect()
     assert model() is None
+
+
+@pytest.mark.parametrize("after_forward", [False, True])
+@pytest.mark.parametrize("spec", BACKENDS)
+def test_a_model_that_was_restored_before_its_first_step_has_nothing_to_prove(spec, after_forward, capfd):
+    model, optimizer = prepared(spec)
+    if after_forward:
+        backward(model)
+    conversion.restore(model)
+    step(model, optimizer)
+    assert capfd.readouterr().err == "" and not model._forward_pre_hooks and not model.first._forward_hooks
+    preparation.prepare(model, optimizer, "native:delayed")
+    step(model, optimizer)
+    assert "native:delayed: 3/3 Linear" in capfd.readouterr().err
 
 
 def test_a_first_step_that_failed_does_not_keep_another_model_from_storing_its_weights(capfd):
