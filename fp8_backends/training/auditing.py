@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..compute import registry
-from ..compute.counts import DGRAD, FPROP, KINDS, WGRAD, ProductCounts
+from ..compute.counts import DGRAD, FPROP, KINDS, WGRAD, ProductCounts, inside_backward
 from ..compute.interface import Compute, CountsProducts, HasProfile, StoresWeights
 from ..compute.profiling import Layer, ProductProfile
 from ..errors import FP8BackendError
@@ -23,8 +23,8 @@ from ..numerics.modules import check_model, plain_name
 from ..numerics.sharded_tensor import full_shape
 from ..words import share
 from . import conversion
-from .weight_products import CONVOLUTION, FOREIGN_FP8, FP8, WeightProduct
-from .work import Work
+from .weight_products import CONVOLUTION, FOREIGN_FP8, FP8, WeightProduct, find_weight_products
+from .work import Work, WorkMeter
 
 if TYPE_CHECKING:
     from ..recipes.handlers import Recipe
@@ -53,7 +53,8 @@ class Audit:
     """FP8 share, 0 to 1, of all FLOPs that training spends on products with weights, convolutions included; as many
     rows pass each weight as in the first step, or one for each token where that step was compiled."""
     uncounted: list[str] = field(default_factory=list)
-    """Convolutions that `flops_share` leaves out, since they ran in compiled code, which shows no shapes."""
+    """Convolutions that `flops_share` leaves out, since nothing showed their shapes: they ran in compiled code, or
+    another module multiplied by their weights."""
     high_precision: dict[str, str] = field(default_factory=dict)
     """The reason why each of the other weights stays in high precision."""
     foreign_fp8: dict[str, str] = field(default_factory=dict)
@@ -129,7 +130,8 @@ def audit(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> A
     parameters = {id(parameter) for parameter in model.parameters()}
     optimizers = [each for each in optimizers if not parameters.isdisjoint(parameter_ids(each))]
     result = Audit(recipe=", ".join(dict.fromkeys(prepared.recipe.name for _, _, prepared in roots)) or "not prepared")
-    parts = [_read_root(result, *root) for root in roots] or [_read_unprepared(result, model)]
+    tokens = max((_tokens(prepared, observed_of(prepared).work) for _, _, prepared in roots), default=1)
+    parts = [_read_root(result, *root, tokens) for root in roots] or [_read_unprepared(result, model)]
     needed = sum(part.needed for part in parts)
     result.flops_share = sum(part.in_fp8 for part in parts) / needed if needed else 0.0
     result.uncounted = [name for part in parts for name in part.uncounted]
@@ -247,6 +249,11 @@ class Observed:
         """How much the first step multiplied by each weight; nothing of what was compiled."""
         self.left_out: set[str] | None = None
         """Trainable parameters that no optimizer holds, as the user knows; None until an optimizer is prepared."""
+        self.idle: set[str] = set()
+        """Weights that took no part in it, by the names of their modules and by their own: they train and got no
+        gradient, or PEFT trains a copy in their place (`modules_to_save`)."""
+        self.meter: WorkMeter | None = None
+        """What measures that, from the first training forward on."""
         self.first_steps: list[Any] = []
         """What watches this model for its proof (`proof.FirstStep`)."""
         self._optimizers: list[weakref.ref] = []
@@ -258,9 +265,33 @@ class Observed:
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizers.append(weakref.ref(optimizer))
 
+    def measure(self, root: nn.Module) -> None:
+        """Measure the forward of the model that begins now, if it is one of training before the proof."""
+        trains = torch.is_grad_enabled()
+        if self.meter is None and trains and not self.proven and not inside_backward():
+            self.meter = WorkMeter(root, find_weight_products(root))
+        if self.meter is not None:
+            self.meter.paused = not trains
+
+    def prove(self, root: nn.Module) -> None:
+        """End what was measured for the proof."""
+        self.proven = True
+        if self.meter is not None:
+            self.meter.detach()
+            self.work, self.meter = self.meter.work, None
+        trains = _trainable_by_name(root)
+        got_gradients = _by_module(dict.fromkeys(self.gradient_dtypes, True))
+        if got_gradients:  # else an engine keeps them to itself
+            self.idle = {
+                name
+                for name in trains.keys() - self.work.keys() - got_gradients.keys()
+                if trains[name] or "original_module" in name.split(".")
+            }
+
     def __getstate__(self) -> dict[str, Any]:
         # a copy of the model is not what these optimizers train, and weak references do not pickle
-        return {**self.__dict__, "_optimizers": [], "first_steps": [], "proven": False, "left_out": None}
+        none_yet = {"_optimizers": [], "first_steps": [], "meter": None, "proven": False, "left_out": None}
+        return {**self.__dict__, **none_yet}
 
 
 def observed_of(prepared: Prepared) -> Observed:
@@ -323,23 +354,28 @@ class RootMeasures:
     """Dtypes that the gradients had at the first optimizer step, by the parameter's identity."""
 
 
-def count_flops(root: nn.Module, prepared: Prepared, counts: dict[str, ProductCounts]) -> RootMeasures:
+def count_flops(
+    root: nn.Module, prepared: Prepared, counts: dict[str, ProductCounts], tokens: float = 1
+) -> RootMeasures:
     """FLOPs of every kind of product that each weight needs, and of those that ran in FP8.
 
     Gradients are needed where a gradient of the output arrived: that of the weight where it trains, that of the input
-    where some input needs one. A weight that was not seen in the first step is counted as if every token had passed it;
-    whether its input needs a gradient, its products tell.
+    where some input needs one. A weight that was not seen in the first step is counted as if every token had passed it,
+    unless it is known to have taken no part; whether its input needs a gradient, its products tell. `tokens`: how many
+    there were at least.
     """
     work = observed_of(prepared).work
+    idle = observed_of(prepared).idle
     high = prepared.compute.high_precision_products(prepared.recipe)
     trains = _trainable_by_name(root)
 
     def done_and_needed(product: WeightProduct, kind: str) -> tuple[bool, bool]:
         ran = counts.get(product.name) if product.state == FP8 else None
         done = ran is not None and getattr(ran, kind) > 0
-        return done, done or _is_needed(kind, trains.get(product.name, True), work.get(product.name), ran, high)
+        needed = _is_needed(kind, trains.get(product.name, True), work.get(product.name), ran, high)
+        return done, done or (needed and product.name not in idle)
 
-    return _measure_flops(prepared, work, done_and_needed)
+    return _measure_flops(prepared, work, done_and_needed, tokens)
 
 
 def expected_flops(root: nn.Module, prepared: Prepared, work: dict[str, Work]) -> RootMeasures:
@@ -355,23 +391,31 @@ def expected_flops(root: nn.Module, prepared: Prepared, work: dict[str, Work]) -
 
 
 def _measure_flops(
-    prepared: Prepared, work: dict[str, Work], done_and_needed: Callable[[WeightProduct, str], tuple[bool, bool]]
+    prepared: Prepared,
+    work: dict[str, Work],
+    done_and_needed: Callable[[WeightProduct, str], tuple[bool, bool]],
+    tokens: float = 1,
 ) -> RootMeasures:
     """Sum up the FLOPs of the products of a report, by whether each kind of each is done in FP8, and needed."""
-    positions = {product.name for product in prepared.report.products if product.kind == CONVOLUTION}
-    tokens = max((seen.rows for name, seen in work.items() if name not in positions), default=1)
+    tokens = max(tokens, _tokens(prepared, work))
     flops = RootMeasures()
     for product in prepared.report.products:
         seen = work.get(product.name)
+        answers = [done_and_needed(product, kind) for kind in KINDS]
         if seen is None and product.kind == CONVOLUTION:
-            flops.uncounted.append(product.name)
+            flops.uncounted += [product.name] * any(needed for _, needed in answers)
             continue
         size = product.flops * tokens if seen is None else seen.flops
-        for kind in KINDS:
-            done, needed = done_and_needed(product, kind)
+        for done, needed in answers:
             flops.needed += size * needed
             flops.in_fp8 += size * done
     return flops
+
+
+def _tokens(prepared: Prepared, work: dict[str, Work]) -> float:
+    """The rows of the layer that most passed, as those of a layer that was not seen: 1 where none was."""
+    positions = {product.name for product in prepared.report.products if product.kind == CONVOLUTION}
+    return max((seen.rows for name, seen in work.items() if name not in positions), default=1)
 
 
 def _is_needed(kind: str, trains: bool, seen: Work | None, ran: ProductCounts | None, high: tuple[str, ...]) -> bool:
@@ -388,16 +432,20 @@ def _is_needed(kind: str, trains: bool, seen: Work | None, ran: ProductCounts | 
 def _trainable_by_name(root: nn.Module) -> dict[str, bool]:
     """Whether a weight trains, under the name of its module and under its own."""
     named = root.named_parameters(remove_duplicate=False)
-    trains = {plain_name(name): parameter.requires_grad for name, parameter in named}
-    modules = {n.removesuffix("weight").removesuffix("."): t for n, t in trains.items() if n.split(".")[-1] == "weight"}
-    return trains | modules
+    return _by_module({plain_name(name): parameter.requires_grad for name, parameter in named})
 
 
-def _read_root(result: Audit, prefix: str, root: nn.Module, prepared: Prepared) -> RootMeasures:
+def _by_module(by_name: dict[str, bool]) -> dict[str, bool]:
+    """What is known of Parameters by their names, under the names of the modules too whose `weight` they are."""
+    weights = {name: value for name, value in by_name.items() if name.split(".")[-1] == "weight"}
+    return by_name | {name.removesuffix("weight").removesuffix("."): value for name, value in weights.items()}
+
+
+def _read_root(result: Audit, prefix: str, root: nn.Module, prepared: Prepared, tokens: float) -> RootMeasures:
     """Write products, engines and reasons of one prepared root into the audit; return its FLOPs and weights."""
     conversion.update_report(root, prepared)
     counts = count_products(root, prepared)
-    flops = count_flops(root, prepared, counts)
+    flops = count_flops(root, prepared, counts, tokens)
     for name, module in converted_layers(root, prepared).items():
         full = _joined(prefix, name)
         result.products[full] = asdict(counts[name])

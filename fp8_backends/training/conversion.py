@@ -210,7 +210,7 @@ def update_report(root: nn.Module, prepared: Prepared) -> list[str]:
     for each in _find(root, prepared.recipe):
         product, is_converted = each.product, each.conversion is not None
         before = known.get(product.name)
-        if before is not None and (before.state == FP8) == is_converted:
+        if before is not None and (before.state == FP8) == is_converted and before.sizes == product.sizes:
             product = before
         elif is_converted:
             product.state = FP8

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -36,8 +37,7 @@ from .auditing import (
     stored_dtype,
     unwrapped,
 )
-from .weight_products import CONVOLUTION, find_weight_products
-from .work import WorkMeter
+from .weight_products import CONVOLUTION
 
 if TYPE_CHECKING:
     from ..compute.profiling import ProductProfile
@@ -122,8 +122,8 @@ class FirstStep:
         """Whether a step was made inside backward, and is looked at before the next forward."""
         self.waits = 0
         """How many blocks of code with a profiler of their own are running."""
-        self.meters: dict[nn.Module, WorkMeter] = {}
-        """What measures how much each root multiplies, from its first training forward on."""
+        self.begun: set[nn.Module] = set()
+        """The roots that began a training forward; a hook tells when one ends."""
         self.hooks: list = []
 
     def install(self, optimizer: torch.optim.Optimizer) -> None:
@@ -140,8 +140,12 @@ class FirstStep:
             self.step_is_due = False
             self._look_at_step()
             return
-        if root not in self.meters and torch.is_grad_enabled():
-            self.meters[root] = WorkMeter(root, find_weight_products(root))
+        for prepared in (prepared for _, own, prepared in self.roots if own is root):  # no replica of DataParallel
+            observed_of(prepared).measure(root)
+            if root not in self.begun and torch.is_grad_enabled():
+                self.begun.add(root)
+                # only now, and never while a compiler looks
+                self.hooks.append(root.register_forward_hook(AfterForward(self), always_call=True))
         if not self.layers or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             return
         if self.profile is not None and not self.profile.running:
@@ -159,13 +163,10 @@ class FirstStep:
             self._start_profile(take_over=True)
         if self.profile is not None and self.began is None:
             self.began, self.gradients = root, gradients
-            # only now, and never while a compiler looks
-            self.end_of_forward = root.register_forward_hook(AfterForward(self), always_call=True)
 
     def after_forward(self, output: object) -> None:
-        self.end_of_forward.remove()
-        if output is None:
-            self.begin_anew()  # the forward raised
+        if output is None and sys.exc_info()[0] is not None:  # the forward raised
+            self.begin_anew()
             self.forget_work()
 
     def begin_anew(self) -> None:
@@ -176,22 +177,27 @@ class FirstStep:
 
     def forget_work(self) -> None:
         """Drop what was measured of a step that ended halfway."""
-        for meter in self.meters.values():
-            meter.work.clear()
+        for meter in (observed_of(prepared).meter for _, _, prepared in self.roots):
+            if meter is not None:
+                meter.work.clear()
 
     def after_step(self, optimizer: torch.optim.Optimizer, *_) -> None:
         if not self.roots or torch.compiler.is_compiling():
             return
         self.steps += 1
         self._record_gradient_dtypes()
-        # autograd brings a profiler that is stopped inside a backward back when it ends, and nothing would stop it then
-        self.step_is_due = bool(self.layers) and torch._C._current_graph_task_id() != -1
-        if not self.step_is_due:
+        was_due, self.step_is_due = self.step_is_due, torch._C._current_graph_task_id() != -1
+        # Inside a backward, other layers' gradients are still to come; and autograd brings a profiler that is stopped
+        # there back when it ends, and nothing would stop it then. A compiled forward does not tell that it begins.
+        if not self.step_is_due or (was_due and not self.layers):
             self._look_at_step()
 
     def _look_at_step(self) -> None:
+        for _, root, prepared in self.roots:
+            if root.__dict__.get(conversion.PREPARED) is not prepared:
+                observed_of(prepared).prove(root)  # it was restored, and has nothing to prove any more
         if all(observed_of(prepared).proven for _, _, prepared in self.roots):
-            self._finish([{} for _ in self.roots])  # another optimizer's step proved them
+            self._finish([{} for _ in self.roots])  # such as by another optimizer's step
             return
         stopped = self.profile is not None and self.profile.running
         if stopped:
@@ -225,24 +231,23 @@ class FirstStep:
         roots, self.roots = self.roots, []
         by_shape = self.profile is not None and self.profile.by_shape
         self.layers, self.profile, self.began, self.gradients = [], None, None, []
+        self.begun.clear()
         if self.forward_seen:  # else the hook is compiled into the model, doing nothing: removing it would recompile
             for hook in self.hooks:
                 hook.remove()
         for (_, root, prepared), root_counts in zip(roots, counts, strict=True):
             observed_of(prepared).first_steps.remove(self)
-            meter = self.meters.pop(root, None)
-            if meter is not None:
-                meter.detach()
             if not observed_of(prepared).proven:
-                observed_of(prepared).proven = True
-                observed_of(prepared).work = meter.work if meter is not None else {}
+                observed_of(prepared).prove(root)
                 conversion.update_report(root, prepared)
                 state_proof(root, prepared, root_counts, by_shape)
 
     def _record_gradient_dtypes(self) -> None:
         for _, root, prepared in self.roots:
             observed_of(prepared).gradient_dtypes |= {
-                plain_name(name): stored_dtype(p.grad) for name, p in root.named_parameters() if p.grad is not None
+                plain_name(name): stored_dtype(p.grad)
+                for name, p in root.named_parameters(remove_duplicate=False)
+                if p.grad is not None
             }
 
 
@@ -266,7 +271,7 @@ class ForwardHook:
 
 
 class AfterForward:
-    """Tells a `FirstStep` that the forward which began its profile has ended, also by an exception."""
+    """Tells a `FirstStep` that a forward has ended, also by an exception."""
 
     def __init__(self, first_step: FirstStep) -> None:
         self.first_step = first_step

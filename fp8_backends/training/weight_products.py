@@ -74,6 +74,10 @@ class WeightProduct:
     def names(self) -> tuple[str, ...]:
         return (self.name, *self.aliases)
 
+    @property
+    def sizes(self) -> tuple[int, int]:
+        return self.in_features, self.out_features
+
 
 @dataclass
 class Found:

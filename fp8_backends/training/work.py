@@ -8,8 +8,9 @@ the output of a convolution before it ran. So the share of FP8 that a proof stat
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -41,16 +42,18 @@ class Work:
 class WorkMeter:
     """Forward hooks on the modules of a model that write `work`, by the names of the weight products.
 
-    A module that compiled code runs, or whose forward is never called because another module multiplies by its weight,
-    has no entry. In a copied or unpickled model the hooks do nothing.
+    A module that compiled code runs, whose weight had no size yet, or whose forward is never called because another
+    module multiplies by its weight, has no entry. In a copied or unpickled model the hooks do nothing.
     """
 
     def __init__(self, model: nn.Module, found: Iterable[Found]) -> None:
         self.work: dict[str, Work] = {}
+        self.paused = False
+        """Whether the forwards that run now are none of training, and do not count."""
         compiled = {part for module in model.modules() if _is_compiled(module) for part in module.modules()}
         self._products: dict[nn.Module, list[Found]] = defaultdict(list)
         for each in found:
-            if each.module not in compiled:
+            if each.module not in compiled and each.product.flops:
                 self._products[each.module].append(each)
         self._handles: list[RemovableHandle] = [
             module.register_forward_hook(self, with_kwargs=True) for module in self._products
@@ -63,18 +66,23 @@ class WorkMeter:
         self._handles = []
 
     def __call__(self, module: nn.Module, args, kwargs, output) -> None:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():  # sizes are no numbers there
             return
-        inputs = list(_tensors(args, kwargs))
-        needs_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
-        result = output if isinstance(output, torch.Tensor) else next(_tensors(output, {}), None)
+        recomputes = inside_backward()
+        if self.paused and not recomputes:
+            return
+        inputs, outputs = list(_tensors((args, kwargs))), list(_tensors(output))
+        if not inputs or not outputs:
+            return
+        differentiable = [tensor for tensor in outputs if tensor.requires_grad]
+        needs_gradient = bool(differentiable) and any(tensor.requires_grad for tensor in inputs)
         for each in self._products[module]:
             work = self.work.setdefault(each.product.name, Work())
-            work.input_gradient |= needs_gradient
-            if result is not None and result.requires_grad:
-                result.register_hook(work.note_backward)
-            if inputs and not inside_backward():
-                rows = _rows(each, inputs, result)
+            work.input_gradient |= needs_gradient or _reads_hidden_states(each)
+            for tensor in differentiable:
+                tensor.register_hook(work.note_backward)
+            if not recomputes:
+                rows = _rows(each, inputs, outputs[0])
                 work.rows += rows
                 work.flops += rows * _flops_of_a_row(each)
 
@@ -87,9 +95,20 @@ def _rows(each: Found, inputs: list[torch.Tensor], output: torch.Tensor) -> floa
     module, kind = each.module, each.product.kind
     if kind == CONVOLUTION:
         return inputs[0].numel() / module.in_channels if module.transposed else output.numel() / module.out_channels
-    if isinstance(module, nn.MultiheadAttention) and each.part == "in_proj_weight":
-        return sum(tensor.numel() / tensor.shape[-1] for tensor in inputs[:3]) / 3  # a third each: query, key, value
-    return inputs[0].numel() / max(inputs[0].shape[-1], 1)
+    rows = [tensor.numel() / max(tensor.size(-1), 1) for tensor in inputs]  # a nested tensor has no `shape`
+    if isinstance(module, nn.MultiheadAttention):
+        own = _ATTENTION_INPUTS.get(each.part)
+        return sum(rows[:3]) / 3 if own is None else rows[own]  # one weight for all three: a third each
+    return rows[0]
+
+
+_ATTENTION_INPUTS = {"q_proj_weight": 0, "k_proj_weight": 1, "v_proj_weight": 2}
+"""Which input of an attention module its weight is multiplied by, where query, key and value have one each."""
+
+
+def _reads_hidden_states(each: Found) -> bool:
+    """Whether it multiplies what the module itself has made, so that the gradient of its input is needed anyway."""
+    return isinstance(each.module, nn.RNNBase) and not each.part.startswith("weight_ih_l0")
 
 
 def _flops_of_a_row(each: Found) -> float:
@@ -99,12 +118,19 @@ def _flops_of_a_row(each: Found) -> float:
     return product.flops if each.part else 2 * product.in_features * product.out_features
 
 
-def _tensors(args: tuple, kwargs: dict) -> Iterator[torch.Tensor]:
-    """The floating-point tensors of a call."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim():
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The floating-point tensors in what a module takes or gives, however deep in tuples, lists and dictionaries."""
+    if isinstance(value, torch.Tensor):
+        if value.is_floating_point() and value.dim():
             yield value
+    elif isinstance(value, (tuple, list, Mapping)):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(each)
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    return getattr(module, "_compiled_call_impl", None) is not None or "_orig_mod" in module._modules
+    return (
+        getattr(module, "_compiled_call_impl", None) is not None
+        or "_orig_mod" in module._modules
+        or hasattr(module.forward, "_torchdynamo_orig_callable")
+    )

@@ -331,6 +331,11 @@ def test_eval_in_fp8_on_request_keeps_the_scaling_state():
     assert not torch.equal(y, F.linear(x * 100, layer.weight, layer.bias))
 
 
+def test_the_input_may_be_given_by_its_name():
+    layer, x = fp8_linear(nn.Linear(32, 16)), torch.randn(8, 32)
+    assert torch.equal(layer(input=x), layer(x))
+
+
 def test_no_grad_in_training_mode_keeps_the_scaling_state():
     layer = fp8_linear(nn.Linear(32, 32), "delayed")
     roll(layer)

@@ -110,6 +110,33 @@ class Rows(nn.Module):
         return self.one(x[:, 0])
 
 
+class Spare(nn.Module):
+    """A layer that nobody calls, and one whose weight another function multiplies by."""
+
+    def __init__(self):
+        super().__init__()
+        self.spare, self.around, self.last = nn.Linear(16, 64), nn.Linear(16, 32), nn.Linear(32, 16)
+        self.spare_convolution = nn.Conv1d(16, 64, 3)
+
+    def forward(self, x):
+        return self.last(nn.functional.linear(x, self.around.weight))
+
+
+def test_a_layer_that_takes_no_part_does_not_count():
+    audit = trained(Spare(), torch.randn(8, 16, requires_grad=True), spec={"backend": "native", "exclude": ["around"]})
+    assert audit.flops_share == pytest.approx(1 / 2) and not audit.uncounted
+
+
+def test_pefts_copy_counts_in_the_place_of_the_original():
+    peft = pytest.importorskip("peft")
+    model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16))
+    config = peft.LoraConfig(r=4, target_modules=["0"], modules_to_save=["1"])
+    audit = trained(peft.get_peft_model(model, config), torch.randn(8, 16))
+    # of the frozen layer the forward; its adapter is in high precision; the copy makes all three
+    low, adapter = 16 * 32 + 3 * 32 * 16, 2 * 16 * 4 + 3 * 4 * 32
+    assert audit.flops_share == pytest.approx(low / (low + adapter))
+
+
 @pytest.mark.parametrize("spec", ["native:dynamic", "ao:tensorwise"])
 @pytest.mark.filterwarnings("ignore:.*")
 def test_each_layer_counts_with_the_rows_that_passed_it(spec):
@@ -162,6 +189,98 @@ def test_layers_that_multiply_by_several_weights_count_them_all():
     }
 
 
+class Recurrent(nn.Module):
+    """A classifier of sequences that reads the last hidden state, or all the states of packed sequences."""
+
+    def __init__(self, packed):
+        super().__init__()
+        self.packed, self.lstm, self.last = packed, nn.LSTM(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x):
+        if self.packed:
+            x = nn.utils.rnn.pack_padded_sequence(x, torch.full((4,), 10))
+            return self.last(self.lstm(x)[0].data)
+        return self.last(self.lstm(x)[1][0][0])
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "hidden state"])
+def test_recurrent_layers_count_whatever_they_take_and_give(packed):
+    audit = trained(Recurrent(packed), torch.randn(10, 4, 16))
+    in_fp8 = flops_of_linears((40 if packed else 4, 32, 16))
+    # the first weight's input needs no gradient
+    assert audit.flops_share == pytest.approx(in_fp8 / (in_fp8 + 40 * (4 * 16 + 6 * 32) * 128))
+
+
+def test_keys_and_values_of_sizes_of_their_own_count_with_their_rows():
+    model = nn.MultiheadAttention(32, 4, kdim=16, vdim=16)
+    meter = WorkMeter(model, find_weight_products(model))
+    model(torch.randn(10, 4, 32), torch.randn(20, 4, 16), torch.randn(20, 4, 16))
+    assert {name: seen.rows for name, seen in meter.work.items()} == {
+        "q_proj_weight": 40,
+        "k_proj_weight": 80,
+        "v_proj_weight": 80,
+    }
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_pass_a_measured_layer():
+    model = nn.Linear(16, 32)
+    meter = WorkMeter(model, find_weight_products(model))
+    model(torch.nested.nested_tensor([torch.randn(3, 16), torch.randn(5, 16)]))
+    assert meter.work[""].rows == 8
+
+
+def test_a_layer_without_a_size_counts_when_it_has_one():
+    model = nn.Sequential(nn.LazyLinear(32), nn.Linear(32, 16))
+    optimizer = torch.optim.AdamW(model[1].parameters())
+    fp8_backends.prepare(model, optimizer, "native:dynamic")
+    model(torch.randn(4, 64)).sum().backward()
+    optimizer.step()
+    sizes = 64 * 32, 32 * 16
+    assert fp8_backends.audit(model).flops_share == pytest.approx(sizes[1] / sum(sizes))
+
+
+def test_forwards_that_train_nothing_do_not_count():
+    """Text is generated between the microbatches, and a forward raises."""
+    model = Rows()
+    optimizer = torch.optim.AdamW(model.parameters())
+    fp8_backends.prepare(model, optimizer, {"backend": "native", "exclude": ["one"]})
+    x = torch.randn(4, 8, 16, requires_grad=True)
+    failing = model.one.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(x)
+    failing.remove()
+    for _ in range(2):
+        loss = model(x).square().mean()
+        with torch.no_grad():
+            model(x[:, :1])
+        loss.backward()
+    optimizer.step()
+    in_fp8 = flops_of_linears((32, 16, 32), (64, 32, 32)) + 2 * 4 * 32 * 64
+    assert fp8_backends.audit(model).flops_share == pytest.approx(in_fp8 / (in_fp8 + flops_of_linears((4, 32, 16))))
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
+def test_a_traced_forward_does_not_count():
+    model = nn.Linear(16, 32)
+    meter = WorkMeter(model, find_weight_products(model))
+    torch.jit.trace(model, torch.randn(8, 16), check_trace=False)
+    assert not meter.work
+
+
+def test_a_replica_of_data_parallel_is_not_measured():
+    """PyTorch makes one for each GPU and forward, which shares the dictionaries of hooks with the model."""
+    model = nn.Sequential(nn.Linear(16, 16))
+    optimizer = torch.optim.AdamW(model.parameters())
+    fp8_backends.prepare(model, optimizer, "native:dynamic")
+    replica = model._replicate_for_data_parallel()  # its layers are those of the model, where no GPU takes copies
+    replica(torch.randn(8, 16)).sum().backward()
+    optimizer.step()
+    assert fp8_backends.audit(model).flops_share == 1
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
 @pytest.mark.slow
 def test_compiled_convolutions_are_named_as_not_counted(capfd):
     model = nn.Sequential(nn.Conv1d(8, 8, 1), nn.Linear(16, 32), nn.Linear(32, 16))
@@ -174,6 +293,18 @@ def test_compiled_convolutions_are_named_as_not_counted(capfd):
     assert fp8_backends.audit(model).uncounted == ["0"]
     assert "2/2 Linear (beside 1 convolution), 100 % of weight FLOPs in FP8" in (line := capfd.readouterr().err)
     assert "1 convolution not counted" in line
+
+
+def test_a_part_that_was_compiled_weighs_as_much_as_one_that_was_seen():
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)) for _ in range(2)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    fp8_backends.prepare(model[0], optimizer, {"backend": "native", "exclude": ["0"]})
+    fp8_backends.prepare(model[1], optimizer, "native:dynamic")
+    model[0].compile(backend="eager")
+    for _ in range(2):
+        model(torch.randn(16, 32, requires_grad=True)).square().mean().backward()
+        optimizer.step()
+    assert fp8_backends.audit(model).flops_share == pytest.approx(3 / 4)
 
 
 # layers that come after `prepare`

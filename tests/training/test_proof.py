@@ -7,6 +7,7 @@ import gc
 import logging
 import pickle
 import re
+import weakref
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from fp8_backends.compute import profiling
 from fp8_backends.errors import FP8BackendError
 from fp8_backends.recipes import handlers as recipes
-from fp8_backends.training import auditing, preparation, proof
+from fp8_backends.training import auditing, conversion, preparation, proof
 
 BACKENDS = ("ao:tensorwise", "native:dynamic")
 
@@ -128,6 +129,21 @@ def test_steps_inside_backward_are_proven_and_leave_no_profiler_on(each, capfd):
     assert capfd.readouterr().err.startswith("ao:tensorwise: 3/3 Linear, 100 % of weight FLOPs in FP8, fprop dgrad wg")
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_step_inside_backward_claims_nothing_before_all_gradients_have_come(compiled, capfd):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(4)])
+    for layer in model:
+        optimizer = torch.optim.SGD(layer.parameters(), lr=1e-3)
+        preparation.prepare(model, optimizer, {"backend": "native", "exclude": ["0"]})
+        layer.weight.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
+    forward = torch.compile(model, backend="eager") if compiled else model
+    for _ in range(2):
+        backward(forward)
+    assert "3/4 Linear, 75 % of weight FLOPs in FP8, fprop dgrad wgrad" in capfd.readouterr().err
+
+
 def test_products_of_another_model_prove_nothing():
     """Both are profiled at once, and their layers have the same shapes."""
     bypassed, its_optimizer = prepared(used=False)
@@ -212,6 +228,17 @@ def test_the_proof_recompiles_nothing(spec):
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     for _ in range(4):
         step(compiled, optimizer)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_a_forward_that_is_compiled_alone_is_compiled_once():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    _, optimizer = preparation.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3), "native:dynamic")
+    model.forward = torch.compile(model.forward, backend="eager")
+    for _ in range(3):
+        step(model, optimizer)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
@@ -321,6 +348,29 @@ def test_a_model_that_was_given_up_does_not_keep_the_profiler(capfd):
         torch.ones(1)
 
 
+@pytest.mark.parametrize("spec", BACKENDS)
+def test_after_the_proof_an_optimizer_does_not_keep_its_model(spec):
+    model, optimizer = prepared(spec)
+    step(model, optimizer)
+    model = weakref.ref(model)
+    gc.collect()
+    assert model() is None
+
+
+@pytest.mark.parametrize("after_forward", [False, True])
+@pytest.mark.parametrize("spec", BACKENDS)
+def test_a_model_that_was_restored_before_its_first_step_has_nothing_to_prove(spec, after_forward, capfd):
+    model, optimizer = prepared(spec)
+    if after_forward:
+        backward(model)
+    conversion.restore(model)
+    step(model, optimizer)
+    assert capfd.readouterr().err == "" and not model._forward_pre_hooks and not model.first._forward_hooks
+    preparation.prepare(model, optimizer, "native:delayed")
+    step(model, optimizer)
+    assert "native:delayed: 3/3 Linear" in capfd.readouterr().err
+
+
 def test_a_first_step_that_failed_does_not_keep_another_model_from_storing_its_weights(capfd):
     """A profiler holds on to every tensor that it has seen, and storing a weight swaps its tensor."""
     failed, optimizer = prepared("ao")
@@ -372,6 +422,16 @@ def test_a_forward_that_raises_ends_the_profile_and_a_later_step_is_the_proof(ca
         torch.ones(1).add_(1)
     assert any("add_" in event.name for event in profiler.function_events)
     step(model, optimizer)
+    assert "ao:tensorwise: 3/3 Linear" in capfd.readouterr().err
+
+
+def test_a_model_that_returns_nothing_is_proven(capfd):
+    model, optimizer = prepared("ao:tensorwise")
+    run = model.run
+    model.run = lambda x: setattr(model, "loss", run(x).square().sum())
+    model(torch.randn(24, 32))
+    model.loss.backward()
+    optimizer.step()
     assert "ao:tensorwise: 3/3 Linear" in capfd.readouterr().err
 
 

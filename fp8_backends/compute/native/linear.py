@@ -62,15 +62,15 @@ class FP8Products(nn.Module):
             self._reset_state(self.fp8_products.device)  # `to_empty` leaves random bits
         return self
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        device = x.device.type
-        out_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        device = input.device.type
+        out_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
         in_fp8 = self.training or self.fp8_rule.fp8_in_eval
-        if not in_fp8 or out_dtype not in COMPUTE_DTYPES or not x.is_floating_point() or x.numel() == 0:
-            return super().forward(x)
-        if x.shape[-1] != self.in_features:
+        if not in_fp8 or out_dtype not in COMPUTE_DTYPES or not input.is_floating_point() or input.numel() == 0:
+            return super().forward(input)
+        if input.shape[-1] != self.in_features:
             raise ValueError(
-                f"an FP8 linear layer of {self.in_features} input features got an input of shape {tuple(x.shape)}; "
+                f"an FP8 linear layer of {self.in_features} input features got an input of shape {tuple(input.shape)}; "
                 f"its last dimension must be {self.in_features}"
             )
         refuse_transforms()
@@ -83,15 +83,15 @@ class FP8Products(nn.Module):
         weight, differentiable = self.weight, torch.is_grad_enabled()
         stored = Stored.of(weight)
         with torch.no_grad():
-            x8 = self._quantized_input(x, differentiable and weight.requires_grad)
-            w8 = self._quantized_weight(self._matrix(stored), differentiable and x.requires_grad)
+            x8 = self._quantized_input(input, differentiable and weight.requires_grad)
+            w8 = self._quantized_weight(self._matrix(stored), differentiable and input.requires_grad)
             if self._state is not None and differentiable and self.training:
                 for tensor, layouts in ((INPUT, x8), (WEIGHT, w8)):
                     if layouts.amax is not None:
                         record(self.fp8_rule, self._state, tensor, layouts.amax)
         constants = self.fp8_rule, out_dtype, self.transposed_weight
         operands = *x8[:4], *w8[:4], *stored
-        return LinearFunction.apply(x, weight, self.bias, self.fp8_products, self._state, *constants, *operands)
+        return LinearFunction.apply(input, weight, self.bias, self.fp8_products, self._state, *constants, *operands)
 
     def _matrix(self, stored: Stored) -> Stored:
         """The weight as [out, in]."""

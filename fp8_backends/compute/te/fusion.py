@@ -212,12 +212,12 @@ class TENormLinear(TELinear):
     def layer_norm_bias(self) -> torch.Tensor | None:
         return self.te_pair.norm._parameters.get("bias")
 
-    def forward(self, x: torch.Tensor | Pending) -> torch.Tensor:
-        if type(x) is not Pending:
-            return super().forward(x)
-        if x._pair is not self.te_pair:
-            x._pair.refuse()
-        return self._forward_pending(x)
+    def forward(self, input: torch.Tensor | Pending) -> torch.Tensor:
+        if type(input) is not Pending:
+            return super().forward(input)
+        if input._pair is not self.te_pair:
+            input._pair.refuse()
+        return self._forward_pending(input)
 
     @torch.compiler.disable
     def _forward_pending(self, pending: Pending) -> torch.Tensor:

@@ -78,18 +78,18 @@ class TEProducts(te.Linear):
 
     # forward
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        device = x.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        device = input.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
         in_fp8 = self.training or self.te_state.in_eval
-        if not in_fp8 or dtype not in COMPUTE_DTYPES or not x.is_floating_point() or x.numel() == 0:
-            return F.linear(x, weights.plain(self.matrix), self.bias)
-        if x.shape[-1] != self.in_features:
+        if not in_fp8 or dtype not in COMPUTE_DTYPES or not input.is_floating_point() or input.numel() == 0:
+            return F.linear(input, weights.plain(self.matrix), self.bias)
+        if input.shape[-1] != self.in_features:
             raise ValueError(
-                f"an FP8 linear layer of {self.in_features} input features got an input of shape {tuple(x.shape)}; "
+                f"an FP8 linear layer of {self.in_features} input features got an input of shape {tuple(input.shape)}; "
                 f"its last dimension must be {self.in_features}"
             )
-        return self._forward_in_fp8(x)
+        return self._forward_in_fp8(input)
 
     @torch.compiler.disable
     def _forward_in_fp8(self, x: torch.Tensor, kind: type[nn.Module] = te.Linear) -> torch.Tensor:
