@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ import torch
 from torch import nn
 
 from ..compute import registry
-from ..compute.counts import DGRAD, FPROP, KINDS, WGRAD, ProductCounts, inside_backward
+from ..compute.counts import DGRAD, KINDS, WGRAD, ProductCounts
 from ..compute.interface import Compute, CountsProducts, HasProfile, StoresWeights
 from ..compute.profiling import Layer, ProductProfile
 from ..errors import FP8BackendError
@@ -23,8 +22,9 @@ from ..numerics.modules import check_model, plain_name
 from ..numerics.sharded_tensor import full_shape
 from ..words import share
 from . import conversion
-from .weight_products import CONVOLUTION, FOREIGN_FP8, FP8, WeightProduct, find_weight_products
-from .work import Work, WorkMeter
+from .flops import Flops, count_flops, tokens_of
+from .observed import observed_of
+from .weight_products import FOREIGN_FP8
 
 if TYPE_CHECKING:
     from ..recipes.handlers import Recipe
@@ -130,11 +130,10 @@ def audit(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> A
     parameters = {id(parameter) for parameter in model.parameters()}
     optimizers = [each for each in optimizers if not parameters.isdisjoint(parameter_ids(each))]
     result = Audit(recipe=", ".join(dict.fromkeys(prepared.recipe.name for _, _, prepared in roots)) or "not prepared")
-    tokens = max((_tokens(prepared, observed_of(prepared).work) for _, _, prepared in roots), default=1)
+    tokens = max((tokens_of(prepared, observed_of(prepared).work) for _, _, prepared in roots), default=1)
     parts = [_read_root(result, *root, tokens) for root in roots] or [_read_unprepared(result, model)]
-    needed = sum(part.needed for part in parts)
-    result.flops_share = sum(part.in_fp8 for part in parts) / needed if needed else 0.0
-    result.uncounted = [name for part in parts for name in part.uncounted]
+    needed = sum(part.flops.needed for part in parts)
+    result.flops_share = sum(part.flops.in_fp8 for part in parts) / needed if needed else 0.0
     _read_bytes(result, model, parts, optimizers)
     losses = [seen.lost_updates for seen in observed]
     losses += [each.lost_updates() for each in optimizers if hasattr(each, "lost_updates")]
@@ -238,69 +237,6 @@ def measure_lost_updates(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
             observed_of(prepared).lost_updates = lost / moved if moved else None
 
 
-class Observed:
-    """What the first optimizer step showed of a prepared model, for later audits."""
-
-    def __init__(self) -> None:
-        self.proven = False
-        self.gradient_dtypes: dict[str, torch.dtype] = {}
-        self.lost_updates: float | None = None
-        self.work: dict[str, Work] = {}
-        """How much the first step multiplied by each weight; nothing of what was compiled."""
-        self.left_out: set[str] | None = None
-        """Trainable parameters that no optimizer holds, as the user knows; None until an optimizer is prepared."""
-        self.idle: set[str] = set()
-        """Weights that took no part in it, by the names of their modules and by their own: they train and got no
-        gradient, or PEFT trains a copy in their place (`modules_to_save`)."""
-        self.meter: WorkMeter | None = None
-        """What measures that, from the first training forward on."""
-        self.first_steps: list[Any] = []
-        """What watches this model for its proof (`proof.FirstStep`)."""
-        self._optimizers: list[weakref.ref] = []
-
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Those still alive that train this model."""
-        return [optimizer for reference in self._optimizers if (optimizer := reference()) is not None]
-
-    def watch(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizers.append(weakref.ref(optimizer))
-
-    def measure(self, root: nn.Module) -> None:
-        """Measure the forward of the model that begins now, if it is one of training before the proof."""
-        trains = torch.is_grad_enabled()
-        if self.meter is None and trains and not self.proven and not inside_backward():
-            self.meter = WorkMeter(root, find_weight_products(root))
-        if self.meter is not None:
-            self.meter.paused = not trains
-
-    def prove(self, root: nn.Module) -> None:
-        """End what was measured for the proof."""
-        self.proven = True
-        if self.meter is not None:
-            self.meter.detach()
-            self.work, self.meter = self.meter.work, None
-        trains = _trainable_by_name(root)
-        got_gradients = _by_module(dict.fromkeys(self.gradient_dtypes, True))
-        if got_gradients:  # else an engine keeps them to itself
-            self.idle = {
-                name
-                for name in trains.keys() - self.work.keys() - got_gradients.keys()
-                if trains[name] or "original_module" in name.split(".")
-            }
-
-    def __getstate__(self) -> dict[str, Any]:
-        # a copy of the model is not what these optimizers train, and weak references do not pickle
-        none_yet = {"_optimizers": [], "first_steps": [], "meter": None, "proven": False, "left_out": None}
-        return {**self.__dict__, **none_yet}
-
-
-def observed_of(prepared: Prepared) -> Observed:
-    """The record of a prepared model; made when first asked for."""
-    if prepared.observed is None:
-        prepared.observed = Observed()
-    return prepared.observed
-
-
 def unwrapped(optimizer: Any) -> torch.optim.Optimizer | None:
     """The PyTorch optimizer inside Accelerate's and similar wrappers."""
     while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
@@ -339,13 +275,9 @@ def count_products(root: nn.Module, prepared: Prepared) -> dict[str, ProductCoun
 
 @dataclass
 class RootMeasures:
-    """The part of an audit that one prepared root adds. FLOPs are those of the first step (per token, where it was
-    compiled), over the products that training needs."""
+    """The part of an audit that one prepared root adds."""
 
-    in_fp8: float = 0.0
-    needed: float = 0.0
-    uncounted: list[str] = field(default_factory=list)
-    """Convolutions of which nobody knows the FLOPs."""
+    flops: Flops
     weights: list[nn.Parameter] = field(default_factory=list)
     """The converted weights."""
     transient_bytes: float = 0.0
@@ -354,113 +286,26 @@ class RootMeasures:
     """Dtypes that the gradients had at the first optimizer step, by the parameter's identity."""
 
 
-def count_flops(
-    root: nn.Module, prepared: Prepared, counts: dict[str, ProductCounts], tokens: float = 1
-) -> RootMeasures:
-    """FLOPs of every kind of product that each weight needs, and of those that ran in FP8.
-
-    Gradients are needed where a gradient of the output arrived: that of the weight where it trains, that of the input
-    where some input needs one. A weight that was not seen in the first step is counted as if every token had passed it,
-    unless it is known to have taken no part; whether its input needs a gradient, its products tell. `tokens`: how many
-    there were at least.
-    """
-    work = observed_of(prepared).work
-    idle = observed_of(prepared).idle
-    high = prepared.compute.high_precision_products(prepared.recipe)
-    trains = _trainable_by_name(root)
-
-    def done_and_needed(product: WeightProduct, kind: str) -> tuple[bool, bool]:
-        ran = counts.get(product.name) if product.state == FP8 else None
-        done = ran is not None and getattr(ran, kind) > 0
-        needed = _is_needed(kind, trains.get(product.name, True), work.get(product.name), ran, high)
-        return done, done or (needed and product.name not in idle)
-
-    return _measure_flops(prepared, work, done_and_needed, tokens)
-
-
-def expected_flops(root: nn.Module, prepared: Prepared, work: dict[str, Work]) -> RootMeasures:
-    """`count_flops` of a step in which every converted layer does all that training needs of it in FP8."""
-    high = prepared.compute.high_precision_products(prepared.recipe)
-    trains = _trainable_by_name(root)
-
-    def done_and_needed(product: WeightProduct, kind: str) -> tuple[bool, bool]:
-        needed = _is_needed(kind, trains.get(product.name, True), work.get(product.name), None, high)
-        return needed and product.state == FP8 and kind not in high, needed
-
-    return _measure_flops(prepared, work, done_and_needed)
-
-
-def _measure_flops(
-    prepared: Prepared,
-    work: dict[str, Work],
-    done_and_needed: Callable[[WeightProduct, str], tuple[bool, bool]],
-    tokens: float = 1,
-) -> RootMeasures:
-    """Sum up the FLOPs of the products of a report, by whether each kind of each is done in FP8, and needed."""
-    tokens = max(tokens, _tokens(prepared, work))
-    flops = RootMeasures()
-    for product in prepared.report.products:
-        seen = work.get(product.name)
-        answers = [done_and_needed(product, kind) for kind in KINDS]
-        if seen is None and product.kind == CONVOLUTION:
-            flops.uncounted += [product.name] * any(needed for _, needed in answers)
-            continue
-        size = product.flops * tokens if seen is None else seen.flops
-        for done, needed in answers:
-            flops.needed += size * needed
-            flops.in_fp8 += size * done
-    return flops
-
-
-def _tokens(prepared: Prepared, work: dict[str, Work]) -> float:
-    """The rows of the layer that most passed, as those of a layer that was not seen: 1 where none was."""
-    positions = {product.name for product in prepared.report.products if product.kind == CONVOLUTION}
-    return max((seen.rows for name, seen in work.items() if name not in positions), default=1)
-
-
-def _is_needed(kind: str, trains: bool, seen: Work | None, ran: ProductCounts | None, high: tuple[str, ...]) -> bool:
-    """Whether training needs a product that did not run in FP8."""
-    if kind == FPROP:
-        return True
-    if seen is not None and not seen.backward:
-        return False
-    if kind == WGRAD:
-        return trains
-    return seen.input_gradient if seen is not None else ran is None or ran.wgrad == 0 or DGRAD in high
-
-
-def _trainable_by_name(root: nn.Module) -> dict[str, bool]:
-    """Whether a weight trains, under the name of its module and under its own."""
-    named = root.named_parameters(remove_duplicate=False)
-    return _by_module({plain_name(name): parameter.requires_grad for name, parameter in named})
-
-
-def _by_module(by_name: dict[str, bool]) -> dict[str, bool]:
-    """What is known of Parameters by their names, under the names of the modules too whose `weight` they are."""
-    weights = {name: value for name, value in by_name.items() if name.split(".")[-1] == "weight"}
-    return by_name | {name.removesuffix("weight").removesuffix("."): value for name, value in weights.items()}
-
-
 def _read_root(result: Audit, prefix: str, root: nn.Module, prepared: Prepared, tokens: float) -> RootMeasures:
     """Write products, engines and reasons of one prepared root into the audit; return its FLOPs and weights."""
     conversion.update_report(root, prepared)
     counts = count_products(root, prepared)
-    flops = count_flops(root, prepared, counts, tokens)
+    measures = RootMeasures(count_flops(root, prepared, counts, tokens))
     for name, module in converted_layers(root, prepared).items():
         full = _joined(prefix, name)
         result.products[full] = asdict(counts[name])
         result.engine[full] = prepared.compute.engine(module)
-        flops.weights.append(module.weight)
+        measures.weights.append(module.weight)
         elements = full_shape(module.weight).numel()
         if isinstance(prepared.compute, StoresWeights):
-            flops.transient_bytes += prepared.compute.transient_bytes_per_element(module) * elements
+            measures.transient_bytes += prepared.compute.transient_bytes_per_element(module) * elements
     seen = observed_of(prepared).gradient_dtypes
     named = ((plain_name(name), parameter) for name, parameter in root.named_parameters())
-    flops.uncounted = [_joined(prefix, name) for name in flops.uncounted]
-    flops.gradient_dtypes = {id(parameter): seen[name] for name, parameter in named if name in seen}
+    measures.gradient_dtypes = {id(parameter): seen[name] for name, parameter in named if name in seen}
     result.high_precision |= {_joined(prefix, name): why for name, why in prepared.report.high_precision.items()}
     result.foreign_fp8 |= {_joined(prefix, name): why for name, why in prepared.report.foreign_fp8.items()}
-    return flops
+    result.uncounted += [_joined(prefix, name) for name in measures.flops.uncounted]
+    return measures
 
 
 def _read_unprepared(result: Audit, model: nn.Module) -> RootMeasures:
@@ -468,7 +313,7 @@ def _read_unprepared(result: Audit, model: nn.Module) -> RootMeasures:
     foreign = {product.name: product.reason for product in products if product.state == FOREIGN_FP8}
     result.foreign_fp8 = foreign
     result.high_precision = {each.name: "not prepared" for each in products if each.name not in foreign}
-    return RootMeasures(needed=sum(product.flops for product in products))
+    return RootMeasures(Flops(needed=sum(product.flops for product in products)))
 
 
 def _read_bytes(result: Audit, model: nn.Module, parts: list[RootMeasures], optimizers: list) -> None:

@@ -66,7 +66,7 @@ class Prepared:
     profiled: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
     """Counts of the last profiled step, for a backend that does not count by itself."""
     observed: Any = field(default=None, repr=False, compare=False)
-    """What the first optimizer step showed (`auditing.Observed`)."""
+    """What the first optimizer step showed (`observed.Observed`)."""
 
     def __deepcopy__(self, memo: dict) -> Prepared:
         # a copied model has its own state; the backend has none, and stays the registered one

@@ -30,8 +30,9 @@ from ..recipes.specs import Spec
 from ..states import adamw, checkpoint, levels, original
 from ..words import listed
 from . import conversion, proof, quantized_layers
-from .auditing import converted_layers, observed_of, parameter_ids, unwrapped
+from .auditing import converted_layers, parameter_ids, unwrapped
 from .conversion import PREPARED, Prepared, prepared_roots
+from .observed import observed_of
 
 logger = logging.getLogger("fp8_backends")
 

@@ -28,15 +28,15 @@ from ..numerics.modules import inert_hook, plain_name
 from . import conversion
 from .auditing import (
     converted_layers,
-    count_flops,
     count_products,
     layers_to_profile,
-    observed_of,
     parameter_ids,
     product_profile,
     stored_dtype,
     unwrapped,
 )
+from .flops import count_flops
+from .observed import observed_of
 from .weight_products import CONVOLUTION
 
 if TYPE_CHECKING:

@@ -37,7 +37,8 @@ from ...numerics.scaled_tensor import ScaledTensor
 from ...recipes.handlers import FP8RecipeKwargs, Recipe
 from ...states.adamw import ScaledStates
 from ...training import conversion, preparation
-from ...training.auditing import converted_layers, expected_flops, inner_tensors, stored_bytes
+from ...training.auditing import converted_layers, inner_tensors, stored_bytes
+from ...training.flops import expected_flops
 from ...training.weight_products import find_weight_products
 from ...training.work import Work, WorkMeter
 
