@@ -378,7 +378,7 @@ def models(records: Records) -> str:
         told = f"All backends, {record['arguments']['steps']} steps each ({where(record, features)}):"
         header = ["model", *map(quoted, backends), "off", "learns", "reloads", "estimate / peak"]
         tables += [textwrap.fill(told, 120), rst(header, rows)]
-    return "\n\n".join(tables or ["Not yet measured."])
+    return "\n\n".join(tables or ["The architectures: not yet measured."])
 
 
 def _range(values: list[float]) -> str | None:

@@ -34,8 +34,8 @@ def main(backend: str) -> None:
         mean = accelerator.reduce(loss.detach(), reduction="mean")
         accelerator.print(f"epoch {epoch}: loss {mean.item():.4f}, the mean over {accelerator.num_processes} rank(s)")
 
-    stored = fp8_backends.audit(model, optimizer).bytes_per_element  # on the first rank
-    accelerator.print("bytes for a weight:", {part: round(size, 2) for part, size in stored.items()})
+    stored = fp8_backends.audit(model, optimizer).bytes_per_element
+    accelerator.print(f"bytes for each weight on the first rank: {stored['total']:.2f}")
     weights = accelerator.get_state_dict(model)  # plain tensors; all ranks call it
     accelerator.print({name: str(weight.dtype) for name, weight in weights.items()})
     accelerator.end_training()

@@ -52,3 +52,8 @@ def inert_hook():
 
 def _do_nothing(*_) -> None:
     pass
+
+
+def changes_nothing(hook: Any) -> bool:
+    """Whether a hook is one of this package's that only look at the sizes of what passes, or does nothing at all."""
+    return hook is _do_nothing or getattr(hook, "changes_nothing", False)

@@ -46,6 +46,9 @@ class WorkMeter:
     module multiplies by its weight, has no entry. In a copied or unpickled model the hooks do nothing.
     """
 
+    changes_nothing = True
+    """What pairs of layers ask of hooks (`numerics.modules.changes_nothing`)."""
+
     def __init__(self, model: nn.Module, found: Iterable[Found]) -> None:
         self.work: dict[str, Work] = {}
         self.paused = False
@@ -72,8 +75,9 @@ class WorkMeter:
         if self.paused and not recomputes:
             return
         inputs, outputs = list(_tensors((args, kwargs))), list(_tensors(output))
-        if not inputs or not outputs:
+        if not outputs:
             return
+        inputs = inputs or outputs[:1]  # TransformerEngine's layer that norms its own input gets no tensor
         differentiable = [tensor for tensor in outputs if tensor.requires_grad]
         needs_gradient = bool(differentiable) and any(tensor.requires_grad for tensor in inputs)
         for each in self._products[module]:

@@ -99,7 +99,7 @@ def test_an_interruption_before_there_is_a_comparison_ends_the_command_without_a
 
 def test_ctrl_c_ends_a_command_with_one_line(monkeypatch, capsys):
     def interrupt(*args):
-        signal.raise_signal(signal.SIGINT)
+        raise KeyboardInterrupt
 
     monkeypatch.setattr("fp8_backends.cli.estimate.command.estimate", interrupt)
     assert main(["estimate", "--params", "8B", "--chip", "h100"]) == 128 + signal.SIGINT

@@ -27,7 +27,7 @@ import transformer_engine.pytorch as te
 from torch import fx, nn
 
 from ...errors import FP8BackendError, RecipeError
-from ...numerics.modules import plain_name
+from ...numerics.modules import changes_nothing, plain_name
 from ...numerics.sharded_tensor import is_distributed
 from ..conv1d import is_conv1d
 from ..interface import Fusion
@@ -87,7 +87,8 @@ def _obstacle(norm: nn.Module, linear: nn.Module, names: dict) -> str | None:
 
 
 def _hooked(module: nn.Module) -> bool:
-    return any(module.__dict__.get(hooks) for hooks in _HOOKS)
+    hooks = (hook for kind in _HOOKS for hook in (module.__dict__.get(kind) or {}).values())
+    return not all(map(changes_nothing, hooks))
 
 
 class Pair:
