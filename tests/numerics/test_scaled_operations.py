@@ -11,6 +11,7 @@ import copy
 import functools
 import itertools
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -22,7 +23,9 @@ from fp8_backends.numerics.scaled_tensor import ScaledTensor, quantize
 
 # PyTorch's own tests forbid the process to set such flags as `torch.backends.mkldnn.enabled`; other tests here do
 with getattr(torch.backends, "__allow_nonbracketed_mutation")():
+    from torch.testing._internal import common_utils
     from torch.testing._internal.common_methods_invocations import op_db
+    from torch.testing._internal.opinfo import core
 
 E4M3, FP16 = torch.float8_e4m3fn, torch.float16
 SAMPLES = 5
@@ -51,9 +54,11 @@ WAYS = {
 
 
 def samples_of(operation, count: int = SAMPLES) -> list:
-    with warnings.catch_warnings():
+    # which test asks is looked up on the stack, twice for an operation and at the cost of all that this test does
+    nobody_asks = [mock.patch.object(each, "extract_test_fn", lambda: None) for each in (common_utils, core)]
+    with nobody_asks[0], nobody_asks[1], warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # torch.manual_seed formats the whole stack for each device there is not
         found = itertools.islice(operation.sample_inputs("cpu", torch.float32, requires_grad=False), count)
         return [
             each
@@ -66,7 +71,7 @@ def samples_of(operation, count: int = SAMPLES) -> list:
 
 def outcome(function) -> tuple:
     """("did", result) or ("raised", error)."""
-    torch.manual_seed(1)
+    torch.default_generator.manual_seed(1)
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -219,7 +224,7 @@ FOREACH = [name for name in dir(torch) if name.startswith("_foreach_") and name.
 def test_a_list_of_tensors_is_changed_one_by_one(name):
     """Weights, bf16 ones among them, beside plain parameters."""
     function = getattr(torch, name)
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     x = [torch.rand(4, 4) + 0.5 for _ in range(3)]
     others = [torch.rand(4, 4) + 0.5 for _ in range(3)]
     theirs, ours, weights, plain = ("raised", None), ("raised", None), [], []
@@ -248,11 +253,11 @@ def test_a_bf16_weight_is_changed_in_fp32(name):
         "clamp_": lambda one: (-0.5, 0.5),
         "normal_": lambda one: (),
     }[name]
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     x, one = torch.randn(4, 4).bfloat16(), torch.rand(4, 4).bfloat16()
     weight, _ = weight_of(x, "O2")
     plain = weight.exact(torch.float32)
     for p in (weight.data, plain):
-        torch.manual_seed(1)
+        torch.default_generator.manual_seed(1)
         getattr(p, name)(*arguments(one if p.dtype == torch.bfloat16 else one.float()))
     assert weight.dtype == torch.bfloat16 and torch.equal(weight.exact(torch.float32), plain)
