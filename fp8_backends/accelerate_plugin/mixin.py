@@ -35,7 +35,8 @@ from ..recipes.handlers import Recipe
 from ..states import original
 from ..training import conversion, preparation, proof, rules
 from ..training.conversion import weight_products
-from ..training.weight_products import CONVOLUTION, FP8, NEVER_IN_FP8
+from ..training.report import ConversionReport
+from ..training.weight_products import NEVER_IN_FP8
 from . import checkpoint, checks, deepspeed, fsdp2
 
 logger = logging.getLogger("fp8_backends")
@@ -396,11 +397,10 @@ class FP8Mixin(_RunTimeClass):
         """Add to the configuration that trackers store `fp8_backend` and, once a model is prepared, `fp8_flops_share`,
         the share (0 to 1) of its weight FLOPs that FP8 layers make unless it has convolutions."""
         roots = [root for model in self._models for root in conversion.prepared_roots(model)]
-        products = [product for _, _, prepared in roots for product in prepared.report.products]
+        report = ConversionReport([product for _, _, prepared in roots for product in prepared.report.products])
         fp8 = {"fp8_backend": self.fp8_recipe.name}
-        total = sum(product.flops for product in products)
-        if total and all(product.kind != CONVOLUTION for product in products):
-            fp8["fp8_flops_share"] = sum(product.flops for product in products if product.state == FP8) / total
+        if report.products and not report.has_convolutions:
+            fp8["fp8_flops_share"] = report.flops_share
         super().init_trackers(project_name, {**fp8, **(config or {})}, init_kwargs)
 
     # Precision around FP8

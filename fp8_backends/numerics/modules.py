@@ -38,11 +38,11 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def check_model(model: object) -> None:
-    """Raise `FP8BackendError` for what is no module, such as the pair that `prepare` returns."""
+def check_is_module(model: object, hint: str = "") -> None:
+    """Raise `FP8BackendError` for what is no module, such as the pair that `prepare` returns. `hint` ends the text."""
     if not isinstance(model, nn.Module):
         pair = ": prepare returns (model, optimizer)" if isinstance(model, tuple) else ""
-        raise FP8BackendError(f"model must be a torch.nn.Module, not {type(model).__name__}{pair}")
+        raise FP8BackendError(f"model must be a torch.nn.Module, not {type(model).__name__}{pair}{hint}")
 
 
 def inert_hook():

@@ -18,7 +18,7 @@ from ..compute.interface import Compute, CountsProducts, HasProfile, StoresWeigh
 from ..compute.profiling import Layer, ProductProfile
 from ..errors import FP8BackendError
 from ..notebooks import as_html
-from ..numerics.modules import check_model, plain_name
+from ..numerics.modules import check_is_module, plain_name
 from ..numerics.sharded_tensor import full_shape
 from ..words import share
 from . import conversion
@@ -119,7 +119,7 @@ def audit(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> A
     Raises:
         FP8BackendError: `model` is no module.
     """
-    check_model(model)
+    check_is_module(model)
     model = conversion.unwrapped(model)
     roots = conversion.prepared_roots(model)
     observed = [observed_of(prepared) for _, _, prepared in roots]

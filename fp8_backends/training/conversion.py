@@ -22,7 +22,7 @@ from ..compute.conv1d import is_conv1d, linear_like
 from ..compute.expert_functions import ExpertWeights
 from ..compute.interface import Compute, ConvertsConv1D, ConvertsExperts, ConvertsNorms, Fusion
 from ..errors import FP8BackendError, RecipeError
-from ..numerics.modules import CONVERSION, Conversion, check_model, plain_name
+from ..numerics.modules import CONVERSION, Conversion, check_is_module, plain_name
 from .layer_filter import LayerFilter, NamePattern, excluded
 from .report import ConversionReport, NormLayer
 from .weight_products import (
@@ -146,7 +146,7 @@ def restore(model: nn.Module) -> None:
         FP8BackendError: a converted layer was wrapped since, such as by FSDP2; or something else holds on to a weight
             that is stored in another form, named; or `model` is no module.
     """
-    check_model(model)
+    check_is_module(model)
     modules = list(model.modules())
     for name, module in model.named_modules():
         conversion = module.__dict__.get(CONVERSION) or module.__dict__.get(NORM_CONVERSION)

@@ -16,7 +16,7 @@ from ..compute import registry
 from ..compute.conv1d import is_conv1d
 from ..compute.interface import GivesWeightCodes
 from ..errors import FP8BackendError
-from ..numerics.modules import check_model, plain_name
+from ..numerics.modules import check_is_module, plain_name
 from ..numerics.scaled_tensor import ScaledTensor
 from ..numerics.scaling import Quantized
 from ..numerics.sharded_tensor import dequantize_shards, is_distributed
@@ -80,7 +80,7 @@ def export(
         FP8BackendError: it is no such model, a weight is not finite, or nothing would be in FP8.
     """
     fmt = checkpoint_formats.format_named(format)
-    check_model(model)
+    check_is_module(model)
     model = unwrapped(model)
     layers = _layers_of(model)
     shapes = [(each.product.out_features, each.product.in_features) for each in layers.values()]

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..errors import FP8BackendError
 from ..numerics.block_codes import BlockCodes
-from ..numerics.modules import CONVERSION, check_model
+from ..numerics.modules import CONVERSION, check_is_module
 from ..numerics.parameter_swap import refuse_if_held, swap
 from ..numerics.scaled_operations import keep_changes
 from ..numerics.scaled_tensor import ScaledTensor
@@ -45,7 +45,7 @@ def plain_weights(model: nn.Module) -> Iterator[nn.Module]:
             on to one, such as a graph; nothing has changed then. At the end: the same, or a frozen FP8 weight was
             changed; the named weights are plain then, and hold what was written.
     """
-    check_model(model)
+    check_is_module(model)
     weights = _stored_weights(model)
     try:
         for each in weights:

@@ -23,7 +23,7 @@ from ..compute import registry
 from ..compute.interface import FollowsOptimizer, KeepsWeightCasts, StoresWeights, TakesBlockCodes, scaling_buffers
 from ..compute.profiling import give_way
 from ..errors import FP8BackendError
-from ..numerics.modules import CONVERSION, plain_name
+from ..numerics.modules import CONVERSION, check_is_module, plain_name
 from ..numerics.sharded_tensor import is_distributed
 from ..recipes.handlers import Recipe, resolve
 from ..recipes.specs import Spec
@@ -138,15 +138,12 @@ def check_model(model: nn.Module, recipe: Recipe) -> None:
 
 
 def _check_types(model: nn.Module, optimizer: Any) -> None:
+    order = "; the order is prepare(model, optimizer, spec)"
     if optimizer is not None and not isinstance(unwrapped(optimizer), torch.optim.Optimizer):
         raise FP8BackendError(
-            f"optimizer must be a torch.optim.Optimizer or None, not {type(optimizer).__name__}; "
-            "the order is prepare(model, optimizer, spec)"
+            f"optimizer must be a torch.optim.Optimizer or None, not {type(optimizer).__name__}{order}"
         )
-    if not isinstance(model, nn.Module):
-        raise FP8BackendError(
-            f"model must be a torch.nn.Module, not {type(model).__name__}; the order is prepare(model, optimizer, spec)"
-        )
+    check_is_module(model, hint=order)
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:

@@ -94,8 +94,7 @@ def profiler_elsewhere(models: Iterable[nn.Module]) -> Iterator[None]:
 def begin_anew(models: Iterable[nn.Module]) -> None:
     """Forget what was profiled of the first step of these models: an exception has ended it."""
     for first_step in _first_steps(models):
-        first_step.begin_anew()
-        first_step.forget_work()
+        first_step.forget_step()
 
 
 def _first_steps(models: Iterable[nn.Module]) -> set[FirstStep]:
@@ -122,8 +121,8 @@ class FirstStep:
         """Whether a step was made inside backward, and is looked at before the next forward."""
         self.waits = 0
         """How many blocks of code with a profiler of their own are running."""
-        self.begun: set[nn.Module] = set()
-        """The roots that began a training forward; a hook tells when one ends."""
+        self.hooked: set[nn.Module] = set()
+        """The roots with a hook that tells when a forward ends: those that began a training forward."""
         self.hooks: list = []
 
     def install(self, optimizer: torch.optim.Optimizer) -> None:
@@ -142,8 +141,8 @@ class FirstStep:
             return
         for prepared in (prepared for _, own, prepared in self.roots if own is root):  # no replica of DataParallel
             observed_of(prepared).measure(root)
-            if root not in self.begun and torch.is_grad_enabled():
-                self.begun.add(root)
+            if root not in self.hooked and torch.is_grad_enabled():
+                self.hooked.add(root)
                 # only now, and never while a compiler looks
                 self.hooks.append(root.register_forward_hook(AfterForward(self), always_call=True))
         if not self.layers or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
@@ -166,8 +165,7 @@ class FirstStep:
 
     def after_forward(self, output: object) -> None:
         if output is None and sys.exc_info()[0] is not None:  # the forward raised
-            self.begin_anew()
-            self.forget_work()
+            self.forget_step()
 
     def begin_anew(self) -> None:
         """Drop a profile without a result. The next training forward starts another."""
@@ -175,8 +173,9 @@ class FirstStep:
             self.profile.abandon()
             self.profile = self.began = None
 
-    def forget_work(self) -> None:
-        """Drop what was measured of a step that ended halfway."""
+    def forget_step(self) -> None:
+        """Drop what was profiled and measured of a step that ended halfway."""
+        self.begin_anew()
         for meter in (observed_of(prepared).meter for _, _, prepared in self.roots):
             if meter is not None:
                 meter.work.clear()
@@ -231,7 +230,7 @@ class FirstStep:
         roots, self.roots = self.roots, []
         by_shape = self.profile is not None and self.profile.by_shape
         self.layers, self.profile, self.began, self.gradients = [], None, None, []
-        self.begun.clear()
+        self.hooked.clear()
         if self.forward_seen:  # else the hook is compiled into the model, doing nothing: removing it would recompile
             for hook in self.hooks:
                 hook.remove()

@@ -17,7 +17,7 @@ from torch import nn
 from ..errors import FP8BackendError, RecipeError, Refusal
 from ..numerics.block_codes import BlockCodes
 from ..numerics.formats import E4M3
-from ..numerics.modules import check_model, plain_name
+from ..numerics.modules import check_is_module, plain_name
 from ..numerics.parameter_swap import refuse_if_held, swap
 from ..numerics.scaling import SQUARES, Blocks, Quantized
 from ..numerics.sharded_tensor import is_distributed
@@ -117,7 +117,7 @@ def dequantize(model: nn.Module, dtype: torch.dtype | None = None) -> list[str]:
         FP8BackendError: a layer is of another format (experts, 4 bits), or sharded, or `model` is no module; nothing
             has changed then.
     """
-    check_model(model)
+    check_is_module(model)
     layers = list(quantized_layers(model))
     dtype = dtype or _own_dtype(model, {id(layer) for _, layer, _ in layers})
     for name, layer, kind in layers:

@@ -60,6 +60,11 @@ class ConversionReport:
         total = sum(product.flops for product in self.products)
         return sum(product.flops for product in self.products if product.state == FP8) / total if total else 0.0
 
+    @property
+    def has_convolutions(self) -> bool:
+        """Whether `flops_share` is no more than an upper bound."""
+        return any(product.kind == CONVOLUTION for product in self.products)
+
     def __str__(self) -> str:
         lines = [self._headline, *(f"  {state}: {names}" for state, names in self._names_by_state.items())]
         return "\n".join(lines + ([f"  {self._norms_line}"] if self.norms else []))
@@ -70,7 +75,7 @@ class ConversionReport:
 
     @property
     def _headline(self) -> str:
-        at_most = "at most " if any(product.kind == CONVOLUTION for product in self.products) else ""
+        at_most = "at most " if self.has_convolutions else ""
         weights = counted(len(self.products), "weight")
         return f"{len(self.converted)} of {weights} in FP8, {at_most}{share(self.flops_share)} of weight FLOPs"
 

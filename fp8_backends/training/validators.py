@@ -12,7 +12,7 @@ from torch import nn
 from ..compute import registry
 from ..errors import BackendUnavailableError, FP8BackendError, RecipeError
 from ..notebooks import as_html
-from ..numerics.modules import check_model
+from ..numerics.modules import check_is_module
 from ..recipes.handlers import resolve
 from ..recipes.specs import Spec
 from ..words import counted
@@ -92,7 +92,7 @@ def validate(
         FP8BackendError: `model` is no module.
     """
     if model is not None:
-        check_model(model)
+        check_is_module(model)
     if not isinstance(optimizer, (torch.optim.Optimizer, str, type(None))):
         raise RecipeError(f"optimizer={optimizer!r} must be a torch.optim.Optimizer that was made, or a name")
     machine = Machine.this() if chip is None else Machine.with_chip(chip)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from ...compute.counts import KINDS
 from ...words import counted, listed
 from .settings import BASELINES
 from .summary import Gap, Results, gap_to_reference, number, reference_of, t_quantile
@@ -81,7 +82,7 @@ def _products_check(inspection: dict[str, Any]) -> Check:
         layer, kinds = next(iter(lacking.items()))
         detail = f"{len(lacking)} of {counted(len(converted), 'layer')} lack some: {layer} has no {' '.join(kinds)}"
         return Check(name, False, detail)
-    kinds = [k for k in ("fprop", "dgrad", "wgrad") if any(counts[k] for counts in converted.values())]
+    kinds = [k for k in KINDS if any(counts[k] for counts in converted.values())]
     return Check(name, True, f"{counted(len(converted), 'layer')}, {' '.join(kinds)}")
 
 
