@@ -18,6 +18,8 @@ from fp8_backends.training.work import WorkMeter
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import architectures  # noqa: E402
 
+sys.path.pop()  # its `distributed.py` would hide the tests' folder of that name from files that are collected later
+
 
 def trained(model, *inputs, spec="native:dynamic", steps=1):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
