@@ -65,6 +65,8 @@ def tensor_amax(x: torch.Tensor) -> torch.Tensor:
 
 def without_nan(x: torch.Tensor) -> torch.Tensor:
     """x with zeros for NaN. TransformerEngine's amax leaves NaN out; it has a code of its own, which shows it."""
+    if torch.compiler.is_compiling():  # one pass there, and `nan_to_num` compares with both infinities, too
+        return torch.where(x == x, x, torch.zeros_like(x))
     return torch.nan_to_num(x, nan=0.0, posinf=float("inf"), neginf=float("-inf"))
 
 

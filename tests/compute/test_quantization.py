@@ -215,6 +215,27 @@ def test_compiled_code_takes_the_reference(monkeypatch):
     assert torch.equal(compiled, products.scaled_product(a, a, torch.bfloat16))
 
 
+@pytest.mark.parametrize("keep_nan", [False, True])
+def test_compiled_code_takes_the_amax_in_one_reduction(keep_nan):
+    """Without another operation that looks at every element twice; the numbers are eager's, which takes two."""
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append([str(node.target) for node in graph.graph.nodes if node.op in ("call_function", "call_method")])
+        return graph.forward
+
+    torch._dynamo.reset()
+    amax = torch.compile(lambda x: quantization.amax_of(x, keep_nan), fullgraph=True, dynamic=False, backend=keep)
+    for dtype in DTYPES:
+        for kind in VALUES:
+            x = matrix(3, 85, dtype, kind)
+            expected = tensor_amax(x if keep_nan else without_nan(x))
+            assert same(amax(x), expected) and same(quantization.amax_of(x, keep_nan), expected)
+    assert len(graphs) == len(DTYPES)
+    for graph in graphs:
+        assert graph.count("amax") == 1 and not any("aminmax" in name or "nan_to_num" in name for name in graph), graph
+
+
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("values_dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("most", [0, 2**25])

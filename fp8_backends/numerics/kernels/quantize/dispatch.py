@@ -108,7 +108,9 @@ def amax_of(x: torch.Tensor, keep_nan: bool = False) -> torch.Tensor:
     if cpu_casts.serves(x) and not keep_nan:
         amax = tensor_amax(x)
         return amax if amax == amax else tensor_amax(without_nan(x))  # a copy of x is made only where there is a NaN
-    return tensor_amax(x if keep_nan else without_nan(x))
+    x = x if keep_nan else without_nan(x)
+    # a compiler makes two reductions of `aminmax`, and writes out a tensor that both of them read
+    return x.abs().amax().float() if torch.compiler.is_compiling() else tensor_amax(x)
 
 
 def cast(x: torch.Tensor, factor: torch.Tensor, fmt: Format) -> torch.Tensor:
