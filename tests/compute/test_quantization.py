@@ -136,6 +136,24 @@ def test_one_scale_by_every_rule(rule, dtype, kind):
             assert made.transposed is None and same(made.along_rows().codes, expected.codes.t())
 
 
+@pytest.mark.parametrize("rule", [DYNAMIC, POWER_OF_TWO])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_cast_records_the_amax_in_a_state(compiled, rule):
+    """The larger of both, in place; NaN as the rule has it."""
+    quantize = quantization.quantize
+    if compiled:
+        torch._dynamo.reset()
+        quantize = torch.compile(quantize, fullgraph=True, backend="aot_eager")
+    keep = scaling.record_window_amax if rule == POWER_OF_TWO else scaling.record_amax
+    state, expected = scaling.new_delayed_state(3), scaling.new_delayed_state(3)
+    for kind in ("normal", "zero", "nan", "subnormal", "inf"):
+        x = matrix(3, 85, torch.bfloat16, kind)
+        made = quantize(x, E4M3, rule=rule, record=state[INPUT, scaling.HISTORY])
+        keep(expected, INPUT, made.amax)
+        assert same(state.view(torch.float32), expected.view(torch.float32))
+    assert (made.amax == torch.inf).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_stored_data_are_cast_from_their_values(dtype):
     data, stored = matrix(257, 300, dtype), torch.tensor(2.0**-9)

@@ -1,7 +1,7 @@
 """Tells whether a tensor's work goes to the Triton kernels. Imports nothing of Triton, which takes a second to load.
 
-Environment variable `FP8_BACKENDS_TRITON`: `0` keeps every tensor on plain PyTorch operations; `interpret`, with
-Triton's own `TRITON_INTERPRET=1`, sends tensors on the CPU through the kernels, slowly, for tests.
+Environment variable `FP8_BACKENDS_TRITON`: `0`, before a GPU's first tensor, keeps all on plain PyTorch operations;
+`interpret`, with Triton's own `TRITON_INTERPRET=1`, sends tensors on the CPU through the kernels, slowly, for tests.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ _OLDEST = (8, 0)
 _FP8_CASTS = (8, 9)
 """The first CUDA capability that converts to FP8 in one instruction."""
 
+_NO_CHANGE = contextlib.nullcontext()
+
 logger = logging.getLogger(__name__)
 
 
@@ -32,19 +34,14 @@ def usable(tensor: torch.Tensor) -> bool:
     """
     if not is_eager(tensor):  # first: under a compiler nothing below may be traced
         return False
-    wanted = os.environ.get(VARIABLE, "")
-    if wanted == "0":
-        return False
     if tensor.is_cuda:
         return _runs_on(tensor.get_device())
-    return tensor.device.type == "cpu" and wanted == "interpret" and os.environ.get("TRITON_INTERPRET") == "1"
+    return os.environ.get(VARIABLE) == "interpret" and _interprets() and tensor.device.type == "cpu"
 
 
 def has_fp8_casts(tensor: torch.Tensor) -> bool:
     """Whether the tensor's device converts FP32 to FP8 in hardware. Kernels round on the bits elsewhere."""
-    return (
-        tensor.is_cuda and os.environ.get("TRITON_INTERPRET") != "1" and _capability(tensor.get_device()) >= _FP8_CASTS
-    )
+    return tensor.is_cuda and _casts_in_hardware(tensor.get_device())
 
 
 def multiprocessors(tensor: torch.Tensor) -> int:
@@ -54,12 +51,37 @@ def multiprocessors(tensor: torch.Tensor) -> int:
 
 def on_device_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager:
     """The context in which a kernel that works on this tensor is launched: Triton takes the current device."""
-    return torch.cuda.device(tensor.get_device()) if tensor.is_cuda else contextlib.nullcontext()
+    if tensor.is_cuda and tensor.get_device() != torch.cuda.current_device():
+        return torch.cuda.device(tensor.get_device())
+    return _NO_CHANGE
+
+
+def stream_of(tensor: torch.Tensor) -> int | None:
+    """The stream on which a kernel that works on this tensor is launched; None while a CUDA graph records it, which
+    may run its launches again on the same memory."""
+    if not tensor.is_cuda:
+        return 0
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    return torch._C._cuda_getCurrentRawStream(tensor.get_device())
+
+
+def _interprets() -> bool:
+    """Whether Triton's interpreter takes the place of its compiler."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @functools.cache
 def _runs_on(device: int) -> bool:
-    return torch.version.hip is None and _capability(device) >= _OLDEST and _triton_is_there() and _passes_trial(device)
+    """The environment is read once for a device: each launch asks."""
+    if os.environ.get(VARIABLE) == "0" or torch.version.hip is not None:
+        return False
+    return _capability(device) >= _OLDEST and _triton_is_there() and _passes_trial(device)
+
+
+@functools.cache
+def _casts_in_hardware(device: int) -> bool:
+    return not _interprets() and _capability(device) >= _FP8_CASTS
 
 
 @functools.cache

@@ -29,7 +29,7 @@ def gpu(monkeypatch):
     """A GPU of capability (9, 0), or of another: `gpu((8, 0))`. With Triton."""
 
     def of(capability):
-        triton_gate._runs_on.cache_clear()
+        forget()
         monkeypatch.setattr(triton_gate, "_capability", lambda device: capability)
         return OnGPU()
 
@@ -37,7 +37,13 @@ def gpu(monkeypatch):
     monkeypatch.setattr(triton_gate, "_triton_is_there", lambda: True)
     monkeypatch.setattr(triton_gate, "_passes_trial", lambda device: True)
     yield of
+    forget()
+
+
+def forget():
+    """What is known of a device."""
     triton_gate._runs_on.cache_clear()
+    triton_gate._casts_in_hardware.cache_clear()
 
 
 def test_gpus_from_ampere_on(gpu):
@@ -47,10 +53,22 @@ def test_gpus_from_ampere_on(gpu):
 
 
 def test_the_environment_keeps_a_gpu_from_it(gpu, monkeypatch):
-    tensor = gpu((9, 0))
-    assert triton_gate.usable(tensor)
-    monkeypatch.setenv(triton_gate.VARIABLE, "0")
-    assert not triton_gate.usable(tensor)
+    """It is read once for a device: every launch asks."""
+    for value, usable in (("0", False), ("", True)):
+        tensor = gpu((9, 0))
+        for _ in range(2):
+            monkeypatch.setenv(triton_gate.VARIABLE, value)
+            assert triton_gate.usable(tensor) == usable
+            value = "" if value == "0" else "0"
+
+
+def test_the_device_is_changed_only_for_another_one(monkeypatch):
+    """The guard takes as long as a tenth of a launch."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert triton_gate.on_device_of(OnGPU()) is triton_gate.on_device_of(torch.randn(1))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    guard = triton_gate.on_device_of(OnGPU())
+    assert isinstance(guard, torch.cuda.device) and guard.idx == 0
 
 
 def test_gpus_of_amd(gpu, monkeypatch):

@@ -81,7 +81,7 @@ def quantize_blocks(
 
 def _empty_scales(matrix: torch.Tensor, blocks: Blocks) -> torch.Tensor:
     rows, columns = matrix.shape
-    shape = triton.cdiv(rows, blocks.rows), triton.cdiv(columns, blocks.columns) if blocks.columns else 1
+    shape = -(-rows // blocks.rows), -(-columns // blocks.columns) if blocks.columns else 1
     return torch.empty(shape, dtype=torch.uint8 if blocks is MX else torch.float32, device=matrix.device)
 
 
@@ -113,7 +113,7 @@ def _quantize_lines(matrix, fmt, codes, scale_inv, transposed, transposed_scale_
     rows, columns = matrix.shape
     if transposed is None:
         tile = tile or SWEEP_TILE
-        _sweep_kernel[(max(triton.cdiv(rows, tile.rows), 1),)](
+        _sweep_kernel[(max(-(-rows // tile.rows), 1),)](
             matrix,
             codes,
             scale_inv,

@@ -10,6 +10,7 @@ The numbers are those of `scaling` and `formats`, to the bit. Nothing waits for 
 from __future__ import annotations
 
 import functools
+import threading
 from typing import NamedTuple
 
 import torch
@@ -56,6 +57,9 @@ Without atomics there is nothing to set to zero before."""
 _AMAX_PROGRAMS_AT_A_TIME = 4
 """The registers of a multiprocessor allow so many: no more are started, so that all work to the end."""
 
+_RESULTS = 256
+"""Results that are made at a time, since each zero of its own would be a launch."""
+
 _PARTIALS, _ROLLS, _SCALE, _WINDOW = (tl.constexpr(each) for each in (AMAX_PROGRAMS, ROLLS, SCALE, WINDOW))
 
 
@@ -74,6 +78,7 @@ def quantize(
     rule: str = DYNAMIC,
     window_state: torch.Tensor | None = None,
     stored_scale_inv: torch.Tensor | None = None,
+    record: torch.Tensor | None = None,
     tile: Tile = CAST_TILE,
 ) -> Layouts:
     """`dispatch.quantize`, with the same arguments and results.
@@ -86,30 +91,30 @@ def quantize(
     """
     matrix, turned = row_major(x)
     rows, columns = (columns, rows) if turned else (rows, columns)
-    keep_nan, number = rule != DYNAMIC, functools.partial(torch.empty, dtype=torch.int32, device=x.device)
-    if scale is not None:
-        rule, given, partials, result = "given", scale, None, number(2).zero_()
-    else:
-        given, partials, result = window_state, _partial_amaxes(matrix, keep_nan), number(2)
+    keep_nan, partials, programs = rule != DYNAMIC, None, 0
+    if scale is None:
+        partials = _partial_amaxes(matrix, keep_nan)
+        programs = len(partials)
     codes, transposed = empty_codes(matrix, rows, columns)
+    scale_inv, found = _zeroed_result(matrix)
     with triton_gate.on_device_of(matrix):
         _cast_kernel[(max(tiles_of(matrix, tile), 1),)](  # an empty matrix has a scale, too
             matrix,
             codes,
             transposed,
-            result,
-            given,
+            scale_inv,
+            window_state if scale is None else scale,
             partials,
-            0 if partials is None else partials.numel(),
+            record,
             stored_scale_inv,
+            programs,
             *matrix.shape,
             matrix.stride(0),
-            RULE=rule,
-            KEEP_NAN=keep_nan,
+            "given" if partials is None else rule,
+            keep_nan,
             **casting(matrix, fmt),
             **tiling(tile),
         )
-    scale_inv, found = result.view(torch.float32).unbind()
     return layouts(codes, scale_inv, transposed, scale_inv, fmt, turned, found)
 
 
@@ -122,8 +127,9 @@ def row_major(x: torch.Tensor) -> tuple[torch.Tensor, bool]:
 
 def empty_codes(matrix: torch.Tensor, rows: bool, columns: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Memory for the codes in both layouts, uint8."""
-    empty = functools.partial(torch.empty, dtype=torch.uint8, device=matrix.device)
-    return empty(matrix.shape) if rows else None, empty(matrix.t().shape) if columns else None
+    (m, n), device = matrix.shape, matrix.device
+    codes = torch.empty(m, n, dtype=torch.uint8, device=device) if rows else None
+    return codes, torch.empty(n, m, dtype=torch.uint8, device=device) if columns else None
 
 
 def layouts(codes, scale_inv, transposed, transposed_scale_inv, fmt: Format, turned: bool, amax=None) -> Layouts:
@@ -134,14 +140,17 @@ def layouts(codes, scale_inv, transposed, transposed_scale_inv, fmt: Format, tur
 
 
 def tiles_of(matrix: torch.Tensor, tile: Tile) -> int:
-    return triton.cdiv(matrix.shape[0], tile.rows) * triton.cdiv(matrix.shape[1], tile.columns)
+    rows, columns = matrix.shape
+    return -(-rows // tile.rows) * -(-columns // tile.columns)  # on the host `triton.cdiv` takes microseconds
 
 
 def limits(tile: Tile) -> dict[str, object]:
     """The options of every launch."""
-    return {"num_warps": tile.warps, "maxnreg": tile.registers, **OPTIONS}
+    most = {} if tile.registers is None else {"maxnreg": tile.registers}
+    return {"num_warps": tile.warps, **most, **OPTIONS}
 
 
+@functools.cache
 def tiling(tile: Tile) -> dict[str, object]:
     """The options of every launch, and the tile."""
     return {"TILE_ROWS": tile.rows, "TILE_COLUMNS": tile.columns, **limits(tile)}
@@ -161,16 +170,36 @@ def _partial_amaxes(matrix: torch.Tensor, keep_nan: bool, tile: Tile | None = No
     programs = max(min(tiles, at_a_time, AMAX_PROGRAMS), 1)
     partials = torch.empty(programs, dtype=torch.int32, device=matrix.device)
     with triton_gate.on_device_of(matrix):
-        _amax_kernel[(programs,)](
-            matrix,
-            partials,
-            *matrix.shape,
-            matrix.stride(0),
-            tiles,
-            KEEP_NAN=keep_nan,
-            **tiling(tile),
-        )
+        _amax_kernel[(programs,)](matrix, partials, *matrix.shape, matrix.stride(0), tiles, keep_nan, **tiling(tile))
     return partials
+
+
+class _Results(threading.local):
+    """Zeros for results to come, of each device and stream on which this thread launches."""
+
+    def __init__(self) -> None:
+        self.left: dict[tuple[int, int], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+
+
+_thread = _Results()
+
+
+def _zeroed_result(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Room for one scale_inv and one amax, zeros: FP32, 0-dimensional, side by side, 16 bytes for both."""
+    stream = triton_gate.stream_of(matrix)
+    if stream is None:
+        return _zeroed_results(matrix.device, 1)[0]
+    of_stream = matrix.get_device(), stream
+    left = _thread.left.get(of_stream)
+    if not left:
+        left = _thread.left[of_stream] = _zeroed_results(matrix.device, _RESULTS)
+    return left.pop()
+
+
+@torch.inference_mode(False)  # a forward that trains may get the others
+def _zeroed_results(device: torch.device, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    scales_inv, amaxes, *_ = torch.zeros(count, 4, device=device).unbind(1)
+    return list(zip(scales_inv.unbind(), amaxes.unbind(), strict=True))
 
 
 @triton.jit
@@ -206,7 +235,7 @@ def _magnitude_bits(x, KEEP_NAN: tl.constexpr):
         return as_bits(magnitude(x))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles"])
 def _amax_kernel(
     x_ptr,
     partial_ptr,  # int32 [programs]
@@ -242,21 +271,34 @@ def _scale_of(amax, state_ptr, FORMAT: tl.constexpr, RULE: tl.constexpr):
 
 
 @triton.jit
+def record_amax(record_ptr, amax, KEEP_NAN: tl.constexpr):
+    """The largest of an amax and of what int32 bits hold, in place. NaN is the largest, or ignored."""
+    bits = as_bits(amax)
+    if not KEEP_NAN:
+        bits = tl.where(amax == amax, bits, 0)
+    tl.atomic_max(record_ptr, bits, sem="relaxed")
+
+
+@triton.jit(
+    do_not_specialize=["partials"],
+    do_not_specialize_on_alignment=["given_ptr", "record_ptr", "stored_scale_inv_ptr"],
+)
 def _cast_kernel(
     x_ptr,
     codes_ptr,  # uint8 [rows, columns], or None
     transposed_ptr,  # uint8 [columns, rows], or None
-    result_ptr,  # int32 [2], bits of FP32: scale_inv, which products may want aligned, and amax; zeros before "given"
+    result_ptr,  # FP32 [2]: scale_inv, which products may want aligned, and amax; zeros before "given"
     given_ptr,  # FP32: the scale; or the window rule's state, int32 [2 + WINDOW]; or None
     partial_ptr,  # int32 [partials]; None if the scale is given
-    partials,
+    record_ptr,  # int32: the bits of an amax, or None
     stored_scale_inv_ptr,  # FP32, or None
+    partials,
     rows,
     columns,
     row_stride,
-    FORMAT: tl.constexpr,
     RULE: tl.constexpr,  # "given", or one of those in `layouts`
     KEEP_NAN: tl.constexpr,
+    FORMAT: tl.constexpr,
     HAS_FP8_CASTS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
@@ -273,18 +315,23 @@ def _cast_kernel(
     if RULE == "given":
         scale = tl.load(given_ptr)
         amax = from_bits(tl.max(_magnitude_bits(x, KEEP_NAN))) * stored_scale_inv
-        tl.atomic_max(result_ptr + 1, as_bits(amax), sem="relaxed")
+        result_bits_ptr = result_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+        tl.atomic_max(result_bits_ptr + 1, as_bits(amax), sem="relaxed")
         # of bits a NaN is the largest, so that one inf shows
         if (tl.program_id(0) == 0) | (not is_finite(amax)):
-            tl.atomic_max(result_ptr, as_bits(scale_inv_of(scale, amax)), sem="relaxed")
+            tl.atomic_max(result_bits_ptr, as_bits(scale_inv_of(scale, amax)), sem="relaxed")
+        if record_ptr is not None:
+            record_amax(record_ptr, amax, KEEP_NAN)
     else:
         at = tl.arange(0, _PARTIALS)
         found = tl.load(partial_ptr + at, mask=at < partials, other=0)
         amax = from_bits(tl.max(found)) * stored_scale_inv
         scale = _scale_of(amax, given_ptr, FORMAT, RULE)
         if tl.program_id(0) == 0:
-            tl.store(result_ptr, as_bits(scale_inv_of(scale, amax)))
-            tl.store(result_ptr + 1, as_bits(amax))
+            tl.store(result_ptr, scale_inv_of(scale, amax))
+            tl.store(result_ptr + 1, amax)
+            if record_ptr is not None:
+                record_amax(record_ptr, amax, KEEP_NAN)
     codes = to_codes(x * (scale * stored_scale_inv), FORMAT, HAS_FP8_CASTS)
     if codes_ptr is not None:
         store_tile(codes_ptr, codes, i, j, rows, columns)

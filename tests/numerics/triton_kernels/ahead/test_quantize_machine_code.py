@@ -16,6 +16,7 @@ BOTH = {"codes_ptr": "*u8", "transposed_ptr": "*u8"}
 SCALES = {"scale_inv_ptr": "*fp32", "transposed_scale_inv_ptr": "*fp32"}
 E8M0 = {"scale_inv_ptr": "*u8", "transposed_scale_inv_ptr": "*u8"}
 CASTS = {"FORMAT": "e4m3", "HAS_FP8_CASTS": True, "stored_scale_inv_ptr": None}
+RECORDS = {"record_ptr": "*i32"}
 
 GIVEN = {"given": "*fp32", "window": "*i32"}
 """What a rule reads beside the amax."""
@@ -27,7 +28,8 @@ takes to answer."""
 
 def cast(tmp_path, dtype: str, rule: str, sizes: dict = LARGE, fmt: str = "e4m3", **changed) -> MachineCode:
     """sizes: types, or constants. changed: constants, or the types of pointers."""
-    arguments = BOTH | sizes | {"result_ptr": "*i32", "RULE": rule, "KEEP_NAN": False, **CASTS, "FORMAT": fmt}
+    arguments = BOTH | sizes | {"result_ptr": "*fp32", "record_ptr": None, "RULE": rule, "KEEP_NAN": False}
+    arguments |= CASTS | {"FORMAT": fmt}
     arguments |= {"given_ptr": GIVEN.get(rule), "partial_ptr": "*i32", "partials": "i32"}
     arguments |= {"partial_ptr": None, "partials": 0} if rule == "given" else {}
     types, constants = split(arguments | changed)
@@ -56,7 +58,7 @@ LINES = {"row_bits_ptr": "*i32", "column_bits_ptr": "*i32", **LARGE}
 SWEEP = {"codes_ptr": "*u8", "scale_inv_ptr": "*fp32", **LARGE}
 MATRICES = {
     "cast, dynamic": (CAST_TILE, lambda path, dtype: cast(path, dtype, "dynamic")),
-    "cast, given": (CAST_TILE, lambda path, dtype: cast(path, dtype, "given", fmt="e5m2")),
+    "cast, given": (CAST_TILE, lambda path, dtype: cast(path, dtype, "given", fmt="e5m2", **RECORDS)),
     "vectors": (blocks.BANDS[VECTORS], lambda path, dtype: vectors(path, dtype, VECTORS)),
     "squares": (blocks.BANDS[SQUARES], lambda path, dtype: vectors(path, dtype, SQUARES)),
     "mx": (blocks.BANDS[MX], lambda path, dtype: vectors(path, dtype, MX)),
@@ -121,7 +123,7 @@ def test_sizes_that_are_no_multiples_of_16(tmp_path):
 
 VARIANTS = {
     "a stored weight": {"dtype": "*fp16", "rule": "power_of_two", "stored_scale_inv_ptr": "*fp32"},
-    "window": {"dtype": "*bf16", "rule": "window", "KEEP_NAN": True},
+    "window": {"dtype": "*bf16", "rule": "window", "KEEP_NAN": True, **RECORDS},
     "an older GPU": {"dtype": "*bf16", "rule": "given", "HAS_FP8_CASTS": False},
     "one number": {"dtype": "*fp32", "rule": "dynamic", "sizes": {"rows": 1, "columns": 1, "row_stride": 1}},
     "one layout": {"dtype": "*bf16", "rule": "dynamic", "transposed_ptr": None},

@@ -7,6 +7,7 @@ import torch
 
 from fp8_backends.numerics import scaling
 from fp8_backends.numerics.formats import E4M3, E5M2, saturating_cast
+from fp8_backends.numerics.kernels import triton_gate
 from fp8_backends.numerics.kernels.quantize import triton_block_quantize, triton_quantize
 from fp8_backends.numerics.kernels.quantize.layouts import DYNAMIC, POWER_OF_TWO, WINDOW, Layouts
 from fp8_backends.numerics.scaling import MX, ROWS, SQUARES, VECTORS
@@ -95,6 +96,40 @@ def test_rules_of_the_levels(rule, with_nan):
         found = triton_quantize.quantize(x, E4M3, rule=rule, window_state=state)
         assert_same(found, expected_of(x, E4M3, rule=rule, state=state))
         assert found.amax.isnan() == found.scale_inv.isnan() == with_nan and torch.equal(state, before)
+
+
+@pytest.mark.parametrize("rule", ["given", DYNAMIC, POWER_OF_TWO])
+def test_the_cast_itself_records_the_amax(rule):
+    """Of a hundred programs, in place: nothing else is launched for it. NaN is ignored or kept as the rule has it."""
+    scale = torch.tensor(4.0) if rule == "given" else None
+    named = {"rule": DYNAMIC if rule == "given" else rule}
+    state, plain = scaling.new_delayed_state(3), scaling.new_delayed_state(3)
+    keep = scaling.record_window_amax if rule == POWER_OF_TWO else scaling.record_amax
+    for factor, odd in ((2.0, 1.0), (1.0, torch.nan), (8.0, 1.0), (1.0, torch.inf), (1.0, torch.nan)):
+        x = matrix(70, 140).nan_to_num() * factor
+        x[1, 1] = odd
+        newest = state.select(0, scaling.WEIGHT).select(0, scaling.HISTORY)
+        found = triton_quantize.quantize(x, E4M3, scale, **named, record=newest)
+        assert_same(found, expected_of(x, E4M3, scale, **named))
+        keep(plain, scaling.WEIGHT, found.amax)
+        assert torch.equal(bits(state.view(torch.float32)), bits(plain.view(torch.float32))), odd
+
+
+def test_results_are_zeroed_many_at_a_time(monkeypatch):
+    """And each is used once, in whatever mode it was made."""
+    made, zeroed = [], triton_quantize._zeroed_results
+    monkeypatch.setattr(triton_quantize, "_zeroed_results", lambda *of: made.append(of) or zeroed(*of))
+    monkeypatch.setattr(triton_quantize, "_thread", triton_quantize._Results())
+    x, one = matrix(2, 3).nan_to_num(), torch.ones(())
+    with torch.inference_mode():
+        found = [triton_quantize.quantize(x, E4M3, one)]
+    found += [triton_quantize.quantize(x * i, E4M3, one) for i in range(2, 400)]
+    assert len(made) == 2 and not any(each.scale_inv.is_inference() for each in found)
+    assert [each.amax.item() for each in found] == [(x * i).abs().max().item() for i in range(1, 400)]
+    assert all(each.scale_inv == 1 and each.scale_inv.data_ptr() % 16 == 0 for each in found)
+    monkeypatch.setattr(triton_gate, "stream_of", lambda tensor: None)  # a CUDA graph, which would use them again
+    triton_quantize.quantize(x, E4M3, one)
+    assert len(made) == 3 and made[-1][1] == 1
 
 
 def test_a_weight_stored_as_scaled_fp16():
