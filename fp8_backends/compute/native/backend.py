@@ -208,10 +208,10 @@ class RollDelayedStates:
         refuse_transforms()
         for group in _states_of_layers(root, "delayed").values():
             states = torch.stack(group)
-            format_max = torch.tensor(self.format_max, dtype=torch.float32, device=states.device)
-            rolled = rolled_delayed_states(states, format_max, self.margin, self.algorithm, self.interval)
-            for state, new in zip(group, rolled.unbind(), strict=True):
-                state.copy_(new)
+            # filled on the device: a copy from the host would wait for it
+            limits = [torch.full((1,), most, dtype=torch.float32, device=states.device) for most in self.format_max]
+            rolled = rolled_delayed_states(states, torch.cat(limits), self.margin, self.algorithm, self.interval)
+            torch._foreach_copy_(group, rolled.unbind())
 
 
 def _states_of_layers(root: nn.Module, scaling: str) -> dict[tuple, list[torch.Tensor]]:
