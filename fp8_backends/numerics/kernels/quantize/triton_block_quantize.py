@@ -48,6 +48,9 @@ BANDS = {VECTORS: Tile(32, 128, 4, 128), SQUARES: Tile(64, 128, 4), MX: Tile(64,
 would take so many registers that only one program fits on a multiprocessor, whose loads overlap with nothing."""
 SWEEP_TILE = Tile(4, 1024, 4)
 """The tile of rows that one program sweeps over twice."""
+LINE_TILE, LINE_STEPS = Tile(4, 512, 2), 8
+"""For the maxima of rows and columns at once: one program takes so many tiles, one below the other. Each thread has
+columns of its own, whose maxima stay in its registers; of the rows, a number a warp goes through shared memory."""
 
 
 def quantize_blocks(
@@ -127,9 +130,10 @@ def _quantize_lines(matrix, fmt, codes, scale_inv, transposed, transposed_scale_
     tile = tile or CAST_TILE
     row_bits, column_bits = torch.zeros(rows + columns, dtype=torch.int32, device=matrix.device).split([rows, columns])
     row_bits = None if codes is None else row_bits
-    grid, shape = (max(tiles_of(matrix, tile), 1),), (rows, columns, matrix.stride(0))
-    _line_amax_kernel[grid](matrix, row_bits, column_bits, *shape, **tiling(tile))
-    _line_cast_kernel[grid](
+    shape = rows, columns, matrix.stride(0)
+    strips = max(tiles_of(matrix, LINE_TILE._replace(rows=LINE_TILE.rows * LINE_STEPS)), 1)
+    _line_amax_kernel[(strips,)](matrix, row_bits, column_bits, *shape, LINE_STEPS, **tiling(LINE_TILE))
+    _line_cast_kernel[(max(tiles_of(matrix, tile), 1),)](
         matrix,
         codes,
         scale_inv,
@@ -267,16 +271,22 @@ def _line_amax_kernel(
     rows,
     columns,
     row_stride,
+    STEPS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
 ):
     """The maxima of the rows and of the columns, as bits."""
     at_row, at_column = place_of(tl.program_id(0), columns, TILE_COLUMNS)
-    x, i, j = load_tile(x_ptr, rows, columns, row_stride, at_row, at_column, TILE_ROWS, TILE_COLUMNS)
-    bits = as_bits(magnitude(x))
-    if row_bits_ptr is not None:
-        tl.atomic_max(row_bits_ptr + i, tl.max(bits, axis=1), mask=i < rows, sem="relaxed")
-    tl.atomic_max(column_bits_ptr + j, tl.max(bits, axis=0), mask=j < columns, sem="relaxed")
+    largest = tl.zeros((TILE_ROWS, TILE_COLUMNS), dtype=tl.int32)
+    for step in range(STEPS):
+        at = at_row * STEPS + step
+        x, i, _ = load_tile(x_ptr, rows, columns, row_stride, at, at_column, TILE_ROWS, TILE_COLUMNS)
+        bits = as_bits(magnitude(x))
+        largest = tl.maximum(largest, bits)
+        if row_bits_ptr is not None:
+            tl.atomic_max(row_bits_ptr + i, tl.max(bits, axis=1), mask=i < rows, sem="relaxed")
+    j = at_column.to(tl.int64) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+    tl.atomic_max(column_bits_ptr + j, tl.max(largest, axis=0), mask=j < columns, sem="relaxed")
 
 
 @triton.jit

@@ -227,3 +227,10 @@ def test_rows_of_more_than_one_tile():
     x = matrix(5, 2100).flip(1)  # the largest first
     found = triton_block_quantize.quantize_blocks(x, ROWS, E4M3, columns=False)
     assert_same(found, Layouts(*ROWS.quantize(x, E4M3)))
+
+
+def test_rows_and_columns_of_more_than_one_strip():
+    x = matrix(70, 1100).flip(1)
+    assert_same(triton_block_quantize.quantize_blocks(x, ROWS, E4M3), in_blocks(x, ROWS, E4M3))
+    found = triton_block_quantize.quantize_blocks(x, ROWS, E4M3, rows=False)
+    assert_same(found, Layouts(None, None, *ROWS.quantize(x.t(), E4M3)))
