@@ -128,7 +128,8 @@ def _quantize_lines(matrix, fmt, codes, scale_inv, transposed, transposed_scale_
         )
         return
     tile = tile or CAST_TILE
-    row_bits, column_bits = torch.zeros(rows + columns, dtype=torch.int32, device=matrix.device).split([rows, columns])
+    # features first: they are multiples of 16 more often than tokens, and where bits begin is compiled in
+    column_bits, row_bits = torch.zeros(rows + columns, dtype=torch.int32, device=matrix.device).split([columns, rows])
     row_bits = None if codes is None else row_bits
     shape = rows, columns, matrix.stride(0)
     strips = max(tiles_of(matrix, LINE_TILE._replace(rows=LINE_TILE.rows * LINE_STEPS)), 1)
@@ -181,7 +182,7 @@ def _block_scale(amax, FORMAT: tl.constexpr, E8M0: tl.constexpr):
     return scale, stored
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["stored_scale_inv_ptr"])
 def _vectors_kernel(
     x_ptr,
     codes_ptr,  # uint8 [rows, columns], or None
@@ -224,7 +225,7 @@ def _vectors_kernel(
             store_tile(transposed_scale_inv_ptr, tl.trans(scale_inv), j, i_block, columns, tl.cdiv(rows, LENGTH))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["stored_scale_inv_ptr"])
 def _squares_kernel(
     x_ptr,
     codes_ptr,  # uint8 [rows, columns], or None
@@ -263,7 +264,7 @@ def _squares_kernel(
             store_tile(transposed_ptr, tl.trans(codes), j, i, columns, rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _line_amax_kernel(
     x_ptr,
     row_bits_ptr,  # int32 [rows], zeros, or None
@@ -297,7 +298,7 @@ def _line_scale(bits_ptr, at, length, factor, FORMAT: tl.constexpr):
     return scale, scale_inv_of(scale, amax)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["stored_scale_inv_ptr"])
 def _line_cast_kernel(
     x_ptr,
     codes_ptr,  # uint8 [rows, columns], or None as the two below
@@ -333,7 +334,7 @@ def _line_cast_kernel(
         tl.store(transposed_scale_inv_ptr + j, scale_inv, mask=j < columns)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["stored_scale_inv_ptr"])
 def _sweep_kernel(
     x_ptr,
     codes_ptr,  # uint8 [rows, columns]

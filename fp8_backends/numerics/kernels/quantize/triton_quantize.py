@@ -235,7 +235,7 @@ def _magnitude_bits(x, KEEP_NAN: tl.constexpr):
         return as_bits(magnitude(x))
 
 
-@triton.jit(do_not_specialize=["tiles"])
+@triton.jit(do_not_specialize=["rows", "tiles"])
 def _amax_kernel(
     x_ptr,
     partial_ptr,  # int32 [programs]

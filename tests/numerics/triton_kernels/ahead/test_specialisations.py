@@ -1,0 +1,88 @@
+"""How often kernels are compiled: once for each kind of argument that makes faster code, and no more."""
+
+from __future__ import annotations
+
+import collections
+
+import pytest
+import torch
+from ahead_of_time import HOPPER
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from fp8_backends.numerics.formats import E4M3, E5M2
+from fp8_backends.numerics.kernels.quantize import triton_block_quantize, triton_quantize
+from fp8_backends.numerics.scaling import ROWS, VECTORS
+
+
+class NoGPU:
+    """A stand-in for the driver: nothing is launched."""
+
+    def get_current_target(self):
+        return HOPPER
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+class NothingCompiled:
+    """A stand-in for a compiled kernel."""
+
+    function = packed_metadata = None
+
+    def launch_metadata(self, *of):
+        return None
+
+    def run(self, *of):
+        return None
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """How many variants of each kernel the launches asked for."""
+    count = collections.Counter()
+
+    def compile_nothing(self, key, signature, device, *of):
+        count[self.__name__] += 1
+        self.device_caches[device][0][key] = made = NothingCompiled()
+        return made
+
+    monkeypatch.setattr(JITFunction, "_do_compile", compile_nothing)
+    for module in (triton_quantize, triton_block_quantize):
+        for kernel in (each for each in vars(module).values() if isinstance(each, JITFunction)):
+            monkeypatch.setattr(kernel, "device_caches", collections.defaultdict(kernel.create_binder))
+    driver.set_active(NoGPU())  # this process has no other, and none before
+    return count
+
+
+TOKENS = (1, 8, 20, 64, 1600)
+"""Multiples of 16 and others: code for the former alone stores wide in both layouts."""
+
+
+def test_one_scale(compiled):
+    """The amax is read alike, whatever the rows; where scales and recorded amaxes lie in a state does not count."""
+    states = torch.zeros(3, 6, dtype=torch.int32)
+    for tokens in TOKENS:
+        x = torch.randn(tokens, 64)
+        for fmt, row in ((E4M3, 0), (E4M3, 1), (E5M2, 2)):
+            triton_quantize.quantize(x, fmt)
+            scale = states.view(torch.float32)[row, 0]
+            triton_quantize.quantize(x, fmt, scale, record=states[row, 2])
+    assert compiled == {"_amax_kernel": 1, "_cast_kernel": 3 * 2 * 2}, (
+        "rows: 1, multiples of 16, others; rules; formats"
+    )
+
+
+def test_scales_along_rows_and_columns(compiled):
+    for tokens in TOKENS:
+        for rows, columns in ((True, True), (True, False)):
+            triton_block_quantize.quantize_blocks(torch.randn(tokens, 64), ROWS, E4M3, rows, columns)
+        triton_block_quantize.quantize_blocks(torch.randn(tokens, 64), VECTORS, E4M3)
+    rows = {"_line_amax_kernel": 1, "_line_cast_kernel": 3, "_sweep_kernel": 1}
+    assert compiled == rows | {"_vectors_kernel": 3}
