@@ -6,7 +6,6 @@ import torch
 
 from ...numerics.formats import E4M3, E5M2
 from ...numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT, Quantized
-from ..counts import inside_backward
 from ..derivatives import refuse_second_derivative
 from .grouped_products import Groups, grouped_product, grouped_wgrad, plain_product, plain_wgrad
 from .grouped_scaling import (
@@ -20,7 +19,7 @@ from .grouped_scaling import (
     record_amaxes,
 )
 from .layer_rule import LayerRule
-from .linear import DGRAD, FPROP, RECOMPUTED, WGRAD
+from .linear import DGRAD, FPROP, WGRAD
 
 
 class GroupedFunction(torch.autograd.Function):
@@ -31,7 +30,7 @@ class GroupedFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, ids, ends, counts, state, rule, transposed, out_dtype, keeps, records, *w8):
+    def forward(ctx, x, weight, ids, ends, ledger, state, rule, transposed, out_dtype, keeps, records, *w8):
         groups, w8 = Groups(ids, ends), GroupQuantized(*w8)
         needs_dgrad, needs_wgrad = (keeps and needed for needed in ctx.needs_input_grad[:2])
         saved_for_wgrad = (x, None) if needs_wgrad else ()
@@ -44,13 +43,13 @@ class GroupedFunction(torch.autograd.Function):
             y = plain_product(x.to(out_dtype), _oriented(weight, transposed).to(out_dtype), groups)
         else:
             y = _fprop(rule, x, x8, w8, groups).to(out_dtype)
-            counts.select(0, RECOMPUTED if inside_backward() else FPROP).add_(1)
+            ledger.fprop()
         if needs_wgrad and not rule.high_precision[WGRAD]:
             saved_for_wgrad = quantize_columns(x, groups, rule.forward_format) if x8 is None else x8.for_columns()
         if needs_dgrad and not rule.high_precision[DGRAD] and rule.along is None:
             saved_for_dgrad = w8.t().for_columns()
         ctx.save_for_backward(*groups, *saved_for_wgrad, *saved_for_dgrad)
-        ctx.counts, ctx.state, ctx.rule, ctx.transposed, ctx.out_dtype = counts, state, rule, transposed, out_dtype
+        ctx.ledger, ctx.state, ctx.rule, ctx.transposed, ctx.out_dtype = ledger, state, rule, transposed, out_dtype
         ctx.x_dtype, ctx.weight_dtype = x.dtype, weight.dtype
         return y
 
@@ -71,10 +70,8 @@ class GroupedFunction(torch.autograd.Function):
             dx = _dgrad(rule, dy, dy8, Quantized(*saved[-2:]), ctx.transposed, groups).to(ctx.x_dtype)
         if needs_wgrad:
             dw = _wgrad(rule, dy, dy8, Quantized(*saved[:2]), ctx.transposed, groups).to(ctx.weight_dtype)
-        if fp8_dgrad:
-            ctx.counts.select(0, DGRAD).add_(1)
-        if fp8_wgrad:
-            ctx.counts.select(0, WGRAD).add_(1)
+        if fp8_dgrad or fp8_wgrad:
+            ctx.ledger.backward(rule, None, fp8_dgrad, fp8_wgrad, None)
         return dx, dw, *(None,) * 12
 
 
