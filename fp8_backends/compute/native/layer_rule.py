@@ -87,29 +87,30 @@ def quantized(
     tensor: int,
     rows: bool = True,
     columns: bool = True,
+    record: torch.Tensor | None = None,
 ) -> Layouts:
     """Quantize an input or an output gradient [rows, columns] by the rule.
 
     Args:
         state: of the layer, for a rule that has one; only read.
         tensor: INPUT or GRAD_OUTPUT.
-        rows, columns: layouts that are needed, as in `quantization.quantize`.
+        rows, columns, record: layouts that are needed, and what keeps the amax, as in `quantization.quantize`.
     """
     if rule.along is not None:
         return quantization.quantize_blocks(matrix, rule.along.blocks, fmt, rows, columns)
     if rule.scaling == "delayed":
-        return quantization.quantize(matrix, fmt, delayed_scale(state, tensor), rows, columns)
+        return quantization.quantize(matrix, fmt, delayed_scale(state, tensor), rows, columns, record=record)
     if rule.scaling == "window":
         row = state.select(0, tensor)
-        return quantization.quantize(matrix, fmt, None, rows, columns, rule=WINDOW, window_state=row)
+        return quantization.quantize(matrix, fmt, None, rows, columns, rule=WINDOW, window_state=row, record=record)
     return quantization.quantize(matrix, fmt, None, rows, columns, rule=DYNAMIC)
 
 
 def record(rule: LayerRule, state: torch.Tensor, tensor: int, amax: torch.Tensor) -> None:
-    """Keep the amax of this step in the state of the rule, where it has a use for it."""
+    """Keep an amax that no cast has recorded in the state of a rule that has one."""
     if rule.scaling == "delayed":
         record_amax(state, tensor, amax)
-    elif tensor != WEIGHT:
+    else:
         record_window_amax(state, tensor, amax)
 
 
@@ -145,16 +146,23 @@ class Stored(NamedTuple):
         """Whether these are FP8 codes already, which are multiplied as they are."""
         return self.data.dtype == fmt.dtype
 
-    def quantized(self, fmt: Format, rule: LayerRule, state: torch.Tensor | None, columns: bool = True) -> Layouts:
+    def quantized(
+        self,
+        fmt: Format,
+        rule: LayerRule,
+        state: torch.Tensor | None,
+        columns: bool = True,
+        record: torch.Tensor | None = None,
+    ) -> Layouts:
         """The codes by the rule. `columns`: whether a product contracts the rows too, which takes other codes where
-        the rule has blocks."""
+        the rule has blocks. `record`: what keeps the amax, as in `quantization.quantize`."""
         if rule.along is not None:
             return Layouts(*self.in_blocks(rule.along.weight_blocks, fmt))
         scale = delayed_scale(state, WEIGHT) if rule.scaling == "delayed" else None
         # MS-AMP takes a weight's amax at the optimizer step: the same number
         of_amax = POWER_OF_TWO if rule.scaling == "window" else DYNAMIC
         return quantization.quantize(
-            self.data, fmt, scale, True, columns, rule=of_amax, stored_scale_inv=self.scale_inv
+            self.data, fmt, scale, True, columns, rule=of_amax, stored_scale_inv=self.scale_inv, record=record
         )
 
     def in_blocks(self, blocks: Blocks, fmt: Format, transposed: bool = False) -> Quantized:

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from torch.library import EffectType
 
-from ...numerics.scaling import GRAD_OUTPUT, HISTORY, WEIGHT
+from ...numerics.scaling import HISTORY, WEIGHT
 from ..counts import FPROP, RECOMPUTED, ProductCounts, inside_backward
-from .layer_rule import LayerRule, record
+from .layer_rule import LayerRule
 
 
 class Ledger:
@@ -50,24 +50,26 @@ class Ledger:
         else:
             self.counts.add(RECOMPUTED if inside_backward() else FPROP)
 
-    def record(self, rule: LayerRule, state: torch.Tensor, tensor: int, amax: torch.Tensor) -> None:
-        """Keep an amax of INPUT or WEIGHT for the rule."""
-        if not torch.compiler.is_compiling():
-            record(rule, state, tensor, amax)
-        elif rule.scaling == "delayed" or tensor != WEIGHT:
-            noted = self.input_weight.view(torch.float32).select(0, tensor)
-            noted.copy_(_larger(noted, amax, _keeps_nan(rule)))
+    def newest(self, rule: LayerRule, state: torch.Tensor | None, tensor: int) -> torch.Tensor | None:
+        """Where a cast is to record its amax for the rule: bits of FP32, int32, 0-dimensional; None: nowhere.
+
+        Compiled code is asked for INPUT and WEIGHT alone.
+        """
+        if state is None or (tensor == WEIGHT and rule.scaling == "window"):
+            return None
+        if torch.compiler.is_compiling():
+            return self.input_weight.select(0, tensor)
+        return state.select(0, tensor).select(0, HISTORY)
 
     def backward(self, rule: LayerRule, state: torch.Tensor | None, dgrad: bool, wgrad: bool, amax) -> None:
-        """Count the products of a backward, and keep the amax of GRAD_OUTPUT where the rule has a state."""
+        """Count the products of a backward. In compiled code, keep the amax of GRAD_OUTPUT where the rule has a state;
+        elsewhere the cast has recorded it."""
         if torch.compiler.is_compiling():
             noted = None if state is None else amax
             note_backward(self.dgrads_wgrads, dgrad, wgrad, self.grad_output, noted, _keeps_nan(rule))
             return
         self.counts.dgrad += dgrad
         self.counts.wgrad += wgrad
-        if state is not None:
-            record(rule, state, GRAD_OUTPUT, amax)
 
     def total(self) -> ProductCounts:
         """All products so far, of eager and of compiled code. Waits for the device."""

@@ -15,7 +15,7 @@ from ..frozen_weights import check_running
 from ..interface import COMPUTE_DTYPES
 from ..products import plain_product, scaled_product
 from . import frozen
-from .layer_rule import STATEFUL, LayerRule, Stored, quantized
+from .layer_rule import STATEFUL, LayerRule, Stored, quantized, record
 from .ledger import KeepsLedger, Ledger, scales_for_backward
 from .shared_codes import SharedCodes
 
@@ -78,12 +78,9 @@ class FP8Products(KeepsLedger):
         weight, differentiable = self.weight, torch.is_grad_enabled()
         stored = Stored.of(weight)
         with torch.no_grad():
-            x8 = self._quantized_input(input, differentiable and weight.requires_grad)
-            w8 = self._quantized_weight(self._matrix(stored), differentiable and input.requires_grad)
-            if self._state is not None and differentiable and self.training:
-                for tensor, layouts in ((INPUT, x8), (WEIGHT, w8)):
-                    if layouts.amax is not None:
-                        self.fp8_ledger.record(self.fp8_rule, self._state, tensor, layouts.amax)
+            recorded = self._state if differentiable and self.training else None
+            x8 = self._quantized_input(input, differentiable and weight.requires_grad, recorded)
+            w8 = self._quantized_weight(self._matrix(stored), differentiable and input.requires_grad, recorded)
         constants = self.fp8_rule, out_dtype, self.transposed_weight
         operands = *x8[:4], *w8[:4], *stored
         return LinearFunction.apply(input, weight, self.bias, self.fp8_ledger, self._state, *constants, *operands)
@@ -92,23 +89,32 @@ class FP8Products(KeepsLedger):
         """The weight as [out, in]."""
         return stored.t() if self.transposed_weight else stored
 
-    def _quantized_input(self, x: torch.Tensor, for_wgrad: bool) -> Layouts:
-        """x as [tokens, in], for fprop, and for wgrad where it will run."""
+    def _quantized_input(self, x: torch.Tensor, for_wgrad: bool, recorded: torch.Tensor | None) -> Layouts:
+        """x as [tokens, in], for fprop, and for wgrad where it will run. `recorded`: the state that keeps its amax."""
         rule, fmt, state = self.fp8_rule, self.fp8_rule.forward_format, self._state
         for_wgrad = for_wgrad and not rule.high_precision[WGRAD]
         matrix = x.detach().reshape(-1, self.in_features)
-        key = (rule.scaling, fmt, for_wgrad)
-        return self.fp8_shared.of_input(x, key, lambda: quantized(matrix, fmt, rule, state, INPUT, columns=for_wgrad))
+        newest, made = self.fp8_ledger.newest(rule, recorded, INPUT), []
 
-    def _quantized_weight(self, weight: Stored, for_dgrad: bool) -> Layouts:
-        """w [out, in], for fprop, and for dgrad where it will run by the same codes; empty if they are stored."""
+        def make() -> Layouts:
+            made.append(quantized(matrix, fmt, rule, state, INPUT, columns=for_wgrad, record=newest))
+            return made[0]
+
+        x8 = self.fp8_shared.of_input(x, (rule.scaling, fmt, for_wgrad), make)
+        if newest is not None and not made:  # another layer's cast
+            record(rule, recorded, INPUT, x8.amax)
+        return x8
+
+    def _quantized_weight(self, weight: Stored, for_dgrad: bool, recorded: torch.Tensor | None) -> Layouts:
+        """w [out, in], for fprop, and for dgrad where it will run by the same codes; empty if they are stored.
+        `recorded`: the state that keeps its amax."""
         rule, fmt, state = self.fp8_rule, self.fp8_rule.forward_format, self._state
         # codes that are kept serve all forwards to come
         for_dgrad = (for_dgrad or self.fp8_shared.keeps_weights) and not rule.high_precision[DGRAD]
         if weight.is_in(fmt):
             return Layouts()
-        if rule.scaling == "delayed":
-            return weight.quantized(fmt, rule, state, for_dgrad)  # its scale moves with every forward
+        if rule.scaling == "delayed":  # its scale moves with every forward
+            return weight.quantized(fmt, rule, state, for_dgrad, self.fp8_ledger.newest(rule, recorded, WEIGHT))
         return self.fp8_shared.of_weight(self, (rule, fmt), lambda: weight.quantized(fmt, rule, state, for_dgrad))
 
     @torch.no_grad()
@@ -195,7 +201,9 @@ class LinearFunction(torch.autograd.Function):
         fp8_dgrad = needs_dgrad and not rule.high_precision[DGRAD]
         fp8_wgrad = needs_wgrad and not rule.high_precision[WGRAD]
         if fp8_dgrad or fp8_wgrad:
-            dy8 = quantized(dy, rule.gradient_format, rule, ctx.state, GRAD_OUTPUT, fp8_dgrad, fp8_wgrad)
+            # compiled code cannot change what forward saved: it notes the amax below
+            newest = None if torch.compiler.is_compiling() else ctx.ledger.newest(rule, ctx.state, GRAD_OUTPUT)
+            dy8 = quantized(dy, rule.gradient_format, rule, ctx.state, GRAD_OUTPUT, fp8_dgrad, fp8_wgrad, newest)
             ctx.ledger.backward(rule, ctx.state, fp8_dgrad, fp8_wgrad, dy8.amax)
         if needs_dgrad:
             weight = Stored(*saved[-2:])

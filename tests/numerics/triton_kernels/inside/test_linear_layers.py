@@ -5,11 +5,13 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8_backends.compute.native.backend import NativeCompute
 from fp8_backends.numerics.kernels.quantize import triton_block_quantize, triton_quantize
 from fp8_backends.numerics.scaled_tensor import quantize
-from fp8_backends.recipes.handlers import FP8RecipeKwargs
+from fp8_backends.numerics.scaling import GRAD_OUTPUT, HISTORY, INPUT
+from fp8_backends.recipes.handlers import FP8RecipeKwargs, resolve
 from fp8_backends.training.conversion import convert
 
 COMPUTE = NativeCompute()
@@ -86,6 +88,35 @@ def test_only_layouts_that_a_product_reads_are_made(scaling, launched):
     with torch.no_grad():
         layer(scaling)(torch.randn(4, 40))
     assert launched == [(True, False)] * 2
+
+
+class Operations(TorchDispatchMode):
+    """Names of PyTorch's operations. Triton's interpreter has some of its own: it copies."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func._schema.name.removeprefix("aten::"))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("scaling", ["dynamic", "delayed", "window"])
+def test_no_operation_of_a_layer_looks_for_an_amax_or_makes_room_for_one(scaling):
+    """Amaxes are recorded by the casts. One layer more that reads the same input records what the first cast saw."""
+    shared = COMPUTE.new_shared(None, None)
+    recipe = resolve(FP8RecipeKwargs(backend=f"native:{scaling}"))
+    q, k = (COMPUTE.build(nn.Linear(32, 16, bias=False), recipe, shared).train() for _ in range(2))
+    x = torch.randn(16, 32, requires_grad=True) * 3
+    q(x)  # makes room for the results of many casts
+    with Operations() as ran:
+        q(x).backward(torch.full((16, 16), 2.0), retain_graph=True)
+    assert not {"zeros", "zero_", "fmax", "maximum", "amax", "add_"} & ran.names, ran.names
+    k(x)
+    if scaling != "dynamic":
+        of_q, of_k = (layer.fp8_scaling.view(torch.float32)[:, HISTORY] for layer in (q, k))
+        assert of_q[INPUT] == of_k[INPUT] == x.abs().max() and of_q[GRAD_OUTPUT] == 2.0
 
 
 def test_kept_codes_of_a_weight_have_the_layouts_of_all_forwards_to_come(launched):
