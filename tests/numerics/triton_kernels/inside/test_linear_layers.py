@@ -108,8 +108,8 @@ def test_no_operation_of_a_layer_looks_for_an_amax_or_makes_room_for_one(scaling
     shared = COMPUTE.new_shared(None, None)
     recipe = resolve(FP8RecipeKwargs(backend=f"native:{scaling}"))
     q, k = (COMPUTE.build(nn.Linear(32, 16, bias=False), recipe, shared).train() for _ in range(2))
-    x = torch.randn(16, 32, requires_grad=True) * 3
-    q(x)  # makes room for the results of many casts
+    first, x = (torch.randn(16, 32, requires_grad=True) * factor for factor in (1, 3))
+    q(first)  # makes room for the results of many casts
     with Operations() as ran:
         q(x).backward(torch.full((16, 16), 2.0), retain_graph=True)
     assert not {"zeros", "zero_", "fmax", "maximum", "amax", "add_"} & ran.names, ran.names
