@@ -20,7 +20,8 @@ import torch
 from torch.utils._pytree import tree_iter, tree_map
 
 from ..errors import FP8BackendError
-from .formats import FORMAT_OF
+from .formats import E4M3, FORMAT_OF
+from .kernels.gradients import dispatch as gradients
 from .scaled_tensor import FRESH, OPERATIONS, SHARD, ScaledStorage, ScaledTensor, quantize, stored_parts
 
 aten = torch.ops.aten
@@ -388,9 +389,15 @@ def _accumulate_(func, total, other, *, alpha=1):
     if not isinstance(total, ScaledTensor) or not total.accumulates or total._view is not None or total.partial:
         return NotImplemented
     stored = total.stored
+    addend = _values(other)
+    if alpha != 1:
+        addend = addend * alpha
+    whole = isinstance(addend, torch.Tensor) and addend.shape == total.shape
+    if stored.data.dtype == E4M3.dtype and whole and not stored.block_size:
+        _keep(stored, gradients.accumulate(stored.data, stored.scale_inv, addend))
+        return total
     if stored.data.dtype != FP32:
         _keep(stored, total.dequantize(FP32))
-    addend = (_values(other) if isinstance(other, torch.Tensor) else other) * alpha
     stored.data.add_(addend / stored.scale_inv if isinstance(addend, torch.Tensor) else addend)
     return total
 
@@ -497,7 +504,10 @@ def _vector_norm(func, tensor, ord=2, dim=None, keepdim=False, *, dtype=None):
         or ord == 0
     ):
         return NotImplemented
-    norm = func(tensor._data.float(), ord, None, keepdim) * tensor._scale_inv.abs()
+    if ord == 2 and not keepdim:
+        norm = gradients.norm(tensor._data, tensor._scale_inv)
+    else:
+        norm = func(tensor._data.float(), ord, None, keepdim) * tensor._scale_inv.abs()
     return norm.to(dtype or tensor.dtype)
 
 
