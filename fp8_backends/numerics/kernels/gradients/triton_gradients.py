@@ -46,8 +46,9 @@ def norm(codes: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:
     found = torch.empty((), dtype=torch.float32, device=codes.device)
     with triton_gate.on_device_of(codes):
         _squares_kernel[(programs,)](
-            codes.view(torch.uint8), partials, codes.numel(), blocks, BLOCK=SQUARED, num_warps=SQUARING_WARPS, **OPTIONS
-        )
+            codes.view(torch.uint8), partials, codes.numel(), blocks, BLOCK=SQUARED,
+            HAS_FP8_CASTS=triton_gate.has_fp8_casts(codes), num_warps=SQUARING_WARPS, **OPTIONS,
+        )  # fmt: skip
         _norm_kernel[(1,)](partials, programs, scale_inv, found, num_warps=4, **OPTIONS)
     return found
 
@@ -62,14 +63,19 @@ def _accumulate_kernel(codes_ptr, scale_inv_ptr, addend_ptr, total_ptr, numel, B
 
 
 @triton.jit
-def _squares_kernel(codes_ptr, partial_ptr, numel, blocks, BLOCK: tl.constexpr):
-    """Each program takes every n-th block, n being the number of programs, and leaves the sum of their squares."""
+def _squares_kernel(codes_ptr, partial_ptr, numel, blocks, HAS_FP8_CASTS: tl.constexpr, BLOCK: tl.constexpr):
+    """Each program takes every n-th block, n being the number of programs, and leaves the sum of their squares. There
+    is time for few instructions between one byte and the next: the hardware's own cast, and one for square and sum."""
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     block = tl.program_id(0)
     while block < blocks:
         at = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        values = from_codes(tl.load(codes_ptr + at, mask=at < numel, other=0), "e4m3")
-        total += values * values
+        codes = tl.load(codes_ptr + at, mask=at < numel, other=0)
+        if HAS_FP8_CASTS:
+            values = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        else:
+            values = from_codes(codes, "e4m3")
+        total = tl.fma(values, values, total)
         block += tl.num_programs(0)
     tl.store(partial_ptr + tl.program_id(0), tl.sum(total))
 

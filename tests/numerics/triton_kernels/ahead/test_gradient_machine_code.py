@@ -22,7 +22,8 @@ def test_a_sum_reads_and_writes_vectors(dtype, widest, tmp_path):
 def test_a_norm_reads_vectors(tmp_path):
     signature = {"codes_ptr": "*u8", "partial_ptr": "*fp32", "numel": "i32:16", "blocks": "i32"}
     code = compiled(
-        kernels._squares_kernel, signature, {"BLOCK": kernels.SQUARED}, tmp_path, num_warps=kernels.SQUARING_WARPS
+        *(kernels._squares_kernel, signature, {"BLOCK": kernels.SQUARED, "HAS_FP8_CASTS": True}, tmp_path),
+        num_warps=kernels.SQUARING_WARPS,
     )
     assert code.stack == 0 and code.registers <= 64
     assert 128 in code.widths("ld")
