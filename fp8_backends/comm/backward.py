@@ -186,18 +186,26 @@ def agree_on_scaling(
     scales.
 
     Args:
-        states: int32 [3, 2 + history length] each, as in `numerics.scaling`; the same shapes on every rank.
+        states: int32 [3, 2 + history length] each, as in `numerics.scaling`; the same shapes on every rank. Those with
+            histories of one length take a few launches together.
         group: the ranks (default: all).
         contributes: False: this rank takes over what the others agree on.
     """
     if not states:
         return
-    message = torch.cat([_message(state).flatten() for state in states])
+    alike: dict[int, list[torch.Tensor]] = {}
+    for state in states:
+        alike.setdefault(state.shape[-1], []).append(state)
+    tables = [torch.cat([state.view(-1, length) for state in members]) for length, members in alike.items()]
+    message = torch.cat([_message(table).flatten() for table in tables])
     if not contributes:
         message.fill_(float("-inf"))
     dist.all_reduce(message, dist.ReduceOp.MAX, group=group)
-    messages = message.split([state.numel() for state in states])
-    torch._foreach_copy_(states, [_state(part.view(s.shape)) for part, s in zip(messages, states, strict=True)])
+    for members, table, part in zip(
+        alike.values(), tables, message.split([table.numel() for table in tables]), strict=True
+    ):
+        rows = _state(part.view(table.shape)).flatten().split([state.numel() for state in members])
+        torch._foreach_copy_(members, [row.view(state.shape) for row, state in zip(rows, members, strict=True)])
 
 
 def _message(state: torch.Tensor) -> torch.Tensor:

@@ -98,7 +98,7 @@ class GradientReducer:
             self._send(contributes)
         with self.side_stream.active():
             self.in_flight[-1].start_second_shot()
-        used = self._used_somewhere()
+        used = self._used_somewhere(contributes)
         results = []
         with self.side_stream.active():
             for bucket, reduction in zip(self.buckets, self.in_flight, strict=True):
@@ -127,11 +127,17 @@ class GradientReducer:
                 self.in_flight[-1].start_second_shot()
         self.in_flight.append(reduction)
 
-    def _used_somewhere(self) -> list[bool]:
-        """Whether any rank has a gradient of each parameter; without one it gets none, as in DDP."""
-        used = torch.tensor(self.used, dtype=torch.uint8, device=self.parameters[0].device)
+    def _used_somewhere(self, contributes: bool) -> list[bool]:
+        """Whether any rank has a gradient of each parameter; without one it gets none, as in DDP. The host waits for
+        the device only where it matters: on a rank that lacks a gradient."""
+        device, own = self.parameters[0].device, self.used
+        if all(own):
+            used = torch.ones(len(own), dtype=torch.uint8, device=device)
+        else:
+            pinned = torch.tensor(own, dtype=torch.uint8, pin_memory=device.type == "cuda")
+            used = pinned.to(device, non_blocking=True)
         dist.all_reduce(used, dist.ReduceOp.MAX, group=self.group)
-        return self.used if all(self.used) else used.bool().tolist()  # the device is asked where it matters only
+        return own if all(own) or not contributes else used.bool().tolist()
 
     def _gradient(self, index: int, start: int, reduced: Reduced | torch.Tensor) -> ScaledTensor:
         parameter = self.parameters[index]

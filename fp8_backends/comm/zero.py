@@ -81,14 +81,18 @@ class SharedOut:
 
     def _all_gather(self, streams: list[list[torch.Tensor]], start: int, length: int) -> None:
         sent = torch.zeros(length, dtype=torch.uint8, device=self.weights[0].device)
-        for stored, place in _overlaps(streams[self.rank], start, length):
-            sent[place].copy_(stored)
+        _copy([(sent[place], stored) for stored, place in _overlaps(streams[self.rank], start, length)])
         received = sent.new_empty(len(streams) * length)
         all_gather(received, sent, group=self.group)
-        for rank, message in enumerate(received.view(len(streams), length)):
-            if rank != self.rank:
-                for stored, place in _overlaps(streams[rank], start, length):
-                    stored.copy_(message[place])
+        messages = enumerate(received.view(len(streams), length))
+        others = [(rank, message) for rank, message in messages if rank != self.rank]
+        _copy(
+            [
+                (stored, message[place])
+                for rank, message in others
+                for stored, place in _overlaps(streams[rank], start, length)
+            ]
+        )
 
     @torch.no_grad()
     def send_to_all(self, weight: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
@@ -98,6 +102,12 @@ class SharedOut:
         if not self.owns(weight):
             for part, received in zip(stored, message.split([len(part) for part in stored]), strict=True):
                 part.copy_(received)
+
+
+def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy into the first of each pair what is in the second, in a few launches."""
+    if pairs:
+        torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
 
 
 def _bytes_of(tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -20,7 +20,8 @@ import torch
 from torch.utils._pytree import tree_iter, tree_map
 
 from ..errors import FP8BackendError
-from .formats import FORMAT_OF
+from .formats import E4M3, FORMAT_OF
+from .kernels.gradients import dispatch as gradients
 from .scaled_tensor import FRESH, OPERATIONS, SHARD, ScaledStorage, ScaledTensor, quantize, stored_parts
 
 aten = torch.ops.aten
@@ -388,9 +389,15 @@ def _accumulate_(func, total, other, *, alpha=1):
     if not isinstance(total, ScaledTensor) or not total.accumulates or total._view is not None or total.partial:
         return NotImplemented
     stored = total.stored
+    addend = _values(other)
+    if alpha != 1:
+        addend = addend * alpha
+    whole = isinstance(addend, torch.Tensor) and addend.shape == total.shape
+    if stored.data.dtype == E4M3.dtype and whole and not stored.block_size:
+        _keep(stored, gradients.accumulate(stored.data, stored.scale_inv, addend))
+        return total
     if stored.data.dtype != FP32:
         _keep(stored, total.dequantize(FP32))
-    addend = (_values(other) if isinstance(other, torch.Tensor) else other) * alpha
     stored.data.add_(addend / stored.scale_inv if isinstance(addend, torch.Tensor) else addend)
     return total
 
@@ -428,15 +435,18 @@ def _times(func, tensor, other):
         tensor, other = other, tensor  # number * tensor
     if not _scales(tensor, other) or not tensor.accumulates or tensor._view is not None:
         return NotImplemented
-    return _parts(tensor, tensor._data.clone(), _scaled(func, tensor._scale_inv, other))
+    factor = _factor(other, tensor.device)
+    scale_inv = tensor._scale_inv / factor if func in _DIVISIONS else tensor._scale_inv * factor
+    return _parts(tensor, tensor._data.clone(), scale_inv)
 
 
 @_implements(aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor, aten.div_.Scalar)
 def _times_(func, tensor, other):
     if not _scales(tensor, other) or tensor.partial in (True, FRESH):
         return NotImplemented
+    factor = _factor(other, tensor.device)
     for part in (tensor.stored, *([] if tensor.stored.master is None else [tensor.stored.master.stored])):
-        part.scale_inv.copy_(_scaled(func, part.scale_inv, other))
+        part.scale_inv.div_(factor) if func in _DIVISIONS else part.scale_inv.mul_(factor)
     if tensor.stored.edited is not None:
         func(tensor.stored.edited, other)
     return tensor
@@ -445,12 +455,12 @@ def _times_(func, tensor, other):
 _DIVISIONS = (aten.div.Tensor, aten.div.Scalar, aten.div_.Tensor, aten.div_.Scalar)
 
 
-def _scaled(func, scale_inv: torch.Tensor, other) -> torch.Tensor:
-    """`scale_inv` times or over a scalar, on a tensor: a number divided by its reciprocal would round twice."""
-    if not isinstance(other, torch.Tensor):
-        other = torch.tensor(other, dtype=FP32, device=scale_inv.device)
-    other = other.to(device=scale_inv.device, dtype=FP32)
-    return scale_inv / other if func in _DIVISIONS else scale_inv * other
+def _factor(other, device: torch.device) -> torch.Tensor:
+    """A scalar as a tensor on the device, FP32: a tensor over a number would be rounded twice, times its reciprocal.
+    A number is filled in there; a copy of it would wait for the device."""
+    if isinstance(other, torch.Tensor) and (other.device == device or other.device.type != "cpu"):
+        return other.to(device=device, dtype=FP32)
+    return torch.full((), float(other), dtype=FP32, device=device)
 
 
 def _scaled_and_plain(tensors) -> tuple[list[ScaledTensor], list[torch.Tensor]]:
@@ -466,8 +476,15 @@ def _foreach_times_(func, tensors, other):
     scaled, plain = _scaled_and_plain(tensors)
     if plain:
         func(plain, other)
+    scales: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in scaled:
-        tensor.div_(other) if divides else tensor.mul_(other)
+        if tensor.accumulates and tensor.partial not in (True, FRESH) and _scales(tensor, other):
+            scales.setdefault(tensor.device, []).append(tensor._scale_inv)  # nothing else of a gradient changes
+        else:
+            tensor.div_(other) if divides else tensor.mul_(other)
+    for device, together in scales.items():
+        factor = _factor(other, device)
+        torch._foreach_div_(together, factor) if divides else torch._foreach_mul_(together, factor)
 
 
 @_implements(aten._amp_foreach_non_finite_check_and_unscale_.default)
@@ -476,12 +493,13 @@ def _unscale_(func, tensors, found_inf, inv_scale):
     scaled, plain = _scaled_and_plain(tensors)
     if plain:
         func(plain, found_inf, inv_scale)
-    for tensor in scaled:
-        tensor.mul_(inv_scale.squeeze())
-        found = ~torch.isfinite(tensor._scale_inv).all()
-        if tensor._data.dtype not in FORMAT_OF:
-            found = found | ~torch.isfinite(tensor._data).all()
-        found_inf.copy_(torch.maximum(found_inf, found.to(found_inf)))
+    if not scaled:
+        return
+    _foreach_times_(aten._foreach_mul_.Tensor, scaled, inv_scale.squeeze())
+    unrounded = [tensor._data for tensor in scaled if tensor._data.dtype not in FORMAT_OF and tensor.numel()]
+    largest = torch._foreach_norm(unrounded, math.inf) if unrounded else []
+    numbers = torch.cat([each.reshape(-1) for each in (*(tensor._scale_inv for tensor in scaled), *largest)])
+    found_inf.copy_(torch.maximum(found_inf, (~torch.isfinite(numbers).all()).to(found_inf)))
 
 
 # Norms, and what travels between ranks
@@ -497,7 +515,10 @@ def _vector_norm(func, tensor, ord=2, dim=None, keepdim=False, *, dtype=None):
         or ord == 0
     ):
         return NotImplemented
-    norm = func(tensor._data.float(), ord, None, keepdim) * tensor._scale_inv.abs()
+    if ord == 2 and not keepdim:
+        norm = gradients.norm(tensor._data, tensor._scale_inv)
+    else:
+        norm = func(tensor._data.float(), ord, None, keepdim) * tensor._scale_inv.abs()
     return norm.to(dtype or tensor.dtype)
 
 

@@ -22,12 +22,16 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import FP8BackendError
-from .formats import FORMAT_OF, saturating_cast
+from .formats import E4M3, E5M2, FORMAT_OF, Format, saturating_cast
+from .kernels.quantize import dispatch as quantization
+from .kernels.quantize.layouts import POWER_OF_TWO
 from .scaling import power_of_two_scale, scale_inv_of, tensor_amax
 
 STORED = ("stored", "_view")
 """The attributes that each ScaledTensor is made of."""
 SHARD, FRESH = "shard", "fresh"
+FEWEST_ON_A_CPU = 2**17
+"""Elements from which on the cast that works in a CPU's cache is faster than a few operations on whole tensors."""
 
 OPERATIONS: dict[Any, Callable] = {}
 """Operation of PyTorch -> what it does with ScaledTensors; None -> what any other does."""
@@ -293,8 +297,12 @@ class ScaledTensor(WithoutMemory):
         """Turn an accumulated gradient's FP32 data into E4M3 again, with the scale of its amax. In place."""
         stored = self.stored
         if stored.accumulates and stored.data.dtype == torch.float32:
-            rounded = quantize(stored.data * stored.scale_inv, torch.float8_e4m3fn)
-            stored.data, stored.scale_inv = rounded._data, rounded._scale_inv
+            if _serves(stored.data):  # the scale may be anything by now: a loss scale and a clip have multiplied it
+                codes, scale_inv = _codes(stored.data, E4M3, stored.scale_inv.abs())
+                stored.data, stored.scale_inv = codes, torch.copysign(scale_inv, stored.scale_inv)
+            else:
+                rounded = quantize(stored.data * stored.scale_inv, E4M3.dtype)
+                stored.data, stored.scale_inv = rounded._data, rounded._scale_inv
 
     @property
     def context(self) -> tuple[torch.dtype, int, bool, bool | str]:
@@ -423,12 +431,32 @@ def quantize(
     if storage not in FORMAT_OF:
         return ScaledTensor(values.to(storage).clone(), torch.ones((), device=values.device), dtype)
     fmt = FORMAT_OF[storage]
+    if not block_size and amax is None and fmt in (E4M3, E5M2) and _serves(values):
+        return ScaledTensor(*_codes(values, fmt), dtype)
     if amax is None:
         amax = block_amax(values, block_size) if block_size else tensor_amax_of(values)
     scale = power_of_two_scale(amax, fmt)
     of_each = _spread(scale, block_size, values.shape) if block_size else scale
     data = saturating_cast(values.float() * of_each, fmt)
     return ScaledTensor(data, scale_inv_of(scale, amax), dtype, block_size)
+
+
+def _serves(values: torch.Tensor) -> bool:
+    """Whether the cast that FP8 products have takes these values, and is the faster one."""
+    if values.dtype not in (torch.float32, torch.bfloat16, torch.float16) or not values.dim():
+        return False
+    return values.numel() >= (FEWEST_ON_A_CPU if values.device.type == "cpu" else 1)
+
+
+def _codes(
+    values: torch.Tensor, fmt: Format, stored_scale_inv: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scale_inv of `values`, or of `values * stored_scale_inv`, by the power-of-two rule: on a GPU two passes
+    over memory. The stored scale is not negative. Since the new one is a power of two, the product is rounded to FP32
+    once whichever comes first."""
+    matrix = values.reshape(-1, values.shape[-1])
+    layouts = quantization.quantize(matrix, fmt, columns=False, rule=POWER_OF_TWO, stored_scale_inv=stored_scale_inv)
+    return layouts.codes.view(values.shape), layouts.scale_inv
 
 
 def tensor_amax_of(values: torch.Tensor) -> torch.Tensor:

@@ -326,11 +326,16 @@ def _hypers(views: Sequence[LocalView], states: Sequence[dict[str, Any]]) -> lis
 
 def _zero_what_is_not_finite(views: Sequence[LocalView]) -> None:
     """Set a gradient that holds an inf or a NaN to zero, in place and without asking the device."""
-    unknown = [view.gradient for view in views if view.finite is None]
-    largest = iter(torch._foreach_norm(unknown, float("inf")) if unknown else ())
-    for view in views:
-        finite = torch.isfinite(next(largest)) if view.finite is None else view.finite
-        torch.where(finite, view.gradient, view.gradient.new_zeros(()), out=view.gradient)
+    spoiled = {i: ~view.finite for i, view in enumerate(views) if view.finite is not None}
+    unknown: dict[torch.device, list[int]] = {}
+    for i in range(len(views)):
+        if i not in spoiled:
+            unknown.setdefault(views[i].gradient.device, []).append(i)
+    for members in unknown.values():
+        largest = torch._foreach_norm([views[i].gradient for i in members], float("inf"))
+        spoiled |= zip(members, torch.isfinite(torch.stack(largest)).logical_not_().unbind(), strict=True)
+    for i, view in enumerate(views):
+        view.gradient.masked_fill_(spoiled[i], 0)
 
 
 # From a stock optimizer to a converted one

@@ -76,10 +76,24 @@ def finite_everywhere(gradients: Sequence[Slot], parameters: Sequence[torch.Tens
     no DTensor: the step looks at its gradient itself."""
     found: list[torch.Tensor | None] = [None] * len(parameters)
     places = [i for i, p in enumerate(parameters) if is_distributed(p)]
-    not_finite = [(~is_finite(gradients[i])).float() for i in places]
+    not_finite = _spoiled([gradients[i] for i in places])
     for i, amax in zip(places, agree(not_finite, [parameters[i] for i in places]), strict=True):
         found[i] = amax == 0
     return found
+
+
+def _spoiled(gradients: Sequence[Slot]) -> list[torch.Tensor]:
+    """1 for each gradient that is not finite, else 0: FP32, 0-dim. Where a gradient's only scale tells, those of one
+    device are looked at together."""
+    told: dict[torch.device, list[int]] = {}
+    for i, slot in enumerate(gradients):
+        if slot.scale_inv is not None and not slot.block_size and slot.data.dtype.itemsize == 1:
+            told.setdefault(slot.data.device, []).append(i)
+    found = {}
+    for members in told.values():
+        scales = torch.stack([gradients[i].scale_inv.detach() for i in members])
+        found |= zip(members, (~torch.isfinite(scales)).float().unbind(), strict=True)
+    return [found[i] if i in found else (~is_finite(slot)).float() for i, slot in enumerate(gradients)]
 
 
 def run_agreed(steps: AdamSteps, parameters: Sequence[torch.Tensor]) -> None:

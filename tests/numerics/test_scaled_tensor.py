@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fp8_backends.errors import FP8BackendError
+from fp8_backends.numerics import scaled_tensor
 from fp8_backends.numerics.formats import FORMAT_OF
-from fp8_backends.numerics.scaled_tensor import ScaledTensor, block_amax, quantize
+from fp8_backends.numerics.scaled_tensor import FEWEST_ON_A_CPU, ScaledTensor, block_amax, quantize
 
 E4M3, E5M2, FP16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float16
 STORED = [E4M3, E5M2, FP16]
@@ -31,6 +32,37 @@ def same(a: ScaledTensor, b: ScaledTensor) -> bool:
 
 
 # Quantizing
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("form", ["matrix", "transposed", "three dimensions"])
+@pytest.mark.parametrize("bad", [None, float("inf"), float("nan")])
+def test_a_large_tensor_is_stored_to_the_bit_as_a_small_one(dtype, form, bad, monkeypatch):
+    x = values(FEWEST_ON_A_CPU // 64 + 1, 64).mul_(torch.logspace(-4, 0, 64)).to(dtype)
+    if bad is not None:
+        x[5, 7] = bad
+    x = {"matrix": x, "transposed": x.t(), "three dimensions": x.view(-1, 1, 64)}[form]
+    stored = quantize(x, E4M3)
+    monkeypatch.setattr(scaled_tensor, "FEWEST_ON_A_CPU", x.numel() + 1)
+    plainly = quantize(x, E4M3)
+    assert stored._data.is_contiguous() and torch.equal(stored._data.view(torch.uint8), plainly._data.view(torch.uint8))
+    assert torch.equal(stored._scale_inv.nan_to_num(-1), plainly._scale_inv.nan_to_num(-1))
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0**-20, 0.3, -0.7, 0.0, float("inf")])
+def test_a_large_gradient_is_rounded_as_a_small_one(factor, monkeypatch):
+    """After microbatches, a loss scale and a clip, whatever its scale is then."""
+
+    def rounded():
+        total = quantize(values(FEWEST_ON_A_CPU // 64 + 1, 64), E4M3)
+        total.accumulates = True
+        total.add_(values(*total.shape, seed=1)).mul_(torch.tensor(factor)).finish_accumulation()
+        return total
+
+    large = rounded()
+    monkeypatch.setattr(scaled_tensor, "FEWEST_ON_A_CPU", 2**30)
+    assert large._data.dtype == E4M3
+    torch.testing.assert_close(large.dequantize(), rounded().dequantize(), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("storage", STORED)

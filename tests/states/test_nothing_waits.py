@@ -1,0 +1,242 @@
+"""A training step at a level sends everything to the device without waiting for it: no number is asked of it, and none
+is copied to it. What is outside the layers takes as many calls of PyTorch in a deep model as in a shallow one, or a few
+for each weight.
+
+Meta tensors stand for the device's, and tensors of the CPU for the host's: autograd, hooks, reducer and optimizer are
+the real ones. Meta tensors have no values, so that a number asked of one is an error as well as counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+import fp8_backends
+from fp8_backends.comm.backward import Agreement, BackwardPass
+from fp8_backends.comm.ddp import Connection, GradientArrives
+from fp8_backends.comm.reducer import GradientReducer
+from fp8_backends.numerics.scaled_tensor import ScaledTensor, quantize
+from fp8_backends.numerics.scaling import new_window_state
+from fp8_backends.states.levels import swap_gradient_hook
+
+LEVELS = ("O1", "O2", "O3")
+NUMBERS = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2"}
+"""Operations for whose result the host waits."""
+
+
+class Meter(TorchDispatchMode):
+    """Notes what makes the host wait for the device, and counts the operations on it that are no views."""
+
+    def __init__(self):
+        super().__init__()
+        self.waits: list[str] = []
+        self.calls = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, ScaledTensor) for kind in types):
+            return NotImplemented  # it first says what it does on what it stores
+        name, kwargs = func._schema.name.removeprefix("aten::"), kwargs or {}
+        on_device = "meta" in devices((args, kwargs))
+        if name in NUMBERS and on_device:
+            self.waits.append(name)
+        out = func(*args, **kwargs)
+        made = devices(out)
+        if name in ("copy_", "_to_copy") and len(made | devices((args, kwargs))) > 1:
+            self.waits.append(name)
+        self.calls += (on_device or "meta" in made) and not func.is_view
+        return out
+
+
+@contextlib.contextmanager
+def metered() -> Iterator[Meter]:
+    """A meter that also sees tensors made of Python's numbers, which pass no dispatcher on their way to meta."""
+
+    def noting(function):
+        def noted(*args, **kwargs):
+            made = function(*args, **kwargs)
+            if made.is_meta:
+                meter.waits.append(function.__name__)
+            return made
+
+        return noted
+
+    with Meter() as meter, mock.patch.multiple(torch, tensor=noting(torch.tensor), as_tensor=noting(torch.as_tensor)):
+        yield meter
+
+
+def devices(values) -> set[str]:
+    return {each.device.type for each in tree_iter(values) if isinstance(each, torch.Tensor)}
+
+
+@pytest.fixture(autouse=True)
+def autocast_is_off_on_meta(monkeypatch):
+    """PyTorch has no autocast there, and raises where it is asked."""
+    asked = torch.is_autocast_enabled
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *device: device != ("meta",) and asked(*device))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 128), nn.Linear(128, 64)
+
+    def forward(self, x):
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+def prepared(backend: str, layers: int, dtype: torch.dtype = torch.bfloat16):
+    model = nn.Sequential(*(Block() for _ in range(layers))).to("meta", dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    if "msamp" in backend:
+        optimizer.param_groups[0]["fused"] = True  # counters on the device; its constructor would refuse meta tensors
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return fp8_backends.prepare(model, optimizer, {"backend": backend, "on_unproven": "warn"})
+
+
+def loss_of(model: nn.Module) -> torch.Tensor:
+    return model(torch.empty(32, 64, dtype=next(model.parameters()).dtype, device="meta")).float().square().mean()
+
+
+def first_step(model, optimizer) -> None:
+    """It makes the states, and the proof asks the device which products ran."""
+    loss_of(model).backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # nothing runs on meta tensors
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("backend", ["native:dynamic", *(f"msamp:{level}" for level in LEVELS)])
+def test_a_step_waits_for_nothing(backend):
+    """Two microbatches, a clip and the optimizer's step. In FP32, so that norms are PyTorch's own to step."""
+    model, optimizer = prepared(backend, layers=1, dtype=torch.float32)
+    first_step(model, optimizer)
+    with metered() as meter:
+        for _ in range(2):
+            loss_of(model).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert meter.calls and not meter.waits
+
+
+def test_a_plain_number_takes_no_copy():
+    gradient = quantize(torch.empty(32, 64, device="meta"), torch.float8_e4m3fn)
+    gradient.accumulates = True
+    with metered() as meter:
+        gradient.mul_(0.3).div_(3.0)
+        torch._foreach_mul_([gradient], 0.3)
+        torch._foreach_div_([gradient], 3.0)
+        gradient * 0.3
+    assert meter.calls and not meter.waits
+
+
+@pytest.mark.parametrize("wait", ["number", "copy", "list"])
+def test_the_meter_sees_what_waits(wait):
+    """Planted in a hook, so that it happens inside backward."""
+    model, optimizer = prepared("msamp:O2", layers=1)
+    first_step(model, optimizer)
+
+    def plant(weight):
+        if wait == "number":
+            weight.grad._scale_inv.item()
+        elif wait == "copy":
+            weight.grad.mul_(torch.ones(()).to("meta"))
+        else:
+            weight.grad.mul_(torch.tensor(0.5, device="meta"))
+
+    model[0].up.weight.register_post_accumulate_grad_hook(plant)
+    refused = pytest.raises(RuntimeError, match="meta") if wait == "number" else contextlib.nullcontext()
+    with metered() as meter, refused:
+        loss_of(model).backward()
+    assert len(meter.waits) == 1
+
+
+# Several ranks
+
+
+@pytest.fixture
+def two_ranks():
+    """A process group whose other rank is imagined: collectives return at once."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def connect(model: nn.Module, group, comm: str) -> None:
+    """Do to a model's weights what `comm.ddp.connect` does, without DDP: its own reducer, in C++, reads memory."""
+    connection = Connection(group)
+    model.require_backward_grad_sync = model.require_forward_param_sync = True  # as a DDP has them
+    weights = {name: p for name, p in model.named_parameters() if isinstance(p, ScaledTensor)}
+    connection.reducer = GradientReducer(weights, group, comm, 40_000)
+    states = [new_window_state("meta") for _ in weights]
+    connection.collectives += [connection.reducer, Agreement(lambda: states, group)]
+    for index, weight in enumerate(connection.reducer.parameters):
+        swap_gradient_hook(weight, GradientArrives(connection, index))
+    model.register_forward_hook(connection)
+
+
+@pytest.mark.parametrize("level, comm", [("O2", "fp8"), ("O2", "plain"), ("O3", "fp8")])
+def test_gradients_travel_without_waiting(level, comm, two_ranks):
+    model, optimizer = prepared(f"msamp:{level}", layers=2)
+    connect(model, two_ranks, comm)
+    connection = BackwardPass.find(model)
+    assert len(connection.reducer.buckets) > 1
+    first_step(model, optimizer)
+    with metered() as meter:
+        model.require_backward_grad_sync = False
+        loss_of(model).backward()
+        model.require_backward_grad_sync = True
+        loss_of(model).backward()
+        optimizer.step()
+    assert not connection.reducer.in_flight  # the end of backward was reached
+    assert all(isinstance(p.grad, ScaledTensor) for p in connection.reducer.parameters)
+    assert meter.calls and not meter.waits
+
+
+# Calls that do not grow with the model
+
+
+def calls(layers: int, what: str, group=None) -> int:
+    model, optimizer = prepared("msamp:O2", layers, torch.float32)
+    if what == "agreement":
+        states = [new_window_state("meta") for _ in range(layers)]
+        with metered() as meter:
+            Agreement(lambda: states, group).finish()
+        return meter.calls
+    loss_of(model).backward()
+    gradients = [p.grad for p in model.parameters() if isinstance(p.grad, ScaledTensor)]
+    with metered() as meter:
+        if what == "unscale":
+            number = torch.ones((), device="meta")
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, torch.zeros_like(number), number)
+        elif what == "scale":
+            torch._foreach_mul_(gradients, torch.ones((), device="meta"))
+        elif what == "zero":
+            optimizer.zero_grad()
+        elif what == "norms and clip":
+            torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if isinstance(p, ScaledTensor)], 1.0)
+    return meter.calls
+
+
+@pytest.mark.parametrize("what", ["agreement", "unscale", "scale", "zero"])
+def test_calls_do_not_grow_with_the_number_of_layers(what, two_ranks):
+    assert calls(2, what, two_ranks) == calls(4, what, two_ranks)
+
+
+def test_a_clip_takes_a_few_calls_for_each_weight():
+    """`clip_grad_norm_` goes from tensor to tensor where one is a subclass: a norm of codes in FP32, times the scale's
+    magnitude, and the scale times the factor. On a GPU a norm is two launches."""
+    few, many = calls(2, "norms and clip"), calls(4, "norms and clip")
+    assert many - few == 4 * 4  # 4 weights more
