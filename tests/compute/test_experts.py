@@ -255,6 +255,21 @@ def test_a_gpu_accepts_every_product(backend, transposed):
         assert calls.seen.count(torch.ops.aten._scaled_grouped_mm.default) == 3
 
 
+@pytest.mark.parametrize("lines", [False, True])
+def test_operators_of_casts_return_what_they_declare(lines, monkeypatch):
+    """As torch's own check of operators has it: shapes, strides, no memory that two tensors share."""
+    for module in (grouped_products, grouped_scaling):
+        monkeypatch.setattr(module, "has_places", lambda tensor: True)
+    groups, scale = Groups.of(torch.tensor([0, 0, 2, 2, 2]), 3), None if lines else torch.ones(3)
+    tests = ("test_schema", "test_faketensor")
+    for layouts in ((True, True), (True, False), (False, True)):
+        options = E4M3.dtype, scale, *layouts, lines
+        torch.library.opcheck(
+            grouped_scaling._quantize_groups, (torch.randn(5, 20), *groups, *options), test_utils=tests
+        )
+        torch.library.opcheck(grouped_scaling._quantize_experts, (torch.randn(3, 20, 40), *options), test_utils=tests)
+
+
 def grouped_mm_on_a_cpu(a, b, scale_a, scale_b, offs, out_dtype, use_fast_accum=False):
     """`torch._scaled_grouped_mm`: its checks, on meta tensors; its numbers, one group after the other; and NaN wherever
     it says nothing about a number."""
@@ -324,8 +339,12 @@ def test_engines_by_device(monkeypatch, either_cpu):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("on_gpu", [False, True], ids=["cpu", "gpu"])
 @pytest.mark.parametrize("family,backend", [("mixtral", "native:delayed"), ("gpt_oss", "native:rowwise")])
-def test_compiled_without_a_graph_break_it_has_the_same_bits(family, backend):
+def test_compiled_without_a_graph_break_it_has_the_same_bits(family, backend, on_gpu, monkeypatch):
+    """As a GPU has it, too: groups at places of their own, and casts that are operators."""
+    for module in (grouped_products, grouped_scaling):
+        monkeypatch.setattr(module, "has_places", lambda tensor: on_gpu)
     hidden, chosen, weights = routed(24)
     dy = torch.randn(24, WIDTH)
     results = []

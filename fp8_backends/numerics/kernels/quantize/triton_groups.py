@@ -140,6 +140,7 @@ def _quantize(m: _Matrices, fmt: Format, scale, rows: bool, columns: bool, lines
             transposed_scale_inv,
             bits,
             scale,
+            0 if scale is None else scale.stride(0),
             row_scale,
             m.owners,
             m.sources,
@@ -229,13 +230,13 @@ def _amax_kernel(
 
 
 @triton.jit
-def _scale_of(bits_ptr, given_ptr, at, mask, FORMAT: tl.constexpr):
+def _scale_of(bits_ptr, given_ptr, given_stride, at, mask, FORMAT: tl.constexpr):
     """Scales and amaxes that lie at these places."""
     amax = from_bits(tl.load(bits_ptr + at, mask=mask, other=0))
     if given_ptr is None:
         scale = scale_from_amax(amax, format_max(FORMAT))
     else:
-        scale = tl.load(given_ptr + at, mask=mask, other=1.0)
+        scale = tl.load(given_ptr + at * given_stride, mask=mask, other=1.0)
     return scale, amax
 
 
@@ -248,6 +249,7 @@ def _cast_kernel(
     transposed_scale_inv_ptr,  # FP32 [groups, padded_columns]
     bits_ptr,  # as in `_amax_kernel`, and the one below
     given_ptr,  # FP32 [groups], or None
+    given_stride,
     row_scale_ptr,
     owners_ptr,
     sources_ptr,
@@ -267,12 +269,23 @@ def _cast_kernel(
 ):
     """One tile of places: read, scaled, cast, and stored twice. Programs behind the tiles store scales of columns."""
     matrix, program = tl.program_id(1).to(tl.int64), tl.program_id(0)
-    if program >= tiles:
-        at = (program - tiles).to(tl.int64) * _COLUMN_SCALES + tl.arange(0, _COLUMN_SCALES)
-        _store_column_scales(
-            transposed_scale_inv_ptr, bits_ptr, given_ptr, at, matrix, groups, columns, padded_columns, LINES, FORMAT
-        )
-        return
+    if transposed_ptr is not None:
+        if program >= tiles:
+            at = (program - tiles).to(tl.int64) * _COLUMN_SCALES + tl.arange(0, _COLUMN_SCALES)
+            _store_column_scales(
+                transposed_scale_inv_ptr,
+                bits_ptr,
+                given_ptr,
+                given_stride,
+                at,
+                matrix,
+                groups,
+                columns,
+                padded_columns,
+                LINES,
+                FORMAT,
+            )
+            return
     at_row, at_column = place_of(program, padded_columns, TILE_COLUMNS)
     i = at_row.to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     j = at_column.to(tl.int64) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
@@ -281,7 +294,9 @@ def _cast_kernel(
     exists, stored = i < places, (i < places)[:, None] & (j < padded_columns)[None, :]
     first = matrix * places * padded_columns
     if not LINES:
-        scale, amax = _scale_of(bits_ptr, given_ptr, _owners_of(owners_ptr, i, places, matrix), exists, FORMAT)
+        scale, amax = _scale_of(
+            bits_ptr, given_ptr, given_stride, _owners_of(owners_ptr, i, places, matrix), exists, FORMAT
+        )
         codes = to_codes(x * scale[:, None], FORMAT, HAS_FP8_CASTS)
         if codes_ptr is not None:
             scale_inv = tl.where(inside, scale_inv_of(scale, amax), 1.0)
@@ -296,7 +311,7 @@ def _cast_kernel(
             bands: tl.constexpr = TILE_ROWS // _BAND
             band = at_row.to(tl.int64) * TILE_ROWS + tl.arange(0, bands) * _BAND
             at = _owners_of(owners_ptr, band, places, matrix)[:, None] * padded_columns + j[None, :]
-            column_scale, _ = _scale_of(bits_ptr, None, at, (j < columns)[None, :], FORMAT)
+            column_scale, _ = _scale_of(bits_ptr, None, 0, at, (j < columns)[None, :], FORMAT)
             scaled = tl.reshape(x, (bands, _BAND, TILE_COLUMNS)) * column_scale[:, None, :]
             codes = tl.reshape(to_codes(scaled, FORMAT, HAS_FP8_CASTS), (TILE_ROWS, TILE_COLUMNS))
         at = first + j[:, None] * places + i[None, :]
@@ -305,11 +320,21 @@ def _cast_kernel(
 
 @triton.jit
 def _store_column_scales(
-    ptr, bits_ptr, given_ptr, at, matrix, groups, columns, padded_columns, LINES: tl.constexpr, FORMAT: tl.constexpr
+    ptr,
+    bits_ptr,
+    given_ptr,
+    given_stride,
+    at,
+    matrix,
+    groups,
+    columns,
+    padded_columns,
+    LINES: tl.constexpr,
+    FORMAT: tl.constexpr,
 ):
     """Some of the inverse scales [groups, padded_columns] of one matrix."""
     exists = at < groups * padded_columns
     at += matrix * groups * padded_columns
-    scale, amax = _scale_of(bits_ptr, given_ptr, at if LINES else at // padded_columns, exists, FORMAT)
+    scale, amax = _scale_of(bits_ptr, given_ptr, given_stride, at if LINES else at // padded_columns, exists, FORMAT)
     scale_inv = tl.where(at % padded_columns < columns, scale_inv_of(scale, amax), 1.0)
     tl.store(ptr + at, scale_inv, mask=exists)
