@@ -21,6 +21,7 @@ from fp8_backends.compute.native.grouped_scaling import (
     quantize_lines,
     quantize_lines_of_experts,
 )
+from fp8_backends.compute.native.ledger import Ledger
 from fp8_backends.compute.products import scaled_product
 from fp8_backends.numerics.formats import E4M3
 from fp8_backends.numerics.scaling import Quantized
@@ -243,10 +244,10 @@ def test_a_gpu_accepts_every_product(backend, transposed):
             x = torch.empty(37, into, device="cuda", dtype=torch.bfloat16)
             weight = torch.empty((5, into, out) if transposed else (5, out, into), device="cuda")
             groups = Groups.of(torch.empty(37, dtype=torch.long, device="cuda"), 5)
-            context, counts = Context(), torch.empty(4, dtype=torch.long, device="cuda")
+            context, ledger = Context(), Ledger(torch.device("cuda"))
             w8 = quantized_weight(rule, weight, None, transposed, True)
             y = GroupedFunction.forward(
-                context, x, weight, counts, None, rule, transposed, torch.bfloat16, True, False, *groups, *w8
+                context, x, weight, ledger, None, rule, transposed, torch.bfloat16, True, False, *groups, *w8
             )
             with torch.no_grad():  # as autograd calls it
                 dx, dw, *_ = GroupedFunction.backward(context, torch.empty_like(y))

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fp8_backends import prepare
+from fp8_backends.compute.native.backend import NativeCompute
 from fp8_backends.compute.native.linear import FP8Linear
 
 SCALINGS = ["native:dynamic", "native:delayed", "native:rowwise", "native:blockwise", "native:mxfp8"]
@@ -60,7 +61,7 @@ def train(backend, use_reentrant=None, compiler=None, steps=6, blocks=1):
         compiled.append(len(graphs))
     layers = {name: m for name, m in model.named_modules() if isinstance(m, FP8Linear)}
     counts = {name: m.fp8_products.tolist() for name, m in layers.items()}
-    states = {name: m.fp8_scaling.clone() for name, m in layers.items() if hasattr(m, "fp8_scaling")}
+    states = NativeCompute().scaling_state(model)
     return losses, counts, states, compiled
 
 

@@ -8,6 +8,7 @@ import torch.nn.utils.prune
 from conversion_steps import BACKENDS, assert_ran_in_fp8, convert, counts, mlp, train
 from torch import nn
 
+from fp8_backends.compute.native.ledger import Ledger
 from fp8_backends.errors import FP8BackendError, RecipeError
 from fp8_backends.training.conversion import prepared_roots
 
@@ -183,7 +184,7 @@ def test_high_precision_is_the_fallback_layer_by_layer(case):
         model(torch.zeros(1, 32))
         assert type(odd) is nn.Linear
         for layer in (model[0], model[4]):
-            layer.fp8_products.zero_()
+            layer.fp8_ledger = Ledger(layer.weight.device)
     weights = [p.detach().clone() for p in model.parameters()]
     losses = train(model)
     assert losses[-1] < losses[0]

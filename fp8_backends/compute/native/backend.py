@@ -44,6 +44,7 @@ from .experts import FP8Experts, FP8ExpertWeight
 from .frozen import freeze
 from .grouped_products import grouped_engine_for
 from .layer_rule import STATEFUL, LayerRule, Stored
+from .ledger import Ledger, with_noted_amaxes
 from .linear import FP8Linear, FP8Products
 from .shared_codes import SharedCodes
 
@@ -120,9 +121,9 @@ class NativeCompute(Compute):
     def after_optimizer_step(self, root: nn.Module) -> None:
         for shared in self._shared(root):
             shared.forget_weights()
-        for (_, rule, _), states in _states_of_layers(root, "window").items():
+        for (_, rule, *_), (states, stacked) in _states_of_layers(root, "window").items():
             formats = (rule.forward_format, rule.forward_format, rule.gradient_format)
-            torch._foreach_copy_(states, rolled_window_states(torch.stack(states), formats).unbind())
+            torch._foreach_copy_(states, rolled_window_states(stacked, formats).unbind())
 
     def is_converted(self, module: nn.Module) -> bool:
         return isinstance(module, (FP8Products, FP8ExpertWeight))
@@ -137,7 +138,7 @@ class NativeCompute(Compute):
         return block_engine_for(module.weight.device, module.fp8_out_dtype, along.blocks.columns)
 
     def products(self, module: FP8Products) -> ProductCounts:
-        return ProductCounts() if module.fp8_products.is_meta else ProductCounts(*module.fp8_products.tolist())
+        return module.fp8_ledger.total()
 
     def high_precision_products(self, recipe: Recipe) -> tuple[str, ...]:
         return tuple(kind for kind, high in zip(KINDS, recipe.override_linear_precision, strict=True) if high)
@@ -158,12 +159,15 @@ class NativeCompute(Compute):
         return module.weight_codes() if isinstance(module, FP8Products) else None
 
     def scaling_state(self, root: nn.Module) -> dict[str, torch.Tensor]:
+        _collect_amaxes(root)
         return {name: layer.fp8_scaling.detach().clone() for name, layer in self._stateful_layers(root)}
 
     def scaling_buffers(self, root: nn.Module) -> list[torch.Tensor]:
+        _collect_amaxes(root)
         return [layer.fp8_scaling for _, layer in self._stateful_layers(root)]
 
     def load_scaling_state(self, root: nn.Module, state: dict[str, torch.Tensor]) -> None:
+        _collect_amaxes(root)  # of before, which the loaded state replaces
         own = dict(self._stateful_layers(root))
         check_same_states(own, state)
         for name, layer in own.items():
@@ -206,23 +210,35 @@ class RollDelayedStates:
         if not (root.training and torch.is_grad_enabled()) or inside_backward():
             return
         refuse_transforms()
-        for group in _states_of_layers(root, "delayed").values():
-            states = torch.stack(group)
+        for group, states in _states_of_layers(root, "delayed").values():
             format_max = torch.tensor(self.format_max, dtype=torch.float32, device=states.device)
             rolled = rolled_delayed_states(states, format_max, self.margin, self.algorithm, self.interval)
             for state, new in zip(group, rolled.unbind(), strict=True):
-                state.copy_(new)
+                state.data.copy_(new)  # compiled code may still read it for a backward, in which it recomputes
 
 
-def _states_of_layers(root: nn.Module, scaling: str) -> dict[tuple, list[torch.Tensor]]:
-    """The states of all layers with that rule, in groups that one computation can serve: (device, rule, size)."""
-    groups: dict[tuple, list[torch.Tensor]] = {}
+def _states_of_layers(root: nn.Module, scaling: str) -> dict[tuple, tuple[list[torch.Tensor], torch.Tensor]]:
+    """The states of all layers with that rule, in groups that one computation can serve: (device, rule, size, kind).
+    Each group as the states themselves, and stacked, with all amaxes so far."""
+    groups: dict[tuple, tuple[list[torch.Tensor], list[Ledger]]] = {}
     for module in root.modules():
         if isinstance(module, (FP8Products, FP8ExpertWeight)) and module.fp8_rule.scaling == scaling:
-            states = [module.fp8_scaling] if isinstance(module, FP8Products) else module.fp8_scaling.unbind()
-            group = states[0].device, module.fp8_rule, states[0].shape[1]
-            groups.setdefault(group, []).extend(states)
-    return groups
+            alone = isinstance(module, FP8Products)
+            states = [module.fp8_scaling] if alone else module.fp8_scaling.unbind()
+            group = groups.setdefault((states[0].device, module.fp8_rule, states[0].shape[1], alone), ([], []))
+            group[0].extend(states)
+            group[1].extend([module.fp8_ledger] if alone else [])
+    return {
+        key: (states, with_noted_amaxes(torch.stack(states), ledgers) if ledgers else torch.stack(states))
+        for key, (states, ledgers) in groups.items()
+    }
+
+
+def _collect_amaxes(root: nn.Module) -> None:
+    """Complete the states of all layers with the amaxes that compiled code noted."""
+    for scaling in STATEFUL:
+        for states, stacked in _states_of_layers(root, scaling).values():
+            torch._foreach_copy_([state.data for state in states], stacked.unbind())
 
 
 def _around(layer: nn.Module, carrier: FP8Products, recipe: Recipe, shared: SharedCodes) -> FP8Products:

@@ -20,6 +20,7 @@ from ..interface import COMPUTE_DTYPES, Recipe
 from .grouped_function import GroupedFunction, gradient_by_rows, quantized_weight
 from .grouped_products import Groups
 from .layer_rule import LayerRule
+from .ledger import KeepsLedger, Ledger
 from .shared_codes import SharedCodes
 
 SCALINGS = ("dynamic", "delayed", "rowwise")
@@ -103,11 +104,11 @@ class FP8Experts(ExpertWeights):
         return y
 
 
-class FP8ExpertWeight(ExpertWeight):
+class FP8ExpertWeight(KeepsLedger, ExpertWeight):
     """One 3-D weight whose products run in FP8.
 
-    Buffers, none in the state dict: `fp8_products`, int64 [4], as of `FP8Linear`; each counts a product of all experts
-    as one. `fp8_scaling`, the delayed rule's states, int32 [experts, 3, 2 + history length].
+    The ledger counts a product of all experts as one. A buffer, not in the state dict: `fp8_scaling`, the delayed
+    rule's states, int32 [experts, 3, 2 + history length].
     """
 
     def set_rule(self, rule: LayerRule, shared: SharedCodes, history_len: int) -> None:
@@ -116,30 +117,22 @@ class FP8ExpertWeight(ExpertWeight):
         self._reset_state(self.weight.device)
 
     def _reset_state(self, device: torch.device) -> None:
-        self.register_buffer("fp8_products", torch.zeros(4, dtype=torch.int64, device=device), persistent=False)
+        self.fp8_ledger = Ledger(device)
         if self.fp8_rule.scaling == "delayed":
             states = new_delayed_state(self.fp8_history_len, device).repeat(self.sizes[0], 1, 1)
             self.register_buffer("fp8_scaling", states, persistent=False)
 
-    def _apply(self, fn, recurse=True):
-        was_meta = self.fp8_products.is_meta
-        super()._apply(fn, recurse)
-        if was_meta and not self.fp8_products.is_meta:
-            self._reset_state(self.fp8_products.device)  # `to_empty` leaves random bits
-        return self
-
     def forward(self, x: torch.Tensor, weight: torch.Tensor, groups: Groups, out_dtype: torch.dtype) -> torch.Tensor:
         """[rows, out] from x [rows, in], whose rows lie as `groups` says. `weight` is what the experts module gives for
         its Parameter at this time."""
-        if self.fp8_products.device != weight.device:
-            self._reset_state(weight.device)  # real weights were assigned into a model prepared on meta
+        self._follow(weight.device)
         keep, state = torch.is_grad_enabled(), self.fp8_scaling if self.fp8_rule.scaling == "delayed" else None
         with torch.no_grad():
             w8 = self._quantized(weight, state, keep and x.requires_grad)
         return GroupedFunction.apply(
             x,
             weight,
-            self.fp8_products,
+            self.fp8_ledger,
             state,
             self.fp8_rule,
             self.fp8_transposed,

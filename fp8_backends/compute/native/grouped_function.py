@@ -7,7 +7,6 @@ import torch
 from ...numerics.formats import E4M3, E5M2
 from ...numerics.kernels.quantize.layouts import Layouts
 from ...numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT, Quantized
-from ..counts import inside_backward
 from ..derivatives import refuse_second_derivative
 from .grouped_products import Groups, grouped_product, grouped_wgrad, plain_product, plain_wgrad
 from .grouped_scaling import (
@@ -19,7 +18,7 @@ from .grouped_scaling import (
     record_amaxes,
 )
 from .layer_rule import LayerRule
-from .linear import DGRAD, FPROP, RECOMPUTED, WGRAD
+from .linear import DGRAD, FPROP, WGRAD
 
 
 class GroupedFunction(torch.autograd.Function):
@@ -31,7 +30,7 @@ class GroupedFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, counts, state, rule, transposed, out_dtype, keeps, records, *operands):
+    def forward(ctx, x, weight, ledger, state, rule, transposed, out_dtype, keeps, records, *operands):
         groups, w8 = Groups(*operands[:6]), Layouts(*operands[6:])
         needs_dgrad, needs_wgrad = (keeps and needed for needed in ctx.needs_input_grad[:2])
         saved_for_wgrad = (x, None) if needs_wgrad else ()
@@ -46,13 +45,13 @@ class GroupedFunction(torch.autograd.Function):
         else:
             y = grouped_product(x8.along_columns(), w8.along_columns(), groups, fast_accumulation=True)
             y = y.narrow(1, 0, _oriented(weight, transposed).shape[1]).to(out_dtype)
-            counts.select(0, RECOMPUTED if inside_backward() else FPROP).add_(1)
+            ledger.fprop()
         if needs_wgrad and not rule.high_precision[WGRAD]:
             saved_for_wgrad = x8.along_rows()
         if needs_dgrad and not _dgrad_reads_weight(rule):
             saved_for_dgrad = w8.along_rows()
         ctx.save_for_backward(*groups, *saved_for_wgrad, *saved_for_dgrad)
-        ctx.counts, ctx.state, ctx.rule, ctx.transposed, ctx.out_dtype = counts, state, rule, transposed, out_dtype
+        ctx.ledger, ctx.state, ctx.rule, ctx.transposed, ctx.out_dtype = ledger, state, rule, transposed, out_dtype
         ctx.x_dtype, ctx.weight_dtype, ctx.weight_shape = x.dtype, weight.dtype, weight.shape
         return y
 
@@ -73,10 +72,8 @@ class GroupedFunction(torch.autograd.Function):
         if needs_wgrad:
             dw = _wgrad(rule, dy, dy8, Quantized(*saved[:2]), ctx.transposed, groups)
             dw = dw.narrow(1, 0, ctx.weight_shape[1]).narrow(2, 0, ctx.weight_shape[2]).to(ctx.weight_dtype)
-        if fp8_dgrad:
-            ctx.counts.select(0, DGRAD).add_(1)
-        if fp8_wgrad:
-            ctx.counts.select(0, WGRAD).add_(1)
+        if fp8_dgrad or fp8_wgrad:
+            ctx.ledger.backward(rule, None, fp8_dgrad, fp8_wgrad, None)
         return dx, dw, *(None,) * 18
 
 

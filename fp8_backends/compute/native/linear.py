@@ -10,20 +10,20 @@ from ...numerics.kernels.quantize.layouts import Layouts
 from ...numerics.parameter_swap import belongings_kept
 from ...numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT, Quantized, new_delayed_state, new_window_state
 from ...numerics.sharded_tensor import is_distributed
-from ..counts import inside_backward
 from ..derivatives import refuse_second_derivative, refuse_transforms
 from ..frozen_weights import check_running
 from ..interface import COMPUTE_DTYPES
 from ..products import plain_product, scaled_product
 from . import frozen
-from .layer_rule import STATEFUL, LayerRule, Stored, quantized, record
+from .layer_rule import STATEFUL, LayerRule, Stored, quantized
+from .ledger import KeepsLedger, Ledger, scales_for_backward
 from .shared_codes import SharedCodes
 
-FPROP, DGRAD, WGRAD, RECOMPUTED = range(4)
-"""Elements of the counter `fp8_products`."""
+FPROP, DGRAD, WGRAD = range(3)
+"""Elements of a rule's `high_precision`."""
 
 
-class FP8Products(nn.Module):
+class FP8Products(KeepsLedger):
     """The FP8 products of a layer, mixed into the class that it was. Made by conversion, which keeps the Parameters of
     the layer it replaces.
 
@@ -34,8 +34,8 @@ class FP8Products(nn.Module):
     The weight may be a `ScaledTensor` with one scale: FP16 data is cast to FP8 from its exact values, E4M3 data is
     multiplied as it is. Its gradient is plain and of the dtype that the weight stands for.
 
-    Buffers, all integers (wrappers cast floating-point buffers) and none in the state dict: `fp8_products`, int64
-    [4], counts fprop, dgrad, wgrad and recomputed fprop; `fp8_scaling`, the delayed or the window rule's state.
+    The delayed or the window rule's state is a buffer, `fp8_scaling`, of integers (wrappers cast floating-point buffers)
+    and not in the state dict.
     """
 
     transposed_weight = False
@@ -48,19 +48,15 @@ class FP8Products(nn.Module):
         self._reset_state(self.weight.device)
 
     def _reset_state(self, device: torch.device) -> None:
-        self.register_buffer("fp8_products", torch.zeros(4, dtype=torch.int64, device=device), persistent=False)
+        self.fp8_ledger = Ledger(device)
         if self.fp8_rule.scaling in STATEFUL:
             delayed = self.fp8_rule.scaling == "delayed"
             state = new_delayed_state(self.fp8_history_len, device) if delayed else new_window_state(device)
             self.register_buffer("fp8_scaling", state, persistent=False)
 
     def _apply(self, fn, recurse=True):
-        was_meta = self.fp8_products.is_meta
         with belongings_kept(self):
-            super()._apply(fn, recurse)
-        if was_meta and not self.fp8_products.is_meta:
-            self._reset_state(self.fp8_products.device)  # `to_empty` leaves random bits
-        return self
+            return super()._apply(fn, recurse)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         device = input.device.type
@@ -76,8 +72,7 @@ class FP8Products(nn.Module):
         refuse_transforms()
         if self.fp8_rule.frozen_weight:
             check_running(self, frozen.is_frozen(self.weight))
-        if self.fp8_products.device != self.weight.device:
-            self._reset_state(self.weight.device)  # real weights were assigned into a model prepared on meta
+        self._follow(self.weight.device)
         if not torch.compiler.is_compiling():
             self.fp8_out_dtype = out_dtype
         weight, differentiable = self.weight, torch.is_grad_enabled()
@@ -88,10 +83,10 @@ class FP8Products(nn.Module):
             if self._state is not None and differentiable and self.training:
                 for tensor, layouts in ((INPUT, x8), (WEIGHT, w8)):
                     if layouts.amax is not None:
-                        record(self.fp8_rule, self._state, tensor, layouts.amax)
+                        self.fp8_ledger.record(self.fp8_rule, self._state, tensor, layouts.amax)
         constants = self.fp8_rule, out_dtype, self.transposed_weight
         operands = *x8[:4], *w8[:4], *stored
-        return LinearFunction.apply(input, weight, self.bias, self.fp8_products, self._state, *constants, *operands)
+        return LinearFunction.apply(input, weight, self.bias, self.fp8_ledger, self._state, *constants, *operands)
 
     def _matrix(self, stored: Stored) -> Stored:
         """The weight as [out, in]."""
@@ -160,14 +155,14 @@ class LinearFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, counts, state, rule, out_dtype, transposed, *operands):
+    def forward(ctx, x, weight, bias, ledger, state, rule, out_dtype, transposed, *operands):
         x8, w8, stored = Layouts(*operands[:4]), Layouts(*operands[4:8]), Stored(*operands[8:])
         matrix = stored.t() if transposed else stored
         if rule.high_precision[FPROP]:
             y = plain_product(x.reshape(-1, x.shape[-1]).to(out_dtype), matrix.values(out_dtype))
         else:
             y = _fprop(rule, x8.along_columns(), w8.along_columns(), matrix, out_dtype)
-            counts.select(0, RECOMPUTED if inside_backward() else FPROP).add_(1)
+            ledger.fprop()
         if bias is not None:
             bias = bias.to(out_dtype)
             y = y.add_(bias) if y.is_contiguous() else y + bias  # of a padded product, whose rows have gaps
@@ -183,7 +178,8 @@ class LinearFunction(torch.autograd.Function):
             else:
                 saved_for_dgrad = (Layouts(*matrix) if w8.codes is None else w8).along_rows()
         ctx.save_for_backward(*saved_for_wgrad, *saved_for_dgrad)
-        ctx.counts, ctx.state, ctx.rule, ctx.out_dtype, ctx.transposed = counts, state, rule, out_dtype, transposed
+        ctx.ledger, ctx.rule, ctx.out_dtype, ctx.transposed = ledger, rule, out_dtype, transposed
+        ctx.state = scales_for_backward(state)
         ctx.x_shape, ctx.x_dtype, ctx.weight_dtype = x.shape, x.dtype, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         # no view, as with `F.linear`: FSDP2 warns of an output that is one, since changing it in place loses its hooks
@@ -200,8 +196,7 @@ class LinearFunction(torch.autograd.Function):
         fp8_wgrad = needs_wgrad and not rule.high_precision[WGRAD]
         if fp8_dgrad or fp8_wgrad:
             dy8 = quantized(dy, rule.gradient_format, rule, ctx.state, GRAD_OUTPUT, fp8_dgrad, fp8_wgrad)
-            if ctx.state is not None:
-                record(rule, ctx.state, GRAD_OUTPUT, dy8.amax)
+            ctx.ledger.backward(rule, ctx.state, fp8_dgrad, fp8_wgrad, dy8.amax)
         if needs_dgrad:
             weight = Stored(*saved[-2:])
             weight = weight.t() if ctx.transposed and _dgrad_reads_weight(rule) else weight
@@ -211,10 +206,6 @@ class LinearFunction(torch.autograd.Function):
             dw = dw.t() if ctx.transposed else dw
         if needs_bias:
             db = dy.sum(0, dtype=ctx.bias_dtype)  # of the unquantized gradient
-        if fp8_dgrad:
-            ctx.counts.select(0, DGRAD).add_(1)
-        if fp8_wgrad:
-            ctx.counts.select(0, WGRAD).add_(1)
         return dx, dw, db, *(None,) * 16
 
 

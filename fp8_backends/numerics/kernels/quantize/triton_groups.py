@@ -60,7 +60,9 @@ def quantize_groups(
         [groups], NaN left out, 0 for a group without rows; None with `lines`.
     """
     x = x if x.stride(1) == 1 else x.contiguous()
-    return _quantize(_Matrices(x.unsqueeze(0), groups, len(owners), owners, sources), fmt, scale, rows, columns, lines)
+    return _quantize(
+        _Matrices(x.expand(1, *x.shape), groups, len(owners), owners, sources), fmt, scale, rows, columns, lines
+    )
 
 
 def quantize_experts(
@@ -186,7 +188,7 @@ def _owners_of(owners_ptr, i, places, matrix):
         return tl.load(owners_ptr + i, mask=i < places, other=0).to(tl.int64)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _amax_kernel(
     x_ptr,
     bits_ptr,  # int32, zeros: [groups]; LINES: [groups, padded_columns], or None
@@ -240,7 +242,7 @@ def _scale_of(bits_ptr, given_ptr, given_stride, at, mask, FORMAT: tl.constexpr)
     return scale, amax
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "groups", "tiles"])
 def _cast_kernel(
     x_ptr,
     codes_ptr,  # uint8 [matrices, places, padded_columns], or None as the three below

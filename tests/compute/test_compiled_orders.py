@@ -1,0 +1,121 @@
+"""Compiled layers count and record what eager ones do, in whatever order forwards and backwards come."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fp8_backends import prepare
+from fp8_backends.compute.native.backend import NativeCompute
+from fp8_backends.compute.native.linear import FP8Linear
+
+COMPUTE = NativeCompute()
+
+
+class Twice(nn.Module):
+    """A layer that runs twice in one forward, alone or checkpointed."""
+
+    def __init__(self, checkpointed):
+        super().__init__()
+        self.layer, self.checkpointed = nn.Linear(32, 32), checkpointed
+
+    def inner(self, x):
+        return self.layer(torch.relu(self.layer(x)))
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=False) if self.checkpointed else self.inner(x)
+
+
+def backwards(losses, order):
+    """Run the backwards of a step: at once, or after all forwards, first or last one first."""
+    if order == "seq":
+        for loss in losses:
+            loss.backward()
+        return
+    losses = list(losses)
+    for loss in losses if order == "fifo" else reversed(losses):
+        loss.backward()
+
+
+def run(spec, order, compiler, checkpointed=False, whole=True, steps=3):
+    """Losses, counts and states after steps of two microbatches. `whole`: the model is compiled with its hook that rolls
+    states, and not its layers alone."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(Twice(checkpointed))
+    model, optimizer = prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01), spec)
+    forward = model
+    if compiler and whole:
+        forward = torch.compile(model, fullgraph=True, backend=compiler)
+    elif compiler:
+        model[0].compile(fullgraph=True, backend=compiler)
+    losses = []
+
+    def microbatches(step):
+        for scale in (1.0, 3.0):
+            x = torch.randn(16, 32, generator=torch.Generator().manual_seed(step)).requires_grad_()
+            losses.append(forward(x * scale).square().mean())
+            yield losses[-1]
+
+    for step in range(steps):
+        backwards(microbatches(step), order)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [loss.item() for loss in losses], COMPUTE.products(model[0].layer), COMPUTE.scaling_state(model)
+
+
+def assert_alike(compiled, eager, recomputed=0):
+    assert compiled[0] == eager[0]
+    assert eager[1].recomputed == recomputed and compiled[1].recomputed == 0  # compiled code counts each forward once
+    eager[1].recomputed = 0
+    assert compiled[1] == eager[1] and eager[1].fprop == eager[1].dgrad == eager[1].wgrad == 12
+    assert compiled[2].keys() == eager[2].keys()
+    assert all(torch.equal(state, eager[2][name]) for name, state in compiled[2].items())
+
+
+@pytest.mark.parametrize("order", ["seq", "fifo", "lifo"])
+@pytest.mark.parametrize("spec", ["native:dynamic", "native:delayed"])
+def test_compiled_layers_keep_count_in_every_order(spec, order):
+    assert_alike(run(spec, order, "aot_eager"), run(spec, order, None))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "spec,order,checkpointed,whole",
+    [
+        ("msamp:O1", "fifo", False, True),
+        ("native:delayed", "lifo", False, False),
+        ("native:dynamic", "lifo", True, False),
+        ("native:delayed", "seq", True, False),
+        ("native:delayed", "seq", True, True),
+    ],
+)
+def test_so_do_checkpointed_ones_and_those_that_are_compiled_alone(spec, order, checkpointed, whole):
+    eager = run(spec, order, None, checkpointed)
+    assert_alike(run(spec, order, "aot_eager", checkpointed, whole), eager, 12 * checkpointed)
+
+
+@pytest.mark.slow
+def test_so_does_inductor():
+    """Its own sums differ in the last bits, so that only the largest amax of every tensor is compared, to 1 %."""
+    eager, compiled = run("native:delayed", "lifo", None), run("native:delayed", "lifo", "inductor")
+    assert compiled[1] == eager[1]
+    for name, state in compiled[2].items():
+        largest = [each[name].view(torch.float32)[:, 2:].amax(1) for each in (compiled, eager) for each in [each[2]]]
+        assert torch.allclose(*largest, rtol=1e-2) and largest[0].all()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_count_for_themselves(copied):
+    model, _ = prepare(nn.Sequential(nn.Linear(16, 16)), None, "native:dynamic")
+    forward = torch.compile(model, backend="aot_eager")
+    for run_forward in (model, forward):
+        run_forward(torch.ones(4, 16)).sum().backward()
+    other = copied(model)
+    other(torch.ones(4, 16)).sum().backward()
+    forward(torch.ones(4, 16)).sum().backward()
+    assert isinstance(other[0], FP8Linear) and other[0].fp8_products.tolist() == [3, 0, 3, 0]
+    assert model[0].fp8_products.tolist() == [3, 0, 3, 0] and not list(model.buffers())
