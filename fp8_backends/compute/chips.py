@@ -164,16 +164,51 @@ def chip_of(gpu: tuple[int, int] | str) -> Chip:
     return [c for c in CHIPS if c.since is not None and c.since <= tuple(gpu)][-1]
 
 
+NATIVE_RECORDS: tuple[str, ...] = ()
+"""Keys of the CHIPS with a record in benchmarks/results of a training by native that was right. None yet."""
+
+
+class Choice(NamedTuple):
+    """What the backend `auto` means."""
+
+    backend: str
+    reason: str
+
+
+def auto_on(chip: Chip, te_runs: bool = False, ao_runs: bool = True) -> Choice:
+    """What `auto` means on a chip: on a GPU with FP8 products only what is proven there."""
+    if not chip.fp8:
+        return Choice("native", "no FP8 products in hardware here; native has the numbers that it has on a GPU")
+    if te_runs:
+        return Choice("te", "TransformerEngine runs here")
+    if chip.key in NATIVE_RECORDS:
+        return Choice("native", f"trainings by native on chips of this kind ({chip.title}) are on record")
+    if ao_runs:
+        return Choice(
+            "ao", f"no training by native on chips of this kind ({chip.title}) is on record yet; many use TorchAO there"
+        )
+    return Choice("native", "neither TransformerEngine nor TorchAO can run this here")
+
+
 def advice_for(gpu: tuple[int, int] | str | None, te_runs: bool = False, cpu_bf16: bool = False) -> Advice:
     """The advice for a CUDA compute capability, for an architecture by AMD's name, or for a CPU (None)."""
     if gpu is None:
         return _CPUS[cpu_bf16]
     chip = chip_of(gpu)
     if chip is not BEFORE_FP8:
-        return chip.advice._replace(backend=chip.te_backend) if te_runs and chip.te_backend else chip.advice
+        return _with_backend(chip.advice, chip, te_runs)
     if isinstance(gpu, str):
         return next(advice for names, advice in _OLDER_AMD.items() if gpu.startswith(names))
     return next(advice for since, advice in _OLDER_NVIDIA.items() if tuple(gpu) >= since)
+
+
+def _with_backend(advice: Advice, chip: Chip, te_runs: bool) -> Advice:
+    """FP8 by a backend that `auto` may choose there."""
+    if advice.precision != "fp8":
+        return advice
+    if te_runs and chip.te_backend:
+        return advice._replace(backend=chip.te_backend)
+    return advice if auto_on(chip).backend == "native" else _TORCHAO._replace(reason=advice.reason)
 
 
 # Which backend multiplies FP8 matrices on which chip

@@ -17,7 +17,8 @@ import re
 from collections.abc import Callable
 
 from ..errors import BackendUnavailableError, FP8BackendError, RecipeError
-from . import hardware
+from . import chips, hardware
+from .chips import Choice
 from .fields import closest
 from .hardware import Availability
 from .interface import Compute, Recipe
@@ -78,11 +79,16 @@ def available_backends() -> dict[str, Availability]:
     return {name: _availability(name) for name in valid_names()}
 
 
-def auto_backend() -> str:
-    """What `auto` means here: `te` on a GPU with FP8 products where it can run, else `native`."""
-    if importlib.util.find_spec("transformer_engine") is not None and hardware.fp8_products() and _availability("te"):
-        return "te"
-    return "native"
+def auto_choice(fits: Callable[[str], bool] = lambda backend: True) -> Choice:
+    """What `auto` means here, and why: `te` on a GPU with FP8 products where it can run, else what is proven there.
+
+    fits: whether a backend can honour the fields that were given, asked of `ao`; where it cannot, `native` has them.
+    """
+    chip = hardware.chip()
+    if not chip.fp8:
+        return chips.auto_on(chip)
+    te_runs = importlib.util.find_spec("transformer_engine") is not None and bool(_availability("te"))
+    return chips.auto_on(chip, te_runs, bool(_availability("ao")) and fits("ao"))
 
 
 def check_available(recipe: Recipe) -> None:

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 
 from accelerate.utils import KwargsHandler
 
+from ..announcement import announce
 from ..compute import hardware, registry
 from ..compute.fields import DEFAULT_LEVEL, Field
 from ..compute.interface import Compute
@@ -361,9 +362,30 @@ def resolve(spec: Spec = None) -> Recipe:
     recipe = _as_recipe(spec)
     if recipe.compute != AUTO:
         return recipe
-    if not hardware.fp8_products():
+    chosen, reason = chosen_by_auto(recipe)
+    if hardware.fp8_products():
+        announce(f"backend auto: {chosen.name} ({reason})")
+    else:
         logger.warning("backend auto: this machine has no FP8 hardware, so FP8 trains slower than bf16 here")
-    return FP8RecipeKwargs(**{**recipe.to_kwargs(), "backend": registry.auto_backend()})
+    return chosen
+
+
+def chosen_by_auto(recipe: Recipe) -> tuple[Recipe, str]:
+    """The recipe that an `auto` recipe means on this machine, and why. Raises `RecipeError` where no backend that auto
+    may choose honours its fields."""
+
+    def of(backend: str) -> FP8RecipeKwargs:
+        return FP8RecipeKwargs(**{**recipe.to_kwargs(), "backend": backend})
+
+    def fits(backend: str) -> bool:
+        try:
+            of(backend)
+        except RecipeError:
+            return False
+        return True
+
+    backend, reason = registry.auto_choice(fits)
+    return of(backend), reason
 
 
 def from_environment(environ: Mapping[str, str] | None = None) -> Recipe | None:

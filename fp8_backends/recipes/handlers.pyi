@@ -467,6 +467,11 @@ def resolve(spec: Spec = None) -> Recipe:
             for want of hardware or libraries: that is for `prepare` to say.
     """
 
+def chosen_by_auto(recipe: Recipe) -> tuple[Recipe, str]:
+    """The recipe that an `auto` recipe means on this machine, and why. Raises `RecipeError` where no backend that auto
+    may choose honours its fields.
+    """
+
 def from_environment(environ: Mapping[str, str] | None = None) -> Recipe | None:
     """What `FP8_BACKENDS_RECIPE` (from `fp8-backends launch`), else `ACCELERATE_FP8_*` (any case) asks for, or None.
 

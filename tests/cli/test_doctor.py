@@ -236,7 +236,8 @@ def test_gpus_that_differ_are_listed_and_the_least_of_them_decides(monkeypatch, 
     assert "the least of them decides" in printed and "train in bf16" in printed and "driver    580.65" in printed
     gpus(monkeypatch, ("H100", (9, 0)))  # as CUDA_VISIBLE_DEVICES=0 shows
     assert main(["doctor", "--no-test"]) == 0
-    assert "train in FP8 (native:dynamic)" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "train in FP8 (ao:tensorwise)" in printed and "auto      means ao here: no training by native" in printed
 
 
 def test_rules_that_the_chip_refuses_are_not_tested(monkeypatch):

@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from fp8_backends.cli.estimate import ModelShape
-from fp8_backends.cli.estimate.command import device_named, fp8_advice
+from fp8_backends.cli.estimate.command import auto_advice, device_named, fp8_advice
 from fp8_backends.cli.main import main
 from fp8_backends.errors import FP8BackendError
 
@@ -139,6 +139,12 @@ def test_where_fp8_brings_no_speed_one_line_says_so():
     assert line.startswith("for speed train in bf16: it has FP8 products, and reports")
     (line,) = advised(MixtralConfig(num_hidden_layers=4), "h100", "native:dynamic", "te:delayed")
     assert "of FP8 with te:delayed: less than half of the products" in line
+
+
+def test_what_auto_means_on_a_chip_with_fp8_products_is_said():
+    (line,) = auto_advice(device_named("h100"))
+    assert line.startswith("without TransformerEngine auto means ao there: no training by native")
+    assert auto_advice(device_named("a100")) == auto_advice(device_named("80")) == []
 
 
 def test_devices_by_name_by_size_and_this_machine(monkeypatch):

@@ -51,16 +51,16 @@ def test_a_pytorch_for_an_older_cuda_is_taken_into_account():
     [
         ((12, 0), True, "bf16", "", "little or no speed"),
         ((11, 0), True, "fp8", "te:mxfp8", "twice as fast"),
-        ((10, 3), False, "fp8", "native:dynamic", "torch.compile"),
+        ((10, 3), False, "fp8", "ao:tensorwise", "torch.compile"),
         ((9, 0), True, "fp8", "te:delayed", "twice as fast"),
-        ((9, 0), False, "fp8", "native:dynamic", "torch.compile"),
+        ((9, 0), False, "fp8", "ao:tensorwise", "torch.compile"),
         ((8, 9), True, "bf16", "", "compare first"),
         ((8, 6), False, "bf16", "", "none in FP8"),
         ((8, 0), False, "bf16", "", "none in FP8"),
         ((7, 5), False, "fp16", "", "loss scaler"),
         ((7, 0), False, "fp16", "", "none in bf16"),
         ((6, 1), False, "fp32", "", "no matrix units"),
-        ("gfx950:sramecc+:xnack-", False, "fp8", "native:dynamic", "twice as fast"),
+        ("gfx950:sramecc+:xnack-", False, "fp8", "ao:tensorwise", "twice as fast"),
         ("gfx942", False, "fp8", "ao:tensorwise", "TorchAO"),
         ("gfx90a", False, "bf16", "", "bf16 products"),
         ("gfx1100", False, "bf16", "", "bf16 products"),
@@ -71,6 +71,12 @@ def test_the_precision_for_each_gpu(gpu, te, precision, backend, reason):
     advice = advice_for(gpu, te)
     assert (advice.precision, advice.backend) == (precision, backend) and reason in advice.reason
     assert not backend or cell_of(backend, chip_of(gpu)).state == FP8
+
+
+def test_advice_is_native_where_a_training_by_native_is_on_record(monkeypatch):
+    assert set(chips.NATIVE_RECORDS) <= {chip.key for chip in CHIPS}
+    monkeypatch.setattr(chips, "NATIVE_RECORDS", (chips.HOPPER.key,))
+    assert advice_for((9, 0)).backend == "native:dynamic" and advice_for((10, 0)).backend == "ao:tensorwise"
 
 
 def test_a_chip_by_any_of_its_names():

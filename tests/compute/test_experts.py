@@ -16,11 +16,10 @@ from fp8_backends.compute.native.backend import layer_rule
 from fp8_backends.compute.native.grouped_function import GroupedFunction, quantized_weight
 from fp8_backends.compute.native.grouped_products import Groups, grouped_product, grouped_wgrad
 from fp8_backends.compute.native.grouped_scaling import (
-    quantize_columns,
     quantize_experts,
     quantize_groups,
-    quantize_rows,
-    quantize_rows_of_experts,
+    quantize_lines,
+    quantize_lines_of_experts,
 )
 from fp8_backends.compute.native.ledger import Ledger
 from fp8_backends.compute.products import scaled_product
@@ -173,15 +172,15 @@ def test_all_groups_at_once_have_the_bits_of_one_group_after_the_other(dtype, mo
         return [
             *(quantize_groups(x, groups, E4M3, given) for given in (None, scale)),
             *(quantize_experts(weight, E4M3, given) for given in (None, scale)),
-            quantize_rows(x, E4M3),
-            quantize_rows_of_experts(weight, E4M3),
-            quantize_columns(x, groups, E4M3),
+            quantize_lines(x, groups, E4M3),
+            quantize_lines_of_experts(weight, E4M3),
         ]
 
     one_by_one = quantized()
     monkeypatch.setattr(grouped_scaling, "serves", lambda tensor: False)
     for ours, theirs in zip(quantized(), one_by_one, strict=True):
-        for a, b in zip(ours, theirs, strict=True):
+        assert [each is None for each in ours] == [each is None for each in theirs]
+        for a, b in zip(filter(torch.is_tensor, ours), filter(torch.is_tensor, theirs), strict=True):
             assert a.shape == b.shape and a.dtype == b.dtype
             assert torch.equal(a.float().nan_to_num(7e7), b.float().nan_to_num(7e7))
 
@@ -246,15 +245,30 @@ def test_a_gpu_accepts_every_product(backend, transposed):
             weight = torch.empty((5, into, out) if transposed else (5, out, into), device="cuda")
             groups = Groups.of(torch.empty(37, dtype=torch.long, device="cuda"), 5)
             context, ledger = Context(), Ledger(torch.device("cuda"))
-            w8 = quantized_weight(rule, weight, None, transposed)
+            w8 = quantized_weight(rule, weight, None, transposed, True)
             y = GroupedFunction.forward(
-                context, x, weight, *groups, ledger, None, rule, transposed, torch.bfloat16, True, False, *w8
+                context, x, weight, ledger, None, rule, transposed, torch.bfloat16, True, False, *groups, *w8
             )
             with torch.no_grad():  # as autograd calls it
                 dx, dw, *_ = GroupedFunction.backward(context, torch.empty_like(y))
         assert y.shape == (37, out) and y.dtype == torch.bfloat16 and y.device.type == "cuda"
         assert dx.shape == x.shape and dx.dtype == x.dtype and dw.shape == weight.shape and dw.dtype == weight.dtype
         assert calls.seen.count(torch.ops.aten._scaled_grouped_mm.default) == 3
+
+
+@pytest.mark.parametrize("lines", [False, True])
+def test_operators_of_casts_return_what_they_declare(lines, monkeypatch):
+    """As torch's own check of operators has it: shapes, strides, no memory that two tensors share."""
+    for module in (grouped_products, grouped_scaling):
+        monkeypatch.setattr(module, "has_places", lambda tensor: True)
+    groups, scale = Groups.of(torch.tensor([0, 0, 2, 2, 2]), 3), None if lines else torch.ones(3)
+    tests = ("test_schema", "test_faketensor")
+    for layouts in ((True, True), (True, False), (False, True)):
+        options = E4M3.dtype, scale, *layouts, lines
+        torch.library.opcheck(
+            grouped_scaling._quantize_groups, (torch.randn(5, 20), *groups, *options), test_utils=tests
+        )
+        torch.library.opcheck(grouped_scaling._quantize_experts, (torch.randn(3, 20, 40), *options), test_utils=tests)
 
 
 def grouped_mm_on_a_cpu(a, b, scale_a, scale_b, offs, out_dtype, use_fast_accum=False):
@@ -283,18 +297,26 @@ def grouped_mm_on_a_cpu(a, b, scale_a, scale_b, offs, out_dtype, use_fast_accum=
 def test_the_grouped_kernel_gets_groups_that_begin_at_multiples_of_16(monkeypatch, sizes):
     """On odd sizes of everything: the same bits as group by group, and none of what lies between the groups."""
     ids = torch.repeat_interleave(torch.arange(4), torch.tensor(sizes))
-    groups, rows = Groups.of(ids, 4), len(ids)
     torch.manual_seed(0)
-    x, dy, w = torch.randn(rows, 24), torch.randn(rows, 40), torch.randn(4, 40, 24)
-    forward = quantize_rows(x, E4M3), quantize_rows_of_experts(w, E4M3), groups
-    backward = quantize_columns(dy, groups, E4M3), quantize_columns(x, groups, E4M3), groups
-    expected = grouped_product(*forward), grouped_wgrad(*backward)
+    x, dy, w = torch.randn(len(ids), 24), torch.randn(len(ids), 40), torch.randn(4, 40, 24)
+
+    def products():
+        groups = Groups.of(ids, 4)
+        x8, dy8 = quantize_lines(x, groups, E4M3), quantize_lines(dy, groups, E4M3)
+        y = grouped_product(x8.along_columns(), quantize_lines_of_experts(w, E4M3).along_columns(), groups)
+        return y.narrow(1, 0, 40), grouped_wgrad(dy8.along_rows(), x8.along_rows(), groups)
+
+    y, dw = products()
+    monkeypatch.setattr(grouped_products, "has_places", lambda ids: True)
+    monkeypatch.setattr(grouped_scaling, "has_places", lambda x: True)
+    by_group = products()
     monkeypatch.setattr(grouped_products, "grouped_engine_for", lambda device: grouped_products.SCALED_GROUPED_MM)
     monkeypatch.setattr(torch, "_scaled_grouped_mm", _checked(torch._scaled_grouped_mm))
-    assert torch.equal(grouped_product(*forward), expected[0])
-    assert torch.equal(grouped_wgrad(*backward), expected[1])
-    assert expected[0].shape == (rows, 40) and expected[1].shape == (4, 40, 24)
-    assert [bool(gradient.any()) for gradient in expected[1]] == [size > 0 for size in sizes]
+    for padded in (by_group, products()):
+        assert torch.equal(padded[0], y) and torch.equal(padded[1][:, :40, :24], dw)
+        assert not padded[1][:, 40:].any() and not padded[1][:, :, 24:].any()
+    assert y.shape == (len(ids), 40) and dw.shape == (4, 40, 24)
+    assert [bool(gradient.any()) for gradient in dw] == [size > 0 for size in sizes]
 
 
 def _checked(original):
@@ -318,8 +340,12 @@ def test_engines_by_device(monkeypatch, either_cpu):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("on_gpu", [False, True], ids=["cpu", "gpu"])
 @pytest.mark.parametrize("family,backend", [("mixtral", "native:delayed"), ("gpt_oss", "native:rowwise")])
-def test_compiled_without_a_graph_break_it_has_the_same_bits(family, backend):
+def test_compiled_without_a_graph_break_it_has_the_same_bits(family, backend, on_gpu, monkeypatch):
+    """As a GPU has it, too: groups at places of their own, and casts that are operators."""
+    for module in (grouped_products, grouped_scaling):
+        monkeypatch.setattr(module, "has_places", lambda tensor: on_gpu)
     hidden, chosen, weights = routed(24)
     dy = torch.randn(24, WIDTH)
     results = []

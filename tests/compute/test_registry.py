@@ -22,7 +22,7 @@ from fp8_backends import (
     register_backend,
     resolve,
 )
-from fp8_backends.compute import registry
+from fp8_backends.compute import chips, registry
 from fp8_backends.compute.counts import ProductCounts
 from fp8_backends.compute.hardware import Availability
 from fp8_backends.compute.interface import Compute
@@ -143,14 +143,32 @@ def test_valid_name_that_cannot_run_is_refused_by_prepare_alone(spec, said, monk
     assert type(model) is nn.Linear
 
 
-def test_auto_takes_te_where_it_can_run_on_fp8_hardware(monkeypatch):
+@pytest.mark.parametrize("chip", [chips.HOPPER, chips.ADA, chips.MI350], ids=lambda chip: chip.key)
+def test_auto_takes_what_is_proven_on_a_gpu(chip, monkeypatch):
+    """te where it can run, native where a run of it is on record, else ao; on a GPU without FP8 products native."""
+
+    def backend():
+        return registry.auto_choice().backend
+
+    def can_run(name, answer):
+        monkeypatch.setattr(type(registry.get_compute(name)), "availability", lambda self: Availability(answer))
+
+    monkeypatch.setattr("fp8_backends.compute.hardware.chip", lambda: chip)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    monkeypatch.setattr("fp8_backends.compute.hardware.fp8_products", lambda: True)
-    assert registry.auto_backend() == "native"  # installed, but not run by this version
-    monkeypatch.setattr(type(registry.get_compute("te")), "availability", lambda self: Availability(True))
-    assert registry.auto_backend() == "te"
-    monkeypatch.setattr("fp8_backends.compute.hardware.fp8_products", lambda: False)
-    assert registry.auto_backend() == "native"
+    can_run("te", False)  # installed, but not run by this version
+    assert backend() == "ao" and "no training by native" in registry.auto_choice().reason
+    assert registry.auto_choice(lambda name: False).backend == "native"
+    monkeypatch.setattr(chips, "NATIVE_RECORDS", (chip.key,))
+    assert backend() == "native" and "on record" in registry.auto_choice().reason
+    monkeypatch.setattr(chips, "NATIVE_RECORDS", (chips.BLACKWELL.key,))
+    assert backend() == "ao"
+    can_run("ao", False)
+    assert backend() == "native" and "neither" in registry.auto_choice().reason
+    can_run("te", True)
+    assert backend() == "te"
+    for without in (chips.CPU, chips.BEFORE_FP8):
+        monkeypatch.setattr("fp8_backends.compute.hardware.chip", lambda without=without: without)
+        assert backend() == "native"
 
 
 # Registered

@@ -25,7 +25,7 @@ from fp8_backends import (
     TERecipeKwargs,
     resolve,
 )
-from fp8_backends.compute import registry
+from fp8_backends.compute import chips, registry
 from fp8_backends.compute.fields import Field
 from fp8_backends.recipes.fields import FIELDS, OF_BACKENDS
 from fp8_backends.recipes.handlers import HANDLERS, from_environment, with_environment
@@ -152,14 +152,20 @@ def test_auto_is_native_without_te_and_says_that_bf16_is_faster_without_fp8_hard
         assert "bf16" in caplog.text
 
 
-def test_auto_is_quiet_with_fp8_hardware(monkeypatch, caplog):
-    monkeypatch.setattr("fp8_backends.compute.hardware.fp8_products", lambda: True)
-    assert resolve().name == "native:dynamic"
-    assert not caplog.records
+@pytest.mark.parametrize("recorded, name", [((), "ao:tensorwise"), (("hopper",), "native:dynamic")])
+def test_auto_says_in_one_line_what_it_chose_on_a_gpu(recorded, name, monkeypatch, caplog):
+    monkeypatch.setattr("fp8_backends.compute.hardware.chip", lambda: chips.HOPPER)
+    monkeypatch.setattr(chips, "NATIVE_RECORDS", recorded)
+    with caplog.at_level(logging.INFO, "fp8_backends"):
+        assert resolve().name == name
+    (record,) = caplog.records
+    assert record.levelno == logging.INFO and f"backend auto: {name} (" in record.message and "9.0" in record.message
 
 
-def test_auto_carries_the_fields_to_the_compute_it_picks(monkeypatch):
-    monkeypatch.setattr("fp8_backends.compute.hardware.fp8_products", lambda: True)
+def test_auto_carries_the_fields_to_the_compute_that_takes_them(monkeypatch):
+    """Where no native training is on record, too, fields that only native reads mean native."""
+    monkeypatch.setattr("fp8_backends.compute.hardware.chip", lambda: chips.HOPPER)
+    assert resolve(FP8RecipeKwargs(scaling="rowwise")).name == "ao:rowwise"
     recipe = resolve(FP8RecipeKwargs(scaling="delayed", margin=2, exclude="head"))
     assert (recipe.name, recipe.margin, recipe.exclude) == ("native:delayed", 2, ("head",))
     assert resolve(FP8RecipeKwargs(opt_level="O1")).name == "msamp:O1"

@@ -11,9 +11,8 @@ from typing import Any
 
 import yaml
 
-from ...compute import registry
 from ...errors import FP8BackendError, RecipeError
-from ...recipes.handlers import FP8RecipeKwargs
+from ...recipes.handlers import chosen_by_auto
 from ...training.validators import Finding
 from ...words import counted
 from ..terminal import paragraphs
@@ -126,8 +125,8 @@ def _meaning(config: TrainingConfig) -> Iterator[tuple[str, str]]:
         fields = ", ".join(f"{name}={value!r}" for name, value in given_fields(recipe).items())
         backend = recipe.name
         if backend == "auto":
-            on_this_machine = FP8RecipeKwargs(**{**config.fields, "backend": registry.auto_backend()})
-            backend = f"auto, which is {on_this_machine.name} on this machine"
+            on_this_machine, reason = chosen_by_auto(recipe)
+            backend = f"auto, which is {on_this_machine.name} on this machine ({reason})"
         yield "backend", backend
         yield "fields", fields or "none beyond the backend's defaults"
         yield "precision", f"{config.mixed_precision}, {recipe.autocast_dtype} around it"

@@ -70,7 +70,7 @@ def diagnosis(tests: bool = True) -> dict[str, Any]:
         "hardware": described | {"devices": _devices(), "driver": _driver()},
         "versions": versions,
         "advice": hardware.advice(bool(backends.get("te", {}).get("can_run")))._asdict(),
-        "auto": registry.auto_backend(),
+        "auto": registry.auto_choice()._asdict(),
         "backends": backends,
         "tests": [asdict(test) for test in self_test.run(_to_test(backends))] if tests else None,
         "chip": chips.described(hardware.chip(), hardware.cuda_release()),
@@ -187,7 +187,7 @@ def _machine(machine: dict[str, Any]) -> Lines:
 def _summary(found: dict[str, Any]) -> Lines:
     yield "versions", ", ".join(f"{name} {version or 'not installed'}" for name, version in found["versions"].items())
     yield _advice(found["advice"])
-    yield "auto", f"means {found['auto']} here"
+    yield "auto", f"means {found['auto']['backend']} here: {found['auto']['reason']}"
 
 
 def _advice(advice: dict[str, str]) -> tuple[str, str]:

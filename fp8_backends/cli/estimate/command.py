@@ -77,6 +77,7 @@ def run(args: argparse.Namespace) -> int:
     with Progress(f"tracing a training step of {model.title}") as progress:
         estimates = estimate(workload, _listed("--backend", args.backend), _shardings(args), progress)
         advice = fp8_advice(model, device, [each.backend for each in estimates if each.flops_share])
+        advice += auto_advice(device)
     if args.json:
         print(json.dumps(_plain(workload, device, estimates) | {"advice": advice}, indent=1))
     else:
@@ -177,6 +178,15 @@ def fp8_advice(model: ModelShape, device: Device, backends: list[str]) -> list[s
             return [sentence]
         sentences += [sentence] if slow else []
     return sentences
+
+
+def auto_advice(device: Device) -> list[str]:
+    """Say what auto means on this chip, and why; nothing where the chip is unknown or has no FP8 products."""
+    chip = None if device.chip is None else chips.product_named(device.chip).chip
+    if chip is None or not chip.fp8:
+        return []
+    choice = chips.auto_on(chip)
+    return [f"without TransformerEngine auto means {choice.backend} there: {choice.reason}"]
 
 
 # As text

@@ -152,7 +152,7 @@ class NativeCompute(Compute):
         for_dgrad = rule.along is None and not rule.high_precision[KINDS.index(DGRAD)]
         # and one for fprop that stays over microbatches, where that is not the same
         stays = module.fp8_shared.keeps_weights and rule.scaling != "delayed"
-        is_the_same = for_dgrad and (isinstance(module, FP8ExpertWeight) or not usable(weight.data))
+        is_the_same = for_dgrad and not usable(weight.data)
         return float(for_dgrad) + float(stays and not is_the_same)
 
     def weight_codes(self, module: FP8Products | FP8ExpertWeight) -> Quantized | None:

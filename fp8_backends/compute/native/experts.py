@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 from ...numerics.formats import E4M3
+from ...numerics.kernels.quantize.layouts import Layouts
 from ...numerics.scaling import new_delayed_state
 from ...numerics.sharded_tensor import full_shape
 from ..expert_functions import ExpertWeight, ExpertWeights, first_weight, function_before, has_gate
 from ..interface import COMPUTE_DTYPES, Recipe
-from .grouped_function import NOTHING, GroupedFunction, gradient_by_rows, quantized_weight
+from .grouped_function import GroupedFunction, gradient_by_rows, quantized_weight
 from .grouped_products import Groups
-from .grouped_scaling import GroupQuantized
 from .layer_rule import LayerRule
 from .ledger import KeepsLedger, Ledger
 from .shared_codes import SharedCodes
@@ -97,7 +97,7 @@ class FP8Experts(ExpertWeights):
         else:
             keep = torch.is_grad_enabled()
             y = GroupedFunction.apply(
-                x, weight, *groups, None, None, _PLAIN, transposed, out_dtype, keep, False, *NOTHING
+                x, weight, None, None, _PLAIN, transposed, out_dtype, keep, False, *groups, *Layouts()
             )
         if experts.has_bias:
             y = y + getattr(experts, f"{part}_bias").index_select(0, groups.ids).to(out_dtype)
@@ -128,11 +128,10 @@ class FP8ExpertWeight(KeepsLedger, ExpertWeight):
         self._follow(weight.device)
         keep, state = torch.is_grad_enabled(), self.fp8_scaling if self.fp8_rule.scaling == "delayed" else None
         with torch.no_grad():
-            w8 = self._quantized(weight, state)
+            w8 = self._quantized(weight, state, keep and x.requires_grad)
         return GroupedFunction.apply(
             x,
             weight,
-            *groups,
             self.fp8_ledger,
             state,
             self.fp8_rule,
@@ -140,14 +139,18 @@ class FP8ExpertWeight(KeepsLedger, ExpertWeight):
             out_dtype,
             keep,
             keep and self.training,
+            *groups,
             *w8,
         )
 
-    def _quantized(self, weight: torch.Tensor, state: torch.Tensor | None) -> GroupQuantized:
+    def _quantized(self, weight: torch.Tensor, state: torch.Tensor | None, for_dgrad: bool) -> Layouts:
         rule, transposed = self.fp8_rule, self.fp8_transposed
+        for_dgrad = for_dgrad or self.fp8_shared.keeps_weights  # codes that are kept serve all forwards to come
         if state is not None or weight is not self.weight:  # its scales move with every forward; or it is made anew
-            return quantized_weight(rule, weight, state, transposed)
-        return self.fp8_shared.of_weight(self, (rule,), lambda: quantized_weight(rule, weight, state, transposed))
+            return quantized_weight(rule, weight, state, transposed, for_dgrad)
+        return self.fp8_shared.of_weight(
+            self, (rule,), lambda: quantized_weight(rule, weight, state, transposed, for_dgrad)
+        )
 
     def extra_repr(self) -> str:
         experts, outputs, inputs = self.sizes

@@ -5,17 +5,16 @@ from __future__ import annotations
 import torch
 
 from ...numerics.formats import E4M3, E5M2
+from ...numerics.kernels.quantize.layouts import Layouts
 from ...numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT, Quantized
 from ..derivatives import refuse_second_derivative
 from .grouped_products import Groups, grouped_product, grouped_wgrad, plain_product, plain_wgrad
 from .grouped_scaling import (
-    GroupQuantized,
     delayed_scales,
-    quantize_columns,
     quantize_experts,
     quantize_groups,
-    quantize_rows,
-    quantize_rows_of_experts,
+    quantize_lines,
+    quantize_lines_of_experts,
     record_amaxes,
 )
 from .layer_rule import LayerRule
@@ -26,53 +25,56 @@ class GroupedFunction(torch.autograd.Function):
     """y [rows, out] = x [rows, in] @ w[e].T for the rows of each expert e.
 
     The weight is [experts, out, in], or [experts, in, out] where it is `transposed`. `keeps` says whether backward may
-    follow, `records` whether the amaxes go into the delayed rule's states. `w8` are the tensors of `quantized_weight`.
+    follow, `records` whether the amaxes go into the delayed rule's states. `operands` are the tensors of the `Groups`
+    and of `quantized_weight`.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, ids, ends, ledger, state, rule, transposed, out_dtype, keeps, records, *w8):
-        groups, w8 = Groups(ids, ends), GroupQuantized(*w8)
+    def forward(ctx, x, weight, ledger, state, rule, transposed, out_dtype, keeps, records, *operands):
+        groups, w8 = Groups(*operands[:6]), Layouts(*operands[6:])
         needs_dgrad, needs_wgrad = (keeps and needed for needed in ctx.needs_input_grad[:2])
         saved_for_wgrad = (x, None) if needs_wgrad else ()
         saved_for_dgrad = (weight, None) if needs_dgrad else ()
-        x8 = _input_by_group(rule, x, groups, state)
+        x8 = _quantized_input(rule, x, groups, state, needs_wgrad)
         if state is not None and records:
-            record_amaxes(state, INPUT, x8.amax)
-            record_amaxes(state, WEIGHT, w8.amax)
+            for tensor, layouts in ((INPUT, x8), (WEIGHT, w8)):
+                if layouts.amax is not None:
+                    record_amaxes(state, tensor, layouts.amax)
         if rule.high_precision[FPROP]:
             y = plain_product(x.to(out_dtype), _oriented(weight, transposed).to(out_dtype), groups)
         else:
-            y = _fprop(rule, x, x8, w8, groups).to(out_dtype)
+            y = grouped_product(x8.along_columns(), w8.along_columns(), groups, fast_accumulation=True)
+            y = y.narrow(1, 0, _oriented(weight, transposed).shape[1]).to(out_dtype)
             ledger.fprop()
         if needs_wgrad and not rule.high_precision[WGRAD]:
-            saved_for_wgrad = quantize_columns(x, groups, rule.forward_format) if x8 is None else x8.for_columns()
-        if needs_dgrad and not rule.high_precision[DGRAD] and rule.along is None:
-            saved_for_dgrad = w8.t().for_columns()
+            saved_for_wgrad = x8.along_rows()
+        if needs_dgrad and not _dgrad_reads_weight(rule):
+            saved_for_dgrad = w8.along_rows()
         ctx.save_for_backward(*groups, *saved_for_wgrad, *saved_for_dgrad)
         ctx.ledger, ctx.state, ctx.rule, ctx.transposed, ctx.out_dtype = ledger, state, rule, transposed, out_dtype
-        ctx.x_dtype, ctx.weight_dtype = x.dtype, weight.dtype
+        ctx.x_dtype, ctx.weight_dtype, ctx.weight_shape = x.dtype, weight.dtype, weight.shape
         return y
 
     @staticmethod
     def backward(ctx, dy):
         refuse_second_derivative()
-        ids, ends, *saved = ctx.saved_tensors  # once: checkpointing unpacks them once
-        rule, groups = ctx.rule, Groups(ids, ends)
+        saved = ctx.saved_tensors  # once: checkpointing unpacks them once
+        rule, groups, saved = ctx.rule, Groups(*saved[:6]), saved[6:]
         needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
         fp8_dgrad = needs_dgrad and not rule.high_precision[DGRAD]
         fp8_wgrad = needs_wgrad and not rule.high_precision[WGRAD]
         dx = dw = dy8 = None
-        if (fp8_dgrad or fp8_wgrad) and not gradient_by_rows(rule):
-            dy8 = quantize_groups(dy, groups, rule.gradient_format, _scales(ctx.state, GRAD_OUTPUT))
-            if ctx.state is not None:
-                record_amaxes(ctx.state, GRAD_OUTPUT, dy8.amax)
+        if fp8_dgrad or fp8_wgrad:
+            dy8 = _quantized_gradient(rule, dy, groups, ctx.state, fp8_dgrad, fp8_wgrad)
         if needs_dgrad:
-            dx = _dgrad(rule, dy, dy8, Quantized(*saved[-2:]), ctx.transposed, groups).to(ctx.x_dtype)
+            dx = _dgrad(rule, dy, dy8, Quantized(*saved[-2:]), ctx.transposed, groups)
+            dx = dx.narrow(1, 0, ctx.weight_shape[1 if ctx.transposed else 2]).to(ctx.x_dtype)
         if needs_wgrad:
-            dw = _wgrad(rule, dy, dy8, Quantized(*saved[:2]), ctx.transposed, groups).to(ctx.weight_dtype)
+            dw = _wgrad(rule, dy, dy8, Quantized(*saved[:2]), ctx.transposed, groups)
+            dw = dw.narrow(1, 0, ctx.weight_shape[1]).narrow(2, 0, ctx.weight_shape[2]).to(ctx.weight_dtype)
         if fp8_dgrad or fp8_wgrad:
             ctx.ledger.backward(rule, None, fp8_dgrad, fp8_wgrad, None)
-        return dx, dw, *(None,) * 12
+        return dx, dw, *(None,) * 18
 
 
 def gradient_by_rows(rule: LayerRule) -> bool:
@@ -80,61 +82,71 @@ def gradient_by_rows(rule: LayerRule) -> bool:
     return rule.along is not None or rule.gradient_format == E5M2
 
 
-def quantized_weight(rule: LayerRule, weight: torch.Tensor, state, transposed: bool) -> GroupQuantized:
-    """A weight as [experts, out, in] with a scale for each expert, for fprop and dgrad; or by rows [experts, out], for
-    fprop, and without amaxes. Empty where no product takes it so.
+def quantized_weight(rule: LayerRule, weight: torch.Tensor, state, transposed: bool, for_dgrad: bool) -> Layouts:
+    """A weight as [experts, out, in] for fprop, and for dgrad where the same numbers serve. Empty where no product
+    takes it so.
 
     Args:
         state: of the delayed rule, or None; only read.
     """
-    high_fprop, high_dgrad, _ = rule.high_precision
-    if high_fprop and (high_dgrad or rule.along is not None):
-        return NOTHING
-    weight = weight.detach()
+    rows, columns = not rule.high_precision[FPROP], for_dgrad and not _dgrad_reads_weight(rule)
+    return _oriented_layouts(rule, weight.detach(), transposed, state, rows, columns) if rows or columns else Layouts()
+
+
+def _oriented_layouts(rule, weight, transposed, state, rows: bool, columns: bool) -> Layouts:
+    """The layouts of a weight as [experts, out, in]."""
+    rows, columns = (columns, rows) if transposed else (rows, columns)
     if rule.along is not None:
-        return GroupQuantized(*quantize_rows_of_experts(_oriented(weight, transposed), rule.forward_format), None)
-    w8 = quantize_experts(weight, rule.forward_format, _scales(state, WEIGHT))
-    return w8.t() if transposed else w8
+        w8 = quantize_lines_of_experts(weight, rule.forward_format, rows, columns)
+    else:
+        w8 = quantize_experts(weight, rule.forward_format, _scales(state, WEIGHT), rows, columns)
+    return Layouts(*w8[2:4], *w8[:2], w8.amax) if transposed else w8
 
 
-NOTHING = GroupQuantized(None, None, None)
+def _quantized_input(rule: LayerRule, x: torch.Tensor, groups: Groups, state, needs_wgrad: bool) -> Layouts:
+    """x for fprop, and for wgrad; empty where no product takes it."""
+    rows, columns = not rule.high_precision[FPROP], needs_wgrad and not rule.high_precision[WGRAD]
+    if not (rows or columns):
+        return Layouts()
+    if rule.along is not None:
+        return quantize_lines(x, groups, rule.forward_format, rows, columns)
+    return quantize_groups(x, groups, rule.forward_format, _scales(state, INPUT), rows, columns)
 
 
-def _input_by_group(rule: LayerRule, x: torch.Tensor, groups: Groups, state) -> GroupQuantized | None:
-    """x with a scale for each expert; None where the rule has others, or no product takes it so."""
-    high_fprop, _, high_wgrad = rule.high_precision
-    if rule.along is not None or (high_fprop and high_wgrad):
-        return None
-    return quantize_groups(x, groups, rule.forward_format, _scales(state, INPUT))
+def _quantized_gradient(rule: LayerRule, dy, groups: Groups, state, for_dgrad: bool, for_wgrad: bool) -> Layouts:
+    """dy for the products that run in FP8."""
+    if gradient_by_rows(rule):
+        return quantize_lines(dy, groups, E4M3, for_dgrad, for_wgrad)
+    dy8 = quantize_groups(dy, groups, rule.gradient_format, _scales(state, GRAD_OUTPUT), for_dgrad, for_wgrad)
+    if state is not None:
+        record_amaxes(state, GRAD_OUTPUT, dy8.amax)
+    return dy8
 
 
 def _scales(state: torch.Tensor | None, tensor: int) -> torch.Tensor | None:
     return None if state is None else delayed_scales(state, tensor)
 
 
-def _fprop(rule, x, x8, w8, groups) -> torch.Tensor:
-    if rule.along is None:
-        return grouped_product(x8.for_rows(groups), w8.for_columns(), groups, fast_accumulation=True)
-    by_rows = Quantized(w8.codes, w8.scale_inv)
-    return grouped_product(quantize_rows(x, rule.forward_format), by_rows, groups, fast_accumulation=True)
+def _dgrad_reads_weight(rule: LayerRule) -> bool:
+    """Whether dgrad finds the weight itself, and not codes of w.T that forward has made."""
+    return rule.high_precision[DGRAD] or rule.along is not None
 
 
-def _dgrad(rule, dy, dy8, w: Quantized, transposed, groups) -> torch.Tensor:
+def _dgrad(rule, dy, dy8: Layouts, w: Quantized, transposed, groups) -> torch.Tensor:
     """dx [rows, in] from dy [rows, out]; `w` holds the weight itself, or codes of w.T [experts, in, out]."""
     if rule.high_precision[DGRAD]:
         return plain_product(dy, _oriented(w.codes, not transposed).to(dy.dtype), groups)
-    if w.scale_inv is None:
-        w = quantize_rows_of_experts(_oriented(w.codes, not transposed), rule.forward_format)
-    dy8 = quantize_rows(dy, E4M3) if dy8 is None else dy8.for_rows(groups)
-    return grouped_product(dy8, w, groups)
+    if rule.along is not None:
+        w = _oriented_layouts(rule, w.codes, transposed, None, False, True).along_rows()
+    return grouped_product(dy8.along_columns(), w, groups)
 
 
-def _wgrad(rule, dy, dy8, x: Quantized, transposed, groups) -> torch.Tensor:
-    """dw of the weight's layout, from dy [rows, out] and x [rows, in]; `x` holds x itself, or its codes."""
+def _wgrad(rule, dy, dy8: Layouts, x: Quantized, transposed, groups) -> torch.Tensor:
+    """dw of the weight's layout, from dy [rows, out]; `x` holds x [rows, in] itself, or codes of x.T."""
     if rule.high_precision[WGRAD]:
         dy, x = dy, x.codes.to(dy.dtype)
         return plain_wgrad(x, dy, groups) if transposed else plain_wgrad(dy, x, groups)
-    dy8 = quantize_columns(dy, groups, E4M3) if dy8 is None else dy8.for_columns()
+    dy8 = dy8.along_rows()
     return grouped_wgrad(x, dy8, groups) if transposed else grouped_wgrad(dy8, x, groups)
 
 

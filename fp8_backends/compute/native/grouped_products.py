@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from ...numerics.kernels.triton_gate import usable
 from ...numerics.scaling import Quantized
 from .. import hardware, products
 from ..products import ALIGNMENT, engine_for, pad, row_major, scaled_product
@@ -24,18 +25,74 @@ SCALED_GROUPED_MM = "scaled_grouped_mm"
 
 
 class Groups(NamedTuple):
-    """Which rows belong to which group; they lie sorted."""
+    """Which rows belong to which group; they lie sorted.
+
+    On a GPU operands have their rows at other places, where groups begin at multiples of 16, as the kernel's loads ask
+    for, with zero codes between them. The number of places is the largest possible, so that no one reads the sizes. A
+    group without rows gets 16 of zeros, and so a gradient of zeros. Results behind the last group are never read.
+    Elsewhere operands have their rows as they lie, and the last four are None.
+    """
 
     ids: torch.Tensor
     """int64 [rows], each row's group, rising."""
     ends: torch.Tensor
     """int32 [groups], where each group's rows end: its begin is the end of the one before."""
+    places: torch.Tensor | None = None
+    """int64 [rows], where each row goes."""
+    place_ends: torch.Tensor | None = None
+    """int32 [groups], where each group's places end."""
+    owners: torch.Tensor | None = None
+    """int32 [places], the group of each place."""
+    sources: torch.Tensor | None = None
+    """int32 [places], the row that goes to each place, or -1."""
 
     @classmethod
     def of(cls, ids: torch.Tensor, groups: int) -> Groups:
         """From sorted ids. Nothing is read on the host."""
         every = torch.arange(groups, device=ids.device, dtype=ids.dtype)
-        return cls(ids, torch.searchsorted(ids, every, right=True, out_int32=True))
+        ends = torch.searchsorted(ids, every, right=True, out_int32=True)
+        return cls(ids, ends, *_places_of(ids, ends)) if has_places(ids) else cls(ids, ends)
+
+    @property
+    def operand_ends(self) -> torch.Tensor:
+        """int32 [groups], where the rows of each group end in an operand."""
+        return self.ends if self.place_ends is None else self.place_ends
+
+    def placed(self, codes: torch.Tensor) -> torch.Tensor:
+        """FP8 codes [rows, columns] as an operand has them."""
+        if self.places is None:
+            return codes
+        bits = codes.view(torch.uint8)  # index_copy has no float8 kernel
+        return bits.new_zeros(len(self.owners), bits.shape[1]).index_copy(0, self.places, bits).view(codes.dtype)
+
+    def placed_scales(self, scale_inv: torch.Tensor) -> torch.Tensor:
+        """The scales [rows] of rows as an operand has them."""
+        if self.places is None:
+            return scale_inv
+        return scale_inv.new_ones(len(self.owners)).index_copy(0, self.places, scale_inv)
+
+    def rows_of(self, result: torch.Tensor) -> torch.Tensor:
+        """The rows of a product [rows of the operand, columns], as the groups' own lie."""
+        return result if self.places is None else result.index_select(0, self.places)
+
+
+def has_places(ids: torch.Tensor) -> bool:
+    """Whether operands on this device have their rows at places of their own."""
+    return ids.device.type == "cuda" or usable(ids)
+
+
+def _places_of(ids: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The last four of `Groups`."""
+    begins = F.pad(ends.narrow(0, 0, len(ends) - 1), (1, 0))
+    sizes = torch.clamp(ends - begins + ALIGNMENT - 1, min=ALIGNMENT) // ALIGNMENT * ALIGNMENT
+    place_ends = torch.cumsum(sizes, 0, dtype=torch.int32)
+    shift = place_ends - sizes - begins  # of each group's rows
+    rows, groups = len(ids), len(ends)
+    places = torch.arange(rows, device=ids.device) + shift.index_select(0, ids)
+    every = torch.arange((rows + ALIGNMENT * groups) // ALIGNMENT * ALIGNMENT, device=ids.device, dtype=torch.int32)
+    owners = torch.searchsorted(place_ends, every, right=True, out_int32=True).clamp_(max=groups - 1)
+    sources = every - shift.index_select(0, owners)
+    return places, place_ends, owners, torch.where(sources < ends.index_select(0, owners), sources, -1)
 
 
 def grouped_engine_for(device: torch.device) -> str:
@@ -53,85 +110,52 @@ def grouped_product(a: Quantized, b: Quantized, groups: Groups, fast_accumulatio
     """Each row of a with the matrix of its group, `a[row] @ b[group].T`, with FP32 accumulation.
 
     Args:
-        a: codes [rows, k], scale_inv [rows].
-        b: codes [groups, n, k], scale_inv [groups, n].
+        a: codes [places, k], scale_inv [places], the rows as `groups` has them in an operand.
+        b: codes [groups, n, k], scale_inv [groups, n]. k and n may be padded with zero codes, in either operand.
         fast_accumulation: as for `scaled_product`.
 
     Returns:
-        bf16 [rows, n].
+        bf16 [rows, n], n being at least that of b.
     """
     assert a.codes.dtype == b.codes.dtype == torch.float8_e4m3fn, "no GPU has grouped products of another format"
     if grouped_engine_for(a.codes.device) != SCALED_GROUPED_MM:
-        return torch.ops.fp8_backends.grouped_product(*a, *b, groups.ends, fast_accumulation)
-    spread, n = _Spread.of(groups), b.codes.shape[1]
+        out = torch.ops.fp8_backends.grouped_product(*a, *b, groups.operand_ends, fast_accumulation)
+        return groups.rows_of(out)
     b_codes = row_major(pad(b.codes, ALIGNMENT, ALIGNMENT))
     out = torch._scaled_grouped_mm(
-        spread.rows(row_major(pad(a.codes, 1, ALIGNMENT))),
+        row_major(pad(a.codes, 1, ALIGNMENT)),
         b_codes.transpose(1, 2),  # column-major
-        spread.scales(a.scale_inv),
-        F.pad(b.scale_inv, (0, b_codes.shape[1] - n), value=1.0),
-        offs=spread.ends,
+        a.scale_inv,
+        F.pad(b.scale_inv, (0, b_codes.shape[1] - b.scale_inv.shape[1]), value=1.0),
+        offs=groups.operand_ends,
         out_dtype=torch.bfloat16,
         use_fast_accum=fast_accumulation,
     )
-    return out.index_select(0, spread.positions).narrow(1, 0, n)
+    return groups.rows_of(out)
 
 
 def grouped_wgrad(a: Quantized, b: Quantized, groups: Groups) -> torch.Tensor:
-    """For each group the product over its rows, `a[rows of g].T @ b[rows of g]`; zeros for a group without rows.
+    """For each group the product over its rows, `a[:, rows of g] @ b[:, rows of g].T`; zeros for a group without rows.
 
     Args:
-        a: codes [rows, m], scale_inv [groups, m].
-        b: codes [rows, k], scale_inv [groups, k].
+        a: codes [m, places], scale_inv [groups, m], the rows as `groups` has them in an operand.
+        b: codes [k, places], scale_inv [groups, k].
 
     Returns:
-        bf16 [groups, m, k].
+        bf16 [groups, m, k], both at least those of a and b.
     """
     assert a.codes.dtype == b.codes.dtype == torch.float8_e4m3fn, "no GPU has grouped products of another format"
     if grouped_engine_for(a.codes.device) != SCALED_GROUPED_MM:
-        return torch.ops.fp8_backends.grouped_wgrad(*a, *b, groups.ends)
-    spread, m, k = _Spread.of(groups), a.codes.shape[1], b.codes.shape[1]
-    a_codes, b_codes = (row_major(spread.rows(row_major(pad(q.codes, 1, ALIGNMENT))).t()) for q in (a, b))
-    out = torch._scaled_grouped_mm(
+        return torch.ops.fp8_backends.grouped_wgrad(*a, *b, groups.operand_ends)
+    a_codes, b_codes = (row_major(pad(q.codes, ALIGNMENT, 1)) for q in (a, b))
+    return torch._scaled_grouped_mm(
         a_codes,
         b_codes.t(),  # column-major
-        F.pad(a.scale_inv, (0, a_codes.shape[0] - m), value=1.0).flatten(),
-        F.pad(b.scale_inv, (0, b_codes.shape[0] - k), value=1.0).flatten(),
-        offs=spread.ends,
+        F.pad(a.scale_inv, (0, a_codes.shape[0] - a.scale_inv.shape[1]), value=1.0).flatten(),
+        F.pad(b.scale_inv, (0, b_codes.shape[0] - b.scale_inv.shape[1]), value=1.0).flatten(),
+        offs=groups.operand_ends,
         out_dtype=torch.bfloat16,
     )
-    return out.narrow(1, 0, m).narrow(2, 0, k)
-
-
-class _Spread(NamedTuple):
-    """Groups that begin at multiples of 16, as the kernel's loads ask for, with zero codes between them. The number of
-    rows is the largest possible, so that no one reads the sizes. A group without rows gets 16 of zeros, and so a
-    gradient of zeros. Results behind the last group are never read."""
-
-    positions: torch.Tensor
-    """int64 [rows], where each row goes."""
-    ends: torch.Tensor
-    """int32 [groups]"""
-    total: int
-
-    @classmethod
-    def of(cls, groups: Groups) -> _Spread:
-        sizes = torch.diff(groups.ends, prepend=groups.ends.new_zeros(1))
-        sizes = torch.clamp(sizes + ALIGNMENT - 1, min=ALIGNMENT) // ALIGNMENT * ALIGNMENT
-        ends = torch.cumsum(sizes, 0, dtype=torch.int32)
-        shift = (ends - sizes) - F.pad(groups.ends.narrow(0, 0, len(sizes) - 1), (1, 0))  # of each group's first row
-        rows = groups.ids.shape[0]
-        positions = torch.arange(rows, device=groups.ids.device) + shift.index_select(0, groups.ids)
-        total = (rows + ALIGNMENT * groups.ends.shape[0] + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
-        return cls(positions, ends, total)
-
-    def rows(self, codes: torch.Tensor) -> torch.Tensor:
-        """[rows, columns] to [total, columns]."""
-        bits = codes.view(torch.uint8)  # index_copy has no float8 kernel
-        return bits.new_zeros(self.total, bits.shape[1]).index_copy(0, self.positions, bits).view(codes.dtype)
-
-    def scales(self, scale_inv: torch.Tensor) -> torch.Tensor:
-        return scale_inv.new_ones(self.total).index_copy(0, self.positions, scale_inv)
 
 
 # Group by group: operators of their own, since they read the sizes of the groups, which no compiler knows
@@ -161,15 +185,15 @@ _product_by_group.register_fake(lambda a, a_scale_inv, b, *_: a.new_empty(a.shap
 def _wgrad_by_group(
     a: torch.Tensor, a_scale_inv: torch.Tensor, b: torch.Tensor, b_scale_inv: torch.Tensor, ends: torch.Tensor
 ) -> torch.Tensor:
-    out = _zeros_where_empty(a.new_empty(ends.shape[0], a.shape[1], b.shape[1], dtype=torch.bfloat16), ends)
+    out = _zeros_where_empty(a.new_empty(ends.shape[0], a.shape[0], b.shape[0], dtype=torch.bfloat16), ends)
     for group, begin, end in rows_of_groups(ends):
-        operands = (Quantized(q[begin:end].t(), s[group, :, None]) for q, s in ((a, a_scale_inv), (b, b_scale_inv)))
+        operands = (Quantized(q[:, begin:end], s[group, :, None]) for q, s in ((a, a_scale_inv), (b, b_scale_inv)))
         out[group] = scaled_product(*operands, torch.bfloat16)
     return out
 
 
 _wgrad_by_group.register_fake(
-    lambda a, a_inv, b, b_inv, ends: a.new_empty(ends.shape[0], a.shape[1], b.shape[1], dtype=torch.bfloat16)
+    lambda a, a_inv, b, b_inv, ends: a.new_empty(ends.shape[0], a.shape[0], b.shape[0], dtype=torch.bfloat16)
 )
 
 

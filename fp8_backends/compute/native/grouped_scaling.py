@@ -1,96 +1,157 @@
 """Scales for groups of rows that lie in one matrix, and for the weights of many experts.
 
 Each group is quantized as if it were a tensor of its own, so an expert's codes are those that a Linear layer with its
-weight and its tokens would make. On a CPU that is done one group after the other. Elsewhere nothing reads where a group
-begins: the operations below work on all groups at once, and give the same bits.
+weight and its tokens would make. Operands come as `grouped_products` takes them. Three implementations give the same
+bits, and two of them read nothing of where a group begins:
+
+- Triton kernels on a GPU, for all groups in two launches; compiled code calls them, too, as one operator;
+- on a CPU one group after the other;
+- operations on all groups at once for the rest, such as compiled code on a CPU.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
+import torch.nn.functional as F
 
-from ...numerics.formats import Format
+from ...numerics.formats import FORMATS, Format
+from ...numerics.kernels.eager import is_eager
 from ...numerics.kernels.quantize.cpu_casts import serves
 from ...numerics.kernels.quantize.dispatch import cast, quantize, quantize_blocks
+from ...numerics.kernels.quantize.layouts import Layouts
 from ...numerics.kernels.triton_gate import usable
 from ...numerics.scaling import HISTORY, ROWS, SCALE, Quantized, scale_from_amax, scale_inv_of, without_nan
-from .grouped_products import Groups, rows_of_groups
+from ..products import ALIGNMENT, pad, row_major
+from .grouped_products import Groups, has_places, rows_of_groups
 
 
-class GroupQuantized(NamedTuple):
-    """Codes with one scale for each group."""
-
-    codes: torch.Tensor
-    """FP8 [rows, columns] of an activation, [groups, out, in] of a weight (of any strides)."""
-    scale_inv: torch.Tensor
-    """FP32 [groups]"""
-    amax: torch.Tensor
-    """FP32 [groups], NaN left out; 0 for a group without rows."""
-
-    def t(self) -> GroupQuantized:
-        """A weight's codes transposed, a view [groups, in, out]."""
-        return self._replace(codes=self.codes.transpose(1, 2))
-
-    def for_rows(self, groups: Groups) -> Quantized:
-        """The first operand of `grouped_product`."""
-        return Quantized(self.codes, self.scale_inv.index_select(0, groups.ids))
-
-    def for_columns(self) -> Quantized:
-        """An operand of `grouped_wgrad`, or the second one of `grouped_product`."""
-        return Quantized(self.codes, self.scale_inv.unsqueeze(1).repeat(1, self.codes.shape[1]))
-
-
-def quantize_groups(x: torch.Tensor, groups: Groups, fmt: Format, scale: torch.Tensor | None = None) -> GroupQuantized:
+def quantize_groups(
+    x: torch.Tensor,
+    groups: Groups,
+    fmt: Format,
+    scale: torch.Tensor | None = None,
+    rows: bool = True,
+    columns: bool = True,
+) -> Layouts:
     """One scale for the rows of each group.
 
     Args:
         x: [rows, columns], bf16, fp16 or fp32.
         scale: FP32 [groups]; None: from the amaxes.
+        rows, columns: the layouts that are needed: `codes`, an operand of `grouped_product`, and `transposed`, one of
+            `grouped_wgrad`.
+
+    Returns:
+        codes [places, columns] and scale_inv [places]; transposed [columns, places] and transposed_scale_inv [groups,
+        columns]; the columns may be padded. amax: FP32 [groups], NaN left out, 0 for a group without rows.
     """
-    if serves(x):
-        return _group_by_group(x, groups, fmt, scale)
-    of_rows = ROWS.amax(x).squeeze(1)
-    amax = of_rows.new_zeros(groups.ends.shape[0]).scatter_reduce(0, groups.ids, of_rows, "amax")
-    scale = scale_from_amax(amax, fmt) if scale is None else scale
-    codes = cast(x, scale.index_select(0, groups.ids).unsqueeze(1), fmt)
-    return GroupQuantized(codes, scale_inv_of(scale, amax), amax)
+    if usable(x):
+        return _kernels().quantize_groups(x, groups.owners, groups.sources, len(groups.ends), fmt, scale, rows, columns)
+    if _is_traced(x):
+        found = torch.ops.fp8_backends.quantize_groups(x, *groups, fmt.dtype, scale, rows, columns, False)
+        return _taken(found, rows, columns, True)
+    codes, scale_inv, amax = _group_by_group(x, groups, fmt, scale) if serves(x) else _at_once(x, groups, fmt, scale)
+    by_rows = Quantized(codes, scale_inv.index_select(0, groups.ids))
+    by_columns = Quantized(codes, scale_inv.unsqueeze(1).repeat(1, codes.shape[1]))
+    return _placed(groups, by_rows if rows else None, by_columns if columns else None, amax)
 
 
-def _group_by_group(x: torch.Tensor, groups: Groups, fmt: Format, scale: torch.Tensor | None) -> GroupQuantized:
+def quantize_lines(x: torch.Tensor, groups: Groups, fmt: Format, rows: bool = True, columns: bool = True) -> Layouts:
+    """One scale for each row of x, and in `transposed` for each column of each group. As `quantize_groups`, without
+    amaxes."""
+    if usable(x):
+        return _kernels().quantize_groups(
+            x, groups.owners, groups.sources, len(groups.ends), fmt, None, rows, columns, lines=True
+        )
+    if _is_traced(x):
+        found = torch.ops.fp8_backends.quantize_groups(x, *groups, fmt.dtype, None, rows, columns, True)
+        return _taken(found, rows, columns, False)
+    by_rows, by_columns = _by_rows(x, fmt) if rows else None, _by_columns(x, groups, fmt) if columns else None
+    return _placed(groups, by_rows, by_columns)
+
+
+def quantize_experts(
+    weight: torch.Tensor, fmt: Format, scale: torch.Tensor | None = None, rows: bool = True, columns: bool = True
+) -> Layouts:
+    """One scale for each expert.
+
+    Args:
+        weight: [experts, rows, columns], bf16, fp16 or fp32.
+        scale: FP32 [experts]; None: from the amaxes.
+        rows, columns: the layouts that are needed.
+
+    Returns:
+        codes [experts, rows, columns] and scale_inv [experts, rows]; transposed [experts, columns, rows] and
+        transposed_scale_inv [experts, columns]; rows and columns may be padded. amax: FP32 [experts], NaN left out.
+    """
+    if usable(weight):
+        return _kernels().quantize_experts(weight, fmt, scale, rows, columns)
+    if _is_traced(weight):
+        found = torch.ops.fp8_backends.quantize_experts(weight, fmt.dtype, scale, rows, columns, False)
+        return _taken(found, rows, columns, True)
+    if serves(weight):
+        codes, scale_inv, amax = _expert_by_expert(weight, fmt, scale)
+    else:
+        amax = ROWS.amax(weight.flatten(1)).squeeze(1)
+        scale = scale_from_amax(amax, fmt) if scale is None else scale
+        of_rows = scale.repeat_interleave(weight.shape[1]).unsqueeze(1)
+        codes = cast(weight.reshape(-1, weight.shape[2]), of_rows, fmt).view(weight.shape)
+        scale_inv = scale_inv_of(scale, amax)
+    by_rows, by_columns = (Quantized(codes, scale_inv.unsqueeze(1).repeat(1, n)) for n in weight.shape[1:])
+    by_columns = by_columns._replace(codes=codes.transpose(1, 2))
+    return _padded(by_rows if rows else None, by_columns if columns else None, amax)
+
+
+def quantize_lines_of_experts(weight: torch.Tensor, fmt: Format, rows: bool = True, columns: bool = True) -> Layouts:
+    """One scale for each row of each expert, and in `transposed` for each column. As `quantize_experts`, without
+    amaxes."""
+    if usable(weight):
+        return _kernels().quantize_experts(weight, fmt, None, rows, columns, lines=True)
+    if _is_traced(weight):
+        found = torch.ops.fp8_backends.quantize_experts(weight, fmt.dtype, None, rows, columns, True)
+        return _taken(found, rows, columns, False)
+    by_rows, by_columns = (
+        _rows_of_experts(matrices, fmt) if wanted else None
+        for matrices, wanted in ((weight, rows), (weight.transpose(1, 2), columns))
+    )
+    return _padded(by_rows, by_columns)
+
+
+# on a CPU, and in plain operations
+
+
+def _group_by_group(x: torch.Tensor, groups: Groups, fmt: Format, scale: torch.Tensor | None):
+    """Codes [rows, columns], the scale_inv of each group, and its amax."""
     codes = torch.empty(x.shape, dtype=fmt.dtype)
     amax = torch.zeros(groups.ends.shape[0])
     scale_inv = scale_inv_of(torch.ones_like(amax) if scale is None else scale, amax)
     for group, begin, end in rows_of_groups(groups.ends):
         layouts = quantize(x[begin:end], fmt, None if scale is None else scale[group], columns=False)
         codes[begin:end], scale_inv[group], amax[group] = layouts.codes, layouts.scale_inv, layouts.amax
-    return GroupQuantized(codes, scale_inv, amax)
+    return codes, scale_inv, amax
 
 
-def quantize_experts(weight: torch.Tensor, fmt: Format, scale: torch.Tensor | None = None) -> GroupQuantized:
-    """One scale for each expert. weight: [experts, rows, columns]; scale: FP32 [experts], None: from the amaxes."""
-    if serves(weight) or usable(weight):
-        return _expert_by_expert(weight, fmt, scale)
-    amax = ROWS.amax(weight.flatten(1)).squeeze(1)
+def _at_once(x: torch.Tensor, groups: Groups, fmt: Format, scale: torch.Tensor | None):
+    """As `_group_by_group`."""
+    of_rows = ROWS.amax(x).squeeze(1)
+    amax = of_rows.new_zeros(groups.ends.shape[0]).scatter_reduce(0, groups.ids, of_rows, "amax")
     scale = scale_from_amax(amax, fmt) if scale is None else scale
-    of_rows = scale.repeat_interleave(weight.shape[1]).unsqueeze(1)
-    codes = cast(weight.reshape(-1, weight.shape[2]), of_rows, fmt).view(weight.shape)
-    return GroupQuantized(codes, scale_inv_of(scale, amax), amax)
+    return cast(x, scale.index_select(0, groups.ids).unsqueeze(1), fmt), scale_inv_of(scale, amax), amax
 
 
-def _expert_by_expert(weight: torch.Tensor, fmt: Format, scale: torch.Tensor | None) -> GroupQuantized:
+def _expert_by_expert(weight: torch.Tensor, fmt: Format, scale: torch.Tensor | None):
+    """Codes [experts, rows, columns], the scale_inv of each expert, and its amax."""
     codes, found = torch.empty_like(weight, dtype=fmt.dtype, memory_format=torch.contiguous_format), []
     for expert, matrix in enumerate(weight.unbind()):
         layouts = quantize(matrix, fmt, None if scale is None else scale[expert], columns=False)
         codes[expert] = layouts.codes
         found.append((layouts.scale_inv, layouts.amax))
-    return GroupQuantized(codes, *map(torch.stack, zip(*found, strict=True)))
+    return codes, *map(torch.stack, zip(*found, strict=True))
 
 
-def quantize_rows(x: torch.Tensor, fmt: Format) -> Quantized:
+def _by_rows(x: torch.Tensor, fmt: Format) -> Quantized:
     """One scale for each row of x [rows, columns]. scale_inv: [rows]."""
-    if serves(x) or usable(x):
+    if serves(x):
         layouts = quantize_blocks(x, ROWS, fmt, columns=False)
         return Quantized(layouts.codes, layouts.scale_inv.squeeze(1))
     amax = ROWS.amax(x)
@@ -98,13 +159,13 @@ def quantize_rows(x: torch.Tensor, fmt: Format) -> Quantized:
     return Quantized(cast(x, scale, fmt), scale_inv_of(scale, amax).squeeze(1))
 
 
-def quantize_rows_of_experts(weight: torch.Tensor, fmt: Format) -> Quantized:
+def _rows_of_experts(weight: torch.Tensor, fmt: Format) -> Quantized:
     """One scale for each row of each expert. weight: [experts, n, k] of any strides; scale_inv: [experts, n]."""
-    codes, scale_inv = quantize_rows(weight.reshape(-1, weight.shape[2]), fmt)
+    codes, scale_inv = _by_rows(weight.reshape(-1, weight.shape[2]), fmt)
     return Quantized(codes.view(weight.shape), scale_inv.view(weight.shape[:2]))
 
 
-def quantize_columns(x: torch.Tensor, groups: Groups, fmt: Format) -> Quantized:
+def _by_columns(x: torch.Tensor, groups: Groups, fmt: Format) -> Quantized:
     """One scale for each column of each group of x [rows, columns]. scale_inv: [groups, columns]."""
     if serves(x):
         return _columns_group_by_group(x, groups, fmt)
@@ -121,6 +182,119 @@ def _columns_group_by_group(x: torch.Tensor, groups: Groups, fmt: Format) -> Qua
         layouts = quantize_blocks(x[begin:end], ROWS, fmt, rows=False)
         codes[begin:end], scale_inv[group] = layouts.transposed.t(), layouts.transposed_scale_inv.squeeze(1)
     return Quantized(codes, scale_inv)
+
+
+def _placed(
+    groups: Groups, by_rows: Quantized | None, by_columns: Quantized | None, amax: torch.Tensor | None = None
+) -> Layouts:
+    """Operands from codes [rows, columns] with scales for rows, and with scales for columns of groups: views of them,
+    or as the kernels lay them out."""
+    if groups.places is None:
+        transposed = None if by_columns is None else by_columns._replace(codes=by_columns.codes.t())
+        return Layouts(*by_rows or (None, None), *transposed or (None, None), amax)
+    if by_rows is not None:
+        codes = groups.placed(pad(by_rows.codes, 1, ALIGNMENT))
+        by_rows = Quantized(codes, groups.placed_scales(by_rows.scale_inv))
+    if by_columns is not None:
+        codes = row_major(groups.placed(pad(by_columns.codes, 1, ALIGNMENT)).t())
+        by_columns = Quantized(codes, _with_ones(by_columns.scale_inv))
+    return Layouts(*by_rows or (None, None), *by_columns or (None, None), amax)
+
+
+def _padded(by_rows: Quantized | None, by_columns: Quantized | None, amax: torch.Tensor | None = None) -> Layouts:
+    """Operands from codes [experts, rows, columns] and [experts, columns, rows], each with scales for its rows: as they
+    are, or as the kernels lay them out."""
+    if has_places((by_rows or by_columns).codes):
+        by_rows, by_columns = (
+            q and Quantized(row_major(pad(q.codes, ALIGNMENT, ALIGNMENT)), _with_ones(q.scale_inv))
+            for q in (by_rows, by_columns)
+        )
+    return Layouts(*by_rows or (None, None), *by_columns or (None, None), amax)
+
+
+def _with_ones(scale_inv: torch.Tensor) -> torch.Tensor:
+    """The scales [.., columns] of padded columns."""
+    return F.pad(scale_inv, (0, -scale_inv.shape[-1] % ALIGNMENT), value=1.0)
+
+
+# in compiled code: operators of their own, which are kernels when they run
+
+
+def _kernels():
+    from ...numerics.kernels.quantize import triton_groups  # Triton takes a second to load
+
+    return triton_groups
+
+
+def _is_traced(x: torch.Tensor) -> bool:
+    """Whether what stands for x will be on a device with kernels."""
+    return has_places(x) and not is_eager(x)
+
+
+@torch.library.custom_op("fp8_backends::quantize_groups", mutates_args=())
+def _quantize_groups(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    ends: torch.Tensor,
+    places: torch.Tensor,
+    place_ends: torch.Tensor,
+    owners: torch.Tensor,
+    sources: torch.Tensor,
+    dtype: torch.dtype,
+    scale: torch.Tensor | None,
+    rows: bool,
+    columns: bool,
+    lines: bool,
+) -> list[torch.Tensor]:
+    groups, fmt = Groups(ids, ends, places, place_ends, owners, sources), FORMATS[dtype]
+    if lines:
+        return _given(quantize_lines(x, groups, fmt, rows, columns))
+    return _given(quantize_groups(x, groups, fmt, scale, rows, columns))
+
+
+@_quantize_groups.register_fake
+def _empty_groups(x, ids, ends, places, place_ends, owners, sources, dtype, scale, rows, columns, lines):
+    return _empty(x, (len(owners),), x.shape[1], len(ends), dtype, rows, columns, lines)
+
+
+@torch.library.custom_op("fp8_backends::quantize_experts", mutates_args=())
+def _quantize_experts(
+    weight: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None, rows: bool, columns: bool, lines: bool
+) -> list[torch.Tensor]:
+    if lines:
+        return _given(quantize_lines_of_experts(weight, FORMATS[dtype], rows, columns))
+    return _given(quantize_experts(weight, FORMATS[dtype], scale, rows, columns))
+
+
+@_quantize_experts.register_fake
+def _empty_experts(weight, dtype, scale, rows, columns, lines):
+    experts, height, width = weight.shape
+    return _empty(weight, (experts, _multiple(height)), width, experts, dtype, rows, columns, lines)
+
+
+def _empty(x, places, width: int, groups: int, dtype, rows: bool, columns: bool, lines: bool) -> list[torch.Tensor]:
+    """What an operator returns, without the numbers. places: shape of the scales of rows."""
+    width = _multiple(width)
+    by_rows = [x.new_empty(*places, width, dtype=dtype), x.new_empty(places, dtype=torch.float32)]
+    transposed = x.new_empty(*places[:-1], width, places[-1], dtype=dtype)
+    by_columns = [transposed, x.new_empty(groups, width, dtype=torch.float32)]
+    amax = [] if lines else [x.new_empty(groups, dtype=torch.float32)]
+    return (by_rows if rows else []) + (by_columns if columns else []) + amax
+
+
+def _multiple(length: int) -> int:
+    return (length + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+
+
+def _given(layouts: Layouts) -> list[torch.Tensor]:
+    return [each for each in layouts if each is not None]
+
+
+def _taken(found: list[torch.Tensor], rows: bool, columns: bool, has_amax: bool) -> Layouts:
+    """The layouts of which `_given` made a list."""
+    by_rows = found[:2] if rows else (None, None)
+    by_columns = found[2 * rows : 2 * rows + 2] if columns else (None, None)
+    return Layouts(*by_rows, *by_columns, found[-1] if has_amax else None)
 
 
 # delayed scaling: the state of each expert, int32 [experts, 3, 2 + history length], laid out as a single layer's

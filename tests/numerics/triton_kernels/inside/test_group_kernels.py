@@ -1,0 +1,150 @@
+"""The kernels that quantize groups of rows and the weights of experts, against the plain operations, to the bit: all
+that they write, also at places without a row and in padded columns."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from expert_families import make_experts, routed
+from test_quantize_kernels import bits
+from triton.runtime.interpreter import InterpretedFunction
+
+from fp8_backends.compute.native import grouped_products, grouped_scaling
+from fp8_backends.compute.native.grouped_products import Groups
+from fp8_backends.numerics.formats import E4M3, E5M2
+from fp8_backends.numerics.kernels import triton_gate
+from fp8_backends.recipes import handlers as recipes
+from fp8_backends.recipes.handlers import FP8RecipeKwargs
+from fp8_backends.training import preparation
+
+SIZES = {
+    "of odd sizes, some empty": [0, 37, 0, 3, 90],
+    "one": [21],
+    "multiples": [16, 64, 32],
+    "no rows": [0, 0],
+    "128": [number % 3 for number in range(128)],
+}
+LAYOUTS = [(True, True), (True, False), (False, True)]
+
+
+def tokens(sizes: list[int], columns: int, dtype: torch.dtype) -> tuple[torch.Tensor, Groups]:
+    """Magnitudes that differ from row to row and from column to column, a subnormal number, rows of zeros, NaN, and an
+    inf in the last group."""
+    rows = sum(sizes)
+    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows)) * torch.logspace(-3, 2, columns)
+    x *= torch.logspace(-2, 1, rows).unsqueeze(1)
+    x[::7], x[:2, 0] = 0, 1e-40
+    if rows > 5:
+        x[3, 1], x[4, 2], x[-1, -1] = torch.nan, -torch.nan, -torch.inf
+    return x.to(dtype), Groups.of(torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes)), len(sizes))
+
+
+def plainly(monkeypatch, quantize, *args):
+    """The result without kernels, as an older GPU would lay it out."""
+    with monkeypatch.context() as patched:
+        patched.setenv(triton_gate.VARIABLE, "0")
+        for module in (grouped_products, grouped_scaling):
+            patched.setattr(module, "has_places", lambda tensor: True)
+        return quantize(*args)
+
+
+def assert_same(found, expected) -> None:
+    for name, ours, theirs in zip(found._fields, found, expected, strict=True):
+        assert (ours is None) == (theirs is None), name
+        if ours is not None:
+            assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype), name
+            assert ours.is_contiguous() and torch.equal(bits(ours), bits(theirs)), name
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_groups(sizes, monkeypatch):
+    x, groups = tokens(SIZES[sizes], 40, torch.bfloat16)
+    scale = torch.rand(len(groups.ends), 3)[:, 1] + 0.5
+    for args in ((E4M3,), (E4M3, scale))[: 1 if sizes == "128" else 2]:
+        found = grouped_scaling.quantize_groups(x, groups, *args)
+        assert_same(found, plainly(monkeypatch, grouped_scaling.quantize_groups, x, groups, *args))
+    found = grouped_scaling.quantize_lines(x, groups, E4M3)
+    assert_same(found, plainly(monkeypatch, grouped_scaling.quantize_lines, x, groups, E4M3))
+
+
+@pytest.mark.parametrize("rows, columns", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_dtypes_and_layouts(dtype, rows, columns, monkeypatch):
+    """Of more than one tile along both dimensions; with gaps between the rows, and in them."""
+    x, groups = tokens([70, 5], 600, dtype)
+    for view in (x[:, 3:533], x[:, ::4]):
+        found = grouped_scaling.quantize_groups(view, groups, E5M2, None, rows, columns)
+        assert_same(
+            found, plainly(monkeypatch, grouped_scaling.quantize_groups, view, groups, E5M2, None, rows, columns)
+        )
+        found = grouped_scaling.quantize_lines(view, groups, E4M3, rows, columns)
+        assert_same(found, plainly(monkeypatch, grouped_scaling.quantize_lines, view, groups, E4M3, rows, columns))
+
+
+@pytest.mark.parametrize("rows, columns", LAYOUTS)
+@pytest.mark.parametrize(
+    "view",
+    [lambda weight: weight, lambda weight: weight.transpose(1, 2), lambda weight: weight[:2, :64, 3:35]],
+    ids=["odd sizes", "columns first", "multiples, with gaps"],
+)
+def test_experts(view, rows, columns, monkeypatch):
+    weight = torch.randn(2, 70, 150, generator=torch.Generator().manual_seed(0))
+    weight[0], weight[0, 0, 5], weight[1, 1, 4], weight[0, 2] = weight[0] * 90, torch.nan, torch.inf, 0
+    weight = view(weight.bfloat16())
+    for args in ((E4M3, None), (E4M3, torch.rand(len(weight)) + 0.5)):
+        found = grouped_scaling.quantize_experts(weight, *args, rows, columns)
+        assert_same(found, plainly(monkeypatch, grouped_scaling.quantize_experts, weight, *args, rows, columns))
+    lines = grouped_scaling.quantize_lines_of_experts
+    assert_same(lines(weight, E4M3, rows, columns), plainly(monkeypatch, lines, weight, E4M3, rows, columns))
+
+
+def test_places_of_more_than_2_31_elements(monkeypatch):
+    """Rows and matrices that lie so far apart; of the memory between them no page is touched."""
+    memory = torch.empty(2**31 + 2**12, dtype=torch.bfloat16)
+    x, weight = memory.as_strided((3, 40), (2**30, 1)), memory.as_strided((3, 20, 40), (2**30, 40, 1))
+    weight.copy_(torch.randn(3, 20, 40))
+    groups = Groups.of(torch.tensor([0, 1, 1]), 2)
+    for lines in (False, True):
+        quantize = grouped_scaling.quantize_lines if lines else grouped_scaling.quantize_groups
+        assert_same(quantize(x, groups, E4M3), plainly(monkeypatch, quantize, x.clone(), groups, E4M3))
+        quantize = grouped_scaling.quantize_lines_of_experts if lines else grouped_scaling.quantize_experts
+        assert_same(quantize(weight, E4M3), plainly(monkeypatch, quantize, weight.clone(), E4M3))
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """The names of kernels, in the order of their launches."""
+    names, run = [], InterpretedFunction.run
+    monkeypatch.setattr(
+        InterpretedFunction, "run", lambda kernel, *a, **k: names.append(kernel.fn.__name__) or run(kernel, *a, **k)
+    )
+    return names
+
+
+def experts_after_a_step(family, backend, **fields):
+    """The output and gradients of experts, and their delayed states."""
+    root = make_experts(family, torch.bfloat16, **fields)
+    preparation.prepare_model(root, recipes.resolve(FP8RecipeKwargs(backend=backend)))
+    hidden, chosen, weights = routed(12, dtype=torch.bfloat16)
+    y = root.experts(hidden.requires_grad_(), chosen, weights)
+    y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y.dtype))
+    return [y, hidden.grad, *(p.grad for p in root.parameters()), *(b for b in root.buffers() if b.dim() == 3)]
+
+
+@pytest.mark.parametrize(
+    "family, backend", [("mixtral", "native:delayed"), ("gpt_oss", "native:dynamic"), ("gpt_oss", "native:rowwise")]
+)
+def test_a_layer_of_kernels_is_the_layer_of_plain_operations(family, backend, launches, monkeypatch):
+    ours = experts_after_a_step(family, backend)
+    assert set(launches) == {"_amax_kernel", "_cast_kernel"}
+    monkeypatch.setenv(triton_gate.VARIABLE, "0")
+    for one, other in zip(ours, experts_after_a_step(family, backend), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_as_many_launches_for_many_experts_as_for_few(launches):
+    """Two kernels a cast: of x, the weight and dy, for each of two weights."""
+    for experts in (4, 12):
+        launches.clear()
+        experts_after_a_step("mixtral", "native:dynamic", num_local_experts=experts)
+        assert len(launches) == 2 * 3 * 2
