@@ -16,7 +16,7 @@ assumed. (Exact states that began at zero have R <= n / sqrt((1 - beta2) (1 - be
 Cauchy and Schwarz, 7.3 with the usual betas; rounded ones may exceed it.) An exp_avg_sq below 2**-126 counts as that
 number: eps is more than c times its root in each step that takes the second bound.
 
-Roundings to FP32 are at most 2**-24 of the numbers that take part; `_SLACK` of each is added.
+Roundings to FP32 are at most 2**-24 of the numbers that take part; `SLACK` of each is added.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ RATIO_BITS = math.ceil((63.5 + 2 * 0.0861) * 2**23)
 The bits of a positive number are its logarithm to base 2, times 2**23, plus 127 of the exponent; between two powers of
 two they are below it by 0.0861 at most. Twice: for an element of exp_avg, and for its scale.
 """
-_SLACK, _UPDATE_SLACK = 2.0**-20, 1 + 2.0**-10
-_LEAST_ROOT = 2.0**-63
+SLACK, UPDATE_SLACK = 2.0**-20, 1 + 2.0**-10
+LEAST_ROOT = 2.0**-63
 INT32_MAX = 2**31 - 1
-_INF_BITS = 0x7F800000
+INF_BITS = 0x7F800000
 _PART = 2**20
 
 
@@ -71,7 +71,7 @@ def _coded_ratios(m, m_inverse, v, v_inverse) -> torch.Tensor:
     ratios = (m.view(torch.int32) & INT32_MAX) - (v.view(torch.int32) >> 1)
     one = 127 << 23
     shift = m_inverse.view(torch.int32) - one - ((v_inverse.view(torch.int32) - one) >> 1)
-    largest = _INF_BITS - RATIO_BITS - shift.clamp(min=0)
+    largest = INF_BITS - RATIO_BITS - shift.clamp(min=0)
     return torch.where(ratios > 0, (torch.minimum(ratios, largest) + shift).clamp(min=0), 0)
 
 
@@ -96,16 +96,16 @@ def new_bounds(
     g = grad_amax.clamp(max=GRADIENT_LIMIT)
     if not decoupled:
         g = g + weight_decay.abs() * w
-    kept, new = 1 - n + _SLACK, n + _SLACK
+    kept, new = 1 - n + SLACK, n + SLACK
     m = kept * m + new * g
     v = v * beta2 + new_in_exp_avg_sq * g * g
     quotient = kept / _square_root(beta2) * ratio + new / _square_root(new_in_exp_avg_sq)
     of_quotient, of_eps = step_size.abs() * quotient / c, step_size.abs() * m / eps
-    takes_quotient = (eps >= c * _LEAST_ROOT * exp_avg_sq_inverse.clamp(min=1.0)) & (of_quotient < of_eps)
-    update = torch.where(takes_quotient, of_quotient, of_eps) * _UPDATE_SLACK
+    takes_quotient = (eps >= c * LEAST_ROOT * exp_avg_sq_inverse.clamp(min=1.0)) & (of_quotient < of_eps)
+    update = torch.where(takes_quotient, of_quotient, of_eps) * UPDATE_SLACK
     if decoupled:
         w = w * decay.abs()
-    return [(w + update) * (1 + _SLACK), m, v]
+    return [(w + update) * (1 + SLACK), m, v]
 
 
 def _square_root(number: torch.Tensor) -> torch.Tensor:
