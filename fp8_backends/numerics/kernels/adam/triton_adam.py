@@ -48,6 +48,7 @@ from .triton_tiles import (
     load,
     new_scale,
     no_bits,
+    nothing_stored,
     place_of,
     pointers_of,
     row_of,
@@ -58,6 +59,9 @@ from .triton_tiles import (
 
 _TILE, _TILES = 1024, 8
 """Elements that a program works on at a time, and how often it does."""
+
+_LANES = 4
+"""Elements in a row that a thread has."""
 
 LIMITS = {"num_warps": 8}
 """Four elements a thread: nothing is spilled, and enough programs run at a time to hide what they wait for."""
@@ -159,7 +163,7 @@ def _write_kernel(table, parameters, amax_ptr, old_ptr, stored_ptr, KIND: tl.con
         copy = (pointer_to(tl.load(row + COPY), KIND.formats[4], ALIGNED), scale_of(amax, KIND.formats[4]))
         if KIND.bounded and start == 0:
             tl.store(tl.load(row + COPY_INVERSE).to(tl.pointer_type(tl.float32)), scale_inv_of(copy[1], amax))
-    largest = (no_bits(KIND), no_bits(KIND), no_bits(KIND), no_bits(KIND))
+    largest = nothing_stored(KIND)
     for tile in range(KIND.tiles):
         first = start + tile * KIND.rows * KIND.width
         if first + KIND.rows * KIND.width <= numel:
@@ -217,6 +221,7 @@ class _Constants:
             "copied": kind.copy is not None,
             "rows": rows,
             "width": width,
+            "lanes": min(width, _LANES),
             "tiles": _TILES,
             "chunk": rows * width * _TILES,
         }

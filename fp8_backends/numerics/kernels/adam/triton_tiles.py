@@ -12,7 +12,7 @@ import triton.language as tl
 from ..reference import GRADIENT_LIMIT
 from ..triton_common import as_bits, from_bits, scale_inv_of, smallest_bits
 from .bounds import INF_BITS, RATIO_BITS
-from .triton_rounding import decoded, encoded, mixed, pointer_to, rounded, scale_of
+from .triton_rounding import decoded, encoded, mixed, pointer_to, rounded, scale_of, with_sign_of
 
 # Columns of a parameter's row, as in table.py
 COPY, INVERSE, COPY_INVERSE, HYPER, FINITE = (tl.constexpr(column) for column in (4, 5, 9, 10, 11))
@@ -197,8 +197,8 @@ def _store(
     SLOT: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """Write x as the slot stores it, and the scales of blocks. scale: the slot's only one, and its inverse. Returns
-    what is stored, FP32, before its scale; and the inverse of that."""
+    """Write x as the slot stores it, and the scales of blocks. scale: the slot's only one, and its inverse. Returns the
+    magnitudes that are stored, FP32, and the inverse of their scale."""
     FORMAT: tl.constexpr = KIND.formats[SLOT]
     inverse = scale[1]
     if KIND.blocked[SLOT]:
@@ -216,14 +216,20 @@ def _store(
         stored = x * scale[0]
     if FORMAT == "fp32":
         _write(pointer + at, x, inside, FULL)
-        return x, inverse
+        return tl.abs(x), inverse
     else:
-        stored = rounded(stored, random, FORMAT, KIND.stochastic, KIND.low_bit[SLOT], KIND.bits[SLOT])
+        # a weight that is not finite has no bound
+        within: tl.constexpr = KIND.bounded and KIND.scaled[SLOT] and SLOT > 0
+        casts: tl.constexpr = KIND.has_fp8_casts
+        low: tl.constexpr = KIND.low_bit[SLOT]
+        magnitude = rounded(stored, random, FORMAT, casts, KIND.stochastic, low, KIND.bits[SLOT], within)
         if SLOT == 3:  # positive values were rounded, and none of them may become 0
             least = tl.where(x > 0, smallest_bits(FORMAT), 0)
-            stored = from_bits(tl.maximum(as_bits(stored) & 0x7FFFFFFF, least))
-        _write(pointer + at, encoded(stored, FORMAT, KIND.has_fp8_casts), inside, FULL)
-        return stored, inverse
+            magnitude = from_bits(tl.maximum(as_bits(magnitude), least))
+            _write(pointer + at, encoded(magnitude, FORMAT, casts), inside, FULL)
+        else:
+            _write(pointer + at, encoded(with_sign_of(magnitude, x), FORMAT, casts), inside, FULL)
+        return magnitude, inverse
 
 
 @triton.jit
@@ -250,8 +256,9 @@ def keep_record(row, stored, scales, KIND: tl.constexpr):
 @triton.jit
 def store_copy(pointer, stored, inverse, scale, at, inside, KIND: tl.constexpr, FULL: tl.constexpr):
     """Write the copy of a weight that is stored as `stored`, before its scale."""
-    x = rounded(stored * inverse * scale, 0, KIND.formats[4], False, 0, 0)
-    _write(pointer + at, encoded(x, KIND.formats[4], KIND.has_fp8_casts), inside, FULL)
+    x = stored * inverse * scale
+    magnitude = rounded(x, 0, KIND.formats[4], KIND.has_fp8_casts, False, 0, 0, False)
+    _write(pointer + at, encoded(with_sign_of(magnitude, x), KIND.formats[4], KIND.has_fp8_casts), inside, FULL)
 
 
 @triton.jit
@@ -268,30 +275,44 @@ def write_tile(
     random = mixed((first + at).to(tl.uint32, bitcast=True) ^ key).to(tl.int32, bitcast=True)
     if KIND.blocked[0] or KIND.blocked[2] or KIND.blocked[3]:
         tl.debug_barrier()  # all threads have read the blocks' old scales
-    w, w_inv = _store(pointers[0], row, scales[0], amax_ptr, w, random, at, inside, block, KIND, 0, FULL)
+    stored_w, w_inv = _store(pointers[0], row, scales[0], amax_ptr, w, random, at, inside, block, KIND, 0, FULL)
     m, m_inv = _store(pointers[2], row, scales[1], amax_ptr, m, random, at, inside, block, KIND, 2, FULL)
     v, v_inv = _store(pointers[3], row, scales[2], amax_ptr, v, random, at, inside, block, KIND, 3, FULL)
     if KIND.copied:
-        store_copy(copy[0] + start, w, w_inv, copy[1], at, inside, KIND, FULL)
-    ratio = (as_bits(m) & 0x7FFFFFFF) - (as_bits(v) >> 1)
+        store_copy(copy[0] + start, with_sign_of(stored_w, w), w_inv, copy[1], at, inside, KIND, FULL)
+    ratio = as_bits(m) - (as_bits(v) >> 1)
     if KIND.blocked[2] or KIND.blocked[3]:
         ratio = _coded(ratio, m_inv, v_inv)
     if KIND.blocked[0]:
-        w = w * w_inv
+        stored_w = stored_w * w_inv
     if KIND.blocked[2]:
         m = m * m_inv
     if KIND.blocked[3]:
         v = v * v_inv
-    return as_bits(w) & 0x7FFFFFFF, as_bits(m) & 0x7FFFFFFF, as_bits(v) & 0x7FFFFFFF, ratio
+    return as_bits(stored_w), as_bits(m), as_bits(v), ratio
 
 
 @triton.jit
-def largest_of(a, b, KIND: tl.constexpr):
-    """The larger of what `write_tile` returned twice."""
+def nothing_stored(KIND: tl.constexpr):
+    """What `largest_of` begins with: bits of zeros, a number for so many elements as a thread has in a row."""
+    nothing = tl.zeros((KIND.rows, KIND.width // KIND.lanes), tl.int32)
+    return nothing, nothing, nothing, nothing
+
+
+@triton.jit
+def largest_of(known, stored, KIND: tl.constexpr):
+    """`known`, raised to what `write_tile` returned."""
+    w = tl.maximum(known[0], _of_lanes(stored[0], KIND))
     if KIND.bounded:
-        return tl.maximum(a[0], b[0]), tl.maximum(a[1], b[1]), tl.maximum(a[2], b[2]), tl.maximum(a[3], b[3])
+        m, v = tl.maximum(known[1], _of_lanes(stored[1], KIND)), tl.maximum(known[2], _of_lanes(stored[2], KIND))
+        return w, m, v, tl.maximum(known[3], _of_lanes(stored[3], KIND))
     else:
-        return tl.maximum(a[0], b[0]), a[1], a[2], a[3]
+        return w, known[1], known[2], known[3]
+
+
+@triton.jit
+def _of_lanes(x, KIND: tl.constexpr):
+    return tl.max(tl.reshape(x, (KIND.rows, KIND.width // KIND.lanes, KIND.lanes)), axis=2)
 
 
 @triton.jit
