@@ -3,7 +3,7 @@ TorchAO's and bitsandbytes' low-bit AdamW, and a copy in memory?
 
 All run interleaved in one process over as many elements; the ratios are to the other's time in the same round. Bytes
 moved are those of a step's reads and writes if nothing is kept in caches: one pass for the levels, or two where scales
-follow from the step's own values (`optimizer_scales="amax"`). The share is that of the rate at which a copy moves bytes.
+follow from the step's own values (`optimizer_scales="amax"`). The share is that of the rate at which a copy moves them.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from torch.optim.adam import adam
 from ..errors import FP8BackendError
 from ..numerics.formats import FORMAT_OF
 from ..numerics.kernels.adam.dispatch import AdamSteps, Job, Slot, adam_hypers
-from ..numerics.scaled_tensor import ScaledTensor, quantize, stored_parts
+from ..numerics.scaled_tensor import KnownAmax, ScaledTensor, quantize, stored_parts
 from ..numerics.sharded_tensor import is_distributed, local_part, with_local
 from ..words import counted
 from . import checkpoint, sharding
@@ -204,6 +204,9 @@ class ScaledStates:
                 view.weight.copy_(job.weight.data)
             if job.record is not None:
                 self._records().keep(id(view.parameter), job.record, _recorded_parts(view, state))
+        _remember_amaxes(
+            [(view.weight, job.record) for job, view in zip(jobs, views, strict=True) if not view.is_shard]
+        )
 
     def _with_record(self, job: Job, view: LocalView, state: dict[str, Any]) -> Job:
         """The job as a step of one pass; as it is where nothing has a scale, or eps leaves an update without bound."""
@@ -329,6 +332,16 @@ def _recorded_parts(view: LocalView, state: dict[str, Any]) -> list[torch.Tensor
     """The tensors whose contents a record describes. A plain weight has no scale, and its record is not read."""
     weight = stored_parts(view.weight) if isinstance(view.weight, ScaledTensor) else ()
     return [*weight, *(part for name in MOMENTS for part in stored_parts(local_part(state[name])))]
+
+
+def _remember_amaxes(stored: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
+    """Let weights know the amaxes of their data from the records of what is stored: the next forward casts them."""
+    known = [(w, record) for w, record in stored if record is not None and isinstance(w, ScaledTensor)]
+    if known:
+        # scales are powers of two: nothing is rounded
+        amaxes = torch._foreach_div([record[0] for _, record in known], [w._scale_inv for w, _ in known])
+        for (weight, _), amax in zip(known, amaxes, strict=True):
+            weight.stored.known = KnownAmax.of(weight._data, amax)
 
 
 def _contiguous(tensor: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from ..frozen_weights import check_running
 from ..interface import COMPUTE_DTYPES
 from ..products import plain_product, scaled_product
 from . import frozen
-from .layer_rule import STATEFUL, LayerRule, Stored, quantized, record
+from .layer_rule import STATEFUL, LayerRule, Stored, known_amax, quantized, record
 from .shared_codes import SharedCodes
 
 FPROP, DGRAD, WGRAD, RECOMPUTED = range(4)
@@ -114,7 +114,8 @@ class FP8Products(nn.Module):
             return Layouts()
         if rule.scaling == "delayed":
             return weight.quantized(fmt, rule, state, for_dgrad)  # its scale moves with every forward
-        return self.fp8_shared.of_weight(self, (rule, fmt), lambda: weight.quantized(fmt, rule, state, for_dgrad))
+        amax = known_amax(self.weight)
+        return self.fp8_shared.of_weight(self, (rule, fmt), lambda: weight.quantized(fmt, rule, state, for_dgrad, amax))
 
     @torch.no_grad()
     def weight_codes(self) -> Quantized | None:

@@ -36,6 +36,7 @@ def quantize(
     rule: str = DYNAMIC,
     window_state: torch.Tensor | None = None,
     stored_scale_inv: torch.Tensor | None = None,
+    amax: torch.Tensor | None = None,
 ) -> Layouts:
     """A matrix with one scale.
 
@@ -48,6 +49,7 @@ def quantize(
         window_state: int32 [2 + WINDOW], the tensor's row of a window state; for WINDOW. Only read.
         stored_scale_inv: FP32, 0-dimensional, a power of two: x holds data of a ScaledTensor, and scale and amax are
             those of the values `x * stored_scale_inv`, of which no copy is made.
+        amax: FP32, 0-dimensional: max |x|, where it is known. No pass over x takes it then.
 
     Returns:
         scale_inv is NaN where the amax was not finite.
@@ -56,9 +58,13 @@ def quantize(
         from . import triton_quantize  # Triton takes a second to load
 
         return triton_quantize.quantize(
-            x, fmt, scale, rows, columns, rule=rule, window_state=window_state, stored_scale_inv=stored_scale_inv
+            *(x, fmt, scale, rows, columns),
+            rule=rule,
+            window_state=window_state,
+            stored_scale_inv=stored_scale_inv,
+            amax=amax,
         )
-    amax = times(amax_of(x, keep_nan=rule != DYNAMIC), stored_scale_inv)
+    amax = times(amax_of(x, keep_nan=rule != DYNAMIC) if amax is None else amax, stored_scale_inv)
     if scale is None and rule == DYNAMIC:
         scale = scale_from_amax(amax, fmt)
     elif scale is None and rule == POWER_OF_TWO:

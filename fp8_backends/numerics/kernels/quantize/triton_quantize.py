@@ -74,6 +74,7 @@ def quantize(
     rule: str = DYNAMIC,
     window_state: torch.Tensor | None = None,
     stored_scale_inv: torch.Tensor | None = None,
+    amax: torch.Tensor | None = None,
     tile: Tile = CAST_TILE,
 ) -> Layouts:
     """`dispatch.quantize`, with the same arguments and results.
@@ -90,7 +91,8 @@ def quantize(
     if scale is not None:
         rule, given, partials, result = "given", scale, None, number(2).zero_()
     else:
-        given, partials, result = window_state, _partial_amaxes(matrix, keep_nan), number(2)
+        partials = _partial_amaxes(matrix, keep_nan) if amax is None else amax.view(torch.int32).view(1)
+        given, result = window_state, number(2)
     codes, transposed = empty_codes(matrix, rows, columns)
     with triton_gate.on_device_of(matrix):
         _cast_kernel[(max(tiles_of(matrix, tile), 1),)](  # an empty matrix has a scale, too
