@@ -4,8 +4,7 @@
 // the record of what it stores (bounds.py).
 //
 // Compiled once a kind. WEIGHT, GRAD, EXP_AVG, EXP_AVG_SQ and COPY name dtypes (below); BLOCKED has a bit for each of
-// the first four whose scales are of blocks; BOUNDED, COPIED, DECOUPLED, MAXIMIZE and STOCHASTIC are 0 or
-// 1.
+// the first four whose scales are of blocks; BOUNDED, COPIED, DECOUPLED, MAXIMIZE and STOCHASTIC are 0 or 1.
 
 #include <cmath>
 #include <cstdint>
