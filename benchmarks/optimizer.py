@@ -2,8 +2,8 @@
 TorchAO's and bitsandbytes' low-bit AdamW, and a copy in memory?
 
 All run interleaved in one process over as many elements; the ratios are to the other's time in the same round. Bytes
-moved are those of a step's reads and writes if nothing is kept in caches: two passes for the levels, whose scales
-follow from the step's own values. The share is that of the rate at which a copy moves bytes.
+moved are those of a step's reads and writes if nothing is kept in caches: one pass for the levels, or two where scales
+follow from the step's own values (`optimizer_scales="amax"`). The share is that of the rate at which a copy moves them.
 """
 
 from __future__ import annotations
@@ -15,17 +15,21 @@ from dataclasses import dataclass
 import torch
 from measuring import interleaved, ratio, summary, table, write_json
 
+from fp8_backends.numerics.kernels.adam.bounds import measured
 from fp8_backends.numerics.kernels.adam.dispatch import AdamSteps, Job, Slot, adam_hypers
 from fp8_backends.numerics.scaled_tensor import quantize
 
 E4M3, FP16 = torch.float8_e4m3fn, torch.float16
 LEVELS = {
     "O1": (FP16, None, None, 0, False),
+    "O1, two passes": (FP16, None, None, 0, False),
     "O2": (FP16, E4M3, FP16, 0, False),
+    "O2, two passes": (FP16, E4M3, FP16, 0, False),
     "O2, nearest": (FP16, E4M3, FP16, 0, False),
     "O2, blocks of 128": (FP16, E4M3, FP16, 128, False),
     "O2, blocks of 32": (FP16, E4M3, FP16, 32, False),
     "O3": (FP16, E4M3, FP16, 0, True),
+    "O3, two passes": (FP16, E4M3, FP16, 0, True),
 }
 """weight (O3: the master), exp_avg, exp_avg_sq, block size of exp_avg, whether an E4M3 copy of the weight is made."""
 FUSED, TORCHAO = "torch fused, FP32", "torchao AdamWFp8"
@@ -63,21 +67,24 @@ def scaled_step(level: str, numel: int, tensors: int, device: str, compiled: boo
         slots = [slot(part, weight), slot(part, E4M3), slot(zeros, exp_avg, block_size)]
         slots += [slot(zeros, exp_avg_sq), slot(part, E4M3) if copied else None]
         parameters.append(slots)
-    rounding = "nearest" if "nearest" in level else "stochastic"
+    rounding, passes = "nearest" if "nearest" in level else "stochastic", 2 if "two passes" in level else 1
+    records = [measured(each[0], *each[2:4]) if passes == 1 else None for each in parameters]
     count = torch.zeros(())
 
     def run() -> None:
         count.add_(1)
         hypers = adam_hypers(1e-4, (0.9, 0.999), 1e-8, 0.01, [count] * tensors, device)
         jobs = [
-            Job(*slots, hyper, True, False, rounding, seed, copy)
-            for seed, ((*slots, copy), hyper) in enumerate(zip(parameters, hypers.unbind(), strict=True))
+            Job(*slots, hyper, True, False, rounding, seed, copy, record=record)
+            for seed, ((*slots, copy), hyper, record) in enumerate(
+                zip(parameters, hypers.unbind(), records, strict=True)
+            )
         ]
         AdamSteps(jobs, fused=compiled, compiled=compiled).run()
 
     of = [sum(bytes_of([each[i]]) for each in parameters) / numel for i in range(5)]
     read, written = sum(of[:4]), of[0] + of[2] + of[3] + of[4]
-    return Step(run, sum(of), 2 * read + written)
+    return Step(run, sum(of), passes * read + written)
 
 
 def peer(name: str) -> type[torch.optim.Optimizer]:

@@ -262,6 +262,7 @@ def _broadcast(tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> N
     sent = tensor.contiguous()
     message = sent.view(torch.uint8) if sent.element_size() == 1 else sent  # gloo refuses float8
     dist.broadcast(message, dist.get_global_rank(group, source), group=group)
+    torch.autograd.graph.increment_version([tensor])  # a collective does not: what is known of the tensor ends here
     if sent is not tensor:
         tensor.copy_(sent)
 

@@ -321,6 +321,7 @@ def _expanded(source: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 def _copy_elements(target: ScaledTensor, source: ScaledTensor, non_blocking: bool) -> ScaledTensor:
     """Write into a part of a tensor, from elements of the very same scale, which stays as it is."""
     target._data.copy_(source._data, non_blocking)
+    target.stored.count_write()
     target.stored.partial = SHARD
     if target.master is not None:
         _copy_elements(target.master, source.master, non_blocking)
@@ -347,6 +348,7 @@ def _replace(stored: ScaledStorage, source: torch.Tensor, non_blocking: bool = F
         source = quantize(values, stored.data.dtype, block_size=stored.block_size)
     stored.data.copy_(source._data, non_blocking)
     stored.scale_inv.copy_(source._scale_inv, non_blocking)
+    stored.count_write()
     if stored.partial == SHARD:
         stored.unagreed = True
 
@@ -447,6 +449,7 @@ def _times_(func, tensor, other):
     factor = _factor(other, tensor.device)
     for part in (tensor.stored, *([] if tensor.stored.master is None else [tensor.stored.master.stored])):
         part.scale_inv.div_(factor) if func in _DIVISIONS else part.scale_inv.mul_(factor)
+        part.count_write()
     if tensor.stored.edited is not None:
         func(tensor.stored.edited, other)
     return tensor

@@ -13,6 +13,7 @@ view, or raises. `scaled_operations.py` says how.
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from torch import nn
 
 from ..errors import FP8BackendError
 from .formats import E4M3, E5M2, FORMAT_OF, Format, saturating_cast
+from .kernels.eager import is_eager
 from .kernels.quantize import dispatch as quantization
 from .kernels.quantize.layouts import POWER_OF_TWO
 from .scaling import power_of_two_scale, scale_inv_of, tensor_amax
@@ -57,6 +59,20 @@ class Elsewhere(NamedTuple):
         )
 
 
+class KnownAmax(NamedTuple):
+    """max |x| of stored data, and what tells whether something has written to them since."""
+
+    amax: torch.Tensor
+    """FP32, 0-dimensional."""
+    data: weakref.ref
+    version: int
+    """Autograd's count of writes to the data."""
+
+    @classmethod
+    def of(cls, data: torch.Tensor, amax: torch.Tensor) -> KnownAmax:
+        return cls(amax, weakref.ref(data), data._version)
+
+
 @dataclass(eq=False)
 class ScaledStorage:
     """What all views of one ScaledTensor share. `ScaledTensor` describes the attributes.
@@ -64,6 +80,7 @@ class ScaledStorage:
     Attributes:
         edited: FP32, strides as `data`: the values as operations in place have left them, before they were rounded
             into data, scale_inv and master. The optimizer's next step drops them; so does a copy of whole values.
+        known: `KnownAmax` of the data, as the optimizer's last step left them.
         copied: this is a weight of a model that was copied deeply, which no optimizer has stepped, such as an average
             of weights. Plain values that are copied into it stay exact.
         unagreed: this is a shard that was written to, and has a scale of its own until the ranks agree on one.
@@ -81,6 +98,13 @@ class ScaledStorage:
     edited: torch.Tensor | None = None
     unagreed: bool = False
     copied: bool = False
+    known: KnownAmax | None = None
+
+    def count_write(self) -> None:
+        """Count a write to data and scales, as autograd does. It sees none that an operation's own implementation
+        makes."""
+        if is_eager(self.data) and not self.data.is_inference():
+            torch.autograd.graph.increment_version([self.data, self.scale_inv])
 
 
 def _stored(name: str) -> property:
@@ -244,6 +268,12 @@ class ScaledTensor(WithoutMemory):
         """The plain values as functions of PyTorch read them: the exact ones, or where the master of a weight lies on
         one of several ranks those of data and scale, which all ranks have."""
         return self.dequantize(dtype) if self.shared_out else self.exact(dtype)
+
+    def known_amax(self) -> torch.Tensor | None:
+        """max |x| of all stored data, without their scale, if the optimizer's last step left it and nothing has written
+        since; else None. FP32, 0-dimensional."""
+        known, data = self.stored.known, self.stored.data
+        return known.amax if known and known.data() is data and known.version == data._version else None
 
     def settle(self) -> None:
         """Drop what operations in place have left in FP32. Data, scale and master are those values, rounded."""

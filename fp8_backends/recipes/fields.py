@@ -101,6 +101,14 @@ OF_LEVELS = (
         levels=("O2", "O3"),
     ),
     Field(
+        "optimizer_scales",
+        "bound",
+        one_of("bound", "amax"),
+        "What the scales of stored weights and Adam states follow from: a bound of their amaxes that is known before "
+        "the step, which then makes one pass over memory, or the amaxes themselves, which takes two.",
+        levels=ABOVE_O0,
+    ),
+    Field(
         "implementation",
         "native",
         one_of("native", "original"),

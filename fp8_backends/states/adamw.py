@@ -4,9 +4,9 @@
 options, hooks, schedulers and state, now stores its states as a level says (the table in `levels.py`). The step reads
 and writes the scaled FP16 weight; at O3 that is the master, which the E4M3 weight is then made of.
 
-The step computes in FP32 and rounds what it stores with this step's amax, all parameters in one kernel where the device
-has one (`numerics/kernels/adam`). Plain FP32 parameters with FP32 states (O1, or tensors of fewer than 4096 elements)
-are left to PyTorch's own implementation.
+The step computes in FP32, and rounds what it stores with scales that follow from bounds of this step's amaxes, or from
+these (`optimizer_scales`): all parameters in one kernel where the device has one (`numerics/kernels/adam`). Plain FP32
+parameters with FP32 states (O1, or tensors of fewer than 4096 elements) are left to PyTorch's own implementation.
 
 On several ranks a step works on what lies there (`LocalView`): its shards under FSDP2, with scales that the ranks agree
 on (`sharding.py`); all weights under DDP, but at O3 those that this rank owns.
@@ -26,13 +26,14 @@ from torch.optim.adam import adam
 from ..errors import FP8BackendError
 from ..numerics.formats import FORMAT_OF
 from ..numerics.kernels.adam.dispatch import AdamSteps, Job, Slot, adam_hypers
-from ..numerics.scaled_tensor import ScaledTensor, quantize
+from ..numerics.scaled_tensor import KnownAmax, ScaledTensor, quantize, stored_parts
 from ..numerics.sharded_tensor import is_distributed, local_part, with_local
 from ..words import counted
 from . import checkpoint, sharding
 from .checkpoint import MASTER, MOMENTS
 from .levels import StateRule, finish_accumulation
 from .lost_updates import share_of_lost_updates
+from .records import Records
 
 MIN_SCALED_STATES = 4096
 """A plain parameter with fewer elements keeps FP32 states: norms and biases weigh nothing and are sensitive."""
@@ -91,6 +92,8 @@ class ScaledStates:
     """Whether the states of all parameters are here for a while, although other ranks own them."""
     fp8_unread: bool = False
     """Whether nobody reads the values in this rank's state dicts for a while: they are placeholders."""
+    fp8_records: Records
+    """What the last step has stored; no part of copies and checkpoints."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -189,14 +192,34 @@ class ScaledStates:
             )
             for view, state, hyper in zip(views, states, _hypers(views, states), strict=True)
         ]
+        if self.fp8_states.scales == "bound":
+            jobs = [self._with_record(*each) for each in zip(jobs, views, states, strict=True)]
         steps = AdamSteps(jobs, compiled=sum(view.parameter.numel() for view in views) >= COMPILE_FROM)
         if any(view.is_shard for view in views):
             sharding.run_agreed(steps, [view.parameter for view in views])
         else:
             steps.run()
-        for job, view in zip(jobs, views, strict=True):
+        for job, view, state in zip(jobs, views, states, strict=True):
             if not isinstance(view.weight, ScaledTensor) and not view.weight.is_contiguous():
                 view.weight.copy_(job.weight.data)
+            if job.record is not None:
+                self._records().keep(id(view.parameter), job.record, _recorded_parts(view, state))
+        _remember_amaxes(
+            [(view.weight, job.record) for job, view in zip(jobs, views, strict=True) if not view.is_shard]
+        )
+
+    def _with_record(self, job: Job, view: LocalView, state: dict[str, Any]) -> Job:
+        """The job as a step of one pass; as it is where nothing has a scale, or eps leaves an update without bound."""
+        if not view.group["eps"] > 0 or all(slot.scale_inv is None for slot in job.written):
+            return job
+        parts = _recorded_parts(view, state)
+        return job._replace(record=self._records().take(id(view.parameter), job.written, parts))
+
+    def _records(self) -> Records:
+        """Of this object: a copy begins without any."""
+        if "fp8_records" not in self.__dict__:
+            self.fp8_records = Records()
+        return self.fp8_records
 
     def state_of(self, group: dict[str, Any], p: torch.Tensor) -> dict[str, Any]:
         """The parameter's state. It is filled before the first step."""
@@ -303,6 +326,22 @@ def _slot(tensor: torch.Tensor) -> Slot:
         tensor.settle()
         return Slot(tensor._data, tensor._scale_inv, tensor.block_size)
     return Slot(tensor.detach())
+
+
+def _recorded_parts(view: LocalView, state: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors whose contents a record describes. A plain weight has no scale, and its record is not read."""
+    weight = stored_parts(view.weight) if isinstance(view.weight, ScaledTensor) else ()
+    return [*weight, *(part for name in MOMENTS for part in stored_parts(local_part(state[name])))]
+
+
+def _remember_amaxes(stored: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
+    """Let weights know the amaxes of their data from the records of what is stored: the next forward casts them."""
+    known = [(w, record) for w, record in stored if record is not None and isinstance(w, ScaledTensor)]
+    if known:
+        # scales are powers of two: nothing is rounded
+        amaxes = torch._foreach_div([record[0] for _, record in known], [w._scale_inv for w, _ in known])
+        for (weight, _), amax in zip(known, amaxes, strict=True):
+            weight.stored.known = KnownAmax.of(weight._data, amax)
 
 
 def _contiguous(tensor: torch.Tensor) -> torch.Tensor:

@@ -57,13 +57,15 @@ class StateRule(NamedTuple):
     """Number of elements of exp_avg that share a scale; 0: the whole tensor, as in MS-AMP."""
     rounding: str
     """"stochastic" or "nearest"."""
+    scales: str = "bound"
+    """What the scales of weight and states follow from: this step's "amax", or a "bound" of it that needs no pass."""
 
 
 def state_rule(recipe: Recipe) -> StateRule:
     """How the optimizer of a resolved recipe stores its states."""
     exp_avg, exp_avg_sq = ADAM_STATES[recipe.level]
     block = BLOCK_SIZES[recipe.exp_avg_scaling] if exp_avg != FP32 else 0
-    return StateRule(recipe.level, exp_avg, exp_avg_sq, block, recipe.rounding)
+    return StateRule(recipe.level, exp_avg, exp_avg_sq, block, recipe.rounding, recipe.optimizer_scales)
 
 
 def store_weights(layers: Mapping[str, nn.Module], level: str) -> None:

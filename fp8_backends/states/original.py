@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..recipes.handlers import Recipe
 
 UNREADABLE = (
-    *("rounding", "exp_avg_scaling", "shard_states", "include", "also_include"),
+    *("rounding", "exp_avg_scaling", "optimizer_scales", "shard_states", "include", "also_include"),
     *("exclude", "module_filter_func", "gradient_comm"),
 )
 """Fields that the original has no equivalent of."""

@@ -114,6 +114,13 @@ def record(rule: LayerRule, state: torch.Tensor, tensor: int, amax: torch.Tensor
         record_window_amax(state, tensor, amax)
 
 
+def known_amax(weight: torch.Tensor) -> torch.Tensor | None:
+    """max |x| of a weight's stored data, where the optimizer's step has left it; FP32, 0-dimensional."""
+    if torch.compiler.is_compiling() or not isinstance(weight, ScaledTensor):
+        return None
+    return weight.known_amax()
+
+
 class Stored(NamedTuple):
     """A weight as it lies in memory, `data * scale_inv`, without a graph and without a copy."""
 
@@ -153,16 +160,26 @@ class Stored(NamedTuple):
         state: torch.Tensor | None,
         columns: bool = True,
         record: torch.Tensor | None = None,
+        amax: torch.Tensor | None = None,
     ) -> Layouts:
         """The codes by the rule. `columns`: whether a product contracts the rows too, which takes other codes where
-        the rule has blocks. `record`: what keeps the amax, as in `quantization.quantize`."""
+        the rule has blocks. `record`: what keeps the amax, as in `quantization.quantize`. `amax`: of `data`, where it is
+        known."""
         if rule.along is not None:
             return Layouts(*self.in_blocks(rule.along.weight_blocks, fmt))
         scale = delayed_scale(state, WEIGHT) if rule.scaling == "delayed" else None
         # MS-AMP takes a weight's amax at the optimizer step: the same number
         of_amax = POWER_OF_TWO if rule.scaling == "window" else DYNAMIC
         return quantization.quantize(
-            self.data, fmt, scale, True, columns, rule=of_amax, stored_scale_inv=self.scale_inv, record=record
+            self.data,
+            fmt,
+            scale,
+            True,
+            columns,
+            rule=of_amax,
+            stored_scale_inv=self.scale_inv,
+            record=record,
+            amax=amax,
         )
 
     def in_blocks(self, blocks: Blocks, fmt: Format, transposed: bool = False) -> Quantized:

@@ -15,7 +15,7 @@ from ..frozen_weights import check_running
 from ..interface import COMPUTE_DTYPES
 from ..products import plain_product, scaled_product
 from . import frozen
-from .layer_rule import STATEFUL, LayerRule, Stored, quantized, record
+from .layer_rule import STATEFUL, LayerRule, Stored, known_amax, quantized, record
 from .ledger import KeepsLedger, Ledger, scales_for_backward
 from .shared_codes import SharedCodes
 
@@ -115,7 +115,10 @@ class FP8Products(KeepsLedger):
             return Layouts()
         if rule.scaling == "delayed":  # its scale moves with every forward
             return weight.quantized(fmt, rule, state, for_dgrad, self.fp8_ledger.newest(rule, recorded, WEIGHT))
-        return self.fp8_shared.of_weight(self, (rule, fmt), lambda: weight.quantized(fmt, rule, state, for_dgrad))
+        amax = known_amax(self.weight)
+        return self.fp8_shared.of_weight(
+            self, (rule, fmt), lambda: weight.quantized(fmt, rule, state, for_dgrad, amax=amax)
+        )
 
     @torch.no_grad()
     def weight_codes(self) -> Quantized | None:

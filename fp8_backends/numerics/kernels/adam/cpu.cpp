@@ -1,9 +1,10 @@
 // The Adam step of passes.py over all parameters of one kind, on a CPU and to the bit the same. `amaxes` computes the
 // new values and keeps their largest; `write` computes them again, rounds them and stores them in place. In between,
-// numbers are in vector registers only.
+// numbers are in vector registers only. Where a step is BOUNDED, `bounds` takes the place of `amaxes`, and `write` keeps
+// the record of what it stores (bounds.py).
 //
 // Compiled once a kind. WEIGHT, GRAD, EXP_AVG, EXP_AVG_SQ and COPY name dtypes (below); BLOCKED has a bit for each of
-// the first four whose scales are of blocks; COPIED, DECOUPLED, MAXIMIZE and STOCHASTIC are 0 or 1.
+// the first four whose scales are of blocks; BOUNDED, COPIED, DECOUPLED, MAXIMIZE and STOCHASTIC are 0 or 1.
 
 #include <cmath>
 #include <cstdint>
@@ -46,10 +47,14 @@ constexpr int32_t bits_of_power(int exponent) { return (exponent + 127) << 23; }
 
 // Columns of a parameter's row, as in table.py
 constexpr int DATA = 0, COPY_DATA = 4, INVERSE = 5, COPY_INVERSE = 9, HYPER = 10, FINITE = 11, NUMEL = 12, FIRST = 13,
-              SEED = 14, FIRST_CHUNK = 15, AMAX = 16, COLUMNS = 19;
+              SEED = 14, FIRST_CHUNK = 15, AMAX = 16, RECORD = 19, COLUMNS = 20;
 // Places in the hyperparameters, as in table.py
 constexpr int STEP_SIZE = 0, DECAY = 1, WEIGHT_DECAY = 2, NEW_IN_EXP_AVG = 3, BETA2 = 4, NEW_IN_EXP_AVG_SQ = 5,
               INV_SQRT_BIAS2 = 6, EPS = 7, STEP = 8;
+
+// As in bounds.py
+constexpr int32_t RATIO_BITS = 534121127, INF_BITS = 0x7F800000;
+constexpr float SLACK = 0x1p-20f, UPDATE_SLACK = 1 + 0x1p-10f, LEAST_ROOT = 0x1p-63f;
 
 constexpr int DTYPES[] = {WEIGHT, GRAD, EXP_AVG, EXP_AVG_SQ};
 constexpr int WRITTEN[] = {0, 2, 3};                         // weight, exp_avg and exp_avg_sq among these
@@ -196,7 +201,7 @@ template <class T> inline T hashed(T x) {
 
 struct Table {  // as in cpu.py
     const int64_t* rows;
-    float *amaxes, *stored;
+    float *amaxes, *grad_amaxes, *stored;
     int64_t parameters, chunks, chunk_size, block_size, threads;
 };
 
@@ -217,6 +222,57 @@ struct Parameter {
         return scaled(slot) ? at<float>(INVERSE + slot)[blocked(slot) ? block : 0] : 1.0f;
     }
     int64_t amax_place(int i, int64_t block) const { return row[AMAX + i] + (blocked(WRITTEN[i]) ? block : 0); }
+
+    // No less than max |x| of the gradient; 0 if it counts as zero. measured: where no scale tells.
+    float largest_gradient(float measured) const {
+        if (row[FINITE] && !*at<bool>(FINITE)) return 0;
+        const float amax = scaled(1) && !blocked(1) ? inverse(1, 0) * cast<float>(GRIDS[GRAD].max_bits) : measured;
+        if (scaled(1) && !blocked(1) && !is_finite(inverse(1, 0))) return 0;
+        return amax < 0x1p63f ? amax : 0x1p63f;
+    }
+
+    // new_bounds of bounds.py
+    void find_bounds(float measured, float bounds[3]) const {
+        const float* record = at<float>(RECORD);
+        const float n = hyper[NEW_IN_EXP_AVG], s = std::fabs(hyper[STEP_SIZE]), c = hyper[INV_SQRT_BIAS2];
+        const float ratio = cast<float>(cast<int32_t>(record[3]) + RATIO_BITS), kept = 1 - n + SLACK, more = n + SLACK;
+        float g = largest_gradient(measured), w = record[0];
+        if (!DECOUPLED) g = g + std::fabs(hyper[WEIGHT_DECAY]) * w;
+        const float m = kept * record[1] + more * g;
+        const float v = record[2] * hyper[BETA2] + hyper[NEW_IN_EXP_AVG_SQ] * g * g;
+        const float quotient =
+            kept / std::sqrt(hyper[BETA2]) * ratio + more / std::sqrt(hyper[NEW_IN_EXP_AVG_SQ]);
+        const float of_quotient = s * quotient / c, of_eps = s * m / hyper[EPS];
+        const float inverse_of_v = blocked(3) ? INFINITY : std::fmax(inverse(3, 0), 1.0f);
+        const bool takes_quotient = hyper[EPS] >= c * LEAST_ROOT * inverse_of_v && of_quotient < of_eps;
+        if (DECOUPLED) w = w * std::fabs(hyper[DECAY]);
+        bounds[0] = (w + (takes_quotient ? of_quotient : of_eps) * UPDATE_SLACK) * (1 + SLACK);
+        bounds[1] = m;
+        bounds[2] = v;
+    }
+};
+
+inline int32_t largest_of(Ints x) {
+    int32_t largest = 0;
+    for (int i = 0; i < LANES; i++) largest = x[i] > largest ? x[i] : largest;
+    return largest;
+}
+
+// The largest of what is stored, as `measured` of bounds.py has it
+struct Record {
+    int32_t largest[4] = {};
+
+    // found: bits of data without their scales, and of the quotient
+    void add(const Ints found[4], const float inverses[3]) {
+        for (int i = 0; i < 3; i++) {
+            raise(i, cast<int32_t>(cast<float>(largest_of(found[i])) * inverses[i]) & INT32_MAX);
+        }
+        const int32_t ratio = largest_of(found[3]), one = 127 << 23;
+        const int32_t shift = cast<int32_t>(inverses[1]) - one - ((cast<int32_t>(inverses[2]) - one) >> 1);
+        const int32_t most = INF_BITS - RATIO_BITS - (shift > 0 ? shift : 0);
+        if (ratio > 0) raise(3, (ratio < most ? ratio : most) + shift);
+    }
+    void raise(int place, int32_t bits) { largest[place] = bits > largest[place] ? bits : largest[place]; }
 };
 
 // Elements that share all scales: a chunk of a parameter, or a block of its elements
@@ -260,7 +316,16 @@ struct Run {
         });
     }
 
-    // From the amaxes of this step. The copy's scale follows from the weight as it is stored: here, as if rounding did
+    // The amaxes of this block, where scales are of blocks.
+    void measure_block(float* amaxes) const {
+        Ints amax[3] = {};
+        measure(amax);
+        for (int i = 0; i < 3; i++) {
+            if (blocked(WRITTEN[i])) amaxes[p.amax_place(i, block)] = cast<float>(largest_of(amax[i]));
+        }
+    }
+
+    // From the amaxes of this step, or bounds of them. The copy's scale follows from the weight as it is stored: here, as if rounding did
     // not carry its amax to where the scale is another. `recast` corrects that.
     void choose_scales(const float* amaxes) {
         const float weight_amax = amaxes[p.amax_place(0, block)];
@@ -271,7 +336,8 @@ struct Run {
         copy_scale = scale_of<COPY>(weight_amax);
     }
 
-    template <int I> inline void put(int64_t at, int64_t count, Floats x, Ints random, Ints& stored_amax) const {
+    // Returns bits of |x| as it is stored, without its scale.
+    template <int I> inline Ints put(int64_t at, int64_t count, Floats x, Ints random) const {
         constexpr int dtype = DTYPES[WRITTEN[I]];
         void* data = p.at<void>(DATA + WRITTEN[I]);
         Ints magnitude;
@@ -284,10 +350,8 @@ struct Run {
             store<dtype>(data, at, count, x, r, I == 2);
             magnitude = stored_magnitude<dtype>(r);
         }
-        if (I == 0 && COPIED) {
-            stored_amax = larger(stored_amax, magnitude);
-            put_copy(at, count, floats_of(magnitude | (bits_of(x) & INT32_MIN)));
-        }
+        if (I == 0 && COPIED) put_copy(at, count, floats_of(magnitude | (bits_of(x) & INT32_MIN)));
+        return magnitude;
     }
 
     // stored: the weight without its scale
@@ -296,7 +360,8 @@ struct Run {
         store<COPY>(p.at<void>(COPY_DATA), at, count, x, on_grid<COPY>(x, false, Ints{}, 0, 0), false);
     }
 
-    void write(Ints& stored_amax) const {
+    // stored: the largest bits of weight, exp_avg, exp_avg_sq and of their quotient
+    void write(Ints stored[4]) const {
         Unsigneds lanes;
         for (int i = 0; i < LANES; i++) lanes[i] = i;
         for_vectors([&](int64_t at, int64_t count) {
@@ -304,25 +369,37 @@ struct Run {
             adam_step(at, count, w, m, v);
             Ints random{};
             if (STOCHASTIC) random = cast<Ints>(hashed((lanes + static_cast<uint32_t>(p.row[FIRST] + at)) ^ p.key));
-            put<0>(at, count, w, random, stored_amax);
-            put<1>(at, count, m, random, stored_amax);
-            put<2>(at, count, v, random, stored_amax);
+            const Ints w_bits = put<0>(at, count, w, random);
+            const Ints m_bits = put<1>(at, count, m, random);
+            const Ints v_bits = put<2>(at, count, v, random);
+            if (BOUNDED || COPIED) stored[0] = larger(stored[0], w_bits);
+            if (!BOUNDED) return;
+            stored[1] = larger(stored[1], m_bits);
+            stored[2] = larger(stored[2], v_bits);
+            stored[3] = larger(stored[3], m_bits - (v_bits >> 1));
         });
+    }
+
+    // scale_inv of what is written
+    void new_inverses(const float* amaxes, float inverses[3]) const {
+        for (int i = 0; i < 3; i++) {
+            inverses[i] = p.scaled(WRITTEN[i]) ? inverse_of(scale[i], amaxes[p.amax_place(i, block)]) : 1.0f;
+        }
     }
 
     // The new scales of this block, or of the whole parameter.
     void store_inverses(const float* amaxes, bool of_blocks) const {
+        float inverses[3];
+        new_inverses(amaxes, inverses);
         for (int i = 0; i < 3; i++) {
             if (blocked(WRITTEN[i]) != of_blocks || !p.scaled(WRITTEN[i])) continue;
-            p.at<float>(INVERSE + WRITTEN[i])[of_blocks ? block : 0] =
-                inverse_of(scale[i], amaxes[p.amax_place(i, block)]);
+            p.at<float>(INVERSE + WRITTEN[i])[of_blocks ? block : 0] = inverses[i];
         }
     }
 };
 
-void keep_largest(int32_t* amax, Ints found) {
-    int32_t largest = 0;
-    for (int i = 0; i < LANES; i++) largest = found[i] > largest ? found[i] : largest;
+void keep_largest(float* amax_of_bits, int32_t largest) {
+    int32_t* amax = reinterpret_cast<int32_t*>(amax_of_bits);
     int32_t kept = __atomic_load_n(amax, __ATOMIC_RELAXED);
     while (kept < largest &&
            !__atomic_compare_exchange_n(amax, &kept, largest, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
@@ -360,16 +437,27 @@ inline void for_runs(const Parameter& p, int64_t start, int64_t stop, int64_t bl
 // What cpu.py calls. t.amaxes: zero before `amaxes`. t.stored: zero before `write`, which leaves there the amaxes
 // of the weights as they are stored, if they are copied.
 
-extern "C" void find_finite(const Table& t) {
-    for_chunks(t, [](const Parameter& p, int64_t, int64_t start, int64_t stop) {
+extern "C" void measure_gradients(const Table& t) {
+    for_chunks(t, [&](const Parameter& p, int64_t index, int64_t start, int64_t stop) {
         Ints amax{};
         Run(p, 0, start, stop).for_vectors([&](int64_t at, int64_t count) {
             amax = larger(amax, magnitude_of(decoded<GRAD>(p.at<void>(DATA + 1), at, count)));
         });
-        int32_t largest = 0;
-        keep_largest(&largest, amax);
-        if (largest >= 0x7F800000) __atomic_store_n(p.at<bool>(FINITE), false, __ATOMIC_RELAXED);
+        keep_largest(t.grad_amaxes + index, largest_of(amax));
+        if (largest_of(amax) >= INF_BITS) __atomic_store_n(p.at<bool>(FINITE), false, __ATOMIC_RELAXED);
     });
+}
+
+extern "C" void bounds(const Table& t) {
+    for (int64_t index = 0; index < t.parameters; index++) {
+        const Parameter p(t.rows, index);
+        float found[3];
+        p.find_bounds(t.grad_amaxes[index], found);
+        for (int i = 0; i < 3; i++) {
+            if (!blocked(WRITTEN[i])) t.amaxes[p.amax_place(i, 0)] = found[i];
+        }
+        std::memset(p.at<float>(RECORD), 0, 4 * sizeof(float));  // `write` keeps the largest there
+    }
 }
 
 extern "C" void amaxes(const Table& t) {
@@ -378,7 +466,7 @@ extern "C" void amaxes(const Table& t) {
         const auto keep = [&](bool of_blocks, int64_t block) {
             for (int i = 0; i < 3; i++) {
                 if (blocked(WRITTEN[i]) != of_blocks) continue;
-                keep_largest(reinterpret_cast<int32_t*>(t.amaxes + p.amax_place(i, block)), amax[i]);
+                keep_largest(t.amaxes + p.amax_place(i, block), largest_of(amax[i]));
                 amax[i] = Ints{};
             }
         };
@@ -392,19 +480,29 @@ extern "C" void amaxes(const Table& t) {
 
 extern "C" void write(const Table& t) {
     for_chunks(t, [&](const Parameter& p, int64_t index, int64_t start, int64_t stop) {
-        Ints amax{};
+        Ints stored[4] = {};
+        Record record;
         for_runs(p, start, stop, t.block_size, [&](Run& run) {
+            if (BOUNDED && BLOCKED) run.measure_block(t.amaxes);
             run.choose_scales(t.amaxes);
-            run.write(amax);
+            run.write(stored);
             run.store_inverses(t.amaxes, true);
+            if (!BOUNDED) return;
+            float inverses[3];
+            run.new_inverses(t.amaxes, inverses);
+            record.add(stored, inverses);
+            std::memset(stored, 0, sizeof stored);
         });
-        if (COPIED) keep_largest(reinterpret_cast<int32_t*>(t.stored + index), amax);
+        for (int i = 0; BOUNDED && i < 4; i++) keep_largest(p.at<float>(RECORD) + i, record.largest[i]);
+        if (COPIED && !BOUNDED) keep_largest(t.stored + index, largest_of(stored[0]));
     });
     for (int64_t index = 0; index < t.parameters; index++) {  // after all chunks have read the old scales
         Run run(Parameter(t.rows, index), 0, 0, 0);
         run.choose_scales(t.amaxes);
         run.store_inverses(t.amaxes, false);
-        if (COPIED) t.stored[index] *= run.copy_inverse;
+        if (!COPIED) continue;
+        if (BOUNDED) *run.p.at<float>(COPY_INVERSE) = inverse_of(run.copy_scale, t.amaxes[run.p.amax_place(0, 0)]);
+        else t.stored[index] *= run.copy_inverse;
     }
 }
 

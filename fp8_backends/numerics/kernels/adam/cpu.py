@@ -49,6 +49,7 @@ class CPUKernels:
         arguments = _Table(
             table.rows.data_ptr(),
             table.amax.data_ptr(),
+            table.grad_amax.data_ptr(),
             table.stored.data_ptr(),
             len(table.jobs),
             sum(table.chunk_counts),
@@ -60,7 +61,7 @@ class CPUKernels:
 
 
 class _Table(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_void_p) for name in ("rows", "amaxes", "stored")] + [
+    _fields_ = [(name, ctypes.c_void_p) for name in ("rows", "amaxes", "grad_amaxes", "stored")] + [
         (name, ctypes.c_int64) for name in ("parameters", "chunks", "chunk_size", "block_size", "threads")
     ]
 
@@ -95,6 +96,7 @@ def _definitions(kind: Kind) -> list[str]:
     values = [FORMATS[dtype].name.upper() for dtype in (*kind.dtypes, kind.copy or torch.float8_e4m3fn)]
     numbers = {
         "BLOCKED": sum(is_blocked << i for i, is_blocked in enumerate(kind.blocked)),
+        "BOUNDED": int(kind.bounded),
         "COPIED": int(kind.copy is not None),
         "DECOUPLED": int(kind.decoupled),
         "MAXIMIZE": int(kind.maximize),

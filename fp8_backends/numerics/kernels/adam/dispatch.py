@@ -1,10 +1,10 @@
 """The Adam step over low-precision states, fused: no full-precision copy of any state exists.
 
-A scale follows from the amax of this step's own values, so the values are computed twice: a first pass over all
-parameters keeps amaxes alone, a second computes the same values again, rounds them and writes them in place. On a CPU
-and on an NVIDIA GPU each pass is one kernel over all parameters of a kind (`table.py`, with `cpu.py` and
-`triton_adam.py`). Elsewhere, and without a compiler, it is PyTorch's operations, parameter by parameter (`passes.py`).
-All compute the same bits.
+Where a job has a record of what is stored, its scales follow from bounds of this step's amaxes (`bounds.py`), and one
+pass over all parameters computes the new values, rounds them and writes them in place. Else a scale follows from the
+amax of this step's own values, so these are computed twice: a first pass keeps amaxes alone. On a CPU and on an NVIDIA
+GPU each pass is one kernel over all parameters of a kind (`table.py`, with `cpu.py` and `triton_adam.py`). Elsewhere,
+and without a compiler, it is PyTorch's operations, parameter by parameter (`passes.py`). All compute the same bits.
 """
 
 from __future__ import annotations
@@ -95,7 +95,10 @@ class AdamSteps:
     @torch.no_grad()
     def amaxes(self) -> list[list[torch.Tensor | None]]:
         """The first pass: each parameter's max |x| of the new weight, exp_avg and exp_avg_sq, FP32: 0-dim, or [blocks]
-        where they are blocked; None for those that have no scale. Nothing is written."""
+        where they are blocked; None for those that have no scale. Nothing is written.
+
+        For a job with a record, bounds of these that follow from it without a pass, and nothing of blocks. The record
+        is used up: `write` makes it anew."""
         return self._each(lambda steps, _: steps.amaxes())
 
     @torch.no_grad()

@@ -9,6 +9,7 @@ part by part.
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from collections.abc import Iterator
 
@@ -17,6 +18,7 @@ import torch
 from ...formats import FORMAT_OF
 from ...scaling import power_of_two_scale, scale_inv_of
 from ..reference import GRADIENT_LIMIT
+from .bounds import measured, new_bounds
 from .rounding import (
     EXP_AVG_BITS,
     EXP_AVG_SQ_BITS,
@@ -43,6 +45,7 @@ from .table import (
     Kind,
     Slot,
     is_finite,
+    largest_gradient,
 )
 
 _EAGER_PART, _COMPILED_PART = 2**18, 2**28  # elements; an eager part makes FP32 copies, a compiled one makes none
@@ -55,12 +58,12 @@ class Passes:
     """The step of one parameter, part by part. compiled: `torch.compile` works on parts that are not tiny."""
 
     def __init__(self, job: Job, compiled: bool):
-        self.written, self.copy, self.compiled = job.written, job.copy, compiled
+        self.job, self.written, self.copy, self.compiled = job, job.written, job.copy, compiled
         self.hyper = job.hyper.data  # no view: a pass of as many rows as its base has numbers would be compiled anew
-        self.kind = job.kind._replace(finite_is_told=False)
+        self.kind, self.bounded = job.kind._replace(finite_is_told=False, bounded=False), job.kind.bounded
         self.width = job.kind.block_size or _ROW
-        finite, inverse = is_finite(job.grad) if job.finite is None else job.finite, _inverse(job.grad)
-        nan_unless_finite = torch.where(finite, inverse, torch.full_like(inverse, float("nan")))
+        self.finite, inverse = is_finite(job.grad) if job.finite is None else job.finite, _inverse(job.grad)
+        nan_unless_finite = torch.where(self.finite, inverse, torch.full_like(inverse, float("nan")))
         slots = (job.weight, job.grad._replace(scale_inv=nan_unless_finite), job.exp_avg, job.exp_avg_sq)
         size = _COMPILED_PART if compiled else _EAGER_PART
         self.spans = list(_spans(job.weight.data.numel(), self.width, size))
@@ -71,6 +74,22 @@ class Passes:
 
     def amaxes(self) -> list[torch.Tensor | None]:
         """The first pass, as `AdamSteps.amaxes`."""
+        if not self.bounded:
+            return self._amaxes()
+        amaxes = self._amaxes() if any(slot.block_size for slot in self.written) else [None] * 3
+        return [
+            amax if slot.block_size else None if slot.scale_inv is None else bound
+            for slot, amax, bound in zip(self.written, amaxes, self._bounds(), strict=True)
+        ]
+
+    def _bounds(self) -> list[torch.Tensor]:
+        """Bounds of the amaxes, FP32, 0-dim."""
+        exp_avg_sq = self.job.exp_avg_sq
+        inverse = torch.full_like(self.hyper[0], math.inf) if exp_avg_sq.block_size else _inverse(exp_avg_sq)
+        amax = largest_gradient(self.job.grad, self.finite)
+        return new_bounds(self.job.record, amax, self.job.hyper, inverse, self.kind.decoupled)
+
+    def _amaxes(self) -> list[torch.Tensor | None]:
         if not self.parts or all(slot.scale_inv is None for slot in self.written):
             return [None if slot.scale_inv is None else torch.zeros_like(slot.scale_inv) for slot in self.written]
         found = zip(*[self._run(_amaxes, *part, self.hyper) for part in self.parts], strict=True)
@@ -90,6 +109,11 @@ class Passes:
         for slot, scale, amax in zip(self.written, scales, amaxes, strict=True):
             if amax is not None:
                 slot.scale_inv.copy_(scale_inv_of(scale, amax))
+        if self.bounded:
+            self.job.record.copy_(measured(*self.written))
+            if self.copy is not None:
+                self.write_copy(amaxes[0])
+            return None
         if self.copy is None:
             return None
         inverse = _inverse(self.written[0])

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, Protocol
 
 import torch
 
-from ...formats import E4M3, E5M2
+from ...formats import E4M3, E5M2, FORMATS
 from ...scaling import tensor_amax
 from ..reference import adam_numbers
 from .rounding import SEED_FACTOR
@@ -58,6 +58,9 @@ class Job(NamedTuple):
     """Index in the whole tensor of the slots' first element, for the random bits."""
     finite: torch.Tensor | None = None
     """Whether the whole tensor's gradient is finite, bool, 0-dim. None: what the slot shows."""
+    record: torch.Tensor | None = None
+    """FP32 [4], contiguous: `bounds.measured` of what is stored, which the step makes that of what it has stored. With
+    it, scales follow from bounds of this step's amaxes, in one pass; None: from the amaxes, in two."""
 
     @property
     def slots(self) -> tuple[Slot, Slot, Slot, Slot]:
@@ -79,7 +82,13 @@ class Job(NamedTuple):
             maximize=self.maximize,
             stochastic=self.rounding == "stochastic",
             finite_is_told=self.finite is not None or self.grad.data.dtype.itemsize > 1 or self.grad.block_size > 0,
+            bounded=self._is_bounded,
         )
+
+    @property
+    def _is_bounded(self) -> bool:
+        scaled = [slot.scale_inv is not None for slot in self.written]
+        return self.record is not None and (scaled[0] if self.copy else any(scaled))
 
     def check(self) -> None:
         """Raise ValueError for a slot that is not contiguous, block sizes that differ, or an unknown rounding."""
@@ -109,6 +118,8 @@ class Kind(NamedTuple):
     stochastic: bool
     finite_is_told: bool
     """Whether a flag tells if the gradient is finite; else its only scale does."""
+    bounded: bool = False
+    """Whether scales follow from bounds of amaxes, those of blocks from their amaxes, in one pass."""
 
 
 def is_finite(grad: Slot) -> torch.Tensor:
@@ -120,6 +131,17 @@ def is_finite(grad: Slot) -> torch.Tensor:
     if grad.data.dtype.itemsize > 1 and grad.data.numel():
         finite = finite & torch.isfinite(tensor_amax(grad.data.detach()))
     return finite
+
+
+def largest_gradient(grad: Slot, finite: torch.Tensor) -> torch.Tensor:
+    """No less than max |x| of a gradient; 0 if it counts as zero. FP32, 0-dim."""
+    if not grad.data.numel():
+        amax = torch.zeros((), device=grad.data.device)
+    elif grad.scale_inv is None:
+        amax = tensor_amax(grad.data.detach())
+    else:
+        amax = grad.scale_inv.detach().amax() * FORMATS[grad.data.dtype].max
+    return torch.where(finite, amax, 0.0)
 
 
 def adam_hyper(group_lr, betas, eps: float, weight_decay: float, step: torch.Tensor, device) -> torch.Tensor:
@@ -162,11 +184,11 @@ def _number(x):
 # All jobs of a kind in one table
 
 
-COLUMNS = 19
+COLUMNS = 20
 """A parameter's row has so many int64: pointers to data (weight, grad, exp_avg, exp_avg_sq), to the copy's data, to
 scales in the same order and the copy's (0: it has none), to hyperparameters, to whether the gradient is finite (0: its
 scale tells); number of elements, index of the first in the whole tensor, seed, first chunk; places of the amaxes of
-weight, exp_avg and exp_avg_sq. `cpu.cpp` and `triton_tiles.py` count them likewise."""
+weight, exp_avg and exp_avg_sq; pointer to the record (0: none). `cpu.cpp` and `triton_tiles.py` count them likewise."""
 
 
 class Kernels(Protocol):
@@ -175,7 +197,9 @@ class Kernels(Protocol):
     def chunk_size(self) -> int:
         """How many elements are worked on together; a multiple of the kind's block size."""
 
-    def run(self, kernel: Literal["find_finite", "amaxes", "write", "recast"], table: AdamTable) -> None:
+    def run(
+        self, kernel: Literal["measure_gradients", "bounds", "amaxes", "write", "recast"], table: AdamTable
+    ) -> None:
         """Launch a kernel, once for all parameters of the table."""
 
 
@@ -184,7 +208,8 @@ class AdamTable:
 
     Attributes:
         rows: int64 [parameters, COLUMNS], on the device.
-        amax: FP32, on the device: three numbers for each parameter, then those of blocks.
+        amax: FP32, on the device: amaxes, or bounds of them: three for each parameter, then those of blocks.
+        grad_amax: FP32 [parameters]: of gradients that have no scale which bounds them.
         stored: FP32 [parameters]: amaxes of weights as they are stored, where they are copied.
         old_scale_inv: FP32 [parameters, 3], room for a kernel that cannot tell when all of it has read them.
         aligned: whether all data begin at multiples of 16 bytes.
@@ -199,6 +224,7 @@ class AdamTable:
         self._finite = self._find_finite()
         self._amax_places, numbers = _amax_places(jobs)
         self.amax = torch.zeros(numbers, dtype=torch.float32, device=self.device)
+        self.grad_amax = self._grad_amaxes()
         self.stored = torch.zeros(count, dtype=torch.float32, device=self.device)
         self.old_scale_inv = torch.empty(count, 3, dtype=torch.float32, device=self.device)
         rows = self._rows()
@@ -206,7 +232,7 @@ class AdamTable:
         pinned = self.device.type == "cuda"  # then the copy waits for nothing
         self.rows = torch.tensor(rows, dtype=torch.int64, pin_memory=pinned).to(self.device, non_blocking=True)
         if self._finite is not None and not kind.blocked[1]:
-            kernels.run("find_finite", self)
+            kernels.run("measure_gradients", self)
 
     def run(self) -> None:
         """The whole step."""
@@ -227,11 +253,11 @@ class AdamTable:
         if changed:
             torch._foreach_copy_(*zip(*changed, strict=True))
         self._write()
-        return [None] * len(self.jobs) if self.kind.copy is None else list(self.stored.unbind())
+        return list(self.stored.unbind()) if self._casts_again else [None] * len(self.jobs)
 
     def write_copies(self, amaxes: list[torch.Tensor | None]) -> None:
         """The third pass, as `AdamSteps.write_copies`."""
-        if self.kind.copy is not None:
+        if self._casts_again:
             self.stored.copy_(torch.stack(amaxes))
             self._recast()
 
@@ -250,16 +276,33 @@ class AdamTable:
 
     def _measure(self) -> None:
         if any(self.kind.scaled[i] for i in WRITTEN):
-            self.kernels.run("amaxes", self)
+            self.kernels.run("bounds" if self.kind.bounded else "amaxes", self)
 
     def _write(self) -> None:
         self.kernels.run("write", self)
         _count_as_changed(slot for job in self.jobs for slot in job.written)
+        if self.kind.copy is not None:
+            _count_as_changed(job.copy for job in self.jobs)
+
+    @property
+    def _casts_again(self) -> bool:
+        """Whether the scales of copies follow from the amaxes of weights as they are stored."""
+        return self.kind.copy is not None and not self.kind.bounded
 
     def _recast(self) -> None:
-        if self.kind.copy is not None:
+        if self._casts_again:
             self.kernels.run("recast", self)
             _count_as_changed(job.copy for job in self.jobs)
+
+    def _grad_amaxes(self) -> torch.Tensor:
+        """Zeros for the kernel that measures gradients, or what it does not measure."""
+        kind, finite = self.kind, self.jobs[0].finite
+        if kind.bounded and (kind.blocked[1] or finite is not None and not kind.scaled[1]):
+            finite = self._finite.unbind() if finite is None else [job.finite for job in self.jobs]
+            return torch.stack(
+                [largest_gradient(*each) for each in zip((j.grad for j in self.jobs), finite, strict=True)]
+            )
+        return torch.zeros(len(self.jobs), dtype=torch.float32, device=self.device)
 
     def _find_finite(self) -> torch.Tensor | None:
         """Whether each gradient is finite, bool [parameters]; ones, for the kernel to correct, if its elements tell;
@@ -281,6 +324,7 @@ class AdamTable:
             row += [0 if slot.scale_inv is None else slot.scale_inv.data_ptr() for slot in slots]
             row += [job.hyper.data_ptr(), finite if job.finite is None else job.finite.data_ptr()]
             row += [job.weight.data.numel(), job.first, job.seed * SEED_FACTOR % 2**32, first_chunk, *places]
+            row += [0 if job.record is None else job.record.data_ptr()]
             rows.append(row)
             first_chunk += self.chunk_counts[i]
         return rows

@@ -1,5 +1,8 @@
 """The Adam step on an NVIDIA GPU: two launches over all parameters of a kind, whatever their number and sizes.
 
+Where scales follow from bounds, `_bounds_kernel` takes the place of `_amax_kernel` below: a program for each parameter
+reads a few numbers, and `_write_kernel` alone reads tensors.
+
 A program works on one chunk of one parameter, which it finds in the table (`table.py`). `_amax_kernel` computes the
 new values and keeps their largest; `_write_kernel` computes them again, rounds and stores them. Its programs run in any
 order, so the scales that it replaces are set aside by the first kernel. The copy of an O3 master is cast in the second
@@ -21,13 +24,17 @@ from ..triton_common import OPTIONS, as_bits, from_bits, scale_inv_of
 from ..triton_gate import has_fp8_casts, on_device_of
 from .rounding import EXP_AVG_BITS, EXP_AVG_SQ_BITS, WEIGHT_BITS
 from .table import AdamTable, Kind
+from .triton_bounds import grad_amax, new_bounds
 from .triton_rounding import mixed, pointer_to, scale_of
 from .triton_tiles import (
+    AMAX,
+    COLUMNS,
     COPY,
     COPY_INVERSE,
     FINITE,
     HYPER,
     NUMEL,
+    RECORD,
     SEED,
     STEP,
     amax_of,
@@ -36,9 +43,12 @@ from .triton_tiles import (
     hyper_of,
     inverse_of,
     keep_amax,
+    keep_record,
+    largest_of,
     load,
     new_scale,
     no_bits,
+    nothing_stored,
     place_of,
     pointers_of,
     row_of,
@@ -50,6 +60,9 @@ from .triton_tiles import (
 _TILE, _TILES = 1024, 8
 """Elements that a program works on at a time, and how often it does."""
 
+_LANES = 4
+"""Elements in a row that a thread has."""
+
 LIMITS = {"num_warps": 8}
 """Four elements a thread: nothing is spilled, and enough programs run at a time to hide what they wait for."""
 
@@ -58,8 +71,8 @@ LIMITS = {"num_warps": 8}
 
 
 @triton.jit
-def _finite_kernel(table, parameters, KIND: tl.constexpr, ALIGNED: tl.constexpr):
-    """Tell the table of gradients with an element that is not finite."""
+def _gradient_kernel(table, parameters, grad_amax_ptr, KIND: tl.constexpr, ALIGNED: tl.constexpr):
+    """Keep the amaxes of gradients, and tell the table of those with an element that is not finite."""
     row, index, start = row_of(table, parameters, KIND)
     numel = tl.load(row + NUMEL)
     pointer = pointer_to(tl.load(row + 1), KIND.formats[1], ALIGNED)
@@ -72,8 +85,32 @@ def _finite_kernel(table, parameters, KIND: tl.constexpr, ALIGNED: tl.constexpr)
         else:
             g = load(pointer + first + at, inside, 0.0, False)
         largest = tl.maximum(largest, as_bits(g.to(tl.float32)) & 0x7FFFFFFF)
-    if tl.max(tl.max(largest, axis=1), axis=0) >= 0x7F800000:
+    amax = tl.max(tl.max(largest, axis=1), axis=0)
+    tl.atomic_max(grad_amax_ptr + index, amax, sem="relaxed")
+    if amax >= 0x7F800000:
         tl.store(tl.load(row + FINITE).to(tl.pointer_type(tl.uint8)), tl.full((), 0, tl.uint8))
+
+
+@triton.jit
+def _bounds_kernel(table, amax_ptr, grad_amax_ptr, old_ptr, KIND: tl.constexpr):
+    """`bounds.new_bounds` in the place of amaxes. Empties the record. Grid: one program for each parameter."""
+    index = tl.program_id(0).to(tl.int64)
+    row, old = table + index * COLUMNS, old_ptr + index * 3
+    hyper, v_inv = hyper_of(row), inverse_of(row, KIND, 3)
+    tl.store(old, inverse_of(row, KIND, 0))
+    tl.store(old + 1, inverse_of(row, KIND, 2))
+    tl.store(old + 2, v_inv)
+    record = tl.load(row + RECORD).to(tl.pointer_type(tl.int32))
+    known = (tl.load(record), tl.load(record + 1), tl.load(record + 2), tl.load(record + 3))
+    for place in tl.static_range(4):
+        tl.store(record + place, 0)
+    w, m, v = new_bounds(known, grad_amax(row, tl.load(grad_amax_ptr + index), KIND), hyper, v_inv, KIND)
+    if not KIND.blocked[0]:
+        tl.store(amax_ptr + tl.load(row + AMAX), as_bits(w))
+    if not KIND.blocked[2]:
+        tl.store(amax_ptr + tl.load(row + AMAX + 1), as_bits(m))
+    if not KIND.blocked[3]:
+        tl.store(amax_ptr + tl.load(row + AMAX + 2), as_bits(v))
 
 
 @triton.jit
@@ -118,25 +155,27 @@ def _write_kernel(table, parameters, amax_ptr, old_ptr, stored_ptr, KIND: tl.con
         inverses = (tl.load(old), g_inv, tl.load(old + 1), tl.load(old + 2))
     else:
         inverses = (1.0, g_inv, 1.0, 1.0)
-    w_scale, w_inv = new_scale(amax_ptr, row, start, KIND, 0)
-    m_scale, _ = new_scale(amax_ptr, row, start, KIND, 2)
-    v_scale, _ = new_scale(amax_ptr, row, start, KIND, 3)
-    scales = (w_scale, m_scale, v_scale)
-    copy = (pointers[0], w_inv, w_scale)
+    w_scale = new_scale(amax_ptr, row, start, KIND, 0)
+    scales = (w_scale, new_scale(amax_ptr, row, start, KIND, 2), new_scale(amax_ptr, row, start, KIND, 3))
+    copy = (pointers[0], w_scale[0])
     if KIND.copied:
-        copy_scale = scale_of(amax_of(amax_ptr, row, 0), KIND.formats[4])
-        copy = (pointer_to(tl.load(row + COPY), KIND.formats[4], ALIGNED), w_inv, copy_scale)
-    largest = no_bits(KIND)
+        amax = amax_of(amax_ptr, row, 0)
+        copy = (pointer_to(tl.load(row + COPY), KIND.formats[4], ALIGNED), scale_of(amax, KIND.formats[4]))
+        if KIND.bounded and start == 0:
+            tl.store(tl.load(row + COPY_INVERSE).to(tl.pointer_type(tl.float32)), scale_inv_of(copy[1], amax))
+    largest = nothing_stored(KIND)
     for tile in range(KIND.tiles):
         first = start + tile * KIND.rows * KIND.width
         if first + KIND.rows * KIND.width <= numel:
             stored = write_tile(pointers, row, inverses, hyper, scales, copy, amax_ptr, key, numel, first, KIND, True)
-            largest = tl.maximum(largest, stored)
+            largest = largest_of(largest, stored, KIND)
         elif first < numel:
             stored = write_tile(pointers, row, inverses, hyper, scales, copy, amax_ptr, key, numel, first, KIND, False)
-            largest = tl.maximum(largest, stored)
-    if KIND.copied:
-        found = from_bits(tl.max(tl.max(largest, axis=1), axis=0)) * w_inv
+            largest = largest_of(largest, stored, KIND)
+    if KIND.bounded:
+        keep_record(row, largest, scales, KIND)
+    elif KIND.copied:
+        found = from_bits(tl.max(tl.max(largest[0], axis=1), axis=0)) * w_scale[1]
         tl.atomic_max(stored_ptr + index, as_bits(found) & 0x7FFFFFFF, sem="relaxed")
 
 
@@ -182,6 +221,7 @@ class _Constants:
             "copied": kind.copy is not None,
             "rows": rows,
             "width": width,
+            "lanes": min(width, _LANES),
             "tiles": _TILES,
             "chunk": rows * width * _TILES,
         }
@@ -210,17 +250,19 @@ class TritonKernels:
 
     def run(self, kernel: str, table: AdamTable) -> None:
         amaxes, stored = table.amax.view(torch.int32), table.stored.view(torch.int32)
-        function, *buffers = {
-            "find_finite": (_finite_kernel,),
-            "amaxes": (_amax_kernel, amaxes, table.old_scale_inv),
-            "write": (_write_kernel, amaxes, table.old_scale_inv, stored),
-            "recast": (_recast_kernel, amaxes, stored),
-        }[kernel]
+        gradients, old = table.grad_amax, table.old_scale_inv
         parameters = _parameter_of_each_chunk(tuple(table.chunk_counts), table.device)
+        function, *arguments = {
+            "measure_gradients": (_gradient_kernel, parameters, gradients.view(torch.int32)),
+            "bounds": (_bounds_kernel, amaxes, gradients, old),
+            "amaxes": (_amax_kernel, parameters, amaxes, old),
+            "write": (_write_kernel, parameters, amaxes, old, stored),
+            "recast": (_recast_kernel, parameters, amaxes, stored),
+        }[kernel]
+        options = {"num_warps": 1} if kernel == "bounds" else {"ALIGNED": table.aligned, **LIMITS}
+        grid = len(table.jobs) if kernel == "bounds" else len(parameters)
         with on_device_of(table.rows):
-            function[(len(parameters),)](
-                table.rows, parameters, *buffers, KIND=self.constants, ALIGNED=table.aligned, **LIMITS, **OPTIONS
-            )
+            function[(grid,)](table.rows, *arguments, KIND=self.constants, **options, **OPTIONS)
 
 
 _kernels = functools.cache(TritonKernels)

@@ -10,7 +10,6 @@ import triton.language as tl
 
 from ..triton_common import (
     as_bits,
-    bits_of,
     dropped_bits,
     format_max,
     from_bits,
@@ -49,25 +48,47 @@ def decoded(data, FORMAT: tl.constexpr, HAS_FP8_CASTS: tl.constexpr):
 
 
 @triton.jit
-def rounded(x, random, FORMAT: tl.constexpr, STOCHASTIC: tl.constexpr, LOW: tl.constexpr, BITS: tl.constexpr):
-    """x as the format has it, FP32. The sum of |x| and a shift, the smallest normal number where |x| is below it, has
-    exactly the mantissa bits that the format stores in front of those that are dropped."""
+def rounded(
+    x,
+    random,
+    FORMAT: tl.constexpr,
+    HAS_FP8_CASTS: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    LOW: tl.constexpr,
+    BITS: tl.constexpr,
+    WITHIN: tl.constexpr,
+):
+    """|x| as the format has it, FP32. The sum of |x| and a shift, the smallest normal number where |x| is below it, has
+    exactly the mantissa bits that the format stores in front of those that are dropped.
+
+    WITHIN: nothing is above the format's largest number."""
     dropped: tl.constexpr = dropped_bits(FORMAT)
     smallest: tl.constexpr = smallest_normal(FORMAT)
-    magnitude = tl.minimum(as_bits(x) & 0x7FFFFFFF, bits_of(format_max(FORMAT)))
-    shift = tl.where(magnitude < bits_of(smallest), smallest, 0.0)
-    if STOCHASTIC:
-        used: tl.constexpr = BITS if BITS < dropped else dropped
-        addend = ((random >> (LOW + BITS - used)) & (2**used - 1)) << (dropped - used)
-        if used < dropped:
-            addend += 2 ** (dropped - used - 1)
-        bits = as_bits(from_bits(magnitude) + shift) + addend
+    magnitude = tl.abs(x)
+    if not WITHIN:
+        magnitude = tl.minimum(magnitude, format_max(FORMAT))  # of a NaN, too
+    if not STOCHASTIC and FORMAT == "fp16":
+        return magnitude.to(tl.float16).to(tl.float32)
+    elif not STOCHASTIC and FORMAT == "e4m3" and HAS_FP8_CASTS:
+        return magnitude.to(tl.float8e4nv).to(tl.float32)
     else:
-        step: tl.constexpr = smallest * 2.0**dropped
-        normal = magnitude + ((magnitude >> dropped) & 1) + (2 ** (dropped - 1) - 1)
-        bits = tl.where(shift > 0, as_bits(((from_bits(magnitude) + step) - step) + smallest), normal)
-    magnitude = as_bits(from_bits(bits & -(2**dropped)) - shift)
-    return from_bits(magnitude | (as_bits(x) & -0x80000000))
+        shift = tl.where(magnitude < smallest, smallest, 0.0)
+        if STOCHASTIC:
+            used: tl.constexpr = BITS if BITS < dropped else dropped
+            addend = ((random >> (LOW + BITS - used)) & (2**used - 1)) << (dropped - used)
+            if used < dropped:
+                addend |= 2 ** (dropped - used - 1)
+            bits = as_bits(magnitude + shift) + addend
+        else:
+            step: tl.constexpr = smallest * 2.0**dropped
+            normal = as_bits(magnitude) + ((as_bits(magnitude) >> dropped) & 1) + (2 ** (dropped - 1) - 1)
+            bits = tl.where(shift > 0, as_bits(((magnitude + step) - step) + smallest), normal)
+        return from_bits(bits & -(2**dropped)) - shift
+
+
+@triton.jit
+def with_sign_of(magnitude, x):
+    return from_bits(as_bits(magnitude) | (as_bits(x) & -0x80000000))
 
 
 @triton.jit

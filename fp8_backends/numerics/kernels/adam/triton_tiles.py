@@ -11,15 +11,17 @@ import triton.language as tl
 
 from ..reference import GRADIENT_LIMIT
 from ..triton_common import as_bits, from_bits, scale_inv_of, smallest_bits
-from .triton_rounding import decoded, encoded, mixed, pointer_to, rounded, scale_of
+from .bounds import INF_BITS, RATIO_BITS
+from .triton_rounding import decoded, encoded, mixed, pointer_to, rounded, scale_of, with_sign_of
 
 # Columns of a parameter's row, as in table.py
 COPY, INVERSE, COPY_INVERSE, HYPER, FINITE = (tl.constexpr(column) for column in (4, 5, 9, 10, 11))
-NUMEL, FIRST, SEED, FIRST_CHUNK, AMAX, COLUMNS = (tl.constexpr(column) for column in (12, 13, 14, 15, 16, 19))
+NUMEL, FIRST, SEED, FIRST_CHUNK, AMAX, RECORD, COLUMNS = (tl.constexpr(c) for c in (12, 13, 14, 15, 16, 19, 20))
 # Places in the hyperparameters, as in table.py
 STEP_SIZE, DECAY, WEIGHT_DECAY, NEW_IN_EXP_AVG, BETA2 = (tl.constexpr(place) for place in range(5))
 NEW_IN_EXP_AVG_SQ, INV_SQRT_BIAS2, EPS, STEP = (tl.constexpr(place) for place in range(5, 9))
 _GRADIENT_LIMIT = tl.constexpr(GRADIENT_LIMIT)
+_ONE, _MOST_CODED = tl.constexpr(127 << 23), tl.constexpr(INF_BITS - RATIO_BITS)
 
 
 @triton.jit
@@ -63,7 +65,7 @@ def inverse_of(row, KIND: tl.constexpr, SLOT: tl.constexpr):
     if KIND.scaled[SLOT] and not KIND.blocked[SLOT]:
         return tl.load(tl.load(row + INVERSE + SLOT).to(tl.pointer_type(tl.float32)))
     else:
-        return 1.0
+        return tl.full((), 1.0, tl.float32)
 
 
 @triton.jit
@@ -195,40 +197,77 @@ def _store(
     SLOT: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """Write x as the slot stores it, and the scales of blocks. Returns what is stored, FP32, before its scale."""
+    """Write x as the slot stores it, and the scales of blocks. scale: the slot's only one, and its inverse. Returns the
+    magnitudes that are stored, FP32, and the inverse of their scale."""
     FORMAT: tl.constexpr = KIND.formats[SLOT]
+    inverse = scale[1]
     if KIND.blocked[SLOT]:
-        place = amax_ptr + tl.load(row + AMAX + (SLOT if SLOT == 0 else SLOT - 1)) + block
-        amax = from_bits(load(place, _first_of(inside), 0, FULL))
-        scale = scale_of(amax, FORMAT)
+        if KIND.bounded:
+            amax = from_bits(tl.max(as_bits(x) & 0x7FFFFFFF, axis=1)[:, None])
+        else:
+            place = amax_ptr + tl.load(row + AMAX + (SLOT if SLOT == 0 else SLOT - 1)) + block
+            amax = from_bits(load(place, _first_of(inside), 0, FULL))
+        scale_of_block = scale_of(amax, FORMAT)
+        inverse = scale_inv_of(scale_of_block, amax)
         of_blocks = tl.load(row + INVERSE + SLOT).to(tl.pointer_type(tl.float32))
-        _write(of_blocks + block, scale_inv_of(scale, amax), _first_of(inside), FULL)
-    if FORMAT == "fp32":
-        stored = x
+        _write(of_blocks + block, inverse, _first_of(inside), FULL)
+        stored = x * scale_of_block
     else:
-        x = x * scale
-        stored = rounded(x, random, FORMAT, KIND.stochastic, KIND.low_bit[SLOT], KIND.bits[SLOT])
+        stored = x * scale[0]
+    if FORMAT == "fp32":
+        _write(pointer + at, x, inside, FULL)
+        return tl.abs(x), inverse
+    else:
+        # a weight that is not finite has no bound
+        within: tl.constexpr = KIND.bounded and KIND.scaled[SLOT] and SLOT > 0
+        casts: tl.constexpr = KIND.has_fp8_casts
+        low: tl.constexpr = KIND.low_bit[SLOT]
+        magnitude = rounded(stored, random, FORMAT, casts, KIND.stochastic, low, KIND.bits[SLOT], within)
         if SLOT == 3:  # positive values were rounded, and none of them may become 0
             least = tl.where(x > 0, smallest_bits(FORMAT), 0)
-            stored = from_bits(tl.maximum(as_bits(stored) & 0x7FFFFFFF, least))
-        _write(pointer + at, encoded(stored, FORMAT, KIND.has_fp8_casts), inside, FULL)
-        return stored
-    _write(pointer + at, stored, inside, FULL)
-    return stored
+            magnitude = from_bits(tl.maximum(as_bits(magnitude), least))
+            _write(pointer + at, encoded(magnitude, FORMAT, casts), inside, FULL)
+        else:
+            _write(pointer + at, encoded(with_sign_of(magnitude, x), FORMAT, casts), inside, FULL)
+        return magnitude, inverse
+
+
+@triton.jit
+def _coded(ratio, m_inverse, v_inverse):
+    """bits(exp_avg) - bits(exp_avg_sq) / 2 without scales, as a record has it (`bounds.py`): 0 where exp_avg is 0."""
+    shift = as_bits(m_inverse) - _ONE - ((as_bits(v_inverse) - _ONE) >> 1)
+    most = _MOST_CODED - tl.maximum(shift, 0)
+    return tl.where(ratio > 0, tl.maximum(tl.minimum(ratio, most) + shift, 0), 0)
+
+
+@triton.jit
+def keep_record(row, stored, scales, KIND: tl.constexpr):
+    """Raise the record to what a program has stored. stored: from `write_tile`, the largest of its tiles."""
+    record = tl.load(row + RECORD).to(tl.pointer_type(tl.int32))
+    for place in tl.static_range(3):
+        largest = from_bits(tl.max(tl.max(stored[place], axis=1), axis=0)) * scales[place][1]
+        tl.atomic_max(record + place, as_bits(largest) & 0x7FFFFFFF, sem="relaxed")
+    ratio = tl.max(tl.max(stored[3], axis=1), axis=0)
+    if not (KIND.blocked[2] or KIND.blocked[3]):
+        ratio = _coded(ratio, scales[1][1], scales[2][1])
+    tl.atomic_max(record + 3, ratio, sem="relaxed")
 
 
 @triton.jit
 def store_copy(pointer, stored, inverse, scale, at, inside, KIND: tl.constexpr, FULL: tl.constexpr):
     """Write the copy of a weight that is stored as `stored`, before its scale."""
-    x = rounded(stored * inverse * scale, 0, KIND.formats[4], False, 0, 0)
-    _write(pointer + at, encoded(x, KIND.formats[4], KIND.has_fp8_casts), inside, FULL)
+    x = stored * inverse * scale
+    magnitude = rounded(x, 0, KIND.formats[4], KIND.has_fp8_casts, False, 0, 0, False)
+    _write(pointer + at, encoded(with_sign_of(magnitude, x), KIND.formats[4], KIND.has_fp8_casts), inside, FULL)
 
 
 @triton.jit
 def write_tile(
     pointers, row, inverses, hyper, scales, copy, amax_ptr, key, numel, start, KIND: tl.constexpr, FULL: tl.constexpr
 ):
-    """Write one tile. copy: its pointer, scale_inv of the weight, scale. Returns bits of the weight as it is stored."""
+    """Write one tile. scales: (scale, inverse) of weight, exp_avg and exp_avg_sq; copy: its pointer, scale. Returns
+    bits of these three as they are stored, times the inverse only where blocks have it, and of their quotient
+    (`bounds.py`)."""
     at, inside, block = place_of(numel, start, KIND)
     pointers = _moved(pointers, start)
     w, m, v = adam_step(pointers, row, inverses, hyper, at, inside, block, KIND, FULL)
@@ -236,12 +275,44 @@ def write_tile(
     random = mixed((first + at).to(tl.uint32, bitcast=True) ^ key).to(tl.int32, bitcast=True)
     if KIND.blocked[0] or KIND.blocked[2] or KIND.blocked[3]:
         tl.debug_barrier()  # all threads have read the blocks' old scales
-    stored = _store(pointers[0], row, scales[0], amax_ptr, w, random, at, inside, block, KIND, 0, FULL)
-    _store(pointers[2], row, scales[1], amax_ptr, m, random, at, inside, block, KIND, 2, FULL)
-    _store(pointers[3], row, scales[2], amax_ptr, v, random, at, inside, block, KIND, 3, FULL)
+    stored_w, w_inv = _store(pointers[0], row, scales[0], amax_ptr, w, random, at, inside, block, KIND, 0, FULL)
+    m, m_inv = _store(pointers[2], row, scales[1], amax_ptr, m, random, at, inside, block, KIND, 2, FULL)
+    v, v_inv = _store(pointers[3], row, scales[2], amax_ptr, v, random, at, inside, block, KIND, 3, FULL)
     if KIND.copied:
-        store_copy(copy[0] + start, stored, copy[1], copy[2], at, inside, KIND, FULL)
-    return as_bits(stored) & 0x7FFFFFFF
+        store_copy(copy[0] + start, with_sign_of(stored_w, w), w_inv, copy[1], at, inside, KIND, FULL)
+    ratio = as_bits(m) - (as_bits(v) >> 1)
+    if KIND.blocked[2] or KIND.blocked[3]:
+        ratio = _coded(ratio, m_inv, v_inv)
+    if KIND.blocked[0]:
+        stored_w = stored_w * w_inv
+    if KIND.blocked[2]:
+        m = m * m_inv
+    if KIND.blocked[3]:
+        v = v * v_inv
+    return as_bits(stored_w), as_bits(m), as_bits(v), ratio
+
+
+@triton.jit
+def nothing_stored(KIND: tl.constexpr):
+    """What `largest_of` begins with: bits of zeros, a number for so many elements as a thread has in a row."""
+    nothing = tl.zeros((KIND.rows, KIND.width // KIND.lanes), tl.int32)
+    return nothing, nothing, nothing, nothing
+
+
+@triton.jit
+def largest_of(known, stored, KIND: tl.constexpr):
+    """`known`, raised to what `write_tile` returned."""
+    w = tl.maximum(known[0], _of_lanes(stored[0], KIND))
+    if KIND.bounded:
+        m, v = tl.maximum(known[1], _of_lanes(stored[1], KIND)), tl.maximum(known[2], _of_lanes(stored[2], KIND))
+        return w, m, v, tl.maximum(known[3], _of_lanes(stored[3], KIND))
+    else:
+        return w, known[1], known[2], known[3]
+
+
+@triton.jit
+def _of_lanes(x, KIND: tl.constexpr):
+    return tl.max(tl.reshape(x, (KIND.rows, KIND.width // KIND.lanes, KIND.lanes)), axis=2)
 
 
 @triton.jit
@@ -255,4 +326,5 @@ def new_scale(amax_ptr, row, start, KIND: tl.constexpr, SLOT: tl.constexpr):
             tl.store(tl.load(row + INVERSE + SLOT).to(tl.pointer_type(tl.float32)), inverse)
         return scale, inverse
     else:
-        return 1.0, 1.0
+        one = tl.full((), 1.0, tl.float32)
+        return one, one

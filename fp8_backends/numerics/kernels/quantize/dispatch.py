@@ -37,6 +37,7 @@ def quantize(
     window_state: torch.Tensor | None = None,
     stored_scale_inv: torch.Tensor | None = None,
     record: torch.Tensor | None = None,
+    amax: torch.Tensor | None = None,
 ) -> Layouts:
     """A matrix with one scale.
 
@@ -51,6 +52,7 @@ def quantize(
             those of the values `x * stored_scale_inv`, of which no copy is made.
         record: int32, 0-dimensional, the bits of an FP32 amax: becomes the larger of itself and this amax, in place,
             as `scaling.record_amax` and `record_window_amax` keep it in a state. A NaN that does not count is ignored.
+        amax: FP32, 0-dimensional: max |x|, where it is known. No pass over x takes it then.
 
     Returns:
         scale_inv is NaN where the amax was not finite.
@@ -64,9 +66,10 @@ def quantize(
             window_state=window_state,
             stored_scale_inv=stored_scale_inv,
             record=record,
+            amax=amax,
         )
     keep_nan = rule != DYNAMIC
-    amax = times(amax_of(x, keep_nan), stored_scale_inv)
+    amax = times(amax_of(x, keep_nan) if amax is None else amax, stored_scale_inv)
     if record is not None:
         recorded = record.view(torch.float32)
         recorded.copy_((torch.maximum if keep_nan else torch.fmax)(recorded, amax))

@@ -79,6 +79,7 @@ def quantize(
     window_state: torch.Tensor | None = None,
     stored_scale_inv: torch.Tensor | None = None,
     record: torch.Tensor | None = None,
+    amax: torch.Tensor | None = None,
     tile: Tile = CAST_TILE,
 ) -> Layouts:
     """`dispatch.quantize`, with the same arguments and results.
@@ -93,7 +94,7 @@ def quantize(
     rows, columns = (columns, rows) if turned else (rows, columns)
     keep_nan, partials, programs = rule != DYNAMIC, None, 0
     if scale is None:
-        partials = _partial_amaxes(matrix, keep_nan)
+        partials = _partial_amaxes(matrix, keep_nan) if amax is None else amax.view(torch.int32).view(1)
         programs = len(partials)
     codes, transposed = empty_codes(matrix, rows, columns)
     scale_inv, found = _zeroed_result(matrix)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fp8_backends.numerics.kernels.adam import triton_adam
+from fp8_backends.numerics.kernels.adam.bounds import measured
 from fp8_backends.numerics.kernels.adam.dispatch import AdamSteps, Job, Slot, adam_hyper
 from fp8_backends.numerics.scaled_tensor import quantize
 
@@ -33,7 +34,9 @@ def slot(values: torch.Tensor, kind) -> Slot:
     return Slot(made._data, made._scale_inv, kind[1])
 
 
-def jobs(kind: str, options: str = "adamw", copied: bool = False, size: float = 1e-3, sizes=SIZES) -> list[Job]:
+def jobs(
+    kind: str, options: str = "adamw", copied: bool = False, size: float = 1e-3, sizes=SIZES, bounded: bool = False
+) -> list[Job]:
     made = []
     for i, numel in enumerate(sizes):
         generator = torch.Generator().manual_seed(i)
@@ -42,12 +45,14 @@ def jobs(kind: str, options: str = "adamw", copied: bool = False, size: float = 
         hyper = adam_hyper(1e-3 * (i + 1), (0.9, 0.999), 1e-8, 0.1, torch.tensor(float(i + 1)), "cpu")
         copy = Slot(torch.zeros(numel, dtype=E4M3), torch.ones(())) if copied else None
         slots = [slot(x, of) for x, of in zip(values, KINDS[kind], strict=True)]
-        made.append(Job(*slots, hyper, seed=2**20 + i, copy=copy, first=7 * i, **OPTIONS[options]))
+        record = measured(slots[0], *slots[2:]) if bounded else None
+        made.append(Job(*slots, hyper, seed=2**20 + i, copy=copy, first=7 * i, record=record, **OPTIONS[options]))
     return made
 
 
 def bits(of: list[Job]) -> list[bytes]:
     tensors = [x for job in of for each in (*job[:4], job.copy) if each is not None for x in each[:2] if x is not None]
+    tensors += [job.record for job in of if job.record is not None]
     return [x.reshape(-1).view(torch.uint8).numpy().tobytes() for x in tensors]
 
 
@@ -67,6 +72,21 @@ def both(make) -> tuple[list[Job], list[Job]]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_parameters_are_stepped_to_the_bit(kind, options):
     ours, expected = both(lambda: jobs(kind, options))
+    assert bits(ours) == bits(expected)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "bf16"])
+def test_all_parameters_are_stepped_in_one_pass_to_the_bit(kind, options):
+    ours, expected = both(lambda: jobs(kind, options, bounded=True))
+    assert bits(ours) == bits(expected)
+    made = [AdamSteps(of, **how) for of, how in ((ours, {}), (expected, {"fused": False}))]
+    first, second = ([x for of in steps.amaxes() for x in of if x is not None and not x.dim()] for steps in made)
+    assert list(map(float, first)) == list(map(float, second)) and (first or kind == "blocks everywhere")
+
+
+def test_the_copy_of_a_master_is_cast_in_one_pass_to_the_bit():
+    ours, expected = both(lambda: jobs("O2", copied=True, bounded=True))
     assert bits(ours) == bits(expected)
 
 
@@ -96,15 +116,18 @@ def test_a_copy_is_cast_again_where_rounding_changed_its_scale():
 
 @pytest.mark.parametrize("kind", ["O2", "blocks everywhere", "an embedding", "bf16"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_gradient_that_is_not_finite_counts_as_zero_and_others_do_not(kind, bad):
+@pytest.mark.parametrize("bounded", [False, True])
+def test_a_gradient_that_is_not_finite_counts_as_zero_and_others_do_not(kind, bad, bounded):
     def make():
-        made = jobs(kind)
+        made = jobs(kind, bounded=bounded)
         values = made[0].grad.data.float() * 1e-3
         values[2999] = bad
         return [made[0]._replace(grad=slot(values, KINDS[kind][1])), *made[1:]]
 
     ours, expected = both(make)
     assert bits(ours) == bits(expected)
+    if bounded:
+        return
     still = [made._replace(grad=slot(torch.zeros(made.grad.data.numel()), KINDS[kind][1])) for made in jobs(kind)[:1]]
     AdamSteps(still, fused=False).run()
     assert bits(ours[:1])[0] == bits(still)[0]
@@ -161,6 +184,9 @@ def test_the_number_of_launches_does_not_grow_with_the_parameters(monkeypatch):
     launched.clear()
     AdamSteps(jobs("O2", copied=True, sizes=(40,) * 3)).run()
     assert launched == ["amaxes", "write", "recast"]
+    launched.clear()
+    AdamSteps(jobs("O2", copied=True, sizes=(40,) * 3, bounded=True)).run()
+    assert launched == ["bounds", "write"]
 
 
 def test_an_empty_parameter_among_others():

@@ -1,0 +1,112 @@
+"""Bounds of what a step of Adam will store, from numbers that are known before it: scales for a step of one pass.
+
+A tensor keeps its `record`, FP32 [4]: max |x| of the stored weight, exp_avg and exp_avg_sq, and the largest quotient
+|exp_avg| / sqrt(exp_avg_sq) of an element, coded (`RATIO_BITS`). `new_bounds` follows from the record, the gradient's
+amax G and the hyperparameters. With n = 1 - beta1, the step size s, the root c of exp_avg_sq's bias correction, and
+exp_avg' and exp_avg_sq' after the step:
+
+* |exp_avg'| <= (1 - n) |exp_avg| + n G, and exp_avg_sq' <= beta2 exp_avg_sq + (1 - beta2) G**2.
+* |weight'| <= decay |weight| + |update|, and |update| = s |exp_avg'| / (c sqrt(exp_avg_sq') + eps) is at most
+  s |exp_avg'| / eps. It is also at most s / c ((1 - n) / sqrt(beta2) R + n / sqrt(1 - beta2)), where R is the largest
+  quotient before the step: exp_avg_sq' is a sum of beta2 exp_avg_sq and (1 - beta2) g**2, so its root is at least
+  that of each; the parts of exp_avg' are divided by one each. The smaller of the two bounds counts.
+
+That holds for any betas and any states, those of another optimizer's checkpoint too, since R is measured and not
+assumed. (Exact states that began at zero have R <= n / sqrt((1 - beta2) (1 - beta1**2 / beta2)) by the inequality of
+Cauchy and Schwarz, 7.3 with the usual betas; rounded ones may exceed it.) An exp_avg_sq below 2**-126 counts as that
+number: eps is more than c times its root in each step that takes the second bound.
+
+Roundings to FP32 are at most 2**-24 of the numbers that take part; `SLACK` of each is added.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ..reference import GRADIENT_LIMIT
+from .rounding import decoded
+from .table import Slot
+
+RATIO_BITS = math.ceil((63.5 + 2 * 0.0861) * 2**23)
+"""What makes FP32 bits of at least the quotient |m| / sqrt(v) of bits(m) - bits(v) / 2.
+
+The bits of a positive number are its logarithm to base 2, times 2**23, plus 127 of the exponent; between two powers of
+two they are below it by 0.0861 at most. Twice: for an element of exp_avg, and for its scale.
+"""
+SLACK, UPDATE_SLACK = 2.0**-20, 1 + 2.0**-10
+LEAST_ROOT = 2.0**-63
+INT32_MAX = 2**31 - 1
+INF_BITS = 0x7F800000
+_PART = 2**20
+
+
+def measured(weight: Slot, exp_avg: Slot, exp_avg_sq: Slot) -> torch.Tensor:
+    """The record of tensors as they are stored, FP32 [4]. What a step keeps of what it writes is this to the bit."""
+    block_size = max(slot.block_size for slot in (weight, exp_avg, exp_avg_sq)) or 1
+    size, numel = -(-_PART // block_size) * block_size, weight.data.numel()
+    record = torch.zeros(4, dtype=torch.int32, device=weight.data.device)
+    for start in range(0, numel, size):
+        w, m, v = (_part(slot, start, min(start + size, numel)) for slot in (weight, exp_avg, exp_avg_sq))
+        amaxes = [(data.abs() * inverse).amax().abs() for data, inverse in (w, m, v)]  # abs: of a NaN
+        found = torch.stack([*(amax.view(torch.int32) for amax in amaxes), _coded_ratios(*m, *v).amax()])
+        record = torch.maximum(record, found)
+    return record.view(torch.float32)
+
+
+def _part(slot: Slot, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """FP32 data of some elements, and what each is multiplied by."""
+    flat = slot.data.detach().view(-1)[start:stop]
+    data = decoded(flat.view(torch.uint8) if flat.dtype.itemsize == 1 else flat, slot.data.dtype)
+    inverse = torch.ones((), device=flat.device) if slot.scale_inv is None else slot.scale_inv.detach()
+    if slot.block_size:
+        first, last = start // slot.block_size, -(-stop // slot.block_size)
+        inverse = inverse[first:last].repeat_interleave(slot.block_size)[: stop - start]
+    return data, inverse
+
+
+def _coded_ratios(m, m_inverse, v, v_inverse) -> torch.Tensor:
+    """|exp_avg| / sqrt(exp_avg_sq) of each element, coded, int32; 0 where exp_avg is 0."""
+    ratios = (m.view(torch.int32) & INT32_MAX) - (v.view(torch.int32) >> 1)
+    one = 127 << 23
+    shift = m_inverse.view(torch.int32) - one - ((v_inverse.view(torch.int32) - one) >> 1)
+    largest = INF_BITS - RATIO_BITS - shift.clamp(min=0)
+    return torch.where(ratios > 0, (torch.minimum(ratios, largest) + shift).clamp(min=0), 0)
+
+
+def new_bounds(
+    record: torch.Tensor,
+    grad_amax: torch.Tensor,
+    hyper: torch.Tensor,
+    exp_avg_sq_inverse: torch.Tensor,
+    decoupled: bool,
+) -> list[torch.Tensor]:
+    """No less than max |x| of the new weight, exp_avg and exp_avg_sq, before they are rounded; FP32, 0-dim.
+
+    Args:
+        record: of what is stored, FP32 [4].
+        grad_amax: no less than that of the gradient's finite values; 0 if it counts as zero. FP32, 0-dim.
+        hyper: FP32 [9].
+        exp_avg_sq_inverse: scale_inv of the stored exp_avg_sq, or 1. FP32, 0-dim.
+    """
+    step_size, decay, weight_decay, n, beta2, new_in_exp_avg_sq, c, eps, _ = hyper.unbind()
+    w, m, v, coded = record.unbind()
+    ratio = (coded.view(torch.int32) + RATIO_BITS).view(torch.float32)
+    g = grad_amax.clamp(max=GRADIENT_LIMIT)
+    if not decoupled:
+        g = g + weight_decay.abs() * w
+    kept, new = 1 - n + SLACK, n + SLACK
+    m = kept * m + new * g
+    v = v * beta2 + new_in_exp_avg_sq * g * g
+    quotient = kept / _square_root(beta2) * ratio + new / _square_root(new_in_exp_avg_sq)
+    of_quotient, of_eps = step_size.abs() * quotient / c, step_size.abs() * m / eps
+    takes_quotient = (eps >= c * LEAST_ROOT * exp_avg_sq_inverse.clamp(min=1.0)) & (of_quotient < of_eps)
+    update = torch.where(takes_quotient, of_quotient, of_eps) * UPDATE_SLACK
+    if decoupled:
+        w = w * decay.abs()
+    return [(w + update) * (1 + SLACK), m, v]
+
+
+def _square_root(number: torch.Tensor) -> torch.Tensor:
+    return number.double().sqrt().float()  # PyTorch's own of FP32 is off by a last bit now and then

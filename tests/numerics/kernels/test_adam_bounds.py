@@ -1,0 +1,185 @@
+"""The Adam step in one pass: bounds of what it stores hold, and nothing but the scales differs from two passes."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as some
+from test_adam_passes import bits, needs_compiler, slots, value
+
+from fp8_backends.numerics.kernels import reference
+from fp8_backends.numerics.kernels.adam import cpu
+from fp8_backends.numerics.kernels.adam.bounds import measured, new_bounds
+from fp8_backends.numerics.kernels.adam.dispatch import AdamSteps, Job, Slot, adam_hyper
+from fp8_backends.numerics.scaled_tensor import quantize
+
+E4M3, FP16 = torch.float8_e4m3fn, torch.float16
+SIZES = (3000, 1, 70_001, 16, 130)
+OPTIONS = {
+    "adamw": {"decoupled": True, "maximize": False, "rounding": "stochastic"},
+    "adam": {"decoupled": False, "maximize": True, "rounding": "nearest"},
+}
+
+
+def jobs(case="O2", options="adamw", copied=False, sizes=SIZES, bounded=True):
+    made = []
+    for i, numel in enumerate(sizes):
+        hyper = adam_hyper(1e-3 * (i + 1), (0.9, 0.999), 1e-8, 0.1, torch.tensor(float(i + 1)), "cpu")
+        copy = Slot(torch.zeros(numel, dtype=E4M3), torch.ones(())) if copied else None
+        parts = slots(case, numel, i)
+        record = measured(parts[0], *parts[2:]) if bounded else None
+        made.append(Job(*parts, hyper, seed=2**20 + i, copy=copy, first=40, record=record, **OPTIONS[options]))
+    return made
+
+
+def all_bits(of):
+    records = [Slot(job.record) for job in of if job.record is not None]
+    return bits([each for job in of for each in (*job[:4], job.copy) if each is not None] + records)
+
+
+# The bounds
+
+positive = some.floats(-30, 30).map(lambda exponent: 2.0**exponent)
+share = some.sampled_from([0.0, 0.1, 0.5, 0.9, 0.99, 0.999, 0.999999])
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    sizes=some.tuples(positive, positive, positive, positive),
+    spread=some.sampled_from([0.0, 1.0, 8.0, 40.0]),
+    betas=some.tuples(share, share),
+    eps=some.sampled_from([1e-8, 1e-15, 1e-30, 1.0]),
+    lr=some.floats(1e-8, 10.0),
+    step=some.sampled_from([1, 2, 10, 10_000]),
+    decoupled=some.booleans(),
+    stored=some.booleans(),
+    seed=some.integers(0, 2**31),
+)
+def test_no_element_is_above_its_bound(sizes, spread, betas, eps, lr, step, decoupled, stored, seed):
+    """Of any states, such as no run of Adam has: the magnitudes of exp_avg and exp_avg_sq have nothing in common."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def values(size):
+        spreads = 2.0 ** (spread * torch.randn(64, generator=generator))
+        return (size * torch.randn(64, generator=generator) * spreads).clamp(-(2.0**62), 2.0**62)
+
+    w, g, m, v = (values(size) for size in sizes)
+    v = v.abs()
+    parts = [Slot(x) for x in (w, m, v)]
+    if stored:
+        parts = [Slot(x._data, x._scale_inv) for x in (quantize(w, FP16), quantize(m, E4M3), quantize(v, FP16))]
+    inverse = parts[2].scale_inv if stored else torch.ones(())
+    options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.1, "step": step}
+    w, m, v = (value(part) for part in parts)
+    new = reference.adam_step(w, g, m, v, **options, decoupled=decoupled, maximize=False, rounded=reference.to_fp32)
+    hyper = adam_hyper(lr, betas, eps, 0.1, torch.tensor(float(step)), "cpu")
+    bounds = new_bounds(measured(*parts), g.abs().amax(), hyper, inverse, decoupled)
+    for values, bound in zip(new, bounds, strict=True):
+        # a bound above FP32's range gives the weight a scale_inv of NaN, as an amax does
+        assert bound.isinf() or values.abs().amax() <= bound.double()
+
+
+def test_the_bounds_of_a_run_that_began_at_zero_are_near_the_amaxes():
+    """After 40 steps, of the weight, exp_avg and exp_avg_sq: within a power of two or two."""
+    generator = torch.Generator().manual_seed(0)
+    weight = quantize(torch.randn(4096, generator=generator) * 0.02, FP16)
+    m, v = quantize(torch.zeros(4096), E4M3), quantize(torch.zeros(4096), FP16)
+    parts = [Slot(x._data, x._scale_inv) for x in (weight, m, v)]
+    record = measured(*parts)
+    for t in range(1, 41):
+        gradient = quantize(1e-3 * torch.randn(4096, generator=generator), E4M3)
+        grad = Slot(gradient._data, gradient._scale_inv)
+        hyper = adam_hyper(1e-3, (0.9, 0.999), 1e-8, 0.1, torch.tensor(float(t)), "cpu")
+        job = Job(parts[0], grad, *parts[1:], hyper, seed=0, record=record, **OPTIONS["adamw"])
+        (bounds,) = AdamSteps([job], fused=False).amaxes()
+        AdamSteps([job], fused=False).run()
+    loose = [(bound / amax).item() for bound, amax in zip(bounds, record, strict=False)]
+    assert all(1 <= each < limit for each, limit in zip(loose, (1.2, 2.5, 1.2), strict=True)), loose
+
+
+# The step
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("case", ["O1", "O2", "O2 blocks", "e5m2 gradient", "wide gradient"])
+def test_it_is_the_step_of_two_passes_with_these_scales(case, options):
+    one, two = jobs(case, options), jobs(case, options, bounded=False)
+    amaxes = AdamSteps(one, fused=False).amaxes()
+    AdamSteps(two, fused=False).write(amaxes)
+    AdamSteps(one, fused=False).run()
+    assert all_bits([job._replace(record=None) for job in one]) == all_bits(two)
+    assert all(torch.equal(job.record, measured(*job.written)) for job in one)
+
+
+# The kernels for a CPU
+
+
+KINDS = [("O1", "adam"), ("O2", "adamw"), ("O2", "adam"), ("O2 blocks", "adamw"), ("wide gradient", "adamw")]
+
+
+def stepped(make, steps=2):
+    """Jobs after steps by the kernels, and by PyTorch's operations."""
+    ours, expected = make(), make()
+    for _ in range(steps):
+        made, eager = AdamSteps(ours), AdamSteps(expected, fused=False)
+        assert {type(part.kernels) for part, _ in made._parts} == {cpu.CPUKernels}
+        bounds = [[amax for amax in of if amax is not None and not amax.dim()] for of in made.amaxes()]
+        assert bits([Slot(amax) for of in bounds for amax in of]) == bits(
+            [Slot(amax) for of in eager.amaxes() for amax in of if amax is not None and not amax.dim()]
+        )
+        for job, before in zip(ours, expected, strict=True):
+            job.record.copy_(before.record)  # `amaxes` has begun a step
+        AdamSteps(ours).run()
+        eager.run()
+    return ours, expected
+
+
+@needs_compiler
+@pytest.mark.parametrize("case,options", KINDS)
+def test_all_parameters_are_stepped_in_one_pass_to_the_bit(case, options):
+    ours, expected = stepped(lambda: jobs(case, options))
+    assert all_bits(ours) == all_bits(expected)
+
+
+@needs_compiler
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("case", ["O2", "wide gradient"])
+def test_a_gradient_that_is_not_finite_counts_as_zero_in_the_bounds_too(case, bad):
+    def make():
+        first, *others = jobs(case)
+        values = value(first.grad)
+        values[2999] = bad
+        made = quantize(values, E4M3)
+        wrong = Slot(values) if first.grad.scale_inv is None else Slot(made._data, made._scale_inv)
+        return [first._replace(grad=wrong), *others]
+
+    ours, expected = stepped(make, steps=1)
+    assert all_bits(ours) == all_bits(expected) and ours[0].record.isfinite().all()
+
+
+@needs_compiler
+def test_a_weight_that_is_not_finite_is_marked_in_one_pass_too():
+    made = jobs()
+    made[0].weight.scale_inv.fill_(float("inf"))
+    made[0].record.copy_(measured(*made[0].written))
+    AdamSteps(made).run()
+    assert made[0].weight.scale_inv.isnan() and made[1].weight.scale_inv.isfinite()
+
+
+@needs_compiler
+def test_shards_take_the_bounds_that_their_ranks_agreed_on():
+    def make():
+        return [job._replace(finite=torch.tensor(i != 1)) for i, job in enumerate(jobs())]
+
+    ours, expected = make(), make()
+    for of, options in ((ours, {}), (expected, {"fused": False})):
+        steps = AdamSteps(of, **options)
+        steps.write([[amax * 4 for amax in amaxes] for amaxes in steps.amaxes()])
+    assert all_bits(ours) == all_bits(expected) != all_bits(jobs())
+
+
+@needs_compiler
+def test_the_copy_of_a_master_has_the_scale_of_the_bound():
+    ours, expected = stepped(lambda: jobs(copied=True))
+    assert all_bits(ours) == all_bits(expected)
+    largest = value(ours[0].copy).abs().max()
+    assert 1 / 1.07 <= largest / ours[0].record[0] <= 1.07

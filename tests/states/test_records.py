@@ -1,0 +1,109 @@
+"""What an optimizer keeps of the tensors that its step has stored: true after each step, gone after any other write."""
+
+import copy
+import io
+
+import pytest
+import torch
+from level_steps import LEVELS, OPTIMIZERS, loss_of, parameters_of, prepared, train
+
+from fp8_backends.numerics.kernels.adam.bounds import measured
+from fp8_backends.numerics.kernels.adam.dispatch import AdamSteps
+from fp8_backends.numerics.kernels.quantize import dispatch as quantization
+from fp8_backends.numerics.scaled_tensor import ScaledTensor
+from fp8_backends.numerics.scaling import tensor_amax
+
+
+def known(model):
+    return {name: p.known_amax() for name, p in model.named_parameters() if isinstance(p, ScaledTensor)}
+
+
+@pytest.fixture
+def measurements(monkeypatch):
+    """How many records were measured so far."""
+    from fp8_backends.states import records
+
+    calls = []
+    monkeypatch.setattr(records, "measured", lambda *slots: calls.append(slots) or measured(*slots))
+    return calls
+
+
+@pytest.mark.parametrize("exp_avg_scaling", ["tensor", "block"])
+def test_a_record_is_measured_before_the_first_step_and_after_each_other_write_alone(measurements, exp_avg_scaling):
+    model, optimizer = prepared("O2", exp_avg_scaling=exp_avg_scaling)
+    train(model, optimizer, range(4))
+    count = len(known(model))
+    assert len(measurements) == count > 0
+    optimizer.state[model[0].weight]["exp_avg"].mul_(2.0)
+    train(model, optimizer, range(2))
+    assert len(measurements) == count + 1
+    with torch.no_grad():
+        model[0].weight.mul_(2.0)
+    train(model, optimizer, range(2))
+    assert len(measurements) == count + 2
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    train(model, optimizer, range(2))
+    assert len(measurements) == 2 * count + 2
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_both_forms_train_alike(level):
+    """Numbers of a format are the same with either scale, but for subnormal ones."""
+    losses = {}
+    for scales in ("amax", "bound"):
+        model, optimizer = prepared(level, optimizer_scales=scales)
+        losses[scales] = train(model, optimizer, range(8))
+    assert losses["bound"][-1] < losses["bound"][0]
+    torch.testing.assert_close(losses["bound"], losses["amax"], rtol=1e-3, atol=0)
+
+
+def test_without_eps_nothing_bounds_an_update_and_the_step_takes_two_passes(monkeypatch):
+    jobs = []
+    made = AdamSteps.__init__
+    monkeypatch.setattr(AdamSteps, "__init__", lambda self, of, **how: jobs.extend(of) or made(self, of, **how))
+    for eps in (0.0, 1e-8):
+        model, optimizer = prepared("O2", lambda p, eps=eps: torch.optim.AdamW(p, 1e-3, eps=eps))
+        train(model, optimizer, [0])
+        assert {job.record is not None for job in jobs if job.weight.scale_inv is not None} == {eps > 0}
+        jobs.clear()
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_weight_knows_the_amax_of_its_data_until_something_writes_to_it(kind):
+    model, optimizer = prepared("O2", OPTIMIZERS[kind])
+    assert set(known(model).values()) == {None}
+    train(model, optimizer, range(3))
+    for name, p in model.named_parameters():
+        if isinstance(p, ScaledTensor):
+            assert torch.equal(p.known_amax(), tensor_amax(p._data)), name
+    assert set(known(copy.deepcopy(model)).values()) == {None}
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    with torch.no_grad():
+        model[0].weight.add_(1.0)
+        model[3].weight.data = torch.zeros(64, 128)
+    assert set(known(model).values()) == {None}
+
+
+def test_a_forward_takes_the_known_amax_and_makes_the_same_codes(monkeypatch):
+    model, optimizer = prepared("O2")
+    train(model, optimizer, range(3))
+    taken = []
+    quantize = quantization.quantize
+    monkeypatch.setattr(
+        quantization, "quantize", lambda *a, amax=None, **k: taken.append(amax) or quantize(*a, amax=amax, **k)
+    )
+    with torch.no_grad():
+        first = loss_of(model, 9)
+        assert sum(amax is not None for amax in taken) == len(known(model))
+        for p in parameters_of(optimizer):
+            if isinstance(p, ScaledTensor):
+                p.stored.known = None
+        taken.clear()
+        assert torch.equal(loss_of(model, 9), first) and taken and not any(amax is not None for amax in taken)
+
+
+def test_a_copied_optimizer_has_no_records():
+    model, optimizer = prepared("O2")
+    train(model, optimizer, range(2))
+    assert "fp8_records" in optimizer.__dict__ and "fp8_records" not in copy.deepcopy(optimizer).__dict__
