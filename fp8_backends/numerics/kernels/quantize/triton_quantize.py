@@ -32,6 +32,7 @@ from ..triton_common import (
     scale_inv_of,
     to_codes,
 )
+from .known_amax import known_partials
 from .layouts import DYNAMIC, Layouts
 
 
@@ -78,7 +79,8 @@ def quantize(
 ) -> Layouts:
     """`dispatch.quantize`, with the same arguments and results.
 
-    Where the scale is known, one pass casts and takes the amax; else a pass of its own takes the amax first. A matrix
+    Where the scale is known, one pass casts and takes the amax; else a pass of its own takes the amax first, unless it
+    was noted on x (`known_amax`). A matrix
     is read in place where one of its strides is 1, and copied before where none is.
 
     Args:
@@ -90,7 +92,9 @@ def quantize(
     if scale is not None:
         rule, given, partials, result = "given", scale, None, number(2).zero_()
     else:
-        given, partials, result = window_state, _partial_amaxes(matrix, keep_nan), number(2)
+        known = known_partials(x, keep_nan)
+        partials = _partial_amaxes(matrix, keep_nan) if known is None else known
+        given, result = window_state, number(2)
     codes, transposed = empty_codes(matrix, rows, columns)
     with triton_gate.on_device_of(matrix):
         _cast_kernel[(max(tiles_of(matrix, tile), 1),)](  # an empty matrix has a scale, too
