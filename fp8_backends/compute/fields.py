@@ -320,6 +320,13 @@ FP8_PARAMS = Field(
     launcher_default=False,
     synonyms={"fp8_param": same, "fp8_param_gather": same},
 )
+FUSE_ACTIVATIONS = Field(
+    "fuse_activations",
+    False,
+    flag,
+    "In eager training on a GPU one kernel computes a gated activation, and its amax, forward and backward.",
+    idle=False,
+)
 
 SCALING_FIELDS = (
     FP8_FORMAT,
@@ -331,7 +338,7 @@ SCALING_FIELDS = (
     USE_AUTOCAST_DURING_EVAL,
 )
 """Fields of TransformerEngine's rules."""
-NATIVE_FIELDS = (*SCALING_FIELDS, FP8_PARAMS)
+NATIVE_FIELDS = (*SCALING_FIELDS, FP8_PARAMS, FUSE_ACTIVATIONS)
 """Fields of `native`, which follows these rules on any device."""
 
 
