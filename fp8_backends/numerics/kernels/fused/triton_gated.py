@@ -19,7 +19,7 @@ from triton.language.extra import libdevice
 
 from .. import triton_gate
 from ..quantize.triton_quantize import AMAX_PROGRAMS
-from ..triton_common import OPTIONS, as_bits, as_fp32, to_nearest
+from ..triton_common import OPTIONS, as_bits, as_fp32, magnitude, to_nearest
 
 BLOCK, WARPS = 2048, 4
 """Elements and warps of a program: sixteen elements a thread, loaded in vectors."""
@@ -139,11 +139,12 @@ def _stored(x, DTYPE: tl.constexpr, ON_GPU: tl.constexpr):
 
 @triton.jit
 def _larger(largest, x, KEEP_NAN: tl.constexpr):
-    """The larger of two magnitudes, FP32: one instruction, which leaves NaN out or hands it on."""
+    """The larger of two magnitudes, FP32."""
+    x = as_fp32(x)
     if KEEP_NAN:
-        return tl.maximum(largest, tl.abs(as_fp32(x)), propagate_nan=tl.PropagateNan.ALL)
+        return tl.maximum(largest, tl.abs(x), propagate_nan=tl.PropagateNan.ALL)
     else:
-        return tl.maximum(largest, tl.abs(as_fp32(x)), propagate_nan=tl.PropagateNan.NONE)
+        return tl.maximum(largest, magnitude(x))
 
 
 @triton.jit
