@@ -324,7 +324,8 @@ FUSE_ACTIVATIONS = Field(
     "fuse_activations",
     False,
     flag,
-    "In eager training on a GPU one kernel computes a gated activation, and its amax, forward and backward.",
+    "In eager training on a GPU one kernel computes an RMSNorm or a gated activation, and its amax, forward and "
+    "backward.",
     idle=False,
 )
 

@@ -163,13 +163,13 @@ class ConvertsNorms(Protocol):
 
 @runtime_checkable
 class FusesActivations(Protocol):
-    """A backend that computes activations between layers by kernels of its own, where the recipe says
+    """A backend that computes norms and gated activations by kernels of its own, where the recipe says
     `fuse_activations`."""
 
-    def fused_blocks(
+    def fused_activations(
         self, root: nn.Module, recipe: Recipe, layers: Container[nn.Module]
     ) -> list[tuple[nn.Module, nn.Module]]:
-        """The blocks that it knows and that are not swapped yet, each with the module whose class and added attributes
+        """The modules that it knows and that are not swapped yet, each with the module whose class and added attributes
         it takes on, as in `Compute.build`.
 
         Args:

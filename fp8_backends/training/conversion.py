@@ -43,10 +43,10 @@ ALIGNMENT = 16
 NORM_CONVERSION = "_fp8_norm_conversion"
 """Attribute of a swapped normalisation layer, as `CONVERSION` is of a weight's layer: its `Conversion`."""
 
-BLOCK_CONVERSION = "_fp8_block_conversion"
-"""The same of a block whose activation is fused."""
+FUSED_CONVERSION = "_fp8_fused_conversion"
+"""The same of a norm or a gated block that is fused."""
 
-_MARKS = (CONVERSION, NORM_CONVERSION, BLOCK_CONVERSION)
+_MARKS = (CONVERSION, NORM_CONVERSION, FUSED_CONVERSION)
 
 ADDED = "added after the model was prepared: prepare it again to convert this layer"
 """Reason of a layer that `convert` has not seen."""
@@ -109,8 +109,8 @@ def convert(model: nn.Module, recipe: Recipe, compute: Compute) -> Prepared:
     experts = _build_experts([each for each in chosen if each.part], recipe, compute, shared)
     if isinstance(compute, ConvertsNorms):
         _note_fusions(root, norms, compute.fuse(root, recipe, dict([*built, *new_norms])))
-    blocks = _fused_blocks(root, recipe, compute, {layer for layer, _ in built})
-    report = ConversionReport([each.product for each in found], norms, _names_of_fused(root, recipe, blocks))
+    activations = _fused_activations(root, recipe, compute, {layer for layer, _ in built})
+    report = ConversionReport([each.product for each in found], norms, _names_of_fused(root, recipe, activations))
     if not report.converted:
         message = f"{recipe.name}: no layer of this model can run in FP8. {report if found else 'It has no Linear.'}"
         if recipe.on_unproven == "raise":
@@ -123,14 +123,14 @@ def convert(model: nn.Module, recipe: Recipe, compute: Compute) -> Prepared:
             swap_class(linear, carrier, recipe)
         for norm, carrier in new_norms:
             swap_class(norm, carrier, recipe, NORM_CONVERSION)
-        for block, carrier in blocks:
-            swap_class(block, carrier, recipe, BLOCK_CONVERSION)
+        for module, carrier in activations:
+            swap_class(module, carrier, recipe, FUSED_CONVERSION)
         for module, weights in experts:
             expert_functions.attach(module, weights)
         if is_new:
             _attach(root, prepared)
     except BaseException:
-        for module, _ in (*built, *new_norms, *blocks):
+        for module, _ in (*built, *new_norms, *activations):
             restore_layer(module)
         for module, weights in experts:
             expert_functions.detach(module, list(weights))
@@ -332,22 +332,22 @@ def _note_fusions(root: nn.Module, norms: list[NormLayer], fusions: list[Fusion]
         norm.fused_with, norm.apart = fusion.linear and name_of[fusion.linear], fusion.reason
 
 
-def _fused_blocks(
+def _fused_activations(
     root: nn.Module, recipe: Recipe, compute: Compute, layers: Container[nn.Module]
 ) -> list[tuple[nn.Module, nn.Module]]:
-    """The blocks whose activation is to be fused, with their carriers, where the recipe asks for it."""
+    """The norms and gated blocks to fuse now, with their carriers, where the recipe asks for it."""
     if not (recipe.fuse_activations and isinstance(compute, FusesActivations)):
         return []
-    return compute.fused_blocks(root, recipe, layers)
+    return compute.fused_activations(root, recipe, layers)
 
 
 def _names_of_fused(root: nn.Module, recipe: Recipe, new: list[tuple[nn.Module, nn.Module]]) -> list[str] | None:
-    """The names of all blocks whose activation is fused; None where the recipe does not ask for it."""
+    """The names of all that are fused; None where the recipe does not ask for it."""
     if not recipe.fuse_activations:
         return None
-    chosen = {id(block) for block, _ in new}
+    chosen = {id(module) for module, _ in new}
     modules = root.named_modules()
-    return [plain_name(name) for name, each in modules if id(each) in chosen or BLOCK_CONVERSION in each.__dict__]
+    return [plain_name(name) for name, each in modules if id(each) in chosen or FUSED_CONVERSION in each.__dict__]
 
 
 def _check_same_recipe(what: str, had: Recipe, wanted: Recipe) -> None:

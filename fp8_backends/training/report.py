@@ -37,8 +37,9 @@ class ConversionReport:
     products: list[WeightProduct]
     norms: list[NormLayer] = field(default_factory=list)
     """Empty for a backend that leaves norms alone."""
-    fused_blocks: list[str] | None = None
-    """Where the recipe says `fuse_activations`: names of the blocks whose activation has a kernel of its own."""
+    fused_activations: list[str] | None = None
+    """Where the recipe says `fuse_activations`: names of the norms and gated blocks that have kernels of
+    their own."""
 
     @property
     def converted(self) -> list[str]:
@@ -91,9 +92,9 @@ class ConversionReport:
     @property
     def _further_lines(self) -> list[str]:
         lines = [self._norms_line] if self.norms else []
-        if self.fused_blocks is not None:
-            blocks = f": {listed(self.fused_blocks)}" if self.fused_blocks else ", all blocks run as before"
-            lines.append(f"{counted(len(self.fused_blocks), 'gated activation')} fused{blocks}")
+        if self.fused_activations is not None:
+            names = f": {listed(self.fused_activations)}" if self.fused_activations else ", all run as before"
+            lines.append(f"{counted(len(self.fused_activations), 'activation')} fused{names}")
         return lines
 
     @property

@@ -12,7 +12,6 @@ kernel of the activation and the casts around it, in both layouts, without stori
 from __future__ import annotations
 
 import copy
-import copyreg
 import functools
 import inspect
 from collections.abc import Callable, Container
@@ -27,6 +26,7 @@ from ...numerics.kernels.triton_gate import usable
 from ...numerics.modules import changes_nothing
 from ..derivatives import refuse_second_derivative
 from ..interface import COMPUTE_DTYPES, Recipe
+from .fused_class import carrier_for
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
@@ -56,9 +56,8 @@ def carriers(root: nn.Module, layers: Container[nn.Module], recipe: Recipe) -> l
     for block in root.modules():
         gate = None if isinstance(block, FusedGate) else _gate_of(block, layers)
         if gate is not None:
-            carrier = object.__new__(_class_for(type(block)))
-            carrier.__dict__.update(nn.Module().__dict__, fp8_gate=gate, fp8_keeps_nan=recipe.scaling == "window")
-            found.append((block, carrier))
+            keeps_nan = recipe.scaling == "window"
+            found.append((block, carrier_for(FusedGate, block, fp8_gate=gate, fp8_keeps_nan=keeps_nan)))
     return found
 
 
@@ -171,25 +170,3 @@ class _Product(torch.autograd.Function):
         for each in made:
             note(each.values, each.partials, ctx.keep_nan)
         return made.gate.values, made.up.values, None, None
-
-
-# the class of a block
-
-
-@functools.cache
-def _class_for(original: type[nn.Module]) -> type[nn.Module]:
-    """`original` with `FusedGate`'s forward, so that `isinstance` stays true."""
-    members = {"fp8_original": original, "__module__": __name__}
-    return _Fused(f"Fused{original.__name__}", (FusedGate, original), members)
-
-
-class _Fused(type):
-    """The class of these classes. They are pickled by what they were made from, since no name imports them."""
-
-
-def _reduce(fused: _Fused):
-    parts = (fused.fp8_original,)
-    return (_class_for, parts) if fused is _class_for(*parts) else fused.__qualname__  # a subclass of one of these
-
-
-copyreg.pickle(_Fused, _reduce)

@@ -19,7 +19,8 @@ from triton.language.extra import libdevice
 
 from .. import triton_gate
 from ..quantize.triton_quantize import AMAX_PROGRAMS
-from ..triton_common import OPTIONS, as_bits, as_fp32, magnitude, to_nearest
+from ..triton_common import OPTIONS, as_fp32
+from .triton_values import larger, store_largest, stored
 
 BLOCK, WARPS = 2048, 4
 """Elements and warps of a program: sixteen elements a thread, loaded in vectors."""
@@ -132,28 +133,6 @@ def _activation_gradient(grad, x, ACTIVATION: tl.constexpr, ON_GPU: tl.constexpr
 
 
 @triton.jit
-def _stored(x, DTYPE: tl.constexpr, ON_GPU: tl.constexpr):
-    """FP32 values in another dtype, to nearest even: one instruction of a GPU for two of them."""
-    return x.to(DTYPE) if ON_GPU else to_nearest(x, DTYPE)
-
-
-@triton.jit
-def _larger(largest, x, KEEP_NAN: tl.constexpr):
-    """The larger of two magnitudes, FP32."""
-    x = as_fp32(x)
-    if KEEP_NAN:
-        return tl.maximum(largest, tl.abs(x), propagate_nan=tl.PropagateNan.ALL)
-    else:
-        return tl.maximum(largest, magnitude(x))
-
-
-@triton.jit
-def _store_largest(ptr, largest):
-    """Of one program, as bits, by whose order NaN is the largest."""
-    tl.store(ptr + tl.program_id(0), tl.max(as_bits(largest) & 0x7FFFFFFF))
-
-
-@triton.jit
 def _forward_kernel(
     gate_ptr,
     up_ptr,
@@ -172,12 +151,12 @@ def _forward_kernel(
         at = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         inside = at < elements
         gate, up = tl.load(gate_ptr + at, mask=inside, other=0.0), tl.load(up_ptr + at, mask=inside, other=0.0)
-        activated = _stored(_activated(as_fp32(gate), ACTIVATION, ON_GPU), gate.dtype, ON_GPU)
-        values = _stored(as_fp32(activated) * as_fp32(up), gate.dtype, ON_GPU)
+        activated = stored(_activated(as_fp32(gate), ACTIVATION, ON_GPU), gate.dtype, ON_GPU)
+        values = stored(as_fp32(activated) * as_fp32(up), gate.dtype, ON_GPU)
         tl.store(values_ptr + at, values, mask=inside)
-        largest = _larger(largest, values, KEEP_NAN)
+        largest = larger(largest, values, KEEP_NAN)
         block += tl.num_programs(0)
-    _store_largest(partial_ptr, largest)
+    store_largest(partial_ptr, largest)
 
 
 @triton.jit
@@ -203,15 +182,15 @@ def _backward_kernel(
         inside = at < elements
         grad = as_fp32(tl.load(grad_ptr + at, mask=inside, other=0.0))
         gate, up = tl.load(gate_ptr + at, mask=inside, other=0.0), tl.load(up_ptr + at, mask=inside, other=0.0)
-        activated = _stored(_activated(as_fp32(gate), ACTIVATION, ON_GPU), gate.dtype, ON_GPU)
-        of_up = _stored(grad * as_fp32(activated), gate.dtype, ON_GPU)
-        of_activated = as_fp32(_stored(grad * as_fp32(up), gate.dtype, ON_GPU))
+        activated = stored(_activated(as_fp32(gate), ACTIVATION, ON_GPU), gate.dtype, ON_GPU)
+        of_up = stored(grad * as_fp32(activated), gate.dtype, ON_GPU)
+        of_activated = as_fp32(stored(grad * as_fp32(up), gate.dtype, ON_GPU))
         of_gate = _activation_gradient(of_activated, as_fp32(gate), ACTIVATION, ON_GPU)
-        of_gate = _stored(of_gate, gate.dtype, ON_GPU)
+        of_gate = stored(of_gate, gate.dtype, ON_GPU)
         tl.store(up_grad_ptr + at, of_up, mask=inside)
         tl.store(gate_grad_ptr + at, of_gate, mask=inside)
-        largest_of_up = _larger(largest_of_up, of_up, KEEP_NAN)
-        largest_of_gate = _larger(largest_of_gate, of_gate, KEEP_NAN)
+        largest_of_up = larger(largest_of_up, of_up, KEEP_NAN)
+        largest_of_gate = larger(largest_of_gate, of_gate, KEEP_NAN)
         block += tl.num_programs(0)
-    _store_largest(up_partial_ptr, largest_of_up)
-    _store_largest(gate_partial_ptr, largest_of_gate)
+    store_largest(up_partial_ptr, largest_of_up)
+    store_largest(gate_partial_ptr, largest_of_gate)

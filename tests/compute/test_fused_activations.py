@@ -72,14 +72,14 @@ def test_recognised(name):
     kind = type(block)
     model = prepared(block)
     assert model[1] is block and isinstance(block, kind) and isinstance(block, FusedGate) and block.fp8_gate == gate
-    assert str(model._fp8_prepared.report).endswith("1 gated activation fused: 1")
+    assert str(model._fp8_prepared.report).endswith("1 activation fused: 1")
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_whatever_computes_something_else_runs_as_before(name):
     model = prepared(Gated(OTHERS[name]))
     assert type(model[1]) is Gated
-    assert str(model._fp8_prepared.report).endswith("0 gated activations fused, all blocks run as before")
+    assert str(model._fp8_prepared.report).endswith("0 activations fused, all run as before")
 
 
 def test_blocks_with_more_parts_or_without_an_fp8_layer_run_as_before():
