@@ -1,5 +1,5 @@
-"""`fuse_activations`: which blocks are recognised, and that all runs as before where no kernel can. The kernels are
-tested in `tests/numerics/triton_kernels`."""
+"""`fuse_activations`: which norms and gated blocks are recognised, and that all runs as before where no kernel can.
+The kernels are tested in `tests/numerics/triton_kernels`."""
 
 import copy
 import pickle
@@ -9,12 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import GemmaConfig, LlamaConfig, T5Config
-from transformers.models.gemma.modeling_gemma import GemmaMLP
-from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.models.gemma.modeling_gemma import GemmaMLP, GemmaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.t5.modeling_t5 import T5DenseGatedActDense
 
 import fp8_backends
 from fp8_backends.compute.native.fused_gates import FusedGate, Gate
+from fp8_backends.compute.native.fused_norms import FusedNorm
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
 
@@ -32,9 +34,8 @@ class Gated(nn.Module):
 
 
 def prepared(block, backend="native:dynamic", **fields):
-    model = nn.Sequential(nn.Linear(16, 16), block)
-    fields = {"also_include": ["1"], "fuse_activations": True, **fields}
-    return fp8_backends.prepare(model, None, {"backend": backend, **fields})[0]
+    model = nn.Sequential(nn.Linear(16, 16), block, nn.Linear(16, 16))  # the last one is a head, and stays
+    return fp8_backends.prepare(model, None, {"backend": backend, "fuse_activations": True, **fields})[0]
 
 
 def llama():
@@ -91,6 +92,39 @@ def test_blocks_with_more_parts_or_without_an_fp8_layer_run_as_before():
     assert type(prepared(replaced)[1]) is LlamaMLP
 
 
+class RoundedOnce(LlamaRMSNorm):
+    def forward(self, x):
+        x32 = x.float()
+        normed = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return (self.weight * normed).to(x.dtype)
+
+
+class OnceMore(LlamaRMSNorm):
+    def __init__(self, size):
+        super().__init__(size)
+        self.scale = nn.Parameter(torch.ones(size))
+
+
+NORMS = {
+    "Llama": (lambda: LlamaRMSNorm(16, eps=1e-5), 1e-5),
+    "Qwen3 in bf16": (lambda: Qwen3RMSNorm(16, eps=1e-6).bfloat16(), 1e-6),
+    "Gemma": (lambda: GemmaRMSNorm(16), None),
+    "PyTorch's": (lambda: nn.RMSNorm(16, eps=1e-5), None),
+    "LayerNorm": (lambda: nn.LayerNorm(16), None),
+    "rounded after the weight": (lambda: RoundedOnce(16), None),
+    "two Parameters": (lambda: OnceMore(16), None),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_norms(name):
+    """Those that round as Llama's does, to the bit."""
+    norm, eps = NORMS[name][0](), NORMS[name][1]
+    assert prepared(norm)[1] is norm and isinstance(norm, FusedNorm) == (eps is not None)
+    if eps is not None:
+        assert norm.fp8_eps == eps
+
+
 def trained(model):
     found = []
     for seed in range(2):
@@ -109,7 +143,7 @@ def test_a_cpu_computes_as_before_and_so_does_compiled_code():
     for fuse in (False, True):
         torch._dynamo.reset()
         torch.manual_seed(0)
-        model = prepared(llama(), fuse_activations=fuse)
+        model = prepared(nn.Sequential(LlamaRMSNorm(16), llama()), fuse_activations=fuse)
         graphs = []
 
         def note(graph, inputs, graphs=graphs):
