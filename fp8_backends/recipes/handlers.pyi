@@ -290,8 +290,8 @@ class NativeRecipeKwargs(Recipe):
             Weights that do not train are stored in FP8, about 1 byte an element. Not with a level, which stores weights
             itself. Read by native, te.
         fuse_activations (True, False; default False):
-            In eager training on a GPU one kernel computes a gated activation, and its amax, forward and backward. Read
-            by native.
+            In eager training on a GPU one kernel computes an RMSNorm or a gated activation, and its amax, forward and
+            backward. Read by native.
         include:
             Name patterns of layers to convert (fnmatch, over the full name; without a dot also any one part of it),
             separated by commas. Read by every backend.
@@ -397,8 +397,8 @@ class FP8RecipeKwargs(Recipe):
         auto_filter (True, False; default False):
             Leave layers in high precision that TorchAO finds too small to gain. Read by ao.
         fuse_activations (True, False; default False):
-            In eager training on a GPU one kernel computes a gated activation, and its amax, forward and backward. Read
-            by native.
+            In eager training on a GPU one kernel computes an RMSNorm or a gated activation, and its amax, forward and
+            backward. Read by native.
         include:
             Name patterns of layers to convert (fnmatch, over the full name; without a dot also any one part of it),
             separated by commas. Read by every backend.

@@ -1,7 +1,7 @@
 """Triton kernels of RMSNorm as models write it, `weight * (x * rsqrt(mean(x**2) + eps)).to(x.dtype)`, forward and
 backward, each one pass over memory.
 
-In FP32, as the residual stream is under autocast, PyTorch reads and writes 28 bytes an element forward and some 90
+In FP32, as the residual stream is under autocast, PyTorch reads and writes 28 bytes an element forward and 92
 backward; these kernels 8 and 12. The forward also leaves the maxima of what it writes, of which the quantizing kernel
 makes the scale without reading it first.
 
