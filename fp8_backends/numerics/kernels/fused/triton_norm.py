@@ -11,6 +11,7 @@ stored, but for the terms of the weight's gradient.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -49,7 +50,8 @@ def forward(x: torch.Tensor, weight: torch.Tensor, eps: float, keep_nan: bool) -
         values of the shape of x and the dtype to which x and weight are promoted.
     """
     programs = _programs(x, _FORWARD_AT_A_TIME)
-    values = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype), device=x.device)
+    dtype = x.dtype if x.dtype == weight.dtype else torch.promote_types(x.dtype, weight.dtype)
+    values = torch.empty(x.shape, dtype=dtype, device=x.device)
     made = Normed(values, torch.empty(programs, dtype=torch.int32, device=x.device))
     with triton_gate.on_device_of(x):
         _forward_kernel[(programs,)](x, weight, *made, *_matrix(x), eps, KEEP_NAN=keep_nan, **_tile(x))
@@ -72,6 +74,7 @@ def _matrix(x: torch.Tensor) -> tuple[int, int]:
     return x.numel() // x.shape[-1], x.shape[-1]
 
 
+@functools.cache
 def tile_of(columns: int) -> tuple[int, int, int]:
     """The rows and columns of a tile, and its warps."""
     across = triton.next_power_of_2(columns)
