@@ -2,7 +2,11 @@
 The kernels are tested in `tests/numerics/triton_kernels`."""
 
 import copy
+import json
 import pickle
+import runpy
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -170,3 +174,13 @@ def test_a_fused_block_can_be_copied_pickled_and_restored():
 
 def test_the_report_of_a_recipe_without_it_says_nothing():
     assert "fused" not in str(prepared(llama(), fuse_activations=False)._fp8_prepared.report)
+
+
+def test_the_benchmark_rehearses_on_a_cpu_and_fails_where_numbers_are_far_apart(monkeypatch, tmp_path):
+    script = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "gpu" / "activations.py"))
+    monkeypatch.setattr(sys, "argv", ["activations.py", "--runs", "1", "--json", str(tmp_path / "found.json")])
+    assert script["main"]() == 0
+    assert len(json.loads((tmp_path / "found.json").read_text())["cases"]) == 4
+    monkeypatch.setitem(script["ACTIVATIONS"], "silu", torch.relu)
+    monkeypatch.setitem(script["main"].__globals__, "gated_product", lambda gate, up, *_: F.silu(gate) * up)
+    assert script["main"]() == 1

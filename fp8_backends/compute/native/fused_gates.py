@@ -127,7 +127,7 @@ class FusedGate(nn.Module):
         if not (self.training and usable(x)) or self._has_hooked_activation():
             return super().forward(x)
         gate, up, down, activation = self.fp8_gate
-        h = _product(self._modules[gate](x), self._modules[up](x), activation, self.fp8_keeps_nan)
+        h = gated_product(self._modules[gate](x), self._modules[up](x), activation, self.fp8_keeps_nan)
         return self._modules[down](h)
 
     def _has_hooked_activation(self) -> bool:
@@ -137,7 +137,7 @@ class FusedGate(nn.Module):
         return not all(map(changes_nothing, hooks))
 
 
-def _product(gate: torch.Tensor, up: torch.Tensor, activation: str, keep_nan: bool) -> torch.Tensor:
+def gated_product(gate: torch.Tensor, up: torch.Tensor, activation: str, keep_nan: bool) -> torch.Tensor:
     """`act(gate) * up`, with its amax noted where the kernel makes it."""
     alike = gate.dtype == up.dtype and gate.shape == up.shape and gate.dtype in COMPUTE_DTYPES
     if not (alike and gate.is_contiguous() and up.is_contiguous() and usable(gate) and usable(up)):

@@ -84,19 +84,26 @@ class FusedNorm(nn.Module):
     """Whether NaN counts in an amax by the layers' rule."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not (self.training and usable(x) and self._fits(x)):
+        if not (self.training and usable(x)):
             return super().forward(x)
-        y, partials = _Norm.apply(x, self.weight, self.fp8_eps, self.fp8_keeps_nan)
-        note(y, partials, self.fp8_keeps_nan)
-        return y
+        return fused_norm(x, self.weight, self.fp8_eps, self.fp8_keeps_nan)
 
-    def _fits(self, x: torch.Tensor) -> bool:
-        """Whether the kernels can read x and the weight."""
-        weight = self.weight
-        if not usable(weight) or weight.device != x.device or x.shape[-1:] != weight.shape or x.numel() == 0:
-            return False
-        known = x.dtype in COMPUTE_DTYPES and weight.dtype in COMPUTE_DTYPES and weight.numel() <= LONGEST_ROW
-        return known and x.is_contiguous() and weight.is_contiguous()
+
+def fused_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, keep_nan: bool) -> torch.Tensor:
+    """`rms_norm`, with its amax noted where the kernel makes it."""
+    if not (usable(x) and _fit(x, weight)):
+        return rms_norm(x, weight, eps)
+    y, partials = _Norm.apply(x, weight, eps, keep_nan)
+    note(y, partials, keep_nan)
+    return y
+
+
+def _fit(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether the kernels can read x and the weight."""
+    if not usable(weight) or weight.device != x.device or x.shape[-1:] != weight.shape or x.numel() == 0:
+        return False
+    known = x.dtype in COMPUTE_DTYPES and weight.dtype in COMPUTE_DTYPES and weight.numel() <= LONGEST_ROW
+    return known and x.is_contiguous() and weight.is_contiguous()
 
 
 class _Norm(torch.autograd.Function):

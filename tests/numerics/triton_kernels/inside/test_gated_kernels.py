@@ -168,9 +168,9 @@ def test_a_hook_on_the_activation_runs():
 
 def test_what_a_kernel_cannot_read_is_computed_as_before():
     """A gate with gaps between its rows, and one of another dtype."""
-    from fp8_backends.compute.native.fused_gates import _product
+    from fp8_backends.compute.native.fused_gates import gated_product
 
     wide = torch.randn(4, 40)
     gate, up = wide[:, :24], torch.randn(4, 24)
-    assert torch.equal(_product(gate, up, "silu", False), F.silu(gate) * up)
-    assert _product(up.bfloat16(), up, "silu", False).dtype == torch.float32
+    assert torch.equal(gated_product(gate, up, "silu", False), F.silu(gate) * up)
+    assert gated_product(up.bfloat16(), up, "silu", False).dtype == torch.float32
