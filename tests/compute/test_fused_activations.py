@@ -177,6 +177,7 @@ def test_the_report_of_a_recipe_without_it_says_nothing():
 
 
 def test_the_benchmark_rehearses_on_a_cpu_and_fails_where_numbers_are_far_apart(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "path", list(sys.path))  # the script adds its folder
     script = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "gpu" / "activations.py"))
     monkeypatch.setattr(sys, "argv", ["activations.py", "--runs", "1", "--json", str(tmp_path / "found.json")])
     assert script["main"]() == 0
