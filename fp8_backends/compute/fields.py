@@ -320,6 +320,14 @@ FP8_PARAMS = Field(
     launcher_default=False,
     synonyms={"fp8_param": same, "fp8_param_gather": same},
 )
+FUSE_ACTIVATIONS = Field(
+    "fuse_activations",
+    False,
+    flag,
+    "In eager training on a GPU one kernel computes an RMSNorm or a gated activation, and its amax, forward and "
+    "backward.",
+    idle=False,
+)
 
 SCALING_FIELDS = (
     FP8_FORMAT,
@@ -331,7 +339,7 @@ SCALING_FIELDS = (
     USE_AUTOCAST_DURING_EVAL,
 )
 """Fields of TransformerEngine's rules."""
-NATIVE_FIELDS = (*SCALING_FIELDS, FP8_PARAMS)
+NATIVE_FIELDS = (*SCALING_FIELDS, FP8_PARAMS, FUSE_ACTIVATIONS)
 """Fields of `native`, which follows these rules on any device."""
 
 

@@ -8,7 +8,7 @@ several of the protocols below; nothing is to be registered for it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -123,7 +123,7 @@ class HasProfile(Protocol):
         """What counts the products of these layers in a profiled step: an object like `ProductProfile`."""
 
 
-# Norms and experts
+# Norms, activations and experts
 
 
 class Norm(NamedTuple):
@@ -158,6 +158,22 @@ class ConvertsNorms(Protocol):
 
         Args:
             new: carriers of layers and norms, keyed by the modules that will take them on. Those of a pair change.
+        """
+
+
+@runtime_checkable
+class FusesActivations(Protocol):
+    """A backend that computes norms and gated activations by kernels of its own, where the recipe says
+    `fuse_activations`."""
+
+    def fused_activations(
+        self, root: nn.Module, recipe: Recipe, layers: Container[nn.Module]
+    ) -> list[tuple[nn.Module, nn.Module]]:
+        """The modules that it knows and that are not swapped yet, each with the module whose class and added attributes
+        it takes on, as in `Compute.build`.
+
+        Args:
+            layers: those that are about to become FP8 layers.
         """
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from torch import nn
 from ..compute import expert_functions
 from ..compute.conv1d import is_conv1d, linear_like
 from ..compute.expert_functions import ExpertWeights
-from ..compute.interface import Compute, ConvertsConv1D, ConvertsExperts, ConvertsNorms, Fusion
+from ..compute.interface import Compute, ConvertsConv1D, ConvertsExperts, ConvertsNorms, FusesActivations, Fusion
 from ..errors import FP8BackendError, RecipeError
 from ..numerics.modules import CONVERSION, Conversion, check_is_module, plain_name
 from .layer_filter import LayerFilter, NamePattern, excluded
@@ -42,6 +42,11 @@ ALIGNMENT = 16
 
 NORM_CONVERSION = "_fp8_norm_conversion"
 """Attribute of a swapped normalisation layer, as `CONVERSION` is of a weight's layer: its `Conversion`."""
+
+FUSED_CONVERSION = "_fp8_fused_conversion"
+"""The same of a norm or a gated block that is fused."""
+
+_MARKS = (CONVERSION, NORM_CONVERSION, FUSED_CONVERSION)
 
 ADDED = "added after the model was prepared: prepare it again to convert this layer"
 """Reason of a layer that `convert` has not seen."""
@@ -104,7 +109,8 @@ def convert(model: nn.Module, recipe: Recipe, compute: Compute) -> Prepared:
     experts = _build_experts([each for each in chosen if each.part], recipe, compute, shared)
     if isinstance(compute, ConvertsNorms):
         _note_fusions(root, norms, compute.fuse(root, recipe, dict([*built, *new_norms])))
-    report = ConversionReport([each.product for each in found], norms)
+    activations = _fused_activations(root, recipe, compute, {layer for layer, _ in built})
+    report = ConversionReport([each.product for each in found], norms, _names_of_fused(root, recipe, activations))
     if not report.converted:
         message = f"{recipe.name}: no layer of this model can run in FP8. {report if found else 'It has no Linear.'}"
         if recipe.on_unproven == "raise":
@@ -117,12 +123,14 @@ def convert(model: nn.Module, recipe: Recipe, compute: Compute) -> Prepared:
             swap_class(linear, carrier, recipe)
         for norm, carrier in new_norms:
             swap_class(norm, carrier, recipe, NORM_CONVERSION)
+        for module, carrier in activations:
+            swap_class(module, carrier, recipe, FUSED_CONVERSION)
         for module, weights in experts:
             expert_functions.attach(module, weights)
         if is_new:
             _attach(root, prepared)
     except BaseException:
-        for module, _ in (*built, *new_norms):
+        for module, _ in (*built, *new_norms, *activations):
             restore_layer(module)
         for module, weights in experts:
             expert_functions.detach(module, list(weights))
@@ -149,7 +157,7 @@ def restore(model: nn.Module) -> None:
     check_is_module(model)
     modules = list(model.modules())
     for name, module in model.named_modules():
-        conversion = module.__dict__.get(CONVERSION) or module.__dict__.get(NORM_CONVERSION)
+        conversion = next((module.__dict__[mark] for mark in _MARKS if mark in module.__dict__), None)
         if conversion is not None and type(module) is not conversion.converted:
             raise FP8BackendError(
                 f"{name}: its class is {type(module).__name__} now, so it cannot be restored: "
@@ -324,6 +332,24 @@ def _note_fusions(root: nn.Module, norms: list[NormLayer], fusions: list[Fusion]
         norm.fused_with, norm.apart = fusion.linear and name_of[fusion.linear], fusion.reason
 
 
+def _fused_activations(
+    root: nn.Module, recipe: Recipe, compute: Compute, layers: Container[nn.Module]
+) -> list[tuple[nn.Module, nn.Module]]:
+    """The norms and gated blocks to fuse now, with their carriers, where the recipe asks for it."""
+    if not (recipe.fuse_activations and isinstance(compute, FusesActivations)):
+        return []
+    return compute.fused_activations(root, recipe, layers)
+
+
+def _names_of_fused(root: nn.Module, recipe: Recipe, new: list[tuple[nn.Module, nn.Module]]) -> list[str] | None:
+    """The names of all that are fused; None where the recipe does not ask for it."""
+    if not recipe.fuse_activations:
+        return None
+    chosen = {id(module) for module, _ in new}
+    modules = root.named_modules()
+    return [plain_name(name) for name, each in modules if id(each) in chosen or FUSED_CONVERSION in each.__dict__]
+
+
 def _check_same_recipe(what: str, had: Recipe, wanted: Recipe) -> None:
     if had == wanted:
         return
@@ -356,7 +382,9 @@ def swap_class(linear: nn.Module, carrier: nn.Module, recipe: Recipe, mark: str 
 
 def restore_layer(linear: nn.Module) -> None:
     """Undo `swap_class`, where the module was converted."""
-    conversion: Conversion | None = linear.__dict__.pop(CONVERSION, None) or linear.__dict__.pop(NORM_CONVERSION, None)
+    conversion: Conversion | None = next(
+        (linear.__dict__.pop(mark) for mark in _MARKS if mark in linear.__dict__), None
+    )
     if conversion is None:
         return
     for undo in reversed(conversion.undo):

@@ -37,6 +37,9 @@ class ConversionReport:
     products: list[WeightProduct]
     norms: list[NormLayer] = field(default_factory=list)
     """Empty for a backend that leaves norms alone."""
+    fused_activations: list[str] | None = None
+    """Where the recipe says `fuse_activations`: names of the norms and gated blocks that have kernels of
+    their own."""
 
     @property
     def converted(self) -> list[str]:
@@ -67,10 +70,10 @@ class ConversionReport:
 
     def __str__(self) -> str:
         lines = [self._headline, *(f"  {state}: {names}" for state, names in self._names_by_state.items())]
-        return "\n".join(lines + ([f"  {self._norms_line}"] if self.norms else []))
+        return "\n".join(lines + [f"  {line}" for line in self._further_lines])
 
     def _repr_html_(self) -> str:
-        title = f"{self._headline}; {self._norms_line}" if self.norms else self._headline
+        title = "; ".join([self._headline, *self._further_lines])
         return as_html(title, [("state", "weights"), *self._names_by_state.items()])
 
     @property
@@ -85,6 +88,14 @@ class ConversionReport:
         noted = [(f"in FP8 ({p.reason})" if p.reason else "in FP8", p.name) for p in self.products if p.state == FP8]
         high = [(reason, name) for name, reason in (self.foreign_fp8 | self.high_precision).items()]
         return _grouped([*noted, *high])
+
+    @property
+    def _further_lines(self) -> list[str]:
+        lines = [self._norms_line] if self.norms else []
+        if self.fused_activations is not None:
+            names = f": {listed(self.fused_activations)}" if self.fused_activations else ", all run as before"
+            lines.append(f"{counted(len(self.fused_activations), 'activation')} fused{names}")
+        return lines
 
     @property
     def _norms_line(self) -> str:

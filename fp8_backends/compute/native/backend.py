@@ -20,7 +20,7 @@ Experts of transformers' mixtures, whose weights lie in one 3-D Parameter, run t
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -39,6 +39,7 @@ from ..hardware import Availability
 from ..interface import Compute, Recipe, check_same_states
 from ..products import EMULATED, engine_for
 from . import experts as fp8_experts
+from . import fused_gates, fused_norms
 from .block_products import block_engine_for
 from .experts import FP8Experts, FP8ExpertWeight
 from .frozen import freeze
@@ -86,6 +87,11 @@ class NativeCompute(Compute):
         with torch.device("meta"):
             carrier = FP8Conv1D(conv.nf, conv.nx)
         return _around(conv, carrier, recipe, shared)
+
+    def fused_activations(
+        self, root: nn.Module, recipe: Recipe, layers: Container[nn.Module]
+    ) -> list[tuple[nn.Module, nn.Module]]:
+        return fused_gates.carriers(root, layers, recipe) + fused_norms.carriers(root, recipe)
 
     def unfit_experts(self, experts: nn.Module, part: str, recipe: Recipe) -> str | None:
         return fp8_experts.unfit(experts._parameters[part], recipe)

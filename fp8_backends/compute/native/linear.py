@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from ...numerics.kernels.quantize.known_amax import as_matrix
 from ...numerics.kernels.quantize.layouts import Layouts
 from ...numerics.parameter_swap import belongings_kept
 from ...numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT, Quantized, new_delayed_state, new_window_state
@@ -93,7 +94,7 @@ class FP8Products(KeepsLedger):
         """x as [tokens, in], for fprop, and for wgrad where it will run. `recorded`: the state that keeps its amax."""
         rule, fmt, state = self.fp8_rule, self.fp8_rule.forward_format, self._state
         for_wgrad = for_wgrad and not rule.high_precision[WGRAD]
-        matrix = x.detach().reshape(-1, self.in_features)
+        matrix = as_matrix(x, self.in_features)
         newest, made = self.fp8_ledger.newest(rule, recorded, INPUT), []
 
         def make() -> Layouts:
@@ -199,7 +200,7 @@ class LinearFunction(torch.autograd.Function):
         refuse_second_derivative()
         rule, saved = ctx.rule, ctx.saved_tensors
         needs_dgrad, needs_wgrad, needs_bias = ctx.needs_input_grad[:3]
-        dy = dy.reshape(-1, dy.shape[-1])
+        dy = as_matrix(dy, dy.shape[-1])
         dx = dw = db = dy8 = None
         fp8_dgrad = needs_dgrad and not rule.high_precision[DGRAD]
         fp8_wgrad = needs_wgrad and not rule.high_precision[WGRAD]

@@ -73,6 +73,17 @@ def as_fp32(x):
 
 
 @triton.jit
+def to_nearest(x, DTYPE: tl.constexpr):
+    """FP32 in another dtype, to nearest even. bf16 on the bits: Triton's interpreter rounds it another way."""
+    if DTYPE == tl.bfloat16:
+        bits = as_bits(x)
+        upper = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        return tl.where(x == x, upper, 0x7FC0).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        return x.to(DTYPE)
+
+
+@triton.jit
 def magnitude(x):
     """|x|, zero for NaN. FP32."""
     return tl.where(x == x, tl.abs(x), 0.0)

@@ -33,6 +33,7 @@ from ..triton_common import (
     scale_inv_of,
     to_codes,
 )
+from .known_amax import known_partials
 from .layouts import DYNAMIC, Layouts
 
 
@@ -84,7 +85,8 @@ def quantize(
 ) -> Layouts:
     """`dispatch.quantize`, with the same arguments and results.
 
-    Where the scale is known, one pass casts and takes the amax; else a pass of its own takes the amax first. A matrix
+    Where the scale is known, one pass casts and takes the amax; else a pass of its own takes the amax first, unless it
+    was noted on x (`known_amax`). A matrix
     is read in place where one of its strides is 1, and copied before where none is.
 
     Args:
@@ -94,7 +96,8 @@ def quantize(
     rows, columns = (columns, rows) if turned else (rows, columns)
     keep_nan, partials, programs = rule != DYNAMIC, None, 0
     if scale is None:
-        partials = _partial_amaxes(matrix, keep_nan) if amax is None else amax.view(torch.int32).view(1)
+        partials = known_partials(x, keep_nan) if amax is None else amax.view(torch.int32).view(1)
+        partials = _partial_amaxes(matrix, keep_nan) if partials is None else partials
         programs = len(partials)
     codes, transposed = empty_codes(matrix, rows, columns)
     scale_inv, found = _zeroed_result(matrix)

@@ -28,6 +28,7 @@ from ..triton_common import (
     power_of_two_scale,
     scale_inv_of,
     to_codes,
+    to_nearest,
 )
 from ..triton_gate import has_fp8_casts, on_device_of
 from .format import BLOCK, Part, columns_of, shape_of
@@ -276,17 +277,6 @@ def _quantized(values, HAS_FP8_CASTS: tl.constexpr):
     return codes, (as_bits(scale_inv) >> 23).to(tl.uint8), scale_inv
 
 
-@triton.jit
-def _rounded(x, DTYPE: tl.constexpr):
-    """FP32 in another dtype, to nearest even. bf16 on the bits: Triton's interpreter rounds it another way."""
-    if DTYPE == tl.bfloat16:
-        bits = as_bits(x)
-        upper = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        return tl.where(x == x, upper, 0x7FC0).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    else:
-        return x.to(DTYPE)
-
-
 @triton.jit(do_not_specialize=["parts", "rank"])
 def _pack_kernel(
     table_ptr,
@@ -368,7 +358,7 @@ def _sum_kernel(
         tl.store(out_ptr + at, codes, mask=there)
         tl.store(out_ptr + columns + blocks, exponents, mask=inside)
     else:
-        tl.store(out_ptr + at, _rounded(mean, out_ptr.dtype.element_ty), mask=there)
+        tl.store(out_ptr + at, to_nearest(mean, out_ptr.dtype.element_ty), mask=there)
 
 
 @triton.jit(do_not_specialize=["parts"])
@@ -397,7 +387,7 @@ def _unpack_kernel(
         tl.store(out, codes, mask=there)
         tl.store(scale_inv_ptr + blocks, scale_inv, mask=inside)
     else:
-        tl.store(out, _rounded(from_codes(codes, "e4m3") * scale_inv[:, None], DTYPE), mask=there)
+        tl.store(out, to_nearest(from_codes(codes, "e4m3") * scale_inv[:, None], DTYPE), mask=there)
 
 
 @triton.jit
