@@ -320,6 +320,15 @@ FP8_PARAMS = Field(
     launcher_default=False,
     synonyms={"fp8_param": same, "fp8_param_gather": same},
 )
+FUSED_HEAD = Field(
+    "fused_head",
+    False,
+    flag,
+    "The output head's loss is computed in chunks of tokens, and no logits are kept. The head stays in high precision "
+    "unless also_include or include names it. Not with a level, which stores weights itself.",
+    levels=("O0",),
+    idle=False,
+)
 
 SCALING_FIELDS = (
     FP8_FORMAT,
@@ -331,7 +340,7 @@ SCALING_FIELDS = (
     USE_AUTOCAST_DURING_EVAL,
 )
 """Fields of TransformerEngine's rules."""
-NATIVE_FIELDS = (*SCALING_FIELDS, FP8_PARAMS)
+NATIVE_FIELDS = (*SCALING_FIELDS, FP8_PARAMS, FUSED_HEAD)
 """Fields of `native`, which follows these rules on any device."""
 
 

@@ -185,6 +185,17 @@ class ConvertsExperts(Protocol):
         """What stands for these Parameters, and runs the module with them in FP8. Called for those that fit."""
 
 
+# The output head
+
+
+@runtime_checkable
+class DefersHead(Protocol):
+    """A backend whose output head can multiply in chunks of tokens, without whole logits (`deferred_logits`)."""
+
+    def defer_head(self, carrier: nn.Module) -> None:
+        """Let the carrier of the output head, as `Compute.build` gave it, be a `DefersLogits`."""
+
+
 # Weights and their FP8 codes
 
 

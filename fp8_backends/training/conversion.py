@@ -22,7 +22,8 @@ from ..compute.conv1d import is_conv1d, linear_like
 from ..compute.expert_functions import ExpertWeights
 from ..compute.interface import Compute, ConvertsConv1D, ConvertsExperts, ConvertsNorms, Fusion
 from ..errors import FP8BackendError, RecipeError
-from ..numerics.modules import CONVERSION, Conversion, check_is_module, plain_name
+from ..numerics.modules import CONVERSION, HEAD_CONVERSION, Conversion, check_is_module, plain_name
+from . import fused_head
 from .layer_filter import LayerFilter, NamePattern, excluded
 from .report import ConversionReport, NormLayer
 from .weight_products import (
@@ -42,6 +43,7 @@ ALIGNMENT = 16
 
 NORM_CONVERSION = "_fp8_norm_conversion"
 """Attribute of a swapped normalisation layer, as `CONVERSION` is of a weight's layer: its `Conversion`."""
+MARKS = (CONVERSION, NORM_CONVERSION, HEAD_CONVERSION)
 
 ADDED = "added after the model was prepared: prepare it again to convert this layer"
 """Reason of a layer that `convert` has not seen."""
@@ -104,6 +106,7 @@ def convert(model: nn.Module, recipe: Recipe, compute: Compute) -> Prepared:
     experts = _build_experts([each for each in chosen if each.part], recipe, compute, shared)
     if isinstance(compute, ConvertsNorms):
         _note_fusions(root, norms, compute.fuse(root, recipe, dict([*built, *new_norms])))
+    head = fused_head.fuse(root, found, built, recipe, compute) if recipe.fused_head else []
     report = ConversionReport([each.product for each in found], norms)
     if not report.converted:
         message = f"{recipe.name}: no layer of this model can run in FP8. {report if found else 'It has no Linear.'}"
@@ -117,12 +120,14 @@ def convert(model: nn.Module, recipe: Recipe, compute: Compute) -> Prepared:
             swap_class(linear, carrier, recipe)
         for norm, carrier in new_norms:
             swap_class(norm, carrier, recipe, NORM_CONVERSION)
+        for linear, carrier in head:
+            swap_class(linear, carrier, recipe, HEAD_CONVERSION)
         for module, weights in experts:
             expert_functions.attach(module, weights)
         if is_new:
             _attach(root, prepared)
     except BaseException:
-        for module, _ in (*built, *new_norms):
+        for module, _ in (*built, *new_norms, *head):
             restore_layer(module)
         for module, weights in experts:
             expert_functions.detach(module, list(weights))
@@ -149,7 +154,7 @@ def restore(model: nn.Module) -> None:
     check_is_module(model)
     modules = list(model.modules())
     for name, module in model.named_modules():
-        conversion = module.__dict__.get(CONVERSION) or module.__dict__.get(NORM_CONVERSION)
+        conversion = next((module.__dict__[mark] for mark in MARKS if mark in module.__dict__), None)
         if conversion is not None and type(module) is not conversion.converted:
             raise FP8BackendError(
                 f"{name}: its class is {type(module).__name__} now, so it cannot be restored: "
@@ -356,9 +361,10 @@ def swap_class(linear: nn.Module, carrier: nn.Module, recipe: Recipe, mark: str 
 
 def restore_layer(linear: nn.Module) -> None:
     """Undo `swap_class`, where the module was converted."""
-    conversion: Conversion | None = linear.__dict__.pop(CONVERSION, None) or linear.__dict__.pop(NORM_CONVERSION, None)
-    if conversion is None:
+    mark = next((mark for mark in MARKS if mark in linear.__dict__), None)
+    if mark is None:
         return
+    conversion: Conversion = linear.__dict__.pop(mark)
     for undo in reversed(conversion.undo):
         undo(linear)
     linear.__class__ = conversion.original

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..compute.counts import inside_backward
+from ..compute.deferred_logits import when_backward
 from ..numerics.modules import inert_hook
 from .weight_products import CONVOLUTION, Found
 
@@ -84,7 +85,7 @@ class WorkMeter:
             work = self.work.setdefault(each.product.name, Work())
             work.input_gradient |= needs_gradient or _reads_hidden_states(each)
             for tensor in differentiable:
-                tensor.register_hook(work.note_backward)
+                when_backward(tensor, work.note_backward)
             if not recomputes:
                 rows = _rows(each, inputs, outputs[0])
                 work.rows += rows

@@ -42,6 +42,7 @@ from . import experts as fp8_experts
 from .block_products import block_engine_for
 from .experts import FP8Experts, FP8ExpertWeight
 from .frozen import freeze
+from .fused_head import FP8Head
 from .grouped_products import grouped_engine_for
 from .layer_rule import STATEFUL, LayerRule, Stored
 from .linear import FP8Linear, FP8Products
@@ -85,6 +86,9 @@ class NativeCompute(Compute):
         with torch.device("meta"):
             carrier = FP8Conv1D(conv.nf, conv.nx)
         return _around(conv, carrier, recipe, shared)
+
+    def defer_head(self, carrier: FP8Linear) -> None:
+        carrier.__class__ = FP8Head
 
     def unfit_experts(self, experts: nn.Module, part: str, recipe: Recipe) -> str | None:
         return fp8_experts.unfit(experts._parameters[part], recipe)
