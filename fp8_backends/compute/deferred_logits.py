@@ -1,10 +1,11 @@
 """Logits that are not multiplied before someone reads them, so that a cross-entropy can do without them.
 
-An output head that defers (`DefersLogits`) gives a `DeferredLogits` in training: a tensor with the shape, the dtype and
-the place in autograd's graph of the logits, and without their memory. Casts, views of whole rows and functions of single
-elements, such as a softcap, are noted. `F.cross_entropy` of it is `HeadLoss`: chunks of tokens, no logits. Whatever else
-reads the tensor gets the logits, multiplied then, once, by the layer's usual forward, with gradients as ever. So nothing
-has to be known of a model or a loop: transformers' loss, `nn.CrossEntropyLoss` and a metric all find what they expect.
+An output head that defers (`DefersLogits`) gives a `DeferredLogits` in training: a tensor with the shape, the dtype
+and the place in autograd's graph of the logits, and without their memory. Casts, views of whole rows and functions of
+single elements, such as a softcap, are noted. `F.cross_entropy` of it is `HeadLoss`: chunks of tokens, no logits.
+Whatever else reads the tensor gets the logits, multiplied then, once, by the layer's usual forward, with gradients as
+ever. So nothing has to be known of a model or a loop: transformers' loss, `nn.CrossEntropyLoss` and a metric all find
+what they expect.
 """
 
 from __future__ import annotations
