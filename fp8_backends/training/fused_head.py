@@ -33,8 +33,10 @@ def fuse(
         return []
     product = next((each.product for each in found if each.module is head), None)
     carrier = next((carrier for layer, carrier in built if layer is head), None)
-    if head is None or product is None:
-        reason = "the model's get_output_embeddings names no Linear"
+    if head is None:
+        reason = "no get_output_embeddings of the model names it"
+    elif product is None:
+        reason = f"it is no plain Linear, but {type(head).__module__}.{type(head).__name__}"
     elif product.state == FP8 and not (carrier is not None and isinstance(compute, DefersHead)):
         reason = f"{compute.name} multiplies it in FP8 and has no form of that in chunks (native has)"
     elif recipe.fp8_params and carrier is not None and not head.weight.requires_grad:
@@ -45,10 +47,14 @@ def fuse(
         name = "the output head" if product is None else product.name
         logger.warning("%s: fused_head: %s runs as an ordinary layer: %s", recipe.name, name, reason)
         return []
+    own = []
     if carrier is not None:
         compute.defer_head(carrier)
-        return []
-    return [(head, HighPrecisionHead(head.in_features, head.out_features, bias=False, device="meta"))]
+    else:
+        carrier = HighPrecisionHead(head.in_features, head.out_features, bias=False, device="meta")
+        own.append((head, carrier))
+    carrier.fp8_is_ordinary = False
+    return own
 
 
 def output_head(root: nn.Module) -> nn.Module | None:

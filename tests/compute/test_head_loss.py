@@ -32,8 +32,8 @@ def problem(seed, tokens, hidden, vocabulary, dtype, with_bias, ignored=0.2):
     return head.to(dtype), x.to(dtype).requires_grad_(), labels
 
 
-def head_loss(head, x, labels, products, elementwise=None, options=CrossEntropy()):
-    seen = []
+def head_loss(head, x, labels, products, elementwise=None, options=None):
+    seen, options = [], options or CrossEntropy()
     loss = HeadLoss.apply(
         x, head.weight, head.bias, labels, products, elementwise, options, lambda *gradients: seen.append(gradients)
     )
