@@ -42,8 +42,12 @@ _WAITS_FOR_GRADIENT = (torch.Tensor.register_hook, torch.Tensor.retain_grad)
 class DefersLogits(nn.Module):
     """Mixed into the class of an output head, a Linear: its logits are deferred where a loss may come after them."""
 
-    fp8_is_ordinary = False
+    fp8_is_ordinary: bool
     """Whether it runs as an ordinary layer after all, as where its weight is sharded."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.fp8_is_ordinary = False
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         device = input.device.type
@@ -190,6 +194,10 @@ class DeferredLogits(torch.Tensor):
                 self.known_values = functools.reduce(lambda tensor, step: step(tensor), steps, self.pending.logits())
         return self.known_values
 
+    def when_backward(self, hook: Callable[[Any], None]) -> None:
+        """Call `hook(gradient)` when a gradient reaches the logits, and with None where their loss makes do without."""
+        self.pending.backward_hooks.append(hook)
+
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -215,15 +223,6 @@ class DeferredLogits(torch.Tensor):
                     tensor.pending.materialise()
         result = func(*plain_args, **plain_kwargs)
         return args[0] if changes and result is plain_args[0] else result
-
-
-def when_backward(tensor: torch.Tensor, hook: Callable[[Any], None]) -> None:
-    """Call `hook(gradient)` when a gradient reaches the tensor; for deferred logits also, with None, where their loss
-    makes do without one."""
-    if isinstance(tensor, DeferredLogits):
-        tensor.pending.backward_hooks.append(hook)
-    else:
-        tensor.register_hook(hook)
 
 
 def _applied(step: tuple, tensor: torch.Tensor) -> torch.Tensor:

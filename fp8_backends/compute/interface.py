@@ -192,8 +192,8 @@ class ConvertsExperts(Protocol):
 class DefersHead(Protocol):
     """A backend whose output head can multiply in chunks of tokens, without whole logits (`deferred_logits`)."""
 
-    def defer_head(self, carrier: nn.Module) -> None:
-        """Let the carrier of the output head, as `Compute.build` gave it, be a `DefersLogits`."""
+    def build_head(self, linear: nn.Linear, recipe: Recipe, shared: Any) -> nn.Module:
+        """`Compute.build` for the output head. The carrier is a `DefersLogits`."""
 
 
 # Weights and their FP8 codes

@@ -56,6 +56,7 @@ class Recipe(KwargsHandler):  # type: ignore[misc]  # Accelerate tells no types
     pad_inner_dim: bool | None
     enable_fsdp_float8_all_gather: bool | None
     auto_filter: bool
+    fused_head: bool
     rounding: str
     exp_avg_scaling: str
     implementation: str
@@ -288,6 +289,10 @@ class NativeRecipeKwargs(Recipe):
         fp8_params (True, False; default False):
             Weights that do not train are stored in FP8, about 1 byte an element. Not with a level, which stores weights
             itself. Read by native, te.
+        fused_head (True, False; default False):
+            The output head's loss is computed in chunks of tokens, and no logits are kept. The head stays in high
+            precision unless also_include or include names it. Not with a level, which stores weights itself. Read by
+            native.
         include:
             Name patterns of layers to convert (fnmatch, over the full name; without a dot also any one part of it),
             separated by commas. Read by every backend.
@@ -322,6 +327,7 @@ class NativeRecipeKwargs(Recipe):
         override_linear_precision: Sequence[bool] | str | None = None,
         use_autocast_during_eval: bool | None = None,
         fp8_params: bool | None = None,
+        fused_head: bool | None = None,
         *,
         include: str | Iterable[str] | None = None,
         also_include: str | Iterable[str] | None = None,
@@ -391,6 +397,10 @@ class FP8RecipeKwargs(Recipe):
             Gather weights in FP8 under FSDP2. Read by ao.
         auto_filter (True, False; default False):
             Leave layers in high precision that TorchAO finds too small to gain. Read by ao.
+        fused_head (True, False; default False):
+            The output head's loss is computed in chunks of tokens, and no logits are kept. The head stays in high
+            precision unless also_include or include names it. Not with a level, which stores weights itself. Read by
+            native.
         include:
             Name patterns of layers to convert (fnmatch, over the full name; without a dot also any one part of it),
             separated by commas. Read by every backend.
@@ -440,6 +450,7 @@ class FP8RecipeKwargs(Recipe):
         pad_inner_dim: bool | None = None,
         enable_fsdp_float8_all_gather: bool | None = None,
         auto_filter: bool | None = None,
+        fused_head: bool | None = None,
         *,
         include: str | Iterable[str] | None = None,
         also_include: str | Iterable[str] | None = None,

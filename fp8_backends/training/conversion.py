@@ -102,11 +102,11 @@ def convert(model: nn.Module, recipe: Recipe, compute: Compute) -> Prepared:
     if prepared is not None and not chosen and not new_norms:
         return prepared
     shared = compute.new_shared(root, recipe) if prepared is None else prepared.shared
-    built = _build([each for each in chosen if not each.part], recipe, compute, shared)
+    head = fused_head.find(root, found, recipe, compute) if recipe.fused_head else None
+    built = _build([each for each in chosen if not each.part], recipe, compute, shared, head)
     experts = _build_experts([each for each in chosen if each.part], recipe, compute, shared)
     if isinstance(compute, ConvertsNorms):
         _note_fusions(root, norms, compute.fuse(root, recipe, dict([*built, *new_norms])))
-    head = fused_head.fuse(root, found, built, recipe, compute) if recipe.fused_head else []
     report = ConversionReport([each.product for each in found], norms)
     if not report.converted:
         message = f"{recipe.name}: no layer of this model can run in FP8. {report if found else 'It has no Linear.'}"
@@ -120,15 +120,17 @@ def convert(model: nn.Module, recipe: Recipe, compute: Compute) -> Prepared:
             swap_class(linear, carrier, recipe)
         for norm, carrier in new_norms:
             swap_class(norm, carrier, recipe, NORM_CONVERSION)
-        for linear, carrier in head:
-            swap_class(linear, carrier, recipe, HEAD_CONVERSION)
+        if head is not None and head.product.state != FP8:
+            swap_class(head.module, fused_head.high_precision_carrier(head.module), recipe, HEAD_CONVERSION)
         for module, weights in experts:
             expert_functions.attach(module, weights)
         if is_new:
             _attach(root, prepared)
     except BaseException:
-        for module, _ in (*built, *new_norms, *head):
+        for module, _ in (*built, *new_norms):
             restore_layer(module)
+        if head is not None:
+            restore_layer(head.module)
         for module, weights in experts:
             expert_functions.detach(module, list(weights))
         if is_new:
@@ -375,12 +377,16 @@ def restore_layer(linear: nn.Module) -> None:
         linear._non_persistent_buffers_set.discard(name)
 
 
-def _build(chosen: list[Found], recipe: Recipe, compute: Compute, shared: Any) -> list[tuple[nn.Module, nn.Module]]:
-    """Layers and their carriers, all made before the first layer changes. Some drop out, with the reason noted."""
+def _build(
+    chosen: list[Found], recipe: Recipe, compute: Compute, shared: Any, head: Found | None
+) -> list[tuple[nn.Module, nn.Module]]:
+    """Layers and their carriers, all made before the first layer changes. Some drop out, with the reason noted. `head`:
+    the one that is to defer its logits."""
     built = []
     for each in chosen:
         linear, product = each.module, each.product
         build = compute.build_conv1d if is_conv1d(linear) else compute.build
+        build = compute.build_head if each is head else build
         carrier = build(linear, recipe, shared)
         if any(carrier._parameters.get(key) is not parameter for key, parameter in linear._parameters.items()):
             raise FP8BackendError(

@@ -7,54 +7,46 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from ..compute.deferred_logits import DefersLogits, HighPrecisionHead
 from ..compute.interface import Compute, DefersHead
+from ..numerics.modules import CONVERSION, HEAD_CONVERSION, plain_name
 from .weight_products import FP8, Found, layer_obstacle
 
 if TYPE_CHECKING:
+    from ..compute.deferred_logits import HighPrecisionHead
     from ..recipes.handlers import Recipe
 
 logger = logging.getLogger("fp8_backends")
 
 
-def fuse(
-    root: nn.Module, found: list[Found], built: list[tuple[nn.Module, nn.Module]], recipe: Recipe, compute: Compute
-) -> list[tuple[nn.Module, nn.Module]]:
-    """Let the output head defer its logits, or log why it runs as an ordinary layer.
-
-    Args:
-        built: layers that are about to be converted and their carriers. The head's changes, if it is among them.
-
-    Returns:
-        The head and a carrier of its own, where it stays in high precision; else nothing.
-    """
+def find(root: nn.Module, found: list[Found], recipe: Recipe, compute: Compute) -> Found | None:
+    """The output head that is to defer its logits from now on, or None, and then a line in the log says why it runs as
+    an ordinary layer. `found`: the weights of the model with the state that they will have."""
     head = output_head(root)
-    if isinstance(head, DefersLogits):
-        return []
-    product = next((each.product for each in found if each.module is head), None)
-    carrier = next((carrier for layer, carrier in built if layer is head), None)
+    each = next((each for each in found if each.module is head), None)
     if head is None:
         reason = "no get_output_embeddings of the model names it"
-    elif product is None:
+    elif each is None:
         reason = f"it is no plain Linear, but {type(head).__module__}.{type(head).__name__}"
-    elif product.state == FP8 and not (carrier is not None and isinstance(compute, DefersHead)):
-        reason = f"{compute.name} multiplies it in FP8 and has no form of that in chunks (native has)"
-    elif recipe.fp8_params and carrier is not None and not head.weight.requires_grad:
+    elif CONVERSION in head.__dict__ or HEAD_CONVERSION in head.__dict__:
+        return None  # it defers already
+    elif each.product.state == FP8 and not isinstance(compute, DefersHead):
+        reason = f"{compute.name} multiplies it in FP8, and has no form of that in chunks (native has)"
+    elif each.product.state == FP8 and recipe.fp8_params and not head.weight.requires_grad:
         reason = "its frozen weight is stored in FP8"
     else:
         reason = layer_obstacle(head, nn.Linear)
-    if reason is not None:
-        name = "the output head" if product is None else product.name
-        logger.warning("%s: fused_head: %s runs as an ordinary layer: %s", recipe.name, name, reason)
-        return []
-    own = []
-    if carrier is not None:
-        compute.defer_head(carrier)
-    else:
-        carrier = HighPrecisionHead(head.in_features, head.out_features, bias=False, device="meta")
-        own.append((head, carrier))
-    carrier.fp8_is_ordinary = False
-    return own
+    if reason is None:
+        return each
+    name = "the output head" if each is None else each.product.name
+    logger.warning("%s: fused_head: %s runs as an ordinary layer: %s", recipe.name, name, reason)
+    return None
+
+
+def high_precision_carrier(head: nn.Linear) -> HighPrecisionHead:
+    """What the head takes on where it stays in high precision."""
+    from ..compute.deferred_logits import HighPrecisionHead  # loads torch.compile, for those who ask for it
+
+    return HighPrecisionHead(head.in_features, head.out_features, bias=False, device="meta")
 
 
 def output_head(root: nn.Module) -> nn.Module | None:
@@ -78,7 +70,7 @@ def _answer(get) -> object:
 def make_ordinary(root: nn.Module) -> None:
     """Let the head run as an ordinary layer: FSDP2 frees the whole weight when the forward of its group ends, and
     deferred logits might be read after that."""
-    for module in root.modules():
-        if isinstance(module, DefersLogits) and not module.fp8_is_ordinary:
+    for name, module in root.named_modules():
+        if getattr(module, "fp8_is_ordinary", None) is False:
             module.fp8_is_ordinary = True
-            logger.warning("fused_head: the output head runs as an ordinary layer: FSDP2 shards its weight")
+            logger.warning("fused_head: %s runs as an ordinary layer: FSDP2 shards its weight", plain_name(name))

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fp8_backends.compute.deferred_logits import DeferredLogits, HighPrecisionHead, when_backward
+from fp8_backends.compute.deferred_logits import DeferredLogits, HighPrecisionHead
 from fp8_backends.errors import FP8BackendError
 
 HIDDEN, VOCABULARY, SEQUENCES, LENGTH = 32, 500, 2, 150
@@ -233,12 +233,9 @@ def test_where_no_loss_can_follow_the_head_is_ordinary(mode):
 def test_a_hook_of_the_meter_is_called_with_and_without_logits():
     for use in (of_transformers, of_log_probabilities):
         run, seen = Run(True), []
-        when_backward(run.logits, seen.append)
+        run.logits.when_backward(seen.append)
         run.results(use)
         assert len(seen) == 1
-    when_backward(plain := torch.ones(2, requires_grad=True), seen.append)
-    plain.sum().backward()
-    assert len(seen) == 2
 
 
 class Largest(TorchDispatchMode):

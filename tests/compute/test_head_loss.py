@@ -16,6 +16,7 @@ from torch import nn
 from fp8_backends.compute.head_loss import CrossEntropy, HeadLoss, HeadProducts, chunk_loss, tokens_of_chunk
 from fp8_backends.compute.native.backend import NativeCompute
 from fp8_backends.errors import FP8BackendError
+from fp8_backends.recipes.handlers import resolve
 
 IGNORED = -100
 
@@ -30,6 +31,11 @@ def problem(seed, tokens, hidden, vocabulary, dtype, with_bias, ignored=0.2):
     labels = torch.randint(vocabulary, (tokens,), generator=generator)
     labels[torch.rand(tokens, generator=generator) < ignored] = IGNORED
     return head.to(dtype), x.to(dtype).requires_grad_(), labels
+
+
+def fp8_head(linear, scaling, **fields):
+    compute, recipe = NativeCompute(), resolve({"backend": f"native:{scaling}", **fields})
+    return compute.build_head(linear, recipe, compute.new_shared(linear, recipe))
 
 
 def head_loss(head, x, labels, products, elementwise=None, options=None):
@@ -118,8 +124,7 @@ def test_fp8_is_fp8_linear_chunk_by_chunk_to_the_bit(
     head, x, labels = problem(seed, tokens, hidden, vocabulary, dtype, with_bias)
     options = CrossEntropy(IGNORED, False, label_smoothing)
     fields = {"fp8_format": fp8_format, "override_linear_precision": high}
-    layer = fp8_linear(head, scaling, **fields)
-    NativeCompute().defer_head(layer)
+    layer = fp8_head(head, scaling, **fields)
     loss, seen = head_loss(layer, x, labels, layer.head_products(dtype), None, options)
     found = gradients(loss, layer, x)
     assert seen == [(True, True)]
@@ -149,8 +154,7 @@ def test_fp8_is_close_to_high_precision():
     wanted, _ = head_loss(head, x, labels, HeadProducts(head.weight, None, torch.float32))
     exact = gradients(wanted, head, x)
     for scaling in SCALINGS:
-        layer = fp8_linear(head, scaling)
-        NativeCompute().defer_head(layer)
+        layer = fp8_head(head, scaling)
         loss, _ = head_loss(layer, x, labels, layer.head_products(torch.float32))
         assert abs(loss.item() - wanted.item()) < 0.02
         for gradient, expected in zip(gradients(loss, layer, x), exact, strict=True):

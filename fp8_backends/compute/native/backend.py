@@ -87,8 +87,9 @@ class NativeCompute(Compute):
             carrier = FP8Conv1D(conv.nf, conv.nx)
         return _around(conv, carrier, recipe, shared)
 
-    def defer_head(self, carrier: FP8Linear) -> None:
-        carrier.__class__ = FP8Head
+    def build_head(self, linear: nn.Linear, recipe: Recipe, shared: SharedCodes) -> FP8Head:
+        carrier = FP8Head(linear.in_features, linear.out_features, bias=False, device="meta")
+        return _around(linear, carrier, recipe, shared)
 
     def unfit_experts(self, experts: nn.Module, part: str, recipe: Recipe) -> str | None:
         return fp8_experts.unfit(experts._parameters[part], recipe)
