@@ -91,7 +91,7 @@ def chunk_loss(
             scores = elementwise(leaf)
     counts = labels != options.ignore_index
     index = torch.where(counts, labels, torch.zeros_like(labels)).unsqueeze(1)
-    log_p = torch.log_softmax(scores.detach().float(), dim=1)
+    log_p = torch.log_softmax(scores.detach(), dim=1, dtype=torch.float32)
     losses = -log_p.gather(1, index).squeeze(1)
     on_label, on_all = 1.0 - options.label_smoothing, options.label_smoothing / logits.shape[1]
     if options.label_smoothing:
@@ -126,6 +126,7 @@ class HeadLoss(torch.autograd.Function):
                 dx.append(dx_of_chunk)
                 dw = _sum(dw, dw_of_chunk)
                 db = _sum(db, dlogits.sum(0, dtype=torch.float32) if needs_bias else None)
+                del dlogits, dw_of_chunk  # before the next chunk has its own
         ctx.gradients, ctx.factor = (torch.cat(dx) if needs_x else None, dw, db), None
         ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (x, weight, bias)]
         ctx.on_backward = on_backward
