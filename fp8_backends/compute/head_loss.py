@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 
 from ..errors import FP8BackendError
+from ..numerics.kernels.loss.dispatch import cross_entropy
 from .derivatives import refuse_second_derivative
 from .products import plain_product
 
@@ -62,12 +63,12 @@ class HeadProducts:
 
 
 def tokens_of_chunk(hidden: int) -> int:
-    """How many tokens a chunk has: half the hidden size, in multiples of ROWS.
+    """How many tokens a chunk has: as many as the hidden size, in multiples of ROWS.
 
-    Each chunk adds to the FP32 gradient of the weight, 4 * vocabulary * hidden bytes, and passes its own FP32 logits,
-    4 * vocabulary * tokens. With this number the logits take half of what the gradient takes.
+    Each chunk adds to the FP32 gradient of the weight, 4 * vocabulary * hidden bytes, and its own logits in FP32 would
+    be 4 * vocabulary * tokens. With this number neither outweighs the other, in memory or in what is passed.
     """
-    return max(ROWS, -(-hidden // (2 * ROWS)) * ROWS)
+    return -(-hidden // ROWS) * ROWS
 
 
 def chunk_loss(
@@ -79,7 +80,7 @@ def chunk_loss(
     """The summed cross-entropy of a chunk, FP32 and 0-dimensional, and its gradient by the logits, of their dtype.
 
     Args:
-        logits: [tokens, vocabulary] as the head gives them.
+        logits: [tokens, vocabulary] as the head gives them; their memory may be the gradient's afterwards.
         labels: int64 [tokens].
         elementwise: what the model makes of its logits before the loss, such as a softcap: any differentiable function
             of single elements; None: nothing but casts.
@@ -89,22 +90,12 @@ def chunk_loss(
         with torch.enable_grad():
             leaf = logits.detach().requires_grad_()
             scores = elementwise(leaf)
-    counts = labels != options.ignore_index
-    index = torch.where(counts, labels, torch.zeros_like(labels)).unsqueeze(1)
-    log_p = torch.log_softmax(scores.detach(), dim=1, dtype=torch.float32)
-    losses = -log_p.gather(1, index).squeeze(1)
-    on_label, on_all = 1.0 - options.label_smoothing, options.label_smoothing / logits.shape[1]
-    if options.label_smoothing:
-        losses = on_label * losses - on_all * log_p.sum(1)
-    loss = losses.masked_fill(~counts, 0.0).sum()
-    gradient = log_p.exp_()
-    if options.label_smoothing:
-        gradient.sub_(on_all)
-    gradient.scatter_add_(1, index, gradient.new_full((), -on_label).expand_as(index))
-    gradient = gradient.masked_fill_(~counts.unsqueeze(1), 0.0).to(scores.dtype)
+    # the gradient may take the memory of the scores, of which a function may have kept a part for its backward
+    values = scores.detach() if elementwise is None else scores.detach().clone()
+    losses, gradient = cross_entropy(values, labels, options.ignore_index, options.label_smoothing)
     if elementwise is not None:
         (gradient,) = torch.autograd.grad(scores, leaf, gradient)
-    return loss, gradient.to(logits.dtype)
+    return losses.sum(), gradient
 
 
 class HeadLoss(torch.autograd.Function):
