@@ -324,8 +324,8 @@ FUSED_HEAD = Field(
     "fused_head",
     False,
     flag,
-    "The output head's loss is computed in chunks of tokens, and no logits are kept. The head stays in high precision "
-    "unless also_include or include names it. Not with a level, which stores weights itself.",
+    "The output head and its loss are computed in chunks of tokens, and logits are never whole. The head stays in high "
+    "precision unless also_include or include names it (native). Not with a level, which stores weights itself.",
     levels=("O0",),
     idle=False,
 )
