@@ -328,6 +328,15 @@ FUSE_ACTIVATIONS = Field(
     "backward.",
     idle=False,
 )
+FUSED_HEAD = Field(
+    "fused_head",
+    False,
+    flag,
+    "The output head and its loss are computed in chunks of tokens, and logits are never whole. The head stays in high "
+    "precision unless also_include or include names it (native). Not with a level, which stores weights itself.",
+    levels=("O0",),
+    idle=False,
+)
 
 SCALING_FIELDS = (
     FP8_FORMAT,
@@ -339,7 +348,7 @@ SCALING_FIELDS = (
     USE_AUTOCAST_DURING_EVAL,
 )
 """Fields of TransformerEngine's rules."""
-NATIVE_FIELDS = (*SCALING_FIELDS, FP8_PARAMS, FUSE_ACTIVATIONS)
+NATIVE_FIELDS = (*SCALING_FIELDS, FP8_PARAMS, FUSE_ACTIVATIONS, FUSED_HEAD)
 """Fields of `native`, which follows these rules on any device."""
 
 

@@ -201,6 +201,17 @@ class ConvertsExperts(Protocol):
         """What stands for these Parameters, and runs the module with them in FP8. Called for those that fit."""
 
 
+# The output head
+
+
+@runtime_checkable
+class DefersHead(Protocol):
+    """A backend whose output head can multiply in chunks of tokens, without whole logits (`deferred_logits`)."""
+
+    def build_head(self, linear: nn.Linear, recipe: Recipe, shared: Any) -> nn.Module:
+        """`Compute.build` for the output head. The carrier is a `DefersLogits`."""
+
+
 # Weights and their FP8 codes
 
 

@@ -14,6 +14,9 @@ from ..errors import FP8BackendError
 CONVERSION = "_fp8_conversion"
 """Attribute of a converted layer: how it was converted (`Conversion`)."""
 
+HEAD_CONVERSION = "_fp8_head_conversion"
+"""The same of an output head that stays in high precision and defers its logits."""
+
 CONTAINER = "fp8_weights"
 """Name of the child of an experts module that holds what runs its weights in FP8 (`compute.expert_functions`)."""
 

@@ -183,7 +183,7 @@ AORecipeKwargs = _handler(
     "AORecipeKwargs",
     "ao",
     "TorchAO's products: `ao:tensorwise`, or the scaling named. The fields of Accelerate's handler.",
-    _named("config", "pad_inner_dim", "enable_fsdp_float8_all_gather", "scaling", "auto_filter"),
+    _named("config", "pad_inner_dim", "enable_fsdp_float8_all_gather", "scaling", "auto_filter", "fused_head"),
 )
 MSAMPRecipeKwargs = _handler(
     "MSAMPRecipeKwargs",

@@ -52,6 +52,7 @@ class Recipe(KwargsHandler):  # type: ignore[misc]  # Accelerate tells no types
     fuse_norms: bool
     fp8_dpa: bool
     fp8_mha: bool
+    fused_head: bool
     config: Float8LinearConfig | None
     pad_inner_dim: bool | None
     enable_fsdp_float8_all_gather: bool | None
@@ -102,6 +103,10 @@ class TERecipeKwargs(Recipe):
             Attention in FP8, which this package does not have. Read by te.
         fp8_mha (False; default False):
             As fp8_dpa. Read by te.
+        fused_head (True, False; default False):
+            The output head and its loss are computed in chunks of tokens, and logits are never whole. The head stays in
+            high precision unless also_include or include names it (native). Not with a level, which stores weights
+            itself. Read by native, te, ao.
         scaling:
             The scaling rule, if the backend string does not name it: delayed, dynamic, rowwise, blockwise, mxfp8,
             window and so on. Read by every backend.
@@ -143,6 +148,7 @@ class TERecipeKwargs(Recipe):
         fuse_norms: bool | None = None,
         fp8_dpa: bool | None = None,
         fp8_mha: bool | None = None,
+        fused_head: bool | None = None,
         scaling: str | None = None,
         *,
         include: str | Iterable[str] | None = None,
@@ -169,6 +175,10 @@ class AORecipeKwargs(Recipe):
             window and so on. Read by every backend.
         auto_filter (True, False; default False):
             Leave layers in high precision that TorchAO finds too small to gain. Read by ao.
+        fused_head (True, False; default False):
+            The output head and its loss are computed in chunks of tokens, and logits are never whole. The head stays in
+            high precision unless also_include or include names it (native). Not with a level, which stores weights
+            itself. Read by native, te, ao.
         include:
             Name patterns of layers to convert (fnmatch, over the full name; without a dot also any one part of it),
             separated by commas. Read by every backend.
@@ -199,6 +209,7 @@ class AORecipeKwargs(Recipe):
         enable_fsdp_float8_all_gather: bool | None = None,
         scaling: str | None = None,
         auto_filter: bool | None = None,
+        fused_head: bool | None = None,
         *,
         include: str | Iterable[str] | None = None,
         also_include: str | Iterable[str] | None = None,
@@ -298,6 +309,10 @@ class NativeRecipeKwargs(Recipe):
         fuse_activations (True, False; default False):
             In eager training on a GPU one kernel computes an RMSNorm or a gated activation, and its amax, forward and
             backward. Read by native.
+        fused_head (True, False; default False):
+            The output head and its loss are computed in chunks of tokens, and logits are never whole. The head stays in
+            high precision unless also_include or include names it (native). Not with a level, which stores weights
+            itself. Read by native, te, ao.
         include:
             Name patterns of layers to convert (fnmatch, over the full name; without a dot also any one part of it),
             separated by commas. Read by every backend.
@@ -333,6 +348,7 @@ class NativeRecipeKwargs(Recipe):
         use_autocast_during_eval: bool | None = None,
         fp8_params: bool | None = None,
         fuse_activations: bool | None = None,
+        fused_head: bool | None = None,
         *,
         include: str | Iterable[str] | None = None,
         also_include: str | Iterable[str] | None = None,
@@ -398,6 +414,10 @@ class FP8RecipeKwargs(Recipe):
             Attention in FP8, which this package does not have. Read by te.
         fp8_mha (False; default False):
             As fp8_dpa. Read by te.
+        fused_head (True, False; default False):
+            The output head and its loss are computed in chunks of tokens, and logits are never whole. The head stays in
+            high precision unless also_include or include names it (native). Not with a level, which stores weights
+            itself. Read by native, te, ao.
         config:
             A torchao.float8.Float8LinearConfig, used as it is. Read by ao.
         pad_inner_dim (True, False):
@@ -455,6 +475,7 @@ class FP8RecipeKwargs(Recipe):
         fuse_norms: bool | None = None,
         fp8_dpa: bool | None = None,
         fp8_mha: bool | None = None,
+        fused_head: bool | None = None,
         config: Float8LinearConfig | None = None,
         pad_inner_dim: bool | None = None,
         enable_fsdp_float8_all_gather: bool | None = None,

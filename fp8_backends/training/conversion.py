@@ -22,7 +22,8 @@ from ..compute.conv1d import is_conv1d, linear_like
 from ..compute.expert_functions import ExpertWeights
 from ..compute.interface import Compute, ConvertsConv1D, ConvertsExperts, ConvertsNorms, FusesActivations, Fusion
 from ..errors import FP8BackendError, RecipeError
-from ..numerics.modules import CONVERSION, Conversion, check_is_module, plain_name
+from ..numerics.modules import CONVERSION, HEAD_CONVERSION, Conversion, check_is_module, plain_name
+from . import fused_head
 from .layer_filter import LayerFilter, NamePattern, excluded
 from .report import ConversionReport, NormLayer
 from .weight_products import (
@@ -42,11 +43,9 @@ ALIGNMENT = 16
 
 NORM_CONVERSION = "_fp8_norm_conversion"
 """Attribute of a swapped normalisation layer, as `CONVERSION` is of a weight's layer: its `Conversion`."""
-
 FUSED_CONVERSION = "_fp8_fused_conversion"
 """The same of a norm or a gated block that is fused."""
-
-_MARKS = (CONVERSION, NORM_CONVERSION, FUSED_CONVERSION)
+MARKS = (CONVERSION, NORM_CONVERSION, FUSED_CONVERSION, HEAD_CONVERSION)
 
 ADDED = "added after the model was prepared: prepare it again to convert this layer"
 """Reason of a layer that `convert` has not seen."""
@@ -105,7 +104,8 @@ def convert(model: nn.Module, recipe: Recipe, compute: Compute) -> Prepared:
     if prepared is not None and not chosen and not new_norms:
         return prepared
     shared = compute.new_shared(root, recipe) if prepared is None else prepared.shared
-    built = _build([each for each in chosen if not each.part], recipe, compute, shared)
+    head = fused_head.find(root, found, recipe, compute) if recipe.fused_head else None
+    built = _build([each for each in chosen if not each.part], recipe, compute, shared, head)
     experts = _build_experts([each for each in chosen if each.part], recipe, compute, shared)
     if isinstance(compute, ConvertsNorms):
         _note_fusions(root, norms, compute.fuse(root, recipe, dict([*built, *new_norms])))
@@ -125,6 +125,8 @@ def convert(model: nn.Module, recipe: Recipe, compute: Compute) -> Prepared:
             swap_class(norm, carrier, recipe, NORM_CONVERSION)
         for module, carrier in activations:
             swap_class(module, carrier, recipe, FUSED_CONVERSION)
+        if head is not None and head.product.state != FP8:
+            swap_class(head.module, fused_head.high_precision_carrier(head.module), recipe, HEAD_CONVERSION)
         for module, weights in experts:
             expert_functions.attach(module, weights)
         if is_new:
@@ -132,6 +134,8 @@ def convert(model: nn.Module, recipe: Recipe, compute: Compute) -> Prepared:
     except BaseException:
         for module, _ in (*built, *new_norms, *activations):
             restore_layer(module)
+        if head is not None:
+            restore_layer(head.module)
         for module, weights in experts:
             expert_functions.detach(module, list(weights))
         if is_new:
@@ -157,7 +161,7 @@ def restore(model: nn.Module) -> None:
     check_is_module(model)
     modules = list(model.modules())
     for name, module in model.named_modules():
-        conversion = next((module.__dict__[mark] for mark in _MARKS if mark in module.__dict__), None)
+        conversion = next((module.__dict__[mark] for mark in MARKS if mark in module.__dict__), None)
         if conversion is not None and type(module) is not conversion.converted:
             raise FP8BackendError(
                 f"{name}: its class is {type(module).__name__} now, so it cannot be restored: "
@@ -382,11 +386,10 @@ def swap_class(linear: nn.Module, carrier: nn.Module, recipe: Recipe, mark: str 
 
 def restore_layer(linear: nn.Module) -> None:
     """Undo `swap_class`, where the module was converted."""
-    conversion: Conversion | None = next(
-        (linear.__dict__.pop(mark) for mark in _MARKS if mark in linear.__dict__), None
-    )
-    if conversion is None:
+    mark = next((mark for mark in MARKS if mark in linear.__dict__), None)
+    if mark is None:
         return
+    conversion: Conversion = linear.__dict__.pop(mark)
     for undo in reversed(conversion.undo):
         undo(linear)
     linear.__class__ = conversion.original
@@ -397,12 +400,16 @@ def restore_layer(linear: nn.Module) -> None:
         linear._non_persistent_buffers_set.discard(name)
 
 
-def _build(chosen: list[Found], recipe: Recipe, compute: Compute, shared: Any) -> list[tuple[nn.Module, nn.Module]]:
-    """Layers and their carriers, all made before the first layer changes. Some drop out, with the reason noted."""
+def _build(
+    chosen: list[Found], recipe: Recipe, compute: Compute, shared: Any, head: Found | None
+) -> list[tuple[nn.Module, nn.Module]]:
+    """Layers and their carriers, all made before the first layer changes. Some drop out, with the reason noted. `head`:
+    the one that is to defer its logits."""
     built = []
     for each in chosen:
         linear, product = each.module, each.product
         build = compute.build_conv1d if is_conv1d(linear) else compute.build
+        build = compute.build_head if each is head else build
         carrier = build(linear, recipe, shared)
         if any(carrier._parameters.get(key) is not parameter for key, parameter in linear._parameters.items()):
             raise FP8BackendError(

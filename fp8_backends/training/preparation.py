@@ -29,7 +29,7 @@ from ..recipes.handlers import Recipe, resolve
 from ..recipes.specs import Spec
 from ..states import adamw, checkpoint, levels, original
 from ..words import listed
-from . import conversion, proof, quantized_layers
+from . import conversion, fused_head, proof, quantized_layers
 from .auditing import converted_layers, parameter_ids, unwrapped
 from .conversion import PREPARED, Prepared, prepared_roots
 from .observed import observed_of
@@ -245,6 +245,7 @@ def connect_ranks(model: nn.Module, recipe: Recipe) -> None:
         for _, root, prepared in roots:
             if isinstance(prepared.compute, KeepsWeightCasts):
                 prepared.compute.keep_weight_casts(root, False)
+            fused_head.make_ordinary(root)
         fsdp2.connect(model, recipe.comm, ScalingBuffers(roots))
         levels.watch_shards(model)
 

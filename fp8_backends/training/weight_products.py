@@ -22,7 +22,7 @@ from ..compute import expert_functions
 from ..compute.conv1d import conv1d_class, is_conv1d
 from ..compute.expert_functions import ExpertWeight
 from ..numerics.block_codes import BlockCodes
-from ..numerics.modules import CONVERSION, Conversion, plain_name
+from ..numerics.modules import CONVERSION, HEAD_CONVERSION, Conversion, plain_name
 from ..numerics.sharded_tensor import full_shape
 from . import quantized_layers
 
@@ -191,7 +191,7 @@ def layer_obstacle(layer: nn.Module, plain: type[nn.Module]) -> str | None:
         return "its weight has no size yet: run one batch before preparing the model"
     if torch.nn.utils.parametrize.is_parametrized(layer):
         return "parametrized: its weight is computed anew in each forward"
-    if type(layer) is not plain:
+    if type(layer) is not plain and HEAD_CONVERSION not in layer.__dict__:
         return f"{type(layer).__name__} is a subclass of {plain.__name__} with a behaviour of its own"
     if "forward" in layer.__dict__:
         return "its forward was replaced on the instance"

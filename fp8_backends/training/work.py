@@ -84,7 +84,8 @@ class WorkMeter:
             work = self.work.setdefault(each.product.name, Work())
             work.input_gradient |= needs_gradient or _reads_hidden_states(each)
             for tensor in differentiable:
-                tensor.register_hook(work.note_backward)
+                # deferred logits have a way of their own: a loss may need no gradient of them
+                getattr(tensor, "when_backward", tensor.register_hook)(work.note_backward)
             if not recomputes:
                 rows = _rows(each, inputs, outputs[0])
                 work.rows += rows

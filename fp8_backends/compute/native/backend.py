@@ -43,6 +43,7 @@ from . import fused_gates, fused_norms
 from .block_products import block_engine_for
 from .experts import FP8Experts, FP8ExpertWeight
 from .frozen import freeze
+from .fused_head import FP8Head
 from .grouped_products import grouped_engine_for
 from .layer_rule import STATEFUL, LayerRule, Stored
 from .ledger import Ledger, with_noted_amaxes
@@ -92,6 +93,10 @@ class NativeCompute(Compute):
         self, root: nn.Module, recipe: Recipe, layers: Container[nn.Module]
     ) -> list[tuple[nn.Module, nn.Module]]:
         return fused_gates.carriers(root, layers, recipe) + fused_norms.carriers(root, recipe)
+
+    def build_head(self, linear: nn.Linear, recipe: Recipe, shared: SharedCodes) -> FP8Head:
+        carrier = FP8Head(linear.in_features, linear.out_features, bias=False, device="meta")
+        return _around(linear, carrier, recipe, shared)
 
     def unfit_experts(self, experts: nn.Module, part: str, recipe: Recipe) -> str | None:
         return fp8_experts.unfit(experts._parameters[part], recipe)

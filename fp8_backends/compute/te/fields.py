@@ -9,6 +9,7 @@ from ..fields import (
     DELAYED,
     FP8_FORMAT,
     FP8_PARAMS,
+    FUSED_HEAD,
     INTERVAL,
     MARGIN,
     OVERRIDE_LINEAR_PRECISION,
@@ -79,5 +80,6 @@ FIELDS = (
         launcher_default=False,
         synonyms={"fp8_multi_head_attention": same},
     ),
+    FUSED_HEAD,
 )
 """In the order of Accelerate's `TERecipeKwargs`, then ours."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..fields import Field, Variable, flag
+from ..fields import FUSED_HEAD, Field, Variable, flag
 
 if TYPE_CHECKING:
     from torchao.float8 import Float8LinearConfig
@@ -65,5 +65,6 @@ FIELDS = (
         "Leave layers in high precision that TorchAO finds too small to gain.",
         launcher_default=False,
     ),
+    FUSED_HEAD,
 )
 """In the order of Accelerate's `AORecipeKwargs`, then ours."""

@@ -33,6 +33,13 @@ COMPILATION_RULES = (
         "turn activation checkpointing off, or checkpoint selected operations only",
     ),
     Rule(
+        "fused_head_compiled",
+        "warning",
+        lambda s: s.recipe.fused_head and s.compiled == "full",
+        "fused_head does nothing in compiled code, which makes whole logits: as a whole the model has its head there",
+        "compile the repeated blocks instead (regional compilation), or leave fused_head out",
+    ),
+    Rule(
         "flash_attention_2_compile",
         "warning",
         lambda s: s.attention in ("flash_attention_2", "kernels-community/flash-attn2") and s.is_compiled,

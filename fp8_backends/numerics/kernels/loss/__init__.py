@@ -1,0 +1,1 @@
+"""The cross-entropy of logits with its gradient: `dispatch`."""

@@ -1,0 +1,24 @@
+"""The kernel of the cross-entropy, as a Hopper GPU gets it: nothing in local memory, wide accesses, two programs at a
+time on a multiprocessor."""
+
+from __future__ import annotations
+
+import pytest
+from ahead_of_time import compiled
+
+from fp8_backends.numerics.kernels.loss import triton_loss
+
+POINTERS = {"label_ptr": "*i64", "loss_ptr": "*fp32"}
+NUMBERS = {"words": "i32:16", "row_stride": "i32:16", "ignore_index": "i32", "on_label": "fp32", "on_all": "fp32"}
+
+
+@pytest.mark.parametrize("is_smooth", [False, True])
+@pytest.mark.parametrize("dtype", ["*bf16", "*fp32"])
+def test_a_row(dtype, is_smooth, tmp_path):
+    signature = {"x_ptr": dtype, "gradient_ptr": dtype, **POINTERS, **NUMBERS}
+    block = triton_loss.SMOOTH_BLOCK if is_smooth else triton_loss.BLOCK
+    constants = {"word_stride": 1, "IS_SMOOTH": is_smooth, "BLOCK": block}
+    code = compiled(triton_loss._cross_entropy_kernel, signature, constants, tmp_path, num_warps=triton_loss.WARPS)
+    assert code.stack == 0, "registers are spilled"
+    assert max(code.widths("ld")) == max(code.widths("st")) == 128
+    assert 65_536 // (-(-code.registers // 8) * 8 * 32 * triton_loss.WARPS) >= 2, code.registers

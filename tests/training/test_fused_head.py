@@ -1,0 +1,166 @@
+"""`fused_head`: which layer it takes, what it says where it takes none, and that all else of a model stays."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import fp8_backends
+from fp8_backends.compute.deferred_logits import DeferredLogits
+from fp8_backends.errors import RecipeError
+from fp8_backends.training.validators import validate
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "trainers"))
+from tiny_trainers import counting_batch, llama  # noqa: E402
+
+FP8_HEAD = {"also_include": ["lm_head"]}
+
+
+def prepared(model=None, backend="native:dynamic", **fields):
+    model = llama() if model is None else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    return fp8_backends.prepare(model, optimizer, {"backend": backend, **fields})
+
+
+def step(model, optimizer):
+    """(loss, logits) of one step."""
+    batch = counting_batch()[:8]
+    output = model(input_ids=batch, labels=batch, use_cache=False)
+    output.loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return output.loss.item(), output.logits
+
+
+@pytest.mark.parametrize("fields", [{}, FP8_HEAD], ids=["high precision", "FP8"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_it_trains_as_the_ordinary_head_does(tied, fields, capfd):
+    proofs, losses = [], []
+    for fused in (True, False):
+        model, optimizer = prepared(llama(tie_word_embeddings=tied), fused_head=fused, **fields)
+        results = [step(model, optimizer) for _ in range(4)]
+        assert all(isinstance(logits, DeferredLogits) == fused for _, logits in results)
+        assert all(logits.pending.output is None for _, logits in results if fused)
+        losses.append([loss for loss, _ in results])
+        proofs.append((capfd.readouterr().err, fp8_backends.audit(model).flops_share))
+    assert losses[0] == pytest.approx(losses[1], abs=0.01) and losses[0][-1] < losses[0][0] - 0.2
+    assert proofs[0] == proofs[1]  # the head counts as ever
+    assert ("15/15 Linear, 100 %" in proofs[0][0]) == bool(fields)
+
+
+def test_products_of_the_head_are_counted_once_a_step():
+    model, optimizer = prepared(fused_head=True, **FP8_HEAD)
+    for _ in range(2):
+        step(model, optimizer)
+    assert fp8_backends.audit(model).products["lm_head"] == dict(fprop=2, dgrad=2, wgrad=2, recomputed=0)
+
+
+def test_evaluation_and_generation_are_as_ever():
+    model, optimizer = prepared(fused_head=True)
+    step(model, optimizer)
+    plain = llama()
+    plain.load_state_dict(model.state_dict())
+    batch = counting_batch()[:2]
+    for each in (model, plain):
+        each.eval()
+    assert torch.equal(model(input_ids=batch).logits, plain(input_ids=batch).logits)
+    generated = [each.generate(batch[:1, :4], max_new_tokens=3) for each in (model, plain)]
+    assert torch.equal(*generated)
+
+
+@pytest.mark.parametrize("fields", [{}, FP8_HEAD], ids=["high precision", "FP8"])
+def test_restore_copies_and_pickles(fields):
+    model, optimizer = prepared(fused_head=True, **fields)
+    step(model, optimizer)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert isinstance(step(*prepared(copied, fused_head=True, **fields))[1], DeferredLogits)
+    fp8_backends.restore(model)
+    assert type(model.lm_head) is nn.Linear and model.lm_head.__dict__.keys() == llama().lm_head.__dict__.keys()
+    assert type(step(model, optimizer)[1]) is torch.Tensor
+
+
+def test_activation_checkpointing_and_keeping_weight_casts():
+    model, optimizer = prepared(fused_head=True, **FP8_HEAD)
+    fp8_backends.keep_weight_casts(model)
+    batch = counting_batch()[:8]
+    gradients = []
+    for _ in range(2):
+        checkpoint(lambda x: model(input_ids=x, labels=x, use_cache=False).loss, batch, use_reentrant=False).backward()
+        gradients.append(model.lm_head.weight.grad.clone())
+    assert torch.allclose(gradients[1], 2 * gradients[0])
+    model.gradient_checkpointing_enable()
+    optimizer.zero_grad()
+    model(input_ids=batch, labels=batch, use_cache=False).loss.backward()
+    assert torch.allclose(model.lm_head.weight.grad, gradients[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("regional", [True, False])
+def test_compiled_code_has_an_ordinary_head_and_eager_code_around_compiled_layers_a_fused_one(regional):
+    model, optimizer = prepared(llama(num_hidden_layers=1), fused_head=True)
+    if regional:
+        model.model.layers[0].compile(backend="eager", fullgraph=True)
+        assert isinstance(step(model, optimizer)[1], DeferredLogits)
+    else:
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        assert type(step(compiled, optimizer)[1]) is torch.Tensor
+
+
+def with_lora_on_its_head():
+    import peft
+
+    return peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj", "lm_head"]))
+
+
+def with_a_head_of_its_own():
+    model = llama()
+    model.lm_head.forward = lambda x: torch.nn.functional.linear(x, model.lm_head.weight)
+    return model
+
+
+ORDINARY = {
+    "no head": (lambda: nn.Sequential(nn.Linear(32, 32)), "the output head {}: no get_output_embeddings of the model"),
+    "LoRA": (with_lora_on_its_head, "the output head {}: it is no plain Linear, but peft.tuners.lora.layer.Linear"),
+    "another forward": (with_a_head_of_its_own, "lm_head {}: its forward was replaced on the instance"),
+}
+
+
+@pytest.mark.parametrize("name", ORDINARY)
+def test_a_head_that_cannot_be_fused_says_so_once_and_runs_as_ever(name, caplog):
+    build, reason = ORDINARY[name]
+    with caplog.at_level(logging.WARNING, logger="fp8_backends"):
+        fp8_backends.prepare(*prepared(build(), fused_head=True), {"backend": "native:dynamic", "fused_head": True})
+    said = [message for message in caplog.messages if "fused_head" in message]
+    assert len(said) == 1
+    assert said[0].startswith(f"native:dynamic: fused_head: {reason.format('runs as an ordinary layer')}")
+
+
+def test_a_frozen_head_gives_the_gradient_of_its_input():
+    model = llama()
+    model.lm_head.weight.requires_grad_(False)
+    model, optimizer = prepared(model, fused_head=True, **FP8_HEAD)
+    assert isinstance(step(model, optimizer)[1], DeferredLogits)
+    assert fp8_backends.audit(model).products["lm_head"] == dict(fprop=1, dgrad=1, wgrad=0, recomputed=0)
+
+
+def test_levels_refuse_it():
+    with pytest.raises(RecipeError, match="fused_head is not read by msamp:O2, only with weights that no level stores"):
+        fp8_backends.resolve({"backend": "msamp:O2", "fused_head": True})
+    assert fp8_backends.resolve({"backend": "msamp:O2", "fused_head": False}).fused_head is False
+
+
+def test_validate_tells_where_it_does_nothing():
+    spec = {"backend": "native:dynamic", "fused_head": True}
+    for setting in ({"parallel": "fsdp2"}, {"parallel": "deepspeed", "zero_stage": 3}):
+        assert "fused_head_sharded" in {finding.rule for finding in validate(spec, **setting)}
+    assert "fused_head_compiled" in {finding.rule for finding in validate(spec, compiled="full")}
+    quiet = {finding.rule for finding in validate(spec, compiled="regional", parallel="ddp")}
+    assert not quiet & {"fused_head_sharded", "fused_head_compiled"}
