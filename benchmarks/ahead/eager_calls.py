@@ -206,11 +206,10 @@ def of_optimizer(level: str, launches: Launches, numel: int = 65_536) -> dict:
     """The kernels of one step over a weight of this many elements, and what its loops read, write and compute."""
     import optimizer as steps
 
+    weight, exp_avg, exp_avg_sq, *_ = steps.LEVELS[level]
+    made = steps.scaled_step(level, numel, 1, "cpu", True)
     launches.codes.clear()
     launches.counts.clear()
-    weight, exp_avg, exp_avg_sq, block_size, copied = steps.LEVELS[level]
-    made = steps.scaled_step(level, numel, 1, "cpu", True)
-    launches.codes.clear(), launches.counts.clear()
     made.run()
     sizes = [torch.empty(0, dtype=each or torch.float32).itemsize for each in (weight, steps.E4M3, exp_avg, exp_avg_sq)]
     kernels = []
@@ -250,8 +249,8 @@ def main() -> None:
     levels = [each for each in arguments.levels.split(";") if each]
     linear = {each: of_linear(each, launches) for each in backends}
     matrices = {each: quantizing(each, launches) for each in backends if each.startswith("native")}
-    found = {"linear": linear, "quantize": matrices, "optimizer": {each: of_optimizer(each, launches) for each in levels}}
-    print(json.dumps(found))
+    steps = {each: of_optimizer(each, launches) for each in levels}
+    print(json.dumps({"linear": linear, "quantize": matrices, "optimizer": steps}))
 
 
 if __name__ == "__main__":

@@ -6,15 +6,16 @@ calls it, so each question about a GPU has a process of its own.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import os
 import shutil
 import tempfile
 import types
-from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
+from torch._guards import active_fake_mode
 
 
 class Chip(NamedTuple):
@@ -92,8 +93,6 @@ def folder() -> str:
         if os.getpid() == pid:
             shutil.rmtree(made, ignore_errors=True)
 
-    import atexit
-
     atexit.register(remove)
     return made
 
@@ -156,15 +155,6 @@ def on_fake_gpu(module: torch.nn.Module) -> torch.nn.Module:
         for name, buffer in each._buffers.items():
             if buffer is not None:
                 each._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cuda")
+    # the mode's own references to them: a parameter that is to be swapped for another kind must have none
+    active_fake_mode().fake_tensor_converter.meta_converter.tensor_memo.clear()
     return module
-
-
-@contextmanager
-def replaced(owner: object, name: str, value: object):
-    """An attribute with another value for as long as the context is open."""
-    kept = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, kept)

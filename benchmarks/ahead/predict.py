@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
+sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parents[1])]
 import whole_step  # noqa: E402
 from machine import CHIPS  # noqa: E402
 from measuring import table, write_json  # noqa: E402
@@ -98,18 +98,19 @@ def layers_of(shape: str) -> int:
 
 
 def printed(record: dict) -> str:
-    plain = next((each for each in record["results"] if each["backend"] == PLAIN), None)
-    header = ["backend", "tokens/s", "/ bf16", "kernels a layer", "MB", "MLP: kernels", "MB", "us in eager Linear", "launches"]
-    rows = []
-    for each in record["results"]:
-        row = [each["backend"], round(each["tokens_per_second"])]
-        row.append(f"{each['tokens_per_second'] / plain['tokens_per_second']:.2f}" if plain else "-")
+    results = record["results"]
+    plain = next((each["tokens_per_second"] for each in results if each["backend"] == PLAIN), None)
+    header = ["backend", "tokens/s", "/ bf16", "kernels a layer", "MB", "of its MLP", "MB", "eager Linear, us", "calls"]
+    rows, parts = [], []
+    for each in results:
+        rate, eager = each["tokens_per_second"], each["eager"]
+        row = [each["backend"], round(rate), f"{rate / plain:.2f}" if plain else "-"]
         for part in ("layer", "mlp"):
             row += [each[part]["kernels"], round(each[part]["bytes"] / 1e6)]
-        eager = each["eager"]
-        rows.append(row + ([round(eager["python_us"]), eager["launches"] + eager["operators"]] if eager else ["-"] * 2))
-    names = [line["what"] for line in record["results"][0]["lines"]]
-    parts = [[each["backend"], *(f"{line['seconds'] * 1e3:.2f}" for line in each["lines"])] for each in record["results"]]
+        calls = [round(eager["python_us"]), eager["launches"] + eager["operators"]] if eager else ["-", "-"]
+        rows.append(row + calls)
+        parts.append([each["backend"], *(f"{line['seconds'] * 1e3:.2f}" for line in each["lines"])])
+    names = [line["what"] for line in results[0]["lines"]]
     ratios = [[name, "-" if value is None else f"{value:.3f}"] for name, value in record["ratios"].items()]
     tables = [table(header, rows), table(["milliseconds", *names], parts), table(["predicted", ""], ratios)]
     return "\n\n".join(tables)

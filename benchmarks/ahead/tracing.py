@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 PRODUCT = re.compile(r"^_?(scaled_)?(grouped_)?(mm|addmm|bmm|baddbmm)(_v2)?$")
 VIEWS = frozenset(
-    "view t transpose permute reshape unsqueeze select slice detach alias expand _unsafe_view empty empty_like new_empty "
-    "empty_strided unbind split narrow as_strided squeeze _reshape_alias view_as new_empty_strided split_with_sizes "
-    "is_same_size lift_fresh".split()
+    "view t transpose permute reshape unsqueeze select slice detach alias expand _unsafe_view empty empty_like "
+    "new_empty empty_strided unbind split narrow as_strided squeeze _reshape_alias view_as new_empty_strided "
+    "split_with_sizes is_same_size lift_fresh".split()
 )
 """Operators that launch nothing."""
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
