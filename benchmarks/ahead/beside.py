@@ -31,7 +31,8 @@ def rows(predicted: dict, measured: dict) -> list[list]:
     """Backend, tokens a second predicted and measured, times bf16 the same, and measured over predicted."""
     rates = {each["backend"]: each["tokens_per_second"] for each in predicted.get("results", [])}
     found = {each["backend"]: each["tokens_per_second"] for each in measured["results"] if each["form"] == "compiled"}
-    rates = {"ao:tensorwise": rates[name] for name in rates if name == "torchao"} | rates
+    if "torchao" in rates:
+        rates.setdefault("ao:tensorwise", rates["torchao"])  # the same through this package
     made = []
     for backend in dict.fromkeys([*rates, *found]):
         ours, theirs = rates.get(backend), found.get(backend)

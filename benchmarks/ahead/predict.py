@@ -16,6 +16,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -23,7 +24,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parents[1])]
 import whole_step  # noqa: E402
 from machine import CHIPS  # noqa: E402
 from measuring import table, write_json  # noqa: E402
-from specs import PLAIN, TORCHAO, has_levels, split  # noqa: E402
+from specs import PLAIN, TORCHAO, level_of, split  # noqa: E402
 
 BACKENDS = "bf16,torchao,ao:tensorwise,native:dynamic,native:delayed,native:rowwise,msamp:O2"
 SHAPES = {"8b": "8b-4layers", "1b": "1b"}
@@ -58,22 +59,23 @@ def peaks(backends: list[str], shape: str, tokens: int) -> dict[str, float]:
     return {spec: found.peak for spec, found in zip(asked, estimate(workload, asked.values()), strict=True)}
 
 
-def predicted(arguments: argparse.Namespace, known: dict) -> dict:
-    """The record: figures of each backend, and the ratios that follow from them."""
+def predict(arguments: argparse.Namespace, known: list[dict], keep: Callable[[dict], None]) -> None:
+    """Each backend's figures, and the ratios that follow from all of them, are kept as soon as they are known."""
     chip, shape = CHIPS[arguments.chip], SHAPES[arguments.shape]
     asked = arguments.backends.split(",")
-    levels = {each for spec in asked if has_levels(spec) for each in ("O1", "O2", "O3") if each in spec}
-    options = ["--no-machine-code"] if arguments.no_machine_code else []
-    of_host = [each for each in asked if not has_levels(each)]
-    eager = answered("eager_calls.py", "--backends", ",".join(of_host), "--levels", ";".join(sorted(levels)))
+    levels = {spec: level for spec in asked if (level := level_of(spec))}
+    of_host = [each for each in asked if each not in levels]
+    steps = ";".join(sorted(set(levels.values())))
+    eager = answered("eager_calls.py", "--backends", ",".join(of_host), "--levels", steps)
     peak_bytes = peaks(asked, shape, arguments.tokens)
-    results = {each["backend"]: each for each in known.get("results", [])}
+    results = {each["backend"]: each for each in known}
+    options = ["--shape", shape, "--tokens", str(arguments.tokens), "--chip", arguments.chip]
+    options += ["--no-machine-code"] if arguments.no_machine_code else []
     for spec in asked:
         print(f"tracing {spec}", file=sys.stderr, flush=True)
-        size = ["--shape", shape, "--tokens", str(arguments.tokens), "--chip", arguments.chip]
-        traced = answered("compiled_layers.py", spec, *size, *options)
-        level = next((eager["optimizer"][each] for each in levels if each in spec and has_levels(spec)), None)
-        of_an_element = level and level["of_an_element"]
+        traced = answered("compiled_layers.py", spec, *options)
+        optimizer = eager["optimizer"].get(levels.get(spec))
+        of_an_element = optimizer and optimizer["of_an_element"]
         lines = whole_step.lines(traced, layers_of(shape), of_an_element, chip)
         seconds = sum(line.seconds for line in lines)
         results[spec] = {
@@ -83,12 +85,12 @@ def predicted(arguments: argparse.Namespace, known: dict) -> dict:
             "peak_bytes": peak_bytes.get(spec),
             "eager": eager["linear"].get(spec),
             "quantize": eager["quantize"].get(spec),
-            "optimizer": level and level | {"share_of_a_copy": whole_step.share_of_a_copy(of_an_element, chip)},
+            "optimizer": optimizer and optimizer | {"share_of_a_copy": whole_step.share_of_a_copy(of_an_element, chip)},
             **traced,
         }
-    seconds = {spec: each["seconds"] for spec, each in results.items()}
-    known_peaks = {spec: each["peak_bytes"] for spec, each in results.items() if each["peak_bytes"]}
-    return {"results": list(results.values()), "ratios": whole_step.ratios(seconds, known_peaks)}
+        all_seconds = {name: each["seconds"] for name, each in results.items()}
+        known_peaks = {name: each["peak_bytes"] for name, each in results.items() if each["peak_bytes"]}
+        keep({"results": list(results.values()), "ratios": whole_step.ratios(all_seconds, known_peaks)})
 
 
 def layers_of(shape: str) -> int:
@@ -130,9 +132,13 @@ def main() -> None:
     known = json.loads(file.read_text()) if arguments.json and file.exists() else {}
     if known and known["arguments"] != told:
         raise SystemExit(f"{file.name} is of {known['arguments']}: name another file")
-    chip = CHIPS[arguments.chip]._asdict()
-    record = {"question": "a training step, predicted", "arguments": told, "chip": chip, **predicted(arguments, known)}
-    write_json(arguments.json, record)
+    record = {"question": "a training step, predicted", "arguments": told, "chip": CHIPS[arguments.chip]._asdict()}
+
+    def keep(found: dict) -> None:
+        record.update(found)
+        write_json(arguments.json, record)
+
+    predict(arguments, known.get("results", []), keep)
     print(printed(record))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from typing import Any
 
 from torch import nn
@@ -25,8 +26,10 @@ def _value(text: str) -> Any:
         return text
 
 
-def has_levels(spec: str) -> bool:
-    return "msamp" in spec
+def level_of(spec: str) -> str | None:
+    """The level of MS-AMP whose optimizer it has, such as `O2`."""
+    found = re.search(r"msamp:(O[123])", spec)
+    return found and found[1]
 
 
 def convert(model: nn.Module, spec: str) -> nn.Module:
