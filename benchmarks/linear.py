@@ -97,7 +97,7 @@ def measure(
                 steps[backend, form] = attempt(f"{backend}, {form}", first_step, *of)
             elif form == "eager":
                 seconds[backend, form] = only_step(*of)
-    seconds |= interleaved({key: step for key, step in steps.items() if step}, arguments.runs)
+    seconds |= interleaved({key: step for key, step in steps.items() if step}, arguments.runs, calls=arguments.calls)
     references = {"to_plain": name, "to_dynamic": "native:dynamic", "to_torchao": arguments.peer}
     results = []
     for backend, form in seconds:
@@ -133,6 +133,7 @@ def main() -> None:
     parser.add_argument("--forms", default="eager", help="eager, compiled or both with a comma")
     parser.add_argument("--dtypes", default=plain(), help="bf16, fp32 or both with a comma (default: the fast one)")
     parser.add_argument("--runs", type=int, default=15)
+    parser.add_argument("--calls", type=int, default=8 if cuda else 1, help="between two readings of the clock")
     parser.add_argument("--json")
     arguments = parser.parse_args()
     results, attempt = [], Attempts()

@@ -97,9 +97,10 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def interleaved(functions: dict, runs: int, warmup: int = 2, seed: int = 0) -> dict[str, list[float]]:
-    """Seconds of each function over `runs` rounds. Each round runs all of them once, in a new random order, so that
-    a drift of the machine's speed meets all alike."""
+def interleaved(functions: dict, runs: int, warmup: int = 2, seed: int = 0, calls: int = 1) -> dict[str, list[float]]:
+    """Seconds of each function over `runs` rounds. Each round runs all of them, in a new random order, so that a drift
+    of the machine's speed meets all alike. calls: how often between two readings of the clock, before which the device
+    is waited for; seconds are of one call."""
     names, order = list(functions), random.Random(seed)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for round_ in range(warmup + runs):
@@ -107,10 +108,11 @@ def interleaved(functions: dict, runs: int, warmup: int = 2, seed: int = 0) -> d
         for name in names:
             synchronize()
             start = time.perf_counter()
-            functions[name]()
+            for _ in range(calls):
+                functions[name]()
             synchronize()
             if round_ >= warmup:
-                seconds[name].append(time.perf_counter() - start)
+                seconds[name].append((time.perf_counter() - start) / calls)
     return seconds
 
 

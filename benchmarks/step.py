@@ -48,14 +48,17 @@ def together(names: list[tuple[str, str]], make, arguments) -> dict:
 
 
 def alone(training: Training, arguments) -> dict:
-    losses, seconds = [], []
-    for step in range(arguments.warmup + arguments.steps):
+    """Steps without another model beside. Several run between two readings of the clock, and take its mean: what waits
+    for the device after every step measures the way to it as well."""
+    losses = [training.step() for _ in range(arguments.warmup)]
+    seconds: list[float] = []
+    while len(seconds) < arguments.steps:
+        together = min(arguments.every, arguments.steps - len(seconds))
         synchronize()
         start = time.perf_counter()
-        losses.append(training.step())
+        losses += [training.step() for _ in range(together)]
         synchronize()
-        if step >= arguments.warmup:
-            seconds.append(time.perf_counter() - start)
+        seconds += [(time.perf_counter() - start) / together] * together
     return {**describe(training, losses, seconds), "seconds": seconds}
 
 
@@ -124,6 +127,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=2 if cuda else 4)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--warmup", type=int, default=4)
+    parser.add_argument("--every", type=int, default=4 if cuda else 1, help="steps between two readings of the clock")
     parser.add_argument("--together", action="store_true", help="all models in memory, steps in turn")
     parser.add_argument("--json")
     arguments = parser.parse_args()

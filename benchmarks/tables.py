@@ -166,6 +166,44 @@ def step(records: Records) -> str:
     return of_records(records, names, made)
 
 
+def predicted(records: Records) -> str:
+    """What `ahead/predict.py` says of a step on a GPU, beside what was measured; and what it said at first."""
+    latest, first = records.get("ahead_H200"), records.get("ahead_H200_before")
+    if latest is None:
+        return "A step on a GPU: not yet predicted, and not yet measured."
+    machine, asked = latest["machine"], latest["arguments"]
+    versions = ", ".join(f"{name} {machine[name].split('+')[0]}" for name in NAMED if machine.get(name))
+    date = datetime.date.fromisoformat(machine["date"])
+    title = f"*Predicted* for an {latest['chip']['name']}, one sequence of {asked['tokens']:,} tokens ({versions}, "
+    parts = [textwrap.fill(f"{title}{date.day} {date:%B %Y}):", 120)]
+    was = first["ratios"] if first else {}
+    rows = [
+        [what, was.get(what), ratio, targets.PREDICTED[what].value(records)] for what, ratio in latest["ratios"].items()
+    ]
+    parts.append(rst(["ratio", "*predicted* at first", "*predicted*", "measured"], rows))
+    parts.append("Kernels that a decoder layer launches, and the megabytes that they move, at first and now:")
+    earlier = {each["backend"]: each for each in first["results"]} if first else {}
+    costs = [[quoted(each["backend"]), *_costs(earlier.get(each["backend"]), each)] for each in latest["results"]]
+    header = ["backend", "tokens/s", "kernels", "MB", "of its MLP", "MB", "eager Linear: calls", "us of Python"]
+    parts.append(rst(header, costs))
+    if "step_8b_gpu" not in records:
+        parts.append("The same on a GPU: not yet measured.")
+    return "\n\n".join(parts)
+
+
+def _costs(first: dict | None, latest: dict) -> list[str]:
+    def figures(result: dict) -> list[str]:
+        layer, mlp, eager = result["layer"], result["mlp"], result["eager"]
+        found = [result["tokens_per_second"]]
+        found += [figure for part in (layer, mlp) for figure in (part["kernels"], part["bytes"] / 1e6)]
+        found += [eager["launches"] + eager["operators"], eager["python_us"]] if eager else [None, None]
+        return ["-" if each is None else f"{each:.0f}" for each in found]
+
+    now = figures(latest)
+    pairs = zip(figures(first) if first else now, now, strict=True)
+    return [_text(after) if before == after else f"{before} to {after}" for before, after in pairs]
+
+
 def optimizer(records: Records) -> str:
     def made(record: dict) -> str:
         rows = []
@@ -410,6 +448,7 @@ TABLES: dict[str, Callable[[Records], str]] = {
     "targets-gpu": targets_gpu,
     "linear": linear,
     "step": step,
+    "predicted": predicted,
     "optimizer": optimizer,
     "kernels": kernels,
     "communication": communication,

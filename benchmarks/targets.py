@@ -259,6 +259,14 @@ ON_GPU = (
 )
 """`native` is the faster of its rules."""
 
+PREDICTED = {
+    "native / bf16, tokens a second": ON_GPU[0],
+    "native / TorchAO, tokens a second": ON_GPU[1],
+    "msamp:O2 / native, tokens a second": Target("", speed(_8B, "msamp:O2", "native", "compiled")),
+    "msamp:O2 / bf16, peak bytes, eager": ON_GPU[5],
+}
+"""What is measured, by the name of its prediction."""
+
 AGAINST_LIMITS = (
     Target("bf16 product, TFLOP/s", lambda records: bf16_peak(records) / 1e12),
     Target("FP8 product, TFLOP/s", lambda records: fp8_peak(records) / 1e12),

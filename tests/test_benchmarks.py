@@ -42,11 +42,11 @@ def records(folder):
 @pytest.mark.slow
 def test_every_part_of_the_gpu_run_is_rehearsed_on_a_cpu(tmp_path):
     """Products, steps, kernels and the largest batch; the report reads what they leave."""
-    done = rehearse("gpu/run.sh", "--cpu", "--only", "speed,fit", "--out", str(tmp_path))
+    done = rehearse("gpu/run.sh", "--cpu", "--only", "first,speed,fit", "--out", str(tmp_path))
     assert done.returncode == 0 and "nothing failed" in done.stdout, done.stdout + done.stderr
     found = records(tmp_path)
     checks = found["check_eager"]["checks"]
-    assert len(checks) > 30 and all(check["passed"] for check in checks)
+    assert len(checks) > 10 and all(check["passed"] for check in checks)
     names = "limits step_8b step_1b quantize optimizer linear_eager linear_compiled largest_batch largest_model"
     assert set(found) == {"check_eager", *(f"{name}_gpu" for name in names.split())}
     assert all(record["machine"]["torch"] and record["machine"]["date"] for record in found.values())
@@ -64,11 +64,12 @@ def test_every_part_of_the_gpu_run_is_rehearsed_on_a_cpu(tmp_path):
     assert bf16["exact_batch"] and level["exact_batch"] and level["largest_batch"] > bf16["largest_batch"] > 0
 
 
-@pytest.mark.parametrize("group", ["speed", "fit", "more", "right", "ranks"])
+@pytest.mark.parametrize("group", ["first", "first,speed", "fit", "more", "right", "ranks"])
 def test_the_parts_of_a_gpu_run_fit_in_nine_minutes_by_their_own_limits(group):
     done = rehearse("gpu/run.sh", "--list", "--only", group)
     limits = [int(line.split()[1]) for line in done.stdout.splitlines()]
-    assert limits and sum(limits) <= 525 and done.stdout.count(f"{group} ") >= len(limits)
+    assert limits and sum(limits) <= (300 if group == "first" else 525)
+    assert {line.split()[0] for line in done.stdout.splitlines()} == set(group.split(","))
 
 
 @pytest.mark.slow

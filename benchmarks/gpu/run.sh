@@ -1,7 +1,10 @@
 #!/usr/bin/env bash
 # On one Hopper GPU, in at most 9 minutes a call: what FP8 costs and saves against bf16 in the same run, as shares of
 # what the chip can do.
-#   benchmarks/gpu/run.sh --out DIR                   speed (the default): one short check, then every question of speed
+#   benchmarks/gpu/run.sh --out DIR                   first, then speed (the default)
+#   benchmarks/gpu/run.sh --out DIR --only first      what matters most, in 5 minutes: a quick check, and tokens a second
+#                                                     and peak memory of each backend, beside what was predicted
+#   benchmarks/gpu/run.sh --out DIR --only speed      every further question of speed
 #   benchmarks/gpu/run.sh --out DIR --only right      whether every product, step and wire is right
 #   benchmarks/gpu/run.sh --out DIR --only fit        the largest micro-batch and the largest model of each backend
 #   benchmarks/gpu/run.sh --out DIR --only more       further lengths, and messages between ranks
@@ -15,7 +18,7 @@
 set -uo pipefail
 here=$(cd "$(dirname "$0")/.." && pwd)
 root=$(cd "$here/.." && pwd)
-out=. cpu= list= only=speed nproc=
+out=. cpu= list= only=first,speed nproc=
 while [ $# -gt 0 ]; do
   case "$1" in
     --out) out=$2; shift 2 ;;
@@ -23,7 +26,7 @@ while [ $# -gt 0 ]; do
     --list) list=1; shift ;;
     --only) only=$2; shift 2 ;;
     --nproc) nproc=$2 only=ranks; shift 2 ;;
-    *) echo "usage: $0 --out DIR [--cpu] [--list] [--only speed|right|fit|more] [--nproc 1,2,4,8]" >&2; exit 2 ;;
+    *) echo "usage: $0 --out DIR [--cpu] [--list] [--only first|speed|right|fit|more] [--nproc 1,2,4,8]" >&2; exit 2 ;;
   esac
 done
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
@@ -66,7 +69,7 @@ if os.path.exists(f"{bundle}/te_core_py.tar.xz"):
 P
 }
 
-gpus=1 why_no_te=
+gpus=1 why_no_te= why_no_ao=
 if [ -z "$list" ]; then
   mkdir -p "$out"
   if [ -d "$root/.te" ] && [ -z "$cpu" ]; then
@@ -84,6 +87,11 @@ from fp8_backends.te_installation import probe
 found = probe()
 print('' if found else f'{found.reason}. Fix: {found.fix}')" | tail -1)
   fi
+  why_no_ao=$("$python" -c "
+import importlib.util
+print('' if importlib.util.find_spec('torchao') else 'TorchAO is not installed, and .te has no wheel of it')" | tail -1)
+  [ -n "$why_no_ao" ] && echo "== left out: ao:tensorwise and torchao in every table: $why_no_ao"
+  [ -n "$why_no_te" ] && echo "== left out: te in every table: $why_no_te"
 fi
 ranks() { echo "$python -m torch.distributed.run --standalone --nproc_per_node $(on "$gpus" 2)"; }
 standin=$(on "" --standin)
@@ -92,15 +100,18 @@ compared=$(on native:dynamic,native:delayed,ao:tensorwise,te:delayed,msamp:O2 na
 both=$(on eager,compiled "${FORMS:-eager,compiled}")
 layers=native:dynamic,native:delayed,native:rowwise,ao:tensorwise,torchao
 
-# speed: what does it cost, and how near is it to what the chip can do?
-part speed 35 "$python" "$here/gpu/check.py" $(on "--backends native:dynamic,msamp:O2" "--device cpu --backends native:dynamic") --out "$out"
-part speed 20 "$python" "$here/gpu/limits.py" $(on "" "--runs 2") --json "$out/limits_gpu.json"
-part speed 195 "$python" "$here/step.py" --forms $both $(on "--shape 8b-4layers --sequence 8192 --batch 1 --steps 8" "$small") --backends $compared --json "$out/step_8b_gpu.json"
+# first: is it right, and what does a step cost?
+part first 30 "$python" "$here/gpu/check.py" --quick $(on "--backends native:dynamic,msamp:O2" "--device cpu --backends native:dynamic") --out "$out"
+part first 20 "$python" "$here/gpu/limits.py" $(on "" "--runs 2") --json "$out/limits_gpu.json"
+part first 195 "$python" "$here/step.py" --forms $(on compiled,eager "${FORMS:-compiled,eager}") $(on "--shape 8b-4layers --sequence 8192 --batch 1 --steps 8" "$small") --backends $compared --json "$out/step_8b_gpu.json"
+part first 10 "$python" "$here/ahead/beside.py" "$out/step_8b_gpu.json"
+
+# speed: what else does it cost, and how near is it to what the chip can do?
 part speed 110 "$python" "$here/step.py" --forms $both $(on "--shape 1b --sequence 4096 --batch 2" "$small") --backends $(on native:dynamic,native:delayed,ao:tensorwise,te:delayed native:dynamic) --json "$out/step_1b_gpu.json"
 part speed 25 "$python" "$here/gpu/quantize.py" $(on "" "--runs 2") --json "$out/quantize_gpu.json"
 part speed 35 "$python" "$here/optimizer.py" $(on "" "--elements 65536 --runs 2") --json "$out/optimizer_gpu.json"
 part speed 40 "$python" "$here/linear.py" $(on "--shapes llama --runs 9" "--runs 2 --shapes tiny") --backends $(on te:delayed,te:dynamic,$layers $layers) --json "$out/linear_eager_gpu.json"
-part speed 50 "$python" "$here/linear.py" --forms $(on compiled "${FORMS:-compiled}") $(on "--shapes llama-gates" "--runs 2 --shapes tiny") --backends $(on te:delayed,$layers $layers) --json "$out/linear_compiled_gpu.json"
+part speed 45 "$python" "$here/linear.py" --forms $(on compiled "${FORMS:-compiled}") $(on "--shapes llama-gates" "--runs 2 --shapes tiny") --backends $(on te:delayed,$layers $layers) --json "$out/linear_compiled_gpu.json"
 deadline=$((SECONDS + 20)) # whatever was cut off, what there is is told
 part speed 10 "$python" "$here/targets.py" --on gpu "$out"
 

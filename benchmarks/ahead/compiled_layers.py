@@ -1,0 +1,153 @@
+"""What Inductor makes of a decoder layer of Llama as the package prepares it, forward and backward, for a GPU that is
+not there; and which of PyTorch's operators run outside of the layers. Prints JSON.
+
+The model is the one of `training.py`: FP32 weights under bf16 autocast. Each decoder layer is compiled; embedding, last
+norm, head and loss are eager.
+
+    compiled_layers.py BACKEND [--shape 8b-4layers] [--tokens 8192] [--chip H200] [--no-machine-code]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
+import inductor  # noqa: E402
+import machine  # noqa: E402
+import roofline  # noqa: E402
+from specs import convert  # noqa: E402
+from tracing import Graph, Traced, eager_kernels, on_gpu, traced  # noqa: E402
+from training import build  # noqa: E402
+
+
+class FeedForward(nn.Module):
+    """Norm, feed-forward part and residual of a decoder layer."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.mlp = layer.post_attention_layernorm, layer.mlp
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.mlp(self.norm(x))
+
+
+def traces(spec: str, shape: str, tokens: int) -> tuple[Traced, Traced, Traced, int]:
+    """A decoder layer, its feed-forward block alone, all that is outside of the layers; and the parameters of the
+    model."""
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    model = build(shape, tokens, "meta").train()
+    parameters = sum(each.numel() for each in model.parameters())
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.autocast("cuda", torch.bfloat16):
+        convert(machine.on_fake_gpu(model), spec)
+        layer, config = model.model.layers[0], model.config
+        x = torch.empty(1, tokens, config.hidden_size, device="cuda", requires_grad=True)
+        width = config.hidden_size // config.num_attention_heads
+        rotations = tuple(torch.empty(1, tokens, width, device="cuda") for _ in range(2))
+        table = select_decomp_table()
+        whole = traced(layer, x, position_embeddings=rotations, decompositions=table)
+        block = traced(FeedForward(layer), x, decompositions=table)
+        model.model.layers = nn.ModuleList()
+        ids = torch.zeros(1, tokens, dtype=torch.int64, device="cuda")
+        outside = traced(lambda ids: model(input_ids=ids, labels=ids).loss, ids)
+    return whole, block, outside, parameters
+
+
+def saved_bytes(forward: list[Graph]) -> int:
+    """What the forward of one layer makes and the backward reads."""
+    total = 0
+    for graph in forward:
+        (output,) = (node for node in graph.module.graph.nodes if node.op == "output")
+        kept = {node for node in output.args[0] if isinstance(node, torch.fx.Node) and node.op != "placeholder"}
+        total += sum(node.meta["val"].nbytes for node in kept if isinstance(node.meta["val"], torch.Tensor))
+    return total
+
+
+def summary(graphs: Traced, chip: machine.Chip, machine_code: bool) -> dict:
+    """Figures of compiled graphs. Seconds are of forward and backward together."""
+    codes = [inductor.compiled(graph, False) for graph in graphs.forward]
+    codes += [inductor.compiled(graph, True) for graph in graphs.backward]
+    kernels = [each for code in codes for each in code.kernels]
+    products = [each for code in codes for each in code.products]
+    found = {
+        "graphs": len(graphs.forward),
+        "kernels": len(kernels),
+        "bytes": sum(each.bytes for each in kernels),
+        "products": [each._asdict() for each in products],
+        "other_calls": [name for code in codes for name in code.other_calls],
+        "seconds": {
+            "products": sum(roofline.of_product(each, chip) for each in products),
+            "attention": sum(roofline.of_attention(each, chip) for code in codes for each in code.attentions),
+            "kernels": sum(roofline.of_generated(each, chip, machine_code) for each in kernels),
+        },
+    }
+    if machine_code:
+        found["largest"] = [largest(each, chip) for each in sorted(kernels, key=lambda each: -each.bytes)[:16]]
+    return found
+
+
+def largest(kernel: inductor.Kernel, chip: machine.Chip) -> dict:
+    """One kernel, with its machine code's figures an element."""
+    code = roofline.of_inductor(kernel.name, kernel.source)
+    an_element = {name: value / code.elements for name, value in code.work._asdict().items()}
+    return {
+        "kernel": kernel.name[:80],
+        "bytes": kernel.bytes,
+        "seconds": roofline.of_generated(kernel, chip),
+        "registers": code.registers,
+        "stack": code.stack,
+        **an_element,
+    }
+
+
+def outside_of_layers(graphs: Traced, chip: machine.Chip) -> dict:
+    """Figures of what runs eagerly."""
+    kernels, products = [], []
+    for graph in (*graphs.forward, *graphs.backward):
+        on_gpu(graph)
+        kernels += eager_kernels(graph.module)
+        products += inductor.matrix_work(graph.module)[0]
+    return {
+        "kernels": len(kernels),
+        "bytes": sum(size for _, size in kernels),
+        "products": [each._asdict() for each in products],
+        "seconds": {
+            "products": sum(roofline.of_product(each, chip) for each in products),
+            "kernels": sum(roofline.of_bytes(size, chip) for _, size in kernels),
+        },
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("backend")
+    parser.add_argument("--shape", default="8b-4layers")
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--chip", choices=list(machine.CHIPS), default="H200")
+    parser.add_argument("--no-machine-code", action="store_true", help="times from bytes alone, in a tenth of the time")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    chip = machine.CHIPS[arguments.chip]
+    machine.pretend(chip)
+    whole, block, outside, parameters = traces(arguments.backend, arguments.shape, arguments.tokens)
+    layer = summary(whole, chip, not arguments.no_machine_code)
+    found = {
+        "backend": arguments.backend,
+        "parameters": parameters,
+        "layer": layer,
+        "mlp": summary(block, chip, False),
+        "outside": outside_of_layers(outside, chip),
+        "saved_bytes_of_a_layer": saved_bytes(whole.forward),
+    }
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

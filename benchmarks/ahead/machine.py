@@ -1,0 +1,160 @@
+"""A Hopper GPU that is not there: what PyTorch, Inductor and Triton ask of a device, answered on a machine without one.
+
+It wants PyTorch's build for CUDA, which brings Triton and its compilers; no driver. `pretend` changes the process that
+calls it, so each question about a GPU has a process of its own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import shutil
+import tempfile
+import types
+from typing import NamedTuple
+
+import torch
+from torch._guards import active_fake_mode
+
+
+class Chip(NamedTuple):
+    """What the prediction knows about a chip. Rates are of one second."""
+
+    name: str
+    gib: int
+    copy: float
+    """Bytes that a copy in memory reads and writes. Measured."""
+    bf16: float
+    """FLOP of large bf16 products. Measured."""
+    fp8_fast: float
+    """FLOP of FP8 products with fast accumulation. Assumed."""
+    fp8: float
+    """The same with partial sums in FP32. Assumed."""
+    multiprocessors: int = 132
+    clock: float = 1.70e9
+    """Cycles under load."""
+
+    @property
+    def properties(self) -> types.SimpleNamespace:
+        """What `torch.cuda.get_device_properties` tells of it."""
+        return types.SimpleNamespace(
+            name=self.name,
+            major=9,
+            minor=0,
+            multi_processor_count=self.multiprocessors,
+            regs_per_multiprocessor=65_536,
+            max_threads_per_multi_processor=2048,
+            max_threads_per_block=1024,
+            warp_size=32,
+            total_memory=self.gib * 2**30,
+            shared_memory_per_block=49_152,
+            shared_memory_per_block_optin=232_448,
+            shared_memory_per_multiprocessor=233_472,
+            L2_cache_size=50 * 2**20,
+            gcnArchName="",
+        )
+
+
+CHIPS = {
+    "H200": Chip("NVIDIA H200", 141, 4.3e12, 790e12, 1.30e15, 1.15e15),
+    "H100": Chip("NVIDIA H100", 80, 3.0e12, 790e12, 1.30e15, 1.15e15),
+}
+
+
+def pretend(chip: Chip) -> None:
+    """Let this process believe that its device 0 is this chip. Nothing can be computed there: tensors are fake."""
+    if torch.version.cuda is None:
+        raise SystemExit("this wants PyTorch's build for CUDA: run it by the Python of an environment that has it")
+    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # code for a chip that is not there belongs into nobody's cache
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.environ["TRITON_CACHE_DIR"] = folder()
+    properties = chip.properties
+    torch._C._ensureCUDADeviceGuardSet()
+    torch._C._cuda_getDevice = torch.cuda.current_device = lambda: 0
+    torch.cuda._lazy_init = lambda: None
+    torch.cuda.is_available = torch.cuda.is_initialized = lambda: True
+    torch.cuda.device_count = lambda: 1
+    torch.cuda.get_device_properties = lambda *_: properties
+    torch.cuda.get_device_capability = lambda *_: (9, 0)
+    torch.cuda.get_device_name = lambda *_: chip.name
+    torch.cuda.get_rng_state = lambda *_: torch.zeros(16, dtype=torch.uint8)
+    torch.cuda.set_rng_state = lambda *_: None
+    _pretend_to_triton()
+    _pretend_to_inductor()
+
+
+@functools.cache
+def folder() -> str:
+    """For compiled code; gone when the process ends."""
+    made = tempfile.mkdtemp(prefix="ahead")
+    pid = os.getpid()
+
+    def remove() -> None:
+        if os.getpid() == pid:
+            shutil.rmtree(made, ignore_errors=True)
+
+    atexit.register(remove)
+    return made
+
+
+class Driver:
+    """Triton's driver for compute capability 9.0. Whatever launches a kernel has to be replaced."""
+
+    def get_current_target(self):
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def get_device_interface(self):
+        return torch.cuda
+
+    def is_active(self) -> bool:
+        return True
+
+
+def _pretend_to_triton() -> None:
+    from triton.runtime import driver
+
+    driver.set_active(Driver())
+
+
+def _pretend_to_inductor() -> None:
+    import torch._inductor.scheduler as scheduler
+    import torch.utils._triton as triton_utilities
+    from torch._inductor import config
+    from torch._inductor.runtime import hints, triton_helpers
+
+    triton_utilities.has_triton = scheduler.has_triton = lambda *_: True
+    triton_helpers.set_driver_to_gpu = lambda: None
+    properties = torch.cuda.get_device_properties(0)
+    fields = {name: getattr(properties, name) for name in hints.DeviceProperties._fields if hasattr(properties, name)}
+    told = hints.DeviceProperties(**{"type": "cuda", "index": 0, "cc": 90, **fields})
+    hints.DeviceProperties.create = classmethod(lambda *_: told)
+    config.shape_padding = config.max_autotune = False  # both would measure
+    config.compile_threads = 1
+    config.triton.unique_kernel_names = True
+    config.triton.descriptive_names = "original_aten"
+
+
+def on_fake_gpu(module: torch.nn.Module) -> torch.nn.Module:
+    """A module of the meta device with fake tensors of the GPU in their place, under `FakeTensorMode`."""
+    for each in module.modules():
+        for name, parameter in each._parameters.items():
+            if parameter is not None:
+                fake = torch.empty(parameter.shape, dtype=parameter.dtype, device="cuda")
+                each._parameters[name] = torch.nn.Parameter(fake, parameter.requires_grad)
+        for name, buffer in each._buffers.items():
+            if buffer is not None:
+                each._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cuda")
+    # the mode's own references to them: a parameter that is to be swapped for another kind must have none
+    active_fake_mode().fake_tensor_converter.meta_converter.tensor_memo.clear()
+    return module

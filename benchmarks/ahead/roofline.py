@@ -1,0 +1,51 @@
+"""Seconds on a chip: of a kernel from its bytes and instructions, of a product from its operations."""
+
+from __future__ import annotations
+
+from inductor import Attention, Kernel, Product
+from machine import Chip
+from machine_code import NOTHING, Work, of_inductor
+
+OF_A_COPY = 0.9
+"""The share of a copy's bandwidth that kernels with more than two tensors reach. Assumed."""
+BETWEEN_KERNELS = 1.5e-6
+"""Seconds from the end of a kernel to the work of the next one. Assumed."""
+LANES, ISSUED = 128, 0.85
+"""Instructions of a cycle and a multiprocessor, and the share that is issued. The latter is assumed."""
+ATTENTION = {"forward": 0.75, "backward": 0.55}
+"""Shares of the bf16 rate that fused attention reaches. Assumed."""
+SMALL = 32_000_000
+"""Bytes below which a kernel's machine code is not looked at: it takes some microseconds."""
+
+
+def of_kernel(bytes_: float, work: Work, chip: Chip) -> float:
+    """What takes longest: memory, the issue of instructions, or one of the units that not all lanes have."""
+    cycles = chip.multiprocessors * chip.clock * ISSUED
+    lanes = (LANES, LANES / 2, LANES / 8)
+    return max(bytes_ / (OF_A_COPY * chip.copy), *(n / (cycles * lane) for n, lane in zip(work, lanes, strict=True)))
+
+
+def of_bytes(bytes_: float, chip: Chip) -> float:
+    """Of a kernel whose instructions are not known."""
+    return of_kernel(bytes_, NOTHING, chip) + BETWEEN_KERNELS
+
+
+def of_generated(kernel: Kernel, chip: Chip, machine_code: bool = True) -> float:
+    if kernel.bytes < SMALL or not machine_code:
+        return of_bytes(kernel.bytes, chip)
+    return of_kernel(kernel.bytes, of_inductor(kernel.name, kernel.source).work, chip) + BETWEEN_KERNELS
+
+
+def of_product(product: Product, chip: Chip) -> float:
+    if "float8" in product.dtype:
+        rate = chip.fp8_fast if product.fast_accumulation else chip.fp8
+    else:
+        rate = {"bfloat16": chip.bf16, "float16": chip.bf16, "float32": chip.bf16 / 16}[product.dtype]
+    return product.flops / rate + BETWEEN_KERNELS
+
+
+def of_attention(attention: Attention, chip: Chip) -> float:
+    backward = "backward" in attention.operator
+    flops = 4.0 * attention.batch * attention.heads * attention.queries * attention.keys * attention.width
+    flops *= (2.5 if backward else 1) * (0.5 if attention.causal else 1)
+    return flops / (chip.bf16 * ATTENTION["backward" if backward else "forward"])

@@ -1,0 +1,72 @@
+"""A whole training step, added up from its parts: each line a number of seconds and where it is from."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import roofline
+from machine import Chip
+from machine_code import NOTHING, Work
+from specs import PLAIN, TORCHAO
+
+FUSED_ADAMW = 28.0
+"""Bytes an element that PyTorch's fused AdamW over FP32 reads and writes: weight, gradient and two states read, all but
+the gradient written."""
+
+
+class Line(NamedTuple):
+    what: str
+    seconds: float
+    source: str
+
+
+def optimizer_seconds(parameters: int, of_an_element: dict | None, chip: Chip) -> float:
+    """Of all parameters. of_an_element: what the kernels of a level cost; None: PyTorch's fused AdamW."""
+    if of_an_element is None:
+        return roofline.of_kernel(FUSED_ADAMW * parameters, NOTHING, chip)
+    bytes_ = (of_an_element["read"] + of_an_element["written"]) * parameters
+    work = Work(*(of_an_element[name] * parameters for name in Work._fields))
+    return roofline.of_kernel(bytes_, work, chip)
+
+
+def share_of_a_copy(of_an_element: dict, chip: Chip) -> float:
+    """The bandwidth of the optimizer's kernels over that of a copy."""
+    seconds = optimizer_seconds(1, of_an_element, chip)
+    return (of_an_element["read"] + of_an_element["written"]) / chip.copy / seconds
+
+
+def lines(traced: dict, layers: int, of_an_element: dict | None, chip: Chip) -> list[Line]:
+    """traced: what `compiled_layers.py` prints."""
+    layer, outside = traced["layer"]["seconds"], traced["outside"]["seconds"]
+    return [
+        Line("products of the layers", layers * layer["products"], "operations over the assumed rates"),
+        Line("attention", layers * layer["attention"], "operations over assumed shares of the bf16 rate"),
+        Line("other kernels of the layers", layers * layer["kernels"], "Inductor's code: bytes and instructions"),
+        Line("head's products", outside["products"], "operations over the measured bf16 rate, or FP8's"),
+        Line("embedding, norm, loss", outside["kernels"], "bytes of PyTorch's operators"),
+        Line(
+            "optimizer",
+            optimizer_seconds(traced["parameters"], of_an_element, chip),
+            "28 bytes an element" if of_an_element is None else "its kernels' bytes and instructions",
+        ),
+    ]
+
+
+def ratios(seconds: dict[str, float], peaks: dict[str, float]) -> dict[str, float | None]:
+    """What the targets ask for, from the seconds of a step and the peak bytes of each backend."""
+
+    def faster(one: list[str], other: list[str]) -> float | None:
+        mine, theirs = ([seconds[name] for name in names] for names in (one, other))
+        return min(theirs) / min(mine) if mine and theirs else None
+
+    native = [name for name in seconds if name.startswith("native")]
+    ao = [name for name in seconds if name == TORCHAO or name.startswith("ao:tensorwise")]
+    o2 = [name for name in seconds if name.startswith("msamp:O2")]
+    plain = [name for name in seconds if name == PLAIN]
+    peak = [peaks[name] for name in o2 if name in peaks]
+    return {
+        "native / bf16, tokens a second": faster(native, plain),
+        "native / TorchAO, tokens a second": faster(native, ao),
+        "msamp:O2 / native, tokens a second": faster(o2, native),
+        "msamp:O2 / bf16, peak bytes, eager": peak[0] / peaks[PLAIN] if peak and PLAIN in peaks else None,
+    }
