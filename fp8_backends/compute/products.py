@@ -81,6 +81,16 @@ def scaled_product(a: Quantized, b: Quantized, out_dtype: torch.dtype, fast_accu
     return exact_product(*a, *b, VALUES[engine], product_dtype).to(out_dtype)
 
 
+def wgrad_dtype(blocks: bool, device: torch.device, weight_dtype: torch.dtype, out_dtype: torch.dtype) -> torch.dtype:
+    """In what the weight's gradient comes out of its product, beside products in out_dtype.
+
+    A GPU's FP8 units write FP32 as well where tensors have one scale (no `blocks`), so that the gradient of an FP32
+    weight is rounded once and not cast. On a CPU products in bf16 are the faster ones.
+    """
+    in_fp32 = weight_dtype == torch.float32 and not blocks and engine_for(device, torch.float32) == SCALED_MM
+    return torch.float32 if in_fp32 else out_dtype
+
+
 def plain_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a [m, k] @ b [n, k].T in high precision, of operands and result of one dtype. On a CPU that has no products of
     it in hardware in FP32, rounded once."""

@@ -116,8 +116,8 @@ def scales_for_backward(state: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def with_noted_amaxes(states: torch.Tensor, ledgers: Sequence[Ledger]) -> torch.Tensor:
-    """The states of these layers, int32 [layers, 3, 2 + history length], changed in place: with the amaxes that compiled
-    code noted, which leave the ledgers."""
+    """The states of these layers, int32 [layers, 3, 2 + history length], changed in place: with the amaxes that their
+    compiled code noted, which leave the ledgers."""
     of_forward = [ledger.input_weight for ledger in ledgers]
     of_backward = take_amaxes([ledger.grad_output for ledger in ledgers])
     noted = torch.cat([torch.stack(of_forward), of_backward], 1).view(torch.float32)

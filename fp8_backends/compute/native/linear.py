@@ -14,7 +14,7 @@ from ...numerics.sharded_tensor import is_distributed
 from ..derivatives import refuse_second_derivative, refuse_transforms
 from ..frozen_weights import check_running
 from ..interface import COMPUTE_DTYPES
-from ..products import plain_product, scaled_product
+from ..products import plain_product, scaled_product, wgrad_dtype
 from . import frozen
 from .layer_rule import STATEFUL, LayerRule, Stored, known_amax, quantized, record
 from .ledger import KeepsLedger, Ledger, scales_for_backward
@@ -29,14 +29,14 @@ class FP8Products(KeepsLedger):
     the layer it replaces.
 
     Input: [..., in_features] in bf16, fp16 or fp32. Output: [..., out_features] in the autocast dtype if autocast is
-    on, else in the input's dtype. Products have the output's dtype, gradients too, as in TransformerEngine. In eval
-    mode the layer computes in high precision unless the recipe says `use_autocast_during_eval`.
+    on, else in the input's dtype. Products have the output's dtype, those of gradients too (`wgrad_dtype` names the
+    exception). In eval mode the layer computes in high precision unless the recipe says `use_autocast_during_eval`.
 
     The weight may be a `ScaledTensor` with one scale: FP16 data is cast to FP8 from its exact values, E4M3 data is
     multiplied as it is. Its gradient is plain and of the dtype that the weight stands for.
 
-    The delayed or the window rule's state is a buffer, `fp8_scaling`, of integers (wrappers cast floating-point buffers)
-    and not in the state dict.
+    The delayed or the window rule's state is a buffer, `fp8_scaling`, of integers (wrappers cast what is of floating
+    point) and not in the state dict.
     """
 
     transposed_weight = False
@@ -214,7 +214,8 @@ class LinearFunction(torch.autograd.Function):
             weight = weight.t() if ctx.transposed and _dgrad_reads_weight(rule) else weight
             dx = _dgrad(rule, dy, dy8, weight, ctx.out_dtype).to(ctx.x_dtype).reshape(ctx.x_shape)
         if needs_wgrad:
-            dw = _wgrad(rule, dy, dy8, *saved[:2], ctx.out_dtype).to(ctx.weight_dtype)
+            dw_dtype = wgrad_dtype(rule.along is not None, dy.device, ctx.weight_dtype, ctx.out_dtype)
+            dw = _wgrad(rule, dy, dy8, *saved[:2], dw_dtype).to(ctx.weight_dtype)
             dw = dw.t() if ctx.transposed else dw
         if needs_bias:
             db = dy.sum(0, dtype=ctx.bias_dtype)  # of the unquantized gradient
