@@ -244,16 +244,18 @@ def rolled_delayed_states(
     bits, length = states.view(torch.float32), states.shape[-1] - HISTORY
     scale, history, rolls = bits.select(-1, SCALE), bits.narrow(-1, HISTORY, length), states.select(-1, ROLLS)
     recorded = history.select(-1, 0)
+    seen = recorded != 0
     amax = recorded if algorithm == "most_recent" else history.amax(dim=-1)
-    due = (recorded != 0) & (amax > 0) & torch.isfinite(amax) & (rolls % interval == 0)
+    due = seen & (amax > 0) & (amax < torch.inf)
+    due = due if interval == 1 else due & (rolls % interval == 0)
     new_scale = torch.where(due, torch.clamp(format_max * 2.0**-margin / amax, max=FP32.max), scale)
     room = torch.zeros_like(recorded.unsqueeze(-1))  # where the next step records
     shifted = torch.cat([room, history.narrow(-1, 2, length - 2), recorded.unsqueeze(-1)], -1) if length > 1 else room
-    new_history = torch.where((recorded != 0).unsqueeze(-1), shifted, history)
+    new_history = torch.where(seen.unsqueeze(-1), shifted, history)
     return torch.cat(
         [
             new_scale.unsqueeze(-1).view(torch.int32),
-            (rolls + (recorded != 0)).to(torch.int32).unsqueeze(-1),
+            (rolls + seen).to(torch.int32).unsqueeze(-1),
             new_history.view(torch.int32),
         ],
         dim=-1,

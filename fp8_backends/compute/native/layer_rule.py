@@ -163,8 +163,7 @@ class Stored(NamedTuple):
         amax: torch.Tensor | None = None,
     ) -> Layouts:
         """The codes by the rule. `columns`: whether a product contracts the rows too, which takes other codes where
-        the rule has blocks. `record`: what keeps the amax, as in `quantization.quantize`. `amax`: of `data`, where it is
-        known."""
+        the rule has blocks. `record`, `amax`: as in `quantization.quantize`."""
         if rule.along is not None:
             return Layouts(*self.in_blocks(rule.along.weight_blocks, fmt))
         scale = delayed_scale(state, WEIGHT) if rule.scaling == "delayed" else None
