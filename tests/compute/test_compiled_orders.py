@@ -41,8 +41,8 @@ def backwards(losses, order):
 
 
 def run(spec, order, compiler, checkpointed=False, whole=True, steps=3):
-    """Losses, counts and states after steps of two microbatches. `whole`: the model is compiled with its hook that rolls
-    states, and not its layers alone."""
+    """Losses, counts and states after steps of two microbatches. `whole`: the model is compiled, with the hook that
+    rolls states, and not its layers alone."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = nn.Sequential(Twice(checkpointed))
@@ -103,8 +103,8 @@ def test_so_does_inductor():
     """Its own sums differ in the last bits, so that only the largest amax of every tensor is compared, to 1 %."""
     eager, compiled = run("native:delayed", "lifo", None), run("native:delayed", "lifo", "inductor")
     assert compiled[1] == eager[1]
-    for name, state in compiled[2].items():
-        largest = [each[name].view(torch.float32)[:, 2:].amax(1) for each in (compiled, eager) for each in [each[2]]]
+    for name in compiled[2]:
+        largest = [states[name].view(torch.float32)[:, 2:].amax(1) for states in (compiled[2], eager[2])]
         assert torch.allclose(*largest, rtol=1e-2) and largest[0].all()
 
 

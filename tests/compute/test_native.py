@@ -428,3 +428,14 @@ def test_all_three_products_are_valid_on_a_gpu(scaling, fp8_format, dtype, token
     # as by the CPU's own engine: each of two roundings to bf16, of the product and of its sum with the bias, may fall
     # to the other side where the order of summation differs
     assert (y - here).abs().max() <= 2 * 2**-7 * here.abs().max()
+
+
+@pytest.mark.parametrize("scaling,in_fp32", [("dynamic", True), ("delayed", True), ("rowwise", False)])
+def test_a_gpu_writes_the_gradient_of_an_fp32_weight_in_fp32_for_one_scale(scaling, in_fp32, monkeypatch):
+    layer = fp8_linear(nn.Linear(64, 48), scaling)
+    with GPURules(monkeypatch), torch.autocast("cpu", torch.bfloat16):
+        y = layer(torch.randn(32, 64, generator=torch.Generator().manual_seed(0)))
+        y.sum().backward()
+    gradient = layer.weight.grad
+    assert gradient.dtype == torch.float32 and y.dtype == torch.bfloat16
+    assert torch.equal(gradient, gradient.bfloat16().float()) is not in_fp32

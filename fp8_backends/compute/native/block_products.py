@@ -22,6 +22,9 @@ from ..products import ALIGNMENT, SCALED_MM, VALUES, engine_for, pad, row_major
 _SCALINGS = {128: "blockwise", 32: "mxfp8"}
 """Which rule shares a scale between so many elements of the contraction."""
 
+_SCALED_MM = torch.ops.aten._scaled_mm_v2
+"""What lies behind `torch.nn.functional.scaled_mm`, a function that the compiler of torch 2.11 cannot trace."""
+
 
 def block_engine_for(device: torch.device, out_dtype: torch.dtype, length: int) -> str:
     """Which engine multiplies FP8 operands with a scale for so many elements of the contraction, 128 or 32.
@@ -67,36 +70,65 @@ def _vector_scaled_mm(a: Quantized, b: Quantized, b_blocks: Blocks, out_dtype: t
     return _scaled_mm(
         row_major(pad(a.codes, ALIGNMENT, 128)),
         row_major(pad(b.codes, 128 if in_squares else ALIGNMENT, 128)),
-        (_stored_by_columns(a.scale_inv), kinds.BlockWise1x128),
-        (pad(b.scale_inv, 1, 4).t(), kinds.BlockWise128x128)
-        if in_squares
-        else (_stored_by_columns(b.scale_inv), kinds.BlockWise1x128),
-        [],
+        _by_columns(a.scale_inv),
+        kinds.BlockWise1x128.value,
+        row_major(pad(b.scale_inv, 1, 4)) if in_squares else _by_columns(b.scale_inv),
+        (kinds.BlockWise128x128 if in_squares else kinds.BlockWise1x128).value,
         out_dtype,
     )
 
 
-def _stored_by_columns(scale_inv: torch.Tensor) -> torch.Tensor:
-    return pad(scale_inv, ALIGNMENT, 1).t().clone(memory_format=torch.contiguous_format).t()
+def _by_columns(scale_inv: torch.Tensor) -> torch.Tensor:
+    """Scales transposed, as memory of their own."""
+    return pad(scale_inv, ALIGNMENT, 1).t().clone(memory_format=torch.contiguous_format)
 
 
 def _mx_scaled_mm(a: Quantized, b: Quantized, b_blocks: Blocks, out_dtype: torch.dtype) -> torch.Tensor:
     """On Blackwell: all sizes in multiples of 32, the scales in the order in which the hardware reads them."""
-    scales = [(swizzled(q.scale_inv), F.ScalingType.BlockWise1x32) for q in (a, b)]
-    codes = (row_major(pad(q.codes, 32, 32)) for q in (a, b))
-    return _scaled_mm(*codes, *scales, [F.SwizzleType.SWIZZLE_32_4_4], out_dtype)
+    (a, a_scale_inv), (b, b_scale_inv) = ((row_major(pad(q.codes, 32, 32)), swizzled(q.scale_inv)) for q in (a, b))
+    kind = F.ScalingType.BlockWise1x32.value
+    return _scaled_mm(a, b, a_scale_inv, kind, b_scale_inv, kind, out_dtype)
 
 
-def _scaled_mm(a, b, a_scales, b_scales, swizzles, out_dtype):
-    # the operator behind `torch.nn.functional.scaled_mm`, a function that the compiler of torch 2.11 cannot trace
-    swizzles = [swizzle.value for swizzle in swizzles]
-    a_part, b_part = (([scale_inv], [kind.value], swizzles) for scale_inv, kind in (a_scales, b_scales))
-    return torch.ops.aten._scaled_mm_v2(a, b.t(), *a_part, *b_part, None, out_dtype)  # b.t() is column-major
+def _scaled_mm(a, b, a_scale_inv, a_kind, b_scale_inv, b_kind, out_dtype) -> torch.Tensor:
+    """Compiled code multiplies inside an operator of this package: Inductor of torch 2.13 makes the older `_scaled_mm`
+    of PyTorch's, which takes scales of other layouts."""
+    multiply = block_scaled_mm if torch.compiler.is_compiling() else _multiply
+    return multiply(a, b, a_scale_inv, a_kind, b_scale_inv, b_kind, out_dtype)
+
+
+def _multiply(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    a_kind: int,
+    b_scale_inv: torch.Tensor,
+    b_kind: int,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """a [m, k] @ b [n, k].T; all operands row-major. Scales of vectors and squares are stored transposed; those of
+    mxfp8 are flat, and swizzled: uint8, since Inductor has no code for E8M0."""
+    mx = F.ScalingType.BlockWise1x32.value
+    swizzles = [F.SwizzleType.SWIZZLE_32_4_4.value] if a_kind == mx else []
+    a_part, b_part = (
+        ([scale_inv.view(torch.float8_e8m0fnu) if kind == mx else scale_inv.t()], [kind], swizzles)
+        for scale_inv, kind in ((a_scale_inv, a_kind), (b_scale_inv, b_kind))
+    )
+    return _SCALED_MM(a, b.t(), *a_part, *b_part, None, out_dtype)
+
+
+block_scaled_mm = torch.library.custom_op("fp8_backends::block_scaled_mm", _multiply, mutates_args=())
+"""`_multiply`, into which a compiler does not look."""
+
+
+@block_scaled_mm.register_fake
+def _(a, b, a_scale_inv, a_kind, b_scale_inv, b_kind, out_dtype) -> torch.Tensor:
+    return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
 
 
 def swizzled(scales: torch.Tensor) -> torch.Tensor:
-    """Scales [rows, blocks in a row], uint8, as cuBLAS reads them: E8M0, flat. Tiles of 128 x 4 one after the other; in
+    """Scales [rows, blocks in a row], uint8, as cuBLAS reads them: flat. Tiles of 128 x 4 one after the other; in
     a tile row 32 i + j comes at place 4 j + i, so that each thread finds its four rows side by side."""
     scales = pad(scales, 128, 4)
     tiles = scales.view(scales.shape[0] // 128, 4, 32, scales.shape[1] // 4, 4)
-    return tiles.permute(0, 3, 2, 1, 4).reshape(-1).view(torch.float8_e8m0fnu)
+    return tiles.permute(0, 3, 2, 1, 4).reshape(-1)

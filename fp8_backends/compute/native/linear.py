@@ -13,7 +13,7 @@ from ...numerics.sharded_tensor import is_distributed
 from ..derivatives import refuse_second_derivative, refuse_transforms
 from ..frozen_weights import check_running
 from ..interface import COMPUTE_DTYPES
-from ..products import plain_product, scaled_product
+from ..products import plain_product, scaled_product, wgrad_dtype
 from . import frozen
 from .layer_rule import STATEFUL, LayerRule, Stored, quantized, record
 from .ledger import KeepsLedger, Ledger, scales_for_backward
@@ -28,14 +28,14 @@ class FP8Products(KeepsLedger):
     the layer it replaces.
 
     Input: [..., in_features] in bf16, fp16 or fp32. Output: [..., out_features] in the autocast dtype if autocast is
-    on, else in the input's dtype. Products have the output's dtype, gradients too, as in TransformerEngine. In eval
-    mode the layer computes in high precision unless the recipe says `use_autocast_during_eval`.
+    on, else in the input's dtype. Products have the output's dtype, those of gradients too (`wgrad_dtype` names the
+    exception). In eval mode the layer computes in high precision unless the recipe says `use_autocast_during_eval`.
 
     The weight may be a `ScaledTensor` with one scale: FP16 data is cast to FP8 from its exact values, E4M3 data is
     multiplied as it is. Its gradient is plain and of the dtype that the weight stands for.
 
-    The delayed or the window rule's state is a buffer, `fp8_scaling`, of integers (wrappers cast floating-point buffers)
-    and not in the state dict.
+    The delayed or the window rule's state is a buffer, `fp8_scaling`, of integers (wrappers cast what is of floating
+    point) and not in the state dict.
     """
 
     transposed_weight = False
@@ -77,13 +77,12 @@ class FP8Products(KeepsLedger):
             self.fp8_out_dtype = out_dtype
         weight, differentiable = self.weight, torch.is_grad_enabled()
         stored = Stored.of(weight)
-        with torch.no_grad():
-            recorded = self._state if differentiable and self.training else None
-            x8 = self._quantized_input(input, differentiable and weight.requires_grad, recorded)
-            w8 = self._quantized_weight(self._matrix(stored), differentiable and input.requires_grad, recorded)
-        constants = self.fp8_rule, out_dtype, self.transposed_weight
-        operands = *x8[:4], *w8[:4], *stored
-        return LinearFunction.apply(input, weight, self.bias, self.fp8_ledger, self._state, *constants, *operands)
+        state = self._state
+        recorded = state if differentiable and self.training else None
+        x8 = self._quantized_input(input, differentiable and weight.requires_grad, recorded)
+        w8 = self._quantized_weight(self._matrix(stored), differentiable and input.requires_grad, recorded)
+        constants = self.fp8_ledger, state, self.fp8_rule, out_dtype, self.transposed_weight
+        return LinearFunction.apply(input, weight, self.bias, *constants, x8, w8, stored)
 
     def _matrix(self, stored: Stored) -> Stored:
         """The weight as [out, in]."""
@@ -155,14 +154,12 @@ class LinearFunction(torch.autograd.Function):
     """y = x @ w.T + b. The operands come quantized; x and w themselves only carry the gradients, unless the recipe
     keeps a product in high precision, or the rule quantizes the weight again.
 
-    `operands` are the tensors of two `Layouts` and a `Stored`: of x, of w, and the Parameter as it lies in memory. A
-    weight that is stored in FP8 comes without other codes (`torch.compile` takes no tensor twice). `transposed`: the
-    Parameter holds w.T.
+    x8 and w8 are `Layouts` of x and of w, and `stored` is the Parameter as it lies in memory. A weight that is stored in
+    FP8 comes without other codes. `transposed`: the Parameter holds w.T.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, ledger, state, rule, out_dtype, transposed, *operands):
-        x8, w8, stored = Layouts(*operands[:4]), Layouts(*operands[4:8]), Stored(*operands[8:])
+    def forward(ctx, x, weight, bias, ledger, state, rule, out_dtype, transposed, x8, w8, stored):
         matrix = stored.t() if transposed else stored
         if rule.high_precision[FPROP]:
             y = plain_product(x.reshape(-1, x.shape[-1]).to(out_dtype), matrix.values(out_dtype))
@@ -189,7 +186,7 @@ class LinearFunction(torch.autograd.Function):
         ctx.x_shape, ctx.x_dtype, ctx.weight_dtype = x.shape, x.dtype, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         # no view, as with `F.linear`: FSDP2 warns of an output that is one, since changing it in place loses its hooks
-        return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
+        return torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], y.shape[-1]))
 
     @staticmethod
     def backward(ctx, dy):
@@ -210,11 +207,12 @@ class LinearFunction(torch.autograd.Function):
             weight = weight.t() if ctx.transposed and _dgrad_reads_weight(rule) else weight
             dx = _dgrad(rule, dy, dy8, weight, ctx.out_dtype).to(ctx.x_dtype).reshape(ctx.x_shape)
         if needs_wgrad:
-            dw = _wgrad(rule, dy, dy8, *saved[:2], ctx.out_dtype).to(ctx.weight_dtype)
+            dw_dtype = wgrad_dtype(rule.along is not None, dy.device, ctx.weight_dtype, ctx.out_dtype)
+            dw = _wgrad(rule, dy, dy8, *saved[:2], dw_dtype).to(ctx.weight_dtype)
             dw = dw.t() if ctx.transposed else dw
         if needs_bias:
             db = dy.sum(0, dtype=ctx.bias_dtype)  # of the unquantized gradient
-        return dx, dw, db, *(None,) * 16
+        return dx, dw, db, *(None,) * 8
 
 
 def _dgrad_reads_weight(rule: LayerRule) -> bool:
