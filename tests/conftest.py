@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: the tests' models are small, and several run at a time
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else each process that compiles starts one that waits
@@ -40,6 +41,13 @@ def no_fp8_in_environment(monkeypatch):
     for name in list(os.environ):
         if name.upper().startswith(("ACCELERATE_FP8_", "ACCELERATE_MIXED_PRECISION", "FP8_BACKENDS_")):
             monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True)
+def each_test_has_a_machine_of_its_own():
+    yield
+    if products := sys.modules.get("fp8_backends.compute.products"):
+        products.engine_of_gpu.cache_clear()
 
 
 @pytest.fixture

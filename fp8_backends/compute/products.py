@@ -13,6 +13,8 @@ scales are per row. The last two are held on every device, so that what passes o
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 
@@ -40,11 +42,17 @@ def engine_for(device: torch.device, out_dtype: torch.dtype, scaling: str = "dyn
     - `emulated`: the codes in FP32, for devices that have no FP8 products, or products of other codes (MI300).
     """
     if device.type == "cuda":
-        # a CUDA device without a driver is a fake tensor's: judge it as the FP8 GPU that it stands for
-        return SCALED_MM if not hardware.has_gpu() or hardware.gpu_multiplies(scaling, device) else EMULATED
+        return engine_of_gpu(scaling, device)
     if device.type == "cpu":
         return exact_engine(out_dtype)
     return SCALED_MM if device.type == "meta" else EMULATED
+
+
+@functools.cache
+def engine_of_gpu(scaling: str, device: torch.device) -> str:
+    """`engine_for` on a CUDA device: asked for every product, and always the same."""
+    # one without a driver is a fake tensor's: judge it as the FP8 GPU that it stands for
+    return SCALED_MM if not hardware.has_gpu() or hardware.gpu_multiplies(scaling, device) else EMULATED
 
 
 def exact_engine(out_dtype: torch.dtype) -> str:
@@ -69,11 +77,12 @@ def scaled_product(a: Quantized, b: Quantized, out_dtype: torch.dtype, fast_accu
         [m, n] of out_dtype.
     """
     # a failure here is this package's fault, not the user's
+    (m, k), (n, b_k) = a.codes.shape, b.codes.shape
     rowwise = a.scale_inv.dim() == 2
-    assert a.codes.shape[1] == b.codes.shape[1]
+    assert k == b_k
     assert not (a.codes.dtype == b.codes.dtype == torch.float8_e5m2), "no GPU multiplies E5M2 by E5M2"
     assert a.scale_inv.dtype == b.scale_inv.dtype == torch.float32
-    assert all(q.scale_inv.shape == ((q.codes.shape[0], 1) if rowwise else ()) for q in (a, b))
+    assert a.scale_inv.shape == ((m, 1) if rowwise else ()) and b.scale_inv.shape == ((n, 1) if rowwise else ())
     product_dtype = torch.bfloat16 if rowwise else out_dtype
     engine = engine_for(a.codes.device, product_dtype)
     if engine == SCALED_MM:
@@ -131,7 +140,7 @@ def _scaled_mm(a, a_scale_inv, b, b_scale_inv, out_dtype, fast_accumulation):
         out_dtype=out_dtype,
         use_fast_accum=fast_accumulation,
     )
-    return product.narrow(1, 0, n)
+    return product if product.shape[1] == n else product.narrow(1, 0, n)
 
 
 def _in_one_column(scale_inv: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ from fp8_backends.compute.native.grouped_scaling import (
     quantize_lines_of_experts,
 )
 from fp8_backends.compute.native.ledger import Ledger
-from fp8_backends.compute.products import scaled_product
+from fp8_backends.compute.products import engine_of_gpu, scaled_product
 from fp8_backends.numerics.formats import E4M3
 from fp8_backends.numerics.scaling import Quantized
 from fp8_backends.recipes import handlers as recipes
@@ -333,7 +333,9 @@ def test_engines_by_device(monkeypatch, either_cpu):
     monkeypatch.setattr("fp8_backends.compute.hardware.has_gpu", lambda: True)
     for capability, engine in (((9, 0), "scaled_grouped_mm"), ((8, 9), "scaled_mm"), ((10, 0), "scaled_mm")):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        engine_of_gpu.cache_clear()
         assert engine_for(cuda) == engine
+    engine_of_gpu.cache_clear()
     monkeypatch.setattr(torch.version, "hip", "7.0")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName="gfx950"))
     assert engine_for(cuda) == "scaled_mm"

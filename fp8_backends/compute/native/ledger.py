@@ -98,9 +98,9 @@ class KeepsLedger(nn.Module):
 
     def _follow(self, device: torch.device) -> None:
         """Bring what is the layer's own to the device of its weight."""
-        state = getattr(self, "fp8_scaling", None)
         if self.fp8_ledger.device == device:
             return
+        state = getattr(self, "fp8_scaling", None)
         if self.fp8_ledger.device.type == "meta" or (state is not None and state.device != device):
             self._reset_state(device)  # real weights were assigned into a model prepared on meta
         else:  # a wrapper moved parameters and buffers, and nothing else
@@ -119,7 +119,8 @@ def with_noted_amaxes(states: torch.Tensor, ledgers: Sequence[Ledger]) -> torch.
     """The states of these layers, int32 [layers, 3, 2 + history length], changed in place: with the amaxes that their
     compiled code noted, which leave the ledgers."""
     of_forward = [ledger.input_weight for ledger in ledgers]
-    of_backward = take_amaxes([ledger.grad_output for ledger in ledgers])
+    take = take_amaxes if torch.compiler.is_compiling() else _take_amaxes
+    of_backward = take([ledger.grad_output for ledger in ledgers])
     noted = torch.cat([torch.stack(of_forward), of_backward], 1).view(torch.float32)
     torch._foreach_zero_(of_forward)
     newest = states.view(torch.float32).select(2, HISTORY)
@@ -164,13 +165,15 @@ def _(dgrads_wgrads, dgrad, wgrad, grad_output, amax, keep_nan) -> None:
     pass
 
 
-@torch.library.custom_op("fp8_backends::take_amaxes", mutates_args=())
-def take_amaxes(grad_outputs: Sequence[torch.Tensor]) -> torch.Tensor:
+def _take_amaxes(grad_outputs: Sequence[torch.Tensor]) -> torch.Tensor:
     """Their amaxes, int32 [layers, 1]; zeros stay behind."""
     noted = [each.data for each in grad_outputs]
     amaxes = torch.stack(noted)
     torch._foreach_zero_(noted)
     return amaxes
+
+
+take_amaxes = torch.library.custom_op("fp8_backends::take_amaxes", _take_amaxes, mutates_args=())
 
 
 @take_amaxes.register_fake

@@ -78,13 +78,12 @@ class FP8Products(KeepsLedger):
             self.fp8_out_dtype = out_dtype
         weight, differentiable = self.weight, torch.is_grad_enabled()
         stored = Stored.of(weight)
-        with torch.no_grad():
-            recorded = self._state if differentiable and self.training else None
-            x8 = self._quantized_input(input, differentiable and weight.requires_grad, recorded)
-            w8 = self._quantized_weight(self._matrix(stored), differentiable and input.requires_grad, recorded)
-        constants = self.fp8_rule, out_dtype, self.transposed_weight
-        operands = *x8[:4], *w8[:4], *stored
-        return LinearFunction.apply(input, weight, self.bias, self.fp8_ledger, self._state, *constants, *operands)
+        state = self._state
+        recorded = state if differentiable and self.training else None
+        x8 = self._quantized_input(input, differentiable and weight.requires_grad, recorded)
+        w8 = self._quantized_weight(self._matrix(stored), differentiable and input.requires_grad, recorded)
+        constants = self.fp8_ledger, state, self.fp8_rule, out_dtype, self.transposed_weight
+        return LinearFunction.apply(input, weight, self.bias, *constants, x8, w8, stored)
 
     def _matrix(self, stored: Stored) -> Stored:
         """The weight as [out, in]."""
@@ -159,14 +158,12 @@ class LinearFunction(torch.autograd.Function):
     """y = x @ w.T + b. The operands come quantized; x and w themselves only carry the gradients, unless the recipe
     keeps a product in high precision, or the rule quantizes the weight again.
 
-    `operands` are the tensors of two `Layouts` and a `Stored`: of x, of w, and the Parameter as it lies in memory. A
-    weight that is stored in FP8 comes without other codes (`torch.compile` takes no tensor twice). `transposed`: the
-    Parameter holds w.T.
+    x8 and w8 are `Layouts` of x and of w, and `stored` is the Parameter as it lies in memory. A weight that is stored in
+    FP8 comes without other codes. `transposed`: the Parameter holds w.T.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, ledger, state, rule, out_dtype, transposed, *operands):
-        x8, w8, stored = Layouts(*operands[:4]), Layouts(*operands[4:8]), Stored(*operands[8:])
+    def forward(ctx, x, weight, bias, ledger, state, rule, out_dtype, transposed, x8, w8, stored):
         matrix = stored.t() if transposed else stored
         if rule.high_precision[FPROP]:
             y = plain_product(x.reshape(-1, x.shape[-1]).to(out_dtype), matrix.values(out_dtype))
@@ -193,7 +190,7 @@ class LinearFunction(torch.autograd.Function):
         ctx.x_shape, ctx.x_dtype, ctx.weight_dtype = x.shape, x.dtype, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         # no view, as with `F.linear`: FSDP2 warns of an output that is one, since changing it in place loses its hooks
-        return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
+        return torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], y.shape[-1]))
 
     @staticmethod
     def backward(ctx, dy):
@@ -219,7 +216,7 @@ class LinearFunction(torch.autograd.Function):
             dw = dw.t() if ctx.transposed else dw
         if needs_bias:
             db = dy.sum(0, dtype=ctx.bias_dtype)  # of the unquantized gradient
-        return dx, dw, db, *(None,) * 16
+        return dx, dw, db, *(None,) * 8
 
 
 def _dgrad_reads_weight(rule: LayerRule) -> bool:

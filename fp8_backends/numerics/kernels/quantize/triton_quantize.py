@@ -66,7 +66,9 @@ _PARTIALS, _ROLLS, _SCALE, _WINDOW = (tl.constexpr(each) for each in (AMAX_PROGR
 
 def amax(x: torch.Tensor, keep_nan: bool = False, *, tile: Tile | None = None) -> torch.Tensor:
     """`scaling.tensor_amax` of a matrix of any strides: FP32, 0-dimensional. NaN is left out unless `keep_nan`."""
-    return _partial_amaxes(row_major(x)[0], keep_nan, tile).amax().view(torch.float32)
+    with triton_gate.on_device_of(x):
+        partials = _partial_amaxes(row_major(x)[0], keep_nan, tile)
+    return partials.amax().view(torch.float32)
 
 
 def quantize(
@@ -95,13 +97,13 @@ def quantize(
     matrix, turned = row_major(x)
     rows, columns = (columns, rows) if turned else (rows, columns)
     keep_nan, partials, programs = rule != DYNAMIC, None, 0
-    if scale is None:
-        partials = known_partials(x, keep_nan) if amax is None else amax.view(torch.int32).view(1)
-        partials = _partial_amaxes(matrix, keep_nan) if partials is None else partials
-        programs = len(partials)
     codes, transposed = empty_codes(matrix, rows, columns)
-    scale_inv, found = _zeroed_result(matrix)
     with triton_gate.on_device_of(matrix):
+        if scale is None:
+            partials = known_partials(x, keep_nan) if amax is None else amax.view(torch.int32).view(1)
+            partials = _partial_amaxes(matrix, keep_nan) if partials is None else partials
+            programs = partials.numel()
+        scale_inv, found = _zeroed_result(matrix)
         _cast_kernel[(max(tiles_of(matrix, tile), 1),)](  # an empty matrix has a scale, too
             matrix,
             codes,
@@ -166,15 +168,14 @@ def casting(matrix: torch.Tensor, fmt: Format) -> dict[str, object]:
 
 
 def _partial_amaxes(matrix: torch.Tensor, keep_nan: bool, tile: Tile | None = None) -> torch.Tensor:
-    """Bits of the maxima of parts of a matrix: int32, 1 to AMAX_PROGRAMS of them."""
+    """Bits of the maxima of parts of a matrix on the current device: int32, 1 to AMAX_PROGRAMS of them."""
     matrix = matrix.view(1, matrix.numel()) if matrix.is_contiguous() else matrix
     tile = tile or (AMAX_TILE if matrix.shape[0] == 1 else AMAX_ROW_TILE)
     tiles = tiles_of(matrix, tile)
     at_a_time = _AMAX_PROGRAMS_AT_A_TIME * triton_gate.multiprocessors(matrix)
     programs = max(min(tiles, at_a_time, AMAX_PROGRAMS), 1)
     partials = torch.empty(programs, dtype=torch.int32, device=matrix.device)
-    with triton_gate.on_device_of(matrix):
-        _amax_kernel[(programs,)](matrix, partials, *matrix.shape, matrix.stride(0), tiles, keep_nan, **tiling(tile))
+    _amax_kernel[(programs,)](matrix, partials, *matrix.shape, matrix.stride(0), tiles, keep_nan, **tiling(tile))
     return partials
 
 
