@@ -126,7 +126,7 @@ def grouped_product(a: Quantized, b: Quantized, groups: Groups, fast_accumulatio
         row_major(pad(a.codes, 1, ALIGNMENT)),
         b_codes.transpose(1, 2),  # column-major
         a.scale_inv,
-        F.pad(b.scale_inv, (0, b_codes.shape[1] - b.scale_inv.shape[1]), value=1.0),
+        pad_scales(b.scale_inv),
         offs=groups.operand_ends,
         out_dtype=torch.bfloat16,
         use_fast_accum=fast_accumulation,
@@ -151,11 +151,17 @@ def grouped_wgrad(a: Quantized, b: Quantized, groups: Groups) -> torch.Tensor:
     return torch._scaled_grouped_mm(
         a_codes,
         b_codes.t(),  # column-major
-        F.pad(a.scale_inv, (0, a_codes.shape[0] - a.scale_inv.shape[1]), value=1.0).flatten(),
-        F.pad(b.scale_inv, (0, b_codes.shape[0] - b.scale_inv.shape[1]), value=1.0).flatten(),
+        pad_scales(a.scale_inv).flatten(),
+        pad_scales(b.scale_inv).flatten(),
         offs=groups.operand_ends,
         out_dtype=torch.bfloat16,
     )
+
+
+def pad_scales(scale_inv: torch.Tensor) -> torch.Tensor:
+    """The scales [groups, n] of the rows of padded codes [groups, n', k']."""
+    missing = -scale_inv.shape[1] % ALIGNMENT
+    return F.pad(scale_inv, (0, missing), value=1.0) if missing else scale_inv
 
 
 # Group by group: operators of their own, since they read the sizes of the groups, which no compiler knows

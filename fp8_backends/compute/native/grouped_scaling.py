@@ -12,7 +12,6 @@ bits, and two of them read nothing of where a group begins:
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from ...numerics.formats import FORMATS, Format
 from ...numerics.kernels.eager import is_eager
@@ -22,7 +21,7 @@ from ...numerics.kernels.quantize.layouts import Layouts
 from ...numerics.kernels.triton_gate import usable
 from ...numerics.scaling import HISTORY, ROWS, SCALE, Quantized, scale_from_amax, scale_inv_of, without_nan
 from ..products import ALIGNMENT, pad, row_major
-from .grouped_products import Groups, has_places, rows_of_groups
+from .grouped_products import Groups, has_places, pad_scales, rows_of_groups
 
 
 def quantize_groups(
@@ -197,7 +196,7 @@ def _placed(
         by_rows = Quantized(codes, groups.placed_scales(by_rows.scale_inv))
     if by_columns is not None:
         codes = row_major(groups.placed(pad(by_columns.codes, 1, ALIGNMENT)).t())
-        by_columns = Quantized(codes, _with_ones(by_columns.scale_inv))
+        by_columns = Quantized(codes, pad_scales(by_columns.scale_inv))
     return Layouts(*by_rows or (None, None), *by_columns or (None, None), amax)
 
 
@@ -206,15 +205,10 @@ def _padded(by_rows: Quantized | None, by_columns: Quantized | None, amax: torch
     are, or as the kernels lay them out."""
     if has_places((by_rows or by_columns).codes):
         by_rows, by_columns = (
-            q and Quantized(row_major(pad(q.codes, ALIGNMENT, ALIGNMENT)), _with_ones(q.scale_inv))
+            q and Quantized(row_major(pad(q.codes, ALIGNMENT, ALIGNMENT)), pad_scales(q.scale_inv))
             for q in (by_rows, by_columns)
         )
     return Layouts(*by_rows or (None, None), *by_columns or (None, None), amax)
-
-
-def _with_ones(scale_inv: torch.Tensor) -> torch.Tensor:
-    """The scales [.., columns] of padded columns."""
-    return F.pad(scale_inv, (0, -scale_inv.shape[-1] % ALIGNMENT), value=1.0)
 
 
 # in compiled code: operators of their own, which are kernels when they run

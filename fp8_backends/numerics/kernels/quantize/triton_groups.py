@@ -60,9 +60,7 @@ def quantize_groups(
         [groups], NaN left out, 0 for a group without rows; None with `lines`.
     """
     x = x if x.stride(1) == 1 else x.contiguous()
-    return _quantize(
-        _Matrices(x.expand(1, *x.shape), groups, len(owners), owners, sources), fmt, scale, rows, columns, lines
-    )
+    return _quantize(_Matrices(x.unsqueeze(0), groups, len(owners), owners, sources), fmt, scale, rows, columns, lines)
 
 
 def quantize_experts(
@@ -81,12 +79,7 @@ def quantize_experts(
         transposed [experts, columns', rows'] and transposed_scale_inv [experts, columns'].
     """
     weight = weight if weight.stride(2) == 1 else weight.contiguous()
-    made = _quantize(_Matrices(weight, len(weight), _padded(weight.shape[1])), fmt, scale, rows, columns, lines)
-    shape = len(weight), _padded(weight.shape[1]), _padded(weight.shape[2])
-    codes = None if made.codes is None else made.codes.view(shape)
-    scale_inv = None if made.scale_inv is None else made.scale_inv.view(shape[:2])
-    transposed = None if made.transposed is None else made.transposed.view(shape[0], shape[2], shape[1])
-    return made._replace(codes=codes, scale_inv=scale_inv, transposed=transposed)
+    return _quantize(_Matrices(weight, len(weight), _padded(weight.shape[1])), fmt, scale, rows, columns, lines)
 
 
 class _Matrices(NamedTuple):
@@ -107,18 +100,20 @@ def _padded(length: int) -> int:
 def _quantize(m: _Matrices, fmt: Format, scale, rows: bool, columns: bool, lines: bool) -> Layouts:
     matrices, _, width = m.x.shape
     padded, device = _padded(width), m.x.device
+    each = () if m.owners is not None else (matrices,)
 
-    def empty(*shape: int, dtype: torch.dtype = torch.uint8, wanted: bool = True) -> torch.Tensor | None:
+    def empty(*shape: int, dtype: torch.dtype = torch.float32, wanted: bool = True) -> torch.Tensor | None:
         return torch.empty(shape, dtype=dtype, device=device) if wanted else None
 
-    codes = empty(matrices * m.places, padded, wanted=rows)
-    transposed = empty(matrices * padded, m.places, wanted=columns)
-    scale_inv = empty(matrices * m.places, dtype=torch.float32, wanted=rows)
-    transposed_scale_inv = empty(m.groups, padded, dtype=torch.float32, wanted=columns)
-    row_scale = empty(matrices * m.places, dtype=torch.float32, wanted=rows and lines)
+    codes = empty(*each, m.places, padded, dtype=fmt.dtype, wanted=rows)
+    scale_inv = empty(*each, m.places, wanted=rows)
+    transposed = empty(*each, padded, m.places, dtype=fmt.dtype, wanted=columns)
+    transposed_scale_inv = empty(m.groups, padded, wanted=columns)
+    row_scale = empty(*each, m.places, wanted=rows and lines)
     shape = (m.groups, padded) if lines else (m.groups,)
     bits = torch.zeros(shape, dtype=torch.int32, device=device) if columns or not lines else None
-    sizes = (*m.x.shape[1:], m.places, padded, m.x.stride(0), m.x.stride(1))
+    matrix_stride = m.x.stride(0) if matrices > 1 else 0  # of tokens it would be another number in each step
+    sizes = (*m.x.shape[1:], m.places, padded, matrix_stride, m.x.stride(1))
     tiles = triton.cdiv(m.places, CAST_TILE.rows) * triton.cdiv(padded, CAST_TILE.columns)
     of_columns = triton.cdiv(m.groups // matrices * padded, COLUMN_SCALES) if columns else 0
     with triton_gate.on_device_of(m.x):
@@ -136,9 +131,9 @@ def _quantize(m: _Matrices, fmt: Format, scale, rows: bool, columns: bool, lines
         )
         _cast_kernel[(tiles + of_columns, matrices)](
             m.x,
-            codes,
+            None if codes is None else codes.view(torch.uint8),
             scale_inv,
-            transposed,
+            None if transposed is None else transposed.view(torch.uint8),
             transposed_scale_inv,
             bits,
             scale,
@@ -153,13 +148,8 @@ def _quantize(m: _Matrices, fmt: Format, scale, rows: bool, columns: bool, lines
             **casting(m.x, fmt),
             **tiling(CAST_TILE),
         )
-    return Layouts(
-        None if codes is None else codes.view(fmt.dtype),
-        scale_inv,
-        None if transposed is None else transposed.view(fmt.dtype),
-        transposed_scale_inv,
-        None if lines else bits.view(torch.float32),
-    )
+    amax = None if lines else bits.view(torch.float32)
+    return Layouts(codes, scale_inv, transposed, transposed_scale_inv, amax)
 
 
 @triton.jit

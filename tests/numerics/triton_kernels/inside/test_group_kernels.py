@@ -24,7 +24,6 @@ SIZES = {
     "no rows": [0, 0],
     "128": [number % 3 for number in range(128)],
 }
-LAYOUTS = [(True, True), (True, False), (False, True)]
 
 
 def tokens(sizes: list[int], columns: int, dtype: torch.dtype) -> tuple[torch.Tensor, Groups]:
@@ -67,35 +66,46 @@ def test_groups(sizes, monkeypatch):
     assert_same(found, plainly(monkeypatch, grouped_scaling.quantize_lines, x, groups, E4M3))
 
 
-@pytest.mark.parametrize("rows, columns", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-def test_dtypes_and_layouts(dtype, rows, columns, monkeypatch):
-    """Of more than one tile along both dimensions; with gaps between the rows, and in them."""
+def test_dtypes_and_strides(dtype, monkeypatch):
+    """Of more than one tile along both dimensions, with gaps between the rows; with gaps in them."""
     x, groups = tokens([70, 5], 600, dtype)
-    for view in (x[:, 3:533], x[:, ::4]):
-        found = grouped_scaling.quantize_groups(view, groups, E5M2, None, rows, columns)
-        assert_same(
-            found, plainly(monkeypatch, grouped_scaling.quantize_groups, view, groups, E5M2, None, rows, columns)
-        )
-        found = grouped_scaling.quantize_lines(view, groups, E4M3, rows, columns)
-        assert_same(found, plainly(monkeypatch, grouped_scaling.quantize_lines, view, groups, E4M3, rows, columns))
+    for view in (x[:, 3:533], x[:, ::40]):
+        for quantize, fmt in ((grouped_scaling.quantize_groups, E5M2), (grouped_scaling.quantize_lines, E4M3)):
+            assert_same(quantize(view, groups, fmt), plainly(monkeypatch, quantize, view, groups, fmt))
 
 
-@pytest.mark.parametrize("rows, columns", LAYOUTS)
-@pytest.mark.parametrize(
-    "view",
-    [lambda weight: weight, lambda weight: weight.transpose(1, 2), lambda weight: weight[:2, :64, 3:35]],
-    ids=["odd sizes", "columns first", "multiples, with gaps"],
-)
-def test_experts(view, rows, columns, monkeypatch):
+VIEWS = {
+    "odd sizes": lambda weight: weight,
+    "columns first": lambda weight: weight.transpose(1, 2),
+    "multiples, with gaps": lambda weight: weight[:2, :64, 3:35],
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_experts(view, monkeypatch):
     weight = torch.randn(2, 70, 150, generator=torch.Generator().manual_seed(0))
     weight[0], weight[0, 0, 5], weight[1, 1, 4], weight[0, 2] = weight[0] * 90, torch.nan, torch.inf, 0
-    weight = view(weight.bfloat16())
+    weight = VIEWS[view](weight.bfloat16())
+    quantize, lines = grouped_scaling.quantize_experts, grouped_scaling.quantize_lines_of_experts
     for args in ((E4M3, None), (E4M3, torch.rand(len(weight)) + 0.5)):
-        found = grouped_scaling.quantize_experts(weight, *args, rows, columns)
-        assert_same(found, plainly(monkeypatch, grouped_scaling.quantize_experts, weight, *args, rows, columns))
-    lines = grouped_scaling.quantize_lines_of_experts
-    assert_same(lines(weight, E4M3, rows, columns), plainly(monkeypatch, lines, weight, E4M3, rows, columns))
+        assert_same(quantize(weight, *args), plainly(monkeypatch, quantize, weight, *args))
+    assert_same(lines(weight, E4M3), plainly(monkeypatch, lines, weight, E4M3))
+
+
+@pytest.mark.parametrize("layouts", [(True, False), (False, True)], ids=["rows", "columns"])
+def test_one_layout_alone(layouts, monkeypatch):
+    x, groups = tokens([9, 0, 20], 24, torch.bfloat16)
+    weight = x.view(1, *x.shape).repeat(2, 1, 1)
+    for quantize, args in (
+        (grouped_scaling.quantize_groups, (x, groups, E4M3, None, *layouts)),
+        (grouped_scaling.quantize_lines, (x, groups, E4M3, *layouts)),
+        (grouped_scaling.quantize_experts, (weight, E4M3, None, *layouts)),
+        (grouped_scaling.quantize_lines_of_experts, (weight, E4M3, *layouts)),
+    ):
+        found = quantize(*args)
+        assert (found.codes is not None, found.transposed is not None) == layouts
+        assert_same(found, plainly(monkeypatch, quantize, *args))
 
 
 def test_places_of_more_than_2_31_elements(monkeypatch):
