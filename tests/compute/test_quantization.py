@@ -163,6 +163,8 @@ def test_stored_data_are_cast_from_their_values(dtype):
         made = quantization.quantize(data, E4M3, rule=rule, stored_scale_inv=stored)
         expected = Quantized(saturating_cast(values * scale, E4M3), scale_inv_of(scale, amax))
         assert same(made.amax, amax) and same(made.codes, expected.codes) and same(made.scale_inv, expected.scale_inv)
+        known = quantization.quantize(data, E4M3, rule=rule, stored_scale_inv=stored, amax=tensor_amax(data))
+        assert same(known.codes, made.codes) and same(known.scale_inv, made.scale_inv)
     for blocks in (ROWS, VECTORS, SQUARES, MX):
         made = quantization.quantize_blocks(data, blocks, E4M3, stored_scale_inv=stored)
         for ours, expected in ((made.along_columns(), values), (made.along_rows(), values.t())):

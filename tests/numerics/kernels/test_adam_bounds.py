@@ -113,7 +113,7 @@ def test_it_is_the_step_of_two_passes_with_these_scales(case, options):
 # The kernels for a CPU
 
 
-KINDS = [("O1", "adam"), ("O2", "adamw"), ("O2", "adam"), ("O2 blocks", "adamw"), ("wide gradient", "adamw")]
+KINDS = [("O1", "adam"), ("O2", "adamw"), ("O2", "adam"), ("O2 blocks", "adamw"), ("wide gradient", "adamw"), ("all blocks", "adam")]
 
 
 def stepped(make, steps=2):
@@ -142,14 +142,15 @@ def test_all_parameters_are_stepped_in_one_pass_to_the_bit(case, options):
 
 @needs_compiler
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("case", ["O2", "wide gradient"])
+@pytest.mark.parametrize("case", ["O2", "wide gradient", "all blocks"])
 def test_a_gradient_that_is_not_finite_counts_as_zero_in_the_bounds_too(case, bad):
     def make():
         first, *others = jobs(case)
         values = value(first.grad)
         values[2999] = bad
-        made = quantize(values, E4M3)
-        wrong = Slot(values) if first.grad.scale_inv is None else Slot(made._data, made._scale_inv)
+        block_size = first.grad.block_size
+        made = quantize(values, E4M3, block_size=block_size)
+        wrong = Slot(values) if first.grad.scale_inv is None else Slot(made._data, made._scale_inv, block_size)
         return [first._replace(grad=wrong), *others]
 
     ours, expected = stepped(make, steps=1)

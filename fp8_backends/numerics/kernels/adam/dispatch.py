@@ -18,7 +18,17 @@ from . import cpu
 from .passes import Passes
 from .table import ROUNDINGS, AdamTable, Job, Kernels, Kind, Slot, adam_hyper, adam_hypers, is_finite
 
-__all__ = ["ROUNDINGS", "AdamSteps", "Job", "Slot", "adam_hyper", "adam_hypers", "is_finite", "scaled_adam_"]
+__all__ = [
+    "ROUNDINGS",
+    "AdamSteps",
+    "Job",
+    "Slot",
+    "adam_hyper",
+    "adam_hypers",
+    "has_kernels",
+    "is_finite",
+    "scaled_adam_",
+]
 
 
 @torch.no_grad()
@@ -141,6 +151,11 @@ class _Singly:
         for step, amax in zip(self.steps, amaxes, strict=True):
             if amax is not None:
                 step.write_copy(amax)
+
+
+def has_kernels(tensor: torch.Tensor) -> bool:
+    """Whether there are fused kernels for this tensor's device."""
+    return triton_gate.usable(tensor) or cpu.usable(tensor)
 
 
 def _kernels(kind: Kind, weight: torch.Tensor) -> Kernels | None:

@@ -6,6 +6,8 @@ numbers are those of `passes.py` to the bit.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple, Protocol
 
@@ -296,19 +298,30 @@ class AdamTable:
 
     def _grad_amaxes(self) -> torch.Tensor:
         """Zeros for the kernel that measures gradients, or what it does not measure."""
-        kind, finite = self.kind, self.jobs[0].finite
-        if kind.bounded and (kind.blocked[1] or finite is not None and not kind.scaled[1]):
-            finite = self._finite.unbind() if finite is None else [job.finite for job in self.jobs]
-            return torch.stack(
-                [largest_gradient(*each) for each in zip((j.grad for j in self.jobs), finite, strict=True)]
-            )
+        kind, told = self.kind, self.jobs[0].finite is not None
+        if kind.bounded and (kind.blocked[1] or told and not kind.scaled[1]):
+            finite = torch.stack([job.finite for job in self.jobs]) if told else self._finite
+            if kind.blocked[1]:
+                amaxes = self._largest_inverses * FORMATS[kind.dtypes[1]].max
+            else:
+                amaxes = torch.stack([largest_gradient(job.grad, job.finite) for job in self.jobs])
+            return torch.where(finite, amaxes, 0.0)
         return torch.zeros(len(self.jobs), dtype=torch.float32, device=self.device)
+
+    @functools.cached_property
+    def _largest_inverses(self) -> torch.Tensor:
+        """The largest scale_inv of each gradient's blocks, FP32 [parameters], in few launches."""
+        inverses = [job.grad.scale_inv.detach() for job in self.jobs]
+        inverses = [each if each.numel() else each.new_zeros(1) for each in inverses]
+        return torch.stack(torch._foreach_norm(inverses, math.inf))
 
     def _find_finite(self) -> torch.Tensor | None:
         """Whether each gradient is finite, bool [parameters]; ones, for the kernel to correct, if its elements tell;
         None if its only scale does, or the jobs have it."""
         if self.jobs[0].finite is not None:
             return None
+        if self.kind.blocked[1] and self.kind.dtypes[1].itemsize == 1:
+            return torch.isfinite(self._largest_inverses)
         if self.kind.blocked[1]:
             return torch.stack([is_finite(job.grad) for job in self.jobs])
         if self.kind.finite_is_told:

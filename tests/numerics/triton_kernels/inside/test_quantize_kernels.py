@@ -140,6 +140,9 @@ def test_a_weight_stored_as_scaled_fp16():
     for rule, scale in ((DYNAMIC, None), (DYNAMIC, torch.tensor(96.0)), (POWER_OF_TWO, None)):
         found = triton_quantize.quantize(data, E4M3, scale, rule=rule, stored_scale_inv=stored)
         assert_same(found, expected_of(values, E4M3, scale, rule))
+        amax = expected_of(values, E4M3, scale, rule).amax / stored  # as the optimizer's step leaves it
+        found = triton_quantize.quantize(data, E4M3, scale, rule=rule, stored_scale_inv=stored, amax=amax)
+        assert_same(found, expected_of(values, E4M3, scale, rule))
     for blocks in (ROWS, VECTORS, SQUARES, MX):
         found = triton_block_quantize.quantize_blocks(data, blocks, E4M3, stored_scale_inv=stored)
         assert_same(found, in_blocks(values, blocks, E4M3))
