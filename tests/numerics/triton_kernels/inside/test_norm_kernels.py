@@ -7,9 +7,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fp8_backends.compute.native.backend import NativeCompute
-from fp8_backends.compute.native.fused_norms import Formula, FusedNorm
+from fp8_backends.compute.native.fused_norms import Formula, FusedNorm, fused_norm
 from fp8_backends.numerics.kernels.fused import triton_norm
 from fp8_backends.numerics.kernels.quantize import triton_quantize
+from fp8_backends.numerics.kernels.quantize.known_amax import known_partials
 from fp8_backends.recipes.handlers import FP8RecipeKwargs
 from fp8_backends.training.conversion import convert
 
@@ -95,3 +96,13 @@ def test_a_llama_trains_as_without_and_reads_what_it_quantizes_once(monkeypatch)
     for one, other in zip(ours, plain, strict=True):
         assert (one - other).norm() <= 0.02 * other.norm()
     assert not all(map(torch.equal, ours, plain))
+
+
+def test_inference_mode_in_training_notes_nothing():
+    """Its tensors do not tell of changes."""
+    with torch.inference_mode():
+        y = fused_norm(torch.randn(3, 16), torch.ones(16), Formula(1e-5, False), False)
+        assert known_partials(y, keep_nan=False) is None
+    assert (
+        known_partials(fused_norm(torch.randn(3, 16), torch.ones(16), Formula(1e-5, False), False), False) is not None
+    )
