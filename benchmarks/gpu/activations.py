@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from measuring import interleaved, summary, table, write_json  # noqa: E402
 
 from fp8_backends.compute.native.fused_gates import ACTIVATIONS, gated_product  # noqa: E402
-from fp8_backends.compute.native.fused_norms import fused_norm, rms_norm  # noqa: E402
+from fp8_backends.compute.native.fused_norms import Formula, fused_norm  # noqa: E402
 from fp8_backends.numerics.kernels import triton_gate  # noqa: E402
 from fp8_backends.numerics.kernels.quantize.known_amax import known_partials  # noqa: E402
 
@@ -33,7 +33,7 @@ TOKENS, HIDDEN, INTERMEDIATE = {"cuda": (8192, 4096, 14336), "cpu": (6, 64, 96)}
 ]
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-20}
 """Of FP32: the sum of a row in another order."""
-EPS = 1e-5
+LLAMA = Formula(1e-5, centered=False)
 
 Function = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -48,8 +48,7 @@ def cases(device: str) -> dict[str, tuple[Function, Function, list[torch.Tensor]
 
     def norm(dtype: torch.dtype) -> tuple[Function, Function, list[torch.Tensor]]:
         inputs = [torch.randn(TOKENS, HIDDEN, device=device), torch.rand(HIDDEN, device=device) + 0.5]
-        both = (lambda x, weight: rms_norm(x, weight, EPS)), (lambda x, weight: fused_norm(x, weight, EPS, False))
-        return *both, [each.to(dtype) for each in inputs]
+        return LLAMA, (lambda x, weight: fused_norm(x, weight, LLAMA, False)), [each.to(dtype) for each in inputs]
 
     gates = {f"{name} gate, bf16": gated(name) for name in ACTIVATIONS}
     return {"RMSNorm, FP32": norm(torch.float32), "RMSNorm, bf16": norm(torch.bfloat16), **gates}

@@ -20,7 +20,7 @@ from transformers.models.t5.modeling_t5 import T5DenseGatedActDense
 
 import fp8_backends
 from fp8_backends.compute.native.fused_gates import FusedGate, Gate
-from fp8_backends.compute.native.fused_norms import FusedNorm
+from fp8_backends.compute.native.fused_norms import Formula, FusedNorm
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
 
@@ -110,9 +110,9 @@ class OnceMore(LlamaRMSNorm):
 
 
 NORMS = {
-    "Llama": (lambda: LlamaRMSNorm(16, eps=1e-5), 1e-5),
-    "Qwen3 in bf16": (lambda: Qwen3RMSNorm(16, eps=1e-6).bfloat16(), 1e-6),
-    "Gemma": (lambda: GemmaRMSNorm(16), None),
+    "Llama": (lambda: LlamaRMSNorm(16, eps=1e-5), Formula(1e-5, False)),
+    "Qwen3 in bf16": (lambda: Qwen3RMSNorm(16, eps=1e-6).bfloat16(), Formula(1e-6, False)),
+    "Gemma": (lambda: GemmaRMSNorm(16), Formula(1e-6, True)),
     "PyTorch's": (lambda: nn.RMSNorm(16, eps=1e-5), None),
     "LayerNorm": (lambda: nn.LayerNorm(16), None),
     "rounded after the weight": (lambda: RoundedOnce(16), None),
@@ -122,11 +122,11 @@ NORMS = {
 
 @pytest.mark.parametrize("name", NORMS)
 def test_norms(name):
-    """Those that round as Llama's does, to the bit."""
-    norm, eps = NORMS[name][0](), NORMS[name][1]
-    assert prepared(norm)[1] is norm and isinstance(norm, FusedNorm) == (eps is not None)
-    if eps is not None:
-        assert norm.fp8_eps == eps
+    """Those that round as Llama's or Gemma's does, to the bit."""
+    norm, formula = NORMS[name][0](), NORMS[name][1]
+    assert prepared(norm)[1] is norm and isinstance(norm, FusedNorm) == (formula is not None)
+    if formula is not None:
+        assert norm.fp8_formula == formula
 
 
 def trained(model):

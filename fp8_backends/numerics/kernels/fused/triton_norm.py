@@ -1,5 +1,7 @@
-"""Triton kernels of RMSNorm as models write it, `weight * (x * rsqrt(mean(x**2) + eps)).to(x.dtype)`, forward and
-backward, each one pass over memory.
+"""Triton kernels of RMSNorm as models write it, forward and backward, each one pass over memory:
+
+    weight * (x * rsqrt(mean(x**2) + eps)).to(x.dtype)          as Llama
+    (x * rsqrt(mean(x**2) + eps) * (1 + weight)).to(x.dtype)    as Gemma: `centered`
 
 In FP32, as the residual stream is under autocast, PyTorch reads and writes 28 bytes an element forward and 92
 backward; these kernels 8 and 12. The forward also leaves the maxima of what it writes, of which the quantizing kernel
@@ -38,35 +40,38 @@ class Normed(NamedTuple):
     """As in `KnownAmax`."""
 
 
-def forward(x: torch.Tensor, weight: torch.Tensor, eps: float, keep_nan: bool) -> Normed:
+def forward(x: torch.Tensor, weight: torch.Tensor, eps: float, centered: bool, keep_nan: bool) -> Normed:
     """The norm of each row, and the amax of all.
 
     Args:
         x: [..., columns], bf16, fp16 or fp32, contiguous; up to LONGEST_ROW columns.
         weight: [columns], contiguous.
+        centered: which of the two formulas.
         keep_nan: whether NaN counts in the amax.
 
     Returns:
-        values of the shape of x and the dtype to which x and weight are promoted.
+        values of the shape of x, and of its dtype or, unless `centered`, the one to which x and weight are promoted.
     """
     programs = _programs(x, _FORWARD_AT_A_TIME)
-    dtype = x.dtype if x.dtype == weight.dtype else torch.promote_types(x.dtype, weight.dtype)
+    dtype = x.dtype if centered or x.dtype == weight.dtype else torch.promote_types(x.dtype, weight.dtype)
     values = torch.empty(x.shape, dtype=dtype, device=x.device)
     made = Normed(values, torch.empty(programs, dtype=torch.int32, device=x.device))
     with triton_gate.on_device_of(x):
-        _forward_kernel[(programs,)](x, weight, *made, *_matrix(x), eps, KEEP_NAN=keep_nan, **_tile(x))
+        _forward_kernel[(programs,)](
+            x, weight, *made, *_matrix(x), eps, CENTERED=centered, KEEP_NAN=keep_nan, **_tile(x)
+        )
     return made
 
 
 def backward(
-    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float, centered: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradients of x, in its dtype, and of the weight, FP32. grad: of the shape and dtype of the norm's values,
     contiguous; the rest as in `forward`."""
     programs, columns = _programs(x, _BACKWARD_AT_A_TIME), x.shape[-1]
     x_grad, parts = torch.empty_like(x), torch.empty(programs, columns, dtype=torch.float32, device=x.device)
     with triton_gate.on_device_of(x):
-        _backward_kernel[(programs,)](grad, x, weight, x_grad, parts, *_matrix(x), eps, **_tile(x))
+        _backward_kernel[(programs,)](grad, x, weight, x_grad, parts, *_matrix(x), eps, CENTERED=centered, **_tile(x))
     return x_grad, parts.sum(0)
 
 
@@ -107,9 +112,17 @@ def _store(ptr, values, rows, columns, tile, TILE_ROWS: tl.constexpr, TILE_COLUM
 
 
 @triton.jit
-def _load_weight(ptr, columns, TILE_COLUMNS: tl.constexpr):
+def _load_factor(weight_ptr, columns, CENTERED: tl.constexpr, TILE_COLUMNS: tl.constexpr):
+    """What a normed row is multiplied by, FP32, [1, columns]."""
     j = tl.arange(0, TILE_COLUMNS)
-    return as_fp32(tl.load(ptr + j, mask=j < columns, other=0.0))[None, :]
+    weight = as_fp32(tl.load(weight_ptr + j, mask=j < columns, other=0.0))[None, :]
+    return weight + 1.0 if CENTERED else weight
+
+
+@triton.jit
+def _rounded(x, DTYPE: tl.constexpr, CENTERED: tl.constexpr, ON_GPU: tl.constexpr):
+    """FP32 values as they come back from memory of that dtype; as they are where the formula stores none there."""
+    return x if CENTERED else as_fp32(stored(x, DTYPE, ON_GPU))
 
 
 @triton.jit
@@ -128,6 +141,7 @@ def _forward_kernel(
     rows,
     columns,
     eps,
+    CENTERED: tl.constexpr,
     KEEP_NAN: tl.constexpr,
     ON_GPU: tl.constexpr,
     TILE_ROWS: tl.constexpr,
@@ -135,13 +149,13 @@ def _forward_kernel(
 ):
     """Each program takes every n-th tile of whole rows, n being the number of programs."""
     largest = tl.zeros((TILE_ROWS, TILE_COLUMNS), dtype=tl.float32)
-    weight = _load_weight(weight_ptr, columns, TILE_COLUMNS)
+    factor = _load_factor(weight_ptr, columns, CENTERED, TILE_COLUMNS)
     tile = tl.program_id(0)
     while tile < tl.cdiv(rows, TILE_ROWS):
         x = _load(x_ptr, rows, columns, tile, TILE_ROWS, TILE_COLUMNS)
         x32 = as_fp32(x)
-        normed = stored(x32 * tl.rsqrt(_mean(x32 * x32, columns) + eps), x.dtype, ON_GPU)
-        values = stored(as_fp32(normed) * weight, values_ptr.dtype.element_ty, ON_GPU)
+        normed = _rounded(x32 * tl.rsqrt(_mean(x32 * x32, columns) + eps), x.dtype, CENTERED, ON_GPU)
+        values = stored(normed * factor, values_ptr.dtype.element_ty, ON_GPU)
         _store(values_ptr, values, rows, columns, tile, TILE_ROWS, TILE_COLUMNS)
         largest = larger(largest, values, KEEP_NAN)
         tile += tl.num_programs(0)
@@ -158,21 +172,22 @@ def _backward_kernel(
     rows,
     columns,
     eps,
+    CENTERED: tl.constexpr,
     ON_GPU: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
 ):
     """Tiles as in `_forward_kernel`. Each program leaves its part of the weight's gradient."""
     of_weight = tl.zeros((TILE_ROWS, TILE_COLUMNS), dtype=tl.float32)
-    weight = _load_weight(weight_ptr, columns, TILE_COLUMNS)
+    factor = _load_factor(weight_ptr, columns, CENTERED, TILE_COLUMNS)
     tile = tl.program_id(0)
     while tile < tl.cdiv(rows, TILE_ROWS):
         x = _load(x_ptr, rows, columns, tile, TILE_ROWS, TILE_COLUMNS)
         grad = as_fp32(_load(grad_ptr, rows, columns, tile, TILE_ROWS, TILE_COLUMNS))
         x32 = as_fp32(x)
         inverse = tl.rsqrt(_mean(x32 * x32, columns) + eps)
-        of_weight += grad * as_fp32(stored(x32 * inverse, x.dtype, ON_GPU))
-        grad = as_fp32(stored(grad * weight, x.dtype, ON_GPU))
+        of_weight += grad * _rounded(x32 * inverse, x.dtype, CENTERED, ON_GPU)
+        grad = _rounded(grad * factor, x.dtype, CENTERED, ON_GPU)
         grad = (grad - x32 * inverse * inverse * _mean(grad * x32, columns)) * inverse
         _store(x_grad_ptr, stored(grad, x.dtype, ON_GPU), rows, columns, tile, TILE_ROWS, TILE_COLUMNS)
         tile += tl.num_programs(0)

@@ -22,7 +22,8 @@ class KnownAmax(NamedTuple):
 
 def note(x: torch.Tensor, partials: torch.Tensor, keep_nan: bool) -> None:
     """Note on a tensor the maxima of its parts. It holds them for as long as it lives."""
-    setattr(x, _NOTE, KnownAmax(partials, keep_nan, x._version))
+    if not x.is_inference():  # such a tensor does not tell of changes
+        setattr(x, _NOTE, KnownAmax(partials, keep_nan, x._version))
 
 
 def as_matrix(x: torch.Tensor, columns: int) -> torch.Tensor:

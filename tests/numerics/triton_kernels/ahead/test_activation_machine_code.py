@@ -46,7 +46,7 @@ def test_norm(parts, columns, dtype, tmp_path):
     rows, across, warps = triton_norm.tile_of(columns)
     types = {**dict.fromkeys(matrices, dtype), **others, "weight_ptr": "*fp32", "eps": "fp32"}
     types |= {"rows": "i32", "columns": "i32:16"}
-    constants = {"ON_GPU": True, "TILE_ROWS": rows, "TILE_COLUMNS": across, **constants}
+    constants = {"CENTERED": columns == 128, "ON_GPU": True, "TILE_ROWS": rows, "TILE_COLUMNS": across, **constants}
     code = compiled(kernel, types, constants, tmp_path, num_warps=warps)
     assert code.stack == 0, "registers are spilled"
     assert max(code.widths("ld")) == 128 and max(code.widths("st")) == 128
