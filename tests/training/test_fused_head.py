@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 import fp8_backends
 from fp8_backends.compute.deferred_logits import DeferredLogits
 from fp8_backends.errors import RecipeError
-from fp8_backends.training.validators import validate
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "trainers"))
 from tiny_trainers import counting_batch, llama  # noqa: E402
@@ -155,12 +154,3 @@ def test_levels_refuse_it():
     with pytest.raises(RecipeError, match="fused_head is not read by msamp:O2, only with weights that no level stores"):
         fp8_backends.resolve({"backend": "msamp:O2", "fused_head": True})
     assert fp8_backends.resolve({"backend": "msamp:O2", "fused_head": False}).fused_head is False
-
-
-def test_validate_tells_where_it_does_nothing():
-    spec = {"backend": "native:dynamic", "fused_head": True}
-    for setting in ({"parallel": "fsdp2"}, {"parallel": "deepspeed", "zero_stage": 3}):
-        assert "fused_head_sharded" in {finding.rule for finding in validate(spec, **setting)}
-    assert "fused_head_compiled" in {finding.rule for finding in validate(spec, compiled="full")}
-    quiet = {finding.rule for finding in validate(spec, compiled="regional", parallel="ddp")}
-    assert not quiet & {"fused_head_sharded", "fused_head_compiled"}
