@@ -8,6 +8,7 @@ import pickle
 import sys
 from pathlib import Path
 
+import model_families
 import pytest
 import torch
 from torch import nn
@@ -111,6 +112,41 @@ def test_compiled_code_has_an_ordinary_head_and_eager_code_around_compiled_layer
     else:
         compiled = torch.compile(model, backend="eager", fullgraph=True)
         assert type(step(compiled, optimizer)[1]) is torch.Tensor
+
+
+def tiny(kind: str, **fields):
+    """Of a family that multiplies its logits, or caps them."""
+    import transformers
+
+    sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+    tokens = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, num_key_value_heads=2)
+    config = getattr(transformers, f"{kind}Config")(**sizes, **tokens, **fields)
+    return getattr(transformers, f"{kind}ForCausalLM")(config)
+
+
+FAMILIES = {
+    "gpt2, tied": lambda: model_families.build("gpt2"),
+    "bert, tied, with a bias": lambda: model_families.build("bert"),
+    "mixtral, with a loss of its routers": lambda: model_families.build("mixtral"),
+    "gemma2, with a softcap": lambda: tiny("Gemma2", head_dim=16),
+    "cohere, with a factor": lambda: tiny("Cohere", logit_scale=0.25),
+    "granite, with a divisor": lambda: tiny("Granite", logits_scaling=8.0),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_losses_of_transformers_families_need_no_logits(name):
+    batch, results = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0)), []
+    for fused in (True, False):
+        torch.manual_seed(0)
+        model, _ = prepared(FAMILIES[name](), fused_head=fused)
+        output = model(input_ids=batch, labels=batch)
+        output.loss.backward()
+        assert isinstance(output.logits, DeferredLogits) == fused
+        assert not fused or output.logits.pending.output is None
+        results.append((output.loss.item(), model.get_output_embeddings().weight.grad))
+    assert results[0][0] == pytest.approx(results[1][0], rel=1e-6)
+    assert torch.allclose(results[0][1], results[1][1], rtol=1e-4, atol=1e-6)
 
 
 def with_lora_on_its_head():
