@@ -199,6 +199,7 @@ class DeferredLogits(torch.Tensor):
         self.pending.backward_hooks.append(hook)
 
     @classmethod
+    @torch.compiler.disable  # Dynamo would trace into it, and make no tensor without memory
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func is F.cross_entropy and (loss := _fused_cross_entropy(*args, **kwargs)) is not None:

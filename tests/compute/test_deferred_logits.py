@@ -168,6 +168,15 @@ def test_a_penalty_after_the_loss_adds_its_gradients():
         assert (mine - torchs).norm() <= 2**-7 * torchs.norm()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("use", [of_transformers, after_a_penalty, with_class_weights])
+def test_a_compiled_loss_is_the_same(use):
+    """Its graph breaks where it meets the logits."""
+    found = Run(True).results(torch.compile(use, backend="eager"))
+    for mine, torchs in zip(found, Run(False).results(use), strict=True):
+        assert (mine - torchs).norm() <= 2**-7 * torchs.norm()
+
+
 def saved(logits):
     file = io.BytesIO()
     torch.save(logits.detach(), file)

@@ -8,6 +8,7 @@ import pickle
 import sys
 from pathlib import Path
 
+import model_families
 import pytest
 import torch
 from torch import nn
@@ -16,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 import fp8_backends
 from fp8_backends.compute.deferred_logits import DeferredLogits
 from fp8_backends.errors import RecipeError
-from fp8_backends.training.validators import validate
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "trainers"))
 from tiny_trainers import counting_batch, llama  # noqa: E402
@@ -114,6 +114,41 @@ def test_compiled_code_has_an_ordinary_head_and_eager_code_around_compiled_layer
         assert type(step(compiled, optimizer)[1]) is torch.Tensor
 
 
+def tiny(kind: str, **fields):
+    """Of a family that multiplies its logits, or caps them."""
+    import transformers
+
+    sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+    tokens = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, num_key_value_heads=2)
+    config = getattr(transformers, f"{kind}Config")(**sizes, **tokens, **fields)
+    return getattr(transformers, f"{kind}ForCausalLM")(config)
+
+
+FAMILIES = {
+    "gpt2, tied": lambda: model_families.build("gpt2"),
+    "bert, tied, with a bias": lambda: model_families.build("bert"),
+    "mixtral, with a loss of its routers": lambda: model_families.build("mixtral"),
+    "gemma2, with a softcap": lambda: tiny("Gemma2", head_dim=16),
+    "cohere, with a factor": lambda: tiny("Cohere", logit_scale=0.25),
+    "granite, with a divisor": lambda: tiny("Granite", logits_scaling=8.0),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_losses_of_transformers_families_need_no_logits(name):
+    batch, results = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0)), []
+    for fused in (True, False):
+        torch.manual_seed(0)
+        model, _ = prepared(FAMILIES[name](), fused_head=fused)
+        output = model(input_ids=batch, labels=batch)
+        output.loss.backward()
+        assert isinstance(output.logits, DeferredLogits) == fused
+        assert not fused or output.logits.pending.output is None
+        results.append((output.loss.item(), model.get_output_embeddings().weight.grad))
+    assert results[0][0] == pytest.approx(results[1][0], rel=1e-6)
+    assert torch.allclose(results[0][1], results[1][1], rtol=1e-4, atol=1e-6)
+
+
 def with_lora_on_its_head():
     import peft
 
@@ -155,12 +190,3 @@ def test_levels_refuse_it():
     with pytest.raises(RecipeError, match="fused_head is not read by msamp:O2, only with weights that no level stores"):
         fp8_backends.resolve({"backend": "msamp:O2", "fused_head": True})
     assert fp8_backends.resolve({"backend": "msamp:O2", "fused_head": False}).fused_head is False
-
-
-def test_validate_tells_where_it_does_nothing():
-    spec = {"backend": "native:dynamic", "fused_head": True}
-    for setting in ({"parallel": "fsdp2"}, {"parallel": "deepspeed", "zero_stage": 3}):
-        assert "fused_head_sharded" in {finding.rule for finding in validate(spec, **setting)}
-    assert "fused_head_compiled" in {finding.rule for finding in validate(spec, compiled="full")}
-    quiet = {finding.rule for finding in validate(spec, compiled="regional", parallel="ddp")}
-    assert not quiet & {"fused_head_sharded", "fused_head_compiled"}
