@@ -95,12 +95,12 @@ def summary(graphs: Traced, chip: machine.Chip, machine_code: bool) -> dict:
 
 def largest(kernel: inductor.Kernel, chip: machine.Chip) -> dict:
     """One kernel, with its machine code's figures an element."""
-    code = roofline.of_inductor(kernel.name, kernel.source)
+    seconds, code = roofline.best(kernel, chip)
     an_element = {name: value / code.elements for name, value in code.work._asdict().items()}
     return {
         "kernel": kernel.name[:80],
         "bytes": kernel.bytes,
-        "seconds": roofline.of_generated(kernel, chip),
+        "seconds": seconds,
         "registers": code.registers,
         "stack": code.stack,
         **an_element,

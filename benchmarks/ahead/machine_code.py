@@ -167,14 +167,19 @@ class Analysis(NamedTuple):
 
 
 @functools.cache
-def of_inductor(name: str, source: str) -> Analysis:
-    """Compiles the kernel in the first of the configurations between which Inductor would choose by measuring: they
-    differ in tiles and warps, and little in instructions an element."""
+def of_inductor(name: str, source: str, number: int = 0) -> Analysis:
+    """Compiles the kernel in one of the configurations between which Inductor would choose by measuring: they differ in
+    tiles and warps."""
     tuner = _loaded(name, source)
     sizes = {axis: int(size) for axis, size in re.findall(r"^\s+([xyzr]\d?_?numel) = (\d+)", source, re.M)}
-    return _analysed(tuner, tuner.configs[0], source, math.prod(sizes.values()), sizes)
+    return _analysed(tuner, tuner.configs[number], source, math.prod(sizes.values()), sizes)
 
 
+def configurations(name: str, source: str) -> int:
+    return len(_loaded(name, source).configs)
+
+
+@functools.cache
 def _loaded(name: str, source: str):
     file = Path(machine.folder()) / f"kernel_{hashlib.sha256(source.encode()).hexdigest()[:16]}.py"
     file.write_text(source)

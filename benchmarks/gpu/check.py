@@ -31,7 +31,7 @@ from fp8_backends.numerics.scaling import MX, ROWS, SQUARES, VECTORS  # noqa: F4
 SCALINGS = [f"native:{rule}" for rule in ("dynamic", "delayed", "rowwise", "window", "blockwise", "mxfp8")]
 QUICK = SCALINGS[:2]
 """The rules of the quick checks. Each rule, format, dtype and alignment is a kernel of its own, which Triton compiles
-for about a second: all checks need some 140, the quick ones some 20."""
+for about a second: all checks need some 140, the quick ones some 30."""
 RESULTS: list[dict] = []
 
 
