@@ -113,7 +113,14 @@ def test_it_is_the_step_of_two_passes_with_these_scales(case, options):
 # The kernels for a CPU
 
 
-KINDS = [("O1", "adam"), ("O2", "adamw"), ("O2", "adam"), ("O2 blocks", "adamw"), ("wide gradient", "adamw"), ("all blocks", "adam")]
+KINDS = [
+    ("O1", "adam"),
+    ("O2", "adamw"),
+    ("O2", "adam"),
+    ("O2 blocks", "adamw"),
+    ("wide gradient", "adamw"),
+    ("all blocks", "adam"),
+]
 
 
 def stepped(make, steps=2):
