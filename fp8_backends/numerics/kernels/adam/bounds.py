@@ -1,6 +1,6 @@
 """Bounds of what a step of Adam will store, from numbers that are known before it: scales for a step of one pass.
 
-A tensor keeps its `record`, FP32 [4]: max |x| of the stored weight, exp_avg and exp_avg_sq, and the largest quotient
+A parameter has a `record`, FP32 [4]: max |x| of the stored weight, exp_avg and exp_avg_sq, and the largest quotient
 |exp_avg| / sqrt(exp_avg_sq) of an element, coded (`RATIO_BITS`). `new_bounds` follows from the record, the gradient's
 amax G and the hyperparameters. With n = 1 - beta1, the step size s, the root c of exp_avg_sq's bias correction, and
 exp_avg' and exp_avg_sq' after the step:
