@@ -184,7 +184,7 @@ def predicted(records: Records) -> str:
     parts.append("Kernels that a decoder layer launches, and the megabytes that they move, at first and now:")
     earlier = {each["backend"]: each for each in first["results"]} if first else {}
     costs = [[quoted(each["backend"]), *_costs(earlier.get(each["backend"]), each)] for each in latest["results"]]
-    header = ["backend", "tokens/s", "kernels", "MB", "of its MLP", "MB", "eager Linear: calls", "us of Python"]
+    header = ["backend", "tokens/s", "kernels", "MB", "of its MLP", "MB", "calls of an eager Linear"]
     parts.append(rst(header, costs))
     if "step_8b_gpu" not in records:
         parts.append("The same on a GPU: not yet measured.")
@@ -196,7 +196,7 @@ def _costs(first: dict | None, latest: dict) -> list[str]:
         layer, mlp, eager = result["layer"], result["mlp"], result["eager"]
         found = [result["tokens_per_second"]]
         found += [figure for part in (layer, mlp) for figure in (part["kernels"], part["bytes"] / 1e6)]
-        found += [eager["launches"] + eager["operators"], eager["python_us"]] if eager else [None, None]
+        found.append(eager and eager["launches"] + eager["operators"])
         return ["-" if each is None else f"{each:.0f}" for each in found]
 
     now = figures(latest)

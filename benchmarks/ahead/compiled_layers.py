@@ -47,6 +47,7 @@ def traces(spec: str, shape: str, tokens: int) -> tuple[Traced, Traced, Traced, 
     parameters = sum(each.numel() for each in model.parameters())
     with FakeTensorMode(allow_non_fake_inputs=True), torch.autocast("cuda", torch.bfloat16):
         convert(machine.on_fake_gpu(model), spec)
+        model._forward_pre_hooks.clear()  # once a step, for all layers together: proof, and scales for the next step
         layer, config = model.model.layers[0], model.config
         x = torch.empty(1, tokens, config.hidden_size, device="cuda", requires_grad=True)
         width = config.hidden_size // config.num_attention_heads

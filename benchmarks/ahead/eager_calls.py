@@ -1,5 +1,6 @@
-"""What one Linear asks of the host in eager mode, forward and backward: launches, PyTorch's calls, synchronisations and
-Python's time; and what the Triton kernels of a linear layer and of the optimizer cost as machine code.
+"""What a model of one Linear asks of the host in an eager step, forward and backward: launches, PyTorch's calls,
+synchronisations and Python's time; and what the Triton kernels of a linear layer and of the optimizer cost as machine
+code.
 
 The kernels go through Triton's real binder and compiler, for compute capability 9.0; the launch itself is left out, and
 tensors lie on the CPU. Products are not computed. Prints JSON.
@@ -39,7 +40,7 @@ class Launches:
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.codes: dict[str, list[Code]] = {}
-        self.programs: dict[str, int] = {}
+        self._kernels: set = set()
 
     def stand_in(self) -> None:
         """From now on every launch of this process ends here."""
@@ -61,7 +62,6 @@ class Launches:
 
             def __call__(self, x, y, z, stream, function, *arguments):
                 launches.counts[self.name] += 1
-                launches.programs[self.name] = x * y * z
 
         class WithLauncher(Driver):
             utils, launcher_cls = Utilities(), Launcher
@@ -79,9 +79,17 @@ class Launches:
             made = original(kernel, *arguments, **more)
             code = disassembled(made.asm["cubin"], 32 * made.metadata.num_warps, made.metadata.shared)
             self.codes.setdefault(kernel.__name__, []).append(code)
+            self._kernels.add(kernel)
             return made
 
         JITFunction._do_compile = compiled
+
+    def forget(self) -> None:
+        """Whatever is launched from now on is compiled anew."""
+        self.codes.clear()
+        self.counts.clear()
+        for kernel in self._kernels:
+            kernel.device_caches.clear()
 
 
 def through_the_kernels() -> None:
@@ -117,7 +125,12 @@ def everywhere(function, other) -> None:
                 setattr(module, attribute, other)
 
 
+PRODUCTS: Counter[str] = Counter()
+
+
 def no_product(a, b, scale_a=None, scale_b=None, bias=None, scale_result=None, out_dtype=None, use_fast_accum=False):
+    """In place of `torch._scaled_mm`: counted, not computed."""
+    PRODUCTS["_scaled_mm"] += 1
     return torch.empty(a.shape[0], b.shape[1], dtype=out_dtype)
 
 
@@ -167,8 +180,10 @@ def of_linear(backend: str, launches: Launches, calls: int = 200, rounds: int = 
     run = functools.partial(step, model, x, dy)
     run(), run()
     launches.counts.clear()
+    PRODUCTS.clear()
     with Calls() as found:
         run()
+    found.operators += PRODUCTS
     counts = dict(launches.counts)
     synchronisations = sum(n for name, n in found.operators.items() if name in SYNCHRONISING)
     return {
@@ -184,8 +199,7 @@ def of_linear(backend: str, launches: Launches, calls: int = 200, rounds: int = 
 
 def quantizing(backend: str, launches: Launches, tokens: int = 512, size: int = 1024) -> list[dict]:
     """The kernels that one layer launches for matrices of whole tiles."""
-    launches.codes.clear()
-    launches.programs.clear()
+    launches.forget()
     model = layer(backend, size)
     x = torch.zeros(tokens, size, dtype=torch.bfloat16, requires_grad=True)
     step(model, x, torch.zeros(tokens, size, dtype=torch.bfloat16))
@@ -208,8 +222,7 @@ def of_optimizer(level: str, launches: Launches, numel: int = 65_536) -> dict:
 
     weight, exp_avg, exp_avg_sq, *_ = steps.LEVELS[level]
     made = steps.scaled_step(level, numel, 1, "cpu", True)
-    launches.codes.clear()
-    launches.counts.clear()
+    launches.forget()
     made.run()
     sizes = [torch.empty(0, dtype=each or torch.float32).itemsize for each in (weight, steps.E4M3, exp_avg, exp_avg_sq)]
     kernels = []

@@ -43,5 +43,4 @@ def convert(model: nn.Module, spec: str) -> nn.Module:
         import fp8_backends
 
         fp8_backends.prepare(model, None, fp8_backends.FP8RecipeKwargs(backend=backend, **fields))
-    model._forward_pre_hooks.clear()  # they prove the first steps' products
     return model

@@ -1,0 +1,57 @@
+"""The code that a GPU would get from this tree, made on a CPU by PyTorch's build for CUDA: within its budgets.
+
+`CUDA_BUILD_PYTHON` names the Python of an environment with that build; without it these tests are skipped, and
+`test_prediction.py` holds the committed record against the same budgets.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from budgets import BUDGETS, OPTIMIZER, SPECIALISATIONS, within
+
+ROOT = Path(__file__).resolve().parents[2]
+PYTHON = os.environ.get("CUDA_BUILD_PYTHON")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not PYTHON, reason="CUDA_BUILD_PYTHON names no Python with PyTorch's build for CUDA"),
+]
+
+
+def answered(script: str, *arguments: str, cwd: Path) -> dict:
+    process = subprocess.run(
+        [PYTHON, str(ROOT / "benchmarks" / "ahead" / script), *arguments],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert process.returncode == 0, process.stderr[-8000:]
+    return json.loads(process.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("backend", BUDGETS)
+def test_a_compiled_layer(backend, tmp_path):
+    result = answered("compiled_layers.py", backend, "--no-machine-code", cwd=tmp_path)
+    assert not within(result, BUDGETS[backend])
+    assert result["layer"]["graphs"] == 1 and not result["layer"]["other_calls"]
+    assert {product["dtype"][:6] for product in result["layer"]["products"]} == {"float8"}
+
+
+def test_an_eager_layer_and_the_optimizer(tmp_path):
+    backends = ",".join(SPECIALISATIONS)
+    found = answered("eager_calls.py", "--backends", backends, "--levels", "O2", cwd=tmp_path)
+    for backend, kernels in SPECIALISATIONS.items():
+        calls, matrices = found["linear"][backend], found["quantize"][backend]
+        assert calls["launches"] <= BUDGETS[backend].launches and calls["operators"] <= BUDGETS[backend].operators
+        assert calls["synchronisations"] == 0
+        assert sum(each["specialisations"] for each in matrices) <= kernels
+        assert not any(each["stack"] for each in matrices)
+    cost = found["optimizer"]["O2"]["of_an_element"]
+    assert 0 < cost["read"] + cost["written"] <= OPTIMIZER["bytes"]
+    assert 0 < cost["instructions"] <= OPTIMIZER["instructions"]

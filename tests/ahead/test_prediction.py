@@ -1,0 +1,112 @@
+"""The committed prediction of a training step on a GPU: within its budgets, and adding up; and the arithmetic below."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from budgets import BUDGETS, OPTIMIZER, SPECIALISATIONS, within
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+sys.path += [str(BENCHMARKS), str(BENCHMARKS / "ahead")]
+import beside  # noqa: E402
+import roofline  # noqa: E402
+import specs  # noqa: E402
+import whole_step  # noqa: E402
+from machine import CHIPS  # noqa: E402
+from machine_code import NOTHING, Code, Operation, Work, fast_path  # noqa: E402
+
+RECORD = json.loads((BENCHMARKS / "results" / "ahead_H200.json").read_text())
+RESULTS = {each["backend"]: each for each in RECORD["results"]}
+
+
+@pytest.mark.parametrize("backend", BUDGETS)
+def test_a_layer_costs_no_more_than_its_budget(backend):
+    result = RESULTS[backend]
+    assert not within(result, BUDGETS[backend])
+    assert result["layer"]["graphs"] == 1 and not result["layer"]["other_calls"]
+    assert {product["dtype"][:6] for product in result["layer"]["products"]} == {"float8"}
+
+
+def test_nothing_waits_for_the_device_and_nothing_is_spilled():
+    for backend, kernels in SPECIALISATIONS.items():
+        result = RESULTS[backend]
+        assert result["eager"]["synchronisations"] == 0
+        assert sum(each["specialisations"] for each in result["quantize"]) <= kernels
+        assert not any(each["stack"] for each in [*result["quantize"], *result["layer"].get("largest", [])])
+
+
+def test_the_optimizers_bytes_and_instructions_are_within_their_budget():
+    optimizer = RESULTS["msamp:O2"]["optimizer"]
+    cost = optimizer["of_an_element"]
+    assert 0 < cost["read"] + cost["written"] <= OPTIMIZER["bytes"]
+    assert 0 < cost["instructions"] <= OPTIMIZER["instructions"]
+    assert 0 < optimizer["share_of_a_copy"] <= roofline.OF_A_COPY
+    assert not any(each["stack"] for each in optimizer["kernels"])
+
+
+def test_the_step_is_the_sum_of_its_lines_and_the_ratios_follow_from_the_steps():
+    chip = CHIPS[RECORD["arguments"]["chip"]]
+    for result in RESULTS.values():
+        optimizer = result["optimizer"]
+        of_an_element = optimizer and optimizer["of_an_element"]
+        lines = whole_step.lines(result, 4, of_an_element, chip)
+        assert [line._asdict() for line in lines] == result["lines"]
+        assert sum(line.seconds for line in lines) == pytest.approx(result["seconds"])
+    seconds = {name: each["seconds"] for name, each in RESULTS.items()}
+    peaks = {name: each["peak_bytes"] for name, each in RESULTS.items() if each["peak_bytes"]}
+    assert whole_step.ratios(seconds, peaks) == pytest.approx(RECORD["ratios"])
+    assert RECORD["ratios"]["native / bf16, tokens a second"] > 1
+
+
+def test_a_spec_has_fields_of_the_recipe():
+    assert specs.split("native:dynamic") == ("native:dynamic", {})
+    told = specs.split("native:delayed?amax_history_len=16&fp8_format=E4M3&kept=True")
+    assert told == ("native:delayed", {"amax_history_len": 16, "fp8_format": "E4M3", "kept": True})
+    assert specs.level_of("te:delayed+msamp:O3") == "O3" and specs.level_of("native:dynamic") is None
+
+
+def test_a_kernel_takes_what_takes_longest():
+    chip = CHIPS["H200"]
+    memory = roofline.of_kernel(1e9, NOTHING, chip)
+    assert memory == pytest.approx(1e9 / (roofline.OF_A_COPY * chip.copy))
+    assert roofline.of_kernel(1e9, Work(1e9, 1e9, 0.0), chip) == memory
+    issue = roofline.of_kernel(0, Work(4e9, 1e9, 1e8), chip)
+    assert roofline.of_kernel(0, Work(4e9, 4e9, 1e8), chip) == pytest.approx(2 * issue)
+    assert roofline.of_kernel(0, Work(4e9, 1e9, 1e9), chip) == pytest.approx(2 * issue)
+
+
+def operations(text: str) -> list[Operation]:
+    """From lines such as `@P0 BRA 0x30`."""
+    found = []
+    for i, line in enumerate(text.splitlines()):
+        predicate, _, rest = line.partition(" ") if line.startswith("@") else ("", "", line)
+        name, _, rest = rest.partition(" ")
+        found.append(Operation(16 * i, name, rest, bool(predicate)))
+    return found
+
+
+def test_of_a_loop_with_a_masked_way_the_wide_one_counts():
+    """Two ways through one loop: four elements by one load, or by four masked ones."""
+    masked = ["LDG.E.U8 R2"] * 4 + ["FADD R2"]
+    wide = ["LDG.E R2", "FADD R2", "FMUL R2"]
+    before = ["MOV R1", "@P0 BRA 0x80"]  # to the wide way
+    code = Code(32, 0, 0, 128, operations("\n".join([*before, *masked, "BRA 0xb0", *wide, "@P1 BRA 0x0", "EXIT"])))
+    assert [each.kind for each in fast_path(code)] == ["MOV", "BRA", "LDG", "FADD", "FMUL", "BRA"]
+    assert fast_path(Code(32, 0, 0, 128, operations("LDG.E R2\nEXIT"))) == []
+
+
+def test_predicted_stands_beside_measured():
+    predicted = {
+        "results": [{"backend": name, "tokens_per_second": rate} for name, rate in (("bf16", 100), ("torchao", 120))]
+    }
+    rates = {"bf16": 80, "ao:tensorwise": 120, "te:delayed": 100}
+    measured = {"results": [{"backend": k, "form": "compiled", "tokens_per_second": v} for k, v in rates.items()]}
+    assert beside.rows(predicted, measured) == [
+        ["bf16", 100, 80, "1.00", "1.00", "0.80"],
+        ["torchao", 120, "-", "1.20", "-", "-"],
+        ["ao:tensorwise", 120, 120, "1.20", "1.50", "1.00"],
+        ["te:delayed", "-", 100, "-", "1.25", "-"],
+    ]
