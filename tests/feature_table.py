@@ -130,7 +130,7 @@ FEATURES = (
     Feature(
         "the same, then ``prepare``",
         "load_then_prepare",
-        "In this order: Accelerate does not know the counters of a model that was prepared without weights",
+        "In this order: Accelerate does not know the states of a model that was prepared without weights",
     ),
     Feature("``init_empty_weights``, then ``prepare``", "empty_weights", "``to_empty`` and ``load_state_dict`` follow"),
     Feature(

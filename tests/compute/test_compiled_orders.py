@@ -90,7 +90,6 @@ def test_compiled_layers_keep_count_in_every_order(spec, order):
         ("native:delayed", "lifo", False, False),
         ("native:dynamic", "lifo", True, False),
         ("native:delayed", "seq", True, False),
-        ("native:delayed", "seq", True, True),
     ],
 )
 def test_so_do_checkpointed_ones_and_those_that_are_compiled_alone(spec, order, checkpointed, whole):

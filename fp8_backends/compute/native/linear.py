@@ -154,8 +154,8 @@ class LinearFunction(torch.autograd.Function):
     """y = x @ w.T + b. The operands come quantized; x and w themselves only carry the gradients, unless the recipe
     keeps a product in high precision, or the rule quantizes the weight again.
 
-    x8 and w8 are `Layouts` of x and of w, and `stored` is the Parameter as it lies in memory. A weight that is stored in
-    FP8 comes without other codes. `transposed`: the Parameter holds w.T.
+    x8 and w8 are `Layouts` of x and of w, and `stored` is the Parameter as it lies in memory. A weight that is stored
+    in FP8 comes without other codes. `transposed`: the Parameter holds w.T.
     """
 
     @staticmethod
