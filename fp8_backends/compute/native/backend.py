@@ -226,7 +226,12 @@ class RollDelayedStates:
             limits = [torch.full((1,), most, dtype=torch.float32, device=states.device) for most in self.format_max]
             rolled = rolled_delayed_states(states, torch.cat(limits), self.margin, self.algorithm, self.interval)
             # `data`: compiled code may still read a state for a backward, in which it recomputes
-            torch._foreach_copy_([state.data for state in group], rolled.unbind())
+            data = [state.data for state in group]
+            if not torch.compiler.is_compiling():
+                torch._foreach_copy_(data, rolled.unbind())
+                continue
+            for state, new in zip(data, rolled.unbind(), strict=True):  # Inductor writes wrong numbers of the above
+                state.copy_(new)
 
 
 def _states_of_layers(root: nn.Module, scaling: str) -> dict[tuple, tuple[list[torch.Tensor], torch.Tensor]]:
