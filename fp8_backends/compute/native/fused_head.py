@@ -6,16 +6,13 @@ import torch
 
 from ...numerics.formats import Format
 from ...numerics.kernels.quantize.layouts import Layouts
-from ...numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT, Quantized
+from ...numerics.scaling import GRAD_OUTPUT, INPUT, Quantized
 from ..counts import DGRAD, FPROP, KINDS, RECOMPUTED, WGRAD
 from ..deferred_logits import DefersLogits
 from ..head_loss import HeadProducts
 from ..products import plain_product, scaled_product
-from .layer_rule import Stored, quantized, record
+from .layer_rule import Stored, quantized
 from .linear import FP8Linear
-
-_COUNTED = (*KINDS, RECOMPUTED)
-"""Elements of the counter `fp8_products`."""
 
 
 class FP8Head(DefersLogits, FP8Linear):
@@ -27,9 +24,7 @@ class FP8Head(DefersLogits, FP8Linear):
     def head_products(self, out_dtype: torch.dtype) -> FP8HeadProducts:
         self.fp8_out_dtype = out_dtype
         stored = Stored.of(self.weight)
-        w8 = self._quantized_weight(stored, for_dgrad=True)
-        if self._state is not None and w8.amax is not None:
-            record(self.fp8_rule, self._state, WEIGHT, w8.amax)
+        w8 = self._quantized_weight(stored, for_dgrad=True, recorded=self._state)
         return FP8HeadProducts(self, self._state, stored, w8, out_dtype)
 
     def count_products(self, *kinds: str) -> None:
@@ -37,7 +32,7 @@ class FP8Head(DefersLogits, FP8Linear):
         high += [RECOMPUTED] * (FPROP in high)
         for kind in kinds:
             if kind not in high:
-                self.fp8_products.select(0, _COUNTED.index(kind)).add_(1)
+                self.fp8_ledger.counts.add(kind)
 
 
 class FP8HeadProducts(HeadProducts):
@@ -47,7 +42,7 @@ class FP8HeadProducts(HeadProducts):
     def __init__(
         self, head: FP8Head, state: torch.Tensor | None, stored: Stored, w8: Layouts, out_dtype: torch.dtype
     ) -> None:
-        self.rule, self.state, self.out_dtype = head.fp8_rule, state, out_dtype
+        self.rule, self.ledger, self.state, self.out_dtype = head.fp8_rule, head.fp8_ledger, state, out_dtype
         self.bias = None if head.bias is None else head.bias.detach().to(out_dtype)
         self.high = dict(zip(KINDS, self.rule.high_precision, strict=True))
         self.matrix = stored.values(out_dtype) if self.high[FPROP] or self.high[DGRAD] else None
@@ -84,10 +79,8 @@ class FP8HeadProducts(HeadProducts):
         return dx, dw
 
     def _quantized(self, matrix: torch.Tensor, fmt: Format, tensor: int, rows: bool, columns: bool) -> Layouts:
-        layouts = quantized(matrix, fmt, self.rule, self.state, tensor, rows, columns)
-        if self.state is not None:
-            record(self.rule, self.state, tensor, layouts.amax)
-        return layouts
+        newest = self.ledger.newest(self.rule, self.state, tensor)
+        return quantized(matrix, fmt, self.rule, self.state, tensor, rows, columns, newest)
 
     def _product(self, a: Quantized, b: Quantized, of_weight: bool, is_fprop: bool = False) -> torch.Tensor:
         """a @ b.T, of the products' dtype. `of_weight`: whether b are codes of the weight."""
