@@ -25,6 +25,7 @@ from torch.optim.adam import adam
 
 from ..errors import FP8BackendError
 from ..numerics.formats import FORMAT_OF
+from ..numerics.kernels.adam.bounds import LEAST_ROOT
 from ..numerics.kernels.adam.dispatch import AdamSteps, Job, Slot, adam_hypers, has_kernels
 from ..numerics.scaled_tensor import KnownAmax, ScaledTensor, quantize, stored_parts
 from ..numerics.sharded_tensor import is_distributed, local_part, with_local
@@ -209,10 +210,10 @@ class ScaledStates:
         )
 
     def _with_record(self, job: Job, view: LocalView, state: dict[str, Any]) -> Job:
-        """The job as a step of one pass; as it is where nothing has a scale, or eps leaves an update without bound, or
-        no kernel keeps the record in passing."""
+        """The job as a step of one pass; as it is where nothing has a scale, or eps is too small for a bound of an
+        update, or no kernel keeps the record in passing."""
         scaled = any(slot.scale_inv is not None for slot in job.written)
-        if not (scaled and view.group["eps"] > 0 and has_kernels(job.weight.data)):
+        if not (scaled and view.group["eps"] >= LEAST_ROOT and has_kernels(job.weight.data)):
             return job
         parts = _recorded_parts(view, state)
         return job._replace(record=self._records().take(id(view.parameter), job.written, parts))

@@ -8,7 +8,7 @@ from test_adam_passes import bits, needs_compiler, slots, value
 
 from fp8_backends.numerics.kernels import reference
 from fp8_backends.numerics.kernels.adam import cpu
-from fp8_backends.numerics.kernels.adam.bounds import measured, new_bounds
+from fp8_backends.numerics.kernels.adam.bounds import LEAST_ROOT, measured, new_bounds
 from fp8_backends.numerics.kernels.adam.dispatch import AdamSteps, Job, Slot, adam_hyper
 from fp8_backends.numerics.scaled_tensor import quantize
 
@@ -94,6 +94,21 @@ def test_the_bounds_of_a_run_that_began_at_zero_are_near_the_amaxes():
         AdamSteps([job], fused=False).run()
     loose = [(bound / amax).item() for bound, amax in zip(bounds, record, strict=False)]
     assert all(1 <= each < limit for each, limit in zip(loose, (1.2, 2.5, 1.2), strict=True)), loose
+
+
+@pytest.mark.parametrize("size,eps", [(1e-6, 1e-8), (1e8, 1e-8), (1e12, 1e-8), (1.0, 1e-15), (1.0, LEAST_ROOT)])
+def test_gradients_of_any_size_leave_the_bound_of_a_weight_near_its_amax(size, eps):
+    """A bound far above it would leave an FP16 weight with nothing but zeros."""
+    weight, m, v = quantize(torch.ones(64), FP16), quantize(torch.zeros(64), E4M3), quantize(torch.zeros(64), FP16)
+    parts = [Slot(x._data, x._scale_inv) for x in (weight, m, v)]
+    job = Job(parts[0], Slot(torch.linspace(-size, size, 64)), *parts[1:], None, seed=0, **OPTIONS["adamw"])
+    for t in range(1, 4):
+        job = job._replace(hyper=adam_hyper(1e-3, (0.9, 0.999), eps, 0.1, torch.tensor(float(t)), "cpu"))
+        job = job._replace(record=measured(*parts))
+        ((bound, _, _),) = AdamSteps([job], fused=False).amaxes()
+        assert bound < 2
+        job = job._replace(record=measured(*parts))
+        AdamSteps([job], fused=False).run()
 
 
 # The step

@@ -13,8 +13,9 @@ exp_avg' and exp_avg_sq' after the step:
 
 That holds for any betas and any states, those of another optimizer's checkpoint too, since R is measured and not
 assumed. (Exact states that began at zero have R <= n / sqrt((1 - beta2) (1 - beta1**2 / beta2)) by the inequality of
-Cauchy and Schwarz, 7.3 with the usual betas; rounded ones may exceed it.) An exp_avg_sq below 2**-126 counts as that
-number: eps is more than c times its root in each step that takes the second bound.
+Cauchy and Schwarz, 7.3 with the usual betas; rounded ones may exceed it.) Data of exp_avg_sq below 2**-126, where FP32
+ends, count as that number. Such an element is divided by eps and by little else: where eps is less than c times the
+root of what it counts as, the second bound is that many times larger.
 
 Roundings to FP32 are at most 2**-24 of the numbers that take part; `SLACK` of each is added.
 """
@@ -37,6 +38,7 @@ two they are below it by 0.0861 at most. Twice: for an element of exp_avg, and f
 """
 SLACK, UPDATE_SLACK = 2.0**-20, 1 + 2.0**-10
 LEAST_ROOT = 2.0**-63
+"""What the root of exp_avg_sq's data counts as, at least. With a smaller eps bounds are far above the updates."""
 INT32_MAX = 2**31 - 1
 INF_BITS = 0x7F800000
 _PART = 2**20
@@ -100,9 +102,10 @@ def new_bounds(
     m = kept * m + new * g
     v = v * beta2 + new_in_exp_avg_sq * g * g
     quotient = kept / _square_root(beta2) * ratio + new / _square_root(new_in_exp_avg_sq)
-    of_quotient, of_eps = step_size.abs() * quotient / c, step_size.abs() * m / eps
-    takes_quotient = (eps >= c * LEAST_ROOT * exp_avg_sq_inverse.clamp(min=1.0)) & (of_quotient < of_eps)
-    update = torch.where(takes_quotient, of_quotient, of_eps) * UPDATE_SLACK
+    least_root = LEAST_ROOT * _square_root(exp_avg_sq_inverse.clamp(min=1.0))
+    above_eps = (c * least_root / eps).clamp(min=1.0)
+    of_quotient, of_eps = step_size.abs() * quotient / c * above_eps, step_size.abs() * m / eps
+    update = torch.where(of_quotient < of_eps, of_quotient, of_eps) * UPDATE_SLACK
     if decoupled:
         w = w * decay.abs()
     return [(w + update) * (1 + SLACK), m, v]

@@ -242,11 +242,11 @@ struct Parameter {
         const float v = record[2] * hyper[BETA2] + hyper[NEW_IN_EXP_AVG_SQ] * g * g;
         const float quotient =
             kept / std::sqrt(hyper[BETA2]) * ratio + more / std::sqrt(hyper[NEW_IN_EXP_AVG_SQ]);
-        const float of_quotient = s * quotient / c, of_eps = s * m / hyper[EPS];
-        const float inverse_of_v = blocked(3) ? INFINITY : std::fmax(inverse(3, 0), 1.0f);
-        const bool takes_quotient = hyper[EPS] >= c * LEAST_ROOT * inverse_of_v && of_quotient < of_eps;
+        const float least_root = LEAST_ROOT * std::sqrt(blocked(3) ? INFINITY : std::fmax(inverse(3, 0), 1.0f));
+        const float above_eps = std::fmax(c * least_root / hyper[EPS], 1.0f);
+        const float of_quotient = s * quotient / c * above_eps, of_eps = s * m / hyper[EPS];
         if (DECOUPLED) w = w * std::fabs(hyper[DECAY]);
-        bounds[0] = (w + (takes_quotient ? of_quotient : of_eps) * UPDATE_SLACK) * (1 + SLACK);
+        bounds[0] = (w + (of_quotient < of_eps ? of_quotient : of_eps) * UPDATE_SLACK) * (1 + SLACK);
         bounds[1] = m;
         bounds[2] = v;
     }

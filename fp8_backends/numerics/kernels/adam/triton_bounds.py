@@ -52,12 +52,14 @@ def new_bounds(record, grad_amax, hyper, v_inverse, KIND: tl.constexpr):
     m = kept * m + new * g
     v = v * hyper[BETA2] + hyper[NEW_IN_EXP_AVG_SQ] * g * g
     quotient = tl.div_rn(kept, tl.sqrt_rn(hyper[BETA2])) * ratio + tl.div_rn(new, tl.sqrt_rn(hyper[NEW_IN_EXP_AVG_SQ]))
-    of_quotient, of_eps = tl.div_rn(step_size * quotient, c), tl.div_rn(step_size * m, eps)
+    of_eps = tl.div_rn(step_size * m, eps)
     if KIND.blocked[3]:
         update = of_eps
     else:
-        takes_quotient = (eps >= c * _LEAST_ROOT * tl.maximum(v_inverse, 1.0)) & (of_quotient < of_eps)
-        update = tl.where(takes_quotient, of_quotient, of_eps)
+        least_root = _LEAST_ROOT * tl.sqrt_rn(tl.maximum(v_inverse, 1.0))
+        above_eps = tl.maximum(tl.div_rn(c * least_root, eps), 1.0)
+        of_quotient = tl.div_rn(step_size * quotient, c) * above_eps
+        update = tl.where(of_quotient < of_eps, of_quotient, of_eps)
     if KIND.decoupled:
         w = w * tl.abs(hyper[DECAY])
     return (w + update * _UPDATE_SLACK) * (1 + _SLACK), m, v
