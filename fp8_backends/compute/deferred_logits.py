@@ -33,8 +33,17 @@ _OF_ELEMENTS = (aten._to_copy.default, aten.div.Tensor, aten.mul.Tensor, aten.ta
 _COPIES = (aten.detach.default, aten.alias.default, aten.clone.default)
 _READS_MEMORY = tuple(
     getattr(torch.Tensor, name)
-    for name in ("__repr__", "__format__", "__reduce_ex__", "__array__", "__dlpack__", "numpy", "tolist", "item")
-    + ("data_ptr", "untyped_storage", "storage", "share_memory_")
+    for name in (
+        "__repr__",
+        "__format__",
+        "__reduce_ex__",
+        "__deepcopy__",
+        "__array__",
+        "__dlpack__",
+        "numpy",
+        "tolist",
+    )
+    + ("item", "data_ptr", "untyped_storage", "storage", "share_memory_")
 )
 _WAITS_FOR_GRADIENT = (torch.Tensor.register_hook, torch.Tensor.retain_grad)
 
@@ -240,6 +249,8 @@ def _deferred(func, args: tuple, kwargs: dict) -> DeferredLogits | None:
         return None
     if func is aten._to_copy.default and not kwargs.keys() <= {"dtype"}:
         return None
+    if func is aten.slice.Tensor and args[1:2] and args[1] in (-1, source.dim() - 1):  # of words, if of all
+        return None
     step = func, args[1:], kwargs
     like = _applied(step, torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device="meta"))
     if like.shape[-1:] != source.shape[-1:] or not like.is_floating_point():
@@ -273,6 +284,8 @@ def _fused_cross_entropy(
         if not is_indexed or not input.requires_grad or target.device != input.device:
             return None
         if not pending.may_fuse or pending.output is not None or any(step[0] in _COPIES[:2] for step in input.steps):
+            return None
+        if input.numel() == 0 or pending.head._backward_hooks or pending.head._backward_pre_hooks:
             return None
         if pending._versions() != pending.versions or pending.head.weight is not pending.weight:
             return None  # reading the logits says so

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import weakref
 
@@ -120,6 +121,14 @@ def of_some_words(logits, labels):
     return F.cross_entropy(logits[..., :300].float().reshape(-1, 300), labels.clamp(-100, 299).view(-1))
 
 
+def of_all_words(logits, labels):
+    return of_transformers(logits.narrow(-1, 0, VOCABULARY), labels)
+
+
+def of_no_tokens(logits, labels):
+    return F.cross_entropy(logits[:, :0].reshape(-1, VOCABULARY), labels[:, :0].reshape(-1), reduction="sum")
+
+
 class _Doubled(torch.autograd.Function):
     """A function in C++'s reach alone: nothing tells it apart from PyTorch's own."""
 
@@ -147,6 +156,8 @@ ORDINARY = [
     changed_in_place,
     masked,
     of_some_words,
+    of_all_words,
+    of_no_tokens,
     through_a_function,
 ]
 
@@ -198,6 +209,7 @@ READS = {
     "float64": lambda y: y.double(),
     "integers": lambda y: y.long(),
     "saved": saved,
+    "deepcopy": lambda y: copy.deepcopy(y.detach()),
     "transposed": lambda y: y.mT + 0,
 }
 
@@ -226,6 +238,15 @@ def test_logits_of_other_weights_are_refused():
         run.head.weight.add_(1)
     with pytest.raises(FP8BackendError, match="Read logits before optimizer.step"):
         run.logits.argmax()
+
+
+@pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_a_backward_hook_of_the_head_is_called(register):
+    head, seen = HighPrecisionHead(HIDDEN, VOCABULARY), []
+    getattr(head, register)(lambda *gradients: seen.append(gradients[-1][0].shape))
+    x = torch.randn(8, HIDDEN, requires_grad=True)
+    F.cross_entropy(head(x), torch.zeros(8, dtype=torch.int64)).backward()
+    assert seen == [(8, VOCABULARY)]
 
 
 @pytest.mark.parametrize("mode", ["evaluation", "no gradients", "frozen"])
