@@ -235,19 +235,17 @@ class RollDelayedStates:
 
 
 def _states_of_layers(root: nn.Module, scaling: str) -> dict[tuple, tuple[list[torch.Tensor], torch.Tensor]]:
-    """The states of all layers with that rule, in groups that one computation can serve: (device, rule, size, kind).
+    """The states of all layers with that rule, in groups that one computation can serve: (device, rule, size).
     Each group as the states themselves, and stacked, with all amaxes so far."""
     groups: dict[tuple, tuple[list[torch.Tensor], list[Ledger]]] = {}
     for module in root.modules():
         if isinstance(module, (FP8Products, FP8ExpertWeight)) and module.fp8_rule.scaling == scaling:
-            alone = isinstance(module, FP8Products)
-            states = [module.fp8_scaling] if alone else module.fp8_scaling.unbind()
-            group = groups.setdefault((states[0].device, module.fp8_rule, states[0].shape[1], alone), ([], []))
+            states = [module.fp8_scaling] if isinstance(module, FP8Products) else module.fp8_scaling.unbind()
+            group = groups.setdefault((states[0].device, module.fp8_rule, states[0].shape[1]), ([], []))
             group[0].extend(states)
-            group[1].extend([module.fp8_ledger] if alone else [])
+            group[1].append(module.fp8_ledger)
     return {
-        key: (states, with_noted_amaxes(torch.stack(states), ledgers) if ledgers else torch.stack(states))
-        for key, (states, ledgers) in groups.items()
+        key: (states, with_noted_amaxes(torch.stack(states), ledgers)) for key, (states, ledgers) in groups.items()
     }
 
 

@@ -83,6 +83,9 @@ class FP8Products(KeepsLedger):
         x8 = self._quantized_input(input, differentiable and weight.requires_grad, recorded)
         w8 = self._quantized_weight(self._matrix(stored), differentiable and input.requires_grad, recorded)
         constants = self.fp8_ledger, state, self.fp8_rule, out_dtype, self.transposed_weight
+        noted = () if recorded is None else (x8.amax, None if self.fp8_rule.scaling == "window" else w8.amax)
+        # before the product: checkpointing's second forward ends with the last tensor that it saves
+        self.fp8_ledger.forward(self.fp8_rule, not self.fp8_rule.high_precision[FPROP], *noted)
         return LinearFunction.apply(input, weight, self.bias, *constants, x8, w8, stored)
 
     def _matrix(self, stored: Stored) -> Stored:
@@ -169,7 +172,6 @@ class LinearFunction(torch.autograd.Function):
             y = plain_product(x.reshape(-1, x.shape[-1]).to(out_dtype), matrix.values(out_dtype))
         else:
             y = _fprop(rule, x8.along_columns(), w8.along_columns(), matrix, out_dtype)
-            ledger.fprop()
         if bias is not None:
             bias = bias.to(out_dtype)
             y = y.add_(bias) if y.is_contiguous() else y + bias  # of a padded product, whose rows have gaps
@@ -202,10 +204,9 @@ class LinearFunction(torch.autograd.Function):
         fp8_dgrad = needs_dgrad and not rule.high_precision[DGRAD]
         fp8_wgrad = needs_wgrad and not rule.high_precision[WGRAD]
         if fp8_dgrad or fp8_wgrad:
-            # compiled code cannot change what forward saved: it notes the amax below
-            newest = None if torch.compiler.is_compiling() else ctx.ledger.newest(rule, ctx.state, GRAD_OUTPUT)
+            newest = ctx.ledger.newest(rule, ctx.state, GRAD_OUTPUT)
             dy8 = quantized(dy, rule.gradient_format, rule, ctx.state, GRAD_OUTPUT, fp8_dgrad, fp8_wgrad, newest)
-            ctx.ledger.backward(rule, ctx.state, fp8_dgrad, fp8_wgrad, dy8.amax)
+            ctx.ledger.backward(rule, fp8_dgrad, fp8_wgrad, None if ctx.state is None else dy8.amax)
         if needs_dgrad:
             weight = Stored(*saved[-2:])
             weight = weight.t() if ctx.transposed and _dgrad_reads_weight(rule) else weight
