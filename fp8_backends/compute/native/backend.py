@@ -134,7 +134,7 @@ class NativeCompute(Compute):
             shared.forget_weights()
         for (_, rule, *_), (states, stacked) in _states_of_layers(root, "window").items():
             formats = (rule.forward_format, rule.forward_format, rule.gradient_format)
-            torch._foreach_copy_(states, rolled_window_states(stacked, formats).unbind())
+            torch._foreach_copy_([state.data for state in states], rolled_window_states(stacked, formats).unbind())
 
     def is_converted(self, module: nn.Module) -> bool:
         return isinstance(module, (FP8Products, FP8ExpertWeight))
@@ -225,7 +225,7 @@ class RollDelayedStates:
             # filled on the device: a copy from the host would wait for it
             limits = [torch.full((1,), most, dtype=torch.float32, device=states.device) for most in self.format_max]
             rolled = rolled_delayed_states(states, torch.cat(limits), self.margin, self.algorithm, self.interval)
-            # `data`: compiled code may still read a state for a backward, in which it recomputes
+            # `data`: compiled code may still read a state for a backward
             data = [state.data for state in group]
             if not torch.compiler.is_compiling():
                 torch._foreach_copy_(data, rolled.unbind())

@@ -18,7 +18,6 @@ from .grouped_scaling import (
     record_amaxes,
 )
 from .layer_rule import LayerRule
-from .ledger import scales_for_backward
 from .linear import DGRAD, FPROP, WGRAD
 
 
@@ -52,8 +51,7 @@ class GroupedFunction(torch.autograd.Function):
         if needs_dgrad and not _dgrad_reads_weight(rule):
             saved_for_dgrad = w8.along_rows()
         ctx.save_for_backward(*groups, *saved_for_wgrad, *saved_for_dgrad)
-        ctx.ledger, ctx.state = ledger, scales_for_backward(state)
-        ctx.rule, ctx.transposed, ctx.out_dtype = rule, transposed, out_dtype
+        ctx.ledger, ctx.state, ctx.rule, ctx.transposed, ctx.out_dtype = ledger, state, rule, transposed, out_dtype
         ctx.x_dtype, ctx.weight_dtype, ctx.weight_shape = x.dtype, weight.dtype, weight.shape
         return y
 

@@ -123,14 +123,6 @@ class KeepsLedger(nn.Module):
             self.fp8_ledger.apply(lambda notes: notes.to(device))
 
 
-def scales_for_backward(state: torch.Tensor | None) -> torch.Tensor | None:
-    """A state, for a backward that reads its scales. In compiled code a copy of what is read, without the history: the
-    state itself changes with every forward, and would be taken for a stale tensor."""
-    if state is None or not torch.compiler.is_compiling():
-        return state
-    return state.narrow(-1, 0, HISTORY).clone()
-
-
 def with_noted_amaxes(states: torch.Tensor, ledgers: Sequence[Ledger]) -> torch.Tensor:
     """The states of these layers, int32 [states, 3, 2 + history length], changed in place: with the amaxes that their
     compiled code noted, which leave the ledgers."""

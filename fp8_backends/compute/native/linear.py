@@ -17,7 +17,7 @@ from ..interface import COMPUTE_DTYPES
 from ..products import plain_product, scaled_product, wgrad_dtype
 from . import frozen
 from .layer_rule import STATEFUL, LayerRule, Stored, known_amax, quantized, record
-from .ledger import KeepsLedger, Ledger, scales_for_backward
+from .ledger import KeepsLedger, Ledger
 from .shared_codes import SharedCodes
 
 FPROP, DGRAD, WGRAD = range(3)
@@ -187,8 +187,7 @@ class LinearFunction(torch.autograd.Function):
             else:
                 saved_for_dgrad = (Layouts(*matrix) if w8.codes is None else w8).along_rows()
         ctx.save_for_backward(*saved_for_wgrad, *saved_for_dgrad)
-        ctx.ledger, ctx.rule, ctx.out_dtype, ctx.transposed = ledger, rule, out_dtype, transposed
-        ctx.state = scales_for_backward(state)
+        ctx.ledger, ctx.state, ctx.rule, ctx.out_dtype, ctx.transposed = ledger, state, rule, out_dtype, transposed
         ctx.x_shape, ctx.x_dtype, ctx.weight_dtype = x.shape, x.dtype, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         # no view, as with `F.linear`: FSDP2 warns of an output that is one, since changing it in place loses its hooks
