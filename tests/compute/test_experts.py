@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fp8_backends
 from fp8_backends.compute.native import experts as experts_module
 from fp8_backends.compute.native import grouped_products, grouped_scaling
-from fp8_backends.compute.native.backend import layer_rule
+from fp8_backends.compute.native.backend import NativeCompute, layer_rule
 from fp8_backends.compute.native.grouped_function import GroupedFunction, quantized_weight
 from fp8_backends.compute.native.grouped_products import Groups, grouped_product, grouped_wgrad
 from fp8_backends.compute.native.grouped_scaling import (
@@ -364,3 +364,24 @@ def test_compiled_without_a_graph_break_it_has_the_same_bits(family, backend, on
     *compiled, compiled_counts = results[1]
     assert all(torch.equal(a, b) for a, b in zip(eager, compiled, strict=True))
     assert counts == compiled_counts == [[1, 1, 1, 0]] * 2
+
+
+def test_compiled_experts_record_what_eager_ones_do_where_forwards_come_before_backwards():
+    states = []
+    for compiles in (False, True):
+        torch._dynamo.reset()
+        root, _ = prepared("mixtral", "native:delayed")
+        experts = torch.compile(root.experts, backend="aot_eager", fullgraph=True) if compiles else root.experts
+        (roll,) = root._forward_pre_hooks.values()
+        for step in range(2):
+            sums = []
+            for microbatch in range(2):
+                roll(root, ())
+                hidden, chosen, weights = routed(24, 2 * step + microbatch)
+                sums.append((experts(hidden.requires_grad_(), chosen, weights) * 2.0**microbatch).sum())
+            for each in sums:
+                each.backward()
+        states.append(NativeCompute().scaling_state(root))
+    eager, compiled = states
+    assert eager.keys() == compiled.keys() and all(torch.equal(state, eager[name]) for name, state in compiled.items())
+    assert all(state.view(torch.float32)[:, 2, 2].any() for state in eager.values())

@@ -134,7 +134,7 @@ class NativeCompute(Compute):
             shared.forget_weights()
         for (_, rule, *_), (states, stacked) in _states_of_layers(root, "window").items():
             formats = (rule.forward_format, rule.forward_format, rule.gradient_format)
-            torch._foreach_copy_(states, rolled_window_states(stacked, formats).unbind())
+            torch._foreach_copy_([state.data for state in states], rolled_window_states(stacked, formats).unbind())
 
     def is_converted(self, module: nn.Module) -> bool:
         return isinstance(module, (FP8Products, FP8ExpertWeight))
@@ -225,7 +225,7 @@ class RollDelayedStates:
             # filled on the device: a copy from the host would wait for it
             limits = [torch.full((1,), most, dtype=torch.float32, device=states.device) for most in self.format_max]
             rolled = rolled_delayed_states(states, torch.cat(limits), self.margin, self.algorithm, self.interval)
-            # `data`: compiled code may still read a state for a backward, in which it recomputes
+            # `data`: compiled code may still read a state for a backward
             data = [state.data for state in group]
             if not torch.compiler.is_compiling():
                 torch._foreach_copy_(data, rolled.unbind())
@@ -235,19 +235,17 @@ class RollDelayedStates:
 
 
 def _states_of_layers(root: nn.Module, scaling: str) -> dict[tuple, tuple[list[torch.Tensor], torch.Tensor]]:
-    """The states of all layers with that rule, in groups that one computation can serve: (device, rule, size, kind).
+    """The states of all layers with that rule, in groups that one computation can serve: (device, rule, size).
     Each group as the states themselves, and stacked, with all amaxes so far."""
     groups: dict[tuple, tuple[list[torch.Tensor], list[Ledger]]] = {}
     for module in root.modules():
         if isinstance(module, (FP8Products, FP8ExpertWeight)) and module.fp8_rule.scaling == scaling:
-            alone = isinstance(module, FP8Products)
-            states = [module.fp8_scaling] if alone else module.fp8_scaling.unbind()
-            group = groups.setdefault((states[0].device, module.fp8_rule, states[0].shape[1], alone), ([], []))
+            states = [module.fp8_scaling] if isinstance(module, FP8Products) else module.fp8_scaling.unbind()
+            group = groups.setdefault((states[0].device, module.fp8_rule, states[0].shape[1]), ([], []))
             group[0].extend(states)
-            group[1].extend([module.fp8_ledger] if alone else [])
+            group[1].append(module.fp8_ledger)
     return {
-        key: (states, with_noted_amaxes(torch.stack(states), ledgers) if ledgers else torch.stack(states))
-        for key, (states, ledgers) in groups.items()
+        key: (states, with_noted_amaxes(torch.stack(states), ledgers)) for key, (states, ledgers) in groups.items()
     }
 
 

@@ -117,7 +117,7 @@ class FP8ExpertWeight(KeepsLedger, ExpertWeight):
         self._reset_state(self.weight.device)
 
     def _reset_state(self, device: torch.device) -> None:
-        self.fp8_ledger = Ledger(device)
+        self.fp8_ledger = Ledger(device, self.sizes[0])
         if self.fp8_rule.scaling == "delayed":
             states = new_delayed_state(self.fp8_history_len, device).repeat(self.sizes[0], 1, 1)
             self.register_buffer("fp8_scaling", states, persistent=False)

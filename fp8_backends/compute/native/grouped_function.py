@@ -36,16 +36,16 @@ class GroupedFunction(torch.autograd.Function):
         saved_for_wgrad = (x, None) if needs_wgrad else ()
         saved_for_dgrad = (weight, None) if needs_dgrad else ()
         x8 = _quantized_input(rule, x, groups, state, needs_wgrad)
-        if state is not None and records:
-            for tensor, layouts in ((INPUT, x8), (WEIGHT, w8)):
-                if layouts.amax is not None:
-                    record_amaxes(state, tensor, layouts.amax)
         if rule.high_precision[FPROP]:
             y = plain_product(x.to(out_dtype), _oriented(weight, transposed).to(out_dtype), groups)
         else:
             y = grouped_product(x8.along_columns(), w8.along_columns(), groups, fast_accumulation=True)
             y = y.narrow(1, 0, _oriented(weight, transposed).shape[1]).to(out_dtype)
-            ledger.fprop()
+        amaxes = (x8.amax, w8.amax) if state is not None and records else (None, None)
+        if ledger is not None:
+            _record(state, INPUT, amaxes[0])
+            _record(state, WEIGHT, amaxes[1])
+            ledger.forward(rule, not rule.high_precision[FPROP], *amaxes)
         if needs_wgrad and not rule.high_precision[WGRAD]:
             saved_for_wgrad = x8.along_rows()
         if needs_dgrad and not _dgrad_reads_weight(rule):
@@ -66,14 +66,15 @@ class GroupedFunction(torch.autograd.Function):
         dx = dw = dy8 = None
         if fp8_dgrad or fp8_wgrad:
             dy8 = _quantized_gradient(rule, dy, groups, ctx.state, fp8_dgrad, fp8_wgrad)
+            amax = None if ctx.state is None else dy8.amax  # none has a gradient by rows
+            _record(ctx.state, GRAD_OUTPUT, amax)
+            ctx.ledger.backward(rule, fp8_dgrad, fp8_wgrad, amax)
         if needs_dgrad:
             dx = _dgrad(rule, dy, dy8, Quantized(*saved[-2:]), ctx.transposed, groups)
             dx = dx.narrow(1, 0, ctx.weight_shape[1 if ctx.transposed else 2]).to(ctx.x_dtype)
         if needs_wgrad:
             dw = _wgrad(rule, dy, dy8, Quantized(*saved[:2]), ctx.transposed, groups)
             dw = dw.narrow(1, 0, ctx.weight_shape[1]).narrow(2, 0, ctx.weight_shape[2]).to(ctx.weight_dtype)
-        if fp8_dgrad or fp8_wgrad:
-            ctx.ledger.backward(rule, None, fp8_dgrad, fp8_wgrad, None)
         return dx, dw, *(None,) * 18
 
 
@@ -117,10 +118,13 @@ def _quantized_gradient(rule: LayerRule, dy, groups: Groups, state, for_dgrad: b
     """dy for the products that run in FP8."""
     if gradient_by_rows(rule):
         return quantize_lines(dy, groups, E4M3, for_dgrad, for_wgrad)
-    dy8 = quantize_groups(dy, groups, rule.gradient_format, _scales(state, GRAD_OUTPUT), for_dgrad, for_wgrad)
-    if state is not None:
-        record_amaxes(state, GRAD_OUTPUT, dy8.amax)
-    return dy8
+    return quantize_groups(dy, groups, rule.gradient_format, _scales(state, GRAD_OUTPUT), for_dgrad, for_wgrad)
+
+
+def _record(state: torch.Tensor | None, tensor: int, amax: torch.Tensor | None) -> None:
+    """Keep an amax in the states. Compiled code notes it in the ledger instead."""
+    if amax is not None and not torch.compiler.is_compiling():
+        record_amaxes(state, tensor, amax)
 
 
 def _scales(state: torch.Tensor | None, tensor: int) -> torch.Tensor | None:

@@ -17,25 +17,33 @@ import torch
 from torch import nn
 from torch.library import EffectType
 
-from ...numerics.scaling import HISTORY, WEIGHT
+from ...numerics.scaling import HISTORY, INPUT, WEIGHT
 from ..counts import FPROP, RECOMPUTED, ProductCounts, inside_backward
 from .layer_rule import LayerRule
 
+_Amax = torch.Tensor | None
+
+
+FPROPS = 2
+"""The row of `Ledger.of_forward` that counts, below those of INPUT and WEIGHT."""
+
 
 class Ledger:
-    """The counts of one layer, and what its compiled code notes until somebody collects it."""
+    """The counts of one layer with any number of scaling states, and what its compiled code notes until somebody
+    collects it: int32, amaxes as the bits of FP32, since wrappers cast what is of floating point."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, states: int = 1) -> None:
         self.counts = ProductCounts()
         """Of eager code."""
-        self.fprops, self.dgrads_wgrads = (_zeros(n, device) for n in (1, 2))
-        """Counts of compiled code."""
-        self.input_weight, self.grad_output = (_zeros(n, device) for n in (2, 1))
-        """FP32 bits of the largest amaxes that compiled code saw; wrappers cast what is of floating point."""
+        self.of_forward = _zeros((3, states), device)
+        """The largest amaxes of INPUT and of WEIGHT that compiled code saw, and how often it multiplied them, which is
+        the same for all states: one tensor, so that one kernel notes it all."""
+        self.dgrads_wgrads, self.grad_output = _zeros((2,), device), _zeros((states,), device)
+        """Counts of compiled code, and the largest amaxes of GRAD_OUTPUT that it saw."""
 
     @property
     def device(self) -> torch.device:
-        return self.fprops.device
+        return self.of_forward.device
 
     def apply(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """What `nn.Module._apply` does to buffers."""
@@ -43,30 +51,38 @@ class Ledger:
             if isinstance(value, torch.Tensor):
                 setattr(self, name, function(value))
 
-    def fprop(self) -> None:
-        """Count a product of forward. Compiled code counts each forward once, also where it recomputes."""
+    def forward(self, rule: LayerRule, fprop: bool, input: _Amax = None, weight: _Amax = None) -> None:
+        """Count the product of a forward, if it ran in FP8. In compiled code, keep these amaxes, FP32 [states] or
+        0-dimensional; elsewhere they are recorded already.
+
+        Compiled code counts each forward once, also where it recomputes.
+        """
         if torch.compiler.is_compiling():
-            self.fprops.add_(1)
-        else:
+            self._note_forward(rule, fprop, input, weight)
+        elif fprop:
             self.counts.add(RECOMPUTED if inside_backward() else FPROP)
 
-    def newest(self, rule: LayerRule, state: torch.Tensor | None, tensor: int) -> torch.Tensor | None:
-        """Where a cast is to record its amax for the rule: bits of FP32, int32, 0-dimensional; None: nowhere.
+    def _note_forward(self, rule: LayerRule, fprop: bool, input: _Amax, weight: _Amax) -> None:
+        noted, row = self.of_forward, torch.arange(3, device=self.device).unsqueeze(1)
+        new = noted + (row == FPROPS) if fprop else noted
+        for tensor, amax in ((INPUT, input), (WEIGHT, weight)):
+            if amax is not None:
+                larger = _larger(noted.view(torch.float32), amax, _keeps_nan(rule))
+                new = torch.where(row == tensor, larger.view(torch.int32), new)
+        noted.copy_(new)
 
-        Compiled code is asked for INPUT and WEIGHT alone.
-        """
-        if state is None or (tensor == WEIGHT and rule.scaling == "window"):
+    def newest(self, rule: LayerRule, state: torch.Tensor | None, tensor: int) -> torch.Tensor | None:
+        """Where a cast is to record its amax for the rule: bits of FP32, int32, 0-dimensional; None: nowhere, as in
+        compiled code."""
+        if state is None or torch.compiler.is_compiling() or (tensor == WEIGHT and rule.scaling == "window"):
             return None
-        if torch.compiler.is_compiling():
-            return self.input_weight.select(0, tensor)
         return state.select(0, tensor).select(0, HISTORY)
 
-    def backward(self, rule: LayerRule, state: torch.Tensor | None, dgrad: bool, wgrad: bool, amax) -> None:
-        """Count the products of a backward. In compiled code, keep the amax of GRAD_OUTPUT where the rule has a state;
-        elsewhere the cast has recorded it."""
+    def backward(self, rule: LayerRule, dgrad: bool, wgrad: bool, amax: _Amax = None) -> None:
+        """Count the products of a backward that ran in FP8. In compiled code, keep this amax of GRAD_OUTPUT, FP32
+        [states] or 0-dimensional; elsewhere it is recorded already."""
         if torch.compiler.is_compiling():
-            noted = None if state is None else amax
-            note_backward(self.dgrads_wgrads, dgrad, wgrad, self.grad_output, noted, _keeps_nan(rule))
+            note_backward(self.dgrads_wgrads, dgrad, wgrad, self.grad_output, amax, _keeps_nan(rule))
             return
         self.counts.dgrad += dgrad
         self.counts.wgrad += wgrad
@@ -75,7 +91,7 @@ class Ledger:
         """All products so far, of eager and of compiled code. Waits for the device."""
         total = replace(self.counts)
         if self.device.type != "meta":
-            fprop, dgrad, wgrad = torch.cat([self.fprops, self.dgrads_wgrads]).tolist()
+            fprop, dgrad, wgrad = torch.cat([self.of_forward[FPROPS, :1], self.dgrads_wgrads]).tolist()
             total.fprop, total.dgrad, total.wgrad = total.fprop + fprop, total.dgrad + dgrad, total.wgrad + wgrad
         return total
 
@@ -107,29 +123,21 @@ class KeepsLedger(nn.Module):
             self.fp8_ledger.apply(lambda notes: notes.to(device))
 
 
-def scales_for_backward(state: torch.Tensor | None) -> torch.Tensor | None:
-    """A state, for a backward that reads its scales. In compiled code a copy of what is read, without the history: the
-    state itself changes with every forward, and would be taken for a stale tensor."""
-    if state is None or not torch.compiler.is_compiling():
-        return state
-    return state.narrow(1, 0, HISTORY).clone()
-
-
 def with_noted_amaxes(states: torch.Tensor, ledgers: Sequence[Ledger]) -> torch.Tensor:
-    """The states of these layers, int32 [layers, 3, 2 + history length], changed in place: with the amaxes that their
+    """The states of these layers, int32 [states, 3, 2 + history length], changed in place: with the amaxes that their
     compiled code noted, which leave the ledgers."""
-    of_forward = [ledger.input_weight for ledger in ledgers]
+    of_forward = [ledger.of_forward.narrow(0, 0, FPROPS) for ledger in ledgers]
     take = take_amaxes if torch.compiler.is_compiling() else _take_amaxes
     of_backward = take([ledger.grad_output for ledger in ledgers])
-    noted = torch.cat([torch.stack(of_forward), of_backward], 1).view(torch.float32)
+    noted = torch.cat([torch.cat(of_forward, 1), of_backward.unsqueeze(0)]).t().view(torch.float32)
     torch._foreach_zero_(of_forward)
     newest = states.view(torch.float32).select(2, HISTORY)
     newest.copy_(torch.maximum(newest, noted))  # a NaN is noted only where it is to stay
     return states
 
 
-def _zeros(n: int, device: torch.device) -> torch.Tensor:
-    return torch.zeros(n, dtype=torch.int32, device=device)
+def _zeros(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int32, device=device)
 
 
 def _keeps_nan(rule: LayerRule) -> bool:
@@ -137,8 +145,8 @@ def _keeps_nan(rule: LayerRule) -> bool:
     return rule.scaling == "window"
 
 
-def _larger(a: torch.Tensor, b: torch.Tensor, keep_nan: bool) -> torch.Tensor:
-    return torch.maximum(a, b) if keep_nan else torch.fmax(a, b)
+def _larger(a: torch.Tensor, b: torch.Tensor, keep_nan: bool, out: torch.Tensor | None = None) -> torch.Tensor:
+    return torch.maximum(a, b, out=out) if keep_nan else torch.fmax(a, b, out=out)
 
 
 # `.data`: a change that the version counter, by which autograd finds saved tensors stale, does not see
@@ -157,7 +165,7 @@ def note_backward(
     dgrads_wgrads.data.narrow(0, int(not dgrad), dgrad + wgrad).add_(1)
     if amax is not None:
         noted = grad_output.data.view(torch.float32)
-        noted.copy_(_larger(noted, amax, keep_nan))
+        _larger(noted, amax, keep_nan, out=noted)
 
 
 @note_backward.register_fake
@@ -166,9 +174,9 @@ def _(dgrads_wgrads, dgrad, wgrad, grad_output, amax, keep_nan) -> None:
 
 
 def _take_amaxes(grad_outputs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Their amaxes, int32 [layers, 1]; zeros stay behind."""
+    """Their amaxes, int32 [states]; zeros stay behind."""
     noted = [each.data for each in grad_outputs]
-    amaxes = torch.stack(noted)
+    amaxes = torch.cat(noted)
     torch._foreach_zero_(noted)
     return amaxes
 
@@ -178,7 +186,7 @@ take_amaxes = torch.library.custom_op("fp8_backends::take_amaxes", _take_amaxes,
 
 @take_amaxes.register_fake
 def _(grad_outputs) -> torch.Tensor:
-    return grad_outputs[0].new_empty(len(grad_outputs), 1)
+    return grad_outputs[0].new_empty(sum(map(len, grad_outputs)))
 
 
 for _operator in (note_backward, take_amaxes):

@@ -17,7 +17,7 @@ from ..interface import COMPUTE_DTYPES
 from ..products import plain_product, scaled_product, wgrad_dtype
 from . import frozen
 from .layer_rule import STATEFUL, LayerRule, Stored, known_amax, quantized, record
-from .ledger import KeepsLedger, Ledger, scales_for_backward
+from .ledger import KeepsLedger, Ledger
 from .shared_codes import SharedCodes
 
 FPROP, DGRAD, WGRAD = range(3)
@@ -83,6 +83,9 @@ class FP8Products(KeepsLedger):
         x8 = self._quantized_input(input, differentiable and weight.requires_grad, recorded)
         w8 = self._quantized_weight(self._matrix(stored), differentiable and input.requires_grad, recorded)
         constants = self.fp8_ledger, state, self.fp8_rule, out_dtype, self.transposed_weight
+        noted = () if recorded is None else (x8.amax, None if self.fp8_rule.scaling == "window" else w8.amax)
+        # before the product: checkpointing's second forward ends with the last tensor that it saves
+        self.fp8_ledger.forward(self.fp8_rule, not self.fp8_rule.high_precision[FPROP], *noted)
         return LinearFunction.apply(input, weight, self.bias, *constants, x8, w8, stored)
 
     def _matrix(self, stored: Stored) -> Stored:
@@ -169,7 +172,6 @@ class LinearFunction(torch.autograd.Function):
             y = plain_product(x.reshape(-1, x.shape[-1]).to(out_dtype), matrix.values(out_dtype))
         else:
             y = _fprop(rule, x8.along_columns(), w8.along_columns(), matrix, out_dtype)
-            ledger.fprop()
         if bias is not None:
             bias = bias.to(out_dtype)
             y = y.add_(bias) if y.is_contiguous() else y + bias  # of a padded product, whose rows have gaps
@@ -185,8 +187,7 @@ class LinearFunction(torch.autograd.Function):
             else:
                 saved_for_dgrad = (Layouts(*matrix) if w8.codes is None else w8).along_rows()
         ctx.save_for_backward(*saved_for_wgrad, *saved_for_dgrad)
-        ctx.ledger, ctx.rule, ctx.out_dtype, ctx.transposed = ledger, rule, out_dtype, transposed
-        ctx.state = scales_for_backward(state)
+        ctx.ledger, ctx.state, ctx.rule, ctx.out_dtype, ctx.transposed = ledger, state, rule, out_dtype, transposed
         ctx.x_shape, ctx.x_dtype, ctx.weight_dtype = x.shape, x.dtype, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         # no view, as with `F.linear`: FSDP2 warns of an output that is one, since changing it in place loses its hooks
@@ -202,10 +203,9 @@ class LinearFunction(torch.autograd.Function):
         fp8_dgrad = needs_dgrad and not rule.high_precision[DGRAD]
         fp8_wgrad = needs_wgrad and not rule.high_precision[WGRAD]
         if fp8_dgrad or fp8_wgrad:
-            # compiled code cannot change what forward saved: it notes the amax below
-            newest = None if torch.compiler.is_compiling() else ctx.ledger.newest(rule, ctx.state, GRAD_OUTPUT)
+            newest = ctx.ledger.newest(rule, ctx.state, GRAD_OUTPUT)
             dy8 = quantized(dy, rule.gradient_format, rule, ctx.state, GRAD_OUTPUT, fp8_dgrad, fp8_wgrad, newest)
-            ctx.ledger.backward(rule, ctx.state, fp8_dgrad, fp8_wgrad, dy8.amax)
+            ctx.ledger.backward(rule, fp8_dgrad, fp8_wgrad, None if ctx.state is None else dy8.amax)
         if needs_dgrad:
             weight = Stored(*saved[-2:])
             weight = weight.t() if ctx.transposed and _dgrad_reads_weight(rule) else weight
