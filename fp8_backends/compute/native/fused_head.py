@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 from ...numerics.block_codes import BlockCodes
 from ...numerics.formats import Format
@@ -21,7 +20,7 @@ from .linear import FP8Linear
 class FP8Head(DefersLogits, FP8Linear):
     """`FP8Linear` that defers its logits."""
 
-    weight_types = (nn.Parameter, ScaledTensor, BlockCodes)
+    weight_types = (ScaledTensor, BlockCodes)
 
     def head_products(self, out_dtype: torch.dtype) -> FP8HeadProducts:
         self._follow(self.weight.device)
