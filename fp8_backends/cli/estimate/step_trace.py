@@ -121,12 +121,17 @@ class MemoryTracker(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         made_of_weights = None
         for tensor in tree_iter(out):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self._storages:
+            if self._is_new(tensor):
                 if made_of_weights is None:
                     made_of_weights = self._are_weights(args, kwargs)
                 copies = CODES if tensor.dtype.itemsize == 1 else COPIES
                 self._add(tensor, copies if made_of_weights else ACTIVATIONS)
         return out
+
+    def _is_new(self, value: object) -> bool:
+        """Whether this is a tensor with memory that is not counted yet."""
+        has_memory = isinstance(value, torch.Tensor) and not value.is_meta
+        return has_memory and value.untyped_storage()._cdata not in self._storages
 
     def _number_in(self, tensor: torch.Tensor) -> float | bool:
         self._answers += 1
