@@ -74,8 +74,8 @@ def test_wrong_products_are_not_proven(monkeypatch):
 
     original = layer_rule.Stored.quantized
 
-    def halved(self, *args):
-        quantized_weight = original(self, *args)
+    def halved(self, *args, **kwargs):
+        quantized_weight = original(self, *args, **kwargs)
         return quantized_weight._replace(scale_inv=quantized_weight.scale_inv * 0.5)
 
     monkeypatch.setattr(layer_rule.Stored, "quantized", halved)

@@ -30,9 +30,9 @@ def casts(monkeypatch):
     seen = []
     original = layer_rule.Stored.quantized
 
-    def watched(self, *args):
+    def watched(self, *args, **kwargs):
         seen.append(self.data)
-        return original(self, *args)
+        return original(self, *args, **kwargs)
 
     monkeypatch.setattr(layer_rule.Stored, "quantized", watched)
     return seen
