@@ -21,6 +21,8 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from ..errors import FP8BackendError
+from ..numerics.kernels.eager import PLAIN
+from ..numerics.scaled_tensor import stored_parts
 from ..numerics.sharded_tensor import is_distributed
 from .counts import DGRAD, FPROP, RECOMPUTED, WGRAD, inside_backward
 from .head_loss import CrossEntropy, HeadLoss, HeadProducts
@@ -51,6 +53,8 @@ _WAITS_FOR_GRADIENT = (torch.Tensor.register_hook, torch.Tensor.retain_grad)
 class DefersLogits(nn.Module):
     """Mixed into the class of an output head, a Linear: its logits are deferred where a loss may come after them."""
 
+    weight_types: tuple[type, ...] = ()
+    """Classes of weights that its products read beside plain ones."""
     fp8_is_ordinary: bool
     """Whether it runs as an ordinary layer after all, as where its weight is sharded."""
 
@@ -70,12 +74,12 @@ class DefersLogits(nn.Module):
         weight = self.weight
         in_training = self.training and torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
         stays = isinstance(weight, nn.Parameter) and weight.is_leaf and not hasattr(weight, "ds_id")
-        is_plain = type(x) is torch.Tensor and type(weight) is nn.Parameter and not is_distributed(weight)
+        is_known = type(x) in PLAIN and type(weight) in (*PLAIN, *self.weight_types) and not is_distributed(weight)
         fits = x.numel() > 0 and x.dim() > 1 and x.shape[-1] == self.in_features and x.device == weight.device
         return (
             in_training
             and stays
-            and is_plain
+            and is_known
             and fits
             and out_dtype in COMPUTE_DTYPES
             and not self.fp8_is_ordinary
@@ -122,7 +126,8 @@ class Pending:
         self.backward_hooks: list[Callable] = []
 
     def _versions(self) -> tuple:
-        return self.x._version, self.weight._version, None if self.bias is None else self.bias._version
+        read = (self.x, *stored_parts(self.weight), *([] if self.bias is None else [self.bias]))
+        return tuple(tensor._version for tensor in read)
 
     def logits(self) -> torch.Tensor:
         """The logits without a graph, multiplied at the first call.

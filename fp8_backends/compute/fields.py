@@ -333,8 +333,7 @@ FUSED_HEAD = Field(
     False,
     flag,
     "The output head and its loss are computed in chunks of tokens, and logits are never whole. The head stays in high "
-    "precision unless also_include or include names it (native). Not with a level, which stores weights itself.",
-    levels=("O0",),
+    "precision unless also_include or include names it (native).",
     idle=False,
 )
 

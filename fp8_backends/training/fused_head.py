@@ -31,8 +31,6 @@ def find(root: nn.Module, found: list[Found], recipe: Recipe, compute: Compute) 
         return None  # it defers already
     elif each.product.state == FP8 and not isinstance(compute, DefersHead):
         reason = f"{compute.name} multiplies it in FP8, and has no form of that in chunks (native has)"
-    elif each.product.state == FP8 and recipe.fp8_params and not head.weight.requires_grad:
-        reason = "its frozen weight is stored in FP8"
     else:
         reason = layer_obstacle(head, nn.Linear)
     if reason is None:

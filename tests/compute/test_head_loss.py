@@ -131,7 +131,8 @@ def test_fp8_is_fp8_linear_chunk_by_chunk_to_the_bit(
 
     ordinary = fp8_linear(head, scaling, **fields)
     total, dx, sums = torch.zeros(()), [], [torch.zeros(p.shape) for p in ordinary.parameters()]
-    for rows, indices in zip(x.split(tokens_of_chunk(hidden)), labels.split(tokens_of_chunk(hidden)), strict=True):
+    size = tokens_of_chunk(tokens, hidden)
+    for rows, indices in zip(x.split(size), labels.split(size), strict=True):
         part = rows.detach().requires_grad_()
         y = ordinary(part)
         loss_of_part, dy = chunk_loss(y.detach(), indices, options)
@@ -198,6 +199,9 @@ def test_backward_runs_once_and_has_no_derivative():
         torch.autograd.grad(loss, x)
 
 
-@pytest.mark.parametrize(("hidden", "tokens"), [(16, 128), (128, 128), (896, 896), (4096, 4096)])
-def test_chunks_grow_with_the_hidden_size(hidden, tokens):
-    assert tokens_of_chunk(hidden) == tokens
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "chunks"), [(0, 16, 1), (300, 16, 3), (8191, 4096, 1), (8193, 4096, 2), (32768, 2048, 8)]
+)
+def test_chunks_are_alike_and_grow_with_the_hidden_size(tokens, hidden, chunks):
+    sizes = [len(each) for each in torch.empty(tokens).split(tokens_of_chunk(tokens, hidden))]
+    assert len(sizes) == chunks and max(sizes) <= max(2 * hidden, 128) and max(sizes) - min(sizes) < 128 * chunks

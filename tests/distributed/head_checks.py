@@ -19,18 +19,19 @@ from fp8_backends.compute.deferred_logits import DeferredLogits
 sys.path.insert(0, str(Path(__file__).parent.parent / "trainers"))
 from tiny_trainers import counting_batch, llama  # noqa: E402
 
-SPEC = {"backend": "native:dynamic", "also_include": ["lm_head"]}
+SPEC = {"also_include": ["lm_head"]}
 LARGEST_GAP = 0.01
 """Nats: ranks scale their own halves of a batch."""
 
 
-def _losses(wrap=None, rows: slice = slice(None), **fields) -> tuple[torch.nn.Module, list[float], type]:
+def _losses(wrap=None, rows: slice = slice(None), backend: str = "native:dynamic", **fields) -> tuple[torch.nn.Module, list[float], type]:
     """(the model, the losses of 5 steps on these rows of a batch, averaged over the ranks, the class of its logits)"""
     model = llama(tie_word_embeddings=True)
-    fp8_backends.prepare(model, None, SPEC | fields)
+    spec = SPEC | fields | {"backend": backend}
+    fp8_backends.prepare(model, None, spec)
     model = model if wrap is None else wrap(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
-    fp8_backends.prepare(model, optimizer, SPEC | fields)
+    fp8_backends.prepare(model, optimizer, spec)
     batch, losses = counting_batch()[rows], []
     for _ in range(5):
         output = model(input_ids=batch, labels=batch, use_cache=False)
@@ -47,9 +48,9 @@ def _own_rows() -> slice:
 
 def check_ddp():
     _, alone, _ = _losses(fused_head=True)
-    for unused in (False, True):
+    for backend, unused in (("native:dynamic", False), ("native:dynamic", True), ("msamp:O2", False)):
         wrap = functools.partial(DistributedDataParallel, find_unused_parameters=unused)
-        model, losses, logits = _losses(wrap, _own_rows(), fused_head=True)
+        model, losses, logits = _losses(wrap, _own_rows(), backend, fused_head=True)
         assert logits is DeferredLogits and losses[-1] < losses[0] - 0.2, losses
         assert max(abs(a - b) for a, b in zip(losses, alone, strict=True)) < LARGEST_GAP, (losses, alone)
         assert all(same_on_all_ranks(value) for value in model.state_dict().values())

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8_backends
 from fp8_backends.compute.deferred_logits import DeferredLogits
-from fp8_backends.errors import RecipeError
+from fp8_backends.errors import FP8BackendError
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "trainers"))
 from tiny_trainers import counting_batch, llama  # noqa: E402
@@ -40,15 +40,19 @@ def step(model, optimizer):
     return output.loss.item(), output.logits
 
 
+@pytest.mark.parametrize("backend", ["native:dynamic", "msamp:O2", "msamp:O3"])
 @pytest.mark.parametrize("fields", [{}, FP8_HEAD], ids=["high precision", "FP8"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_it_trains_as_the_ordinary_head_does(tied, fields, capfd):
+def test_it_trains_as_the_ordinary_head_does(tied, fields, backend, capfd):
     proofs, losses = [], []
     for fused in (True, False):
-        model, optimizer = prepared(llama(tie_word_embeddings=tied), fused_head=fused, **fields)
+        model, optimizer = prepared(llama(tie_word_embeddings=tied), backend, fused_head=fused, **fields)
         results = [step(model, optimizer) for _ in range(4)]
         assert all(isinstance(logits, DeferredLogits) == fused for _, logits in results)
         assert all(logits.pending.output is None for _, logits in results if fused)
+        if fused:
+            with pytest.raises(FP8BackendError, match="the head's weight or its input has changed"):
+                results[0][1].sum()
         losses.append([loss for loss, _ in results])
         proofs.append((capfd.readouterr().err, fp8_backends.audit(model).flops_share))
     assert losses[0] == pytest.approx(losses[1], abs=0.01) and losses[0][-1] < losses[0][0] - 0.2
@@ -178,15 +182,11 @@ def test_a_head_that_cannot_be_fused_says_so_once_and_runs_as_ever(name, caplog)
     assert said[0].startswith(f"native:dynamic: fused_head: {reason.format('runs as an ordinary layer')}")
 
 
-def test_a_frozen_head_gives_the_gradient_of_its_input():
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_frozen_head_gives_the_gradient_of_its_input(stored):
     model = llama()
     model.lm_head.weight.requires_grad_(False)
-    model, optimizer = prepared(model, fused_head=True, **FP8_HEAD)
+    include = {"include": ["lm_head"], "fp8_params": True} if stored else FP8_HEAD
+    model, optimizer = prepared(model, fused_head=True, **include)
     assert isinstance(step(model, optimizer)[1], DeferredLogits)
     assert fp8_backends.audit(model).products["lm_head"] == dict(fprop=1, dgrad=1, wgrad=0, recomputed=0)
-
-
-def test_levels_refuse_it():
-    with pytest.raises(RecipeError, match="fused_head is not read by msamp:O2, only with weights that no level stores"):
-        fp8_backends.resolve({"backend": "msamp:O2", "fused_head": True})
-    assert fp8_backends.resolve({"backend": "msamp:O2", "fused_head": False}).fused_head is False

@@ -153,7 +153,7 @@ def _estimate(workload: Workload, backend: str, recipe: Recipe | None, sharding:
     found = Estimate(backend, sharding, workload.devices, refused=refused or "")
     if refused is not None:
         return found
-    key = (backend, sharding in sharded_costs.DEEPSPEED, sharding == "fsdp2" and _is_te(recipe))
+    key = (backend, id(recipe), sharding in sharded_costs.DEEPSPEED, sharding == "fsdp2" and _is_te(recipe))
     try:
         growth = traced[key] = traced.get(key) or Growth.traced(workload, recipe, sharding, backend)
     except FP8BackendError as error:

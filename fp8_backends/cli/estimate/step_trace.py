@@ -22,7 +22,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensor,
     FakeTensorMode,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -32,6 +31,8 @@ from ...compute import registry
 from ...compute.interface import scaling_buffers
 from ...compute.products import exact_product
 from ...errors import FP8BackendError
+from ...numerics.kernels.eager import PLAIN
+from ...numerics.kernels.loss.dispatch import cross_entropy
 from ...numerics.kernels.quantize import dispatch as quantization
 from ...numerics.scaled_tensor import ScaledTensor
 from ...recipes.handlers import FP8RecipeKwargs, Recipe
@@ -48,12 +49,12 @@ products of one step. `activations`: everything else that a step makes, temporar
 WEIGHTS, MASTER, GRADIENTS, STATES, BUFFERS, COPIES, CODES, ACTIVATIONS = PARTS
 
 _WEIGHT_PARTS = frozenset((WEIGHTS, MASTER, BUFFERS, COPIES, CODES))
-_PLAIN_TYPES = frozenset((torch.Tensor, FakeTensor, nn.Parameter))
 
 _KERNELS = frozenset(
     function.__code__
     for function in (
         quantization.quantize, quantization.quantize_blocks, quantization.dequantize_blocks, exact_product,
+        cross_entropy,
     )
 )  # fmt: skip
 """What one kernel does on a GPU, and a CPU part by part in its cache. Fake tensors take the reference in its place,
@@ -111,7 +112,7 @@ class MemoryTracker(TorchDispatchMode):
                 self._storages[key] = known._replace(part=part)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if not _PLAIN_TYPES.issuperset(types):
+        if not frozenset(PLAIN).issuperset(types):
             return NotImplemented  # a wrapper subclass first says what it does on its inner tensors
         if func is torch.ops.aten._local_scalar_dense.default:
             return self._number_in(args[0])
@@ -120,12 +121,17 @@ class MemoryTracker(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         made_of_weights = None
         for tensor in tree_iter(out):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self._storages:
+            if self._is_new(tensor):
                 if made_of_weights is None:
                     made_of_weights = self._are_weights(args, kwargs)
                 copies = CODES if tensor.dtype.itemsize == 1 else COPIES
                 self._add(tensor, copies if made_of_weights else ACTIVATIONS)
         return out
+
+    def _is_new(self, value: object) -> bool:
+        """Whether this is a tensor with memory that is not counted yet."""
+        has_memory = isinstance(value, torch.Tensor) and not value.is_meta
+        return has_memory and value.untyped_storage()._cdata not in self._storages
 
     def _number_in(self, tensor: torch.Tensor) -> float | bool:
         self._answers += 1

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from ...numerics.block_codes import BlockCodes
 from ...numerics.formats import Format
 from ...numerics.kernels.quantize.layouts import Layouts
+from ...numerics.scaled_tensor import ScaledTensor
 from ...numerics.scaling import GRAD_OUTPUT, INPUT, Quantized
 from ..counts import DGRAD, FPROP, KINDS, RECOMPUTED, WGRAD
 from ..deferred_logits import DefersLogits
@@ -16,12 +18,12 @@ from .linear import FP8Linear
 
 
 class FP8Head(DefersLogits, FP8Linear):
-    """`FP8Linear` that defers its logits. A frozen weight that is stored in FP8 keeps it from that."""
+    """`FP8Linear` that defers its logits."""
 
-    def _may_defer(self, x: torch.Tensor, out_dtype: torch.dtype) -> bool:
-        return super()._may_defer(x, out_dtype) and Stored.of(self.weight).scale_inv is None
+    weight_types = (ScaledTensor, BlockCodes)
 
     def head_products(self, out_dtype: torch.dtype) -> FP8HeadProducts:
+        self._follow(self.weight.device)
         self.fp8_out_dtype = out_dtype
         stored = Stored.of(self.weight)
         w8 = self._quantized_weight(stored, for_dgrad=True, recorded=self._state)
@@ -46,11 +48,14 @@ class FP8HeadProducts(HeadProducts):
         self.bias = None if head.bias is None else head.bias.detach().to(out_dtype)
         self.high = dict(zip(KINDS, self.rule.high_precision, strict=True))
         self.matrix = stored.values(out_dtype) if self.high[FPROP] or self.high[DGRAD] else None
-        self.codes, self.transposed = w8.along_columns(), None
         along, fmt = self.rule.along, self.rule.forward_format
+        if w8.codes is None:  # the weight is stored in FP8
+            w8 = Layouts(*(stored if along is None else stored.in_blocks(along.weight_blocks, fmt)))
+        self.codes, self.transposed = w8.along_columns(), None
         if not self.high[DGRAD]:
-            blocks = None if along is None else along.weight_blocks
-            self.transposed = w8.along_rows() if along is None else stored.in_blocks(blocks, fmt, transposed=True)
+            self.transposed = (
+                w8.along_rows() if along is None else stored.in_blocks(along.weight_blocks, fmt, transposed=True)
+            )
         self.fp8_wgrad = head.weight.requires_grad and not self.high[WGRAD]
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 _KINDS = (torch.Tensor, torch.nn.Parameter)
 """Exact types. A subclass may stand for other memory than its own: fake, sharded, or traced tensors."""
+PLAIN = (*_KINDS, FakeTensor)
+"""Exact types of plain tensors, also where nothing is computed."""
 
 
 def is_eager(tensor: torch.Tensor) -> bool:

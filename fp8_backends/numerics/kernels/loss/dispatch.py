@@ -35,4 +35,7 @@ def cross_entropy(
     if label_smoothing:
         gradient.sub_(on_all)
     gradient.scatter_add_(1, index, gradient.new_full((), -on_label).expand_as(index))
-    return losses.masked_fill_(~counts, 0.0), gradient.masked_fill_(~counts.unsqueeze(1), 0.0).to(logits.dtype)
+    gradient.masked_fill_(~counts.unsqueeze(1), 0.0)
+    if gradient.dtype != logits.dtype:
+        gradient = logits.copy_(gradient)
+    return losses.masked_fill_(~counts, 0.0), gradient
