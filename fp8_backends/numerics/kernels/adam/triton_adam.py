@@ -32,6 +32,7 @@ from .triton_tiles import (
     COPY,
     COPY_INVERSE,
     FINITE,
+    FIRST,
     HYPER,
     NUMEL,
     RECORD,
@@ -56,6 +57,7 @@ from .triton_tiles import (
     values_of,
     write_tile,
 )
+from .triton_usual import has_usual_numbers, root_factors, write_usual_tile
 
 _TILE, _TILES = 1024, 8
 """Elements that a program works on at a time, and how often it does."""
@@ -164,13 +166,36 @@ def _write_kernel(table, parameters, amax_ptr, old_ptr, stored_ptr, KIND: tl.con
         if KIND.bounded and start == 0:
             tl.store(tl.load(row + COPY_INVERSE).to(tl.pointer_type(tl.float32)), scale_inv_of(copy[1], amax))
     largest = nothing_stored(KIND)
+    tile_size: tl.constexpr = KIND.rows * KIND.width
+    count = tl.minimum(numel - start, KIND.chunk).to(tl.int32)
+    if KIND.has_usual_case:
+        is_usual = has_usual_numbers(amax_ptr, row, inverses, hyper, scales, KIND)
+        root_numbers = root_factors(amax_of(amax_ptr, row, 2), hyper)
+        own = (pointers[0] + start, pointers[1] + start, pointers[2] + start, pointers[3] + start)
+        own_copy = (copy[0] + start, copy[1])
+        index = (tl.load(row + FIRST) + start).to(tl.int32)
     for tile in range(KIND.tiles):
-        first = start + tile * KIND.rows * KIND.width
-        if first + KIND.rows * KIND.width <= numel:
-            stored = write_tile(pointers, row, inverses, hyper, scales, copy, amax_ptr, key, numel, first, KIND, True)
-            largest = largest_of(largest, stored, KIND)
-        elif first < numel:
-            stored = write_tile(pointers, row, inverses, hyper, scales, copy, amax_ptr, key, numel, first, KIND, False)
+        first = tile * tile_size
+        if first + tile_size <= count:
+            if KIND.has_usual_case:
+                if is_usual:
+                    largest = write_usual_tile(
+                        own, row, inverses, hyper, scales, own_copy, root_numbers, key, index, first, largest, KIND
+                    )
+                else:
+                    stored = write_tile(
+                        pointers, row, inverses, hyper, scales, copy, amax_ptr, key, numel, start + first, KIND, False
+                    )
+                    largest = largest_of(largest, stored, KIND)
+            else:
+                stored = write_tile(
+                    pointers, row, inverses, hyper, scales, copy, amax_ptr, key, numel, start + first, KIND, True
+                )
+                largest = largest_of(largest, stored, KIND)
+        elif first < count:
+            stored = write_tile(
+                pointers, row, inverses, hyper, scales, copy, amax_ptr, key, numel, start + first, KIND, False
+            )
             largest = largest_of(largest, stored, KIND)
     if KIND.bounded:
         keep_record(row, largest, scales, KIND)
@@ -223,6 +248,7 @@ class _Constants:
             "width": width,
             "lanes": min(width, _LANES),
             "tiles": _TILES,
+            "has_usual_case": kind.bounded and kind.stochastic and not any(kind.blocked[i] for i in (0, 1, 3)),
             "chunk": rows * width * _TILES,
         }
 

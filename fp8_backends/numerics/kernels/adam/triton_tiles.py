@@ -233,7 +233,7 @@ def _store(
 
 
 @triton.jit
-def _coded(ratio, m_inverse, v_inverse):
+def coded(ratio, m_inverse, v_inverse):
     """bits(exp_avg) - bits(exp_avg_sq) / 2 without scales, as a record has it (`bounds.py`): 0 where exp_avg is 0."""
     shift = as_bits(m_inverse) - _ONE - ((as_bits(v_inverse) - _ONE) >> 1)
     most = _MOST_CODED - tl.maximum(shift, 0)
@@ -249,7 +249,7 @@ def keep_record(row, stored, scales, KIND: tl.constexpr):
         tl.atomic_max(record + place, as_bits(largest) & 0x7FFFFFFF, sem="relaxed")
     ratio = tl.max(tl.max(stored[3], axis=1), axis=0)
     if not (KIND.blocked[2] or KIND.blocked[3]):
-        ratio = _coded(ratio, scales[1][1], scales[2][1])
+        ratio = coded(ratio, scales[1][1], scales[2][1])
     tl.atomic_max(record + 3, ratio, sem="relaxed")
 
 
@@ -282,7 +282,7 @@ def write_tile(
         store_copy(copy[0] + start, with_sign_of(stored_w, w), w_inv, copy[1], at, inside, KIND, FULL)
     ratio = as_bits(m) - (as_bits(v) >> 1)
     if KIND.blocked[2] or KIND.blocked[3]:
-        ratio = _coded(ratio, m_inv, v_inv)
+        ratio = coded(ratio, m_inv, v_inv)
     if KIND.blocked[0]:
         stored_w = stored_w * w_inv
     if KIND.blocked[2]:
@@ -302,16 +302,16 @@ def nothing_stored(KIND: tl.constexpr):
 @triton.jit
 def largest_of(known, stored, KIND: tl.constexpr):
     """`known`, raised to what `write_tile` returned."""
-    w = tl.maximum(known[0], _of_lanes(stored[0], KIND))
+    w = tl.maximum(known[0], of_lanes(stored[0], KIND))
     if KIND.bounded:
-        m, v = tl.maximum(known[1], _of_lanes(stored[1], KIND)), tl.maximum(known[2], _of_lanes(stored[2], KIND))
-        return w, m, v, tl.maximum(known[3], _of_lanes(stored[3], KIND))
+        m, v = tl.maximum(known[1], of_lanes(stored[1], KIND)), tl.maximum(known[2], of_lanes(stored[2], KIND))
+        return w, m, v, tl.maximum(known[3], of_lanes(stored[3], KIND))
     else:
         return w, known[1], known[2], known[3]
 
 
 @triton.jit
-def _of_lanes(x, KIND: tl.constexpr):
+def of_lanes(x, KIND: tl.constexpr):
     return tl.max(tl.reshape(x, (KIND.rows, KIND.width // KIND.lanes, KIND.lanes)), axis=2)
 
 
