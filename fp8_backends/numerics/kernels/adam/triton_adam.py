@@ -34,6 +34,7 @@ from .triton_tiles import (
     FINITE,
     FIRST,
     HYPER,
+    INVERSE,
     NUMEL,
     RECORD,
     SEED,
@@ -45,7 +46,6 @@ from .triton_tiles import (
     inverse_of,
     keep_amax,
     keep_record,
-    largest_of,
     load,
     new_scale,
     no_bits,
@@ -173,30 +173,28 @@ def _write_kernel(table, parameters, amax_ptr, old_ptr, stored_ptr, KIND: tl.con
         root_numbers = root_factors(amax_of(amax_ptr, row, 2), hyper)
         own = (pointers[0] + start, pointers[1] + start, pointers[2] + start, pointers[3] + start)
         own_copy = (copy[0] + start, copy[1])
-        index = (tl.load(row + FIRST) + start).to(tl.int32)
+        own_index = (tl.load(row + FIRST) + start).to(tl.int32)
+        of_blocks = tl.load(row + INVERSE + 2).to(tl.pointer_type(tl.float32)) + start // KIND.width
     for tile in range(KIND.tiles):
         first = tile * tile_size
-        if first + tile_size <= count:
-            if KIND.has_usual_case:
-                if is_usual:
-                    largest = write_usual_tile(
-                        own, row, inverses, hyper, scales, own_copy, root_numbers, key, index, first, largest, KIND
-                    )
-                else:
-                    stored = write_tile(
-                        pointers, row, inverses, hyper, scales, copy, amax_ptr, key, numel, start + first, KIND, False
-                    )
-                    largest = largest_of(largest, stored, KIND)
-            else:
-                stored = write_tile(
-                    pointers, row, inverses, hyper, scales, copy, amax_ptr, key, numel, start + first, KIND, True
+        at, is_full = start + first, first + tile_size <= count
+        if KIND.has_usual_case:
+            if is_usual & is_full:
+                largest = write_usual_tile(
+                    own, inverses, of_blocks, hyper, scales, own_copy, root_numbers, key, own_index, first, largest, KIND
                 )
-                largest = largest_of(largest, stored, KIND)
-        elif first < count:
-            stored = write_tile(
-                pointers, row, inverses, hyper, scales, copy, amax_ptr, key, numel, start + first, KIND, False
+            elif first < count:
+                largest = write_tile(
+                    pointers, row, inverses, hyper, scales, copy, amax_ptr, key, numel, at, largest, KIND, False
+                )
+        elif is_full:
+            largest = write_tile(
+                pointers, row, inverses, hyper, scales, copy, amax_ptr, key, numel, at, largest, KIND, True
             )
-            largest = largest_of(largest, stored, KIND)
+        elif first < count:
+            largest = write_tile(
+                pointers, row, inverses, hyper, scales, copy, amax_ptr, key, numel, at, largest, KIND, False
+            )
     if KIND.bounded:
         keep_record(row, largest, scales, KIND)
     elif KIND.copied:

@@ -242,7 +242,7 @@ def coded(ratio, m_inverse, v_inverse):
 
 @triton.jit
 def keep_record(row, stored, scales, KIND: tl.constexpr):
-    """Raise the record to what a program has stored. stored: from `write_tile`, the largest of its tiles."""
+    """Raise the record to what a program has stored, the largest that `write_tile` returned."""
     record = tl.load(row + RECORD).to(tl.pointer_type(tl.int32))
     for place in tl.static_range(3):
         largest = from_bits(tl.max(tl.max(stored[place], axis=1), axis=0)) * scales[place][1]
@@ -263,11 +263,23 @@ def store_copy(pointer, stored, inverse, scale, at, inside, KIND: tl.constexpr, 
 
 @triton.jit
 def write_tile(
-    pointers, row, inverses, hyper, scales, copy, amax_ptr, key, numel, start, KIND: tl.constexpr, FULL: tl.constexpr
+    pointers,
+    row,
+    inverses,
+    hyper,
+    scales,
+    copy,
+    amax_ptr,
+    key,
+    numel,
+    start,
+    known,
+    KIND: tl.constexpr,
+    FULL: tl.constexpr,
 ):
     """Write one tile. scales: (scale, inverse) of weight, exp_avg and exp_avg_sq; copy: its pointer, scale. Returns
-    bits of these three as they are stored, times the inverse only where blocks have it, and of their quotient
-    (`bounds.py`)."""
+    what is known to be the largest, raised to the tile's: bits of these three as they are stored, times the inverse
+    only where blocks have it, and of their quotient (`bounds.py`)."""
     at, inside, block = place_of(numel, start, KIND)
     pointers = _moved(pointers, start)
     w, m, v = adam_step(pointers, row, inverses, hyper, at, inside, block, KIND, FULL)
@@ -289,29 +301,28 @@ def write_tile(
         m = m * m_inv
     if KIND.blocked[3]:
         v = v * v_inv
-    return as_bits(stored_w), as_bits(m), as_bits(v), ratio
+    largest_w = tl.maximum(known[0], of_lanes(as_bits(stored_w), KIND))
+    if KIND.bounded:
+        return (
+            largest_w,
+            tl.maximum(known[1], of_lanes(as_bits(m), KIND)),
+            tl.maximum(known[2], of_lanes(as_bits(v), KIND)),
+            tl.maximum(known[3], of_lanes(ratio, KIND)),
+        )
+    else:
+        return largest_w, known[1], known[2], known[3]
 
 
 @triton.jit
 def nothing_stored(KIND: tl.constexpr):
-    """What `largest_of` begins with: bits of zeros, a number for so many elements as a thread has in a row."""
+    """The largest before the first tile: bits of zeros, a number for so many elements as a thread has in a row."""
     nothing = tl.zeros((KIND.rows, KIND.width // KIND.lanes), tl.int32)
     return nothing, nothing, nothing, nothing
 
 
 @triton.jit
-def largest_of(known, stored, KIND: tl.constexpr):
-    """`known`, raised to what `write_tile` returned."""
-    w = tl.maximum(known[0], of_lanes(stored[0], KIND))
-    if KIND.bounded:
-        m, v = tl.maximum(known[1], of_lanes(stored[1], KIND)), tl.maximum(known[2], of_lanes(stored[2], KIND))
-        return w, m, v, tl.maximum(known[3], of_lanes(stored[3], KIND))
-    else:
-        return w, known[1], known[2], known[3]
-
-
-@triton.jit
 def of_lanes(x, KIND: tl.constexpr):
+    """The largest of each thread's elements."""
     return tl.max(tl.reshape(x, (KIND.rows, KIND.width // KIND.lanes, KIND.lanes)), axis=2)
 
 

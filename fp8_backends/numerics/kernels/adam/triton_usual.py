@@ -18,14 +18,13 @@ import triton
 import triton.language as tl
 
 from ..reference import GRADIENT_LIMIT
-from ..triton_common import as_bits, dropped_bits, format_max, from_bits, scale_inv_of, smallest_normal
+from ..triton_common import as_bits, dropped_bits, format_max, from_bits, is_finite, smallest_normal
 from .triton_rounding import decoded, encoded, mixed, rounded, scale_of, with_sign_of
 from .triton_tiles import (
     BETA2,
     DECAY,
     EPS,
     INV_SQRT_BIAS2,
-    INVERSE,
     NEW_IN_EXP_AVG,
     NEW_IN_EXP_AVG_SQ,
     STEP_SIZE,
@@ -36,7 +35,7 @@ from .triton_tiles import (
 )
 
 _GRADIENT_LIMIT = tl.constexpr(GRADIENT_LIMIT)
-_LEAST, _MOST, _LEAST_FACTOR = tl.constexpr(2.0**-100), tl.constexpr(2.0**100), tl.constexpr(2.0**-20)
+_TWICE_127, _LEAST, _MOST, _LEAST_FACTOR = tl.constexpr(254 << 23), tl.constexpr(2.0**-100), tl.constexpr(2.0**100), tl.constexpr(2.0**-20)
 _MOST_OF_ROOT, _ROOT_BESIDE_EPS = tl.constexpr(2.0**64), tl.constexpr(2.0**12)
 
 
@@ -135,7 +134,7 @@ def _stored(pointer, KIND: tl.constexpr, SLOT: tl.constexpr):
 
 
 @triton.jit
-def _step(pointers, row, inverses, hyper, at, block, root_numbers, KIND: tl.constexpr):
+def _step(pointers, inverses, of_blocks, hyper, at, root_numbers, KIND: tl.constexpr):
     """`triton_tiles.adam_step`."""
     w, g = _stored(pointers[0] + at, KIND, 0), _stored(pointers[1] + at, KIND, 1) * inverses[1]
     m, v = _stored(pointers[2] + at, KIND, 2), _stored(pointers[3] + at, KIND, 3)
@@ -149,7 +148,7 @@ def _step(pointers, row, inverses, hyper, at, block, root_numbers, KIND: tl.cons
         w = w * inverses[0]
         g = g + hyper[WEIGHT_DECAY] * w
     if KIND.blocked[2]:
-        m = m * tl.load(tl.load(row + INVERSE + 2).to(tl.pointer_type(tl.float32)) + block)
+        m = m * tl.load(of_blocks)
         m = m + hyper[NEW_IN_EXP_AVG] * (g - m)
     else:
         m = tl.fma(m, inverses[2], hyper[NEW_IN_EXP_AVG] * tl.fma(m * -1.0, inverses[2], g))
@@ -227,8 +226,8 @@ def _write_weight(pointer, copy, w, scale, copy_scale, random, KIND: tl.constexp
 
 
 @triton.jit
-def _write_exp_avg(pointer, row, m, scale, random, block, KIND: tl.constexpr):
-    """Returns |exp_avg| as it is stored, without its scale, and the inverse of that."""
+def _write_exp_avg(pointer, inverses, m, scale, random, KIND: tl.constexpr):
+    """inverses: pointers to those of blocks. Returns |exp_avg| as it is stored, without its scale, and the inverse of that."""
     FORMAT: tl.constexpr = KIND.formats[2]
     inverse = scale[1]
     if FORMAT == "fp32":
@@ -238,8 +237,8 @@ def _write_exp_avg(pointer, row, m, scale, random, block, KIND: tl.constexpr):
         if KIND.blocked[2]:
             amax = from_bits(tl.max(as_bits(m) & 0x7FFFFFFF, axis=1)[:, None])
             scale_of_block = scale_of(amax, FORMAT)
-            inverse = scale_inv_of(scale_of_block, amax)
-            tl.store(tl.load(row + INVERSE + 2).to(tl.pointer_type(tl.float32)) + block, inverse)
+            inverse = tl.where(is_finite(amax), from_bits(_TWICE_127 - as_bits(scale_of_block)), float("nan"))
+            tl.store(inverses, inverse)
             upper = _upper(m * scale_of_block, 1.0, random, KIND, 2)
         else:
             upper = _upper(m, scale[0], random, KIND, 2)
@@ -266,25 +265,27 @@ def _write_exp_avg_sq(pointer, v, scale, random, KIND: tl.constexpr):
 
 @triton.jit
 def write_usual_tile(
-    pointers, row, inverses, hyper, scales, copy, root_numbers, key, first, start, known, KIND: tl.constexpr
+    pointers, inverses, of_blocks, hyper, scales, copy, root_numbers, key, index, first, known, KIND: tl.constexpr
 ):
-    """`write_tile` and `largest_of` of its result. known: the largest so far."""
+    """What `write_tile` does. pointers, of_blocks, copy, index: of the program's first element or block, `index` for
+    random bits; first: the tile's place behind it; root_numbers: from `root_factors`."""
     rows = tl.arange(0, KIND.rows)[:, None]
-    block, at = start // KIND.width + rows, start + rows * KIND.width + tl.arange(0, KIND.width)[None, :]
-    w, m, v = _step(pointers, row, inverses, hyper, at, block, root_numbers, KIND)
-    random = mixed((first + at).to(tl.uint32, bitcast=True) ^ key)
+    at = first + rows * KIND.width + tl.arange(0, KIND.width)[None, :]
+    of_blocks += first // KIND.width + rows
+    w, m, v = _step(pointers, inverses, of_blocks, hyper, at, root_numbers, KIND)
+    random = mixed((index + at).to(tl.uint32, bitcast=True) ^ key)
     if KIND.blocked[2]:
         tl.debug_barrier()  # all threads have read the blocks' old scales
     largest_w = _write_weight(pointers[0] + at, copy[0] + at, w, scales[0], copy[1], random, KIND)
-    m, m_inv = _write_exp_avg(pointers[2] + at, row, m, scales[1], random, block, KIND)
+    m, m_inv = _write_exp_avg(pointers[2] + at, of_blocks, m, scales[1], random, KIND)
     v = _write_exp_avg_sq(pointers[3] + at, v, scales[2], random, KIND)
-    ratio = as_bits(m) - (as_bits(v) >> 1)
+    ratio, largest_m = of_lanes(as_bits(m) - (as_bits(v) >> 1), KIND), of_lanes(as_bits(m), KIND)
     if KIND.blocked[2]:
         ratio = coded(ratio, m_inv, scales[2][1])
-        m = m * m_inv
+        largest_m = as_bits(from_bits(largest_m) * m_inv)
     return (
         tl.maximum(known[0], largest_w),
-        tl.maximum(known[1], of_lanes(as_bits(m), KIND)),
+        tl.maximum(known[1], largest_m),
         tl.maximum(known[2], of_lanes(as_bits(v), KIND)),
-        tl.maximum(known[3], of_lanes(ratio, KIND)),
+        tl.maximum(known[3], ratio),
     )
