@@ -58,7 +58,7 @@ constexpr float SLACK = 0x1p-20f, UPDATE_SLACK = 1 + 0x1p-10f, LEAST_ROOT = 0x1p
 
 constexpr int DTYPES[] = {WEIGHT, GRAD, EXP_AVG, EXP_AVG_SQ};
 constexpr int WRITTEN[] = {0, 2, 3};                         // weight, exp_avg and exp_avg_sq among these
-constexpr int LOW_BIT[] = {16, 8, 0}, BITS[] = {16, 8, 8};  // their fields of an element's random bits
+constexpr int LOW_BIT[] = {16, 4, 3}, BITS[] = {16, 20, 13};  // their fields of an element's random bits
 constexpr bool blocked(int slot) { return BLOCKED >> slot & 1; }
 
 template <class To, class From> inline To cast(From x) {

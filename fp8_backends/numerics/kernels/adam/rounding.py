@@ -10,9 +10,10 @@ import torch
 
 from ...formats import FORMATS, Format
 
-# Fields of the random bits of one element, (lowest bit, bits): an FP16 weight drops 13 bits, a BF16 weight 16. The
-# states need fewer, because their updates are not small against their own rounding.
-WEIGHT_BITS, EXP_AVG_BITS, EXP_AVG_SQ_BITS = (16, 16), (8, 8), (0, 8)
+# Fields of the random bits of one element, (lowest bit, bits): as many as the formats drop, FP16 13, BF16 16 and E4M3
+# 20. They overlap, so that the last bits of one rounding are others' first bits: the first 12 bits of an FP16 weight,
+# 4 of exp_avg and all of exp_avg_sq are one's alone.
+WEIGHT_BITS, EXP_AVG_BITS, EXP_AVG_SQ_BITS = (16, 16), (4, 20), (3, 13)
 
 SEED_FACTOR = 0x9E3779B1
 """Spreads seeds, which are small numbers, over 32 bits."""

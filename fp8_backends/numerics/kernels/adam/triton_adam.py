@@ -32,7 +32,9 @@ from .triton_tiles import (
     COPY,
     COPY_INVERSE,
     FINITE,
+    FIRST,
     HYPER,
+    INVERSE,
     NUMEL,
     RECORD,
     SEED,
@@ -44,7 +46,6 @@ from .triton_tiles import (
     inverse_of,
     keep_amax,
     keep_record,
-    largest_of,
     load,
     new_scale,
     no_bits,
@@ -56,6 +57,7 @@ from .triton_tiles import (
     values_of,
     write_tile,
 )
+from .triton_usual import has_usual_numbers, root_factors, write_usual_tile
 
 _TILE, _TILES = 1024, 8
 """Elements that a program works on at a time, and how often it does."""
@@ -164,14 +166,35 @@ def _write_kernel(table, parameters, amax_ptr, old_ptr, stored_ptr, KIND: tl.con
         if KIND.bounded and start == 0:
             tl.store(tl.load(row + COPY_INVERSE).to(tl.pointer_type(tl.float32)), scale_inv_of(copy[1], amax))
     largest = nothing_stored(KIND)
+    tile_size: tl.constexpr = KIND.rows * KIND.width
+    count = tl.minimum(numel - start, KIND.chunk).to(tl.int32)
+    if KIND.has_usual_case:
+        is_usual = has_usual_numbers(amax_ptr, row, inverses, hyper, scales, KIND)
+        root_numbers = root_factors(amax_of(amax_ptr, row, 2), hyper)
+        own = (pointers[0] + start, pointers[1] + start, pointers[2] + start, pointers[3] + start)
+        own_copy = (copy[0] + start, copy[1])
+        own_index = (tl.load(row + FIRST) + start).to(tl.int32)
+        of_blocks = tl.load(row + INVERSE + 2).to(tl.pointer_type(tl.float32)) + start // KIND.width
     for tile in range(KIND.tiles):
-        first = start + tile * KIND.rows * KIND.width
-        if first + KIND.rows * KIND.width <= numel:
-            stored = write_tile(pointers, row, inverses, hyper, scales, copy, amax_ptr, key, numel, first, KIND, True)
-            largest = largest_of(largest, stored, KIND)
-        elif first < numel:
-            stored = write_tile(pointers, row, inverses, hyper, scales, copy, amax_ptr, key, numel, first, KIND, False)
-            largest = largest_of(largest, stored, KIND)
+        first = tile * tile_size
+        at, is_full = start + first, first + tile_size <= count
+        if KIND.has_usual_case:
+            if is_usual & is_full:
+                largest = write_usual_tile(
+                    own, inverses, of_blocks, hyper, scales, own_copy, root_numbers, key, own_index, first, largest, KIND
+                )
+            elif first < count:
+                largest = write_tile(
+                    pointers, row, inverses, hyper, scales, copy, amax_ptr, key, numel, at, largest, KIND, False
+                )
+        elif is_full:
+            largest = write_tile(
+                pointers, row, inverses, hyper, scales, copy, amax_ptr, key, numel, at, largest, KIND, True
+            )
+        elif first < count:
+            largest = write_tile(
+                pointers, row, inverses, hyper, scales, copy, amax_ptr, key, numel, at, largest, KIND, False
+            )
     if KIND.bounded:
         keep_record(row, largest, scales, KIND)
     elif KIND.copied:
@@ -223,6 +246,7 @@ class _Constants:
             "width": width,
             "lanes": min(width, _LANES),
             "tiles": _TILES,
+            "has_usual_case": kind.bounded and kind.stochastic and not any(kind.blocked[i] for i in (0, 1, 3)),
             "chunk": rows * width * _TILES,
         }
 

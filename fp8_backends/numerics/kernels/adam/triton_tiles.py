@@ -233,7 +233,7 @@ def _store(
 
 
 @triton.jit
-def _coded(ratio, m_inverse, v_inverse):
+def coded(ratio, m_inverse, v_inverse):
     """bits(exp_avg) - bits(exp_avg_sq) / 2 without scales, as a record has it (`bounds.py`): 0 where exp_avg is 0."""
     shift = as_bits(m_inverse) - _ONE - ((as_bits(v_inverse) - _ONE) >> 1)
     most = _MOST_CODED - tl.maximum(shift, 0)
@@ -242,14 +242,14 @@ def _coded(ratio, m_inverse, v_inverse):
 
 @triton.jit
 def keep_record(row, stored, scales, KIND: tl.constexpr):
-    """Raise the record to what a program has stored. stored: from `write_tile`, the largest of its tiles."""
+    """Raise the record to what a program has stored, the largest that `write_tile` returned."""
     record = tl.load(row + RECORD).to(tl.pointer_type(tl.int32))
     for place in tl.static_range(3):
         largest = from_bits(tl.max(tl.max(stored[place], axis=1), axis=0)) * scales[place][1]
         tl.atomic_max(record + place, as_bits(largest) & 0x7FFFFFFF, sem="relaxed")
     ratio = tl.max(tl.max(stored[3], axis=1), axis=0)
     if not (KIND.blocked[2] or KIND.blocked[3]):
-        ratio = _coded(ratio, scales[1][1], scales[2][1])
+        ratio = coded(ratio, scales[1][1], scales[2][1])
     tl.atomic_max(record + 3, ratio, sem="relaxed")
 
 
@@ -263,11 +263,23 @@ def store_copy(pointer, stored, inverse, scale, at, inside, KIND: tl.constexpr, 
 
 @triton.jit
 def write_tile(
-    pointers, row, inverses, hyper, scales, copy, amax_ptr, key, numel, start, KIND: tl.constexpr, FULL: tl.constexpr
+    pointers,
+    row,
+    inverses,
+    hyper,
+    scales,
+    copy,
+    amax_ptr,
+    key,
+    numel,
+    start,
+    known,
+    KIND: tl.constexpr,
+    FULL: tl.constexpr,
 ):
     """Write one tile. scales: (scale, inverse) of weight, exp_avg and exp_avg_sq; copy: its pointer, scale. Returns
-    bits of these three as they are stored, times the inverse only where blocks have it, and of their quotient
-    (`bounds.py`)."""
+    what is known to be the largest, raised to the tile's: bits of these three as they are stored, times the inverse
+    only where blocks have it, and of their quotient (`bounds.py`)."""
     at, inside, block = place_of(numel, start, KIND)
     pointers = _moved(pointers, start)
     w, m, v = adam_step(pointers, row, inverses, hyper, at, inside, block, KIND, FULL)
@@ -282,36 +294,35 @@ def write_tile(
         store_copy(copy[0] + start, with_sign_of(stored_w, w), w_inv, copy[1], at, inside, KIND, FULL)
     ratio = as_bits(m) - (as_bits(v) >> 1)
     if KIND.blocked[2] or KIND.blocked[3]:
-        ratio = _coded(ratio, m_inv, v_inv)
+        ratio = coded(ratio, m_inv, v_inv)
     if KIND.blocked[0]:
         stored_w = stored_w * w_inv
     if KIND.blocked[2]:
         m = m * m_inv
     if KIND.blocked[3]:
         v = v * v_inv
-    return as_bits(stored_w), as_bits(m), as_bits(v), ratio
+    largest_w = tl.maximum(known[0], of_lanes(as_bits(stored_w), KIND))
+    if KIND.bounded:
+        return (
+            largest_w,
+            tl.maximum(known[1], of_lanes(as_bits(m), KIND)),
+            tl.maximum(known[2], of_lanes(as_bits(v), KIND)),
+            tl.maximum(known[3], of_lanes(ratio, KIND)),
+        )
+    else:
+        return largest_w, known[1], known[2], known[3]
 
 
 @triton.jit
 def nothing_stored(KIND: tl.constexpr):
-    """What `largest_of` begins with: bits of zeros, a number for so many elements as a thread has in a row."""
+    """The largest before the first tile: bits of zeros, a number for so many elements as a thread has in a row."""
     nothing = tl.zeros((KIND.rows, KIND.width // KIND.lanes), tl.int32)
     return nothing, nothing, nothing, nothing
 
 
 @triton.jit
-def largest_of(known, stored, KIND: tl.constexpr):
-    """`known`, raised to what `write_tile` returned."""
-    w = tl.maximum(known[0], _of_lanes(stored[0], KIND))
-    if KIND.bounded:
-        m, v = tl.maximum(known[1], _of_lanes(stored[1], KIND)), tl.maximum(known[2], _of_lanes(stored[2], KIND))
-        return w, m, v, tl.maximum(known[3], _of_lanes(stored[3], KIND))
-    else:
-        return w, known[1], known[2], known[3]
-
-
-@triton.jit
-def _of_lanes(x, KIND: tl.constexpr):
+def of_lanes(x, KIND: tl.constexpr):
+    """The largest of each thread's elements."""
     return tl.max(tl.reshape(x, (KIND.rows, KIND.width // KIND.lanes, KIND.lanes)), axis=2)
 
 
