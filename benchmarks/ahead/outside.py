@@ -1,8 +1,8 @@
-"""What runs outside of the decoder layers: embedding, last norm, head and loss, forward and backward, as eager code calls
-them on a GPU. Operators of PyTorch, kernels of this package, products.
+"""What runs outside of the decoder layers: embedding, last norm, head and loss, forward and backward, as eager code
+calls them on a GPU. Operators of PyTorch, kernels of this package, products.
 
-The step runs on fake tensors of the CPU, on which autograd works, and which have no values. What the package does in one
-kernel on a GPU, and in several operators elsewhere, counts as that kernel.
+The step runs on fake tensors of the CPU, on which autograd works, and which have no values. What the package does in
+one kernel on a GPU, and in several operators elsewhere, counts as that kernel.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def lines(traced: dict, layers: int, of_an_element: dict | None, chip: Chip) -> 
         Line("attention", layers * layer["attention"], "operations over assumed shares of the bf16 rate"),
         Line("other kernels of the layers", layers * layer["kernels"], "Inductor's code: bytes and instructions"),
         Line("head's products", outside["products"], "operations over the measured bf16 rate, or FP8's"),
-        Line("embedding, norm, loss", outside["kernels"], "bytes of operators and kernels"),
+        Line("embedding, norm, loss", outside["kernels"], "bytes of PyTorch's operators"),
         Line(
             "optimizer",
             optimizer_seconds(traced["parameters"], of_an_element, chip),
