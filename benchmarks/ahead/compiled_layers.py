@@ -1,5 +1,5 @@
 """What Inductor makes of a decoder layer of Llama as the package prepares it, forward and backward, for a GPU that is
-not there; and which of PyTorch's operators run outside of the layers. Prints JSON.
+not there; and what runs outside of the layers. Prints JSON.
 
 The model is the one of `training.py`: FP32 weights under bf16 autocast. Each decoder layer is compiled; embedding, last
 norm, head and loss are eager.
@@ -13,6 +13,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -20,10 +21,13 @@ from torch import nn
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 import inductor  # noqa: E402
 import machine  # noqa: E402
+import outside  # noqa: E402
 import roofline  # noqa: E402
 from specs import convert  # noqa: E402
-from tracing import Graph, Traced, eager_kernels, on_gpu, traced  # noqa: E402
+from tracing import Graph, Traced, traced  # noqa: E402
 from training import build  # noqa: E402
+
+from fp8_backends.numerics.scaled_tensor import ScaledTensor  # noqa: E402
 
 
 class FeedForward(nn.Module):
@@ -37,9 +41,18 @@ class FeedForward(nn.Module):
         return x + self.mlp(self.norm(x))
 
 
-def traces(spec: str, shape: str, tokens: int) -> tuple[Traced, Traced, Traced, int]:
-    """A decoder layer, its feed-forward block alone, all that is outside of the layers; and the parameters of the
-    model."""
+class Traces(NamedTuple):
+    layer: Traced
+    """A decoder layer."""
+    block: Traced
+    """Its feed-forward block alone."""
+    parameters: int
+    """Of the whole model."""
+    scaled: int
+    """Those that a level stores in scaled precision."""
+
+
+def traces(spec: str, shape: str, tokens: int) -> Traces:
     from torch._inductor.decomposition import select_decomp_table
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -55,10 +68,8 @@ def traces(spec: str, shape: str, tokens: int) -> tuple[Traced, Traced, Traced, 
         table = select_decomp_table()
         whole = traced(layer, x, position_embeddings=rotations, decompositions=table)
         block = traced(FeedForward(layer), x, decompositions=table)
-        model.model.layers = nn.ModuleList()
-        ids = torch.zeros(1, tokens, dtype=torch.int64, device="cuda")
-        outside = traced(lambda ids: model(input_ids=ids, labels=ids).loss, ids)
-    return whole, block, outside, parameters
+        scaled = sum(each.numel() for each in model.model.layers.parameters() if isinstance(each, ScaledTensor))
+    return Traces(whole, block, parameters, scaled)
 
 
 def saved_bytes(forward: list[Graph]) -> int:
@@ -108,20 +119,15 @@ def largest(kernel: inductor.Kernel, chip: machine.Chip) -> dict:
     }
 
 
-def outside_of_layers(graphs: Traced, chip: machine.Chip) -> dict:
+def outside_of_layers(found: outside.Recorder, chip: machine.Chip) -> dict:
     """Figures of what runs eagerly."""
-    kernels, products = [], []
-    for graph in (*graphs.forward, *graphs.backward):
-        on_gpu(graph)
-        kernels += eager_kernels(graph.module)
-        products += inductor.matrix_work(graph.module)[0]
     return {
-        "kernels": len(kernels),
-        "bytes": sum(size for _, size in kernels),
-        "products": [each._asdict() for each in products],
+        "kernels": len(found.kernels),
+        "bytes": sum(size for _, size in found.kernels),
+        "products": [each._asdict() for each in found.products],
         "seconds": {
-            "products": sum(roofline.of_product(each, chip) for each in products),
-            "kernels": sum(roofline.of_bytes(size, chip) for _, size in kernels),
+            "products": sum(roofline.of_product(each, chip) for each in found.products),
+            "kernels": sum(roofline.of_bytes(size, chip) for _, size in found.kernels),
         },
     }
 
@@ -137,15 +143,18 @@ def main() -> None:
     torch.set_num_threads(1)
     chip = machine.CHIPS[arguments.chip]
     machine.pretend(chip)
-    whole, block, outside, parameters = traces(arguments.backend, arguments.shape, arguments.tokens)
-    layer = summary(whole, chip, not arguments.no_machine_code)
+    shape, tokens = arguments.shape, arguments.tokens
+    seen = traces(arguments.backend, shape, tokens)
+    layer, block = summary(seen.layer, chip, not arguments.no_machine_code), summary(seen.block, chip, False)
+    around = outside.recorded(lambda: build(shape, tokens, "meta"), arguments.backend, tokens)
     found = {
         "backend": arguments.backend,
-        "parameters": parameters,
+        "parameters": seen.parameters,
+        "scaled": seen.scaled,
         "layer": layer,
-        "mlp": summary(block, chip, False),
-        "outside": outside_of_layers(outside, chip),
-        "saved_bytes_of_a_layer": saved_bytes(whole.forward),
+        "mlp": block,
+        "outside": outside_of_layers(around, chip),
+        "saved_bytes_of_a_layer": saved_bytes(seen.layer.forward),
     }
     print(json.dumps(found))
 

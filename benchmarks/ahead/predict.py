@@ -64,7 +64,8 @@ def predict(arguments: argparse.Namespace, known: list[dict], keep: Callable[[di
     chip, shape = CHIPS[arguments.chip], SHAPES[arguments.shape]
     asked = arguments.backends.split(",")
     levels = {spec: level for spec in asked if (level := level_of(spec))}
-    of_host = [each for each in asked if each not in levels]
+    # a Linear alone has no head that fields could name
+    of_host = [each for each in asked if each not in levels and "lm_head" not in each]
     steps = ";".join(sorted(set(levels.values())))
     eager = answered("eager_calls.py", "--backends", ",".join(of_host), "--levels", steps)
     peak_bytes = peaks(asked, shape, arguments.tokens)
@@ -111,10 +112,13 @@ def printed(record: dict) -> str:
             row += [each[part]["kernels"], round(each[part]["bytes"] / 1e6)]
         calls = [round(eager["python_us"]), eager["launches"] + eager["operators"]] if eager else ["-", "-"]
         rows.append(row + calls)
-        parts.append([each["backend"], *(f"{line['seconds'] * 1e3:.2f}" for line in each["lines"])])
-    names = [line["what"] for line in results[0]["lines"]]
+        parts.append({line["what"]: f"{line['seconds'] * 1e3:.2f}" for line in each["lines"]})
+    names = list(dict.fromkeys(name for part in parts for name in part))
+    lines = [
+        [each["backend"], *map(part.get, names, ["-"] * len(names))] for each, part in zip(results, parts, strict=True)
+    ]
     ratios = [[name, "-" if value is None else f"{value:.3f}"] for name, value in record["ratios"].items()]
-    tables = [table(header, rows), table(["milliseconds", *names], parts), table(["predicted", ""], ratios)]
+    tables = [table(header, rows), table(["milliseconds", *names], lines), table(["predicted", ""], ratios)]
     return "\n\n".join(tables)
 
 

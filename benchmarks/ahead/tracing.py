@@ -138,21 +138,6 @@ def on_gpu(graph: Graph) -> tuple[FakeTensorMode, list[Any]]:
     return fake, inputs
 
 
-def eager_kernels(module: fx.GraphModule) -> list[tuple[str, int]]:
-    """Operators that eager PyTorch would launch, without products, and the bytes that each reads and writes."""
-    found = []
-    for node in module.graph.nodes:
-        name = node.target._schema.name.split("::")[1] if hasattr(node.target, "_schema") else ""
-        if not name or name in VIEWS or PRODUCT.match(name):
-            continue
-        tensors = [each.meta.get("val") for each in node.all_input_nodes]
-        if name == "embedding":  # reads the rows that it returns
-            tensors = [node.meta["val"]]
-        tensors += [node.meta["val"]] if isinstance(node.meta["val"], torch.Tensor) else list(node.meta["val"] or ())
-        found.append((name, sum(each.nbytes for each in tensors if isinstance(each, torch.Tensor))))
-    return found
-
-
 def _on(device: torch.device, value: Any) -> Any:
     """A fake tensor of that device for a tensor; anything else as it is."""
     if not isinstance(value, torch.Tensor):

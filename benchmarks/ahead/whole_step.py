@@ -14,6 +14,10 @@ FUSED_ADAMW = 28.0
 the gradient written."""
 
 
+CAST_OF_A_GRADIENT = (4, 4 + 1)
+"""Bytes an element of the passes that store the FP32 gradient of a scaled weight in E4M3: its amax, its codes."""
+
+
 class Line(NamedTuple):
     what: str
     seconds: float
@@ -29,6 +33,11 @@ def optimizer_seconds(parameters: int, of_an_element: dict | None, chip: Chip) -
     return roofline.of_kernel(bytes_, work, chip)
 
 
+def gradient_casts(elements: int, chip: Chip) -> float:
+    """Of so many scaled weights' gradients, which a hook casts one by one."""
+    return sum(roofline.of_kernel(size * elements, NOTHING, chip) for size in CAST_OF_A_GRADIENT)
+
+
 def share_of_a_copy(of_an_element: dict, chip: Chip) -> float:
     """The bandwidth of the optimizer's kernels over that of a copy."""
     seconds = optimizer_seconds(1, of_an_element, chip)
@@ -38,6 +47,8 @@ def share_of_a_copy(of_an_element: dict, chip: Chip) -> float:
 def lines(traced: dict, layers: int, of_an_element: dict | None, chip: Chip) -> list[Line]:
     """traced: what `compiled_layers.py` prints."""
     layer, outside = traced["layer"]["seconds"], traced["outside"]["seconds"]
+    scaled = traced.get("scaled", 0)  # which records that were made first do not tell
+    casts = [Line("gradients' casts", gradient_casts(scaled, chip), "9 bytes an element of the layers' weights")]
     return [
         Line("products of the layers", layers * layer["products"], "operations over the assumed rates"),
         Line("attention", layers * layer["attention"], "operations over assumed shares of the bf16 rate"),
@@ -49,6 +60,7 @@ def lines(traced: dict, layers: int, of_an_element: dict | None, chip: Chip) -> 
             optimizer_seconds(traced["parameters"], of_an_element, chip),
             "28 bytes an element" if of_an_element is None else "its kernels' bytes and instructions",
         ),
+        *(casts if scaled else []),
     ]
 
 

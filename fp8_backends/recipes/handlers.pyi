@@ -105,8 +105,7 @@ class TERecipeKwargs(Recipe):
             As fp8_dpa. Read by te.
         fused_head (True, False; default False):
             The output head and its loss are computed in chunks of tokens, and logits are never whole. The head stays in
-            high precision unless also_include or include names it (native). Not with a level, which stores weights
-            itself. Read by native, te, ao.
+            high precision unless also_include or include names it (native). Read by native, te, ao.
         scaling:
             The scaling rule, if the backend string does not name it: delayed, dynamic, rowwise, blockwise, mxfp8,
             window and so on. Read by every backend.
@@ -177,8 +176,7 @@ class AORecipeKwargs(Recipe):
             Leave layers in high precision that TorchAO finds too small to gain. Read by ao.
         fused_head (True, False; default False):
             The output head and its loss are computed in chunks of tokens, and logits are never whole. The head stays in
-            high precision unless also_include or include names it (native). Not with a level, which stores weights
-            itself. Read by native, te, ao.
+            high precision unless also_include or include names it (native). Read by native, te, ao.
         include:
             Name patterns of layers to convert (fnmatch, over the full name; without a dot also any one part of it),
             separated by commas. Read by every backend.
@@ -311,8 +309,7 @@ class NativeRecipeKwargs(Recipe):
             backward. Read by native.
         fused_head (True, False; default False):
             The output head and its loss are computed in chunks of tokens, and logits are never whole. The head stays in
-            high precision unless also_include or include names it (native). Not with a level, which stores weights
-            itself. Read by native, te, ao.
+            high precision unless also_include or include names it (native). Read by native, te, ao.
         include:
             Name patterns of layers to convert (fnmatch, over the full name; without a dot also any one part of it),
             separated by commas. Read by every backend.
@@ -416,8 +413,7 @@ class FP8RecipeKwargs(Recipe):
             As fp8_dpa. Read by te.
         fused_head (True, False; default False):
             The output head and its loss are computed in chunks of tokens, and logits are never whole. The head stays in
-            high precision unless also_include or include names it (native). Not with a level, which stores weights
-            itself. Read by native, te, ao.
+            high precision unless also_include or include names it (native). Read by native, te, ao.
         config:
             A torchao.float8.Float8LinearConfig, used as it is. Read by ao.
         pad_inner_dim (True, False):

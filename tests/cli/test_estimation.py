@@ -27,12 +27,13 @@ from transformers import (
 
 import fp8_backends
 from fp8_backends.cli.compare.measuring import peak_memory
-from fp8_backends.cli.estimate import ModelShape, Workload, estimate, estimates, model_shapes
+from fp8_backends.cli.estimate import ModelShape, Workload, estimate, estimates, model_shapes, step_trace
 from fp8_backends.cli.estimate.estimates import Growth
 from fp8_backends.cli.estimate.step_trace import MemoryTracker, StepSettings, StepTrace, trace_step
 from fp8_backends.compute import registry
 from fp8_backends.errors import FP8BackendError, RecipeError
 from fp8_backends.numerics.formats import E4M3
+from fp8_backends.numerics.kernels.loss.dispatch import cross_entropy
 from fp8_backends.numerics.kernels.quantize.dispatch import quantize
 from fp8_backends.recipes import handlers as recipes
 from fp8_backends.training import conversion
@@ -172,6 +173,20 @@ def test_static_bytes_and_the_peak_are_those_of_a_live_training(name, subtests):
             assert found.static == pytest.approx(static, rel=STATIC)
             assert found.peak == pytest.approx(peak, rel=PEAK)
             assert found.flops_share == pytest.approx(share, abs=1e-6)
+
+
+@pytest.mark.slow
+def test_a_fused_head_is_that_of_a_live_training_but_for_the_copies_of_its_loss(monkeypatch):
+    """A CPU's loss makes FP32 copies of a chunk's logits, where a GPU has one kernel."""
+    shape, batch, sequence = ModelShape("Llama", llama(vocab_size=4096)), 4, 64
+    workload = Workload(model=shape, batch=batch, sequence=sequence)
+    fused = {"backend": "msamp:O2", "fused_head": True}
+    _, peak, _ = trained(shape, fused, batch, sequence)
+    whole, of_a_gpu = estimate(workload, ["msamp:O2", fused])  # recipes of one name
+    monkeypatch.setattr(step_trace, "_KERNELS", step_trace._KERNELS - {cross_entropy.__code__})
+    (of_a_cpu,) = estimate(workload, [fused])
+    assert of_a_cpu.peak == pytest.approx(peak, rel=PEAK)
+    assert of_a_gpu.peak < of_a_cpu.peak < whole.peak
 
 
 @pytest.mark.slow

@@ -24,7 +24,9 @@ LARGEST_GAP = 0.01
 """Nats: ranks scale their own halves of a batch."""
 
 
-def _losses(wrap=None, rows: slice = slice(None), backend: str = "native:dynamic", **fields) -> tuple[torch.nn.Module, list[float], type]:
+def _losses(
+    wrap=None, rows: slice = slice(None), backend: str = "native:dynamic", **fields
+) -> tuple[torch.nn.Module, list[float], type]:
     """(the model, the losses of 5 steps on these rows of a batch, averaged over the ranks, the class of its logits)"""
     model = llama(tie_word_embeddings=True)
     spec = SPEC | fields | {"backend": backend}

@@ -157,6 +157,7 @@ class MemoryTracker(TorchDispatchMode):
         self._note_peak()
 
     def _drop(self, key: int) -> None:
+        self._note_peak()  # with what a kernel has left behind
         gone = self._storages.pop(key)
         self.live[gone.part] -= gone.size
         self.total -= gone.size

@@ -27,11 +27,11 @@ def cross_entropy(
     counts = labels != ignore_index
     index = torch.where(counts, labels, torch.zeros_like(labels)).unsqueeze(1)
     on_label, on_all = 1.0 - label_smoothing, label_smoothing / logits.shape[1]
-    log_p = torch.log_softmax(logits, dim=1, dtype=torch.float32)
-    losses = -log_p.gather(1, index).squeeze(1)
+    gradient = torch.log_softmax(logits, dim=1, dtype=torch.float32)
+    losses = -gradient.gather(1, index).squeeze(1)
     if label_smoothing:
-        losses = on_label * losses - on_all * log_p.sum(1)
-    gradient = log_p.exp_()
+        losses = on_label * losses - on_all * gradient.sum(1)
+    gradient.exp_()
     if label_smoothing:
         gradient.sub_(on_all)
     gradient.scatter_add_(1, index, gradient.new_full((), -on_label).expand_as(index))
