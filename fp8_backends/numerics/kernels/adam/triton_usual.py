@@ -35,7 +35,7 @@ from .triton_tiles import (
 )
 
 _GRADIENT_LIMIT = tl.constexpr(GRADIENT_LIMIT)
-_TWICE_127, _LEAST, _MOST, _LEAST_FACTOR = tl.constexpr(254 << 23), tl.constexpr(2.0**-100), tl.constexpr(2.0**100), tl.constexpr(2.0**-20)
+_LEAST, _MOST, _LEAST_FACTOR = tl.constexpr(2.0**-100), tl.constexpr(2.0**100), tl.constexpr(2.0**-20)
 _MOST_OF_ROOT, _ROOT_BESIDE_EPS = tl.constexpr(2.0**64), tl.constexpr(2.0**12)
 
 
@@ -237,7 +237,8 @@ def _write_exp_avg(pointer, inverses, m, scale, random, KIND: tl.constexpr):
         if KIND.blocked[2]:
             amax = from_bits(tl.max(as_bits(m) & 0x7FFFFFFF, axis=1)[:, None])
             scale_of_block = scale_of(amax, FORMAT)
-            inverse = tl.where(is_finite(amax), from_bits(_TWICE_127 - as_bits(scale_of_block)), float("nan"))
+            inverse = from_bits((254 << 23) - as_bits(scale_of_block))  # of a power of two
+            inverse = tl.where(is_finite(amax), inverse, float("nan"))
             tl.store(inverses, inverse)
             upper = _upper(m * scale_of_block, 1.0, random, KIND, 2)
         else:

@@ -134,9 +134,39 @@ def test_a_gradient_that_is_not_finite_counts_as_zero_and_others_do_not(kind, ba
 
 
 @pytest.mark.parametrize("size", [3e38, 1e30, 1e-44])
-def test_huge_and_tiny_gradients(size):
-    ours, expected = both(lambda: jobs("O2", size=size))
+@pytest.mark.parametrize("bounded", [False, True])
+def test_huge_and_tiny_gradients(size, bounded):
+    ours, expected = both(lambda: jobs("O2", size=size, bounded=bounded, sizes=(3000, 1)))
     assert bits(ours) == bits(expected)
+
+
+@pytest.mark.parametrize("kind", ["O2", "O2, blocks of 32"])
+def test_a_parameter_of_several_programs_is_stepped_in_one_pass_to_the_bit(kind):
+    ours, expected = both(lambda: jobs(kind, copied=kind == "O2", bounded=True, sizes=(10, 9300)))
+    assert bits(ours) == bits(expected)
+
+
+@pytest.mark.parametrize("unusual", ["", "eps", "a scale", "an infinite weight", "an infinite gradient"])
+def test_only_tiles_of_usual_numbers_are_written_the_short_way(unusual, monkeypatch):
+    def make():
+        (job,) = jobs("O2", sizes=(2048,))
+        if unusual == "eps":
+            job.hyper[7] = 1e-30
+        elif unusual == "a scale":
+            job.exp_avg_sq.scale_inv.mul_(1.5)
+        elif unusual == "an infinite weight":
+            job.weight.data[7] = float("inf")
+        elif unusual == "an infinite gradient":
+            job.grad.scale_inv.fill_(float("nan"))
+        return [job._replace(record=measured(job.weight, job.exp_avg, job.exp_avg_sq))]
+
+    written = []
+    for name in ("write_tile", "write_usual_tile"):
+        function = getattr(triton_adam, name)
+        monkeypatch.setattr(triton_adam, name, lambda *given, f=function, n=name: (written.append(n), f(*given))[1])
+    ours, expected = both(make)
+    assert bits(ours) == bits(expected)
+    assert written == ["write_tile" if unusual else "write_usual_tile"] * 2
 
 
 def test_a_step_in_its_parts_is_the_step():
