@@ -8,6 +8,9 @@ new values and keeps their largest; `_write_kernel` computes them again, rounds 
 order, so the scales that it replaces are set aside by the first kernel. The copy of an O3 master is cast in the second
 too, with the scale that follows from the master before it is rounded; the third launch, `_recast_kernel`, finds all
 but a few as they should be, and leaves at once.
+
+What a program does with a tile is in `triton_tiles.py`; in `triton_usual.py` again, for the usual tile of a step of one
+pass, in fewer instructions: on a Hopper GPU the general one is bound by these, not by memory.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from ...formats import FORMATS
 from ..triton_common import OPTIONS, as_bits, from_bits, scale_inv_of
 from ..triton_gate import has_fp8_casts, on_device_of
 from .rounding import EXP_AVG_BITS, EXP_AVG_SQ_BITS, WEIGHT_BITS
-from .table import AdamTable, Kind
+from .table import WRITTEN, AdamTable, Kind
 from .triton_bounds import grad_amax, new_bounds
 from .triton_rounding import mixed, pointer_to, scale_of
 from .triton_tiles import (
@@ -32,9 +35,7 @@ from .triton_tiles import (
     COPY,
     COPY_INVERSE,
     FINITE,
-    FIRST,
     HYPER,
-    INVERSE,
     NUMEL,
     RECORD,
     SEED,
@@ -57,7 +58,7 @@ from .triton_tiles import (
     values_of,
     write_tile,
 )
-from .triton_usual import has_usual_numbers, root_factors, write_usual_tile
+from .triton_usual import bases_of, has_usual_numbers, write_usual_tile
 
 _TILE, _TILES = 1024, 8
 """Elements that a program works on at a time, and how often it does."""
@@ -170,19 +171,14 @@ def _write_kernel(table, parameters, amax_ptr, old_ptr, stored_ptr, KIND: tl.con
     count = tl.minimum(numel - start, KIND.chunk).to(tl.int32)
     if KIND.has_usual_case:
         is_usual = has_usual_numbers(amax_ptr, row, inverses, hyper, scales, KIND)
-        root_numbers = root_factors(amax_of(amax_ptr, row, 2), hyper)
-        own = (pointers[0] + start, pointers[1] + start, pointers[2] + start, pointers[3] + start)
-        own_copy = (copy[0] + start, copy[1])
-        own_index = (tl.load(row + FIRST) + start).to(tl.int32)
-        of_blocks = tl.load(row + INVERSE + 2).to(tl.pointer_type(tl.float32)) + start // KIND.width
+        v_bound = amax_of(amax_ptr, row, 2)
+        bases = bases_of(pointers, copy[0], row, start, KIND)
     for tile in range(KIND.tiles):
         first = tile * tile_size
         at, is_full = start + first, first + tile_size <= count
         if KIND.has_usual_case:
             if is_usual & is_full:
-                largest = write_usual_tile(
-                    own, inverses, of_blocks, hyper, scales, own_copy, root_numbers, key, own_index, first, largest, KIND
-                )
+                largest = write_usual_tile(bases, inverses, hyper, scales, copy[1], v_bound, key, first, largest, KIND)
             elif first < count:
                 largest = write_tile(
                     pointers, row, inverses, hyper, scales, copy, amax_ptr, key, numel, at, largest, KIND, False
@@ -246,7 +242,7 @@ class _Constants:
             "width": width,
             "lanes": min(width, _LANES),
             "tiles": _TILES,
-            "has_usual_case": kind.bounded and kind.stochastic and not any(kind.blocked[i] for i in (0, 1, 3)),
+            "has_usual_case": _has_usual_case(kind),
             "chunk": rows * width * _TILES,
         }
 
@@ -255,6 +251,12 @@ class _Constants:
             raise AttributeError(name)
         value = self._values[name]
         return tuple(map(tl.constexpr, value)) if isinstance(value, tuple) else tl.constexpr(value)
+
+
+def _has_usual_case(kind: Kind) -> bool:
+    """Whether `triton_usual` writes tiles of this kind: it wants bounds."""
+    is_scaled = any(kind.scaled[i] for i in WRITTEN)
+    return kind.bounded and kind.stochastic and is_scaled and not any(kind.blocked[i] for i in (0, 1, 3))
 
 
 def kernels(kind: Kind, tensor: torch.Tensor) -> TritonKernels | None:

@@ -1,15 +1,17 @@
-"""`triton_tiles.write_tile` of a full tile in a third fewer instructions, where numbers that are known before the step
-say that nothing unusual can happen. `has_usual_numbers` asks for that, once a program.
+"""`triton_tiles.write_tile` of a full tile in three quarters of the instructions, for a parameter of which numbers that
+are known before the step say that nothing unusual can happen: its bounds, scales and hyperparameters. What the general
+one does for each element, lest a number overflow, is asked once a program, by `has_usual_numbers`.
 
-* Scales that are powers of two are factors of other numbers: each product of both is exact.
+* Scales that are powers of two are factors of other numbers: all these products are exact.
 * A magnitude times its scale and 2**-126 over the format's smallest normal number has the format's own exponent, and
   is subnormal where the format's number is. Random bits are added to it, and its upper bits are the code.
-* The root and the quotient are those of the correctly rounded instructions, without their ways for other numbers: an
-  approximation and fused steps that correct it. exp_avg_sq is shifted to where the root's is exact, up or down by a
-  power of four; 2**-100 is added to it, which no number feels whose root is felt beside eps.
+* Root and quotient are those of the correctly rounded instructions without their branches for other numbers: an
+  approximation, and fused steps that correct it. exp_avg_sq is shifted by a power of four to where the root is exact;
+  2**-100 is added then, which changes no number whose root counts beside eps.
 
-The result is the other's to the bit. Only where |step size * exp_avg| < 2**-101 may the update have another last bit,
-since the remainder of the quotient is no FP32 number there, and zero another sign.
+The result is the general one's to the bit. Only where |step size * exp_avg| or the update is below 2**-101, which is no
+part of a weight of usual size, may the update differ by its last place, or by the sign of a zero: the remainder of the
+quotient is no FP32 number there.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from .triton_tiles import (
     BETA2,
     DECAY,
     EPS,
+    FIRST,
     INV_SQRT_BIAS2,
+    INVERSE,
     NEW_IN_EXP_AVG,
     NEW_IN_EXP_AVG_SQ,
     STEP_SIZE,
@@ -35,8 +39,9 @@ from .triton_tiles import (
 )
 
 _GRADIENT_LIMIT = tl.constexpr(GRADIENT_LIMIT)
-_TWICE_127, _LEAST, _MOST, _LEAST_FACTOR = tl.constexpr(254 << 23), tl.constexpr(2.0**-100), tl.constexpr(2.0**100), tl.constexpr(2.0**-20)
-_MOST_OF_ROOT, _ROOT_BESIDE_EPS = tl.constexpr(2.0**64), tl.constexpr(2.0**12)
+_LEAST, _MOST, _LEAST_FACTOR = tl.constexpr(2.0**-100), tl.constexpr(2.0**100), tl.constexpr(2.0**-20)
+_MOST_OF_ROOT = tl.constexpr(2.0**64)
+_ROOT_BESIDE_EPS = tl.constexpr(2.0**12)  # roots from 2**-37 on: below them, a product with it is 2**-25 of eps at most
 
 
 @triton.constexpr_function
@@ -69,8 +74,8 @@ def _are_usual_scales(old_inverse, new, KIND: tl.constexpr, SLOT: tl.constexpr):
 
 
 @triton.jit
-def root_factors(v_bound, hyper):
-    """4**k, times which no exp_avg_sq overflows, and what the root of such a product is multiplied by."""
+def _root_factors(v_bound, hyper):
+    """4**k, times which no exp_avg_sq overflows, and what the root of the product is multiplied by."""
     k = (251 - (as_bits(v_bound) >> 23)) >> 1
     k = tl.minimum(tl.maximum(k, 0), 62)
     return from_bits((127 + 2 * k) << 23), hyper[INV_SQRT_BIAS2] * from_bits((127 - k) << 23)
@@ -79,10 +84,10 @@ def root_factors(v_bound, hyper):
 @triton.jit
 def has_usual_numbers(amax_ptr, row, inverses, hyper, scales, KIND: tl.constexpr):
     """Whether `write_usual_tile` may write the tiles of a parameter. False for what is no number."""
-    w_bound = amax_of(amax_ptr, row, 0)
-    _, root_factor = root_factors(amax_of(amax_ptr, row, 2), hyper)
+    w_bound, v_bound = amax_of(amax_ptr, row, 0), amax_of(amax_ptr, row, 2)
+    _, root_factor = _root_factors(v_bound, hyper)
     denominator = root_factor * _MOST_OF_ROOT + hyper[EPS]
-    usual = (w_bound <= _MOST) & (denominator <= _MOST) & (w_bound * denominator <= _MOST)
+    usual = (w_bound <= _MOST) & is_finite(v_bound) & (denominator <= _MOST) & (w_bound * denominator <= _MOST)
     usual = usual & (hyper[EPS] >= _LEAST) & (root_factor <= hyper[EPS] * _ROOT_BESIDE_EPS)
     usual = usual & (hyper[BETA2] >= _LEAST_FACTOR) & (tl.abs(hyper[DECAY]) >= _LEAST_FACTOR)
     if KIND.scaled[1] and (KIND.formats[1] == "e4m3" or KIND.formats[1] == "e5m2"):
@@ -90,7 +95,7 @@ def has_usual_numbers(amax_ptr, row, inverses, hyper, scales, KIND: tl.constexpr
     usual = usual & _are_usual_scales(inverses[0], scales[0], KIND, 0)
     usual = usual & _are_usual_scales(inverses[3], scales[2], KIND, 3)
     if not KIND.blocked[2]:
-        usual = usual & _are_usual_scales(inverses[2], scales[1], KIND, 2)
+        usual = usual & is_finite(amax_of(amax_ptr, row, 1)) & _are_usual_scales(inverses[2], scales[1], KIND, 2)
     return usual
 
 
@@ -105,7 +110,7 @@ def _approximate_inverse(x):
 
 
 @triton.jit
-def _root(x, IN_HARDWARE: tl.constexpr):
+def root_of(x, IN_HARDWARE: tl.constexpr):
     """The correctly rounded root of numbers from 2**-101 on."""
     if IN_HARDWARE:
         inverse = _approximate_root(x)
@@ -116,7 +121,7 @@ def _root(x, IN_HARDWARE: tl.constexpr):
 
 
 @triton.jit
-def _quotient(x, y, IN_HARDWARE: tl.constexpr):
+def quotient_of(x, y, IN_HARDWARE: tl.constexpr):
     """The correctly rounded quotient of numbers from 2**-101 on, y up to 2**100, x / y up to 2**100."""
     if IN_HARDWARE:
         inverse = _approximate_inverse(y)
@@ -134,10 +139,10 @@ def _stored(pointer, KIND: tl.constexpr, SLOT: tl.constexpr):
 
 
 @triton.jit
-def _step(pointers, inverses, of_blocks, hyper, at, root_numbers, KIND: tl.constexpr):
+def _step(bases, inverses, of_blocks, hyper, at, root_numbers, KIND: tl.constexpr):
     """`triton_tiles.adam_step`."""
-    w, g = _stored(pointers[0] + at, KIND, 0), _stored(pointers[1] + at, KIND, 1) * inverses[1]
-    m, v = _stored(pointers[2] + at, KIND, 2), _stored(pointers[3] + at, KIND, 3)
+    w, g = _stored(bases[0] + at, KIND, 0), _stored(bases[1] + at, KIND, 1) * inverses[1]
+    m, v = _stored(bases[2] + at, KIND, 2), _stored(bases[3] + at, KIND, 3)
     if not (KIND.scaled[1] and (KIND.formats[1] == "e4m3" or KIND.formats[1] == "e5m2")):
         g = tl.where(tl.abs(g) < _GRADIENT_LIMIT, g, 0.0)
     if KIND.maximize:
@@ -153,9 +158,9 @@ def _step(pointers, inverses, of_blocks, hyper, at, root_numbers, KIND: tl.const
     else:
         m = tl.fma(m, inverses[2], hyper[NEW_IN_EXP_AVG] * tl.fma(m * -1.0, inverses[2], g))
     v = v * (inverses[3] * hyper[BETA2]) + hyper[NEW_IN_EXP_AVG_SQ] * g * g
-    root = _root(tl.fma(v, root_numbers[0], _LEAST), KIND.has_fp8_casts)
+    root = root_of(tl.fma(v, root_numbers[0], _LEAST), KIND.has_fp8_casts)
     denominator = root * root_numbers[1] + hyper[EPS]
-    return w - _quotient(hyper[STEP_SIZE] * m, denominator, KIND.has_fp8_casts), m, v
+    return w - quotient_of(hyper[STEP_SIZE] * m, denominator, KIND.has_fp8_casts), m, v
 
 
 @triton.jit
@@ -227,7 +232,7 @@ def _write_weight(pointer, copy, w, scale, copy_scale, random, KIND: tl.constexp
 
 @triton.jit
 def _write_exp_avg(pointer, inverses, m, scale, random, KIND: tl.constexpr):
-    """inverses: pointers to those of blocks. Returns |exp_avg| as it is stored, without its scale, and the inverse of that."""
+    """inverses: pointers to those of blocks. Returns |exp_avg| as it is stored, without its scale; the inverse."""
     FORMAT: tl.constexpr = KIND.formats[2]
     inverse = scale[1]
     if FORMAT == "fp32":
@@ -237,7 +242,8 @@ def _write_exp_avg(pointer, inverses, m, scale, random, KIND: tl.constexpr):
         if KIND.blocked[2]:
             amax = from_bits(tl.max(as_bits(m) & 0x7FFFFFFF, axis=1)[:, None])
             scale_of_block = scale_of(amax, FORMAT)
-            inverse = tl.where(is_finite(amax), from_bits(_TWICE_127 - as_bits(scale_of_block)), float("nan"))
+            inverse = from_bits((254 << 23) - as_bits(scale_of_block))  # of a power of two
+            inverse = tl.where(is_finite(amax), inverse, float("nan"))
             tl.store(inverses, inverse)
             upper = _upper(m * scale_of_block, 1.0, random, KIND, 2)
         else:
@@ -264,21 +270,28 @@ def _write_exp_avg_sq(pointer, v, scale, random, KIND: tl.constexpr):
 
 
 @triton.jit
-def write_usual_tile(
-    pointers, inverses, of_blocks, hyper, scales, copy, root_numbers, key, index, first, known, KIND: tl.constexpr
-):
-    """What `write_tile` does. pointers, of_blocks, copy, index: of the program's first element or block, `index` for
-    random bits; first: the tile's place behind it; root_numbers: from `root_factors`."""
+def bases_of(pointers, copy, row, start, KIND: tl.constexpr):
+    """What a program's tiles count from: pointers to its first element (weight, grad, exp_avg, exp_avg_sq, copy) and to
+    the scale_inv of its first block of exp_avg; the index of its first element for random bits."""
+    of_blocks = tl.load(row + INVERSE + 2).to(tl.pointer_type(tl.float32)) + start // KIND.width
+    index = (tl.load(row + FIRST) + start).to(tl.int32)
+    w, g, m, v = pointers
+    return w + start, g + start, m + start, v + start, copy + start, of_blocks, index
+
+
+@triton.jit
+def write_usual_tile(bases, inverses, hyper, scales, copy_scale, v_bound, key, first, known, KIND: tl.constexpr):
+    """What `write_tile` does. bases: from `bases_of`; first: the tile's place behind them; v_bound: of exp_avg_sq."""
     rows = tl.arange(0, KIND.rows)[:, None]
     at = first + rows * KIND.width + tl.arange(0, KIND.width)[None, :]
-    of_blocks += first // KIND.width + rows
-    w, m, v = _step(pointers, inverses, of_blocks, hyper, at, root_numbers, KIND)
-    random = mixed((index + at).to(tl.uint32, bitcast=True) ^ key)
+    of_blocks = bases[5] + (first // KIND.width + rows)
+    w, m, v = _step(bases, inverses, of_blocks, hyper, at, _root_factors(v_bound, hyper), KIND)
+    random = mixed((bases[6] + at).to(tl.uint32, bitcast=True) ^ key)
     if KIND.blocked[2]:
         tl.debug_barrier()  # all threads have read the blocks' old scales
-    largest_w = _write_weight(pointers[0] + at, copy[0] + at, w, scales[0], copy[1], random, KIND)
-    m, m_inv = _write_exp_avg(pointers[2] + at, of_blocks, m, scales[1], random, KIND)
-    v = _write_exp_avg_sq(pointers[3] + at, v, scales[2], random, KIND)
+    largest_w = _write_weight(bases[0] + at, bases[4] + at, w, scales[0], copy_scale, random, KIND)
+    m, m_inv = _write_exp_avg(bases[2] + at, of_blocks, m, scales[1], random, KIND)
+    v = _write_exp_avg_sq(bases[3] + at, v, scales[2], random, KIND)
     ratio, largest_m = of_lanes(as_bits(m) - (as_bits(v) >> 1), KIND), of_lanes(as_bits(m), KIND)
     if KIND.blocked[2]:
         ratio = coded(ratio, m_inv, scales[2][1])

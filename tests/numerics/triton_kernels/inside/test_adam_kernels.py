@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from fp8_backends.numerics.kernels.adam import triton_adam
+from fp8_backends.numerics.kernels.adam import triton_adam, triton_usual
 from fp8_backends.numerics.kernels.adam.bounds import measured
 from fp8_backends.numerics.kernels.adam.dispatch import AdamSteps, Job, Slot, adam_hyper
 from fp8_backends.numerics.scaled_tensor import quantize
@@ -134,9 +138,71 @@ def test_a_gradient_that_is_not_finite_counts_as_zero_and_others_do_not(kind, ba
 
 
 @pytest.mark.parametrize("size", [3e38, 1e30, 1e-44])
-def test_huge_and_tiny_gradients(size):
-    ours, expected = both(lambda: jobs("O2", size=size))
+@pytest.mark.parametrize("bounded", [False, True])
+def test_huge_and_tiny_gradients(size, bounded):
+    ours, expected = both(lambda: jobs("O2", size=size, bounded=bounded, sizes=(3000, 1)))
     assert bits(ours) == bits(expected)
+
+
+@pytest.mark.parametrize("kind", ["O2", "O2, blocks of 32"])
+def test_a_parameter_of_several_programs_is_stepped_in_one_pass_to_the_bit(kind):
+    ours, expected = both(lambda: jobs(kind, copied=kind == "O2", bounded=True, sizes=(10, 9300)))
+    assert bits(ours) == bits(expected)
+
+
+@pytest.mark.parametrize("unusual", ["", "eps", "a scale", "an infinite weight", "an infinite gradient"])
+def test_only_tiles_of_usual_numbers_are_written_the_short_way(unusual, monkeypatch):
+    def make():
+        (job,) = jobs("O2", sizes=(2048,))
+        if unusual == "eps":
+            job.hyper[7] = 1e-30
+        elif unusual == "a scale":
+            job.exp_avg_sq.scale_inv.mul_(1.5)
+        elif unusual == "an infinite weight":
+            job.weight.data[7] = float("inf")
+        elif unusual == "an infinite gradient":
+            job.grad.scale_inv.fill_(float("nan"))
+        return [job._replace(record=measured(job.weight, job.exp_avg, job.exp_avg_sq))]
+
+    written = []
+    for name in ("write_tile", "write_usual_tile"):
+        function = getattr(triton_adam, name)
+        monkeypatch.setattr(triton_adam, name, lambda *given, f=function, n=name: (written.append(n), f(*given))[1])
+    ours, expected = both(make)
+    assert bits(ours) == bits(expected)
+    assert written == ["write_tile" if unusual else "write_usual_tile"] * 2
+
+
+@triton.jit
+def _corrected_kernel(x_ptr, y_ptr, root_ptr, quotient_ptr, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    x, y = tl.load(x_ptr + at), tl.load(y_ptr + at)
+    tl.store(root_ptr + at, triton_usual.root_of(x, True))
+    tl.store(quotient_ptr + at, triton_usual.quotient_of(x, y, True))
+
+
+@pytest.mark.parametrize("units", [-1, 0, 1])
+def test_roots_and_quotients_are_those_of_ieee_754_from_approximations_that_are_a_last_place_off(units, monkeypatch):
+    """The approximations are stubs of instructions that only a GPU has, and the interpreter rounds an fma twice."""
+
+    def approximation_of(function):
+        def approximate(x):
+            data = function(x.handle.data.astype(np.float64)).astype(np.float32)
+            return tl.core.tensor(TensorHandle((data.view(np.int32) + units).view(np.float32), tl.float32), x.type)
+
+        return approximate
+
+    def fma(_, x, y, z):
+        exact = x.data.astype(np.longdouble) * y.data + z.data
+        return TensorHandle(exact.astype(np.float32), tl.float32)
+
+    monkeypatch.setattr(triton_usual, "_approximate_root", approximation_of(lambda x: x**-0.5))
+    monkeypatch.setattr(triton_usual, "_approximate_inverse", approximation_of(lambda x: 1 / x))
+    monkeypatch.setattr(InterpreterBuilder, "create_fma", fma)
+    x, y = 2.0 ** (torch.rand(2, 2**16, generator=torch.Generator().manual_seed(0)) * 98 - 49)
+    root, quotient = torch.empty_like(x), torch.empty_like(x)
+    _corrected_kernel[(1,)](x, y, root, quotient, SIZE=len(x))
+    assert torch.equal(root, x.double().sqrt().float()) and torch.equal(quotient, (x.double() / y.double()).float())
 
 
 def test_a_step_in_its_parts_is_the_step():
