@@ -240,6 +240,7 @@ def _states_of_layers(root: nn.Module, scaling: str) -> dict[tuple, tuple[list[t
     groups: dict[tuple, tuple[list[torch.Tensor], list[Ledger]]] = {}
     for module in root.modules():
         if isinstance(module, (FP8Products, FP8ExpertWeight)) and module.fp8_rule.scaling == scaling:
+            module._follow(module.fp8_scaling.device)
             states = [module.fp8_scaling] if isinstance(module, FP8Products) else module.fp8_scaling.unbind()
             group = groups.setdefault((states[0].device, module.fp8_rule, states[0].shape[1]), ([], []))
             group[0].extend(states)

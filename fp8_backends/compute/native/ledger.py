@@ -51,6 +51,10 @@ class Ledger:
             if isinstance(value, torch.Tensor):
                 setattr(self, name, function(value))
 
+    def follow(self, device: torch.device) -> None:
+        """Bring the notes to a device. On meta there are none."""
+        self.apply(lambda notes: torch.zeros_like(notes, device=device) if notes.is_meta else notes.to(device))
+
     def forward(self, rule: LayerRule, fprop: bool, input: _Amax = None, weight: _Amax = None) -> None:
         """Count the product of a forward, if it ran in FP8. In compiled code, keep these amaxes, FP32 [states] or
         0-dimensional; elsewhere they are recorded already.
@@ -105,22 +109,24 @@ class KeepsLedger(nn.Module):
         return torch.tensor(astuple(self.fp8_ledger.total()), dtype=torch.int64, device="cpu")
 
     def _apply(self, fn, recurse=True):
+        state = getattr(self, "fp8_scaling", None)
         super()._apply(fn, recurse)
-        was_meta = self.fp8_ledger.device.type == "meta"
-        self.fp8_ledger.apply(fn)
-        if was_meta and self.fp8_ledger.device.type != "meta":
-            self._reset_state(self.fp8_ledger.device)  # `to_empty` leaves random bits
+        if self.fp8_ledger.device.type != "meta":
+            self.fp8_ledger.apply(fn)
+        if state is not None and state.is_meta and not self.fp8_scaling.is_meta:
+            self._reset_state(self.fp8_scaling.device)  # `to_empty` leaves random bits
         return self
 
     def _follow(self, device: torch.device) -> None:
-        """Bring what is the layer's own to the device of its weight."""
+        """Bring what is the layer's own to the device of its weight: a wrapper may have moved parameters and buffers,
+        and nothing else, or assigned real weights into a model that was prepared on meta."""
         if self.fp8_ledger.device == device:
             return
         state = getattr(self, "fp8_scaling", None)
-        if self.fp8_ledger.device.type == "meta" or (state is not None and state.device != device):
-            self._reset_state(device)  # real weights were assigned into a model prepared on meta
-        else:  # a wrapper moved parameters and buffers, and nothing else
-            self.fp8_ledger.apply(lambda notes: notes.to(device))
+        if state is not None and state.device != device:
+            self._reset_state(device)
+        else:
+            self.fp8_ledger.follow(device)
 
 
 def with_noted_amaxes(states: torch.Tensor, ledgers: Sequence[Ledger]) -> torch.Tensor:

@@ -74,7 +74,8 @@ def _cross_entropy_kernel(
     # each lane has its own largest number, and the sum of exponentials beside it
     largest = tl.full((BLOCK,), -format_max("fp32"), tl.float32)
     total, sum_of_x = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
-    for begin in range(0, words, BLOCK):
+    begin = 0
+    while begin < words:
         at = begin + lanes
         x = as_fp32(tl.load(x_ptr + at * word_stride, mask=at < words, other=-float("inf")))
         above = x - largest
@@ -83,6 +84,7 @@ def _cross_entropy_kernel(
         largest = tl.where(above > 0, x, largest)
         if IS_SMOOTH:
             sum_of_x += tl.where(at < words, x, 0.0)
+        begin += BLOCK
     of_row = tl.max(largest)
     log_sum = of_row + tl.log(tl.sum(total * tl.exp(largest - of_row)))
     x_of_label = as_fp32(tl.load(x_ptr + label * word_stride, mask=counts & is_word, other=0.0))
@@ -91,8 +93,9 @@ def _cross_entropy_kernel(
     if IS_SMOOTH:
         loss = on_label * loss + on_all * (words * log_sum - tl.sum(sum_of_x))
     tl.store(loss_ptr + row, tl.where(counts, loss, 0.0))
-    for done in range(0, words, BLOCK):
-        at = tl.cdiv(words, BLOCK) * BLOCK - BLOCK - done + lanes
+    while begin > 0:
+        begin -= BLOCK
+        at = begin + lanes
         x = as_fp32(tl.load(x_ptr + at * word_stride, mask=at < words, other=0.0))
         gradient = tl.exp(x - log_sum) - on_all
         gradient -= tl.where(at == label, on_label, 0.0)
