@@ -245,9 +245,7 @@ def _states_of_layers(root: nn.Module, scaling: str) -> dict[tuple, tuple[list[t
             group = groups.setdefault((states[0].device, module.fp8_rule, states[0].shape[1]), ([], []))
             group[0].extend(states)
             group[1].append(module.fp8_ledger)
-    return {
-        key: (states, with_noted_amaxes(torch.stack(states), ledgers)) for key, (states, ledgers) in groups.items()
-    }
+    return {key: (states, with_noted_amaxes(torch.stack(states), ledgers)) for key, (states, ledgers) in groups.items()}
 
 
 def _collect_amaxes(root: nn.Module) -> None:
