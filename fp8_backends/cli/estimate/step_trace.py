@@ -111,6 +111,14 @@ class MemoryTracker(TorchDispatchMode):
                 self.live[part] += known.size
                 self._storages[key] = known._replace(part=part)
 
+    def assign_all(self, known: str, part: str) -> None:
+        """Note that whatever was taken for one part until now is of another."""
+        for key, storage in self._storages.items():
+            if storage.part == known:
+                self._storages[key] = storage._replace(part=part)
+        self.live[part] += self.live[known]
+        self.live[known] = 0
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if not frozenset(PLAIN).issuperset(types):
             return NotImplemented  # a wrapper subclass first says what it does on its inner tensors
@@ -342,6 +350,7 @@ class _Step:
         self._assign_parts()
         self._make_states()
         self._assign_parts()
+        tracker.assign_all(ACTIVATIONS, BUFFERS)  # notes of layers: nothing was activated yet
         stacks = find_stacks(self.model)
         regions = _Regions(tracker, stacks)
         tracker.forget_peaks()
