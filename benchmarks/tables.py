@@ -177,10 +177,17 @@ def predicted(records: Records) -> str:
     title = f"*Predicted* for an {latest['chip']['name']}, one sequence of {asked['tokens']:,} tokens ({versions}, "
     parts = [textwrap.fill(f"{title}{date.day} {date:%B %Y}):", 120)]
     was = first["ratios"] if first else {}
-    rows = [
-        [what, was.get(what), ratio, targets.PREDICTED[what].value(records)] for what, ratio in latest["ratios"].items()
-    ]
+    measured = {what: target.value(records) for what, target in targets.PREDICTED.items()}
+    rows = [[what, was.get(what), ratio, measured.get(what)] for what, ratio in latest["ratios"].items()]
+    shares = [_share_of_a_copy(each) for each in (first, latest)]
+    rows.append(["optimizer of msamp:O2, bandwidth / a copy's", *shares, targets.ON_GPU[7].value(records)])
     parts.append(rst(["ratio", "*predicted* at first", "*predicted*", "measured"], rows))
+    parts.append("Milliseconds of a step, predicted:")
+    names = list(dict.fromkeys(line["what"] for each in latest["results"] for line in each["lines"]))
+    spent = [{line["what"]: line["seconds"] * 1e3 for line in each["lines"]} for each in latest["results"]]
+    of_backends = [quoted(each["backend"]) for each in latest["results"]]
+    times = [[name, *(by_name.get(what) for what in names)] for name, by_name in zip(of_backends, spent, strict=True)]
+    parts.append(rst(["backend", *names], times))
     parts.append("Kernels that a decoder layer launches, and the megabytes that they move, at first and now:")
     earlier = {each["backend"]: each for each in first["results"]} if first else {}
     costs = [[quoted(each["backend"]), *_costs(earlier.get(each["backend"]), each)] for each in latest["results"]]
@@ -189,6 +196,11 @@ def predicted(records: Records) -> str:
     if "step_8b_gpu" not in records:
         parts.append("The same on a GPU: not yet measured.")
     return "\n\n".join(parts)
+
+
+def _share_of_a_copy(record: dict | None) -> float | None:
+    found = [each["optimizer"] for each in (record or {"results": []})["results"] if each["backend"] == "msamp:O2"]
+    return found[0]["share_of_a_copy"] if found and found[0] else None
 
 
 def _costs(first: dict | None, latest: dict) -> list[str]:

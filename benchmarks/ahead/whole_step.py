@@ -16,6 +16,8 @@ the gradient written."""
 
 CAST_OF_A_GRADIENT = (4, 4 + 1)
 """Bytes an element of the passes that store the FP32 gradient of a scaled weight in E4M3: its amax, its codes."""
+LAUNCHES_OF_A_NOTE = 2
+"""Of `fp8_backends::note_backward`, an operator of compiled code: counts, and the amax of rules with a state."""
 
 
 class Line(NamedTuple):
@@ -49,6 +51,8 @@ def lines(traced: dict, layers: int, of_an_element: dict | None, chip: Chip) -> 
     layer, outside = traced["layer"]["seconds"], traced["outside"]["seconds"]
     scaled = traced.get("scaled", 0)  # which records that were made first do not tell
     casts = [Line("gradients' casts", gradient_casts(scaled, chip), "9 bytes an element of the layers' weights")]
+    calls = layers * len(traced["layer"]["other_calls"])
+    notes = [Line("notes of the layers", calls * LAUNCHES_OF_A_NOTE * roofline.of_bytes(0, chip), "their launches")]
     return [
         Line("products of the layers", layers * layer["products"], "operations over the assumed rates"),
         Line("attention", layers * layer["attention"], "operations over assumed shares of the bf16 rate"),
@@ -61,12 +65,23 @@ def lines(traced: dict, layers: int, of_an_element: dict | None, chip: Chip) -> 
             "28 bytes an element" if of_an_element is None else "its kernels' bytes and instructions",
         ),
         *(casts if scaled else []),
+        *(notes if calls else []),
     ]
 
 
 def ratios(seconds: dict[str, float], peaks: dict[str, float]) -> dict[str, float | None]:
-    """What the targets ask for, from the seconds of a step and the peak bytes of each backend."""
+    """What the targets ask for, from the seconds of a step and the peak bytes of each backend: of backends by their
+    names alone, and of those with a fused head."""
+    found = _ratios({name: each for name, each in seconds.items() if "?" not in name}, peaks)
+    fused = {name: each for name, each in seconds.items() if "fused_head=True" in name}
+    if fused:
+        others = {name: each for name, each in seconds.items() if name in (PLAIN, TORCHAO)}
+        with_fused = _ratios(fused | others, {name: each for name, each in peaks.items() if name in (*fused, *others)})
+        found |= {f"{name}, with a fused head": each for name, each in with_fused.items()}
+    return found
 
+
+def _ratios(seconds: dict[str, float], peaks: dict[str, float]) -> dict[str, float | None]:
     def faster(one: list[str], other: list[str]) -> float | None:
         mine, theirs = ([seconds[name] for name in names] for names in (one, other))
         return min(theirs) / min(mine) if mine and theirs else None
