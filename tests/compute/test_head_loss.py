@@ -64,7 +64,7 @@ PROBLEMS = {
 }
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     **PROBLEMS,
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
@@ -109,7 +109,7 @@ def test_high_precision_is_within_the_rounding_of_its_products(
             assert ((gradient.double() - expected).abs() <= bound + 4 * unit * expected.abs() + smallest).all()
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     **PROBLEMS,
     scaling=st.sampled_from([*SCALINGS, "window"]),

@@ -42,7 +42,7 @@ positive = some.floats(-30, 30).map(lambda exponent: 2.0**exponent)
 share = some.sampled_from([0.0, 0.1, 0.5, 0.9, 0.99, 0.999, 0.999999])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(
     sizes=some.tuples(positive, positive, positive, positive),
     spread=some.sampled_from([0.0, 1.0, 8.0, 40.0]),
