@@ -22,6 +22,8 @@ CONTAINER = "fp8_weights"
 
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", CONTAINER})
 
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
 
 @dataclass
 class Conversion:
@@ -55,6 +57,11 @@ def inert_hook():
 
 def _do_nothing(*_) -> None:
     pass
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether a module has hooks that see what passes it, other than those of `changes_nothing`."""
+    return not all(changes_nothing(hook) for kind in _HOOKS for hook in (module.__dict__.get(kind) or {}).values())
 
 
 def changes_nothing(hook: Any) -> bool:

@@ -92,7 +92,8 @@ class NativeCompute(Compute):
     def fused_activations(
         self, root: nn.Module, recipe: Recipe, layers: Container[nn.Module]
     ) -> list[tuple[nn.Module, nn.Module]]:
-        return fused_gates.carriers(root, layers, recipe) + fused_norms.carriers(root, recipe)
+        keeps_nan = layer_rule(recipe).keeps_nan
+        return fused_gates.carriers(root, layers, keeps_nan) + fused_norms.carriers(root, keeps_nan)
 
     def build_head(self, linear: nn.Linear, recipe: Recipe, shared: SharedCodes) -> FP8Head:
         carrier = FP8Head(linear.in_features, linear.out_features, bias=False, device="meta")

@@ -23,9 +23,9 @@ from torch import nn
 
 from ...numerics.kernels.quantize.known_amax import note
 from ...numerics.kernels.triton_gate import usable
-from ...numerics.modules import changes_nothing
+from ...numerics.modules import is_hooked
 from ..derivatives import refuse_second_derivative
-from ..interface import COMPUTE_DTYPES, Recipe
+from ..interface import COMPUTE_DTYPES
 from .fused_class import carrier_for
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -33,8 +33,6 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
 }
 """Those that the kernels have, by their names there."""
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class Gate(NamedTuple):
@@ -46,17 +44,17 @@ class Gate(NamedTuple):
     activation: str
 
 
-def carriers(root: nn.Module, layers: Container[nn.Module], recipe: Recipe) -> list[tuple[nn.Module, nn.Module]]:
+def carriers(root: nn.Module, layers: Container[nn.Module], keeps_nan: bool) -> list[tuple[nn.Module, nn.Module]]:
     """The blocks of `root` that are recognised and not swapped yet, each with its carrier (`Compute.build`).
 
     Args:
         layers: those that are about to become FP8 layers.
+        keeps_nan: of their rule (`LayerRule`).
     """
     found = []
     for block in root.modules():
         gate = None if isinstance(block, FusedGate) else _gate_of(block, layers)
         if gate is not None:
-            keeps_nan = recipe.scaling == "window"
             found.append((block, carrier_for(FusedGate, block, fp8_gate=gate, fp8_keeps_nan=keeps_nan)))
     return found
 
@@ -132,9 +130,7 @@ class FusedGate(nn.Module):
 
     def _has_hooked_activation(self) -> bool:
         """Whether hooks see the result of the activation's module, which the kernel does not call."""
-        others = (child for name, child in self._modules.items() if name not in self.fp8_gate)
-        hooks = (hook for child in others for kind in _HOOKS for hook in child.__dict__[kind].values())
-        return not all(map(changes_nothing, hooks))
+        return any(is_hooked(child) for name, child in self._modules.items() if name not in self.fp8_gate)
 
 
 def gated_product(gate: torch.Tensor, up: torch.Tensor, activation: str, keep_nan: bool) -> torch.Tensor:

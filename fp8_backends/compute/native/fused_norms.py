@@ -18,17 +18,19 @@ from ...numerics.kernels.fused import LONGEST_ROW
 from ...numerics.kernels.quantize.known_amax import note
 from ...numerics.kernels.triton_gate import usable
 from ..derivatives import refuse_second_derivative
-from ..interface import COMPUTE_DTYPES, Recipe
+from ..interface import COMPUTE_DTYPES
 from .fused_class import carrier_for
 
 
-def carriers(root: nn.Module, recipe: Recipe) -> list[tuple[nn.Module, nn.Module]]:
-    """The norms of `root` that are recognised and not swapped yet, each with its carrier (`Compute.build`)."""
+def carriers(root: nn.Module, keeps_nan: bool) -> list[tuple[nn.Module, nn.Module]]:
+    """The norms of `root` that are recognised and not swapped yet, each with its carrier (`Compute.build`).
+
+    keeps_nan: of the rule of the layers that read them (`LayerRule`).
+    """
     found = []
     for norm in root.modules():
         formula = None if isinstance(norm, FusedNorm) else _formula_of(norm)
         if formula is not None:
-            keeps_nan = recipe.scaling == "window"
             found.append((norm, carrier_for(FusedNorm, norm, fp8_formula=formula, fp8_keeps_nan=keeps_nan)))
     return found
 

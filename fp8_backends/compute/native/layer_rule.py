@@ -72,6 +72,11 @@ class LayerRule(NamedTuple):
         """How the operands are cut into blocks; None: one scale for a tensor."""
         return ALONG_CONTRACTION.get(self.scaling)
 
+    @property
+    def keeps_nan(self) -> bool:
+        """Whether a NaN counts in an amax and stays in the history, as `record_window_amax` has it."""
+        return self.scaling == "window"
+
     def __repr__(self) -> str:
         i, go = self.forward_format.name, self.gradient_format.name
         stored = " stored" if self.frozen_weight else ""

@@ -71,7 +71,7 @@ class Ledger:
         new = noted + (row == FPROPS) if fprop else noted
         for tensor, amax in ((INPUT, input), (WEIGHT, weight)):
             if amax is not None:
-                larger = _larger(noted.view(torch.float32), amax, _keeps_nan(rule))
+                larger = _larger(noted.view(torch.float32), amax, rule.keeps_nan)
                 new = torch.where(row == tensor, larger.view(torch.int32), new)
         noted.copy_(new)
 
@@ -86,7 +86,7 @@ class Ledger:
         """Count the products of a backward that ran in FP8. In compiled code, keep this amax of GRAD_OUTPUT, FP32
         [states] or 0-dimensional; elsewhere it is recorded already."""
         if torch.compiler.is_compiling():
-            note_backward(self.dgrads_wgrads, dgrad, wgrad, self.grad_output, amax, _keeps_nan(rule))
+            note_backward(self.dgrads_wgrads, dgrad, wgrad, self.grad_output, amax, rule.keeps_nan)
             return
         self.counts.dgrad += dgrad
         self.counts.wgrad += wgrad
@@ -144,11 +144,6 @@ def with_noted_amaxes(states: torch.Tensor, ledgers: Sequence[Ledger]) -> torch.
 
 def _zeros(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.int32, device=device)
-
-
-def _keeps_nan(rule: LayerRule) -> bool:
-    """Whether a NaN stays in the history, as `record_window_amax` has it."""
-    return rule.scaling == "window"
 
 
 def _larger(a: torch.Tensor, b: torch.Tensor, keep_nan: bool, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -27,15 +27,13 @@ import transformer_engine.pytorch as te
 from torch import fx, nn
 
 from ...errors import FP8BackendError, RecipeError
-from ...numerics.modules import changes_nothing, plain_name
+from ...numerics.modules import is_hooked, plain_name
 from ...numerics.sharded_tensor import is_distributed
 from ..conv1d import is_conv1d
 from ..interface import Fusion
 from .fields import FUSED_NORMS_SHARDED
 from .linear import TELinear
 from .norms import is_swapped
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def fuse(root: nn.Module, new: dict[nn.Module, nn.Module]) -> list[Fusion]:
@@ -79,16 +77,11 @@ def _obstacle(norm: nn.Module, linear: nn.Module, names: dict) -> str | None:
     for module in (norm, linear):
         if len(names[module]) > 1:
             return f"the model holds {names[module][0]} more than once"
-        if _hooked(module):
+        if is_hooked(module):
             return f"{names[module][0]} has hooks, which see what lies between the two"
     if norm.weight.shape != (linear.in_features,):
         return f"it norms {tuple(norm.weight.shape)} values together, and {names[linear][0]} reads {linear.in_features}"
     return None
-
-
-def _hooked(module: nn.Module) -> bool:
-    hooks = (hook for kind in _HOOKS for hook in (module.__dict__.get(kind) or {}).values())
-    return not all(map(changes_nothing, hooks))
 
 
 class Pair:
@@ -107,7 +100,7 @@ class Pair:
             return None
         if hasattr(norm.weight, "ds_id"):
             raise RecipeError(FUSED_NORMS_SHARDED)
-        if _hooked(norm) or _hooked(linear):
+        if is_hooked(norm) or is_hooked(linear):
             if not self.warned:
                 self.warned = True
                 warnings.warn(
