@@ -24,6 +24,11 @@ _FORMATS = {fmt.name: (fmt.max, fmt.mantissa_bits, fmt.min_exponent) for fmt in 
 # constants of a kernel; a format is named as in `formats`: "e4m3", "e5m2", "fp16", "bf16", "fp32"
 
 
+def ceil_div(number: int, size: int) -> int:
+    """Their quotient, rounded up, on the host, where `triton.cdiv` takes microseconds."""
+    return -(-number // size)
+
+
 @triton.constexpr_function
 def format_max(fmt):
     """Largest finite magnitude."""

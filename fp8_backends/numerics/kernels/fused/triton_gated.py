@@ -19,7 +19,7 @@ from triton.language.extra import libdevice
 
 from .. import triton_gate
 from ..quantize.triton_quantize import AMAX_PROGRAMS
-from ..triton_common import OPTIONS, as_fp32
+from ..triton_common import OPTIONS, as_fp32, ceil_div
 from .triton_values import larger, store_largest, stored
 
 BLOCK, WARPS = 2048, 4
@@ -74,7 +74,7 @@ def backward(
 
 def _programs(x: torch.Tensor) -> int:
     at_a_time = _PROGRAMS_AT_A_TIME * triton_gate.multiprocessors(x)
-    return min(triton.cdiv(x.numel(), BLOCK), at_a_time, AMAX_PROGRAMS)
+    return min(ceil_div(x.numel(), BLOCK), at_a_time, AMAX_PROGRAMS)
 
 
 def _empty(x: torch.Tensor) -> Gated:

@@ -22,7 +22,7 @@ import triton.language as tl
 
 from .. import triton_gate
 from ..quantize.triton_quantize import AMAX_PROGRAMS
-from ..triton_common import OPTIONS, as_fp32
+from ..triton_common import OPTIONS, as_fp32, ceil_div
 from .triton_values import larger, store_largest, stored
 
 _ELEMENTS = 2048
@@ -92,7 +92,7 @@ def _tile(x: torch.Tensor) -> dict[str, object]:
 
 
 def _programs(x: torch.Tensor, at_a_time: int) -> int:
-    tiles = triton.cdiv(_matrix(x)[0], tile_of(x.shape[-1])[0])
+    tiles = ceil_div(_matrix(x)[0], tile_of(x.shape[-1])[0])
     return min(tiles, at_a_time * triton_gate.multiprocessors(x), AMAX_PROGRAMS)
 
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from .. import triton_gate
-from ..triton_common import OPTIONS, as_fp32, from_codes
+from ..triton_common import OPTIONS, as_fp32, ceil_div, from_codes
 
 ADDED = 4096
 """Elements that a program of the sum works on: a thread has 32 of them."""
@@ -30,7 +30,7 @@ def accumulate(codes: torch.Tensor, scale_inv: torch.Tensor, addend: torch.Tenso
     """`dispatch.accumulate`, of contiguous tensors."""
     total = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
     with triton_gate.on_device_of(codes):
-        _accumulate_kernel[(max(triton.cdiv(codes.numel(), ADDED), 1),)](
+        _accumulate_kernel[(max(ceil_div(codes.numel(), ADDED), 1),)](
             codes.view(torch.uint8), scale_inv, addend, total, codes.numel(), BLOCK=ADDED,
             num_warps=ADDING_WARPS, **OPTIONS,
         )  # fmt: skip
@@ -39,7 +39,7 @@ def accumulate(codes: torch.Tensor, scale_inv: torch.Tensor, addend: torch.Tenso
 
 def norm(codes: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:
     """`dispatch.norm` of contiguous E4M3."""
-    blocks = triton.cdiv(codes.numel(), SQUARED)
+    blocks = ceil_div(codes.numel(), SQUARED)
     at_a_time = _NORM_PROGRAMS_AT_A_TIME * triton_gate.multiprocessors(codes)
     programs = max(min(blocks, at_a_time, NORM_PROGRAMS), 1)
     partials = torch.empty(programs, dtype=torch.float32, device=codes.device)

@@ -18,7 +18,17 @@ import triton.language as tl
 
 from ...formats import Format
 from .. import triton_gate
-from ..triton_common import as_bits, as_fp32, format_max, from_bits, magnitude, scale_from_amax, scale_inv_of, to_codes
+from ..triton_common import (
+    as_bits,
+    as_fp32,
+    ceil_div,
+    format_max,
+    from_bits,
+    magnitude,
+    scale_from_amax,
+    scale_inv_of,
+    to_codes,
+)
 from .layouts import Layouts
 from .triton_quantize import AMAX_ROW_TILE, CAST_TILE, casting, place_of, tiling
 
@@ -94,7 +104,7 @@ class _Matrices(NamedTuple):
 
 
 def _padded(length: int) -> int:
-    return triton.cdiv(length, BAND) * BAND
+    return ceil_div(length, BAND) * BAND
 
 
 def _quantize(m: _Matrices, fmt: Format, scale, rows: bool, columns: bool, lines: bool) -> Layouts:
@@ -114,8 +124,8 @@ def _quantize(m: _Matrices, fmt: Format, scale, rows: bool, columns: bool, lines
     bits = torch.zeros(shape, dtype=torch.int32, device=device) if columns or not lines else None
     matrix_stride = m.x.stride(0) if matrices > 1 else 0  # of tokens it would be another number in each step
     sizes = (*m.x.shape[1:], m.places, padded, matrix_stride, m.x.stride(1))
-    tiles = triton.cdiv(m.places, CAST_TILE.rows) * triton.cdiv(padded, CAST_TILE.columns)
-    of_columns = triton.cdiv(m.groups // matrices * padded, COLUMN_SCALES) if columns else 0
+    tiles = ceil_div(m.places, CAST_TILE.rows) * ceil_div(padded, CAST_TILE.columns)
+    of_columns = ceil_div(m.groups // matrices * padded, COLUMN_SCALES) if columns else 0
     with triton_gate.on_device_of(m.x):
         _amax_kernel[(m.places // BAND, matrices)](
             m.x,

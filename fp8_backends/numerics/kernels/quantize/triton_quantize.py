@@ -24,6 +24,7 @@ from ..triton_common import (
     OPTIONS,
     as_bits,
     as_fp32,
+    ceil_div,
     format_max,
     from_bits,
     is_finite,
@@ -147,7 +148,7 @@ def layouts(codes, scale_inv, transposed, transposed_scale_inv, fmt: Format, tur
 
 def tiles_of(matrix: torch.Tensor, tile: Tile) -> int:
     rows, columns = matrix.shape
-    return -(-rows // tile.rows) * -(-columns // tile.columns)  # on the host `triton.cdiv` takes microseconds
+    return ceil_div(rows, tile.rows) * ceil_div(columns, tile.columns)
 
 
 def limits(tile: Tile) -> dict[str, object]:

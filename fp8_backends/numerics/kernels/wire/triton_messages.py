@@ -22,6 +22,7 @@ from ..triton_common import (
     OPTIONS,
     as_bits,
     as_fp32,
+    ceil_div,
     format_max,
     from_bits,
     from_codes,
@@ -93,7 +94,7 @@ def decode(messages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def dequantize(codes: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:
     values = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
-    grid = triton.cdiv(codes.numel(), TILE * BLOCK)
+    grid = ceil_div(codes.numel(), TILE * BLOCK)
     _launch(_dequantize_kernel, grid, codes.view(torch.uint8), scale_inv, values, codes.numel())
     return values
 
@@ -120,7 +121,7 @@ def _pack(parts: Sequence[Part], messages: torch.Tensor, own: torch.Tensor, colu
 
 def _sum(received, own, rank, out, divisor: int, factor: float, ENCODED: bool) -> None:
     numel, columns = own.shape[0], columns_of(received)
-    grid = triton.cdiv(numel, TILE * BLOCK)
+    grid = ceil_div(numel, TILE * BLOCK)
     arguments = (received, own, out, numel, columns, received.stride(0), rank, float(divisor), factor)
     _launch(_sum_kernel, grid, *arguments, RANKS=received.shape[0], TOGETHER=TOGETHER, ENCODED=ENCODED)
 
