@@ -76,8 +76,7 @@ def ratios(seconds: dict[str, float], peaks: dict[str, float]) -> dict[str, floa
     fused = {name: each for name, each in seconds.items() if "fused_head=True" in name}
     if fused:
         others = {name: each for name, each in seconds.items() if name in (PLAIN, TORCHAO)}
-        with_fused = _ratios(fused | others, {name: each for name, each in peaks.items() if name in (*fused, *others)})
-        found |= {f"{name}, with a fused head": each for name, each in with_fused.items()}
+        found |= {f"{name}, with a fused head": each for name, each in _ratios(fused | others, peaks).items()}
     return found
 
 

@@ -50,6 +50,8 @@ WEIGHTS, MASTER, GRADIENTS, STATES, BUFFERS, COPIES, CODES, ACTIVATIONS = PARTS
 
 _WEIGHT_PARTS = frozenset((WEIGHTS, MASTER, BUFFERS, COPIES, CODES))
 
+_PLAIN_TYPES = frozenset(PLAIN)
+
 _KERNELS = frozenset(
     function.__code__
     for function in (
@@ -120,7 +122,7 @@ class MemoryTracker(TorchDispatchMode):
         self.live[known] = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if not frozenset(PLAIN).issuperset(types):
+        if not _PLAIN_TYPES.issuperset(types):
             return NotImplemented  # a wrapper subclass first says what it does on its inner tensors
         if func is torch.ops.aten._local_scalar_dense.default:
             return self._number_in(args[0])
