@@ -184,7 +184,8 @@ def test_exit_codes_and_tracebacks_are_the_scripts(source, code, folder):
     if "Traceback" in done.stderr:
         before = done.stderr[: done.stderr.index("failing.py")]
         assert before.count("worker.py") == 3 and before.rpartition("worker.py")[2].count("  File ") == 1
-        assert done.stderr.rstrip().splitlines()[-1].split(":")[0] in ("ZeroDivisionError", "NameError")
+        own = done.stderr.partition("\nnanobind:")[0]  # with torch 2.15 a list of what was leaked follows the error
+        assert own.rstrip().splitlines()[-1].split(":")[0] in ("ZeroDivisionError", "NameError")
 
 
 def test_the_exit_code_of_the_script_is_that_of_the_launch(folder):

@@ -11,6 +11,7 @@ states take the bytes that the recipe promises. A backend that crashes or hangs 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -122,7 +123,9 @@ def _read(stream: IO[str], lines: queue.Queue) -> None:
 def _death(code: int, errors: list[str]) -> str:
     if code < 0:
         return f"the test ended its process with {signal.Signals(-code).name}"
-    last_line = next((line.strip() for line in reversed(errors) if line.strip()), "no message")
+    # a library that was interrupted may end with nanobind's list of what it leaked
+    own = list(itertools.takewhile(lambda line: not line.startswith("nanobind:"), errors))
+    last_line = next((line.strip() for line in reversed(own) if line.strip()), "no message")
     return f"the test ended its process with code {code}: {last_line}"
 
 

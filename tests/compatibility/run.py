@@ -1,0 +1,108 @@
+"""Run the tests in the environments of `matrix.json`, one after another:
+
+    python tests/compatibility/run.py ["oldest torch" pinned …] [-- PYTEST ARGUMENTS]
+
+Each entry names a version of Python and the packages whose version it sets; all others come from
+`tests/constraints.txt`, but for a package that an entry lists without a version, which is the newest that pip finds. An
+entry whose Python is not on this machine is named as not run, and the exit code is 2 then, unless something failed (1).
+The workflow for a CI host (`.github/workflows/compatibility.yml`) reads the same file and calls this with one entry.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+MATRIX = Path(__file__).with_name("matrix.json")
+
+
+class Result(NamedTuple):
+    """What became of one entry."""
+
+    name: str
+    python: str
+    versions: str
+    outcome: str
+    """The last line of pytest, or why nothing ran."""
+    status: int
+    """Exit code of pytest; -1 where nothing ran."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    entries = json.loads(MATRIX.read_text())
+    parser.add_argument("names", nargs="*", metavar="ENTRY", help=f"of {', '.join(entries)}; all without one")
+    own, pytest_arguments = _split(sys.argv[1:])
+    names = parser.parse_args(own).names or list(entries)
+    if unknown := sorted(set(names) - set(entries)):
+        parser.error(f"{', '.join(unknown)}: no entry of {MATRIX.name}, which has {', '.join(entries)}")
+    results = [run(name, entries[name], pytest_arguments) for name in names]
+    for result in results:
+        print(f"{result.name:13} Python {result.python:5} {result.versions:60} {result.outcome}")
+    if any(result.status > 0 for result in results):
+        return 1
+    return 2 if any(result.status < 0 for result in results) else 0
+
+
+def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """What is for this command, and what stands after `--`, for pytest."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    return arguments[:end], arguments[end + 1 :] or ["-n", "2", "--dist", "worksteal"]
+
+
+def run(name: str, entry: dict, pytest_arguments: list[str]) -> Result:
+    """Make the environment of one entry, run the tests in it, and remove it."""
+    python = shutil.which(f"python{entry['python']}")
+    if python is None:
+        return Result(name, entry["python"], "", f"not run: there is no python{entry['python']} here", -1)
+    with tempfile.TemporaryDirectory() as folder:
+        constraints = Path(folder, "constraints.txt")
+        constraints.write_text(constraints_of(entry["packages"]))
+        subprocess.run([python, "-m", "venv", Path(folder, "venv")], check=True)
+        python = str(Path(folder, "venv", "bin", "python"))
+        # "===" where there is a version: "==" would also take a build for the CPU from a folder of wheels
+        wanted = [package.replace("==", "===") for package in entry["packages"]]
+        installed = subprocess.run(
+            [python, "-m", "pip", "install", "-q", "-c", constraints, *wanted, "-e", ".[report,test]"], cwd=ROOT
+        )
+        if installed.returncode:
+            return Result(name, entry["python"], "", "pip finds no set of versions", installed.returncode)
+        began = time.monotonic()
+        tests = [python, "-m", "pytest", "tests", "-q", "-p", "no:cacheprovider", *pytest_arguments]
+        process = subprocess.Popen(tests, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        last = ""
+        for line in process.stdout:
+            sys.stdout.write(line)
+            last = line.strip() or last
+        minutes = (time.monotonic() - began) / 60
+        return Result(name, entry["python"], _versions(python), f"{last} ({minutes:.0f} min)", process.wait())
+
+
+def constraints_of(packages: list[str]) -> str:
+    """`tests/constraints.txt` without the packages that an entry chooses itself."""
+    chosen = {_name(package) for package in packages} | {"setuptools"}  # PyTorch bounds it, each version otherwise
+    lines = (ROOT / "tests" / "constraints.txt").read_text().splitlines()
+    return "".join(f"{line}\n" for line in lines if _name(line) not in chosen)
+
+
+def _name(requirement: str) -> str:
+    return re.split("[=<>!~;# ]", requirement, maxsplit=1)[0].lower()
+
+
+def _versions(python: str) -> str:
+    shown = "from importlib.metadata import version as v; print(*(f'{n} {v(n)}' for n in %r), sep=', ')"
+    names = ("torch", "accelerate", "torchao", "transformers")
+    return subprocess.run([python, "-c", shown % (names,)], capture_output=True, text=True).stdout.strip()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,48 @@
+"""The environments of `matrix.json` are what setup.cfg claims."""
+
+import configparser
+import json
+import re
+import runpy
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+MATRIX = json.loads((HERE / "matrix.json").read_text())
+
+
+def setup_cfg() -> configparser.ConfigParser:
+    parser = configparser.ConfigParser()
+    parser.read(ROOT / "setup.cfg")
+    return parser
+
+
+def test_the_oldest_environment_has_every_lower_bound_of_setup_cfg():
+    options = setup_cfg()["options"]
+    assert options["python_requires"] == f">={MATRIX['oldest']['python']}"
+    bounds = dict(line.split(">=") for line in options["install_requires"].split())
+    oldest = dict(package.split("==") for package in MATRIX["oldest"]["packages"])
+    assert {name: (oldest[name] + ".0").startswith(bound) for name, bound in bounds.items()} == dict.fromkeys(
+        bounds, True
+    )
+
+
+def test_the_pinned_environment_is_that_of_the_constraints_and_the_newest_names_no_version():
+    constraints = (ROOT / "tests" / "constraints.txt").read_text().splitlines()
+    assert set(MATRIX["pinned"]["packages"]) <= set(constraints)
+    newest = set(MATRIX["newest"]["packages"])
+    assert all(re.fullmatch(r"[\w-]+", package) for package in newest)
+    assert newest >= {line.split(">=")[0] for line in setup_cfg()["options"]["install_requires"].split()}
+
+
+def test_an_entry_replaces_its_own_packages_in_the_constraints_alone():
+    constraints_of = runpy.run_path(str(HERE / "run.py"))["constraints_of"]
+    all_lines = constraints_of([]).splitlines()
+    kept = constraints_of(["torch==2.11.0", "rich"]).splitlines()
+    assert {line.split("==")[0] for line in all_lines if line not in kept} == {"torch", "rich"}
+
+
+def test_the_workflow_runs_every_entry_by_the_one_command():
+    workflow = (ROOT / ".github" / "workflows" / "compatibility.yml").read_text()
+    assert "tests/compatibility/matrix.json" in workflow
+    assert 'python tests/compatibility/run.py "${{ matrix.name }}"' in workflow
