@@ -208,6 +208,7 @@ def test_no_attack_on_the_cache_of_compiled_code_succeeds(tmp_path):
 @pytest.mark.slow
 def test_an_attack_on_the_cache_that_succeeds_fails_the_run():
     """Planted: nobody looks to whom folders belong."""
-    code = "from fp8_backends.numerics.kernels.adam import cpu_library as c\nc.make_own = lambda folder: folder.mkdir(exist_ok=True)"
+    code = "from fp8_backends.numerics.kernels.adam import cpu_library\n"
+    code += "cpu_library.make_own = lambda folder: folder.mkdir(exist_ok=True)"
     done = run("reliability/cache_attacks.py", "--quick", "--only", "others may write", code=code)
     assert done.returncode == 1 and "trials succeeded" in done.stdout, done.stdout + done.stderr
