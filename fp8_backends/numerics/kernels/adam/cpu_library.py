@@ -234,8 +234,14 @@ def _run(command: list[str], folder: Path) -> None:
     """Run a compiler with all its temporary files in that folder. Its messages go to a file: programs that it started
     and that outlive it would keep a pipe open."""
     with open(folder / "messages", "w+", encoding="utf-8", errors="replace") as messages:
-        options = {"stdin": subprocess.DEVNULL, "stdout": messages, "stderr": messages, "timeout": _LONGEST_COMPILE}
-        code = subprocess.run(command, env={**os.environ, "TMPDIR": str(folder)}, **options).returncode
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=messages,
+            stderr=messages,
+            env={**os.environ, "TMPDIR": str(folder)},
+            timeout=_LONGEST_COMPILE,
+        )
         messages.seek(0)
-        if code:
-            raise subprocess.CalledProcessError(code, command, stderr=messages.read()[-_ERROR_LENGTH:])
+        if done.returncode:
+            raise subprocess.CalledProcessError(done.returncode, command, stderr=messages.read()[-_ERROR_LENGTH:])
