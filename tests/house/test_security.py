@@ -43,8 +43,8 @@ NO_CODE = re.compile(
     r"ctypes\.(c_\w+|Structure|POINTER|byref|sizeof|addressof)"
 )
 """Of these modules, what only describes: exceptions, constants, types."""
-OPTIONS = {"shell": "shell", "trust_remote_code": "trust_remote_code", "allow_pickle": "allow_pickle"}
-"""Arguments that must be False where they are given."""
+MUST_BE_FALSE = ("shell", "trust_remote_code", "allow_pickle")
+"""Arguments that are given as False, or not at all."""
 
 
 def imported(nodes: list[ast.AST]) -> dict[str, str]:
@@ -83,18 +83,30 @@ def is_false(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and node.value is False
 
 
+def is_safe(call: ast.Call, names: dict[str, str], safe_loaders: set[str]) -> bool:
+    """Whether this is `torch.load` with `weights_only=True`, or `yaml.load` with a loader that is safe."""
+    options = {each.arg: each.value for each in call.keywords}
+    name = dotted(call.func, names)
+    if name == "torch.load":
+        weights_only = options.get("weights_only")
+        return isinstance(weights_only, ast.Constant) and weights_only.value is True
+    if name in ("yaml.load", "yaml.load_all"):
+        loader = options.get("Loader") or (call.args[1] if len(call.args) > 1 else None)
+        return (dotted(loader, names) or getattr(loader, "id", None)) in safe_loaders
+    return False
+
+
 def found_in(source: str) -> Iterator[str]:
-    """The names in a file that count. `torch.load` does not with `weights_only=True`."""
-    tree = ast.parse(source)
-    nodes = list(ast.walk(tree))
-    names, safe = imported(nodes), set()
+    """The names in a file that count."""
+    nodes = list(ast.walk(ast.parse(source)))
+    names, safe_loaders = imported(nodes), {"yaml.SafeLoader", "yaml.CSafeLoader"}
     for node in nodes:
-        if isinstance(node, ast.Call):
-            options = {each.arg: each.value for each in node.keywords}
-            yield from (text for name, text in OPTIONS.items() if name in options and not is_false(options[name]))
-            weights_only = options.get("weights_only")
-            if isinstance(weights_only, ast.Constant) and weights_only.value is True:
-                safe.add(node.func)
+        if isinstance(node, ast.ClassDef) and node.bases and {dotted(b, names) for b in node.bases} <= safe_loaders:
+            safe_loaders |= {node.name}
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
+    safe = {call.func for call in calls if is_safe(call, names, safe_loaders)}
+    for call in calls:
+        yield from (each.arg for each in call.keywords if each.arg in MUST_BE_FALSE and not is_false(each.value))
     for node in nodes:
         if isinstance(node, (ast.Attribute, ast.Name)) and isinstance(node.ctx, ast.Load) and node not in safe:
             name = dotted(node, names)
@@ -139,6 +151,9 @@ def test_what_can_run_code_is_what_the_guide_to_security_names():
         "import torch as t\nt.load(path, weights_only=False)",
         "from torch import load\nload(path, weights_only=choice)",
         "import yaml\nyaml.load(text)",
+        "import yaml\nyaml.load(text, loader)",
+        "import yaml\nclass L(yaml.SafeLoader, Other): pass\nyaml.load(text, L)",
+        "import pickle\npickle.load(file, weights_only=True)",
         "import yaml\nread = yaml.unsafe_load",
         "from yaml import Loader\nf(Loader)",
         "import subprocess\nsubprocess.run(command, shell=True)",
@@ -166,6 +181,7 @@ def test_a_planted_violation_is_found(planted, tmp_path):
         "import torch\ntorch.load(path, weights_only=True)",
         "import re\nre.compile(text)\nmodel.compile()\nmodel.eval()",
         "import yaml\nyaml.safe_load(text)",
+        "import yaml\nclass L(yaml.SafeLoader): pass\nyaml.load(text, L)\nyaml.load(text, Loader=yaml.CSafeLoader)",
         "import subprocess\ntry: pass\nexcept subprocess.TimeoutExpired: pass",
         "import urllib.parse\nurllib.parse.quote(text)",
         "run(command, shell=False)",
