@@ -193,3 +193,22 @@ def test_estimated_and_measured_peaks_of_any_model_with_a_loss():
             Small, lambda: {"images": torch.randn(16, 3, 16, 16)}, backend
         )
         assert estimated == pytest.approx(measured, rel=0.1), backend
+
+
+@pytest.mark.slow
+def test_no_attack_on_the_cache_of_compiled_code_succeeds(tmp_path):
+    done = run("reliability/cache_attacks.py", "--quick", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    ((name, record),) = records(tmp_path).items()
+    attacks = record["attacks"]
+    assert name.startswith("cache_attacks_cpu_") and len(attacks) >= 19 and record["machine"]["torch"]
+    assert all(attack["trials"] or attack["note"].startswith("not tried") for attack in attacks)
+
+
+@pytest.mark.slow
+def test_an_attack_on_the_cache_that_succeeds_fails_the_run():
+    """Planted: nobody looks to whom folders belong."""
+    code = "from fp8_backends.numerics.kernels.adam import cpu_library\n"
+    code += "cpu_library.make_own = lambda folder: folder.mkdir(exist_ok=True)"
+    done = run("reliability/cache_attacks.py", "--quick", "--only", "others may write", code=code)
+    assert done.returncode == 1 and "trials succeeded" in done.stdout, done.stdout + done.stderr

@@ -374,7 +374,7 @@ def _turns() -> Iterator[int]:
 def main(argv: list[str]) -> int:
     settings_path, text_path, backend, *fault = argv
     report, turns = _reporter(), _turns()
-    text = TrainingText(**torch.load(text_path))
+    text = TrainingText(**torch.load(text_path, weights_only=True))
     try:
         settings = _read(settings_path)
         if settings.device == "cpu":

@@ -1,27 +1,17 @@
-"""The Adam step for a CPU: `cpu.cpp`, compiled in a second at its first use and kept in the user's cache.
-
-Processes that start together, such as the ranks of a run, compile once: one holds a lock, the others wait for it. The
-compiler is called directly, because `torch.utils.cpp_extension.load` needs ninja, which PyTorch does not install, and
-waits without end for the lock of a process that was killed.
-"""
+"""The Adam step for a CPU: `cpu.cpp`, compiled for each kind of parameters (`cpu_library.py`)."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
-import os
-import shutil
-import subprocess
-import tempfile
-import warnings
+import threading
 from pathlib import Path
 
 import torch
 
-from ....announcement import announce
 from ...formats import FORMATS
 from ..eager import is_eager
+from .cpu_library import Library
 from .table import AdamTable, Kind
 
 _SOURCE = Path(__file__).with_name("cpu.cpp")
@@ -29,10 +19,7 @@ _SOURCE = Path(__file__).with_name("cpu.cpp")
 _FLAGS = "-std=c++17 -O3 -fPIC -shared -ffp-contract=off -fno-math-errno -fno-trapping-math".split()
 _AVX512 = "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mf16c".split()
 _CHUNK = 2**16
-_LONGEST_COMPILE = 300
-"""Seconds."""
-_LONGEST_WAIT = 2 * _LONGEST_COMPILE
-"""A compiler without OpenMP is called twice."""
+_ONE_BY_ONE = threading.Lock()
 
 
 class CPUKernels:
@@ -73,22 +60,15 @@ def usable(tensor: torch.Tensor) -> bool:
 
 def kernels(kind: Kind) -> CPUKernels | None:
     """The kernels of a kind; None where nothing compiles them."""
-    library = _library(kind._replace(scaled=(), block_size=0, finite_is_told=False))
-    return None if library is None else CPUKernels(kind, library)
+    with _ONE_BY_ONE:  # two threads that miss in a cache at the same time fill it twice
+        library = _library(kind._replace(scaled=(), block_size=0, finite_is_told=False))
+    loaded = library.loaded()
+    return None if loaded is None else CPUKernels(kind, loaded)
 
 
 @functools.cache
-def _library(kind: Kind) -> ctypes.CDLL | None:
-    """The compiled library; None, and a warning that says why, where that fails."""
-    try:
-        return ctypes.CDLL(str(_compiled(tuple(_definitions(kind)))))
-    except (OSError, subprocess.SubprocessError) as error:
-        warnings.warn(
-            f"the optimizer step runs uncompiled, which is slower: it needs a C++ compiler (g++ or clang++, or what "
-            f"the environment variable CXX names), and this failed: {getattr(error, 'stderr', None) or error}",
-            stacklevel=2,
-        )
-        return None
+def _library(kind: Kind) -> Library:
+    return Library(_SOURCE, (*_FLAGS, *_instruction_set(), *_definitions(kind)))
 
 
 def _definitions(kind: Kind) -> list[str]:
@@ -105,50 +85,8 @@ def _definitions(kind: Kind) -> list[str]:
     return [f"-D{name}={value}" for name, value in (*zip(names, values, strict=True), *numbers.items())]
 
 
-def _compiled(definitions: tuple[str, ...]) -> Path:
-    """The shared library, from the cache or made now. Raises `OSError` without a compiler or a place to write, or where
-    another process compiles for longer than it may; `subprocess.SubprocessError` where the compiler fails."""
-    compiler = os.environ.get("CXX") or next(filter(shutil.which, ("g++", "clang++", "c++")), "g++")
-    flags = (*_FLAGS, *_instruction_set(), *definitions)
-    key = hashlib.sha256(_SOURCE.read_bytes() + repr((compiler, flags)).encode()).hexdigest()[:32]
-    library = _cache() / f"adam-{key}.so"
-    if not library.exists():
-        if not any(library.parent.glob("adam-*.so")):
-            announce(f"compiling the optimizer's step for this CPU with {compiler}: a few seconds, once")
-        from filelock import FileLock  # no library that `import accelerate` loads
-
-        with FileLock(library.with_suffix(".lock"), timeout=_LONGEST_WAIT):
-            if not library.exists():
-                with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-                    new = Path(folder, library.name)
-                    _compile([compiler, *flags, str(_SOURCE), "-o", str(new)])
-                    os.replace(new, library)  # whole: a process that is ended before leaves nothing under that name
-    return library
-
-
-def _compile(command: list[str]) -> None:
-    options = {"check": True, "capture_output": True, "text": True, "timeout": _LONGEST_COMPILE}
-    try:
-        subprocess.run([*command, "-fopenmp"], **options)
-    except subprocess.CalledProcessError:
-        subprocess.run(command, **options)  # on one thread, where the compiler has no OpenMP
-
-
 def _instruction_set() -> list[str]:
     capability = torch.backends.cpu.get_cpu_capability()
     if capability.startswith("AVX512"):
         return _AVX512
     return ["-mavx2", "-mf16c"] if capability == "AVX2" else []
-
-
-@functools.cache
-def _cache() -> Path:
-    """A folder that belongs to this user."""
-    try:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fp8_backends"
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if os.access(folder, os.W_OK):
-            return folder
-    except (OSError, RuntimeError):  # RuntimeError: no home
-        pass
-    return Path(tempfile.mkdtemp(prefix="fp8_backends"))

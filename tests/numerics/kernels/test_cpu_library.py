@@ -1,0 +1,336 @@
+"""Code that is compiled, kept and loaded: by whom it was written, whether it is whole, who compiles and how often."""
+
+import ctypes
+import fcntl
+import hashlib
+import os
+import stat
+import subprocess
+import threading
+import time
+import warnings
+
+import pytest
+from test_adam_passes import needs_compiler
+
+from fp8_backends.numerics.kernels.adam import cpu_library, own_files
+from fp8_backends.numerics.kernels.adam.cpu_library import Library
+
+pytestmark = needs_compiler
+
+FLAGS = ("-shared", "-fPIC")
+OURS, FOREIGN = 42, 13
+
+
+@pytest.fixture
+def source(tmp_path):
+    file = tmp_path / "answer.cpp"
+    file.write_text(f'extern "C" int answer() {{ return {OURS}; }}\n')
+    return file
+
+
+def made(folder, number):
+    """A library that answers with this number."""
+    (folder / "source.cpp").write_text(f'extern "C" int answer() {{ return {number}; }}\n')
+    library = folder / f"{number}.so"
+    subprocess.run(["g++", *FLAGS, str(folder / "source.cpp"), "-o", str(library)], check=True)
+    return library
+
+
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory):
+    """It has compiled before, and copies: most tests ask who compiles and when."""
+    folder = tmp_path_factory.mktemp("compiler")
+    script = folder / "g++"
+    find = 'while [ $# -gt 0 ]; do [ "$1" = -o ] && target=$2; shift; done'
+    script.write_text(f"#!/bin/sh\n{find}\ncp {made(folder, OURS)} $target\n")
+    script.chmod(0o755)
+    return script
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch, compiler):
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "fp8_backends"
+
+
+@pytest.fixture(scope="module")
+def foreign(tmp_path_factory):
+    """The content of a library that somebody else would like to have loaded."""
+    return made(tmp_path_factory.mktemp("foreign"), FOREIGN).read_bytes()
+
+
+def libraries(cache):
+    return sorted(cache.glob("adam-*.so"))
+
+
+def answer(source):
+    """What a new process's first use computes; a warning is an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return Library(source, FLAGS).loaded().answer()
+
+
+def plant(cache, content, digest=None):
+    """Put a library in place of the one that is there, under the name that this content has, or another has."""
+    (library,) = libraries(cache)
+    library.unlink()
+    planted = cache / f"{library.stem.rpartition('-')[0]}-{digest or hashlib.sha256(content).hexdigest()}.so"
+    planted.write_bytes(content)
+    planted.chmod(0o600)
+    return planted
+
+
+def test_what_is_compiled_is_kept_for_the_next_process_and_nobody_else_can_read_or_write_it(source, cache, monkeypatch):
+    monkeypatch.setenv("CXX", "g++")
+    umask = os.umask(0)
+    try:
+        assert answer(source) == OURS
+    finally:
+        os.umask(umask)
+    (first,) = libraries(cache)
+    modes = [stat.S_IMODE(path.stat().st_mode) for path in (cache.parent, cache, first)]
+    inode = first.stat().st_ino
+    assert answer(source) == OURS and modes == [0o700, 0o700, 0o600]
+    assert [each.stat().st_ino for each in libraries(cache)] == [inode]
+    assert sorted(each.suffix for each in cache.iterdir()) == [".lock", ".so"]
+
+
+@pytest.mark.parametrize("length", [0, 1, 64, 5000, -1])
+def test_a_half_written_library_is_compiled_anew(source, cache, length):
+    assert answer(source) == OURS
+    (library,) = libraries(cache)
+    whole = library.read_bytes()
+    library.unlink()  # what is loaded from it in this process stays as it is
+    library.write_bytes(whole[:length])
+    library.chmod(0o600)
+    assert answer(source) == OURS and libraries(cache)[0].read_bytes() == whole
+
+
+def test_content_that_is_not_what_its_name_says_is_not_loaded(source, cache, foreign):
+    assert answer(source) == OURS
+    digest = libraries(cache)[0].stem.rpartition("-")[2]
+    plant(cache, foreign, digest)
+    assert answer(source) == OURS
+
+
+def test_what_this_user_alone_could_write_is_loaded(source, cache, foreign):
+    """The planted file of the next test would be loaded, if nothing were wrong with it."""
+    assert answer(source) == OURS
+    plant(cache, foreign)
+    assert answer(source) == FOREIGN
+
+
+def make_link(path):
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to("elsewhere")
+
+
+def make_pipe(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+def give_away(path):
+    if os.geteuid():
+        pytest.skip("root alone can make files of another user")
+    os.chown(path, 12345, 12345)
+
+
+WAYS = {
+    "the group may write it": lambda path: path.chmod(0o660),
+    "all may write it": lambda path: path.chmod(0o606),
+    "link": make_link,
+    "a second name": lambda path: os.link(path, path.with_name("second")),
+    "pipe": make_pipe,
+    "of another user": give_away,
+}
+
+
+@pytest.mark.parametrize("make_suspicious", WAYS.values(), ids=list(WAYS))
+def test_a_file_that_others_could_have_written_is_not_loaded(source, cache, foreign, make_suspicious):
+    assert answer(source) == OURS
+    make_suspicious(plant(cache, foreign))
+    assert answer(source) == OURS
+
+
+def test_ones_own_folder_that_others_may_write_is_closed(source, cache):
+    cache.mkdir(parents=True)
+    cache.chmod(0o777)
+    assert answer(source) == OURS and stat.S_IMODE(cache.stat().st_mode) == 0o700
+
+
+def of_another_user(cache):
+    give_away(cache)
+
+
+def above_of_another_user(cache):
+    give_away(cache.parent)
+
+
+def above_open(cache):
+    cache.parent.chmod(0o770)
+
+
+def a_link(cache):
+    cache.rename(cache.with_name("elsewhere"))
+    cache.symlink_to("elsewhere")
+
+
+def a_file(cache):
+    cache.rmdir()
+    cache.touch()
+
+
+@pytest.mark.parametrize(
+    "spoil, reason",
+    [
+        (of_another_user, "belongs to another user"),
+        (above_of_another_user, "belongs to another user"),
+        (above_open, "others may write"),
+        (a_link, "is a file or a link"),
+        (a_file, "is a file or a link"),
+    ],
+)
+def test_a_folder_that_others_could_have_filled_is_left_alone(source, cache, spoil, reason):
+    cache.mkdir(parents=True)
+    spoil(cache)
+    with pytest.warns(UserWarning, match=f"for this process alone.*{reason}.*XDG_CACHE_HOME") as seen:
+        assert Library(source, FLAGS).loaded().answer() == OURS
+    assert len(seen) == 1 and libraries(cache) == []
+
+
+def test_a_folder_all_may_write_where_none_can_rename_is_no_danger(source, cache, tmp_path, monkeypatch):
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "tmp").chmod(0o1777)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "tmp" / "mine"))
+    assert answer(source) == OURS and len(libraries(tmp_path / "tmp" / "mine" / "fp8_backends")) == 1
+
+
+def test_a_relative_cache_folder_is_ignored(source, cache, tmp_path, monkeypatch):
+    (tmp_path / "home").mkdir(0o700)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", "cache")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert answer(source) == OURS and not (tmp_path / "cache").exists()
+    assert len(libraries(tmp_path / "home" / ".cache" / "fp8_backends")) == 1
+
+
+def test_without_a_home_each_process_compiles_and_leaves_nothing(source, cache, tmp_path, monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "relative")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    with pytest.warns(UserWarning, match="no home folder"):
+        assert Library(source, FLAGS).loaded().answer() == OURS
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def counting_compiler(tmp_path, monkeypatch, line='exec g++ "$@"'):
+    log, script = tmp_path / "log", tmp_path / "compiler"
+    script.write_text(f"#!/bin/sh\necho compiled >> {log}\n{line}\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    return log
+
+
+def test_threads_that_start_together_compile_once_and_all_have_it(source, cache, tmp_path, monkeypatch, capfd):
+    log = counting_compiler(tmp_path, monkeypatch)
+    library, barrier, answers = Library(source, FLAGS), threading.Barrier(8), []
+
+    def use():
+        barrier.wait()
+        answers.append(library.loaded().answer())
+
+    threads = [threading.Thread(target=use) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == [OURS] * 8 and log.read_text() == "compiled\n"
+    assert capfd.readouterr().err.count("compiling the optimizer's step") == 1
+
+
+def test_what_failed_is_tried_again_after_a_pause(source, cache, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    library = Library(source, FLAGS)
+    with pytest.warns(UserWarning, match="runs uncompiled.*XDG_CACHE_HOME.*no-such-compiler"):
+        assert library.loaded() is None
+    assert library._next_try >= time.monotonic() + 500
+    monkeypatch.setenv("CXX", "g++")
+    assert library.loaded() is None  # at each step it would be tried again
+    monkeypatch.setattr(library, "_next_try", time.monotonic())
+    assert library.loaded().answer() == OURS
+
+
+def test_a_compiler_that_does_not_end_is_given_up(source, cache, tmp_path, monkeypatch):
+    """Also where a program that it has started goes on."""
+    counting_compiler(tmp_path, monkeypatch, "sleep 30")
+    monkeypatch.setattr(cpu_library, "_LONGEST_COMPILE", 0.2)
+    start = time.monotonic()
+    with pytest.warns(UserWarning, match="timed out after 0.[12]"):
+        assert Library(source, FLAGS).loaded() is None
+    assert time.monotonic() - start < 10
+
+
+@pytest.mark.parametrize(
+    "command", ["g++ -O1", "env X=1 g++", "'{folder}/with space/g++' -O1", "{folder}/with space/g++"]
+)
+def test_a_compiler_may_have_arguments(source, cache, tmp_path, monkeypatch, command):
+    (tmp_path / "with space").mkdir()
+    script = tmp_path / "with space" / "g++"
+    script.write_text('#!/bin/sh\nexec g++ "$@"\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", command.format(folder=tmp_path))
+    assert answer(source) == OURS
+
+
+@pytest.mark.parametrize("command, said", [("'g++", "No closing quotation"), ("g++ --no-such-flag", "unrecognized")])
+def test_what_is_wrong_with_a_compiler_is_said(source, cache, monkeypatch, command, said):
+    monkeypatch.setenv("CXX", command)
+    with pytest.warns(UserWarning, match=said):
+        assert Library(source, FLAGS).loaded() is None
+
+
+def test_a_lock_that_somebody_holds_too_long_is_passed_over(source, cache, monkeypatch):
+    assert answer(source) == OURS
+    (library,), (lock,) = libraries(cache), cache.glob("*.lock")
+    library.unlink()
+    monkeypatch.setattr(cpu_library, "_LONGEST_WAIT", 0.2)
+    with lock.open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert answer(source) == OURS
+
+
+def test_what_a_killed_process_left_is_removed(source, cache):
+    left, fresh = cache / "build-killed", cache / "build-running"
+    for folder in (left, fresh):
+        folder.mkdir(parents=True)
+        (folder / "library").touch()
+    os.utime(left, (0, 0))
+    assert answer(source) == OURS and not left.exists() and fresh.exists()
+
+
+def test_a_library_that_cannot_be_loaded_from_the_cache_is_compiled_elsewhere(source, cache, monkeypatch):
+    """As on a disk that is mounted with noexec, which a test cannot do: the first call of dlopen fails as there."""
+    calls, load = [], ctypes.CDLL
+
+    def loaded(path):
+        calls.append(path)
+        if len(calls) == 1:
+            raise OSError("failed to map segment from shared object: Operation not permitted")
+        return load(path)
+
+    monkeypatch.setattr(cpu_library.ctypes, "CDLL", loaded)
+    with pytest.warns(UserWarning, match="failed to map segment.*from which code may be loaded"):
+        assert Library(source, FLAGS).loaded().answer() == OURS
+    assert not os.path.exists(calls[1])
+
+
+def test_a_file_of_ones_own_is_read(tmp_path):
+    file = tmp_path / "file"
+    file.write_bytes(b"text")
+    file.chmod(0o644)  # others may read it
+    assert own_files.read_own(file) == b"text" and own_files.read_own(tmp_path / "none") is None
