@@ -30,7 +30,7 @@ from ..numerics.kernels.adam.dispatch import AdamSteps, Job, Slot, adam_hypers, 
 from ..numerics.scaled_tensor import KnownAmax, ScaledTensor, quantize, stored_parts
 from ..numerics.sharded_tensor import is_distributed, local_part, with_local
 from ..words import counted
-from . import checkpoint, sharding
+from . import checkpoint, checks, sharding
 from .checkpoint import MASTER, MOMENTS
 from .levels import StateRule, finish_accumulation
 from .lost_updates import share_of_lost_updates
@@ -286,7 +286,12 @@ class ScaledStates:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint of any level or of a stock Adam, by value. Group dictionaries are updated in place, so that
-        schedulers keep acting on them."""
+        schedulers keep acting on them.
+
+        Raises:
+            FP8BackendError: training could not go on from it (`checks.check_states`). Nothing has changed then.
+        """
+        checks.check_states(self, state_dict)
         for group in state_dict["param_groups"]:
             _check_group(group)
         checkpoint.load_states(self, state_dict, super().load_state_dict)

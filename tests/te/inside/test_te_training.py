@@ -408,7 +408,7 @@ def test_a_scaling_state_of_another_model_or_history_is_refused():
     with pytest.raises(FP8BackendError, match="does not fit.*last"):
         state = scaling_state(made)
         known.compute.load_scaling_state(root, {k: v for k, v in state.items() if not k.startswith("last")})
-    with pytest.raises(FP8BackendError, match="another length .8, here 4"):
+    with pytest.raises(FP8BackendError, match="amax_history_len"):
         known.compute.load_scaling_state(root, scaling_state(prepared(TERecipeKwargs(amax_history_len=8))[0]))
     assert scaling_state(prepared("te:dynamic")[0]) == {}
 
