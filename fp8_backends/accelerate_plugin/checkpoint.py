@@ -228,6 +228,7 @@ def _check_optimizer_files(accelerator: Accelerator, folder: Path) -> None:
             try:
                 if state_dict := _read_optimizer(path):
                     check_states(optimizer, state_dict, names)
+                    optimizer.fp8_checked = True
             except FP8BackendError as error:
                 raise FP8BackendError(f"{path}: {error}") from None
 

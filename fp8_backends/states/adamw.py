@@ -93,6 +93,8 @@ class ScaledStates:
     """Whether the states of all parameters are here for a while, although other ranks own them."""
     fp8_unread: bool = False
     """Whether nobody reads the values in this rank's state dicts for a while: they are placeholders."""
+    fp8_checked: bool = False
+    """Whether the state dict that comes next was looked at already, in the file that it is loaded from."""
     fp8_records: Records
     """What the last step has stored; no part of copies and checkpoints."""
 
@@ -291,7 +293,8 @@ class ScaledStates:
         Raises:
             FP8BackendError: training could not go on from it (`checks.check_states`). Nothing has changed then.
         """
-        checks.check_states(self, state_dict)
+        if not self.fp8_checked:
+            checks.check_states(self, state_dict)
         for group in state_dict["param_groups"]:
             _check_group(group)
         checkpoint.load_states(self, state_dict, super().load_state_dict)

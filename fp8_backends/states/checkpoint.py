@@ -165,7 +165,8 @@ def whole_states(optimizer: torch.optim.Optimizer, receives: bool, moments: bool
 
 @contextlib.contextmanager
 def unread_states(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Let `state_dict()` work inside, with placeholders: a loader asks for one whose values it does not read."""
+    """Let `state_dict()` work inside, with placeholders: a loader asks for one whose values it does not read. State
+    dicts that were looked at before they are loaded inside are not looked at again."""
     with _outermost(optimizer, receives=False) as weights:
         for p in weights:
             _put_placeholder(optimizer, p)
@@ -185,7 +186,7 @@ def _outermost(optimizer: torch.optim.Optimizer, receives: bool) -> Iterator[lis
     try:
         yield weights
     finally:
-        optimizer.fp8_whole = optimizer.fp8_unread = False
+        optimizer.fp8_whole = optimizer.fp8_unread = optimizer.fp8_checked = False
         optimizer.forget_others()
         for p in weights:
             optimizer.fp8_owners.drop(p)
