@@ -121,7 +121,7 @@ class ScaledStates:
         """This rank's part of all parameters whose steps it makes now."""
         views, count = [], itertools.count()
         for group in self.param_groups:
-            _check_group(group)
+            checks.check_options(group)
             for p, index in zip(group["params"], count, strict=False):
                 if p.grad is not None and p.grad.is_sparse:
                     raise FP8BackendError("Adam cannot use sparse gradients: make the embedding with sparse=False")
@@ -295,8 +295,6 @@ class ScaledStates:
         """
         if not self.fp8_checked:
             checks.check_states(self, state_dict)
-        for group in state_dict["param_groups"]:
-            _check_group(group)
         checkpoint.load_states(self, state_dict, super().load_state_dict)
 
     def lost_updates(self) -> float | None:
@@ -444,18 +442,12 @@ def check(optimizer: torch.optim.Optimizer, rule: StateRule) -> None:
             f"(such as native:dynamic or te), which leaves weights and optimizer alone"
         )
     for group in optimizer.param_groups:
-        _check_group(group)
+        checks.check_options(group)
     # a learning-rate scheduler puts a `step` on the instance that calls the old class; it is given the new one
     if not getattr(optimizer.__dict__.get("step"), "_wrapped_by_lr_sched", "step" not in optimizer.__dict__):
         raise FP8BackendError(
             f"optimizer.step was replaced on this {type(optimizer).__name__} object: prepare it before it is wrapped"
         )
-
-
-def _check_group(group: dict[str, Any]) -> None:
-    for option in ("amsgrad", "differentiable"):
-        if group.get(option):
-            raise FP8BackendError(f"{option}=True is not supported with scaled weights and states: leave it out")
 
 
 class _TrackedStep:

@@ -55,12 +55,20 @@ def check_states(
         raise FP8BackendError(f"the optimizer's state cannot be loaded, and nothing was changed: {fault}")
 
 
+def check_options(group: Mapping[str, Any]) -> None:
+    """Raise `FP8BackendError` for options of Adam that scaled weights and states do not take."""
+    for option in ("amsgrad", "differentiable"):
+        if group.get(option):
+            raise FP8BackendError(f"{option}=True is not supported with scaled weights and states: leave it out")
+
+
 def _fault(optimizer: torch.optim.Optimizer, state_dict: Any, names: Mapping[int, str]) -> str | None:
     """The first thing that is wrong."""
     if fault := _fault_of_structure(optimizer.param_groups, state_dict):
         return fault
     faults = Faults(_LOST)
     for number, (own, saved) in enumerate(zip(optimizer.param_groups, state_dict["param_groups"], strict=True)):
+        check_options(saved)
         _look_at_options(faults, saved, f"parameter group {number}")
         known = saved.get("param_names") or own.get("param_names") or [names.get(id(p)) for p in own["params"]]
         for key, p, name in zip(saved["params"], own["params"], known, strict=False):
