@@ -60,9 +60,9 @@ class Case(NamedTuple):
 class Run:
     """One or two small models with an optimizer each, prepared together and trained for two steps."""
 
-    def __init__(self, backend: str, models: int = 1) -> None:
+    def __init__(self, backend: str, models: int = 1, **fields: Any) -> None:
         AcceleratorState._reset_state(reset_partial_state=True)
-        recipe = fp8_backends.FP8RecipeKwargs(backend=backend, on_unproven="warn")
+        recipe = fp8_backends.FP8RecipeKwargs(backend=backend, **fields)
         self.accelerator = Accelerator(mixed_precision="fp8", kwargs_handlers=[recipe], cpu=True)
         torch.manual_seed(0)
         made = [nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64)) for _ in range(models)]
@@ -182,13 +182,8 @@ def of_optimizer(state: dict[str, Any]) -> Iterator[Case]:
         yield Case(name, "missing", drop("param_groups", 0, name))
     for value in BETAS:
         yield Case("betas", repr(value), put(lambda _, v=value: v, ("param_groups", 0, "betas")))
-    for name, value in (
-        ("maximize", "yes"),
-        ("fused", 1),
-        ("foreach", "auto"),
-        ("capturable", None),
-        ("amsgrad", True),
-    ):
+    switches = {"maximize": "yes", "fused": 1, "foreach": "auto", "capturable": None, "amsgrad": True}
+    for name, value in switches.items():
         yield Case(name, repr(value), put(value, ("param_groups", 0, name)))
     params = ("param_groups", 0, "params")
     yield Case("params", "one too few", put(lambda keys: keys[:-1], params))

@@ -46,11 +46,9 @@ def check_states(
     """
     fault = _fault(optimizer, state_dict, names or {})
     shards = [p for group in optimizer.param_groups for p in group["params"] if is_distributed(p)]
-    if shards and fault is None:
-        refused = agree([torch.zeros(())] * len(shards), shards)
-        fault = "another rank refuses its part of it, and says why" if any(map(bool, refused)) else None
-    elif shards:
-        agree([torch.ones(())] * len(shards), shards)
+    refused = agree([torch.tensor(float(fault is not None))] * len(shards), shards)
+    if fault is None and any(map(bool, refused)):
+        fault = "another rank refuses its part of it, and says why"
     if fault is not None:
         raise FP8BackendError(f"the optimizer's state cannot be loaded, and nothing was changed: {fault}")
 
