@@ -31,11 +31,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch  # noqa: E402
 from accelerate import Accelerator  # noqa: E402
 from accelerate.state import AcceleratorState  # noqa: E402
-from measuring import cpu_features, table, write_json  # noqa: E402
+from measuring import cpu_features, interleaved, interval, ratio, summary, table, write_json  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from torch import nn  # noqa: E402
 
 import fp8_backends  # noqa: E402
+from fp8_backends.accelerate_plugin import checkpoint  # noqa: E402
 from fp8_backends.numerics import scaled_tensor  # noqa: E402
 from fp8_backends.numerics.scaled_tensor import ScaledTensor, stored_parts  # noqa: E402
 from fp8_backends.training.conversion import prepared_roots  # noqa: E402
@@ -60,18 +61,18 @@ class Case(NamedTuple):
 class Run:
     """One or two small models with an optimizer each, prepared together and trained for two steps."""
 
-    def __init__(self, backend: str, models: int = 1, **fields: Any) -> None:
+    def __init__(self, backend: str, models: int = 1, made: list[nn.Module] | None = None, **fields: Any) -> None:
         AcceleratorState._reset_state(reset_partial_state=True)
         recipe = fp8_backends.FP8RecipeKwargs(backend=backend, **fields)
         self.accelerator = Accelerator(mixed_precision="fp8", kwargs_handlers=[recipe], cpu=True)
         torch.manual_seed(0)
-        made = [nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64)) for _ in range(models)]
+        made = made or [nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64)) for _ in range(models)]
         optimizers = [torch.optim.AdamW(model.parameters(), 1e-3) for model in made]
         prepared = self.accelerator.prepare(*made, *optimizers)
-        self.models, self.optimizers = prepared[:models], [each.optimizer for each in prepared[models:]]
+        self.models, self.optimizers = prepared[: len(made)], [each.optimizer for each in prepared[len(made) :]]
         for _ in range(2):
             for model in self.models:
-                self.accelerator.backward(model(torch.randn(32, 64)).square().mean())
+                self.accelerator.backward(model(torch.randn(32, model[0].in_features)).square().mean())
             for optimizer in self.optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -492,6 +493,21 @@ def loaded(backend: str) -> Iterator[dict[str, str]]:
             yield {"of": backend, "field": case.field, "fault": case.fault, "wrong": ""}
 
 
+def cost(backend: str, width: int = 2048, layers: int = 8) -> dict[str, Any]:
+    """How long the look at an optimizer's file takes, beside `load_state` as a whole. The files lie in memory."""
+    run = Run(backend, made=[nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(layers)])])
+    with tempfile.TemporaryDirectory() as folder:
+        run.accelerator.save_state(folder)
+        functions = {
+            "look": lambda: checkpoint._check_optimizer_files(run.accelerator, Path(folder)),
+            "load_state": lambda: run.accelerator.load_state(folder),
+        }
+        seconds = interleaved(functions, runs=5, warmup=1)
+        size = Path(folder, "optimizer.bin").stat().st_size
+    share = ratio(seconds["look"], seconds["load_state"])
+    return {"of": backend, "bytes": size, "share": share} | {name: summary(each) for name, each in seconds.items()}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="one backend of each kind")
@@ -510,10 +526,13 @@ def main() -> int:
     ]
     print(table(["crafted states of", "tried", "not refused, or changed something"], rows))
     print(f"{len(accepted)} sound states tried, {sum(row['wrong'] != '' for row in accepted)} not loaded")
+    costs = [] if args.quick else [cost(backend) for backend in ("msamp:O1", "msamp:O2", "msamp:O3")]
+    for each in costs:
+        print(f"{each['of']}: the look at the optimizer's file takes {interval(each['share'])} of load_state")
     failures = [row for row in (*refused, *accepted) if row["wrong"]]
     print("\n".join(f"{row['of']}: {row['field']} {row['fault']}: {row['wrong']}" for row in failures))
     if args.out:
-        record = {"seconds": round(time.perf_counter() - began), "crafted": refused, "sound": accepted}
+        record = {"seconds": round(time.perf_counter() - began), "crafted": refused, "sound": accepted, "cost": costs}
         write_json(str(args.out / f"crafted_cpu_{cpu_features()}.json"), record)
     return int(bool(failures))
 
