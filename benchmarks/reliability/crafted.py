@@ -532,7 +532,14 @@ def main() -> int:
     failures = [row for row in (*refused, *accepted) if row["wrong"]]
     print("\n".join(f"{row['of']}: {row['field']} {row['fault']}: {row['wrong']}" for row in failures))
     if args.out:
-        record = {"seconds": round(time.perf_counter() - began), "crafted": refused, "sound": accepted, "cost": costs}
+        counts = Counter((row["of"], row["field"]) for row in refused)
+        record = {
+            "seconds": round(time.perf_counter() - began),
+            "crafted": [{"of": of, "field": field, "tried": tried} for (of, field), tried in counts.items()],
+            "sound": len(accepted),
+            "failures": failures,
+            "cost": costs,
+        }
         write_json(str(args.out / f"crafted_cpu_{cpu_features()}.json"), record)
     return int(bool(failures))
 
