@@ -190,6 +190,10 @@ def of_optimizer(state: dict[str, Any]) -> Iterator[Case]:
     yield Case("params", "one too few", put(lambda keys: keys[:-1], params))
     yield Case("params", "one twice", put(lambda keys: [*keys[:-1], keys[0]], params))
     yield Case("params", "None", put(None, params))
+    for value in (3, ["weight"]):
+        yield Case(
+            "param_names", repr(value), put(lambda groups, v=value: [groups[0] | {"param_names": v}], params[:1])
+        )
     yield Case("param_groups", "one too many", put(lambda groups: groups * 2, ("param_groups",)))
     yield Case("param_groups", "none", put([], ("param_groups",)))
     yield Case("param_groups", "missing", drop("param_groups"))

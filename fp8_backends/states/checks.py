@@ -55,9 +55,13 @@ def check_states(
 
 def check_options(group: Mapping[str, Any]) -> None:
     """Raise `FP8BackendError` for options of Adam that scaled weights and states do not take."""
-    for option in ("amsgrad", "differentiable"):
-        if group.get(option):
-            raise FP8BackendError(f"{option}=True is not supported with scaled weights and states: leave it out")
+    if fault := _refused_option(group):
+        raise FP8BackendError(fault)
+
+
+def _refused_option(group: Mapping[str, Any]) -> str | None:
+    asked = [option for option in ("amsgrad", "differentiable") if group.get(option)]
+    return f"{asked[0]}=True is not supported with scaled weights and states: leave it out" if asked else None
 
 
 def _fault(optimizer: torch.optim.Optimizer, state_dict: Any, names: Mapping[int, str]) -> str | None:
@@ -66,10 +70,11 @@ def _fault(optimizer: torch.optim.Optimizer, state_dict: Any, names: Mapping[int
         return fault
     faults = Faults(_LOST)
     for number, (own, saved) in enumerate(zip(optimizer.param_groups, state_dict["param_groups"], strict=True)):
-        check_options(saved)
+        if fault := _refused_option(saved):
+            return fault
         _look_at_options(faults, saved, f"parameter group {number}")
         known = saved.get("param_names") or own.get("param_names") or [names.get(id(p)) for p in own["params"]]
-        for key, p, name in zip(saved["params"], own["params"], known, strict=False):
+        for key, p, name in zip(saved["params"], own["params"], known, strict=True):
             named = f"{name}, of shape" if name else "of shape"
             _look_at_state(faults, p, state_dict["state"].get(key), f"parameter {key} ({named} {tuple(p.shape)})")
     return faults.first()
@@ -92,12 +97,16 @@ def _fault_of_structure(own: list[dict[str, Any]], state_dict: Any) -> str | Non
         if len(saved) != len(of_own["params"]):
             counts = f"{counted(len(saved), 'parameter')}, and the optimizer's {len(of_own['params'])}"
             return f"parameter group {number} has {counts}. {_OF_ANOTHER}"
+        named = group.get("param_names", saved)
+        if not isinstance(named, list) or len(named) != len(saved):
+            return f"param_names of parameter group {number} are not a name for each parameter. The file is damaged"
         keys += saved
-    if len(set(keys)) != len(keys):
+    known = set(keys)
+    if len(known) != len(keys):
         return "its groups name a parameter twice. The file is damaged"
     if not isinstance(states, Mapping) or not all(isinstance(state, Mapping) for state in states.values()):
         return "its state is no dict of dicts. The file is damaged"
-    if unknown := [key for key in states if key not in set(keys)]:
+    if unknown := [key for key in states if key not in known]:
         return f"it has a state of parameter {unknown[0]!r}, which is in none of its groups. The file is damaged"
     return None
 
