@@ -87,7 +87,7 @@ def _keep_scaling_in_checkpoints(accelerator: Accelerator, engine: nn.Module) ->
         path, client_state = load(load_dir, *args, **kwargs)
         if path is not None and not accelerator.fp8_state_in_files and not kwargs.get("load_module_only"):
             saved = client_state.pop(OPTIMIZER_KEY, None)
-            restore([engine], ScalingState(**saved) if saved else None, str(path))
+            restore([engine], ScalingState.of(saved, str(path)), str(path))
         return path, client_state
 
     engine.save_checkpoint, engine.load_checkpoint = save_checkpoint, load_checkpoint

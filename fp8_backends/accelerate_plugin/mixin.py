@@ -175,7 +175,7 @@ class FP8Mixin(_RunTimeClass):
         models, optimizers = _models_and_optimizers(args)
         for optimizer in optimizers:
             preparation.check_optimizer(optimizer, self.fp8_recipe)
-        if models and optimizers and self._has_whole_weights:
+        if models and optimizers and self.has_whole_weights:
             preparation.check_trains(models, [*optimizers, *self._optimizers], self.fp8_recipe)
         problems = checks.known_problems(setup, models)
         for model in sorted(models, key=_has_layers_for_fp8, reverse=True):
@@ -281,9 +281,9 @@ class FP8Mixin(_RunTimeClass):
             models = self.models_of(optimizer)
             if models:
                 preparation.watch_optimizer(models, optimizer, self.fp8_recipe)
-            elif self._has_whole_weights and self._check_trains not in optimizer._optimizer_step_pre_hooks.values():
+            elif self.has_whole_weights and self._check_trains not in optimizer._optimizer_step_pre_hooks.values():
                 optimizer.register_step_pre_hook(self._check_trains)
-            if self._has_whole_weights and self.gradient_accumulation_steps > 1:
+            if self.has_whole_weights and self.gradient_accumulation_steps > 1:
                 for model in filter(conversion.prepared_roots, models):
                     preparation.keep_weight_casts(model)
 
@@ -293,7 +293,7 @@ class FP8Mixin(_RunTimeClass):
             preparation.check_trains(models, self._optimizers, self.fp8_recipe)
 
     @property
-    def _has_whole_weights(self) -> bool:
+    def has_whole_weights(self) -> bool:
         """Whether models keep their own Parameters, of which optimizers know."""
         return self.distributed_type == DistributedType.NO or self._wraps_in_ddp
 
@@ -366,11 +366,13 @@ class FP8Mixin(_RunTimeClass):
         on_each_node = self.project_configuration.save_on_each_node
         return self.is_local_main_process if on_each_node else self.is_main_process
 
-    def load_state(self, *args, **kwargs):
+    def load_state(self, input_dir: str | None = None, *args, **kwargs):
         """Load the scaling state of FP8, too. A checkpoint of stock Accelerate or another backend loads with a warning
-        that the scales start afresh."""
+        that the scales start afresh. One that training could not go on from is refused before anything is loaded."""
         with self._scaling_in_files(), self._around_states(preparation.unread_states):
-            return super().load_state(*args, **kwargs)
+            if input_dir is not None and not self.has_whole_weights:  # engines load before any hook runs
+                checkpoint.check_folder(self, input_dir)
+            return super().load_state(input_dir, *args, **kwargs)
 
     @contextmanager
     def _scaling_in_files(self):

@@ -8,13 +8,14 @@ several of the protocols below; nothing is to be registered for it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
 from ..errors import FP8BackendError
+from ..numerics.faults import Faults
 from ..numerics.scaling import Quantized
 from ..numerics.sharded_tensor import full_shape
 from ..words import counted
@@ -273,8 +274,12 @@ class HasScalingState(Protocol):
         """The live states that ranks agree on, int32 [3, 2 + history length] each as in `numerics.scaling`. Empty for a
         rule without state, or where the backend agrees on them by itself."""
 
+    def check_scaling_state(self, root: nn.Module, state: dict[str, torch.Tensor]) -> None:
+        """Raise `FP8BackendError` for a state that `scaling_state` of this root did not return: of other layers or
+        another history, or with numbers that the rule does not make. Names the layer, and changes nothing."""
+
     def load_scaling_state(self, root: nn.Module, state: dict[str, torch.Tensor]) -> None:
-        """Restore what `scaling_state` returned. Raises `FP8BackendError` naming layers that do not match."""
+        """Restore what `scaling_state` returned. Raises what `check_scaling_state` raises, and changes nothing then."""
 
 
 def scaling_state(compute: Compute, root: nn.Module) -> dict[str, torch.Tensor]:
@@ -287,10 +292,40 @@ def scaling_buffers(compute: Compute, root: nn.Module) -> list[torch.Tensor]:
     return compute.scaling_buffers(root) if isinstance(compute, HasScalingState) else []
 
 
-def check_same_states(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Raise `FP8BackendError` where a saved scaling state has other names than the model's own."""
+_DAMAGED = "The file is damaged: load an earlier checkpoint"
+
+
+def check_states(
+    own: Mapping[str, torch.Tensor],
+    saved: Mapping[str, torch.Tensor],
+    look_at: Callable[[Faults, torch.Tensor, str], None],
+) -> None:
+    """Raise `FP8BackendError` where a saved scaling state differs from the model's own in names, dtypes or shapes, or
+    holds what it must not.
+
+    Args:
+        look_at: looks at one saved state, with its name.
+    """
     if differing := sorted(own.keys() ^ saved.keys()):
         raise FP8BackendError(
             f"the saved scaling state does not fit this model: they differ in {counted(len(differing), 'state')}, "
             f"among them {', '.join(differing[:3])}; prepare the model with the recipe that it was saved with"
         )
+    faults = Faults(_DAMAGED)
+    for name, state in own.items():
+        if unlike := _unlike(state, saved[name]):
+            faults.add(f"{name} {unlike}")
+        else:
+            look_at(faults, saved[name], name)
+    if fault := faults.first():
+        raise FP8BackendError(f"the saved scaling state cannot be loaded, and nothing was changed: {fault}")
+
+
+def _unlike(own: torch.Tensor, saved: torch.Tensor) -> str | None:
+    """How a saved scaling state differs in kind from the model's own."""
+    if not isinstance(saved, torch.Tensor) or saved.dtype != own.dtype or saved.is_meta or saved.layout != own.layout:
+        return f"is no tensor of {own.dtype} with values. {_DAMAGED}"
+    if saved.shape != own.shape:
+        shapes = f"shape {tuple(saved.shape)}, here {tuple(own.shape)}"
+        return f"has an amax history of another length ({shapes}): use the saved run's amax_history_len"
+    return None

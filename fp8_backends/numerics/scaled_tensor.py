@@ -416,10 +416,57 @@ class ScaledTensor(WithoutMemory):
 
 
 def _rebuild(data, storage, scale_inv, context: tuple, requires_grad: bool, others: dict[str, Any]) -> ScaledTensor:
+    """The tensor that was pickled. Raises `FP8BackendError` where its parts do not go together: a file may hold
+    anything."""
+    _check_parts(data, storage, scale_inv, context)
     tensor = ScaledTensor(data.view(storage), scale_inv, *context)
     for name, value in others.items():
+        if not _may_have(tensor, name, value):
+            raise FP8BackendError(f"{_DAMAGED}: its {name} is {_in_words(value)}")
         setattr(tensor, name, value)
     return tensor.requires_grad_(requires_grad)
+
+
+_DAMAGED = "a scaled tensor in the file is damaged, or was made up, and is not loaded"
+
+
+def _check_parts(data: Any, storage: Any, scale_inv: Any, context: Any) -> None:
+    """Raise `FP8BackendError` for parts that are not those of one ScaledTensor."""
+    if storage not in (*FORMAT_OF, torch.float32):
+        raise FP8BackendError(f"{_DAMAGED}: it is stored as {storage}, which has no scale")
+    stored_as = torch.uint8 if storage.itemsize == 1 else storage  # what `__reduce_ex__` writes
+    if not isinstance(data, torch.Tensor) or data.dtype != stored_as or data.layout != torch.strided:
+        raise FP8BackendError(f"{_DAMAGED}: its data are {_in_words(data)}, and it is stored as {storage}")
+    if not isinstance(context, tuple) or len(context) != 4 or not all(map(isinstance, context, _CONTEXT)):
+        raise FP8BackendError(f"{_DAMAGED}: it says {context!r} of itself")
+    dtype, block_size = context[:2]
+    shape = (-(-data.numel() // block_size),) if block_size > 0 else ()
+    if not dtype.is_floating_point or block_size < 0 or (block_size and not data.is_contiguous()):
+        raise FP8BackendError(f"{_DAMAGED}: it stands for {dtype}, with a scale for each {block_size} elements")
+    if not isinstance(scale_inv, torch.Tensor) or scale_inv.dtype != torch.float32 or scale_inv.shape != shape:
+        raise FP8BackendError(f"{_DAMAGED}: its scale is {_in_words(scale_inv)}, and must be float32 {list(shape)}")
+
+
+_CONTEXT = (torch.dtype, int, bool, (bool, str))
+"""The types of `ScaledTensor.context`."""
+
+
+def _may_have(tensor: ScaledTensor, name: str, value: Any) -> bool:
+    """Whether a pickled ScaledTensor may have such an attribute. The names that PyTorch and this class use are theirs,
+    but for those that `ScaledTensor.__reduce_ex__` writes."""
+    if name in ("shared_out", "is_state"):
+        return isinstance(value, bool)
+    if name == "elsewhere":
+        return isinstance(value, Elsewhere)
+    if name == "master":
+        return isinstance(value, ScaledTensor) and value.shape == tensor.shape and value.master is None
+    if name == "edited":
+        return isinstance(value, torch.Tensor) and value.dtype == torch.float32 and value.shape == tensor.shape
+    return isinstance(name, str) and name not in STORED and not hasattr(ScaledTensor, name)
+
+
+def _in_words(value: Any) -> str:
+    return _described(value) if isinstance(value, torch.Tensor) else repr(value)
 
 
 # PyTorch's protocol for subclasses in files that `torch.load(weights_only=True)` may read

@@ -36,6 +36,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from .faults import AMAX, COUNT, NOT_NEGATIVE, POSITIVE, Faults
 from .formats import FP32, Format, saturating_cast
 
 INPUT, WEIGHT, GRAD_OUTPUT = 0, 1, 2
@@ -260,6 +261,24 @@ def rolled_delayed_states(
         ],
         dim=-1,
     )
+
+
+def look_at_state(faults: Faults, state: torch.Tensor, scaling: str, name: str) -> None:
+    """Look whether a saved state of the `delayed` or the `window` rule holds numbers that the rule makes.
+
+    Args:
+        state: int32 [3, 2 + history length], or [experts, 3, 2 + history length].
+        scaling: the rule's name.
+        name: the state's name, for the sentence that says what is wrong.
+    """
+    bits, first = state.view(torch.float32), HISTORY
+    faults.look_at(bits.select(-1, SCALE), POSITIVE, f"a scale of {name}")
+    faults.look_at(state.select(-1, ROLLS), COUNT, f"a counter of {name}")
+    if scaling == "window":  # an overflow that the step's end has not seen yet, as after a step that was skipped
+        newest, first = bits.select(-1, HISTORY).nan_to_num(nan=torch.inf, posinf=torch.inf), HISTORY + 1
+        faults.look_at(newest, AMAX, f"the newest amax of {name}")
+    history = bits.narrow(-1, first, bits.shape[-1] - first)
+    faults.look_at(history, AMAX if scaling == "delayed" else NOT_NEGATIVE, f"the amax history of {name}")
 
 
 # the window rule: a state of the delayed rule's layout with a history of WINDOW; its WEIGHT row stays unused

@@ -30,7 +30,7 @@ from ..numerics.kernels.adam.dispatch import AdamSteps, Job, Slot, adam_hypers, 
 from ..numerics.scaled_tensor import KnownAmax, ScaledTensor, quantize, stored_parts
 from ..numerics.sharded_tensor import is_distributed, local_part, with_local
 from ..words import counted
-from . import checkpoint, sharding
+from . import checkpoint, checks, sharding
 from .checkpoint import MASTER, MOMENTS
 from .levels import StateRule, finish_accumulation
 from .lost_updates import share_of_lost_updates
@@ -93,6 +93,8 @@ class ScaledStates:
     """Whether the states of all parameters are here for a while, although other ranks own them."""
     fp8_unread: bool = False
     """Whether nobody reads the values in this rank's state dicts for a while: they are placeholders."""
+    fp8_checked: bool = False
+    """Whether the state dict that comes next was looked at already, in the file that it is loaded from."""
     fp8_records: Records
     """What the last step has stored; no part of copies and checkpoints."""
 
@@ -119,7 +121,7 @@ class ScaledStates:
         """This rank's part of all parameters whose steps it makes now."""
         views, count = [], itertools.count()
         for group in self.param_groups:
-            _check_group(group)
+            checks.check_options(group)
             for p, index in zip(group["params"], count, strict=False):
                 if p.grad is not None and p.grad.is_sparse:
                     raise FP8BackendError("Adam cannot use sparse gradients: make the embedding with sparse=False")
@@ -286,9 +288,13 @@ class ScaledStates:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint of any level or of a stock Adam, by value. Group dictionaries are updated in place, so that
-        schedulers keep acting on them."""
-        for group in state_dict["param_groups"]:
-            _check_group(group)
+        schedulers keep acting on them.
+
+        Raises:
+            FP8BackendError: training could not go on from it (`checks.check_states`). Nothing has changed then.
+        """
+        if not self.fp8_checked:
+            checks.check_states(self, state_dict)
         checkpoint.load_states(self, state_dict, super().load_state_dict)
 
     def lost_updates(self) -> float | None:
@@ -436,18 +442,12 @@ def check(optimizer: torch.optim.Optimizer, rule: StateRule) -> None:
             f"(such as native:dynamic or te), which leaves weights and optimizer alone"
         )
     for group in optimizer.param_groups:
-        _check_group(group)
+        checks.check_options(group)
     # a learning-rate scheduler puts a `step` on the instance that calls the old class; it is given the new one
     if not getattr(optimizer.__dict__.get("step"), "_wrapped_by_lr_sched", "step" not in optimizer.__dict__):
         raise FP8BackendError(
             f"optimizer.step was replaced on this {type(optimizer).__name__} object: prepare it before it is wrapped"
         )
-
-
-def _check_group(group: dict[str, Any]) -> None:
-    for option in ("amsgrad", "differentiable"):
-        if group.get(option):
-            raise FP8BackendError(f"{option}=True is not supported with scaled weights and states: leave it out")
 
 
 class _TrackedStep:

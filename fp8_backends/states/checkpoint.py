@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from ..errors import FP8BackendError
 from ..numerics.formats import FORMAT_OF
 from ..numerics.scaled_tensor import ScaledTensor, quantize, tensor_amax_of
 from ..numerics.sharded_tensor import dequantize_shards, is_distributed, local_part, with_local
@@ -58,7 +57,7 @@ def _exported(value: torch.Tensor, unread: bool) -> torch.Tensor:
 
 
 def load_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], load: Callable[[dict], None]) -> None:
-    """`ScaledStates.load_state_dict`.
+    """`ScaledStates.load_state_dict` of what `checks.check_states` let pass.
 
     Args:
         load: PyTorch's own `load_state_dict`. It gets everything but moments and masters.
@@ -86,11 +85,6 @@ def _parameters_of(groups: list[dict[str, Any]], state_dict: dict[str, Any]) -> 
 @torch.no_grad()
 def _load_heavy(optimizer: torch.optim.Optimizer, p: torch.Tensor, saved: dict[str, torch.Tensor]) -> None:
     for name in MOMENTS:
-        if name in saved and saved[name].shape != p.shape:
-            raise FP8BackendError(
-                f"{name} of a parameter of shape {tuple(p.shape)} was saved with shape {tuple(saved[name].shape)}: "
-                f"the checkpoint is of another model"
-            )
         if name in saved and optimizer.owns(p):
             optimizer.state[p][name] = stored_moment(p, saved[name], *optimizer.moment_format(p, name))
     if MASTER in saved and isinstance(local_part(p), ScaledTensor):
@@ -115,7 +109,7 @@ def stored_moment(p: torch.Tensor, value: torch.Tensor, dtype: torch.dtype, bloc
         value = _whole(value)
     moment = local_part(value)
     stored_alike = isinstance(moment, ScaledTensor) and (moment._data.dtype, moment.block_size) == (dtype, block_size)
-    if stored_alike and _lies_as(value, p):
+    if stored_alike and moment._data.is_contiguous() and _lies_as(value, p):
         moment = copy.deepcopy(moment.to(local_part(p).device))
     elif dtype not in FORMAT_OF:
         moment = local_part(_placed_as(p, value, dtype)).clone()
@@ -171,7 +165,8 @@ def whole_states(optimizer: torch.optim.Optimizer, receives: bool, moments: bool
 
 @contextlib.contextmanager
 def unread_states(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Let `state_dict()` work inside, with placeholders: a loader asks for one whose values it does not read."""
+    """Let `state_dict()` work inside, with placeholders: a loader asks for one whose values it does not read. State
+    dicts that were looked at before they are loaded inside are not looked at again."""
     with _outermost(optimizer, receives=False) as weights:
         for p in weights:
             _put_placeholder(optimizer, p)
@@ -191,7 +186,7 @@ def _outermost(optimizer: torch.optim.Optimizer, receives: bool) -> Iterator[lis
     try:
         yield weights
     finally:
-        optimizer.fp8_whole = optimizer.fp8_unread = False
+        optimizer.fp8_whole = optimizer.fp8_unread = optimizer.fp8_checked = False
         optimizer.forget_others()
         for p in weights:
             optimizer.fp8_owners.drop(p)

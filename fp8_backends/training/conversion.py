@@ -23,6 +23,7 @@ from ..compute.expert_functions import ExpertWeights
 from ..compute.interface import Compute, ConvertsConv1D, ConvertsExperts, ConvertsNorms, FusesActivations, Fusion
 from ..errors import FP8BackendError, RecipeError
 from ..numerics.modules import CONVERSION, HEAD_CONVERSION, Conversion, check_is_module, plain_name
+from ..recipes.comparison import differences
 from . import fused_head
 from .layer_filter import LayerFilter, NamePattern, excluded
 from .report import ConversionReport, NormLayer
@@ -357,8 +358,7 @@ def _names_of_fused(root: nn.Module, recipe: Recipe, new: list[tuple[nn.Module, 
 def _check_same_recipe(what: str, had: Recipe, wanted: Recipe) -> None:
     if had == wanted:
         return
-    before, after = had.to_dict(), wanted.to_dict()
-    differing = [name for name in after if name != "name" and before.get(name) != after[name]]
+    differing = differences(had.to_dict(), wanted.to_dict())
     difference = f" (they differ in {', '.join(differing)})" if had.name == wanted.name else ""
     raise RecipeError(
         f"{what} is prepared with {had.name} already, and {wanted.name} is asked for{difference}: call "

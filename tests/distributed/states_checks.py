@@ -4,6 +4,7 @@ import contextlib
 import copy
 import os
 import tempfile
+from pathlib import Path
 
 import pytest
 import ranks
@@ -13,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import InitProcessGroupKwargs
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -23,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from unsealed import unseal
 
 import fp8_backends
 from fp8_backends.comm import zero
@@ -242,6 +244,18 @@ def check_states_of_a_stock_adam_load_into_shards():
     assert_same_states(one, ours)
 
 
+def check_what_one_rank_refuses_all_refuse():
+    """A fault in the rows of one rank: the others would wait for it when scales are agreed on."""
+    ours = trained("O2")
+    before, state = copy.deepcopy(ours[1].state_dict()), ours[1].state_dict()
+    if dist.get_rank() == dist.get_world_size() - 1:
+        local_part(state["state"][0]["exp_avg_sq"])[-1, 0] = -1.0
+    with pytest.raises(FP8BackendError, match="exp_avg_sq of parameter 0|another rank refuses its part"):
+        ours[1].load_state_dict(state)
+    for key, saved in ours[1].state_dict()["state"].items():
+        assert all(torch.equal(whole(saved[name]), whole(before["state"][key][name])) for name in saved)
+
+
 def check_an_optimizer_is_converted_after_steps_and_a_change_of_its_parameters():
     """As Accelerate does it: states are there already, and parameters become others, shards, in place."""
     parameters = [nn.Parameter(values(shape, i)) for i, shape in enumerate([*SCALED, *PLAIN])]
@@ -416,6 +430,25 @@ def check_accelerate_saves_and_loads_what_is_shared_out():
         accelerator.load_state(folders[0])
         assert equal(dict(whole_state_dicts(model.module, optimizer)[0]), dict(saved[0]))
         assert train(model, optimizer, range(3, 5)) == losses
+
+
+def check_a_scaling_state_that_one_rank_refuses_is_refused_by_all():
+    folders = [tempfile.mkdtemp()] if dist.get_rank() == 0 else [None]
+    dist.broadcast_object_list(folders)
+    accelerator, model, optimizer = accelerated()
+    train(model, optimizer, range(2))
+    accelerator.save_state(folders[0])
+    accelerator.wait_for_everyone()
+    if dist.get_rank() == 1:
+        unseal(Path(folders[0]))
+        states = load_file(f"{folders[0]}/fp8_scaling_1.safetensors")
+        states[max(states)][2, 0] = -1  # the bits of a NaN
+        save_file(states, f"{folders[0]}/fp8_scaling_1.safetensors")
+    accelerator.wait_for_everyone()
+    before = bits(model)
+    with pytest.raises(FP8BackendError, match="a scale of .*fp8_window holds nan"):
+        accelerator.load_state(folders[0])
+    assert all(map(torch.equal, bits(model), before))
 
 
 def check_a_trainer_saves_o3_on_one_rank_and_resumes_to_the_bit():

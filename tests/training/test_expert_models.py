@@ -301,7 +301,7 @@ def test_delayed_states_are_saved_loaded_and_agreed_on_for_each_expert():
     assert all(torch.equal(a, b) for a, b in pairs)
     assert loss_of(other, batch()).item() == loss_of(model, batch()).item()
     longer, _ = prepare(build("mixtral"), "native:delayed", amax_history_len=5)
-    with pytest.raises(FP8BackendError, match="another length .4, here 5"):
+    with pytest.raises(FP8BackendError, match="amax_history_len"):
         compute.load_scaling_state(longer, state)
 
 

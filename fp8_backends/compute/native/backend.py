@@ -26,17 +26,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from ...errors import FP8BackendError
+from ...numerics.faults import Faults
 from ...numerics.formats import RECIPE_FORMATS
 from ...numerics.kernels.triton_gate import usable
-from ...numerics.scaling import ROWS, Quantized, rolled_delayed_states, rolled_window_states
+from ...numerics.scaling import ROWS, Quantized, look_at_state, rolled_delayed_states, rolled_window_states
 from ...numerics.sharded_tensor import local_part
 from ..counts import DGRAD, KINDS, ProductCounts, inside_backward
 from ..derivatives import refuse_transforms
 from ..fields import LEVELS, NATIVE_FIELDS, Field
 from ..frozen_weights import check
 from ..hardware import Availability
-from ..interface import Compute, Recipe, check_same_states
+from ..interface import Compute, Recipe, check_states
 from ..products import EMULATED, engine_for
 from . import experts as fp8_experts
 from . import fused_gates, fused_norms
@@ -178,16 +178,18 @@ class NativeCompute(Compute):
         _collect_amaxes(root)
         return [layer.fp8_scaling for _, layer in self._stateful_layers(root)]
 
+    def check_scaling_state(self, root: nn.Module, state: dict[str, torch.Tensor]) -> None:
+        layers = dict(self._stateful_layers(root))
+
+        def look_at(faults: Faults, saved: torch.Tensor, name: str) -> None:
+            look_at_state(faults, saved, layers[name].fp8_rule.scaling, name)
+
+        check_states({name: layer.fp8_scaling for name, layer in layers.items()}, state, look_at)
+
     def load_scaling_state(self, root: nn.Module, state: dict[str, torch.Tensor]) -> None:
+        self.check_scaling_state(root, state)
         _collect_amaxes(root)  # of before, which the loaded state replaces
-        own = dict(self._stateful_layers(root))
-        check_same_states(own, state)
-        for name, layer in own.items():
-            if state[name].shape != layer.fp8_scaling.shape:
-                raise FP8BackendError(
-                    f"{name}: the saved amax history has another length ({state[name].shape[-1] - 2}, here "
-                    f"{layer.fp8_scaling.shape[-1] - 2}); use the saved run's amax_history_len"
-                )
+        for name, layer in self._stateful_layers(root):
             layer.fp8_scaling.copy_(state[name])
 
     def _stateful_layers(self, root: nn.Module) -> Iterator[tuple[str, FP8Products]]:

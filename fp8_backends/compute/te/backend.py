@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ...errors import BackendUnavailableError, FP8BackendError, RecipeError
+from ...errors import BackendUnavailableError, RecipeError
+from ...numerics.faults import AMAX, POSITIVE, Faults
 from ...numerics.modules import plain_name
 from ...numerics.scaled_tensor import ScaledTensor
 from ...numerics.scaling import Quantized
@@ -29,7 +30,7 @@ from ..counts import WGRAD
 from ..fields import LEVELS, Field
 from ..frozen_weights import check
 from ..hardware import Availability
-from ..interface import Compute, Fusion, Norm, Recipe, check_same_states
+from ..interface import Compute, Fusion, Norm, Recipe, check_states
 from ..profiling import Layer
 from .fields import FIELDS
 
@@ -203,15 +204,14 @@ class TransformerEngineCompute(Compute):
     def scaling_buffers(self, root: nn.Module) -> list[torch.Tensor]:
         return []  # TransformerEngine reduces amaxes over the ranks by itself
 
+    def check_scaling_state(self, root: nn.Module, state: dict[str, torch.Tensor]) -> None:
+        def look_at(faults: Faults, saved: torch.Tensor, name: str) -> None:
+            faults.look_at(saved, POSITIVE if name.endswith("_scale") else AMAX, name)
+
+        check_states(self.scaling_state(root), state, look_at)
+
     def load_scaling_state(self, root: nn.Module, state: dict[str, torch.Tensor]) -> None:
-        own = self.scaling_state(root)
-        check_same_states(own, state)
-        for name, tensor in state.items():
-            if tensor.shape != own[name].shape:
-                raise FP8BackendError(
-                    f"{name}: the saved amax history has another length ({tensor.shape[0]}, here "
-                    f"{own[name].shape[0]}); use the saved run's amax_history_len"
-                )
+        self.check_scaling_state(root, state)
         for name, layer in self._layers(root):
             prefix = f"{name}.te_"
             layer.load_scaling_state({part: state[f"{prefix}{part}"] for part in layer.scaling_state()})

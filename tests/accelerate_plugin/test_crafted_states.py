@@ -1,0 +1,136 @@
+"""Crafted states are refused before anything changes. The table of them is `benchmarks/reliability/crafted.py`."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from unsealed import unseal
+
+import fp8_backends
+from fp8_backends.errors import FP8BackendError
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks" / "reliability"))
+import crafted  # noqa: E402
+
+
+@pytest.mark.parametrize("backend, tried", [("msamp:O1", 120), ("msamp:O3", 150), ("native:delayed", 25)])
+def test_no_crafted_state_loads_and_no_refusal_changes_a_byte(backend, tried):
+    rows = list(crafted.crafted(backend))
+    assert len(rows) >= tried and [row for row in rows if row["wrong"]] == []
+
+
+def test_no_crafted_pickle_of_a_scaled_tensor_loads():
+    rows = list(crafted.crafted_pickles())
+    assert len(rows) >= 30 and [row for row in rows if row["wrong"]] == []
+
+
+@pytest.mark.slow
+def test_load_state_refuses_before_the_first_of_two_models_is_loaded():
+    rows = list(crafted.crafted_folders("msamp:O3"))
+    assert len(rows) >= 120 and [row for row in rows if row["wrong"]] == []
+
+
+@pytest.mark.parametrize("backend", ["msamp:O2", "native:delayed"])
+def test_what_a_training_leaves_and_other_programs_write_loads(backend):
+    rows = list(crafted.loaded(backend))
+    assert len(rows) >= 10 and [row for row in rows if row["wrong"]] == []
+
+
+def test_a_change_of_a_byte_would_be_seen():
+    """What the tests above rest on: all that is stored is compared."""
+    run = crafted.Run("msamp:O3")
+    before, weight = run.stored(), run.models[0][2].weight
+    state = run.optimizers[0].state[weight]
+    parts = weight._data, weight.master._data, state["exp_avg"]._scale_inv, state["exp_avg_sq"]._data, state["step"]
+    for stored in (part.reshape(-1).view(torch.uint8) for part in parts):
+        kept = stored.clone()
+        stored[-1] += 1
+        assert run.stored() != before
+        stored.copy_(kept)
+        assert run.stored() == before
+
+
+def test_the_refusal_names_file_parameter_and_state_and_says_what_to_do(tmp_path):
+    run = crafted.Run("msamp:O2")
+    run.accelerator.save_state(str(tmp_path))
+    saved = torch.load(unseal(tmp_path) / "optimizer.bin")
+    saved["state"][4]["exp_avg_sq"][3, 5] = torch.nan
+    torch.save(saved, tmp_path / "optimizer.bin")
+    with pytest.raises(FP8BackendError) as refusal:
+        run.accelerator.load_state(str(tmp_path))
+    said = str(refusal.value)
+    for part in (
+        "optimizer.bin",
+        "exp_avg_sq of parameter 4 (2.weight, of shape (64, 64))",
+        "nan",
+        "earlier checkpoint",
+    ):
+        assert part in said
+
+
+def test_a_group_s_own_names_are_named():
+    model = nn.Sequential(nn.Linear(64, 64))
+    optimizer = torch.optim.AdamW(model.named_parameters())
+    model, optimizer = fp8_backends.prepare(model, optimizer, "msamp:O2")
+    model(torch.ones(32, 64)).sum().backward()
+    optimizer.step()
+    state = copy.deepcopy(optimizer.state_dict())
+    state["state"][0]["step"] = torch.tensor(-1.0)
+    with pytest.raises(FP8BackendError, match=r"step of parameter 0 \(0.weight, .* holds -1, and must be whole"):
+        optimizer.load_state_dict(state)
+
+
+# Another recipe of the same name
+
+
+def resumed(folder: Path, saved: dict, now: dict, by_state_dict: bool = False) -> tuple:
+    """The optimizers of a run that was saved with the first fields and of one that goes on with the second."""
+    optimizers = []
+    for fields in (saved, now):
+        run = crafted.Run("msamp:O2", **fields)
+        if not optimizers:
+            run.accelerator.save_state(str(folder))
+            state = copy.deepcopy(run.optimizers[0].state_dict())
+        elif by_state_dict:
+            run.optimizers[0].load_state_dict(state)
+        else:
+            run.accelerator.load_state(str(folder))
+        optimizers.append(run.optimizers[0])
+    return tuple(optimizers)
+
+
+@pytest.mark.parametrize("by_state_dict", [False, True])
+@pytest.mark.parametrize("old, new", [("tensor", "block"), ("block", "tensor")])
+def test_another_recipe_of_the_same_name_is_told_once_and_values_are_kept(old, new, by_state_dict, tmp_path, caplog):
+    saved, now = {"exp_avg_scaling": old}, {"exp_avg_scaling": new}
+    with caplog.at_level(logging.WARNING, "fp8_backends"):
+        before, after = resumed(tmp_path, saved, now, by_state_dict)
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert f"the name msamp:O2: exp_avg_scaling was '{old}' and is '{new}' now" in told and "keep their values" in told
+    for mine, theirs in zip(before.state.values(), after.state.values(), strict=True):
+        assert torch.equal(mine["exp_avg_sq"] + 0, theirs["exp_avg_sq"] + 0)
+        amax = (mine["exp_avg"] + 0).abs().max()
+        assert (mine["exp_avg"] + 0 - (theirs["exp_avg"] + 0)).abs().max() <= amax / 16  # rounded once, to E4M3
+
+
+@pytest.mark.parametrize("by_state_dict", [False, True])
+def test_the_same_recipe_says_nothing(by_state_dict, tmp_path, caplog):
+    fields = {"include": ["0", "2"], "module_filter_func": lambda module, name: True}
+    with caplog.at_level(logging.WARNING, "fp8_backends"):
+        resumed(tmp_path, fields, fields, by_state_dict)
+    assert not caplog.records
+
+
+def test_a_checkpoint_of_a_newer_format_is_not_read(tmp_path):
+    run = crafted.Run("native:delayed")
+    run.accelerator.save_state(str(tmp_path))
+    metadata = unseal(tmp_path) / "fp8_backend.json"
+    metadata.write_text(metadata.read_text().replace('"format": 2', '"format": 3'))
+    with pytest.raises(FP8BackendError, match="format 3, and this version of fp8_backends reads 1 to 2"):
+        run.accelerator.load_state(str(tmp_path))
