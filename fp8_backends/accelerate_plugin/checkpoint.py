@@ -21,11 +21,12 @@ from torch import nn
 
 from ..compute.interface import scaling_state
 from ..errors import FP8BackendError
+from ..training import manifest
 from ..training.conversion import Prepared, prepared_roots
+from ..training.manifest import METADATA
 
 logger = logging.getLogger("fp8_backends")
 
-METADATA = "fp8_backend.json"
 OPTIMIZER_KEY = "fp8_scaling"
 _FORMAT = 1
 
@@ -92,6 +93,7 @@ def save_scaling(accelerator: Accelerator, models: list[nn.Module], weights: lis
     folder, state = Path(output_dir), collect(accelerator._models)
     if accelerator.writes_files:
         metadata = {"format": _FORMAT, "backend": accelerator.fp8_recipe.name, "models": state.backends}
+        metadata["manifest"] = manifest.NAME  # without it this checkpoint is incomplete
         (folder / METADATA).write_text(json.dumps(metadata, indent=2) + "\n")
     if state.tensors:
         save_file(state.tensors, folder / _tensor_file(accelerator.process_index))
