@@ -42,6 +42,7 @@ from ..training.conversion import weight_products
 from ..training.report import ConversionReport
 from ..training.weight_products import NEVER_IN_FP8
 from . import checkpoint, checks, deepspeed, fsdp2, whole_checkpoints
+from .callers import running_trainer
 
 logger = logging.getLogger("fp8_backends")
 _ENGINES = (DistributedType.FSDP, DistributedType.DEEPSPEED)
@@ -190,6 +191,10 @@ class FP8Mixin(_RunTimeClass):
             logger.warning("%s", problem)
         result = super().prepare(*args, device_placement=device_placement)
         self._watch_optimizers()
+        if trainer := running_trainer():
+            from .trainer_checkpoints import seal_checkpoints_of  # transformers is here, since a Trainer runs
+
+            seal_checkpoints_of(trainer, self.fp8_recipe)
         return result
 
     def _prepare_fsdp2(self, *args):

@@ -36,7 +36,7 @@ _OF_ACCELERATE = (
     *("scheduler_*.bin", "sampler.bin", "sampler_*.bin", "dl_state_dict*.bin", "scaler.pt", "random_states_*.pkl"),
     *("custom_checkpoint_*.pkl", manifest.METADATA, "fp8_scaling_*.safetensors"),
 )
-"""What `load_state` reads at the top of a folder. Where no manifest says what an older checkpoint wrote, these are it."""
+"""What `load_state` reads at the top of a folder: what an older checkpoint wrote there, where no manifest says it."""
 
 
 def _on_all_ranks(doing: str, function: Callable[[], Result | None]) -> list[Result | None]:
@@ -118,6 +118,11 @@ def _make_way(target: Path) -> bool:
         if holder.exists():
             shutil.rmtree(holder)
     return target.exists()
+
+
+def anywhere(folder: Path) -> bool:
+    """Whether any rank sees this folder. All ranks call it."""
+    return any(_on_all_ranks(f"reading {folder}", folder.is_dir))
 
 
 def seal(folder: Path, recipe: Recipe, step: int | None) -> bool:
@@ -262,7 +267,7 @@ def _identity(folder: Path) -> tuple:
 
 
 def newest(folder: Path) -> Path:
-    """`manifest.newest_checkpoint`, found by all ranks together. Raises `FP8BackendError` on all where there is none."""
+    """`manifest.newest_checkpoint`, found by all ranks together. Raises `FP8BackendError` where there is none."""
     names = _on_all_ranks(f"reading {folder}", lambda: [each.name for each in manifest.checkpoints_in(folder)])[0]
     chosen = manifest.choose((folder / name, _condition(folder / name)) for name in names)
     if chosen is None:

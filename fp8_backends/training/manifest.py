@@ -1,6 +1,6 @@
 """The manifest of a checkpoint: the size and SHA-256 of every file, written last. With it a checkpoint is whole.
 
-No ranks are known here, only folders. `accelerate_plugin/whole_checkpoints.py` saves on many ranks and writes manifests.
+No ranks are known here, only folders: `accelerate_plugin/whole_checkpoints.py` saves on many ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger("fp8_backends")
 
 NAME = "fp8_manifest.json"
 METADATA = "fp8_backend.json"
-"""What `save_state` says about the backend. It promises the manifest by its key `manifest`, since the second edition."""
+"""What `save_state` says about the backend. Since the second edition its key `manifest` promises the manifest."""
 SAVING = ".saving"
 """Within a checkpoint, the folder of one that is being saved over it. It is no part of either."""
 _FORMAT = 1
