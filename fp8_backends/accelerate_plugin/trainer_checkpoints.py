@@ -28,7 +28,7 @@ class CheckpointCallback(TrainerCallback):
 
 
 def seal_checkpoints_of(trainer: Trainer, recipe: Recipe) -> None:
-    """Let a Trainer's checkpoints have manifests. Repeating it does nothing. One that is being built has no callbacks."""
-    handler = getattr(trainer, "callback_handler", None)
+    """Let a Trainer's checkpoints have manifests. Repeating it does nothing."""
+    handler = getattr(trainer, "callback_handler", None)  # none while the Trainer is being built
     if handler is not None and not any(isinstance(each, CheckpointCallback) for each in handler.callbacks):
         trainer.add_callback(CheckpointCallback(recipe))
