@@ -12,6 +12,7 @@ Exits with 1 when one is not. A kill is no power loss: what is fsynced when is n
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import random
 import shutil
@@ -53,7 +54,7 @@ def main() -> int:
             expected = forked(lambda: unbroken(backend, Path(folder, "unbroken")))  # noqa: B023
             for anew in PLACES:
                 place = Path(folder, str(anew))
-                part = kills // (len(backends) * len(PLACES))
+                part = math.ceil(kills / (len(backends) * len(PLACES)))
                 rows.append(killed_at_random(backend, place, anew, expected, part, rng))
                 rows.append(killed_at_each_call(backend, place, anew, expected, 12 if args.quick else 1))
     print(table([*rows[0]][:-1], [[*row.values()][:-1] for row in rows]))
@@ -197,7 +198,10 @@ def on_changes(folder: Path, call: Callable[[int], object]) -> None:
     def hook(event: str, arguments: tuple) -> None:
         nonlocal count
         writes = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
-        if (writes or event in CHANGES) and os.fspath(folder) in str(arguments[0]):
+        if not (writes or event in CHANGES):
+            return
+        path = str(arguments[0])
+        if path.startswith(str(folder)) or not os.path.isabs(path):  # relative within a folder that is being removed
             count += 1
             call(count)
 

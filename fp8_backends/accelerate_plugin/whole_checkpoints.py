@@ -95,8 +95,7 @@ def save(
         _on_all_ranks(doing, lambda: (staging.mkdir(parents=True, exist_ok=True), write(str(staging)), None)[-1])
         leader = seal(staging, recipe, step)
     except FP8BackendError as error:
-        if state.is_local_main_process:
-            shutil.rmtree(holder, ignore_errors=True)
+        _on_all_ranks(doing, lambda: shutil.rmtree(holder, True) if state.is_local_main_process else None)
         rest = f"What was written lies in {holder}" if holder.exists() else "What was written of the new one is removed"
         raise FP8BackendError(f"{error}. A checkpoint that was there before is as it was. {rest}") from error.__cause__
     _on_all_ranks(f"moving the checkpoint from {staging}", lambda: _move(staging, target) if leader else None)

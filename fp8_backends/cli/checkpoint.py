@@ -55,6 +55,6 @@ def _readable(found: list[dict[str, Any]], newest: str | None) -> str:
         size = each["bytes"] and f"{each['bytes'] / 1e6:,.1f}"
         cells = [Path(each["folder"]).name, each["step"], time, each["backend"], each["world_size"], size]
         rows.append([*("–" if cell is None else str(cell) for cell in cells), each["state"]])
-    notes = [("newest", f"{newest} is the newest whole one" if newest else "no checkpoint is known to be whole")]
-    notes += [(Path(each["folder"]).name, each["detail"]) for each in found if each["detail"]]
-    return f"{table(rows)}\n\n{paragraphs(notes)}"
+    faults = paragraphs([(Path(each["folder"]).name, each["detail"]) for each in found if each["detail"]])
+    end = f"newest whole one: {newest}" if newest else "none of these is known to be whole"
+    return "\n\n".join(filter(None, (table(rows), faults, end)))
