@@ -30,13 +30,8 @@ from ..training.manifest import Condition
 Result = TypeVar("Result")
 
 _REMOVED = ".removed"
-_OF_ACCELERATE = (
-    *("model.safetensors", "model_*.safetensors", "model-*.safetensors", "model.safetensors.index.json"),
-    *("pytorch_model.bin", "pytorch_model_*.bin", "optimizer.bin", "optimizer_*.bin", "scheduler.bin"),
-    *("scheduler_*.bin", "sampler.bin", "sampler_*.bin", "dl_state_dict*.bin", "scaler.pt", "random_states_*.pkl"),
-    *("custom_checkpoint_*.pkl", manifest.METADATA, "fp8_scaling_*.safetensors"),
-)
-"""What `load_state` reads at the top of a folder: what an older checkpoint wrote there, where no manifest says it."""
+_OF_RANKS = ("random_states_*.pkl", "custom_checkpoint_*.pkl", "fp8_scaling_*.safetensors")
+"""What more ranks or objects may have left in an older checkpoint without a manifest, and a loader would read."""
 
 
 def _on_all_ranks(doing: str, function: Callable[[], Result | None]) -> list[Result | None]:
@@ -189,7 +184,7 @@ def finish(target: Path) -> None:
         return
     old = manifest.files_named_by(target)
     if old is None:
-        old = {each.name for each in target.iterdir() if any(fnmatch.fnmatch(each.name, of) for of in _OF_ACCELERATE)}
+        old = {each.name for each in target.iterdir() if any(fnmatch.fnmatch(each.name, of) for of in _OF_RANKS)}
     for name in old - new:
         (target / name).unlink(missing_ok=True)
     (target / manifest.NAME).unlink(missing_ok=True)

@@ -143,6 +143,11 @@ def condition(folder: Path, part: slice = slice(None)) -> Condition:
         path = next((each / name for each in (at, folder) if (each / name).is_file()), None)
         if fault := _fault(path, found.manifest["files"][name]):
             return Condition("damaged", f"{name} {fault}", found.manifest)
+    for name in found.manifest["files"]:
+        instead = re.sub(r"^pytorch_model(_\d+)?\.bin$", r"model\1.safetensors", name)
+        if instead not in found.manifest["files"] and (folder / instead).exists():
+            detail = f"{instead} is no part of it, and would be loaded in place of {name}: move it away"
+            return Condition("damaged", detail, found.manifest)
     return found
 
 

@@ -63,6 +63,15 @@ def rewrite(folder: Path, old: str, new: str) -> None:
     (folder / manifest.NAME).write_text(text.replace(old, new, 1))
 
 
+def test_weights_of_somebody_elses_that_accelerate_would_prefer_are_refused(tmp_path):
+    folder = checkpoint(tmp_path / "a", sealed=False)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    manifest.write(folder, {n: manifest.digest(folder / n) for n in manifest.files_of(folder)}, RECIPE, 1, 1)
+    assert manifest.condition(folder).word == "whole"
+    (folder / "model.safetensors").touch()
+    assert manifest.condition(folder).detail.startswith("model.safetensors is no part of it")
+
+
 def test_the_first_edition_and_stock_accelerate_promised_no_manifest(tmp_path):
     folder = checkpoint(tmp_path / "checkpoint-3", sealed=False)
     (folder / "fp8_backend.json").write_text('{"format": 1, "models": {}}')
