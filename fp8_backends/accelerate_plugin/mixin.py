@@ -378,7 +378,7 @@ class FP8Mixin(_RunTimeClass):
     def _fp8_steps(self) -> int | None:
         """How often the optimizer has stepped, if it counts."""
         if deepspeed.in_use(self):
-            return self.deepspeed_engine_wrapped.engine.global_steps
+            return max((engine.global_steps for engine in self._models), default=None)
         states = (state for optimizer in self._optimizers for state in optimizer.state.values())
         return next((int(state["step"]) for state in states if "step" in state), None)
 
