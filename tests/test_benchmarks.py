@@ -193,3 +193,19 @@ def test_estimated_and_measured_peaks_of_any_model_with_a_loss():
             Small, lambda: {"images": torch.randn(16, 3, 16, 16)}, backend
         )
         assert estimated == pytest.approx(measured, rel=0.1), backend
+
+
+UNCHECKED = """
+from fp8_backends.accelerate_plugin import whole_checkpoints
+whole_checkpoints.checked = lambda folder: None
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("script", "code"), [("kills", None), ("damage", None), ("damage", UNCHECKED)])
+def test_checkpoints_are_tried_and_one_that_loads_in_silence_is_told(script, code, tmp_path):
+    done = run(f"reliability/{script}.py", "--quick", "--out", str(tmp_path), code=code)
+    assert done.returncode == bool(code), done.stdout + done.stderr
+    assert ("loaded in silence" in done.stdout) == bool(code)
+    (record,) = records(tmp_path).values()
+    assert record["results"] and record["machine"]["torch"]

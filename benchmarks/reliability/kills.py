@@ -48,7 +48,7 @@ def main() -> int:
     warm_up()
     rows = []
     backends = BACKENDS[:1] if args.quick else BACKENDS
-    kills = 6 if args.quick else args.kills
+    kills = 4 if args.quick else args.kills
     for backend in backends:
         with tempfile.TemporaryDirectory() as folder:
             expected = forked(lambda: unbroken(backend, Path(folder, "unbroken")))  # noqa: B023

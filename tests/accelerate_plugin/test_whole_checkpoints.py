@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -98,34 +99,41 @@ def test_the_current_folder_can_be_saved_into(tmp_path, monkeypatch):
     assert Path("model.safetensors").exists() and not Path(".saving").exists()
 
 
-@pytest.mark.parametrize("at", range(1, 9))
-def test_a_move_that_is_interrupted_anywhere_is_finished_by_the_next_load(at, tmp_path, monkeypatch):
-    """Between any two files that move into a folder with an older checkpoint."""
-    accelerator, model, optimizer = run()
-    accelerator.save_state(str(tmp_path))
-    train(accelerator, model, optimizer, DATA[:2])
-    weights, moved = copied_parameters(model), []
-    replace = os.replace
+@contextmanager
+def killed_at_move(number: int):
+    """End what runs before it moves a file for that many times; yields whether it came so far."""
+    replace, moved, killed = os.replace, [], []
 
     def interrupted(source, target):
         moved.append(target)
-        if len(moved) == at:
+        if len(moved) == number:
             raise Killed
         replace(source, target)
 
-    monkeypatch.setattr(os, "replace", interrupted)
-    try:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(os, "replace", interrupted)
+        try:
+            yield killed
+        except Killed:
+            killed.append(number)
+
+
+@pytest.mark.parametrize("at", range(1, 9))
+def test_a_move_that_is_interrupted_anywhere_is_finished_by_a_later_load(at, tmp_path):
+    """Between any two files that move into a folder with an older checkpoint, and again while a load finishes it."""
+    accelerator, model, optimizer = run()
+    accelerator.save_state(str(tmp_path))
+    train(accelerator, model, optimizer, DATA[:2])
+    weights = copied_parameters(model)
+    with killed_at_move(at) as killed:
         accelerator.save_state(str(tmp_path))
-        was_killed = False
-    except Killed:
-        was_killed = True
-    monkeypatch.setattr(os, "replace", replace)
-    assert was_killed == (at <= 7)  # the manifest, five files, and the manifest again
+    assert bool(killed) == (at <= 7)  # the manifest, five files, and the manifest again
     assert fp8_backends.newest_checkpoint(tmp_path) == str(tmp_path)  # it changes nothing
     accelerator, model, _ = run(seed=5)
-    before = mlp() if at == 1 else None  # the new one had no manifest yet
+    with killed_at_move(2):
+        accelerator.load_state(str(tmp_path))
     accelerator.load_state(str(tmp_path))
-    expected = weights if before is None else dict(before.named_parameters())
+    expected = dict(mlp().named_parameters()) if at == 1 else weights  # the new one had no manifest yet
     assert all(torch.equal(p, expected[name]) for name, p in model.named_parameters())
 
 
