@@ -410,9 +410,9 @@ class FP8Mixin(_RunTimeClass):
         """Load the scaling state of FP8, too. A checkpoint of stock Accelerate or another backend loads with a warning
         that the scales start afresh. Without a folder, the newest whole checkpoint under automatic naming is loaded.
         Raises `FP8BackendError` for one that is not whole, before anything of it is loaded."""
-        if input_dir is not None and os.path.isdir(os.path.expanduser(input_dir)):
+        if input_dir is not None:
             whole_checkpoints.checked(os.path.expanduser(input_dir))
-        elif input_dir is None and self.project_configuration.automatic_checkpoint_naming:
+        elif self.project_configuration.automatic_checkpoint_naming:
             input_dir = whole_checkpoints.newest(Path(self.project_dir, "checkpoints"))
         with self._scaling_in_files(), self._around_states(preparation.unread_states):
             return super().load_state(input_dir, *args, **kwargs)

@@ -222,12 +222,15 @@ def remove_oldest(folder: Path, newest: Path, limit: int) -> None:
 
 
 def checked(input_dir: str | os.PathLike) -> None:
-    """Refuse a checkpoint that is not whole, before anything of it is loaded. All ranks call it.
+    """Refuse a checkpoint that is not whole, before anything of it is loaded. What is not there at all is left to
+    Accelerate to refuse. All ranks call it.
 
     Raises:
         FP8BackendError: on all ranks. It names the file, and the newest whole checkpoint beside this one.
     """
     folder = Path(os.path.realpath(input_dir))
+    if not anywhere(folder):
+        return
     found = _condition(folder)
     if found.word == "whole":
         return
