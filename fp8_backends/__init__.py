@@ -27,6 +27,7 @@ from .training import conversion
 from .training.auditing import Audit, audit
 from .training.conversion import restore
 from .training.exporting import Export, export
+from .training.manifest import newest_checkpoint
 from .training.plain_weights import plain_weights
 from .training.preparation import initialize, keep_weight_casts, prepare, whole_states
 from .training.quantized_layers import dequantize
@@ -58,6 +59,7 @@ __all__ = [
     "export",
     "initialize",
     "keep_weight_casts",
+    "newest_checkpoint",
     "plain_weights",
     "plan",
     "prepare",

@@ -212,3 +212,19 @@ def test_an_attack_on_the_cache_that_succeeds_fails_the_run():
     code += "cpu_library.make_own = lambda folder: folder.mkdir(exist_ok=True)"
     done = run("reliability/cache_attacks.py", "--quick", "--only", "others may write", code=code)
     assert done.returncode == 1 and "trials succeeded" in done.stdout, done.stdout + done.stderr
+
+
+UNCHECKED = """
+from fp8_backends.accelerate_plugin import whole_checkpoints
+whole_checkpoints.checked = lambda folder: None
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("script", "code"), [("kills", None), ("damage", None), ("damage", UNCHECKED)])
+def test_checkpoints_are_tried_and_one_that_loads_in_silence_is_told(script, code, tmp_path):
+    done = run(f"reliability/{script}.py", "--quick", "--out", str(tmp_path), code=code)
+    assert done.returncode == bool(code), done.stdout + done.stderr
+    assert ("loaded in silence" in done.stdout) == bool(code)
+    (record,) = records(tmp_path).values()
+    assert record["results"] and record["machine"]["torch"]

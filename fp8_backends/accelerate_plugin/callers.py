@@ -33,7 +33,7 @@ def precision_of_trainer(arguments: Mapping[str, Any]) -> str | None:
     Trainer's, so neither module nor function name can be relied on. Its own argument is known by its value.
     """
     given = arguments.get("mixed_precision")
-    if given is None or str(given) != getattr(getattr(_running_trainer(), "args", None), "mixed_precision", None):
+    if given is None or str(given) != getattr(getattr(running_trainer(), "args", None), "mixed_precision", None):
         return None
     return str(given)
 
@@ -46,7 +46,7 @@ def _frames() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _running_trainer() -> Any:
+def running_trainer() -> Any:
     """The Trainer that is nearest in the stack, if any."""
     trainer_class = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
     if trainer_class is None:
@@ -58,7 +58,7 @@ def _running_trainer() -> Any:
 def for_trainer(recipe: Recipe, wraps_in_ddp: bool) -> Recipe:
     """The recipe with O3's states whole on every rank, where a Trainer trains under DDP: it saves the optimizer on
     rank 0 alone, which has only its own part of sharded states. A `shard_states` that was given stays."""
-    if recipe.level != "O3" or "shard_states" in recipe.given or not wraps_in_ddp or _running_trainer() is None:
+    if recipe.level != "O3" or "shard_states" in recipe.given or not wraps_in_ddp or running_trainer() is None:
         return recipe
     announce(
         f"{recipe.name}: Trainer saves the optimizer on one rank, so under DDP each rank keeps all of O3's states: 7 "

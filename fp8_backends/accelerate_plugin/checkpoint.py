@@ -34,12 +34,12 @@ from ..recipes.comparison import as_json, differences
 from ..recipes.handlers import Recipe
 from ..states.adamw import ScaledStates
 from ..states.checks import check_states
-from ..training import preparation
+from ..training import manifest, preparation
 from ..training.conversion import Prepared, prepared_roots
+from ..training.manifest import METADATA
 
 logger = logging.getLogger("fp8_backends")
 
-METADATA = "fp8_backend.json"
 OPTIMIZER_KEY = "fp8_scaling"
 _FORMAT = 2
 """1 was the first edition's, without `recipes`."""
@@ -176,6 +176,7 @@ def save_scaling(accelerator: Accelerator, models: list[nn.Module], weights: lis
     if accelerator.writes_files:
         metadata = {"format": _FORMAT, "backend": accelerator.fp8_recipe.name, "models": state.backends}
         metadata["recipes"] = state.recipes
+        metadata["manifest"] = manifest.NAME  # without it this checkpoint is incomplete
         (folder / METADATA).write_text(json.dumps(metadata, indent=2) + "\n")
     if state.tensors:
         save_file(state.tensors, folder / _tensor_file(accelerator.process_index))

@@ -7,7 +7,8 @@ Around each prepared model and optimizer, in the order of the class:
 - `prepare`    the same again, with what the engine has been told since; models are converted, optimizers watched, known
                problems logged
 - `backward`   weight gradients of microbatches are cast once, when they are complete
-- checkpoints  hold the scaling state; masters and optimizer states that ranks share are whole in them
+- checkpoints  are whole or not there, and hold the scaling state; masters and optimizer states that ranks share are
+               whole in them
 - `autocast`   is in the dtype that the recipe wants around FP8
 """
 
@@ -15,8 +16,11 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
+from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from types import MethodType
 
 import torch
@@ -37,7 +41,8 @@ from ..training import conversion, preparation, proof, rules
 from ..training.conversion import weight_products
 from ..training.report import ConversionReport
 from ..training.weight_products import NEVER_IN_FP8
-from . import checkpoint, checks, deepspeed, fsdp2
+from . import checkpoint, checks, deepspeed, fsdp2, whole_checkpoints
+from .callers import running_trainer
 
 logger = logging.getLogger("fp8_backends")
 _ENGINES = (DistributedType.FSDP, DistributedType.DEEPSPEED)
@@ -186,6 +191,10 @@ class FP8Mixin(_RunTimeClass):
             logger.warning("%s", problem)
         result = super().prepare(*args, device_placement=device_placement)
         self._watch_optimizers()
+        if trainer := running_trainer():
+            from .trainer_checkpoints import seal_checkpoints_of  # transformers is here, since a Trainer runs
+
+            seal_checkpoints_of(trainer, self.fp8_recipe)
         return result
 
     def _prepare_fsdp2(self, *args):
@@ -337,10 +346,41 @@ class FP8Mixin(_RunTimeClass):
 
     # Checkpoints and export
 
-    def save_state(self, *args, **kwargs):
-        """Save the scaling state of FP8, too: a resumed run equals an unbroken one to the bit."""
-        with self._scaling_in_files(), self._around_states(preparation.whole_states, receives=self.writes_files):
-            return super().save_state(*args, **kwargs)
+    def save_state(self, output_dir: str | os.PathLike | None = None, *args, **kwargs) -> Path:
+        """Save as Accelerate does, the scaling state of FP8, too: a resumed run equals an unbroken one to the bit. The
+        checkpoint is whole or not there, whatever happens meanwhile. Raises `FP8BackendError` on all ranks where one of
+        them could not write; the checkpoint that was there before is then as it was."""
+        project = self.project_configuration
+        limit = project.total_limit if project.automatic_checkpoint_naming else None
+        if project.automatic_checkpoint_naming:
+            output_dir = os.path.join(self.project_dir, "checkpoints", f"checkpoint_{self.save_iteration}")
+            if os.path.exists(output_dir):
+                raise ValueError(
+                    f"Checkpoint directory {output_dir} ({self.save_iteration}) already exists. Please manually "
+                    f"override `self.save_iteration` with what iteration to start with."
+                )
+            self.wait_for_everyone()  # nobody may find the folder that another rank makes
+        write = functools.partial(self._write_state, super().save_state, args, kwargs)
+        whole_checkpoints.save(output_dir, write, self.fp8_recipe, self._fp8_steps(), limit)
+        project.iteration += 1
+        return Path(output_dir)
+
+    def _write_state(self, save: Callable, args: tuple, kwargs: dict, folder: str) -> None:
+        """Let stock Accelerate write into the folder where a checkpoint is made, which it would otherwise name."""
+        project = self.project_configuration
+        self.project_configuration = replace(project, automatic_checkpoint_naming=False)
+        try:
+            with self._scaling_in_files(), self._around_states(preparation.whole_states, receives=self.writes_files):
+                save(folder, *args, **kwargs)
+        finally:
+            self.project_configuration = project
+
+    def _fp8_steps(self) -> int | None:
+        """How often the optimizer has stepped, if it counts."""
+        if deepspeed.in_use(self):
+            return max((engine.global_steps for engine in self._models), default=None)
+        states = (state for optimizer in self._optimizers for state in optimizer.state.values())
+        return next((int(state["step"]) for state in states if "step" in state), None)
 
     def save_model(self, *args, **kwargs):
         """Save the model with its whole masters. All ranks must call it."""
@@ -366,9 +406,15 @@ class FP8Mixin(_RunTimeClass):
         on_each_node = self.project_configuration.save_on_each_node
         return self.is_local_main_process if on_each_node else self.is_main_process
 
-    def load_state(self, input_dir: str | None = None, *args, **kwargs):
+    def load_state(self, input_dir: str | os.PathLike | None = None, *args, **kwargs):
         """Load the scaling state of FP8, too. A checkpoint of stock Accelerate or another backend loads with a warning
-        that the scales start afresh. One that training could not go on from is refused before anything is loaded."""
+        that the scales start afresh. Without a folder, the newest whole checkpoint under automatic naming is loaded.
+        Raises `FP8BackendError` for one that is not whole, or that training could not go on from, before anything of it
+        is loaded."""
+        if input_dir is not None:
+            whole_checkpoints.checked(os.path.expanduser(input_dir))
+        elif self.project_configuration.automatic_checkpoint_naming:
+            input_dir = whole_checkpoints.newest(Path(self.project_dir, "checkpoints"))
         with self._scaling_in_files(), self._around_states(preparation.unread_states):
             if input_dir is not None and not self.has_whole_weights:  # engines load before any hook runs
                 checkpoint.check_folder(self, input_dir)

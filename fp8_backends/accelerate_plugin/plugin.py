@@ -41,6 +41,8 @@ _NEEDED_PARAMETERS = {
     "unscale_gradients": ("optimizer",),
     "unwrap_model": ("model", "keep_fp32_wrapper"),
     "autocast": ("autocast_handler",),
+    "save_state": ("output_dir",),
+    "load_state": ("input_dir",),
     "register_save_state_pre_hook": ("hook",),
     "register_load_state_pre_hook": ("hook",),
 }

@@ -54,6 +54,7 @@ def test_without_its_scaling_state_a_delayed_run_would_differ(tmp_path):
     accelerator.save_state(str(tmp_path))
     unbroken = train(accelerator, model, optimizer, DATA[4:])
     (tmp_path / "fp8_backend.json").unlink()
+    (tmp_path / "fp8_manifest.json").unlink()
     accelerator, model, optimizer = new_run("native:delayed")
     accelerator.load_state(str(tmp_path))
     assert train(accelerator, model, optimizer, DATA[4:]) != unbroken
@@ -131,9 +132,11 @@ def test_a_checkpoint_with_the_long_name_of_a_level_is_read(tmp_path, caplog):
     accelerator, model, optimizer = new_run("msamp:O1")
     train(accelerator, model, optimizer, DATA[:2])
     accelerator.save_state(str(tmp_path))
-    metadata = tmp_path / "fp8_backend.json"
-    assert json.loads(metadata.read_text())["models"] == {"0.0": "msamp:O1"}
-    metadata.write_text(metadata.read_text().replace("msamp:O1", "native:window+msamp:O1"))
+    (tmp_path / "fp8_manifest.json").unlink()
+    metadata = json.loads((tmp_path / "fp8_backend.json").read_text())
+    assert metadata.pop("manifest") and metadata["models"] == {"0.0": "msamp:O1"}
+    written = json.dumps(metadata).replace("msamp:O1", "native:window+msamp:O1")
+    (tmp_path / "fp8_backend.json").write_text(written)
     unbroken = train(accelerator, model, optimizer, DATA[2:])
     accelerator, model, optimizer = new_run("msamp:O1", seed=5)
     with caplog.at_level(logging.WARNING, "fp8_backends"):

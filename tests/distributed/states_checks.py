@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import json
 import os
 import tempfile
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import InitProcessGroupKwargs
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -451,6 +452,47 @@ def check_a_scaling_state_that_one_rank_refuses_is_refused_by_all():
     assert all(map(torch.equal, bits(model), before))
 
 
+def check_a_checkpoint_of_several_ranks_is_whole_or_refused_on_all():
+    """Also where one rank cannot write, where each has a disk of its own, and where one file is damaged."""
+    folders = [tempfile.mkdtemp()] if dist.get_rank() == 0 else [None]
+    dist.broadcast_object_list(folders)
+    rank = dist.get_rank()
+    accelerator, model, optimizer = accelerated()
+    train(model, optimizer, range(2))
+    shared = Path(folders[0], "shared")
+    accelerator.save_state(shared)
+    record = json.loads((shared / "fp8_manifest.json").read_text())
+    assert {"random_states_0.pkl", "random_states_1.pkl"} < set(record["files"]) and record["step"] == 2
+
+    def fail(*_):
+        if rank == 1:
+            raise OSError(28, "No space left on device")
+
+    hook = accelerator.register_save_state_pre_hook(fail)
+    with pytest.raises(FP8BackendError, match="failed on rank 1: .*No space left"):
+        accelerator.save_state(shared)
+    hook.remove()
+    assert json.loads((shared / "fp8_manifest.json").read_text()) == record
+    assert not (shared / ".saving").exists()
+    accelerator.load_state(shared)
+
+    state = PartialState()
+    before, state.local_process_index = state.local_process_index, 0  # two nodes
+    own = Path(folders[0], str(rank), "own")
+    for _ in range(2):
+        accelerator.save_state(own)
+    names = set(json.loads((own / "fp8_manifest.json").read_text())["files"])
+    assert f"random_states_{rank}.pkl" in names and f"random_states_{1 - rank}.pkl" not in names
+    state.local_process_index = before
+
+    accelerator.wait_for_everyone()
+    if rank == 0:
+        (shared / "random_states_1.pkl").write_bytes(b"")
+    accelerator.wait_for_everyone()
+    with pytest.raises(FP8BackendError, match="random_states_1.pkl has 0 bytes"):
+        accelerator.load_state(shared)
+
+
 def check_a_trainer_saves_o3_on_one_rank_and_resumes_to_the_bit():
     """It saves the optimizer on rank 0 alone, so its states are not shared out."""
     from trainers.tiny_trainers import losses_of, trainer_for
@@ -467,6 +509,7 @@ def check_a_trainer_saves_o3_on_one_rank_and_resumes_to_the_bit():
         assert trainer.accelerator.fp8_recipe.level == "O3" and optimizer.fp8_owners is None
         losses.append(losses_of(trainer)[-2:])
     assert losses[0] == losses[1]
+    assert fp8_backends.newest_checkpoint(folders[0]) == f"{folders[0]}/checkpoint-4"
     AcceleratorState._reset_state(True)
 
 

@@ -161,6 +161,13 @@ def test_the_examples_commands_copy_what_they_name(folder):
     assert (folder / "lora.py").read_bytes() == (folder / "my_lora.py").read_bytes()
 
 
+def test_the_checkpoint_command_lists_the_folder_that_is_shown(folder, capsys):
+    (line,) = [line for line in commands() if line.startswith("fp8-backends checkpoint")]
+    words = shlex.split(line)[1:]
+    Path(words[-1], "checkpoint_0").mkdir(parents=True)
+    assert main(words) == 0 and "checkpoint_0" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("line", [line for line in commands() if line.startswith("python benchmarks/")])
 def test_every_benchmark_has_the_options_that_are_shown(line, folder):
     _, script, *arguments = shlex.split(line)
@@ -189,5 +196,5 @@ def test_one_line_of_the_readme_installs_and_runs_the_tests():
 
 def test_no_command_is_left_out():
     known = "launch |torchrun |python train.py|python -m (pytest|sphinx) |python benchmarks/"
-    known += "|fp8-backends (config|estimate|compare|examples)"
+    known += "|fp8-backends (config|estimate|compare|examples|checkpoint)"
     assert [line for line in commands() if not re.search(known, line)] == []

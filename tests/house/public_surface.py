@@ -100,6 +100,9 @@ def check(model: nn.Module) -> list[str]:
 
 
 def save(model: nn.Module) -> str:
+    newest: str | None = fp8_backends.newest_checkpoint("runs")
+    if newest is not None:
+        return newest
     try:
         written: Export = fp8_backends.export(model, "folder", "compressed-tensors", max_shard_size="5GB")
     except (BackendUnavailableError, RecipeError) as error:

@@ -1,0 +1,212 @@
+"""Is the newest whole checkpoint always found, and resumed to the bit, wherever SIGKILL meets `save_state`?
+
+Trainings save after every step, half of them into new folders and half into the same folder again. Each is killed at a
+random moment of a save, or, in the planted part, at each call that changes a folder (open for writing, rename, remove,
+mkdir, rmdir): once before the first, once before the second, and so on. Then `load_state` and `newest_checkpoint` look
+for a checkpoint in a new process. It must be of the step before the kill, or of the killed step's save, and the steps
+that follow must be those of a run that was never killed: losses and parameters to the bit.
+
+Exits with 1 when one is not. A kill is no power loss: what is fsynced when is not tried here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch: a process in which threads have started cannot be forked
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from measuring import cpu_features, table, write_json  # noqa: E402
+from resumed_runs import BACKENDS, Failed, Run, Seen, forked, start, unbroken, warm_up  # noqa: E402
+
+import fp8_backends  # noqa: E402
+
+PLACES = {True: "new folders", False: "the same folder"}
+CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir")
+"""Python's audit events that change a folder, beside `open` for writing."""
+_BEGUN = b"b"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--kills", type=int, default=200, help="at random moments (200)")
+    parser.add_argument("--quick", action="store_true", help="a few kills of one backend")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="where to write the record")
+    args = parser.parse_args()
+    rng, began = random.Random(args.seed), time.perf_counter()
+    warm_up()
+    rows = []
+    backends = BACKENDS[:1] if args.quick else BACKENDS
+    kills = 4 if args.quick else args.kills
+    for backend in backends:
+        with tempfile.TemporaryDirectory() as folder:
+            expected = forked(lambda: unbroken(backend, Path(folder, "unbroken")))  # noqa: B023
+            for anew in PLACES:
+                place = Path(folder, str(anew))
+                part = math.ceil(kills / (len(backends) * len(PLACES)))
+                rows.append(killed_at_random(backend, place, anew, expected, part, rng))
+                rows.append(killed_at_each_call(backend, place, anew, expected, 12 if args.quick else 1))
+    print(table([*rows[0]][:-1], [[*row.values()][:-1] for row in rows]))
+    failures = [f"{row['backend']}, {row['into']}: {each}" for row in rows for each in row["failures"]]
+    print("\n".join(failures) or "every checkpoint was found, and resumed to the bit")
+    if args.out:
+        record = {"seconds": round(time.perf_counter() - began), "results": rows}
+        write_json(str(args.out / f"kills_cpu_{cpu_features()}.json"), record)
+    return int(bool(failures))
+
+
+def killed_at_random(
+    backend: str, folder: Path, anew: bool, expected: list[Seen], kills: int, rng: random.Random
+) -> dict:
+    """Kill runs at random moments of a save; one row of the table."""
+    seconds = seconds_of_a_save(backend, folder, anew)
+    outcomes = []
+    for _ in range(kills):
+        killed_step = rng.choice((2, 3))
+
+        def kill(process: int) -> None:
+            time.sleep(rng.uniform(0, 1.1 * seconds))  # some after the save, too
+            os.kill(process, signal.SIGKILL)
+
+        outcomes.append(outcome(backend, folder, anew, expected, killed_step, kill=kill))
+    return row(backend, anew, "random", outcomes)
+
+
+def killed_at_each_call(backend: str, folder: Path, anew: bool, expected: list[Seen], stride: int) -> dict:
+    """Kill runs before the first call in a save that changes a folder, the second, and so on; one row of the table."""
+    calls = forked(lambda: calls_of_a_save(backend, folder, anew))
+    shutil.rmtree(folder)
+    return row(
+        backend,
+        anew,
+        "each call",
+        [outcome(backend, folder, anew, expected, 2, at_call=at) for at in range(1, calls + 1, stride)],
+    )
+
+
+def row(backend: str, anew: bool, moments: str, outcomes: list[str]) -> dict:
+    found = Counter(outcomes)
+    failures = sorted(set(found) - {"before", "killed step"})
+    return {
+        "backend": backend,
+        "into": PLACES[anew],
+        "killed at": moments,
+        "kills": len(outcomes),
+        "step before": found["before"],
+        "killed step": found["killed step"],
+        "failed": sum(found[each] for each in failures),
+        "failures": failures,
+    }
+
+
+def outcome(
+    backend: str,
+    folder: Path,
+    anew: bool,
+    expected: list[Seen],
+    killed_step: int,
+    kill: Callable[[int], None] | None = None,
+    at_call: int | None = None,
+) -> str:
+    """Kill one run in the save of a step; which step was found afterwards, or what went wrong."""
+    read, write = os.pipe()
+    process, result = start(lambda: train(backend, folder, anew, killed_step, write, at_call))
+    os.close(write)
+    os.read(read, 1)
+    os.close(read)
+    if kill is not None:
+        kill(process)
+    os.waitpid(process, 0)
+    os.close(result)
+    found = forked(lambda: resume(backend, folder, anew, expected))
+    shutil.rmtree(folder)
+    if isinstance(found, Failed):
+        return f"{found.name}: {found.text.splitlines()[0]}"
+    step, exact = found
+    if not exact:
+        return f"resumed at step {step} with other values"
+    return {killed_step - 1: "before", killed_step: "killed step"}.get(step, f"found step {step} of {killed_step}")
+
+
+def train(backend: str, folder: Path, anew: bool, killed_step: int, began: int, at_call: int | None) -> None:
+    run = Run(backend, folder, anew)
+    for number in range(1, killed_step):
+        run.step(number)
+        run.save()
+    run.step(killed_step)
+    if at_call is not None:
+        on_changes(folder, lambda count: count == at_call and os.kill(os.getpid(), signal.SIGKILL))
+    os.write(began, _BEGUN)
+    run.save()
+    time.sleep(60)
+
+
+def resume(backend: str, folder: Path, anew: bool, expected: list[Seen]) -> tuple[int, bool]:
+    """The step of the checkpoint that is found, and whether training goes on from it as it would have without a kill:
+    from what `newest_checkpoint` finds and from what `load_state` finds."""
+    newest = fp8_backends.newest_checkpoint(folder / "checkpoints" if anew else folder)
+    run = Run(backend, folder, anew, seed=7)
+    step = run.load()
+    exact = run.continues_as(expected, step)
+    again = run.load(Path(newest)) == step
+    return step, exact and again and run.continues_as(expected, step, steps=1)
+
+
+def seconds_of_a_save(backend: str, folder: Path, anew: bool) -> float:
+    """The longest of three saves."""
+
+    def measure() -> float:
+        run, seconds = Run(backend, folder, anew), []
+        for number in range(1, 5):
+            run.step(number)
+            began = time.perf_counter()
+            run.save()
+            seconds.append(time.perf_counter() - began)
+        return max(seconds[1:])
+
+    seconds = forked(measure)
+    shutil.rmtree(folder)
+    return seconds
+
+
+def calls_of_a_save(backend: str, folder: Path, anew: bool) -> int:
+    """How many calls of a second save change a folder."""
+    run, counts = Run(backend, folder, anew), [0]
+    run.step(1)
+    run.save()
+    run.step(2)
+    on_changes(folder, lambda count: counts.append(count))
+    run.save()
+    return counts[-1]
+
+
+def on_changes(folder: Path, call: Callable[[int], object]) -> None:
+    """Call a function before each call of this process that changes the folder, with the number of it."""
+    count = 0
+
+    def hook(event: str, arguments: tuple) -> None:
+        nonlocal count
+        writes = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+        if not (writes or event in CHANGES):
+            return
+        path = str(arguments[0])
+        if path.startswith(str(folder)) or not os.path.isabs(path):  # relative within a folder that is being removed
+            count += 1
+            call(count)
+
+    sys.addaudithook(hook)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,149 @@
+"""Small trainings that save and resume, each in a process that is forked from one which has loaded everything."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ.setdefault("ACCELERATE_USE_CPU", "true")
+sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[2])]
+
+import torch  # noqa: E402
+from accelerate import Accelerator  # noqa: E402
+from accelerate.state import AcceleratorState  # noqa: E402
+from accelerate.utils import ProjectConfiguration  # noqa: E402
+from torch import nn  # noqa: E402
+
+import fp8_backends  # noqa: E402
+
+BACKENDS = ("msamp:O2", "native:delayed", "msamp:O3")
+STEPS = 6
+_LAST = "last"
+
+
+class Seen(NamedTuple):
+    """What a run is known by, to the bit."""
+
+    loss: float
+    parameters: dict[str, torch.Tensor]
+
+    def equals(self, other: Seen) -> bool:
+        return self.loss == other.loss and all(torch.equal(p, other.parameters[n]) for n, p in self.parameters.items())
+
+
+class Run:
+    """A model in training. The data of a step follow from its number.
+
+    Args:
+        anew: whether each checkpoint has a folder of its own, named by Accelerate, or all of them the same.
+    """
+
+    def __init__(self, backend: str, folder: Path, anew: bool, seed: int = 0) -> None:
+        torch.set_num_threads(1)
+        self.folder, self.anew = folder, anew
+        recipe = fp8_backends.FP8RecipeKwargs(backend=backend)
+        project = ProjectConfiguration(project_dir=str(folder), automatic_checkpoint_naming=anew)
+        self.accelerator = Accelerator(mixed_precision="fp8", kwargs_handlers=[recipe], project_config=project)
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 64), nn.Linear(64, 16))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        self.model, self.optimizer, self.scheduler = self.accelerator.prepare(model, optimizer, scheduler)
+
+    def step(self, number: int) -> Seen:
+        generator = torch.Generator().manual_seed(number)
+        x, y = torch.randn(16, 32, generator=generator), torch.randn(16, 16, generator=generator)
+        loss = nn.functional.mse_loss(self.model(x).float(), y)
+        self.accelerator.backward(loss)
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+        return Seen(loss.item(), {name: p.detach() + 0 for name, p in self.model.named_parameters()})
+
+    def save(self) -> None:
+        self.accelerator.save_state(None if self.anew else str(self.folder / _LAST))
+
+    def load(self, folder: Path | None = None) -> int:
+        """Load a checkpoint, or the newest one of a run whose checkpoints have folders of their own. Returns the steps
+        that it has."""
+        self.accelerator.load_state(folder or (None if self.anew else str(self.folder / _LAST)))
+        return self.scheduler.scheduler.last_epoch
+
+    def continues_as(self, unbroken: list[Seen], done: int, steps: int = 2) -> bool:
+        """Whether the next steps are those of an unbroken run, whose step n is `unbroken[n - 1]`."""
+        return all(self.step(n).equals(unbroken[n - 1]) for n in range(done + 1, min(done + steps, STEPS) + 1))
+
+
+def unbroken(backend: str, folder: Path) -> list[Seen]:
+    """The steps of a run that never ends early and saves after each."""
+    run, seen = Run(backend, folder, anew=False), []
+    for number in range(1, STEPS + 1):
+        seen.append(run.step(number))
+        run.save()
+    return seen
+
+
+def warm_up() -> None:
+    """Load in this process whatever a run loads, so that its forks need not. It has one thread still, as a process must
+    that is forked."""
+    with tempfile.TemporaryDirectory() as folder:
+        for backend in BACKENDS:
+            run = Run(backend, Path(folder), anew=False)
+            run.step(1)
+            run.save()
+            run.load()
+            AcceleratorState._reset_state(reset_partial_state=True)
+    threads = len(os.listdir("/proc/self/task")) if sys.platform == "linux" else threading.active_count()
+    assert threads == 1, f"{threads} threads run: start this with OMP_NUM_THREADS=1"
+    gc.freeze()
+
+
+def forked(function: Callable[[], Any]) -> Any:
+    """What a function returns in a process of its own, or the `Failed` that it ended with."""
+    process, result = start(function)
+    with os.fdopen(result, "rb") as pipe:
+        said = pipe.read()
+    _, status = os.waitpid(process, 0)
+    return pickle.loads(said) if said else Failed("", f"ended with status {status}")
+
+
+class Failed(NamedTuple):
+    """An error that a process ended with."""
+
+    name: str
+    text: str
+
+
+def start(function: Callable[[], Any]) -> tuple[int, int]:
+    """Fork a process that runs a function, and return its number and the pipe where its result will be."""
+    read, write = os.pipe()
+    sys.stdout.flush()
+    process = os.fork()
+    if process:
+        os.close(write)
+        return process, read
+    os.close(read)
+    _be_quiet()
+    try:
+        try:
+            result = function()
+        except Exception as error:
+            result = Failed(type(error).__name__, f"{error}\n{traceback.format_exc()}")
+        with os.fdopen(write, "wb") as pipe:
+            pickle.dump(result, pipe)
+    finally:
+        os._exit(0)
+
+
+def _be_quiet() -> None:
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 1)
+    os.dup2(nothing, 2)

@@ -1,0 +1,281 @@
+"""The manifest of a checkpoint: the size and SHA-256 of every file, written last. With it a checkpoint is whole.
+
+No ranks are known here, only folders: `accelerate_plugin/whole_checkpoints.py` saves on many ranks.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import logging
+import os
+import platform
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from ..announcement import announce, is_main_process
+from ..compute.hardware import version
+from ..errors import FP8BackendError
+from ..recipes.handlers import Recipe
+
+logger = logging.getLogger("fp8_backends")
+
+NAME = "fp8_manifest.json"
+METADATA = "fp8_backend.json"
+"""What `save_state` says about the backend. Since the second edition its key `manifest` promises the manifest."""
+SAVING = ".saving"
+"""Within a checkpoint, the folder of one that is being saved over it. It is no part of either."""
+_FORMAT = 1
+_TRAINER_STATE = "trainer_state.json"
+"""What transformers' Trainer writes last of a checkpoint."""
+_SIGNS = (NAME, METADATA, _TRAINER_STATE, "random_states_0.pkl")
+"""By these a folder is known as a checkpoint of training."""
+
+
+class Condition(NamedTuple):
+    """What a checkpoint is, and why."""
+
+    word: Literal["whole", "incomplete", "damaged", "foreign", "no manifest"]
+    detail: str = ""
+    """The file that is at fault, and what is wrong with it."""
+    manifest: dict[str, Any] | None = None
+
+
+# One checkpoint
+
+
+def files_of(folder: Path) -> list[str]:
+    """The files below a checkpoint's folder by relative path, the largest first, without its manifest."""
+    found = []
+    for at, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if name != SAVING]
+        found += [Path(at, name) for name in names]
+    paths = {path.relative_to(folder).as_posix(): path.stat().st_size for path in found}
+    return sorted(paths.keys() - {NAME}, key=lambda name: (-paths[name], name))
+
+
+def digest(path: Path) -> dict[str, Any]:
+    """The size of a file in bytes and its SHA-256."""
+    hashed, size, buffer = hashlib.sha256(), 0, memoryview(bytearray(2**20))
+    with path.open("rb", buffering=0) as file:
+        while read := file.readinto(buffer):
+            hashed.update(buffer[:read])
+            size += read
+    return {"bytes": size, "sha256": hashed.hexdigest()}
+
+
+def flush(path: Path) -> None:
+    """Wait until a file, or the entries of a folder, are on the disk."""
+    if os.name == "nt" and path.is_dir():
+        return  # Windows opens no folder
+    descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def flush_folders(folder: Path) -> None:
+    """Wait until the entries of a folder and of all folders in it are on the disk."""
+    for at, _, _ in os.walk(folder):
+        flush(Path(at))
+
+
+def write(folder: Path, files: dict[str, dict[str, Any]], recipe: Recipe, step: int | None, world_size: int) -> None:
+    """Write the manifest of a folder whose files are on the disk. It is there in one instant, and on the disk when this
+    returns.
+
+    Args:
+        files: the `digest` of each of `files_of`.
+        step: how often the optimizer has stepped, if anybody knows.
+        world_size: the number of ranks that saved.
+    """
+    libraries = {name: version(name) for name in ("fp8-backends", "torch", "accelerate")}
+    record = {
+        "format": _FORMAT,
+        "backend": recipe.name,
+        "recipe": recipe.to_dict(),
+        "step": step,
+        "world_size": world_size,
+        "time": datetime.datetime.now(datetime.timezone.utc).isoformat(),
+        "versions": libraries | {"python": platform.python_version()},
+        "files": dict(sorted(files.items())),
+    }
+    unfinished = folder / f"{NAME}.tmp"
+    unfinished.write_bytes(_text(json.loads(json.dumps(record, default=str))))
+    flush(unfinished)
+    flush_folders(folder)
+    os.replace(unfinished, folder / NAME)
+    flush(folder)
+
+
+def _text(record: dict[str, Any]) -> bytes:
+    """The bytes of a manifest, with a checksum of its own."""
+    checksum = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+    return (json.dumps(record | {"sha256": checksum}, indent=1) + "\n").encode()
+
+
+def staged(folder: Path) -> Path | None:
+    """The checkpoint that was saved over this one and whose files have not all moved here, if there is one."""
+    return next((found.parent for found in (folder / SAVING).glob(f"*/{NAME}")), None)
+
+
+def files_named_by(folder: Path) -> set[str] | None:
+    """The files that the manifest of a folder names by relative path; None without an intact one."""
+    found = _read(folder)
+    return None if found.manifest is None else set(found.manifest["files"])
+
+
+def condition(folder: Path, part: slice = slice(None)) -> Condition:
+    """Tell what a checkpoint is, by reading every file of it once, or only a part of them.
+
+    Of one over which another was being saved, the new one counts as soon as it is whole, wherever its files lie.
+    """
+    at = staged(folder) or folder
+    found = _read(at)
+    if found.word != "whole":
+        return found
+    names = sorted(found.manifest["files"], key=lambda name: -found.manifest["files"][name]["bytes"])
+    for name in names[part]:
+        path = next((each / name for each in (at, folder) if (each / name).is_file()), None)
+        if fault := _fault(path, found.manifest["files"][name]):
+            return Condition("damaged", f"{name} {fault}", found.manifest)
+    for name in found.manifest["files"]:
+        instead = re.sub(r"^pytorch_model(_\d+)?\.bin$", r"model\1.safetensors", name)
+        if instead not in found.manifest["files"] and (folder / instead).exists():
+            detail = f"{instead} is no part of it, and would be loaded in place of {name}: move it away"
+            return Condition("damaged", detail, found.manifest)
+    return found
+
+
+def _fault(path: Path | None, expected: dict[str, Any]) -> str:
+    """What is wrong with a file, empty if nothing is."""
+    if path is None:
+        return "is missing"
+    size = path.stat().st_size
+    if size != expected["bytes"]:
+        return f"has {size:,} bytes in place of {expected['bytes']:,}"
+    try:
+        same = digest(path)["sha256"] == expected["sha256"]
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    return "" if same else "has other contents than were saved (its SHA-256 differs)"
+
+
+def _read(folder: Path) -> Condition:
+    """The manifest of a folder, as far as it can be told without reading the files that it names."""
+    try:
+        text = (folder / NAME).read_bytes()
+    except FileNotFoundError:
+        return _without_manifest(folder)
+    try:
+        record = json.loads(text)
+        intact = _text({key: value for key, value in record.items() if key != "sha256"}) == text
+    except (ValueError, AttributeError, RecursionError):
+        return Condition("damaged", f"{NAME} is no manifest")
+    if isinstance(record.get("format"), int) and record["format"] > _FORMAT:
+        return Condition("foreign", f"{NAME} has format {record['format']}; this version reads format {_FORMAT}")
+    if not intact:
+        return Condition("damaged", f"{NAME} does not fit its own checksum")
+    return Condition("whole", manifest=record)
+
+
+def _without_manifest(folder: Path) -> Condition:
+    try:
+        if (folder / METADATA).exists() and "manifest" in json.loads((folder / METADATA).read_bytes()):
+            return Condition("incomplete", f"{NAME} is missing: a save ended early, or the file was removed")
+    except (ValueError, TypeError):
+        return Condition("damaged", f"{METADATA} is not what save_state wrote, and {NAME} is missing")
+    if re.fullmatch(r"checkpoint-\d+", folder.name) and not any(folder.glob("random_states_*.pkl")):
+        try:
+            json.loads((folder / _TRAINER_STATE).read_bytes())
+        except (FileNotFoundError, ValueError):
+            return Condition("incomplete", f"{_TRAINER_STATE}, which Trainer writes last, is missing or cut off")
+    return Condition("no manifest", "stock Accelerate, a Trainer without FP8 or the first edition saved it")
+
+
+# A folder of checkpoints
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder looks like a checkpoint of Accelerate or Trainer, whole or not."""
+    signs = any((folder / name).exists() for name in _SIGNS)
+    return signs or staged(folder) is not None or re.fullmatch(r"checkpoint[-_]\d+", folder.name) is not None
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """The checkpoints of a folder, the newest first: by the numbers of their names if these differ in nothing else, as
+    `checkpoint_3` and `checkpoint_12` do, or by the time at which they were saved."""
+    try:
+        # what begins with a dot is being saved or removed; a link is another name
+        found = [each for each in folder.iterdir() if not (each.name.startswith(".") or each.is_symlink())]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    found = [each for each in found if each.is_dir() and is_checkpoint(each)]
+    numbers = {each: re.fullmatch(r"(.*?)(\d+)", each.name) for each in found}
+    if all(numbers.values()) and len({match[1] for match in numbers.values()}) == 1:
+        return sorted(found, key=lambda each: int(numbers[each][2]), reverse=True)
+    return sorted(found, key=_time, reverse=True)
+
+
+def _time(folder: Path) -> float:
+    """Seconds since 1970 at which a checkpoint was saved; of one without a manifest, when its folder last changed."""
+    manifest = _read(staged(folder) or folder).manifest
+    if manifest is not None:
+        return datetime.datetime.fromisoformat(manifest["time"]).timestamp()
+    return folder.stat().st_mtime
+
+
+def newest_checkpoint(folder: str | os.PathLike) -> str | None:
+    """Find the newest whole checkpoint in a folder, or the folder itself if it is the only one.
+
+    Every file is read, so that nothing half written or damaged is returned. What is newer and was skipped is named in a
+    warning. Checkpoints without a manifest, of stock Accelerate, are returned only where none has one. Each rank reads
+    by itself: nothing is communicated.
+
+    Returns:
+        A path for `Accelerator.load_state` or `Trainer.train(resume_from_checkpoint=…)`; None where nothing was saved
+        whole yet.
+
+    Raises:
+        FP8BackendError: none is whole, and one is damaged that was: to begin anew in silence would be wrong.
+    """
+    folder = Path(folder)
+    found = checkpoints_in(folder) or ([folder] if is_checkpoint(folder) else [])
+    chosen = choose((each, condition(each)) for each in found)
+    return None if chosen is None else str(chosen)
+
+
+def choose(candidates: Iterable[tuple[Path, Condition]]) -> Path | None:
+    """Choose the first whole checkpoint, as `newest_checkpoint` says."""
+    skipped: list[tuple[Path, Condition]] = []
+    chosen = None
+    for folder, found in candidates:
+        if found.word == "whole":
+            chosen = folder
+            break
+        skipped.append((folder, found))
+    if chosen is None:
+        chosen = next((folder for folder, found in skipped if found.word == "no manifest"), None)
+        if chosen is not None:
+            announce(f"{chosen} carries no manifest: its files are taken as they are")
+    for folder, found in skipped:
+        if folder == chosen:
+            break
+        if is_main_process():
+            logger.warning("%s is skipped: %s", folder, said(found))
+    if chosen is None and (damaged := [each for each in skipped if each[1].word in ("damaged", "foreign")]):
+        folder, found = damaged[0]
+        raise FP8BackendError(
+            f"no checkpoint in {folder.parent} can be loaded. {folder.name} is the newest that was whole: "
+            f"{said(found)}. Move it away to begin anew"
+        )
+    return chosen
+
+
+def said(found: Condition) -> str:
+    """A condition in words, such as `damaged: optimizer.bin is missing`."""
+    return f"{found.word}: {found.detail}" if found.detail else found.word

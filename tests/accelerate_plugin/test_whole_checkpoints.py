@@ -1,0 +1,233 @@
+"""`save_state` leaves a whole checkpoint or none, and `load_state` takes only a whole one."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import ProjectConfiguration
+from plugin_training import batches, copied_parameters, mlp, train
+
+import fp8_backends
+from fp8_backends.accelerate_plugin import whole_checkpoints
+from fp8_backends.errors import FP8BackendError
+
+DATA = batches(4)
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing of the package catches it."""
+
+
+def run(folder: Path | None = None, seed: int = 0, **project):
+    """Accelerator, model and optimizer; with a folder, checkpoints are named by Accelerate."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    project = ProjectConfiguration(
+        project_dir=folder and str(folder), automatic_checkpoint_naming=folder is not None, **project
+    )
+    recipe = fp8_backends.FP8RecipeKwargs(backend="native:delayed")
+    accelerator = Accelerator(mixed_precision="fp8", kwargs_handlers=[recipe], project_config=project)
+    model = mlp(seed)
+    return accelerator, *accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 5e-3))
+
+
+def files(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_checkpoint_appears_at_once_with_everything_in_it(tmp_path):
+    accelerator, model, optimizer = run()
+    train(accelerator, model, optimizer, DATA[:2])
+    target, seen = tmp_path / "runs" / "a", []
+
+    def watch(models, weights, folder):
+        seen.append((Path(folder), target.exists()))
+        Path(folder, "mine.txt").write_text("mine")
+
+    accelerator.register_save_state_pre_hook(watch)
+    assert accelerator.save_state(str(target)) == target
+    (place, existed) = seen[0]
+    assert place.name == "a" and place != target and not existed
+    record = json.loads((target / "fp8_manifest.json").read_text())
+    assert set(record["files"]) == files(target) - {"fp8_manifest.json"} and "mine.txt" in record["files"]
+    assert record["step"] == 2
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["a"]
+
+
+def test_a_save_over_another_keeps_what_is_the_users_own_and_removes_what_is_stale(tmp_path):
+    accelerator, model, optimizer = run()
+    for name in ("log.txt", "part/more.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    os.symlink(tmp_path, tmp_path.with_name(f"{tmp_path.name}_link"))
+    accelerator.save_state(str(tmp_path.with_name(f"{tmp_path.name}_link")))
+    first = files(tmp_path)
+    assert {"log.txt", "part/more.txt", "model.safetensors"} <= first
+    train(accelerator, model, optimizer, DATA[:1])
+    accelerator.save_state(str(tmp_path), safe_serialization=False)
+    assert files(tmp_path) == first - {"model.safetensors"} | {"pytorch_model.bin"}
+    weights = copied_parameters(model)
+    accelerator, model, _ = run(seed=5)
+    accelerator.load_state(str(tmp_path))
+    assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters())
+
+
+def test_a_save_over_a_checkpoint_of_the_first_edition_leaves_nothing_of_its_other_ranks(tmp_path):
+    accelerator, model, optimizer = run()
+    accelerator.save_state(str(tmp_path))
+    (tmp_path / "fp8_manifest.json").unlink()
+    before = files(tmp_path)
+    for name in ("random_states_1.pkl", "fp8_scaling_1.safetensors", "config.json"):
+        (tmp_path / name).touch()
+    accelerator.save_state(str(tmp_path))
+    assert files(tmp_path) == before | {"fp8_manifest.json", "config.json"}
+
+
+def test_the_current_folder_can_be_saved_into(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    accelerator, _, _ = run()
+    for _ in range(2):
+        accelerator.save_state(".")
+    accelerator.load_state(".")
+    assert Path("model.safetensors").exists() and not Path(".saving").exists()
+
+
+@contextmanager
+def killed_at_move(number: int):
+    """End what runs before it moves a file for that many times; yields whether it came so far."""
+    replace, moved, killed = os.replace, [], []
+
+    def interrupted(source, target):
+        moved.append(target)
+        if len(moved) == number:
+            raise Killed
+        replace(source, target)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(os, "replace", interrupted)
+        try:
+            yield killed
+        except Killed:
+            killed.append(number)
+
+
+@pytest.mark.parametrize("at", range(1, 9))
+def test_a_move_that_is_interrupted_anywhere_is_finished_by_a_later_load(at, tmp_path):
+    """Between any two files that move into a folder with an older checkpoint, and again while a load finishes it."""
+    accelerator, model, optimizer = run()
+    accelerator.save_state(str(tmp_path))
+    train(accelerator, model, optimizer, DATA[:2])
+    weights = copied_parameters(model)
+    with killed_at_move(at) as killed:
+        accelerator.save_state(str(tmp_path))
+    assert bool(killed) == (at <= 7)  # the manifest, five files, and the manifest again
+    assert fp8_backends.newest_checkpoint(tmp_path) == str(tmp_path)  # it changes nothing
+    accelerator, model, _ = run(seed=5)
+    with killed_at_move(2):
+        accelerator.load_state(str(tmp_path))
+    accelerator.load_state(str(tmp_path))
+    expected = dict(mlp().named_parameters()) if at == 1 else weights  # the new one had no manifest yet
+    assert all(torch.equal(p, expected[name]) for name, p in model.named_parameters())
+
+
+def test_what_a_killed_save_has_left_is_removed_by_the_next(tmp_path):
+    accelerator, _, _ = run()
+    for holder in (tmp_path / ".a.saving" / "a", tmp_path / "a" / ".saving" / "a"):
+        holder.mkdir(parents=True)
+        (holder / "stale.bin").write_text("stale")
+    accelerator.save_state(str(tmp_path / "a"))
+    assert [path.name for path in tmp_path.iterdir()] == ["a"] and "stale.bin" not in files(tmp_path / "a")
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_an_error_while_saving_leaves_the_checkpoint_before_as_it_was(is_there, tmp_path):
+    accelerator, model, optimizer = run()
+    if is_there:
+        accelerator.save_state(str(tmp_path / "a"))
+        before = {name: (tmp_path / "a" / name).read_bytes() for name in files(tmp_path / "a")}
+
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    train(accelerator, model, optimizer, DATA[:1])
+    hook = accelerator.register_save_state_pre_hook(fail)
+    with pytest.raises(FP8BackendError, match="No space left on device.*as it was"):
+        accelerator.save_state(str(tmp_path / "a"))
+    if is_there:
+        assert {name: (tmp_path / "a" / name).read_bytes() for name in files(tmp_path / "a")} == before
+    else:
+        assert list(tmp_path.iterdir()) == []
+    assert accelerator.project_configuration.iteration == is_there
+    hook.remove()
+    accelerator.save_state(str(tmp_path / "a"))
+    accelerator.load_state(str(tmp_path / "a"))
+
+
+def test_a_damaged_checkpoint_is_refused_before_anything_is_loaded(tmp_path):
+    accelerator, model, optimizer = run()
+    for name in ("a", "b"):
+        train(accelerator, model, optimizer, DATA[:1])
+        accelerator.save_state(str(tmp_path / name))
+    optimizer_file = tmp_path / "b" / "optimizer.bin"
+    data = bytearray(optimizer_file.read_bytes())
+    data[len(data) // 2] ^= 1
+    optimizer_file.write_bytes(data)
+    accelerator, model, _ = run(seed=5)
+    weights = copied_parameters(model)
+    with pytest.raises(FP8BackendError, match="optimizer.bin has other contents.*beside it is .*a$"):
+        accelerator.load_state(str(tmp_path / "b"))
+    assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters())
+    (tmp_path / "b" / "fp8_manifest.json").unlink()
+    with pytest.raises(FP8BackendError, match="incomplete: fp8_manifest.json is missing"):
+        accelerator.load_state(str(tmp_path / "b"))
+    with pytest.raises(ValueError, match="does not exist"):
+        accelerator.load_state(str(tmp_path / "c"))
+
+
+def test_a_checkpoint_without_a_manifest_loads_and_one_line_says_so(tmp_path, capsys):
+    accelerator, _, _ = run()
+    accelerator.save_state(str(tmp_path))
+    (tmp_path / "fp8_manifest.json").unlink()
+    metadata = json.loads((tmp_path / "fp8_backend.json").read_text())
+    assert metadata.pop("manifest") == "fp8_manifest.json"
+    (tmp_path / "fp8_backend.json").write_text(json.dumps(metadata))  # as the first edition wrote it
+    accelerator.load_state(str(tmp_path))
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "manifest" in line]
+    assert str(tmp_path) in line
+
+
+def test_automatic_naming_loads_the_newest_whole_one_and_removes_old_ones_last(tmp_path, caplog, monkeypatch):
+    accelerator, model, optimizer = run(tmp_path, total_limit=2)
+    with pytest.raises(FP8BackendError, match="no checkpoint"):
+        accelerator.load_state()
+    weights = []
+    for _ in range(3):
+        weights.append(copied_parameters(model))
+        accelerator.save_state()
+        train(accelerator, model, optimizer, DATA[:1])
+    folder = tmp_path / "checkpoints"
+    assert sorted(path.name for path in folder.iterdir()) == ["checkpoint_1", "checkpoint_2"]
+    (folder / "checkpoint_2" / "model.safetensors").write_bytes(b"")
+    with caplog.at_level(logging.WARNING, "fp8_backends"):
+        accelerator.load_state()
+    assert "checkpoint_2 is skipped: damaged: model.safetensors" in caplog.text
+    assert all(torch.equal(p, weights[1][name]) for name, p in model.named_parameters())
+
+    def removes(folder, newest, limit):
+        assert (newest / "fp8_manifest.json").exists() and (folder / "checkpoint_1").exists()
+        raise Killed
+
+    monkeypatch.setattr(whole_checkpoints, "remove_oldest", removes)
+    with pytest.raises(Killed):
+        accelerator.save_state()
+    assert sorted(path.name for path in folder.iterdir()) == ["checkpoint_1", "checkpoint_2", "checkpoint_3"]
+    accelerator.project_configuration.iteration = 3
+    with pytest.raises(ValueError, match="already exists"):
+        accelerator.save_state()

@@ -1,0 +1,54 @@
+"""`fp8-backends checkpoint`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from fp8_backends.cli.main import main
+
+sys.path.append(str(Path(__file__).parents[1] / "training"))
+from test_manifest import checkpoint  # noqa: E402
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Two whole checkpoints, a newer one that is damaged, and one that was never finished."""
+    for step in (1, 2, 3):
+        checkpoint(tmp_path / f"checkpoint_{step}", step)
+    (tmp_path / "checkpoint_3" / "model.safetensors").unlink()
+    checkpoint(tmp_path / "checkpoint_4", sealed=False)
+    return tmp_path
+
+
+def test_a_folder_of_checkpoints_is_listed_and_the_newest_whole_one_named(folder, capsys):
+    assert main(["checkpoint", str(folder)]) == 0
+    printed = capsys.readouterr().out
+    names = [line.split()[0] for line in printed.splitlines()[1:5]]
+    assert names == [f"checkpoint_{n}" for n in (4, 3, 2, 1)]
+    assert [line.split()[-1] for line in printed.splitlines()[1:5]] == ["incomplete", "damaged", "whole", "whole"]
+    assert "native:delayed" in printed and "model.safetensors is missing" in printed
+    assert printed.splitlines()[-1] == f"newest whole one: {folder / 'checkpoint_2'}"
+
+
+def test_json_has_all_of_it(folder, capsys):
+    assert main(["checkpoint", str(folder), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["newest"] == str(folder / "checkpoint_2")
+    newest = found["checkpoints"][2]
+    assert (newest["state"], newest["step"], newest["world_size"], newest["files"]) == ("whole", 2, 2, 4)
+
+
+@pytest.mark.parametrize(("name", "code"), [("checkpoint_2", 0), ("checkpoint_3", 1), ("checkpoint_4", 1)])
+def test_the_exit_code_says_whether_a_checkpoint_can_be_loaded(name, code, folder, capsys):
+    assert main(["checkpoint", str(folder / name)]) == code
+
+
+def test_a_folder_without_checkpoints_is_one_line(folder, capsys):
+    (folder / "logs").mkdir()
+    for wrong in (folder / "logs", folder / "nowhere"):
+        assert main(["checkpoint", str(wrong)]) == 2
+        assert "is no checkpoint" in capsys.readouterr().err

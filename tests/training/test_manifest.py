@@ -1,0 +1,122 @@
+"""Manifests of checkpoints, and which checkpoint of a folder is the newest whole one."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+import fp8_backends
+from fp8_backends.errors import FP8BackendError
+from fp8_backends.training import manifest
+
+RECIPE = fp8_backends.resolve("native:delayed")
+
+
+def checkpoint(folder: Path, step: int = 1, sealed: bool = True) -> Path:
+    """A folder with files as Accelerate writes them, one of them in a folder of its own."""
+    (folder / "part").mkdir(parents=True)
+    for name in ("random_states_0.pkl", "model.safetensors", "part/__0_0.distcp"):
+        (folder / name).write_bytes(name.encode() * 100 + bytes([step]))
+    (folder / "fp8_backend.json").write_text(json.dumps({"format": 1, "manifest": "fp8_manifest.json"}))
+    if sealed:
+        files = {name: manifest.digest(folder / name) for name in manifest.files_of(folder)}
+        manifest.write(folder, files, RECIPE, step, world_size=2)
+    return folder
+
+
+def test_a_manifest_says_what_was_saved_by_whom(tmp_path):
+    record = manifest.condition(checkpoint(tmp_path / "a", step=7)).manifest
+    assert (record["backend"], record["step"], record["world_size"]) == ("native:delayed", 7, 2)
+    assert record["recipe"]["amax_history_len"] == RECIPE.amax_history_len
+    assert set(record["files"]) == set(manifest.files_of(tmp_path / "a")) and "part/__0_0.distcp" in record["files"]
+    assert {"fp8-backends", "torch", "accelerate", "python"} == set(record["versions"])
+
+
+@pytest.mark.parametrize(
+    ("change", "word", "said"),
+    [
+        (lambda file: None, "whole", ""),
+        (lambda file: file.unlink(), "damaged", "part/__0_0.distcp is missing"),
+        (lambda file: file.write_bytes(file.read_bytes()[:-1]), "damaged", "1,700 bytes in place of 1,701"),
+        (lambda file: file.write_bytes(file.read_bytes()[:-1] + b"\0"), "damaged", "part/__0_0.distcp has other cont"),
+        (lambda file: (file.parents[1] / manifest.NAME).unlink(), "incomplete", manifest.NAME),
+        (lambda file: (file.parents[1] / manifest.NAME).write_text("{"), "damaged", manifest.NAME),
+        (lambda file: (file.parents[1] / manifest.NAME).write_text("[]"), "damaged", manifest.NAME),
+        (lambda file: rewrite(file.parents[1], '"step": 1', '"step": 2'), "damaged", "its own checksum"),
+        (lambda file: rewrite(file.parents[1], '"format": 1', '"format": 9'), "foreign", "format 9"),
+        (lambda file: (file.parents[1] / "my_notes.txt").write_text("mine"), "whole", ""),
+    ],
+)
+def test_what_a_checkpoint_is(change, word, said, tmp_path):
+    change(checkpoint(tmp_path / "a") / "part" / "__0_0.distcp")
+    found = manifest.condition(tmp_path / "a")
+    assert found.word == word and said in found.detail
+
+
+def rewrite(folder: Path, old: str, new: str) -> None:
+    text = (folder / manifest.NAME).read_text()
+    assert old in text
+    (folder / manifest.NAME).write_text(text.replace(old, new, 1))
+
+
+def test_weights_of_somebody_elses_that_accelerate_would_prefer_are_refused(tmp_path):
+    folder = checkpoint(tmp_path / "a", sealed=False)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    manifest.write(folder, {n: manifest.digest(folder / n) for n in manifest.files_of(folder)}, RECIPE, 1, 1)
+    assert manifest.condition(folder).word == "whole"
+    (folder / "model.safetensors").touch()
+    assert manifest.condition(folder).detail.startswith("model.safetensors is no part of it")
+
+
+def test_the_first_edition_and_stock_accelerate_promised_no_manifest(tmp_path):
+    folder = checkpoint(tmp_path / "checkpoint-3", sealed=False)
+    (folder / "fp8_backend.json").write_text('{"format": 1, "models": {}}')
+    assert manifest.condition(folder).word == "no manifest"
+    (folder / "fp8_backend.json").unlink()
+    assert manifest.condition(folder).word == "no manifest"
+    (folder / "random_states_0.pkl").unlink()  # now it looks like a Trainer's that ended early
+    assert manifest.condition(folder).word == "incomplete"
+    (folder / "trainer_state.json").write_text("{}")
+    assert manifest.condition(folder).word == "no manifest"
+
+
+def test_the_newest_whole_checkpoint_is_found_and_what_was_skipped_is_named(tmp_path, caplog):
+    assert fp8_backends.newest_checkpoint(tmp_path / "nothing") is None
+    for step in (2, 9, 10):
+        checkpoint(tmp_path / f"checkpoint-{step}", step)
+    os.symlink(tmp_path / "checkpoint-10", tmp_path / "latest")
+    assert fp8_backends.newest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
+    assert fp8_backends.newest_checkpoint(tmp_path / "checkpoint-2") == str(tmp_path / "checkpoint-2")
+    (tmp_path / "checkpoint-10" / "model.safetensors").write_bytes(b"")
+    checkpoint(tmp_path / "checkpoint-11", sealed=False)
+    with caplog.at_level(logging.WARNING, "fp8_backends"):
+        assert fp8_backends.newest_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-9")
+    assert [record.args[0].name for record in caplog.records] == ["checkpoint-11", "checkpoint-10"]
+    assert "model.safetensors" in caplog.text
+
+
+def test_names_without_a_number_go_by_the_time_they_were_saved(tmp_path):
+    checkpoint(tmp_path / "zebra")
+    checkpoint(tmp_path / "best")
+    assert fp8_backends.newest_checkpoint(tmp_path) == str(tmp_path / "best")
+
+
+def test_where_nothing_is_whole_a_run_begins_anew_unless_something_was(tmp_path):
+    checkpoint(tmp_path / "checkpoint-1", sealed=False)
+    assert fp8_backends.newest_checkpoint(tmp_path) is None
+    (checkpoint(tmp_path / "checkpoint-0") / "model.safetensors").unlink()
+    with pytest.raises(FP8BackendError, match="checkpoint-0 .*model.safetensors is missing"):
+        fp8_backends.newest_checkpoint(tmp_path)
+
+
+def test_checkpoints_without_a_manifest_are_taken_where_none_has_one(tmp_path, capsys):
+    for step in (1, 2):
+        (checkpoint(tmp_path / f"checkpoint_{step}", sealed=False) / "fp8_backend.json").unlink()
+    assert fp8_backends.newest_checkpoint(tmp_path) == str(tmp_path / "checkpoint_2")
+    assert "carries no manifest" in capsys.readouterr().err
+    checkpoint(tmp_path / "checkpoint_0")
+    assert fp8_backends.newest_checkpoint(tmp_path) == str(tmp_path / "checkpoint_0")
