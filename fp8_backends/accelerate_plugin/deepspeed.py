@@ -53,7 +53,6 @@ def watch(accelerator: Accelerator) -> None:
     if accelerator.fp8_engine_steps is None:
         accelerator.fp8_engine_steps = EngineSteps()
     preparation.watch_optimizer(accelerator._models, accelerator.fp8_engine_steps, accelerator.fp8_recipe)
-    accelerator._log_statistics_of(accelerator.fp8_engine_steps)
     for engine in accelerator._models:
         _keep_scaling_in_checkpoints(accelerator, engine)
 

@@ -276,6 +276,8 @@ class FP8Mixin(_RunTimeClass):
         """Every optimizer proves the models that it trains, in whichever order they were prepared."""
         if deepspeed.in_use(self):
             deepspeed.watch(self)
+            if self.fp8_engine_steps is not None:
+                self._log_statistics_of(self.fp8_engine_steps)
             return
         for optimizer in map(_innermost, self._optimizers):
             models = self.models_of(optimizer)
@@ -404,7 +406,7 @@ class FP8Mixin(_RunTimeClass):
             fp8["fp8_flops_share"] = report.flops_share
         super().init_trackers(project_name, {**fp8, **(config or {})}, init_kwargs)
 
-    def _log_statistics_of(self, optimizer: torch.optim.Optimizer) -> None:
+    def _log_statistics_of(self, optimizer: torch.optim.Optimizer | deepspeed.EngineSteps) -> None:
         """Let trackers have the summary of each sample of the monitor, where there is one."""
         if sampled := monitor.monitor_of(optimizer):
             sampled.report = self._log_statistics

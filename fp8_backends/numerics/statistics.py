@@ -1,5 +1,5 @@
-"""What a cast into few bits does to a tensor, in numbers: what it clips and flushes to zero, how much error it adds, and
-how the values lie in the format's range.
+"""What a cast into few bits does to a tensor, in numbers: what it clips and flushes to zero, how much error it adds,
+and how the values lie in the format's range.
 
 Everything stays on the tensor's device, in plain PyTorch: nothing waits until `read` copies all numbers to the host at
 once. A large tensor is sampled, except for its amax.
