@@ -155,17 +155,16 @@ class Monitor:
             self._say_once("file", f"statistics cannot be written: {error}")
 
     def _name_notable(self, found: Mapping[tuple[str, str], Numbers], step: int) -> None:
-        """Name the tensors that lose much, each once."""
-        casts = {key: numbers for key, numbers in found.items() if key[1] in NAMES.values()}
+        """Name the tensors that lose much, in one line, each once."""
+        casts = {f"{name} {tensor}": each for (name, tensor), each in found.items() if tensor not in STORED}
+        parts = []
         for what, is_notable in _NOTABLE.items():
-            names = [f"{name} {tensor}" for (name, tensor), numbers in casts.items() if is_notable(numbers)]
-            new = [name for name in names if f"{what} {name}" not in self.notable]
+            new = [name for name, each in casts.items() if is_notable(each) and f"{what} {name}" not in self.notable]
             self.notable.update(f"{what} {name}" for name in new)
-            if new:
-                logger.warning(
-                    "%s, step %d: %s of %s (fp8-backends monitor %s shows all)",
-                    *(self.recipe.name, step, what, listed(new), self.recipe.monitor_file),
-                )
+            parts += [f"{what} {listed(new)}"] if new else []
+        if parts:
+            see = f"fp8-backends monitor {self.recipe.monitor_file} shows all"
+            logger.warning("%s, step %d: %s (%s)", self.recipe.name, step, "; ".join(parts), see)
 
     def _say_once(self, key: str, message: str) -> None:
         if key not in self.notable:
@@ -174,9 +173,9 @@ class Monitor:
 
 
 _NOTABLE: dict[str, Callable[[Numbers], bool]] = {
-    "inf or NaN in the values": lambda numbers: not math.isfinite(numbers.amax),
-    f"over {share(MANY_SATURATED)} of the values clipped": lambda n: n.saturated_share > MANY_SATURATED,
-    f"over {share(MANY_FLUSHED)} of the values flushed to zero": lambda n: n.flushed_share > MANY_FLUSHED,
+    "inf or NaN in": lambda numbers: not math.isfinite(numbers.amax),
+    f"over {share(MANY_SATURATED)} clipped of": lambda numbers: numbers.saturated_share > MANY_SATURATED,
+    f"over {share(MANY_FLUSHED)} flushed to zero of": lambda numbers: numbers.flushed_share > MANY_FLUSHED,
 }
 
 
