@@ -193,3 +193,12 @@ def test_estimated_and_measured_peaks_of_any_model_with_a_loss():
             Small, lambda: {"images": torch.randn(16, 3, 16, 16)}, backend
         )
         assert estimated == pytest.approx(measured, rel=0.1), backend
+
+
+@pytest.mark.slow
+def test_what_the_monitor_costs(tmp_path):
+    done = run("reliability/monitor_cost.py", "--quick", "--out", str(tmp_path))
+    (record,) = records(tmp_path).values()
+    costly = [each["backend"] for each in record["recipes"] if each["share"] > record["limit"]]
+    assert [each["backend"] for each in record["recipes"]] == ["native:dynamic", "native:delayed", "msamp:O2"]
+    assert done.returncode == bool(costly), done.stderr

@@ -102,11 +102,11 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--sequence", type=int, default=128)
-    parser.add_argument("--quick", action="store_true", help="one layer, few rounds, and nothing compiled")
+    parser.add_argument("--quick", action="store_true", help="one small layer, few rounds, and nothing compiled")
     parser.add_argument("--out", help="folder for the record")
     arguments = parser.parse_args()
     if arguments.quick:
-        arguments.layers, arguments.rounds = 1, 5
+        arguments.hidden, arguments.layers, arguments.rounds = 128, 1, 5
 
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
