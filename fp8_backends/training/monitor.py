@@ -123,7 +123,9 @@ class Monitor:
         prepared = [(root, root.__dict__[PREPARED]) for root in self.roots if PREPARED in root.__dict__]
         self.sample = Sample([Watched(root, each) for root, each in prepared], _rank() == 0)
         # an optimizer that goes before its next step leaves nothing behind
-        self.sample.closing.callback(weakref.finalize(optimizer, self.sample.close).detach)
+        gone = weakref.finalize(optimizer, self.sample.close)
+        gone.atexit = False
+        self.sample.closing.callback(gone.detach)
 
     def _finish(self, optimizer: torch.optim.Optimizer) -> None:
         sample, self.sample = self.sample, None
