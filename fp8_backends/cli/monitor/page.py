@@ -86,7 +86,7 @@ def _over_the_run(samples: Samples) -> str:
         charts.Series(tensor.label, f"var(--c{index})", _by_step(samples, tensor))
         for index, tensor in enumerate(worst, 1)
     ]
-    html = _chart(samples, lines, "Lost below the format's usual SQNR", "dB")
+    html = _chart(samples, lines, "Error of the worst tensors", "dB below the format's usual SQNR")
     html += aside("The tensors that lose most at any time of the run.") if html else ""
     for key, title in (("saturated", "Clipped"), ("flushed", "Flushed to zero")):
         kinds = [
