@@ -228,3 +228,12 @@ def test_checkpoints_are_tried_and_one_that_loads_in_silence_is_told(script, cod
     assert ("loaded in silence" in done.stdout) == bool(code)
     (record,) = records(tmp_path).values()
     assert record["results"] and record["machine"]["torch"]
+
+
+@pytest.mark.slow
+def test_what_the_monitor_costs(tmp_path):
+    done = run("reliability/monitor_cost.py", "--quick", "--out", str(tmp_path))
+    (record,) = records(tmp_path).values()
+    costly = [each["backend"] for each in record["recipes"] if each["share"] > record["limit"]]
+    assert [each["backend"] for each in record["recipes"]] == ["native:dynamic", "native:delayed", "msamp:O2"]
+    assert done.returncode == bool(costly), done.stderr

@@ -37,7 +37,7 @@ from ..compute import hardware
 from ..errors import FP8BackendError, RecipeError
 from ..recipes.handlers import Recipe
 from ..states import original
-from ..training import conversion, preparation, proof, rules
+from ..training import conversion, monitor, preparation, proof, rules
 from ..training.conversion import weight_products
 from ..training.report import ConversionReport
 from ..training.weight_products import NEVER_IN_FP8
@@ -285,11 +285,14 @@ class FP8Mixin(_RunTimeClass):
         """Every optimizer proves the models that it trains, in whichever order they were prepared."""
         if deepspeed.in_use(self):
             deepspeed.watch(self)
+            if self.fp8_engine_steps is not None:
+                self._log_statistics_of(self.fp8_engine_steps)
             return
         for optimizer in map(_innermost, self._optimizers):
             models = self.models_of(optimizer)
             if models:
                 preparation.watch_optimizer(models, optimizer, self.fp8_recipe)
+                self._log_statistics_of(optimizer)
             elif self.has_whole_weights and self._check_trains not in optimizer._optimizer_step_pre_hooks.values():
                 optimizer.register_step_pre_hook(self._check_trains)
             if self.has_whole_weights and self.gradient_accumulation_steps > 1:
@@ -450,6 +453,15 @@ class FP8Mixin(_RunTimeClass):
         if report.products and not report.has_convolutions:
             fp8["fp8_flops_share"] = report.flops_share
         super().init_trackers(project_name, {**fp8, **(config or {})}, init_kwargs)
+
+    def _log_statistics_of(self, optimizer: torch.optim.Optimizer | deepspeed.EngineSteps) -> None:
+        """Let trackers have the summary of each sample of the monitor, where there is one."""
+        if sampled := monitor.monitor_of(optimizer):
+            sampled.report = self._log_statistics
+
+    def _log_statistics(self, values: dict[str, float], step: int) -> None:
+        if self.trackers:
+            self.log(values, step=step)
 
     # Precision around FP8
 

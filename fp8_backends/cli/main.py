@@ -26,6 +26,10 @@ COMMANDS = {
         ".compare.command",
         "train a small model with bf16 and FP8 backends side by side; table, results.json and report.html",
     ),
+    "monitor": (
+        ".monitor.command",
+        "which layers of a training lose most by FP8, from what monitor_every has written; table and page",
+    ),
 }
 """Each command's module and what it is for. The module has `add_arguments(parser)`, `run(args) -> exit code` and, if it
 needs any, options of its parser in `PARSER`; it is imported only when its command is the one to run."""

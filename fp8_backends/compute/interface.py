@@ -18,6 +18,7 @@ from ..errors import FP8BackendError
 from ..numerics.faults import Faults
 from ..numerics.scaling import Quantized
 from ..numerics.sharded_tensor import full_shape
+from ..numerics.statistics import Cast
 from ..words import counted
 from .counts import ProductCounts
 from .expert_functions import ExpertWeights
@@ -250,6 +251,27 @@ class GivesWeightCodes(Protocol):
     def weight_codes(self, module: nn.Module) -> Quantized | None:
         """The codes that the forward of this converted layer multiplies by now, as they lie in memory, and their
         scale_inv: one, one a row, or one a block. None where there are none for the whole weight."""
+
+
+# Casts
+
+
+@runtime_checkable
+class ShowsCasts(Protocol):
+    """A backend that can tell how its layers cast what passes them (`training.monitor`)."""
+
+    casts_by: str
+    """What tells it, in words: the layer's own rule, or formulas that follow another library's."""
+
+    def cast_of(self, module: nn.Module, tensor: int, values: torch.Tensor) -> Cast | None:
+        """How this converted layer casts a tensor in the forward and backward that run now. None where it does not, or
+        where it is not known.
+
+        Args:
+            tensor: INPUT, WEIGHT or GRAD_OUTPUT of `numerics.scaling`.
+            values: the layer's input [..., in_features], the Parameter of its weight, or the gradient of its output
+                [..., out_features].
+        """
 
 
 # Scaling rules with state

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import os
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -21,6 +22,7 @@ from ..compute.fields import (
     flag,
     one_of,
     same,
+    whole_number,
 )
 from ..compute.interface import Compute
 from ..compute.te import fields as te
@@ -50,6 +52,12 @@ def _word(value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError("must be a word")
     return value.strip()
+
+
+def _path(value: Any) -> str:
+    if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
+        raise ValueError("must be the path of a file")
+    return os.fspath(value)
 
 
 def _level(value: Any) -> str:
@@ -125,6 +133,24 @@ OF_LEVELS = (
 )
 """Fields that levels read, whatever the backend."""
 
+MONITOR = (
+    Field(
+        "monitor_every",
+        0,
+        whole_number(0),
+        "Optimizer steps from one sample of the statistics of FP8 tensors to the next; 0: none are taken.",
+    ),
+    Field(
+        "monitor_layers",
+        None,
+        _patterns,
+        "Name patterns of the FP8 layers whose statistics are taken, as for include, separated by commas (default: "
+        "all).",
+    ),
+    Field("monitor_file", "fp8_monitor.jsonl", _path, "The file to which statistics are added, a line a sample."),
+)
+"""Fields that `training.monitor` reads."""
+
 COMMON = (
     Field(
         "include",
@@ -166,6 +192,7 @@ COMMON = (
         one_of("raise", "warn"),
         "What to do when no FP8 product ran in the first step.",
     ),
+    *MONITOR,
 )
 """Fields that every recipe has, whatever the backend."""
 

@@ -70,6 +70,9 @@ class Recipe(KwargsHandler):  # type: ignore[misc]  # Accelerate tells no types
     autocast_dtype: str
     gradient_comm: str | None
     on_unproven: str
+    monitor_every: int
+    monitor_layers: tuple[str, ...] | None
+    monitor_file: str
 
 class TERecipeKwargs(Recipe):
     """TransformerEngine's products: `te:delayed`, or the scaling named. The fields of Accelerate's handler.
@@ -127,6 +130,14 @@ class TERecipeKwargs(Recipe):
             How gradients travel between ranks (default: fp8 at a level above O0, else plain). Read by every backend.
         on_unproven (raise, warn; default 'raise'):
             What to do when no FP8 product ran in the first step. Read by every backend.
+        monitor_every (a whole number of at least 0; default 0):
+            Optimizer steps from one sample of the statistics of FP8 tensors to the next; 0: none are taken. Read by
+            every backend.
+        monitor_layers:
+            Name patterns of the FP8 layers whose statistics are taken, as for include, separated by commas (default:
+            all). Read by every backend.
+        monitor_file (default 'fp8_monitor.jsonl'):
+            The file to which statistics are added, a line a sample. Read by every backend.
 
     Raises:
         RecipeError: a value that its field does not take, or fields that do not go together.
@@ -157,6 +168,9 @@ class TERecipeKwargs(Recipe):
         autocast_dtype: str | None = None,
         gradient_comm: str | None = None,
         on_unproven: str | None = None,
+        monitor_every: int | None = None,
+        monitor_layers: str | Iterable[str] | None = None,
+        monitor_file: str | None = None,
     ) -> None: ...
 
 class AORecipeKwargs(Recipe):
@@ -195,6 +209,14 @@ class AORecipeKwargs(Recipe):
             How gradients travel between ranks (default: fp8 at a level above O0, else plain). Read by every backend.
         on_unproven (raise, warn; default 'raise'):
             What to do when no FP8 product ran in the first step. Read by every backend.
+        monitor_every (a whole number of at least 0; default 0):
+            Optimizer steps from one sample of the statistics of FP8 tensors to the next; 0: none are taken. Read by
+            every backend.
+        monitor_layers:
+            Name patterns of the FP8 layers whose statistics are taken, as for include, separated by commas (default:
+            all). Read by every backend.
+        monitor_file (default 'fp8_monitor.jsonl'):
+            The file to which statistics are added, a line a sample. Read by every backend.
 
     Raises:
         RecipeError: a value that its field does not take, or fields that do not go together.
@@ -216,6 +238,9 @@ class AORecipeKwargs(Recipe):
         autocast_dtype: str | None = None,
         gradient_comm: str | None = None,
         on_unproven: str | None = None,
+        monitor_every: int | None = None,
+        monitor_layers: str | Iterable[str] | None = None,
+        monitor_file: str | None = None,
     ) -> None: ...
 
 class MSAMPRecipeKwargs(Recipe):
@@ -257,6 +282,14 @@ class MSAMPRecipeKwargs(Recipe):
             How gradients travel between ranks (default: fp8 at a level above O0, else plain). Read by every backend.
         on_unproven (raise, warn; default 'raise'):
             What to do when no FP8 product ran in the first step. Read by every backend.
+        monitor_every (a whole number of at least 0; default 0):
+            Optimizer steps from one sample of the statistics of FP8 tensors to the next; 0: none are taken. Read by
+            every backend.
+        monitor_layers:
+            Name patterns of the FP8 layers whose statistics are taken, as for include, separated by commas (default:
+            all). Read by every backend.
+        monitor_file (default 'fp8_monitor.jsonl'):
+            The file to which statistics are added, a line a sample. Read by every backend.
 
     Raises:
         RecipeError: a value that its field does not take, or fields that do not go together.
@@ -278,6 +311,9 @@ class MSAMPRecipeKwargs(Recipe):
         autocast_dtype: str | None = None,
         gradient_comm: str | None = None,
         on_unproven: str | None = None,
+        monitor_every: int | None = None,
+        monitor_layers: str | Iterable[str] | None = None,
+        monitor_file: str | None = None,
     ) -> None: ...
 
 class NativeRecipeKwargs(Recipe):
@@ -328,6 +364,14 @@ class NativeRecipeKwargs(Recipe):
             How gradients travel between ranks (default: fp8 at a level above O0, else plain). Read by every backend.
         on_unproven (raise, warn; default 'raise'):
             What to do when no FP8 product ran in the first step. Read by every backend.
+        monitor_every (a whole number of at least 0; default 0):
+            Optimizer steps from one sample of the statistics of FP8 tensors to the next; 0: none are taken. Read by
+            every backend.
+        monitor_layers:
+            Name patterns of the FP8 layers whose statistics are taken, as for include, separated by commas (default:
+            all). Read by every backend.
+        monitor_file (default 'fp8_monitor.jsonl'):
+            The file to which statistics are added, a line a sample. Read by every backend.
 
     Raises:
         RecipeError: a value that its field does not take, or fields that do not go together.
@@ -354,6 +398,9 @@ class NativeRecipeKwargs(Recipe):
         autocast_dtype: str | None = None,
         gradient_comm: str | None = None,
         on_unproven: str | None = None,
+        monitor_every: int | None = None,
+        monitor_layers: str | Iterable[str] | None = None,
+        monitor_file: str | None = None,
     ) -> None: ...
 
 class FP8RecipeKwargs(Recipe):
@@ -443,6 +490,14 @@ class FP8RecipeKwargs(Recipe):
             How gradients travel between ranks (default: fp8 at a level above O0, else plain). Read by every backend.
         on_unproven (raise, warn; default 'raise'):
             What to do when no FP8 product ran in the first step. Read by every backend.
+        monitor_every (a whole number of at least 0; default 0):
+            Optimizer steps from one sample of the statistics of FP8 tensors to the next; 0: none are taken. Read by
+            every backend.
+        monitor_layers:
+            Name patterns of the FP8 layers whose statistics are taken, as for include, separated by commas (default:
+            all). Read by every backend.
+        monitor_file (default 'fp8_monitor.jsonl'):
+            The file to which statistics are added, a line a sample. Read by every backend.
 
     Raises:
         RecipeError: a value that its field does not take, or fields that do not go together.
@@ -485,6 +540,9 @@ class FP8RecipeKwargs(Recipe):
         autocast_dtype: str | None = None,
         gradient_comm: str | None = None,
         on_unproven: str | None = None,
+        monitor_every: int | None = None,
+        monitor_layers: str | Iterable[str] | None = None,
+        monitor_file: str | None = None,
     ) -> None: ...
 
 HANDLERS: tuple[type[Recipe], ...]

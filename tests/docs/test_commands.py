@@ -20,6 +20,8 @@ from fp8_backends.accelerate_plugin.launch_flags import parse
 from fp8_backends.cli.compare import command as compare
 from fp8_backends.cli.config import read
 from fp8_backends.cli.main import main
+from fp8_backends.cli.monitor import command as monitor
+from fp8_backends.recipes.fields import FIELDS
 from fp8_backends.recipes.handlers import FP8RecipeKwargs, resolve
 
 
@@ -155,6 +157,14 @@ def test_the_compare_commands_name_options_and_backends_that_exist():
     assert all(resolve(name) for names in filter(None, backends) for name in names.split(","))
 
 
+def test_the_monitor_command_names_a_file_and_a_page():
+    (line,) = [line for line in commands() if line.startswith("fp8-backends monitor")]
+    parser = argparse.ArgumentParser()
+    monitor.add_arguments(parser)
+    asked = parser.parse_args(shlex.split(line)[2:])
+    assert (asked.file, asked.out) == (FIELDS["monitor_file"].default, Path("monitor.html"))
+
+
 def test_the_examples_commands_copy_what_they_name(folder):
     lines = [line for line in commands() if line.startswith("fp8-backends examples")]
     assert [main(shlex.split(line)[1:]) for line in lines] == [0, 0, 0]
@@ -196,5 +206,5 @@ def test_one_line_of_the_readme_installs_and_runs_the_tests():
 
 def test_no_command_is_left_out():
     known = "launch |torchrun |python train.py|python -m (pytest|sphinx) |python benchmarks/"
-    known += "|fp8-backends (config|estimate|compare|examples|checkpoint)"
+    known += "|fp8-backends (config|estimate|compare|examples|checkpoint|monitor)"
     assert [line for line in commands() if not re.search(known, line)] == []

@@ -175,6 +175,7 @@ ASK = """
         "coarse": refused(backend="mine", headroom=1),
         "elsewhere": refused(backend="native", headroom=1),
         "value": refused(backend="mine:fine", headroom="high"),
+        "monitor": refused(backend="mine", monitor_every=5),
         "name": refused(backend="mine:fine", headrom=1),
     }))
 """
@@ -192,3 +193,4 @@ def test_field_is_held_to_its_declaration_and_stands_in_the_documentation(folder
     assert "headroom is not a field of" in found["elsewhere"]
     assert "headroom='high': headroom must be a whole number of at least 0" in found["value"]
     assert "headrom is not a field of FP8RecipeKwargs" in found["name"]
+    assert "monitor_every: mine cannot tell how its layers cast" in found["monitor"]

@@ -53,8 +53,19 @@ class Scale:
         return [n * step for n in range(first, math.floor(self.high / step + 1e-9) + 1)]
 
 
-def curves(series: Sequence[Series], title: str, y_label: str, zero_line: bool = False, height: int = 320) -> str:
-    """Draw lines over training steps. Values that are not finite leave a gap in their line."""
+def curves(
+    series: Sequence[Series],
+    title: str,
+    y_label: str,
+    zero_line: bool = False,
+    height: int = 320,
+    steps: Sequence[int] | None = None,
+) -> str:
+    """Draw lines over training steps. Values that are not finite leave a gap in their line.
+
+    Args:
+        steps: those that the values are of; by default every one from the first.
+    """
     shown = [each for each in series if any(map(math.isfinite, each.values))]
     if not shown:
         return ""
@@ -62,22 +73,24 @@ def curves(series: Sequence[Series], title: str, y_label: str, zero_line: bool =
     values += [0.0] if zero_line else []
     low, high = min(values), max(values)
     pad = (high - low) * 0.05 or 0.05
-    x = Scale(1, max(2, *(len(each.values) for each in shown)), 0, 100)
+    steps = steps or range(1, 1 + max(len(each.values) for each in shown))
+    x = Scale(steps[0], max(steps[0] + 1, steps[-1]), 0, 100)
     y = Scale(low - pad, high + pad, height - 40, 28)
     parts = [_text(0, 10, y_label, "axis-label", shift=-44)]
     for tick in y.ticks():
         parts.append(_line("grid", 0, y(tick), 100, y(tick)))
         parts.append(_text(0, y(tick) + 4, _plain(tick), "tick", anchor="end", shift=-8))
-    for tick in sorted({1, *(int(tick) for tick in x.ticks(6) if tick >= 1)}):
-        if tick == 1 or x(tick) > 6:
+    for tick in sorted({steps[0], *(int(tick) for tick in x.ticks(6) if tick >= steps[0])}):
+        if tick == steps[0] or x(tick) > 6:
             parts.append(_text(x(tick), height - 22, str(tick), "tick", anchor="middle"))
     parts.append(_text(50, height - 4, "training step", "axis-label", anchor="middle"))
     if zero_line:
         parts.append(_line("zero", 0, y(0), 100, y(0)))
-    lines = [_band(each, x, y) for each in shown if each.low is not None and each.high is not None]
+    places = [x(step) for step in steps]
+    lines = [_band(each, places, y) for each in shown if each.low is not None and each.high is not None]
     for each in shown:
         line = f'class="curve" stroke="{each.color}"'
-        for path in _paths(each.values, x, y):
+        for path in _paths(each.values, places, y):
             lines.append(f'<path {line} d="{path}"><title>{escape(each.name)}</title></path>')
     stretched = f'<svg class="stretched" viewBox="0 0 100 {height}" height="{height}" preserveAspectRatio="none">'
     parts += [stretched, *lines, "</svg>"]
@@ -158,19 +171,19 @@ def over_seeds(runs: Sequence[Sequence[float]], pick: Callable[[list[float]], fl
     return [pick(list(values)) if all(map(math.isfinite, values)) else math.nan for values in steps]
 
 
-def _band(series: Series, x: Scale, y: Scale) -> str:
+def _band(series: Series, places: Sequence[float], y: Scale) -> str:
     edges = [
-        [f"{x(step)} {y(value)}" for step, value in enumerate(values, 1) if value == value]
+        [f"{place} {y(value)}" for place, value in zip(places, values, strict=False) if value == value]
         for values in (series.high, series.low)
     ]
     return f'<path class="band" d="M{"L".join([*edges[0], *reversed(edges[1])])}Z" fill="{series.color}"/>'
 
 
-def _paths(values: Sequence[float], x: Scale, y: Scale) -> list[str]:
+def _paths(values: Sequence[float], places: Sequence[float], y: Scale) -> list[str]:
     paths, points = [], []
-    for step, value in enumerate([*values, math.nan], 1):
+    for place, value in zip([*places[: len(values)], None], [*values, math.nan], strict=True):
         if math.isfinite(value):
-            points.append(f"{x(step)} {y(value)}")
+            points.append(f"{place} {y(value)}")
         elif points:
             paths.append("M" + "L".join(points))
             points = []

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable
 from html import escape
-from pathlib import Path
 
 from ...words import counted
 from . import charts, summary
 from .checks import checks, verdict
+from .page_parts import aside, bullets, document, signed, tiles_of, titled
 from .settings import BASELINES
 from .summary import Results, Row
 from .words import change, with_minus_signs
@@ -26,7 +25,7 @@ def render(results: Results) -> str:
     rows = summary.rows(results)
     reference = summary.reference_of(results)
     sections = {
-        "Measured": _table(results, rows) + _aside(f"{summary.spread_line(results)}."),
+        "Measured": _table(results, rows) + aside(f"{summary.spread_line(results)}."),
         f"Held-out loss against {reference}": _gap_chart(results, rows),
         "Training loss": _loss_charts(results),
         "Peak memory of a training step": _memory_chart(results, rows),
@@ -35,30 +34,8 @@ def render(results: Results) -> str:
         "How to read this": _reading(results),
         "Settings": _settings(results),
     }
-    shown = [f"<section>\n<h2>{escape(title)}</h2>\n{html}\n</section>" for title, html in sections.items() if html]
-    body = "\n".join([_header(results), _verdict(results), _tiles(results, rows), *shown])
-    style = (Path(__file__).parent / "report.css").read_text(encoding="utf-8")
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>FP8 backends compared</title>\n<style>\n{style}</style>\n</head>\n"
-        f"<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
-    )
-
-
-def _aside(text: str) -> str:
-    return f'<p class="aside">{escape(text, quote=False)}</p>'
-
-
-def _list(items: Iterable[str], css: str = "") -> str:
-    """Make a list of items that are HTML."""
-    start = f'<ul class="{css}">' if css else "<ul>"
-    return f"{start}{''.join(f'<li>{item}</li>' for item in items)}</ul>"
-
-
-def _signed(text: str) -> str:
-    """Write a minus sign for the hyphen before a number, as HTML."""
-    return escape(with_minus_signs(text))
+    body = "\n".join([_header(results), _verdict(results), _tiles(results, rows), *titled(sections)])
+    return document("FP8 backends compared", body)
 
 
 def _header(results: Results) -> str:
@@ -80,7 +57,7 @@ def _header(results: Results) -> str:
 
 def _verdict(results: Results) -> str:
     found = verdict(results)
-    details = _list(map(_signed, found.details)) if found.details else ""
+    details = bullets(map(signed, found.details)) if found.details else ""
     return f'<div class="verdict {found.mood}"><p>{escape(found.headline)}</p>{details}</div>'
 
 
@@ -97,11 +74,7 @@ def _tiles(results: Results, rows: list[Row]) -> str:
         tiles.append((f"best speed against {reference}", change(max(speeds))))
     elif memory:
         tiles.append((f"best peak memory against {reference}", change(min(memory))))
-    html = "".join(
-        f'<div class="tile"><div class="value">{_signed(value)}</div><div class="label">{escape(label)}</div></div>'
-        for label, value in tiles
-    )
-    return html and f'<div class="tiles">{html}</div>'
+    return tiles_of(tiles)
 
 
 def _table(results: Results, rows: list[Row]) -> str:
@@ -112,7 +85,7 @@ def _table(results: Results, rows: list[Row]) -> str:
         cells = []
         for key, heading in columns.items():
             text = summary.cell(row, key)
-            content = _signed(text)
+            content = signed(text)
             if key == "backend":
                 content = f"{_named(results, text)}<small>{escape(row.note)}</small>"
             muted = " muted" if text in ("emulated", "–") else ""
@@ -148,7 +121,7 @@ def _gap_chart(results: Results, rows: list[Row]) -> str:
     spread, bound = found and found["standard_deviation"], results["settings"]["loss_gap_bound"]
     chart = charts.intervals(intervals, bound, spread, reference)
     band = f" The grey band is {reference}'s own standard deviation from seed to seed." if spread else ""
-    return chart and chart + _aside(
+    return chart and chart + aside(
         "Large dot: mean of the paired differences; bar: its 95 % confidence interval; small dots: single seeds; "
         f"dashed line: the bound of {bound} nats.{band}"
     )
@@ -173,12 +146,12 @@ def _loss_charts(results: Results) -> str:
             gaps = [[a - b for a, b in zip(losses[seed], expected[seed], strict=False)] for seed in seeds]
             smooth = charts.moving_average(charts.over_seeds(gaps, statistics.fmean), window)
             differences.append(charts.Series(name, color, smooth))
-    html = _list((_named(results, name) for name in by_backend), "legend")
+    html = bullets((_named(results, name) for name in by_backend), "legend")
     html += charts.curves(curves, "Training loss by step", "loss, nats a token")
-    html += _aside("Mean over seeds; the band reaches from the lowest to the highest seed.")
+    html += aside("Mean over seeds; the band reaches from the lowest to the highest seed.")
     title = "Paired difference of the training loss"
     if difference := charts.curves(differences, title, "difference, nats", zero_line=True, height=240):
-        html += f"<h3>Difference to {reference} while training</h3>{difference}" + _aside(
+        html += f"<h3>Difference to {reference} while training</h3>{difference}" + aside(
             "Same seed, same weights, same batches; mean over seeds, moving average of "
             f"{counted(window, 'step')}. Above zero: higher loss than {reference}."
         )
@@ -193,7 +166,7 @@ def _memory_chart(results: Results, rows: list[Row]) -> str:
             bars.append((row.backend, _color(results, row.backend), float(row.peak_memory_bytes), label))
     chart = charts.bars(bars, "Peak memory by backend")
     where = "allocated by PyTorch on the GPU" if results["machine"]["device"] == "cuda" else "allocated by PyTorch"
-    return chart and chart + _aside(
+    return chart and chart + aside(
         f"Tensor bytes {where} at the highest point of one training step: weights, optimizer states, gradients, what "
         "is saved for backward, and scratch. Measured in the first run's fourth step."
     )
@@ -204,7 +177,7 @@ def _checks(results: Results) -> str:
     for backend, done in checks(results).items():
         items = "".join(
             f'<li class="{css}"><span class="mark" aria-label="{check.outcome}">{mark}</span>'
-            f"<span>{escape(check.name)}<small>{_signed(check.detail)}</small></span></li>"
+            f"<span>{escape(check.name)}<small>{signed(check.detail)}</small></span></li>"
             for check in done
             for css, mark in [_MARKS[check.outcome]]
         )
@@ -219,10 +192,10 @@ def _what_ran(results: Results) -> str:
     for backend, found in results["backends"].items():
         if backend in BASELINES or not found.get("inspection"):
             continue
-        lines = _list(map(escape, found["inspection"]["messages"]))
+        lines = bullets(map(escape, found["inspection"]["messages"]))
         reasons = found["inspection"]["audit"]["high_precision"]
         if reasons:
-            items = _list(f"<code>{escape(name)}</code>: {escape(reason)}" for name, reason in reasons.items())
+            items = bullets(f"<code>{escape(name)}</code>: {escape(reason)}" for name, reason in reasons.items())
             lines += f"<details><summary>{len(reasons)} in high precision</summary>{items}</details>"
         blocks.append(f'<div class="ran"><h3>{escape(backend)}</h3>{lines}</div>')
     return "".join(blocks)
@@ -254,7 +227,7 @@ def _reading(results: Results) -> str:
         "<b>A short run of a small model</b> finds broken FP8 (a layer that does not train, a wrong sign, a lost "
         "scale). It does not show that months of training of a large one stay equal.",
     ]
-    return _list(points, "reading")
+    return bullets(points, "reading")
 
 
 def _settings(results: Results) -> str:

@@ -31,6 +31,7 @@ from ...numerics.formats import RECIPE_FORMATS
 from ...numerics.kernels.triton_gate import usable
 from ...numerics.scaling import ROWS, Quantized, look_at_state, rolled_delayed_states, rolled_window_states
 from ...numerics.sharded_tensor import local_part
+from ...numerics.statistics import Cast
 from ..counts import DGRAD, KINDS, ProductCounts, inside_backward
 from ..derivatives import refuse_transforms
 from ..fields import LEVELS, NATIVE_FIELDS, Field
@@ -41,6 +42,7 @@ from ..products import EMULATED, engine_for
 from . import experts as fp8_experts
 from . import fused_gates, fused_norms
 from .block_products import block_engine_for
+from .casts import cast_of
 from .experts import FP8Experts, FP8ExpertWeight
 from .frozen import freeze
 from .fused_head import FP8Head
@@ -67,6 +69,7 @@ class NativeCompute(Compute):
     level_scaling = "window"
     levels: tuple[str, ...] = LEVELS
     fields: tuple[Field | str, ...] = NATIVE_FIELDS
+    casts_by = "the layer's own rule"
 
     def availability(self) -> Availability:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -169,6 +172,9 @@ class NativeCompute(Compute):
 
     def weight_codes(self, module: FP8Products | FP8ExpertWeight) -> Quantized | None:
         return module.weight_codes() if isinstance(module, FP8Products) else None
+
+    def cast_of(self, module: FP8Products | FP8ExpertWeight, tensor: int, values: torch.Tensor) -> Cast | None:
+        return cast_of(module, tensor, values) if isinstance(module, FP8Products) else None
 
     def scaling_state(self, root: nn.Module) -> dict[str, torch.Tensor]:
         _collect_amaxes(root)

@@ -25,6 +25,7 @@ from ...numerics.modules import plain_name
 from ...numerics.scaled_tensor import ScaledTensor
 from ...numerics.scaling import Quantized
 from ...numerics.sharded_tensor import local_part
+from ...numerics.statistics import Cast
 from .. import hardware
 from ..counts import WGRAD
 from ..fields import LEVELS, Field
@@ -51,6 +52,7 @@ class TransformerEngineCompute(Compute):
     default_scaling = "delayed"
     levels: tuple[str, ...] = LEVELS
     fields: tuple[Field | str, ...] = FIELDS
+    casts_by = "the native equivalent of TransformerEngine's rule"
 
     def availability(self) -> Availability:
         if importlib.util.find_spec("transformer_engine") is None:
@@ -193,6 +195,11 @@ class TransformerEngineCompute(Compute):
         weight = module.matrix
         is_known = _is_its_codes(weight, module.te_state.recipe)
         return Quantized(weight._data, weight._scale_inv) if is_known else None
+
+    def cast_of(self, module: TEProducts, tensor: int, values: torch.Tensor) -> Cast | None:
+        from .casts import cast_of
+
+        return cast_of(module, tensor, values)
 
     def scaling_state(self, root: nn.Module) -> dict[str, torch.Tensor]:
         return {

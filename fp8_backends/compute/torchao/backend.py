@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ...errors import BackendUnavailableError, RecipeError
+from ...numerics.statistics import Cast
 from .. import hardware
 from ..fields import Field
 from ..hardware import Availability
@@ -43,6 +44,7 @@ class TorchAOCompute(Compute):
     default_scaling = "tensorwise"
     unnamed_scalings: tuple[str, ...] = ("custom",)
     fields: tuple[Field | str, ...] = FIELDS
+    casts_by = "TorchAO's formulas for the same values"
 
     def availability(self) -> Availability:
         if importlib.util.find_spec("torchao") is None:
@@ -131,6 +133,11 @@ class TorchAOCompute(Compute):
 
     def engine(self, module: nn.Module) -> str:
         return "emulated" if module.config.emulate else "ao"
+
+    def cast_of(self, module: nn.Module, tensor: int, values: torch.Tensor) -> Cast | None:
+        from .casts import cast_of
+
+        return cast_of(module, tensor, values)
 
     def high_precision_products(self, recipe: Recipe) -> tuple[str, ...]:
         return products_in_high_precision(linear_config(recipe))

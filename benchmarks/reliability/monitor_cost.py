@@ -1,0 +1,147 @@
+"""What does `monitor_every` cost? Steps of a small Llama without a monitor, between two samples, and sampled.
+
+A model without a monitor and one with it take their steps in turn, in random order, paired by round; each round ends
+with a sampled step. That may take up to two further steps' time: then sampling every 100th step costs at most 2 %.
+Exits with 1 where it costs more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from measuring import cpu_features, interval, ratio, summary, synchronize, table, write_json  # noqa: E402
+
+RECIPES = (("native:dynamic", False), ("native:delayed", False), ("msamp:O2", False), ("native:dynamic", True))
+"""Backend, and whether the model is compiled."""
+EVERY, LIMIT = 100, 0.02
+"""Steps from sample to sample, and the share of the time that sampling may take."""
+IN_A_ROUND = 3
+"""Steps that the monitored model takes in a round. The last is sampled; when the one before it has ended, compiled code
+steps aside, also that of the other model, which has taken its step by then."""
+
+
+def small_llama(hidden: int, layers: int):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": hidden, "intermediate_size": hidden * 3, "num_hidden_layers": layers}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=256, num_attention_heads=hidden // 64, **sizes))
+
+
+def training_step(model, backend: str, every: int, file: Path, batch: torch.Tensor, compiled: bool):
+    """A function that takes one step of a copy of the model."""
+    import fp8_backends
+    from fp8_backends.compute import hardware
+
+    model = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    fp8_backends.prepare(model, optimizer, {"backend": backend, "monitor_every": every, "monitor_file": str(file)})
+    runs = torch.compile(model) if compiled else model
+
+    def step() -> None:
+        with hardware.fast_autocast(batch.device.type):
+            loss = runs(input_ids=batch, labels=batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def measure(model, backend: str, compiled: bool, batch: torch.Tensor, rounds: int) -> dict:
+    """The record of one recipe."""
+    seconds: dict[str, list[float]] = {"off": [], "between": [], "sampled": []}
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "samples.jsonl"
+        off, monitored = (training_step(model, backend, every, file, batch, compiled) for every in (0, IN_A_ROUND))
+        order = [("off", off), ("between", monitored)]
+        for warm_up in (True, *[False] * rounds):
+            random.shuffle(order)
+            found = {name: timed(step) for name, step in order}
+            monitored()
+            found["sampled"] = timed(monitored)
+            for name, values in () if warm_up else seconds.items():
+                values.append(found[name])
+        samples = len(file.read_text().splitlines())
+    assert samples == rounds + 1, f"{samples} samples in {rounds + 1} rounds"
+    sampled, between = (ratio(seconds[name], seconds["off"]) for name in ("sampled", "between"))
+    return {
+        "backend": backend,
+        "compiled": compiled,
+        "seconds": {name: summary(values) for name, values in seconds.items()},
+        "sampled": sampled,
+        "between": between,
+        "share": (sampled["ratio"] - 1) / EVERY,
+    }
+
+
+def timed(step: Callable[[], None]) -> float:
+    """Seconds of one call: on a CPU those of this process, whatever else runs there."""
+    clock = time.perf_counter if torch.cuda.is_available() else time.process_time
+    synchronize()
+    start = clock()
+    step()
+    synchronize()
+    return clock() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--sequence", type=int, default=128)
+    parser.add_argument("--quick", action="store_true", help="one small layer, few rounds, and nothing compiled")
+    parser.add_argument("--out", help="folder for the record")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.hidden, arguments.layers, arguments.rounds = 128, 1, 5
+
+    torch.manual_seed(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = small_llama(arguments.hidden, arguments.layers).to(device)
+    batch = torch.randint(256, (arguments.batch, arguments.sequence), device=device)
+    measured = []
+    for backend, compiled in RECIPES[: len(RECIPES) - arguments.quick]:
+        measured.append(measure(model, backend, compiled, batch, arguments.rounds))
+        print(f"{backend}{', compiled' if compiled else ''}: {100 * measured[-1]['share']:.2f} %", flush=True)
+        torch.compiler.reset()
+    header = ["recipe", "ms a step", "between samples", "a sampled step", f"every {EVERY} steps"]
+    rows = [
+        [
+            each["backend"] + (", compiled" if each["compiled"] else ""),
+            f"{1000 * each['seconds']['off']['median_s']:.0f}",
+            interval(each["between"]),
+            interval(each["sampled"]),
+            f"{100 * each['share']:.2f} %",
+        ]
+        for each in measured
+    ]
+    print(table(header, rows))
+    record = {
+        "benchmark": "monitor_cost",
+        "every": EVERY,
+        "limit": LIMIT,
+        "rounds": arguments.rounds,
+        "recipes": measured,
+    }
+    record["model"] = {name: getattr(arguments, name) for name in ("hidden", "layers", "batch", "sequence")}
+    where = torch.cuda.get_device_name().split()[-1] if device == "cuda" else f"cpu_{cpu_features()}"
+    write_json(arguments.out and f"{arguments.out}/monitor_cost_{where}.json", record)
+    if costly := [row[0] for row, each in zip(rows, measured, strict=True) if each["share"] > LIMIT]:
+        raise SystemExit(f"over {100 * LIMIT:g} % of the time: {', '.join(costly)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""`fp8-backends monitor`: which layers lose most by FP8, from the file of a training with `monitor_every`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from textwrap import fill
+
+from ...errors import FP8BackendError
+from ...words import counted
+from ..terminal import WIDTH, paragraphs, table, width
+from .findings import findings, remarks
+from .page import render
+from .samples import CAST_COLUMNS, STORED_COLUMNS, Samples, cells, read_samples
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Reads the statistics that a training with monitor_every=N adds to a file, also while it runs: which layers "
+        "lose most by their casts to FP8, in the last sample and over the run."
+    )
+    parser.add_argument("file", nargs="?", default="fp8_monitor.jsonl", help="what to read (./fp8_monitor.jsonl)")
+    parser.add_argument("--out", type=Path, metavar="PAGE", help="write a page for a browser too, such as monitor.html")
+    parser.add_argument("--worst", type=int, default=12, metavar="N", help="how many tensors the tables show (12)")
+
+
+def run(args: argparse.Namespace) -> int:
+    samples = read_samples(args.file)
+    print(in_words(samples, max(args.worst, 1)))
+    if args.out is not None:
+        try:
+            args.out.write_text(render(samples), encoding="utf-8")
+        except OSError as error:
+            raise FP8BackendError(f"--out {args.out} cannot be written: {error.strerror}") from None
+        print(f"\n{args.out}")
+    return 0
+
+
+def in_words(samples: Samples, worst: int) -> str:
+    """Say what the file holds: findings, the worst tensors, remarks."""
+    first, last = samples.steps[0], samples.steps[-1]
+    head = f"{samples.last['recipe']}: {counted(len(samples.records), 'sample')}, steps {first} to {last}"
+    found = findings(samples)
+    lines = [fill(each, min(WIDTH, width()), break_on_hyphens=False) for each in (found.headline, *found.details)]
+    parts = [head, "\n".join(lines)]
+    for columns, tensors in ((CAST_COLUMNS, samples.casts), (STORED_COLUMNS, samples.stored)):
+        if tensors:
+            rows = [list(columns), *map(cells, tensors[:worst])]
+            parts.append(table([row[:-2] for row in rows]))  # amaxes and scales are on the page
+        if len(tensors) > worst:
+            parts.append(f"the worst {worst} of {len(tensors)}")
+    return "\n\n".join([*parts, paragraphs(remarks(samples))])

@@ -1,0 +1,174 @@
+"""A monitor's file, read: its samples, and its tensors from the worst to the best."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ...errors import FP8BackendError
+from ...numerics.formats import BF16, E4M3, E5M2, FP16, FP32
+from ...training.monitor import STORED
+from ...words import share
+
+FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2, FP16, BF16, FP32)}
+
+
+@dataclass
+class Tensor:
+    """One tensor of one layer, in every sample that has it."""
+
+    layer: str
+    name: str
+    """`input`, `weight`, `grad_output`, or what a level stores."""
+    steps: list[int] = field(default_factory=list)
+    entries: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def label(self) -> str:
+        return f"{self.layer or '(root)'} {self.name}"
+
+    @property
+    def last(self) -> dict[str, Any]:
+        return self.entries[-1]
+
+    @property
+    def is_stored(self) -> bool:
+        return self.name in STORED
+
+    @property
+    def lost_db(self) -> float | None:
+        """By how much the last sample's error is larger than the format's usual one, dB. None where there is no error
+        in dB, as for values that are not finite."""
+        return lost_db(self.last)
+
+    @property
+    def most_lost(self) -> tuple[float, int]:
+        """The largest `lost_db` of any sample, and its step."""
+        lost = zip(map(lost_db, self.entries), self.steps, strict=True)
+        return max(((decibels, step) for decibels, step in lost if decibels is not None), default=(0.0, 0))
+
+    @property
+    def badness(self) -> tuple:
+        """The larger, the more the last sample loses: values that are not finite first."""
+        entry = self.last
+        if self.is_stored:
+            return (entry["amax"] is None, entry["at_max"] + entry["zeros"])
+        return (entry["amax"] is None, self.lost_db or 0.0, entry["saturated"], entry["flushed"])
+
+
+def lost_db(entry: dict[str, Any]) -> float | None:
+    """By how much the error of one cast is larger than the format's usual one."""
+    sqnr = entry.get("sqnr_db")
+    return None if sqnr is None else usual_db(entry["format"]) - sqnr
+
+
+def usual_db(fmt: str) -> float:
+    """The SQNR of a cast whose values all lie in the normal range of the format: E4M3 31.6 dB, E5M2 25.5 dB. Six dB a
+    bit, for a mantissa that is spread as that of a bell curve's values is."""
+    return 13.5 + 6.02 * FORMATS[fmt].mantissa_bits
+
+
+@dataclass
+class Samples:
+    """What a file holds."""
+
+    path: Path
+    records: list[dict[str, Any]]
+    """In the order of their steps; of a step that was trained twice, after a resume, the later one."""
+    unreadable: int
+    """Lines that are no records, such as one that a power cut has cut."""
+    tensors: list[Tensor]
+    """The worst of the last sample first: those of casts, then what a level stores."""
+
+    @property
+    def steps(self) -> list[int]:
+        return [record["step"] for record in self.records]
+
+    @property
+    def last(self) -> dict[str, Any]:
+        return self.records[-1]
+
+    @property
+    def casts(self) -> list[Tensor]:
+        return [tensor for tensor in self.tensors if not tensor.is_stored]
+
+    @property
+    def stored(self) -> list[Tensor]:
+        return [tensor for tensor in self.tensors if tensor.is_stored]
+
+
+def read_samples(path: str | Path) -> Samples:
+    """Read a file that `monitor_every` has written, also while it grows.
+
+    Raises:
+        FP8BackendError: there is no such file, or it holds no sample.
+    """
+    path, by_step, unreadable = Path(path), {}, 0
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError as error:
+        raise FP8BackendError(
+            f"{path} cannot be read ({error.strerror}): name the file of a training with monitor_every"
+        ) from None
+    for line in filter(str.strip, lines):
+        try:
+            record = json.loads(line)
+            by_step[int(record["step"])] = {"tensors": {**record["tensors"]}, **record}
+        except (ValueError, KeyError, TypeError):
+            unreadable += 1
+    if not by_step:
+        raise FP8BackendError(f"{path} holds no sample yet: a training with monitor_every=N adds one every N steps")
+    records = [by_step[step] for step in sorted(by_step)]
+    return Samples(path, records, unreadable, _tensors(records))
+
+
+def _tensors(records: list[dict[str, Any]]) -> list[Tensor]:
+    found: dict[tuple[str, str], Tensor] = {}
+    for record in records:
+        for layer, tensors in record["tensors"].items():
+            for name, entry in tensors.items():
+                tensor = found.setdefault((layer, name), Tensor(layer, name))
+                tensor.steps.append(record["step"])
+                tensor.entries.append(entry)
+    return sorted(found.values(), key=lambda tensor: (not tensor.is_stored, *tensor.badness), reverse=True)
+
+
+# Cells of tables
+
+CAST_COLUMNS = (
+    "layer",
+    "tensor",
+    "format",
+    "SQNR, dB",
+    "lost",
+    "most lost",
+    "clipped",
+    "flushed",
+    "amax",
+    "scale",
+)
+STORED_COLUMNS = ("layer", "tensor", "format", "zeros", "at the maximum", "amax", "scale")
+
+
+def cells(tensor: Tensor) -> list[str]:
+    """A row of `CAST_COLUMNS`, or of `STORED_COLUMNS`."""
+    entry, name = tensor.last, tensor.layer or "(root)"
+    numbers = [_number(entry["amax"]), _scale(entry["scale"])]
+    if tensor.is_stored:
+        return [name, tensor.name, entry["format"], share(entry["zeros"]), share(entry["at_max"]), *numbers]
+    decibels = [entry["sqnr_db"], tensor.lost_db, tensor.most_lost[0]]
+    texts = ["–" if each is None else f"{each:.1f}".replace("-0.0", "0.0") for each in decibels]
+    return [name, tensor.name, entry["format"], *texts, share(entry["saturated"]), share(entry["flushed"]), *numbers]
+
+
+def _number(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.3g}"
+
+
+def _scale(value: Any) -> str:
+    low, high = value if isinstance(value, list) else (value, value)
+    if low is None and high is None:
+        return "–"
+    return _number(high) if low == high else f"{_number(low)} to {_number(high)}"

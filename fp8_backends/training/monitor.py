@@ -1,0 +1,371 @@
+"""Statistics of FP8 tensors while a model trains: every so many optimizer steps, for each converted layer.
+
+A sampled step has forward hooks on the layers, which the other steps have not. They ask the backend how the layer casts
+what passes it (`ShowsCasts`), count on the device what the cast does, and change nothing. At the end of the step all
+numbers come to the host at once, and rank 0 adds a line of JSON to a file: of its own tensors, of its own batch.
+
+All microbatches of the step count together, for a weight the first. What activation checkpointing computes again counts
+once. Layers that run in compiled code cannot be watched there: `torch.compile` steps aside for a sampled step, on every
+rank, and with it the fused kernels whose roundings differ in the last bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import math
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..compute.counts import inside_backward
+from ..compute.interface import ShowsCasts
+from ..errors import RecipeError
+from ..numerics.formats import FORMAT_OF, FORMATS
+from ..numerics.modules import inert_hook
+from ..numerics.scaled_tensor import ScaledTensor, tensor_amax_of
+from ..numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT
+from ..numerics.sharded_tensor import local_part
+from ..numerics.statistics import Numbers, Statistics, read, statistics_of, statistics_of_codes
+from ..words import listed, share
+from .auditing import converted_layers
+from .conversion import PREPARED, prepared_roots
+from .layer_filter import NamePattern
+from .observed import observed_of
+from .weight_products import FP8
+
+if TYPE_CHECKING:
+    from ..recipes.handlers import Recipe
+    from .conversion import Prepared
+
+logger = logging.getLogger("fp8_backends")
+
+NAMES = {INPUT: "input", WEIGHT: "weight", GRAD_OUTPUT: "grad_output"}
+"""Names of what a layer casts, in records."""
+STORED = ("gradient", "exp_avg", "exp_avg_sq")
+"""Names of what a level stores in few bits, beside weights."""
+
+MANY_SATURATED, MANY_FLUSHED = 0.01, 0.05
+"""Shares of the values from which on a sample is worth a line in the log. A clipped value is among the largest of its
+tensor, and a flushed one is below a hundred-thousandth of the largest; both are rare where the scales fit: with a scale
+by the tensor's own amax nothing is clipped, and a bell-shaped tensor has one value of 10,000 flushed."""
+
+Report = Callable[[dict[str, float], int], None]
+"""What takes the summary of a sample, and its step."""
+
+
+def watch(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
+    """Sample the prepared models that this optimizer trains, where the recipe has a `monitor_every`. A model that two
+    optimizers train is sampled by the steps of the first. Repeating it does nothing.
+
+    Raises:
+        RecipeError: a pattern of `monitor_layers` matches no FP8 layer.
+    """
+    if not recipe.monitor_every:
+        return
+    roots = [root for model in models for root in prepared_roots(model)]
+    roots = [root for root in roots if observed_of(root[2]).optimizers()[:1] == [optimizer]]
+    monitor = monitor_of(optimizer)
+    if monitor is None:
+        monitor = Monitor(recipe)
+        optimizer.register_step_post_hook(monitor)
+    for prefix, root, prepared in roots:
+        monitor.add(prefix, root, prepared)
+
+
+def monitor_of(optimizer: torch.optim.Optimizer) -> Monitor | None:
+    """What samples the models that this optimizer trains, if anything does."""
+    hooks = optimizer._optimizer_step_post_hooks.values()
+    return next((hook for hook in hooks if isinstance(hook, Monitor)), None)
+
+
+class Monitor:
+    """Step post-hook of an optimizer: samples the steps whose turn it is.
+
+    The first step is left to the proof, and where something kept a sample from its step the next one is sampled.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self.report: Report | None = None
+        """What else takes the summary of each sample."""
+        self.steps = 0
+        """Steps that this optimizer has taken since it is watched."""
+        self.due = max(recipe.monitor_every, 2)
+        self.sample: Sample | None = None
+        self.roots: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        """The prepared roots, and where they lie in the model that the user has."""
+        self.notable: set[str] = set()
+        """What the log has named already."""
+
+    def add(self, prefix: str, root: nn.Module, prepared: Prepared) -> None:
+        if root not in self.roots:
+            _check_patterns(prepared)
+            self.roots[root] = prefix
+
+    def __call__(self, optimizer: torch.optim.Optimizer, args, kwargs) -> None:
+        if torch.compiler.is_compiling():
+            return
+        self.steps += 1
+        if self.sample is not None:
+            self._finish(optimizer)
+        if self.steps + 1 >= self.due:
+            self._begin(optimizer)
+
+    def _begin(self, optimizer: torch.optim.Optimizer) -> None:
+        prepared = [(root, root.__dict__[PREPARED]) for root in self.roots if PREPARED in root.__dict__]
+        self.sample = Sample([Watched(root, each) for root, each in prepared], _rank() == 0)
+        # an optimizer that goes before its next step leaves nothing behind
+        gone = weakref.finalize(optimizer, self.sample.close)
+        gone.atexit = False
+        self.sample.closing.callback(gone.detach)
+
+    def _finish(self, optimizer: torch.optim.Optimizer) -> None:
+        sample, self.sample = self.sample, None
+        self.due = self.steps + self.recipe.monitor_every
+        sample.close()
+        if not sample.records:
+            return
+        began, step = time.perf_counter(), _step_of(optimizer) or self.steps
+        found = sample.numbers()
+        seen = {name for name, _ in found}
+        record = {
+            "step": step,
+            "recipe": self.recipe.name,
+            "casts": ", ".join(dict.fromkeys(each.prepared.compute.casts_by for each in sample.watched)),
+            "tensors": _by_layer(found),
+            "not_seen": sorted({name for each in sample.watched for name in each.layers} - seen),
+            "seconds": round(sample.seconds + time.perf_counter() - began, 4),
+        }
+        self._write(record)
+        self._name_notable(found, step)
+        if self.report is not None and (values := summary(record)):
+            self.report(values, step)
+
+    def _write(self, record: dict[str, Any]) -> None:
+        try:
+            with open(self.recipe.monitor_file, "a", encoding="utf-8") as file:
+                file.write(json.dumps(record, allow_nan=False) + "\n")
+        except OSError as error:  # such as a full disk, which is no reason to stop a training
+            self._say_once("file", f"statistics cannot be written: {error}")
+
+    def _name_notable(self, found: Mapping[tuple[str, str], Numbers], step: int) -> None:
+        """Name the tensors that lose much, in one line, each once."""
+        casts = {f"{name} {tensor}": each for (name, tensor), each in found.items() if tensor not in STORED}
+        parts = []
+        for what, is_notable in _NOTABLE.items():
+            new = [name for name, each in casts.items() if is_notable(each) and f"{what} {name}" not in self.notable]
+            self.notable.update(f"{what} {name}" for name in new)
+            parts += [f"{what} {listed(new)}"] if new else []
+        if parts:
+            see = f"fp8-backends monitor {self.recipe.monitor_file} shows all"
+            logger.warning("%s, step %d: %s (%s)", self.recipe.name, step, "; ".join(parts), see)
+
+    def _say_once(self, key: str, message: str) -> None:
+        if key not in self.notable:
+            self.notable.add(key)
+            logger.warning("%s: %s", self.recipe.name, message)
+
+
+_NOTABLE: dict[str, Callable[[Numbers], bool]] = {
+    "inf or NaN in": lambda numbers: not math.isfinite(numbers.amax),
+    f"over {share(MANY_SATURATED)} clipped of": lambda numbers: numbers.saturated_share > MANY_SATURATED,
+    f"over {share(MANY_FLUSHED)} flushed to zero of": lambda numbers: numbers.flushed_share > MANY_FLUSHED,
+}
+
+
+class Watched:
+    """A prepared root and those of its layers whose statistics are wanted."""
+
+    def __init__(self, root: nn.Module, prepared: Prepared) -> None:
+        self.root, self.prepared = root, prepared
+        patterns = [NamePattern(text) for text in prepared.recipe.monitor_layers or ("*",)]
+        wanted = {
+            product.name
+            for product in prepared.report.products
+            if any(pattern.matches(product) for pattern in patterns)
+        }
+        self.layers = {name: each for name, each in converted_layers(root, prepared).items() if name in wanted}
+
+    @property
+    def runs_compiled(self) -> bool:
+        """Whether some layer took no part in the first step that Python saw."""
+        return "torch._dynamo" in sys.modules and not self.layers.keys() <= observed_of(self.prepared).work.keys()
+
+
+class Sample:
+    """The hooks of one sampled step, and what they counted.
+
+    Args:
+        records: whether this rank counts. The others only take the same way through the step.
+    """
+
+    def __init__(self, watched: list[Watched], records: bool) -> None:
+        self.watched, self.records = watched, records
+        self.trains = False
+        """Whether a training forward of a root is running: reentrant checkpointing turns gradients off inside."""
+        self.seconds = 0.0
+        """Host seconds that the hooks took."""
+        self.counted: dict[tuple[str, str], Statistics] = {}
+        """By layer and tensor."""
+        self.closing = contextlib.ExitStack()
+        if any(each.runs_compiled for each in watched):
+            stance = torch.compiler.set_stance("force_eager")
+            self.closing.callback(stance.__exit__, None, None, None)
+        for each in watched if records else ():
+            self._hook(each)
+
+    def _hook(self, watched: Watched) -> None:
+        root, compute = watched.root, watched.prepared.compute
+        handles = [
+            root.register_forward_pre_hook(Hook(self._begin_forward)),
+            root.register_forward_hook(Hook(self._end_forward), always_call=True),
+        ]
+        for name, layer in watched.layers.items():
+            hook = Hook(functools.partial(self._after_layer, name, compute))
+            # before FSDP2 takes the gathered weight away
+            handles.append(layer.register_forward_hook(hook, prepend=True, with_kwargs=True))
+        for handle in handles:
+            self.closing.callback(handle.remove)
+
+    def _begin_forward(self, *_) -> None:
+        self.trains = torch.is_grad_enabled()
+
+    def _end_forward(self, *_) -> None:
+        self.trains = False
+
+    def _after_layer(self, name: str, compute: ShowsCasts, layer: nn.Module, args, kwargs, output: Any) -> None:
+        if getattr(layer, "_is_replica", False) or not isinstance(output, torch.Tensor):  # DataParallel has many
+            return
+        if (self.trains or torch.is_grad_enabled()) and not inside_backward():
+            self._count(name, compute, layer, INPUT, next(iter((*args, *kwargs.values()))))
+            if (name, NAMES[WEIGHT]) not in self.counted:
+                self._count(name, compute, layer, WEIGHT, layer.weight)
+        if output.requires_grad and not hasattr(output, "when_backward"):  # of deferred logits nobody makes a gradient
+            output.register_hook(functools.partial(self._count, name, compute, layer, GRAD_OUTPUT))
+
+    @torch.no_grad()
+    def _count(self, name: str, compute: ShowsCasts, layer: nn.Module, tensor: int, values: torch.Tensor) -> None:
+        if not self.records or not values.numel():
+            return
+        began = time.perf_counter()
+        with torch.autocast(values.device.type, enabled=False):
+            cast = compute.cast_of(layer, tensor, values)
+            if cast is not None:
+                counted, key = statistics_of(cast), (name, NAMES[tensor])
+                self.counted[key] = self.counted[key].merged(counted) if key in self.counted else counted
+        self.seconds += time.perf_counter() - began
+
+    def close(self) -> None:
+        """Take the hooks away. Repeating it does nothing."""
+        self.closing.close()
+
+    @torch.no_grad()
+    def numbers(self) -> dict[tuple[str, str], Numbers]:
+        """All that was counted, with what a level stores, by layer and tensor. Waits for the device."""
+        for each in self.watched:
+            optimizers = observed_of(each.prepared).optimizers()
+            for name, layer in each.layers.items():
+                for what, tensor in _stored_of(layer.weight, optimizers).items():
+                    self.counted[name, what] = _of_stored(tensor)
+        return dict(zip(self.counted, read(list(self.counted.values())), strict=True))
+
+
+class Hook:
+    """A hook of a sampled step. Inert in a copied or unpickled model, and in compiled code."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self.call = call
+
+    def __call__(self, *args) -> None:
+        if not torch.compiler.is_compiling():
+            self.call(*args)
+
+    def __reduce__(self):
+        return inert_hook, ()
+
+
+def _stored_of(weight: torch.Tensor, optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, ScaledTensor]:
+    """What a level stores of this weight in few bits: this rank's part, as the step has left it."""
+    found = {"gradient": weight.grad}
+    for optimizer in optimizers:
+        state = optimizer.state.get(weight, {})
+        found |= {name: state[name] for name in STORED if name in state}
+    local = {name: local_part(tensor) for name, tensor in found.items() if tensor is not None}
+    return {name: t for name, t in local.items() if isinstance(t, ScaledTensor) and t._data.dtype in FORMAT_OF}
+
+
+def _of_stored(tensor: ScaledTensor) -> Statistics:
+    amax = tensor_amax_of(tensor.dequantize(torch.float32))
+    return statistics_of_codes(tensor._data, tensor._scale_inv, amax, FORMATS[tensor._data.dtype])
+
+
+def _check_patterns(prepared: Prepared) -> None:
+    products = [product for product in prepared.report.products if product.state == FP8]
+    for text in prepared.recipe.monitor_layers or ():
+        if not any(map(NamePattern(text).matches, products)):
+            names = listed(product.name for product in products)
+            raise RecipeError(f"monitor_layers: no FP8 layer of this model matches {text!r}; there are {names}")
+
+
+def _rank() -> int:
+    return (
+        torch.distributed.get_rank() if torch.distributed.is_available() and torch.distributed.is_initialized() else 0
+    )
+
+
+def _step_of(optimizer: torch.optim.Optimizer) -> int:
+    """How many steps its states have seen, also before they were loaded; 0 where they do not tell."""
+    return next((int(state["step"]) for state in optimizer.state.values() if "step" in state), 0)
+
+
+# Records
+
+
+def _by_layer(found: Mapping[tuple[str, str], Numbers]) -> dict[str, dict[str, Any]]:
+    tensors: dict[str, dict[str, Any]] = {}
+    for (name, tensor), numbers in found.items():
+        tensors.setdefault(name, {})[tensor] = _entry(numbers, stored=tensor in STORED)
+    return tensors
+
+
+def _entry(numbers: Numbers, stored: bool) -> dict[str, Any]:
+    """The numbers of one tensor, ready for JSON; what is not finite is None."""
+    low, high = _finite(numbers.lowest_scale), _finite(numbers.highest_scale)
+    entry: dict[str, Any] = {
+        "format": numbers.fmt.name,
+        "amax": _finite(numbers.amax),
+        "scale": high if low == high else [low, high],
+        "elements": numbers.elements,
+        "counted": numbers.counted,
+        "zeros" if stored else "flushed": round(numbers.flushed_share, 8),
+        "at_max" if stored else "saturated": round(numbers.saturated_share, 8),
+    }
+    if not stored:
+        entry["sqnr_db"] = None if numbers.sqnr_db is None else round(numbers.sqnr_db, 2)
+    held = [index for index, count in enumerate(numbers.binades) if count]
+    first, end = (held[0], held[-1] + 1) if held else (0, 0)
+    top = numbers.lowest_exponent + len(numbers.binades) - 1
+    return entry | {"exponents": [top - end + 1, top - first], "binades": numbers.binades[first:end][::-1]}
+
+
+def _finite(number: float) -> float | None:
+    return float(f"{number:.9g}") if math.isfinite(number) else None  # as many digits as tell FP32 numbers apart
+
+
+def summary(record: Mapping[str, Any]) -> dict[str, float]:
+    """The worst of a record in three numbers: `fp8/worst_sqnr` in dB, and the shares `fp8/max_saturated` and
+    `fp8/max_flushed`. Empty where nothing was cast."""
+    casts = [entry for tensors in record["tensors"].values() for name, entry in tensors.items() if name not in STORED]
+    if not casts:
+        return {}
+    values = {f"fp8/max_{name}": max(entry[name] for entry in casts) for name in ("saturated", "flushed")}
+    sqnr = [entry["sqnr_db"] for entry in casts if entry["sqnr_db"] is not None]
+    return values | ({"fp8/worst_sqnr": min(sqnr)} if sqnr else {})

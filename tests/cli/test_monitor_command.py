@@ -1,0 +1,152 @@
+"""`fp8-backends monitor` shows what a file holds, the worst first, whatever state the file is in."""
+
+from __future__ import annotations
+
+import json
+from html.parser import HTMLParser
+
+import pytest
+
+from fp8_backends.cli.main import main
+from fp8_backends.cli.monitor.findings import findings
+from fp8_backends.cli.monitor.page import render
+from fp8_backends.cli.monitor.samples import read_samples, usual_db
+from fp8_backends.training.monitor import summary
+
+
+def entry(sqnr=31.6, saturated=0.0, flushed=0.0, amax=2.0, fmt="e4m3", scale=128.0):
+    shares = {"saturated": saturated, "flushed": flushed, "sqnr_db": sqnr}
+    sizes = {"elements": 600, "counted": 600, "exponents": [-3, 1], "binades": [10, 90, 200, 200, 100]}
+    return {"format": fmt, "amax": amax, "scale": scale, **shares, **sizes}
+
+
+def stored(zeros):
+    return {**{key: value for key, value in entry().items() if key != "sqnr_db"}, "zeros": zeros, "at_max": 0.0}
+
+
+def record(step, not_seen=(), **tensors):
+    return {
+        "step": step,
+        "recipe": "native:delayed",
+        "casts": "the layer's own rule",
+        "not_seen": list(not_seen),
+        "tensors": {"model.layers.0.q_proj": {"input": entry(), **tensors}},
+    }
+
+
+def written(tmp_path, *records):
+    file = tmp_path / "fp8_monitor.jsonl"
+    file.write_text("".join(json.dumps(each) + "\n" for each in records))
+    return file
+
+
+@pytest.fixture
+def troubled(tmp_path):
+    """A weight that lost much earlier, a gradient that is clipped, and states of a level."""
+    weights = [entry(12.0), entry(31.4)]
+    gradient = entry(19.0, saturated=0.02, fmt="e5m2", scale=[2.0, 8.0])
+    steps = [
+        record(step, weight=weight, grad_output=gradient) for step, weight in zip((100, 200), weights, strict=True)
+    ]
+    steps[-1]["tensors"]["model.layers.0.q_proj"]["exp_avg"] = stored(0.25)
+    return written(tmp_path, *steps)
+
+
+def test_the_table_has_the_worst_first_and_names_it(troubled, capsys):
+    assert main(["monitor", str(troubled)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "native:delayed: 2 samples, steps 100 to 200"
+    assert "step 200: 1 of 3 casts lose more than they must" in lines
+    assert "over 1 % clipped: model.layers.0.q_proj grad_output" in lines
+    assert "most was lost at step 100: model.layers.0.q_proj weight, 19.6 dB" in lines
+    rows = [line.split()[1] for line in lines if line.startswith("model.layers.0.q_proj")]
+    assert rows == ["grad_output", "weight", "input", "exp_avg"]
+    assert next(line for line in lines if "exp_avg" in line).split()[3:5] == ["25", "%"]
+
+
+def test_a_healthy_run_is_called_so(tmp_path):
+    samples = read_samples(written(tmp_path, record(10), record(20)))
+    assert findings(samples).mood == "good" and not findings(samples).details
+
+
+def test_what_is_not_finite_comes_first(tmp_path, capsys):
+    file = written(tmp_path, record(10, weight=entry(10.0), grad_output=entry(None, amax=None, scale=[None, 4.0])))
+    assert findings(read_samples(file)).mood == "bad"
+    assert main(["monitor", str(file), "--worst", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "inf or NaN: model.layers.0.q_proj grad_output" in out and "the worst 1 of 3" in out
+    render(read_samples(file))
+
+
+def test_lines_that_are_cut_or_no_records_are_passed_over_and_counted(tmp_path, capsys):
+    file = written(tmp_path, record(10), record(20, not_seen=["lm_head"]))
+    file.write_text(file.read_text() + '[1, 2]\n{"step": 30}\n\n' + json.dumps(record(40))[:-20])
+    assert read_samples(file).steps == [10, 20]
+    assert main(["monitor", str(file)]) == 0
+    out = capsys.readouterr().out
+    assert "3 lines of" in out and "lm_head" in out
+
+
+def test_a_step_that_was_trained_again_after_a_resume_counts_once(tmp_path):
+    samples = read_samples(written(tmp_path, record(10), record(20, weight=entry(9.0)), record(20), record(30)))
+    assert samples.steps == [10, 20, 30] and {tensor.name for tensor in samples.tensors} == {"input"}
+
+
+@pytest.mark.parametrize(
+    "text, reason", [(None, "cannot be read"), ("", "holds no sample yet"), ("{", "no sample yet")]
+)
+def test_a_file_without_samples_is_an_error_that_says_what_to_do(text, reason, tmp_path, capsys):
+    file = tmp_path / "file"
+    if text is not None:
+        file.write_text(text)
+    assert main(["monitor", str(file)]) == 2
+    error = capsys.readouterr().err
+    assert reason in error and "monitor_every" in error
+
+
+class Tags(HTMLParser):
+    """Checks that tags close in order, and collects what a page refers to."""
+
+    VOID = ("meta", "rect", "line", "path", "circle", "br", "wbr")
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.references = [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.references += [value for name, value in attrs if name in ("src", "href")]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+
+def test_the_page_is_one_well_formed_file_with_the_charts(troubled, tmp_path, capsys):
+    page = tmp_path / "monitor.html"
+    assert main(["monitor", str(troubled), "--out", str(page)]) == 0
+    html, tags = page.read_text(), Tags()
+    tags.feed(html)
+    assert tags.open == [] and tags.references == [] and "<script" not in html
+    for title in ("Where most is lost", "Over the run", "Where the values lie", "What the level stores"):
+        assert f"<h2>{title}</h2>" in html
+    assert html.count('class="curve"') == 6  # three tensors by their error, three kinds by the clipped share
+    assert main(["monitor", str(troubled), "--out", str(tmp_path)]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_names_of_layers_are_escaped(tmp_path):
+    layers = record(10)
+    layers["tensors"] = {"<b>&": {"input": entry()}}
+    html = render(read_samples(written(tmp_path, layers)))
+    assert "<b>&" not in html and "&lt;b&gt;&amp;" in html
+
+
+def test_usual_errors_are_those_of_a_bell_curve():
+    assert [round(usual_db(name), 1) for name in ("e4m3", "e5m2", "fp16")] == [31.6, 25.5, 73.7]
+
+
+def test_the_summary_has_the_worst_of_what_is_cast():
+    found = summary(record(10, weight=entry(20.0, flushed=0.3), exp_avg=stored(0.9)))
+    assert found == {"fp8/worst_sqnr": 20.0, "fp8/max_saturated": 0.0, "fp8/max_flushed": 0.3}

@@ -1,0 +1,75 @@
+"""Two ranks and the monitor: rank 0 writes what it saw, and nothing changes."""
+
+import json
+import os
+import tempfile
+from pathlib import Path
+
+import ranks
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import fp8_backends
+
+SIZES = {"input": 32 * 64, "weight": 64 * 128, "grad_output": 32 * 128}
+"""Elements of what the first layer casts."""
+STORED = ("gradient", "exp_avg", "exp_avg_sq")
+
+
+def trained(spec, sharded, every):
+    """The losses of some steps, and what the file has that this rank has written."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+    fields = {"backend": spec, "monitor_every": every}
+    with tempfile.TemporaryDirectory() as folder:
+        fields["monitor_file"] = os.path.join(folder, "file")
+        fp8_backends.prepare(model, None, fields)
+        wrapped = fully_shard(model) if sharded else DistributedDataParallel(model)
+        _, optimizer = fp8_backends.prepare(wrapped, torch.optim.AdamW(wrapped.parameters(), lr=1e-3), fields)
+        generator, losses = torch.Generator().manual_seed(dist.get_rank()), []
+        for _ in range(4):
+            x = torch.randn(32, 64, generator=generator)
+            loss = (wrapped(x) - x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        file = Path(fields["monitor_file"])
+        return losses, [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else None
+
+
+def same_losses_and_one_writer(spec, sharded, stored=()):
+    losses, records = trained(spec, sharded, every=2)
+    assert losses == trained(spec, sharded, every=0)[0]
+    if dist.get_rank():
+        assert records is None
+        return
+    assert [record["step"] for record in records] == [2, 4]
+    shard = SIZES["weight"] // (1 + sharded)
+    expected = SIZES | dict.fromkeys(stored, shard)
+    if sharded and stored:
+        del expected["weight"]  # gathered in E4M3, and the master is not
+    assert {name: entry["elements"] for name, entry in records[-1]["tensors"]["0"].items()} == expected
+
+
+def check_ddp():
+    same_losses_and_one_writer("native:delayed", sharded=False)
+
+
+def check_ddp_with_states_that_ranks_share():
+    same_losses_and_one_writer("msamp:O2", sharded=False, stored=STORED)
+
+
+def check_fsdp2():
+    same_losses_and_one_writer("native:dynamic", sharded=True)
+
+
+def check_fsdp2_with_stored_weights():
+    same_losses_and_one_writer("msamp:O3", sharded=True, stored=STORED)
+
+
+if __name__ == "__main__":
+    ranks.main(globals())
