@@ -147,8 +147,8 @@ class FirstStep:
                 self.hooks.append(root.register_forward_hook(AfterForward(self), always_call=True))
         if not self.layers or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             return
-        if self.profile is not None and not self.profile.running:
-            return  # it has its result, or another model took the profiler over: `after_step` sees to it
+        if self.profile is not None and not self.profile.runs_here:
+            return  # it has its result, or gave way, or another thread steps: `after_step` sees to it
         gradients = [_gradient_state(layer.module.weight) for layer in self.layers]
         if self.began is root:
             arrived = [new is not None and new != old for new, old in zip(gradients, self.gradients, strict=True)]
@@ -185,9 +185,11 @@ class FirstStep:
             return
         self.steps += 1
         self._record_gradient_dtypes()
-        was_due, self.step_is_due = self.step_is_due, torch._C._current_graph_task_id() != -1
+        runs_elsewhere = self.profile is not None and self.profile.running and not self.profile.runs_here
+        was_due, self.step_is_due = self.step_is_due, runs_elsewhere or torch._C._current_graph_task_id() != -1
         # Inside a backward, other layers' gradients are still to come; and autograd brings a profiler that is stopped
-        # there back when it ends, and nothing would stop it then. A compiled forward does not tell that it begins.
+        # there back when it ends, and nothing would stop it then. Nor can a thread stop another one's, whose forwards
+        # these steps follow. A compiled forward does not tell that it begins.
         if not self.step_is_due or (was_due and not self.layers):
             self._look_at_step()
 
