@@ -23,7 +23,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-import torch
 from torch import nn
 from torch._C import _autograd, _profiler
 from torch.autograd import ProfilerConfig, ProfilerState
@@ -31,7 +30,7 @@ from torch.autograd import profiler as torch_profiler
 from torch.autograd.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
-from ..numerics.modules import inert_hook
+from ..numerics.modules import inert_hook, is_traced
 from .counts import DGRAD, FPROP, RECOMPUTED, WGRAD, ProductCounts, inside_backward
 
 PRODUCTS = frozenset({"aten::_scaled_mm", "aten::_scaled_mm_v2", "aten::_scaled_mm.out"})
@@ -267,7 +266,7 @@ class _Marks:
         """Ranges by layer and thread: what records in one may evaluate in another."""
 
     def __call__(self, module: nn.Module, args, *output) -> None:
-        if torch.compiler.is_compiling():
+        if is_traced():
             return
         index = self.index_of[module]
         around = self.open[index, threading.get_ident()]

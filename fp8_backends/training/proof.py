@@ -24,7 +24,7 @@ from ..announcement import announce
 from ..compute.counts import KINDS, WGRAD, ProductCounts
 from ..compute.profiling import foreign_profiler_runs, give_way
 from ..errors import FP8BackendError
-from ..numerics.modules import inert_hook, plain_name
+from ..numerics.modules import inert_hook, is_traced, plain_name
 from . import conversion
 from .auditing import (
     converted_layers,
@@ -181,7 +181,7 @@ class FirstStep:
                 meter.work.clear()
 
     def after_step(self, optimizer: torch.optim.Optimizer, *_) -> None:
-        if not self.roots or torch.compiler.is_compiling():
+        if not self.roots or is_traced():
             return
         self.steps += 1
         self._record_gradient_dtypes()
@@ -264,7 +264,7 @@ class ForwardHook:
         self.first_step = first_step
 
     def __call__(self, module: nn.Module, args) -> None:
-        if not torch.compiler.is_compiling():
+        if not is_traced():
             self.first_step.before_forward(module)
 
     def __reduce__(self):

@@ -19,7 +19,6 @@ import torch
 from .. import hardware
 from ..products import exact_product
 
-
 _lock = threading.Lock()
 
 
