@@ -205,9 +205,9 @@ def users_profiler_around(repetitions: int) -> None:
     training.train(2).check_proven()
 
 
-def users_profiler_in_the_middle(repetitions: int) -> None:
+def users_profiler_in_the_middle(repetitions: int, forms: tuple[bool, ...] = (False, True)) -> None:
     """It starts between the backward and the step, eager, and between two steps, compiled: ours gives way."""
-    for compiled in (False, True):
+    for compiled in forms:
         training = Training(compiled=compiled)
         if compiled:
             training.train(1)
