@@ -3,8 +3,9 @@
     python benchmarks/reliability/threads.py [--quick] [--only PART] [--out FOLDER]
 
 The proof of `ao` profiles a step, and a profiler has a place in the process or in a thread: each case here has a second
-thread, a second process or a second profiler meet it. Cases of `native` show that threads share nothing. A case is a
-process of its own, forked from this one, which has only loaded the libraries; it passes if it ends with 0: an
+thread, a second process or a second profiler meet it. One of `native` shows that threads share nothing. (`te` has no
+case: TransformerEngine's own state is one for the process, and its models train one at a time.) A case is a
+process of its own, forked from this one, which has only loaded the libraries. It passes if it ends with 0: an
 assertion ends with 1, a segmentation fault with -11, and one that hangs is killed. Those that are a matter of chance
 run 20 times in one process. `--quick` runs each three times, and leaves out processes that load the libraries anew.
 Exits with 1 where a case fails.
@@ -338,12 +339,6 @@ def train_rank() -> None:
     assert all(counts == ONCE for counts in products.values()), products
 
 
-def two_te_models(repetitions: int) -> None:
-    for seed in range(repetitions):
-        for training in at_once(Training("te", seed).train, Training("te", seed + 1).train):
-            training.check_proven()
-
-
 CASES: dict[str, Callable[[int], None]] = {
     "two ao models in two threads": two_models,
     "models prepared and given up in four threads": prepared_and_dropped,
@@ -360,7 +355,6 @@ CASES: dict[str, Callable[[int], None]] = {
     "a model given up by another thread": dropped_elsewhere,
     "daemon threads when the interpreter ends": daemons,
     "native models in two threads, bits as alone": native_as_alone,
-    "two te models in two threads": two_te_models,
 }
 SLOW = {"threads, then spawned processes", "threads, then notebook_launcher"}
 
@@ -402,13 +396,9 @@ def main() -> int:
     fp8_backends.prepare(nn.Sequential(nn.Linear(32, 32)), None, AO)  # loads TorchAO, once for all cases
     logging.getLogger("fp8_backends").addHandler(logging.NullHandler())
     repetitions = 3 if arguments.quick else 20
-    runs = fp8_backends.available_backends()
     results = []
     for name, case in CASES.items():
         if arguments.only not in name or (arguments.quick and name in SLOW):
-            continue
-        if case is two_te_models and not runs["te"]:
-            results.append({"case": name, "result": f"not run: {runs['te'].reason}", "seconds": 0.0})
             continue
         start = time.monotonic()
         with tempfile.TemporaryFile() as output:

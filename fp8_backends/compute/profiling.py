@@ -23,6 +23,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+import torch
 from torch import nn
 from torch._C import _autograd, _profiler
 from torch.autograd import ProfilerConfig, ProfilerState
@@ -30,6 +31,7 @@ from torch.autograd import profiler as torch_profiler
 from torch.autograd.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
+from ..errors import FP8BackendError
 from ..numerics.modules import inert_hook, is_traced
 from .counts import DGRAD, FPROP, RECOMPUTED, WGRAD, ProductCounts, inside_backward
 
@@ -80,9 +82,17 @@ class ProductProfile:
         """Begin to count. False when another profiler is active in this thread: PyTorch has one at a time.
 
         `take_over` ends another `ProductProfile` of this thread without a result, such as one whose model was given up.
+
+        Raises:
+            FP8BackendError: this version of PyTorch has no profiler of a thread.
         """
         if take_over:
             give_way()
+        if not hasattr(_autograd, "_enable_profiler_legacy"):
+            raise FP8BackendError(
+                f"FP8 cannot be proven with torch {torch.__version__}, which has no profiler of a thread: install "
+                "another version of torch, or a newer fp8-backends"
+            )
         if _profiler_runs():
             return False
         _give_way_to_others()
@@ -150,7 +160,8 @@ class _Recording:
     def __init__(self, hooks: list[RemovableHandle], keep: bool) -> None:
         self.hooks, self.keep = hooks, keep
         self.given_up = False
-        """Whether another thread has ended the profile. This one ends the recording when it next meets it."""
+        """Whether the profile ended in another thread, or inside a backward: the recording ends when its thread next
+        meets it."""
         self.records: list[list] = []
         """After `end`: the events of each thread that took part."""
         self._thread: int | None = None
@@ -213,7 +224,8 @@ def _end(reference: weakref.ref[_Recording]) -> None:
     recording = reference()
     if recording is None:
         return
-    if recording is _thread.recording:
+    # autograd brings a profiler that is stopped inside a backward back when it ends, and nothing would stop it then
+    if recording is _thread.recording and torch._C._current_graph_task_id() == -1:
         _end_recording()
     else:
         recording.given_up = True
