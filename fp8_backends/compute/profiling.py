@@ -78,10 +78,14 @@ class ProductProfile:
         """Whether it runs in this thread, which alone can stop it."""
         return self.running and self._recording() is _thread.recording
 
-    def start(self, take_over: bool = False) -> bool:
+    def start(self, take_over: bool = False, shapes: bool = True) -> bool:
         """Begin to count. False when another profiler is active in this thread: PyTorch has one at a time.
 
-        `take_over` ends another `ProductProfile` of this thread without a result, such as one whose model was given up.
+        Args:
+            take_over: end another `ProductProfile` of this thread without a result, such as one whose model was given
+                up.
+            shapes: note the shapes that compiled code is counted by. While code is compiled that fails for some
+                tensors, and PyTorch writes a warning for each.
 
         Raises:
             FP8BackendError: this version of PyTorch has no profiler of a thread.
@@ -96,7 +100,7 @@ class ProductProfile:
         if _profiler_runs():
             return False
         _give_way_to_others()
-        _thread.recording = _Recording(_hooked([layer.module for layer in self.layers]), self.keep)
+        _thread.recording = _Recording(_hooked([layer.module for layer in self.layers]), self.keep, shapes)
         self._recording = weakref.ref(_thread.recording)
         self._end = weakref.finalize(self, _end, self._recording)
         return True
@@ -107,14 +111,19 @@ class ProductProfile:
             self._recording().restart()
 
     def stop(self) -> None:
-        """End counting and write each layer's counts into its `results`. In another thread than that of `start` it
-        ends without a result."""
+        """End counting and write each layer's counts into its `results`. It ends without a result in another thread
+        than that of `start`, and where compiled code ran and no shapes were noted."""
         recording = self._recording() if self.runs_here else None
         self.abandon()
         if recording is None:
             return
-        for layer, counts in zip(self.layers, self._count(_read_events(recording.records)), strict=True):
-            layer.results[layer.name] = counts
+        counts, compiled = self._count(_read_events(recording.records))
+        if compiled and not recording.shapes:
+            return
+        if compiled:
+            self.by_shape = _count_by_shape(self.layers, counts, compiled)
+        for layer, own in zip(self.layers, counts, strict=True):
+            layer.results[layer.name] = own
         self.complete = True
 
     def abandon(self) -> None:
@@ -123,9 +132,11 @@ class ProductProfile:
             self._end()
             self._recording = self._end = None
 
-    def _count(self, events: list[_Event]) -> list[ProductCounts]:
+    def _count(self, events: list[_Event]) -> tuple[list[ProductCounts], list[tuple[bool, list]]]:
+        """The products of each layer in eager code, and those of compiled code: whether inside a backward, and the
+        shapes of their operands."""
         counts = [ProductCounts() for _ in self.layers]
-        compiled: list[tuple[bool, list]] = []  # whether inside a backward, operand shapes
+        compiled = []
         function_is_compiled = _compiled_functions(events)
         layer_of = _layers_by_sequence_number(events)
         products_of: Counter = Counter()  # products of each backward function so far
@@ -144,9 +155,7 @@ class ProductProfile:
             elif _is_compiled(product, backward, function_is_compiled):  # any other belongs to another model
                 in_backward = any(parent.scope == _BACKWARD_FUNCTION for parent in _parents(product))
                 compiled.append((in_backward, product.shapes()))
-        if compiled:
-            self.by_shape = _count_by_shape(self.layers, counts, compiled)
-        return counts
+        return counts, compiled
 
 
 class _Recording:
@@ -157,20 +166,20 @@ class _Recording:
         hooks: to be removed at its end.
     """
 
-    def __init__(self, hooks: list[RemovableHandle], keep: bool) -> None:
-        self.hooks, self.keep = hooks, keep
+    def __init__(self, hooks: list[RemovableHandle], keep: bool, shapes: bool) -> None:
+        self.hooks, self.keep, self.shapes = hooks, keep, shapes
         self.given_up = False
         """Whether the profile ended in another thread, or inside a backward: the recording ends when its thread next
         meets it."""
         self.records: list[list] = []
         """After `end`: the events of each thread that took part."""
         self._thread: int | None = None
-        _autograd._enable_profiler_legacy(_configuration())
+        _autograd._enable_profiler_legacy(_configuration(shapes))
         self._thread = threading.get_ident()
 
     def restart(self) -> None:
         _autograd._disable_profiler_legacy()
-        _autograd._enable_profiler_legacy(_configuration())
+        _autograd._enable_profiler_legacy(_configuration(self.shapes))
 
     def end(self) -> None:
         for hook in self.hooks:
@@ -191,9 +200,9 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def _configuration() -> ProfilerConfig:
-    # on the host, with shapes; neither memory nor stacks, FLOPs or modules
-    switches = (True, False, False, False, False)
+def _configuration(shapes: bool) -> ProfilerConfig:
+    # on the host, and neither memory nor stacks, FLOPs or modules
+    switches = (shapes, False, False, False, False)
     return ProfilerConfig(ProfilerState.CPU, *switches, _profiler._ExperimentalConfig())
 
 

@@ -1,9 +1,9 @@
 """The proof that FP8 ran, made at the first optimizer step.
 
 A backend that counts its products is asked for its counts. For one that cannot count (`ao`, `te`), the first training
-step is profiled: from the first forward with gradients to the optimizer step. Where that forward is compiled as a
-whole, or another profiler is active or announced (`profiler_elsewhere`), a later step is profiled instead, from
-optimizer step to optimizer step. A step that an exception ended begins anew.
+step is profiled: from the first forward with gradients to the optimizer step. Where any of it is compiled, or another
+profiler is active or announced (`profiler_elsewhere`), a later step is profiled instead, from optimizer step to
+optimizer step. A step that an exception ended begins anew.
 """
 
 from __future__ import annotations
@@ -200,17 +200,11 @@ class FirstStep:
         if all(observed_of(prepared).proven for _, _, prepared in self.roots):
             self._finish([{} for _ in self.roots])  # such as by another optimizer's step
             return
-        stopped = self.profile is not None and self.profile.running
-        if stopped:
+        if self.profile is not None and self.profile.running:
             self.profile.stop()
         if self.layers and (self.profile is None or not self.profile.complete):
             self.profile = self.began = None
-            if (
-                not stopped
-                and not self._start_profile()
-                and self.steps == 1
-                and (self.waits or foreign_profiler_runs())
-            ):
+            if not self._start_profile() and self.steps == 1 and (self.waits or foreign_profiler_runs()):
                 logger.warning("another profiler is active: the proof that FP8 runs waits until it has stopped")
             return
         counts = [count_products(root, prepared) for _, root, prepared in self.roots]
@@ -220,11 +214,11 @@ class FirstStep:
         self._finish(counts)
 
     def _start_profile(self, take_over: bool = False) -> bool:
-        """Whether a profile runs now."""
+        """Whether a profile runs now. One that a forward begins, and takes over, may see code being compiled."""
         if self.waits:
             return False
         profile = product_profile(self.compute, self.layers)
-        if profile.start(take_over):
+        if profile.start(take_over, shapes=not take_over):
             self.profile = profile
         return self.profile is not None
 

@@ -50,7 +50,7 @@ class TEProductProfile:
         """Whether this thread can stop it: any can."""
         return self.running
 
-    def start(self, take_over: bool = False) -> bool:
+    def start(self, take_over: bool = False, shapes: bool = True) -> bool:
         """Begin to count."""
         self.restart()
         _watch(self._watcher, self._states)
