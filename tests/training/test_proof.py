@@ -186,6 +186,17 @@ def test_recomputed_products_are_counted_apart(kind):
         assert found == {"fprop": 1, "dgrad": 1, "wgrad": 1, "recomputed": 1}
 
 
+def test_a_part_that_is_compiled_is_counted_in_the_second_step(capfd):
+    """In the first a profiler that notes shapes would let PyTorch warn of each tensor that the compiler passes."""
+    torch._dynamo.reset()
+    model, optimizer = prepared()
+    model.second.compile(backend="aot_eager")
+    step(model, optimizer)
+    assert capfd.readouterr().err == ""
+    step(model, optimizer)
+    assert "3/3 Linear, 100 % of weight FLOPs in FP8, fprop dgrad wgrad (ao; compiled" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("tokens", [24, 32], ids=["shapes differ", "shapes coincide"])
 def test_compiled_steps_count_what_eager_steps_do(tokens, capfd):
     torch._dynamo.reset()
