@@ -190,7 +190,7 @@ def test_a_part_that_is_compiled_is_counted_in_the_second_step(capfd):
     """In the first a profiler that notes shapes would let PyTorch warn of each tensor that the compiler passes."""
     torch._dynamo.reset()
     model, optimizer = prepared()
-    model.second.compile(backend="aot_eager")
+    model.last.compile(backend="aot_eager")
     step(model, optimizer)
     assert capfd.readouterr().err == ""
     step(model, optimizer)
