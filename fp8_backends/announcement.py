@@ -18,7 +18,7 @@ def announce(line: str) -> None:
     if _logging_shows_info():
         logger.info(line)
     elif logger.level in (logging.NOTSET, logging.DEBUG, logging.INFO):  # nobody asked for silence
-        print(line, file=sys.stderr)
+        print(f"{line}\n", end="", file=sys.stderr)  # in one piece, also where threads speak at once
 
 
 def is_main_process() -> bool:

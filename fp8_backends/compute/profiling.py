@@ -7,37 +7,41 @@ sequence number. In a backward function the input gradient comes first, then the
 
 Compiled code keeps neither ranges nor functions. Its products are told apart by their shapes, and the layers of one
 shape share what was counted for that shape.
+
+The profiler is the one of PyTorch's two that belongs to a thread (`torch.autograd.profiler_legacy`): any number of
+threads have one at a time, and autograd's threads add to that of the thread whose backward they run. The other one,
+Kineto, is one for the process, and crashes when two threads start it.
 """
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import os
-import sys
-import tempfile
 import threading
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch._C._autograd import DeviceType
-from torch.autograd.profiler import profile, record_function
+from torch._C import _autograd, _profiler
+from torch.autograd import ProfilerConfig, ProfilerState
+from torch.autograd import profiler as torch_profiler
+from torch.autograd.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
-from ..numerics.modules import inert_hook
+from ..errors import FP8BackendError
+from ..numerics.modules import inert_hook, is_traced
 from .counts import DGRAD, FPROP, RECOMPUTED, WGRAD, ProductCounts, inside_backward
 
 PRODUCTS = frozenset({"aten::_scaled_mm", "aten::_scaled_mm_v2", "aten::_scaled_mm.out"})
 """Operators that multiply FP8 matrices."""
 
 _BACKWARD_FUNCTION = 1  # torch::RecordScope::BACKWARD_FUNCTION
-_TRACING = ("PythonDispatchMode", "(dynamo_timed)")  # a compiler running operators on fake tensors
+_MODE = "PythonDispatchMode"  # such as a compiler's, which runs operators on fake tensors
 _COMPILED, _ENGINE = "Torch-Compiled Region", "autograd::engine::"
 _MARK, _AGAIN = "fp8_backends:", ":again"
-_BEGIN = "fp8_backends, from here on"
 
 
 class Layer(NamedTuple):
@@ -52,79 +56,92 @@ class Layer(NamedTuple):
 
 
 class ProductProfile:
-    """One profiled stretch of training: `start`, some steps, `stop`. Dropped while it runs, it ends by itself."""
+    """One profiled stretch of training in one thread: `start`, some steps, `stop`. Dropped while it runs, it ends by
+    itself, and so it does with its thread."""
 
     def __init__(self, layers: list[Layer], keep: bool = False) -> None:
         self.layers = layers
         self.keep = keep
-        """Never let another one take over."""
-        self.running = self.complete = False
+        """Never give way to another one."""
+        self.complete = False
         self.by_shape = False
         """After `stop`: whether some layers were counted by shape (compiled code)."""
-        self._profiler: profile | None = None
+        self._recording: weakref.ref[_Recording] | None = None
         self._end: weakref.finalize | None = None
 
-    def start(self, take_over: bool = False) -> bool:
-        """Begin to count. False when another profiler is active: PyTorch has one at a time.
+    @property
+    def running(self) -> bool:
+        return self._recording is not None and self._recording() is not None
 
-        `take_over` ends another `ProductProfile` without a result, such as one whose model was given up. Its profiler
-        goes on in this one; what it has seen so far does not count.
+    @property
+    def runs_here(self) -> bool:
+        """Whether it runs in this thread, which alone can stop it."""
+        return self.running and self._recording() is _thread.recording
 
-        No profiler may be started where one was stopped just before. Hooks of a forward under DDP and of an
-        optimizer's step run inside a `record_function` range. When that range ends and a profiler is active, PyTorch
-        notes the time in the event of the profiler that saw it begin: in memory that belongs to somebody else by then.
+    def start(self, take_over: bool = False, shapes: bool = True) -> bool:
+        """Begin to count. False when another profiler is active in this thread: PyTorch has one at a time.
+
+        Args:
+            take_over: end another `ProductProfile` of this thread without a result, such as one whose model was given
+                up.
+            shapes: note the shapes that compiled code is counted by. While code is compiled that fails for some
+                tensors, and PyTorch writes a warning for each.
+
+        Raises:
+            FP8BackendError: this version of PyTorch has no profiler of a thread.
         """
-        taken, active = None, torch._C._autograd._profiler_enabled()
-        if take_over and (other := _running_profile()) is not None and not other.keep:
-            taken = other._hand_over() if active else other.abandon()  # somebody else's profiler has ended it
-        elif active:
+        if take_over:
+            give_way()
+        if not hasattr(_autograd, "_enable_profiler_legacy"):
+            raise FP8BackendError(
+                f"FP8 cannot be proven with torch {torch.__version__}, which has no profiler of a thread: install "
+                "another version of torch, or a newer fp8-backends"
+            )
+        if _profiler_runs():
             return False
-        self._profiler = taken or profile(use_kineto=True, record_shapes=True)
-        hooks = _hooked([layer.module for layer in self.layers])
-        if taken is None:
-            with _without_profiler_messages():
-                self._profiler.__enter__()
-        else:
-            self.restart()
-        self._end = weakref.finalize(self, _end, self._profiler, hooks)
-        self.running = True
-        _thread.profile = weakref.ref(self)
+        _give_way_to_others()
+        _thread.recording = _Recording(_hooked([layer.module for layer in self.layers]), self.keep, shapes)
+        self._recording = weakref.ref(_thread.recording)
+        self._end = weakref.finalize(self, _end, self._recording)
         return True
 
     def restart(self) -> None:
         """Forget what was counted so far."""
-        with record_function(_BEGIN):
-            pass
-
-    def _hand_over(self) -> profile:
-        """End without a result, with the profiler left running."""
-        _, _, (profiler, hooks), _ = self._end.detach()
-        for hook in hooks:
-            hook.remove()
-        self.running, self._profiler = False, None
-        return profiler
+        if self.runs_here:
+            self._recording().restart()
 
     def stop(self) -> None:
-        """End counting and write each layer's counts into its `results`."""
-        profiler = self._profiler
+        """End counting and write each layer's counts into its `results`. It ends without a result in another thread
+        than that of `start`, and where compiled code ran and no shapes were noted."""
+        recording = self._recording() if self.runs_here else None
         self.abandon()
-        for layer, counts in zip(self.layers, self._count(_read_events(profiler)), strict=True):
-            layer.results[layer.name] = counts
+        if recording is None:
+            return
+        counts, compiled = self._count(_read_events(recording.records))
+        if compiled and not recording.shapes:
+            return
+        if compiled:
+            self.by_shape = _count_by_shape(self.layers, counts, compiled)
+        for layer, own in zip(self.layers, counts, strict=True):
+            layer.results[layer.name] = own
         self.complete = True
 
     def abandon(self) -> None:
         """End without a result."""
-        if self.running:
-            self.running, self._profiler = False, None
+        if self._end is not None:
             self._end()
+            self._recording = self._end = None
 
-    def _count(self, events: list[_Event]) -> list[ProductCounts]:
+    def _count(self, events: list[_Event]) -> tuple[list[ProductCounts], list[tuple[bool, list]]]:
+        """The products of each layer in eager code, and those of compiled code: whether inside a backward, and the
+        shapes of their operands."""
         counts = [ProductCounts() for _ in self.layers]
-        compiled: list[tuple[bool, list]] = []  # whether inside a backward, operand shapes
+        compiled = []
         function_is_compiled = _compiled_functions(events)
         layer_of = _layers_by_sequence_number(events)
         products_of: Counter = Counter()  # products of each backward function so far
-        for product in filter(_is_real_product, events):
+        imitated = _imitated_products(events)
+        for product in (each for each in events if _is_product(each) and each not in imitated):
             range_, backward = _enclosing(product)
             index = backward and layer_of.get((backward.forward_thread, backward.sequence_nr))
             if range_ is not None:
@@ -138,43 +155,108 @@ class ProductProfile:
             elif _is_compiled(product, backward, function_is_compiled):  # any other belongs to another model
                 in_backward = any(parent.scope == _BACKWARD_FUNCTION for parent in _parents(product))
                 compiled.append((in_backward, product.shapes()))
-        if compiled:
-            self.by_shape = _count_by_shape(self.layers, counts, compiled)
-        return counts
+        return counts, compiled
+
+
+class _Recording:
+    """PyTorch's profiler of this thread, which runs from now until `end`. Only the thread holds on to it: they end
+    together.
+
+    Args:
+        hooks: to be removed at its end.
+    """
+
+    def __init__(self, hooks: list[RemovableHandle], keep: bool, shapes: bool) -> None:
+        self.hooks, self.keep, self.shapes = hooks, keep, shapes
+        self.given_up = False
+        """Whether the profile ended in another thread, or inside a backward: the recording ends when its thread next
+        meets it."""
+        self.records: list[list] = []
+        """After `end`: the events of each thread that took part."""
+        self._thread: int | None = None
+        _autograd._enable_profiler_legacy(_configuration(shapes))
+        self._thread = threading.get_ident()
+
+    def restart(self) -> None:
+        _autograd._disable_profiler_legacy()
+        _autograd._enable_profiler_legacy(_configuration(self.shapes))
+
+    def end(self) -> None:
+        for hook in self.hooks:
+            hook.remove()
+        if self._thread == threading.get_ident():  # else a process that is forked, or that ends, clears up
+            self._thread = None
+            self.records = _autograd._disable_profiler_legacy()
+
+    __del__ = end
 
 
 class _Thread(threading.local):
-    """The profile that was started last in this thread, since PyTorch has one profiler a thread."""
+    """The recording that runs in this thread."""
 
-    profile: weakref.ref[ProductProfile] | None = None
+    recording: _Recording | None = None
 
 
 _thread = _Thread()
 
 
-def _running_profile() -> ProductProfile | None:
-    started = _thread.profile and _thread.profile()
-    return started if started and started.running else None
+def _configuration(shapes: bool) -> ProfilerConfig:
+    # on the host, and neither memory nor stacks, FLOPs or modules
+    switches = (shapes, False, False, False, False)
+    return ProfilerConfig(ProfilerState.CPU, *switches, _profiler._ExperimentalConfig())
 
 
 def give_way() -> None:
-    """End the profile that runs in this thread without a result: somebody else's profiler is about to start, or
-    tensors that it holds on to are to be swapped."""
-    running = _running_profile()
-    if running is not None and not running.keep:
-        running.abandon()
+    """End the profile that runs in this thread without a result, since somebody else's profiler is about to start."""
+    if _thread.recording is not None and (_thread.recording.given_up or not _thread.recording.keep):
+        _end_recording()
 
 
 def foreign_profiler_runs() -> bool:
-    """Whether a profiler is active that is not this package's."""
-    return torch._C._autograd._profiler_enabled() and _running_profile() is None
+    """Whether a profiler is active in this thread that is not this package's."""
+    return _thread.recording is None and _profiler_runs()
 
 
-def _end(profiler: profile, hooks: list) -> None:
-    for hook in hooks:
-        hook.remove()
-    with _without_profiler_messages():
-        profiler.__exit__(None, None, None)
+def _profiler_runs() -> bool:
+    if _thread.recording is not None and _thread.recording.given_up:
+        _end_recording()
+    return _autograd._profiler_enabled()
+
+
+def _end_recording() -> None:
+    if _thread.recording is not None:
+        _thread.recording.end()
+        _thread.recording = None
+
+
+def _end(reference: weakref.ref[_Recording]) -> None:
+    recording = reference()
+    if recording is None:
+        return
+    # autograd brings a profiler that is stopped inside a backward back when it ends, and nothing would stop it then
+    if recording is _thread.recording and torch._C._current_graph_task_id() == -1:
+        _end_recording()
+    else:
+        recording.given_up = True
+
+
+class _GivesWay:
+    """What PyTorch calls when a profiler starts, after ours has ended in this thread: it would not start beside it."""
+
+    def __init__(self, start: Callable[[], None]) -> None:
+        self.start = start
+
+    def __call__(self) -> None:
+        give_way()
+        self.start()
+
+
+def _give_way_to_others() -> None:
+    """Once in a process: let other profilers start, and leave ours behind in processes that are forked."""
+    if not isinstance(torch_profiler._run_on_profiler_start, _GivesWay):
+        torch_profiler._run_on_profiler_start = _GivesWay(torch_profiler._run_on_profiler_start)
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=_end_recording)
 
 
 def _hooked(modules: list[nn.Module]) -> list[RemovableHandle]:
@@ -201,19 +283,21 @@ class _Marks:
 
     def __init__(self, modules: list[nn.Module]) -> None:
         self.index_of = weakref.WeakKeyDictionary({module: index for index, module in enumerate(modules)})
-        self.open: defaultdict[int, list[record_function]] = defaultdict(list)
+        self.open: defaultdict[tuple[int, int], list[record_function]] = defaultdict(list)
+        """Ranges by layer and thread: what records in one may evaluate in another."""
 
     def __call__(self, module: nn.Module, args, *output) -> None:
-        if torch.compiler.is_compiling():
+        if is_traced():
             return
         index = self.index_of[module]
+        around = self.open[index, threading.get_ident()]
         if output:
-            if self.open[index]:
-                self.open[index].pop().__exit__(None, None, None)
+            if around:
+                around.pop().__exit__(None, None, None)
             return
         range_ = record_function(f"{_MARK}{index}{_AGAIN if inside_backward() else ''}")
         range_.__enter__()
-        self.open[index].append(range_)
+        around.append(range_)
 
     def __reduce__(self):
         return inert_hook, ()
@@ -222,31 +306,26 @@ class _Marks:
 class _Event:
     """One operator, range or function of a profile, with the event that it happened in."""
 
-    __slots__ = ("name", "start", "end", "thread", "forward_thread", "sequence_nr", "scope", "shapes", "parent")
+    __slots__ = ("name", "thread", "forward_thread", "sequence_nr", "scope", "shapes", "parent")
 
-    def __init__(self, event) -> None:
-        self.name, self.start, self.end = event.name(), event.start_ns(), event.end_ns()
-        self.thread, self.forward_thread = event.start_thread_id(), event.fwd_thread_id()
-        self.sequence_nr, self.scope = event.sequence_nr(), event.scope()
-        self.shapes = event.shapes  # read for few
-        self.parent: _Event | None = None
+    def __init__(self, record, parent: _Event | None) -> None:
+        self.name, self.scope, self.sequence_nr = record.name(), record.scope(), record.sequence_nr()
+        self.thread, self.forward_thread = record.thread_id(), record.fwd_thread_id()
+        self.shapes = record.shapes  # read for few
+        self.parent = parent
 
 
-def _read_events(profiler: profile) -> list[_Event]:
-    """The profile's events on the host in the order of time, with their parents (`profile.function_events` has them
-    too, at thirty times the cost)."""
-    raw = profiler.kineto_results.events()
-    began = max((e.start_ns() for e in raw if e.name() == _BEGIN), default=0)
-    on_host = (e for e in raw if e.device_type() == DeviceType.CPU and e.start_thread_id() == e.end_thread_id())
-    events = [_Event(e) for e in on_host if e.start_ns() >= began]
-    stacks: dict[int, list[_Event]] = defaultdict(list)
-    events.sort(key=lambda event: (event.start, -event.end))
-    for event in events:
-        around = stacks[event.thread]
-        while around and event.end > around[-1].end:
-            around.pop()
-        event.parent = around[-1] if around else None
-        around.append(event)
+def _read_events(records: list[list]) -> list[_Event]:
+    """The profile's events with their parents, in order for each thread."""
+    events, open_by_thread = [], defaultdict(dict)
+    for record in itertools.chain.from_iterable(records):
+        around: dict[int, _Event] = open_by_thread[record.thread_id()]  # by handle, the innermost last
+        if record.kind() == "push":
+            parent = next(reversed(around.values()), None)
+            around[record.handle()] = event = _Event(record, parent)
+            events.append(event)
+        elif record.kind() == "pop":
+            around.pop(record.handle(), None)  # none, if it began before the profile
     return events
 
 
@@ -254,10 +333,17 @@ def _read_mark(name: str) -> tuple[int, bool]:
     return int(name.removeprefix(_MARK).removesuffix(_AGAIN)), name.endswith(_AGAIN)
 
 
-def _is_real_product(event: _Event) -> bool:
+def _is_product(event: _Event) -> bool:
     if event.name not in PRODUCTS and not _is_emulated_product(event):
         return False
-    return not any(p.name in PRODUCTS or any(t in p.name for t in _TRACING) for p in _parents(event))
+    return not any(parent.name in PRODUCTS or parent.name == _MODE for parent in _parents(event))
+
+
+def _imitated_products(events: list[_Event]) -> set[_Event]:
+    """Those that a mode answered without a product: the modes of compilers do, for fake tensors."""
+    answered = {event.parent for event in events if event.name == _MODE}
+    made = {parent for event in events if event.name in PRODUCTS for parent in _parents(event)}
+    return answered - made
 
 
 def _is_emulated_product(event: _Event) -> bool:
@@ -361,25 +447,3 @@ def _fitting(shape: _Shape, in_backward: bool, a, b, tokens: dict[tuple, set]) -
     if not fitting and tuple(b) == (n_in, n_out) and a[0] in rows:
         fitting.append(RECOMPUTED)
     return fitting
-
-
-@contextlib.contextmanager
-def _without_profiler_messages() -> Iterator[None]:
-    """Drop the lines that the profiler's C++ part writes to stderr when it starts and stops (`USDT:...`)."""
-    try:
-        sys.stderr.flush()
-        stderr = os.dup(2)
-    except (OSError, ValueError, AttributeError):
-        yield  # no stderr to keep clean
-        return
-    with tempfile.TemporaryFile() as caught:
-        try:
-            os.dup2(caught.fileno(), 2)
-            yield
-        finally:
-            os.dup2(stderr, 2)
-            os.close(stderr)
-            caught.seek(0)
-            other = b"".join(line for line in caught if not line.startswith(b"USDT:"))
-            if other:
-                os.write(2, other)

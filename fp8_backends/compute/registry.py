@@ -70,7 +70,7 @@ def get_compute(name: str) -> Compute:
     """
     key = ALIASES.get(name.lower(), name.lower())
     if key not in _instances:
-        _instances[key] = _load(key)
+        _instances.setdefault(key, _load(key))  # another thread may have been first
     return _instances[key]
 
 

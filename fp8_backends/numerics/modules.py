@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..errors import FP8BackendError
@@ -36,6 +37,12 @@ class Conversion:
     recipe: Any
     undo: list[Callable[[nn.Module], None]] = field(default_factory=list)
     """What others did to the layer since, to be undone first when it is restored."""
+
+
+def is_traced() -> bool:
+    """Whether a hook is read by a compiler or an exporter, and not run. While one thread compiles,
+    `torch.compiler.is_compiling` says so in all of them."""
+    return torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
 
 
 def plain_name(name: str) -> str:

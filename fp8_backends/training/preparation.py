@@ -21,7 +21,6 @@ from torch.nn.parameter import is_lazy
 from ..comm import ddp, fsdp2, ignore_list, zero
 from ..compute import registry
 from ..compute.interface import FollowsOptimizer, KeepsWeightCasts, StoresWeights, TakesBlockCodes, scaling_buffers
-from ..compute.profiling import give_way
 from ..errors import FP8BackendError
 from ..numerics.modules import CONVERSION, check_is_module, plain_name
 from ..numerics.sharded_tensor import is_distributed
@@ -180,9 +179,6 @@ def check_trains(models: Iterable[nn.Module], optimizers: Iterable[torch.optim.O
 def store_weights(root: nn.Module, prepared: Prepared) -> None:
     """Store the weights of converted layers as the backend and the recipe's level do, out of DDP's sight."""
     layers = converted_layers(root, prepared)
-    is_new = any(levels.LEVEL not in layer.__dict__ for layer in layers.values())
-    if is_new and conversion.swaps_weights(prepared.recipe):
-        give_way()  # a profiler holds on to all tensors that it sees, and none could be swapped
     if isinstance(prepared.compute, StoresWeights):
         prepared.compute.store_weights(root, prepared.recipe)
     if prepared.recipe.level != "O0":

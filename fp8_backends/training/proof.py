@@ -1,9 +1,9 @@
 """The proof that FP8 ran, made at the first optimizer step.
 
 A backend that counts its products is asked for its counts. For one that cannot count (`ao`, `te`), the first training
-step is profiled: from the first forward with gradients to the optimizer step. Where that forward is compiled as a
-whole, or another profiler is active or announced (`profiler_elsewhere`), a later step is profiled instead, from
-optimizer step to optimizer step. A step that an exception ended begins anew.
+step is profiled: from the first forward with gradients to the optimizer step. Where any of it is compiled, or another
+profiler is active or announced (`profiler_elsewhere`), a later step is profiled instead, from optimizer step to
+optimizer step. A step that an exception ended begins anew.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..announcement import announce
 from ..compute.counts import KINDS, WGRAD, ProductCounts
 from ..compute.profiling import foreign_profiler_runs, give_way
 from ..errors import FP8BackendError
-from ..numerics.modules import inert_hook, plain_name
+from ..numerics.modules import inert_hook, is_traced, plain_name
 from . import conversion
 from .auditing import (
     converted_layers,
@@ -147,8 +147,8 @@ class FirstStep:
                 self.hooks.append(root.register_forward_hook(AfterForward(self), always_call=True))
         if not self.layers or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             return
-        if self.profile is not None and not self.profile.running:
-            return  # it has its result, or another model took the profiler over: `after_step` sees to it
+        if self.profile is not None and not self.profile.runs_here:
+            return  # it has its result, or gave way, or another thread steps: `after_step` sees to it
         gradients = [_gradient_state(layer.module.weight) for layer in self.layers]
         if self.began is root:
             arrived = [new is not None and new != old for new, old in zip(gradients, self.gradients, strict=True)]
@@ -181,13 +181,15 @@ class FirstStep:
                 meter.work.clear()
 
     def after_step(self, optimizer: torch.optim.Optimizer, *_) -> None:
-        if not self.roots or torch.compiler.is_compiling():
+        if not self.roots or is_traced():
             return
         self.steps += 1
         self._record_gradient_dtypes()
-        was_due, self.step_is_due = self.step_is_due, torch._C._current_graph_task_id() != -1
+        runs_elsewhere = self.profile is not None and self.profile.running and not self.profile.runs_here
+        was_due, self.step_is_due = self.step_is_due, runs_elsewhere or torch._C._current_graph_task_id() != -1
         # Inside a backward, other layers' gradients are still to come; and autograd brings a profiler that is stopped
-        # there back when it ends, and nothing would stop it then. A compiled forward does not tell that it begins.
+        # there back when it ends, and nothing would stop it then. Nor can a thread stop another one's, whose forwards
+        # these steps follow. A compiled forward does not tell that it begins.
         if not self.step_is_due or (was_due and not self.layers):
             self._look_at_step()
 
@@ -198,17 +200,11 @@ class FirstStep:
         if all(observed_of(prepared).proven for _, _, prepared in self.roots):
             self._finish([{} for _ in self.roots])  # such as by another optimizer's step
             return
-        stopped = self.profile is not None and self.profile.running
-        if stopped:
+        if self.profile is not None and self.profile.running:
             self.profile.stop()
         if self.layers and (self.profile is None or not self.profile.complete):
             self.profile = self.began = None
-            if (
-                not stopped
-                and not self._start_profile()
-                and self.steps == 1
-                and (self.waits or foreign_profiler_runs())
-            ):
+            if not self._start_profile() and self.steps == 1 and (self.waits or foreign_profiler_runs()):
                 logger.warning("another profiler is active: the proof that FP8 runs waits until it has stopped")
             return
         counts = [count_products(root, prepared) for _, root, prepared in self.roots]
@@ -218,11 +214,11 @@ class FirstStep:
         self._finish(counts)
 
     def _start_profile(self, take_over: bool = False) -> bool:
-        """Whether a profile runs now."""
+        """Whether a profile runs now. One that a forward begins, and takes over, may see code being compiled."""
         if self.waits:
             return False
         profile = product_profile(self.compute, self.layers)
-        if profile.start(take_over):
+        if profile.start(take_over, shapes=not take_over):
             self.profile = profile
         return self.profile is not None
 
@@ -262,7 +258,7 @@ class ForwardHook:
         self.first_step = first_step
 
     def __call__(self, module: nn.Module, args) -> None:
-        if not torch.compiler.is_compiling():
+        if not is_traced():
             self.first_step.before_forward(module)
 
     def __reduce__(self):

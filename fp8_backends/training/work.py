@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..compute.counts import inside_backward
-from ..numerics.modules import inert_hook
+from ..numerics.modules import inert_hook, is_traced
 from .weight_products import CONVOLUTION, Found
 
 
@@ -69,7 +69,7 @@ class WorkMeter:
         self._handles = []
 
     def __call__(self, module: nn.Module, args, kwargs, output) -> None:
-        if torch.compiler.is_compiling() or torch.jit.is_tracing():  # sizes are no numbers there
+        if is_traced() or torch.jit.is_tracing():  # sizes are no numbers there
             return
         recomputes = inside_backward()
         if self.paused and not recomputes:

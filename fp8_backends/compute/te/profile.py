@@ -9,6 +9,7 @@ The layer is the one whose forward runs, or in backward the one whose forward ma
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -25,6 +26,9 @@ from .region import ModelState
 
 _MODULES = (te_linear_module, te_norm_linear_module)
 """Where TransformerEngine's linear layers look up `general_gemm`."""
+_lock = threading.RLock()
+"""Held while that function is wrapped or restored. A profile may be dropped wherever Python collects garbage, also
+inside."""
 _KIND_OF_LAYOUT = {"TN": FPROP, "NN": DGRAD, "NT": WGRAD}
 
 
@@ -41,7 +45,12 @@ class TEProductProfile:
         self._watcher = _Watcher([layer.module for layer in layers])
         self._end: weakref.finalize | None = None
 
-    def start(self, take_over: bool = False) -> bool:
+    @property
+    def runs_here(self) -> bool:
+        """Whether this thread can stop it: any can."""
+        return self.running
+
+    def start(self, take_over: bool = False, shapes: bool = True) -> bool:
         """Begin to count."""
         self.restart()
         _watch(self._watcher, self._states)
@@ -67,22 +76,28 @@ class TEProductProfile:
             self._end()
 
 
+class _Place(threading.local):
+    """Which layer of a profile runs in this thread."""
+
+    forward: int | None = None
+    """The layer whose forward runs."""
+    backward: tuple[int | None, set[str]] = (None, set())
+    """The layer whose autograd node runs, and the products that it may still make."""
+
+
 class _Watcher:
     """What a profile is told by layers (`ModelState.watchers`), by autograd nodes, and by `general_gemm`."""
 
     def __init__(self, modules: list[torch.nn.Module]) -> None:
         self.index = {id(module): index for index, module in enumerate(modules)}
         self.counts: list[ProductCounts] = []
-        self.forward: int | None = None
-        """The layer whose forward runs."""
-        self.backward: tuple[int | None, set[str]] = (None, set())
-        """The layer whose autograd node runs, and the products that it may still make."""
+        self.place = _Place()
 
     def enter(self, layer: torch.nn.Module) -> None:
-        self.forward = self.index.get(id(layer))
+        self.place.forward = self.index.get(id(layer))
 
     def leave(self) -> None:
-        self.forward = None
+        self.place.forward = None
 
     def follow(self, layer: torch.nn.Module, output: torch.Tensor) -> None:
         index = self.index.get(id(layer))
@@ -90,14 +105,14 @@ class _Watcher:
             output.grad_fn.register_prehook(functools.partial(self._begin_backward, index))
 
     def _begin_backward(self, index: int, gradients: Any) -> None:
-        self.backward = (index, {DGRAD, WGRAD})
+        self.place.backward = (index, {DGRAD, WGRAD})
 
     def product(self, kind: str) -> None:
         if kind == FPROP:
-            if self.forward is not None:
-                self.counts[self.forward].add(RECOMPUTED if inside_backward() else FPROP)
+            if self.place.forward is not None:
+                self.counts[self.place.forward].add(RECOMPUTED if inside_backward() else FPROP)
             return
-        index, due = self.backward
+        index, due = self.place.backward
         if kind in due:
             due.remove(kind)
             self.counts[index].add(kind)
@@ -112,7 +127,7 @@ class CountedGemm:
 
     def __call__(self, a, b, *args, **kwargs):
         if _is_fp8(a) and _is_fp8(b):
-            for watcher in self.watchers:
+            for watcher in tuple(self.watchers):
                 watcher.product(_KIND_OF_LAYOUT[kwargs.get("layout", "TN")])
         return self.multiply(a, b, *args, **kwargs)
 
@@ -123,21 +138,24 @@ def _watch(watcher: _Watcher, states: Iterable[ModelState]) -> None:
             f"FP8 cannot be proven with TransformerEngine {VERSION}, whose linear layer does not multiply by "
             "general_gemm: install another version of transformer_engine, or a newer fp8-backends"
         )
-    for module in _MODULES:
-        if not isinstance(module.general_gemm, CountedGemm):
-            module.general_gemm = CountedGemm(module.general_gemm)
-        module.general_gemm.watchers.append(watcher)
-    for state in states:
-        state.watchers.append(watcher)
+    with _lock:
+        for module in _MODULES:
+            multiply = module.general_gemm
+            counted = multiply if isinstance(multiply, CountedGemm) else CountedGemm(multiply)
+            counted.watchers.append(watcher)
+            module.general_gemm = counted
+        for state in states:
+            state.watchers.append(watcher)
 
 
 def _unwatch(watcher: _Watcher, states: Iterable[ModelState]) -> None:
-    for state in states:
-        state.watchers.remove(watcher)
-    for module in _MODULES:
-        module.general_gemm.watchers.remove(watcher)
-        if not module.general_gemm.watchers:
-            module.general_gemm = module.general_gemm.multiply
+    with _lock:
+        for state in states:
+            state.watchers.remove(watcher)
+        for module in _MODULES:
+            module.general_gemm.watchers.remove(watcher)
+            if not module.general_gemm.watchers:
+                module.general_gemm = module.general_gemm.multiply
 
 
 def _is_fp8(tensor: Any) -> bool:

@@ -11,6 +11,7 @@ ways were tried: TorchAO's `emulate` leaves no FP8 product in compiled code for 
 from __future__ import annotations
 
 import functools
+import threading
 import warnings
 
 import torch
@@ -18,11 +19,14 @@ import torch
 from .. import hardware
 from ..products import exact_product
 
+_lock = threading.Lock()
+
 
 def mend() -> None:
     """Swap the kernel, where the CPU calls for it. Repeating it does nothing."""
     if not hardware.cpu_scaled_mm():
-        _swapped()
+        with _lock:
+            _swapped()
 
 
 def restore() -> None:

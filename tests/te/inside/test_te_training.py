@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from math import inf, nan
 
 import pytest
@@ -460,6 +461,16 @@ def test_the_first_step_proves_fp8(capfd):
     assert audit.products["blocks.1.down"] == {"fprop": 1, "dgrad": 1, "wgrad": 1, "recomputed": 0}
     assert audit.products["first"]["dgrad"] == 0  # its input needs no gradient
     assert set(audit.engine.values()) == {"te"}
+
+
+def test_a_step_in_another_thread_adds_nothing_to_the_products_of_one_that_has_begun():
+    one, its_optimizer = prepared("te:delayed")
+    loss_of(one, BATCHES[0]).backward()
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(lambda: losses(*prepared("te:delayed"), BATCHES[:2])).result()
+    its_optimizer.step()
+    counts = fp8_backends.audit(one).products["first"]
+    assert counts == {"fprop": 1, "dgrad": 0, "wgrad": 1, "recomputed": 0}
 
 
 def test_products_in_high_precision_are_not_counted():

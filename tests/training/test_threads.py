@@ -1,0 +1,69 @@
+"""Training in threads. Each case is one of `benchmarks/reliability/threads.py`, which adds those with processes."""
+
+import gc
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import warm_process
+
+RELIABILITY = Path(__file__).resolve().parents[2] / "benchmarks" / "reliability"
+sys.path.append(str(RELIABILITY))
+import threads as cases  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def no_profiler():
+    yield
+    cases.check_no_profiler()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        cases.two_models,
+        cases.prepared_and_dropped,
+        cases.users_profiler_elsewhere,
+        cases.step_elsewhere,
+        cases.threads_that_die,
+        cases.dropped_elsewhere,
+        cases.native_as_alone,
+    ],
+)
+def test_threads_do_not_meet(case):
+    case(2)
+
+
+def test_a_users_profiler_starts_in_the_middle_of_a_step():
+    cases.users_profiler_in_the_middle(1, forms=(False,))
+
+
+def test_a_model_is_proven_while_another_thread_compiles(monkeypatch):
+    """PyTorch says to all threads that it compiles."""
+    monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
+    cases.Training().train(1).check_proven()
+
+
+def test_a_step_that_another_thread_begins_ends_with_it():
+    """PyTorch's profiler goes with its thread, and leaves the hooks of no layer behind."""
+    training = cases.Training()
+    cases.in_thread(training.loss)
+    assert not any(layer._forward_pre_hooks for layer in training.model)
+
+
+def test_a_model_that_is_given_up_inside_a_backward_leaves_no_profiler_on():
+    """Python collects garbage anywhere; a profiler that is stopped there would be on for good."""
+    held = [cases.Training()]
+    held[0].loss()
+    loss = cases.Training("native:dynamic").loss()
+    loss.register_hook(lambda _: (held.clear(), gc.collect()) and None)
+    loss.backward()
+    cases.train_ao(1)
+
+
+@pytest.mark.slow
+def test_processes_and_threads():
+    done = warm_process.run(str(RELIABILITY / "threads.py"), "--quick")
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("holds") == len(cases.CASES) - len(cases.SLOW)
