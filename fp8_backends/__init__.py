@@ -27,6 +27,7 @@ from .training import conversion
 from .training.auditing import Audit, audit
 from .training.conversion import restore
 from .training.exporting import Export, export
+from .training.guard import Fault, faults
 from .training.plain_weights import plain_weights
 from .training.preparation import initialize, keep_weight_casts, prepare, whole_states
 from .training.quantized_layers import dequantize
@@ -44,6 +45,7 @@ __all__ = [
     "Export",
     "FP8BackendError",
     "FP8RecipeKwargs",
+    "Fault",
     "Finding",
     "MSAMPRecipeKwargs",
     "NativeRecipeKwargs",
@@ -56,6 +58,7 @@ __all__ = [
     "connect",
     "dequantize",
     "export",
+    "faults",
     "initialize",
     "keep_weight_casts",
     "plain_weights",

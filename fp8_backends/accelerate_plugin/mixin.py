@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from types import MethodType
@@ -33,7 +34,7 @@ from ..compute import hardware
 from ..errors import FP8BackendError, RecipeError
 from ..recipes.handlers import Recipe
 from ..states import original
-from ..training import conversion, preparation, proof, rules
+from ..training import conversion, guard, preparation, proof, rules
 from ..training.conversion import weight_products
 from ..training.report import ConversionReport
 from ..training.weight_products import NEVER_IN_FP8
@@ -321,7 +322,17 @@ class FP8Mixin(_RunTimeClass):
                 for model in self._models:
                     preparation.finish_accumulation(model)
             self.fp8_accumulates = not self.sync_gradients
+        if self.fp8_recipe.guard != "off":
+            guard.after_backward(map(_innermost, self._optimizers), loss, self.sync_gradients, self._save_at_fault)
         return result
+
+    def _save_at_fault(self, step: int) -> str | None:
+        """Save the training as it is before a step that the guard stops, where the project has a folder. Returns where.
+        All ranks call it."""
+        if self.project_dir is None:
+            return None
+        named = self.project_configuration.automatic_checkpoint_naming
+        return self.save_state(None if named else os.path.join(self.project_dir, f"guard_step_{step}"))
 
     def _stepped_in_backward(self) -> None:
         """Call the hooks that follow a step: LOMO makes its steps inside backward, and its `step` is never called."""

@@ -70,6 +70,9 @@ class Recipe(KwargsHandler):  # type: ignore[misc]  # Accelerate tells no types
     autocast_dtype: str
     gradient_comm: str | None
     on_unproven: str
+    guard: str
+    guard_every: int
+    guard_steps: int
 
 class TERecipeKwargs(Recipe):
     """TransformerEngine's products: `te:delayed`, or the scaling named. The fields of Accelerate's handler.
@@ -127,6 +130,16 @@ class TERecipeKwargs(Recipe):
             How gradients travel between ranks (default: fp8 at a level above O0, else plain). Read by every backend.
         on_unproven (raise, warn; default 'raise'):
             What to do when no FP8 product ran in the first step. Read by every backend.
+        guard (off, warn, skip, rescale, high_precision, stop; default 'off'):
+            What to do when a step goes wrong: warn; skip leaves the step out; rescale does so and makes scales anew;
+            high_precision does so and runs the layers at fault without FP8 for guard_steps steps; stop raises an error.
+            Read by every backend.
+        guard_every (a whole number of at least 1; default 100):
+            Steps from one comparison of the replicas of all ranks to the next, where guard is not off. Read by every
+            backend.
+        guard_steps (a whole number of at least 1; default 50):
+            Steps that guard=high_precision lasts, and that a guard leaves out in a row before it stops the training.
+            Read by every backend.
 
     Raises:
         RecipeError: a value that its field does not take, or fields that do not go together.
@@ -157,6 +170,9 @@ class TERecipeKwargs(Recipe):
         autocast_dtype: str | None = None,
         gradient_comm: str | None = None,
         on_unproven: str | None = None,
+        guard: str | None = None,
+        guard_every: int | None = None,
+        guard_steps: int | None = None,
     ) -> None: ...
 
 class AORecipeKwargs(Recipe):
@@ -195,6 +211,16 @@ class AORecipeKwargs(Recipe):
             How gradients travel between ranks (default: fp8 at a level above O0, else plain). Read by every backend.
         on_unproven (raise, warn; default 'raise'):
             What to do when no FP8 product ran in the first step. Read by every backend.
+        guard (off, warn, skip, rescale, high_precision, stop; default 'off'):
+            What to do when a step goes wrong: warn; skip leaves the step out; rescale does so and makes scales anew;
+            high_precision does so and runs the layers at fault without FP8 for guard_steps steps; stop raises an error.
+            Read by every backend.
+        guard_every (a whole number of at least 1; default 100):
+            Steps from one comparison of the replicas of all ranks to the next, where guard is not off. Read by every
+            backend.
+        guard_steps (a whole number of at least 1; default 50):
+            Steps that guard=high_precision lasts, and that a guard leaves out in a row before it stops the training.
+            Read by every backend.
 
     Raises:
         RecipeError: a value that its field does not take, or fields that do not go together.
@@ -216,6 +242,9 @@ class AORecipeKwargs(Recipe):
         autocast_dtype: str | None = None,
         gradient_comm: str | None = None,
         on_unproven: str | None = None,
+        guard: str | None = None,
+        guard_every: int | None = None,
+        guard_steps: int | None = None,
     ) -> None: ...
 
 class MSAMPRecipeKwargs(Recipe):
@@ -257,6 +286,16 @@ class MSAMPRecipeKwargs(Recipe):
             How gradients travel between ranks (default: fp8 at a level above O0, else plain). Read by every backend.
         on_unproven (raise, warn; default 'raise'):
             What to do when no FP8 product ran in the first step. Read by every backend.
+        guard (off, warn, skip, rescale, high_precision, stop; default 'off'):
+            What to do when a step goes wrong: warn; skip leaves the step out; rescale does so and makes scales anew;
+            high_precision does so and runs the layers at fault without FP8 for guard_steps steps; stop raises an error.
+            Read by every backend.
+        guard_every (a whole number of at least 1; default 100):
+            Steps from one comparison of the replicas of all ranks to the next, where guard is not off. Read by every
+            backend.
+        guard_steps (a whole number of at least 1; default 50):
+            Steps that guard=high_precision lasts, and that a guard leaves out in a row before it stops the training.
+            Read by every backend.
 
     Raises:
         RecipeError: a value that its field does not take, or fields that do not go together.
@@ -278,6 +317,9 @@ class MSAMPRecipeKwargs(Recipe):
         autocast_dtype: str | None = None,
         gradient_comm: str | None = None,
         on_unproven: str | None = None,
+        guard: str | None = None,
+        guard_every: int | None = None,
+        guard_steps: int | None = None,
     ) -> None: ...
 
 class NativeRecipeKwargs(Recipe):
@@ -328,6 +370,16 @@ class NativeRecipeKwargs(Recipe):
             How gradients travel between ranks (default: fp8 at a level above O0, else plain). Read by every backend.
         on_unproven (raise, warn; default 'raise'):
             What to do when no FP8 product ran in the first step. Read by every backend.
+        guard (off, warn, skip, rescale, high_precision, stop; default 'off'):
+            What to do when a step goes wrong: warn; skip leaves the step out; rescale does so and makes scales anew;
+            high_precision does so and runs the layers at fault without FP8 for guard_steps steps; stop raises an error.
+            Read by every backend.
+        guard_every (a whole number of at least 1; default 100):
+            Steps from one comparison of the replicas of all ranks to the next, where guard is not off. Read by every
+            backend.
+        guard_steps (a whole number of at least 1; default 50):
+            Steps that guard=high_precision lasts, and that a guard leaves out in a row before it stops the training.
+            Read by every backend.
 
     Raises:
         RecipeError: a value that its field does not take, or fields that do not go together.
@@ -354,6 +406,9 @@ class NativeRecipeKwargs(Recipe):
         autocast_dtype: str | None = None,
         gradient_comm: str | None = None,
         on_unproven: str | None = None,
+        guard: str | None = None,
+        guard_every: int | None = None,
+        guard_steps: int | None = None,
     ) -> None: ...
 
 class FP8RecipeKwargs(Recipe):
@@ -443,6 +498,16 @@ class FP8RecipeKwargs(Recipe):
             How gradients travel between ranks (default: fp8 at a level above O0, else plain). Read by every backend.
         on_unproven (raise, warn; default 'raise'):
             What to do when no FP8 product ran in the first step. Read by every backend.
+        guard (off, warn, skip, rescale, high_precision, stop; default 'off'):
+            What to do when a step goes wrong: warn; skip leaves the step out; rescale does so and makes scales anew;
+            high_precision does so and runs the layers at fault without FP8 for guard_steps steps; stop raises an error.
+            Read by every backend.
+        guard_every (a whole number of at least 1; default 100):
+            Steps from one comparison of the replicas of all ranks to the next, where guard is not off. Read by every
+            backend.
+        guard_steps (a whole number of at least 1; default 50):
+            Steps that guard=high_precision lasts, and that a guard leaves out in a row before it stops the training.
+            Read by every backend.
 
     Raises:
         RecipeError: a value that its field does not take, or fields that do not go together.
@@ -485,6 +550,9 @@ class FP8RecipeKwargs(Recipe):
         autocast_dtype: str | None = None,
         gradient_comm: str | None = None,
         on_unproven: str | None = None,
+        guard: str | None = None,
+        guard_every: int | None = None,
+        guard_steps: int | None = None,
     ) -> None: ...
 
 HANDLERS: tuple[type[Recipe], ...]

@@ -29,7 +29,7 @@ from ..recipes.handlers import Recipe, resolve
 from ..recipes.specs import Spec
 from ..states import adamw, checkpoint, levels, original
 from ..words import listed
-from . import conversion, fused_head, proof, quantized_layers
+from . import conversion, fused_head, guard, proof, quantized_layers
 from .auditing import converted_layers, parameter_ids, unwrapped
 from .conversion import PREPARED, Prepared, prepared_roots
 from .observed import observed_of
@@ -288,6 +288,7 @@ def watch_optimizer(models: nn.Module | Iterable[nn.Module], optimizer: torch.op
     convert_optimizer(inner, recipe)
     if recipe.level == "O3" and recipe.shard_states:
         _share_out_states(inner)
+    guard.watch(models, inner, recipe)
     proof.watch(models, optimizer)
     hooks = inner._optimizer_step_post_hooks.values()
     after_step = next((hook for hook in hooks if isinstance(hook, AfterStep)), None)
