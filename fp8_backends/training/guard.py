@@ -31,6 +31,7 @@ from .auditing import converted_layers, unwrapped
 from .conversion import prepared_roots
 from .looks import Look, ScalingLooks, on_its_way, spoiled
 from .loss_window import LossWindow
+from .observed import observed_of
 
 if TYPE_CHECKING:
     from ..recipes.handlers import Recipe
@@ -139,6 +140,8 @@ class Guard:
         """On a GPU, what was seen before the last step, on its way to the host."""
         self._held: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Parameters and their gradients, while a step is left out."""
+        self._together = 0
+        """Steps that all ranks made together: they compare their replicas at the same ones."""
         self._left_out = 0
         """Steps in a row that were left out."""
         self._high: dict[nn.Module, int] = {}
@@ -147,14 +150,15 @@ class Guard:
         self._before_step = torch.compiler.disable(self._before_step)
 
     def add(self, models: Iterable[nn.Module]) -> None:
-        known = self._live_models()
-        for model in models:
-            if not any(model is each for each in known):
-                self._models.append(weakref.ref(model))
+        known = [reference() for reference in self._models]
+        self._models += [weakref.ref(model) for model in models if not any(model is each for each in known)]
+        for model in self._live_models():
             replicas.SharedBackwards.of(model)  # counts from the first backward on
 
     def _live_models(self) -> list[nn.Module]:
-        return [model for reference in self._models if (model := reference()) is not None]
+        """The models, each in the DDP in which it trains."""
+        models = [model for reference in self._models if (model := reference()) is not None]
+        return list({id(each): each for each in map(_wrapped, models)}.values())
 
     def _roots(self) -> Roots:
         found = {id(root): (root, prepared) for m in self._live_models() for _, root, prepared in prepared_roots(m)}
@@ -188,7 +192,8 @@ class Guard:
         if self.recipe.guard == "warn" and look.totals.is_cuda:
             look, self._late = self._look_before(), on_its_way(look)
         found = [] if look is None else self._faults_in(look, optimizer, groups)
-        if groups and self.step % self.recipe.guard_every == 0:
+        self._together += 1
+        if groups and self._together % self.recipe.guard_every == 0:
             found += self._replicas_apart(groups)
         self._left_out = self._left_out if found else 0
         if found:
@@ -374,6 +379,11 @@ class Guard:
         for layer in [layer for layer, last in self._high.items() if self.step > last]:
             del self._high[layer]
             layer.__dict__.pop("forward", None)
+
+
+def _wrapped(model: nn.Module) -> nn.Module:
+    wrappers = [observed_of(prepared).wrapper for _, _, prepared in prepared_roots(model)]
+    return next((wrapper() or model for wrapper in wrappers if wrapper is not None), model)
 
 
 def _is_free(layer: nn.Module) -> bool:

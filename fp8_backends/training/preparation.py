@@ -239,6 +239,8 @@ def connect_ranks(model: nn.Module, recipe: Recipe) -> None:
     """
     for wrapped in _ddp_wrappers(model):
         if roots := prepared_roots(wrapped.module):
+            for _, _, prepared in roots:
+                observed_of(prepared).wrapper = weakref.ref(wrapped)
             ddp.connect(wrapped, recipe.comm, levels.swap_gradient_hook, ScalingBuffers(roots))
     if fsdp2.fsdp_modules(model):
         roots = prepared_roots(model)
