@@ -317,7 +317,8 @@ class Guard:
             return  # nothing was ever shared, such as where a first step only sets the optimizer up
         figures = f"rank {dist.get_rank()} ran no backward that the other ranks shared since its last step"
         fault = Fault(self.step, ALONE, (), figures, "")
-        if self.recipe.guard == "stop":
+        # where the ranks share the states out, a step waits for all of them, who will not come
+        if self.recipe.guard == "stop" or getattr(optimizer, "fp8_owners", None) is not None:
             self._stop([fault], None)
         if self.recipe.guard != "warn":
             self._leave_out(optimizer)
@@ -376,7 +377,7 @@ class Guard:
         return f"high precision for {counted(self.recipe.guard_steps, 'step')} in {counted(len(chosen), 'layer')}"
 
     def _end_high_precision(self) -> None:
-        for layer in [layer for layer, last in self._high.items() if self.step > last]:
+        for layer in [layer for layer, last in self._high.items() if self.step >= last]:
             del self._high[layer]
             layer.__dict__.pop("forward", None)
 

@@ -21,8 +21,8 @@ LEAST_FACTOR = 1.5
 """And it is this many times the median: the spread of a loss that hardly moves says nothing."""
 LEAST_SHARE = 0.05
 """And it is this share of the first losses: below, a model that has learned its data by heart jumps about."""
-LASTING = 3
-"""Spikes one after another that are no spikes but the new level, from which the window begins again."""
+MOST = 3
+"""So many among WINDOW losses are no spikes but the new usual, and the window begins again."""
 
 
 class Spike(NamedTuple):
@@ -36,23 +36,30 @@ class Spike(NamedTuple):
 class LossWindow:
     """The last losses of a run, by whose median and median absolute deviation the next one is judged.
 
-    Where all are positive their logarithms are compared, of which even small batches have no long tails.
+    Where all are positive their logarithms are compared, of which even small batches have no long tails. A spike does
+    not enter the window.
     """
 
     def __init__(self) -> None:
         self.losses: deque[float] = deque(maxlen=WINDOW)
         self.first: float | None = None
         """The median of the first losses."""
-        self.in_a_row = 0
+        self.number = 0
+        """Losses seen so far."""
+        self.spikes: deque[int] = deque(maxlen=MOST)
+        """The numbers of the last spikes."""
 
     def see(self, loss: float) -> Spike | None:
         """Take the finite loss of a step in, and say whether it was a spike."""
+        self.number += 1
         spike = self._judged(loss) if len(self.losses) >= WARM_UP else None
-        self.in_a_row = 0 if spike is None else self.in_a_row + 1
-        if self.in_a_row == LASTING:
+        if spike is None:
+            self.losses.append(loss)
+            return None
+        self.spikes.append(self.number)
+        if len(self.spikes) == MOST and self.number - self.spikes[0] < WINDOW:
             self.losses.clear()
-            self.in_a_row = 0
-        self.losses.append(loss)
+            self.spikes.clear()
         return spike
 
     def _judged(self, loss: float) -> Spike | None:

@@ -1,0 +1,9 @@
+"""The guard on two ranks."""
+
+from __future__ import annotations
+
+from ranks import report, run
+
+
+def test_the_guard_on_two_ranks(subtests):
+    report(subtests, run("guard_checks.py", 2))
