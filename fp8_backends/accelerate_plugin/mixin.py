@@ -334,6 +334,15 @@ class FP8Mixin(_RunTimeClass):
         named = self.project_configuration.automatic_checkpoint_naming
         return self.save_state(None if named else os.path.join(self.project_dir, f"guard_step_{step}"))
 
+    def join_uneven_inputs(self, *args, **kwargs):
+        """Do what Accelerate does. Raises `FP8BackendError` where a guard's ranks would wait for one without inputs."""
+        if self.fp8_recipe.guard != "off" and self.num_processes > 1:
+            raise FP8BackendError(
+                "uneven inputs: a rank that has run out of them makes no steps, and at each the guard of the others "
+                'waits for it: give all ranks as many batches (Accelerate: even_batches=True), or set guard="off"'
+            )
+        return super().join_uneven_inputs(*args, **kwargs)
+
     def _stepped_in_backward(self) -> None:
         """Call the hooks that follow a step: LOMO makes its steps inside backward, and its `step` is never called."""
         for optimizer in filter(lambda each: hasattr(each, "fused_backward"), map(_innermost, self._optimizers)):
