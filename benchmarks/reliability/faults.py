@@ -41,7 +41,7 @@ BACKENDS = ("native:delayed", "msamp:O2", "msamp:O3", "ao:tensorwise")
 ACTIONS = ("warn", "skip", "rescale", "high_precision", "stop")
 EVERY, HIGH = 4, 5
 """`guard_every` and `guard_steps` of these runs."""
-FIRST, LAST, STEPS = 60, 75, 100
+FIRST, LAST, STEPS = 52, 60, 80
 """A fault is planted at a random step from FIRST on, when the losses before it can be judged."""
 
 SINGLE = {
@@ -318,13 +318,16 @@ def cost(backend: str, width: int, runs: int) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--backend", action="append", choices=BACKENDS, help="this one (repeatable; default: all)")
     parser.add_argument("--clean", type=int, default=2000, metavar="STEPS", help="without a fault, each backend (2000)")
     parser.add_argument("--quick", action="store_true", help="one backend, two actions, 100 clean steps, no timing")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="where to write the record")
     args = parser.parse_args()
     began = time.perf_counter()
-    backends, actions = (BACKENDS[:1], ("skip", "stop")) if args.quick else (BACKENDS, ACTIONS)
+    backends, actions = tuple(args.backend or BACKENDS), ACTIONS
+    if args.quick:
+        backends, actions = backends[:1], ("skip", "stop")
     # ranks first: autograd starts threads, and a process that has some cannot be forked
     of_ranks = on_two_ranks(trials, ON_RANKS, backends, tuple(a for a in actions if a != "stop"), args.seed)
     found = trials(SINGLE, backends, actions, args.seed)
@@ -333,7 +336,7 @@ def main() -> int:
         wrong += ["ranks decided differently"] if own["decisions"] != other["decisions"] else []
         found.append({**own, "wrong": wrong, "named": own["named"] or other["named"]})
     alarms = {backend: clean(backend, 100 if args.quick else args.clean, args.seed) for backend in backends}
-    costs = {} if args.quick else {backend: cost(backend, 512, 15) for backend in BACKENDS}
+    costs = {} if args.quick else {backend: cost(backend, 512, 15) for backend in backends}
 
     rows = []
     for fault in {**SINGLE, **ON_RANKS}:
