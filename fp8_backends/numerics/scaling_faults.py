@@ -38,8 +38,12 @@ def overshoot(states: torch.Tensor, format_max: torch.Tensor, warm_from: int) ->
 def is_clipped(over: torch.Tensor) -> torch.Tensor:
     """Whether a tensor loses most of its values to clipping: bool [n, 3] of what `overshoot` returned. An amax that is
     not finite is not meant."""
-    limits = torch.tensor(MOST_CLIPPED).to(over.device, non_blocking=True)
-    return (over > limits) & torch.isfinite(over)
+    return (over > on_device(MOST_CLIPPED, over.device)) & torch.isfinite(over)
+
+
+def on_device(numbers: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    """FP32 numbers, filled in on the device: a copy from the host would wait for it."""
+    return torch.stack([torch.full((), number, dtype=torch.float32, device=device) for number in numbers])
 
 
 def is_invalid(states: torch.Tensor, reads_history: bool) -> torch.Tensor:

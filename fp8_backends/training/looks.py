@@ -64,12 +64,13 @@ def spoiled(parameters: list[torch.Tensor]) -> torch.Tensor | None:
             alike.setdefault((part.device, part.dtype), []).append((i, part))
     if not alike:
         return None
-    flags = torch.zeros(len(parameters), device=parameters[0].device)
+    zero = torch.zeros((), device=parameters[0].device)
+    largest = [zero] * len(parameters)
     for members in alike.values():
-        largest = torch.stack(torch._foreach_norm([part for _, part in members], float("inf")))
-        index = torch.tensor([i for i, _ in members]).to(flags.device, non_blocking=True)
-        flags.index_add_(0, index, (~torch.isfinite(largest)).to(flags))
-    return flags
+        norms = torch.stack(torch._foreach_norm([part for _, part in members], float("inf"))).to(zero).unbind()
+        for (i, _), norm in zip(members, norms, strict=True):
+            largest[i] = norm if largest[i] is zero else torch.maximum(largest[i], norm)
+    return (~torch.isfinite(torch.stack(largest))).float()
 
 
 def _numbers_of(gradient: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -167,4 +168,4 @@ def _warm_from(recipe: Recipe) -> int:
 def _format_max(recipe: Recipe, like: torch.Tensor) -> torch.Tensor:
     """The largest code of each operand's format: FP32 [3], on the device of `like`."""
     forward, gradient = RECIPE_FORMATS[recipe.fp8_format]
-    return torch.tensor([forward.max, forward.max, gradient.max]).to(like.device, non_blocking=True)
+    return scaling_faults.on_device((forward.max, forward.max, gradient.max), like.device)
