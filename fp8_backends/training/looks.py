@@ -37,7 +37,7 @@ class Look(NamedTuple):
     """FP32 [6], summed over the ranks: the sum of the finite losses, how many these are, how many are not finite; and
     how many gradients are not finite, how many operands clip, how many are stuck."""
     gradients: torch.Tensor | None
-    """What `spoiled` says of the parameters on this rank."""
+    """What `spoiled` says of the parameters on this rank; None where a loss scaler has looked."""
     after_backward: torch.Tensor | None
     """The same as backward left it, before gradients were clipped."""
     overshoot: torch.Tensor | None
@@ -55,15 +55,13 @@ def on_its_way(look: Look) -> tuple[Look, torch.cuda.Event]:
     return look._replace(totals=totals), arrived
 
 
-def spoiled(parameters: list[torch.Tensor]) -> torch.Tensor | None:
-    """Whether the gradient of each parameter holds an inf or a NaN on this rank: FP32 [parameters], not 0 where it
-    does; None without any gradient. A few launches for the gradients of one dtype; waits for nothing."""
+def spoiled(parameters: list[torch.Tensor]) -> torch.Tensor:
+    """Whether the gradient of each parameter holds an inf or a NaN on this rank: 1 where it does, else 0, FP32
+    [parameters]. A few launches for the gradients of one dtype; waits for nothing."""
     alike: dict[tuple, list[tuple[int, torch.Tensor]]] = {}
     for i, p in enumerate(parameters):
         for part in () if p.grad is None else _numbers_of(p.grad):
             alike.setdefault((part.device, part.dtype), []).append((i, part))
-    if not alike:
-        return None
     zero = torch.zeros((), device=parameters[0].device)
     largest = [zero] * len(parameters)
     for members in alike.values():
