@@ -221,8 +221,10 @@ def steps_of(faults: dict, backend: str, rng: random.Random) -> list[tuple[str, 
     chosen = [fault for fault in faults if not (is_stateless and fault in OF_STATES)]
     if backend == "msamp:O3":  # its steps wait for all ranks: the guard stops the rank, and no run goes on to be judged
         chosen = [fault for fault in chosen if "skips" not in fault]
-    # a scale is agreed on again with the next backward, so that it is compared at the step at which it changes
-    return [(f, LAST // EVERY * EVERY if f == "a bit of rank 1's scale" else rng.randint(FIRST, LAST)) for f in chosen]
+    # a scale is agreed on again with the next backward, and the codes of a weight at O3 are made anew by each step:
+    # such a bit is only there where it is compared at once
+    heals = {"a bit of rank 1's scale"} | ({"a bit of rank 1's weight"} if backend == "msamp:O3" else set())
+    return [(f, LAST // EVERY * EVERY if f in heals else rng.randint(FIRST, LAST)) for f in chosen]
 
 
 def trials(faults: dict, backends: tuple[str, ...], actions: tuple[str, ...], seed: int) -> list[dict[str, Any]]:
