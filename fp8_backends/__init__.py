@@ -27,6 +27,7 @@ from .training import conversion
 from .training.auditing import Audit, audit
 from .training.conversion import restore
 from .training.exporting import Export, export
+from .training.guard import Fault, faults
 from .training.manifest import newest_checkpoint
 from .training.plain_weights import plain_weights
 from .training.preparation import initialize, keep_weight_casts, prepare, whole_states
@@ -45,6 +46,7 @@ __all__ = [
     "Export",
     "FP8BackendError",
     "FP8RecipeKwargs",
+    "Fault",
     "Finding",
     "MSAMPRecipeKwargs",
     "NativeRecipeKwargs",
@@ -57,6 +59,7 @@ __all__ = [
     "connect",
     "dequantize",
     "export",
+    "faults",
     "initialize",
     "keep_weight_casts",
     "newest_checkpoint",

@@ -37,7 +37,7 @@ from ..compute import hardware
 from ..errors import FP8BackendError, RecipeError
 from ..recipes.handlers import Recipe
 from ..states import original
-from ..training import conversion, monitor, preparation, proof, rules
+from ..training import conversion, guard, monitor, preparation, proof, rules
 from ..training.conversion import weight_products
 from ..training.report import ConversionReport
 from ..training.weight_products import NEVER_IN_FP8
@@ -333,7 +333,26 @@ class FP8Mixin(_RunTimeClass):
                 for model in self._models:
                     preparation.finish_accumulation(model)
             self.fp8_accumulates = not self.sync_gradients
+        if self.fp8_recipe.guard != "off":
+            guard.after_backward(map(_innermost, self._optimizers), loss, self.sync_gradients, self._save_at_fault)
         return result
+
+    def _save_at_fault(self, step: int) -> str | None:
+        """Save the training as it is before a step that the guard stops, where the project has a folder. Returns where.
+        All ranks call it."""
+        if self.project_dir is None:
+            return None
+        named = self.project_configuration.automatic_checkpoint_naming
+        return self.save_state(None if named else os.path.join(self.project_dir, f"guard_step_{step}"))
+
+    def join_uneven_inputs(self, *args, **kwargs):
+        """Do what Accelerate does. Raises `FP8BackendError` where a guard's ranks would wait for one without inputs."""
+        if self.fp8_recipe.guard != "off" and self.num_processes > 1:
+            raise FP8BackendError(
+                "uneven inputs: a rank that has run out of them makes no steps, and at each the guard of the others "
+                'waits for it: give all ranks as many batches (Accelerate: even_batches=True), or set guard="off"'
+            )
+        return super().join_uneven_inputs(*args, **kwargs)
 
     def _stepped_in_backward(self) -> None:
         """Call the hooks that follow a step: LOMO makes its steps inside backward, and its `step` is never called."""

@@ -100,17 +100,11 @@ def follow(optimizer: torch.optim.Optimizer) -> None:
             connection.optimizers.add(optimizer)
 
 
-class Connection(BackwardPass):
-    """The hook that connects one DDP. It has the process group in which all FP8 traffic happens."""
+class DDPBackward(BackwardPass):
+    """The backward passes of one DDP whose gradients travel."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self) -> None:
         super().__init__(_travels)
-        self.group = group
-        self.reducer: GradientReducer | None = None
-        self.owners: SharedOut | None = None
-        """Who owns masters and optimizer states, where each lies on one rank."""
-        self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        """The optimizers that train the scaled weights."""
 
     @property
     def triggered(self) -> bool:
@@ -118,6 +112,19 @@ class Connection(BackwardPass):
         `trigger_sync_in_backward` leaves them. A forward under `no_sync` takes the second down."""
         ddp = self.stayed()
         return ddp is not None and ddp.require_backward_grad_sync and ddp.require_forward_param_sync
+
+
+class Connection(DDPBackward):
+    """The hook that connects one DDP. It has the process group in which all FP8 traffic happens."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.group = group
+        self.reducer: GradientReducer | None = None
+        self.owners: SharedOut | None = None
+        """Who owns masters and optimizer states, where each lies on one rank."""
+        self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        """The optimizers that train the scaled weights."""
 
     def reduce(self, ddp: DistributedDataParallel, weights: dict[str, nn.Parameter], comm: str, watch: Watch) -> None:
         """Take the gradients of those of these weights that train, from now on."""

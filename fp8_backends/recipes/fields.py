@@ -64,6 +64,16 @@ def _level(value: Any) -> str:
     return _word(value).upper()
 
 
+GUARD_ACTIONS = one_of("off", "warn", "skip", "rescale", "high_precision", "stop")
+
+
+def _guard_action(value: Any) -> str:
+    return GUARD_ACTIONS("off" if value is False else value)  # YAML reads a bare `off` as False
+
+
+_guard_action.values = GUARD_ACTIONS.values
+
+
 NAMING = (
     Field(
         "backend",
@@ -193,6 +203,25 @@ COMMON = (
         "What to do when no FP8 product ran in the first step.",
     ),
     *MONITOR,
+    Field(
+        "guard",
+        "off",
+        _guard_action,
+        "What to do when a step goes wrong: warn; skip leaves the step out; rescale does so and makes scales anew; "
+        "high_precision does so and runs the layers at fault without FP8 for guard_steps steps; stop raises an error.",
+    ),
+    Field(
+        "guard_every",
+        100,
+        whole_number(1),
+        "Steps from one comparison of the replicas of all ranks to the next, where guard is not off.",
+    ),
+    Field(
+        "guard_steps",
+        50,
+        whole_number(1),
+        "Steps that guard=high_precision lasts, and that a guard leaves out in a row before it stops the training.",
+    ),
 )
 """Fields that every recipe has, whatever the backend."""
 

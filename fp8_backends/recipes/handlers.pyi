@@ -73,6 +73,9 @@ class Recipe(KwargsHandler):  # type: ignore[misc]  # Accelerate tells no types
     monitor_every: int
     monitor_layers: tuple[str, ...] | None
     monitor_file: str
+    guard: str
+    guard_every: int
+    guard_steps: int
 
 class TERecipeKwargs(Recipe):
     """TransformerEngine's products: `te:delayed`, or the scaling named. The fields of Accelerate's handler.
@@ -138,6 +141,16 @@ class TERecipeKwargs(Recipe):
             all). Read by every backend.
         monitor_file (default 'fp8_monitor.jsonl'):
             The file to which statistics are added, a line a sample. Read by every backend.
+        guard (off, warn, skip, rescale, high_precision, stop; default 'off'):
+            What to do when a step goes wrong: warn; skip leaves the step out; rescale does so and makes scales anew;
+            high_precision does so and runs the layers at fault without FP8 for guard_steps steps; stop raises an error.
+            Read by every backend.
+        guard_every (a whole number of at least 1; default 100):
+            Steps from one comparison of the replicas of all ranks to the next, where guard is not off. Read by every
+            backend.
+        guard_steps (a whole number of at least 1; default 50):
+            Steps that guard=high_precision lasts, and that a guard leaves out in a row before it stops the training.
+            Read by every backend.
 
     Raises:
         RecipeError: a value that its field does not take, or fields that do not go together.
@@ -171,6 +184,9 @@ class TERecipeKwargs(Recipe):
         monitor_every: int | None = None,
         monitor_layers: str | Iterable[str] | None = None,
         monitor_file: str | None = None,
+        guard: str | None = None,
+        guard_every: int | None = None,
+        guard_steps: int | None = None,
     ) -> None: ...
 
 class AORecipeKwargs(Recipe):
@@ -217,6 +233,16 @@ class AORecipeKwargs(Recipe):
             all). Read by every backend.
         monitor_file (default 'fp8_monitor.jsonl'):
             The file to which statistics are added, a line a sample. Read by every backend.
+        guard (off, warn, skip, rescale, high_precision, stop; default 'off'):
+            What to do when a step goes wrong: warn; skip leaves the step out; rescale does so and makes scales anew;
+            high_precision does so and runs the layers at fault without FP8 for guard_steps steps; stop raises an error.
+            Read by every backend.
+        guard_every (a whole number of at least 1; default 100):
+            Steps from one comparison of the replicas of all ranks to the next, where guard is not off. Read by every
+            backend.
+        guard_steps (a whole number of at least 1; default 50):
+            Steps that guard=high_precision lasts, and that a guard leaves out in a row before it stops the training.
+            Read by every backend.
 
     Raises:
         RecipeError: a value that its field does not take, or fields that do not go together.
@@ -241,6 +267,9 @@ class AORecipeKwargs(Recipe):
         monitor_every: int | None = None,
         monitor_layers: str | Iterable[str] | None = None,
         monitor_file: str | None = None,
+        guard: str | None = None,
+        guard_every: int | None = None,
+        guard_steps: int | None = None,
     ) -> None: ...
 
 class MSAMPRecipeKwargs(Recipe):
@@ -290,6 +319,16 @@ class MSAMPRecipeKwargs(Recipe):
             all). Read by every backend.
         monitor_file (default 'fp8_monitor.jsonl'):
             The file to which statistics are added, a line a sample. Read by every backend.
+        guard (off, warn, skip, rescale, high_precision, stop; default 'off'):
+            What to do when a step goes wrong: warn; skip leaves the step out; rescale does so and makes scales anew;
+            high_precision does so and runs the layers at fault without FP8 for guard_steps steps; stop raises an error.
+            Read by every backend.
+        guard_every (a whole number of at least 1; default 100):
+            Steps from one comparison of the replicas of all ranks to the next, where guard is not off. Read by every
+            backend.
+        guard_steps (a whole number of at least 1; default 50):
+            Steps that guard=high_precision lasts, and that a guard leaves out in a row before it stops the training.
+            Read by every backend.
 
     Raises:
         RecipeError: a value that its field does not take, or fields that do not go together.
@@ -314,6 +353,9 @@ class MSAMPRecipeKwargs(Recipe):
         monitor_every: int | None = None,
         monitor_layers: str | Iterable[str] | None = None,
         monitor_file: str | None = None,
+        guard: str | None = None,
+        guard_every: int | None = None,
+        guard_steps: int | None = None,
     ) -> None: ...
 
 class NativeRecipeKwargs(Recipe):
@@ -372,6 +414,16 @@ class NativeRecipeKwargs(Recipe):
             all). Read by every backend.
         monitor_file (default 'fp8_monitor.jsonl'):
             The file to which statistics are added, a line a sample. Read by every backend.
+        guard (off, warn, skip, rescale, high_precision, stop; default 'off'):
+            What to do when a step goes wrong: warn; skip leaves the step out; rescale does so and makes scales anew;
+            high_precision does so and runs the layers at fault without FP8 for guard_steps steps; stop raises an error.
+            Read by every backend.
+        guard_every (a whole number of at least 1; default 100):
+            Steps from one comparison of the replicas of all ranks to the next, where guard is not off. Read by every
+            backend.
+        guard_steps (a whole number of at least 1; default 50):
+            Steps that guard=high_precision lasts, and that a guard leaves out in a row before it stops the training.
+            Read by every backend.
 
     Raises:
         RecipeError: a value that its field does not take, or fields that do not go together.
@@ -401,6 +453,9 @@ class NativeRecipeKwargs(Recipe):
         monitor_every: int | None = None,
         monitor_layers: str | Iterable[str] | None = None,
         monitor_file: str | None = None,
+        guard: str | None = None,
+        guard_every: int | None = None,
+        guard_steps: int | None = None,
     ) -> None: ...
 
 class FP8RecipeKwargs(Recipe):
@@ -498,6 +553,16 @@ class FP8RecipeKwargs(Recipe):
             all). Read by every backend.
         monitor_file (default 'fp8_monitor.jsonl'):
             The file to which statistics are added, a line a sample. Read by every backend.
+        guard (off, warn, skip, rescale, high_precision, stop; default 'off'):
+            What to do when a step goes wrong: warn; skip leaves the step out; rescale does so and makes scales anew;
+            high_precision does so and runs the layers at fault without FP8 for guard_steps steps; stop raises an error.
+            Read by every backend.
+        guard_every (a whole number of at least 1; default 100):
+            Steps from one comparison of the replicas of all ranks to the next, where guard is not off. Read by every
+            backend.
+        guard_steps (a whole number of at least 1; default 50):
+            Steps that guard=high_precision lasts, and that a guard leaves out in a row before it stops the training.
+            Read by every backend.
 
     Raises:
         RecipeError: a value that its field does not take, or fields that do not go together.
@@ -543,6 +608,9 @@ class FP8RecipeKwargs(Recipe):
         monitor_every: int | None = None,
         monitor_layers: str | Iterable[str] | None = None,
         monitor_file: str | None = None,
+        guard: str | None = None,
+        guard_every: int | None = None,
+        guard_steps: int | None = None,
     ) -> None: ...
 
 HANDLERS: tuple[type[Recipe], ...]

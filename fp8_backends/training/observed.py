@@ -35,6 +35,8 @@ class Observed:
         """What measures that, from the first training forward on."""
         self.first_steps: list[Any] = []
         """What watches this model for its proof (`proof.FirstStep`)."""
+        self.wrapper: weakref.ref[nn.Module] | None = None
+        """The `DistributedDataParallel` in which it trains, of which Accelerate tells nobody."""
         self._optimizers: list[weakref.ref] = []
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -70,7 +72,7 @@ class Observed:
     def __getstate__(self) -> dict[str, Any]:
         # a copy of the model is not what these optimizers train, and weak references do not pickle
         none_yet = {"_optimizers": [], "first_steps": [], "meter": None, "proven": False, "left_out": None}
-        return {**self.__dict__, **none_yet}
+        return {**self.__dict__, **none_yet, "wrapper": None}
 
 
 def observed_of(prepared: Prepared) -> Observed:

@@ -28,7 +28,7 @@ from ..recipes.handlers import Recipe, resolve
 from ..recipes.specs import Spec
 from ..states import adamw, checkpoint, levels, original
 from ..words import listed
-from . import conversion, fused_head, monitor, proof, quantized_layers
+from . import conversion, fused_head, guard, monitor, proof, quantized_layers
 from .auditing import converted_layers, parameter_ids, unwrapped
 from .conversion import PREPARED, Prepared, prepared_roots
 from .observed import observed_of
@@ -235,6 +235,8 @@ def connect_ranks(model: nn.Module, recipe: Recipe) -> None:
     """
     for wrapped in _ddp_wrappers(model):
         if roots := prepared_roots(wrapped.module):
+            for _, _, prepared in roots:
+                observed_of(prepared).wrapper = weakref.ref(wrapped)
             ddp.connect(wrapped, recipe.comm, levels.swap_gradient_hook, ScalingBuffers(roots))
     if fsdp2.fsdp_modules(model):
         roots = prepared_roots(model)
@@ -284,6 +286,7 @@ def watch_optimizer(models: nn.Module | Iterable[nn.Module], optimizer: torch.op
     convert_optimizer(inner, recipe)
     if recipe.level == "O3" and recipe.shard_states:
         _share_out_states(inner)
+    guard.watch(models, inner, recipe)
     proof.watch(models, optimizer)
     monitor.watch(models, inner, recipe)
     hooks = inner._optimizer_step_post_hooks.values()

@@ -72,6 +72,8 @@ def train() -> dict[str, object]:
     same, same_optimizer = fp8_backends.prepare(model, optimizer, FP8RecipeKwargs(backend="msamp:O3"))
     width: int = same.size()
     same_optimizer.step()
+    found: list[fp8_backends.Fault] = fp8_backends.faults(same_optimizer)
+    seen: list[str] = [f"{fault.step} {fault.kind} {fault.figures}" for fault in found]
     alone, nothing = fp8_backends.prepare(model, None, "native")
     none: None = nothing
     fp8_backends.initialize(alone, optimizer, opt_level="O2", use_te=False)
@@ -84,7 +86,7 @@ def train() -> dict[str, object]:
     names: list[str] = fp8_backends.dequantize(model, dtype=torch.bfloat16)
     audit: Audit = fp8_backends.audit(model, optimizer)
     share: float = audit.flops_share
-    return {"share": share, "width": width, "names": names, "none": none}
+    return {"share": share, "width": width, "names": names, "none": none, "seen": seen}
 
 
 def report(found: ConversionReport) -> list[str]:

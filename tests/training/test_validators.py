@@ -219,6 +219,7 @@ def with_config(vocabulary, **values):
 
 
 AO_UNPADDED = {"backend": "ao", "pad_inner_dim": False}
+GUARDED = {"backend": "native", "guard": "warn"}
 GRADIENTS = {"backend": "native", "gradient_comm": "fp8"}
 FUSED = {"backend": "te", "fuse_norms": True}
 FP16 = {"backend": "native", "autocast_dtype": "fp16"}
@@ -232,6 +233,7 @@ CASES = [
     ("autocast_fsdp2", (FP16, FSDP2), (FP16, DDP), "autocast_dtype='fp16'"),
     ("autocast_deepspeed", (FP16, DS), ({"backend": "native", "autocast_dtype": "bf16"}, DS), "autocast_dtype='fp16'"),
     ("fp8_gradients_deepspeed", (GRADIENTS, DS), (GRADIENTS, DDP), ""),
+    ("guard_engine", (GUARDED, DS), (GUARDED, DDP), "guard='warn' with deepspeed"),
     ("fp8_gradients_alone", (GRADIENTS, {"world_size": 1}), (GRADIENTS, {}), ""),
     ("fuse_norms_zero3", (FUSED, {**DS, "zero_stage": 3}), (FUSED, {**DS, "zero_stage": 2}), ""),
     ("o3_alone", ("msamp:O3", {"world_size": 1}), ("msamp:O3", {"world_size": 2}), ""),
@@ -395,6 +397,7 @@ REFUSED = [
         {"parallel": "deepspeed"},
         {"parallel": "ddp"},
     ),
+    ("guard_engine", {"backend": "native", "guard": "stop"}, {"parallel": "fsdp1"}, {"parallel": "fsdp2"}),
     (
         "autocast_deepspeed",
         {"backend": "native", "autocast_dtype": "bf16"},

@@ -94,6 +94,16 @@ ENGINE_RULES = (
         is_raised=always,
     ),
     Rule(
+        "guard_engine",
+        "error",
+        lambda s: s.recipe.guard != "off" and s.parallel in ("deepspeed", "fsdp1"),
+        "the guard looks at each parameter's gradient before each step of a PyTorch optimizer: DeepSpeed makes steps "
+        "in its engine, and FSDP1 flattens parameters",
+        "leave guard out, or use DDP or FSDP2 (fsdp_version: 2)",
+        lambda s: f"guard={s.recipe.guard!r} with {s.parallel}",
+        always,
+    ),
+    Rule(
         "comm_hook_level",
         "error",
         lambda s: s.has_level and s.parallel == "ddp" and s.comm_hook is not None,

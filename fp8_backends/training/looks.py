@@ -1,0 +1,169 @@
+"""What a guard sees before a step, computed on the device: gradients that are not finite, and scaling states that clip
+or are stuck."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import nn
+
+from ..compute.interface import scaling_buffers, scaling_state
+from ..numerics import scaling_faults
+from ..numerics.formats import RECIPE_FORMATS
+from ..numerics.modules import plain_name
+from ..numerics.scaled_tensor import stored_parts
+from ..numerics.scaling import HISTORY, ROLLS, WINDOW
+from ..numerics.sharded_tensor import local_part
+
+if TYPE_CHECKING:
+    from ..recipes.handlers import Recipe
+    from .conversion import Prepared
+
+FROZEN = 16
+"""Optimizer steps after which a history that records and does not move on is stuck."""
+OPERANDS = ("input", "weight", "output's gradient")
+"""The rows of a scaling state, in words."""
+
+Roots = list[tuple[nn.Module, "Prepared"]]
+
+
+class Look(NamedTuple):
+    """What was seen before one step."""
+
+    step: int
+    totals: torch.Tensor
+    """FP32 [6], summed over the ranks: the sum of the finite losses, how many these are, how many are not finite; and
+    how many gradients are not finite, how many operands clip, how many are stuck."""
+    gradients: torch.Tensor | None
+    """What `spoiled` says of the parameters on this rank; None where a loss scaler has looked."""
+    after_backward: torch.Tensor | None
+    """The same as backward left it, before gradients were clipped."""
+    overshoot: torch.Tensor | None
+    """FP32 [states, 3], as `scaling_faults.overshoot` has it."""
+    stuck: torch.Tensor | None
+    """Bool [states, 3]."""
+
+
+def on_its_way(look: Look) -> tuple[Look, torch.cuda.Event]:
+    """The look with totals that are being copied to the host, and the event that says that they are there."""
+    totals = torch.empty(look.totals.shape, dtype=look.totals.dtype, pin_memory=True)
+    totals.copy_(look.totals, non_blocking=True)
+    arrived = torch.cuda.Event()
+    arrived.record()
+    return look._replace(totals=totals), arrived
+
+
+def spoiled(parameters: list[torch.Tensor]) -> torch.Tensor:
+    """Whether the gradient of each parameter holds an inf or a NaN on this rank: 1 where it does, else 0, FP32
+    [parameters]. A few launches for the gradients of one dtype; waits for nothing."""
+    alike: dict[tuple, list[tuple[int, torch.Tensor]]] = {}
+    for i, p in enumerate(parameters):
+        for part in () if p.grad is None else _numbers_of(p.grad):
+            alike.setdefault((part.device, part.dtype), []).append((i, part))
+    zero = torch.zeros((), device=parameters[0].device)
+    largest = [zero] * len(parameters)
+    for members in alike.values():
+        norms = torch.stack(torch._foreach_norm([part for _, part in members], float("inf"))).to(zero).unbind()
+        for (i, _), norm in zip(members, norms, strict=True):
+            largest[i] = norm if largest[i] is zero else torch.maximum(largest[i], norm)
+    return (~torch.isfinite(torch.stack(largest))).float()
+
+
+def _numbers_of(gradient: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors of a gradient that show what is not finite. Of FP8 codes the scale does."""
+    local = local_part(gradient)
+    for part in (local._values(),) if local.is_sparse else stored_parts(local):
+        if part.element_size() > 1 and part.numel():
+            yield torch.view_as_real(part) if part.is_complex() else part
+
+
+class ScalingLooks:
+    """Looks at the scaling states of prepared roots, and remembers since when each has not moved on. A state is one
+    [3, 2 + history length]: a layer has one, and experts have one each."""
+
+    def __init__(self) -> None:
+        self._rolls: torch.Tensor | None = None
+        self._unmoved: torch.Tensor | None = None
+
+    def look(self, roots: Roots) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The overshoot of all states, FP32 [states, 3], and whether each is stuck, bool [states, 3]; None without
+        any."""
+        over, stuck, rolls, records = [], [], [], []
+        for root, prepared in roots:
+            if not (buffers := scaling_buffers(prepared.compute, root)):
+                continue
+            recipe = prepared.recipe
+            states = torch.cat([rows.to(buffers[0].device) for rows in map(_rows, buffers)])
+            reads_history = recipe.scaling == "window" or recipe.amax_compute_algo == "max"
+            over.append(scaling_faults.overshoot(states, _format_max(recipe, states), _warm_from(recipe)))
+            stuck.append(scaling_faults.is_invalid(states, reads_history))
+            rolls.append(states[..., ROLLS])
+            records.append(states[..., HISTORY] != 0)
+        if not over:
+            return None, None
+        return torch.cat(over), torch.cat(stuck) | self._is_frozen(torch.cat(rolls), torch.cat(records))
+
+    def _is_frozen(self, rolls: torch.Tensor, records: torch.Tensor) -> torch.Tensor:
+        """Whether a state records and has not moved on in FROZEN steps. It counts anew then."""
+        if self._rolls is None or self._rolls.shape != rolls.shape:
+            self._unmoved = torch.zeros_like(rolls)
+        else:
+            self._unmoved = torch.where(records & (rolls == self._rolls), self._unmoved + 1, 0)
+        self._rolls, frozen = rolls, self._unmoved >= FROZEN
+        self._unmoved.masked_fill_(frozen, 0)
+        return frozen
+
+    def named_states(self, roots: Roots) -> list[tuple[str, torch.Tensor]]:
+        """Live states by the names of their layers, those of experts as one tensor."""
+        named = []
+        for root, prepared in roots:
+            if buffers := scaling_buffers(prepared.compute, root):
+                names = [plain_name(name.rpartition(".")[0]) for name in scaling_state(prepared.compute, root)]
+                named += zip(names, buffers, strict=True)
+        return named
+
+    def places(self, roots: Roots, at: torch.Tensor) -> tuple[str, ...]:
+        """The layers and operands that a bool [states, 3] marks, such as `mlp.down_proj (input)`."""
+        names = [name for name, state in self.named_states(roots) for _ in range(len(_rows(state)))]
+        return tuple(f"{names[state]} ({OPERANDS[operand]})" for state, operand in at.nonzero().tolist())
+
+    def renew(self, roots: Roots, at_fault: torch.Tensor) -> int:
+        """Make the states anew that a bool [states, 3] marks, from the amaxes of this step. Returns how many layers
+        and experts have such."""
+        begin = 0
+        for root, prepared in roots:
+            recipe = prepared.recipe
+            for state in scaling_buffers(prepared.compute, root):
+                rows = _rows(state)
+                marked = at_fault[begin : begin + len(rows)].unsqueeze(-1).to(rows.device)
+                new = scaling_faults.anew(rows, _format_max(recipe, rows), recipe.margin)
+                state.copy_(torch.where(marked, new, rows).view(state.shape))
+                begin += len(rows)
+        return int(at_fault.any(-1).sum())
+
+    def forget_step(self, roots: Roots) -> int:
+        """Take out of all states what this step has recorded. Returns how many layers and experts have states."""
+        states = 0
+        for root, prepared in roots:
+            for state in scaling_buffers(prepared.compute, root):
+                new = scaling_faults.without_newest(_rows(state), restart=prepared.recipe.scaling == "window")
+                state.copy_(new.view(state.shape))
+                states += len(new)
+        return states
+
+
+def _rows(state: torch.Tensor) -> torch.Tensor:
+    """The states that a live tensor holds: int32 [states, 3, 2 + history length]."""
+    return state.reshape(-1, *state.shape[-2:])
+
+
+def _warm_from(recipe: Recipe) -> int:
+    return WINDOW if recipe.scaling == "window" else 1
+
+
+def _format_max(recipe: Recipe, like: torch.Tensor) -> torch.Tensor:
+    """The largest code of each operand's format: FP32 [3], on the device of `like`."""
+    forward, gradient = RECIPE_FORMATS[recipe.fp8_format]
+    return scaling_faults.on_device((forward.max, forward.max, gradient.max), like.device)

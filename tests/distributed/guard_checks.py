@@ -1,0 +1,108 @@
+"""The guard on real ranks: faults of one rank are decided on by all, and replicas that came apart are named."""
+
+from __future__ import annotations
+
+import ranks
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import fp8_backends
+from fp8_backends.numerics.sharded_tensor import local_part
+
+
+def training(backend: str, shard: bool = False, **fields):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 16))
+    recipe = fp8_backends.FP8RecipeKwargs(backend=backend, guard="skip", guard_every=2, **fields)
+    fp8_backends.prepare(model, None, recipe)
+    model = fully_shard(model) if shard else DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    return fp8_backends.prepare(model, optimizer, recipe)
+
+
+def batch() -> torch.Tensor:
+    return torch.randn(16, 32, generator=torch.Generator().manual_seed(dist.get_rank()))
+
+
+def step(model, optimizer, x=None) -> None:
+    optimizer.zero_grad()
+    model(batch() if x is None else x).float().square().mean().backward()
+    optimizer.step()
+
+
+def on_all_ranks(value) -> list:
+    gathered = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
+
+
+def kinds(optimizer) -> list[tuple[int, str]]:
+    return [(fault.step, fault.kind) for fault in fp8_backends.faults(optimizer)]
+
+
+def check_what_one_rank_clips_all_ranks_leave_out():
+    model, optimizer = training("native:delayed")
+    for _ in range(3):
+        step(model, optimizer)
+    before = [p.detach().clone() for p in model.parameters()]
+    step(model, optimizer, batch() * (1e4 if dist.get_rank() else 1))
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert on_all_ranks(kinds(optimizer)) == [[(4, "clipped")]] * 2
+
+
+def check_a_bit_of_a_stored_weight_or_of_a_scale_is_named():
+    model, optimizer = training("msamp:O2")
+    step(model, optimizer)
+    if dist.get_rank() == 1:
+        weight = model.module[2].weight
+        weight._data.view(torch.int16)[0, 3] ^= 1
+    step(model, optimizer)
+    (fault,) = fp8_backends.faults(optimizer)
+    assert (fault.step, fault.kind, fault.where) == (2, "apart", ("2.weight",)), fault
+    assert fault.figures == "rank 1 holds other values than the first"
+
+
+def check_a_rank_that_runs_no_backward_is_named_and_stays_with_the_others():
+    model, optimizer = training("native:dynamic")
+    for number in range(4 + dist.get_rank()):
+        if dist.get_rank() == 1 and number == 2:
+            optimizer.step()  # with the gradients of the step before
+        else:
+            step(model, optimizer)
+    assert on_all_ranks(kinds(optimizer)) == [[], [(3, "alone")]]
+    first, second = on_all_ranks([p.detach() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def check_fsdp2_adds_up_what_the_shards_show():
+    for backend in ("native:delayed", "msamp:O2"):
+        model, optimizer = training(backend, shard=True)
+        for _ in range(3):
+            step(model, optimizer)
+        assert kinds(optimizer) == [], fp8_backends.faults(optimizer)
+        before = [local_part(p).detach().clone() for p in model.parameters()]
+        spoiled = batch()
+        if dist.get_rank() == 1:
+            spoiled[0, 0] = float("nan")
+        step(model, optimizer, spoiled)
+        assert all(torch.equal(a, local_part(b)) for a, b in zip(before, model.parameters(), strict=True))
+        (found,) = {tuple(each) for each in on_all_ranks(kinds(optimizer))}
+        assert found == ((4, "gradient"),)
+        assert fp8_backends.faults(optimizer)[0].where[0] == "4.bias"
+        step(model, optimizer)
+        assert kinds(optimizer) == [(4, "gradient")]
+
+
+def check_local_steps_are_not_compared():
+    model, optimizer = training("native:dynamic")
+    for _ in range(4):
+        with model.no_sync():
+            step(model, optimizer)
+    assert kinds(optimizer) == []
+
+
+if __name__ == "__main__":
+    ranks.main(globals())

@@ -1,0 +1,314 @@
+"""The guard: each fault is named at its step, each action does what it says, and ordinary training sets nothing off."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration
+from accelerate_state import fresh_accelerate
+from torch import nn
+
+import fp8_backends
+from fp8_backends.errors import FP8BackendError, RecipeError
+from fp8_backends.numerics import scaling_faults
+from fp8_backends.numerics.formats import E4M3, E5M2
+from fp8_backends.numerics.scaled_tensor import stored_parts
+from fp8_backends.numerics.scaling import GRAD_OUTPUT, HISTORY, INPUT, ROLLS, SCALE, new_delayed_state
+from fp8_backends.training.guard import Guard
+from fp8_backends.training.looks import FROZEN
+from fp8_backends.training.loss_window import MOST, WARM_UP, LossWindow
+
+__all__ = ["fresh_accelerate"]
+MAX = torch.tensor([E4M3.max, E4M3.max, E5M2.max])
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 16))
+
+
+def batch():
+    return torch.randn(16, 32)
+
+
+class Training:
+    """A net that trains under an Accelerator with a guard."""
+
+    def __init__(self, backend="native:delayed", guard="skip", folder=None, **fields):
+        recipe = fp8_backends.FP8RecipeKwargs(backend=backend, guard=guard, **fields)
+        project = ProjectConfiguration(str(folder)) if folder else None
+        self.accelerator = Accelerator(
+            mixed_precision="fp8", cpu=True, kwargs_handlers=[recipe], project_config=project
+        )
+        model = net()
+        self.model, self.optimizer = self.accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 1e-3))
+
+    def step(self, x=None, tamper=lambda model: None):
+        x = batch() if x is None else x
+        self.accelerator.backward(self.model(x).float().square().mean())
+        tamper(self.model)
+        self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def steps(self, number):
+        for _ in range(number):
+            self.step()
+
+    def stored(self):
+        states = [each for state in self.optimizer.state.values() for each in state.values()]
+        return [part.clone() for each in (*self.model.parameters(), *states) for part in stored_parts(each.detach())]
+
+    @property
+    def faults(self):
+        return fp8_backends.faults(self.optimizer)
+
+    @property
+    def kinds(self):
+        return [(fault.step, fault.kind) for fault in self.faults]
+
+
+def nan_batch():
+    x = batch()
+    x[2, 3] = math.nan
+    return x
+
+
+def equal(before, after):
+    return all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+# Actions
+
+
+@pytest.mark.usefixtures("fresh_accelerate")
+@pytest.mark.parametrize("backend", ["native:delayed", "msamp:O2", "ao:tensorwise"])
+@pytest.mark.parametrize("action", ["skip", "rescale", "high_precision"])
+def test_a_step_at_fault_leaves_weights_states_and_counters_as_they_were(action, backend):
+    training = Training(backend, action, guard_steps=2)
+    training.steps(2)
+    before = training.stored()
+    training.step(nan_batch())
+    assert equal(before, training.stored())
+    assert training.kinds == [(3, "loss"), (3, "gradient")]
+    assert training.faults[1].where[0] == "4.bias"  # the first that backward reaches
+    training.steps(1)
+    assert len(training.faults) == 2 and not equal(before, training.stored())
+
+
+@pytest.mark.usefixtures("fresh_accelerate")
+def test_warn_changes_nothing_and_logs_each_kind_once(caplog):
+    training = Training(guard="warn")
+    training.steps(2)
+    for _ in range(3):
+        training.step(nan_batch())
+    assert training.kinds == [(s, kind) for s in (3, 4, 5) for kind in ("loss", "gradient")]
+    assert [record.args[0].kind for record in caplog.records] == ["loss", "gradient"]
+    assert training.model[0].weight.isnan().any()  # as it would be without a guard
+
+
+@pytest.mark.usefixtures("fresh_accelerate")
+def test_stop_raises_before_the_step_and_saves_the_training(tmp_path):
+    training = Training(guard="stop", folder=tmp_path)
+    training.steps(2)
+    before = training.stored()
+    with pytest.raises(FP8BackendError, match=r"step 3: loss.*guard_step_3.*look at the data"):
+        training.step(nan_batch())
+    assert equal(before, training.stored())
+    training.optimizer.zero_grad()
+    training.accelerator.load_state(str(tmp_path / "guard_step_3"))
+    assert equal(before, training.stored())
+
+
+@pytest.mark.usefixtures("fresh_accelerate")
+def test_the_layer_at_fault_runs_in_high_precision_for_some_steps():
+    training = Training(guard="high_precision", guard_steps=2)
+    training.steps(3)
+    training.step(1e4 * batch())
+    assert (training.faults[0].kind, training.faults[0].where) == ("clipped", ("0 (input)",))
+    counts = [training.model[i].fp8_products.tolist() for i in (0, 2)]
+    training.steps(2)
+    assert training.model[0].fp8_products.tolist() == counts[0] != training.model[2].fp8_products.tolist()
+    training.steps(1)
+    assert training.model[0].fp8_products.tolist() != counts[0]
+    assert "forward" not in training.model[0].__dict__
+
+
+@pytest.mark.usefixtures("fresh_accelerate")
+def test_a_fault_that_stays_stops_the_training():
+    training = Training(guard="skip", guard_steps=3)
+    training.steps(1)
+    for _ in range(3):
+        training.step(nan_batch())
+    with pytest.raises(FP8BackendError, match="guard_steps=3 steps in a row"):
+        training.step(nan_batch())
+
+
+@pytest.mark.usefixtures("fresh_accelerate")
+def test_rescale_makes_clipped_states_fit_and_forgets_what_a_bad_step_recorded():
+    training = Training(guard="rescale", amax_compute_algo="max", amax_history_len=16)
+    training.steps(3)
+    before = training.model[0].fp8_scaling.clone()
+    training.step(nan_batch())
+    recorded = training.model[0].fp8_scaling.view(torch.float32)[:, HISTORY]
+    assert torch.equal(recorded, torch.zeros(3))
+    training.step(1e4 * batch())
+    assert training.kinds[-1] == (5, "clipped")
+    after = training.model[0].fp8_scaling.view(torch.float32)[INPUT, SCALE]
+    assert after < before.view(torch.float32)[INPUT, SCALE] / 1e3
+
+
+# Faults
+
+
+def test_without_accelerate_gradients_and_scales_are_watched():
+    model, optimizer = net(), None
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    fp8_backends.prepare(model, optimizer, {"backend": "native:delayed", "guard": "skip"})
+    for spoil in (False, True, False):
+        model(batch()).square().mean().backward()
+        if spoil:
+            model[2].weight.grad[3, 5] = math.inf
+        optimizer.step()
+        if spoil:
+            assert model[2].weight.grad[3, 5] == math.inf  # as after any other step
+        optimizer.zero_grad()
+    assert [(each.step, each.kind, each.where) for each in fp8_backends.faults(optimizer)] == [
+        (2, "gradient", ("2.weight",))
+    ]
+
+
+@pytest.mark.usefixtures("fresh_accelerate")
+def test_an_impossible_history_is_named_and_begins_anew():
+    training = Training()
+    training.steps(2)
+
+    def tamper(model):
+        model[2].fp8_scaling.view(torch.float32)[GRAD_OUTPUT, HISTORY + 1] = math.nan
+
+    training.step(tamper=tamper)
+    assert (training.kinds, training.faults[0].where) == ([(3, "stuck")], ("2 (output's gradient)",))
+    training.steps(2)
+    assert len(training.faults) == 1
+
+
+@pytest.mark.usefixtures("fresh_accelerate")
+def test_a_history_that_does_not_move_on_is_named():
+    training = Training(guard="warn")
+    training.steps(2)
+    frozen = training.model[0].fp8_scaling[:, ROLLS].clone()
+
+    def tamper(model):
+        model[0].fp8_scaling[:, ROLLS] = frozen
+
+    for _ in range(FROZEN + 2):
+        training.step(tamper=tamper)
+    assert training.kinds == [(FROZEN + 2, "stuck")]
+
+
+@pytest.mark.usefixtures("fresh_accelerate")
+@pytest.mark.parametrize("backend", ["native:delayed", "msamp:O3"])
+def test_ordinary_events_set_nothing_off(backend):
+    training = Training(backend, "warn")
+    training.model[2].weight.requires_grad_(False)
+    schedule = torch.optim.lr_scheduler.LambdaLR(training.optimizer.optimizer, lambda step: step / 10)
+    for number in range(40):
+        training.step(torch.randn((4, 16, 64)[number % 3], 32) * (0 if number == 30 else 1))
+        schedule.step()
+        if number == 20:
+            training.model.eval()
+            training.model(1e6 * batch())
+            training.model.train()
+    assert training.faults == []
+
+
+def test_off_installs_nothing():
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    fp8_backends.prepare(model, optimizer, "native:delayed")
+    assert not any(isinstance(hook, Guard) for hook in optimizer._optimizer_step_pre_hooks.values())
+    assert fp8_backends.faults(optimizer) == []
+    assert fp8_backends.FP8RecipeKwargs(backend="native", guard=False).guard == "off"  # as YAML reads it
+    with pytest.raises(RecipeError, match="guard='bf16': guard must be one of off, warn, skip"):
+        fp8_backends.FP8RecipeKwargs(backend="native", guard="bf16")
+
+
+def test_an_optimizer_that_steps_in_backward_is_refused():
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer.fused_backward = lambda: None  # the mark of LOMO's optimizers, which are not installed
+    with pytest.raises(FP8BackendError, match="SGD makes its steps where no hook precedes them"):
+        fp8_backends.prepare(model, optimizer, {"backend": "native", "guard": "warn"})
+
+
+@pytest.mark.slow
+def test_compiled_layers_switch_to_high_precision_and_back():
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    recipe = {"backend": "native:delayed", "guard": "high_precision", "guard_steps": 1}
+    fp8_backends.prepare(model, optimizer, recipe)
+    model.compile(backend="aot_eager")
+    counts = []
+    for number in range(5):
+        x = batch() * (1e4 if number == 2 else 1)
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        counts.append(int(model[0].fp8_products[0]))
+    assert [(fault.step, fault.kind) for fault in fp8_backends.faults(optimizer)] == [(3, "clipped")]
+    assert counts == [1, 2, 3, 3, 4]
+
+
+# What a look and a window say
+
+
+def test_overshoot_and_invalid_states():
+    states = torch.stack([new_delayed_state(4), new_delayed_state(4)])
+    states[..., ROLLS] = 1
+    numbers = states.view(torch.float32)
+    numbers[0, INPUT, HISTORY] = 100 * E4M3.max
+    numbers[1, GRAD_OUTPUT, HISTORY] = 100 * E5M2.max  # usual for a gradient
+    over = scaling_faults.overshoot(states, MAX, warm_from=1)
+    assert over[0, INPUT] == 100 and over[1, GRAD_OUTPUT] == 100
+    assert scaling_faults.is_clipped(over).nonzero().tolist() == [[0, INPUT]]
+    assert not scaling_faults.overshoot(states, MAX, warm_from=2).any()
+    renewed = scaling_faults.anew(states, MAX, margin=0)
+    assert renewed.view(torch.float32)[0, INPUT, SCALE] == 1 / 100
+    for value, reads_history, invalid in [(math.inf, True, True), (math.inf, False, False), (math.nan, False, True)]:
+        numbers[1, INPUT, -1] = value
+        assert bool(scaling_faults.is_invalid(states, reads_history)[1, INPUT]) is invalid
+    numbers[1, INPUT, -1] = 0
+    for scale in (0.0, -1.0, math.inf, math.nan):
+        numbers[0, INPUT, SCALE] = scale
+        assert scaling_faults.is_invalid(states, False).nonzero().tolist() == [[0, INPUT]]
+
+
+LOSSES = {
+    "narrow": lambda r, i: 2.5 + r.gauss(0, 0.05),
+    "falling": lambda r, i: max(1e-9, math.exp(-i / 200)) * math.exp(r.gauss(0, 0.3)),
+    "long tails": lambda r, i: r.expovariate(1),
+    "two kinds": lambda r, i: 0.01 + r.gauss(0, 1e-4) if r.random() < 0.6 else 2.0,
+    "often zero": lambda r, i: 0.0 if r.random() < 0.4 else r.expovariate(1),
+    "signed": lambda r, i: r.gauss(0, 1),
+    "constant": lambda r, i: 1.0,
+}
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_usual_losses_are_no_spikes(kind):
+    rng, window = random.Random(0), LossWindow()
+    assert not any(window.see(LOSSES[kind](rng, i)) for i in range(3000))
+
+
+def test_a_spike_is_told_from_a_new_level():
+    rng, window = random.Random(0), LossWindow()
+    for _ in range(WARM_UP):
+        assert window.see(2.5 + rng.gauss(0, 0.05)) is None
+    assert window.see(7.0).threshold < 4
+    assert not any(window.see(2.5 + rng.gauss(0, 0.05)) for _ in range(100))
+    level = [window.see(7.0 + rng.gauss(0, 0.05)) for _ in range(200)]
+    assert [i for i, spike in enumerate(level) if spike is not None] == list(range(MOST))
