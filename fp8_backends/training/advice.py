@@ -7,7 +7,6 @@ looked at more closely, for as long as so few layers could still explain the err
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import re
@@ -85,7 +84,7 @@ class Advice:
     on_other_batches: dict[str, Measurement] = field(default_factory=dict)
     """As given and as advised, on the batches of `held_out`."""
     after_steps: dict[str, float] = field(default_factory=dict)
-    """Held-out loss after `steps` training steps in FP32, as given, and as advised."""
+    """Held-out loss after the training steps of `train_on` in FP32, as given, and as advised."""
 
     @property
     def recipe(self) -> Recipe:
@@ -188,7 +187,7 @@ def advise(
     min_flops_share: float = 0.95,
     max_trials: int = 40,
     held_out: Iterable[Any] = (),
-    steps: int = 0,
+    train_on: Iterable[Any] = (),
     lr: float = 1e-4,
     progress: Callable[[str], None] = lambda trial: None,
 ) -> Advice:
@@ -208,8 +207,8 @@ def advise(
         max_trials: recipes to measure at most; each takes a forward and a backward of every batch, and delayed scaling
             `gradient_gap.WARM_UP` more.
         held_out: batches that the search does not see: the recipe as given and the advised one are measured on them.
-        steps: training steps with AdamW over `batches`, after which the loss on `held_out` (else on `batches`) is
-            compared; 0: none.
+        train_on: batches of as many training steps with AdamW, after which the loss on `held_out` (else on `batches`)
+            is compared: in FP32, as given, as advised.
         lr: of these steps.
         progress: called with the words of each trial as it begins.
 
@@ -221,13 +220,13 @@ def advise(
     """
     if not 0 < min_flops_share <= 1:
         raise FP8BackendError(f"min_flops_share={min_flops_share}: a share above 0 and up to 1 is wanted, such as 0.95")
-    if max_trials < 1 or steps < 0:
-        raise FP8BackendError(f"max_trials={max_trials}, steps={steps}: at least 1 trial, and no negative steps")
+    if max_trials < 1:
+        raise FP8BackendError(f"max_trials={max_trials}: at least 1, the recipe as given")
     conversion.check_is_module(model)
     roots = conversion.prepared_roots(model)
     recipe = roots[0][2].recipe if spec is None and roots else resolve(spec)
     registry.check_available(recipe)
-    held_out = list(held_out)
+    held_out, train_on = list(held_out), list(train_on)
     progress("FP32")
     search = _Search(GradientGap(model, batches, loss), recipe, min_flops_share, max_trials, progress)
     advice = search.advice()
@@ -236,10 +235,9 @@ def advise(
         for name, trial in _compared(advice):
             advice.on_other_batches[name] = other.of(*other.prepared(trial.recipe))
         advice.passes += other.passes
-    if steps:
-        for name, trial in [("FP32", None), *_compared(advice)]:
-            progress(f"{name}, {counted(steps, 'training step')}")
-            advice.after_steps[name] = _loss_after(search.gap, trial, held_out or search.gap.batches, steps, lr)
+    for name, trial in [("FP32", None), *_compared(advice)] if train_on else []:
+        progress(f"{name}, {counted(len(train_on), 'training step')}")
+        advice.after_steps[name] = _loss_after(search.gap, trial, train_on, held_out or search.gap.batches, lr)
     return advice
 
 
@@ -248,16 +246,19 @@ def _compared(advice: Advice) -> list[tuple[str, Trial]]:
     return [("as given", advice.given), *([("as advised", advice.chosen)] if advice.chosen else [])]
 
 
-def _loss_after(gap: GradientGap, trial: Trial | None, held_out: Sequence[Any], steps: int, lr: float) -> float:
-    """The held-out loss after training steps with a trial's recipe; None: in FP32."""
-    work, precision = (gap.plain_copy().float(), "fp32") if trial is None else (None, gap.around(trial.recipe))
-    if work is None:
-        work, _ = gap.prepared(trial.recipe)
+def _loss_after(
+    gap: GradientGap, trial: Trial | None, train_on: Sequence[Any], held_out: Sequence[Any], lr: float
+) -> float:
+    """The held-out loss after a training step on each batch with a trial's recipe; None: in FP32."""
+    if trial is None:
+        work, precision = gap.plain_copy().float(), "fp32"
+    else:
+        work, precision = gap.prepared(trial.recipe)[0], gap.around(trial.recipe)
     optimizer = torch.optim.AdamW([p for p in work.parameters() if p.requires_grad], lr=lr)
     if trial is not None:
         preparation.convert_optimizer(optimizer, trial.recipe)
-    for step, batch in enumerate(itertools.islice(itertools.cycle(gap.batches), steps)):
-        with same_draws(step, gap.device):
+    for seed, batch in enumerate(train_on):
+        with same_draws(seed, gap.device):
             loss_of(work, batch, gap.loss, precision).backward()
             optimizer.step()
         after_step(work)

@@ -42,10 +42,12 @@ def run(args: argparse.Namespace) -> int:
     for name in ("batches", "batch", "sequence"):
         if (value := getattr(args, name)) < 1:
             raise FP8BackendError(f"--{name} {value}: at least 1")
+    if args.steps < 0:
+        raise FP8BackendError(f"--steps {args.steps}: 0 or more")
     recipe = _recipe(args)
     with Progress("measuring recipes") as progress:
         progress("the model")
-        subject = load(args.model, args.text, args.batches, args.batch, args.sequence)
+        subject = load(args.model, args.text, args.batches, args.batch, args.sequence, args.steps)
         advice = advise(
             subject.model,
             subject.batches,
@@ -53,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
             min_flops_share=args.min_flops_share,
             max_trials=args.max_trials,
             held_out=subject.held_out,
-            steps=args.steps,
+            train_on=subject.train_on,
             lr=args.lr,
             progress=progress,
         )
@@ -82,7 +84,10 @@ def text(subject: Subject, advice: Advice) -> str:
     legend = [
         ("advice", advice.verdict),
         ("FP8", "share of the FLOPs of weight products in FP8; kept: of those that the recipe as given has there"),
-        ("gap", f"relative error of the gradients against FP32; {counted(advice.passes, 'forward and backward')}"),
+        (
+            "gap",
+            f"relative error of the gradients against FP32, after {counted(advice.passes, 'forward')} and backward",
+        ),
         *(("", line) for line in advice.further_lines()),
     ]
     recipe = advice.recipe

@@ -29,13 +29,14 @@ class Subject:
     model: nn.Module
     batches: list[Any]
     held_out: list[Any]
+    train_on: list[Any]
     text: str
     """What the batches are from."""
     notes: list[str] = field(default_factory=list)
 
 
-def load(model: str | None, text: str | None, batches: int, batch: int, sequence: int) -> Subject:
-    """Load a model and as many batches of text for the search as for the check.
+def load(model: str | None, text: str | None, batches: int, batch: int, sequence: int, steps: int = 0) -> Subject:
+    """Load a model and batches of text: for the search, as many to check with, and one for each training step.
 
     Args:
         model: a `config.json` of transformers, its folder, or the name of a cached model; None: the small Llama of
@@ -62,12 +63,13 @@ def load(model: str | None, text: str | None, batches: int, batch: int, sequence
     def made_of(tokens: torch.Tensor, seed: int) -> dict[str, torch.Tensor]:
         return inputs(tokens, kind, data.vocab_size if mask is None else mask, seed)
 
-    starts = data.batches(batches, batch, sequence, seed=0)
-    searched = [made_of(data.windows(each, sequence), seed) for seed, each in enumerate(starts)]
+    starts = data.batches(batches + steps, batch, sequence, seed=0)
+    drawn = [made_of(data.windows(each, sequence), seed) for seed, each in enumerate(starts)]
     windows = data.held_out_windows(batches * batch, sequence).split(batch)
     count = sum(parameter.numel() for parameter in made.parameters())
     title = f"{model or 'a small Llama'}: {kind}, {counted(count, 'parameter')}"
-    return Subject(title, made, searched, [made_of(each, -1) for each in windows], data.description, notes)
+    held_out = [made_of(each, -1) for each in windows]
+    return Subject(title, made, drawn[:batches], held_out, drawn[batches:], data.description, notes)
 
 
 def _folder(name: str) -> Path:
