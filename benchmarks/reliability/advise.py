@@ -37,10 +37,10 @@ HARM = 0.01
 class Sizes:
     """How much is trained and measured."""
 
-    base_steps: int = 300
-    batch: int = 8
+    base_steps: int = 200
+    batch: int = 4
     sequence: int = 64
-    steps: int = 200
+    steps: int = 100
     lr: float = 1e-3
 
 

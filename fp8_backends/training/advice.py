@@ -27,7 +27,7 @@ from ..recipes.specs import Spec
 from ..recipes.strings import canonical_name
 from ..words import counted, listed, share
 from . import conversion, preparation
-from .gradient_gap import GradientGap, LossFunction, Measurement, after_step, loss_of, same_draws
+from .gradient_gap import GradientGap, LossFunction, Measurement, after_step, loss_of, precision_around, same_draws
 from .validators import validate
 
 TARGET = 0.5
@@ -78,6 +78,8 @@ class Advice:
     """What runs around FP8, "bf16" or "fp32"."""
     floor: Measurement
     """The same without any FP8."""
+    not_counted: list[str]
+    """Parameters whose gradient that precision alone turns too far (`gradient_gap.NOISE`)."""
     min_flops_share: float
     passes: int = 0
     """Forwards with their backwards that it took."""
@@ -120,6 +122,7 @@ class Advice:
             "recipe": self.recipe.to_dict(),
             "around": self.around,
             "floor": _plain(self.floor),
+            "not_counted": self.not_counted,
             "min_flops_share": self.min_flops_share,
             "passes": self.passes,
             "trials": [
@@ -162,6 +165,8 @@ class Advice:
         singles = sorted(((gap, *names) for names, gap in self.alone if len(names) == 1), reverse=True)[:SHOWN]
         if singles:
             lines.append(f"gap of one layer alone in FP8: {', '.join(f'{name} {gap:.3g}' for gap, name in singles)}")
+        if self.not_counted:
+            lines.append(f"not counted, since {self.around} alone turns their gradients: {listed(self.not_counted)}")
         if self.on_other_batches:
             gaps = ", ".join(f"{name} {each.gap:.3g}" for name, each in self.on_other_batches.items())
             lines.append(f"gap on other batches: {gaps}")
@@ -228,16 +233,17 @@ def advise(
     registry.check_available(recipe)
     held_out, train_on = list(held_out), list(train_on)
     progress("FP32")
-    search = _Search(GradientGap(model, batches, loss), recipe, min_flops_share, max_trials, progress)
-    advice = search.advice()
+    around = precision_around(recipe, next(model.parameters(), torch.empty(0)).device)
+    gap = GradientGap(model, batches, around, loss)
+    advice = _Search(gap, recipe, min_flops_share, max_trials, progress).advice()
     if held_out:
-        other = GradientGap(model, held_out, loss)
+        other = GradientGap(model, held_out, around, loss)
         for name, trial in _compared(advice):
             advice.on_other_batches[name] = other.of(*other.prepared(trial.recipe))
         advice.passes += other.passes
     for name, trial in [("FP32", None), *_compared(advice)] if train_on else []:
         progress(f"{name}, {counted(len(train_on), 'training step')}")
-        advice.after_steps[name] = _loss_after(search.gap, trial, train_on, held_out or search.gap.batches, lr)
+        advice.after_steps[name] = _loss_after(gap, trial, train_on, held_out or gap.batches, lr)
     return advice
 
 
@@ -253,7 +259,7 @@ def _loss_after(
     if trial is None:
         work, precision = gap.plain_copy().float(), "fp32"
     else:
-        work, precision = gap.prepared(trial.recipe)[0], gap.around(trial.recipe)
+        work, precision = gap.prepared(trial.recipe)[0], gap.around
     optimizer = torch.optim.AdamW([p for p in work.parameters() if p.requires_grad], lr=lr)
     if trial is not None:
         preparation.convert_optimizer(optimizer, trial.recipe)
@@ -296,8 +302,6 @@ class _Search:
         self, gap: GradientGap, recipe: Recipe, least: float, max_trials: int, progress: Callable[[str], None]
     ) -> None:
         self.gap, self.least, self.left, self.progress = gap, least, max_trials, progress
-        self.around = gap.around(recipe)
-        self.floor = gap.of_precision(self.around)
         work, prepared = gap.prepared(recipe)
         flops = gap.flops(work, prepared)
         if not flops.in_fp8:
@@ -315,9 +319,10 @@ class _Search:
         self.alone: list[tuple[tuple[str, ...], float]] = []
 
     def advice(self) -> Advice:
-        chosen = self._chosen() if self.floor.gap <= TARGET * self.given.gap else None
-        found = (self.given, chosen, self.trials, self.alone, self.around, self.floor, self.least)
-        return Advice(*found, passes=self.gap.passes)
+        gap = self.gap
+        chosen = self._chosen() if gap.floor.gap <= TARGET * self.given.gap else None
+        found = (self.given, chosen, self.trials, self.alone, gap.around, gap.floor, gap.not_counted, self.least)
+        return Advice(*found, passes=gap.passes)
 
     def _chosen(self) -> Trial | None:
         """The mildest change that helps: layers, then a scaling rule, then layers with the best of these rules."""
@@ -406,17 +411,21 @@ class _Search:
     def _most_erring(self, groups: list[_Group], budget: float, target: float) -> list[_Group] | None:
         """The fewest groups without which the gap is foretold to be at most `target`, those that err most first. Of a
         group of several layers, its smallest may be all that errs. None where they would exceed the budget."""
-        stays = sum(max(0.0, min(group.gap, 1.0) ** 2 - self.floor.gap**2) for group in groups)
+        stays = self.gap.floor.gap**2 + sum(map(self._error, groups))
         wanted = []
         for group in sorted(groups, key=lambda group: -group.gap):
-            if stays + self.floor.gap**2 <= target**2:
+            if stays <= target**2:
                 break
             size = min(self.layers[name] for name in group.names)
             if size <= budget:
                 budget -= size
-                stays -= max(0.0, min(group.gap, 1.0) ** 2 - self.floor.gap**2)
+                stays -= self._error(group)
                 wanted.append(group)
-        return wanted if wanted and stays + self.floor.gap**2 <= target**2 else None
+        return wanted if wanted and stays <= target**2 else None
+
+    def _error(self, group: _Group) -> float:
+        """The square of what a group errs by itself, above what no FP8 errs."""
+        return max(0.0, min(group.gap, 1.0) ** 2 - self.gap.floor.gap**2)
 
     def _gap_alone(self, names: tuple[str, ...], recipe: Recipe) -> float:
         """The gap with these layers alone in FP8; 0 where the recipe has none of them there, or no trial is left."""

@@ -36,7 +36,9 @@ LossFunction = Callable[[nn.Module, Any], torch.Tensor]
 WARM_UP = 2
 """Forwards and backwards of the first batch before anything is measured, for scaling rules that remember steps."""
 
-_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+NOISE = 0.1
+"""A parameter does not count whose gradient the precision around FP8 turns by more by itself, such as a key's bias, to
+which softmax is blind: FP8's rounding is eight times as coarse at least, and would leave nothing of it."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +56,12 @@ class GradientGap:
 
     The gap of a batch is `sqrt(sum(n_p * min(1, r_p) ** 2) / sum(n_p))` over the trainable parameters p, of n_p
     elements, whose gradient is not zero: `r_p = ||g_p - g32_p|| / ||g32_p||`. The gradients g32 are those of the model
-    in FP32.
+    in FP32. Parameters beyond `NOISE` without any FP8 do not count.
 
     Args:
         model: any module, prepared or not; on one device, or DDP around it.
         batches: what a forward takes, each; moved to the model's device.
+        around: what runs around FP8, "bf16" or "fp32".
         loss: a function (model, batch) -> scalar tensor; by default what the model returns as its loss.
 
     Raises:
@@ -66,8 +69,9 @@ class GradientGap:
             loss or a gradient that is not finite in FP32 already.
     """
 
-    def __init__(self, model: nn.Module, batches: Iterable[Any], loss: LossFunction | None = None) -> None:
+    def __init__(self, model: nn.Module, batches: Iterable[Any], around: str, loss: LossFunction | None = None) -> None:
         check_is_module(model)
+        self.around = around
         self.model = conversion.unwrapped(model)
         self.batches = list(batches)
         self.loss = loss or loss_of_output
@@ -82,6 +86,10 @@ class GradientGap:
         self.work = meter.work
         if not all(math.isfinite(loss) and all(map(_is_finite, of.values())) for loss, of in self.reference):
             raise FP8BackendError("a loss or a gradient is not finite in FP32 already: no recipe can be measured by it")
+        self.not_counted: list[str] = []
+        """Parameters that do not count."""
+        self.floor = self._floor()
+        """The same without any FP8."""
 
     def _check(self) -> None:
         parameters = list(self.model.parameters())
@@ -104,18 +112,6 @@ class GradientGap:
         conversion.restore(work)
         return work if work.training else work.train()
 
-    def around(self, recipe: Recipe) -> str:
-        """What runs around FP8, "bf16" or "fp32", as under Accelerate. Raises `RecipeError` for FP16, which would need
-        a scaled loss."""
-        given = recipe.autocast_dtype if "autocast_dtype" in recipe.given else hardware.fast_precision(self.device)
-        if given not in _DTYPES:
-            raise RecipeError(f"autocast_dtype={given!r}: gradients are measured with bf16 or fp32 around FP8")
-        return given
-
-    def of_precision(self, precision: str) -> Measurement:
-        """The gap of "bf16" or "fp32" without FP8."""
-        return self._compare(self._gradients(self.plain_copy(), precision))
-
     def prepared(self, recipe: Recipe) -> tuple[nn.Module, Prepared]:
         """A copy that is prepared with a recipe. Raises as `fp8_backends.prepare` does."""
         if recipe.implementation == "original":
@@ -131,11 +127,11 @@ class GradientGap:
 
     def of(self, work: nn.Module, prepared: Prepared) -> Measurement:
         """The gap of a prepared copy. A scaling rule that remembers steps has seen the first batch `WARM_UP` times."""
-        precision = self.around(prepared.recipe)
         warm_up = self.batches[:1] * WARM_UP if scaling_state(prepared.compute, work) else []
-        for _ in self._gradients(work, precision, warm_up):
+        for _ in self._gradients(work, self.around, warm_up):
             pass
-        return self._compare(self._gradients(work, precision))
+        errors, loss_error = self._errors(work)
+        return Measurement(self._gap(errors), loss_error)
 
     def _gradients(
         self, work: nn.Module, precision: str, batches: list[Any] | None = None
@@ -151,14 +147,48 @@ class GradientGap:
             yield loss.item(), {name: _plain(p.grad) for name, p in trained.items() if p.grad is not None}
             work.zero_grad(set_to_none=True)
 
-    def _compare(self, found: Iterator[tuple[float, dict[str, torch.Tensor]]]) -> Measurement:
-        gaps, errors = [], []
+    def _floor(self) -> Measurement:
+        """Measure the model without FP8, and note which parameters do not count."""
+        errors, loss_error = self._errors(self.plain_copy())
+        by_name: dict[str, list[float]] = {}
+        for name, error in (item for of in errors for item in of.items()):
+            by_name.setdefault(name, []).append(error)
+        noisy = [name for name, of in by_name.items() if _mean(of) > NOISE]
+        if len(noisy) < len(by_name):  # else a gap of nothing would be 0
+            self.not_counted = noisy
+        return Measurement(self._gap(errors), loss_error)
+
+    def _errors(self, work: nn.Module) -> tuple[list[dict[str, float]], float]:
+        """Of each batch the relative error of every gradient that is not zero, and the mean error of the loss."""
+        errors, of_losses = [], []
+        found = self._gradients(work, self.around)
         for (loss, gradients), (expected_loss, expected) in zip(found, self.reference, strict=True):
-            gaps.append(gradient_gap(gradients, expected))
-            errors.append(abs(loss - expected_loss))
-        return Measurement(
-            *(statistics.fmean(x if math.isfinite(x) else math.inf for x in of) for of in (gaps, errors))
-        )
+            norms = {name: _norm(each) for name, each in expected.items()}
+            pairs = [(name, gradients.get(name), expected[name]) for name, norm in norms.items() if norm > 0]
+            errors.append({name: math.inf if g is None else _norm(g - e) / norms[name] for name, g, e in pairs})
+            of_losses.append(abs(loss - expected_loss))
+        return errors, _mean(of_losses)
+
+    def _gap(self, errors: list[dict[str, float]]) -> float:
+        """The mean over the batches of the gap of each."""
+        gaps = []
+        for of, (_, expected) in zip(errors, self.reference, strict=True):
+            counted = {name: error for name, error in of.items() if name not in self.not_counted}
+            if not all(map(math.isfinite, counted.values())):
+                return math.inf
+            sizes = [expected[name].numel() for name in counted]
+            total = sum(n * min(1.0, error) ** 2 for n, error in zip(sizes, counted.values(), strict=True))
+            gaps.append(math.sqrt(total / max(1, sum(sizes))))
+        return statistics.fmean(gaps)
+
+
+def precision_around(recipe: Recipe, device: torch.device) -> str:
+    """What runs around FP8 on this device, "bf16" or "fp32", as under Accelerate. Raises `RecipeError` for FP16, which
+    would need a scaled loss."""
+    given = recipe.autocast_dtype if "autocast_dtype" in recipe.given else hardware.fast_precision(device)
+    if given == "fp16":
+        raise RecipeError("autocast_dtype='fp16': gradients are measured with bf16 or fp32 around FP8; say one of them")
+    return given
 
 
 def loss_of(work: nn.Module, batch: Any, loss: LossFunction, precision: str) -> torch.Tensor:
@@ -176,21 +206,6 @@ def after_step(work: nn.Module) -> None:
     prepared = work.__dict__.get(conversion.PREPARED)
     if prepared is not None and isinstance(prepared.compute, FollowsOptimizer):
         prepared.compute.after_optimizer_step(work)
-
-
-def gradient_gap(gradients: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> float:
-    """The gap of one batch, 0 to 1, or infinity where a gradient is missing or not finite."""
-    total, size = 0.0, 0
-    for name, reference in expected.items():
-        norm = torch.linalg.vector_norm(reference).item()
-        if norm == 0:
-            continue
-        if name not in gradients or not _is_finite(gradients[name]):
-            return math.inf
-        error = torch.linalg.vector_norm(gradients[name] - reference).item() / norm
-        total += reference.numel() * min(1.0, error) ** 2
-        size += reference.numel()
-    return math.sqrt(total / size) if size else 0.0
 
 
 def loss_of_output(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -254,3 +269,12 @@ def _plain(gradient: torch.Tensor) -> torch.Tensor:
 
 def _is_finite(tensor: torch.Tensor) -> bool:
     return bool(torch.isfinite(tensor).all())
+
+
+def _norm(tensor: torch.Tensor) -> float:
+    return torch.linalg.vector_norm(tensor).item()
+
+
+def _mean(values: list[float]) -> float:
+    """The mean; infinite where one of them is not finite."""
+    return statistics.fmean(value if math.isfinite(value) else math.inf for value in values)
