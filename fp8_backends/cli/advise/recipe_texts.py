@@ -6,6 +6,7 @@ import shlex
 
 import yaml
 
+from ...accelerate_plugin.launch_flags import launch_parser
 from ...recipes.fields import FIELDS
 from ...recipes.handlers import Recipe
 from ..config.training_config import given_fields, yaml_fields
@@ -26,10 +27,11 @@ _WIDTH = 80
 
 def flags(recipe: Recipe) -> str:
     """The same for `fp8-backends launch SCRIPT`."""
+    options = launch_parser()._option_string_actions
     words = ["--fp8_backend", recipe.name]
     for name, value in given_fields(recipe).items():
-        field = FIELDS[name]
-        words += [f"--fp8_{field.own_suffix.lower()}", _as_text(value)]
+        flag = f"--fp8_{FIELDS[name].own_suffix.lower()}"
+        words += [flag] if options[flag].nargs == 0 else [flag, _as_text(value)]
     return shlex.join(["fp8-backends", "launch", *words, "SCRIPT"])
 
 
