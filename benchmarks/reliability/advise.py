@@ -37,14 +37,15 @@ HARM = 0.01
 class Sizes:
     """How much is trained and measured."""
 
-    base_steps: int = 200
+    base_steps: int = 300
+    base_batch: int = 8
     batch: int = 4
     sequence: int = 64
-    steps: int = 100
+    steps: int = 60
     lr: float = 1e-3
 
 
-QUICK = Sizes(base_steps=20, batch=2, sequence=32, steps=5)
+QUICK = Sizes(base_steps=20, base_batch=2, batch=2, sequence=32, steps=5)
 
 
 @dataclass(frozen=True)
@@ -138,8 +139,8 @@ class LanguageModel:
         config = LlamaConfig(vocab_size=256, max_position_embeddings=sizes.sequence, use_cache=False, **shape)
         self.model = LlamaForCausalLM(config)
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=2e-3)
-        for batch in self.batches(sizes.base_steps, seed=0):
-            self.model(**batch).loss.backward()
+        for starts in self.text.batches(sizes.base_steps, sizes.base_batch, sizes.sequence, seed=0):
+            self.model(**self._inputs(self.text.windows(starts, sizes.sequence))).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
 
