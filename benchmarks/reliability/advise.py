@@ -37,11 +37,11 @@ HARM = 0.01
 class Sizes:
     """How much is trained and measured."""
 
-    base_steps: int = 300
+    base_steps: int = 150
     base_batch: int = 8
     batch: int = 4
     sequence: int = 64
-    steps: int = 60
+    steps: int = 30
     lr: float = 1e-3
 
 
@@ -249,11 +249,11 @@ def main() -> None:
             continue
         results.append(measure(case, Unlike(sizes) if case is UNLIKE else language_model))
         print(f"{case.name}: {results[-1]['advice']['verdict']}", flush=True)
+        if args.out:  # after each, for a run that is cut short
+            record = {"sizes": vars(sizes), "results": results}
+            write_json(str(args.out / f"advise_cpu_{cpu_features()}.json"), record)
     print()
     print(table(HEADER, [row(each) for each in results]))
-    if args.out:
-        name = f"advise_cpu_{cpu_features()}.json"
-        write_json(str(args.out / name), {"sizes": vars(sizes), "results": results})
     faults = [fault for result in results for fault in broken(result)]
     if faults:
         raise SystemExit("\n".join(["", *faults]))
