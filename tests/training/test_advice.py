@@ -6,10 +6,12 @@ import copy
 import json
 import math
 import random
+from pathlib import Path
 
 import numpy
 import pytest
 import torch
+import warm_process
 from torch import nn
 
 import fp8_backends
@@ -239,3 +241,13 @@ def test_what_cannot_be_measured_is_an_error_that_says_why(arguments, match):
         given |= {"batches": [torch.randn(2, 1, 4)], "loss": lambda model, x: model(x).square().mean()}
     with pytest.raises(fp8_backends.FP8BackendError, match=match):
         fp8_backends.advise(given.pop("model"), given.pop("batches"), given.pop("spec"), **given)
+
+
+@pytest.mark.slow
+def test_the_benchmark_shows_what_it_promises_on_its_quick_models(tmp_path):
+    script = Path(__file__).resolve().parents[2] / "benchmarks" / "reliability" / "advise.py"
+    ended = warm_process.run(str(script), "--quick", "--out", str(tmp_path), timeout=300)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    (record,) = (json.loads(file.read_text()) for file in tmp_path.glob("advise_cpu_*.json"))
+    assert record["machine"]["date"] and [each["expected"] for each in record["results"]] == ["layers", "scaling"]
+    assert all(each["advised"] and each["ratio_on_others"] <= 0.5 for each in record["results"])
