@@ -13,7 +13,7 @@ import re
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -29,6 +29,7 @@ from ..words import counted, listed, share
 from . import conversion, preparation
 from .gradient_gap import GradientGap, LossFunction, Measurement, after_step, loss_of, precision_around, same_draws
 from .validators import validate
+from .weight_products import FP8
 
 TARGET = 0.5
 """A change helps when its gap is at most so many times that of the recipe as given."""
@@ -63,6 +64,14 @@ class Trial:
         return math.inf if self.measured is None else self.measured.gap
 
 
+class Alone(NamedTuple):
+    """Layers, and the gap with these layers alone in FP8."""
+
+    names: tuple[str, ...]
+    scaling: str
+    gap: float
+
+
 @dataclass
 class Advice:
     """What was tried, and the mildest change that helps."""
@@ -72,8 +81,8 @@ class Advice:
     """The mildest change that halves the gap; None where none was found."""
     trials: list[Trial]
     """Every recipe that could be the answer, in the order in which it was tried, the recipe as given first."""
-    alone: list[tuple[tuple[str, ...], float]]
-    """Names of layers, and the gap with these layers alone in FP8; the search for layers follows it."""
+    alone: list[Alone]
+    """What the search for layers followed."""
     around: str
     """What runs around FP8, "bf16" or "fp32"."""
     floor: Measurement
@@ -136,7 +145,7 @@ class Advice:
                 }
                 for each in self.trials
             ],
-            "alone": [{"layers": list(names), "gap": _finite(gap)} for names, gap in self.alone],
+            "alone": [{**each._asdict(), "gap": _finite(each.gap)} for each in self.alone],
             "on_other_batches": {name: _plain(each) for name, each in self.on_other_batches.items()},
             "after_steps": {name: _finite(loss) for name, loss in self.after_steps.items()},
         }
@@ -162,9 +171,12 @@ class Advice:
     def further_lines(self) -> list[str]:
         """What else was measured, and why a trial was not."""
         lines = [f"{each.change}: not run, {each.why_not}" for each in self.trials if each.why_not]
-        singles = sorted(((gap, *names) for names, gap in self.alone if len(names) == 1), reverse=True)[:SHOWN]
-        if singles:
-            lines.append(f"gap of one layer alone in FP8: {', '.join(f'{name} {gap:.3g}' for gap, name in singles)}")
+        scaling = self.given.recipe.scaling
+        singles = [each for each in self.alone if len(each.names) == 1 and each.scaling == scaling]
+        worst = sorted(singles, key=lambda each: -each.gap)[:SHOWN]
+        if worst:
+            gaps = ", ".join(f"{each.names[0]} {each.gap:.3g}" for each in worst)
+            lines.append(f"gap of one layer alone in FP8: {gaps}")
         if self.not_counted:
             lines.append(f"not counted, since {self.around} alone turns their gradients: {listed(self.not_counted)}")
         if self.on_other_batches:
@@ -312,11 +324,11 @@ class _Search:
         self.layers = {
             product.name: gap.work[product.name].flops if product.name in gap.work else product.flops
             for product in prepared.report.products
-            if product.name in prepared.report.converted and product.name
+            if product.state == FP8 and product.name
         }
         self.given = self._measured("as given", recipe, work, prepared)
         self.trials: list[Trial] = [self.given]
-        self.alone: list[tuple[tuple[str, ...], float]] = []
+        self.alone: list[Alone] = []
 
     def advice(self) -> Advice:
         gap = self.gap
@@ -439,7 +451,7 @@ class _Search:
         self.left -= 1
         self.progress(f"{listed(names)} alone in FP8")
         gap = self.gap.of(*alone).gap
-        self.alone.append((names, gap))
+        self.alone.append(Alone(names, recipe.scaling, gap))
         return gap
 
 

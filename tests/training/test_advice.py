@@ -56,8 +56,8 @@ def test_the_layer_that_errs_is_found_and_kept_out():
     assert advice.recipe.exclude == ("3.up",) and advice.verdict.startswith("3.up kept out")
     assert advice.chosen.gap <= 0.5 * advice.given.gap and advice.chosen.kept >= 0.95
     assert advice.recipe.name == "native:dynamic" and len(tried) - 1 <= 40
-    worst = max((gap, names) for names, gap in advice.alone if len(names) == 1)
-    assert worst[1] == ("3.up",) and "3.up kept out" in str(advice)
+    worst = max((each for each in advice.alone if len(each.names) == 1), key=lambda each: each.gap)
+    assert worst.names == ("3.up",) and "3.up kept out" in str(advice)
     # again on other batches, by a measure of its own
     check = GradientGap(model, batches(4)[2:], "bf16", squares)
     gaps = [check.of(*check.prepared(each)).gap for each in (advice.given.recipe, advice.recipe)]
