@@ -50,13 +50,14 @@ QUICK = Sizes(base_steps=20, base_batch=2, batch=2, sequence=32, steps=5)
 
 @dataclass(frozen=True)
 class Case:
-    """A model in some trouble, and what is to be advised."""
+    """A model in some trouble, and what is expected of the advice."""
 
     name: str
     trouble: str
     given: str
     expected: str
-    """"layers", "scaling", "nothing" for a healthy model, or "no help"."""
+    """Help by "layers" or by "scaling" (whichever is found must keep the promise), "nothing" for a healthy model, or
+    "no help" for one beyond it, whose result is shown and not judged."""
     make: Callable[[nn.Module], nn.Module]
 
 
