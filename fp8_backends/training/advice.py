@@ -402,7 +402,7 @@ class _Search:
         target = TARGET * self.given.gap
         if min(self.layers.values(), default=math.inf) > budget:
             return None
-        groups = [_Group(tuple(self.layers), base.gap)]
+        groups, tried = [_Group(tuple(self.layers), base.gap)], []
         while self.left:
             wanted = self._most_erring(groups, budget, target)
             if wanted is None:
@@ -413,6 +413,9 @@ class _Search:
                 groups += [_Group(part, self._gap_alone(part, base.recipe)) for part in coarse[0].parts()]
                 continue
             names = [group.names[0] for group in wanted]
+            if names == tried:  # what is foretold does not hold for this model
+                return None
+            tried = names
             scaling = "" if base is self.given else f"{base.change}, "
             trial = self._try(f"{scaling}{together(names)} kept out", without(base.recipe, names))
             if self._helps(trial):

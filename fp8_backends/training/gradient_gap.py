@@ -38,7 +38,7 @@ WARM_UP = 2
 
 NOISE = 0.1
 """A parameter does not count whose gradient the precision around FP8 turns by more by itself, such as a key's bias, to
-which softmax is blind: FP8's rounding is eight times as coarse at least, and would leave nothing of it."""
+which softmax is blind: FP8's rounding is sixteen times as coarse at least, and would leave nothing of it."""
 
 
 @dataclass(frozen=True)
