@@ -155,7 +155,7 @@ class LanguageModel:
 
     def arguments(self, case: Case) -> tuple[nn.Module, dict[str, Any]]:
         """The model in its trouble, and what `advise` takes beside it."""
-        data = {"batches": self.batches(2, seed=1), "held_out": self.held_out(4)}
+        data = {"batches": self.batches(2, seed=1), "held_out": self.held_out(4), "unseen": self.batches(4, seed=3)}
         data["train_on"] = self.batches(self.sizes.steps, seed=2)
         return case.make(copy.deepcopy(self.model)), data
 
@@ -183,19 +183,28 @@ class Unlike:
         return ((model(inputs) - target) / inputs.abs().mean()).square().mean()
 
     def arguments(self, case: Case) -> tuple[nn.Module, dict[str, Any]]:
-        data = {"batches": range(4), "held_out": range(10, 14), "train_on": range(100, 100 + self.sizes.steps)}
+        data = {
+            "batches": range(4),
+            "held_out": range(10, 14),
+            "unseen": range(20, 24),
+            "train_on": range(100, 100 + self.sizes.steps),
+        }
         return self.model, {name: list(map(self.batch, seeds)) for name, seeds in data.items()} | {"loss": self.loss}
 
 
 def measure(case: Case, source: LanguageModel | Unlike) -> dict:
     """Ask for advice, and note what it gave."""
     import fp8_backends
+    from fp8_backends.training.gradient_gap import GradientGap
 
     model, data = source.arguments(case)
+    unseen = data.pop("unseen")
     began = time.perf_counter()
     advice = fp8_backends.advise(model, data.pop("batches"), case.given, lr=source.sizes.lr, **data)
     seconds = time.perf_counter() - began
-    others, chosen = advice.on_other_batches, advice.chosen
+    chosen = advice.chosen
+    others = GradientGap(model, unseen, advice.around, data.get("loss"))
+    gaps = [others.of(*others.prepared(each.recipe)).gap for each in (advice.given, chosen) if each]
     shown = chosen or advice.best
     return {
         "model": case.name,
@@ -209,7 +218,7 @@ def measure(case: Case, source: LanguageModel | Unlike) -> dict:
         "floor": advice.floor.gap,
         "gap_given": advice.given.gap,
         "ratio": shown.gap / advice.given.gap,
-        "ratio_on_others": others["as advised"].gap / others["as given"].gap if chosen else None,
+        "ratio_on_others": gaps[1] / gaps[0] if chosen else None,
         "held_out_loss": advice.after_steps,
         "passes": advice.passes,
         "seconds": seconds,

@@ -31,6 +31,8 @@ from .gradient_gap import GradientGap, LossFunction, Measurement, after_step, lo
 from .validators import validate
 from .weight_products import FP8
 
+GIVEN = "as given"
+"""The words for a trial that changes nothing."""
 TARGET = 0.5
 """A change helps when its gap is at most so many times that of the recipe as given."""
 GROUPS = 12
@@ -93,7 +95,7 @@ class Advice:
     passes: int = 0
     """Forwards with their backwards that it took."""
     on_other_batches: dict[str, Measurement] = field(default_factory=dict)
-    """As given and as advised, on the batches of `held_out`."""
+    """Measured on the batches of `held_out`: the recipe as given, and each change that halved the gap of the others."""
     after_steps: dict[str, float] = field(default_factory=dict)
     """Held-out loss after the training steps of `train_on` in FP32, as given, and as advised."""
 
@@ -118,9 +120,13 @@ class Advice:
         if self.floor.gap > TARGET * self.given.gap:
             return f"keep the recipe: more than half of the gap is {self.around}'s own, and stays without any FP8"
         keep = f"train in {self.around}" if self.given.gap > BROKEN else "keep the recipe"
+        best, others = self.best, self.on_other_batches
+        elsewhere = ""
+        if best is not self.given and best.change in others:
+            elsewhere = f", {others[best.change].gap / others[GIVEN].gap:.2f} on other batches"
         return (
             f"{keep}: no change halves the gap with {share(self.min_flops_share)} of the FLOPs kept in FP8; the best "
-            f"found is: {self.best.change} ({self._ratio(self.best)} of the gap)"
+            f"found is: {best.change} ({self._ratio(best)} of the gap{elsewhere})"
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -223,7 +229,7 @@ def advise(
         min_flops_share: what an answer keeps at least, of the FLOPs that the recipe as given has in FP8.
         max_trials: recipes to measure at most; each takes a forward and a backward of every batch, and delayed scaling
             `gradient_gap.WARM_UP` more.
-        held_out: batches that the search does not see: the recipe as given and the advised one are measured on them.
+        held_out: batches that the search does not see: a change is advised only if it halves the gap of these, too.
         train_on: batches of as many training steps with AdamW, after which the loss on `held_out` (else on `batches`)
             is compared: in FP32, as given, as advised.
         lr: of these steps.
@@ -247,12 +253,8 @@ def advise(
     progress("FP32")
     around = precision_around(recipe, next(model.parameters(), torch.empty(0)).device)
     gap = GradientGap(model, batches, around, loss)
-    advice = _Search(gap, recipe, min_flops_share, max_trials, progress).advice()
-    if held_out:
-        other = GradientGap(model, held_out, around, loss)
-        for name, trial in _compared(advice):
-            advice.on_other_batches[name] = other.of(*other.prepared(trial.recipe))
-        advice.passes += other.passes
+    check = GradientGap(model, held_out, around, loss) if held_out else None
+    advice = _Search(gap, check, recipe, min_flops_share, max_trials, progress).advice()
     for name, trial in [("FP32", None), *_compared(advice)] if train_on else []:
         progress(f"{name}, {counted(len(train_on), 'training step')}")
         advice.after_steps[name] = _loss_after(gap, trial, train_on, held_out or gap.batches, lr)
@@ -260,8 +262,8 @@ def advise(
 
 
 def _compared(advice: Advice) -> list[tuple[str, Trial]]:
-    """What is worth a second look: the recipe as given, and the advised one."""
-    return [("as given", advice.given), *([("as advised", advice.chosen)] if advice.chosen else [])]
+    """What is worth training with: the recipe as given, and the advised one."""
+    return [(GIVEN, advice.given), *([("as advised", advice.chosen)] if advice.chosen else [])]
 
 
 def _loss_after(
@@ -311,9 +313,16 @@ class _Search:
     """Measures recipes, and remembers what it found."""
 
     def __init__(
-        self, gap: GradientGap, recipe: Recipe, least: float, max_trials: int, progress: Callable[[str], None]
+        self,
+        gap: GradientGap,
+        check: GradientGap | None,
+        recipe: Recipe,
+        least: float,
+        max_trials: int,
+        progress: Callable[[str], None],
     ) -> None:
-        self.gap, self.least, self.left, self.progress = gap, least, max_trials, progress
+        self.gap, self.check = gap, check
+        self.least, self.left, self.progress = least, max_trials, progress
         work, prepared = gap.prepared(recipe)
         flops = gap.flops(work, prepared)
         if not flops.in_fp8:
@@ -326,7 +335,8 @@ class _Search:
             for product in prepared.report.products
             if product.state == FP8 and product.name
         }
-        self.given = self._measured("as given", recipe, work, prepared)
+        self.given = self._measured(GIVEN, recipe, work, prepared)
+        self.on_others = {} if check is None else {GIVEN: check.of(*check.prepared(recipe))}
         self.trials: list[Trial] = [self.given]
         self.alone: list[Alone] = []
 
@@ -334,7 +344,8 @@ class _Search:
         gap = self.gap
         chosen = self._chosen() if gap.floor.gap <= TARGET * self.given.gap else None
         found = (self.given, chosen, self.trials, self.alone, gap.around, gap.floor, gap.not_counted, self.least)
-        return Advice(*found, passes=gap.passes)
+        passes = gap.passes + (self.check.passes if self.check else 0)
+        return Advice(*found, passes=passes, on_other_batches=self.on_others)
 
     def _chosen(self) -> Trial | None:
         """The mildest change that helps: layers, then a scaling rule, then layers with the best of these rules."""
@@ -349,7 +360,14 @@ class _Search:
         return self._without_layers(best) if best.gap < self.given.gap else None
 
     def _helps(self, trial: Trial) -> bool:
-        return trial.gap <= TARGET * self.given.gap and trial.kept >= self.least and trial.gap < math.inf
+        """Whether a trial halves the gap, of the batches to check with, too. What was chosen from many trials on few
+        batches may have been lucky there."""
+        if not (trial.gap <= TARGET * self.given.gap and trial.kept >= self.least and trial.gap < math.inf):
+            return False
+        if self.check is None:
+            return True
+        self.on_others[trial.change] = self.check.of(*self.check.prepared(trial.recipe))
+        return self.on_others[trial.change].gap <= TARGET * self.on_others[GIVEN].gap
 
     # trials
 

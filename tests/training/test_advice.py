@@ -86,10 +86,21 @@ def test_the_scaling_that_helps_is_found_checked_on_other_batches_and_trained_wi
     assert advice.recipe.name == "native:dynamic" and advice.chosen.kept == 1 and not advice.recipe.exclude
     assert [each.recipe.name for each in advice.trials] == ["native:delayed", "native:dynamic"]
     other = advice.on_other_batches
-    assert other["as advised"].gap <= 0.5 * other["as given"].gap
+    assert list(other) == ["as given", "scaling dynamic"]
+    assert other["scaling dynamic"].gap <= 0.5 * other["as given"].gap
     assert list(advice.after_steps) == ["FP32", "as given", "as advised"]
     assert all(map(math.isfinite, advice.after_steps.values()))
     assert "native:dynamic" in str(advice) and "scaling dynamic" in advice.verdict
+
+
+def test_a_change_that_helps_on_the_batches_of_the_search_alone_is_not_advised():
+    model, data, loss = unlike(1024.0)
+    alike = [x.clamp(-1, 1) for x in batches(2)]  # to which delayed scaling does no harm
+    advice = fp8_backends.advise(model, data[:2], "native:delayed", loss=loss, held_out=alike)
+    tried = {each.change: each.gap / advice.given.gap for each in advice.trials}
+    assert tried["scaling dynamic"] <= 0.5 and advice.chosen is None and advice.recipe.name == "native:delayed"
+    others = advice.on_other_batches
+    assert others["scaling dynamic"].gap > 0.5 * others["as given"].gap and "on other batches)" in advice.verdict
 
 
 def test_a_healthy_model_keeps_its_recipe():
