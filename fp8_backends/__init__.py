@@ -24,6 +24,7 @@ from .recipes.handlers import (
 )
 from .recipes.precision_plan import PrecisionPlan, plan
 from .training import conversion
+from .training.advice import Advice, advise
 from .training.auditing import Audit, audit
 from .training.conversion import restore
 from .training.exporting import Export, export
@@ -39,6 +40,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AORecipeKwargs",
+    "Advice",
     "Audit",
     "Availability",
     "BackendUnavailableError",
@@ -54,6 +56,7 @@ __all__ = [
     "Recipe",
     "RecipeError",
     "TERecipeKwargs",
+    "advise",
     "audit",
     "available_backends",
     "connect",

@@ -21,6 +21,10 @@ COMMANDS = {
     "doctor": (".doctor.command", "which backends run on this machine, proven by a test, and why not"),
     "estimate": (".estimate.command", "memory and traffic of training a model, by backend and sharding"),
     "checkpoint": (".checkpoint", "which checkpoints are whole, and which file is at fault in the others"),
+    "advise": (
+        ".advise.command",
+        "the mildest change of a recipe that halves the error of its gradients, measured on a model",
+    ),
     "chart": (".chart", "precision and bytes of every level, measured on small prepared models"),
     "compare": (
         ".compare.command",

@@ -17,6 +17,7 @@ from torch.distributed.run import get_args_parser
 
 from fp8_backends.accelerate_plugin.launch import _Configuration, recipe_fields
 from fp8_backends.accelerate_plugin.launch_flags import parse
+from fp8_backends.cli.advise import command as advise
 from fp8_backends.cli.compare import command as compare
 from fp8_backends.cli.config import read
 from fp8_backends.cli.main import main
@@ -165,6 +166,14 @@ def test_the_monitor_command_names_a_file_and_a_page():
     assert (asked.file, asked.out) == (FIELDS["monitor_file"].default, Path("monitor.html"))
 
 
+def test_the_advise_commands_name_options_that_exist():
+    lines = [line for line in commands() if line.startswith("fp8-backends advise")]
+    parser = argparse.ArgumentParser()
+    advise.add_arguments(parser)
+    given = [parser.parse_args(shlex.split(line)[2:]) for line in lines]
+    assert len(lines) == 2 and all(resolve(each.backend) for each in given if each.backend)
+
+
 def test_the_examples_commands_copy_what_they_name(folder):
     lines = [line for line in commands() if line.startswith("fp8-backends examples")]
     assert [main(shlex.split(line)[1:]) for line in lines] == [0, 0, 0]
@@ -206,5 +215,5 @@ def test_one_line_of_the_readme_installs_and_runs_the_tests():
 
 def test_no_command_is_left_out():
     known = "launch |torchrun |python train.py|python -m (pytest|sphinx) |python benchmarks/"
-    known += "|fp8-backends (config|estimate|compare|examples|checkpoint|monitor)"
+    known += "|fp8-backends (config|estimate|compare|advise|examples|checkpoint|monitor)"
     assert [line for line in commands() if not re.search(known, line)] == []

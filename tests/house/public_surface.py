@@ -9,6 +9,7 @@ from torch import nn
 
 import fp8_backends
 from fp8_backends import (
+    Advice,
     AORecipeKwargs,
     Audit,
     Availability,
@@ -99,6 +100,12 @@ def check(model: nn.Module) -> list[str]:
     worst: Finding = findings[0]
     severity: str = worst.severity
     return [severity, worst.rule, worst.reason, worst.fix]
+
+
+def ask(model: nn.Module) -> str:
+    advice: Advice = fp8_backends.advise(model, [torch.randn(4, 32)], "native", min_flops_share=0.9, held_out=[])
+    recipe: Recipe = advice.recipe
+    return f"{advice.verdict} {recipe.name}"
 
 
 def save(model: nn.Module) -> str:

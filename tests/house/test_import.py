@@ -88,10 +88,11 @@ def test_every_public_name_exists_and_is_no_module():
 def test_public_names_are_the_contract():
     functions = {"connect", "prepare", "initialize", "resolve", "available_backends", "plan", "audit", "validate"}
     functions |= {"whole_states", "keep_weight_casts", "dequantize", "export", "restore", "plain_weights"}
-    functions |= {"newest_checkpoint", "faults"}
+    functions |= {"newest_checkpoint", "faults", "advise"}
     recipes = {"TERecipeKwargs", "AORecipeKwargs", "MSAMPRecipeKwargs", "NativeRecipeKwargs", "FP8RecipeKwargs"}
     errors = {"FP8BackendError", "RecipeError", "BackendUnavailableError"}
-    results = {"Recipe", "Availability", "PrecisionPlan", "Audit", "Finding", "ConversionReport", "Export", "Fault"}
+    results = {"Recipe", "Availability", "PrecisionPlan", "Audit", "Finding", "ConversionReport", "Export"}
+    results |= {"Fault", "Advice"}
     assert set(fp8_backends.__all__) == functions | recipes | errors | results | {"register_backend"}
 
 

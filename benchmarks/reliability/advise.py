@@ -1,0 +1,283 @@
+"""Whether `advise` halves the gap of models in trouble with 95 % of the weight FLOPs in FP8, on other batches too.
+
+    benchmarks/reliability/advise.py [--quick] [--out FOLDER]
+
+A small Llama is trained in FP32 on Python's sources, and then gets what large models grow in a long run: channels of
+an activation that are many times as large as the others. A channel is multiplied where it is made and divided where it
+is read, so the function stays what it was in FP32. The layers on both sides are frozen: AdamW would take steps at their
+weights that are far too large in any precision. A model without norms gets batches of unlike magnitude instead.
+
+It exits with 1 where a model in trouble is not helped, where the healthy one is not left alone, or where the advised
+recipe trains worse than the given one. One model is beyond help: its row says what was found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from measuring import cpu_features, table, write_json
+from torch import nn
+
+SHARE, RATIO = 0.95, 0.5
+HARM = 0.01
+"""What the advised recipe's held-out loss may be above the given one's, or above FP32's, whichever is more."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is trained and measured."""
+
+    base_steps: int = 150
+    base_batch: int = 8
+    batch: int = 4
+    sequence: int = 64
+    steps: int = 30
+    lr: float = 1e-3
+
+
+QUICK = Sizes(base_steps=20, base_batch=2, batch=2, sequence=32, steps=5)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model in some trouble, and what is expected of the advice."""
+
+    name: str
+    trouble: str
+    given: str
+    expected: str
+    """Help by "layers" or by "scaling" (whichever is found must keep the promise), "nothing" for a healthy model, or
+    "no help" for one beyond it, whose result is shown and not judged."""
+    make: Callable[[nn.Module], nn.Module]
+
+
+def in_attention(model: nn.Module, power: int, blocks: range) -> nn.Module:
+    """Two channels of what queries, keys and values of these blocks are made from, 2**power times as large."""
+    for block in list(model.model.layers)[blocks.start : blocks.stop]:
+        attention = block.self_attn
+        readers = [attention.q_proj, attention.k_proj, attention.v_proj]
+        with torch.no_grad():
+            block.input_layernorm.weight[[5, 40]] *= 2.0**power
+            for each in readers:
+                each.weight[:, [5, 40]] /= 2.0**power
+        _freeze(block.input_layernorm, *readers)
+    return model
+
+
+def in_mlp(model: nn.Module, power: int, blocks: range) -> nn.Module:
+    """Two channels inside the SwiGLU of these blocks, 2**power times as large: what `down_proj` reads."""
+    for block in list(model.model.layers)[blocks.start : blocks.stop]:
+        with torch.no_grad():
+            block.mlp.up_proj.weight[[3, 77]] *= 2.0**power
+            block.mlp.down_proj.weight[:, [3, 77]] /= 2.0**power
+        _freeze(block.mlp.up_proj, block.mlp.down_proj)
+    return model
+
+
+def _freeze(*modules: nn.Module) -> None:
+    for module in modules:
+        module.requires_grad_(False)
+
+
+LAYERS = 12
+ALL = range(LAYERS)
+CASES = (
+    Case(
+        "attention, one block",
+        "2 of 64 channels 2^20 as large",
+        "native:delayed",
+        "layers",
+        lambda m: in_attention(m, 20, range(1, 2)),
+    ),
+    Case(
+        "SwiGLU, one block",
+        "2 of 192 channels 2^20 as large",
+        "native:dynamic",
+        "layers",
+        lambda m: in_mlp(m, 20, range(3, 4)),
+    ),
+    Case(
+        "SwiGLU, every block",
+        "2 of 192 channels 2^18 as large",
+        "native:delayed",
+        "scaling",
+        lambda m: in_mlp(m, 18, ALL),
+    ),
+    Case("healthy", "none", "native:delayed", "nothing", lambda m: m),
+    Case(
+        "both, every block",
+        "2 channels 2^18 as large, twice",
+        "native:delayed",
+        "no help",
+        lambda m: in_mlp(in_attention(m, 18, ALL), 18, ALL),
+    ),
+)
+UNLIKE = Case("MLP without norms", "batches 2^10 apart", "native:delayed", "scaling", lambda m: m)
+QUICK_CASES = ("attention, one block", "MLP without norms")
+
+
+class LanguageModel:
+    """A small Llama trained on Python's sources, and batches of these."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        from fp8_backends.cli.compare.training_text import load_text
+
+        self.sizes, self.text = sizes, load_text(limit_mb=1)
+        torch.manual_seed(0)
+        shape = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": LAYERS, "num_attention_heads": 2}
+        config = LlamaConfig(vocab_size=256, max_position_embeddings=sizes.sequence, use_cache=False, **shape)
+        self.model = LlamaForCausalLM(config)
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=2e-3)
+        for starts in self.text.batches(sizes.base_steps, sizes.base_batch, sizes.sequence, seed=0):
+            self.model(**self._inputs(self.text.windows(starts, sizes.sequence))).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def batches(self, count: int, seed: int) -> list[dict[str, torch.Tensor]]:
+        starts = self.text.batches(count, self.sizes.batch, self.sizes.sequence, seed)
+        return [self._inputs(self.text.windows(each, self.sizes.sequence)) for each in starts]
+
+    def held_out(self, count: int) -> list[dict[str, torch.Tensor]]:
+        windows = self.text.held_out_windows(count * self.sizes.batch, self.sizes.sequence)
+        return [self._inputs(each) for each in windows.split(self.sizes.batch)]
+
+    def arguments(self, case: Case) -> tuple[nn.Module, dict[str, Any]]:
+        """The model in its trouble, and what `advise` takes beside it."""
+        data = {"batches": self.batches(2, seed=1), "held_out": self.held_out(4), "unseen": self.batches(4, seed=3)}
+        data["train_on"] = self.batches(self.sizes.steps, seed=2)
+        return case.make(copy.deepcopy(self.model)), data
+
+    @staticmethod
+    def _inputs(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"input_ids": tokens, "labels": tokens}
+
+
+class Unlike:
+    """A model without norms, whose batches are in turn small and 1,024 times as large."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        self.sizes = sizes
+        torch.manual_seed(0)
+        blocks = [part for _ in range(6) for part in (nn.Linear(64, 64), nn.ReLU())]
+        self.model = nn.Sequential(*blocks, nn.Linear(64, 64))
+        self.target = torch.randn(64, 64) / 8
+
+    def batch(self, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs = torch.randn(128, 64, generator=torch.Generator().manual_seed(seed)) * 1024 ** (seed % 2)
+        return inputs, inputs @ self.target
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        inputs, target = batch
+        return ((model(inputs) - target) / inputs.abs().mean()).square().mean()
+
+    def arguments(self, case: Case) -> tuple[nn.Module, dict[str, Any]]:
+        data = {
+            "batches": range(4),
+            "held_out": range(10, 14),
+            "unseen": range(20, 24),
+            "train_on": range(100, 100 + self.sizes.steps),
+        }
+        return self.model, {name: list(map(self.batch, seeds)) for name, seeds in data.items()} | {"loss": self.loss}
+
+
+def measure(case: Case, source: LanguageModel | Unlike) -> dict:
+    """Ask for advice, and note what it gave."""
+    import fp8_backends
+    from fp8_backends.training.gradient_gap import GradientGap
+
+    model, data = source.arguments(case)
+    unseen = data.pop("unseen")
+    began = time.perf_counter()
+    advice = fp8_backends.advise(model, data.pop("batches"), case.given, lr=source.sizes.lr, **data)
+    seconds = time.perf_counter() - began
+    chosen = advice.chosen
+    others = GradientGap(model, unseen, advice.around, data.get("loss"))
+    gaps = [others.of(*others.prepared(each.recipe)).gap for each in (advice.given, chosen) if each]
+    shown = chosen or advice.best
+    return {
+        "model": case.name,
+        "trouble": case.trouble,
+        "given": advice.given.recipe.name,
+        "expected": case.expected,
+        "advised": chosen is not None,
+        "change": chosen.change if chosen else f"none; best: {advice.best.change}",
+        "flops_share": shown.flops_share,
+        "kept": shown.kept,
+        "floor": advice.floor.gap,
+        "gap_given": advice.given.gap,
+        "ratio": shown.gap / advice.given.gap,
+        "ratio_on_others": gaps[1] / gaps[0] if chosen else None,
+        "held_out_loss": advice.after_steps,
+        "passes": advice.passes,
+        "seconds": seconds,
+        "advice": advice.to_dict(),
+    }
+
+
+def broken(result: dict) -> Iterator[str]:
+    """What a result does not keep of what is promised."""
+    if result["expected"] == "no help":
+        return
+    if result["expected"] == "nothing":
+        if result["advised"]:
+            yield f"{result['model']}: nothing is wrong, and {result['change']} was advised"
+        return
+    if not result["advised"]:
+        yield f"{result['model']}: not helped ({result['advice']['verdict']})"
+        return
+    if min(result["flops_share"], result["kept"]) < SHARE:
+        yield f"{result['model']}: {result['flops_share']:.3f} of weight FLOPs in FP8"
+    if max(result["ratio"], result["ratio_on_others"]) > RATIO:
+        others = result["ratio_on_others"]
+        yield f"{result['model']}: {result['ratio']:.2f} and, on other batches, {others:.2f} of the gap"
+    losses = result["held_out_loss"]
+    if losses["as advised"] > max(losses["as given"], losses["FP32"]) + HARM:
+        yield f"{result['model']}: held-out loss {losses}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="two models, hardly trained")
+    parser.add_argument("--out", type=Path, help="folder for the record")
+    args = parser.parse_args()
+    sizes = QUICK if args.quick else Sizes()
+    language_model, results = LanguageModel(sizes), []
+    for case in (*CASES, UNLIKE):
+        if args.quick and case.name not in QUICK_CASES:
+            continue
+        results.append(measure(case, Unlike(sizes) if case is UNLIKE else language_model))
+        print(f"{case.name}: {results[-1]['advice']['verdict']}", flush=True)
+        if args.out:  # after each, for a run that is cut short
+            record = {"sizes": vars(sizes), "results": results}
+            write_json(str(args.out / f"advise_cpu_{cpu_features()}.json"), record)
+    print()
+    print(table(HEADER, [row(each) for each in results]))
+    faults = [fault for result in results for fault in broken(result)]
+    if faults:
+        raise SystemExit("\n".join(["", *faults]))
+
+
+HEADER = ["model", "given", "change", "FP8", "gap", "of it", "others", "loss FP32", "given", "advised", "passes"]
+
+
+def row(result: dict) -> list:
+    losses = [result["held_out_loss"].get(name, "-") for name in ("FP32", "as given", "as advised")]
+    others = result["ratio_on_others"]
+    figures = [result["flops_share"], result["gap_given"], result["ratio"], "-" if others is None else others]
+    return [result["model"], result["given"], result["change"], *figures, *losses, result["passes"]]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""`fp8-backends advise`: a model and a text in, the table and the recipe to paste out."""
+
+from __future__ import annotations
+
+import json
+import shlex
+
+import pytest
+
+import fp8_backends
+from fp8_backends.accelerate_plugin.launch_flags import parse, recipe_flags
+from fp8_backends.cli.advise import recipe_texts
+from fp8_backends.cli.config import read
+from fp8_backends.cli.main import main
+from fp8_backends.recipes.merging import merged
+
+RECIPES = [
+    {"backend": "native:rowwise"},
+    {"backend": "native:delayed", "exclude": ["model.layers.0.mlp.up_proj", "lm_head"], "margin": 2},
+    {
+        "backend": "msamp:O2",
+        "exclude": ["a.b"],
+        "rounding": "nearest",
+        "use_autocast_during_eval": True,
+    },
+    {"backend": "native:dynamic+msamp:O1", "override_linear_precision": (False, False, True)},
+]
+
+
+@pytest.mark.parametrize("fields", RECIPES)
+def test_a_recipe_is_the_same_in_code_flags_and_yaml(fields, tmp_path):
+    recipe = fp8_backends.resolve(fields)
+    assert eval(recipe_texts.code(recipe), {"FP8RecipeKwargs": fp8_backends.FP8RecipeKwargs}) == recipe
+    words = shlex.split(recipe_texts.flags(recipe))
+    assert words[:2] == ["fp8-backends", "launch"] and words[-1] == "SCRIPT"
+    assert fp8_backends.resolve(merged([recipe_flags(parse([*words[2:-1], "train.py"]))])) == recipe
+    file = tmp_path / "accelerate.yaml"
+    file.write_text("distributed_type: 'NO'\n" + recipe_texts.yaml_block(recipe))
+    assert read(str(file)).recipe == recipe
+
+
+SMALL = ["--batches", "1", "--batch", "2", "--sequence", "32"]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A model as transformers saves it, and the same without its weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=256, max_position_embeddings=64, **sizes))
+    model.save_pretrained(tmp_path / "model")
+    model.config.save_pretrained(tmp_path / "config")
+    return tmp_path
+
+
+def test_a_saved_model_is_measured_with_its_weights(folder, capsys):
+    arguments = ["advise", "--model", str(folder / "model"), "--backend", "native:delayed", "--steps", "1", *SMALL]
+    assert main([*arguments, "--max_trials", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["trials"][0]["backend"] == "native:delayed" and 0 < found["trials"][0]["gap"] < 0.5
+    assert len(found["notes"]) == 1 and "no tokenizer" in found["notes"][0]
+    assert set(found["after_steps"]) >= {"FP32", "as given"} and set(found["on_other_batches"]) >= {"as given"}
+    assert found["paste"]["code"].startswith("FP8RecipeKwargs(backend='native:")
+
+
+def test_a_configuration_alone_gets_random_weights_and_the_table_is_printed(folder, capsys):
+    config = folder / "accelerate.yaml"
+    config.write_text("distributed_type: 'NO'\nmixed_precision: fp8\nfp8_config: {backend: native, exclude: '*o_proj'}")
+    arguments = ["--model", str(folder / "config" / "config.json"), "--config_file", str(config), *SMALL]
+    assert main(["advise", *arguments, "--max_trials", "1", "--min_flops_share", "0.9"]) == 0
+    printed = capsys.readouterr().out
+    assert "random" in printed and "as given" in printed and "native:dynamic" in printed
+    assert "gap on other batches" in " ".join(printed.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "nothing/here"], "nothing/here"),
+        (["--batches", "0"], "--batches 0"),
+        (["--steps", "-1"], "--steps -1"),
+        (["--backend", "native:dealyed"], "did you mean 'delayed'"),
+        (["--backend", "native", "--config_file", "a.yaml"], "give one of them"),
+        (["--text", "nothing/here"], "--text nothing/here"),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_one_line_with_exit_code_2(arguments, message, capsys):
+    assert main(["advise", *arguments]) == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]

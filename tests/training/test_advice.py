@@ -1,0 +1,264 @@
+"""`advise` finds the layer or the scaling that is to blame, by measuring, and leaves the model as it was."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import random
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+import warm_process
+from torch import nn
+
+import fp8_backends
+from fp8_backends.training.advice import together, with_scaling, without
+from fp8_backends.training.gradient_gap import GradientGap
+
+SPIKE = 2.0**24
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+def blocks(count=11, spiked=()):
+    """A residual model; of what `up` reads in some blocks one channel is very large, with the same function in FP32."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block(32) for _ in range(count)))
+    with torch.no_grad():
+        for index in spiked:
+            model[index].norm.weight[0] *= SPIKE
+            model[index].up.weight[:, 0] /= SPIKE
+    return model
+
+
+def squares(model, x):
+    return (model(x) - x.roll(1, -1)).square().mean()
+
+
+def batches(count=2, magnitude=1.0):
+    return [torch.randn(32, 32, generator=torch.Generator().manual_seed(n)) * magnitude**n for n in range(count)]
+
+
+def test_the_layer_that_errs_is_found_and_kept_out():
+    tried = []
+    model = blocks(spiked=[3])
+    advice = fp8_backends.advise(model, batches(1), "native:dynamic", loss=squares, progress=tried.append)
+    assert advice.recipe.exclude == ("3.up",) and advice.verdict.startswith("3.up kept out")
+    assert advice.chosen.gap <= 0.5 * advice.given.gap and advice.chosen.kept >= 0.95
+    assert advice.recipe.name == "native:dynamic" and len(tried) - 1 <= 40
+    worst = max((each for each in advice.alone if len(each.names) == 1), key=lambda each: each.gap)
+    assert worst.names == ("3.up",) and "3.up kept out" in str(advice)
+    # again on other batches, by a measure of its own
+    check = GradientGap(model, batches(4)[2:], "bf16", squares)
+    gaps = [check.of(*check.prepared(each)).gap for each in (advice.given.recipe, advice.recipe)]
+    assert gaps[1] <= 0.5 * gaps[0]
+    assert json.loads(json.dumps(advice.to_dict(), allow_nan=False))["advised"] is True
+    assert "<table" in advice._repr_html_()
+
+
+def unlike(magnitude):
+    """A model without norms, whose batches differ in magnitude: an amax of the last batch says nothing of the next."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(part for _ in range(3) for part in (nn.Linear(32, 32), nn.ReLU())), nn.Linear(32, 32))
+    data = [x * magnitude ** (n % 2) for n, x in enumerate(batches(6))]
+
+    def loss(model, x):
+        return (model(x) / x.abs().mean()).square().mean()
+
+    return model, data, loss
+
+
+def test_the_scaling_that_helps_is_found_checked_on_other_batches_and_trained_with():
+    model, data, loss = unlike(1024.0)
+    advice = fp8_backends.advise(
+        model, data[:2], "native:delayed", loss=loss, held_out=data[2:4], train_on=data[4:], lr=1e-3
+    )
+    assert advice.recipe.name == "native:dynamic" and advice.chosen.kept == 1 and not advice.recipe.exclude
+    assert [each.recipe.name for each in advice.trials] == ["native:delayed", "native:dynamic"]
+    other = advice.on_other_batches
+    assert list(other) == ["as given", "scaling dynamic"]
+    assert other["scaling dynamic"].gap <= 0.5 * other["as given"].gap
+    assert list(advice.after_steps) == ["FP32", "as given", "as advised"]
+    assert all(map(math.isfinite, advice.after_steps.values()))
+    assert "native:dynamic" in str(advice) and "scaling dynamic" in advice.verdict
+
+
+def test_a_change_that_helps_on_the_batches_of_the_search_alone_is_not_advised():
+    model, data, loss = unlike(1024.0)
+    alike = [x.clamp(-1, 1) for x in batches(2)]  # to which delayed scaling does no harm
+    advice = fp8_backends.advise(model, data[:2], "native:delayed", loss=loss, held_out=alike)
+    tried = {each.change: each.gap / advice.given.gap for each in advice.trials}
+    assert tried["scaling dynamic"] <= 0.5 and advice.chosen is None and advice.recipe.name == "native:delayed"
+    others = advice.on_other_batches
+    assert others["scaling dynamic"].gap > 0.5 * others["as given"].gap and "on other batches)" in advice.verdict
+
+
+def test_a_healthy_model_keeps_its_recipe():
+    model, data, loss = unlike(1.0)
+    advice = fp8_backends.advise(model, data[:1], "ao", loss=loss)
+    assert advice.chosen is None and advice.recipe == fp8_backends.resolve("ao") and "keep the recipe" in advice.verdict
+    assert 0 < advice.floor.gap < advice.given.gap < 0.5
+    # TorchAO's rule with weight gradients in high precision keeps two of three products in FP8
+    (left_out,) = [each for each in advice.trials if each.measured is None]
+    assert left_out.recipe.scaling == "rowwise_with_gw_hp" and 0.6 < left_out.kept < 0.7 and left_out.gap == math.inf
+    assert advice.best.kept >= 0.95 and "too little" in str(advice)
+
+
+class Everything(nn.Module):
+    """Dropout, running statistics, a hook, a part that stays in evaluation: what a pass could leave a trace of."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm, self.frozen = nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Linear(32, 32)
+        self.still, self.down = nn.BatchNorm1d(32), nn.Linear(32, 32)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x):
+        noise = torch.randn_like(x) * random.random() * numpy.random.rand()
+        hidden = nn.functional.dropout(self.norm(self.up(x)), 0.3, self.training) + 0.1 * noise
+        return self.down(self.still(self.frozen(hidden))).square().mean()
+
+
+def state_of(model, optimizer):
+    """Everything that a pass or a preparation could change, as comparable values."""
+    tensors = {**model.state_dict(), **{f"{n}.grad": p.grad for n, p in model.named_parameters()}}
+    tensors |= {f"{i}.{k}": v for i, s in optimizer.state_dict()["state"].items() for k, v in s.items()}
+    modules = [(type(m), m.training, sorted(m.__dict__), len(m._forward_hooks)) for m in model.modules()]
+    draws = (torch.get_rng_state().tolist(), random.getstate(), str(numpy.random.get_state()))
+    return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in tensors.items()}, modules, draws
+
+
+@pytest.mark.parametrize("prepared_with", [None, "msamp:O2"])
+def test_model_optimizer_and_random_numbers_are_left_as_they_were_to_the_bit(prepared_with):
+    torch.manual_seed(0)
+    model = Everything()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    if prepared_with:
+        fp8_backends.prepare(model, optimizer, prepared_with)
+    model(torch.randn(16, 32)).backward()
+    optimizer.step()
+    model.still.eval()
+    model.up.register_forward_hook(lambda *_: None)
+    parameters, before = list(model.parameters()), state_of(model, optimizer)
+    data = batches(1)
+    spec = None if prepared_with else "msamp:O1"
+    advice = fp8_backends.advise(model, data, spec, held_out=data, train_on=data, max_trials=3)
+    assert advice.given.recipe.name == (prepared_with or "msamp:O1") and 0 < advice.given.gap < 1
+    after = state_of(model, optimizer)
+    assert all(mine is yours for mine, yours in zip(parameters, model.parameters(), strict=True))
+    assert before[1:] == after[1:] and before[0].keys() == after[0].keys()
+    for name, tensor in before[0].items():
+        assert torch.equal(tensor, after[0][name]) if isinstance(tensor, torch.Tensor) else tensor == after[0][name]
+
+
+def test_the_gap_is_what_is_defined():
+    model, (x,) = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32)), batches(1)
+    found = GradientGap(model, [x], "bf16", squares)
+    twin, total, size = copy.deepcopy(model), 0.0, 0
+    squares(model, x).backward()
+    with torch.autocast("cpu", torch.bfloat16):
+        squares(twin, x).backward()
+    for mine, exact in zip(twin.parameters(), model.parameters(), strict=True):
+        total += exact.numel() * ((mine.grad - exact.grad).norm() / exact.grad.norm()).item() ** 2
+        size += exact.numel()
+    assert found.floor.gap == pytest.approx(math.sqrt(total / size), rel=1e-4) and not found.not_counted
+    fp8_backends.prepare(twin, None, "native:dynamic")
+    assert found.of(*found.prepared(fp8_backends.resolve("native:dynamic"))).gap > 3 * found.floor.gap
+
+
+class Keyed(nn.Module):
+    """Attention, to which a key's bias makes no difference."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, x):
+        attended = nn.functional.scaled_dot_product_attention(self.query(x), self.key(x), self.value(x))
+        return attended.square().mean()
+
+
+def test_a_gradient_that_is_rounding_noise_does_not_count():
+    torch.manual_seed(0)
+    found = GradientGap(Keyed(), [batches(1)[0][None]], "bf16")
+    assert found.not_counted == ["key.bias"] and found.floor.gap < 0.1
+
+
+def test_a_gradient_that_is_not_finite_is_an_infinite_gap():
+    """Planted in the loss: no recipe here makes one from finite numbers."""
+
+    def loss(model, x):
+        is_fp8 = type(model[0].up) is not nn.Linear
+        return squares(model, x) * (math.nan if is_fp8 else 1.0)
+
+    advice = fp8_backends.advise(blocks(1), batches(1), "native", loss=loss, max_trials=2)
+    assert advice.given.gap == math.inf and advice.chosen is None and "train in" in advice.verdict
+    assert advice.to_dict()["trials"][0]["gap"] is None and "inf" in str(advice)
+
+
+def test_no_more_trials_than_allowed_are_measured():
+    tried = []
+    advice = fp8_backends.advise(
+        blocks(spiked=[3]), batches(1), "native", loss=squares, max_trials=5, progress=tried.append
+    )
+    assert len(tried) == 6 and advice.chosen is None and len(advice.alone) <= 4  # FP32 is no trial
+
+
+def test_recipes_are_changed_in_one_thing():
+    recipe = fp8_backends.resolve(
+        {"backend": "native:delayed+msamp:O2", "margin": 1, "exclude": "a", "rounding": "nearest"}
+    )
+    assert without(recipe, ["b.c"]).to_kwargs() == {
+        **recipe.to_kwargs(),
+        "backend": recipe.name,
+        "exclude": ("a", "b.c"),
+    }
+    rowwise = with_scaling(recipe, "rowwise")
+    assert (rowwise.name, rowwise.exclude, rowwise.rounding) == ("native:rowwise+msamp:O2", ("a",), "nearest")
+    assert "margin" not in rowwise.given  # which rowwise does not read
+    assert together(["a.0.q", "a.0.k"]) == "a.0.(q, k)" and together(["a.x", "b.x"]) == "a.x, b.x"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"batches": []}, "no batch"),
+        ({"loss": None}, "returns no loss"),
+        ({"loss": lambda model, x: squares(model, x).item()}, "requires a gradient"),
+        ({"loss": lambda model, x: squares(model, x) * math.nan}, "not finite in FP32"),
+        ({"min_flops_share": 1.5}, "min_flops_share"),
+        ({"max_trials": 0}, "max_trials"),
+        ({"model": blocks(1).requires_grad_(False)}, "trains"),
+        ({"model": (blocks(1), None)}, "must be a torch.nn.Module"),
+        ({"spec": {"backend": "native", "autocast_dtype": "fp16"}}, "fp16"),
+        ({"spec": "natve"}, "did you mean"),
+        ({"model": nn.Sequential(nn.Conv1d(1, 1, 1))}, "no layer of this model"),
+    ],
+)
+def test_what_cannot_be_measured_is_an_error_that_says_why(arguments, match):
+    defaults = {"model": blocks(1), "batches": batches(1), "spec": "native", "loss": squares}
+    given = defaults | arguments
+    if "Conv" in str(given["model"]):
+        given |= {"batches": [torch.randn(2, 1, 4)], "loss": lambda model, x: model(x).square().mean()}
+    with pytest.raises(fp8_backends.FP8BackendError, match=match):
+        fp8_backends.advise(given.pop("model"), given.pop("batches"), given.pop("spec"), **given)
+
+
+@pytest.mark.slow
+def test_the_benchmark_shows_what_it_promises_on_its_quick_models(tmp_path):
+    script = Path(__file__).resolve().parents[2] / "benchmarks" / "reliability" / "advise.py"
+    ended = warm_process.run(str(script), "--quick", "--out", str(tmp_path), timeout=300)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    (record,) = (json.loads(file.read_text()) for file in tmp_path.glob("advise_cpu_*.json"))
+    assert record["machine"]["date"] and [each["expected"] for each in record["results"]] == ["layers", "scaling"]
+    assert all(each["advised"] and each["ratio_on_others"] <= 0.5 for each in record["results"])
