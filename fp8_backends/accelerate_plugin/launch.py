@@ -29,9 +29,11 @@ from ..compute.fields import flag
 from ..errors import BackendUnavailableError, FP8BackendError, RecipeError
 from ..recipes.handlers import AUTO, FP8RecipeKwargs, Recipe
 from ..recipes.merging import merged
+from ..recipes.reading import read_file
 from ..recipes.sources import LAUNCHED, PREFIX, Source, config_source, environment_fields, environment_name, is_launched
 from ..training.preparation import check_machine
 from ..training.rules import RULES
+from ..words import shown
 from .launch_flags import parse, recipe_flags
 from .plugin import is_disabled
 
@@ -97,7 +99,7 @@ def _environment() -> Source:
         fields = environment_fields()
     except RecipeError as error:
         raise RecipeError(f"{name} in the environment: {error}") from None
-    sources = {field: f"{name} in the environment, {field}={value!r}" for field, value in fields.items()}
+    sources = {field: f"{name} in the environment, {field}={shown(value)}" for field, value in fields.items()}
     return Source(fields, sources, selects_levels=is_launched())
 
 
@@ -107,6 +109,7 @@ def _configuration(args: argparse.Namespace, commands: ModuleType) -> _Configura
     path = args.config_file or (default if os.path.isfile(default) and not args.cpu else None)
     if path is None:
         return _Configuration()
+    read_file(path)  # Accelerate's reader asks neither how long a file is nor whether a key stands there twice
     try:
         return _Configuration(path, commands.load_config_from_file(path))
     except Exception as error:  # whatever the file makes of Accelerate's reader
@@ -152,7 +155,7 @@ def _check_launcher(args: argparse.Namespace, config: _Configuration) -> None:
             "train alone on every rank. For several ranks on the CPU: --cpu --num_processes N"
         )
     if not args.module and not os.path.exists(args.training_script):
-        raise FP8BackendError(f"there is no script {args.training_script!r}")
+        raise FP8BackendError(f"there is no script {shown(args.training_script)}")
 
 
 def _check_machine(recipe: Recipe, args: argparse.Namespace, config: _Configuration) -> None:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from ..compute.fields import closest
 from ..errors import FP8BackendError
+from ..words import shown
 from .terminal import paragraphs
 
 FOLDER = Path(__file__).parents[1] / "examples"
@@ -55,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     name = args.name.removesuffix(".py")
     if name not in known:
-        raise FP8BackendError(f"no example is named {name!r}{closest(name, known)}; there are {', '.join(known)}")
+        raise FP8BackendError(f"no example is named {shown(name)}{closest(name, known)}; there are {', '.join(known)}")
     copied = copy(known[name], args.target)
     start = known[name].start.replace(f"{name}.py", shlex.quote(str(copied)))
     print(f"copied to {copied}; start it with\n\n    {start}")

@@ -17,6 +17,7 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from ..errors import RecipeError
+from ..words import shortened, shown
 
 LEVELS = ("O0", "O1", "O2", "O3")
 """MS-AMP's levels; O0 leaves weights, gradients and optimizer states alone."""
@@ -107,11 +108,11 @@ class Field:
         """The value in its one spelling. Raises `RecipeError` naming the field."""
         try:
             return self.parse(value)
-        except (TypeError, ValueError) as error:
-            reason = str(error)
+        except (TypeError, ValueError, OverflowError) as error:
+            reason = shortened(str(error), 1000)
             if not reason.startswith("must "):  # of a function that was not written for this, such as `int`
                 reason = f"must be {self.values or 'another value'} ({reason})"
-            raise RecipeError(f"{self.name}={value!r}: {self.name} {reason}") from None
+            raise RecipeError(f"{self.name}={shown(value)}: {self.name} {reason}") from None
 
     def default_for(self, scaling: str | None) -> Any:
         """The default under a scaling rule."""
@@ -207,8 +208,8 @@ def three_flags(value: Sequence[bool] | str) -> tuple[bool, bool, bool]:
     if isinstance(value, str):
         value = value.strip().strip("()[]").split(",")
     try:
-        flags = tuple(map(flag, value))
-    except (TypeError, ValueError):
+        flags = tuple(map(flag, value)) if isinstance(value, Sequence) else ()
+    except ValueError:
         flags = ()
     if len(flags) != 3:
         raise ValueError("must be three bools, for fprop, dgrad and wgrad in high precision")
@@ -364,4 +365,4 @@ def check_known(what: str, word: Any, words: Iterable[str]) -> None:
     """Raise `RecipeError`, with the nearest word, where a word is none of these. `what`: what it is a word for."""
     words = tuple(words)
     if word not in words:
-        raise RecipeError(f"{what} {word!r} is not known{closest(str(word), words)}; there are {', '.join(words)}")
+        raise RecipeError(f"{what} {shown(word)} is not known{closest(str(word), words)}; there are {', '.join(words)}")

@@ -17,6 +17,7 @@ import re
 from collections.abc import Callable
 
 from ..errors import BackendUnavailableError, FP8BackendError, RecipeError
+from ..words import shown
 from . import chips, hardware
 from .chips import Choice
 from .fields import closest
@@ -47,7 +48,7 @@ def register_backend(name: str, factory: Callable[[], Compute], replace: bool = 
     """
     key = name.lower() if isinstance(name, str) else ""
     if not re.fullmatch(r"[a-z][a-z0-9_.-]*", key):
-        raise RecipeError(f"backend name {name!r}: letters, digits, '_', '-' and '.' are allowed, a letter first")
+        raise RecipeError(f"backend name {shown(name)}: letters, digits, '_', '-' and '.' are allowed, a letter first")
     if key in RESERVED or key in ALIASES:
         raise RecipeError(f"backend name {name!r} has a meaning of its own in a backend string; choose another")
     if not callable(factory):
@@ -113,7 +114,7 @@ def unknown_backend(word: str) -> RecipeError:
     choices = [*valid_names(), *ALIASES, *RESERVED]
     supported = "; ".join(f"{name}[:{'|'.join(_known_scalings(name))}]" for name in valid_names())
     return RecipeError(
-        f"unknown backend {word!r}{closest(word, choices)}. Valid, in any case: auto; {supported}; "
+        f"unknown backend {shown(word)}{closest(word, choices)}. Valid, in any case: auto; {supported}; "
         "msamp[:O0|O1|O2|O3]; COMPUTE[:SCALING]+msamp[:LEVEL]"
     )
 

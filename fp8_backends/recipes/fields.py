@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import textwrap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -26,18 +26,19 @@ from ..compute.interface import Compute
 from ..compute.te import fields as te
 from ..compute.torchao import fields as torchao
 from ..errors import FP8BackendError, RecipeError
+from ..words import shortened
 
 ABOVE_O0 = ("O1", "O2", "O3")
 
 
-def _patterns(value: str | Iterable[str]) -> tuple[str, ...]:
+def _patterns(value: str | Collection[str]) -> tuple[str, ...]:
     """Name patterns: one string (commas separate several) or a sequence of strings."""
     if isinstance(value, str):
         value = [part.strip() for part in value.split(",")]
-    names = tuple(value) if isinstance(value, Iterable) else ()
-    if not names or not all(isinstance(name, str) and name for name in names):
+    # a collection has an end, which an iterator may not have
+    if not isinstance(value, Collection) or not all(isinstance(name, str) and name for name in value) or not len(value):
         raise ValueError('must be name patterns, such as "model.layers.*.mlp.*" or ["q_proj", "k_proj"]')
-    return names
+    return tuple(value)
 
 
 def _function(value: Any) -> Callable[[nn.Module, str], bool]:
@@ -223,7 +224,7 @@ def field_value(field: Field, value: Any) -> Any:
         value = value.strip()
         # a list of the YAML file, which Accelerate's launcher exports as Python writes it
         if value.startswith(("['", '["', "('", '("')):
-            with contextlib.suppress(ValueError, SyntaxError):
+            with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):  # the last two: too deep
                 value = ast.literal_eval(value)
     return field.parsed(value)
 
@@ -247,7 +248,7 @@ def unknown_field(name: str, owner: str, own: Iterable[str], elsewhere: dict[str
             "FP8RecipeKwargs(backend=…), which takes the fields of every backend"
         )
     known = sorted(own)
-    return RecipeError(f"{name} is not a field of {owner}{closest(name, known)}; it has {', '.join(known)}")
+    return RecipeError(f"{shortened(name)} is not a field of {owner}{closest(name, known)}; it has {', '.join(known)}")
 
 
 # Fields in words

@@ -15,7 +15,7 @@ from ..notebooks import as_html
 from ..numerics.modules import check_is_module
 from ..recipes.handlers import resolve
 from ..recipes.specs import Spec
-from ..words import counted
+from ..words import counted, shown
 from . import conversion, preparation, quantized_layers
 from .rules import RULES, Compiled, Machine, Parallel, Setup, Severity
 
@@ -94,7 +94,7 @@ def validate(
     if model is not None:
         check_is_module(model)
     if not isinstance(optimizer, (torch.optim.Optimizer, str, type(None))):
-        raise RecipeError(f"optimizer={optimizer!r} must be a torch.optim.Optimizer that was made, or a name")
+        raise RecipeError(f"optimizer={shown(optimizer)} must be a torch.optim.Optimizer that was made, or a name")
     machine = Machine.this() if chip is None else Machine.with_chip(chip)
     try:
         recipe = resolve(spec)
