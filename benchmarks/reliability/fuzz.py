@@ -27,6 +27,7 @@ import tempfile
 import time
 import traceback
 import types
+import urllib.parse
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,13 +53,14 @@ from fp8_backends.estimation import Workload, estimate  # noqa: E402
 from fp8_backends.recipes.fields import FIELDS, NAMING  # noqa: E402
 from fp8_backends.recipes.handlers import from_environment, with_environment  # noqa: E402
 from fp8_backends.recipes.merging import accelerate_fields  # noqa: E402
-from fp8_backends.recipes.sources import LAUNCHED, PREFIX  # noqa: E402
+from fp8_backends.recipes.sources import LAUNCHED, NAMES, PREFIX  # noqa: E402
 from fp8_backends.words import shortened  # noqa: E402
 
 LONGEST = 2000
 """Characters of a message."""
 SECONDS = 2.0
-"""A case that takes longer hangs."""
+"""Of this process's time. A case that takes longer hangs; so does one that waits for anything 15 times as long."""
+_ALARMS = (signal.SIGVTALRM, signal.SIGALRM)
 OUTCOMES = ("worked", "refused", "internal", "unclear", "ignored")
 """An `internal` error is any that is not this package's, or a hang; an `unclear` refusal is too long, or names nothing
 of what was given; `ignored` is what was accepted and is not in the recipe."""
@@ -100,7 +102,8 @@ def meanings(value: Any) -> list:
     if isinstance(value, str):
         word = value.strip().lower()
         parts = tuple(part.strip().strip("'\"") for part in word.strip("()[]").split(","))
-        found = [word, parts, tuple(part in _TRUE for part in parts)]
+        plain = tuple(part.strip() for part in word.split(","))
+        found = [word, parts, plain, tuple(part in _TRUE for part in parts)]
         found += [word in _TRUE] if word in _TRUE | _FALSE else []
         with contextlib.suppress(ValueError):
             found.append(float(word))
@@ -234,7 +237,8 @@ def run_recipes(case: Case) -> None:
     if origin:
         return named(resolve, (handler,), *fields, name)
     make = resolve if name == "dict" else lambda found: getattr(fp8_backends, name)(**found)
-    recipe = named(make, (fields,), *fields, fields.get("backend"), name, "ao:")
+    theirs = [NAMES[field][0].name for field in fields if field in NAMES]
+    recipe = named(make, (fields,), *fields, *theirs, fields.get("backend"), name, "ao:")
     if recipe.backend is not None or name != "dict":  # else auto has chosen
         check_seen(recipe, fields)
         if recipe.compute != "auto":
@@ -249,11 +253,13 @@ def run_environment(case: Case) -> None:
             configuration = launch._Configuration()
             launch._check_launcher(args, configuration)
             return launch._wants_cpu_ranks(args, configuration)
-        recipe = named(from_environment, (), *variables, "OVERRIDE")
+        fields = [fuzz_cases.FIELD_OF_SUFFIX.get(name.upper().removeprefix(PREFIX)) for name in variables]
+        recipe = named(from_environment, (), *variables, *fields, *variables.values(), "OVERRIDE", LAUNCHED)
         with contextlib.suppress(FP8BackendError):
             with_environment(FP8RecipeKwargs(backend="native:delayed"))
     if recipe is not None and LAUNCHED in variables:
-        given = json.loads(variables[LAUNCHED])
+        text = variables[LAUNCHED]
+        given = json.loads(urllib.parse.unquote(text) if text.startswith("%7B") else text)
         check_seen(recipe, {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()})
     elif recipe is not None:
         fields = {
@@ -294,9 +300,9 @@ def run_files(case: Case) -> None:
         asked, again = config.read(str(path), *_system(case)), Path(folder, "again.yaml")
         again.write_text(out, encoding="utf-8")
         same = config.read(str(again), "accelerate")
-        if asked.recipe != same.recipe:
+        if asked.recipe and _means(asked.recipe) != (same.recipe and _means(same.recipe)):
             raise Ignored(f"{asked.recipe!r} is written as {same.recipe!r}")
-        if fields and asked.recipe is not None and FP8RecipeKwargs(**fields) != asked.recipe:
+        if fields and asked.recipe is not None and _means(FP8RecipeKwargs(**fields)) != _means(asked.recipe):
             raise Ignored(f"config reads {asked.recipe!r}, launch {FP8RecipeKwargs(**fields)!r}")
         if asked.system == "accelerate" and asked.recipe is not None:
             check_block(yaml.safe_load(path.read_bytes()).get("fp8_config") or {}, asked)
@@ -409,7 +415,7 @@ def named(function: Any, arguments: tuple, *words: Any) -> Any:
         spelled = [
             form for word in words if isinstance(word, str) for form in (word, repr(word)[1:-1], word.replace("-", "_"))
         ]
-        if spelled and not any(word[:20] in said for word in spelled):
+        if spelled and not any(word[:20].rstrip("s") in said for word in spelled):
             raise Unclear(f"names none of {', '.join(map(_short, words))}: {said[:300]}") from None
         raise
 
@@ -422,8 +428,8 @@ def check_length(error: Exception) -> None:
 @contextlib.contextmanager
 def changed_environment(variables: dict[str, str]) -> Iterator[None]:
     saved = dict(os.environ)
-    os.environ.update({name.replace("=", ""): text for name, text in variables.items() if name.replace("=", "")})
     try:
+        os.environ.update({name.replace("=", ""): text for name, text in variables.items() if name.replace("=", "")})
         yield
     finally:
         os.environ.clear()
@@ -443,13 +449,14 @@ RUN = {
 
 
 def result_of(case: Case) -> Result:
-    """Run one case, for at most `SECONDS`."""
+    """Run one case, within its time."""
 
     def alarm(number: int, frame: types.FrameType | None) -> None:
         raise Hang(f"no end after {SECONDS:g} s: {' < '.join(_places(frame))}")
 
-    before = signal.signal(signal.SIGALRM, alarm)
-    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    before = [signal.signal(number, alarm) for number in _ALARMS]
+    signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
+    signal.setitimer(signal.ITIMER_REAL, 15 * SECONDS)
     try:
         RUN[case["area"]](case)
         return Result("worked", "")
@@ -463,8 +470,10 @@ def result_of(case: Case) -> Result:
         places = " < ".join(_places_of(error.__traceback__))
         return Result("internal", f"{type(error).__name__}: {str(error)[:300]} ({places})")
     finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        for number, handler in zip(_ALARMS, before, strict=True):
+            signal.signal(number, handler)
 
 
 def _places_of(trace: types.TracebackType | None) -> list[str]:
@@ -479,7 +488,7 @@ def _places(frame: types.FrameType | None) -> list[str]:
 
 def smaller(case: Case) -> Iterator[Case]:
     """The same case with less in it."""
-    for key in ("fields", "variables"):
+    for key in ("fields", "variables") if "function" not in case else ():
         for name in case.get(key, ()):
             yield {**case, key: {other: value for other, value in case[key].items() if other != name}}
     for key in ("argv", "arguments"):

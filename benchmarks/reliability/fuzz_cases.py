@@ -379,7 +379,12 @@ def environment(rng: Random) -> Case:
         }
     else:
         found = {name: rng.choice(WORDS) for name in rng.sample(_LAUNCHERS, 2)}
-    return {"variables": {name: text for name, text in found.items() if name and "\x00" not in name + text}}
+    return {"variables": {name: text for name, text in found.items() if name and _is_possible(name + text)}}
+
+
+def _is_possible(text: str) -> bool:
+    """Whether the environment can hold it."""
+    return "\x00" not in text and not any("\ud800" <= character < "\udc80" for character in text)
 
 
 def _plain(found: Any) -> Any:

@@ -21,12 +21,13 @@ from ..compute.fields import (
     flag,
     one_of,
     same,
+    word,
 )
 from ..compute.interface import Compute
 from ..compute.te import fields as te
 from ..compute.torchao import fields as torchao
 from ..errors import FP8BackendError, RecipeError
-from ..words import shortened
+from ..words import shortened, shown
 
 ABOVE_O0 = ("O1", "O2", "O3")
 
@@ -47,28 +48,22 @@ def _function(value: Any) -> Callable[[nn.Module, str], bool]:
     return value
 
 
-def _word(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError("must be a word")
-    return value.strip()
-
-
 def _level(value: Any) -> str:
-    return _word(value).upper()
+    return word(value).upper()
 
 
 NAMING = (
     Field(
         "backend",
         None,
-        _word,
+        word,
         "COMPUTE[:SCALING][+msamp[:LEVEL]]: native:rowwise, ao, te+msamp:O3, msamp:O2, … (default: auto, which picks "
         "for this machine).",
     ),
     Field(
         "scaling",
         None,
-        _word,
+        word,
         "The scaling rule, if the backend string does not name it: delayed, dynamic, rowwise, blockwise, mxfp8, window "
         "and so on.",
         synonyms={"fp8_recipe": same},
@@ -194,8 +189,17 @@ VARIABLES = _variables(FIELDS.values())
 
 
 def fields_of(compute: Compute) -> dict[str, Field]:
-    """The fields that a backend declares, by name. It declares a field of this package by that field's name."""
-    return by_name(SETTINGS[each] if isinstance(each, str) else each for each in compute.fields)
+    """The fields that a backend declares, by name. It declares a field of this package by that field's name.
+
+    Raises `FP8BackendError` for a third party's declaration that is neither a field nor such a name."""
+    declared = [SETTINGS.get(each) if isinstance(each, str) else each for each in compute.fields]
+    for each, written in zip(declared, compute.fields, strict=True):
+        if not isinstance(each, Field):
+            raise FP8BackendError(
+                f"fields of {type(compute).__name__}: {shown(written)} is neither a fp8_backends.compute.fields.Field "
+                "nor the name of a field of this package"
+            )
+    return by_name(declared)
 
 
 def registered_fields() -> dict[str, Field]:

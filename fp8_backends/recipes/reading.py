@@ -41,7 +41,7 @@ def read_file(path: str) -> dict[str, Any]:
     except OSError as error:
         raise RecipeError(f"{shortened(path)}: {error.strerror or error}") from None
     except (yaml.YAMLError, ValueError) as error:
-        reason = shortened(" ".join(str(error).split()), 600)
+        reason = shortened(" ".join(str(error).split()).replace(' in "<unicode string>",', ","), 600)
         raise RecipeError(f"{shortened(path)} is no {kind} that can be read: {reason}") from None
     if not isinstance(values, Mapping):
         raise RecipeError(f"{shortened(path)} holds no keys: a configuration file of Accelerate or Axolotl is wanted")

@@ -48,7 +48,7 @@ def parse_backend(text: str) -> BackendName:
     name = registry.ALIASES.get(name, name)
     if name == AUTO:
         raise RecipeError(f"{shown(text)}: auto stands alone; name a compute: {', '.join(registry.valid_names())}")
-    if name not in registry.valid_names():
+    if not registry.is_known(name):
         raise registry.unknown_backend(text)
     return BackendName(name, scaling_name(name, rest, shown(text)) if colon else None, level)
 

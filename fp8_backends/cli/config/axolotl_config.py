@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from accelerate.utils.dataclasses import DynamoBackend
 
-from ...compute.fields import flag, one_of, whole_number
+from ...compute.fields import flag, one_of, whole_number, word
 from ...errors import RecipeError
 from ...training.rules import Parallel
 from .training_config import DEEPSPEED_PRECISION, UNCOMPILED, ConfigFile, TrainingConfig
@@ -234,7 +234,7 @@ def _surroundings(file: ConfigFile, fsdp: Mapping[str, Any], parallel: Parallel)
         "activation_checkpointing": checkpointing or fsdp.get("activation_checkpointing", False),
         "attention": str(attention) if attention else next(flags, None),
         "sequence_length": file.get("sequence_len", whole_number(1)),
-        "optimizer": file.values.get("optimizer"),
+        "optimizer": file.get("optimizer", word),
         "cpu_ram_efficient_loading": fsdp.get("cpu_ram_efficient_loading", False) if fsdp else None,
         "zero_stage": file.zero_stage(file.values["deepspeed"]) if parallel == "deepspeed" else None,
         "tensor_parallel": file.get("tensor_parallel_size", whole_number(1), 1),

@@ -94,7 +94,7 @@ class TrainingConfig:
         written = {**self.accelerate}
         if self.recipe is not None:
             written["fp8_config"] = yaml_fields(self.recipe)
-        if "deepspeed_config_file" not in written.get("deepspeed_config", {}):
+        if self.parallel != "deepspeed" or "deepspeed_config_file" not in written.get("deepspeed_config", {}):
             written["mixed_precision"] = self.mixed_precision
         return written
 

@@ -8,15 +8,16 @@ whole. What a rank of several holds and sends follows from the trace (`sharded_c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
-from ...compute.fields import check_known
-from ...errors import FP8BackendError
+from ...compute.fields import check_known, parsed, whole_number
+from ...errors import FP8BackendError, RecipeError
 from ...recipes.handlers import Recipe, resolve
+from ...words import shown
 from . import sharded_costs
 from .model_shapes import LONG, SHORT, ModelShape
 from .step_trace import (
@@ -58,6 +59,10 @@ class Workload:
     """Bytes of one device; None: not asked."""
     fused: bool = True
     """`torch.optim.AdamW(fused=…)`."""
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "sequence", "devices"):
+            setattr(self, name, parsed(name, whole_number(1), getattr(self, name)))
 
 
 @dataclass
@@ -124,7 +129,7 @@ def estimate(
         RecipeError: an unknown backend or sharding, or a dtype of weights that no model is trained in.
         FP8BackendError: no backend can train this model, or its memory cannot be told.
     """
-    shardings = list(shardings)
+    backends, shardings = _list("backends", backends), _list("shardings", shardings)
     for sharding in shardings:
         check_known("sharding", sharding, sharded_costs.SHARDINGS)
     check_known("dtype of weights", workload.weights, WEIGHT_DTYPES)
@@ -145,6 +150,12 @@ def estimate(
     if found and all(each.refused for each in found):
         raise FP8BackendError("; ".join(dict.fromkeys(each.refused for each in found)))
     return found
+
+
+def _list(name: str, found: Iterable[Any]) -> list:
+    if not isinstance(found, Iterable) or isinstance(found, (str, Mapping)):
+        raise RecipeError(f"{name}={shown(found)}: {name} must be a list of names")
+    return list(found)
 
 
 def _estimate(workload: Workload, backend: str, recipe: Recipe | None, sharding: str, traced: dict) -> Estimate:
