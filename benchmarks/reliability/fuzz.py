@@ -20,6 +20,7 @@ import json
 import logging
 import os
 import pickle
+import resource
 import shlex
 import signal
 import sys
@@ -110,6 +111,8 @@ def meanings(value: Any) -> list:
         return found
     if isinstance(value, (list, tuple)):
         return [tuple(value), tuple(_spelled(each) for each in value), *meanings(",".join(map(str, value)))]
+    if isinstance(value, collections.deque):
+        return meanings(tuple(value))
     return [set(value)] if isinstance(value, set) else [value]
 
 
@@ -240,7 +243,7 @@ def run_recipes(case: Case) -> None:
     theirs = [NAMES[field][0].name for field in fields if field in NAMES]
     recipe = named(make, (fields,), *fields, *theirs, fields.get("backend"), name, "ao:")
     if recipe.backend is not None or name != "dict":  # else auto has chosen
-        check_seen(recipe, fields)
+        check_seen(recipe, {field: value for field, value in fields.items() if (field, value) != ("backend", "auto")})
         if recipe.compute != "auto":
             check_round_trips(recipe)
 
@@ -254,7 +257,9 @@ def run_environment(case: Case) -> None:
             launch._check_launcher(args, configuration)
             return launch._wants_cpu_ranks(args, configuration)
         fields = [fuzz_cases.FIELD_OF_SUFFIX.get(name.upper().removeprefix(PREFIX)) for name in variables]
-        recipe = named(from_environment, (), *variables, *fields, *variables.values(), "OVERRIDE", LAUNCHED)
+        recipe = named(
+            from_environment, (), *variables, *fields, *variables.values(), "OVERRIDE", "OPT_LEVEL", LAUNCHED
+        )
         with contextlib.suppress(FP8BackendError):
             with_environment(FP8RecipeKwargs(backend="native:delayed"))
     if recipe is not None and LAUNCHED in variables:
@@ -375,7 +380,7 @@ def run_command(argv: list[str]) -> tuple[int, str, str]:
 
 def run_functions(case: Case) -> None:
     arguments = decoded(case["fields"])
-    names = [*arguments, *(["spec", "backend", "model", "optimizer"])]
+    names = [*arguments, "spec", "backend", "model", "optimizer", arguments.get("spec")]
     if case["function"] == "estimate":
         backends, shardings = arguments.pop("backends"), arguments.pop("shardings")
         return named(lambda: estimate(Workload(model=_shape(), **arguments), backends, shardings), (), *names)
@@ -545,6 +550,12 @@ def quiet() -> Iterator[None]:
             logging.disable(logging.NOTSET)
 
 
+def limit_memory() -> None:
+    """End a case that takes more than 4 GiB in MemoryError, and not the machine."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + 4 * 2**30, resource.RLIM_INFINITY))
+
+
 def warm_up() -> None:
     """Load what commands load when they are first used, so that no case waits for it."""
     for argv in (
@@ -589,6 +600,7 @@ def run() -> None:
     cases = fuzz_cases.cases(300 if arguments.quick else arguments.cases, arguments.seed)
     with quiet():
         warm_up()
+        limit_memory()
         counts, faults = run_all([each for each in cases if arguments.area in (None, each["area"])], arguments.shown)
     seconds = time.perf_counter() - start
     print(report(counts, faults))

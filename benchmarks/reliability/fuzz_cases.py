@@ -26,7 +26,7 @@ import yaml
 from fp8_backends.cli.main import COMMANDS
 from fp8_backends.compute.chips import PRODUCTS
 from fp8_backends.compute.interface import Compute
-from fp8_backends.recipes.fields import FIELDS, VARIABLES
+from fp8_backends.recipes.fields import COMMON, FIELDS, OF_BACKENDS, OF_LEVELS, VARIABLES
 from fp8_backends.recipes.sources import LAUNCHED, NAMES, PREFIX, REFUSED
 
 Case = dict[str, Any]
@@ -320,21 +320,33 @@ _FOREIGN = (
     *("te.DelayedScaling", "te.Float8CurrentScaling", "te.MXFP8BlockScaling", "te.Float8BlockScaling"),
 )
 _THEIRS = (*NAMES, *REFUSED, "precision", "mixed_precision")
-FIELD_OF_HANDLER = {
-    "TERecipeKwargs": ("margin", "interval", "fp8_format", "amax_history_len", "fuse_norms", "scaling", "fp8_dpa"),
-    "AORecipeKwargs": ("config", "pad_inner_dim", "enable_fsdp_float8_all_gather", "scaling", "auto_filter"),
-    "MSAMPRecipeKwargs": ("opt_level", "rounding", "exp_avg_scaling", "shard_states", "optimizer_scales"),
+_COMMON = tuple(each.name for each in COMMON)
+_OF_LEVELS = ("opt_level", *(each.name for each in OF_LEVELS))
+_OF_BACKENDS = {name: (*(each.name for each in fields), *_COMMON) for name, fields in OF_BACKENDS.items()}
+_FIELDS_OF_HANDLER = {
+    "TERecipeKwargs": (*_OF_BACKENDS["te"], "scaling"),
+    "AORecipeKwargs": (*_OF_BACKENDS["ao"], "scaling"),
+    "MSAMPRecipeKwargs": (*_OF_LEVELS, *_COMMON),
+    "NativeRecipeKwargs": (*_OF_BACKENDS["native"], "scaling"),
 }
+
+
+def _fields_of(text: str) -> tuple[str, ...]:
+    """Fields that a backend of this string is likely to read."""
+    head = {"torchao": "ao", "transformer-engine": "te"}.get(text.partition(":")[0].partition("+")[0], text[:2])
+    return _OF_BACKENDS.get(head, _OF_BACKENDS["native"]) + (_OF_LEVELS[1:] if "msamp" in text else ())
 
 
 def recipes(rng: Random) -> Case:
     """One to three fields, or many, of any handler: mostly one of them with any value, and the others with good ones."""
     handler = rng.choice(_FOREIGN) if rng.random() < 0.1 else rng.choice(HANDLERS)
-    names = FIELD_OF_HANDLER.get(handler, tuple(FIELDS)) if rng.random() < 0.8 else tuple(FIELDS)
     fields: dict[str, Any] = {}
+    names = _FIELDS_OF_HANDLER.get(handler, tuple(FIELDS))
     if handler in ("FP8RecipeKwargs", "dict") and rng.random() < 0.9:
         fields["backend"] = backend(rng)
-    bad = rng.random() < 0.6
+        names = _fields_of(fields["backend"])
+    names = names if rng.random() < 0.8 else tuple(FIELDS)
+    bad = rng.random() < 0.5
     for _ in range(rng.choice((1, 1, 2, 2, 3, 6))):
         name = rng.choice(names)
         fields[name] = good(rng, name)
@@ -738,7 +750,8 @@ def calls(rng: Random) -> Case:
     names = CALLS[function]
     chosen = {*names[:2], *rng.sample(names, min(len(names), 2))}
     arguments = {name: rng.choice(_ARGUMENTS.get(name, (1, True))) for name in names if name in chosen}
-    arguments[rng.choice(tuple(arguments))] = value(rng, 1)
+    if rng.random() < 0.8:
+        arguments[rng.choice(tuple(arguments))] = value(rng, 1)
     return {"function": function, "fields": arguments}
 
 

@@ -47,8 +47,10 @@ def register_backend(name: str, factory: Callable[[], Compute], replace: bool = 
     taken; `replace=True` replaces a backend, also a built-in one.
     """
     key = name.lower() if isinstance(name, str) else ""
-    if not re.fullmatch(r"[a-z][a-z0-9_.-]*", key):
-        raise RecipeError(f"backend name {shown(name)}: letters, digits, '_', '-' and '.' are allowed, a letter first")
+    if not re.fullmatch(r"[a-z][a-z0-9_.-]{,99}", key):
+        raise RecipeError(
+            f"backend name {shown(name)}: up to 100 letters, digits, '_', '-' and '.' are allowed, a letter first"
+        )
     if key in RESERVED or key in ALIASES:
         raise RecipeError(f"backend name {name!r} has a meaning of its own in a backend string; choose another")
     if not callable(factory):

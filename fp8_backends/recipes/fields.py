@@ -34,10 +34,12 @@ ABOVE_O0 = ("O1", "O2", "O3")
 
 def _patterns(value: str | Collection[str]) -> tuple[str, ...]:
     """Name patterns: one string (commas separate several) or a sequence of strings."""
+    value = _list_of_text(value)
     if isinstance(value, str):
         value = [part.strip() for part in value.split(",")]
     # a collection has an end, which an iterator may not have
-    if not isinstance(value, Collection) or not all(isinstance(name, str) and name for name in value) or not len(value):
+    is_list = isinstance(value, Collection) and not isinstance(value, Mapping)
+    if not is_list or not len(value) or not all(isinstance(name, str) and name for name in value):
         raise ValueError('must be name patterns, such as "model.layers.*.mlp.*" or ["q_proj", "k_proj"]')
     return tuple(value)
 
@@ -224,13 +226,18 @@ def find_variable(suffix: str) -> tuple[Field, Variable] | None:
 
 def field_value(field: Field, value: Any) -> Any:
     """A value that was given as text or by a file, in its one spelling. Raises `RecipeError`."""
+    return field.parsed(_list_of_text(value))
+
+
+def _list_of_text(value: Any) -> Any:
+    """A list of a YAML file, which Accelerate's launcher exports as Python writes it; any other value as it is, text
+    without the spaces around it."""
     if isinstance(value, str):
         value = value.strip()
-        # a list of the YAML file, which Accelerate's launcher exports as Python writes it
         if value.startswith(("['", '["', "('", '("')):
             with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):  # the last two: too deep
                 value = ast.literal_eval(value)
-    return field.parsed(value)
+    return value
 
 
 def readers(name: str, backends: Iterable[str] = tuple(registry.BUILT_IN)) -> str:

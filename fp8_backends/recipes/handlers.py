@@ -23,7 +23,7 @@ from ..compute import hardware, registry
 from ..compute.fields import DEFAULT_LEVEL, Field
 from ..compute.interface import Compute
 from ..errors import RecipeError
-from ..words import shown
+from ..words import shortened, shown
 from .fields import (
     COMMON,
     FIELDS,
@@ -426,7 +426,7 @@ def with_environment(recipe: Recipe, environ: Mapping[str, str] | None = None) -
 
 def _check_level_has_backend(asked: dict[str, Any], backend: str) -> None:
     if "opt_level" in asked and not any(word in backend.lower() for word in MSAMP):
-        level = asked["opt_level"]
+        level = shortened(asked["opt_level"])
         raise RecipeError(
             f"OPT_LEVEL={level} selects no level by itself: say ACCELERATE_FP8_BACKEND=msamp:{level} "
             f"or COMPUTE+msamp:{level}, or leave it out"

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from ..errors import RecipeError
-from ..words import shortened
+from ..words import shortened, shown
 
 MOST_BYTES = 2**20
 """Of a file; those of trainers have a few thousand."""
@@ -111,6 +111,14 @@ class _Loader(yaml.SafeLoader):
             if isinstance(key, yaml.ScalarNode) and (key.value in seen or seen.add(key.value)):
                 raise _error(f"the key {key.value!r} stands in a block twice", key)
         return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except yaml.YAMLError:
+            raise
+        except Exception as error:  # of PyYAML, for a value that is not what its tag says, such as `!!bool x`
+            raise _error(f"{shown(node.value)} is no value of the kind {node.tag}", node) from error
 
     def refuse(self, node: yaml.Node) -> Any:
         raise _error(f"a value of the kind {node.tag} is not known here", node)

@@ -6,6 +6,7 @@ what Axolotl 0.19 does with them: FP8 through TorchAO, by `fp8_config.recipe`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -85,7 +86,7 @@ def read_axolotl(values: Mapping[str, Any], source: str, processes: int | None =
     if processes is None:
         # Axolotl starts one process for each GPU; an engine for several, and no GPU here to count, tell nothing
         processes = torch.cuda.device_count() or (1 if parallel == "none" else None)
-        processes = torch.Size(mesh.values()).numel() if max(mesh.values()) > 1 else processes
+        processes = math.prod(mesh.values()) if max(mesh.values()) > 1 else processes
     if parallel == "none" and processes is not None and processes > 1:
         parallel = "ddp"
     config = TrainingConfig(

@@ -8,7 +8,7 @@ whole. What a rank of several holds and sends follows from the trace (`sharded_c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -113,8 +113,8 @@ class Estimate:
 
 def estimate(
     workload: Workload,
-    backends: Iterable[str | Recipe],
-    shardings: Iterable[str] = ("none",),
+    backends: Collection[str | Recipe],
+    shardings: Collection[str] = ("none",),
     on_backend: Callable[[str], object] = lambda name: None,
 ) -> list[Estimate]:
     """Estimate each backend under each sharding, in this order. A backend that cannot train this model has the reason
@@ -129,7 +129,9 @@ def estimate(
         RecipeError: an unknown backend or sharding, or a dtype of weights that no model is trained in.
         FP8BackendError: no backend can train this model, or its memory cannot be told.
     """
-    backends, shardings = _list("backends", backends), _list("shardings", shardings)
+    for name, names in (("backends", backends), ("shardings", shardings)):
+        if not isinstance(names, Collection) or isinstance(names, str):
+            raise RecipeError(f"{name}={shown(names)}: {name} must be a list of names")
     for sharding in shardings:
         check_known("sharding", sharding, sharded_costs.SHARDINGS)
     check_known("dtype of weights", workload.weights, WEIGHT_DTYPES)
@@ -150,12 +152,6 @@ def estimate(
     if found and all(each.refused for each in found):
         raise FP8BackendError("; ".join(dict.fromkeys(each.refused for each in found)))
     return found
-
-
-def _list(name: str, found: Iterable[Any]) -> list:
-    if not isinstance(found, Iterable) or isinstance(found, (str, Mapping)):
-        raise RecipeError(f"{name}={shown(found)}: {name} must be a list of names")
-    return list(found)
 
 
 def _estimate(workload: Workload, backend: str, recipe: Recipe | None, sharding: str, traced: dict) -> Estimate:

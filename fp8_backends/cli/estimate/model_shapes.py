@@ -266,9 +266,9 @@ def parse_count(text: str) -> float:
         count = float(found[1]) * _UNITS.get(found[2].upper(), 1)
     except (TypeError, ValueError):
         count = 0
-    if count < 1e5:
+    if not 1e5 <= count <= 1e15:
         raise FP8BackendError(
-            f"--params {shortened(text)}: a number of parameters such as 8B, 350M or 1.5e9, at least 100K"
+            f"--params {shortened(text)}: a number of parameters such as 8B, 350M or 1.5e9, from 100K to 1000T"
         )
     return count
 
