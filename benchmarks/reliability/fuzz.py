@@ -42,7 +42,7 @@ import fuzz_cases  # noqa: E402
 import yaml  # noqa: E402
 from accelerate.commands import launch as accelerate_launch  # noqa: E402
 from fuzz_cases import Case, decoded  # noqa: E402
-from measuring import table, write_json  # noqa: E402
+from measuring import cpu_features, table, write_json  # noqa: E402
 
 import fp8_backends  # noqa: E402
 from fp8_backends import FP8BackendError, FP8RecipeKwargs, Recipe, resolve  # noqa: E402
@@ -586,7 +586,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--shown", type=int, default=20, help="faults to shrink and print")
     parser.add_argument("--area", choices=RUN, help="only the cases of one area")
     parser.add_argument("--replay", metavar="JSON", help="run one case, as printed")
-    parser.add_argument("--out", metavar="FOLDER", help="where the record goes, as fuzz_cpu.json")
+    parser.add_argument("--out", metavar="FOLDER", help="where the record goes, as fuzz_cpu_FEATURES.json")
     return parser.parse_args()
 
 
@@ -606,7 +606,7 @@ def run() -> None:
     print(report(counts, faults))
     print(f"\n{len(cases)} cases, seed {arguments.seed}, {seconds:.1f} s")
     record = {"question": "bad input", "seed": arguments.seed, "seconds": seconds, "areas": counts, "faults": faults}
-    write_json(arguments.out and str(Path(arguments.out) / "fuzz_cpu.json"), record)
+    write_json(arguments.out and str(Path(arguments.out) / f"fuzz_cpu_{cpu_features()}.json"), record)
     raise SystemExit(bool(faults))
 
 

@@ -338,7 +338,7 @@ def _fields_of(text: str) -> tuple[str, ...]:
 
 
 def recipes(rng: Random) -> Case:
-    """One to three fields, or many, of any handler: mostly one of them with any value, and the others with good ones."""
+    """One to six fields of any handler, one of which may have any value."""
     handler = rng.choice(_FOREIGN) if rng.random() < 0.1 else rng.choice(HANDLERS)
     fields: dict[str, Any] = {}
     names = _FIELDS_OF_HANDLER.get(handler, tuple(FIELDS))
