@@ -14,12 +14,10 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
-import copy
 import io
 import json
 import logging
 import os
-import pickle
 import resource
 import shlex
 import signal
@@ -42,18 +40,17 @@ import fuzz_cases  # noqa: E402
 import yaml  # noqa: E402
 from accelerate.commands import launch as accelerate_launch  # noqa: E402
 from fuzz_cases import Case, decoded  # noqa: E402
+from fuzz_oracle import BACKENDS, Ignored, check_round_trips, check_seen, means, short  # noqa: E402
 from measuring import cpu_features, table, write_json  # noqa: E402
 
 import fp8_backends  # noqa: E402
-from fp8_backends import FP8BackendError, FP8RecipeKwargs, Recipe, resolve  # noqa: E402
+from fp8_backends import FP8BackendError, FP8RecipeKwargs, resolve  # noqa: E402
 from fp8_backends.accelerate_plugin import launch, launch_flags  # noqa: E402
 from fp8_backends.cli import config, main  # noqa: E402
-from fp8_backends.cli.config.training_config import given_fields, yaml_fields  # noqa: E402
 from fp8_backends.compute import registry  # noqa: E402
 from fp8_backends.estimation import Workload, estimate  # noqa: E402
-from fp8_backends.recipes.fields import FIELDS, NAMING  # noqa: E402
+from fp8_backends.recipes.fields import FIELDS  # noqa: E402
 from fp8_backends.recipes.handlers import from_environment, with_environment  # noqa: E402
-from fp8_backends.recipes.merging import accelerate_fields  # noqa: E402
 from fp8_backends.recipes.sources import LAUNCHED, NAMES, PREFIX  # noqa: E402
 from fp8_backends.words import shortened  # noqa: E402
 
@@ -71,10 +68,6 @@ class Unclear(AssertionError):
     """A refusal that helps nobody."""
 
 
-class Ignored(AssertionError):
-    """Something that was accepted and means nothing, or another thing after a round trip."""
-
-
 class Hang(BaseException):
     """Raised by the alarm. No handler of the package catches it."""
 
@@ -84,144 +77,12 @@ class Result(NamedTuple):
     message: str
 
 
-# Meanings, told independently of the package
-
-_TRUE, _FALSE = {"true", "1", "yes", "y", "on", "t"}, {"false", "0", "no", "n", "off", "f"}
-_HEADS = {
-    "msamp": "native",
-    "ms-amp": "native",
-    "torchao": "ao",
-    "transformer_engine": "te",
-    "transformer-engine": "te",
-}
-_ONE_RULE = {"dynamic", "tensorwise", "current"}
-
-
-def meanings(value: Any) -> list:
-    """What a value that was given may mean."""
-    value = getattr(value, "name", value)
-    if isinstance(value, str):
-        word = value.strip().lower()
-        parts = tuple(part.strip().strip("'\"") for part in word.strip("()[]").split(","))
-        plain = tuple(part.strip() for part in word.split(","))
-        found = [word, parts, plain, tuple(part in _TRUE for part in parts)]
-        found += [word in _TRUE] if word in _TRUE | _FALSE else []
-        with contextlib.suppress(ValueError):
-            found.append(float(word))
-        return found
-    if isinstance(value, (list, tuple)):
-        return [tuple(value), tuple(_spelled(each) for each in value), *meanings(",".join(map(str, value)))]
-    if isinstance(value, collections.deque):
-        return meanings(tuple(value))
-    return [set(value)] if isinstance(value, set) else [value]
-
-
-def _spelled(value: Any) -> Any:
-    return (
-        tuple(map(_spelled, value)) if isinstance(value, tuple) else value.lower() if isinstance(value, str) else value
-    )
-
-
-def is_seen(name: str, value: Any, recipe: Recipe) -> bool:
-    """Whether the recipe has the value that was given for a field."""
-    if name == "backend":
-        return _is_named(value, recipe)
-    if name == "scaling":
-        word = value.strip().lower()
-        return word == recipe.scaling or {word, recipe.scaling} <= _ONE_RULE
-    found = recipe.level if name == "opt_level" else getattr(recipe, name)
-    if found is value:
-        return True
-    found = _spelled(found)
-    return any(
-        found == (set(found) if isinstance(each, set) else each) or {*found} == each
-        if isinstance(each, set)
-        else found == each
-        for each in meanings(value)
-    )
-
-
-def _is_named(text: str, recipe: Recipe) -> bool:
-    head, plus, level = text.strip().lower().partition("+msamp")
-    head, _, rest = head.partition(":")
-    if head.startswith(("bf16", "fp16")):
-        return True
-    scaling, level = ("window", rest or level) if head in ("msamp", "ms-amp") else (rest, level.strip(": "))
-    right = recipe.compute == _HEADS.get(head, head) and (not level or recipe.level.lower() == level)
-    same = not scaling or scaling == recipe.scaling or {scaling, recipe.scaling} <= _ONE_RULE
-    return right and (same or head in ("msamp", "ms-amp"))
-
-
-def check_seen(recipe: Recipe, given: dict[str, Any]) -> None:
-    for name, value in given.items():
-        if value is not None and name in FIELDS and not is_seen(name, value, recipe):
-            raise Ignored(f"{name}={_short(value)} is not in {recipe!r}")
-
-
-def check_round_trips(recipe: Recipe) -> None:
-    """The recipe is equal after everything that carries it elsewhere."""
-    again = {
-        "to_kwargs": lambda: type(recipe)(**recipe.to_kwargs()),
-        "copy": lambda: copy.deepcopy(recipe),
-        "dictionary": lambda: resolve({"backend": recipe.name, **_settings(recipe)}),
-    }
-    if not any(FIELDS[name].is_object for name in recipe.to_kwargs() if name in FIELDS):
-        fields = {"backend": recipe.name, **_settings(recipe)}
-        variables = {PREFIX + _variable(name): str(value) for name, value in yaml_fields(recipe).items()}
-        flags = [word for name, value in given_fields(recipe).items() for word in _flag(name, value)]
-        flags = ["--fp8_backend", recipe.name, *flags, __file__]
-        again |= {
-            "pickle": lambda: pickle.loads(pickle.dumps(recipe)),
-            "worker": lambda: from_environment({LAUNCHED: json.dumps(fields)}),
-            "environment": lambda: from_environment(variables),
-            "file": lambda: FP8RecipeKwargs(
-                **accelerate_fields(yaml.safe_load(yaml.safe_dump(yaml_fields(recipe))), "c.yaml")
-            ),
-            "flags": lambda: FP8RecipeKwargs(**launch_flags.recipe_flags(launch_flags.parse(flags)).fields),
-        }
-    for name, make in again.items():
-        try:
-            made = make()
-        except FP8BackendError as error:
-            raise Ignored(f"{recipe!r} is refused by way of {name}: {error}") from None
-        if _means(made) != _means(recipe):
-            raise Ignored(f"{recipe!r} comes back by way of {name} as {made!r}")
-
-
-def _means(recipe: Recipe) -> tuple:
-    """What a recipe is equal by; `pad_inner_dim`, whose default None pads as True does, as a flag."""
-    return recipe.name, {**recipe.described, "pad_inner_dim": recipe.pad_inner_dim is not False}
-
-
-def _settings(recipe: Recipe) -> dict[str, Any]:
-    naming = {each.name for each in NAMING}
-    return {name: value for name, value in recipe.to_kwargs().items() if name not in naming}
-
-
-def _variable(key: str) -> str:
-    return FIELDS[key].own_suffix if key in FIELDS else key.upper()
-
-
-def _flag(name: str, value: Any) -> list[str]:
-    flag = f"--fp8_{FIELDS[name].own_suffix.lower()}"
-    if name == "use_autocast_during_eval":  # Accelerate's switch, which takes no value
-        return [flag] * value
-    return [flag, ",".join(value) if isinstance(value, tuple) and isinstance(value[0], str) else str(value)]
-
-
-def _short(value: Any) -> str:
-    try:
-        return repr(value)[:80]
-    except Exception:
-        return f"a {type(value).__name__}"
-
-
 # One case of each area
 
 
 def run_strings(case: Case) -> None:
     head = case["text"].strip().lower().partition("+")[0].partition(":")[0]
-    recipe = named(resolve, (case["text"],), case["text"], _HEADS.get(head, head))
+    recipe = named(resolve, (case["text"],), case["text"], BACKENDS.get(head, head))
     if case["text"].strip().lower() != "auto":
         check_seen(recipe, {"backend": case["text"]})
     if resolve(recipe.name) != recipe:
@@ -267,31 +128,22 @@ def run_environment(case: Case) -> None:
         given = json.loads(urllib.parse.unquote(text) if text.startswith("%7B") else text)
         check_seen(recipe, {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()})
     elif recipe is not None:
-        fields = {
-            fuzz_cases.FIELD_OF_SUFFIX[n.upper().removeprefix(PREFIX)]: text
-            for n, text in variables.items()
-            if n.upper().removeprefix(PREFIX) in fuzz_cases.FIELD_OF_SUFFIX and text.strip()
-        }
-        given = {
-            n: text
-            for n, text in fields.items()
-            if not _is_default(n, text) and (n, text.strip().lower()) != ("backend", "no")
-        }
-        check_seen(recipe, given)
+        check_seen(recipe, {n: text for n, text in zip(fields, variables.values(), strict=True) if is_given(n, text)})
 
 
-def _is_default(name: str, text: str) -> bool:
-    defaults = {variable.launcher_default for variable in FIELDS[name].variables}
-    return FIELDS[name].parsed(text) in defaults
+def is_given(name: str | None, text: str) -> bool:
+    """Whether a variable says something: more than nothing, or what Accelerate's launcher fills in."""
+    if name is None or not text.strip() or (name, text.strip().lower()) == ("backend", "no"):
+        return False
+    return FIELDS[name].parsed(text) not in {variable.launcher_default for variable in FIELDS[name].variables}
 
 
 def run_files(case: Case) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = written(case, Path(folder))
         status, out, error = run_command(["config", str(path), *case["arguments"]])
-        if status == 2:
-            if Path(path).name not in error and not case["arguments"]:
-                raise Unclear(f"does not name the file: {error[-300:]}")
+        if status == 2 and path.name not in error and not case["arguments"]:
+            raise Unclear(f"does not name the file: {error[-300:]}")
         arguments = launch_flags.parse(["--config_file", str(path), __file__])
         fields: dict[str, Any] = {}
         try:
@@ -305,9 +157,9 @@ def run_files(case: Case) -> None:
         asked, again = config.read(str(path), *_system(case)), Path(folder, "again.yaml")
         again.write_text(out, encoding="utf-8")
         same = config.read(str(again), "accelerate")
-        if asked.recipe and _means(asked.recipe) != (same.recipe and _means(same.recipe)):
+        if asked.recipe and means(asked.recipe) != (same.recipe and means(same.recipe)):
             raise Ignored(f"{asked.recipe!r} is written as {same.recipe!r}")
-        if fields and asked.recipe is not None and _means(FP8RecipeKwargs(**fields)) != _means(asked.recipe):
+        if fields and asked.recipe is not None and means(FP8RecipeKwargs(**fields)) != means(asked.recipe):
             raise Ignored(f"config reads {asked.recipe!r}, launch {FP8RecipeKwargs(**fields)!r}")
         if asked.system == "accelerate" and asked.recipe is not None:
             check_block(yaml.safe_load(path.read_bytes()).get("fp8_config") or {}, asked)
@@ -352,8 +204,13 @@ def written(case: Case, folder: Path) -> Path:
 
 
 def run_commands(case: Case) -> None:
-    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-        status, _, error = run_command(case["argv"])
+    with tempfile.TemporaryDirectory() as folder:
+        before = os.getcwd()
+        os.chdir(folder)
+        try:
+            status, _, error = run_command(case["argv"])
+        finally:
+            os.chdir(before)
     if status:
         raise FP8BackendError(error)
 
@@ -421,7 +278,7 @@ def named(function: Any, arguments: tuple, *words: Any) -> Any:
             form for word in words if isinstance(word, str) for form in (word, repr(word)[1:-1], word.replace("-", "_"))
         ]
         if spelled and not any(word[:20].rstrip("s") in said for word in spelled):
-            raise Unclear(f"names none of {', '.join(map(_short, words))}: {said[:300]}") from None
+            raise Unclear(f"names none of {', '.join(map(short, words))}: {said[:300]}") from None
         raise
 
 
