@@ -237,7 +237,9 @@ def run_command(argv: list[str]) -> tuple[int, str, str]:
 
 def run_functions(case: Case) -> None:
     arguments = decoded(case["fields"])
-    names = [*arguments, "spec", "backend", "model", "optimizer", arguments.get("spec")]
+    names = [*arguments, "spec", "backend", "model", "optimizer"]
+    spec = arguments.get("spec")
+    names += spec if isinstance(spec, dict) else [spec]
     if case["function"] == "estimate":
         backends, shardings = arguments.pop("backends"), arguments.pop("shardings")
         return named(lambda: estimate(Workload(model=_shape(), **arguments), backends, shardings), (), *names)

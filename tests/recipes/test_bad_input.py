@@ -106,6 +106,15 @@ def test_deepspeeds_file_has_no_say_without_deepspeed(tmp_path):
         config.read(str(path))
 
 
+def test_a_scaling_rule_without_a_backend_is_written(tmp_path):
+    """What `config` wrote was auto alone."""
+    (tmp_path / "c.yaml").write_text(KEYS + "fp8_config: {scaling: rowwise}\n")
+    assert config.read(str(tmp_path / "c.yaml")).for_accelerate()["fp8_config"] == {
+        "backend": "auto",
+        "scaling": "rowwise",
+    }
+
+
 def test_more_ranks_than_a_machine_integer_holds_are_counted(tmp_path):
     (tmp_path / "c.yaml").write_text(f"base_model: x\nbf16: true\nsequence_len: 8\ndp_shard_size: {2**63}\n")
     assert config.read(str(tmp_path / "c.yaml")).processes == 2**63

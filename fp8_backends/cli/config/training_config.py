@@ -10,7 +10,7 @@ from typing import Any
 from ...compute.fields import closest
 from ...errors import RecipeError
 from ...recipes.fields import NAMING
-from ...recipes.handlers import FP8RecipeKwargs, Recipe, resolve, settings_of
+from ...recipes.handlers import AUTO, FP8RecipeKwargs, Recipe, resolve, settings_of
 from ...recipes.reading import read_file
 from ...training.rules import Compiled, Parallel
 from ...training.validators import Finding, validate
@@ -109,7 +109,8 @@ def yaml_fields(recipe: Recipe) -> dict[str, Any]:
     """Return the `fp8_config` block that means this recipe, by whichever launcher reads it."""
     fields = {_KEYS.get(name, name): value for name, value in given_fields(recipe).items()}
     plain = {key: list(value) if isinstance(value, tuple) else value for key, value in fields.items()}
-    return {"backend": recipe.name, **plain}
+    naming = {"scaling": recipe.scaling} if recipe.name == AUTO and recipe.scaling else {}  # else in the name
+    return {"backend": recipe.name, **naming, **plain}
 
 
 _KEYS = {"enable_fsdp_float8_all_gather": "all_gather", "fp8_format": "number_format"}
