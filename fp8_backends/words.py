@@ -1,4 +1,4 @@
-"""Numbers and names in sentences, the same in every report."""
+"""Numbers, names and values in sentences, the same in every report."""
 
 from __future__ import annotations
 
@@ -21,6 +21,19 @@ def share(part: float) -> str:
         if 0 < float(text) < 100:
             return f"{text} %"
     return "under 0.1 %" if percent < 50 else "over 99.9 %"
+
+
+def shortened(text: str, most: int = 200) -> str:
+    """A text of at most so many characters, without its middle where it is longer."""
+    return text if len(text) <= most else f"{text[: most * 2 // 3]} … {text[3 - most // 3 :]}"
+
+
+def shown(value: object) -> str:
+    """A value that a user gave, as Python writes it and shortened; its type, where that cannot be written."""
+    try:
+        return shortened(repr(value))
+    except Exception:  # whatever a class raises, a list too deep, an integer of 4,301 digits
+        return f"<{type(value).__name__}>"
 
 
 def listed(names: Iterable[str], shown: int = 6) -> str:

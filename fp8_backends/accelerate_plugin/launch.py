@@ -17,21 +17,24 @@ import os
 import subprocess
 import sys
 import urllib.parse
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from enum import Enum
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import accelerate
 import torch
 
-from ..compute.fields import flag
+from ..compute.fields import flag, whole_number
 from ..errors import BackendUnavailableError, FP8BackendError, RecipeError
 from ..recipes.handlers import AUTO, FP8RecipeKwargs, Recipe
 from ..recipes.merging import merged
+from ..recipes.reading import read_file
 from ..recipes.sources import LAUNCHED, PREFIX, Source, config_source, environment_fields, environment_name, is_launched
 from ..training.preparation import check_machine
 from ..training.rules import RULES
+from ..words import shortened, shown
 from .launch_flags import parse, recipe_flags
 from .plugin import is_disabled
 
@@ -97,7 +100,7 @@ def _environment() -> Source:
         fields = environment_fields()
     except RecipeError as error:
         raise RecipeError(f"{name} in the environment: {error}") from None
-    sources = {field: f"{name} in the environment, {field}={value!r}" for field, value in fields.items()}
+    sources = {field: f"{name} in the environment, {field}={shown(value)}" for field, value in fields.items()}
     return Source(fields, sources, selects_levels=is_launched())
 
 
@@ -107,10 +110,15 @@ def _configuration(args: argparse.Namespace, commands: ModuleType) -> _Configura
     path = args.config_file or (default if os.path.isfile(default) and not args.cpu else None)
     if path is None:
         return _Configuration()
+    read_file(path)  # Accelerate's reader asks neither how long a file is nor whether a key stands there twice
     try:
-        return _Configuration(path, commands.load_config_from_file(path))
+        values = commands.load_config_from_file(path)
     except Exception as error:  # whatever the file makes of Accelerate's reader
         raise FP8BackendError(f"{path} is no configuration file of Accelerate: {_one_line(error)}") from error
+    kind = getattr(values, "distributed_type", None)
+    if kind is not None and not isinstance(kind, Enum):  # Accelerate reads text alone
+        raise FP8BackendError(f"{path}: distributed_type={shown(kind)} must be a word such as NO, MULTI_GPU, FSDP")
+    return _Configuration(path, values)
 
 
 def _check_precision(args: argparse.Namespace, config: _Configuration) -> None:
@@ -145,14 +153,14 @@ def _check_launcher(args: argparse.Namespace, config: _Configuration) -> None:
             reason, fix = RULES[rule].reason, RULES[rule].fix
             raise FP8BackendError(f"--{flag_name} (distributed_type {kind}): {reason}. Fix: {fix}")
     by_fsdp = _uses_fsdp(args, config)
-    uses_cpu = config.get("use_cpu") or flag(os.environ.get("ACCELERATE_USE_CPU", "false"))
+    uses_cpu = config.get("use_cpu") or _variable("ACCELERATE_USE_CPU", flag, False)
     if (by_fsdp or (_uses_gpus(args, config) and not uses_cpu)) and not args.cpu and not _has_device():
         raise FP8BackendError(
             f"{'--use_fsdp' if by_fsdp else '--multi_gpu'}: this machine has no GPU, and without one Accelerate would "
             "train alone on every rank. For several ranks on the CPU: --cpu --num_processes N"
         )
     if not args.module and not os.path.exists(args.training_script):
-        raise FP8BackendError(f"there is no script {args.training_script!r}")
+        raise FP8BackendError(f"there is no script {shown(args.training_script)}")
 
 
 def _check_machine(recipe: Recipe, args: argparse.Namespace, config: _Configuration) -> None:
@@ -195,8 +203,17 @@ def _wants_cpu_ranks(args: argparse.Namespace, config: _Configuration) -> bool:
     asked = args.num_processes if "num_processes" in args.nondefault else config.get("num_processes")
     elsewhere = args.use_deepspeed or _distributed_type(args, config) == "DEEPSPEED" or _uses_fsdp(args, config)
     on_cpu = not elsewhere and not _uses_gpus(args, config) and (bool(config.get("use_cpu")) or not _has_device())
-    started = any(int(os.environ.get(name, 1)) > 1 for name in _STARTED_RANKS)
+    started = any(_variable(name, whole_number(), 1) > 1 for name in _STARTED_RANKS)
     return (args.cpu or on_cpu) and (asked or 1) > 1 and not _by_mpirun(args, config) and not started
+
+
+def _variable(name: str, parse: Callable[[Any], Any], default: Any) -> Any:
+    """What a variable says that Accelerate reads, too. Raises `FP8BackendError` where it says something else."""
+    text = os.environ.get(name)
+    try:
+        return default if text is None else parse(text)
+    except ValueError as error:
+        raise FP8BackendError(f"{name}={shown(text)} in the environment {error}: correct it, or unset it") from None
 
 
 def _by_mpirun(args: argparse.Namespace, config: _Configuration) -> bool:
@@ -274,7 +291,7 @@ def _launch_environment(recipe: str, on_cpu_ranks: bool) -> Iterator[None]:
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    return shortened(" ".join(str(error).split()), 1000) or type(error).__name__
 
 
 def _check_accelerate(commands: ModuleType) -> None:

@@ -14,6 +14,7 @@ from ..compute.fields import Field
 from ..errors import FP8BackendError, RecipeError
 from ..recipes.fields import FIELDS, field_value, registered_fields
 from ..recipes.sources import Source, unknown_variable
+from ..words import shortened
 
 
 class _Formatter(argparse.HelpFormatter):
@@ -81,7 +82,7 @@ def recipe_flags(args: argparse.Namespace) -> Source:
 
 
 def _refuse(message: str) -> NoReturn:
-    raise FP8BackendError(f"{message} (see fp8-backends launch --help)")
+    raise FP8BackendError(f"{shortened(message, 1000)} (see fp8-backends launch --help)")
 
 
 def _refuse_unknown(flag: str, parser: argparse.ArgumentParser) -> NoReturn:

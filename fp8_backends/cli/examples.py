@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import os
 import shlex
 import shutil
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import NamedTuple
 
 from ..compute.fields import closest
 from ..errors import FP8BackendError
+from ..words import shortened, shown
 from .terminal import paragraphs
 
 FOLDER = Path(__file__).parents[1] / "examples"
@@ -55,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     name = args.name.removesuffix(".py")
     if name not in known:
-        raise FP8BackendError(f"no example is named {name!r}{closest(name, known)}; there are {', '.join(known)}")
+        raise FP8BackendError(f"no example is named {shown(name)}{closest(name, known)}; there are {', '.join(known)}")
     copied = copy(known[name], args.target)
     start = known[name].start.replace(f"{name}.py", shlex.quote(str(copied)))
     print(f"copied to {copied}; start it with\n\n    {start}")
@@ -64,9 +66,11 @@ def run(args: argparse.Namespace) -> int:
 
 def copy(example: Example, target: Path) -> Path:
     """Copy an example into a folder or to a new file, and return its path. Raises `FP8BackendError` where it cannot."""
-    path = target / example.script.name if target.is_dir() else target
+    path = target / example.script.name if os.path.isdir(target) else target
     if path.suffix != ".py":
-        raise FP8BackendError(f"{path} is no folder, and the name of a script ends in .py: give one of both")
+        raise FP8BackendError(
+            f"{shortened(str(path))} is no folder, and the name of a script ends in .py: give one of both"
+        )
     try:
         with path.open("xb") as new, example.script.open("rb") as script:
             shutil.copyfileobj(script, new)
@@ -76,5 +80,5 @@ def copy(example: Example, target: Path) -> Path:
             f"fp8-backends examples {example.name} my_{example.script.name}"
         ) from None
     except OSError as error:
-        raise FP8BackendError(f"{path} cannot be written: {error.strerror}") from error
+        raise FP8BackendError(f"{shortened(str(path))} cannot be written: {error.strerror}") from error
     return path

@@ -7,9 +7,11 @@ import importlib
 import signal
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from .. import __version__
 from ..errors import FP8BackendError
+from ..words import shortened
 
 COMMANDS = {
     "examples": (".examples", "training scripts in FP8, listed or copied: each runs as it is, also without a GPU"),
@@ -39,13 +41,18 @@ COMMANDS = {
 needs any, options of its parser in `PARSER`; it is imported only when its command is the one to run."""
 
 
+class _Parser(argparse.ArgumentParser):
+    """Cuts a long word that it refuses."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(shortened(message, 1000))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand and return its exit code; 2 with one message on stderr for what cannot be done as asked, and 130
     with one where Ctrl-C ended it."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(
-        prog="fp8-backends", description="FP8 training backends by name for Hugging Face Accelerate."
-    )
+    parser = _Parser(prog="fp8-backends", description="FP8 training backends by name for Hugging Face Accelerate.")
     parser.add_argument("--version", action="version", version=f"fp8-backends {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
     chosen = next((word for word in argv if not word.startswith("-")), None)

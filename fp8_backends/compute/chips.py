@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from typing import Any, Literal, NamedTuple
 
-from .fields import check_known
+from .fields import check_known, parsed, word
 
 State = Literal["FP8", "emulated", "refused"]
 FP8, EMULATED, REFUSED = "FP8", "emulated", "refused"
@@ -118,7 +118,7 @@ def product_named(name: str) -> Product:
     Raises:
         RecipeError: no such name, with the nearest one.
     """
-    key = name.lower().replace("_", "-").replace(" ", "")
+    key = parsed("chip", word, name).lower().replace("_", "-").replace(" ", "")
     check_known("chip", key, PRODUCTS)
     return PRODUCTS[key]
 

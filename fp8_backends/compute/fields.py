@@ -17,6 +17,7 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from ..errors import RecipeError
+from ..words import shortened, shown
 
 LEVELS = ("O0", "O1", "O2", "O3")
 """MS-AMP's levels; O0 leaves weights, gradients and optimizer states alone."""
@@ -31,6 +32,17 @@ class Variable(NamedTuple):
     """What Accelerate's launcher exports when the user gave nothing. In the environment it counts as not given."""
     question_default: Any = None
     """What `accelerate config` writes when the user just presses Enter, where that is another value."""
+
+
+def parsed(name: str, parse: Callable[[Any], Any], value: Any) -> Any:
+    """The value of a field, or of an argument of this name, as its parser reads it. Raises `RecipeError` naming it."""
+    try:
+        return parse(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        reason = shortened(str(error), 1000)
+        if not reason.startswith("must "):  # of a function that was not written for this, such as `int`
+            reason = f"must be {getattr(parse, 'values', '') or 'another value'} ({reason})"
+        raise RecipeError(f"{name}={shown(value)}: {name} {reason}") from None
 
 
 def same(value: Any) -> Any:
@@ -105,13 +117,7 @@ class Field:
 
     def parsed(self, value: Any) -> Any:
         """The value in its one spelling. Raises `RecipeError` naming the field."""
-        try:
-            return self.parse(value)
-        except (TypeError, ValueError) as error:
-            reason = str(error)
-            if not reason.startswith("must "):  # of a function that was not written for this, such as `int`
-                reason = f"must be {self.values or 'another value'} ({reason})"
-            raise RecipeError(f"{self.name}={value!r}: {self.name} {reason}") from None
+        return parsed(self.name, self.parse, value)
 
     def default_for(self, scaling: str | None) -> Any:
         """The default under a scaling rule."""
@@ -163,6 +169,13 @@ def whole_number(minimum: int | None = None, maximum: int | None = None) -> Call
     return parse
 
 
+def word(value: Any) -> str:
+    """A text without the spaces around it."""
+    if not isinstance(value, str):
+        raise ValueError("must be a word")
+    return value.strip()
+
+
 def one_of(*words: str) -> Callable[[Any], str]:
     """The parser of one of these words, in any case."""
     by_lower_case = {word.lower(): word for word in words}
@@ -207,8 +220,8 @@ def three_flags(value: Sequence[bool] | str) -> tuple[bool, bool, bool]:
     if isinstance(value, str):
         value = value.strip().strip("()[]").split(",")
     try:
-        flags = tuple(map(flag, value))
-    except (TypeError, ValueError):
+        flags = tuple(map(flag, value)) if isinstance(value, Sequence) else ()
+    except ValueError:
         flags = ()
     if len(flags) != 3:
         raise ValueError("must be three bools, for fprop, dgrad and wgrad in high precision")
@@ -363,5 +376,6 @@ def closest(word: str, words: Iterable[str]) -> str:
 def check_known(what: str, word: Any, words: Iterable[str]) -> None:
     """Raise `RecipeError`, with the nearest word, where a word is none of these. `what`: what it is a word for."""
     words = tuple(words)
-    if word not in words:
-        raise RecipeError(f"{what} {word!r} is not known{closest(str(word), words)}; there are {', '.join(words)}")
+    if not isinstance(word, str) or word not in words:
+        near = closest(word, words) if isinstance(word, str) else ""
+        raise RecipeError(f"{what} {shown(word)} is not known{near}; there are {', '.join(words)}")

@@ -17,9 +17,10 @@ import re
 from collections.abc import Callable
 
 from ..errors import BackendUnavailableError, FP8BackendError, RecipeError
+from ..words import shown
 from . import chips, hardware
 from .chips import Choice
-from .fields import closest
+from .fields import LEVELS, closest
 from .hardware import Availability
 from .interface import Compute, Recipe
 
@@ -46,8 +47,10 @@ def register_backend(name: str, factory: Callable[[], Compute], replace: bool = 
     taken; `replace=True` replaces a backend, also a built-in one.
     """
     key = name.lower() if isinstance(name, str) else ""
-    if not re.fullmatch(r"[a-z][a-z0-9_.-]*", key):
-        raise RecipeError(f"backend name {name!r}: letters, digits, '_', '-' and '.' are allowed, a letter first")
+    if not re.fullmatch(r"[a-z][a-z0-9_.-]{,99}", key):
+        raise RecipeError(
+            f"backend name {shown(name)}: up to 100 letters, digits, '_', '-' and '.' are allowed, a letter first"
+        )
     if key in RESERVED or key in ALIASES:
         raise RecipeError(f"backend name {name!r} has a meaning of its own in a backend string; choose another")
     if not callable(factory):
@@ -61,6 +64,12 @@ def register_backend(name: str, factory: Callable[[], Compute], replace: bool = 
 def valid_names() -> list[str]:
     """Every backend that a string may name: built in, registered, or found as an entry point."""
     return list(dict.fromkeys([*BUILT_IN, *_factories, *_entry_points()]))
+
+
+def is_known(name: str) -> bool:
+    """Whether a string may name this backend. Entry points, which lie on disk, are read only for a name that is not
+    built in or registered."""
+    return name in BUILT_IN or name in _factories or name in _entry_points()
 
 
 def get_compute(name: str) -> Compute:
@@ -113,7 +122,7 @@ def unknown_backend(word: str) -> RecipeError:
     choices = [*valid_names(), *ALIASES, *RESERVED]
     supported = "; ".join(f"{name}[:{'|'.join(_known_scalings(name))}]" for name in valid_names())
     return RecipeError(
-        f"unknown backend {word!r}{closest(word, choices)}. Valid, in any case: auto; {supported}; "
+        f"unknown backend {shown(word)}{closest(word, choices)}. Valid, in any case: auto; {supported}; "
         "msamp[:O0|O1|O2|O3]; COMPUTE[:SCALING]+msamp[:LEVEL]"
     )
 
@@ -146,12 +155,27 @@ def _load(key: str) -> Compute:
 
 
 def _checked(key: str, factory: Callable[[], Compute]) -> Compute:
-    compute = factory()
+    """What a third party's factory makes. Raises `FP8BackendError` where that is no backend that can be named."""
+    try:
+        compute = factory()
+    except FP8BackendError:
+        raise
+    except Exception as error:
+        raise FP8BackendError(f"backend {key!r}: its factory raised {type(error).__name__}: {error}") from error
     if not isinstance(compute, Compute):
         raise FP8BackendError(
             f"backend {key!r}: the factory returned {type(compute).__name__}, not a fp8_backends.compute.Compute"
         )
+    scalings, levels = (getattr(compute, name, None) for name in ("scalings", "levels"))
+    if not _are_words(scalings) or getattr(compute, "default_scaling", None) not in scalings:
+        raise FP8BackendError(f"backend {key!r}: scalings must name its rules, and default_scaling one of them")
+    if not _are_words(levels) or not set(levels) <= set(LEVELS):
+        raise FP8BackendError(f"backend {key!r}: levels={shown(levels)} must name some of {', '.join(LEVELS)}")
     return compute
+
+
+def _are_words(found: object) -> bool:
+    return isinstance(found, (tuple, list)) and bool(found) and all(isinstance(each, str) for each in found)
 
 
 def _availability(name: str) -> Availability:

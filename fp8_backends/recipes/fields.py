@@ -6,7 +6,7 @@ import ast
 import contextlib
 import os
 import textwrap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -23,35 +23,33 @@ from ..compute.fields import (
     one_of,
     same,
     whole_number,
+    word,
 )
 from ..compute.interface import Compute
 from ..compute.te import fields as te
 from ..compute.torchao import fields as torchao
 from ..errors import FP8BackendError, RecipeError
+from ..words import shortened, shown
 
 ABOVE_O0 = ("O1", "O2", "O3")
 
 
-def _patterns(value: str | Iterable[str]) -> tuple[str, ...]:
+def _patterns(value: str | Collection[str]) -> tuple[str, ...]:
     """Name patterns: one string (commas separate several) or a sequence of strings."""
+    value = _list_of_text(value)
     if isinstance(value, str):
         value = [part.strip() for part in value.split(",")]
-    names = tuple(value) if isinstance(value, Iterable) else ()
-    if not names or not all(isinstance(name, str) and name for name in names):
+    # a collection has an end, which an iterator may not have
+    is_list = isinstance(value, Collection) and not isinstance(value, Mapping)
+    if not is_list or not len(value) or not all(isinstance(name, str) and name for name in value):
         raise ValueError('must be name patterns, such as "model.layers.*.mlp.*" or ["q_proj", "k_proj"]')
-    return names
+    return tuple(value)
 
 
 def _function(value: Any) -> Callable[[nn.Module, str], bool]:
     if not callable(value):
         raise ValueError("must be a function of (module, name) that returns whether to convert the module")
     return value
-
-
-def _word(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError("must be a word")
-    return value.strip()
 
 
 def _path(value: Any) -> str:
@@ -61,7 +59,7 @@ def _path(value: Any) -> str:
 
 
 def _level(value: Any) -> str:
-    return _word(value).upper()
+    return word(value).upper()
 
 
 GUARD_ACTIONS = one_of("off", "warn", "skip", "rescale", "high_precision", "stop")
@@ -78,14 +76,14 @@ NAMING = (
     Field(
         "backend",
         None,
-        _word,
+        word,
         "COMPUTE[:SCALING][+msamp[:LEVEL]]: native:rowwise, ao, te+msamp:O3, msamp:O2, … (default: auto, which picks "
         "for this machine).",
     ),
     Field(
         "scaling",
         None,
-        _word,
+        word,
         "The scaling rule, if the backend string does not name it: delayed, dynamic, rowwise, blockwise, mxfp8, window "
         "and so on.",
         synonyms={"fp8_recipe": same},
@@ -249,8 +247,17 @@ VARIABLES = _variables(FIELDS.values())
 
 
 def fields_of(compute: Compute) -> dict[str, Field]:
-    """The fields that a backend declares, by name. It declares a field of this package by that field's name."""
-    return by_name(SETTINGS[each] if isinstance(each, str) else each for each in compute.fields)
+    """The fields that a backend declares, by name. It declares a field of this package by that field's name.
+
+    Raises `FP8BackendError` for a third party's declaration that is neither a field nor such a name."""
+    declared = [SETTINGS.get(each) if isinstance(each, str) else each for each in compute.fields]
+    for each, written in zip(declared, compute.fields, strict=True):
+        if not isinstance(each, Field):
+            raise FP8BackendError(
+                f"fields of {type(compute).__name__}: {shown(written)} is neither a fp8_backends.compute.fields.Field "
+                "nor the name of a field of this package"
+            )
+    return by_name(declared)
 
 
 def registered_fields() -> dict[str, Field]:
@@ -275,13 +282,18 @@ def find_variable(suffix: str) -> tuple[Field, Variable] | None:
 
 def field_value(field: Field, value: Any) -> Any:
     """A value that was given as text or by a file, in its one spelling. Raises `RecipeError`."""
+    return field.parsed(_list_of_text(value))
+
+
+def _list_of_text(value: Any) -> Any:
+    """A list of a YAML file, which Accelerate's launcher exports as Python writes it; any other value as it is, text
+    without the spaces around it."""
     if isinstance(value, str):
         value = value.strip()
-        # a list of the YAML file, which Accelerate's launcher exports as Python writes it
         if value.startswith(("['", '["', "('", '("')):
-            with contextlib.suppress(ValueError, SyntaxError):
+            with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):  # the last two: too deep
                 value = ast.literal_eval(value)
-    return field.parsed(value)
+    return value
 
 
 def readers(name: str, backends: Iterable[str] = tuple(registry.BUILT_IN)) -> str:
@@ -303,7 +315,7 @@ def unknown_field(name: str, owner: str, own: Iterable[str], elsewhere: dict[str
             "FP8RecipeKwargs(backend=…), which takes the fields of every backend"
         )
     known = sorted(own)
-    return RecipeError(f"{name} is not a field of {owner}{closest(name, known)}; it has {', '.join(known)}")
+    return RecipeError(f"{shortened(name)} is not a field of {owner}{closest(name, known)}; it has {', '.join(known)}")
 
 
 # Fields in words

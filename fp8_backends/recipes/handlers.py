@@ -23,6 +23,7 @@ from ..compute import hardware, registry
 from ..compute.fields import DEFAULT_LEVEL, Field
 from ..compute.interface import Compute, ShowsCasts
 from ..errors import RecipeError
+from ..words import shortened, shown
 from .fields import (
     COMMON,
     FIELDS,
@@ -266,25 +267,25 @@ def _asked_backend(cls: type, given: dict[str, Any]) -> BackendName:
     """The backend that string and fields name together, in that backend's own words. They may not disagree."""
     text = given.get("backend", cls.backend_name)
     if not isinstance(text, str):
-        raise RecipeError(f"backend={text!r}: a backend string is wanted, such as 'native:delayed'")
+        raise RecipeError(f"backend={shown(text)}: a backend string is wanted, such as 'native:delayed'")
     compute, scaling, level = parse_backend(text)
     if "scaling" in given:
         word = given["scaling"]
-        scaling = _agreed(text, scaling, "scaling", scaling_name(compute, word, f"scaling={word!r}"))
+        scaling = _agreed(text, scaling, "scaling", scaling_name(compute, word, f"scaling={shown(word)}"))
     name = "use_mxfp8_block_scaling"
     if name in given and FIELDS[name].parsed(given[name]):
         scaling = _agreed(text, scaling, name, scaling_name(compute, "mxfp8", name))
     elif name in given and scaling == "mxfp8":
-        raise RecipeError(f"{text!r} with scaling mxfp8 and use_mxfp8_block_scaling=False disagree: leave one out")
+        raise RecipeError(f"{shown(text)} with scaling mxfp8 and use_mxfp8_block_scaling=False disagree: leave one out")
     if "opt_level" in given:
         word = given["opt_level"]
-        level = _agreed(text, level or None, "opt_level", level_name(word, f"opt_level={word!r}"))
+        level = _agreed(text, level or None, "opt_level", level_name(word, f"opt_level={shown(word)}"))
     return BackendName(compute, scaling, DEFAULT_LEVEL if level == "" else level)
 
 
 def _agreed(text: str, part: str | None, name: str, value: str) -> str:
     if part is not None and part != value:
-        raise RecipeError(f"{text!r} says {part} and {name} says {value}: leave one of the two out")
+        raise RecipeError(f"{shown(text)} says {part} and {name} says {value}: leave one of the two out")
     return value
 
 
@@ -415,9 +416,11 @@ def with_environment(recipe: Recipe, environ: Mapping[str, str] | None = None) -
         asked.pop("backend", None)
         _check_level_has_backend(asked, recipe.name)
         for name, value in asked.items():
-            value = scaling_name(recipe.compute, value, f"scaling={value!r}") if name == "scaling" else value
+            value = scaling_name(recipe.compute, value, f"scaling={shown(value)}") if name == "scaling" else value
             if name in recipe.given and getattr(recipe, name) != value:
-                raise RecipeError(f"{name} is {value!r} there and {getattr(recipe, name)!r} in {recipe}: remove one")
+                raise RecipeError(
+                    f"{name} is {shown(value)} there and {shown(getattr(recipe, name))} in {recipe}: remove one"
+                )
         return type(recipe)(**{**recipe.to_kwargs(), **asked}) if asked else recipe
     except RecipeError as error:
         raise RecipeError(f"ACCELERATE_FP8_* in the environment: {error}") from None
@@ -425,7 +428,7 @@ def with_environment(recipe: Recipe, environ: Mapping[str, str] | None = None) -
 
 def _check_level_has_backend(asked: dict[str, Any], backend: str) -> None:
     if "opt_level" in asked and not any(word in backend.lower() for word in MSAMP):
-        level = asked["opt_level"]
+        level = shortened(asked["opt_level"])
         raise RecipeError(
             f"OPT_LEVEL={level} selects no level by itself: say ACCELERATE_FP8_BACKEND=msamp:{level} "
             f"or COMPUTE+msamp:{level}, or leave it out"

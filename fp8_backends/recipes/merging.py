@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..errors import RecipeError
+from ..words import shown
 from .handlers import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, Recipe, TERecipeKwargs
 from .sources import Source, config_source, foreign_fields
 from .strings import AUTO, BackendName, parse_backend
@@ -202,4 +203,4 @@ def _agree_on_backend(recipe: Recipe, launched: Recipe) -> bool:
 
 
 def _written(fields: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in fields.items())
+    return ", ".join(f"{name}={shown(value)}" for name, value in fields.items())

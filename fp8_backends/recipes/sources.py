@@ -7,9 +7,9 @@ none of the libraries is imported.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import difflib
-import json
 import os
 import urllib.parse
 from collections.abc import Callable, Iterable, Mapping
@@ -17,7 +17,9 @@ from typing import Any, NamedTuple
 
 from ..compute.fields import closest, three_flags
 from ..errors import RecipeError
+from ..words import shortened, shown
 from .fields import FIELDS, OF_BACKENDS, VARIABLES, field_value, find_variable
+from .reading import from_json
 
 PREFIX = "ACCELERATE_FP8_"
 
@@ -115,13 +117,25 @@ def _te_recipe_fields(spec: Any, class_name: str) -> dict[str, Any]:
     scaling, read = _TE_RECIPES[class_name]
     for name, value in vars(spec).items():
         default = _class_value(type(spec), name)
-        if name.startswith("_") or name in read or value == default:
+        if name.startswith("_") or name in read or _holds(lambda value=value, default=default: value == default):
             continue
-        has = "has no such field" if default is dataclasses.MISSING else f"has {default!r}, and only that is known here"
+        has = (
+            "has no such field"
+            if default is dataclasses.MISSING
+            else f"has {shown(default)}, and only that is known here"
+        )
         why = _WHY_NOT.get(name, f"its class {has}")
-        raise RecipeError(f"{class_name}.{name}={value!r} cannot be honoured: {why}")
+        raise RecipeError(f"{class_name}.{name}={shown(value)} cannot be honoured: {why}")
     values = {name: getattr(spec, name) for name in read if hasattr(spec, name)}
     return {"backend": f"te:{scaling}", **values}
+
+
+def _holds(comparison: Callable[[], Any], otherwise: bool = False) -> bool:
+    """What a comparison says of values of any class; `otherwise` where it cannot be told, as with arrays."""
+    try:
+        return bool(comparison())
+    except Exception:
+        return otherwise
 
 
 def _class_value(cls: type, name: str) -> Any:
@@ -154,7 +168,7 @@ def unknown_variable(
         )
     matches = difflib.get_close_matches(suffix, list(known), n=1, cutoff=0.5)
     hint = f" (did you mean {spelling(matches[0])!r}?)" if matches else ""
-    return RecipeError(f"{written} is not known{hint}")
+    return RecipeError(f"{shortened(written, 400)} is not known{hint}")
 
 
 def is_launched(environ: Mapping[str, str] | None = None) -> bool:
@@ -185,7 +199,9 @@ def environment_fields(environ: Mapping[str, str] | None = None) -> dict[str, An
         if value == variable.launcher_default:
             continue
         if asked.setdefault(field.name, value) != value:
-            raise RecipeError(f"{PREFIX}{suffix}={text} disagrees with another variable that says {asked[field.name]}")
+            raise RecipeError(
+                f"{PREFIX}{suffix}={shown(text)} disagrees with another variable that says {shown(asked[field.name])}"
+            )
     if any(flags := _override_flags(overrides)):
         asked["override_linear_precision"] = flags
     if asked.get("backend", "").lower() == "no":
@@ -196,11 +212,11 @@ def environment_fields(environ: Mapping[str, str] | None = None) -> dict[str, An
 def _launched_fields(text: str) -> dict[str, Any]:
     """The fields in that variable, with tuples for lists, as a recipe has them."""
     try:
-        given = json.loads(urllib.parse.unquote(text) if text.startswith("%7B") else text)
+        given = from_json(urllib.parse.unquote(text) if text.startswith("%7B") else text)
     except ValueError:
         given = None
     if not isinstance(given, dict):
-        raise RecipeError(f'not a JSON object of recipe fields, such as {{"backend": "native:rowwise"}}: {text!r}')
+        raise RecipeError(f'not a JSON object of recipe fields, such as {{"backend": "native:rowwise"}}: {shown(text)}')
     return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
 
 
@@ -212,7 +228,7 @@ def variables(environ: Mapping[str, str]) -> dict[str, str]:
         if not key.upper().startswith(PREFIX) or not text.strip():
             continue
         if found.setdefault(suffix, text) != text:
-            raise RecipeError(f"{PREFIX}{suffix} is set twice, to {found[suffix]!r} and {text!r}")
+            raise RecipeError(f"{PREFIX}{suffix} is set twice, to {shown(found[suffix])} and {shown(text)}")
     return found
 
 
@@ -220,7 +236,7 @@ def _override_flags(texts: list[str]) -> tuple[bool, ...]:
     try:
         return three_flags(texts)
     except ValueError:
-        named = ", ".join(f"{suffix}={text}" for suffix, text in zip(_OVERRIDES, texts, strict=True))
+        named = ", ".join(f"{suffix}={shortened(text)}" for suffix, text in zip(_OVERRIDES, texts, strict=True))
         raise RecipeError(
             f"{named}: three bools are wanted, one of them False. Accelerate's launcher cuts a YAML string such as "
             '"(false, false, false)" into letters: write a list, [false, false, false], or use fp8-backends launch'
@@ -246,7 +262,7 @@ class Source(NamedTuple):
 def config_source(fp8_config: Mapping[str, Any] | None, source: str) -> Source:
     """What the `fp8_config` block says, for `merging.merged`. Arguments and errors as `accelerate_fields`."""
     if not isinstance(fp8_config or {}, Mapping):
-        raise RecipeError(f"{source}: fp8_config must be a block of keys, not {fp8_config!r}")
+        raise RecipeError(f"{source}: fp8_config must be a block of keys, not {shown(fp8_config)}")
     fields, places, idle = {}, {}, set()
     for key, value in (fp8_config or {}).items():
         suffix = str(key).strip().lower().removeprefix("fp8_").upper()
@@ -256,7 +272,7 @@ def config_source(fp8_config: Mapping[str, Any] | None, source: str) -> Source:
         name = field.name
         if value is None or (name == "backend" and str(value).strip().upper() in ("", "NO")):
             continue
-        place = f"{source}: fp8_config.{key}={value!r}"
+        place = f"{source}: fp8_config.{shortened(str(key))}={shown(value)}"
         try:
             parsed = field_value(field, value)
         except RecipeError as error:
@@ -322,15 +338,18 @@ def own_names(values: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
         RecipeError: both names disagree, or something is asked for that cannot be honoured.
     """
     plain = {_plain(name): value for name, value in values.items()}
+    if len(plain) < len(values):
+        spelled = collections.Counter(map(_plain, values))
+        raise RecipeError(f"{shortened(spelled.most_common(1)[0][0])} is given twice, in two spellings: leave one out")
     plugin = _plugin_fields(plain)
     theirs = {name: value for name, value in plain.items() if name in NAMES or name in REFUSED}
     own = {name: value for name, value in plain.items() if name not in theirs}
-    if "fp8" in theirs and not theirs["fp8"]:
-        raise RecipeError(f"fp8={theirs['fp8']!r} turns FP8 off in NeMo: train in bf16, or say 'hybrid' or 'e4m3'")
+    if "fp8" in theirs and not _holds(lambda: theirs["fp8"], otherwise=True):
+        raise RecipeError(f"fp8={shown(theirs['fp8'])} turns FP8 off in NeMo: train in bf16, or say 'hybrid' or 'e4m3'")
     for name, value in theirs.items():
         idle = name in _WITHOUT_EFFECT and "first_last_layers_bf16" in theirs  # refused itself, where it is True
-        if name in REFUSED and value and not idle:
-            raise RecipeError(f"{name}={value!r} cannot be honoured: {REFUSED[name]}")
+        if name in REFUSED and not idle and _holds(lambda value=value: value, otherwise=True):
+            raise RecipeError(f"{name}={shown(value)} cannot be honoured: {REFUSED[name]}")
     for name, value in theirs.items():
         if name in NAMES and value is not None:
             _add_renamed(own, name, value)
@@ -345,27 +364,32 @@ def _plain(name: str) -> str:
     return name.removeprefix("--").replace("-", "_")
 
 
+def _lower(word: Any) -> str:
+    """A name of a plug-in in one spelling; empty for what is no text."""
+    return _plain(word).lower() if isinstance(word, str) else ""
+
+
 def _plugin_fields(plain: dict[str, Any]) -> dict[str, Any]:
     """The fields that a precision plug-in stands for, which is taken out of `plain`."""
     named = [key for key in _KEYS_OF_PLUGINS if key in plain]
-    if _plain(str(plain.get("backend"))).lower().startswith(("bf16_with_", "fp16_with_")):
+    if _lower(plain.get("backend")).startswith(("bf16_with_", "fp16_with_")):
         named.append("backend")
     if len(named) > 1:
         raise RecipeError(f"{' and '.join(named)} name a precision both: leave one out")
     if not named:
         return {}
     key, word = named[0], plain.pop(named[0])
-    dtype, _, rest = _plain(str(word)).lower().partition("_")
+    dtype, _, rest = _lower(word).partition("_")
     if dtype in ("bf16", "fp16") and rest in PLUGINS:
         return {**PLUGINS[rest], "autocast_dtype": dtype}
     if rest.endswith(_CURRENT_SCALING):
         raise RecipeError(
-            f"{key}={word!r} keeps the first and last layers in high precision: use te:dynamic, and {_LAYERS_BF16}"
+            f"{key}={shown(word)} keeps the first and last layers in high precision: use te:dynamic, and {_LAYERS_BF16}"
         )
     known = [f"{dtype}_{rest}" for dtype in ("bf16", "fp16") for rest in PLUGINS]
     raise RecipeError(
-        f"{key}={word!r} is no FP8 precision of NeMo's or Megatron-Bridge's{closest(f'{dtype}_{rest}', known)}; known "
-        f"are {', '.join(known)}"
+        f"{key}={shown(word)} is no FP8 precision of NeMo's or Megatron-Bridge's{closest(f'{dtype}_{rest}', known)}; "
+        f"known are {', '.join(known)}"
     )
 
 
@@ -375,8 +399,8 @@ def _add_renamed(own: dict[str, Any], name: str, value: Any) -> None:
         meant = reads(value) if field.name == "scaling" else field.parsed(reads(value))
     except ValueError as error:
         raise RecipeError(f"{name}: {error}") from None
-    if own.get(field.name) is not None and own[field.name] not in (value, meant):
+    if own.get(field.name) is not None and not _holds(lambda: own[field.name] in (value, meant)):
         raise RecipeError(
-            f"{name}={value!r} and {field.name}={own[field.name]!r} are two names of one field: leave one out"
+            f"{name}={shown(value)} and {field.name}={shown(own[field.name])} are two names of one field: leave one out"
         )
     own[field.name] = meant

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from ..compute import registry
 from ..compute.fields import DEFAULT_LEVEL, LEVELS, closest
 from ..errors import RecipeError
+from ..words import shown
 
 AUTO = "auto"
 MSAMP = ("msamp", "ms-amp")
@@ -37,19 +38,19 @@ def parse_backend(text: str) -> BackendName:
     if plus:
         mode, colon, level_word = tail.partition(":")
         if mode not in MSAMP:
-            raise RecipeError(f"{text!r}: only '+msamp[:LEVEL]' may follow a compute, not '+{tail}'")
-        level = level_name(level_word, repr(text)) if colon else ""
+            raise RecipeError(f"{shown(text)}: only '+msamp[:LEVEL]' may follow a compute, not {shown('+' + tail)}")
+        level = level_name(level_word, shown(text)) if colon else ""
     name, colon, rest = head.partition(":")
     if name in MSAMP:
         if plus:
-            raise RecipeError(f"{text!r}: msamp stands for native:window+msamp, so it takes no second '+msamp'")
-        return BackendName(*_MSAMP_MEANS, level_name(rest, repr(text)) if colon else "")
+            raise RecipeError(f"{shown(text)}: msamp stands for native:window+msamp, so it takes no second '+msamp'")
+        return BackendName(*_MSAMP_MEANS, level_name(rest, shown(text)) if colon else "")
     name = registry.ALIASES.get(name, name)
     if name == AUTO:
-        raise RecipeError(f"{text!r}: auto stands alone; name a compute: {', '.join(registry.valid_names())}")
-    if name not in registry.valid_names():
+        raise RecipeError(f"{shown(text)}: auto stands alone; name a compute: {', '.join(registry.valid_names())}")
+    if not registry.is_known(name):
         raise registry.unknown_backend(text)
-    return BackendName(name, scaling_name(name, rest, repr(text)) if colon else None, level)
+    return BackendName(name, scaling_name(name, rest, shown(text)) if colon else None, level)
 
 
 def canonical_name(compute: str, scaling: str, level: str | None) -> str:
@@ -63,7 +64,9 @@ def canonical_name(compute: str, scaling: str, level: str | None) -> str:
 def level_name(word: str, place: str) -> str:
     """The level, O0 to O3. Raises `RecipeError` that begins with `place`, which the word is from."""
     if not isinstance(word, str) or word.strip().upper() not in LEVELS:
-        raise RecipeError(f"{place}: unknown level {word!r}; msamp has {', '.join(LEVELS)} (default {DEFAULT_LEVEL})")
+        raise RecipeError(
+            f"{place}: unknown level {shown(word)}; msamp has {', '.join(LEVELS)} (default {DEFAULT_LEVEL})"
+        )
     return word.strip().upper()
 
 
@@ -81,4 +84,4 @@ def scaling_name(compute: str, word: Any, place: str) -> str:
         return word
     default = registry.get_compute(compute).default_scaling
     known = ", ".join(f"{name} (default)" if name == default else name for name in supported)
-    raise RecipeError(f"{place}: {compute} has no scaling {word!r}{closest(word, supported)}; it has {known}")
+    raise RecipeError(f"{place}: {compute} has no scaling {shown(word)}{closest(word, supported)}; it has {known}")

@@ -117,7 +117,7 @@ def audit(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> A
         optimizer: whose states to weigh. Left out: the one that `prepare` or the Accelerator was given with the model.
 
     Raises:
-        FP8BackendError: `model` is no module.
+        FP8BackendError: `model` is no module, or `optimizer` no optimizer.
     """
     check_is_module(model)
     model = conversion.unwrapped(model)
@@ -125,6 +125,7 @@ def audit(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> A
     observed = [observed_of(prepared) for _, _, prepared in roots]
     optimizers = [known for seen in observed for known in seen.optimizers()]
     if optimizer is not None:
+        check_is_optimizer(optimizer)
         optimizers = [unwrapped(optimizer)]
     # an engine may train buffers of its own (DeepSpeed), which nobody can tell apart by weight: their bytes are unknown
     parameters = {id(parameter) for parameter in model.parameters()}
@@ -242,6 +243,14 @@ def unwrapped(optimizer: Any) -> torch.optim.Optimizer | None:
     while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = optimizer.optimizer
     return optimizer
+
+
+def check_is_optimizer(optimizer: object, hint: str = "") -> None:
+    """Raise `FP8BackendError` for what is no optimizer, and holds none. `hint` ends the text."""
+    if not isinstance(unwrapped(optimizer), torch.optim.Optimizer):
+        raise FP8BackendError(
+            f"optimizer must be a torch.optim.Optimizer or None, not {type(optimizer).__name__}{hint}"
+        )
 
 
 def parameter_ids(optimizer: torch.optim.Optimizer) -> set[int]:

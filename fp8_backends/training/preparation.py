@@ -20,16 +20,18 @@ from torch.nn.parameter import is_lazy
 
 from ..comm import ddp, fsdp2, ignore_list, zero
 from ..compute import registry
+from ..compute.fields import flag, parsed
 from ..compute.interface import FollowsOptimizer, KeepsWeightCasts, StoresWeights, TakesBlockCodes, scaling_buffers
 from ..errors import FP8BackendError
 from ..numerics.modules import CONVERSION, check_is_module, plain_name
 from ..numerics.sharded_tensor import is_distributed
 from ..recipes.handlers import Recipe, resolve
 from ..recipes.specs import Spec
+from ..recipes.strings import level_name
 from ..states import adamw, checkpoint, levels, original
-from ..words import listed
+from ..words import listed, shown
 from . import conversion, fused_head, guard, monitor, proof, quantized_layers
-from .auditing import converted_layers, parameter_ids, unwrapped
+from .auditing import check_is_optimizer, converted_layers, parameter_ids, unwrapped
 from .conversion import PREPARED, Prepared, prepared_roots
 from .observed import observed_of
 
@@ -80,8 +82,8 @@ def initialize(
 
     `use_te` takes TransformerEngine's products in place of native ones.
     """
-    backend = f"te+msamp:{opt_level}" if use_te else f"msamp:{opt_level}"
-    return prepare(model, optimizer, backend)
+    level = level_name(opt_level, f"opt_level={shown(opt_level)}")
+    return prepare(model, optimizer, f"te+msamp:{level}" if parsed("use_te", flag, use_te) else f"msamp:{level}")
 
 
 def prepare_model(model: nn.Module, recipe: Recipe) -> nn.Module:
@@ -138,10 +140,8 @@ def check_model(model: nn.Module, recipe: Recipe) -> None:
 
 def _check_types(model: nn.Module, optimizer: Any) -> None:
     order = "; the order is prepare(model, optimizer, spec)"
-    if optimizer is not None and not isinstance(unwrapped(optimizer), torch.optim.Optimizer):
-        raise FP8BackendError(
-            f"optimizer must be a torch.optim.Optimizer or None, not {type(optimizer).__name__}{order}"
-        )
+    if optimizer is not None:
+        check_is_optimizer(optimizer, hint=order)
     check_is_module(model, hint=order)
 
 
@@ -210,6 +210,7 @@ def keep_weight_casts(model: nn.Module, keep: bool = True) -> None:
         FP8BackendError: nothing is prepared, or weights are sharded: they are gathered for each forward, and their
             codes would take the memory that sharding saves.
     """
+    check_is_module(model)
     roots = prepared_roots(model)
     if not roots:
         raise FP8BackendError("no model here is prepared: fp8_backends.prepare(model, optimizer, spec) comes first")
@@ -387,6 +388,7 @@ def whole_states(optimizer: torch.optim.Optimizer, receives: bool = True, moment
             scaled states.
         moments: False for weights alone, 2 bytes an element.
     """
+    check_is_optimizer(optimizer)
     inner = unwrapped(optimizer)
     is_scaled = isinstance(inner, adamw.ScaledStates)
     with checkpoint.whole_states(inner, receives, moments) if is_scaled else contextlib.nullcontext():

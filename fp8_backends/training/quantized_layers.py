@@ -21,6 +21,7 @@ from ..numerics.modules import check_is_module, plain_name
 from ..numerics.parameter_swap import refuse_if_held, swap
 from ..numerics.scaling import SQUARES, Blocks, Quantized
 from ..numerics.sharded_tensor import is_distributed
+from ..words import shown
 
 TRAINS = Refusal(
     "a layer that an FP8 checkpoint stores as codes and scales would never train: the library that multiplies it gives "
@@ -114,10 +115,12 @@ def dequantize(model: nn.Module, dtype: torch.dtype | None = None) -> list[str]:
         The names of the layers that are plain now.
 
     Raises:
-        FP8BackendError: a layer is of another format (experts, 4 bits), or sharded, or `model` is no module; nothing
-            has changed then.
+        FP8BackendError: a layer is of another format (experts, 4 bits), or sharded, `model` is no module, or `dtype` no
+            dtype; nothing has changed then.
     """
     check_is_module(model)
+    if not isinstance(dtype, (torch.dtype, type(None))):
+        raise FP8BackendError(f"dtype must be a torch.dtype, not {shown(dtype)}")
     layers = list(quantized_layers(model))
     dtype = dtype or _own_dtype(model, {id(layer) for _, layer, _ in layers})
     for name, layer, kind in layers:

@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 from ..compute import registry
+from ..compute.fields import flag, parsed, whole_number, word
 from ..errors import BackendUnavailableError, FP8BackendError, RecipeError
 from ..notebooks import as_html
 from ..numerics.modules import check_is_module
 from ..recipes.handlers import resolve
 from ..recipes.specs import Spec
-from ..words import counted
+from ..words import counted, shown
 from . import conversion, preparation, quantized_layers
 from .rules import RULES, Compiled, Machine, Parallel, Setup, Severity
 
@@ -87,14 +88,28 @@ def validate(
             libraries; by default for this machine, its libraries included.
 
     Raises:
-        RecipeError: `chip`, `parallel` or `compiled` is no word that is known, or `optimizer` is neither an optimizer
-            nor a name.
+        RecipeError: `chip`, `parallel` or `compiled` is no word that is known, `optimizer` is neither an optimizer nor
+            a name, or another argument is no number, flag or word of its kind.
         FP8BackendError: `model` is no module.
     """
     if model is not None:
         check_is_module(model)
     if not isinstance(optimizer, (torch.optim.Optimizer, str, type(None))):
-        raise RecipeError(f"optimizer={optimizer!r} must be a torch.optim.Optimizer that was made, or a name")
+        raise RecipeError(f"optimizer={shown(optimizer)} must be a torch.optim.Optimizer that was made, or a name")
+    known = {
+        "activation_checkpointing": (flag, activation_checkpointing),
+        "attention": (word, attention),
+        "sequence_length": (whole_number(1), sequence_length),
+        "vocab_size": (whole_number(1), vocab_size),
+        "cpu_ram_efficient_loading": (flag, cpu_ram_efficient_loading),
+        "world_size": (whole_number(1), world_size),
+        "zero_stage": (whole_number(0), zero_stage),
+        "tensor_parallel": (whole_number(1), tensor_parallel),
+        "quantized_base": (flag, quantized_base),
+    }
+    read = {name: None if value is None else parsed(name, parse, value) for name, (parse, value) in known.items()}
+    if read["world_size"] is None:
+        read["world_size"] = _running_ranks()
     machine = Machine.this() if chip is None else Machine.with_chip(chip)
     try:
         recipe = resolve(spec)
@@ -105,16 +120,8 @@ def validate(
         machine,
         parallel,
         compiled,
-        activation_checkpointing=activation_checkpointing,
-        attention=attention,
-        sequence_length=sequence_length,
-        vocab_size=vocab_size,
         optimizer=optimizer if isinstance(optimizer, str) else None,
-        cpu_ram_efficient_loading=cpu_ram_efficient_loading,
-        world_size=_running_ranks() if world_size is None else world_size,
-        zero_stage=zero_stage,
-        tensor_parallel=tensor_parallel,
-        quantized_base=quantized_base,
+        **read,
     )
     found = findings(setup, model)
     if not any(finding.rule == "recipe" for finding in found):

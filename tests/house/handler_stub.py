@@ -22,7 +22,7 @@ STUB = Path(handlers.__file__).with_suffix(".pyi")
 HEAD = '''\
 """Made from `handlers.py` and the declared fields by tests/house/handler_stub.py."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum
 from typing import Any, ClassVar
 

@@ -29,6 +29,7 @@ from fp8_backends.compute import chips, registry
 from fp8_backends.compute.fields import Field
 from fp8_backends.recipes.fields import FIELDS, OF_BACKENDS
 from fp8_backends.recipes.handlers import HANDLERS, from_environment, with_environment
+from fp8_backends.words import shown
 
 LAUNCHER_DEFAULTS = {
     # what `accelerate launch --mixed_precision fp8` exports, whatever the backend
@@ -367,7 +368,7 @@ def test_value_of_wrong_type_or_range_is_refused_when_the_recipe_is_made(field, 
     values = {"scaling": "delayed"} | {field: value}
     with pytest.raises(RecipeError) as caught:
         NativeRecipeKwargs(**values)
-    assert said in str(caught.value) and f"{field}={value!r}" in str(caught.value)
+    assert said in str(caught.value) and f"{field}={shown(value)}" in str(caught.value)
 
 
 @pytest.mark.parametrize("value", ["--1", None])

@@ -10,6 +10,7 @@ from torch import nn
 
 from ...compute import hardware
 from ...errors import RecipeError
+from ...words import shown
 
 BASELINES = ("bf16", "fp32", "fp16")
 REFERENCES = ("bf16", "fp32")
@@ -107,7 +108,7 @@ PLANTS = {"frozen": freeze, "flipped-wgrad": flip_wgrad}
 
 def check_fault(fault: str | None) -> None:
     if fault is not None and fault not in PLANTS:
-        raise RecipeError(f"--plant {fault!r}: one of {', '.join(PLANTS)}")
+        raise RecipeError(f"--plant {shown(fault)}: one of {', '.join(PLANTS)}")
 
 
 def plant(fault: str, model: nn.Module, optimizer) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from ...errors import RecipeError
+from ...recipes.reading import read_file
 from .accelerate_config import read_accelerate
 from .axolotl_config import read_axolotl
-from .training_config import TrainingConfig, parsed_file
+from .training_config import TrainingConfig
 
 _READERS = {"accelerate": read_accelerate, "axolotl": read_axolotl}
 _MARKS = {
@@ -24,7 +25,7 @@ def read(path: str, system: str | None = None, processes: int | None = None) -> 
     Raises:
         RecipeError: no such file, no YAML, of neither system, or with keys or values that are not known.
     """
-    values = parsed_file(path)
+    values = read_file(path)
     if system is None:
         counts = {name: sum(mark in values for mark in marks) for name, marks in _MARKS.items()}
         if counts["accelerate"] == counts["axolotl"]:

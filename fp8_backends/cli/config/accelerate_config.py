@@ -11,7 +11,7 @@ from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.utils import DistributedType
 from accelerate.utils.dataclasses import DynamoBackend
 
-from ...compute.fields import flag, one_of, whole_number
+from ...compute.fields import flag, one_of, whole_number, word
 from ...errors import RecipeError
 from ...recipes.merging import accelerate_fields
 from ...recipes.sources import config_source
@@ -75,7 +75,8 @@ def read_accelerate(values: Mapping[str, Any], source: str, processes: int | Non
         **({"num_processes": config.processes} if config.processes else {}),
         **({"dynamo_config": dynamo.values} if dynamo.values else {}),
     }
-    if "deepspeed_config_file" in file.block("deepspeed_config").values and values.get("mixed_precision"):
+    by_file = config.parallel == "deepspeed" and "deepspeed_config_file" in file.block("deepspeed_config").values
+    if by_file and values.get("mixed_precision"):
         config.notes.append(DEEPSPEED_PRECISION)
     if config.processes is None:
         config.notes.append("num_processes is not given: give --num_processes N when you launch")
@@ -155,7 +156,7 @@ def _surroundings(file: ConfigFile, config: TrainingConfig, fsdp: ConfigFile, de
         for name, default in (("activation_checkpointing", False), ("cpu_ram_efficient_loading", True)):
             found[name] = fsdp.get(f"fsdp_{name}", flag, default)
     if config.parallel == "deepspeed":
-        path = deepspeed.values.get("deepspeed_config_file")
+        path = deepspeed.get("deepspeed_config_file", word)
         found["zero_stage"] = file.zero_stage(path) if path else deepspeed.get("zero_stage", whole_number(0), 2)
     ranks = file.block("parallelism_config").get("parallelism_config_tp_size", whole_number(1))
     return found if ranks is None else {**found, "tensor_parallel": ranks}

@@ -6,13 +6,14 @@ what Axolotl 0.19 does with them: FP8 through TorchAO, by `fp8_config.recipe`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from accelerate.utils.dataclasses import DynamoBackend
 
-from ...compute.fields import flag, one_of, whole_number
+from ...compute.fields import flag, one_of, whole_number, word
 from ...errors import RecipeError
 from ...training.rules import Parallel
 from .training_config import DEEPSPEED_PRECISION, UNCOMPILED, ConfigFile, TrainingConfig
@@ -85,7 +86,7 @@ def read_axolotl(values: Mapping[str, Any], source: str, processes: int | None =
     if processes is None:
         # Axolotl starts one process for each GPU; an engine for several, and no GPU here to count, tell nothing
         processes = torch.cuda.device_count() or (1 if parallel == "none" else None)
-        processes = torch.Size(mesh.values()).numel() if max(mesh.values()) > 1 else processes
+        processes = math.prod(mesh.values()) if max(mesh.values()) > 1 else processes
     if parallel == "none" and processes is not None and processes > 1:
         parallel = "ddp"
     config = TrainingConfig(
@@ -234,7 +235,7 @@ def _surroundings(file: ConfigFile, fsdp: Mapping[str, Any], parallel: Parallel)
         "activation_checkpointing": checkpointing or fsdp.get("activation_checkpointing", False),
         "attention": str(attention) if attention else next(flags, None),
         "sequence_length": file.get("sequence_len", whole_number(1)),
-        "optimizer": file.values.get("optimizer"),
+        "optimizer": file.get("optimizer", word),
         "cpu_ram_efficient_loading": fsdp.get("cpu_ram_efficient_loading", False) if fsdp else None,
         "zero_stage": file.zero_stage(file.values["deepspeed"]) if parallel == "deepspeed" else None,
         "tensor_parallel": file.get("tensor_parallel_size", whole_number(1), 1),

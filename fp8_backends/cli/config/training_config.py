@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import yaml
-
 from ...compute.fields import closest
 from ...errors import RecipeError
 from ...recipes.fields import NAMING
-from ...recipes.handlers import FP8RecipeKwargs, Recipe, resolve, settings_of
+from ...recipes.handlers import AUTO, FP8RecipeKwargs, Recipe, resolve, settings_of
+from ...recipes.reading import read_file
 from ...training.rules import Compiled, Parallel
 from ...training.validators import Finding, validate
+from ...words import shortened, shown
 
 DEEPSPEED_PRECISION = (
     "mixed_precision is left out: Accelerate refuses it beside deepspeed_config_file. fp8-backends launch needs none; "
@@ -24,6 +23,8 @@ DEEPSPEED_PRECISION = (
 UNCOMPILED = ("NO", "EAGER", "AOT_EAGER")
 """Backends of torch.compile that make no kernels."""
 _NAMING = frozenset(each.name for each in NAMING)
+_MOST_NAMED = 5
+"""Unknown keys in one error."""
 
 
 @dataclass
@@ -72,7 +73,7 @@ class TrainingConfig:
                 resolve({**kept, name: value})
                 kept[name] = value
             except RecipeError as error:
-                self.notes.append(f"{name}={value!r} of the file is left out with backend {backend}: {error}")
+                self.notes.append(f"{name}={shown(value)} of the file is left out with backend {backend}: {error}")
         self.mixed_precision, self.fields = "fp8", kept
 
     def findings(self, chip: str | None = None) -> list[Finding]:
@@ -93,7 +94,7 @@ class TrainingConfig:
         written = {**self.accelerate}
         if self.recipe is not None:
             written["fp8_config"] = yaml_fields(self.recipe)
-        if "deepspeed_config_file" not in written.get("deepspeed_config", {}):
+        if self.parallel != "deepspeed" or "deepspeed_config_file" not in written.get("deepspeed_config", {}):
             written["mixed_precision"] = self.mixed_precision
         return written
 
@@ -108,7 +109,8 @@ def yaml_fields(recipe: Recipe) -> dict[str, Any]:
     """Return the `fp8_config` block that means this recipe, by whichever launcher reads it."""
     fields = {_KEYS.get(name, name): value for name, value in given_fields(recipe).items()}
     plain = {key: list(value) if isinstance(value, tuple) else value for key, value in fields.items()}
-    return {"backend": recipe.name, **plain}
+    naming = {"scaling": recipe.scaling} if recipe.name == AUTO and recipe.scaling else {}  # else in the name
+    return {"backend": recipe.name, **naming, **plain}
 
 
 _KEYS = {"enable_fsdp_float8_all_gather": "all_gather", "fp8_format": "number_format"}
@@ -142,42 +144,29 @@ class ConfigFile:
         try:
             return parse(value)
         except ValueError as error:
-            raise RecipeError(f"{self._prefix}{key}={value!r} {error}") from None
+            raise RecipeError(f"{self._prefix}{key}={shown(value)} {error}") from None
 
     def block(self, key: str) -> ConfigFile:
         """Return a block of keys, empty where there is none. Raises `RecipeError` for anything else."""
         values = self.values.get(key) or {}
         if not isinstance(values, Mapping):
-            raise RecipeError(f"{self._prefix}{key} must be a block of keys, not {values!r}")
+            raise RecipeError(f"{self._prefix}{key} must be a block of keys, not {shown(values)}")
         return ConfigFile({str(name): value for name, value in values.items()}, self.source, key)
 
     def refuse_unknown(self, known: Iterable[str], prefix: str = "") -> None:
-        """Raise `RecipeError` that names every key, of those with this prefix, that is not known, each with the nearest
-        that is."""
+        """Raise `RecipeError` that names the first keys, of those with this prefix, that are not known, each with the
+        nearest that is."""
         known = list(known)
         keys = [key for key in self.values if key.lower().startswith(prefix)]
-        if unknown := [f"{key}{closest(key, known)}" for key in keys if key not in known]:
-            raise RecipeError(f"{self.name}: not known: {', '.join(unknown)}")
+        if unknown := [key for key in keys if key not in known]:
+            named = ", ".join(f"{shortened(key)}{closest(key, known)}" for key in unknown[:_MOST_NAMED])
+            more = len(unknown) - _MOST_NAMED
+            raise RecipeError(f"{self.name}: not known: {named}" + (f" and {more} more" if more > 0 else ""))
 
     def zero_stage(self, path: str) -> int | None:
         """Return the ZeRO stage in a DeepSpeed configuration, which is looked for from here and beside this file; None
         where it does not tell."""
         places = (path, os.path.join(os.path.dirname(self.source), path))
         path = next((place for place in places if os.path.isfile(place)), None)
-        stage = path and ConfigFile(parsed_file(path), path).block("zero_optimization").values.get("stage")
+        stage = path and ConfigFile(read_file(path), path).block("zero_optimization").values.get("stage")
         return stage if isinstance(stage, int) else None
-
-
-def parsed_file(path: str) -> dict[str, Any]:
-    """Return the keys of a YAML or JSON file. Raises `RecipeError` that names it."""
-    kind, load = ("JSON", json.load) if path.endswith(".json") else ("YAML", yaml.safe_load)
-    try:
-        with open(path, encoding="utf-8") as file:
-            values = load(file)
-    except OSError as error:
-        raise RecipeError(f"{path}: {error.strerror or error}") from None
-    except (yaml.YAMLError, ValueError) as error:
-        raise RecipeError(f"{path} is no {kind}: {' '.join(str(error).split())}") from None
-    if not isinstance(values, Mapping):
-        raise RecipeError(f"{path} holds no keys: a configuration file of Accelerate or Axolotl is wanted")
-    return {str(key): value for key, value in values.items()}

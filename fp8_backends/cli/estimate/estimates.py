@@ -8,15 +8,16 @@ whole. What a rank of several holds and sends follows from the trace (`sharded_c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
-from ...compute.fields import check_known
-from ...errors import FP8BackendError
+from ...compute.fields import check_known, parsed, whole_number
+from ...errors import FP8BackendError, RecipeError
 from ...recipes.handlers import Recipe, resolve
+from ...words import shown
 from . import sharded_costs
 from .model_shapes import LONG, SHORT, ModelShape
 from .step_trace import (
@@ -58,6 +59,10 @@ class Workload:
     """Bytes of one device; None: not asked."""
     fused: bool = True
     """`torch.optim.AdamW(fused=…)`."""
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "sequence", "devices"):
+            setattr(self, name, parsed(name, whole_number(1), getattr(self, name)))
 
 
 @dataclass
@@ -108,8 +113,8 @@ class Estimate:
 
 def estimate(
     workload: Workload,
-    backends: Iterable[str | Recipe],
-    shardings: Iterable[str] = ("none",),
+    backends: Collection[str | Recipe],
+    shardings: Collection[str] = ("none",),
     on_backend: Callable[[str], object] = lambda name: None,
 ) -> list[Estimate]:
     """Estimate each backend under each sharding, in this order. A backend that cannot train this model has the reason
@@ -124,7 +129,9 @@ def estimate(
         RecipeError: an unknown backend or sharding, or a dtype of weights that no model is trained in.
         FP8BackendError: no backend can train this model, or its memory cannot be told.
     """
-    shardings = list(shardings)
+    for name, names in (("backends", backends), ("shardings", shardings)):
+        if not isinstance(names, Collection) or isinstance(names, str):
+            raise RecipeError(f"{name}={shown(names)}: {name} must be a list of names")
     for sharding in shardings:
         check_known("sharding", sharding, sharded_costs.SHARDINGS)
     check_known("dtype of weights", workload.weights, WEIGHT_DTYPES)

@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 import json
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 from ...errors import FP8BackendError
-from ...words import counted
+from ...words import counted, shortened
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -175,17 +176,17 @@ def from_transformers(name: str | Path) -> ModelShape:
     """
     from transformers import AutoConfig
 
-    path = Path(name)
+    is_file = os.path.exists(name)
     try:
-        config = AutoConfig.from_pretrained(path if path.exists() else str(name), local_files_only=True)
+        config = AutoConfig.from_pretrained(Path(name) if is_file else str(name), local_files_only=True)
     except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
         what = "not a configuration that transformers reads"
-        if not path.exists():
+        if not is_file:
             what = (
                 "no such config.json or folder, and no model of this name in the local cache of transformers. Nothing "
                 "is fetched: download its config.json and name the file, or give --params"
             )
-        raise FP8BackendError(f"{name}: {what} ({_first_line(error)})") from error
+        raise FP8BackendError(f"{shortened(str(name))}: {what} ({_first_line(error)})") from error
     config.use_cache = False
     _model_class(config)
     return ModelShape(str(name), config)
@@ -265,8 +266,10 @@ def parse_count(text: str) -> float:
         count = float(found[1]) * _UNITS.get(found[2].upper(), 1)
     except (TypeError, ValueError):
         count = 0
-    if count < 1e5:
-        raise FP8BackendError(f"--params {text}: a number of parameters such as 8B, 350M or 1.5e9, at least 100K")
+    if not 1e5 <= count <= 1e15:
+        raise FP8BackendError(
+            f"--params {shortened(text)}: a number of parameters such as 8B, 350M or 1.5e9, from 100K to 1000T"
+        )
     return count
 
 
@@ -322,4 +325,4 @@ _NAMES = (
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0]
+    return shortened(str(error).strip().split("\n")[0], 600)

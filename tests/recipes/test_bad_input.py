@@ -1,0 +1,231 @@
+"""Bad input ends in this package's error, which is short and names what is wrong: one class of fault after another, as
+`benchmarks/reliability/fuzz.py` found them."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import string
+
+import pytest
+import torch
+from torch import nn
+
+import fp8_backends
+from fp8_backends import FP8BackendError, FP8RecipeKwargs, NativeRecipeKwargs, RecipeError, resolve
+from fp8_backends.accelerate_plugin import launch, launch_flags
+from fp8_backends.cli import config
+from fp8_backends.compute.native import NativeCompute
+from fp8_backends.estimation import Workload, estimate
+from fp8_backends.recipes.handlers import from_environment
+from fp8_backends.recipes.reading import read_file
+
+KEYS = "distributed_type: 'NO'\nmixed_precision: fp8\n"
+MERGED = "".join(f"{b}: &{b} {{<<: [*{a}, *{a}]}}\n" for a, b in itertools.pairwise(string.ascii_lowercase))
+
+
+class Unwritable:
+    def __repr__(self):
+        raise RuntimeError("no text")
+
+
+def nested(levels):
+    value = []
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a: " + "[" * 65, "more than 64 blocks and lists.*line 1"),
+        ("a: &a {k: 1}\n" + MERGED, "more than 10000 values.*line"),
+        ("a: 1\nb: &b [*b]\n", r"\*b stands inside of what it names, line 2"),
+        ("- 1\n" * 10_001, "more than 10000 values, line 10001"),
+        (KEYS + "fp8_config:\n  margin: 1\n  margin: 2\n", "key 'margin' stands in a block twice, line 5"),
+        ("a: !!binary bWF4\n", "binary is not known here, line 1"),
+        ("a: !!set {b, c}\n", "set is not known here"),
+        ("a: !!python/object:os.system x\n", "python/object"),
+        ("\na: !!bool x\n", "'x' is no value of the kind .*bool, line 2"),
+        ("a: \x00\n", "special characters are not allowed"),
+        ("a: b\n".encode("utf-16"), "codec can't decode"),
+        ("# x\n" * 2**18 + "a: 1", "more than 1 MiB"),
+    ],
+)
+def test_a_yaml_file_beyond_its_bounds_is_refused_by_file_and_line(tmp_path, text, said):
+    path = tmp_path / "c.yaml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(RecipeError, match=rf"(?s)c\.yaml.*{said}") as caught:
+        read_file(str(path))
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("text", ['{"a": ' * 65, '{"a": "' + "[" * 65 + '", "a": 1}', "[" * 100_000])
+def test_json_is_within_the_same_bounds(tmp_path, text):
+    (tmp_path / "c.json").write_text(text)
+    with pytest.raises(RecipeError, match=r"c\.json is no JSON.*(inside one another|stands in a block twice)"):
+        read_file(str(tmp_path / "c.json"))
+    with pytest.raises(RecipeError, match="not a JSON object of recipe fields"):
+        from_environment({"FP8_BACKENDS_RECIPE": text})
+
+
+def test_brackets_in_text_are_no_blocks(tmp_path):
+    (tmp_path / "c.json").write_text('{"a": "' + '\\"[' * 100 + '"}')
+    assert read_file(str(tmp_path / "c.json")) == {"a": '"[' * 100}
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path, "/dev/zero"):
+        with pytest.raises(RecipeError, match="a folder, a pipe or a device"):
+            read_file(str(path))
+
+
+def test_a_date_and_a_byte_order_mark_are_text(tmp_path):
+    (tmp_path / "c.yaml").write_bytes(b"\xef\xbb\xbfrun: 2026-01-02\n<<: {a: 1}\n")
+    assert read_file(str(tmp_path / "c.yaml")) == {"run": "2026-01-02", "a": 1}
+
+
+def test_launch_reads_a_file_within_the_same_bounds(tmp_path):
+    (tmp_path / "c.yaml").write_text(KEYS + "fp8_config: {backend: native, backend: te}\n")
+    with pytest.raises(RecipeError, match=r"c\.yaml.*'backend' stands in a block twice"):
+        launch.run(["--config_file", str(tmp_path / "c.yaml"), __file__])
+    (tmp_path / "c.yaml").write_text("distributed_type: [MULTI_GPU]\n")
+    with pytest.raises(FP8BackendError, match=r"c\.yaml: distributed_type=\['MULTI_GPU'\] must be a word"):
+        launch.run(["--config_file", str(tmp_path / "c.yaml"), __file__])
+
+
+def test_deepspeeds_file_has_no_say_without_deepspeed(tmp_path):
+    """The precision was left out of what `config` wrote, so that nothing trained in FP8."""
+    path = tmp_path / "c.yaml"
+    path.write_text(KEYS + "deepspeed_config: {deepspeed_config_file: ds.json}\n")
+    assert config.read(str(path)).for_accelerate()["mixed_precision"] == "fp8"
+    path.write_text("distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: [ds.json]}\n")
+    with pytest.raises(RecipeError, match=r"deepspeed_config_file=\['ds.json'\] must be a word"):
+        config.read(str(path))
+
+
+def test_a_scaling_rule_without_a_backend_is_written(tmp_path):
+    """What `config` wrote was auto alone."""
+    (tmp_path / "c.yaml").write_text(KEYS + "fp8_config: {scaling: rowwise}\n")
+    assert config.read(str(tmp_path / "c.yaml")).for_accelerate()["fp8_config"] == {
+        "backend": "auto",
+        "scaling": "rowwise",
+    }
+
+
+def test_more_ranks_than_a_machine_integer_holds_are_counted(tmp_path):
+    (tmp_path / "c.yaml").write_text(f"base_model: x\nbf16: true\nsequence_len: 8\ndp_shard_size: {2**63}\n")
+    assert config.read(str(tmp_path / "c.yaml")).processes == 2**63
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Unwritable(),
+        10**5000,
+        nested(3000),
+        itertools.repeat("a"),
+        {"q_proj": False},
+        b"q_proj",
+        [f"a{i}" for i in range(9)],
+    ],
+    ids=lambda value: type(value).__name__,
+)
+@pytest.mark.parametrize("field", ["margin", "fp8_format", "override_linear_precision", "include", "opt_level"])
+def test_a_value_of_any_class_is_refused_in_a_short_message(field, value):
+    if field == "include" and isinstance(value, list) and isinstance(value[0], str):
+        return
+    with pytest.raises(RecipeError, match=field) as caught:
+        resolve({"backend": "native:delayed+msamp", field: value})
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda: resolve("native" * 1000),
+        lambda: NativeRecipeKwargs(scaling="x" * 10_000),
+        lambda: FP8RecipeKwargs(**{"x" * 10_000: 1}),
+        lambda: from_environment({"ACCELERATE_FP8_" + "X" * 10_000: "1"}),
+        lambda: from_environment({"ACCELERATE_FP8_MARGIN": "1" * 10_000}),
+        lambda: launch_flags.parse(["--fp8_" + "x" * 10_000, "1", "x.py"]),
+    ],
+)
+def test_a_long_text_is_shortened_in_messages(made):
+    with pytest.raises(RecipeError) as caught:
+        made()
+    assert len(str(caught.value)) < 1000 and " … " in str(caught.value)
+
+
+def test_two_spellings_of_one_field_are_refused():
+    with pytest.raises(RecipeError, match="margin is given twice, in two spellings"):
+        resolve({"backend": "te", "--margin": 1, "margin": 2})
+
+
+def test_a_list_as_text_means_the_same_in_a_script_and_in_the_environment():
+    assert FP8RecipeKwargs(include="['a', 'b']").include == ("a", "b")
+    assert from_environment({"ACCELERATE_FP8_INCLUDE": "['a', 'b']"}).include == ("a", "b")
+
+
+@pytest.mark.parametrize(("name", "text"), [("WORLD_SIZE", "None"), ("PMI_SIZE", ""), ("ACCELERATE_USE_CPU", "maybe")])
+def test_a_variable_of_the_launcher_that_cannot_be_read_is_named(name, text, monkeypatch, tmp_path):
+    monkeypatch.setenv(name, text)
+    with pytest.raises(FP8BackendError, match=f"{name}='{text}' in the environment must be"):
+        launch.run(["--cpu", "--num_processes", "2", __file__])
+
+
+MODEL = nn.Linear(16, 16)
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda: fp8_backends.validate("native", sequence_length="long"), "sequence_length='long'"),
+        (lambda: fp8_backends.validate("native", tensor_parallel=0.5), "tensor_parallel=0.5"),
+        (lambda: fp8_backends.validate("native", attention=["sdpa"]), "attention"),
+        (lambda: fp8_backends.validate("native", chip=range(3)), "chip"),
+        (lambda: fp8_backends.validate("native", parallel=torch.ones(2)), "parallel"),
+        (lambda: fp8_backends.audit(MODEL, 3), "optimizer"),
+        (lambda: fp8_backends.initialize(MODEL, None, opt_level=5), "opt_level=5"),
+        (lambda: fp8_backends.initialize(MODEL, None, use_te="perhaps"), "use_te='perhaps'"),
+        (lambda: fp8_backends.keep_weight_casts((MODEL, None)), "model"),
+        (lambda: fp8_backends.whole_states(3).__enter__(), "optimizer"),
+        (lambda: fp8_backends.dequantize(MODEL, torch.ones(2)), "dtype"),
+        (lambda: Workload(model=None, batch="many"), "batch='many'"),
+        (lambda: estimate(Workload(model=None), "native"), "backends='native'"),
+        (lambda: estimate(Workload(model=None), ["native"], itertools.repeat("none")), "shardings"),
+    ],
+)
+def test_an_argument_of_the_wrong_type_is_named(call, name):
+    with pytest.raises(FP8BackendError, match=name):
+        call()
+
+
+class Odd(NativeCompute):
+    pass
+
+
+def faulty():
+    raise KeyError("nothing here")
+
+
+@pytest.mark.parametrize(
+    ("factory", "said"),
+    [
+        (faulty, "its factory raised KeyError"),
+        (dict, "returned dict"),
+        (type("Odd", (Odd,), {"scalings": None}), "scalings must name its rules"),
+        (type("Odd", (Odd,), {"default_scaling": "nosuch"}), "default_scaling one of them"),
+        (type("Odd", (Odd,), {"levels": ("O9",)}), r"levels=\('O9',\) must name some of O0"),
+        (type("Odd", (Odd,), {"fields": ("nosuch",)}), "'nosuch' is neither a .*Field nor the name"),
+    ],
+)
+def test_a_backend_that_cannot_be_used_is_refused_when_it_is_named(factory, said, monkeypatch):
+    monkeypatch.setattr(fp8_backends.compute.registry, "_factories", {})
+    monkeypatch.setattr(fp8_backends.compute.registry, "_instances", {})
+    fp8_backends.register_backend("odd", factory)
+    with pytest.raises(FP8BackendError, match=said):
+        resolve("odd")
+    assert resolve("native").name == "native:dynamic"
