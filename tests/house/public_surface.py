@@ -103,7 +103,8 @@ def check(model: nn.Module) -> list[str]:
 
 
 def ask(model: nn.Module) -> str:
-    advice: Advice = fp8_backends.advise(model, [torch.randn(4, 32)], "native", min_flops_share=0.9, held_out=[])
+    batches: list[torch.Tensor] = [torch.randn(4, 32)]
+    advice: Advice = fp8_backends.advise(model, batches, "native", min_flops_share=0.9, held_out=batches)
     recipe: Recipe = advice.recipe
     return f"{advice.verdict} {recipe.name}"
 
