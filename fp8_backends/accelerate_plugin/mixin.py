@@ -38,6 +38,7 @@ from ..errors import FP8BackendError, RecipeError
 from ..recipes.handlers import Recipe
 from ..states import original
 from ..training import conversion, guard, monitor, preparation, proof, rules
+from ..training.auditing import parameter_ids, steps_of
 from ..training.conversion import weight_products
 from ..training.report import ConversionReport
 from ..training.weight_products import NEVER_IN_FP8
@@ -313,7 +314,7 @@ class FP8Mixin(_RunTimeClass):
         """The prepared models that this optimizer trains."""
         if self.is_fsdp2:
             return list(self._models)  # it prepares one; a gathered parameter is not the optimizer's
-        trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        trained = parameter_ids(optimizer)
         return [model for model in self._models if any(id(p) in trained for p in model.parameters())]
 
     def backward(self, loss, **kwargs):
@@ -401,8 +402,7 @@ class FP8Mixin(_RunTimeClass):
         """How often the optimizer has stepped, if it counts."""
         if deepspeed.in_use(self):
             return max((engine.global_steps for engine in self._models), default=None)
-        states = (state for optimizer in self._optimizers for state in optimizer.state.values())
-        return next((int(state["step"]) for state in states if "step" in state), None)
+        return max((steps for each in self._optimizers if (steps := steps_of(each)) is not None), default=None)
 
     def save_model(self, *args, **kwargs):
         """Save the model with its whole masters. All ranks must call it."""

@@ -30,6 +30,11 @@ class Format:
         return torch.finfo(self.dtype).max
 
     @property
+    def max_exponent(self) -> int:
+        """Exponent of the largest number."""
+        return math.frexp(self.max)[1] - 1
+
+    @property
     def bias(self) -> int:
         """What is added to an exponent before it is stored."""
         return 1 - self.min_exponent

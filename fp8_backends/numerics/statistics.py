@@ -142,12 +142,7 @@ def statistics_of_codes(codes: torch.Tensor, scale_inv: torch.Tensor, amax: torc
 def clipped_above(fmt: Format) -> float:
     """The scaled magnitude above which a cast clips: half a step beyond the format's largest number, which rounds to
     it."""
-    return fmt.max + 2.0 ** (_top(fmt) - fmt.mantissa_bits - 1)
-
-
-def _top(fmt: Format) -> int:
-    """The exponent of the format's largest number."""
-    return math.frexp(fmt.max)[1] - 1
+    return fmt.max + 2.0 ** (fmt.max_exponent - fmt.mantissa_bits - 1)
 
 
 def _sampled(cast: Cast) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -175,7 +170,7 @@ def _energy(x: torch.Tensor) -> torch.Tensor:
 
 def _binades(scaled: torch.Tensor, zeros: torch.Tensor, fmt: Format) -> torch.Tensor:
     exponents = scaled.view(torch.int32) >> 23 & 0xFF
-    bins = (_top(fmt) + 1 + 127 - exponents).clamp_(0, BINADES - 1).flatten().long()
+    bins = (fmt.max_exponent + 1 + 127 - exponents).clamp_(0, BINADES - 1).flatten().long()
     counts = torch.zeros(BINADES, dtype=torch.int64, device=scaled.device)
     counts.scatter_add_(0, bins, torch.ones_like(bins))
     counts[-1] -= zeros
@@ -217,11 +212,6 @@ class Numbers(NamedTuple):
         if not (self.signal > 0 and self.noise > 0 and math.isfinite(self.signal + self.noise)):
             return None
         return 10 * math.log10(self.signal / self.noise)
-
-    @property
-    def lowest_exponent(self) -> int:
-        """The exponent of the last binade."""
-        return _top(self.fmt) + 2 - BINADES
 
 
 def read(statistics: Sequence[Statistics]) -> list[Numbers]:

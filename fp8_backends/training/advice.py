@@ -121,8 +121,10 @@ class Advice:
             return f"keep the recipe: more than half of the gap is {self.around}'s own, and stays without any FP8"
         keep = f"train in {self.around}" if self.given.gap > BROKEN else "keep the recipe"
         best, others = self.best, self.on_other_batches
+        if best is self.given:
+            return f"{keep}: none of the changes that were tried makes the gap smaller"
         elsewhere = ""
-        if best is not self.given and best.change in others:
+        if best.change in others:
             elsewhere = f", {others[best.change].gap / others[GIVEN].gap:.2f} on other batches"
         return (
             f"{keep}: no change halves the gap with {share(self.min_flops_share)} of the FLOPs kept in FP8; the best "

@@ -255,7 +255,17 @@ def check_is_optimizer(optimizer: object, hint: str = "") -> None:
 
 def parameter_ids(optimizer: torch.optim.Optimizer) -> set[int]:
     """The identities of the parameters that an optimizer holds."""
-    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return set(map(id, parameters_of(optimizer)))
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The parameters that an optimizer holds, in the order of its groups."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def steps_of(optimizer: torch.optim.Optimizer) -> int | None:
+    """Steps that an optimizer's states have seen, also before they were loaded; None where they do not tell."""
+    return next((int(state["step"]) for state in optimizer.state.values() if "step" in state), None)
 
 
 def converted_layers(root: nn.Module, prepared: Prepared) -> dict[str, nn.Module]:

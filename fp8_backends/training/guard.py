@@ -27,7 +27,7 @@ from ..errors import FP8BackendError
 from ..numerics import scaling_faults
 from ..numerics.modules import CONVERSION, plain_name
 from ..words import counted, listed
-from .auditing import converted_layers, unwrapped
+from .auditing import converted_layers, parameters_of, unwrapped
 from .conversion import prepared_roots
 from .looks import Look, ScalingLooks, on_its_way, spoiled
 from .loss_window import LossWindow
@@ -175,7 +175,7 @@ class Guard:
             finite = torch.isfinite(mean)
             noted = torch.stack([mean.where(finite, 0.0), finite.float(), 1 - finite.float()])
             self._losses = noted if self._losses is None else self._losses + noted
-        self._after_backward = spoiled(_parameters(optimizer)) if is_complete else None
+        self._after_backward = spoiled(parameters_of(optimizer)) if is_complete else None
 
     def __call__(self, optimizer: torch.optim.Optimizer, args, kwargs) -> None:
         self._before_step(optimizer)
@@ -206,7 +206,7 @@ class Guard:
         return self._backwards > before
 
     def _look(self, optimizer: torch.optim.Optimizer, groups: list[dist.ProcessGroup]) -> Look:
-        parameters = _parameters(optimizer)
+        parameters = parameters_of(optimizer)
         # where a loss scaler has found an inf, a fused optimizer leaves its step out by itself
         scaler_looks = getattr(optimizer, "found_inf", None) is not None
         gradients = None if scaler_looks else spoiled(parameters)
@@ -240,7 +240,7 @@ class Guard:
             figures = f"{not_finite:.0f} of the {finite + not_finite:.0f} losses of this step are not finite"
             found.append(Fault(look.step, LOSS, (), figures, ""))
         if gradients:
-            where = self._spoiled_parameters(look, _parameters(optimizer), groups)
+            where = self._spoiled_parameters(look, parameters_of(optimizer), groups)
             figures = f"{counted(len(where), 'gradient')} not finite"
             found.append(Fault(look.step, GRADIENT, where, figures, ""))
         if finite and not not_finite and (spike := self._window.see(loss / finite)) is not None:
@@ -344,7 +344,7 @@ class Guard:
 
     def _leave_out(self, optimizer: torch.optim.Optimizer) -> None:
         """Let the step find no gradient: PyTorch's optimizers then leave weights, states and counters as they are."""
-        self._held = [(p, p.grad) for p in _parameters(optimizer) if p.grad is not None]
+        self._held = [(p, p.grad) for p in parameters_of(optimizer) if p.grad is not None]
         for p, _ in self._held:
             p.grad = None
 
@@ -391,7 +391,3 @@ def _is_free(layer: nn.Module) -> bool:
     """Whether a layer can run as what it was: nobody has replaced its forward, and it is no expert, which was none."""
     conversion = layer.__dict__[CONVERSION]
     return conversion.original is not type(layer) and "forward" not in layer.__dict__
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]

@@ -25,17 +25,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ..announcement import is_main_process
 from ..compute.counts import inside_backward
 from ..compute.interface import ShowsCasts
 from ..errors import RecipeError
 from ..numerics.formats import FORMAT_OF, FORMATS
-from ..numerics.modules import inert_hook
+from ..numerics.modules import inert_hook, is_traced
 from ..numerics.scaled_tensor import ScaledTensor, tensor_amax_of
 from ..numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT
 from ..numerics.sharded_tensor import local_part
 from ..numerics.statistics import Numbers, Statistics, read, statistics_of, statistics_of_codes
 from ..words import listed, share
-from .auditing import converted_layers
+from .auditing import converted_layers, steps_of
 from .conversion import PREPARED, prepared_roots
 from .layer_filter import NamePattern
 from .observed import observed_of
@@ -111,7 +112,7 @@ class Monitor:
             self.roots[root] = prefix
 
     def __call__(self, optimizer: torch.optim.Optimizer, args, kwargs) -> None:
-        if torch.compiler.is_compiling():
+        if is_traced():
             return
         self.steps += 1
         if self.sample is not None:
@@ -121,7 +122,7 @@ class Monitor:
 
     def _begin(self, optimizer: torch.optim.Optimizer) -> None:
         prepared = [(root, root.__dict__[PREPARED]) for root in self.roots if PREPARED in root.__dict__]
-        self.sample = Sample([Watched(root, each) for root, each in prepared], _rank() == 0)
+        self.sample = Sample([Watched(root, each) for root, each in prepared], is_main_process())
         # an optimizer that goes before its next step leaves nothing behind
         gone = weakref.finalize(optimizer, self.sample.close)
         gone.atexit = False
@@ -133,7 +134,7 @@ class Monitor:
         sample.close()
         if not sample.records:
             return
-        began, step = time.perf_counter(), _step_of(optimizer) or self.steps
+        began, step = time.perf_counter(), steps_of(optimizer) or self.steps
         found = sample.numbers()
         seen = {name for name, _ in found}
         record = {
@@ -285,7 +286,7 @@ class Hook:
         self.call = call
 
     def __call__(self, *args) -> None:
-        if not torch.compiler.is_compiling():
+        if not is_traced():
             self.call(*args)
 
     def __reduce__(self):
@@ -315,17 +316,6 @@ def _check_patterns(prepared: Prepared) -> None:
             raise RecipeError(f"monitor_layers: no FP8 layer of this model matches {text!r}; there are {names}")
 
 
-def _rank() -> int:
-    return (
-        torch.distributed.get_rank() if torch.distributed.is_available() and torch.distributed.is_initialized() else 0
-    )
-
-
-def _step_of(optimizer: torch.optim.Optimizer) -> int:
-    """How many steps its states have seen, also before they were loaded; 0 where they do not tell."""
-    return next((int(state["step"]) for state in optimizer.state.values() if "step" in state), 0)
-
-
 # Records
 
 
@@ -352,7 +342,7 @@ def _entry(numbers: Numbers, stored: bool) -> dict[str, Any]:
         entry["sqnr_db"] = None if numbers.sqnr_db is None else round(numbers.sqnr_db, 2)
     held = [index for index, count in enumerate(numbers.binades) if count]
     first, end = (held[0], held[-1] + 1) if held else (0, 0)
-    top = numbers.lowest_exponent + len(numbers.binades) - 1
+    top = numbers.fmt.max_exponent + 1
     return entry | {"exponents": [top - end + 1, top - first], "binades": numbers.binades[first:end][::-1]}
 
 

@@ -31,7 +31,7 @@ from ..recipes.strings import level_name
 from ..states import adamw, checkpoint, levels, original
 from ..words import listed, shown
 from . import conversion, fused_head, guard, monitor, proof, quantized_layers
-from .auditing import check_is_optimizer, converted_layers, parameter_ids, unwrapped
+from .auditing import check_is_optimizer, converted_layers, parameter_ids, parameters_of, unwrapped
 from .conversion import PREPARED, Prepared, prepared_roots
 from .observed import observed_of
 
@@ -301,8 +301,8 @@ def watch_optimizer(models: nn.Module | Iterable[nn.Module], optimizer: torch.op
 def _share_out_states(optimizer: torch.optim.Optimizer) -> None:
     """Leave the master and the optimizer states of each weight at O3 to one rank, where DDP has several. Every rank
     calls it, after `connect_ranks`."""
-    trained = [p for group in optimizer.param_groups for p in group["params"]]
-    weights = [p for p in trained if getattr(p, "master", None) is not None and ddp.connection_of(p) is not None]
+    with_master = [p for p in parameters_of(optimizer) if getattr(p, "master", None) is not None]
+    weights = [p for p in with_master if ddp.connection_of(p) is not None]
     connection = ddp.connection_of(weights[0]) if weights else None
     if optimizer.fp8_owners is None and connection is not None and connection.group.size() > 1:
         optimizer.fp8_owners = connection.owners = zero.SharedOut(weights, connection.group)

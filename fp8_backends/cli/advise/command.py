@@ -9,7 +9,7 @@ from typing import Any
 from ...errors import FP8BackendError
 from ...recipes.handlers import Recipe, resolve
 from ...training.advice import Advice, advise
-from ...words import counted, share
+from ...words import share
 from ..config import read
 from ..terminal import Progress, paragraphs, table
 from . import recipe_texts
@@ -84,11 +84,8 @@ def text(subject: Subject, advice: Advice) -> str:
     legend = [
         ("advice", advice.verdict),
         ("FP8", "share of the FLOPs of weight products in FP8; kept: of those that the recipe as given has there"),
-        (
-            "gap",
-            f"relative error of the gradients against FP32, after {counted(advice.passes, 'forward')} and backward",
-        ),
-        *(("", line) for line in advice.further_lines()),
+        ("gap", f"relative error of the gradients against FP32, measured in {advice.passes} forwards and backwards"),
+        *(("also", line) for line in advice.further_lines()),
     ]
     recipe = advice.recipe
     parts = [paragraphs(about), table(advice.rows()), paragraphs(legend)]

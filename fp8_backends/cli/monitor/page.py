@@ -135,22 +135,21 @@ def _histogram(tensor: Tensor) -> str:
     """Draw how many scaled values lie in each binade; the format's normal numbers lie between two lines."""
     entry, height, base = tensor.last, 120, 96
     fmt = FORMATS[entry["format"]]
-    top = math.frexp(fmt.max)[1] - 1
     first, last = entry["exponents"]
-    low, high = min(first, fmt.min_exponent - fmt.mantissa_bits) - 1, max(last, top) + 1
+    low, high = min(first, fmt.min_exponent - fmt.mantissa_bits) - 1, max(last, fmt.max_exponent) + 1
     width, largest = 100 / (high - low + 1), max(entry["binades"])
     parts = []
     for exponent, count in zip(range(first, last + 1), entry["binades"], strict=True):
-        inside = fmt.min_exponent <= exponent <= top
+        inside = fmt.min_exponent <= exponent <= fmt.max_exponent
         bar = max(round(base * 0.92 * count / largest, 1), 0.8 if count else 0)
         parts.append(
             f'<rect x="{(exponent - low) * width:.2f}%" y="{base - bar}" width="{width * 0.86:.2f}%" height="{bar}" '
             f'fill="var({"--c1" if inside else "--c2"})"><title>2^{exponent}: {count}</title></rect>'
         )
-    for exponent, label, anchor in ((fmt.min_exponent, fmt.min_exponent, "start"), (top + 1, top, "end")):
-        place = f"{(exponent - low) * width:.2f}%"
+    for exponent, past, anchor in ((fmt.min_exponent, 0, "start"), (fmt.max_exponent, 1, "end")):
+        place = f"{(exponent + past - low) * width:.2f}%"
         parts.append(f'<line class="bound" x1="{place}" x2="{place}" y1="0" y2="{base}"/>')
-        power = str(label).translate(_SUPERSCRIPTS)
+        power = str(exponent).translate(_SUPERSCRIPTS)
         parts.append(f'<text class="tick" x="{place}" y="{base + 16}" text-anchor="{anchor}">2{power}</text>')
     label = f"exponents of {escape(tensor.label)}"
     return f'<svg width="100%" height="{height}" role="img" aria-label="{label}">\n' + "\n".join(parts) + "\n</svg>"
