@@ -235,6 +235,12 @@ CASES = [
     ("fp8_gradients_deepspeed", (GRADIENTS, DS), (GRADIENTS, DDP), ""),
     ("guard_engine", (GUARDED, DS), (GUARDED, DDP), "guard='warn' with deepspeed"),
     ("fp8_gradients_alone", (GRADIENTS, {"world_size": 1}), (GRADIENTS, {}), ""),
+    (
+        "monitor_without_steps",
+        ({"backend": "native", "monitor_layers": "0"}, {}),
+        ({"backend": "native", "monitor_layers": "0", "monitor_every": 10}, {}),
+        "",
+    ),
     ("fuse_norms_zero3", (FUSED, {**DS, "zero_stage": 3}), (FUSED, {**DS, "zero_stage": 2}), ""),
     ("o3_alone", ("msamp:O3", {"world_size": 1}), ("msamp:O3", {"world_size": 2}), ""),
     ("o3_ddp_saving", ("msamp:O3", DDP), ({"backend": "msamp:O3", "shard_states": False}, DDP), ""),

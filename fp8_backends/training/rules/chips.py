@@ -106,7 +106,12 @@ CHIP_RULES = (
     Rule(
         "rowwise_cpu_torch",
         "error",
-        lambda s: s.cell is not None and s.cell.note == "rowwise-cpu" and s.machine.torch < ROWWISE_CPU_TORCH,
+        lambda s: (
+            s.cell is not None
+            and s.cell.note == "rowwise-cpu"
+            and s.machine.torch < ROWWISE_CPU_TORCH
+            and s.machine.own_scaled_mm
+        ),
         *NOTES["rowwise-cpu"],
         _old_torch,
     ),

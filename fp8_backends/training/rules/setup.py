@@ -32,6 +32,8 @@ class Machine:
     """The release of CUDA that PyTorch was built for; None: new enough, or not CUDA."""
     bf16_products: bool = True
     """Whether the GPU, or the CPU that trains, multiplies bf16 in hardware."""
+    own_scaled_mm: bool = True
+    """Whether FP8 products of a CPU that trains are PyTorch's own; else they are mended, those of rows too."""
     torch: tuple[int, int] = field(default_factory=hardware.torch_release)
     """The release of PyTorch."""
     backward_override: str = field(default_factory=lambda: os.environ.get("NVTE_BACKWARD_OVERRIDE", ""))
@@ -45,7 +47,8 @@ class Machine:
     def this(cls) -> Machine:
         """The machine that runs this process."""
         fast_bf16 = hardware.has_gpu() or hardware.cpu_bf16()
-        return cls(hardware.chip(), tuple(hardware.capabilities()), hardware.cuda_release(), fast_bf16)
+        libraries = hardware.cuda_release(), fast_bf16, hardware.cpu_scaled_mm()
+        return cls(hardware.chip(), tuple(hardware.capabilities()), *libraries)
 
     @classmethod
     def with_chip(cls, name: str) -> Machine:
