@@ -19,7 +19,7 @@ import math
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,7 +54,12 @@ STORED = ("gradient", "exp_avg", "exp_avg_sq")
 """Names of what a level stores in few bits, beside weights."""
 
 MANY_SATURATED, MANY_FLUSHED = 0.01, 0.05
-"""Shares of the values from which on a sample is worth a line in the log. A clipped value is among the largest of its
+NOTABLE: dict[str, Callable[[Mapping[str, Any]], bool]] = {
+    "inf or NaN": lambda entry: entry["amax"] is None,
+    f"over {share(MANY_SATURATED)} clipped": lambda entry: entry["saturated"] > MANY_SATURATED,
+    f"over {share(MANY_FLUSHED)} flushed to zero": lambda entry: entry["flushed"] > MANY_FLUSHED,
+}
+"""What of a cast is worth a line in the log, told by its entry in a record. A clipped value is among the largest of its
 tensor, and a flushed one is below a hundred-thousandth of the largest; both are rare where the scales fit: with a scale
 by the tensor's own amax nothing is clipped, and a bell-shaped tensor has one value of 10,000 flushed."""
 
@@ -146,7 +151,7 @@ class Monitor:
             "seconds": round(sample.seconds + time.perf_counter() - began, 4),
         }
         self._write(record)
-        self._name_notable(found, step)
+        self._name_notable(record)
         if self.report is not None and (values := summary(record)):
             self.report(values, step)
 
@@ -157,29 +162,22 @@ class Monitor:
         except OSError as error:  # such as a full disk, which is no reason to stop a training
             self._say_once("file", f"statistics cannot be written: {error}")
 
-    def _name_notable(self, found: Mapping[tuple[str, str], Numbers], step: int) -> None:
+    def _name_notable(self, record: Mapping[str, Any]) -> None:
         """Name the tensors that lose much, in one line, each once."""
-        casts = {f"{name} {tensor}": each for (name, tensor), each in found.items() if tensor not in STORED}
         parts = []
-        for what, is_notable in _NOTABLE.items():
-            new = [name for name, each in casts.items() if is_notable(each) and f"{what} {name}" not in self.notable]
+        for what, is_notable in NOTABLE.items():
+            names = [f"{layer} {name}" for layer, name, entry in casts_of(record) if is_notable(entry)]
+            new = [name for name in names if f"{what} {name}" not in self.notable]
             self.notable.update(f"{what} {name}" for name in new)
-            parts += [f"{what} {listed(new)}"] if new else []
+            parts += [f"{what}: {listed(new)}"] if new else []
         if parts:
             see = f"fp8-backends monitor {self.recipe.monitor_file} shows all"
-            logger.warning("%s, step %d: %s (%s)", self.recipe.name, step, "; ".join(parts), see)
+            logger.warning("%s, step %d: %s (%s)", self.recipe.name, record["step"], "; ".join(parts), see)
 
     def _say_once(self, key: str, message: str) -> None:
         if key not in self.notable:
             self.notable.add(key)
             logger.warning("%s: %s", self.recipe.name, message)
-
-
-_NOTABLE: dict[str, Callable[[Numbers], bool]] = {
-    "inf or NaN in": lambda numbers: not math.isfinite(numbers.amax),
-    f"over {share(MANY_SATURATED)} clipped of": lambda numbers: numbers.saturated_share > MANY_SATURATED,
-    f"over {share(MANY_FLUSHED)} flushed to zero of": lambda numbers: numbers.flushed_share > MANY_FLUSHED,
-}
 
 
 class Watched:
@@ -350,10 +348,16 @@ def _finite(number: float) -> float | None:
     return float(f"{number:.9g}") if math.isfinite(number) else None  # as many digits as tell FP32 numbers apart
 
 
+def casts_of(record: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+    """The layer, the tensor's name and the entry of each cast in a record."""
+    for layer, tensors in record["tensors"].items():
+        yield from ((layer, name, entry) for name, entry in tensors.items() if name not in STORED)
+
+
 def summary(record: Mapping[str, Any]) -> dict[str, float]:
     """The worst of a record in three numbers: `fp8/worst_sqnr` in dB, and the shares `fp8/max_saturated` and
     `fp8/max_flushed`. Empty where nothing was cast."""
-    casts = [entry for tensors in record["tensors"].values() for name, entry in tensors.items() if name not in STORED]
+    casts = [entry for _, _, entry in casts_of(record)]
     if not casts:
         return {}
     values = {f"fp8/max_{name}": max(entry[name] for entry in casts) for name in ("saturated", "flushed")}

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ...training.monitor import MANY_FLUSHED, MANY_SATURATED
-from ...words import counted, listed, share
-from .samples import Samples, Tensor
+from ...training.monitor import NOTABLE
+from ...words import counted, listed
+from .samples import Samples, Tensor, lost_db
 
 MUCH_LOST_DB = 3.0
 """Decibels below the format's usual SQNR from which on a tensor is named: its error has twice the energy."""
+_NAMED = NOTABLE | {
+    f"over {MUCH_LOST_DB:g} dB more error than the format must have": lambda entry: (
+        (lost_db(entry) or 0.0) > MUCH_LOST_DB
+    )
+}
 
 
 class Findings(NamedTuple):
@@ -24,32 +29,17 @@ class Findings(NamedTuple):
 def findings(samples: Samples) -> Findings:
     """Judge the last sample."""
     casts, step = samples.casts, samples.last["step"]
-    details = [
-        f"{what}: {listed(names)}"
-        for what, names in (
-            ("inf or NaN", _names(casts, lambda t: t.last["amax"] is None)),
-            (f"over {share(MANY_SATURATED)} clipped", _names(casts, lambda t: t.last["saturated"] > MANY_SATURATED)),
-            (
-                f"over {share(MANY_FLUSHED)} flushed to zero",
-                _names(casts, lambda t: t.last["flushed"] > MANY_FLUSHED),
-            ),
-            (
-                f"over {MUCH_LOST_DB:g} dB more error than the format must have",
-                _names(casts, lambda t: (t.lost_db or 0.0) > MUCH_LOST_DB),
-            ),
-        )
-        if names
-    ]
+    named = {what: [each.label for each in casts if is_named(each.last)] for what, is_named in _NAMED.items()}
+    details = [f"{what}: {listed(labels)}" for what, labels in named.items() if labels]
     if not casts:
         return Findings("open", f"no cast was seen at step {step}", [])
     earlier = _most_lost_earlier(casts, step)
     if not details:
         return Findings("good", f"step {step}: every cast loses what its format must lose, and no more", earlier)
     mood = "bad" if any(tensor.last["amax"] is None for tensor in casts) else "open"
-    named = sum(_is_notable(tensor) for tensor in casts)
-    details += earlier
-    details.append("fp8-backends advise tries changes of the recipe")
-    return Findings(mood, f"step {step}: {named} of {counted(len(casts), 'cast')} lose more than they must", details)
+    losing = len(set().union(*named.values()))
+    details += [*earlier, "fp8-backends advise tries changes of the recipe"]
+    return Findings(mood, f"step {step}: {losing} of {counted(len(casts), 'cast')} lose more than they must", details)
 
 
 def _most_lost_earlier(casts: list[Tensor], last_step: int) -> list[str]:
@@ -59,16 +49,6 @@ def _most_lost_earlier(casts: list[Tensor], last_step: int) -> list[str]:
     if lost <= MUCH_LOST_DB or step == last_step:
         return []
     return [f"most was lost at step {step}: {worst.label}, {lost:.1f} dB"]
-
-
-def _is_notable(tensor: Tensor) -> bool:
-    entry = tensor.last
-    loses = entry["saturated"] > MANY_SATURATED or entry["flushed"] > MANY_FLUSHED
-    return entry["amax"] is None or loses or (tensor.lost_db or 0.0) > MUCH_LOST_DB
-
-
-def _names(tensors, is_named) -> list[str]:
-    return [tensor.label for tensor in tensors if is_named(tensor)]
 
 
 def remarks(samples: Samples) -> list[tuple[str, str]]:
