@@ -22,11 +22,6 @@ COMMANDS = {
     ),
     "doctor": (".doctor.command", "which backends run on this machine, proven by a test, and why not"),
     "estimate": (".estimate.command", "memory and traffic of training a model, by backend and sharding"),
-    "checkpoint": (".checkpoint", "which checkpoints are whole, and which file is at fault in the others"),
-    "advise": (
-        ".advise.command",
-        "the mildest change of a recipe that halves the error of its gradients, measured on a model",
-    ),
     "chart": (".chart", "precision and bytes of every level, measured on small prepared models"),
     "compare": (
         ".compare.command",
@@ -36,6 +31,11 @@ COMMANDS = {
         ".monitor.command",
         "which layers of a training lose most by FP8, from what monitor_every has written; table and page",
     ),
+    "advise": (
+        ".advise.command",
+        "the mildest change of a recipe that halves the error of its gradients, measured on a model",
+    ),
+    "checkpoint": (".checkpoint", "which checkpoints are whole, and which file is at fault in the others"),
 }
 """Each command's module and what it is for. The module has `add_arguments(parser)`, `run(args) -> exit code` and, if it
 needs any, options of its parser in `PARSER`; it is imported only when its command is the one to run."""
