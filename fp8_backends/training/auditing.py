@@ -265,7 +265,10 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 def steps_of(optimizer: torch.optim.Optimizer) -> int | None:
     """Steps that an optimizer's states have seen, also before they were loaded; None where they do not tell."""
-    return next((int(state["step"]) for state in optimizer.state.values() if "step" in state), None)
+    for state in optimizer.state.values():
+        with contextlib.suppress(TypeError, LookupError, ValueError, ArithmeticError, RuntimeError):  # of other code
+            return int(state["step"])
+    return None
 
 
 def converted_layers(root: nn.Module, prepared: Prepared) -> dict[str, nn.Module]:
