@@ -28,6 +28,11 @@ def shortened(text: str, most: int = 200) -> str:
     return text if len(text) <= most else f"{text[: most * 2 // 3]} … {text[3 - most // 3 :]}"
 
 
+def first_line(error: Exception) -> str:
+    """The first line of an error's text, which in other libraries goes on for pages, and can itself be long."""
+    return shortened(str(error).strip().partition("\n")[0], 600)
+
+
 def shown(value: object) -> str:
     """A value that a user gave, as Python writes it and shortened; its type, where that cannot be written."""
     try:

@@ -317,7 +317,7 @@ def scaling_buffers(compute: Compute, root: nn.Module) -> list[torch.Tensor]:
 _DAMAGED = "The file is damaged: load an earlier checkpoint"
 
 
-def check_states(
+def check_saved_states(
     own: Mapping[str, torch.Tensor],
     saved: Mapping[str, torch.Tensor],
     look_at: Callable[[Faults, torch.Tensor, str], None],

@@ -25,7 +25,7 @@ from ..recipes.fields import NAMING
 from ..recipes.handlers import Recipe, resolve
 from ..recipes.specs import Spec
 from ..recipes.strings import canonical_name
-from ..words import counted, listed, share
+from ..words import counted, first_line, listed, share
 from . import conversion, preparation
 from .gradient_gap import GradientGap, LossFunction, Measurement, after_step, loss_of, precision_around, same_draws
 from .validators import validate
@@ -378,7 +378,7 @@ class _Search:
         try:
             work, prepared = self.gap.prepared(recipe)
         except FP8BackendError as error:
-            trial = Trial(change, recipe, 0.0, 0.0, why_not=str(error).partition("\n")[0])
+            trial = Trial(change, recipe, 0.0, 0.0, why_not=first_line(error))
         else:
             trial = self._measured(change, recipe, work, prepared)
         self.trials.append(trial)

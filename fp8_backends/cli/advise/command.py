@@ -39,11 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    for name in ("batches", "batch", "sequence"):
-        if (value := getattr(args, name)) < 1:
-            raise FP8BackendError(f"--{name} {value}: at least 1")
-    if args.steps < 0:
-        raise FP8BackendError(f"--steps {args.steps}: 0 or more")
+    for name, least in {"batches": 1, "batch": 1, "sequence": 1, "steps": 0}.items():
+        if (value := getattr(args, name)) < least:
+            raise FP8BackendError(f"--{name} {value}: at least {least}")
     recipe = _recipe(args)
     with Progress("measuring recipes") as progress:
         progress("the model")

@@ -11,7 +11,7 @@ from torch import nn
 
 from ...compute import hardware
 from ...errors import FP8BackendError
-from ...words import counted
+from ...words import counted, first_line
 from ..compare.language_model import CAUSAL, build_model, inputs, task
 from ..compare.settings import Settings, defaults
 from ..compare.training_text import TrainingText, load_text
@@ -107,7 +107,7 @@ def _in_tokens_of(folder: Path, data: TrainingText) -> tuple[TrainingText, int |
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
-        note = f"the folder has no tokenizer, so each byte is a token ({str(error).partition(chr(10))[0]})"
+        note = f"the folder has no tokenizer, so each byte is a token ({first_line(error)})"
         return data, None, note
 
     def tokens(text: torch.Tensor) -> torch.Tensor:

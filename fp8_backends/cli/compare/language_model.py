@@ -72,7 +72,7 @@ def _task(config) -> str:
     if not classes or not hasattr(config, "vocab_size"):
         raise FP8BackendError(
             f"--model: a configuration of type {config.model_type} makes neither a causal nor a masked language model "
-            "of text alone, and compare trains nothing else: give the configuration of one"
+            "of text alone, and this command trains nothing else: give the configuration of one"
         )
     for each, model_class in classes.items():
         if model_class.__name__ in named:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ...errors import FP8BackendError
-from ...words import counted, shortened
+from ...words import counted, first_line, shortened
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -90,7 +90,7 @@ class ModelShape:
         try:
             return _model_class(config)._from_config(config, dtype=dtype)
         except (AssertionError, AttributeError, RuntimeError, TypeError, ValueError) as error:
-            raise FP8BackendError(f"transformers cannot make this model: {_first_line(error)}") from error
+            raise FP8BackendError(f"transformers cannot make this model: {first_line(error)}") from error
 
     @property
     def reads_tokens(self) -> bool:
@@ -186,7 +186,7 @@ def from_transformers(name: str | Path) -> ModelShape:
                 "no such config.json or folder, and no model of this name in the local cache of transformers. Nothing "
                 "is fetched: download its config.json and name the file, or give --params"
             )
-        raise FP8BackendError(f"{shortened(str(name))}: {what} ({_first_line(error)})") from error
+        raise FP8BackendError(f"{shortened(str(name))}: {what} ({first_line(error)})") from error
     config.use_cache = False
     _model_class(config)
     return ModelShape(str(name), config)
@@ -322,7 +322,3 @@ _NAMES = (
     "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
 )
 """Tables of transformers from model types to classes."""
-
-
-def _first_line(error: Exception) -> str:
-    return shortened(str(error).strip().split("\n")[0], 600)

@@ -37,7 +37,7 @@ from ..derivatives import refuse_transforms
 from ..fields import LEVELS, NATIVE_FIELDS, Field
 from ..frozen_weights import check
 from ..hardware import Availability
-from ..interface import Compute, Recipe, check_states
+from ..interface import Compute, Recipe, check_saved_states
 from ..products import EMULATED, engine_for
 from . import experts as fp8_experts
 from . import fused_gates, fused_norms
@@ -190,7 +190,7 @@ class NativeCompute(Compute):
         def look_at(faults: Faults, saved: torch.Tensor, name: str) -> None:
             look_at_state(faults, saved, layers[name].fp8_rule.scaling, name)
 
-        check_states({name: layer.fp8_scaling for name, layer in layers.items()}, state, look_at)
+        check_saved_states({name: layer.fp8_scaling for name, layer in layers.items()}, state, look_at)
 
     def load_scaling_state(self, root: nn.Module, state: dict[str, torch.Tensor]) -> None:
         self.check_scaling_state(root, state)

@@ -31,7 +31,7 @@ from ..counts import WGRAD
 from ..fields import LEVELS, Field
 from ..frozen_weights import check
 from ..hardware import Availability
-from ..interface import Compute, Fusion, Norm, Recipe, check_states
+from ..interface import Compute, Fusion, Norm, Recipe, check_saved_states
 from ..profiling import Layer
 from .fields import FIELDS
 
@@ -215,7 +215,7 @@ class TransformerEngineCompute(Compute):
         def look_at(faults: Faults, saved: torch.Tensor, name: str) -> None:
             faults.look_at(saved, POSITIVE if name.endswith("_scale") else AMAX, name)
 
-        check_states(self.scaling_state(root), state, look_at)
+        check_saved_states(self.scaling_state(root), state, look_at)
 
     def load_scaling_state(self, root: nn.Module, state: dict[str, torch.Tensor]) -> None:
         self.check_scaling_state(root, state)
