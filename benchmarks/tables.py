@@ -1,12 +1,12 @@
-"""The tables of measurements in `benchmarks/README.rst`, `README.rst` and the guide to models, from the records in
+"""The tables of measurements in `benchmarks/README.rst`, `README.rst` and two guides, from the records in
 `benchmarks/results`.
 
     benchmarks/tables.py                                  prints them all
     benchmarks/tables.py --write                          writes each between its markers in all documents
     benchmarks/tables.py --write benchmarks/README.rst    the same in one document
 
-The markers are comments: `.. begin table NAME` and `.. end table NAME`. `README.rst` has the table `summary` alone, and
-the guide to models the table `models`.
+The markers are comments: `.. begin table NAME` and `.. end table NAME`. `README.rst` has the table `summary` alone, the
+guide to models the table `models`, and the one to reliability `reliability`.
 A question without a record says `not yet measured`. One of a CPU has a table for each kind of CPU that has a record,
 and the targets read those of one CPU with bf16 products and of one without: of the usual two, `targets.USUAL`, where
 these have records, else of the first by name. Every table names the machine, the versions and the date, and has
@@ -27,7 +27,8 @@ from targets import Records
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
-DOCUMENTS = (HERE.parent / "README.rst", HERE / "README.rst", HERE.parent / "fp8_backends" / "docs" / "models.rst")
+GUIDES = HERE.parent / "fp8_backends" / "docs"
+DOCUMENTS = (HERE.parent / "README.rst", HERE / "README.rst", GUIDES / "models.rst", GUIDES / "reliability.rst")
 NAMED = ("torch", "triton", "torchao", "transformer-engine", "bitsandbytes")
 """Libraries whose versions stand above a table."""
 
@@ -438,6 +439,96 @@ def _range(values: list[float]) -> str | None:
     return low if low == high else f"{low} to {high}"
 
 
+def reliability(records: Records) -> str:
+    """One row for each command of `benchmarks/reliability`, of the latest record that there is of it."""
+    rows = []
+    for command, (what, told) in RELIABILITY.items():
+        found = [records[f"{command}_cpu_{each}"] for each in targets.features_of(records, f"{command}_cpu")]
+        latest = max(found, key=lambda record: record["machine"]["date"], default=None)
+        rows.append([what, *(told(latest) if latest else ["not yet measured", None]), quoted(f"{command}.py")])
+    named = [name.partition("_cpu_") for name in sorted(records)]
+    machines = dict.fromkeys(where(records["".join(each)], each[2]) for each in named if each[0] in RELIABILITY)
+    table = rst(["what is tried", "how often", "what went wrong", "command"], rows)
+    return "\n\n".join([table, textwrap.fill(f"Measured on {'; '.join(machines)}.", 120)]) if machines else table
+
+
+def _kills(record: dict) -> list[str]:
+    kills, failed = (sum(each[key] for each in record["results"]) for key in ("kills", "failed"))
+    return [f"{kills} kills", f"{failed} resumed otherwise than to the bit"]
+
+
+def _damage(record: dict) -> list[str]:
+    damaged, refused = (sum(each[key] for each in record["results"]) for key in ("damaged", "refused"))
+    return [f"{damaged} damaged files", f"{damaged - refused} loaded in silence"]
+
+
+def _crafted(record: dict) -> list[str]:
+    tried = sum(each["tried"] for each in record["crafted"])
+    return [
+        f"{tried} crafted, {record['sound']} sound",
+        f"{len(record['failures'])} accepted, changed or wrongly refused",
+    ]
+
+
+def _cache_attacks(record: dict) -> list[str]:
+    trials, succeeded = (sum(each[key] for each in record["attacks"]) for key in ("trials", "succeeded"))
+    return [f"{len(record['attacks'])} attacks, {trials} trials", f"{succeeded} succeeded"]
+
+
+def _fuzz(record: dict) -> list[str]:
+    counts = [sum(area[key] for area in record["areas"].values()) for key in ("internal", "ignored")]
+    cases = sum(sum(area.values()) for area in record["areas"].values())
+    return [f"{cases:,} cases", f"{counts[0]} internal errors, {counts[1]} ignored fields"]
+
+
+def _faults(record: dict) -> list[str]:
+    missed = sum(bool(each["wrong"]) for each in record["results"])
+    alarms, steps = record["clean"]["alarms"], record["clean"]["steps"]
+    tried = f"{len(record['results'])} faults, {len(alarms) * steps:,} clean steps"
+    return [tried, f"{missed} missed, {sum(map(len, alarms.values()))} false alarms"]
+
+
+def _soak(record: dict) -> list[str]:
+    trainings = [each for each in record["results"] if "losses" in each.get("records", [{}])[0]]
+    grown = [each["growth"] for each in record["results"] if "growth" in each]
+    tried = f"{len(trainings)} x {record['steps']:,} steps, 2 x {record['cycles']} cycles"
+    failed = sum(bool(each["faults"]) for each in record["results"])
+    return [tried, f"{failed} failed; memory grew by at most {percent(max(grown))} in the last half"]
+
+
+def _threads(record: dict) -> list[str]:
+    failed = sum(each["result"] != "holds" for each in record["results"])
+    return [f"{len(record['results'])} cases, up to {record['repetitions']} times each", f"{failed} failed"]
+
+
+def _monitor_cost(record: dict) -> list[str]:
+    shares = [each["share"] for each in record["recipes"]]
+    return [f"{len(shares)} recipes, every {record['every']} steps", f"costs {percent(max(shares))} of a step at most"]
+
+
+def _advise(record: dict) -> list[str]:
+    results = record["results"]
+    helped = [each for each in results if each["advised"]]
+    worst, share = max(each["ratio_on_others"] for each in helped), min(each["flops_share"] for each in helped)
+    told = f"{len(helped)} helped: at most {worst:.2f} of the gap, {percent(share, sign=False)} of FLOPs in FP8"
+    return [f"{len(results)} models", told]
+
+
+RELIABILITY: dict[str, tuple[str, Callable[[dict], list[str]]]] = {
+    "kills": ("SIGKILL while ``save_state`` writes", _kills),
+    "damage": ("files of a checkpoint, damaged", _damage),
+    "crafted": ("states of optimizers and scales, crafted", _crafted),
+    "cache_attacks": ("the cache of compiled code, attacked", _cache_attacks),
+    "fuzz": ("bad strings, fields, files and commands", _fuzz),
+    "faults": ("faults of training, planted under a guard", _faults),
+    "soak": ("long trainings, and much making and dropping", _soak),
+    "threads": ("threads, forked and spawned processes", _threads),
+    "monitor_cost": ("the monitor's cost", _monitor_cost),
+    "advise": ("advice for models in trouble", _advise),
+}
+"""By command: what it tries, and what its record says."""
+
+
 def summary(records: Records) -> str:
     """The few figures of `README.rst`: those of the usual CPU with bf16 products, and what no GPU has shown yet."""
     features = targets.USUAL[0]
@@ -472,6 +563,7 @@ TABLES: dict[str, Callable[[Records], str]] = {
     "finetune": finetune,
     "estimate": estimate,
     "models": models,
+    "reliability": reliability,
 }
 _MARKED = re.compile(
     r"^\.\. begin table (?P<name>\S+)\n(?P<text>.*?)^\.\. end table (?P=name)\n", re.DOTALL | re.MULTILINE

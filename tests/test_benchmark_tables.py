@@ -28,13 +28,14 @@ MACHINE = {"chip": "AMD EPYC", "gpus": 0, "torch_threads": 2, "torch": "2.13.0+c
 
 def test_the_documents_show_what_was_measured():
     """Every table of `benchmarks/tables.py`, as it follows from the records that lie in `benchmarks/results`: the
-    summary in the README, the models in their guide, the others in `benchmarks/README.rst`. `benchmarks/tables.py
-    --write` mends them."""
+    summary in the README, models and reliability in their guides, the others in `benchmarks/README.rst`.
+    `benchmarks/tables.py --write` mends them."""
     texts = [tables.between_markers(path.read_text(encoding="utf-8")) for path in tables.DOCUMENTS]
-    readme, measurements, models = texts
+    readme, measurements, *guides = texts
     records = targets.load(tables.RESULTS)
     made = {name: table(records) for name, table in tables.TABLES.items()}
-    assert readme == {"summary": made.pop("summary")} and models == {"models": made.pop("models")}
+    assert readme == {"summary": made.pop("summary")}
+    assert guides == [{name: made.pop(name)} for name in ("models", "reliability")]
     assert measurements == made
 
 

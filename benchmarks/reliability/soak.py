@@ -172,6 +172,7 @@ def train(setting: Setting, steps: int, every: Every, recipe: dict[str, Any], fo
         "finite": all(map(math.isfinite, (*losses, *evaluations))),
         "losses": [statistics.fmean(losses[:tenth]), statistics.fmean(losses[-tenth:])],
         "evaluations": len(evaluations),
+        "alarms": [str(each) for each in fp8_backends.faults(optimizer)],
     }
     accelerator.end_training()
     return record
@@ -243,6 +244,8 @@ def judge(records: list[dict]) -> dict:
             faults.append("a loss is not finite")
         if "losses" in record and not record["losses"][1] < record["losses"][0]:
             faults.append("the loss does not fall")
+        if record.get("alarms"):
+            faults.append("a false alarm")
     if max(growth) > GROWTH:
         faults.append("memory")
     checksums = [[each.get("checksum") for each in record["looks"]] for record in records]
