@@ -36,6 +36,18 @@ def what_is_loaded_is_no_garbage():
     gc.freeze()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def only_devices_that_are_there_are_seeded():
+    """For each kind that is not, `torch.manual_seed` formats the whole stack, which is deep in pytest, and keeps it."""
+    import torch
+
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in (torch.cuda, torch.xpu, torch.mtia):
+            if not kind.is_available():
+                patch.setattr(kind, "manual_seed_all", lambda seed: None)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def no_fp8_in_environment(monkeypatch):
     for name in list(os.environ):

@@ -382,7 +382,7 @@ def processes_killed_while_they_compile(place: Place, count: int) -> Iterator[bo
         os.kill(child.pid, signal.SIGKILL)
         child.answer()
         start = time.monotonic()
-        yield is_wrong(Child(step, place.environment(home, half)).answer()) or time.monotonic() - start > 10
+        yield is_wrong(Child(step, place.environment(home, half)).answer()) or time.monotonic() - start > 60
     place.compilations()
 
 

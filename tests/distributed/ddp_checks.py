@@ -69,7 +69,7 @@ def no_sync(model):
     return model.no_sync() if isinstance(model, DistributedDataParallel) else torch.enable_grad()
 
 
-def check_ranks_are_equal_after_each_step_and_learn_what_one_rank_learns():
+def check_ranks_stay_equal_and_learn_what_one_rank_learns():
     """50 steps with the same data on one rank and on all, dropped in loss by half. Losses differ by how FP8 rounds:
     scales follow from the rows that a rank has, which is all that `dynamic` with its FP32 gradients shows, and a
     gradient that travels is rounded twice (0.037) in place of once (0.026). So no backend may show more than twice
@@ -81,7 +81,8 @@ def check_ranks_are_equal_after_each_step_and_learn_what_one_rank_learns():
         gaps, first = [], None
         for index in range(50):
             loss = step(ddp, optimizer, index)
-            assert_equal_on_all_ranks(ddp, optimizer)
+            if index % 7 == 0:  # the last one as well: ranks that came apart stay apart
+                assert_equal_on_all_ranks(ddp, optimizer)
             other = mse(model, batch(index))
             other.backward()
             its_optimizer.step()

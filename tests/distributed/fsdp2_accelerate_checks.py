@@ -84,18 +84,8 @@ def train(acc, model, optimizer, scheduler, steps: int, seed: int = 0, clip: flo
     return losses
 
 
-TRAINED = (
-    "native:dynamic",
-    "native:delayed",
-    "native:rowwise",
-    "native:window",
-    "ao:tensorwise",
-    "ao:rowwise",
-    GATHERED_BY_AO,
-    "msamp:O1",
-    "msamp:O2",
-    "msamp:O3",
-)
+TRAINED = ("native:delayed", "ao:tensorwise", GATHERED_BY_AO, "msamp:O1", "msamp:O2", "msamp:O3")
+"""One of each way to store and to gather; `matrix_checks.py` has every backend."""
 
 
 def check_each_backend_trains():
@@ -192,14 +182,14 @@ def check_save_and_resume():
             folder = _shared_folder()
             acc = accelerator(spec, state_dict_type=kind)
             run = acc.prepare(*new())
-            train(acc, *run, 3)
+            train(acc, *run, 2)
             acc.save_state(folder)
-            unbroken = train(acc, *run, 3, seed=1)
+            unbroken = train(acc, *run, 2, seed=1)
             again = accelerator(spec, state_dict_type=kind)
             run = again.prepare(*new(seed=3))
             train(again, *run, 1, seed=2)
             again.load_state(folder)
-            resumed = train(again, *run, 3, seed=1)
+            resumed = train(again, *run, 2, seed=1)
             assert resumed == unbroken, (spec, kind, unbroken, resumed)
 
 
@@ -284,17 +274,15 @@ def check_activation_checkpointing():
         assert product["fprop"] == product["dgrad"] == 4, product
 
 
-def check_compile():
-    """Regional and full: no break of the training, products counted."""
-    for spec, regional in (("native:dynamic", True), ("msamp:O3", False)):
-        torch._dynamo.reset()
-        plugin = TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=regional)
-        acc = accelerator(spec, compiled=plugin)
-        run = acc.prepare(*new())
-        losses = train(acc, *run, 4)
-        assert losses[-1] < losses[0] - 0.3, (spec, losses)
-        products = fp8_backends.audit(run[0], run[1].optimizer).products
-        assert len(products) == 7 and all(counts["fprop"] for counts in products.values()), products
+def check_regional_compilation():
+    """No break of the training, products counted. `matrix_checks.py` compiles whole models."""
+    torch._dynamo.reset()
+    acc = accelerator("native:dynamic", compiled=TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=True))
+    run = acc.prepare(*new())
+    losses = train(acc, *run, 4)
+    assert losses[-1] < losses[0] - 0.3, losses
+    products = fp8_backends.audit(run[0], run[1].optimizer).products
+    assert len(products) == 7 and all(counts["fprop"] for counts in products.values()), products
 
 
 def check_cpu_offload():

@@ -32,7 +32,7 @@ ABILITIES = ("save", "resume", "clip", "accumulate", "compile")
 
 COMPILED = {
     "DDP": (
-        *("native:dynamic", "native:delayed", "native:blockwise", "ao:tensorwise", "msamp:O2", "msamp:O3"),
+        *("native:dynamic", "native:delayed", "ao:tensorwise", "msamp:O2", "msamp:O3"),
         *("te:delayed", "te:delayed+msamp:O2"),
     ),
     "ZeRO-1": ("native:dynamic",),

@@ -7,6 +7,7 @@ import textwrap
 
 import pytest
 import torch
+import warm_process
 from test_adam_passes import CASES, bits, needs_compiler, slots, value
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -238,15 +239,16 @@ def test_processes_that_start_together_compile_once_and_the_first_rank_says_so(t
     )
     compiler.chmod(0o755)
     script = f"""
-        import sys
+        import sys, warnings
         sys.path.insert(0, {os.path.dirname(__file__)!r})
         from test_adam_passes import bits, slots, step
+        warnings.simplefilter("error")
         fast, eager = slots("O2", 1000), slots("O2", 1000)
         step(fast, compiled=True), step(eager)
         assert bits(fast) == bits(eager)
     """
     environment = {**os.environ, "CXX": str(compiler), "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    command = [sys.executable, "-W", "error", "-c", textwrap.dedent(script)]
+    command = [warm_process.python(), "-c", textwrap.dedent(script)]
     processes = [
         subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**environment, "RANK": str(rank)})
         for rank in range(3)
@@ -275,11 +277,5 @@ def test_without_a_compiler_the_step_runs_eagerly():
         assert len(found) == 2, found  # one for each kind of parameters, not for each step
     """
     environment = {**os.environ, "CXX": "no-such-compiler", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script).format(tests=os.path.dirname(__file__))],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env=environment,
-    )
+    done = warm_process.run("-c", textwrap.dedent(script).format(tests=os.path.dirname(__file__)), env=environment)
     assert done.returncode == 0, done.stderr
