@@ -83,7 +83,7 @@ def _folder(name: str) -> Path:
         return Path(cached_file(name, "config.json", local_files_only=True)).parent
     except (OSError, ValueError) as error:
         raise FP8BackendError(
-            f"--model {shortened(name)}: no such config.json or folder, and no model of this name in the local cache of "
+            f"--model {shortened(name)}: no such config.json or folder, and no model of this name in the cache of "
             "transformers. Nothing is fetched: download it and name its folder"
         ) from error
 
