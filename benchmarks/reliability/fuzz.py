@@ -119,7 +119,7 @@ def run_environment(case: Case) -> None:
             return launch._wants_cpu_ranks(args, configuration)
         fields = [fuzz_cases.FIELD_OF_SUFFIX.get(name.upper().removeprefix(PREFIX)) for name in variables]
         recipe = named(
-            from_environment, (), *variables, *fields, *variables.values(), "OVERRIDE", "OPT_LEVEL", LAUNCHED
+            from_environment, (), *variables, *fields, *variables.values(), "OVERRIDE", "OPT_LEVEL", LAUNCHED, "ao:"
         )
         with contextlib.suppress(FP8BackendError):
             with_environment(FP8RecipeKwargs(backend="native:delayed"))
@@ -205,6 +205,10 @@ def written(case: Case, folder: Path) -> Path:
 
 def run_commands(case: Case) -> None:
     with tempfile.TemporaryDirectory() as folder:
+        for name, text in case.get("files", {}).items():
+            path = Path(folder, name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(text.encode("utf-8", "surrogatepass"))
         before = os.getcwd()
         os.chdir(folder)
         try:
@@ -352,7 +356,7 @@ def _places(frame: types.FrameType | None) -> list[str]:
 
 def smaller(case: Case) -> Iterator[Case]:
     """The same case with less in it."""
-    for key in ("fields", "variables") if "function" not in case else ():
+    for key in ("fields", "variables", "files") if "function" not in case else ():
         for name in case.get(key, ()):
             yield {**case, key: {other: value for other, value in case[key].items() if other != name}}
     for key in ("argv", "arguments"):
@@ -422,6 +426,9 @@ def warm_up() -> None:
         ["estimate", "--params", "1"],
         ["compare", "--plant", "weeds"],
         ["launch", "/x"],
+        ["advise", "--text", "/x"],
+        ["monitor"],
+        ["checkpoint", "/x"],
     ):
         run_command(argv)
 

@@ -10,6 +10,7 @@ import collections
 import decimal
 import enum
 import fractions
+import hashlib
 import itertools
 import json
 import math
@@ -28,6 +29,7 @@ from fp8_backends.compute.chips import PRODUCTS
 from fp8_backends.compute.interface import Compute
 from fp8_backends.recipes.fields import COMMON, FIELDS, OF_BACKENDS, OF_LEVELS, VARIABLES
 from fp8_backends.recipes.sources import LAUNCHED, NAMES, PREFIX, REFUSED
+from fp8_backends.training import manifest
 
 Case = dict[str, Any]
 Random = random.Random
@@ -247,6 +249,12 @@ _GOOD: dict[str, tuple] = {
     "autocast_dtype": ("bf16", "FP16", "fp32"),
     "gradient_comm": ("fp8", "plain"),
     "on_unproven": ("raise", "warn"),
+    "monitor_every": (0, 1, "100"),
+    "monitor_layers": ("q_proj", ["a", "b.*"], "a,b"),
+    "monitor_file": ("fp8_monitor.jsonl", "runs/a.jsonl"),
+    "guard": ("off", "warn", "SKIP", "rescale", "high_precision", "stop"),
+    "guard_every": (1, "100"),
+    "guard_steps": (1, "50"),
     "rounding": ("stochastic", "nearest"),
     "exp_avg_scaling": ("tensor", "block"),
     "optimizer_scales": ("bound", "amax"),
@@ -664,11 +672,128 @@ _OPTIONS: dict[str, Callable[[Random], list[list[str]]]] = {
     ],
     "config": lambda rng: [_config_arguments(rng), [rng.choice(("/nowhere", ".", *WORDS))]],
     "launch": lambda rng: [_flag(rng), _flag(rng), ["--fp8_backend", mutated(rng, backend(rng), 1)]],
+    "monitor": lambda rng: [
+        [rng.choice(("/nowhere", ".", "/dev/zero", "/dev/null", *_FILES, *WORDS))],
+        ["--out", rng.choice(("page.html", ".", "/nowhere/page.html", *_FILES, *WORDS))],
+        ["--worst", _number(rng)],
+    ],
+    "checkpoint": lambda rng: [
+        [rng.choice((".", "checkpoint_1", "/nowhere", "/dev/zero", *_FILES, *WORDS))],
+        ["--json"],
+    ],
+    "advise": lambda rng: [
+        [rng.choice(("--batches", "--batch", "--sequence", "--max_trials", "--steps")), _number(rng)],
+        [rng.choice(("--min_flops_share", "--lr")), _number(rng)],
+        ["--backend", mutated(rng, backend(rng))],
+        ["--model", rng.choice(("/nowhere", ".", *_FILES, *WORDS))],
+        ["--config_file", rng.choice(("/nowhere", ".", *_FILES, *WORDS))],
+        ["--json"],
+    ],
 }
 """What each command is tried with. Other commands are asked for help, and given a flag that they do not know."""
 
-_ENDS = {"doctor": ["--no-test"], "compare": ["--plant", "weeds"], "launch": ["/nowhere/script.py"], "estimate": []}
-"""What ends the arguments, so that nothing trains: no test, an unknown fault, a script that is not there."""
+_ENDS = {
+    "doctor": ["--no-test"],
+    "compare": ["--plant", "weeds"],
+    "launch": ["/nowhere/script.py"],
+    "advise": ["--text", "/nowhere"],
+}
+"""What ends the arguments, so that nothing trains: no test, an unknown fault, a script or a text that is not there."""
+
+_MANIFEST = {
+    "format": 1,
+    "backend": "native:delayed",
+    "recipe": {"backend": "native:delayed"},
+    "step": 3,
+    "world_size": 1,
+    "time": "2026-01-01T00:00:00+00:00",
+    "versions": {"fp8-backends": "1", "torch": "2.13.0", "accelerate": "1.15.0", "python": "3.11.2"},
+    "files": {
+        "a.bin": {"bytes": 1, "sha256": hashlib.sha256(b"x").hexdigest()},
+        "optimizer.bin": {"bytes": 0, "sha256": hashlib.sha256(b"").hexdigest()},
+    },
+}
+_CAST = {
+    "format": "e4m3",
+    "amax": 3.5,
+    "scale": 64.0,
+    "elements": 512,
+    "counted": 512,
+    "flushed": 0.01,
+    "saturated": 0.0,
+    "sqnr_db": 30.5,
+    "exponents": [-3, 0],
+    "binades": [1, 2, 3, 4],
+}
+_STORED = {name: number for name, number in _CAST.items() if name not in ("flushed", "saturated", "sqnr_db")}
+_SAMPLE = {
+    "step": 5,
+    "recipe": "native:delayed",
+    "casts": "native",
+    "tensors": {"0": {"input": _CAST, "weight": _CAST}, "1": {"exp_avg": {**_STORED, "zeros": 0.5, "at_max": 0.0}}},
+    "not_seen": ["2"],
+    "seconds": 0.1,
+}
+_MODEL = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 1,
+    "vocab_size": 64,
+}
+
+
+def _monitored(rng: Random) -> str:
+    """A monitor's file of one to three samples, of which some are damaged."""
+    lines = [json.dumps(_damaged(rng, {**_SAMPLE, "step": step})) for step in range(rng.randint(1, 3))]
+    return "\n".join(mutated(rng, line) if rng.random() < 0.2 else line for line in lines)
+
+
+def _manifest(rng: Random) -> str:
+    """A manifest, damaged before its checksum was made, after it, or not at all."""
+    found = _damaged(rng, _MANIFEST)
+    text = manifest._text(found).decode() if isinstance(found, dict) else json.dumps(found)
+    return mutated(rng, text) if rng.random() < 0.3 else text
+
+
+def _damaged(rng: Random, found: Any) -> Any:
+    """The same JSON with one value in it changed or left out."""
+    if rng.random() < 0.15 or not isinstance(found, dict) or not found:
+        return _jsonable(rng)
+    key = rng.choice(tuple(found))
+    kind = rng.random()
+    if kind < 0.1:
+        return {name: each for name, each in found.items() if name != key}
+    if kind < 0.2:
+        return {**found, rng.choice((*WORDS[:80], "../a", "/dev/zero")): found[key]}
+    return {**found, key: _damaged(rng, found[key])}
+
+
+_FILES: dict[str, Callable[[Random], str]] = {
+    "fp8_monitor.jsonl": _monitored,
+    "checkpoint_1/fp8_manifest.json": _manifest,
+    "checkpoint_2/.saving/1/fp8_manifest.json": _manifest,
+    "checkpoint_3/fp8_backend.json": lambda rng: json.dumps(_damaged(rng, {"manifest": 1, "backend": "native"})),
+    "checkpoint-4/trainer_state.json": lambda rng: json.dumps(_damaged(rng, {"global_step": 4})),
+    "config.json": lambda rng: mutated(rng, json.dumps(_damaged(rng, _MODEL)), rng.choice((0, 0, 2))),
+    "c.yaml": lambda rng: yaml.safe_dump(_filled(rng, {**_TEMPLATES["accelerate"]})),
+}
+"""Files that commands read, by where they lie; `checkpoint_1` has those that its manifest names."""
+_READ = {
+    "monitor": ("fp8_monitor.jsonl",),
+    "checkpoint": tuple(name for name in _FILES if name.startswith("checkpoint")),
+    "advise": ("config.json", "c.yaml"),
+}
+
+
+def _files_of(rng: Random, command: str) -> dict[str, str]:
+    """What lies in the folder in which a command runs."""
+    if rng.random() < 0.1:
+        return {}
+    found = {name: _FILES[name](rng) for name in _READ.get(command, ())}
+    return found | ({"checkpoint_1/a.bin": "x", "checkpoint_1/optimizer.bin": ""} if command == "checkpoint" else {})
 
 
 def _number(rng: Random) -> str:
@@ -696,7 +821,7 @@ def commands(rng: Random) -> Case:
     found = _OPTIONS[command](rng)
     chosen = rng.sample(found, rng.randint(1, min(3, len(found))))
     argv = [command, *(word for option in chosen for word in option), *_ENDS.get(command, [])]
-    return {"argv": [word.replace("\x00", "") for word in argv]}
+    return {"argv": [word.replace("\x00", "") for word in argv], "files": _files_of(rng, command)}
 
 
 # Functions

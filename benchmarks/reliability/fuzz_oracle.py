@@ -45,6 +45,7 @@ def meanings(value: Any) -> list:
         plain = tuple(part.strip() for part in word.split(","))
         found = [word, parts, plain, tuple(part in _TRUE for part in parts)]
         found += [word in _TRUE] if word in _TRUE | _FALSE else []
+        found += ["off"] if word == "false" else []
         with contextlib.suppress(ValueError):
             found.append(float(word))
         return found
@@ -52,7 +53,7 @@ def meanings(value: Any) -> list:
         return [tuple(value), tuple(_spelled(each) for each in value), *meanings(",".join(map(str, value)))]
     if isinstance(value, collections.deque):
         return meanings(tuple(value))
-    return [value]
+    return ["off", value] if value is False else [value]  # as YAML reads it
 
 
 def _spelled(value: Any) -> Any:

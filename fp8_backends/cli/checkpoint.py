@@ -9,6 +9,7 @@ from typing import Any
 
 from ..errors import FP8BackendError
 from ..training import manifest
+from ..words import shortened
 from .terminal import paragraphs, table
 
 
@@ -24,10 +25,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Describe the checkpoints; 1 when none that was asked about can be loaded."""
-    folders = manifest.checkpoints_in(args.folder) or [args.folder]
-    if folders == [args.folder] and not (args.folder.is_dir() and manifest.is_checkpoint(args.folder)):
-        raise FP8BackendError(f"{args.folder} is no checkpoint of Accelerate or Trainer, and holds none")
-    found = [described(folder) for folder in folders]
+    name = shortened(str(args.folder))
+    try:
+        folders = manifest.checkpoints_in(args.folder) or [args.folder]
+        if folders == [args.folder] and not (args.folder.is_dir() and manifest.is_checkpoint(args.folder)):
+            raise FP8BackendError(f"{name} is no checkpoint of Accelerate or Trainer, and holds none")
+        found = [described(folder) for folder in folders]
+    except (OSError, UnicodeError) as error:
+        raise FP8BackendError(f"{name} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     newest = next((each["folder"] for each in found if each["state"] == "whole"), None)
     print(json.dumps({"checkpoints": found, "newest": newest}, indent=1) if args.json else _readable(found, newest))
     return int(newest is None and any(each["state"] != "no manifest" for each in found))

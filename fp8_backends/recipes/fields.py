@@ -32,6 +32,8 @@ from ..errors import FP8BackendError, RecipeError
 from ..words import shortened, shown
 
 ABOVE_O0 = ("O1", "O2", "O3")
+_LISTS = ("['", '["', "('", '("')
+"""How a list begins in a text."""
 
 
 def _patterns(value: str | Collection[str]) -> tuple[str, ...]:
@@ -53,9 +55,11 @@ def _function(value: Any) -> Callable[[nn.Module, str], bool]:
 
 
 def _path(value: Any) -> str:
-    if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
+    path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
+    path = path.strip() if isinstance(path, str) else ""
+    if not path or not path.isprintable() or path.startswith(_LISTS):
         raise ValueError("must be the path of a file")
-    return os.fspath(value)
+    return path
 
 
 def _level(value: Any) -> str:
@@ -66,7 +70,9 @@ GUARD_ACTIONS = one_of("off", "warn", "skip", "rescale", "high_precision", "stop
 
 
 def _guard_action(value: Any) -> str:
-    return GUARD_ACTIONS("off" if value is False else value)  # YAML reads a bare `off` as False
+    # YAML reads a bare `off` as False, which Accelerate's launcher exports as text
+    is_off = value is False or (isinstance(value, str) and value.strip() == "False")
+    return GUARD_ACTIONS("off" if is_off else value)
 
 
 _guard_action.values = GUARD_ACTIONS.values
@@ -145,7 +151,7 @@ MONITOR = (
     Field(
         "monitor_every",
         0,
-        whole_number(0),
+        whole_number(0, 1_000_000),
         "Optimizer steps from one sample of the statistics of FP8 tensors to the next; 0: none are taken.",
     ),
     Field(
@@ -211,13 +217,13 @@ COMMON = (
     Field(
         "guard_every",
         100,
-        whole_number(1),
+        whole_number(1, 1_000_000),
         "Steps from one comparison of the replicas of all ranks to the next, where guard is not off.",
     ),
     Field(
         "guard_steps",
         50,
-        whole_number(1),
+        whole_number(1, 1_000_000),
         "Steps that guard=high_precision lasts, and that a guard leaves out in a row before it stops the training.",
     ),
 )
@@ -290,7 +296,7 @@ def _list_of_text(value: Any) -> Any:
     without the spaces around it."""
     if isinstance(value, str):
         value = value.strip()
-        if value.startswith(("['", '["', "('", '("')):
+        if value.startswith(_LISTS):
             with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):  # the last two: too deep
                 value = ast.literal_eval(value)
     return value

@@ -6,14 +6,16 @@ No ranks are known here, only folders: `accelerate_plugin/whole_checkpoints.py` 
 from __future__ import annotations
 
 import datetime
+import errno
 import hashlib
 import json
 import logging
 import os
 import platform
 import re
+import stat
 from collections.abc import Iterable
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Literal, NamedTuple
 
 from ..announcement import announce, is_main_process
@@ -168,9 +170,11 @@ def _fault(path: Path | None, expected: dict[str, Any]) -> str:
 def _read(folder: Path) -> Condition:
     """The manifest of a folder, as far as it can be told without reading the files that it names."""
     try:
-        text = (folder / NAME).read_bytes()
+        text = _content(folder / NAME)
     except FileNotFoundError:
         return _without_manifest(folder)
+    except OSError as error:
+        return Condition("damaged", f"{NAME} cannot be read ({error.strerror})")
     try:
         record = json.loads(text)
         intact = _text({key: value for key, value in record.items() if key != "sha256"}) == text
@@ -180,19 +184,51 @@ def _read(folder: Path) -> Condition:
         return Condition("foreign", f"{NAME} has format {record['format']}; this version reads format {_FORMAT}")
     if not intact:
         return Condition("damaged", f"{NAME} does not fit its own checksum")
+    if not _is_record(record):
+        return Condition("damaged", f"{NAME} does not hold what a manifest of format {_FORMAT} does")
     return Condition("whole", manifest=record)
+
+
+def _content(path: Path) -> bytes:
+    """The bytes of a file, which is no pipe or device: reading one may never end. Raises `OSError`."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "it is no file")
+    return path.read_bytes()
+
+
+def _is_record(found: dict[str, Any]) -> bool:
+    """Whether a manifest holds what `write` does: a checksum tells damage, and not who wrote it."""
+    try:
+        datetime.datetime.fromisoformat(found["time"])
+        files = found["files"].items()
+        return (
+            isinstance(found["backend"], str)
+            and found["backend"].isprintable()
+            and all(type(number) in (int, type(None)) for number in (found["step"], found["world_size"]))
+            and isinstance(found["versions"], dict)
+            and all(_is_below(name) for name, _ in files)
+            and all(type(file["bytes"]) is int and isinstance(file["sha256"], str) for _, file in files)
+        )
+    except (LookupError, TypeError, ValueError, AttributeError):
+        return False
+
+
+def _is_below(name: str) -> bool:
+    """Whether a relative path leads to a place in its folder."""
+    path = PurePosixPath(name)
+    return name.isprintable() and not path.is_absolute() and ".." not in path.parts
 
 
 def _without_manifest(folder: Path) -> Condition:
     try:
-        if (folder / METADATA).exists() and "manifest" in json.loads((folder / METADATA).read_bytes()):
+        if (folder / METADATA).exists() and "manifest" in json.loads(_content(folder / METADATA)):
             return Condition("incomplete", f"{NAME} is missing: a save ended early, or the file was removed")
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, OSError, RecursionError):
         return Condition("damaged", f"{METADATA} is not what save_state wrote, and {NAME} is missing")
     if re.fullmatch(r"checkpoint-\d+", folder.name) and not any(folder.glob("random_states_*.pkl")):
         try:
-            json.loads((folder / _TRAINER_STATE).read_bytes())
-        except (FileNotFoundError, ValueError):
+            json.loads(_content(folder / _TRAINER_STATE))
+        except (OSError, ValueError, RecursionError):
             return Condition("incomplete", f"{_TRAINER_STATE}, which Trainer writes last, is missing or cut off")
     return Condition("no manifest", "stock Accelerate, a Trainer without FP8 or the first edition saved it")
 

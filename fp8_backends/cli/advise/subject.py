@@ -11,7 +11,7 @@ from torch import nn
 
 from ...compute import hardware
 from ...errors import FP8BackendError
-from ...words import counted, first_line
+from ...words import counted, first_line, shortened
 from ..compare.language_model import CAUSAL, build_model, inputs, task
 from ..compare.settings import Settings, defaults
 from ..compare.training_text import TrainingText, load_text
@@ -77,13 +77,13 @@ def _folder(name: str) -> Path:
     from transformers.utils import cached_file
 
     path = Path(name)
-    if path.exists():
-        return path if path.is_dir() else path.parent
     try:
+        if path.exists():
+            return path if path.is_dir() else path.parent
         return Path(cached_file(name, "config.json", local_files_only=True)).parent
     except (OSError, ValueError) as error:
         raise FP8BackendError(
-            f"--model {name}: no such config.json or folder, and no model of this name in the local cache of "
+            f"--model {shortened(name)}: no such config.json or folder, and no model of this name in the cache of "
             "transformers. Nothing is fetched: download it and name its folder"
         ) from error
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from textwrap import fill
 
 from ...errors import FP8BackendError
-from ...words import counted
+from ...words import counted, shortened
 from ..terminal import WIDTH, paragraphs, table, width
 from .findings import findings, remarks
 from .page import render
@@ -30,8 +30,9 @@ def run(args: argparse.Namespace) -> int:
     if args.out is not None:
         try:
             args.out.write_text(render(samples), encoding="utf-8")
-        except OSError as error:
-            raise FP8BackendError(f"--out {args.out} cannot be written: {error.strerror}") from None
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise FP8BackendError(f"--out {shortened(str(args.out))} cannot be written: {reason}") from None
         print(f"\n{args.out}")
     return 0
 

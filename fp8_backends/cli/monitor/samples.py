@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,11 @@ from typing import Any
 from ...errors import FP8BackendError
 from ...numerics.formats import BF16, E4M3, E5M2, FP16, FP32
 from ...training.monitor import STORED
-from ...words import share
+from ...words import share, shortened
 
 FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2, FP16, BF16, FP32)}
+_EXPONENTS, _LARGEST = 2048, 1e300
+"""What no exponent and no number of a tensor comes near."""
 
 
 @dataclass
@@ -107,21 +110,68 @@ def read_samples(path: str | Path) -> Samples:
     """
     path, by_step, unreadable = Path(path), {}, 0
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe or a device may never end
+            raise ValueError("it is no file")
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError as error:
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise FP8BackendError(
-            f"{path} cannot be read ({error.strerror}): name the file of a training with monitor_every"
+            f"{shortened(str(path))} cannot be read ({reason}): name the file of a training with monitor_every"
         ) from None
     for line in filter(str.strip, lines):
         try:
             record = json.loads(line)
-            by_step[int(record["step"])] = {"tensors": {**record["tensors"]}, **record}
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, RecursionError):
+            record = None
+        if _is_record(record):
+            by_step[record["step"]] = record
+        else:
             unreadable += 1
     if not by_step:
-        raise FP8BackendError(f"{path} holds no sample yet: a training with monitor_every=N adds one every N steps")
+        name = shortened(str(path))
+        raise FP8BackendError(f"{name} holds no sample yet: a training with monitor_every=N adds one every N steps")
     records = [by_step[step] for step in sorted(by_step)]
     return Samples(path, records, unreadable, _tensors(records))
+
+
+def _is_record(found: Any) -> bool:
+    """Whether a line holds what the monitor writes: then nothing that reads it need look again."""
+    try:
+        texts = [found["recipe"], found["casts"], *found["not_seen"], *found["tensors"]]
+        tensors = [each for tensors in found["tensors"].values() for each in tensors.items()]
+        return (
+            _is_count(found["step"])
+            and isinstance(found["not_seen"], list)
+            and all(isinstance(text, str) and text.isprintable() for text in (*texts, *(name for name, _ in tensors)))
+            and all(_is_entry(entry, name in STORED) for name, entry in tensors)
+        )
+    except (LookupError, TypeError, AttributeError):
+        return False
+
+
+def _is_entry(entry: dict[str, Any], is_stored: bool) -> bool:
+    scale = entry["scale"] if isinstance(entry["scale"], list) else [entry["scale"]] * 2
+    shares = [entry[key] for key in (("zeros", "at_max") if is_stored else ("saturated", "flushed"))]
+    numbers = [entry["amax"], *scale, *([] if is_stored else [entry["sqnr_db"]])]
+    (first, last), binades = entry["exponents"], entry["binades"]
+    return (
+        entry["format"] in FORMATS
+        and len(scale) == 2
+        and all(number is None or _is_number(number) for number in numbers)
+        and all(_is_number(share) and 0 <= share <= 1 for share in shares)
+        and all(type(exponent) is int and abs(exponent) < _EXPONENTS for exponent in (first, last))
+        and isinstance(binades, list)
+        and all(map(_is_count, binades))
+        and len(binades) == (last - first + 1 if any(binades) else 0)
+    )
+
+
+def _is_number(found: Any) -> bool:
+    return type(found) in (int, float) and abs(found) <= _LARGEST
+
+
+def _is_count(found: Any) -> bool:
+    return type(found) is int and 0 <= found <= _LARGEST
 
 
 def _tensors(records: list[dict[str, Any]]) -> list[Tensor]:

@@ -2,8 +2,10 @@
 
 import ctypes
 import fcntl
+import grp
 import hashlib
 import os
+import pwd
 import stat
 import subprocess
 import threading
@@ -170,7 +172,7 @@ def above_of_another_user(cache):
 
 
 def above_open(cache):
-    cache.parent.chmod(0o770)
+    cache.parent.chmod(0o707)
 
 
 def a_link(cache):
@@ -199,6 +201,69 @@ def test_a_folder_that_others_could_have_filled_is_left_alone(source, cache, spo
     with pytest.warns(UserWarning, match=f"for this process alone.*{reason}.*XDG_CACHE_HOME") as seen:
         assert Library(source, FLAGS).loaded().answer() == OURS
     assert len(seen) == 1 and libraries(cache) == []
+
+
+@pytest.fixture
+def users(monkeypatch):
+    """Answers of the system's lists of users and groups, which a test cannot change."""
+
+    def answers(group_name="me", members=(), others=()):
+        uid, gid = os.geteuid(), os.getegid()
+        me = pwd.struct_passwd(("me", "x", uid, gid, "", "/", ""))
+        listed = [pwd.struct_passwd((name, "x", uid + 1, gid, "", "/", "")) for name in others]
+        monkeypatch.setattr(pwd, "getpwuid", {uid: me}.__getitem__)
+        monkeypatch.setattr(pwd, "getpwall", lambda: [me, *listed])
+        group = grp.struct_group((group_name, "x", gid, list(members)))
+        monkeypatch.setattr(grp, "getgrgid", {gid: group}.__getitem__)
+
+    return answers
+
+
+@pytest.mark.parametrize("members", [(), ("me",)])
+def test_a_folder_that_ones_own_private_group_may_write_is_ones_own(source, cache, users, members):
+    """As with the umask 002 of Fedora and some Debian systems, by which all folders are made."""
+    users(members=members)
+    before = os.umask(0o002)
+    try:
+        cache.parent.mkdir(0o775)
+        assert stat.S_IMODE(cache.parent.stat().st_mode) == 0o775
+        assert answer(source) == OURS and answer(source) == OURS
+    finally:
+        os.umask(before)
+    assert len(libraries(cache)) == 1
+
+
+@pytest.mark.parametrize(
+    "known",
+    [
+        {"group_name": "domain users"},
+        {"members": ("me", "someone")},
+        {"others": ("someone",)},
+    ],
+    ids=("not of one's name", "with a member", "another user's first group"),
+)
+def test_a_folder_that_a_group_of_several_may_write_is_left_alone(cache, users, known):
+    users(**known)
+    cache.mkdir(parents=True)
+    cache.parent.chmod(0o770)
+    with pytest.raises(PermissionError, match="others may write"):
+        own_files.make_own(cache)
+
+
+def test_a_group_or_a_user_that_nobody_knows_is_not_private(cache, users):
+    users()
+    assert own_files._is_private(os.getegid()) and not own_files._is_private(os.getegid() + 1)
+
+
+def test_a_folder_with_an_access_control_list_is_left_alone(cache, users, monkeypatch):
+    """Not every file system of a test has them, so its answer is given here."""
+    users()
+    cache.mkdir(parents=True)
+    cache.parent.chmod(0o770)
+    own_files.make_own(cache)
+    monkeypatch.setattr(os, "listxattr", lambda path: ["system.posix_acl_access"])
+    with pytest.raises(PermissionError, match="others may write"):
+        own_files.make_own(cache)
 
 
 def test_a_folder_all_may_write_where_none_can_rename_is_no_danger(source, cache, tmp_path, monkeypatch):
