@@ -18,7 +18,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import MethodType
@@ -402,7 +402,10 @@ class FP8Mixin(_RunTimeClass):
         if deepspeed.in_use(self):
             return max((engine.global_steps for engine in self._models), default=None)
         states = (state for optimizer in self._optimizers for state in optimizer.state.values())
-        return next((int(state["step"]) for state in states if "step" in state), None)
+        for state in states:
+            with suppress(TypeError, LookupError, ValueError, ArithmeticError, RuntimeError):  # what others keep there
+                return int(state["step"])
+        return None
 
     def save_model(self, *args, **kwargs):
         """Save the model with its whole masters. All ranks must call it."""
