@@ -12,9 +12,13 @@ of a node that has a disk of its own. An error on one rank reaches all of them b
 from __future__ import annotations
 
 import fnmatch
+import functools
 import os
+import re
 import shutil
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,8 +31,15 @@ from ..recipes.handlers import Recipe
 from ..training import manifest
 from ..training.manifest import Condition
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
 Result = TypeVar("Result")
 
+_WAIT = 300.0
+"""Seconds to wait for another process that saves the same checkpoint."""
 _REMOVED = ".removed"
 _OF_RANKS = ("random_states_*.pkl", "custom_checkpoint_*.pkl", "fp8_scaling_*.safetensors")
 """What more ranks or objects may have left in an older checkpoint without a manifest, and a loader would read."""
@@ -40,10 +51,18 @@ def _on_all_ranks(doing: str, function: Callable[[], Result | None]) -> list[Res
     result, error = None, None
     try:
         result = function()
-    except Exception as caught:
+    except BaseException as caught:
+        # that of FSDP2's sharded files is no Exception; its module takes seconds to import
+        if not isinstance(caught, Exception) and type(caught).__name__ != "CheckpointException":
+            raise
         error = caught
     said = None if error is None else str(error) if isinstance(error, FP8BackendError) else repr(error)
-    outcomes = gather_object([(result, said)])
+    try:
+        outcomes = gather_object([(result, said)])
+    except Exception as silence:
+        if error is None:
+            raise
+        raise FP8BackendError(f"{doing} failed: {said}; and other ranks do not answer: {silence!r}") from error
     for rank, (_, said) in enumerate(outcomes):
         if said is not None:
             where = f" on rank {rank}" if len(outcomes) > 1 else ""
@@ -81,8 +100,19 @@ def save(
     Raises:
         FP8BackendError: on all ranks, if one of them failed. The checkpoint that was there before is as it was.
     """
-    target, state = Path(os.path.realpath(output_dir)), PartialState()
+    if not output_dir:
+        raise FP8BackendError("save_state was given no folder to save into; the current one is '.'")
+    target, state = Path(os.path.realpath(os.path.expanduser(output_dir))), PartialState()
     doing = f"saving the checkpoint {target}"
+    with ExitStack() as alone:
+        lock = functools.partial(alone.enter_context, _locked(target))
+        _on_all_ranks(doing, lock if state.is_main_process else lambda: None)
+        _save(target, write, recipe, step, total_limit)
+
+
+def _save(target: Path, write: Callable[[str], object], recipe: Recipe, step: int | None, limit: int | None) -> None:
+    """`save`, where no other process saves."""
+    state, doing = PartialState(), f"saving the checkpoint {target}"
     is_within = _one_after_another(doing, lambda: _make_way(target))
     holder = target / manifest.SAVING if is_within else _beside(target)
     staging = holder / target.name
@@ -94,10 +124,10 @@ def save(
         rest = f"What was written lies in {holder}" if holder.exists() else "What was written of the new one is removed"
         raise FP8BackendError(f"{error}. A checkpoint that was there before is as it was. {rest}") from error.__cause__
     _on_all_ranks(f"moving the checkpoint from {staging}", lambda: _move(staging, target) if leader else None)
-    if total_limit is not None:
+    if limit is not None:
         _on_all_ranks(
             f"removing old checkpoints from {target.parent}",
-            lambda: remove_oldest(target.parent, target, total_limit) if leader else None,
+            lambda: remove_oldest(target.parent, target, limit) if leader else None,
         )
 
 
@@ -105,12 +135,60 @@ def _beside(target: Path) -> Path:
     return target.parent / f".{target.name}{manifest.SAVING}"
 
 
+@contextmanager
+def _locked(target: Path) -> Iterator[None]:
+    """Keep out other processes and threads that save the same checkpoint, or wait until they have. The lock ends with
+    its process. Where the file system has none, as NFS, nothing is kept out.
+
+    Raises:
+        FP8BackendError: the other one takes longer than `_WAIT`.
+    """
+    if fcntl is None:
+        yield
+        return
+    until = time.monotonic() + _WAIT
+    while (descriptor := _lock(target)) is None:
+        if time.monotonic() > until:
+            raise FP8BackendError("another process is saving it: give each run a folder of its own")
+        time.sleep(0.05)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # not only closed: a process that was forked meanwhile has it, too
+        os.close(descriptor)
+        with suppress(OSError):
+            _beside(target).rmdir()
+
+
+def _lock(target: Path) -> int | None:
+    """Lock the folder of a checkpoint, or the one that it is written into. Returns its descriptor; None where another
+    one has it."""
+    is_there = target.is_dir()
+    place = target if is_there else _beside(target)
+    place.mkdir(parents=True, exist_ok=True)
+    try:
+        descriptor = os.open(place, os.O_RDONLY)
+    except FileNotFoundError:  # removed since
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if target.is_dir() == is_there and os.path.samestat(os.fstat(descriptor), os.stat(place)):
+            return descriptor
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    except OSError:
+        return descriptor  # this file system has no locks
+    os.close(descriptor)
+    return None
+
+
 def _make_way(target: Path) -> bool:
     """Finish what an earlier save of this checkpoint has left, or remove it. Returns whether the folder exists."""
     finish(target)
     for holder in (_beside(target), target / manifest.SAVING):
-        if holder.exists():
-            shutil.rmtree(holder)
+        for leftover in holder.iterdir() if holder.is_dir() else ():
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
     return target.exists()
 
 
@@ -162,7 +240,14 @@ def _digests(folder: Path, names: list[str]) -> dict[str, dict[str, Any]]:
 
 
 def _move(staging: Path, target: Path) -> None:
-    """Put a sealed checkpoint into its place."""
+    """Put a sealed checkpoint into its place, and what hooks have written beside it into the folder around that."""
+    for each in staging.parent.iterdir():
+        if each.name == staging.name:
+            continue
+        if each.is_dir():
+            shutil.copytree(each, target.parent / each.name, dirs_exist_ok=True)
+        else:
+            os.replace(each, target.parent / each.name)
     if target.exists():
         if staging.parent.parent != target:  # somebody has made the folder since
             within = target / manifest.SAVING
@@ -185,7 +270,7 @@ def finish(target: Path) -> None:
     old = manifest.files_named_by(target)
     if old is None:
         old = {each.name for each in target.iterdir() if any(fnmatch.fnmatch(each.name, of) for of in _OF_RANKS)}
-    for name in old - new:
+    for name in (old - new) | manifest.preferred_to(new).keys():
         (target / name).unlink(missing_ok=True)
     (target / manifest.NAME).unlink(missing_ok=True)
     for name in sorted(new):
@@ -206,11 +291,13 @@ def _replace(source: Path, target: Path) -> None:
 
 
 def remove_oldest(folder: Path, newest: Path, limit: int) -> None:
-    """Remove checkpoints from a folder until `limit` are left, the newest one among them. One that is being removed has
-    no name any more that a loader looks for."""
+    """Remove checkpoints that Accelerate has named from a folder until `limit` are left, the newest one among them. One
+    that is being removed has no name any more that a loader looks for."""
     for leftover in (*folder.glob(f".*{_REMOVED}"), *folder.glob(f".*{manifest.SAVING}")):
         shutil.rmtree(leftover, ignore_errors=True)
-    others = [each for each in manifest.checkpoints_in(folder) if each.name != newest.name]
+    named = {each: re.fullmatch(r"checkpoint_(\d+)", each.name) for each in manifest.checkpoints_in(folder)}
+    others = [each for each, match in named.items() if match and each.name != newest.name]
+    others.sort(key=lambda each: int(named[each][1]), reverse=True)
     for each in others[max(limit - 1, 0) :]:
         logger.info("removing %s: total_limit is %d", each, limit)
         hidden = each.with_name(f".{each.name}{_REMOVED}")

@@ -377,13 +377,13 @@ def _zero_what_is_not_finite(views: Sequence[LocalView]) -> None:
     spoiled = {i: ~view.finite for i, view in enumerate(views) if view.finite is not None}
     unknown: dict[torch.device, list[int]] = {}
     for i in range(len(views)):
-        if i not in spoiled:
+        if i not in spoiled and views[i].gradient.numel():
             unknown.setdefault(views[i].gradient.device, []).append(i)
     for members in unknown.values():
         largest = torch._foreach_norm([views[i].gradient for i in members], float("inf"))
         spoiled |= zip(members, torch.isfinite(torch.stack(largest)).logical_not_().unbind(), strict=True)
-    for i, view in enumerate(views):
-        view.gradient.masked_fill_(spoiled[i], 0)
+    for i, is_spoiled in spoiled.items():
+        views[i].gradient.masked_fill_(is_spoiled, 0)
 
 
 # From a stock optimizer to a converted one

@@ -14,7 +14,7 @@ import os
 import platform
 import re
 import stat
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, NamedTuple
 
@@ -55,7 +55,7 @@ def files_of(folder: Path) -> list[str]:
     for at, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if name != SAVING]
         found += [Path(at, name) for name in names]
-    paths = {path.relative_to(folder).as_posix(): path.stat().st_size for path in found}
+    paths = {path.relative_to(folder).as_posix(): path.stat().st_size for path in found if path.is_file()}
     return sorted(paths.keys() - {NAME}, key=lambda name: (-paths[name], name))
 
 
@@ -131,6 +131,13 @@ def files_named_by(folder: Path) -> set[str] | None:
     return None if found.manifest is None else set(found.manifest["files"])
 
 
+def preferred_to(names: Collection[str]) -> dict[str, str]:
+    """The files that Accelerate would load in place of some of these, if they were there, with the one that they take
+    the place of."""
+    instead = {re.sub(r"^pytorch_model(_\d+)?\.bin$", r"model\1.safetensors", name): name for name in names}
+    return {other: name for other, name in instead.items() if other not in names}
+
+
 def condition(folder: Path, part: slice = slice(None)) -> Condition:
     """Tell what a checkpoint is, by reading every file of it once, or only a part of them.
 
@@ -145,9 +152,8 @@ def condition(folder: Path, part: slice = slice(None)) -> Condition:
         path = next((each / name for each in (at, folder) if (each / name).is_file()), None)
         if fault := _fault(path, found.manifest["files"][name]):
             return Condition("damaged", f"{name} {fault}", found.manifest)
-    for name in found.manifest["files"]:
-        instead = re.sub(r"^pytorch_model(_\d+)?\.bin$", r"model\1.safetensors", name)
-        if instead not in found.manifest["files"] and (folder / instead).exists():
+    for instead, name in preferred_to(found.manifest["files"]).items():
+        if (folder / instead).exists():
             detail = f"{instead} is no part of it, and would be loaded in place of {name}: move it away"
             return Condition("damaged", detail, found.manifest)
     return found
@@ -279,7 +285,7 @@ def newest_checkpoint(folder: str | os.PathLike) -> str | None:
     Raises:
         FP8BackendError: none is whole, and one is damaged that was: to begin anew in silence would be wrong.
     """
-    folder = Path(folder)
+    folder = Path(folder).expanduser()
     found = checkpoints_in(folder) or ([folder] if is_checkpoint(folder) else [])
     chosen = choose((each, condition(each)) for each in found)
     return None if chosen is None else str(chosen)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
+import threading
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -88,6 +90,108 @@ def test_a_save_over_a_checkpoint_of_the_first_edition_leaves_nothing_of_its_oth
         (tmp_path / name).touch()
     accelerator.save_state(str(tmp_path))
     assert files(tmp_path) == before | {"fp8_manifest.json", "config.json"}
+
+
+@pytest.mark.parametrize("is_checkpoint", [False, True])
+def test_other_weights_that_accelerate_would_prefer_are_replaced(is_checkpoint, tmp_path):
+    accelerator, _, _ = run()
+    if is_checkpoint:
+        accelerator.save_state(str(tmp_path))
+        for name in ("fp8_manifest.json", "fp8_backend.json"):
+            (tmp_path / name).unlink()
+    else:
+        (tmp_path / "model.safetensors").touch()
+    accelerator.save_state(str(tmp_path), safe_serialization=False)
+    accelerator.load_state(str(tmp_path))
+    assert not (tmp_path / "model.safetensors").exists()
+
+
+def test_what_a_hook_writes_beside_its_folder_lies_beside_the_checkpoint(tmp_path):
+    accelerator, _, _ = run()
+
+    def write(models, weights, folder):
+        Path(folder).parent.joinpath("latest.txt").write_text(Path(folder).name)
+        Path(folder).parent.joinpath("hub").mkdir(exist_ok=True)
+        Path(folder).parent.joinpath("hub", "card.md").touch()
+        Path(folder, "elsewhere").symlink_to("nowhere")
+
+    accelerator.register_save_state_pre_hook(write)
+    for _ in range(2):  # a new folder, and one that is there
+        accelerator.save_state(str(tmp_path / "a"))
+        assert {"latest.txt", "hub/card.md"} == {name for name in files(tmp_path) if not name.startswith("a/")}
+        (tmp_path / "latest.txt").unlink()
+    accelerator.load_state(str(tmp_path / "a"))
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_processes_that_save_into_the_same_folder_wait_for_each_other(is_there, tmp_path, monkeypatch):
+    accelerator, model, optimizer = run()
+    target = tmp_path / "a"
+    if is_there:
+        accelerator.save_state(str(target))
+    entered, goes_on = threading.Event(), threading.Event()
+
+    def wait(models, weights, folder):
+        if threading.current_thread() is first:
+            entered.set()
+            goes_on.wait()
+
+    accelerator.register_save_state_pre_hook(wait)
+    first = threading.Thread(target=accelerator.save_state, args=(str(target),))
+    first.start()
+    entered.wait()
+    with monkeypatch.context() as patch, pytest.raises(FP8BackendError, match="another process is saving it"):
+        patch.setattr(whole_checkpoints, "_WAIT", 0.0)
+        accelerator.save_state(str(target))
+    threading.Timer(0.2, goes_on.set).start()
+    accelerator.save_state(str(target))
+    first.join()
+    accelerator.load_state(str(target))
+    assert [path.name for path in tmp_path.iterdir()] == ["a"] and not (target / ".saving").exists()
+
+
+def test_an_error_of_fsdp2s_sharded_files_is_one_like_any_other(tmp_path):
+    from torch.distributed.checkpoint import CheckpointException  # no Exception, but a BaseException
+
+    def fail(*_):
+        raise CheckpointException("on rank 1", {})
+
+    accelerator, _, _ = run()
+    accelerator.register_save_state_pre_hook(fail)
+    with pytest.raises(FP8BackendError, match="on rank 1.*as it was"):
+        accelerator.save_state(str(tmp_path / "a"))
+    assert list(tmp_path.iterdir()) == []
+
+
+class CountsElsewhere(torch.optim.SGD):
+    """Keeps in its state what is no state of a parameter, as some optimizers of other libraries do."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        self.state["calls"] = 3
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["step"] = None
+
+
+def test_an_optimizer_that_keeps_no_steps_is_saved(tmp_path):
+    accelerator, model, _ = run()
+    optimizer = accelerator.prepare(CountsElsewhere(model.parameters(), 0.1, momentum=0.9))
+    train(accelerator, model, optimizer, DATA[:1])
+    accelerator.save_state(str(tmp_path / "a"))
+    assert json.loads((tmp_path / "a" / "fp8_manifest.json").read_text())["step"] is None
+
+
+def test_a_folder_is_named_as_in_a_shell(tmp_path, monkeypatch):
+    accelerator, _, _ = run()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    accelerator.save_state("~/a")
+    assert fp8_backends.newest_checkpoint("~") == str(tmp_path / "a")
+    accelerator.load_state("~/a")
+    for nothing in ("", None):
+        with pytest.raises(FP8BackendError, match="no folder"):
+            accelerator.save_state(nothing)
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
 def test_the_current_folder_can_be_saved_into(tmp_path, monkeypatch):
@@ -231,3 +335,12 @@ def test_automatic_naming_loads_the_newest_whole_one_and_removes_old_ones_last(t
     accelerator.project_configuration.iteration = 3
     with pytest.raises(ValueError, match="already exists"):
         accelerator.save_state()
+
+
+def test_automatic_naming_removes_only_what_it_has_named(tmp_path):
+    accelerator, _, _ = run(tmp_path, total_limit=1)
+    accelerator.save_state()
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(folder / "checkpoint_0", folder / "checkpoint_best")
+    accelerator.save_state()
+    assert sorted(path.name for path in folder.iterdir()) == ["checkpoint_1", "checkpoint_best"]
