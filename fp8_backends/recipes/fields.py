@@ -66,7 +66,13 @@ GUARD_ACTIONS = one_of("off", "warn", "skip", "rescale", "high_precision", "stop
 
 
 def _guard_action(value: Any) -> str:
-    return GUARD_ACTIONS("off" if value is False else value)  # YAML reads a bare `off` as False
+    try:  # YAML reads a bare `off` as False, and Accelerate's launcher exports that
+        is_on = flag(value)
+    except ValueError:
+        return GUARD_ACTIONS(value)
+    if is_on:
+        raise ValueError(f"must say what is to be done: one of {GUARD_ACTIONS.values}")
+    return "off"
 
 
 _guard_action.values = GUARD_ACTIONS.values
@@ -147,6 +153,7 @@ MONITOR = (
         0,
         whole_number(0),
         "Optimizer steps from one sample of the statistics of FP8 tensors to the next; 0: none are taken.",
+        only_watches=True,
     ),
     Field(
         "monitor_layers",
@@ -154,8 +161,15 @@ MONITOR = (
         _patterns,
         "Name patterns of the FP8 layers whose statistics are taken, as for include, separated by commas (default: "
         "all).",
+        only_watches=True,
     ),
-    Field("monitor_file", "fp8_monitor.jsonl", _path, "The file to which statistics are added, a line a sample."),
+    Field(
+        "monitor_file",
+        "fp8_monitor.jsonl",
+        _path,
+        "The file to which statistics are added, a line a sample.",
+        only_watches=True,
+    ),
 )
 """Fields that `training.monitor` reads."""
 
@@ -207,18 +221,21 @@ COMMON = (
         _guard_action,
         "What to do when a step goes wrong: warn; skip leaves the step out; rescale does so and makes scales anew; "
         "high_precision does so and runs the layers at fault without FP8 for guard_steps steps; stop raises an error.",
+        only_watches=True,
     ),
     Field(
         "guard_every",
         100,
         whole_number(1),
         "Steps from one comparison of the replicas of all ranks to the next, where guard is not off.",
+        only_watches=True,
     ),
     Field(
         "guard_steps",
         50,
         whole_number(1),
         "Steps that guard=high_precision lasts, and that a guard leaves out in a row before it stops the training.",
+        only_watches=True,
     ),
 )
 """Fields that every recipe has, whatever the backend."""
