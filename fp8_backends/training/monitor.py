@@ -16,10 +16,12 @@ import functools
 import json
 import logging
 import math
+import os
 import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -155,9 +157,13 @@ class Monitor:
             self.report(values, step)
 
     def _write(self, record: dict[str, Any]) -> None:
+        path = Path(self.recipe.monitor_file)
         try:
-            with open(self.recipe.monitor_file, "a", encoding="utf-8") as file:
-                file.write(json.dumps(record, allow_nan=False) + "\n")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(path, "ab") as file:
+                # after a line that a kill or a full disk has cut, a new one
+                begin = "\n" if _ends_within_a_line(path) else ""
+                file.write(f"{begin}{json.dumps(record, allow_nan=False)}\n".encode())
         except OSError as error:  # such as a full disk, which is no reason to stop a training
             self._say_once("file", f"statistics cannot be written: {error}")
 
@@ -322,6 +328,13 @@ def _check_patterns(recipe: Recipe, prepared: Prepared) -> None:
             raise RecipeError(f"monitor_layers: no FP8 layer of this model matches {text!r}; there are {names}")
 
 
+def _ends_within_a_line(path: Path) -> bool:
+    with open(path, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(size - 1, 0))
+        return file.read(1) not in (b"", b"\n")
+
+
 def _rank() -> int:
     return (
         torch.distributed.get_rank() if torch.distributed.is_available() and torch.distributed.is_initialized() else 0
@@ -346,6 +359,8 @@ def _by_layer(found: Mapping[tuple[str, str], Numbers]) -> dict[str, dict[str, A
 def _entry(numbers: Numbers, stored: bool) -> dict[str, Any]:
     """The numbers of one tensor, ready for JSON; what is not finite is None."""
     low, high = _finite(numbers.lowest_scale), _finite(numbers.highest_scale)
+    if numbers.lowest_scale > numbers.highest_scale:  # nothing but zeros
+        low = high = None
     entry: dict[str, Any] = {
         "format": numbers.fmt.name,
         "amax": _finite(numbers.amax),
@@ -364,7 +379,8 @@ def _entry(numbers: Numbers, stored: bool) -> dict[str, Any]:
 
 
 def _finite(number: float) -> float | None:
-    return float(f"{number:.9g}") if math.isfinite(number) else None  # as many digits as tell FP32 numbers apart
+    # as many digits as tell FP32 numbers apart, and no -0
+    return float(f"{number:.9g}") + 0.0 if math.isfinite(number) else None
 
 
 def summary(record: Mapping[str, Any]) -> dict[str, float]:
