@@ -82,6 +82,9 @@ class Field:
     """NeMo's and Megatron's names of the field, each with what turns their value into ours."""
     is_object: bool = False
     """Whether the value is a Python object, which no text can give."""
+    only_watches: bool = False
+    """Whether the field says how a training is watched, and not how it computes: two recipes that differ in nothing
+    else go together, in one model and in a checkpoint."""
     describe: Callable[[Any], Any] = same
     """What the value means to another process: for equality, representation and files."""
     pack: Callable[[Any], Any] = same

@@ -70,9 +70,13 @@ GUARD_ACTIONS = one_of("off", "warn", "skip", "rescale", "high_precision", "stop
 
 
 def _guard_action(value: Any) -> str:
-    # YAML reads a bare `off` as False, which Accelerate's launcher exports as text
-    is_off = value is False or (isinstance(value, str) and value.strip() == "False")
-    return GUARD_ACTIONS("off" if is_off else value)
+    try:  # YAML reads a bare `off` as False, and Accelerate's launcher exports that
+        is_on = flag(value)
+    except ValueError:
+        return GUARD_ACTIONS(value)
+    if is_on:
+        raise ValueError(f"must say what is to be done: one of {GUARD_ACTIONS.values}")
+    return "off"
 
 
 _guard_action.values = GUARD_ACTIONS.values
@@ -153,6 +157,7 @@ MONITOR = (
         0,
         whole_number(0, 1_000_000),
         "Optimizer steps from one sample of the statistics of FP8 tensors to the next; 0: none are taken.",
+        only_watches=True,
     ),
     Field(
         "monitor_layers",
@@ -160,8 +165,15 @@ MONITOR = (
         _patterns,
         "Name patterns of the FP8 layers whose statistics are taken, as for include, separated by commas (default: "
         "all).",
+        only_watches=True,
     ),
-    Field("monitor_file", "fp8_monitor.jsonl", _path, "The file to which statistics are added, a line a sample."),
+    Field(
+        "monitor_file",
+        "fp8_monitor.jsonl",
+        _path,
+        "The file to which statistics are added, a line a sample.",
+        only_watches=True,
+    ),
 )
 """Fields that `training.monitor` reads."""
 
@@ -213,18 +225,21 @@ COMMON = (
         _guard_action,
         "What to do when a step goes wrong: warn; skip leaves the step out; rescale does so and makes scales anew; "
         "high_precision does so and runs the layers at fault without FP8 for guard_steps steps; stop raises an error.",
+        only_watches=True,
     ),
     Field(
         "guard_every",
         100,
         whole_number(1, 1_000_000),
         "Steps from one comparison of the replicas of all ranks to the next, where guard is not off.",
+        only_watches=True,
     ),
     Field(
         "guard_steps",
         50,
         whole_number(1, 1_000_000),
         "Steps that guard=high_precision lasts, and that a guard leaves out in a row before it stops the training.",
+        only_watches=True,
     ),
 )
 """Fields that every recipe has, whatever the backend."""

@@ -39,6 +39,8 @@ GROUPS = 12
 """Layers are first grouped by their names where these make at most so many groups."""
 BROKEN = 0.5
 """A gap beyond which gradients are more error than FP8's rounding makes: healthy models have a tenth."""
+_FAILURES = (FP8BackendError, RuntimeError)
+"""What keeps a trial from being measured: a recipe that is refused, or an operator that fails, such as for memory."""
 SHOWN = 5
 """Layers of which a report says how much they err alone."""
 TIGHTER = 0.7
@@ -203,6 +205,7 @@ class Advice:
         return f"{measured.gap:.4f}", "" if math.isnan(ratio) else f"{ratio:.2f}", f"{measured.loss_error:.2g}"
 
 
+@torch.enable_grad()
 def advise(
     model: nn.Module,
     batches: Iterable[Any],
@@ -376,11 +379,9 @@ class _Search:
     def _try(self, change: str, recipe: Recipe) -> Trial:
         """Measure a recipe that could be the answer. One that cannot run, or keeps too little in FP8, is only noted."""
         try:
-            work, prepared = self.gap.prepared(recipe)
-        except FP8BackendError as error:
+            trial = self._measured(change, recipe, *self.gap.prepared(recipe))
+        except _FAILURES as error:
             trial = Trial(change, recipe, 0.0, 0.0, why_not=first_line(error))
-        else:
-            trial = self._measured(change, recipe, work, prepared)
         self.trials.append(trial)
         return trial
 
@@ -463,17 +464,18 @@ class _Search:
         return max(0.0, min(group.gap, 1.0) ** 2 - self.gap.floor.gap**2)
 
     def _gap_alone(self, names: tuple[str, ...], recipe: Recipe) -> float:
-        """The gap with these layers alone in FP8; 0 where the recipe has none of them there, or no trial is left."""
+        """The gap with these layers alone in FP8; 0 where the recipe has none of them there, where that cannot run, or
+        where no trial is left."""
         others = self.layers.keys() - set(names)
         if not self.left:
             return 0.0
         try:
             alone = self.gap.prepared(without(recipe, sorted(others)))
-        except FP8BackendError:
+            self.left -= 1
+            self.progress(f"{listed(names)} alone in FP8")
+            gap = self.gap.of(*alone).gap
+        except _FAILURES:
             return 0.0
-        self.left -= 1
-        self.progress(f"{listed(names)} alone in FP8")
-        gap = self.gap.of(*alone).gap
         self.alone.append(Alone(names, recipe.scaling, gap))
         return gap
 

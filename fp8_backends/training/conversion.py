@@ -356,9 +356,9 @@ def _names_of_fused(root: nn.Module, recipe: Recipe, new: list[tuple[nn.Module, 
 
 
 def _check_same_recipe(what: str, had: Recipe, wanted: Recipe) -> None:
-    if had == wanted:
-        return
     differing = differences(had.to_dict(), wanted.to_dict())
+    if had.name == wanted.name and not differing:
+        return
     difference = f" (they differ in {', '.join(differing)})" if had.name == wanted.name else ""
     raise RecipeError(
         f"{what} is prepared with {had.name} already, and {wanted.name} is asked for{difference}: call "

@@ -195,7 +195,7 @@ def loss_of(work: nn.Module, batch: Any, loss: LossFunction, precision: str) -> 
     """The loss of a batch, moved to the model's device. Raises `FP8BackendError` where it cannot have a gradient."""
     device = next(work.parameters()).device
     with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
-        found = loss(work, _as_read_by(work, send_to_device(batch, device)))
+        found = loss(work, _as_read_by(work, send_to_device(_copied(batch), device)))
     if not isinstance(found, torch.Tensor) or found.numel() != 1 or found.requires_grad != torch.is_grad_enabled():
         raise FP8BackendError("the loss of a batch must be a tensor of one element that requires a gradient")
     return found
@@ -245,6 +245,14 @@ def same_draws(seed: int, device: torch.device) -> Iterator[None]:
     finally:
         random.setstate(of_python)
         numpy.random.set_state(of_numpy)
+
+
+def _copied(batch: Any) -> Any:
+    """A batch of which the model and the loss may change and take what they like: the next pass wants the same."""
+    try:
+        return copy.deepcopy(batch)
+    except (RuntimeError, TypeError, ValueError):  # such as a tensor that another model has made
+        return batch
 
 
 def _as_read_by(work: nn.Module, batch: Any) -> Any:

@@ -82,11 +82,14 @@ def faults(optimizer: Any) -> list[Fault]:
 
 
 def watch(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
-    """Install the guard that the recipe asks for. Repeating it adds models.
+    """Install the guard that the recipe asks for. Repeating it adds models, and the latest recipe says what is done.
 
     Raises:
         FP8BackendError: this optimizer makes its steps where no guard sees them.
     """
+    guard = _guard_of(optimizer)
+    if guard is not None:
+        guard.recipe = recipe
     if recipe.guard == "off":
         return
     if not hasattr(optimizer, "register_step_pre_hook") or hasattr(optimizer, "fused_backward"):
@@ -94,7 +97,6 @@ def watch(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer, recipe:
             f"guard={recipe.guard!r}: {type(optimizer).__name__} makes its steps where no hook precedes them; use an "
             'optimizer whose step follows backward, or guard="off"'
         )
-    guard = _guard_of(optimizer)
     if guard is None:
         guard = Guard(recipe)
         optimizer.register_step_pre_hook(guard)
@@ -108,9 +110,10 @@ def after_backward(optimizers: Iterable[torch.optim.Optimizer], loss: Any, is_co
     Args:
         is_complete: whether a step may follow, so that gradients can be looked at before they are clipped.
     """
-    for optimizer in optimizers:
-        if (guard := _guard_of(optimizer)) is not None:
-            guard.after_backward(optimizer, loss, is_complete, save)
+    guards = [(guard, each) for each in optimizers if (guard := _guard_of(each)) is not None]
+    for guard, optimizer in guards:
+        guard.shares_losses = len(guards) > 1
+        guard.after_backward(optimizer, loss, is_complete, save)
 
 
 def _guard_of(optimizer: torch.optim.Optimizer | None) -> Guard | None:
@@ -125,6 +128,8 @@ class Guard:
         self.recipe = recipe
         self.step = 0
         self.found: deque[Fault] = deque(maxlen=KEPT)
+        self.shares_losses = False
+        """Whether other optimizers are told of the same losses, so that one may be theirs alone."""
         self._models: list[weakref.ref[nn.Module]] = []
         self._save: Save = lambda step: None
         self._logged: set[str] = set()
@@ -184,6 +189,8 @@ class Guard:
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         self.step += 1
         self._end_high_precision()
+        if self.recipe.guard == "off" or not self._roots():  # switched off, or all models were restored
+            return
         groups = next(filter(None, map(replicas.rank_groups, self._live_models())), [])
         if groups and not self._shared_a_backward():
             self._act_alone(optimizer)
@@ -236,7 +243,7 @@ class Guard:
         """The faults of a step, without what was done. All ranks find the same."""
         loss, finite, not_finite, gradients, clipped, stuck = look.totals.tolist()
         found = []
-        if not_finite:
+        if not_finite and (gradients or not self.shares_losses):
             figures = f"{not_finite:.0f} of the {finite + not_finite:.0f} losses of this step are not finite"
             found.append(Fault(look.step, LOSS, (), figures, ""))
         if gradients:
@@ -372,14 +379,21 @@ class Guard:
         chosen = [layer for name, layer in layers if name in at and not {LOSS, SPIKE} & {f.kind for f in found}]
         chosen = [layer for layer in chosen or (layer for _, layer in layers) if layer in self._high or _is_free(layer)]
         for layer in chosen:
-            layer.forward = MethodType(layer.__dict__[CONVERSION].original.forward, layer)
+            conversion = layer.__dict__[CONVERSION]
+            layer.forward = MethodType(conversion.original.forward, layer)
+            if _end_high_precision not in conversion.undo:  # such as of a copy that is made meanwhile
+                conversion.undo.append(_end_high_precision)
             self._high[layer] = self.step + self.recipe.guard_steps
         return f"high precision for {counted(self.recipe.guard_steps, 'step')} in {counted(len(chosen), 'layer')}"
 
     def _end_high_precision(self) -> None:
         for layer in [layer for layer, last in self._high.items() if self.step >= last]:
             del self._high[layer]
-            layer.__dict__.pop("forward", None)
+            _end_high_precision(layer)
+
+
+def _end_high_precision(layer: nn.Module) -> None:
+    layer.__dict__.pop("forward", None)
 
 
 def _wrapped(model: nn.Module) -> nn.Module:

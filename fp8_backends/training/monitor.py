@@ -16,10 +16,12 @@ import functools
 import json
 import logging
 import math
+import os
 import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +32,7 @@ from ..compute.counts import inside_backward
 from ..compute.interface import ShowsCasts
 from ..errors import RecipeError
 from ..numerics.formats import FORMAT_OF, FORMATS
-from ..numerics.modules import inert_hook, is_traced
+from ..numerics.modules import CONVERSION, inert_hook, is_traced
 from ..numerics.scaled_tensor import ScaledTensor, tensor_amax_of
 from ..numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT
 from ..numerics.sharded_tensor import local_part
@@ -69,16 +71,18 @@ Report = Callable[[dict[str, float], int], None]
 
 def watch(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
     """Sample the prepared models that this optimizer trains, where the recipe has a `monitor_every`. A model that two
-    optimizers train is sampled by the steps of the first. Repeating it does nothing.
+    optimizers train is sampled by the steps of the first. Repeated, the latest recipe says what is sampled.
 
     Raises:
         RecipeError: a pattern of `monitor_layers` matches no FP8 layer.
     """
+    monitor = monitor_of(optimizer)
+    if monitor is not None:
+        monitor.recipe = recipe
     if not recipe.monitor_every:
         return
     roots = [root for model in models for root in prepared_roots(model)]
     roots = [root for root in roots if observed_of(root[2]).optimizers()[:1] == [optimizer]]
-    monitor = monitor_of(optimizer)
     if monitor is None:
         monitor = Monitor(recipe)
         optimizer.register_step_post_hook(monitor)
@@ -112,9 +116,8 @@ class Monitor:
         """What the log has named already."""
 
     def add(self, prefix: str, root: nn.Module, prepared: Prepared) -> None:
-        if root not in self.roots:
-            _check_patterns(prepared)
-            self.roots[root] = prefix
+        _check_patterns(self.recipe, prepared)
+        self.roots[root] = prefix
 
     def __call__(self, optimizer: torch.optim.Optimizer, args, kwargs) -> None:
         if is_traced():
@@ -122,12 +125,15 @@ class Monitor:
         self.steps += 1
         if self.sample is not None:
             self._finish(optimizer)
-        if self.steps + 1 >= self.due:
+        if self.recipe.monitor_every and self.steps + 1 >= self.due:
             self._begin(optimizer)
 
     def _begin(self, optimizer: torch.optim.Optimizer) -> None:
         prepared = [(root, root.__dict__[PREPARED]) for root in self.roots if PREPARED in root.__dict__]
-        self.sample = Sample([Watched(root, each) for root, each in prepared], is_main_process())
+        if not prepared:  # all were restored
+            return
+        patterns = self.recipe.monitor_layers or ("*",)
+        self.sample = Sample([Watched(root, each, patterns) for root, each in prepared], is_main_process())
         # an optimizer that goes before its next step leaves nothing behind
         gone = weakref.finalize(optimizer, self.sample.close)
         gone.atexit = False
@@ -137,7 +143,8 @@ class Monitor:
         sample, self.sample = self.sample, None
         self.due = self.steps + self.recipe.monitor_every
         sample.close()
-        if not sample.records:
+        watched = any(each.root.__dict__.get(PREPARED) is each.prepared for each in sample.watched)
+        if not (sample.records and watched and self.recipe.monitor_every):  # restored, or switched off meanwhile
             return
         began, step = time.perf_counter(), steps_of(optimizer) or self.steps
         found = sample.numbers()
@@ -156,9 +163,13 @@ class Monitor:
             self.report(values, step)
 
     def _write(self, record: dict[str, Any]) -> None:
+        path = Path(self.recipe.monitor_file)
         try:
-            with open(self.recipe.monitor_file, "a", encoding="utf-8") as file:
-                file.write(json.dumps(record, allow_nan=False) + "\n")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(path, "ab") as file:
+                # after a line that a kill or a full disk has cut, a new one
+                begin = "\n" if _ends_within_a_line(path) else ""
+                file.write(f"{begin}{json.dumps(record, allow_nan=False)}\n".encode())
         except OSError as error:  # such as a full disk, which is no reason to stop a training
             self._say_once("file", f"statistics cannot be written: {error}")
 
@@ -183,9 +194,9 @@ class Monitor:
 class Watched:
     """A prepared root and those of its layers whose statistics are wanted."""
 
-    def __init__(self, root: nn.Module, prepared: Prepared) -> None:
+    def __init__(self, root: nn.Module, prepared: Prepared, patterns: Iterable[str]) -> None:
         self.root, self.prepared = root, prepared
-        patterns = [NamePattern(text) for text in prepared.recipe.monitor_layers or ("*",)]
+        patterns = [NamePattern(text) for text in patterns]
         wanted = {
             product.name
             for product in prepared.report.products
@@ -242,6 +253,8 @@ class Sample:
 
     def _after_layer(self, name: str, compute: ShowsCasts, layer: nn.Module, args, kwargs, output: Any) -> None:
         if getattr(layer, "_is_replica", False) or not isinstance(output, torch.Tensor):  # DataParallel has many
+            return
+        if CONVERSION not in layer.__dict__:  # restored meanwhile
             return
         if (self.trains or torch.is_grad_enabled()) and not inside_backward():
             self._count(name, compute, layer, INPUT, next(iter((*args, *kwargs.values()))))
@@ -306,12 +319,19 @@ def _of_stored(tensor: ScaledTensor) -> Statistics:
     return statistics_of_codes(tensor._data, tensor._scale_inv, amax, FORMATS[tensor._data.dtype])
 
 
-def _check_patterns(prepared: Prepared) -> None:
+def _check_patterns(recipe: Recipe, prepared: Prepared) -> None:
     products = [product for product in prepared.report.products if product.state == FP8]
-    for text in prepared.recipe.monitor_layers or ():
+    for text in recipe.monitor_layers or ():
         if not any(map(NamePattern(text).matches, products)):
             names = listed(product.name for product in products)
             raise RecipeError(f"monitor_layers: no FP8 layer of this model matches {text!r}; there are {names}")
+
+
+def _ends_within_a_line(path: Path) -> bool:
+    with open(path, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(size - 1, 0))
+        return file.read(1) not in (b"", b"\n")
 
 
 # Records
@@ -327,6 +347,8 @@ def _by_layer(found: Mapping[tuple[str, str], Numbers]) -> dict[str, dict[str, A
 def _entry(numbers: Numbers, stored: bool) -> dict[str, Any]:
     """The numbers of one tensor, ready for JSON; what is not finite is None."""
     low, high = _finite(numbers.lowest_scale), _finite(numbers.highest_scale)
+    if numbers.lowest_scale > numbers.highest_scale:  # nothing but zeros
+        low = high = None
     entry: dict[str, Any] = {
         "format": numbers.fmt.name,
         "amax": _finite(numbers.amax),
@@ -345,7 +367,8 @@ def _entry(numbers: Numbers, stored: bool) -> dict[str, Any]:
 
 
 def _finite(number: float) -> float | None:
-    return float(f"{number:.9g}") if math.isfinite(number) else None  # as many digits as tell FP32 numbers apart
+    # as many digits as tell FP32 numbers apart, and no -0
+    return float(f"{number:.9g}") + 0.0 if math.isfinite(number) else None
 
 
 def casts_of(record: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
