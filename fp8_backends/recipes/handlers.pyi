@@ -133,7 +133,7 @@ class TERecipeKwargs(Recipe):
             How gradients travel between ranks (default: fp8 at a level above O0, else plain). Read by every backend.
         on_unproven (raise, warn; default 'raise'):
             What to do when no FP8 product ran in the first step. Read by every backend.
-        monitor_every (a whole number of at least 0; default 0):
+        monitor_every (a whole number from 0 to 1000000; default 0):
             Optimizer steps from one sample of the statistics of FP8 tensors to the next; 0: none are taken. Read by
             every backend.
         monitor_layers:
@@ -145,10 +145,10 @@ class TERecipeKwargs(Recipe):
             What to do when a step goes wrong: warn; skip leaves the step out; rescale does so and makes scales anew;
             high_precision does so and runs the layers at fault without FP8 for guard_steps steps; stop raises an error.
             Read by every backend.
-        guard_every (a whole number of at least 1; default 100):
+        guard_every (a whole number from 1 to 1000000; default 100):
             Steps from one comparison of the replicas of all ranks to the next, where guard is not off. Read by every
             backend.
-        guard_steps (a whole number of at least 1; default 50):
+        guard_steps (a whole number from 1 to 1000000; default 50):
             Steps that guard=high_precision lasts, and that a guard leaves out in a row before it stops the training.
             Read by every backend.
 
@@ -225,7 +225,7 @@ class AORecipeKwargs(Recipe):
             How gradients travel between ranks (default: fp8 at a level above O0, else plain). Read by every backend.
         on_unproven (raise, warn; default 'raise'):
             What to do when no FP8 product ran in the first step. Read by every backend.
-        monitor_every (a whole number of at least 0; default 0):
+        monitor_every (a whole number from 0 to 1000000; default 0):
             Optimizer steps from one sample of the statistics of FP8 tensors to the next; 0: none are taken. Read by
             every backend.
         monitor_layers:
@@ -237,10 +237,10 @@ class AORecipeKwargs(Recipe):
             What to do when a step goes wrong: warn; skip leaves the step out; rescale does so and makes scales anew;
             high_precision does so and runs the layers at fault without FP8 for guard_steps steps; stop raises an error.
             Read by every backend.
-        guard_every (a whole number of at least 1; default 100):
+        guard_every (a whole number from 1 to 1000000; default 100):
             Steps from one comparison of the replicas of all ranks to the next, where guard is not off. Read by every
             backend.
-        guard_steps (a whole number of at least 1; default 50):
+        guard_steps (a whole number from 1 to 1000000; default 50):
             Steps that guard=high_precision lasts, and that a guard leaves out in a row before it stops the training.
             Read by every backend.
 
@@ -311,7 +311,7 @@ class MSAMPRecipeKwargs(Recipe):
             How gradients travel between ranks (default: fp8 at a level above O0, else plain). Read by every backend.
         on_unproven (raise, warn; default 'raise'):
             What to do when no FP8 product ran in the first step. Read by every backend.
-        monitor_every (a whole number of at least 0; default 0):
+        monitor_every (a whole number from 0 to 1000000; default 0):
             Optimizer steps from one sample of the statistics of FP8 tensors to the next; 0: none are taken. Read by
             every backend.
         monitor_layers:
@@ -323,10 +323,10 @@ class MSAMPRecipeKwargs(Recipe):
             What to do when a step goes wrong: warn; skip leaves the step out; rescale does so and makes scales anew;
             high_precision does so and runs the layers at fault without FP8 for guard_steps steps; stop raises an error.
             Read by every backend.
-        guard_every (a whole number of at least 1; default 100):
+        guard_every (a whole number from 1 to 1000000; default 100):
             Steps from one comparison of the replicas of all ranks to the next, where guard is not off. Read by every
             backend.
-        guard_steps (a whole number of at least 1; default 50):
+        guard_steps (a whole number from 1 to 1000000; default 50):
             Steps that guard=high_precision lasts, and that a guard leaves out in a row before it stops the training.
             Read by every backend.
 
@@ -406,7 +406,7 @@ class NativeRecipeKwargs(Recipe):
             How gradients travel between ranks (default: fp8 at a level above O0, else plain). Read by every backend.
         on_unproven (raise, warn; default 'raise'):
             What to do when no FP8 product ran in the first step. Read by every backend.
-        monitor_every (a whole number of at least 0; default 0):
+        monitor_every (a whole number from 0 to 1000000; default 0):
             Optimizer steps from one sample of the statistics of FP8 tensors to the next; 0: none are taken. Read by
             every backend.
         monitor_layers:
@@ -418,10 +418,10 @@ class NativeRecipeKwargs(Recipe):
             What to do when a step goes wrong: warn; skip leaves the step out; rescale does so and makes scales anew;
             high_precision does so and runs the layers at fault without FP8 for guard_steps steps; stop raises an error.
             Read by every backend.
-        guard_every (a whole number of at least 1; default 100):
+        guard_every (a whole number from 1 to 1000000; default 100):
             Steps from one comparison of the replicas of all ranks to the next, where guard is not off. Read by every
             backend.
-        guard_steps (a whole number of at least 1; default 50):
+        guard_steps (a whole number from 1 to 1000000; default 50):
             Steps that guard=high_precision lasts, and that a guard leaves out in a row before it stops the training.
             Read by every backend.
 
@@ -545,7 +545,7 @@ class FP8RecipeKwargs(Recipe):
             How gradients travel between ranks (default: fp8 at a level above O0, else plain). Read by every backend.
         on_unproven (raise, warn; default 'raise'):
             What to do when no FP8 product ran in the first step. Read by every backend.
-        monitor_every (a whole number of at least 0; default 0):
+        monitor_every (a whole number from 0 to 1000000; default 0):
             Optimizer steps from one sample of the statistics of FP8 tensors to the next; 0: none are taken. Read by
             every backend.
         monitor_layers:
@@ -557,10 +557,10 @@ class FP8RecipeKwargs(Recipe):
             What to do when a step goes wrong: warn; skip leaves the step out; rescale does so and makes scales anew;
             high_precision does so and runs the layers at fault without FP8 for guard_steps steps; stop raises an error.
             Read by every backend.
-        guard_every (a whole number of at least 1; default 100):
+        guard_every (a whole number from 1 to 1000000; default 100):
             Steps from one comparison of the replicas of all ranks to the next, where guard is not off. Read by every
             backend.
-        guard_steps (a whole number of at least 1; default 50):
+        guard_steps (a whole number from 1 to 1000000; default 50):
             Steps that guard=high_precision lasts, and that a guard leaves out in a row before it stops the training.
             Read by every backend.
 
