@@ -141,7 +141,10 @@ def _flag(name: str, value: Any) -> list[str]:
     flag = f"--fp8_{FIELDS[name].own_suffix.lower()}"
     if name == "use_autocast_during_eval":  # Accelerate's switch, which takes no value
         return [flag] * value
-    return [flag, ",".join(value) if isinstance(value, tuple) and isinstance(value[0], str) else str(value)]
+    if isinstance(value, tuple) and isinstance(value[0], str):
+        names = tuple(name.strip() for name in ",".join(value).split(","))
+        value = ",".join(value) if names == value else list(value)
+    return [flag, str(value)]
 
 
 def short(value: Any) -> str:

@@ -150,3 +150,42 @@ def test_usual_errors_are_those_of_a_bell_curve():
 def test_the_summary_has_the_worst_of_what_is_cast():
     found = summary(record(10, weight=entry(20.0, flushed=0.3), exp_avg=stored(0.9)))
     assert found == {"fp8/worst_sqnr": 20.0, "fp8/max_saturated": 0.0, "fp8/max_flushed": 0.3}
+
+
+def changed(key, value):
+    return {**entry(), key: value}
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        {**record(300), "step": -1},
+        {**record(300), "step": 10**400},
+        {**record(300), "recipe": 7},
+        {**record(300), "not_seen": "layer"},
+        {**record(300), "tensors": ["layer"]},
+        {**record(300), "tensors": {"a\x1b[2J": {"input": entry()}}},
+        record(300, input="x"),
+        record(300, input=changed("format", "e9m9")),
+        record(300, input=changed("amax", "large")),
+        record(300, input=changed("saturated", None)),
+        record(300, input=changed("scale", [1.0])),
+        record(300, input=changed("exponents", [-(10**9), 10**9])),
+        record(300, input=changed("binades", [0] * 5)),
+        record(300, exp_avg=entry()),
+        [[[]]],
+    ],
+    ids=str,
+)
+def test_a_line_that_no_monitor_wrote_is_passed_over_and_counted(damaged, tmp_path, capsys):
+    file = written(tmp_path, record(100), damaged)
+    assert main(["monitor", str(file), "--out", str(tmp_path / "page.html")]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("native:delayed: 1 sample,") and "1 line of" in printed
+
+
+@pytest.mark.parametrize("name", ["/dev/zero", "x" * 3000, "."])
+def test_what_is_no_file_is_named_in_one_line(name, capsys):
+    assert main(["monitor", name]) == 2
+    error = capsys.readouterr().err
+    assert "cannot be read" in error and len(error) < 500

@@ -4,7 +4,8 @@
 
 Each entry names a version of Python and the packages whose version it sets; all others come from
 `tests/constraints.txt`, but for a package that an entry lists without a version, which is the newest that pip finds. An
-entry whose Python is not on this machine is named as not run, and the exit code is 2 then, unless something failed (1).
+entry may name the `extras` that it installs, and the `tests` that need no more. An entry whose Python is not on this
+machine is named as not run, and the exit code is 2 then, unless something failed (1).
 The workflow for a CI host (`.github/workflows/compatibility.yml`) reads the same file and calls this with one entry.
 """
 
@@ -71,13 +72,23 @@ def run(name: str, entry: dict, pytest_arguments: list[str]) -> Result:
         python = str(Path(folder, "venv", "bin", "python"))
         # "===" where there is a version: "==" would also take a build for the CPU from a folder of wheels
         wanted = [package.replace("==", "===") for package in entry["packages"]]
+        extras = entry.get("extras", "report,test")
         installed = subprocess.run(
-            [python, "-m", "pip", "install", "-q", "-c", constraints, *wanted, "-e", ".[report,test]"], cwd=ROOT
+            [python, "-m", "pip", "install", "-q", "-c", constraints, *wanted, "-e", f".[{extras}]"], cwd=ROOT
         )
         if installed.returncode:
             return Result(name, entry["python"], "", "pip finds no set of versions", installed.returncode)
         began = time.monotonic()
-        tests = [python, "-m", "pytest", "tests", "-q", "-p", "no:cacheprovider", *pytest_arguments]
+        tests = [
+            python,
+            "-m",
+            "pytest",
+            *entry.get("tests", ["tests"]),
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            *pytest_arguments,
+        ]
         process = subprocess.Popen(tests, cwd=ROOT, stdout=subprocess.PIPE, text=True)
         last = ""
         for line in process.stdout:

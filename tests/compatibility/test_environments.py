@@ -19,12 +19,26 @@ def setup_cfg() -> configparser.ConfigParser:
 
 def test_the_oldest_environment_has_every_lower_bound_of_setup_cfg():
     options = setup_cfg()["options"]
-    assert options["python_requires"] == f">={MATRIX['oldest']['python']}"
     bounds = dict(line.split(">=") for line in options["install_requires"].split())
     oldest = dict(package.split("==") for package in MATRIX["oldest"]["packages"])
     assert {name: (oldest[name] + ".0").startswith(bound) for name, bound in bounds.items()} == dict.fromkeys(
         bounds, True
     )
+
+
+def test_the_oldest_python_runs_the_tests_that_need_only_what_it_has():
+    """The extra `test` needs packages of which it has no such version."""
+    entry = MATRIX["python 3.10"]
+    assert setup_cfg()["options"]["python_requires"] == f">={entry['python']}"
+    (report,) = setup_cfg()["options.extras_require"]["report"].split()
+    assert report.replace(">=", "==") in entry["packages"] and entry["extras"] == "report"
+    needed = set(setup_cfg()["options.extras_require"]["test"].split()) - {report}
+    modules = {line.split(">=")[0].replace("-", "_") for line in needed} - {"pytest", "expecttest", "hypothesis"}
+    modules -= {"setuptools"}
+    imports = re.compile(rf"^\s*(?:import|from) ({'|'.join(sorted(modules))})\b", re.MULTILINE)
+    files = [file for folder in entry["tests"] for file in (ROOT / folder).rglob("*.py")]
+    assert len(files) > 100
+    assert {str(file): found for file in files if (found := imports.findall(file.read_text(encoding="utf-8")))} == {}
 
 
 def test_the_pinned_environment_is_that_of_the_constraints_and_the_newest_names_no_version():

@@ -229,3 +229,17 @@ def test_a_backend_that_cannot_be_used_is_refused_when_it_is_named(factory, said
     with pytest.raises(FP8BackendError, match=said):
         resolve("odd")
     assert resolve("native").name == "native:dynamic"
+
+
+@pytest.mark.parametrize("value", [False, "False", "off", " OFF "])
+def test_a_bare_off_of_a_yaml_file_is_off(value):
+    """YAML reads it as False, which Accelerate's launcher exports as text."""
+    assert FP8RecipeKwargs(backend="native", guard=value).guard == "off"
+    assert from_environment({"ACCELERATE_FP8_BACKEND": "native", "ACCELERATE_FP8_GUARD": str(value)}).guard == "off"
+
+
+@pytest.mark.parametrize("path", ["", "  ", "['a', 1]", "a\x00b", "a\nb", "\udcff", b"a", 3])
+def test_a_path_is_one_that_every_way_to_a_worker_carries(path):
+    with pytest.raises(RecipeError, match="monitor_file must be the path of a file"):
+        FP8RecipeKwargs(backend="native", monitor_file=path)
+    assert FP8RecipeKwargs(backend="native", monitor_file=" a ").monitor_file == "a"

@@ -120,3 +120,32 @@ def test_checkpoints_without_a_manifest_are_taken_where_none_has_one(tmp_path, c
     assert "carries no manifest" in capsys.readouterr().err
     checkpoint(tmp_path / "checkpoint_0")
     assert fp8_backends.newest_checkpoint(tmp_path) == str(tmp_path / "checkpoint_0")
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("files", {"/dev/zero": {"bytes": 1, "sha256": ""}}),
+        ("files", {"../model": {"bytes": 1, "sha256": ""}}),
+        ("files", {"model": 3}),
+        ("files", None),
+        ("time", "yesterday"),
+        ("step", "3"),
+        ("backend", ["native"]),
+    ],
+)
+def test_a_manifest_that_says_something_else_than_ours_is_damaged(key, value, tmp_path):
+    """Its checksum is right: it tells damage, and not who wrote it."""
+    folder = checkpoint(tmp_path / "checkpoint_1", 1)
+    record = json.loads((folder / manifest.NAME).read_bytes())
+    del record["sha256"]
+    (folder / manifest.NAME).write_bytes(manifest._text(record | {key: value}))
+    found = manifest.condition(folder)
+    assert (found.word, found.manifest) == ("damaged", None) and "does not hold what a manifest" in found.detail
+
+
+def test_a_manifest_that_is_no_file_is_damaged(tmp_path):
+    folder = checkpoint(tmp_path / "checkpoint_1", 1)
+    (folder / manifest.NAME).unlink()
+    os.mkfifo(folder / manifest.NAME)
+    assert manifest.condition(folder).detail == f"{manifest.NAME} cannot be read (it is no file)"
