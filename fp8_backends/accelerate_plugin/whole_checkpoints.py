@@ -332,13 +332,20 @@ def checked(input_dir: str | os.PathLike) -> None:
 
 def _condition(folder: Path) -> Condition:
     """What a checkpoint is, found by all ranks together: those that see the same files share the reading."""
-    _one_after_another(f"finishing the save that was interrupted in {folder}", lambda: finish(folder))
+    _one_after_another(f"finishing the save that was interrupted in {folder}", lambda: _finish_alone(folder))
     seen = _on_all_ranks(f"reading {folder}", lambda: _identity(folder))
     rank = PartialState().process_index
     mine = [each for each, identity in enumerate(seen) if identity == seen[rank]]
     part = slice(mine.index(rank), None, len(mine))
     found = _on_all_ranks(f"reading {folder}", lambda: manifest.condition(folder, part)._replace(manifest=None))
     return next((each for each in found if each.word != "whole"), found[0])
+
+
+def _finish_alone(folder: Path) -> None:
+    """`finish`, while no other process does or begins to save there again."""
+    if manifest.staged(folder) is not None:
+        with _locked(folder):
+            finish(folder)
 
 
 def _identity(folder: Path) -> tuple:

@@ -141,8 +141,17 @@ def preferred_to(names: Collection[str]) -> dict[str, str]:
 def condition(folder: Path, part: slice = slice(None)) -> Condition:
     """Tell what a checkpoint is, by reading every file of it once, or only a part of them.
 
-    Of one over which another was being saved, the new one counts as soon as it is whole, wherever its files lie.
+    Of one over which another was being saved, the new one counts as soon as it is whole, wherever its files lie. If its
+    files move while it is read, it is read again.
     """
+    found = _found(folder, part)
+    while found.word != "whole" and (again := _found(folder, part)) != found:
+        found = again
+    return found
+
+
+def _found(folder: Path, part: slice) -> Condition:
+    """`condition`, of files that nobody moves."""
     at = staged(folder) or folder
     found = _read(at)
     if found.word != "whole":
@@ -163,10 +172,10 @@ def _fault(path: Path | None, expected: dict[str, Any]) -> str:
     """What is wrong with a file, empty if nothing is."""
     if path is None:
         return "is missing"
-    size = path.stat().st_size
-    if size != expected["bytes"]:
-        return f"has {size:,} bytes in place of {expected['bytes']:,}"
     try:
+        size = path.stat().st_size
+        if size != expected["bytes"]:
+            return f"has {size:,} bytes in place of {expected['bytes']:,}"
         same = digest(path)["sha256"] == expected["sha256"]
     except OSError as error:
         return f"cannot be read ({error.strerror})"

@@ -342,6 +342,17 @@ def test_a_gradient_that_is_not_finite_counts_as_zero_in_its_step(level, bad, at
     assert losses[-1] < losses[0]
 
 
+def test_a_parameter_without_elements_takes_part_in_a_step():
+    model = mlp()
+    model.nothing = nn.Parameter(torch.empty(0, 8))
+    model, optimizer = prepared("O2", model=model)
+    model.nothing.grad = torch.empty(0, 8)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.state[model.nothing]["step"] == 1
+
+
 # Checkpoints
 
 
