@@ -119,6 +119,12 @@ def test_another_recipe_of_the_same_name_is_told_once_and_values_are_kept(old, n
         assert (mine["exp_avg"] + 0 - (theirs["exp_avg"] + 0)).abs().max() <= amax / 16  # rounded once, to E4M3
 
 
+def test_how_a_training_is_watched_makes_no_other_recipe(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, "fp8_backends"):
+        resumed(tmp_path, {}, {"guard": "skip", "guard_steps": 3, "monitor_every": 5, "monitor_file": "other"})
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("by_state_dict", [False, True])
 def test_the_same_recipe_says_nothing(by_state_dict, tmp_path, caplog):
     fields = {"include": ["0", "2"], "module_filter_func": lambda module, name: True}

@@ -13,9 +13,11 @@ import pytest
 import torch
 import warm_process
 from torch import nn
+from transformers import BatchEncoding
 
 import fp8_backends
 from fp8_backends.training.advice import together, with_scaling, without
+from fp8_backends.training.conversion import prepared_roots
 from fp8_backends.training.gradient_gap import GradientGap
 
 SPIKE = 2.0**24
@@ -204,6 +206,34 @@ def test_a_gradient_that_is_not_finite_is_an_infinite_gap():
     advice = fp8_backends.advise(blocks(1), batches(1), "native", loss=loss, max_trials=2)
     assert advice.given.gap == math.inf and advice.chosen is None and "train in" in advice.verdict
     assert advice.to_dict()["trials"][0]["gap"] is None and "inf" in str(advice)
+
+
+def test_a_trial_that_fails_while_it_runs_ends_no_search():
+    def loss(model, x):
+        if any(prepared.recipe.scaling == "rowwise" for _, _, prepared in prepared_roots(model)):
+            raise RuntimeError("out of memory")
+        return squares(model, x)
+
+    advice = fp8_backends.advise(blocks(1), batches(1), "native", loss=loss, max_trials=6, min_flops_share=0.5)
+    (failed,) = [each for each in advice.trials if each.why_not == "out of memory"]
+    assert failed.change == "scaling rowwise" and advice.trials[-1] is not failed
+
+
+def test_batches_that_the_loss_uses_up_are_measured_as_they_were_also_without_gradients():
+    def loss(model, batch):
+        return (model(batch.pop("x").mul_(2.0)) - batch["y"]).square().mean()
+
+    def plain(model, batch):
+        return (model(batch["x"] * 2.0) - batch["y"]).square().mean()
+
+    (x,) = batches(1)
+    batch = BatchEncoding({"x": x.clone(), "y": x.clone()})
+    with torch.no_grad():
+        gaps = [
+            fp8_backends.advise(blocks(1), [batch], "native", loss=each, max_trials=1).given.gap
+            for each in (loss, plain)
+        ]
+    assert gaps[0] == gaps[1] and torch.equal(batch["x"], x)
 
 
 def test_no_more_trials_than_allowed_are_measured():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 
@@ -232,9 +233,57 @@ def test_off_installs_nothing():
     fp8_backends.prepare(model, optimizer, "native:delayed")
     assert not any(isinstance(hook, Guard) for hook in optimizer._optimizer_step_pre_hooks.values())
     assert fp8_backends.faults(optimizer) == []
-    assert fp8_backends.FP8RecipeKwargs(backend="native", guard=False).guard == "off"  # as YAML reads it
+    for off in (False, "False"):  # as YAML reads it, and as Accelerate's launcher exports that
+        assert fp8_backends.FP8RecipeKwargs(backend="native", guard=off).guard == "off"
+    for on in (True, "on"):
+        with pytest.raises(RecipeError, match="guard must say what is to be done: one of off, warn, skip"):
+            fp8_backends.FP8RecipeKwargs(backend="native", guard=on)
     with pytest.raises(RecipeError, match="guard='bf16': guard must be one of off, warn, skip"):
         fp8_backends.FP8RecipeKwargs(backend="native", guard="bf16")
+
+
+@pytest.mark.usefixtures("fresh_accelerate")
+def test_a_model_restored_in_high_precision_is_left_alone_and_can_be_prepared_again():
+    training = Training(guard="high_precision")
+    training.steps(2)
+    training.step(nan_batch())
+    copied = copy.deepcopy(training.model)
+    for model in (training.model, copied):
+        fp8_backends.restore(model)
+        assert not any("forward" in layer.__dict__ for layer in model)
+    training.step(nan_batch())
+    assert len(training.faults) == 2 and training.model[0].weight.isnan().any()
+    fp8_backends.prepare(copied, None, "native:dynamic")
+    assert type(copied[0]) is not nn.Linear
+
+
+@pytest.mark.usefixtures("fresh_accelerate")
+def test_the_loss_of_another_optimizer_is_no_fault():
+    recipe = fp8_backends.FP8RecipeKwargs(backend="native:dynamic", guard="skip")
+    accelerator = Accelerator(mixed_precision="fp8", cpu=True, kwargs_handlers=[recipe])
+    models = net(), nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    optimizers = [torch.optim.AdamW(model.parameters(), 1e-3) for model in models]
+    generator, critic, *optimizers = accelerator.prepare(*models, *optimizers)
+    for factor in (1.0, math.nan):
+        accelerator.backward(factor * critic(generator(batch())).float().mean())
+        optimizers[0].step()
+        optimizers[1].zero_grad()
+        before = critic[0].weight.clone()
+        accelerator.backward(critic(torch.randn(16, 16)).float().square().mean())
+        optimizers[1].step()
+        assert not torch.equal(before, critic[0].weight)
+    assert [fault.kind for fault in fp8_backends.faults(optimizers[0])] == ["loss", "gradient"]
+    assert fp8_backends.faults(optimizers[1]) == []
+
+
+def test_the_latest_recipe_says_what_is_done():
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for guard, faults in (("warn", 1), ("skip", 2), ("off", 2)):
+        fp8_backends.prepare(model, optimizer, {"backend": "native:dynamic", "guard": guard})
+        model(nan_batch()).sum().backward()
+        optimizer.step()
+        assert len(fp8_backends.faults(optimizer)) == faults
 
 
 def test_an_optimizer_that_steps_in_backward_is_refused():

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fp8_backends
+from fp8_backends.cli.monitor import samples
 from fp8_backends.errors import RecipeError
 from fp8_backends.numerics.scaling import GRAD_OUTPUT, INPUT, delayed_scale
 from fp8_backends.training import monitor
@@ -204,11 +205,57 @@ def test_what_is_not_finite_is_null_in_the_file_and_a_line_in_the_log(tmp_path, 
 
 
 def test_a_file_that_cannot_be_written_stops_no_training(tmp_path, caplog):
-    model, optimizer = prepared("native:dynamic", tmp_path / "nowhere" / "file")
+    (tmp_path / "no folder").touch()
+    model, optimizer = prepared("native:dynamic", tmp_path / "no folder" / "file")
     with caplog.at_level(logging.WARNING, "fp8_backends"):
         for seed in range(4):
             step(model, optimizer, seed)
     assert caplog.text.count("statistics cannot be written") == 1
+
+
+def test_a_missing_folder_is_made_and_a_line_that_was_cut_takes_no_sample_along(tmp_path):
+    file = tmp_path / "runs" / "file"
+    model, optimizer = prepared("native:dynamic", file)
+    for seed in range(3):
+        step(model, optimizer, seed)
+    file.write_text(file.read_text() + '{"step": 4, "rec')  # such as by a kill
+    step(model, optimizer)
+    assert len(samples.read_samples(file).records) == 3
+
+
+@pytest.mark.parametrize("backend", ["ao:tensorwise", "native:delayed"])
+def test_a_model_that_is_restored_in_a_sampled_step_is_not_sampled(backend, tmp_path):
+    model, optimizer = prepared(backend, tmp_path / "file")
+    for seed in range(2):
+        step(model, optimizer, seed)
+    fp8_backends.restore(model)
+    for seed in range(3):
+        step(model, optimizer, seed)
+    assert len(records(tmp_path / "file")) == 1 and not any(hooks_of(model))
+
+
+def test_the_latest_recipe_says_what_is_sampled(tmp_path):
+    model, optimizer = prepared("native:dynamic", tmp_path / "first")
+    fields = {"monitor_file": str(tmp_path / "second"), "monitor_every": 2, "monitor_layers": "down"}
+    fp8_backends.prepare(model, optimizer, {"backend": "native:dynamic", **fields})
+    for seed in range(4):
+        step(model, optimizer, seed)
+    assert [list(record["tensors"]) for record in records(tmp_path / "second")] == [["down"]] * 2
+    fp8_backends.prepare(model, optimizer, "native:dynamic")
+    for seed in range(4):
+        step(model, optimizer, seed)
+    assert len(records(tmp_path / "second")) == 2 and not (tmp_path / "first").exists()
+    with pytest.raises(RecipeError, match="they differ in exclude"):
+        fp8_backends.prepare(model, optimizer, {"backend": "native:dynamic", "exclude": "down"})
+
+
+def test_a_tensor_of_zeros_has_no_scale(tmp_path):
+    model, optimizer = prepared("native:blockwise", tmp_path / "file")
+    for _ in range(2):
+        model(torch.zeros(32, 64)).sum().backward()
+        optimizer.step()
+    entry = records(tmp_path / "file")[0]["tensors"]["up"]["input"]
+    assert (str(entry["amax"]), entry["scale"]) == ("0.0", None)
 
 
 def test_a_copy_made_in_a_sampled_step_has_no_monitor(tmp_path):
