@@ -109,7 +109,8 @@ def test_a_healthy_model_keeps_its_recipe():
     model, data, loss = unlike(1.0)
     advice = fp8_backends.advise(model, data[:1], "ao", loss=loss)
     assert advice.chosen is None and advice.recipe == fp8_backends.resolve("ao") and "keep the recipe" in advice.verdict
-    assert 0 < advice.floor.gap < advice.given.gap < 0.5
+    assert (advice.floor.gap > 0) == (advice.around != "fp32")  # as on a CPU without bf16 products
+    assert advice.floor.gap < advice.given.gap < 0.5
     # TorchAO's rule with weight gradients in high precision keeps two of three products in FP8
     (left_out,) = [each for each in advice.trials if each.measured is None]
     assert left_out.recipe.scaling == "rowwise_with_gw_hp" and 0.6 < left_out.kept < 0.7 and left_out.gap == math.inf
