@@ -37,7 +37,7 @@ def test_the_oldest_python_runs_the_tests_that_need_only_what_it_has():
     modules -= {"setuptools"}
     imports = re.compile(rf"^\s*(?:import|from) ({'|'.join(sorted(modules))})\b", re.MULTILINE)
     files = [file for folder in entry["tests"] for file in (ROOT / folder).rglob("*.py")]
-    assert len(files) > 100
+    assert len(files) > 50
     assert {str(file): found for file in files if (found := imports.findall(file.read_text(encoding="utf-8")))} == {}
 
 

@@ -42,4 +42,8 @@ def yaml_block(recipe: Recipe) -> str:
 
 
 def _as_text(value: object) -> str:
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    if not isinstance(value, tuple):
+        return str(value)
+    text = ",".join(map(str, value))
+    is_plain = [part.strip() for part in text.split(",")] == [*map(str, value)]
+    return text if is_plain else str([*value])  # such as a pattern with a comma
