@@ -146,5 +146,5 @@ def test_stored_codes_tell_zeros_and_what_lies_at_the_largest_number():
     (found,) = read([statistics.statistics_of_codes(codes, torch.tensor(0.5), torch.tensor(224.0), E4M3)])
     assert (found.flushed_share, found.saturated_share) == (3 / 8, 2 / 8)
     assert found.sqnr_db is None and (found.lowest_scale, found.highest_scale) == (2.0, 2.0)
-    exponents = {found.lowest_exponent + BINADES - 1 - i: count for i, count in enumerate(found.binades) if count}
+    exponents = {found.fmt.max_exponent + 1 - i: count for i, count in enumerate(found.binades) if count}
     assert exponents == {8: 2, 1: 1, 0: 1, -9: 1}
