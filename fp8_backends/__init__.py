@@ -28,13 +28,13 @@ from .training.advice import Advice, advise
 from .training.auditing import Audit, audit
 from .training.conversion import restore
 from .training.exporting import Export, export
-from .training.guard import Fault, faults
 from .training.manifest import newest_checkpoint
 from .training.plain_weights import plain_weights
 from .training.preparation import initialize, keep_weight_casts, prepare, whole_states
 from .training.quantized_layers import dequantize
 from .training.report import ConversionReport
 from .training.validators import Finding, validate
+from .training.watching.guard import Fault, faults
 
 __version__ = "0.1.0"
 

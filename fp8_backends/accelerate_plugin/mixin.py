@@ -37,10 +37,11 @@ from ..compute import hardware
 from ..errors import FP8BackendError, RecipeError
 from ..recipes.handlers import Recipe
 from ..states import original
-from ..training import conversion, guard, monitor, preparation, proof, rules
+from ..training import conversion, preparation, proof, rules
 from ..training.auditing import parameter_ids, steps_of
 from ..training.conversion import weight_products
 from ..training.report import ConversionReport
+from ..training.watching import guard, monitor
 from ..training.weight_products import NEVER_IN_FP8
 from . import checkpoint, checks, deepspeed, fsdp2, whole_checkpoints
 from .callers import running_trainer

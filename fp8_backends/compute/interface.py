@@ -258,7 +258,7 @@ class GivesWeightCodes(Protocol):
 
 @runtime_checkable
 class ShowsCasts(Protocol):
-    """A backend that can tell how its layers cast what passes them (`training.monitor`)."""
+    """A backend that can tell how its layers cast what passes them (`training.watching.monitor`)."""
 
     casts_by: str
     """What tells it, in words: the layer's own rule, or formulas that follow another library's."""

@@ -175,7 +175,7 @@ MONITOR = (
         only_watches=True,
     ),
 )
-"""Fields that `training.monitor` reads."""
+"""Fields that `training.watching.monitor` reads."""
 
 COMMON = (
     Field(

@@ -30,10 +30,11 @@ from ..recipes.specs import Spec
 from ..recipes.strings import level_name
 from ..states import adamw, checkpoint, levels, original
 from ..words import listed, shown
-from . import conversion, fused_head, guard, monitor, proof, quantized_layers
+from . import conversion, fused_head, proof, quantized_layers
 from .auditing import check_is_optimizer, converted_layers, parameter_ids, parameters_of, unwrapped
 from .conversion import PREPARED, Prepared, prepared_roots
 from .observed import observed_of
+from .watching import guard, monitor
 
 logger = logging.getLogger("fp8_backends")
 

@@ -11,7 +11,7 @@ from fp8_backends.cli.main import main
 from fp8_backends.cli.monitor.findings import findings
 from fp8_backends.cli.monitor.page import render
 from fp8_backends.cli.monitor.samples import read_samples, usual_db
-from fp8_backends.training.monitor import summary
+from fp8_backends.training.watching.monitor import summary
 
 
 def entry(sqnr=31.6, saturated=0.0, flushed=0.0, amax=2.0, fmt="e4m3", scale=128.0):

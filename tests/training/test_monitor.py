@@ -19,8 +19,8 @@ import fp8_backends
 from fp8_backends.cli.monitor import samples
 from fp8_backends.errors import RecipeError
 from fp8_backends.numerics.scaling import GRAD_OUTPUT, INPUT, delayed_scale
-from fp8_backends.training import monitor
 from fp8_backends.training.conversion import prepared_roots
+from fp8_backends.training.watching import monitor
 
 BACKENDS = ("native:dynamic", "native:delayed", "native:blockwise", "msamp:O3", "ao:rowwise")
 

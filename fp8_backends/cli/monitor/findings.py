@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ...training.monitor import NOTABLE
+from ...training.watching.monitor import NOTABLE
 from ...words import counted, listed
 from .samples import Samples, Tensor, lost_db
 

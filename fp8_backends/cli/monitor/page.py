@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from ...training.monitor import NAMES
+from ...training.watching.monitor import NAMES
 from ...words import counted, share
 from ..compare import charts
 from ..compare.page_parts import aside, bullets, document, signed, tiles_of, titled

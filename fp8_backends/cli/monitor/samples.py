@@ -10,7 +10,7 @@ from typing import Any
 
 from ...errors import FP8BackendError
 from ...numerics.formats import BF16, E4M3, E5M2, FP16, FP32
-from ...training.monitor import STORED
+from ...training.watching.monitor import STORED
 from ...words import share, shortened
 
 FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2, FP16, BF16, FP32)}

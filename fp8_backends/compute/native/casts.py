@@ -1,4 +1,4 @@
-"""How a layer casts what passes it, told by its own rule: for `training.monitor`."""
+"""How a layer casts what passes it, told by its own rule: for `training.watching.monitor`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """How a layer of TransformerEngine casts what passes it, by the equal rules of `numerics.scaling` and, where scales are
-delayed, by TransformerEngine's own scales: for `training.monitor`."""
+delayed, by TransformerEngine's own scales: for `training.watching.monitor`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a layer of TorchAO casts what passes it, by TorchAO's formulas: for `training.monitor`."""
+"""How a layer of TorchAO casts what passes it, by TorchAO's formulas: for `training.watching.monitor`."""
 
 from __future__ import annotations
 

@@ -21,20 +21,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..announcement import is_main_process
-from ..comm import replicas
-from ..errors import FP8BackendError
-from ..numerics import scaling_faults
-from ..numerics.modules import CONVERSION, plain_name
-from ..words import counted, listed
-from .auditing import converted_layers, parameters_of, unwrapped
-from .conversion import prepared_roots
+from ...announcement import is_main_process
+from ...comm import replicas
+from ...errors import FP8BackendError
+from ...numerics import scaling_faults
+from ...numerics.modules import CONVERSION, plain_name
+from ...words import counted, listed
+from ..auditing import converted_layers, parameters_of, unwrapped
+from ..conversion import prepared_roots
+from ..observed import observed_of
 from .looks import Look, ScalingLooks, on_its_way, spoiled
 from .loss_window import LossWindow
-from .observed import observed_of
 
 if TYPE_CHECKING:
-    from ..recipes.handlers import Recipe
+    from ...recipes.handlers import Recipe
     from .looks import Roots
 
 logger = logging.getLogger("fp8_backends")

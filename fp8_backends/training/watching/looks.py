@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import nn
 
-from ..compute.interface import scaling_buffers, scaling_state
-from ..numerics import scaling_faults
-from ..numerics.formats import RECIPE_FORMATS
-from ..numerics.modules import plain_name
-from ..numerics.scaled_tensor import stored_parts
-from ..numerics.scaling import HISTORY, ROLLS, WINDOW
-from ..numerics.sharded_tensor import local_part
+from ...compute.interface import scaling_buffers, scaling_state
+from ...numerics import scaling_faults
+from ...numerics.formats import RECIPE_FORMATS
+from ...numerics.modules import plain_name
+from ...numerics.scaled_tensor import stored_parts
+from ...numerics.scaling import HISTORY, ROLLS, WINDOW
+from ...numerics.sharded_tensor import local_part
 
 if TYPE_CHECKING:
-    from ..recipes.handlers import Recipe
-    from .conversion import Prepared
+    from ...recipes.handlers import Recipe
+    from ..conversion import Prepared
 
 FROZEN = 16
 """Optimizer steps after which a history that records and does not move on is stuck."""

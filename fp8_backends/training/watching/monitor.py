@@ -27,26 +27,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..announcement import is_main_process
-from ..compute.counts import inside_backward
-from ..compute.interface import ShowsCasts
-from ..errors import RecipeError
-from ..numerics.formats import FORMAT_OF, FORMATS
-from ..numerics.modules import CONVERSION, inert_hook, is_traced
-from ..numerics.scaled_tensor import ScaledTensor, tensor_amax_of
-from ..numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT
-from ..numerics.sharded_tensor import local_part
-from ..numerics.statistics import Numbers, Statistics, read, statistics_of, statistics_of_codes
-from ..words import listed, share
-from .auditing import converted_layers, steps_of
-from .conversion import PREPARED, prepared_roots
-from .layer_filter import NamePattern
-from .observed import observed_of
-from .weight_products import FP8
+from ...announcement import is_main_process
+from ...compute.counts import inside_backward
+from ...compute.interface import ShowsCasts
+from ...errors import RecipeError
+from ...numerics.formats import FORMAT_OF, FORMATS
+from ...numerics.modules import CONVERSION, inert_hook, is_traced
+from ...numerics.scaled_tensor import ScaledTensor, tensor_amax_of
+from ...numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT
+from ...numerics.sharded_tensor import local_part
+from ...numerics.statistics import Numbers, Statistics, read, statistics_of, statistics_of_codes
+from ...words import listed, share
+from ..auditing import converted_layers, steps_of
+from ..conversion import PREPARED, prepared_roots
+from ..layer_filter import NamePattern
+from ..observed import observed_of
+from ..weight_products import FP8
 
 if TYPE_CHECKING:
-    from ..recipes.handlers import Recipe
-    from .conversion import Prepared
+    from ...recipes.handlers import Recipe
+    from ..conversion import Prepared
 
 logger = logging.getLogger("fp8_backends")
 
