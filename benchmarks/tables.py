@@ -476,7 +476,7 @@ def _cache_attacks(record: dict) -> list[str]:
 
 
 def _fuzz(record: dict) -> list[str]:
-    counts = [sum(area[key] for area in record["areas"].values()) for key in ("internal", "ignored")]
+    counts = [sum(area.get(key, 0) for area in record["areas"].values()) for key in ("internal", "ignored")]
     cases = sum(sum(area.values()) for area in record["areas"].values())
     return [f"{cases:,} cases", f"{counts[0]} internal errors, {counts[1]} ignored fields"]
 

@@ -143,7 +143,7 @@ def with_element(number: float) -> Callable[[torch.Tensor], torch.Tensor]:
 TENSORS = {
     "of int64": lambda t: t.long(),
     "of bool": lambda t: t > 0,
-    "complex": lambda t: t + 0j,
+    "complex": lambda t: t.to(torch.complex64),
     "FP8 without a scale": lambda t: t.float().to(torch.float8_e4m3fn),
     "without its last row": lambda t: t[:-1],
     "flat": lambda t: t.reshape(-1),
