@@ -365,6 +365,7 @@ def run_case(case: Callable[[int], None], repetitions: int, output: int) -> int:
     for descriptor in (1, 2):
         os.dup2(output, descriptor)
     warnings.simplefilter("ignore")
+    torch.set_num_threads(1)  # a forked process makes PyTorch's pool anew, in which two threads may find none
     try:
         case(repetitions)
     except BaseException:
