@@ -116,8 +116,13 @@ def _save(target: Path, write: Callable[[str], object], recipe: Recipe, step: in
     is_within = _one_after_another(doing, lambda: _make_way(target))
     holder = target / manifest.SAVING if is_within else _beside(target)
     staging = holder / target.name
+
+    def write_files() -> None:
+        staging.mkdir(parents=True, exist_ok=True)
+        write(str(staging))
+
     try:
-        _on_all_ranks(doing, lambda: (staging.mkdir(parents=True, exist_ok=True), write(str(staging)), None)[-1])
+        _on_all_ranks(doing, write_files)
         leader = seal(staging, recipe, step)
     except FP8BackendError as error:
         _on_all_ranks(doing, lambda: shutil.rmtree(holder, True) if state.is_local_main_process else None)
