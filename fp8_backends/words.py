@@ -1,9 +1,11 @@
-"""Numbers, names and values in sentences, the same in every report."""
+"""Numbers, names and values in sentences and records, the same in every report."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
+from typing import Any
 
 
 def counted(number: int, noun: str) -> str:
@@ -50,3 +52,12 @@ def listed(names: Iterable[str], shown: int = 6) -> str:
         f"{pattern} (×{len(group)})" if len(group) > 1 else group[0] or "(root)" for pattern, group in groups.items()
     ]
     return ", ".join(texts[:shown]) + (f" and {len(texts) - shown} more" if len(texts) > shown else "")
+
+
+def finite(value: Any) -> Any:
+    """Return plain values as JSON can hold them: numbers that are not finite become None."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -25,7 +25,7 @@ from ..recipes.fields import NAMING
 from ..recipes.handlers import Recipe, resolve
 from ..recipes.specs import Spec
 from ..recipes.strings import canonical_name
-from ..words import counted, first_line, listed, share
+from ..words import counted, finite, first_line, listed, share
 from . import conversion, preparation
 from .gradient_gap import GradientGap, LossFunction, Measurement, after_step, loss_of, precision_around, same_draws
 from .validators import validate
@@ -155,9 +155,9 @@ class Advice:
                 }
                 for each in self.trials
             ],
-            "alone": [{**each._asdict(), "gap": _finite(each.gap)} for each in self.alone],
+            "alone": [{**each._asdict(), "gap": finite(each.gap)} for each in self.alone],
             "on_other_batches": {name: _plain(each) for name, each in self.on_other_batches.items()},
-            "after_steps": {name: _finite(loss) for name, loss in self.after_steps.items()},
+            "after_steps": finite(self.after_steps),
         }
 
     def rows(self) -> list[tuple[str, ...]]:
@@ -521,8 +521,4 @@ def _fields(recipe: Recipe) -> dict[str, Any]:
 
 
 def _plain(measured: Measurement) -> dict[str, float | None]:
-    return {"gap": _finite(measured.gap), "loss_error": _finite(measured.loss_error)}
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+    return finite({"gap": measured.gap, "loss_error": measured.loss_error})

@@ -20,13 +20,13 @@ import torch
 
 from ...compute import hardware
 from ...errors import FP8BackendError, RecipeError
-from ...words import counted
+from ...words import counted, finite
 from . import language_model, summary
 from .checks import Check, checks, verdict
 from .report_page import render
 from .settings import BASELINES, Settings, fast_fp8
 from .training_text import TrainingText, load_text
-from .workers import Worker, cores, dismiss, finite, stop
+from .workers import Worker, cores, dismiss, stop
 
 RESULTS, PAGE = "results.json", "report.html"
 _PACKAGES = ("fp8-backends", "torch", "accelerate", "torchao", "transformers", "transformer-engine")

@@ -41,12 +41,12 @@ import fp8_backends
 
 from ...numerics.scaled_tensor import ScaledTensor
 from ...training.auditing import incomplete_layers
+from ...words import finite
 from . import language_model
 from .language_model import build_model
 from .measuring import autocast_copies, peak_memory, sent_bytes
 from .settings import BASELINES, Settings, plant
 from .training_text import TrainingText
-from .workers import finite
 
 Report = Callable[..., None]
 
