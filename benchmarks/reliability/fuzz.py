@@ -118,9 +118,8 @@ def run_environment(case: Case) -> None:
             launch._check_launcher(args, configuration)
             return launch._wants_cpu_ranks(args, configuration)
         fields = [fuzz_cases.FIELD_OF_SUFFIX.get(name.upper().removeprefix(PREFIX)) for name in variables]
-        recipe = named(
-            from_environment, (), *variables, *fields, *variables.values(), "OVERRIDE", "OPT_LEVEL", LAUNCHED, "ao:"
-        )
+        names = [*variables, *map(str.upper, variables), *fields]  # variables are read in any case
+        recipe = named(from_environment, (), *names, *variables.values(), "OVERRIDE", "OPT_LEVEL", LAUNCHED, "ao:")
         with contextlib.suppress(FP8BackendError):
             with_environment(FP8RecipeKwargs(backend="native:delayed"))
     if recipe is not None and LAUNCHED in variables:

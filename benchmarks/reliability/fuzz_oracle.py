@@ -144,7 +144,7 @@ def _flag(name: str, value: Any) -> list[str]:
     if isinstance(value, tuple) and isinstance(value[0], str):
         names = tuple(name.strip() for name in ",".join(value).split(","))
         value = ",".join(value) if names == value else list(value)
-    return [flag, str(value)]
+    return [f"{flag}={value}"]  # in one word: the value may begin with a hyphen
 
 
 def short(value: Any) -> str:

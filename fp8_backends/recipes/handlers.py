@@ -143,8 +143,8 @@ class Recipe(KwargsHandler):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Recipe:
         for each in settings_of(self.compute).values():
-            if each.pack(value := getattr(self, each.name)) is not value:
-                memo[id(value)] = value  # a thing that a process has once
+            if each.pack(value := getattr(self, each.name)) is not value or callable(value):
+                memo[id(value)] = value  # a thing that a process has once, or code
         return _with_attributes(type(self), copy.deepcopy(self.__dict__, memo))
 
     def __reduce__(self) -> tuple:

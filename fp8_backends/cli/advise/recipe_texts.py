@@ -31,7 +31,11 @@ def flags(recipe: Recipe) -> str:
     words = ["--fp8_backend", recipe.name]
     for name, value in given_fields(recipe).items():
         flag = f"--fp8_{FIELDS[name].own_suffix.lower()}"
-        words += [flag] if options[flag].nargs == 0 else [flag, _as_text(value)]
+        text = _as_text(value)
+        if options[flag].nargs == 0:
+            words.append(flag)
+        else:  # what begins with a hyphen would be read as a flag
+            words += [f"{flag}={text}"] if text.startswith("-") else [flag, text]
     return shlex.join(["fp8-backends", "launch", *words, "SCRIPT"])
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ...errors import FP8BackendError
+from ...words import first_line
 from .settings import Settings
 
 CAUSAL, MASKED = "causal language model", "masked language model"
@@ -108,8 +109,9 @@ def _read(settings: Settings) -> Any:
         raise FP8BackendError(f"--model {path}: there is no such config.json or folder")
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise FP8BackendError(f"--model {path}: not a configuration that transformers reads ({error})") from error
+    except Exception as error:  # whatever the file makes of transformers
+        what = f"not a configuration that transformers reads ({first_line(error)})"
+        raise FP8BackendError(f"--model {path}: {what}") from error
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and longest < settings.sequence:
         raise FP8BackendError(f"--sequence {settings.sequence} exceeds the model's {longest} positions")
