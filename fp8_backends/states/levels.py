@@ -75,6 +75,10 @@ class StateRule(NamedTuple):
     """What the scales of weight and states follow from: this step's "amax", or a "bound" of it that needs no pass."""
 
 
+ROLES = ("first_moment", "second_moment")
+"""The fields of `StateRule` that say how a state is stored."""
+
+
 def state_rule(recipe: Recipe) -> StateRule:
     """How the optimizer of a resolved recipe stores its states."""
     first_moment, second_moment = STATE_FORMATS[recipe.level]
