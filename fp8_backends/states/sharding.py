@@ -15,7 +15,7 @@ import torch
 
 from ..numerics.kernels.adam.dispatch import Slot, is_finite
 from ..numerics.scaled_tensor import agreed_over
-from ..numerics.sharded_tensor import is_distributed, local_part, shard_groups
+from ..numerics.sharded_tensor import is_distributed, local_part, shard_groups, with_local
 
 
 class Owners(Protocol):
@@ -71,8 +71,15 @@ def agree(values: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> lis
     return agreed
 
 
+def gathered(p: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Plain values that lie as those of `p` do, whole on each rank. All ranks call it where `p` is a DTensor."""
+    return with_local(p, values).full_tensor() if is_distributed(p) else values
+
+
 def shard_of(p: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """What lies on this rank of whole values that all ranks have, placed as the DTensor `p` is."""
+    """What lies on this rank of whole values, placed as `p` is: the reverse of `gathered`."""
+    if not is_distributed(p):
+        return values
     from torch.distributed.tensor import distribute_tensor  # half a second, for those who shard
 
     return local_part(distribute_tensor(values, p.device_mesh, p.placements, src_data_rank=None))

@@ -7,8 +7,11 @@ from numbers import Real
 from typing import Any
 
 import torch
+from torch.optim import _muon
 
 from ..numerics.faults import FINITE, NOT_NEGATIVE
+from ..numerics.sharded_tensor import is_distributed
+from . import sharding
 from .scaled_states import Declaration
 from .stock_steps import StockSteps
 
@@ -44,6 +47,29 @@ class ScaledMuon(StockSteps, torch.optim.Muon):
         counts=False,
         elementwise=False,
     )
+
+    def whole_step(
+        self,
+        group: Mapping[str, Any],
+        p: torch.Tensor,
+        weight: torch.Tensor,
+        gradient: torch.Tensor,
+        state: dict[str, Any],
+    ) -> dict[str, Any]:
+        """As `StockSteps.whole_step`. Of a sharded matrix only the direction travels, in the BF16 in which PyTorch
+        makes it orthogonal: 2 bytes an element."""
+        if not is_distributed(p):
+            return super().whole_step(group, p, weight, gradient, state)
+        momentum, lr = group["momentum"], float(group["lr"])
+        average = state.get("momentum_buffer", torch.zeros_like(gradient)).lerp_(gradient, 1 - momentum)
+        direction = gradient.lerp(average, momentum) if group["nesterov"] else average
+        direction = _muon._zeropower_via_newtonschulz(
+            sharding.gathered(p, direction.bfloat16()), group["ns_coefficients"], group["ns_steps"], group["eps"]
+        )
+        weight.mul_(1 - lr * group["weight_decay"])
+        adjusted = _muon._adjust_lr(lr, group["adjust_lr_fn"], p.shape)
+        weight.add_(sharding.shard_of(p, direction), alpha=-adjusted)
+        return {"momentum_buffer": average}
 
 
 def _variances(shape: torch.Size) -> dict[str, tuple[int, ...]]:

@@ -77,6 +77,23 @@ class StockSteps(ScaledStates):
             else:
                 batch.run()
 
+    def whole_step(
+        self,
+        group: Mapping[str, Any],
+        p: torch.Tensor,
+        weight: torch.Tensor,
+        gradient: torch.Tensor,
+        state: dict[str, Any],
+    ) -> dict[str, Any]:
+        """`twin_step` of a parameter whose step needs all of it, on what lies here. A sharded one is gathered, stepped
+        on each of its ranks, which all call this, and each keeps its rows."""
+        roles = self.roles_of(group)
+        whole = sharding.gathered(p, weight)
+        state = {name: sharding.gathered(p, value) if name in roles else value for name, value in state.items()}
+        (left,) = self.twin_step(group, [whole], [sharding.gathered(p, gradient)], [state])
+        weight.copy_(sharding.shard_of(p, whole))
+        return {name: sharding.shard_of(p, value) if name in roles else value for name, value in left.items()}
+
     def twin_step(
         self,
         group: Mapping[str, Any],
@@ -177,9 +194,13 @@ class _Batch:
             yield span, new
 
     def _compute(self, span: slice) -> list[_Values]:
-        weights, gradients, states = zip(*(step.before(span) for step in self._steps), strict=True)
-        left = self._optimizer.twin_step(self._group, weights, gradients, states)
-        return [step.after(*each) for step, each in zip(self._steps, zip(weights, left, strict=True), strict=True)]
+        optimizer, before = self._optimizer, [step.before(span) for step in self._steps]
+        if optimizer.fp8_declared.elementwise:
+            left = optimizer.twin_step(self._group, *zip(*before, strict=True))
+        else:
+            parameters = [step.view.parameter for step in self._steps]
+            left = [optimizer.whole_step(self._group, p, *e) for p, e in zip(parameters, before, strict=True)]
+        return [step.after(weight, state) for step, (weight, *_), state in zip(self._steps, before, left, strict=True)]
 
 
 _Values = dict[str, torch.Tensor]
@@ -197,7 +218,7 @@ class _Step:
         self.numel = self.slots[WEIGHT].data.numel()
         self.gradient = slot_of(view.gradient)
         self.finite = is_finite(self.gradient) if view.finite is None else view.finite
-        self.whole = not optimizer.fp8_declared.elementwise
+        self.shape = (-1,) if optimizer.fp8_declared.elementwise else weight.shape
         self.rounding, self.left = optimizer.fp8_states.rounding, {}
 
     def before(self, span: slice) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
@@ -206,28 +227,14 @@ class _Step:
         state = _seen(self.state)
         for name, value in state.items():
             declared = name in self.roles
-            state[name] = self._placed(_read(self.slots[name], span)) if declared else copy.deepcopy(value)
-        return self._placed(_read(self.slots[WEIGHT], span)), self._placed(gradient), state
+            state[name] = _read(self.slots[name], span).view(self.shape) if declared else copy.deepcopy(value)
+        return _read(self.slots[WEIGHT], span).view(self.shape), gradient.view(self.shape), state
 
     def after(self, weight: torch.Tensor, left: dict[str, Any]) -> _Values:
         """What the stock class has left of a part."""
         self.left = {name: value for name, value in left.items() if name not in self.roles}
         values = {name: weight if name == WEIGHT else left.get(name) for name in self.roles}
-        return {name: self._local(torch.zeros_like(weight) if v is None else v) for name, v in values.items()}
-
-    def _placed(self, values: torch.Tensor) -> torch.Tensor:
-        """Flat values as the stock class takes them: flat, or the whole parameter's, gathered where it is a shard."""
-        if not self.whole:
-            return values
-        p = self.view.parameter
-        placed = with_local(p, values.view(local_part(p).shape))
-        return placed.full_tensor() if self.view.is_shard else placed
-
-    def _local(self, values: torch.Tensor) -> torch.Tensor:
-        """The reverse of `_placed`."""
-        if self.whole and self.view.is_shard:
-            values = sharding.shard_of(self.view.parameter, values)
-        return values.reshape(-1)
+        return {name: (torch.zeros_like(weight) if v is None else v).reshape(-1) for name, v in values.items()}
 
     def amaxes(self, values: _Values) -> list[torch.Tensor | None]:
         """max |x| of these values: weight, then states."""

@@ -5,6 +5,7 @@ import copy
 import json
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -51,7 +52,7 @@ def values(shape: tuple[int, ...], seed: int, spread: float = 0.02) -> torch.Ten
 
 
 def adam(parameters, states: StateRule, cls=torch.optim.AdamW) -> torch.optim.Optimizer:
-    optimizer = cls(parameters, 1e-3, weight_decay=0.1)
+    optimizer = cls(parameters, lr=1e-3, weight_decay=0.1)
     convert(optimizer, states)
     return optimizer
 
@@ -145,6 +146,42 @@ def check_shards_step_as_one_rank_does():
                 scales = [torch.empty(()) for _ in range(dist.get_world_size())]
                 dist.all_gather(scales, local_part(p)._scale_inv)
                 assert all(torch.equal(scale, scales[0]) for scale in scales)
+
+
+def other_optimizers() -> dict[str, Callable]:
+    """By name what makes each of the optimizers whose steps are PyTorch's. Muon takes matrices alone."""
+    return {
+        "sgd": lambda p, lr, weight_decay: torch.optim.SGD(p, lr, 0.9, weight_decay=weight_decay, nesterov=True),
+        "muon": lambda p, lr, weight_decay: torch.optim.Muon([q for q in p if q.dim() == 2], lr, weight_decay),
+        "adafactor": lambda p, lr, weight_decay: torch.optim.Adafactor(p, lr, weight_decay=weight_decay),
+    }
+
+
+def held(pair: tuple) -> tuple:
+    """The parameters that the optimizer holds, and the optimizer."""
+    return [p for group in pair[1].param_groups for p in group["params"]], pair[1]
+
+
+def check_other_optimizers_step_shards_as_one_rank_does():
+    """Elementwise on what lies on a rank; Muon and Adafactor on gathered matrices, of which each keeps its rows."""
+    for name, make in other_optimizers().items():
+        for level in ("O1", "O3"):
+            states = rule(level)
+            ours, reference = held(sharded(level, states, make)), held(alone(level, states, make))
+            hybrid = held(sharded(level, states, make, over_half_of_the_ranks()))
+            for seed in range(3):
+                for each in (ours, hybrid, reference):
+                    step(*each, seed, bad=float("nan") if seed == 1 else None)
+            assert_same(ours, reference)
+            assert_same(hybrid, reference)
+            back = held(alone(level, states, make))
+            back[1].load_state_dict(ours[1].state_dict())
+            theirs = held(sharded(level, states, make))
+            theirs[1].load_state_dict(copy.deepcopy(reference[1].state_dict()))
+            for pair in (back, theirs):
+                for p, q in zip(pair[0], reference[0], strict=True):
+                    a, b = pair[1].state[p], reference[1].state[q]
+                    assert a.keys() == b.keys() and all(torch.equal(whole(a[key]), whole(b[key])) for key in a), name
 
 
 def check_blocks_of_shards_step_as_one_rank_does():
