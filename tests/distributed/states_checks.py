@@ -178,7 +178,9 @@ def check_other_optimizers_step_shards_as_one_rank_does():
             back[1].load_state_dict(ours[1].state_dict())
             theirs = held(sharded(level, states, make))
             theirs[1].load_state_dict(copy.deepcopy(reference[1].state_dict()))
-            for pair in (back, theirs):
+            through_files = held(sharded(level, states, make))
+            save_and_load(ours, through_files)
+            for pair in (back, theirs, through_files):
                 for p, q in zip(pair[0], reference[0], strict=True):
                     a, b = pair[1].state[p], reference[1].state[q]
                     assert a.keys() == b.keys() and all(torch.equal(whole(a[key]), whole(b[key])) for key in a), name
@@ -232,19 +234,24 @@ def trained(level: str, make=None, seeds=range(3), **options) -> tuple:
     return ours
 
 
+def save_and_load(ours: tuple, theirs: tuple) -> None:
+    """Take the states of one optimizer to another through `torch.distributed.checkpoint`."""
+    folder = [tempfile.mkdtemp()] if dist.get_rank() == 0 else [None]
+    dist.broadcast_object_list(folder)
+    saved = get_optimizer_state_dict(Holder(ours[0]), ours[1])
+    assert all(type(local_part(v)) is torch.Tensor for state in saved["state"].values() for v in state.values())
+    dcp.save({"optimizer": saved}, checkpoint_id=folder[0])
+    template = get_optimizer_state_dict(Holder(theirs[0]), theirs[1])
+    dcp.load({"optimizer": template}, checkpoint_id=folder[0])
+    set_optimizer_state_dict(Holder(theirs[0]), theirs[1], template)
+
+
 def check_sharded_checkpoints_load_on_other_meshes():
     for level in STATE_FORMATS:
         ours = trained(level)
-        folder = [tempfile.mkdtemp()] if dist.get_rank() == 0 else [None]
-        dist.broadcast_object_list(folder)
-        saved = get_optimizer_state_dict(Holder(ours[0]), ours[1])
-        assert all(type(local_part(v)) is torch.Tensor for state in saved["state"].values() for v in state.values())
-        dcp.save({"optimizer": saved}, checkpoint_id=folder[0])
         for lies in (over_all_ranks(), over_half_of_the_ranks()):
             theirs = sharded(level, rule(level), lies=lies)
-            template = get_optimizer_state_dict(Holder(theirs[0]), theirs[1])
-            dcp.load({"optimizer": template}, checkpoint_id=folder[0])
-            set_optimizer_state_dict(Holder(theirs[0]), theirs[1], template)
+            save_and_load(ours, theirs)
             assert_same_states(ours, theirs)
             assert all(state["step"] == 3 for state in theirs[1].state.values())
 
@@ -325,13 +332,15 @@ def assert_same_states(ours: tuple, theirs: tuple) -> None:
 # Level O3 under DDP: masters and states shared out
 
 
-def under_ddp(level: str = "O3", seed: int = 0, lr: float = 1e-3, **fields) -> tuple[nn.Module, torch.optim.Optimizer]:
+def under_ddp(
+    level: str = "O3", seed: int = 0, lr: float = 1e-3, make=torch.optim.AdamW, **fields
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     recipe = fp8_backends.resolve({"backend": f"msamp:{level}", **fields})
     torch.manual_seed(seed)
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)), nn.LayerNorm(64))
     fp8_backends.prepare(model, None, recipe)
     ddp = nn.parallel.DistributedDataParallel(model)
-    return fp8_backends.prepare(ddp, torch.optim.AdamW(ddp.parameters(), lr, weight_decay=0.1), recipe)
+    return fp8_backends.prepare(ddp, make(list(ddp.parameters()), lr=lr, weight_decay=0.1), recipe)
 
 
 def train(model: nn.Module, optimizer, seeds) -> list[float]:
@@ -390,6 +399,24 @@ def check_shared_out_states_train_as_whole_ones_do():
     mine = [p for p in model.parameters() if isinstance(p, ScaledTensor) and p.master is not None]
     assert len(mine) == 4 // dist.get_world_size()
     assert {id(p) for p in optimizer.state if isinstance(p, ScaledTensor)} == set(map(id, mine))
+
+
+def check_other_optimizers_share_their_states_out_and_resume():
+    """Each rank steps the matrices that it owns; what is gathered resumes to the bit where nothing is shared out."""
+    for name, make in other_optimizers().items():
+        model, optimizer = under_ddp(make=make)
+        reference, its_optimizer = under_ddp(make=make, shard_states=False)
+        assert train(model, optimizer, range(3)) == train(reference, its_optimizer, range(3)), name
+        saved = whole_state_dicts(model, optimizer)
+        assert equal(saved, (reference.state_dict(), its_optimizer.state_dict())), name
+        other, resumed = under_ddp(seed=5, make=make)
+        weights, states = copy.deepcopy(saved)
+        other.load_state_dict(weights)
+        resumed.load_state_dict(states)
+        assert train(other, resumed, range(3, 5)) == train(model, optimizer, range(3, 5)), name
+        assert equal(whole_state_dicts(other, resumed), whole_state_dicts(model, optimizer)), name
+        owned = [p for p in resumed.state if isinstance(p, ScaledTensor)]
+        assert len(owned) == 4 // dist.get_world_size(), name
 
 
 def check_shared_out_states_are_not_exported_in_part():
