@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..errors import FP8BackendError
+from ..numerics.engine import call_when_backward_ends
 from ..numerics.modules import inert_hook
 from ..numerics.scaling import HISTORY, ROLLS, SCALE
 
@@ -72,7 +72,7 @@ class BackwardPass:
     def begin(self, gradient: torch.Tensor | None = None) -> None:
         """Note, from inside it, that the pass has begun. Repeating it does nothing."""
         if not self.running:
-            _call_when_backward_ends(self._end)
+            call_when_backward_ends(self._end)
             self.running = True
 
     def begin_if_triggered(self, gradient: torch.Tensor | None = None) -> None:
@@ -119,17 +119,6 @@ def _after_forward(backward: BackwardPass, module: nn.Module, output: Any) -> No
 
 def _nowhere() -> None:
     """A reference to no module."""
-
-
-def _call_when_backward_ends(function: Callable[[], None]) -> None:
-    queue = getattr(getattr(torch.autograd.Variable, "_execution_engine", None), "queue_callback", None)
-    if queue is None:
-        raise FP8BackendError(
-            f"torch {torch.__version__} has no torch.autograd.Variable._execution_engine.queue_callback, by which "
-            f"gradients are awaited at the end of backward (FSDP2's own way): use a version of torch that this "
-            f'package is tested with, or native:dynamic with gradient_comm="plain"'
-        )
-    queue(function)
 
 
 def _tensors(output: Any) -> Iterator[torch.Tensor]:

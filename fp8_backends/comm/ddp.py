@@ -181,9 +181,15 @@ class GradientArrives:
         """Whether gradients travel: they do as long as the DDP lives."""
         return self.connection() is not None
 
+    @property
+    def travels(self) -> bool:
+        """Whether the gradients of the backward pass that is running travel."""
+        connection = self.connection()
+        return connection is not None and (connection.running or connection.expected or connection.triggered)
+
     def __call__(self, weight: torch.Tensor) -> None:
         connection = self.connection()
-        if connection is not None and (connection.expected or connection.triggered):
+        if self.travels:
             connection.begin()
         if connection is not None and connection.running:
             connection.reducer.add(self.index)

@@ -7,7 +7,8 @@ before it have left, so the order of collectives is the same on all ranks. With 
     first 0, first 1, second 0, first 2, second 1, second 2, which weights were used at all
 
 A gradient waits where backward has put it. When its bucket leaves it is read once, on its way into the message, and
-dropped. The average takes its place. Tensors start at multiples of the collective's block, so each has scales of its
+dropped. The average takes its place when backward ends; or sooner where an optimizer steps inside backward (gradient
+release): a bucket is then waited for when the second one after it has left. Tensors start at multiples of the collective's block, so each has scales of its
 own.
 
 `fp8_all_reduce` is a communication hook for DDP's own buckets, at level O0. DDP hands them over in the same order on
@@ -70,11 +71,16 @@ class GradientReducer:
 
     def reset(self) -> None:
         """Be ready for a new backward pass."""
-        self.in_flight: list[AllReduce | PlainAllReduce] = []
-        """The reductions of the buckets that have left."""
+        self.in_flight: list[AllReduce | PlainAllReduce | None] = []
+        """The reductions of the buckets that have left; None for those that have arrived."""
         self.complete: set[int] = set()
         """Parameters whose gradient is complete."""
         self.used: list[bool] = [False] * len(self.parameters)
+        """Whether each parameter had a gradient here when its bucket left."""
+        self.arrived = 0
+        """How many of the buckets were waited for."""
+        self.late: list[tuple[int, int, Reduced | torch.Tensor]] = []
+        """Averages that have arrived of parameters that are not used here: parameter, start in the bucket, bucket."""
 
     @torch.no_grad()
     def add(self, index: int) -> None:
@@ -90,6 +96,9 @@ class GradientReducer:
             if not self.complete.issuperset(bucket.indices):
                 break
             self._send(contributes=True)
+        if _release_hooks(self.parameters[index]):
+            while self.arrived < len(self.in_flight) - 2:  # two buckets are left to travel while backward runs
+                self._arrive(self.used)
 
     @torch.no_grad()
     def finish(self, contributes: bool = True) -> None:
@@ -99,17 +108,32 @@ class GradientReducer:
         with self.side_stream.active():
             self.in_flight[-1].start_second_shot()
         used = self._used_somewhere(contributes)
-        results = []
-        with self.side_stream.active():
-            for bucket, reduction in zip(self.buckets, self.in_flight, strict=True):
-                reduced = reduction.wait()
-                for index, start in zip(bucket.indices, bucket.starts, strict=True):
-                    if contributes and used[index]:
-                        results.append((index, self._gradient(index, start, reduced)))
-        self.side_stream.hand_over([gradient for _, gradient in results])
-        for index, gradient in results:
-            self.parameters[index].grad = gradient
+        while self.arrived < len(self.buckets):
+            self._arrive(used)
+        for index, start, reduced in self.late:
+            if used[index]:
+                self._put([(index, start)], reduced)
         self.reset()
+
+    def _arrive(self, used: list[bool]) -> None:
+        """Wait for the next bucket, and put the averages of the parameters that are used where the gradients were."""
+        bucket, reduction = self.buckets[self.arrived], self.in_flight[self.arrived]
+        self.in_flight[self.arrived] = None  # it may hold what has travelled
+        self.arrived += 1
+        with self.side_stream.active():
+            reduced = reduction.wait()
+        places = list(zip(bucket.indices, bucket.starts, strict=True))
+        self._put([(index, start) for index, start in places if used[index]], reduced)
+        self.late += [(index, start, reduced) for index, start in places if not used[index]]
+
+    def _put(self, places: list[tuple[int, int]], reduced: Reduced | torch.Tensor) -> None:
+        with self.side_stream.active():
+            gradients = [self._gradient(index, start, reduced) for index, start in places]
+        self.side_stream.hand_over(gradients)
+        for (index, _), gradient in zip(places, gradients, strict=True):
+            self.parameters[index].grad = gradient
+            for hook in _release_hooks(self.parameters[index]):
+                hook.take(self.parameters[index])
 
     def _send(self, contributes: bool) -> None:
         bucket = self.buckets[len(self.in_flight)]
@@ -149,6 +173,11 @@ class GradientReducer:
             gradient = ScaledTensor(codes.view(parameter.shape), scale_inv, parameter.dtype, BLOCK)
         gradient.accumulates = True
         return gradient
+
+
+def _release_hooks(parameter: nn.Parameter) -> list:
+    """The hooks of a parameter that step with its gradient inside backward, by a method `take`."""
+    return [hook for hook in (parameter._post_accumulate_grad_hooks or {}).values() if hasattr(hook, "take")]
 
 
 def _buckets(parameters: list[nn.Parameter], capacity: int) -> list[Bucket]:

@@ -148,6 +148,15 @@ OF_LEVELS = (
         "Under DDP masters and Adam states of O3 lie on one rank each: 2 + 5/N bytes an element, not 7.",
         levels=("O3",),
     ),
+    Field(
+        "gradient_release",
+        False,
+        flag,
+        "Each parameter is stepped inside backward, as soon as its gradient is complete, and the gradient is dropped: "
+        "not with accumulation or clipping.",
+        levels=ABOVE_O0,
+        idle=False,
+    ),
 )
 """Fields that levels read, whatever the backend."""
 

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from ..recipes.handlers import Recipe
 
 UNREADABLE = (
-    *("rounding", "exp_avg_scaling", "optimizer_scales", "shard_states", "include", "also_include"),
-    *("exclude", "module_filter_func", "gradient_comm", "guard", "guard_every", "guard_steps"),
+    *("rounding", "exp_avg_scaling", "optimizer_scales", "shard_states", "gradient_release"),
+    *("include", "also_include", "exclude", "module_filter_func"),
+    *("gradient_comm", "guard", "guard_every", "guard_steps"),
 )
 """Fields that the original has no equivalent of."""
 

@@ -10,7 +10,6 @@ on (`sharding.py`); all weights under DDP, but at O3 those that this rank owns.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -52,13 +51,22 @@ class Declaration(NamedTuple):
     """The shapes of further states of a parameter of this shape: small ones, in FP32, and whole on each rank."""
 
 
+class Member(NamedTuple):
+    """A parameter of an optimizer."""
+
+    parameter: torch.Tensor
+    group: dict[str, Any]
+    index: int
+    """Place among all parameters of the optimizer: the seed of its random bits."""
+
+
 class LocalView(NamedTuple):
     """This rank's part of a parameter that takes part in a step."""
 
     parameter: torch.Tensor
     group: dict[str, Any]
     index: int
-    """Place of the parameter among all parameters of the optimizer: the seed of its random bits."""
+    """As in `Member`."""
     weight: torch.Tensor
     """What the step reads and writes: a plain tensor, a `ScaledTensor`, or the master of one."""
     copy: ScaledTensor | None
@@ -113,8 +121,21 @@ class ScaledStates:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        refuse_gradients_that_stay(p for group in self.param_groups for p in group["params"])
-        views = self._views()
+        self.make_steps(self.members())
+        if self.fp8_owners is not None:
+            self.fp8_owners.share()
+        return loss
+
+    def members(self) -> list[Member]:
+        """All parameters, in order."""
+        in_order = ((group, p) for group in self.param_groups for p in group["params"])
+        return [Member(p, group, index) for index, (group, p) in enumerate(in_order)]
+
+    @torch.no_grad()
+    def make_steps(self, members: Sequence[Member]) -> None:
+        """Make the steps of those of these parameters that have a gradient, on this rank."""
+        refuse_gradients_that_stay(member.parameter for member in members)
+        views = self._views(members)
         plain, scaled = [], []
         for view in views:
             (plain if self._is_plain(view.group, view.parameter) else scaled).append(view)
@@ -125,9 +146,6 @@ class ScaledStates:
         if scaled:
             finish_accumulation(view.parameter for view in scaled)
             self._step_scaled(scaled)
-        if self.fp8_owners is not None:
-            self.fp8_owners.share()
-        return loss
 
     def _step_plain(self, views: Sequence[LocalView]) -> None:
         """Make the steps of parameters of one group about which nothing is scaled or rounded, with PyTorch's own
@@ -138,19 +156,19 @@ class ScaledStates:
         """Make the steps of parameters that are rounded, or whose states are, all together."""
         raise NotImplementedError
 
-    def _views(self) -> list[LocalView]:
-        """This rank's part of all parameters whose steps it makes now."""
-        views, count = [], itertools.count()
+    def _views(self, members: Sequence[Member]) -> list[LocalView]:
+        """This rank's part of those of these parameters whose steps it makes now."""
         for group in self.param_groups:
             checks.check_options(group, self.fp8_declared.refused)
-            for p, index in zip(group["params"], count, strict=False):
-                if p.grad is not None and p.grad.is_sparse:
-                    name = self.fp8_declared.stock.__name__
-                    raise FP8BackendError(
-                        f"{name} over scaled states cannot use sparse gradients: make the embedding with sparse=False"
-                    )
-                if p.grad is not None and self.owns(p):
-                    views.append(view_of(p, group, index))
+        views = []
+        for p, group, index in members:
+            if p.grad is not None and p.grad.is_sparse:
+                name = self.fp8_declared.stock.__name__
+                raise FP8BackendError(
+                    f"{name} over scaled states cannot use sparse gradients: make the embedding with sparse=False"
+                )
+            if p.grad is not None and self.owns(p):
+                views.append(view_of(p, group, index))
         if any(view.is_shard for view in views):
             gradients = [slot_of(view.gradient) for view in views]
             finite = sharding.finite_everywhere(gradients, [view.parameter for view in views])

@@ -28,7 +28,7 @@ from ..numerics.sharded_tensor import is_distributed
 from ..recipes.handlers import Recipe, resolve
 from ..recipes.specs import Spec
 from ..recipes.strings import level_name
-from ..states import checkpoint, levels, optimizers, original, scaled_states
+from ..states import checkpoint, gradient_release, levels, optimizers, original, scaled_states
 from ..words import listed, shown
 from . import conversion, fused_head, proof, quantized_layers
 from .auditing import check_is_optimizer, converted_layers, parameter_ids, parameters_of, unwrapped
@@ -288,6 +288,9 @@ def watch_optimizer(models: nn.Module | Iterable[nn.Module], optimizer: torch.op
     convert_optimizer(inner, recipe)
     if recipe.level == "O3" and recipe.shard_states:
         _share_out_states(inner)
+    if recipe.gradient_release:
+        by_ddp = {id(p) for model in models for wrapped in _ddp_wrappers(model) for p in wrapped._module_parameters}
+        gradient_release.release_gradients(inner, (p for p in parameters_of(inner) if id(p) not in by_ddp))
     guard.watch(models, inner, recipe)
     proof.watch(models, optimizer)
     monitor.watch(models, inner, recipe)

@@ -1,0 +1,26 @@
+"""Autograd's engine: what is called when a backward pass ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ..errors import FP8BackendError
+
+
+def call_when_backward_ends(function: Callable[[], None]) -> None:
+    """Let the engine call a function when the backward pass ends that is running now: after those that it was given
+    before, on every rank, and not where the pass raises. A function that is called so may add others.
+
+    Raises:
+        FP8BackendError: this version of torch has no such callbacks.
+    """
+    queue = getattr(getattr(torch.autograd.Variable, "_execution_engine", None), "queue_callback", None)
+    if queue is None:
+        raise FP8BackendError(
+            f"torch {torch.__version__} has no torch.autograd.Variable._execution_engine.queue_callback, by which the "
+            f"end of backward is awaited (FSDP2's own way): use a version of torch that this package is tested with, "
+            f'or leave out what needs it: use native:dynamic with gradient_comm="plain" and without gradient_release'
+        )
+    queue(function)

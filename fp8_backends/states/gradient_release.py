@@ -1,0 +1,187 @@
+"""Gradient release: an optimizer makes a parameter's step inside backward, and drops the gradient there.
+
+`GradientRelease` is a post-accumulate-grad hook of each parameter. A gradient waits in `.grad` until `PENDING` elements
+are there, or the backward pass ends; then these parameters are stepped together. So `PENDING` elements and the gradient
+that exceeds them is all that lies in memory. Each step is that of the usual order, to the bit: it depends on its
+parameter, the options of its group and the parameter's place in the optimizer alone.
+
+`optimizer.step()` stays in the loop. It makes the steps of what has a gradient then, shares weights out between the
+ranks where they have owners, and is what schedulers and step hooks follow.
+
+Where other ranks have a part in a gradient, it is taken when the average is there. FSDP2 calls these hooks for its
+shards after its reduce-scatter. Under DDP the reducer of scaled weights calls `take`; parameters that DDP reduces
+itself get no hook, since theirs would run too early, and are stepped in `step()`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+from ..errors import FP8BackendError
+from ..numerics.engine import call_when_backward_ends
+from ..numerics.scaled_tensor import ScaledTensor
+from ..numerics.sharded_tensor import local_part
+from .levels import cast_gradient
+from .scaled_states import Member, ScaledStates
+
+PENDING = 2**20
+"""Elements of parameters whose gradients wait for each other, so that few steps are made of many parameters."""
+
+
+class _Place(NamedTuple):
+    """Where a parameter stands in its optimizer."""
+
+    group: int
+    in_group: int
+    index: int
+
+
+class GradientRelease:
+    """Post-accumulate-grad hook of parameters of one optimizer, and what it has taken since the last `step()`."""
+
+    def __init__(self, optimizer: ScaledStates) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._places: dict[int, _Place] = {}
+        self.begin_anew()
+
+    def begin_anew(self, *_) -> None:
+        """Step post-hook: a further gradient of each parameter may come."""
+        self._taken: set[int] = set()
+        """Identities of the parameters whose gradient has come."""
+        self._pending: list[Member] = []
+        """Those of them that are not stepped yet."""
+        self._elements = 0
+        """How many elements these have."""
+        self._options: dict[int, dict[str, Any]] = {}
+        """Number of a group -> its options when its first parameter was stepped."""
+        self._waits_for_end = False
+
+    def follow(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Take the gradients of these parameters of the optimizer, where they train. Repeating it does nothing."""
+        groups = [group["params"] for group in self._optimizer().param_groups]
+        places = [(number, i) for number, members in enumerate(groups) for i in range(len(members))]
+        self._places = {id(groups[g][i]): _Place(g, i, index) for index, (g, i) in enumerate(places)}
+        for p in parameters:
+            known = (p._post_accumulate_grad_hooks or {}).values()
+            if p.requires_grad and not any(hook is self for hook in known):
+                p.register_post_accumulate_grad_hook(self)
+
+    def __call__(self, p: torch.Tensor) -> None:
+        """Take a gradient that is complete, unless it has to travel to other ranks first."""
+        reduces = [hook for hook in p._post_accumulate_grad_hooks.values() if getattr(hook, "reduces", False)]
+        if not reduces:
+            self.take(p)
+        elif not all(hook.travels for hook in reduces):
+            raise FP8BackendError(
+                "gradient_release: the gradients of this backward pass stay on their ranks (no_sync, which gradient "
+                "accumulation and LocalSGD use), and steps are made of averages alone: let every backward synchronize, "
+                "or prepare with gradient_release=False"
+            )
+
+    def take(self, p: torch.Tensor) -> None:
+        """Step a parameter with its gradient, which is complete, now or together with others of this backward pass.
+
+        Raises:
+            FP8BackendError: it is the second one since the last `step()`.
+        """
+        member = self._member(p)
+        if member is None or p.grad is None:
+            return
+        if id(p) in self._taken:
+            raise _second(p)
+        self._taken.add(id(p))
+        if isinstance(local_part(p), ScaledTensor):
+            cast_gradient(p)
+        self._pending.append(member)
+        self._elements += p.numel()  # of the whole parameter: all ranks step the same ones together
+        if self._elements >= PENDING:
+            self._step_pending()
+        elif not self._waits_for_end:
+            self._waits_for_end = True
+            call_when_backward_ends(self._end)
+
+    def _member(self, p: torch.Tensor) -> Member | None:
+        """A parameter as its optimizer has it; None where it is there no more."""
+        optimizer, place = self._optimizer(), self._places.get(id(p))
+        if optimizer is None or place is None:
+            return None
+        group = optimizer.param_groups[place.group]
+        return Member(p, group, place.index) if group["params"][place.in_group] is p else None
+
+    def _end(self) -> None:
+        """End of a backward pass, or of one that re-entrant checkpointing makes inside it."""
+        self._waits_for_end = False
+        if self._pending:
+            self._step_pending()
+
+    def _step_pending(self) -> None:
+        pending, self._pending, self._elements = self._pending, [], 0
+        for p, group, _ in pending:
+            self._options.setdefault(self._places[id(p)].group, _options(group))
+        with torch.autocast(local_part(pending[0].parameter).device.type, enabled=False):  # as outside of a backward
+            self._optimizer().make_steps(pending)
+        for p, _, _ in pending:
+            p.grad = None
+
+    def before_step(self, optimizer: ScaledStates, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Step pre-hook.
+
+        Raises:
+            FP8BackendError: with a closure, with options that have changed since backward, or with a gradient where
+                one was stepped with already.
+        """
+        if any(each is not None for each in (*args[1:], *kwargs.values())):  # args begins with the optimizer
+            raise FP8BackendError(
+                "gradient_release: step(closure) runs backward inside the step, and backward makes the steps here: "
+                "call loss.backward() and then optimizer.step(), or prepare with gradient_release=False"
+            )
+        for number, before in self._options.items():
+            now = _options(optimizer.param_groups[number])
+            if changed := sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name)):
+                raise FP8BackendError(
+                    f"gradient_release: {', '.join(changed)} of parameter group {number} changed between backward, "
+                    f"which has made its steps, and step(): change options before backward, or after step()"
+                )
+        stepped = self._taken.difference(id(member.parameter) for member in self._pending)
+        for p, _, _ in optimizer.members():
+            if p.grad is not None and id(p) in stepped:
+                raise _second(p)
+
+
+def release_gradients(optimizer: ScaledStates, parameters: Iterable[torch.Tensor]) -> None:
+    """Let an optimizer step these of its parameters inside backward. Repeating it adds parameters."""
+    release = release_of(optimizer)
+    if release is None:
+        release = GradientRelease(optimizer)
+        optimizer.register_step_pre_hook(release.before_step)
+        optimizer.register_step_post_hook(release.begin_anew)
+    release.follow(parameters)
+
+
+def release_of(optimizer: torch.optim.Optimizer) -> GradientRelease | None:
+    """What releases the gradients of an optimizer, if something does."""
+    owners = (getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_pre_hooks.values())
+    return next((owner for owner in owners if isinstance(owner, GradientRelease)), None)
+
+
+def _second(p: torch.Tensor) -> FP8BackendError:
+    return FP8BackendError(
+        f"gradient_release: a second gradient of a parameter of shape {tuple(p.shape)} since the last "
+        f"optimizer.step(), and backward has stepped with the first one and dropped it. Call optimizer.step() after "
+        f"each backward(): microbatches cannot accumulate, and no step can be left out. Where re-entrant activation "
+        f"checkpointing meets a weight that several layers share, use use_reentrant=False. Or prepare with "
+        f"gradient_release=False"
+    )
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    """The options of a group, comparable without asking a device."""
+    return {
+        name: (id(value), value._version) if isinstance(value, torch.Tensor) else value
+        for name, value in group.items()
+        if name not in ("params", "param_names")
+    }
