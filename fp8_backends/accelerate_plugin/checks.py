@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import DDPCommunicationHookType, DeepSpeedPlugin, DistributedType, DynamoBackend
@@ -11,6 +12,7 @@ from torch import nn
 from ..announcement import is_main_process
 from ..training.rules import Compiled, Machine, Parallel, Setup
 from ..training.validators import Finding, findings
+from .callers import running_trainer
 
 
 def setup_of(accelerator: Accelerator) -> Setup:
@@ -29,7 +31,14 @@ def setup_of(accelerator: Accelerator) -> Setup:
         zero_stage=3 if deepspeed and deepspeed.hf_ds_config.is_zero3() else None,
         engine_bf16=_runs_in_bf16(deepspeed) if deepspeed else None,
         comm_hook=_comm_hook(accelerator),
+        accumulation_steps=_asked_of_trainer("gradient_accumulation_steps", accelerator.gradient_accumulation_steps),
+        max_grad_norm=_asked_of_trainer("max_grad_norm"),
     )
+
+
+def _asked_of_trainer(argument: str, default: Any = None) -> Any:
+    """One of the TrainingArguments of the Trainer that makes or uses the Accelerator; without one, the default."""
+    return getattr(getattr(running_trainer(), "args", None), argument, default)
 
 
 def _parallel(accelerator: Accelerator) -> Parallel | None:

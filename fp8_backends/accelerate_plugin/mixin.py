@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import os
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
@@ -505,6 +506,23 @@ class FP8Mixin(_RunTimeClass):
         is_fp16 = self.fp8_autocast_dtype == "fp16"
         with self._fp16_autocast(autocast_handler) if is_fp16 else super().autocast(autocast_handler):
             yield
+
+    def clip_grad_norm_(self, parameters, max_norm, norm_type=2):
+        """Clip as Accelerate does. Under gradient release nobody knows the norm of all gradients: it raises
+        `RecipeError`, and returns NaN where a Trainer only asks for the norm (`max_norm=inf`)."""
+        if self.fp8_recipe.gradient_release and max_norm == math.inf:
+            return torch.tensor(math.nan)
+        self._refuse_clipping(max_norm)
+        return super().clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters, clip_value):
+        """Clip as Accelerate does. Raises `RecipeError` under gradient release."""
+        self._refuse_clipping(clip_value)
+        return super().clip_grad_value_(parameters, clip_value)
+
+    def _refuse_clipping(self, bound: float) -> None:
+        if self.fp8_recipe.gradient_release:
+            raise rules.error("release_clipping", replace(checks.setup_of(self), max_grad_norm=bound))
 
     def unscale_gradients(self, optimizer=None) -> None:
         """Divide the loss scale out of the gradients. Nothing to do without a loss scaler."""

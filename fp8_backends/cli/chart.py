@@ -17,6 +17,7 @@ from ..compute.registry import check_available
 from ..errors import FP8BackendError
 from ..recipes.handlers import resolve
 from ..recipes.precision_plan import plan
+from ..states.gradient_release import release_gradients
 from ..training.auditing import Audit, audit, stored_bytes
 from ..training.preparation import prepare
 from .terminal import paragraphs, table
@@ -34,6 +35,7 @@ _LEGEND = (
     ("bytes", "per element of the converted weights, read from live tensors after one optimizer step"),
     ("transient", "copies of the weights that autograd keeps from forward to backward, beyond these bytes"),
     ("accumulating", "what the gradient gains while microbatches accumulate in FP32"),
+    ("released", "the bytes with gradient_release, which drops gradients inside backward"),
     ("comm", "as planned; one process communicates nothing"),
 )
 
@@ -56,6 +58,8 @@ class Level:
     """Copies of the weight that autograd keeps from forward to backward, beyond that."""
     accumulation_bytes_per_element: float | None = None
     """What the gradient gains while microbatches accumulate in high precision, beyond what it has at the step."""
+    released_bytes_per_element: float | None = None
+    """The same as `bytes_per_element` after a step with gradient release; None at O0."""
     precision: str = ""
     """The precision around FP8, or AMP's."""
     not_measured: str = ""
@@ -127,6 +131,8 @@ def _measure(backend: str, model: nn.Module, optimizer: torch.optim.Optimizer) -
     precision = hardware.fast_precision(_device())
     level = _level(name, found, transient, gemm=gemm, comm=plan(recipe).comm, precision=precision)
     level.accumulation_bytes_per_element = round(_accumulation(model, optimizer), 3)
+    if recipe.level != "O0":
+        level.released_bytes_per_element = _released(model, optimizer)
     return level
 
 
@@ -175,6 +181,14 @@ def _accumulation(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
     return (sizes[1] - sizes[0]) / sum(weight.numel() for weight in model.parameters())
 
 
+def _released(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
+    """Return the bytes of an element after a step with gradient release."""
+    optimizer.zero_grad()
+    release_gradients(optimizer, model.parameters())
+    _step(model, optimizer, hardware.fast_autocast(_device()))
+    return audit(model, optimizer).bytes_per_element["total"]
+
+
 def _pointer(tensor: torch.Tensor) -> int:
     """Return where the data lies; for a wrapper subclass, where its first part's lies."""
     if hasattr(tensor, "__tensor_flatten__"):
@@ -189,12 +203,15 @@ def _precisions(dtypes: str) -> str:
 
 def _readable(levels: list[Level]) -> str:
     rows = [
-        ["level", "GEMM", "comm", "weight", "master", "gradient", "Adam states", *(name for name, _ in _LEGEND[:3])]
+        ["level", "GEMM", "comm", "weight", "master", "gradient", "Adam states", *(name for name, _ in _LEGEND[:4])]
     ]
     for level in levels:
         if not level.not_measured:
             words = [level.name, level.gemm, level.comm, level.weight, level.master, level.gradient, level.optimizer]
-            sizes = (level.bytes_per_element, level.transient_bytes_per_element, level.accumulation_bytes_per_element)
+            sizes = (
+                *(level.bytes_per_element, level.transient_bytes_per_element),
+                *(level.accumulation_bytes_per_element, level.released_bytes_per_element),
+            )
             rows.append([*words, *("–" if size is None else f"{size:.4g}" for size in sizes)])
     notes = [*_LEGEND, ("around FP8", hardware.fast_precision(_device()))]
     notes += [("not measured", f"{level.name}: {level.not_measured}") for level in levels if level.not_measured]

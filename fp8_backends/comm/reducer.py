@@ -7,9 +7,9 @@ before it have left, so the order of collectives is the same on all ranks. With 
     first 0, first 1, second 0, first 2, second 1, second 2, which weights were used at all
 
 A gradient waits where backward has put it. When its bucket leaves it is read once, on its way into the message, and
-dropped. The average takes its place when backward ends; or sooner where an optimizer steps inside backward (gradient
-release): a bucket is then waited for when the second one after it has left. Tensors start at multiples of the collective's block, so each has scales of its
-own.
+dropped. The average takes its place when backward ends; or where an optimizer steps inside backward (gradient release),
+when the second bucket after it has left. Tensors start at multiples of the collective's block, so each has scales of
+its own.
 
 `fp8_all_reduce` is a communication hook for DDP's own buckets, at level O0. DDP hands them over in the same order on
 all ranks, and with the last one all are awaited. Gradients are read and written where they lie in the bucket. DDP lays

@@ -29,6 +29,7 @@ class PrecisionPlan:
     master_weight: str | None
     """A copy of the weight in more precision; None where the weight is its own master."""
     weight_gradient: str
+    """As it is stored; `released` where it is dropped inside backward and takes no bytes."""
     optimizer_states: tuple[str, str]
     """Adam's first and second moment."""
     bytes_per_element: float
@@ -64,14 +65,14 @@ def plan(spec: Spec = None) -> PrecisionPlan:
     """
     recipe = resolve(spec)
     comm, weight, master, gradient, states = LEVEL_ROWS[recipe.level]
-    stored = [weight, gradient, *states] + ([master] if master else [])
+    stored = [weight, *states] + ([master] if master else []) + ([] if recipe.gradient_release else [gradient])
     high_precision = registry.get_compute(recipe.compute).high_precision_products(recipe)
     return PrecisionPlan(
         gemm="FP8" + (f" ({' '.join(high_precision)} {recipe.autocast_dtype.upper()})" if high_precision else ""),
         comm={"plain": "FP32", "fp8": "FP8", None: comm}[recipe.gradient_comm],
         weight=weight,
         master_weight=master,
-        weight_gradient=gradient,
+        weight_gradient=f"{gradient}, released" if recipe.gradient_release else gradient,
         optimizer_states=states,
         bytes_per_element=sum(BYTES[precision] for precision in stored),
     )

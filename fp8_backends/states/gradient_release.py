@@ -154,7 +154,8 @@ class GradientRelease:
 
 def release_gradients(optimizer: ScaledStates, parameters: Iterable[torch.Tensor]) -> None:
     """Let an optimizer step these of its parameters inside backward. Repeating it adds parameters."""
-    release = release_of(optimizer)
+    owners = (getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_pre_hooks.values())
+    release = next((owner for owner in owners if isinstance(owner, GradientRelease)), None)
     if release is None:
         release = GradientRelease(optimizer)
         optimizer.register_step_pre_hook(release.before_step)
@@ -162,10 +163,9 @@ def release_gradients(optimizer: ScaledStates, parameters: Iterable[torch.Tensor
     release.follow(parameters)
 
 
-def release_of(optimizer: torch.optim.Optimizer) -> GradientRelease | None:
-    """What releases the gradients of an optimizer, if something does."""
-    owners = (getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_pre_hooks.values())
-    return next((owner for owner in owners if isinstance(owner, GradientRelease)), None)
+def is_released(p: torch.Tensor) -> bool:
+    """Whether an optimizer steps this parameter inside backward."""
+    return any(isinstance(hook, GradientRelease) for hook in (p._post_accumulate_grad_hooks or {}).values())
 
 
 def _second(p: torch.Tensor) -> FP8BackendError:

@@ -20,6 +20,7 @@ from ..errors import FP8BackendError
 from ..notebooks import as_html
 from ..numerics.modules import check_is_module, plain_name
 from ..numerics.sharded_tensor import full_shape
+from ..states.gradient_release import is_released
 from ..words import share
 from . import conversion
 from .flops import Flops, count_flops, tokens_of
@@ -68,7 +69,8 @@ class Audit:
     dtypes: dict[str, str] = field(default_factory=dict)
     """Dtypes of the converted weights, their gradients and optimizer states."""
     gradient_source: str = "none"
-    """Where the gradients' bytes were read: `live` (`.grad`), `last step` (its dtype, `.grad` being freed), `none`."""
+    """Where the gradients' bytes were read: `live` (`.grad`), `last step` (its dtype, `.grad` being freed), `released`
+    (there are none: backward steps and drops them), `none`."""
     lost_updates: float | None = None
     """Share of the weight updates that rounding swallows. With scaled weights (O1, O2, O3) what the optimizer's next
     step would lose, as projected on the exact update; else None until `measure_lost_updates` watched a step."""
@@ -346,7 +348,7 @@ def _read_bytes(result: Audit, model: nn.Module, parts: list[RootMeasures], opti
     result.bytes_per_element = _average(chosen, bool(optimizers))
     result.bytes_per_parameter = _average(weighed, bool(optimizers), sum(part.transient_bytes for part in parts))
     sources = {w.gradient_source for w in chosen}
-    result.gradient_source = next((source for source in ("live", "last step") if source in sources), "none")
+    result.gradient_source = next((each for each in ("live", "last step", "released") if each in sources), "none")
     result.dtypes = {key: ", ".join(sorted({w.dtypes[key] for w in chosen} - {""})) for key in BYTE_KEYS}
 
 
@@ -367,6 +369,8 @@ def _weigh(parameter: nn.Parameter, optimizers: list, gradient_dtypes: dict[int,
     if gradient is not None:
         sizes["gradient"], source = stored_bytes(gradient), "live"
         dtypes["gradient"] = _dtype_name(stored_dtype(gradient))
+    elif is_released(parameter):
+        source = "released"
     elif parameter.requires_grad and (dtype := gradient_dtypes.get(id(parameter))) is not None:
         sizes["gradient"], source = dtype.itemsize * _local(parameter).numel(), "last step"
         dtypes["gradient"] = _dtype_name(dtype)

@@ -30,7 +30,7 @@ from ..recipes.specs import Spec
 from ..recipes.strings import level_name
 from ..states import checkpoint, gradient_release, levels, optimizers, original, scaled_states
 from ..words import listed, shown
-from . import conversion, fused_head, proof, quantized_layers
+from . import conversion, fused_head, proof, quantized_layers, rules
 from .auditing import check_is_optimizer, converted_layers, parameter_ids, parameters_of, unwrapped
 from .conversion import PREPARED, Prepared, prepared_roots
 from .observed import observed_of
@@ -67,6 +67,7 @@ def prepare(model: Model, optimizer: Optimizer, spec: Spec = None) -> tuple[Mode
     if recipe.implementation == "original":
         return original.initialize(model, optimizer, recipe)
     _check_types(model, optimizer)
+    rules.refuse(rules.Setup(recipe, rules.Machine.this()), rules.RELEASE_RULES)
     if optimizer is not None:  # first: where it is refused, the model is as it was
         check_trains([model], [optimizer], recipe)
         check_optimizer(optimizer, recipe)

@@ -66,6 +66,8 @@ def validate(
     zero_stage: int | None = None,
     tensor_parallel: int | None = None,
     quantized_base: bool | None = None,
+    accumulation_steps: int | None = None,
+    max_grad_norm: float | None = None,
     chip: str | None = None,
 ) -> Findings:
     """Find what is known to go wrong with this recipe, on this machine or another, in this setup. The worst come first.
@@ -84,6 +86,8 @@ def validate(
         zero_stage: DeepSpeed's.
         tensor_parallel: ranks that share one layer.
         quantized_base: whether bitsandbytes holds layers in 4 or 8 bits.
+        accumulation_steps: backward passes for each step of the optimizer.
+        max_grad_norm: the norm to which gradients are clipped; 0: they are not.
         chip: judge for a machine with this chip, a name in `chips.PRODUCTS` such as "h100" or "hopper", with new
             libraries; by default for this machine, its libraries included.
 
@@ -106,6 +110,8 @@ def validate(
         "zero_stage": (whole_number(0), zero_stage),
         "tensor_parallel": (whole_number(1), tensor_parallel),
         "quantized_base": (flag, quantized_base),
+        "accumulation_steps": (whole_number(1), accumulation_steps),
+        "max_grad_norm": (float, max_grad_norm),
     }
     read = {name: None if value is None else parsed(name, parse, value) for name, (parse, value) in known.items()}
     if read["world_size"] is None:

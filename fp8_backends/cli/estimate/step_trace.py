@@ -343,9 +343,18 @@ class _Step:
         if settings.autocast is not None:  # as Accelerate does it: autocast around the forward, outputs in FP32
             forward = torch.autocast("cpu", settings.autocast)(type(model).forward)
             model.forward = types.MethodType(convert_outputs_to_fp32(forward), model)
+        self.plain_gradients = 0
+        """Bytes of the gradients that are not in scaled precision."""
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(lambda p: tracker.assign(p.grad, GRADIENTS))
+                parameter.register_post_accumulate_grad_hook(self._after_gradient)
+
+    def _after_gradient(self, parameter: torch.Tensor) -> None:
+        self.tracker.assign(parameter.grad, GRADIENTS)
+        if not isinstance(parameter.grad, ScaledTensor):
+            self.plain_gradients += stored_bytes(parameter.grad)
+        if self.settings.recipe is not None and self.settings.recipe.gradient_release:
+            parameter.grad = None
 
     def trace(self, make_batch: Callable, find_stacks: Callable) -> StepTrace:
         tracker = self.tracker
@@ -370,9 +379,7 @@ class _Step:
         trace.sizes |= _flops(self.model, meter.work, samples)
         del loss
         trace.gradients = tracker.live[GRADIENTS]
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        plain = [gradient for gradient in gradients if not isinstance(gradient, ScaledTensor)]
-        trace.sizes["plain_gradients"] = sum(map(stored_bytes, plain))  # those that are not in scaled precision
+        trace.sizes["plain_gradients"] = self.plain_gradients
         tracker.enter("step")
         # an optimizer that rounds what it stores has a kernel that makes no copies; its eager code would make some here
         if not isinstance(self.optimizer, ScaledStates):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from .setup import Rule, Setup
+from collections.abc import Callable
+
+from .setup import Rule, Setup, always
 
 TORCH_ADAM = ("adamw_torch", "adamw_torch_fused", "adamw", "adam")
 """Names for `torch.optim.AdamW` and `Adam`, which levels convert; transformers' and Axolotl's default among them."""
@@ -122,5 +124,52 @@ RECIPE_RULES = (
         lambda s: not s.recipe.monitor_every and not s.recipe.given.isdisjoint(("monitor_layers", "monitor_file")),
         "monitor_layers and monitor_file have no effect with monitor_every=0: no statistics are taken",
         "set monitor_every, such as 100",
+    ),
+)
+
+
+def _releases(applies: Callable[[Setup], bool]) -> Callable[[Setup], bool]:
+    return lambda setup: setup.recipe.gradient_release and applies(setup)
+
+
+KEPT = "leave gradient_release out"
+
+RELEASE_RULES = (
+    Rule(
+        "release_accumulation",
+        "error",
+        _releases(lambda s: s.accumulation_steps is not None and s.accumulation_steps > 1),
+        "gradient_release steps with the gradients of each backward and drops them, so microbatches cannot accumulate",
+        f"use gradient_accumulation_steps=1 with a larger batch, or {KEPT}",
+        lambda s: f"gradient_accumulation_steps={s.accumulation_steps}",
+        always,
+    ),
+    Rule(
+        "release_clipping",
+        "error",
+        _releases(lambda s: bool(s.max_grad_norm)),
+        "gradient_release has stepped with the first gradients before the last ones are there, so nothing can be "
+        "clipped by the norm of all, or afterwards",
+        f"clip nothing (max_grad_norm=0 in TrainingArguments, whose default is 1.0), or {KEPT}",
+        lambda s: f"max_grad_norm={s.max_grad_norm:g}",
+        always,
+    ),
+    Rule(
+        "release_fp16",
+        "error",
+        _releases(lambda s: s.recipe.autocast_dtype == "fp16"),
+        "gradient_release steps before a loss scaler could look at the gradients, divide them and leave the step out",
+        f"use autocast_dtype='bf16', which needs no loss scaling, or {KEPT}",
+        lambda s: "autocast_dtype='fp16'",
+        always,
+    ),
+    Rule(
+        "release_guard",
+        "error",
+        _releases(lambda s: s.recipe.guard not in ("off", "warn")),
+        "gradient_release has made a step when the guard looks, so none can be left out or stopped",
+        f"use guard='warn', which then sees losses and scaling states, or {KEPT}",
+        lambda s: f"guard={s.recipe.guard!r}",
+        always,
     ),
 )

@@ -80,6 +80,10 @@ class Setup:
     tensor_parallel: int | None = None
     comm_hook: str | None = None
     """The communication hook that Accelerate would register with DDP."""
+    accumulation_steps: int | None = None
+    """Backward passes for each step of the optimizer (Accelerate's `gradient_accumulation_steps`)."""
+    max_grad_norm: float | None = None
+    """The norm to which gradients are clipped; 0: they are not."""
     quantized_base: bool | None = None
     parameters: int | None = None
     """How many numbers the model's parameters hold."""

@@ -1,0 +1,121 @@
+"""Gradient release on several ranks: the steps inside backward are those of the usual order, to the bit."""
+
+from __future__ import annotations
+
+import contextlib
+
+import ddp_training
+import fsdp2_training
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from ddp_training import assert_equal_on_all_ranks, digest, everything
+from torch import nn
+
+from fp8_backends.errors import FP8BackendError
+from fp8_backends.numerics.sharded_tensor import local_part
+from fp8_backends.states import gradient_release
+
+LEVELS = ("O1", "O2", "O3")
+SIZES = (1, 2**13, 2**20)
+"""Elements that wait for each other: each parameter is stepped by itself, some together, all at the end of backward."""
+
+
+def released(level: str, **fields) -> dict:
+    return {"backend": f"msamp:{level}", "gradient_release": True, **fields}
+
+
+class Branches(nn.Module):
+    """Four layers, the second of which the first rank alone uses, and nobody the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x):
+        x = self.layers[0](x)
+        if dist.get_rank() == 0:
+            x = x + self.layers[1](x)
+        return self.layers[2](x)
+
+
+@contextlib.contextmanager
+def elements_that_wait(count: int):
+    before, gradient_release.PENDING = gradient_release.PENDING, count
+    try:
+        yield
+    finally:
+        gradient_release.PENDING = before
+
+
+def check_ddp_averages_are_stepped_with_bucket_by_bucket():
+    for index, level in enumerate(LEVELS):
+        comm = "plain" if level == "O2" else "fp8"
+        usual = ddp_training.wrapped({"backend": f"msamp:{level}", "gradient_comm": comm}, ddp_training.mlp())
+        ours = ddp_training.wrapped(released(level, gradient_comm=comm), ddp_training.mlp())
+        with elements_that_wait(SIZES[index % len(SIZES)]):
+            for seed in range(3):
+                assert ddp_training.step(*ours, seed) == ddp_training.step(*usual, seed)
+        assert everything(*ours) == everything(*usual)
+        assert_equal_on_all_ranks(*ours)
+
+
+def check_weights_that_some_ranks_do_not_use_are_stepped_as_usual():
+    usual, ours = (
+        ddp_training.wrapped(spec, Branches(), find_unused_parameters=True) for spec in ("msamp:O2", released("O2"))
+    )
+    with elements_that_wait(1):
+        for seed in range(3):
+            assert ddp_training.step(*ours, seed) == ddp_training.step(*usual, seed)
+    assert everything(*ours) == everything(*usual)
+    assert_equal_on_all_ranks(*ours)
+
+
+def check_gradients_are_dropped_while_backward_runs():
+    """When the first layer's gradient arrives, the last layer's weight has moved."""
+    model, optimizer = ddp_training.wrapped(released("O2"), ddp_training.mlp())
+    ddp_training.step(model, optimizer, 0)
+    last, seen = model.module[-1].weight, []
+    before = last.dequantize()
+
+    def look(p: torch.Tensor) -> None:
+        seen.append(last.grad is None and not torch.equal(last.dequantize(), before))
+
+    model.module[0].weight.register_post_accumulate_grad_hook(look)
+    with elements_that_wait(1):
+        ddp_training.mse(model, ddp_training.mine(1)).backward()
+    assert seen == [True] and all(weight.grad is None for weight in ddp_training.scaled(model).values())
+    optimizer.step()
+
+
+def check_gradients_that_stay_are_refused():
+    model, optimizer = ddp_training.wrapped(released("O2"), ddp_training.mlp())
+    with model.no_sync(), pytest.raises(FP8BackendError, match="gradient_release.*no_sync.*synchronize"):
+        ddp_training.mse(model, ddp_training.mine(0)).backward()
+
+
+def on_this_rank(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """Digests of all weights and states."""
+    stored = [(p, *optimizer.state.get(p, {}).values()) for p in model.parameters()]
+    return [digest(local_part(tensor)) for tensors in stored for tensor in tensors]
+
+
+def check_shards_are_stepped_with_after_their_reduction():
+    for index, level in enumerate(LEVELS):
+        usual = fsdp2_training.prepared(f"msamp:{level}")
+        model, optimizer = fsdp2_training.prepared(released(level))
+        losses = fsdp2_training.train(*usual, 3)
+        with elements_that_wait(SIZES[index % len(SIZES)]):
+            for ids, expected in zip(fsdp2_training.batches(3), losses, strict=True):
+                loss = fsdp2_training.loss_of(model, ids)
+                loss.backward()
+                assert all(p.grad is None for p in model.parameters())
+                optimizer.step()
+                assert fsdp2_training.mean(loss) == expected
+        assert on_this_rank(model, optimizer) == on_this_rank(*usual)
+
+
+if __name__ == "__main__":
+    ranks.main(globals())
