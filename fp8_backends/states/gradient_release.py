@@ -28,7 +28,7 @@ from ..numerics.sharded_tensor import local_part
 from .levels import cast_gradient
 from .scaled_states import Member, ScaledStates
 
-PENDING = 2**20
+PENDING = 2**22
 """Elements of parameters whose gradients wait for each other, so that few steps are made of many parameters."""
 
 

@@ -153,6 +153,39 @@ def test_a_loss_scaler_skips_a_step_that_is_not_finite(level, at):
     assert losses[-1] < losses[0] and all(torch.isfinite(v).all() for v in model.state_dict().values())
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_gradient_release_trains_as_the_usual_order_does_and_refuses_to_clip(level):
+    data = batches(3, seed=1)
+    usual, acc = accelerator(level), accelerator(level, gradient_release=True)
+    theirs, ours = prepared(usual), prepared(acc)
+    assert train(acc, *ours, data) == train(usual, *theirs, data)
+    for value, other in zip(ours[0].state_dict().values(), theirs[0].state_dict().values(), strict=True):
+        assert torch.equal(value, other)
+    for clip in (acc.clip_grad_norm_, acc.clip_grad_value_):
+        with pytest.raises(RecipeError, match=r"gradient_release.*max_grad_norm=0\.5.*clip nothing \(max_grad_norm=0"):
+            clip(ours[0].parameters(), 0.5)
+    assert acc.clip_grad_norm_(ours[0].parameters(), float("inf")).isnan(), "a Trainer only asks for the norm"
+
+
+def test_gradient_release_refuses_accumulation():
+    with pytest.raises(RecipeError, match="gradient_release.*gradient_accumulation_steps=2"):
+        accelerator("O2", steps=2, gradient_release=True)
+
+
+def test_gradient_release_refuses_what_a_trainer_would_clip_or_accumulate(tmp_path, monkeypatch):
+    from transformers import Trainer, TrainingArguments
+
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "msamp:O2")
+    monkeypatch.setenv("ACCELERATE_FP8_GRADIENT_RELEASE", "true")
+    for arguments, refused in (
+        ({}, "max_grad_norm=1.*max_grad_norm=0 in TrainingArguments"),
+        ({"max_grad_norm": 0, "gradient_accumulation_steps": 2}, "gradient_accumulation_steps=2"),
+    ):
+        with pytest.raises(RecipeError, match=refused):
+            Trainer(mlp(), TrainingArguments(str(tmp_path), use_cpu=True, **arguments))
+
+
 def test_another_optimizer_is_refused_by_name_before_anything_changes():
     acc = accelerator("O2")
     model = mlp()

@@ -223,6 +223,7 @@ GUARDED = {"backend": "native", "guard": "warn"}
 GRADIENTS = {"backend": "native", "gradient_comm": "fp8"}
 FUSED = {"backend": "te", "fuse_norms": True}
 FP16 = {"backend": "native", "autocast_dtype": "fp16"}
+RELEASED = {"backend": "msamp:O2", "gradient_release": True}
 DS, FSDP1, FSDP2, DDP = ({"parallel": name} for name in ("deepspeed", "fsdp1", "fsdp2", "ddp"))
 
 CASES = [
@@ -319,6 +320,11 @@ CASES = [
         "adamw_8bit",
     ),
     ("ao_adamw_fp8", ("ao", {"optimizer": "ao_adamw_fp8"}), ("ao", {"optimizer": "ao_adamw_8bit"}), ""),
+    ("release_accumulation", (RELEASED, {"accumulation_steps": 2}), (RELEASED, {"accumulation_steps": 1}), "steps=2"),
+    ("release_accumulation", (RELEASED, {"accumulation_steps": 4}), ("msamp:O2", {"accumulation_steps": 4}), "=4"),
+    ("release_clipping", (RELEASED, {"max_grad_norm": 0.5}), (RELEASED, {"max_grad_norm": 0}), "max_grad_norm=0.5"),
+    ("release_fp16", ({**RELEASED, "autocast_dtype": "fp16"}, {}), (RELEASED, {}), "'fp16'"),
+    ("release_guard", ({**RELEASED, "guard": "stop"}, {}), ({**RELEASED, "guard": "warn"}, {}), "guard='stop'"),
 ]
 
 
@@ -426,6 +432,10 @@ REFUSED = [
     ("megatron", "native", {"parallel": "megatron"}, {"parallel": "none"}),
     ("comm_hook_level", "msamp:O1", {"parallel": "ddp", "comm_hook": "fp16"}, {"parallel": "ddp"}),
     ("comm_hook_level", "msamp:O3", {"parallel": "ddp", "comm_hook": "bf16"}, {"comm_hook": "bf16"}),
+    ("release_accumulation", RELEASED, {"accumulation_steps": 2}, {"accumulation_steps": 1}),
+    ("release_clipping", RELEASED, {"max_grad_norm": 1.0}, {"max_grad_norm": 0.0}),
+    ("release_fp16", {**RELEASED, "autocast_dtype": "fp16"}, {}, {"recipe": resolve(RELEASED)}),
+    ("release_guard", {**RELEASED, "guard": "skip"}, {}, {"recipe": resolve(RELEASED)}),
 ]
 
 
@@ -436,7 +446,7 @@ def test_training_refuses_in_the_rule_s_words_and_names_the_recipe(rule, spec, r
         refuse(Setup(recipe, CPU, **refused))
     said = str(error.value)
     assert said.startswith(f"{recipe.name}: {RULES[rule].reason}") and said.endswith(f". Fix: {RULES[rule].fix}")
-    refuse(Setup(recipe, CPU, **near))
+    refuse(Setup(**{"recipe": recipe, "machine": CPU, **near}))
 
 
 def test_every_rule_that_is_raised_is_an_error_and_has_a_case():

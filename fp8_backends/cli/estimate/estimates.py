@@ -160,7 +160,8 @@ def _estimate(workload: Workload, backend: str, recipe: Recipe | None, sharding:
     found = Estimate(backend, sharding, workload.devices, refused=refused or "")
     if refused is not None:
         return found
-    key = (backend, id(recipe), sharding in sharded_costs.DEEPSPEED, sharding == "fsdp2" and _is_te(recipe))
+    of_te, of_release = sharding == "fsdp2" and _is_te(recipe), sharding == "ddp" and _releases(recipe)
+    key = (backend, id(recipe), sharding in sharded_costs.DEEPSPEED, of_te, of_release)
     try:
         growth = traced[key] = traced.get(key) or Growth.traced(workload, recipe, sharding, backend)
     except FP8BackendError as error:
@@ -282,7 +283,11 @@ def tracer(workload: Workload, recipe: Recipe | None, sharding: str, backend: st
     if sharding in sharded_costs.DEEPSPEED:  # which holds the model in bf16
         dtype, autocast = torch.bfloat16, None
     settings = StepSettings(
-        recipe=recipe, autocast=autocast, checkpointing=workload.checkpointing, fused=workload.fused
+        recipe=recipe,
+        autocast=autocast,
+        checkpointing=workload.checkpointing,
+        fused=workload.fused,
+        releases="none" if not _releases(recipe) else "scaled" if sharding == "ddp" else "all",
     )
 
     def trace(model: ModelShape, batch: int) -> Numbers:
@@ -296,6 +301,10 @@ def tracer(workload: Workload, recipe: Recipe | None, sharding: str, backend: st
         return found.numbers()
 
     return trace
+
+
+def _releases(recipe: Recipe | None) -> bool:
+    return recipe is not None and recipe.gradient_release
 
 
 def _is_te(recipe: Recipe | None) -> bool:

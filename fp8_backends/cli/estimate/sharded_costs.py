@@ -78,8 +78,6 @@ class _Rank(NamedTuple):
     def _ddp(self, parts: Bytes) -> Bytes:
         if self.ranks > 1 and BUFFERS in parts:
             parts[BUFFERS] += self.trace.sizes["plain_gradients"]  # DDP's buckets
-        if self.ranks > 1 and GRADIENTS in parts and self.recipe is not None and self.recipe.gradient_release:
-            parts[GRADIENTS] += self.trace.sizes["plain_gradients"]  # those wait for the step
         if _shares_states_out(self.recipe) and STATES in parts:
             elsewhere = 1 - 1 / self.ranks
             moments = self.trace.sizes["scaled_states"] - self.trace.resting[MASTER]

@@ -14,7 +14,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from accelerate.utils import convert_outputs_to_fp32
@@ -238,6 +238,8 @@ class StepSettings:
     """Activation checkpointing of each block."""
     fused: bool = True
     """`torch.optim.AdamW(fused=…)`."""
+    releases: Literal["all", "scaled", "none"] = "none"
+    """Which gradients are dropped inside backward; under DDP those of scaled weights alone."""
 
 
 def trace_step(
@@ -351,9 +353,9 @@ class _Step:
 
     def _after_gradient(self, parameter: torch.Tensor) -> None:
         self.tracker.assign(parameter.grad, GRADIENTS)
-        if not isinstance(parameter.grad, ScaledTensor):
-            self.plain_gradients += stored_bytes(parameter.grad)
-        if self.settings.recipe is not None and self.settings.recipe.gradient_release:
+        is_scaled = isinstance(parameter.grad, ScaledTensor)
+        self.plain_gradients += 0 if is_scaled else stored_bytes(parameter.grad)
+        if self.settings.releases == "all" or (is_scaled and self.settings.releases == "scaled"):
             parameter.grad = None
 
     def trace(self, make_batch: Callable, find_stacks: Callable) -> StepTrace:
