@@ -56,8 +56,8 @@ class GradientRelease:
         """Those of them that are not stepped yet."""
         self._elements = 0
         """How many elements these have."""
-        self._options: dict[int, dict[str, Any]] = {}
-        """Number of a group -> its options when its first parameter was stepped."""
+        self._options: list[dict[str, Any]] = []
+        """Of each group, as the last of these steps has left them."""
         self._waits_for_end = False
 
     def follow(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -120,12 +120,12 @@ class GradientRelease:
 
     def _step_pending(self) -> None:
         pending, self._pending, self._elements = self._pending, [], 0
-        for p, group, _ in pending:
-            self._options.setdefault(self._places[id(p)].group, _options(group))
+        optimizer = self._optimizer()
         with torch.autocast(local_part(pending[0].parameter).device.type, enabled=False):  # as outside of a backward
-            self._optimizer().make_steps(pending)
+            optimizer.make_steps(pending)
         for p, _, _ in pending:
             p.grad = None
+        self._options = [_options(group) for group in optimizer.param_groups]
 
     def before_step(self, optimizer: ScaledStates, args: tuple, kwargs: dict[str, Any]) -> None:
         """Step pre-hook.
@@ -139,8 +139,8 @@ class GradientRelease:
                 "gradient_release: step(closure) runs backward inside the step, and backward makes the steps here: "
                 "call loss.backward() and then optimizer.step(), or prepare with gradient_release=False"
             )
-        for number, before in self._options.items():
-            now = _options(optimizer.param_groups[number])
+        for number, (before, group) in enumerate(zip(self._options, optimizer.param_groups, strict=False)):
+            now = _options(group)  # of further groups nobody was stepped
             if changed := sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name)):
                 raise FP8BackendError(
                     f"gradient_release: {', '.join(changed)} of parameter group {number} changed between backward, "

@@ -279,8 +279,6 @@ def test_ranks_hold_their_share():
     """Static bytes of an element of a scaled weight: DDP keeps all, O3 shares 5 of 7 out, FSDP2 shards everything."""
     workload = Workload(model=SHAPES["Llama"], sequence=64, devices=4)
     found = estimate(workload, ["bf16", "msamp:O2", "msamp:O3"], ["none", "ddp", "fsdp2"])
-    released = fp8_backends.resolve({"backend": "msamp:O2", "gradient_release": True})
-    without_gradients = {each.sharding: each for each in estimate(workload, [released], ["none", "ddp", "fsdp2"])}
     alone, ddp, fsdp = ({each.backend: each for each in found if each.sharding == s} for s in ("none", "ddp", "fsdp2"))
     o3 = "msamp:O3"
     for backend, whole in alone.items():
@@ -289,11 +287,19 @@ def test_ranks_hold_their_share():
     assert ddp["bf16"].buffers - alone["bf16"].buffers == ddp["bf16"].gradients  # DDP's buckets
     scaled = 2 * (4 * 64 * 64 + 3 * 64 * 192)
     assert alone[o3].static - ddp[o3].static == pytest.approx(0.75 * 5 * scaled, rel=0.002)  # and scales
-    for sharding, whole in (("none", alone), ("ddp", ddp), ("fsdp2", fsdp)):
-        saved = whole["msamp:O2"].static - without_gradients[sharding].static
-        left = scaled if sharding == "ddp" else whole["msamp:O2"].gradients  # DDP reduces plain ones by itself
-        assert saved == pytest.approx(left, rel=0.002)
-        assert without_gradients[sharding].peak <= whole["msamp:O2"].peak
+
+
+@pytest.mark.slow
+def test_released_gradients_weigh_nothing_but_those_that_ddp_reduces():
+    workload = Workload(model=SHAPES["Llama"], sequence=64, devices=4)
+    asked = [fp8_backends.resolve({"backend": "msamp:O2", "gradient_release": released}) for released in (False, True)]
+    for sharding in ("fsdp2", "ddp"):
+        usual, released = estimate(workload, asked, [sharding])
+        scaled = 2 * (4 * 64 * 64 + 3 * 64 * 192)
+        left = usual.gradients - scaled if sharding == "ddp" else 0
+        assert released.gradients == pytest.approx(left, rel=0.001)  # and scales
+        assert released.static - released.gradients == usual.static - usual.gradients
+        assert released.peak <= usual.peak
 
 
 def test_deepspeed_shards_more_at_each_stage_and_takes_no_level():
