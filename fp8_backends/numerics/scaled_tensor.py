@@ -3,7 +3,9 @@
     value = data * scale_inv        data: E4M3, E5M2 or FP16; scale_inv: FP32, a power of two when quantized
 
 It is what MS-AMP's levels store: FP16 weights, E4M3 weight gradients, E4M3 and FP16 optimizer states. A power of two
-multiplies without rounding, so a loss scale, an average or a clip touches the scale alone.
+multiplies without rounding, so a loss scale, an average or a clip touches the scale alone. Two further forms take fewer
+bytes: E4M3 data with a `residual` of eight bits, which together are exact to twelve (`formats.E4M11`), and uint8 data
+that are roots of values that are not negative, value = (data * scale_inv)**2 (`formats.ROOT8`).
 
 A ScaledTensor is a view of a `ScaledStorage`, as a plain tensor is of its memory: `p.data`, `p.detach()`, `p[0]` and
 `p.t()` share it with `p`. Any function of PyTorch reads the values. An operation in place changes them, through any
@@ -23,7 +25,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import FP8BackendError
-from .formats import E4M3, E5M2, FORMAT_OF, Format, saturating_cast
+from .formats import E4M3, E4M11, E5M2, FORMAT_OF, ROOT8, Format, saturating_cast
+from .kernels.adam import rounding
 from .kernels.eager import is_eager
 from .kernels.quantize import dispatch as quantization
 from .kernels.quantize.layouts import POWER_OF_TWO
@@ -78,6 +81,7 @@ class ScaledStorage:
     """What all views of one ScaledTensor share. `ScaledTensor` describes the attributes.
 
     Attributes:
+        residual: int8, shape and strides as `data`: E4M11's second half, which products do not read; or None.
         edited: FP32, strides as `data`: the values as operations in place have left them, before they were rounded
             into data, scale_inv and master. The optimizer's next step drops them; so does a copy of whole values.
         known: `KnownAmax` of the data, as the optimizer's last step left them.
@@ -93,6 +97,7 @@ class ScaledStorage:
     partial: bool | str = False
     is_state: bool = False
     master: ScaledTensor | None = None
+    residual: torch.Tensor | None = None
     elsewhere: Elsewhere | None = None
     shared_out: bool = False
     edited: torch.Tensor | None = None
@@ -246,13 +251,21 @@ class ScaledTensor(WithoutMemory):
         """The plain values of data and scale, in the tensor's dtype or the one given. Not differentiable."""
         if not self.block_size:
             return (self._data.float() * self._scale_inv).to(dtype or self.dtype)
-        data = self.stored.data
-        values = data.float() * _spread(self._scale_inv, self.block_size, data.shape)
+        data, inverse = self.stored.data, _spread(self._scale_inv, self.block_size, self.stored.data.shape)
+        if data.dtype == ROOT8.dtype:
+            values = (rounding.decoded(data, ROOT8) * inverse).square_()
+        else:
+            values = data.float() * inverse
         return self.in_whole(values).to(dtype or self.dtype)
+
+    def _dequantize_pair(self, dtype: torch.dtype) -> torch.Tensor:
+        """The plain values of data, residual and scale."""
+        codes, residual = self._data.view(torch.uint8), self.in_whole(self.stored.residual)
+        return (rounding.decoded(codes, E4M11, residual) * self._scale_inv).to(dtype)
 
     def exact(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The plain values with all the precision that is stored: as an operation in place has left them, or the
-        master's, if there is one. In the tensor's dtype or the one given.
+        master's, if there is one, or those of data and residual. In the tensor's dtype or the one given.
 
         Raises:
             FP8BackendError: the master lies on another rank.
@@ -261,6 +274,8 @@ class ScaledTensor(WithoutMemory):
             return self.elsewhere.exact(self)
         if self.stored.edited is not None:
             return self.in_whole(self.stored.edited).to(dtype or self.dtype, copy=True)
+        if self.stored.residual is not None:
+            return self._dequantize_pair(dtype or self.dtype)
         master = self.master
         return (self if master is None else master).dequantize(dtype or self.dtype)
 
@@ -497,7 +512,7 @@ def quantize(
 
     Args:
         values: any floating-point tensor, contiguous where blocks are asked for.
-        storage: E4M3, E5M2, FP16, or FP32 (which has no need of a scale).
+        storage: E4M3, E5M2, FP16, or FP32 (which has no need of a scale); uint8 for the roots of `values`, in blocks.
         dtype: what the tensor stands for (default: the dtype of `values`, FP32 for FP16).
         block_size: 0 for one scale, else one for each so many elements of the flattened tensor.
         amax: FP32, 0-dimensional; takes the place of the amax of `values` where these are only a part of a tensor.
@@ -510,12 +525,39 @@ def quantize(
     fmt = FORMAT_OF[storage]
     if not block_size and amax is None and fmt in (E4M3, E5M2) and _serves(values):
         return ScaledTensor(*_codes(values, fmt), dtype)
+    if fmt is ROOT8:
+        values = values.float().sqrt()
     if amax is None:
         amax = block_amax(values, block_size) if block_size else tensor_amax_of(values)
     scale = power_of_two_scale(amax, fmt)
     of_each = _spread(scale, block_size, values.shape) if block_size else scale
-    data = saturating_cast(values.float() * of_each, fmt)
+    data = _root_codes(values * of_each) if fmt is ROOT8 else saturating_cast(values.float() * of_each, fmt)
     return ScaledTensor(data, scale_inv_of(scale, amax), dtype, block_size)
+
+
+def _root_codes(scaled: torch.Tensor) -> torch.Tensor:
+    """ROOT8 codes of FP32 values that are not negative; no positive one becomes 0."""
+    return rounding.encoded(*rounding.nearest(scaled, ROOT8), scaled, ROOT8, above_zero=True)
+
+
+def quantize_pair(
+    values: torch.Tensor, dtype: torch.dtype | None = None, amax: torch.Tensor | None = None
+) -> ScaledTensor:
+    """Values rounded to nearest as E4M3 codes with a residual (`formats.E4M11`), with one power-of-two scale.
+
+    A value of at least 2**-13 of the amax is exact to 2**-12 of itself, and a smaller one to 2**-25 of the amax.
+
+    Args:
+        values, dtype, amax: as in `quantize`.
+    """
+    values = values.detach().contiguous()
+    amax = tensor_amax_of(values) if amax is None else amax
+    scale = power_of_two_scale(amax, E4M11)
+    scaled = values.float() * scale
+    codes, residual = rounding.encoded_pair(*rounding.nearest(scaled, E4M11), scaled)
+    pair = ScaledTensor(codes.view(E4M3.dtype), scale_inv_of(scale, amax), dtype or values.dtype)
+    pair.stored.residual = residual
+    return pair
 
 
 def _serves(values: torch.Tensor) -> bool:

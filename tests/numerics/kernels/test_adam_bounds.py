@@ -4,13 +4,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
-from test_adam_passes import bits, needs_compiler, slots, value
+from test_adam_passes import bits, needs_compiler, slots, stored_by_the_reference, value
 
 from fp8_backends.numerics.kernels import reference
 from fp8_backends.numerics.kernels.adam import cpu
 from fp8_backends.numerics.kernels.adam.bounds import LEAST_ROOT, measured, new_bounds
 from fp8_backends.numerics.kernels.adam.dispatch import AdamSteps, Job, Slot, adam_hyper
-from fp8_backends.numerics.scaled_tensor import quantize
+from fp8_backends.numerics.kernels.adam.rounding import EXP_AVG_BITS
+from fp8_backends.numerics.scaled_tensor import quantize, quantize_pair
 
 E4M3, FP16 = torch.float8_e4m3fn, torch.float16
 SIZES = (3000, 1, 70_001, 16, 130)
@@ -51,7 +52,7 @@ share = some.sampled_from([0.0, 0.1, 0.5, 0.9, 0.99, 0.999, 0.999999])
     lr=some.floats(1e-8, 10.0),
     step=some.sampled_from([1, 2, 10, 10_000]),
     decoupled=some.booleans(),
-    stored=some.booleans(),
+    stored=some.sampled_from(["plain", "O2", "O4"]),
     seed=some.integers(0, 2**31),
 )
 def test_no_element_is_above_its_bound(sizes, spread, betas, eps, lr, step, decoupled, stored, seed):
@@ -65,9 +66,13 @@ def test_no_element_is_above_its_bound(sizes, spread, betas, eps, lr, step, deco
     w, g, m, v = (values(size) for size in sizes)
     v = v.abs()
     parts = [Slot(x) for x in (w, m, v)]
-    if stored:
+    inverse = torch.ones(())
+    if stored == "O2":
         parts = [Slot(x._data, x._scale_inv) for x in (quantize(w, FP16), quantize(m, E4M3), quantize(v, FP16))]
-    inverse = parts[2].scale_inv if stored else torch.ones(())
+        inverse = parts[2].scale_inv
+    elif stored == "O4":
+        w, m, v = quantize_pair(w), quantize(m, E4M3, block_size=32), quantize(v, torch.uint8, block_size=32)
+        parts = [Slot(x._data, x._scale_inv, x.block_size, x.stored.residual) for x in (w, m, v)]
     options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.1, "step": step}
     w, m, v = (value(part) for part in parts)
     new = reference.adam_step(w, g, m, v, **options, decoupled=decoupled, maximize=False, rounded=reference.to_fp32)
@@ -115,14 +120,37 @@ def test_gradients_of_any_size_leave_the_bound_of_a_weight_near_its_amax(size, e
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("case", ["O1", "O2", "O2 blocks", "e5m2 gradient", "wide gradient"])
+@pytest.mark.parametrize("case", ["O1", "O2", "O2 blocks", "e5m2 gradient", "wide gradient", "O4", "O5"])
 def test_it_is_the_step_of_two_passes_with_these_scales(case, options):
     one, two = jobs(case, options), jobs(case, options, bounded=False)
-    amaxes = AdamSteps(one, fused=False).amaxes()
-    AdamSteps(two, fused=False).write(amaxes)
+    both = zip(AdamSteps(one, fused=False).amaxes(), AdamSteps(two, fused=False).amaxes(), strict=True)
+    of_blocks = [[own if bound is None else bound for bound, own in zip(*pair, strict=True)] for pair in both]
+    AdamSteps(two, fused=False).write(of_blocks)
     AdamSteps(one, fused=False).run()
     assert all_bits([job._replace(record=None) for job in one]) == all_bits(two)
     assert all(torch.equal(job.record, measured(*job.written)) for job in one)
+
+
+@pytest.mark.parametrize("case", ["O5", "O2 blocks"])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_feedback_puts_what_rounding_took_from_the_weight_into_exp_avg(case, options):
+    """To the bit the reference; weight and exp_avg_sq are those of a step without it."""
+    (plain,), (fed,) = jobs(case, options, sizes=[3000]), jobs(case, options, sizes=[3000])
+    hyper = adam_hyper(1e-3, (0.9, 0.999), 1e-8, 0.1, torch.tensor(3.0), "cpu")
+    plain, fed = (job._replace(seed=5, first=0, hyper=hyper) for job in (plain, fed._replace(feedback=True)))
+    before, numbers = [value(part) for part in plain.slots], {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "step": 3}
+    AdamSteps([plain], fused=False).run()
+    AdamSteps([fed], fused=False).run()
+    assert bits([fed.weight, fed.exp_avg_sq]) == bits([plain.weight, plain.exp_avg_sq])
+    assert torch.equal(fed.record, measured(*fed.written))
+    how = {**OPTIONS[options], "rounded": reference.to_fp32, "weight_decay": 0.1}
+    rounding = how.pop("rounding")
+    w, m, v = reference.adam_step(*before, **numbers, **how)
+    error = reference.to_fp32(w - value(plain.weight))
+    m = reference.add_feedback(m, v, error, **numbers, rounded=reference.to_fp32)
+    data, scale_inv = stored_by_the_reference(m, fed.exp_avg, rounding, EXP_AVG_BITS, above_zero=False)
+    assert error.any() and torch.equal(fed.exp_avg.data.double(), data)
+    assert torch.equal(fed.exp_avg.scale_inv, scale_inv)
 
 
 # The kernels for a CPU
