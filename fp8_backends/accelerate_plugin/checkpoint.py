@@ -32,8 +32,8 @@ from ..errors import FP8BackendError
 from ..numerics.modules import plain_name
 from ..recipes.comparison import as_json, differences
 from ..recipes.handlers import Recipe
-from ..states.adamw import ScaledStates
 from ..states.checks import check_states
+from ..states.scaled_states import ScaledStates
 from ..training import manifest, preparation
 from ..training.conversion import Prepared, prepared_roots
 from ..training.manifest import METADATA

@@ -21,7 +21,6 @@ from ..numerics.sharded_tensor import dequantize_shards, is_distributed, local_p
 from .levels import write_weight_shards
 from .sharding import agree
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "master_weight"
 
 
@@ -60,12 +59,12 @@ def load_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], lo
     """`ScaledStates.load_state_dict` of what `checks.check_states` let pass.
 
     Args:
-        load: PyTorch's own `load_state_dict`. It gets everything but moments and masters.
+        load: PyTorch's own `load_state_dict`. It gets everything but declared states and masters.
     """
     groups = list(optimizer.param_groups)
-    heavy, light = {}, {}
+    heavy, light, roles = {}, {}, optimizer.fp8_declared.roles
     for key, state in state_dict["state"].items():
-        heavy[key] = {name: state[name] for name in (*MOMENTS, MASTER) if name in state}
+        heavy[key] = {name: state[name] for name in (*roles, MASTER) if name in state}
         # copied: PyTorch would take over the step counter itself, and two optimizers would count in it
         light[key] = copy.deepcopy({name: value for name, value in state.items() if name not in heavy[key]})
     load({**state_dict, "state": light})
@@ -84,7 +83,7 @@ def _parameters_of(groups: list[dict[str, Any]], state_dict: dict[str, Any]) -> 
 
 @torch.no_grad()
 def _load_heavy(optimizer: torch.optim.Optimizer, p: torch.Tensor, saved: dict[str, torch.Tensor]) -> None:
-    for name in MOMENTS:
+    for name in optimizer.fp8_declared.roles:
         if name in saved and optimizer.owns(p):
             optimizer.state[p][name] = stored_moment(p, saved[name], *optimizer.moment_format(p, name))
     if MASTER in saved and isinstance(local_part(p), ScaledTensor):
@@ -208,7 +207,8 @@ def _gather(optimizer: torch.optim.Optimizer, group: dict, p: torch.Tensor, rece
     else:
         data = torch.empty(p.shape, dtype=p.elsewhere.storage)
         master, step = ScaledTensor(data, torch.empty(()), p.dtype), torch.empty(())
-    gathered = {name: state[name] if name in state else _room(optimizer, p, name) for name in MOMENTS if moments}
+    names = optimizer.fp8_declared.roles
+    gathered = {name: state[name] if name in state else _room(optimizer, p, name) for name in names if moments}
     owners.send_to_all(p, [step, master, *gathered.values()])
     if owners.owns(p):
         return

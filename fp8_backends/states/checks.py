@@ -1,9 +1,9 @@
-"""What a loaded state dict of Adam must be, so that training can go on from it. It is looked at before anything
+"""What a loaded state dict of an optimizer must be, so that training can go on from it. It is looked at before anything
 changes: a state dict that is refused leaves the optimizer as it was."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -15,14 +15,16 @@ from ..numerics.formats import FORMAT_OF
 from ..numerics.scaled_tensor import ScaledTensor
 from ..numerics.sharded_tensor import is_distributed, local_part
 from ..words import counted
-from .checkpoint import MASTER, MOMENTS
+from .checkpoint import MASTER
 from .sharding import agree
 
 STEP = "step"
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_OPTIONS = {"lr": NOT_NEGATIVE, "eps": NOT_NEGATIVE, "weight_decay": NOT_NEGATIVE}
-_BETA = Range("from 0 to below 1", least=0.0, most=1.0 - 2.0**-53)
-_SWITCHES = ("amsgrad", "maximize", "capturable", "differentiable", "decoupled_weight_decay")
+_MOMENTS = {
+    "first_moment": (FINITE, FINITE_IN_FP64),
+    "second_moment": (NOT_NEGATIVE, NOT_NEGATIVE_IN_FP64),
+}
+"""Role of a state -> what it may hold in FP32, and where its parameter is in FP64."""
 _CHOICES = ("foreach", "fused")
 """True, False, or None for PyTorch's own choice."""
 _OF_ANOTHER = "The checkpoint is of another model or optimizer"
@@ -35,7 +37,7 @@ _LOST = (
 def check_states(
     optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any], names: Mapping[int, str] | None = None
 ) -> None:
-    """Refuse a state dict of Adam that this optimizer cannot go on from. All ranks call it where parameters are
+    """Refuse a state dict that this optimizer cannot go on from. All ranks call it where parameters are
     DTensors, and all refuse what one does.
 
     Args:
@@ -53,14 +55,14 @@ def check_states(
         raise FP8BackendError(f"the optimizer's state cannot be loaded, and nothing was changed: {fault}")
 
 
-def check_options(group: Mapping[str, Any]) -> None:
-    """Raise `FP8BackendError` for options of Adam that scaled weights and states do not take."""
-    if fault := _refused_option(group):
+def check_options(group: Mapping[str, Any], refused: Sequence[str]) -> None:
+    """Raise `FP8BackendError` for options that scaled weights and states do not take."""
+    if fault := _refused_option(group, refused):
         raise FP8BackendError(fault)
 
 
-def _refused_option(group: Mapping[str, Any]) -> str | None:
-    asked = [option for option in ("amsgrad", "differentiable") if group.get(option)]
+def _refused_option(group: Mapping[str, Any], refused: Sequence[str]) -> str | None:
+    asked = [option for option in refused if group.get(option)]
     return f"{asked[0]}=True is not supported with scaled weights and states: leave it out" if asked else None
 
 
@@ -70,13 +72,14 @@ def _fault(optimizer: torch.optim.Optimizer, state_dict: Any, names: Mapping[int
         return fault
     faults = Faults(_LOST)
     for number, (own, saved) in enumerate(zip(optimizer.param_groups, state_dict["param_groups"], strict=True)):
-        if fault := _refused_option(saved):
+        if fault := _refused_option(saved, optimizer.fp8_declared.refused):
             return fault
-        _look_at_options(faults, saved, f"parameter group {number}")
+        _look_at_options(faults, optimizer, saved, f"parameter group {number}")
         known = saved.get("param_names") or own.get("param_names") or [names.get(id(p)) for p in own["params"]]
         for key, p, name in zip(saved["params"], own["params"], known, strict=True):
             named = f"{name}, of shape" if name else "of shape"
-            _look_at_state(faults, p, state_dict["state"].get(key), f"parameter {key} ({named} {tuple(p.shape)})")
+            state = state_dict["state"].get(key)
+            _look_at_state(faults, optimizer, p, state, f"parameter {key} ({named} {tuple(p.shape)})")
     return faults.first()
 
 
@@ -111,19 +114,23 @@ def _fault_of_structure(own: list[dict[str, Any]], state_dict: Any) -> str | Non
     return None
 
 
-def _look_at_options(faults: Faults, group: Mapping[str, Any], where: str) -> None:
-    for name, allowed in _OPTIONS.items():
-        _look_at_number(faults, group.get(name), allowed, f"{name} of {where}")
-    betas = group.get("betas")
-    if isinstance(betas, (tuple, list)) and len(betas) == 2:
-        for beta in betas:
-            _look_at_number(faults, beta, _BETA, f"betas of {where}")
-    else:
-        faults.add(f"betas of {where} are not two numbers. {_OF_ANOTHER}")
-    for name in _SWITCHES + _CHOICES:
-        value = group.get(name, False)
-        if not isinstance(value, bool) and not (name in _CHOICES and value is None):
-            faults.add(f"{name} of {where} is {value!r}, and must be True or False")
+def _look_at_options(faults: Faults, optimizer: torch.optim.Optimizer, group: Mapping[str, Any], where: str) -> None:
+    """Look at what is saved of a group's options: each must be of the kind that the optimizer's own default is."""
+    ranges = optimizer.fp8_declared.ranges
+    for name, default in optimizer.defaults.items():
+        value, allowed = group.get(name), ranges.get(name, FINITE)
+        if name in _CHOICES or isinstance(default, bool):
+            value = group.get(name, False)
+            if not isinstance(value, bool) and not (name in _CHOICES and value is None):
+                faults.add(f"{name} of {where} is {value!r}, and must be True or False")
+        elif isinstance(default, (tuple, list)):
+            if isinstance(value, (tuple, list)) and len(value) == len(default):
+                for number in value:
+                    _look_at_number(faults, number, allowed, f"{name} of {where}")
+            else:
+                faults.add(f"{name} of {where} are not {counted(len(default), 'number')}. {_OF_ANOTHER}")
+        elif isinstance(default, (Real, torch.Tensor)):
+            _look_at_number(faults, value, allowed, f"{name} of {where}")
 
 
 def _look_at_number(faults: Faults, number: Any, allowed: Range, name: str) -> None:
@@ -138,20 +145,22 @@ def _look_at_number(faults: Faults, number: Any, allowed: Range, name: str) -> N
         faults.add(f"{name} is {described}, and must be one number. {_OF_ANOTHER}")
 
 
-def _look_at_state(faults: Faults, p: torch.Tensor, state: Mapping[str, Any] | None, where: str) -> None:
+def _look_at_state(
+    faults: Faults, optimizer: torch.optim.Optimizer, p: torch.Tensor, state: Mapping[str, Any] | None, where: str
+) -> None:
     """Look at all that is saved of one parameter. One that has not been stepped has no state."""
     if not state:
         return
-    if missing := [name for name in (STEP, *MOMENTS) if name not in state]:
+    roles = optimizer.fp8_declared.roles
+    if missing := [name for name in (STEP, *roles) if name not in state]:
         faults.add(f"{where} has no {' and no '.join(missing)}. {_OF_ANOTHER}")
         return
     _look_at_number(faults, state[STEP], COUNT, f"{STEP} of {where}")
     is_wide = p.is_complex() or p.dtype == torch.float64
-    finite, not_negative = (FINITE_IN_FP64, NOT_NEGATIVE_IN_FP64) if is_wide else (FINITE, NOT_NEGATIVE)
-    for name, allowed in zip(MOMENTS, (finite, not_negative), strict=True):
-        _look_at_tensor(faults, p, state[name], allowed, f"{name} of {where}")
+    for name, role in roles.items():
+        _look_at_tensor(faults, p, state[name], _MOMENTS[role][is_wide], f"{name} of {where}")
     if MASTER in state and isinstance(local_part(p), ScaledTensor):
-        _look_at_tensor(faults, p, state[MASTER], finite, f"{MASTER} of {where}")
+        _look_at_tensor(faults, p, state[MASTER], FINITE, f"{MASTER} of {where}")
 
 
 def _look_at_tensor(faults: Faults, p: torch.Tensor, value: Any, allowed: Range, name: str) -> None:

@@ -38,23 +38,37 @@ if TYPE_CHECKING:
 FP32, FP16, E4M3 = torch.float32, torch.float16, torch.float8_e4m3fn
 
 WEIGHT = {"O1": FP16, "O2": FP16, "O3": E4M3}
-ADAM_STATES = {"O1": (FP32, FP32), "O2": (E4M3, FP16), "O3": (E4M3, FP16)}
-"""The formats of exp_avg and exp_avg_sq."""
-BLOCK_SIZES = {"tensor": 0, "block": 128}
-"""`exp_avg_scaling` of a recipe -> how many elements of exp_avg share a scale; 0: all."""
 
 LEVEL = "_fp8_level"
 """Attribute of a layer whose weight is stored at a level."""
 
 
+class StateFormat(NamedTuple):
+    """How a state that has a number for each element is stored."""
+
+    dtype: torch.dtype
+    block_size: int = 0
+    """Elements that share a scale; 0: the whole tensor, as in MS-AMP."""
+
+
+STATE_FORMATS = {
+    "O1": (StateFormat(FP32), StateFormat(FP32)),
+    "O2": (StateFormat(E4M3), StateFormat(FP16)),
+    "O3": (StateFormat(E4M3), StateFormat(FP16)),
+}
+"""The formats of first and of second moments."""
+BLOCK_SIZES = {"tensor": 0, "block": 128}
+"""`exp_avg_scaling` of a recipe -> the block size of a first moment in E4M3."""
+
+
 class StateRule(NamedTuple):
-    """How one optimizer stores its states."""
+    """How one optimizer stores its states. An optimizer says which of the formats a state has (`Declaration.roles`)."""
 
     level: str
-    exp_avg: torch.dtype
-    exp_avg_sq: torch.dtype
-    exp_avg_block: int
-    """Number of elements of exp_avg that share a scale; 0: the whole tensor, as in MS-AMP."""
+    first_moment: StateFormat
+    """Of averages of gradients, which have signs: exp_avg, momentum_buffer."""
+    second_moment: StateFormat
+    """Of averages of squared gradients, which are not negative: exp_avg_sq."""
     rounding: str
     """"stochastic" or "nearest"."""
     scales: str = "bound"
@@ -63,9 +77,10 @@ class StateRule(NamedTuple):
 
 def state_rule(recipe: Recipe) -> StateRule:
     """How the optimizer of a resolved recipe stores its states."""
-    exp_avg, exp_avg_sq = ADAM_STATES[recipe.level]
-    block = BLOCK_SIZES[recipe.exp_avg_scaling] if exp_avg != FP32 else 0
-    return StateRule(recipe.level, exp_avg, exp_avg_sq, block, recipe.rounding, recipe.optimizer_scales)
+    first_moment, second_moment = STATE_FORMATS[recipe.level]
+    if first_moment.dtype == E4M3:
+        first_moment = first_moment._replace(block_size=BLOCK_SIZES[recipe.exp_avg_scaling])
+    return StateRule(recipe.level, first_moment, second_moment, recipe.rounding, recipe.optimizer_scales)
 
 
 def store_weights(layers: Mapping[str, nn.Module], level: str) -> None:

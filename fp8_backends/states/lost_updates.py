@@ -1,4 +1,4 @@
-"""How much of an optimizer's next update the rounding of the weights would lose."""
+"""How much of Adam's next update the rounding of the weights would lose."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from ..numerics.kernels.adam.dispatch import Slot, adam_hyper, scaled_adam_
 from ..numerics.kernels.reference import exact_update
 from ..numerics.scaled_tensor import ScaledTensor
 from ..numerics.sharded_tensor import local_part
-from .checkpoint import MOMENTS
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""The names of Adam's states."""
 
 
 @torch.no_grad()

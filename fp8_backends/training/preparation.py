@@ -28,7 +28,7 @@ from ..numerics.sharded_tensor import is_distributed
 from ..recipes.handlers import Recipe, resolve
 from ..recipes.specs import Spec
 from ..recipes.strings import level_name
-from ..states import adamw, checkpoint, levels, original
+from ..states import checkpoint, levels, optimizers, original, scaled_states
 from ..words import listed, shown
 from . import conversion, fused_head, proof, quantized_layers
 from .auditing import check_is_optimizer, converted_layers, parameter_ids, parameters_of, unwrapped
@@ -150,7 +150,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
     """Raise where the recipe cannot run on this machine, or `convert_optimizer` would refuse this optimizer."""
     registry.check_available(recipe)
     if recipe.level != "O0":
-        adamw.check(unwrapped(optimizer), levels.state_rule(recipe))
+        optimizers.check(unwrapped(optimizer), levels.state_rule(recipe))
 
 
 def check_trains(models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer], recipe: Recipe) -> None:
@@ -274,7 +274,7 @@ def convert_optimizer(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
         FP8BackendError: it is no `torch.optim.Adam` or `AdamW`, or has an option that scaled states do not take.
     """
     if recipe.level != "O0":
-        adamw.convert(unwrapped(optimizer), levels.state_rule(recipe))
+        optimizers.convert(unwrapped(optimizer), levels.state_rule(recipe))
 
 
 def watch_optimizer(models: nn.Module | Iterable[nn.Module], optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
@@ -391,7 +391,7 @@ def whole_states(optimizer: torch.optim.Optimizer, receives: bool = True, moment
     """
     check_is_optimizer(optimizer)
     inner = unwrapped(optimizer)
-    is_scaled = isinstance(inner, adamw.ScaledStates)
+    is_scaled = isinstance(inner, scaled_states.ScaledStates)
     with checkpoint.whole_states(inner, receives, moments) if is_scaled else contextlib.nullcontext():
         yield
 
@@ -401,6 +401,6 @@ def unread_states(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Around loading a checkpoint where states are shared out: `state_dict()`, which some loaders look at for names and
     shapes, gives placeholders inside."""
     inner = unwrapped(optimizer)
-    is_scaled = isinstance(inner, adamw.ScaledStates)
+    is_scaled = isinstance(inner, scaled_states.ScaledStates)
     with checkpoint.unread_states(inner) if is_scaled else contextlib.nullcontext():
         yield

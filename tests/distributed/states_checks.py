@@ -32,15 +32,16 @@ from fp8_backends.comm import zero
 from fp8_backends.errors import FP8BackendError
 from fp8_backends.numerics.scaled_tensor import ScaledTensor
 from fp8_backends.numerics.sharded_tensor import local_part
-from fp8_backends.states.adamw import StateRule, convert
-from fp8_backends.states.levels import ADAM_STATES, quantize_weight, quantize_weight_shards
+from fp8_backends.states.levels import STATE_FORMATS, StateRule, quantize_weight, quantize_weight_shards
+from fp8_backends.states.optimizers import convert
 
 SCALED = [(65, 64), (1, 64), (64, 128)]  # uneven over ranks; all but one rank empty; even
 PLAIN = [(66, 64), (64,)]  # an embedding, whose states are scaled, and a norm
 
 
 def rule(level: str, rounding: str = "stochastic", block: int = 0) -> StateRule:
-    return StateRule(level, *ADAM_STATES[level], block if level != "O1" else 0, rounding)
+    first_moment, second_moment = STATE_FORMATS[level]
+    return StateRule(level, first_moment._replace(block_size=block), second_moment, rounding)
 
 
 def values(shape: tuple[int, ...], seed: int, spread: float = 0.02) -> torch.Tensor:
@@ -130,7 +131,7 @@ def assert_same(ours: tuple, theirs: tuple) -> None:
 
 
 def check_shards_step_as_one_rank_does():
-    for level in ADAM_STATES:
+    for level in STATE_FORMATS:
         for rounding in ("nearest", "stochastic"):
             states = rule(level, rounding)
             ours, reference = sharded(level, states), alone(level, states)
@@ -195,7 +196,7 @@ def trained(level: str, make=None, seeds=range(3), **options) -> tuple:
 
 
 def check_sharded_checkpoints_load_on_other_meshes():
-    for level in ADAM_STATES:
+    for level in STATE_FORMATS:
         ours = trained(level)
         folder = [tempfile.mkdtemp()] if dist.get_rank() == 0 else [None]
         dist.broadcast_object_list(folder)
@@ -212,7 +213,7 @@ def check_sharded_checkpoints_load_on_other_meshes():
 
 
 def check_whole_checkpoints_load_into_shards_and_back():
-    for level in ADAM_STATES:
+    for level in STATE_FORMATS:
         one = trained(level, alone)
         ours = sharded(level, rule(level))
         ours[1].load_state_dict(copy.deepcopy(one[1].state_dict()))

@@ -22,8 +22,9 @@ from torch import nn
 import fp8_backends
 from fp8_backends.errors import FP8BackendError, RecipeError
 from fp8_backends.numerics.scaled_tensor import ScaledTensor
-from fp8_backends.states.adamw import ScaledAdam, ScaledAdamW, StateRule, convert
-from fp8_backends.states.levels import plain_weights
+from fp8_backends.states.adamw import ScaledAdam, ScaledAdamW
+from fp8_backends.states.levels import STATE_FORMATS, StateRule, plain_weights
+from fp8_backends.states.optimizers import convert
 
 STATES = {
     "O1": (torch.float32, torch.float32),
@@ -193,7 +194,7 @@ def test_o1_with_fp32_weights_is_torch(kind):
     """A model none of whose layers is converted, trained by the converted optimizer."""
     stock_model, model = mlp(), mlp()
     stock, optimizer = OPTIMIZERS[kind](stock_model.parameters()), OPTIMIZERS[kind](model.parameters())
-    convert(optimizer, StateRule("O1", torch.float32, torch.float32, 0, "stochastic"))
+    convert(optimizer, StateRule("O1", *STATE_FORMATS["O1"], "stochastic"))
     train(stock_model, stock, range(6))
     train(model, optimizer, range(6))
     for a, b in zip(stock_model.parameters(), model.parameters(), strict=True):

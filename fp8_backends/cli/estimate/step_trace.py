@@ -36,7 +36,7 @@ from ...numerics.kernels.loss.dispatch import cross_entropy
 from ...numerics.kernels.quantize import dispatch as quantization
 from ...numerics.scaled_tensor import ScaledTensor
 from ...recipes.handlers import FP8RecipeKwargs, Recipe
-from ...states.adamw import ScaledStates
+from ...states.scaled_states import ScaledStates
 from ...training import conversion, preparation
 from ...training.auditing import converted_layers, inner_tensors, stored_bytes
 from ...training.flops import expected_flops

@@ -1,0 +1,86 @@
+"""The optimizers that levels take, and how a stock one becomes one of them.
+
+`convert` swaps the class of an optimizer that exists already: the same object, with its groups, options, hooks,
+schedulers and state, now stores its states as a level says (the table in `levels.py`). A further optimizer is a class
+of `scaled_states.ScaledStates` in a file of its own, and its place in `CONVERTED`.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+from ..errors import FP8BackendError
+from . import checkpoint, checks
+from .adamw import ScaledAdam, ScaledAdamW
+from .levels import StateRule
+from .scaled_states import ScaledStates
+
+CONVERTED: dict[type[torch.optim.Optimizer], type[ScaledStates]] = {
+    each.fp8_declared.stock: each for each in (ScaledAdamW, ScaledAdam)
+}
+"""Stock class -> the class of what `convert` makes of its objects."""
+
+
+def convert(optimizer: torch.optim.Optimizer, rule: StateRule) -> None:
+    """Swap the class of a stock optimizer, in place. Existing states are stored as `rule` says.
+
+    Repeating it with the same rule changes nothing. Raises what `check` raises.
+    """
+    check(optimizer, rule)
+    if isinstance(optimizer, ScaledStates):
+        return
+    converted = CONVERTED[type(optimizer)]
+    if "step" in optimizer.__dict__:
+        optimizer.step = _TrackedStep(optimizer, converted)
+    optimizer.__class__ = converted
+    optimizer._patch_step_function()  # PyTorch's own way to give a class's step its hooks
+    optimizer.fp8_states = rule
+    optimizer._step_supports_amp_scaling = False  # a fused stock step divides by the loss scale itself
+    for p, state in optimizer.state.items():
+        for name in converted.fp8_declared.roles:
+            if name in state:
+                state[name] = checkpoint.stored_moment(p, state[name], *optimizer.moment_format(p, name))
+
+
+def check(optimizer: torch.optim.Optimizer, rule: StateRule) -> None:
+    """Raise where `convert` would not take this optimizer. Changes nothing.
+
+    Raises:
+        FP8BackendError: another optimizer, an option that it declares as refused, or a `step` that somebody replaced.
+    """
+    if isinstance(optimizer, ScaledStates):
+        if optimizer.fp8_states != rule:
+            raise FP8BackendError(
+                f"this optimizer keeps its states at {optimizer.fp8_states} already, and {rule} is asked for: "
+                f"make a new optimizer"
+            )
+        return
+    if type(optimizer) not in CONVERTED:
+        raise FP8BackendError(
+            f"level {rule.level} trains with torch.optim.AdamW or torch.optim.Adam, not with "
+            f"{type(optimizer).__module__}.{type(optimizer).__name__}: use one of these, or level O0 "
+            f"(such as native:dynamic or te), which leaves weights and optimizer alone"
+        )
+    for group in optimizer.param_groups:
+        checks.check_options(group, CONVERTED[type(optimizer)].fp8_declared.refused)
+    # a learning-rate scheduler puts a `step` on the instance that calls the old class; it is given the new one
+    if not getattr(optimizer.__dict__.get("step"), "_wrapped_by_lr_sched", "step" not in optimizer.__dict__):
+        raise FP8BackendError(
+            f"optimizer.step was replaced on this {type(optimizer).__name__} object: prepare it before it is wrapped"
+        )
+
+
+class _TrackedStep:
+    """A `step` that notes that it was called, as PyTorch's schedulers put it on an optimizer; for a converted class."""
+
+    _wrapped_by_lr_sched = True
+
+    def __init__(self, optimizer: torch.optim.Optimizer, converted: type) -> None:
+        self.optimizer, self.converted = weakref.ref(optimizer), converted
+
+    def __call__(self, *args, **kwargs):
+        optimizer = self.optimizer()
+        optimizer._opt_called = True
+        return self.converted.step(optimizer, *args, **kwargs)
