@@ -1,9 +1,10 @@
 """Adam and AdamW over scaled weights, gradients and states.
 
-The step reads and writes the scaled FP16 weight; at O3 that is the master, which the E4M3 weight is then made of. It
-computes in FP32, and rounds what it stores with scales that follow from bounds of this step's amaxes, or from these
-(`optimizer_scales`): all parameters in one kernel where the device has one (`numerics/kernels/adam`). Plain FP32
-parameters with FP32 states (O1, or tensors of fewer than 4096 elements) are left to PyTorch's own implementation.
+The step reads and writes the scaled weight: FP16, at O4 E4M3 codes with residuals, at O5 E4M3 alone; at O3 it is the
+master, which the E4M3 weight is then made of. It computes in FP32, and rounds what it stores with scales that follow
+from bounds of this step's amaxes, or from these (`optimizer_scales`): all parameters in one kernel where the device has
+one (`numerics/kernels/adam`). Plain FP32 parameters with FP32 states (O1, or tensors of fewer than 4096 elements) are
+left to PyTorch's own implementation.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ ADAMW = Declaration(
         "betas": Range("from 0 to below 1", least=0.0, most=1.0 - 2.0**-53),
     },
     refused=("amsgrad", "differentiable"),
+    with_feedback={"eps": Range("at least 2**-63", least=LEAST_ROOT), "betas": Range("above 0", least=2.0**-149)},
 )
 
 
@@ -82,6 +84,7 @@ class ScaledMoments(ScaledStates):
                 copy=None if view.copy is None else slot_of(view.copy),
                 first=view.first,
                 finite=view.finite,
+                feedback=self.fp8_states.feeds_back and isinstance(view.weight, ScaledTensor),
             )
             for view, state, hyper in zip(views, states, _hypers(views, states), strict=True)
         ]
@@ -102,10 +105,11 @@ class ScaledMoments(ScaledStates):
         )
 
     def _with_record(self, job: Job, view: LocalView, state: dict[str, Any]) -> Job:
-        """The job as a step of one pass; as it is where nothing has a scale, or eps is too small for a bound of an
-        update, or no kernel keeps the record in passing."""
+        """The job as a step of one pass, which feedback always is; as it is where nothing has a scale, or eps is too
+        small for a bound of an update, or no kernel keeps the record in passing."""
         scaled = any(slot.scale_inv is not None for slot in job.written)
-        if not (scaled and view.group["eps"] >= LEAST_ROOT and has_kernels(job.weight.data)):
+        pays = scaled and view.group["eps"] >= LEAST_ROOT and has_kernels(job.weight.data)
+        if not (pays or job.feedback):
             return job
         parts = _recorded_parts(view, state)
         return job._replace(record=self._records().take(id(view.parameter), job.written, parts))
@@ -117,8 +121,9 @@ class ScaledMoments(ScaledStates):
         return self.fp8_records
 
     def lost_updates(self) -> float | None:
-        """`share_of_lost_updates` of this optimizer."""
-        return share_of_lost_updates(self)
+        """`share_of_lost_updates` of this optimizer; None at O5, where steps that follow make up for what rounding
+        takes from one, and chance decides most of what is stored of it."""
+        return None if self.fp8_states.feeds_back else share_of_lost_updates(self)
 
 
 class ScaledAdamW(ScaledMoments, torch.optim.AdamW):
@@ -135,13 +140,18 @@ class ScaledAdam(ScaledMoments, torch.optim.Adam):
 
 def _recorded_parts(view: LocalView, state: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors whose contents a record describes. A plain weight has no scale, and its record is not read."""
-    weight = stored_parts(view.weight) if isinstance(view.weight, ScaledTensor) else ()
+    weight = stored_parts(view.weight, with_master=True) if isinstance(view.weight, ScaledTensor) else ()
     return [*weight, *(part for name in MOMENTS for part in stored_parts(local_part(state[name])))]
 
 
 def _remember_amaxes(stored: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
-    """Let weights know the amaxes of their data from the records of what is stored: the next forward casts them."""
-    known = [(w, record) for w, record in stored if record is not None and isinstance(w, ScaledTensor)]
+    """Let weights know the amaxes of their data from the records of what is stored: the next forward casts them. That
+    of a pair is of codes and residuals, and its codes are not cast."""
+    known = [
+        (w, record)
+        for w, record in stored
+        if record is not None and isinstance(w, ScaledTensor) and w.stored.residual is None
+    ]
     if known:
         # scales are powers of two: nothing is rounded
         amaxes = torch._foreach_div([record[0] for _, record in known], [w._scale_inv for w, _ in known])

@@ -3,9 +3,9 @@ changes: a state dict that is refused leaves the optimizer as it was."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,6 +17,10 @@ from ..numerics.sharded_tensor import is_distributed, local_part
 from ..words import counted
 from .checkpoint import MASTER
 from .sharding import agree
+
+if TYPE_CHECKING:
+    from .levels import StateRule
+    from .scaled_states import Declaration
 
 STEP = "step"
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -55,15 +59,25 @@ def check_states(
         raise FP8BackendError(f"the optimizer's state cannot be loaded, and nothing was changed: {fault}")
 
 
-def check_options(group: Mapping[str, Any], refused: Sequence[str]) -> None:
+def check_options(group: Mapping[str, Any], declared: Declaration, rule: StateRule) -> None:
     """Raise `FP8BackendError` for options that scaled weights and states do not take."""
-    if fault := _refused_option(group, refused):
+    if fault := _refused_option(group, declared, rule):
         raise FP8BackendError(fault)
 
 
-def _refused_option(group: Mapping[str, Any], refused: Sequence[str]) -> str | None:
-    asked = [option for option in refused if group.get(option)]
-    return f"{asked[0]}=True is not supported with scaled weights and states: leave it out" if asked else None
+def _refused_option(group: Mapping[str, Any], declared: Declaration, rule: StateRule) -> str | None:
+    asked = [option for option in declared.refused if group.get(option)]
+    if asked:
+        return f"{asked[0]}=True is not supported with scaled weights and states: leave it out"
+    for option, allowed in (declared.with_feedback or {}).items() if rule.feeds_back else ():
+        value = group[option]
+        numbers = value if isinstance(value, (tuple, list)) else (value,)
+        if not all(isinstance(number, torch.Tensor) or allowed.holds(number) for number in numbers):
+            return (
+                f"{option}={value} is not supported at level {rule.level}, where a share of each rounding error goes "
+                f"into the first moment: it must be {allowed.words}; or use level O4"
+            )
+    return None
 
 
 def _fault(optimizer: torch.optim.Optimizer, state_dict: Any, names: Mapping[int, str]) -> str | None:
@@ -72,7 +86,7 @@ def _fault(optimizer: torch.optim.Optimizer, state_dict: Any, names: Mapping[int
         return fault
     faults = Faults(_LOST)
     for number, (own, saved) in enumerate(zip(optimizer.param_groups, state_dict["param_groups"], strict=True)):
-        if fault := _refused_option(saved, optimizer.fp8_declared.refused):
+        if fault := _refused_option(saved, optimizer.fp8_declared, optimizer.fp8_states):
             return fault
         _look_at_options(faults, optimizer, saved, f"parameter group {number}")
         known = saved.get("param_names") or own.get("param_names") or [names.get(id(p)) for p in own["params"]]

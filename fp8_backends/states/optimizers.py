@@ -63,8 +63,14 @@ def check(optimizer: torch.optim.Optimizer, rule: StateRule) -> None:
             f"{type(optimizer).__module__}.{type(optimizer).__name__}: use one of these, or level O0 "
             f"(such as native:dynamic or te), which leaves weights and optimizer alone"
         )
+    declared = CONVERTED[type(optimizer)].fp8_declared
+    if rule.feeds_back and declared.with_feedback is None:
+        raise FP8BackendError(
+            f"level {rule.level} stores weights in FP8 alone, and {type(optimizer).__name__} has no moment that takes "
+            f"what their rounding loses: use torch.optim.AdamW or Adam, or level O4"
+        )
     for group in optimizer.param_groups:
-        checks.check_options(group, CONVERTED[type(optimizer)].fp8_declared.refused)
+        checks.check_options(group, declared, rule)
     # a learning-rate scheduler puts a `step` on the instance that calls the old class; it is given the new one
     if not getattr(optimizer.__dict__.get("step"), "_wrapped_by_lr_sched", "step" not in optimizer.__dict__):
         raise FP8BackendError(

@@ -42,6 +42,9 @@ class Declaration(NamedTuple):
     """Option -> the numbers that a checkpoint may have there; every other number must be finite."""
     refused: tuple[str, ...] = ()
     """Options that scaled weights and states do not take."""
+    with_feedback: Mapping[str, Range] | None = None
+    """Option -> the numbers that it may have where its first moment takes what rounding takes from weights (O5); None:
+    the optimizer has no such feedback."""
 
 
 class LocalView(NamedTuple):
@@ -134,7 +137,7 @@ class ScaledStates:
         """This rank's part of all parameters whose steps it makes now."""
         views, count = [], itertools.count()
         for group in self.param_groups:
-            checks.check_options(group, self.fp8_declared.refused)
+            checks.check_options(group, self.fp8_declared, self.fp8_states)
             for p, index in zip(group["params"], count, strict=False):
                 if p.grad is not None and p.grad.is_sparse:
                     name = self.fp8_declared.stock.__name__
@@ -270,7 +273,7 @@ def slot_of(tensor: torch.Tensor) -> Slot:
     tensor = local_part(tensor)
     if isinstance(tensor, ScaledTensor):
         tensor.settle()
-        return Slot(tensor._data, tensor._scale_inv, tensor.block_size)
+        return Slot(tensor._data, tensor._scale_inv, tensor.block_size, tensor.stored.residual)
     return Slot(tensor.detach())
 
 
