@@ -148,9 +148,9 @@ OF_LEVELS = (
         "shard_states",
         True,
         flag,
-        "Under DDP masters (at O4 residuals) and Adam states lie on one rank each: 2 + 5/N bytes an element at O3, not "
-        "7, and 2 + 3/N at O4, not 5.",
-        levels=("O3", "O4"),
+        "Under DDP masters, residuals and Adam states lie on one rank each: 2 + 5/N bytes an element at O3, not 7, "
+        "2 + 3/N at O4, not 5, and 2 + 2/N at O5, not 4.",
+        levels=("O3", "O4", "O5"),
     ),
 )
 """Fields that levels read, whatever the backend."""

@@ -100,6 +100,14 @@ def state_rule(recipe: Recipe) -> StateRule:
     return StateRule(recipe.level, first_moment, second_moment, recipe.rounding, recipe.optimizer_scales)
 
 
+def scale_bytes_per_element(recipe: Recipe) -> float:
+    """Bytes that the scales of blocks of optimizer states take for each element of a weight; 0 where a tensor has one."""
+    if recipe.level == "O0":
+        return 0.0
+    rule = state_rule(recipe)
+    return sum(FP32.itemsize / each.block_size for each in (rule.first_moment, rule.second_moment) if each.block_size)
+
+
 def store_weights(layers: Mapping[str, nn.Module], level: str) -> None:
     """Store the `weight` of each layer as `level` says, in place; ties, frozen flags and `.grad` stay. Idempotent.
 

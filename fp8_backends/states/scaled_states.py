@@ -219,7 +219,7 @@ class ScaledStates:
         """
         if self.fp8_owners is not None and not self.fp8_whole:
             raise FP8BackendError(
-                "this optimizer's states are shared out between the ranks (level O3): save with "
+                f"this optimizer's states are shared out between the ranks (level {self.fp8_states.level}): save with "
                 "Accelerator.save_state, called on all ranks; or enter fp8_backends.whole_states(optimizer) on all "
                 "ranks around state_dict(); or prepare with shard_states=False"
             )

@@ -62,7 +62,7 @@ class Audit:
     are frozen, and count as not in FP8 in `flops_share`: nothing here proves them."""
     bytes_per_element: dict[str, float | None] = field(default_factory=dict)
     """Bytes of an element of the converted weights: `weight`, `master`, `gradient`, `optimizer`, `total`. None where
-    no optimizer is known. Of what several ranks share, the bytes on this rank over the elements of the whole."""
+    no optimizer is known. The residuals of weights (O4) count as masters. Of what several ranks share, the bytes on this rank over the elements of the whole."""
     bytes_per_parameter: dict[str, float | None] = field(default_factory=dict)
     """The same for the whole model; `weight` includes the copies that last from forward to backward."""
     dtypes: dict[str, str] = field(default_factory=dict)
@@ -70,8 +70,8 @@ class Audit:
     gradient_source: str = "none"
     """Where the gradients' bytes were read: `live` (`.grad`), `last step` (its dtype, `.grad` being freed), `none`."""
     lost_updates: float | None = None
-    """Share of the weight updates that rounding swallows. With scaled weights (O1, O2, O3) what the optimizer's next
-    step would lose, as projected on the exact update; else None until `measure_lost_updates` watched a step."""
+    """Share of the weight updates that rounding swallows. With scaled weights (O1 to O4) what the optimizer's next
+    step would lose, as projected on the exact update; at O5 None, as later steps make up for it; else None until `measure_lost_updates` watched a step."""
 
     def to_dict(self) -> dict[str, Any]:
         """The same as dictionaries, numbers and text, ready for JSON."""
@@ -372,9 +372,11 @@ def _weigh(parameter: nn.Parameter, optimizers: list, gradient_dtypes: dict[int,
         dtypes["gradient"] = _dtype_name(dtype)
     state = next((o.state[parameter] for o in optimizers if parameter in o.state), {})
     states = {key: value for key, value in state.items() if isinstance(value, torch.Tensor) and value.numel() > 1}
-    master = getattr(_local(parameter), "master", None)
+    master, residual = getattr(_local(parameter), "master", None), residual_of(parameter)
     if master is not None and not parameter.requires_grad:  # no optimizer knows it
         states["master"] = master
+    if residual is not None:
+        states["master"] = residual
     for key, value in states.items():
         kind = "master" if "master" in key else "optimizer"
         sizes[kind] += stored_bytes(value)
@@ -395,6 +397,12 @@ def _average(weighed: list[_Weighed], knows_optimizer: bool, transient_bytes: fl
 def stored_bytes(tensor: torch.Tensor) -> int:
     """Bytes that a tensor takes on this rank: the shard of a DTensor, the parts of a wrapper subclass."""
     return sum(inner.numel() * inner.element_size() for inner in inner_tensors(tensor))
+
+
+def residual_of(parameter: torch.Tensor) -> torch.Tensor | None:
+    """The residuals that this rank has of a weight at level O4, int8: they are no part of what products read."""
+    stored = getattr(_local(parameter), "stored", None)
+    return None if stored is None else stored.residual
 
 
 def stored_dtype(tensor: torch.Tensor) -> torch.dtype:

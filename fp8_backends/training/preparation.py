@@ -286,7 +286,7 @@ def watch_optimizer(models: nn.Module | Iterable[nn.Module], optimizer: torch.op
     models = [models] if isinstance(models, nn.Module) else list(models)
     inner = unwrapped(optimizer)
     convert_optimizer(inner, recipe)
-    if recipe.level == "O3" and recipe.shard_states:
+    if recipe.shares_states:
         _share_out_states(inner)
     guard.watch(models, inner, recipe)
     proof.watch(models, optimizer)

@@ -6,8 +6,8 @@ from torch import nn
 import fp8_backends
 from fp8_backends.numerics.scaled_tensor import ScaledTensor
 
-LEVELS = ("O1", "O2", "O3")
-STORED = {"O1": torch.float16, "O2": torch.float16, "O3": torch.float8_e4m3fn}
+LEVELS = ("O1", "O2", "O3", "O4", "O5")
+STORED = dict(zip(LEVELS, 2 * [torch.float16] + 3 * [torch.float8_e4m3fn], strict=True))
 OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, 1e-3, weight_decay=0.1),
     "adam": lambda p: torch.optim.Adam(p, 1e-3, weight_decay=0.1),

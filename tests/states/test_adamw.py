@@ -30,6 +30,8 @@ STATES = {
     "O1": (torch.float32, torch.float32),
     "O2": (torch.float8_e4m3fn, torch.float16),
     "O3": (torch.float8_e4m3fn, torch.float16),
+    "O4": (torch.float8_e4m3fn, torch.uint8),
+    "O5": (torch.float8_e4m3fn, torch.uint8),
 }
 
 

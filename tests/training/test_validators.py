@@ -243,7 +243,7 @@ CASES = [
     ),
     ("fuse_norms_zero3", (FUSED, {**DS, "zero_stage": 3}), (FUSED, {**DS, "zero_stage": 2}), ""),
     ("o3_alone", ("msamp:O3", {"world_size": 1}), ("msamp:O3", {"world_size": 2}), ""),
-    ("o3_ddp_saving", ("msamp:O3", DDP), ({"backend": "msamp:O3", "shard_states": False}, DDP), ""),
+    ("shared_states_saving", ("msamp:O4", DDP), ({"backend": "msamp:O3", "shard_states": False}, DDP), ""),
     ("tensor_parallel", ("native", {"tensor_parallel": 2}), ("native", {"tensor_parallel": 1}), "2 ranks"),
     ("megatron", ("te", {"parallel": "megatron"}), ("te", DDP), ""),
     ("tpu", ("native", {"parallel": "tpu"}), ("native", DDP), ""),

@@ -38,7 +38,7 @@ from ...numerics.scaled_tensor import ScaledTensor
 from ...recipes.handlers import FP8RecipeKwargs, Recipe
 from ...states.scaled_states import ScaledStates
 from ...training import conversion, preparation
-from ...training.auditing import converted_layers, inner_tensors, stored_bytes
+from ...training.auditing import converted_layers, inner_tensors, residual_of, stored_bytes
 from ...training.flops import expected_flops
 from ...training.weight_products import find_weight_products
 from ...training.work import Work, WorkMeter
@@ -396,6 +396,8 @@ class _Step:
             self.tracker.assign(parameter, WEIGHTS)
             if getattr(parameter, "master", None) is not None:
                 self.tracker.assign(parameter.master, MASTER)
+            if (residual := residual_of(parameter)) is not None:
+                self.tracker.assign(residual, MASTER)
         for buffer in self.model.buffers():
             self.tracker.assign(buffer, BUFFERS)
         for state in self.optimizer.state.values():
