@@ -140,7 +140,7 @@ class ScaledAdam(ScaledMoments, torch.optim.Adam):
 
 def _recorded_parts(view: LocalView, state: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors whose contents a record describes. A plain weight has no scale, and its record is not read."""
-    weight = stored_parts(view.weight, with_master=True) if isinstance(view.weight, ScaledTensor) else ()
+    weight = stored_parts(view.weight, exact=True) if isinstance(view.weight, ScaledTensor) else ()
     return [*weight, *(part for name in MOMENTS for part in stored_parts(local_part(state[name])))]
 
 
@@ -150,7 +150,7 @@ def _remember_amaxes(stored: Iterable[tuple[torch.Tensor, torch.Tensor | None]])
     known = [
         (w, record)
         for w, record in stored
-        if record is not None and isinstance(w, ScaledTensor) and w.stored.residual is None
+        if record is not None and isinstance(w, ScaledTensor) and w.residual is None
     ]
     if known:
         # scales are powers of two: nothing is rounded

@@ -28,11 +28,12 @@ from torch import nn
 from ..errors import FP8BackendError
 from ..numerics.formats import ROOT8
 from ..numerics.parameter_swap import refuse_if_held, swap
-from ..numerics.scaled_tensor import SHARD, ScaledTensor, agree_on_scale, quantize, quantize_pair
+from ..numerics.scaled_tensor import SHARD, ScaledTensor, agree_on_scale, quantize, quantize_pair, write_parts
 from ..numerics.sharded_tensor import (
     dequantize_shards,
     is_distributed,
     local_part,
+    quantize_pair_shards,
     quantize_shards,
     shard_groups,
     with_local,
@@ -156,25 +157,27 @@ def quantize_weight(values: torch.Tensor, level: str) -> ScaledTensor:
 
 def quantize_weight_shards(values: torch.Tensor, level: str) -> torch.Tensor:
     """`quantize_weight` for a DTensor. Its ranks agree on the scales, so all of them call it."""
-    weight = quantize_shards(values, FP16)
     if level == "O3":
-        master, weight = weight, quantize_shards(dequantize_shards(weight, FP32), E4M3, weight.dtype)
+        master = quantize_shards(values, FP16)
+        weight = quantize_shards(dequantize_shards(master, FP32), E4M3, master.dtype)
         local_part(weight).master = local_part(master)
         local_part(master).partial = SHARD
+    else:
+        weight = quantize_pair_shards(values) if level == "O4" else quantize_shards(values, WEIGHT[level])
     local_part(weight).partial = SHARD
     return weight
 
 
 def write_weight_shards(weight: torch.Tensor, values: torch.Tensor) -> None:
-    """Write plain values, a DTensor that lies as `weight` does, into the shards of `weight` and of its master. The
-    ranks agree on the scales, so all of them call it."""
+    """Write plain values, a DTensor that lies as `weight` does, into the shards of `weight` and of its master or
+    residual. The ranks agree on the scales, so all of them call it."""
     local = local_part(weight.detach())
     local.settle()
     for target in (local.master, local):
         if target is not None:
-            shards = quantize_shards(values, target._data.dtype)
-            target._data.copy_(local_part(shards)._data)
-            target._scale_inv.copy_(local_part(shards)._scale_inv)
+            is_pair = target.residual is not None
+            shards = quantize_pair_shards(values) if is_pair else quantize_shards(values, target._data.dtype)
+            write_parts(target, local_part(shards))
             values = dequantize_shards(shards, FP32)
 
 

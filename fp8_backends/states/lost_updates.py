@@ -55,7 +55,7 @@ def _rounded_step(
     moments = [_float(state[name]) / beta for name, beta in zip(MOMENTS, group["betas"], strict=True)]
     decay = group["weight_decay"] if group["decoupled_weight_decay"] else 0.0
     scaled_adam_(
-        Slot(stepped._data, stepped._scale_inv, residual=stepped.stored.residual),
+        Slot(stepped._data, stepped._scale_inv, residual=stepped.residual),
         Slot(torch.zeros_like(moments[0])),
         *map(Slot, moments),
         adam_hyper(group["lr"], group["betas"], group["eps"], decay, state["step"], weight.device),

@@ -273,7 +273,7 @@ def slot_of(tensor: torch.Tensor) -> Slot:
     tensor = local_part(tensor)
     if isinstance(tensor, ScaledTensor):
         tensor.settle()
-        return Slot(tensor._data, tensor._scale_inv, tensor.block_size, tensor.stored.residual)
+        return Slot(tensor._data, tensor._scale_inv, tensor.block_size, tensor.residual)
     return Slot(tensor.detach())
 
 

@@ -401,8 +401,7 @@ def stored_bytes(tensor: torch.Tensor) -> int:
 
 def residual_of(parameter: torch.Tensor) -> torch.Tensor | None:
     """The residuals that this rank has of a weight at level O4, int8: they are no part of what products read."""
-    stored = getattr(_local(parameter), "stored", None)
-    return None if stored is None else stored.residual
+    return getattr(_local(parameter), "residual", None)
 
 
 def stored_dtype(tensor: torch.Tensor) -> torch.dtype:

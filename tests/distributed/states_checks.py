@@ -35,13 +35,16 @@ from fp8_backends.numerics.sharded_tensor import local_part
 from fp8_backends.states.levels import STATE_FORMATS, StateRule, quantize_weight, quantize_weight_shards
 from fp8_backends.states.optimizers import convert
 
-SCALED = [(65, 64), (1, 64), (64, 128)]  # uneven over ranks; all but one rank empty; even
-PLAIN = [(66, 64), (64,)]  # an embedding, whose states are scaled, and a norm
+SCALED = [(65, 128), (1, 64), (64, 128)]  # uneven over ranks; all but one rank empty; even
+PLAIN = [(66, 128), (64,)]  # an embedding, whose states are scaled, and a norm
+"""Rows of 128: a block lies on one rank, and is the same one there as on one rank alone."""
 
 
 def rule(level: str, rounding: str = "stochastic", block: int = 0) -> StateRule:
     first_moment, second_moment = STATE_FORMATS[level]
-    return StateRule(level, first_moment._replace(block_size=block), second_moment, rounding)
+    if block:
+        first_moment = first_moment._replace(block_size=block)
+    return StateRule(level, first_moment, second_moment, rounding)
 
 
 def values(shape: tuple[int, ...], seed: int, spread: float = 0.02) -> torch.Tensor:
@@ -117,7 +120,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
-    return tensor.dequantize(torch.float32) if isinstance(tensor, ScaledTensor) else tensor
+    return tensor.exact(torch.float32) if isinstance(tensor, ScaledTensor) else tensor
 
 
 def assert_same(ours: tuple, theirs: tuple) -> None:
@@ -132,7 +135,7 @@ def assert_same(ours: tuple, theirs: tuple) -> None:
 
 def check_shards_step_as_one_rank_does():
     for level in STATE_FORMATS:
-        for rounding in ("nearest", "stochastic"):
+        for rounding in ("nearest", "stochastic")[level == "O5" :]:  # which knows no other
             states = rule(level, rounding)
             ours, reference = sharded(level, states), alone(level, states)
             hybrid = sharded(level, states, lies=over_half_of_the_ranks())
