@@ -122,7 +122,7 @@ class Connection(DDPBackward):
         self.group = group
         self.reducer: GradientReducer | None = None
         self.owners: SharedOut | None = None
-        """Who owns masters and optimizer states, where each lies on one rank."""
+        """Who owns optimizer states, masters and residuals, where each lies on one rank."""
         self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         """The optimizers that train the scaled weights."""
 
@@ -144,7 +144,7 @@ class Connection(DDPBackward):
         for tensor in tensors:
             if isinstance(tensor, ScaledTensor):
                 tensor.settle()
-            for stored in stored_parts(tensor, with_master=True):
+            for stored in stored_parts(tensor, exact=True):
                 _broadcast(stored, source, self.group)
 
     def make_states_equal(self, source: int) -> None:
@@ -316,9 +316,9 @@ class _Connected:
             return stock
         if connection.owners is not None:
             raise FP8BackendError(
-                "uneven inputs: a rank that has run out of them takes no optimizer steps, and at level O3 each rank "
-                "makes those of the weights that it owns: prepare with shard_states=False, or give all ranks as many "
-                "batches (Accelerate: even_batches=True)"
+                "uneven inputs: a rank that has run out of them takes no optimizer steps, and each rank makes those "
+                "of the weights that it owns (shard_states): prepare with shard_states=False, or give all ranks as "
+                "many batches (Accelerate: even_batches=True)"
             )
         if not kwargs.get("divide_by_initial_world_size", True):
             raise FP8BackendError(
