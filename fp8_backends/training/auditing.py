@@ -19,7 +19,7 @@ from ..compute.profiling import Layer, ProductProfile
 from ..errors import FP8BackendError
 from ..notebooks import as_html
 from ..numerics.modules import check_is_module, plain_name
-from ..numerics.sharded_tensor import full_shape
+from ..numerics.sharded_tensor import full_shape, local_part
 from ..words import share
 from . import conversion
 from .flops import Flops, count_flops, tokens_of
@@ -422,7 +422,7 @@ def inner_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     if hasattr(tensor, "ds_tensor") and tensor.numel() == 0:
         return tensor.ds_tensor  # this rank's part under ZeRO-3
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local_part(tensor)
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
