@@ -371,12 +371,13 @@ class ScaledTensor(WithoutMemory):
     @property
     def context(self) -> tuple[torch.dtype, int, bool, bool | str]:
         """What makes the tensor besides data and scale_inv, as its constructor takes it."""
-        if self._view is not None and self.block_size:
+        whole = self.stored.data
+        if self.block_size and (self.shape, self.stride()) != (whole.shape, whole.stride()):
             raise FP8BackendError(
                 f"a view of shape {tuple(self.shape)} of a ScaledTensor with a scale for each {self.block_size} "
                 f"elements cannot be taken apart: read it with dequantize()"
             )
-        is_part = self.numel() < self.stored.data.numel()
+        is_part = self.numel() < whole.numel()
         return self.dtype, self.block_size, self.accumulates, self.partial or is_part
 
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
