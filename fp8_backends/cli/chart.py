@@ -30,7 +30,13 @@ ROWS = (
 ModelAndOptimizer = tuple[nn.Module, torch.optim.Optimizer]
 
 _NAMES = {
-    "float32": "FP32", "float16": "FP16", "bfloat16": "BF16", "float8_e4m3fn": "FP8", "uint8": "FP8", "int8": "INT8"}
+    "float32": "FP32",
+    "float16": "FP16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "FP8",
+    "uint8": "FP8",
+    "int8": "INT8",
+}
 _LEGEND = (
     ("bytes", "per element of the converted weights, read from live tensors after one optimizer step"),
     ("transient", "copies of the weights that autograd keeps from forward to backward, beyond these bytes"),

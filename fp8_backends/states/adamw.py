@@ -9,6 +9,7 @@ left to PyTorch's own implementation.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from ..numerics.kernels.adam.dispatch import AdamSteps, Job, adam_hypers, has_ke
 from ..numerics.scaled_tensor import KnownAmax, ScaledTensor, stored_parts
 from ..numerics.sharded_tensor import local_part
 from . import sharding
+from .levels import FEEDBACK_LR
 from .lost_updates import MOMENTS, share_of_lost_updates
 from .records import Records
 from .scaled_states import Declaration, LocalView, ScaledStates, slot_of
@@ -68,6 +70,9 @@ class ScaledMoments(ScaledStates):
         )
 
     def _step_scaled(self, views: Sequence[LocalView]) -> None:
+        if self.fp8_states.feeds_back:
+            for group in self.param_groups:
+                self._fit_feedback(group)
         states = [self.state_of(view.group, view.parameter) for view in views]
         torch._foreach_add_([state["step"] for state in states], 1.0)
         jobs = [
@@ -103,6 +108,20 @@ class ScaledMoments(ScaledStates):
         _remember_amaxes(
             [(view.weight, job.record) for job, view in zip(jobs, views, strict=True) if not view.is_shard]
         )
+
+    def _fit_feedback(self, group: dict[str, Any]) -> None:
+        """Scale exp_avg of scaled weights down, by a power of two, where the learning rate has at least doubled.
+
+        It holds what rounding took from a weight, divided by the step size of then: a larger one would move the weight
+        by more than was taken, many times after a restart of a schedule."""
+        lr, fit = float(group["lr"]), group.get(FEEDBACK_LR, 0.0)
+        if lr >= 2 * fit > 0:
+            factor = 2.0 ** -math.ceil(math.log2(lr / fit))
+            for p in group["params"]:
+                if isinstance(local_part(p), ScaledTensor) and "exp_avg" in self.state.get(p, {}):
+                    local_part(self.state[p]["exp_avg"]).mul_(factor)
+        if 0 < lr < fit or lr >= 2 * fit:  # at 0 nothing is fed back
+            group[FEEDBACK_LR] = lr or fit
 
     def _with_record(self, job: Job, view: LocalView, state: dict[str, Any]) -> Job:
         """The job as a step of one pass, which feedback always is; as it is where nothing has a scale, or eps is too
@@ -148,9 +167,7 @@ def _remember_amaxes(stored: Iterable[tuple[torch.Tensor, torch.Tensor | None]])
     """Let weights know the amaxes of their data from the records of what is stored: the next forward casts them. That
     of a pair is of codes and residuals, and its codes are not cast."""
     known = [
-        (w, record)
-        for w, record in stored
-        if record is not None and isinstance(w, ScaledTensor) and w.residual is None
+        (w, record) for w, record in stored if record is not None and isinstance(w, ScaledTensor) and w.residual is None
     ]
     if known:
         # scales are powers of two: nothing is rounded

@@ -16,6 +16,7 @@ from ..numerics.scaled_tensor import ScaledTensor
 from ..numerics.sharded_tensor import is_distributed, local_part
 from ..words import counted
 from .checkpoint import MASTER
+from .levels import FEEDBACK_LR
 from .sharding import agree
 
 if TYPE_CHECKING:
@@ -145,6 +146,7 @@ def _look_at_options(faults: Faults, optimizer: torch.optim.Optimizer, group: Ma
                 faults.add(f"{name} of {where} are not {counted(len(default), 'number')}. {_OF_ANOTHER}")
         elif isinstance(default, (Real, torch.Tensor)):
             _look_at_number(faults, value, allowed, f"{name} of {where}")
+    _look_at_number(faults, group.get(FEEDBACK_LR, 0.0), NOT_NEGATIVE, f"{FEEDBACK_LR} of {where}")
 
 
 def _look_at_number(faults: Faults, number: Any, allowed: Range, name: str) -> None:

@@ -50,6 +50,9 @@ WEIGHT = {"O1": FP16, "O2": FP16, "O3": E4M3, "O4": E4M3, "O5": E4M3}
 BLOCK = 128
 """Elements of a state that share a scale, where it is stored in blocks."""
 
+FEEDBACK_LR = "feedback_lr"
+"""Key of a parameter group at O5: the learning rate that its first moments are fit for."""
+
 LEVEL = "_fp8_level"
 """Attribute of a layer whose weight is stored at a level."""
 

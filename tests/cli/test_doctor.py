@@ -49,7 +49,10 @@ def test_all_that_can_run_is_tested_and_proven(capsys):
     found = json.loads(capsys.readouterr().out)
     tests = {test["backend"]: test for test in found["tests"]}
     scalings = [f"native:{scaling}" for scaling in NativeCompute.scalings]
-    assert set(tests) >= {*scalings, "msamp:O1", "msamp:O2", "msamp:O3", "msamp:O4", "msamp:O5", "ao:tensorwise"} and "te:delayed" not in tests
+    assert (
+        set(tests) >= {*scalings, "msamp:O1", "msamp:O2", "msamp:O3", "msamp:O4", "msamp:O5", "ao:tensorwise"}
+        and "te:delayed" not in tests
+    )
     # on a CPU whose operator is not mended
     lacks_rowwise = hardware.torch_release() < (2, 13) and hardware.cpu_scaled_mm()
     for name, test in tests.items():
