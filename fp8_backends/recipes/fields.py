@@ -116,8 +116,8 @@ OF_LEVELS = (
         "rounding",
         "stochastic",
         one_of("stochastic", "nearest"),
-        "How stored weights and Adam states are rounded; nearest, MS-AMP's own, loses small updates. O5 knows stochastic "
-        "alone.",
+        "How stored weights and Adam states are rounded; nearest, MS-AMP's own, loses small updates. O5 knows "
+        "stochastic alone.",
         levels=ABOVE_O0_BUT_O5,
     ),
     Field(

@@ -1,6 +1,7 @@
 """What a recipe promises: one row of the chart of levels, and its bytes per converted weight element.
 
-The rows are MS-AMP's table of optimization levels, and two further ones. `audit` reads from live tensors what really happened.
+The rows are MS-AMP's table of optimization levels, and two further ones.
+`audit` reads from live tensors what really happened.
 """
 
 from __future__ import annotations

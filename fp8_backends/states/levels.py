@@ -105,7 +105,7 @@ def state_rule(recipe: Recipe) -> StateRule:
 
 
 def scale_bytes_per_element(recipe: Recipe) -> float:
-    """Bytes that the scales of blocks of optimizer states take for each element of a weight; 0 where a tensor has one."""
+    """Bytes that the scales of blocks of optimizer states take for each element of a weight."""
     if recipe.level == "O0":
         return 0.0
     rule = state_rule(recipe)

@@ -62,7 +62,8 @@ class Audit:
     are frozen, and count as not in FP8 in `flops_share`: nothing here proves them."""
     bytes_per_element: dict[str, float | None] = field(default_factory=dict)
     """Bytes of an element of the converted weights: `weight`, `master`, `gradient`, `optimizer`, `total`. None where
-    no optimizer is known. The residuals of weights (O4) count as masters. Of what several ranks share, the bytes on this rank over the elements of the whole."""
+    no optimizer is known. The residuals of weights (O4) count as masters. Of what several ranks
+    share, the bytes on this rank over the elements of the whole."""
     bytes_per_parameter: dict[str, float | None] = field(default_factory=dict)
     """The same for the whole model; `weight` includes the copies that last from forward to backward."""
     dtypes: dict[str, str] = field(default_factory=dict)
@@ -71,7 +72,8 @@ class Audit:
     """Where the gradients' bytes were read: `live` (`.grad`), `last step` (its dtype, `.grad` being freed), `none`."""
     lost_updates: float | None = None
     """Share of the weight updates that rounding swallows. With scaled weights (O1 to O4) what the optimizer's next
-    step would lose, as projected on the exact update; at O5 None, as later steps make up for it; else None until `measure_lost_updates` watched a step."""
+    step would lose, as projected on the exact update; at O5 None, as later steps make up for it;
+    else None until `measure_lost_updates` watched a step."""
 
     def to_dict(self) -> dict[str, Any]:
         """The same as dictionaries, numbers and text, ready for JSON."""

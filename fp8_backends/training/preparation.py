@@ -378,16 +378,17 @@ def _identity(root: nn.Module) -> int:
 @contextlib.contextmanager
 def whole_states(optimizer: torch.optim.Optimizer, receives: bool = True, moments: bool = True) -> Iterator[None]:
     """Around the writing of a checkpoint on several ranks at levels O3 to O5: masters, residuals and optimizer states
-    that are shared out between the ranks are whole inside, so that `state_dict()` of model and optimizer give them to the bit.
+    that are shared out between the ranks are whole inside, so that `state_dict()` of model and optimizer give them to
+    the bit.
 
     All ranks enter and leave it. An optimizer that no level has converted is left as it is. A checkpoint is loaded
     without it: every rank loads the whole, and keeps what it owns.
 
     Args:
         receives: whether they are wanted on this rank: up to 5 bytes an element on the CPU, and 12 more in the
-            optimizer's `state_dict()`, whose values are plain. Elsewhere `state_dict()` works inside too, at any level, with
-            placeholders on the meta device: for weights of other ranks, whose states it leaves out, and for this rank's
-            scaled states.
+            optimizer's `state_dict()`, whose values are plain. Elsewhere `state_dict()` works inside too, at any level,
+            with placeholders on the meta device: for weights of other ranks, whose states it leaves out, and for this
+            rank's scaled states.
         moments: False for weights alone, 2 bytes an element at most.
     """
     check_is_optimizer(optimizer)

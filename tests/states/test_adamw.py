@@ -510,6 +510,7 @@ def test_feedback_moves_a_weight_by_no_more_than_rounding_took_where_the_learnin
     other.load_state_dict(saved(model.state_dict()))
     resumed.load_state_dict(saved(optimizer.state_dict()))
     for each, of_each in ((model, optimizer), (other, resumed)):
+        train(each, of_each, [10])
         before = values_of(each)["0.weight"]
         of_each.param_groups[0]["lr"] = 1e-3
         for _ in range(30):

@@ -170,8 +170,8 @@ ENGINE_RULES = (
         "info",
         lambda s: s.recipe.shares_states and s.parallel == "ddp",
         "under DDP each rank has the masters, residuals and states of its own part at O3 to O5, so a state dict needs "
-        "all ranks: a loop that saves on rank 0 alone gets an error (under transformers' Trainer, which does, each rank "
-        "keeps all)",
+        "all ranks: a loop that saves on rank 0 alone gets an error (under transformers' Trainer, which does, each "
+        "rank keeps all)",
         "save with Accelerator.save_state, or set shard_states=False",
     ),
     Rule(
