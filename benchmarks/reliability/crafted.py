@@ -100,7 +100,7 @@ def bytes_of(value: Any) -> Any:
     """All that a tensor stores; another value itself."""
     if not isinstance(value, torch.Tensor):
         return value
-    parts = stored_parts(value.detach(), with_master=True)
+    parts = stored_parts(value.detach(), exact=True)
     return [(part.dtype, part.shape, bytes(part.reshape(-1).view(torch.uint8).numpy())) for part in parts]
 
 

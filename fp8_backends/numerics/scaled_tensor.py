@@ -597,9 +597,9 @@ def quantize_pair(
     amax = tensor_amax_of(values) if amax is None else amax
     scale = power_of_two_scale(amax, E4M11)
     scaled = values.float() * scale
-    codes, residual = rounding.encoded_pair(*rounding.nearest(scaled, E4M11), scaled)
+    codes, lower_bits = rounding.encoded_pair(*rounding.nearest(scaled, E4M11), scaled)
     pair = ScaledTensor(codes.view(E4M3.dtype), scale_inv_of(scale, amax), dtype or _stands_for(values))
-    pair.residual = residual
+    pair.residual = lower_bits
     return pair
 
 

@@ -74,7 +74,7 @@ def test_adapters_are_converted_where_they_are_named(launched, tmp_path):
 
 def test_an_adapter_that_trains_is_not_kept_in_fp8(launched, tmp_path):
     launched("native", params="true", include="*q_proj*")
-    with pytest.raises(RecipeError, match=r"32 -> 8 trains: .*use msamp:O3.*adapters, in exclude"):
+    with pytest.raises(RecipeError, match=r"32 -> 8 trains: .*use level O3.*adapters, in exclude"):
         trained(tmp_path)
 
 

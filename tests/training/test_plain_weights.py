@@ -48,7 +48,7 @@ def step(model, optimizer) -> float:
 
 
 def bits(model) -> list[torch.Tensor]:
-    parts = (part for p in model.parameters() for part in stored_parts(p.detach(), with_master=True))
+    parts = (part for p in model.parameters() for part in stored_parts(p.detach(), exact=True))
     return [part.detach().clone().view(-1).view(torch.uint8) for part in parts]
 
 
