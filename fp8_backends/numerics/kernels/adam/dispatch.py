@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ...formats import ROOT8
 from .. import triton_gate
 from . import cpu
 from .passes import Passes
@@ -161,8 +160,6 @@ def has_kernels(tensor: torch.Tensor) -> bool:
 
 def _kernels(kind: Kind, weight: torch.Tensor) -> Kernels | None:
     """The fused kernels for parameters of a kind on the device of this one."""
-    if kind.split or kind.feedback or kind.format(3) is ROOT8:
-        return None
     if triton_gate.usable(weight):
         from . import triton_adam  # Triton takes a second to load
 
