@@ -98,10 +98,10 @@ def check(optimizer: torch.optim.Optimizer, rule: StateRule) -> None:
     converted = _converted(type(optimizer))
     if converted is None:
         raise FP8BackendError(
-            f"level {rule.level} trains with torch.optim's {', '.join(each.__name__ for each in CONVERTED)}, not with "
-            f"{type(optimizer).__module__}.{type(optimizer).__name__}: use one of these; or name its states in "
-            f"fp8_roles of a subclass, if its step is elementwise; or use level O0 (such as native:dynamic or te), "
-            f"which leaves weights and optimizer alone"
+            f"level {rule.level} trains with torch.optim.AdamW, Adam, SGD, Muon or Adafactor, not with "
+            f"{type(optimizer).__module__}.{type(optimizer).__name__}: use one of these; or level O0 (such as "
+            f"native:dynamic or te), which leaves weights and optimizer alone; or, where its step is elementwise, a "
+            f"subclass that names its states in fp8_roles"
         )
     for group in optimizer.param_groups:
         checks.check_options(group, converted.fp8_declared.refused)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from .setup import Rule, Setup
 
-TORCH_ADAM = ("adamw_torch", "adamw_torch_fused", "adamw", "adam")
-"""Names for `torch.optim.AdamW` and `Adam`, which levels convert; transformers' and Axolotl's default among them."""
+AT_LEVELS = ("adamw_torch", "adamw_torch_fused", "adamw", "adam", "sgd", "muon", "torch.optim.adafactor")
+"""Names for the classes of `torch.optim` that levels convert; transformers' and Axolotl's default among them. Their
+`adafactor` is another than PyTorch's."""
 BITSANDBYTES = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "lion_8bit", "paged_lion_8bit", "ademamix_8bit")
 
 
@@ -66,9 +67,9 @@ OPTIMIZER_RULES = (
     Rule(
         "level_optimizer",
         "error",
-        lambda s: s.has_level and s.optimizer is not None and _name(s) not in TORCH_ADAM,
-        "the levels O1, O2 and O3 train with torch.optim.AdamW or Adam, whose states they store themselves: in 8 and "
-        "16 bits at O2 and O3",
+        lambda s: s.has_level and s.optimizer is not None and _name(s) not in AT_LEVELS,
+        "the levels O1, O2 and O3 train with torch.optim.AdamW, Adam, SGD, Muon or Adafactor, whose states they store "
+        "themselves: in 8 and 16 bits at O2 and O3",
         "use adamw_torch (torch.optim.AdamW), or a backend without +msamp",
         lambda s: s.optimizer,
     ),
