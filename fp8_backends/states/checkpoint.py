@@ -62,9 +62,11 @@ def load_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], lo
         load: PyTorch's own `load_state_dict`. It gets everything but declared states and masters.
     """
     groups = list(optimizer.param_groups)
-    heavy, light, roles = {}, {}, optimizer.fp8_declared.roles
+    heavy, light = {}, {}
+    parameters = _parameters_of(groups, state_dict)
     for key, state in state_dict["state"].items():
-        heavy[key] = {name: state[name] for name in (*roles, MASTER) if name in state}
+        names = (*optimizer.fp8_declared.roles, *optimizer.fp8_declared.exact_states(parameters[key].shape), MASTER)
+        heavy[key] = {name: state[name] for name in names if name in state}
         # copied: PyTorch would take over the step counter itself, and two optimizers would count in it
         light[key] = copy.deepcopy({name: value for name, value in state.items() if name not in heavy[key]})
     load({**state_dict, "state": light})
@@ -72,7 +74,7 @@ def load_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], lo
         group.clear()
         group.update(loaded)
     optimizer.param_groups[:] = groups
-    for key, p in _parameters_of(groups, state_dict).items():
+    for key, p in parameters.items():
         _load_heavy(optimizer, p, heavy.get(key, {}))
 
 
@@ -86,6 +88,9 @@ def _load_heavy(optimizer: torch.optim.Optimizer, p: torch.Tensor, saved: dict[s
     for name in optimizer.fp8_declared.roles:
         if name in saved and optimizer.owns(p):
             optimizer.state[p][name] = stored_moment(p, saved[name], *optimizer.moment_format(p, name))
+    for name in optimizer.fp8_declared.exact_states(p.shape):
+        if name in saved and optimizer.owns(p):
+            optimizer.state[p][name] = exact_state(p, saved[name])
     if MASTER in saved and isinstance(local_part(p), ScaledTensor):
         if is_distributed(p):
             write_weight_shards(p, _placed_as(p, saved[MASTER], torch.float32))
@@ -120,6 +125,11 @@ def stored_moment(p: torch.Tensor, value: torch.Tensor, dtype: torch.dtype, bloc
     if isinstance(moment, ScaledTensor):
         moment.partial, moment.is_state = is_distributed(p), True
     return with_local(p, moment)
+
+
+def exact_state(p: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """A new state of `p` that is FP32, and whole on each rank, from its values."""
+    return _whole(value).to(local_part(p).device, torch.float32, copy=True)
 
 
 def _placed_as(p: torch.Tensor, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -206,8 +216,8 @@ def _gather(optimizer: torch.optim.Optimizer, group: dict, p: torch.Tensor, rece
         rest, step = p.rest, state["step"].clone().cpu() if "step" in state else torch.tensor(-1.0)
     else:
         rest, step = _room_for_rest(p), torch.empty(())
-    names = optimizer.fp8_declared.roles
-    gathered = {name: state[name] if name in state else _room(optimizer, p, name) for name in names if moments}
+    rooms = _rooms(optimizer, group, p) if moments else {}
+    gathered = {name: state.get(name, room) for name, room in rooms.items()}
     owners.send_to_all(p, [each for each in (step, rest, *gathered.values()) if each is not None])
     if owners.owns(p):
         return
@@ -229,7 +239,11 @@ def _room_for_rest(p: torch.Tensor) -> torch.Tensor | None:
     return data if data.dtype == torch.int8 else ScaledTensor(data, torch.empty(()), p.dtype)
 
 
-def _room(optimizer: torch.optim.Optimizer, p: torch.Tensor, name: str) -> torch.Tensor:
-    """Room for a moment, on the CPU: a GPU that owns some of the weights has no room for the states of all."""
-    dtype, block_size = optimizer.moment_format(p, name)
-    return quantize(torch.zeros(p.shape), dtype, torch.float32, block_size)
+def _rooms(optimizer: torch.optim.Optimizer, group: dict, p: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Room for each state, on the CPU: a GPU that owns some of the weights has no room for the states of all."""
+    rooms = {}
+    for name in optimizer.roles_of(group):
+        dtype, block_size = optimizer.moment_format(p, name)
+        rooms[name] = quantize(torch.zeros(p.shape), dtype, torch.float32, block_size)
+    exact = optimizer.fp8_declared.exact_states(p.shape)
+    return rooms | {name: torch.zeros(shape) for name, shape in exact.items()}

@@ -3,9 +3,9 @@ changes: a state dict that is refused leaves the optimizer as it was."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -93,8 +93,8 @@ def _fault(optimizer: torch.optim.Optimizer, state_dict: Any, names: Mapping[int
         known = saved.get("param_names") or own.get("param_names") or [names.get(id(p)) for p in own["params"]]
         for key, p, name in zip(saved["params"], own["params"], known, strict=True):
             named = f"{name}, of shape" if name else "of shape"
-            state = state_dict["state"].get(key)
-            _look_at_state(faults, optimizer, p, state, f"parameter {key} ({named} {tuple(p.shape)})")
+            state, declared = state_dict["state"].get(key), _declared_states(optimizer, saved, p)
+            _look_at_state(faults, p, state, declared, f"parameter {key} ({named} {tuple(p.shape)})")
     return faults.first()
 
 
@@ -140,8 +140,9 @@ def _look_at_options(faults: Faults, optimizer: torch.optim.Optimizer, group: Ma
                 faults.add(f"{name} of {where} is {value!r}, and must be True or False")
         elif isinstance(default, (tuple, list)):
             if isinstance(value, (tuple, list)) and len(value) == len(default):
-                for number in value:
-                    _look_at_number(faults, number, allowed, f"{name} of {where}")
+                for number, own in zip(value, default, strict=True):
+                    if number is not None or own is not None:
+                        _look_at_number(faults, number, allowed, f"{name} of {where}")
             else:
                 faults.add(f"{name} of {where} are not {counted(len(default), 'number')}. {_OF_ANOTHER}")
         elif isinstance(default, (Real, torch.Tensor)):
@@ -161,33 +162,51 @@ def _look_at_number(faults: Faults, number: Any, allowed: Range, name: str) -> N
         faults.add(f"{name} is {described}, and must be one number. {_OF_ANOTHER}")
 
 
+class _Declared(NamedTuple):
+    """A state that a parameter of a saved group has."""
+
+    shape: Sequence[int]
+    allowed: Range
+
+
+def _declared_states(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], p: torch.Tensor) -> dict[str, Any]:
+    """The states that a parameter of a saved group must have, once it has any."""
+    declared, is_wide = optimizer.fp8_declared, p.is_complex() or p.dtype == torch.float64
+    found = {STEP: None} if declared.counts else {}
+    found |= {name: _Declared(p.shape, _MOMENTS[role][is_wide]) for name, role in optimizer.roles_of(group).items()}
+    exact = declared.exact_states(p.shape)
+    return found | {name: _Declared(shape, _MOMENTS["second_moment"][is_wide]) for name, shape in exact.items()}
+
+
 def _look_at_state(
-    faults: Faults, optimizer: torch.optim.Optimizer, p: torch.Tensor, state: Mapping[str, Any] | None, where: str
+    faults: Faults, p: torch.Tensor, state: Mapping[str, Any] | None, declared: dict[str, Any], where: str
 ) -> None:
     """Look at all that is saved of one parameter. One that has not been stepped has no state."""
     if not state:
         return
-    roles = optimizer.fp8_declared.roles
-    if missing := [name for name in (STEP, *roles) if name not in state]:
+    if missing := [name for name in declared if name not in state]:
         faults.add(f"{where} has no {' and no '.join(missing)}. {_OF_ANOTHER}")
         return
-    _look_at_number(faults, state[STEP], COUNT, f"{STEP} of {where}")
-    is_wide = p.is_complex() or p.dtype == torch.float64
-    for name, role in roles.items():
-        _look_at_tensor(faults, p, state[name], _MOMENTS[role][is_wide], f"{name} of {where}")
+    if STEP in state:
+        _look_at_number(faults, state[STEP], COUNT, f"{STEP} of {where}")
+    tensors = {name: each for name, each in declared.items() if each is not None}
     if MASTER in state and isinstance(local_part(p), ScaledTensor):
-        _look_at_tensor(faults, p, state[MASTER], FINITE, f"{MASTER} of {where}")
+        tensors[MASTER] = _Declared(p.shape, FINITE)
+    for name, (shape, allowed) in tensors.items():
+        _look_at_tensor(faults, p, state[name], shape, allowed, f"{name} of {where}")
 
 
-def _look_at_tensor(faults: Faults, p: torch.Tensor, value: Any, allowed: Range, name: str) -> None:
-    """Look at a state that has a number for each element of the parameter, plain or scaled, whole or a DTensor."""
+def _look_at_tensor(
+    faults: Faults, p: torch.Tensor, value: Any, shape: Sequence[int], allowed: Range, name: str
+) -> None:
+    """Look at a state that is a tensor, plain or scaled, whole or a DTensor."""
     if not isinstance(value, torch.Tensor):
         faults.add(f"{name} is {type(value).__name__} and no tensor. The file is damaged")
         return
     local = local_part(value)
     scaled = isinstance(local, ScaledTensor)
     dtypes = (p.dtype,) if p.is_complex() else _PLAIN
-    if value.shape != p.shape:
+    if value.shape != torch.Size(shape):
         faults.add(f"{name} was saved with shape {tuple(value.shape)}. {_OF_ANOTHER}")
     elif local.layout != torch.strided or local.is_quantized or (not scaled and local.dtype not in dtypes):
         faults.add(f"{name} is a tensor of {local.dtype} ({local.layout}), and must hold floating-point numbers")

@@ -96,6 +96,10 @@ class StateRule(NamedTuple):
         return self.level == "O5"
 
 
+ROLES = ("first_moment", "second_moment")
+"""The fields of `StateRule` that say how a state is stored."""
+
+
 def state_rule(recipe: Recipe) -> StateRule:
     """How the optimizer of a resolved recipe stores its states."""
     first_moment, second_moment = STATE_FORMATS[recipe.level]

@@ -7,6 +7,7 @@ of `scaled_states.ScaledStates` in a file of its own, and its place in `CONVERTE
 
 from __future__ import annotations
 
+import functools
 import weakref
 
 import torch
@@ -14,13 +15,47 @@ import torch
 from ..errors import FP8BackendError
 from . import checkpoint, checks
 from .adamw import ScaledAdam, ScaledAdamW
-from .levels import StateRule
-from .scaled_states import ScaledStates
+from .levels import ROLES, StateRule
+from .scaled_states import Declaration, ScaledStates
+from .stock_optimizers import ScaledAdafactor, ScaledMuon, ScaledSGD
+from .stock_steps import StockSteps
 
 CONVERTED: dict[type[torch.optim.Optimizer], type[ScaledStates]] = {
-    each.fp8_declared.stock: each for each in (ScaledAdamW, ScaledAdam)
+    each.fp8_declared.stock: each for each in (ScaledAdamW, ScaledAdam, ScaledSGD, ScaledMuon, ScaledAdafactor)
 }
 """Stock class -> the class of what `convert` makes of its objects."""
+
+
+def _converted(stock: type[torch.optim.Optimizer]) -> type[ScaledStates] | None:
+    """The class of what `convert` makes of a stock class's objects; None where that is unknown."""
+    return _declared(stock) if "fp8_roles" in vars(stock) else CONVERTED.get(stock)
+
+
+class DeclaredSteps(StockSteps):
+    """A converted optimizer of a class that names its states itself, in `fp8_roles`."""
+
+    def __reduce_ex__(self, protocol):
+        return _made_again, (self.fp8_declared.stock,), self.__getstate__()
+
+
+@functools.cache
+def _declared(stock: type[torch.optim.Optimizer]) -> type[DeclaredSteps]:
+    """The class for objects of a class that has `fp8_roles`.
+
+    Raises:
+        FP8BackendError: a role that there is not.
+    """
+    if unknown := set(stock.fp8_roles.values()) - set(ROLES):
+        raise FP8BackendError(
+            f"{stock.__name__}.fp8_roles gives a state the role {sorted(unknown)[0]!r}: there are {' and '.join(ROLES)}"
+        )
+    declared = Declaration(stock, roles=dict(stock.fp8_roles), ranges={}, refused=("differentiable",), counts=False)
+    return type(f"Scaled{stock.__name__}", (DeclaredSteps, stock), {"fp8_declared": declared})
+
+
+def _made_again(stock: type[torch.optim.Optimizer]) -> DeclaredSteps:
+    """An empty object, for what was copied or pickled."""
+    return DeclaredSteps.__new__(_declared(stock))
 
 
 def convert(optimizer: torch.optim.Optimizer, rule: StateRule) -> None:
@@ -31,7 +66,7 @@ def convert(optimizer: torch.optim.Optimizer, rule: StateRule) -> None:
     check(optimizer, rule)
     if isinstance(optimizer, ScaledStates):
         return
-    converted = CONVERTED[type(optimizer)]
+    converted = _converted(type(optimizer))
     if "step" in optimizer.__dict__:
         optimizer.step = _TrackedStep(optimizer, converted)
     optimizer.__class__ = converted
@@ -42,6 +77,9 @@ def convert(optimizer: torch.optim.Optimizer, rule: StateRule) -> None:
         for name in converted.fp8_declared.roles:
             if name in state:
                 state[name] = checkpoint.stored_moment(p, state[name], *optimizer.moment_format(p, name))
+        for name in converted.fp8_declared.exact_states(p.shape):
+            if name in state:
+                state[name] = checkpoint.exact_state(p, state[name])
 
 
 def check(optimizer: torch.optim.Optimizer, rule: StateRule) -> None:
@@ -57,13 +95,15 @@ def check(optimizer: torch.optim.Optimizer, rule: StateRule) -> None:
                 f"make a new optimizer"
             )
         return
-    if type(optimizer) not in CONVERTED:
+    converted = _converted(type(optimizer))
+    if converted is None:
         raise FP8BackendError(
-            f"level {rule.level} trains with torch.optim.AdamW or torch.optim.Adam, not with "
-            f"{type(optimizer).__module__}.{type(optimizer).__name__}: use one of these, or level O0 "
-            f"(such as native:dynamic or te), which leaves weights and optimizer alone"
+            f"level {rule.level} trains with torch.optim.AdamW, Adam, SGD, Muon or Adafactor, not with "
+            f"{type(optimizer).__module__}.{type(optimizer).__name__}: use one of these; or level O0 (such as "
+            f"native:dynamic or te), which leaves weights and optimizer alone; or, where its step is elementwise, a "
+            f"subclass that names its states in fp8_roles"
         )
-    declared = CONVERTED[type(optimizer)].fp8_declared
+    declared = converted.fp8_declared
     if rule.feeds_back and declared.with_feedback is None:
         raise FP8BackendError(
             f"level {rule.level} stores weights in FP8 alone, and {type(optimizer).__name__} has no moment that takes "

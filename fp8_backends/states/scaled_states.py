@@ -11,7 +11,7 @@ on (`sharding.py`); all weights under DDP, but at O3 those that this rank owns.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -45,6 +45,14 @@ class Declaration(NamedTuple):
     with_feedback: Mapping[str, Range] | None = None
     """Option -> the numbers that it may have where its first moment takes what rounding takes from weights (O5); None:
     the optimizer has no such feedback."""
+    counts: bool = True
+    """Whether the stock class counts a parameter's steps in a state `step`; here each optimizer does."""
+    elementwise: bool = True
+    """Whether the step of an element needs no other: parts of a parameter can be stepped one by one."""
+    has_states: Callable[[Mapping[str, Any]], bool] = lambda group: True
+    """Whether parameters of a group with these options have the states that `roles` names."""
+    exact_states: Callable[[torch.Size], Mapping[str, tuple[int, ...]]] = lambda shape: {}
+    """The shapes of further states of a parameter of this shape: small ones, in FP32, and whole on each rank."""
 
 
 class LocalView(NamedTuple):
@@ -112,7 +120,7 @@ class ScaledStates:
         views = self._views()
         plain, scaled = [], []
         for view in views:
-            (plain if self._is_plain(view.parameter) else scaled).append(view)
+            (plain if self._is_plain(view.group, view.parameter) else scaled).append(view)
         _zero_what_is_not_finite(plain)
         for group in self.param_groups:
             if of_group := [view for view in plain if view.group is group]:
@@ -141,7 +149,9 @@ class ScaledStates:
             for p, index in zip(group["params"], count, strict=False):
                 if p.grad is not None and p.grad.is_sparse:
                     name = self.fp8_declared.stock.__name__
-                    raise FP8BackendError(f"{name} cannot use sparse gradients: make the embedding with sparse=False")
+                    raise FP8BackendError(
+                        f"{name} over scaled states cannot use sparse gradients: make the embedding with sparse=False"
+                    )
                 if p.grad is not None and self.owns(p):
                     views.append(view_of(p, group, index))
         if any(view.is_shard for view in views):
@@ -154,23 +164,27 @@ class ScaledStates:
         """Whether this rank keeps the states of `p` and makes its steps."""
         return self.fp8_owners is None or self.fp8_owners.owns(p)
 
-    def _is_plain(self, p: torch.Tensor) -> bool:
+    def roles_of(self, group: Mapping[str, Any]) -> Mapping[str, str]:
+        """`Declaration.roles` of the states that parameters of a group have."""
+        return self.fp8_declared.roles if self.fp8_declared.has_states(group) else {}
+
+    def _is_plain(self, group: Mapping[str, Any], p: torch.Tensor) -> bool:
         """Whether PyTorch's own step serves: nothing about the parameter or its states is scaled or rounded."""
         if p.is_complex() or p.dtype == torch.float64:
             return True
-        rounded = any(self.moment_format(p, name)[0] != torch.float32 for name in self.fp8_declared.roles)
+        rounded = any(self.moment_format(p, name)[0] != torch.float32 for name in self.roles_of(group))
         return not (rounded or _is_scaled(p)) and p.dtype == torch.float32
 
     def elements_to_scale(self) -> int:
         """The number of elements whose steps PyTorch's own implementation does not make."""
-        return sum(p.numel() for group in self.param_groups for p in group["params"] if not self._is_plain(p))
+        return sum(p.numel() for group in self.param_groups for p in group["params"] if not self._is_plain(group, p))
 
     def state_of(self, group: dict[str, Any], p: torch.Tensor) -> dict[str, Any]:
         """The parameter's state. It is filled before the first step."""
         state = self.state[p]
         if "step" not in state:
             state["step"] = self.new_counter(group, p)
-        for name in self.fp8_declared.roles:
+        for name in self.roles_of(group):
             if name not in state:
                 dtype, block_size = self.moment_format(p, name)
                 scaled = dtype in FORMAT_OF
@@ -180,6 +194,9 @@ class ScaledStates:
                     zeros = quantize(zeros, dtype, block_size=block_size)
                     zeros.partial, zeros.is_state = is_distributed(p), True
                 state[name] = with_local(p, zeros)
+        for name, shape in self.fp8_declared.exact_states(p.shape).items():
+            if name not in state:
+                state[name] = torch.zeros(shape, dtype=torch.float32, device=local_part(p).device)
         self.show_master(p)
         return state
 

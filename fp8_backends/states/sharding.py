@@ -13,9 +13,9 @@ from typing import Protocol
 
 import torch
 
-from ..numerics.kernels.adam.dispatch import AdamSteps, Slot, is_finite
+from ..numerics.kernels.adam.dispatch import Slot, is_finite
 from ..numerics.scaled_tensor import agreed_over
-from ..numerics.sharded_tensor import is_distributed, shard_groups
+from ..numerics.sharded_tensor import is_distributed, local_part, shard_groups, with_local
 
 
 class Owners(Protocol):
@@ -71,6 +71,20 @@ def agree(values: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> lis
     return agreed
 
 
+def gathered(p: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Plain values that lie as those of `p` do, whole on each rank. All ranks call it where `p` is a DTensor."""
+    return with_local(p, values).full_tensor() if is_distributed(p) else values
+
+
+def shard_of(p: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """What lies on this rank of whole values, placed as `p` is: the reverse of `gathered`."""
+    if not is_distributed(p):
+        return values
+    from torch.distributed.tensor import distribute_tensor  # half a second, for those who shard
+
+    return local_part(distribute_tensor(values, p.device_mesh, p.placements, src_data_rank=None))
+
+
 def finite_everywhere(gradients: Sequence[Slot], parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
     """Whether each gradient is finite on all ranks that share the parameter; bool, 0-dim. None for a parameter that is
     no DTensor: the step looks at its gradient itself."""
@@ -96,7 +110,17 @@ def _spoiled(gradients: Sequence[Slot]) -> list[torch.Tensor]:
     return [found[i] if i in found else (~is_finite(slot)).float() for i, slot in enumerate(gradients)]
 
 
-def run_agreed(steps: AdamSteps, parameters: Sequence[torch.Tensor]) -> None:
+class Steps(Protocol):
+    """A step of several parameters in three parts, as `AdamSteps` has them."""
+
+    def amaxes(self) -> list[list[torch.Tensor | None]]: ...
+
+    def write(self, amaxes: list[list[torch.Tensor | None]]) -> list[torch.Tensor | None]: ...
+
+    def write_copies(self, amaxes: list[torch.Tensor | None]) -> None: ...
+
+
+def run_agreed(steps: Steps, parameters: Sequence[torch.Tensor]) -> None:
     """Run steps of parameters some of which are DTensors. Between the parts of a step the ranks agree on the amaxes of
     all these at once."""
     amaxes = steps.amaxes()

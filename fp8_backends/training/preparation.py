@@ -272,7 +272,7 @@ def convert_optimizer(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
     """Let an optimizer train the weights that a level stores. At O0, or repeated, it does nothing.
 
     Raises:
-        FP8BackendError: it is no `torch.optim.Adam` or `AdamW`, or has an option that scaled states do not take.
+        FP8BackendError: levels do not take this class, or it has an option that scaled states do not take.
     """
     if recipe.level != "O0":
         optimizers.convert(unwrapped(optimizer), levels.state_rule(recipe))

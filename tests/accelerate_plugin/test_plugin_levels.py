@@ -157,7 +157,7 @@ def test_another_optimizer_is_refused_by_name_before_anything_changes():
     acc = accelerator("O2")
     model = mlp()
     with pytest.raises(FP8BackendError, match="AdamW"):
-        acc.prepare_optimizer(torch.optim.SGD(model.parameters(), 0.1))
+        acc.prepare_optimizer(torch.optim.RMSprop(model.parameters(), 0.1))
 
 
 def test_fsdp1_is_refused_with_what_to_do():

@@ -5,6 +5,7 @@ import copy
 import json
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -54,7 +55,7 @@ def values(shape: tuple[int, ...], seed: int, spread: float = 0.02) -> torch.Ten
 
 
 def adam(parameters, states: StateRule, cls=torch.optim.AdamW) -> torch.optim.Optimizer:
-    optimizer = cls(parameters, 1e-3, weight_decay=0.1)
+    optimizer = cls(parameters, lr=1e-3, weight_decay=0.1)
     convert(optimizer, states)
     return optimizer
 
@@ -150,6 +151,44 @@ def check_shards_step_as_one_rank_does():
                 assert all(torch.equal(scale, scales[0]) for scale in scales)
 
 
+def other_optimizers() -> dict[str, Callable]:
+    """By name what makes each of the optimizers whose steps are PyTorch's. Muon takes matrices alone."""
+    return {
+        "sgd": lambda p, lr, weight_decay: torch.optim.SGD(p, lr, 0.9, weight_decay=weight_decay, nesterov=True),
+        "muon": lambda p, lr, weight_decay: torch.optim.Muon([q for q in p if q.dim() == 2], lr, weight_decay),
+        "adafactor": lambda p, lr, weight_decay: torch.optim.Adafactor(p, lr, weight_decay=weight_decay),
+    }
+
+
+def held(pair: tuple) -> tuple:
+    """The parameters that the optimizer holds, and the optimizer."""
+    return [p for group in pair[1].param_groups for p in group["params"]], pair[1]
+
+
+def check_other_optimizers_step_shards_as_one_rank_does():
+    """Elementwise on what lies on a rank; Muon and Adafactor on gathered matrices, of which each keeps its rows."""
+    for name, make in other_optimizers().items():
+        for level in ("O1", "O3"):
+            states = rule(level)
+            ours, reference = held(sharded(level, states, make)), held(alone(level, states, make))
+            hybrid = held(sharded(level, states, make, over_half_of_the_ranks()))
+            for seed in range(3):
+                for each in (ours, hybrid, reference):
+                    step(*each, seed, bad=float("nan") if seed == 1 else None)
+            assert_same(ours, reference)
+            assert_same(hybrid, reference)
+            back = held(alone(level, states, make))
+            back[1].load_state_dict(ours[1].state_dict())
+            theirs = held(sharded(level, states, make))
+            theirs[1].load_state_dict(copy.deepcopy(reference[1].state_dict()))
+            through_files = held(sharded(level, states, make))
+            save_and_load(ours, through_files)
+            for pair in (back, theirs, through_files):
+                for p, q in zip(pair[0], reference[0], strict=True):
+                    a, b = pair[1].state[p], reference[1].state[q]
+                    assert a.keys() == b.keys() and all(torch.equal(whole(a[key]), whole(b[key])) for key in a), name
+
+
 def check_blocks_of_shards_step_as_one_rank_does():
     states = rule("O2", block=128)
     ours, reference = sharded("O2", states), alone("O2", states)
@@ -198,19 +237,24 @@ def trained(level: str, make=None, seeds=range(3), **options) -> tuple:
     return ours
 
 
+def save_and_load(ours: tuple, theirs: tuple) -> None:
+    """Take the states of one optimizer to another through `torch.distributed.checkpoint`."""
+    folder = [tempfile.mkdtemp()] if dist.get_rank() == 0 else [None]
+    dist.broadcast_object_list(folder)
+    saved = get_optimizer_state_dict(Holder(ours[0]), ours[1])
+    assert all(type(local_part(v)) is torch.Tensor for state in saved["state"].values() for v in state.values())
+    dcp.save({"optimizer": saved}, checkpoint_id=folder[0])
+    template = get_optimizer_state_dict(Holder(theirs[0]), theirs[1])
+    dcp.load({"optimizer": template}, checkpoint_id=folder[0])
+    set_optimizer_state_dict(Holder(theirs[0]), theirs[1], template)
+
+
 def check_sharded_checkpoints_load_on_other_meshes():
     for level in STATE_FORMATS:
         ours = trained(level)
-        folder = [tempfile.mkdtemp()] if dist.get_rank() == 0 else [None]
-        dist.broadcast_object_list(folder)
-        saved = get_optimizer_state_dict(Holder(ours[0]), ours[1])
-        assert all(type(local_part(v)) is torch.Tensor for state in saved["state"].values() for v in state.values())
-        dcp.save({"optimizer": saved}, checkpoint_id=folder[0])
         for lies in (over_all_ranks(), over_half_of_the_ranks()):
             theirs = sharded(level, rule(level), lies=lies)
-            template = get_optimizer_state_dict(Holder(theirs[0]), theirs[1])
-            dcp.load({"optimizer": template}, checkpoint_id=folder[0])
-            set_optimizer_state_dict(Holder(theirs[0]), theirs[1], template)
+            save_and_load(ours, theirs)
             assert_same_states(ours, theirs)
             assert all(state["step"] == 3 for state in theirs[1].state.values())
 
@@ -291,13 +335,15 @@ def assert_same_states(ours: tuple, theirs: tuple) -> None:
 # Levels O3 to O5 under DDP: masters, residuals and states shared out
 
 
-def under_ddp(level: str = "O3", seed: int = 0, lr: float = 1e-3, **fields) -> tuple[nn.Module, torch.optim.Optimizer]:
+def under_ddp(
+    level: str = "O3", seed: int = 0, lr: float = 1e-3, make=torch.optim.AdamW, **fields
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     recipe = fp8_backends.resolve({"backend": f"msamp:{level}", **fields})
     torch.manual_seed(seed)
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)), nn.LayerNorm(64))
     fp8_backends.prepare(model, None, recipe)
     ddp = nn.parallel.DistributedDataParallel(model)
-    return fp8_backends.prepare(ddp, torch.optim.AdamW(ddp.parameters(), lr, weight_decay=0.1), recipe)
+    return fp8_backends.prepare(ddp, make(list(ddp.parameters()), lr=lr, weight_decay=0.1), recipe)
 
 
 def train(model: nn.Module, optimizer, seeds) -> list[float]:
@@ -358,6 +404,24 @@ def check_shared_out_states_train_as_whole_ones_do():
         assert len(mine) == 4 // dist.get_world_size()
         with_rest = {id(p) for p in model.parameters() if isinstance(p, ScaledTensor) and p.rest is not None}
         assert with_rest == (mine if level != "O5" else set())
+
+
+def check_other_optimizers_share_their_states_out_and_resume():
+    """Each rank steps the matrices that it owns; what is gathered resumes to the bit where nothing is shared out."""
+    for name, make in other_optimizers().items():
+        model, optimizer = under_ddp(make=make)
+        reference, its_optimizer = under_ddp(make=make, shard_states=False)
+        assert train(model, optimizer, range(3)) == train(reference, its_optimizer, range(3)), name
+        saved = whole_state_dicts(model, optimizer)
+        assert equal(saved, (reference.state_dict(), its_optimizer.state_dict())), name
+        other, resumed = under_ddp(seed=5, make=make)
+        weights, states = copy.deepcopy(saved)
+        other.load_state_dict(weights)
+        resumed.load_state_dict(states)
+        assert train(other, resumed, range(3, 5)) == train(model, optimizer, range(3, 5)), name
+        assert equal(whole_state_dicts(other, resumed), whole_state_dicts(model, optimizer)), name
+        owned = [p for p in resumed.state if isinstance(p, ScaledTensor)]
+        assert len(owned) == 4 // dist.get_world_size(), name
 
 
 def check_shared_out_states_are_not_exported_in_part():

@@ -305,6 +305,7 @@ CASES = [
     ("tokens_unpadded", (AO_UNPADDED, {"sequence_length": 1000}), ("ao", {"sequence_length": 1000}), "1000"),
     ("quantized_base", ("native", {"quantized_base": True}), ("native", {"quantized_base": False}), ""),
     ("level_optimizer", ("msamp:O2", {"optimizer": "adamw_bnb_8bit"}), ("msamp:O2", {"optimizer": "AdamW"}), "bnb"),
+    ("level_optimizer", ("msamp:O5", {"optimizer": "sgd"}), ("msamp:O4", {"optimizer": "sgd"}), "sgd"),
     ("level_optimizer", ("te+msamp", {"optimizer": "ao_adamw_fp8"}), ("te", {"optimizer": "ao_adamw_fp8"}), "fp8"),
     (
         "lomo_ddp",

@@ -52,7 +52,7 @@ logger = logging.getLogger("fp8_backends")
 
 NAMES = {INPUT: "input", WEIGHT: "weight", GRAD_OUTPUT: "grad_output"}
 """Names of what a layer casts, in records."""
-STORED = ("gradient", "exp_avg", "exp_avg_sq")
+STORED = ("gradient", "exp_avg", "exp_avg_sq", "momentum_buffer")
 """Names of what a level stores in few bits, beside weights."""
 
 MANY_SATURATED, MANY_FLUSHED = 0.01, 0.05
