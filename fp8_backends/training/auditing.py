@@ -378,6 +378,7 @@ def _weigh(parameter: nn.Parameter, optimizers: list, gradient_dtypes: dict[int,
     if master is not None and not parameter.requires_grad:  # no optimizer knows it
         states["master"] = master
     if residual is not None:
+        sizes["weight"] -= residual.nbytes
         states["master"] = residual
     for key, value in states.items():
         kind = "master" if "master" in key else "optimizer"
@@ -419,6 +420,8 @@ def inner_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         return
     for name in tensor.__tensor_flatten__()[0]:
         yield from inner_tensors(getattr(tensor, name))
+    if (residual := residual_of(tensor)) is not None:
+        yield residual
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
