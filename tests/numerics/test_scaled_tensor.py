@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fp8_backends.errors import FP8BackendError
-from fp8_backends.numerics import scaled_tensor
-from fp8_backends.numerics.formats import FORMAT_OF
+from fp8_backends.numerics import formats, scaled_tensor
+from fp8_backends.numerics.formats import FORMAT_OF, saturating_cast
 from fp8_backends.numerics.scaled_tensor import (
     FEWEST_ON_A_CPU,
     FRESH,
@@ -108,14 +108,39 @@ def test_quantize_rounds_by_half_a_step_at_most_with_a_power_of_two(storage, blo
     assert t.dtype == torch.float32 and t.shape == x.shape
 
 
+@settings(max_examples=40)
+@given(seed=st.integers(0, 1000), exponent=st.integers(-60, 60), n=st.integers(1, 100))
+def test_a_pair_has_twelve_bits_and_its_code_is_the_nearest(seed, exponent, n):
+    x = values(n, seed=seed) * torch.logspace(0, -9, n) * 2.0**exponent
+    t = quantize_pair(x)
+    error = (t.exact().double() - x.double()).abs()
+    assert (error <= torch.maximum(2.0**-12 * x.double().abs(), 2.0**-25 * x.double().abs().max())).all()
+    assert torch.equal(quantize_pair(t.exact()).exact(), t.exact())
+    scaled = t.exact() / t._scale_inv
+    nearest = saturating_cast(scaled, formats.E4M3).float()
+    assert torch.equal((t._data.float() - scaled).abs(), (nearest - scaled).abs())
+
+
+@settings(max_examples=40)
+@given(seed=st.integers(0, 1000), exponent=st.integers(-60, 60), n=st.integers(1, 100))
+def test_a_root_has_five_bits_and_no_positive_value_becomes_zero(seed, exponent, n):
+    x = (values(n, seed=seed) * 2.0**exponent).square() * torch.linspace(0, 1, n)
+    t = quantize(x, ROOT8, block_size=32)
+    root, stored = x.double().sqrt(), t.dequantize().double().sqrt()
+    least = t._scale_inv.double().repeat_interleave(32)[:n] * formats.ROOT8.smallest
+    small = root < least * 2**formats.ROOT8.mantissa_bits
+    assert ((stored - root).abs() <= torch.where(small, least, root * (2.0**-5 + 2.0**-20))).all()
+    assert torch.equal(stored > 0, x > 0)
+
+
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize("storage", STORED)
 def test_a_non_finite_value_makes_the_scale_non_finite(bad, storage):
     x = values(8, 8)
     x[3, 3] = bad
-    t = quantize(x, storage)
-    assert not torch.isfinite(t._scale_inv) and not torch.isfinite(t.dequantize()).any()
-    assert not torch.isfinite(torch.linalg.vector_norm(t))
+    for t in (quantize(x, storage), quantize_pair(x)):
+        assert not torch.isfinite(t._scale_inv) and not torch.isfinite(t.exact()).any()
+        assert not torch.isfinite(torch.linalg.vector_norm(t))
 
 
 @pytest.mark.parametrize("storage", STORED)
