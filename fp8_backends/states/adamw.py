@@ -30,6 +30,8 @@ from .scaled_states import Declaration, LocalView, ScaledStates, slot_of
 COMPILE_FROM = 2**22
 """Where no fused kernel makes the step: from this many elements on, `torch.compile` (half a minute, once) pays."""
 
+_BETAS = Range("above 0 and below 1", least=2.0**-149, most=1.0 - 2.0**-53)
+
 ADAMW = Declaration(
     torch.optim.AdamW,
     roles=dict(zip(MOMENTS, ("first_moment", "second_moment"), strict=True)),
@@ -37,10 +39,10 @@ ADAMW = Declaration(
         "lr": NOT_NEGATIVE,
         "eps": NOT_NEGATIVE,
         "weight_decay": NOT_NEGATIVE,
-        "betas": Range("from 0 to below 1", least=0.0, most=1.0 - 2.0**-53),
+        "betas": _BETAS._replace(words="from 0 to below 1", least=0.0),
     },
     refused=("amsgrad", "differentiable"),
-    with_feedback={"eps": Range("at least 2**-63", least=LEAST_ROOT), "betas": Range("above 0", least=2.0**-149)},
+    with_feedback={"eps": Range("at least 2**-63", least=LEAST_ROOT), "betas": _BETAS},
 )
 
 

@@ -521,6 +521,10 @@ def test_feedback_moves_a_weight_by_no_more_than_rounding_took_where_the_learnin
         assert (moved <= 2 * 2.0**-3 * before.abs().clamp(min=2.0**-9)).all()  # two steps of E4M3; 117 otherwise
         assert of_each.param_groups[0]["feedback_lr"] == 1e-3
     assert_equal_states(optimizer, resumed)
+    crafted = optimizer.state_dict()
+    crafted["param_groups"][0]["feedback_lr"] = float("nan")
+    with pytest.raises(FP8BackendError, match="feedback_lr of parameter group 0 holds nan"):
+        resumed.load_state_dict(crafted)
 
 
 @pytest.mark.parametrize(("options", "said"), [({"eps": 0.0}, "eps=0.0"), ({"betas": (0.0, 0.9)}, "above 0")])
