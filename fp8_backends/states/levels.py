@@ -153,7 +153,7 @@ def quantize_weight(values: torch.Tensor, level: str) -> ScaledTensor:
     weight)."""
     values = values.contiguous()
     if level == "O4":
-        return quantize_pair(values)
+        return quantize_pair(values, values.dtype)
     if level != "O3":
         return quantize(values, WEIGHT[level], values.dtype)
     master = quantize(values, FP16, values.dtype)
