@@ -181,7 +181,7 @@ def test_weights_in_fp8_are_whole_and_do_not_train():
     spec = {"backend": "te", "fp8_params": True}
     for parallel in ("fsdp1", "fsdp2", "deepspeed"):
         found = rules(spec, parallel=parallel)["fp8_params_sharded"]
-        assert found.severity == "error" and "DDP" in found.fix and "te+msamp:O3" in found.fix
+        assert found.severity == "error" and "DDP" in found.fix and "te+msamp:O4" in found.fix
         assert not te_rules("te", parallel=parallel)
     assert not te_rules(spec) and not te_rules(spec, parallel="ddp")
     model = nn.Sequential(nn.Linear(8192, 8192, device="meta"), nn.Linear(8192, 8192, device="meta"))
@@ -471,7 +471,8 @@ def test_model_shows_its_configuration():
 
 def test_optimizer_object_is_judged_as_prepare_judges_it():
     weights = [nn.Parameter(torch.zeros(2, 2))]
-    refused = rules("msamp:O2", optimizer=torch.optim.SGD(weights, lr=1.0))["optimizer"]
+    assert "optimizer" not in rules("msamp:O4", optimizer=torch.optim.SGD(weights, lr=1.0))
+    refused = rules("msamp:O5", optimizer=torch.optim.SGD(weights, lr=1.0))["optimizer"]
     assert refused.severity == "error" and "torch.optim.AdamW" in refused.fix
     assert "amsgrad" in rules("msamp", optimizer=torch.optim.AdamW(weights, amsgrad=True))["optimizer"].reason
     assert "optimizer" not in rules("msamp:O2", optimizer=torch.optim.AdamW(weights))
