@@ -304,8 +304,8 @@ class ScaledTensor(WithoutMemory):
         return self.dequantize(dtype) if self.shared_out else self.exact(dtype)
 
     def known_amax(self) -> torch.Tensor | None:
-        """max |x| of all stored data, without their scale, if the optimizer's last step left it and nothing has written
-        since; else None. FP32, 0-dimensional."""
+        """max |x| of all stored data (with their residual, where there is one) without their scale, if the optimizer's
+        last step left it and nothing has written since; else None. FP32, 0-dimensional."""
         known, data = self.stored.known, self.stored.data
         return known.amax if known and known.data() is data and known.version == data._version else None
 
