@@ -144,7 +144,8 @@ class Connection(DDPBackward):
         for tensor in tensors:
             if isinstance(tensor, ScaledTensor):
                 tensor.settle()
-            for stored in stored_parts(tensor, exact=True):
+            is_whole = not getattr(tensor, "shared_out", False)  # else ranks differ in what they have of it
+            for stored in stored_parts(tensor, exact=is_whole):
                 _broadcast(stored, source, self.group)
 
     def make_states_equal(self, source: int) -> None:

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import FP8BackendError
+from . import pairs
 from .formats import E4M3, E4M11, E5M2, FORMAT_OF, ROOT8, Format, saturating_cast
 from .kernels.adam import rounding
 from .kernels.eager import is_eager
@@ -278,9 +279,8 @@ class ScaledTensor(WithoutMemory):
 
     def _dequantize_pair(self, dtype: torch.dtype) -> torch.Tensor:
         """The plain values of data, residual and scale."""
-        codes = self._data.view(torch.uint8)
-        residual = self.residual.to(codes.device)  # gathered for a checkpoint, it is on the CPU
-        return (rounding.decoded(codes, E4M11, residual) * self._scale_inv).to(dtype)
+        residual = self.residual.to(self._data.device)  # gathered for a checkpoint, it is on the CPU
+        return pairs.decode(self._data, residual, self._scale_inv).to(dtype)
 
     def exact(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The plain values with all the precision that is stored: as an operation in place has left them, or the
@@ -304,8 +304,8 @@ class ScaledTensor(WithoutMemory):
         return self.dequantize(dtype) if self.shared_out else self.exact(dtype)
 
     def known_amax(self) -> torch.Tensor | None:
-        """max |x| of all stored data, without their scale, if the optimizer's last step left it and nothing has written
-        since; else None. FP32, 0-dimensional."""
+        """max |x| of all stored data (with their residual, where there is one) without their scale, if the optimizer's
+        last step left it and nothing has written since; else None. FP32, 0-dimensional."""
         known, data = self.stored.known, self.stored.data
         return known.amax if known and known.data() is data and known.version == data._version else None
 
@@ -596,9 +596,8 @@ def quantize_pair(
     values = values.detach().contiguous()
     amax = tensor_amax_of(values) if amax is None else amax
     scale = power_of_two_scale(amax, E4M11)
-    scaled = values.float() * scale
-    codes, lower_bits = rounding.encoded_pair(*rounding.nearest(scaled, E4M11), scaled)
-    pair = ScaledTensor(codes.view(E4M3.dtype), scale_inv_of(scale, amax), dtype or _stands_for(values))
+    codes, lower_bits = pairs.encode(values, scale)
+    pair = ScaledTensor(codes, scale_inv_of(scale, amax), dtype or _stands_for(values))
     pair.residual = lower_bits
     return pair
 

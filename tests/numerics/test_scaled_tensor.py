@@ -13,6 +13,8 @@ from torch import nn
 from fp8_backends.errors import FP8BackendError
 from fp8_backends.numerics import formats, scaled_tensor
 from fp8_backends.numerics.formats import FORMAT_OF, saturating_cast
+from fp8_backends.numerics.kernels import reference
+from fp8_backends.numerics.pairs import PART
 from fp8_backends.numerics.scaled_tensor import (
     FEWEST_ON_A_CPU,
     FRESH,
@@ -119,6 +121,16 @@ def test_a_pair_has_twelve_bits_and_its_code_is_the_nearest(seed, exponent, n):
     scaled = t.exact() / t._scale_inv
     nearest = saturating_cast(scaled, formats.E4M3).float()
     assert torch.equal((t._data.float() - scaled).abs(), (nearest - scaled).abs())
+
+
+def test_a_large_pair_is_made_and_read_in_parts_as_the_reference_does_it():
+    x = values(PART + 77) * torch.logspace(0, -7, PART + 77)
+    t = quantize_pair(x)
+    rounded = reference.nearest_round(x / t._scale_inv, formats.E4M11)
+    codes, residual = reference.split(rounded)
+    assert torch.equal(t._data.view(torch.uint8), codes) and torch.equal(t.residual, residual)
+    assert torch.equal(t.exact().double(), rounded * t._scale_inv)
+    assert torch.equal(t[1:].view(-1, 4).t().exact(), t.exact()[1:].view(-1, 4).t())
 
 
 @settings(max_examples=40)

@@ -302,7 +302,7 @@ def nearest_round(values: torch.Tensor, fmt: Format) -> torch.Tensor:
 def _quantum(values: torch.Tensor, fmt: Format) -> torch.Tensor:
     """The distance of the format's numbers around each value: 2**(max(exponent, smallest normal exponent) - mantissa
     bits)."""
-    magnitude = values.double().abs().clamp(max=fmt.max)
+    magnitude = values.double().abs().clamp(fmt.smallest, fmt.max)  # 0 has no exponent of its own
     exponent = (torch.frexp(magnitude).exponent - 1).clamp(min=fmt.min_exponent)
     return 2.0 ** (exponent - fmt.mantissa_bits)
 
