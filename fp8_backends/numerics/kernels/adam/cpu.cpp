@@ -81,6 +81,13 @@ inline Ints bits_of(Floats x) { return cast<Ints>(x); }
 inline Floats floats_of(Ints x) { return cast<Floats>(x); }
 inline Ints magnitude_of(Floats x) { return bits_of(x) & INT32_MAX; }
 inline Ints larger(Ints a, Ints b) { return a > b ? a : b; }
+inline Ints smaller(Ints a, Ints b) {
+#if defined(__AVX512F__)
+    return cast<Ints>(_mm512_min_epi32(cast<__m512i>(a), cast<__m512i>(b)));  // GCC compares and blends some of these
+#else
+    return a < b ? a : b;
+#endif
+}
 
 inline Floats square_root(Floats x) {
 #if defined(__AVX512F__)
@@ -185,42 +192,38 @@ inline Floats decoded_pair(const void* codes, const void* residuals, int64_t at,
 
 struct Rounded {
     Ints bits;   // of |x| + shift, on the format's grid but for the bits that it drops
-    Ints below;  // all ones where |x| is subnormal: shifted by the smallest normal number, which puts the mantissa bits
-                 // that the format stores in front of those that are dropped
+    Ints shift;  // bits of 0, or where |x| is subnormal of the smallest normal number: it puts the mantissa bits that the
+                 // format stores in front of those that are dropped
 };
 
-// above_zero: positive values are rounded, and none of them may become 0.
+// above_zero: x is not negative, and where it is positive it may not become 0.
 template <int FORMAT>
 inline Rounded on_grid(Floats x, bool stochastic, Unsigneds random, int low, int bits, bool above_zero) {
     constexpr Grid grid = GRIDS[FORMAT];
     constexpr int32_t smallest_normal = bits_of_power(grid.min_exponent);
-    Ints magnitude = magnitude_of(x);
-    magnitude = magnitude < grid.max_bits ? magnitude : grid.max_bits - Ints{};
-    if (above_zero) magnitude = larger(magnitude, (x > 0.0f) & bits_of_smallest(grid));
-    Ints below = magnitude < smallest_normal;
+    Ints magnitude = smaller(magnitude_of(x), grid.max_bits - Ints{});
+    if (above_zero) magnitude = x > 0.0f ? larger(magnitude, bits_of_smallest(grid) - Ints{}) : magnitude;
+    const Ints shift = (magnitude < smallest_normal) & smallest_normal;
     if (stochastic) {
         const int used = bits < grid.dropped ? bits : grid.dropped, left = grid.dropped - low - bits;
         Ints addend = cast<Ints>(left < 0 ? random >> -left : random << left);
-        if (low + bits < 32 || left > 0) addend &= ((1 << used) - 1) << (grid.dropped - used);
+        if (low + bits < 32 || used < grid.dropped) addend &= ((1 << used) - 1) << (grid.dropped - used);
         if (used < grid.dropped) addend |= 1 << (grid.dropped - used - 1);
-        return {bits_of(floats_of(magnitude) + floats_of(below & smallest_normal)) + addend, below};
+        return {bits_of(floats_of(magnitude) + floats_of(shift)) + addend, shift};
     }
     Ints normal = magnitude + ((magnitude >> grid.dropped) & 1) + ((1 << (grid.dropped - 1)) - 1);
     const float step = cast<float>(bits_of_power(grid.min_exponent + grid.dropped));
     Floats subnormal = ((floats_of(magnitude) + step) - step) + cast<float>(smallest_normal);
-    return {below ? bits_of(subnormal) : normal, below};
+    return {shift > 0 ? bits_of(subnormal) : normal, shift};
 }
 
 // |x| as it was rounded: FP32 bits, and exponent and mantissa as the format stores them
 template <int FORMAT> inline Ints magnitude_bits(Rounded r) {
-    constexpr Grid grid = GRIDS[FORMAT];
-    const Ints bits = r.bits & -(1 << grid.dropped);
-    return bits_of(floats_of(bits) - floats_of(r.below & bits_of_power(grid.min_exponent)));
+    return bits_of(floats_of(r.bits & -(1 << GRIDS[FORMAT].dropped)) - floats_of(r.shift));
 }
 template <int FORMAT> inline Ints magnitude_code(Rounded r) {
     constexpr Grid grid = GRIDS[FORMAT];
-    constexpr int32_t smallest_normal = bits_of_power(grid.min_exponent);
-    return (r.bits - (r.below ? smallest_normal - Ints{} : smallest_normal - (1 << 23) - Ints{})) >> grid.dropped;
+    return (r.bits - larger(r.shift, bits_of_power(grid.min_exponent - 1) - Ints{})) >> grid.dropped;
 }
 
 inline Ints sign_of(Floats x, int bit) { return (bits_of(x) >> (31 - bit)) & (1 << bit); }
@@ -349,15 +352,18 @@ inline int32_t largest_of(Ints x) {
 
 // The largest of what is stored in a run, in each lane: bits without scales
 struct Stored {
-    Ints w{}, m{}, v{}, quotient{};
+    Ints w{}, m{}, v{}, quotient = OF_ROOTS ? -HALF_OF_ONE - Ints{} : Ints{};
 
     inline void keep_weight(Ints bits) { w = larger(w, bits & INT32_MAX); }
     inline void keep_moments(Ints m_bits, Ints v_bits, float v_inverse) {
         m = larger(m, m_bits);
         v = larger(v, v_bits);
-        Ints half_of_v = v_bits >> 1;
-        if (OF_ROOTS) half_of_v = v_bits > 0 ? v_bits - HALF_OF_ONE : ONE - cast<int32_t>(v_inverse) - Ints{};
-        quotient = larger(quotient, m_bits > 0 ? m_bits - half_of_v : Ints{});
+        if (OF_ROOTS) {  // less by half of one, which `Record` adds
+            const Ints half_of_v = v_bits > 0 ? v_bits : HALF_OF_ONE + ONE - cast<int32_t>(v_inverse) - Ints{};
+            quotient = larger(quotient, m_bits > 0 ? m_bits - half_of_v : -HALF_OF_ONE - Ints{});
+        } else {
+            quotient = larger(quotient, m_bits - (v_bits >> 1));
+        }
     }
 };
 
@@ -373,8 +379,9 @@ struct Record {
         const int32_t of_v = cast<int32_t>(inverses[2]) - ONE;
         const int32_t shift = cast<int32_t>(inverses[1]) - ONE - (OF_ROOTS ? of_v : of_v >> 1);
         const int32_t most = INF_BITS - RATIO_BITS - (shift > 0 ? shift : 0);
-        const Ints quotient = found.quotient < most ? found.quotient : most - Ints{};
-        largest[3] = larger(largest[3], found.quotient > 0 ? quotient + shift : Ints{});
+        Ints quotient = OF_ROOTS ? found.quotient + HALF_OF_ONE : found.quotient;
+        quotient = quotient > 0 ? smaller(quotient, most - Ints{}) + shift : Ints{};
+        largest[3] = larger(largest[3], quotient);
     }
 };
 
