@@ -5,7 +5,7 @@ schedulers and state. A class of it declares what its states are (`Declaration`)
 scaled parameters; `optimizers.py` has the table of these classes, and converts.
 
 On several ranks a step works on what lies there (`LocalView`): its shards under FSDP2, with scales that the ranks agree
-on (`sharding.py`); all weights under DDP, but at O3 those that this rank owns.
+on (`sharding.py`); all weights under DDP, but at O3 to O5 those that this rank owns.
 """
 
 from __future__ import annotations
