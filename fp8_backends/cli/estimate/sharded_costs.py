@@ -80,9 +80,8 @@ class _Rank(NamedTuple):
             parts[BUFFERS] += self.trace.sizes["plain_gradients"]  # DDP's buckets
         if _shares_states_out(self.recipe) and STATES in parts:
             elsewhere = 1 - 1 / self.ranks
-            moments = self.trace.sizes["scaled_states"] - self.trace.resting[MASTER]
             parts[MASTER] -= elsewhere * parts[MASTER]
-            parts[STATES] -= elsewhere * moments
+            parts[STATES] -= elsewhere * self.trace.sizes["scaled_states"]
         return parts
 
     def _fsdp2(self, parts: Bytes) -> Bytes:

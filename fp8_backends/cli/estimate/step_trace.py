@@ -458,11 +458,12 @@ def _sizes(model: nn.Module, optimizer: torch.optim.Optimizer, blocks: list[nn.M
     In elements: `parameters`, `trained`, `scaled` (trained and stored in scaled precision), `largest_scaled`,
     `converted` (in FP8 products), `to_scale` (by an optimizer that rounds what it stores), `scaling_states` (agreed on
     between ranks), `block` and `block_scaled` (of the largest block), `outside` (the blocks). In bytes: `scaled_states`
-    (masters and moments of scaled weights). `_flops` adds those of a sample.
+    (moments of scaled weights). `_flops` adds those of a sample.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     scaled = [p for p in trained if isinstance(p, ScaledTensor)]
-    states = [value for p in scaled for value in optimizer.state[p].values() if isinstance(value, torch.Tensor)]
+    named = [each for p in scaled for each in optimizer.state[p].items()]
+    states = [value for name, value in named if isinstance(value, torch.Tensor) and "master" not in name]
     block = max(blocks, key=_elements, default=model)
     sizes = {
         "parameters": _elements(model),
