@@ -61,10 +61,9 @@ def for_trainer(recipe: Recipe, wraps_in_ddp: bool) -> Recipe:
     optimizer on rank 0 alone, which has only its own part of sharded states. A `shard_states` that was given stays."""
     if not recipe.shares_states or "shard_states" in recipe.given or not wraps_in_ddp or running_trainer() is None:
         return recipe
-    bytes_ = f"{plan(recipe).bytes_per_element:g} bytes a weight element"
     announce(
         f"{recipe.name}: Trainer saves the optimizer on one rank, so under DDP each rank keeps all of {recipe.level}'s "
-        f"states: {bytes_}{', where O2 takes 6' if recipe.level == 'O3' else ''}; FSDP2 shards them"
+        f"states: {plan(recipe).bytes_per_element:g} bytes a weight element; FSDP2 shards them"
     )
     return type(recipe)(**{**recipe.to_kwargs(), "shard_states": False})
 
