@@ -11,27 +11,46 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from measuring import interleaved, ratio, summary, table, write_json
 
+from fp8_backends.numerics.formats import E4M3, E4M11, FP16, ROOT8, Format
 from fp8_backends.numerics.kernels.adam.bounds import measured
 from fp8_backends.numerics.kernels.adam.dispatch import AdamSteps, Job, Slot, adam_hypers
-from fp8_backends.numerics.scaled_tensor import quantize
+from fp8_backends.numerics.scaled_tensor import quantize, quantize_pair
 
-E4M3, FP16 = torch.float8_e4m3fn, torch.float16
+
+class Level(NamedTuple):
+    """The formats of what a level stores; None: FP32."""
+
+    weight: Format
+    """O3: of the master."""
+    exp_avg: Format | None = None
+    exp_avg_sq: Format | None = None
+    block_size: int = 0
+    """Of exp_avg, and of exp_avg_sq where that is ROOT8."""
+    copied: bool = False
+    """Whether an E4M3 copy of the weight is made."""
+    feedback: bool = False
+    """Whether what rounding takes from the weight goes into exp_avg."""
+
+
 LEVELS = {
-    "O1": (FP16, None, None, 0, False),
-    "O1, two passes": (FP16, None, None, 0, False),
-    "O2": (FP16, E4M3, FP16, 0, False),
-    "O2, two passes": (FP16, E4M3, FP16, 0, False),
-    "O2, nearest": (FP16, E4M3, FP16, 0, False),
-    "O2, blocks of 128": (FP16, E4M3, FP16, 128, False),
-    "O2, blocks of 32": (FP16, E4M3, FP16, 32, False),
-    "O3": (FP16, E4M3, FP16, 0, True),
-    "O3, two passes": (FP16, E4M3, FP16, 0, True),
+    "O1": Level(FP16),
+    "O1, two passes": Level(FP16),
+    "O2": Level(FP16, E4M3, FP16),
+    "O2, two passes": Level(FP16, E4M3, FP16),
+    "O2, nearest": Level(FP16, E4M3, FP16),
+    "O2, blocks of 128": Level(FP16, E4M3, FP16, 128),
+    "O2, blocks of 32": Level(FP16, E4M3, FP16, 32),
+    "O3": Level(FP16, E4M3, FP16, copied=True),
+    "O3, two passes": Level(FP16, E4M3, FP16, copied=True),
+    "O4": Level(E4M11, E4M3, ROOT8, 128),
+    "O4, two passes": Level(E4M11, E4M3, ROOT8, 128),
+    "O5": Level(E4M3, E4M3, ROOT8, 128, feedback=True),
 }
-"""weight (O3: the master), exp_avg, exp_avg_sq, block size of exp_avg, whether an E4M3 copy of the weight is made."""
 FUSED, TORCHAO = "torch fused, FP32", "torchao AdamWFp8"
 PEERS = (TORCHAO, "torchao AdamW8bit", "bitsandbytes AdamW8bit")
 COPY = "copy"
@@ -47,25 +66,27 @@ class Step:
     """An element, read and written in a step."""
 
 
-def slot(values: torch.Tensor, dtype: torch.dtype | None, block_size: int = 0) -> Slot:
-    if dtype is None:
+def slot(values: torch.Tensor, fmt: Format | None, block_size: int = 0) -> Slot:
+    if fmt is None:
         return Slot(values)
-    made = quantize(values, dtype, block_size=block_size)
-    return Slot(made._data, made._scale_inv, block_size)
+    made = quantize_pair(values) if fmt is E4M11 else quantize(values, fmt.dtype, block_size=block_size)
+    return Slot(made._data, made._scale_inv, block_size, made.stored.residual)
 
 
 def bytes_of(slots) -> int:
-    return sum(part.nbytes for each in slots if each for part in each[:2] if part is not None)
+    tensors = [part for each in slots if each for part in (each.data, each.scale_inv, each.residual)]
+    return sum(part.nbytes for part in tensors if part is not None)
 
 
 def scaled_step(level: str, numel: int, tensors: int, device: str, compiled: bool) -> Step:
     """The step of a level over `tensors` parameters of `numel` elements in all."""
-    weight, exp_avg, exp_avg_sq, block_size, copied = LEVELS[level]
+    weight, exp_avg, exp_avg_sq, block_size, copied, feedback = LEVELS[level]
     parameters = []
     for part in (torch.randn(numel, device=device) * 0.02).tensor_split(tensors):
         zeros = torch.zeros_like(part)
         slots = [slot(part, weight), slot(part, E4M3), slot(zeros, exp_avg, block_size)]
-        slots += [slot(zeros, exp_avg_sq), slot(part, E4M3) if copied else None]
+        slots += [slot(zeros, exp_avg_sq, block_size if exp_avg_sq is ROOT8 else 0)]
+        slots += [slot(part, E4M3) if copied else None]
         parameters.append(slots)
     rounding, passes = "nearest" if "nearest" in level else "stochastic", 2 if "two passes" in level else 1
     records = [measured(each[0], *each[2:4]) if passes == 1 else None for each in parameters]
@@ -75,7 +96,7 @@ def scaled_step(level: str, numel: int, tensors: int, device: str, compiled: boo
         count.add_(1)
         hypers = adam_hypers(1e-4, (0.9, 0.999), 1e-8, 0.01, [count] * tensors, device)
         jobs = [
-            Job(*slots, hyper, True, False, rounding, seed, copy, record=record)
+            Job(*slots, hyper, True, False, rounding, seed, copy, record=record, feedback=feedback)
             for seed, ((*slots, copy), hyper, record) in enumerate(
                 zip(parameters, hypers.unbind(), records, strict=True)
             )

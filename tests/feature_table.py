@@ -44,8 +44,8 @@ class Feature(NamedTuple):
 
 _HOOK = at(LEVELS, "leave the hook out")
 _SHARED_OUT = at(("msamp:O3",), "shard_states=False")
-_ADAM = at(LEVELS, "trains with torch.optim.AdamW or torch.optim.Adam")
-_ADAM_NOTE = "Levels train with ``torch.optim.AdamW`` or ``Adam``: use a backend of O0"
+_OPTIMIZER = at(LEVELS, "trains with torch.optim.AdamW, Adam, SGD, Muon or Adafactor, not with")
+_OPTIMIZER_NOTE = "Levels train with ``torch.optim``'s AdamW, Adam, SGD, Muon and Adafactor: use a backend of O0"
 _AVERAGE_NOTE = (
     "Make it after ``prepare``. At levels it is kept in FP32: `Levels <levels.rst>`_ has code. At O3 under DDP no rank "
     "has all masters to average: prepare with ``shard_states=False``"
@@ -90,18 +90,19 @@ FEATURES = (
     Feature("``profile`` by a schedule", "profile_by_schedule", _PROFILE_NOTE),
     Feature("trackers", "trackers", "With ``fp8_backend`` and ``fp8_flops_share`` in their configuration"),
     Feature("``set_trigger``, ``check_trigger``", "early_stopping"),
-    Feature("schedule-free optimizers", "schedule_free", _ADAM_NOTE, refused=_ADAM),
+    Feature("schedule-free optimizers", "schedule_free", _OPTIMIZER_NOTE, refused=_OPTIMIZER),
     Feature(
         "8-bit optimizers",
         "eight_bit_optimizer",
-        f"{_ADAM_NOTE}; the states of O2 and O3 are in 8 and 16 bits. Paged ones need a GPU, and are not tested",
-        refused=_ADAM,
+        f"{_OPTIMIZER_NOTE}; the states of O2 and O3 are in 8 and 16 bits. Paged ones need a GPU, and are not tested",
+        refused=_OPTIMIZER,
     ),
     Feature(
         "LOMO",
         "lomo",
-        f"{_ADAM_NOTE}. Under DDP it steps before gradients have travelled, in bf16 as in FP8: train on one process",
-        refused=_ADAM,
+        f"{_OPTIMIZER_NOTE}. Under DDP it steps before gradients have travelled, in bf16 as in FP8: train on one "
+        "process",
+        refused=_OPTIMIZER,
         refused_on_several=at(("native:delayed", "ao:tensorwise"), "train on one process"),
     ),
     Feature(
@@ -143,9 +144,8 @@ FEATURES = (
     Feature(
         "``accelerate test``",
         "accelerate_test",
-        "Its script is started by ``fp8-backends launch``, with ``on_unproven: warn``, since its model has no Linear; "
-        "levels refuse its SGD. ``fp8-backends doctor`` tests FP8 itself",
-        refused=_ADAM,
+        "Its script is started by ``fp8-backends launch``, with ``on_unproven: warn``, since its model has no Linear. "
+        "``fp8-backends doctor`` tests FP8 itself",
     ),
     Feature(
         "``accelerate config``",

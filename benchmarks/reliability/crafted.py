@@ -1,6 +1,6 @@
 """Is a crafted state ever loaded, and does a refusal leave model and optimizer as they were?
 
-Every field of what a checkpoint holds meets every fault that it can have: the optimizer's state dict at O1, O2 and O3,
+Every field of what a checkpoint holds meets every fault that it can have: the optimizer's state dict at each level,
 plain and as scaled tensors; scaling states of `native:delayed` and of the window rule; pickled scaled tensors; and the
 files of `load_state` for two models with an optimizer each, where the fault lies in the last. Each must be refused by
 an `FP8BackendError`, after which every stored byte is what it was. States that a training leaves, or another program
@@ -43,7 +43,7 @@ from fp8_backends.training.conversion import prepared_roots  # noqa: E402
 
 NAN, INF = math.nan, math.inf
 SCALING = "fp8_scaling"
-LEVELS = ("msamp:O1", "msamp:O2", "msamp:O3", "native:dynamic+msamp:O2")
+LEVELS = (*(f"msamp:O{number}" for number in range(1, 6)), "native:dynamic+msamp:O2")
 
 
 class Case(NamedTuple):
@@ -100,7 +100,7 @@ def bytes_of(value: Any) -> Any:
     """All that a tensor stores; another value itself."""
     if not isinstance(value, torch.Tensor):
         return value
-    parts = stored_parts(value.detach(), with_master=True)
+    parts = stored_parts(value.detach(), exact=True)
     return [(part.dtype, part.shape, bytes(part.reshape(-1).view(torch.uint8).numpy())) for part in parts]
 
 
@@ -210,12 +210,14 @@ def of_scaled(state: dict[str, Any]) -> Iterator[Case]:
             if key == 4 and isinstance(states[name], ScaledTensor):
                 for fault, number in SCALES.items():
                     yield Case(f"scale of {name}", fault, _refilled(key, name, "_scale_inv", number))
-                yield Case(f"codes of {name}", "NaN", _refilled(key, name, "_data", NAN))
+                if states[name]._data.dtype != torch.uint8:  # all of whose codes are numbers
+                    yield Case(f"codes of {name}", "NaN", _refilled(key, name, "_data", NAN))
                 gradient = put(lambda scaled: _marked(scaled, "accumulates"), ("state", key, name))
                 yield Case(name, "a scaled gradient", gradient)
                 inverted = put(lambda scaled: scaled.view_of(scaled._data.t()[:1]), ("state", key, name))
                 yield Case(name, "a view of its first column", inverted)
-    yield Case("codes of exp_avg_sq", "negative", _refilled(4, "exp_avg_sq", "_data", -1.0))
+    if stored_parts(state["state"][4]["exp_avg_sq"])[0].dtype != torch.uint8:
+        yield Case("codes of exp_avg_sq", "negative", _refilled(4, "exp_avg_sq", "_data", -1.0))
 
 
 def _refilled(key: int, name: str, part: str, number: float) -> Callable[[Any], None]:

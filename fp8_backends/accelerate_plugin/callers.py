@@ -22,6 +22,7 @@ from typing import Any
 from ..announcement import announce
 from ..errors import RecipeError
 from ..recipes.handlers import Recipe
+from ..recipes.precision_plan import plan
 
 
 def precision_of_trainer(arguments: Mapping[str, Any]) -> str | None:
@@ -56,13 +57,13 @@ def running_trainer() -> Any:
 
 
 def for_trainer(recipe: Recipe, wraps_in_ddp: bool) -> Recipe:
-    """The recipe with O3's states whole on every rank, where a Trainer trains under DDP: it saves the optimizer on
-    rank 0 alone, which has only its own part of sharded states. A `shard_states` that was given stays."""
-    if recipe.level != "O3" or "shard_states" in recipe.given or not wraps_in_ddp or running_trainer() is None:
+    """The recipe with the states of O3 to O5 whole on every rank, where a Trainer trains under DDP: it saves the
+    optimizer on rank 0 alone, which has only its own part of sharded states. A `shard_states` that was given stays."""
+    if not recipe.shares_states or "shard_states" in recipe.given or not wraps_in_ddp or running_trainer() is None:
         return recipe
     announce(
-        f"{recipe.name}: Trainer saves the optimizer on one rank, so under DDP each rank keeps all of O3's states: 7 "
-        "bytes a weight element, where O2 takes 6; FSDP2 shards either"
+        f"{recipe.name}: Trainer saves the optimizer on one rank, so under DDP each rank keeps all of {recipe.level}'s "
+        f"states: {plan(recipe).bytes_per_element:g} bytes a weight element; FSDP2 shards them"
     )
     return type(recipe)(**{**recipe.to_kwargs(), "shard_states": False})
 

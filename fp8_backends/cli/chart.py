@@ -24,13 +24,20 @@ from .terminal import paragraphs, table
 
 ROWS = (
     *("native:dynamic", "native:delayed", "native:rowwise", "ao:tensorwise", "ao:rowwise", "te:delayed"),
-    *("msamp:O1", "msamp:O2", "msamp:O3", "te+msamp:O2"),
+    *("msamp:O1", "msamp:O2", "msamp:O3", "msamp:O4", "msamp:O5", "te+msamp:O2"),
 )
-"""Backends that leave weights and states alone (level O0), then MS-AMP's levels."""
+"""Backends that leave weights and states alone (level O0), then levels."""
 
 ModelAndOptimizer = tuple[nn.Module, torch.optim.Optimizer]
 
-_NAMES = {"float32": "FP32", "float16": "FP16", "bfloat16": "BF16", "float8_e4m3fn": "FP8", "uint8": "FP8"}
+_NAMES = {
+    "float32": "FP32",
+    "float16": "FP16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "FP8",
+    "uint8": "FP8",
+    "int8": "INT8",
+}
 _LEGEND = (
     ("bytes", "per element of the converted weights, read from live tensors after one optimizer step"),
     ("transient", "copies of the weights that autograd keeps from forward to backward, beyond these bytes"),

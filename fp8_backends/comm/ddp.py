@@ -1,6 +1,6 @@
 """Gradients under `DistributedDataParallel`: what DDP does not do for FP8.
 
-    level O1 to O3   weights in scaled precision are on DDP's ignore list; `reducer.GradientReducer` takes their
+    level O1 to O5   weights in scaled precision are on DDP's ignore list; `reducer.GradientReducer` takes their
                      gradients to the other ranks, and DDP takes those of all other parameters
     level O0         DDP takes all gradients; with gradient_comm="fp8" a communication hook lets them travel by the
                      two-shot all-reduce
@@ -44,7 +44,7 @@ ATTRIBUTES = (
 """What this file reads or extends of DDP."""
 
 HOOK_AT_A_LEVEL = (
-    "a communication hook of DDP sees no gradient of the weights in scaled precision (levels O1 to O3): these travel "
+    "a communication hook of DDP sees no gradient of the weights in scaled precision (levels O1 to O5): these travel "
     "by themselves, in E4M3 or in FP32 as gradient_comm says",
     "leave the hook out (Accelerate: comm_hook of DistributedDataParallelKwargs), since gradients of a level travel at "
     "a quarter of FP32's bytes already; or use the same backend without +msamp, whose gradients all pass the hook",
@@ -122,7 +122,7 @@ class Connection(DDPBackward):
         self.group = group
         self.reducer: GradientReducer | None = None
         self.owners: SharedOut | None = None
-        """Who owns masters and optimizer states, where each lies on one rank."""
+        """Who owns optimizer states, masters and residuals, where each lies on one rank."""
         self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         """The optimizers that train the scaled weights."""
 
@@ -144,7 +144,8 @@ class Connection(DDPBackward):
         for tensor in tensors:
             if isinstance(tensor, ScaledTensor):
                 tensor.settle()
-            for stored in stored_parts(tensor, with_master=True):
+            is_whole = not getattr(tensor, "shared_out", False)  # else ranks differ in what they have of it
+            for stored in stored_parts(tensor, exact=is_whole):
                 _broadcast(stored, source, self.group)
 
     def make_states_equal(self, source: int) -> None:
@@ -322,9 +323,9 @@ class _Connected:
             return stock
         if connection.owners is not None:
             raise FP8BackendError(
-                "uneven inputs: a rank that has run out of them takes no optimizer steps, and at level O3 each rank "
-                "makes those of the weights that it owns: prepare with shard_states=False, or give all ranks as many "
-                "batches (Accelerate: even_batches=True)"
+                "uneven inputs: a rank that has run out of them takes no optimizer steps, and each rank makes those "
+                "of the weights that it owns (shard_states): prepare with shard_states=False, or give all ranks as "
+                "many batches (Accelerate: even_batches=True)"
             )
         if not kwargs.get("divide_by_initial_world_size", True):
             raise FP8BackendError(

@@ -1,8 +1,8 @@
 """FSDP2 with gradients that travel in FP8, by its own extension points.
 
 The weights' tensors decide themselves how they travel (`ScaledTensor.fsdp_pre_all_gather`): in FP16 at the levels O1
-and O2, in FP8 at O3. `FP8ReduceScatter` reduces gradients by an all-to-all of E4M3, with a scale for every 128 elements
-of FSDP2's flat buffer, which knows no boundaries of parameters. The sum is FP32.
+and O2, in FP8 from O3 on. `FP8ReduceScatter` reduces gradients by an all-to-all of E4M3, with a scale for every 128
+elements of FSDP2's flat buffer, which knows no boundaries of parameters. The sum is FP32.
 
 Two things stay FSDP2's own, and plain: with one shard it copies and reduces nothing, and the all-reduce between the
 replicas of a hybrid mesh (HSDP) has no extension point.

@@ -107,8 +107,8 @@ def held_alike(model: nn.Module, states: Iterable[tuple[str, torch.Tensor]]) -> 
         else:
             is_theirs = full_name.removeprefix("module.") in ignored and not isinstance(p, ScaledTensor)
             groups_of = [] if is_theirs else groups
-        with_master = isinstance(local, ScaledTensor) and not local.shared_out
-        for part in stored_parts(local, with_master=with_master):
+        is_whole = isinstance(local, ScaledTensor) and not local.shared_out
+        for part in stored_parts(local, exact=is_whole):
             yield from (Held(name, part, group) for group in groups_of)
     for name, state in states:
         yield from (Held(f"{name}, its scaling state", state, group) for group in groups)

@@ -1,8 +1,9 @@
-"""Level O3 under DDP: masters and optimizer states shared out over the ranks, as in ZeRO-1.
+"""Weights in E4M3 under DDP: optimizer states, and what makes weights exact, shared out over the ranks, as in ZeRO-1.
 
-Each rank owns whole weights, about as many elements as any other. It alone keeps their FP16 master and their Adam
-states, and makes their steps; then the new E4M3 weights and their scales travel to everyone, one byte an element. A
-rank holds 2 + 5/N bytes an element: weight and gradient of all, the rest of its own.
+Each rank owns whole weights, about as many elements as any other. It alone keeps their FP16 master (level O3) or their
+residual (O4) and their Adam states, and makes their steps; then the new E4M3 weights and their scales travel to
+everyone, one byte an element. A rank holds weight and gradient of all, and the rest of its own: 2 + 5/N bytes an
+element at O3, 2 + 3/N at O4, 2 + 2/N at O5, whose weight has no more than its E4M3 data.
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ def assign(sizes: Sequence[int], ranks: int) -> list[int]:
 
 
 class SharedOut:
-    """Weights whose masters and optimizer states lie on one rank each. `states.sharding.Owners` describes its methods.
-    All ranks make it, with the same weights in the same order. It drops the masters of other ranks' weights at once.
+    """Weights whose rest (`ScaledTensor.rest`) and optimizer states lie on one rank each. `states.sharding.Owners`
+    describes its methods. All ranks make it, with the same weights in the same order. It drops the rest of other ranks'
+    weights at once.
 
     Args:
-        weights: parameters at level O3, with equal values on all ranks.
+        weights: parameters whose data are E4M3, with equal values on all ranks.
         group: the ranks; used by nothing else while an optimizer steps.
     """
 
@@ -47,7 +49,7 @@ class SharedOut:
         self._owner = {id(weight): owner for weight, owner in zip(weights, owners, strict=True)}
         for weight in self.weights:
             weight.settle()
-            weight.shared_out = True
+            weight.shared_out = weight.rest is not None
             self.drop(weight)
 
     def owns(self, weight: torch.Tensor) -> bool:
@@ -59,15 +61,17 @@ class SharedOut:
         if self.at_home and any(weight.grad is not None for weight in self.weights):
             raise FP8BackendError(
                 "the gradients of this step have not travelled between the ranks (no_sync, which LocalSGD uses), and "
-                "at level O3 each rank makes the steps of the weights that it owns: prepare with shard_states=False, "
-                "where every rank makes all of them, or let the last backward before each step synchronize"
+                "each rank makes the steps of the weights that it owns (shard_states): prepare with "
+                "shard_states=False, where every rank makes all of them, or let the last backward before each step "
+                "synchronize"
             )
 
     def drop(self, weight: torch.Tensor) -> None:
-        if not self.owns(weight):
-            storage = weight.elsewhere.storage if weight.master is None else weight.master._data.dtype
-            weight.master = None
-            weight.elsewhere = Elsewhere(dist.get_global_rank(self.group, self._owner[id(weight)]), storage)
+        if self.owns(weight) or not weight.shared_out:
+            return
+        storage = weight.elsewhere.storage if weight.rest is None else stored_parts(weight.rest)[0].dtype
+        weight.rest = None
+        weight.elsewhere = Elsewhere(dist.get_global_rank(self.group, self._owner[id(weight)]), storage)
 
     @torch.no_grad()
     def share(self) -> None:

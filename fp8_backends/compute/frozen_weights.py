@@ -3,8 +3,8 @@
 What `te` and `native` have in common: which weights are refused, and how a frozen one is put in place and restored. In
 which tensor they store it is their own.
 
-A weight that trains is refused: an update of ordinary size is smaller than half a step of E4M3, and an optimizer
-without a master copy would lose nearly all of them. That is what level O3 is for.
+A weight that trains is refused: an update of ordinary size is smaller than half a step of E4M3, and an optimizer that
+rounds to nearest would lose nearly all of them. That is what the levels from O3 on are for.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from ..numerics.sharded_tensor import is_distributed
 SHARDED = Refusal(
     "fp8_params=True does not go with sharded weights: FSDP and DeepSpeed cut parameters up, and frozen FP8 weights "
     "are whole",
-    "use DDP; or level O3 (msamp:O3, te+msamp:O3), whose FP8 weights FSDP2 shards",
+    "use DDP; or level O3 or O4 (msamp:O4, te+msamp:O4), whose FP8 weights FSDP2 shards",
 )
 TRAINS = Refusal(
     "fp8_params=True leaves no weight in high precision: an update below half a step of E4M3, 3 to 6 % of the weight, "
     "would be lost, so weights that train are refused",
-    "use msamp:O3 or te+msamp:O3, which train FP8 weights with an FP16 master; or freeze the layers whose weights FP8 "
-    "shall hold (requires_grad_(False)) and name those that train, such as adapters, in exclude",
+    "use level O3 or O4 (msamp:O4, te+msamp:O4), which train FP8 weights with an FP16 master or a residual of eight "
+    "bits; or freeze the layers whose weights FP8 shall hold (requires_grad_(False)) and name those that train, such "
+    "as adapters, in exclude",
 )
 
 

@@ -27,7 +27,9 @@ class Format:
     def max(self) -> float:
         """Largest finite magnitude."""
         # asked of PyTorch: `torch.compile(dynamic=True)` takes a float that lies in an object for a variable
-        return torch.finfo(self.dtype).max
+        if self.dtype.is_floating_point:
+            return torch.finfo(self.dtype).max
+        return (2 - 2.0**-self.mantissa_bits) * 2.0 ** (self.min_exponent + 14)  # the last of 16 exponents
 
     @property
     def max_exponent(self) -> int:
@@ -66,9 +68,16 @@ FP16 = Format("fp16", torch.float16, 10, -14)
 """MS-AMP stores weights and second moments in FP16 with a scale."""
 BF16 = Format("bf16", torch.bfloat16, 7, -126)
 FP32 = Format("fp32", torch.float32, 23, -126)
+E4M11 = Format("e4m11", torch.float8_e4m3fn, 11, -6)
+"""E4M3 with eight more mantissa bits, and no larger numbers. It is stored as the nearest E4M3 code and a residual,
+int8: together they are the 15 bits of the magnitude, `(code << 8) + residual`."""
+ROOT8 = Format("root8", torch.uint8, 4, -6)
+"""Four exponent and four mantissa bits without a sign, all of them numbers. It stores the root of a second moment: the
+root has half the exponents, so that eight bits suffice for nearly the range of a scaled FP16."""
 
-FORMATS = {fmt.dtype: fmt for fmt in (E4M3, E5M2, FP16, BF16, FP32)}
-FORMAT_OF = {fmt.dtype: fmt for fmt in (E4M3, E5M2, FP16)}
+FORMATS = {fmt.dtype: fmt for fmt in (E4M3, E5M2, FP16, BF16, FP32, ROOT8)}
+"""dtype of stored data -> format; E4M3 data with a residual are E4M11."""
+FORMAT_OF = {fmt.dtype: fmt for fmt in (E4M3, E5M2, FP16, ROOT8)}
 """The formats that are stored with a scale."""
 
 RECIPE_FORMATS = {"HYBRID": (E4M3, E5M2), "E4M3": (E4M3, E4M3)}

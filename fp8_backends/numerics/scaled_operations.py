@@ -4,7 +4,7 @@
 - A view operation gives a view of what it stores.
 - An operation in place changes what it stores, through any view of it. The operation itself runs on FP32 values of the
   whole. A weight keeps these (`ScaledStorage.edited`) until the optimizer's next step, so that small changes add up, as
-  in an average of weights; data, scale and master are those values, rounded. A gradient takes them as its data.
+  in an average of weights; what is stored are those values, rounded. A gradient takes them as its data.
 - `copy_`, and what else replaces all values, stores them rounded at once.
 
 What is registered below works on data and scale alone, or is no operation on values.
@@ -20,9 +20,19 @@ import torch
 from torch.utils._pytree import tree_iter, tree_map
 
 from ..errors import FP8BackendError
-from .formats import E4M3, FORMAT_OF
+from .formats import E4M3, FORMAT_OF, ROOT8
 from .kernels.gradients import dispatch as gradients
-from .scaled_tensor import FRESH, OPERATIONS, SHARD, ScaledStorage, ScaledTensor, quantize, stored_parts
+from .scaled_tensor import (
+    FRESH,
+    OPERATIONS,
+    SHARD,
+    ScaledStorage,
+    ScaledTensor,
+    quantize,
+    quantize_like,
+    quantize_pair,
+    stored_parts,
+)
 
 aten = torch.ops.aten
 FP32 = torch.float32
@@ -118,8 +128,10 @@ def _moved(tensor: ScaledTensor, move: Callable[[torch.Tensor], torch.Tensor], d
     result = _parts(tensor, *map(move, stored_parts(tensor)), dtype)
     if tensor.master is not None:
         result.master = _moved(tensor.master, move)
+    if tensor.residual is not None:
+        result.residual = move(tensor.residual)
     if tensor.stored.edited is not None:
-        result.stored.edited = move(tensor.in_whole(tensor.stored.edited)).contiguous()
+        result.stored.edited = move(tensor.in_whole(tensor.stored.edited))
     result.partial, result.elsewhere, result.shared_out = tensor.partial, tensor.elsewhere, tensor.shared_out
     result.is_state = tensor.is_state
     return result
@@ -139,7 +151,7 @@ def _pin_memory(func, tensor, *args, **kwargs):
 
 @_implements(aten.is_pinned.default)
 def _is_pinned(func, tensor, *args, **kwargs):
-    return tensor._data.is_pinned() and tensor._scale_inv.is_pinned()
+    return all(part.is_pinned() for part in stored_parts(tensor, exact=True))
 
 
 @_implements(aten.empty_like.default)
@@ -160,6 +172,8 @@ def _new(func, tensor, size, *, dtype=None, device=None, **kwargs):
     result.partial = FRESH
     if tensor.master is not None:
         result.master = _new(func, tensor.master, size)
+    if tensor.residual is not None:
+        result.residual = func(tensor.residual, size)
     return result
 
 
@@ -240,9 +254,10 @@ def _require_all(tensor: ScaledTensor, func) -> None:
     stored = tensor.stored
     if stored.shared_out or stored.elsewhere is not None:
         raise FP8BackendError(
-            f"{func} would change a weight of shape {tuple(tensor.shape)} in place, whose master lies on one of "
-            f"several ranks (level O3 shares masters and optimizer states out): on the others its values are not there "
-            f"with all their precision. Write whole values with copy_(), or prepare with shard_states=False"
+            f"{func} would change a weight of shape {tuple(tensor.shape)} in place, and what makes it exact lies on "
+            f"one of several ranks (levels O3 and O4 share that and optimizer states out): on the others its values "
+            f"are not there with all their precision. Write whole values with copy_(), or prepare with "
+            f"shard_states=False"
         )
     if stored.partial == FRESH:
         _become_plain(stored)
@@ -258,7 +273,7 @@ def _become_plain(stored: ScaledStorage) -> None:
     """Make memory that was asked for, and into which no shard was copied, hold FP32 values of its own."""
     stored.data = torch.zeros_like(stored.data, dtype=FP32)
     stored.scale_inv, stored.accumulates = torch.ones((), device=stored.data.device), True
-    stored.partial, stored.master = False, None
+    stored.partial, stored.master, stored.residual = False, None, None
 
 
 def _keep(stored: ScaledStorage, whole: torch.Tensor) -> None:
@@ -325,6 +340,8 @@ def _copy_elements(target: ScaledTensor, source: ScaledTensor, non_blocking: boo
     target.stored.partial = SHARD
     if target.master is not None:
         _copy_elements(target.master, source.master, non_blocking)
+    if target.residual is not None:
+        target.residual.copy_(source.residual, non_blocking)
     return target
 
 
@@ -334,28 +351,48 @@ def _replace(stored: ScaledStorage, source: torch.Tensor, non_blocking: bool = F
     if isinstance(source, ScaledTensor) and (source.stored.edited is not None or source._view is not None):
         source = source.values(FP32)
     if stored.master is not None:
-        if getattr(source, "elsewhere", None) is not None:
-            source = source.exact()
-        master = source if getattr(source, "master", None) is None else source.master
-        _replace(stored.master.stored, master, non_blocking)
+        master = getattr(source, "master", None)
+        _replace(stored.master.stored, _in_full(source) if master is None else master, non_blocking)
         source = stored.master
+    elif stored.residual is not None:
+        source = source if getattr(source, "residual", None) is not None else _in_full(source)
     elif stored.elsewhere is not None and getattr(source, "elsewhere", None) is None:
-        source = _as_master(source, stored.elsewhere.storage)
-    storage = (stored.data.dtype, stored.block_size)
-    if not isinstance(source, ScaledTensor) or (source._data.dtype, source.block_size) != storage:
-        values = source.dequantize(FP32) if isinstance(source, ScaledTensor) else source
-        values = values.to(stored.data.device, FP32).contiguous()
-        source = quantize(values, stored.data.dtype, block_size=stored.block_size)
+        source = _as_owner_rounds(source, stored.elsewhere.storage)
+    if not _is_stored_as(stored, source):
+        values = source.values(FP32) if isinstance(source, ScaledTensor) else source
+        source = quantize_like(values.to(stored.data.device, FP32).contiguous(), stored)
     stored.data.copy_(source._data, non_blocking)
     stored.scale_inv.copy_(source._scale_inv, non_blocking)
+    if stored.residual is not None:
+        stored.residual.copy_(source.residual, non_blocking)
     stored.count_write()
     if stored.partial == SHARD:
         stored.unagreed = True
 
 
-def _as_master(source: torch.Tensor, storage: torch.dtype) -> torch.Tensor:
-    """New values as the rank that has the master rounds them before it makes the weight of them."""
-    return quantize(_values(source).float(), storage).dequantize(FP32)
+def _in_full(source: torch.Tensor) -> torch.Tensor:
+    """New values without a rest of their own, such as a master: plain ones of a weight that has one, or raises where
+    that lies on another rank."""
+    if isinstance(source, ScaledTensor) and (source.rest is not None or source.elsewhere is not None):
+        return source.exact(FP32)
+    return source
+
+
+def _is_stored_as(stored: ScaledStorage, source: torch.Tensor) -> bool:
+    """Whether the bits of `source` can be taken over as they are."""
+    if not isinstance(source, ScaledTensor):
+        return False
+    alike = (source._data.dtype, source.block_size) == (stored.data.dtype, stored.block_size)
+    return alike and (stored.residual is None or source.residual is not None)
+
+
+def _as_owner_rounds(source: torch.Tensor, storage: torch.dtype) -> torch.Tensor:
+    """New values as the rank that has the master or the residual rounds them before it makes the weight's data, so that
+    all ranks have the same codes."""
+    if storage == torch.int8 and getattr(source, "residual", None) is not None:
+        return source
+    values = source.exact(FP32) if isinstance(source, ScaledTensor) else source.float()
+    return quantize_pair(values) if storage == torch.int8 else quantize(values, storage).dequantize(FP32)
 
 
 @_implements(aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor)
@@ -411,7 +448,7 @@ def _detach_(func, tensor):
 
 @_implements(aten.record_stream.default)
 def _record_stream(func, tensor, stream):
-    for part in stored_parts(tensor, with_master=True):
+    for part in stored_parts(tensor, exact=True):
         part.record_stream(stream)
 
 
@@ -422,6 +459,8 @@ def _scales(tensor: Any, other: Any) -> bool:
     """Whether a product or quotient with `other` is one of the scale alone. With a power of two that is exact. With any
     positive number or 0-dimensional tensor it is one FP32 rounding: so gradients are clipped, unscaled and averaged."""
     if not isinstance(tensor, ScaledTensor) or (tensor._view is not None and not tensor._data.is_contiguous()):
+        return False
+    if tensor._data.dtype == ROOT8.dtype:  # the scale is that of the root
         return False
     if isinstance(other, torch.Tensor):
         fits = tensor.accumulates and not isinstance(other, ScaledTensor) and other.dim() == 0

@@ -3,7 +3,9 @@
     value = data * scale_inv        data: E4M3, E5M2 or FP16; scale_inv: FP32, a power of two when quantized
 
 It is what MS-AMP's levels store: FP16 weights, E4M3 weight gradients, E4M3 and FP16 optimizer states. A power of two
-multiplies without rounding, so a loss scale, an average or a clip touches the scale alone.
+multiplies without rounding, so a loss scale, an average or a clip touches the scale alone. Two further forms take fewer
+bytes: E4M3 data with a `residual` of eight bits, which together are exact to twelve (`formats.E4M11`), and uint8 data
+that are roots of values that are not negative, value = (data * scale_inv)**2 (`formats.ROOT8`).
 
 A ScaledTensor is a view of a `ScaledStorage`, as a plain tensor is of its memory: `p.data`, `p.detach()`, `p[0]` and
 `p.t()` share it with `p`. Any function of PyTorch reads the values. An operation in place changes them, through any
@@ -23,7 +25,9 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import FP8BackendError
-from .formats import E4M3, E5M2, FORMAT_OF, Format, saturating_cast
+from . import pairs
+from .formats import E4M3, E4M11, E5M2, FORMAT_OF, ROOT8, Format, saturating_cast
+from .kernels.adam import rounding
 from .kernels.eager import is_eager
 from .kernels.quantize import dispatch as quantization
 from .kernels.quantize.layouts import POWER_OF_TWO
@@ -40,11 +44,11 @@ OPERATIONS: dict[Any, Callable] = {}
 
 
 class Elsewhere(NamedTuple):
-    """The master of a weight lies on another rank, which makes its optimizer steps."""
+    """What makes a weight exact lies on another rank, which makes its optimizer steps."""
 
     rank: int
     storage: torch.dtype
-    """The dtype in which the master is stored."""
+    """The dtype in which it is stored there: FP16 of a master, int8 of a residual."""
     unread: bool = False
     """Values with all their precision are asked for by something that will not read them here."""
 
@@ -53,9 +57,10 @@ class Elsewhere(NamedTuple):
             return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         raise FP8BackendError(
             f"the values of a weight of shape {tuple(tensor.shape)} lie with all their precision on rank {self.rank} "
-            f"(level O3 shares masters and optimizer states out between the ranks): save with Accelerator.save_state, "
-            f"save_model or get_state_dict, called on all ranks; or enter fp8_backends.whole_states(optimizer) "
-            f"on all ranks around state_dict(); or prepare with shard_states=False"
+            f"(levels O3 and O4 share what makes weights exact, and optimizer states, out between the ranks): save "
+            f"with Accelerator.save_state, save_model or get_state_dict, called on all ranks; or enter "
+            f"fp8_backends.whole_states(optimizer) on all ranks around state_dict(); or prepare with "
+            f"shard_states=False"
         )
 
 
@@ -78,8 +83,9 @@ class ScaledStorage:
     """What all views of one ScaledTensor share. `ScaledTensor` describes the attributes.
 
     Attributes:
+        residual: int8, shape and strides as `data`; or None.
         edited: FP32, strides as `data`: the values as operations in place have left them, before they were rounded
-            into data, scale_inv and master. The optimizer's next step drops them; so does a copy of whole values.
+            into what is stored. The optimizer's next step drops them; so does a copy of whole values.
         known: `KnownAmax` of the data, as the optimizer's last step left them.
         copied: this is a weight of a model that was copied deeply, which no optimizer has stepped, such as an average
             of weights. Plain values that are copied into it stay exact.
@@ -93,6 +99,7 @@ class ScaledStorage:
     partial: bool | str = False
     is_state: bool = False
     master: ScaledTensor | None = None
+    residual: torch.Tensor | None = None
     elsewhere: Elsewhere | None = None
     shared_out: bool = False
     edited: torch.Tensor | None = None
@@ -143,7 +150,7 @@ class ScaledTensor(WithoutMemory):
     """A tensor stored as low-precision data and FP32 scales. To PyTorch it has the dtype of the values it stands for.
 
     Attributes:
-        _data: E4M3, E5M2 or FP16 (FP32 while a gradient accumulates), of the tensor's shape. Read-only.
+        _data: E4M3, E5M2, FP16 or uint8 (FP32 while a gradient accumulates), of the tensor's shape. Read-only.
         _scale_inv: FP32, 0-dimensional, or [ceil(numel / block_size)]. NaN where the quantized values were not finite.
         block_size: elements of the flattened tensor that share a scale; 0: all.
         accumulates: it is a gradient: what is added or written to it turns the data into FP32, until
@@ -154,8 +161,10 @@ class ScaledTensor(WithoutMemory):
             written to it waits for the ranks to agree on a scale, which they do before they gather it. `FRESH` for
             memory that FSDP2 has asked for, and copies a shard into.
         master: the same values with more precision, another ScaledTensor; or None (level O3 has one).
-        elsewhere: where the master lies, if that is another rank; or None.
-        shared_out: the master lies on one of several ranks. It reads as data and scale on all of them.
+        residual: int8, what E4M3 data and it, together E4M11, have in more precision; or None (level O4 has one).
+        rest: the master or the residual, what `exact` reads besides data and scale; or None.
+        elsewhere: where the rest lies, if that is another rank; or None.
+        shared_out: the rest lies on one of several ranks. It reads as data and scale on all of them.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -242,41 +251,66 @@ class ScaledTensor(WithoutMemory):
     def master(self, master: ScaledTensor | None) -> None:
         self.stored.master = master
 
+    @property
+    def residual(self) -> torch.Tensor | None:
+        residual = self.stored.residual
+        return None if residual is None else self.in_whole(residual)
+
+    @residual.setter
+    def residual(self, residual: torch.Tensor | None) -> None:
+        self.stored.residual = residual
+
+    @property
+    def rest(self) -> torch.Tensor | None:
+        return self.residual if self.stored.master is None else self.master
+
+    @rest.setter
+    def rest(self, rest: torch.Tensor | None) -> None:
+        is_master = isinstance(rest, ScaledTensor)
+        self.stored.master, self.stored.residual = (rest, None) if is_master else (None, rest)
+
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The plain values of data and scale, in the tensor's dtype or the one given. Not differentiable."""
         if not self.block_size:
-            return (self._data.float() * self._scale_inv).to(dtype or self.dtype)
+            return _times(self._data, self._scale_inv).to(dtype or self.dtype)
         data = self.stored.data
-        values = data.float() * _spread(self._scale_inv, self.block_size, data.shape)
+        values = _times(data, _spread(self._scale_inv, self.block_size, data.shape))
         return self.in_whole(values).to(dtype or self.dtype)
+
+    def _dequantize_pair(self, dtype: torch.dtype) -> torch.Tensor:
+        """The plain values of data, residual and scale."""
+        residual = self.residual.to(self._data.device)  # gathered for a checkpoint, it is on the CPU
+        return pairs.decode(self._data, residual, self._scale_inv).to(dtype)
 
     def exact(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The plain values with all the precision that is stored: as an operation in place has left them, or the
-        master's, if there is one. In the tensor's dtype or the one given.
+        master's, if there is one, or those of data and residual. In the tensor's dtype or the one given.
 
         Raises:
-            FP8BackendError: the master lies on another rank.
+            FP8BackendError: the master or the residual lies on another rank.
         """
         if self.elsewhere is not None:
             return self.elsewhere.exact(self)
         if self.stored.edited is not None:
             return self.in_whole(self.stored.edited).to(dtype or self.dtype, copy=True)
+        if self.stored.residual is not None:
+            return self._dequantize_pair(dtype or self.dtype)
         master = self.master
         return (self if master is None else master).dequantize(dtype or self.dtype)
 
     def values(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The plain values as functions of PyTorch read them: the exact ones, or where the master of a weight lies on
-        one of several ranks those of data and scale, which all ranks have."""
+        """The plain values as functions of PyTorch read them: the exact ones, or where what makes a weight exact lies
+        on one of several ranks those of data and scale, which all ranks have."""
         return self.dequantize(dtype) if self.shared_out else self.exact(dtype)
 
     def known_amax(self) -> torch.Tensor | None:
-        """max |x| of all stored data, without their scale, if the optimizer's last step left it and nothing has written
-        since; else None. FP32, 0-dimensional."""
+        """max |x| of all stored data (with their residual, where there is one) without their scale, if the optimizer's
+        last step left it and nothing has written since; else None. FP32, 0-dimensional."""
         known, data = self.stored.known, self.stored.data
         return known.amax if known and known.data() is data and known.version == data._version else None
 
     def settle(self) -> None:
-        """Drop what operations in place have left in FP32. Data, scale and master are those values, rounded."""
+        """Drop what operations in place have left in FP32. What is stored are those values, rounded."""
         self.stored.edited, self.stored.copied = None, False
 
     @property
@@ -304,13 +338,13 @@ class ScaledTensor(WithoutMemory):
     def share_memory_(self) -> ScaledTensor:
         """Move what is stored to memory that other processes can see."""
         edited = () if self.edited is None else (self.edited,)
-        for part in (*stored_parts(self, with_master=True), *edited):
+        for part in (*stored_parts(self, exact=True), *edited):
             part.share_memory_()
         return self
 
     def is_shared(self) -> bool:
         """Whether other processes can see what is stored."""
-        return all(part.is_shared() for part in stored_parts(self, with_master=True))
+        return all(part.is_shared() for part in stored_parts(self, exact=True))
 
     def to(self, *args, **kwargs) -> torch.Tensor:
         """Does what `torch.Tensor.to` does. With another dtype, a Parameter keeps its storage and takes that as the
@@ -337,16 +371,18 @@ class ScaledTensor(WithoutMemory):
     @property
     def context(self) -> tuple[torch.dtype, int, bool, bool | str]:
         """What makes the tensor besides data and scale_inv, as its constructor takes it."""
-        if self._view is not None and self.block_size:
+        whole = self.stored.data
+        if self.block_size and (self.shape, self.stride()) != (whole.shape, whole.stride()):
             raise FP8BackendError(
                 f"a view of shape {tuple(self.shape)} of a ScaledTensor with a scale for each {self.block_size} "
                 f"elements cannot be taken apart: read it with dequantize()"
             )
-        is_part = self.numel() < self.stored.data.numel()
+        is_part = self.numel() < whole.numel()
         return self.dtype, self.block_size, self.accumulates, self.partial or is_part
 
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
-        """FSDP2's extension point: what travels of a shard is its data, FP8 as bytes. Every rank has the scale."""
+        """FSDP2's extension point: what travels of a shard is its data, FP8 as bytes. Every rank has the scale; a
+        residual stays where it is."""
         if self.unagreed:
             agree_on_scale(self, [mesh.get_group()])
         data = self._data.view(torch.uint8) if self._data.dtype.itemsize == 1 else self._data
@@ -365,6 +401,7 @@ class ScaledTensor(WithoutMemory):
         return ScaledTensor(data, scale_inv, param_dtype, partial=True), (gathered,)
 
     def __tensor_flatten__(self):
+        # what compiled code reads: data and scale, as products do
         return ["_data", "_scale_inv"], self.context
 
     @staticmethod
@@ -374,6 +411,7 @@ class ScaledTensor(WithoutMemory):
     def __repr__(self) -> str:
         fmt = FORMAT_OF.get(self._data.dtype)
         stored = fmt.name.upper() if fmt else str(self._data.dtype).removeprefix("torch.")
+        stored += " and a residual" if self.residual is not None else ""
         if self.block_size:
             scales = f"{self._scale_inv.numel()} scales, one for {self.block_size} elements"
         elif self._scale_inv.is_meta or isinstance(self._scale_inv, torch._subclasses.FakeTensor):
@@ -385,7 +423,7 @@ class ScaledTensor(WithoutMemory):
 
     def __reduce_ex__(self, protocol):
         others = {name: value for name, value in self.__dict__.items() if name not in STORED}
-        more = {name: getattr(self, name) for name in ("master", "elsewhere", "shared_out", "is_state")}
+        more = {name: getattr(self, name) for name in _PICKLED}
         more["edited"] = None if self.edited is None else self.in_whole(self.edited)
         others |= {name: value for name, value in more.items() if value is not None and value is not False}
         data = self._data.view(torch.uint8) if self._data.dtype.itemsize == 1 else self._data  # pickle knows no FP8
@@ -431,7 +469,7 @@ _DAMAGED = "a scaled tensor in the file is damaged, or was made up, and is not l
 
 
 def _check_parts(data: Any, storage: Any, scale_inv: Any, context: Any) -> None:
-    """Raise `FP8BackendError` for parts that are not those of one ScaledTensor."""
+    """Raise `FP8BackendError` for data and scale that are not those of one ScaledTensor."""
     if storage not in (*FORMAT_OF, torch.float32):
         raise FP8BackendError(f"{_DAMAGED}: it is stored as {storage}, which has no scale")
     stored_as = torch.uint8 if storage.itemsize == 1 else storage  # what `__reduce_ex__` writes
@@ -441,7 +479,8 @@ def _check_parts(data: Any, storage: Any, scale_inv: Any, context: Any) -> None:
         raise FP8BackendError(f"{_DAMAGED}: it says {context!r} of itself")
     dtype, block_size = context[:2]
     shape = (-(-data.numel() // block_size),) if block_size > 0 else ()
-    if not dtype.is_floating_point or block_size < 0 or (block_size and not data.is_contiguous()):
+    wants_blocks = storage == ROOT8.dtype and not block_size
+    if not dtype.is_floating_point or block_size < 0 or (block_size and not data.is_contiguous()) or wants_blocks:
         raise FP8BackendError(f"{_DAMAGED}: it stands for {dtype}, with a scale for each {block_size} elements")
     if not isinstance(scale_inv, torch.Tensor) or scale_inv.dtype != torch.float32 or scale_inv.shape != shape:
         raise FP8BackendError(f"{_DAMAGED}: its scale is {_in_words(scale_inv)}, and must be float32 {list(shape)}")
@@ -449,6 +488,8 @@ def _check_parts(data: Any, storage: Any, scale_inv: Any, context: Any) -> None:
 
 _CONTEXT = (torch.dtype, int, bool, (bool, str))
 """The types of `ScaledTensor.context`."""
+_PICKLED = ("master", "residual", "elsewhere", "shared_out", "is_state")
+"""What else is stored of a ScaledTensor."""
 
 
 def _may_have(tensor: ScaledTensor, name: str, value: Any) -> bool:
@@ -459,10 +500,23 @@ def _may_have(tensor: ScaledTensor, name: str, value: Any) -> bool:
     if name == "elsewhere":
         return isinstance(value, Elsewhere)
     if name == "master":
-        return isinstance(value, ScaledTensor) and value.shape == tensor.shape and value.master is None
+        fits = isinstance(value, ScaledTensor) and value.shape == tensor.shape and value.rest is None
+        return fits and tensor.residual is None
+    if name == "residual":
+        return _fits_as_residual(tensor, value)
     if name == "edited":
         return isinstance(value, torch.Tensor) and value.dtype == torch.float32 and value.shape == tensor.shape
     return isinstance(name, str) and name not in STORED and not hasattr(ScaledTensor, name)
+
+
+def _fits_as_residual(tensor: ScaledTensor, value: Any) -> bool:
+    """Whether a value can be the residual of this pickled ScaledTensor: it lies as the data do."""
+    data = tensor._data
+    if data.dtype != E4M3.dtype or tensor.block_size or tensor.accumulates or tensor.master is not None:
+        return False
+    if not isinstance(value, torch.Tensor) or value.dtype != torch.int8 or value.layout != torch.strided:
+        return False
+    return (value.shape, value.stride(), value.device) == (data.shape, data.stride(), data.device)
 
 
 def _in_words(value: Any) -> str:
@@ -477,13 +531,13 @@ torch.serialization.add_safe_globals(
 )
 
 
-def stored_parts(tensor: torch.Tensor, with_master: bool = False) -> tuple[torch.Tensor, ...]:
-    """The tensors that a tensor stores: data and scale_inv of a ScaledTensor, and then those of its master where they
-    are asked for; any other tensor itself."""
+def stored_parts(tensor: torch.Tensor, exact: bool = False) -> tuple[torch.Tensor, ...]:
+    """The tensors that a tensor stores: data and scale_inv of a ScaledTensor, and what its exact values are made of
+    besides where that is asked for, the parts of its master or its residual; any other tensor itself."""
     if not isinstance(tensor, ScaledTensor):
         return (tensor,)
-    master = stored_parts(tensor.master) if with_master and tensor.master is not None else ()
-    return tensor._data, tensor._scale_inv, *master
+    rest = stored_parts(tensor.rest) if exact and tensor.rest is not None else ()
+    return tensor._data, tensor._scale_inv, *rest
 
 
 def quantize(
@@ -497,25 +551,66 @@ def quantize(
 
     Args:
         values: any floating-point tensor, contiguous where blocks are asked for.
-        storage: E4M3, E5M2, FP16, or FP32 (which has no need of a scale).
+        storage: E4M3, E5M2, FP16, or FP32 (which has no need of a scale); uint8 for the roots of `values`, in blocks.
         dtype: what the tensor stands for (default: the dtype of `values`, FP32 for FP16).
         block_size: 0 for one scale, else one for each so many elements of the flattened tensor.
         amax: FP32, 0-dimensional; takes the place of the amax of `values` where these are only a part of a tensor.
     """
     values = values.detach()
-    if dtype is None:
-        dtype = torch.float32 if values.dtype == torch.float16 else values.dtype
+    dtype = dtype or _stands_for(values)
     if storage not in FORMAT_OF:
         return ScaledTensor(values.to(storage).clone(), torch.ones((), device=values.device), dtype)
     fmt = FORMAT_OF[storage]
     if not block_size and amax is None and fmt in (E4M3, E5M2) and _serves(values):
         return ScaledTensor(*_codes(values, fmt), dtype)
+    if fmt is ROOT8:
+        values = values.float().sqrt()
     if amax is None:
         amax = block_amax(values, block_size) if block_size else tensor_amax_of(values)
     scale = power_of_two_scale(amax, fmt)
     of_each = _spread(scale, block_size, values.shape) if block_size else scale
-    data = saturating_cast(values.float() * of_each, fmt)
+    data = _root_codes(values * of_each) if fmt is ROOT8 else saturating_cast(values.float() * of_each, fmt)
     return ScaledTensor(data, scale_inv_of(scale, amax), dtype, block_size)
+
+
+def _stands_for(values: torch.Tensor) -> torch.dtype:
+    """The dtype of what is made of `values`, if none is given."""
+    return torch.float32 if values.dtype == torch.float16 else values.dtype
+
+
+def _root_codes(scaled: torch.Tensor) -> torch.Tensor:
+    """ROOT8 codes of FP32 values that are not negative; no positive one becomes 0."""
+    return rounding.encoded(*rounding.nearest(scaled, ROOT8), scaled, ROOT8, above_zero=True)
+
+
+def quantize_pair(
+    values: torch.Tensor, dtype: torch.dtype | None = None, amax: torch.Tensor | None = None
+) -> ScaledTensor:
+    """Values rounded to nearest as E4M3 codes with a residual (`formats.E4M11`), with one power-of-two scale.
+
+    A value of at least 2**-13 of the amax is exact to 2**-12 of itself, and a smaller one to 2**-25 of the amax.
+
+    Args:
+        values, dtype, amax: as in `quantize`.
+    """
+    values = values.detach().contiguous()
+    amax = tensor_amax_of(values) if amax is None else amax
+    scale = power_of_two_scale(amax, E4M11)
+    codes, lower_bits = pairs.encode(values, scale)
+    pair = ScaledTensor(codes, scale_inv_of(scale, amax), dtype or _stands_for(values))
+    pair.residual = lower_bits
+    return pair
+
+
+def quantize_like(
+    values: torch.Tensor, stored: ScaledStorage | ScaledTensor, amax: torch.Tensor | None = None
+) -> ScaledTensor:
+    """Values rounded to nearest into the form in which something is stored, but for its master. `amax`: as in
+    `quantize`."""
+    stored = getattr(stored, "stored", stored)
+    if stored.residual is not None:
+        return quantize_pair(values, amax=amax)
+    return quantize(values, stored.data.dtype, block_size=stored.block_size, amax=amax)
 
 
 def _serves(values: torch.Tensor) -> bool:
@@ -567,11 +662,24 @@ def agree_on_scale(shard: ScaledTensor, groups: list[dist.ProcessGroup]) -> None
     values = shard.exact(torch.float32)
     for part in (shard.master, shard):
         if part is not None:
-            rounded = quantize(values, part._data.dtype, amax=agreed_over(tensor_amax_of(values), groups))
-            part._data.copy_(rounded._data)
-            part._scale_inv.copy_(rounded._scale_inv)
+            rounded = quantize_like(values, part, agreed_over(tensor_amax_of(values), groups))
             part.unagreed = False
-            values = rounded.dequantize(torch.float32)
+            write_parts(part, rounded)
+            values = rounded.exact(torch.float32)
+
+
+def write_parts(target: ScaledTensor, rounded: ScaledTensor) -> None:
+    """Copy data, scale and residual of a ScaledTensor into those of one that is stored in the same form."""
+    for part in ("_data", "_scale_inv", "residual"):
+        if (written := getattr(target, part)) is not None:
+            written.copy_(getattr(rounded, part))
+
+
+def _times(data: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:
+    """The FP32 values of data and scales, which broadcast."""
+    if data.dtype == ROOT8.dtype:
+        return (rounding.decoded(data, ROOT8) * scale_inv).square_()
+    return data.float() * scale_inv
 
 
 def _spread(scales: torch.Tensor, block_size: int, shape: torch.Size) -> torch.Tensor:

@@ -12,7 +12,7 @@ import sys
 import torch
 import torch.distributed as dist
 
-from .scaled_tensor import ScaledTensor, agreed_over, quantize, tensor_amax_of
+from .scaled_tensor import ScaledTensor, agreed_over, quantize, quantize_pair, tensor_amax_of
 
 
 def is_distributed(tensor: torch.Tensor) -> bool:
@@ -54,6 +54,13 @@ def quantize_shards(values: torch.Tensor, storage: torch.dtype, dtype: torch.dty
     local = local_part(values.detach())
     amax = agreed_over(tensor_amax_of(local), shard_groups(values))
     return with_local(values, quantize(local, storage, dtype or values.dtype, amax=amax))
+
+
+def quantize_pair_shards(values: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """`scaled_tensor.quantize_pair` for a DTensor with plain values: a DTensor with one scale for the whole tensor."""
+    local = local_part(values.detach())
+    amax = agreed_over(tensor_amax_of(local), shard_groups(values))
+    return with_local(values, quantize_pair(local, dtype or values.dtype, amax=amax))
 
 
 def dequantize_shards(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:

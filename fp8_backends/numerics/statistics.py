@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .formats import Format, saturating_cast
+from .formats import ROOT8, Format, saturating_cast
+from .kernels.adam.rounding import decoded
 from .scaling import Blocks, tensor_amax
 
 SAMPLED = 2**16
@@ -125,10 +126,11 @@ def statistics_of_codes(codes: torch.Tensor, scale_inv: torch.Tensor, amax: torc
     `saturated` those of the format's largest number, and nothing is known of an error.
 
     Args:
-        codes: of the format's dtype, any shape; scale_inv: FP32, one or several; amax: of codes times scale_inv.
+        codes: of the format's dtype, any shape; scale_inv: FP32, one or several; amax: of codes times scale_inv,
+            which of ROOT8 are the roots.
     """
-    rounded = codes.reshape(-1, codes.shape[-1] if codes.dim() else 1)
-    rounded = _bands(rounded, 1).float()
+    matrix = _bands(codes.reshape(-1, codes.shape[-1] if codes.dim() else 1), 1)
+    rounded = decoded(matrix, fmt) if fmt is ROOT8 else matrix.float()
     scales, zero = scale_inv.reciprocal(), amax.new_zeros((), dtype=torch.float64)
     zeros = rounded.numel() - torch.count_nonzero(rounded)
     at_max = torch.count_nonzero(rounded.abs() >= fmt.max)

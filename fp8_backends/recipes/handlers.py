@@ -83,7 +83,7 @@ class Recipe(KwargsHandler):
     """What every recipe has. None stands for "not given"; a recipe that was made has every default filled in.
 
     A recipe is fixed once it is made. Two are equal when they mean the same, however they were written. Beside its
-    fields it has `compute` ("native", "te", "ao", or a registered name), `scaling`, `level` ("O0" to "O3"), `name`
+    fields it has `compute` ("native", "te", "ao", or a registered name), `scaling`, `level` ("O0" to "O5"), `name`
     (the canonical backend string), `given` (the names of what the user gave) and the fields of every other backend,
     at their defaults. A process group in it is described by its ranks.
     """
@@ -112,6 +112,11 @@ class Recipe(KwargsHandler):
     def comm(self) -> str:
         """How gradients travel between ranks, "fp8" or "plain": `gradient_comm`, by default as the level has it."""
         return self.gradient_comm or ("plain" if self.level == "O0" else "fp8")
+
+    @property
+    def shares_states(self) -> bool:
+        """Whether under DDP the optimizer's states of each weight, and its master or residual, lie on one rank."""
+        return self.shard_states and self.level in FIELDS["shard_states"].levels
 
     def to_kwargs(self) -> dict[str, Any]:
         """The fields that were given: `type(recipe)(**recipe.to_kwargs()) == recipe`."""
@@ -324,7 +329,7 @@ def _check_read(field: Field, recipe: Recipe, compute: Compute, declared: Mappin
     if field.idle is not None and getattr(recipe, name) == field.idle:
         return
     if recipe.level not in field.levels:
-        level = DEFAULT_LEVEL if DEFAULT_LEVEL in field.levels else field.levels[-1]
+        level = DEFAULT_LEVEL if DEFAULT_LEVEL in field.levels else field.levels[0]
         raise RecipeError(
             f"{name} is not read by {recipe.name}, only with {_LEVELS_IN_WORDS[field.levels]}: leave it out, or use "
             f"{recipe.compute if level == 'O0' else f'{recipe.compute}+msamp:{level}'}"
@@ -341,9 +346,10 @@ def _check_read(field: Field, recipe: Recipe, compute: Compute, declared: Mappin
 
 
 _LEVELS_IN_WORDS = {
-    ("O1", "O2", "O3"): "a level O1, O2 or O3",
-    ("O2", "O3"): "a level O2 or O3, whose exp_avg is E4M3",
-    ("O3",): "level O3, which has masters to share out",
+    ("O1", "O2", "O3", "O4", "O5"): "a level O1 to O5",
+    ("O1", "O2", "O3", "O4"): "a level O1 to O4; O5 rounds stochastically, with scales from bounds",
+    ("O2", "O3"): "a level O2 or O3, whose exp_avg may have one scale or blocks",
+    ("O3", "O4", "O5"): "a level O3 to O5, whose weights travel in FP8",
     ("O0",): "weights that no level stores",
 }
 

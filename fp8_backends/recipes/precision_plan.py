@@ -1,6 +1,7 @@
 """What a recipe promises: one row of the chart of levels, and its bytes per converted weight element.
 
-The rows are MS-AMP's table of optimization levels. `audit` reads from live tensors what really happened.
+The rows are MS-AMP's table of optimization levels, and two further ones.
+`audit` reads from live tensors what really happened.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from ..notebooks import as_html
 from .handlers import resolve
 from .specs import Spec
 
-BYTES = {"FP32": 4, "FP16": 2, "BF16": 2, "FP8": 1}
+BYTES = {"FP32": 4, "FP16": 2, "BF16": 2, "FP8": 1, "INT8": 1}
 """Bytes of one element."""
 
 
@@ -27,7 +28,8 @@ class PrecisionPlan:
     weight: str
     """The weight as the model holds it."""
     master_weight: str | None
-    """A copy of the weight in more precision; None where the weight is its own master."""
+    """A copy of the weight in more precision, or INT8: residuals that make the weight precise; None where the weight is
+    its own master, or there is none."""
     weight_gradient: str
     """As it is stored; `released` where it is dropped inside backward and takes no bytes."""
     optimizer_states: tuple[str, str]
@@ -55,6 +57,8 @@ LEVEL_ROWS = {
     "O1": ("FP8", "FP16", None, "FP8", ("FP32", "FP32")),
     "O2": ("FP8", "FP16", None, "FP8", ("FP8", "FP16")),
     "O3": ("FP8", "FP8", "FP16", "FP8", ("FP8", "FP16")),
+    "O4": ("FP8", "FP8", "INT8", "FP8", ("FP8", "FP8")),
+    "O5": ("FP8", "FP8", None, "FP8", ("FP8", "FP8")),
 }
 
 

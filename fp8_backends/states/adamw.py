@@ -1,13 +1,15 @@
 """Adam and AdamW over scaled weights, gradients and states.
 
-The step reads and writes the scaled FP16 weight; at O3 that is the master, which the E4M3 weight is then made of. It
-computes in FP32, and rounds what it stores with scales that follow from bounds of this step's amaxes, or from these
-(`optimizer_scales`): all parameters in one kernel where the device has one (`numerics/kernels/adam`). Plain FP32
-parameters with FP32 states (O1, or tensors of fewer than 4096 elements) are left to PyTorch's own implementation.
+The step reads and writes the scaled weight: FP16, at O4 E4M3 codes with residuals, at O5 E4M3 alone; at O3 it is the
+master, which the E4M3 weight is then made of. It computes in FP32, and rounds what it stores with scales that follow
+from bounds of this step's amaxes, or from these (`optimizer_scales`): all parameters in one kernel where the device has
+one (`numerics/kernels/adam`). Plain FP32 parameters with FP32 states (O1, or tensors of fewer than 4096 elements) are
+left to PyTorch's own implementation.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -20,12 +22,15 @@ from ..numerics.kernels.adam.dispatch import AdamSteps, Job, adam_hypers, has_ke
 from ..numerics.scaled_tensor import KnownAmax, ScaledTensor, stored_parts
 from ..numerics.sharded_tensor import local_part
 from . import sharding
+from .levels import FEEDBACK_LR
 from .lost_updates import MOMENTS, share_of_lost_updates
 from .records import Records
 from .scaled_states import Declaration, LocalView, ScaledStates, slot_of
 
 COMPILE_FROM = 2**22
 """Where no fused kernel makes the step: from this many elements on, `torch.compile` (half a minute, once) pays."""
+
+_BETAS = Range("above 0 and below 1", least=2.0**-149, most=1.0 - 2.0**-53)
 
 ADAMW = Declaration(
     torch.optim.AdamW,
@@ -34,9 +39,10 @@ ADAMW = Declaration(
         "lr": NOT_NEGATIVE,
         "eps": NOT_NEGATIVE,
         "weight_decay": NOT_NEGATIVE,
-        "betas": Range("from 0 to below 1", least=0.0, most=1.0 - 2.0**-53),
+        "betas": _BETAS._replace(words="from 0 to below 1", least=0.0),
     },
     refused=("amsgrad", "differentiable"),
+    with_feedback={"eps": Range("at least 2**-63", least=LEAST_ROOT), "betas": _BETAS},
 )
 
 
@@ -66,6 +72,9 @@ class ScaledMoments(ScaledStates):
         )
 
     def _step_scaled(self, views: Sequence[LocalView]) -> None:
+        if self.fp8_states.feeds_back:
+            for group in self.param_groups:
+                self._fit_feedback(group)
         states = [self.state_of(view.group, view.parameter) for view in views]
         torch._foreach_add_([state["step"] for state in states], 1.0)
         jobs = [
@@ -82,6 +91,7 @@ class ScaledMoments(ScaledStates):
                 copy=None if view.copy is None else slot_of(view.copy),
                 first=view.first,
                 finite=view.finite,
+                feedback=self.fp8_states.feeds_back and isinstance(view.weight, ScaledTensor),
             )
             for view, state, hyper in zip(views, states, _hypers(views, states), strict=True)
         ]
@@ -101,11 +111,26 @@ class ScaledMoments(ScaledStates):
             [(view.weight, job.record) for job, view in zip(jobs, views, strict=True) if not view.is_shard]
         )
 
+    def _fit_feedback(self, group: dict[str, Any]) -> None:
+        """Scale exp_avg of scaled weights down, by a power of two, where the learning rate has at least doubled.
+
+        It holds what rounding took from a weight, divided by the step size of then: a larger one would move the weight
+        by more than was taken, many times after a restart of a schedule."""
+        lr, fit = float(group["lr"]), group.get(FEEDBACK_LR, 0.0)
+        if lr >= 2 * fit > 0:
+            factor = 2.0 ** -math.ceil(math.log2(lr / fit))
+            for p in group["params"]:
+                if isinstance(local_part(p), ScaledTensor) and "exp_avg" in self.state.get(p, {}):
+                    local_part(self.state[p]["exp_avg"]).mul_(factor)
+        if 0 < lr < fit or lr >= 2 * fit:  # at 0 nothing is fed back
+            group[FEEDBACK_LR] = lr or fit
+
     def _with_record(self, job: Job, view: LocalView, state: dict[str, Any]) -> Job:
-        """The job as a step of one pass; as it is where nothing has a scale, or eps is too small for a bound of an
-        update, or no kernel keeps the record in passing."""
+        """The job as a step of one pass, which feedback always is; as it is where nothing has a scale, or eps is too
+        small for a bound of an update, or no kernel keeps the record in passing."""
         scaled = any(slot.scale_inv is not None for slot in job.written)
-        if not (scaled and view.group["eps"] >= LEAST_ROOT and has_kernels(job.weight.data)):
+        pays = scaled and view.group["eps"] >= LEAST_ROOT and has_kernels(job.weight.data)
+        if not (pays or job.feedback):
             return job
         parts = _recorded_parts(view, state)
         return job._replace(record=self._records().take(id(view.parameter), job.written, parts))
@@ -117,8 +142,9 @@ class ScaledMoments(ScaledStates):
         return self.fp8_records
 
     def lost_updates(self) -> float | None:
-        """`share_of_lost_updates` of this optimizer."""
-        return share_of_lost_updates(self)
+        """`share_of_lost_updates` of this optimizer; None at O5, where steps that follow make up for what rounding
+        takes from one, and chance decides most of what is stored of it."""
+        return None if self.fp8_states.feeds_back else share_of_lost_updates(self)
 
 
 class ScaledAdamW(ScaledMoments, torch.optim.AdamW):
@@ -135,13 +161,16 @@ class ScaledAdam(ScaledMoments, torch.optim.Adam):
 
 def _recorded_parts(view: LocalView, state: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors whose contents a record describes. A plain weight has no scale, and its record is not read."""
-    weight = stored_parts(view.weight) if isinstance(view.weight, ScaledTensor) else ()
+    weight = stored_parts(view.weight, exact=True) if isinstance(view.weight, ScaledTensor) else ()
     return [*weight, *(part for name in MOMENTS for part in stored_parts(local_part(state[name])))]
 
 
 def _remember_amaxes(stored: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
-    """Let weights know the amaxes of their data from the records of what is stored: the next forward casts them."""
-    known = [(w, record) for w, record in stored if record is not None and isinstance(w, ScaledTensor)]
+    """Let weights know the amaxes of their data from the records of what is stored: the next forward casts them. That
+    of a pair is of codes and residuals, and its codes are not cast."""
+    known = [
+        (w, record) for w, record in stored if record is not None and isinstance(w, ScaledTensor) and w.residual is None
+    ]
     if known:
         # scales are powers of two: nothing is rounded
         amaxes = torch._foreach_div([record[0] for _, record in known], [w._scale_inv for w, _ in known])

@@ -3,7 +3,7 @@
 A state dict holds the values of scaled states as plain BF16 or FP32 tensors, so that any program can read what is
 saved. They become the same scaled values again: the grid of their own amax holds all of them. A state of a DTensor is
 saved as a DTensor, which `torch.distributed.checkpoint` can shard anew. States that are shared out between the ranks
-(level O3 under DDP) are whole again for as long as a checkpoint is written (`whole_states`).
+(levels O3 to O5 under DDP) are whole again for as long as a checkpoint is written (`whole_states`).
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def unread_states(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     dicts that were looked at before they are loaded inside are not looked at again."""
     with _outermost(optimizer, receives=False) as weights:
         for p in weights:
-            _put_placeholder(optimizer, p)
+            _put_placeholder(p)
         yield
 
 
@@ -201,33 +201,42 @@ def _outermost(optimizer: torch.optim.Optimizer, receives: bool) -> Iterator[lis
             optimizer.fp8_owners.drop(p)
 
 
-def _put_placeholder(optimizer: torch.optim.Optimizer, p: torch.Tensor) -> None:
-    if not optimizer.owns(p):
+def _put_placeholder(p: torch.Tensor) -> None:
+    if p.elsewhere is not None:
         p.elsewhere = p.elsewhere._replace(unread=True)
 
 
 @torch.no_grad()
 def _gather(optimizer: torch.optim.Optimizer, group: dict, p: torch.Tensor, receives: bool, moments: bool) -> None:
-    """Send one weight's master and moments from its owner to all ranks. A rank that does not receive has room for one
-    weight's at a time."""
+    """Send one weight's moments, and its master or residual, from its owner to all ranks. A rank that does not receive
+    has room for one weight's at a time."""
     owners, state = optimizer.fp8_owners, optimizer.state.get(p, {})
     owners.drop(p)
     if owners.owns(p):
-        master, step = p.master, state["step"].clone().cpu() if "step" in state else torch.tensor(-1.0)
+        rest, step = p.rest, state["step"].clone().cpu() if "step" in state else torch.tensor(-1.0)
     else:
-        data = torch.empty(p.shape, dtype=p.elsewhere.storage)
-        master, step = ScaledTensor(data, torch.empty(()), p.dtype), torch.empty(())
+        rest, step = _room_for_rest(p), torch.empty(())
     rooms = _rooms(optimizer, group, p) if moments else {}
     gathered = {name: state.get(name, room) for name, room in rooms.items()}
-    owners.send_to_all(p, [step, master, *gathered.values()])
+    owners.send_to_all(p, [each for each in (step, rest, *gathered.values()) if each is not None])
     if owners.owns(p):
         return
     if not receives:
-        _put_placeholder(optimizer, p)
+        _put_placeholder(p)
         return
-    p.master, p.elsewhere = master, None
+    if rest is not None:
+        p.rest, p.elsewhere = rest, None
     if moments and step >= 0:
-        optimizer.state[p] = {"step": optimizer.new_counter(group, p).copy_(step), **gathered, MASTER: master}
+        optimizer.state[p] = {"step": optimizer.new_counter(group, p).copy_(step), **gathered}
+        optimizer.show_master(p)
+
+
+def _room_for_rest(p: torch.Tensor) -> torch.Tensor | None:
+    """Room for what another rank has of a weight, on the CPU; None where the weight has no more than lies here."""
+    if p.elsewhere is None:
+        return None
+    data = torch.empty(p.shape, dtype=p.elsewhere.storage)
+    return data if data.dtype == torch.int8 else ScaledTensor(data, torch.empty(()), p.dtype)
 
 
 def _rooms(optimizer: torch.optim.Optimizer, group: dict, p: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -1,12 +1,17 @@
-"""MS-AMP's levels: how the weights of converted layers, their gradients and their Adam states are stored.
+"""Levels: how the weights of converted layers, their gradients and their Adam states are stored. O1 to O3 are MS-AMP's.
 
-=====  ==============  =============  ===============  =================
+=====  ==============  =============  ===============  =======================
 level  weight          master         weight gradient  Adam states
-=====  ==============  =============  ===============  =================
+=====  ==============  =============  ===============  =======================
 O1     scaled FP16     (the weight)   scaled E4M3      FP32, FP32
 O2     scaled FP16     (the weight)   scaled E4M3      scaled E4M3, FP16
 O3     scaled E4M3     scaled FP16    scaled E4M3      scaled E4M3, FP16
-=====  ==============  =============  ===============  =================
+O4     scaled E4M3     residual INT8  scaled E4M3      E4M3, ROOT8, in blocks
+O5     scaled E4M3     none           scaled E4M3      E4M3, ROOT8, in blocks
+=====  ==============  =============  ===============  =======================
+
+At O4 weight and residual are one number of 16 bits in two planes (`formats.E4M11`). At O5 exp_avg takes what rounding
+takes from the weight (`reference.add_feedback`).
 
 A weight changes inside its Parameter object. A gradient is stored in E4M3 as soon as it is complete, so that no second
 one is ever held in high precision. While microbatches accumulate, a gradient is FP32 and is rounded once at the end.
@@ -21,12 +26,14 @@ import torch
 from torch import nn
 
 from ..errors import FP8BackendError
+from ..numerics.formats import ROOT8
 from ..numerics.parameter_swap import refuse_if_held, swap
-from ..numerics.scaled_tensor import SHARD, ScaledTensor, agree_on_scale, quantize
+from ..numerics.scaled_tensor import SHARD, ScaledTensor, agree_on_scale, quantize, quantize_pair, write_parts
 from ..numerics.sharded_tensor import (
     dequantize_shards,
     is_distributed,
     local_part,
+    quantize_pair_shards,
     quantize_shards,
     shard_groups,
     with_local,
@@ -37,7 +44,14 @@ if TYPE_CHECKING:
 
 FP32, FP16, E4M3 = torch.float32, torch.float16, torch.float8_e4m3fn
 
-WEIGHT = {"O1": FP16, "O2": FP16, "O3": E4M3}
+WEIGHT = {"O1": FP16, "O2": FP16, "O3": E4M3, "O4": E4M3, "O5": E4M3}
+"""How the data of a weight are stored: what products read."""
+
+BLOCK = 128
+"""Elements of a state that share a scale, where it is stored in blocks."""
+
+FEEDBACK_LR = "feedback_lr"
+"""Key of a parameter group at O5: the learning rate that its first moments are fit for."""
 
 LEVEL = "_fp8_level"
 """Attribute of a layer whose weight is stored at a level."""
@@ -55,10 +69,12 @@ STATE_FORMATS = {
     "O1": (StateFormat(FP32), StateFormat(FP32)),
     "O2": (StateFormat(E4M3), StateFormat(FP16)),
     "O3": (StateFormat(E4M3), StateFormat(FP16)),
+    "O4": (StateFormat(E4M3, BLOCK), StateFormat(ROOT8.dtype, BLOCK)),
+    "O5": (StateFormat(E4M3, BLOCK), StateFormat(ROOT8.dtype, BLOCK)),
 }
 """The formats of first and of second moments."""
-BLOCK_SIZES = {"tensor": 0, "block": 128}
-"""`exp_avg_scaling` of a recipe -> the block size of a first moment in E4M3."""
+BLOCK_SIZES = {"tensor": 0, "block": BLOCK}
+"""`exp_avg_scaling` of a recipe -> the block size of a first moment in E4M3, where the level leaves the choice."""
 
 
 class StateRule(NamedTuple):
@@ -74,6 +90,11 @@ class StateRule(NamedTuple):
     scales: str = "bound"
     """What the scales of weight and states follow from: this step's "amax", or a "bound" of it that needs no pass."""
 
+    @property
+    def feeds_back(self) -> bool:
+        """Whether what rounding takes from a weight goes into its first moment."""
+        return self.level == "O5"
+
 
 ROLES = ("first_moment", "second_moment")
 """The fields of `StateRule` that say how a state is stored."""
@@ -82,9 +103,17 @@ ROLES = ("first_moment", "second_moment")
 def state_rule(recipe: Recipe) -> StateRule:
     """How the optimizer of a resolved recipe stores its states."""
     first_moment, second_moment = STATE_FORMATS[recipe.level]
-    if first_moment.dtype == E4M3:
+    if first_moment.dtype == E4M3 and not first_moment.block_size:
         first_moment = first_moment._replace(block_size=BLOCK_SIZES[recipe.exp_avg_scaling])
     return StateRule(recipe.level, first_moment, second_moment, recipe.rounding, recipe.optimizer_scales)
+
+
+def scale_bytes_per_element(recipe: Recipe) -> float:
+    """Bytes that the scales of blocks of optimizer states take for each element of a weight."""
+    if recipe.level == "O0":
+        return 0.0
+    rule = state_rule(recipe)
+    return sum(FP32.itemsize / each.block_size for each in (rule.first_moment, rule.second_moment) if each.block_size)
 
 
 def store_weights(layers: Mapping[str, nn.Module], level: str) -> None:
@@ -119,9 +148,12 @@ def _is_stored(weight: torch.Tensor, level: str) -> bool:
 
 
 def quantize_weight(values: torch.Tensor, level: str) -> ScaledTensor:
-    """Plain values as a weight of that level, with its master at O3. Its rows lie in order, as the optimizer's kernels
-    want them, also where those of the values did not (a transposed, expanded or sliced weight)."""
+    """Plain values as a weight of that level, with its master at O3 and its residual at O4. Its rows lie in order, as
+    the optimizer's kernels want them, also where those of the values did not (a transposed, expanded or sliced
+    weight)."""
     values = values.contiguous()
+    if level == "O4":
+        return quantize_pair(values, values.dtype)
     if level != "O3":
         return quantize(values, WEIGHT[level], values.dtype)
     master = quantize(values, FP16, values.dtype)
@@ -132,25 +164,27 @@ def quantize_weight(values: torch.Tensor, level: str) -> ScaledTensor:
 
 def quantize_weight_shards(values: torch.Tensor, level: str) -> torch.Tensor:
     """`quantize_weight` for a DTensor. Its ranks agree on the scales, so all of them call it."""
-    weight = quantize_shards(values, FP16)
     if level == "O3":
-        master, weight = weight, quantize_shards(dequantize_shards(weight, FP32), E4M3, weight.dtype)
+        master = quantize_shards(values, FP16)
+        weight = quantize_shards(dequantize_shards(master, FP32), E4M3, master.dtype)
         local_part(weight).master = local_part(master)
         local_part(master).partial = SHARD
+    else:
+        weight = quantize_pair_shards(values) if level == "O4" else quantize_shards(values, WEIGHT[level])
     local_part(weight).partial = SHARD
     return weight
 
 
 def write_weight_shards(weight: torch.Tensor, values: torch.Tensor) -> None:
-    """Write plain values, a DTensor that lies as `weight` does, into the shards of `weight` and of its master. The
-    ranks agree on the scales, so all of them call it."""
+    """Write plain values, a DTensor that lies as `weight` does, into the shards of `weight` and of its master or
+    residual. The ranks agree on the scales, so all of them call it."""
     local = local_part(weight.detach())
     local.settle()
     for target in (local.master, local):
         if target is not None:
-            shards = quantize_shards(values, target._data.dtype)
-            target._data.copy_(local_part(shards)._data)
-            target._scale_inv.copy_(local_part(shards)._scale_inv)
+            is_pair = target.residual is not None
+            shards = quantize_pair_shards(values) if is_pair else quantize_shards(values, target._data.dtype)
+            write_parts(target, local_part(shards))
             values = dequantize_shards(shards, FP32)
 
 

@@ -29,7 +29,7 @@ def share_of_lost_updates(optimizer: torch.optim.Optimizer) -> float | None:
             continue
         weight.settle()
         weight = weight if weight.master is None else weight.master
-        before = weight.dequantize(torch.float32)
+        before = weight.exact(torch.float32)
         exact = exact_update(
             before,
             *(_float(state[name]) for name in MOMENTS),
@@ -40,7 +40,7 @@ def share_of_lost_updates(optimizer: torch.optim.Optimizer) -> float | None:
             step=float(state["step"]),
             decoupled=group["decoupled_weight_decay"],
         )
-        stored = _rounded_step(optimizer, group, state, weight, index).dequantize(torch.float32) - before
+        stored = _rounded_step(optimizer, group, state, weight, index).exact(torch.float32) - before
         stored_share += (stored.double() * exact).sum().item()
         total += exact.square().sum().item()
     return min(1.0, max(0.0, 1.0 - stored_share / total)) if total > 0 else None
@@ -55,7 +55,7 @@ def _rounded_step(
     moments = [_float(state[name]) / beta for name, beta in zip(MOMENTS, group["betas"], strict=True)]
     decay = group["weight_decay"] if group["decoupled_weight_decay"] else 0.0
     scaled_adam_(
-        Slot(stepped._data, stepped._scale_inv, stepped.block_size),
+        Slot(stepped._data, stepped._scale_inv, residual=stepped.residual),
         Slot(torch.zeros_like(moments[0])),
         *map(Slot, moments),
         adam_hyper(group["lr"], group["betas"], group["eps"], decay, state["step"], weight.device),

@@ -98,13 +98,19 @@ def check(optimizer: torch.optim.Optimizer, rule: StateRule) -> None:
     converted = _converted(type(optimizer))
     if converted is None:
         raise FP8BackendError(
-            f"level {rule.level} trains with torch.optim's {', '.join(each.__name__ for each in CONVERTED)}, not with "
-            f"{type(optimizer).__module__}.{type(optimizer).__name__}: use one of these; or name its states in "
-            f"fp8_roles of a subclass, if its step is elementwise; or use level O0 (such as native:dynamic or te), "
-            f"which leaves weights and optimizer alone"
+            f"level {rule.level} trains with torch.optim.AdamW, Adam, SGD, Muon or Adafactor, not with "
+            f"{type(optimizer).__module__}.{type(optimizer).__name__}: use one of these; or level O0 (such as "
+            f"native:dynamic or te), which leaves weights and optimizer alone; or, where its step is elementwise, a "
+            f"subclass that names its states in fp8_roles"
+        )
+    declared = converted.fp8_declared
+    if rule.feeds_back and declared.with_feedback is None:
+        raise FP8BackendError(
+            f"level {rule.level} stores weights in FP8 alone, and {type(optimizer).__name__} has no moment that takes "
+            f"what their rounding loses: use torch.optim.AdamW or Adam, or level O4"
         )
     for group in optimizer.param_groups:
-        checks.check_options(group, converted.fp8_declared.refused)
+        checks.check_options(group, declared, rule)
     # a learning-rate scheduler puts a `step` on the instance that calls the old class; it is given the new one
     if not getattr(optimizer.__dict__.get("step"), "_wrapped_by_lr_sched", "step" not in optimizer.__dict__):
         raise FP8BackendError(

@@ -38,8 +38,8 @@ def check(recipe: Recipe) -> None:
     if importlib.util.find_spec("msamp") is None:
         raise BackendUnavailableError(
             "implementation='original': the package msamp is not installed. It cannot be installed with current "
-            "PyTorch (it needs torch 2.1 and a patched NCCL, and no index carries it); the native levels msamp:O1, "
-            "msamp:O2 and msamp:O3 need none of that: leave implementation out"
+            "PyTorch (it needs torch 2.1 and a patched NCCL, and no index carries it); the native levels "
+            "msamp:O1 to msamp:O5 need none of that: leave implementation out"
         )
 
 

@@ -5,7 +5,7 @@ schedulers and state. A class of it declares what its states are (`Declaration`)
 scaled parameters; `optimizers.py` has the table of these classes, and converts.
 
 On several ranks a step works on what lies there (`LocalView`): its shards under FSDP2, with scales that the ranks agree
-on (`sharding.py`); all weights under DDP, but at O3 those that this rank owns.
+on (`sharding.py`); all weights under DDP, but at O3 to O5 those that this rank owns.
 """
 
 from __future__ import annotations
@@ -41,6 +41,9 @@ class Declaration(NamedTuple):
     """Option -> the numbers that a checkpoint may have there; every other number must be finite."""
     refused: tuple[str, ...] = ()
     """Options that scaled weights and states do not take."""
+    with_feedback: Mapping[str, Range] | None = None
+    """Option -> the numbers that it may have where its first moment takes what rounding takes from weights (O5); None:
+    the optimizer has no such feedback."""
     counts: bool = True
     """Whether the stock class counts a parameter's steps in a state `step`; here each optimizer does."""
     elementwise: bool = True
@@ -159,7 +162,7 @@ class ScaledStates:
     def _views(self, members: Sequence[Member]) -> list[LocalView]:
         """This rank's part of those of these parameters whose steps it makes now."""
         for group in self.param_groups:
-            checks.check_options(group, self.fp8_declared.refused)
+            checks.check_options(group, self.fp8_declared, self.fp8_states)
         views = []
         for p, group, index in members:
             if p.grad is not None and p.grad.is_sparse:
@@ -251,7 +254,7 @@ class ScaledStates:
         """
         if self.fp8_owners is not None and not self.fp8_whole:
             raise FP8BackendError(
-                "this optimizer's states are shared out between the ranks (level O3): save with "
+                f"this optimizer's states are shared out between the ranks (level {self.fp8_states.level}): save with "
                 "Accelerator.save_state, called on all ranks; or enter fp8_backends.whole_states(optimizer) on all "
                 "ranks around state_dict(); or prepare with shard_states=False"
             )
@@ -305,7 +308,7 @@ def slot_of(tensor: torch.Tensor) -> Slot:
     tensor = local_part(tensor)
     if isinstance(tensor, ScaledTensor):
         tensor.settle()
-        return Slot(tensor._data, tensor._scale_inv, tensor.block_size)
+        return Slot(tensor._data, tensor._scale_inv, tensor.block_size, tensor.residual)
     return Slot(tensor.detach())
 
 

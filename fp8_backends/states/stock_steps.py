@@ -17,14 +17,16 @@ from typing import Any
 import torch
 
 from ..errors import FP8BackendError
-from ..numerics.formats import FORMAT_OF
+from ..numerics.formats import E4M11, FORMAT_OF, FP32, ROOT8
 from ..numerics.kernels.adam.dispatch import Slot, is_finite
 from ..numerics.kernels.adam.rounding import (
     EXP_AVG_BITS,
     EXP_AVG_SQ_BITS,
     WEIGHT_BITS,
     RandomBits,
+    decoded,
     encoded,
+    encoded_pair,
     nearest,
     random_bits,
     stochastic,
@@ -279,8 +281,23 @@ class _Step:
 
 def _read(slot: Slot, span: slice) -> torch.Tensor:
     """Exact values of a part, FP32, flat, a copy."""
-    values = slot.data.detach().reshape(-1)[span].to(torch.float32, copy=True)
-    return values if slot.scale_inv is None else values.mul_(_of_part(slot.scale_inv.detach(), slot, span, values))
+    flat = _flat(slot.data, span)
+    if slot.scale_inv is None:
+        return flat.to(torch.float32, copy=True)
+    values = decoded(flat, slot.format, None if slot.residual is None else _flat(slot.residual, span))
+    values = values * _of_part(slot.scale_inv.detach(), slot, span, values)
+    return values.square_() if slot.format is ROOT8 else values
+
+
+def _flat(data: torch.Tensor, span: slice) -> torch.Tensor:
+    """A part of stored data, flat; FP8 as bytes."""
+    flat = data.detach().reshape(-1)[span]
+    return flat.view(torch.uint8) if flat.dtype.is_floating_point and flat.dtype.itemsize == 1 else flat
+
+
+def _as_stored(slot: Slot, values: torch.Tensor) -> torch.Tensor:
+    """What is rounded of values: these, or their roots."""
+    return values.sqrt() if slot.format is ROOT8 else values
 
 
 def _of_part(scale: torch.Tensor, slot: Slot, span: slice, values: torch.Tensor) -> torch.Tensor:
@@ -293,6 +310,7 @@ def _of_part(scale: torch.Tensor, slot: Slot, span: slice, values: torch.Tensor)
 def _amax(slot: Slot, values: torch.Tensor) -> torch.Tensor | None:
     if slot.scale_inv is None:
         return None
+    values = _as_stored(slot, values)
     return block_amax(values, slot.block_size) if slot.block_size else tensor_amax_of(values)
 
 
@@ -308,13 +326,19 @@ def _scale(slot: Slot, amax: torch.Tensor) -> torch.Tensor:
 
 
 def _scaled(slot: Slot, span: slice, values: torch.Tensor, amax: torch.Tensor | None) -> torch.Tensor:
-    return values if amax is None else values * _of_part(_scale(slot, amax), slot, span, values)
+    if amax is None:
+        return values
+    return _as_stored(slot, values) * _of_part(_scale(slot, amax), slot, span, values)
 
 
 def _write(slot: Slot, span: slice, values: torch.Tensor, role: str, random: torch.Tensor | None) -> None:
     """Store scaled values of a part. random: an element's bits; None rounds to nearest."""
-    dtype, flat = slot.data.dtype, slot.data.detach().view(-1)[span]
-    if dtype != torch.float32:
-        rounded = nearest(values, dtype) if random is None else stochastic(values, dtype, random, *_BITS[role])
-        values = encoded(*rounded, values, dtype, above_zero=role == "second_moment")
-    (flat.view(torch.uint8) if dtype.itemsize == 1 else flat).copy_(values)
+    fmt, stored = slot.format, values
+    if fmt is not FP32:
+        rounded = nearest(values, fmt) if random is None else stochastic(values, fmt, random, *_BITS[role])
+        if fmt is E4M11:
+            stored, residual = encoded_pair(*rounded, values)
+            _flat(slot.residual, span).copy_(residual)
+        else:
+            stored = encoded(*rounded, values, fmt, above_zero=role == "second_moment")
+    _flat(slot.data, span).copy_(stored)

@@ -19,7 +19,7 @@ from ..compute.profiling import Layer, ProductProfile
 from ..errors import FP8BackendError
 from ..notebooks import as_html
 from ..numerics.modules import check_is_module, plain_name
-from ..numerics.sharded_tensor import full_shape
+from ..numerics.sharded_tensor import full_shape, local_part
 from ..states.gradient_release import is_released
 from ..words import share
 from . import conversion
@@ -63,7 +63,8 @@ class Audit:
     are frozen, and count as not in FP8 in `flops_share`: nothing here proves them."""
     bytes_per_element: dict[str, float | None] = field(default_factory=dict)
     """Bytes of an element of the converted weights: `weight`, `master`, `gradient`, `optimizer`, `total`. None where
-    no optimizer is known. Of what several ranks share, the bytes on this rank over the elements of the whole."""
+    no optimizer is known. The residuals of weights (O4) count as masters. Of what several ranks
+    share, the bytes on this rank over the elements of the whole."""
     bytes_per_parameter: dict[str, float | None] = field(default_factory=dict)
     """The same for the whole model; `weight` includes the copies that last from forward to backward."""
     dtypes: dict[str, str] = field(default_factory=dict)
@@ -72,8 +73,9 @@ class Audit:
     """Where the gradients' bytes were read: `live` (`.grad`), `last step` (its dtype, `.grad` being freed), `released`
     (there are none: backward steps and drops them), `none`."""
     lost_updates: float | None = None
-    """Share of the weight updates that rounding swallows. With scaled weights (O1, O2, O3) what the optimizer's next
-    step would lose, as projected on the exact update; else None until `measure_lost_updates` watched a step."""
+    """Share of the weight updates that rounding swallows. With scaled weights (O1 to O4) what the optimizer's next
+    step would lose, as projected on the exact update; at O5 None, as later steps make up for it;
+    else None until `measure_lost_updates` watched a step."""
 
     def to_dict(self) -> dict[str, Any]:
         """The same as dictionaries, numbers and text, ready for JSON."""
@@ -376,9 +378,12 @@ def _weigh(parameter: nn.Parameter, optimizers: list, gradient_dtypes: dict[int,
         dtypes["gradient"] = _dtype_name(dtype)
     state = next((o.state[parameter] for o in optimizers if parameter in o.state), {})
     states = {key: value for key, value in state.items() if isinstance(value, torch.Tensor) and value.numel() > 1}
-    master = getattr(_local(parameter), "master", None)
+    master, residual = getattr(_local(parameter), "master", None), residual_of(parameter)
     if master is not None and not parameter.requires_grad:  # no optimizer knows it
         states["master"] = master
+    if residual is not None:
+        sizes["weight"] -= residual.nbytes
+        states["master"] = residual
     for key, value in states.items():
         kind = "master" if "master" in key else "optimizer"
         sizes[kind] += stored_bytes(value)
@@ -401,6 +406,11 @@ def stored_bytes(tensor: torch.Tensor) -> int:
     return sum(inner.numel() * inner.element_size() for inner in inner_tensors(tensor))
 
 
+def residual_of(parameter: torch.Tensor) -> torch.Tensor | None:
+    """The residuals that this rank has of a weight at level O4, int8: they are no part of what products read."""
+    return getattr(_local(parameter), "residual", None)
+
+
 def stored_dtype(tensor: torch.Tensor) -> torch.dtype:
     """The dtype of a tensor's data in memory: of the first part, where it is a wrapper subclass."""
     return next(inner_tensors(tensor)).dtype
@@ -414,12 +424,14 @@ def inner_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         return
     for name in tensor.__tensor_flatten__()[0]:
         yield from inner_tensors(getattr(tensor, name))
+    if (residual := residual_of(tensor)) is not None:
+        yield residual
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     if hasattr(tensor, "ds_tensor") and tensor.numel() == 0:
         return tensor.ds_tensor  # this rank's part under ZeRO-3
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local_part(tensor)
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -24,6 +24,7 @@ from ..compute.fields import flag, parsed
 from ..compute.interface import FollowsOptimizer, KeepsWeightCasts, StoresWeights, TakesBlockCodes, scaling_buffers
 from ..errors import FP8BackendError
 from ..numerics.modules import CONVERSION, check_is_module, plain_name
+from ..numerics.scaled_tensor import ScaledTensor
 from ..numerics.sharded_tensor import is_distributed
 from ..recipes.handlers import Recipe, resolve
 from ..recipes.specs import Spec
@@ -272,7 +273,7 @@ def convert_optimizer(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
     """Let an optimizer train the weights that a level stores. At O0, or repeated, it does nothing.
 
     Raises:
-        FP8BackendError: it is no `torch.optim.Adam` or `AdamW`, or has an option that scaled states do not take.
+        FP8BackendError: levels do not take this class, or it has an option that scaled states do not take.
     """
     if recipe.level != "O0":
         optimizers.convert(unwrapped(optimizer), levels.state_rule(recipe))
@@ -287,7 +288,7 @@ def watch_optimizer(models: nn.Module | Iterable[nn.Module], optimizer: torch.op
     models = [models] if isinstance(models, nn.Module) else list(models)
     inner = unwrapped(optimizer)
     convert_optimizer(inner, recipe)
-    if recipe.level == "O3" and recipe.shard_states:
+    if recipe.shares_states:
         _share_out_states(inner)
     if recipe.gradient_release:
         by_ddp = {id(p) for model in models for wrapped in _ddp_wrappers(model) for p in wrapped._module_parameters}
@@ -304,10 +305,10 @@ def watch_optimizer(models: nn.Module | Iterable[nn.Module], optimizer: torch.op
 
 
 def _share_out_states(optimizer: torch.optim.Optimizer) -> None:
-    """Leave the master and the optimizer states of each weight at O3 to one rank, where DDP has several. Every rank
-    calls it, after `connect_ranks`."""
-    with_master = [p for p in parameters_of(optimizer) if getattr(p, "master", None) is not None]
-    weights = [p for p in with_master if ddp.connection_of(p) is not None]
+    """Leave the optimizer states of each weight, and its master or residual, to one rank, where DDP has several. Every
+    rank calls it, after `connect_ranks`."""
+    scaled = [p for p in parameters_of(optimizer) if isinstance(p, ScaledTensor)]
+    weights = [p for p in scaled if ddp.connection_of(p) is not None]
     connection = ddp.connection_of(weights[0]) if weights else None
     if optimizer.fp8_owners is None and connection is not None and connection.group.size() > 1:
         optimizer.fp8_owners = connection.owners = zero.SharedOut(weights, connection.group)
@@ -380,18 +381,19 @@ def _identity(root: nn.Module) -> int:
 
 @contextlib.contextmanager
 def whole_states(optimizer: torch.optim.Optimizer, receives: bool = True, moments: bool = True) -> Iterator[None]:
-    """Around the writing of a checkpoint on several ranks at level O3: masters and optimizer states that are shared out
-    between the ranks are whole inside, so that `state_dict()` of model and optimizer give them to the bit.
+    """Around the writing of a checkpoint on several ranks at levels O3 to O5: masters, residuals and optimizer states
+    that are shared out between the ranks are whole inside, so that `state_dict()` of model and optimizer give them to
+    the bit.
 
     All ranks enter and leave it. An optimizer that no level has converted is left as it is. A checkpoint is loaded
     without it: every rank loads the whole, and keeps what it owns.
 
     Args:
-        receives: whether they are wanted on this rank: 5 bytes an element on the CPU, and 12 more in the optimizer's
-            `state_dict()`, whose values are plain. Elsewhere `state_dict()` works inside too, at any level, with
-            placeholders on the meta device: for weights of other ranks, whose states it leaves out, and for this rank's
-            scaled states.
-        moments: False for weights alone, 2 bytes an element.
+        receives: whether they are wanted on this rank: up to 5 bytes an element on the CPU, and 12 more in the
+            optimizer's `state_dict()`, whose values are plain. Elsewhere `state_dict()` works inside too, at any level,
+            with placeholders on the meta device: for weights of other ranks, whose states it leaves out, and for this
+            rank's scaled states.
+        moments: False for weights alone, 2 bytes an element at most.
     """
     check_is_optimizer(optimizer)
     inner = unwrapped(optimizer)

@@ -14,6 +14,7 @@ from fp8_backends.cli.compare.command import backend_names, check_ranks
 from fp8_backends.cli.compare.workers import worker_environment
 from fp8_backends.cli.main import main
 from fp8_backends.errors import BackendUnavailableError
+from fp8_backends.states.levels import scale_bytes_per_element
 
 
 def test_without_arguments_the_help_names_every_subcommand(capsys):
@@ -151,13 +152,14 @@ def test_chart_is_measured_and_agrees_with_the_plan(capsys):
         plan = fp8_backends.plan(name.split()[0])
         assert (level.gemm, level.weight, level.gradient) == (plan.gemm, plan.weight, plan.weight_gradient)
         scales = 0.01 if level.name.count("msamp") else 0  # 4 bytes a tensor
+        scales += scale_bytes_per_element(fp8_backends.resolve(name.split()[0]))
         assert plan.bytes_per_element <= level.bytes_per_element <= plan.bytes_per_element + scales
         assert level.optimizer == "+".join(plan.optimizer_states)
     assert measured["native:dynamic (O0)"].transient_bytes_per_element == 1  # the E4M3 copy
-    levels = [measured[f"msamp:{level}"] for level in ("O1", "O2", "O3")]
-    assert [level.transient_bytes_per_element for level in levels] == [1, 1, 0]  # O3's weight is that copy
-    assert [level.accumulation_bytes_per_element for level in levels] == [3, 3, 3]
-    assert [level.master for level in levels] == ["–", "–", "FP16"]
+    levels = [measured[f"msamp:{level}"] for level in ("O1", "O2", "O3", "O4", "O5")]
+    assert [level.transient_bytes_per_element for level in levels] == [1, 1, 0, 0, 0]  # O3's weight is that copy
+    assert [level.accumulation_bytes_per_element for level in levels] == [3] * 5
+    assert [level.master for level in levels] == ["–", "–", "FP16", "INT8", "–"]
     assert main(["chart", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["name"] == "FP16 AMP"
 

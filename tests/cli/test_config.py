@@ -238,7 +238,7 @@ def test_an_fp8_block_without_fp8_is_noted(asked):
 
 
 @pytest.mark.parametrize(
-    "backend", [None, "auto", "native:rowwise", "te+msamp:O3", "msamp:O1", "ao:rowwise_with_gw_hp"]
+    "backend", [None, "auto", "native:rowwise", "te+msamp:O3", "msamp:O4", "ao:rowwise_with_gw_hp"]
 )
 @pytest.mark.parametrize("kind", ["axolotl", "one process", "ddp", "fsdp2", "deepspeed"])
 def test_accelerate_takes_what_is_written_and_exports_the_same_recipe(tmp_path, backend, kind):

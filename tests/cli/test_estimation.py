@@ -41,7 +41,7 @@ from fp8_backends.training.auditing import audit
 
 STATIC, PEAK = 0.03, 0.10
 BACKENDS = {
-    "Llama": ["bf16", "native:dynamic", "msamp:O1", "msamp:O2", "msamp:O3"],
+    "Llama": ["bf16", "native:dynamic", "msamp:O1", "msamp:O2", "msamp:O3", "msamp:O4", "msamp:O5"],
     "BERT": ["bf16", "msamp:O2", "ao"],
     "Qwen3 with a tied head": ["native:dynamic", "msamp:O3"],
     "Mixtral, a mixture of experts": ["bf16", "native:dynamic", "native:rowwise", "msamp:O2"],
@@ -276,17 +276,19 @@ def test_what_fits_is_what_the_estimate_of_it_says():
 
 @pytest.mark.slow
 def test_ranks_hold_their_share():
-    """Static bytes of an element of a scaled weight: DDP keeps all, O3 shares 5 of 7 out, FSDP2 shards everything."""
+    """Static bytes of an element of a scaled weight: DDP keeps all, O3 shares 5 of 7 out and O4 3 of 5, FSDP2 shards
+    everything."""
     workload = Workload(model=SHAPES["Llama"], sequence=64, devices=4)
-    found = estimate(workload, ["bf16", "msamp:O2", "msamp:O3"], ["none", "ddp", "fsdp2"])
+    found = estimate(workload, ["bf16", "msamp:O2", "msamp:O3", "msamp:O4"], ["none", "ddp", "fsdp2"])
     alone, ddp, fsdp = ({each.backend: each for each in found if each.sharding == s} for s in ("none", "ddp", "fsdp2"))
-    o3 = "msamp:O3"
+    shared = {"msamp:O3": 5, "msamp:O4": 3 + 2 * 4 / 128}  # with the scales of blocks
     for backend, whole in alone.items():
         assert fsdp[backend].static == pytest.approx(whole.static / 4, rel=1e-6)
-        assert (ddp[backend].static == pytest.approx(whole.static)) is (backend != o3)
+        assert (ddp[backend].static == pytest.approx(whole.static)) is (backend not in shared)
     assert ddp["bf16"].buffers - alone["bf16"].buffers == ddp["bf16"].gradients  # DDP's buckets
     scaled = 2 * (4 * 64 * 64 + 3 * 64 * 192)
-    assert alone[o3].static - ddp[o3].static == pytest.approx(0.75 * 5 * scaled, rel=0.002)  # and scales
+    for level, bytes_ in shared.items():
+        assert alone[level].static - ddp[level].static == pytest.approx(0.75 * bytes_ * scaled, rel=0.002)  # and scales
 
 
 @pytest.mark.slow

@@ -138,7 +138,7 @@ def test_evaluation_and_the_way_back_use_the_values_of_the_codes():
 
 def test_a_weight_that_trains_is_refused_with_the_model_as_it_was():
     model = Adapted()
-    with pytest.raises(RecipeError, match=r"32 -> 32 trains.*use msamp:O3.*exclude"):
+    with pytest.raises(RecipeError, match=r"32 -> 32 trains.*use level O3.*exclude"):
         prepared(model, fp8_params=True, exclude=["2"])
     assert type(model.base[0]) is nn.Linear and type(model.base[0].weight) is nn.Parameter
     frozen, optimizer = prepared(fp8_params=True)

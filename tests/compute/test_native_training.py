@@ -104,7 +104,11 @@ def test_checkpointing_recomputes_with_the_same_scales(backend, use_reentrant):
         assert count[:3] == counts[name][:3] and count[3] > 0
 
 
-@pytest.mark.parametrize("backend", ["native:blockwise+msamp:O2", "native:mxfp8+msamp:O3"])
+@pytest.mark.parametrize(
+    "backend",
+    ["native:blockwise+msamp:O2", "native:mxfp8+msamp:O3"]
+    + [f"native:{scaling}+msamp:O4" for scaling in ("rowwise", "blockwise", "mxfp8")],
+)
 def test_blocks_are_made_of_the_weights_that_a_level_stores(backend):
     """On sizes that no block fits. The losses are those of one power of two for a tensor, to 2 %: all values but the
     smallest are the same."""

@@ -18,6 +18,8 @@ from fp8_backends.compute.native.linear import FP8Linear
 from fp8_backends.numerics.formats import E4M3, E5M2
 from fp8_backends.numerics.kernels import reference
 from fp8_backends.numerics.scaled_tensor import ScaledTensor, quantize
+from fp8_backends.numerics.scaling import WEIGHT
+from fp8_backends.numerics.statistics import read, statistics_of
 from fp8_backends.recipes.handlers import FP8RecipeKwargs
 from fp8_backends.training.conversion import convert
 
@@ -147,6 +149,25 @@ def test_e4m3_codes_and_scale_reach_the_product_untouched(scaling, monkeypatch):
     assert torch.equal(dgrad.codes.t().float(), weight._data.float()) and torch.equal(
         dgrad.scale_inv, weight._scale_inv
     )
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_of_codes_with_a_residual_products_read_the_codes_alone(scaling):
+    alone, _ = pair(scaling, torch.float8_e4m3fn)
+    both = copy.deepcopy(alone)
+    weight = both[0].weight
+    # anything between the codes' neighbours has these codes
+    weight.residual = torch.randint(-128, 128, weight.shape, generator=torch.Generator().manual_seed(0)).to(torch.int8)
+    exact, x, dy = weight.exact(), torch.randn(16, 33), torch.randn(16, 48)
+    assert same(run(alone, x, dy), run(both, x, dy))
+    assert torch.equal(alone.eval()(x), nn.functional.linear(x, alone[0].weight.dequantize(), alone[0].bias))
+    assert torch.equal(both.eval()(x), nn.functional.linear(x, exact, both[0].bias))
+    # what the monitor says of both
+    alone.train(), both.train()
+    assert COMPUTE.cast_of(alone[0], WEIGHT, alone[0].weight) is None
+    (numbers,) = read([statistics_of(COMPUTE.cast_of(both[0], WEIGHT, weight))])
+    noise = (exact.double() - weight.dequantize().double()).square().sum().item()
+    assert numbers.noise == pytest.approx(noise, rel=1e-6) and 25 < numbers.sqnr_db < 35
 
 
 @pytest.mark.parametrize("stored", STORED)

@@ -39,6 +39,7 @@ BACKENDS = {
     "O1": "msamp:O1",
     "O2": "msamp:O2",
     "O3": "msamp:O3",
+    "O4": "msamp:O4",
     "O3 whole": {"backend": "msamp:O3", "shard_states": False},
     "O2 plain": {"backend": "msamp:O2", "gradient_comm": "plain"},
     "dynamic": "native:dynamic",

@@ -23,6 +23,7 @@ BACKENDS = (
     "msamp:O1",
     "msamp:O2",
     "msamp:O3",
+    "msamp:O4",
 )
 TE_BACKENDS = ("te:delayed", "te:dynamic", "te:delayed+msamp:O1", "te:delayed+msamp:O2", "te:delayed+msamp:O3")
 """Run by `tests/te`, over a stand-in for TransformerEngine's kernels."""

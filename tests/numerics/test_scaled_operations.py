@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils._pytree import tree_iter
 
 from fp8_backends.errors import FP8BackendError
-from fp8_backends.numerics.scaled_tensor import ScaledTensor, quantize
+from fp8_backends.numerics.scaled_tensor import ScaledTensor, quantize, quantize_pair
 
 # PyTorch's own tests forbid the process to set such flags as `torch.backends.mkldnn.enabled`; other tests here do
 with getattr(torch.backends, "__allow_nonbracketed_mutation")():
@@ -30,13 +30,14 @@ with getattr(torch.backends, "__allow_nonbracketed_mutation")():
 E4M3, FP16 = torch.float8_e4m3fn, torch.float16
 SAMPLES = 5
 """Samples of each operation, of those that PyTorch's own tests use."""
+LEVELS = ("O2", "O3", "O4")
 CHANGE_THE_SHAPE = {"as_strided_", "resize__", "resize_as__", "squeeze_", "t_", "transpose_", "unsqueeze_"}
 CHANGE_THE_SHAPE |= {"addbmm_", "nn.functional.dropout3d_"}  # with some of their samples
 
 
 def weight_of(values: torch.Tensor, level: str = "O3") -> tuple[nn.Parameter, torch.Tensor]:
     """A weight as a level stores it, and its exact values as a plain tensor of the same dtype and strides."""
-    weight = quantize(values, FP16)
+    weight = quantize_pair(values) if level == "O4" else quantize(values, FP16)
     if level == "O3":
         master, weight = weight, quantize(weight.dequantize(torch.float32), E4M3, values.dtype)
         weight.master = master
@@ -85,7 +86,7 @@ def outcome(function) -> tuple:
 def stores(weight: ScaledTensor, plain: torch.Tensor) -> bool:
     """Whether a weight stores the values of a plain tensor: exactly, or where they were copied whole as the level
     rounds them. Its data are its exact values, rounded."""
-    level = "O2" if weight.master is None else "O3"
+    level = {None: "O2", torch.int8: "O4"}.get(getattr(weight.rest, "dtype", None), "O3")
     values, (_, as_rounded) = weight.detach().exact(), weight_of(plain, level)
     if values.shape != plain.shape or not torch.isfinite(plain).all():
         return same(values, plain)  # one scale for all: what is not finite makes all the data NaN
@@ -133,7 +134,7 @@ class Walk:
 def walked(operation, number: int) -> list[tuple[str, str]]:
     """The ways and levels for one sample: each way for the first one, one way for the others."""
     first = number + len(operation.name)
-    both = [(way, ("O2", "O3")[(first + i) % 2]) for i, way in enumerate(WAYS)]
+    both = [(way, LEVELS[(first + i) % len(LEVELS)]) for i, way in enumerate(WAYS)]
     return both if number == 0 else [both[first % len(both)]]
 
 
@@ -229,7 +230,7 @@ def test_a_list_of_tensors_is_changed_one_by_one(name):
     theirs, ours, weights, plain = ("raised", None), ("raised", None), [], []
     for args in ((), (0.5,), (others,), (others, others), (others, 0.5), (others, others, 0.5)):
         weights, plain = map(
-            list, zip(*(weight_of(each, level) for each, level in zip(x, ("O2", "O3", "O2"), strict=True)), strict=True)
+            list, zip(*(weight_of(each, level) for each, level in zip(x, ("O4", "O3", "O2"), strict=True)), strict=True)
         )
         weights[2], plain[2] = nn.Parameter(x[2].clone()), nn.Parameter(x[2].clone())
         theirs, ours = (outcome(functools.partial(function, each, *args)) for each in (plain, weights))

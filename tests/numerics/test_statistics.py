@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8_backends.numerics import statistics
-from fp8_backends.numerics.formats import E4M3, E5M2, FP16
+from fp8_backends.numerics.formats import E4M3, E5M2, FP16, ROOT8
+from fp8_backends.numerics.scaled_tensor import quantize
 from fp8_backends.numerics.scaling import MX, ROWS, SQUARES, VECTORS, scale_from_amax, tensor_amax
 from fp8_backends.numerics.statistics import BINADES, SAMPLED, Cast, in_blocks, read, statistics_of
 
@@ -148,3 +149,14 @@ def test_stored_codes_tell_zeros_and_what_lies_at_the_largest_number():
     assert found.sqnr_db is None and (found.lowest_scale, found.highest_scale) == (2.0, 2.0)
     exponents = {found.fmt.max_exponent + 1 - i: count for i, count in enumerate(found.binades) if count}
     assert exponents == {8: 2, 1: 1, 0: 1, -9: 1}
+
+
+def test_of_stored_roots_the_numbers_are_those_of_the_roots():
+    roots = torch.tensor([0.0, 0.0, 3.0, 0.25, 1.5, 1.0, 0.5, 0.75]) * 2.0**-12
+    stored = quantize(roots.square(), ROOT8.dtype, block_size=4)
+    counted = statistics.statistics_of_codes(stored._data, stored._scale_inv, roots.max(), ROOT8)
+    (found,) = read([counted])
+    assert (found.flushed, found.saturated, found.amax) == (2, 0, 3 * 2.0**-12)
+    assert torch.equal(torch.tensor([found.lowest_scale, found.highest_scale]), torch.tensor([2.0**19, 2.0**20]))
+    exponents = {found.fmt.max_exponent + 1 - i: count for i, count in enumerate(found.binades) if count}
+    assert exponents == {8: 3, 7: 2, 5: 1}

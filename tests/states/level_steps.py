@@ -6,8 +6,10 @@ from torch import nn
 import fp8_backends
 from fp8_backends.numerics.scaled_tensor import ScaledTensor
 
-LEVELS = ("O1", "O2", "O3")
-STORED = {"O1": torch.float16, "O2": torch.float16, "O3": torch.float8_e4m3fn}
+LEVELS = ("O1", "O2", "O3", "O4", "O5")
+STORED = dict(zip(LEVELS, 2 * [torch.float16] + 3 * [torch.float8_e4m3fn], strict=True))
+ERRORS = {"O1": (11, 28), "O2": (11, 28), "O3": (11, 28), "O4": (12, 13), "O5": (4, 13)}
+"""The guide's table: 2**-first of a value of at least 2**-second of the amax, and as much of that for smaller ones."""
 OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, 1e-3, weight_decay=0.1),
     "adam": lambda p: torch.optim.Adam(p, 1e-3, weight_decay=0.1),
@@ -48,6 +50,13 @@ def train(model: nn.Module, optimizer, seeds) -> list[float]:
 
 def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def assert_rounded(found: torch.Tensor, values: torch.Tensor, level: str) -> None:
+    """What was found is the values, stored at a level."""
+    bits, least = ERRORS[level]
+    error = (found.double() - values.double()).abs()
+    assert (error <= 2.0**-bits * values.double().abs().clamp(min=2.0**-least * values.abs().max().item())).all()
 
 
 def assert_equal_states(a, b) -> None:

@@ -10,7 +10,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fp8_backends
 
-BACKENDS = ["native:dynamic", "msamp:O2", "msamp:O3", "ao"]
+BACKENDS = ["native:dynamic", "msamp:O2", "msamp:O3", "msamp:O4", "ao"]
 STEPS = 6
 
 

@@ -46,7 +46,7 @@ def test_a_record_is_measured_before_the_first_step_and_after_each_other_write_a
     assert len(measurements) == 2 * count + 2
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", LEVELS[:-1])  # O5 has one form
 def test_both_forms_train_alike(level):
     """Numbers of a format are the same with either scale, but for subnormal ones."""
     losses = {}

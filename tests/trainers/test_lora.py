@@ -25,7 +25,7 @@ def trained(folder, model=None, **given):
 
 # bytes of an element of the base: as it is; E4M3 codes; MS-AMP's levels, which keep what could train later. The scale
 # of the smallest weight, 32 x 32, adds 4 / 1024
-BYTES = {"native": 4, "native fp8_params": 1, "msamp:O1": 2, "msamp:O2": 2, "msamp:O3": 3}
+BYTES = {"native": 4, "native fp8_params": 1, "msamp:O1": 2, "msamp:O2": 2, "msamp:O3": 3, "msamp:O4": 2}
 
 
 @pytest.mark.parametrize("backend", BYTES)
@@ -74,7 +74,7 @@ def test_adapters_are_converted_where_they_are_named(launched, tmp_path):
 
 def test_an_adapter_that_trains_is_not_kept_in_fp8(launched, tmp_path):
     launched("native", params="true", include="*q_proj*")
-    with pytest.raises(RecipeError, match=r"32 -> 8 trains: .*use msamp:O3.*adapters, in exclude"):
+    with pytest.raises(RecipeError, match=r"32 -> 8 trains: .*use level O3.*adapters, in exclude"):
         trained(tmp_path)
 
 

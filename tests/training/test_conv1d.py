@@ -27,7 +27,7 @@ from fp8_backends.training import conversion
 
 NATIVE = [f"native:{scaling}" for scaling in NativeCompute.scalings]
 AO = ["ao:tensorwise", "ao:rowwise", "ao:rowwise_with_gw_hp"]
-LEVELS = ["msamp:O1", "msamp:O2", "msamp:O3"]
+LEVELS = ["msamp:O1", "msamp:O2", "msamp:O3", "msamp:O4"]
 
 
 def convert(model: nn.Module, spec: str = "native:dynamic", compute=None, **fields) -> conversion.Prepared:
@@ -212,7 +212,7 @@ def test_a_level_stores_weights_and_gradients_as_they_lie(level):
     model, optimizer = prepared(gpt2(), level)
     loss_of(model, batch("gpt2")).backward()
     weight = model.transformer.h[0].attn.c_attn.weight
-    assert weight._data.dtype == (torch.float8_e4m3fn if level == "msamp:O3" else torch.float16)
+    assert weight._data.dtype == (torch.float8_e4m3fn if level in ("msamp:O3", "msamp:O4") else torch.float16)
     assert weight.grad._data.dtype == torch.float8_e4m3fn
     assert weight.shape == weight.grad.shape == (32, 96) and weight.grad._data.is_contiguous()
 

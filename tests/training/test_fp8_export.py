@@ -67,7 +67,7 @@ def multiplied(monkeypatch):
         ("native:blockwise", "finegrained_fp8", "block"),
         ("native:blockwise", "compressed-tensors", "block"),
         ("msamp:O3", "finegrained_fp8", "block"),
-        ("msamp:O3", "compressed-tensors", "tensor"),
+        ("msamp:O4", "compressed-tensors", "tensor"),
         ("msamp:O2", "finegrained_fp8", "block"),
         ("native:delayed", "finegrained_fp8", "block"),
         ("native:rowwise", "compressed-tensors", "channel"),

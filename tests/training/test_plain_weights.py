@@ -15,7 +15,7 @@ from fp8_backends.numerics.block_codes import BlockCodes
 from fp8_backends.numerics.scaled_tensor import ScaledTensor, stored_parts
 
 RECIPE = {"include": ["up", "down"]}  # a tied layer is left out by default
-LEVELS = ("msamp:O1", "msamp:O2", "msamp:O3")
+LEVELS = ("msamp:O1", "msamp:O2", "msamp:O3", "msamp:O4", "msamp:O5")
 
 
 class Tied(nn.Module):
@@ -48,7 +48,7 @@ def step(model, optimizer) -> float:
 
 
 def bits(model) -> list[torch.Tensor]:
-    parts = (part for p in model.parameters() for part in stored_parts(p.detach(), with_master=True))
+    parts = (part for p in model.parameters() for part in stored_parts(p.detach(), exact=True))
     return [part.detach().clone().view(-1).view(torch.uint8) for part in parts]
 
 

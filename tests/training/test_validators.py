@@ -181,7 +181,7 @@ def test_weights_in_fp8_are_whole_and_do_not_train():
     spec = {"backend": "te", "fp8_params": True}
     for parallel in ("fsdp1", "fsdp2", "deepspeed"):
         found = rules(spec, parallel=parallel)["fp8_params_sharded"]
-        assert found.severity == "error" and "DDP" in found.fix and "te+msamp:O3" in found.fix
+        assert found.severity == "error" and "DDP" in found.fix and "te+msamp:O4" in found.fix
         assert not te_rules("te", parallel=parallel)
     assert not te_rules(spec) and not te_rules(spec, parallel="ddp")
     model = nn.Sequential(nn.Linear(8192, 8192, device="meta"), nn.Linear(8192, 8192, device="meta"))
@@ -244,7 +244,7 @@ CASES = [
     ),
     ("fuse_norms_zero3", (FUSED, {**DS, "zero_stage": 3}), (FUSED, {**DS, "zero_stage": 2}), ""),
     ("o3_alone", ("msamp:O3", {"world_size": 1}), ("msamp:O3", {"world_size": 2}), ""),
-    ("o3_ddp_saving", ("msamp:O3", DDP), ({"backend": "msamp:O3", "shard_states": False}, DDP), ""),
+    ("shared_states_saving", ("msamp:O4", DDP), ({"backend": "msamp:O3", "shard_states": False}, DDP), ""),
     ("tensor_parallel", ("native", {"tensor_parallel": 2}), ("native", {"tensor_parallel": 1}), "2 ranks"),
     ("megatron", ("te", {"parallel": "megatron"}), ("te", DDP), ""),
     ("tpu", ("native", {"parallel": "tpu"}), ("native", DDP), ""),
@@ -306,6 +306,7 @@ CASES = [
     ("tokens_unpadded", (AO_UNPADDED, {"sequence_length": 1000}), ("ao", {"sequence_length": 1000}), "1000"),
     ("quantized_base", ("native", {"quantized_base": True}), ("native", {"quantized_base": False}), ""),
     ("level_optimizer", ("msamp:O2", {"optimizer": "adamw_bnb_8bit"}), ("msamp:O2", {"optimizer": "AdamW"}), "bnb"),
+    ("level_optimizer", ("msamp:O5", {"optimizer": "sgd"}), ("msamp:O4", {"optimizer": "sgd"}), "sgd"),
     ("level_optimizer", ("te+msamp", {"optimizer": "ao_adamw_fp8"}), ("te", {"optimizer": "ao_adamw_fp8"}), "fp8"),
     (
         "lomo_ddp",
@@ -480,7 +481,8 @@ def test_model_shows_its_configuration():
 
 def test_optimizer_object_is_judged_as_prepare_judges_it():
     weights = [nn.Parameter(torch.zeros(2, 2))]
-    refused = rules("msamp:O2", optimizer=torch.optim.SGD(weights, lr=1.0))["optimizer"]
+    assert "optimizer" not in rules("msamp:O4", optimizer=torch.optim.SGD(weights, lr=1.0))
+    refused = rules("msamp:O5", optimizer=torch.optim.SGD(weights, lr=1.0))["optimizer"]
     assert refused.severity == "error" and "torch.optim.AdamW" in refused.fix
     assert "amsgrad" in rules("msamp", optimizer=torch.optim.AdamW(weights, amsgrad=True))["optimizer"].reason
     assert "optimizer" not in rules("msamp:O2", optimizer=torch.optim.AdamW(weights))

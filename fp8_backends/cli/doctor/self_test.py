@@ -33,6 +33,7 @@ from ...compute import hardware
 from ...numerics.scaled_tensor import ScaledTensor
 from ...recipes.handlers import Recipe, resolve
 from ...recipes.precision_plan import plan
+from ...states.levels import scale_bytes_per_element
 from ...training.auditing import Audit, audit, incomplete_layers
 from ...training.preparation import prepare
 
@@ -43,7 +44,7 @@ GRADIENT_BOUND = 0.25
 0.12, half of the bound, and the loss, an average over a thousand outputs, by less than 0.01. Wrong codes or scales err
 by 1."""
 BYTES_BOUND = 0.02
-"""Bytes that an element may have more than the plan says: one scale a tensor."""
+"""Bytes that an element may have more than the plan says and the scales of blocks take: one scale a tensor."""
 
 STARTS_WITHIN = 90.0
 """Seconds for the process to import what it needs."""
@@ -201,7 +202,7 @@ def _faults(result: SelfTest, found: Audit, recipe: Recipe) -> Iterator[str]:
     ):
         if not error <= bound:  # NaN too
             yield f"{what} differs from {result.precision}'s by {error:.2g}, the bound is {bound}"
-    promised = plan(recipe).bytes_per_element
+    promised = plan(recipe).bytes_per_element + scale_bytes_per_element(recipe)
     if not abs(result.bytes_per_element - promised) <= BYTES_BOUND:
         yield f"{result.bytes_per_element:.4g} bytes an element are stored, {promised:g} were promised"
 

@@ -21,7 +21,7 @@ from .estimates import USABLE, WEIGHT_DTYPES, Estimate, Workload, estimate
 from .model_shapes import ModelShape, from_parameters, from_transformers, parse_count, readable_count
 
 SEQUENCE = 2048
-BACKENDS = "bf16,native:dynamic,msamp:O1,msamp:O2,msamp:O3,te,ao"
+BACKENDS = "bf16,native:dynamic,msamp:O1,msamp:O2,msamp:O3,msamp:O4,te,ao"
 
 GIB = 2**30
 

@@ -17,6 +17,7 @@ import torch
 from ...compute.fields import check_known, parsed, whole_number
 from ...errors import FP8BackendError, RecipeError
 from ...recipes.handlers import Recipe, resolve
+from ...states.levels import WEIGHT
 from ...words import shown
 from . import sharded_costs
 from .model_shapes import LONG, SHORT, ModelShape
@@ -319,11 +320,12 @@ _ALL_CODES_LIVE = {
 def _add_te_codes(trace: StepTrace, recipe: Recipe, sharding: str) -> None:
     """Add the codes of weights that TransformerEngine keeps beside those of its native equivalent.
 
-    It keeps them from forward to backward twice (as before Blackwell), as they are read by fprop and by dgrad; at O3
-    the first are the weight. The native equivalent keeps them once, or makes them in backward. Under FSDP2
+    It keeps them from forward to backward twice (as before Blackwell), as they are read by fprop and by dgrad; from O3
+    on the first are the weight. The native equivalent keeps them once, or makes them in backward. Under FSDP2
     TransformerEngine makes those of gathered plain weights again.
     """
-    copies = 1 if recipe.level == "O3" and recipe.scaling in ("delayed", "dynamic") else 2
+    in_fp8 = WEIGHT.get(recipe.level) == torch.float8_e4m3fn
+    copies = 1 if in_fp8 and recipe.scaling in ("delayed", "dynamic") else 2
     if sharding == "fsdp2" and recipe.level == "O0":
         copies = 0
     more = copies * trace.sizes["converted"] - trace.saved[CODES]

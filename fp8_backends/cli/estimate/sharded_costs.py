@@ -4,8 +4,8 @@
 sharding   what a rank holds beside activations
 =========  =====================================================================================================
 ``none``   everything
-``ddp``    everything, and DDP's buckets, as large as the gradients that it reduces; at O3 the masters and moments
-           of scaled weights are spread over the ranks
+``ddp``    everything, and DDP's buckets, as large as the gradients that it reduces; at O3 to O5 the masters (or
+           residuals) and moments of scaled weights are spread over the ranks
 ``fsdp2``  1/N of weights, masters, gradients and moments; the parameters outside the blocks and those of two blocks
            (the one that computes and the next) gathered, and two blocks' gradients
 ``zero1``  DeepSpeed in bf16: weights and gradients, 1/N of FP32 masters, moments and of an FP32 copy of the gradients
@@ -80,9 +80,8 @@ class _Rank(NamedTuple):
             parts[BUFFERS] += self.trace.sizes["plain_gradients"]  # DDP's buckets
         if _shares_states_out(self.recipe) and STATES in parts:
             elsewhere = 1 - 1 / self.ranks
-            moments = self.trace.sizes["scaled_states"] - self.trace.resting[MASTER]
             parts[MASTER] -= elsewhere * parts[MASTER]
-            parts[STATES] -= elsewhere * moments
+            parts[STATES] -= elsewhere * self.trace.sizes["scaled_states"]
         return parts
 
     def _fsdp2(self, parts: Bytes) -> Bytes:
@@ -110,7 +109,7 @@ class _Rank(NamedTuple):
             return held
         goes_back = region.startswith("backward")
         if self.sharding in ("fsdp2", "zero3"):
-            held[WEIGHTS] += HALF * sizes["outside"] + GATHERED * _block_bytes(self.trace)
+            held[WEIGHTS] += HALF * sizes["outside"] + GATHERED * _block_bytes(self.trace, self.recipe)
             held[GRADIENTS] += GATHERED * HALF * sizes["block"] if goes_back else 0
         elif self.sharding == "ddp" and self.ranks > 1 and goes_back:
             held[GRADIENTS] += _in_flight(self.trace, region, self.ranks, self.recipe)
@@ -120,7 +119,7 @@ class _Rank(NamedTuple):
 
 
 def _shares_states_out(recipe: Recipe | None) -> bool:
-    return recipe is not None and recipe.level == "O3" and recipe.shard_states
+    return recipe is not None and recipe.shares_states
 
 
 def _in_flight(trace: StepTrace, region: str, ranks: int, recipe: Recipe | None) -> float:
@@ -145,15 +144,15 @@ def _comm(recipe: Recipe | None) -> str:
     return "plain" if recipe is None else recipe.comm
 
 
-def _block_bytes(trace: StepTrace) -> float:
+def _block_bytes(trace: StepTrace, recipe: Recipe | None) -> float:
     """Return the bytes of the largest block's parameters, as FSDP2 gathers them."""
     scaled = trace.sizes["block_scaled"]
-    return scaled * _scaled_width(trace) + HALF * (trace.sizes["block"] - scaled)
+    return scaled * _scaled_width(recipe) + HALF * (trace.sizes["block"] - scaled)
 
 
-def _scaled_width(trace: StepTrace) -> int:
-    """Return the bytes of an element of a weight in scaled precision: FP16 at O1 and O2, E4M3 at O3."""
-    return 1 if trace.resting[MASTER] else 2
+def _scaled_width(recipe: Recipe | None) -> int:
+    """Return the bytes of an element of a weight in scaled precision, as products read it; 0 where there is none."""
+    return 0 if recipe is None or recipe.level == "O0" else WEIGHT[recipe.level].itemsize
 
 
 # Communication
@@ -170,7 +169,7 @@ def sent_bytes(trace: StepTrace, sharding: str, ranks: int, recipe: Recipe | Non
         return states + _sent_by_ddp(trace, share, comm, recipe)
     if sharding == "fsdp2":
         scaled = sizes["scaled"]
-        weights = _scaled_width(trace) * scaled + HALF * (sizes["parameters"] - scaled)
+        weights = _scaled_width(recipe) * scaled + HALF * (sizes["parameters"] - scaled)
         again = weights - HALF * sizes["outside"]  # in backward; what lies outside the blocks stays gathered
         gradients = sizes["trained"] * (FP8_MESSAGE if comm == "fp8" else HALF)
         return states + share * (weights + again + gradients)
@@ -185,4 +184,4 @@ def _sent_by_ddp(trace: StepTrace, share: float, comm: str, recipe: Recipe | Non
         return 2 * share * FP8_MESSAGE * sizes["trained"]
     gradients = plain + scaled * (FP8_MESSAGE if comm == "fp8" else SINGLE)
     owned = scaled if _shares_states_out(recipe) else 0
-    return 2 * share * gradients + share * owned * WEIGHT["O3"].itemsize
+    return 2 * share * gradients + share * owned * _scaled_width(recipe)

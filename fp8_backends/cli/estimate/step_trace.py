@@ -38,7 +38,7 @@ from ...numerics.scaled_tensor import ScaledTensor
 from ...recipes.handlers import FP8RecipeKwargs, Recipe
 from ...states.scaled_states import ScaledStates
 from ...training import conversion, preparation
-from ...training.auditing import converted_layers, inner_tensors, stored_bytes
+from ...training.auditing import converted_layers, inner_tensors, residual_of, stored_bytes
 from ...training.flops import expected_flops
 from ...training.weight_products import find_weight_products
 from ...training.work import Work, WorkMeter
@@ -405,6 +405,8 @@ class _Step:
             self.tracker.assign(parameter, WEIGHTS)
             if getattr(parameter, "master", None) is not None:
                 self.tracker.assign(parameter.master, MASTER)
+            if (residual := residual_of(parameter)) is not None:
+                self.tracker.assign(residual, MASTER)
         for buffer in self.model.buffers():
             self.tracker.assign(buffer, BUFFERS)
         for state in self.optimizer.state.values():
@@ -465,11 +467,12 @@ def _sizes(model: nn.Module, optimizer: torch.optim.Optimizer, blocks: list[nn.M
     In elements: `parameters`, `trained`, `scaled` (trained and stored in scaled precision), `largest_scaled`,
     `converted` (in FP8 products), `to_scale` (by an optimizer that rounds what it stores), `scaling_states` (agreed on
     between ranks), `block` and `block_scaled` (of the largest block), `outside` (the blocks). In bytes: `scaled_states`
-    (masters and moments of scaled weights). `_flops` adds those of a sample.
+    (moments of scaled weights). `_flops` adds those of a sample.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     scaled = [p for p in trained if isinstance(p, ScaledTensor)]
-    states = [value for p in scaled for value in optimizer.state[p].values() if isinstance(value, torch.Tensor)]
+    named = [each for p in scaled for each in optimizer.state[p].items()]
+    states = [value for name, value in named if isinstance(value, torch.Tensor) and "master" not in name]
     block = max(blocks, key=_elements, default=model)
     sizes = {
         "parameters": _elements(model),

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import FP8BackendError
-from ...numerics.formats import BF16, E4M3, E5M2, FP16, FP32
+from ...numerics.formats import BF16, E4M3, E5M2, FP16, FP32, ROOT8
 from ...training.watching.monitor import STORED
 from ...words import share, shortened
 
-FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2, FP16, BF16, FP32)}
+FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2, FP16, BF16, FP32, ROOT8)}
 _EXPONENTS, _LARGEST = 2048, 1e300
 """What no exponent and no number of a tensor comes near."""
 

@@ -29,7 +29,7 @@ _PRODUCTS = {INPUT: (FPROP, WGRAD), WEIGHT: (FPROP, DGRAD), GRAD_OUTPUT: (DGRAD,
 def cast_of(layer: FP8Products, tensor: int, values: torch.Tensor) -> Cast | None:
     """`ShowsCasts.cast_of`. Of a rule along the contraction it is the cast for the first of a tensor's two products: of
     input and weight that for fprop, of the gradient that for dgrad. None for a head that runs in chunks of tokens, for
-    a weight that is sharded, and for one that is stored in FP8 without a master."""
+    a weight that is sharded, and for one that is stored in FP8 alone, of which nothing else is known here."""
     rule = layer.fp8_rule
     in_fp8 = layer.training or rule.fp8_in_eval
     if not in_fp8 or isinstance(layer, DefersLogits) or all(rule.high_precision[each] for each in _PRODUCTS[tensor]):
@@ -62,12 +62,12 @@ def _cast_of_weight(layer: FP8Products, weight: torch.Tensor) -> Cast | None:
 
 
 def _cast_into_storage(layer: FP8Products, weight: torch.Tensor, stored: Stored) -> Cast | None:
-    """The cast by which the optimizer made a weight of its master."""
-    if not isinstance(weight, ScaledTensor) or weight.master is None:
+    """The cast by which the optimizer made a weight of its exact values."""
+    if not isinstance(weight, ScaledTensor) or weight.rest is None:
         return None
-    master = layer._matrix(Stored.of(weight.master)).values(torch.float32)
+    exact = layer._matrix(Stored(weight.exact(torch.float32), None)).data
     scale = stored.scale_inv.reciprocal()
-    return Cast(master, layer.fp8_rule.forward_format, tensor_amax(master), scale, codes=stored.data)
+    return Cast(exact, layer.fp8_rule.forward_format, tensor_amax(exact), scale, codes=stored.data)
 
 
 def _one_scale(layer: FP8Products, tensor: int, amax: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,9 @@
 """Weights that are no plain tensors, as TransformerEngine multiplies them.
 
-**Weights in scaled precision** (MS-AMP's levels). E4M3 data (O3) is handed over as it lies, under its own scale, to the
-rules with one scale for a tensor. FP16 data (O1, O2), and any data under a block rule, is cast by the layer's own
-weight quantizer, so that the recipe's scales and amax histories are TransformerEngine's. A cast is made once for each
-value of the weight, not once a microbatch.
+**Weights in scaled precision** (MS-AMP's levels). E4M3 data (from O3 on) is handed over as it lies, under its own
+scale, to the rules with one scale for a tensor. FP16 data (O1, O2), and any data under a block rule, is cast by the
+layer's own weight quantizer, so that the recipe's scales and amax histories are TransformerEngine's. A cast is made
+once for each value of the weight, not once a microbatch.
 
 **Frozen FP8 weights** (`fp8_params`). TransformerEngine's own tensor lies in the Parameter that the model already has.
 Of 4 bytes an element in FP32 remain 2 on Hopper (codes, and the transposed copy that dgrad multiplies) or 1.

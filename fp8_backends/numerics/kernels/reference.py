@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from ..formats import FP32, Format
+from ..formats import E4M11, FP32, Format
 
 
 def cast(values: torch.Tensor, fmt: Format) -> torch.Tensor:
@@ -163,16 +163,27 @@ def window_update(s: float, counter: int, history: list[float], fmt: Format) -> 
 
 GRADIENT_LIMIT = 2.0**63
 """A larger element of a gradient counts as zero, so that squares are finite FP32 numbers."""
+LEAST_STEP_SIZE = 2.0**-100
+"""Of a smaller step the inverse is too large for FP32."""
 
 
 def adam_numbers(lr, beta1, beta2, eps, weight_decay, step) -> tuple:
     """What changes from step to step, numbers or tensors: the step size, the factor of decoupled weight decay, the
     weight decay, the share of the gradient in exp_avg, beta2, the share of its square in exp_avg_sq, the factor of the
-    root of exp_avg_sq, eps, and the step, which is 1 in the first."""
+    root of exp_avg_sq, eps, the step, which is 1 in the first, and the factor of `add_feedback`."""
     inv_sqrt_bias2 = (1 - beta2**step) ** -0.5
     decay, new_in_exp_avg, new_in_exp_avg_sq = 1 - lr * weight_decay, 1 - beta1, 1 - beta2
     step_size = lr / (1 - beta1**step)
-    return step_size, decay, weight_decay, new_in_exp_avg, beta2, new_in_exp_avg_sq, inv_sqrt_bias2, eps, step
+    shares = new_in_exp_avg, beta2, new_in_exp_avg_sq
+    return step_size, decay, weight_decay, *shares, inv_sqrt_bias2, eps, step, _feedback_factor(step_size, beta1)
+
+
+def _feedback_factor(step_size, beta1):
+    """(1 - 1 / beta1) / step_size; 0 where a step moves nothing, or exp_avg remembers nothing."""
+    usable = (abs(step_size) > LEAST_STEP_SIZE) & (beta1 > 0)
+    if isinstance(usable, torch.Tensor):
+        return torch.where(usable, (beta1 - 1) / (beta1 * step_size), 0.0)
+    return (beta1 - 1) / (beta1 * step_size) if usable else 0.0
 
 
 def exact(x):
@@ -221,9 +232,36 @@ def adam_step(
 
 
 def _adam_weight(p: torch.Tensor, m: torch.Tensor, v: torch.Tensor, numbers, decoupled: bool, r: Callable):
-    step_size, decay, _, _, _, _, inv_sqrt_bias2, eps, _ = numbers
+    step_size, decay, *_ = numbers
     p = r(p * decay) if decoupled else p
-    return r(p - r(r(step_size * m) / r(r(r(v.sqrt()) * inv_sqrt_bias2) + eps)))
+    return r(p - r(r(step_size * m) / _adam_denominator(v, numbers, r)))
+
+
+def _adam_denominator(v: torch.Tensor, numbers, r: Callable):
+    _, _, _, _, _, _, inv_sqrt_bias2, eps, *_ = numbers
+    return r(r(r(v.sqrt()) * inv_sqrt_bias2) + eps)
+
+
+def add_feedback(
+    m: torch.Tensor,
+    v: torch.Tensor,
+    error: torch.Tensor,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    step: int,
+    rounded: Callable = exact,
+) -> torch.Tensor:
+    """exp_avg with what the rounding of a weight took from it, FP64: ECO's error feedback (arXiv:2601.22101).
+
+    A step moves a weight by -step_size * exp_avg / denominator. `error` is the weight minus what is stored of it. In
+    the steps that follow, what is added here moves the weight by error * (1 - beta1) * beta1**k, k = 0, 1, ..., if
+    step size and denominator stay: in the end by all of it.
+    """
+    r, m, v, error = rounded, m.double(), v.double(), error.double()
+    numbers = [r(number) for number in adam_numbers(lr, *betas, eps, 0.0, step)]
+    return r(m + r(r(error * _adam_denominator(v, numbers, r)) * numbers[-1]))
 
 
 def exact_update(
@@ -255,16 +293,41 @@ def random_bits(count: int, seed: int, step: int, start: int = 0) -> list[int]:
     return [mixed((start + i) % 2**32 ^ key) for i in range(count)]
 
 
+def nearest_round(values: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """The nearest numbers of any format, ties to even, saturating. FP64."""
+    quantum = _quantum(values, fmt)
+    return ((values.double() / quantum).round() * quantum).clamp(-fmt.max, fmt.max)
+
+
+def _quantum(values: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """The distance of the format's numbers around each value: 2**(max(exponent, smallest normal exponent) - mantissa
+    bits)."""
+    magnitude = values.double().abs().clamp(fmt.smallest, fmt.max)  # 0 has no exponent of its own
+    exponent = (torch.frexp(magnitude).exponent - 1).clamp(min=fmt.min_exponent)
+    return 2.0 ** (exponent - fmt.mantissa_bits)
+
+
+def split(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """E4M3 codes, uint8, and residuals, int8, of numbers of E4M11: the code is the nearest E4M3 number, of two equally
+    near ones the one with the larger magnitude; the residual counts the numbers of E4M11 from there, away from zero."""
+    codes = torch.arange(0, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()  # ascending; index = code
+    magnitude = values.double().abs()
+    below = (torch.searchsorted(codes, magnitude.contiguous(), right=True) - 1).clamp(max=125)
+    code = below + (magnitude - codes[below] >= codes[below + 1] - magnitude).long()
+    start, end = torch.minimum(codes[code], magnitude), torch.maximum(codes[code], magnitude)
+    counted = ((end - start) / _quantum(start, E4M11)).round()
+    residual = torch.where(magnitude < codes[code], -counted, counted)
+    return (code | torch.signbit(values).long() << 7).to(torch.uint8), residual.to(torch.int8)
+
+
 def stochastic_round(values: torch.Tensor, fmt: Format, field: torch.Tensor, bits: int) -> torch.Tensor:
     """FP64 values of the format: with |x| = (n + fraction) quanta, n + 1 if field says so, else n; saturating.
 
-    quantum = 2**(max(exponent, smallest normal exponent) - mantissa bits). field: integers of `bits` random bits. The
+    quantum: as `_quantum` has it. field: integers of `bits` random bits. The
     probability of n + 1 is the fraction, to the nearest 2**-bits or to the last of the bits that FP32 has below the
     format's mantissa, whichever is coarser.
     """
-    magnitude = values.double().abs().clamp(max=fmt.max)
-    exponent = (torch.frexp(magnitude).exponent - 1).clamp(min=fmt.min_exponent)
-    quantum = 2.0 ** (exponent - fmt.mantissa_bits)
+    magnitude, quantum = values.double().abs().clamp(max=fmt.max), _quantum(values, fmt)
     resolution = 2.0**fmt.dropped_bits  # what FP32 has below the quantum
     quanta = torch.round(magnitude / quantum * resolution) / resolution
     used = min(bits, fmt.dropped_bits)

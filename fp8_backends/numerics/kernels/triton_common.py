@@ -14,12 +14,12 @@ import math
 import triton
 import triton.language as tl
 
-from ..formats import FORMATS
+from ..formats import E4M11, FORMATS
 
 OPTIONS = {"enable_fp_fusion": False}
 """For every launch: a product and a sum that become one instruction are rounded once, not twice."""
 
-_FORMATS = {fmt.name: (fmt.max, fmt.mantissa_bits, fmt.min_exponent) for fmt in FORMATS.values()}
+_FORMATS = {fmt.name: (fmt.max, fmt.mantissa_bits, fmt.min_exponent) for fmt in (*FORMATS.values(), E4M11)}
 
 # constants of a kernel; a format is named as in `formats`: "e4m3", "e5m2", "fp16", "bf16", "fp32"
 

@@ -29,7 +29,7 @@ ENGINE_RULES = (
         "level_deepspeed",
         "error",
         lambda s: s.has_level and s.parallel == "deepspeed",
-        "the levels O1, O2 and O3 do not go with DeepSpeed, whose ZeRO stages keep weights, gradients and optimizer "
+        "the levels O1 to O5 do not go with DeepSpeed, whose ZeRO stages keep weights, gradients and optimizer "
         "states in partitions of their own",
         "leave DeepSpeed out and use FullyShardedDataParallelPlugin(fsdp_version=2): FSDP2 shards this very level; or "
         "use the same backend without +msamp",
@@ -40,7 +40,7 @@ ENGINE_RULES = (
         "level_fsdp1",
         "error",
         lambda s: s.has_level and s.parallel == "fsdp1",
-        "the levels O1, O2 and O3 do not go with FSDP1, which flattens parameters: a flat one cannot be stored in "
+        "the levels O1 to O5 do not go with FSDP1, which flattens parameters: a flat one cannot be stored in "
         "scaled precision",
         "set fsdp_version=2 (FullyShardedDataParallelPlugin, `accelerate launch --fsdp_version 2`), or use the same "
         "backend without +msamp",
@@ -163,14 +163,15 @@ ENGINE_RULES = (
         lambda s: s.recipe.level == "O3" and s.world_size == 1,
         "on one process O3 takes 7 bytes for a weight, with its master, and O2 takes 6: O3 saves where ranks share "
         "the masters, 2 + 5/N bytes on N of them",
-        "use O2",
+        "use O2; or O4, which takes 5 bytes on one process and 2 + 3/N on N",
     ),
     Rule(
-        "o3_ddp_saving",
+        "shared_states_saving",
         "info",
-        lambda s: s.recipe.level == "O3" and s.recipe.shard_states and s.parallel == "ddp",
-        "under DDP each rank has the masters and states of its own part at O3, so a state dict needs all ranks: a loop "
-        "that saves on rank 0 alone gets an error (under transformers' Trainer, which does, each rank keeps all)",
+        lambda s: s.recipe.shares_states and s.parallel == "ddp",
+        "under DDP each rank has the masters, residuals and states of its own part at O3 to O5, so a state dict needs "
+        "all ranks: a loop that saves on rank 0 alone gets an error (under transformers' Trainer, which does, each "
+        "rank keeps all)",
         "save with Accelerator.save_state, or set shard_states=False",
     ),
     Rule(

@@ -31,7 +31,7 @@ from ...announcement import is_main_process
 from ...compute.counts import inside_backward
 from ...compute.interface import ShowsCasts
 from ...errors import RecipeError
-from ...numerics.formats import FORMAT_OF, FORMATS
+from ...numerics.formats import FORMAT_OF, FORMATS, ROOT8
 from ...numerics.modules import CONVERSION, inert_hook, is_traced
 from ...numerics.scaled_tensor import ScaledTensor, tensor_amax_of
 from ...numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT
@@ -52,7 +52,7 @@ logger = logging.getLogger("fp8_backends")
 
 NAMES = {INPUT: "input", WEIGHT: "weight", GRAD_OUTPUT: "grad_output"}
 """Names of what a layer casts, in records."""
-STORED = ("gradient", "exp_avg", "exp_avg_sq")
+STORED = ("gradient", "exp_avg", "exp_avg_sq", "momentum_buffer")
 """Names of what a level stores in few bits, beside weights."""
 
 MANY_SATURATED, MANY_FLUSHED = 0.01, 0.05
@@ -315,8 +315,8 @@ def _stored_of(weight: torch.Tensor, optimizers: Iterable[torch.optim.Optimizer]
 
 
 def _of_stored(tensor: ScaledTensor) -> Statistics:
-    amax = tensor_amax_of(tensor.dequantize(torch.float32))
-    return statistics_of_codes(tensor._data, tensor._scale_inv, amax, FORMATS[tensor._data.dtype])
+    fmt, amax = FORMATS[tensor._data.dtype], tensor_amax_of(tensor.dequantize(torch.float32))
+    return statistics_of_codes(tensor._data, tensor._scale_inv, amax.sqrt() if fmt is ROOT8 else amax, fmt)
 
 
 def _check_patterns(recipe: Recipe, prepared: Prepared) -> None:

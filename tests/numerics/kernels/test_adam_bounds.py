@@ -4,13 +4,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
-from test_adam_passes import bits, needs_compiler, slots, value
+from test_adam_passes import CASES, bits, needs_compiler, slot, slots, stored_by_the_reference, value
 
 from fp8_backends.numerics.kernels import reference
 from fp8_backends.numerics.kernels.adam import cpu
 from fp8_backends.numerics.kernels.adam.bounds import LEAST_ROOT, measured, new_bounds
 from fp8_backends.numerics.kernels.adam.dispatch import AdamSteps, Job, Slot, adam_hyper
-from fp8_backends.numerics.scaled_tensor import quantize
+from fp8_backends.numerics.kernels.adam.rounding import EXP_AVG_BITS
+from fp8_backends.numerics.scaled_tensor import quantize, quantize_pair
 
 E4M3, FP16 = torch.float8_e4m3fn, torch.float16
 SIZES = (3000, 1, 70_001, 16, 130)
@@ -20,14 +21,15 @@ OPTIONS = {
 }
 
 
-def jobs(case="O2", options="adamw", copied=False, sizes=SIZES, bounded=True):
+def jobs(case="O2", options="adamw", copied=False, sizes=SIZES, bounded=True, feedback=False):
     made = []
     for i, numel in enumerate(sizes):
         hyper = adam_hyper(1e-3 * (i + 1), (0.9, 0.999), 1e-8, 0.1, torch.tensor(float(i + 1)), "cpu")
         copy = Slot(torch.zeros(numel, dtype=E4M3), torch.ones(())) if copied else None
         parts = slots(case, numel, i)
         record = measured(parts[0], *parts[2:]) if bounded else None
-        made.append(Job(*parts, hyper, seed=2**20 + i, copy=copy, first=40, record=record, **OPTIONS[options]))
+        how = {"seed": 2**20 + i, "copy": copy, "first": 40, "record": record, "feedback": feedback}
+        made.append(Job(*parts, hyper, **how, **OPTIONS[options]))
     return made
 
 
@@ -51,7 +53,7 @@ share = some.sampled_from([0.0, 0.1, 0.5, 0.9, 0.99, 0.999, 0.999999])
     lr=some.floats(1e-8, 10.0),
     step=some.sampled_from([1, 2, 10, 10_000]),
     decoupled=some.booleans(),
-    stored=some.booleans(),
+    stored=some.sampled_from(["plain", "O2", "O4"]),
     seed=some.integers(0, 2**31),
 )
 def test_no_element_is_above_its_bound(sizes, spread, betas, eps, lr, step, decoupled, stored, seed):
@@ -65,9 +67,13 @@ def test_no_element_is_above_its_bound(sizes, spread, betas, eps, lr, step, deco
     w, g, m, v = (values(size) for size in sizes)
     v = v.abs()
     parts = [Slot(x) for x in (w, m, v)]
-    if stored:
+    inverse = torch.ones(())
+    if stored == "O2":
         parts = [Slot(x._data, x._scale_inv) for x in (quantize(w, FP16), quantize(m, E4M3), quantize(v, FP16))]
-    inverse = parts[2].scale_inv if stored else torch.ones(())
+        inverse = parts[2].scale_inv
+    elif stored == "O4":
+        w, m, v = quantize_pair(w), quantize(m, E4M3, block_size=32), quantize(v, torch.uint8, block_size=32)
+        parts = [Slot(x._data, x._scale_inv, x.block_size, x.stored.residual) for x in (w, m, v)]
     options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.1, "step": step}
     w, m, v = (value(part) for part in parts)
     new = reference.adam_step(w, g, m, v, **options, decoupled=decoupled, maximize=False, rounded=reference.to_fp32)
@@ -115,14 +121,37 @@ def test_gradients_of_any_size_leave_the_bound_of_a_weight_near_its_amax(size, e
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("case", ["O1", "O2", "O2 blocks", "e5m2 gradient", "wide gradient"])
+@pytest.mark.parametrize("case", ["O1", "O2", "O2 blocks", "e5m2 gradient", "wide gradient", "O4", "O5"])
 def test_it_is_the_step_of_two_passes_with_these_scales(case, options):
     one, two = jobs(case, options), jobs(case, options, bounded=False)
-    amaxes = AdamSteps(one, fused=False).amaxes()
-    AdamSteps(two, fused=False).write(amaxes)
+    both = zip(AdamSteps(one, fused=False).amaxes(), AdamSteps(two, fused=False).amaxes(), strict=True)
+    of_blocks = [[own if bound is None else bound for bound, own in zip(*pair, strict=True)] for pair in both]
+    AdamSteps(two, fused=False).write(of_blocks)
     AdamSteps(one, fused=False).run()
     assert all_bits([job._replace(record=None) for job in one]) == all_bits(two)
     assert all(torch.equal(job.record, measured(*job.written)) for job in one)
+
+
+@pytest.mark.parametrize("case", ["O5", "O2 blocks"])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_feedback_puts_what_rounding_took_from_the_weight_into_exp_avg(case, options):
+    """To the bit the reference; weight and exp_avg_sq are those of a step without it."""
+    (plain,), (fed,) = jobs(case, options, sizes=[3000]), jobs(case, options, sizes=[3000])
+    hyper = adam_hyper(1e-3, (0.9, 0.999), 1e-8, 0.1, torch.tensor(3.0), "cpu")
+    plain, fed = (job._replace(seed=5, first=0, hyper=hyper) for job in (plain, fed._replace(feedback=True)))
+    before, numbers = [value(part) for part in plain.slots], {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "step": 3}
+    AdamSteps([plain], fused=False).run()
+    AdamSteps([fed], fused=False).run()
+    assert bits([fed.weight, fed.exp_avg_sq]) == bits([plain.weight, plain.exp_avg_sq])
+    assert torch.equal(fed.record, measured(*fed.written))
+    how = {**OPTIONS[options], "rounded": reference.to_fp32, "weight_decay": 0.1}
+    rounding = how.pop("rounding")
+    w, m, v = reference.adam_step(*before, **numbers, **how)
+    error = reference.to_fp32(w - value(plain.weight))
+    m = reference.add_feedback(m, v, error, **numbers, rounded=reference.to_fp32)
+    data, scale_inv = stored_by_the_reference(m, fed.exp_avg, rounding, EXP_AVG_BITS, above_zero=False)
+    assert error.any() and torch.equal(fed.exp_avg.data.double(), data)
+    assert torch.equal(fed.exp_avg.scale_inv, scale_inv)
 
 
 # The kernels for a CPU
@@ -135,7 +164,11 @@ KINDS = [
     ("O2 blocks", "adamw"),
     ("wide gradient", "adamw"),
     ("all blocks", "adam"),
+    ("O4", "adamw"),
+    ("O4", "adam"),
+    ("O4 blocks of 32", "adamw"),
 ]
+FED = [("O5", "adamw"), ("O2 blocks", "adam")]
 
 
 def stepped(make, steps=2):
@@ -163,8 +196,81 @@ def test_all_parameters_are_stepped_in_one_pass_to_the_bit(case, options):
 
 
 @needs_compiler
+@pytest.mark.parametrize("case,options", FED)
+def test_errors_of_weights_are_fed_back_in_one_pass_to_the_bit(case, options):
+    sizes = (*SIZES, 15, 127, 129, 2**18 + 5)  # the passes work on 2**18 elements at a time, the kernels on 2**16
+    ours, expected = stepped(lambda: jobs(case, options, sizes=sizes, feedback=True))
+    assert all_bits(ours) == all_bits(expected)
+    assert all(torch.equal(job.record, measured(*job.written)) for job in ours)
+
+
+@needs_compiler
+@settings(max_examples=40, deadline=None)
+@given(
+    stored=some.sampled_from([("O4", False), ("O5", True)]),
+    numel=some.integers(1, 300),
+    sizes=some.tuples(positive, positive, positive, positive),
+    spread=some.sampled_from([0.0, 1.0, 8.0]),
+    zeros=some.tuples(*[some.sampled_from([0.0, 0.5, 1.0])] * 4),
+    seed=some.integers(0, 2**31),
+)
+def test_any_states_are_stepped_in_one_pass_to_the_bit(stored, numel, sizes, spread, zeros, seed):
+    """Such as no run of Adam has: a share of each of them is 0, alone and in whole blocks."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def values(size, share):
+        spreads = 2.0 ** (spread * torch.randn(numel, generator=generator))
+        kept = torch.rand(-(-numel // 64), generator=generator).repeat_interleave(64)[:numel] >= share
+        kept &= torch.rand(numel, generator=generator) >= share / 2
+        return kept * (size * torch.randn(numel, generator=generator) * spreads).clamp(-(2.0**62), 2.0**62)
+
+    case, feedback = stored
+    w, g, m, v = (values(*each) for each in zip(sizes, zeros, strict=True))
+    inputs = [w, g, m, v.abs()]
+
+    def make():
+        parts = [slot(x, kind) for x, kind in zip(inputs, CASES[case], strict=True)]
+        hyper = adam_hyper(1e-3, (0.9, 0.999), 1e-8, 0.1, torch.tensor(3.0), "cpu")
+        record = measured(parts[0], *parts[2:])
+        return [Job(*parts, hyper, seed=seed, record=record, feedback=feedback, **OPTIONS["adamw"])]
+
+    ours, expected = stepped(make)
+    assert all_bits(ours) == all_bits(expected)
+    assert torch.equal(ours[0].record, measured(*ours[0].written))
+
+
+@needs_compiler
+@pytest.mark.parametrize("case", ["O2", "O4"])
+def test_the_record_has_what_is_stored_of_a_positive_second_moment_that_rounds_to_zero(case):
+    def make():
+        ones, largest = torch.ones(64), torch.tensor([1e10] + [0.0] * 63)
+        values = ones, 1e-6 * ones, ones, largest
+        parts = [slot(x, kind) for x, kind in zip(values, CASES[case], strict=True)]
+        hyper = adam_hyper(1e-3, (0.9, 0.999), 1e-8, 0.0, torch.tensor(3.0), "cpu")
+        return [Job(*parts, hyper, seed=0, record=measured(parts[0], *parts[2:]), **OPTIONS["adamw"])]
+
+    ours, expected = stepped(make, steps=1)
+    assert all_bits(ours) == all_bits(expected) and (value(ours[0].exp_avg_sq) > 1e-10).all()
+    assert torch.equal(ours[0].record, measured(*ours[0].written))
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", ["AVX2", "DEFAULT"])
+def test_older_processors_make_one_pass_alike(capability, monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    cpu._library.cache_clear()
+    try:
+        for case, options, feedback in (("O4", "adamw", False), ("O5", "adam", True), ("O2 blocks", "adamw", False)):
+            ours, expected = stepped(lambda kind=(case, options, feedback): jobs(*kind[:2], feedback=kind[2]))
+            assert all_bits(ours) == all_bits(expected)
+    finally:
+        cpu._library.cache_clear()
+
+
+@needs_compiler
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("case", ["O2", "wide gradient", "all blocks"])
+@pytest.mark.parametrize("case", ["O2", "wide gradient", "all blocks", "O4"])
 def test_a_gradient_that_is_not_finite_counts_as_zero_in_the_bounds_too(case, bad):
     def make():
         first, *others = jobs(case)

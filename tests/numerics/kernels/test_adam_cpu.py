@@ -83,7 +83,7 @@ def test_a_copy_is_cast_again_where_rounding_changed_its_scale():
     assert all_bits(ours) == all_bits(expected) and ours[0].copy.scale_inv == 1.0
 
 
-@pytest.mark.parametrize("case", ["O2", "all blocks", "wide gradient"])
+@pytest.mark.parametrize("case", ["O2", "all blocks", "wide gradient", "O4"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_gradient_that_is_not_finite_counts_as_zero_and_others_do_not(case, bad):
     def make():
@@ -118,9 +118,22 @@ def test_huge_and_tiny_gradients(size):
     assert all_bits(ours) == all_bits(expected)
 
 
-def test_a_weight_that_is_not_finite_is_marked():
+@pytest.mark.parametrize("case", ["O2", "O4"])
+def test_lanes_behind_the_last_element_hold_no_value(case):
+    """With an eps of 0 they divide 0 by 0."""
+
     def make():
-        made = jobs("O2")
+        hyper = adam_hyper(1e-3, (0.9, 0.999), 0.0, 0.1, torch.tensor(1.0), "cpu")
+        return [job._replace(hyper=hyper) for job in jobs(case, sizes=(1, 17, 130))]
+
+    ours, expected = both(make)
+    assert all_bits(ours) == all_bits(expected) and all(job.weight.scale_inv.isfinite() for job in ours)
+
+
+@pytest.mark.parametrize("case", ["O2", "O4"])
+def test_a_weight_that_is_not_finite_is_marked(case):
+    def make():
+        made = jobs(case)
         made[0].weight.scale_inv.fill_(float("inf"))
         return made
 
@@ -170,7 +183,7 @@ def test_no_tensor_is_made_and_no_call_added_for_more_parameters():
         assert sum(each.numel() for each in tensors) <= 30 * count
 
 
-@pytest.mark.parametrize("case", ["O1", "O2", "O2 blocks", "all blocks", "bf16 states"])
+@pytest.mark.parametrize("case", ["O1", "O2", "O2 blocks", "all blocks", "bf16 states", "O4"])
 def test_a_parameter_of_several_chunks_and_of_several_parts_of_a_pass(case):
     """The passes work on 2**18 elements at a time, the kernels on 2**16."""
     ours, expected = both(lambda: jobs(case, sizes=(2**19 + 77,)))
@@ -215,7 +228,7 @@ def test_older_processors_compute_the_same(capability, monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     cpu._library.cache_clear()
     try:
-        for case in ("O2", "bf16 states", "e5m2 gradient"):
+        for case in ("O2", "bf16 states", "e5m2 gradient", "O4"):
             ours, expected = both(lambda case=case: jobs(case))
             assert all_bits(ours) == all_bits(expected)
     finally:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from torch._inductor.utils import run_and_get_code
 
-from fp8_backends.numerics.formats import BF16, E4M3, E5M2, FORMATS, FP16, FP32
+from fp8_backends.numerics.formats import BF16, E4M3, E5M2, FP16, FP32, ROOT8
 from fp8_backends.numerics.kernels import reference
 from fp8_backends.numerics.kernels.adam import passes, rounding
 from fp8_backends.numerics.kernels.adam.dispatch import (
@@ -21,7 +21,7 @@ from fp8_backends.numerics.kernels.adam.dispatch import (
     adam_hypers,
     scaled_adam_,
 )
-from fp8_backends.numerics.scaled_tensor import quantize
+from fp8_backends.numerics.scaled_tensor import quantize, quantize_pair
 
 EVERY_FORMAT = pytest.mark.parametrize("fmt", [E4M3, E5M2, FP16, BF16], ids=lambda fmt: fmt.name)
 FIELDS = {"weight": rounding.WEIGHT_BITS, "exp_avg": rounding.EXP_AVG_BITS, "exp_avg_sq": rounding.EXP_AVG_SQ_BITS}
@@ -29,12 +29,8 @@ FIELDS = {"weight": rounding.WEIGHT_BITS, "exp_avg": rounding.EXP_AVG_BITS, "exp
 
 def rounded(values, fmt, random=None, field=rounding.WEIGHT_BITS, **options):
     """The fast rounding, decoded."""
-    parts = (
-        rounding.nearest(values, fmt.dtype)
-        if random is None
-        else rounding.stochastic(values, fmt.dtype, random, *field)
-    )
-    return rounding.decoded(rounding.encoded(*parts, values, fmt.dtype, **options), fmt.dtype)
+    parts = rounding.nearest(values, fmt) if random is None else rounding.stochastic(values, fmt, random, *field)
+    return rounding.decoded(rounding.encoded(*parts, values, fmt, **options), fmt)
 
 
 def spread(fmt, count, seed=0):
@@ -122,7 +118,7 @@ def test_every_code_decodes_to_its_value(fmt):
     codes = torch.arange(256).to(torch.uint8)
     values = codes.view(fmt.dtype).float()
     finite = torch.isfinite(values)
-    assert torch.equal(rounding.decoded(codes, fmt.dtype)[finite], values[finite])
+    assert torch.equal(rounding.decoded(codes, fmt)[finite], values[finite])
 
 
 @EVERY_FORMAT
@@ -160,14 +156,25 @@ CASES = {
     "all blocks": ("fp16 32", "e4m3 32", "e4m3 32", "fp16 32"),
     "e5m2 gradient": ("fp16", "e5m2", "e4m3", "fp16"),
     "wide gradient": ("fp16", None, "e4m3", "fp16"),
+    "O4": ("split", "e4m3", "e4m3 128", "root8 128"),
+    "O4 blocks of 32": ("split", "e4m3", "e4m3 32", "root8 32"),
+    "O5": ("e4m3", "e4m3", "e4m3 128", "root8 128"),
 }
-SCALED = {"fp16": torch.float16, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+SCALED = {
+    "fp16": torch.float16,
+    "e4m3": torch.float8_e4m3fn,
+    "e5m2": torch.float8_e5m2,
+    "root8": torch.uint8,
+}
 
 
 def slot(values, kind):
     if kind is None or isinstance(kind, torch.dtype):
         return Slot(values.to(kind or torch.float32).clone())
     name, _, block = kind.partition(" ")
+    if name == "split":
+        made = quantize_pair(values)
+        return Slot(made._data, made._scale_inv, residual=made.stored.residual)
     made = quantize(values, SCALED[name], block_size=int(block or 0))
     return Slot(made._data, made._scale_inv, int(block or 0))
 
@@ -182,7 +189,24 @@ def value(of):
     if of.scale_inv is None:
         return of.data.float()
     scale = of.scale_inv.repeat_interleave(of.block_size)[: of.data.numel()] if of.block_size else of.scale_inv
-    return of.data.float() * scale
+    values = numbers(of).float() * scale
+    return values * values if of.format is ROOT8 else values
+
+
+def numbers(of):
+    """What is stored, without scales, FP64."""
+    if of.residual is not None:
+        code = of.data.view(torch.uint8).int()
+        magnitude = ((code & 0x7F) << 8) + of.residual
+        below = magnitude < 2**11  # subnormal
+        exponent = torch.where(below, 1, magnitude >> 11) - 7.0
+        fraction = torch.where(below, 0, 1) + (magnitude & 0x7FF).double() / 2**11
+        return torch.copysign(fraction * 2**exponent, 0.5 - (code >> 7))
+    if of.format is ROOT8:
+        code = of.data.int()
+        exponent, fraction = torch.where(code < 16, 1, code >> 4) - 7.0, (code & 15).double() / 16
+        return (torch.where(code < 16, 0, 1) + fraction) * 2**exponent
+    return of.data.double()
 
 
 def step(parts, t=1, rounding="stochastic", seed=5, lr=1e-3, betas=(0.9, 0.999), weight_decay=0.1, **options):
@@ -192,7 +216,7 @@ def step(parts, t=1, rounding="stochastic", seed=5, lr=1e-3, betas=(0.9, 0.999),
 
 
 def bits(parts):
-    tensors = [t for part in parts for t in (part.data, part.scale_inv) if t is not None]
+    tensors = [t for part in parts for t in (part.data, part.scale_inv, part.residual) if t is not None]
     return [t.reshape(-1).view(torch.uint8).numpy().tobytes() for t in tensors]
 
 
@@ -202,7 +226,8 @@ STEP = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "st
 def stored_by_the_reference(values, like, rounding, field, above_zero):
     """Values, FP64, as the slot `like` stores them after step 3 of the parameter with the seed 5: (values of the data,
     scale_inv)."""
-    fmt, scale = FORMATS[like.data.dtype], torch.ones(())
+    fmt, scale = like.format, torch.ones(())
+    values = reference.to_fp32(values.sqrt()) if fmt is ROOT8 else values
     if like.scale_inv is not None:
         blocks = torch.nn.functional.pad(values, (0, -len(values) % (like.block_size or len(values))))
         amax = blocks.view(-1, like.block_size or len(values)).abs().amax(1).clamp(min=fmt.max * 2.0**-126)
@@ -211,8 +236,7 @@ def stored_by_the_reference(values, like, rounding, field, above_zero):
     if fmt is FP32:
         return values, None
     if rounding == "nearest":
-        data = reference.cast(values, fmt) if fmt in (E4M3, E5M2) else values.clamp(-fmt.max, fmt.max).to(fmt.dtype)
-        data = data.double()
+        data = reference.cast(values, fmt).double() if fmt in (E4M3, E5M2) else reference.nearest_round(values, fmt)
     else:
         random, (low, bits) = torch.tensor(reference.random_bits(len(values), 5, 3)), field
         data = reference.stochastic_round(values, fmt, (random >> low) & (2**bits - 1), bits)
@@ -233,7 +257,10 @@ def test_a_step_is_the_reference_to_the_bit(case, rounding, decoupled, maximize)
     assert bits([parts[1]]) == grad and bits([parts[0], *parts[2:]]) != before
     for ours, values, (name, field) in zip((parts[0], *parts[2:]), new, FIELDS.items(), strict=True):
         data, scale_inv = stored_by_the_reference(values, ours, rounding, field, above_zero=name == "exp_avg_sq")
-        found = ours.data.double()
+        found = numbers(ours)
+        if ours.residual is not None:
+            codes, residual = reference.split(data)
+            assert torch.equal(ours.data.view(torch.uint8), codes) and torch.equal(ours.residual, residual)
         assert torch.equal(found, data) and torch.equal(torch.signbit(found), torch.signbit(data))
         assert scale_inv is None or torch.equal(ours.scale_inv, scale_inv)
 

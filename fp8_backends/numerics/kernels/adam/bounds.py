@@ -14,8 +14,8 @@ exp_avg' and exp_avg_sq' after the step:
 That holds for any betas and any states, those of another optimizer's checkpoint too, since R is measured and not
 assumed. (Exact states that began at zero have R <= n / sqrt((1 - beta2) (1 - beta1**2 / beta2)) by the inequality of
 Cauchy and Schwarz, 7.3 with the usual betas; rounded ones may exceed it.) Data of exp_avg_sq below 2**-126, where FP32
-ends, count as that number. Such an element is divided by eps and by little else: where eps is less than c times the
-root of what it counts as, the second bound is that many times larger.
+ends, count as that number, and a root that is stored as 0 counts as 2**-63.5. Such an element is divided by eps and by
+little else: where eps is less than c times the root of what it counts as, the second bound is that many times larger.
 
 Roundings to FP32 are at most 2**-24 of the numbers that take part; `SLACK` of each is added.
 """
@@ -26,6 +26,7 @@ import math
 
 import torch
 
+from ...formats import ROOT8
 from ..reference import GRADIENT_LIMIT
 from .rounding import decoded
 from .table import Slot
@@ -40,7 +41,10 @@ SLACK, UPDATE_SLACK = 2.0**-20, 1 + 2.0**-10
 LEAST_ROOT = 2.0**-63
 """What the root of exp_avg_sq's data counts as, at least. With a smaller eps bounds are far above the updates."""
 INT32_MAX = 2**31 - 1
+HALF_OF_ONE = 63 * 2**23 + 2**22
+"""Half of 127 * 2**23: bits of a root minus this are half the bits of its square, in the sense of `RATIO_BITS`."""
 INF_BITS = 0x7F800000
+_ONE = 127 << 23
 _PART = 2**20
 
 
@@ -52,7 +56,11 @@ def measured(weight: Slot, exp_avg: Slot, exp_avg_sq: Slot) -> torch.Tensor:
     for start in range(0, numel, size):
         w, m, v = (_part(slot, start, min(start + size, numel)) for slot in (weight, exp_avg, exp_avg_sq))
         amaxes = [(data.abs() * inverse).amax().abs() for data, inverse in (w, m, v)]  # abs: of a NaN
-        found = torch.stack([*(amax.view(torch.int32) for amax in amaxes), _coded_ratios(*m, *v).amax()])
+        is_root = exp_avg_sq.format is ROOT8
+        if is_root:
+            amaxes[2] = amaxes[2] * amaxes[2]
+        ratios = _coded_ratios(*m, *(_halves_of_roots(*v) if is_root else _halves(*v)))
+        found = torch.stack([*(amax.view(torch.int32) for amax in amaxes), ratios.amax()])
         record = torch.maximum(record, found)
     return record.view(torch.float32)
 
@@ -60,7 +68,8 @@ def measured(weight: Slot, exp_avg: Slot, exp_avg_sq: Slot) -> torch.Tensor:
 def _part(slot: Slot, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
     """FP32 data of some elements, and what each is multiplied by."""
     flat = slot.data.detach().view(-1)[start:stop]
-    data = decoded(flat.view(torch.uint8) if flat.dtype.itemsize == 1 else flat, slot.data.dtype)
+    residual = None if slot.residual is None else slot.residual.detach().view(-1)[start:stop]
+    data = decoded(flat.view(torch.uint8) if flat.dtype.itemsize == 1 else flat, slot.format, residual)
     inverse = torch.ones((), device=flat.device) if slot.scale_inv is None else slot.scale_inv.detach()
     if slot.block_size:
         first, last = start // slot.block_size, -(-stop // slot.block_size)
@@ -68,11 +77,22 @@ def _part(slot: Slot, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor
     return data, inverse
 
 
-def _coded_ratios(m, m_inverse, v, v_inverse) -> torch.Tensor:
+def _halves(v: torch.Tensor, v_inverse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Half the bits of exp_avg_sq's data and of its scale_inv over 1."""
+    return v.view(torch.int32) >> 1, (v_inverse.view(torch.int32) - _ONE) >> 1
+
+
+def _halves_of_roots(root: torch.Tensor, root_inverse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`_halves` where the root is stored. Of a root of 0 both together are 0."""
+    half = root_inverse.view(torch.int32) - _ONE
+    return torch.where(root > 0, root.view(torch.int32) - HALF_OF_ONE, -half), half
+
+
+def _coded_ratios(m, m_inverse, half_of_v, half_of_inverse) -> torch.Tensor:
     """|exp_avg| / sqrt(exp_avg_sq) of each element, coded, int32; 0 where exp_avg is 0."""
-    ratios = (m.view(torch.int32) & INT32_MAX) - (v.view(torch.int32) >> 1)
-    one = 127 << 23
-    shift = m_inverse.view(torch.int32) - one - ((v_inverse.view(torch.int32) - one) >> 1)
+    bits = m.view(torch.int32) & INT32_MAX
+    ratios = torch.where(bits > 0, bits - half_of_v, 0)
+    shift = m_inverse.view(torch.int32) - _ONE - half_of_inverse
     largest = INF_BITS - RATIO_BITS - shift.clamp(min=0)
     return torch.where(ratios > 0, (torch.minimum(ratios, largest) + shift).clamp(min=0), 0)
 
@@ -89,10 +109,10 @@ def new_bounds(
     Args:
         record: of what is stored, FP32 [4].
         grad_amax: no less than that of the gradient's finite values; 0 if it counts as zero. FP32, 0-dim.
-        hyper: FP32 [9].
-        exp_avg_sq_inverse: scale_inv of the stored exp_avg_sq, or 1. FP32, 0-dim.
+        hyper: FP32 [10], from `table.adam_hyper`.
+        exp_avg_sq_inverse: scale_inv of the stored exp_avg_sq, or 1, as for roots. FP32, 0-dim.
     """
-    step_size, decay, weight_decay, n, beta2, new_in_exp_avg_sq, c, eps, _ = hyper.unbind()
+    step_size, decay, weight_decay, n, beta2, new_in_exp_avg_sq, c, eps, *_ = hyper.unbind()
     w, m, v, coded = record.unbind()
     ratio = (coded.view(torch.int32) + RATIO_BITS).view(torch.float32)
     g = grad_amax.clamp(max=GRADIENT_LIMIT)

@@ -1,14 +1,17 @@
 // The Adam step of passes.py over all parameters of one kind, on a CPU and to the bit the same. `amaxes` computes the
 // new values and keeps their largest; `write` computes them again, rounds them and stores them in place. In between,
 // numbers are in vector registers only. Where a step is BOUNDED, `bounds` takes the place of `amaxes`, and `write` keeps
-// the record of what it stores (bounds.py).
+// the record of what it stores (bounds.py). There it computes once: the new values of a block whose amax is not known
+// yet wait for it in memory that stays in the first cache.
 //
-// Compiled once a kind. WEIGHT, GRAD, EXP_AVG, EXP_AVG_SQ and COPY name dtypes (below); BLOCKED has a bit for each of
-// the first four whose scales are of blocks; BOUNDED, COPIED, DECOUPLED, MAXIMIZE and STOCHASTIC are 0 or 1.
+// Compiled once a kind. WEIGHT, GRAD, EXP_AVG, EXP_AVG_SQ and COPY name formats (below); BLOCKED has a bit for each of
+// the first four whose scales are of blocks; BOUNDED, COPIED, DECOUPLED, FEEDBACK, MAXIMIZE and STOCHASTIC are 0 or 1.
 
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <memory>
+#include <type_traits>
 #if defined(__F16C__)
 #include <immintrin.h>
 #endif
@@ -31,35 +34,42 @@ typedef int16_t Shorts __attribute__((vector_size(2 * LANES)));
 typedef uint8_t Bytes __attribute__((vector_size(LANES)));
 typedef int8_t SignedBytes __attribute__((vector_size(LANES)));
 
-enum Dtype { FP32, BF16, FP16, E4M3, E5M2 };
+enum Format { FP32, BF16, FP16, E4M3, E5M2, ROOT8, E4M11 };  // of E4M11, two planes: codes and residuals
 
 // A format's numbers are multiples of 2**(exponent - mantissa bits), the exponent at least `min_exponent`.
 struct Grid {
-    int bytes, dropped, min_exponent;  // `dropped`: mantissa bits that FP32 has and the format has not
+    int bytes, dropped, min_exponent;  // of the data; `dropped`: mantissa bits that FP32 has and the format has not
     int32_t max_bits;                  // the largest number as FP32 bits
     bool scales;                       // whether values are stored times a scale
 };
 constexpr Grid GRIDS[] = {
     {4, 0, -126, 0x7F7FFFFF, false}, {2, 16, -126, 0x7F7F0000, false}, {2, 13, -14, 0x477FE000, true},
-    {1, 20, -6, 0x43E00000, true},   {1, 21, -14, 0x47600000, true},
+    {1, 20, -6, 0x43E00000, true},   {1, 21, -14, 0x47600000, true},    {1, 19, -6, 0x43F80000, true},
+    {1, 12, -6, 0x43E00000, true},
 };
 constexpr int32_t bits_of_power(int exponent) { return (exponent + 127) << 23; }
+constexpr int32_t bits_of_smallest(Grid grid) {
+    const int exponent = grid.min_exponent + grid.dropped - 23;
+    return exponent < -126 ? 1 << (exponent + 149) : bits_of_power(exponent);
+}
 
 // Columns of a parameter's row, as in table.py
-constexpr int DATA = 0, COPY_DATA = 4, INVERSE = 5, COPY_INVERSE = 9, HYPER = 10, FINITE = 11, NUMEL = 12, FIRST = 13,
+constexpr int DATA = 0, COPY_DATA = 4, RESIDUAL = 4, INVERSE = 5, COPY_INVERSE = 9, HYPER = 10, FINITE = 11, NUMEL = 12, FIRST = 13,
               SEED = 14, FIRST_CHUNK = 15, AMAX = 16, RECORD = 19, COLUMNS = 20;
 // Places in the hyperparameters, as in table.py
 constexpr int STEP_SIZE = 0, DECAY = 1, WEIGHT_DECAY = 2, NEW_IN_EXP_AVG = 3, BETA2 = 4, NEW_IN_EXP_AVG_SQ = 5,
-              INV_SQRT_BIAS2 = 6, EPS = 7, STEP = 8;
+              INV_SQRT_BIAS2 = 6, EPS = 7, STEP = 8, OF_FEEDBACK = 9;
 
 // As in bounds.py
-constexpr int32_t RATIO_BITS = 534121127, INF_BITS = 0x7F800000;
+constexpr int32_t RATIO_BITS = 534121127, INF_BITS = 0x7F800000, ONE = 127 << 23, HALF_OF_ONE = 63 * (1 << 23) + (1 << 22);
 constexpr float SLACK = 0x1p-20f, UPDATE_SLACK = 1 + 0x1p-10f, LEAST_ROOT = 0x1p-63f;
 
-constexpr int DTYPES[] = {WEIGHT, GRAD, EXP_AVG, EXP_AVG_SQ};
+constexpr int FORMATS[] = {WEIGHT, GRAD, EXP_AVG, EXP_AVG_SQ};
 constexpr int WRITTEN[] = {0, 2, 3};                         // weight, exp_avg and exp_avg_sq among these
 constexpr int LOW_BIT[] = {16, 4, 3}, BITS[] = {16, 20, 13};  // their fields of an element's random bits
 constexpr bool blocked(int slot) { return BLOCKED >> slot & 1; }
+constexpr bool OF_ROOTS = EXP_AVG_SQ == ROOT8;
+constexpr bool WAITS = BOUNDED && (blocked(0) || blocked(2) || blocked(3));  // for amaxes of blocks
 
 template <class To, class From> inline To cast(From x) {
     static_assert(sizeof(To) == sizeof(From), "a cast of bits");
@@ -71,6 +81,13 @@ inline Ints bits_of(Floats x) { return cast<Ints>(x); }
 inline Floats floats_of(Ints x) { return cast<Floats>(x); }
 inline Ints magnitude_of(Floats x) { return bits_of(x) & INT32_MAX; }
 inline Ints larger(Ints a, Ints b) { return a > b ? a : b; }
+inline Ints smaller(Ints a, Ints b) {
+#if defined(__AVX512F__)
+    return cast<Ints>(_mm512_min_epi32(cast<__m512i>(a), cast<__m512i>(b)));  // GCC compares and blends some of these
+#else
+    return a < b ? a : b;
+#endif
+}
 
 inline Floats square_root(Floats x) {
 #if defined(__AVX512F__)
@@ -83,18 +100,36 @@ inline Floats square_root(Floats x) {
 #endif
 }
 
-// Loads, stores and decoding
+// Loads, stores and decoding. A count of elements is a constant for a whole vector: code that compares it goes.
 
-template <class Vector> inline Vector load_lanes(const void* from, int64_t count) {
+constexpr std::integral_constant<int64_t, LANES> ALL{};
+
+template <class Vector, class Count> inline Vector load_lanes(const void* from, Count count) {
     Vector x{};
     if (count >= LANES) std::memcpy(&x, from, sizeof x);
     else std::memcpy(&x, from, count * (sizeof x / LANES));
     return x;
 }
 
-template <class Vector> inline void store_lanes(void* to, Vector x, int64_t count) {
+template <class Vector, class Count> inline void store_lanes(void* to, Vector x, Count count) {
     if (count >= LANES) std::memcpy(to, &x, sizeof x);
     else std::memcpy(to, &x, count * (sizeof x / LANES));
+}
+
+// Integers of eight bits as wider ones: in one instruction where there is one, GCC takes many.
+inline Shorts shorts_of(SignedBytes x) {
+#if defined(__AVX512F__)
+    return cast<Shorts>(_mm256_cvtepi8_epi16(cast<__m128i>(x)));
+#else
+    return __builtin_convertvector(x, Shorts);
+#endif
+}
+inline Ints ints_of(SignedBytes x) {
+#if defined(__AVX512F__)
+    return cast<Ints>(_mm512_cvtepi8_epi32(cast<__m128i>(x)));
+#else
+    return __builtin_convertvector(x, Ints);
+#endif
 }
 
 inline Floats from_halves(Halves x) {
@@ -111,81 +146,133 @@ inline Floats from_halves(Halves x) {
 #endif
 }
 
+inline Halves to_halves(Ints code) {
+#if defined(__AVX512F__)
+    return cast<Halves>(_mm512_cvtepi32_epi16(cast<__m512i>(code)));
+#else
+    return __builtin_convertvector(code, Halves);
+#endif
+}
+
 // FP32 values of stored data. A NaN of an eight-bit format is not seen, its scale tells of it.
-template <int DTYPE> inline Floats decoded(const void* data, int64_t at, int64_t count) {
-    const char* from = static_cast<const char*>(data) + at * GRIDS[DTYPE].bytes;
-    if constexpr (DTYPE == FP32) return load_lanes<Floats>(from, count);
-    else if constexpr (DTYPE == BF16) {
+template <int FORMAT, class Count> inline Floats decoded(const void* data, int64_t at, Count count) {
+    const char* from = static_cast<const char*>(data) + at * GRIDS[FORMAT].bytes;
+    if constexpr (FORMAT == FP32) return load_lanes<Floats>(from, count);
+    else if constexpr (FORMAT == BF16) {
         return floats_of(__builtin_convertvector(load_lanes<Halves>(from, count), Ints) << 16);
-    } else if constexpr (DTYPE == FP16) return from_halves(load_lanes<Halves>(from, count));
-    else if constexpr (DTYPE == E4M3) {  // FP16 has the same bits behind an exponent that is greater by 8
-        Shorts wide = __builtin_convertvector(load_lanes<SignedBytes>(from, count), Shorts) << 7;
+    } else if constexpr (FORMAT == FP16) return from_halves(load_lanes<Halves>(from, count));
+    else if constexpr (FORMAT == E4M3) {  // FP16 has the same bits behind an exponent that is greater by 8
+        Shorts wide = shorts_of(load_lanes<SignedBytes>(from, count)) << 7;
         return from_halves(cast<Halves>(wide) & 0xBFFF) * 256.0f;
+    } else if constexpr (FORMAT == ROOT8) {
+        Shorts wide = shorts_of(load_lanes<SignedBytes>(from, count)) << 6;
+        return from_halves(cast<Halves>(wide) & 0x3FC0) * 256.0f;
     } else {
-        Ints code = __builtin_convertvector(load_lanes<Bytes>(from, count), Ints), magnitude = code & 0x7F;
+        static_assert(FORMAT == E5M2, "a format of one plane");
+        Ints code = ints_of(load_lanes<SignedBytes>(from, count)), magnitude = code & 0x7F;
         Ints subnormal = bits_of(__builtin_convertvector(magnitude, Floats) * 0x1p-16f);
         Ints normal = (magnitude << 21) + (112 << 23);
-        return floats_of((magnitude < 4 ? subnormal : normal) | (code >> 7 << 31));
+        return floats_of((magnitude < 4 ? subnormal : normal) | (code & INT32_MIN));
     }
+}
+
+// FP32 values of E4M11.
+template <class Count>
+inline Floats decoded_pair(const void* codes, const void* residuals, int64_t at, Count count) {
+    const auto plane = [&](const void* data) {
+        return ints_of(load_lanes<SignedBytes>(static_cast<const char*>(data) + at, count));
+    };
+    const Ints code = plane(codes), magnitude = ((code & 0x7F) << 8) + plane(residuals);
+    Ints subnormal = bits_of(__builtin_convertvector(magnitude, Floats) * 0x1p-17f);
+    Ints normal = (magnitude << 12) + bits_of_power(-7);
+    return floats_of((magnitude < 0x800 ? subnormal : normal) ^ (code & INT32_MIN));
 }
 
 // Rounding and encoding
 
 struct Rounded {
-    Ints bits;   // of |x| + shift, on the format's grid
-    Ints below;  // all ones where |x| is subnormal: shifted by the smallest normal number, which puts the mantissa bits
-                 // that the format stores in front of those that are dropped
+    Ints bits;   // of |x| + shift, on the format's grid but for the bits that it drops
+    Ints shift;  // bits of 0, or where |x| is subnormal of the smallest normal number: it puts the mantissa bits that the
+                 // format stores in front of those that are dropped
 };
 
-template <int DTYPE> inline Rounded on_grid(Floats x, bool stochastic, Ints random, int low, int bits) {
-    constexpr Grid grid = GRIDS[DTYPE];
-    constexpr int32_t smallest_bits = bits_of_power(grid.min_exponent);
-    Ints magnitude = magnitude_of(x);
-    magnitude = magnitude < grid.max_bits ? magnitude : grid.max_bits - Ints{};
-    Ints below = magnitude < smallest_bits;
+// above_zero: x is not negative, and where it is positive it may not become 0.
+template <int FORMAT>
+inline Rounded on_grid(Floats x, bool stochastic, Unsigneds random, int low, int bits, bool above_zero) {
+    constexpr Grid grid = GRIDS[FORMAT];
+    constexpr int32_t smallest_normal = bits_of_power(grid.min_exponent);
+    Ints magnitude = smaller(magnitude_of(x), grid.max_bits - Ints{});
+    if (above_zero) magnitude = x > 0.0f ? larger(magnitude, bits_of_smallest(grid) - Ints{}) : magnitude;
+    const Ints shift = (magnitude < smallest_normal) & smallest_normal;
     if (stochastic) {
-        const int used = bits < grid.dropped ? bits : grid.dropped;
-        Ints addend = ((random >> (low + bits - used)) & ((1 << used) - 1)) << (grid.dropped - used);
-        if (used < grid.dropped) addend += 1 << (grid.dropped - used - 1);
-        Ints shifted = bits_of(floats_of(magnitude) + floats_of(below & smallest_bits));
-        return {(shifted + addend) & -(1 << grid.dropped), below};
+        const int used = bits < grid.dropped ? bits : grid.dropped, left = grid.dropped - low - bits;
+        Ints addend = cast<Ints>(left < 0 ? random >> -left : random << left);
+        if (low + bits < 32 || used < grid.dropped) addend &= ((1 << used) - 1) << (grid.dropped - used);
+        if (used < grid.dropped) addend |= 1 << (grid.dropped - used - 1);
+        return {bits_of(floats_of(magnitude) + floats_of(shift)) + addend, shift};
     }
     Ints normal = magnitude + ((magnitude >> grid.dropped) & 1) + ((1 << (grid.dropped - 1)) - 1);
     const float step = cast<float>(bits_of_power(grid.min_exponent + grid.dropped));
-    Floats subnormal = ((floats_of(magnitude) + step) - step) + cast<float>(smallest_bits);
-    return {(below ? bits_of(subnormal) : normal) & -(1 << grid.dropped), below};
+    Floats subnormal = ((floats_of(magnitude) + step) - step) + cast<float>(smallest_normal);
+    return {shift > 0 ? bits_of(subnormal) : normal, shift};
 }
 
-// Writes x as it was rounded. above_zero: positive values were rounded, and none of them may become 0.
-template <int DTYPE> inline void store(void* data, int64_t at, int64_t count, Floats x, Rounded r, bool above_zero) {
-    constexpr Grid grid = GRIDS[DTYPE];
+// |x| as it was rounded: FP32 bits, and exponent and mantissa as the format stores them
+template <int FORMAT> inline Ints magnitude_bits(Rounded r) {
+    return bits_of(floats_of(r.bits & -(1 << GRIDS[FORMAT].dropped)) - floats_of(r.shift));
+}
+template <int FORMAT> inline Ints magnitude_code(Rounded r) {
+    constexpr Grid grid = GRIDS[FORMAT];
+    return (r.bits - larger(r.shift, bits_of_power(grid.min_exponent - 1) - Ints{})) >> grid.dropped;
+}
+
+inline Ints sign_of(Floats x, int bit) { return (bits_of(x) >> (31 - bit)) & (1 << bit); }
+
+// Writes x as it was rounded. with_sign: else x is not negative.
+template <int FORMAT, class Count>
+inline void store(void* data, int64_t at, Count count, Floats x, Rounded r, bool with_sign) {
+    constexpr Grid grid = GRIDS[FORMAT];
     constexpr int width = 8 * grid.bytes - 1;
     char* to = static_cast<char*>(data) + at * grid.bytes;
-    Ints code = (r.bits - bits_of_power(grid.min_exponent - 1) + (r.below << 23)) >> grid.dropped;
-    if (above_zero) code = larger(code, (x > 0.0f) & 1);
-    else code |= (bits_of(x) >> (31 - width)) & (1 << width);
-    if constexpr (grid.bytes == 1) store_lanes(to, __builtin_convertvector(code, Bytes), count);
-    else store_lanes(to, __builtin_convertvector(code, Halves), count);
+    const Ints sign = with_sign ? sign_of(x, width) : Ints{};
+    if constexpr (grid.bytes == 1) {
+        store_lanes(to, __builtin_convertvector(magnitude_code<FORMAT>(r) | sign, Bytes), count);
+    } else {
+#if defined(__AVX512F__)
+        if constexpr (FORMAT == FP16) {  // what is on its grid is converted exactly
+            const Ints value = magnitude_bits<FORMAT>(r) | (with_sign ? bits_of(x) & INT32_MIN : Ints{});
+            return store_lanes(to, cast<Halves>(_mm512_cvtps_ph(cast<__m512>(value), _MM_FROUND_TO_ZERO)), count);
+        }
+#endif
+        store_lanes(to, to_halves(magnitude_code<FORMAT>(r) | sign), count);
+    }
 }
 
-template <int DTYPE> inline Ints stored_magnitude(Rounded r) {
-    return bits_of(floats_of(r.bits) - floats_of(r.below & bits_of_power(GRIDS[DTYPE].min_exponent)));
+template <class Count>
+inline void store_pair(void* codes, void* residuals, int64_t at, Count count, Floats x, Rounded r) {
+    const Ints both = magnitude_code<E4M11>(r) | sign_of(x, 15);
+    const Ints code = (both + 0x80) >> 8;  // the nearest one
+    store_lanes(static_cast<char*>(codes) + at, __builtin_convertvector(code, Bytes), count);
+    store_lanes(static_cast<char*>(residuals) + at, __builtin_convertvector(both, Bytes), count);
 }
 
 // Scales
 
-inline bool is_finite(float amax) { return (cast<int32_t>(amax) & INT32_MAX) < 0x7F800000; }
+inline bool is_finite(float amax) { return (cast<int32_t>(amax) & INT32_MAX) < INF_BITS; }
 
 // 2**floor(log2(max / amax)), at most 2**126; 1 for an amax of 0, inf or NaN
-template <int DTYPE> inline float scale_of(float amax) {
-    constexpr int32_t max_bits = GRIDS[DTYPE].max_bits;
-    if (!GRIDS[DTYPE].scales || !(amax > 0.0f) || !is_finite(amax)) return 1.0f;
+template <int FORMAT> inline float scale_of(float amax) {
+    constexpr int32_t max_bits = GRIDS[FORMAT].max_bits;
+    if (!GRIDS[FORMAT].scales || !(amax > 0.0f) || !is_finite(amax)) return 1.0f;
     const int32_t bits = cast<int32_t>(amax);
     const int32_t quotient = (max_bits >> 23) - (bits >> 23) - ((bits & 0x7FFFFF) > (max_bits & 0x7FFFFF));
     return cast<float>(bits_of_power(quotient < 126 ? quotient : 126));
 }
 
-inline float inverse_of(float scale, float amax) { return is_finite(amax) ? 1.0f / scale : NAN; }
+// 1 / scale, which is a power of two
+inline float inverse_of(float scale, float amax) {
+    return is_finite(amax) ? cast<float>(2 * ONE - cast<int32_t>(scale)) : NAN;
+}
 
 // Random bits: the finaliser "lowbias32" of Chris Wellons' hash-prospector
 
@@ -242,7 +329,8 @@ struct Parameter {
         const float v = record[2] * hyper[BETA2] + hyper[NEW_IN_EXP_AVG_SQ] * g * g;
         const float quotient =
             kept / std::sqrt(hyper[BETA2]) * ratio + more / std::sqrt(hyper[NEW_IN_EXP_AVG_SQ]);
-        const float least_root = LEAST_ROOT * std::sqrt(blocked(3) ? INFINITY : std::fmax(inverse(3, 0), 1.0f));
+        const float v_inverse = OF_ROOTS ? 1.0f : blocked(3) ? INFINITY : inverse(3, 0);
+        const float least_root = LEAST_ROOT * std::sqrt(std::fmax(v_inverse, 1.0f));
         const float above_eps = std::fmax(c * least_root / hyper[EPS], 1.0f);
         const float of_quotient = s * quotient / c * above_eps, of_eps = s * m / hyper[EPS];
         if (DECOUPLED) w = w * std::fabs(hyper[DECAY]);
@@ -253,148 +341,227 @@ struct Parameter {
 };
 
 inline int32_t largest_of(Ints x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_epi32(cast<__m512i>(x));
+#else
     int32_t largest = 0;
     for (int i = 0; i < LANES; i++) largest = x[i] > largest ? x[i] : largest;
     return largest;
+#endif
 }
 
-// The largest of what is stored, as `measured` of bounds.py has it
-struct Record {
-    int32_t largest[4] = {};
+// The largest of what is stored in a run, in each lane: bits without scales
+struct Stored {
+    Ints w{}, m{}, v{}, quotient = OF_ROOTS ? -HALF_OF_ONE - Ints{} : Ints{};
 
-    // found: bits of data without their scales, and of the quotient
-    void add(const Ints found[4], const float inverses[3]) {
-        for (int i = 0; i < 3; i++) {
-            raise(i, cast<int32_t>(cast<float>(largest_of(found[i])) * inverses[i]) & INT32_MAX);
+    inline void keep_weight(Ints bits) { w = larger(w, bits & INT32_MAX); }
+    inline void keep_moments(Ints m_bits, Ints v_bits, float v_inverse) {
+        m = larger(m, m_bits);
+        v = larger(v, v_bits);
+        if (OF_ROOTS) {  // less by half of one, which `Record` adds
+            const Ints half_of_v = v_bits > 0 ? v_bits : HALF_OF_ONE + ONE - cast<int32_t>(v_inverse) - Ints{};
+            quotient = larger(quotient, m_bits > 0 ? m_bits - half_of_v : -HALF_OF_ONE - Ints{});
+        } else {
+            quotient = larger(quotient, m_bits - (v_bits >> 1));
         }
-        const int32_t ratio = largest_of(found[3]), one = 127 << 23;
-        const int32_t shift = cast<int32_t>(inverses[1]) - one - ((cast<int32_t>(inverses[2]) - one) >> 1);
-        const int32_t most = INF_BITS - RATIO_BITS - (shift > 0 ? shift : 0);
-        if (ratio > 0) raise(3, (ratio < most ? ratio : most) + shift);
     }
-    void raise(int place, int32_t bits) { largest[place] = bits > largest[place] ? bits : largest[place]; }
+};
+
+// The largest of what is stored in several runs, in each lane: bits, as `measured` of bounds.py has them
+struct Record {
+    Ints largest[4] = {};
+
+    inline void add(const Stored& found, const float inverses[3]) {
+        const Floats v_amax = floats_of(found.v) * inverses[2];
+        largest[0] = larger(largest[0], magnitude_of(floats_of(found.w) * inverses[0]));
+        largest[1] = larger(largest[1], magnitude_of(floats_of(found.m) * inverses[1]));
+        largest[2] = larger(largest[2], magnitude_of(OF_ROOTS ? v_amax * v_amax : v_amax));
+        const int32_t of_v = cast<int32_t>(inverses[2]) - ONE;
+        const int32_t shift = cast<int32_t>(inverses[1]) - ONE - (OF_ROOTS ? of_v : of_v >> 1);
+        const int32_t most = INF_BITS - RATIO_BITS - (shift > 0 ? shift : 0);
+        Ints quotient = OF_ROOTS ? found.quotient + HALF_OF_ONE : found.quotient;
+        quotient = quotient > 0 ? smaller(quotient, most - Ints{}) + shift : Ints{};
+        largest[3] = larger(largest[3], quotient);
+    }
+};
+
+struct New {
+    Floats w, m, v;  // v: or its root, if that is stored
+    Floats denominator;
+};
+
+// What waits until the amaxes of its block are known
+struct Waiting {
+    Floats w, m, v;
+    Unsigneds random;
 };
 
 // Elements that share all scales: a chunk of a parameter, or a block of its elements
 struct Run {
     const Parameter p;
-    const int64_t block, start, stop;
-    float inverse[4], scale[3], copy_inverse, copy_scale;
+    int64_t block = 0, start = 0, stop = 0;
+    float inverse[4], scale[3] = {1, 1, 1}, new_inverse[3] = {1, 1, 1}, copy_scale = 1;
 
-    Run(const Parameter& p, int64_t block, int64_t start, int64_t stop) : p(p), block(block), start(start), stop(stop) {
-        for (int slot = 0; slot < 4; slot++) inverse[slot] = p.inverse(slot, block);
+    explicit Run(const Parameter& p) : p(p) {
+        for (int slot = 0; slot < 4; slot++) inverse[slot] = blocked(slot) ? 1 : p.inverse(slot, 0);
     }
 
-    // body(first element, elements), full vectors first: their loop has a constant there
+    void enter(int64_t new_block, int64_t new_start, int64_t new_stop) {
+        block = new_block, start = new_start, stop = new_stop;
+        for (int slot = 0; slot < 4; slot++) {
+            if (blocked(slot)) inverse[slot] = p.inverse(slot, block);
+        }
+    }
+
+    // body(first element, elements), full vectors first
     template <class Body> inline void for_vectors(Body body) const {
         int64_t at = start;
-        for (; at + LANES <= stop; at += LANES) body(at, LANES);
+        for (; at + LANES <= stop; at += LANES) body(at, ALL);
         if (at < stop) body(at, stop - at);
     }
 
+    template <class Count> inline Floats weight(int64_t at, Count count) const {
+        if constexpr (WEIGHT == E4M11) return decoded_pair(p.at<void>(DATA), p.at<void>(RESIDUAL), at, count);
+        else return decoded<WEIGHT>(p.at<void>(DATA), at, count);
+    }
+
     // adam_step of reference.py with FP32 operations
-    inline void adam_step(int64_t at, int64_t count, Floats& w, Floats& m, Floats& v) const {
+    template <class Count> inline New adam_step(int64_t at, Count count) const {
         const float* hyper = p.hyper;
-        w = decoded<WEIGHT>(p.at<void>(DATA), at, count) * inverse[0];
+        Floats w = weight(at, count) * inverse[0];
         Floats g = decoded<GRAD>(p.at<void>(DATA + 1), at, count) * inverse[1];
-        m = decoded<EXP_AVG>(p.at<void>(DATA + 2), at, count) * inverse[2];
-        v = decoded<EXP_AVG_SQ>(p.at<void>(DATA + 3), at, count) * inverse[3];
+        Floats m = decoded<EXP_AVG>(p.at<void>(DATA + 2), at, count) * inverse[2];
+        Floats v = decoded<EXP_AVG_SQ>(p.at<void>(DATA + 3), at, count) * inverse[3];
+        if (OF_ROOTS) v = v * v;
         g = floats_of(bits_of(g) & (magnitude_of(g) < bits_of_power(63)));
         if (MAXIMIZE) g = -g;
         if (DECOUPLED) w = w * hyper[DECAY];
         else g = g + hyper[WEIGHT_DECAY] * w;
         m = m + hyper[NEW_IN_EXP_AVG] * (g - m);
         v = v * hyper[BETA2] + hyper[NEW_IN_EXP_AVG_SQ] * g * g;
-        w = w - hyper[STEP_SIZE] * m / (square_root(v) * hyper[INV_SQRT_BIAS2] + hyper[EPS]);
+        const Floats root = square_root(v), denominator = root * hyper[INV_SQRT_BIAS2] + hyper[EPS];
+        w = w - hyper[STEP_SIZE] * m / denominator;
+        // in other lanes it may be 0 / 0, which would be the largest
+        if (count < LANES) w = floats_of(bits_of(w) & (lanes() < static_cast<int32_t>(count)));
+        return {w, m, OF_ROOTS ? root : v, denominator};
+    }
+
+    static inline Ints lanes() {
+        Ints lanes;
+        for (int i = 0; i < LANES; i++) lanes[i] = i;
+        return lanes;
     }
 
     void measure(Ints amax[3]) const {
-        for_vectors([&](int64_t at, int64_t count) {
-            Floats values[3];
-            adam_step(at, count, values[0], values[1], values[2]);
-            for (int i = 0; i < 3; i++) amax[i] = larger(amax[i], magnitude_of(values[i]));
+        for_vectors([&](int64_t at, auto count) {
+            const New made = adam_step(at, count);
+            amax[0] = larger(amax[0], magnitude_of(made.w));
+            amax[1] = larger(amax[1], magnitude_of(made.m));
+            amax[2] = larger(amax[2], magnitude_of(made.v));
         });
     }
 
-    // The amaxes of this block, where scales are of blocks.
-    void measure_block(float* amaxes) const {
-        Ints amax[3] = {};
-        measure(amax);
+    // From the amax of this step, or a bound of it. The copy's scale follows from the weight as it is stored: here, as
+    // if rounding did not carry its amax to where the scale is another. `recast` corrects that.
+    template <int I> void choose_scale(float amax) {
+        if (I == 0) copy_scale = scale_of<COPY>(amax);
+        if (!p.scaled(WRITTEN[I])) return;
+        scale[I] = scale_of<FORMATS[WRITTEN[I]]>(amax);
+        new_inverse[I] = inverse_of(scale[I], amax);
+    }
+    // For those whose scales are of blocks, or for those that have one scale.
+    void choose_scales(const float* amaxes, bool of_blocks) {
+        if (blocked(0) == of_blocks) choose_scale<0>(amaxes[p.amax_place(0, block)]);
+        if (blocked(2) == of_blocks) choose_scale<1>(amaxes[p.amax_place(1, block)]);
+        if (blocked(3) == of_blocks) choose_scale<2>(amaxes[p.amax_place(2, block)]);
+    }
+    void store_inverses(bool of_blocks) const {
         for (int i = 0; i < 3; i++) {
-            if (blocked(WRITTEN[i])) amaxes[p.amax_place(i, block)] = cast<float>(largest_of(amax[i]));
+            if (blocked(WRITTEN[i]) != of_blocks || !p.scaled(WRITTEN[i])) continue;
+            p.at<float>(INVERSE + WRITTEN[i])[of_blocks ? block : 0] = new_inverse[i];
         }
     }
 
-    // From the amaxes of this step, or bounds of them. The copy's scale follows from the weight as it is stored: here, as if rounding did
-    // not carry its amax to where the scale is another. `recast` corrects that.
-    void choose_scales(const float* amaxes) {
-        const float weight_amax = amaxes[p.amax_place(0, block)];
-        scale[0] = p.scaled(0) ? scale_of<WEIGHT>(weight_amax) : 1.0f;
-        scale[1] = p.scaled(2) ? scale_of<EXP_AVG>(amaxes[p.amax_place(1, block)]) : 1.0f;
-        scale[2] = p.scaled(3) ? scale_of<EXP_AVG_SQ>(amaxes[p.amax_place(2, block)]) : 1.0f;
-        copy_inverse = p.scaled(0) ? inverse_of(scale[0], weight_amax) : 1.0f;
-        copy_scale = scale_of<COPY>(weight_amax);
+    inline Unsigneds random(int64_t at) const {
+        if (!STOCHASTIC) return Unsigneds{};
+        return hashed((cast<Unsigneds>(lanes()) + static_cast<uint32_t>(p.row[FIRST] + at)) ^ p.key);
     }
 
-    // Returns bits of |x| as it is stored, without its scale.
-    template <int I> inline Ints put(int64_t at, int64_t count, Floats x, Ints random) const {
-        constexpr int dtype = DTYPES[WRITTEN[I]];
+    // Writes new values. Returns bits of |x| as it is stored, without its scale.
+    template <int I, class Count> inline Ints put(int64_t at, Count count, Floats x, Unsigneds random) const {
+        constexpr int format = FORMATS[WRITTEN[I]];
         void* data = p.at<void>(DATA + WRITTEN[I]);
-        Ints magnitude;
-        if constexpr (dtype == FP32) {
+        if constexpr (format == FP32) {
             store_lanes(static_cast<float*>(data) + at, x, count);
-            magnitude = magnitude_of(x);
+            return magnitude_of(x);
         } else {
             x = x * scale[I];
-            const Rounded r = on_grid<dtype>(x, STOCHASTIC, random, LOW_BIT[I], BITS[I]);
-            store<dtype>(data, at, count, x, r, I == 2);
-            magnitude = stored_magnitude<dtype>(r);
+            const Rounded r = on_grid<format>(x, STOCHASTIC, random, LOW_BIT[I], BITS[I], I == 2);
+            if constexpr (format == E4M11) store_pair(data, p.at<void>(RESIDUAL), at, count, x, r);
+            else store<format>(data, at, count, x, r, I != 2);
+            return magnitude_bits<format>(r);
         }
-        if (I == 0 && COPIED) put_copy(at, count, floats_of(magnitude | (bits_of(x) & INT32_MIN)));
-        return magnitude;
+    }
+
+    // Writes the new weight, and its copy. Returns bits of what is stored, with the sign but without the scale.
+    template <class Count> inline Ints put_weight(int64_t at, Count count, Floats x, Unsigneds random) const {
+        const Ints stored = put<0>(at, count, x, random) | (bits_of(x) & INT32_MIN);
+        if (COPIED) put_copy(at, count, floats_of(stored));
+        return stored;
     }
 
     // stored: the weight without its scale
-    inline void put_copy(int64_t at, int64_t count, Floats stored) const {
-        const Floats x = stored * copy_inverse * copy_scale;
-        store<COPY>(p.at<void>(COPY_DATA), at, count, x, on_grid<COPY>(x, false, Ints{}, 0, 0), false);
+    template <class Count> inline void put_copy(int64_t at, Count count, Floats stored) const {
+        const Floats x = stored * new_inverse[0] * copy_scale;
+        store<COPY>(p.at<void>(COPY_DATA), at, count, x, on_grid<COPY>(x, false, Unsigneds{}, 0, 0, false), true);
     }
 
-    // stored: the largest bits of weight, exp_avg, exp_avg_sq and of their quotient
-    void write(Ints stored[4]) const {
-        Unsigneds lanes;
-        for (int i = 0; i < LANES; i++) lanes[i] = i;
-        for_vectors([&](int64_t at, int64_t count) {
-            Floats w, m, v;
-            adam_step(at, count, w, m, v);
-            Ints random{};
-            if (STOCHASTIC) random = cast<Ints>(hashed((lanes + static_cast<uint32_t>(p.row[FIRST] + at)) ^ p.key));
-            const Ints w_bits = put<0>(at, count, w, random);
-            const Ints m_bits = put<1>(at, count, m, random);
-            const Ints v_bits = put<2>(at, count, v, random);
-            if (BOUNDED || COPIED) stored[0] = larger(stored[0], w_bits);
-            if (!BOUNDED) return;
-            stored[1] = larger(stored[1], m_bits);
-            stored[2] = larger(stored[2], v_bits);
-            stored[3] = larger(stored[3], m_bits - (v_bits >> 1));
+    // Returns the largest of what is stored.
+    Stored write() const {
+        Stored largest;
+        for_vectors([&](int64_t at, auto count) {
+            const New made = adam_step(at, count);
+            const Unsigneds bits = random(at);
+            largest.keep_weight(put_weight(at, count, made.w, bits));
+            const Ints m = put<1>(at, count, made.m, bits), v = put<2>(at, count, made.v, bits);
+            if (BOUNDED) largest.keep_moments(m, v, new_inverse[2]);
         });
+        return largest;
     }
 
-    // scale_inv of what is written
-    void new_inverses(const float* amaxes, float inverses[3]) const {
-        for (int i = 0; i < 3; i++) {
-            inverses[i] = p.scaled(WRITTEN[i]) ? inverse_of(scale[i], amaxes[p.amax_place(i, block)]) : 1.0f;
-        }
-    }
-
-    // The new scales of this block, or of the whole parameter.
-    void store_inverses(const float* amaxes, bool of_blocks) const {
-        float inverses[3];
-        new_inverses(amaxes, inverses);
-        for (int i = 0; i < 3; i++) {
-            if (blocked(WRITTEN[i]) != of_blocks || !p.scaled(WRITTEN[i])) continue;
-            p.at<float>(INVERSE + WRITTEN[i])[of_blocks ? block : 0] = inverses[i];
-        }
+    // `write` of a block, of which scales follow from its own values
+    Stored write_block(Waiting* waiting) {
+        Stored largest;
+        Ints w_amax{}, m_amax{}, v_amax{};
+        for_vectors([&](int64_t at, auto count) {
+            New made = adam_step(at, count);
+            const Unsigneds bits = random(at);
+            Waiting& kept = waiting[(at - start) / LANES];
+            if (blocked(0)) {
+                kept.w = made.w;
+                w_amax = larger(w_amax, magnitude_of(made.w));
+            } else {
+                const Ints stored = put_weight(at, count, made.w, bits);
+                largest.keep_weight(stored);
+                if (FEEDBACK) {
+                    const Floats error = made.w - floats_of(stored) * new_inverse[0];
+                    made.m = made.m + error * made.denominator * p.hyper[OF_FEEDBACK];
+                }
+            }
+            if (blocked(2)) m_amax = larger(m_amax, magnitude_of(made.m));
+            if (blocked(3)) v_amax = larger(v_amax, magnitude_of(made.v));
+            kept.m = made.m, kept.v = made.v, kept.random = bits;
+        });
+        if (blocked(0)) choose_scale<0>(cast<float>(largest_of(w_amax)));
+        if (blocked(2)) choose_scale<1>(cast<float>(largest_of(m_amax)));
+        if (blocked(3)) choose_scale<2>(cast<float>(largest_of(v_amax)));
+        for_vectors([&](int64_t at, auto count) {
+            const Waiting& kept = waiting[(at - start) / LANES];
+            if (blocked(0)) largest.keep_weight(put_weight(at, count, kept.w, kept.random));
+            const Ints m = put<1>(at, count, kept.m, kept.random), v = put<2>(at, count, kept.v, kept.random);
+            largest.keep_moments(m, v, new_inverse[2]);
+        });
+        return largest;
     }
 };
 
@@ -422,13 +589,12 @@ template <class Body> void for_chunks(const Table& t, Body body) {
     }
 }
 
-// each(run) for the runs of a chunk: blocks, or all of it
-template <class Each>
-inline void for_runs(const Parameter& p, int64_t start, int64_t stop, int64_t block_size, Each each) {
+// each() for the runs of a chunk: blocks, or all of it
+template <class Each> inline void for_runs(Run& run, int64_t start, int64_t stop, int64_t block_size, Each each) {
     if (!BLOCKED) block_size = stop - start;
     for (int64_t at = start; at < stop; at += block_size) {
-        Run run(p, BLOCKED ? at / block_size : 0, at, at + block_size < stop ? at + block_size : stop);
-        each(run);
+        run.enter(BLOCKED ? at / block_size : 0, at, at + block_size < stop ? at + block_size : stop);
+        each();
     }
 }
 
@@ -440,7 +606,9 @@ inline void for_runs(const Parameter& p, int64_t start, int64_t stop, int64_t bl
 extern "C" void measure_gradients(const Table& t) {
     for_chunks(t, [&](const Parameter& p, int64_t index, int64_t start, int64_t stop) {
         Ints amax{};
-        Run(p, 0, start, stop).for_vectors([&](int64_t at, int64_t count) {
+        Run run(p);
+        run.enter(0, start, stop);
+        run.for_vectors([&](int64_t at, auto count) {
             amax = larger(amax, magnitude_of(decoded<GRAD>(p.at<void>(DATA + 1), at, count)));
         });
         keep_largest(t.grad_amaxes + index, largest_of(amax));
@@ -470,7 +638,8 @@ extern "C" void amaxes(const Table& t) {
                 amax[i] = Ints{};
             }
         };
-        for_runs(p, start, stop, t.block_size, [&](const Run& run) {
+        Run run(p);
+        for_runs(run, start, stop, t.block_size, [&] {
             run.measure(amax);
             if (BLOCKED) keep(true, run.block);
         });
@@ -480,43 +649,41 @@ extern "C" void amaxes(const Table& t) {
 
 extern "C" void write(const Table& t) {
     for_chunks(t, [&](const Parameter& p, int64_t index, int64_t start, int64_t stop) {
-        Ints stored[4] = {};
+        Ints weight_amax{};
         Record record;
-        for_runs(p, start, stop, t.block_size, [&](Run& run) {
-            if (BOUNDED && BLOCKED) run.measure_block(t.amaxes);
-            run.choose_scales(t.amaxes);
-            run.write(stored);
-            run.store_inverses(t.amaxes, true);
-            if (!BOUNDED) return;
-            float inverses[3];
-            run.new_inverses(t.amaxes, inverses);
-            record.add(stored, inverses);
-            std::memset(stored, 0, sizeof stored);
+        Run run(p);
+        run.choose_scales(t.amaxes, false);
+        const std::unique_ptr<Waiting[]> waiting(new Waiting[WAITS ? (t.block_size + LANES - 1) / LANES : 0]);
+        for_runs(run, start, stop, t.block_size, [&] {
+            if (BLOCKED && !BOUNDED) run.choose_scales(t.amaxes, true);
+            const Stored largest = WAITS ? run.write_block(waiting.get()) : run.write();
+            if (BLOCKED) run.store_inverses(true);
+            if (BOUNDED) record.add(largest, run.new_inverse);
+            else weight_amax = larger(weight_amax, largest.w);
         });
-        for (int i = 0; BOUNDED && i < 4; i++) keep_largest(p.at<float>(RECORD) + i, record.largest[i]);
-        if (COPIED && !BOUNDED) keep_largest(t.stored + index, largest_of(stored[0]));
+        for (int i = 0; BOUNDED && i < 4; i++) keep_largest(p.at<float>(RECORD) + i, largest_of(record.largest[i]));
+        if (COPIED && !BOUNDED) keep_largest(t.stored + index, largest_of(weight_amax));
     });
     for (int64_t index = 0; index < t.parameters; index++) {  // after all chunks have read the old scales
-        Run run(Parameter(t.rows, index), 0, 0, 0);
-        run.choose_scales(t.amaxes);
-        run.store_inverses(t.amaxes, false);
+        Run run(Parameter(t.rows, index));
+        run.choose_scales(t.amaxes, false);
+        run.store_inverses(false);
         if (!COPIED) continue;
         if (BOUNDED) *run.p.at<float>(COPY_INVERSE) = inverse_of(run.copy_scale, t.amaxes[run.p.amax_place(0, 0)]);
-        else t.stored[index] *= run.copy_inverse;
+        else t.stored[index] *= run.new_inverse[0];
     }
 }
 
 // Cast again the copies whose scale is not the one that `write` took, and store the scales of all.
 extern "C" void recast(const Table& t) {
     for_chunks(t, [&](const Parameter& p, int64_t index, int64_t start, int64_t stop) {
-        Run run(p, 0, start, stop);
-        run.choose_scales(t.amaxes);
+        Run run(p);
+        run.enter(0, start, stop);
+        run.choose_scales(t.amaxes, false);
         const float scale = scale_of<COPY>(t.stored[index]);
         if (start == 0) *p.at<float>(COPY_INVERSE) = inverse_of(scale, t.stored[index]);
         if (scale == run.copy_scale) return;
         run.copy_scale = scale;
-        run.for_vectors([&](int64_t at, int64_t count) {
-            run.put_copy(at, count, decoded<WEIGHT>(p.at<void>(DATA), at, count));
-        });
+        run.for_vectors([&](int64_t at, auto count) { run.put_copy(at, count, run.weight(at, count)); });
     });
 }

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ...formats import FORMATS
+from ...formats import E4M3, FORMATS
 from ..eager import is_eager
 from .cpu_library import Library
 from .table import AdamTable, Kind
@@ -73,12 +73,13 @@ def _library(kind: Kind) -> Library:
 
 def _definitions(kind: Kind) -> list[str]:
     names = ("WEIGHT", "GRAD", "EXP_AVG", "EXP_AVG_SQ", "COPY")
-    values = [FORMATS[dtype].name.upper() for dtype in (*kind.dtypes, kind.copy or torch.float8_e4m3fn)]
+    values = [fmt.name.upper() for fmt in (*map(kind.format, range(4)), FORMATS[kind.copy] if kind.copy else E4M3)]
     numbers = {
         "BLOCKED": sum(is_blocked << i for i, is_blocked in enumerate(kind.blocked)),
         "BOUNDED": int(kind.bounded),
         "COPIED": int(kind.copy is not None),
         "DECOUPLED": int(kind.decoupled),
+        "FEEDBACK": int(kind.feedback),
         "MAXIMIZE": int(kind.maximize),
         "STOCHASTIC": int(kind.stochastic),
     }

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ...formats import FORMAT_OF
+from ...formats import FORMAT_OF, ROOT8
 from ...scaling import power_of_two_scale, scale_inv_of
 from ..reference import GRADIENT_LIMIT
 from .bounds import measured, new_bounds
@@ -26,6 +26,7 @@ from .rounding import (
     RandomBits,
     decoded,
     encoded,
+    encoded_pair,
     nearest,
     random_bits,
     stochastic,
@@ -34,6 +35,7 @@ from .table import (
     BETA2,
     DECAY,
     EPS,
+    FEEDBACK,
     INV_SQRT_BIAS2,
     NEW_IN_EXP_AVG,
     NEW_IN_EXP_AVG_SQ,
@@ -60,7 +62,9 @@ class Passes:
     def __init__(self, job: Job, compiled: bool):
         self.job, self.written, self.copy, self.compiled = job, job.written, job.copy, compiled
         self.hyper = job.hyper.data  # no view: a pass of as many rows as its base has numbers would be compiled anew
-        self.kind, self.bounded = job.kind._replace(finite_is_told=False, bounded=False), job.kind.bounded
+        self.bounded = job.kind.bounded
+        finds_blocks = self.bounded and any(slot.block_size for slot in job.written)
+        self.kind = job.kind._replace(finite_is_told=False, bounded=finds_blocks)
         self.width = job.kind.block_size or _ROW
         self.finite, inverse = is_finite(job.grad) if job.finite is None else job.finite, _inverse(job.grad)
         nan_unless_finite = torch.where(self.finite, inverse, torch.full_like(inverse, float("nan")))
@@ -76,16 +80,15 @@ class Passes:
         """The first pass, as `AdamSteps.amaxes`."""
         if not self.bounded:
             return self._amaxes()
-        amaxes = self._amaxes() if any(slot.block_size for slot in self.written) else [None] * 3
-        return [
-            amax if slot.block_size else None if slot.scale_inv is None else bound
-            for slot, amax, bound in zip(self.written, amaxes, self._bounds(), strict=True)
-        ]
+        pairs = zip(self.written, self._bounds(), strict=True)
+        return [None if slot.scale_inv is None or slot.block_size else bound for slot, bound in pairs]
 
     def _bounds(self) -> list[torch.Tensor]:
         """Bounds of the amaxes, FP32, 0-dim."""
         exp_avg_sq = self.job.exp_avg_sq
-        inverse = torch.full_like(self.hyper[0], math.inf) if exp_avg_sq.block_size else _inverse(exp_avg_sq)
+        inverse = _inverse(exp_avg_sq)
+        if exp_avg_sq.block_size:  # that of a stored root needs no correction
+            inverse = torch.full_like(self.hyper[0], 1.0 if exp_avg_sq.format is ROOT8 else math.inf)
         amax = largest_gradient(self.job.grad, self.finite)
         return new_bounds(self.job.record, amax, self.job.hyper, inverse, self.kind.decoupled)
 
@@ -101,11 +104,12 @@ class Passes:
     def write(self, amaxes: list[torch.Tensor | None]) -> torch.Tensor | None:
         """The second pass, as `AdamSteps.write`."""
         scales = [_scale(slot, amax) for slot, amax in zip(self.written, amaxes, strict=True)]
+        weight_inverse = None if amaxes[0] is None else scale_inv_of(scales[0], amaxes[0])
         copy_amaxes = []
         for span, part in zip(self.spans, self.parts, strict=True):
             part_scales = [_part_of_scale(s, slot, *span) for s, slot in zip(scales, self.written, strict=True)]
             random = self.random.part(*span) if self.random else (None, None)
-            copy_amaxes.append(self._run(_write, *part, part_scales, self.hyper, *random))
+            copy_amaxes.append(self._run(_write, *part, part_scales, weight_inverse, self.hyper, *random))
         for slot, scale, amax in zip(self.written, scales, amaxes, strict=True):
             if amax is not None:
                 slot.scale_inv.copy_(scale_inv_of(scale, amax))
@@ -144,33 +148,57 @@ class Passes:
 def _amaxes(data, inverses, hyper, kind: Kind):
     """max |x| of the new weight, exp_avg and exp_avg_sq of one part, 0-dim or [blocks]; None for plain ones."""
     amaxes = []
-    for i, values in zip(WRITTEN, adam_step(data, inverses, hyper, kind), strict=True):
+    w, m, v, root, _ = adam_step(data, inverses, hyper, kind)
+    for i, values in zip(WRITTEN, (w, m, root if kind.format(3) is ROOT8 else v), strict=True):
         rows = values.abs().amax(1) if kind.scaled[i] else None  # each row, always: loops of one form are fused
         amaxes.append(rows if rows is None or kind.blocked[i] else rows.amax())
     return tuple(amaxes)
 
 
-def _write(data, inverses, scales, hyper, key, index, kind: Kind):
-    """Write weight, exp_avg and exp_avg_sq of one part. Returns the weight's amax, still scaled, if a copy needs it."""
+def _write(data, inverses, scales, weight_inverse, hyper, key, index, kind: Kind):
+    """Write weight, exp_avg and exp_avg_sq of one part, and where the kind is bounded the scale_inv of blocks. Returns
+    the weight's amax, still scaled, if a copy needs it. weight_inverse: the new one."""
     random = random_bits(data[0].shape[0], key, index) if kind.stochastic else None
-    amax = None
-    targets = zip(WRITTEN, (WEIGHT_BITS, EXP_AVG_BITS, EXP_AVG_SQ_BITS), scales, strict=True)
-    for values, (i, field, scale) in zip(adam_step(data, inverses, hyper, kind), targets, strict=True):
-        dtype = kind.dtypes[i]
-        stored = values
-        if dtype != torch.float32:
-            values = values * scale
-            stored = stochastic(values, dtype, random, *field) if random is not None else nearest(values, dtype)
-            stored = encoded(*stored, values, dtype, above_zero=i == 3)
-        if i == 0 and kind.copy is not None:
-            amax = decoded(stored, dtype).abs().amax(1).amax()
-        data[i].copy_(stored)
-    return amax
+    w, m, v, root, denominator = adam_step(data, inverses, hyper, kind)
+    stored = _store(data, inverses, 0, w, scales[0], random, WEIGHT_BITS, kind)
+    if kind.feedback:
+        error = w - decoded(stored, kind.format(0)) * weight_inverse
+        m = m + error * denominator * hyper[FEEDBACK]
+    _store(data, inverses, 2, m, scales[1], random, EXP_AVG_BITS, kind)
+    v = root if kind.format(3) is ROOT8 else v
+    _store(data, inverses, 3, v, scales[2], random, EXP_AVG_SQ_BITS, kind)
+    return decoded(stored, kind.format(0)).abs().amax(1).amax() if kind.copy is not None else None
 
 
-def adam_step(data, inverses, hyper, kind: Kind) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`reference.adam_step` with FP32 operations: the new weight, exp_avg and exp_avg_sq of one part."""
-    p, g, m, v = (decoded(d, dtype) * inv for d, dtype, inv in zip(data, kind.dtypes, inverses, strict=True))
+def _store(data, inverses, slot: int, values, scale, random, field, kind: Kind):
+    """Write values into the data of a slot, rounded, and into the residual of a weight that is split. Returns what was
+    written to the data."""
+    fmt = kind.format(slot)
+    if kind.bounded and kind.blocked[slot]:  # a row is a block
+        amax = values.abs().amax(1, keepdim=True)
+        scale = power_of_two_scale(amax, fmt)
+        inverses[slot].copy_(scale_inv_of(scale, amax))
+    stored = values
+    if fmt.dtype != torch.float32:
+        values = values * scale
+        rounded = stochastic(values, fmt, random, *field) if random is not None else nearest(values, fmt)
+        if slot == 0 and kind.split:
+            stored, residual = encoded_pair(*rounded, values)
+            data[-1].copy_(residual)
+        else:
+            stored = encoded(*rounded, values, fmt, above_zero=slot == 3)
+    data[slot].copy_(stored)
+    return stored
+
+
+def adam_step(data, inverses, hyper, kind: Kind) -> tuple[torch.Tensor, ...]:
+    """`reference.adam_step` with FP32 operations: the new weight, exp_avg and exp_avg_sq of one part; the root of the
+    last, and the denominator of the update."""
+    residual = data[-1] if kind.split else None
+    p = decoded(data[0], kind.format(0), residual) * inverses[0]
+    g, m, v = (decoded(data[i], kind.format(i)) * inverses[i] for i in (1, 2, 3))
+    if kind.format(3) is ROOT8:
+        v = v * v
     g = torch.where(g.abs() < GRADIENT_LIMIT, g, 0.0)  # NaN, from the scale, is not less
     if kind.maximize:
         g = -g
@@ -180,7 +208,9 @@ def adam_step(data, inverses, hyper, kind: Kind) -> tuple[torch.Tensor, torch.Te
         g = g + hyper[WEIGHT_DECAY] * p
     m = m + hyper[NEW_IN_EXP_AVG] * (g - m)
     v = v * hyper[BETA2] + hyper[NEW_IN_EXP_AVG_SQ] * g * g
-    return p - hyper[STEP_SIZE] * m / (_square_root(v) * hyper[INV_SQRT_BIAS2] + hyper[EPS]), m, v
+    root = _square_root(v)
+    denominator = root * hyper[INV_SQRT_BIAS2] + hyper[EPS]
+    return p - hyper[STEP_SIZE] * m / denominator, m, v, root, denominator
 
 
 def _square_root(values: torch.Tensor) -> torch.Tensor:
@@ -191,8 +221,9 @@ def _square_root(values: torch.Tensor) -> torch.Tensor:
 
 def _cast(data, inverse, scale, kind: Kind):
     """Cast the weight as it was stored, times a scale, to the copy's format. data: (weight, copy)."""
-    values = decoded(data[0], kind.dtypes[0]) * inverse * scale
-    data[1].copy_(encoded(*nearest(values, kind.copy), values, kind.copy))
+    fmt = FORMAT_OF[kind.copy]
+    values = decoded(data[0], kind.format(0)) * inverse * scale
+    data[1].copy_(encoded(*nearest(values, fmt), values, fmt))
 
 
 # Parts
@@ -210,11 +241,14 @@ def _spans(numel: int, width: int, size: int) -> Iterator[tuple[int, int]]:
 
 
 def _part(slots: tuple[Slot, ...], start: int, stop: int, width: int):
-    """Data and scale_inv of one part: [rows, width], and 0-dim or [rows, 1]; bytes of eight-bit formats."""
-    data = []
-    for slot in slots:
-        flat = slot.data.detach().view(-1)[start:stop]
-        flat = flat.view(torch.uint8) if slot.data.dtype.itemsize == 1 else flat
+    """Data and scale_inv of one part: [rows, width], and 0-dim or [rows, 1]; bytes of eight-bit formats. The data of
+    the slots, and last the residual of the first if it has one."""
+    data, tensors = [], [slot.data for slot in slots]
+    if slots[0].residual is not None:
+        tensors.append(slots[0].residual)
+    for tensor in tensors:
+        flat = tensor.detach().view(-1)[start:stop]
+        flat = flat.view(torch.uint8) if tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1 else flat
         rows = flat.view(-1, min(width, stop - start))
         data.append(rows.data)  # `.data` is no view: a pass would be compiled anew for another base of a view
     inverses = [_part_of_scale(_inverse(slot), slot, start, stop) for slot in slots]
@@ -226,7 +260,7 @@ def _part(slots: tuple[Slot, ...], start: int, stop: int, width: int):
 
 
 def _part_of_scale(scale: torch.Tensor, slot: Slot, start: int, stop: int) -> torch.Tensor:
-    if not slot.block_size:
+    if not slot.block_size or not scale.dim():  # the scales of blocks may follow from what is written
         return scale
     return scale[start // slot.block_size : -(-stop // slot.block_size)].unsqueeze(1).data
 
@@ -238,7 +272,7 @@ def _inverse(slot: Slot) -> torch.Tensor:
 def _scale(slot: Slot, amax: torch.Tensor | None) -> torch.Tensor:
     if amax is None:
         return torch.ones((), device=slot.data.device)
-    fmt = FORMAT_OF.get(slot.data.dtype)
+    fmt = FORMAT_OF.get(slot.data.dtype)  # E4M11 has the scale of its E4M3 codes
     return torch.ones_like(amax) if fmt is None else power_of_two_scale(amax, fmt)
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import torch
 
-from ...formats import FORMATS, Format
+from ...formats import E4M11, ROOT8, Format
 
-# Fields of the random bits of one element, (lowest bit, bits): as many as the formats drop, FP16 13, BF16 16 and E4M3
-# 20. They overlap, so that the last bits of one rounding are others' first bits: the first 12 bits of an FP16 weight,
-# 4 of exp_avg and all of exp_avg_sq are one's alone.
+# Fields of the random bits of one element, (lowest bit, bits): as many as the formats drop, E4M11 12, FP16 13, BF16 16
+# and E4M3 20. They overlap, so that the last bits of one rounding are others' first bits: the first 12 bits of a weight
+# in FP16 or E4M11, 4 of exp_avg and all of exp_avg_sq are one's alone.
 WEIGHT_BITS, EXP_AVG_BITS, EXP_AVG_SQ_BITS = (16, 16), (4, 20), (3, 13)
 
 SEED_FACTOR = 0x9E3779B1
@@ -33,12 +33,11 @@ def _magnitude(values: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.T
     return magnitude, torch.where(magnitude < fmt.smallest_normal, fmt.smallest_normal, 0.0)
 
 
-def stochastic(values: torch.Tensor, dtype: torch.dtype, random: torch.Tensor, low: int, bits: int):
+def stochastic(values: torch.Tensor, fmt: Format, random: torch.Tensor, low: int, bits: int):
     """Round up with the probability of the fraction that is cut off: adding random bits carries with that probability.
 
     Returns the bits of |x| + shift, a number of the format, and the shift.
     """
-    fmt = FORMATS[dtype]
     dropped = fmt.dropped_bits
     magnitude, shift = _magnitude(values, fmt)
     used = min(bits, dropped)
@@ -48,9 +47,8 @@ def stochastic(values: torch.Tensor, dtype: torch.dtype, random: torch.Tensor, l
     return (_bits(magnitude + shift) + addend) & -(2**dropped), shift
 
 
-def nearest(values: torch.Tensor, dtype: torch.dtype):
+def nearest(values: torch.Tensor, fmt: Format):
     """Round to nearest, ties to even. Returns what `stochastic` does."""
-    fmt = FORMATS[dtype]
     dropped = fmt.dropped_bits
     magnitude, shift = _magnitude(values, fmt)
     bits = _bits(magnitude)
@@ -60,33 +58,55 @@ def nearest(values: torch.Tensor, dtype: torch.dtype):
     return torch.where(shift > 0, subnormal, normal) & -(2**dropped), shift
 
 
-def encoded(bits: torch.Tensor, shift: torch.Tensor, signs: torch.Tensor, dtype: torch.dtype, above_zero=False):
-    """The codes of what `stochastic` or `nearest` returned: `dtype`, or uint8 for formats of eight bits.
+def encoded(bits: torch.Tensor, shift: torch.Tensor, signs: torch.Tensor, fmt: Format, above_zero=False):
+    """The codes of what `stochastic` or `nearest` returned: the format's dtype, or uint8 for formats of eight bits.
 
     above_zero: positive values were rounded, and none of them may become 0.
     """
-    fmt = FORMATS[dtype]
-    if dtype.itemsize > 1:
+    if fmt.dtype.itemsize > 1:
         magnitude = bits.view(torch.float32) - shift
         if above_zero:
-            return torch.maximum(magnitude, torch.where(signs > 0, fmt.smallest, 0.0)).to(dtype)
-        return (_bits(magnitude) | (_bits(signs) & -(2**31))).view(torch.float32).to(dtype)
-    code = (bits - _zero_exponent(fmt) - ((shift > 0).to(torch.int32) << 23)) >> fmt.dropped_bits
+            return torch.maximum(magnitude, torch.where(signs > 0, fmt.smallest, 0.0)).to(fmt.dtype)
+        return (_bits(magnitude) | (_bits(signs) & -(2**31))).view(torch.float32).to(fmt.dtype)
+    code = _magnitude_code(bits, shift, fmt)
     if above_zero:
         return torch.maximum(code, (signs > 0).to(torch.int32)).to(torch.uint8)
-    return (code | ((_bits(signs) >> 24) & 0x80)).to(torch.uint8)
+    return (code | _sign_bit(signs)).to(torch.uint8)
 
 
-def decoded(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """FP32 values of stored data; a NaN of an eight-bit format is not seen, its scale tells of it."""
-    if dtype.itemsize > 1:
+def encoded_pair(bits: torch.Tensor, shift: torch.Tensor, signs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The E4M3 codes, uint8, and residuals, int8, of what `stochastic` or `nearest` returned for E4M11. The code is the
+    nearest one, of two equally near ones the larger."""
+    magnitude = _magnitude_code(bits, shift, E4M11)
+    code = (magnitude + 0x80) >> 8
+    return (code | _sign_bit(signs)).to(torch.uint8), (magnitude - (code << 8)).to(torch.int8)
+
+
+def _magnitude_code(bits: torch.Tensor, shift: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Exponent and mantissa as the format stores them, int32."""
+    return (bits - _zero_exponent(fmt) - ((shift > 0).to(torch.int32) << 23)) >> fmt.dropped_bits
+
+
+def _sign_bit(signs: torch.Tensor) -> torch.Tensor:
+    return (_bits(signs) >> 24) & 0x80
+
+
+def decoded(data: torch.Tensor, fmt: Format, residual: torch.Tensor | None = None) -> torch.Tensor:
+    """FP32 values of stored data; a NaN of an eight-bit format is not seen, its scale tells of it.
+
+    Args:
+        data: of the format's dtype; uint8 for formats of eight bits, and of the E4M3 codes of E4M11.
+        residual: int8, for E4M11.
+    """
+    if fmt.dtype.itemsize > 1:
         return data.float()
-    fmt = FORMATS[dtype]
     code = data.to(torch.int32)
-    magnitude = code & 0x7F
+    magnitude = code if fmt is ROOT8 else code & 0x7F
+    if residual is not None:
+        magnitude = (magnitude << 8) + residual.to(torch.int32)
     normal = ((magnitude << fmt.dropped_bits) + _zero_exponent(fmt)).view(torch.float32)
     values = torch.where(magnitude < 2**fmt.mantissa_bits, magnitude.float() * fmt.smallest, normal)
-    return torch.where(code >= 128, -values, values)
+    return values if fmt is ROOT8 else torch.where(code >= 128, -values, values)
 
 
 def _zero_exponent(fmt: Format) -> int:

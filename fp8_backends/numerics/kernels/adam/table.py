@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, Protocol
 
 import torch
 
-from ...formats import E4M3, E5M2, FORMATS
+from ...formats import E4M3, E4M11, E5M2, FORMATS, ROOT8, Format
 from ...scaling import tensor_amax
 from ..reference import adam_numbers
 from .rounding import SEED_FACTOR
@@ -21,7 +21,10 @@ from .rounding import SEED_FACTOR
 ROUNDINGS = ("stochastic", "nearest")
 
 # places in the tensor of hyperparameters: the order of `adam_numbers`
-STEP_SIZE, DECAY, WEIGHT_DECAY, NEW_IN_EXP_AVG, BETA2, NEW_IN_EXP_AVG_SQ, INV_SQRT_BIAS2, EPS, STEP = range(9)
+HYPERS = 10
+"""How many hyperparameters there are."""
+STEP_SIZE, DECAY, WEIGHT_DECAY, NEW_IN_EXP_AVG, BETA2 = range(5)
+NEW_IN_EXP_AVG_SQ, INV_SQRT_BIAS2, EPS, STEP, FEEDBACK = range(5, HYPERS)
 
 WRITTEN = (0, 2, 3)
 """The places of weight, exp_avg and exp_avg_sq among the slots, of which the gradient has place 1."""
@@ -31,11 +34,18 @@ class Slot(NamedTuple):
     """A tensor that the step reads, and writes in place unless it is the gradient."""
 
     data: torch.Tensor
-    """Contiguous, any shape: E4M3, E5M2, FP16, BF16 or FP32."""
+    """Contiguous, any shape: E4M3, E5M2, FP16, BF16 or FP32; exp_avg_sq also ROOT8, in blocks."""
     scale_inv: torch.Tensor | None = None
-    """FP32; 0-dim, or [ceil(numel / block_size)]; value = data * scale_inv. None: plain values."""
+    """FP32; 0-dim, or [ceil(numel / block_size)]; value = data * scale_inv, of ROOT8 its square. None: plain values."""
     block_size: int = 0
     """So many elements of the flattened data share a scale; 0: one scale for all."""
+    residual: torch.Tensor | None = None
+    """int8, of the shape of `data`, which are E4M3 then: a weight in E4M11."""
+
+    @property
+    def format(self) -> Format:
+        """What data and residual are together."""
+        return FORMATS[self.data.dtype] if self.residual is None else E4M11
 
 
 class Job(NamedTuple):
@@ -46,7 +56,7 @@ class Job(NamedTuple):
     exp_avg: Slot
     exp_avg_sq: Slot
     hyper: torch.Tensor
-    """FP32 [9], from `adam_hyper`."""
+    """FP32 [HYPERS], from `adam_hyper`."""
     decoupled: bool
     """Whether weight decay is AdamW's."""
     maximize: bool
@@ -63,6 +73,8 @@ class Job(NamedTuple):
     record: torch.Tensor | None = None
     """FP32 [4], contiguous: `bounds.measured` of what is stored, which the step makes that of what it has stored. With
     it, scales follow from bounds of this step's amaxes, in one pass; None: from the amaxes, in two."""
+    feedback: bool = False
+    """Whether what rounding takes from the weight goes into exp_avg (`reference.add_feedback`). It wants a record."""
 
     @property
     def slots(self) -> tuple[Slot, Slot, Slot, Slot]:
@@ -85,6 +97,8 @@ class Job(NamedTuple):
             stochastic=self.rounding == "stochastic",
             finite_is_told=self.finite is not None or self.grad.data.dtype.itemsize > 1 or self.grad.block_size > 0,
             bounded=self._is_bounded,
+            split=self.weight.residual is not None,
+            feedback=self.feedback,
         )
 
     @property
@@ -93,7 +107,8 @@ class Job(NamedTuple):
         return self.record is not None and (scaled[0] if self.copy else any(scaled))
 
     def check(self) -> None:
-        """Raise ValueError for a slot that is not contiguous, block sizes that differ, or an unknown rounding."""
+        """Raise ValueError for a slot that is not contiguous, block sizes that differ, or an unknown rounding; a split
+        weight that is copied or has blocks; roots without blocks; feedback without a record."""
         if self.rounding not in ROUNDINGS:
             raise ValueError(f"rounding is one of {', '.join(ROUNDINGS)}, not {self.rounding!r}")
         copy = self.copy
@@ -105,6 +120,12 @@ class Job(NamedTuple):
             raise ValueError("one step has one block size, and the copy of the weight is E4M3 or E5M2 with one scale")
         if copy and self.weight.block_size:
             raise ValueError("a weight that is copied has one scale")
+        if self.weight.residual is not None and (copy or self.weight.block_size):
+            raise ValueError("a weight with a residual has one scale, and no copy")
+        if self.exp_avg_sq.format is ROOT8 and not self.exp_avg_sq.block_size:
+            raise ValueError("the roots of exp_avg_sq are stored in blocks")
+        if self.feedback and (not self._is_bounded or not self.exp_avg.block_size or self.weight.residual is not None):
+            raise ValueError("feedback wants a record, an exp_avg in blocks, and a weight without a residual")
 
 
 class Kind(NamedTuple):
@@ -122,6 +143,13 @@ class Kind(NamedTuple):
     """Whether a flag tells if the gradient is finite; else its only scale does."""
     bounded: bool = False
     """Whether scales follow from bounds of amaxes, those of blocks from their amaxes, in one pass."""
+    split: bool = False
+    """Whether the weight is E4M11: E4M3 data and a residual."""
+    feedback: bool = False
+
+    def format(self, slot: int) -> Format:
+        """The format of weight, grad, exp_avg or exp_avg_sq."""
+        return E4M11 if slot == 0 and self.split else FORMATS[self.dtypes[slot]]
 
 
 def is_finite(grad: Slot) -> torch.Tensor:
@@ -147,7 +175,7 @@ def largest_gradient(grad: Slot, finite: torch.Tensor) -> torch.Tensor:
 
 
 def adam_hyper(group_lr, betas, eps: float, weight_decay: float, step: torch.Tensor, device) -> torch.Tensor:
-    """`reference.adam_numbers` as one FP32 tensor on `device`, [9].
+    """`reference.adam_numbers` as one FP32 tensor on `device`, [HYPERS].
 
     Args:
         group_lr, betas: floats or 0-dim tensors.
@@ -160,7 +188,7 @@ def adam_hyper(group_lr, betas, eps: float, weight_decay: float, step: torch.Ten
 def adam_hypers(
     group_lr, betas, eps: float, weight_decay: float, steps: Sequence[torch.Tensor], device
 ) -> torch.Tensor:
-    """`adam_hyper` of several parameters' counts of steps, all on one device, at once: FP32 [len(steps), 9]."""
+    """`adam_hyper` of several parameters' counts of steps, all on one device, at once: FP32 [len(steps), HYPERS]."""
     numbers = [_number(x) for x in (group_lr, *betas)]
     if steps[0].device.type == "cpu":
         counts = [step.item() for step in steps]
@@ -187,10 +215,11 @@ def _number(x):
 
 
 COLUMNS = 20
-"""A parameter's row has so many int64: pointers to data (weight, grad, exp_avg, exp_avg_sq), to the copy's data, to
-scales in the same order and the copy's (0: it has none), to hyperparameters, to whether the gradient is finite (0: its
-scale tells); number of elements, index of the first in the whole tensor, seed, first chunk; places of the amaxes of
-weight, exp_avg and exp_avg_sq; pointer to the record (0: none). `cpu.cpp` and `triton_tiles.py` count them likewise."""
+"""A parameter's row has so many int64: pointers to data (weight, grad, exp_avg, exp_avg_sq), to the copy's data or the
+weight's residual, to scales in the same order and the copy's (0: it has none), to hyperparameters, to whether the
+gradient is finite (0: its scale tells); number of elements, index of the first in the whole tensor, seed, first chunk;
+places of the amaxes of weight, exp_avg and exp_avg_sq; pointer to the record (0: none). `cpu.cpp` and `triton_tiles.py`
+count them likewise."""
 
 
 class Kernels(Protocol):
@@ -331,7 +360,8 @@ class AdamTable:
     def _rows(self) -> list[list[int]]:
         rows, first_chunk = [], 0
         for i, (job, places) in enumerate(zip(self.jobs, self._amax_places, strict=True)):
-            slots = (*job.slots, job.copy or _NO_SLOT)
+            fifth = job.copy or (_NO_SLOT if job.weight.residual is None else Slot(job.weight.residual))
+            slots = (*job.slots, fifth)
             finite = 0 if self._finite is None else self._finite.data_ptr() + i
             row = [slot.data.data_ptr() for slot in slots]
             row += [0 if slot.scale_inv is None else slot.scale_inv.data_ptr() for slot in slots]
@@ -345,7 +375,8 @@ class AdamTable:
 
 def _count_as_changed(slots: Iterable[Slot]) -> None:
     """Tell autograd that these were written in place: it does not see a write through a pointer."""
-    torch.autograd.graph.increment_version([part for slot in slots for part in slot[:2] if part is not None])
+    parts = [part for slot in slots for part in (slot.data, slot.scale_inv, slot.residual) if part is not None]
+    torch.autograd.graph.increment_version(parts)
 
 
 _NO_SLOT = Slot(torch.empty(0))

@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...formats import FORMATS
+from ...formats import FORMATS, ROOT8
 from ..triton_common import OPTIONS, as_bits, from_bits, scale_inv_of
 from ..triton_gate import has_fp8_casts, on_device_of
 from .rounding import EXP_AVG_BITS, EXP_AVG_SQ_BITS, WEIGHT_BITS
@@ -261,6 +261,8 @@ def _has_usual_case(kind: Kind) -> bool:
 
 def kernels(kind: Kind, tensor: torch.Tensor) -> TritonKernels | None:
     """The kernels of a kind for the tensor's device; None for a block size that no tile has."""
+    if kind.split or kind.feedback or kind.format(3) is ROOT8:  # not in Triton yet
+        return None
     size = kind.block_size
     return _kernels(kind, has_fp8_casts(tensor)) if size & (size - 1) == 0 and size <= 4 * _TILE else None
 

@@ -1,0 +1,399 @@
+"""SGD, Muon, Adafactor and optimizers that name their states: PyTorch's steps over what is rounded."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from level_steps import assert_equal_states, loss_of, mlp, parameters_of, train
+from torch import nn
+
+import fp8_backends
+from fp8_backends.errors import FP8BackendError
+from fp8_backends.numerics.formats import E4M11, FORMATS
+from fp8_backends.numerics.scaled_tensor import ScaledTensor
+from fp8_backends.states import stock_steps
+from fp8_backends.states.stock_optimizers import ScaledAdafactor, ScaledMuon, ScaledSGD
+
+
+class Lion(torch.optim.Optimizer):
+    """Chen et al., "Symbolic Discovery of Optimization Algorithms", arXiv:2302.06675: an optimizer of somebody else."""
+
+    fp8_roles = {"exp_avg": "first_moment"}
+
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.99), weight_decay=0.0):
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            lr, (beta1, beta2) = group["lr"], group["betas"]
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                exp_avg = state.setdefault("exp_avg", torch.zeros_like(p))
+                p.mul_(1 - lr * group["weight_decay"]).sub_(lr * exp_avg.lerp(p.grad, 1 - beta1).sign())
+                exp_avg.lerp_(p.grad, 1 - beta2)
+
+
+def matrices(parameters) -> list[torch.Tensor]:
+    return [p for p in parameters if p.dim() == 2]
+
+
+MAKE = {
+    "sgd": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, dampening=0.3, weight_decay=1e-2),
+    "sgd without momentum": lambda p: torch.optim.SGD(p, 0.3),
+    "muon": lambda p: torch.optim.Muon(matrices(p), 0.02),
+    "adafactor": lambda p: torch.optim.Adafactor(p, 0.02, weight_decay=0.1),
+    "lion": lambda p: Lion(p, 2e-3, weight_decay=0.1),
+}
+
+
+def prepared(kind: str, level: str, model: nn.Module | None = None, **fields) -> tuple:
+    model = model or mlp()
+    return fp8_backends.prepare(model, MAKE[kind](list(model.parameters())), {"backend": f"msamp:{level}", **fields})
+
+
+def exact(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.exact(torch.float32) if isinstance(tensor, ScaledTensor) else tensor.detach().clone()
+
+
+# The stock class's numbers
+
+
+class Layers(nn.Module):
+    """Two matrices that a level stores, an embedding whose states are rounded at O2 and O3, and a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(48, 96), nn.Linear(96, 48, bias=False)
+        self.embed = nn.Parameter(torch.randn(70, 64).t())  # not contiguous
+
+
+def stock_of(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, dict[int, torch.Tensor]]:
+    """A stock optimizer around FP32 copies of weights, gradients and states of this one; the copies by id."""
+    copies = {id(p): exact(p) for p in parameters_of(optimizer)}
+    groups = [{**group, "params": [copies[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
+    reference = optimizer.fp8_declared.stock(groups)
+    for p in parameters_of(optimizer):
+        copies[id(p)].grad = exact(p.grad)
+        state = optimizer.state.get(p, {})
+        if state:
+            reference.state[copies[id(p)]] = {k: exact(v) for k, v in state.items() if k != "master_weight"}
+    return reference, copies
+
+
+def assert_rounded(stored: torch.Tensor, wanted: torch.Tensor, rounding: str) -> None:
+    """Stored within one step of its format (to nearest: half of one) of the FP32 numbers; equal where it is FP32."""
+    if not isinstance(stored, ScaledTensor):
+        torch.testing.assert_close(stored.detach(), wanted, rtol=1e-6, atol=1e-8)
+        return
+    fmt, scale_inv = FORMATS[stored._data.dtype] if stored.residual is None else E4M11, stored._scale_inv
+    if stored.block_size:
+        scale_inv = scale_inv.repeat_interleave(stored.block_size)[: stored.numel()].view(stored.shape)
+    step = torch.maximum(2.0 ** (wanted.abs().log2().floor() - fmt.mantissa_bits), fmt.smallest * scale_inv)
+    difference = (exact(stored) - wanted).abs()
+    assert (difference <= step * (0.501 if rounding == "nearest" else 1.001)).all()
+
+
+options = {
+    "sgd": st.builds(
+        lambda **drawn: drawn | {"nesterov": drawn["momentum"] > 0 and drawn["dampening"] == 0},
+        momentum=st.sampled_from([0.0, 0.5, 0.95]),
+        dampening=st.sampled_from([0.0, 0.4]),
+        weight_decay=st.sampled_from([0.0, 0.1]),
+        maximize=st.booleans(),
+    ),
+    "muon": st.fixed_dictionaries(
+        {
+            "nesterov": st.booleans(),
+            "ns_steps": st.integers(1, 5),
+            "adjust_lr_fn": st.sampled_from([None, "match_rms_adamw"]),
+        }
+    ),
+    "adafactor": st.fixed_dictionaries(
+        {"maximize": st.booleans(), "d": st.sampled_from([1.0, 2.0]), "weight_decay": st.sampled_from([0.0, 0.1])}
+    ),
+}
+CLASSES = {"sgd": torch.optim.SGD, "muon": torch.optim.Muon, "adafactor": torch.optim.Adafactor}
+
+
+@pytest.mark.filterwarnings("ignore:.*no FP8 product ran")
+@pytest.mark.parametrize("kind", CLASSES)
+@settings(max_examples=12, deadline=None)
+@given(data=st.data())
+def test_a_step_is_stocks_within_one_rounding(kind, data):
+    level = data.draw(st.sampled_from(["O1", "O2", "O3", "O4"]))
+    rounding = data.draw(st.sampled_from(["stochastic", "nearest"]))
+    has_choice = level in ("O2", "O3")
+    chosen = {"exp_avg_scaling": data.draw(st.sampled_from(["tensor", "block"]))} if has_choice else {}
+    model = Layers()
+    held = matrices(model.parameters()) if kind == "muon" else list(model.parameters())
+    optimizer = CLASSES[kind](held, 0.03, **data.draw(options[kind]))
+    fields = {"rounding": rounding, "on_unproven": "warn", **chosen}
+    fp8_backends.prepare(model, optimizer, {"backend": f"msamp:{level}", **fields})
+    for seed in range(3):
+        for i, p in enumerate(held):
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * seed + i))
+        reference, copies = stock_of(optimizer)
+        reference.step()
+        optimizer.step()
+        for p in held:
+            wanted = copies[id(p)]
+            assert_rounded(p.master if getattr(p, "master", None) is not None else p, wanted, rounding)
+            for name, value in reference.state[wanted].items():
+                if name != "step":
+                    assert_rounded(optimizer.state[p][name], value, rounding)
+            assert optimizer.state[p]["step"] == seed + 1
+
+
+def weights_after_steps(kind: str, level: str = "O2", together: bool = True, **fields) -> tuple:
+    """After three steps with gradients that some parameters lack: the values of all parameters, and the optimizer."""
+    model = Layers()
+    model, optimizer = prepared(kind, level, model, on_unproven="warn", **fields)
+    for t in range(3):
+        for i, p in enumerate(parameters_of(optimizer)):
+            if (i + t) % 3:
+                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * t + i))
+            if not together:
+                optimizer.step()
+                optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [exact(p) for p in model.parameters()], optimizer
+
+
+def assert_equal(ours: tuple, expected: tuple) -> None:
+    assert all(map(torch.equal, ours[0], expected[0]))
+    assert_equal_states(ours[1], expected[1])
+
+
+@pytest.mark.filterwarnings("ignore:.*no FP8 product ran")
+@pytest.mark.parametrize("scaling", ["tensor", "block"])
+@pytest.mark.parametrize("kind", ["sgd", "lion"])
+def test_parts_of_a_parameter_are_stepped_as_the_whole_to_the_bit(kind, scaling, monkeypatch):
+    whole = weights_after_steps(kind, "O3" if scaling == "tensor" else "O2", exp_avg_scaling=scaling)
+    monkeypatch.setattr(stock_steps, "PART", 1024)
+    assert_equal(weights_after_steps(kind, "O3" if scaling == "tensor" else "O2", exp_avg_scaling=scaling), whole)
+
+
+@pytest.mark.filterwarnings("ignore:.*no FP8 product ran")
+@pytest.mark.parametrize("kind", MAKE)
+def test_parameters_are_stepped_together_as_each_alone(kind):
+    assert_equal(weights_after_steps(kind), weights_after_steps(kind, together=False))
+
+
+# States
+
+
+STORED = {
+    "sgd": {"momentum_buffer": torch.float8_e4m3fn},
+    "sgd without momentum": {},
+    "muon": {"momentum_buffer": torch.float8_e4m3fn},
+    "adafactor": {"row_var": torch.float32, "col_var": torch.float32},
+    "lion": {"exp_avg": torch.float8_e4m3fn},
+}
+BYTES = {"sgd": 4, "sgd without momentum": 3, "muon": 4, "adafactor": 3 + 4 * (128 + 64) / (128 * 64), "lion": 4}
+"""Of an element at O2: weight 2, gradient 1, and the states."""
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_the_same_object_stores_what_its_level_says(kind):
+    model = mlp()
+    optimizer = MAKE[kind](list(model.parameters()))
+    group, scheduler = optimizer.param_groups[0], torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    stock, lr = type(optimizer), group["lr"]
+    assert fp8_backends.prepare(model, optimizer, "msamp:O2")[1] is optimizer
+    assert isinstance(optimizer, stock) and optimizer.param_groups[0] is group
+    for _ in range(2):
+        train(model, optimizer, [0])
+        scheduler.step()
+    assert group["lr"] == lr / 4
+    state = optimizer.state[model[0].weight]
+    stored = {name: getattr(value, "_data", value).dtype for name, value in state.items() if name != "step"}
+    assert stored == STORED[kind] and state["step"] == 2
+    loss_of(model, 0).backward()
+    audit = fp8_backends.audit(model, optimizer)
+    assert audit.bytes_per_element["total"] == pytest.approx(BYTES[kind], rel=1e-3) and audit.lost_updates is None
+
+
+def test_classes_have_the_names_of_what_they_convert():
+    kinds = {"sgd": ScaledSGD, "muon": ScaledMuon, "adafactor": ScaledAdafactor}
+    assert all(type(prepared(kind, "O2")[1]) is cls for kind, cls in kinds.items())
+    assert type(prepared("lion", "O2")[1]).__name__ == "ScaledLion"
+
+
+@pytest.mark.parametrize("kind", MAKE)
+@pytest.mark.parametrize(
+    ("level", "dtype"), [("O1", torch.bfloat16), ("O2", torch.float32), ("O3", torch.bfloat16), ("O4", torch.bfloat16)]
+)
+def test_resume_copies_and_pickles_are_equal_to_the_bit(kind, level, dtype):
+    model, optimizer = prepared(kind, level, mlp(dtype))
+    train(model, optimizer, range(3))
+    buffer = io.BytesIO()
+    torch.save((model.state_dict(), optimizer.state_dict()), buffer)
+    buffer.seek(0)
+    weights, states = torch.load(buffer, weights_only=True)
+    other, resumed = prepared(kind, level, mlp(dtype, seed=3))
+    other.load_state_dict(weights)
+    resumed.load_state_dict(states)
+    for a, b in zip(model.modules(), other.modules(), strict=True):
+        if hasattr(a, "fp8_scaling"):
+            b.fp8_scaling.copy_(a.fp8_scaling)
+    for _, copied in (copy.deepcopy((model, optimizer)), pickle.loads(pickle.dumps((model, optimizer)))):
+        assert type(copied) is type(optimizer)
+        assert_equal_states(optimizer, copied)
+    assert train(model, optimizer, range(3, 6)) == train(other, resumed, range(3, 6))
+    assert_equal_states(optimizer, resumed)
+
+
+@pytest.mark.parametrize("kind", MAKE)
+@pytest.mark.parametrize(("source", "target"), [("stock", "O2"), ("O3", "O1"), ("O2", "stock"), ("O1", "O3")])
+def test_a_checkpoint_loads_elsewhere_by_value(kind, source, target):
+    def made(level, seed):
+        model = mlp(seed=seed)
+        return (model, MAKE[kind](list(model.parameters()))) if level == "stock" else prepared(kind, level, model)
+
+    (model, optimizer), (other, loaded) = made(source, 0), made(target, 5)
+    train(model, optimizer, range(3))
+    other.load_state_dict(model.state_dict())
+    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for p, q in zip(parameters_of(optimizer), parameters_of(loaded), strict=True):
+        for name in STORED[kind].keys() & optimizer.state[p].keys():
+            value, its_value = exact(optimizer.state[p][name]), loaded.state[q][name]
+            scaled = isinstance(its_value, ScaledTensor)
+            atol = value.abs().max().item() * 1e-5 * scaled
+            torch.testing.assert_close(exact(its_value), value, rtol=2**-4 if scaled else 0, atol=atol)
+    losses = train(other, loaded, [9] * 8)
+    assert losses[-1] < losses[0]
+
+
+def test_states_of_a_stock_optimizer_stay_when_it_is_prepared():
+    model = mlp()
+    optimizer = MAKE["sgd"](model.parameters())
+    train(model, optimizer, range(2))
+    before = optimizer.state[model[0].weight]["momentum_buffer"].clone()
+    fp8_backends.prepare(model, optimizer, "msamp:O2")
+    buffer = optimizer.state[model[0].weight]["momentum_buffer"]
+    torch.testing.assert_close(exact(buffer), before, rtol=2**-4, atol=1e-6)
+    train(model, optimizer, [2])
+    assert optimizer.state[model[0].weight]["step"] == 2  # the stock class had counted none: its buffer tells of one
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_a_gradient_that_is_not_finite_counts_as_zero_in_its_step(kind):
+    model, optimizer = prepared(kind, "O2")
+    for step in range(12):
+        loss_of(model, 0).backward()
+        if step == 3:
+            for p in model.parameters():
+                p.grad = torch.full(p.shape, torch.nan)
+        optimizer.step()
+        optimizer.zero_grad()
+    states = [exact(v) for p in parameters_of(optimizer) for v in optimizer.state[p].values()]
+    assert all(torch.isfinite(value).all() for value in [*states, *model.state_dict().values()])
+    losses = train(model, optimizer, [0] * 10)
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize(("rounding", "least", "most"), [("stochastic", 0.9, 1.1), ("nearest", 0.0, 0.1)])
+def test_small_steps_add_up_with_stochastic_rounding(rounding, least, most):
+    """Steps of SGD of a fiftieth of FP16's own: to nearest, all are lost."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(128, 128, bias=False))
+    nn.init.constant_(model[0].weight, 0.875)
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    fp8_backends.prepare(model, optimizer, {"backend": "msamp:O2", "rounding": rounding, "on_unproven": "warn"})
+    with pytest.warns(UserWarning, match="no FP8 product ran"):
+        for _ in range(40):
+            model[0].weight.grad = torch.full((128, 128), 2.0**-11 / 50)
+            optimizer.step()
+    moved = (0.875 - exact(model[0].weight)).mean() / (40 * 2.0**-11 / 50)
+    assert least <= moved <= most
+
+
+# Refusals
+
+
+def refused(states: dict, change) -> dict:
+    states = copy.deepcopy(states)
+    change(states)
+    return states
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("sgd", lambda s: s["state"][0].pop("momentum_buffer"), "no momentum_buffer"),
+        ("muon", lambda s: s["state"][0]["momentum_buffer"].view(-1)[:1].fill_(torch.nan), "momentum_buffer .* nan"),
+        ("adafactor", lambda s: s["state"][0]["row_var"].neg_(), "row_var of parameter 0 .* not negative"),
+        ("adafactor", lambda s: s["state"][0].update(col_var=torch.zeros(1, 63)), r"col_var .* shape \(1, 63\)"),
+        ("adafactor", lambda s: s["state"][0].pop("step"), "no step"),
+        ("sgd", lambda s: s["param_groups"][0].update(momentum=torch.nan), "momentum of parameter group 0 holds nan"),
+        ("sgd", lambda s: s["param_groups"][0].update(nesterov="yes"), "nesterov .* must be True or False"),
+        ("muon", lambda s: s["param_groups"][0].update(ns_coefficients=(1.0,)), "ns_coefficients .* not 3 numbers"),
+        ("adafactor", lambda s: s["param_groups"][0].update(eps=(None, -torch.inf)), "eps of parameter group 0"),
+        ("lion", lambda s: s["param_groups"][0].update(betas=(0.9, torch.nan)), "betas of parameter group 0"),
+    ],
+)
+def test_a_state_dict_that_training_could_not_go_on_from_is_refused(kind, change, message):
+    model, optimizer = prepared(kind, "O2")
+    train(model, optimizer, range(2))
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(FP8BackendError, match=message):
+        optimizer.load_state_dict(refused(before, change))
+    optimizer.load_state_dict(before)
+
+
+def test_what_a_class_says_wrongly_of_its_states_is_refused():
+    wrong = type("Wrong", (Lion,), {"fp8_roles": {"exp_avg": "third_moment"}})
+    model = mlp()
+    with pytest.raises(FP8BackendError, match="'third_moment': there are first_moment and second_moment"):
+        fp8_backends.prepare(model, wrong(model.parameters()), "msamp:O2")
+    silent = type("Silent", (Lion,), {"fp8_roles": {}})
+    model, optimizer = fp8_backends.prepare(model, silent(model.parameters()), "msamp:O2")
+    loss_of(model, 0).backward()
+    with pytest.raises(FP8BackendError, match="Silent has a state 'exp_avg'.*not declared"):
+        optimizer.step()
+
+
+def test_a_subclass_of_a_class_that_names_its_states_is_another():
+    model = mlp()
+    with pytest.raises(FP8BackendError, match="not with .*Other"):
+        fp8_backends.prepare(model, type("Other", (Lion,), {})(model.parameters()), "msamp:O2")
+
+
+# In training
+
+
+def test_muon_beside_adamw_accumulates_and_clips_under_accelerate():
+    """As it is used: Muon has the matrices, AdamW the rest."""
+    AcceleratorState._reset_state(True)
+    recipe = fp8_backends.FP8RecipeKwargs(backend="msamp:O2")
+    accelerator = Accelerator(mixed_precision="fp8", gradient_accumulation_steps=2, cpu=True, kwargs_handlers=[recipe])
+    model = mlp()
+    muon, rest = MAKE["muon"](model.parameters()), [p for p in model.parameters() if p.dim() < 2]
+    adam = torch.optim.AdamW(rest, 1e-2)
+    schedulers = [torch.optim.lr_scheduler.StepLR(each, 4, gamma=0.5) for each in (muon, adam)]
+    model, muon, adam, *schedulers = accelerator.prepare(model, muon, adam, *schedulers)
+    losses = []
+    for seed in range(24):
+        with accelerator.accumulate(model):
+            loss = loss_of(model, seed % 2)
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            for each in (muon, adam, *schedulers):
+                each.step()
+            for each in (muon, adam):
+                each.zero_grad()
+        losses.append(loss.item())
+    matrix = accelerator.unwrap_model(model)[0].weight
+    assert muon.optimizer.state[matrix]["step"] == 12 and losses[-1] < 0.6 * losses[0]
+    assert [each.param_groups[0]["lr"] for each in (muon, adam)] == [0.02 / 8, 1e-2 / 8]
+    AcceleratorState._reset_state(True)
