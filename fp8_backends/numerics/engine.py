@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch.autograd import Variable
 
 from ..errors import FP8BackendError
 
@@ -16,11 +17,12 @@ def call_when_backward_ends(function: Callable[[], None]) -> None:
     Raises:
         FP8BackendError: this version of torch has no such callbacks.
     """
-    queue = getattr(getattr(torch.autograd.Variable, "_execution_engine", None), "queue_callback", None)
-    if queue is None:
+    try:
+        queue = Variable._execution_engine.queue_callback
+    except AttributeError:
         raise FP8BackendError(
             f"torch {torch.__version__} has no torch.autograd.Variable._execution_engine.queue_callback, by which the "
             f"end of backward is awaited (FSDP2's own way): use a version of torch that this package is tested with, "
             f'or leave out what needs it: use native:dynamic with gradient_comm="plain" and without gradient_release'
-        )
+        ) from None
     queue(function)
