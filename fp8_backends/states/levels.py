@@ -74,9 +74,15 @@ class StateRule(NamedTuple):
     scales: str = "bound"
     """What the scales of weight and states follow from: this step's "amax", or a "bound" of it that needs no pass."""
 
+    @property
+    def direction(self) -> StateFormat:
+        """Of averages of gradients that are made orthogonal, so that their smallest directions count as much as their
+        largest: in FP8 the noise of the rounding would be among these. Two bytes."""
+        return self.first_moment if self.first_moment.dtype == FP32 else StateFormat(FP16)
 
-ROLES = ("first_moment", "second_moment")
-"""The fields of `StateRule` that say how a state is stored."""
+
+ROLES = ("first_moment", "second_moment", "direction")
+"""The attributes of `StateRule` that say how a state is stored."""
 
 
 def state_rule(recipe: Recipe) -> StateRule:
