@@ -27,6 +27,7 @@ STEP = "step"
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _MOMENTS = {
     "first_moment": (FINITE, FINITE_IN_FP64),
+    "direction": (FINITE, FINITE_IN_FP64),
     "second_moment": (NOT_NEGATIVE, NOT_NEGATIVE_IN_FP64),
 }
 """Role of a state -> what it may hold in FP32, and where its parameter is in FP64."""

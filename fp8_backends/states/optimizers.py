@@ -47,7 +47,7 @@ def _declared(stock: type[torch.optim.Optimizer]) -> type[DeclaredSteps]:
     """
     if unknown := set(stock.fp8_roles.values()) - set(ROLES):
         raise FP8BackendError(
-            f"{stock.__name__}.fp8_roles gives a state the role {sorted(unknown)[0]!r}: there are {' and '.join(ROLES)}"
+            f"{stock.__name__}.fp8_roles gives a state the role {sorted(unknown)[0]!r}: there are {', '.join(ROLES)}"
         )
     declared = Declaration(stock, roles=dict(stock.fp8_roles), ranges={}, refused=("differentiable",), counts=False)
     return type(f"Scaled{stock.__name__}", (DeclaredSteps, stock), {"fp8_declared": declared})

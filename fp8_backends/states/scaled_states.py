@@ -37,7 +37,7 @@ class Declaration(NamedTuple):
     stock: type[torch.optim.Optimizer]
     """The class whose objects are converted; subclasses of it are others."""
     roles: Mapping[str, str]
-    """Name of a state that has a number for each element -> the field of `StateRule` that says how it is stored."""
+    """Name of a state that has a number for each element -> the one of `ROLES` that says how it is stored."""
     ranges: Mapping[str, Range]
     """Option -> the numbers that a checkpoint may have there; every other number must be finite."""
     refused: tuple[str, ...] = ()
