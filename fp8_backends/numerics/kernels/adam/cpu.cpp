@@ -197,8 +197,8 @@ inline Floats decoded_pair(const void* codes, const void* residuals, int64_t at,
 
 struct Rounded {
     Ints bits;   // of |x| + shift, on the format's grid but for the bits that it drops
-    Ints shift;  // bits of 0, or where |x| is subnormal of the smallest normal number: it puts the mantissa bits that the
-                 // format stores in front of those that are dropped
+    Ints shift;  // bits of 0, or where |x| is subnormal of the smallest normal number, which puts the mantissa bits that
+                 // the format stores in front of those that are dropped
 };
 
 // above_zero: x is not negative, and where it is positive it may not become 0.
