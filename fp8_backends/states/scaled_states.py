@@ -54,6 +54,10 @@ class Declaration(NamedTuple):
     exact_states: Callable[[torch.Size], Mapping[str, tuple[int, ...]]] = lambda shape: {}
     """The shapes of further states of a parameter of this shape: small ones, in FP32, and whole on each rank."""
 
+    def restricted(self, rule: StateRule) -> Mapping[str, Range]:
+        """Option -> the numbers that it may have at this level: those of error feedback, where there is any."""
+        return self.with_feedback or {} if rule.feeds_back else {}
+
 
 class LocalView(NamedTuple):
     """This rank's part of a parameter that takes part in a step."""
@@ -145,7 +149,7 @@ class ScaledStates:
         """This rank's part of all parameters whose steps it makes now."""
         views, count = [], itertools.count()
         for group in self.param_groups:
-            checks.check_options(group, self.fp8_declared, self.fp8_states)
+            checks.check_options(group, self.fp8_declared.refused, self.fp8_declared.restricted(self.fp8_states))
             for p, index in zip(group["params"], count, strict=False):
                 if p.grad is not None and p.grad.is_sparse:
                     name = self.fp8_declared.stock.__name__
