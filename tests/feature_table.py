@@ -100,7 +100,7 @@ FEATURES = (
     Feature(
         "LOMO",
         "lomo",
-        f"{_OPTIMIZER_NOTE}. Under DDP it steps before gradients have travelled, in bf16 as in FP8: train on one "
+        f"{_OPTIMIZER_NOTE}. Under DDP LOMO steps before gradients have travelled, in bf16 as in FP8: train on one "
         "process",
         refused=_OPTIMIZER,
         refused_on_several=at(("native:delayed", "ao:tensorwise"), "train on one process"),

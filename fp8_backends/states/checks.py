@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from numbers import Real
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,14 +19,11 @@ from .checkpoint import MASTER
 from .levels import FEEDBACK_LR
 from .sharding import agree
 
-if TYPE_CHECKING:
-    from .levels import StateRule
-    from .scaled_states import Declaration
-
 STEP = "step"
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _MOMENTS = {
     "first_moment": (FINITE, FINITE_IN_FP64),
+    "direction": (FINITE, FINITE_IN_FP64),
     "second_moment": (NOT_NEGATIVE, NOT_NEGATIVE_IN_FP64),
 }
 """Role of a state -> what it may hold in FP32, and where its parameter is in FP64."""
@@ -60,28 +57,27 @@ def check_states(
         raise FP8BackendError(f"the optimizer's state cannot be loaded, and nothing was changed: {fault}")
 
 
-def check_options(group: Mapping[str, Any], declared: Declaration, rule: StateRule) -> None:
-    """Raise `FP8BackendError` for options that scaled weights and states do not take."""
-    if fault := _refused_option(group, declared):
+def check_options(group: Mapping[str, Any], refused: Sequence[str], restricted: Mapping[str, Range]) -> None:
+    """Raise `FP8BackendError` for options that scaled weights and states do not take.
+
+    Args:
+        restricted: option -> the numbers that it may have; those of error feedback at O5.
+    """
+    if fault := _refused_option(group, refused):
         raise FP8BackendError(fault)
-    for option, allowed in _ranges_with_feedback(declared, rule).items():
+    for option, allowed in restricted.items():
         value = group[option]
         numbers = value if isinstance(value, (tuple, list)) else (value,)
         if not all(isinstance(number, torch.Tensor) or allowed.holds(number) for number in numbers):
             raise FP8BackendError(
-                f"{option}={value} is not supported at level {rule.level}, where a share of each rounding error goes "
-                f"into the first moment: it must be {allowed.words}; or use level O4"
+                f"{option}={value} is not supported at level O5, where what rounding takes from a weight goes into "
+                f"its first moment: it must be {allowed.words}; or use level O4"
             )
 
 
-def _refused_option(group: Mapping[str, Any], declared: Declaration) -> str | None:
-    asked = [option for option in declared.refused if group.get(option)]
+def _refused_option(group: Mapping[str, Any], refused: Sequence[str]) -> str | None:
+    asked = [option for option in refused if group.get(option)]
     return f"{asked[0]}=True is not supported with scaled weights and states: leave it out" if asked else None
-
-
-def _ranges_with_feedback(declared: Declaration, rule: StateRule) -> Mapping[str, Range]:
-    """The options that a level with error feedback restricts; none at other levels."""
-    return declared.with_feedback or {} if rule.feeds_back else {}
 
 
 def _fault(optimizer: torch.optim.Optimizer, state_dict: Any, names: Mapping[int, str]) -> str | None:
@@ -90,7 +86,7 @@ def _fault(optimizer: torch.optim.Optimizer, state_dict: Any, names: Mapping[int
         return fault
     faults = Faults(_LOST)
     for number, (own, saved) in enumerate(zip(optimizer.param_groups, state_dict["param_groups"], strict=True)):
-        if fault := _refused_option(saved, optimizer.fp8_declared):
+        if fault := _refused_option(saved, optimizer.fp8_declared.refused):
             return fault
         _look_at_options(faults, optimizer, saved, f"parameter group {number}")
         known = saved.get("param_names") or own.get("param_names") or [names.get(id(p)) for p in own["params"]]
@@ -135,7 +131,7 @@ def _fault_of_structure(own: list[dict[str, Any]], state_dict: Any) -> str | Non
 def _look_at_options(faults: Faults, optimizer: torch.optim.Optimizer, group: Mapping[str, Any], where: str) -> None:
     """Look at what is saved of a group's options: each must be of the kind that the optimizer's own default is."""
     declared = optimizer.fp8_declared
-    ranges = {**declared.ranges, **_ranges_with_feedback(declared, optimizer.fp8_states)}
+    ranges = {**declared.ranges, **declared.restricted(optimizer.fp8_states)}
     for name, default in optimizer.defaults.items():
         value, allowed = group.get(name), ranges.get(name, FINITE)
         if name in _CHOICES or isinstance(default, bool):

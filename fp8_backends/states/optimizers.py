@@ -47,7 +47,7 @@ def _declared(stock: type[torch.optim.Optimizer]) -> type[DeclaredSteps]:
     """
     if unknown := set(stock.fp8_roles.values()) - set(ROLES):
         raise FP8BackendError(
-            f"{stock.__name__}.fp8_roles gives a state the role {sorted(unknown)[0]!r}: there are {' and '.join(ROLES)}"
+            f"{stock.__name__}.fp8_roles gives a state the role {sorted(unknown)[0]!r}: there are {', '.join(ROLES)}"
         )
     declared = Declaration(stock, roles=dict(stock.fp8_roles), ranges={}, refused=("differentiable",), counts=False)
     return type(f"Scaled{stock.__name__}", (DeclaredSteps, stock), {"fp8_declared": declared})
@@ -110,7 +110,7 @@ def check(optimizer: torch.optim.Optimizer, rule: StateRule) -> None:
             f"what their rounding loses: use torch.optim.AdamW or Adam, or level O4"
         )
     for group in optimizer.param_groups:
-        checks.check_options(group, declared, rule)
+        checks.check_options(group, declared.refused, declared.restricted(rule))
     # a learning-rate scheduler puts a `step` on the instance that calls the old class; it is given the new one
     if not getattr(optimizer.__dict__.get("step"), "_wrapped_by_lr_sched", "step" not in optimizer.__dict__):
         raise FP8BackendError(

@@ -36,7 +36,7 @@ class Declaration(NamedTuple):
     stock: type[torch.optim.Optimizer]
     """The class whose objects are converted; subclasses of it are others."""
     roles: Mapping[str, str]
-    """Name of a state that has a number for each element -> the field of `StateRule` that says how it is stored."""
+    """Name of a state that has a number for each element -> the one of `ROLES` that says how it is stored."""
     ranges: Mapping[str, Range]
     """Option -> the numbers that a checkpoint may have there; every other number must be finite."""
     refused: tuple[str, ...] = ()
@@ -52,6 +52,10 @@ class Declaration(NamedTuple):
     """Whether parameters of a group with these options have the states that `roles` names."""
     exact_states: Callable[[torch.Size], Mapping[str, tuple[int, ...]]] = lambda shape: {}
     """The shapes of further states of a parameter of this shape: small ones, in FP32, and whole on each rank."""
+
+    def restricted(self, rule: StateRule) -> Mapping[str, Range]:
+        """Option -> the numbers that it may have at this level: those of error feedback, where there is any."""
+        return self.with_feedback or {} if rule.feeds_back else {}
 
 
 class Member(NamedTuple):
@@ -162,7 +166,7 @@ class ScaledStates:
     def _views(self, members: Sequence[Member]) -> list[LocalView]:
         """This rank's part of those of these parameters whose steps it makes now."""
         for group in self.param_groups:
-            checks.check_options(group, self.fp8_declared, self.fp8_states)
+            checks.check_options(group, self.fp8_declared.refused, self.fp8_declared.restricted(self.fp8_states))
         views = []
         for p, group, index in members:
             if p.grad is not None and p.grad.is_sparse:

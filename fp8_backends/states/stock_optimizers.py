@@ -42,7 +42,7 @@ class ScaledMuon(StockSteps, torch.optim.Muon):
 
     fp8_declared = Declaration(
         torch.optim.Muon,
-        roles={"momentum_buffer": "first_moment"},
+        roles={"momentum_buffer": "direction"},
         ranges={**_RATES, "momentum": NOT_NEGATIVE, "eps": NOT_NEGATIVE},
         counts=False,
         elementwise=False,

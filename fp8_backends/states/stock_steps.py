@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ..errors import FP8BackendError
-from ..numerics.formats import E4M11, FORMAT_OF, FP32, ROOT8
+from ..numerics.formats import E4M3, E4M11, FORMAT_OF, FP32, ROOT8, saturating_cast
 from ..numerics.kernels.adam.dispatch import Slot, is_finite
 from ..numerics.kernels.adam.rounding import (
     EXP_AVG_BITS,
@@ -31,6 +31,7 @@ from ..numerics.kernels.adam.rounding import (
     random_bits,
     stochastic,
 )
+from ..numerics.kernels.quantize import cpu_casts
 from ..numerics.scaled_tensor import ScaledTensor, block_amax, tensor_amax_of
 from ..numerics.scaling import power_of_two_scale, scale_inv_of
 from ..numerics.sharded_tensor import is_distributed, local_part, with_local
@@ -40,9 +41,16 @@ from .scaled_states import LocalView, ScaledStates, slot_of
 
 PART = 2**22
 """Elements that are copied to FP32 at a time; a multiple of every block size."""
+ROUNDED_ON_A_CPU = 2**16
+"""Elements that are rounded at a time on a CPU, in its cache; a multiple of every block size."""
 
 WEIGHT = "weight"
-_BITS = {WEIGHT: WEIGHT_BITS, "first_moment": EXP_AVG_BITS, "second_moment": EXP_AVG_SQ_BITS}
+_BITS = {
+    WEIGHT: WEIGHT_BITS,
+    "first_moment": EXP_AVG_BITS,
+    "second_moment": EXP_AVG_SQ_BITS,
+    "direction": EXP_AVG_SQ_BITS,
+}
 """Role -> the field of an element's random bits."""
 
 
@@ -244,18 +252,18 @@ class _Step:
 
     def write(self, span: slice, values: _Values, amaxes: Sequence[torch.Tensor | None]) -> None:
         """Store a part, rounded with scales from the amaxes of all parts."""
-        random = self._random(span, values[WEIGHT].numel())
-        for (name, role), amax in zip(self.roles.items(), amaxes, strict=True):
-            slot = self.slots[name]
-            _write(slot, span, _scaled(slot, span, values[name], amax), role, random)
-
-    def _random(self, span: slice, count: int) -> torch.Tensor | None:
-        """32 bits for each element, int32 [count]; None where rounding is to nearest."""
-        if self.rounding == "nearest":
-            return None
-        step = (self.state["step"] + 1).to(self.slots[WEIGHT].data.device, torch.float32)
-        bits = RandomBits(self.view.index, step, count, self.view.first)
-        return random_bits(1, *bits.part(span.start, span.start + count)).view(-1)
+        weight = values[WEIGHT]
+        size = ROUNDED_ON_A_CPU if weight.device.type == "cpu" else max(weight.numel(), 1)
+        bits = None
+        if self.rounding == "stochastic":
+            step = (self.state["step"] + 1).to(weight.device, torch.float32)
+            bits = RandomBits(self.view.index, step, size, self.view.first)
+        for start in range(0, weight.numel(), size):
+            piece = slice(span.start + start, span.start + min(start + size, weight.numel()))
+            random = None if bits is None else random_bits(1, *bits.part(piece.start, piece.stop)).view(-1)
+            for (name, role), amax in zip(self.roles.items(), amaxes, strict=True):
+                slot, rounded = self.slots[name], values[name][start : start + size]
+                _write(slot, piece, _scaled(slot, piece, rounded, amax), role, random)
 
     def finish(self, amaxes: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         """Store scales, and what is not rounded. Returns max |x| of the stored weight if a copy is made of it."""
@@ -284,7 +292,10 @@ def _read(slot: Slot, span: slice) -> torch.Tensor:
     flat = _flat(slot.data, span)
     if slot.scale_inv is None:
         return flat.to(torch.float32, copy=True)
-    values = decoded(flat, slot.format, None if slot.residual is None else _flat(slot.residual, span))
+    if slot.format is E4M3 and flat.device.type == "cpu":
+        values = cpu_casts.decoded(flat.view(E4M3.dtype), torch.float32)
+    else:
+        values = decoded(flat, slot.format, None if slot.residual is None else _flat(slot.residual, span))
     values = values * _of_part(slot.scale_inv.detach(), slot, span, values)
     return values.square_() if slot.format is ROOT8 else values
 
@@ -333,12 +344,16 @@ def _scaled(slot: Slot, span: slice, values: torch.Tensor, amax: torch.Tensor | 
 
 def _write(slot: Slot, span: slice, values: torch.Tensor, role: str, random: torch.Tensor | None) -> None:
     """Store scaled values of a part. random: an element's bits; None rounds to nearest."""
-    fmt, stored = slot.format, values
-    if fmt is not FP32:
+    fmt, above_zero = slot.format, role == "second_moment"
+    if fmt is FP32:
+        slot.data.detach().view(-1)[span].copy_(values)
+    elif random is None and not above_zero and fmt is not E4M11:
+        slot.data.detach().view(-1)[span].copy_(saturating_cast(values, fmt))
+    else:
         rounded = nearest(values, fmt) if random is None else stochastic(values, fmt, random, *_BITS[role])
         if fmt is E4M11:
-            stored, residual = encoded_pair(*rounded, values)
+            codes, residual = encoded_pair(*rounded, values)
             _flat(slot.residual, span).copy_(residual)
         else:
-            stored = encoded(*rounded, values, fmt, above_zero=role == "second_moment")
-    _flat(slot.data, span).copy_(stored)
+            codes = encoded(*rounded, values, fmt, above_zero)
+        _flat(slot.data, span).copy_(codes)

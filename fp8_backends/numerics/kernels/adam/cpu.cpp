@@ -44,7 +44,7 @@ struct Grid {
 };
 constexpr Grid GRIDS[] = {
     {4, 0, -126, 0x7F7FFFFF, false}, {2, 16, -126, 0x7F7F0000, false}, {2, 13, -14, 0x477FE000, true},
-    {1, 20, -6, 0x43E00000, true},   {1, 21, -14, 0x47600000, true},    {1, 19, -6, 0x43F80000, true},
+    {1, 20, -6, 0x43E00000, true},   {1, 21, -14, 0x47600000, true},   {1, 19, -6, 0x43F80000, true},
     {1, 12, -6, 0x43E00000, true},
 };
 constexpr int32_t bits_of_power(int exponent) { return (exponent + 127) << 23; }
@@ -54,18 +54,18 @@ constexpr int32_t bits_of_smallest(Grid grid) {
 }
 
 // Columns of a parameter's row, as in table.py
-constexpr int DATA = 0, COPY_DATA = 4, RESIDUAL = 4, INVERSE = 5, COPY_INVERSE = 9, HYPER = 10, FINITE = 11, NUMEL = 12, FIRST = 13,
-              SEED = 14, FIRST_CHUNK = 15, AMAX = 16, RECORD = 19, COLUMNS = 20;
+constexpr int DATA = 0, COPY_DATA = 4, RESIDUAL = 4, INVERSE = 5, COPY_INVERSE = 9, HYPER = 10, FINITE = 11, NUMEL = 12,
+              FIRST = 13, SEED = 14, FIRST_CHUNK = 15, AMAX = 16, RECORD = 19, COLUMNS = 20;
 // Places in the hyperparameters, as in table.py
 constexpr int STEP_SIZE = 0, DECAY = 1, WEIGHT_DECAY = 2, NEW_IN_EXP_AVG = 3, BETA2 = 4, NEW_IN_EXP_AVG_SQ = 5,
               INV_SQRT_BIAS2 = 6, EPS = 7, STEP = 8, OF_FEEDBACK = 9;
 
 // As in bounds.py
-constexpr int32_t RATIO_BITS = 534121127, INF_BITS = 0x7F800000, ONE = 127 << 23, HALF_OF_ONE = 63 * (1 << 23) + (1 << 22);
+constexpr int32_t RATIO_BITS = 534121127, INF_BITS = 0x7F800000, ONE = 127 << 23, HALF_OF_ONE = ONE >> 1;
 constexpr float SLACK = 0x1p-20f, UPDATE_SLACK = 1 + 0x1p-10f, LEAST_ROOT = 0x1p-63f;
 
 constexpr int FORMATS[] = {WEIGHT, GRAD, EXP_AVG, EXP_AVG_SQ};
-constexpr int WRITTEN[] = {0, 2, 3};                         // weight, exp_avg and exp_avg_sq among these
+constexpr int WRITTEN[] = {0, 2, 3};                          // weight, exp_avg and exp_avg_sq among these
 constexpr int LOW_BIT[] = {16, 4, 3}, BITS[] = {16, 20, 13};  // their fields of an element's random bits
 constexpr bool blocked(int slot) { return BLOCKED >> slot & 1; }
 constexpr bool OF_ROOTS = EXP_AVG_SQ == ROOT8;
@@ -116,21 +116,34 @@ template <class Vector, class Count> inline void store_lanes(void* to, Vector x,
     else std::memcpy(to, &x, count * (sizeof x / LANES));
 }
 
-// Integers of eight bits as wider ones: in one instruction where there is one, GCC takes many.
+// Integers as wider ones, the lowest bits of wider ones, and FP16 codes of what is on FP16's grid. GCC takes many
+// instructions for a conversion of vectors.
+#if defined(__AVX512F__)
+inline Shorts shorts_of(SignedBytes x) { return cast<Shorts>(_mm256_cvtepi8_epi16(cast<__m128i>(x))); }
+inline Ints ints_of(SignedBytes x) { return cast<Ints>(_mm512_cvtepi8_epi32(cast<__m128i>(x))); }
+inline Bytes bytes_of(Ints x) { return cast<Bytes>(_mm512_cvtepi32_epi8(cast<__m512i>(x))); }
+inline Halves halves_of(Ints x) { return cast<Halves>(_mm512_cvtepi32_epi16(cast<__m512i>(x))); }
+inline Halves fp16_of(Floats x) { return cast<Halves>(_mm512_cvtps_ph(cast<__m512>(x), _MM_FROUND_TO_ZERO)); }
+#elif defined(__AVX2__) && defined(__F16C__)
 inline Shorts shorts_of(SignedBytes x) {
-#if defined(__AVX512F__)
-    return cast<Shorts>(_mm256_cvtepi8_epi16(cast<__m128i>(x)));
-#else
-    return __builtin_convertvector(x, Shorts);
-#endif
+    return cast<Shorts>(_mm_cvtepi8_epi16(_mm_cvtsi64_si128(cast<int64_t>(x))));
 }
-inline Ints ints_of(SignedBytes x) {
-#if defined(__AVX512F__)
-    return cast<Ints>(_mm512_cvtepi8_epi32(cast<__m128i>(x)));
-#else
-    return __builtin_convertvector(x, Ints);
-#endif
+inline Ints ints_of(SignedBytes x) { return cast<Ints>(_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(cast<int64_t>(x)))); }
+inline Halves halves_of(Ints x) {
+    const __m256i low = cast<__m256i>(x & 0xFFFF);
+    return cast<Halves>(_mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1)));
 }
+inline Halves fp16_of(Floats x) { return cast<Halves>(_mm256_cvtps_ph(cast<__m256>(x), _MM_FROUND_TO_ZERO)); }
+inline Bytes bytes_of(Ints x) {
+    const __m128i low = cast<__m128i>(halves_of(x & 0xFF));
+    return cast<Bytes>(_mm_cvtsi128_si64(_mm_packus_epi16(low, low)));
+}
+#else
+inline Shorts shorts_of(SignedBytes x) { return __builtin_convertvector(x, Shorts); }
+inline Ints ints_of(SignedBytes x) { return __builtin_convertvector(x, Ints); }
+inline Bytes bytes_of(Ints x) { return __builtin_convertvector(x, Bytes); }
+inline Halves halves_of(Ints x) { return __builtin_convertvector(x, Halves); }
+#endif
 
 inline Floats from_halves(Halves x) {
 #if defined(__AVX512F__)
@@ -143,14 +156,6 @@ inline Floats from_halves(Halves x) {
     normal = magnitude >= 0x7C00 ? normal + (112 << 23) : normal;  // inf and NaN
     Ints subnormal = bits_of(__builtin_convertvector(magnitude, Floats) * 0x1p-24f);
     return floats_of((magnitude < 0x400 ? subnormal : normal) | (code >> 15 << 31));
-#endif
-}
-
-inline Halves to_halves(Ints code) {
-#if defined(__AVX512F__)
-    return cast<Halves>(_mm512_cvtepi32_epi16(cast<__m512i>(code)));
-#else
-    return __builtin_convertvector(code, Halves);
 #endif
 }
 
@@ -192,8 +197,8 @@ inline Floats decoded_pair(const void* codes, const void* residuals, int64_t at,
 
 struct Rounded {
     Ints bits;   // of |x| + shift, on the format's grid but for the bits that it drops
-    Ints shift;  // bits of 0, or where |x| is subnormal of the smallest normal number: it puts the mantissa bits that the
-                 // format stores in front of those that are dropped
+    Ints shift;  // bits of 0, or where |x| is subnormal of the smallest normal number, which puts the mantissa bits that
+                 // the format stores in front of those that are dropped
 };
 
 // above_zero: x is not negative, and where it is positive it may not become 0.
@@ -236,15 +241,15 @@ inline void store(void* data, int64_t at, Count count, Floats x, Rounded r, bool
     char* to = static_cast<char*>(data) + at * grid.bytes;
     const Ints sign = with_sign ? sign_of(x, width) : Ints{};
     if constexpr (grid.bytes == 1) {
-        store_lanes(to, __builtin_convertvector(magnitude_code<FORMAT>(r) | sign, Bytes), count);
+        store_lanes(to, bytes_of(magnitude_code<FORMAT>(r) | sign), count);
     } else {
-#if defined(__AVX512F__)
-        if constexpr (FORMAT == FP16) {  // what is on its grid is converted exactly
+#if defined(__AVX2__) && defined(__F16C__)
+        if constexpr (FORMAT == FP16) {
             const Ints value = magnitude_bits<FORMAT>(r) | (with_sign ? bits_of(x) & INT32_MIN : Ints{});
-            return store_lanes(to, cast<Halves>(_mm512_cvtps_ph(cast<__m512>(value), _MM_FROUND_TO_ZERO)), count);
+            return store_lanes(to, fp16_of(floats_of(value)), count);
         }
 #endif
-        store_lanes(to, to_halves(magnitude_code<FORMAT>(r) | sign), count);
+        store_lanes(to, halves_of(magnitude_code<FORMAT>(r) | sign), count);
     }
 }
 
@@ -252,8 +257,8 @@ template <class Count>
 inline void store_pair(void* codes, void* residuals, int64_t at, Count count, Floats x, Rounded r) {
     const Ints both = magnitude_code<E4M11>(r) | sign_of(x, 15);
     const Ints code = (both + 0x80) >> 8;  // the nearest one
-    store_lanes(static_cast<char*>(codes) + at, __builtin_convertvector(code, Bytes), count);
-    store_lanes(static_cast<char*>(residuals) + at, __builtin_convertvector(both, Bytes), count);
+    store_lanes(static_cast<char*>(codes) + at, bytes_of(code), count);
+    store_lanes(static_cast<char*>(residuals) + at, bytes_of(both), count);
 }
 
 // Scales
