@@ -161,10 +161,10 @@ def has_kernels(tensor: torch.Tensor) -> bool:
 
 def _kernels(kind: Kind, weight: torch.Tensor) -> Kernels | None:
     """The fused kernels for parameters of a kind on the device of this one."""
-    if kind.split or kind.feedback or kind.format(3) is ROOT8:
-        return None
     if triton_gate.usable(weight):
         from . import triton_adam  # Triton takes a second to load
 
         return triton_adam.kernels(kind, weight)
+    if kind.split or kind.feedback or kind.format(3) is ROOT8:
+        return None
     return cpu.kernels(kind) if cpu.usable(weight) else None

@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...formats import FORMATS
+from ...formats import FORMATS, ROOT8
 from ..triton_common import OPTIONS, as_bits, from_bits, scale_inv_of
 from ..triton_gate import has_fp8_casts, on_device_of
 from .rounding import EXP_AVG_BITS, EXP_AVG_SQ_BITS, WEIGHT_BITS
@@ -35,7 +35,6 @@ from .triton_tiles import (
     COPY,
     COPY_INVERSE,
     FINITE,
-    HYPER,
     NUMEL,
     RECORD,
     SEED,
@@ -151,8 +150,7 @@ def _amax_kernel(table, parameters, amax_ptr, old_ptr, KIND: tl.constexpr, ALIGN
 def _write_kernel(table, parameters, amax_ptr, old_ptr, stored_ptr, KIND: tl.constexpr, ALIGNED: tl.constexpr):
     row, index, start = row_of(table, parameters, KIND)
     numel, pointers, hyper = tl.load(row + NUMEL), pointers_of(row, KIND, ALIGNED), hyper_of(row)
-    step = tl.load(tl.load(row + HYPER).to(tl.pointer_type(tl.float32)) + STEP).to(tl.int32).to(tl.uint32)
-    key = mixed(mixed(step) + tl.load(row + SEED).to(tl.uint32))
+    key = mixed(mixed(hyper[STEP].to(tl.int32).to(tl.uint32)) + tl.load(row + SEED).to(tl.uint32))
     old, g_inv = old_ptr + index * 3, grad_factor(row, KIND)
     if KIND.scaled[0] or KIND.scaled[2] or KIND.scaled[3]:
         inverses = (tl.load(old), g_inv, tl.load(old + 1), tl.load(old + 2))
@@ -233,7 +231,8 @@ class _Constants:
         kind, width = self.kind, self.kind.block_size or _TILE
         rows, fields = max(1, _TILE // width), (WEIGHT_BITS, (0, 0), EXP_AVG_BITS, EXP_AVG_SQ_BITS)
         return kind._asdict() | {
-            "formats": tuple(FORMATS[dtype].name for dtype in (*kind.dtypes, kind.copy or torch.float8_e4m3fn)),
+            "formats": (*(kind.format(i).name for i in range(4)), FORMATS[kind.copy or torch.float8_e4m3fn].name),
+            "has_roots": kind.format(3) is ROOT8,
             "low_bit": tuple(low for low, _ in fields),
             "bits": tuple(bits for _, bits in fields),
             "has_fp8_casts": self.fp8_casts,

@@ -35,6 +35,7 @@ from .triton_tiles import (
     WEIGHT_DECAY,
     amax_of,
     coded,
+    half_of_inverse,
     of_lanes,
 )
 
@@ -275,7 +276,7 @@ def bases_of(pointers, copy, row, start, KIND: tl.constexpr):
     the scale_inv of its first block of exp_avg; the index of its first element for random bits."""
     of_blocks = tl.load(row + INVERSE + 2).to(tl.pointer_type(tl.float32)) + start // KIND.width
     index = (tl.load(row + FIRST) + start).to(tl.int32)
-    w, g, m, v = pointers
+    w, g, m, v, _ = pointers
     return w + start, g + start, m + start, v + start, copy + start, of_blocks, index
 
 
@@ -294,7 +295,7 @@ def write_usual_tile(bases, inverses, hyper, scales, copy_scale, v_bound, key, f
     v = _write_exp_avg_sq(bases[3] + at, v, scales[2], random, KIND)
     ratio, largest_m = of_lanes(as_bits(m) - (as_bits(v) >> 1), KIND), of_lanes(as_bits(m), KIND)
     if KIND.blocked[2]:
-        ratio = coded(ratio, m_inv, scales[2][1])
+        ratio = coded(ratio, m_inv, half_of_inverse(scales[2][1], KIND))
         largest_m = as_bits(from_bits(largest_m) * m_inv)
     return (
         tl.maximum(known[0], largest_w),
