@@ -95,13 +95,11 @@ def _gradient_kernel(table, parameters, grad_amax_ptr, KIND: tl.constexpr, ALIGN
 
 @triton.jit
 def _bounds_kernel(table, amax_ptr, grad_amax_ptr, old_ptr, KIND: tl.constexpr):
-    """`bounds.new_bounds` in the place of amaxes. Empties the record. Grid: one program for each parameter."""
+    """`bounds.new_bounds` in the place of amaxes. Empties the record. Sets the old scales aside, and in
+    the place of those that blocks have the bounds, which have none either. Grid: one program for each parameter."""
     index = tl.program_id(0).to(tl.int64)
     row, old = table + index * COLUMNS, old_ptr + index * 3
     hyper, v_inv = hyper_of(row), inverse_of(row, KIND, 3)
-    tl.store(old, inverse_of(row, KIND, 0))
-    tl.store(old + 1, inverse_of(row, KIND, 2))
-    tl.store(old + 2, v_inv)
     record = tl.load(row + RECORD).to(tl.pointer_type(tl.int32))
     known = (tl.load(record), tl.load(record + 1), tl.load(record + 2), tl.load(record + 3))
     for place in tl.static_range(4):
@@ -111,8 +109,13 @@ def _bounds_kernel(table, amax_ptr, grad_amax_ptr, old_ptr, KIND: tl.constexpr):
         tl.store(amax_ptr + tl.load(row + AMAX), as_bits(w))
     if not KIND.blocked[2]:
         tl.store(amax_ptr + tl.load(row + AMAX + 1), as_bits(m))
+        m = inverse_of(row, KIND, 2)
     if not KIND.blocked[3]:
         tl.store(amax_ptr + tl.load(row + AMAX + 2), as_bits(v))
+        v = v_inv
+    tl.store(old, inverse_of(row, KIND, 0))
+    tl.store(old + 1, m)
+    tl.store(old + 2, v)
 
 
 @triton.jit
@@ -147,13 +150,31 @@ def _amax_kernel(table, parameters, amax_ptr, old_ptr, KIND: tl.constexpr, ALIGN
 
 
 @triton.jit
+def _old_inverse(old, KIND: tl.constexpr, SLOT: tl.constexpr):
+    """The only scale_inv of exp_avg or exp_avg_sq, as it was before the step."""
+    if KIND.blocked[SLOT]:
+        return tl.full((), 1.0, tl.float32)
+    else:
+        return tl.load(old + (SLOT - 1))
+
+
+@triton.jit
+def _bound_of(amax_ptr, row, old, KIND: tl.constexpr, SLOT: tl.constexpr):
+    """The bound of exp_avg or exp_avg_sq, from `_bounds_kernel`."""
+    if KIND.blocked[SLOT]:
+        return tl.load(old + (SLOT - 1))
+    else:
+        return amax_of(amax_ptr, row, SLOT - 1)
+
+
+@triton.jit
 def _write_kernel(table, parameters, amax_ptr, old_ptr, stored_ptr, KIND: tl.constexpr, ALIGNED: tl.constexpr):
     row, index, start = row_of(table, parameters, KIND)
     numel, pointers, hyper = tl.load(row + NUMEL), pointers_of(row, KIND, ALIGNED), hyper_of(row)
     key = mixed(mixed(hyper[STEP].to(tl.int32).to(tl.uint32)) + tl.load(row + SEED).to(tl.uint32))
     old, g_inv = old_ptr + index * 3, grad_factor(row, KIND)
     if KIND.scaled[0] or KIND.scaled[2] or KIND.scaled[3]:
-        inverses = (tl.load(old), g_inv, tl.load(old + 1), tl.load(old + 2))
+        inverses = (tl.load(old), g_inv, _old_inverse(old, KIND, 2), _old_inverse(old, KIND, 3))
     else:
         inverses = (1.0, g_inv, 1.0, 1.0)
     w_scale = new_scale(amax_ptr, row, start, KIND, 0)
@@ -168,15 +189,21 @@ def _write_kernel(table, parameters, amax_ptr, old_ptr, stored_ptr, KIND: tl.con
     tile_size: tl.constexpr = KIND.rows * KIND.width
     count = tl.minimum(numel - start, KIND.chunk).to(tl.int32)
     if KIND.has_usual_case:
-        is_usual = has_usual_numbers(amax_ptr, row, inverses, hyper, scales, KIND)
-        v_bound = amax_of(amax_ptr, row, 2)
+        bounds = (
+            amax_of(amax_ptr, row, 0),
+            _bound_of(amax_ptr, row, old, KIND, 2),
+            _bound_of(amax_ptr, row, old, KIND, 3),
+        )
+        is_usual = has_usual_numbers(bounds, inverses, hyper, scales, KIND)
         bases = bases_of(pointers, copy[0], row, start, KIND)
     for tile in range(KIND.tiles):
         first = tile * tile_size
         at, is_full = start + first, first + tile_size <= count
         if KIND.has_usual_case:
             if is_usual & is_full:
-                largest = write_usual_tile(bases, inverses, hyper, scales, copy[1], v_bound, key, first, largest, KIND)
+                largest = write_usual_tile(
+                    bases, inverses, hyper, scales, copy[1], bounds[2], key, first, largest, KIND
+                )
             elif first < count:
                 largest = write_tile(
                     pointers, row, inverses, hyper, scales, copy, amax_ptr, key, numel, at, largest, KIND, False
@@ -255,7 +282,8 @@ class _Constants:
 def _has_usual_case(kind: Kind) -> bool:
     """Whether `triton_usual` writes tiles of this kind: it wants bounds."""
     is_scaled = any(kind.scaled[i] for i in WRITTEN)
-    return kind.bounded and kind.stochastic and is_scaled and not any(kind.blocked[i] for i in (0, 1, 3))
+    in_blocks = kind.blocked[0] or kind.blocked[1] or kind.blocked[3] and kind.format(3) is not ROOT8
+    return kind.bounded and kind.stochastic and is_scaled and not in_blocks
 
 
 def kernels(kind: Kind, tensor: torch.Tensor) -> TritonKernels | None:

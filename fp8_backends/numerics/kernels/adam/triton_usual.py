@@ -20,12 +20,21 @@ import triton
 import triton.language as tl
 
 from ..reference import GRADIENT_LIMIT
-from ..triton_common import as_bits, dropped_bits, format_max, from_bits, is_finite, smallest_normal
+from ..triton_common import (
+    as_bits,
+    dropped_bits,
+    format_max,
+    from_bits,
+    from_magnitude_codes,
+    is_finite,
+    smallest_normal,
+)
 from .triton_rounding import decoded, encoded, mixed, rounded, scale_of, with_sign_of
 from .triton_tiles import (
     BETA2,
     DECAY,
     EPS,
+    FEEDBACK,
     FIRST,
     INV_SQRT_BIAS2,
     INVERSE,
@@ -33,15 +42,18 @@ from .triton_tiles import (
     NEW_IN_EXP_AVG_SQ,
     STEP_SIZE,
     WEIGHT_DECAY,
-    amax_of,
     coded,
     half_of_inverse,
     of_lanes,
+    ratio_of,
 )
 
 _GRADIENT_LIMIT = tl.constexpr(GRADIENT_LIMIT)
 _LEAST, _MOST, _LEAST_FACTOR = tl.constexpr(2.0**-100), tl.constexpr(2.0**100), tl.constexpr(2.0**-20)
 _MOST_OF_ROOT = tl.constexpr(2.0**64)
+_LEAST_NORMAL, _MOST_OF_ROOTS, _MOST_OF_BLOCKS = tl.constexpr(2.0**-126), tl.constexpr(2.0**16), tl.constexpr(2.0**36)
+_FOURS = tl.constexpr(24)  # 4**24, times which a stored root's square is 2**-101 at least, or 0
+_LARGEST_QUANTUM = tl.constexpr(2.0**5)
 _ROOT_BESIDE_EPS = tl.constexpr(2.0**12)  # roots from 2**-37 on: below them, a product with it is 2**-25 of eps at most
 
 
@@ -54,12 +66,12 @@ def _to_exponent_of(fmt):
 @triton.constexpr_function
 def _spare_bits(fmt):
     """Bits above those of a magnitude that has the format's own exponent, but for the sign."""
-    return {"fp16": 3, "bf16": 0, "e4m3": 4, "e5m2": 3}[fmt]
+    return {"fp16": 3, "bf16": 0, "e4m3": 4, "e5m2": 3, "e4m11": 4, "root8": 5}[fmt]
 
 
 @triton.constexpr_function
 def _width(fmt):
-    return 8 if fmt in ("e4m3", "e5m2") else 16
+    return 8 if fmt in ("e4m3", "e5m2", "root8") else 16
 
 
 @triton.jit
@@ -75,28 +87,43 @@ def _are_usual_scales(old_inverse, new, KIND: tl.constexpr, SLOT: tl.constexpr):
 
 
 @triton.jit
-def _root_factors(v_bound, hyper):
+def _root_factors(v_bound, hyper, KIND: tl.constexpr):
     """4**k, times which no exp_avg_sq overflows, and what the root of the product is multiplied by."""
-    k = (251 - (as_bits(v_bound) >> 23)) >> 1
-    k = tl.minimum(tl.maximum(k, 0), 62)
+    if KIND.has_roots:
+        k = tl.full((), _FOURS, tl.int32)
+    else:
+        k = (251 - (as_bits(v_bound) >> 23)) >> 1
+        k = tl.minimum(tl.maximum(k, 0), 62)
     return from_bits((127 + 2 * k) << 23), hyper[INV_SQRT_BIAS2] * from_bits((127 - k) << 23)
 
 
 @triton.jit
-def has_usual_numbers(amax_ptr, row, inverses, hyper, scales, KIND: tl.constexpr):
-    """Whether `write_usual_tile` may write the tiles of a parameter. False for what is no number."""
-    w_bound, v_bound = amax_of(amax_ptr, row, 0), amax_of(amax_ptr, row, 2)
-    _, root_factor = _root_factors(v_bound, hyper)
+def has_usual_numbers(bounds, inverses, hyper, scales, KIND: tl.constexpr):
+    """Whether `write_usual_tile` may write the tiles of a parameter. False for what is no number. bounds: of weight,
+    exp_avg and exp_avg_sq."""
+    w_bound, m_bound, v_bound = bounds
+    _, root_factor = _root_factors(v_bound, hyper, KIND)
     denominator = root_factor * _MOST_OF_ROOT + hyper[EPS]
     usual = (w_bound <= _MOST) & is_finite(v_bound) & (denominator <= _MOST) & (w_bound * denominator <= _MOST)
-    usual = usual & (hyper[EPS] >= _LEAST) & (root_factor <= hyper[EPS] * _ROOT_BESIDE_EPS)
+    usual = usual & (hyper[EPS] >= _LEAST)
     usual = usual & (hyper[BETA2] >= _LEAST_FACTOR) & (tl.abs(hyper[DECAY]) >= _LEAST_FACTOR)
     if KIND.scaled[1] and (KIND.formats[1] == "e4m3" or KIND.formats[1] == "e5m2"):
         usual = usual & (inverses[1] * format_max(KIND.formats[1]) < _GRADIENT_LIMIT)
     usual = usual & _are_usual_scales(inverses[0], scales[0], KIND, 0)
-    usual = usual & _are_usual_scales(inverses[3], scales[2], KIND, 3)
-    if not KIND.blocked[2]:
-        usual = usual & is_finite(amax_of(amax_ptr, row, 1)) & _are_usual_scales(inverses[2], scales[1], KIND, 2)
+    if KIND.split:
+        usual = usual & (inverses[0] * tl.abs(hyper[DECAY]) <= 1.0)
+    if KIND.has_roots:
+        usual = usual & (v_bound <= _MOST_OF_ROOTS) & (hyper[INV_SQRT_BIAS2] >= 1.0)
+    else:
+        usual = usual & (root_factor <= hyper[EPS] * _ROOT_BESIDE_EPS)
+        usual = usual & _are_usual_scales(inverses[3], scales[2], KIND, 3)
+    if KIND.blocked[2]:
+        if KIND.feedback:
+            most = tl.sqrt_rn(v_bound) * hyper[INV_SQRT_BIAS2] + hyper[EPS]
+            m_bound += scales[0][1] * _LARGEST_QUANTUM * most * tl.abs(hyper[FEEDBACK])
+        usual = usual & (m_bound <= _MOST_OF_BLOCKS)
+    else:
+        usual = usual & is_finite(m_bound) & _are_usual_scales(inverses[2], scales[1], KIND, 2)
     return usual
 
 
@@ -122,6 +149,17 @@ def root_of(x, IN_HARDWARE: tl.constexpr):
 
 
 @triton.jit
+def root_of_square(x, IN_HARDWARE: tl.constexpr):
+    """`root_of`, and 0 for 0."""
+    if IN_HARDWARE:
+        inverse = _approximate_root(x + _LEAST_NORMAL)
+        root = x * inverse
+        return tl.fma(tl.fma(root * -1.0, root, x), 0.5 * inverse, root)
+    else:
+        return tl.sqrt_rn(x)
+
+
+@triton.jit
 def quotient_of(x, y, IN_HARDWARE: tl.constexpr):
     """The correctly rounded quotient of numbers from 2**-101 on, y up to 2**100, x / y up to 2**100."""
     if IN_HARDWARE:
@@ -140,28 +178,48 @@ def _stored(pointer, KIND: tl.constexpr, SLOT: tl.constexpr):
 
 
 @triton.jit
+def _stored_pair(codes, residuals):
+    """FP32 values of a split weight, without their scale and times 2**-120: as FP32 bits, a magnitude has the format's
+    own exponent. Four bits of the sign come before it, and three of them go."""
+    code = tl.load(codes).to(tl.int32) << 24
+    word = code + (tl.load(residuals).to(tl.int8, bitcast=True).to(tl.int32) << 16)
+    return from_bits((word >> 4) & -0x78001000)
+
+
+@triton.jit
 def _step(bases, inverses, of_blocks, hyper, at, root_numbers, KIND: tl.constexpr):
-    """`triton_tiles.adam_step`."""
-    w, g = _stored(bases[0] + at, KIND, 0), _stored(bases[1] + at, KIND, 1) * inverses[1]
+    """`triton_tiles.adam_step`; the root is larger than exp_avg_sq's, as `root_numbers` say."""
+    w_inv = inverses[0]
+    if KIND.split:
+        w = _stored_pair(bases[0] + at, bases[4] + at)
+        w_inv = w_inv * (1 / _to_exponent_of("e4m11"))
+    else:
+        w = _stored(bases[0] + at, KIND, 0)
+    g = _stored(bases[1] + at, KIND, 1) * inverses[1]
     m, v = _stored(bases[2] + at, KIND, 2), _stored(bases[3] + at, KIND, 3)
     if not (KIND.scaled[1] and (KIND.formats[1] == "e4m3" or KIND.formats[1] == "e5m2")):
         g = tl.where(tl.abs(g) < _GRADIENT_LIMIT, g, 0.0)
     if KIND.maximize:
         g = -g
     if KIND.decoupled:
-        w = w * (inverses[0] * hyper[DECAY])
+        w = w * (w_inv * hyper[DECAY])
     else:
-        w = w * inverses[0]
+        w = w * w_inv
         g = g + hyper[WEIGHT_DECAY] * w
     if KIND.blocked[2]:
-        m = m * tl.load(of_blocks)
+        m = m * tl.load(of_blocks[0])
         m = m + hyper[NEW_IN_EXP_AVG] * (g - m)
     else:
         m = tl.fma(m, inverses[2], hyper[NEW_IN_EXP_AVG] * tl.fma(m * -1.0, inverses[2], g))
-    v = v * (inverses[3] * hyper[BETA2]) + hyper[NEW_IN_EXP_AVG_SQ] * g * g
-    root = root_of(tl.fma(v, root_numbers[0], _LEAST), KIND.has_fp8_casts)
+    if KIND.has_roots:
+        v = v * tl.load(of_blocks[1])
+        v = v * v * hyper[BETA2] + hyper[NEW_IN_EXP_AVG_SQ] * g * g
+        root = root_of_square(v * root_numbers[0], KIND.has_fp8_casts)
+    else:
+        v = v * (inverses[3] * hyper[BETA2]) + hyper[NEW_IN_EXP_AVG_SQ] * g * g
+        root = root_of(tl.fma(v, root_numbers[0], _LEAST), KIND.has_fp8_casts)
     denominator = root * root_numbers[1] + hyper[EPS]
-    return w - quotient_of(hyper[STEP_SIZE] * m, denominator, KIND.has_fp8_casts), m, v
+    return w - quotient_of(hyper[STEP_SIZE] * m, denominator, KIND.has_fp8_casts), m, v, root, denominator
 
 
 @triton.jit
@@ -210,10 +268,18 @@ def _upper(x, scale, random, KIND: tl.constexpr, SLOT: tl.constexpr):
 
 @triton.jit
 def _write_weight(pointer, copy, w, scale, copy_scale, random, KIND: tl.constexpr):
-    """Returns the bits of what is stored, the largest of a thread's."""
+    """copy: a pointer to the residual of a weight that is split. Returns what is stored, without its scale, of a split
+    weight only its size; and its bits, the largest of a thread's."""
     if KIND.formats[0] == "fp32":
         tl.store(pointer, w)
         stored, largest = w, of_lanes(as_bits(w) & 0x7FFFFFFF, KIND)
+    elif KIND.split:
+        upper = _upper(w, scale[0], random, KIND, 0)
+        nearest = upper + 0x800000
+        tl.store(pointer, _code((nearest & 0x7FFFFFFF) | (as_bits(w).to(tl.uint32, bitcast=True) & 0x80000000), "e4m3"))
+        tl.store(copy, (upper >> 16).to(tl.uint8))
+        most = of_lanes(upper.to(tl.int32, bitcast=True), KIND) >> 16
+        stored, largest = w, as_bits(from_magnitude_codes(most, "e4m11"))
     else:
         upper = _upper(w, scale[0], random, KIND, 0)
         code = _code(_with_sign_of(upper, w), KIND.formats[0])
@@ -228,7 +294,14 @@ def _write_weight(pointer, copy, w, scale, copy_scale, random, KIND: tl.constexp
         else:
             magnitude = rounded(x, 0, KIND.formats[4], KIND.has_fp8_casts, False, 0, 0, False)
             tl.store(copy, encoded(with_sign_of(magnitude, x), KIND.formats[4], KIND.has_fp8_casts))
-    return largest
+    return stored, largest
+
+
+@triton.jit
+def _scale_of_block(amax, FORMAT: tl.constexpr):
+    """The scale for a finite amax, and its inverse."""
+    scale = scale_of(amax, FORMAT)
+    return scale, from_bits((254 << 23) - as_bits(scale))  # of a power of two
 
 
 @triton.jit
@@ -241,12 +314,9 @@ def _write_exp_avg(pointer, inverses, m, scale, random, KIND: tl.constexpr):
         return tl.abs(m), inverse
     else:
         if KIND.blocked[2]:
-            amax = from_bits(tl.max(as_bits(m) & 0x7FFFFFFF, axis=1)[:, None])
-            scale_of_block = scale_of(amax, FORMAT)
-            inverse = from_bits((254 << 23) - as_bits(scale_of_block))  # of a power of two
-            inverse = tl.where(is_finite(amax), inverse, float("nan"))
+            block_scale, inverse = _scale_of_block(tl.max(tl.abs(m), axis=1)[:, None], FORMAT)
             tl.store(inverses, inverse)
-            upper = _upper(m * scale_of_block, 1.0, random, KIND, 2)
+            upper = _upper(m, block_scale, random, KIND, 2)
         else:
             upper = _upper(m, scale[0], random, KIND, 2)
         code = _code(_with_sign_of(upper, m), FORMAT)
@@ -271,13 +341,31 @@ def _write_exp_avg_sq(pointer, v, scale, random, KIND: tl.constexpr):
 
 
 @triton.jit
+def _write_root(pointer, inverses, root, root_numbers, random, KIND: tl.constexpr):
+    """root: times 2**_FOURS. Returns roots as they are stored, without their scale; its inverse."""
+    shift: tl.constexpr = 2.0**-_FOURS
+    scale, inverse = _scale_of_block(tl.max(root, axis=1)[:, None] * shift, "root8")
+    tl.store(inverses, inverse)
+    factor = scale * (shift * _to_exponent_of("root8"))
+    upper = _rounded(root, factor, random, "root8", KIND.low_bit[3], KIND.bits[3])
+    least: tl.constexpr = 1 << 24
+    upper = tl.maximum(upper, tl.minimum(as_bits(root).to(tl.uint32, bitcast=True), least))  # bits: 0, or more than it
+    tl.store(pointer, (upper >> 24).to(tl.uint8))
+    return from_magnitude_codes((upper >> 24).to(tl.int32), "root8"), inverse
+
+
+@triton.jit
 def bases_of(pointers, copy, row, start, KIND: tl.constexpr):
-    """What a program's tiles count from: pointers to its first element (weight, grad, exp_avg, exp_avg_sq, copy) and to
-    the scale_inv of its first block of exp_avg; the index of its first element for random bits."""
-    of_blocks = tl.load(row + INVERSE + 2).to(tl.pointer_type(tl.float32)) + start // KIND.width
+    """What a program's tiles count from: pointers to its first element (weight, grad, exp_avg, exp_avg_sq, copy or
+    residual) and to the scale_inv of its first block of exp_avg and exp_avg_sq; the index of its first element for
+    random bits."""
+    m_blocks = tl.load(row + INVERSE + 2).to(tl.pointer_type(tl.float32)) + start // KIND.width
+    v_blocks = tl.load(row + INVERSE + 3).to(tl.pointer_type(tl.float32)) + start // KIND.width
     index = (tl.load(row + FIRST) + start).to(tl.int32)
-    w, g, m, v, _ = pointers
-    return w + start, g + start, m + start, v + start, copy + start, of_blocks, index
+    w, g, m, v, residual = pointers
+    if KIND.split:
+        copy = residual
+    return w + start, g + start, m + start, v + start, copy + start, m_blocks, v_blocks, index
 
 
 @triton.jit
@@ -285,21 +373,37 @@ def write_usual_tile(bases, inverses, hyper, scales, copy_scale, v_bound, key, f
     """What `write_tile` does. bases: from `bases_of`; first: the tile's place behind them; v_bound: of exp_avg_sq."""
     rows = tl.arange(0, KIND.rows)[:, None]
     at = first + rows * KIND.width + tl.arange(0, KIND.width)[None, :]
-    of_blocks = bases[5] + (first // KIND.width + rows)
-    w, m, v = _step(bases, inverses, of_blocks, hyper, at, _root_factors(v_bound, hyper), KIND)
-    random = mixed((bases[6] + at).to(tl.uint32, bitcast=True) ^ key)
+    block = first // KIND.width + rows
+    of_blocks = (bases[5] + block, bases[6] + block)
+    root_numbers = _root_factors(v_bound, hyper, KIND)
+    w, m, v, root, denominator = _step(bases, inverses, of_blocks, hyper, at, root_numbers, KIND)
+    random = mixed((bases[7] + at).to(tl.uint32, bitcast=True) ^ key)
     if KIND.blocked[2]:
         tl.debug_barrier()  # all threads have read the blocks' old scales
-    largest_w = _write_weight(bases[0] + at, bases[4] + at, w, scales[0], copy_scale, random, KIND)
-    m, m_inv = _write_exp_avg(bases[2] + at, of_blocks, m, scales[1], random, KIND)
-    v = _write_exp_avg_sq(bases[3] + at, v, scales[2], random, KIND)
-    ratio, largest_m = of_lanes(as_bits(m) - (as_bits(v) >> 1), KIND), of_lanes(as_bits(m), KIND)
+    stored_w, largest_w = _write_weight(bases[0] + at, bases[4] + at, w, scales[0], copy_scale, random, KIND)
+    if KIND.feedback:  # the product is exact
+        m += tl.fma(stored_w * -1.0, scales[0][1], w) * denominator * hyper[FEEDBACK]
+    m, m_inv = _write_exp_avg(bases[2] + at, of_blocks[0], m, scales[1], random, KIND)
+    v_inv = scales[2][1]
+    if KIND.has_roots:
+        v, v_inv = _write_root(bases[3] + at, of_blocks[1], root, root_numbers, random, KIND)
+    else:
+        v = _write_exp_avg_sq(bases[3] + at, v, scales[2], random, KIND)
+    half = half_of_inverse(v_inv, KIND)
+    ratio, largest_m, largest_v = (
+        of_lanes(ratio_of(m, v, half, KIND), KIND),
+        of_lanes(as_bits(m), KIND),
+        of_lanes(as_bits(v), KIND),
+    )
+    if KIND.blocked[2] or KIND.blocked[3]:
+        ratio = coded(ratio, m_inv, half)
     if KIND.blocked[2]:
-        ratio = coded(ratio, m_inv, half_of_inverse(scales[2][1], KIND))
         largest_m = as_bits(from_bits(largest_m) * m_inv)
+    if KIND.blocked[3]:
+        largest_v = as_bits(from_bits(largest_v) * v_inv)
     return (
         tl.maximum(known[0], largest_w),
         tl.maximum(known[1], largest_m),
-        tl.maximum(known[2], of_lanes(as_bits(v), KIND)),
+        tl.maximum(known[2], largest_v),
         tl.maximum(known[3], ratio),
     )

@@ -10,6 +10,7 @@ from fp8_backends.numerics.kernels.adam import triton_adam
 from fp8_backends.numerics.kernels.adam.table import Kind
 
 E4M3, FP16, BF16, FP32 = torch.float8_e4m3fn, torch.float16, torch.bfloat16, torch.float32
+ROOT8 = torch.uint8
 PLAIN, ALL, ADAMW = (False,) * 4, (True,) * 4, {"decoupled": True, "maximize": False, "stochastic": True}
 OF_O2 = {"dtypes": (FP16, E4M3, E4M3, FP16), "scaled": ALL, "finite_is_told": False}
 KINDS = {
@@ -23,6 +24,9 @@ KINDS = {
     ),
     "bf16": Kind((BF16,) * 4, PLAIN, PLAIN, 0, None, **ADAMW, finite_is_told=True),
 }
+IN_BLOCKS = {"blocked": (False, False, True, True), "block_size": 128, "copy": None, "finite_is_told": False}
+OF_O4 = {"dtypes": (E4M3, E4M3, E4M3, ROOT8), "scaled": ALL, **IN_BLOCKS, **ADAMW, "bounded": True}
+KINDS |= {"O4, one pass": Kind(**OF_O4, split=True), "O5, one pass": Kind(**OF_O4, feedback=True)}
 KINDS |= {f"{kind}, one pass": KINDS[kind]._replace(bounded=True) for kind in ("O1", "O2", "O3", "O2, blocks of 128")}
 SIGNATURE = {"table": "*i64", "parameters": "*i32", "amax_ptr": "*i32", "old_ptr": "*fp32", "stored_ptr": "*i32"}
 SIGNATURE |= {"grad_amax_ptr": "*fp32"}
