@@ -59,14 +59,13 @@ from .triton_tiles import (
 )
 from .triton_usual import bases_of, has_usual_numbers, write_usual_tile
 
-_TILE, _TILES = 1024, 8
-"""Elements that a program works on at a time, and how often it does."""
+_CHUNK = 8192
+"""Elements of a program, and of the largest block two."""
 
-_LANES = 4
-"""Elements in a row that a thread has."""
-
-LIMITS = {"num_warps": 8}
-"""Four elements a thread: nothing is spilled, and enough programs run at a time to hide what they wait for."""
+_LANES, _BYTES = 4, 16
+"""Elements in a row that a thread has: for 4 nothing is spilled in the general tile, and enough programs run at a time
+to hide what they wait for. In a usual tile whose states are bytes it has 16: one access reads them, and a block's scale
+is of eight threads and not of all of a warp's."""
 
 
 # Kernels. Grid: one program for each chunk of each parameter; `parameters` has the index of a chunk's parameter.
@@ -187,6 +186,7 @@ def _write_kernel(table, parameters, amax_ptr, old_ptr, stored_ptr, KIND: tl.con
             tl.store(tl.load(row + COPY_INVERSE).to(tl.pointer_type(tl.float32)), scale_inv_of(copy[1], amax))
     largest = nothing_stored(KIND)
     tile_size: tl.constexpr = KIND.rows * KIND.width
+    usual_size: tl.constexpr = KIND.usual_rows * KIND.width
     count = tl.minimum(numel - start, KIND.chunk).to(tl.int32)
     if KIND.has_usual_case:
         bounds = (
@@ -196,23 +196,28 @@ def _write_kernel(table, parameters, amax_ptr, old_ptr, stored_ptr, KIND: tl.con
         )
         is_usual = has_usual_numbers(bounds, inverses, hyper, scales, KIND)
         bases = bases_of(pointers, copy[0], row, start, KIND)
-    for tile in range(KIND.tiles):
-        first = tile * tile_size
-        at, is_full = start + first, first + tile_size <= count
+    for tile in range(KIND.chunk // usual_size):
+        first = tile * usual_size
+        is_full = first + usual_size <= count
         if KIND.has_usual_case:
             if is_usual & is_full:
                 largest = write_usual_tile(
                     bases, inverses, hyper, scales, copy[1], bounds[2], key, first, largest, KIND
                 )
-            elif first < count:
-                largest = write_tile(
-                    pointers, row, inverses, hyper, scales, copy, amax_ptr, key, numel, at, largest, KIND, False
-                )
+            else:
+                for part in range(usual_size // tile_size):
+                    if first + part * tile_size < count:
+                        at = start + first + part * tile_size
+                        largest = write_tile(
+                            pointers, row, inverses, hyper, scales, copy, amax_ptr, key, numel, at, largest, KIND, False
+                        )
         elif is_full:
+            at = start + first
             largest = write_tile(
                 pointers, row, inverses, hyper, scales, copy, amax_ptr, key, numel, at, largest, KIND, True
             )
         elif first < count:
+            at = start + first
             largest = write_tile(
                 pointers, row, inverses, hyper, scales, copy, amax_ptr, key, numel, at, largest, KIND, False
             )
@@ -255,8 +260,10 @@ class _Constants:
 
     @functools.cached_property
     def _values(self) -> dict[str, object]:
-        kind, width = self.kind, self.kind.block_size or _TILE
-        rows, fields = max(1, _TILE // width), (WEIGHT_BITS, (0, 0), EXP_AVG_BITS, EXP_AVG_SQ_BITS)
+        kind, of_bytes = self.kind, _has_usual_case(self.kind) and self.kind.format(3) is ROOT8
+        warps = 4 if of_bytes else 8
+        tile, width = 32 * warps * _LANES, kind.block_size or 32 * warps * _LANES
+        rows, fields = max(1, tile // width), (WEIGHT_BITS, (0, 0), EXP_AVG_BITS, EXP_AVG_SQ_BITS)
         return kind._asdict() | {
             "formats": (*(kind.format(i).name for i in range(4)), FORMATS[kind.copy or torch.float8_e4m3fn].name),
             "has_roots": kind.format(3) is ROOT8,
@@ -264,12 +271,15 @@ class _Constants:
             "bits": tuple(bits for _, bits in fields),
             "has_fp8_casts": self.fp8_casts,
             "copied": kind.copy is not None,
+            "num_warps": warps,
             "rows": rows,
             "width": width,
             "lanes": min(width, _LANES),
-            "tiles": _TILES,
             "has_usual_case": _has_usual_case(kind),
-            "chunk": rows * width * _TILES,
+            "usual_rows": max(1, 32 * warps * _BYTES // width) if of_bytes else rows,
+            "usual_lanes": min(width, _BYTES if of_bytes else _LANES),
+            "tiles": _CHUNK // (rows * width),
+            "chunk": _CHUNK,
         }
 
     def __getattr__(self, name: str):
@@ -289,7 +299,7 @@ def _has_usual_case(kind: Kind) -> bool:
 def kernels(kind: Kind, tensor: torch.Tensor) -> TritonKernels | None:
     """The kernels of a kind for the tensor's device; None for a block size that no tile has."""
     size = kind.block_size
-    return _kernels(kind, has_fp8_casts(tensor)) if size & (size - 1) == 0 and size <= 4 * _TILE else None
+    return _kernels(kind, has_fp8_casts(tensor)) if size & (size - 1) == 0 and size <= _CHUNK // 2 else None
 
 
 class TritonKernels:
@@ -312,7 +322,9 @@ class TritonKernels:
             "write": (_write_kernel, parameters, amaxes, old, stored),
             "recast": (_recast_kernel, parameters, amaxes, stored),
         }[kernel]
-        options = {"num_warps": 1} if kernel == "bounds" else {"ALIGNED": table.aligned, **LIMITS}
+        options = {"ALIGNED": table.aligned, "num_warps": self.constants.num_warps.value}
+        if kernel == "bounds":
+            options = {"num_warps": 1}
         grid = len(table.jobs) if kernel == "bounds" else len(parameters)
         with on_device_of(table.rows):
             function[(grid,)](table.rows, *arguments, KIND=self.constants, **options, **OPTIONS)

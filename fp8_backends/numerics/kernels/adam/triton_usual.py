@@ -29,7 +29,8 @@ from ..triton_common import (
     is_finite,
     smallest_normal,
 )
-from .triton_rounding import decoded, encoded, mixed, rounded, scale_of, with_sign_of
+from .bounds import HALF_OF_ONE
+from .triton_rounding import decoded, encoded, mixed_on, rounded, scale_of, with_sign_of
 from .triton_tiles import (
     BETA2,
     DECAY,
@@ -44,8 +45,6 @@ from .triton_tiles import (
     WEIGHT_DECAY,
     coded,
     half_of_inverse,
-    of_lanes,
-    ratio_of,
 )
 
 _GRADIENT_LIMIT = tl.constexpr(GRADIENT_LIMIT)
@@ -53,8 +52,43 @@ _LEAST, _MOST, _LEAST_FACTOR = tl.constexpr(2.0**-100), tl.constexpr(2.0**100), 
 _MOST_OF_ROOT = tl.constexpr(2.0**64)
 _LEAST_NORMAL, _MOST_OF_ROOTS, _MOST_OF_BLOCKS = tl.constexpr(2.0**-126), tl.constexpr(2.0**16), tl.constexpr(2.0**36)
 _FOURS = tl.constexpr(24)  # 4**24, times which a stored root's square is 2**-101 at least, or 0
+_HALF_OF_ONE = tl.constexpr(HALF_OF_ONE - (8 << 23))  # beside roots times 2**-8
 _LARGEST_QUANTUM = tl.constexpr(2.0**5)
 _ROOT_BESIDE_EPS = tl.constexpr(2.0**12)  # roots from 2**-37 on: below them, a product with it is 2**-25 of eps at most
+
+
+_PAIRS = tl.constexpr("""{
+.reg .b32 r, a, b, c, d;
+xor.b32 r, $5, 0x80808080;
+prmt.b32 a, $4, r, 0x8044;
+prmt.b32 b, $4, r, 0x9155;
+prmt.b32 c, $4, r, 0xA266;
+prmt.b32 d, $4, r, 0xB377;
+mad.lo.s32 a, a, 16, -0x80000;
+mad.lo.s32 b, b, 16, -0x80000;
+mad.lo.s32 c, c, 16, -0x80000;
+mad.lo.s32 d, d, 16, -0x80000;
+and.b32 $0, a, 0x87FFF000;
+and.b32 $1, b, 0x87FFF000;
+and.b32 $2, c, 0x87FFF000;
+and.b32 $3, d, 0x87FFF000;
+}""")
+_ROOTS = tl.constexpr("""{
+.reg .b32 a, b;
+.reg .b16 c, d, e, f;
+prmt.b32 a, $4, 0, 0x1404;
+prmt.b32 b, $4, 0, 0x3424;
+shr.u32 a, a, 2;
+shr.u32 b, b, 2;
+mov.b32 {c, d}, a;
+mov.b32 {e, f}, b;
+cvt.f32.f16 $0, c;
+cvt.f32.f16 $1, d;
+cvt.f32.f16 $2, e;
+cvt.f32.f16 $3, f;
+}""")
+"""For four elements, of which each register has a byte."""
+_OF_ROOTS = tl.constexpr(2.0**-8)
 
 
 @triton.constexpr_function
@@ -172,18 +206,52 @@ def quotient_of(x, y, IN_HARDWARE: tl.constexpr):
 
 
 @triton.jit
+def _random_bits(first, at, key, KIND: tl.constexpr):
+    """32 bits for the elements at places behind the index `first`. The indices of a thread's elements mostly differ in
+    their lowest bits alone: what the hash does first with the others is done once for all of them."""
+    lowest: tl.constexpr = KIND.usual_lanes - 1
+    if first & lowest == 0:
+        x = (first + (at & (-1 - lowest))).to(tl.uint32, bitcast=True) ^ key
+        x = (x ^ (x >> 16)) ^ (at & lowest).to(tl.uint32, bitcast=True)
+    else:
+        x = (first + at).to(tl.uint32, bitcast=True) ^ key
+        x = x ^ (x >> 16)
+    return mixed_on(x)
+
+
+@triton.jit
 def _stored(pointer, KIND: tl.constexpr, SLOT: tl.constexpr):
     """FP32 values without their scale."""
     return decoded(tl.load(pointer), KIND.formats[SLOT], KIND.has_fp8_casts)
 
 
 @triton.jit
-def _stored_pair(codes, residuals):
-    """FP32 values of a split weight, without their scale and times 2**-120: as FP32 bits, a magnitude has the format's
-    own exponent. Four bits of the sign come before it, and three of them go."""
-    code = tl.load(codes).to(tl.int32) << 24
-    word = code + (tl.load(residuals).to(tl.int8, bitcast=True).to(tl.int32) << 16)
-    return from_bits((word >> 4) & -0x78001000)
+def pairs_of(codes, residuals, IN_HARDWARE: tl.constexpr):
+    """FP32 bits of a split weight, without its scale and times 2**-120: with the format's own exponent. A residual
+    counts from 128 at first; code and residual stand side by side then, with the code's sign above them."""
+    if IN_HARDWARE:
+        return tl.inline_asm_elementwise(_PAIRS, "=r,=r,=r,=r,r,r", [codes, residuals], tl.int32, is_pure=True, pack=4)
+    else:
+        code = codes.to(tl.int8, bitcast=True).to(tl.int32) << 20
+        return (code + (residuals.to(tl.int8, bitcast=True).to(tl.int32) << 12)) & -0x78001000
+
+
+@triton.jit
+def roots_of(codes, IN_HARDWARE: tl.constexpr):
+    """FP32 values of codes of "root8", times 2**-8: those of FP16, which has the mantissa at another place."""
+    if IN_HARDWARE:
+        return tl.inline_asm_elementwise(_ROOTS, "=f,=f,=f,=f,r", [codes], tl.float32, is_pure=True, pack=4)
+    else:
+        return from_magnitude_codes(codes.to(tl.int32), "root8") * _OF_ROOTS
+
+
+@triton.jit
+def _flipped(codes, IN_HARDWARE: tl.constexpr):
+    """Codes with their highest bit inverted."""
+    if IN_HARDWARE:
+        return tl.inline_asm_elementwise("xor.b32 $0, $1, 0x80808080;", "=r,r", [codes], tl.uint8, is_pure=True, pack=4)
+    else:
+        return codes ^ 0x80
 
 
 @triton.jit
@@ -191,12 +259,12 @@ def _step(bases, inverses, of_blocks, hyper, at, root_numbers, KIND: tl.constexp
     """`triton_tiles.adam_step`; the root is larger than exp_avg_sq's, as `root_numbers` say."""
     w_inv = inverses[0]
     if KIND.split:
-        w = _stored_pair(bases[0] + at, bases[4] + at)
+        w = from_bits(pairs_of(tl.load(bases[0] + at), tl.load(bases[4] + at), KIND.has_fp8_casts))
         w_inv = w_inv * (1 / _to_exponent_of("e4m11"))
     else:
         w = _stored(bases[0] + at, KIND, 0)
     g = _stored(bases[1] + at, KIND, 1) * inverses[1]
-    m, v = _stored(bases[2] + at, KIND, 2), _stored(bases[3] + at, KIND, 3)
+    m = _stored(bases[2] + at, KIND, 2)
     if not (KIND.scaled[1] and (KIND.formats[1] == "e4m3" or KIND.formats[1] == "e5m2")):
         g = tl.where(tl.abs(g) < _GRADIENT_LIMIT, g, 0.0)
     if KIND.maximize:
@@ -212,10 +280,11 @@ def _step(bases, inverses, of_blocks, hyper, at, root_numbers, KIND: tl.constexp
     else:
         m = tl.fma(m, inverses[2], hyper[NEW_IN_EXP_AVG] * tl.fma(m * -1.0, inverses[2], g))
     if KIND.has_roots:
-        v = v * tl.load(of_blocks[1])
+        v = roots_of(tl.load(bases[3] + at), KIND.has_fp8_casts) * (tl.load(of_blocks[1]) * (1 / _OF_ROOTS))
         v = v * v * hyper[BETA2] + hyper[NEW_IN_EXP_AVG_SQ] * g * g
         root = root_of_square(v * root_numbers[0], KIND.has_fp8_casts)
     else:
+        v = _stored(bases[3] + at, KIND, 3)
         v = v * (inverses[3] * hyper[BETA2]) + hyper[NEW_IN_EXP_AVG_SQ] * g * g
         root = root_of(tl.fma(v, root_numbers[0], _LEAST), KIND.has_fp8_casts)
     denominator = root * root_numbers[1] + hyper[EPS]
@@ -223,8 +292,9 @@ def _step(bases, inverses, of_blocks, hyper, at, root_numbers, KIND: tl.constexp
 
 
 @triton.jit
-def _rounded(x, factor, random, FORMAT: tl.constexpr, LOW: tl.constexpr, BITS: tl.constexpr):
-    """The code of |x| times a scale as the upper bits of a uint32. factor: the scale times `_to_exponent_of`."""
+def _rounded(x, factor, random, FORMAT: tl.constexpr, LOW: tl.constexpr, BITS: tl.constexpr, MORE: tl.constexpr = 0):
+    """The code of |x| times a scale as the upper bits of a uint32. factor: the scale times `_to_exponent_of`. MORE: a
+    bit of the code that is added."""
     dropped: tl.constexpr = dropped_bits(FORMAT)
     spare: tl.constexpr = _spare_bits(FORMAT)
     used: tl.constexpr = BITS if BITS < dropped else dropped
@@ -234,6 +304,8 @@ def _rounded(x, factor, random, FORMAT: tl.constexpr, LOW: tl.constexpr, BITS: t
         addend = ((random >> (LOW + BITS - used)) & (2**used - 1)) << (dropped - used + spare)
     if used < dropped:
         addend |= 2 ** (dropped - used - 1 + spare)
+    if MORE:
+        addend |= MORE
     return (as_bits(tl.abs(x) * factor).to(tl.uint32, bitcast=True) << spare) + addend
 
 
@@ -267,6 +339,13 @@ def _upper(x, scale, random, KIND: tl.constexpr, SLOT: tl.constexpr):
 
 
 @triton.jit
+def of_lanes(x, KIND: tl.constexpr):
+    """The largest of each thread's elements."""
+    lanes: tl.constexpr = KIND.usual_lanes
+    return tl.max(tl.reshape(x, (KIND.usual_rows, KIND.width // lanes, lanes)), axis=2)
+
+
+@triton.jit
 def _write_weight(pointer, copy, w, scale, copy_scale, random, KIND: tl.constexpr):
     """copy: a pointer to the residual of a weight that is split. Returns what is stored, without its scale, of a split
     weight only its size; and its bits, the largest of a thread's."""
@@ -274,11 +353,12 @@ def _write_weight(pointer, copy, w, scale, copy_scale, random, KIND: tl.constexp
         tl.store(pointer, w)
         stored, largest = w, of_lanes(as_bits(w) & 0x7FFFFFFF, KIND)
     elif KIND.split:
-        upper = _upper(w, scale[0], random, KIND, 0)
-        nearest = upper + 0x800000
-        tl.store(pointer, _code((nearest & 0x7FFFFFFF) | (as_bits(w).to(tl.uint32, bitcast=True) & 0x80000000), "e4m3"))
-        tl.store(copy, (upper >> 16).to(tl.uint8))
-        most = of_lanes(upper.to(tl.int32, bitcast=True), KIND) >> 16
+        # half a code more, so that the upper bits are the nearest code
+        factor = scale[0] * _to_exponent_of("e4m11")
+        upper = _rounded(w, factor, random, "e4m11", KIND.low_bit[0], KIND.bits[0], 1 << 23)
+        tl.store(pointer, _code(_with_sign_of(upper, w), "e4m3"))
+        tl.store(copy, _flipped((upper >> 16).to(tl.uint8), KIND.has_fp8_casts))
+        most = (of_lanes(upper.to(tl.int32, bitcast=True), KIND) - (1 << 23)) >> 16
         stored, largest = w, as_bits(from_magnitude_codes(most, "e4m11"))
     else:
         upper = _upper(w, scale[0], random, KIND, 0)
@@ -342,7 +422,7 @@ def _write_exp_avg_sq(pointer, v, scale, random, KIND: tl.constexpr):
 
 @triton.jit
 def _write_root(pointer, inverses, root, root_numbers, random, KIND: tl.constexpr):
-    """root: times 2**_FOURS. Returns roots as they are stored, without their scale; its inverse."""
+    """root: times 2**_FOURS. Returns roots as they are stored, without their scale and times 2**-8; its inverse."""
     shift: tl.constexpr = 2.0**-_FOURS
     scale, inverse = _scale_of_block(tl.max(root, axis=1)[:, None] * shift, "root8")
     tl.store(inverses, inverse)
@@ -350,8 +430,9 @@ def _write_root(pointer, inverses, root, root_numbers, random, KIND: tl.constexp
     upper = _rounded(root, factor, random, "root8", KIND.low_bit[3], KIND.bits[3])
     least: tl.constexpr = 1 << 24
     upper = tl.maximum(upper, tl.minimum(as_bits(root).to(tl.uint32, bitcast=True), least))  # bits: 0, or more than it
-    tl.store(pointer, (upper >> 24).to(tl.uint8))
-    return from_magnitude_codes((upper >> 24).to(tl.int32), "root8"), inverse
+    code = _code(upper, "root8")
+    tl.store(pointer, code)
+    return roots_of(code, KIND.has_fp8_casts), inverse
 
 
 @triton.jit
@@ -371,13 +452,13 @@ def bases_of(pointers, copy, row, start, KIND: tl.constexpr):
 @triton.jit
 def write_usual_tile(bases, inverses, hyper, scales, copy_scale, v_bound, key, first, known, KIND: tl.constexpr):
     """What `write_tile` does. bases: from `bases_of`; first: the tile's place behind them; v_bound: of exp_avg_sq."""
-    rows = tl.arange(0, KIND.rows)[:, None]
+    rows = tl.arange(0, KIND.usual_rows)[:, None]
     at = first + rows * KIND.width + tl.arange(0, KIND.width)[None, :]
     block = first // KIND.width + rows
     of_blocks = (bases[5] + block, bases[6] + block)
     root_numbers = _root_factors(v_bound, hyper, KIND)
     w, m, v, root, denominator = _step(bases, inverses, of_blocks, hyper, at, root_numbers, KIND)
-    random = mixed((bases[7] + at).to(tl.uint32, bitcast=True) ^ key)
+    random = _random_bits(bases[7], at, key, KIND)
     if KIND.blocked[2]:
         tl.debug_barrier()  # all threads have read the blocks' old scales
     stored_w, largest_w = _write_weight(bases[0] + at, bases[4] + at, w, scales[0], copy_scale, random, KIND)
@@ -390,20 +471,33 @@ def write_usual_tile(bases, inverses, hyper, scales, copy_scale, v_bound, key, f
     else:
         v = _write_exp_avg_sq(bases[3] + at, v, scales[2], random, KIND)
     half = half_of_inverse(v_inv, KIND)
-    ratio, largest_m, largest_v = (
-        of_lanes(ratio_of(m, v, half, KIND), KIND),
-        of_lanes(as_bits(m), KIND),
-        of_lanes(as_bits(v), KIND),
-    )
-    if KIND.blocked[2] or KIND.blocked[3]:
-        ratio = coded(ratio, m_inv, half)
+    if KIND.has_roots:  # scale_inv is 1 at most, so that exp_avg of 0 has no ratio above 0
+        half_of_v = tl.where(v > 0, as_bits(v), _HALF_OF_ONE - half)
+        ratio = of_lanes(as_bits(m) - half_of_v, KIND) + _HALF_OF_ONE
+    else:
+        ratio = of_lanes(as_bits(m) - (as_bits(v) >> 1), KIND)
+    largest_m, largest_v = of_lanes(as_bits(m), KIND), of_lanes(as_bits(v), KIND)
     if KIND.blocked[2]:
+        m_inv, v_inv = _of_each_thread(m_inv, KIND), _of_each_thread(v_inv, KIND)
+        ratio = coded(ratio, m_inv, half_of_inverse(v_inv, KIND))
         largest_m = as_bits(from_bits(largest_m) * m_inv)
     if KIND.blocked[3]:
-        largest_v = as_bits(from_bits(largest_v) * v_inv)
+        largest_v = as_bits(from_bits(largest_v) * (v_inv * (1 / _OF_ROOTS)))
     return (
-        tl.maximum(known[0], largest_w),
-        tl.maximum(known[1], largest_m),
-        tl.maximum(known[2], largest_v),
-        tl.maximum(known[3], ratio),
+        _larger(known[0], largest_w, KIND),
+        _larger(known[1], largest_m, KIND),
+        _larger(known[2], largest_v, KIND),
+        _larger(known[3], ratio, KIND),
     )
+
+
+@triton.jit
+def _of_each_thread(inverse, KIND: tl.constexpr):
+    """The scale_inv of rows, or of all, beside what `of_lanes` returns: a thread has it already."""
+    return from_bits(of_lanes(as_bits(tl.broadcast_to(inverse, (KIND.usual_rows, KIND.width))), KIND))
+
+
+@triton.jit
+def _larger(known, found, KIND: tl.constexpr):
+    """known: a number for each thread's elements of a general tile; found: of a usual one, in any order."""
+    return tl.maximum(known, tl.reshape(found, known.shape, can_reorder=True))

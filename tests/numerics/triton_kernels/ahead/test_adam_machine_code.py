@@ -30,7 +30,7 @@ KINDS |= {"O4, one pass": Kind(**OF_O4, split=True), "O5, one pass": Kind(**OF_O
 KINDS |= {f"{kind}, one pass": KINDS[kind]._replace(bounded=True) for kind in ("O1", "O2", "O3", "O2, blocks of 128")}
 SIGNATURE = {"table": "*i64", "parameters": "*i32", "amax_ptr": "*i32", "old_ptr": "*fp32", "stored_ptr": "*i32"}
 SIGNATURE |= {"grad_amax_ptr": "*fp32"}
-THREADS, OF_A_MULTIPROCESSOR = 32 * triton_adam.LIMITS["num_warps"], 65_536
+THREADS, OF_A_MULTIPROCESSOR = 256, 65_536
 
 FUSED_STEPS = {"O1, one pass": 36, "O2, one pass": 36, "O3, one pass": 36, "O2, blocks of 128, one pass": 28}
 """Of the four elements of a thread: those that correct roots and quotients, and those whose product is exact."""
@@ -40,7 +40,7 @@ def of(kernel, kind: str, tmp_path, aligned: bool = True, fp8_casts: bool = True
     constants = {"KIND": triton_adam.TritonKernels(KINDS[kind], fp8_casts).constants, "ALIGNED": aligned}
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     signature = {name: type_ for name, type_ in SIGNATURE.items() if name in kernel.arg_names}
-    return compiled(kernel, signature, constants, tmp_path, **triton_adam.LIMITS)
+    return compiled(kernel, signature, constants, tmp_path, num_warps=constants["KIND"].num_warps.value)
 
 
 @pytest.mark.parametrize(
