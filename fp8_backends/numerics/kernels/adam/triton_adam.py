@@ -60,12 +60,15 @@ from .triton_tiles import (
 from .triton_usual import bases_of, has_usual_numbers, write_usual_tile
 
 _CHUNK = 8192
-"""Elements of a program, and of the largest block two."""
+"""Elements of a program, and twice those of the largest block."""
 
-_LANES, _BYTES = 4, 16
-"""Elements in a row that a thread has: for 4 nothing is spilled in the general tile, and enough programs run at a time
-to hide what they wait for. In a usual tile whose states are bytes it has 16: one access reads them, and a block's scale
-is of eight threads and not of all of a warp's."""
+_LANES, LIMITS = 4, {"num_warps": 8}
+"""Elements in a row that a thread has. Four of them: nothing is spilled, and enough programs run at a time to hide what
+they wait for."""
+
+_LANES_OF_BYTES, LIMITS_OF_BYTES = 16, {"num_warps": 4, "maxnreg": 168}
+"""Of a usual tile whose states are bytes: one access reads all that a thread has, and a block's scale is that of eight
+threads and not of a whole warp. With so many registers three programs run at a time; with fewer, some were spilled."""
 
 
 # Kernels. Grid: one program for each chunk of each parameter; `parameters` has the index of a chunk's parameter.
@@ -258,12 +261,17 @@ class _Constants:
     kind: Kind
     fp8_casts: bool
 
+    @property
+    def limits(self) -> dict[str, int]:
+        """How the kernels are to be compiled."""
+        return LIMITS_OF_BYTES if _is_of_bytes(self.kind) else LIMITS
+
     @functools.cached_property
     def _values(self) -> dict[str, object]:
-        kind, of_bytes = self.kind, _has_usual_case(self.kind) and self.kind.format(3) is ROOT8
-        warps = 4 if of_bytes else 8
-        tile, width = 32 * warps * _LANES, kind.block_size or 32 * warps * _LANES
-        rows, fields = max(1, tile // width), (WEIGHT_BITS, (0, 0), EXP_AVG_BITS, EXP_AVG_SQ_BITS)
+        kind, of_bytes, threads = self.kind, _is_of_bytes(self.kind), 32 * self.limits["num_warps"]
+        width = kind.block_size or threads * _LANES
+        rows, fields = max(1, threads * _LANES // width), (WEIGHT_BITS, (0, 0), EXP_AVG_BITS, EXP_AVG_SQ_BITS)
+        lanes = _LANES_OF_BYTES if of_bytes else _LANES
         return kind._asdict() | {
             "formats": (*(kind.format(i).name for i in range(4)), FORMATS[kind.copy or torch.float8_e4m3fn].name),
             "has_roots": kind.format(3) is ROOT8,
@@ -271,13 +279,12 @@ class _Constants:
             "bits": tuple(bits for _, bits in fields),
             "has_fp8_casts": self.fp8_casts,
             "copied": kind.copy is not None,
-            "num_warps": warps,
             "rows": rows,
             "width": width,
             "lanes": min(width, _LANES),
             "has_usual_case": _has_usual_case(kind),
-            "usual_rows": max(1, 32 * warps * _BYTES // width) if of_bytes else rows,
-            "usual_lanes": min(width, _BYTES if of_bytes else _LANES),
+            "usual_rows": max(1, threads * lanes // width),
+            "usual_lanes": min(width, lanes),
             "tiles": _CHUNK // (rows * width),
             "chunk": _CHUNK,
         }
@@ -294,6 +301,11 @@ def _has_usual_case(kind: Kind) -> bool:
     is_scaled = any(kind.scaled[i] for i in WRITTEN)
     in_blocks = kind.blocked[0] or kind.blocked[1] or kind.blocked[3] and kind.format(3) is not ROOT8
     return kind.bounded and kind.stochastic and is_scaled and not in_blocks
+
+
+def _is_of_bytes(kind: Kind) -> bool:
+    """Whether usual tiles are those of O4 and O5."""
+    return _has_usual_case(kind) and kind.format(3) is ROOT8
 
 
 def kernels(kind: Kind, tensor: torch.Tensor) -> TritonKernels | None:
@@ -322,9 +334,7 @@ class TritonKernels:
             "write": (_write_kernel, parameters, amaxes, old, stored),
             "recast": (_recast_kernel, parameters, amaxes, stored),
         }[kernel]
-        options = {"ALIGNED": table.aligned, "num_warps": self.constants.num_warps.value}
-        if kernel == "bounds":
-            options = {"num_warps": 1}
+        options = {"num_warps": 1} if kernel == "bounds" else {"ALIGNED": table.aligned, **self.constants.limits}
         grid = len(table.jobs) if kernel == "bounds" else len(parameters)
         with on_device_of(table.rows):
             function[(grid,)](table.rows, *arguments, KIND=self.constants, **options, **OPTIONS)

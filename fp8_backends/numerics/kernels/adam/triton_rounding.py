@@ -11,6 +11,7 @@ import triton.language as tl
 
 from ..triton_common import (
     as_bits,
+    bits_of,
     dropped_bits,
     format_max,
     from_bits,
@@ -78,7 +79,7 @@ def rounded(
     smallest: tl.constexpr = smallest_normal(FORMAT)
     magnitude = tl.abs(x)
     if not WITHIN:
-        magnitude = tl.minimum(magnitude, format_max(FORMAT))  # of a NaN, too
+        magnitude = from_bits(tl.minimum(as_bits(magnitude), bits_of(format_max(FORMAT))))  # of a NaN, too
     if not STOCHASTIC and FORMAT == "fp16":
         return magnitude.to(tl.float16).to(tl.float32)
     elif not STOCHASTIC and FORMAT == "e4m3" and HAS_FP8_CASTS:

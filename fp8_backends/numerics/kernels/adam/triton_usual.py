@@ -8,6 +8,16 @@ one does for each element, lest a number overflow, is asked once a program, by `
 * Root and quotient are those of the correctly rounded instructions without their branches for other numbers: an
   approximation, and fused steps that correct it. exp_avg_sq is shifted by a power of four to where the root is exact;
   2**-100 is added then, which changes no number whose root counts beside eps.
+* A root that is stored counts whatever its size. The shift is 4**24 there: no positive FP32 number is below 2**-101
+  then, and a multiple of 2**-149 that far up has a remainder of FP32 that is exact. 2**-126 is added for the
+  approximation alone, so that 0 has one, and the root 0 times it; any other number is more than 2**24 times as large and
+  stays what it is. With exp_avg_sq up to 2**16, no scale of a block is below 2**0, and the scale times 2**-24 and 2**-120
+  is an FP32 number. So is exp_avg's times 2**-120, from a bound of exp_avg that includes what is fed back: of a weight's
+  rounding error, one step of the format at most.
+* Code and residual of a split weight are the bytes of one number, to which half a code is added first: the residual then
+  counts from 128. Its scale times 2**120 is an FP32 number where the scale times the decay is 1 at most.
+* The first line of the hash that makes random bits is that of a thread's first index, whose lowest bits are 0, and those
+  bits: they reach no other bit there.
 
 The result is the general one's to the bit. Only where |step size * exp_avg| or the update is below 2**-101, which is no
 part of a weight of usual size, may the update differ by its last place, or by the sign of a zero: the remainder of the
@@ -87,7 +97,20 @@ cvt.f32.f16 $1, d;
 cvt.f32.f16 $2, e;
 cvt.f32.f16 $3, f;
 }""")
-"""For four elements, of which each register has a byte."""
+_UPPER_BYTES = tl.constexpr("""{
+.reg .b32 a, b;
+prmt.b32 a, $1, $2, 0x0073;
+prmt.b32 b, $3, $4, 0x0073;
+prmt.b32 $0, a, b, 0x5410;
+}""")
+_RESIDUALS = tl.constexpr("""{
+.reg .b32 a, b;
+prmt.b32 a, $1, $2, 0x0062;
+prmt.b32 b, $3, $4, 0x0062;
+prmt.b32 a, a, b, 0x5410;
+xor.b32 $0, a, 0x80808080;
+}""")
+"""PTX for four elements of a thread: what has a byte for each of them is one register."""
 _OF_ROOTS = tl.constexpr(2.0**-8)
 
 
@@ -246,12 +269,21 @@ def roots_of(codes, IN_HARDWARE: tl.constexpr):
 
 
 @triton.jit
-def _flipped(codes, IN_HARDWARE: tl.constexpr):
-    """Codes with their highest bit inverted."""
+def upper_bytes(x, IN_HARDWARE: tl.constexpr):
+    """The upper eight bits of a uint32."""
     if IN_HARDWARE:
-        return tl.inline_asm_elementwise("xor.b32 $0, $1, 0x80808080;", "=r,r", [codes], tl.uint8, is_pure=True, pack=4)
+        return tl.inline_asm_elementwise(_UPPER_BYTES, "=r,r,r,r,r", [x], tl.uint8, is_pure=True, pack=4)
     else:
-        return codes ^ 0x80
+        return (x >> 24).to(tl.uint8)
+
+
+@triton.jit
+def residuals_of(x, IN_HARDWARE: tl.constexpr):
+    """The next eight bits, less 128."""
+    if IN_HARDWARE:
+        return tl.inline_asm_elementwise(_RESIDUALS, "=r,r,r,r,r", [x], tl.uint8, is_pure=True, pack=4)
+    else:
+        return ((x >> 16) ^ 0x80).to(tl.uint8)
 
 
 @triton.jit
@@ -310,11 +342,11 @@ def _rounded(x, factor, random, FORMAT: tl.constexpr, LOW: tl.constexpr, BITS: t
 
 
 @triton.jit
-def _code(upper, FORMAT: tl.constexpr):
+def _code(upper, FORMAT: tl.constexpr, IN_HARDWARE: tl.constexpr):
     """The code as the format is stored."""
     width: tl.constexpr = _width(FORMAT)
     if width == 8:
-        return (upper >> 24).to(tl.uint8)
+        return upper_bytes(upper, IN_HARDWARE)
     elif FORMAT == "fp16":
         return (upper >> 16).to(tl.uint16).to(tl.float16, bitcast=True)
     else:
@@ -356,17 +388,17 @@ def _write_weight(pointer, copy, w, scale, copy_scale, random, KIND: tl.constexp
         # half a code more, so that the upper bits are the nearest code
         factor = scale[0] * _to_exponent_of("e4m11")
         upper = _rounded(w, factor, random, "e4m11", KIND.low_bit[0], KIND.bits[0], 1 << 23)
-        tl.store(pointer, _code(_with_sign_of(upper, w), "e4m3"))
-        tl.store(copy, _flipped((upper >> 16).to(tl.uint8), KIND.has_fp8_casts))
+        tl.store(pointer, upper_bytes(_with_sign_of(upper, w), KIND.has_fp8_casts))
+        tl.store(copy, residuals_of(upper, KIND.has_fp8_casts))
         most = (of_lanes(upper.to(tl.int32, bitcast=True), KIND) - (1 << 23)) >> 16
         stored, largest = w, as_bits(from_magnitude_codes(most, "e4m11"))
     else:
         upper = _upper(w, scale[0], random, KIND, 0)
-        code = _code(_with_sign_of(upper, w), KIND.formats[0])
+        code = _code(_with_sign_of(upper, w), KIND.formats[0], KIND.has_fp8_casts)
         tl.store(pointer, code)
         stored = decoded(code, KIND.formats[0], KIND.has_fp8_casts)
         most = of_lanes(upper.to(tl.int32, bitcast=True), KIND).to(tl.uint32, bitcast=True)
-        largest = as_bits(decoded(_code(most, KIND.formats[0]), KIND.formats[0], KIND.has_fp8_casts))
+        largest = as_bits(decoded(_code(most, KIND.formats[0], False), KIND.formats[0], KIND.has_fp8_casts))
     if KIND.copied:
         x = stored * (scale[1] * copy_scale)
         if KIND.has_fp8_casts and KIND.formats[4] == "e4m3":
@@ -399,7 +431,7 @@ def _write_exp_avg(pointer, inverses, m, scale, random, KIND: tl.constexpr):
             upper = _upper(m, block_scale, random, KIND, 2)
         else:
             upper = _upper(m, scale[0], random, KIND, 2)
-        code = _code(_with_sign_of(upper, m), FORMAT)
+        code = _code(_with_sign_of(upper, m), FORMAT, KIND.has_fp8_casts)
         tl.store(pointer, code)
         return _magnitude(code, KIND, 2), inverse
 
@@ -415,7 +447,7 @@ def _write_exp_avg_sq(pointer, v, scale, random, KIND: tl.constexpr):
         least: tl.constexpr = 1 << (32 - _width(FORMAT))
         upper = _upper(v, scale[0], random, KIND, 3)
         any_bits = as_bits(v * 2.0**127).to(tl.uint32, bitcast=True)  # 0, or more than `least`
-        code = _code(tl.maximum(upper, tl.minimum(any_bits, least)), FORMAT)
+        code = _code(tl.maximum(upper, tl.minimum(any_bits, least)), FORMAT, KIND.has_fp8_casts)
         tl.store(pointer, code)
         return decoded(code, FORMAT, KIND.has_fp8_casts)
 
@@ -430,7 +462,7 @@ def _write_root(pointer, inverses, root, root_numbers, random, KIND: tl.constexp
     upper = _rounded(root, factor, random, "root8", KIND.low_bit[3], KIND.bits[3])
     least: tl.constexpr = 1 << 24
     upper = tl.maximum(upper, tl.minimum(as_bits(root).to(tl.uint32, bitcast=True), least))  # bits: 0, or more than it
-    code = _code(upper, "root8")
+    code = upper_bytes(upper, KIND.has_fp8_casts)
     tl.store(pointer, code)
     return roots_of(code, KIND.has_fp8_casts), inverse
 
