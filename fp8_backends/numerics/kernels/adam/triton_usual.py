@@ -9,15 +9,14 @@ one does for each element, lest a number overflow, is asked once a program, by `
   approximation, and fused steps that correct it. exp_avg_sq is shifted by a power of four to where the root is exact;
   2**-100 is added then, which changes no number whose root counts beside eps.
 * A root that is stored counts whatever its size. The shift is 4**24 there: no positive FP32 number is below 2**-101
-  then, and a multiple of 2**-149 that far up has a remainder of FP32 that is exact. 2**-126 is added for the
-  approximation alone, so that 0 has one, and the root 0 times it; any other number is more than 2**24 times as large and
-  stays what it is. With exp_avg_sq up to 2**16, no scale of a block is below 2**0, and the scale times 2**-24 and 2**-120
-  is an FP32 number. So is exp_avg's times 2**-120, from a bound of exp_avg that includes what is fed back: of a weight's
-  rounding error, one step of the format at most.
-* Code and residual of a split weight are the bytes of one number, to which half a code is added first: the residual then
-  counts from 128. Its scale times 2**120 is an FP32 number where the scale times the decay is 1 at most.
-* The first line of the hash that makes random bits is that of a thread's first index, whose lowest bits are 0, and those
-  bits: they reach no other bit there.
+  then. 2**-126 is added for the approximation alone, so that 0 has one, and the root 0 times it; it is below half the
+  last place of any other number. With exp_avg_sq up to 2**16 a block's scale is 1 at least, and times 2**-24 and
+  2**-120 an FP32 number. So is exp_avg's times 2**-120: its bound has what is fed back, of a weight at most a step of
+  its format.
+* Code and residual of a split weight are the bytes of one number, to which half a code is added first, so that the
+  residual counts from 128. Its scale_inv times 2**120 and the decay is an FP32 number where that is 1 at most.
+* What the hash does first to a thread's indices it does to the first of them, whose lowest bits are 0; the bits in
+  which the others differ reach no further there.
 
 The result is the general one's to the bit. Only where |step size * exp_avg| or the update is below 2**-101, which is no
 part of a weight of usual size, may the update differ by its last place, or by the sign of a zero: the remainder of the
@@ -168,7 +167,7 @@ def has_usual_numbers(bounds, inverses, hyper, scales, KIND: tl.constexpr):
         usual = usual & (inverses[1] * format_max(KIND.formats[1]) < _GRADIENT_LIMIT)
     usual = usual & _are_usual_scales(inverses[0], scales[0], KIND, 0)
     if KIND.split:
-        usual = usual & (inverses[0] * tl.abs(hyper[DECAY]) <= 1.0)
+        usual = usual & (inverses[0] * tl.maximum(tl.abs(hyper[DECAY]), 1.0) <= 1.0)
     if KIND.has_roots:
         usual = usual & (v_bound <= _MOST_OF_ROOTS) & (hyper[INV_SQRT_BIAS2] >= 1.0)
     else:
