@@ -198,6 +198,7 @@ def _write_kernel(table, parameters, amax_ptr, old_ptr, stored_ptr, KIND: tl.con
             _bound_of(amax_ptr, row, old, KIND, 3),
         )
         is_usual = has_usual_numbers(bounds, inverses, hyper, scales, KIND)
+        is_usual &= ALIGNED or KIND.usual_lanes == KIND.lanes  # so many narrow accesses would take too many registers
         bases = bases_of(pointers, copy[0], row, start, KIND)
     for tile in range(KIND.chunk // usual_size):
         first = tile * usual_size

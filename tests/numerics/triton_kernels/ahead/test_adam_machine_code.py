@@ -77,8 +77,8 @@ def test_the_small_kernels_compile(kernel, kind, tmp_path):
 def test_accesses_are_wide_only_where_memory_is_aligned(tmp_path):
     wide, narrow = (of(triton_adam._write_kernel, "O2", tmp_path, aligned) for aligned in (True, False))
     assert 64 in wide.widths("st") and max(narrow.widths("st")) == 32  # 32: scales
-    bytes_ = of(triton_adam._write_kernel, "O4, one pass", tmp_path)
-    assert 128 in bytes_.widths("st")
+    wide, narrow = (of(triton_adam._write_kernel, "O4, one pass", tmp_path, aligned) for aligned in (True, False))
+    assert 128 in wide.widths("st") and max(narrow.widths("st")) == 32 and not narrow.stack
 
 
 def test_fp8_is_converted_by_one_instruction_where_there_is_one(tmp_path):

@@ -36,6 +36,7 @@ KINDS = {  # weight, grad, exp_avg, exp_avg_sq: dtype, block size; a dtype alone
     "an embedding at O4": (None, None, (E4M3, 128), (ROOT8, 128)),
 }
 
+OF_BYTES = ("O4", "O4, blocks of 32", "O5", "an embedding at O4")
 NOTHING_BOUNDED = ("blocks everywhere", "an embedding at O4")
 """All scales follow from what is written."""
 OPTIONS = {
@@ -90,6 +91,9 @@ def both(make) -> tuple[list[Job], list[Job]]:
     return ours, expected
 
 
+UNUSUAL = ("eps", "a scale", "a weight", "a second moment", "a gradient")
+
+
 def written_by(make, monkeypatch) -> list[str]:
     """Which functions wrote the tiles of a step that is that of PyTorch's operations."""
     written = []
@@ -102,16 +106,23 @@ def written_by(make, monkeypatch) -> list[str]:
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in OF_BYTES])
 def test_all_parameters_are_stepped_to_the_bit(kind, options):
     ours, expected = both(lambda: jobs(kind, options))
+    assert bits(ours) == bits(expected)
+
+
+@pytest.mark.parametrize("kind", ["O4", "O5"])
+def test_roots_and_residuals_are_stepped_in_two_passes_to_the_bit(kind):
+    ours, expected = both(lambda: jobs(kind, "adam", sizes=(1, 1100)))
     assert bits(ours) == bits(expected)
 
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "bf16"])
 def test_all_parameters_are_stepped_in_one_pass_to_the_bit(kind, options):
-    ours, expected = both(lambda: jobs(kind, options, bounded=True))
+    sizes = (2200, 1) if kind in OF_BYTES else SIZES
+    ours, expected = both(lambda: jobs(kind, options, bounded=True, sizes=sizes))
     assert bits(ours) == bits(expected)
     made = [AdamSteps(of, **how) for of, how in ((ours, {}), (expected, {"fused": False}))]
     first, second = ([x for of in steps.amaxes() for x in of if x is not None and not x.dim()] for steps in made)
@@ -147,7 +158,7 @@ def test_a_copy_is_cast_again_where_rounding_changed_its_scale():
     assert bits(ours) == bits(expected) and ours[0].copy.scale_inv == 1.0
 
 
-@pytest.mark.parametrize("kind", ["O2", "blocks everywhere", "an embedding", "bf16", "O4", "O5"])
+@pytest.mark.parametrize("kind", ["O2", "blocks everywhere", "an embedding", "bf16"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("bounded", [False, True])
 def test_a_gradient_that_is_not_finite_counts_as_zero_and_others_do_not(kind, bad, bounded):
@@ -196,8 +207,9 @@ def test_only_tiles_of_usual_numbers_are_written_the_short_way(unusual, monkeypa
     assert written_by(make, monkeypatch) == ["write_tile" if unusual else "write_usual_tile"] * 2
 
 
-@pytest.mark.parametrize("kind", ["O4", "O5"])
-@pytest.mark.parametrize("unusual", ["", "eps", "a scale", "a weight", "a second moment", "a gradient"])
+@pytest.mark.parametrize(
+    "kind, unusual", [("O4", ""), ("O5", ""), ("O5", "a weight"), *(("O4", each) for each in UNUSUAL)]
+)
 def test_only_tiles_of_usual_numbers_are_written_the_short_way_where_all_are_bytes(kind, unusual, monkeypatch):
     def make():
         (job,) = jobs(kind, sizes=(2048,))
@@ -219,7 +231,7 @@ def test_only_tiles_of_usual_numbers_are_written_the_short_way_where_all_are_byt
 
 @pytest.mark.parametrize("kind", ["O4", "O5"])
 def test_steps_from_zeros_whose_gradients_are_zero_here_and_there_and_tiny_elsewhere(kind):
-    """Roots of zero, blocks of zeros, the least roots and the largest quotients."""
+    """Roots of zero, blocks of zeros, the least roots and the largest quotients; and a gradient that is not finite."""
     generator = torch.Generator().manual_seed(5)
     weight = torch.randn(2200, generator=generator) * 0.02
     zeros = [slot(weight, KINDS[kind][0]), *(slot(weight * 0, KINDS[kind][i]) for i in (2, 3))]
@@ -231,6 +243,8 @@ def test_steps_from_zeros_whose_gradients_are_zero_here_and_there_and_tiny_elsew
         grad = torch.randn(2200, generator=generator) * 2.0 ** torch.randint(-70, 0, (2200,), generator=generator)
         grad[:300] = 0
         grad[1000::step] *= 2.0**-60
+        if step == 2:
+            grad[7] = float("nan")
         hyper = adam_hyper(1e-3, (0.9, 0.999), 1e-8, 0.1, torch.tensor(float(step)), "cpu")
         for i, (weight_, m, v) in enumerate(sides):
             more = {"record": records[i], "feedback": kind == "O5", **OPTIONS["adamw"]}
