@@ -60,7 +60,7 @@ from .triton_tiles import (
 from .triton_usual import bases_of, has_usual_numbers, write_usual_tile
 
 _CHUNK = 8192
-"""Elements of a program, and twice those of the largest block."""
+"""Elements of a program; no block has more than half."""
 
 _LANES, LIMITS = 4, {"num_warps": 8}
 """Elements in a row that a thread has. Four of them: nothing is spilled, and enough programs run at a time to hide what
@@ -97,8 +97,8 @@ def _gradient_kernel(table, parameters, grad_amax_ptr, KIND: tl.constexpr, ALIGN
 
 @triton.jit
 def _bounds_kernel(table, amax_ptr, grad_amax_ptr, old_ptr, KIND: tl.constexpr):
-    """`bounds.new_bounds` in the place of amaxes. Empties the record. Sets the old scales aside, and in
-    the place of those that blocks have the bounds, which have none either. Grid: one program for each parameter."""
+    """`bounds.new_bounds` in the place of amaxes. Empties the record, and sets aside the old scales; where blocks have
+    them the bound, which has no other place. Grid: one program for each parameter."""
     index = tl.program_id(0).to(tl.int64)
     row, old = table + index * COLUMNS, old_ptr + index * 3
     hyper, v_inv = hyper_of(row), inverse_of(row, KIND, 3)
