@@ -89,9 +89,13 @@ def loaded(operations: list[Operation]) -> int:
 
 
 def fast_path(code: Code) -> list[Operation]:
-    """The way through the largest loop that loads in the widest vectors: of those the one that loads most, of these the
-    shortest. Empty if no loop loads."""
-    loop = max((each for each in code.loops() if loaded(each)), key=len, default=[])
+    """The way through a loop that loads in the widest vectors: of those the one that loads most, of these the shortest.
+    Empty if no loop loads."""
+    return min((_way(each) for each in code.loops() if loaded(each)), default=(0, []))[1]
+
+
+def _way(loop: list[Operation]) -> tuple[tuple[int, int, int], list[Operation]]:
+    """The fast way through one loop, and its (narrow loads, -bytes, length)."""
     at = {each.address: i for i, each in enumerate(loop)}
     # from each operation to the loop's end: (narrow loads, -bytes, length) and the next operation on the best way
     best: list[tuple[tuple[int, int, int], int | None]] = [((0, 0, 0), None)] * (len(loop) + 1)
@@ -115,7 +119,7 @@ def fast_path(code: Code) -> list[Operation]:
     while at_ is not None and at_ < len(loop):
         found.append(loop[at_])
         at_ = best[at_][1]
-    return [each for each in found if each.kind != "NOP"]
+    return best[0][0], [each for each in found if each.kind != "NOP"]
 
 
 _NO_WAY = 10**9

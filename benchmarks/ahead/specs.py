@@ -28,7 +28,7 @@ def _value(text: str) -> Any:
 
 def level_of(spec: str) -> str | None:
     """The level of MS-AMP whose optimizer it has, such as `O2`."""
-    found = re.search(r"msamp:(O[123])", spec)
+    found = re.search(r"msamp:(O[1-5])", spec)
     return found and found[1]
 
 

@@ -21,7 +21,7 @@ OPTIONS = {"enable_fp_fusion": False}
 
 _FORMATS = {fmt.name: (fmt.max, fmt.mantissa_bits, fmt.min_exponent) for fmt in (*FORMATS.values(), E4M11)}
 
-# constants of a kernel; a format is named as in `formats`: "e4m3", "e5m2", "fp16", "bf16", "fp32"
+# constants of a kernel; a format is named as in `formats`: "e4m3", "e5m2", "fp16", "bf16", "fp32", "e4m11", "root8"
 
 
 def ceil_div(number: int, size: int) -> int:
@@ -174,8 +174,9 @@ def to_codes(x, FORMAT: tl.constexpr, HAS_FP8_CASTS: tl.constexpr):
 
 @triton.jit
 def magnitude_codes(x, FORMAT: tl.constexpr):
-    """The codes, int32, of numbers that "e4m3" or "e5m2" has, none of them negative. Times the power of two between
-    FP32's smallest normal number and the format's, a number has its code as the upper bits, subnormal codes included.
+    """The codes, int32, of numbers that "e4m3", "e5m2", "e4m11" or "root8" has, none of them negative. Times the power
+    of two between FP32's smallest normal number and the format's, a number has its code as the upper bits, subnormal
+    codes included.
     """
     return as_bits(x * (_power(-126) / smallest_normal(FORMAT))) >> dropped_bits(FORMAT)
 
@@ -185,5 +186,11 @@ def from_codes(codes, FORMAT: tl.constexpr):
     """FP32 values of uint8 codes of "e4m3" or "e5m2". inf and NaN come out as numbers: wherever codes are read, a scale
     of NaN tells of them."""
     bits = codes.to(tl.int32)
-    values = from_bits((bits & 0x7F) << dropped_bits(FORMAT)) * (smallest_normal(FORMAT) / _power(-126))
+    values = from_magnitude_codes(bits & 0x7F, FORMAT)
     return from_bits(as_bits(values) | ((bits & 0x80) << 24))
+
+
+@triton.jit
+def from_magnitude_codes(codes, FORMAT: tl.constexpr):
+    """FP32 numbers of what `magnitude_codes` makes of them."""
+    return from_bits(codes << dropped_bits(FORMAT)) * (smallest_normal(FORMAT) / _power(-126))

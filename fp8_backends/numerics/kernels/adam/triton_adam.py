@@ -35,7 +35,6 @@ from .triton_tiles import (
     COPY,
     COPY_INVERSE,
     FINITE,
-    HYPER,
     NUMEL,
     RECORD,
     SEED,
@@ -60,14 +59,16 @@ from .triton_tiles import (
 )
 from .triton_usual import bases_of, has_usual_numbers, write_usual_tile
 
-_TILE, _TILES = 1024, 8
-"""Elements that a program works on at a time, and how often it does."""
+_CHUNK = 8192
+"""Elements of a program; no block has more than half."""
 
-_LANES = 4
-"""Elements in a row that a thread has."""
+_LANES, LIMITS = 4, {"num_warps": 8}
+"""Elements in a row that a thread has. Four of them: nothing is spilled, and enough programs run at a time to hide what
+they wait for."""
 
-LIMITS = {"num_warps": 8}
-"""Four elements a thread: nothing is spilled, and enough programs run at a time to hide what they wait for."""
+_LANES_OF_BYTES, LIMITS_OF_BYTES = 16, {"num_warps": 4, "maxnreg": 168}
+"""Of a usual tile whose states are bytes: one access reads all that a thread has, and a block's scale is that of eight
+threads and not of a whole warp. With so many registers three programs run at a time; with fewer, some were spilled."""
 
 
 # Kernels. Grid: one program for each chunk of each parameter; `parameters` has the index of a chunk's parameter.
@@ -96,13 +97,11 @@ def _gradient_kernel(table, parameters, grad_amax_ptr, KIND: tl.constexpr, ALIGN
 
 @triton.jit
 def _bounds_kernel(table, amax_ptr, grad_amax_ptr, old_ptr, KIND: tl.constexpr):
-    """`bounds.new_bounds` in the place of amaxes. Empties the record. Grid: one program for each parameter."""
+    """`bounds.new_bounds` in the place of amaxes. Empties the record, and sets aside the old scales; where blocks have
+    them the bound, which has no other place. Grid: one program for each parameter."""
     index = tl.program_id(0).to(tl.int64)
     row, old = table + index * COLUMNS, old_ptr + index * 3
     hyper, v_inv = hyper_of(row), inverse_of(row, KIND, 3)
-    tl.store(old, inverse_of(row, KIND, 0))
-    tl.store(old + 1, inverse_of(row, KIND, 2))
-    tl.store(old + 2, v_inv)
     record = tl.load(row + RECORD).to(tl.pointer_type(tl.int32))
     known = (tl.load(record), tl.load(record + 1), tl.load(record + 2), tl.load(record + 3))
     for place in tl.static_range(4):
@@ -112,8 +111,13 @@ def _bounds_kernel(table, amax_ptr, grad_amax_ptr, old_ptr, KIND: tl.constexpr):
         tl.store(amax_ptr + tl.load(row + AMAX), as_bits(w))
     if not KIND.blocked[2]:
         tl.store(amax_ptr + tl.load(row + AMAX + 1), as_bits(m))
+        m = inverse_of(row, KIND, 2)
     if not KIND.blocked[3]:
         tl.store(amax_ptr + tl.load(row + AMAX + 2), as_bits(v))
+        v = v_inv
+    tl.store(old, inverse_of(row, KIND, 0))
+    tl.store(old + 1, m)
+    tl.store(old + 2, v)
 
 
 @triton.jit
@@ -148,14 +152,31 @@ def _amax_kernel(table, parameters, amax_ptr, old_ptr, KIND: tl.constexpr, ALIGN
 
 
 @triton.jit
+def _old_inverse(old, KIND: tl.constexpr, SLOT: tl.constexpr):
+    """The only scale_inv of exp_avg or exp_avg_sq, as it was before the step."""
+    if KIND.blocked[SLOT]:
+        return tl.full((), 1.0, tl.float32)
+    else:
+        return tl.load(old + (SLOT - 1))
+
+
+@triton.jit
+def _bound_of(amax_ptr, row, old, KIND: tl.constexpr, SLOT: tl.constexpr):
+    """The bound of exp_avg or exp_avg_sq, from `_bounds_kernel`."""
+    if KIND.blocked[SLOT]:
+        return tl.load(old + (SLOT - 1))
+    else:
+        return amax_of(amax_ptr, row, SLOT - 1)
+
+
+@triton.jit
 def _write_kernel(table, parameters, amax_ptr, old_ptr, stored_ptr, KIND: tl.constexpr, ALIGNED: tl.constexpr):
     row, index, start = row_of(table, parameters, KIND)
     numel, pointers, hyper = tl.load(row + NUMEL), pointers_of(row, KIND, ALIGNED), hyper_of(row)
-    step = tl.load(tl.load(row + HYPER).to(tl.pointer_type(tl.float32)) + STEP).to(tl.int32).to(tl.uint32)
-    key = mixed(mixed(step) + tl.load(row + SEED).to(tl.uint32))
+    key = mixed(mixed(hyper[STEP].to(tl.int32).to(tl.uint32)) + tl.load(row + SEED).to(tl.uint32))
     old, g_inv = old_ptr + index * 3, grad_factor(row, KIND)
     if KIND.scaled[0] or KIND.scaled[2] or KIND.scaled[3]:
-        inverses = (tl.load(old), g_inv, tl.load(old + 1), tl.load(old + 2))
+        inverses = (tl.load(old), g_inv, _old_inverse(old, KIND, 2), _old_inverse(old, KIND, 3))
     else:
         inverses = (1.0, g_inv, 1.0, 1.0)
     w_scale = new_scale(amax_ptr, row, start, KIND, 0)
@@ -168,26 +189,39 @@ def _write_kernel(table, parameters, amax_ptr, old_ptr, stored_ptr, KIND: tl.con
             tl.store(tl.load(row + COPY_INVERSE).to(tl.pointer_type(tl.float32)), scale_inv_of(copy[1], amax))
     largest = nothing_stored(KIND)
     tile_size: tl.constexpr = KIND.rows * KIND.width
+    usual_size: tl.constexpr = KIND.usual_rows * KIND.width
     count = tl.minimum(numel - start, KIND.chunk).to(tl.int32)
     if KIND.has_usual_case:
-        is_usual = has_usual_numbers(amax_ptr, row, inverses, hyper, scales, KIND)
-        v_bound = amax_of(amax_ptr, row, 2)
+        bounds = (
+            amax_of(amax_ptr, row, 0),
+            _bound_of(amax_ptr, row, old, KIND, 2),
+            _bound_of(amax_ptr, row, old, KIND, 3),
+        )
+        is_usual = has_usual_numbers(bounds, inverses, hyper, scales, KIND)
+        is_usual &= ALIGNED or KIND.usual_lanes == KIND.lanes  # so many narrow accesses would take too many registers
         bases = bases_of(pointers, copy[0], row, start, KIND)
-    for tile in range(KIND.tiles):
-        first = tile * tile_size
-        at, is_full = start + first, first + tile_size <= count
+    for tile in range(KIND.chunk // usual_size):
+        first = tile * usual_size
+        is_full = first + usual_size <= count
         if KIND.has_usual_case:
             if is_usual & is_full:
-                largest = write_usual_tile(bases, inverses, hyper, scales, copy[1], v_bound, key, first, largest, KIND)
-            elif first < count:
-                largest = write_tile(
-                    pointers, row, inverses, hyper, scales, copy, amax_ptr, key, numel, at, largest, KIND, False
+                largest = write_usual_tile(
+                    bases, inverses, hyper, scales, copy[1], bounds[2], key, first, largest, KIND
                 )
+            else:
+                for part in range(usual_size // tile_size):
+                    if first + part * tile_size < count:
+                        at = start + first + part * tile_size
+                        largest = write_tile(
+                            pointers, row, inverses, hyper, scales, copy, amax_ptr, key, numel, at, largest, KIND, False
+                        )
         elif is_full:
+            at = start + first
             largest = write_tile(
                 pointers, row, inverses, hyper, scales, copy, amax_ptr, key, numel, at, largest, KIND, True
             )
         elif first < count:
+            at = start + first
             largest = write_tile(
                 pointers, row, inverses, hyper, scales, copy, amax_ptr, key, numel, at, largest, KIND, False
             )
@@ -228,12 +262,20 @@ class _Constants:
     kind: Kind
     fp8_casts: bool
 
+    @property
+    def limits(self) -> dict[str, int]:
+        """How the kernels are to be compiled."""
+        return LIMITS_OF_BYTES if _is_of_bytes(self.kind) else LIMITS
+
     @functools.cached_property
     def _values(self) -> dict[str, object]:
-        kind, width = self.kind, self.kind.block_size or _TILE
-        rows, fields = max(1, _TILE // width), (WEIGHT_BITS, (0, 0), EXP_AVG_BITS, EXP_AVG_SQ_BITS)
+        kind, of_bytes, threads = self.kind, _is_of_bytes(self.kind), 32 * self.limits["num_warps"]
+        width = kind.block_size or threads * _LANES
+        rows, fields = max(1, threads * _LANES // width), (WEIGHT_BITS, (0, 0), EXP_AVG_BITS, EXP_AVG_SQ_BITS)
+        lanes = _LANES_OF_BYTES if of_bytes else _LANES
         return kind._asdict() | {
-            "formats": tuple(FORMATS[dtype].name for dtype in (*kind.dtypes, kind.copy or torch.float8_e4m3fn)),
+            "formats": (*(kind.format(i).name for i in range(4)), FORMATS[kind.copy or torch.float8_e4m3fn].name),
+            "has_roots": kind.format(3) is ROOT8,
             "low_bit": tuple(low for low, _ in fields),
             "bits": tuple(bits for _, bits in fields),
             "has_fp8_casts": self.fp8_casts,
@@ -241,9 +283,11 @@ class _Constants:
             "rows": rows,
             "width": width,
             "lanes": min(width, _LANES),
-            "tiles": _TILES,
             "has_usual_case": _has_usual_case(kind),
-            "chunk": rows * width * _TILES,
+            "usual_rows": max(1, threads * lanes // width),
+            "usual_lanes": min(width, lanes),
+            "tiles": _CHUNK // (rows * width),
+            "chunk": _CHUNK,
         }
 
     def __getattr__(self, name: str):
@@ -256,7 +300,13 @@ class _Constants:
 def _has_usual_case(kind: Kind) -> bool:
     """Whether `triton_usual` writes tiles of this kind: it wants bounds."""
     is_scaled = any(kind.scaled[i] for i in WRITTEN)
-    return kind.bounded and kind.stochastic and is_scaled and not any(kind.blocked[i] for i in (0, 1, 3))
+    in_blocks = kind.blocked[0] or kind.blocked[1] or kind.blocked[3] and kind.format(3) is not ROOT8
+    return kind.bounded and kind.stochastic and is_scaled and not in_blocks
+
+
+def _is_of_bytes(kind: Kind) -> bool:
+    """Whether usual tiles are those of O4 and O5."""
+    return _has_usual_case(kind) and kind.format(3) is ROOT8
 
 
 def kernels(kind: Kind, tensor: torch.Tensor) -> TritonKernels | None:
@@ -264,7 +314,7 @@ def kernels(kind: Kind, tensor: torch.Tensor) -> TritonKernels | None:
     if kind.split or kind.feedback or kind.format(3) is ROOT8:  # not in Triton yet
         return None
     size = kind.block_size
-    return _kernels(kind, has_fp8_casts(tensor)) if size & (size - 1) == 0 and size <= 4 * _TILE else None
+    return _kernels(kind, has_fp8_casts(tensor)) if size & (size - 1) == 0 and size <= _CHUNK // 2 else None
 
 
 class TritonKernels:
@@ -287,7 +337,7 @@ class TritonKernels:
             "write": (_write_kernel, parameters, amaxes, old, stored),
             "recast": (_recast_kernel, parameters, amaxes, stored),
         }[kernel]
-        options = {"num_warps": 1} if kernel == "bounds" else {"ALIGNED": table.aligned, **LIMITS}
+        options = {"num_warps": 1} if kernel == "bounds" else {"ALIGNED": table.aligned, **self.constants.limits}
         grid = len(table.jobs) if kernel == "bounds" else len(parameters)
         with on_device_of(table.rows):
             function[(grid,)](table.rows, *arguments, KIND=self.constants, **options, **OPTIONS)

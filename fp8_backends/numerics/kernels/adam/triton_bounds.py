@@ -41,7 +41,7 @@ def grad_amax(row, measured, KIND: tl.constexpr):
 
 @triton.jit
 def new_bounds(record, grad_amax, hyper, v_inverse, KIND: tl.constexpr):
-    """record: int32. v_inverse: scale_inv of exp_avg_sq."""
+    """record: int32. v_inverse: scale_inv of exp_avg_sq, 1 for roots."""
     w, m, v = from_bits(record[0]), from_bits(record[1]), from_bits(record[2])
     ratio = from_bits(record[3] + _RATIO_BITS)
     n, step_size, c, eps = hyper[NEW_IN_EXP_AVG], tl.abs(hyper[STEP_SIZE]), hyper[INV_SQRT_BIAS2], hyper[EPS]
@@ -53,7 +53,7 @@ def new_bounds(record, grad_amax, hyper, v_inverse, KIND: tl.constexpr):
     v = v * hyper[BETA2] + hyper[NEW_IN_EXP_AVG_SQ] * g * g
     quotient = tl.div_rn(kept, tl.sqrt_rn(hyper[BETA2])) * ratio + tl.div_rn(new, tl.sqrt_rn(hyper[NEW_IN_EXP_AVG_SQ]))
     of_eps = tl.div_rn(step_size * m, eps)
-    if KIND.blocked[3]:
+    if KIND.blocked[3] and not KIND.has_roots:
         update = of_eps
     else:
         least_root = _LEAST_ROOT * tl.sqrt_rn(tl.maximum(v_inverse, 1.0))

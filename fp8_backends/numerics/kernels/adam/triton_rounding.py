@@ -1,6 +1,7 @@
 """`rounding.py` for kernels, to the bit the same: formats are decoded, rounded to and encoded, and bits are random.
 
-FORMAT is "fp32", "bf16", "fp16", "e4m3" or "e5m2", the latter two uint8 in memory.
+FORMAT is "fp32", "bf16" or "fp16"; or "e4m3", "e5m2", "e4m11" or "root8", whose codes are uint8 in memory, as are the
+residuals of "e4m11".
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ import triton.language as tl
 
 from ..triton_common import (
     as_bits,
+    bits_of,
     dropped_bits,
     format_max,
     from_bits,
     from_codes,
+    from_magnitude_codes,
     magnitude_codes,
     power_of_two_scale,
     smallest_normal,
@@ -43,8 +46,18 @@ def decoded(data, FORMAT: tl.constexpr, HAS_FP8_CASTS: tl.constexpr):
         return data.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     elif FORMAT == "e4m3" or FORMAT == "e5m2":
         return from_codes(data, FORMAT)
+    elif FORMAT == "root8":
+        return from_magnitude_codes(data.to(tl.int32), FORMAT)
     else:
         return data.to(tl.float32)
+
+
+@triton.jit
+def decoded_pair(codes, residuals):
+    """FP32 values of E4M3 codes and residuals, which are E4M11."""
+    bits = codes.to(tl.int32)
+    values = from_magnitude_codes(((bits & 0x7F) << 8) + residuals.to(tl.int8, bitcast=True).to(tl.int32), "e4m11")
+    return from_bits(as_bits(values) | ((bits & 0x80) << 24))
 
 
 @triton.jit
@@ -66,7 +79,7 @@ def rounded(
     smallest: tl.constexpr = smallest_normal(FORMAT)
     magnitude = tl.abs(x)
     if not WITHIN:
-        magnitude = tl.minimum(magnitude, format_max(FORMAT))  # of a NaN, too
+        magnitude = from_bits(tl.minimum(as_bits(magnitude), bits_of(format_max(FORMAT))))  # of a NaN, too
     if not STOCHASTIC and FORMAT == "fp16":
         return magnitude.to(tl.float16).to(tl.float32)
     elif not STOCHASTIC and FORMAT == "e4m3" and HAS_FP8_CASTS:
@@ -100,8 +113,18 @@ def encoded(x, FORMAT: tl.constexpr, HAS_FP8_CASTS: tl.constexpr):
         return (as_bits(x) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     elif HAS_FP8_CASTS and FORMAT == "e4m3":
         return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    elif FORMAT == "root8":
+        return magnitude_codes(x, FORMAT).to(tl.uint8)
     else:
         return (magnitude_codes(tl.abs(x), FORMAT) | ((as_bits(x) >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def encoded_pair(x):
+    """Numbers that "e4m11" has, as E4M3 codes and residuals: `rounding.encoded_pair`."""
+    magnitude = magnitude_codes(tl.abs(x), "e4m11")
+    code = (magnitude + 0x80) >> 8
+    return (code | ((as_bits(x) >> 24) & 0x80)).to(tl.uint8), magnitude.to(tl.uint8)
 
 
 @triton.jit
@@ -116,7 +139,12 @@ def scale_of(amax, FORMAT: tl.constexpr):
 @triton.jit
 def mixed(x):
     """32 mixed bits of a uint32."""
-    x ^= x >> 16
+    return mixed_on(x ^ (x >> 16))
+
+
+@triton.jit
+def mixed_on(x):
+    """`mixed` after its first line."""
     x *= 0x7FEB352D
     x ^= x >> 15
     x *= 0x846CA68B

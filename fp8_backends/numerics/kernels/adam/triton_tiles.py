@@ -11,17 +11,28 @@ import triton.language as tl
 
 from ..reference import GRADIENT_LIMIT
 from ..triton_common import as_bits, from_bits, scale_inv_of, smallest_bits
-from .bounds import INF_BITS, RATIO_BITS
-from .triton_rounding import decoded, encoded, mixed, pointer_to, rounded, scale_of, with_sign_of
+from .bounds import HALF_OF_ONE, INF_BITS, RATIO_BITS
+from .triton_rounding import (
+    decoded,
+    decoded_pair,
+    encoded,
+    encoded_pair,
+    mixed,
+    pointer_to,
+    rounded,
+    scale_of,
+    with_sign_of,
+)
 
 # Columns of a parameter's row, as in table.py
 COPY, INVERSE, COPY_INVERSE, HYPER, FINITE = (tl.constexpr(column) for column in (4, 5, 9, 10, 11))
 NUMEL, FIRST, SEED, FIRST_CHUNK, AMAX, RECORD, COLUMNS = (tl.constexpr(c) for c in (12, 13, 14, 15, 16, 19, 20))
 # Places in the hyperparameters, as in table.py
 STEP_SIZE, DECAY, WEIGHT_DECAY, NEW_IN_EXP_AVG, BETA2 = (tl.constexpr(place) for place in range(5))
-NEW_IN_EXP_AVG_SQ, INV_SQRT_BIAS2, EPS, STEP = (tl.constexpr(place) for place in range(5, 9))
+NEW_IN_EXP_AVG_SQ, INV_SQRT_BIAS2, EPS, STEP, FEEDBACK = (tl.constexpr(place) for place in range(5, 10))
 _GRADIENT_LIMIT = tl.constexpr(GRADIENT_LIMIT)
 _ONE, _MOST_CODED = tl.constexpr(127 << 23), tl.constexpr(INF_BITS - RATIO_BITS)
+_HALF_OF_ONE = tl.constexpr(HALF_OF_ONE)
 
 
 @triton.jit
@@ -34,18 +45,23 @@ def row_of(table, parameters, KIND: tl.constexpr):
 
 @triton.jit
 def pointers_of(row, KIND: tl.constexpr, ALIGNED: tl.constexpr):
-    """Pointers to weight, grad, exp_avg and exp_avg_sq."""
+    """Pointers to weight, grad, exp_avg, exp_avg_sq, and the weight's residual if it has one."""
+    weight = pointer_to(tl.load(row), KIND.formats[0], ALIGNED)
+    residual = weight
+    if KIND.split:
+        residual = pointer_to(tl.load(row + COPY), KIND.formats[0], ALIGNED)
     return (
-        pointer_to(tl.load(row), KIND.formats[0], ALIGNED),
+        weight,
         pointer_to(tl.load(row + 1), KIND.formats[1], ALIGNED),
         pointer_to(tl.load(row + 2), KIND.formats[2], ALIGNED),
         pointer_to(tl.load(row + 3), KIND.formats[3], ALIGNED),
+        residual,
     )
 
 
 @triton.jit
 def hyper_of(row):
-    """The hyperparameters but the last."""
+    """The hyperparameters."""
     at = tl.load(row + HYPER).to(tl.pointer_type(tl.float32))
     return (
         tl.load(at),
@@ -56,6 +72,8 @@ def hyper_of(row):
         tl.load(at + 5),
         tl.load(at + 6),
         tl.load(at + 7),
+        tl.load(at + 8),
+        tl.load(at + 9),
     )
 
 
@@ -96,8 +114,14 @@ def _write(pointer, values, inside, FULL: tl.constexpr):
 
 
 @triton.jit
+def _stored_pair(pointers, at, inside, FULL: tl.constexpr):
+    """FP32 values of a tile of a split weight, without their scale."""
+    return decoded_pair(load(pointers[0] + at, inside, 0, FULL), load(pointers[4] + at, inside, 0, FULL))
+
+
+@triton.jit
 def values_of(pointer, row, inverse, at, inside, block, KIND: tl.constexpr, SLOT: tl.constexpr, FULL: tl.constexpr):
-    """FP32 values of a tile of a slot."""
+    """FP32 values of a tile of a slot; of exp_avg_sq their roots where these are stored."""
     if KIND.blocked[SLOT]:
         of_blocks = tl.load(row + INVERSE + SLOT).to(tl.pointer_type(tl.float32))
         inverse = load(of_blocks + block, _first_of(inside), 1.0, FULL) * inverse
@@ -106,11 +130,17 @@ def values_of(pointer, row, inverse, at, inside, block, KIND: tl.constexpr, SLOT
 
 @triton.jit
 def adam_step(pointers, row, inverses, hyper, at, inside, block, KIND: tl.constexpr, FULL: tl.constexpr):
-    """`reference.adam_step` with FP32 operations: the new weight, exp_avg and exp_avg_sq."""
-    w = values_of(pointers[0], row, inverses[0], at, inside, block, KIND, 0, FULL)
+    """`reference.adam_step` with FP32 operations: the new weight, exp_avg and exp_avg_sq, or its root where that is
+    stored; and the denominator of the update."""
+    if KIND.split:
+        w = _stored_pair(pointers, at, inside, FULL) * inverses[0]
+    else:
+        w = values_of(pointers[0], row, inverses[0], at, inside, block, KIND, 0, FULL)
     g = values_of(pointers[1], row, inverses[1], at, inside, block, KIND, 1, FULL)
     m = values_of(pointers[2], row, inverses[2], at, inside, block, KIND, 2, FULL)
     v = values_of(pointers[3], row, inverses[3], at, inside, block, KIND, 3, FULL)
+    if KIND.has_roots:
+        v = v * v
     g = tl.where(tl.abs(g) < _GRADIENT_LIMIT, g, 0.0)
     if KIND.maximize:
         g = -g
@@ -120,8 +150,13 @@ def adam_step(pointers, row, inverses, hyper, at, inside, block, KIND: tl.conste
         g = g + hyper[WEIGHT_DECAY] * w
     m = m + hyper[NEW_IN_EXP_AVG] * (g - m)
     v = v * hyper[BETA2] + hyper[NEW_IN_EXP_AVG_SQ] * g * g
-    denominator = tl.sqrt_rn(v) * hyper[INV_SQRT_BIAS2] + hyper[EPS]
-    return w - tl.div_rn(hyper[STEP_SIZE] * m, denominator), m, v
+    root = tl.sqrt_rn(v)
+    denominator = root * hyper[INV_SQRT_BIAS2] + hyper[EPS]
+    w = w - tl.div_rn(hyper[STEP_SIZE] * m, denominator)
+    if KIND.has_roots:
+        return w, m, root, denominator
+    else:
+        return w, m, v, denominator
 
 
 @triton.jit
@@ -135,7 +170,8 @@ def place_of(numel, start, KIND: tl.constexpr):
 
 @triton.jit
 def _moved(pointers, start):
-    return pointers[0] + start, pointers[1] + start, pointers[2] + start, pointers[3] + start
+    w, g, m, v, residual = pointers
+    return w + start, g + start, m + start, v + start, residual + start
 
 
 @triton.jit
@@ -166,7 +202,7 @@ def amax_tile(pointers, row, inverses, hyper, amaxes, amax_ptr, numel, start, KI
     """The largest so far, bits [rows, width] of weight, exp_avg and exp_avg_sq, with those of one tile."""
     at, inside, block = place_of(numel, start, KIND)
     pointers = _moved(pointers, start)
-    w, m, v = adam_step(pointers, row, inverses, hyper, at, inside, block, KIND, FULL)
+    w, m, v, _ = adam_step(pointers, row, inverses, hyper, at, inside, block, KIND, FULL)
     w_bits, m_bits, v_bits = as_bits(w) & 0x7FFFFFFF, as_bits(m) & 0x7FFFFFFF, as_bits(v) & 0x7FFFFFFF
     if KIND.blocked[0]:
         _store_amaxes(amax_ptr, row, 0, w_bits, block, inside, FULL)
@@ -184,7 +220,7 @@ def amax_of(amax_ptr, row, PLACE: tl.constexpr):
 
 @triton.jit
 def _store(
-    pointer,
+    pointers,
     row,
     scale,
     amax_ptr,
@@ -200,7 +236,7 @@ def _store(
     """Write x as the slot stores it, and the scales of blocks. scale: the slot's only one, and its inverse. Returns the
     magnitudes that are stored, FP32, and the inverse of their scale."""
     FORMAT: tl.constexpr = KIND.formats[SLOT]
-    inverse = scale[1]
+    pointer, inverse = pointers[SLOT], scale[1]
     if KIND.blocked[SLOT]:
         if KIND.bounded:
             amax = from_bits(tl.max(as_bits(x) & 0x7FFFFFFF, axis=1)[:, None])
@@ -218,8 +254,8 @@ def _store(
         _write(pointer + at, x, inside, FULL)
         return tl.abs(x), inverse
     else:
-        # a weight that is not finite has no bound
-        within: tl.constexpr = KIND.bounded and KIND.scaled[SLOT] and SLOT > 0
+        # a weight that is not finite has no bound, nor what it feeds back
+        within: tl.constexpr = KIND.bounded and KIND.scaled[SLOT] and SLOT > (2 if KIND.feedback else 0)
         casts: tl.constexpr = KIND.has_fp8_casts
         low: tl.constexpr = KIND.low_bit[SLOT]
         magnitude = rounded(stored, random, FORMAT, casts, KIND.stochastic, low, KIND.bits[SLOT], within)
@@ -227,15 +263,39 @@ def _store(
             least = tl.where(x > 0, smallest_bits(FORMAT), 0)
             magnitude = from_bits(tl.maximum(as_bits(magnitude), least))
             _write(pointer + at, encoded(magnitude, FORMAT, casts), inside, FULL)
+        elif FORMAT == "e4m11":
+            code, residual = encoded_pair(with_sign_of(magnitude, x))
+            _write(pointer + at, code, inside, FULL)
+            _write(pointers[4] + at, residual, inside, FULL)
         else:
             _write(pointer + at, encoded(with_sign_of(magnitude, x), FORMAT, casts), inside, FULL)
         return magnitude, inverse
 
 
 @triton.jit
-def coded(ratio, m_inverse, v_inverse):
-    """bits(exp_avg) - bits(exp_avg_sq) / 2 without scales, as a record has it (`bounds.py`): 0 where exp_avg is 0."""
-    shift = as_bits(m_inverse) - _ONE - ((as_bits(v_inverse) - _ONE) >> 1)
+def half_of_inverse(v_inverse, KIND: tl.constexpr):
+    """Half the bits of exp_avg_sq's scale_inv over 1, of which that of a root is the root."""
+    half = as_bits(v_inverse) - _ONE
+    if not KIND.has_roots:
+        half = half >> 1
+    return half
+
+
+@triton.jit
+def ratio_of(m, v, half_of_inverse, KIND: tl.constexpr):
+    """bits(exp_avg) - bits(exp_avg_sq) / 2 of magnitudes without scales; of a stored root of 0 and its scale together,
+    0 is subtracted."""
+    if KIND.has_roots:
+        half_of_v = tl.where(v > 0, as_bits(v) - _HALF_OF_ONE, -half_of_inverse)
+        return tl.where(m > 0, as_bits(m) - half_of_v, 0)
+    else:
+        return as_bits(m) - (as_bits(v) >> 1)
+
+
+@triton.jit
+def coded(ratio, m_inverse, half_of_inverse):
+    """What `ratio_of` returned, as a record has it (`bounds.py`): 0 where exp_avg is 0."""
+    shift = as_bits(m_inverse) - _ONE - half_of_inverse
     most = _MOST_CODED - tl.maximum(shift, 0)
     return tl.where(ratio > 0, tl.maximum(tl.minimum(ratio, most) + shift, 0), 0)
 
@@ -246,10 +306,12 @@ def keep_record(row, stored, scales, KIND: tl.constexpr):
     record = tl.load(row + RECORD).to(tl.pointer_type(tl.int32))
     for place in tl.static_range(3):
         largest = from_bits(tl.max(tl.max(stored[place], axis=1), axis=0)) * scales[place][1]
+        if place == 2 and KIND.has_roots:
+            largest = largest * largest
         tl.atomic_max(record + place, as_bits(largest) & 0x7FFFFFFF, sem="relaxed")
     ratio = tl.max(tl.max(stored[3], axis=1), axis=0)
     if not (KIND.blocked[2] or KIND.blocked[3]):
-        ratio = coded(ratio, scales[1][1], scales[2][1])
+        ratio = coded(ratio, scales[1][1], half_of_inverse(scales[2][1], KIND))
     tl.atomic_max(record + 3, ratio, sem="relaxed")
 
 
@@ -278,23 +340,27 @@ def write_tile(
     FULL: tl.constexpr,
 ):
     """Write one tile. scales: (scale, inverse) of weight, exp_avg and exp_avg_sq; copy: its pointer, scale. Returns
-    what is known to be the largest, raised to the tile's: bits of these three as they are stored, times the inverse
-    only where blocks have it, and of their quotient (`bounds.py`)."""
+    what is known to be the largest, raised to the tile's: bits of these three as they are stored, roots where roots
+    are, times the inverse only where blocks have it; and of their quotient (`bounds.py`)."""
     at, inside, block = place_of(numel, start, KIND)
     pointers = _moved(pointers, start)
-    w, m, v = adam_step(pointers, row, inverses, hyper, at, inside, block, KIND, FULL)
+    w, m, v, denominator = adam_step(pointers, row, inverses, hyper, at, inside, block, KIND, FULL)
     first = (tl.load(row + FIRST) + start).to(tl.int32)
     random = mixed((first + at).to(tl.uint32, bitcast=True) ^ key).to(tl.int32, bitcast=True)
     if KIND.blocked[0] or KIND.blocked[2] or KIND.blocked[3]:
         tl.debug_barrier()  # all threads have read the blocks' old scales
-    stored_w, w_inv = _store(pointers[0], row, scales[0], amax_ptr, w, random, at, inside, block, KIND, 0, FULL)
-    m, m_inv = _store(pointers[2], row, scales[1], amax_ptr, m, random, at, inside, block, KIND, 2, FULL)
-    v, v_inv = _store(pointers[3], row, scales[2], amax_ptr, v, random, at, inside, block, KIND, 3, FULL)
+    stored_w, w_inv = _store(pointers, row, scales[0], amax_ptr, w, random, at, inside, block, KIND, 0, FULL)
+    if KIND.feedback:
+        error = w - with_sign_of(stored_w, w) * w_inv
+        m = m + error * denominator * hyper[FEEDBACK]
+    m, m_inv = _store(pointers, row, scales[1], amax_ptr, m, random, at, inside, block, KIND, 2, FULL)
+    v, v_inv = _store(pointers, row, scales[2], amax_ptr, v, random, at, inside, block, KIND, 3, FULL)
     if KIND.copied:
         store_copy(copy[0] + start, with_sign_of(stored_w, w), w_inv, copy[1], at, inside, KIND, FULL)
-    ratio = as_bits(m) - (as_bits(v) >> 1)
+    half = half_of_inverse(v_inv, KIND)
+    ratio = ratio_of(m, v, half, KIND)
     if KIND.blocked[2] or KIND.blocked[3]:
-        ratio = coded(ratio, m_inv, v_inv)
+        ratio = coded(ratio, m_inv, half)
     if KIND.blocked[0]:
         stored_w = stored_w * w_inv
     if KIND.blocked[2]:

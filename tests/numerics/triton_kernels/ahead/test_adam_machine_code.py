@@ -10,6 +10,7 @@ from fp8_backends.numerics.kernels.adam import triton_adam
 from fp8_backends.numerics.kernels.adam.table import Kind
 
 E4M3, FP16, BF16, FP32 = torch.float8_e4m3fn, torch.float16, torch.bfloat16, torch.float32
+ROOT8 = torch.uint8
 PLAIN, ALL, ADAMW = (False,) * 4, (True,) * 4, {"decoupled": True, "maximize": False, "stochastic": True}
 OF_O2 = {"dtypes": (FP16, E4M3, E4M3, FP16), "scaled": ALL, "finite_is_told": False}
 KINDS = {
@@ -23,20 +24,27 @@ KINDS = {
     ),
     "bf16": Kind((BF16,) * 4, PLAIN, PLAIN, 0, None, **ADAMW, finite_is_told=True),
 }
+IN_BLOCKS = {"blocked": (False, False, True, True), "block_size": 128, "copy": None, "finite_is_told": False}
+OF_O4 = {"dtypes": (E4M3, E4M3, E4M3, ROOT8), "scaled": ALL, **IN_BLOCKS, **ADAMW, "bounded": True}
+KINDS |= {"O4, one pass": Kind(**OF_O4, split=True), "O5, one pass": Kind(**OF_O4, feedback=True)}
 KINDS |= {f"{kind}, one pass": KINDS[kind]._replace(bounded=True) for kind in ("O1", "O2", "O3", "O2, blocks of 128")}
 SIGNATURE = {"table": "*i64", "parameters": "*i32", "amax_ptr": "*i32", "old_ptr": "*fp32", "stored_ptr": "*i32"}
 SIGNATURE |= {"grad_amax_ptr": "*fp32"}
-THREADS, OF_A_MULTIPROCESSOR = 32 * triton_adam.LIMITS["num_warps"], 65_536
+OF_A_MULTIPROCESSOR, PROGRAMS = 65_536, {8: 2, 4: 3}
+"""Registers, and how many programs of so many warps are to run at a time."""
+OF_BYTES = ("O4, one pass", "O5, one pass")
 
 FUSED_STEPS = {"O1, one pass": 36, "O2, one pass": 36, "O3, one pass": 36, "O2, blocks of 128, one pass": 28}
-"""Of the four elements of a thread: those that correct roots and quotients, and those whose product is exact."""
+FUSED_STEPS |= {"O4, one pass": 96, "O5, one pass": 112}
+"""Of a thread's elements, four or sixteen: those that correct roots and quotients, and those whose product is exact."""
 
 
 def of(kernel, kind: str, tmp_path, aligned: bool = True, fp8_casts: bool = True) -> MachineCode:
     constants = {"KIND": triton_adam.TritonKernels(KINDS[kind], fp8_casts).constants, "ALIGNED": aligned}
+    limits = constants["KIND"].limits
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     signature = {name: type_ for name, type_ in SIGNATURE.items() if name in kernel.arg_names}
-    return compiled(kernel, signature, constants, tmp_path, **triton_adam.LIMITS)
+    return compiled(kernel, signature, constants, tmp_path, **limits)
 
 
 @pytest.mark.parametrize(
@@ -51,8 +59,9 @@ def of(kernel, kind: str, tmp_path, aligned: bool = True, fp8_casts: bool = True
 def test_nothing_is_spilled_and_several_programs_run_at_a_time(kind, kernel, tmp_path):
     made = of(getattr(triton_adam, kernel), kind, tmp_path)
     assert made.stack == 0
-    assert made.registers * THREADS * 2 <= OF_A_MULTIPROCESSOR
-    assert 64 in made.widths("ld")
+    warps = triton_adam.TritonKernels(KINDS[kind], True).constants.limits["num_warps"]
+    assert made.registers * 32 * warps * PROGRAMS[warps] <= OF_A_MULTIPROCESSOR
+    assert (128 if kind in OF_BYTES else 64) in made.widths("ld")
     assert _outside_divisions(made.ptx).count("fma.rn") == (FUSED_STEPS.get(kind, 0) if "write" in kernel else 0)
 
 
@@ -68,6 +77,8 @@ def test_the_small_kernels_compile(kernel, kind, tmp_path):
 def test_accesses_are_wide_only_where_memory_is_aligned(tmp_path):
     wide, narrow = (of(triton_adam._write_kernel, "O2", tmp_path, aligned) for aligned in (True, False))
     assert 64 in wide.widths("st") and max(narrow.widths("st")) == 32  # 32: scales
+    wide, narrow = (of(triton_adam._write_kernel, "O4, one pass", tmp_path, aligned) for aligned in (True, False))
+    assert 128 in wide.widths("st") and max(narrow.widths("st")) == 32 and not narrow.stack
 
 
 def test_fp8_is_converted_by_one_instruction_where_there_is_one(tmp_path):

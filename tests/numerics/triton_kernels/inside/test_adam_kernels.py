@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -9,12 +11,16 @@ import triton
 import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
+from fp8_backends.numerics.formats import E4M11
+from fp8_backends.numerics.formats import ROOT8 as ROOTS
 from fp8_backends.numerics.kernels.adam import triton_adam, triton_usual
 from fp8_backends.numerics.kernels.adam.bounds import measured
 from fp8_backends.numerics.kernels.adam.dispatch import AdamSteps, Job, Slot, adam_hyper
-from fp8_backends.numerics.scaled_tensor import quantize
+from fp8_backends.numerics.kernels.adam.rounding import decoded
+from fp8_backends.numerics.scaled_tensor import quantize, quantize_pair
 
 E4M3, E5M2, FP16, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16
+ROOT8, PAIR = torch.uint8, "E4M3 with a residual"
 SIZES = (3000, 1, 1024, 130)  # tiles that are full, and some that are not
 KINDS = {  # weight, grad, exp_avg, exp_avg_sq: dtype, block size; a dtype alone is stored without a scale
     "O1": ((FP16, 0), (E4M3, 0), None, None),
@@ -24,7 +30,15 @@ KINDS = {  # weight, grad, exp_avg, exp_avg_sq: dtype, block size; a dtype alone
     "an embedding": (None, None, (E4M3, 0), (FP16, 0)),
     "bf16": (BF16, BF16, BF16, BF16),
     "other formats": ((E4M3, 0), (E5M2, 0), (E5M2, 0), (E4M3, 0)),
+    "O4": (PAIR, (E4M3, 0), (E4M3, 128), (ROOT8, 128)),
+    "O4, blocks of 32": (PAIR, None, (E4M3, 32), (ROOT8, 32)),
+    "O5": ((E4M3, 0), (E4M3, 0), (E4M3, 128), (ROOT8, 128)),
+    "an embedding at O4": (None, None, (E4M3, 128), (ROOT8, 128)),
 }
+
+OF_BYTES = ("O4", "O4, blocks of 32", "O5", "an embedding at O4")
+NOTHING_BOUNDED = ("blocks everywhere", "an embedding at O4")
+"""All scales follow from what is written."""
 OPTIONS = {
     "adamw": {"decoupled": True, "maximize": False, "rounding": "stochastic"},
     "adam": {"decoupled": False, "maximize": True, "rounding": "nearest"},
@@ -32,6 +46,9 @@ OPTIONS = {
 
 
 def slot(values: torch.Tensor, kind) -> Slot:
+    if kind is PAIR:
+        made = quantize_pair(values)
+        return Slot(made._data, made._scale_inv, residual=made.stored.residual)
     if not isinstance(kind, tuple):
         return Slot(values.to(kind or torch.float32))
     made = quantize(values, kind[0], block_size=kind[1])
@@ -50,12 +67,14 @@ def jobs(
         copy = Slot(torch.zeros(numel, dtype=E4M3), torch.ones(())) if copied else None
         slots = [slot(x, of) for x, of in zip(values, KINDS[kind], strict=True)]
         record = measured(slots[0], *slots[2:]) if bounded else None
-        made.append(Job(*slots, hyper, seed=2**20 + i, copy=copy, first=7 * i, record=record, **OPTIONS[options]))
+        more = {"copy": copy, "record": record, "feedback": bounded and kind == "O5"}
+        made.append(Job(*slots, hyper, seed=2**20 + i, first=7 * i, **more, **OPTIONS[options]))
     return made
 
 
 def bits(of: list[Job]) -> list[bytes]:
-    tensors = [x for job in of for each in (*job[:4], job.copy) if each is not None for x in each[:2] if x is not None]
+    slots = [each for job in of for each in (*job[:4], job.copy) if each is not None]
+    tensors = [x for each in slots for x in (each.data, each.scale_inv, each.residual) if x is not None]
     tensors += [job.record for job in of if job.record is not None]
     return [x.reshape(-1).view(torch.uint8).numpy().tobytes() for x in tensors]
 
@@ -72,21 +91,42 @@ def both(make) -> tuple[list[Job], list[Job]]:
     return ours, expected
 
 
+UNUSUAL = ("eps", "a scale", "a weight", "a second moment", "a gradient")
+
+
+def written_by(make, monkeypatch) -> list[str]:
+    """Which functions wrote the tiles of a step that is that of PyTorch's operations."""
+    written = []
+    for name in ("write_tile", "write_usual_tile"):
+        function = getattr(triton_adam, name)
+        monkeypatch.setattr(triton_adam, name, lambda *given, f=function, n=name: (written.append(n), f(*given))[1])
+    ours, expected = both(make)
+    assert bits(ours) == bits(expected)
+    return written
+
+
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in OF_BYTES])
 def test_all_parameters_are_stepped_to_the_bit(kind, options):
     ours, expected = both(lambda: jobs(kind, options))
+    assert bits(ours) == bits(expected)
+
+
+@pytest.mark.parametrize("kind", ["O4", "O5"])
+def test_roots_and_residuals_are_stepped_in_two_passes_to_the_bit(kind):
+    ours, expected = both(lambda: jobs(kind, "adam", sizes=(1, 1100)))
     assert bits(ours) == bits(expected)
 
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "bf16"])
 def test_all_parameters_are_stepped_in_one_pass_to_the_bit(kind, options):
-    ours, expected = both(lambda: jobs(kind, options, bounded=True))
+    sizes = (2200, 1) if kind in OF_BYTES else SIZES
+    ours, expected = both(lambda: jobs(kind, options, bounded=True, sizes=sizes))
     assert bits(ours) == bits(expected)
     made = [AdamSteps(of, **how) for of, how in ((ours, {}), (expected, {"fused": False}))]
     first, second = ([x for of in steps.amaxes() for x in of if x is not None and not x.dim()] for steps in made)
-    assert list(map(float, first)) == list(map(float, second)) and (first or kind == "blocks everywhere")
+    assert list(map(float, first)) == list(map(float, second)) and (first or kind in NOTHING_BOUNDED)
 
 
 def test_the_copy_of_a_master_is_cast_in_one_pass_to_the_bit():
@@ -144,7 +184,7 @@ def test_huge_and_tiny_gradients(size, bounded):
     assert bits(ours) == bits(expected)
 
 
-@pytest.mark.parametrize("kind", ["O2", "O2, blocks of 32"])
+@pytest.mark.parametrize("kind", ["O2", "O2, blocks of 32", "O4", "O5"])
 def test_a_parameter_of_several_programs_is_stepped_in_one_pass_to_the_bit(kind):
     ours, expected = both(lambda: jobs(kind, copied=kind == "O2", bounded=True, sizes=(10, 9300)))
     assert bits(ours) == bits(expected)
@@ -164,13 +204,109 @@ def test_only_tiles_of_usual_numbers_are_written_the_short_way(unusual, monkeypa
             job.grad.scale_inv.fill_(float("nan"))
         return [job._replace(record=measured(job.weight, job.exp_avg, job.exp_avg_sq))]
 
-    written = []
-    for name in ("write_tile", "write_usual_tile"):
-        function = getattr(triton_adam, name)
-        monkeypatch.setattr(triton_adam, name, lambda *given, f=function, n=name: (written.append(n), f(*given))[1])
-    ours, expected = both(make)
-    assert bits(ours) == bits(expected)
-    assert written == ["write_tile" if unusual else "write_usual_tile"] * 2
+    assert written_by(make, monkeypatch) == ["write_tile" if unusual else "write_usual_tile"] * 2
+
+
+@pytest.mark.parametrize(
+    "kind, unusual", [("O4", ""), ("O5", ""), ("O5", "a weight"), *(("O4", each) for each in UNUSUAL)]
+)
+def test_only_tiles_of_usual_numbers_are_written_the_short_way_where_all_are_bytes(kind, unusual, monkeypatch):
+    def make():
+        (job,) = jobs(kind, sizes=(2048,))
+        if unusual == "eps":
+            job.hyper[7] = 1e-31
+        elif unusual == "a scale":
+            job.weight.scale_inv.mul_(1.5)
+        elif unusual == "a weight":
+            job.weight.scale_inv.fill_(float("nan"))
+        elif unusual == "a second moment":
+            job.exp_avg_sq.scale_inv[3] = 2.0
+        elif unusual == "a gradient":
+            job.grad.scale_inv.fill_(float("nan"))
+        record = measured(job.weight, job.exp_avg, job.exp_avg_sq)
+        return [job._replace(record=record, feedback=kind == "O5")]
+
+    assert written_by(make, monkeypatch) == (["write_tile"] * 4 if unusual else ["write_usual_tile"])
+
+
+@pytest.mark.parametrize("kind", ["O4", "O5"])
+def test_steps_from_zeros_whose_gradients_are_zero_here_and_there_and_tiny_elsewhere(kind):
+    """Roots of zero, blocks of zeros, the least roots and the largest quotients; and a gradient that is not finite."""
+    generator = torch.Generator().manual_seed(5)
+    weight = torch.randn(2200, generator=generator) * 0.02
+    zeros = [slot(weight, KINDS[kind][0]), *(slot(weight * 0, KINDS[kind][i]) for i in (2, 3))]
+    sides = [
+        [Slot(*(x if x is None or isinstance(x, int) else x.clone() for x in each)) for each in zeros] for _ in "ab"
+    ]
+    records = [measured(*side) for side in sides]
+    for step in range(1, 4):
+        grad = torch.randn(2200, generator=generator) * 2.0 ** torch.randint(-70, 0, (2200,), generator=generator)
+        grad[:300] = 0
+        grad[1000::step] *= 2.0**-60
+        if step == 2:
+            grad[7] = float("nan")
+        hyper = adam_hyper(1e-3, (0.9, 0.999), 1e-8, 0.1, torch.tensor(float(step)), "cpu")
+        for i, (weight_, m, v) in enumerate(sides):
+            more = {"record": records[i], "feedback": kind == "O5", **OPTIONS["adamw"]}
+            AdamSteps([Job(weight_, Slot(grad), m, v, hyper, seed=3, **more)], fused=i == 0).run()
+        made = [[x for each in side for x in each if isinstance(x, torch.Tensor)] for side in sides]
+        for ours, expected in zip(*([*of, record] for of, record in zip(made, records, strict=True)), strict=True):
+            assert torch.equal(ours.view(-1).view(torch.uint8), expected.view(-1).view(torch.uint8))
+
+
+def run_ptx(text: str, *inputs: np.ndarray) -> dict[str, np.ndarray]:
+    """What the few instructions of `triton_usual` leave in registers: `$0`, `$1`, ... are outputs and then inputs."""
+    outputs = len(set(re.findall(r"\$\d", text))) - len(inputs)
+    registers = {f"${outputs + i}": x.astype(np.uint32) for i, x in enumerate(inputs)}
+
+    def prmt(x, y, selector):
+        both = [x >> 8 * i & 0xFF for i in range(4)] + [y >> 8 * i & 0xFF for i in range(4)]
+        chosen = [both[selector >> 4 * i & 7] for i in range(4)]
+        signs = [selector >> 4 * i & 8 for i in range(4)]
+        made = [np.where(byte & 0x80, 0xFF, 0) if sign else byte for byte, sign in zip(chosen, signs, strict=True)]
+        return sum(byte.astype(np.uint32) << np.uint32(8 * i) for i, byte in enumerate(made))
+
+    does = {
+        "xor.b32": lambda x, y: x ^ y,
+        "and.b32": lambda x, y: x & y,
+        "shr.u32": lambda x, y: x >> y,
+        "mad.lo.s32": lambda x, y, z: x * y + z,
+        "prmt.b32": lambda x, y, selector: prmt(x, y, int(selector)),
+        "cvt.f32.f16": lambda x: x.astype(np.uint16).view(np.float16).astype(np.float32),
+    }
+    for line in re.sub(r"^\{|\}$", "", text.strip()).split(";"):
+        name, _, rest = line.strip().partition(" ")
+        if not name or name.startswith("."):
+            continue
+        if name == "mov.b32":
+            low, high, x = re.findall(r"\w+", rest)
+            registers |= {low: registers[x] & 0xFFFF, high: registers[x] >> 16}
+            continue
+        to, *of = (each.strip() for each in rest.split(","))
+        values = [registers[x] if x in registers else np.array(int(x, 0) % 2**32, dtype=np.uint32) for x in of]
+        registers[to] = does[name](*values)
+    return registers
+
+
+def test_the_instructions_that_take_codes_apart_and_put_them_together():
+    """Run by the test: no CPU has them, and Triton's interpreter does not."""
+    codes, residuals = (x.reshape(-1) for x in np.meshgrid(np.arange(256), np.arange(-128, 128)))
+    valid = (codes & 0x7F) * 256 + residuals >= 0
+    codes, residuals = codes[valid].astype(np.uint8), residuals[valid].astype(np.int8)
+    for i in range(4):
+        place = np.uint32(8 * i)
+        others = np.uint32(0xA5C3F017 & ~(0xFF << 8 * i))
+        made = [x.view(np.uint8).astype(np.uint32) << place | others for x in (codes, residuals)]
+        found = run_ptx(triton_usual._PAIRS.value, *made)[f"${i}"].view(np.float32) * np.float32(2.0**120)
+        expected = decoded(torch.from_numpy(codes), E4M11, torch.from_numpy(residuals))
+        assert found.tobytes() == expected.numpy().tobytes()
+        every = np.arange(256, dtype=np.uint32)
+        found = run_ptx(triton_usual._ROOTS.value, every << place | others)[f"${i}"] * np.float32(2.0**8)
+        assert found.tobytes() == decoded(torch.arange(256), ROOTS).numpy().tobytes()
+    words = np.random.default_rng(0).integers(0, 2**32, (4, 1000), dtype=np.uint32)
+    for text, expected in (("_UPPER_BYTES", words >> 24), ("_RESIDUALS", (words >> 16 & 0xFF) ^ 0x80)):
+        found = run_ptx(getattr(triton_usual, text).value, *words)["$0"]
+        assert np.array_equal([found >> 8 * i & 0xFF for i in range(4)], expected)
 
 
 @triton.jit
