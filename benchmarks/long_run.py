@@ -99,7 +99,6 @@ def train(unit: tuple) -> dict:
     from fp8_backends.cli.compare.training_text import load_text
 
     backend, arguments = unit
-    torch.set_num_threads(1)
     AcceleratorState._reset_state(True)
     accelerator = Accelerator(**precision_of(backend), cpu=True)
     text, model = load_text(limit_mb=2), build(arguments)
@@ -167,7 +166,8 @@ def main() -> None:
     parser.add_argument("--json")
     arguments = parser.parse_args()
     units = [(backend, arguments) for backend in dict.fromkeys(["fp32", *arguments.backends.split(",")])]
-    with torch.multiprocessing.get_context("spawn").Pool(arguments.workers, maxtasksperchild=1) as pool:
+    pool = torch.multiprocessing.get_context("spawn").Pool(arguments.workers, torch.set_num_threads, (1,), 1)
+    with pool:
         runs = pool.map(train, units, chunksize=1)
     print(printed(runs))
     write_json(arguments.json, {"question": "a long run", "arguments": vars(arguments), "runs": runs})
