@@ -32,17 +32,17 @@ def compared(arguments) -> dict:
 
 
 def found_of(results: dict) -> list[dict]:
-    """One row a backend, the reference first."""
+    """One row a backend that has trained, the reference first."""
     found = []
-    for row in summary.rows(results):
+    for row in (row for row in summary.rows(results) if row.seeds_done):
         gap = row.gap and {
             "mean": row.gap.mean,
             "half_width": row.gap.half_width,
             "pairs": row.gap.pairs,
             "verdict": row.gap.verdict(),
         }
-        losses = summary.held_out_losses(results, row.name)
-        found.append({"backend": row.name, "held_out_loss": row.held_out_loss, "gap": gap, "by_seed": losses})
+        losses = summary.held_out_losses(results, row.backend)
+        found.append({"backend": row.backend, "held_out_loss": row.held_out_loss, "gap": gap, "by_seed": losses})
     return found
 
 

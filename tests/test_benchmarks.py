@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,10 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 import warm_process
+from cli.comparing import compared
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 import estimate as estimate_benchmark  # noqa: E402
+import levels_loss  # noqa: E402
 import long_run  # noqa: E402
 import measuring  # noqa: E402
 import tables  # noqa: E402
@@ -244,6 +247,18 @@ def test_what_the_monitor_costs(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_comparison_becomes_one_row_a_level(tmp_path):
+    comparison = compared(tmp_path, "msamp:O2", steps=1)
+    plain, level = found = levels_loss.found_of(comparison.results)
+    assert [row["backend"] for row in found] == ["bf16", "msamp:O2"] and plain["gap"] is None
+    gaps = [level["by_seed"][seed] - plain["by_seed"][seed] for seed in (0, 1)]
+    assert level["gap"]["mean"] == pytest.approx(sum(gaps) / 2) != 0 and level["gap"]["pairs"] == 2
+    assert levels_loss.printed(found).count("\n") == 3
+    written = tables.TABLES["levels"]({"levels_loss_cpu_avx2": {"machine": measuring.machine(), "results": found}})
+    assert f"``msamp:O2``  {level['held_out_loss']:.4f}" in written
+
+
+@pytest.mark.slow
 def test_a_long_run_is_paired_and_its_scales_follow_their_values():
     settings = argparse.Namespace(steps=6, points=3, lr=1e-3, hidden=64, layers=1, sequence=16, batch=2, held_out=4)
     plain, level = (long_run.train((backend, settings)) for backend in ("fp32", "msamp:O2"))
@@ -252,6 +267,8 @@ def test_a_long_run_is_paired_and_its_scales_follow_their_values():
     assert first[1] == pytest.approx(first[0], rel=1e-2) and last[0] < first[0] and last[1] < first[1]
     assert {"weight", "gradient", "exp_avg", "exp_avg_sq"} < level["scales"][-1].keys()
     assert plain["scales"][-1] == {"step": 6} and not plain["stuck"] and not level["stuck"]
+    written = tables.TABLES["long-run"]({"long_run_cpu_avx2": {"machine": measuring.machine(), "runs": [plain, level]}})
+    assert re.search(r"``msamp:O2``  \d\.\d{4} .* 0$", written, re.M) and long_run.printed([plain, level])
 
 
 def test_a_scale_that_stays_while_its_values_shrink_is_told_as_stuck():
