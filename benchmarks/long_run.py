@@ -43,8 +43,10 @@ def stored(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterator
 
 
 def scales_and_amaxes(tensor: ScaledTensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scale_inv of each block of elements, and max |x| of these; FP32 [blocks]."""
+    """The scale_inv of each block of elements, and max |x| of these, or of their roots where these are what is stored
+    (uint8); FP32 [blocks]."""
     values, scale_inv = tensor.dequantize(torch.float32).abs().flatten(), tensor._scale_inv.flatten().clone()
+    values = values.sqrt() if tensor._data.dtype == torch.uint8 else values
     missing = -values.numel() % (tensor.block_size or values.numel())
     return scale_inv, torch.nn.functional.pad(values, (0, missing)).view(scale_inv.numel(), -1).amax(1)
 
@@ -71,9 +73,10 @@ class Scales:
             if stuck:
                 self.stuck[f"{kind} {name}"] = self.stuck.get(f"{kind} {name}", 0) + stuck
             self.since[kind, name] = scale_inv, torch.where(stays & (first_amax > 0), first_amax, amax)
+            used = scale_inv[amax > 0].tolist()  # a block of zeros has any scale
             ranges[kind] = [
-                min(low, scale_inv.min().item()),
-                max(high, scale_inv.max().item()),
+                min([low, *used]),
+                max([high, *used]),
                 blocks + scale_inv.numel(),
                 changed + int((~stays).sum()),
             ]
