@@ -5,16 +5,20 @@
 # FEATURES is what `benchmarks/measuring.py` prints, such as avx512_bf16, or avx2 on a CPU without bf16 products, where
 # FP32 takes the place of bf16. Then `benchmarks/tables.py --write` writes the tables of benchmarks/README.rst and the
 # summary of README.rst. Exits with 1 if a question failed. Longer questions, on demand: memory.py, distributed.py,
-# estimate.py, models.py, finetune.py, gradient_mean.py.
+# estimate.py, models.py, gradient_mean.py.
+#   benchmarks/cpu.sh --levels msamp:O2,msamp:O3 --out benchmarks/results
+# answers in about 25 minutes, in place of those, what these levels cost in loss, whether they lose small updates, and
+# where a long run ends. It needs the pre-trained weights that finetune.py names.
 set -uo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
-out=. small= only=
+out=. small= only= levels=
 while [ $# -gt 0 ]; do
   case "$1" in
     --out) out=$2; shift 2 ;;
     --small) small=1; shift ;;
+    --levels) levels=$2; shift 2 ;;
     --only) only=$2; shift 2 ;;
-    *) echo "usage: $0 --out DIR [--only NAME,NAME] [--small]" >&2; exit 2 ;;
+    *) echo "usage: $0 --out DIR [--only NAME,NAME] [--levels NAME,NAME] [--small]" >&2; exit 2 ;;
   esac
 done
 mkdir -p "$out"
@@ -32,6 +36,13 @@ question() { # threads, then the script and its arguments; the record bears the 
   echo "== $((SECONDS - start)) s"
 }
 
+if [ -n "$levels" ]; then
+  question 2 levels_loss --backends "$levels" $(of "" "--steps 10 --seeds 1")
+  question 1 finetune --backends "$levels" --lrs 2e-6,5e-6,2e-5 --steps 120 --batch 8 $(of "" "--lrs 5e-6 --steps 2 --seeds 1")
+  question 1 long_run --backends "$levels" $(of "" "--steps 10 --points 2")
+  echo "== $SECONDS s"
+  exit $failed
+fi
 question 2 import_time $(of "" "--runs 1")
 question 2 linear --dtypes $dtypes --forms $(of eager,compiled eager) $(of "--runs 41" "--shapes tiny --runs 2")
 question 2 optimizer $(of "--elements 20000000" "--elements 65536 --runs 2")

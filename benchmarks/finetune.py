@@ -210,7 +210,11 @@ def held_out(values: dict[str, torch.Tensor], data: Data, arguments) -> dict[str
 
 
 def displacement(run: dict, reference: dict) -> dict[str, float]:
-    """How far the weights of the encoder's Linears went, and how far along the way that bf16's went; bf16's is 1."""
+    """How far the weights of the encoder's Linears went, and how far along the way that bf16's went; bf16's is 1.
+
+    Stochastic rounding adds a random walk to the first, whose share falls with the number of steps. It adds nothing to
+    the second, which falls where updates are lost.
+    """
     square = projected = along = 0.0
     elements = still = 0
     for name, target in reference["_after"].items():
@@ -237,13 +241,22 @@ def summaries(runs: list[dict]) -> list[dict]:
         losses = {run["seed"]: run["held_out_loss"] for run in mine}
         reference = {r["seed"]: r["held_out_loss"] for r in runs if (r["lr"], r["backend"]) == (lr, precision)}
         gap = paired_gap(losses, reference)
-        keys = ("held_out_loss", "accuracy", "first_train_loss", "last_train_loss", "displacement_along")
+        beyond = paired_gap({run["seed"]: run["displacement_along"] for run in mine}, dict.fromkeys(losses, 1.0))
+        keys = (
+            "held_out_loss",
+            "accuracy",
+            "first_train_loss",
+            "last_train_loss",
+            "displacement",
+            "displacement_along",
+        )
         found.append(
             {
                 "lr": lr,
                 "backend": backend,
                 "gap": {"mean": gap.mean, "half_width": gap.half_width, "pairs": gap.pairs, "verdict": gap.verdict()},
                 **{key: statistics.fmean(run[key] for run in mine) for key in keys},
+                "displacement_along_half_width": beyond.half_width,
                 "spread_over_seeds": spread(losses),
                 "all_moved": not any(run["unmoved"] for run in mine),
                 "still_elements": max(run["still_elements"] for run in mine),
@@ -255,14 +268,16 @@ def summaries(runs: list[dict]) -> list[dict]:
 def printed(found: list[dict]) -> str:
     precision = found[0]["backend"]
     header = ["lr", "backend", "held-out loss", f"gap to {precision}, nats", "accuracy", "train loss"]
-    header += [f"along {precision}", "all moved", "elements still"]
+    header += [f"along {precision}", "went", "all moved", "elements still"]
     rows = []
     for each in found:
         half, mean = each["gap"]["half_width"], each["gap"]["mean"]
         gap = f"{mean:+.4f}" + ("" if half is None else f" ± {half:.4f}") + f" ({each['gap']['verdict']})"
+        beyond = each["displacement_along_half_width"]
+        along = f"{each['displacement_along']:.3f}" + ("" if beyond is None else f" ± {beyond:.3f}")
         fall = f"{each['first_train_loss']:.3f} to {each['last_train_loss']:.3f}"
         row = [f"{each['lr']:g}", each["backend"], f"{each['held_out_loss']:.4f}"]
-        row += ["" if each["backend"] == precision else gap, each["accuracy"], fall, each["displacement_along"]]
+        row += ["" if each["backend"] == precision else gap, each["accuracy"], fall, along, each["displacement"]]
         rows.append([*row, "yes" if each["all_moved"] else "NO", f"{each['still_elements']:.1%}"])
     return table(header, rows)
 

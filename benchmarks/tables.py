@@ -313,6 +313,32 @@ def finetune(records: Records) -> str:
     return of_records(records, {"finetune_cpu": title.replace("`", "*")}, made)
 
 
+def levels_loss(records: Records) -> str:
+    def made(record: dict) -> str:
+        rows = []
+        for each in record["results"]:
+            found = each["gap"] and gap(each["gap"]["mean"], each["gap"]["half_width"])
+            rows.append([quoted(each["backend"]), f"{each['held_out_loss']:.4f}", found])
+        return rst(["backend", "held-out loss", f"gap to {plain(record)}, nats"], rows)
+
+    return of_records(records, {"levels_loss_cpu": "The training of compare on a CPU"}, made)
+
+
+def long_run(records: Records) -> str:
+    def made(record: dict) -> str:
+        reference, *_ = (each["points"] for each in record["runs"])
+        rows = []
+        for each in record["runs"]:
+            above = [a["held_out_loss"] - b["held_out_loss"] for a, b in zip(each["points"], reference, strict=True)]
+            shown = [f"{value:+.4f}".replace("-", "\N{MINUS SIGN}") for value in (above[-1], max(above))]
+            shown = [None, None] if each["points"] is reference else shown
+            loss = f"{each['points'][-1]['held_out_loss']:.4f}"
+            rows.append([quoted(each["backend"]), loss, *shown, sum(each["stuck"].values())])
+        return rst(["backend", "held-out loss", "above FP32, nats", "the most along the way", "scales stuck"], rows)
+
+    return of_records(records, {"long_run_cpu": "A small Llama for many steps, one seed"}, made)
+
+
 def gap(mean: float, half_width: float) -> str:
     return f"{mean:+.4f} \N{PLUS-MINUS SIGN} {half_width:.4f}".replace("-", "\N{MINUS SIGN}")
 
@@ -561,6 +587,8 @@ TABLES: dict[str, Callable[[Records], str]] = {
     "start-up": start_up,
     "distributed": distributed,
     "finetune": finetune,
+    "levels": levels_loss,
+    "long-run": long_run,
     "estimate": estimate,
     "models": models,
     "reliability": reliability,

@@ -1,7 +1,9 @@
 """The benchmark scripts run, and the GPU check fails where it must. No timing is asserted here."""
 
+import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,13 +11,18 @@ from pathlib import Path
 import pytest
 import torch
 import warm_process
+from cli.comparing import compared
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 import estimate as estimate_benchmark  # noqa: E402
+import levels_loss  # noqa: E402
+import long_run  # noqa: E402
 import measuring  # noqa: E402
 import tables  # noqa: E402
 import targets  # noqa: E402
+
+from fp8_backends.numerics.scaled_tensor import quantize  # noqa: E402
 
 
 def run(script, *arguments, code=None):
@@ -237,3 +244,43 @@ def test_what_the_monitor_costs(tmp_path):
     costly = [each["backend"] for each in record["recipes"] if each["share"] > record["limit"]]
     assert [each["backend"] for each in record["recipes"]] == ["native:dynamic", "native:delayed", "msamp:O2"]
     assert done.returncode == bool(costly), done.stderr
+
+
+@pytest.mark.slow
+def test_a_comparison_becomes_one_row_a_level(tmp_path):
+    comparison = compared(tmp_path, "msamp:O2", steps=1)
+    plain, level = found = levels_loss.found_of(comparison.results)
+    assert [row["backend"] for row in found] == ["bf16", "msamp:O2"] and plain["gap"] is None
+    gaps = [level["by_seed"][seed] - plain["by_seed"][seed] for seed in (0, 1)]
+    assert level["gap"]["mean"] == pytest.approx(sum(gaps) / 2) != 0 and level["gap"]["pairs"] == 2
+    assert levels_loss.printed(found).count("\n") == 3
+    written = tables.TABLES["levels"]({"levels_loss_cpu_avx2": {"machine": measuring.machine(), "results": found}})
+    assert f"``msamp:O2``  {level['held_out_loss']:.4f}" in written
+
+
+@pytest.mark.slow
+def test_a_long_run_is_paired_and_its_scales_follow_their_values():
+    settings = argparse.Namespace(steps=6, points=3, lr=1e-3, hidden=64, layers=1, sequence=16, batch=2, held_out=4)
+    plain, level = (long_run.train((backend, settings)) for backend in ("fp32", "msamp:O2"))
+    assert [point["step"] for point in plain["points"]] == [1, 2, 4, 6]
+    first, last = ([run["points"][i]["train_loss"] for run in (plain, level)] for i in (0, -1))
+    assert first[1] == pytest.approx(first[0], rel=1e-2) and last[0] < first[0] and last[1] < first[1]
+    assert {"weight", "gradient", "exp_avg", "exp_avg_sq"} < level["scales"][-1].keys()
+    assert plain["scales"][-1] == {"step": 6} and not plain["stuck"] and not level["stuck"]
+    written = tables.TABLES["long-run"]({"long_run_cpu_avx2": {"machine": measuring.machine(), "runs": [plain, level]}})
+    assert re.search(r"``msamp:O2``  \d\.\d{4} .* 0$", written, re.M) and long_run.printed([plain, level])
+
+
+def test_a_scale_that_stays_while_its_values_shrink_is_told_as_stuck():
+    layer, watched = torch.nn.Linear(16, 16, bias=False), long_run.Scales()
+    optimizer = torch.optim.AdamW(layer.parameters())
+    values = torch.linspace(1, 2, 256).view(16, 16)
+    state = quantize(values, torch.float8_e4m3fn, block_size=128)
+    optimizer.state[layer.weight]["exp_avg"] = state
+    for step, factor, stuck in ((0, 1, 0), (1, 0.5, 0), (2, 0.125, 1), (3, 0.125, 2)):
+        state._data[:8] = (values[:8] * factor * (1 / state._scale_inv[0])).to(torch.float8_e4m3fn)
+        watched.look(step, layer, optimizer)
+        assert watched.stuck == ({"exp_avg weight": stuck} if stuck else {})
+    state._scale_inv[0] *= 0.125
+    watched.look(4, layer, optimizer)
+    assert watched.stuck == {"exp_avg weight": 2} and watched.points[-1]["exp_avg"]["changed"] == 1
