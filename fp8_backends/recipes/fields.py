@@ -81,6 +81,16 @@ def _guard_action(value: Any) -> str:
 
 _guard_action.values = GUARD_ACTIONS.values
 
+SAVED_ACTIVATIONS = one_of("off", "fp8", "fp8+attention")
+
+
+def _saved_activations(value: Any) -> str:
+    is_off = value is False or (isinstance(value, str) and value.strip().lower() in ("", "none", "false"))
+    return "off" if is_off else SAVED_ACTIVATIONS(value)
+
+
+_saved_activations.values = SAVED_ACTIVATIONS.values
+
 
 NAMING = (
     Field(
@@ -217,6 +227,13 @@ COMMON = (
         "raise",
         one_of("raise", "warn"),
         "What to do when no FP8 product ran in the first step.",
+    ),
+    Field(
+        "saved_activations",
+        "off",
+        _saved_activations,
+        "What norms, activation functions and elementwise products keep for backward: fp8 keeps E4M3 codes in blocks of "
+        "32, 33/32 bytes an element; fp8+attention those of queries, keys and values too.",
     ),
     *MONITOR,
     Field(
