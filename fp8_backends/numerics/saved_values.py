@@ -48,5 +48,5 @@ def packed(values: torch.Tensor) -> PackedValues:
     Args:
         values: [..., columns] of any strides; one of DTYPES.
     """
-    matrix = values.reshape(-1, values.shape[-1])
+    matrix = values.contiguous().view(-1, values.shape[-1])
     return PackedValues(quantize_blocks(matrix, MX, E4M3, columns=False).along_columns(), values.dtype)

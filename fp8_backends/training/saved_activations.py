@@ -26,6 +26,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.utils.checkpoint
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -34,7 +35,7 @@ from torch.utils._pytree import tree_iter
 from ..compute.counts import inside_backward
 from ..errors import FP8BackendError
 from ..numerics.kernels.eager import PLAIN
-from ..numerics.modules import is_traced
+from ..numerics.modules import CONTAINER, is_traced
 from ..numerics.saved_values import DTYPES, PackedValues, packed
 from . import fused_head
 from .weight_products import NEVER_IN_FP8, Found, find_weight_products
@@ -64,7 +65,7 @@ class Role(Enum):
 _PAUSES = re.compile("Embedding|Router|TopK|Loss|Softmax|Mamba|SSM|RWKV|Recurrent|RNN|LSTM|GRU|DeltaNet")
 """Names of classes that are left alone: exact values matter there, or errors add up from token to token."""
 _ATTENTION = re.compile("attention|attn", re.IGNORECASE)
-_HEAD_SIZES = ("head_dim", "attention_head_size", "key_value_proj_dim", "d_kv", "dim_head")
+_HEAD_SIZES = ("head_dim", "head_size", "attention_head_size", "key_value_proj_dim", "d_kv", "dim_head")
 """Attributes of attention modules that hold the size of a head."""
 _WITHOUT_FEATURES = ("head", "router", "adapter", *NEVER_IN_FP8)
 """Kinds of weight products whose sizes are not those of activations."""
@@ -141,10 +142,11 @@ def _roles(root: nn.Module, found: list[Found], with_attention: bool) -> Iterato
             return
         if attends:
             yield module, Role.ATTENDS
-        elif module not in outer:
+        elif module not in outer and not isinstance(module, (nn.ModuleList, nn.ModuleDict)):  # nobody calls these
             yield module, Role.PACKS
         for child_name, child in module.named_children():
-            yield from walk(child, child_name)
+            if child_name != CONTAINER:
+                yield from walk(child, child_name)
 
     return walk(root, "")
 
@@ -346,6 +348,8 @@ class Region:
 
     def _may_change(self, tensor: torch.Tensor, caller: Any) -> bool:
         """Whether backward may read something near this tensor's values, and the tensor's own memory is freed then."""
+        if caller.f_globals["__name__"] == torch.utils.checkpoint.__name__:  # the inputs of what is recomputed
+            return False
         if caller.f_code is _APPLY and not getattr(caller.f_locals["cls"], "saves_values", False):
             return False
         if self.own is None:
