@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_iter
 from ..compute.counts import inside_backward
 from ..errors import FP8BackendError
 from ..numerics.kernels.eager import PLAIN
-from ..numerics.modules import CONTAINER, is_traced
+from ..numerics.modules import CONTAINER, is_traced, renumber
 from ..numerics.saved_values import DTYPES, PackedValues, packed
 from . import fused_head
 from .weight_products import NEVER_IN_FP8, Found, find_weight_products
@@ -91,9 +91,13 @@ def install(root: nn.Module, prepared: Prepared) -> None:
     with_attention = prepared.recipe.saved_activations == FP8_AND_ATTENTION
     packing = Packing(_feature_sizes(found))
     root.register_forward_pre_hook(Start(packing))
+    end, begins, numbers = End(packing), {role: Begin(packing, role) for role in Role}, {}
     for module, role in _roles(root, found, with_attention):
-        module.register_forward_pre_hook(Begin(packing, role), with_kwargs=True)
-        module.register_forward_hook(End(packing), prepend=True, always_call=True)
+        before = module.register_forward_pre_hook(begins[role], with_kwargs=True)
+        after = module.register_forward_hook(end, always_call=True)
+        number, end_number = numbers.setdefault(role, before.id), numbers.setdefault(end, after.id)
+        renumber(before, number, module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs)
+        renumber(after, end_number, module._forward_hooks, module._forward_hooks_always_called)
     if remove not in prepared.undo:
         prepared.undo.append(remove)
 
