@@ -76,9 +76,9 @@ class SavedBytes:
     """What the last training forward of a model has packed."""
 
     tensors: int = 0
-    packed: int = 0
+    bytes: int = 0
     """Bytes that the codes take, scales included."""
-    plain: int = 0
+    plain_bytes: int = 0
     """Bytes that the same tensors would have taken."""
 
 
@@ -366,8 +366,8 @@ class Region:
     def _count(self, tensor: torch.Tensor, values: PackedValues) -> None:
         counted = self.packing.counted
         counted.tensors += 1
-        counted.packed += values.nbytes
-        counted.plain += tensor.numel() * tensor.element_size()
+        counted.bytes += values.nbytes
+        counted.plain_bytes += tensor.numel() * tensor.element_size()
 
 
 _APPLY = torch.autograd.Function.apply.__func__.__code__
