@@ -81,15 +81,16 @@ def _guard_action(value: Any) -> str:
 
 _guard_action.values = GUARD_ACTIONS.values
 
-SAVED_ACTIVATIONS = one_of("off", "fp8", "fp8+attention")
+SAVED_ACTIVATIONS = ("off", "fp8", "fp8+attention")
+"""What activations are kept in for backward."""
 
 
 def _saved_activations(value: Any) -> str:
     is_off = value is False or (isinstance(value, str) and value.strip().lower() in ("", "none", "false"))
-    return "off" if is_off else SAVED_ACTIVATIONS(value)
+    return "off" if is_off else one_of(*SAVED_ACTIVATIONS)(value)
 
 
-_saved_activations.values = SAVED_ACTIVATIONS.values
+_saved_activations.values = ", ".join(SAVED_ACTIVATIONS)
 
 
 NAMING = (

@@ -37,14 +37,14 @@ from ..errors import FP8BackendError
 from ..numerics.kernels.eager import PLAIN
 from ..numerics.modules import CONTAINER, is_traced, renumber
 from ..numerics.saved_values import DTYPES, PackedValues, packed
+from ..recipes.fields import SAVED_ACTIVATIONS
 from . import fused_head
 from .weight_products import NEVER_IN_FP8, Found, find_weight_products
 
 if TYPE_CHECKING:
     from .conversion import Prepared
 
-OFF, FP8, FP8_AND_ATTENTION = "off", "fp8", "fp8+attention"
-"""Values of the recipe's field."""
+OFF, _, WITH_ATTENTION = SAVED_ACTIVATIONS
 
 FEWEST = 2**12
 """Elements of the smallest tensor that is packed."""
@@ -88,7 +88,7 @@ def install(root: nn.Module, prepared: Prepared) -> None:
     if prepared.recipe.saved_activations == OFF:
         return
     found = find_weight_products(root)
-    with_attention = prepared.recipe.saved_activations == FP8_AND_ATTENTION
+    with_attention = prepared.recipe.saved_activations == WITH_ATTENTION
     packing = Packing(_feature_sizes(found))
     root.register_forward_pre_hook(Start(packing))
     end, begins, numbers = End(packing), {role: Begin(packing, role) for role in Role}, {}

@@ -13,6 +13,7 @@ import torch
 
 from ...compute import chips, hardware
 from ...errors import FP8BackendError, RecipeError
+from ...recipes.fields import SAVED_ACTIVATIONS
 from ...recipes.handlers import Recipe, resolve
 from ...training.rules import RULES
 from ...training.validators import validate
@@ -50,7 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch", type=int, default=1, help="sequences, images or spectrograms of one device at a time (default: 1)")
     add("--sequence", type=int, help="tokens of a sequence (default: 2048, or what the model takes)")
     add("--checkpointing", action="store_true", help="activation checkpointing of each layer")
-    add("--saved-activations", help="of the backends in FP8: off, fp8 or fp8+attention (default: off)")
+    kept = "what backends in FP8 keep activations in for backward (default: off)"
+    add("--saved-activations", choices=SAVED_ACTIVATIONS, default="off", help=kept)
     add("--weights", choices=WEIGHT_DTYPES, default="fp32", help="dtype of the model (default: fp32)")
     add("--json", action="store_true", help="print JSON, in bytes")
 
@@ -128,10 +130,8 @@ def _ram() -> float:
 
 
 def _backends(args: argparse.Namespace) -> list[str | Recipe]:
-    names = _listed("--backend", args.backend)
-    if args.saved_activations is None:
-        return names
     fields = {"saved_activations": args.saved_activations}
+    names = _listed("--backend", args.backend)
     return [name if name.lower() in BASELINES else resolve({"backend": name, **fields}) for name in names]
 
 
