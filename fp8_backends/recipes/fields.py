@@ -233,8 +233,8 @@ COMMON = (
         "saved_activations",
         "off",
         _saved_activations,
-        "What norms, activation functions and elementwise products keep for backward: fp8 keeps E4M3 codes in blocks of "
-        "32, 33/32 bytes an element; fp8+attention those of queries, keys and values too.",
+        "In what activations are kept for backward beside the codes of converted layers, such as those of norms and "
+        "gates: fp8 keeps E4M3 codes, 33/32 bytes an element; fp8+attention those of attention, too.",
     ),
     *MONITOR,
     Field(

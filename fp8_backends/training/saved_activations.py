@@ -6,10 +6,10 @@ where a norm is written in Python. Here hooks of PyTorch (`torch.autograd.graph.
 these (`numerics.saved_values`), and backward reads the values that the codes stand for. Nothing of a model is patched,
 and its forward computes what it did.
 
-Which modules: hooks of modules say where PyTorch's hooks are in force (`Role`). Which tensors: those of a floating-point
-dtype whose last dimension is one of the model's feature sizes, so neither statistics of a norm nor the logits of a
-router, with these exceptions: what a part of the model was given without a gradient (masks, rotary tables), Parameters
-and buffers, and what a custom `torch.autograd.Function` keeps, compiled code included, unless it says `saves_values`.
+Which modules: hooks of modules say where PyTorch's hooks are in force (`Role`). Which tensors: those whose last
+dimension is one of the model's feature sizes, so neither statistics of a norm nor the logits of a router, with these
+exceptions: what a part of the model was given without a gradient (masks, rotary tables), Parameters and buffers, and
+what a custom `torch.autograd.Function` keeps, compiled code included, unless it says `saves_values`.
 
 Hooks that others have put in force win: activation checkpointing's, `save_on_cpu`. Nothing is packed in what is
 recomputed, in evaluation, without gradients, under transforms of `torch.func`, and in compiled code.

@@ -118,10 +118,8 @@ def settings_from(args: argparse.Namespace) -> Settings:
         held_out_share=args.held_out,
         loss_gap_bound=LOSS_GAP_BOUND,
         device=device,
-        **{
-            name: getattr(args, name)
-            for name in ("text", "tokenizer", "model", "minutes", "nproc", "saved_activations")
-        },
+        saved_activations=args.saved_activations,
+        **{name: getattr(args, name) for name in ("text", "tokenizer", "model", "minutes", "nproc")},
         **values,
     )
 
