@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fp8_backends
 from fp8_backends.training.saved_activations import saved_bytes
 
-WIDTH, STEPS = 64, 5
+WIDTH, STEPS = 64, 3
 
 
 class Block(nn.Module):
@@ -51,11 +51,7 @@ def sharded(model: nn.Module) -> nn.Module:
 
 
 def check_ddp_and_fsdp2_train_as_without():
-    for wrap, backend in (
-        (DistributedDataParallel, "native:dynamic"),
-        (sharded, "native:dynamic"),
-        (sharded, "msamp:O2"),
-    ):
+    for wrap, backend in ((DistributedDataParallel, "native:dynamic"), (sharded, "msamp:O2")):
         off, _ = losses(wrap, "off", backend)
         on, model = losses(wrap, "fp8", backend)
         assert off[0] == on[0] and off != on  # the forward is the same; gradients are not

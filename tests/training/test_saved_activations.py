@@ -50,18 +50,23 @@ def in_force():
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
+class Product(nn.Module):
+    def forward(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return nn.functional.silu(gate) * up
+
+
 class Gated(nn.Module):
     """A norm, a gated product and a residual branch."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
+        self.norm, self.product = nn.LayerNorm(WIDTH), Product()
         self.gate, self.up = nn.Linear(WIDTH, 128), nn.Linear(WIDTH, 128)
         self.down = nn.Linear(128, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.norm(x)
-        return x + self.down(torch.nn.functional.silu(self.gate(h)) * self.up(h))
+        return x + self.down(self.product(self.gate(h), self.up(h)))
 
 
 def blocks(value: str = "fp8", kind: type[nn.Module] = Gated, **fields) -> nn.Sequential:
@@ -153,12 +158,11 @@ def kept_bytes(value: str = "off", backend: str | None = None) -> int:
     return kept - weights * (2 if backend is None else 1)
 
 
-@pytest.mark.parametrize("backend", ["native:dynamic", "msamp:O2"])
-def test_a_llama_keeps_at_most_half_of_what_bf16_keeps(backend):
+def test_a_llama_keeps_at_most_half_of_what_bf16_keeps():
     bf16 = kept_bytes()
-    assert kept_bytes(backend=backend) > 0.6 * bf16
-    assert kept_bytes("fp8", backend) < 0.5 * bf16
-    assert kept_bytes("fp8+attention", backend) < 0.45 * bf16
+    assert kept_bytes(backend="msamp:O2") > 0.8 * bf16
+    assert kept_bytes("fp8", "msamp:O2") < 0.5 * bf16
+    assert kept_bytes("fp8+attention", "msamp:O2") < 0.45 * bf16
 
 
 def test_a_tensor_that_two_operations_keep_is_packed_once():
@@ -294,6 +298,29 @@ def test_recomputed_layers_leave_the_others_packed():
     model.gradient_checkpointing_enable({"use_reentrant": False})
     gradients(model)
     assert saved_bytes(model).tensors == 2  # of the last norm
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "what,backend,tensors", [("model", "eager", 0), ("block", "eager", 0), ("gate", "aot_eager", 2)]
+)
+def test_compiled_code_is_left_alone(what, backend, tensors):
+    """What AOTAutograd keeps stays as it is, eager code around it is packed, and like blocks share their code."""
+    found, graphs = {}, {}
+    for value in ("off", "fp8"):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        model, x = blocks(value, include=["down"]), rows()
+        for part in {"model": [model], "block": model, "gate": [block.product for block in model]}[what]:
+            part.compile(backend=backend)
+        model(x).sum().backward()
+        found[value] = {name: p.grad for name, p in model.named_parameters()}
+        graphs[value] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert graphs["off"] == graphs["fp8"] == 1
+    assert saved_bytes(model).tensors == tensors
+    assert equal(found["off"], found["fp8"]) == (tensors == 0)
+    for name, exact in found["off"].items():
+        assert (found["fp8"][name] - exact).norm() <= 2**-4 * exact.norm(), name
 
 
 def test_hooks_of_others_win():
@@ -467,7 +494,8 @@ def test_a_function_of_ones_own_is_packed_where_it_says_so():
     assert found == {Square: (0, True), Says: (1, False)}
 
 
-@pytest.mark.parametrize("backend", ["ao:tensorwise", "native:delayed", "msamp:O2", "msamp:O3"])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["ao:tensorwise", "native:delayed", "msamp:O3"])
 def test_any_backend_and_level_trains(backend):
     model = model_families.build("llama", **SIZES["llama"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
