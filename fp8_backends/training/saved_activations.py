@@ -137,7 +137,7 @@ def _roles(root: nn.Module, found: list[Found], with_attention: bool) -> Iterato
     seen = set()
 
     def walk(module: nn.Module, name: str) -> Iterator[tuple[nn.Module, Role]]:
-        if module in seen:
+        if module in seen or isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
             return
         seen.add(module)
         attends = _is_attention(module, name, with_weights)
@@ -279,6 +279,7 @@ class Packing:
         region, self.thread.region = self.thread.region, None
         if region.is_in_force():
             region.hooks.__exit__()
+        region.close()
 
 
 def _may_pack(module: nn.Module) -> bool:
@@ -315,6 +316,11 @@ class Region:
         """What was packed, by the place in memory, which the weak references keep from being given to others."""
         self.own: set[int] | None = None
         """Storages of the module's Parameters and buffers."""
+
+    def close(self) -> None:
+        """Let go of what was packed: autograd holds the hook of each tensor that it keeps, and so the region, until the
+        last of these is freed."""
+        self.packed.clear()
 
     def is_in_force(self) -> bool:
         hooks = _hooks_in_force()

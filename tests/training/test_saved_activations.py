@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import weakref
 
 import model_families
 import pytest
@@ -410,6 +411,36 @@ def test_a_forward_that_fails_leaves_nothing_behind(error):
     assert in_force() is None
     model.train()(rows()).sum().backward()
     assert in_force() is None and saved_bytes(model).tensors > 0
+
+
+def test_codes_are_freed_as_backward_reads_them():
+    """Those of one large part, of which autograd keeps tensors to the end of backward."""
+
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+            self.left = []
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(8):
+                x = x.sin()
+                x.register_hook(lambda _: self.left.append(sum(each() is not None for each in codes)))
+            return x
+
+    codes, packed = [], saved_activations.packed
+
+    def noted(tensor):
+        values = packed(tensor)
+        codes.append(weakref.ref(values.quantized.codes))
+        return values
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saved_activations, "packed", noted)
+        y = blocks(kind=Deep)
+        result = y[0](rows()).sum()
+    result.backward()
+    assert len(codes) == 8 and y[0].left == sorted(y[0].left, reverse=True) and y[0].left[-1] <= 2
 
 
 def test_threads_do_not_see_each_other():
