@@ -23,6 +23,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -249,6 +250,7 @@ class Packing:
         """Note that the forward of a module begins, with these arguments."""
         region, undo = self.thread.region, None
         if region is None:
+            _end_interrupted()
             if role is Role.PACKS and _may_pack(module):
                 region = self.thread.region = Region(self, module, given)
                 region.hooks.__enter__()
@@ -270,8 +272,8 @@ class Packing:
                 undo()
 
     def unwind(self) -> None:
-        """End what an interrupt has left open: hooks of modules are called after an `Exception`, and not after a
-        `KeyboardInterrupt`."""
+        """End what an interrupt has left open in this thread: hooks of modules are called after an `Exception`, and not
+        after a `KeyboardInterrupt`."""
         while self.thread.frames:
             self.end(self.thread.frames[-1].module)
 
@@ -299,6 +301,14 @@ def _hooks_in_force() -> tuple[Callable, Callable] | None:
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
+def _end_interrupted() -> None:
+    """End a region that is in force in this thread and runs no more."""
+    hooks = _hooks_in_force()
+    region = None if hooks is None else getattr(hooks[0], "__self__", None)
+    if isinstance(region, Region) and not region.is_running(sys._getframe(1)):
+        region.packing.unwind()
+
+
 # hooks of saved tensors
 
 
@@ -307,6 +317,10 @@ class Region:
 
     def __init__(self, packing: Packing, module: nn.Module, given: Any) -> None:
         self.packing, self.module = packing, module
+        self.call: FrameType | None = sys._getframe(1)
+        """The call of the module, in Python."""
+        while self.call is not None and self.call.f_code is not nn.Module._call_impl.__code__:
+            self.call = self.call.f_back
         self.pack_hook = self.pack
         self.hooks = saved_tensors_hooks(self.pack_hook, _unpack)
         self.head_size: int | None = None
@@ -321,6 +335,13 @@ class Region:
         """Let go of what was packed: autograd holds the hook of each tensor that it keeps, and so the region, until the
         last of these is freed."""
         self.packed.clear()
+        self.call = None
+
+    def is_running(self, frame: FrameType | None) -> bool:
+        """Whether the module's call is among those that have led to this frame. An interrupt leaves hooks behind."""
+        while frame is not None and frame is not self.call:
+            frame = frame.f_back
+        return frame is not None
 
     def is_in_force(self) -> bool:
         hooks = _hooks_in_force()
@@ -337,8 +358,14 @@ class Region:
 
     def pack(self, tensor: torch.Tensor) -> Held:
         """What is kept in place of a tensor."""
-        if not (self._lies_along_features(tensor) and self._may_change(tensor, sys._getframe(1))):
-            return Held(tensor, tensor.shape, tensor._version)
+        caller = sys._getframe(1)
+        if not self.is_running(caller):
+            self.packing.unwind()
+        elif self._lies_along_features(tensor) and self._may_change(tensor, caller):
+            return Held(self._packed(tensor), tensor.shape)
+        return Held(tensor, tensor.shape, tensor._version)
+
+    def _packed(self, tensor: torch.Tensor) -> PackedValues:
         storage = tensor.untyped_storage()
         layout = () if tensor.is_contiguous() else (tensor.shape, tensor.stride())
         place = (storage._cdata, tensor.storage_offset(), tensor.numel(), tensor.shape[-1], tensor.dtype, layout)
@@ -346,7 +373,7 @@ class Region:
         if key not in self.packed:
             self.packed[key] = StorageWeakRef(storage), packed(tensor)
             self._count(tensor, self.packed[key][1])
-        return Held(self.packed[key][1], tensor.shape)
+        return self.packed[key][1]
 
     def _lies_along_features(self, tensor: torch.Tensor) -> bool:
         if type(tensor) not in PLAIN or tensor.dtype not in DTYPES or tensor.numel() < FEWEST:
@@ -356,7 +383,7 @@ class Region:
         # one head a row; probabilities have a row and a column for each token
         return tensor.dim() == 4 and tensor.shape[-1] == self.head_size != tensor.shape[-2]
 
-    def _may_change(self, tensor: torch.Tensor, caller: Any) -> bool:
+    def _may_change(self, tensor: torch.Tensor, caller: FrameType) -> bool:
         """Whether backward may read something near this tensor's values, and the tensor's own memory is freed then."""
         if caller.f_globals["__name__"] == torch.utils.checkpoint.__name__:  # the inputs of what is recomputed
             return False

@@ -229,7 +229,7 @@ def test_statistics_masks_weights_probabilities_and_logits_are_left_alone():
         def forward(self, x: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
             routed = self.router(x).softmax(-1)
             x = x * self.table + self.table * self.mask
-            x = x / x.norm(dim=-1, keepdim=True) * given
+            x = x / x.norm(dim=-1, keepdim=True) * given * x[:1].expand(128, -1)
             return x * routed.sum(-1, keepdim=True) + self.linear(x)
 
     model, given, x = blocks(kind=Mixed), torch.randn(128, WIDTH), rows()
@@ -246,6 +246,7 @@ def test_statistics_masks_weights_probabilities_and_logits_are_left_alone():
     exact = (model[0].table, model[0].mask, given)
     assert {tensor.shape[-1] for tensor, is_packed in kept if is_packed} == {WIDTH}
     assert not any(is_packed for tensor, is_packed in kept if tensor.data_ptr() in [e.data_ptr() for e in exact])
+    assert not any(is_packed for tensor, is_packed in kept if 0 in tensor.stride())
     assert {48, 1} <= {tensor.shape[-1] for tensor, is_packed in kept if not is_packed}
 
 
@@ -402,15 +403,27 @@ def test_a_forward_that_fails_leaves_nothing_behind(error):
                 raise error
             return super().forward(x)
 
-    model = blocks(kind=Fails)
-    model[1].fails = True
-    with pytest.raises(error):
-        model(rows())
-    model[1].fails = False
-    model.eval()(rows())  # an interrupt is noticed when the next forward begins
+    model, other, x = blocks(kind=Fails), blocks(), rows()
+
+    def fail() -> None:
+        model[1].fails = True
+        with pytest.raises(error):
+            model(rows())
+        model[1].fails = False
+
+    fail()
+    model.eval()(rows())  # an interrupt is noticed when the next forward begins,
     assert in_force() is None
     model.train()(rows()).sum().backward()
     assert in_force() is None and saved_bytes(model).tensors > 0
+    fail()
+    other(rows())  # also that of another model,
+    assert in_force() is None and saved_bytes(other).tensors > 0
+    fail()
+    counted = saved_bytes(model).tensors
+    (x * 2).sin().sum().backward()  # or when something else is kept
+    assert in_force() is None and saved_bytes(model).tensors == counted
+    assert torch.equal(x.grad, 2 * (x.detach() * 2).cos())
 
 
 def test_codes_are_freed_as_backward_reads_them():
