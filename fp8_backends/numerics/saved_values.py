@@ -18,6 +18,8 @@ from .scaling import MX, Quantized
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Dtypes of values that can be packed."""
+PART = 2**24
+"""Elements that are unpacked at a time: eager operations make FP32 copies of them."""
 
 
 class PackedValues(NamedTuple):
@@ -34,12 +36,22 @@ class PackedValues(NamedTuple):
 
     def unpacked(self, shape: torch.Size) -> torch.Tensor:
         """The values that the codes stand for, of the dtype that was packed, contiguous."""
-        # FP16 by way of FP32, in which no value that is rounded up overflows
-        values = dequantize_blocks(self.quantized, MX, torch.float32 if self.dtype == torch.float16 else self.dtype)
-        if self.dtype == torch.float16:
-            largest = torch.finfo(torch.float16).max
-            values = values.where(values.isinf(), values.clamp(-largest, largest)).half()
-        return values.reshape(shape)
+        codes = self.quantized.codes
+        rows = max(1, PART // codes.shape[1])
+        if len(codes) <= rows:
+            return _values(self.quantized, self.dtype).view(shape)
+        values = torch.empty(codes.shape, dtype=self.dtype, device=codes.device)
+        for out, *part in zip(values.split(rows), *(each.split(rows) for each in self.quantized), strict=True):
+            out.copy_(_values(Quantized(*part), self.dtype))
+        return values.view(shape)
+
+
+def _values(quantized: Quantized, dtype: torch.dtype) -> torch.Tensor:
+    if dtype != torch.float16:
+        return dequantize_blocks(quantized, MX, dtype)
+    # by way of FP32, in which no value that is rounded up overflows
+    values, largest = dequantize_blocks(quantized, MX, torch.float32), torch.finfo(dtype).max
+    return values.where(values.isinf(), values.clamp(-largest, largest)).to(dtype)
 
 
 def packed(values: torch.Tensor) -> PackedValues:

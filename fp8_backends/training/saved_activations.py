@@ -138,7 +138,7 @@ def _roles(root: nn.Module, found: list[Found], with_attention: bool) -> Iterato
     seen = set()
 
     def walk(module: nn.Module, name: str) -> Iterator[tuple[nn.Module, Role]]:
-        if module in seen or isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
+        if module in seen:
             return
         seen.add(module)
         attends = _is_attention(module, name, with_weights)
@@ -378,10 +378,12 @@ class Region:
     def _lies_along_features(self, tensor: torch.Tensor) -> bool:
         if type(tensor) not in PLAIN or tensor.dtype not in DTYPES or tensor.numel() < FEWEST:
             return False
+        # probabilities of attention have a row and a column for each token
+        if tensor.dim() < 2 or (tensor.dim() == 4 and tensor.shape[-2] == tensor.shape[-1]):
+            return False
         if self.head_size is None:
-            return tensor.dim() > 1 and tensor.shape[-1] in self.packing.features
-        # one head a row; probabilities have a row and a column for each token
-        return tensor.dim() == 4 and tensor.shape[-1] == self.head_size != tensor.shape[-2]
+            return tensor.shape[-1] in self.packing.features
+        return tensor.dim() == 4 and tensor.shape[-1] == self.head_size
 
     def _may_change(self, tensor: torch.Tensor, caller: FrameType) -> bool:
         """Whether backward may read something near this tensor's values, and the tensor's own memory is freed then."""

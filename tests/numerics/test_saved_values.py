@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fp8_backends.numerics import saved_values
 from fp8_backends.numerics.saved_values import DTYPES, packed
 
 
@@ -31,6 +32,15 @@ def test_any_strides_are_packed():
     heads = torch.randn(2, 40, 4, 32).transpose(1, 2)
     assert off_by(heads).max() <= 1
     assert off_by(torch.randn(128, 160).t()).max() <= 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_parts_are_unpacked_as_the_whole(dtype, monkeypatch):
+    torch.manual_seed(0)
+    values = packed(torch.randn(7, 9, 96).to(dtype))
+    whole = values.unpacked((7, 9, 96))
+    monkeypatch.setattr(saved_values, "PART", 5 * 96)
+    assert torch.equal(values.unpacked((7, 9, 96)), whole)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
