@@ -134,7 +134,7 @@ def _roles(root: nn.Module, found: list[Found], with_attention: bool) -> Iterato
     # converted experts compute activations between their products
     with_weights = {each.module for each in found if not (each.part and each.conversion is not None)}
     heads = {fused_head.output_head(root), *(each.module for each in found if each.product.kind == "head")}
-    outer = {root, *(module for module in root.modules() if not _ends_of(module, heads))}
+    outer = {root, *(module for module in root.modules() if _holds_an_end(module, heads))}
     seen = set()
 
     def walk(module: nn.Module, name: str) -> Iterator[tuple[nn.Module, Role]]:
@@ -156,9 +156,9 @@ def _roles(root: nn.Module, found: list[Found], with_attention: bool) -> Iterato
     return walk(root, "")
 
 
-def _ends_of(module: nn.Module, heads: set[nn.Module]) -> bool:
-    """Whether there is neither an embedding nor an output head in a module."""
-    return not any(isinstance(part, (nn.Embedding, nn.EmbeddingBag)) or part in heads for part in module.modules())
+def _holds_an_end(module: nn.Module, heads: set[nn.Module]) -> bool:
+    """Whether there is an embedding or an output head in a module."""
+    return any(isinstance(part, (nn.Embedding, nn.EmbeddingBag)) or part in heads for part in module.modules())
 
 
 def _is_attention(module: nn.Module, name: str, with_weights: set[nn.Module]) -> bool:
@@ -259,8 +259,9 @@ class Packing:
             if role is Role.PAUSES:
                 region.hooks.__exit__()
                 undo = region.hooks.__enter__
-            elif role is Role.ATTENDS:
-                undo = region.attend(module)
+            else:
+                region.learn(module._parameters, module._buffers)
+                undo = region.attend(module) if role is Role.ATTENDS else None
         self.thread.frames.append(Frame(module, undo))
 
     def end(self, module: nn.Module) -> None:
@@ -316,7 +317,7 @@ class Region:
     """The forward of a module in which tensors are packed. A tensor that several operations keep is packed once."""
 
     def __init__(self, packing: Packing, module: nn.Module, given: Any) -> None:
-        self.packing, self.module = packing, module
+        self.packing = packing
         self.call: FrameType | None = sys._getframe(1)
         """The call of the module, in Python."""
         while self.call is not None and self.call.f_code is not nn.Module._call_impl.__code__:
@@ -328,8 +329,9 @@ class Region:
         self.constants = {storage for tensor in tree_iter(given) if (storage := _constant(tensor)) is not None}
         self.packed: dict[tuple, tuple[StorageWeakRef, PackedValues]] = {}
         """What was packed, by the place in memory, which the weak references keep from being given to others."""
-        self.own: set[int] | None = None
-        """Storages of the module's Parameters and buffers."""
+        self.own: set[int | None] = set()
+        """Storages of Parameters and buffers of the module and its parts."""
+        self.learn(dict(module.named_parameters()), dict(module.named_buffers()))
 
     def close(self) -> None:
         """Let go of what was packed: autograd holds the hook of each tensor that it keeps, and so the region, until the
@@ -342,6 +344,11 @@ class Region:
         while frame is not None and frame is not self.call:
             frame = frame.f_back
         return frame is not None
+
+    def learn(self, *own: dict[str, torch.Tensor | None]) -> None:
+        """Note these Parameters and buffers: of a part when it begins, since FSDP2 has gathered them only then."""
+        tensors = (tensor for each in own for tensor in each.values() if tensor is not None and tensor.dim() > 1)
+        self.own.update(map(_storage, tensors))
 
     def is_in_force(self) -> bool:
         hooks = _hooks_in_force()
@@ -391,9 +398,6 @@ class Region:
             return False
         if caller.f_code is _APPLY and not getattr(caller.f_locals["cls"], "saves_values", False):
             return False
-        if self.own is None:
-            own = (*self.module.parameters(), *self.module.buffers())
-            self.own = {storage for each in own if (storage := _storage(each)) is not None}
         storage = _storage(tensor)
         # a tensor that was expanded is smaller than its codes
         return storage not in self.own and storage not in self.constants and 0 not in tensor.stride()
