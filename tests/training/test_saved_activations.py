@@ -574,13 +574,3 @@ def test_an_audit_says_what_was_kept():
     assert audit.saved_activations["plain_bytes"] * 33 == audit.saved_activations["bytes"] * 32 * 4  # all were FP32
     assert "activations kept in FP8: 16 tensors, 185.9 kB in place of 720.9 kB" in str(audit)
     assert fp8_backends.audit(prepared(value="off")).saved_activations == {}
-
-
-@pytest.mark.parametrize("what", [{"compiled": "full"}, {"compiled": "regional"}, {"activation_checkpointing": True}])
-def test_a_rule_says_where_nothing_is_packed(what):
-    def rules(value: str) -> set[str]:
-        recipe = fp8_backends.FP8RecipeKwargs(backend="native", saved_activations=value)
-        return {finding.rule for finding in fp8_backends.validate(recipe, **what)}
-
-    (rule,) = rules("fp8") - rules("off")
-    assert rule == ("saved_activations_compiled" if "compiled" in what else "saved_activations_recomputed")
