@@ -65,13 +65,13 @@ def plain(device: str | None = None) -> str:
     return hardware.fast_precision(device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
-def precision_of(backend: str) -> dict:
-    """What `Accelerator` takes for a backend, or for `bf16` or `fp32` without FP8."""
+def precision_of(backend: str, **fields) -> dict:
+    """What `Accelerator` takes for a backend with fields of its recipe, or for `bf16` or `fp32` without FP8."""
     if backend in DTYPES:
         return {"mixed_precision": "bf16" if backend == "bf16" else "no"}
     import fp8_backends
 
-    return {"mixed_precision": "fp8", "kwargs_handlers": [fp8_backends.FP8RecipeKwargs(backend=backend)]}
+    return {"mixed_precision": "fp8", "kwargs_handlers": [fp8_backends.FP8RecipeKwargs(backend=backend, **fields)]}
 
 
 def machine() -> dict:

@@ -5,9 +5,12 @@ A Llama with random weights of at least 100 M parameters, nearly all in Linears,
 gradients and states dominate, activations do not. Each level has a process of its own, which first trains one layer
 of the same width, so that imports and compiled code are there before anything is counted. Then, of the whole model:
 
-* step 1 makes the optimizer's states; `audit` reads the bytes of each element of the converted weights.
+* step 1 makes the optimizer's states; `audit` reads the bytes of each element of the converted weights, and those of
+  the activations that were kept in FP8.
 * step 2: the resident memory of the process at its highest, beyond what it was before the model was made.
 * step 3: the tensors at their highest, as the allocator sees them.
+
+With a longer sequence activations count: `--sequence 2048 --saved-activations off,fp8` measures each level with both.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from measuring import plain, precision_of, reset_highest, resident, settle, tabl
 MEGABYTE = 1e6
 
 
-def llama(hidden: int, layers: int, vocabulary: int):
+def llama(hidden: int, layers: int, vocabulary: int, sequence: int):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -34,10 +37,15 @@ def llama(hidden: int, layers: int, vocabulary: int):
         intermediate_size=4 * hidden,
         num_hidden_layers=layers,
         num_attention_heads=hidden // 64,
-        max_position_embeddings=512,
+        max_position_embeddings=max(512, sequence),
         use_cache=False,
     )
     return LlamaForCausalLM(config)
+
+
+def saved_activations(arguments) -> dict[str, str]:
+    """The recipe's field, where it is not off."""
+    return {} if arguments.saved_activations == "off" else {"saved_activations": arguments.saved_activations}
 
 
 class Training:
@@ -48,8 +56,9 @@ class Training:
         from accelerate.state import AcceleratorState
 
         AcceleratorState._reset_state(True)
-        self.accelerator = Accelerator(**precision_of(backend), cpu=not torch.cuda.is_available())
-        model = llama(hidden, layers, arguments.vocabulary)
+        precision = precision_of(backend, **saved_activations(arguments))
+        self.accelerator = Accelerator(**precision, cpu=not torch.cuda.is_available())
+        model = llama(hidden, layers, arguments.vocabulary, arguments.sequence)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.batch = torch.randint(arguments.vocabulary, (1, arguments.sequence), device=self.accelerator.device)
@@ -89,6 +98,7 @@ def measure(backend: str, arguments) -> dict:
     linears = sum(m.weight.numel() for m in training.model.modules() if isinstance(m, torch.nn.Linear))
     return {
         "backend": backend,
+        **saved_activations(arguments),
         "parameters": sum(p.numel() for p in training.model.parameters()),
         "in_linears": linears,
         "peak_tensor_bytes": peak,
@@ -97,15 +107,16 @@ def measure(backend: str, arguments) -> dict:
         "bytes_per_element": audit.bytes_per_element,
         "bytes_per_parameter": audit.bytes_per_parameter,
         "flops_share": audit.flops_share,
+        **({"audit_saved_activations": audit.saved_activations} if audit.saved_activations else {}),
         "losses": losses,
     }
 
 
-def in_own_process(backend: str, arguments) -> dict:
+def in_own_process(backend: str, arguments, saved: str) -> dict:
     """`measure` in a new process, whose C library takes blocks of 64 KB and more from the system and gives them back
     when they are freed: else resident memory would tell of its reserves, not of the step."""
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-    command = [sys.executable, __file__, "--worker", backend]
+    command = [sys.executable, __file__, "--worker", backend, "--saved-activations", saved]
     for name in ("hidden", "layers", "vocabulary", "sequence"):
         command += [f"--{name}", str(getattr(arguments, name))]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
@@ -114,12 +125,19 @@ def in_own_process(backend: str, arguments) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def name_of(result: dict) -> str:
+    if result["backend"] == "bf16":
+        return "FP32 + bf16 autocast"
+    saved = result.get("saved_activations")
+    return result["backend"] if saved is None else f"{result['backend']}, saved {saved}"
+
+
 def printed(results: list[dict]) -> str:
     first, over = results[0], f"/ {plain()}"
     header = ["level", "peak tensors, MB", over, "peak resident, MB", over, "bytes/element"]
     rows = []
     for result in results:
-        row = [result["backend"] if result["backend"] != "bf16" else "FP32 + bf16 autocast"]
+        row = [name_of(result)]
         for key in ("peak_tensor_bytes", "peak_resident_bytes"):
             known = result[key] is not None and first[key] is not None
             row += [round(result[key] / MEGABYTE), result[key] / first[key]] if known else ["-", "-"]
@@ -134,15 +152,17 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--vocabulary", type=int, default=1024)
     parser.add_argument("--sequence", type=int, default=64)
+    parser.add_argument("--saved-activations", default="off", help="of off, fp8 and fp8+attention, by commas")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--json")
     arguments = parser.parse_args()
     if arguments.worker:
         print(json.dumps(measure(arguments.worker, arguments)))
         return
-    results = []
-    for backend in dict.fromkeys([plain(), *arguments.backends.split(",")]):
-        results.append(in_own_process(backend, arguments))
+    results, values = [], arguments.saved_activations.split(",")
+    asked = [(backend, saved) for backend in arguments.backends.split(",") for saved in values]
+    for backend, saved in dict.fromkeys([(plain(), "off"), *asked]):
+        results.append(in_own_process(backend, arguments, saved))
         told = {name: value for name, value in vars(arguments).items() if name not in ("json", "worker")}
         record = {"question": "peak memory of a step", "precision": plain(), "arguments": told, "results": results}
         write_json(arguments.json, record)

@@ -25,6 +25,12 @@ def share(part: float) -> str:
     return "under 0.1 %" if percent < 50 else "over 99.9 %"
 
 
+def readable_bytes(count: float) -> str:
+    """Bytes in GB, MB or kB, powers of ten: `53.0 GB`."""
+    unit, size = next((each for each in (("GB", 1e9), ("MB", 1e6)) if count >= each[1]), ("kB", 1e3))
+    return f"{count / size:.1f} {unit}"
+
+
 def shortened(text: str, most: int = 200) -> str:
     """A text of at most so many characters, without its middle where it is longer."""
     return text if len(text) <= most else f"{text[: most * 2 // 3]} … {text[3 - most // 3 :]}"

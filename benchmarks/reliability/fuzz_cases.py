@@ -255,6 +255,7 @@ _GOOD: dict[str, tuple] = {
     "guard": ("off", "warn", "SKIP", "rescale", "high_precision", "stop"),
     "guard_every": (1, "100"),
     "guard_steps": (1, "50"),
+    "saved_activations": ("off", "fp8", "FP8+attention", "none"),
     "rounding": ("stochastic", "nearest"),
     "exp_avg_scaling": ("tensor", "block"),
     "optimizer_scales": ("bound", "amax"),

@@ -32,7 +32,7 @@ from torch.autograd.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import FP8BackendError
-from ..numerics.modules import inert_hook, is_traced
+from ..numerics.modules import inert_hook, is_traced, renumber
 from .counts import DGRAD, FPROP, RECOMPUTED, WGRAD, ProductCounts, inside_backward
 
 PRODUCTS = frozenset({"aten::_scaled_mm", "aten::_scaled_mm_v2", "aten::_scaled_mm.out"})
@@ -266,16 +266,10 @@ def _hooked(modules: list[nn.Module]) -> list[RemovableHandle]:
         before = module.register_forward_pre_hook(marks)
         after = module.register_forward_hook(marks, always_call=True)
         first = handles[:2] or (before, after)
-        _renumber(before, first[0].id, module._forward_pre_hooks)
-        _renumber(after, first[1].id, module._forward_hooks, module._forward_hooks_always_called)
+        renumber(before, first[0].id, module._forward_pre_hooks)
+        renumber(after, first[1].id, module._forward_hooks, module._forward_hooks_always_called)
         handles += before, after
     return handles
-
-
-def _renumber(handle: RemovableHandle, number: int, *hooks: dict) -> None:
-    for each in hooks:
-        each[number] = each.pop(handle.id)
-    handle.id = number
 
 
 class _Marks:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from ..errors import FP8BackendError
 
@@ -55,6 +56,14 @@ def check_is_module(model: object, hint: str = "") -> None:
     if not isinstance(model, nn.Module):
         pair = ": prepare returns (model, optimizer)" if isinstance(model, tuple) else ""
         raise FP8BackendError(f"model must be a torch.nn.Module, not {type(model).__name__}{pair}{hint}")
+
+
+def renumber(handle: RemovableHandle, number: int, *hooks: dict) -> None:
+    """Register a hook under another number, in these dictionaries of its module. A compiler guards on hooks and their
+    numbers: with one hook under one number in all of them, like modules go on sharing its code."""
+    for each in hooks:
+        each[number] = each.pop(handle.id)
+    handle.id = number
 
 
 def inert_hook():

@@ -82,6 +82,17 @@ def _guard_action(value: Any) -> str:
 
 _guard_action.values = GUARD_ACTIONS.values
 
+SAVED_ACTIVATIONS = ("off", "fp8", "fp8+attention")
+"""What activations are kept in for backward."""
+
+
+def _saved_activations(value: Any) -> str:
+    is_off = value is False or (isinstance(value, str) and value.strip().lower() in ("", "none", "false"))
+    return "off" if is_off else one_of(*SAVED_ACTIVATIONS)(value)
+
+
+_saved_activations.values = ", ".join(SAVED_ACTIVATIONS)
+
 
 NAMING = (
     Field(
@@ -230,6 +241,13 @@ COMMON = (
         "raise",
         one_of("raise", "warn"),
         "What to do when no FP8 product ran in the first step.",
+    ),
+    Field(
+        "saved_activations",
+        "off",
+        _saved_activations,
+        "In what activations are kept for backward beside the codes of converted layers, such as those of norms and "
+        "gates: fp8 keeps E4M3 codes, 33/32 bytes an element; fp8+attention those of attention, too.",
     ),
     *MONITOR,
     Field(

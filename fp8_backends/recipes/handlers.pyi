@@ -74,6 +74,7 @@ class Recipe(KwargsHandler):  # type: ignore[misc]  # Accelerate tells no types
     autocast_dtype: str
     gradient_comm: str | None
     on_unproven: str
+    saved_activations: str
     monitor_every: int
     monitor_layers: tuple[str, ...] | None
     monitor_file: str
@@ -137,6 +138,10 @@ class TERecipeKwargs(Recipe):
             How gradients travel between ranks (default: fp8 at a level above O0, else plain). Read by every backend.
         on_unproven (raise, warn; default 'raise'):
             What to do when no FP8 product ran in the first step. Read by every backend.
+        saved_activations (off, fp8, fp8+attention; default 'off'):
+            In what activations are kept for backward beside the codes of converted layers, such as those of norms and
+            gates: fp8 keeps E4M3 codes, 33/32 bytes an element; fp8+attention those of attention, too. Read by every
+            backend.
         monitor_every (a whole number from 0 to 1000000; default 0):
             Optimizer steps from one sample of the statistics of FP8 tensors to the next; 0: none are taken. Read by
             every backend.
@@ -185,6 +190,7 @@ class TERecipeKwargs(Recipe):
         autocast_dtype: str | None = None,
         gradient_comm: str | None = None,
         on_unproven: str | None = None,
+        saved_activations: str | None = None,
         monitor_every: int | None = None,
         monitor_layers: str | Collection[str] | None = None,
         monitor_file: str | None = None,
@@ -229,6 +235,10 @@ class AORecipeKwargs(Recipe):
             How gradients travel between ranks (default: fp8 at a level above O0, else plain). Read by every backend.
         on_unproven (raise, warn; default 'raise'):
             What to do when no FP8 product ran in the first step. Read by every backend.
+        saved_activations (off, fp8, fp8+attention; default 'off'):
+            In what activations are kept for backward beside the codes of converted layers, such as those of norms and
+            gates: fp8 keeps E4M3 codes, 33/32 bytes an element; fp8+attention those of attention, too. Read by every
+            backend.
         monitor_every (a whole number from 0 to 1000000; default 0):
             Optimizer steps from one sample of the statistics of FP8 tensors to the next; 0: none are taken. Read by
             every backend.
@@ -268,6 +278,7 @@ class AORecipeKwargs(Recipe):
         autocast_dtype: str | None = None,
         gradient_comm: str | None = None,
         on_unproven: str | None = None,
+        saved_activations: str | None = None,
         monitor_every: int | None = None,
         monitor_layers: str | Collection[str] | None = None,
         monitor_file: str | None = None,
@@ -319,6 +330,10 @@ class MSAMPRecipeKwargs(Recipe):
             How gradients travel between ranks (default: fp8 at a level above O0, else plain). Read by every backend.
         on_unproven (raise, warn; default 'raise'):
             What to do when no FP8 product ran in the first step. Read by every backend.
+        saved_activations (off, fp8, fp8+attention; default 'off'):
+            In what activations are kept for backward beside the codes of converted layers, such as those of norms and
+            gates: fp8 keeps E4M3 codes, 33/32 bytes an element; fp8+attention those of attention, too. Read by every
+            backend.
         monitor_every (a whole number from 0 to 1000000; default 0):
             Optimizer steps from one sample of the statistics of FP8 tensors to the next; 0: none are taken. Read by
             every backend.
@@ -359,6 +374,7 @@ class MSAMPRecipeKwargs(Recipe):
         autocast_dtype: str | None = None,
         gradient_comm: str | None = None,
         on_unproven: str | None = None,
+        saved_activations: str | None = None,
         monitor_every: int | None = None,
         monitor_layers: str | Collection[str] | None = None,
         monitor_file: str | None = None,
@@ -415,6 +431,10 @@ class NativeRecipeKwargs(Recipe):
             How gradients travel between ranks (default: fp8 at a level above O0, else plain). Read by every backend.
         on_unproven (raise, warn; default 'raise'):
             What to do when no FP8 product ran in the first step. Read by every backend.
+        saved_activations (off, fp8, fp8+attention; default 'off'):
+            In what activations are kept for backward beside the codes of converted layers, such as those of norms and
+            gates: fp8 keeps E4M3 codes, 33/32 bytes an element; fp8+attention those of attention, too. Read by every
+            backend.
         monitor_every (a whole number from 0 to 1000000; default 0):
             Optimizer steps from one sample of the statistics of FP8 tensors to the next; 0: none are taken. Read by
             every backend.
@@ -459,6 +479,7 @@ class NativeRecipeKwargs(Recipe):
         autocast_dtype: str | None = None,
         gradient_comm: str | None = None,
         on_unproven: str | None = None,
+        saved_activations: str | None = None,
         monitor_every: int | None = None,
         monitor_layers: str | Collection[str] | None = None,
         monitor_file: str | None = None,
@@ -558,6 +579,10 @@ class FP8RecipeKwargs(Recipe):
             How gradients travel between ranks (default: fp8 at a level above O0, else plain). Read by every backend.
         on_unproven (raise, warn; default 'raise'):
             What to do when no FP8 product ran in the first step. Read by every backend.
+        saved_activations (off, fp8, fp8+attention; default 'off'):
+            In what activations are kept for backward beside the codes of converted layers, such as those of norms and
+            gates: fp8 keeps E4M3 codes, 33/32 bytes an element; fp8+attention those of attention, too. Read by every
+            backend.
         monitor_every (a whole number from 0 to 1000000; default 0):
             Optimizer steps from one sample of the statistics of FP8 tensors to the next; 0: none are taken. Read by
             every backend.
@@ -619,6 +644,7 @@ class FP8RecipeKwargs(Recipe):
         autocast_dtype: str | None = None,
         gradient_comm: str | None = None,
         on_unproven: str | None = None,
+        saved_activations: str | None = None,
         monitor_every: int | None = None,
         monitor_layers: str | Collection[str] | None = None,
         monitor_file: str | None = None,

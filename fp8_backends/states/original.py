@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 UNREADABLE = (
     *("rounding", "exp_avg_scaling", "optimizer_scales", "shard_states", "gradient_release"),
     *("include", "also_include", "exclude", "module_filter_func"),
-    *("gradient_comm", "guard", "guard_every", "guard_steps"),
+    *("gradient_comm", "guard", "guard_every", "guard_steps", "saved_activations"),
 )
 """Fields that the original has no equivalent of."""
 

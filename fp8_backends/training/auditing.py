@@ -21,8 +21,8 @@ from ..notebooks import as_html
 from ..numerics.modules import check_is_module, plain_name
 from ..numerics.sharded_tensor import full_shape, local_part
 from ..states.gradient_release import is_released
-from ..words import share
-from . import conversion
+from ..words import counted, readable_bytes, share
+from . import conversion, saved_activations
 from .flops import Flops, count_flops, tokens_of
 from .observed import observed_of
 from .weight_products import FOREIGN_FP8
@@ -77,24 +77,34 @@ class Audit:
     step would lose, as projected on the exact update; at O5 None, as later steps make up for it;
     else None until `measure_lost_updates` watched a step."""
 
+    saved_activations: dict[str, int] = field(default_factory=dict)
+    """What the last training forward has kept for backward in FP8 beside the codes of converted layers: `tensors`,
+    `bytes`, and `plain_bytes`, which they would have taken. Empty where the recipe does not ask for it."""
+
     def to_dict(self) -> dict[str, Any]:
         """The same as dictionaries, numbers and text, ready for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:
         text = "\n".join([self._headline, *(line for rows in self._tables() for line in _table(rows))])
-        return f"{text}\n\n{self._losses}" if self._losses else text
+        return "\n\n".join([text, *self._notes])
 
     def _repr_html_(self) -> str:
-        return as_html("; ".join(filter(None, [self._headline, self._losses])), *self._tables())
+        return as_html("; ".join([self._headline, *self._notes]), *self._tables())
 
     @property
     def _headline(self) -> str:
         return f"{self.recipe}: {share(self.flops_share)} of weight FLOPs in FP8"
 
     @property
-    def _losses(self) -> str:
-        return "" if self.lost_updates is None else f"updates lost to rounding: {share(self.lost_updates)}"
+    def _notes(self) -> list[str]:
+        notes = []
+        if saved := self.saved_activations:
+            sizes = f"{readable_bytes(saved['bytes'])} in place of {readable_bytes(saved['plain_bytes'])}"
+            notes.append(f"activations kept in FP8: {counted(saved['tensors'], 'tensor')}, {sizes}")
+        if self.lost_updates is not None:
+            notes.append(f"updates lost to rounding: {share(self.lost_updates)}")
+        return notes
 
     def _tables(self) -> Iterator[list[tuple[str, ...]]]:
         rows = [("layer", *KINDS, "recomputed", "engine")]
@@ -140,6 +150,9 @@ def audit(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> A
     needed = sum(part.flops.needed for part in parts)
     result.flops_share = sum(part.flops.in_fp8 for part in parts) / needed if needed else 0.0
     _read_bytes(result, model, parts, optimizers)
+    saved = [found for _, root, _ in roots if (found := saved_activations.saved_bytes(root)) is not None]
+    if saved:
+        result.saved_activations = {key: sum(getattr(each, key) for each in saved) for key in asdict(saved[0])}
     losses = [seen.lost_updates for seen in observed]
     losses += [each.lost_updates() for each in optimizers if hasattr(each, "lost_updates")]
     result.lost_updates = max((loss for loss in losses if loss is not None), default=None)

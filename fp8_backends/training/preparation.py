@@ -31,7 +31,7 @@ from ..recipes.specs import Spec
 from ..recipes.strings import level_name
 from ..states import checkpoint, gradient_release, levels, optimizers, original, scaled_states
 from ..words import listed, shown
-from . import conversion, fused_head, proof, quantized_layers, rules
+from . import conversion, fused_head, proof, quantized_layers, rules, saved_activations
 from .auditing import check_is_optimizer, converted_layers, parameter_ids, parameters_of, unwrapped
 from .conversion import PREPARED, Prepared, prepared_roots
 from .observed import observed_of
@@ -98,6 +98,7 @@ def prepare_model(model: nn.Module, recipe: Recipe) -> nn.Module:
     prepared = conversion.convert(model, recipe, compute)
     quantized_layers.save_plain(model)
     store_weights(conversion.unwrapped(model), prepared)
+    saved_activations.install(conversion.unwrapped(model), prepared)
     connect_ranks(model, recipe)
     return model
 

@@ -243,6 +243,22 @@ def test_grouped_queries_are_neither_repeated_nor_masked():
     assert kept(1, 512)["activations"] == pytest.approx(kept(8, 64)["activations"], rel=0.01)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("backend,value", [("native:dynamic", "fp8+attention"), ("te:dynamic", "fp8")])
+def test_what_is_kept_in_fp8_is_what_a_training_packs(backend, value):
+    """The difference that the field makes is that of an audit, to the byte, also of a native equivalent of `te`."""
+    shape, workload = SHAPES["Llama"], Workload(model=SHAPES["Llama"], batch=2, sequence=64)
+    asked = [recipes.resolve({"backend": backend, "saved_activations": each}) for each in ("off", value)]
+    off, on = estimate(workload, asked)
+    assert f"saved_activations={value!r}, of the backends in FP8" in on.notes and off.weights == on.weights
+    model = shape.make_model(torch.float32).train()
+    fp8_backends.prepare(model, None, recipes.FP8RecipeKwargs("native:dynamic", saved_activations=value))
+    with torch.autocast("cpu", torch.bfloat16):
+        model(**shape.make_batch(2, 64))
+    kept = audit(model).saved_activations
+    assert off.activations - on.activations == kept["plain_bytes"] - kept["bytes"] and kept["tensors"] > 10
+
+
 def test_checkpointing_keeps_less_and_bf16_weights_weigh_half():
     shape = SHAPES["Llama"]
     plain, kept, half = (

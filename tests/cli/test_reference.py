@@ -9,6 +9,7 @@ import pytest
 import torch
 from cli.comparing import checks_by_name, compared, tiny_settings
 
+import fp8_backends
 from fp8_backends.cli.compare import command as compare
 from fp8_backends.cli.compare import summary
 from fp8_backends.cli.compare.output import announce, conclude
@@ -28,6 +29,14 @@ def test_the_reference_is_fp32_where_bf16_products_are_missing_unless_it_is_give
     assert asked().reference == "bf16" and asked("--reference", "fp32").reference == "fp32"
     monkeypatch.setattr("fp8_backends.compute.hardware.cpu_bf16", lambda: False)
     assert asked().reference == "fp32" and asked("--reference", "bf16").reference == "bf16"
+
+
+def test_activations_are_kept_as_asked_in_every_run_of_a_backend(tmp_path):
+    settings = tiny_settings(tmp_path, saved_activations=asked("--saved-activations", "fp8").saved_activations, batch=8)
+    run = Run(settings, load_text(settings.text), "native:dynamic", seed=0)
+    run.backward(0)
+    assert fp8_backends.audit(run.model).saved_activations["tensors"] > 0
+    assert asked().saved_activations == "off"
 
 
 @pytest.fixture(scope="module")

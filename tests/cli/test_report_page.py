@@ -9,7 +9,7 @@ from cli.comparing import compared
 from fp8_backends.cli.compare import charts
 from fp8_backends.cli.compare.report_page import render
 from fp8_backends.cli.compare.summary import Gap, Row, cell, columns
-from fp8_backends.cli.compare.words import readable_bytes
+from fp8_backends.words import readable_bytes
 
 VOID = {"meta", "br", "hr", "img", "link", "input", "wbr"}
 

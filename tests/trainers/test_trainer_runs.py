@@ -189,3 +189,14 @@ def test_generation_between_steps_changes_nothing(launched, tmp_path):
     for trainer in (plain, generating):
         trainer.train()
     assert losses_of(plain) == losses_of(generating)
+
+
+@pytest.mark.slow
+def test_a_trainer_keeps_activations_in_fp8_and_none_where_it_checkpoints_them(launched, tmp_path):
+    launched(saved_activations="fp8")
+    tensors = []
+    for checkpointing in (False, True):
+        trainer = trainer_for(tmp_path, bf16=True, max_steps=2, gradient_checkpointing=checkpointing)
+        trainer.train()
+        tensors.append(fp8_backends.audit(trainer.model).saved_activations["tensors"])
+    assert tensors == [16, 2]  # of two layers and the last norm, and of the last norm alone

@@ -562,6 +562,16 @@ def test_a_fused_head_does_nothing_where_it_is_sharded_or_compiled():
         assert not rules(spec, **setup).keys() & {"fused_head_sharded", "fused_head_compiled"}
 
 
+def test_activations_in_fp8_do_nothing_in_what_is_compiled_or_recomputed():
+    spec = {"backend": "native:dynamic", "saved_activations": "fp8"}
+    for compiled in ("full", "regional"):
+        assert "saved_activations_compiled" in rules(spec, compiled=compiled)
+    assert "saved_activations_recomputed" in rules(spec, activation_checkpointing=True)
+    both = {"compiled": "full", "activation_checkpointing": True}
+    for found in (rules(spec), rules("native:dynamic", **both)):
+        assert not found.keys() & {"saved_activations_compiled", "saved_activations_recomputed"}
+
+
 def test_every_rule_has_a_case():
     source = Path(__file__).read_text(encoding="utf-8")
     assert not [name for name in RULES if f'"{name}"' not in source]

@@ -12,6 +12,7 @@ import torch
 from ...compute import hardware
 from ...compute.registry import check_available
 from ...errors import BackendUnavailableError, RecipeError
+from ...recipes.fields import SAVED_ACTIVATIONS
 from ...recipes.handlers import resolve
 from . import settings as defaults
 from .comparison import FEWEST_STEPS, WANTED_SEEDS, Comparison
@@ -66,6 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for flag, kind, value, metavar, purpose in _NUMBERS:
         add(flag, type=_positive(kind), default=value, metavar=metavar, help=purpose)
     add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile the model (only on a GPU with FP8)")
+    kept = "what backends in FP8 keep activations in for backward (off)"
+    add("--saved-activations", choices=SAVED_ACTIVATIONS, default=Settings.saved_activations, help=kept)
     add("--output", type=Path, default=Path("fp8_compare"), metavar="DIR", help="where to write (./fp8_compare)")
     add("--plant", help=argparse.SUPPRESS)
 
@@ -115,6 +118,7 @@ def settings_from(args: argparse.Namespace) -> Settings:
         held_out_share=args.held_out,
         loss_gap_bound=LOSS_GAP_BOUND,
         device=device,
+        saved_activations=args.saved_activations,
         **{name: getattr(args, name) for name in ("text", "tokenizer", "model", "minutes", "nproc")},
         **values,
     )

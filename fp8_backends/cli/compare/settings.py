@@ -46,6 +46,8 @@ class Settings:
     minutes: float | None = None
     """What the whole comparison may take; steps and seeds are then what fits."""
     compile: bool
+    saved_activations: str = "off"
+    """The recipe's field, of every backend in FP8."""
     loss_gap_bound: float
     """Nats; the check that the mean paired held-out gap must pass."""
     device: str

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...words import counted, share
+from ...words import counted, readable_bytes, share
 from .settings import BASELINES
-from .words import change, readable_bytes
+from .words import change
 
 Results = dict[str, Any]
 

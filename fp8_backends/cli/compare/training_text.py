@@ -11,8 +11,7 @@ from pathlib import Path
 import torch
 
 from ...errors import FP8BackendError
-from ...words import counted
-from .words import readable_bytes
+from ...words import counted, readable_bytes
 
 HELD_OUT_EVERY = 10
 """The last of so many files is held out; of a single file, the last such part."""

@@ -1,4 +1,4 @@
-"""Numbers as a reader wants them: changes, bytes, times. Counts and shares are in `fp8_backends.words`."""
+"""Numbers as a reader wants them: changes and times. Counts, shares and bytes are in `fp8_backends.words`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,6 @@ def change(ratio: float) -> str:
 def with_minus_signs(text: str) -> str:
     """Write a minus sign for each hyphen that stands before a number."""
     return re.sub(r"(?<![\w-])-(?=[\d<])", "−", text)
-
-
-def readable_bytes(count: float) -> str:
-    unit, size = next((each for each in (("GB", 1e9), ("MB", 1e6)) if count >= each[1]), ("kB", 1e3))
-    return f"{count / size:.1f} {unit}"
 
 
 def duration(seconds: float) -> str:

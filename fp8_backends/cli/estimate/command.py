@@ -13,11 +13,13 @@ import torch
 
 from ...compute import chips, hardware
 from ...errors import FP8BackendError, RecipeError
+from ...recipes.fields import SAVED_ACTIVATIONS
+from ...recipes.handlers import Recipe, resolve
 from ...training.rules import RULES
 from ...training.validators import validate
 from ...words import share
 from ..terminal import Progress, paragraphs, table
-from .estimates import USABLE, WEIGHT_DTYPES, Estimate, Workload, estimate
+from .estimates import BASELINES, USABLE, WEIGHT_DTYPES, Estimate, Workload, estimate
 from .model_shapes import ModelShape, from_parameters, from_transformers, parse_count, readable_count
 
 SEQUENCE = 2048
@@ -49,6 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch", type=int, default=1, help="sequences, images or spectrograms of one device at a time (default: 1)")
     add("--sequence", type=int, help="tokens of a sequence (default: 2048, or what the model takes)")
     add("--checkpointing", action="store_true", help="activation checkpointing of each layer")
+    kept = "what backends in FP8 keep activations in for backward (default: off)"
+    add("--saved-activations", choices=SAVED_ACTIVATIONS, default="off", help=kept)
     add("--weights", choices=WEIGHT_DTYPES, default="fp32", help="dtype of the model (default: fp32)")
     add("--json", action="store_true", help="print JSON, in bytes")
 
@@ -75,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
         memory=device.memory,
     )
     with Progress(f"tracing a training step of {model.title}") as progress:
-        estimates = estimate(workload, _listed("--backend", args.backend), _shardings(args), progress)
+        estimates = estimate(workload, _backends(args), _shardings(args), progress)
         advice = fp8_advice(model, device, [each.backend for each in estimates if each.flops_share])
         advice += auto_advice(device)
     if args.json:
@@ -123,6 +127,12 @@ def _ram() -> float:
         except (OSError, ValueError):
             continue  # another version of control groups, or no limit ("max")
     return memory
+
+
+def _backends(args: argparse.Namespace) -> list[str | Recipe]:
+    fields = {"saved_activations": args.saved_activations}
+    names = _listed("--backend", args.backend)
+    return [name if name.lower() in BASELINES else resolve({"backend": name, **fields}) for name in names]
 
 
 def _shardings(args: argparse.Namespace) -> list[str]:

@@ -169,6 +169,9 @@ def _estimate(workload: Workload, backend: str, recipe: Recipe | None, sharding:
         found.refused = str(error).split("\n")[0]
         return found
 
+    if recipe is not None and recipe.saved_activations != "off":
+        found.notes.append(f"saved_activations={recipe.saved_activations!r}, of the backends in FP8")
+
     def on_one_rank(layers: float, batch: float) -> StepTrace:
         return sharded_costs.on_one_rank(growth.at(layers, batch), sharding, workload.devices, recipe)
 

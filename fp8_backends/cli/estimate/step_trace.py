@@ -326,7 +326,10 @@ def _traced_recipe(model: nn.Module, recipe: Recipe) -> Recipe:
     chosen = set(expected.converted)
     backend = recipe.name.replace("te:", "native:", 1)
     return FP8RecipeKwargs(
-        backend=backend, module_filter_func=lambda module, name: name in chosen, on_unproven=recipe.on_unproven
+        backend=backend,
+        module_filter_func=lambda module, name: name in chosen,
+        on_unproven=recipe.on_unproven,
+        saved_activations=recipe.saved_activations,
     )
 
 

@@ -146,6 +146,9 @@ def gated_product(gate: torch.Tensor, up: torch.Tensor, activation: str, keep_na
 class _Product(torch.autograd.Function):
     """`act(gate) * up` and the maxima of its parts."""
 
+    saves_values = True
+    """What it keeps may be packed (`training.saved_activations`)."""
+
     @staticmethod
     def forward(ctx, gate, up, activation, keep_nan):
         from ...numerics.kernels.fused import triton_gated  # Triton takes a second to load

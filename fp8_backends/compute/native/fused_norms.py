@@ -123,6 +123,9 @@ def _fit(x: torch.Tensor, weight: torch.Tensor) -> bool:
 class _Norm(torch.autograd.Function):
     """The value of a `Formula` and the maxima of its parts."""
 
+    saves_values = True
+    """What it keeps may be packed (`training.saved_activations`)."""
+
     @staticmethod
     def forward(ctx, x, weight, formula, keep_nan):
         from ...numerics.kernels.fused import triton_norm  # Triton takes a second to load

@@ -1,0 +1,64 @@
+"""What backward reads of a forward, as FP8 codes until it is read: E4M3 in blocks of 32 along the last dimension.
+
+    value = code * 2**(scale - 127)        1 byte an element, and 1 byte (E8M0) a block: 33/32 bytes an element
+
+The blocks are those of `mxfp8`. A value is off by at most 2**-4 of itself or, where that is more, 2**-17 of the largest
+of its block. Zeros, signs, NaN and inf stay what they are (the other values of a block with an inf become zeros).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from .formats import E4M3
+from .kernels.quantize.dispatch import dequantize_blocks, quantize_blocks
+from .scaling import MX, Quantized
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""Dtypes of values that can be packed."""
+PART = 2**24
+"""Elements that are unpacked at a time: eager operations make FP32 copies of them."""
+
+
+class PackedValues(NamedTuple):
+    """Values as codes."""
+
+    quantized: Quantized
+    """E4M3 [rows, columns] and the bits of E8M0, uint8 [rows, columns / 32, rounded up]."""
+    dtype: torch.dtype
+    """Of the values."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.numel() for part in self.quantized)  # each has one byte an element
+
+    def unpacked(self, shape: torch.Size) -> torch.Tensor:
+        """The values that the codes stand for, of the dtype that was packed, contiguous."""
+        codes = self.quantized.codes
+        rows = max(1, PART // codes.shape[1])
+        if len(codes) <= rows:
+            return _values(self.quantized, self.dtype).view(shape)
+        values = torch.empty(codes.shape, dtype=self.dtype, device=codes.device)
+        for out, *part in zip(values.split(rows), *(each.split(rows) for each in self.quantized), strict=True):
+            out.copy_(_values(Quantized(*part), self.dtype))
+        return values.view(shape)
+
+
+def _values(quantized: Quantized, dtype: torch.dtype) -> torch.Tensor:
+    if dtype != torch.float16:
+        return dequantize_blocks(quantized, MX, dtype)
+    # by way of FP32, in which no value that is rounded up overflows
+    values, largest = dequantize_blocks(quantized, MX, torch.float32), torch.finfo(dtype).max
+    return values.where(values.isinf(), values.clamp(-largest, largest)).to(dtype)
+
+
+def packed(values: torch.Tensor) -> PackedValues:
+    """The codes of a tensor.
+
+    Args:
+        values: [..., columns] of any strides; one of DTYPES.
+    """
+    matrix = values.contiguous().view(-1, values.shape[-1])
+    return PackedValues(quantize_blocks(matrix, MX, E4M3, columns=False).along_columns(), values.dtype)

@@ -1,0 +1,81 @@
+"""Activations that are kept in FP8, on real ranks."""
+
+from __future__ import annotations
+
+import ranks
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import fp8_backends
+from fp8_backends.training.saved_activations import saved_bytes
+
+WIDTH, STEPS = 64, 3
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 128), nn.Linear(128, WIDTH)
+        self.table = nn.Parameter(torch.ones(64, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.table
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Encoder(nn.Sequential):
+    """A part whose own parts gather their weights when they begin."""
+
+
+def losses(wrap, value: str, backend: str) -> tuple[list[float], nn.Module]:
+    torch.manual_seed(0)
+    model = nn.Sequential(Encoder(Block(), Block()), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 16))
+    recipe = fp8_backends.FP8RecipeKwargs(backend=backend, saved_activations=value, gradient_comm="plain")
+    fp8_backends.prepare(model, None, recipe)
+    wrapped = wrap(model)
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-3)
+    fp8_backends.prepare(wrapped, optimizer, recipe)
+    x = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
+    found = []
+    for _ in range(STEPS):
+        loss = wrapped(x).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found, model
+
+
+def sharded(model: nn.Module) -> nn.Module:
+    for block in model[0]:
+        fully_shard(block, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    return fully_shard(model)
+
+
+def check_ddp_and_fsdp2_train_as_without():
+    for wrap, backend in ((DistributedDataParallel, "native:dynamic"), (sharded, "msamp:O2")):
+        off, _ = losses(wrap, "off", backend)
+        on, model = losses(wrap, "fp8", backend)
+        assert off[0] == on[0] and off != on  # the forward is the same; gradients are not
+        assert all(abs(a - b) < 0.01 * a for a, b in zip(off, on, strict=True)), (off, on)
+        # the inputs of a product, three norms and two activations, and no table; the batch, which is the input of the
+        # first product, only where FSDP2 makes a copy of it in bf16
+        assert saved_bytes(model).tensors == 6 + (wrap is sharded), saved_bytes(model)
+
+
+def check_a_gathered_weight_is_not_kept():
+    """What FSDP2 has gathered for the forward of a block is freed when it has ended."""
+    _, model = losses(sharded, "fp8", "native:dynamic")
+    y = model(torch.randn(64, WIDTH))
+    gathered = [p for block in model[0] for p in block._get_fsdp_state()._fsdp_param_group.fsdp_params]
+    assert [p._unsharded_param.untyped_storage().nbytes() for p in gathered] == [0] * 14
+    y.sum().backward()
+    assert all(torch.isfinite(p.grad.to_local()).all() for p in model.parameters())
+
+
+if __name__ == "__main__":
+    ranks.main(globals())

@@ -1,0 +1,576 @@
+"""What a model keeps for backward in FP8: which tensors, how far gradients are off, and what it goes together with."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import weakref
+
+import model_families
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import save_on_cpu
+from torch.profiler import ProfilerActivity, profile
+
+import fp8_backends
+from fp8_backends.errors import FP8BackendError, RecipeError
+from fp8_backends.recipes.handlers import resolve
+from fp8_backends.training import saved_activations
+from fp8_backends.training.saved_activations import FEWEST, saved_bytes
+
+WIDTH, LENGTH = 64, 64
+SIZES = {
+    "llama": {"hidden_size": WIDTH, "intermediate_size": 128, "max_position_embeddings": LENGTH},
+    "mixtral": {"hidden_size": WIDTH, "intermediate_size": 128, "max_position_embeddings": LENGTH},
+    "bert": {"hidden_size": WIDTH, "intermediate_size": 128, "max_position_embeddings": LENGTH},
+    "gpt2": {"n_embd": WIDTH, "n_positions": LENGTH},
+}
+IDS = torch.randint(128, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+
+
+def prepared(family: str = "llama", value: str = "fp8", backend: str = "native:dynamic", config=(), **fields):
+    """A tiny model in training mode, whose activations are large enough to be packed."""
+    model = model_families.build(family, **{**SIZES[family], **dict(config)})
+    recipe = fp8_backends.FP8RecipeKwargs(backend=backend, saved_activations=value, **fields)
+    fp8_backends.prepare(model, None, recipe)
+    return model
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def in_force():
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+class Product(nn.Module):
+    def forward(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return nn.functional.silu(gate) * up
+
+
+class Gated(nn.Module):
+    """A norm, a gated product and a residual branch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.product = nn.LayerNorm(WIDTH), Product()
+        self.gate, self.up = nn.Linear(WIDTH, 128), nn.Linear(WIDTH, 128)
+        self.down = nn.Linear(128, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(x)
+        return x + self.down(self.product(self.gate(h), self.up(h)))
+
+
+def blocks(value: str = "fp8", kind: type[nn.Module] = Gated, **fields) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(kind(), kind())
+    return fp8_backends.prepare(model, None, fp8_backends.NativeRecipeKwargs(saved_activations=value, **fields))[0]
+
+
+def rows(seed: int = 0) -> torch.Tensor:
+    return torch.randn(128, WIDTH, generator=torch.Generator().manual_seed(seed), requires_grad=True)
+
+
+# how far gradients are off
+
+
+def test_gradients_of_products_and_norms_are_within_a_sixteenth_of_their_sums():
+    """One part at a time, so that the bounds are exact: 2**-4 of the sum of the magnitudes of what is added up."""
+    torch.manual_seed(0)
+
+    class Part(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            return self.norm(a) + a * b + nn.functional.silu(b)
+
+    model = nn.Sequential(Part())
+    fp8_backends.prepare(model, None, fp8_backends.NativeRecipeKwargs(saved_activations="fp8"))
+    found = {}
+    a, b = rows(1), rows(2)
+    weight = torch.randn(128, WIDTH)
+    for value in ("exact", "packed"):
+        model.train(value == "packed")
+        (model[0](a, b) * weight).sum().backward()
+        found[value] = [each.grad.clone() for each in (a, b, model[0].norm.weight)]
+        a.grad = b.grad = model[0].norm.weight.grad = None
+    assert saved_bytes(model) is not None and saved_bytes(model).tensors >= 2
+    of_a, of_b, of_norm = (
+        (packed - exact).abs() for exact, packed in zip(found["exact"], found["packed"], strict=True)
+    )
+    rstd = (a.var(-1, keepdim=True, unbiased=False) + 1e-5).rsqrt()
+    assert (of_norm <= 2**-4 * (weight.abs() * (a.abs() * rstd)).sum(0) + 1e-4).all()
+    # |(b * silu''(b))| <= 0.5 |b|; the first product gives a's values to b
+    assert (of_b <= 2**-4 * weight.abs() * (a.abs() + 0.5 * b.abs()) + 1e-5).all()
+    assert of_a.max() > 0 and of_b.max() > 0 and of_norm.max() > 0
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
+@pytest.mark.parametrize("value", ["fp8", "fp8+attention"])
+def test_the_gradient_of_each_layer_is_within_a_sixteenth_of_the_exact_one(family, value):
+    """All but the last layer run in FP32, so that nothing but what was packed changes them."""
+    head = {"bert": "cls.predictions.transform.dense"}.get(family, "lm_head")
+    exact, packed = (gradients(prepared(family, each, include=[head])) for each in ("off", value))
+    for layer in ("0.", "1."):
+        names = [name for name in exact if f".{layer}" in name]
+        off = torch.stack([(packed[name] - exact[name]).norm() for name in names]).norm()
+        assert 0 < off <= 2**-4 * torch.stack([exact[name].norm() for name in names]).norm()
+
+
+# which tensors
+
+
+def long_llama(value: str, backend: str | None):
+    """A Llama of the usual proportions with a sequence of 512 tokens, its head left out."""
+    from transformers import LlamaConfig, LlamaModel
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4}
+    model = LlamaModel(LlamaConfig(vocab_size=64, use_cache=False, max_position_embeddings=512, **sizes))
+    if backend is not None:
+        fp8_backends.prepare(model, None, fp8_backends.FP8RecipeKwargs(backend=backend, saved_activations=value))
+    return model, torch.randint(64, (1, 512))
+
+
+def kept_bytes(value: str = "off", backend: str | None = None) -> int:
+    """Bytes that lie between forward and backward under bf16 autocast, as the allocator counts them. Left out are the
+    copies of weights: autocast's in bf16, or their codes."""
+    model, ids = long_llama(value, backend)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(ids)  # what a first forward loads stays
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        with torch.autocast("cpu", torch.bfloat16):
+            output = model(ids).last_hidden_state
+    events = profiled.profiler.kineto_results.events()
+    weights = sum(layer.weight.numel() for layer in model.modules() if isinstance(layer, nn.Linear))
+    kept = sum(event.nbytes() for event in events if event.name() == "[memory]")
+    assert output.requires_grad
+    return kept - weights * (2 if backend is None else 1)
+
+
+def test_a_llama_keeps_at_most_half_of_what_bf16_keeps():
+    bf16 = kept_bytes()
+    assert kept_bytes(backend="msamp:O2") > 0.8 * bf16
+    assert kept_bytes("fp8", "msamp:O2") < 0.5 * bf16
+    assert kept_bytes("fp8+attention", "msamp:O2") < 0.45 * bf16
+
+
+def test_a_tensor_that_two_operations_keep_is_packed_once():
+    norm = model_families.build("llama", **SIZES["llama"]).model.norm
+    model = nn.Sequential(norm, nn.Linear(WIDTH, WIDTH))
+    fp8_backends.prepare(model, None, fp8_backends.NativeRecipeKwargs(saved_activations="fp8"))
+    model(rows())
+    # the input, of which the square and the product are made, and the normed values
+    assert saved_bytes(model).tensors == 2
+    assert saved_bytes(model).plain_bytes == 2 * 128 * WIDTH * 4
+    assert saved_bytes(model).bytes == 2 * 128 * WIDTH * 33 // 32
+
+
+def test_a_changed_tensor_is_packed_anew_and_gradients_are_those_of_each_moment():
+    class Changes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = x * 1
+            first = h.sin()
+            h.mul_(2)  # PyTorch alone refuses the backward of `first` now
+            return first + h.sin()
+
+    model, x = blocks(kind=Changes), rows()
+    model[0](x).sum().backward()
+    assert saved_bytes(model).tensors == 2
+    exact = x.detach().cos() + 2 * (2 * x.detach()).cos()
+    assert ((x.grad - exact).abs() <= 2**-4 * (x.detach().abs() + 4 * x.detach().abs()) + 1e-5).all()
+    model.eval()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        model[0](x).sum().backward()
+
+
+def test_what_is_kept_as_it_is_and_changed_in_place_is_refused_as_without_hooks():
+    class Changes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            factor = x.mean(-1, keepdim=True)
+            result = factor.exp() * factor
+            factor.add_(1)
+            return result
+
+    model = blocks(kind=Changes)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        model[0](rows()).sum().backward()
+
+
+def test_statistics_masks_weights_probabilities_and_logits_are_left_alone():
+    """Every tensor that is packed is one of hidden states, and the exact rest is kept as it was."""
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.router = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 48)
+            self.table = nn.Parameter(torch.randn(128, WIDTH))
+            self.register_buffer("mask", torch.randn(128, WIDTH))
+
+        def forward(self, x: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+            routed = self.router(x).softmax(-1)
+            x = x * self.table + self.table * self.mask
+            x = x / x.norm(dim=-1, keepdim=True) * given * x[:1].expand(128, -1)
+            return x * routed.sum(-1, keepdim=True) + self.linear(x)
+
+    model, given, x = blocks(kind=Mixed), torch.randn(128, WIDTH), rows()
+    kept = []
+    original = saved_activations.Region.pack
+
+    def pack(self, tensor):
+        kept.append((tensor, original(self, tensor).version is None))
+        return original(self, tensor)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saved_activations.Region, "pack", pack)
+        model[0](x, given)
+    exact = (model[0].table, model[0].mask, given)
+    assert {tensor.shape[-1] for tensor, is_packed in kept if is_packed} == {WIDTH}
+    assert not any(is_packed for tensor, is_packed in kept if tensor.data_ptr() in [e.data_ptr() for e in exact])
+    assert not any(is_packed for tensor, is_packed in kept if 0 in tensor.stride())
+    assert {48, 1} <= {tensor.shape[-1] for tensor, is_packed in kept if not is_packed}
+
+
+@pytest.mark.parametrize("value", ["fp8", "fp8+attention"])
+@pytest.mark.parametrize("family", ["llama", "bert", "gpt2", "mixtral"])
+def test_heads_embeddings_routers_and_layers_pause_and_attention_does_by_default(family, value):
+    roles = {
+        name: hook.role.name
+        for name, module in prepared(family, value).named_modules()
+        for hook in module._forward_pre_hooks.values()
+        if isinstance(hook, saved_activations.Begin)
+    }
+    paused = {name for name, role in roles.items() if role == "PAUSES"}
+    attention = {"llama": "self_attn", "mixtral": "self_attn", "bert": "attention.self", "gpt2": "attn"}[family]
+    found = {name for name in roles if name.endswith(f".{attention}")}
+    assert len(found) == 2 and {roles[name] for name in found} == {"PAUSES" if value == "fp8" else "ATTENDS"}
+    heads = {"bert": "cls.predictions.decoder"}.get(family, "lm_head")
+    assert heads in paused and any("emb" in name or "wte" in name for name in paused)
+    assert family != "mixtral" or {name for name in roles if name.endswith("mlp.gate")} <= paused
+    packs = {name for name, role in roles.items() if role == "PACKS"}
+    norms = {name for name in roles if "norm" in name.lower() or "ln_" in name}
+    assert norms and norms <= packs and not any(name.endswith(("_proj", "dense", "c_fc")) for name in packs)
+
+
+# what it goes together with
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_is_recomputed_is_not_packed(reentrant):
+    def checkpointed(value: str) -> nn.Module:
+        model = prepared(value=value)
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        return model
+
+    class Backbone(nn.Module):  # without the last norm, which is not recomputed
+        def __init__(self, value: str) -> None:
+            super().__init__()
+            self.model = checkpointed(value)
+            self.model.model.norm = nn.Identity()
+
+        def forward(self, **batch):
+            return self.model(**batch)
+
+    off, on = Backbone("off"), Backbone("fp8")
+    assert equal(gradients(off), gradients(on))
+    assert saved_bytes(on.model).tensors == 0
+
+
+def test_recomputed_layers_leave_the_others_packed():
+    model = prepared()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    gradients(model)
+    assert saved_bytes(model).tensors == 2  # of the last norm
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "what,backend,tensors", [("model", "eager", 0), ("block", "eager", 0), ("gate", "aot_eager", 2)]
+)
+def test_compiled_code_is_left_alone(what, backend, tensors):
+    """What AOTAutograd keeps stays as it is, eager code around it is packed, and like blocks share their code."""
+    found, graphs = {}, {}
+    for value in ("off", "fp8"):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        model, x = blocks(value, include=["down"]), rows()
+        for part in {"model": [model], "block": model, "gate": [block.product for block in model]}[what]:
+            part.compile(backend=backend)
+        model(x).sum().backward()
+        found[value] = {name: p.grad for name, p in model.named_parameters()}
+        graphs[value] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert graphs["off"] == graphs["fp8"] == 1
+    assert saved_bytes(model).tensors == tensors
+    assert equal(found["off"], found["fp8"]) == (tensors == 0)
+    for name, exact in found["off"].items():
+        assert (found["fp8"][name] - exact).norm() <= 2**-4 * exact.norm(), name
+
+
+def test_hooks_of_others_win():
+    off, on = blocks("off"), blocks()
+    found = []
+    for model in (off, on):
+        x = rows()
+        with save_on_cpu():
+            y = model(x)
+        y.sum().backward()
+        found.append(x.grad)
+    assert torch.equal(*found) and saved_bytes(on).tensors == 0
+
+
+def test_backward_runs_twice_through_a_retained_graph():
+    model, x = blocks(), rows()
+    y = model(x).sum()
+    first, second = (torch.autograd.grad(y, x, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second)
+
+
+def test_a_second_derivative_is_refused_and_exact_in_evaluation():
+    class Exact(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.sin() * x
+
+    model, x = blocks(kind=Exact), rows()
+    with pytest.raises(FP8BackendError, match="create_graph=True: what was kept in FP8"):
+        torch.autograd.grad(model[0](x).sum(), x, create_graph=True)
+    model.eval()
+    (first,) = torch.autograd.grad(model[0](x).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    assert torch.allclose(second, 2 * x.cos() - x * x.sin(), atol=1e-5)
+
+
+def test_fp64_is_left_alone_so_that_gradients_can_be_checked():
+    class Exact(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x.expand(FEWEST // 4, -1) * 1).sin()[:2]
+
+    model, x = blocks(kind=Exact), torch.randn(1, WIDTH, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(model[0], x, fast_mode=True)
+    assert saved_bytes(model).tensors == 0
+
+
+def test_transforms_and_forwards_without_a_gradient_are_left_alone():
+    class Exact(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.sin()
+
+    model, x = blocks(kind=Exact), rows().detach()
+    assert torch.allclose(torch.func.grad(lambda x: model[0](x).sum())(x), x.cos())
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context:
+            model(x)
+    assert saved_bytes(model).tensors == 0 and in_force() is None
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_forward_that_fails_leaves_nothing_behind(error):
+    class Fails(Gated):
+        fails = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.fails:
+                raise error
+            return super().forward(x)
+
+    model, other, x = blocks(kind=Fails), blocks(), rows()
+
+    def fail() -> None:
+        model[1].fails = True
+        with pytest.raises(error):
+            model(rows())
+        model[1].fails = False
+
+    fail()
+    model.eval()(rows())  # an interrupt is noticed when the next forward begins,
+    assert in_force() is None
+    model.train()(rows()).sum().backward()
+    assert in_force() is None and saved_bytes(model).tensors > 0
+    fail()
+    other(rows())  # also that of another model,
+    assert in_force() is None and saved_bytes(other).tensors > 0
+    fail()
+    counted = saved_bytes(model).tensors
+    (x * 2).sin().sum().backward()  # or when something else is kept
+    assert in_force() is None and saved_bytes(model).tensors == counted
+    assert torch.equal(x.grad, 2 * (x.detach() * 2).cos())
+
+
+def test_codes_are_freed_as_backward_reads_them():
+    """Those of one large part, of which autograd keeps tensors to the end of backward."""
+
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+            self.left = []
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(8):
+                x = x.sin()
+                x.register_hook(lambda _: self.left.append(sum(each() is not None for each in codes)))
+            return x
+
+    codes, packed = [], saved_activations.packed
+
+    def noted(tensor):
+        values = packed(tensor)
+        codes.append(weakref.ref(values.quantized.codes))
+        return values
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saved_activations, "packed", noted)
+        y = blocks(kind=Deep)
+        result = y[0](rows()).sum()
+    result.backward()
+    assert len(codes) == 8 and y[0].left == sorted(y[0].left, reverse=True) and y[0].left[-1] <= 2
+
+
+def test_threads_do_not_see_each_other():
+    model, found = blocks(), {}
+    (alone,) = torch.autograd.grad(model(x := rows()).sum(), x)
+
+    def train(number: int) -> None:
+        for _ in range(5):
+            (found[number],) = torch.autograd.grad(model(x := rows()).sum(), x)
+
+    threads = [threading.Thread(target=train, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(gradient, alone) for gradient in found.values()) and len(found) == 3
+
+
+def test_a_copy_packs_by_itself_and_a_restored_model_has_no_hooks():
+    model = prepared()
+    twin = copy.deepcopy(model)
+    assert equal(gradients(model), gradients(twin))
+    assert saved_bytes(twin) == saved_bytes(model) and saved_bytes(twin) is not saved_bytes(model)
+    fp8_backends.restore(twin)
+    assert saved_bytes(twin) is None
+    tables = ("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
+    assert not any(getattr(module, table) for module in twin.modules() for table in tables)
+    assert saved_bytes(model).tensors > 0
+
+
+def test_it_costs_nothing_where_it_is_off():
+    modules = prepared(value="off").modules()
+    assert not [module for module in modules if module._forward_hooks or module._forward_pre_hooks]
+
+
+def test_a_layer_that_came_later_is_packed_when_the_model_is_prepared_again():
+    model = blocks()
+    model.append(Gated())
+    recipe = fp8_backends.NativeRecipeKwargs(saved_activations="fp8")
+    fp8_backends.prepare(model, None, recipe)
+    model(rows())
+    three = saved_bytes(model).tensors
+    fp8_backends.prepare(model, None, recipe)
+    model(rows())
+    assert saved_bytes(model).tensors == three == 3 * saved_bytes(blocks_after_forward()).tensors // 2
+
+
+def blocks_after_forward() -> nn.Module:
+    model = blocks()
+    model(rows())
+    return model
+
+
+def test_a_function_of_ones_own_is_packed_where_it_says_so():
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        def backward(ctx, grad):
+            return 2 * ctx.saved_tensors[0] * grad
+
+    class Says(Square):
+        saves_values = True
+
+    found = {}
+    for function in (Square, Says):
+
+        class Uses(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.linear = nn.Linear(WIDTH, WIDTH)
+
+            def forward(self, x: torch.Tensor, function=function) -> torch.Tensor:
+                return function.apply(x)
+
+        model, x = blocks(kind=Uses), rows()
+        model[0](x * 1).sum().backward()
+        found[function] = (saved_bytes(model).tensors, torch.equal(x.grad, 2 * x.detach()))
+    assert found == {Square: (0, True), Says: (1, False)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["ao:tensorwise", "native:delayed", "msamp:O3"])
+def test_any_backend_and_level_trains(backend):
+    model = model_families.build("llama", **SIZES["llama"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    recipe = fp8_backends.FP8RecipeKwargs(backend=backend, saved_activations="fp8")
+    fp8_backends.prepare(model, optimizer, recipe)
+    losses = []
+    for _ in range(4):
+        loss = model(input_ids=IDS, labels=IDS).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    assert saved_bytes(model).tensors > 0
+
+
+@pytest.mark.parametrize("value", ["", "none", False, "OFF", "off", "false"])
+def test_off_has_many_spellings(value):
+    assert resolve({"backend": "native", "saved_activations": value}).saved_activations == "off"
+
+
+def test_another_value_is_refused_by_name():
+    with pytest.raises(RecipeError, match="saved_activations must be one of off, fp8, fp8"):
+        resolve({"backend": "native", "saved_activations": "int4"})
+
+
+def test_an_audit_says_what_was_kept():
+    model = prepared()
+    assert fp8_backends.audit(model).saved_activations == {"tensors": 0, "bytes": 0, "plain_bytes": 0}
+    gradients(model)
+    audit = fp8_backends.audit(model)
+    assert audit.saved_activations["plain_bytes"] * 33 == audit.saved_activations["bytes"] * 32 * 4  # all were FP32
+    assert "activations kept in FP8: 16 tensors, 185.9 kB in place of 720.9 kB" in str(audit)
+    assert fp8_backends.audit(prepared(value="off")).saved_activations == {}
