@@ -164,6 +164,4 @@ def _kernels(kind: Kind, weight: torch.Tensor) -> Kernels | None:
         from . import triton_adam  # Triton takes a second to load
 
         return triton_adam.kernels(kind, weight)
-    if kind.split or kind.feedback or kind.format(3) is ROOT8:
-        return None
     return cpu.kernels(kind) if cpu.usable(weight) else None
