@@ -145,7 +145,9 @@ FEATURES = (
         "``accelerate test``",
         "accelerate_test",
         "Its script is started by ``fp8-backends launch``, with ``on_unproven: warn``, since its model has no Linear. "
-        "``fp8-backends doctor`` tests FP8 itself",
+        "Several processes must end with the weights of one, so levels, whose gradients travel in FP8, need "
+        "``gradient_comm: plain`` there. ``fp8-backends doctor`` tests FP8 itself",
+        refused_on_several=at(LEVELS, "Did not obtain the same model"),
     ),
     Feature(
         "``accelerate config``",

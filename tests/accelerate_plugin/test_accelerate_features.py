@@ -100,8 +100,5 @@ def test_accelerate_test(backend, processes, tmp_path):
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config | {"mixed_precision": "fp8", "fp8_config": fp8}))
     script = path_in_accelerate_package("test_utils", "scripts", "test_script.py")
     ended = warm_process.run("-m", "fp8_backends", "launch", "--config_file", "config.yaml", str(script), cwd=tmp_path)
-    if words := feature.refusal(backend, processes):
-        assert ended.returncode != 0 and f"FP8BackendError: level O2 {words}" in ended.stderr
-    else:
-        assert ended.returncode == 0, ended.stderr
-        assert "**Test reinstantiated state**" in ended.stdout
+    assert feature.refusal(backend, processes) is None and ended.returncode == 0, ended.stderr
+    assert "**Test reinstantiated state**" in ended.stdout
