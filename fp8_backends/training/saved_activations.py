@@ -20,7 +20,7 @@ from __future__ import annotations
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from types import FrameType
@@ -345,7 +345,7 @@ class Region:
             frame = frame.f_back
         return frame is not None
 
-    def learn(self, *own: dict[str, torch.Tensor | None]) -> None:
+    def learn(self, *own: Mapping[str, torch.Tensor | None]) -> None:
         """Note these Parameters and buffers: of a part when it begins, since FSDP2 has gathered them only then."""
         tensors = (tensor for each in own for tensor in each.values() if tensor is not None and tensor.dim() > 1)
         self.own.update(map(_storage, tensors))
