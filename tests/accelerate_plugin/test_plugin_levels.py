@@ -13,7 +13,7 @@ import fp8_backends
 from fp8_backends.errors import FP8BackendError, RecipeError
 from fp8_backends.numerics.scaled_tensor import ScaledTensor
 
-LEVELS = ("O1", "O2", "O3", "O4", "O5")
+LEVELS = ("O1", "O2", "O3", "O4")
 
 
 def accelerator(level: str, autocast: str = "bf16", steps: int = 1, **fields) -> Accelerator:

@@ -15,7 +15,7 @@ from fp8_backends.numerics.block_codes import BlockCodes
 from fp8_backends.numerics.scaled_tensor import ScaledTensor, stored_parts
 
 RECIPE = {"include": ["up", "down"]}  # a tied layer is left out by default
-LEVELS = ("msamp:O1", "msamp:O2", "msamp:O3", "msamp:O4", "msamp:O5")
+LEVELS = ("msamp:O1", "msamp:O2", "msamp:O3", "msamp:O4")
 
 
 class Tied(nn.Module):
