@@ -293,6 +293,12 @@ def ratio_of(m, v, half_of_inverse, KIND: tl.constexpr):
 
 
 @triton.jit
+def ratio_with_eps(m, v, eps):
+    """`ratio_of` of magnitudes with scales, for steps with feedback: of exp_avg, and of a root plus eps."""
+    return as_bits(m) - as_bits(v + eps) + _HALF_OF_ONE
+
+
+@triton.jit
 def coded(ratio, m_inverse, half_of_inverse):
     """What `ratio_of` returned, as a record has it (`bounds.py`): 0 where exp_avg is 0."""
     shift = as_bits(m_inverse) - _ONE - half_of_inverse
@@ -310,7 +316,9 @@ def keep_record(row, stored, scales, KIND: tl.constexpr):
             largest = largest * largest
         tl.atomic_max(record + place, as_bits(largest) & 0x7FFFFFFF, sem="relaxed")
     ratio = tl.max(tl.max(stored[3], axis=1), axis=0)
-    if not (KIND.blocked[2] or KIND.blocked[3]):
+    if KIND.feedback:
+        ratio = tl.minimum(ratio, _MOST_CODED)
+    elif not (KIND.blocked[2] or KIND.blocked[3]):
         ratio = coded(ratio, scales[1][1], half_of_inverse(scales[2][1], KIND))
     tl.atomic_max(record + 3, ratio, sem="relaxed")
 
@@ -357,10 +365,13 @@ def write_tile(
     v, v_inv = _store(pointers, row, scales[2], amax_ptr, v, random, at, inside, block, KIND, 3, FULL)
     if KIND.copied:
         store_copy(copy[0] + start, with_sign_of(stored_w, w), w_inv, copy[1], at, inside, KIND, FULL)
-    half = half_of_inverse(v_inv, KIND)
-    ratio = ratio_of(m, v, half, KIND)
-    if KIND.blocked[2] or KIND.blocked[3]:
-        ratio = coded(ratio, m_inv, half)
+    if KIND.feedback:
+        ratio = tl.where(m > 0, ratio_with_eps(m * m_inv, v * v_inv, hyper[EPS]), 0)
+    else:
+        half = half_of_inverse(v_inv, KIND)
+        ratio = ratio_of(m, v, half, KIND)
+        if KIND.blocked[2] or KIND.blocked[3]:
+            ratio = coded(ratio, m_inv, half)
     if KIND.blocked[0]:
         stored_w = stored_w * w_inv
     if KIND.blocked[2]:
