@@ -39,7 +39,7 @@ class Records:
         or are views of; eps: Adam's, for steps with feedback."""
         record = self._records.pop(key, None)
         if record is None or record.eps != eps or not _unchanged(record, parts):
-            return measured(*slots, eps)
+            return measured(*slots, eps=eps)
         return record.numbers
 
     def keep(self, key: int, numbers: torch.Tensor, parts: Sequence[torch.Tensor], eps: float | None = None) -> None:

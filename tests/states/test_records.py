@@ -24,7 +24,7 @@ def measurements(monkeypatch):
     from fp8_backends.states import records
 
     calls = []
-    monkeypatch.setattr(records, "measured", lambda *slots: calls.append(slots) or measured(*slots))
+    monkeypatch.setattr(records, "measured", lambda *slots, eps: calls.append(slots) or measured(*slots, eps=eps))
     return calls
 
 

@@ -71,9 +71,9 @@ class Job(NamedTuple):
     finite: torch.Tensor | None = None
     """Whether the whole tensor's gradient is finite, bool, 0-dim. None: what the slot shows."""
     record: torch.Tensor | None = None
-    """FP32 [4], contiguous: `bounds.measured` of what is stored, with eps where there is feedback; the step makes it that
-    of what it has stored. With it, scales follow from bounds of this step's amaxes, in one pass; None: from the amaxes,
-    in two."""
+    """FP32 [4], contiguous: `bounds.measured` of what is stored, with eps where there is feedback. The step makes it
+    that of what it has stored. With it, scales follow from bounds of this step's amaxes, in one pass; None: from the
+    amaxes, in two."""
     feedback: bool = False
     """Whether what rounding takes from the weight goes into exp_avg (`reference.add_feedback`)."""
 

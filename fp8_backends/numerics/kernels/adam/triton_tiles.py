@@ -293,12 +293,6 @@ def ratio_of(m, v, half_of_inverse, KIND: tl.constexpr):
 
 
 @triton.jit
-def ratio_with_eps(m, v, eps):
-    """`ratio_of` of magnitudes with scales, for steps with feedback: of exp_avg, and of a root plus eps."""
-    return as_bits(m) - as_bits(v + eps) + _HALF_OF_ONE
-
-
-@triton.jit
 def coded(ratio, m_inverse, half_of_inverse):
     """What `ratio_of` returned, as a record has it (`bounds.py`): 0 where exp_avg is 0."""
     shift = as_bits(m_inverse) - _ONE - half_of_inverse
@@ -366,7 +360,8 @@ def write_tile(
     if KIND.copied:
         store_copy(copy[0] + start, with_sign_of(stored_w, w), w_inv, copy[1], at, inside, KIND, FULL)
     if KIND.feedback:
-        ratio = tl.where(m > 0, ratio_with_eps(m * m_inv, v * v_inv, hyper[EPS]), 0)
+        m_bits, denominator = as_bits(m * m_inv), v * v_inv + hyper[EPS]
+        ratio = tl.where(m_bits > 0, m_bits - as_bits(denominator) + _HALF_OF_ONE, 0)
     else:
         half = half_of_inverse(v_inv, KIND)
         ratio = ratio_of(m, v, half, KIND)
