@@ -89,12 +89,13 @@ def scaled_step(level: str, numel: int, tensors: int, device: str, compiled: boo
         slots += [slot(part, E4M3) if copied else None]
         parameters.append(slots)
     rounding, passes = "nearest" if "nearest" in level else "stochastic", 2 if "two passes" in level else 1
-    records = [measured(each[0], *each[2:4]) if passes == 1 else None for each in parameters]
+    eps = 1e-8
+    records = [measured(each[0], *each[2:4], eps if feedback else None) if passes == 1 else None for each in parameters]
     count = torch.zeros(())
 
     def run() -> None:
         count.add_(1)
-        hypers = adam_hypers(1e-4, (0.9, 0.999), 1e-8, 0.01, [count] * tensors, device)
+        hypers = adam_hypers(1e-4, (0.9, 0.999), eps, 0.01, [count] * tensors, device)
         jobs = [
             Job(*slots, hyper, True, False, rounding, seed, copy, record=record, feedback=feedback)
             for seed, ((*slots, copy), hyper, record) in enumerate(

@@ -106,7 +106,7 @@ class ScaledMoments(ScaledStates):
             if not isinstance(view.weight, ScaledTensor) and not view.weight.is_contiguous():
                 view.weight.copy_(job.weight.data)
             if job.record is not None:
-                self._records().keep(id(view.parameter), job.record, _recorded_parts(view, state))
+                self._records().keep(id(view.parameter), job.record, _recorded_parts(view, state), _eps_of(job, view))
         _remember_amaxes(
             [(view.weight, job.record) for job, view in zip(jobs, views, strict=True) if not view.is_shard]
         )
@@ -135,7 +135,8 @@ class ScaledMoments(ScaledStates):
         if not (pays or job.feedback):
             return job
         parts = _recorded_parts(view, state)
-        return job._replace(record=self._records().take(id(view.parameter), job.written, parts))
+        record = self._records().take(id(view.parameter), job.written, parts, _eps_of(job, view))
+        return job._replace(record=record)
 
     def _records(self) -> Records:
         """Of this object: a copy begins without any."""
@@ -159,6 +160,11 @@ class ScaledAdam(ScaledMoments, torch.optim.Adam):
     """A `torch.optim.Adam` that `convert` made train scaled weights."""
 
     fp8_declared = ADAMW._replace(stock=torch.optim.Adam)
+
+
+def _eps_of(job: Job, view: LocalView) -> float | None:
+    """What a record is measured with."""
+    return view.group["eps"] if job.feedback else None
 
 
 def _recorded_parts(view: LocalView, state: dict[str, Any]) -> list[torch.Tensor]:

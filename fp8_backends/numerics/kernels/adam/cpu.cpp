@@ -332,12 +332,15 @@ struct Parameter {
         if (!DECOUPLED) g = g + std::fabs(hyper[WEIGHT_DECAY]) * w;
         const float m = kept * record[1] + more * g;
         const float v = record[2] * hyper[BETA2] + hyper[NEW_IN_EXP_AVG_SQ] * g * g;
-        const float quotient =
-            kept / std::sqrt(hyper[BETA2]) * ratio + more / std::sqrt(hyper[NEW_IN_EXP_AVG_SQ]);
+        const float of_exp_avg = kept / std::sqrt(hyper[BETA2]) * ratio;
+        const float of_gradient = more / std::sqrt(hyper[NEW_IN_EXP_AVG_SQ]);
         const float v_inverse = OF_ROOTS ? 1.0f : blocked(3) ? INFINITY : inverse(3, 0);
         const float least_root = LEAST_ROOT * std::sqrt(std::fmax(v_inverse, 1.0f));
         const float above_eps = std::fmax(c * least_root / hyper[EPS], 1.0f);
-        const float of_quotient = s * quotient / c * above_eps, of_eps = s * m / hyper[EPS];
+        const float of_quotient = FEEDBACK
+            ? s * (of_exp_avg + of_gradient / c) * (1 + c * LEAST_ROOT / hyper[EPS])
+            : s * (of_exp_avg + of_gradient) / c * above_eps;
+        const float of_eps = s * m / hyper[EPS];
         if (DECOUPLED) w = w * std::fabs(hyper[DECAY]);
         bounds[0] = (w + (of_quotient < of_eps ? of_quotient : of_eps) * UPDATE_SLACK) * (1 + SLACK);
         bounds[1] = m;
@@ -355,15 +358,19 @@ inline int32_t largest_of(Ints x) {
 #endif
 }
 
-// The largest of what is stored in a run, in each lane: bits without scales
+// The largest of what is stored in a run, in each lane: bits without scales, but for the quotient with FEEDBACK
 struct Stored {
     Ints w{}, m{}, v{}, quotient = OF_ROOTS ? -HALF_OF_ONE - Ints{} : Ints{};
 
     inline void keep_weight(Ints bits) { w = larger(w, bits & INT32_MAX); }
-    inline void keep_moments(Ints m_bits, Ints v_bits, float v_inverse) {
+    inline void keep_moments(Ints m_bits, Ints v_bits, float m_inverse, float v_inverse, float eps) {
         m = larger(m, m_bits);
         v = larger(v, v_bits);
-        if (OF_ROOTS) {  // less by half of one, which `Record` adds
+        if (FEEDBACK) {  // with scales, and eps
+            const Ints bits = bits_of(floats_of(m_bits) * m_inverse);
+            const Ints of_denominator = bits_of(floats_of(v_bits) * v_inverse + eps);
+            quotient = larger(quotient, bits > 0 ? bits - of_denominator : -HALF_OF_ONE - Ints{});
+        } else if (OF_ROOTS) {  // less by half of one, which `Record` adds
             const Ints half_of_v = v_bits > 0 ? v_bits : HALF_OF_ONE + ONE - cast<int32_t>(v_inverse) - Ints{};
             quotient = larger(quotient, m_bits > 0 ? m_bits - half_of_v : -HALF_OF_ONE - Ints{});
         } else {
@@ -382,7 +389,7 @@ struct Record {
         largest[1] = larger(largest[1], magnitude_of(floats_of(found.m) * inverses[1]));
         largest[2] = larger(largest[2], magnitude_of(OF_ROOTS ? v_amax * v_amax : v_amax));
         const int32_t of_v = cast<int32_t>(inverses[2]) - ONE;
-        const int32_t shift = cast<int32_t>(inverses[1]) - ONE - (OF_ROOTS ? of_v : of_v >> 1);
+        const int32_t shift = FEEDBACK ? 0 : cast<int32_t>(inverses[1]) - ONE - (OF_ROOTS ? of_v : of_v >> 1);
         const int32_t most = INF_BITS - RATIO_BITS - (shift > 0 ? shift : 0);
         Ints quotient = OF_ROOTS ? found.quotient + HALF_OF_ONE : found.quotient;
         quotient = quotient > 0 ? smaller(quotient, most - Ints{}) + shift : Ints{};
@@ -529,7 +536,7 @@ struct Run {
             const Unsigneds bits = random(at);
             largest.keep_weight(put_weight(at, count, made.w, bits));
             const Ints m = put<1>(at, count, made.m, bits), v = put<2>(at, count, made.v, bits);
-            if (BOUNDED) largest.keep_moments(m, v, new_inverse[2]);
+            if (BOUNDED) largest.keep_moments(m, v, new_inverse[1], new_inverse[2], p.hyper[EPS]);
         });
         return largest;
     }
@@ -564,7 +571,7 @@ struct Run {
             const Waiting& kept = waiting[(at - start) / LANES];
             if (blocked(0)) largest.keep_weight(put_weight(at, count, kept.w, kept.random));
             const Ints m = put<1>(at, count, kept.m, kept.random), v = put<2>(at, count, kept.v, kept.random);
-            largest.keep_moments(m, v, new_inverse[2]);
+            largest.keep_moments(m, v, new_inverse[1], new_inverse[2], p.hyper[EPS]);
         });
         return largest;
     }

@@ -90,7 +90,7 @@ class Passes:
         if exp_avg_sq.block_size:  # that of a stored root needs no correction
             inverse = torch.full_like(self.hyper[0], 1.0 if exp_avg_sq.format is ROOT8 else math.inf)
         amax = largest_gradient(self.job.grad, self.finite)
-        return new_bounds(self.job.record, amax, self.job.hyper, inverse, self.kind.decoupled)
+        return new_bounds(self.job.record, amax, self.job.hyper, inverse, self.kind.decoupled, self.kind.feedback)
 
     def _amaxes(self) -> list[torch.Tensor | None]:
         if not self.parts or all(slot.scale_inv is None for slot in self.written):
@@ -114,7 +114,8 @@ class Passes:
             if amax is not None:
                 slot.scale_inv.copy_(scale_inv_of(scale, amax))
         if self.bounded:
-            self.job.record.copy_(measured(*self.written))
+            eps = self.job.hyper[EPS] if self.kind.feedback else None
+            self.job.record.copy_(measured(*self.written, eps))
             if self.copy is not None:
                 self.write_copy(amaxes[0])
             return None

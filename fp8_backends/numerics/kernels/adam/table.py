@@ -71,10 +71,11 @@ class Job(NamedTuple):
     finite: torch.Tensor | None = None
     """Whether the whole tensor's gradient is finite, bool, 0-dim. None: what the slot shows."""
     record: torch.Tensor | None = None
-    """FP32 [4], contiguous: `bounds.measured` of what is stored, which the step makes that of what it has stored. With
-    it, scales follow from bounds of this step's amaxes, in one pass; None: from the amaxes, in two."""
+    """FP32 [4], contiguous: `bounds.measured` of what is stored, with eps where there is feedback. The step makes it
+    that of what it has stored. With it, scales follow from bounds of this step's amaxes, in one pass; None: from the
+    amaxes, in two."""
     feedback: bool = False
-    """Whether what rounding takes from the weight goes into exp_avg (`reference.add_feedback`). It wants a record."""
+    """Whether what rounding takes from the weight goes into exp_avg (`reference.add_feedback`)."""
 
     @property
     def slots(self) -> tuple[Slot, Slot, Slot, Slot]:
@@ -108,7 +109,8 @@ class Job(NamedTuple):
 
     def check(self) -> None:
         """Raise ValueError for a slot that is not contiguous, block sizes that differ, or an unknown rounding; a split
-        weight that is copied or has blocks; roots without blocks; feedback without a record."""
+        weight that is copied or has blocks; roots without blocks; feedback without a record, or of other slots than it
+        is defined for."""
         if self.rounding not in ROUNDINGS:
             raise ValueError(f"rounding is one of {', '.join(ROUNDINGS)}, not {self.rounding!r}")
         copy = self.copy
@@ -124,8 +126,17 @@ class Job(NamedTuple):
             raise ValueError("a weight with a residual has one scale, and no copy")
         if self.exp_avg_sq.format is ROOT8 and not self.exp_avg_sq.block_size:
             raise ValueError("the roots of exp_avg_sq are stored in blocks")
-        if self.feedback and (not self._is_bounded or not self.exp_avg.block_size or self.weight.residual is not None):
-            raise ValueError("feedback wants a record, an exp_avg in blocks, and a weight without a residual")
+        if self.feedback and not self._feeds_back:
+            raise ValueError(
+                "feedback wants a record, a weight with one scale and no residual, exp_avg in blocks, and the roots of "
+                "exp_avg_sq"
+            )
+
+    @property
+    def _feeds_back(self) -> bool:
+        weight, states_are_small = self.weight, self.exp_avg.block_size > 0 and self.exp_avg_sq.format is ROOT8
+        has_one_scale = weight.scale_inv is not None and not weight.block_size and weight.residual is None
+        return self._is_bounded and has_one_scale and states_are_small
 
 
 class Kind(NamedTuple):

@@ -311,8 +311,6 @@ def _is_of_bytes(kind: Kind) -> bool:
 
 def kernels(kind: Kind, tensor: torch.Tensor) -> TritonKernels | None:
     """The kernels of a kind for the tensor's device; None for a block size that no tile has."""
-    if kind.split or kind.feedback or kind.format(3) is ROOT8:  # not in Triton yet
-        return None
     size = kind.block_size
     return _kernels(kind, has_fp8_casts(tensor)) if size & (size - 1) == 0 and size <= _CHUNK // 2 else None
 

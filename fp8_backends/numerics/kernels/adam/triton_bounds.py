@@ -51,14 +51,19 @@ def new_bounds(record, grad_amax, hyper, v_inverse, KIND: tl.constexpr):
     kept, new = 1 - n + _SLACK, n + _SLACK
     m = kept * m + new * g
     v = v * hyper[BETA2] + hyper[NEW_IN_EXP_AVG_SQ] * g * g
-    quotient = tl.div_rn(kept, tl.sqrt_rn(hyper[BETA2])) * ratio + tl.div_rn(new, tl.sqrt_rn(hyper[NEW_IN_EXP_AVG_SQ]))
+    of_exp_avg = tl.div_rn(kept, tl.sqrt_rn(hyper[BETA2])) * ratio
+    of_gradient = tl.div_rn(new, tl.sqrt_rn(hyper[NEW_IN_EXP_AVG_SQ]))
     of_eps = tl.div_rn(step_size * m, eps)
     if KIND.blocked[3] and not KIND.has_roots:
         update = of_eps
+    elif KIND.feedback:
+        quotient = of_exp_avg + tl.div_rn(of_gradient, c)
+        of_quotient = step_size * quotient * (1 + tl.div_rn(c * _LEAST_ROOT, eps))
+        update = tl.where(of_quotient < of_eps, of_quotient, of_eps)
     else:
         least_root = _LEAST_ROOT * tl.sqrt_rn(tl.maximum(v_inverse, 1.0))
         above_eps = tl.maximum(tl.div_rn(c * least_root, eps), 1.0)
-        of_quotient = tl.div_rn(step_size * quotient, c) * above_eps
+        of_quotient = tl.div_rn(step_size * (of_exp_avg + of_gradient), c) * above_eps
         update = tl.where(of_quotient < of_eps, of_quotient, of_eps)
     if KIND.decoupled:
         w = w * tl.abs(hyper[DECAY])

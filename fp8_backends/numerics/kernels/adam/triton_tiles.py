@@ -310,7 +310,9 @@ def keep_record(row, stored, scales, KIND: tl.constexpr):
             largest = largest * largest
         tl.atomic_max(record + place, as_bits(largest) & 0x7FFFFFFF, sem="relaxed")
     ratio = tl.max(tl.max(stored[3], axis=1), axis=0)
-    if not (KIND.blocked[2] or KIND.blocked[3]):
+    if KIND.feedback:
+        ratio = tl.minimum(ratio, _MOST_CODED)
+    elif not (KIND.blocked[2] or KIND.blocked[3]):
         ratio = coded(ratio, scales[1][1], half_of_inverse(scales[2][1], KIND))
     tl.atomic_max(record + 3, ratio, sem="relaxed")
 
@@ -357,10 +359,14 @@ def write_tile(
     v, v_inv = _store(pointers, row, scales[2], amax_ptr, v, random, at, inside, block, KIND, 3, FULL)
     if KIND.copied:
         store_copy(copy[0] + start, with_sign_of(stored_w, w), w_inv, copy[1], at, inside, KIND, FULL)
-    half = half_of_inverse(v_inv, KIND)
-    ratio = ratio_of(m, v, half, KIND)
-    if KIND.blocked[2] or KIND.blocked[3]:
-        ratio = coded(ratio, m_inv, half)
+    if KIND.feedback:
+        m_bits, denominator = as_bits(m * m_inv), v * v_inv + hyper[EPS]
+        ratio = tl.where(m_bits > 0, m_bits - as_bits(denominator) + _HALF_OF_ONE, 0)
+    else:
+        half = half_of_inverse(v_inv, KIND)
+        ratio = ratio_of(m, v, half, KIND)
+        if KIND.blocked[2] or KIND.blocked[3]:
+            ratio = coded(ratio, m_inv, half)
     if KIND.blocked[0]:
         stored_w = stored_w * w_inv
     if KIND.blocked[2]:

@@ -12,7 +12,8 @@ one does for each element, lest a number overflow, is asked once a program, by `
   then. 2**-126 is added for the approximation alone, so that 0 has one, and the root 0 times it; it is below half the
   last place of any other number. With exp_avg_sq up to 2**16 a block's scale is 1 at least, and times 2**-24 and
   2**-120 an FP32 number. So is exp_avg's times 2**-120: its bound has what is fed back, of a weight at most a step of
-  its format.
+  its format. With feedback eps is 2**-63 at least: no product that is added to it has lost a bit that counts there, and
+  exp_avg of 0 has no ratio above 0.
 * Code and residual of a split weight are the bytes of one number, to which half a code is added first, so that the
   residual counts from 128. Its scale_inv times 2**120 and the decay is an FP32 number where that is 1 at most.
 * What the hash does first to a thread's indices it does to the first of them, whose lowest bits are 0; the bits in
@@ -38,7 +39,7 @@ from ..triton_common import (
     is_finite,
     smallest_normal,
 )
-from .bounds import HALF_OF_ONE
+from .bounds import HALF_OF_ONE, LEAST_ROOT
 from .triton_rounding import decoded, encoded, mixed_on, rounded, scale_of, with_sign_of
 from .triton_tiles import (
     BETA2,
@@ -61,7 +62,8 @@ _LEAST, _MOST, _LEAST_FACTOR = tl.constexpr(2.0**-100), tl.constexpr(2.0**100), 
 _MOST_OF_ROOT = tl.constexpr(2.0**64)
 _LEAST_NORMAL, _MOST_OF_ROOTS, _MOST_OF_BLOCKS = tl.constexpr(2.0**-126), tl.constexpr(2.0**16), tl.constexpr(2.0**36)
 _FOURS = tl.constexpr(24)  # 4**24, times which a stored root's square is 2**-101 at least, or 0
-_HALF_OF_ONE = tl.constexpr(HALF_OF_ONE - (8 << 23))  # beside roots times 2**-8
+_HALF_OF_ONE, _HALF_BESIDE_ROOTS = tl.constexpr(HALF_OF_ONE), tl.constexpr(HALF_OF_ONE - (8 << 23))  # times 2**-8
+_LEAST_ROOT = tl.constexpr(LEAST_ROOT)
 _LARGEST_QUANTUM = tl.constexpr(2.0**5)
 _ROOT_BESIDE_EPS = tl.constexpr(2.0**12)  # roots from 2**-37 on: below them, a product with it is 2**-25 of eps at most
 
@@ -175,6 +177,7 @@ def has_usual_numbers(bounds, inverses, hyper, scales, KIND: tl.constexpr):
         usual = usual & _are_usual_scales(inverses[3], scales[2], KIND, 3)
     if KIND.blocked[2]:
         if KIND.feedback:
+            usual = usual & (hyper[EPS] >= _LEAST_ROOT)
             most = tl.sqrt_rn(v_bound) * hyper[INV_SQRT_BIAS2] + hyper[EPS]
             m_bound += scales[0][1] * _LARGEST_QUANTUM * most * tl.abs(hyper[FEEDBACK])
         usual = usual & (m_bound <= _MOST_OF_BLOCKS)
@@ -502,16 +505,21 @@ def write_usual_tile(bases, inverses, hyper, scales, copy_scale, v_bound, key, f
     else:
         v = _write_exp_avg_sq(bases[3] + at, v, scales[2], random, KIND)
     half = half_of_inverse(v_inv, KIND)
-    if KIND.has_roots:  # scale_inv is 1 at most, so that exp_avg of 0 has no ratio above 0
-        half_of_v = tl.where(v > 0, as_bits(v), _HALF_OF_ONE - half)
-        ratio = of_lanes(as_bits(m) - half_of_v, KIND) + _HALF_OF_ONE
+    if KIND.feedback:
+        m = m * m_inv
+        denominator = tl.fma(v, v_inv * (1 / _OF_ROOTS), hyper[EPS])
+        ratio = of_lanes(as_bits(m) - as_bits(denominator), KIND) + _HALF_OF_ONE
+    elif KIND.has_roots:  # scale_inv is 1 at most, so that exp_avg of 0 has no ratio above 0
+        half_of_v = tl.where(v > 0, as_bits(v), _HALF_BESIDE_ROOTS - half)
+        ratio = of_lanes(as_bits(m) - half_of_v, KIND) + _HALF_BESIDE_ROOTS
     else:
         ratio = of_lanes(as_bits(m) - (as_bits(v) >> 1), KIND)
     largest_m, largest_v = of_lanes(as_bits(m), KIND), of_lanes(as_bits(v), KIND)
     if KIND.blocked[2]:
         m_inv, v_inv = _of_each_thread(m_inv, KIND), _of_each_thread(v_inv, KIND)
-        ratio = coded(ratio, m_inv, half_of_inverse(v_inv, KIND))
-        largest_m = as_bits(from_bits(largest_m) * m_inv)
+        if not KIND.feedback:
+            ratio = coded(ratio, m_inv, half_of_inverse(v_inv, KIND))
+            largest_m = as_bits(from_bits(largest_m) * m_inv)
     if KIND.blocked[3]:
         largest_v = as_bits(from_bits(largest_v) * (v_inv * (1 / _OF_ROOTS)))
     return (

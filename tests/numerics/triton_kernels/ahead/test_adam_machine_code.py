@@ -35,7 +35,7 @@ OF_A_MULTIPROCESSOR, PROGRAMS = 65_536, {8: 2, 4: 3}
 OF_BYTES = ("O4, one pass", "O5, one pass")
 
 FUSED_STEPS = {"O1, one pass": 36, "O2, one pass": 36, "O3, one pass": 36, "O2, blocks of 128, one pass": 28}
-FUSED_STEPS |= {"O4, one pass": 96, "O5, one pass": 112}
+FUSED_STEPS |= {"O4, one pass": 96, "O5, one pass": 128}
 """Of a thread's elements, four or sixteen: those that correct roots and quotients, and those whose product is exact."""
 
 

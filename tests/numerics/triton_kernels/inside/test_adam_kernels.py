@@ -17,6 +17,7 @@ from fp8_backends.numerics.kernels.adam import triton_adam, triton_usual
 from fp8_backends.numerics.kernels.adam.bounds import measured
 from fp8_backends.numerics.kernels.adam.dispatch import AdamSteps, Job, Slot, adam_hyper
 from fp8_backends.numerics.kernels.adam.rounding import decoded
+from fp8_backends.numerics.kernels.adam.table import EPS
 from fp8_backends.numerics.scaled_tensor import quantize, quantize_pair
 
 E4M3, E5M2, FP16, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16
@@ -66,10 +67,14 @@ def jobs(
         hyper = adam_hyper(1e-3 * (i + 1), (0.9, 0.999), 1e-8, 0.1, torch.tensor(float(i + 1)), "cpu")
         copy = Slot(torch.zeros(numel, dtype=E4M3), torch.ones(())) if copied else None
         slots = [slot(x, of) for x, of in zip(values, KINDS[kind], strict=True)]
-        record = measured(slots[0], *slots[2:]) if bounded else None
-        more = {"copy": copy, "record": record, "feedback": bounded and kind == "O5"}
-        made.append(Job(*slots, hyper, seed=2**20 + i, first=7 * i, **more, **OPTIONS[options]))
+        more = {"copy": copy, "feedback": bounded and kind == "O5", **OPTIONS[options]}
+        job = Job(*slots, hyper, seed=2**20 + i, first=7 * i, **more)
+        made.append(job._replace(record=record_of(job)) if bounded else job)
     return made
+
+
+def record_of(job: Job) -> torch.Tensor:
+    return measured(*job.written, job.hyper[EPS] if job.feedback else None)
 
 
 def bits(of: list[Job]) -> list[bytes]:
@@ -208,7 +213,8 @@ def test_only_tiles_of_usual_numbers_are_written_the_short_way(unusual, monkeypa
 
 
 @pytest.mark.parametrize(
-    "kind, unusual", [("O4", ""), ("O5", ""), ("O5", "a weight"), *(("O4", each) for each in UNUSUAL)]
+    "kind, unusual",
+    [("O4", ""), *(("O5", each) for each in ("", "eps", "a weight")), *(("O4", each) for each in UNUSUAL)],
 )
 def test_only_tiles_of_usual_numbers_are_written_the_short_way_where_all_are_bytes(kind, unusual, monkeypatch):
     def make():
@@ -223,8 +229,8 @@ def test_only_tiles_of_usual_numbers_are_written_the_short_way_where_all_are_byt
             job.exp_avg_sq.scale_inv[3] = 2.0
         elif unusual == "a gradient":
             job.grad.scale_inv.fill_(float("nan"))
-        record = measured(job.weight, job.exp_avg, job.exp_avg_sq)
-        return [job._replace(record=record, feedback=kind == "O5")]
+        job = job._replace(feedback=kind == "O5")
+        return [job._replace(record=record_of(job))]
 
     assert written_by(make, monkeypatch) == (["write_tile"] * 4 if unusual else ["write_usual_tile"])
 
@@ -238,7 +244,7 @@ def test_steps_from_zeros_whose_gradients_are_zero_here_and_there_and_tiny_elsew
     sides = [
         [Slot(*(x if x is None or isinstance(x, int) else x.clone() for x in each)) for each in zeros] for _ in "ab"
     ]
-    records = [measured(*side) for side in sides]
+    records = [measured(*side, 1e-8 if kind == "O5" else None) for side in sides]
     for step in range(1, 4):
         grad = torch.randn(2200, generator=generator) * 2.0 ** torch.randint(-70, 0, (2200,), generator=generator)
         grad[:300] = 0
