@@ -7,8 +7,8 @@
 # summary of README.rst. Exits with 1 if a question failed. Longer questions, on demand: memory.py, distributed.py,
 # estimate.py, models.py, gradient_mean.py.
 #   benchmarks/cpu.sh --levels msamp:O2,msamp:O3 --out benchmarks/results
-# answers in about 25 minutes, in place of those, what these levels cost in loss, whether they lose small updates, and
-# where a long run ends. It needs the pre-trained weights that finetune.py names.
+# answers in place of those, by estimate in 25 minutes for one level and 45 for three, what these levels cost in loss,
+# whether they lose small updates, and where a long run ends. It needs the weights that finetune.py names.
 set -uo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 out=. small= only= levels=

@@ -4,13 +4,14 @@
 
 The small Llama and the text of `fp8-backends compare`, its seeds, schedule and held-out windows; each rank trains on
 its part of every batch. For each engine, plain training and every backend: the held-out loss, its paired gap to plain
-training under the same engine with a 95 % interval, and the bytes that one rank stores for an element of a converted
-weight.
+training under the same engine with a 95 % interval, the bytes that one rank stores for an element of a converted
+weight, and those that a rank sends in one whole step, beside what plain training in FP32 sends under DDP.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import os
 import time
@@ -23,12 +24,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fp8_backends
 from fp8_backends.cli.compare.language_model import build_model
+from fp8_backends.cli.compare.measuring import sent_bytes
 from fp8_backends.cli.compare.settings import Settings, defaults
 from fp8_backends.cli.compare.summary import LOSS_GAP_BOUND, paired_gap
 from fp8_backends.cli.compare.training_run import _schedule
 from fp8_backends.cli.compare.training_text import TrainingText, load_text
 from fp8_backends.compute import hardware
 
+MEASURED = 3
+"""The step whose bytes are counted: the first ones make states, and DDP orders its buckets."""
 BACKENDS = "native:dynamic,native:delayed,native:rowwise,ao:tensorwise,msamp:O1,msamp:O2,msamp:O3"
 
 
@@ -58,21 +62,31 @@ def train(settings: Settings, text: TrainingText, backend: str, engine: str, see
             return network(input_ids=tokens, labels=tokens).loss
 
     start, wrapped = time.perf_counter(), wrapped.train()
-    for step, starts in enumerate(text.batches(settings.steps, settings.batch, settings.sequence, seed)):
+
+    def update(step: int, starts: torch.Tensor) -> None:
         loss_of(wrapped, text.windows(starts, settings.sequence).chunk(ranks)[rank]).backward()
         torch.nn.utils.clip_grad_norm_(wrapped.parameters(), settings.clip)
         if step == settings.steps - 1 and backend not in DTYPES:
-            stored = fp8_backends.audit(wrapped, optimizer).bytes_per_element
+            stored.update(fp8_backends.audit(wrapped, optimizer).bytes_per_element)
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
+
+    sent, stored = None, {}
+    for step, starts in enumerate(text.batches(settings.steps, settings.batch, settings.sequence, seed)):
+        if step == MEASURED:
+            sent = sent_bytes(functools.partial(update, step, starts))
+        else:
+            update(step, starts)
     seconds, wrapped = time.perf_counter() - start, wrapped.eval()
     windows = text.held_out_windows(settings.held_out_windows, settings.sequence).chunk(ranks)[rank]
     with torch.no_grad():
         total = sum(loss_of(wrapped, part).double() * len(part) for part in windows.split(settings.batch))
     dist.all_reduce(total)
     found = {"engine": engine, "backend": backend, "seed": seed, "held_out_loss": total.item() / (len(windows) * ranks)}
-    return found | {"seconds": seconds, "bytes_per_element": None if backend in DTYPES else stored}
+    parameters = sum(p.numel() for p in model.parameters())
+    over_fp32 = None if sent is None else sent / (2 * (ranks - 1) / ranks * 4 * parameters)
+    return found | {"seconds": seconds, "bytes_per_element": stored or None, "sent_over_fp32_ddp": over_fp32}
 
 
 def main() -> None:
@@ -112,13 +126,15 @@ def report(args: argparse.Namespace, runs: list[dict]) -> None:
     for (engine, backend), of in losses.items():
         gap = paired_gap(of, losses[engine, precision])
         mean = sum(of.values()) / len(of)
-        stored = next(run["bytes_per_element"] for run in runs if (run["engine"], run["backend"]) == (engine, backend))
-        summaries.append(
-            {"engine": engine, "backend": backend, "loss": mean, "gap": gap.mean, "half_width": gap.half_width}
-        )
+        first = next(run for run in runs if (run["engine"], run["backend"]) == (engine, backend))
+        stored, sent = first["bytes_per_element"], first["sent_over_fp32_ddp"]
+        gaps = {"gap": gap.mean, "half_width": gap.half_width, "sent_over_fp32_ddp": sent}
+        summaries.append({"engine": engine, "backend": backend, "loss": mean, **gaps})
         verdict = "" if backend == precision else f"{gap} ({gap.verdict()})"
-        rows.append([engine, backend, f"{mean:.4f}", verdict, f"{stored['total']:.2f}" if stored else ""])
-    print(table(["engine", "backend", "held-out loss", f"gap to {precision}, nats", "bytes/element, one rank"], rows))
+        shown = f"{stored['total']:.2f}" if stored else "", "" if sent is None else f"{sent:.3f}"
+        rows.append([engine, backend, f"{mean:.4f}", verdict, *shown])
+    headings = ["engine", "backend", "held-out loss", f"gap to {precision}, nats", "bytes/element, one rank"]
+    print(table([*headings, "bytes sent / FP32 under DDP"], rows))
     arguments = vars(args) | {"json": None}
     record = {"question": "held-out loss on several ranks", "precision": precision, "ranks": dist.get_world_size()}
     write_json(args.json, record | {"arguments": arguments, "summaries": summaries, "runs": runs})

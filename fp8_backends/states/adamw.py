@@ -112,18 +112,20 @@ class ScaledMoments(ScaledStates):
         )
 
     def _fit_feedback(self, group: dict[str, Any]) -> None:
-        """Scale exp_avg of scaled weights down, by a power of two, where the learning rate has at least doubled.
+        """Scale exp_avg of scaled weights down, by a power of two, where the learning rate is more than twice that of
+        the last step.
 
         It holds what rounding took from a weight, divided by the step size of then: a larger one would move the weight
-        by more than was taken, many times after a restart of a schedule."""
+        by more than was taken, many times after a restart of a schedule. A warm-up is no jump: it doubles the
+        rate in its second step, and exp_avg loses nothing."""
         lr, fit = float(group["lr"]), group.get(FEEDBACK_LR, 0.0)
-        if lr >= 2 * fit > 0:
+        if lr > 2 * fit > 0:
             factor = 2.0 ** -math.ceil(math.log2(lr / fit))
             for p in group["params"]:
                 if isinstance(local_part(p), ScaledTensor) and "exp_avg" in self.state.get(p, {}):
                     local_part(self.state[p]["exp_avg"]).mul_(factor)
-        if 0 < lr < fit or lr >= 2 * fit:  # at 0 nothing is fed back
-            group[FEEDBACK_LR] = lr or fit
+        if lr > 0:  # at 0 nothing is fed back
+            group[FEEDBACK_LR] = lr
 
     def _with_record(self, job: Job, view: LocalView, state: dict[str, Any]) -> Job:
         """The job as a step of one pass, which feedback always is; as it is where nothing has a scale, or eps is too

@@ -36,17 +36,14 @@ from fp8_backends.errors import FP8BackendError
 from fp8_backends.numerics.scaled_tensor import ScaledTensor
 
 BACKENDS = {
-    "O1": "msamp:O1",
     "O2": "msamp:O2",
     "O3": "msamp:O3",
     "O4": "msamp:O4",
-    "O3 whole": {"backend": "msamp:O3", "shard_states": False},
     "O2 plain": {"backend": "msamp:O2", "gradient_comm": "plain"},
     "dynamic": "native:dynamic",
     "delayed": {"backend": "native:delayed", "amax_history_len": 16},
     "ao": "ao:tensorwise",
     "dynamic fp8": {"backend": "native:dynamic", "gradient_comm": "fp8"},
-    "ao fp8": {"backend": "ao:tensorwise", "gradient_comm": "fp8"},
 }
 
 
