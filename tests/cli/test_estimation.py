@@ -192,10 +192,10 @@ def test_a_fused_head_is_that_of_a_live_training_but_for_the_copies_of_its_loss(
 @pytest.mark.slow
 def test_a_few_layers_tell_of_all():
     """Resting bytes, gradients and saved activations to the byte; the peak, whose place may change, within 2 %. The
-    next test is without checkpointing."""
+    next test is without checkpointing, and what fits is asked of a level."""
     shape = ModelShape("", llama(layers=5, max_position_embeddings=64))
     workload = Workload(model=shape, batch=2, sequence=64, checkpointing=True, memory=1e9)
-    recipe = recipes.resolve("msamp:O2")
+    recipe = recipes.resolve("native:dynamic")
     growth = Growth.traced(workload, recipe, "none", recipe.name)
     assert growth.in_layers
     trace = estimates.tracer(workload, recipe, "none", recipe.name)
