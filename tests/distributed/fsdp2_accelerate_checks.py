@@ -84,7 +84,7 @@ def train(acc, model, optimizer, scheduler, steps: int, seed: int = 0, clip: flo
     return losses
 
 
-TRAINED = ("native:delayed", "ao:tensorwise", GATHERED_BY_AO, "msamp:O1", "msamp:O2", "msamp:O3", "msamp:O4")
+TRAINED = ("native:delayed", "ao:tensorwise", GATHERED_BY_AO, "msamp:O2", "msamp:O4")
 """One of each way to store and to gather; `matrix_checks.py` has every backend."""
 
 
@@ -177,20 +177,23 @@ def check_states_of_an_optimizer_that_took_steps():
 
 def check_save_and_resume():
     """`save_state` and `load_state`, full and sharded: a resumed run is the unbroken one, to the bit."""
-    for spec in ("native:delayed", "msamp:O2", "msamp:O3", GATHERED_BY_AO):
-        for kind in ("FULL_STATE_DICT", "SHARDED_STATE_DICT"):
-            folder = _shared_folder()
-            acc = accelerator(spec, state_dict_type=kind)
-            run = acc.prepare(*new())
-            train(acc, *run, 2)
-            acc.save_state(folder)
-            unbroken = train(acc, *run, 2, seed=1)
-            again = accelerator(spec, state_dict_type=kind)
-            run = again.prepare(*new(seed=3))
-            train(again, *run, 1, seed=2)
-            again.load_state(folder)
-            resumed = train(again, *run, 2, seed=1)
-            assert resumed == unbroken, (spec, kind, unbroken, resumed)
+    full, shards = "FULL_STATE_DICT", "SHARDED_STATE_DICT"
+    for spec, kind in (
+        *(("native:delayed", full), ("native:delayed", shards), ("msamp:O2", full), ("msamp:O4", shards)),
+        *(("msamp:O3", full), (GATHERED_BY_AO, shards)),
+    ):
+        folder = _shared_folder()
+        acc = accelerator(spec, state_dict_type=kind)
+        run = acc.prepare(*new())
+        train(acc, *run, 2)
+        acc.save_state(folder)
+        unbroken = train(acc, *run, 2, seed=1)
+        again = accelerator(spec, state_dict_type=kind)
+        run = again.prepare(*new(seed=3))
+        train(again, *run, 1, seed=2)
+        again.load_state(folder)
+        resumed = train(again, *run, 2, seed=1)
+        assert resumed == unbroken, (spec, kind, unbroken, resumed)
 
 
 def _shared_folder() -> str:

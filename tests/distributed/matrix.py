@@ -32,17 +32,20 @@ ABILITIES = ("save", "resume", "clip", "accumulate", "compile")
 
 
 COMPILED = {
-    "DDP": (
-        *("native:dynamic", "native:delayed", "ao:tensorwise", "msamp:O2", "msamp:O3"),
-        *("te:delayed", "te:delayed+msamp:O2"),
+    "single": (
+        *("native:delayed", "ao:tensorwise", "ao:rowwise_with_gw_hp", "msamp:O4"),
+        *("te:delayed", "te:dynamic", "te:delayed+msamp:O2"),
     ),
+    "DDP": ("native:delayed", "ao:tensorwise", "msamp:O3", "te:delayed+msamp:O2"),
+    "FSDP2": ("native:delayed", "ao:tensorwise", "msamp:O4", "te:delayed"),
     "ZeRO-1": ("native:dynamic",),
     "ZeRO-2": ("ao:tensorwise",),
     "ZeRO-3": ("native:dynamic", "ao:tensorwise"),
 }
-"""Backends that are compiled under an engine, one of each kind: compiling takes longest. All are on one process, where
-a layer's code is the same; `deepspeed_checks.py` has the other kind under ZeRO-1 and ZeRO-2."""
-COMPILED["FSDP2"] = COMPILED["DDP"]
+"""Backends that are compiled through Accelerate, one of each kind: compiling takes longest. The layer of every native
+scaling is compiled in `compute/test_native_training.py` and `compute/test_scaled_weights.py`, of every level in
+`states/test_level_compile.py`, `compute/test_compiled_orders.py` and `training/test_conv1d.py`; `deepspeed_checks.py`
+has the other kind under ZeRO-1 and ZeRO-2."""
 
 
 def refusal(backend: str, engine: str, ability: str) -> str | None:
@@ -250,6 +253,6 @@ def checks(backends: tuple[str, ...] = BACKENDS) -> dict:
                 made[name] = lambda b=backend, e=engine, m=message: check_refused(b, e, m)
             else:
                 made[name] = lambda b=backend, e=engine: check_cell(b, e)
-                if engine == "single" or backend in COMPILED[engine]:
+                if backend in COMPILED[engine]:
                     made[f"{name}_compiled"] = lambda b=backend, e=engine: check_compile(b, e)
     return made

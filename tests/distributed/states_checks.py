@@ -136,7 +136,7 @@ def assert_same(ours: tuple, theirs: tuple) -> None:
 
 def check_shards_step_as_one_rank_does():
     for level in STATE_FORMATS:
-        for rounding in ("nearest", "stochastic")[level == "O5" :]:  # which knows no other
+        for rounding in ("nearest", "stochastic")[level not in ("O2", "O4") :]:  # O5 knows no other
             states = rule(level, rounding)
             ours, reference = sharded(level, states), alone(level, states)
             hybrid = sharded(level, states, lies=over_half_of_the_ranks())
@@ -167,26 +167,25 @@ def held(pair: tuple) -> tuple:
 
 def check_other_optimizers_step_shards_as_one_rank_does():
     """Elementwise on what lies on a rank; Muon and Adafactor on gathered matrices, of which each keeps its rows."""
+    level, states = "O3", rule("O3")
     for name, make in other_optimizers().items():
-        for level in ("O1", "O3"):
-            states = rule(level)
-            ours, reference = held(sharded(level, states, make)), held(alone(level, states, make))
-            hybrid = held(sharded(level, states, make, over_half_of_the_ranks()))
-            for seed in range(3):
-                for each in (ours, hybrid, reference):
-                    step(*each, seed, bad=float("nan") if seed == 1 else None)
-            assert_same(ours, reference)
-            assert_same(hybrid, reference)
-            back = held(alone(level, states, make))
-            back[1].load_state_dict(ours[1].state_dict())
-            theirs = held(sharded(level, states, make))
-            theirs[1].load_state_dict(copy.deepcopy(reference[1].state_dict()))
-            through_files = held(sharded(level, states, make))
-            save_and_load(ours, through_files)
-            for pair in (back, theirs, through_files):
-                for p, q in zip(pair[0], reference[0], strict=True):
-                    a, b = pair[1].state[p], reference[1].state[q]
-                    assert a.keys() == b.keys() and all(torch.equal(whole(a[key]), whole(b[key])) for key in a), name
+        ours, reference = held(sharded(level, states, make)), held(alone(level, states, make))
+        hybrid = held(sharded(level, states, make, over_half_of_the_ranks()))
+        for seed in range(3):
+            for each in (ours, hybrid, reference):
+                step(*each, seed, bad=float("nan") if seed == 1 else None)
+        assert_same(ours, reference)
+        assert_same(hybrid, reference)
+        back = held(alone(level, states, make))
+        back[1].load_state_dict(ours[1].state_dict())
+        theirs = held(sharded(level, states, make))
+        theirs[1].load_state_dict(copy.deepcopy(reference[1].state_dict()))
+        through_files = held(sharded(level, states, make))
+        save_and_load(ours, through_files)
+        for pair in (back, theirs, through_files):
+            for p, q in zip(pair[0], reference[0], strict=True):
+                a, b = pair[1].state[p], reference[1].state[q]
+                assert a.keys() == b.keys() and all(torch.equal(whole(a[key]), whole(b[key])) for key in a), name
 
 
 def check_blocks_of_shards_step_as_one_rank_does():

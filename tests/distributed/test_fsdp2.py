@@ -37,15 +37,15 @@ def test_fsdp2_on_a_hybrid_mesh(subtests):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("writers", "readers"), [(2, 1), (2, 4)])
-def test_a_checkpoint_of_some_ranks_resumes_on_others(writers, readers, subtests, tmp_path):
+def test_a_checkpoint_of_two_ranks_resumes_on_one_and_four(subtests, tmp_path):
     folder = {"FSDP2_CHECKPOINTS": str(tmp_path)}
-    written = run("fsdp2_checks.py", writers, "write_checkpoints", **folder)
+    written = run("fsdp2_checks.py", 2, "write_checkpoints", **folder)
     report(subtests, written)
-    read = run("fsdp2_checks.py", readers, "read_checkpoints", **folder)
-    report(subtests, read)
-    for level, losses in written["write_checkpoints"]["figures"].items():
-        with subtests.test(f"{level} goes on as it would have"):
-            resumed = read["read_checkpoints"]["figures"][level]
-            assert max(abs(a - b) for a, b in zip(losses, resumed, strict=True)) <= LARGEST_GAP
-            assert abs(losses[0] - resumed[0]) <= 1e-4, "before any gradient was reduced over other ranks"
+    for readers in (1, 4):
+        read = run("fsdp2_checks.py", readers, "read_checkpoints", **folder)
+        report(subtests, read)
+        for level, losses in written["write_checkpoints"]["figures"].items():
+            with subtests.test(f"{level} goes on on {readers} as it would have"):
+                resumed = read["read_checkpoints"]["figures"][level]
+                assert max(abs(a - b) for a, b in zip(losses, resumed, strict=True)) <= LARGEST_GAP
+                assert abs(losses[0] - resumed[0]) <= 1e-4, "before any gradient was reduced over other ranks"

@@ -1,4 +1,4 @@
-"""Every launch route with every backend string, for `test_routes.py`.
+"""Every launch route with a backend of each kind, and every backend string on two of them, for `test_routes.py`.
 
     python routes.py FOLDER [ROUTE …]
 
@@ -23,11 +23,13 @@ SCRIPT = str(HERE / "trained.py")
 
 COMPUTES = ("native:dynamic", "native:delayed", "native:rowwise", "native:blockwise", "native:mxfp8", "native:window")
 COMPUTES += ("ao:tensorwise", "ao:rowwise", "ao:rowwise_with_gw_hp")
-LEVELS = ("msamp:O1", "msamp:O2", "msamp:O3", "native:dynamic+msamp:O2", "native:delayed+msamp:O3")
+LEVELS = ("msamp:O1", "msamp:O2", "msamp:O3", "msamp:O4", "native:dynamic+msamp:O2", "native:delayed+msamp:O3")
 ABSENT = ("te:delayed", "te+msamp:O3")
 """Valid names of what is not installed here."""
 MORE_ABSENT = ("te:dynamic", "te:blockwise", "te:mxfp8", "te+msamp:O1", "te:dynamic+msamp:O2")
 """More of them, for one route: whatever the name, it is refused at the same place."""
+EACH_KIND = ("native:delayed", "ao:tensorwise", "msamp:O4", "native:delayed+msamp:O3", "te:delayed")
+"""What a route does with a name does not depend on the name."""
 
 
 # The routes: (backend, output, folder) -> what is started
@@ -109,13 +111,18 @@ ROUTES: dict[str, Callable[[str, str, Path], Started]] = {
 }
 
 
+def backends_of(route: str) -> tuple[str, ...]:
+    if route == "fp8-backends launch --cpu":
+        return (*COMPUTES, *LEVELS, *ABSENT, *MORE_ABSENT)
+    return (*COMPUTES, *LEVELS, *ABSENT) if route == "accelerate launch" else EACH_KIND
+
+
 def main(folder: str, *routes: str) -> None:
     os.chdir(HERE)
     forked_workers.prepare(Path(folder), deepspeed="fp8-backends launch --use_deepspeed" in routes)
     output = str(Path(folder) / "output")
     for route in routes or ROUTES:
-        more = MORE_ABSENT if route == "fp8-backends launch --cpu" else ()
-        for backend in (*COMPUTES, *LEVELS, *ABSENT, *more):
+        for backend in backends_of(route):
             try:
                 result = forked_workers.outcome(ROUTES[route](backend, output, Path(folder)), output)
             except BaseException:

@@ -254,7 +254,7 @@ def test_recomputed_and_with_weight_casts_kept():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spec", ["native:dynamic", "native:rowwise", "ao:tensorwise", "msamp:O3"])
+@pytest.mark.parametrize("spec", ["native:rowwise", "ao:tensorwise", "msamp:O3"])
 def test_compiled_without_a_graph_break(spec):
     results = []
     for compiles in (False, True):

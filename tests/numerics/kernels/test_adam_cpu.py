@@ -58,9 +58,8 @@ def test_all_parameters_are_stepped_to_the_bit(case):
     assert all_bits(ours) == all_bits(expected)
 
 
-@pytest.mark.parametrize("case", ["O2", "fp16 weight", "e5m2 gradient"])
-def test_other_options_to_the_bit(case):
-    ours, expected = both(lambda: jobs(case, "adam"))
+def test_other_options_to_the_bit():
+    ours, expected = both(lambda: jobs("O2", "adam"))
     assert all_bits(ours) == all_bits(expected)
 
 
@@ -142,7 +141,7 @@ def test_a_weight_that_is_not_finite_is_marked(case):
 
 
 def test_a_step_in_its_parts_is_the_step():
-    whole, parts = jobs("O2 blocks", copied=True), jobs("O2 blocks", copied=True)
+    whole, parts = jobs("O2", copied=True), jobs("O2", copied=True)
     AdamSteps(whole).run()
     steps = AdamSteps(parts)
     amaxes = [[amax.clone() for amax in of] for of in steps.amaxes()]
@@ -228,7 +227,7 @@ def test_older_processors_compute_the_same(capability, monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     cpu._library.cache_clear()
     try:
-        for case in ("O2", "bf16 states", "e5m2 gradient", "O4"):
+        for case in ("bf16 states", "e5m2 gradient"):  # of the levels in one pass: test_adam_bounds.py
             ours, expected = both(lambda case=case: jobs(case))
             assert all_bits(ours) == all_bits(expected)
     finally:

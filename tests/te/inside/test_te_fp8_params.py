@@ -103,7 +103,7 @@ def test_evaluation_and_the_way_back_use_the_values_of_the_codes():
 def test_a_weight_that_trains_is_refused_with_the_model_as_it_was():
     made = Adapted()
     made.base.last.requires_grad_(True)
-    with pytest.raises(RecipeError, match=r"32 -> 32 trains.*te\+msamp:O3.*exclude"):
+    with pytest.raises(RecipeError, match=r"32 -> 32 trains.*te\+msamp:O4.*exclude"):
         prepared(made, fp8_params=True)
     assert type(made.base.first) is nn.Linear and not made._forward_hooks
     frozen, optimizer = prepared(fp8_params=True)
