@@ -212,8 +212,11 @@ def of_scaled(state: dict[str, Any]) -> Iterator[Case]:
                     yield Case(f"scale of {name}", fault, _refilled(key, name, "_scale_inv", number))
                 if states[name]._data.dtype != torch.uint8:  # all of whose codes are numbers
                     yield Case(f"codes of {name}", "NaN", _refilled(key, name, "_data", NAN))
-                gradient = put(lambda scaled: _marked(scaled, "accumulates"), ("state", key, name))
+                gradient = put(lambda scaled: _marked(scaled, "accumulates", True), ("state", key, name))
                 yield Case(name, "a scaled gradient", gradient)
+                rest = torch.ones(states[name].shape, dtype=torch.int8)
+                residual = put(lambda scaled, rest=rest: _marked(scaled, "residual", rest), ("state", key, name))
+                yield Case(name, "a residual", residual)
                 inverted = put(lambda scaled: scaled.view_of(scaled._data.t()[:1]), ("state", key, name))
                 yield Case(name, "a view of its first column", inverted)
     if stored_parts(state["state"][4]["exp_avg_sq"])[0].dtype != torch.uint8:
@@ -228,8 +231,8 @@ def _refilled(key: int, name: str, part: str, number: float) -> Callable[[Any], 
     return damage
 
 
-def _marked(scaled: ScaledTensor, mark: str) -> ScaledTensor:
-    setattr(scaled, mark, True)
+def _marked(scaled: ScaledTensor, mark: str, value: Any) -> ScaledTensor:
+    setattr(scaled, mark, value)
     return scaled
 
 

@@ -35,10 +35,16 @@ def export_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) 
         if key not in state_dict["state"]:
             continue
         state, local = dict(state_dict["state"][key]), local_part(p)
-        if isinstance(local, ScaledTensor) and local.master is None and p.dtype != torch.float32:
+        if isinstance(local, ScaledTensor) and local.master is None and not _holds(p.dtype, local):
             state[MASTER] = p.detach()
         state_dict["state"][key] = {name: _exported(value, optimizer.fp8_unread) for name, value in state.items()}
     return state_dict
+
+
+def _holds(dtype: torch.dtype, weight: ScaledTensor) -> bool:
+    """Whether a plain tensor of that dtype has the exact values of a weight: its scale is a power of two."""
+    in_bf16 = dtype == torch.bfloat16 and weight._data.dtype == torch.float8_e4m3fn and weight.residual is None
+    return dtype == torch.float32 or in_bf16
 
 
 def _exported(value: torch.Tensor, unread: bool) -> torch.Tensor:

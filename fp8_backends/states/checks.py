@@ -20,6 +20,7 @@ from .levels import FEEDBACK_LR
 from .sharding import agree
 
 STEP = "step"
+_STORED = (*FORMAT_OF, torch.float32)
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _MOMENTS = {
     "first_moment": (FINITE, FINITE_IN_FP64),
@@ -214,7 +215,7 @@ def _look_at_tensor(
         faults.add(f"{name} holds no values: it is on the meta device, as on a rank that does not save")
     elif not scaled:
         faults.look_at(local, allowed, name)
-    elif local.accumulates or local.elsewhere is not None or local._data.dtype not in (*FORMAT_OF, torch.float32):
+    elif local.accumulates or local.elsewhere is not None or local.rest is not None or local._data.dtype not in _STORED:
         faults.add(f"{name} is a scaled tensor of another kind than optimizer states are. The file is damaged")
     else:
         faults.look_at(local._scale_inv, POSITIVE, f"the scale of {name}")

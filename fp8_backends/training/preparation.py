@@ -267,6 +267,12 @@ def _ddp_wrappers(model: nn.Module) -> list[DistributedDataParallel]:
     return [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
 
 
+def _connected_to(model: nn.Module) -> Iterable[DistributedDataParallel]:
+    """The DDPs that `connect_ranks` has seen around a model or inside it. Accelerate lists models without their DDP."""
+    wrappers = (observed_of(prepared).wrapper for _, _, prepared in prepared_roots(model))
+    return [wrapped for each in wrappers if each is not None and (wrapped := each()) is not None]
+
+
 # Watch the optimizer
 
 
@@ -292,7 +298,7 @@ def watch_optimizer(models: nn.Module | Iterable[nn.Module], optimizer: torch.op
     if recipe.shares_states:
         _share_out_states(inner)
     if recipe.gradient_release:
-        by_ddp = {id(p) for model in models for wrapped in _ddp_wrappers(model) for p in wrapped._module_parameters}
+        by_ddp = {id(p) for model in models for wrapped in _connected_to(model) for p in wrapped._module_parameters}
         gradient_release.release_gradients(inner, (p for p in parameters_of(inner) if id(p) not in by_ddp))
     guard.watch(models, inner, recipe)
     proof.watch(models, optimizer)

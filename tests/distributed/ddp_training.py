@@ -100,11 +100,11 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def everything(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, str]:
-    """Digests of all bytes of parameters, gradients, masters, states and scales that this rank holds."""
+    """Digests of all bytes of parameters, gradients, masters, residuals, states and scales that this rank holds."""
     found = {}
     for name, p in model.named_parameters():
         states = optimizer.state.get(p, {}) if optimizer is not None else {}
-        values = {"": p, "grad": p.grad, "master": getattr(p, "master", None), **states}
+        values = {"": p, "grad": p.grad, "rest": getattr(p, "rest", None), **states}
         found |= {f"{name} {key}": digest(value) for key, value in values.items() if value is not None}
     for _, root, prepared in prepared_roots(model):
         for index, state in enumerate(scaling_buffers(prepared.compute, root)):
@@ -113,10 +113,10 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer | None = None)
 
 
 def assert_equal_on_all_ranks(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Every byte; of what O3 shares out over the ranks, the weights."""
+    """Every byte; of what O3 to O5 share out over the ranks, the weights."""
     held = everything(model, None if getattr(optimizer, "fp8_owners", None) else optimizer)
     if getattr(optimizer, "fp8_owners", None):
-        held = {name: value for name, value in held.items() if not name.endswith(" master")}
+        held = {name: value for name, value in held.items() if not name.endswith(" rest")}
     every = [None] * dist.get_world_size()
     dist.all_gather_object(every, held)
     differing = {name for each in every for name in {*each, *every[0]} if each.get(name) != every[0].get(name)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 
 import ddp_training
+import feature_setting
 import fsdp2_training
 import pytest
 import ranks
@@ -71,6 +72,18 @@ def check_weights_that_some_ranks_do_not_use_are_stepped_as_usual():
             assert ddp_training.step(*ours, seed) == ddp_training.step(*usual, seed)
     assert everything(*ours) == everything(*usual)
     assert_equal_on_all_ranks(*ours)
+
+
+def check_accelerate_trains_as_usual():
+    """It lists models without the DDP around them, whose own buckets take the biases to the other ranks."""
+    trained = []
+    for fields in ({}, {"gradient_release": True}):
+        acc = feature_setting.accelerator("msamp:O4", fields=fields)
+        model = ddp_training.mlp()
+        model, optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters(), 5e-3))
+        losses = [ddp_training.step(model, optimizer, seed) for seed in range(3)]
+        trained.append((losses, everything(model, optimizer.optimizer)))
+    assert trained[0] == trained[1]
 
 
 def check_gradients_are_dropped_while_backward_runs():
