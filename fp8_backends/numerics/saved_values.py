@@ -75,7 +75,7 @@ def packed(values: torch.Tensor, centers: bool = False) -> PackedValues:
         matrix = matrix - mean
     quantized = quantize_blocks(matrix, MX, E4M3, columns=False).along_columns()
     bits = quantized.codes.view(torch.uint8)
-    bits |= ((bits & 0x7F) == 0) & (matrix != 0)
+    bits |= matrix.bool() > bits << 1  # no zero, and a code of zero but for its sign
     return PackedValues(quantized, dtype, mean)
 
 
