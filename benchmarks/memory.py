@@ -10,7 +10,8 @@ of the same width, so that imports and compiled code are there before anything i
 * step 2: the resident memory of the process at its highest, beyond what it was before the model was made.
 * step 3: the tensors at their highest, as the allocator sees them.
 
-With a longer sequence activations count: `--sequence 2048 --saved-activations off,fp8` measures each level with both.
+With a longer sequence activations count: `--sequence 2048 --saved-activations off,fp8` measures each level with both,
+and `--gradient-release` without gradients that wait for the step.
 """
 
 from __future__ import annotations
@@ -43,9 +44,11 @@ def llama(hidden: int, layers: int, vocabulary: int, sequence: int):
     return LlamaForCausalLM(config)
 
 
-def saved_activations(arguments) -> dict[str, str]:
-    """The recipe's field, where it is not off."""
-    return {} if arguments.saved_activations == "off" else {"saved_activations": arguments.saved_activations}
+def fields(backend: str, arguments) -> dict[str, str | bool]:
+    """The recipe's fields that are not what they are by default."""
+    released = {"gradient_release": True} if arguments.gradient_release and "msamp:" in backend else {}
+    saved = {} if arguments.saved_activations == "off" else {"saved_activations": arguments.saved_activations}
+    return {**saved, **released}
 
 
 class Training:
@@ -56,7 +59,7 @@ class Training:
         from accelerate.state import AcceleratorState
 
         AcceleratorState._reset_state(True)
-        precision = precision_of(backend, **saved_activations(arguments))
+        precision = precision_of(backend, **fields(backend, arguments))
         self.accelerator = Accelerator(**precision, cpu=not torch.cuda.is_available())
         model = llama(hidden, layers, arguments.vocabulary, arguments.sequence)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -98,7 +101,7 @@ def measure(backend: str, arguments) -> dict:
     linears = sum(m.weight.numel() for m in training.model.modules() if isinstance(m, torch.nn.Linear))
     return {
         "backend": backend,
-        **saved_activations(arguments),
+        **fields(backend, arguments),
         "parameters": sum(p.numel() for p in training.model.parameters()),
         "in_linears": linears,
         "peak_tensor_bytes": peak,
@@ -119,6 +122,7 @@ def in_own_process(backend: str, arguments, saved: str) -> dict:
     command = [sys.executable, __file__, "--worker", backend, "--saved-activations", saved]
     for name in ("hidden", "layers", "vocabulary", "sequence"):
         command += [f"--{name}", str(getattr(arguments, name))]
+    command += ["--gradient-release"] * arguments.gradient_release
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise SystemExit(f"{backend}: its process ended with {done.returncode}, see above")
@@ -153,6 +157,7 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=1024)
     parser.add_argument("--sequence", type=int, default=64)
     parser.add_argument("--saved-activations", default="off", help="of off, fp8 and fp8+attention, by commas")
+    parser.add_argument("--gradient-release", action="store_true", help="at all levels above O0")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--json")
     arguments = parser.parse_args()

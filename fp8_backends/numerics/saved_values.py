@@ -2,8 +2,10 @@
 
     value = code * 2**(scale - 127)        1 byte an element, and 1 byte (E8M0) a block: 33/32 bytes an element
 
-The blocks are those of `mxfp8`. A value is off by at most 2**-4 of itself or, where that is more, 2**-17 of the largest
-of its block. Zeros, signs, NaN and inf stay what they are (the other values of a block with an inf become zeros).
+The blocks are those of `mxfp8`. A value is off by at most 2**-4 of itself or, where that is more, 2**-16 of the largest
+of its block. Zeros, signs, NaN and inf stay what they are, and so does what is no zero: backward may divide by it. (The
+other values of a block with an inf become the least.) Where backward reads how far values are from the mean of their
+row, that difference is what has a code, beside the mean in FP32.
 """
 
 from __future__ import annotations
@@ -29,15 +31,20 @@ class PackedValues(NamedTuple):
     """E4M3 [rows, columns] and the bits of E8M0, uint8 [rows, columns / 32, rounded up]."""
     dtype: torch.dtype
     """Of the values."""
+    mean: torch.Tensor | None = None
+    """Of each row, FP32 [rows, 1], where the codes stand for what values are beyond it."""
 
     @property
     def nbytes(self) -> int:
-        return sum(part.numel() for part in self.quantized)  # each has one byte an element
+        return sum(part.nbytes for part in (*self.quantized, self.mean) if part is not None)
 
     def unpacked(self, shape: torch.Size) -> torch.Tensor:
         """The values that the codes stand for, of the dtype that was packed, contiguous."""
         codes = self.quantized.codes
         rows = max(1, PART // codes.shape[1])
+        if self.mean is not None:
+            beyond = dequantize_blocks(self.quantized, MX, torch.float32)
+            return beyond.add_(self.mean).to(self.dtype).view(shape)
         if len(codes) <= rows:
             return _values(self.quantized, self.dtype).view(shape)
         values = torch.empty(codes.shape, dtype=self.dtype, device=codes.device)
@@ -54,11 +61,41 @@ def _values(quantized: Quantized, dtype: torch.dtype) -> torch.Tensor:
     return values.where(values.isinf(), values.clamp(-largest, largest)).to(dtype)
 
 
-def packed(values: torch.Tensor) -> PackedValues:
+def packed(values: torch.Tensor, centers: bool = False) -> PackedValues:
     """The codes of a tensor.
 
     Args:
         values: [..., columns] of any strides; one of DTYPES.
+        centers: whether backward reads how far values are from the mean of their row.
     """
+    dtype, mean = values.dtype, None
     matrix = values.contiguous().view(-1, values.shape[-1])
-    return PackedValues(quantize_blocks(matrix, MX, E4M3, columns=False).along_columns(), values.dtype)
+    if centers:
+        mean = matrix.mean(-1, keepdim=True, dtype=torch.float32)
+        matrix = matrix - mean
+    quantized = quantize_blocks(matrix, MX, E4M3, columns=False).along_columns()
+    bits = quantized.codes.view(torch.uint8)
+    bits |= matrix.bool() > bits << 1  # no zero, and a code of zero but for its sign
+    return PackedValues(quantized, dtype, mean)
+
+
+def with_sum_of_one(values: torch.Tensor, dim: int) -> torch.Tensor:
+    """Probabilities that codes stand for, scaled so that each row has a sum of 1: backward of a softmax subtracts their
+    mean from what comes in, and would find a difference where there is none.
+
+    Args:
+        values: of any shape; a row of zeros stays one.
+        dim: along which the softmax ran, as its node holds it: less than 0 counts from 2**64.
+    """
+    dim -= 2**64 if dim >= 2**63 else 0
+    sums = values.sum(dim, keepdim=True, dtype=torch.float32)
+    return (values / sums.where(sums != 0, 1)).to(values.dtype)
+
+
+class ValuesFunction(torch.autograd.Function):
+    """A custom function whose backward does with values near those that it keeps, so that these may be packed."""
+
+    @classmethod
+    def apply(cls, *args, **kwargs):
+        """As PyTorch's. What is kept is known by coming through here: PyTorch tells nobody whose it is."""
+        return super().apply(*args, **kwargs)

@@ -8,8 +8,8 @@ and its forward computes what it did.
 
 Which modules: hooks of modules say where PyTorch's hooks are in force (`Role`). Which tensors: those whose last
 dimension is one of the model's feature sizes, so neither statistics of a norm nor the logits of a router, with these
-exceptions: what a part of the model was given without a gradient (masks, rotary tables), Parameters and buffers, and
-what a custom `torch.autograd.Function` keeps, compiled code included, unless it says `saves_values`.
+exceptions: what has no gradient (masks, rotary tables), Parameters and buffers, and what a custom
+`torch.autograd.Function` keeps, compiled code included, unless it is a `ValuesFunction`.
 
 Hooks that others have put in force win: activation checkpointing's, `save_on_cpu`. Nothing is packed in what is
 recomputed, in evaluation, without gradients, under transforms of `torch.func`, and in compiled code.
@@ -23,21 +23,20 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
-from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.utils.checkpoint
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_iter
 
 from ..compute.counts import inside_backward
 from ..errors import FP8BackendError
 from ..numerics.kernels.eager import PLAIN
 from ..numerics.modules import CONTAINER, is_traced, renumber
-from ..numerics.saved_values import DTYPES, PackedValues, packed
+from ..numerics.saved_values import DTYPES, PackedValues, ValuesFunction, packed, with_sum_of_one
 from ..recipes.fields import SAVED_ACTIVATIONS
 from . import fused_head
 from .weight_products import NEVER_IN_FP8, Found, find_weight_products
@@ -63,8 +62,11 @@ class Role(Enum):
     """Attention with `fp8+attention`: queries, keys, values and results are packed, one head a row."""
 
 
-_PAUSES = re.compile("Embedding|Router|TopK|Loss|Softmax|Mamba|SSM|RWKV|Recurrent|RNN|LSTM|GRU|DeltaNet")
-"""Names of classes that are left alone: exact values matter there, or errors add up from token to token."""
+_PAUSES = re.compile(
+    "Embedding|Router|TopK|Loss|Softmax|BatchNorm|GroupNorm|InstanceNorm|Mamba|SSM|RWKV|Recurrent|RNN|LSTM|GRU|DeltaNet"
+)
+"""Names of classes that are left alone: exact values matter there, or errors add up from token to token. A norm over
+other dimensions than the last reads small differences between large numbers."""
 _ATTENTION = re.compile("attention|attn", re.IGNORECASE)
 _HEAD_SIZES = ("head_dim", "head_size", "attention_head_size", "key_value_proj_dim", "d_kv", "dim_head")
 """Attributes of attention modules that hold the size of a head."""
@@ -94,10 +96,10 @@ def install(root: nn.Module, prepared: Prepared) -> None:
     root.register_forward_pre_hook(Start(packing))
     end, begins, numbers = End(packing), {role: Begin(packing, role) for role in Role}, {}
     for module, role in _roles(root, found, with_attention):
-        before = module.register_forward_pre_hook(begins[role], with_kwargs=True)
+        before = module.register_forward_pre_hook(begins[role])
         after = module.register_forward_hook(end, always_call=True)
         number, end_number = numbers.setdefault(role, before.id), numbers.setdefault(end, after.id)
-        renumber(before, number, module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs)
+        renumber(before, number, module._forward_pre_hooks)
         renumber(after, end_number, module._forward_hooks, module._forward_hooks_always_called)
     if remove not in prepared.undo:
         prepared.undo.append(remove)
@@ -109,7 +111,6 @@ def remove(root: nn.Module) -> None:
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key in [key for key, hook in hooks.items() if isinstance(hook, _Hook)]:
                 del hooks[key]
-                module._forward_pre_hooks_with_kwargs.pop(key, None)
                 module._forward_hooks_always_called.pop(key, None)
 
 
@@ -204,9 +205,9 @@ class Begin(_Hook):
         super().__init__(packing)
         self.role = role
 
-    def __call__(self, module: nn.Module, args, kwargs) -> None:
+    def __call__(self, module: nn.Module, args) -> None:
         if _is_watched():
-            self.packing.begin(module, self.role, (args, kwargs))
+            self.packing.begin(module, self.role)
 
 
 class End(_Hook):
@@ -246,13 +247,13 @@ class Packing:
     def __reduce__(self):
         return type(self), (self.features,)
 
-    def begin(self, module: nn.Module, role: Role, given: Any) -> None:
-        """Note that the forward of a module begins, with these arguments."""
+    def begin(self, module: nn.Module, role: Role) -> None:
+        """Note that the forward of a module begins."""
         region, undo = self.thread.region, None
         if region is None:
             _end_interrupted()
             if role is Role.PACKS and _may_pack(module):
-                region = self.thread.region = Region(self, module, given)
+                region = self.thread.region = Region(self, module)
                 region.hooks.__enter__()
                 undo = self._leave
         elif region.is_in_force():
@@ -261,7 +262,7 @@ class Packing:
                 undo = region.hooks.__enter__
             else:
                 region.learn(module._parameters, module._buffers)
-                undo = region.attend(module) if role is Role.ATTENDS else None
+                undo = region.enter(module, role)
         self.thread.frames.append(Frame(module, undo))
 
     def end(self, module: nn.Module) -> None:
@@ -316,7 +317,7 @@ def _end_interrupted() -> None:
 class Region:
     """The forward of a module in which tensors are packed. A tensor that several operations keep is packed once."""
 
-    def __init__(self, packing: Packing, module: nn.Module, given: Any) -> None:
+    def __init__(self, packing: Packing, module: nn.Module) -> None:
         self.packing = packing
         self.call: FrameType | None = sys._getframe(1)
         """The call of the module, in Python."""
@@ -324,9 +325,10 @@ class Region:
             self.call = self.call.f_back
         self.pack_hook = self.pack
         self.hooks = saved_tensors_hooks(self.pack_hook, _unpack)
+        self.centers = isinstance(module, nn.LayerNorm)
+        """Whether a LayerNorm runs, which reads how far values are from the mean of their row."""
         self.head_size: int | None = None
         """The size of a head, inside attention; 0 where it is not known."""
-        self.constants = {storage for tensor in tree_iter(given) if (storage := _constant(tensor)) is not None}
         self.packed: dict[tuple, tuple[StorageWeakRef, PackedValues]] = {}
         """What was packed, by the place in memory, which the weak references keep from being given to others."""
         self.own: set[int | None] = set()
@@ -354,12 +356,15 @@ class Region:
         hooks = _hooks_in_force()
         return hooks is not None and hooks[0] is self.pack_hook
 
-    def attend(self, module: nn.Module) -> Callable[[], None]:
-        """Note that an attention module begins. Returns what its end does."""
-        self.head_size = next((getattr(module, name) for name in _HEAD_SIZES if hasattr(module, name)), 0)
+    def enter(self, module: nn.Module, role: Role) -> Callable[[], None]:
+        """Note that a part of the module begins. Returns what its end does."""
+        before = self.head_size, self.centers
+        self.centers = isinstance(module, nn.LayerNorm)
+        if role is Role.ATTENDS:
+            self.head_size = next((getattr(module, name) for name in _HEAD_SIZES if hasattr(module, name)), 0)
 
         def end() -> None:
-            self.head_size = None
+            self.head_size, self.centers = before
 
         return end
 
@@ -370,15 +375,16 @@ class Region:
             self.packing.unwind()
         elif self._lies_along_features(tensor) and self._may_change(tensor, caller):
             return Held(self._packed(tensor), tensor.shape)
-        return Held(tensor, tensor.shape, tensor._version)
+        # a result that names its own node would keep it alive for good
+        return Held(tensor.detach(), tensor.shape, tensor._version)
 
     def _packed(self, tensor: torch.Tensor) -> PackedValues:
         storage = tensor.untyped_storage()
         layout = () if tensor.is_contiguous() else (tensor.shape, tensor.stride())
         place = (storage._cdata, tensor.storage_offset(), tensor.numel(), tensor.shape[-1], tensor.dtype, layout)
-        key = (*place, tensor._version)
+        key = (*place, tensor._version, self.centers)
         if key not in self.packed:
-            self.packed[key] = StorageWeakRef(storage), packed(tensor)
+            self.packed[key] = StorageWeakRef(storage), packed(tensor, self.centers)
             self._count(tensor, self.packed[key][1])
         return self.packed[key][1]
 
@@ -394,13 +400,12 @@ class Region:
 
     def _may_change(self, tensor: torch.Tensor, caller: FrameType) -> bool:
         """Whether backward may read something near this tensor's values, and the tensor's own memory is freed then."""
-        if caller.f_globals["__name__"] == torch.utils.checkpoint.__name__:  # the inputs of what is recomputed
+        if caller.f_code.co_filename == torch.utils.checkpoint.__file__:  # the inputs of what is recomputed
             return False
-        if caller.f_code is _APPLY and not getattr(caller.f_locals["cls"], "saves_values", False):
+        if caller.f_code is _APPLY and not _is_called_by(caller, _VALUES_APPLY):
             return False
-        storage = _storage(tensor)
-        # a tensor that was expanded is smaller than its codes
-        return storage not in self.own and storage not in self.constants and 0 not in tensor.stride()
+        # masks have no gradient; a tensor that was expanded is smaller than its codes
+        return tensor.requires_grad and _storage(tensor) not in self.own and 0 not in tensor.stride()
 
     def _count(self, tensor: torch.Tensor, values: PackedValues) -> None:
         counted = self.packing.counted
@@ -411,6 +416,11 @@ class Region:
 
 _APPLY = torch.autograd.Function.apply.__func__.__code__
 """The Python code that calls a custom function, and from which what that one keeps comes."""
+_VALUES_APPLY = ValuesFunction.apply.__func__.__code__
+
+
+def _is_called_by(frame: FrameType, code: CodeType) -> bool:
+    return frame.f_back is not None and frame.f_back.f_code is code
 
 
 class Held(NamedTuple):
@@ -442,16 +452,13 @@ def _unpack(held: Held) -> torch.Tensor:
             "create_graph=True: what was kept in FP8 (saved_activations) has no exact derivative; compute it in "
             "evaluation mode (model.eval()), in which nothing is packed, or leave saved_activations out"
         )
-    return held.values.unpacked(held.shape)
+    values = held.values.unpacked(held.shape)
+    node = torch._C._current_autograd_node()
+    if node is not None and node.name() == "SoftmaxBackward0":
+        return with_sum_of_one(values, node._saved_dim)
+    return values
 
 
 def _storage(tensor: torch.Tensor) -> int | None:
     """Which memory a plain tensor lies in."""
     return tensor.untyped_storage()._cdata if type(tensor) in PLAIN else None
-
-
-def _constant(value: Any) -> int | None:
-    """The memory of a tensor that a module is given and that has no gradient."""
-    if not isinstance(value, torch.Tensor) or value.requires_grad or not value.is_floating_point():
-        return None
-    return _storage(value)

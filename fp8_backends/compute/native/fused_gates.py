@@ -24,6 +24,7 @@ from torch import nn
 from ...numerics.kernels.quantize.known_amax import note
 from ...numerics.kernels.triton_gate import usable
 from ...numerics.modules import is_hooked
+from ...numerics.saved_values import ValuesFunction
 from ..derivatives import refuse_second_derivative
 from ..interface import COMPUTE_DTYPES
 from .fused_class import carrier_for
@@ -143,11 +144,8 @@ def gated_product(gate: torch.Tensor, up: torch.Tensor, activation: str, keep_na
     return h
 
 
-class _Product(torch.autograd.Function):
+class _Product(ValuesFunction):
     """`act(gate) * up` and the maxima of its parts."""
-
-    saves_values = True
-    """What it keeps may be packed (`training.saved_activations`)."""
 
     @staticmethod
     def forward(ctx, gate, up, activation, keep_nan):

@@ -17,6 +17,7 @@ from torch import nn
 from ...numerics.kernels.fused import LONGEST_ROW
 from ...numerics.kernels.quantize.known_amax import note
 from ...numerics.kernels.triton_gate import usable
+from ...numerics.saved_values import ValuesFunction
 from ..derivatives import refuse_second_derivative
 from ..interface import COMPUTE_DTYPES
 from .fused_class import carrier_for
@@ -120,11 +121,8 @@ def _fit(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return known and x.is_contiguous() and weight.is_contiguous()
 
 
-class _Norm(torch.autograd.Function):
+class _Norm(ValuesFunction):
     """The value of a `Formula` and the maxima of its parts."""
-
-    saves_values = True
-    """What it keeps may be packed (`training.saved_activations`)."""
 
     @staticmethod
     def forward(ctx, x, weight, formula, keep_nan):
