@@ -16,7 +16,7 @@ def off_by(values: torch.Tensor) -> torch.Tensor:
     x = values.double()
     blocks = torch.nn.functional.pad(x.abs(), (0, -x.shape[-1] % 32)).unflatten(-1, (-1, 32))
     largest = blocks.amax(-1, keepdim=True).expand(blocks.shape).flatten(-2)[..., : x.shape[-1]]
-    return (read.double() - x).abs() / torch.maximum(2**-4 * x.abs(), 2**-17 * largest)
+    return (read.double() - x).abs() / torch.maximum(2**-4 * x.abs(), 2**-16 * largest)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -7,7 +7,7 @@ import functools
 import torch
 from torch import nn
 
-from fp8_backends.numerics.scaled_tensor import ScaledTensor, quantize
+from fp8_backends.numerics.scaled_tensor import ScaledTensor, quantize, quantize_pair
 
 VOCABULARY, LENGTH = 64, 16
 LAYERS = 14
@@ -121,6 +121,8 @@ def _as_stored(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     stored = parameter.detach()
     if not isinstance(stored, ScaledTensor):
         return value
+    if stored.residual is not None:
+        return quantize_pair(value).exact()
     with_all_precision = stored if stored.master is None else stored.master
     return quantize(value, with_all_precision._data.dtype, value.dtype).dequantize()
 
