@@ -17,6 +17,7 @@ recomputed, in evaluation, without gradients, under transforms of `torch.func`, 
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 import threading
@@ -24,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.utils.checkpoint
@@ -329,7 +330,7 @@ class Region:
         """Whether a LayerNorm runs, which reads how far values are from the mean of their row."""
         self.head_size: int | None = None
         """The size of a head, inside attention; 0 where it is not known."""
-        self.packed: dict[tuple, tuple[StorageWeakRef, PackedValues]] = {}
+        self.packed: dict[tuple, tuple[StorageWeakRef, PackedValues | ComputedValues]] = {}
         """What was packed, by the place in memory, which the weak references keep from being given to others."""
         self.own: set[int | None] = set()
         """Storages of Parameters and buffers of the module and its parts."""
@@ -378,13 +379,14 @@ class Region:
         # a result that names its own node would keep it alive for good
         return Held(tensor.detach(), tensor.shape, tensor._version)
 
-    def _packed(self, tensor: torch.Tensor) -> PackedValues:
+    def _packed(self, tensor: torch.Tensor) -> PackedValues | ComputedValues:
         storage = tensor.untyped_storage()
         layout = () if tensor.is_contiguous() else (tensor.shape, tensor.stride())
         place = (storage._cdata, tensor.storage_offset(), tensor.numel(), tensor.shape[-1], tensor.dtype, layout)
         key = (*place, tensor._version, self.centers)
         if key not in self.packed:
-            self.packed[key] = StorageWeakRef(storage), packed(tensor, self.centers)
+            computed = None if self.centers else _computed(tensor)
+            self.packed[key] = StorageWeakRef(storage), computed or packed(tensor, self.centers)
             self._count(tensor, self.packed[key][1])
         return self.packed[key][1]
 
@@ -407,7 +409,7 @@ class Region:
         # masks have no gradient; a tensor that was expanded is smaller than its codes
         return tensor.requires_grad and _storage(tensor) not in self.own and 0 not in tensor.stride()
 
-    def _count(self, tensor: torch.Tensor, values: PackedValues) -> None:
+    def _count(self, tensor: torch.Tensor, values: PackedValues | ComputedValues) -> None:
         counted = self.packing.counted
         counted.tensors += 1
         counted.bytes += values.nbytes
@@ -423,10 +425,42 @@ def _is_called_by(frame: FrameType, code: CodeType) -> bool:
     return frame.f_back is not None and frame.f_back.f_code is code
 
 
+class ComputedValues(NamedTuple):
+    """The result of an activation function, which backward computes anew from the codes of what the function read."""
+
+    function: Callable[[torch.Tensor], torch.Tensor]
+    read: PackedValues
+
+    @property
+    def nbytes(self) -> int:
+        return 0  # the codes are the function's own
+
+    def unpacked(self, shape: torch.Size) -> torch.Tensor:
+        """What the function makes of the values that the codes stand for."""
+        return self.function(self.read.unpacked(shape))
+
+
+_ACTIVATIONS: dict[str, Callable[[Any], Callable]] = {
+    "SiluBackward0": lambda node: nn.functional.silu,
+    "GeluBackward0": lambda node: functools.partial(nn.functional.gelu, approximate=node._saved_approximate),
+}
+"""Name of a node that keeps what its function read -> the function, which has a result of the same shape."""
+
+
+def _computed(tensor: torch.Tensor) -> ComputedValues | None:
+    """A tensor as the result of an activation function that keeps codes of what it read; None for any other."""
+    node = tensor.grad_fn
+    function = None if node is None else _ACTIVATIONS.get(node.name())
+    held = None if function is None else getattr(node._raw_saved_self, "data", None)
+    if not isinstance(held, Held) or not isinstance(held.values, PackedValues):
+        return None
+    return ComputedValues(function(node), held.values)
+
+
 class Held(NamedTuple):
     """What is kept of a saved tensor."""
 
-    values: PackedValues | torch.Tensor
+    values: PackedValues | ComputedValues | torch.Tensor
     shape: torch.Size
     version: int | None = None
     """Of a tensor that is kept as it is: the number of changes in place when it was kept."""
