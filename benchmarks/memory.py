@@ -11,12 +11,13 @@ of the same width, so that imports and compiled code are there before anything i
 * step 3: the tensors at their highest, as the allocator sees them.
 
 With a longer sequence activations count: `--sequence 2048 --saved-activations off,fp8` measures each level with both,
-and `--gradient-release` without gradients that wait for the step.
+and `--gradient-release off,on` with and without gradients that wait for the step.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -46,7 +47,7 @@ def llama(hidden: int, layers: int, vocabulary: int, sequence: int):
 
 def fields(backend: str, arguments) -> dict[str, str | bool]:
     """The recipe's fields that are not what they are by default."""
-    released = {"gradient_release": True} if arguments.gradient_release and "msamp:" in backend else {}
+    released = {"gradient_release": True} if arguments.gradient_release == "on" else {}
     saved = {} if arguments.saved_activations == "off" else {"saved_activations": arguments.saved_activations}
     return {**saved, **released}
 
@@ -115,14 +116,14 @@ def measure(backend: str, arguments) -> dict:
     }
 
 
-def in_own_process(backend: str, arguments, saved: str) -> dict:
+def in_own_process(backend: str, saved: str, released: str, arguments) -> dict:
     """`measure` in a new process, whose C library takes blocks of 64 KB and more from the system and gives them back
     when they are freed: else resident memory would tell of its reserves, not of the step."""
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-    command = [sys.executable, __file__, "--worker", backend, "--saved-activations", saved]
+    command = [sys.executable, __file__, "--worker", backend]
+    command += ["--saved-activations", saved, "--gradient-release", released]
     for name in ("hidden", "layers", "vocabulary", "sequence"):
         command += [f"--{name}", str(getattr(arguments, name))]
-    command += ["--gradient-release"] * arguments.gradient_release
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise SystemExit(f"{backend}: its process ended with {done.returncode}, see above")
@@ -132,8 +133,9 @@ def in_own_process(backend: str, arguments, saved: str) -> dict:
 def name_of(result: dict) -> str:
     if result["backend"] == "bf16":
         return "FP32 + bf16 autocast"
-    saved = result.get("saved_activations")
-    return result["backend"] if saved is None else f"{result['backend']}, saved {saved}"
+    name, saved = result["backend"], result.get("saved_activations")
+    name += f", saved {saved}" if saved else ""
+    return f"{name}, released" if result.get("gradient_release") else name
 
 
 def printed(results: list[dict]) -> str:
@@ -157,17 +159,16 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=1024)
     parser.add_argument("--sequence", type=int, default=64)
     parser.add_argument("--saved-activations", default="off", help="of off, fp8 and fp8+attention, by commas")
-    parser.add_argument("--gradient-release", action="store_true", help="at all levels above O0")
+    parser.add_argument("--gradient-release", default="off", help="of off and on, by commas; on is for levels above O0")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--json")
     arguments = parser.parse_args()
     if arguments.worker:
         print(json.dumps(measure(arguments.worker, arguments)))
         return
-    results, values = [], arguments.saved_activations.split(",")
-    asked = [(backend, saved) for backend in arguments.backends.split(",") for saved in values]
-    for backend, saved in dict.fromkeys([(plain(), "off"), *asked]):
-        results.append(in_own_process(backend, arguments, saved))
+    results, options = [], (arguments.backends, arguments.saved_activations, arguments.gradient_release)
+    for each in dict.fromkeys([(plain(), "off", "off"), *itertools.product(*(of.split(",") for of in options))]):
+        results.append(in_own_process(*each, arguments))
         told = {name: value for name, value in vars(arguments).items() if name not in ("json", "worker")}
         record = {"question": "peak memory of a step", "precision": plain(), "arguments": told, "results": results}
         write_json(arguments.json, record)
