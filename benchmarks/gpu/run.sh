@@ -109,7 +109,7 @@ part first 10 "$python" "$here/ahead/beside.py" "$out/step_8b_gpu.json"
 # speed: what else does it cost, and how near is it to what the chip can do?
 part speed 110 "$python" "$here/step.py" --forms $both $(on "--shape 1b --sequence 4096 --batch 2" "$small") --backends $(on native:dynamic,native:delayed,ao:tensorwise,te:delayed native:dynamic) --json "$out/step_1b_gpu.json"
 part speed 25 "$python" "$here/gpu/quantize.py" $(on "" "--runs 2") --json "$out/quantize_gpu.json"
-part speed 35 "$python" "$here/optimizer.py" $(on "" "--elements 65536 --runs 2") --json "$out/optimizer_gpu.json"
+part speed 35 "$python" "$here/optimizer.py" $(on "" "--elements 65536 --runs 2 --levels O1;O2;O4") --json "$out/optimizer_gpu.json"
 part speed 40 "$python" "$here/linear.py" $(on "--shapes llama --runs 9" "--runs 2 --shapes tiny") --backends $(on te:delayed,te:dynamic,$layers $layers) --json "$out/linear_eager_gpu.json"
 part speed 45 "$python" "$here/linear.py" --forms $(on compiled "${FORMS:-compiled}") $(on "--shapes llama-gates" "--runs 2 --shapes tiny") --backends $(on te:delayed,$layers $layers) --json "$out/linear_compiled_gpu.json"
 deadline=$((SECONDS + 20)) # whatever was cut off, what there is is told
