@@ -84,7 +84,7 @@ def train(acc, model, optimizer, scheduler, steps: int, seed: int = 0, clip: flo
     return losses
 
 
-TRAINED = ("native:delayed", "ao:tensorwise", GATHERED_BY_AO, "msamp:O2", "msamp:O4")
+TRAINED = ("native:delayed", "ao:tensorwise", GATHERED_BY_AO, "msamp:O4")
 """One of each way to store and to gather; `matrix_checks.py` has every backend."""
 
 
