@@ -173,7 +173,8 @@ def main() -> None:
     with pool:
         runs = pool.map(train, units, chunksize=1)
     print(printed(runs))
-    write_json(arguments.json, {"question": "a long run", "arguments": vars(arguments), "runs": runs})
+    told = vars(arguments) | {"json": None}
+    write_json(arguments.json, {"question": "a long run", "arguments": told, "runs": runs})
 
 
 if __name__ == "__main__":
