@@ -29,8 +29,7 @@ def encode(values: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, tor
     codes = torch.empty_like(values, dtype=torch.uint8)
     residual = torch.empty_like(values, dtype=torch.int8)
     for source, *targets in _parts(values, codes, residual):
-        scaled = source.float() * scale
-        for target, made in zip(targets, rounding.encoded_pair(*rounding.nearest(scaled, E4M11), scaled), strict=True):
+        for target, made in zip(targets, rounding.codes_of(source.float() * scale, E4M11), strict=True):
             target.copy_(made)
     return codes.view(E4M3.dtype), residual
 

@@ -580,7 +580,7 @@ def _stands_for(values: torch.Tensor) -> torch.dtype:
 
 def _root_codes(scaled: torch.Tensor) -> torch.Tensor:
     """ROOT8 codes of FP32 values that are not negative; no positive one becomes 0."""
-    return rounding.encoded(*rounding.nearest(scaled, ROOT8), scaled, ROOT8, above_zero=True)
+    return rounding.codes_of(scaled, ROOT8, above_zero=True)[0]
 
 
 def quantize_pair(

@@ -24,12 +24,9 @@ from ..numerics.kernels.adam.rounding import (
     EXP_AVG_SQ_BITS,
     WEIGHT_BITS,
     RandomBits,
+    codes_of,
     decoded,
-    encoded,
-    encoded_pair,
-    nearest,
     random_bits,
-    stochastic,
 )
 from ..numerics.kernels.quantize import cpu_casts
 from ..numerics.scaled_tensor import ScaledTensor, block_amax, tensor_amax_of
@@ -350,10 +347,7 @@ def _write(slot: Slot, span: slice, values: torch.Tensor, role: str, random: tor
     elif random is None and not above_zero and fmt is not E4M11:
         slot.data.detach().view(-1)[span].copy_(saturating_cast(values, fmt))
     else:
-        rounded = nearest(values, fmt) if random is None else stochastic(values, fmt, random, *_BITS[role])
-        if fmt is E4M11:
-            codes, residual = encoded_pair(*rounded, values)
+        codes, residual = codes_of(values, fmt, random, _BITS[role], above_zero)
+        if residual is not None:
             _flat(slot.residual, span).copy_(residual)
-        else:
-            codes = encoded(*rounded, values, fmt, above_zero)
         _flat(slot.data, span).copy_(codes)

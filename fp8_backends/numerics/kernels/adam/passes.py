@@ -24,12 +24,9 @@ from .rounding import (
     EXP_AVG_SQ_BITS,
     WEIGHT_BITS,
     RandomBits,
+    codes_of,
     decoded,
-    encoded,
-    encoded_pair,
-    nearest,
     random_bits,
-    stochastic,
 )
 from .table import (
     BETA2,
@@ -181,13 +178,9 @@ def _store(data, inverses, slot: int, values, scale, random, field, kind: Kind):
         inverses[slot].copy_(scale_inv_of(scale, amax))
     stored = values
     if fmt.dtype != torch.float32:
-        values = values * scale
-        rounded = stochastic(values, fmt, random, *field) if random is not None else nearest(values, fmt)
-        if slot == 0 and kind.split:
-            stored, residual = encoded_pair(*rounded, values)
+        stored, residual = codes_of(values * scale, fmt, random, field, above_zero=slot == 3)
+        if residual is not None:
             data[-1].copy_(residual)
-        else:
-            stored = encoded(*rounded, values, fmt, above_zero=slot == 3)
     data[slot].copy_(stored)
     return stored
 
@@ -224,7 +217,7 @@ def _cast(data, inverse, scale, kind: Kind):
     """Cast the weight as it was stored, times a scale, to the copy's format. data: (weight, copy)."""
     fmt = FORMAT_OF[kind.copy]
     values = decoded(data[0], kind.format(0)) * inverse * scale
-    data[1].copy_(encoded(*nearest(values, fmt), values, fmt))
+    data[1].copy_(codes_of(values, fmt)[0])
 
 
 # Parts

@@ -82,6 +82,24 @@ def encoded_pair(bits: torch.Tensor, shift: torch.Tensor, signs: torch.Tensor) -
     return (code | _sign_bit(signs)).to(torch.uint8), (magnitude - (code << 8)).to(torch.int8)
 
 
+def codes_of(
+    values: torch.Tensor,
+    fmt: Format,
+    random: torch.Tensor | None = None,
+    field: tuple[int, int] = (0, 0),
+    above_zero: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Scaled FP32 values as the format stores them: what `encoded` returns and None, or of E4M11 what `encoded_pair`
+    returns.
+
+    Args:
+        random: an element's random bits, int32, of which rounding takes those of `field`; None rounds to nearest.
+        above_zero: as in `encoded`.
+    """
+    rounded = nearest(values, fmt) if random is None else stochastic(values, fmt, random, *field)
+    return encoded_pair(*rounded, values) if fmt is E4M11 else (encoded(*rounded, values, fmt, above_zero), None)
+
+
 def _magnitude_code(bits: torch.Tensor, shift: torch.Tensor, fmt: Format) -> torch.Tensor:
     """Exponent and mantissa as the format stores them, int32."""
     return (bits - _zero_exponent(fmt) - ((shift > 0).to(torch.int32) << 23)) >> fmt.dropped_bits
