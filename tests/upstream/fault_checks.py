@@ -17,7 +17,6 @@ import json
 import os
 import sys
 import warnings
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from unittest import mock
@@ -61,10 +60,8 @@ def check(function):
     return function
 
 
-@contextmanager
-def environment(**values):
-    with mock.patch.dict(os.environ, values):
-        yield
+def environment(**values: str):
+    return mock.patch.dict(os.environ, values)
 
 
 def fp8(*handlers, mixed_precision="fp8") -> Accelerator:
@@ -212,21 +209,19 @@ def forwards_of_te():
     return te.forwards
 
 
-@contextmanager
-def fsdp2():
-    """Accelerate takes no FSDP on CPUs: its state is told what it has."""
+def turn_to_fsdp2() -> None:
+    """Accelerate takes no FSDP on CPUs: its state is told what it has, until the next check."""
     PartialState._shared_state["distributed_type"] = DistributedType.FSDP
     AcceleratorState._shared_state["distributed_type"] = DistributedType.FSDP
     AcceleratorState().fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=False)
-    yield
 
 
 @check
 def fault_06_fsdp2_enters_the_autocast():
     forwards, accelerator, model = forwards_of_te(), fp8(TERecipeKwargs()), mlp()
-    with fsdp2():
-        model, _ = accelerator.prepare(model, sgd(model))
-        model(torch.randn(16, 32))
+    turn_to_fsdp2()
+    model, _ = accelerator.prepare(model, sgd(model))
+    model(torch.randn(16, 32))
     assert len(forwards) == 3 and None not in forwards, f"recipes of the forwards: {forwards}"
 
 
@@ -494,12 +489,12 @@ def fault_28_parameters_that_no_plan_names_are_replicated():
     expected.square().mean().backward()
     gradients = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
-    accelerator, optimizer = Accelerator(), sgd(model)
-    with fsdp2():
-        mesh = AcceleratorState().device_mesh = dist.init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
-        parallelize_module(model[1], mesh["tp"], ColwiseParallel())
-        optimizer.param_groups[0]["params"] = list(model.parameters())
-        _, optimizer = accelerator._prepare_tp(model, optimizer)
+    accelerator = Accelerator()
+    turn_to_fsdp2()
+    mesh = AcceleratorState().device_mesh = dist.init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+    parallelize_module(model[1], mesh["tp"], ColwiseParallel())
+    optimizer = sgd(model)
+    _, optimizer = accelerator._prepare_tp(model, optimizer)
     assert all(isinstance(p, DTensor) for p in model.parameters()) and model[3].weight is model[0].weight
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     assert held == {id(p) for p in model.parameters()}
