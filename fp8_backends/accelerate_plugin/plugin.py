@@ -181,6 +181,8 @@ def _launch_in_fp8() -> str:
     """What asks for FP8 around this script, in words; empty without it."""
     if os.environ.get("ACCELERATE_MIXED_PRECISION", "").lower() == "fp8":
         return "ACCELERATE_MIXED_PRECISION=fp8"
+    if is_launched():  # some, such as Axolotl, write what their own configuration says into the variable
+        return "fp8-backends launch"
     return 'notebook_launcher(mixed_precision="fp8")' if precision_of_notebook() == "fp8" else ""
 
 

@@ -25,27 +25,28 @@ EXAMPLES = examples()
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_script_is_short_says_how_it_starts_and_uses_public_names_alone(name):
-    """What it imports beside the package's public names stands in the guide for backends of one's own."""
+    """What it imports beside the package's public names stands in a guide."""
     source = EXAMPLES[name].script.read_text(encoding="utf-8")
     assert len(source.splitlines()) < 60
     words = shlex.split(EXAMPLES[name].start)
     assert f"{name}.py" in words and words[-2] == "--backend"
     assert len(EXAMPLES[name].shows.splitlines()) == 1 and EXAMPLES[name].shows.endswith(".")
-    tree, guide = ast.parse(source), (ROOT / "fp8_backends" / "docs" / "extending.rst").read_text(encoding="utf-8")
+    tree = ast.parse(source)
+    guides = [(ROOT / "fp8_backends" / "docs" / f"{name}.rst").read_text() for name in ("extending", "neighbours")]
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "fp8_backends":
             assert node.attr in fp8_backends.__all__
         elif isinstance(node, ast.Import):
             assert not any(each.name.startswith("fp8_backends.") for each in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module.startswith("fp8_backends"):
-            assert ast.unparse(node) in guide
+            assert any(ast.unparse(node) in guide for guide in guides)
     assert ast.unparse(tree.body[-1].test) == "__name__ == '__main__'"
 
 
 def test_the_list_has_each_example_and_its_command(capsys):
     assert main(["examples"]) == 0
     printed = capsys.readouterr().out
-    assert len(EXAMPLES) == 8 and all(each.start in printed for each in EXAMPLES.values())
+    assert len(EXAMPLES) == 9 and all(each.start in printed for each in EXAMPLES.values())
     assert max(map(len, printed.splitlines())) <= 100
 
 

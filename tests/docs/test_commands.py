@@ -4,6 +4,7 @@ the others run."""
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import shlex
 from pathlib import Path
@@ -124,8 +125,18 @@ def test_the_launchers_yaml_is_read(folder):
     assert (recipe.name, recipe.amax_history_len, recipe.exclude) == ("native:delayed+msamp:O3", 16, ("lm_head",))
 
 
+def test_the_files_for_other_programs_go_together(folder):
+    """Those programs do not install beside this package (`neighbours.rst` says why): what ran with them by hand is what
+    the guide shows."""
+    info, examples = (json.loads(block.text) for block in code_blocks("json", GUIDES / "neighbours.rst"))
+    factory, axolotl = (yaml.safe_load(Path(name).read_text()) for name in ("fp8_sft.yaml", "fp8.yaml"))
+    assert info[factory["dataset"]]["file_name"] == axolotl["datasets"][0]["path"]
+    assert examples[0].keys() == {"instruction", "input", "output"}  # the "alpaca" of both
+
+
 def test_every_yaml_block_is_read_by_one_of_these_tests(folder):
-    assert {path.name for path in folder.glob("*.yaml")} == {"axolotl.yaml", "fsdp.yaml"}
+    names = {"axolotl.yaml", "fsdp.yaml", "fp8_sft.yaml", "fp8.yaml"}
+    assert {path.name for path in folder.glob("*.yaml")} == names
     assert all(yaml.safe_load(path.read_text()) for path in folder.glob("*.yaml"))
 
 

@@ -92,6 +92,14 @@ def test_subclasses_of_trainer_build_accelerators_their_own_way(launched, monkey
     assert type(trainer_for(tmp_path, trainer_class=OwnWay).accelerator).__name__ == "FP8Accelerator"
 
 
+@pytest.mark.parametrize("written", ["no", "bf16"])
+def test_a_program_that_writes_the_variable_of_the_launch_does_not_turn_fp8_off(written, monkeypatch, tmp_path):
+    """Axolotl writes `bf16` or "no" into it, as its own configuration says."""
+    monkeypatch.setenv("FP8_BACKENDS_RECIPE", '{"backend": "native:rowwise"}')
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", written)
+    assert trainer_for(tmp_path).accelerator.fp8_recipe.name == "native:rowwise"
+
+
 def test_a_handler_that_a_subclass_passes_is_honoured_beside_bf16(tmp_path):
     trainer = trainer_for(tmp_path, trainer_class=WithHandler, bf16=True)
     assert trainer.accelerator.fp8_recipe.name == "native:rowwise"

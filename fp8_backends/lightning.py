@@ -1,0 +1,122 @@
+"""FP8 for Lightning's Trainer: `Trainer(plugins=[FP8Precision("native:dynamic")])`.
+
+Importing this module imports Lightning, on which nothing else of this package depends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities import GradClipAlgorithmType
+
+from .accelerate_plugin.checkpoint import ScalingState, collect, restore
+from .compute import hardware
+from .errors import RecipeError
+from .recipes.handlers import resolve
+from .recipes.specs import Spec
+from .training import preparation, rules
+
+
+class FP8Precision(Precision):
+    """Lightning's precision plugin for an FP8 backend, on one device or under the DDP strategy.
+
+    The LightningModule is converted before its optimizers are made, and the first step states the proof. Around FP8
+    runs the recipe's `autocast_dtype`; where it was not given, bf16, and FP32 on a CPU that multiplies no bf16. Scaling
+    states are part of Lightning's checkpoints.
+
+    Args:
+        spec: what `fp8_backends.resolve` takes: a backend string, a recipe, a dict; None picks for this machine.
+
+    Raises:
+        RecipeError: the recipe cannot be honoured, here or (later) with an argument of the Trainer.
+        BackendUnavailableError: the backend cannot run on this machine.
+    """
+
+    def __init__(self, spec: Spec = None) -> None:
+        recipe = resolve(spec)
+        if recipe.implementation == "original" or recipe.autocast_dtype == "fp16":
+            raise RecipeError(
+                f"{recipe.name}: with Lightning, this package's own backends run with bf16 or fp32 around FP8: leave "
+                "implementation and autocast_dtype='fp16' out"
+            )
+        preparation.check_machine(recipe)
+        if recipe.shares_states and "shard_states" not in recipe.given:  # one rank saves
+            recipe = type(recipe)(**{**recipe.to_kwargs(), "shard_states": False})
+        self.recipe = recipe
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        given = "autocast_dtype" in recipe.given
+        self.autocast_dtype = recipe.autocast_dtype if given else hardware.fast_precision(torch.device(self.device))
+        self.precision = "bf16-mixed" if self.autocast_dtype == "bf16" else "32-true"
+        self._models: list[torch.nn.Module] = []
+
+    def convert_module(self, module: LightningModule) -> LightningModule:
+        """Convert the layers of the module in place. Raises where the Trainer has what the recipe does not go with."""
+        trainer = module.trainer
+        setup = rules.Setup(
+            self.recipe,
+            rules.Machine.this(),
+            parallel="ddp" if isinstance(trainer.strategy, DDPStrategy) else None,
+            world_size=trainer.world_size,
+            accumulation_steps=trainer.accumulate_grad_batches,
+            max_grad_norm=trainer.gradient_clip_val,
+        )
+        rules.refuse(setup)
+        self._models = [preparation.prepare_model(module, self.recipe)]
+        return module
+
+    def connect(
+        self, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], lr_schedulers: list[Any]
+    ) -> tuple[torch.nn.Module, list[torch.optim.Optimizer], list[Any]]:
+        """Let the optimizers train the converted model, in whatever wrapper it is now."""
+        if optimizers:
+            preparation.check_trains([model], optimizers, self.recipe)
+        preparation.connect_ranks(model, self.recipe)
+        for optimizer in optimizers:
+            preparation.check_optimizer(optimizer, self.recipe)
+            preparation.watch_optimizer(model, optimizer, self.recipe)
+        return model, optimizers, lr_schedulers
+
+    def forward_context(self) -> contextlib.AbstractContextManager:
+        """Autocast around FP8."""
+        if self.autocast_dtype == "fp32":
+            return contextlib.nullcontext()
+        return torch.autocast(self.device, torch.bfloat16)
+
+    def optimizer_step(
+        self, optimizer: torch.optim.Optimizer, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        """Make a step with the gradients of `closure`, which runs before the optimizer's hooks look at gradients."""
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise RecipeError(f"{self.recipe.name}: LBFGS runs backward inside its steps; use another optimizer")
+        result = closure()
+        self._after_closure(model, optimizer)
+        if result is None and model.automatic_optimization:
+            return None  # `training_step` has left this batch out
+        optimizer.step(**kwargs)
+        return result
+
+    def clip_gradients(
+        self,
+        optimizer: torch.optim.Optimizer,
+        clip_val: int | float = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+    ) -> None:
+        """Clip the gradients by norm or by value."""
+        setup = rules.Setup(self.recipe, rules.Machine.this(), max_grad_norm=clip_val)
+        rules.refuse(setup, rules.RELEASE_RULES)
+        super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The recipe and the scaling state of the model."""
+        return collect(self._models)._asdict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Put back a scaling state. Raises `FP8BackendError` for one that does not fit, and changes nothing then."""
+        source = "Lightning's checkpoint"
+        restore(self._models, ScalingState.of(state_dict, source), source)

@@ -1,0 +1,106 @@
+"""Lightning's real Trainer with `FP8Precision`."""
+
+from __future__ import annotations
+
+import lightning
+import pytest
+import torch
+from torch import nn
+
+import fp8_backends
+from fp8_backends import RecipeError
+from fp8_backends.lightning import FP8Precision
+
+QUIET = {name: False for name in ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")}
+BATCH = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
+
+
+class Net(lightning.LightningModule):
+    left_out = ()
+    """Batches for which `training_step` returns None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+        self.losses: list[float] = []
+
+    def training_step(self, batch, index):
+        loss = (self.layers(batch) - batch).float().square().mean()
+        self.losses.append(loss.item())
+        return None if len(self.losses) in self.left_out else loss
+
+    def validation_step(self, batch, index):
+        self.losses.append(self.layers(batch).sum().item())
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def fit(spec, steps: int, model: Net | None = None, resume=None, **options) -> tuple[Net, lightning.Trainer]:
+    model = model or Net()
+    trainer = lightning.Trainer(max_steps=steps, plugins=[FP8Precision(spec)], accelerator="cpu", **QUIET, **options)
+    trainer.fit(model, torch.utils.data.DataLoader(BATCH, batch_size=16), ckpt_path=resume, weights_only=False)
+    return model, trainer
+
+
+@pytest.mark.parametrize("spec", ["native:delayed", "ao:tensorwise", "msamp:O2", "msamp:O4"])
+def test_it_trains_in_fp8_as_prepare_does_and_resumes_to_the_bit(spec, tmp_path):
+    model, trainer = fit(spec, 3)
+    assert all(min(c["fprop"], c["wgrad"]) > 0 for c in fp8_backends.audit(model).products.values())
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    resumed, _ = fit(spec, 6, resume=tmp_path / "a.ckpt")
+    whole, _ = fit(spec, 6)
+    assert whole.losses == model.losses + resumed.losses
+
+    own = Net()
+    own, optimizer = fp8_backends.prepare(own, own.configure_optimizers(), spec)
+    for index in range(6):
+        with trainer.precision_plugin.forward_context():
+            own.training_step(BATCH, index).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert own.losses == whole.losses
+
+
+def test_gradients_are_clipped_and_a_batch_may_be_left_out():
+    clipped, _ = fit("msamp:O2", 1, gradient_clip_val=1e-4)
+    norms = [p.grad.norm() for p in clipped.parameters()]
+    assert torch.stack(norms).norm() <= 1.001e-4
+    model = Net()
+    model.left_out = (1,)
+    fit("native:dynamic", 2, model)
+    assert model.losses[0] == model.losses[1]
+
+
+def test_evaluation_runs_before_training_and_after_it():
+    plugin, model = FP8Precision("native:dynamic"), Net()
+    trainer = lightning.Trainer(plugins=[plugin], accelerator="cpu", max_steps=1, **QUIET)
+    loader = torch.utils.data.DataLoader(BATCH, batch_size=16)
+    trainer.validate(model, loader, verbose=False)
+    trainer.fit(model, loader)
+    trainer.validate(model, loader, verbose=False)
+    assert len(set(model.losses)) == 3  # no, one loss of training, and what one step has changed
+
+
+def test_what_cannot_be_is_refused_by_name():
+    with pytest.raises(RecipeError, match="autocast_dtype='fp16'"):
+        FP8Precision({"backend": "native:dynamic", "autocast_dtype": "fp16"})
+    released = fp8_backends.MSAMPRecipeKwargs(opt_level="O2", gradient_release=True)
+    with pytest.raises(RecipeError, match="gradient_release .*max_grad_norm=1"):
+        fit(released, 1, gradient_clip_val=1.0)
+    with pytest.raises(RecipeError, match="gradient_accumulation_steps=2"):
+        fit(released, 1, accumulate_grad_batches=2)
+    lbfgs = Net()
+    lbfgs.configure_optimizers = lambda: torch.optim.LBFGS(lbfgs.parameters())
+    with pytest.raises(RecipeError, match="LBFGS runs backward inside its steps"):
+        fit("native:dynamic", 1, lbfgs)
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path):
+    _, trainer = fit("native:delayed", 1)
+    state = trainer.precision_plugin.state_dict()
+    name = next(iter(state["tensors"]))
+    state["tensors"][name] = state["tensors"][name][..., :-1]
+    with pytest.raises(fp8_backends.FP8BackendError, match="Lightning's checkpoint.*layers.0"):
+        trainer.precision_plugin.load_state_dict(state)
