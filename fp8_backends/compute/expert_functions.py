@@ -5,6 +5,10 @@ and `down_proj`. The module's class says with attributes how they lie (`is_trans
 its forward calls the function that the configuration names (`_experts_implementation`). Here a function of this package
 joins that registry, and converted modules, and only these, name it.
 
+Under expert parallelism (transformers' `MoEParamShard`) a weight is a DTensor whose first dimension, that of experts,
+lies on the ranks of a mesh. The module's forward then sees this rank's experts alone, and the ids that it gets count
+from the first of them; one past the last marks a row that belongs to another rank.
+
 A converted weight stays the module's own Parameter. Its counter and scaling state lie in an `ExpertWeight` beside it,
 under `fp8_weights`, a segment that the names of this package leave out.
 """
@@ -19,7 +23,7 @@ import torch
 from torch import nn
 
 from ..numerics.modules import CONTAINER
-from ..numerics.sharded_tensor import full_shape
+from ..numerics.sharded_tensor import full_shape, is_distributed
 
 NAME = "fp8_backends"
 """The name of the function in transformers' registry."""
@@ -41,8 +45,19 @@ class ExpertWeight(nn.Module):
         return self.fp8_experts[0]._parameters[self.fp8_part]
 
     @property
+    def own_experts(self) -> slice:
+        """Those that this rank runs: all of them, without expert parallelism. To be asked outside of a forward, in
+        which the Parameter is this rank's part."""
+        experts, weight = self.fp8_experts[0], self.weight
+        if not (is_expert_parallel(experts) and is_distributed(weight)):
+            return slice(0, self.sizes[0])
+        # the mesh of FSDP2, which gathers a weight before it runs, comes first
+        first = weight.device_mesh.get_local_rank(weight.device_mesh.ndim - 1) * experts.num_experts
+        return slice(first, first + experts.num_experts)
+
+    @property
     def sizes(self) -> tuple[int, int, int]:
-        """(experts, out, in)"""
+        """(experts of all ranks, out, in)"""
         experts, *sizes = full_shape(self.weight)
         return experts, *(reversed(sizes) if self.fp8_transposed else sizes)
 
@@ -83,9 +98,7 @@ def obstacle(experts: nn.Module, part: str) -> str | None:
         return "expert weights in one 3-D Parameter: this transformers has no registry of expert functions (5.0 has)"
     if part not in _parts(experts):
         return f"{type(experts).__name__} multiplies by this 3-D Parameter outside transformers' expert functions"
-    if getattr(experts, "_is_expert_parallel", False):
-        return "expert parallel: each rank has other experts, which FP8 does not follow yet"
-    if "forward" in experts.__dict__:
+    if "forward" in experts.__dict__ and not getattr(experts, "_is_hooked", False):
         return "its forward was replaced on the instance"
     if torch.nn.utils.parametrize.is_parametrized(experts):
         return "parametrized: its weight is computed anew in each forward"
@@ -113,6 +126,18 @@ def _parts(experts: nn.Module) -> tuple[str, ...]:
 def first_weight(experts: nn.Module) -> str:
     """The name of the weight that is multiplied first."""
     return "gate_up_proj" if has_gate(experts) else "up_proj"
+
+
+def is_expert_parallel(experts: nn.Module) -> bool:
+    """Whether each rank of a mesh has other experts, and ids count those of this rank."""
+    return getattr(experts, "_is_expert_parallel", False)
+
+
+def own_part(experts: nn.Module, name: str) -> torch.Tensor:
+    """What this rank has of a Parameter in the module's forward, differentiable. transformers' plans put it there; who
+    shards by hand may leave a DTensor."""
+    parameter = getattr(experts, name)
+    return parameter.to_local() if is_distributed(parameter) else parameter
 
 
 def has_gate(experts: nn.Module) -> bool:

@@ -11,11 +11,20 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from ...errors import FP8BackendError
 from ...numerics.formats import E4M3
 from ...numerics.kernels.quantize.layouts import Layouts
 from ...numerics.scaling import new_delayed_state
 from ...numerics.sharded_tensor import full_shape
-from ..expert_functions import ExpertWeight, ExpertWeights, first_weight, function_before, has_gate
+from ..expert_functions import (
+    ExpertWeight,
+    ExpertWeights,
+    first_weight,
+    function_before,
+    has_gate,
+    is_expert_parallel,
+    own_part,
+)
 from ..interface import COMPUTE_DTYPES, Recipe
 from .grouped_function import GroupedFunction, gradient_by_rows, quantized_weight
 from .grouped_products import Groups
@@ -80,10 +89,14 @@ class FP8Experts(ExpertWeights):
         tokens, k = top_k_index.shape
         ids, order = torch.sort(top_k_index.reshape(-1), stable=True)
         first = first_weight(experts)
-        groups = Groups.of(ids, getattr(experts, first).shape[0])
-        y = self._linear(experts, first, hidden_states.index_select(0, order // k), groups, out_dtype)
+        number = len(own_part(experts, first))
+        groups = Groups.of(ids, number)
+        # rows for the experts of other ranks lie at the end: zeros there keep out of the amaxes what belongs to none
+        foreign = (ids >= number).unsqueeze(1) if is_expert_parallel(experts) else None
+        x = _without(foreign, hidden_states.index_select(0, order // k))
+        y = _without(foreign, self._linear(experts, first, x, groups, out_dtype))
         y = experts._apply_gate(y) if has_gate(experts) else experts.act_fn(y)
-        y = self._linear(experts, "down_proj", y, groups, out_dtype)
+        y = _without(foreign, self._linear(experts, "down_proj", y, groups, out_dtype))
         if getattr(experts, "has_post_expert_norm", False):
             y = experts.post_expert_norm(y)
         y = y * top_k_weights.reshape(-1).index_select(0, order).unsqueeze(-1)
@@ -91,7 +104,7 @@ class FP8Experts(ExpertWeights):
         return y.index_select(0, back).view(tokens, k, -1).sum(1).to(hidden_states.dtype)
 
     def _linear(self, experts: nn.Module, part: str, x, groups: Groups, out_dtype: torch.dtype) -> torch.Tensor:
-        weight, transposed = getattr(experts, part), experts.is_transposed
+        weight, transposed = own_part(experts, part), experts.is_transposed
         if part in self:
             y = self[part](x, weight, groups, out_dtype)
         else:
@@ -100,24 +113,31 @@ class FP8Experts(ExpertWeights):
                 x, weight, None, None, _PLAIN, transposed, out_dtype, keep, False, *groups, *Layouts()
             )
         if experts.has_bias:
-            y = y + getattr(experts, f"{part}_bias").index_select(0, groups.ids).to(out_dtype)
+            y = y + own_part(experts, f"{part}_bias").index_select(0, groups.ids).to(out_dtype)
         return y
+
+
+def _without(foreign: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
+    """These rows with zeros for those that are `foreign` [rows, 1], in their gradient too."""
+    return rows if foreign is None else rows.masked_fill(foreign, 0.0)
 
 
 class FP8ExpertWeight(KeepsLedger, ExpertWeight):
     """One 3-D weight whose products run in FP8.
 
     The ledger counts a product of all experts as one. A buffer, not in the state dict: `fp8_scaling`, the delayed
-    rule's states, int32 [experts, 3, 2 + history length].
+    rule's states, int32 [experts, 3, 2 + history length]. Under expert parallelism it has those of all ranks' experts,
+    and a rank records amaxes of its own: the others' arrive when the ranks agree, after backward.
     """
 
     def set_rule(self, rule: LayerRule, shared: SharedCodes, history_len: int) -> None:
         """Attach a scaling rule with fresh state."""
         self.fp8_rule, self.fp8_shared, self.fp8_history_len = rule, shared, history_len
+        self.fp8_own = self.own_experts
         self._reset_state(self.weight.device)
 
     def _reset_state(self, device: torch.device) -> None:
-        self.fp8_ledger = Ledger(device, self.sizes[0])
+        self.fp8_ledger = Ledger(device, self.sizes[0], self.fp8_own.start)
         if self.fp8_rule.scaling == "delayed":
             states = new_delayed_state(self.fp8_history_len, device).repeat(self.sizes[0], 1, 1)
             self.register_buffer("fp8_scaling", states, persistent=False)
@@ -126,7 +146,14 @@ class FP8ExpertWeight(KeepsLedger, ExpertWeight):
         """[rows, out] from x [rows, in], whose rows lie as `groups` says. `weight` is what the experts module gives for
         its Parameter at this time."""
         self._follow(weight.device)
-        keep, state = torch.is_grad_enabled(), self.fp8_scaling if self.fp8_rule.scaling == "delayed" else None
+        if len(weight) != self.fp8_own.stop - self.fp8_own.start:
+            raise FP8BackendError(
+                f"{self.fp8_part}: its experts were shared out to ranks after the model was prepared: apply the "
+                f"expert-parallel plan first, then fp8_backends.prepare(model, optimizer, spec)"
+            )
+        keep, state = torch.is_grad_enabled(), None
+        if self.fp8_rule.scaling == "delayed":
+            state = self.fp8_scaling[self.fp8_own]
         with torch.no_grad():
             w8 = self._quantized(weight, state, keep and x.requires_grad)
         return GroupedFunction.apply(

@@ -121,7 +121,7 @@ def quantize_lines_of_experts(weight: torch.Tensor, fmt: Format, rows: bool = Tr
 
 def _group_by_group(x: torch.Tensor, groups: Groups, fmt: Format, scale: torch.Tensor | None):
     """Codes [rows, columns], the scale_inv of each group, and its amax."""
-    codes = torch.empty(x.shape, dtype=fmt.dtype)
+    codes = torch.zeros(x.shape, dtype=fmt.dtype)  # of rows behind the last group too
     amax = torch.zeros(groups.ends.shape[0])
     scale_inv = scale_inv_of(torch.ones_like(amax) if scale is None else scale, amax)
     for group, begin, end in rows_of_groups(groups.ends):
@@ -175,7 +175,7 @@ def _by_columns(x: torch.Tensor, groups: Groups, fmt: Format) -> Quantized:
 
 
 def _columns_group_by_group(x: torch.Tensor, groups: Groups, fmt: Format) -> Quantized:
-    codes = torch.empty(x.shape, dtype=fmt.dtype)
+    codes = torch.zeros(x.shape, dtype=fmt.dtype)  # of rows behind the last group too
     scale_inv = torch.ones(groups.ends.shape[0], x.shape[1])
     for group, begin, end in rows_of_groups(groups.ends):
         layouts = quantize_blocks(x[begin:end], ROWS, fmt, rows=False)
