@@ -40,6 +40,11 @@ class ExpertWeight(nn.Module):
         """Whether the Parameter is [experts, in, out], and not [experts, out, in]."""
 
     @property
+    def fp8_owner(self) -> tuple[nn.Module, str]:
+        """What `numerics.modules.owner_of` returns."""
+        return self.fp8_experts[0], self.fp8_part
+
+    @property
     def weight(self) -> nn.Parameter:
         """The Parameter, in three dimensions."""
         return self.fp8_experts[0]._parameters[self.fp8_part]

@@ -21,6 +21,7 @@ from fp8_backends.compute.native.grouped_scaling import (
     quantize_lines,
     quantize_lines_of_experts,
 )
+from fp8_backends.compute.native.layer_rule import Stored
 from fp8_backends.compute.native.ledger import Ledger
 from fp8_backends.compute.products import engine_of_gpu, scaled_product
 from fp8_backends.numerics.formats import E4M3
@@ -29,7 +30,7 @@ from fp8_backends.recipes import handlers as recipes
 from fp8_backends.recipes.handlers import FP8RecipeKwargs
 from fp8_backends.training import preparation
 
-SCALINGS = ("native:dynamic", "native:delayed", "native:rowwise")
+SCALINGS = tuple(f"native:{scaling}" for scaling in NativeCompute.scalings)
 PARTS = ("gate_up_proj", "down_proj")
 
 
@@ -270,9 +271,10 @@ def test_a_gpu_accepts_every_product(backend, transposed):
             weight = torch.empty((5, into, out) if transposed else (5, out, into), device="cuda")
             groups = Groups.of(torch.empty(37, dtype=torch.long, device="cuda"), 5)
             context, ledger = Context(), Ledger(torch.device("cuda"))
-            w8 = quantized_weight(rule, weight, None, transposed, True)
+            stored = Stored.of(weight)
+            operands = *groups, *quantized_weight(rule, stored, None, transposed, True), *stored
             y = GroupedFunction.forward(
-                context, x, weight, ledger, None, rule, transposed, torch.bfloat16, True, False, *groups, *w8
+                context, x, weight, ledger, None, rule, transposed, torch.bfloat16, True, False, *operands
             )
             with torch.no_grad():  # as autograd calls it
                 dx, dw, *_ = GroupedFunction.backward(context, torch.empty_like(y))

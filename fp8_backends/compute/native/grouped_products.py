@@ -195,7 +195,7 @@ _product_by_group.register_fake(lambda a, a_scale_inv, b, *_: a.new_empty(a.shap
 def _wgrad_by_group(
     a: torch.Tensor, a_scale_inv: torch.Tensor, b: torch.Tensor, b_scale_inv: torch.Tensor, ends: torch.Tensor
 ) -> torch.Tensor:
-    out = _zeros_where_empty(a.new_empty(ends.shape[0], a.shape[0], b.shape[0], dtype=torch.bfloat16), ends)
+    out = zeros_where_empty(a.new_empty(ends.shape[0], a.shape[0], b.shape[0], dtype=torch.bfloat16), ends)
     for group, begin, end in rows_of_groups(ends):
         operands = (Quantized(q[:, begin:end], s[group, :, None]) for q, s in ((a, a_scale_inv), (b, b_scale_inv)))
         out[group] = scaled_product(*operands, torch.bfloat16)
@@ -213,7 +213,7 @@ def rows_of_groups(ends: torch.Tensor) -> list[tuple[int, int, int]]:
     return [(group, *pair) for group, pair in enumerate(zip(bounds, bounds[1:], strict=False)) if pair[0] < pair[1]]
 
 
-def _zeros_where_empty(gradients: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def zeros_where_empty(gradients: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """New memory with zeros for the groups that have no rows: the others are written whole."""
     for group in set(range(len(gradients))) - {group for group, _, _ in rows_of_groups(ends)}:
         gradients[group].zero_()
@@ -250,7 +250,7 @@ _plain_product_by_group.register_fake(lambda a, b, ends: a.new_empty(a.shape[0],
 
 @torch.library.custom_op("fp8_backends::plain_grouped_wgrad", mutates_args=())
 def _plain_wgrad_by_group(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    out = _zeros_where_empty(a.new_empty(ends.shape[0], a.shape[1], b.shape[1]), ends)
+    out = zeros_where_empty(a.new_empty(ends.shape[0], a.shape[1], b.shape[1]), ends)
     for group, begin, end in rows_of_groups(ends):
         out[group] = products.plain_product(a[begin:end].t(), b[begin:end].t())
     return out
