@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from ..numerics.modules import CONTAINER
+from ..numerics.scaling import Blocks, Quantized
 from ..numerics.sharded_tensor import full_shape, is_distributed
 
 NAME = "fp8_backends"
@@ -73,6 +74,14 @@ class ExpertWeights(nn.ModuleDict):
     def run(self, experts: nn.Module, hidden_states, top_k_index, top_k_weights) -> torch.Tensor:
         """What the experts module returns. Shapes as in transformers: [tokens, hidden], [tokens, k] twice."""
         raise NotImplementedError
+
+    def blocks_of_tokens(self, experts: nn.Module, hidden_states: torch.Tensor) -> Blocks | None:
+        """The blocks in which the first product takes its tokens [tokens, hidden], by which they may travel between
+        ranks as codes; `ROWS` where it has one scale for many. None where it does not run in FP8 now."""
+        return None
+
+    def take_codes(self, tokens: torch.Tensor, codes: Quantized) -> None:
+        """Note in which codes these very tokens arrived."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ..compute import expert_functions
+from ..compute import expert_dispatch, expert_functions
 from ..compute.conv1d import is_conv1d, linear_like
 from ..compute.expert_functions import ExpertWeights
 from ..compute.interface import Compute, ConvertsConv1D, ConvertsExperts, ConvertsNorms, FusesActivations, Fusion
@@ -130,6 +130,8 @@ def convert(model: nn.Module, recipe: Recipe, compute: Compute) -> Prepared:
             swap_class(head.module, fused_head.high_precision_carrier(head.module), recipe, HEAD_CONVERSION)
         for module, weights in experts:
             expert_functions.attach(module, weights)
+            if recipe.activation_comm == "fp8":
+                expert_dispatch.install(module)
         if is_new:
             _attach(root, prepared)
     except BaseException:
@@ -138,6 +140,7 @@ def convert(model: nn.Module, recipe: Recipe, compute: Compute) -> Prepared:
         if head is not None:
             restore_layer(head.module)
         for module, weights in experts:
+            expert_dispatch.uninstall(module)
             expert_functions.detach(module, list(weights))
         if is_new:
             _detach(root, prepared)
@@ -170,6 +173,7 @@ def restore(model: nn.Module) -> None:
             )
     for module in modules:
         restore_layer(module)
+        expert_dispatch.uninstall(module)
         expert_functions.detach(module)
         prepared = module.__dict__.pop(PREPARED, None)
         if prepared is not None:

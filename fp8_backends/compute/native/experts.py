@@ -17,7 +17,7 @@ from torch import nn
 from ...errors import FP8BackendError
 from ...numerics.formats import E4M3
 from ...numerics.kernels.quantize.layouts import Layouts
-from ...numerics.scaling import new_delayed_state, new_window_state
+from ...numerics.scaling import ROWS, Blocks, Quantized, new_delayed_state, new_window_state
 from ...numerics.sharded_tensor import full_shape
 from ..expert_functions import (
     ExpertWeight,
@@ -33,7 +33,11 @@ from .grouped_function import GroupedFunction, gradient_by_rows, quantized_weigh
 from .grouped_products import Groups
 from .layer_rule import STATEFUL, LayerRule, Stored
 from .ledger import KeepsLedger, Ledger
+from .linear import FPROP
 from .shared_codes import SharedCodes
+
+_ARRIVED = ("arrived",)
+"""The key of codes in which tokens came from other ranks, among those of inputs that `SharedCodes` holds."""
 
 _PLAIN = LayerRule("dynamic", E4M3, E4M3, (True, True, True), True)
 """The rule of a weight beside a converted one, which stays in high precision."""
@@ -76,11 +80,8 @@ class FP8Experts(ExpertWeights):
     """
 
     def run(self, experts: nn.Module, hidden_states, top_k_index, top_k_weights) -> torch.Tensor:
-        rule = next(iter(self.values())).fp8_rule
-        device = hidden_states.device.type
-        out_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_states.dtype
-        in_fp8 = experts.training or rule.fp8_in_eval
-        if not in_fp8 or out_dtype not in COMPUTE_DTYPES or hidden_states.numel() == 0:
+        out_dtype = _out_dtype(hidden_states)
+        if not self._runs_in_fp8(experts, out_dtype) or hidden_states.numel() == 0:
             return function_before(experts)(experts, hidden_states, top_k_index, top_k_weights)
         tokens, k = top_k_index.shape
         ids, order = torch.sort(top_k_index.reshape(-1), stable=True)
@@ -90,7 +91,10 @@ class FP8Experts(ExpertWeights):
         # rows for the experts of other ranks lie at the end: zeros there keep out of the amaxes what belongs to none
         foreign = (ids >= number).unsqueeze(1) if is_expert_parallel(experts) else None
         x = _without(foreign, hidden_states.index_select(0, order // k))
-        y = _without(foreign, self._linear(experts, first, x, groups, out_dtype))
+        arrived = self._arrived(hidden_states)
+        if arrived is not None:
+            arrived = Quantized(*(_rows_of(part, order // k) for part in arrived))
+        y = _without(foreign, self._linear(experts, first, x, groups, out_dtype, arrived))
         y = experts._apply_gate(y) if has_gate(experts) else experts.act_fn(y)
         y = _without(foreign, self._linear(experts, "down_proj", y, groups, out_dtype))
         if getattr(experts, "has_post_expert_norm", False):
@@ -99,21 +103,66 @@ class FP8Experts(ExpertWeights):
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         return y.index_select(0, back).view(tokens, k, -1).sum(1).to(hidden_states.dtype)
 
-    def _linear(self, experts: nn.Module, part: str, x, groups: Groups, out_dtype: torch.dtype) -> torch.Tensor:
+    def blocks_of_tokens(self, experts: nn.Module, hidden_states: torch.Tensor) -> Blocks | None:
+        weight = self._modules.get(first_weight(experts))
+        in_fp8 = weight is not None and not weight.fp8_rule.high_precision[FPROP]
+        if not in_fp8 or not self._runs_in_fp8(experts, _out_dtype(hidden_states)):
+            return None
+        return ROWS if weight.fp8_rule.along is None else weight.fp8_rule.along.blocks
+
+    def take_codes(self, tokens: torch.Tensor, codes: Quantized) -> None:
+        if self._rule.along is not None:  # else the scales are others
+            self._shared.of_input(tokens, _ARRIVED, lambda: codes)
+
+    def _arrived(self, tokens: torch.Tensor) -> Quantized | None:
+        """The codes in which these tokens came from other ranks, as fprop takes them."""
+        return None if self._rule.along is None else self._shared.of_input(tokens, _ARRIVED, lambda: None)
+
+    @property
+    def _rule(self) -> LayerRule:
+        return next(iter(self.values())).fp8_rule
+
+    @property
+    def _shared(self) -> SharedCodes:
+        return next(iter(self.values())).fp8_shared
+
+    def _runs_in_fp8(self, experts: nn.Module, out_dtype: torch.dtype) -> bool:
+        return (experts.training or self._rule.fp8_in_eval) and out_dtype in COMPUTE_DTYPES
+
+    def _linear(
+        self,
+        experts: nn.Module,
+        part: str,
+        x: torch.Tensor,
+        groups: Groups,
+        out_dtype: torch.dtype,
+        arrived: Quantized | None = None,
+    ) -> torch.Tensor:
         weight, transposed = own_part(experts, part), experts.is_transposed
         if part in self:
-            y = self[part](x, weight, groups, out_dtype)
+            y = self[part](x, weight, groups, out_dtype, arrived)
         else:
             keep = torch.is_grad_enabled()
             y = GroupedFunction.apply(
                 x,
                 weight,
                 *(None, None, _PLAIN, transposed, out_dtype, keep, False),
-                *(*groups, *Layouts(), *Stored.of(weight)),
+                *(*groups, *Layouts(), *Stored.of(weight), None, None),
             )
         if experts.has_bias:
             y = y + own_part(experts, f"{part}_bias").index_select(0, groups.ids).to(out_dtype)
         return y
+
+
+def _out_dtype(hidden_states: torch.Tensor) -> torch.dtype:
+    """Of products with these tokens."""
+    device = hidden_states.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_states.dtype
+
+
+def _rows_of(codes: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """These rows of codes or of scales. FP8 has no kernel that selects."""
+    return codes.view(torch.uint8).index_select(0, rows).view(codes.dtype)
 
 
 def _without(foreign: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
@@ -143,9 +192,16 @@ class FP8ExpertWeight(KeepsLedger, ExpertWeight):
             state = new_delayed_state(self.fp8_history_len, device) if delayed else new_window_state(device)
             self.register_buffer("fp8_scaling", state.repeat(self.sizes[0], 1, 1), persistent=False)
 
-    def forward(self, x: torch.Tensor, weight: torch.Tensor, groups: Groups, out_dtype: torch.dtype) -> torch.Tensor:
+    def forward(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        groups: Groups,
+        out_dtype: torch.dtype,
+        arrived: Quantized | None = None,
+    ) -> torch.Tensor:
         """[rows, out] from x [rows, in], whose rows lie as `groups` says. `weight` is what the experts module gives for
-        its Parameter at this time."""
+        its Parameter at this time; `arrived` has the codes of x for fprop, where somebody made them before."""
         self._follow(weight.device)
         if not torch.compiler.is_compiling():
             self.fp8_out_dtype = out_dtype
@@ -173,6 +229,7 @@ class FP8ExpertWeight(KeepsLedger, ExpertWeight):
             *groups,
             *w8,
             *stored,
+            *(arrived or (None, None)),
         )
 
     def _quantized(self, weight: torch.Tensor, stored: Stored, state: torch.Tensor | None, for_dgrad: bool) -> Layouts:
