@@ -200,6 +200,14 @@ class FP8Mixin(_RunTimeClass):
             seal_checkpoints_of(trainer, self.fp8_recipe)
         return result
 
+    def _prepare_tp(self, *args):
+        """Prepare what is no model as Accelerate does. Parameters stay as they are: optimizers have them, and FSDP2
+        takes some that are DTensors of a tensor-parallel mesh beside plain ones. Stock Accelerate finds them again by
+        the addresses of their data, which scaled weights do not have, and under FSDP2 wraps the plain ones by a class
+        that transformers 5 no longer has."""
+        others = (obj if isinstance(obj, nn.Module) else self._prepare_one(obj, first_pass=True) for obj in args)
+        return [obj if isinstance(obj, nn.Module) else self._prepare_one(obj) for obj in list(others)]
+
     def _prepare_fsdp2(self, *args):
         """Prepare as Accelerate does, except that the optimizer's parameters are found again by name."""
         models, optimizers = _models_and_optimizers(args)

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from ..comm import ddp, fsdp2, ignore_list, zero
+from ..comm import ddp, fsdp2, ignore_list, tensor_parallel, zero
 from ..compute import registry
 from ..compute.fields import flag, parsed
 from ..compute.interface import FollowsOptimizer, KeepsWeightCasts, StoresWeights, TakesBlockCodes, scaling_buffers
@@ -186,7 +186,7 @@ def store_weights(root: nn.Module, prepared: Prepared) -> None:
     if isinstance(prepared.compute, StoresWeights):
         prepared.compute.store_weights(root, prepared.recipe)
     if prepared.recipe.level != "O0":
-        levels.store_weights(layers, prepared.recipe.level)
+        levels.store_weights(layers, prepared.recipe.level, by_fsdp2=bool(fsdp2.fsdp_modules(root)))
         levels.export_ties(root)
         for layer in layers.values():
             undo = layer.__dict__[CONVERSION].undo
@@ -233,7 +233,8 @@ def keep_weight_casts(model: nn.Module, keep: bool = True) -> None:
 
 def connect_ranks(model: nn.Module, recipe: Recipe) -> None:
     """Let the gradients of a prepared model travel between ranks as its recipe says, where it is wrapped for that: by
-    `DistributedDataParallel` or `fully_shard`. Every rank calls it; repeating it does nothing.
+    `DistributedDataParallel` or `fully_shard`; and let all ranks that share its layers agree on scaling states. Every
+    rank calls it; repeating it does nothing.
 
     Raises:
         FP8BackendError: it was wrapped before it was prepared, or in a way that FP8 cannot follow, named.
@@ -251,6 +252,9 @@ def connect_ranks(model: nn.Module, recipe: Recipe) -> None:
             fused_head.make_ordinary(root)
         fsdp2.connect(model, recipe.comm, ScalingBuffers(roots))
         levels.watch_shards(model)
+    elif tensor_parallel.is_shared(model):
+        tensor_parallel.connect(model, ScalingBuffers(prepared_roots(model)))
+        levels.expect_equal_gradients(model)
 
 
 class ScalingBuffers:
