@@ -13,9 +13,17 @@ from .backward import States, agree_after_backward, mesh_groups
 from .fsdp2 import fsdp_modules
 
 
-def is_shared(model: nn.Module) -> bool:
-    """Whether ranks share layers of this model by tensor parallelism, and FSDP2 has not sharded it."""
-    return not fsdp_modules(model) and any(map(is_distributed, model.parameters()))
+def ranks(model: nn.Module) -> int:
+    """How many ranks share a layer of this model by tensor parallelism; 1 where none do.
+
+    Under FSDP2 DTensors are its own, and tensor parallelism shows by the name "tp" of a dimension of their mesh, which
+    transformers and Accelerate give.
+    """
+    meshes = [p.device_mesh for p in model.parameters() if is_distributed(p)]
+    if not fsdp_modules(model):
+        return max((mesh.size() for mesh in meshes), default=1)
+    named = [dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False)) for mesh in meshes]
+    return max((sizes.get("tp", 1) for sizes in named), default=1)
 
 
 def connect(model: nn.Module, scaling_states: States) -> None:

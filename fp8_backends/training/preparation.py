@@ -128,6 +128,8 @@ def check_model(model: nn.Module, recipe: Recipe) -> None:
             "torch.inference_mode() makes tensors that can never train: build the model and prepare it outside of it "
             "(it may run inside)"
         )
+    if (ranks := tensor_parallel.ranks(model)) > 1:
+        rules.refuse(rules.Setup(recipe, rules.Machine.this(), tensor_parallel=ranks), rules.TENSOR_PARALLEL_RULES)
     if recipe.level == "O0":
         return
     if any(not prepared_roots(wrapped.module) for wrapped in _ddp_wrappers(model)):
@@ -252,7 +254,7 @@ def connect_ranks(model: nn.Module, recipe: Recipe) -> None:
             fused_head.make_ordinary(root)
         fsdp2.connect(model, recipe.comm, ScalingBuffers(roots))
         levels.watch_shards(model)
-    elif tensor_parallel.is_shared(model):
+    elif tensor_parallel.ranks(model) > 1:
         tensor_parallel.connect(model, ScalingBuffers(prepared_roots(model)))
         levels.expect_equal_gradients(model)
 
