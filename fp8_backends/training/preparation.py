@@ -36,6 +36,7 @@ from .auditing import check_is_optimizer, converted_layers, parameter_ids, param
 from .conversion import PREPARED, Prepared, prepared_roots
 from .observed import observed_of
 from .watching import guard, monitor
+from .weight_products import offloaded_modules
 
 logger = logging.getLogger("fp8_backends")
 
@@ -159,24 +160,44 @@ def check_optimizer(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
 
 
 def check_trains(models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer], recipe: Recipe) -> None:
-    """Refuse models of which none of these optimizers holds a parameter: they would not train, and no step would prove
-    anything.
+    """Refuse models that would not train: none of these optimizers holds a parameter of theirs, so that no step would
+    prove anything, or their weights are offloaded.
 
     Raises:
         FP8BackendError: so it is, and the recipe's `on_unproven` is "raise"; else a warning says so.
     """
     models = list(models)
-    held = set().union(*(parameter_ids(unwrapped(optimizer)) for optimizer in optimizers))
-    if any(id(parameter) in held for model in models for parameter in model.parameters()):
+    message = _offloaded_in_training(models) or _unknown_to(optimizers, models)
+    if message is None:
         return
-    names = ", ".join(dict.fromkeys(type(conversion.unwrapped(model)).__name__ for model in models))
-    message = (
-        f"the optimizer holds no parameter of the prepared model ({names}), so the model would not train: make the "
-        "optimizer from the parameters() of the very model that is prepared"
-    )
     if recipe.on_unproven == "raise":
         raise FP8BackendError(f'{message}; on_unproven="warn" goes on regardless')
     warnings.warn(message, stacklevel=3)
+
+
+def _unknown_to(optimizers: Iterable[torch.optim.Optimizer], models: list[nn.Module]) -> str | None:
+    held = set().union(*(parameter_ids(unwrapped(optimizer)) for optimizer in optimizers))
+    if any(id(parameter) in held for model in models for parameter in model.parameters()):
+        return None
+    names = ", ".join(dict.fromkeys(type(conversion.unwrapped(model)).__name__ for model in models))
+    return (
+        f"the optimizer holds no parameter of the prepared model ({names}), so the model would not train: make the "
+        "optimizer from the parameters() of the very model that is prepared"
+    )
+
+
+def _offloaded_in_training(models: list[nn.Module]) -> str | None:
+    for model in models:
+        offloaded = offloaded_modules(model)
+        for name, module in model.named_modules() if offloaded else ():
+            if id(module) in offloaded and any(p.requires_grad for p in module.parameters(recurse=False)):
+                return (
+                    f"{plain_name(name) or type(module).__name__} is offloaded (cpu_offload, disk_offload, or a "
+                    "device_map), so it would not train: Accelerate's hooks put a copy of its weight in place for each "
+                    "forward, and drop it with its gradient. Take them away "
+                    "(accelerate.hooks.remove_hook_from_module(model, recurse=True)), or freeze it"
+                )
+    return None
 
 
 # Store
