@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from ..numerics.sharded_tensor import dequantize_shards, is_distributed, with_local
+from ..numerics.sharded_tensor import dequantize_shards, is_distributed, local_part, with_local
 from ..states.sharding import shard_of
 
 
@@ -26,12 +26,20 @@ def shares_layers(accelerator: Accelerator) -> bool:
 
 
 def whole(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A state dict with whole plain tensors on the CPU in the place of DTensors. All ranks call it."""
-    return tree_map(_whole, state_dict)
+    """A state dict with whole plain tensors on the CPU in the place of DTensors; tied ones stay tied. All ranks call
+    it."""
+    gathered: dict[tuple[int, Any], torch.Tensor] = {}
 
+    def whole_of(value: Any) -> Any:
+        if not is_distributed(value):
+            return value
+        plain = dequantize_shards(value)
+        key = (local_part(plain).data_ptr(), plain.shape)
+        if key not in gathered:
+            gathered[key] = plain.full_tensor().cpu()
+        return gathered[key]
 
-def _whole(value: Any) -> Any:
-    return dequantize_shards(value).full_tensor().cpu() if is_distributed(value) else value
+    return tree_map(whole_of, state_dict)
 
 
 @contextlib.contextmanager
@@ -43,6 +51,7 @@ def whole_files(accelerator: Accelerator) -> Iterator[None]:
     optimizers = list(accelerator._optimizers)
     accelerator._optimizers[:] = map(_WholeStates, optimizers)
     handles = [model.register_load_state_dict_pre_hook(_take_parts) for model in accelerator._models]
+    handles += [model.register_state_dict_post_hook(_give_whole) for model in accelerator._models]
     try:
         yield
     finally:
@@ -67,6 +76,11 @@ class _WholeStates:
         for key, p in zip(keys, parameters, strict=True):
             states[key] = {name: _part(value, p) for name, value in states.get(key, {}).items()}
         self.optimizer.load_state_dict({**state_dict, "state": {key: state for key, state in states.items() if state}})
+
+
+def _give_whole(model: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict) -> None:
+    """State-dict hook of a model: also what reads a file looks at names and addresses in a state dict."""
+    state_dict.update(whole(state_dict))
 
 
 def _take_parts(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_) -> None:
