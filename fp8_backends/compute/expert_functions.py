@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..numerics.forwards import forward_obstacle
 from ..numerics.modules import CONTAINER
 from ..numerics.scaling import Blocks, Quantized
 from ..numerics.sharded_tensor import full_shape, is_distributed
@@ -112,8 +113,8 @@ def obstacle(experts: nn.Module, part: str) -> str | None:
         return "expert weights in one 3-D Parameter: this transformers has no registry of expert functions (5.0 has)"
     if part not in _parts(experts):
         return f"{type(experts).__name__} multiplies by this 3-D Parameter outside transformers' expert functions"
-    if "forward" in experts.__dict__ and not getattr(experts, "_is_hooked", False):
-        return "its forward was replaced on the instance"
+    if replaced := forward_obstacle(experts):
+        return replaced
     if torch.nn.utils.parametrize.is_parametrized(experts):
         return "parametrized: its weight is computed anew in each forward"
     if not weight.is_floating_point():
