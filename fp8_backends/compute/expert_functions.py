@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..numerics.forwards import forward_obstacle
 from ..numerics.modules import CONTAINER
 from ..numerics.sharded_tensor import full_shape
 
@@ -85,8 +86,8 @@ def obstacle(experts: nn.Module, part: str) -> str | None:
         return f"{type(experts).__name__} multiplies by this 3-D Parameter outside transformers' expert functions"
     if getattr(experts, "_is_expert_parallel", False):
         return "expert parallel: each rank has other experts, which FP8 does not follow yet"
-    if "forward" in experts.__dict__:
-        return "its forward was replaced on the instance"
+    if replaced := forward_obstacle(experts):
+        return replaced
     if torch.nn.utils.parametrize.is_parametrized(experts):
         return "parametrized: its weight is computed anew in each forward"
     if not weight.is_floating_point():

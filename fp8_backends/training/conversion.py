@@ -22,6 +22,7 @@ from ..compute.conv1d import is_conv1d, linear_like
 from ..compute.expert_functions import ExpertWeights
 from ..compute.interface import Compute, ConvertsConv1D, ConvertsExperts, ConvertsNorms, FusesActivations, Fusion
 from ..errors import FP8BackendError, RecipeError
+from ..numerics.forwards import follows_class
 from ..numerics.modules import CONVERSION, HEAD_CONVERSION, Conversion, check_is_module, plain_name
 from ..recipes.comparison import differences
 from . import fused_head
@@ -377,7 +378,8 @@ def swap_class(linear: nn.Module, carrier: nn.Module, recipe: Recipe, mark: str 
     `restore_layer` needs is noted under `mark`."""
     attributes = _added_attributes(carrier)
     conversion = Conversion(type(linear), type(carrier), tuple(attributes), tuple(carrier._buffers), recipe)
-    linear.__class__ = type(carrier)
+    with follows_class(linear):
+        linear.__class__ = type(carrier)
     linear.__dict__.update(attributes)
     linear._buffers.update(carrier._buffers)
     linear._non_persistent_buffers_set.update(carrier._buffers)
@@ -392,7 +394,8 @@ def restore_layer(linear: nn.Module) -> None:
     conversion: Conversion = linear.__dict__.pop(mark)
     for undo in reversed(conversion.undo):
         undo(linear)
-    linear.__class__ = conversion.original
+    with follows_class(linear):
+        linear.__class__ = conversion.original
     for name in conversion.attributes:
         linear.__dict__.pop(name, None)
     for name in conversion.buffers:
