@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import tempfile
 
 import torch
 import torch.distributed as dist
@@ -346,6 +347,49 @@ def ready(model, spec, lr=3e-3):
     model, optimizer = fp8_backends.prepare(model, torch.optim.AdamW(model.parameters(), lr=lr, foreach=False), spec)
     levels.expect_equal_gradients(model)
     return model, optimizer
+
+
+def in_transformers_fsdp2(model, **sizes):
+    """The model as `from_pretrained(distributed_config=…)` distributes it."""
+    from transformers.distributed.configuration_utils import DistributedConfig
+    from transformers.distributed.utils import initialize_distributed_mesh
+
+    config = DistributedConfig(**sizes)
+    return model.maybe_distribute_model(model, config, initialize_distributed_mesh(config)[1])
+
+
+def check_expert_parallel_ranks_with_other_batches_resume_and_are_saved_whole() -> dict:
+    """transformers' FSDP2 shards the rest of the model, and tokens travel as codes."""
+    import transformers
+
+    spec = FP8RecipeKwargs(backend="native:delayed", amax_history_len=4, activation_comm="fp8")
+
+    def fresh(seed):
+        model = in_transformers_fsdp2(build("mixtral", seed), fsdp_size=2, ep_size=2)
+        return fp8_backends.prepare(model, torch.optim.AdamW(model.parameters(), lr=3e-3), spec)
+
+    model, optimizer = fresh(0)
+    losses = steps(model, optimizer, range(2))
+    copies = [[torch.empty_like(state) for _ in range(dist.get_world_size())] for state in states_of(model)]
+    for state, found in zip(states_of(model), copies, strict=True):
+        dist.all_gather(found, state)
+        assert all(torch.equal(each, state) for each in found)
+    saved = copy.deepcopy(get_state_dict(model, optimizer))
+    other, resumed = fresh(3)
+    set_state_dict(other, resumed, model_state_dict=saved[0], optim_state_dict=saved[1])
+    ((_, root, found),), ((_, other_root, _),) = map(conversion.prepared_roots, (model, other))
+    found.compute.load_scaling_state(other_root, found.compute.scaling_state(root))
+    assert steps(other, resumed, range(2, 4)) == steps(model, optimizer, range(2, 4))
+    experts = model.get_parameter(EXPERTS).full_tensor()
+    with tempfile.TemporaryDirectory() as folder:
+        folders = [folder]
+        dist.broadcast_object_list(folders)
+        model.save_pretrained(folders[0])
+        dist.barrier()
+        plain = transformers.AutoModelForCausalLM.from_pretrained(folders[0])
+        dist.barrier()
+    assert torch.equal(plain.get_parameter(EXPERTS), experts)
+    return {"losses": losses}
 
 
 def states_of(model):
