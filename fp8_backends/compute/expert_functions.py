@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..numerics.formats import COMPUTE_DTYPES
 from ..numerics.modules import CONTAINER
 from ..numerics.sharded_tensor import full_shape
 
@@ -25,11 +26,21 @@ NAME = "fp8_backends"
 """The name of the function in transformers' registry."""
 
 
-class ExpertWeight(nn.Module):
-    """Stands for one 3-D weight of an experts module, which goes on holding the Parameter itself."""
+def sizes_of(experts: nn.Module, part: str) -> tuple[int, int, int]:
+    """(experts, out, in) of the 3-D Parameter `part`."""
+    count, *sizes = full_shape(experts._parameters[part])
+    return count, *(reversed(sizes) if experts.is_transposed else sizes)
 
-    def __init__(self, experts: nn.Module, part: str) -> None:
-        super().__init__()
+
+class ExpertWeight(nn.Module):
+    """Stands for one 3-D weight of an experts module, which goes on holding the Parameter itself.
+
+    Args:
+        base: what a class beside this one is built with.
+    """
+
+    def __init__(self, experts: nn.Module, part: str, **base: Any) -> None:
+        super().__init__(**base)
         self.fp8_part = part
         self.fp8_experts = (experts,)  # in a tuple, lest it becomes a child
         self.fp8_transposed = experts.is_transposed
@@ -43,16 +54,51 @@ class ExpertWeight(nn.Module):
     @property
     def sizes(self) -> tuple[int, int, int]:
         """(experts, out, in)"""
-        experts, *sizes = full_shape(self.weight)
-        return experts, *(reversed(sizes) if self.fp8_transposed else sizes)
+        return sizes_of(self.fp8_experts[0], self.fp8_part)
 
 
 class ExpertWeights(nn.ModuleDict):
-    """The converted weights of one experts module, by the Parameter's name, and how to run the module with them."""
+    """The converted weights of one experts module, by the Parameter's name. Runs the module with them in FP8.
+
+    Tokens [tokens, hidden] go to the experts `top_k_index` [tokens, k], and the results are added with the weights
+    `top_k_weights` [tokens, k], as in the module that it stands in for. Products come in the autocast dtype if autocast
+    is on, else in the input's. In eval mode, unless the recipe says `use_autocast_during_eval`, and without tokens,
+    the function runs that the model's configuration names.
+    """
+
+    @property
+    def fp8_in_eval(self) -> bool:
+        """Whether the recipe has FP8 in eval mode too."""
+        raise NotImplementedError
+
+    def groups(self, ids: torch.Tensor, experts: int) -> Any:
+        """What products ask of the experts of sorted rows: `ids`, int64 [rows], rising."""
+        raise NotImplementedError
+
+    def product(
+        self, experts: nn.Module, part: str, x: torch.Tensor, groups: Any, out_dtype: torch.dtype
+    ) -> torch.Tensor:
+        """[rows, out] from sorted rows [rows, in], each with its expert's weight and bias, converted or not."""
+        raise NotImplementedError
 
     def run(self, experts: nn.Module, hidden_states, top_k_index, top_k_weights) -> torch.Tensor:
-        """What the experts module returns. Shapes as in transformers: [tokens, hidden], [tokens, k] twice."""
-        raise NotImplementedError
+        device = hidden_states.device.type
+        out_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_states.dtype
+        in_fp8 = experts.training or self.fp8_in_eval
+        if not in_fp8 or out_dtype not in COMPUTE_DTYPES or hidden_states.numel() == 0:
+            return function_before(experts)(experts, hidden_states, top_k_index, top_k_weights)
+        tokens, k = top_k_index.shape
+        ids, order = torch.sort(top_k_index.reshape(-1), stable=True)
+        first = first_weight(experts)
+        groups = self.groups(ids, getattr(experts, first).shape[0])
+        y = self.product(experts, first, hidden_states.index_select(0, order // k), groups, out_dtype)
+        y = experts._apply_gate(y) if has_gate(experts) else experts.act_fn(y)
+        y = self.product(experts, "down_proj", y, groups, out_dtype)
+        if getattr(experts, "has_post_expert_norm", False):
+            y = experts.post_expert_norm(y)
+        y = y * top_k_weights.reshape(-1).index_select(0, order).unsqueeze(-1)
+        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        return y.index_select(0, back).view(tokens, k, -1).sum(1).to(hidden_states.dtype)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -15,7 +15,7 @@ from ...numerics.formats import E4M3
 from ...numerics.kernels.quantize.layouts import Layouts
 from ...numerics.scaling import new_delayed_state
 from ...numerics.sharded_tensor import full_shape
-from ..expert_functions import ExpertWeight, ExpertWeights, first_weight, function_before, has_gate
+from ..expert_functions import ExpertWeight, ExpertWeights
 from ..interface import COMPUTE_DTYPES, Recipe
 from .grouped_function import GroupedFunction, gradient_by_rows, quantized_weight
 from .grouped_products import Groups
@@ -62,35 +62,16 @@ def build(experts: nn.Module, parts: list[str], rule: LayerRule, shared: SharedC
 
 
 class FP8Experts(ExpertWeights):
-    """Runs an experts module of transformers with its converted weights in FP8.
+    """Grouped products of all experts of a module."""
 
-    Tokens [tokens, hidden] go to the experts `top_k_index` [tokens, k], and the results are added with the weights
-    `top_k_weights` [tokens, k], as in the module that it stands in for. Products come in the autocast dtype if autocast
-    is on, else in the input's. In eval mode, unless the recipe says `use_autocast_during_eval`, and without tokens,
-    the function runs that the model's configuration names.
-    """
+    @property
+    def fp8_in_eval(self) -> bool:
+        return next(iter(self.values())).fp8_rule.fp8_in_eval
 
-    def run(self, experts: nn.Module, hidden_states, top_k_index, top_k_weights) -> torch.Tensor:
-        rule = next(iter(self.values())).fp8_rule
-        device = hidden_states.device.type
-        out_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_states.dtype
-        in_fp8 = experts.training or rule.fp8_in_eval
-        if not in_fp8 or out_dtype not in COMPUTE_DTYPES or hidden_states.numel() == 0:
-            return function_before(experts)(experts, hidden_states, top_k_index, top_k_weights)
-        tokens, k = top_k_index.shape
-        ids, order = torch.sort(top_k_index.reshape(-1), stable=True)
-        first = first_weight(experts)
-        groups = Groups.of(ids, getattr(experts, first).shape[0])
-        y = self._linear(experts, first, hidden_states.index_select(0, order // k), groups, out_dtype)
-        y = experts._apply_gate(y) if has_gate(experts) else experts.act_fn(y)
-        y = self._linear(experts, "down_proj", y, groups, out_dtype)
-        if getattr(experts, "has_post_expert_norm", False):
-            y = experts.post_expert_norm(y)
-        y = y * top_k_weights.reshape(-1).index_select(0, order).unsqueeze(-1)
-        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        return y.index_select(0, back).view(tokens, k, -1).sum(1).to(hidden_states.dtype)
+    def groups(self, ids: torch.Tensor, experts: int) -> Groups:
+        return Groups.of(ids, experts)
 
-    def _linear(self, experts: nn.Module, part: str, x, groups: Groups, out_dtype: torch.dtype) -> torch.Tensor:
+    def product(self, experts: nn.Module, part: str, x, groups: Groups, out_dtype: torch.dtype) -> torch.Tensor:
         weight, transposed = getattr(experts, part), experts.is_transposed
         if part in self:
             y = self[part](x, weight, groups, out_dtype)
