@@ -5,6 +5,10 @@ and `down_proj`. The module's class says with attributes how they lie (`is_trans
 its forward calls the function that the configuration names (`_experts_implementation`). Here a function of this package
 joins that registry, and converted modules, and only these, name it.
 
+Under expert parallelism (transformers' `MoEParamShard`) a weight is a DTensor whose first dimension, that of experts,
+lies on the ranks of a mesh. The module's forward then sees this rank's experts alone, and the ids that it gets count
+from the first of them; one past the last marks a row that belongs to another rank.
+
 A converted weight stays the module's own Parameter. Its counter and scaling state lie in an `ExpertWeight` beside it,
 under `fp8_weights`, a segment that the names of this package leave out.
 """
@@ -20,14 +24,14 @@ from torch import nn
 
 from ..numerics.formats import COMPUTE_DTYPES
 from ..numerics.modules import CONTAINER
-from ..numerics.sharded_tensor import full_shape
+from ..numerics.sharded_tensor import full_shape, is_distributed
 
 NAME = "fp8_backends"
 """The name of the function in transformers' registry."""
 
 
 def sizes_of(experts: nn.Module, part: str) -> tuple[int, int, int]:
-    """(experts, out, in) of the 3-D Parameter `part`."""
+    """(experts of all ranks, out, in) of the 3-D Parameter `part`."""
     count, *sizes = full_shape(experts._parameters[part])
     return count, *(reversed(sizes) if experts.is_transposed else sizes)
 
@@ -47,13 +51,29 @@ class ExpertWeight(nn.Module):
         """Whether the Parameter is [experts, in, out], and not [experts, out, in]."""
 
     @property
+    def fp8_owner(self) -> tuple[nn.Module, str]:
+        """What `numerics.modules.owner_of` returns."""
+        return self.fp8_experts[0], self.fp8_part
+
+    @property
     def weight(self) -> nn.Parameter:
         """The Parameter, in three dimensions."""
         return self.fp8_experts[0]._parameters[self.fp8_part]
 
     @property
+    def own_experts(self) -> slice:
+        """Those that this rank runs: all of them, without expert parallelism. To be asked outside of a forward, in
+        which the Parameter is this rank's part."""
+        experts, weight = self.fp8_experts[0], self.weight
+        if not (is_expert_parallel(experts) and is_distributed(weight)):
+            return slice(0, self.sizes[0])
+        # the mesh of FSDP2, which gathers a weight before it runs, comes first
+        first = weight.device_mesh.get_local_rank(weight.device_mesh.ndim - 1) * experts.num_experts
+        return slice(first, first + experts.num_experts)
+
+    @property
     def sizes(self) -> tuple[int, int, int]:
-        """(experts, out, in)"""
+        """(experts of all ranks, out, in)"""
         return sizes_of(self.fp8_experts[0], self.fp8_part)
 
 
@@ -72,7 +92,8 @@ class ExpertWeights(nn.ModuleDict):
         raise NotImplementedError
 
     def groups(self, ids: torch.Tensor, experts: int) -> Any:
-        """What products ask of the experts of sorted rows: `ids`, int64 [rows], rising."""
+        """What products ask of the experts of sorted rows: `ids`, int64 [rows], rising; `experts` for rows that belong
+        to none of this rank's."""
         raise NotImplementedError
 
     def product(
@@ -90,10 +111,14 @@ class ExpertWeights(nn.ModuleDict):
         tokens, k = top_k_index.shape
         ids, order = torch.sort(top_k_index.reshape(-1), stable=True)
         first = first_weight(experts)
-        groups = self.groups(ids, getattr(experts, first).shape[0])
-        y = self.product(experts, first, hidden_states.index_select(0, order // k), groups, out_dtype)
+        number = len(own_part(experts, first))
+        groups = self.groups(ids, number)
+        # rows for the experts of other ranks lie at the end: zeros there keep out of the amaxes what belongs to none
+        foreign = (ids >= number).unsqueeze(1) if is_expert_parallel(experts) else None
+        x = _without(foreign, hidden_states.index_select(0, order // k))
+        y = _without(foreign, self.product(experts, first, x, groups, out_dtype))
         y = experts._apply_gate(y) if has_gate(experts) else experts.act_fn(y)
-        y = self.product(experts, "down_proj", y, groups, out_dtype)
+        y = _without(foreign, self.product(experts, "down_proj", y, groups, out_dtype))
         if getattr(experts, "has_post_expert_norm", False):
             y = experts.post_expert_norm(y)
         y = y * top_k_weights.reshape(-1).index_select(0, order).unsqueeze(-1)
@@ -103,6 +128,11 @@ class ExpertWeights(nn.ModuleDict):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         _register()  # unpickled, maybe by a process that has converted nothing
+
+
+def _without(foreign: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
+    """These rows with zeros for those that are `foreign` [rows, 1], in their gradient too."""
+    return rows if foreign is None else rows.masked_fill(foreign, 0.0)
 
 
 class ExpertsConfig:
@@ -129,9 +159,7 @@ def obstacle(experts: nn.Module, part: str) -> str | None:
         return "expert weights in one 3-D Parameter: this transformers has no registry of expert functions (5.0 has)"
     if part not in _parts(experts):
         return f"{type(experts).__name__} multiplies by this 3-D Parameter outside transformers' expert functions"
-    if getattr(experts, "_is_expert_parallel", False):
-        return "expert parallel: each rank has other experts, which FP8 does not follow yet"
-    if "forward" in experts.__dict__:
+    if "forward" in experts.__dict__ and not getattr(experts, "_is_hooked", False):
         return "its forward was replaced on the instance"
     if torch.nn.utils.parametrize.is_parametrized(experts):
         return "parametrized: its weight is computed anew in each forward"
@@ -159,6 +187,18 @@ def _parts(experts: nn.Module) -> tuple[str, ...]:
 def first_weight(experts: nn.Module) -> str:
     """The name of the weight that is multiplied first."""
     return "gate_up_proj" if has_gate(experts) else "up_proj"
+
+
+def is_expert_parallel(experts: nn.Module) -> bool:
+    """Whether each rank of a mesh has other experts, and ids count those of this rank."""
+    return getattr(experts, "_is_expert_parallel", False)
+
+
+def own_part(experts: nn.Module, name: str) -> torch.Tensor:
+    """What this rank has of a Parameter in the module's forward, differentiable. transformers' plans put it there; who
+    shards by hand may leave a DTensor."""
+    parameter = getattr(experts, name)
+    return parameter.to_local() if is_distributed(parameter) else parameter
 
 
 def has_gate(experts: nn.Module) -> bool:

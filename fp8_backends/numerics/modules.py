@@ -51,6 +51,17 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
+def owner_of(layer: nn.Module) -> tuple[nn.Module, str]:
+    """The module whose Parameter the weight of a converted layer is, and the Parameter's name in it: the layer itself,
+    but for what stands for a weight of an experts module."""
+    return getattr(layer, "fp8_owner", (layer, "weight"))
+
+
+def weight_name(name: str, layer: nn.Module) -> str:
+    """The Parameter's name, from that of its converted layer. The weights of experts bear the Parameter's already."""
+    return name if owner_of(layer)[0] is not layer else f"{name}.weight".lstrip(".")
+
+
 def check_is_module(model: object, hint: str = "") -> None:
     """Raise `FP8BackendError` for what is no module, such as the pair that `prepare` returns. `hint` ends the text."""
     if not isinstance(model, nn.Module):

@@ -67,6 +67,18 @@ def belongings_kept(module: nn.Module) -> Iterator[None]:
             _give_back(parameter, *belongings)
 
 
+class KeepsBelongings:
+    """`_apply` of a module whose class is not this package's, with `belongings_kept` around it. An object and not a
+    closure, so that modules pickle."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __call__(self, fn, recurse: bool = True) -> nn.Module:
+        with belongings_kept(self.module):
+            return type(self.module)._apply(self.module, fn, recurse)
+
+
 def _belongings(parameter: torch.Tensor) -> tuple[dict[str, Any], Any, Any]:
     """What belongs to the Parameter object and not to the values: attributes and hooks."""
     attributes = {name: value for name, value in parameter.__dict__.items() if name not in _STORAGE}

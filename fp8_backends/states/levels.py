@@ -27,7 +27,8 @@ from torch import nn
 
 from ..errors import FP8BackendError
 from ..numerics.formats import ROOT8
-from ..numerics.parameter_swap import refuse_if_held, swap
+from ..numerics.modules import owner_of, weight_name
+from ..numerics.parameter_swap import KeepsBelongings, refuse_if_held, swap
 from ..numerics.scaled_tensor import SHARD, ScaledTensor, agree_on_scale, quantize, quantize_pair, write_parts
 from ..numerics.sharded_tensor import (
     dequantize_shards,
@@ -54,7 +55,7 @@ FEEDBACK_LR = "feedback_lr"
 """Key of a parameter group at O5: the learning rate that its first moments are fit for."""
 
 LEVEL = "_fp8_level"
-"""Attribute of a layer whose weight is stored at a level."""
+"""Attribute of a module that has weights which are stored at a level: Parameter name -> level."""
 
 
 class StateFormat(NamedTuple):
@@ -129,23 +130,27 @@ def store_weights(layers: Mapping[str, nn.Module], level: str) -> None:
         FP8BackendError: something else holds on to a weight, or it is sharded already. The error names the weight, and
             no weight has changed.
     """
-    new = {name: layer.weight for name, layer in layers.items() if not _is_stored(layer.weight, level)}
+    weights = {weight_name(name, layer): layer.weight for name, layer in layers.items()}
+    new = {name: weight for name, weight in weights.items() if not _is_stored(weight, level)}
     for name, weight in new.items():
         if is_distributed(weight):
             raise FP8BackendError(
-                f"{name}.weight is sharded already, and its storage can no longer be swapped for level {level}: call "
+                f"{name} is sharded already, and its storage can no longer be swapped for level {level}: call "
                 f"prepare(model, None, spec) first, then fully_shard, then prepare(model, optimizer, spec)"
             )
-        refuse_if_held(weight, f"{name}.weight")
+        refuse_if_held(weight, name)
     for name, weight in new.items():
         if not _is_stored(weight, level):  # it may be tied to a layer before this one
             values = weight.exact() if isinstance(weight, ScaledTensor) else weight.detach()
-            swap(weight, quantize_weight(values, level), f"{name}.weight")
+            swap(weight, quantize_weight(values, level), name)
             cast_gradient(weight)
     for layer in layers.values():
-        layer.__dict__[LEVEL] = level
+        owner, part = owner_of(layer)
+        owner.__dict__.setdefault(LEVEL, {})[part] = level
+        if owner is not layer:  # its class keeps nothing
+            owner.__dict__["_apply"] = KeepsBelongings(owner)
         _add_gradient_hook(layer.weight)
-        _add_state_dict_hooks(layer)
+        _add_state_dict_hooks(owner)
 
 
 def _is_stored(weight: torch.Tensor, level: str) -> bool:
@@ -200,27 +205,46 @@ def plain_weights(model: nn.Module) -> nn.Module:
     This is for a copy that something other than our optimizer writes to, such as an average of weights: steps of 1e-4
     of a weight would be lost in scaled FP16.
     """
-    for layer in model.modules():
-        if LEVEL in layer.__dict__:
-            make_plain(layer)
+    for owner in model.modules():
+        for part in list(owner.__dict__.get(LEVEL, ())):
+            _make_plain(owner, part)
     return model
 
 
 def make_plain(layer: nn.Module) -> None:
     """Undo `store_weights` on one layer: it gets a plain weight with the values of this moment."""
-    weight = layer.weight
-    unmark(layer)
+    _make_plain(*owner_of(layer))
+
+
+def _make_plain(owner: nn.Module, part: str) -> None:
+    weight = owner._parameters[part]
+    _unmark(owner, part)
     if isinstance(weight, ScaledTensor):
         _remove_gradient_hooks(weight)
-        swap(weight, weight.exact(), "weight")
+        swap(weight, weight.exact(), part)
         if isinstance(weight.grad, ScaledTensor):
             weight.grad = weight.grad.dequantize()
 
 
+def is_marked(layer: nn.Module) -> bool:
+    """Whether the weight of a converted layer is stored at a level."""
+    owner, part = owner_of(layer)
+    return part in owner.__dict__.get(LEVEL, ())
+
+
 def unmark(layer: nn.Module) -> None:
     """Let a layer save and load its weight as it is. `store_weights` marks it again."""
-    layer.__dict__.pop(LEVEL, None)
-    _remove_state_dict_hooks(layer)
+    _unmark(*owner_of(layer))
+
+
+def _unmark(owner: nn.Module, part: str) -> None:
+    stored = owner.__dict__.get(LEVEL, {})
+    stored.pop(part, None)
+    if not stored:
+        owner.__dict__.pop(LEVEL, None)
+        if isinstance(owner.__dict__.get("_apply"), KeepsBelongings):
+            del owner.__dict__["_apply"]
+        _remove_state_dict_hooks(owner)
 
 
 # Gradients
@@ -272,19 +296,19 @@ def finish_accumulation(parameters: Iterable[torch.Tensor]) -> None:
             local_part(parameter.grad).finish_accumulation()
 
 
-# State dicts hold plain weights: hooks of a layer dequantize what it saves and quantize what it loads
+# State dicts hold plain weights: hooks of a module dequantize what it saves and quantize what it loads
 
 
-def _add_state_dict_hooks(layer: nn.Module) -> None:
+def _add_state_dict_hooks(module: nn.Module) -> None:
     """Put the hooks behind all that are there: a hook that turns gathered weights back into shards runs first."""
-    _remove_state_dict_hooks(layer)
-    layer.register_state_dict_post_hook(export_plain)
-    layer.register_load_state_dict_pre_hook(load_into_shards)
-    layer.register_load_state_dict_post_hook(quantize_assigned)
+    _remove_state_dict_hooks(module)
+    module.register_state_dict_post_hook(export_plain)
+    module.register_load_state_dict_pre_hook(load_into_shards)
+    module.register_load_state_dict_post_hook(quantize_assigned)
 
 
-def _remove_state_dict_hooks(layer: nn.Module) -> None:
-    for hooks in (layer._state_dict_hooks, layer._load_state_dict_pre_hooks, layer._load_state_dict_post_hooks):
+def _remove_state_dict_hooks(module: nn.Module) -> None:
+    for hooks in (module._state_dict_hooks, module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks):
         # PyTorch wraps hooks that run before loading, and has the hook itself in `hook`
         ours = (export_plain, load_into_shards, quantize_assigned)
         for key in [key for key, hook in hooks.items() if getattr(hook, "hook", hook) in ours]:
@@ -303,7 +327,7 @@ def export_plain(module: nn.Module, state_dict: dict, prefix: str, local_metadat
 def export_ties(root: nn.Module) -> None:
     """Let modules of other kinds that have a stored weight too, such as an embedding or a head that is tied to a
     layer, save it as a plain tensor. Repeating it does nothing."""
-    stored = {id(module.weight) for module in root.modules() if LEVEL in module.__dict__}
+    stored = {id(weight) for module in root.modules() for weight, _ in _stored_weights(module).values()}
     for module in root.modules():
         if LEVEL not in module.__dict__ and not stored.isdisjoint(map(id, module._parameters.values())):
             _remove_state_dict_hooks(module)
@@ -317,13 +341,21 @@ def forget_ties(root: nn.Module) -> None:
             _remove_state_dict_hooks(module)
 
 
-def load_into_shards(layer: nn.Module, state_dict: dict, prefix: str, *_) -> None:
-    """Hook that runs before a layer whose weight is sharded is loaded: it quantizes plain shards with a scale that the
-    ranks agree on. PyTorch's own copy into the shards would choose a scale for each."""
-    weight, new = layer.weight, state_dict.get(f"{prefix}weight")
-    level = layer.__dict__.get(LEVEL)
-    if level is None or not is_distributed(weight) or not is_distributed(new) or new.shape != weight.shape:
-        return  # PyTorch itself says what does not fit
+def _stored_weights(module: nn.Module) -> dict[str, tuple[nn.Parameter, str]]:
+    """The weights of a module that are stored at a level, each with it, by their names."""
+    return {part: (module._parameters[part], level) for part, level in module.__dict__.get(LEVEL, {}).items()}
+
+
+def load_into_shards(module: nn.Module, state_dict: dict, prefix: str, *_) -> None:
+    """Hook that runs before a module whose weights are sharded is loaded: it quantizes plain shards with a scale that
+    the ranks agree on. PyTorch's own copy into the shards would choose a scale for each."""
+    for part, (weight, level) in _stored_weights(module).items():
+        new = state_dict.get(f"{prefix}{part}")
+        if is_distributed(weight) and is_distributed(new) and new.shape == weight.shape:  # else PyTorch says what is
+            _load_into_shards(weight, level, new, state_dict, f"{prefix}{part}")
+
+
+def _load_into_shards(weight: torch.Tensor, level: str, new: torch.Tensor, state_dict: dict, name: str) -> None:
     local = local_part(new)
     if isinstance(local, ScaledTensor):
         if local.unagreed:  # `set_model_state_dict` has copied what it broadcast into the shards themselves
@@ -331,21 +363,19 @@ def load_into_shards(layer: nn.Module, state_dict: dict, prefix: str, *_) -> Non
         return
     new = new.redistribute(weight.device_mesh, weight.placements).to(weight.dtype)
     if local_part(weight.detach()).is_meta:
-        state_dict[f"{prefix}weight"] = quantize_weight_shards(new, level)
+        state_dict[name] = quantize_weight_shards(new, level)
     else:
         write_weight_shards(weight, new)  # FSDP2 knows these shards
-        state_dict[f"{prefix}weight"] = weight
+        state_dict[name] = weight
 
 
-def quantize_assigned(layer: nn.Module, incompatible_keys) -> None:
-    """Hook that runs after a layer was loaded: `load_state_dict(assign=True)` has put a new, plain Parameter in the
-    place of the scaled one."""
-    weight, level = layer.weight, layer.__dict__.get(LEVEL)
-    if level is None:
-        return
-    if not is_distributed(weight) and not isinstance(weight, ScaledTensor):
-        swap(weight, quantize_weight(weight.detach(), level), "weight")
-    _add_gradient_hook(weight)
+def quantize_assigned(module: nn.Module, incompatible_keys) -> None:
+    """Hook that runs after a module was loaded: `load_state_dict(assign=True)` has put new, plain Parameters in the
+    place of scaled ones."""
+    for part, (weight, level) in _stored_weights(module).items():
+        if not is_distributed(weight) and not isinstance(weight, ScaledTensor):
+            swap(weight, quantize_weight(weight.detach(), level), part)
+        _add_gradient_hook(weight)
 
 
 # FSDP2
@@ -354,12 +384,13 @@ def quantize_assigned(layer: nn.Module, incompatible_keys) -> None:
 def watch_shards(model: nn.Module) -> None:
     """Store the gradients of shards as those of whole weights before them: `fully_shard` has made new Parameters, which
     have no hooks. Repeating it does nothing."""
-    layers = [layer for layer in model.modules() if LEVEL in layer.__dict__]
-    for layer in layers:
-        _add_gradient_hook(layer.weight)
-        _add_state_dict_hooks(layer)
+    owners = [module for module in model.modules() if LEVEL in module.__dict__]
+    for owner in owners:
+        for weight, _ in _stored_weights(owner).values():
+            _add_gradient_hook(weight)
+        _add_state_dict_hooks(owner)
     export_ties(model)
-    for parameter in model.parameters() if layers else ():
+    for parameter in model.parameters() if owners else ():
         hooks = (parameter._post_accumulate_grad_hooks or {}).values()
         has_hook = any(hook is copy_gradient or _is_gradient_hook(hook) for hook in hooks)
         if parameter.requires_grad and is_distributed(parameter) and not has_hook:

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..errors import FP8BackendError
 from ..numerics.block_codes import BlockCodes
-from ..numerics.modules import CONVERSION, check_is_module
+from ..numerics.modules import CONVERSION, check_is_module, owner_of, weight_name
 from ..numerics.parameter_swap import refuse_if_held, swap
 from ..numerics.scaled_operations import keep_changes
 from ..numerics.scaled_tensor import ScaledTensor
@@ -70,7 +70,7 @@ class StoredWeight:
 
     def make_plain(self) -> None:
         """Give the layer a plain weight. Its gradient and what happens to that stay."""
-        if levels.LEVEL not in self.layer.__dict__:
+        if not levels.is_marked(self.layer):
             for undo in reversed(self.layer.__dict__[CONVERSION].undo):  # as where a frozen weight is restored
                 undo(self.layer)
             return
@@ -80,7 +80,8 @@ class StoredWeight:
 
     def store_again(self) -> str | None:
         """Let the Parameter hold its form again, with what was written since; or say why it cannot."""
-        is_same = self.layer._parameters.get("weight") is self.parameter
+        owner, part = owner_of(self.layer)
+        is_same = owner._parameters.get(part) is self.parameter
         if not is_same or CONVERSION not in self.layer.__dict__ or not _is_plain(self.parameter):
             return None  # replaced or restored since; or tied to a layer before it
         values = self.parameter.detach()
@@ -102,7 +103,7 @@ def _stored_weights(model: nn.Module) -> list[StoredWeight]:
     found = []
     for prefix, root, prepared in prepared_roots(model):
         for name, layer in converted_layers(root, prepared).items():
-            weight, name = layer.weight, f"{prefix}.{name}.weight".strip(".")
+            weight, name = layer.weight, f"{prefix}.{weight_name(name, layer)}".strip(".")
             if is_distributed(weight) or getattr(weight, "shared_out", False):
                 raise FP8BackendError(
                     f"{name}: this rank has only a part of what is stored of it (sharded weights, or levels O3 and O4 "

@@ -21,6 +21,7 @@ from fp8_backends.compute.native.grouped_scaling import (
     quantize_lines,
     quantize_lines_of_experts,
 )
+from fp8_backends.compute.native.layer_rule import Stored
 from fp8_backends.compute.native.ledger import Ledger
 from fp8_backends.compute.products import engine_of_gpu, scaled_product
 from fp8_backends.numerics.formats import E4M3
@@ -29,7 +30,7 @@ from fp8_backends.recipes import handlers as recipes
 from fp8_backends.recipes.handlers import FP8RecipeKwargs
 from fp8_backends.training import preparation
 
-SCALINGS = ("native:dynamic", "native:delayed", "native:rowwise")
+SCALINGS = tuple(f"native:{scaling}" for scaling in NativeCompute.scalings)
 PARTS = ("gate_up_proj", "down_proj")
 
 
@@ -144,6 +145,31 @@ def test_without_tokens_and_in_evaluation_the_module_runs_as_it_was():
     assert all(layer.fp8_products.tolist() == [1, 0, 0, 0] for layer in root.experts.fp8_weights.values())
 
 
+@pytest.mark.parametrize("placed", [False, True], ids=["as they lie", "as on a GPU"])
+@pytest.mark.parametrize("backend", SCALINGS)
+def test_rows_for_the_experts_of_other_ranks_count_for_nothing(backend, placed, monkeypatch):
+    """What expert parallelism without an exchange gives a rank: all tokens, of which some go to an expert behind its
+    own, with weight zero. One of them is all inf. The numbers are those of a batch with the other rows alone."""
+    for module in (grouped_products, grouped_scaling):
+        monkeypatch.setattr(module, "has_places", lambda tensor: placed)
+    hidden, chosen, weights = routed(40)
+    foreign = torch.rand(40, 2, generator=torch.Generator().manual_seed(1)) < 0.5
+    foreign[5] = True
+    hidden[5] = float("inf")
+    token, slot = torch.where(~foreign)
+    dy = torch.randn(40, WIDTH, generator=torch.Generator().manual_seed(0))
+    shared, alone = (prepared("gpt_oss", backend)[0] for _ in range(2))
+    shared.experts._is_expert_parallel = True
+    masked = chosen.masked_fill(foreign, EXPERTS), weights.masked_fill(foreign, 0.0)
+    y, dx, dw = run(shared, hidden, *masked, dy)
+    rows, dx_rows, dw_rows = run(alone, hidden[token], chosen[token, slot, None], weights[token, slot, None], dy[token])
+    assert torch.equal(y, torch.zeros_like(y).index_add(0, token, rows))
+    assert torch.equal(dx, torch.zeros_like(dx).index_add(0, token, dx_rows))
+    assert torch.equal(dw[token, slot], dw_rows[:, 0]) and not dw[foreign].any()
+    for name, parameter in shared.experts.named_parameters():
+        assert torch.equal(parameter.grad, alone.experts.get_parameter(name).grad), name
+
+
 @pytest.mark.parametrize(
     "autocast,weights", [(torch.float16, torch.float32), (None, torch.float16), (None, torch.float32)]
 )
@@ -245,9 +271,10 @@ def test_a_gpu_accepts_every_product(backend, transposed):
             weight = torch.empty((5, into, out) if transposed else (5, out, into), device="cuda")
             groups = Groups.of(torch.empty(37, dtype=torch.long, device="cuda"), 5)
             context, ledger = Context(), Ledger(torch.device("cuda"))
-            w8 = quantized_weight(rule, weight, None, transposed, True)
+            stored = Stored.of(weight)
+            operands = *groups, *quantized_weight(rule, stored, None, transposed, True), *stored
             y = GroupedFunction.forward(
-                context, x, weight, ledger, None, rule, transposed, torch.bfloat16, True, False, *groups, *w8
+                context, x, weight, ledger, None, rule, transposed, torch.bfloat16, True, False, *operands
             )
             with torch.no_grad():  # as autograd calls it
                 dx, dw, *_ = GroupedFunction.backward(context, torch.empty_like(y))

@@ -29,7 +29,7 @@ from torch import nn
 from ...numerics.faults import Faults
 from ...numerics.formats import RECIPE_FORMATS
 from ...numerics.kernels.triton_gate import usable
-from ...numerics.scaling import ROWS, Quantized, look_at_state, rolled_delayed_states, rolled_window_states
+from ...numerics.scaling import Quantized, look_at_state, rolled_delayed_states, rolled_window_states
 from ...numerics.sharded_tensor import local_part
 from ...numerics.statistics import Cast
 from ..counts import DGRAD, KINDS, ProductCounts, inside_backward
@@ -145,12 +145,12 @@ class NativeCompute(Compute):
 
     def engine(self, module: FP8Products | FP8ExpertWeight) -> str:
         """The engine for the dtype of the layer's last FP8 result (bf16 before any)."""
+        rule, device = module.fp8_rule, module.weight.device
+        if rule.has_blocks:
+            return block_engine_for(device, module.fp8_out_dtype, rule.along.blocks.columns)
         if isinstance(module, FP8ExpertWeight):
-            return grouped_engine_for(module.weight.device)
-        along = module.fp8_rule.along
-        if along is None or along.blocks is ROWS:
-            return engine_for(module.weight.device, module.fp8_out_dtype)
-        return block_engine_for(module.weight.device, module.fp8_out_dtype, along.blocks.columns)
+            return grouped_engine_for(device)
+        return engine_for(device, module.fp8_out_dtype)
 
     def products(self, module: FP8Products) -> ProductCounts:
         return module.fp8_ledger.total()

@@ -8,16 +8,27 @@ from ...numerics.formats import E4M3, E5M2
 from ...numerics.kernels.quantize.layouts import Layouts
 from ...numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT, Quantized
 from ..derivatives import refuse_second_derivative
+from .grouped_blocks import (
+    experts_in_blocks,
+    grouped_block_product,
+    grouped_block_wgrad,
+    quantize_groups_in_blocks,
+)
 from .grouped_products import Groups, grouped_product, grouped_wgrad, plain_product, plain_wgrad
 from .grouped_scaling import (
+    amaxes_of_experts,
+    amaxes_of_groups,
+    codes_of_experts,
     delayed_scales,
+    power_of_two_scales,
     quantize_experts,
     quantize_groups,
     quantize_lines,
     quantize_lines_of_experts,
     record_amaxes,
+    window_scales,
 )
-from .layer_rule import LayerRule
+from .layer_rule import LayerRule, Stored
 from .linear import DGRAD, FPROP, WGRAD
 
 
@@ -25,31 +36,37 @@ class GroupedFunction(torch.autograd.Function):
     """y [rows, out] = x [rows, in] @ w[e].T for the rows of each expert e.
 
     The weight is [experts, out, in], or [experts, in, out] where it is `transposed`. `keeps` says whether backward may
-    follow, `records` whether the amaxes go into the delayed rule's states. `operands` are the tensors of the `Groups`
-    and of `quantized_weight`.
+    follow, `records` whether the amaxes go into the rule's states. `operands` are the tensors of the `Groups`, of
+    `quantized_weight`, and of the weight as it is `Stored`.
     """
 
     @staticmethod
     def forward(ctx, x, weight, ledger, state, rule, transposed, out_dtype, keeps, records, *operands):
-        groups, w8 = Groups(*operands[:6]), Layouts(*operands[6:])
+        groups, w8, stored = Groups(*operands[:6]), Layouts(*operands[6:11]), Stored(*operands[11:])
         needs_dgrad, needs_wgrad = (keeps and needed for needed in ctx.needs_input_grad[:2])
         saved_for_wgrad = (x, None) if needs_wgrad else ()
-        saved_for_dgrad = (weight, None) if needs_dgrad else ()
+        saved_for_dgrad = ()
         x8 = _quantized_input(rule, x, groups, state, needs_wgrad)
         if rule.high_precision[FPROP]:
-            y = plain_product(x.to(out_dtype), _oriented(weight, transposed).to(out_dtype), groups)
+            y = plain_product(x.to(out_dtype), _oriented(stored.values(out_dtype), transposed), groups)
+        elif rule.has_blocks:
+            y = grouped_block_product(x8.along_columns(), w8.along_columns(), groups, rule, out_dtype)
         else:
             y = grouped_product(x8.along_columns(), w8.along_columns(), groups, fast_accumulation=True)
             y = y.narrow(1, 0, _oriented(weight, transposed).shape[1]).to(out_dtype)
-        amaxes = (x8.amax, w8.amax) if state is not None and records else (None, None)
+        amaxes = (None, None)
+        if state is not None and records:
+            amaxes = x8.amax, None if rule.scaling == "window" else w8.amax
         if ledger is not None:
-            _record(state, INPUT, amaxes[0])
-            _record(state, WEIGHT, amaxes[1])
+            _record(rule, state, INPUT, amaxes[0])
+            _record(rule, state, WEIGHT, amaxes[1])
             ledger.forward(rule, not rule.high_precision[FPROP], *amaxes)
         if needs_wgrad and not rule.high_precision[WGRAD]:
             saved_for_wgrad = x8.along_rows()
         if needs_dgrad and not _dgrad_reads_weight(rule):
             saved_for_dgrad = w8.along_rows()
+        elif needs_dgrad:  # a plain weight as the Parameter, as in `LinearFunction`
+            saved_for_dgrad = (weight, None) if stored.scale_inv is None else stored
         ctx.save_for_backward(*groups, *saved_for_wgrad, *saved_for_dgrad)
         ctx.ledger, ctx.state, ctx.rule, ctx.transposed, ctx.out_dtype = ledger, state, rule, transposed, out_dtype
         ctx.x_dtype, ctx.weight_dtype, ctx.weight_shape = x.dtype, weight.dtype, weight.shape
@@ -67,41 +84,57 @@ class GroupedFunction(torch.autograd.Function):
         if fp8_dgrad or fp8_wgrad:
             dy8 = _quantized_gradient(rule, dy, groups, ctx.state, fp8_dgrad, fp8_wgrad)
             amax = None if ctx.state is None else dy8.amax  # none has a gradient by rows
-            _record(ctx.state, GRAD_OUTPUT, amax)
+            _record(rule, ctx.state, GRAD_OUTPUT, amax)
             ctx.ledger.backward(rule, fp8_dgrad, fp8_wgrad, amax)
         if needs_dgrad:
-            dx = _dgrad(rule, dy, dy8, Quantized(*saved[-2:]), ctx.transposed, groups)
+            dx = _dgrad(rule, dy, dy8, Stored(*saved[-2:]), ctx.transposed, groups)
             dx = dx.narrow(1, 0, ctx.weight_shape[1 if ctx.transposed else 2]).to(ctx.x_dtype)
         if needs_wgrad:
             dw = _wgrad(rule, dy, dy8, Quantized(*saved[:2]), ctx.transposed, groups)
             dw = dw.narrow(1, 0, ctx.weight_shape[1]).narrow(2, 0, ctx.weight_shape[2]).to(ctx.weight_dtype)
-        return dx, dw, *(None,) * 18
+        return dx, dw, *(None,) * 20
 
 
 def gradient_by_rows(rule: LayerRule) -> bool:
     """Whether the output's gradient has a scale for each row of each product."""
-    return rule.along is not None or rule.gradient_format == E5M2
+    return not rule.has_blocks and (rule.along is not None or rule.gradient_format == E5M2)
 
 
-def quantized_weight(rule: LayerRule, weight: torch.Tensor, state, transposed: bool, for_dgrad: bool) -> Layouts:
+def quantized_weight(rule: LayerRule, stored: Stored, state, transposed: bool, for_dgrad: bool) -> Layouts:
     """A weight as [experts, out, in] for fprop, and for dgrad where the same numbers serve. Empty where no product
     takes it so.
 
     Args:
+        stored: data [experts, out, in], or [experts, in, out] where it is `transposed`.
         state: of the delayed rule, or None; only read.
     """
     rows, columns = not rule.high_precision[FPROP], for_dgrad and not _dgrad_reads_weight(rule)
-    return _oriented_layouts(rule, weight.detach(), transposed, state, rows, columns) if rows or columns else Layouts()
+    return _oriented_layouts(rule, stored, transposed, state, rows, columns) if rows or columns else Layouts()
 
 
-def _oriented_layouts(rule, weight, transposed, state, rows: bool, columns: bool) -> Layouts:
+def _oriented_layouts(rule, stored: Stored, transposed, state, rows: bool, columns: bool) -> Layouts:
     """The layouts of a weight as [experts, out, in]."""
+    fmt = rule.forward_format
+    if rule.has_blocks:
+        blocks = rule.along.weight_blocks
+        along_columns = experts_in_blocks(stored, blocks, fmt, transposed) if rows else (None, None)
+        along_rows = experts_in_blocks(stored, blocks, fmt, not transposed) if columns else (None, None)
+        return Layouts(*along_columns, *along_rows)
     rows, columns = (columns, rows) if transposed else (rows, columns)
-    if rule.along is not None:
-        w8 = quantize_lines_of_experts(weight, rule.forward_format, rows, columns)
+    if stored.is_in(fmt):
+        w8 = codes_of_experts(*stored)
+    elif rule.along is not None:
+        w8 = quantize_lines_of_experts(stored.data, fmt, rows, columns, stored.scale_inv)
     else:
-        w8 = quantize_experts(weight, rule.forward_format, _scales(state, WEIGHT), rows, columns)
+        w8 = quantize_experts(stored.data, fmt, _weight_scales(rule, stored, state), rows, columns, stored.scale_inv)
     return Layouts(*w8[2:4], *w8[:2], w8.amax) if transposed else w8
+
+
+def _weight_scales(rule: LayerRule, stored: Stored, state) -> torch.Tensor | None:
+    """The scale of each expert's matrix, where it does not follow from the amax by the dynamic rule. FP32 [experts]."""
+    if rule.scaling == "window":  # MS-AMP takes a weight's amax at the optimizer step: the same number
+        return power_of_two_scales(amaxes_of_experts(stored.data, stored.scale_inv), rule.forward_format)
+    return None if state is None else delayed_scales(state, WEIGHT)
 
 
 def _quantized_input(rule: LayerRule, x: torch.Tensor, groups: Groups, state, needs_wgrad: bool) -> Layouts:
@@ -109,40 +142,51 @@ def _quantized_input(rule: LayerRule, x: torch.Tensor, groups: Groups, state, ne
     rows, columns = not rule.high_precision[FPROP], needs_wgrad and not rule.high_precision[WGRAD]
     if not (rows or columns):
         return Layouts()
-    if rule.along is not None:
-        return quantize_lines(x, groups, rule.forward_format, rows, columns)
-    return quantize_groups(x, groups, rule.forward_format, _scales(state, INPUT), rows, columns)
+    return _quantized(rule, x, groups, rule.forward_format, state, INPUT, rows, columns)
 
 
 def _quantized_gradient(rule: LayerRule, dy, groups: Groups, state, for_dgrad: bool, for_wgrad: bool) -> Layouts:
     """dy for the products that run in FP8."""
     if gradient_by_rows(rule):
         return quantize_lines(dy, groups, E4M3, for_dgrad, for_wgrad)
-    return quantize_groups(dy, groups, rule.gradient_format, _scales(state, GRAD_OUTPUT), for_dgrad, for_wgrad)
+    return _quantized(rule, dy, groups, rule.gradient_format, state, GRAD_OUTPUT, for_dgrad, for_wgrad)
 
 
-def _record(state: torch.Tensor | None, tensor: int, amax: torch.Tensor | None) -> None:
-    """Keep an amax in the states. Compiled code notes it in the ledger instead."""
+def _quantized(rule, x, groups: Groups, fmt, state, tensor: int, rows: bool, columns: bool) -> Layouts:
+    """The rows of an input or of an output's gradient by the rule."""
+    if rule.has_blocks:
+        return quantize_groups_in_blocks(x, groups, rule, fmt, rows, columns)
+    if rule.along is not None:
+        return quantize_lines(x, groups, fmt, rows, columns)
+    if rule.scaling == "window":
+        amax = amaxes_of_groups(x, groups)
+        scales = window_scales(state, tensor, amax, fmt)
+        return quantize_groups(x, groups, fmt, scales, rows, columns)._replace(amax=amax)
+    scales = None if state is None else delayed_scales(state, tensor)
+    return quantize_groups(x, groups, fmt, scales, rows, columns)
+
+
+def _record(rule: LayerRule, state: torch.Tensor | None, tensor: int, amax: torch.Tensor | None) -> None:
+    """Keep an amax that no cast has recorded in the states. Compiled code notes it in the ledger instead."""
     if amax is not None and not torch.compiler.is_compiling():
-        record_amaxes(state, tensor, amax)
-
-
-def _scales(state: torch.Tensor | None, tensor: int) -> torch.Tensor | None:
-    return None if state is None else delayed_scales(state, tensor)
+        record_amaxes(state, tensor, amax, rule.keeps_nan)
 
 
 def _dgrad_reads_weight(rule: LayerRule) -> bool:
-    """Whether dgrad finds the weight itself, and not codes of w.T that forward has made."""
+    """Whether dgrad finds the weight as it is stored, and not codes of w.T that forward has made."""
     return rule.high_precision[DGRAD] or rule.along is not None
 
 
-def _dgrad(rule, dy, dy8: Layouts, w: Quantized, transposed, groups) -> torch.Tensor:
-    """dx [rows, in] from dy [rows, out]; `w` holds the weight itself, or codes of w.T [experts, in, out]."""
+def _dgrad(rule, dy, dy8: Layouts, weight: Stored, transposed, groups) -> torch.Tensor:
+    """dx [rows, in] from dy [rows, out]; `weight` is the weight as it is stored, or codes of w.T [experts, in, out]."""
     if rule.high_precision[DGRAD]:
-        return plain_product(dy, _oriented(w.codes, not transposed).to(dy.dtype), groups)
+        return plain_product(dy, _oriented(weight.values(dy.dtype), not transposed), groups)
+    w8 = Quantized(*weight)
     if rule.along is not None:
-        w = _oriented_layouts(rule, w.codes, transposed, None, False, True).along_rows()
-    return grouped_product(dy8.along_columns(), w, groups)
+        w8 = _oriented_layouts(rule, weight, transposed, None, False, True).along_rows()
+    if rule.has_blocks:
+        return grouped_block_product(dy8.along_columns(), w8, groups, rule, dy.dtype)
+    return grouped_product(dy8.along_columns(), w8, groups)
 
 
 def _wgrad(rule, dy, dy8: Layouts, x: Quantized, transposed, groups) -> torch.Tensor:
@@ -150,8 +194,10 @@ def _wgrad(rule, dy, dy8: Layouts, x: Quantized, transposed, groups) -> torch.Te
     if rule.high_precision[WGRAD]:
         dy, x = dy, x.codes.to(dy.dtype)
         return plain_wgrad(x, dy, groups) if transposed else plain_wgrad(dy, x, groups)
-    dy8 = dy8.along_rows()
-    return grouped_wgrad(x, dy8, groups) if transposed else grouped_wgrad(dy8, x, groups)
+    operands = (x, dy8.along_rows()) if transposed else (dy8.along_rows(), x)
+    if rule.has_blocks:
+        return grouped_block_wgrad(*operands, groups, rule, dy.dtype)
+    return grouped_wgrad(*operands, groups)
 
 
 def _oriented(weight: torch.Tensor, transposed: bool) -> torch.Tensor:

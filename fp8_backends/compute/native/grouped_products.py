@@ -31,10 +31,13 @@ class Groups(NamedTuple):
     for, with zero codes between them. The number of places is the largest possible, so that no one reads the sizes. A
     group without rows gets 16 of zeros, and so a gradient of zeros. Results behind the last group are never read.
     Elsewhere operands have their rows as they lie, and the last four are None.
+
+    Behind the last group may lie rows that belong to none. They must be zeros in an operand, and no product reads or
+    writes them: a result has anything there.
     """
 
     ids: torch.Tensor
-    """int64 [rows], each row's group, rising."""
+    """int64 [rows], each row's group, rising; of rows that belong to none that of the last."""
     ends: torch.Tensor
     """int32 [groups], where each group's rows end: its begin is the end of the one before."""
     places: torch.Tensor | None = None
@@ -48,9 +51,10 @@ class Groups(NamedTuple):
 
     @classmethod
     def of(cls, ids: torch.Tensor, groups: int) -> Groups:
-        """From sorted ids. Nothing is read on the host."""
+        """From sorted ids, those of rows that belong to no group being `groups`. Nothing is read on the host."""
         every = torch.arange(groups, device=ids.device, dtype=ids.dtype)
         ends = torch.searchsorted(ids, every, right=True, out_int32=True)
+        ids = ids.clamp(max=groups - 1)
         return cls(ids, ends, *_places_of(ids, ends)) if has_places(ids) else cls(ids, ends)
 
     @property
@@ -191,7 +195,7 @@ _product_by_group.register_fake(lambda a, a_scale_inv, b, *_: a.new_empty(a.shap
 def _wgrad_by_group(
     a: torch.Tensor, a_scale_inv: torch.Tensor, b: torch.Tensor, b_scale_inv: torch.Tensor, ends: torch.Tensor
 ) -> torch.Tensor:
-    out = _zeros_where_empty(a.new_empty(ends.shape[0], a.shape[0], b.shape[0], dtype=torch.bfloat16), ends)
+    out = zeros_where_empty(a.new_empty(ends.shape[0], a.shape[0], b.shape[0], dtype=torch.bfloat16), ends)
     for group, begin, end in rows_of_groups(ends):
         operands = (Quantized(q[:, begin:end], s[group, :, None]) for q, s in ((a, a_scale_inv), (b, b_scale_inv)))
         out[group] = scaled_product(*operands, torch.bfloat16)
@@ -209,7 +213,7 @@ def rows_of_groups(ends: torch.Tensor) -> list[tuple[int, int, int]]:
     return [(group, *pair) for group, pair in enumerate(zip(bounds, bounds[1:], strict=False)) if pair[0] < pair[1]]
 
 
-def _zeros_where_empty(gradients: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def zeros_where_empty(gradients: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """New memory with zeros for the groups that have no rows: the others are written whole."""
     for group in set(range(len(gradients))) - {group for group, _, _ in rows_of_groups(ends)}:
         gradients[group].zero_()
@@ -246,7 +250,7 @@ _plain_product_by_group.register_fake(lambda a, b, ends: a.new_empty(a.shape[0],
 
 @torch.library.custom_op("fp8_backends::plain_grouped_wgrad", mutates_args=())
 def _plain_wgrad_by_group(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    out = _zeros_where_empty(a.new_empty(ends.shape[0], a.shape[1], b.shape[1]), ends)
+    out = zeros_where_empty(a.new_empty(ends.shape[0], a.shape[1], b.shape[1]), ends)
     for group, begin, end in rows_of_groups(ends):
         out[group] = products.plain_product(a[begin:end].t(), b[begin:end].t())
     return out

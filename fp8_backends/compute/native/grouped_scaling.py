@@ -19,7 +19,19 @@ from ...numerics.kernels.quantize.cpu_casts import serves
 from ...numerics.kernels.quantize.dispatch import cast, quantize, quantize_blocks
 from ...numerics.kernels.quantize.layouts import Layouts
 from ...numerics.kernels.triton_gate import usable
-from ...numerics.scaling import HISTORY, ROWS, SCALE, Quantized, scale_from_amax, scale_inv_of, without_nan
+from ...numerics.scaling import (
+    HISTORY,
+    ROLLS,
+    ROWS,
+    SCALE,
+    WINDOW,
+    Quantized,
+    power_of_two_scale,
+    scale_from_amax,
+    scale_inv_of,
+    times,
+    without_nan,
+)
 from ..products import ALIGNMENT, pad, row_major
 from .grouped_products import Groups, has_places, pad_scales, rows_of_groups
 
@@ -70,7 +82,12 @@ def quantize_lines(x: torch.Tensor, groups: Groups, fmt: Format, rows: bool = Tr
 
 
 def quantize_experts(
-    weight: torch.Tensor, fmt: Format, scale: torch.Tensor | None = None, rows: bool = True, columns: bool = True
+    weight: torch.Tensor,
+    fmt: Format,
+    scale: torch.Tensor | None = None,
+    rows: bool = True,
+    columns: bool = True,
+    stored_scale_inv: torch.Tensor | None = None,
 ) -> Layouts:
     """One scale for each expert.
 
@@ -78,42 +95,44 @@ def quantize_experts(
         weight: [experts, rows, columns], bf16, fp16 or fp32.
         scale: FP32 [experts]; None: from the amaxes.
         rows, columns: the layouts that are needed.
+        stored_scale_inv: FP32, 0-dimensional, a power of two: these are data of a ScaledTensor, and scale, scale_inv
+            and amax those of the values `weight * stored_scale_inv`.
 
     Returns:
         codes [experts, rows, columns] and scale_inv [experts, rows]; transposed [experts, columns, rows] and
         transposed_scale_inv [experts, columns]; rows and columns may be padded. amax: FP32 [experts], NaN left out.
     """
-    if usable(weight):
-        return _kernels().quantize_experts(weight, fmt, scale, rows, columns)
-    if _is_traced(weight):
-        found = torch.ops.fp8_backends.quantize_experts(weight, fmt.dtype, scale, rows, columns, False)
-        return _taken(found, rows, columns, True)
-    if serves(weight):
-        codes, scale_inv, amax = _expert_by_expert(weight, fmt, scale)
-    else:
-        amax = ROWS.amax(weight.flatten(1)).squeeze(1)
-        scale = scale_from_amax(amax, fmt) if scale is None else scale
-        of_rows = scale.repeat_interleave(weight.shape[1]).unsqueeze(1)
-        codes = cast(weight.reshape(-1, weight.shape[2]), of_rows, fmt).view(weight.shape)
-        scale_inv = scale_inv_of(scale, amax)
-    by_rows, by_columns = (Quantized(codes, scale_inv.unsqueeze(1).repeat(1, n)) for n in weight.shape[1:])
-    by_columns = by_columns._replace(codes=codes.transpose(1, 2))
-    return _padded(by_rows if rows else None, by_columns if columns else None, amax)
+    scale = None if scale is None else times(scale, stored_scale_inv)
+    return _of_values(_quantize_data(weight, fmt, scale, rows, columns), stored_scale_inv)
 
 
-def quantize_lines_of_experts(weight: torch.Tensor, fmt: Format, rows: bool = True, columns: bool = True) -> Layouts:
+def quantize_lines_of_experts(
+    weight: torch.Tensor,
+    fmt: Format,
+    rows: bool = True,
+    columns: bool = True,
+    stored_scale_inv: torch.Tensor | None = None,
+) -> Layouts:
     """One scale for each row of each expert, and in `transposed` for each column. As `quantize_experts`, without
     amaxes."""
     if usable(weight):
-        return _kernels().quantize_experts(weight, fmt, None, rows, columns, lines=True)
-    if _is_traced(weight):
+        layouts = _kernels().quantize_experts(weight, fmt, None, rows, columns, lines=True)
+    elif _is_traced(weight):
         found = torch.ops.fp8_backends.quantize_experts(weight, fmt.dtype, None, rows, columns, True)
-        return _taken(found, rows, columns, False)
-    by_rows, by_columns = (
-        _rows_of_experts(matrices, fmt) if wanted else None
-        for matrices, wanted in ((weight, rows), (weight.transpose(1, 2), columns))
-    )
-    return _padded(by_rows, by_columns)
+        layouts = _taken(found, rows, columns, False)
+    else:
+        layouts = _padded(
+            _rows_of_experts(weight, fmt) if rows else None,
+            _rows_of_experts(weight.transpose(1, 2), fmt) if columns else None,
+        )
+    return _of_values(layouts, stored_scale_inv)
+
+
+def codes_of_experts(codes: torch.Tensor, scale_inv: torch.Tensor) -> Layouts:
+    """A weight that is stored in FP8, [experts, rows, columns], with its one scale for every row: views, which products
+    lay out as their engine asks."""
+    of_rows, of_columns = (scale_inv.repeat(len(codes), length) for length in codes.shape[1:])
+    return Layouts(codes, of_rows, codes.transpose(1, 2), of_columns)
 
 
 # on a CPU, and in plain operations
@@ -121,7 +140,7 @@ def quantize_lines_of_experts(weight: torch.Tensor, fmt: Format, rows: bool = Tr
 
 def _group_by_group(x: torch.Tensor, groups: Groups, fmt: Format, scale: torch.Tensor | None):
     """Codes [rows, columns], the scale_inv of each group, and its amax."""
-    codes = torch.empty(x.shape, dtype=fmt.dtype)
+    codes = torch.zeros(x.shape, dtype=fmt.dtype)  # of rows behind the last group too
     amax = torch.zeros(groups.ends.shape[0])
     scale_inv = scale_inv_of(torch.ones_like(amax) if scale is None else scale, amax)
     for group, begin, end in rows_of_groups(groups.ends):
@@ -158,6 +177,35 @@ def _by_rows(x: torch.Tensor, fmt: Format) -> Quantized:
     return Quantized(cast(x, scale, fmt), scale_inv_of(scale, amax).squeeze(1))
 
 
+def _quantize_data(weight: torch.Tensor, fmt: Format, scale: torch.Tensor | None, rows: bool, columns: bool) -> Layouts:
+    """`quantize_experts` of data that are the values."""
+    if usable(weight):
+        return _kernels().quantize_experts(weight, fmt, scale, rows, columns)
+    if _is_traced(weight):
+        found = torch.ops.fp8_backends.quantize_experts(weight, fmt.dtype, scale, rows, columns, False)
+        return _taken(found, rows, columns, True)
+    if serves(weight):
+        codes, scale_inv, amax = _expert_by_expert(weight, fmt, scale)
+    else:
+        amax = ROWS.amax(weight.flatten(1)).squeeze(1)
+        scale = scale_from_amax(amax, fmt) if scale is None else scale
+        of_rows = scale.repeat_interleave(weight.shape[1]).unsqueeze(1)
+        codes = cast(weight.reshape(-1, weight.shape[2]), of_rows, fmt).view(weight.shape)
+        scale_inv = scale_inv_of(scale, amax)
+    by_rows, by_columns = (Quantized(codes, scale_inv.unsqueeze(1).repeat(1, n)) for n in weight.shape[1:])
+    by_columns = by_columns._replace(codes=codes.transpose(1, 2))
+    return _padded(by_rows if rows else None, by_columns if columns else None, amax)
+
+
+def _of_values(layouts: Layouts, stored_scale_inv: torch.Tensor | None) -> Layouts:
+    """Layouts of data as those of `data * stored_scale_inv`: with a power of two the codes are the same."""
+    if stored_scale_inv is None:
+        return layouts
+    names = ("scale_inv", "transposed_scale_inv", "amax")
+    found = {name: getattr(layouts, name) for name in names}
+    return layouts._replace(**{name: each * stored_scale_inv for name, each in found.items() if each is not None})
+
+
 def _rows_of_experts(weight: torch.Tensor, fmt: Format) -> Quantized:
     """One scale for each row of each expert. weight: [experts, n, k] of any strides; scale_inv: [experts, n]."""
     codes, scale_inv = _by_rows(weight.reshape(-1, weight.shape[2]), fmt)
@@ -175,7 +223,7 @@ def _by_columns(x: torch.Tensor, groups: Groups, fmt: Format) -> Quantized:
 
 
 def _columns_group_by_group(x: torch.Tensor, groups: Groups, fmt: Format) -> Quantized:
-    codes = torch.empty(x.shape, dtype=fmt.dtype)
+    codes = torch.zeros(x.shape, dtype=fmt.dtype)  # of rows behind the last group too
     scale_inv = torch.ones(groups.ends.shape[0], x.shape[1])
     for group, begin, end in rows_of_groups(groups.ends):
         layouts = quantize_blocks(x[begin:end], ROWS, fmt, rows=False)
@@ -291,7 +339,7 @@ def _taken(found: list[torch.Tensor], rows: bool, columns: bool, has_amax: bool)
     return Layouts(*by_rows, *by_columns, found[-1] if has_amax else None)
 
 
-# delayed scaling: the state of each expert, int32 [experts, 3, 2 + history length], laid out as a single layer's
+# states of each expert, int32 [experts, 3, 2 + history length], laid out as a single layer's
 
 
 def delayed_scales(states: torch.Tensor, tensor: int) -> torch.Tensor:
@@ -299,7 +347,35 @@ def delayed_scales(states: torch.Tensor, tensor: int) -> torch.Tensor:
     return states.view(torch.float32).select(1, tensor).select(1, SCALE)
 
 
-def record_amaxes(states: torch.Tensor, tensor: int, amax: torch.Tensor) -> None:
-    """history[0] = max(history[0], amax) of each expert, in place. Idempotent; NaN is ignored."""
+def window_scales(states: torch.Tensor, tensor: int, amax: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """`scaling.window_scale` of each expert for INPUT or GRAD_OUTPUT, NaN where the amax is. FP32 [experts]."""
+    warm = states.select(1, tensor).select(1, ROLLS) >= WINDOW
+    scales = power_of_two_scales(amax, fmt)
+    return torch.where(warm & (amax == amax), delayed_scales(states, tensor), scales)
+
+
+def power_of_two_scales(amax: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """`scaling.power_of_two_scale` of each amax; NaN where that is, so that a NaN shows in all that it scales."""
+    return torch.where(amax == amax, power_of_two_scale(amax, fmt), amax)
+
+
+def amaxes_of_groups(x: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """max |x| of the rows of each group, NaN where there is one, 0 for a group without rows. FP32 [groups]."""
+    of_rows = _line_amaxes(x)
+    return of_rows.new_zeros(len(groups.ends)).scatter_reduce(0, groups.ids, of_rows, "amax")
+
+
+def amaxes_of_experts(data: torch.Tensor, stored_scale_inv: torch.Tensor | None) -> torch.Tensor:
+    """max |x| of each expert's values, `data * stored_scale_inv`, NaN where there is one. FP32 [experts]."""
+    return times(_line_amaxes(data.flatten(1)), stored_scale_inv)
+
+
+def _line_amaxes(x: torch.Tensor) -> torch.Tensor:
+    low, high = torch.aminmax(x, dim=1)
+    return torch.maximum(-low, high).float()
+
+
+def record_amaxes(states: torch.Tensor, tensor: int, amax: torch.Tensor, keep_nan: bool = False) -> None:
+    """history[0] = max(history[0], amax) of each expert, in place. Idempotent; NaN is ignored unless `keep_nan`."""
     newest = states.view(torch.float32).select(1, tensor).select(1, HISTORY)
-    newest.copy_(torch.fmax(newest, amax))
+    newest.copy_((torch.maximum if keep_nan else torch.fmax)(newest, amax))

@@ -73,6 +73,11 @@ class LayerRule(NamedTuple):
         return ALONG_CONTRACTION.get(self.scaling)
 
     @property
+    def has_blocks(self) -> bool:
+        """Whether a scale is that of a part of the contraction, and not of all of it."""
+        return self.along is not None and self.along.blocks is not ROWS
+
+    @property
     def keeps_nan(self) -> bool:
         """Whether a NaN counts in an amax and stays in the history, as `record_window_amax` has it."""
         return self.scaling == "window"
