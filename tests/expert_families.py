@@ -13,6 +13,8 @@ import torch
 from model_families import _SIZES, HEADS, LENGTH, VOCABULARY, WIDTH
 from torch import nn
 
+from fp8_backends.numerics.scaled_tensor import ScaledTensor
+
 EXPERTS, TOP_K = 4, 2
 
 _ATTENTION = {"num_key_value_heads": 1, "head_dim": WIDTH // HEADS}
@@ -87,7 +89,8 @@ def routed(tokens: int, seed: int = 0, dtype: torch.dtype = torch.float32, exper
 
 
 class Twin(nn.Module):
-    """The experts as Linears, each of which gets its own tokens as a batch."""
+    """The experts as Linears, each of which gets its own tokens as a batch. Of stored weights these have the values
+    that products read."""
 
     def __init__(self, experts: nn.Module) -> None:
         super().__init__()
@@ -98,7 +101,8 @@ class Twin(nn.Module):
 
     @staticmethod
     def _linear(experts: nn.Module, part: str, expert: int) -> nn.Linear:
-        weight = getattr(experts, part)[expert]
+        weight = getattr(experts, part).detach()
+        weight = (weight.dequantize() if isinstance(weight, ScaledTensor) else weight)[expert]
         weight = weight.t() if experts.is_transposed else weight
         linear = nn.Linear(*reversed(weight.shape), bias=experts.has_bias)
         linear.weight = nn.Parameter(weight.detach().clone())

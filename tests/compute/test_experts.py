@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8_backends
 from fp8_backends.compute.native import experts as experts_module
-from fp8_backends.compute.native import grouped_products, grouped_scaling
+from fp8_backends.compute.native import grouped_blocks, grouped_products, grouped_scaling
 from fp8_backends.compute.native.backend import NativeCompute, layer_rule
 from fp8_backends.compute.native.grouped_function import GroupedFunction, quantized_weight
 from fp8_backends.compute.native.grouped_products import Groups, grouped_product, grouped_wgrad
@@ -25,7 +25,17 @@ from fp8_backends.compute.native.layer_rule import Stored
 from fp8_backends.compute.native.ledger import Ledger
 from fp8_backends.compute.products import engine_of_gpu, scaled_product
 from fp8_backends.numerics.formats import E4M3
-from fp8_backends.numerics.scaling import Quantized
+from fp8_backends.numerics.kernels.quantize.dispatch import quantize_blocks
+from fp8_backends.numerics.scaled_tensor import quantize
+from fp8_backends.numerics.scaling import (
+    INPUT,
+    Quantized,
+    new_window_state,
+    record_window_amax,
+    rolled_window_states,
+    tensor_amax,
+    window_scale,
+)
 from fp8_backends.recipes import handlers as recipes
 from fp8_backends.recipes.handlers import FP8RecipeKwargs
 from fp8_backends.training import preparation
@@ -41,6 +51,17 @@ def prepared(family, backend="native:dynamic", dtype=torch.float32, **fields):
     twin = torch.nn.Sequential(Twin(root.experts))
     for model in (root, twin):
         preparation.prepare_model(model, recipes.resolve(FP8RecipeKwargs(backend=backend, **fields)))
+    return root, twin
+
+
+def prepared_at(level, family, scaling):
+    """Experts whose weights a level stores, and a twin of Linears with the stored values, in FP8 by the same rule."""
+    root, fields = make_experts(family), {"fp8_format": "E4M3"}
+    preparation.prepare_model(
+        root, recipes.resolve(FP8RecipeKwargs(backend=f"native:{scaling}+msamp:{level}", **fields))
+    )
+    twin = torch.nn.Sequential(Twin(root.experts))
+    preparation.prepare_model(twin, recipes.resolve(FP8RecipeKwargs(backend=f"native:{scaling}", **fields)))
     return root, twin
 
 
@@ -79,6 +100,85 @@ def test_experts_are_linears_with_their_weights_and_tokens_to_the_bit(family, ba
         root.zero_grad(), twin.zero_grad()
     layers = experts.fp8_weights.values()
     assert all(layer.fp8_products.tolist() == [3, 3, 3, 0] for layer in layers)
+
+
+@pytest.mark.parametrize(
+    ("level", "scaling", "family"),
+    [
+        ("O1", "delayed", "mixtral"),
+        ("O2", "window", "gpt_oss"),
+        ("O2", "rowwise", "mixtral"),
+        ("O2", "blockwise", "mixtral"),
+        ("O3", "window", "mixtral"),
+        ("O4", "window", "gpt_oss"),
+        ("O4", "mxfp8", "gpt_oss"),
+    ],
+)
+def test_weights_that_a_level_stores_give_the_products_of_linears_with_their_values(level, scaling, family):
+    """FP16 data get a scale for each expert. E4M3 codes have one, a power of two: what a scale of an expert's own would
+    make of these values differs by powers of two that nothing rounds."""
+    root, twin = prepared_at(level, family, scaling)
+    stored = torch.float16 if level in ("O1", "O2") else torch.float8_e4m3fn
+    assert all(getattr(root.experts, part)._data.dtype == stored for part in PARTS)
+    for step in range(2):
+        hidden, chosen, weights = routed(40, step)
+        chosen = chosen % 2 if step else chosen  # two experts without tokens
+        dy = torch.randn(40, WIDTH, generator=torch.Generator().manual_seed(step))
+        ours, theirs = (run(model, hidden, chosen, weights, dy) for model in (root, twin))
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)), step
+        for part in PARTS:
+            gradient, expected = getattr(root.experts, part).grad, twin[0].gradient(part)
+            expected = expected.transpose(1, 2) if root.experts.is_transposed else expected
+            assert gradient._data.dtype == E4M3.dtype
+            expected = quantize(expected, E4M3.dtype)
+            if not root.experts.is_transposed:
+                assert torch.equal(gradient.dequantize(), expected.dequantize())
+            else:  # as above, and then rounded to E4M3: half a step more, or a step of the smallest
+                least = expected._scale_inv.item() * 2**-9
+                torch.testing.assert_close(gradient.dequantize(), expected.dequantize(), rtol=2**-3, atol=least)
+        root.zero_grad(), twin.zero_grad()
+
+
+@pytest.mark.parametrize("rolled", [0, 20], ids=["just in time", "from the history"])
+def test_the_window_of_each_expert_is_a_linears(rolled):
+    """Before and after its first 16 steps; an expert with an inf, one with a NaN, and one without tokens."""
+    x, groups = torch.randn(12, 8), Groups.of(torch.arange(12) // 3, 5)
+    x[4, 2], x[7, 3] = float("inf"), float("nan")
+    states = new_window_state().repeat(5, 1, 1)
+    for step in range(rolled):
+        for expert in range(5):
+            record_window_amax(states[expert], INPUT, torch.tensor(step + expert + 1.0))
+        states = rolled_window_states(states, (E4M3, E4M3, E4M3))
+    amax = grouped_scaling.amaxes_of_groups(x, groups)
+    scales = grouped_scaling.window_scales(states, INPUT, amax, E4M3)
+    grouped_scaling.record_amaxes(recorded := states.clone(), INPUT, amax, keep_nan=True)
+    for expert in range(4):
+        rows = x[3 * expert : 3 * expert + 3]
+        expected = states[expert].clone()
+        record_window_amax(expected, INPUT, tensor_amax(rows))
+        assert torch.equal(
+            recorded[expert].view(torch.float32).nan_to_num(7), expected.view(torch.float32).nan_to_num(7)
+        )
+        scale = window_scale(states[expert], INPUT, tensor_amax(rows), E4M3)
+        assert torch.equal(scales[expert], scale) or (expert == 2 and scales[expert].isnan())
+    assert torch.equal(recorded[4], states[4])
+
+
+@pytest.mark.parametrize("scaling", ["blockwise", "mxfp8"])
+def test_blocks_of_wgrad_begin_anew_with_each_group(scaling):
+    """Groups of every size around that of a block, and none."""
+    rule = layer_rule(recipes.resolve(f"native:{scaling}"))
+    blocks, sizes = rule.along.blocks, (0, 127, 128, 0, 129, 1, 300, 31, 33)
+    groups = Groups.of(torch.repeat_interleave(torch.arange(9), torch.tensor(sizes)), 9)
+    x, dy = torch.randn(sum(sizes), 24), torch.randn(sum(sizes), 40)
+    x8, dy8 = (grouped_blocks.quantize_groups_in_blocks(t, groups, rule, E4M3, False, True) for t in (x, dy))
+    dw = grouped_blocks.grouped_block_wgrad(dy8.along_rows(), x8.along_rows(), groups, rule, torch.float32)
+    for ours, x_rows, dy_rows in zip(dw, x.split(sizes), dy.split(sizes), strict=True):
+        if not len(x_rows):
+            assert not ours.any()
+            continue
+        operands = (quantize_blocks(rows, blocks, E4M3, rows=False).along_rows() for rows in (dy_rows, x_rows))
+        assert torch.equal(ours, rule.along.product(*operands, blocks, torch.float32))
 
 
 def test_where_gradients_have_e5m2_they_get_a_scale_for_each_row_instead():
@@ -260,27 +360,74 @@ class Context:
         self.saved_tensors = tensors
 
 
+def fake_weight(*shape, stored):
+    """A weight on a fake CUDA device, plain, or as a level stores it."""
+    if stored is None:
+        return Stored(torch.empty(shape, device="cuda"), None)
+    return Stored(torch.empty(shape, device="cuda", dtype=stored), torch.empty((), device="cuda"))
+
+
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("backend", ["native:dynamic", "native:rowwise"])
-def test_a_gpu_accepts_every_product(backend, transposed):
+@pytest.mark.parametrize("stored", [None, torch.float16, torch.float8_e4m3fn], ids=["plain", "FP16", "E4M3"])
+@pytest.mark.parametrize("backend", ["native:dynamic", "native:rowwise", "native:window"])
+def test_a_gpu_accepts_every_product(backend, stored, transposed):
     """Fake CUDA tensors run torch's own checks of `_scaled_grouped_mm`: layouts, multiples of 16, shapes of scales."""
     rule = layer_rule(recipes.resolve(backend))
     for out, into in ((64, 32), (40, 24)):
         with FakeTensorMode(), Calls() as calls:
             x = torch.empty(37, into, device="cuda", dtype=torch.bfloat16)
-            weight = torch.empty((5, into, out) if transposed else (5, out, into), device="cuda")
+            shape = (5, into, out) if transposed else (5, out, into)
+            weight, of_weight = torch.empty(shape, device="cuda"), fake_weight(*shape, stored=stored)
+            state = torch.empty(5, 3, 18, dtype=torch.int32, device="cuda") if rule.scaling == "window" else None
             groups = Groups.of(torch.empty(37, dtype=torch.long, device="cuda"), 5)
             context, ledger = Context(), Ledger(torch.device("cuda"))
-            stored = Stored.of(weight)
-            operands = *groups, *quantized_weight(rule, stored, None, transposed, True), *stored
+            operands = *groups, *quantized_weight(rule, of_weight, state, transposed, True), *of_weight
             y = GroupedFunction.forward(
-                context, x, weight, ledger, None, rule, transposed, torch.bfloat16, True, False, *operands
+                context, x, weight, ledger, state, rule, transposed, torch.bfloat16, True, False, *operands
             )
             with torch.no_grad():  # as autograd calls it
                 dx, dw, *_ = GroupedFunction.backward(context, torch.empty_like(y))
         assert y.shape == (37, out) and y.dtype == torch.bfloat16 and y.device.type == "cuda"
         assert dx.shape == x.shape and dx.dtype == x.dtype and dw.shape == weight.shape and dw.dtype == weight.dtype
         assert calls.seen.count(torch.ops.aten._scaled_grouped_mm.default) == 3
+
+
+def _same_shape(target, source):
+    assert target.shape == source.shape and target.dtype == source.dtype
+    return target
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("stored", [None, torch.float16, torch.float8_e4m3fn], ids=["plain", "FP16", "E4M3"])
+@pytest.mark.parametrize("scaling", ["blockwise", "mxfp8"])
+def test_a_gpu_accepts_every_product_in_blocks(scaling, stored, transposed, monkeypatch):
+    """As above, of `torch.nn.functional.scaled_mm` for each expert: the operators are entered, and the sizes of groups
+    given, since a fake tensor has none."""
+    monkeypatch.setattr(grouped_blocks, "rows_of_groups", lambda ends: [(0, 0, 20), (2, 20, 37)])
+    monkeypatch.setattr(grouped_blocks, "zeros_where_empty", lambda gradients, ends: gradients)
+    monkeypatch.setattr(torch.Tensor, "copy_", _same_shape)  # autograd's asks for a CUDA device
+    entered = SimpleNamespace(
+        quantize_block_columns=grouped_blocks._quantize_columns,
+        grouped_block_product=grouped_blocks._product,
+        grouped_block_wgrad=grouped_blocks._wgrad,
+    )
+    rule = layer_rule(recipes.resolve(f"native:{scaling}"))
+    for out, into in ((64, 32), (40, 24)):
+        with FakeTensorMode(), Calls() as calls:
+            monkeypatch.setattr(torch.ops, "fp8_backends", entered)
+            x = torch.empty(37, into, device="cuda", dtype=torch.bfloat16)
+            shape = (3, into, out) if transposed else (3, out, into)
+            weight, of_weight = torch.empty(shape, device="cuda"), fake_weight(*shape, stored=stored)
+            groups = Groups(torch.empty(37, dtype=torch.long, device="cuda"), torch.empty(3, device="cuda"))
+            context, ledger = Context(), Ledger(torch.device("cuda"))
+            operands = *groups, *quantized_weight(rule, of_weight, None, transposed, True), *of_weight
+            y = GroupedFunction.forward(
+                context, x, weight, ledger, None, rule, transposed, torch.bfloat16, True, False, *operands
+            )
+            with torch.no_grad():
+                dx, dw, *_ = GroupedFunction.backward(context, torch.empty_like(y))
+        assert y.shape == (37, out) and dx.shape == x.shape and dw.shape == weight.shape and dw.dtype == weight.dtype
+        assert calls.seen.count(torch.ops.aten._scaled_mm_v2.default) == 6  # of two experts
 
 
 @pytest.mark.parametrize("lines", [False, True])

@@ -92,9 +92,9 @@ def _quantize_columns(
     blocks = ALONG_CONTRACTION[scaling].blocks
     codes, scale_inv = _empty_columns(x, ends, scaling, dtype)
     for group, begin, end in rows_of_groups(ends):
-        layouts = quantize_blocks(x[begin:end], blocks, FORMATS[dtype], rows=False)
-        codes[:, begin:end] = layouts.transposed
-        scale_inv[:, _places_of(group, begin, end, blocks)] = layouts.transposed_scale_inv
+        layouts = quantize_blocks(x.narrow(0, begin, end - begin), blocks, FORMATS[dtype], rows=False)
+        codes.narrow(1, begin, end - begin).copy_(layouts.transposed)
+        scale_inv.narrow(1, *_places_of(group, begin, end, blocks)).copy_(layouts.transposed_scale_inv)
     return codes, scale_inv
 
 
@@ -107,10 +107,9 @@ def _empty_columns(
     return x.new_empty(columns, rows, dtype=dtype), scales
 
 
-def _places_of(group: int, begin: int, end: int, blocks: Blocks) -> slice:
-    """Where the blocks of a group lie: none overlaps another's, whatever the sizes are."""
-    first = begin // blocks.columns + group
-    return slice(first, first - (begin - end) // blocks.columns)
+def _places_of(group: int, begin: int, end: int, blocks: Blocks) -> tuple[int, int]:
+    """Where the blocks of a group lie, and how many they are: none overlaps another's, whatever the sizes are."""
+    return begin // blocks.columns + group, -(-(end - begin) // blocks.columns)
 
 
 def _product(
@@ -124,8 +123,10 @@ def _product(
 ) -> torch.Tensor:
     along, out = ALONG_CONTRACTION[scaling], a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype)
     for group, begin, end in rows_of_groups(ends):
-        rows, matrix = Quantized(a[begin:end], a_scale_inv[begin:end]), Quantized(b[group], b_scale_inv[group])
-        out[begin:end] = along.product(rows, matrix, along.weight_blocks, out_dtype)
+        rows = Quantized(*(each.narrow(0, begin, end - begin) for each in (a, a_scale_inv)))
+        matrix = Quantized(b.select(0, group), b_scale_inv.select(0, group))
+        product = along.product(rows, matrix, along.weight_blocks, out_dtype)
+        out.narrow(0, begin, end - begin).copy_(product)
     return out
 
 
@@ -142,8 +143,11 @@ def _wgrad(
     zeros_where_empty(out, ends)
     for group, begin, end in rows_of_groups(ends):
         places = _places_of(group, begin, end, along.blocks)
-        left, right = (Quantized(q[:, begin:end], s[:, places]) for q, s in ((a, a_scale_inv), (b, b_scale_inv)))
-        out[group] = along.product(left, right, along.blocks, out_dtype)
+        left, right = (
+            Quantized(codes.narrow(1, begin, end - begin), scale_inv.narrow(1, *places))
+            for codes, scale_inv in ((a, a_scale_inv), (b, b_scale_inv))
+        )
+        out.select(0, group).copy_(along.product(left, right, along.blocks, out_dtype))
     return out
 
 
