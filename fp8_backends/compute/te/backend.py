@@ -107,8 +107,6 @@ class TransformerEngineCompute(Compute):
             return "experts of size zero have no product"
         if getattr(experts, "_is_expert_parallel", False):
             return "expert parallel: each rank has other experts, which te does not follow"
-        if recipe.level != "O0":
-            return f"te multiplies no expert weights that a level stores (native:{recipe.scaling} does)"
         if recipe.fp8_params:
             return "fp8_params stores 2-D weights in FP8, and leaves those of experts in high precision"
         return _unaligned(in_features, out_features, recipe)

@@ -13,7 +13,9 @@ import torch.nn.functional as F
 import transformer_engine.pytorch as te
 from torch import nn
 
+from ...numerics.scaled_tensor import ScaledTensor
 from ..expert_functions import ExpertWeight, ExpertWeights, sizes_of
+from . import weights
 from .layer import RUNTIME, TELayer
 from .linear import PlainWgrad
 from .region import ModelState
@@ -21,10 +23,10 @@ from .region import ModelState
 
 def build(experts: nn.Module, parts: list[str], state: ModelState) -> TEExperts:
     """What stands for these weights of an experts module."""
-    weights = TEExperts()
+    built = TEExperts()
     for part in parts:
-        weights[part] = TEExpertWeight(experts, part, state)
-    return weights
+        built[part] = TEExpertWeight(experts, part, state)
+    return built
 
 
 class TEExperts(ExpertWeights):
@@ -68,12 +70,23 @@ class TEExpertWeight(TELayer, ExpertWeight, te.GroupedLinear):
     def matrices(self) -> int:
         return self.num_gemms
 
+    @property
+    def transposed_weight(self) -> bool:
+        return self.fp8_transposed
+
     def _get_weight_tensors(self) -> list[torch.Tensor]:
-        matrices = matrices_of(self.fp8_experts[0], self.fp8_part)
+        """What TransformerEngine multiplies, as in `TEProducts`."""
+        weight = getattr(*self.fp8_owner)
+        if isinstance(weight, ScaledTensor):
+            quantizers, scaling = self._get_weight_quantizers(), self.te_state.recipe.scaling
+            casts = weights.experts_for_te(weight, self.fp8_transposed, quantizers, scaling)
+            matrices = weights.differentiable(weight, casts, self.fp8_transposed)
+        else:
+            matrices = matrices_of(*self.fp8_owner)
         return [matrix.detach() for matrix in matrices] if self.te_state.plain_wgrad else matrices
 
     def _get_bias_tensors(self) -> list[torch.Tensor]:
-        biases = biases_of(self.fp8_experts[0], self.fp8_part)
+        biases = biases_of(*self.fp8_owner)
         return biases or [torch.empty(0, device=self.weight.device)] * self.num_gemms  # as without any
 
     @torch.compiler.disable
@@ -93,7 +106,7 @@ class TEExpertWeight(TELayer, ExpertWeight, te.GroupedLinear):
         y = super()._products(x, rows)
         if not self.te_state.plain_wgrad:
             return y
-        parts = zip(y.split(rows), x.detach().split(rows), matrices_of(*self.fp8_experts, self.fp8_part), strict=True)
+        parts = zip(y.split(rows), x.detach().split(rows), matrices_of(*self.fp8_owner), strict=True)
         return torch.cat([PlainWgrad.apply(*part) for part in parts])
 
     def _multiply(self, x: torch.Tensor, rows: list[int]) -> torch.Tensor:

@@ -57,7 +57,7 @@ class TEProducts(TELayer, te.Linear):
             cast = weights.for_te(self.weight, self.transposed_weight, quantizer, scaling, known)
             if not self.is_fsdp2:  # which gathers the next weight into the same memory
                 self.te_cast_weight = cast
-            weight = weights.differentiable(weight, cast)
+            (weight,) = weights.differentiable(weight, [cast.quantized])
         return [weight.detach() if self.te_state.plain_wgrad else weight]
 
     @property
