@@ -194,23 +194,113 @@ def test_the_user_chooses_each_weight():
     assert "fp8_weights" not in model.model.layers[0].mlp.experts._modules and len(reasons(model)) == 2
 
 
+def stored_experts(model):
+    return [(name, p) for name, p in model.named_parameters() if name in names("mixtral")]
+
+
 @pytest.mark.parametrize(
-    ("backend", "reason"),
+    ("backend", "family", "weight", "master", "states"),
     [
-        ("native:blockwise", "no products with blockwise scales"),
-        ("msamp:O2", "level O2 stores 2-D weights"),
-        ("ao", "ao has no products for them (native has)"),
+        ("msamp:O1", "qwen3_moe", 2, 0, 8),
+        ("msamp:O2", "gpt_oss", 2, 0, 3),
+        ("native:blockwise+msamp:O3", "mixtral", 1, 2, 3),
+        ("msamp:O4", "deepseek_v3", 1, 1, 2.0625),
+        ("native:mxfp8+msamp:O5", "mixtral", 1, 0, 2.0625),
     ],
 )
-def test_what_cannot_take_experts_says_so(backend, reason):
-    model, optimizer = prepare(build("mixtral"), backend)
-    losses = train(model, optimizer, steps=2)
-    assert losses[1] < losses[0]
+def test_levels_store_the_weights_of_experts(backend, family, weight, master, states):
+    """Bytes of each element from storages; losses near those in high precision, also of the model in evaluation."""
+    plain, model = build(family), build(family)
+    model, optimizer = prepare(model, backend)
+    losses = train(model, optimizer, steps=4)
+    reference = train(plain, torch.optim.AdamW(plain.parameters(), lr=3e-3), steps=4)
+    assert max(abs(a - b) for a, b in zip(losses, reference, strict=True)) < 0.05
+    audit = fp8_backends.audit(model, optimizer)
+    assert all(audit.products[name]["wgrad"] == 4 for name in names(family))
+    found = audit.bytes_per_element
+    scales = 0.02  # of smallest weights: 4 bytes for each tensor or block
+    assert found["weight"] == pytest.approx(weight, abs=scales) and found["master"] == pytest.approx(master, abs=scales)
+    assert found["gradient"] == pytest.approx(1, abs=scales)
+    assert found["optimizer"] == pytest.approx(states, abs=scales)
+    with torch.no_grad():
+        evaluated = [loss_of(each.eval(), batch()).item() for each in (model, plain)]
+    assert evaluated[0] == pytest.approx(evaluated[1], abs=0.05)
+
+
+@pytest.mark.parametrize("level", ["O2", "O4"])
+def test_stored_experts_resume_to_the_bit_and_are_exported_plain(level):
+    """Where they were accumulated, saved, loaded, moved, copied, made plain for a while and restored."""
+
+    def trained(model, optimizer, steps):
+        losses = []
+        for step in steps:
+            for microbatch in range(2):
+                loss = loss_of(model, batch(seed=2 * step + microbatch))
+                loss.backward()
+                losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses
+
+    model, optimizer = prepare(build("mixtral"), f"msamp:{level}")
+    trained(model, optimizer, range(2))
+    saved = model.state_dict()
+    assert {type(value) for value in saved.values()} == {torch.Tensor} and list(saved) == list(
+        build("mixtral").state_dict()
+    )
+    assert all(torch.equal(saved[name], p.exact()) for name, p in stored_experts(model))
+    saved, states = copy.deepcopy((saved, optimizer.state_dict()))
+    compute = get_compute("native")
+
+    other, resumed = prepare(build("mixtral", seed=3), f"msamp:{level}")
+    other.load_state_dict(saved)
+    resumed.load_state_dict(states)
+    compute.load_scaling_state(other, compute.scaling_state(model))
+    other.to(torch.float32)  # swaps what is stored; hooks stay
+    with fp8_backends.plain_weights(other):
+        assert all(type(p) is nn.Parameter for _, p in stored_experts(other))
+    copied = copy.deepcopy(other)
+    expected = trained(model, optimizer, range(2, 4))
+    assert trained(other, resumed, range(2, 4)) == expected
+    for (_, ours), (_, theirs) in zip(stored_experts(model), stored_experts(other), strict=True):
+        assert torch.equal(ours.exact(), theirs.exact())
+    assert loss_of(copied, batch(seed=4)).item() == expected[0]
+
+    assigned, _ = prepare(build("mixtral", seed=3), f"msamp:{level}")
+    assigned.load_state_dict(saved, assign=True)
+    assert all(type(p) is type(q) for p, q in zip(assigned.parameters(), model.parameters(), strict=True))
+    loss_of(assigned, batch(seed=4)).backward()
+    assert all(p.grad._data.dtype == torch.float8_e4m3fn for _, p in stored_experts(assigned))
+
+    values = {name: p.exact() for name, p in stored_experts(model)}
+    conversion.restore(model)
+    assert all(type(p) is nn.Parameter and torch.equal(p, values[name]) for name, p in stored_experts(model))
+    plain = build("mixtral").model.layers[0].mlp.experts
+    assert model.model.layers[0].mlp.experts.__dict__.keys() == plain.__dict__.keys()
+
+
+def test_gradients_of_stored_experts_are_released_in_backward():
+    fields = {"gradient_release": True}
+    kept, released = (prepare(build("mixtral"), "msamp:O2", **each) for each in ({}, fields))
+    for step in range(2):
+        losses = []
+        for model, optimizer in (kept, released):
+            loss_of(model, batch(seed=step)).backward()
+            losses.append([p.grad is None for _, p in stored_experts(model)])
+            optimizer.step()
+            optimizer.zero_grad()
+        assert not any(losses[0]) and all(losses[1])
+    pairs = zip(stored_experts(kept[0]), stored_experts(released[0]), strict=True)
+    assert all(torch.equal(ours.exact(), theirs.exact()) for (_, ours), (_, theirs) in pairs)
+
+
+def test_what_cannot_take_experts_says_so():
+    model, _ = prepare(build("mixtral"), "ao")
     found = reasons(model)
-    assert set(found) == set(PARTS) and all(reason in each for each in found.values())
-    if backend == "ao":
-        of_te = conversion.expected(build("mixtral"), recipes.resolve("te"), get_compute("te")).high_precision.values()
-        assert any("te has no products for them" in reason for reason in of_te)
+    assert set(found) == set(PARTS)
+    assert all("ao has no products for them (native has)" in each for each in found.values())
+    of_te = conversion.expected(build("mixtral"), recipes.resolve("te"), get_compute("te")).high_precision.values()
+    assert any("te has no products for them" in reason for reason in of_te)
 
 
 def test_frozen_weights_in_fp8_leave_those_of_experts_alone():
