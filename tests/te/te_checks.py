@@ -16,6 +16,7 @@ import torch.distributed as dist  # noqa: E402
 from accelerate import Accelerator  # noqa: E402
 from accelerate.state import AcceleratorState, GradientState  # noqa: E402
 from conv1d_twins import conv_twin  # noqa: E402
+from distributed import expert_checks  # noqa: E402
 from distributed.engines import assert_engine, engine_arguments, start_engine  # noqa: E402
 from te_models import BATCHES, Adapted, InAutocast, adamw, losses, model, of_te_linear  # noqa: E402
 from torch import nn  # noqa: E402
@@ -108,6 +109,20 @@ def check_conv1d_trains_as_linear_layers_under_ddp_and_fsdp2():
                 assert_every_product(wrapped)
             gap = 0.01 if wrap is sharded and "msamp" in spec else 0
             assert found[0] == pytest.approx(found[1], rel=gap, abs=0), (wrap.__name__, spec, found)
+
+
+def check_experts_train_alike_under_ddp_and_fsdp2():
+    """Experts alone: under FSDP2 `te.Linear` casts its weight again in backward, by the scales of the next step. At a
+    level a shard's gradient has a scale of its own."""
+    for backend, gap in (("te:delayed", 0), ("te:dynamic+msamp:O4", 1e-3)):
+        found = {}
+        for wrap in (expert_checks.in_ddp, expert_checks.in_fsdp2):
+            recipe = fp8_backends.FP8RecipeKwargs(backend=backend, include=["experts"])
+            found[wrap.__name__], made = expert_checks.trained("gpt_oss", recipe, wrap)
+            assert_every_product(made)
+            if backend == "te:delayed":
+                assert not differs_between_ranks(scales(made))
+        assert found["in_ddp"] == pytest.approx(found["in_fsdp2"], rel=gap, abs=0), found
 
 
 def check_recomputation_under_fsdp2_changes_no_loss():
