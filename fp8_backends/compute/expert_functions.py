@@ -23,7 +23,9 @@ import torch
 from torch import nn
 
 from ..numerics.formats import COMPUTE_DTYPES
+from ..numerics.forwards import forward_obstacle
 from ..numerics.modules import CONTAINER
+from ..numerics.scaling import Blocks, Quantized
 from ..numerics.sharded_tensor import full_shape, is_distributed
 
 NAME = "fp8_backends"
@@ -97,18 +99,22 @@ class ExpertWeights(nn.ModuleDict):
         raise NotImplementedError
 
     def product(
-        self, experts: nn.Module, part: str, x: torch.Tensor, groups: Any, out_dtype: torch.dtype
+        self,
+        experts: nn.Module,
+        part: str,
+        x: torch.Tensor,
+        groups: Any,
+        out_dtype: torch.dtype,
+        arrived: Quantized | None = None,
     ) -> torch.Tensor:
-        """[rows, out] from sorted rows [rows, in], each with its expert's weight and bias, converted or not."""
+        """[rows, out] from sorted rows [rows, in], each with its expert's weight and bias, converted or not. `arrived`
+        has the codes of x for fprop, where somebody made them before."""
         raise NotImplementedError
 
     def run(self, experts: nn.Module, hidden_states, top_k_index, top_k_weights) -> torch.Tensor:
-        device = hidden_states.device.type
-        out_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_states.dtype
-        in_fp8 = experts.training or self.fp8_in_eval
-        if not in_fp8 or out_dtype not in COMPUTE_DTYPES or hidden_states.numel() == 0:
+        if not self.runs_in_fp8(experts, hidden_states) or hidden_states.numel() == 0:
             return function_before(experts)(experts, hidden_states, top_k_index, top_k_weights)
-        tokens, k = top_k_index.shape
+        out_dtype, (tokens, k) = _out_dtype(hidden_states), top_k_index.shape
         ids, order = torch.sort(top_k_index.reshape(-1), stable=True)
         first = first_weight(experts)
         number = len(own_part(experts, first))
@@ -116,7 +122,10 @@ class ExpertWeights(nn.ModuleDict):
         # rows for the experts of other ranks lie at the end: zeros there keep out of the amaxes what belongs to none
         foreign = (ids >= number).unsqueeze(1) if is_expert_parallel(experts) else None
         x = _without(foreign, hidden_states.index_select(0, order // k))
-        y = _without(foreign, self.product(experts, first, x, groups, out_dtype))
+        arrived = self.codes_taken(hidden_states)
+        if arrived is not None:
+            arrived = Quantized(*(_rows_of(part, order // k) for part in arrived))
+        y = _without(foreign, self.product(experts, first, x, groups, out_dtype, arrived))
         y = experts._apply_gate(y) if has_gate(experts) else experts.act_fn(y)
         y = _without(foreign, self.product(experts, "down_proj", y, groups, out_dtype))
         if getattr(experts, "has_post_expert_norm", False):
@@ -125,9 +134,36 @@ class ExpertWeights(nn.ModuleDict):
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         return y.index_select(0, back).view(tokens, k, -1).sum(1).to(hidden_states.dtype)
 
+    def runs_in_fp8(self, experts: nn.Module, hidden_states: torch.Tensor) -> bool:
+        """Whether these tokens would be multiplied in FP8 now."""
+        return (experts.training or self.fp8_in_eval) and _out_dtype(hidden_states) in COMPUTE_DTYPES
+
+    def blocks_of_tokens(self, experts: nn.Module, hidden_states: torch.Tensor) -> Blocks | None:
+        """The blocks in which the first product takes its tokens [tokens, hidden], by which they may travel between
+        ranks as codes; `ROWS` where it has one scale for many. None where it does not run in FP8 now."""
+        return None
+
+    def take_codes(self, tokens: torch.Tensor, codes: Quantized) -> None:
+        """Note in which codes these very tokens arrived."""
+
+    def codes_taken(self, tokens: torch.Tensor) -> Quantized | None:
+        """The codes in which these tokens arrived, as fprop takes them, or None."""
+        return None
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         _register()  # unpickled, maybe by a process that has converted nothing
+
+
+def _out_dtype(hidden_states: torch.Tensor) -> torch.dtype:
+    """Of products with these tokens."""
+    device = hidden_states.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_states.dtype
+
+
+def _rows_of(codes: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """These rows of codes or of scales. FP8 has no kernel that selects."""
+    return codes.view(torch.uint8).index_select(0, rows).view(codes.dtype)
 
 
 def _without(foreign: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
@@ -159,8 +195,8 @@ def obstacle(experts: nn.Module, part: str) -> str | None:
         return "expert weights in one 3-D Parameter: this transformers has no registry of expert functions (5.0 has)"
     if part not in _parts(experts):
         return f"{type(experts).__name__} multiplies by this 3-D Parameter outside transformers' expert functions"
-    if "forward" in experts.__dict__ and not getattr(experts, "_is_hooked", False):
-        return "its forward was replaced on the instance"
+    if replaced := forward_obstacle(experts):
+        return replaced
     if torch.nn.utils.parametrize.is_parametrized(experts):
         return "parametrized: its weight is computed anew in each forward"
     if not weight.is_floating_point():

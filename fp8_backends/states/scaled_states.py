@@ -24,7 +24,7 @@ from ..numerics.scaled_tensor import ScaledTensor, quantize
 from ..numerics.sharded_tensor import is_distributed, local_part, with_local
 from ..words import counted
 from . import checkpoint, checks, sharding
-from .levels import StateRule, finish_accumulation
+from .levels import StateRule, cast_equal_gradient, finish_accumulation
 
 MIN_SCALED_STATES = 4096
 """A plain parameter with fewer elements keeps FP32 states: norms and biases weigh nothing and are sensitive."""
@@ -286,13 +286,15 @@ def refuse_gradients_that_stay(parameters: Iterable[torch.Tensor]) -> None:
     others: the ranks would drift apart.
 
     Gradients travel under FSDP2, whose parameters are DTensors, and by a hook of the parameter that says `reduces`.
+    They need not where a hook says that the ranks compute them alike.
     """
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return
     alone = []
     for p in parameters:
         hooks = (p._post_accumulate_grad_hooks or {}).values()
-        if type(p) is ScaledTensor and p.grad is not None and not any(getattr(hook, "reduces", 0) for hook in hooks):
+        settled = any(hook is cast_equal_gradient or getattr(hook, "reduces", False) for hook in hooks)
+        if type(p) is ScaledTensor and p.grad is not None and not settled:
             alone.append(p)
     if alone:
         shapes = ", ".join(sorted({str(tuple(p.shape)) for p in alone}))

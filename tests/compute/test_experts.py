@@ -381,7 +381,7 @@ def test_a_gpu_accepts_every_product(backend, stored, transposed):
             state = torch.empty(5, 3, 18, dtype=torch.int32, device="cuda") if rule.scaling == "window" else None
             groups = Groups.of(torch.empty(37, dtype=torch.long, device="cuda"), 5)
             context, ledger = Context(), Ledger(torch.device("cuda"))
-            operands = *groups, *quantized_weight(rule, of_weight, state, transposed, True), *of_weight
+            operands = *groups, *quantized_weight(rule, of_weight, state, transposed, True), *of_weight, None, None
             y = GroupedFunction.forward(
                 context, x, weight, ledger, state, rule, transposed, torch.bfloat16, True, False, *operands
             )
@@ -420,7 +420,7 @@ def test_a_gpu_accepts_every_product_in_blocks(scaling, stored, transposed, monk
             weight, of_weight = torch.empty(shape, device="cuda"), fake_weight(*shape, stored=stored)
             groups = Groups(torch.empty(37, dtype=torch.long, device="cuda"), torch.empty(3, device="cuda"))
             context, ledger = Context(), Ledger(torch.device("cuda"))
-            operands = *groups, *quantized_weight(rule, of_weight, None, transposed, True), *of_weight
+            operands = *groups, *quantized_weight(rule, of_weight, None, transposed, True), *of_weight, None, None
             y = GroupedFunction.forward(
                 context, x, weight, ledger, None, rule, transposed, torch.bfloat16, True, False, *operands
             )

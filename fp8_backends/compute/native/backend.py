@@ -51,6 +51,7 @@ from .layer_rule import STATEFUL, LayerRule, Stored
 from .ledger import Ledger, with_noted_amaxes
 from .linear import FP8Linear, FP8Products
 from .shared_codes import SharedCodes
+from .tensor_parallel import Cut, is_parallel
 
 if TYPE_CHECKING:
     from .conv1d import FP8Conv1D
@@ -270,6 +271,8 @@ def _around(layer: nn.Module, carrier: FP8Products, recipe: Recipe, shared: Shar
     if recipe.fp8_params:
         check(carrier)
     carrier.set_rule(layer_rule(recipe), shared, recipe.amax_history_len)
+    if is_parallel(layer):
+        carrier.fp8_cut = Cut.of_weight(carrier)
     return carrier
 
 

@@ -17,15 +17,19 @@ from torch import nn
 from ...errors import FP8BackendError
 from ...numerics.formats import E4M3
 from ...numerics.kernels.quantize.layouts import Layouts
-from ...numerics.scaling import new_delayed_state, new_window_state
+from ...numerics.scaling import ROWS, Blocks, Quantized, new_delayed_state, new_window_state
 from ...numerics.sharded_tensor import full_shape
-from ..expert_functions import ExpertWeight, ExpertWeights, own_part
+from ..expert_functions import ExpertWeight, ExpertWeights, first_weight, own_part
 from ..interface import COMPUTE_DTYPES, Recipe
 from .grouped_function import GroupedFunction, gradient_by_rows, quantized_weight
 from .grouped_products import Groups
 from .layer_rule import STATEFUL, LayerRule, Stored
 from .ledger import KeepsLedger, Ledger
+from .linear import FPROP
 from .shared_codes import SharedCodes
+
+_ARRIVED = ("arrived",)
+"""The key of codes in which tokens came from other ranks, among those of inputs that `SharedCodes` holds."""
 
 _PLAIN = LayerRule("dynamic", E4M3, E4M3, (True, True, True), True)
 """The rule of a weight beside a converted one, which stays in high precision."""
@@ -63,26 +67,56 @@ class FP8Experts(ExpertWeights):
 
     @property
     def fp8_in_eval(self) -> bool:
-        return next(iter(self.values())).fp8_rule.fp8_in_eval
+        return self._rule.fp8_in_eval
 
     def groups(self, ids: torch.Tensor, experts: int) -> Groups:
         return Groups.of(ids, experts)
 
-    def product(self, experts: nn.Module, part: str, x, groups: Groups, out_dtype: torch.dtype) -> torch.Tensor:
+    def product(
+        self,
+        experts: nn.Module,
+        part: str,
+        x: torch.Tensor,
+        groups: Groups,
+        out_dtype: torch.dtype,
+        arrived: Quantized | None = None,
+    ) -> torch.Tensor:
         weight, transposed = own_part(experts, part), experts.is_transposed
         if part in self:
-            y = self[part](x, weight, groups, out_dtype)
+            y = self[part](x, weight, groups, out_dtype, arrived)
         else:
             keep = torch.is_grad_enabled()
             y = GroupedFunction.apply(
                 x,
                 weight,
                 *(None, None, _PLAIN, transposed, out_dtype, keep, False),
-                *(*groups, *Layouts(), *Stored.of(weight)),
+                *(*groups, *Layouts(), *Stored.of(weight), None, None),
             )
         if experts.has_bias:
             y = y + own_part(experts, f"{part}_bias").index_select(0, groups.ids).to(out_dtype)
         return y
+
+    def blocks_of_tokens(self, experts: nn.Module, hidden_states: torch.Tensor) -> Blocks | None:
+        weight = self._modules.get(first_weight(experts))
+        in_fp8 = weight is not None and not weight.fp8_rule.high_precision[FPROP]
+        if not in_fp8 or not self.runs_in_fp8(experts, hidden_states):
+            return None
+        return ROWS if weight.fp8_rule.along is None else weight.fp8_rule.along.blocks
+
+    def take_codes(self, tokens: torch.Tensor, codes: Quantized) -> None:
+        if self._rule.along is not None:  # else the scales are others
+            self._shared.of_input(tokens, _ARRIVED, lambda: codes)
+
+    def codes_taken(self, tokens: torch.Tensor) -> Quantized | None:
+        return None if self._rule.along is None else self._shared.of_input(tokens, _ARRIVED, lambda: None)
+
+    @property
+    def _rule(self) -> LayerRule:
+        return next(iter(self.values())).fp8_rule
+
+    @property
+    def _shared(self) -> SharedCodes:
+        return next(iter(self.values())).fp8_shared
 
 
 class FP8ExpertWeight(KeepsLedger, ExpertWeight):
@@ -107,9 +141,16 @@ class FP8ExpertWeight(KeepsLedger, ExpertWeight):
             state = new_delayed_state(self.fp8_history_len, device) if delayed else new_window_state(device)
             self.register_buffer("fp8_scaling", state.repeat(self.sizes[0], 1, 1), persistent=False)
 
-    def forward(self, x: torch.Tensor, weight: torch.Tensor, groups: Groups, out_dtype: torch.dtype) -> torch.Tensor:
+    def forward(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        groups: Groups,
+        out_dtype: torch.dtype,
+        arrived: Quantized | None = None,
+    ) -> torch.Tensor:
         """[rows, out] from x [rows, in], whose rows lie as `groups` says. `weight` is what the experts module gives for
-        its Parameter at this time."""
+        its Parameter at this time; `arrived` has the codes of x for fprop, where somebody made them before."""
         self._follow(weight.device)
         if not torch.compiler.is_compiling():
             self.fp8_out_dtype = out_dtype
@@ -137,6 +178,7 @@ class FP8ExpertWeight(KeepsLedger, ExpertWeight):
             *groups,
             *w8,
             *stored,
+            *(arrived or (None, None)),
         )
 
     def _quantized(self, weight: torch.Tensor, stored: Stored, state: torch.Tensor | None, for_dgrad: bool) -> Layouts:

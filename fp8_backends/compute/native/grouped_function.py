@@ -26,6 +26,7 @@ from .grouped_scaling import (
     quantize_lines,
     quantize_lines_of_experts,
     record_amaxes,
+    rows_as_operand,
     window_scales,
 )
 from .layer_rule import LayerRule, Stored
@@ -37,16 +38,17 @@ class GroupedFunction(torch.autograd.Function):
 
     The weight is [experts, out, in], or [experts, in, out] where it is `transposed`. `keeps` says whether backward may
     follow, `records` whether the amaxes go into the rule's states. `operands` are the tensors of the `Groups`, of
-    `quantized_weight`, and of the weight as it is `Stored`.
+    `quantized_weight`, of the weight as it is `Stored`, and the codes of x for fprop with their scales, where they are
+    there already.
     """
 
     @staticmethod
     def forward(ctx, x, weight, ledger, state, rule, transposed, out_dtype, keeps, records, *operands):
-        groups, w8, stored = Groups(*operands[:6]), Layouts(*operands[6:11]), Stored(*operands[11:])
+        groups, w8, stored = Groups(*operands[:6]), Layouts(*operands[6:11]), Stored(*operands[11:13])
         needs_dgrad, needs_wgrad = (keeps and needed for needed in ctx.needs_input_grad[:2])
         saved_for_wgrad = (x, None) if needs_wgrad else ()
         saved_for_dgrad = ()
-        x8 = _quantized_input(rule, x, groups, state, needs_wgrad)
+        x8 = _quantized_input(rule, x, groups, state, needs_wgrad, Quantized(*operands[13:]))
         if rule.high_precision[FPROP]:
             y = plain_product(x.to(out_dtype), _oriented(stored.values(out_dtype), transposed), groups)
         elif rule.has_blocks:
@@ -92,7 +94,7 @@ class GroupedFunction(torch.autograd.Function):
         if needs_wgrad:
             dw = _wgrad(rule, dy, dy8, Quantized(*saved[:2]), ctx.transposed, groups)
             dw = dw.narrow(1, 0, ctx.weight_shape[1]).narrow(2, 0, ctx.weight_shape[2]).to(ctx.weight_dtype)
-        return dx, dw, *(None,) * 20
+        return dx, dw, *(None,) * 22
 
 
 def gradient_by_rows(rule: LayerRule) -> bool:
@@ -137,11 +139,17 @@ def _weight_scales(rule: LayerRule, stored: Stored, state) -> torch.Tensor | Non
     return None if state is None else delayed_scales(state, WEIGHT)
 
 
-def _quantized_input(rule: LayerRule, x: torch.Tensor, groups: Groups, state, needs_wgrad: bool) -> Layouts:
-    """x for fprop, and for wgrad; empty where no product takes it."""
+def _quantized_input(
+    rule: LayerRule, x: torch.Tensor, groups: Groups, state, needs_wgrad: bool, arrived: Quantized
+) -> Layouts:
+    """x for fprop, and for wgrad; empty where no product takes it. `arrived`: its codes for fprop, or None twice."""
     rows, columns = not rule.high_precision[FPROP], needs_wgrad and not rule.high_precision[WGRAD]
     if not (rows or columns):
         return Layouts()
+    if rows and arrived.codes is not None:
+        by_rows = arrived if rule.has_blocks else rows_as_operand(arrived, groups)
+        x8 = _quantized(rule, x, groups, rule.forward_format, state, INPUT, False, True) if columns else Layouts()
+        return x8._replace(codes=by_rows.codes, scale_inv=by_rows.scale_inv)
     return _quantized(rule, x, groups, rule.forward_format, state, INPUT, rows, columns)
 
 

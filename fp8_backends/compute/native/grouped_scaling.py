@@ -135,6 +135,15 @@ def codes_of_experts(codes: torch.Tensor, scale_inv: torch.Tensor) -> Layouts:
     return Layouts(codes, of_rows, codes.transpose(1, 2), of_columns)
 
 
+def rows_as_operand(x: Quantized, groups: Groups) -> Quantized:
+    """Rows that are quantized already, with a scale each, as an operand of `grouped_product`.
+
+    Args:
+        x: codes [rows, columns], scale_inv [rows, 1].
+    """
+    return _placed(groups, Quantized(x.codes, x.scale_inv.squeeze(1)), None).along_columns()
+
+
 # on a CPU, and in plain operations
 
 

@@ -40,7 +40,9 @@ class TEExperts(ExpertWeights):
         """How many rows each expert has, on the host: TransformerEngine splits by them."""
         return torch.bincount(ids, minlength=experts).tolist()
 
-    def product(self, experts: nn.Module, part: str, x, groups: list[int], out_dtype: torch.dtype) -> torch.Tensor:
+    def product(
+        self, experts: nn.Module, part: str, x: torch.Tensor, groups: list[int], out_dtype: torch.dtype, arrived=None
+    ) -> torch.Tensor:
         if part in self:
             return self[part](x, groups)
         matrices, biases = matrices_of(experts, part), biases_of(experts, part) or [None] * len(groups)
