@@ -38,6 +38,17 @@ def sizes_of(experts: nn.Module, part: str) -> tuple[int, int, int]:
     return count, *(reversed(sizes) if experts.is_transposed else sizes)
 
 
+def own_experts(experts: nn.Module, part: str) -> slice:
+    """Those that this rank runs of the 3-D Parameter `part`: all of them, without expert parallelism. To be asked
+    outside of a forward, in which the Parameter is this rank's part."""
+    weight = experts._parameters[part]
+    if not (is_expert_parallel(experts) and is_distributed(weight)):
+        return slice(0, full_shape(weight)[0])
+    # the mesh of FSDP2, which gathers a weight before it runs, comes first
+    first = weight.device_mesh.get_local_rank(weight.device_mesh.ndim - 1) * experts.num_experts
+    return slice(first, first + experts.num_experts)
+
+
 class ExpertWeight(nn.Module):
     """Stands for one 3-D weight of an experts module, which goes on holding the Parameter itself.
 
@@ -64,14 +75,8 @@ class ExpertWeight(nn.Module):
 
     @property
     def own_experts(self) -> slice:
-        """Those that this rank runs: all of them, without expert parallelism. To be asked outside of a forward, in
-        which the Parameter is this rank's part."""
-        experts, weight = self.fp8_experts[0], self.weight
-        if not (is_expert_parallel(experts) and is_distributed(weight)):
-            return slice(0, self.sizes[0])
-        # the mesh of FSDP2, which gathers a weight before it runs, comes first
-        first = weight.device_mesh.get_local_rank(weight.device_mesh.ndim - 1) * experts.num_experts
-        return slice(first, first + experts.num_experts)
+        """`own_experts` of the Parameter."""
+        return own_experts(self.fp8_experts[0], self.fp8_part)
 
     @property
     def sizes(self) -> tuple[int, int, int]:

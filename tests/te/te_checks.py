@@ -18,6 +18,8 @@ from accelerate.state import AcceleratorState, GradientState  # noqa: E402
 from conv1d_twins import conv_twin  # noqa: E402
 from distributed import expert_checks  # noqa: E402
 from distributed.engines import assert_engine, engine_arguments, start_engine  # noqa: E402
+from expert_families import routed  # noqa: E402
+from model_families import WIDTH  # noqa: E402
 from te_models import BATCHES, Adapted, InAutocast, adamw, losses, model, of_te_linear  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
@@ -26,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling  # noqa: E402
 
 import fp8_backends  # noqa: E402
-from fp8_backends import RecipeError, TERecipeKwargs, prepare  # noqa: E402
+from fp8_backends import FP8BackendError, RecipeError, TERecipeKwargs, prepare  # noqa: E402
 from fp8_backends.compute.te.weights import is_frozen  # noqa: E402
 from fp8_backends.training.conversion import prepared_roots  # noqa: E402
 
@@ -123,6 +125,25 @@ def check_experts_train_alike_under_ddp_and_fsdp2():
             if backend == "te:delayed":
                 assert not differs_between_ranks(scales(made))
         assert found["in_ddp"] == pytest.approx(found["in_fsdp2"], rel=gap, abs=0), found
+
+
+def check_experts_on_their_ranks_have_the_numbers_of_one_process():
+    """To the bit, also where a rank has no tokens; with delayed scales they stay in high precision, and it says why."""
+    for scaling in ("dynamic", "blockwise"):
+        for numbers in ((40, 7), (0, 24)):
+            tokens = routed(sum(numbers), 0, torch.bfloat16)
+            dy = torch.randn(sum(numbers), WIDTH, generator=torch.Generator().manual_seed(0)).bfloat16()
+            one, root = (
+                expert_checks.experts_in_fp8(f"te:{scaling}", torch.bfloat16, share) for share in (False, True)
+            )
+            expected = expert_checks.one_step(one, *tokens, dy)
+            own = [expert_checks.of_this_rank(each, numbers) for each in (*tokens, dy)]
+            for found, each in zip(expert_checks.one_step(root, *own), expected, strict=True):
+                assert torch.equal(found, expert_checks.of_this_rank(each, numbers)), (scaling, numbers)
+            for name, parameter in root.experts.named_parameters():
+                assert torch.equal(parameter.grad.full_tensor(), one.experts.get_parameter(name).grad), name
+    with pytest.raises(FP8BackendError, match="largest amax of what are other experts on each rank"):
+        expert_checks.experts_in_fp8("te:delayed", torch.bfloat16, share=True)
 
 
 def check_recomputation_under_fsdp2_changes_no_loss():

@@ -28,7 +28,7 @@ from ...numerics.sharded_tensor import local_part
 from ...numerics.statistics import Cast
 from .. import hardware
 from ..counts import WGRAD
-from ..expert_functions import ExpertWeight, sizes_of
+from ..expert_functions import ExpertWeight, is_expert_parallel, sizes_of
 from ..fields import LEVELS, Field
 from ..frozen_weights import check
 from ..hardware import Availability
@@ -105,8 +105,10 @@ class TransformerEngineCompute(Compute):
             return f"weight dtype {dtype} is not one of fp32, bf16, fp16"
         if 0 in sizes:
             return "experts of size zero have no product"
-        if getattr(experts, "_is_expert_parallel", False):
-            return "expert parallel: each rank has other experts, which te does not follow"
+        if is_expert_parallel(experts) and recipe.scaling == "delayed":
+            return (
+                "expert parallel: TransformerEngine would take the largest amax of what are other experts on each rank"
+            )
         if recipe.fp8_params:
             return "fp8_params stores 2-D weights in FP8, and leaves those of experts in high precision"
         return _unaligned(in_features, out_features, recipe)

@@ -1,7 +1,8 @@
 """The experts of a mixture with `te`: the products of `te.GroupedLinear` on the 3-D Parameters that a model has.
 
 Tokens are sorted by expert, and those of each are padded with rows of zeros. Every expert has quantizers of its own, so
-its numbers are those of a `TELinear` with its weight and bias that gets its tokens.
+its numbers are those of a `TELinear` with its weight and bias that gets its tokens. Under expert parallelism a rank has
+those of its own experts.
 
 Imports TransformerEngine, so it is imported only when a layer is converted or unpickled.
 """
@@ -14,7 +15,7 @@ import transformer_engine.pytorch as te
 from torch import nn
 
 from ...numerics.scaled_tensor import ScaledTensor
-from ..expert_functions import ExpertWeight, ExpertWeights, sizes_of
+from ..expert_functions import ExpertWeight, ExpertWeights, own_experts, own_part, sizes_of
 from . import weights
 from .layer import RUNTIME, TELayer
 from .linear import PlainWgrad
@@ -38,22 +39,28 @@ class TEExperts(ExpertWeights):
 
     def groups(self, ids: torch.Tensor, experts: int) -> list[int]:
         """How many rows each expert has, on the host: TransformerEngine splits by them."""
-        return torch.bincount(ids, minlength=experts).tolist()
+        return torch.bincount(ids, minlength=experts)[:experts].tolist()
 
     def product(
         self, experts: nn.Module, part: str, x: torch.Tensor, groups: list[int], out_dtype: torch.dtype, arrived=None
     ) -> torch.Tensor:
+        rows = sum(groups)
+        foreign, x = len(x) - rows, x[:rows]
         if part in self:
-            return self[part](x, groups)
-        matrices, biases = matrices_of(experts, part), biases_of(experts, part) or [None] * len(groups)
-        return torch.cat([F.linear(*each) for each in zip(x.split(groups), matrices, biases, strict=True)])
+            y = self[part](x, groups)
+        else:
+            matrices, biases = matrices_of(experts, part), biases_of(experts, part) or [None] * len(groups)
+            y = torch.cat([F.linear(*each) for each in zip(x.split(groups), matrices, biases, strict=True)])
+        return F.pad(y, (0, 0, 0, foreign)) if foreign else y
 
 
 class TEExpertWeight(TELayer, ExpertWeight, te.GroupedLinear):
     """One 3-D weight whose products run in FP8. A product of all experts counts as one."""
 
     def __init__(self, experts: nn.Module, part: str, state: ModelState) -> None:
-        count, out_features, in_features = sizes_of(experts, part)
+        own = own_experts(experts, part)
+        count = own.stop - own.start
+        _, out_features, in_features = sizes_of(experts, part)
         super().__init__(
             experts,
             part,
@@ -78,7 +85,7 @@ class TEExpertWeight(TELayer, ExpertWeight, te.GroupedLinear):
 
     def _get_weight_tensors(self) -> list[torch.Tensor]:
         """What TransformerEngine multiplies, as in `TEProducts`."""
-        weight = getattr(*self.fp8_owner)
+        weight = own_part(*self.fp8_owner)
         if isinstance(weight, ScaledTensor):
             quantizers, scaling = self._get_weight_quantizers(), self.te_state.recipe.scaling
             casts = weights.experts_for_te(weight, self.fp8_transposed, quantizers, scaling)
@@ -120,10 +127,10 @@ class TEExpertWeight(TELayer, ExpertWeight, te.GroupedLinear):
 
 def matrices_of(experts: nn.Module, part: str) -> list[torch.Tensor]:
     """Each expert's weight as [out, in], on the memory of the Parameter."""
-    weight = getattr(experts, part)
+    weight = own_part(experts, part)
     return list((weight.transpose(1, 2) if experts.is_transposed else weight).unbind())
 
 
 def biases_of(experts: nn.Module, part: str) -> list[torch.Tensor]:
     """Each expert's bias [out]; empty where there is none."""
-    return list(getattr(experts, f"{part}_bias").unbind()) if experts.has_bias else []
+    return list(own_part(experts, f"{part}_bias").unbind()) if experts.has_bias else []
