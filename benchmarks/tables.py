@@ -328,6 +328,19 @@ def levels_loss(records: Records) -> str:
     return of_records(records, {"levels_loss_cpu": "The training of compare on a CPU"}, made)
 
 
+def experts(records: Records) -> str:
+    def made(record: dict) -> str:
+        rows = []
+        for each in record["results"]:
+            found = each["gap"] and gap(each["gap"]["mean"], each["gap"]["half_width"])
+            row = [each["family"], quoted(each["backend"]), f"{each['held_out_loss']:.4f}", found]
+            rows.append([*row, f"{each['bytes_per_element']:.2f}"])
+        header = ["model", "backend", "held-out loss", f"gap to {plain(record)}, nats", "bytes/element"]
+        return rst(header, rows)
+
+    return of_records(records, {"experts_cpu": "Mixtures of experts, bytes of an element of their weights"}, made)
+
+
 def long_run(records: Records) -> str:
     def made(record: dict) -> str:
         reference, *_ = (each["points"] for each in record["runs"])
@@ -592,6 +605,7 @@ TABLES: dict[str, Callable[[Records], str]] = {
     "distributed": distributed,
     "finetune": finetune,
     "levels": levels_loss,
+    "experts": experts,
     "long-run": long_run,
     "estimate": estimate,
     "models": models,

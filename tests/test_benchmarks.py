@@ -16,6 +16,7 @@ from cli.comparing import compared
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 import estimate as estimate_benchmark  # noqa: E402
+import experts as experts_benchmark  # noqa: E402
 import levels_loss  # noqa: E402
 import long_run  # noqa: E402
 import measuring  # noqa: E402
@@ -256,6 +257,23 @@ def test_a_comparison_becomes_one_row_a_level(tmp_path):
     assert levels_loss.printed(found).count("\n") == 3
     written = tables.TABLES["levels"]({"levels_loss_cpu_avx2": {"machine": measuring.machine(), "results": found}})
     assert f"``msamp:O2``  {level['held_out_loss']:.4f}" in written
+
+
+@pytest.mark.slow
+def test_experts_are_trained_weighed_and_paired():
+    settings = argparse.Namespace(steps=1, lr=1e-3, sequence=16, batch=2, held_out=2)
+    runs = [
+        experts_benchmark.train(("Mixtral", backend, seed, settings))
+        for backend in ("bf16", "msamp:O4")
+        for seed in (0, 1)
+    ]
+    plain, level = found = experts_benchmark.summarized(runs, "bf16")
+    assert plain["gap"] is None and plain["bytes_per_element"] == 16 and level["bytes_per_element"] < 5.1
+    gaps = [level["by_seed"][seed] - plain["by_seed"][seed] for seed in (0, 1)]
+    assert level["gap"]["mean"] == pytest.approx(sum(gaps) / 2) != 0 and level["gap"]["pairs"] == 2
+    assert experts_benchmark.printed(found, "bf16").count("\n") == 3
+    written = tables.TABLES["experts"]({"experts_cpu_avx2": {"machine": measuring.machine(), "results": found}})
+    assert f"Mixtral  ``msamp:O4``  {level['held_out_loss']:.4f}" in written
 
 
 @pytest.mark.slow

@@ -169,8 +169,11 @@ def agree_after_backward(
     if backward is None:
         backward = BackwardPass(travels)
         module.register_forward_hook(backward)
-    if not any(isinstance(collective, Agreement) for collective in backward.collectives):
+    agreement = next((each for each in backward.collectives if isinstance(each, Agreement)), None)
+    if agreement is None:
         backward.collectives.append(Agreement(states, groups))
+    else:
+        agreement.groups = groups  # FSDP2 has sharded what ranks shared by tensor parallelism before
 
 
 def mesh_groups(model: nn.Module) -> list[dist.ProcessGroup]:

@@ -352,15 +352,6 @@ FUSED_HEAD = Field(
     "precision unless also_include or include names it (native).",
     idle=False,
 )
-ACTIVATION_COMM = Field(
-    "activation_comm",
-    "plain",
-    one_of("plain", "fp8"),
-    "How activations travel between ranks in forward: fp8 is E4M3 codes with their scales, of sequence-parallel "
-    "activations that tensor parallelism gathers, and of tokens that expert parallelism sends to their experts.",
-    idle="plain",
-)
-
 SCALING_FIELDS = (
     FP8_FORMAT,
     MARGIN,
@@ -371,7 +362,7 @@ SCALING_FIELDS = (
     USE_AUTOCAST_DURING_EVAL,
 )
 """Fields of TransformerEngine's rules."""
-NATIVE_FIELDS = (*SCALING_FIELDS, FP8_PARAMS, FUSE_ACTIVATIONS, FUSED_HEAD, ACTIVATION_COMM)
+NATIVE_FIELDS = (*SCALING_FIELDS, FP8_PARAMS, FUSE_ACTIVATIONS, FUSED_HEAD)
 """Fields of `native`, which follows these rules on any device."""
 
 

@@ -41,6 +41,14 @@ def with_local(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     )
 
 
+def placed_as(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """A parameter's gradient, lying as the parameter does: under tensor parallelism autograd may leave the gradient of
+    a part whole, or as summands on the ranks. All ranks call it."""
+    if not is_distributed(gradient) or gradient.placements == parameter.placements:
+        return gradient
+    return gradient.redistribute(parameter.device_mesh, parameter.placements)
+
+
 def quantize_shards(values: torch.Tensor, storage: torch.dtype, dtype: torch.dtype | None = None) -> torch.Tensor:
     """`scaled_tensor.quantize` for a DTensor with plain values: a DTensor with one scale for the whole tensor."""
     local = local_part(values.detach())

@@ -61,7 +61,6 @@ class Recipe(KwargsHandler):  # type: ignore[misc]  # Accelerate tells no types
     enable_fsdp_float8_all_gather: bool | None
     auto_filter: bool
     fuse_activations: bool
-    activation_comm: str
     rounding: str
     exp_avg_scaling: str
     optimizer_scales: str
@@ -74,6 +73,7 @@ class Recipe(KwargsHandler):  # type: ignore[misc]  # Accelerate tells no types
     module_filter_func: Callable[[nn.Module, str], bool] | None
     autocast_dtype: str
     gradient_comm: str | None
+    activation_comm: str
     on_unproven: str
     saved_activations: str
     monitor_every: int
@@ -137,6 +137,10 @@ class TERecipeKwargs(Recipe):
             backend.
         gradient_comm (fp8, plain):
             How gradients travel between ranks (default: fp8 at a level above O0, else plain). Read by every backend.
+        activation_comm (plain, fp8; default 'plain'):
+            How activations travel between ranks in forward: fp8 is E4M3 codes with their scales, of sequence-parallel
+            activations that tensor parallelism gathers and of tokens that expert parallelism sends to their experts
+            (native). Read by every backend.
         on_unproven (raise, warn; default 'raise'):
             What to do when no FP8 product ran in the first step. Read by every backend.
         saved_activations (off, fp8, fp8+attention; default 'off'):
@@ -190,6 +194,7 @@ class TERecipeKwargs(Recipe):
         module_filter_func: Callable[[nn.Module, str], bool] | None = None,
         autocast_dtype: str | None = None,
         gradient_comm: str | None = None,
+        activation_comm: str | None = None,
         on_unproven: str | None = None,
         saved_activations: str | None = None,
         monitor_every: int | None = None,
@@ -234,6 +239,10 @@ class AORecipeKwargs(Recipe):
             backend.
         gradient_comm (fp8, plain):
             How gradients travel between ranks (default: fp8 at a level above O0, else plain). Read by every backend.
+        activation_comm (plain, fp8; default 'plain'):
+            How activations travel between ranks in forward: fp8 is E4M3 codes with their scales, of sequence-parallel
+            activations that tensor parallelism gathers and of tokens that expert parallelism sends to their experts
+            (native). Read by every backend.
         on_unproven (raise, warn; default 'raise'):
             What to do when no FP8 product ran in the first step. Read by every backend.
         saved_activations (off, fp8, fp8+attention; default 'off'):
@@ -278,6 +287,7 @@ class AORecipeKwargs(Recipe):
         module_filter_func: Callable[[nn.Module, str], bool] | None = None,
         autocast_dtype: str | None = None,
         gradient_comm: str | None = None,
+        activation_comm: str | None = None,
         on_unproven: str | None = None,
         saved_activations: str | None = None,
         monitor_every: int | None = None,
@@ -329,6 +339,10 @@ class MSAMPRecipeKwargs(Recipe):
             backend.
         gradient_comm (fp8, plain):
             How gradients travel between ranks (default: fp8 at a level above O0, else plain). Read by every backend.
+        activation_comm (plain, fp8; default 'plain'):
+            How activations travel between ranks in forward: fp8 is E4M3 codes with their scales, of sequence-parallel
+            activations that tensor parallelism gathers and of tokens that expert parallelism sends to their experts
+            (native). Read by every backend.
         on_unproven (raise, warn; default 'raise'):
             What to do when no FP8 product ran in the first step. Read by every backend.
         saved_activations (off, fp8, fp8+attention; default 'off'):
@@ -374,6 +388,7 @@ class MSAMPRecipeKwargs(Recipe):
         module_filter_func: Callable[[nn.Module, str], bool] | None = None,
         autocast_dtype: str | None = None,
         gradient_comm: str | None = None,
+        activation_comm: str | None = None,
         on_unproven: str | None = None,
         saved_activations: str | None = None,
         monitor_every: int | None = None,
@@ -414,10 +429,6 @@ class NativeRecipeKwargs(Recipe):
         fused_head (True, False; default False):
             The output head and its loss are computed in chunks of tokens, and logits are never whole. The head stays in
             high precision unless also_include or include names it (native). Read by native, te, ao.
-        activation_comm (plain, fp8; default 'plain'):
-            How activations travel between ranks in forward: fp8 is E4M3 codes with their scales, of sequence-parallel
-            activations that tensor parallelism gathers, and of tokens that expert parallelism sends to their experts.
-            Read by native.
         include:
             Name patterns of layers to convert (fnmatch, over the full name; without a dot also any one part of it),
             separated by commas. Read by every backend.
@@ -434,6 +445,10 @@ class NativeRecipeKwargs(Recipe):
             backend.
         gradient_comm (fp8, plain):
             How gradients travel between ranks (default: fp8 at a level above O0, else plain). Read by every backend.
+        activation_comm (plain, fp8; default 'plain'):
+            How activations travel between ranks in forward: fp8 is E4M3 codes with their scales, of sequence-parallel
+            activations that tensor parallelism gathers and of tokens that expert parallelism sends to their experts
+            (native). Read by every backend.
         on_unproven (raise, warn; default 'raise'):
             What to do when no FP8 product ran in the first step. Read by every backend.
         saved_activations (off, fp8, fp8+attention; default 'off'):
@@ -476,7 +491,6 @@ class NativeRecipeKwargs(Recipe):
         fp8_params: bool | None = None,
         fuse_activations: bool | None = None,
         fused_head: bool | None = None,
-        activation_comm: str | None = None,
         *,
         include: str | Collection[str] | None = None,
         also_include: str | Collection[str] | None = None,
@@ -484,6 +498,7 @@ class NativeRecipeKwargs(Recipe):
         module_filter_func: Callable[[nn.Module, str], bool] | None = None,
         autocast_dtype: str | None = None,
         gradient_comm: str | None = None,
+        activation_comm: str | None = None,
         on_unproven: str | None = None,
         saved_activations: str | None = None,
         monitor_every: int | None = None,
@@ -567,10 +582,6 @@ class FP8RecipeKwargs(Recipe):
         fuse_activations (True, False; default False):
             In eager training on a GPU one kernel computes an RMSNorm or a gated activation, and its amax, forward and
             backward. Read by native.
-        activation_comm (plain, fp8; default 'plain'):
-            How activations travel between ranks in forward: fp8 is E4M3 codes with their scales, of sequence-parallel
-            activations that tensor parallelism gathers, and of tokens that expert parallelism sends to their experts.
-            Read by native.
         include:
             Name patterns of layers to convert (fnmatch, over the full name; without a dot also any one part of it),
             separated by commas. Read by every backend.
@@ -587,6 +598,10 @@ class FP8RecipeKwargs(Recipe):
             backend.
         gradient_comm (fp8, plain):
             How gradients travel between ranks (default: fp8 at a level above O0, else plain). Read by every backend.
+        activation_comm (plain, fp8; default 'plain'):
+            How activations travel between ranks in forward: fp8 is E4M3 codes with their scales, of sequence-parallel
+            activations that tensor parallelism gathers and of tokens that expert parallelism sends to their experts
+            (native). Read by every backend.
         on_unproven (raise, warn; default 'raise'):
             What to do when no FP8 product ran in the first step. Read by every backend.
         saved_activations (off, fp8, fp8+attention; default 'off'):
@@ -646,7 +661,6 @@ class FP8RecipeKwargs(Recipe):
         enable_fsdp_float8_all_gather: bool | None = None,
         auto_filter: bool | None = None,
         fuse_activations: bool | None = None,
-        activation_comm: str | None = None,
         *,
         include: str | Collection[str] | None = None,
         also_include: str | Collection[str] | None = None,
@@ -654,6 +668,7 @@ class FP8RecipeKwargs(Recipe):
         module_filter_func: Callable[[nn.Module, str], bool] | None = None,
         autocast_dtype: str | None = None,
         gradient_comm: str | None = None,
+        activation_comm: str | None = None,
         on_unproven: str | None = None,
         saved_activations: str | None = None,
         monitor_every: int | None = None,

@@ -34,6 +34,7 @@ from ..numerics.sharded_tensor import (
     dequantize_shards,
     is_distributed,
     local_part,
+    placed_as,
     quantize_pair_shards,
     quantize_shards,
     shard_groups,
@@ -277,6 +278,7 @@ def cast_gradient(weight: torch.Tensor) -> None:
     """
     gradient = weight.grad
     if gradient is not None and not isinstance(local_part(gradient), ScaledTensor):
+        gradient = placed_as(weight, gradient)
         # a shard of a gradient has a scale of its own: each rank steps only its own rows
         quantized = quantize(local_part(gradient), E4M3, gradient.dtype)
         quantized.accumulates = True

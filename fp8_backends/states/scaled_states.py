@@ -21,7 +21,7 @@ from ..numerics.faults import Range
 from ..numerics.formats import FORMAT_OF
 from ..numerics.kernels.adam.dispatch import Slot
 from ..numerics.scaled_tensor import ScaledTensor, quantize
-from ..numerics.sharded_tensor import is_distributed, local_part, with_local
+from ..numerics.sharded_tensor import is_distributed, local_part, placed_as, with_local
 from ..words import counted
 from . import checkpoint, checks, sharding
 from .levels import StateRule, cast_equal_gradient, finish_accumulation
@@ -94,7 +94,7 @@ def view_of(p: torch.Tensor, group: dict[str, Any], index: int) -> LocalView:
         FP8BackendError: the master of a weight lies on another rank.
     """
     weight, copy, is_shard = local_part(p), None, is_distributed(p)
-    gradient = local_part(p.grad)
+    gradient = local_part(placed_as(p, p.grad))
     if isinstance(gradient, ScaledTensor) and gradient._view is not None:  # somebody has put a view of another there
         gradient = gradient.values(torch.float32)
     if isinstance(weight, ScaledTensor):

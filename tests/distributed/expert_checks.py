@@ -1,15 +1,20 @@
-"""Mixtures of experts on several ranks: DDP, FSDP2 and ZeRO-3 train them alike."""
+"""Mixtures of experts on several ranks: DDP, FSDP2 and ZeRO-3 train them alike, and so does transformers' expert
+parallelism, in which each rank has experts of its own and tokens travel to them."""
 
 from __future__ import annotations
 
 import copy
+import functools
+import itertools
 
 import torch
 import torch.distributed as dist
-from expert_families import build
-from model_families import batch
+from expert_families import EXPERTS as EXPERTS_OF_ALL
+from expert_families import build, make_experts, routed
+from model_families import WIDTH, batch
 from ranks import main
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -17,6 +22,7 @@ import fp8_backends
 from fp8_backends.compute import hardware
 from fp8_backends.numerics.scaled_tensor import ScaledTensor
 from fp8_backends.numerics.sharded_tensor import local_part
+from fp8_backends.recipes.handlers import FP8RecipeKwargs
 from fp8_backends.training import conversion
 
 EXPERTS = "model.layers.1.mlp.experts.down_proj"
@@ -182,6 +188,91 @@ def check_zero3_has_the_losses_of_ddp() -> dict:
         unit = 0 if hardware.cpu_bf16() else torch.finfo(torch.bfloat16).eps
         assert all(abs(a - b) <= unit * b for a, b in zip(found, expected, strict=True)), (found, expected)
     return losses
+
+
+# expert parallelism
+
+
+@functools.cache
+def meshes():
+    """(of the ranks that share out the experts, of one rank alone)"""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("ep", "tp"))
+    return mesh["ep"], mesh["tp"]
+
+
+def shared_out(model, plan, shared_batch=False, implementation="all_to_all"):
+    """The model with the experts of transformers' plan shared out to the ranks, which hold the same tokens or not."""
+    from transformers.distributed.expert_parallel import apply_expert_parallelism
+
+    of_experts, alone = meshes()
+    batch_mesh = of_experts if shared_batch else alone
+    return apply_expert_parallelism(model, of_experts, batch_mesh, plan, ep_implementation=implementation)
+
+
+PLAN = {
+    **dict.fromkeys(
+        (f"experts.{part}{end}" for part in ("gate_up_proj", "down_proj") for end in ("", "_bias")), "grouped_gemm"
+    ),
+    "experts": "ep_dispatch_experts",
+}
+
+
+def experts_in_fp8(spec, dtype, share=False):
+    """GPT-OSS' experts in FP8, in a root of their own; with `share`, this rank has some of them."""
+    root = make_experts("gpt_oss", dtype)
+    if share:
+        shared_out(root, PLAN)
+    fp8_backends.prepare(root, None, spec)
+    return root
+
+
+def one_step(root, hidden, chosen, weights, dy):
+    """(output, gradients of the tokens and of the routing weights)"""
+    hidden, weights = hidden.clone().requires_grad_(), weights.clone().requires_grad_()
+    y = root.experts(hidden, chosen, weights)
+    y.backward(dy)
+    return y.detach(), hidden.grad, weights.grad
+
+
+ROUTES = {
+    "to all experts, and one rank has fewer tokens": ((40, 7), range(EXPERTS_OF_ALL)),
+    "to the first rank's experts": ((40, 24), range(EXPERTS_OF_ALL // 2)),
+    "from one rank": ((0, 24), range(EXPERTS_OF_ALL)),
+}
+
+
+def of_this_rank(tokens, numbers):
+    return tokens.split(list(numbers))[dist.get_rank()]
+
+
+def check_experts_on_their_ranks_have_the_numbers_of_one_process() -> None:
+    """To the bit, in bf16, with and without FP8 on the way; there fprop's, where the rule takes the codes that come."""
+    for (numbers, experts), scaling in itertools.product(ROUTES.values(), ("dynamic", "delayed", "rowwise", "mxfp8")):
+        hidden, chosen, weights = routed(sum(numbers), 0, torch.bfloat16)
+        chosen = chosen % len(experts)
+        dy = torch.randn(sum(numbers), WIDTH, generator=torch.Generator().manual_seed(0)).bfloat16()
+        one = experts_in_fp8(f"native:{scaling}", torch.bfloat16)
+        y, dx, dw = (of_this_rank(each, numbers) for each in one_step(one, hidden, chosen, weights, dy))
+        own = [of_this_rank(each, numbers) for each in (hidden, chosen, weights, dy)]
+        for comm in ("plain", "fp8"):
+            spec = FP8RecipeKwargs(backend=f"native:{scaling}", activation_comm=comm)
+            root = experts_in_fp8(spec, torch.bfloat16, share=True)
+            found = one_step(root, *own)
+            case = numbers, scaling, comm
+            if comm == "plain" or scaling in ("rowwise", "mxfp8"):
+                assert torch.equal(found[0], y), case
+                assert torch.equal(found[2], dw), case
+                assert torch.equal(found[1], dx), case
+            else:
+                assert (found[0] - y).norm() <= 0.1 * y.norm(), case  # E4M3: 2**-4 an element at most
+            for name, parameter in root.experts.named_parameters():
+                gradient = parameter.grad.full_tensor()
+                expected = one.experts.get_parameter(name).grad
+                cast_again = comm == "fp8" and (name == "gate_up_proj" or scaling not in ("rowwise", "mxfp8"))
+                if cast_again:
+                    assert (gradient - expected).norm() <= 0.15 * expected.norm(), (case, name)
+                else:
+                    assert torch.equal(gradient, expected), (case, name)
 
 
 if __name__ == "__main__":

@@ -47,11 +47,11 @@ from .experts import FP8Experts, FP8ExpertWeight
 from .frozen import freeze
 from .fused_head import FP8Head
 from .grouped_products import grouped_engine_for
-from .layer_rule import STATEFUL, LayerRule, Stored
+from .layer_rule import ALONG_CONTRACTION, STATEFUL, LayerRule, Stored
 from .ledger import Ledger, with_noted_amaxes
 from .linear import FP8Linear, FP8Products
 from .shared_codes import SharedCodes
-from .tensor_parallel import Cut, is_parallel
+from .tensor_parallel import Cut, cut_block, is_parallel
 
 if TYPE_CHECKING:
     from .conv1d import FP8Conv1D
@@ -78,6 +78,11 @@ class NativeCompute(Compute):
         if engine == EMULATED:
             return Availability(True, "emulated in FP32: this device has no FP8 products, bf16 is faster")
         return Availability(True, f"products by {engine} on {device.type}")
+
+    def unfit(self, linear: nn.Linear, recipe: Recipe) -> str | None:
+        along = ALONG_CONTRACTION.get(recipe.scaling)
+        cuts = None if along is None else cut_block(linear, along.weight_blocks)
+        return super().unfit(linear, recipe) or cuts
 
     def new_shared(self, root: nn.Module, recipe: Recipe) -> SharedCodes:
         return SharedCodes()
@@ -286,4 +291,5 @@ def layer_rule(recipe: Recipe) -> LayerRule:
         tuple(recipe.override_linear_precision),
         bool(recipe.use_autocast_during_eval),
         bool(recipe.fp8_params),
+        recipe.activation_comm == "fp8",
     )

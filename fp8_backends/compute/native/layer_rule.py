@@ -67,6 +67,8 @@ class LayerRule(NamedTuple):
     fp8_in_eval: bool
     frozen_weight: bool = False
     """Whether the weight is a frozen FP8 weight (`fp8_params`)."""
+    fp8_activations: bool = False
+    """Whether activations travel between ranks in FP8 where they can (`activation_comm`)."""
 
     @property
     def along(self) -> AlongContraction | None:
@@ -77,6 +79,13 @@ class LayerRule(NamedTuple):
     def has_blocks(self) -> bool:
         """Whether a scale is that of a part of the contraction, and not of all of it."""
         return self.along is not None and self.along.blocks is not ROWS
+
+    @property
+    def gathers_codes(self) -> bool:
+        """Whether an input whose tokens lie on several ranks is gathered as codes: where they serve all its products,
+        as those with one scale do."""
+        fprop, _, wgrad = self.high_precision
+        return self.fp8_activations and self.along is None and not (fprop or wgrad)
 
     @property
     def keeps_nan(self) -> bool:

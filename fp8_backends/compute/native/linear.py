@@ -19,7 +19,7 @@ from . import frozen
 from .layer_rule import STATEFUL, LayerRule, Stored, known_amax, quantized, record
 from .ledger import KeepsLedger, Ledger
 from .shared_codes import SharedCodes
-from .tensor_parallel import Cut, Split, arrived, local_operands, split_of
+from .tensor_parallel import Cut, Operands, Split, arrived, gathered, local_operands, split_of
 
 FPROP, DGRAD, WGRAD = range(3)
 """Elements of a rule's `high_precision`."""
@@ -75,7 +75,8 @@ class FP8Products(KeepsLedger):
         if not torch.compiler.is_compiling():
             self.fp8_out_dtype = out_dtype
         differentiable = torch.is_grad_enabled()
-        x, weight, bias, cut = local_operands(self, input)
+        operands = local_operands(self, input)
+        x, weight, bias, cut = operands[:4]
         stored = Stored.of(weight)
         matrix = self._matrix(stored)
         in_features = matrix.data.shape[1]
@@ -86,7 +87,7 @@ class FP8Products(KeepsLedger):
             )
         state = self._state
         recorded = state if differentiable and self.training else None
-        x8 = self._quantized_input(x, cut, differentiable and weight.requires_grad, recorded)
+        x8 = self._quantized_input(operands, differentiable and weight.requires_grad, recorded)
         w8 = self._quantized_weight(matrix, cut, differentiable and input.requires_grad, recorded)
         constants = self.fp8_ledger, state, self.fp8_rule, out_dtype, self.transposed_weight, cut
         noted = () if recorded is None else (x8.amax, None if self.fp8_rule.scaling == "window" else w8.amax)
@@ -99,21 +100,20 @@ class FP8Products(KeepsLedger):
         """The weight as [out, in]."""
         return stored.t() if self.transposed_weight else stored
 
-    def _quantized_input(
-        self, x: torch.Tensor, cut: Cut | None, for_wgrad: bool, recorded: torch.Tensor | None
-    ) -> Layouts:
+    def _quantized_input(self, operands: Operands, for_wgrad: bool, recorded: torch.Tensor | None) -> Layouts:
         """x as [tokens, in], for fprop, and for wgrad where it will run. `recorded`: the state that keeps its amax."""
         rule, fmt, state = self.fp8_rule, self.fp8_rule.forward_format, self._state
         for_wgrad = for_wgrad and not rule.high_precision[WGRAD]
-        split = split_of(cut, INPUT)
-        newest, made = self.fp8_ledger.newest(rule, recorded, INPUT), []
+        newest, made, x, split = self.fp8_ledger.newest(rule, recorded, INPUT), [], operands.input, operands.input_split
 
         def make() -> Layouts:
-            matrix = as_matrix(arrived(x), x.shape[-1])
-            made.append(quantized(matrix, fmt, rule, state, INPUT, columns=for_wgrad, record=newest, split=split))
+            matrix, columns = as_matrix(operands.values, x.shape[-1]), for_wgrad and not operands.is_gathered
+            codes = quantized(matrix, fmt, rule, state, INPUT, columns=columns, record=newest, split=split)
+            made.append(gathered(operands.origin, codes) if operands.is_gathered else codes)
             return made[0]
 
-        x8 = self.fp8_shared.of_input(x, (rule.scaling, fmt, for_wgrad, split), make)
+        view = () if operands.cut is None else (x.shape, x.stride(), x.storage_offset())
+        x8 = self.fp8_shared.of_input(operands.origin, (rule.scaling, fmt, for_wgrad, split, *view), make)
         if newest is not None and not made:  # another layer's cast
             record(rule, recorded, INPUT, x8.amax)
         return x8

@@ -24,7 +24,9 @@ import torch.distributed as dist
 from torch import nn
 
 from ...errors import FP8BackendError
+from ...numerics.kernels.quantize.layouts import Layouts
 from ...numerics.scaled_tensor import agreed_over
+from ...numerics.scaling import INPUT, Blocks
 from ...numerics.sharded_tensor import is_distributed
 
 if TYPE_CHECKING:
@@ -67,9 +69,10 @@ class Cut(NamedTuple):
         if weight is None or not is_distributed(weight) or weight.device_mesh.ndim != 1:
             return None
         (placed,) = weight.placements
-        if not placed.is_shard():
-            return cls(weight.device_mesh, REPLICATED) if placed.is_replicate() else None
-        return cls(weight.device_mesh, ROWWISE if placed.dim % 2 != layer.transposed_weight else COLWISE)
+        if placed.is_replicate():
+            return cls(weight.device_mesh, REPLICATED)
+        along_in = placed.dim % 2 != layer.transposed_weight  # also of a weight packed of several
+        return cls(weight.device_mesh, ROWWISE if along_in else COLWISE)
 
     def split(self, tensor: int) -> Split | None:
         """How one of INPUT, WEIGHT and GRAD_OUTPUT is cut, where several ranks have parts of it."""
@@ -103,6 +106,21 @@ class Operands(NamedTuple):
     weight: torch.Tensor
     bias: torch.Tensor | None
     cut: Cut | None
+    origin: Any
+    """What the inputs of layers have in common if they are the same."""
+    is_gathered: bool = False
+    """Whether the codes of all tokens are to be gathered from the ranks that have them, those of `origin`. `input` then
+    stands for all of it, and has no values."""
+
+    @property
+    def values(self) -> torch.Tensor:
+        """The values of the input that this rank has."""
+        return arrived(self.origin.to_local() if self.is_gathered else self.input)
+
+    @property
+    def input_split(self) -> Split | None:
+        """How the values of the input are cut."""
+        return split_of(self.cut._replace(style=OF_TOKENS) if self.is_gathered else self.cut, INPUT)
 
 
 def is_parallel(layer: nn.Module) -> bool:
@@ -110,46 +128,101 @@ def is_parallel(layer: nn.Module) -> bool:
     return any(getattr(layer, mark, False) for mark in ("_distribute_module_applied", "_is_hooked"))
 
 
+def cut_block(layer: nn.Module, blocks: Blocks) -> str | None:
+    """Which block of a layer's weight, or of what is multiplied with it, lies on two ranks, or None. A rank sees only
+    its part, and would give such a block two scales."""
+    if blocks.columns is None or not is_parallel(layer) or not is_distributed(weight := layer.weight):
+        return None
+    for placed, ranks in zip(weight.placements, weight.device_mesh.shape, strict=True):
+        dim = getattr(placed, "dim", None)  # none where the ranks have the same
+        size = 0 if dim is None else weight.shape[dim] // getattr(placed, "split_factor", 1)
+        part = -(-size // ranks)
+        if size and ranks > 1 and part % blocks.columns:
+            return (
+                f"tensor parallelism gives each rank {part} of {size} features, which cuts a block of {blocks.columns} "
+                f"in two: use a scaling rule without blocks (dynamic, rowwise, delayed, window)"
+            )
+    return None
+
+
 def local_operands(layer: nn.Module, x: torch.Tensor) -> Operands:
     """This rank's parts of a layer's input, weight and bias.
 
     Raises:
-        FP8BackendError: the weight is a DTensor and the input is none, or the mesh has more dimensions.
+        FP8BackendError: the weight is a DTensor and the input is none, or the mesh has more dimensions, or a block of
+            the weight lies on two ranks.
     """
-    weight, bias = layer.weight, layer.bias
+    weight, bias, rule = layer.weight, layer.bias, layer.fp8_rule
     if not is_distributed(weight):
         # transformers calls some layers with local tensors, and wraps what comes out
         whole = (layer.out_features, layer.in_features)
         is_part = layer.fp8_cut is not None and weight.shape != (whole[::-1] if layer.transposed_weight else whole)
-        return Operands(x, weight, bias, layer.fp8_cut if is_part else None)
+        return Operands(x, weight, bias, layer.fp8_cut if is_part else None, x)
     cut = Cut.of_weight(layer)
-    if cut is None or not is_distributed(x):
+    cuts = None if rule.along is None else cut_block(layer, rule.along.weight_blocks)
+    if cut is None or cuts is not None or not is_distributed(x):
         raise FP8BackendError(
-            f"an FP8 layer {layer.in_features} -> {layer.out_features} has a weight that lies as {weight.placements} "
-            f"on {weight.device_mesh}, and got {type(x).__name__}: it multiplies a DTensor by a weight on a mesh of "
-            "one dimension, as parallelize_module and tp_plan make them; use these, or name the layer in exclude"
+            f"an FP8 layer {layer.in_features} -> {layer.out_features} whose weight is a DTensor cannot run: "
+            f"{cuts or f'the weight lies as {weight.placements}, and the input is a {type(x).__name__}'}. Prepare the "
+            "model after parallelize_module or tp_plan, on a mesh of one dimension, or name the layer in exclude"
         )
     if not torch.compiler.is_compiling():
         layer.fp8_cut = cut
     from torch.distributed.tensor import Partial, Replicate, Shard
 
-    (placed,), last = x.placements, x.dim() - 1
-    if cut.style == REPLICATED and placed.is_shard() and placed.dim % x.dim() != last:
+    (placed,), last, sums = x.placements, x.dim() - 1, [Partial()]  # gradients of which each rank has one summand
+    has_tokens = placed.is_shard() and placed.dim % x.dim() != last
+    if cut.style == COLWISE and has_tokens and rule.gathers_codes:
+        input = layer.fp8_shared.of_input(x, ("gathered",), lambda: _WithoutValues.apply(x))
+        return Operands(input, weight.to_local(), None if bias is None else bias.to_local(), cut, x, True)
+    if cut.style == REPLICATED and has_tokens and not rule.has_blocks:
         cut = cut._replace(style=OF_TOKENS)
     else:
         wanted = Shard(last) if cut.style == ROWWISE else Replicate()
         x = x if placed == wanted else x.redistribute(placements=[wanted])
-    sums = [Partial()]  # a gradient of which each rank has one summand
-    of_bias = None if bias is None else bias.to_local(grad_placements=sums if cut.style == OF_TOKENS else None)
-    return Operands(
-        x.to_local(grad_placements=sums if cut.style == COLWISE else None),
-        weight.to_local(grad_placements=sums if cut.style == OF_TOKENS else None),
-        of_bias,
-        cut,
-    )
+    of_weight = sums if cut.style == OF_TOKENS else None
+    local = x.to_local(grad_placements=sums if cut.style == COLWISE else None)
+    bias = None if bias is None else bias.to_local(grad_placements=of_weight)
+    return Operands(local, weight.to_local(grad_placements=of_weight), bias, cut, _origin(x, local))
+
+
+def _origin(x: Any, local: torch.Tensor) -> Any:
+    """A style makes a DTensor of its own of each layer's input, with a view of the one plain tensor that there is. What
+    came as a DTensor is the same for all layers."""
+    plain = None if torch.compiler.is_compiling() else local._base
+    return x if plain is None or plain.grad_fn is None else plain
 
 
 def arrived(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself, once the collective that makes it is over."""
     wait = getattr(tensor, "trigger_wait", None)
     return tensor if wait is None else wait()
+
+
+class _WithoutValues(torch.autograd.Function):
+    """A tensor of the whole shape of a DTensor of tokens, whose gradient finds the way back: each rank has one summand
+    of it for all tokens, and gets the sum for its own."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mesh, ctx.placements, ctx.shape, ctx.strides = x.device_mesh, x.placements, x.shape, x.stride()
+        return x.to_local().new_empty(()).expand(x.shape)
+
+    @staticmethod
+    def backward(ctx, grad):
+        from torch.distributed.tensor import DTensor, Partial
+
+        summand = DTensor.from_local(grad, ctx.mesh, [Partial()], run_check=False)
+        return summand.redistribute(placements=ctx.placements)
+
+
+def gathered(tokens: Any, part: Layouts) -> Layouts:
+    """The codes of a DTensor whose tokens lie on several ranks, as [all tokens, in], from those of this rank's part.
+    They travel as one byte an element; the scale is the same on all ranks."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    local = part.codes.view(torch.uint8).view(tokens.to_local().shape)
+    shape = {"shape": tokens.shape, "stride": tokens.stride()}
+    codes = DTensor.from_local(local, tokens.device_mesh, tokens.placements, run_check=False, **shape)
+    codes = codes.redistribute(placements=[Replicate()]).to_local().reshape(-1, tokens.shape[-1])
+    return part._replace(codes=codes.view(part.codes.dtype), transposed=None, transposed_scale_inv=None)
