@@ -157,7 +157,7 @@ def store_weights(layers: Mapping[str, nn.Module], level: str, by_fsdp2: bool = 
         owner, part = owner_of(layer)
         owner.__dict__.setdefault(LEVEL, {})[part] = level
         if owner is not layer:  # its class keeps nothing
-            owner.__dict__["_apply"] = KeepsBelongings(owner)
+            owner._apply = KeepsBelongings(owner)
         _add_gradient_hook(layer.weight)
         _add_state_dict_hooks(owner)
 
@@ -264,7 +264,7 @@ def _unmark(owner: nn.Module, part: str) -> None:
     if not stored:
         owner.__dict__.pop(LEVEL, None)
         if isinstance(owner.__dict__.get("_apply"), KeepsBelongings):
-            del owner.__dict__["_apply"]
+            del owner._apply
         _remove_state_dict_hooks(owner)
 
 

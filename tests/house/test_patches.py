@@ -27,6 +27,8 @@ LIST = ROOT / "docs" / "patches.rst"
 CALLS = {"_getframe", "currentframe", "walk_stack", "dup2", "addFilter", "CodeType", "FunctionType"}
 ATTRIBUTES = {"f_locals", "f_back", "_forward_hooks", "_forward_pre_hooks", "_forward_hooks_always_called"}
 ATTRIBUTES |= {"_set_params_and_buffers_to_ignore_for_model", "queue_callback", "_match_all_reduce_for_bwd_pass"}
+METHODS = {"forward", "_apply"}
+"""Of modules: whatever takes the place of one on an object."""
 MEANT = {"sys.argv ="}
 """What Python's documentation lets a program set."""
 
@@ -84,6 +86,8 @@ def patches(source: str) -> set[str]:
             if target.attr == "__class__":
                 found.add(f"{owner}.__class__ =")
             elif owner.split(".")[0] in foreign:
+                found.add(f"{owner}.{target.attr} =")
+            elif owner not in ("self", "cls") and target.attr in METHODS:
                 found.add(f"{owner}.{target.attr} =")
             elif owner not in ("self", "cls") and value not in own and is_function(value, functions):
                 found.add(f"{owner}.{target.attr} = a function")
@@ -145,6 +149,7 @@ def test_the_list_names_the_files_that_patch_and_no_others():
         "import a, b\n_BOTH = (a, b)\ndef f(x):\n    for each in _BOTH:\n        each.x, y = x, 1",
         "def f(model):\n    model.__class__ = int",
         "def f(engine):\n    def save(): pass\n    engine.save = save",
+        "def f(model):\n    model._apply = Applies(model)",
         "from types import MethodType\ndef f(model):\n    model.forward = MethodType(len, model)",
         "import sys\nframe = sys._getframe(1)",
         "from inspect import currentframe\nframe = currentframe()",
