@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import tempfile
 
 import torch
 import torch.distributed as dist
@@ -17,12 +18,14 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8_backends
 from fp8_backends.compute import hardware
 from fp8_backends.numerics.scaled_tensor import ScaledTensor
-from fp8_backends.numerics.sharded_tensor import local_part
+from fp8_backends.numerics.sharded_tensor import is_distributed, local_part
 from fp8_backends.recipes.handlers import FP8RecipeKwargs
+from fp8_backends.states import levels
 from fp8_backends.training import conversion
 
 EXPERTS = "model.layers.1.mlp.experts.down_proj"
@@ -63,12 +66,17 @@ def trained(family, spec, wrap, checkpointing=False):
     return steps(model, optimizer, range(STEPS)), model
 
 
-def steps(model, optimizer, numbers) -> list[float]:
+def whole(step: int) -> dict[str, torch.Tensor]:
+    """All rows of a batch of four."""
+    return batch(rows=4, seed=step)
+
+
+def steps(model, optimizer, numbers, given=share) -> list[float]:
     """Losses, mean over ranks."""
     losses = []
     for step in numbers:
         with torch.autocast("cpu", torch.bfloat16):
-            loss = model(**share(step)).loss.float()
+            loss = model(**given(step)).loss.float()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -273,6 +281,120 @@ def check_experts_on_their_ranks_have_the_numbers_of_one_process() -> None:
                     assert (gradient - expected).norm() <= 0.15 * expected.norm(), (case, name)
                 else:
                     assert torch.equal(gradient, expected), (case, name)
+
+
+def check_bytes_of_tokens_on_the_way() -> dict[str, float]:
+    """A pair of a token and an expert takes, in FP32 under autocast, 4 bytes a value four times; with FP8 codes and a
+    scale forward to the expert, and bf16 on the other three ways."""
+    hidden, chosen, weights = routed(40, dist.get_rank())
+    dy = torch.randn(40, WIDTH)
+    sent = {}
+    for comm in ("plain", "fp8"):
+        root = experts_in_fp8(FP8RecipeKwargs(activation_comm=comm), torch.float32, share=True)
+        with Sent() as sent[comm], torch.autocast("cpu", torch.bfloat16):
+            one_step(root, hidden, chosen, weights, dy)
+    counted, pairs, others = EXPERTS_OF_ALL * 8, chosen.numel(), sent["plain"].sizes[2] // (WIDTH * 4)
+    assert sent["plain"].sizes == [counted, *(n * WIDTH * 4 for n in (pairs, others, pairs, others))]
+    assert sent["fp8"].sizes == [counted, pairs * (WIDTH + 4), *(n * WIDTH * 2 for n in (others, pairs, others))]
+    return {comm: sum(each.sizes) for comm, each in sent.items()}
+
+
+class Sent(TorchDispatchMode):
+    """The bytes that this rank hands to each all-to-all inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in (torch.ops._c10d_functional.all_to_all_single.default, torch.ops.c10d.alltoall_base_.default):
+            given = args[0] if func.namespace == "_c10d_functional" else args[1]
+            self.sizes.append(given.nbytes)
+        return func(*args, **kwargs or {})
+
+
+def check_expert_parallel_training_is_that_of_one_process() -> dict:
+    """Mixtral's losses and weights to the bit, with one batch on all ranks. Scaling states of all experts are on every
+    rank, those of one process."""
+    found = {}
+    for spec, implementation in (
+        ("native:dynamic", "all_reduce"),
+        (FP8RecipeKwargs(backend="native:delayed", amax_history_len=4), "auto"),
+        ("native:rowwise", "all_to_all"),
+        ("msamp:O2", "auto"),
+    ):
+        one, model = build("mixtral"), build("mixtral")
+        plan = model._expand_parallel_plan(model.ep_plan)
+        shared_out(model, plan, shared_batch=True, implementation=implementation)
+        losses = [steps(*ready(each, spec), range(STEPS), given=whole) for each in (one, model)]
+        assert losses[0] == losses[1], (spec, losses)
+        counts(model)
+        audits = [fp8_backends.audit(each) for each in (one, model)]
+        assert audits[0].flops_share == audits[1].flops_share
+        for name, parameter in model.named_parameters():
+            if spec != "msamp:O2":  # where a part's gradient has a scale of its own, by which small numbers are rounded
+                values = parameter.full_tensor() if is_distributed(parameter) else parameter
+                assert torch.equal(values, one.get_parameter(name)), (spec, name)
+        states = [list(states_of(each)) for each in (one, model)]
+        assert all(torch.equal(*pair) for pair in zip(*states, strict=True))
+        found[str(spec)] = losses[0]
+    return found
+
+
+def ready(model, spec, lr=3e-3):
+    """(the prepared model, its optimizer), for ranks that have the same batch"""
+    fp8_backends.prepare(model, None, spec)
+    model, optimizer = fp8_backends.prepare(model, torch.optim.AdamW(model.parameters(), lr=lr, foreach=False), spec)
+    levels.expect_equal_gradients(model)
+    return model, optimizer
+
+
+def in_transformers_fsdp2(model, **sizes):
+    """The model as `from_pretrained(distributed_config=…)` distributes it."""
+    from transformers.distributed.configuration_utils import DistributedConfig
+    from transformers.distributed.utils import initialize_distributed_mesh
+
+    config = DistributedConfig(**sizes)
+    return model.maybe_distribute_model(model, config, initialize_distributed_mesh(config)[1])
+
+
+def check_expert_parallel_ranks_with_other_batches_resume_and_are_saved_whole() -> dict:
+    """transformers' FSDP2 shards the rest of the model, and tokens travel as codes."""
+    import transformers
+
+    spec = FP8RecipeKwargs(backend="native:delayed", amax_history_len=4, activation_comm="fp8")
+
+    def fresh(seed):
+        model = in_transformers_fsdp2(build("mixtral", seed), fsdp_size=2, ep_size=2)
+        return fp8_backends.prepare(model, torch.optim.AdamW(model.parameters(), lr=3e-3), spec)
+
+    model, optimizer = fresh(0)
+    losses = steps(model, optimizer, range(2))
+    copies = [[torch.empty_like(state) for _ in range(dist.get_world_size())] for state in states_of(model)]
+    for state, found in zip(states_of(model), copies, strict=True):
+        dist.all_gather(found, state)
+        assert all(torch.equal(each, state) for each in found)
+    saved = copy.deepcopy(get_state_dict(model, optimizer))
+    other, resumed = fresh(3)
+    set_state_dict(other, resumed, model_state_dict=saved[0], optim_state_dict=saved[1])
+    ((_, root, found),), ((_, other_root, _),) = map(conversion.prepared_roots, (model, other))
+    found.compute.load_scaling_state(other_root, found.compute.scaling_state(root))
+    assert steps(other, resumed, range(2, 4)) == steps(model, optimizer, range(2, 4))
+    experts = model.get_parameter(EXPERTS).full_tensor()
+    with tempfile.TemporaryDirectory() as folder:
+        folders = [folder]
+        dist.broadcast_object_list(folders)
+        model.save_pretrained(folders[0])
+        dist.barrier()
+        plain = transformers.AutoModelForCausalLM.from_pretrained(folders[0])
+        dist.barrier()
+    assert torch.equal(plain.get_parameter(EXPERTS), experts)
+    return {"losses": losses}
+
+
+def states_of(model):
+    ((_, root, prepared),) = conversion.prepared_roots(model)
+    return prepared.compute.scaling_state(root).values()
 
 
 if __name__ == "__main__":
