@@ -316,7 +316,7 @@ def _unfit(each: Found, recipe: Recipe, compute: Compute) -> str | None:
         return compute.unfit(each.module, recipe)
     if isinstance(compute, ConvertsExperts):
         return compute.unfit_experts(each.module, each.part, recipe)
-    return f"expert weights in one 3-D Parameter: {compute.name} has no products for them (native has)"
+    return f"expert weights in one 3-D Parameter: {compute.name} has no products for them (native and te have)"
 
 
 def _norms(root: nn.Module, recipe: Recipe, compute: Compute) -> tuple[list[NormLayer], list]:

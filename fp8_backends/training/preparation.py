@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from ..comm import ddp, fsdp2, ignore_list, tensor_parallel, zero
 from ..compute import registry
+from ..compute.expert_functions import is_expert_parallel
 from ..compute.fields import flag, parsed
 from ..compute.interface import FollowsOptimizer, KeepsWeightCasts, StoresWeights, TakesBlockCodes, scaling_buffers
 from ..errors import FP8BackendError
@@ -130,7 +131,8 @@ def check_model(model: nn.Module, recipe: Recipe) -> None:
             "(it may run inside)"
         )
     if (ranks := tensor_parallel.ranks(model)) > 1:
-        rules.refuse(rules.Setup(recipe, rules.Machine.this(), tensor_parallel=ranks), rules.TENSOR_PARALLEL_RULES)
+        shared = {"tensor_parallel": ranks, "experts_alone": _shares_out_experts_alone(model)}
+        rules.refuse(rules.Setup(recipe, rules.Machine.this(), **shared), rules.TENSOR_PARALLEL_RULES)
     if recipe.level == "O0":
         return
     if any(not prepared_roots(wrapped.module) for wrapped in _ddp_wrappers(model)):
@@ -143,6 +145,11 @@ def check_model(model: nn.Module, recipe: Recipe) -> None:
             f"level {recipe.level} stores the weights in another form, and FSDP2 has sharded them as they were: "
             "prepare(model, None, spec) first, then fully_shard, then prepare(model, optimizer, spec)"
         )
+
+
+def _shares_out_experts_alone(model: nn.Module) -> bool:
+    holders = (module for module in model.modules() if any(map(is_distributed, module._parameters.values())))
+    return all(map(is_expert_parallel, holders))
 
 
 def _check_types(model: nn.Module, optimizer: Any) -> None:

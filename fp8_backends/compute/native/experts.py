@@ -22,15 +22,7 @@ from ...numerics.formats import E4M3
 from ...numerics.kernels.quantize.layouts import Layouts
 from ...numerics.scaling import ROWS, Blocks, Quantized, new_delayed_state, new_window_state
 from ...numerics.sharded_tensor import full_shape, is_distributed
-from ..expert_functions import (
-    ExpertWeight,
-    ExpertWeights,
-    first_weight,
-    function_before,
-    has_gate,
-    is_expert_parallel,
-    own_part,
-)
+from ..expert_functions import ExpertWeight, ExpertWeights, first_weight, own_part
 from ..interface import COMPUTE_DTYPES, Recipe
 from .grouped_function import GroupedFunction, gradient_by_rows, quantized_weight
 from .grouped_products import Groups
@@ -99,65 +91,16 @@ def build(experts: nn.Module, parts: list[str], rule: LayerRule, shared: SharedC
 
 
 class FP8Experts(ExpertWeights):
-    """Runs an experts module of transformers with its converted weights in FP8.
-
-    Tokens [tokens, hidden] go to the experts `top_k_index` [tokens, k], and the results are added with the weights
-    `top_k_weights` [tokens, k], as in the module that it stands in for. Products come in the autocast dtype if autocast
-    is on, else in the input's. In eval mode, unless the recipe says `use_autocast_during_eval`, and without tokens,
-    the function runs that the model's configuration names.
-    """
-
-    def run(self, experts: nn.Module, hidden_states, top_k_index, top_k_weights) -> torch.Tensor:
-        out_dtype = _out_dtype(hidden_states)
-        if not self._runs_in_fp8(experts, out_dtype) or hidden_states.numel() == 0:
-            return function_before(experts)(experts, hidden_states, top_k_index, top_k_weights)
-        tokens, k = top_k_index.shape
-        ids, order = torch.sort(top_k_index.reshape(-1), stable=True)
-        first = first_weight(experts)
-        number = len(own_part(experts, first))
-        groups = Groups.of(ids, number)
-        # rows for the experts of other ranks lie at the end: zeros there keep out of the amaxes what belongs to none
-        foreign = (ids >= number).unsqueeze(1) if is_expert_parallel(experts) else None
-        x = _without(foreign, hidden_states.index_select(0, order // k))
-        arrived = self._arrived(hidden_states)
-        if arrived is not None:
-            arrived = Quantized(*(_rows_of(part, order // k) for part in arrived))
-        y = _without(foreign, self._linear(experts, first, x, groups, out_dtype, arrived))
-        y = experts._apply_gate(y) if has_gate(experts) else experts.act_fn(y)
-        y = _without(foreign, self._linear(experts, "down_proj", y, groups, out_dtype))
-        if getattr(experts, "has_post_expert_norm", False):
-            y = experts.post_expert_norm(y)
-        y = y * top_k_weights.reshape(-1).index_select(0, order).unsqueeze(-1)
-        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        return y.index_select(0, back).view(tokens, k, -1).sum(1).to(hidden_states.dtype)
-
-    def blocks_of_tokens(self, experts: nn.Module, hidden_states: torch.Tensor) -> Blocks | None:
-        weight = self._modules.get(first_weight(experts))
-        in_fp8 = weight is not None and not weight.fp8_rule.high_precision[FPROP]
-        if not in_fp8 or not self._runs_in_fp8(experts, _out_dtype(hidden_states)):
-            return None
-        return ROWS if weight.fp8_rule.along is None else weight.fp8_rule.along.blocks
-
-    def take_codes(self, tokens: torch.Tensor, codes: Quantized) -> None:
-        if self._rule.along is not None:  # else the scales are others
-            self._shared.of_input(tokens, _ARRIVED, lambda: codes)
-
-    def _arrived(self, tokens: torch.Tensor) -> Quantized | None:
-        """The codes in which these tokens came from other ranks, as fprop takes them."""
-        return None if self._rule.along is None else self._shared.of_input(tokens, _ARRIVED, lambda: None)
+    """Grouped products of all experts of a module."""
 
     @property
-    def _rule(self) -> LayerRule:
-        return next(iter(self.values())).fp8_rule
+    def fp8_in_eval(self) -> bool:
+        return self._rule.fp8_in_eval
 
-    @property
-    def _shared(self) -> SharedCodes:
-        return next(iter(self.values())).fp8_shared
+    def groups(self, ids: torch.Tensor, experts: int) -> Groups:
+        return Groups.of(ids, experts)
 
-    def _runs_in_fp8(self, experts: nn.Module, out_dtype: torch.dtype) -> bool:
-        return (experts.training or self._rule.fp8_in_eval) and out_dtype in COMPUTE_DTYPES
-
-    def _linear(
+    def product(
         self,
         experts: nn.Module,
         part: str,
@@ -181,21 +124,27 @@ class FP8Experts(ExpertWeights):
             y = y + own_part(experts, f"{part}_bias").index_select(0, groups.ids).to(out_dtype)
         return y
 
+    def blocks_of_tokens(self, experts: nn.Module, hidden_states: torch.Tensor) -> Blocks | None:
+        weight = self._modules.get(first_weight(experts))
+        in_fp8 = weight is not None and not weight.fp8_rule.high_precision[FPROP]
+        if not in_fp8 or not self.runs_in_fp8(experts, hidden_states):
+            return None
+        return ROWS if weight.fp8_rule.along is None else weight.fp8_rule.along.blocks
 
-def _out_dtype(hidden_states: torch.Tensor) -> torch.dtype:
-    """Of products with these tokens."""
-    device = hidden_states.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_states.dtype
+    def take_codes(self, tokens: torch.Tensor, codes: Quantized) -> None:
+        if self._rule.along is not None:  # else the scales are others
+            self._shared.of_input(tokens, _ARRIVED, lambda: codes)
 
+    def codes_taken(self, tokens: torch.Tensor) -> Quantized | None:
+        return None if self._rule.along is None else self._shared.of_input(tokens, _ARRIVED, lambda: None)
 
-def _rows_of(codes: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """These rows of codes or of scales. FP8 has no kernel that selects."""
-    return codes.view(torch.uint8).index_select(0, rows).view(codes.dtype)
+    @property
+    def _rule(self) -> LayerRule:
+        return next(iter(self.values())).fp8_rule
 
-
-def _without(foreign: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
-    """These rows with zeros for those that are `foreign` [rows, 1], in their gradient too."""
-    return rows if foreign is None else rows.masked_fill(foreign, 0.0)
+    @property
+    def _shared(self) -> SharedCodes:
+        return next(iter(self.values())).fp8_shared
 
 
 class FP8ExpertWeight(KeepsLedger, ExpertWeight):

@@ -46,7 +46,7 @@ TENSOR_PARALLEL_RULES = (
     Rule(
         "te_tensor_parallel",
         "error",
-        lambda s: _shares_layers(s) and s.recipe.compute == "te",
+        lambda s: _shares_layers(s) and s.recipe.compute == "te" and not s.experts_alone,
         "TransformerEngine's layers know tensor parallelism by process groups of their own, and not the DTensors of "
         "PyTorch, transformers and Accelerate",
         "use native:… or ao:…, or leave tensor parallelism out",
