@@ -47,11 +47,11 @@ from .experts import FP8Experts, FP8ExpertWeight
 from .frozen import freeze
 from .fused_head import FP8Head
 from .grouped_products import grouped_engine_for
-from .layer_rule import ALONG_CONTRACTION, STATEFUL, LayerRule, Stored
+from .layer_rule import STATEFUL, LayerRule, Stored
 from .ledger import Ledger, with_noted_amaxes
 from .linear import FP8Linear, FP8Products
 from .shared_codes import SharedCodes
-from .tensor_parallel import Cut, cut_block, is_parallel
+from .tensor_parallel import Cut, cut_obstacle, is_parallel
 
 if TYPE_CHECKING:
     from .conv1d import FP8Conv1D
@@ -80,9 +80,7 @@ class NativeCompute(Compute):
         return Availability(True, f"products by {engine} on {device.type}")
 
     def unfit(self, linear: nn.Linear, recipe: Recipe) -> str | None:
-        along = ALONG_CONTRACTION.get(recipe.scaling)
-        cuts = None if along is None else cut_block(linear, along.weight_blocks)
-        return super().unfit(linear, recipe) or cuts
+        return super().unfit(linear, recipe) or cut_obstacle(linear, layer_rule(recipe).weight_blocks)
 
     def new_shared(self, root: nn.Module, recipe: Recipe) -> SharedCodes:
         return SharedCodes()

@@ -76,6 +76,11 @@ class LayerRule(NamedTuple):
         return ALONG_CONTRACTION.get(self.scaling)
 
     @property
+    def weight_blocks(self) -> Blocks | None:
+        """How a weight is cut into blocks; None: one scale for all of it."""
+        return None if self.along is None else self.along.weight_blocks
+
+    @property
     def has_blocks(self) -> bool:
         """Whether a scale is that of a part of the contraction, and not of all of it."""
         return self.along is not None and self.along.blocks is not ROWS
@@ -146,7 +151,7 @@ def _in_blocks(
     if blocks is not ROWS or split is None or not (columns, rows)[split.dim]:
         return quantization.quantize_blocks(matrix, blocks, fmt, rows, columns, stored_scale_inv=stored_scale_inv)
     is_cut_row, cut = bool(split.dim), matrix if split.dim else matrix.t()
-    amax = split.agreed(ROWS.amax(cut) if matrix.numel() else cut.new_zeros(len(cut), 1))
+    amax = split.agreed(ROWS.amax(cut))
     codes = quantization.quantize_rows(cut, fmt, amax, stored_scale_inv)
     whole = quantization.quantize_blocks(
         *(matrix, blocks, fmt, rows and not is_cut_row, columns and is_cut_row), stored_scale_inv=stored_scale_inv

@@ -128,20 +128,24 @@ def is_parallel(layer: nn.Module) -> bool:
     return any(getattr(layer, mark, False) for mark in ("_distribute_module_applied", "_is_hooked"))
 
 
-def cut_block(layer: nn.Module, blocks: Blocks) -> str | None:
-    """Which block of a layer's weight, or of what is multiplied with it, lies on two ranks, or None. A rank sees only
-    its part, and would give such a block two scales."""
-    if blocks.columns is None or not is_parallel(layer) or not is_distributed(weight := layer.weight):
+def cut_obstacle(layer: nn.Module, blocks: Blocks | None) -> str | None:
+    """Why the parts of a layer cannot be multiplied, or None: one of them is empty, or a block of its weight lies on
+    two ranks, which would give it two scales. `blocks`: those of the weight by the rule."""
+    if not is_parallel(layer) or not is_distributed(weight := layer.weight):
         return None
+    length = (blocks and blocks.columns) or 1
     for placed, ranks in zip(weight.placements, weight.device_mesh.shape, strict=True):
-        dim = getattr(placed, "dim", None)  # none where the ranks have the same
-        size = 0 if dim is None else weight.shape[dim] // getattr(placed, "split_factor", 1)
+        if placed.is_replicate() or ranks == 1:
+            continue
+        size = weight.shape[placed.dim] // getattr(placed, "split_factor", 1)  # of each of the weights that are packed
         part = -(-size // ranks)
-        if size and ranks > 1 and part % blocks.columns:
+        if part % length:
             return (
-                f"tensor parallelism gives each rank {part} of {size} features, which cuts a block of {blocks.columns} "
-                f"in two: use a scaling rule without blocks (dynamic, rowwise, delayed, window)"
+                f"tensor parallelism gives each rank {part} of {size} features, which cuts a block of {length} in two: "
+                "use a scaling rule without blocks (dynamic, rowwise, delayed, window)"
             )
+        if part * (ranks - 1) >= size:
+            return f"tensor parallelism leaves a rank without any of {size} features"
     return None
 
 
@@ -149,8 +153,8 @@ def local_operands(layer: nn.Module, x: torch.Tensor) -> Operands:
     """This rank's parts of a layer's input, weight and bias.
 
     Raises:
-        FP8BackendError: the weight is a DTensor and the input is none, or the mesh has more dimensions, or a block of
-            the weight lies on two ranks.
+        FP8BackendError: the weight is a DTensor, and the input is none, the mesh has more dimensions, or there is a
+            `cut_obstacle`.
     """
     weight, bias, rule = layer.weight, layer.bias, layer.fp8_rule
     if not is_distributed(weight):
@@ -159,12 +163,12 @@ def local_operands(layer: nn.Module, x: torch.Tensor) -> Operands:
         is_part = layer.fp8_cut is not None and weight.shape != (whole[::-1] if layer.transposed_weight else whole)
         return Operands(x, weight, bias, layer.fp8_cut if is_part else None, x)
     cut = Cut.of_weight(layer)
-    cuts = None if rule.along is None else cut_block(layer, rule.along.weight_blocks)
-    if cut is None or cuts is not None or not is_distributed(x):
+    obstacle = cut_obstacle(layer, rule.weight_blocks)
+    if cut is None or obstacle or not is_distributed(x):
         raise FP8BackendError(
             f"an FP8 layer {layer.in_features} -> {layer.out_features} whose weight is a DTensor cannot run: "
-            f"{cuts or f'the weight lies as {weight.placements}, and the input is a {type(x).__name__}'}. Prepare the "
-            "model after parallelize_module or tp_plan, on a mesh of one dimension, or name the layer in exclude"
+            f"{obstacle or f'the weight lies as {weight.placements}, and the input is a {type(x).__name__}'}. Prepare "
+            "the model after parallelize_module or tp_plan, on a mesh of one dimension, or name the layer in exclude"
         )
     if not torch.compiler.is_compiling():
         layer.fp8_cut = cut

@@ -129,9 +129,7 @@ def dequantize_blocks(q: Quantized, blocks: Blocks, dtype: torch.dtype) -> torch
 
 
 def amax_of(x: torch.Tensor, keep_nan: bool = False) -> torch.Tensor:
-    """max |x| in FP32, 0-dimensional; 0 of an empty matrix. NaN is left out unless `keep_nan`."""
-    if x.numel() == 0:
-        return torch.zeros((), device=x.device)
+    """max |x| in FP32, 0-dimensional. NaN is left out unless `keep_nan`."""
     if usable(x):
         from . import triton_quantize  # as above
 
