@@ -112,8 +112,7 @@ class FP8Products(KeepsLedger):
             made.append(gathered(operands.origin, codes) if operands.is_gathered else codes)
             return made[0]
 
-        view = () if operands.cut is None else (x.shape, x.stride(), x.storage_offset())
-        x8 = self.fp8_shared.of_input(operands.origin, (rule.scaling, fmt, for_wgrad, split, *view), make)
+        x8 = self.fp8_shared.of_input(operands.origin, (rule.scaling, fmt, for_wgrad, split, operands.view), make)
         if newest is not None and not made:  # another layer's cast
             record(rule, recorded, INPUT, x8.amax)
         return x8
