@@ -221,6 +221,7 @@ def with_config(vocabulary, **values):
 AO_UNPADDED = {"backend": "ao", "pad_inner_dim": False}
 GUARDED = {"backend": "native", "guard": "warn"}
 GRADIENTS = {"backend": "native", "gradient_comm": "fp8"}
+ACTIVATIONS = {"backend": "native", "activation_comm": "fp8"}
 FUSED = {"backend": "te", "fuse_norms": True}
 FP16 = {"backend": "native", "autocast_dtype": "fp16"}
 RELEASED = {"backend": "msamp:O2", "gradient_release": True}
@@ -237,6 +238,7 @@ CASES = [
     ("fp8_gradients_deepspeed", (GRADIENTS, DS), (GRADIENTS, DDP), ""),
     ("guard_engine", (GUARDED, DS), (GUARDED, DDP), "guard='warn' with deepspeed"),
     ("fp8_gradients_alone", (GRADIENTS, {"world_size": 1}), (GRADIENTS, {}), ""),
+    ("fp8_activations_alone", (ACTIVATIONS, {"world_size": 1}), (ACTIVATIONS, {}), ""),
     (
         "monitor_without_steps",
         ({"backend": "native", "monitor_layers": "0"}, {}),
@@ -437,6 +439,7 @@ REFUSED = [
     ("comm_hook_level", "msamp:O3", {"parallel": "ddp", "comm_hook": "bf16"}, {"comm_hook": "bf16"}),
     ("level_tensor_parallel", "msamp:O4", SHARED, {"recipe": resolve("msamp:O2"), **SHARED}),
     ("te_tensor_parallel", "te", SHARED, {"tensor_parallel": 1}),
+    ("fp8_activations_backend", {**ACTIVATIONS, "backend": "te"}, DDP, {"recipe": resolve(ACTIVATIONS), **DDP}),
     ("fp8_params_tensor_parallel", {"backend": "native", "fp8_params": True}, SHARED, {"tensor_parallel": 1}),
     ("release_accumulation", RELEASED, {"accumulation_steps": 2}, {"accumulation_steps": 1}),
     ("release_clipping", RELEASED, {"max_grad_norm": 1.0}, {"max_grad_norm": 0.0}),

@@ -160,6 +160,22 @@ ENGINE_RULES = (
         "leave gradient_comm out",
     ),
     Rule(
+        "fp8_activations_backend",
+        "error",
+        lambda s: s.recipe.activation_comm == "fp8" and s.recipe.compute != "native",
+        'activation_comm="fp8" is of native\'s products: those of other backends do not take activations as codes',
+        "use native:…, or leave activation_comm out",
+        lambda s: s.recipe.compute,
+        always,
+    ),
+    Rule(
+        "fp8_activations_alone",
+        "info",
+        lambda s: s.recipe.activation_comm == "fp8" and s.world_size == 1,
+        'activation_comm="fp8" has no effect with one process: no activation travels',
+        "leave activation_comm out",
+    ),
+    Rule(
         "fuse_norms_zero3",
         "error",
         lambda s: s.recipe.fuse_norms and s.parallel == "deepspeed" and s.zero_stage == 3,
