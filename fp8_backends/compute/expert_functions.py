@@ -5,6 +5,10 @@ and `down_proj`. The module's class says with attributes how they lie (`is_trans
 its forward calls the function that the configuration names (`_experts_implementation`). Here a function of this package
 joins that registry, and converted modules, and only these, name it.
 
+Under expert parallelism (transformers' `MoEParamShard`) a weight is a DTensor whose first dimension, that of experts,
+lies on the ranks of a mesh. The module's forward then sees this rank's experts alone, and the ids that it gets count
+from the first of them; one past the last marks a row that belongs to another rank.
+
 A converted weight stays the module's own Parameter. Its counter and scaling state lie in an `ExpertWeight` beside it,
 under `fp8_weights`, a segment that the names of this package leave out.
 """
@@ -18,18 +22,42 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..numerics.formats import COMPUTE_DTYPES
+from ..numerics.forwards import forward_obstacle
 from ..numerics.modules import CONTAINER
-from ..numerics.sharded_tensor import full_shape
+from ..numerics.scaling import Blocks, Quantized
+from ..numerics.sharded_tensor import full_shape, is_distributed
 
 NAME = "fp8_backends"
 """The name of the function in transformers' registry."""
 
 
-class ExpertWeight(nn.Module):
-    """Stands for one 3-D weight of an experts module, which goes on holding the Parameter itself."""
+def sizes_of(experts: nn.Module, part: str) -> tuple[int, int, int]:
+    """(experts of all ranks, out, in) of the 3-D Parameter `part`."""
+    count, *sizes = full_shape(experts._parameters[part])
+    return count, *(reversed(sizes) if experts.is_transposed else sizes)
 
-    def __init__(self, experts: nn.Module, part: str) -> None:
-        super().__init__()
+
+def own_experts(experts: nn.Module, part: str) -> slice:
+    """Those that this rank runs of the 3-D Parameter `part`: all of them, without expert parallelism. To be asked
+    outside of a forward, in which the Parameter is this rank's part."""
+    weight = experts._parameters[part]
+    if not (is_expert_parallel(experts) and is_distributed(weight)):
+        return slice(0, full_shape(weight)[0])
+    # the mesh of FSDP2, which gathers a weight before it runs, comes first
+    first = weight.device_mesh.get_local_rank(weight.device_mesh.ndim - 1) * experts.num_experts
+    return slice(first, first + experts.num_experts)
+
+
+class ExpertWeight(nn.Module):
+    """Stands for one 3-D weight of an experts module, which goes on holding the Parameter itself.
+
+    Args:
+        base: what a class beside this one is built with.
+    """
+
+    def __init__(self, experts: nn.Module, part: str, **base: Any) -> None:
+        super().__init__(**base)
         self.fp8_part = part
         self.fp8_experts = (experts,)  # in a tuple, lest it becomes a child
         self.fp8_transposed = experts.is_transposed
@@ -46,22 +74,106 @@ class ExpertWeight(nn.Module):
         return self.fp8_experts[0]._parameters[self.fp8_part]
 
     @property
+    def own_experts(self) -> slice:
+        """`own_experts` of the Parameter."""
+        return own_experts(self.fp8_experts[0], self.fp8_part)
+
+    @property
     def sizes(self) -> tuple[int, int, int]:
-        """(experts, out, in)"""
-        experts, *sizes = full_shape(self.weight)
-        return experts, *(reversed(sizes) if self.fp8_transposed else sizes)
+        """(experts of all ranks, out, in)"""
+        return sizes_of(self.fp8_experts[0], self.fp8_part)
 
 
 class ExpertWeights(nn.ModuleDict):
-    """The converted weights of one experts module, by the Parameter's name, and how to run the module with them."""
+    """The converted weights of one experts module, by the Parameter's name. Runs the module with them in FP8.
+
+    Tokens [tokens, hidden] go to the experts `top_k_index` [tokens, k], and the results are added with the weights
+    `top_k_weights` [tokens, k], as in the module that it stands in for. Products come in the autocast dtype if autocast
+    is on, else in the input's. In eval mode, unless the recipe says `use_autocast_during_eval`, and without tokens,
+    the function runs that the model's configuration names.
+    """
+
+    @property
+    def fp8_in_eval(self) -> bool:
+        """Whether the recipe has FP8 in eval mode too."""
+        raise NotImplementedError
+
+    def groups(self, ids: torch.Tensor, experts: int) -> Any:
+        """What products ask of the experts of sorted rows: `ids`, int64 [rows], rising; `experts` for rows that belong
+        to none of this rank's."""
+        raise NotImplementedError
+
+    def product(
+        self,
+        experts: nn.Module,
+        part: str,
+        x: torch.Tensor,
+        groups: Any,
+        out_dtype: torch.dtype,
+        arrived: Quantized | None = None,
+    ) -> torch.Tensor:
+        """[rows, out] from sorted rows [rows, in], each with its expert's weight and bias, converted or not. `arrived`
+        has the codes of x for fprop, where somebody made them before."""
+        raise NotImplementedError
 
     def run(self, experts: nn.Module, hidden_states, top_k_index, top_k_weights) -> torch.Tensor:
-        """What the experts module returns. Shapes as in transformers: [tokens, hidden], [tokens, k] twice."""
-        raise NotImplementedError
+        if not self.runs_in_fp8(experts, hidden_states) or hidden_states.numel() == 0:
+            return function_before(experts)(experts, hidden_states, top_k_index, top_k_weights)
+        out_dtype, (tokens, k) = _out_dtype(hidden_states), top_k_index.shape
+        ids, order = torch.sort(top_k_index.reshape(-1), stable=True)
+        first = first_weight(experts)
+        number = len(own_part(experts, first))
+        groups = self.groups(ids, number)
+        # rows for the experts of other ranks lie at the end: zeros there keep out of the amaxes what belongs to none
+        foreign = (ids >= number).unsqueeze(1) if is_expert_parallel(experts) else None
+        x = _without(foreign, hidden_states.index_select(0, order // k))
+        arrived = self.codes_taken(hidden_states)
+        if arrived is not None:
+            arrived = Quantized(*(_rows_of(part, order // k) for part in arrived))
+        y = _without(foreign, self.product(experts, first, x, groups, out_dtype, arrived))
+        y = experts._apply_gate(y) if has_gate(experts) else experts.act_fn(y)
+        y = _without(foreign, self.product(experts, "down_proj", y, groups, out_dtype))
+        if getattr(experts, "has_post_expert_norm", False):
+            y = experts.post_expert_norm(y)
+        y = y * top_k_weights.reshape(-1).index_select(0, order).unsqueeze(-1)
+        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        return y.index_select(0, back).view(tokens, k, -1).sum(1).to(hidden_states.dtype)
+
+    def runs_in_fp8(self, experts: nn.Module, hidden_states: torch.Tensor) -> bool:
+        """Whether these tokens would be multiplied in FP8 now."""
+        return (experts.training or self.fp8_in_eval) and _out_dtype(hidden_states) in COMPUTE_DTYPES
+
+    def blocks_of_tokens(self, experts: nn.Module, hidden_states: torch.Tensor) -> Blocks | None:
+        """The blocks in which the first product takes its tokens [tokens, hidden], by which they may travel between
+        ranks as codes; `ROWS` where it has one scale for many. None where it does not run in FP8 now."""
+        return None
+
+    def take_codes(self, tokens: torch.Tensor, codes: Quantized) -> None:
+        """Note in which codes these very tokens arrived."""
+
+    def codes_taken(self, tokens: torch.Tensor) -> Quantized | None:
+        """The codes in which these tokens arrived, as fprop takes them, or None."""
+        return None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         _register()  # unpickled, maybe by a process that has converted nothing
+
+
+def _out_dtype(hidden_states: torch.Tensor) -> torch.dtype:
+    """Of products with these tokens."""
+    device = hidden_states.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_states.dtype
+
+
+def _rows_of(codes: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """These rows of codes or of scales. FP8 has no kernel that selects."""
+    return codes.view(torch.uint8).index_select(0, rows).view(codes.dtype)
+
+
+def _without(foreign: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
+    """These rows with zeros for those that are `foreign` [rows, 1], in their gradient too."""
+    return rows if foreign is None else rows.masked_fill(foreign, 0.0)
 
 
 class ExpertsConfig:
@@ -88,10 +200,8 @@ def obstacle(experts: nn.Module, part: str) -> str | None:
         return "expert weights in one 3-D Parameter: this transformers has no registry of expert functions (5.0 has)"
     if part not in _parts(experts):
         return f"{type(experts).__name__} multiplies by this 3-D Parameter outside transformers' expert functions"
-    if getattr(experts, "_is_expert_parallel", False):
-        return "expert parallel: each rank has other experts, which FP8 does not follow yet"
-    if "forward" in experts.__dict__:
-        return "its forward was replaced on the instance"
+    if replaced := forward_obstacle(experts):
+        return replaced
     if torch.nn.utils.parametrize.is_parametrized(experts):
         return "parametrized: its weight is computed anew in each forward"
     if not weight.is_floating_point():
@@ -118,6 +228,18 @@ def _parts(experts: nn.Module) -> tuple[str, ...]:
 def first_weight(experts: nn.Module) -> str:
     """The name of the weight that is multiplied first."""
     return "gate_up_proj" if has_gate(experts) else "up_proj"
+
+
+def is_expert_parallel(experts: nn.Module) -> bool:
+    """Whether each rank of a mesh has other experts, and ids count those of this rank."""
+    return getattr(experts, "_is_expert_parallel", False)
+
+
+def own_part(experts: nn.Module, name: str) -> torch.Tensor:
+    """What this rank has of a Parameter in the module's forward, differentiable. transformers' plans put it there; who
+    shards by hand may leave a DTensor."""
+    parameter = getattr(experts, name)
+    return parameter.to_local() if is_distributed(parameter) else parameter
 
 
 def has_gate(experts: nn.Module) -> bool:

@@ -352,7 +352,6 @@ FUSED_HEAD = Field(
     "precision unless also_include or include names it (native).",
     idle=False,
 )
-
 SCALING_FIELDS = (
     FP8_FORMAT,
     MARGIN,

@@ -16,6 +16,7 @@ from torch import nn
 
 from ..errors import FP8BackendError
 from ..numerics.faults import Faults
+from ..numerics.formats import COMPUTE_DTYPES
 from ..numerics.scaling import Quantized
 from ..numerics.sharded_tensor import full_shape
 from ..numerics.statistics import Cast
@@ -25,9 +26,6 @@ from .expert_functions import ExpertWeights
 from .fields import Field
 from .hardware import Availability
 from .profiling import Layer, ProductProfile
-
-COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""Dtypes of weights, activations and results around FP8."""
 
 
 class Recipe(Protocol):

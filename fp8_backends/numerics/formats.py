@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
+COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""Dtypes of weights, activations and results around FP8."""
+
 
 @dataclass(frozen=True)
 class Format:

@@ -87,8 +87,11 @@ def _do_nothing(*_) -> None:
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether a module has hooks that see what passes it, other than those of `changes_nothing`."""
-    return not all(changes_nothing(hook) for kind in _HOOKS for hook in (module.__dict__.get(kind) or {}).values())
+    """Whether a module has hooks that see what passes it, other than those of `changes_nothing`, or a forward on the
+    instance, which sees it too."""
+    return "forward" in module.__dict__ or not all(
+        changes_nothing(hook) for kind in _HOOKS for hook in (module.__dict__.get(kind) or {}).values()
+    )
 
 
 def changes_nothing(hook: Any) -> bool:

@@ -237,6 +237,14 @@ COMMON = (
         "How gradients travel between ranks (default: fp8 at a level above O0, else plain).",
     ),
     Field(
+        "activation_comm",
+        "plain",
+        one_of("plain", "fp8"),
+        "How activations travel between ranks in forward: fp8 is E4M3 codes with their scales, of sequence-parallel "
+        "activations that tensor parallelism gathers and of tokens that expert parallelism sends to their experts "
+        "(native).",
+    ),
+    Field(
         "on_unproven",
         "raise",
         one_of("raise", "warn"),

@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ..compute import expert_functions
+from ..compute import expert_dispatch, expert_functions
 from ..compute.conv1d import is_conv1d, linear_like
 from ..compute.expert_functions import ExpertWeights
 from ..compute.interface import Compute, ConvertsConv1D, ConvertsExperts, ConvertsNorms, FusesActivations, Fusion
 from ..errors import FP8BackendError, RecipeError
+from ..numerics.forwards import follows_class
 from ..numerics.modules import CONVERSION, HEAD_CONVERSION, Conversion, check_is_module, plain_name
 from ..recipes.comparison import differences
 from . import fused_head
@@ -34,6 +35,7 @@ from .weight_products import (
     WeightProduct,
     find_weight_products,
     memory_sharers,
+    offloaded_modules,
 )
 
 if TYPE_CHECKING:
@@ -130,6 +132,8 @@ def convert(model: nn.Module, recipe: Recipe, compute: Compute) -> Prepared:
             swap_class(head.module, fused_head.high_precision_carrier(head.module), recipe, HEAD_CONVERSION)
         for module, weights in experts:
             expert_functions.attach(module, weights)
+            if recipe.activation_comm == "fp8":
+                expert_dispatch.install(module)
         if is_new:
             _attach(root, prepared)
     except BaseException:
@@ -138,6 +142,7 @@ def convert(model: nn.Module, recipe: Recipe, compute: Compute) -> Prepared:
         if head is not None:
             restore_layer(head.module)
         for module, weights in experts:
+            expert_dispatch.uninstall(module)
             expert_functions.detach(module, list(weights))
         if is_new:
             _detach(root, prepared)
@@ -170,6 +175,7 @@ def restore(model: nn.Module) -> None:
             )
     for module in modules:
         restore_layer(module)
+        expert_dispatch.uninstall(module)
         expert_functions.detach(module)
         prepared = module.__dict__.pop(PREPARED, None)
         if prepared is not None:
@@ -258,8 +264,13 @@ def _find(root: nn.Module, recipe: Recipe) -> list[Found]:
     found = find_weight_products(root)
     if not swaps_weights(recipe):
         return found
-    sharers = memory_sharers(root)
+    sharers, offloaded = memory_sharers(root), offloaded_modules(root)
     for each in found:
+        if each.obstacle is None and each.conversion is None and id(each.module) in offloaded:
+            each.obstacle = (
+                "Accelerate's hooks put a plain weight in place for each forward (cpu_offload, disk_offload, a "
+                "device_map), which cannot be stored in another form: offload the model when it is prepared"
+            )
         other = sharers.get(id(each.module._parameters.get(each.part or "weight")))
         if each.obstacle is None and each.conversion is None and other is not None:
             each.obstacle = (
@@ -305,7 +316,7 @@ def _unfit(each: Found, recipe: Recipe, compute: Compute) -> str | None:
         return compute.unfit(each.module, recipe)
     if isinstance(compute, ConvertsExperts):
         return compute.unfit_experts(each.module, each.part, recipe)
-    return f"expert weights in one 3-D Parameter: {compute.name} has no products for them (native has)"
+    return f"expert weights in one 3-D Parameter: {compute.name} has no products for them (native and te have)"
 
 
 def _norms(root: nn.Module, recipe: Recipe, compute: Compute) -> tuple[list[NormLayer], list]:
@@ -377,7 +388,8 @@ def swap_class(linear: nn.Module, carrier: nn.Module, recipe: Recipe, mark: str 
     `restore_layer` needs is noted under `mark`."""
     attributes = _added_attributes(carrier)
     conversion = Conversion(type(linear), type(carrier), tuple(attributes), tuple(carrier._buffers), recipe)
-    linear.__class__ = type(carrier)
+    with follows_class(linear):
+        linear.__class__ = type(carrier)
     linear.__dict__.update(attributes)
     linear._buffers.update(carrier._buffers)
     linear._non_persistent_buffers_set.update(carrier._buffers)
@@ -392,7 +404,8 @@ def restore_layer(linear: nn.Module) -> None:
     conversion: Conversion = linear.__dict__.pop(mark)
     for undo in reversed(conversion.undo):
         undo(linear)
-    linear.__class__ = conversion.original
+    with follows_class(linear):
+        linear.__class__ = conversion.original
     for name in conversion.attributes:
         linear.__dict__.pop(name, None)
     for name in conversion.buffers:

@@ -22,6 +22,7 @@ from ..compute import expert_functions
 from ..compute.conv1d import conv1d_class, is_conv1d
 from ..compute.expert_functions import ExpertWeight
 from ..numerics.block_codes import BlockCodes
+from ..numerics.forwards import forward_obstacle
 from ..numerics.modules import CONVERSION, HEAD_CONVERSION, Conversion, plain_name
 from ..numerics.sharded_tensor import full_shape
 from . import quantized_layers
@@ -193,8 +194,8 @@ def layer_obstacle(layer: nn.Module, plain: type[nn.Module]) -> str | None:
         return "parametrized: its weight is computed anew in each forward"
     if type(layer) is not plain and HEAD_CONVERSION not in layer.__dict__:
         return f"{type(layer).__name__} is a subclass of {plain.__name__} with a behaviour of its own"
-    if "forward" in layer.__dict__:
-        return "its forward was replaced on the instance"
+    if replaced := forward_obstacle(layer):
+        return replaced
     if weight is None:
         return "its weight is no Parameter: something (weight norm, pruning, FSDP1) computes it before each forward"
     if not weight.is_floating_point():
@@ -204,6 +205,18 @@ def layer_obstacle(layer: nn.Module, plain: type[nn.Module]) -> str | None:
     if 0 in full_shape(weight):
         return "a layer of size zero has no product"
     return None
+
+
+def offloaded_modules(model: nn.Module) -> set[int]:
+    """Identities of the modules whose weights hooks of Accelerate's put in place for each forward alone (`cpu_offload`,
+    `disk_offload`, `dispatch_model`): between forwards they lie on the meta device."""
+    found: set[int] = set()
+    for module in model.modules():
+        hook = module.__dict__.get("_hf_hook")
+        for each in getattr(hook, "hooks", (hook,)):
+            if getattr(each, "offload", False):
+                found.update(map(id, module.modules() if each.place_submodules else (module,)))
+    return found
 
 
 def memory_sharers(model: nn.Module) -> dict[int, str]:

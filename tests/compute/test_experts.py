@@ -245,6 +245,31 @@ def test_without_tokens_and_in_evaluation_the_module_runs_as_it_was():
     assert all(layer.fp8_products.tolist() == [1, 0, 0, 0] for layer in root.experts.fp8_weights.values())
 
 
+@pytest.mark.parametrize("placed", [False, True], ids=["as they lie", "as on a GPU"])
+@pytest.mark.parametrize("backend", SCALINGS)
+def test_rows_for_the_experts_of_other_ranks_count_for_nothing(backend, placed, monkeypatch):
+    """What expert parallelism without an exchange gives a rank: all tokens, of which some go to an expert behind its
+    own, with weight zero. One of them is all inf. The numbers are those of a batch with the other rows alone."""
+    for module in (grouped_products, grouped_scaling):
+        monkeypatch.setattr(module, "has_places", lambda tensor: placed)
+    hidden, chosen, weights = routed(40)
+    foreign = torch.rand(40, 2, generator=torch.Generator().manual_seed(1)) < 0.5
+    foreign[5] = True
+    hidden[5] = float("inf")
+    token, slot = torch.where(~foreign)
+    dy = torch.randn(40, WIDTH, generator=torch.Generator().manual_seed(0))
+    shared, alone = (prepared("gpt_oss", backend)[0] for _ in range(2))
+    shared.experts._is_expert_parallel = True
+    masked = chosen.masked_fill(foreign, EXPERTS), weights.masked_fill(foreign, 0.0)
+    y, dx, dw = run(shared, hidden, *masked, dy)
+    rows, dx_rows, dw_rows = run(alone, hidden[token], chosen[token, slot, None], weights[token, slot, None], dy[token])
+    assert torch.equal(y, torch.zeros_like(y).index_add(0, token, rows))
+    assert torch.equal(dx, torch.zeros_like(dx).index_add(0, token, dx_rows))
+    assert torch.equal(dw[token, slot], dw_rows[:, 0]) and not dw[foreign].any()
+    for name, parameter in shared.experts.named_parameters():
+        assert torch.equal(parameter.grad, alone.experts.get_parameter(name).grad), name
+
+
 @pytest.mark.parametrize(
     "autocast,weights", [(torch.float16, torch.float32), (None, torch.float16), (None, torch.float32)]
 )
@@ -356,9 +381,9 @@ def test_a_gpu_accepts_every_product(backend, stored, transposed):
             state = torch.empty(5, 3, 18, dtype=torch.int32, device="cuda") if rule.scaling == "window" else None
             groups = Groups.of(torch.empty(37, dtype=torch.long, device="cuda"), 5)
             context, ledger = Context(), Ledger(torch.device("cuda"))
-            operands = *groups, *quantized_weight(rule, of_weight, state, transposed, True), *of_weight
+            operands = *groups, *quantized_weight(rule, of_weight, state, transposed, True), *of_weight, None, None
             y = GroupedFunction.forward(
-                context, x, weight, ledger, state, rule, transposed, torch.bfloat16, True, False, *operands
+                context, x, weight, ledger, state, rule, None, transposed, torch.bfloat16, True, False, *operands
             )
             with torch.no_grad():  # as autograd calls it
                 dx, dw, *_ = GroupedFunction.backward(context, torch.empty_like(y))
@@ -395,9 +420,9 @@ def test_a_gpu_accepts_every_product_in_blocks(scaling, stored, transposed, monk
         weight, of_weight = torch.empty(shape, device="cuda"), fake_weight(*shape, stored=stored)
         groups = Groups(torch.empty(37, dtype=torch.long, device="cuda"), torch.empty(3, device="cuda"))
         context, ledger = Context(), Ledger(torch.device("cuda"))
-        operands = *groups, *quantized_weight(rule, of_weight, None, transposed, True), *of_weight
+        operands = *groups, *quantized_weight(rule, of_weight, None, transposed, True), *of_weight, None, None
         y = GroupedFunction.forward(
-            context, x, weight, ledger, None, rule, transposed, torch.bfloat16, True, False, *operands
+            context, x, weight, ledger, None, rule, None, transposed, torch.bfloat16, True, False, *operands
         )
         with torch.no_grad():
             dx, dw, *_ = GroupedFunction.backward(context, torch.empty_like(y))

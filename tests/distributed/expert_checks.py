@@ -1,22 +1,31 @@
-"""Mixtures of experts on several ranks: DDP, FSDP2 and ZeRO-3 train them alike."""
+"""Mixtures of experts on several ranks: DDP, FSDP2 and ZeRO-3 train them alike, and so does transformers' expert
+parallelism, in which each rank has experts of its own and tokens travel to them."""
 
 from __future__ import annotations
 
 import copy
+import functools
+import itertools
+import tempfile
 
 import torch
 import torch.distributed as dist
-from expert_families import build
-from model_families import batch
+from expert_families import EXPERTS as EXPERTS_OF_ALL
+from expert_families import build, make_experts, routed
+from model_families import WIDTH, batch
 from ranks import main
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8_backends
 from fp8_backends.compute import hardware
 from fp8_backends.numerics.scaled_tensor import ScaledTensor
-from fp8_backends.numerics.sharded_tensor import local_part
+from fp8_backends.numerics.sharded_tensor import is_distributed, local_part
+from fp8_backends.recipes.handlers import FP8RecipeKwargs
+from fp8_backends.states import levels
 from fp8_backends.training import conversion
 
 EXPERTS = "model.layers.1.mlp.experts.down_proj"
@@ -57,12 +66,17 @@ def trained(family, spec, wrap, checkpointing=False):
     return steps(model, optimizer, range(STEPS)), model
 
 
-def steps(model, optimizer, numbers) -> list[float]:
+def whole(step: int) -> dict[str, torch.Tensor]:
+    """All rows of a batch of four."""
+    return batch(rows=4, seed=step)
+
+
+def steps(model, optimizer, numbers, given=share) -> list[float]:
     """Losses, mean over ranks."""
     losses = []
     for step in numbers:
         with torch.autocast("cpu", torch.bfloat16):
-            loss = model(**share(step)).loss.float()
+            loss = model(**given(step)).loss.float()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -182,6 +196,229 @@ def check_zero3_has_the_losses_of_ddp() -> dict:
         unit = 0 if hardware.cpu_bf16() else torch.finfo(torch.bfloat16).eps
         assert all(abs(a - b) <= unit * b for a, b in zip(found, expected, strict=True)), (found, expected)
     return losses
+
+
+# expert parallelism
+
+
+@functools.cache
+def meshes():
+    """(of the ranks that share out the experts, of one rank alone)"""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("ep", "tp"))
+    return mesh["ep"], mesh["tp"]
+
+
+def shared_out(model, plan, shared_batch=False, implementation="all_to_all"):
+    """The model with the experts of transformers' plan shared out to the ranks, which hold the same tokens or not."""
+    from transformers.distributed.expert_parallel import apply_expert_parallelism
+
+    of_experts, alone = meshes()
+    batch_mesh = of_experts if shared_batch else alone
+    return apply_expert_parallelism(model, of_experts, batch_mesh, plan, ep_implementation=implementation)
+
+
+PLAN = {
+    **dict.fromkeys(
+        (f"experts.{part}{end}" for part in ("gate_up_proj", "down_proj") for end in ("", "_bias")), "grouped_gemm"
+    ),
+    "experts": "ep_dispatch_experts",
+}
+
+
+def experts_in_fp8(spec, dtype, share=False):
+    """GPT-OSS' experts in FP8, in a root of their own; with `share`, this rank has some of them."""
+    root = make_experts("gpt_oss", dtype)
+    if share:
+        shared_out(root, PLAN)
+    fp8_backends.prepare(root, None, spec)
+    return root
+
+
+def one_step(root, hidden, chosen, weights, dy):
+    """(output, gradients of the tokens and of the routing weights)"""
+    hidden, weights = hidden.clone().requires_grad_(), weights.clone().requires_grad_()
+    y = root.experts(hidden, chosen, weights)
+    y.backward(dy)
+    return y.detach(), hidden.grad, weights.grad
+
+
+ROUTES = {
+    "to all experts, and one rank has fewer tokens": ((40, 7), range(EXPERTS_OF_ALL)),
+    "to the first rank's experts": ((40, 24), range(EXPERTS_OF_ALL // 2)),
+    "from one rank": ((0, 24), range(EXPERTS_OF_ALL)),
+}
+
+
+def of_this_rank(tokens, numbers):
+    return tokens.split(list(numbers))[dist.get_rank()]
+
+
+def check_experts_on_their_ranks_have_the_numbers_of_one_process() -> None:
+    """To the bit, in bf16, with and without FP8 on the way; there fprop's, where the rule takes the codes that come."""
+    for (numbers, experts), scaling in itertools.product(ROUTES.values(), ("dynamic", "delayed", "rowwise", "mxfp8")):
+        hidden, chosen, weights = routed(sum(numbers), 0, torch.bfloat16)
+        chosen = chosen % len(experts)
+        dy = torch.randn(sum(numbers), WIDTH, generator=torch.Generator().manual_seed(0)).bfloat16()
+        one = experts_in_fp8(f"native:{scaling}", torch.bfloat16)
+        y, dx, dw = (of_this_rank(each, numbers) for each in one_step(one, hidden, chosen, weights, dy))
+        own = [of_this_rank(each, numbers) for each in (hidden, chosen, weights, dy)]
+        for comm in ("plain", "fp8"):
+            spec = FP8RecipeKwargs(backend=f"native:{scaling}", activation_comm=comm)
+            root = experts_in_fp8(spec, torch.bfloat16, share=True)
+            found = one_step(root, *own)
+            case = numbers, scaling, comm
+            if comm == "plain" or scaling in ("rowwise", "mxfp8"):
+                assert torch.equal(found[0], y), case
+                assert torch.equal(found[2], dw), case
+                assert torch.equal(found[1], dx), case
+            else:
+                assert (found[0] - y).norm() <= 0.1 * y.norm(), case  # E4M3: 2**-4 an element at most
+            for name, parameter in root.experts.named_parameters():
+                gradient = parameter.grad.full_tensor()
+                expected = one.experts.get_parameter(name).grad
+                cast_again = comm == "fp8" and (name == "gate_up_proj" or scaling not in ("rowwise", "mxfp8"))
+                if cast_again:
+                    assert (gradient - expected).norm() <= 0.15 * expected.norm(), (case, name)
+                else:
+                    assert torch.equal(gradient, expected), (case, name)
+
+
+def check_parts_of_every_expert_have_the_codes_of_the_whole() -> None:
+    """transformers' tensor-parallel plan: gradients of the parts to the bit; what is a sum over ranks, of which each
+    rounded its summand to bf16, to two units of that."""
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    plan = {"experts.gate_up_proj": "packed_colwise", "experts.down_proj": "rowwise", "experts": "moe_tp_experts"}
+    hidden, chosen, weights = routed(40, 0, torch.bfloat16)
+    dy = torch.randn(40, WIDTH, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for scaling, fmt in (("dynamic", "E4M3"), ("dynamic", "HYBRID"), ("rowwise", "E4M3"), ("window", "HYBRID")):
+        found = []
+        for share in (False, True):
+            root = make_experts("mixtral", torch.bfloat16)
+            if share:
+                apply_tensor_parallelism(root, meshes()[0], plan)
+            fp8_backends.prepare(root, None, FP8RecipeKwargs(backend=f"native:{scaling}", fp8_format=fmt))
+            y, dx, _ = one_step(root, hidden, chosen, weights, dy)
+            gradients = [parameter.grad for parameter in root.experts.parameters()]
+            found.append((y, dx, [each.full_tensor() if share else each for each in gradients]))
+        whole_experts, parts = found
+        assert all(map(torch.equal, parts[2], whole_experts[2])), (scaling, fmt)
+        for ours, expected in zip(parts[:2], whole_experts[:2], strict=True):
+            torch.testing.assert_close(ours, expected, rtol=2**-7, atol=2**-7 * expected.abs().max().item())
+
+
+def check_bytes_of_tokens_on_the_way() -> dict[str, float]:
+    """A pair of a token and an expert takes, in FP32 under autocast, 4 bytes a value four times; with FP8 codes and a
+    scale forward to the expert, and bf16 on the other three ways."""
+    hidden, chosen, weights = routed(40, dist.get_rank())
+    dy = torch.randn(40, WIDTH)
+    sent = {}
+    for comm in ("plain", "fp8"):
+        root = experts_in_fp8(FP8RecipeKwargs(activation_comm=comm), torch.float32, share=True)
+        with Sent() as sent[comm], torch.autocast("cpu", torch.bfloat16):
+            one_step(root, hidden, chosen, weights, dy)
+    counted, pairs, others = EXPERTS_OF_ALL * 8, chosen.numel(), sent["plain"].sizes[2] // (WIDTH * 4)
+    assert sent["plain"].sizes == [counted, *(n * WIDTH * 4 for n in (pairs, others, pairs, others))]
+    assert sent["fp8"].sizes == [counted, pairs * (WIDTH + 4), *(n * WIDTH * 2 for n in (others, pairs, others))]
+    return {comm: sum(each.sizes) for comm, each in sent.items()}
+
+
+class Sent(TorchDispatchMode):
+    """The bytes that this rank hands to each all-to-all inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in (torch.ops._c10d_functional.all_to_all_single.default, torch.ops.c10d.alltoall_base_.default):
+            given = args[0] if func.namespace == "_c10d_functional" else args[1]
+            self.sizes.append(given.nbytes)
+        return func(*args, **kwargs or {})
+
+
+def check_expert_parallel_training_is_that_of_one_process() -> dict:
+    """Mixtral's losses and weights to the bit, with one batch on all ranks. Scaling states of all experts are on every
+    rank, those of one process."""
+    found = {}
+    for spec, implementation in (
+        ("native:dynamic", "all_reduce"),
+        (FP8RecipeKwargs(backend="native:delayed", amax_history_len=4), "auto"),
+        ("native:rowwise", "all_to_all"),
+        ("msamp:O2", "auto"),
+    ):
+        one, model = build("mixtral"), build("mixtral")
+        plan = model._expand_parallel_plan(model.ep_plan)
+        shared_out(model, plan, shared_batch=True, implementation=implementation)
+        losses = [steps(*ready(each, spec), range(STEPS), given=whole) for each in (one, model)]
+        assert losses[0] == losses[1], (spec, losses)
+        counts(model)
+        audits = [fp8_backends.audit(each) for each in (one, model)]
+        assert audits[0].flops_share == audits[1].flops_share
+        for name, parameter in model.named_parameters():
+            if spec != "msamp:O2":  # where a part's gradient has a scale of its own, by which small numbers are rounded
+                values = parameter.full_tensor() if is_distributed(parameter) else parameter
+                assert torch.equal(values, one.get_parameter(name)), (spec, name)
+        states = [list(states_of(each)) for each in (one, model)]
+        assert all(torch.equal(*pair) for pair in zip(*states, strict=True))
+        found[str(spec)] = losses[0]
+    return found
+
+
+def ready(model, spec, lr=3e-3):
+    """(the prepared model, its optimizer), for ranks that have the same batch"""
+    fp8_backends.prepare(model, None, spec)
+    model, optimizer = fp8_backends.prepare(model, torch.optim.AdamW(model.parameters(), lr=lr, foreach=False), spec)
+    levels.expect_equal_gradients(model)
+    return model, optimizer
+
+
+def in_transformers_fsdp2(model, **sizes):
+    """The model as `from_pretrained(distributed_config=…)` distributes it."""
+    from transformers.distributed.configuration_utils import DistributedConfig
+    from transformers.distributed.utils import initialize_distributed_mesh
+
+    config = DistributedConfig(**sizes)
+    return model.maybe_distribute_model(model, config, initialize_distributed_mesh(config)[1])
+
+
+def check_expert_parallel_ranks_with_other_batches_resume_and_are_saved_whole() -> dict:
+    """transformers' FSDP2 shards the rest of the model, and tokens travel as codes."""
+    import transformers
+
+    spec = FP8RecipeKwargs(backend="native:delayed", amax_history_len=4, activation_comm="fp8")
+
+    def fresh(seed):
+        model = in_transformers_fsdp2(build("mixtral", seed), fsdp_size=2, ep_size=2)
+        return fp8_backends.prepare(model, torch.optim.AdamW(model.parameters(), lr=3e-3), spec)
+
+    model, optimizer = fresh(0)
+    losses = steps(model, optimizer, range(2))
+    copies = [[torch.empty_like(state) for _ in range(dist.get_world_size())] for state in states_of(model)]
+    for state, found in zip(states_of(model), copies, strict=True):
+        dist.all_gather(found, state)
+        assert all(torch.equal(each, state) for each in found)
+    saved = copy.deepcopy(get_state_dict(model, optimizer))
+    other, resumed = fresh(3)
+    set_state_dict(other, resumed, model_state_dict=saved[0], optim_state_dict=saved[1])
+    ((_, root, found),), ((_, other_root, _),) = map(conversion.prepared_roots, (model, other))
+    found.compute.load_scaling_state(other_root, found.compute.scaling_state(root))
+    assert steps(other, resumed, range(2, 4)) == steps(model, optimizer, range(2, 4))
+    experts = model.get_parameter(EXPERTS).full_tensor()
+    with tempfile.TemporaryDirectory() as folder:
+        folders = [folder]
+        dist.broadcast_object_list(folders)
+        model.save_pretrained(folders[0])
+        dist.barrier()
+        plain = transformers.AutoModelForCausalLM.from_pretrained(folders[0])
+        dist.barrier()
+    assert torch.equal(plain.get_parameter(EXPERTS), experts)
+    return {"losses": losses}
+
+
+def states_of(model):
+    ((_, root, prepared),) = conversion.prepared_roots(model)
+    return prepared.compute.scaling_state(root).values()
 
 
 if __name__ == "__main__":

@@ -16,7 +16,10 @@ import torch.distributed as dist  # noqa: E402
 from accelerate import Accelerator  # noqa: E402
 from accelerate.state import AcceleratorState, GradientState  # noqa: E402
 from conv1d_twins import conv_twin  # noqa: E402
+from distributed import expert_checks  # noqa: E402
 from distributed.engines import assert_engine, engine_arguments, start_engine  # noqa: E402
+from expert_families import routed  # noqa: E402
+from model_families import WIDTH  # noqa: E402
 from te_models import BATCHES, Adapted, InAutocast, adamw, losses, model, of_te_linear  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
@@ -25,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling  # noqa: E402
 
 import fp8_backends  # noqa: E402
-from fp8_backends import RecipeError, TERecipeKwargs, prepare  # noqa: E402
+from fp8_backends import FP8BackendError, RecipeError, TERecipeKwargs, prepare  # noqa: E402
 from fp8_backends.compute.te.weights import is_frozen  # noqa: E402
 from fp8_backends.training.conversion import prepared_roots  # noqa: E402
 
@@ -108,6 +111,38 @@ def check_conv1d_trains_as_linear_layers_under_ddp_and_fsdp2():
                 assert_every_product(wrapped)
             gap = 0.01 if wrap is sharded and "msamp" in spec else 0
             assert found[0] == pytest.approx(found[1], rel=gap, abs=0), (wrap.__name__, spec, found)
+
+
+def check_experts_train_alike_under_ddp_and_fsdp2():
+    """Experts alone: under FSDP2 `te.Linear` casts its weight again in backward, by the scales of the next step. At a
+    level a shard's gradient has a scale of its own."""
+    for backend, gap in (("te:delayed", 0), ("te:dynamic+msamp:O4", 1e-3)):
+        found = {}
+        for wrap in (expert_checks.in_ddp, expert_checks.in_fsdp2):
+            recipe = fp8_backends.FP8RecipeKwargs(backend=backend, include=["experts"])
+            found[wrap.__name__], made = expert_checks.trained("gpt_oss", recipe, wrap)
+            assert_every_product(made)
+            if backend == "te:delayed":
+                assert not differs_between_ranks(scales(made))
+        assert found["in_ddp"] == pytest.approx(found["in_fsdp2"], rel=gap, abs=0), found
+
+
+def check_experts_on_their_ranks_have_the_numbers_of_one_process():
+    """Also where a rank has no tokens; with delayed scales they stay in high precision, and it says why. Weights'
+    gradients up to one bf16 unit: where an operand lies in memory may change the order of an FP32 sum."""
+    for scaling, numbers in (("dynamic", (40, 7)), ("blockwise", (0, 24))):
+        tokens = routed(sum(numbers), 0, torch.bfloat16)
+        dy = torch.randn(sum(numbers), WIDTH, generator=torch.Generator().manual_seed(0)).bfloat16()
+        one, root = (expert_checks.experts_in_fp8(f"te:{scaling}", torch.bfloat16, share) for share in (False, True))
+        expected = expert_checks.one_step(one, *tokens, dy)
+        own = [expert_checks.of_this_rank(each, numbers) for each in (*tokens, dy)]
+        for found, each in zip(expert_checks.one_step(root, *own), expected, strict=True):
+            assert torch.equal(found, expert_checks.of_this_rank(each, numbers)), (scaling, numbers)
+        for name, parameter in root.experts.named_parameters():
+            gradient = one.experts.get_parameter(name).grad
+            torch.testing.assert_close(parameter.grad.full_tensor(), gradient, rtol=2**-7, atol=1e-4)
+    with pytest.raises(FP8BackendError, match="largest amax of what are other experts on each rank"):
+        expert_checks.experts_in_fp8("te:delayed", torch.bfloat16, share=True)
 
 
 def check_recomputation_under_fsdp2_changes_no_loss():

@@ -51,6 +51,7 @@ from .layer_rule import STATEFUL, LayerRule, Stored
 from .ledger import Ledger, with_noted_amaxes
 from .linear import FP8Linear, FP8Products
 from .shared_codes import SharedCodes
+from .tensor_parallel import Cut, cut_obstacle, is_parallel
 
 if TYPE_CHECKING:
     from .conv1d import FP8Conv1D
@@ -78,6 +79,9 @@ class NativeCompute(Compute):
             return Availability(True, "emulated in FP32: this device has no FP8 products, bf16 is faster")
         return Availability(True, f"products by {engine} on {device.type}")
 
+    def unfit(self, linear: nn.Linear, recipe: Recipe) -> str | None:
+        return super().unfit(linear, recipe) or cut_obstacle(linear, layer_rule(recipe).weight_blocks)
+
     def new_shared(self, root: nn.Module, recipe: Recipe) -> SharedCodes:
         return SharedCodes()
 
@@ -103,7 +107,7 @@ class NativeCompute(Compute):
         return _around(linear, carrier, recipe, shared)
 
     def unfit_experts(self, experts: nn.Module, part: str, recipe: Recipe) -> str | None:
-        return fp8_experts.unfit(experts._parameters[part], recipe)
+        return fp8_experts.unfit(experts, part, recipe)
 
     def note_on_experts(self, recipe: Recipe) -> str | None:
         return fp8_experts.note(layer_rule(recipe))
@@ -270,6 +274,8 @@ def _around(layer: nn.Module, carrier: FP8Products, recipe: Recipe, shared: Shar
     if recipe.fp8_params:
         check(carrier)
     carrier.set_rule(layer_rule(recipe), shared, recipe.amax_history_len)
+    if is_parallel(layer):
+        carrier.fp8_cut = Cut.of_weight(carrier)
     return carrier
 
 
@@ -283,4 +289,5 @@ def layer_rule(recipe: Recipe) -> LayerRule:
         tuple(recipe.override_linear_precision),
         bool(recipe.use_autocast_during_eval),
         bool(recipe.fp8_params),
+        recipe.activation_comm == "fp8",
     )

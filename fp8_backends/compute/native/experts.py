@@ -11,34 +11,67 @@ as they lie, with their one scale.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
 import torch
 from torch import nn
 
+from ...errors import FP8BackendError
 from ...numerics.formats import E4M3
 from ...numerics.kernels.quantize.layouts import Layouts
-from ...numerics.scaling import new_delayed_state, new_window_state
-from ...numerics.sharded_tensor import full_shape
-from ..expert_functions import ExpertWeight, ExpertWeights, first_weight, function_before, has_gate
+from ...numerics.scaling import ROWS, Blocks, Quantized, new_delayed_state, new_window_state
+from ...numerics.sharded_tensor import full_shape, is_distributed
+from ..expert_functions import ExpertWeight, ExpertWeights, first_weight, own_part
 from ..interface import COMPUTE_DTYPES, Recipe
 from .grouped_function import GroupedFunction, gradient_by_rows, quantized_weight
 from .grouped_products import Groups
-from .layer_rule import STATEFUL, LayerRule, Stored
+from .layer_rule import ALONG_CONTRACTION, STATEFUL, LayerRule, Stored
 from .ledger import KeepsLedger, Ledger
+from .linear import FPROP
 from .shared_codes import SharedCodes
+from .tensor_parallel import COLWISE, ROWWISE, Cut, is_parallel
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_ARRIVED = ("arrived",)
+"""The key of codes in which tokens came from other ranks, among those of inputs that `SharedCodes` holds."""
 
 _PLAIN = LayerRule("dynamic", E4M3, E4M3, (True, True, True), True)
 """The rule of a weight beside a converted one, which stays in high precision."""
 
 
-def unfit(weight: nn.Parameter, recipe: Recipe) -> str | None:
+def unfit(experts: nn.Module, part: str, recipe: Recipe) -> str | None:
     """Why experts with this weight cannot run in FP8 by the recipe, or None."""
+    weight = experts._parameters[part]
     if weight.dtype not in COMPUTE_DTYPES:
         return f"weight dtype {weight.dtype} is not one of fp32, bf16, fp16"
     if 0 in full_shape(weight):
         return "experts of size zero have no product"
     if recipe.fp8_params:
         return "fp8_params stores 2-D weights in FP8, and leaves those of experts in high precision"
+    along = ALONG_CONTRACTION.get(recipe.scaling)
+    length = along and along.weight_blocks.columns
+    for mesh, _, size in cuts_of(experts, weight):
+        if length and size // mesh.size() % length:
+            return (
+                f"tensor parallelism gives each rank {size // mesh.size()} of {size} features, which cuts a block of "
+                f"{length} in two: use a scaling rule without blocks (dynamic, rowwise, delayed, window)"
+            )
     return None
+
+
+def cuts_of(experts: nn.Module, weight: torch.Tensor) -> Iterator[tuple[DeviceMesh, int, int]]:
+    """(mesh, dimension of the weight, its size in each of the weights that are packed there) for each mesh over which a
+    tensor-parallel plan has cut every expert."""
+    if not (is_parallel(experts) and is_distributed(weight)):
+        return
+    mesh = weight.device_mesh
+    for index, placed in enumerate(weight.placements):
+        if not placed.is_replicate() and placed.dim and mesh.size(index) > 1:
+            size = weight.shape[placed.dim] // getattr(placed, "split_factor", 1)
+            yield mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[index]], placed.dim, size
 
 
 def note(rule: LayerRule) -> str | None:
@@ -58,78 +91,113 @@ def build(experts: nn.Module, parts: list[str], rule: LayerRule, shared: SharedC
 
 
 class FP8Experts(ExpertWeights):
-    """Runs an experts module of transformers with its converted weights in FP8.
+    """Grouped products of all experts of a module."""
 
-    Tokens [tokens, hidden] go to the experts `top_k_index` [tokens, k], and the results are added with the weights
-    `top_k_weights` [tokens, k], as in the module that it stands in for. Products come in the autocast dtype if autocast
-    is on, else in the input's. In eval mode, unless the recipe says `use_autocast_during_eval`, and without tokens,
-    the function runs that the model's configuration names.
-    """
+    @property
+    def fp8_in_eval(self) -> bool:
+        return self._rule.fp8_in_eval
 
-    def run(self, experts: nn.Module, hidden_states, top_k_index, top_k_weights) -> torch.Tensor:
-        rule = next(iter(self.values())).fp8_rule
-        device = hidden_states.device.type
-        out_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_states.dtype
-        in_fp8 = experts.training or rule.fp8_in_eval
-        if not in_fp8 or out_dtype not in COMPUTE_DTYPES or hidden_states.numel() == 0:
-            return function_before(experts)(experts, hidden_states, top_k_index, top_k_weights)
-        tokens, k = top_k_index.shape
-        ids, order = torch.sort(top_k_index.reshape(-1), stable=True)
-        first = first_weight(experts)
-        groups = Groups.of(ids, getattr(experts, first).shape[0])
-        y = self._linear(experts, first, hidden_states.index_select(0, order // k), groups, out_dtype)
-        y = experts._apply_gate(y) if has_gate(experts) else experts.act_fn(y)
-        y = self._linear(experts, "down_proj", y, groups, out_dtype)
-        if getattr(experts, "has_post_expert_norm", False):
-            y = experts.post_expert_norm(y)
-        y = y * top_k_weights.reshape(-1).index_select(0, order).unsqueeze(-1)
-        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        return y.index_select(0, back).view(tokens, k, -1).sum(1).to(hidden_states.dtype)
+    def groups(self, ids: torch.Tensor, experts: int) -> Groups:
+        return Groups.of(ids, experts)
 
-    def _linear(self, experts: nn.Module, part: str, x, groups: Groups, out_dtype: torch.dtype) -> torch.Tensor:
-        weight, transposed = getattr(experts, part), experts.is_transposed
+    def product(
+        self,
+        experts: nn.Module,
+        part: str,
+        x: torch.Tensor,
+        groups: Groups,
+        out_dtype: torch.dtype,
+        arrived: Quantized | None = None,
+    ) -> torch.Tensor:
+        weight, transposed = own_part(experts, part), experts.is_transposed
         if part in self:
-            y = self[part](x, weight, groups, out_dtype)
+            y = self[part](x, weight, groups, out_dtype, arrived)
         else:
             keep = torch.is_grad_enabled()
             y = GroupedFunction.apply(
                 x,
                 weight,
-                *(None, None, _PLAIN, transposed, out_dtype, keep, False),
-                *(*groups, *Layouts(), *Stored.of(weight)),
+                *(None, None, _PLAIN, None, transposed, out_dtype, keep, False),
+                *(*groups, *Layouts(), *Stored.of(weight), None, None),
             )
         if experts.has_bias:
-            y = y + getattr(experts, f"{part}_bias").index_select(0, groups.ids).to(out_dtype)
+            y = y + own_part(experts, f"{part}_bias").index_select(0, groups.ids).to(out_dtype)
         return y
+
+    def blocks_of_tokens(self, experts: nn.Module, hidden_states: torch.Tensor) -> Blocks | None:
+        weight = self._modules.get(first_weight(experts))
+        in_fp8 = weight is not None and not weight.fp8_rule.high_precision[FPROP]
+        if not in_fp8 or not self.runs_in_fp8(experts, hidden_states):
+            return None
+        return ROWS if weight.fp8_rule.along is None else weight.fp8_rule.along.blocks
+
+    def take_codes(self, tokens: torch.Tensor, codes: Quantized) -> None:
+        if self._rule.along is not None:  # else the scales are others
+            self._shared.of_input(tokens, _ARRIVED, lambda: codes)
+
+    def codes_taken(self, tokens: torch.Tensor) -> Quantized | None:
+        return None if self._rule.along is None else self._shared.of_input(tokens, _ARRIVED, lambda: None)
+
+    @property
+    def _rule(self) -> LayerRule:
+        return next(iter(self.values())).fp8_rule
+
+    @property
+    def _shared(self) -> SharedCodes:
+        return next(iter(self.values())).fp8_shared
 
 
 class FP8ExpertWeight(KeepsLedger, ExpertWeight):
     """One 3-D weight whose products run in FP8.
 
     The ledger counts a product of all experts as one. A buffer, not in the state dict: `fp8_scaling`, the states of the
-    delayed or the window rule, int32 [experts, 3, 2 + history length].
+    delayed or the window rule, int32 [experts, 3, 2 + history length]. Under expert parallelism it has those of all
+    ranks' experts, and a rank records amaxes of its own: the others' arrive when the ranks agree, after backward.
     """
 
     def set_rule(self, rule: LayerRule, shared: SharedCodes, history_len: int) -> None:
         """Attach a scaling rule with fresh state."""
         self.fp8_rule, self.fp8_shared, self.fp8_history_len = rule, shared, history_len
+        self.fp8_own, self.fp8_cut = self.own_experts, self.cut
         self.fp8_out_dtype = torch.bfloat16
         self._reset_state(self.weight.device)
 
+    @property
+    def cut(self) -> Cut | None:
+        """How ranks share the matrix of each expert, as transformers' tensor-parallel plans let them; None where it is
+        whole. To be asked outside of a forward."""
+        for mesh, dim, _ in cuts_of(self.fp8_experts[0], self.weight):
+            return Cut(mesh, ROWWISE if (dim == 2) != self.fp8_transposed else COLWISE)
+        return None
+
     def _reset_state(self, device: torch.device) -> None:
-        self.fp8_ledger = Ledger(device, self.sizes[0])
+        self.fp8_ledger = Ledger(device, self.sizes[0], self.fp8_own.start)
         if self.fp8_rule.scaling in STATEFUL:
             delayed = self.fp8_rule.scaling == "delayed"
             state = new_delayed_state(self.fp8_history_len, device) if delayed else new_window_state(device)
             self.register_buffer("fp8_scaling", state.repeat(self.sizes[0], 1, 1), persistent=False)
 
-    def forward(self, x: torch.Tensor, weight: torch.Tensor, groups: Groups, out_dtype: torch.dtype) -> torch.Tensor:
+    def forward(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        groups: Groups,
+        out_dtype: torch.dtype,
+        arrived: Quantized | None = None,
+    ) -> torch.Tensor:
         """[rows, out] from x [rows, in], whose rows lie as `groups` says. `weight` is what the experts module gives for
-        its Parameter at this time."""
+        its Parameter at this time; `arrived` has the codes of x for fprop, where somebody made them before."""
         self._follow(weight.device)
         if not torch.compiler.is_compiling():
             self.fp8_out_dtype = out_dtype
-        keep, state = torch.is_grad_enabled(), self.fp8_scaling if self.fp8_rule.scaling in STATEFUL else None
+        if len(weight) != self.fp8_own.stop - self.fp8_own.start:
+            raise FP8BackendError(
+                f"{self.fp8_part}: its experts were shared out to ranks after the model was prepared: apply the "
+                f"expert-parallel plan first, then fp8_backends.prepare(model, optimizer, spec)"
+            )
+        keep, state = torch.is_grad_enabled(), None
+        if self.fp8_rule.scaling in STATEFUL:
+            state = self.fp8_scaling[self.fp8_own]
         with torch.no_grad():
             stored = Stored.of(weight)
             w8 = self._quantized(weight, stored, state, keep and x.requires_grad)
@@ -139,6 +207,7 @@ class FP8ExpertWeight(KeepsLedger, ExpertWeight):
             self.fp8_ledger,
             state,
             self.fp8_rule,
+            self.fp8_cut,
             self.fp8_transposed,
             out_dtype,
             keep,
@@ -146,6 +215,7 @@ class FP8ExpertWeight(KeepsLedger, ExpertWeight):
             *groups,
             *w8,
             *stored,
+            *(arrived or (None, None)),
         )
 
     def _quantized(self, weight: torch.Tensor, stored: Stored, state: torch.Tensor | None, for_dgrad: bool) -> Layouts:
@@ -153,7 +223,7 @@ class FP8ExpertWeight(KeepsLedger, ExpertWeight):
         for_dgrad = for_dgrad or self.fp8_shared.keeps_weights  # codes that are kept serve all forwards to come
 
         def quantize() -> Layouts:
-            return quantized_weight(rule, stored, state, transposed, for_dgrad)
+            return quantized_weight(rule, stored, state, transposed, for_dgrad, self.fp8_cut)
 
         # delayed scales move with every forward; a weight that is not the Parameter is made anew; codes lie as they are
         if rule.scaling == "delayed" or weight is not self.weight or stored.is_in(rule.forward_format):

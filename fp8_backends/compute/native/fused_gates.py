@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ...numerics.forwards import forward_obstacle
 from ...numerics.kernels.quantize.known_amax import note
 from ...numerics.kernels.triton_gate import usable
 from ...numerics.modules import is_hooked
@@ -81,7 +82,7 @@ def _gate_of(block: nn.Module, layers: Container[nn.Module]) -> Gate | None:
     others = len(block._modules) - len(linears)
     if len(linears) != 3 or others > 1 or len(inspect.signature(type(block).forward).parameters) != 2:
         return None
-    if "forward" in block.__dict__ or type(type(block)) is not type:
+    if forward_obstacle(block) is not None or type(type(block)) is not type:
         return None
     try:
         found = {_tried(block, linears, dtype) for dtype in (torch.float32, torch.bfloat16)}

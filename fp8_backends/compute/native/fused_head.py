@@ -26,7 +26,7 @@ class FP8Head(DefersLogits, FP8Linear):
         self._follow(self.weight.device)
         self.fp8_out_dtype = out_dtype
         stored = Stored.of(self.weight)
-        w8 = self._quantized_weight(stored, for_dgrad=True, recorded=self._state)
+        w8 = self._quantized_weight(stored, None, for_dgrad=True, recorded=self._state)
         return FP8HeadProducts(self, self._state, stored, w8, out_dtype)
 
     def count_products(self, *kinds: str) -> None:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from ...numerics.forwards import forward_obstacle
 from ...numerics.kernels.fused import LONGEST_ROW
 from ...numerics.kernels.quantize.known_amax import note
 from ...numerics.kernels.triton_gate import usable
@@ -56,7 +57,7 @@ class Formula(NamedTuple):
 def _formula_of(norm: nn.Module) -> Formula | None:
     """What a module computes with its weight in training, if that is one of the formulas with an eps that it holds."""
     held = [key for key, value in {**norm._parameters, **norm._buffers}.items() if value is not None]
-    if held != ["weight"] or norm._modules or "forward" in norm.__dict__ or type(type(norm)) is not type:
+    if held != ["weight"] or norm._modules or forward_obstacle(norm) or type(type(norm)) is not type:
         return None
     weight = norm.weight
     if not isinstance(weight, nn.Parameter) or weight.dtype not in COMPUTE_DTYPES or weight.dim() != 1:

@@ -31,10 +31,13 @@ class Groups(NamedTuple):
     for, with zero codes between them. The number of places is the largest possible, so that no one reads the sizes. A
     group without rows gets 16 of zeros, and so a gradient of zeros. Results behind the last group are never read.
     Elsewhere operands have their rows as they lie, and the last four are None.
+
+    Behind the last group may lie rows that belong to none. They must be zeros in an operand, and no product reads or
+    writes them: a result has anything there.
     """
 
     ids: torch.Tensor
-    """int64 [rows], each row's group, rising."""
+    """int64 [rows], each row's group, rising; of rows that belong to none that of the last."""
     ends: torch.Tensor
     """int32 [groups], where each group's rows end: its begin is the end of the one before."""
     places: torch.Tensor | None = None
@@ -48,9 +51,10 @@ class Groups(NamedTuple):
 
     @classmethod
     def of(cls, ids: torch.Tensor, groups: int) -> Groups:
-        """From sorted ids. Nothing is read on the host."""
+        """From sorted ids, those of rows that belong to no group being `groups`. Nothing is read on the host."""
         every = torch.arange(groups, device=ids.device, dtype=ids.dtype)
         ends = torch.searchsorted(ids, every, right=True, out_int32=True)
+        ids = ids.clamp(max=groups - 1)
         return cls(ids, ends, *_places_of(ids, ends)) if has_places(ids) else cls(ids, ends)
 
     @property

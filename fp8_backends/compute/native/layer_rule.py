@@ -26,6 +26,7 @@ from ...numerics.scaling import (
 from ..counts import KINDS
 from ..products import scaled_product
 from .block_products import block_scaled_product
+from .tensor_parallel import Split
 
 STATEFUL = ("delayed", "window")
 """Scaling rules with state from step to step."""
@@ -66,6 +67,8 @@ class LayerRule(NamedTuple):
     fp8_in_eval: bool
     frozen_weight: bool = False
     """Whether the weight is a frozen FP8 weight (`fp8_params`)."""
+    fp8_activations: bool = False
+    """Whether activations travel between ranks in FP8 where they can (`activation_comm`)."""
 
     @property
     def along(self) -> AlongContraction | None:
@@ -73,9 +76,21 @@ class LayerRule(NamedTuple):
         return ALONG_CONTRACTION.get(self.scaling)
 
     @property
+    def weight_blocks(self) -> Blocks | None:
+        """How a weight is cut into blocks; None: one scale for all of it."""
+        return None if self.along is None else self.along.weight_blocks
+
+    @property
     def has_blocks(self) -> bool:
         """Whether a scale is that of a part of the contraction, and not of all of it."""
         return self.along is not None and self.along.blocks is not ROWS
+
+    @property
+    def gathers_codes(self) -> bool:
+        """Whether an input whose tokens lie on several ranks is gathered as codes: where they serve all its products,
+        as those with one scale do."""
+        fprop, _, wgrad = self.high_precision
+        return self.fp8_activations and self.along is None and not (fprop or wgrad)
 
     @property
     def keeps_nan(self) -> bool:
@@ -98,6 +113,7 @@ def quantized(
     rows: bool = True,
     columns: bool = True,
     record: torch.Tensor | None = None,
+    split: Split | None = None,
 ) -> Layouts:
     """Quantize an input or an output gradient [rows, columns] by the rule.
 
@@ -105,15 +121,44 @@ def quantized(
         state: of the layer, for a rule that has one; only read.
         tensor: INPUT or GRAD_OUTPUT.
         rows, columns, record: layouts that are needed, and what keeps the amax, as in `quantization.quantize`.
+        split: how the matrix is cut over ranks. The scales are those of all of it, but for the delayed rule, on whose
+            states ranks agree after backward.
     """
     if rule.along is not None:
-        return quantization.quantize_blocks(matrix, rule.along.blocks, fmt, rows, columns)
+        return _in_blocks(matrix, rule.along.blocks, fmt, rows, columns, split)
     if rule.scaling == "delayed":
         return quantization.quantize(matrix, fmt, delayed_scale(state, tensor), rows, columns, record=record)
+    amax = None if split is None else split.agreed(quantization.amax_of(matrix, rule.keeps_nan))
     if rule.scaling == "window":
         row = state.select(0, tensor)
-        return quantization.quantize(matrix, fmt, None, rows, columns, rule=WINDOW, window_state=row, record=record)
-    return quantization.quantize(matrix, fmt, None, rows, columns, rule=DYNAMIC)
+        return quantization.quantize(
+            *(matrix, fmt, None, rows, columns), rule=WINDOW, window_state=row, record=record, amax=amax
+        )
+    return quantization.quantize(matrix, fmt, None, rows, columns, rule=DYNAMIC, amax=amax)
+
+
+def _in_blocks(
+    matrix: torch.Tensor,
+    blocks: Blocks,
+    fmt: Format,
+    rows: bool,
+    columns: bool,
+    split: Split | None,
+    stored_scale_inv: torch.Tensor | None = None,
+) -> Layouts:
+    """`quantization.quantize_blocks` for a matrix of which ranks have parts. Blocks lie inside of them, but for whole
+    rows, which go on from rank to rank where the matrix is cut along them."""
+    if blocks is not ROWS or split is None or not (columns, rows)[split.dim]:
+        return quantization.quantize_blocks(matrix, blocks, fmt, rows, columns, stored_scale_inv=stored_scale_inv)
+    is_cut_row, cut = bool(split.dim), matrix if split.dim else matrix.t()
+    amax = split.agreed(ROWS.amax(cut))
+    codes = quantization.quantize_rows(cut, fmt, amax, stored_scale_inv)
+    whole = quantization.quantize_blocks(
+        *(matrix, blocks, fmt, rows and not is_cut_row, columns and is_cut_row), stored_scale_inv=stored_scale_inv
+    )
+    if is_cut_row:
+        return Layouts(*codes, whole.transposed, whole.transposed_scale_inv)
+    return Layouts(whole.codes, whole.scale_inv, *codes)
 
 
 def record(rule: LayerRule, state: torch.Tensor, tensor: int, amax: torch.Tensor) -> None:
@@ -171,12 +216,15 @@ class Stored(NamedTuple):
         columns: bool = True,
         record: torch.Tensor | None = None,
         amax: torch.Tensor | None = None,
+        split: Split | None = None,
     ) -> Layouts:
         """The codes by the rule. `columns`: whether a product contracts the rows too, which takes other codes where
-        the rule has blocks. `record`, `amax`: as in `quantization.quantize`."""
+        the rule has blocks. `record`, `amax`: as in `quantization.quantize`; `split`: as in `quantized`."""
         if rule.along is not None:
-            return Layouts(*self.in_blocks(rule.along.weight_blocks, fmt))
+            return Layouts(*self.in_blocks(rule.along.weight_blocks, fmt, split=split))
         scale = delayed_scale(state, WEIGHT) if rule.scaling == "delayed" else None
+        if split is not None and scale is None:
+            amax = split.agreed(quantization.amax_of(self.data, rule.keeps_nan))
         # MS-AMP takes a weight's amax at the optimizer step: the same number
         of_amax = POWER_OF_TWO if rule.scaling == "window" else DYNAMIC
         return quantization.quantize(
@@ -191,7 +239,7 @@ class Stored(NamedTuple):
             amax=amax,
         )
 
-    def in_blocks(self, blocks: Blocks, fmt: Format, transposed: bool = False) -> Quantized:
+    def in_blocks(self, blocks: Blocks, fmt: Format, transposed: bool = False, split: Split | None = None) -> Quantized:
         """Codes with a scale for each block of `data`, or of its transpose. Stored FP8 codes have their own scale in
         every block."""
         if self.is_in(fmt):
@@ -199,7 +247,5 @@ class Stored(NamedTuple):
             if self.scale_inv.dim():  # those of a checkpoint, which lie in SQUARES
                 return Quantized(codes, self.scale_inv.t().contiguous() if transposed else self.scale_inv)
             return Quantized(codes, blocks.repeated(self.scale_inv, codes.shape))
-        layouts = quantization.quantize_blocks(
-            self.data, blocks, fmt, not transposed, transposed, stored_scale_inv=self.scale_inv
-        )
+        layouts = _in_blocks(self.data, blocks, fmt, not transposed, transposed, split, self.scale_inv)
         return layouts.along_rows() if transposed else layouts.along_columns()

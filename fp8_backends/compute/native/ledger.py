@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple, replace
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.library import EffectType
 
@@ -32,7 +33,9 @@ class Ledger:
     """The counts of one layer with any number of scaling states, and what its compiled code notes until somebody
     collects it: int32, amaxes as the bits of FP32, since wrappers cast what is of floating point."""
 
-    def __init__(self, device: torch.device, states: int = 1) -> None:
+    def __init__(self, device: torch.device, states: int = 1, first: int = 0) -> None:
+        self.first = first
+        """The state of the first amax that the layer gives; those of all states, but under expert parallelism."""
         self.counts = ProductCounts()
         """Of eager code."""
         self.of_forward = _zeros((3, states), device)
@@ -71,7 +74,7 @@ class Ledger:
         new = noted + (row == FPROPS) if fprop else noted
         for tensor, amax in ((INPUT, input), (WEIGHT, weight)):
             if amax is not None:
-                larger = _larger(noted.view(torch.float32), amax, rule.keeps_nan)
+                larger = _larger(noted.view(torch.float32), self._of_all(amax), rule.keeps_nan)
                 new = torch.where(row == tensor, larger.view(torch.int32), new)
         noted.copy_(new)
 
@@ -86,10 +89,16 @@ class Ledger:
         """Count the products of a backward that ran in FP8. In compiled code, keep this amax of GRAD_OUTPUT, FP32
         [states] or 0-dimensional; elsewhere it is recorded already."""
         if torch.compiler.is_compiling():
+            amax = None if amax is None else self._of_all(amax)
             note_backward(self.dgrads_wgrads, dgrad, wgrad, self.grad_output, amax, rule.keeps_nan)
             return
         self.counts.dgrad += dgrad
         self.counts.wgrad += wgrad
+
+    def _of_all(self, amax: torch.Tensor) -> torch.Tensor:
+        """The amaxes, with zeros for states that are others'."""
+        missing = len(self.grad_output) - amax.numel()
+        return F.pad(amax, (self.first, missing - self.first)) if missing else amax
 
     def total(self) -> ProductCounts:
         """All products so far, of eager and of compiled code. Waits for the device."""

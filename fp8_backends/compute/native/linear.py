@@ -19,6 +19,7 @@ from . import frozen
 from .layer_rule import STATEFUL, LayerRule, Stored, known_amax, quantized, record
 from .ledger import KeepsLedger, Ledger
 from .shared_codes import SharedCodes
+from .tensor_parallel import Cut, Operands, Split, arrived, gathered, local_operands, split_of
 
 FPROP, DGRAD, WGRAD = range(3)
 """Elements of a rule's `high_precision`."""
@@ -46,6 +47,8 @@ class FP8Products(KeepsLedger):
         """Attach a scaling rule with fresh state."""
         self.fp8_rule, self.fp8_shared, self.fp8_history_len = rule, shared, history_len
         self.fp8_out_dtype = torch.bfloat16
+        self.fp8_cut: Cut | None = None
+        """How the weight is cut over ranks, where it is: as it was found last."""
         self._reset_state(self.weight.device)
 
     def _reset_state(self, device: torch.device) -> None:
@@ -65,50 +68,58 @@ class FP8Products(KeepsLedger):
         in_fp8 = self.training or self.fp8_rule.fp8_in_eval
         if not in_fp8 or out_dtype not in COMPUTE_DTYPES or not input.is_floating_point() or input.numel() == 0:
             return super().forward(input)
-        if input.shape[-1] != self.in_features:
-            raise ValueError(
-                f"an FP8 linear layer of {self.in_features} input features got an input of shape {tuple(input.shape)}; "
-                f"its last dimension must be {self.in_features}"
-            )
         refuse_transforms()
         if self.fp8_rule.frozen_weight:
             check_running(self, frozen.is_frozen(self.weight))
         self._follow(self.weight.device)
         if not torch.compiler.is_compiling():
             self.fp8_out_dtype = out_dtype
-        weight, differentiable = self.weight, torch.is_grad_enabled()
+        differentiable = torch.is_grad_enabled()
+        operands = local_operands(self, input)
+        x, weight, bias, cut = operands[:4]
         stored = Stored.of(weight)
+        matrix = self._matrix(stored)
+        in_features = matrix.data.shape[1]
+        if x.shape[-1] != in_features:
+            raise ValueError(
+                f"an FP8 linear layer of {in_features} input features got an input of shape {tuple(x.shape)}; "
+                f"its last dimension must be {in_features}"
+            )
         state = self._state
         recorded = state if differentiable and self.training else None
-        x8 = self._quantized_input(input, differentiable and weight.requires_grad, recorded)
-        w8 = self._quantized_weight(self._matrix(stored), differentiable and input.requires_grad, recorded)
-        constants = self.fp8_ledger, state, self.fp8_rule, out_dtype, self.transposed_weight
+        x8 = self._quantized_input(operands, differentiable and weight.requires_grad, recorded)
+        w8 = self._quantized_weight(matrix, cut, differentiable and input.requires_grad, recorded)
+        constants = self.fp8_ledger, state, self.fp8_rule, out_dtype, self.transposed_weight, cut
         noted = () if recorded is None else (x8.amax, None if self.fp8_rule.scaling == "window" else w8.amax)
         # before the product: checkpointing's second forward ends with the last tensor that it saves
         self.fp8_ledger.forward(self.fp8_rule, not self.fp8_rule.high_precision[FPROP], *noted)
-        return LinearFunction.apply(input, weight, self.bias, *constants, x8, w8, stored)
+        y = LinearFunction.apply(x, weight, bias, *constants, x8, w8, stored)
+        return cut.wrapped(y, input, self.out_features) if is_distributed(input) else y
 
     def _matrix(self, stored: Stored) -> Stored:
         """The weight as [out, in]."""
         return stored.t() if self.transposed_weight else stored
 
-    def _quantized_input(self, x: torch.Tensor, for_wgrad: bool, recorded: torch.Tensor | None) -> Layouts:
+    def _quantized_input(self, operands: Operands, for_wgrad: bool, recorded: torch.Tensor | None) -> Layouts:
         """x as [tokens, in], for fprop, and for wgrad where it will run. `recorded`: the state that keeps its amax."""
         rule, fmt, state = self.fp8_rule, self.fp8_rule.forward_format, self._state
         for_wgrad = for_wgrad and not rule.high_precision[WGRAD]
-        matrix = as_matrix(x, self.in_features)
-        newest, made = self.fp8_ledger.newest(rule, recorded, INPUT), []
+        newest, made, x, split = self.fp8_ledger.newest(rule, recorded, INPUT), [], operands.input, operands.input_split
 
         def make() -> Layouts:
-            made.append(quantized(matrix, fmt, rule, state, INPUT, columns=for_wgrad, record=newest))
+            matrix, columns = as_matrix(operands.values, x.shape[-1]), for_wgrad and not operands.is_gathered
+            codes = quantized(matrix, fmt, rule, state, INPUT, columns=columns, record=newest, split=split)
+            made.append(gathered(operands.origin, codes) if operands.is_gathered else codes)
             return made[0]
 
-        x8 = self.fp8_shared.of_input(x, (rule.scaling, fmt, for_wgrad), make)
+        x8 = self.fp8_shared.of_input(operands.origin, (rule.scaling, fmt, for_wgrad, split, operands.view), make)
         if newest is not None and not made:  # another layer's cast
             record(rule, recorded, INPUT, x8.amax)
         return x8
 
-    def _quantized_weight(self, weight: Stored, for_dgrad: bool, recorded: torch.Tensor | None) -> Layouts:
+    def _quantized_weight(
+        self, weight: Stored, cut: Cut | None, for_dgrad: bool, recorded: torch.Tensor | None
+    ) -> Layouts:
         """w [out, in], for fprop, and for dgrad where it will run by the same codes; empty if they are stored.
         `recorded`: the state that keeps its amax."""
         rule, fmt, state = self.fp8_rule, self.fp8_rule.forward_format, self._state
@@ -118,9 +129,9 @@ class FP8Products(KeepsLedger):
             return Layouts()
         if rule.scaling == "delayed":  # its scale moves with every forward
             return weight.quantized(fmt, rule, state, for_dgrad, self.fp8_ledger.newest(rule, recorded, WEIGHT))
-        amax = known_amax(self.weight)
+        amax, split = known_amax(self.weight), split_of(cut, WEIGHT)
         return self.fp8_shared.of_weight(
-            self, (rule, fmt), lambda: weight.quantized(fmt, rule, state, for_dgrad, amax=amax)
+            self, (rule, fmt), lambda: weight.quantized(fmt, rule, state, for_dgrad, amax=amax, split=split)
         )
 
     @torch.no_grad()
@@ -162,18 +173,20 @@ class LinearFunction(torch.autograd.Function):
     keeps a product in high precision, or the rule quantizes the weight again.
 
     x8 and w8 are `Layouts` of x and of w, and `stored` is the Parameter as it lies in memory. A weight that is stored
-    in FP8 comes without other codes. `transposed`: the Parameter holds w.T.
+    in FP8 comes without other codes. `transposed`: the Parameter holds w.T. `cut`: x and w are parts that one rank
+    of several has, and y may be a partial sum.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, ledger, state, rule, out_dtype, transposed, x8, w8, stored):
+    def forward(ctx, x, weight, bias, ledger, state, rule, out_dtype, transposed, cut, x8, w8, stored):
         matrix = stored.t() if transposed else stored
         if rule.high_precision[FPROP]:
             y = plain_product(x.reshape(-1, x.shape[-1]).to(out_dtype), matrix.values(out_dtype))
         else:
             y = _fprop(rule, x8.along_columns(), w8.along_columns(), matrix, out_dtype)
         if bias is not None:
-            bias = bias.to(out_dtype)
+            bias = bias.to(out_dtype)  # also where it is not added: all ranks sum its gradient alike
+        if bias is not None and (cut is None or cut.adds_bias):
             y = y.add_(bias) if y.is_contiguous() else y + bias  # of a padded product, whose rows have gaps
 
         saved_for_wgrad = saved_for_dgrad = ()
@@ -188,7 +201,7 @@ class LinearFunction(torch.autograd.Function):
                 saved_for_dgrad = (Layouts(*matrix) if w8.codes is None else w8).along_rows()
         ctx.save_for_backward(*saved_for_wgrad, *saved_for_dgrad)
         ctx.ledger, ctx.state, ctx.rule, ctx.out_dtype, ctx.transposed = ledger, state, rule, out_dtype, transposed
-        ctx.x_shape, ctx.x_dtype, ctx.weight_dtype = x.shape, x.dtype, weight.dtype
+        ctx.cut, ctx.x_shape, ctx.x_dtype, ctx.weight_dtype = cut, x.shape, x.dtype, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         # no view, as with `F.linear`: FSDP2 warns of an output that is one, since changing it in place loses its hooks
         return torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], y.shape[-1]))
@@ -198,25 +211,28 @@ class LinearFunction(torch.autograd.Function):
         refuse_second_derivative()
         rule, saved = ctx.rule, ctx.saved_tensors
         needs_dgrad, needs_wgrad, needs_bias = ctx.needs_input_grad[:3]
-        dy = as_matrix(dy, dy.shape[-1])
+        dy = as_matrix(arrived(dy), dy.shape[-1])
         dx = dw = db = dy8 = None
         fp8_dgrad = needs_dgrad and not rule.high_precision[DGRAD]
         fp8_wgrad = needs_wgrad and not rule.high_precision[WGRAD]
         if fp8_dgrad or fp8_wgrad:
             newest = ctx.ledger.newest(rule, ctx.state, GRAD_OUTPUT)
-            dy8 = quantized(dy, rule.gradient_format, rule, ctx.state, GRAD_OUTPUT, fp8_dgrad, fp8_wgrad, newest)
+            split = split_of(ctx.cut, GRAD_OUTPUT)
+            layouts = fp8_dgrad, fp8_wgrad
+            dy8 = quantized(dy, rule.gradient_format, rule, ctx.state, GRAD_OUTPUT, *layouts, newest, split)
             ctx.ledger.backward(rule, fp8_dgrad, fp8_wgrad, None if ctx.state is None else dy8.amax)
         if needs_dgrad:
             weight = Stored(*saved[-2:])
             weight = weight.t() if ctx.transposed and _dgrad_reads_weight(rule) else weight
-            dx = _dgrad(rule, dy, dy8, weight, ctx.out_dtype).to(ctx.x_dtype).reshape(ctx.x_shape)
+            dx = _dgrad(rule, dy, dy8, weight, ctx.out_dtype, split_of(ctx.cut, WEIGHT))
+            dx = dx.to(ctx.x_dtype).reshape(ctx.x_shape)
         if needs_wgrad:
             dw_dtype = wgrad_dtype(rule.along is not None, dy.device, ctx.weight_dtype, ctx.out_dtype)
             dw = _wgrad(rule, dy, dy8, *saved[:2], dw_dtype).to(ctx.weight_dtype)
             dw = dw.t() if ctx.transposed else dw
         if needs_bias:
             db = dy.sum(0, dtype=ctx.bias_dtype)  # of the unquantized gradient
-        return dx, dw, db, *(None,) * 8
+        return dx, dw, db, *(None,) * 9
 
 
 def _dgrad_reads_weight(rule: LayerRule) -> bool:
@@ -234,13 +250,14 @@ def _fprop(rule, x8, w8, stored, out_dtype) -> torch.Tensor:
     return rule.along.product(x8, w8, rule.along.weight_blocks, out_dtype, fast_accumulation=True)
 
 
-def _dgrad(rule, dy, dy8, weight: Stored, out_dtype) -> torch.Tensor:
-    """dx [tokens, in] from dy [tokens, out]; `weight` is w [out, in] as stored, or codes of w.T with one scale."""
+def _dgrad(rule, dy, dy8, weight: Stored, out_dtype, split: Split | None) -> torch.Tensor:
+    """dx [tokens, in] from dy [tokens, out]; `weight` is w [out, in] as stored, or codes of w.T with one scale.
+    `split`: how w is cut."""
     if rule.high_precision[DGRAD]:
         return plain_product(dy.to(out_dtype), weight.values(out_dtype).t())
     if rule.along is None:
         return scaled_product(dy8.along_columns(), Quantized(*weight), out_dtype)
-    w8 = weight.in_blocks(rule.along.weight_blocks, rule.forward_format, transposed=True)
+    w8 = weight.in_blocks(rule.along.weight_blocks, rule.forward_format, transposed=True, split=split)
     return rule.along.product(dy8.along_columns(), w8, rule.along.weight_blocks, out_dtype)
 
 

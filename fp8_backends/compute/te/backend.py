@@ -28,15 +28,18 @@ from ...numerics.sharded_tensor import local_part
 from ...numerics.statistics import Cast
 from .. import hardware
 from ..counts import WGRAD
+from ..expert_functions import ExpertWeight, is_expert_parallel, sizes_of
 from ..fields import LEVELS, Field
 from ..frozen_weights import check
 from ..hardware import Availability
-from ..interface import Compute, Fusion, Norm, Recipe, check_saved_states
+from ..interface import COMPUTE_DTYPES, Compute, Fusion, Norm, Recipe, check_saved_states
 from ..profiling import Layer
 from .fields import FIELDS
 
 if TYPE_CHECKING:
     from .conv1d import TEConv1D
+    from .experts import TEExperts, TEExpertWeight
+    from .layer import TELayer
     from .linear import TELinear, TEProducts
     from .profile import TEProductProfile
     from .region import ModelState
@@ -94,12 +97,23 @@ class TransformerEngineCompute(Compute):
             )
 
     def unfit(self, linear: nn.Linear, recipe: Recipe) -> str | None:
-        if (reason := super().unfit(linear, recipe)) is not None:
-            return reason
-        alignment = 32 if recipe.scaling == "mxfp8" else 16
-        if linear.in_features % alignment or linear.out_features % alignment:
-            sizes = f"{linear.in_features} -> {linear.out_features}"
-            return f"{sizes} are not multiples of {alignment}, and TransformerEngine cannot pad them"
+        return super().unfit(linear, recipe) or _unaligned(linear.in_features, linear.out_features, recipe)
+
+    def unfit_experts(self, experts: nn.Module, part: str, recipe: Recipe) -> str | None:
+        _, out_features, in_features = sizes = sizes_of(experts, part)
+        if (dtype := experts._parameters[part].dtype) not in COMPUTE_DTYPES:
+            return f"weight dtype {dtype} is not one of fp32, bf16, fp16"
+        if 0 in sizes:
+            return "experts of size zero have no product"
+        if is_expert_parallel(experts) and recipe.scaling == "delayed":
+            return (
+                "expert parallel: TransformerEngine would take the largest amax of what are other experts on each rank"
+            )
+        if recipe.fp8_params:
+            return "fp8_params stores 2-D weights in FP8, and leaves those of experts in high precision"
+        return _unaligned(in_features, out_features, recipe)
+
+    def note_on_experts(self, recipe: Recipe) -> str | None:
         return None
 
     def norms(self, root: nn.Module, recipe: Recipe) -> list[Norm]:
@@ -143,6 +157,13 @@ class TransformerEngineCompute(Compute):
         carrier.nx, carrier.nf = conv.nx, conv.nf
         return _checked(carrier, recipe)
 
+    def build_experts(self, experts: nn.Module, parts: list[str], recipe: Recipe, shared: ModelState) -> TEExperts:
+        from .experts import build
+        from .recipes import check_version_for_experts
+
+        check_version_for_experts(recipe)
+        return build(experts, parts, shared)
+
     def attach(self, root: nn.Module, recipe: Recipe, shared: ModelState) -> None:
         from .region import AroundRoot
 
@@ -161,8 +182,8 @@ class TransformerEngineCompute(Compute):
             freeze(root, dict(self._layers(root)))
 
     def is_converted(self, module: nn.Module) -> bool:
-        linear = sys.modules.get(f"{__package__}.linear")
-        return linear is not None and isinstance(module, linear.TEProducts)
+        layer = sys.modules.get(f"{__package__}.layer")
+        return layer is not None and isinstance(module, layer.TELayer)
 
     def engine(self, module: nn.Module) -> str:
         return "te"
@@ -175,7 +196,7 @@ class TransformerEngineCompute(Compute):
     def high_precision_products(self, recipe: Recipe) -> tuple[str, ...]:
         return (WGRAD,) if recipe.override_linear_precision[2] else ()
 
-    def transient_bytes_per_element(self, module: TEProducts) -> float:
+    def transient_bytes_per_element(self, module: TEProducts | TEExpertWeight) -> float:
         # the weight's codes, kept from forward to backward, and the copy of them that dgrad multiplies
         from .recipes import transposed_copies
         from .weights import ONE_SCALE
@@ -191,15 +212,17 @@ class TransformerEngineCompute(Compute):
             return 1.0  # the codes of fprop; the weight itself is what dgrad multiplies
         return float(not is_its_codes) + float(not one_scale or transposed_copies())
 
-    def weight_codes(self, module: TEProducts) -> Quantized | None:
+    def weight_codes(self, module: TEProducts | TEExpertWeight) -> Quantized | None:
+        if isinstance(module, ExpertWeight):
+            return None
         weight = module.matrix
         is_known = _is_its_codes(weight, module.te_state.recipe)
         return Quantized(weight._data, weight._scale_inv) if is_known else None
 
-    def cast_of(self, module: TEProducts, tensor: int, values: torch.Tensor) -> Cast | None:
+    def cast_of(self, module: TEProducts | TEExpertWeight, tensor: int, values: torch.Tensor) -> Cast | None:
         from .casts import cast_of
 
-        return cast_of(module, tensor, values)
+        return None if isinstance(module, ExpertWeight) else cast_of(module, tensor, values)
 
     def scaling_state(self, root: nn.Module) -> dict[str, torch.Tensor]:
         return {
@@ -223,7 +246,7 @@ class TransformerEngineCompute(Compute):
             prefix = f"{name}.te_"
             layer.load_scaling_state({part: state[f"{prefix}{part}"] for part in layer.scaling_state()})
 
-    def _layers(self, root: nn.Module) -> Iterator[tuple[str, TEProducts]]:
+    def _layers(self, root: nn.Module) -> Iterator[tuple[str, TELayer]]:
         return ((plain_name(name), module) for name, module in root.named_modules() if self.is_converted(module))
 
 
@@ -232,6 +255,15 @@ def _checked(carrier: TEProducts, recipe: Recipe) -> TEProducts:
     if recipe.fp8_params:
         check(carrier)
     return carrier
+
+
+def _unaligned(in_features: int, out_features: int, recipe: Recipe) -> str | None:
+    """Why matrices of these sizes cannot be multiplied, or None."""
+    alignment = 32 if recipe.scaling == "mxfp8" else 16
+    if in_features % alignment or out_features % alignment:
+        sizes = f"{in_features} -> {out_features}"
+        return f"{sizes} are not multiples of {alignment}, and TransformerEngine cannot pad them"
+    return None
 
 
 def load() -> Any:

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...numerics.forwards import forward_obstacle
 from ...numerics.sharded_tensor import full_shape
 from ..interface import COMPUTE_DTYPES, Norm
 
@@ -89,9 +90,7 @@ def _obstacle(module: nn.Module) -> str | None:
         return f"weight dtype {weight.dtype} is not one of fp32, bf16, fp16"
     if not type(weight).__module__.startswith("torch."):
         return f"its weight is a {type(weight).__name__}"
-    if "forward" in module.__dict__:
-        return "its forward was replaced on the instance"
-    return None
+    return forward_obstacle(module)
 
 
 def _tried(module: nn.Module) -> tuple[str, float] | str:

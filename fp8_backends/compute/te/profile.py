@@ -1,7 +1,8 @@
 """Counts the FP8 products of `te` layers, which do not count by themselves.
 
-TransformerEngine's linear layers multiply by one Python function, `general_gemm`. While a profile runs, that function
-is wrapped where they look it up: a call whose operands are both FP8 tensors is a product. Its layout says which one.
+TransformerEngine's linear layers multiply by one Python function, `general_gemm`, and experts by `general_grouped_gemm`
+(all in one call). While a profile runs, these functions are wrapped where the layers look them up: a call whose
+operands are all FP8 tensors is a product. Its layout says which one.
 The layer is the one whose forward runs, or in backward the one whose forward made the autograd node that runs.
 (docs/patches.rst says what else was tried.)
 """
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import transformer_engine.pytorch.module.grouped_linear as te_grouped_linear_module
 import transformer_engine.pytorch.module.layernorm_linear as te_norm_linear_module
 import transformer_engine.pytorch.module.linear as te_linear_module
 
@@ -24,10 +26,14 @@ from ..profiling import Layer
 from .recipes import VERSION
 from .region import ModelState
 
-_MODULES = (te_linear_module, te_norm_linear_module)
-"""Where TransformerEngine's linear layers look up `general_gemm`."""
+_PLACES = (
+    (te_linear_module, "general_gemm"),
+    (te_norm_linear_module, "general_gemm"),
+    (te_grouped_linear_module, "general_grouped_gemm"),
+)
+"""Where TransformerEngine's linear layers look up what multiplies."""
 _lock = threading.RLock()
-"""Held while that function is wrapped or restored. A profile may be dropped wherever Python collects garbage, also
+"""Held while these functions are wrapped or restored. A profile may be dropped wherever Python collects garbage, also
 inside."""
 _KIND_OF_LAYOUT = {"TN": FPROP, "NN": DGRAD, "NT": WGRAD}
 
@@ -86,7 +92,7 @@ class _Place(threading.local):
 
 
 class _Watcher:
-    """What a profile is told by layers (`ModelState.watchers`), by autograd nodes, and by `general_gemm`."""
+    """What a profile is told by layers (`ModelState.watchers`), by autograd nodes, and by what multiplies."""
 
     def __init__(self, modules: list[torch.nn.Module]) -> None:
         self.index = {id(module): index for index, module in enumerate(modules)}
@@ -119,7 +125,7 @@ class _Watcher:
 
 
 class CountedGemm:
-    """`general_gemm` while profiles run: it tells them of each product of FP8 operands."""
+    """A function that multiplies while profiles run: it tells them of each product of FP8 operands."""
 
     def __init__(self, multiply: Callable) -> None:
         self.multiply = multiply
@@ -133,17 +139,17 @@ class CountedGemm:
 
 
 def _watch(watcher: _Watcher, states: Iterable[ModelState]) -> None:
-    if not all(hasattr(module, "general_gemm") for module in _MODULES):
+    if missing := [name for module, name in _PLACES if not hasattr(module, name)]:
         raise FP8BackendError(
-            f"FP8 cannot be proven with TransformerEngine {VERSION}, whose linear layer does not multiply by "
-            "general_gemm: install another version of transformer_engine, or a newer fp8-backends"
+            f"FP8 cannot be proven with TransformerEngine {VERSION}, whose linear layers do not multiply by "
+            f"{missing[0]}: install another version of transformer_engine, or a newer fp8-backends"
         )
     with _lock:
-        for module in _MODULES:
-            multiply = module.general_gemm
+        for module, name in _PLACES:
+            multiply = getattr(module, name)
             counted = multiply if isinstance(multiply, CountedGemm) else CountedGemm(multiply)
             counted.watchers.append(watcher)
-            module.general_gemm = counted
+            setattr(module, name, counted)
         for state in states:
             state.watchers.append(watcher)
 
@@ -152,12 +158,15 @@ def _unwatch(watcher: _Watcher, states: Iterable[ModelState]) -> None:
     with _lock:
         for state in states:
             state.watchers.remove(watcher)
-        for module in _MODULES:
-            module.general_gemm.watchers.remove(watcher)
-            if not module.general_gemm.watchers:
-                module.general_gemm = module.general_gemm.multiply
+        for module, name in _PLACES:
+            counted = getattr(module, name)
+            counted.watchers.remove(watcher)
+            if not counted.watchers:
+                setattr(module, name, counted.multiply)
 
 
-def _is_fp8(tensor: Any) -> bool:
-    """Every quantized tensor of TransformerEngine names its FP8 type, whatever its class is called in a version."""
-    return getattr(tensor, "_fp8_dtype", None) is not None
+def _is_fp8(operand: Any) -> bool:
+    """Every quantized tensor of TransformerEngine names its FP8 type, whatever its class is called in a version. A
+    grouped operand is a list of such."""
+    parts = operand if isinstance(operand, (list, tuple)) else [operand]
+    return all(getattr(part, "_fp8_dtype", None) is not None for part in parts)

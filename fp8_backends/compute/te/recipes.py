@@ -99,12 +99,23 @@ def check_version_for_conv1d(recipe: Recipe) -> None:
     _check_takes_other_weights(f"{recipe.name} of Conv1D layers", instead=f"native:{recipe.scaling}")
 
 
+def check_version_for_experts(recipe: Recipe) -> None:
+    """Raise `BackendUnavailableError` where this version of TransformerEngine cannot be given experts' weights."""
+    if "_get_bias_tensors" not in vars(te.GroupedLinear):
+        instead = f"native:{recipe.scaling}, or exclude them"
+        raise _takes_no_other_weights(f"{recipe.name} of experts", "te.GroupedLinear", "2.14", instead)
+
+
 def _check_takes_other_weights(what: str, instead: str) -> None:
     if "_get_weight_tensors" not in vars(te.Linear):
-        raise BackendUnavailableError(
-            f"{what} cannot run here: te.Linear of TransformerEngine {VERSION} takes no weight but its own. "
-            f"Fix: pip install -U transformer_engine[pytorch] (2.9 or newer), or use {instead}"
-        )
+        raise _takes_no_other_weights(what, "te.Linear", "2.9", instead)
+
+
+def _takes_no_other_weights(what: str, kind: str, since: str, instead: str) -> BackendUnavailableError:
+    return BackendUnavailableError(
+        f"{what} cannot run here: {kind} of TransformerEngine {VERSION} takes no weight but its own. "
+        f"Fix: pip install -U transformer_engine[pytorch] ({since} or newer), or use {instead}"
+    )
 
 
 def check_device(recipe: Recipe) -> None:

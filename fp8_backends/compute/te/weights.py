@@ -66,12 +66,25 @@ def for_te(
     differentiable = torch.is_grad_enabled()
     if cached is not None and cached.serves(weight, differentiable):
         return cached
+    return CastWeight(_cast(weight, weight._data, is_transposed, quantizer, scaling), weight, differentiable)
+
+
+def experts_for_te(weight: ScaledTensor, is_transposed: bool, quantizers: list, scaling: str) -> list:
+    """`for_te` of each expert's part of `weight`, [experts, out, in] or, where it `is_transposed`, [experts, in, out].
+    They are made anew for each forward."""
+    parts = zip(weight._data.unbind(), quantizers, strict=True)
+    return [_cast(weight, data, is_transposed, quantizer, scaling) for data, quantizer in parts]
+
+
+def _cast(weight: ScaledTensor, data: torch.Tensor, is_transposed: bool, quantizer: Any, scaling: str) -> Any:
+    """A matrix, whose `data` are those of `weight` or a part of them, as a quantized tensor [out, in]."""
+    differentiable = torch.is_grad_enabled()
     quantizer.set_usage(rowwise=True, columnwise=differentiable)
     internal, quantizer.internal = quantizer.internal, False  # else its result is no torch.Tensor
     with torch.no_grad():
-        matrix = weight.t() if is_transposed else weight
-        if weight._data.dtype == torch.float8_e4m3fn and scaling in ONE_SCALE:
-            codes = weight._data.view(torch.uint8)  # so TransformerEngine calls FP8
+        matrix = data.t() if is_transposed else data
+        if data.dtype == torch.float8_e4m3fn and scaling in ONE_SCALE:
+            codes = data.view(torch.uint8)  # so TransformerEngine calls FP8
             result = Float8Tensor(  # on the same memory
                 shape=matrix.shape,
                 dtype=weight.dtype,
@@ -83,30 +96,38 @@ def for_te(
             )
             result.update_usage(rowwise_usage=True, columnwise_usage=differentiable)
         else:
-            result = quantizer.quantize(matrix.dequantize(torch.float32))
+            result = quantizer.quantize(matrix.float() * weight._scale_inv)
     quantizer.internal = internal
-    return CastWeight(result, weight, differentiable)
-
-
-def differentiable(weight: ScaledTensor, cast: CastWeight) -> torch.Tensor:
-    """The cast weight, whose gradient goes on to `weight`."""
-    result = Differentiable.apply(weight, cast)
-    # TransformerEngine 2.16 asks its tensor, which has noted the answer before autograd made it an output
-    result.__dict__.pop("_requires_grad", None)
     return result
+
+
+def differentiable(weight: ScaledTensor, quantized: list, is_transposed: bool = False) -> list[torch.Tensor]:
+    """The cast matrices of a weight, whose gradients go on to it.
+
+    Args:
+        quantized: one [out, in], or one for each of the experts that `weight` has.
+        is_transposed: whether `weight` has [in, out] in the place of [out, in].
+    """
+    results = Differentiable.apply(weight, is_transposed, *quantized)
+    for result in results:
+        # TransformerEngine 2.16 asks its tensor, which has noted the answer before autograd made it an output
+        result.__dict__.pop("_requires_grad", None)
+    return list(results)
 
 
 class Differentiable(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, weight: ScaledTensor, cast: CastWeight) -> torch.Tensor:
-        ctx.dtype = weight.dtype
-        # a view: TransformerEngine drops copies from the one that it is given
-        return cast.quantized.make_like(cast.quantized)
+    def forward(ctx, weight: ScaledTensor, is_transposed: bool, *quantized: Any) -> tuple[torch.Tensor, ...]:
+        ctx.dtype, ctx.is_transposed, ctx.is_of_experts = weight.dtype, is_transposed, weight.dim() == 3
+        # views: TransformerEngine drops copies from those that it is given
+        return tuple(each.make_like(each) for each in quantized)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient.to(ctx.dtype), None
+    def backward(ctx, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gradient = torch.stack(gradients) if ctx.is_of_experts else gradients[0]
+        gradient = gradient.mT if ctx.is_transposed else gradient
+        return gradient.to(ctx.dtype), None, *[None] * len(gradients)
 
 
 # Frozen FP8 weights

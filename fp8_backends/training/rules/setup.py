@@ -78,6 +78,8 @@ class Setup:
     engine_bf16: bool | None = None
     """Whether DeepSpeed's configuration has bf16 around FP8."""
     tensor_parallel: int | None = None
+    experts_alone: bool = False
+    """Whether these ranks share out whole experts and nothing else (expert parallelism)."""
     comm_hook: str | None = None
     """The communication hook that Accelerate would register with DDP."""
     accumulation_steps: int | None = None

@@ -14,7 +14,6 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from types import MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -25,6 +24,7 @@ from ...announcement import is_main_process
 from ...comm import replicas
 from ...errors import FP8BackendError
 from ...numerics import scaling_faults
+from ...numerics.forwards import call_own, forward_obstacle, redirect
 from ...numerics.modules import CONVERSION, plain_name
 from ...words import counted, listed
 from ..auditing import converted_layers, parameters_of, unwrapped
@@ -380,20 +380,16 @@ class Guard:
         chosen = [layer for layer in chosen or (layer for _, layer in layers) if layer in self._high or _is_free(layer)]
         for layer in chosen:
             conversion = layer.__dict__[CONVERSION]
-            layer.forward = MethodType(conversion.original.forward, layer)
-            if _end_high_precision not in conversion.undo:  # such as of a copy that is made meanwhile
-                conversion.undo.append(_end_high_precision)
+            redirect(layer, conversion.original.forward)
+            if call_own not in conversion.undo:  # such as of a copy that is made meanwhile
+                conversion.undo.append(call_own)
             self._high[layer] = self.step + self.recipe.guard_steps
         return f"high precision for {counted(self.recipe.guard_steps, 'step')} in {counted(len(chosen), 'layer')}"
 
     def _end_high_precision(self) -> None:
         for layer in [layer for layer, last in self._high.items() if self.step >= last]:
             del self._high[layer]
-            _end_high_precision(layer)
-
-
-def _end_high_precision(layer: nn.Module) -> None:
-    layer.__dict__.pop("forward", None)
+            call_own(layer)
 
 
 def _wrapped(model: nn.Module) -> nn.Module:
@@ -402,6 +398,6 @@ def _wrapped(model: nn.Module) -> nn.Module:
 
 
 def _is_free(layer: nn.Module) -> bool:
-    """Whether a layer can run as what it was: nobody has replaced its forward, and it is no expert, which was none."""
+    """Whether a layer can run as what it was: nothing else runs in its place, and it is no expert, which was none."""
     conversion = layer.__dict__[CONVERSION]
-    return conversion.original is not type(layer) and "forward" not in layer.__dict__
+    return conversion.original is not type(layer) and forward_obstacle(layer) is None

@@ -57,6 +57,20 @@ def split_quantize(tensor: torch.Tensor, split_sections, quantizer_list, disable
     return [quantize(part, quantizer) for part, quantizer in zip(sections, quantizer_list, strict=True)]
 
 
+def fused_multi_row_padding(input: torch.Tensor, output: torch.Tensor, input_row_list, padded_input_row_list) -> None:
+    """Copy the rows of each section, and zeros behind them, into `output` (common/util/padding.cu)."""
+    for rows, padded in zip(input.split(input_row_list), output.split(padded_input_row_list), strict=True):
+        padded.zero_()[: len(rows)] = rows
+
+
+def fused_multi_row_unpadding(
+    input: torch.Tensor, output: torch.Tensor, input_row_list, unpadded_input_row_list
+) -> None:
+    """Copy the first rows of each section into `output`."""
+    for padded, rows in zip(input.split(input_row_list), output.split(unpadded_input_row_list), strict=True):
+        rows.copy_(padded[: len(rows)])
+
+
 def fp8_transpose(input: torch.Tensor, dtype, *, out: torch.Tensor | None) -> torch.Tensor:
     """Codes with the last dimension first. uint8 in and out."""
     transposed = _last_dimension_first(input)

@@ -1,4 +1,5 @@
-"""Matrix products of quantized operands: `generic_gemm`, as cuBLAS would on the device that TransformerEngine sees.
+"""Matrix products of quantized operands: `generic_gemm`, as cuBLAS would on the device that TransformerEngine sees, and
+many at once.
 
 BLAS counts columns first, so in the row-major terms of PyTorch: with A [m, k] and B [n, k] after their transpositions,
 D = B @ A.T, [n, m]. Codes are exact in FP32, products of two codes too; they are summed in FP32, in the CPU's order.
@@ -56,6 +57,45 @@ def generic_gemm(
         product = product + bias.float()
     out = _store(product.reshape(shape), D, accumulate, beta, output_dtype, A)
     return [out if quantizer is None else quantize(out, quantizer), bias_gradient, None, None]
+
+
+def te_general_grouped_gemm(
+    A,
+    transA: bool,
+    B,
+    transB: bool,
+    D: list[torch.Tensor],
+    D_type,
+    m_splits: list[int],
+    bias: list[torch.Tensor],
+    bias_type,
+    single_output: bool,
+    pre_gelu_out: list[torch.Tensor],
+    grad: bool,
+    workspace,
+    workspaceSize: int,
+    accumulate: bool,
+    use_split_accumulator: bool,
+    math_sm_count: int,
+) -> list[torch.Tensor]:
+    """One product after the other (csrc/extensions/gemm.cpp): into D[0] in a row where there is a single output, else
+    each into its own. What has an operand without elements is zeros. Returns `bias`, where `grad` the gradients."""
+    outer = [_output_shape(_shape(a), transA, _shape(b), transB)[0] for a, b in zip(A, B, strict=True)]
+    outs = D[0].split(outer) if single_output else D
+    for a, b, out, own in zip(A, B, outs, bias, strict=True):
+        if 0 in _shape(a) or 0 in _shape(b):
+            if not accumulate:
+                out.zero_()
+            if grad:
+                own.zero_()
+            continue
+        product = (a, transA, b, transB, out, None, D_type, own if own.numel() else None, bias_type)
+        _, bias_gradient, *_ = generic_gemm(
+            *product, False, None, grad, workspace[0], workspaceSize, accumulate, use_split_accumulator
+        )
+        if bias_gradient is not None:
+            own.copy_(bias_gradient)
+    return bias
 
 
 def _store(product: torch.Tensor, D, accumulate: bool, beta: float | None, output_dtype, A) -> torch.Tensor:

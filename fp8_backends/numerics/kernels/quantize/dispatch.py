@@ -11,6 +11,7 @@ import torch
 
 from ...formats import Format, saturating_cast
 from ...scaling import (
+    ROWS,
     Blocks,
     Quantized,
     power_of_two_scale,
@@ -110,6 +111,16 @@ def quantize_blocks(
     return Layouts(*along_columns, *along_rows)
 
 
+def quantize_rows(
+    x: torch.Tensor, fmt: Format, amax: torch.Tensor, stored_scale_inv: torch.Tensor | None = None
+) -> Quantized:
+    """`quantize_blocks` in ROWS for a product that contracts the columns, where max |x| of each row is known: FP32
+    [rows, 1]."""
+    amax = times(amax, stored_scale_inv)
+    scale = ROWS.scale(amax, fmt)
+    return Quantized(ROWS.cast(x, times(scale, stored_scale_inv), fmt), ROWS.inverse(scale, amax))
+
+
 def dequantize_blocks(q: Quantized, blocks: Blocks, dtype: torch.dtype) -> torch.Tensor:
     """The values, bf16 or FP32, of codes [rows, columns] in blocks."""
     if cpu_casts.serves(q.codes):
@@ -119,6 +130,10 @@ def dequantize_blocks(q: Quantized, blocks: Blocks, dtype: torch.dtype) -> torch
 
 def amax_of(x: torch.Tensor, keep_nan: bool = False) -> torch.Tensor:
     """max |x| in FP32, 0-dimensional. NaN is left out unless `keep_nan`."""
+    if usable(x):
+        from . import triton_quantize  # as above
+
+        return triton_quantize.amax(x, keep_nan)
     if cpu_casts.serves(x) and not keep_nan:
         amax = tensor_amax(x)
         return amax if amax == amax else tensor_amax(without_nan(x))  # a copy of x is made only where there is a NaN
