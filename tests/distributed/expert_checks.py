@@ -283,6 +283,30 @@ def check_experts_on_their_ranks_have_the_numbers_of_one_process() -> None:
                     assert torch.equal(gradient, expected), (case, name)
 
 
+def check_parts_of_every_expert_have_the_codes_of_the_whole() -> None:
+    """transformers' tensor-parallel plan: gradients of the parts to the bit; what is a sum over ranks, of which each
+    rounded its summand to bf16, to two units of that."""
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    plan = {"experts.gate_up_proj": "packed_colwise", "experts.down_proj": "rowwise", "experts": "moe_tp_experts"}
+    hidden, chosen, weights = routed(40, 0, torch.bfloat16)
+    dy = torch.randn(40, WIDTH, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for scaling, fmt in (("dynamic", "E4M3"), ("dynamic", "HYBRID"), ("rowwise", "E4M3"), ("window", "HYBRID")):
+        found = []
+        for share in (False, True):
+            root = make_experts("mixtral", torch.bfloat16)
+            if share:
+                apply_tensor_parallelism(root, meshes()[0], plan)
+            fp8_backends.prepare(root, None, FP8RecipeKwargs(backend=f"native:{scaling}", fp8_format=fmt))
+            y, dx, _ = one_step(root, hidden, chosen, weights, dy)
+            gradients = [parameter.grad for parameter in root.experts.parameters()]
+            found.append((y, dx, [each.full_tensor() if share else each for each in gradients]))
+        whole_experts, parts = found
+        assert all(map(torch.equal, parts[2], whole_experts[2])), (scaling, fmt)
+        for ours, expected in zip(parts[:2], whole_experts[:2], strict=True):
+            torch.testing.assert_close(ours, expected, rtol=2**-7, atol=2**-7 * expected.abs().max().item())
+
+
 def check_bytes_of_tokens_on_the_way() -> dict[str, float]:
     """A pair of a token and an expert takes, in FP32 under autocast, 4 bytes a value four times; with FP8 codes and a
     scale forward to the expert, and bf16 on the other three ways."""

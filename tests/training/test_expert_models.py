@@ -212,11 +212,11 @@ def test_levels_store_the_weights_of_experts(backend, family, weight, master, st
     """Bytes of each element from storages; losses near those in high precision, also of the model in evaluation."""
     plain, model = build(family), build(family)
     model, optimizer = prepare(model, backend)
-    losses = train(model, optimizer, steps=4)
-    reference = train(plain, torch.optim.AdamW(plain.parameters(), lr=3e-3), steps=4)
+    losses = train(model, optimizer, steps=2)
+    reference = train(plain, torch.optim.AdamW(plain.parameters(), lr=3e-3), steps=2)
     assert max(abs(a - b) for a, b in zip(losses, reference, strict=True)) < 0.05
     audit = fp8_backends.audit(model, optimizer)
-    assert all(audit.products[name]["wgrad"] == 4 for name in names(family))
+    assert all(audit.products[name]["wgrad"] == 2 for name in names(family))
     found = audit.bytes_per_element
     scales = 0.02  # of smallest weights: 4 bytes for each tensor or block
     assert found["weight"] == pytest.approx(weight, abs=scales) and found["master"] == pytest.approx(master, abs=scales)
@@ -227,7 +227,7 @@ def test_levels_store_the_weights_of_experts(backend, family, weight, master, st
     assert evaluated[0] == pytest.approx(evaluated[1], abs=0.05)
 
 
-@pytest.mark.parametrize("level", ["O2", "O4"])
+@pytest.mark.parametrize("level", [pytest.param("O2", marks=pytest.mark.slow), "O4"])
 def test_stored_experts_resume_to_the_bit_and_are_exported_plain(level):
     """Where they were accumulated, saved, loaded, moved, copied, made plain for a while and restored."""
 

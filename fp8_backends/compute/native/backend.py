@@ -107,7 +107,7 @@ class NativeCompute(Compute):
         return _around(linear, carrier, recipe, shared)
 
     def unfit_experts(self, experts: nn.Module, part: str, recipe: Recipe) -> str | None:
-        return fp8_experts.unfit(experts._parameters[part], recipe)
+        return fp8_experts.unfit(experts, part, recipe)
 
     def note_on_experts(self, recipe: Recipe) -> str | None:
         return fp8_experts.note(layer_rule(recipe))

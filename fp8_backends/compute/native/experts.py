@@ -11,6 +11,9 @@ as they lie, with their one scale.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
 import torch
 from torch import nn
 
@@ -18,15 +21,19 @@ from ...errors import FP8BackendError
 from ...numerics.formats import E4M3
 from ...numerics.kernels.quantize.layouts import Layouts
 from ...numerics.scaling import ROWS, Blocks, Quantized, new_delayed_state, new_window_state
-from ...numerics.sharded_tensor import full_shape
+from ...numerics.sharded_tensor import full_shape, is_distributed
 from ..expert_functions import ExpertWeight, ExpertWeights, first_weight, own_part
 from ..interface import COMPUTE_DTYPES, Recipe
 from .grouped_function import GroupedFunction, gradient_by_rows, quantized_weight
 from .grouped_products import Groups
-from .layer_rule import STATEFUL, LayerRule, Stored
+from .layer_rule import ALONG_CONTRACTION, STATEFUL, LayerRule, Stored
 from .ledger import KeepsLedger, Ledger
 from .linear import FPROP
 from .shared_codes import SharedCodes
+from .tensor_parallel import COLWISE, ROWWISE, Cut, is_parallel
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 _ARRIVED = ("arrived",)
 """The key of codes in which tokens came from other ranks, among those of inputs that `SharedCodes` holds."""
@@ -35,15 +42,36 @@ _PLAIN = LayerRule("dynamic", E4M3, E4M3, (True, True, True), True)
 """The rule of a weight beside a converted one, which stays in high precision."""
 
 
-def unfit(weight: nn.Parameter, recipe: Recipe) -> str | None:
+def unfit(experts: nn.Module, part: str, recipe: Recipe) -> str | None:
     """Why experts with this weight cannot run in FP8 by the recipe, or None."""
+    weight = experts._parameters[part]
     if weight.dtype not in COMPUTE_DTYPES:
         return f"weight dtype {weight.dtype} is not one of fp32, bf16, fp16"
     if 0 in full_shape(weight):
         return "experts of size zero have no product"
     if recipe.fp8_params:
         return "fp8_params stores 2-D weights in FP8, and leaves those of experts in high precision"
+    along = ALONG_CONTRACTION.get(recipe.scaling)
+    length = along and along.weight_blocks.columns
+    for mesh, _, size in cuts_of(experts, weight):
+        if length and size // mesh.size() % length:
+            return (
+                f"tensor parallelism gives each rank {size // mesh.size()} of {size} features, which cuts a block of "
+                f"{length} in two: use a scaling rule without blocks (dynamic, rowwise, delayed, window)"
+            )
     return None
+
+
+def cuts_of(experts: nn.Module, weight: torch.Tensor) -> Iterator[tuple[DeviceMesh, int, int]]:
+    """(mesh, dimension of the weight, its size in each of the weights that are packed there) for each mesh over which a
+    tensor-parallel plan has cut every expert."""
+    if not (is_parallel(experts) and is_distributed(weight)):
+        return
+    mesh = weight.device_mesh
+    for index, placed in enumerate(weight.placements):
+        if not placed.is_replicate() and placed.dim and mesh.size(index) > 1:
+            size = weight.shape[placed.dim] // getattr(placed, "split_factor", 1)
+            yield mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[index]], placed.dim, size
 
 
 def note(rule: LayerRule) -> str | None:
@@ -89,7 +117,7 @@ class FP8Experts(ExpertWeights):
             y = GroupedFunction.apply(
                 x,
                 weight,
-                *(None, None, _PLAIN, transposed, out_dtype, keep, False),
+                *(None, None, _PLAIN, None, transposed, out_dtype, keep, False),
                 *(*groups, *Layouts(), *Stored.of(weight), None, None),
             )
         if experts.has_bias:
@@ -130,9 +158,17 @@ class FP8ExpertWeight(KeepsLedger, ExpertWeight):
     def set_rule(self, rule: LayerRule, shared: SharedCodes, history_len: int) -> None:
         """Attach a scaling rule with fresh state."""
         self.fp8_rule, self.fp8_shared, self.fp8_history_len = rule, shared, history_len
-        self.fp8_own = self.own_experts
+        self.fp8_own, self.fp8_cut = self.own_experts, self.cut
         self.fp8_out_dtype = torch.bfloat16
         self._reset_state(self.weight.device)
+
+    @property
+    def cut(self) -> Cut | None:
+        """How ranks share the matrix of each expert, as transformers' tensor-parallel plans let them; None where it is
+        whole. To be asked outside of a forward."""
+        for mesh, dim, _ in cuts_of(self.fp8_experts[0], self.weight):
+            return Cut(mesh, ROWWISE if (dim == 2) != self.fp8_transposed else COLWISE)
+        return None
 
     def _reset_state(self, device: torch.device) -> None:
         self.fp8_ledger = Ledger(device, self.sizes[0], self.fp8_own.start)
@@ -171,6 +207,7 @@ class FP8ExpertWeight(KeepsLedger, ExpertWeight):
             self.fp8_ledger,
             state,
             self.fp8_rule,
+            self.fp8_cut,
             self.fp8_transposed,
             out_dtype,
             keep,
@@ -186,7 +223,7 @@ class FP8ExpertWeight(KeepsLedger, ExpertWeight):
         for_dgrad = for_dgrad or self.fp8_shared.keeps_weights  # codes that are kept serve all forwards to come
 
         def quantize() -> Layouts:
-            return quantized_weight(rule, stored, state, transposed, for_dgrad)
+            return quantized_weight(rule, stored, state, transposed, for_dgrad, self.fp8_cut)
 
         # delayed scales move with every forward; a weight that is not the Parameter is made anew; codes lie as they are
         if rule.scaling == "delayed" or weight is not self.weight or stored.is_in(rule.forward_format):

@@ -16,7 +16,7 @@ import torch
 from ...numerics.formats import FORMATS, Format
 from ...numerics.kernels.eager import is_eager
 from ...numerics.kernels.quantize.cpu_casts import serves
-from ...numerics.kernels.quantize.dispatch import cast, quantize, quantize_blocks
+from ...numerics.kernels.quantize.dispatch import cast, quantize, quantize_blocks, quantize_rows
 from ...numerics.kernels.quantize.layouts import Layouts
 from ...numerics.kernels.triton_gate import usable
 from ...numerics.scaling import (
@@ -34,6 +34,7 @@ from ...numerics.scaling import (
 )
 from ..products import ALIGNMENT, pad, row_major
 from .grouped_products import Groups, has_places, pad_scales, rows_of_groups
+from .tensor_parallel import Split
 
 
 def quantize_groups(
@@ -133,6 +134,52 @@ def codes_of_experts(codes: torch.Tensor, scale_inv: torch.Tensor) -> Layouts:
     lay out as their engine asks."""
     of_rows, of_columns = (scale_inv.repeat(len(codes), length) for length in codes.shape[1:])
     return Layouts(codes, of_rows, codes.transpose(1, 2), of_columns)
+
+
+def quantize_lines_of_parts(
+    x: torch.Tensor, groups: Groups, fmt: Format, rows: bool, columns: bool, split: Split
+) -> Layouts:
+    """`quantize_lines` of this rank's columns of rows that several ranks have: a row's scale is that of all of it."""
+    layouts = quantize_lines(x, groups, fmt, False, True) if columns else Layouts()
+    if not rows:
+        return layouts
+    by_rows = rows_as_operand(quantize_rows(x, fmt, split.agreed(ROWS.amax(x))), groups)
+    return layouts._replace(codes=by_rows.codes, scale_inv=by_rows.scale_inv)
+
+
+def quantize_lines_of_expert_parts(
+    weight: torch.Tensor, fmt: Format, rows: bool, columns: bool, stored_scale_inv: torch.Tensor | None, split: Split
+) -> Layouts:
+    """`quantize_lines_of_experts` of this rank's rows (`split.dim` 0) or columns (1) of each expert's matrix. A line of
+    which several ranks have parts gets the scale of all of it."""
+    cut_rows, cut_columns = (rows, False) if split.dim == 1 else (False, columns)
+    rows, columns = rows and not cut_rows, columns and not cut_columns
+    layouts = quantize_lines_of_experts(weight, fmt, rows, columns, stored_scale_inv) if rows or columns else Layouts()
+    if not (cut_rows or cut_columns):
+        return layouts
+    lines = weight if cut_rows else weight.transpose(1, 2)
+    flat = lines.reshape(-1, lines.shape[2])
+    q = quantize_rows(flat, fmt, split.agreed(ROWS.amax(flat)))
+    q = Quantized(q.codes.view(lines.shape), q.scale_inv.view(lines.shape[:2]))
+    if cut_rows:
+        cut = _of_values(_padded(q, None), stored_scale_inv)
+        return layouts._replace(codes=cut.codes, scale_inv=cut.scale_inv)
+    cut = _of_values(_padded(None, q), stored_scale_inv)
+    return layouts._replace(transposed=cut.transposed, transposed_scale_inv=cut.transposed_scale_inv)
+
+
+def agreed_group_scales(x: torch.Tensor, groups: Groups, fmt: Format, split: Split) -> torch.Tensor:
+    """The dynamic rule's scale of each group of rows of which several ranks have columns. FP32 [groups]."""
+    of_rows = ROWS.amax(x).squeeze(1)
+    amax = of_rows.new_zeros(len(groups.ends)).scatter_reduce(0, groups.ids, of_rows, "amax")
+    return scale_from_amax(split.agreed(amax), fmt)
+
+
+def agreed_expert_scales(
+    data: torch.Tensor, stored_scale_inv: torch.Tensor | None, fmt: Format, split: Split
+) -> torch.Tensor:
+    """The dynamic rule's scale of each expert's matrix of which several ranks have parts. FP32 [experts]."""
+    return scale_from_amax(split.agreed(times(ROWS.amax(data.flatten(1)).squeeze(1), stored_scale_inv)), fmt)
 
 
 def rows_as_operand(x: Quantized, groups: Groups) -> Quantized:

@@ -132,7 +132,7 @@ def launches(monkeypatch):
 
 
 def experts_after_a_step(family, backend, **fields):
-    """The output and gradients of experts, and their delayed states."""
+    """The output and gradients of experts, and their scaling states."""
     root = make_experts(family, torch.bfloat16, **fields)
     preparation.prepare_model(root, recipes.resolve(FP8RecipeKwargs(backend=backend)))
     hidden, chosen, weights = routed(12, dtype=torch.bfloat16)
@@ -142,7 +142,14 @@ def experts_after_a_step(family, backend, **fields):
 
 
 @pytest.mark.parametrize(
-    "family, backend", [("mixtral", "native:delayed"), ("gpt_oss", "native:dynamic"), ("gpt_oss", "native:rowwise")]
+    "family, backend",
+    [
+        ("mixtral", "native:delayed"),
+        ("gpt_oss", "native:dynamic"),
+        ("gpt_oss", "native:rowwise"),
+        ("mixtral", "msamp:O2"),
+        ("gpt_oss", "native:rowwise+msamp:O4"),
+    ],
 )
 def test_a_layer_of_kernels_is_the_layer_of_plain_operations(family, backend, launches, monkeypatch):
     ours = experts_after_a_step(family, backend)
