@@ -184,8 +184,9 @@ class LinearFunction(torch.autograd.Function):
             y = plain_product(x.reshape(-1, x.shape[-1]).to(out_dtype), matrix.values(out_dtype))
         else:
             y = _fprop(rule, x8.along_columns(), w8.along_columns(), matrix, out_dtype)
+        if bias is not None:
+            bias = bias.to(out_dtype)  # also where it is not added: all ranks sum its gradient alike
         if bias is not None and (cut is None or cut.adds_bias):
-            bias = bias.to(out_dtype)
             y = y.add_(bias) if y.is_contiguous() else y + bias  # of a padded product, whose rows have gaps
 
         saved_for_wgrad = saved_for_dgrad = ()
