@@ -37,6 +37,7 @@ from ..states.scaled_states import ScaledStates
 from ..training import manifest, preparation
 from ..training.conversion import Prepared, prepared_roots
 from ..training.manifest import METADATA
+from . import tensor_parallel
 
 logger = logging.getLogger("fp8_backends")
 
@@ -199,7 +200,8 @@ def check_folder(accelerator: Accelerator, input_dir: str) -> ScalingState | Non
     with _refused_by_all():
         saved = _read(folder, accelerator.process_index)
         check(accelerator._models, saved, str(folder))
-        if accelerator.is_local_main_process and accelerator.has_whole_weights:
+        looks = accelerator.is_local_main_process or tensor_parallel.shares_layers(accelerator)  # they ask each other
+        if looks and accelerator.has_whole_weights:
             _check_optimizer_files(accelerator, folder)
     return saved
 

@@ -30,6 +30,7 @@ def setup_of(accelerator: Accelerator) -> Setup:
         world_size=accelerator.num_processes,
         zero_stage=3 if deepspeed and deepspeed.hf_ds_config.is_zero3() else None,
         engine_bf16=_runs_in_bf16(deepspeed) if deepspeed else None,
+        tensor_parallel=accelerator.parallelism_config.tp_size if accelerator.parallelism_config else None,
         comm_hook=_comm_hook(accelerator),
         accumulation_steps=_asked_of_trainer("gradient_accumulation_steps", accelerator.gradient_accumulation_steps),
         max_grad_norm=_asked_of_trainer("max_grad_norm"),

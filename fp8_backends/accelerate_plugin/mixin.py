@@ -44,7 +44,7 @@ from ..training.conversion import weight_products
 from ..training.report import ConversionReport
 from ..training.watching import guard, monitor
 from ..training.weight_products import NEVER_IN_FP8
-from . import checkpoint, checks, deepspeed, fsdp2, whole_checkpoints
+from . import checkpoint, checks, deepspeed, fsdp2, tensor_parallel, whole_checkpoints
 from .callers import running_trainer
 
 logger = logging.getLogger("fp8_backends")
@@ -200,6 +200,14 @@ class FP8Mixin(_RunTimeClass):
             seal_checkpoints_of(trainer, self.fp8_recipe)
         return result
 
+    def _prepare_tp(self, *args):
+        """Prepare what is no model as Accelerate does. Parameters stay as they are: optimizers have them, and FSDP2
+        takes some that are DTensors of a tensor-parallel mesh beside plain ones. Stock Accelerate finds them again by
+        the addresses of their data, which scaled weights do not have, and under FSDP2 wraps the plain ones by a class
+        that transformers 5 no longer has."""
+        others = (obj if isinstance(obj, nn.Module) else self._prepare_one(obj, first_pass=True) for obj in args)
+        return [obj if isinstance(obj, nn.Module) else self._prepare_one(obj) for obj in list(others)]
+
     def _prepare_fsdp2(self, *args):
         """Prepare as Accelerate does, except that the optimizer's parameters are found again by name."""
         models, optimizers = _models_and_optimizers(args)
@@ -238,7 +246,8 @@ class FP8Mixin(_RunTimeClass):
 
     @property
     def _wraps_in_ddp(self) -> bool:
-        return self.use_distributed and str(self.distributed_type.value).startswith("MULTI_")
+        wraps = self.use_distributed and str(self.distributed_type.value).startswith("MULTI_")
+        return wraps and not tensor_parallel.shares_layers(self)
 
     def _convert(self, model: nn.Module, evaluation_mode: bool = False) -> None:
         """Convert a model. Raises `FP8BackendError` where nothing of it runs in FP8. A module that stands beside a
@@ -298,7 +307,11 @@ class FP8Mixin(_RunTimeClass):
                 self._log_statistics_of(optimizer)
             elif self.has_whole_weights and self._check_trains not in optimizer._optimizer_step_pre_hooks.values():
                 optimizer.register_step_pre_hook(self._check_trains)
-            if self.has_whole_weights and self.gradient_accumulation_steps > 1:
+            if (
+                self.has_whole_weights
+                and self.gradient_accumulation_steps > 1
+                and not tensor_parallel.shares_layers(self)
+            ):
                 for model in filter(conversion.prepared_roots, models):
                     preparation.keep_weight_casts(model)
 
@@ -310,7 +323,8 @@ class FP8Mixin(_RunTimeClass):
     @property
     def has_whole_weights(self) -> bool:
         """Whether models keep their own Parameters, of which optimizers know."""
-        return self.distributed_type == DistributedType.NO or self._wraps_in_ddp
+        of_one_rank = self.distributed_type == DistributedType.NO or tensor_parallel.shares_layers(self)
+        return of_one_rank or self._wraps_in_ddp
 
     def models_of(self, optimizer: torch.optim.Optimizer) -> list[nn.Module]:
         """The prepared models that this optimizer trains."""
@@ -396,7 +410,8 @@ class FP8Mixin(_RunTimeClass):
         self.project_configuration = replace(project, automatic_checkpoint_naming=False)
         try:
             with self._scaling_in_files(), self._around_states(preparation.whole_states, receives=self.writes_files):
-                save(folder, *args, **kwargs)
+                with tensor_parallel.whole_files(self):
+                    save(folder, *args, **kwargs)
         finally:
             self.project_configuration = project
 
@@ -412,9 +427,11 @@ class FP8Mixin(_RunTimeClass):
             return super().save_model(*args, **kwargs)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True):
-        """Give the state dict with whole masters. All ranks must call it."""
+        """Give the state dict with whole masters, and whole weights where ranks share layers by tensor parallelism. All
+        ranks must call it."""
         with self._around_states(preparation.whole_states, moments=False):
-            return super().get_state_dict(model, unwrap)
+            state_dict = super().get_state_dict(model, unwrap)
+        return tensor_parallel.whole(state_dict) if tensor_parallel.shares_layers(self) else state_dict
 
     @contextmanager
     def _around_states(self, context, **options):
@@ -442,7 +459,8 @@ class FP8Mixin(_RunTimeClass):
         with self._scaling_in_files(), self._around_states(preparation.unread_states):
             if input_dir is not None and not self.has_whole_weights:  # engines load before any hook runs
                 checkpoint.check_folder(self, input_dir)
-            return super().load_state(input_dir, *args, **kwargs)
+            with tensor_parallel.whole_files(self):
+                return super().load_state(input_dir, *args, **kwargs)
 
     @contextmanager
     def _scaling_in_files(self):

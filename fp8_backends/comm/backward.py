@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +27,7 @@ from torch import nn
 from ..numerics.engine import call_when_backward_ends
 from ..numerics.modules import inert_hook
 from ..numerics.scaling import HISTORY, ROLLS, SCALE
+from ..numerics.sharded_tensor import is_distributed
 
 States = Callable[[], list[torch.Tensor]]
 """Returns the live scaling states, int32 [3, 2 + history length] each, in the same order on every rank."""
@@ -140,31 +141,52 @@ def _tensors(output: Any) -> Iterator[torch.Tensor]:
 
 
 class Agreement:
-    """The `Collective` that agrees on scaling states."""
+    """The `Collective` that agrees on scaling states, in one group of ranks after the other."""
 
-    def __init__(self, states: States, group: dist.ProcessGroup | None) -> None:
-        self.states, self.group = states, group
+    def __init__(self, states: States, groups: Sequence[dist.ProcessGroup]) -> None:
+        self.states, self.groups = states, groups
 
     def finish(self, contributes: bool = True) -> None:
-        agree_on_scaling(self.states(), self.group, contributes)
+        for group in self.groups:
+            agree_on_scaling(self.states(), group, contributes)
 
     def reset(self) -> None:
         pass
 
 
 def agree_after_backward(
-    module: nn.Module, states: States, group: dist.ProcessGroup | None, travels: Callable[[nn.Module], bool]
+    module: nn.Module,
+    states: States,
+    groups: Sequence[dist.ProcessGroup],
+    travels: Callable[[nn.Module], bool] = lambda module: True,
 ) -> None:
     """Agree on `states` after each backward pass of `module` for which `travels(module)` held in forward.
 
-    Idempotent. Ranks that call it have equal parts of one model; `group` is used by nothing else at that time.
+    Idempotent. Ranks that call it have parts of one model; `groups` are used by nothing else at that time. Several, as
+    a mesh has them, reach together all ranks of the model; None is all processes.
     """
     backward = BackwardPass.find(module)
     if backward is None:
         backward = BackwardPass(travels)
         module.register_forward_hook(backward)
-    if not any(isinstance(collective, Agreement) for collective in backward.collectives):
-        backward.collectives.append(Agreement(states, group))
+    agreement = next((each for each in backward.collectives if isinstance(each, Agreement)), None)
+    if agreement is None:
+        backward.collectives.append(Agreement(states, groups))
+    else:
+        agreement.groups = groups  # FSDP2 has sharded what ranks shared by tensor parallelism before
+
+
+def mesh_groups(model: nn.Module) -> list[dist.ProcessGroup]:
+    """The groups in which, one after another, a collective reaches all ranks that share this model's parameters, by
+    FSDP2, tensor parallelism or both; none where no parameter is shared."""
+    mesh = max(
+        (p.device_mesh for p in model.parameters() if is_distributed(p)), key=lambda each: each.size(), default=None
+    )
+    if mesh is None:
+        return []
+    if mesh.size() == dist.get_world_size():
+        return [dist.group.WORLD]
+    return [mesh.get_group(i) for i in range(mesh.ndim) if mesh.size(i) > 1]
 
 
 @torch.no_grad()

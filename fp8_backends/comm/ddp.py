@@ -87,7 +87,7 @@ def connect(ddp: DistributedDataParallel, gradient_comm: str, watch: Watch, scal
     connection.reduce(ddp, weights, gradient_comm, watch)
     if connection.reducer is not None and ddp._comm_hooks:
         _refuse_hooks(hook for hook, _ in ddp._comm_hooks)
-    agree_after_backward(ddp, scaling_states, connection.group, _travels)
+    agree_after_backward(ddp, scaling_states, [connection.group], _travels)
 
 
 def follow(optimizer: torch.optim.Optimizer) -> None:

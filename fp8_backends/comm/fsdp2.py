@@ -19,8 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import FP8BackendError
-from ..numerics.sharded_tensor import is_distributed
-from .backward import States, agree_after_backward
+from .backward import States, agree_after_backward, mesh_groups
 from .two_shot import reduce_scatter
 
 CONNECTED = "_fp8_gradient_comm"
@@ -62,18 +61,7 @@ def _agree(modules: dict[str, nn.Module], scaling_states: States) -> None:
     """Let the ranks agree after every backward pass of the outermost FSDP2 module, also under `no_sync`: the message is
     small, and FSDP2 does not tell whether it reduces."""
     outermost = next(iter(modules.values()))
-    shard = next((p for p in outermost.parameters() if is_distributed(p)), None)
-    mesh = shard.device_mesh if shard is not None else None
-    if mesh is None or mesh.size() == dist.get_world_size():
-        group = None
-    elif mesh.ndim == 1:
-        group = mesh.get_group()
-    else:
-        raise FP8BackendError(
-            "delayed and window scaling keep one state over all ranks of a model, and this model's hybrid mesh has "
-            "a part of the processes only: use native:dynamic, or a mesh with one dimension"
-        )
-    agree_after_backward(outermost, scaling_states, group, lambda module: True)
+    agree_after_backward(outermost, scaling_states, mesh_groups(outermost))
 
 
 def _reshard(module: nn.Module, *_) -> None:

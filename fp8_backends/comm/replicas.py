@@ -1,7 +1,8 @@
 """What a guard asks of the ranks: whether a backward pass was theirs together, sums of its findings over all of them,
 and whether what they should hold alike is alike.
 
-The collectives happen at an optimizer's step, in the groups of DDP or FSDP2, where nothing else is under way then.
+The collectives happen at an optimizer's step, in the groups of DDP, FSDP2 or tensor parallelism, where nothing else is
+under way then.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..numerics.modules import plain_name
 from ..numerics.scaled_tensor import ScaledTensor, stored_parts
 from ..numerics.sharded_tensor import is_distributed, local_part
-from .backward import BackwardPass
+from .backward import BackwardPass, mesh_groups
 from .ddp import DDPBackward
 from .fsdp2 import fsdp_modules
 
@@ -55,8 +56,9 @@ class SharedBackwards:
 
 
 def _wrappers(model: nn.Module) -> list[nn.Module]:
-    """Each DDP in a model, and the outermost FSDP2 module."""
-    outermost = list(fsdp_modules(model).values())[:1]
+    """Each DDP in a model, and the outermost FSDP2 module, or the model itself where ranks share its layers by tensor
+    parallelism alone."""
+    outermost = list(fsdp_modules(model).values())[:1] or ([model] if mesh_groups(model) else [])
     return [each for each in model.modules() if isinstance(each, DistributedDataParallel)] + outermost
 
 
@@ -66,9 +68,7 @@ def rank_groups(model: nn.Module) -> list[dist.ProcessGroup]:
     for wrapper in _wrappers(model):
         if isinstance(wrapper, DistributedDataParallel):
             return [wrapper.process_group] if wrapper.process_group.size() > 1 else []
-        if (shard := next((p for p in wrapper.parameters() if is_distributed(p)), None)) is not None:
-            mesh = shard.device_mesh
-            return [mesh.get_group(i) for i in range(mesh.ndim) if mesh.size(i) > 1]
+        return [group for group in mesh_groups(wrapper) if group.size() > 1]
     return []
 
 

@@ -32,6 +32,12 @@ TRAINS = Refusal(
     "as adapters, in exclude",
 )
 
+OFFLOADED = Refusal(
+    "fp8_params=True does not go with cpu_offload, disk_offload or dispatch_model to the CPU or the disk: Accelerate's "
+    "hooks put plain weights in place for each forward, in place of those in FP8",
+    "leave fp8_params out, or keep the model on its device, where its weights take a byte an element",
+)
+
 
 def check(layer: nn.Linear) -> None:
     """Raise `RecipeError` for a layer whose weight cannot be frozen in FP8."""
@@ -49,7 +55,7 @@ def check_running(layer: nn.Linear, is_frozen: bool) -> None:
     """Raise `RecipeError` where the weight of a layer that runs trains by now, or is no longer frozen."""
     check(layer)
     if not is_frozen:
-        raise RecipeError(SHARDED)
+        raise RecipeError(OFFLOADED if "_hf_hook" in layer.__dict__ else SHARDED)
 
 
 def freeze(

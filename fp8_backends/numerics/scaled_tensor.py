@@ -15,6 +15,7 @@ view, or raises. `scaled_operations.py` says how.
 from __future__ import annotations
 
 import copy
+import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -384,7 +385,8 @@ class ScaledTensor(WithoutMemory):
         """FSDP2's extension point: what travels of a shard is its data, FP8 as bytes. Every rank has the scale; a
         residual stays where it is."""
         if self.unagreed:
-            agree_on_scale(self, [mesh.get_group()])
+            sharded = (p for p in module._parameters.values() if getattr(p, "_local_tensor", None) is self)
+            agree_on_scale(self, shard_groups(next(sharded)))  # over the ranks of tensor parallelism, too
         data = self._data.view(torch.uint8) if self._data.dtype.itemsize == 1 else self._data
         if self.shape[1:] == outer_size[1:]:  # rows are sharded, and of the last shards some may be missing
             missing = -(-outer_size[0] // mesh.size()) - self.shape[0]
@@ -395,6 +397,7 @@ class ScaledTensor(WithoutMemory):
         """FSDP2's extension point: the whole tensor, standing for `param_dtype`, around what was gathered."""
         (gathered,), (scale_inv, size) = all_gather_outputs, metadata
         if out is not None:
+            out = getattr(out, "_local_tensor", out)  # under tensor parallelism it is a DTensor
             out.stored.scale_inv = scale_inv  # its data are a view of what was gathered
             return None
         data = gathered.reshape(-1)[: size.numel()].view(self._data.dtype).view(size)
@@ -643,6 +646,24 @@ def block_amax(values: torch.Tensor, block_size: int) -> torch.Tensor:
     if missing:
         flat = torch.cat([flat, flat.new_zeros(missing)])
     return flat.view(-1, block_size).amax(1)
+
+
+def is_distributed(tensor: torch.Tensor) -> bool:
+    """Whether this is a DTensor, such as FSDP2 makes of a Parameter."""
+    loaded = sys.modules.get("torch.distributed.tensor")  # half a second, for those who shard
+    return loaded is not None and isinstance(tensor, loaded.DTensor)
+
+
+def shard_groups(tensor: torch.Tensor) -> list[dist.ProcessGroup]:
+    """The groups of ranks that hold different parts of this DTensor; none for any other tensor."""
+    if not is_distributed(tensor):
+        return []
+    mesh = tensor.device_mesh
+    return [
+        mesh.get_group(i)
+        for i, placed in enumerate(tensor.placements)
+        if not placed.is_replicate() and mesh.size(i) > 1  # FSDP2 over tensor parallelism shards in strides
+    ]
 
 
 def agreed_over(amax: torch.Tensor, groups: list[dist.ProcessGroup]) -> torch.Tensor:

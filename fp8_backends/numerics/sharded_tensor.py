@@ -1,24 +1,24 @@
-"""A `ScaledTensor` that lies on several ranks: a `DTensor` whose local part is a ScaledTensor, rows of the whole.
+"""A `ScaledTensor` that lies on several ranks: a `DTensor` whose local part is a ScaledTensor, rows of the whole (of
+FSDP2 and tensor parallelism) or columns (of tensor parallelism).
 
-It has one scale for the whole tensor, the same on every rank. A rank sees only its own rows, so the
-ranks agree on the amax before new values are stored: a maximum, over the mesh dimensions along which the rows are
-sharded. Replicas (HSDP) hold equal rows.
+It has one scale for the whole tensor, the same on every rank. A rank sees only its own part, so the ranks agree on the
+amax before new values are stored: a maximum, over the mesh dimensions along which the tensor is sharded. Replicas
+(HSDP) hold equal parts.
 """
 
 from __future__ import annotations
 
-import sys
-
 import torch
-import torch.distributed as dist
 
-from .scaled_tensor import ScaledTensor, agreed_over, quantize, quantize_pair, tensor_amax_of
-
-
-def is_distributed(tensor: torch.Tensor) -> bool:
-    """Whether this is a DTensor, such as FSDP2 makes of a Parameter."""
-    loaded = sys.modules.get("torch.distributed.tensor")  # half a second, for those who shard
-    return loaded is not None and isinstance(tensor, loaded.DTensor)
+from .scaled_tensor import (
+    ScaledTensor,
+    agreed_over,
+    is_distributed,
+    quantize,
+    quantize_pair,
+    shard_groups,
+    tensor_amax_of,
+)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -41,12 +41,12 @@ def with_local(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     )
 
 
-def shard_groups(tensor: torch.Tensor) -> list[dist.ProcessGroup]:
-    """The groups of ranks that hold different parts of this DTensor; none for any other tensor."""
-    if not is_distributed(tensor):
-        return []
-    mesh = tensor.device_mesh
-    return [mesh.get_group(i) for i, placed in enumerate(tensor.placements) if placed.is_shard() and mesh.size(i) > 1]
+def placed_as(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """A parameter's gradient, lying as the parameter does: under tensor parallelism autograd may leave the gradient of
+    a part whole, or as summands on the ranks. All ranks call it."""
+    if not is_distributed(gradient) or gradient.placements == parameter.placements:
+        return gradient
+    return gradient.redistribute(parameter.device_mesh, parameter.placements)
 
 
 def quantize_shards(values: torch.Tensor, storage: torch.dtype, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -33,6 +33,7 @@ from ..numerics.sharded_tensor import (
     dequantize_shards,
     is_distributed,
     local_part,
+    placed_as,
     quantize_pair_shards,
     quantize_shards,
     shard_groups,
@@ -122,16 +123,20 @@ def scale_bytes_per_element(recipe: Recipe) -> float:
     return sum(FP32.itemsize / each.block_size for each in (rule.first_moment, rule.second_moment) if each.block_size)
 
 
-def store_weights(layers: Mapping[str, nn.Module], level: str) -> None:
-    """Store the `weight` of each layer as `level` says, in place; ties, frozen flags and `.grad` stay. Idempotent.
+def store_weights(layers: Mapping[str, nn.Module], level: str, by_fsdp2: bool = False) -> None:
+    """Store the `weight` of each layer as `level` says, in place; ties, frozen flags and `.grad` stay. Idempotent. Of a
+    weight that ranks share by tensor parallelism, each stores its part, with a scale that they agree on: all call it.
+
+    Args:
+        by_fsdp2: the weights that are DTensors are FSDP2's.
 
     Raises:
-        FP8BackendError: something else holds on to a weight, or it is sharded already. The error names the weight, and
-            no weight has changed.
+        FP8BackendError: something else holds on to a weight, or FSDP2 has sharded it already. The error names the
+            weight, and no weight has changed.
     """
     new = {name: layer.weight for name, layer in layers.items() if not _is_stored(layer.weight, level)}
     for name, weight in new.items():
-        if is_distributed(weight):
+        if by_fsdp2 and is_distributed(weight):
             raise FP8BackendError(
                 f"{name}.weight is sharded already, and its storage can no longer be swapped for level {level}: call "
                 f"prepare(model, None, spec) first, then fully_shard, then prepare(model, optimizer, spec)"
@@ -139,6 +144,10 @@ def store_weights(layers: Mapping[str, nn.Module], level: str) -> None:
         refuse_if_held(weight, f"{name}.weight")
     for name, weight in new.items():
         if not _is_stored(weight, level):  # it may be tied to a layer before this one
+            if is_distributed(weight):
+                _hold(weight, quantize_weight_shards(dequantize_shards(weight), level))
+                cast_gradient(weight)
+                continue
             values = weight.exact() if isinstance(weight, ScaledTensor) else weight.detach()
             swap(weight, quantize_weight(values, level), f"{name}.weight")
             cast_gradient(weight)
@@ -146,6 +155,13 @@ def store_weights(layers: Mapping[str, nn.Module], level: str) -> None:
         layer.__dict__[LEVEL] = level
         _add_gradient_hook(layer.weight)
         _add_state_dict_hooks(layer)
+
+
+def _hold(weight: torch.Tensor, shards: torch.Tensor) -> None:
+    """Let a DTensor have the local part of another that lies as it does. It stays the same object."""
+    weight._local_tensor = local = local_part(shards)
+    if isinstance(local, ScaledTensor):
+        local.partial = False  # FSDP2 has not made it, and does not gather it
 
 
 def _is_stored(weight: torch.Tensor, level: str) -> bool:
@@ -210,7 +226,12 @@ def make_plain(layer: nn.Module) -> None:
     """Undo `store_weights` on one layer: it gets a plain weight with the values of this moment."""
     weight = layer.weight
     unmark(layer)
-    if isinstance(weight, ScaledTensor):
+    if is_distributed(weight) and not getattr(local_part(weight), "partial", True):
+        _remove_gradient_hooks(weight)
+        _hold(weight, dequantize_shards(weight))
+        if weight.grad is not None:
+            weight.grad = dequantize_shards(weight.grad)
+    elif isinstance(weight, ScaledTensor):
         _remove_gradient_hooks(weight)
         swap(weight, weight.exact(), "weight")
         if isinstance(weight.grad, ScaledTensor):
@@ -233,10 +254,24 @@ def cast_gradient(weight: torch.Tensor) -> None:
     """
     gradient = weight.grad
     if gradient is not None and not isinstance(local_part(gradient), ScaledTensor):
+        gradient = placed_as(weight, gradient)
         # a shard of a gradient has a scale of its own: each rank steps only its own rows
         quantized = quantize(local_part(gradient), E4M3, gradient.dtype)
         quantized.accumulates = True
         weight.grad = with_local(gradient, quantized)
+
+
+def cast_equal_gradient(weight: torch.Tensor) -> None:
+    """`cast_gradient` of a weight that several ranks hold whole, and whose gradient they compute alike."""
+    cast_gradient(weight)
+
+
+def expect_equal_gradients(model: nn.Module) -> None:
+    """Say that the ranks compute the gradients of whole scaled weights alike, as those of tensor parallelism do, which
+    see the same batch. Repeating it does nothing."""
+    for weight in model.parameters():
+        if isinstance(weight, ScaledTensor) and weight.requires_grad:
+            swap_gradient_hook(weight, cast_equal_gradient)
 
 
 def _add_gradient_hook(weight: torch.Tensor) -> None:
@@ -249,8 +284,8 @@ def _add_gradient_hook(weight: torch.Tensor) -> None:
 
 
 def swap_gradient_hook(weight: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
-    """Put `hook` in the place of the hook that stores a weight's complete gradient in E4M3. `hook` takes the gradient
-    to other ranks and stores the average; it has an attribute `reduces`."""
+    """Put `hook` in the place of the hook that stores a weight's complete gradient in E4M3. `hook` is
+    `cast_equal_gradient`, or takes the gradient to other ranks and stores the average, with an attribute `reduces`."""
     _remove_gradient_hooks(weight)
     weight.register_post_accumulate_grad_hook(hook)
 
@@ -262,7 +297,7 @@ def _remove_gradient_hooks(weight: torch.Tensor) -> None:
 
 
 def _is_gradient_hook(hook: Callable) -> bool:
-    return hook is cast_gradient or hasattr(hook, "reduces")
+    return hook in (cast_gradient, cast_equal_gradient) or hasattr(hook, "reduces")
 
 
 def finish_accumulation(parameters: Iterable[torch.Tensor]) -> None:

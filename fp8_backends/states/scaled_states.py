@@ -21,10 +21,10 @@ from ..numerics.faults import Range
 from ..numerics.formats import FORMAT_OF
 from ..numerics.kernels.adam.dispatch import Slot
 from ..numerics.scaled_tensor import ScaledTensor, quantize
-from ..numerics.sharded_tensor import is_distributed, local_part, with_local
+from ..numerics.sharded_tensor import is_distributed, local_part, placed_as, with_local
 from ..words import counted
 from . import checkpoint, checks, sharding
-from .levels import StateRule, finish_accumulation
+from .levels import StateRule, cast_equal_gradient, finish_accumulation
 
 MIN_SCALED_STATES = 4096
 """A plain parameter with fewer elements keeps FP32 states: norms and biases weigh nothing and are sensitive."""
@@ -94,7 +94,7 @@ def view_of(p: torch.Tensor, group: dict[str, Any], index: int) -> LocalView:
         FP8BackendError: the master of a weight lies on another rank.
     """
     weight, copy, is_shard = local_part(p), None, is_distributed(p)
-    gradient = local_part(p.grad)
+    gradient = local_part(placed_as(p, p.grad))
     if isinstance(gradient, ScaledTensor) and gradient._view is not None:  # somebody has put a view of another there
         gradient = gradient.values(torch.float32)
     if isinstance(weight, ScaledTensor):
@@ -286,13 +286,15 @@ def refuse_gradients_that_stay(parameters: Iterable[torch.Tensor]) -> None:
     others: the ranks would drift apart.
 
     Gradients travel under FSDP2, whose parameters are DTensors, and by a hook of the parameter that says `reduces`.
+    They need not where a hook says that the ranks compute them alike.
     """
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return
     alone = []
     for p in parameters:
         hooks = (p._post_accumulate_grad_hooks or {}).values()
-        if type(p) is ScaledTensor and p.grad is not None and not any(getattr(hook, "reduces", 0) for hook in hooks):
+        settled = any(hook is cast_equal_gradient or getattr(hook, "reduces", False) for hook in hooks)
+        if type(p) is ScaledTensor and p.grad is not None and not settled:
             alone.append(p)
     if alone:
         shapes = ", ".join(sorted({str(tuple(p.shape)) for p in alone}))

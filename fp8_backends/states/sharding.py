@@ -37,17 +37,21 @@ class Owners(Protocol):
 
 
 def first_element(p: torch.Tensor) -> int:
-    """Index of this rank's first element in the whole of a DTensor whose rows are sharded.
+    """Index of this rank's first element in the whole of a DTensor whose rows are sharded, by FSDP2, tensor parallelism
+    or both.
 
     For a DTensor that is sharded otherwise, it is a number that differs between the shards and not between replicas:
     its random bits are another draw than on one rank.
     """
-    mesh, rows, first = p.device_mesh, p.shape[0], 0
-    sharded = [(i, placement) for i, placement in enumerate(p.placements) if placement.is_shard()]
-    if len(sharded) == 1 and sharded[0][1].is_shard(0):
-        index, count = mesh.get_local_rank(sharded[0][0]), mesh.size(sharded[0][0])
-        return min(index * -(-rows // count), rows) * math.prod(p.shape[1:])
-    for i, _ in sharded:
+    mesh, first, rows = p.device_mesh, 0, p.shape[0]
+    sharded = [i for i, placement in enumerate(p.placements) if not placement.is_replicate()]
+    if all(p.placements[i].dim == 0 for i in sharded):
+        for i in reversed(sharded):  # FSDP2 shards what tensor parallelism has left to a rank
+            most = -(-rows // mesh.size(i))
+            before = min(mesh.get_local_rank(i) * most, rows)
+            first, rows = first + before, min(most, rows - before)
+        return first * math.prod(p.shape[1:])
+    for i in sharded:
         first = first * mesh.size(i) + mesh.get_local_rank(i)
     return first * p.numel()
 

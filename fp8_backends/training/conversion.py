@@ -35,6 +35,7 @@ from .weight_products import (
     WeightProduct,
     find_weight_products,
     memory_sharers,
+    offloaded_modules,
 )
 
 if TYPE_CHECKING:
@@ -259,8 +260,13 @@ def _find(root: nn.Module, recipe: Recipe) -> list[Found]:
     found = find_weight_products(root)
     if not swaps_weights(recipe):
         return found
-    sharers = memory_sharers(root)
+    sharers, offloaded = memory_sharers(root), offloaded_modules(root)
     for each in found:
+        if each.obstacle is None and each.conversion is None and id(each.module) in offloaded:
+            each.obstacle = (
+                "Accelerate's hooks put a plain weight in place for each forward (cpu_offload, disk_offload, a "
+                "device_map), which cannot be stored in another form: offload the model when it is prepared"
+            )
         other = sharers.get(id(each.module._parameters.get(each.part or "weight")))
         if each.obstacle is None and each.conversion is None and other is not None:
             each.obstacle = (

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from ..comm import ddp, fsdp2, ignore_list, zero
+from ..comm import ddp, fsdp2, ignore_list, tensor_parallel, zero
 from ..compute import registry
 from ..compute.fields import flag, parsed
 from ..compute.interface import FollowsOptimizer, KeepsWeightCasts, StoresWeights, TakesBlockCodes, scaling_buffers
@@ -36,6 +36,7 @@ from .auditing import check_is_optimizer, converted_layers, parameter_ids, param
 from .conversion import PREPARED, Prepared, prepared_roots
 from .observed import observed_of
 from .watching import guard, monitor
+from .weight_products import offloaded_modules
 
 logger = logging.getLogger("fp8_backends")
 
@@ -128,6 +129,8 @@ def check_model(model: nn.Module, recipe: Recipe) -> None:
             "torch.inference_mode() makes tensors that can never train: build the model and prepare it outside of it "
             "(it may run inside)"
         )
+    if (ranks := tensor_parallel.ranks(model)) > 1:
+        rules.refuse(rules.Setup(recipe, rules.Machine.this(), tensor_parallel=ranks), rules.TENSOR_PARALLEL_RULES)
     if recipe.level == "O0":
         return
     if any(not prepared_roots(wrapped.module) for wrapped in _ddp_wrappers(model)):
@@ -157,24 +160,44 @@ def check_optimizer(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
 
 
 def check_trains(models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer], recipe: Recipe) -> None:
-    """Refuse models of which none of these optimizers holds a parameter: they would not train, and no step would prove
-    anything.
+    """Refuse models that would not train: none of these optimizers holds a parameter of theirs, so that no step would
+    prove anything, or their weights are offloaded.
 
     Raises:
         FP8BackendError: so it is, and the recipe's `on_unproven` is "raise"; else a warning says so.
     """
     models = list(models)
-    held = set().union(*(parameter_ids(unwrapped(optimizer)) for optimizer in optimizers))
-    if any(id(parameter) in held for model in models for parameter in model.parameters()):
+    message = _offloaded_in_training(models) or _unknown_to(optimizers, models)
+    if message is None:
         return
-    names = ", ".join(dict.fromkeys(type(conversion.unwrapped(model)).__name__ for model in models))
-    message = (
-        f"the optimizer holds no parameter of the prepared model ({names}), so the model would not train: make the "
-        "optimizer from the parameters() of the very model that is prepared"
-    )
     if recipe.on_unproven == "raise":
         raise FP8BackendError(f'{message}; on_unproven="warn" goes on regardless')
     warnings.warn(message, stacklevel=3)
+
+
+def _unknown_to(optimizers: Iterable[torch.optim.Optimizer], models: list[nn.Module]) -> str | None:
+    held = set().union(*(parameter_ids(unwrapped(optimizer)) for optimizer in optimizers))
+    if any(id(parameter) in held for model in models for parameter in model.parameters()):
+        return None
+    names = ", ".join(dict.fromkeys(type(conversion.unwrapped(model)).__name__ for model in models))
+    return (
+        f"the optimizer holds no parameter of the prepared model ({names}), so the model would not train: make the "
+        "optimizer from the parameters() of the very model that is prepared"
+    )
+
+
+def _offloaded_in_training(models: list[nn.Module]) -> str | None:
+    for model in models:
+        offloaded = offloaded_modules(model)
+        for name, module in model.named_modules() if offloaded else ():
+            if id(module) in offloaded and any(p.requires_grad for p in module.parameters(recurse=False)):
+                return (
+                    f"{plain_name(name) or type(module).__name__} is offloaded (cpu_offload, disk_offload, or a "
+                    "device_map), so it would not train: Accelerate's hooks put a copy of its weight in place for each "
+                    "forward, and drop it with its gradient. Take them away "
+                    "(accelerate.hooks.remove_hook_from_module(model, recurse=True)), or freeze it"
+                )
+    return None
 
 
 # Store
@@ -186,7 +209,7 @@ def store_weights(root: nn.Module, prepared: Prepared) -> None:
     if isinstance(prepared.compute, StoresWeights):
         prepared.compute.store_weights(root, prepared.recipe)
     if prepared.recipe.level != "O0":
-        levels.store_weights(layers, prepared.recipe.level)
+        levels.store_weights(layers, prepared.recipe.level, by_fsdp2=bool(fsdp2.fsdp_modules(root)))
         levels.export_ties(root)
         for layer in layers.values():
             undo = layer.__dict__[CONVERSION].undo
@@ -233,7 +256,8 @@ def keep_weight_casts(model: nn.Module, keep: bool = True) -> None:
 
 def connect_ranks(model: nn.Module, recipe: Recipe) -> None:
     """Let the gradients of a prepared model travel between ranks as its recipe says, where it is wrapped for that: by
-    `DistributedDataParallel` or `fully_shard`. Every rank calls it; repeating it does nothing.
+    `DistributedDataParallel` or `fully_shard`; and let all ranks that share its layers agree on scaling states. Every
+    rank calls it; repeating it does nothing.
 
     Raises:
         FP8BackendError: it was wrapped before it was prepared, or in a way that FP8 cannot follow, named.
@@ -251,6 +275,9 @@ def connect_ranks(model: nn.Module, recipe: Recipe) -> None:
             fused_head.make_ordinary(root)
         fsdp2.connect(model, recipe.comm, ScalingBuffers(roots))
         levels.watch_shards(model)
+    elif tensor_parallel.ranks(model) > 1:
+        tensor_parallel.connect(model, ScalingBuffers(prepared_roots(model)))
+        levels.expect_equal_gradients(model)
 
 
 class ScalingBuffers:

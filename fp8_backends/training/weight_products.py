@@ -207,6 +207,18 @@ def layer_obstacle(layer: nn.Module, plain: type[nn.Module]) -> str | None:
     return None
 
 
+def offloaded_modules(model: nn.Module) -> set[int]:
+    """Identities of the modules whose weights hooks of Accelerate's put in place for each forward alone (`cpu_offload`,
+    `disk_offload`, `dispatch_model`): between forwards they lie on the meta device."""
+    found: set[int] = set()
+    for module in model.modules():
+        hook = module.__dict__.get("_hf_hook")
+        for each in getattr(hook, "hooks", (hook,)):
+            if getattr(each, "offload", False):
+                found.update(map(id, module.modules() if each.place_submodules else (module,)))
+    return found
+
+
 def memory_sharers(model: nn.Module) -> dict[int, str]:
     """Identities of Parameters whose memory another Parameter or buffer of the model lies in too, each with the name of
     such a one. Where two views of one memory interleave, such as columns, they count as overlapping."""

@@ -181,7 +181,7 @@ def connect(model: nn.Module, group, comm: str) -> None:
     weights = {name: p for name, p in model.named_parameters() if isinstance(p, ScaledTensor)}
     connection.reducer = GradientReducer(weights, group, comm, 40_000)
     states = [new_window_state("meta") for _ in weights]
-    connection.collectives += [connection.reducer, Agreement(lambda: states, group)]
+    connection.collectives += [connection.reducer, Agreement(lambda: states, [group])]
     for index, weight in enumerate(connection.reducer.parameters):
         swap_gradient_hook(weight, GradientArrives(connection, index))
     model.register_forward_hook(connection)
@@ -213,7 +213,7 @@ def calls(layers: int, what: str, group=None) -> int:
     if what == "agreement":
         states = [new_window_state("meta") for _ in range(layers)]
         with metered() as meter:
-            Agreement(lambda: states, group).finish()
+            Agreement(lambda: states, [group]).finish()
         return meter.calls
     loss_of(model).backward()
     gradients = [p.grad for p in model.parameters() if isinstance(p.grad, ScaledTensor)]

@@ -7,7 +7,7 @@ import functools
 
 import pytest
 import torch
-from accelerate import dispatch_model
+from accelerate import cpu_offload, disk_offload, dispatch_model
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from torch import nn
 from transformers.distributed.expert_parallel import (
@@ -18,6 +18,7 @@ from transformers.distributed.expert_parallel import (
 from transformers.distributed.tensor_parallel import AllReduceParallel, TensorParallelLayer
 
 import fp8_backends
+from fp8_backends import FP8BackendError
 from fp8_backends.numerics.forwards import forward_obstacle
 from fp8_backends.training.conversion import weight_products
 
@@ -146,3 +147,62 @@ def test_the_experts_behind_expert_parallelism_are_their_own():
         patch.setitem(EPImplementationInterface()._global_mapping, "own", Own)
         EpDispatchExpertsParallel().install_forward(layer, None, tp_mesh=None, ep_implementation="own")
     assert forward_obstacle(layer) is None
+
+
+# Weights that are offloaded: on the meta device between forwards
+
+
+def offloaded(model, kind, folder):
+    if kind == "cpu":
+        return cpu_offload(model, torch.device("cpu"))
+    if kind == "disk":
+        return disk_offload(model, str(folder / "disk"), torch.device("cpu"))
+    devices = {"0": "cpu", "1": "cpu", "2": "disk"}
+    return dispatch_model(model, devices, main_device="cpu", offload_dir=str(folder / "part"), force_hooks=True)
+
+
+def result_and_gradient(model):
+    x = torch.randn(4, 32, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    y = model(x)
+    y.square().mean().backward()
+    return y.detach(), x.grad
+
+
+@pytest.mark.parametrize("kind", ["cpu", "disk", "dispatch"])
+def test_offloaded_layers_make_the_same_products(kind, tmp_path):
+    for backend in ("native:rowwise", "native:delayed", "ao:tensorwise"):
+        expected = result_and_gradient(fp8_backends.prepare(net(), None, backend)[0])
+        for offloaded_first in (True, False):
+            model = offloaded(net(), kind, tmp_path) if offloaded_first else net()
+            model, _ = fp8_backends.prepare(model, None, backend)
+            model = model if offloaded_first else offloaded(model, kind, tmp_path)
+            assert model[2].weight.is_meta and not fp8_backends.audit(model).high_precision
+            assert all(map(torch.equal, result_and_gradient(model), expected)), (backend, offloaded_first)
+
+
+STORED = {"a level": "msamp:O2", "fp8_params": {"backend": "native:dynamic", "fp8_params": True}}
+
+
+@pytest.mark.parametrize("stored", STORED)
+def test_offloaded_weights_are_not_stored_in_another_form(stored, tmp_path):
+    model = offloaded(net().requires_grad_(False), "dispatch", tmp_path)
+    model, _ = fp8_backends.prepare(model, None, STORED[stored])
+    refused = fp8_backends.audit(model).high_precision
+    assert list(refused) == ["2"] and refused["2"].startswith("Accelerate's hooks put a plain weight in place")
+
+
+def test_weights_stored_in_fp8_are_not_offloaded():
+    model, _ = fp8_backends.prepare(net().requires_grad_(False), None, STORED["fp8_params"])
+    model = offloaded(model, "cpu", None)
+    with pytest.raises(FP8BackendError, match="fp8_params=True does not go with cpu_offload"):
+        model(torch.ones(2, 32))
+
+
+def test_offloaded_weights_do_not_train():
+    for made_first in (True, False):
+        model = net()
+        made = torch.optim.AdamW(model.parameters())
+        offloaded(model, "cpu", None)
+        optimizer = made if made_first else torch.optim.AdamW(model.parameters())
+        with pytest.raises(FP8BackendError, match="0 is offloaded .* so it would not train"):
+            fp8_backends.prepare(model, optimizer, "native:dynamic")

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from ...errors import RecipeError
 from .chips import CHIP_RULES, TE_RULES
 from .choices import COMPILATION_RULES, OPTIMIZER_RULES, RECIPE_RULES, RELEASE_RULES
-from .engines import ENGINE_RULES
+from .engines import ENGINE_RULES, TENSOR_PARALLEL_RULES
 from .models import MODEL_RULES
 from .setup import Compiled, Machine, Parallel, Rule, Setup, Severity
 
@@ -24,6 +24,7 @@ RULES = {rule.name: rule for rules in THEMES.values() for rule in rules}
 __all__ = [
     "RELEASE_RULES",
     "RULES",
+    "TENSOR_PARALLEL_RULES",
     "THEMES",
     "Compiled",
     "Machine",

@@ -24,6 +24,47 @@ def _autocast_dtype(setup: Setup) -> str:
     return f"autocast_dtype={setup.recipe.autocast_dtype!r}"
 
 
+def _shares_layers(setup: Setup) -> bool:
+    return setup.tensor_parallel is not None and setup.tensor_parallel > 1
+
+
+def _layers_shared(setup: Setup) -> str:
+    return f"{setup.tensor_parallel} ranks share layers"
+
+
+TENSOR_PARALLEL_RULES = (
+    Rule(
+        "level_tensor_parallel",
+        "error",
+        lambda s: _shares_layers(s) and s.recipe.level in ("O3", "O4", "O5"),
+        "of the levels, O1 and O2 go with layers that ranks share (tensor parallelism); at O3 to O5 parts of a weight "
+        "would have masters, residuals and blocks of states that no test covers",
+        "use the same backend with +msamp:O2, or leave tensor parallelism out and shard with FSDP2",
+        _layers_shared,
+        always,
+    ),
+    Rule(
+        "te_tensor_parallel",
+        "error",
+        lambda s: _shares_layers(s) and s.recipe.compute == "te",
+        "TransformerEngine's layers know tensor parallelism by process groups of their own, and not the DTensors of "
+        "PyTorch, transformers and Accelerate",
+        "use native:… or ao:…, or leave tensor parallelism out",
+        _layers_shared,
+        always,
+    ),
+    Rule(
+        "fp8_params_tensor_parallel",
+        "error",
+        lambda s: _shares_layers(s) and s.recipe.fp8_params,
+        "fp8_params=True does not go with layers that ranks share (tensor parallelism): frozen FP8 weights are whole",
+        "leave fp8_params out, or train adapters on one rank or under DDP",
+        _layers_shared,
+        always,
+    ),
+)
+"""What no backend or level can do with a model whose layers ranks share: asked of the model itself, too."""
+
 ENGINE_RULES = (
     Rule(
         "level_deepspeed",
@@ -128,11 +169,11 @@ ENGINE_RULES = (
     Rule(
         "fused_head_sharded",
         "warning",
-        lambda s: s.recipe.fused_head and (s.parallel in ("fsdp1", "fsdp2") or (s.zero_stage == 3)),
+        lambda s: s.recipe.fused_head and (s.parallel in ("fsdp1", "fsdp2") or s.zero_stage == 3 or _shares_layers(s)),
         "fused_head does nothing where the head's weight is sharded, since logits may be read when the weight is "
         "gathered no more: logits are made whole, as without it",
         "leave fused_head out, or use DDP",
-        lambda s: s.parallel,
+        lambda s: _layers_shared(s) if _shares_layers(s) else s.parallel,
     ),
     Rule(
         "fp8_params_sharded",
@@ -174,13 +215,14 @@ ENGINE_RULES = (
         "rank keeps all)",
         "save with Accelerator.save_state, or set shard_states=False",
     ),
+    *TENSOR_PARALLEL_RULES,
     Rule(
         "tensor_parallel",
         "warning",
-        lambda s: s.tensor_parallel is not None and s.tensor_parallel > 1,
-        "FP8 with layers that several ranks share (tensor parallelism) is not tested with this package",
-        "shard with FSDP2 alone, or look at the first step's proof and compare the losses with bf16",
-        lambda s: f"{s.tensor_parallel} ranks",
+        lambda s: _shares_layers(s) and s.parallel in ("fsdp1", "deepspeed"),
+        "tensor parallelism is tested with this package alone and with FSDP2, and not with DeepSpeed or FSDP1",
+        "use ParallelismConfig(tp_size=…, dp_shard_size=…) with FSDP2 (fsdp_version: 2)",
+        _layers_shared,
     ),
     Rule(
         "megatron",
