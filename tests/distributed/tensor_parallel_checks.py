@@ -124,8 +124,11 @@ def normal(*shape: int, seed: int = 1) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def losses(model: nn.Module, steps: int = 2, dtype: torch.dtype | None = None) -> list[float]:
+def losses(model: nn.Module, steps: int = 2, dtype: torch.dtype | None = None, spec=None) -> list[float]:
+    """`spec`: of a rule whose states follow the optimizer, and are agreed on after backward."""
     optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), []
+    if spec is not None:
+        fp8_backends.prepare(model, optimizer, spec)
     for step in range(steps):
         with torch.autocast("cpu", dtype, enabled=dtype is not None):
             y = model(2 * normal(4, 8, WIDTH, seed=step).requires_grad_())
@@ -239,6 +242,19 @@ def check_styles_of_transformers() -> dict:
         assert set(counts) == {each for each, _ in together.named_children()} - {"norm"}, counts
         assert all(each["fprop"] == 4 and each["wgrad"] == 2 for each in counts.values()), counts
     return found
+
+
+def check_states_are_those_of_one_process() -> None:
+    for rule in ("delayed", "window"):
+        spec = f"native:{rule}"
+        alone, together = both(Net(), spec)
+        assert relative(losses(together, 3, spec=spec), losses(alone, 3, spec=spec)) < 1e-6
+        states = [
+            [layer.fp8_scaling.view(torch.float32) for layer in (model.up, model.other, model.down)]
+            for model in (together, alone)
+        ]
+        for found, expected in zip(*states, strict=True):
+            assert torch.allclose(found, expected, rtol=1e-6, atol=0), (rule, found, expected)
 
 
 def conv1d_net() -> nn.Sequential:
