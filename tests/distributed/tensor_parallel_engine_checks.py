@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from accelerate import Accelerator
-from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from engines import WithoutGPUs
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -185,13 +185,6 @@ def check_what_is_refused():
 
 
 # Accelerate
-
-
-class WithoutGPUs(ParallelismConfig):
-    """Accelerate refuses tensor parallelism on ranks that have no GPU: the one thing that is worked round here."""
-
-    def _validate_accelerator(self, accelerator) -> None:
-        pass
 
 
 def prepared(spec, dp: int = 1, seed: int = 0, **fields):
