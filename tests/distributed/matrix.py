@@ -69,8 +69,8 @@ ENGINES = {
     "ring": Engine(run=_KINDS, splits_rows=False),
     "Ulysses": Engine(run=_KINDS, splits_rows=False),
     "pipeline": Engine(run=_KINDS, splits_rows=False, abilities="trains"),
-    "TP": Engine(run=(*_KINDS, "msamp:O3"), splits_rows=False),
-    "TPxDP": Engine(run=_KINDS),
+    "TP": Engine(run=("native:delayed", "ao:tensorwise", "msamp:O2", "msamp:O3"), splits_rows=False),
+    "TPxDP": Engine(run=("native:delayed", "msamp:O2")),
 }
 
 
