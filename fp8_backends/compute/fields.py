@@ -353,6 +353,15 @@ FUSED_HEAD = Field(
     idle=False,
 )
 
+WEIGHT_COMM = Field(
+    "weight_comm",
+    "auto",
+    one_of("auto", "plain", "fp8"),
+    "What FSDP2 gathers of a weight: fp8 is the codes that products read, 1 byte an element; plain is the weight as "
+    "it is stored; auto is fp8 at a level above O0, else plain.",
+    idle="plain",
+)
+
 SCALING_FIELDS = (
     FP8_FORMAT,
     MARGIN,
@@ -363,7 +372,7 @@ SCALING_FIELDS = (
     USE_AUTOCAST_DURING_EVAL,
 )
 """Fields of TransformerEngine's rules."""
-NATIVE_FIELDS = (*SCALING_FIELDS, FP8_PARAMS, FUSE_ACTIVATIONS, FUSED_HEAD)
+NATIVE_FIELDS = (*SCALING_FIELDS, FP8_PARAMS, FUSE_ACTIVATIONS, FUSED_HEAD, WEIGHT_COMM)
 """Fields of `native`, which follows these rules on any device."""
 
 

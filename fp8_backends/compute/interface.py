@@ -253,6 +253,15 @@ class GivesWeightCodes(Protocol):
         scale_inv: one, one a row, or one a block. None where there are none for the whole weight."""
 
 
+@runtime_checkable
+class GathersCodes(Protocol):
+    """A backend whose weights FSDP2 can gather as the codes that products read (`comm.gathers`)."""
+
+    def travelling(self, root: nn.Module) -> dict[nn.Module, Any]:
+        """For each layer of the prepared root the codes of its weight, an object as `comm.gathers.Travelling` has
+        it."""
+
+
 # Casts
 
 

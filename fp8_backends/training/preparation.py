@@ -18,10 +18,17 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from ..comm import ddp, fsdp2, ignore_list, zero
+from ..comm import ddp, fsdp2, gathers, ignore_list, zero
 from ..compute import registry
 from ..compute.fields import flag, parsed
-from ..compute.interface import FollowsOptimizer, KeepsWeightCasts, StoresWeights, TakesBlockCodes, scaling_buffers
+from ..compute.interface import (
+    FollowsOptimizer,
+    GathersCodes,
+    KeepsWeightCasts,
+    StoresWeights,
+    TakesBlockCodes,
+    scaling_buffers,
+)
 from ..errors import FP8BackendError
 from ..numerics.modules import CONVERSION, check_is_module, plain_name
 from ..numerics.scaled_tensor import ScaledTensor
@@ -251,6 +258,16 @@ def connect_ranks(model: nn.Module, recipe: Recipe) -> None:
             fused_head.make_ordinary(root)
         fsdp2.connect(model, recipe.comm, ScalingBuffers(roots))
         levels.watch_shards(model)
+        gathers.connect(model, _travelling(roots))
+
+
+def _travelling(roots: list[tuple[str, nn.Module, Prepared]]) -> dict[nn.Module, gathers.Travelling]:
+    """The codes of the weights that travel so, by layer."""
+    travelling: dict[nn.Module, gathers.Travelling] = {}
+    for _, root, prepared in roots:
+        if isinstance(prepared.compute, GathersCodes) and prepared.recipe.gathers_codes:
+            travelling |= prepared.compute.travelling(root)
+    return travelling
 
 
 class ScalingBuffers:

@@ -46,6 +46,7 @@ from .casts import cast_of
 from .experts import FP8Experts, FP8ExpertWeight
 from .frozen import freeze
 from .fused_head import FP8Head
+from .gathers import WeightCodes
 from .grouped_products import grouped_engine_for
 from .layer_rule import STATEFUL, LayerRule, Stored
 from .ledger import Ledger, with_noted_amaxes
@@ -172,6 +173,13 @@ class NativeCompute(Compute):
 
     def weight_codes(self, module: FP8Products | FP8ExpertWeight) -> Quantized | None:
         return module.weight_codes() if isinstance(module, FP8Products) else None
+
+    def travelling(self, root: nn.Module) -> dict[nn.Module, WeightCodes]:
+        for key, hook in root._forward_pre_hooks.items():
+            if isinstance(hook, RollDelayedStates):  # before FSDP2's, which gathers codes by the scale of this step
+                root._forward_pre_hooks.move_to_end(key, last=False)
+                break
+        return {layer: WeightCodes(layer) for _, layer in self._layers(root) if isinstance(layer, FP8Products)}
 
     def cast_of(self, module: FP8Products | FP8ExpertWeight, tensor: int, values: torch.Tensor) -> Cast | None:
         return cast_of(module, tensor, values) if isinstance(module, FP8Products) else None
