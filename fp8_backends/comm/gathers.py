@@ -196,9 +196,9 @@ class WeightShard:
         every, state = self.codes.products, self.group._training_state.name
         if state == "PRE_BACKWARD" and not self.codes.recomputed:
             return every[-1:]
-        if state == "FORWARD" and self.group._reshard_after_forward:
+        if state == "FORWARD" and self.group._reshard_after_forward and not _inside_backward():
             return every[:1]
-        return every  # gathered once for both
+        return every  # gathered once for both; a forward that backward runs again may end before it is resharded
 
     def inputs(self) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
         """What travels, uint8 of equal size on all ranks, and the scales by product."""
@@ -334,7 +334,7 @@ class AfterForward:
 
 
 def _begin(gathers: Gathers, module: nn.Module) -> None:
-    if gathers.outermost is not None or torch._C._current_graph_task_id() != -1:  # recomputed: settled in forward
+    if gathers.outermost is not None or _inside_backward():  # recomputed: settled in forward
         return
     gathers.outermost = module
     module._get_fsdp_state()._lazy_init()  # what FSDP2 does next, and may make new shards
@@ -347,9 +347,13 @@ def _begin(gathers: Gathers, module: nn.Module) -> None:
 
 
 def _end(gathers: Gathers, module: nn.Module) -> None:
-    if gathers.outermost is not module or torch._C._current_graph_task_id() != -1:
+    if gathers.outermost is not module or _inside_backward():
         return
     if not torch.is_grad_enabled():  # else backward is to find what forward has read
         for shard in gathers.for_a_while:  # and that of an earlier forward, too
             shard.settle(True)
     gathers.outermost, gathers.for_a_while = None, []
+
+
+def _inside_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1

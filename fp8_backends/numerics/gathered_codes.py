@@ -58,15 +58,15 @@ class GatheredCodes(torch.Tensor):
         codes = self.parts.get(f"{product}_codes")
         if codes is None or (not torch.compiler.is_compiling() and codes.untyped_storage().nbytes() == 0):
             raise self.error(
-                f"those for {product} are not here now, since FSDP2 gathers those of fprop in forward and those of "
-                f"dgrad in backward, freed or compiled with the others"
+                f"those that {product} reads are not here now: forward gathers fprop's, backward gathers dgrad's, and "
+                f"code that was compiled for one of them finds the other"
             )
         return Quantized(codes, self.parts[f"{product}_scale_inv"])
 
     def error(self, what: str) -> FP8BackendError:
         """The error of something that needs more than these codes."""
         return FP8BackendError(
-            f"a weight of shape {list(self.shape)} was gathered by FSDP2 as FP8 codes, and {what}: use "
+            f"a weight of shape {list(self.shape)} was gathered by FSDP2 as FP8 codes, and {what}. Use "
             f'weight_comm="plain"'
         )
 

@@ -45,7 +45,7 @@ class FP8Products(KeepsLedger):
     transposed_weight = False
     """Whether the Parameter holds the weight as [in, out] (`Conv1DForm`)."""
     fp8_recomputed = False
-    """Whether backward ran, or will run, a forward again."""
+    """Whether backward may run the last forward again."""
 
     def set_rule(self, rule: LayerRule, shared: SharedCodes, history_len: int) -> None:
         """Attach a scaling rule with fresh state."""
@@ -130,7 +130,7 @@ class FP8Products(KeepsLedger):
 
     def _gathered_weight(self, recorded: torch.Tensor | None) -> Layouts:
         """No codes but those that are gathered. What a cast of the weight would have kept of it is kept."""
-        self.fp8_recomputed = self.fp8_recomputed or _is_checkpointed()
+        self.fp8_recomputed = self.training and _is_checkpointed()
         amax = self.weight.parts.get(gathered_codes.AMAX)
         if self.fp8_ledger.newest(self.fp8_rule, recorded, WEIGHT) is not None:
             record(self.fp8_rule, recorded, WEIGHT, amax)
@@ -248,9 +248,12 @@ def _weight_for_dgrad(rule, weight, scale_inv, transposed) -> Stored:
 
 
 def _is_checkpointed() -> bool:
-    """Whether a forward that runs now saves nothing for backward, which runs it again (without `use_reentrant`)."""
+    """Whether a forward that runs now may be run again by backward. A checkpoint with `use_reentrant` looks like any
+    other forward without gradients."""
     if torch.compiler.is_compiling():
         return False
+    if not torch.is_grad_enabled():
+        return True
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None and hooks[0].__code__.co_filename == torch.utils.checkpoint.__file__
 
