@@ -358,7 +358,8 @@ WEIGHT_COMM = Field(
     "auto",
     one_of("auto", "plain", "fp8"),
     "What FSDP2 gathers of a weight: fp8 is the codes that products read, 1 byte an element; plain is the weight as "
-    "it is stored; auto is fp8 at a level above O0, else plain.",
+    "it is stored; auto is fp8 at a level above O0 with codes that serve both products (not rowwise, mxfp8), else "
+    "plain. (ao has enable_fsdp_float8_all_gather; te gathers weights as they are stored.)",
     idle="plain",
 )
 

@@ -257,9 +257,9 @@ class GivesWeightCodes(Protocol):
 class GathersCodes(Protocol):
     """A backend whose weights FSDP2 can gather as the codes that products read (`comm.gathers`)."""
 
-    def travelling(self, root: nn.Module) -> dict[nn.Module, Any]:
-        """For each layer of the prepared root the codes of its weight, an object as `comm.gathers.Travelling` has
-        it."""
+    def travelling(self, root: nn.Module, recipe: Recipe) -> dict[nn.Module, Any]:
+        """For each layer of the prepared root whose weight is to travel so its codes, an object as
+        `comm.gathers.Travelling` describes it."""
 
 
 # Casts

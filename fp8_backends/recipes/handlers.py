@@ -114,11 +114,6 @@ class Recipe(KwargsHandler):
         return self.gradient_comm or ("plain" if self.level == "O0" else "fp8")
 
     @property
-    def gathers_codes(self) -> bool:
-        """Whether FSDP2 gathers codes of weights: `weight_comm`, by default as the level has it."""
-        return self.weight_comm == "fp8" or (self.weight_comm == "auto" and self.level != "O0")
-
-    @property
     def shares_states(self) -> bool:
         """Whether under DDP the optimizer's states of each weight, and its master or residual, lie on one rank."""
         return self.shard_states and self.level in FIELDS["shard_states"].levels

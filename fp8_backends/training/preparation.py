@@ -265,8 +265,8 @@ def _travelling(roots: list[tuple[str, nn.Module, Prepared]]) -> dict[nn.Module,
     """The codes of the weights that travel so, by layer."""
     travelling: dict[nn.Module, gathers.Travelling] = {}
     for _, root, prepared in roots:
-        if isinstance(prepared.compute, GathersCodes) and prepared.recipe.gathers_codes:
-            travelling |= prepared.compute.travelling(root)
+        if isinstance(prepared.compute, GathersCodes):
+            travelling |= prepared.compute.travelling(root, prepared.recipe)
     return travelling
 
 
