@@ -98,6 +98,7 @@ def initialize(
 
 def prepare_model(model: nn.Module, recipe: Recipe) -> nn.Module:
     """Convert a model's layers in place for a resolved recipe, and return the model. Repeating it does nothing."""
+    fsdp2.reshard(model)  # what the last forward has gathered is no Parameter to look at
     check_model(model, recipe)
     compute = registry.get_compute(recipe.compute)
     if isinstance(compute, TakesBlockCodes) and compute.takes_block_codes(recipe):
