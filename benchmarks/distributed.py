@@ -2,6 +2,8 @@
 
     python -m torch.distributed.run --nproc_per_node 2 benchmarks/distributed.py
 
+A backend may have fields behind it, as in "native:rowwise weight_comm=fp8".
+
 The small Llama and the text of `fp8-backends compare`, its seeds, schedule and held-out windows; each rank trains on
 its part of every batch. For each engine, plain training and every backend: the held-out loss, its paired gap to plain
 training under the same engine with a 95 % interval, the bytes that one rank stores for an element of a converted
@@ -23,6 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8_backends
+from fp8_backends import FP8RecipeKwargs
 from fp8_backends.cli.compare.language_model import build_model
 from fp8_backends.cli.compare.measuring import sent_bytes
 from fp8_backends.cli.compare.settings import Settings, defaults
@@ -34,6 +37,14 @@ from fp8_backends.compute import hardware
 MEASURED = 3
 """The step whose bytes are counted: the first ones make states, and DDP orders its buckets."""
 BACKENDS = "native:dynamic,native:delayed,native:rowwise,ao:tensorwise,msamp:O1,msamp:O2,msamp:O3"
+GATHERED = ",".join(f"native:{rule} weight_comm=fp8" for rule in ("dynamic", "rowwise", "blockwise", "mxfp8"))
+"""Rows of FSDP2 alone."""
+
+
+def recipe_of(backend: str) -> FP8RecipeKwargs:
+    """The recipe of a backend with fields behind it."""
+    name, *fields = backend.split()
+    return FP8RecipeKwargs(backend=name, **dict(field.split("=") for field in fields))
 
 
 def wrap(model: torch.nn.Module, engine: str) -> torch.nn.Module:
@@ -48,13 +59,13 @@ def train(settings: Settings, text: TrainingText, backend: str, engine: str, see
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model = build_model(settings, text.vocab_size, seed)
     if backend not in DTYPES:
-        fp8_backends.prepare(model, None, backend)
+        fp8_backends.prepare(model, None, recipe_of(backend))
     wrapped = wrap(model, engine)
     optimizer = torch.optim.AdamW(
         wrapped.parameters(), lr=settings.lr, betas=(0.9, 0.99), weight_decay=settings.weight_decay
     )
     if backend not in DTYPES:
-        fp8_backends.prepare(wrapped, optimizer, backend)
+        fp8_backends.prepare(wrapped, optimizer, recipe_of(backend))
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, _schedule(settings))
 
     def loss_of(network, tokens):
@@ -106,7 +117,8 @@ def main() -> None:
     )
     text, runs = load_text(), []
     for engine in args.engines.split(","):
-        for backend in [plain(settings.device), *args.backends.split(",")]:
+        backends = args.backends + (f",{GATHERED}" if engine == "FSDP2" and args.backends == BACKENDS else "")
+        for backend in [plain(settings.device), *backends.split(",")]:
             for seed in range(args.seeds):
                 runs.append(train(settings, text, backend, engine, seed))
                 gc.collect()

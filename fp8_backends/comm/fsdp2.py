@@ -37,8 +37,8 @@ def connect(root: nn.Module, gradient_comm: str, scaling_states: States = list) 
         FP8BackendError: this torch has no such extension point, or a module's parameters lie on several meshes.
     """
     modules = fsdp_modules(root)
+    reshard(root)
     for name, module in modules.items():
-        module.reshard()
         if CONNECTED not in module.__dict__:
             # what a forward has gathered goes back to shards before anything is loaded into them
             module.register_load_state_dict_pre_hook(_reshard)
@@ -55,6 +55,12 @@ def fsdp_modules(root: nn.Module) -> dict[str, nn.Module]:
     if loaded is None or not hasattr(loaded, "FSDPModule"):
         return {}
     return {name: module for name, module in root.named_modules() if isinstance(module, loaded.FSDPModule)}
+
+
+def reshard(root: nn.Module) -> None:
+    """Make the parameters of all FSDP2 modules in `root` shards, whatever ran before."""
+    for module in fsdp_modules(root).values():
+        module.reshard()
 
 
 def _agree(modules: dict[str, nn.Module], scaling_states: States) -> None:

@@ -352,6 +352,17 @@ FUSED_HEAD = Field(
     "precision unless also_include or include names it (native).",
     idle=False,
 )
+
+WEIGHT_COMM = Field(
+    "weight_comm",
+    "auto",
+    one_of("auto", "plain", "fp8"),
+    "What FSDP2 gathers of a weight: fp8 is the codes that products read, 1 byte an element; plain is the weight as "
+    "it is stored; auto is fp8 at a level above O0 with codes that serve both products (not rowwise, mxfp8), else "
+    "plain. (ao has enable_fsdp_float8_all_gather; te gathers weights as they are stored.)",
+    idle="plain",
+)
+
 SCALING_FIELDS = (
     FP8_FORMAT,
     MARGIN,
@@ -362,7 +373,7 @@ SCALING_FIELDS = (
     USE_AUTOCAST_DURING_EVAL,
 )
 """Fields of TransformerEngine's rules."""
-NATIVE_FIELDS = (*SCALING_FIELDS, FP8_PARAMS, FUSE_ACTIVATIONS, FUSED_HEAD)
+NATIVE_FIELDS = (*SCALING_FIELDS, FP8_PARAMS, FUSE_ACTIVATIONS, FUSED_HEAD, WEIGHT_COMM)
 """Fields of `native`, which follows these rules on any device."""
 
 

@@ -251,6 +251,15 @@ class GivesWeightCodes(Protocol):
         scale_inv: one, one a row, or one a block. None where there are none for the whole weight."""
 
 
+@runtime_checkable
+class GathersCodes(Protocol):
+    """A backend whose weights FSDP2 can gather as the codes that products read (`comm.gathers`)."""
+
+    def travelling(self, root: nn.Module, recipe: Recipe) -> dict[nn.Module, Any]:
+        """For each layer of the prepared root whose weight is to travel so its codes, an object as
+        `comm.gathers.Travelling` describes it."""
+
+
 # Casts
 
 

@@ -61,6 +61,7 @@ class Recipe(KwargsHandler):  # type: ignore[misc]  # Accelerate tells no types
     enable_fsdp_float8_all_gather: bool | None
     auto_filter: bool
     fuse_activations: bool
+    weight_comm: str
     rounding: str
     exp_avg_scaling: str
     optimizer_scales: str
@@ -429,6 +430,10 @@ class NativeRecipeKwargs(Recipe):
         fused_head (True, False; default False):
             The output head and its loss are computed in chunks of tokens, and logits are never whole. The head stays in
             high precision unless also_include or include names it (native). Read by native, te, ao.
+        weight_comm (auto, plain, fp8; default 'auto'):
+            What FSDP2 gathers of a weight: fp8 is the codes that products read, 1 byte an element; plain is the weight
+            as it is stored; auto is fp8 at a level above O0 with codes that serve both products (not rowwise, mxfp8),
+            else plain. (ao has enable_fsdp_float8_all_gather; te gathers weights as they are stored.) Read by native.
         include:
             Name patterns of layers to convert (fnmatch, over the full name; without a dot also any one part of it),
             separated by commas. Read by every backend.
@@ -491,6 +496,7 @@ class NativeRecipeKwargs(Recipe):
         fp8_params: bool | None = None,
         fuse_activations: bool | None = None,
         fused_head: bool | None = None,
+        weight_comm: str | None = None,
         *,
         include: str | Collection[str] | None = None,
         also_include: str | Collection[str] | None = None,
@@ -582,6 +588,10 @@ class FP8RecipeKwargs(Recipe):
         fuse_activations (True, False; default False):
             In eager training on a GPU one kernel computes an RMSNorm or a gated activation, and its amax, forward and
             backward. Read by native.
+        weight_comm (auto, plain, fp8; default 'auto'):
+            What FSDP2 gathers of a weight: fp8 is the codes that products read, 1 byte an element; plain is the weight
+            as it is stored; auto is fp8 at a level above O0 with codes that serve both products (not rowwise, mxfp8),
+            else plain. (ao has enable_fsdp_float8_all_gather; te gathers weights as they are stored.) Read by native.
         include:
             Name patterns of layers to convert (fnmatch, over the full name; without a dot also any one part of it),
             separated by commas. Read by every backend.
@@ -661,6 +671,7 @@ class FP8RecipeKwargs(Recipe):
         enable_fsdp_float8_all_gather: bool | None = None,
         auto_filter: bool | None = None,
         fuse_activations: bool | None = None,
+        weight_comm: str | None = None,
         *,
         include: str | Collection[str] | None = None,
         also_include: str | Collection[str] | None = None,

@@ -18,11 +18,18 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from ..comm import ddp, fsdp2, ignore_list, tensor_parallel, zero
+from ..comm import ddp, fsdp2, gathers, ignore_list, tensor_parallel, zero
 from ..compute import registry
 from ..compute.expert_functions import is_expert_parallel
 from ..compute.fields import flag, parsed
-from ..compute.interface import FollowsOptimizer, KeepsWeightCasts, StoresWeights, TakesBlockCodes, scaling_buffers
+from ..compute.interface import (
+    FollowsOptimizer,
+    GathersCodes,
+    KeepsWeightCasts,
+    StoresWeights,
+    TakesBlockCodes,
+    scaling_buffers,
+)
 from ..errors import FP8BackendError
 from ..numerics.modules import CONVERSION, check_is_module, plain_name
 from ..numerics.scaled_tensor import ScaledTensor
@@ -93,6 +100,7 @@ def initialize(
 
 def prepare_model(model: nn.Module, recipe: Recipe) -> nn.Module:
     """Convert a model's layers in place for a resolved recipe, and return the model. Repeating it does nothing."""
+    fsdp2.reshard(model)  # what the last forward has gathered is no Parameter to look at
     check_model(model, recipe)
     compute = registry.get_compute(recipe.compute)
     if isinstance(compute, TakesBlockCodes) and compute.takes_block_codes(recipe):
@@ -282,9 +290,19 @@ def connect_ranks(model: nn.Module, recipe: Recipe) -> None:
             fused_head.make_ordinary(root)
         fsdp2.connect(model, recipe.comm, ScalingBuffers(roots))
         levels.watch_shards(model)
+        gathers.connect(model, _travelling(roots))
     elif tensor_parallel.ranks(model) > 1:
         tensor_parallel.connect(model, ScalingBuffers(prepared_roots(model)))
         levels.expect_equal_gradients(model)
+
+
+def _travelling(roots: list[tuple[str, nn.Module, Prepared]]) -> dict[nn.Module, gathers.Travelling]:
+    """The codes of the weights that travel so, by layer."""
+    travelling: dict[nn.Module, gathers.Travelling] = {}
+    for _, root, prepared in roots:
+        if isinstance(prepared.compute, GathersCodes):
+            travelling |= prepared.compute.travelling(root, prepared.recipe)
+    return travelling
 
 
 class ScalingBuffers:

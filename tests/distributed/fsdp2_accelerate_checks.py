@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import tempfile
 
+import pytest
 import ranks
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, TorchDynamoPlugin
 from fsdp2_training import Net, batches, loss_of, mean, whole
+from torch._dynamo.exc import TorchRuntimeError
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
@@ -25,6 +27,8 @@ fp8_backends.connect()
 ROWS = 80
 """TorchAO takes multiples of 16."""
 GATHERED_BY_AO = AORecipeKwargs(enable_fsdp_float8_all_gather=True)
+GATHERED = FP8RecipeKwargs(backend="native:delayed", weight_comm="fp8")
+"""At O2 weights travel so by default."""
 
 
 def accelerator(spec, version=2, kind=DistributedType.FSDP, compiled=None, accumulate=1, parallelism=None, **options):
@@ -124,7 +128,7 @@ def _name_of(model, parameter) -> str:
 
 def check_loading_does_not_change_the_run():
     """Efficient loading or not: the same losses, to the bit."""
-    for spec in ("native:delayed", GATHERED_BY_AO, "msamp:O3"):
+    for spec in (GATHERED, GATHERED_BY_AO, "msamp:O3"):
         runs = []
         for efficient in (False, True):
             acc = accelerator(spec, cpu_ram_efficient_loading=efficient)
@@ -179,7 +183,7 @@ def check_save_and_resume():
     """`save_state` and `load_state`, full and sharded: a resumed run is the unbroken one, to the bit."""
     full, shards = "FULL_STATE_DICT", "SHARDED_STATE_DICT"
     for spec, kind in (
-        *(("native:delayed", full), ("native:delayed", shards), ("msamp:O2", full), ("msamp:O4", shards)),
+        *(("native:delayed", full), (GATHERED, shards), ("msamp:O2", full), ("msamp:O4", shards)),
         *(("msamp:O3", full), (GATHERED_BY_AO, shards)),
     ):
         folder = _shared_folder()
@@ -266,7 +270,7 @@ def check_precision_policies():
 
 def check_activation_checkpointing():
     """The same losses; what is computed again is counted apart."""
-    for spec in ("native:delayed", "msamp:O3"):
+    for spec in (FP8RecipeKwargs(backend="native:mxfp8", weight_comm="fp8"), "msamp:O3"):
         runs = []
         for checkpointing in (False, True):
             acc = accelerator(spec, activation_checkpointing=checkpointing)
@@ -280,12 +284,17 @@ def check_activation_checkpointing():
 def check_regional_compilation():
     """No break of the training, products counted. `matrix_checks.py` compiles whole models."""
     torch._dynamo.reset()
-    acc = accelerator("native:dynamic", compiled=TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=True))
+    regional = TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=True)
+    acc = accelerator(GATHERED, compiled=regional)
     run = acc.prepare(*new())
     losses = train(acc, *run, 4)
     assert losses[-1] < losses[0] - 0.3, losses
     products = fp8_backends.audit(run[0], run[1].optimizer).products
     assert len(products) == 7 and all(counts["fprop"] for counts in products.values()), products
+    # what was compiled for the codes of fprop would read them in dgrad, too
+    run = accelerator(FP8RecipeKwargs(backend="native:rowwise", weight_comm="fp8"), compiled=regional).prepare(*new())
+    with pytest.raises(TorchRuntimeError, match='that dgrad reads are not here.*weight_comm="plain"'):
+        loss_of(run[0], batches(1)[0])
 
 
 def check_cpu_offload():

@@ -26,6 +26,11 @@ def test_fsdp2(subtests):
 
 
 @pytest.mark.slow
+def test_weights_that_travel_as_codes(subtests):
+    report(subtests, run("gathers_checks.py", 2))
+
+
+@pytest.mark.slow
 def test_fsdp2_through_accelerate(subtests):
     report(subtests, run("fsdp2_accelerate_checks.py", 2))
 

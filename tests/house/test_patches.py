@@ -7,7 +7,8 @@ Read from the source, in every module:
 - `object.__class__ = …`, and a method of an object that is replaced by a function made here;
 - functions that run and their locals (`sys._getframe`, `inspect.currentframe`, `f_locals`, …);
 - file descriptors that are redirected (`os.dup2`), kernels of the dispatcher (`torch.library.Library(…, "IMPL")`), code
-  objects that are copied, hook tables of modules, filters on foreign loggers, and private names of DDP and autograd.
+  objects that are copied, hook tables of modules, filters on foreign loggers, and private names of DDP, FSDP2 and
+  autograd.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ ATTRIBUTES = {"f_locals", "f_back", "_forward_hooks", "_forward_pre_hooks", "_fo
 ATTRIBUTES |= {"_set_params_and_buffers_to_ignore_for_model", "queue_callback", "_match_all_reduce_for_bwd_pass"}
 METHODS = {"forward", "_apply"}
 """Of modules: whatever takes the place of one on an object."""
+ATTRIBUTES |= {"_sharded_local_tensor"}
 MEANT = {"sys.argv ="}
 """What Python's documentation lets a program set."""
 

@@ -222,6 +222,7 @@ AO_UNPADDED = {"backend": "ao", "pad_inner_dim": False}
 GUARDED = {"backend": "native", "guard": "warn"}
 GRADIENTS = {"backend": "native", "gradient_comm": "fp8"}
 ACTIVATIONS = {"backend": "native", "activation_comm": "fp8"}
+WEIGHTS = {"backend": "native", "weight_comm": "fp8"}
 FUSED = {"backend": "te", "fuse_norms": True}
 FP16 = {"backend": "native", "autocast_dtype": "fp16"}
 RELEASED = {"backend": "msamp:O2", "gradient_release": True}
@@ -236,6 +237,8 @@ CASES = [
     ("autocast_fsdp2", (FP16, FSDP2), (FP16, DDP), "autocast_dtype='fp16'"),
     ("autocast_deepspeed", (FP16, DS), ({"backend": "native", "autocast_dtype": "bf16"}, DS), "autocast_dtype='fp16'"),
     ("fp8_gradients_deepspeed", (GRADIENTS, DS), (GRADIENTS, DDP), ""),
+    ("fp8_weights_engine", (WEIGHTS, DS), (WEIGHTS, FSDP2), "deepspeed"),
+    ("fp8_weights_alone", (WEIGHTS, DDP), (WEIGHTS, FSDP2), ""),
     ("guard_engine", (GUARDED, DS), (GUARDED, DDP), "guard='warn' with deepspeed"),
     ("fp8_gradients_alone", (GRADIENTS, {"world_size": 1}), (GRADIENTS, {}), ""),
     ("fp8_activations_alone", (ACTIVATIONS, {"world_size": 1}), (ACTIVATIONS, {}), ""),
@@ -413,6 +416,12 @@ REFUSED = [
         {"backend": "native", "gradient_comm": "fp8"},
         {"parallel": "deepspeed"},
         {"parallel": "ddp"},
+    ),
+    (
+        "fp8_weights_engine",
+        {"backend": "native", "weight_comm": "fp8"},
+        {"parallel": "fsdp1"},
+        {"parallel": "fsdp2"},
     ),
     ("guard_engine", {"backend": "native", "guard": "stop"}, {"parallel": "fsdp1"}, {"parallel": "fsdp2"}),
     (

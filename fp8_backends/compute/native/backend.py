@@ -46,6 +46,7 @@ from .casts import cast_of
 from .experts import FP8Experts, FP8ExpertWeight
 from .frozen import freeze
 from .fused_head import FP8Head
+from .gathers import WeightCodes
 from .grouped_products import grouped_engine_for
 from .layer_rule import STATEFUL, LayerRule, Stored
 from .ledger import Ledger, with_noted_amaxes
@@ -176,6 +177,19 @@ class NativeCompute(Compute):
 
     def weight_codes(self, module: FP8Products | FP8ExpertWeight) -> Quantized | None:
         return module.weight_codes() if isinstance(module, FP8Products) else None
+
+    def travelling(self, root: nn.Module, recipe: Recipe) -> dict[nn.Module, WeightCodes]:
+        codes = {layer: WeightCodes(layer) for _, layer in self._layers(root) if isinstance(layer, FP8Products)}
+        # at a level, and with codes that serve both products: then nothing of what FSDP2 does is lost, compiled code
+        # among it, and no number differs. A stock model's weights are the user's to read in forward
+        by_default = recipe.level != "O0" and all(len(each.products) == 1 for each in codes.values())
+        if recipe.weight_comm == "plain" or (recipe.weight_comm == "auto" and not by_default):
+            return {}
+        for key, hook in root._forward_pre_hooks.items():
+            if isinstance(hook, RollDelayedStates):  # before FSDP2's, which gathers codes by the scale of this step
+                root._forward_pre_hooks.move_to_end(key, last=False)
+                break
+        return codes
 
     def cast_of(self, module: FP8Products | FP8ExpertWeight, tensor: int, values: torch.Tensor) -> Cast | None:
         return cast_of(module, tensor, values) if isinstance(module, FP8Products) else None

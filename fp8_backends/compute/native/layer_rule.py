@@ -8,6 +8,7 @@ import torch
 
 from ...numerics.block_codes import BlockCodes
 from ...numerics.formats import Format
+from ...numerics.gathered_codes import FPROP, GatheredCodes
 from ...numerics.kernels.quantize import dispatch as quantization
 from ...numerics.kernels.quantize.layouts import DYNAMIC, POWER_OF_TWO, WINDOW, Layouts
 from ...numerics.scaled_tensor import ScaledTensor
@@ -182,10 +183,14 @@ class Stored(NamedTuple):
     data: torch.Tensor
     """FP32, bf16 or fp16; of a `ScaledTensor` FP16 or FP8."""
     scale_inv: torch.Tensor | None
-    """FP32, 0-dimensional, or one for each block of SQUARES; None: the data are the values."""
+    """FP32, 0-dimensional, or one for each block of SQUARES, or of the rule for the product that reads gathered codes;
+    None: the data are the values."""
 
     @classmethod
-    def of(cls, weight: torch.Tensor) -> Stored:
+    def of(cls, weight: torch.Tensor, product: str = FPROP) -> Stored:
+        """`product`: the one that is going to read it, for a weight that FSDP2 has gathered as codes."""
+        if isinstance(weight, GatheredCodes):
+            return cls(*weight.read_by(product))
         if isinstance(weight, BlockCodes):
             return cls(*weight.parts)
         if not isinstance(weight, ScaledTensor):

@@ -4,8 +4,11 @@ has in common with `conv1d.FP8Conv1D`."""
 from __future__ import annotations
 
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
+from ...numerics import gathered_codes
+from ...numerics.gathered_codes import GatheredCodes
 from ...numerics.kernels.quantize.known_amax import as_matrix
 from ...numerics.kernels.quantize.layouts import Layouts
 from ...numerics.parameter_swap import belongings_kept
@@ -42,6 +45,8 @@ class FP8Products(KeepsLedger):
 
     transposed_weight = False
     """Whether the Parameter holds the weight as [in, out] (`Conv1DForm`)."""
+    fp8_recomputed = False
+    """Whether backward may run the last forward again."""
 
     def set_rule(self, rule: LayerRule, shared: SharedCodes, history_len: int) -> None:
         """Attach a scaling rule with fresh state."""
@@ -126,7 +131,7 @@ class FP8Products(KeepsLedger):
         # codes that are kept serve all forwards to come
         for_dgrad = (for_dgrad or self.fp8_shared.keeps_weights) and not rule.high_precision[DGRAD]
         if weight.is_in(fmt):
-            return Layouts()
+            return self._gathered_weight(recorded) if isinstance(self.weight, GatheredCodes) else Layouts()
         if rule.scaling == "delayed":  # its scale moves with every forward
             return weight.quantized(fmt, rule, state, for_dgrad, self.fp8_ledger.newest(rule, recorded, WEIGHT))
         amax, split = known_amax(self.weight), split_of(cut, WEIGHT)
@@ -134,12 +139,20 @@ class FP8Products(KeepsLedger):
             self, (rule, fmt), lambda: weight.quantized(fmt, rule, state, for_dgrad, amax=amax, split=split)
         )
 
+    def _gathered_weight(self, recorded: torch.Tensor | None) -> Layouts:
+        """No codes but those that are gathered. What a cast of the weight would have kept of it is kept."""
+        self.fp8_recomputed = self.training and _is_checkpointed()
+        amax = self.weight.parts.get(gathered_codes.AMAX)
+        if self.fp8_ledger.newest(self.fp8_rule, recorded, WEIGHT) is not None:
+            record(self.fp8_rule, recorded, WEIGHT, amax)
+        return Layouts(amax=amax)
+
     @torch.no_grad()
     def weight_codes(self) -> Quantized | None:
         """The codes [out, in] that forward multiplies by now; None where the recipe keeps it in high precision, or the
         weight is sharded."""
         rule, weight = self.fp8_rule, self.weight
-        if rule.high_precision[FPROP] or is_distributed(weight):
+        if rule.high_precision[FPROP] or is_distributed(weight) or isinstance(weight, GatheredCodes):
             return None
         stored = self._matrix(Stored.of(weight))
         if stored.is_in(rule.forward_format):
@@ -193,10 +206,12 @@ class LinearFunction(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             saved_for_wgrad = (x, None) if rule.high_precision[WGRAD] else x8.along_rows()
         if ctx.needs_input_grad[0]:
-            if _dgrad_reads_weight(rule):
+            gathered = isinstance(weight, GatheredCodes)
+            if gathered or _dgrad_reads_weight(rule):
                 # a plain weight as the Parameter, not as its data: DeepSpeed's ZeRO-3 takes the gathered data out of it
                 # after forward and puts new data in for backward, which frees nothing while someone holds the old
-                saved_for_dgrad = Stored(weight, None) if stored.scale_inv is None else stored
+                is_anew = stored.scale_inv is None or isinstance(weight, GatheredCodes)
+                saved_for_dgrad = Stored(weight, None) if is_anew else stored
             else:
                 saved_for_dgrad = (Layouts(*matrix) if w8.codes is None else w8).along_rows()
         ctx.save_for_backward(*saved_for_wgrad, *saved_for_dgrad)
@@ -222,8 +237,7 @@ class LinearFunction(torch.autograd.Function):
             dy8 = quantized(dy, rule.gradient_format, rule, ctx.state, GRAD_OUTPUT, *layouts, newest, split)
             ctx.ledger.backward(rule, fp8_dgrad, fp8_wgrad, None if ctx.state is None else dy8.amax)
         if needs_dgrad:
-            weight = Stored(*saved[-2:])
-            weight = weight.t() if ctx.transposed and _dgrad_reads_weight(rule) else weight
+            weight = _weight_for_dgrad(rule, *saved[-2:], ctx.transposed)
             dx = _dgrad(rule, dy, dy8, weight, ctx.out_dtype, split_of(ctx.cut, WEIGHT))
             dx = dx.to(ctx.x_dtype).reshape(ctx.x_shape)
         if needs_wgrad:
@@ -238,6 +252,26 @@ class LinearFunction(torch.autograd.Function):
 def _dgrad_reads_weight(rule: LayerRule) -> bool:
     """Whether dgrad finds the weight as it is stored, and not codes of w.T that forward has made."""
     return rule.high_precision[DGRAD] or rule.along is not None
+
+
+def _weight_for_dgrad(rule, weight, scale_inv, transposed) -> Stored:
+    """What was saved for dgrad, as `_dgrad` takes it."""
+    if isinstance(weight, GatheredCodes):
+        stored = Stored.of(weight, gathered_codes.DGRAD)
+        return stored.t() if transposed == _dgrad_reads_weight(rule) else stored
+    stored = Stored(weight, scale_inv)
+    return stored.t() if transposed and _dgrad_reads_weight(rule) else stored
+
+
+def _is_checkpointed() -> bool:
+    """Whether a forward that runs now may be run again by backward. A checkpoint with `use_reentrant` looks like any
+    other forward without gradients."""
+    if torch.compiler.is_compiling():
+        return False
+    if not torch.is_grad_enabled():
+        return True
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and hooks[0].__code__.co_filename == torch.utils.checkpoint.__file__
 
 
 def _fprop(rule, x8, w8, stored, out_dtype) -> torch.Tensor:

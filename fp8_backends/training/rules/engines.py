@@ -176,6 +176,22 @@ ENGINE_RULES = (
         "leave activation_comm out",
     ),
     Rule(
+        "fp8_weights_engine",
+        "error",
+        lambda s: s.recipe.weight_comm == "fp8" and s.parallel in ("deepspeed", "fsdp1"),
+        'weight_comm="fp8" has no effect on DeepSpeed and FSDP1, which gather weights themselves, as they are stored',
+        "leave weight_comm out, or use FSDP2 (fsdp_version: 2), where weights travel in FP8",
+        lambda s: s.parallel,
+        always,
+    ),
+    Rule(
+        "fp8_weights_alone",
+        "info",
+        lambda s: s.recipe.weight_comm == "fp8" and (s.parallel == "ddp" or s.world_size == 1),
+        'weight_comm="fp8" has no effect where every rank has whole weights: no weight is gathered',
+        "leave weight_comm out, or use FSDP2 (fsdp_version: 2)",
+    ),
+    Rule(
         "fuse_norms_zero3",
         "error",
         lambda s: s.recipe.fuse_norms and s.parallel == "deepspeed" and s.zero_stage == 3,

@@ -1,0 +1,96 @@
+"""`GatheredCodes`: a weight that FSDP2 has gathered as the FP8 codes that products read, in one `torch.Tensor`.
+
+It stands for the weight until FSDP2 frees what was gathered, and holds nothing else: the values in high precision are
+on the ranks that have its rows. What asks for them gets an error, and no values that were rounded.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from ..errors import FP8BackendError
+from .scaling import Quantized
+
+aten = torch.ops.aten
+FPROP, DGRAD = "fprop", "dgrad"
+_CODES = tuple(f"{product}_{part}" for product in (FPROP, DGRAD) for part in Quantized._fields)
+AMAX = "weight_amax"
+
+
+def _part(name: str) -> property:
+    """A property that is the same for all aliases."""
+    return property(lambda weight: weight.parts[name])
+
+
+class GatheredCodes(torch.Tensor):
+    """To PyTorch it has the shape and strides of the weight, and the dtype that its gradient has.
+
+    Attributes:
+        parts: what it holds now, by name. All aliases have the same dictionary: FSDP2 gathers again into the Parameter
+            that a graph has saved. `fprop_codes` and `dgrad_codes` are FP8 of the weight's shape, the same tensor where
+            one cast serves both products; `fprop_scale_inv` and `dgrad_scale_inv` as in `Quantized`, but as the weight
+            lies; `weight_amax` is max |x|, FP32, 0-dimensional, where the rule has one scale.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    fprop_codes, fprop_scale_inv = _part(_CODES[0]), _part(_CODES[1])
+    dgrad_codes, dgrad_scale_inv = _part(_CODES[2]), _part(_CODES[3])
+    weight_amax = _part(AMAX)
+
+    @staticmethod
+    def __new__(cls, parts: dict[str, torch.Tensor], dtype: torch.dtype):
+        codes = next(parts[name] for name in _CODES if name in parts)
+        return torch.Tensor._make_wrapper_subclass(
+            cls, codes.shape, strides=codes.stride(), dtype=dtype, device=codes.device
+        )
+
+    def __init__(self, parts: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
+        self.parts = parts
+
+    def read_by(self, product: str) -> Quantized:
+        """The codes that FPROP or DGRAD reads, as the weight lies.
+
+        Raises:
+            FP8BackendError: they are not gathered now.
+        """
+        codes = self.parts.get(f"{product}_codes")
+        if codes is None or (not torch.compiler.is_compiling() and codes.untyped_storage().nbytes() == 0):
+            raise self.error(
+                f"those that {product} reads are not here now: forward gathers fprop's, backward gathers dgrad's, and "
+                f"code that was compiled for one of them finds the other"
+            )
+        return Quantized(codes, self.parts[f"{product}_scale_inv"])
+
+    def error(self, what: str) -> FP8BackendError:
+        """The error of something that needs more than these codes."""
+        return FP8BackendError(
+            f"a weight of shape {list(self.shape)} was gathered by FSDP2 as FP8 codes, and {what}. Use "
+            f'weight_comm="plain"'
+        )
+
+    def __tensor_flatten__(self):
+        return list(self.parts), self.dtype
+
+    @staticmethod
+    def __tensor_unflatten__(inner_tensors, dtype, outer_size, outer_stride):
+        return GatheredCodes(inner_tensors, dtype)
+
+    def __repr__(self) -> str:
+        return f"GatheredCodes({list(self.shape)} {self.dtype}, with {', '.join(self.parts)})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func in _ALIASES or (func == aten.as_strided.default and _is_whole(*args)):
+            return GatheredCodes(args[0].parts, args[0].dtype)
+        weight = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, GatheredCodes))
+        raise weight.error(f"{func} asks for its values")
+
+
+_ALIASES = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
+
+
+def _is_whole(weight: torch.Tensor, size, stride, storage_offset=None) -> bool:
+    """Whether this is the geometry of the weight itself, for which FSDP2 asks."""
+    return (*size,) == weight.shape and (*stride,) == weight.stride() and not storage_offset

@@ -1,0 +1,104 @@
+"""The codes of shards that FSDP2 gathers are those of the whole weight, to the bit; on one process, without FSDP2."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import fp8_backends
+from fp8_backends.compute.native.gathers import WeightCodes
+from fp8_backends.compute.native.layer_rule import Stored
+from fp8_backends.errors import FP8BackendError
+from fp8_backends.numerics.gathered_codes import DGRAD, GatheredCodes
+from fp8_backends.numerics.scaled_tensor import ScaledTensor, quantize
+
+RULES = ("dynamic", "delayed", "window", "rowwise", "blockwise", "mxfp8")
+ROWS, COLUMNS = 290, 300
+CUTS = (0, 97, 194, 290, 290)
+"""Uneven shards that cut through blocks; the last one is empty."""
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """To the bit, in which a NaN is one."""
+    return a.dtype == b.dtype and torch.equal(a.nan_to_num(-1), b.nan_to_num(-1))
+
+
+def codes_of(rule: str, transposed: bool) -> WeightCodes:
+    """Of a layer whose Parameter is [ROWS, COLUMNS]."""
+    if transposed:
+        pytest.importorskip("transformers")
+        from transformers.pytorch_utils import Conv1D
+
+        layer = Conv1D(COLUMNS, ROWS)
+    else:
+        layer = nn.Linear(COLUMNS, ROWS)
+    fp8_backends.prepare(nn.Sequential(layer), None, f"native:{rule}")
+    return WeightCodes(layer)
+
+
+def agreed_codes(codes: WeightCodes, shards: list[torch.Tensor]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """What all ranks gather, and the scales that each of them makes."""
+    shape = torch.Size((ROWS, COLUMNS))
+    amaxes = [codes.amaxes(shard, 97 * rank, shape) for rank, shard in enumerate(shards)]
+    codes.agree([torch.stack(of_ranks).amax(0) for of_ranks in zip(*amaxes, strict=True)])
+    gathered = {}
+    for product in codes.products:
+        parts = [codes.codes(shard, 97 * rank, shape, product) for rank, shard in enumerate(shards)]
+        assert all(same(part.scale_inv, parts[0].scale_inv) for part in parts)
+        gathered[product] = torch.cat([part.codes.view(torch.uint8) for part in parts]), parts[0].scale_inv
+    return gathered
+
+
+def whole_codes(codes: WeightCodes, weight: torch.Tensor, product: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the layer makes of the whole weight, as it lies."""
+    layer = codes.layer
+    matrix, rule, fmt = layer._matrix(Stored.of(weight)), layer.fp8_rule, layer.fp8_rule.forward_format
+    if rule.along is None:
+        made = matrix.quantized(fmt, rule, layer._state, columns=False).along_columns()
+    else:
+        made = matrix.in_blocks(rule.along.weight_blocks, fmt, transposed=product == DGRAD)
+    if layer.transposed_weight != (rule.along is not None and product == DGRAD):
+        made = made._replace(codes=made.codes.t(), scale_inv=made.scale_inv.t())
+    return made.codes.contiguous().view(torch.uint8), made.scale_inv
+
+
+@pytest.mark.parametrize("stored", ["fp32", "bf16", "scaled fp16"])
+@pytest.mark.parametrize("transposed", [False, True], ids=["Linear", "Conv1D"])
+@pytest.mark.parametrize("rule", RULES)
+def test_codes_of_shards_are_those_of_the_whole(rule, transposed, stored):
+    torch.manual_seed(0)
+    weight = torch.randn(ROWS, COLUMNS)
+    weight[100:140] *= 1e-3
+    weight[3, 7], weight[150], weight[:, 200] = 50.0, 0.0, 0.0
+    codes = codes_of(rule, transposed)
+    if stored == "bf16":
+        weight = weight.bfloat16()
+    shards = [weight[a:b] for a, b in zip(CUTS[:-1], CUTS[1:], strict=True)]
+    if stored == "scaled fp16":
+        weight = quantize(weight, torch.float16)
+        shards = [ScaledTensor(weight._data[a:b], weight._scale_inv) for a, b in zip(CUTS[:-1], CUTS[1:], strict=True)]
+    for product, gathered in agreed_codes(codes, shards).items():
+        for found, expected in zip(gathered, whole_codes(codes, weight, product), strict=True):
+            assert same(found, expected), product
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_an_overflow_on_one_rank_shows_on_all(rule):
+    weight = torch.ones(ROWS, COLUMNS)
+    weight[5, 5] = float("inf")
+    codes = codes_of(rule, False)
+    shards = [weight[a:b] for a, b in zip(CUTS[:-1], CUTS[1:], strict=True)]
+    for product, gathered in agreed_codes(codes, shards).items():
+        for found, expected in zip(gathered, whole_codes(codes, weight, product), strict=True):
+            assert same(found, expected), product
+            assert found.dtype != torch.float32 or found.isnan().any()
+
+
+def test_nothing_else_reads_gathered_codes():
+    data = torch.ones(4, 4).to(torch.float8_e4m3fn)
+    weight = nn.Parameter(GatheredCodes({"fprop_codes": data, "fprop_scale_inv": torch.ones(())}, torch.float32))
+    assert isinstance(weight, GatheredCodes) and torch.equal(weight.read_by("fprop").codes.float(), torch.ones(4, 4))
+    for use in (lambda: weight + 1, lambda: weight.mul_(2), lambda: weight.read_by("dgrad"), lambda: weight.t()):
+        with pytest.raises(FP8BackendError, match='weight_comm="plain"'), torch.no_grad():
+            use()
