@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..errors import FP8BackendError
 from ..numerics.formats import E4M3
 from ..numerics.kernels.quantize.dispatch import dequantize_blocks, quantize_blocks
 from ..numerics.modules import CONTAINER
@@ -36,18 +37,24 @@ from .derivatives import refuse_second_derivative
 NAME = "fp8_backends"
 """The name of the implementation in transformers' registry."""
 
-_PARENT, _STYLE = "AllToAllEP", "ep_dispatch_experts"
+_PARENT = "AllToAllEP"
+_EXCHANGES = (_PARENT, "AutoEP")
+"""transformers' implementations in which tokens travel."""
 
 
 def install(experts: nn.Module) -> None:
-    """Let the tokens of a converted experts module travel in FP8, where transformers exchanges them between ranks."""
+    """Let the tokens of a converted experts module travel in FP8, where transformers exchanges them between ranks.
+
+    Raises:
+        FP8BackendError: this transformers exchanges them in another way.
+    """
     before = experts.__dict__.get("forward")
     implementation = _implementation_of(before)
-    if implementation is None or isinstance(implementation, _implementation()):
+    if implementation is None or isinstance(implementation, FP8AllToAll):
         return
-    _registry().register(NAME, _implementation())
+    _transformers().EPImplementationInterface.register(NAME, _implementation())
     del experts.forward
-    style = _transformers().ALL_PARALLEL_STYLES[_STYLE]
+    style = _transformers().ALL_PARALLEL_STYLES["ep_dispatch_experts"]
     style.install_forward(experts, implementation.ep_mesh, tp_mesh=implementation.tp_mesh, ep_implementation=NAME)
     installed = _implementation_of(experts.forward)
     installed.plain, installed.before = implementation, before
@@ -56,17 +63,13 @@ def install(experts: nn.Module) -> None:
 def uninstall(module: nn.Module) -> None:
     """Undo `install`, where it was done."""
     installed = _implementation_of(module.__dict__.get("forward"))
-    if installed is not None and isinstance(installed, _implementation()) and installed.before is not None:
+    if isinstance(installed, FP8AllToAll) and installed.before is not None:
         module.forward = installed.before
 
 
 def _transformers() -> Any:
     """transformers' module, without importing it: where it was never imported, no experts are shared out."""
     return sys.modules.get("transformers.distributed.expert_parallel")
-
-
-def _registry() -> Any:
-    return _transformers().EPImplementationInterface
 
 
 def _implementation_of(forward: Any) -> Any:
@@ -76,14 +79,24 @@ def _implementation_of(forward: Any) -> Any:
     if _transformers() is None or code is None or "implementation" not in code.co_freevars:
         return None
     found = forward.__closure__[code.co_freevars.index("implementation")].cell_contents
-    exchanges = (getattr(_transformers(), _PARENT), _transformers().AutoEP)
+    exchanges = tuple(getattr(_transformers(), name) for name in _EXCHANGES if hasattr(_transformers(), name))
     return found if isinstance(found, exchanges) else None
 
 
 @functools.cache
 def _implementation() -> type:
-    """`FP8AllToAll` as a subclass of transformers' class."""
-    return type("FP8AllToAllEP", (FP8AllToAll, getattr(_transformers(), _PARENT)), {"__doc__": FP8AllToAll.__doc__})
+    """`FP8AllToAll` as a subclass of transformers' class, of which it takes methods that are private."""
+    parent = getattr(_transformers(), _PARENT)
+    state = getattr(_transformers(), "_AllToAllState", None)
+    wanted = {"top_k_weights", "order", "send_sizes", "recv_sizes", "num_tokens"}
+    known = all(hasattr(parent, name) for name in ("_dispatch_tokens", "_combine_tokens"))
+    if not known or state is None or not wanted <= set(state._fields):
+        raise FP8BackendError(
+            f'activation_comm="fp8" needs the exchange of tokens as transformers 5.23 has it ({_PARENT}), and this '
+            f'version has another: use activation_comm="plain", or a version of transformers that this package is '
+            f"tested with"
+        )
+    return type("FP8AllToAllEP", (FP8AllToAll, parent), {"__doc__": FP8AllToAll.__doc__})
 
 
 class FP8AllToAll:

@@ -115,6 +115,8 @@ class FirstStep:
         self.began: nn.Module | None = None
         """The root whose forward began the profiled step, and the gradients that its layers had then."""
         self.gradients: list = []
+        self.overlapping = False
+        """Whether a forward began before the backward of the last one, so that gradients may be an earlier one's."""
         self.forward_seen = False
         self.steps = 0
         self.step_is_due = False
@@ -152,10 +154,11 @@ class FirstStep:
         gradients = [_gradient_state(layer.module.weight) for layer in self.layers]
         if self.began is root:
             arrived = [new is not None and new != old for new, old in zip(gradients, self.gradients, strict=True)]
-            if all(arrived):
+            self.overlapping |= not any(arrived)
+            if all(arrived) and not self.overlapping:
                 self.profile.stop()  # the first of several microbatches tells enough
-            if not any(arrived):
-                self.profile.restart()  # a forward without a backward was no training
+            elif all(arrived) or not any(arrived):
+                self.profile.restart()  # a forward without a backward was no training, or has it later, in a pipeline
                 self.gradients = gradients
             return
         if self.profile is None:

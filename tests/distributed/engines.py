@@ -4,14 +4,28 @@ from __future__ import annotations
 
 import os
 
+import split_models
 import torch
 from accelerate.utils import DistributedType, InitProcessGroupKwargs
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+SHARDED_BY_FSDP2 = ("FSDP2", "ring")
 
-def engine_arguments(engine: str, clip: float, microbatches: int, wrapped: str = "Block") -> dict:
-    """Arguments of `Accelerator` beside the recipe. `wrapped`: the class that FSDP2 makes units of."""
+
+def engine_arguments(engine: str, clip: float, microbatches: int, wrapped: str = "Block", rows: int = 4) -> dict:
+    """Arguments of `Accelerator` beside the recipe. `wrapped`: the class that FSDP2 makes units of. `rows`: those
+    of a microbatch on one rank."""
+    if engine == "Ulysses":
+        from accelerate.parallelism_config import ParallelismConfig
+        from accelerate.utils import DeepSpeedSequenceParallelConfig
+
+        split_models.forget_ulysses()
+        handler = DeepSpeedSequenceParallelConfig(
+            sp_seq_length=split_models.LENGTH, sp_attn_implementation=split_models.ATTENTION
+        )
+        parallelism = ParallelismConfig(sp_size=2, sp_backend="deepspeed", sp_handler=handler)
+        return {**engine_arguments("ZeRO-3", clip, microbatches, rows=8), "parallelism_config": parallelism}
     if engine.startswith("ZeRO"):
         import deepspeed
         from accelerate.utils import DeepSpeedPlugin
@@ -24,7 +38,7 @@ def engine_arguments(engine: str, clip: float, microbatches: int, wrapped: str =
                 "stage3_param_persistence_threshold": 0,  # weights this small would not be partitioned
                 "stage3_gather_16bit_weights_on_model_save": True,
             },
-            "train_micro_batch_size_per_gpu": 4,
+            "train_micro_batch_size_per_gpu": rows,
             "gradient_accumulation_steps": microbatches,
             "gradient_clipping": clip,
             "bf16": {"enabled": False},
@@ -32,13 +46,13 @@ def engine_arguments(engine: str, clip: float, microbatches: int, wrapped: str =
         os.environ.pop("ACCELERATE_USE_CPU", None)  # with it Accelerate takes DDP, whatever else was asked for
         plugin = DeepSpeedPlugin(hf_ds_config=config)
         return {"deepspeed_plugin": plugin, "kwargs_handlers": [InitProcessGroupKwargs(backend="gloo")]}
-    if engine == "FSDP2":
+    if engine in SHARDED_BY_FSDP2:
         from accelerate.utils import FullyShardedDataParallelPlugin
 
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2,
             auto_wrap_policy="transformer_based_wrap",
-            transformer_cls_names_to_wrap=[wrapped],
+            transformer_cls_names_to_wrap=["LlamaDecoderLayer" if engine == "ring" else wrapped],
             cpu_ram_efficient_loading=False,
         )
         return {"fsdp_plugin": plugin}
@@ -49,12 +63,19 @@ def start_engine(accelerator, engine: str, arguments: dict) -> None:
     """On ranks without a GPU Accelerate takes DDP whatever was asked for: say what it takes on GPUs."""
     from accelerate.state import AcceleratorState, PartialState
 
-    kind = {"single": DistributedType.NO, "FSDP2": DistributedType.FSDP}.get(engine)
+    kind = {"single": DistributedType.NO, **dict.fromkeys(SHARDED_BY_FSDP2, DistributedType.FSDP)}.get(engine)
     if kind is not None:
         for state in (PartialState, AcceleratorState):
             state._shared_state["distributed_type"] = kind
-    if engine == "FSDP2":
+    if engine in SHARDED_BY_FSDP2:
         AcceleratorState._shared_state["fsdp_plugin"] = arguments["fsdp_plugin"]
+    if engine == "ring":
+        from accelerate.parallelism_config import ParallelismConfig
+
+        split_models.ring_attention_on_a_cpu()
+        parallelism = ParallelismConfig(cp_size=2)
+        mesh = parallelism.build_device_mesh("cpu")
+        AcceleratorState._shared_state |= {"parallelism_config": parallelism, "device_mesh": mesh}
 
 
 def assert_engine(engine: str, model: torch.nn.Module) -> None:
@@ -62,9 +83,10 @@ def assert_engine(engine: str, model: torch.nn.Module) -> None:
     model = getattr(model, "_orig_mod", model)
     sharded = [isinstance(p, DTensor) for p in model.parameters()]
     assert isinstance(model, DistributedDataParallel) == (engine == "DDP"), type(model)
-    assert all(sharded) if engine == "FSDP2" else not any(sharded), sharded
+    assert all(sharded) if engine in SHARDED_BY_FSDP2 else not any(sharded), sharded
     stage = model.zero_optimization_stage() if hasattr(model, "zero_optimization_stage") else None
-    assert stage == (int(engine[-1]) if engine.startswith("ZeRO") else None), stage
+    expected = int(engine[-1]) if engine.startswith("ZeRO") else 3 if engine == "Ulysses" else None
+    assert stage == expected, stage
 
 
 def plain_state_dict(accelerator, model) -> dict[str, torch.Tensor]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+from typing import NamedTuple
 
+import split_models
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -27,31 +29,53 @@ BACKENDS = (
 )
 TE_BACKENDS = ("te:delayed", "te:dynamic", "te:delayed+msamp:O1", "te:delayed+msamp:O2", "te:delayed+msamp:O3")
 """Run by `tests/te`, over a stand-in for TransformerEngine's kernels."""
-ENGINES = ("single", "DDP", "FSDP2", "ZeRO-1", "ZeRO-2", "ZeRO-3")
 ABILITIES = ("save", "resume", "clip", "accumulate", "compile")
 
 
-COMPILED = {
-    "single": (
-        *("native:delayed", "ao:tensorwise", "ao:rowwise_with_gw_hp", "msamp:O4"),
-        *("te:delayed", "te:dynamic", "te:delayed+msamp:O2"),
+class Engine(NamedTuple):
+    """A column of the guide's table."""
+
+    compiled: tuple[str, ...] = ()
+    """Backends that are compiled through Accelerate, one of each kind: compiling takes longest. The layer of every
+    native scaling is compiled in `compute/test_native_training.py` and `compute/test_scaled_weights.py`, of every level
+    in `states/test_level_compile.py`, `compute/test_compiled_orders.py` and `training/test_conv1d.py`;
+    `deepspeed_checks.py` has the other kind under ZeRO-1 and ZeRO-2."""
+    run: tuple[str, ...] | None = None
+    """The backends that are run, one of each kind, where all others share what the engine does to them; None: all."""
+    splits_rows: bool = True
+    """Whether each rank has rows of its own; else all share the same."""
+    abilities: str = "all"
+    """What a cell that works does, in the guide's word."""
+
+    def cell(self, backend: str) -> str:
+        """The abilities of a backend that is run; in parentheses where one of its kind is."""
+        return self.abilities if self.run is None or backend in self.run else f"({self.abilities})"
+
+
+_KINDS = ("native:dynamic", "native:delayed", "ao:tensorwise", "msamp:O2")
+ENGINES = {
+    "single": Engine(
+        (
+            *("native:delayed", "ao:tensorwise", "ao:rowwise_with_gw_hp", "msamp:O4"),
+            *("te:delayed", "te:dynamic", "te:delayed+msamp:O2"),
+        ),
+        splits_rows=False,
     ),
-    "DDP": ("native:delayed", "ao:tensorwise", "msamp:O3", "te:delayed+msamp:O2"),
-    "FSDP2": ("native:delayed", "ao:tensorwise", "msamp:O4", "te:delayed"),
-    "ZeRO-1": ("native:dynamic",),
-    "ZeRO-2": ("ao:tensorwise",),
-    "ZeRO-3": ("native:dynamic", "ao:tensorwise"),
+    "DDP": Engine(("native:delayed", "ao:tensorwise", "msamp:O3", "te:delayed+msamp:O2")),
+    "FSDP2": Engine(("native:delayed", "ao:tensorwise", "msamp:O4", "te:delayed")),
+    "ZeRO-1": Engine(("native:dynamic",)),
+    "ZeRO-2": Engine(("ao:tensorwise",)),
+    "ZeRO-3": Engine(("native:dynamic", "ao:tensorwise")),
+    "ring": Engine(run=_KINDS, splits_rows=False),
+    "Ulysses": Engine(run=_KINDS, splits_rows=False),
+    "pipeline": Engine(run=_KINDS, splits_rows=False, abilities="trains"),
 }
-"""Backends that are compiled through Accelerate, one of each kind: compiling takes longest. The layer of every native
-scaling is compiled in `compute/test_native_training.py` and `compute/test_scaled_weights.py`, of every level in
-`states/test_level_compile.py`, `compute/test_compiled_orders.py` and `training/test_conv1d.py`; `deepspeed_checks.py`
-has the other kind under ZeRO-1 and ZeRO-2."""
 
 
 def refusal(backend: str, engine: str, ability: str) -> str | None:
     """What the error of a cell that is refused must say; None where the cell works."""
-    if engine.startswith("ZeRO") and "msamp" in backend:
-        return "FSDP2"
+    if engine.startswith("ZeRO") or engine == "Ulysses":
+        return "FSDP2" if "msamp" in backend else None
     return None
 
 
@@ -82,9 +106,12 @@ class Net(nn.Module):
         return self.head(x)
 
 
-LAYERS = 2
-"""In FP8; the head stays in high precision unless a recipe includes it."""
 MICROBATCHES = 2
+
+
+def layers_of(engine: str) -> int:
+    """In FP8; the head stays in high precision unless a recipe includes it."""
+    return 7 if engine in split_models.ENGINES else 2
 
 
 def batches(count: int, rank: int, ranks: int) -> list[torch.Tensor]:
@@ -100,6 +127,21 @@ def loss_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(model(ids[:, :-1]).float().flatten(0, 1), ids[:, 1:].flatten())
 
 
+def rows_of(engine: str) -> list[torch.Tensor]:
+    """This rank's microbatches under an engine."""
+    return batches(12, *((dist.get_rank(), dist.get_world_size()) if ENGINES[engine].splits_rows else (0, 1)))
+
+
+@contextlib.contextmanager
+def loss_on_this_rank(accelerator, model: nn.Module, engine: str, ids: torch.Tensor):
+    """The loss of this rank's part of a microbatch, for the time of its backward."""
+    if engine not in split_models.ENGINES:
+        yield loss_of(model, ids)
+        return
+    with split_models.shares(accelerator, engine, ids) as part:
+        yield split_models.loss_of(model, *part)
+
+
 @contextlib.contextmanager
 def prepared(backend: str, engine: str, compiled: bool = False):
     """(accelerator, model, optimizer) as a user makes them."""
@@ -112,7 +154,7 @@ def prepared(backend: str, engine: str, compiled: bool = False):
     torch.manual_seed(0)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    model = Net()
+    model = split_models.llama() if engine in split_models.ENGINES else Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
     arguments = engine_arguments(engine, clip=MAX_NORM, microbatches=MICROBATCHES)
     try:
@@ -140,12 +182,11 @@ def prepared(backend: str, engine: str, compiled: bool = False):
 MAX_NORM = 0.05
 
 
-def train(accelerator, model, optimizer, data) -> list[float]:
+def train(accelerator, model, optimizer, data, engine: str) -> list[float]:
     """One loss for each microbatch, clipped at every step."""
     losses = []
     for ids in data:
-        with accelerator.accumulate(model):
-            loss = loss_of(model, ids)
+        with accelerator.accumulate(model), loss_on_this_rank(accelerator, model, engine, ids) as loss:
             accelerator.backward(loss)
             if accelerator.sync_gradients:
                 check_clip(accelerator, model)
@@ -179,38 +220,84 @@ def check_cell(backend: str, engine: str) -> dict:
     """All abilities of a cell that works, but for compile."""
     from engines import plain_state_dict
 
-    rank, size = dist.get_rank(), dist.get_world_size()
-    alone = engine == "single"
-    data = batches(12, *((0, 1) if alone else (rank, size)))
+    data = rows_of(engine)
     with prepared(backend, engine) as (accelerator, model, optimizer):
         before = plain_state_dict(accelerator, model)
-        losses = train(accelerator, model, optimizer, data[:1])
+        losses = train(accelerator, model, optimizer, data[:1], engine)
         after_one = plain_state_dict(accelerator, model)
         assert all(torch.equal(after_one[name], before[name]) for name in before), "a step before its time"
-        losses += train(accelerator, model, optimizer, data[1:8])
+        losses += train(accelerator, model, optimizer, data[1:8], engine)
         assert losses[-1] < losses[0], losses
 
         products = counts_of(accelerator.unwrap_model(model))
-        assert len(products) == LAYERS, products
+        assert len(products) == layers_of(engine), products
         if backend.startswith(("ao", "te")):  # counted on one profiled step
             assert all(count["fprop"] and count["dgrad"] for count in products.values()), products
         else:
             assert all(count[kind] >= 8 for count in products.values() for kind in ("fprop", "dgrad", "wgrad"))
 
         folder = [tempfile.mkdtemp()]
-        if not alone:
+        if engine != "single":
             dist.broadcast_object_list(folder)
         weights = plain_state_dict(accelerator, model)
         moved = [name for name in weights if not torch.equal(weights[name], before[name])]
         assert moved == list(weights), "parameters that did not train"
         assert all(type(value) is torch.Tensor for value in weights.values())
         accelerator.save_state(folder[0])
-        unbroken = train(accelerator, model, optimizer, data[8:])
+        unbroken = train(accelerator, model, optimizer, data[8:], engine)
         accelerator.load_state(folder[0])
         again = plain_state_dict(accelerator, model)
         assert all(torch.equal(weights[name], again[name]) for name in weights)
-        assert train(accelerator, model, optimizer, data[8:]) == unbroken
+        assert train(accelerator, model, optimizer, data[8:], engine) == unbroken
+    if engine in split_models.ENGINES:
+        check_as_on_one_process(engine, losses)
     EAGER[backend, engine] = losses
+    return {"losses": losses}
+
+
+def check_as_on_one_process(engine: str, losses: list[float]) -> None:
+    """The mean over the ranks is the loss of whole sequences, in FP32 on this process, but for what FP8 rounds."""
+    means = torch.tensor(losses)
+    dist.all_reduce(means)
+    means /= dist.get_world_size()
+    if engine == "Ulysses":
+        split_models.forget_ulysses()
+    torch.manual_seed(0)
+    model = split_models.llama()
+    optimizer, expected = torch.optim.AdamW(model.parameters(), lr=4e-3), []
+    for step, ids in enumerate(batches(12, 0, 1)[: len(losses)], start=1):
+        positions = torch.arange(split_models.LENGTH).expand(len(ids), -1)
+        loss = split_models.loss_of(model, ids[:, :-1], ids[:, 1:], positions)
+        (loss / MICROBATCHES).backward()
+        if step % MICROBATCHES == 0:
+            nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+            optimizer.step()
+            optimizer.zero_grad()
+        expected.append(loss.item())
+    assert torch.allclose(means, torch.tensor(expected), rtol=3e-3), (means, expected)
+
+
+def check_pipeline(backend: str) -> dict:
+    """Both schedules of `torch.distributed.pipelining`: the same losses as on one process, to the bit where a scale
+    does not follow the order of microbatches."""
+    from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
+
+    def stages() -> list[nn.Module]:
+        torch.manual_seed(0)
+        return [split_models.FirstStage(Block(split_models.WIDTH)), split_models.LastStage(Block(split_models.WIDTH))]
+
+    data = batches(3, 0, 1)
+    expected = split_models.losses_of_one_process(stages(), backend, data)
+    for schedule in (ScheduleGPipe, Schedule1F1B):
+        stage = stages()[dist.get_rank()]
+        losses = split_models.losses_of_a_pipeline(stage, backend, schedule, data)
+        if backend == "native:delayed" and schedule is Schedule1F1B:
+            assert torch.allclose(torch.tensor(losses), torch.tensor(expected), rtol=2e-3), (losses, expected)
+        else:
+            assert losses == expected, (schedule, losses, expected)
+        products = counts_of(stage)
+        assert len(products) == 2, products
+        assert all(count[kind] for count in products.values() for kind in ("fprop", "dgrad", "wgrad")), products
     return {"losses": losses}
 
 
@@ -220,14 +307,13 @@ EAGER: dict[tuple[str, str], list[float]] = {}
 
 def check_compile(backend: str, engine: str) -> dict:
     """After `check_cell` of the same cell, whose first losses it has to repeat."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    data = batches(12, *((0, 1) if engine == "single" else (rank, size)))[:4]
+    data = rows_of(engine)[:4]
     eager = EAGER[backend, engine][:4]
     with prepared(backend, engine, compiled=True) as (accelerator, model, optimizer):
-        compiled = train(accelerator, model, optimizer, data)
+        compiled = train(accelerator, model, optimizer, data, engine)
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
         products = counts_of(accelerator.unwrap_model(model))
-        assert len(products) == LAYERS and all(count["fprop"] for count in products.values()), products
+        assert len(products) == layers_of(engine) and all(count["fprop"] for count in products.values()), products
     # bf16 intermediate results are rounded in other places
     assert torch.allclose(torch.tensor(eager), torch.tensor(compiled), rtol=2e-2), (eager, compiled)
     return {"eager": eager, "compiled": compiled}
@@ -244,15 +330,17 @@ def check_refused(backend: str, engine: str, message: str) -> None:
 
 
 def checks(backends: tuple[str, ...] = BACKENDS) -> dict:
-    """Name -> function for every cell."""
+    """Name -> function for every cell that is run."""
     made = {}
-    for engine in ENGINES:
-        for backend in backends:
+    for engine, column in ENGINES.items():
+        for backend in (each for each in backends if column.run is None or each in column.run):
             name = f"check_{engine}_{backend}".replace("-", "").replace(":", "_").replace("+", "_")
             if message := refusal(backend, engine, "train"):
                 made[name] = lambda b=backend, e=engine, m=message: check_refused(b, e, m)
+            elif engine == "pipeline":
+                made[name] = lambda b=backend: check_pipeline(b)
             else:
                 made[name] = lambda b=backend, e=engine: check_cell(b, e)
-                if backend in COMPILED[engine]:
+                if backend in column.compiled:
                     made[f"{name}_compiled"] = lambda b=backend, e=engine: check_compile(b, e)
     return made

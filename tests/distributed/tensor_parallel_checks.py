@@ -52,6 +52,18 @@ class Net(nn.Module):
         return self.down(F.silu(self.up(h)) * self.other(h))
 
 
+class Packed(nn.Module):
+    """Two layers in one weight, as some models have their gate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed, self.down = nn.Linear(WIDTH, 2 * INNER, bias=False), nn.Linear(INNER, WIDTH)
+
+    def forward(self, x):
+        gate, up = self.packed(x).chunk(2, -1)
+        return self.down(F.silu(gate) * up)
+
+
 class Exact(nn.Module):
     """Sums of few integers, and scales that are powers of two: nothing rounds where ranks add up."""
 
@@ -85,6 +97,18 @@ def both(model: nn.Module, spec, **plan) -> tuple[nn.Module, nn.Module]:
     for each in (model, together):
         fp8_backends.prepare(each, None, spec)
     return model, together
+
+
+def by_transformers(model: nn.Module, **plan: str) -> nn.Module:
+    """As transformers parallelizes a model by its `tp_plan`."""
+    from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, apply_tensor_parallelism
+
+    plan = {"up": "colwise", "other": "colwise", "down": "rowwise", **plan}
+    plan = {name: style for name, style in plan.items() if hasattr(model, name)}
+    for name, style in plan.items():
+        for part in ("weight", "bias"):
+            ALL_PARALLEL_STYLES[style].shard_param(getattr(model, name), part, mesh())
+    return apply_tensor_parallelism(model, mesh(), plan)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -186,6 +210,33 @@ def check_losses_of_a_usual_model() -> dict:
         alone, together = both(Net(), f"native:{rule}")
         found[f"{rule} {dtype}"] = relative(losses(together, 2, dtype), losses(alone, 2, dtype))
         assert found[f"{rule} {dtype}"] < (1e-6 if dtype is None and rule != "rowwise" else 1e-3), found
+    return found
+
+
+def check_styles_of_transformers() -> dict:
+    """Parts may be uneven. Without gradients, and where weights are packed, layers get plain tensors."""
+    found = {}
+    plans = {
+        "even": (Net(), {}),
+        "uneven": (Net(97), {}),
+        "split input": (Net(), {"up": "colwise_gather_output", "other": "colwise_rep", "down": "rowwise_split_input"}),
+        "packed": (Packed(), {"packed": "packed_colwise"}),
+    }
+    for (name, (alone, plan)), rule in itertools.product(plans.items(), ("dynamic", "window")):
+        together = by_transformers(copy.deepcopy(alone), **plan)
+        alone = copy.deepcopy(alone)
+        spec = FP8RecipeKwargs(backend=f"native:{rule}", use_autocast_during_eval=True)
+        for model in (alone, together):
+            fp8_backends.prepare(model, None, spec)
+        found[f"{name} {rule}"] = relative(losses(together), losses(alone))
+        assert found[f"{name} {rule}"] < 1e-6, found
+        for training in (True, False):
+            with torch.no_grad():
+                y, expected = (model.train(training)(normal(2, 4, WIDTH)) for model in (together, alone))
+            assert off(y, expected) < 1e-6
+        counts = fp8_backends.audit(together).products
+        assert set(counts) == {each for each, _ in together.named_children()} - {"norm"}, counts
+        assert all(each["fprop"] == 4 and each["wgrad"] == 2 for each in counts.values()), counts
     return found
 
 

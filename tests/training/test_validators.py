@@ -221,9 +221,11 @@ def with_config(vocabulary, **values):
 AO_UNPADDED = {"backend": "ao", "pad_inner_dim": False}
 GUARDED = {"backend": "native", "guard": "warn"}
 GRADIENTS = {"backend": "native", "gradient_comm": "fp8"}
+ACTIVATIONS = {"backend": "native", "activation_comm": "fp8"}
 FUSED = {"backend": "te", "fuse_norms": True}
 FP16 = {"backend": "native", "autocast_dtype": "fp16"}
 RELEASED = {"backend": "msamp:O2", "gradient_release": True}
+SHARED = {"tensor_parallel": 2}
 DS, FSDP1, FSDP2, DDP = ({"parallel": name} for name in ("deepspeed", "fsdp1", "fsdp2", "ddp"))
 
 CASES = [
@@ -236,6 +238,7 @@ CASES = [
     ("fp8_gradients_deepspeed", (GRADIENTS, DS), (GRADIENTS, DDP), ""),
     ("guard_engine", (GUARDED, DS), (GUARDED, DDP), "guard='warn' with deepspeed"),
     ("fp8_gradients_alone", (GRADIENTS, {"world_size": 1}), (GRADIENTS, {}), ""),
+    ("fp8_activations_alone", (ACTIVATIONS, {"world_size": 1}), (ACTIVATIONS, {}), ""),
     (
         "monitor_without_steps",
         ({"backend": "native", "monitor_layers": "0"}, {}),
@@ -245,7 +248,7 @@ CASES = [
     ("fuse_norms_zero3", (FUSED, {**DS, "zero_stage": 3}), (FUSED, {**DS, "zero_stage": 2}), ""),
     ("o3_alone", ("msamp:O3", {"world_size": 1}), ("msamp:O3", {"world_size": 2}), ""),
     ("shared_states_saving", ("msamp:O4", DDP), ({"backend": "msamp:O3", "shard_states": False}, DDP), ""),
-    ("tensor_parallel", ("native", {"tensor_parallel": 2}), ("native", {"tensor_parallel": 1}), "2 ranks"),
+    ("tensor_parallel", ("native", {**DS, **SHARED}), ("native", {**FSDP2, **SHARED}), "2 ranks share layers"),
     ("megatron", ("te", {"parallel": "megatron"}), ("te", DDP), ""),
     ("tpu", ("native", {"parallel": "tpu"}), ("native", DDP), ""),
     (
@@ -434,6 +437,10 @@ REFUSED = [
     ("megatron", "native", {"parallel": "megatron"}, {"parallel": "none"}),
     ("comm_hook_level", "msamp:O1", {"parallel": "ddp", "comm_hook": "fp16"}, {"parallel": "ddp"}),
     ("comm_hook_level", "msamp:O3", {"parallel": "ddp", "comm_hook": "bf16"}, {"comm_hook": "bf16"}),
+    ("level_tensor_parallel", "msamp:O4", SHARED, {"recipe": resolve("msamp:O2"), **SHARED}),
+    ("te_tensor_parallel", "te", SHARED, {"tensor_parallel": 1}),
+    ("fp8_activations_backend", {**ACTIVATIONS, "backend": "te"}, DDP, {"recipe": resolve(ACTIVATIONS), **DDP}),
+    ("fp8_params_tensor_parallel", {"backend": "native", "fp8_params": True}, SHARED, {"tensor_parallel": 1}),
     ("release_accumulation", RELEASED, {"accumulation_steps": 2}, {"accumulation_steps": 1}),
     ("release_clipping", RELEASED, {"max_grad_norm": 1.0}, {"max_grad_norm": 0.0}),
     ("release_fp16", {**RELEASED, "autocast_dtype": "fp16"}, {}, {"recipe": resolve(RELEASED)}),

@@ -112,8 +112,7 @@ class FP8Products(KeepsLedger):
             made.append(gathered(operands.origin, codes) if operands.is_gathered else codes)
             return made[0]
 
-        view = () if operands.cut is None else (x.shape, x.stride(), x.storage_offset())
-        x8 = self.fp8_shared.of_input(operands.origin, (rule.scaling, fmt, for_wgrad, split, *view), make)
+        x8 = self.fp8_shared.of_input(operands.origin, (rule.scaling, fmt, for_wgrad, split, operands.view), make)
         if newest is not None and not made:  # another layer's cast
             record(rule, recorded, INPUT, x8.amax)
         return x8
@@ -185,8 +184,9 @@ class LinearFunction(torch.autograd.Function):
             y = plain_product(x.reshape(-1, x.shape[-1]).to(out_dtype), matrix.values(out_dtype))
         else:
             y = _fprop(rule, x8.along_columns(), w8.along_columns(), matrix, out_dtype)
+        if bias is not None:
+            bias = bias.to(out_dtype)  # also where it is not added: all ranks sum its gradient alike
         if bias is not None and (cut is None or cut.adds_bias):
-            bias = bias.to(out_dtype)
             y = y.add_(bias) if y.is_contiguous() else y + bias  # of a padded product, whose rows have gaps
 
         saved_for_wgrad = saved_for_dgrad = ()

@@ -108,6 +108,8 @@ class Operands(NamedTuple):
     cut: Cut | None
     origin: Any
     """What the inputs of layers have in common if they are the same."""
+    view: tuple = ()
+    """Which part of it this input is."""
     is_gathered: bool = False
     """Whether the codes of all tokens are to be gathered from the ranks that have them, those of `origin`. `input` then
     stands for all of it, and has no values."""
@@ -178,7 +180,7 @@ def local_operands(layer: nn.Module, x: torch.Tensor) -> Operands:
     has_tokens = placed.is_shard() and placed.dim % x.dim() != last
     if cut.style == COLWISE and has_tokens and rule.gathers_codes:
         input = layer.fp8_shared.of_input(x, ("gathered",), lambda: _WithoutValues.apply(x))
-        return Operands(input, weight.to_local(), None if bias is None else bias.to_local(), cut, x, True)
+        return Operands(input, weight.to_local(), None if bias is None else bias.to_local(), cut, x, is_gathered=True)
     if cut.style == REPLICATED and has_tokens and not rule.has_blocks:
         cut = cut._replace(style=OF_TOKENS)
     else:
@@ -187,14 +189,16 @@ def local_operands(layer: nn.Module, x: torch.Tensor) -> Operands:
     of_weight = sums if cut.style == OF_TOKENS else None
     local = x.to_local(grad_placements=sums if cut.style == COLWISE else None)
     bias = None if bias is None else bias.to_local(grad_placements=of_weight)
-    return Operands(local, weight.to_local(grad_placements=of_weight), bias, cut, _origin(x, local))
+    return Operands(local, weight.to_local(grad_placements=of_weight), bias, cut, *_origin(x, local))
 
 
-def _origin(x: Any, local: torch.Tensor) -> Any:
+def _origin(x: Any, local: torch.Tensor) -> tuple[Any, tuple]:
     """A style makes a DTensor of its own of each layer's input, with a view of the one plain tensor that there is. What
     came as a DTensor is the same for all layers."""
     plain = None if torch.compiler.is_compiling() else local._base
-    return x if plain is None or plain.grad_fn is None else plain
+    if plain is None or plain.grad_fn is None:
+        return x, ()
+    return plain, (local.shape, local.stride(), local.storage_offset())
 
 
 def arrived(tensor: torch.Tensor) -> torch.Tensor:

@@ -265,6 +265,8 @@ class Sample:
 
     @torch.no_grad()
     def _count(self, name: str, compute: ShowsCasts, layer: nn.Module, tensor: int, values: torch.Tensor) -> None:
+        if tensor != WEIGHT:
+            values = local_part(values)  # under tensor parallelism this rank's, whose own amax may be a smaller one
         if not self.records or not values.numel():
             return
         began = time.perf_counter()

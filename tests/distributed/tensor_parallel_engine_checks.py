@@ -1,0 +1,306 @@
+"""Checks of what surrounds the products of tensor-parallel layers: TorchAO's casts, levels, states, Accelerate."""
+
+from __future__ import annotations
+
+import copy
+import os
+import tempfile
+from pathlib import Path
+
+import ranks
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from accelerate import Accelerator
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fp8_backends
+from fp8_backends.errors import RecipeError
+from fp8_backends.numerics.scaled_tensor import ScaledTensor
+from fp8_backends.numerics.sharded_tensor import local_part
+from fp8_backends.states.levels import expect_equal_gradients
+from fp8_backends.states.sharding import first_element
+from fp8_backends.training.preparation import ScalingBuffers, prepared_roots
+
+WIDTH, INNER = 64, 128
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """[batch, WIDTH] -> the same: a block of which ranks share the layers, and a layer that each rank has whole."""
+
+    _no_split_modules = ["Block"]  # noqa: RUF012, transformers' name for what FSDP wraps
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.mix = Block(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.mix(self.block(x))
+
+
+def split(model: nn.Module, mesh=None) -> nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),)) if mesh is None else mesh
+    return parallelize_module(model, mesh, {"block.up": ColwiseParallel(), "block.down": RowwiseParallel()})
+
+
+def both(spec) -> tuple[tuple[Net, torch.optim.Optimizer], ...]:
+    """One model, with its optimizer, on one process and on all ranks."""
+    torch.manual_seed(0)
+    alone = Net()
+    pair = []
+    for model in (alone, split(copy.deepcopy(alone))):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        fp8_backends.prepare(model, optimizer, spec)
+        expect_equal_gradients(model)
+        pair.append((model, optimizer))
+    return tuple(pair)
+
+
+def train(model, optimizer, steps: int, seed: int = 0, rows: slice = slice(None), backward=torch.Tensor.backward):
+    losses, x = [], torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(seed))[rows]
+    for _ in range(steps):
+        loss = (model(x) - x.flip(1)).square().mean()
+        backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def alike(tensor: torch.Tensor) -> bool:
+    copies = [None] * dist.get_world_size()
+    dist.all_gather_object(copies, tensor.detach().clone())
+    return all(torch.equal(each, copies[0]) for each in copies)
+
+
+def states_of(model) -> list[torch.Tensor]:
+    return ScalingBuffers(prepared_roots(model))()
+
+
+# TorchAO
+
+
+class Products(TorchDispatchMode):
+    """Notes the codes that FP8 products read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func == torch.ops.aten._scaled_mm.default:
+            self.codes += [each.view(torch.uint8) for each in args[:2]]
+        return func(*args, **(kwargs or {}))
+
+
+def check_codes_of_torchao_are_those_of_one_process():
+    """Of both operands of all nine products; the scales follow from the same amaxes."""
+    for spec in ("ao:tensorwise", "ao:rowwise"):
+        seen, results = [], []
+        for model, _ in both(spec):
+            model.block.norm, model.block.forward = None, lambda x, b=model.block: b.down(F.relu(b.up(x)))
+            x = torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(1), requires_grad=True)
+            with Products() as products:
+                y = model.block.forward(x)
+                y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(2)))
+            seen.append(products.codes)
+            results.append((y.detach(), x.grad))
+        for whole, part in zip(*seen, strict=True):
+            for dim, (size, all_of_it) in enumerate(zip(part.shape, whole.shape, strict=True)):
+                whole = whole.narrow(dim, dist.get_rank() * size, size) if size < all_of_it else whole
+            assert torch.equal(part, whole), spec
+        bound = 1e-6 if spec == "ao:tensorwise" else 0.01  # TorchAO rounds rowwise products to bf16, and so summands
+        for alone, together in zip(*results, strict=True):
+            assert (alone - together).abs().max() <= bound * alone.abs().max(), spec
+
+
+# Levels and states
+
+
+def check_levels_store_parts_with_the_scale_of_the_whole():
+    figures = {}
+    for level in ("O1", "O2"):
+        spec = {"backend": f"native:dynamic+msamp:{level}", "rounding": "nearest"}
+        (alone, of_one), (together, optimizer) = both(spec)
+        for name, dim in (("up", 0), ("down", 1)):
+            whole, part = getattr(alone.block, name).weight, getattr(together.block, name).weight
+            local = local_part(part)
+            assert isinstance(part, DTensor) and torch.equal(local._scale_inv, whole._scale_inv)
+            size = local.shape[dim]
+            assert torch.equal(local._data, whole._data.narrow(dim, dist.get_rank() * size, size)), (level, name)
+        exact, shared = train(alone, of_one, 4), train(together, optimizer, 4)
+        gap = max(abs(a / b - 1) for a, b in zip(exact, shared, strict=True))
+        assert gap < 1e-5, (level, exact, shared)
+        assert type(together.mix.weight) is ScaledTensor and alike(together.mix.weight.exact())
+        assert alike(local_part(together.block.down.weight)._scale_inv)
+        figures[level] = fp8_backends.audit(together, optimizer).bytes_per_element["total"]
+        values = together.block.up.weight.full_tensor()
+        fp8_backends.restore(together)
+        assert type(local_part(together.block.up.weight)) is torch.Tensor
+        assert torch.equal(together.block.up.weight.full_tensor(), values)
+    third = WIDTH * WIDTH / (WIDTH * WIDTH + 2 * WIDTH * INNER)
+    expected = {"O1": 11, "O2": 6}  # for an element that a rank has, and a rank has all of one layer in three
+    for level, found in figures.items():
+        assert abs(found / (expected[level] * (third + (1 - third) / 2)) - 1) < 0.01, figures
+    return figures
+
+
+def check_ranks_agree_on_scaling_states():
+    for spec in ("native:delayed", "native:window"):
+        _, (model, optimizer) = both(spec)
+        train(model, optimizer, 3)
+        assert states_of(model) and all(map(alike, states_of(model))), spec
+
+
+def check_what_is_refused():
+    torch.manual_seed(0)
+    for spec, text in (
+        ("msamp:O3", "O1 and O2 go with layers that ranks share"),
+        ({"backend": "native", "fp8_params": True}, "fp8_params"),
+    ):
+        model = split(Net())
+        try:
+            fp8_backends.prepare(model, None, spec)
+        except RecipeError as error:
+            assert text in str(error) and "2 ranks share layers" in str(error), error
+        else:
+            raise AssertionError(spec)
+
+
+# Accelerate
+
+
+class WithoutGPUs(ParallelismConfig):
+    """Accelerate refuses tensor parallelism on ranks that have no GPU: the one thing that is worked round here."""
+
+    def _validate_accelerator(self, accelerator) -> None:
+        pass
+
+
+def prepared(spec, dp: int = 1, seed: int = 0, **fields):
+    """(accelerator, model, optimizer) as a user makes them."""
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    arguments = {}
+    if dp > 1:
+        arguments["fsdp_plugin"] = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["Block"],
+            cpu_ram_efficient_loading=False,
+        )
+    recipe = fp8_backends.FP8RecipeKwargs(backend=spec, **fields)
+    parallelism = WithoutGPUs(tp_size=2, dp_shard_size=dp)
+    acc = Accelerator(
+        mixed_precision="fp8", kwargs_handlers=[recipe], parallelism_config=parallelism, cpu=True, **arguments
+    )
+    if dp > 1:  # on ranks without a GPU Accelerate takes DDP whatever was asked for
+        for state in (PartialState, AcceleratorState):
+            state._shared_state["distributed_type"] = DistributedType.FSDP
+        AcceleratorState._shared_state["fsdp_plugin"] = arguments["fsdp_plugin"]
+    torch.manual_seed(seed)
+    model = split(Net(), acc.torch_device_mesh["tp"])
+    model.tp_size = 2  # Accelerate asks for it
+    return acc, *acc.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+
+
+def shared_folder() -> str:
+    names = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(names)
+    return names[0]
+
+
+def check_guard_compares_and_skips_on_all_ranks():
+    """A rank alone finds its loss not finite: all leave the step out. What all hold whole is alike after each step."""
+    acc, model, optimizer = prepared("native:dynamic", guard="skip", guard_every=1)
+    train(model, optimizer, 2, backward=acc.backward)
+    before = model.mix.weight.detach().clone()
+    last = dist.get_rank() == dist.get_world_size() - 1
+    train(model, optimizer, 1, backward=lambda loss: acc.backward(loss * (float("inf") if last else 1)))
+    assert torch.equal(model.mix.weight, before)
+    kinds = {fault.kind for fault in fp8_backends.faults(optimizer)}
+    assert kinds == {"loss", "gradient"}, kinds
+
+
+def check_files_hold_whole_values():
+    """What two ranks saved is read by one process, and by two that go on from it to the bit."""
+    for spec in ("msamp:O2", "native:delayed"):
+        acc, model, optimizer = prepared(spec)
+        train(model, optimizer, 2, backward=acc.backward)
+        folder = shared_folder()
+        acc.save_state(folder)
+        acc.save_model(model, f"{folder}/model")
+        values = copy.deepcopy(acc.get_state_dict(model))
+        unbroken = train(model, optimizer, 2, seed=1, backward=acc.backward)
+        again, model, optimizer = prepared(spec, seed=3)
+        train(model, optimizer, 1, seed=2, backward=again.backward)
+        again.load_state(folder)
+        assert train(model, optimizer, 2, seed=1, backward=again.backward) == unbroken, spec
+        stock = Net()
+        for file in (f"{folder}/model.safetensors", f"{folder}/model/model.safetensors"):
+            stock.load_state_dict(load_file(file))
+            assert all(torch.equal(value, values[name]) for name, value in stock.state_dict().items())
+        saved = torch.load(Path(folder, "optimizer.bin"), weights_only=True)["state"].values()
+        assert {moment.shape for moment in (state["exp_avg"] for state in saved)} == {
+            p.shape for p in stock.parameters()
+        }
+
+
+# On four ranks: two share a layer, and FSDP2 shards it over two pairs
+
+
+def rows() -> slice:
+    return slice(dist.get_rank() // 2, None, 2)
+
+
+def fsdp2_over_parts():
+    acc, model, optimizer = prepared("native:delayed", dp=2)
+    losses = train(model, optimizer, 3, rows=rows(), backward=acc.backward)
+    assert losses[-1] < losses[0], losses
+    assert states_of(model) and all(map(alike, states_of(model)))
+    products = fp8_backends.audit(model, optimizer.optimizer).products
+    assert len(products) == 3 and all(count["wgrad"] == 3 for count in products.values()), products
+
+
+def fsdp2_gathers_what_ranks_agreed_on():
+    """Values that are written to shards get the scale of the whole tensor, over both dimensions of the mesh."""
+    acc, model, optimizer = prepared("msamp:O2", dp=2)
+    for name, places in (("up", [0, 64, 32, 96]), ("down", None)):
+        weight = getattr(model.block, name).weight
+        assert weight.device_mesh.shape == (2, 2) and weight.to_local().numel() * 4 == weight.numel()
+        first = [None] * 4
+        dist.all_gather_object(first, first_element(weight))
+        assert len(set(first)) == 4 and (places is None or first == [row * WIDTH for row in places]), (name, first)
+        with torch.no_grad():
+            local_part(weight).copy_(torch.full(weight.to_local().shape, 2.0 ** dist.get_rank()))
+    train(model, optimizer, 1, rows=rows(), backward=acc.backward)
+    assert alike(local_part(model.block.up.weight)._scale_inv) and alike(local_part(model.block.down.weight)._scale_inv)
+    folder = shared_folder()
+    acc.save_state(folder)
+    unbroken = train(model, optimizer, 2, rows=rows(), backward=acc.backward)
+    again, model, optimizer = prepared("msamp:O2", dp=2, seed=3)
+    train(model, optimizer, 1, rows=rows(), backward=again.backward)
+    again.load_state(folder)
+    assert train(model, optimizer, 2, rows=rows(), backward=again.backward) == unbroken
+
+
+if __name__ == "__main__":
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    ranks.main(globals())
