@@ -114,7 +114,7 @@ def main() -> None:
     parser.add_argument("--backends", default="msamp:O2,msamp:O4")
     parser.add_argument("--reference", default=plain())
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--sequence", type=int, default=64)
     parser.add_argument("--batch", type=int, default=8)

@@ -155,7 +155,7 @@ def store_weights(layers: Mapping[str, nn.Module], level: str, by_fsdp2: bool = 
             cast_gradient(weight)
     for layer in layers.values():
         owner, part = owner_of(layer)
-        owner.__dict__.setdefault(LEVEL, {})[part] = level
+        owner.__dict__[LEVEL] = owner.__dict__.get(LEVEL, {}) | {part: level}
         if owner is not layer:  # its class keeps nothing
             owner._apply = KeepsBelongings(owner)
         _add_gradient_hook(layer.weight)
@@ -259,10 +259,10 @@ def unmark(layer: nn.Module) -> None:
 
 
 def _unmark(owner: nn.Module, part: str) -> None:
-    stored = owner.__dict__.get(LEVEL, {})
-    stored.pop(part, None)
-    if not stored:
-        owner.__dict__.pop(LEVEL, None)
+    others = {name: level for name, level in owner.__dict__.pop(LEVEL, {}).items() if name != part}
+    if others:
+        owner.__dict__[LEVEL] = others
+    else:
         if isinstance(owner.__dict__.get("_apply"), KeepsBelongings):
             del owner._apply
         _remove_state_dict_hooks(owner)

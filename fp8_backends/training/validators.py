@@ -185,7 +185,7 @@ def _with_model(setup: Setup, model: nn.Module) -> Setup:
     """The setup with what a model shows, where the setup itself says nothing."""
     expected = conversion.expected(model, setup.recipe, registry.get_compute(setup.recipe.compute))
     fp8 = set(expected.converted)
-    converted = {f"{name}.weight".lstrip(".") for name in fp8}
+    converted = fp8 | {f"{name}.weight".lstrip(".") for name in fp8}  # of experts the Parameter's own name
     trains = [conversion.plain_name(name) for name, p in model.named_parameters() if p.requires_grad]
     config = getattr(model, "config", None)
     config = getattr(config, "text_config", None) or config  # of a model of images or sound, its language model's

@@ -60,7 +60,7 @@ class GroupedFunction(torch.autograd.Function):
             y = grouped_block_product(x8.along_columns(), w8.along_columns(), groups, rule, out_dtype)
         else:
             y = grouped_product(x8.along_columns(), w8.along_columns(), groups, fast_accumulation=True)
-            y = y.narrow(1, 0, _oriented(weight, transposed).shape[1]).to(out_dtype)
+            y = y.narrow(1, 0, weight.shape[2 if transposed else 1]).to(out_dtype)
         amaxes = (None, None)
         if state is not None and records:
             amaxes = x8.amax, None if rule.scaling == "window" else w8.amax
