@@ -6,18 +6,26 @@ import os
 
 import split_models
 import torch
+from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import DistributedType, InitProcessGroupKwargs
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-SHARDED_BY_FSDP2 = ("FSDP2", "ring")
+SHARDED_BY_FSDP2 = ("FSDP2", "ring", "TPxDP")
+
+
+class WithoutGPUs(ParallelismConfig):
+    """Accelerate refuses tensor parallelism on ranks that have no GPU: the one thing that is worked round."""
+
+    def _validate_accelerator(self, accelerator) -> None:
+        pass
 
 
 def engine_arguments(engine: str, clip: float, microbatches: int, wrapped: str = "Block", rows: int = 4) -> dict:
     """Arguments of `Accelerator` beside the recipe. `wrapped`: the class that FSDP2 makes units of. `rows`: those
     of a microbatch on one rank."""
     if engine == "Ulysses":
-        from accelerate.parallelism_config import ParallelismConfig
         from accelerate.utils import DeepSpeedSequenceParallelConfig
 
         split_models.forget_ulysses()
@@ -55,8 +63,9 @@ def engine_arguments(engine: str, clip: float, microbatches: int, wrapped: str =
             transformer_cls_names_to_wrap=["LlamaDecoderLayer" if engine == "ring" else wrapped],
             cpu_ram_efficient_loading=False,
         )
-        return {"fsdp_plugin": plugin}
-    return {}
+        shared = {"parallelism_config": WithoutGPUs(tp_size=2, dp_shard_size=2)} if engine == "TPxDP" else {}
+        return {"fsdp_plugin": plugin, **shared}
+    return {"parallelism_config": WithoutGPUs(tp_size=2)} if engine == "TP" else {}
 
 
 def start_engine(accelerator, engine: str, arguments: dict) -> None:
@@ -70,12 +79,18 @@ def start_engine(accelerator, engine: str, arguments: dict) -> None:
     if engine in SHARDED_BY_FSDP2:
         AcceleratorState._shared_state["fsdp_plugin"] = arguments["fsdp_plugin"]
     if engine == "ring":
-        from accelerate.parallelism_config import ParallelismConfig
-
         split_models.ring_attention_on_a_cpu()
         parallelism = ParallelismConfig(cp_size=2)
         mesh = parallelism.build_device_mesh("cpu")
         AcceleratorState._shared_state |= {"parallelism_config": parallelism, "device_mesh": mesh}
+
+
+def share_layers(accelerator, engine: str, model: torch.nn.Module) -> None:
+    """Under tensor parallelism: cut the layers of the model's blocks over pairs of ranks."""
+    if engine.startswith("TP"):
+        plan = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
+        parallelize_module(model, accelerator.torch_device_mesh["tp"], plan)
+        model.tp_size = 2  # Accelerate asks for it
 
 
 def assert_engine(engine: str, model: torch.nn.Module) -> None:
@@ -83,7 +98,7 @@ def assert_engine(engine: str, model: torch.nn.Module) -> None:
     model = getattr(model, "_orig_mod", model)
     sharded = [isinstance(p, DTensor) for p in model.parameters()]
     assert isinstance(model, DistributedDataParallel) == (engine == "DDP"), type(model)
-    assert all(sharded) if engine in SHARDED_BY_FSDP2 else not any(sharded), sharded
+    assert all(sharded) if engine in SHARDED_BY_FSDP2 else any(sharded) == (engine == "TP"), sharded
     stage = model.zero_optimization_stage() if hasattr(model, "zero_optimization_stage") else None
     expected = int(engine[-1]) if engine.startswith("ZeRO") else 3 if engine == "Ulysses" else None
     assert stage == expected, stage

@@ -69,6 +69,8 @@ ENGINES = {
     "ring": Engine(run=_KINDS, splits_rows=False),
     "Ulysses": Engine(run=_KINDS, splits_rows=False),
     "pipeline": Engine(run=_KINDS, splits_rows=False, abilities="trains"),
+    "TP": Engine(run=("native:delayed", "ao:tensorwise", "msamp:O2", "msamp:O3"), splits_rows=False),
+    "TPxDP": Engine(run=("native:delayed", "msamp:O2")),
 }
 
 
@@ -76,6 +78,8 @@ def refusal(backend: str, engine: str, ability: str) -> str | None:
     """What the error of a cell that is refused must say; None where the cell works."""
     if engine.startswith("ZeRO") or engine == "Ulysses":
         return "FSDP2" if "msamp" in backend else None
+    if engine.startswith("TP") and (backend.startswith("te") or backend.endswith(("O3", "O4"))):
+        return "DTensors" if backend.startswith("te") else "O1 and O2 go with"
     return None
 
 
@@ -129,6 +133,8 @@ def loss_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
 
 def rows_of(engine: str) -> list[torch.Tensor]:
     """This rank's microbatches under an engine."""
+    if engine == "TPxDP":  # ranks that share layers share rows
+        return batches(12, dist.get_rank() // 2, dist.get_world_size() // 2)
     return batches(12, *((dist.get_rank(), dist.get_world_size()) if ENGINES[engine].splits_rows else (0, 1)))
 
 
@@ -147,7 +153,7 @@ def prepared(backend: str, engine: str, compiled: bool = False):
     """(accelerator, model, optimizer) as a user makes them."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState, PartialState
-    from engines import assert_engine, engine_arguments, start_engine
+    from engines import assert_engine, engine_arguments, share_layers, start_engine
 
     import fp8_backends
 
@@ -155,7 +161,6 @@ def prepared(backend: str, engine: str, compiled: bool = False):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model = split_models.llama() if engine in split_models.ENGINES else Net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
     arguments = engine_arguments(engine, clip=MAX_NORM, microbatches=MICROBATCHES)
     try:
         accelerator = Accelerator(
@@ -166,6 +171,8 @@ def prepared(backend: str, engine: str, compiled: bool = False):
             **arguments,
         )
         start_engine(accelerator, engine, arguments)
+        share_layers(accelerator, engine, model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
         model, optimizer = accelerator.prepare(model, optimizer)
         assert_engine(engine, model)
         yield accelerator, model, optimizer

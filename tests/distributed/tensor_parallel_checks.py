@@ -10,10 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from conv1d_twins import conv
 from ranks import main
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -238,6 +239,51 @@ def check_styles_of_transformers() -> dict:
         assert set(counts) == {each for each, _ in together.named_children()} - {"norm"}, counts
         assert all(each["fprop"] == 4 and each["wgrad"] == 2 for each in counts.values()), counts
     return found
+
+
+def conv1d_net() -> nn.Sequential:
+    return nn.Sequential(conv(WIDTH, INNER), nn.GELU(), conv(INNER, WIDTH))
+
+
+def check_conv1d() -> None:
+    """Its weight lies as [in, out], and no style cuts it: by hand."""
+
+    def cut(module: nn.Module, weight, bias, taken, given) -> None:
+        for name, placed in (("weight", weight), ("bias", bias)):
+            whole = module._parameters[name].detach()
+            module._parameters[name] = nn.Parameter(distribute_tensor(whole, mesh(), [placed]))
+        distribute_module(
+            module,
+            mesh(),
+            input_fn=lambda _, args, mesh: DTensor.from_local(args[0], mesh, [taken], run_check=False),
+            output_fn=lambda _, y, mesh: y.redistribute(placements=[given]).to_local(),
+        )
+
+    for rule in ("dynamic", "mxfp8"):
+        alone = conv1d_net()
+        together = copy.deepcopy(alone)
+        cut(together[0], Shard(1), Shard(0), Replicate(), Shard(-1))
+        cut(together[2], Shard(0), Replicate(), Shard(-1), Replicate())
+        for model in (alone, together):
+            fp8_backends.prepare(model, None, f"native:{rule}")
+        assert relative(losses(together), losses(alone)) < 1e-6
+        assert fp8_backends.audit(together).products == fp8_backends.audit(alone).products
+
+
+def check_tokens_of_a_rank_and_a_whole_weight() -> None:
+    """A layer that is on every rank, between layers that have tokens."""
+    for rule in ("dynamic", "rowwise", "mxfp8"):
+        alone = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+        together = distribute_module(copy.deepcopy(alone), mesh())
+        for model in (alone, together):
+            fp8_backends.prepare(model, None, f"native:{rule}")
+        x = normal(4, 32, WIDTH)
+        y = together(distribute_tensor(x, mesh(), [Shard(1)]))
+        y.square().mean().backward()
+        expected = alone(x)
+        expected.square().mean().backward()
+        assert torch.equal(whole(y), expected)
+        assert off(whole(together[0].weight.grad), alone[0].weight.grad) < (2**-7 if rule == "rowwise" else 1e-6)
 
 
 def check_uneven_parts() -> None:

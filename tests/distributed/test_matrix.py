@@ -11,6 +11,6 @@ from ranks import report, run
 @pytest.mark.parametrize("engine", matrix.ENGINES)
 def test_each_backend_under(engine, subtests):
     names = [name for name in matrix.checks() if name.startswith(f"check_{engine.replace('-', '')}_")]
-    outcome = run("matrix_checks.py", 1 if engine == "single" else 2, *names)
+    outcome = run("matrix_checks.py", {"single": 1, "TPxDP": 4}.get(engine, 2), *names)
     report(subtests, outcome)
     assert list(outcome) == names

@@ -86,9 +86,10 @@ class Cut(NamedTuple):
 
     def wrapped(self, y: torch.Tensor, x: Any, features: int) -> torch.Tensor:
         """The output of the layer, from this rank's part y and the input x, as a DTensor."""
-        from torch.distributed.tensor import DTensor, Partial, Shard
+        from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-        placed = {COLWISE: [Shard(y.dim() - 1)], ROWWISE: [Partial()]}.get(self.style, x.placements)
+        placed = {COLWISE: [Shard(y.dim() - 1)], ROWWISE: [Partial()], REPLICATED: [Replicate()]}
+        placed = placed.get(self.style, x.placements)
         shape = torch.Size((*x.shape[:-1], features))
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(y, self.mesh, placed, run_check=False, shape=shape, stride=stride)
