@@ -371,7 +371,8 @@ def fake_weight(*shape, stored):
 @pytest.mark.parametrize("stored", [None, torch.float16, torch.float8_e4m3fn], ids=["plain", "FP16", "E4M3"])
 @pytest.mark.parametrize("backend", ["native:dynamic", "native:rowwise", "native:window"])
 def test_a_gpu_accepts_every_product(backend, stored, transposed):
-    """Fake CUDA tensors run torch's own checks of `_scaled_grouped_mm`: layouts, multiples of 16, shapes of scales."""
+    """Fake CUDA tensors run torch's own checks of `_scaled_grouped_mm`: layouts, multiples of 16, shapes of scales. Of
+    codes that arrived from another rank too."""
     rule = layer_rule(recipes.resolve(backend))
     for out, into in ((64, 32), (40, 24)):
         with FakeTensorMode(), Calls() as calls:
@@ -381,7 +382,9 @@ def test_a_gpu_accepts_every_product(backend, stored, transposed):
             state = torch.empty(5, 3, 18, dtype=torch.int32, device="cuda") if rule.scaling == "window" else None
             groups = Groups.of(torch.empty(37, dtype=torch.long, device="cuda"), 5)
             context, ledger = Context(), Ledger(torch.device("cuda"))
-            operands = *groups, *quantized_weight(rule, of_weight, state, transposed, True), *of_weight, None, None
+            codes = torch.empty(37, into, device="cuda", dtype=E4M3.dtype), torch.empty(37, 1, device="cuda")
+            arrived = codes if rule.scaling == "rowwise" and out == 40 else (None, None)
+            operands = *groups, *quantized_weight(rule, of_weight, state, transposed, True), *of_weight, *arrived
             y = GroupedFunction.forward(
                 context, x, weight, ledger, state, rule, None, transposed, torch.bfloat16, True, False, *operands
             )

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8_backends
-from fp8_backends.compute import hardware
+from fp8_backends.compute import expert_dispatch, hardware
 from fp8_backends.numerics.scaled_tensor import ScaledTensor
 from fp8_backends.numerics.sharded_tensor import is_distributed, local_part
 from fp8_backends.recipes.handlers import FP8RecipeKwargs
@@ -229,7 +229,7 @@ def experts_in_fp8(spec, dtype, share=False):
     """GPT-OSS' experts in FP8, in a root of their own; with `share`, this rank has some of them."""
     root = make_experts("gpt_oss", dtype)
     if share:
-        shared_out(root, PLAN)
+        shared_out(root, PLAN, implementation="auto")
     fp8_backends.prepare(root, None, spec)
     return root
 
@@ -371,6 +371,44 @@ def ready(model, spec, lr=3e-3):
     model, optimizer = fp8_backends.prepare(model, torch.optim.AdamW(model.parameters(), lr=lr, foreach=False), spec)
     levels.expect_equal_gradients(model)
     return model, optimizer
+
+
+def check_tokens_of_one_batch_travel_as_codes() -> None:
+    """Each rank sends its part of a batch that all have. With rows' scales the loss and all gradients are those without
+    FP8 on the way, to the bit, but of the first weights, which are made of one cast more."""
+    model = build("mixtral")
+    plan = model._expand_parallel_plan(model.ep_plan)
+    shared_out(model, plan, shared_batch=True)
+    forward = model.model.layers[1].mlp.experts.forward
+    found = {}
+    for comm in ("plain", "fp8"):
+        fp8_backends.prepare(model, None, FP8RecipeKwargs(backend="native:rowwise", activation_comm=comm))
+        assert (model.model.layers[1].mlp.experts.forward is forward) == (comm == "plain")
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(**whole(0)).loss
+        loss.backward()
+        found[comm] = loss.item(), {name: local_part(each.grad).clone() for name, each in model.named_parameters()}
+        model.zero_grad()
+        fp8_backends.restore(model)
+        assert model.model.layers[1].mlp.experts.forward is forward
+    assert found["plain"][0] == found["fp8"][0]
+    for name, gradient in found["plain"][1].items():
+        assert torch.equal(gradient, found["fp8"][1][name]) == (not name.endswith("gate_up_proj")), name
+
+
+def check_tokens_arrive_within_half_a_unit_of_e4m3() -> None:
+    """2**-4 of a value, or half of the least code: 2**-10 of what 1 is at the scale of its row."""
+    spec = FP8RecipeKwargs(backend="native:dynamic", activation_comm="fp8")
+    root = experts_in_fp8(spec, torch.float32, share=True)
+    hidden, chosen, weights = routed(40, dist.get_rank())
+    hidden *= torch.logspace(-30, 30, WIDTH, base=2.0)
+    exchange = expert_dispatch._implementation_of(root.experts.forward)
+    values, ids, _, _ = exchange.plain.all_to_all._dispatch_tokens(hidden, chosen, weights)
+    tokens, same_ids, _, _ = exchange._dispatch_tokens(hidden, chosen, weights)
+    assert torch.equal(ids, same_ids) and tokens.dtype == values.dtype
+    least = values.abs().amax(1, keepdim=True) / 448 * 2**-10
+    error = (tokens - values).abs()
+    assert (error <= torch.maximum(values.abs() * 2**-4, least) * (1 + 1e-6)).all() and error.any()
 
 
 def in_transformers_fsdp2(model, **sizes):

@@ -22,7 +22,7 @@ from fp8_backends.compute.te.weights import is_frozen
 from fp8_backends.errors import BackendUnavailableError, RecipeError
 from fp8_backends.training import conversion
 
-LEVELS = ["te:delayed+msamp:O1", "te:dynamic+msamp:O2", "te:dynamic+msamp:O3", "te:blockwise+msamp:O3"]
+LEVELS = ["te:delayed+msamp:O2", "te:dynamic+msamp:O3", "te:blockwise+msamp:O3"]
 
 
 def prepared(model: nn.Module, spec: str, **fields):
