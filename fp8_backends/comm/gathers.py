@@ -205,8 +205,8 @@ class WeightShard:
         return every  # gathered once for both; a forward that backward runs again may end before it is resharded
 
     def inputs(self) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
-        """What travels, uint8 of equal size on all ranks, and what its scales are made of, by product. FSDP2 may ask for
-        it in a stream of its own, so nothing that is allocated here outlives the gathering."""
+        """What travels, uint8 of equal size on all ranks, and what its scales are made of, by product. FSDP2 may ask
+        for it in a stream of its own, so nothing that is allocated here outlives the gathering."""
         if self.group._training_state.name == "IDLE":  # `unshard()` outside of a forward
             agree([self])
         missing = self.parameter.padded_sharded_param_size[0] - len(self.tensor)
