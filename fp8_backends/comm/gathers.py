@@ -27,7 +27,6 @@ from ..numerics.formats import E4M3
 from ..numerics.gathered_codes import AMAX, DGRAD, FPROP, GatheredCodes
 from ..numerics.modules import inert_hook
 from ..numerics.scaled_tensor import ScaledTensor, agree_on_scale, agreed_over
-from ..numerics.scaling import Quantized
 from ..words import counted
 from .fsdp2 import fsdp_modules
 
@@ -50,6 +49,8 @@ class Travelling(Protocol):
     """Whether backward runs the layer's forward again."""
     products: tuple[str, ...]
     """The products that have codes of their own: FPROP, whose codes serve dgrad too, or FPROP and DGRAD."""
+    agreed: dict[str, torch.Tensor]
+    """For each of `products` what the ranks have agreed on."""
     amax: torch.Tensor | None
     """max |x| of the whole weight, for a rule that records it; FP32, 0-dimensional."""
 
@@ -63,8 +64,11 @@ class Travelling(Protocol):
     def agree(self, maxima: list[torch.Tensor]) -> None:
         """Take over what `amaxes` became over all ranks."""
 
-    def codes(self, shard: torch.Tensor, first: int, shape: torch.Size, product: str) -> Quantized:
-        """The codes of the shard for a product, and the scales of the whole weight."""
+    def codes(self, shard: torch.Tensor, first: int, shape: torch.Size, product: str) -> torch.Tensor:
+        """The codes of the shard for a product."""
+
+    def scale_inv(self, agreed: torch.Tensor) -> torch.Tensor:
+        """The scales of the whole weight, of what the ranks agreed on for a product."""
 
 
 def connect(root: nn.Module, travelling: Mapping[nn.Module, Travelling]) -> None:
@@ -201,23 +205,25 @@ class WeightShard:
         return every  # gathered once for both; a forward that backward runs again may end before it is resharded
 
     def inputs(self) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
-        """What travels, uint8 of equal size on all ranks, and the scales by product."""
+        """What travels, uint8 of equal size on all ranks, and what its scales are made of, by product. FSDP2 may ask
+        for it in a stream of its own, so nothing that is allocated here outlives the gathering."""
         if self.group._training_state.name == "IDLE":  # `unshard()` outside of a forward
             agree([self])
-        made = {product: self.codes.codes(*self.place, product) for product in self.products()}
         missing = self.parameter.padded_sharded_param_size[0] - len(self.tensor)
-        inputs = tuple(F.pad(each.codes.view(torch.uint8), (0, 0, 0, missing)) for each in made.values())
+        agreed = {product: self.codes.agreed[product] for product in self.products()}
+        codes = (self.codes.codes(*self.place, product).view(torch.uint8) for product in agreed)
+        inputs = tuple(F.pad(each, (0, 0, 0, missing)) for each in codes)
         if len(self.parameter.all_gather_outputs) != len(inputs):
             self.parameter.all_gather_outputs = []
-        return inputs, {product: each.scale_inv for product, each in made.items()}
+        return inputs, agreed
 
-    def parts(self, gathered: tuple[torch.Tensor, ...], scales: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def parts(self, gathered: tuple[torch.Tensor, ...], agreed: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """`GatheredCodes.parts` of what was gathered."""
         parts = {}
-        for (product, scale_inv), codes in zip(scales.items(), gathered, strict=True):
-            whole = codes.narrow(0, 0, self.parameter._orig_size[0]).view(E4M3.dtype)
+        for (product, of_product), codes in zip(agreed.items(), gathered, strict=True):
+            whole, scale_inv = codes.narrow(0, 0, self.parameter._orig_size[0]), self.codes.scale_inv(of_product)
             for reader in (product,) if len(self.codes.products) > 1 else (FPROP, DGRAD):
-                parts |= {f"{reader}_codes": whole, f"{reader}_scale_inv": scale_inv}
+                parts |= {f"{reader}_codes": whole.view(E4M3.dtype), f"{reader}_scale_inv": scale_inv}
         return parts if self.codes.amax is None else parts | {AMAX: self.codes.amax}
 
 

@@ -38,15 +38,17 @@ def codes_of(rule: str, transposed: bool) -> WeightCodes:
 
 
 def agreed_codes(codes: WeightCodes, shards: list[torch.Tensor]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """What all ranks gather, and the scales that each of them makes."""
+    """What all ranks gather, and the scales that each of them makes of what they agreed on."""
     shape = torch.Size((ROWS, COLUMNS))
     amaxes = [codes.amaxes(shard, 97 * rank, shape) for rank, shard in enumerate(shards)]
     codes.agree([torch.stack(of_ranks).amax(0) for of_ranks in zip(*amaxes, strict=True)])
     gathered = {}
     for product in codes.products:
         parts = [codes.codes(shard, 97 * rank, shape, product) for rank, shard in enumerate(shards)]
-        assert all(same(part.scale_inv, parts[0].scale_inv) for part in parts)
-        gathered[product] = torch.cat([part.codes.view(torch.uint8) for part in parts]), parts[0].scale_inv
+        gathered[product] = (
+            torch.cat([part.view(torch.uint8) for part in parts]),
+            codes.scale_inv(codes.agreed[product]),
+        )
     return gathered
 
 

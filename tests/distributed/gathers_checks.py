@@ -72,6 +72,21 @@ def check_writes_that_nobody_counts():
     assert_same(runs)
 
 
+def check_gathering_ahead():
+    """Before the forward that reads the weights, before scales move on, and before a layer turns to evaluation."""
+    runs = []
+    for model, optimizer in both("native:delayed"):
+        first = model.blocks[0]
+        model.set_modules_to_forward_prefetch([first])
+        losses = train(model, optimizer, 1)
+        for mode in (True, False):
+            first.unshard(async_op=True)
+            first.train(mode)
+            losses += train(model, optimizer, 1)
+        runs.append((losses, weights(model)))
+    assert_same(runs)
+
+
 def check_what_is_gathered():
     """Codes in training, for fprop and dgrad; the weight as it is stored in evaluation."""
     seen = []

@@ -21,7 +21,6 @@ from ...numerics.scaling import (
     SQUARES,
     WEIGHT,
     Blocks,
-    Quantized,
     delayed_scale,
     e8m0_values,
     power_of_two_scale,
@@ -95,31 +94,40 @@ class WeightCodes:
         """Take over what `amaxes` became over all ranks."""
         self.agreed = dict(zip(self.products, maxima, strict=True))
 
-    def codes(self, shard: torch.Tensor, first: int, shape: torch.Size, product: str) -> Quantized:
-        """The codes of the shard for a product, and the scales of the whole weight, both as the weight lies."""
-        stored, rule, agreed = Stored.of(shard), self.layer.fp8_rule, self.agreed[product]
-        fmt = rule.forward_format
+    def codes(self, shard: torch.Tensor, first: int, shape: torch.Size, product: str) -> torch.Tensor:
+        """The codes of the shard for a product, as the weight lies."""
+        stored, rule = Stored.of(shard), self.layer.fp8_rule
+        scale, _ = self._scales(self.agreed[product])
         if rule.along is None:
-            scale = self._scale(agreed)
-            codes = quantization.cast(stored.data, times(scale, stored.scale_inv), fmt)
-            return Quantized(codes, scale_inv_of(scale, agreed))
-        if rule.along.weight_blocks is MX:
-            scale, scale_inv = e8m0_values(254 - agreed), agreed
-        else:
-            scale = rule.along.weight_blocks.scale(agreed, fmt)
-            scale_inv = rule.along.weight_blocks.inverse(scale, agreed)
+            return quantization.cast(stored.data, times(scale, stored.scale_inv), rule.forward_format)
         if not len(shard):
-            return Quantized(stored.data.to(fmt.dtype), scale_inv)
+            return stored.data.to(rule.forward_format.dtype)
         blocks, first = self._blocks(product, len(shard), first)
         above = first % blocks.rows
         own = scale.narrow(0, first // blocks.rows, -(-(above + len(shard)) // blocks.rows))
-        codes = blocks.cast(_below(stored.data, above), times(own, stored.scale_inv), fmt)
-        return Quantized(codes.narrow(0, above, len(shard)), scale_inv)
+        codes = blocks.cast(_below(stored.data, above), times(own, stored.scale_inv), rule.forward_format)
+        return codes.narrow(0, above, len(shard))
+
+    def scale_inv(self, agreed: torch.Tensor) -> torch.Tensor:
+        """The scales of the whole weight, as it lies, of what the ranks agreed on for a product."""
+        return self._scales(agreed)[1]
+
+    def _scales(self, agreed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the weight is multiplied by, FP32, and what `Quantized` keeps of it."""
+        rule = self.layer.fp8_rule
+        if rule.along is None:
+            scale = self._scale(agreed)
+            return scale, scale_inv_of(scale, agreed)
+        blocks = rule.along.weight_blocks
+        if blocks is MX:
+            return e8m0_values(254 - agreed), agreed
+        scale = blocks.scale(agreed, rule.forward_format)
+        return scale, blocks.inverse(scale, agreed)
 
     def _scale(self, amax: torch.Tensor) -> torch.Tensor:
         rule = self.layer.fp8_rule
         if rule.scaling == "delayed":
-            return delayed_scale(self.layer.fp8_scaling, WEIGHT).clone()  # the state goes on
+            return delayed_scale(self.layer.fp8_scaling, WEIGHT)
         return (power_of_two_scale if rule.scaling == "window" else scale_from_amax)(amax, rule.forward_format)
 
     def _amaxes(self, stored: Stored, first: int, shape: torch.Size, product: str) -> torch.Tensor:

@@ -271,7 +271,8 @@ def _is_checkpointed() -> bool:
     if not torch.is_grad_enabled():
         return True
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is not None and hooks[0].__code__.co_filename == torch.utils.checkpoint.__file__
+    code = None if hooks is None else getattr(hooks[0], "__code__", None)
+    return code is not None and code.co_filename == torch.utils.checkpoint.__file__
 
 
 def _fprop(rule, x8, w8, stored, out_dtype) -> torch.Tensor:
