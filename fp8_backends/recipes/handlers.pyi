@@ -73,6 +73,7 @@ class Recipe(KwargsHandler):  # type: ignore[misc]  # Accelerate tells no types
     module_filter_func: Callable[[nn.Module, str], bool] | None
     autocast_dtype: str
     gradient_comm: str | None
+    activation_comm: str
     on_unproven: str
     saved_activations: str
     monitor_every: int
@@ -136,6 +137,10 @@ class TERecipeKwargs(Recipe):
             backend.
         gradient_comm (fp8, plain):
             How gradients travel between ranks (default: fp8 at a level above O0, else plain). Read by every backend.
+        activation_comm (plain, fp8; default 'plain'):
+            How activations travel between ranks in forward: fp8 is E4M3 codes with their scales, of sequence-parallel
+            activations that tensor parallelism gathers and of tokens that expert parallelism sends to their experts
+            (native). Read by every backend.
         on_unproven (raise, warn; default 'raise'):
             What to do when no FP8 product ran in the first step. Read by every backend.
         saved_activations (off, fp8, fp8+attention; default 'off'):
@@ -189,6 +194,7 @@ class TERecipeKwargs(Recipe):
         module_filter_func: Callable[[nn.Module, str], bool] | None = None,
         autocast_dtype: str | None = None,
         gradient_comm: str | None = None,
+        activation_comm: str | None = None,
         on_unproven: str | None = None,
         saved_activations: str | None = None,
         monitor_every: int | None = None,
@@ -233,6 +239,10 @@ class AORecipeKwargs(Recipe):
             backend.
         gradient_comm (fp8, plain):
             How gradients travel between ranks (default: fp8 at a level above O0, else plain). Read by every backend.
+        activation_comm (plain, fp8; default 'plain'):
+            How activations travel between ranks in forward: fp8 is E4M3 codes with their scales, of sequence-parallel
+            activations that tensor parallelism gathers and of tokens that expert parallelism sends to their experts
+            (native). Read by every backend.
         on_unproven (raise, warn; default 'raise'):
             What to do when no FP8 product ran in the first step. Read by every backend.
         saved_activations (off, fp8, fp8+attention; default 'off'):
@@ -277,6 +287,7 @@ class AORecipeKwargs(Recipe):
         module_filter_func: Callable[[nn.Module, str], bool] | None = None,
         autocast_dtype: str | None = None,
         gradient_comm: str | None = None,
+        activation_comm: str | None = None,
         on_unproven: str | None = None,
         saved_activations: str | None = None,
         monitor_every: int | None = None,
@@ -328,6 +339,10 @@ class MSAMPRecipeKwargs(Recipe):
             backend.
         gradient_comm (fp8, plain):
             How gradients travel between ranks (default: fp8 at a level above O0, else plain). Read by every backend.
+        activation_comm (plain, fp8; default 'plain'):
+            How activations travel between ranks in forward: fp8 is E4M3 codes with their scales, of sequence-parallel
+            activations that tensor parallelism gathers and of tokens that expert parallelism sends to their experts
+            (native). Read by every backend.
         on_unproven (raise, warn; default 'raise'):
             What to do when no FP8 product ran in the first step. Read by every backend.
         saved_activations (off, fp8, fp8+attention; default 'off'):
@@ -373,6 +388,7 @@ class MSAMPRecipeKwargs(Recipe):
         module_filter_func: Callable[[nn.Module, str], bool] | None = None,
         autocast_dtype: str | None = None,
         gradient_comm: str | None = None,
+        activation_comm: str | None = None,
         on_unproven: str | None = None,
         saved_activations: str | None = None,
         monitor_every: int | None = None,
@@ -429,6 +445,10 @@ class NativeRecipeKwargs(Recipe):
             backend.
         gradient_comm (fp8, plain):
             How gradients travel between ranks (default: fp8 at a level above O0, else plain). Read by every backend.
+        activation_comm (plain, fp8; default 'plain'):
+            How activations travel between ranks in forward: fp8 is E4M3 codes with their scales, of sequence-parallel
+            activations that tensor parallelism gathers and of tokens that expert parallelism sends to their experts
+            (native). Read by every backend.
         on_unproven (raise, warn; default 'raise'):
             What to do when no FP8 product ran in the first step. Read by every backend.
         saved_activations (off, fp8, fp8+attention; default 'off'):
@@ -478,6 +498,7 @@ class NativeRecipeKwargs(Recipe):
         module_filter_func: Callable[[nn.Module, str], bool] | None = None,
         autocast_dtype: str | None = None,
         gradient_comm: str | None = None,
+        activation_comm: str | None = None,
         on_unproven: str | None = None,
         saved_activations: str | None = None,
         monitor_every: int | None = None,
@@ -577,6 +598,10 @@ class FP8RecipeKwargs(Recipe):
             backend.
         gradient_comm (fp8, plain):
             How gradients travel between ranks (default: fp8 at a level above O0, else plain). Read by every backend.
+        activation_comm (plain, fp8; default 'plain'):
+            How activations travel between ranks in forward: fp8 is E4M3 codes with their scales, of sequence-parallel
+            activations that tensor parallelism gathers and of tokens that expert parallelism sends to their experts
+            (native). Read by every backend.
         on_unproven (raise, warn; default 'raise'):
             What to do when no FP8 product ran in the first step. Read by every backend.
         saved_activations (off, fp8, fp8+attention; default 'off'):
@@ -643,6 +668,7 @@ class FP8RecipeKwargs(Recipe):
         module_filter_func: Callable[[nn.Module, str], bool] | None = None,
         autocast_dtype: str | None = None,
         gradient_comm: str | None = None,
+        activation_comm: str | None = None,
         on_unproven: str | None = None,
         saved_activations: str | None = None,
         monitor_every: int | None = None,
