@@ -1,0 +1,69 @@
+"""The products of tensor-parallel layers, without ranks: what a GPU takes. `tests/distributed` has their numbers."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fp8_backends.compute.native.backend import layer_rule
+from fp8_backends.compute.native.layer_rule import Stored, quantized
+from fp8_backends.compute.native.ledger import Ledger
+from fp8_backends.compute.native.linear import LinearFunction
+from fp8_backends.compute.native.tensor_parallel import COLWISE, ROWWISE, Cut, split_of
+from fp8_backends.numerics.scaling import INPUT, WEIGHT
+from fp8_backends.recipes import handlers as recipes
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    """Two GPUs, whose collectives return what they get."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield init_device_mesh("cuda", (2,))
+    dist.destroy_process_group()
+
+
+class Calls(TorchDispatchMode):
+    """Counts the operators that run."""
+
+    def __enter__(self):
+        self.seen = []
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+class Context:
+    """What an autograd function is given; autograd itself has no fake CUDA tensors without a driver."""
+
+    needs_input_grad = (True, True, True)
+
+    def save_for_backward(self, *tensors) -> None:
+        self.saved_tensors = tensors
+
+
+@pytest.mark.parametrize("style", [COLWISE, ROWWISE])
+@pytest.mark.parametrize("scaling", ["dynamic", "rowwise", "blockwise", "mxfp8"])
+def test_a_gpu_accepts_the_products_of_parts(mesh, scaling, style):
+    """Fake CUDA tensors run torch's own checks of `_scaled_mm`. Each operand of which ranks have parts is agreed on."""
+    rule, cut, out_dtype = layer_rule(recipes.resolve(f"native:{scaling}")), Cut(mesh, style), torch.bfloat16
+    with FakeTensorMode(), Calls() as calls:
+        x = torch.empty(64, 256, device="cuda", dtype=out_dtype)
+        weight, bias = torch.empty(128, 256, device="cuda"), torch.empty(128, device="cuda")
+        x8 = quantized(x, rule.forward_format, rule, None, INPUT, split=split_of(cut, INPUT))
+        w8 = Stored.of(weight).quantized(rule.forward_format, rule, None, split=split_of(cut, WEIGHT))
+        context, ledger = Context(), Ledger(torch.device("cuda"))
+        constants = ledger, None, rule, out_dtype, False, cut
+        y = LinearFunction.forward(context, x, weight, bias, *constants, x8, w8, Stored.of(weight))
+        with torch.no_grad():  # as autograd calls it
+            dx, dw, db, *_ = LinearFunction.backward(context, torch.empty_like(y))
+    assert y.shape == (64, 128) and y.dtype == out_dtype and y.device.type == "cuda"
+    assert dx.shape == x.shape and dw.shape == weight.shape and db.shape == bias.shape
+    products = {torch.ops.aten._scaled_mm.default, torch.ops.aten._scaled_mm_v2.default}
+    assert sum(call in products for call in calls.seen) == 3
+    agreements = sum("allreduce" in str(call) for call in calls.seen)
+    assert agreements == (0 if rule.has_blocks else 2), calls.seen
