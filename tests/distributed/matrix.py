@@ -71,7 +71,7 @@ ENGINES = {
     "ring": Engine(run=_KINDS, splits_rows=False),
     "Ulysses": Engine(run=("native:delayed", "msamp:O2"), splits_rows=False),
     split_models.PIPELINE: Engine(run=_KINDS, splits_rows=False, abilities="trains"),
-    "TP": Engine(run=("native:delayed", "ao:tensorwise", "msamp:O2", "msamp:O3"), splits_rows=False),
+    "TP": Engine(run=(*_KINDS, "msamp:O3"), splits_rows=False),
     "TPxDP": Engine(run=("native:delayed", "msamp:O2")),
 }
 
