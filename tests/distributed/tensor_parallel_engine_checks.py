@@ -233,27 +233,18 @@ def check_guard_compares_and_skips_on_all_ranks():
 
 
 def check_files_hold_whole_values():
-    """What two ranks saved is read by one process, and by two that go on from it to the bit."""
-    for spec in ("msamp:O2", "native:delayed"):
-        acc, model, optimizer = prepared(spec)
-        train(model, optimizer, 2, backward=acc.backward)
-        folder = shared_folder()
-        acc.save_state(folder)
-        acc.save_model(model, f"{folder}/model")
-        values = copy.deepcopy(acc.get_state_dict(model))
-        unbroken = train(model, optimizer, 2, seed=1, backward=acc.backward)
-        again, model, optimizer = prepared(spec, seed=3)
-        train(model, optimizer, 1, seed=2, backward=again.backward)
-        again.load_state(folder)
-        assert train(model, optimizer, 2, seed=1, backward=again.backward) == unbroken, spec
-        stock = Net()
-        for file in (f"{folder}/model.safetensors", f"{folder}/model/model.safetensors"):
-            stock.load_state_dict(load_file(file))
-            assert all(torch.equal(value, values[name]) for name, value in stock.state_dict().items())
-        saved = torch.load(Path(folder, "optimizer.bin"), weights_only=True)["state"].values()
-        assert {moment.shape for moment in (state["exp_avg"] for state in saved)} == {
-            p.shape for p in stock.parameters()
-        }
+    """What two ranks saved, one process reads. (`matrix.py` has two that go on from it to the bit.)"""
+    acc, model, optimizer = prepared("msamp:O2")
+    train(model, optimizer, 2, backward=acc.backward)
+    folder = shared_folder()
+    acc.save_state(folder)
+    acc.save_model(model, f"{folder}/model")
+    values, stock = acc.get_state_dict(model), Net()
+    for file in (f"{folder}/model.safetensors", f"{folder}/model/model.safetensors"):
+        stock.load_state_dict(load_file(file))
+        assert all(torch.equal(value, values[name]) for name, value in stock.state_dict().items())
+    saved = torch.load(Path(folder, "optimizer.bin"), weights_only=True)["state"].values()
+    assert {moment.shape for moment in (state["exp_avg"] for state in saved)} == {p.shape for p in stock.parameters()}
 
 
 # On four ranks: two share a layer, and FSDP2 shards it over two pairs
@@ -285,13 +276,6 @@ def fsdp2_gathers_what_ranks_agreed_on():
             local_part(weight).copy_(torch.full(weight.to_local().shape, 2.0 ** dist.get_rank()))
     train(model, optimizer, 1, rows=rows(), backward=acc.backward)
     assert alike(local_part(model.block.up.weight)._scale_inv) and alike(local_part(model.block.down.weight)._scale_inv)
-    folder = shared_folder()
-    acc.save_state(folder)
-    unbroken = train(model, optimizer, 2, rows=rows(), backward=acc.backward)
-    again, model, optimizer = prepared("msamp:O2", dp=2, seed=3)
-    train(model, optimizer, 1, rows=rows(), backward=again.backward)
-    again.load_state(folder)
-    assert train(model, optimizer, 2, rows=rows(), backward=again.backward) == unbroken
 
 
 if __name__ == "__main__":
