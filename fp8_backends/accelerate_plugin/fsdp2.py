@@ -18,6 +18,7 @@ from ..errors import FP8BackendError
 from ..numerics.modules import plain_name
 from ..numerics.parameter_swap import swap
 from ..numerics.scaled_tensor import ScaledTensor
+from ..numerics.sharded_tensor import dequantize_shards, is_distributed
 from ..words import counted
 
 
@@ -95,5 +96,7 @@ def _shard(value: Any, parameter: torch.Tensor) -> Any:
         return value
     from torch.distributed.tensor import distribute_tensor
 
+    if is_distributed(value):  # of a parameter that ranks share by tensor parallelism
+        value = dequantize_shards(value).full_tensor()
     value = value.exact() if isinstance(value, ScaledTensor) else value
     return distribute_tensor(value, parameter.device_mesh, parameter.placements)

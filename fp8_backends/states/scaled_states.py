@@ -301,7 +301,8 @@ def refuse_gradients_that_stay(parameters: Iterable[torch.Tensor]) -> None:
         raise FP8BackendError(
             f"the gradients of {counted(len(alone), 'scaled weight')} of shape {shapes} do not travel between ranks "
             f"and would drift apart: prepare the DDP-wrapped model again, with its optimizer, so that its gradients "
-            f"are reduced"
+            f"are reduced; or, where other ranks have other weights (a pipeline), shard the model with fully_shard "
+            f"over the ranks that have these"
         )
 
 

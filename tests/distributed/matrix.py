@@ -48,11 +48,13 @@ class Engine(NamedTuple):
     """What a cell that works does, in the guide's word."""
 
     def cell(self, backend: str) -> str:
-        """The abilities of a backend that is run; in parentheses where one of its kind is."""
-        return self.abilities if self.run is None or backend in self.run else f"({self.abilities})"
+        """The abilities of a backend that is run; in parentheses where one of its kind is, and else nothing."""
+        if self.run is None or backend in self.run:
+            return self.abilities
+        return f"({self.abilities})" if backend in BACKENDS else "–"
 
 
-_KINDS = ("native:dynamic", "native:delayed", "ao:tensorwise", "msamp:O2")
+_KINDS = ("native:delayed", "ao:tensorwise", "msamp:O2")
 ENGINES = {
     "single": Engine(
         (
@@ -67,11 +69,15 @@ ENGINES = {
     "ZeRO-2": Engine(("ao:tensorwise",)),
     "ZeRO-3": Engine(("native:dynamic", "ao:tensorwise")),
     "ring": Engine(run=_KINDS, splits_rows=False),
-    "Ulysses": Engine(run=_KINDS, splits_rows=False),
-    "pipeline": Engine(run=_KINDS, splits_rows=False, abilities="trains"),
-    "TP": Engine(run=("native:delayed", "ao:tensorwise", "msamp:O2", "msamp:O3"), splits_rows=False),
+    "Ulysses": Engine(run=("native:delayed", "msamp:O2"), splits_rows=False),
+    split_models.PIPELINE: Engine(run=_KINDS, splits_rows=False, abilities="trains"),
+    "TP": Engine(run=(*_KINDS, "msamp:O3"), splits_rows=False),
     "TPxDP": Engine(run=("native:delayed", "msamp:O2")),
 }
+
+SPLIT = (*split_models.ENGINES, split_models.PIPELINE)
+WHOLE = tuple(name for name in ENGINES if name not in SPLIT)
+"""Engines that give each rank whole sequences and all layers; `split_checks.py` has the others."""
 
 
 def refusal(backend: str, engine: str, ability: str) -> str | None:
@@ -243,6 +249,8 @@ def check_cell(backend: str, engine: str) -> dict:
         else:
             assert all(count[kind] >= 8 for count in products.values() for kind in ("fprop", "dgrad", "wgrad"))
 
+        if engine in split_models.ENGINES:
+            check_alike_on_all_ranks(model)
         folder = [tempfile.mkdtemp()]
         if engine != "single":
             dist.broadcast_object_list(folder)
@@ -260,6 +268,15 @@ def check_cell(backend: str, engine: str) -> dict:
         check_as_on_one_process(engine, losses)
     EAGER[backend, engine] = losses
     return {"losses": losses}
+
+
+def check_alike_on_all_ranks(model: nn.Module) -> None:
+    """The scaling states of a stateful rule, though each rank has seen other tokens."""
+    for name, state in model.named_buffers():
+        if name.endswith("fp8_scaling"):
+            states = [torch.empty_like(state) for _ in range(dist.get_world_size())]
+            dist.all_gather(states, state)
+            assert all(torch.equal(each, state) for each in states), name
 
 
 def check_as_on_one_process(engine: str, losses: list[float]) -> None:
@@ -336,15 +353,16 @@ def check_refused(backend: str, engine: str, message: str) -> None:
         raise AssertionError(f"{backend} under {engine} was not refused")
 
 
-def checks(backends: tuple[str, ...] = BACKENDS) -> dict:
+def checks(backends: tuple[str, ...] = BACKENDS, engines: tuple[str, ...] = WHOLE) -> dict:
     """Name -> function for every cell that is run."""
     made = {}
-    for engine, column in ENGINES.items():
+    for engine in engines:
+        column = ENGINES[engine]
         for backend in (each for each in backends if column.run is None or each in column.run):
             name = f"check_{engine}_{backend}".replace("-", "").replace(":", "_").replace("+", "_")
             if message := refusal(backend, engine, "train"):
                 made[name] = lambda b=backend, e=engine, m=message: check_refused(b, e, m)
-            elif engine == "pipeline":
+            elif engine == split_models.PIPELINE:
                 made[name] = lambda b=backend: check_pipeline(b)
             else:
                 made[name] = lambda b=backend, e=engine: check_cell(b, e)

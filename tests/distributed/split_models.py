@@ -15,6 +15,7 @@ LENGTH = 16
 """Tokens of a whole sequence."""
 ENGINES = ("ring", "Ulysses")
 """Those that split a sequence."""
+PIPELINE = "pipeline"
 
 
 def llama() -> nn.Module:
@@ -128,8 +129,8 @@ def prepared(model: nn.Module, backend: str) -> torch.optim.Optimizer:
 
 
 def losses_of_one_process(stages: list[nn.Module], backend: str, data: list[torch.Tensor]) -> list[float]:
-    """One for each batch [rows, length + 1], in the same microbatches. Each stage has its optimizer here too: the random
-    bits of a step follow from a parameter's place in it."""
+    """One for each batch [rows, length + 1], in the same microbatches. Each stage has its own optimizer here too, since
+    the random bits of a step follow from a parameter's place in it."""
     optimizers = [prepared(stage, backend) for stage in stages]
     model, losses = nn.Sequential(*stages), []
     for ids in data:

@@ -8,9 +8,16 @@ from ranks import report, run
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", matrix.ENGINES)
+@pytest.mark.parametrize("engine", matrix.WHOLE)
 def test_each_backend_under(engine, subtests):
     names = [name for name in matrix.checks() if name.startswith(f"check_{engine.replace('-', '')}_")]
     outcome = run("matrix_checks.py", {"single": 1, "TPxDP": 4}.get(engine, 2), *names)
     report(subtests, outcome)
     assert list(outcome) == names
+
+
+@pytest.mark.slow
+def test_sequences_and_layers_that_ranks_split(subtests):
+    outcome = run("split_checks.py", 2)
+    report(subtests, outcome)
+    assert list(outcome) == list(matrix.checks(engines=matrix.SPLIT))

@@ -65,7 +65,13 @@ def engines() -> str:
     """Which backend trains under which engine, as `tests/distributed/matrix.py` has it."""
     header = ["backend", *matrix.ENGINES]
     rows = [
-        [f"``{backend}``", *("refused" if matrix.refusal(backend, each, "train") else "all" for each in matrix.ENGINES)]
+        [
+            f"``{backend}``",
+            *(
+                "refused" if matrix.refusal(backend, name, "train") else engine.cell(backend)
+                for name, engine in matrix.ENGINES.items()
+            ),
+        ]
         for backend in (*matrix.BACKENDS, *matrix.TE_BACKENDS)
     ]
     return simple_table([header, *rows])

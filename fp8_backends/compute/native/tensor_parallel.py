@@ -136,9 +136,11 @@ def cut_obstacle(layer: nn.Module, blocks: Blocks | None) -> str | None:
     two ranks, which would give it two scales. `blocks`: those of the weight by the rule."""
     if not is_parallel(layer) or not is_distributed(weight := layer.weight):
         return None
-    length = (blocks and blocks.columns) or 1
-    for placed, ranks in zip(weight.placements, weight.device_mesh.shape, strict=True):
-        if placed.is_replicate() or ranks == 1:
+    length, mesh = (blocks and blocks.columns) or 1, weight.device_mesh
+    names = mesh.mesh_dim_names or ("",) * mesh.ndim
+    for placed, ranks, name in zip(weight.placements, mesh.shape, names, strict=True):
+        is_fsdp = mesh.ndim > 1 and name != "tp"  # which gathers its shards before they are multiplied
+        if placed.is_replicate() or ranks == 1 or is_fsdp:
             continue
         size = weight.shape[placed.dim] // getattr(placed, "split_factor", 1)  # of each of the weights that are packed
         part = -(-size // ranks)

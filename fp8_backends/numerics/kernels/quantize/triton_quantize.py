@@ -67,8 +67,10 @@ _PARTIALS, _ROLLS, _SCALE, _WINDOW = (tl.constexpr(each) for each in (AMAX_PROGR
 
 def amax(x: torch.Tensor, keep_nan: bool = False, *, tile: Tile | None = None) -> torch.Tensor:
     """`scaling.tensor_amax` of a matrix of any strides: FP32, 0-dimensional. NaN is left out unless `keep_nan`."""
-    with triton_gate.on_device_of(x):
-        partials = _partial_amaxes(row_major(x)[0], keep_nan, tile)
+    partials = known_partials(x, keep_nan)
+    if partials is None:
+        with triton_gate.on_device_of(x):
+            partials = _partial_amaxes(row_major(x)[0], keep_nan, tile)
     return partials.amax().view(torch.float32)
 
 
