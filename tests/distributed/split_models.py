@@ -83,6 +83,13 @@ def forget_ulysses() -> None:
     ALL_ATTENTION_FUNCTIONS[ATTENTION] = sdpa_attention_forward
 
 
+def forget_amaxes() -> None:
+    """TransformerEngine reduces those of all models that a process has had, over all ranks where a recipe said so."""
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    FP8GlobalStateManager.reset()
+
+
 # Pipelines
 
 
@@ -113,18 +120,21 @@ def pipeline_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def prepared(model: nn.Module, backend: str) -> torch.optim.Optimizer:
-    """Prepare a stage, or all of them, and make its optimizer. At a level FSDP2 shards it over this one rank."""
+    """Prepare a stage, or all of them, and make its optimizer. A stage is of this one rank: at a level FSDP2 shards it
+    over that, and TransformerEngine takes no amaxes of others."""
     import fp8_backends
 
-    fp8_backends.prepare(model, None, backend)
+    own = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    amaxes = {"fp8_group": own} if backend.startswith("te:delayed") else {}
+    recipe = fp8_backends.FP8RecipeKwargs(backend=backend, **amaxes)
+    fp8_backends.prepare(model, None, recipe)
     if "msamp" in backend:
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.fsdp import fully_shard
 
-        groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-        fully_shard(model, mesh=DeviceMesh.from_group(groups[dist.get_rank()], "cpu"))
+        fully_shard(model, mesh=DeviceMesh.from_group(own, "cpu"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
-    fp8_backends.prepare(model, optimizer, backend)
+    fp8_backends.prepare(model, optimizer, recipe)
     return optimizer
 
 

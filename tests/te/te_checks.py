@@ -8,6 +8,7 @@ activate()
 
 import tempfile  # noqa: E402
 import warnings  # noqa: E402
+from contextlib import nullcontext  # noqa: E402
 
 import pytest  # noqa: E402
 import ranks  # noqa: E402
@@ -23,6 +24,7 @@ from model_families import WIDTH  # noqa: E402
 from te_models import BATCHES, Adapted, InAutocast, adamw, losses, model, of_te_linear  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
+from torch.distributed.pipelining import PipelineStage  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling  # noqa: E402
@@ -160,6 +162,19 @@ def check_recomputation_under_fsdp2_changes_no_loss():
             found.append((losses(made, optimizer, own_batches()), scales(made)))
         assert found[0][0] == found[1][0], reentrant
         assert torch.equal(found[0][1], found[1][1])
+
+
+def check_delayed_scales_in_a_pipeline_ask_for_the_ranks_of_a_stage():
+    """Else a stage would wait for amaxes of a rank that waits for that stage's output."""
+    for spec, said in (("te:delayed", pytest.raises(RecipeError, match="fp8_group")), ("te:dynamic", nullcontext())):
+        made = model()
+        prepare(made, None, spec)
+        sizes = {"input_args": BATCHES[0], "output_args": BATCHES[0]}
+        stage = PipelineStage(made, dist.get_rank(), dist.get_world_size(), torch.device("cpu"), **sizes)
+        with said:
+            stage.forward_maybe_with_nosync(BATCHES[0])
+        with torch.no_grad():
+            stage.forward_maybe_with_nosync(BATCHES[0])
 
 
 def check_fp8_group_names_the_ranks_that_share_amaxes():

@@ -33,6 +33,13 @@ FUSED_NORMS_SHARDED = Refusal(
     "leave fuse_norms out, or use ZeRO stage 0 to 2, or FSDP2 with the norm and its layer in one unit",
 )
 
+DELAYED_PIPELINE = Refusal(
+    "delayed scales of te in a pipeline need fp8_group: after each forward TransformerEngine takes the largest amaxes "
+    "of all ranks, and those with other stages would never come to that",
+    "give fp8_group the ranks that have the same stage, torch.distributed.new_group([rank]) where it is one; or use "
+    "te:dynamic, whose scales need no agreement",
+)
+
 FIELDS = (
     USE_AUTOCAST_DURING_EVAL,
     MARGIN,

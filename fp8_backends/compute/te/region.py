@@ -14,11 +14,13 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.autograd import Variable
 
+from ...errors import RecipeError
 from ..counts import inside_backward
 from ..interface import Recipe
+from .fields import DELAYED_PIPELINE
 from .recipes import FP8GlobalStateManager, autocast, recipe_object, rows_multiple
 
 
@@ -64,9 +66,14 @@ class Region:
     Args:
         records: whether it is a training forward, whose amaxes count: TransformerEngine takes them into the scales
             when the outermost region ends. After any other, scales and amaxes are as before.
+
+    Raises:
+        RecipeError: it records in a stage of a pipeline, and `fp8_group` does not say which ranks share amaxes.
     """
 
     def __init__(self, state: ModelState, records: bool) -> None:
+        if records and _takes_amaxes_of_all_ranks(state) and _inside_pipeline():
+            raise RecipeError(DELAYED_PIPELINE)
         self.records = records
         self._autocast = autocast(state.te_recipe, state.recipe)
 
@@ -149,6 +156,20 @@ def _leave_interrupted(calls: list[FrameType | None]) -> None:
             interrupted.state.region = None
             interrupted.region.records = False
             interrupted.region.__exit__()
+
+
+def _takes_amaxes_of_all_ranks(state: ModelState) -> bool:
+    if not state.te_recipe.delayed() or state.recipe.fp8_group is not None:
+        return False
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+def _inside_pipeline() -> bool:
+    """Whether a stage of `torch.distributed.pipelining` makes this forward."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__") != "torch.distributed.pipelining.stage":
+        frame = frame.f_back
+    return frame is not None
 
 
 def _running_calls() -> list[FrameType | None]:
