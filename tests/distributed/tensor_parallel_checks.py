@@ -313,6 +313,8 @@ def check_uneven_parts() -> None:
 def check_parts_that_cannot_be_multiplied_are_named() -> None:
     with pytest.raises(FP8BackendError, match="leaves a rank without any of 1 features"):
         fp8_backends.prepare(parallel(Net(1)), None, "native:dynamic")
+    with pytest.raises(FP8BackendError, match="each rank 24 of 48 features, not multiples of 16"):
+        fp8_backends.prepare(parallel(Net(48)), None, "ao:tensorwise")
     for rule, inner in (("blockwise", 128), ("mxfp8", 96)):
         model = parallel(Net(inner))
         with pytest.raises(FP8BackendError, match="which cuts a block of"):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
-from distributed import matrix
-from distributed.ranks import report, run
 
 HERE = Path(__file__).parent
+sys.path.append(str(HERE.parent / "distributed"))
+
+import matrix  # noqa: E402
+from ranks import report, run  # noqa: E402
+
 ON_TWO_RANKS = tuple(engine for engine in matrix.ENGINES if engine not in ("single", "TPxDP"))
 
 

@@ -38,6 +38,7 @@ from ..fields import LEVELS, NATIVE_FIELDS, Field
 from ..frozen_weights import check
 from ..hardware import Availability
 from ..interface import Compute, Recipe, check_saved_states
+from ..layer_parts import is_parallel
 from ..products import EMULATED, engine_for
 from . import experts as fp8_experts
 from . import fused_gates, fused_norms
@@ -52,7 +53,7 @@ from .layer_rule import STATEFUL, LayerRule, Stored
 from .ledger import Ledger, with_noted_amaxes
 from .linear import FP8Linear, FP8Products
 from .shared_codes import SharedCodes
-from .tensor_parallel import Cut, cut_obstacle, is_parallel
+from .tensor_parallel import Cut, cut_obstacle
 
 if TYPE_CHECKING:
     from .conv1d import FP8Conv1D

@@ -24,13 +24,14 @@ from ...numerics.scaling import ROWS, Blocks, Quantized, new_delayed_state, new_
 from ...numerics.sharded_tensor import full_shape, is_distributed
 from ..expert_functions import ExpertWeight, ExpertWeights, first_weight, own_part
 from ..interface import COMPUTE_DTYPES, Recipe
+from ..layer_parts import is_parallel
 from .grouped_function import GroupedFunction, gradient_by_rows, quantized_weight
 from .grouped_products import Groups
 from .layer_rule import ALONG_CONTRACTION, STATEFUL, LayerRule, Stored
 from .ledger import KeepsLedger, Ledger
 from .linear import FPROP
 from .shared_codes import SharedCodes
-from .tensor_parallel import COLWISE, ROWWISE, Cut, is_parallel
+from .tensor_parallel import COLWISE, ROWWISE, Cut
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -28,6 +28,7 @@ from ...numerics.kernels.quantize.layouts import Layouts
 from ...numerics.scaled_tensor import agreed_over
 from ...numerics.scaling import INPUT, Blocks
 from ...numerics.sharded_tensor import is_distributed
+from ..layer_parts import part_obstacle
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -126,32 +127,12 @@ class Operands(NamedTuple):
         return split_of(self.cut._replace(style=OF_TOKENS) if self.is_gathered else self.cut, INPUT)
 
 
-def is_parallel(layer: nn.Module) -> bool:
-    """Whether PyTorch's styles or transformers' have made this layer a part of several ranks' work."""
-    return any(getattr(layer, mark, False) for mark in ("_distribute_module_applied", "_is_hooked"))
-
-
 def cut_obstacle(layer: nn.Module, blocks: Blocks | None) -> str | None:
     """Why the parts of a layer cannot be multiplied, or None: one of them is empty, or a block of its weight lies on
     two ranks, which would give it two scales. `blocks`: those of the weight by the rule."""
-    if not is_parallel(layer) or not is_distributed(weight := layer.weight):
-        return None
-    length, mesh = (blocks and blocks.columns) or 1, weight.device_mesh
-    names = mesh.mesh_dim_names or ("",) * mesh.ndim
-    for placed, ranks, name in zip(weight.placements, mesh.shape, names, strict=True):
-        is_fsdp = mesh.ndim > 1 and name != "tp"  # which gathers its shards before they are multiplied
-        if placed.is_replicate() or ranks == 1 or is_fsdp:
-            continue
-        size = weight.shape[placed.dim] // getattr(placed, "split_factor", 1)  # of each of the weights that are packed
-        part = -(-size // ranks)
-        if part % length:
-            return (
-                f"tensor parallelism gives each rank {part} of {size} features, which cuts a block of {length} in two: "
-                "use a scaling rule without blocks (dynamic, rowwise, delayed, window)"
-            )
-        if part * (ranks - 1) >= size:
-            return f"tensor parallelism leaves a rank without any of {size} features"
-    return None
+    length = (blocks and blocks.columns) or 1
+    instead = "use a scaling rule without blocks (dynamic, rowwise, delayed, window)"
+    return part_obstacle(layer, length, f"which cuts a block of {length} in two: {instead}")
 
 
 def local_operands(layer: nn.Module, x: torch.Tensor) -> Operands:

@@ -22,6 +22,7 @@ from .. import hardware
 from ..fields import Field
 from ..hardware import Availability
 from ..interface import Compute, Recipe
+from ..layer_parts import part_obstacle
 from . import cpu_scaled_mm
 from .fields import FIELDS, scaling_of
 from .library import products_in_high_precision
@@ -75,9 +76,11 @@ class TorchAOCompute(Compute):
     def unfit(self, linear: nn.Linear, recipe: Recipe) -> str | None:
         if (reason := super().unfit(linear, recipe)) is not None:
             return reason
-        sizes = f"{linear.in_features} -> {linear.out_features}"
+        sizes, unaligned = f"{linear.in_features} -> {linear.out_features}", f"not multiples of {ALIGNMENT}"
         if linear.in_features % ALIGNMENT or linear.out_features % ALIGNMENT:
-            return f"{sizes} are not multiples of {ALIGNMENT}, and TorchAO cannot pad them"
+            return f"{sizes} are {unaligned}, and TorchAO cannot pad them"
+        if reason := part_obstacle(linear, ALIGNMENT, f"{unaligned}, and TorchAO cannot pad them"):
+            return reason
         if recipe.auto_filter and not _auto_filter(recipe.scaling)(linear, ""):
             return f"{sizes} is too small to gain by FP8, says TorchAO's automatic filter for {recipe.scaling}"
         return None
