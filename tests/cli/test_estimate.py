@@ -46,7 +46,8 @@ def test_a_table_for_each_sharding_no_wider_than_a_screen(config, capsys, monkey
     # "93 %" are two words, and so are "1.2 M"
     assert all(len(row) in (len(heading) + 1, len(heading) + 2) for row in rows.values())
     assert set(rows) == {"bf16", "msamp:O2", "te:delayed+msamp:O3"} and "yes" in rows["bf16"]
-    assert "msamp:O2: level O2 goes with DDP and FSDP2" in " ".join(printed.out.split())
+    words = " ".join(printed.out.split())
+    assert "msamp:O2: level O2 goes with DDP and FSDP2" in words and "without tensor parallelism" in words
     assert "te: as its native equivalent" in printed.out and "4 x H100 (80 GiB)" in printed.out
 
 

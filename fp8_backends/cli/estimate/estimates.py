@@ -179,6 +179,10 @@ def _estimate(workload: Workload, backend: str, recipe: Recipe | None, sharding:
         found.notes.append("te: as its native equivalent, with the second copy of the weights' codes that it keeps")
     _fill(found, on_one_rank(workload.model.layers, workload.batch))
     whole = growth.at(workload.model.layers, workload.batch)
+    if workload.devices > 1:
+        found.notes.append(
+            "figures are those without tensor parallelism: each device has whole layers, or gathers them"
+        )
     found.sent = sharded_costs.sent_bytes(whole, sharding, workload.devices, recipe)
     if workload.memory is not None:
         _fill_limits(found, workload, growth, on_one_rank)
