@@ -48,7 +48,7 @@ question 2 linear --dtypes $dtypes --forms $(of eager,compiled eager) $(of "--ru
 question 2 optimizer $(of "--elements 20000000" "--elements 65536 --runs 2")
 question 1 comm $(of "" "--elements 65536 --runs 2")
 question 2 overhead $(of "--runs 20" "--runs 2 --instances 1 --hidden 64 --layers 1 --sequence 32")
-question 2 prepare $(of "" "--layers 20 --width 16 --rounds 2 --meta-layers 1 --large-layers 3 --large-width 64")
+question 2 prepare $(of "" "--backends native:dynamic,msamp:O3 --layers 20 --width 16 --rounds 2 --meta-layers 1 --large-layers 3 --large-width 64")
 question 2 step --together $(of "" "--shape tiny --steps 2 --warmup 1 --sequence 32")
 question 1 by_ranks $(of "--backends native:dynamic,ao:tensorwise,msamp:O2" "--backends native:dynamic --shape tiny --steps 2 --warmup 1 --sequence 32")
 echo

@@ -72,6 +72,8 @@ def is_seen(name: str, value: Any, recipe: Recipe) -> bool:
     found = recipe.level if name == "opt_level" else getattr(recipe, name)
     if found is value:
         return True
+    if name == "saved_activations" and found == "off":  # a word, of which YAML and handlers may make something else
+        return str(value).strip().lower() in ("off", "", "none", "false")
     found = _spelled(found)
     return {*found} == value if isinstance(value, set) else found in meanings(value)
 

@@ -14,6 +14,7 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
+import warm_process
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -273,5 +274,5 @@ def test_compiled_layers_of_several_sizes_stay_within_their_buffers():
             train(nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64)), 32)
         """
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240)
+    done = warm_process.run("-c", script)
     assert done.returncode == 0, done.stderr

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -69,54 +68,54 @@ def fresh_process(*arguments):
     return done.stdout
 
 
-@pytest.mark.slow
-def test_no_form_of_a_product_meets_pytorchs_loops():
-    """Sizes that show it: the plain product of two row-major bf16 matrices takes hundreds of times FP32's."""
-    script = """
-        import time
-        import torch
-        from fp8_backends.compute import hardware
-        from fp8_backends.compute.products import plain_product, scaled_product
-        from fp8_backends.numerics.scaling import Quantized
+NO_FORM_MEETS_PYTORCHS_LOOPS = """
+# at sizes that show it: the plain product of two row-major bf16 matrices takes hundreds of times FP32's
+import sys
+import time
+import pytest
+import torch
+from fp8_backends.compute import hardware
+from fp8_backends.compute.products import plain_product, scaled_product
+from fp8_backends.numerics.scaling import Quantized
 
-        assert not hardware.cpu_bf16() and hardware.fast_dtype("cpu") == torch.float32
+assert not hardware.cpu_bf16() and hardware.fast_dtype("cpu") == torch.float32
 
-        def seconds(function):
-            def one():
-                start = time.perf_counter()
-                function()
-                return time.perf_counter() - start
-            return min(one() for _ in range(5))
+def seconds(function):
+    def one():
+        start = time.perf_counter()
+        function()
+        return time.perf_counter() - start
+    return min(one() for _ in range(5))
 
-        def forms(a, b):
-            for name in ("NN", "NT", "TN", "TT"):
-                # of the product a @ b.t(): T says that an operand lies column by column, b's as it is multiplied
-                yield a if name[0] == "N" else a.t().contiguous().t(), b if name[1] == "T" else b.t().contiguous().t()
+def forms(a, b):
+    for name in ("NN", "NT", "TN", "TT"):
+        # of the product a @ b.t(): T says that an operand lies column by column, b's as it is multiplied
+        yield a if name[0] == "N" else a.t().contiguous().t(), b if name[1] == "T" else b.t().contiguous().t()
 
-        a, b, one = torch.randn(128, 512), torch.randn(512, 512), torch.tensor(1.0)
-        plain = seconds(lambda: torch.mm(a, b.t()))
-        slow = seconds(lambda: torch.mm(a.bfloat16(), b.bfloat16()))
-        assert slow > 20 * plain, (slow, plain)  # else a fifth of it would be no sign (38 times on Zen 4)
-        for out_dtype in (torch.bfloat16, torch.float16, torch.float32):
-            for x, w in forms(a.to(out_dtype), b.to(out_dtype)):
-                found = seconds(lambda: plain_product(x, w))
-                assert found < slow / 5, ("plain", out_dtype, found, slow)
-            for code in (torch.float8_e4m3fn, torch.float8_e5m2):
-                for x, w in forms(a.to(code), b.to(torch.float8_e4m3fn)):
-                    for scales in ((one, one), (torch.ones(128, 1), torch.ones(512, 1))):
-                        operands = Quantized(x, scales[0]), Quantized(w, scales[1])
-                        found = seconds(lambda: scaled_product(*operands, out_dtype))
-                        assert found < slow / 5, (code, out_dtype, found, slow)
-        print("all forms")
-    """
-    assert fresh_process("-c", textwrap.dedent(script)) == "all forms\n"
+a, b, one = torch.randn(128, 512), torch.randn(512, 512), torch.tensor(1.0)
+plain = seconds(lambda: torch.mm(a, b.t()))
+slow = seconds(lambda: torch.mm(a.bfloat16(), b.bfloat16()))
+assert slow > 20 * plain, (slow, plain)  # else a fifth of it would be no sign (38 times on Zen 4)
+for out_dtype in (torch.bfloat16, torch.float16, torch.float32):
+    for x, w in forms(a.to(out_dtype), b.to(out_dtype)):
+        found = seconds(lambda: plain_product(x, w))
+        assert found < slow / 5, ("plain", out_dtype, found, slow)
+    for code in (torch.float8_e4m3fn, torch.float8_e5m2):
+        for x, w in forms(a.to(code), b.to(torch.float8_e4m3fn)):
+            for scales in ((one, one), (torch.ones(128, 1), torch.ones(512, 1))):
+                operands = Quantized(x, scales[0]), Quantized(w, scales[1])
+                found = seconds(lambda: scaled_product(*operands, out_dtype))
+                assert found < slow / 5, (code, out_dtype, found, slow)
+print("all forms")
+sys.exit(pytest.main(sys.argv[1:]))
+"""
 
 
 @pytest.mark.slow
 def test_engines_and_what_surrounds_them_hold_on_such_a_cpu(tmp_path):
-    """The tests of them once more, on the other kind of CPU."""
+    """No form of a product, and the tests of both once more, on the other kind of CPU: one process loads them."""
     files = ("compute/test_products.py", "compute/test_block_products.py", "accelerate_plugin/test_plugin_precision.py")
-    out = fresh_process(
-        "-m", "pytest", *(str(TESTS / file) for file in files), "-q", "-x", "-p", "no:cacheprovider", "--no-header"
-    )  # fmt: skip
-    assert " passed" in out
+    tests = [str(TESTS / file) for file in files]
+    options = ("-q", "-x", "-p", "no:cacheprovider", "--no-header")
+    out = fresh_process("-c", NO_FORM_MEETS_PYTORCHS_LOOPS, *tests, *options)
+    assert out.startswith("all forms\n") and " passed" in out

@@ -46,7 +46,7 @@ def check_an_fp32_engine_repeats_the_run_of_one_rank():
     data, worst = batches(4), 0.0
     for backend in COMPUTES:
         expected = train_alone(backend, data)
-        for stage in STAGES:
+        for stage in STAGES if backend == "native:delayed" else (3,):
             with accelerator(stage, backend) as acc, ranks.Said() as log:
                 model = Blocks()
                 engine, optimizer = acc.prepare(model, adamw(model))
@@ -66,7 +66,7 @@ def check_a_bf16_engine_stays_as_near_to_one_rank_as_fp8_does_to_bf16():
     data, figures = batches(12, 32), {}
     bf16 = train_alone(None, data, bf16=True)
     engines_own = _gap(_trained(None, 3, data, bf16=True), bf16)
-    for backend in COMPUTES:
+    for backend in ("native:delayed", "native:rowwise", "ao:tensorwise"):
         alone = train_alone(backend, data, bf16=True)
         losses = _trained(backend, 3, data, bf16=True)
         bound = 2 * _gap(alone, bf16) + engines_own

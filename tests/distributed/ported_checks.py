@@ -41,7 +41,7 @@ from fp8_backends.states.levels import quantize_weight
 from fp8_backends.training.preparation import finish_accumulation
 
 fp8_backends.connect()
-O0 = ("native:dynamic", "native:delayed", "ao:tensorwise")
+O0 = ("native:delayed", "ao:tensorwise")
 """DDP averages their gradients in FP32."""
 BACKENDS = (*O0, "msamp:O2", "msamp:O3")
 

@@ -47,8 +47,17 @@ def step(model, optimizer, index: int, microbatches: int = 1) -> float:
     return loss.item()
 
 
-@pytest.mark.parametrize("scaling", ["delayed", "dynamic", "blockwise"])
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    ("level", "scaling"),
+    [
+        ("O1", "delayed"),
+        ("O2", "dynamic"),
+        ("O2", "blockwise"),
+        ("O3", "delayed"),
+        ("O3", "blockwise"),
+        ("O4", "dynamic"),
+    ],
+)
 def test_the_native_twin_has_the_same_numbers(level, scaling):
     """Stored to nearest, without biases, which TransformerEngine rounds to bf16. What is left is the order of FP32
     sums: the first losses are equal but for these, and later ones differ where such a difference moved a value across

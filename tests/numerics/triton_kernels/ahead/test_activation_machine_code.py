@@ -19,8 +19,7 @@ IN_FLIGHT = 30_000
 """Bytes that each multiprocessor must have asked for at any time, as in `test_quantize_machine_code`."""
 
 
-@pytest.mark.parametrize("dtype, width", [("*bf16", 2), ("*fp32", 4)])
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("activation, dtype, width", [("silu", "*bf16", 2), ("gelu_tanh", "*fp32", 4)])
 @pytest.mark.parametrize("parts", [FORWARD, BACKWARD], ids=["forward", "backward"])
 def test_gated(parts, activation, dtype, width, tmp_path):
     kernel, inputs, outputs, partials = parts
@@ -38,8 +37,7 @@ NORM = triton_norm._forward_kernel, {"partial_ptr": "*i32"}, ("x_ptr", "values_p
 NORM_BACKWARD = triton_norm._backward_kernel, {"weight_grad_ptr": "*fp32"}, ("grad_ptr", "x_ptr", "x_grad_ptr"), {}
 
 
-@pytest.mark.parametrize("dtype", ["*bf16", "*fp32"])
-@pytest.mark.parametrize("columns", [128, 4096, LONGEST_ROW])
+@pytest.mark.parametrize("columns, dtype", [(128, "*bf16"), (4096, "*bf16"), (LONGEST_ROW, "*fp32")])
 @pytest.mark.parametrize("parts", [NORM, NORM_BACKWARD], ids=["forward", "backward"])
 def test_norm(parts, columns, dtype, tmp_path):
     kernel, others, matrices, constants = parts

@@ -166,8 +166,16 @@ def test_a_copy_is_cast_again_where_rounding_changed_its_scale():
     assert bits(ours) == bits(expected) and ours[0].copy.scale_inv == 1.0
 
 
-@pytest.mark.parametrize("kind", ["O2", "blocks everywhere", "an embedding", "bf16"])
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    "kind, bad",
+    [
+        ("O2", float("nan")),
+        ("O2", float("inf")),
+        ("blocks everywhere", float("nan")),
+        ("an embedding", float("inf")),
+        ("bf16", float("nan")),
+    ],
+)
 @pytest.mark.parametrize("bounded", [False, True])
 def test_a_gradient_that_is_not_finite_counts_as_zero_and_others_do_not(kind, bad, bounded):
     def make():

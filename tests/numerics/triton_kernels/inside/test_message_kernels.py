@@ -13,15 +13,13 @@ from fp8_backends.numerics.kernels.wire.format import BLOCK, Part
 from fp8_backends.numerics.kernels.wire.triton_messages import tables
 
 
-@pytest.mark.parametrize("rounded", [False, True])
-@pytest.mark.parametrize("rows, rank", [(1, 0), (2, 1), (3, 0), (8, 5)])
+@pytest.mark.parametrize("rows, rank, rounded", [(1, 0, False), (2, 1, True), (3, 0, False), (8, 5, True)])
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 def test_gradients_are_packed_where_they_lie(dtype, rows, rank, rounded):
     cases.check_pack(triton_messages, dtype, rows, rank, rounded)
 
 
-@pytest.mark.parametrize("columns", [1, 129, 4096])
-@pytest.mark.parametrize("rows, kept", [(1, None), (3, 1)])
+@pytest.mark.parametrize("rows, kept, columns", [(1, None, 129), (3, 1, 1), (3, 1, 4096)])
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 def test_rows_of_any_length_are_encoded(dtype, rows, kept, columns):
     cases.check_encode(triton_messages, dtype, rows, columns, kept)
