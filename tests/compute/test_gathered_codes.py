@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from expert_families import make_experts
 from torch import nn
 
 import fp8_backends
-from fp8_backends.compute.native.gathers import WeightCodes
+from fp8_backends.compute.native.gathers import ExpertCodes, WeightCodes
+from fp8_backends.compute.native.grouped_function import _oriented_layouts
 from fp8_backends.compute.native.layer_rule import Stored
 from fp8_backends.errors import FP8BackendError
-from fp8_backends.numerics.gathered_codes import DGRAD, GatheredCodes
+from fp8_backends.numerics.gathered_codes import DGRAD, FPROP, GatheredCodes
 from fp8_backends.numerics.scaled_tensor import ScaledTensor, quantize
 
 RULES = ("dynamic", "delayed", "window", "rowwise", "blockwise", "mxfp8")
@@ -83,6 +85,34 @@ def test_codes_of_shards_are_those_of_the_whole(rule, transposed, stored):
     for product, gathered in agreed_codes(codes, shards).items():
         for found, expected in zip(gathered, whole_codes(codes, weight, product), strict=True):
             assert same(found, expected), product
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("rule", RULES)
+def test_products_find_in_codes_of_experts_what_they_make_of_the_weight(rule, transposed):
+    """An overflow of one expert, too."""
+    pytest.importorskip("transformers")
+    root = make_experts("gpt_oss" if transposed else "mixtral", num_local_experts=5, intermediate_size=70)
+    fp8_backends.prepare(root, None, f"native:{rule}")
+    layer = root.experts.fp8_weights["gate_up_proj"]
+    codes, weight = ExpertCodes(layer), layer.weight.detach().clone()
+    weight[1, 3, 5], weight[2], weight[4, 7, 1] = 50.0, 0.0, torch.inf
+    shards = [weight[:3], weight[3:], weight[5:]]
+    of_ranks = [codes.amaxes(shard, first, weight.shape) for first, shard in zip((0, 3, 5), shards, strict=True)]
+    codes.agree([torch.stack(each).amax(0) for each in zip(*of_ranks, strict=True)])
+    for product in (FPROP, DGRAD):
+        made_of = product if product in codes.products else FPROP
+        parts = [codes.codes(shard, first, weight.shape, made_of).view(torch.uint8) for first, shard in
+                 zip((0, 3, 5), shards, strict=True)]
+        gathered = Stored(torch.cat(parts).view(torch.float8_e4m3fn), codes.scale_inv(codes.agreed[made_of]))
+        found, made = (
+            _oriented_layouts(*(layer.fp8_rule, None, stored, transposed, layer._buffers.get("fp8_scaling")),
+                              product == FPROP, product == DGRAD)
+            for stored in (gathered, Stored.of(weight))
+        )
+        for one, other in zip(*(each.along_columns() if product == FPROP else each.along_rows() for each in (found, made)), strict=True):
+            one, other = (each.float() if each.dtype == torch.float8_e4m3fn else each for each in (one, other))
+            assert same(one, other), product
 
 
 @pytest.mark.parametrize("rule", RULES)
