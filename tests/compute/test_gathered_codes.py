@@ -14,6 +14,7 @@ from fp8_backends.compute.native.layer_rule import Stored
 from fp8_backends.errors import FP8BackendError
 from fp8_backends.numerics.gathered_codes import DGRAD, FPROP, GatheredCodes
 from fp8_backends.numerics.scaled_tensor import ScaledTensor, quantize
+from fp8_backends.numerics.scaling import Quantized
 
 RULES = ("dynamic", "delayed", "window", "rowwise", "blockwise", "mxfp8")
 ROWS, COLUMNS = 290, 300
@@ -97,22 +98,24 @@ def test_products_find_in_codes_of_experts_what_they_make_of_the_weight(rule, tr
     layer = root.experts.fp8_weights["gate_up_proj"]
     codes, weight = ExpertCodes(layer), layer.weight.detach().clone()
     weight[1, 3, 5], weight[2], weight[4, 7, 1] = 50.0, 0.0, torch.inf
-    shards = [weight[:3], weight[3:], weight[5:]]
-    of_ranks = [codes.amaxes(shard, first, weight.shape) for first, shard in zip((0, 3, 5), shards, strict=True)]
+    shards = {0: weight[:3], 3: weight[3:], 5: weight[5:]}
+    of_ranks = [codes.amaxes(shard, first, weight.shape) for first, shard in shards.items()]
     codes.agree([torch.stack(each).amax(0) for each in zip(*of_ranks, strict=True)])
     for product in (FPROP, DGRAD):
-        made_of = product if product in codes.products else FPROP
-        parts = [codes.codes(shard, first, weight.shape, made_of).view(torch.uint8) for first, shard in
-                 zip((0, 3, 5), shards, strict=True)]
-        gathered = Stored(torch.cat(parts).view(torch.float8_e4m3fn), codes.scale_inv(codes.agreed[made_of]))
-        found, made = (
-            _oriented_layouts(*(layer.fp8_rule, None, stored, transposed, layer._buffers.get("fp8_scaling")),
-                              product == FPROP, product == DGRAD)
-            for stored in (gathered, Stored.of(weight))
-        )
-        for one, other in zip(*(each.along_columns() if product == FPROP else each.along_rows() for each in (found, made)), strict=True):
-            one, other = (each.float() if each.dtype == torch.float8_e4m3fn else each for each in (one, other))
-            assert same(one, other), product
+        made_for = product if product in codes.products else FPROP
+        parts = [codes.codes(shard, first, weight.shape, made_for) for first, shard in shards.items()]
+        whole = torch.cat([part.view(torch.uint8) for part in parts]).view(torch.float8_e4m3fn)
+        gathered = Stored(whole, codes.scale_inv(codes.agreed[made_for]))
+        operands = [_operand(layer, stored, product) for stored in (gathered, Stored.of(weight))]
+        for found, expected in zip(*operands, strict=True):
+            assert same(found.float(), expected.float()), product
+
+
+def _operand(layer, stored: Stored, product: str) -> Quantized:
+    """A weight of experts as a product takes it."""
+    state, is_fprop = layer._buffers.get("fp8_scaling"), product == FPROP
+    made = _oriented_layouts(layer.fp8_rule, None, stored, layer.fp8_transposed, state, is_fprop, not is_fprop)
+    return made.along_columns() if is_fprop else made.along_rows()
 
 
 @pytest.mark.parametrize("rule", RULES)
