@@ -179,12 +179,15 @@ def _share_of_experts(spec: str, family: str, number: int, checkpointed: bool = 
         losses = []
         for step in range(2):
             hidden, chosen, shares = routed(24, seed=2 * step + dist.get_rank(), experts=number)
+            shares = shares[:, : chosen.shape[1]]
             with _Counted() as counted:
-                y = root.experts(hidden.requires_grad_(), chosen, shares[:, : chosen.shape[1]])
+                y = root.experts(hidden.requires_grad_(), chosen, shares)
                 y.square().mean().backward()
             losses += [y.sum().item(), hidden.grad.sum().item()]
             optimizer.step()
             optimizer.zero_grad()
+        fp8_backends.restore(root)  # and gather weights as they are stored again
+        losses.append(root.experts(hidden, chosen, shares).sum().item())
         runs.append((losses, weights(root)))
         biases = sum(-(-number // 2) * each.shape[1:].numel() for each in root.parameters() if each.dim() == 2)
         gathered.append(counted.bytes["all_gather"] - 2 * 4 * biases)

@@ -49,9 +49,9 @@ class WeightCodes:
     @property
     def wanted(self) -> bool:
         """Whether the layer's next forward reads codes, and nothing else of the weight."""
-        rule = self.layer.fp8_rule
         if not self._is_converted:
             return False
+        rule = self.layer.fp8_rule
         in_fp8 = self.layer.training or rule.fp8_in_eval
         return in_fp8 and not rule.high_precision[linear.FPROP] and not rule.high_precision[linear.DGRAD]
 
