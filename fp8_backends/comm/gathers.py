@@ -37,9 +37,12 @@ _GATHERS = "_fp8_gathers"
 _BUFFERS = ("all_gather_outputs", "_unsharded_param", "_unsharded_inner_tensors")
 """What FSDP2 keeps of a weight in the form in which it gathers it."""
 
+Place = tuple[nn.Module, str]
+"""A module and the name of one of its Parameters."""
+
 
 class Travelling(Protocol):
-    """The codes of one layer's weight, of which each rank has some rows."""
+    """The codes of one layer's weight, of which each rank has some rows: of a 3-D weight some experts."""
 
     wanted: bool
     """Whether the layer's next forward reads codes, and nothing else of the weight."""
@@ -52,7 +55,7 @@ class Travelling(Protocol):
     agreed: dict[str, torch.Tensor]
     """For each of `products` what the ranks have agreed on."""
     amax: torch.Tensor | None
-    """max |x| of the whole weight, for a rule that records it; FP32, 0-dimensional."""
+    """max |x| of the whole weight, for a rule that records it; FP32, 0-dimensional, or [experts]."""
 
     def can_make(self, shard: torch.Tensor) -> bool:
         """Whether there are codes to be made of this shard."""
@@ -71,9 +74,9 @@ class Travelling(Protocol):
         """The scales of the whole weight, of what the ranks agreed on for a product."""
 
 
-def connect(root: nn.Module, travelling: Mapping[nn.Module, Travelling]) -> None:
-    """Let FSDP2 gather the weights of these layers as codes. Repeating it does nothing, and without layers weights are
-    gathered as they are stored again.
+def connect(root: nn.Module, travelling: Mapping[Place, Travelling]) -> None:
+    """Let FSDP2 gather these weights as codes. Repeating it does nothing, and without any all are gathered as they are
+    stored again.
 
     Raises:
         FP8BackendError: this torch's FSDP2 is another.
@@ -95,16 +98,16 @@ def connect(root: nn.Module, travelling: Mapping[nn.Module, Travelling]) -> None
 
 
 def _shards(
-    modules: Iterable[nn.Module], travelling: Mapping[nn.Module, Travelling]
+    modules: Iterable[nn.Module], travelling: Mapping[Place, Travelling]
 ) -> tuple[list[WeightShard], list[str]]:
-    """The weights of these layers that can travel as codes, and for each other one why it cannot."""
+    """Those of the weights that can travel as codes, and for each other one why it cannot."""
     shards, plain = [], []
     try:
         for module in modules:
             for group in _groups(module):
                 for parameter in group.fsdp_params:
                     info = parameter._module_info
-                    codes = travelling.get(info.module) if info.param_name == "weight" else None
+                    codes = travelling.get((info.module, info.param_name))
                     if codes is None or not codes.can_make(parameter._sharded_local_tensor):
                         continue
                     if reason := _stays_plain(group, parameter):
@@ -212,7 +215,7 @@ class WeightShard:
         missing = self.parameter.padded_sharded_param_size[0] - len(self.tensor)
         agreed = {product: self.codes.agreed[product] for product in self.products()}
         codes = (self.codes.codes(*self.place, product).view(torch.uint8) for product in agreed)
-        inputs = tuple(F.pad(each, (0, 0, 0, missing)) for each in codes)
+        inputs = tuple(F.pad(each, (0, 0) * (each.dim() - 1) + (0, missing)) for each in codes)
         if len(self.parameter.all_gather_outputs) != len(inputs):
             self.parameter.all_gather_outputs = []
         return inputs, agreed

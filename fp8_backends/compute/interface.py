@@ -255,9 +255,9 @@ class GivesWeightCodes(Protocol):
 class GathersCodes(Protocol):
     """A backend whose weights FSDP2 can gather as the codes that products read (`comm.gathers`)."""
 
-    def travelling(self, root: nn.Module, recipe: Recipe) -> dict[nn.Module, Any]:
-        """For each layer of the prepared root whose weight is to travel so its codes, an object as
-        `comm.gathers.Travelling` describes it."""
+    def travelling(self, root: nn.Module, recipe: Recipe) -> dict[tuple[nn.Module, str], Any]:
+        """For each Parameter of the prepared root that is to travel so, by its module and its name there, its codes: an
+        object as `comm.gathers.Travelling` describes it."""
 
 
 # Casts

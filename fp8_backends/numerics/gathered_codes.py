@@ -30,7 +30,8 @@ class GatheredCodes(torch.Tensor):
         parts: what it holds now, by name. All aliases have the same dictionary: FSDP2 gathers again into the Parameter
             that a graph has saved. `fprop_codes` and `dgrad_codes` are FP8 of the weight's shape, the same tensor where
             one cast serves both products; `fprop_scale_inv` and `dgrad_scale_inv` as in `Quantized`, but as the weight
-            lies; `weight_amax` is max |x|, FP32, 0-dimensional, where the rule has one scale.
+            lies, and of experts [experts, rows of blocks, blocks in a row]; `weight_amax` is max |x|, FP32,
+            0-dimensional, or [experts], for the delayed rule.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl

@@ -296,9 +296,9 @@ def connect_ranks(model: nn.Module, recipe: Recipe) -> None:
         levels.expect_equal_gradients(model)
 
 
-def _travelling(roots: list[tuple[str, nn.Module, Prepared]]) -> dict[nn.Module, gathers.Travelling]:
-    """The codes of the weights that travel so, by layer."""
-    travelling: dict[nn.Module, gathers.Travelling] = {}
+def _travelling(roots: list[tuple[str, nn.Module, Prepared]]) -> dict[gathers.Place, gathers.Travelling]:
+    """The codes of the weights that travel so, by their place."""
+    travelling: dict[gathers.Place, gathers.Travelling] = {}
     for _, root, prepared in roots:
         if isinstance(prepared.compute, GathersCodes):
             travelling |= prepared.compute.travelling(root, prepared.recipe)

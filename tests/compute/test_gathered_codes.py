@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from expert_families import make_experts
 from torch import nn
 
 import fp8_backends
-from fp8_backends.compute.native.gathers import WeightCodes
+from fp8_backends.compute.native.gathers import ExpertCodes, WeightCodes
+from fp8_backends.compute.native.grouped_function import _oriented_layouts
 from fp8_backends.compute.native.layer_rule import Stored
 from fp8_backends.errors import FP8BackendError
-from fp8_backends.numerics.gathered_codes import DGRAD, GatheredCodes
+from fp8_backends.numerics.gathered_codes import DGRAD, FPROP, GatheredCodes
 from fp8_backends.numerics.scaled_tensor import ScaledTensor, quantize
+from fp8_backends.numerics.scaling import Quantized
 
 RULES = ("dynamic", "delayed", "window", "rowwise", "blockwise", "mxfp8")
 ROWS, COLUMNS = 290, 300
@@ -83,6 +86,36 @@ def test_codes_of_shards_are_those_of_the_whole(rule, transposed, stored):
     for product, gathered in agreed_codes(codes, shards).items():
         for found, expected in zip(gathered, whole_codes(codes, weight, product), strict=True):
             assert same(found, expected), product
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("rule", RULES)
+def test_products_find_in_codes_of_experts_what_they_make_of_the_weight(rule, transposed):
+    """An overflow of one expert, too."""
+    pytest.importorskip("transformers")
+    root = make_experts("gpt_oss" if transposed else "mixtral", num_local_experts=5, intermediate_size=70)
+    fp8_backends.prepare(root, None, f"native:{rule}")
+    layer = root.experts.fp8_weights["gate_up_proj"]
+    codes, weight = ExpertCodes(layer), layer.weight.detach().clone()
+    weight[1, 3, 5], weight[2], weight[4, 7, 1] = 50.0, 0.0, torch.inf
+    shards = {0: weight[:3], 3: weight[3:], 5: weight[5:]}
+    of_ranks = [codes.amaxes(shard, first, weight.shape) for first, shard in shards.items()]
+    codes.agree([torch.stack(each).amax(0) for each in zip(*of_ranks, strict=True)])
+    for product in (FPROP, DGRAD):
+        made_for = product if product in codes.products else FPROP
+        parts = [codes.codes(shard, first, weight.shape, made_for) for first, shard in shards.items()]
+        whole = torch.cat([part.view(torch.uint8) for part in parts]).view(torch.float8_e4m3fn)
+        gathered = Stored(whole, codes.scale_inv(codes.agreed[made_for]))
+        operands = [_operand(layer, stored, product) for stored in (gathered, Stored.of(weight))]
+        for found, expected in zip(*operands, strict=True):
+            assert same(found.float(), expected.float()), product
+
+
+def _operand(layer, stored: Stored, product: str) -> Quantized:
+    """A weight of experts as a product takes it."""
+    state, is_fprop = layer._buffers.get("fp8_scaling"), product == FPROP
+    made = _oriented_layouts(layer.fp8_rule, None, stored, layer.fp8_transposed, state, is_fprop, not is_fprop)
+    return made.along_columns() if is_fprop else made.along_rows()
 
 
 @pytest.mark.parametrize("rule", RULES)

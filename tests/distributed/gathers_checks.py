@@ -9,6 +9,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from expert_families import make_experts, routed
 from fsdp2_checks import _Counted
 from fsdp2_training import batches, loss_of, prepared, train, whole
 from torch import nn
@@ -152,6 +153,46 @@ def check_bytes_on_the_wire():
         shares[spec] = round(gathered / fp32, 4), round((gathered + of_amaxes) / fp32, 4)
         assert counted.all_gather == 4 and shares[spec][0] == 0.25 and shares[spec][1] <= 0.27, shares
     return shares
+
+
+def check_experts():
+    """Of two in three uneven shards, of one with an empty one, in both orientations, with matrices that blocks do not
+    fit. A checkpointed one gathers both codes for backward."""
+    shares = {spec: _share_of_experts(spec, ("mixtral", "gpt_oss")[i % 2], 3) for i, spec in enumerate(SPECS)}
+    assert all(share == (0.5 if "O" in spec else 0.25) for spec, share in shares.items()), shares
+    shares["one expert"] = _share_of_experts("native:rowwise", "mixtral", 1, checkpointed=True)
+    assert shares["one expert"] == 0.375
+    return shares
+
+
+def _share_of_experts(spec: str, family: str, number: int, checkpointed: bool = False) -> float:
+    """The bytes of weights that a forward and a backward gather, beside those of plain gathers."""
+    runs, gathered = [], []
+    for how in ("plain", "fp8"):
+        recipe = FP8RecipeKwargs(backend=spec, weight_comm=how)
+        root = make_experts(family, num_local_experts=number, intermediate_size=40)
+        fp8_backends.prepare(root, None, recipe)
+        fully_shard(root.experts, reshard_after_forward=True)
+        _, optimizer = fp8_backends.prepare(root, torch.optim.AdamW(root.parameters(), lr=1e-2), recipe)
+        if checkpointed:
+            root.experts.forward = functools.partial(checkpoint, root.experts.forward, use_reentrant=False)
+        losses = []
+        for step in range(2):
+            hidden, chosen, shares = routed(24, seed=2 * step + dist.get_rank(), experts=number)
+            shares = shares[:, : chosen.shape[1]]
+            with _Counted() as counted:
+                y = root.experts(hidden.requires_grad_(), chosen, shares)
+                y.square().mean().backward()
+            losses += [y.sum().item(), hidden.grad.sum().item()]
+            optimizer.step()
+            optimizer.zero_grad()
+        fp8_backends.restore(root)  # and gather weights as they are stored again
+        losses.append(root.experts(hidden, chosen, shares).sum().item())
+        runs.append((losses, weights(root)))
+        biases = sum(-(-number // 2) * each.shape[1:].numel() for each in root.parameters() if each.dim() == 2)
+        gathered.append(counted.bytes["all_gather"] - 2 * 4 * biases)
+    assert_same(runs)
+    return round(gathered[1] / gathered[0], 4)
 
 
 def check_accumulation_and_checkpointing():

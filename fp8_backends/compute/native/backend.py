@@ -29,6 +29,7 @@ from torch import nn
 from ...numerics.faults import Faults
 from ...numerics.formats import RECIPE_FORMATS
 from ...numerics.kernels.triton_gate import usable
+from ...numerics.modules import owner_of
 from ...numerics.scaling import Quantized, look_at_state, rolled_delayed_states, rolled_window_states
 from ...numerics.sharded_tensor import local_part
 from ...numerics.statistics import Cast
@@ -47,7 +48,7 @@ from .casts import cast_of
 from .experts import FP8Experts, FP8ExpertWeight
 from .frozen import freeze
 from .fused_head import FP8Head
-from .gathers import WeightCodes
+from .gathers import ExpertCodes, WeightCodes
 from .grouped_products import grouped_engine_for
 from .layer_rule import STATEFUL, LayerRule, Stored
 from .ledger import Ledger, with_noted_amaxes
@@ -179,8 +180,10 @@ class NativeCompute(Compute):
     def weight_codes(self, module: FP8Products | FP8ExpertWeight) -> Quantized | None:
         return module.weight_codes() if isinstance(module, FP8Products) else None
 
-    def travelling(self, root: nn.Module, recipe: Recipe) -> dict[nn.Module, WeightCodes]:
-        codes = {layer: WeightCodes(layer) for _, layer in self._layers(root) if isinstance(layer, FP8Products)}
+    def travelling(self, root: nn.Module, recipe: Recipe) -> dict[tuple[nn.Module, str], WeightCodes]:
+        codes = {}
+        for _, layer in self._layers(root):
+            codes[owner_of(layer)] = (WeightCodes if isinstance(layer, FP8Products) else ExpertCodes)(layer)
         # at a level, and with codes that serve both products: then nothing of what FSDP2 does is lost, compiled code
         # among it, and no number differs. A stock model's weights are the user's to read in forward
         by_default = recipe.level != "O0" and all(len(each.products) == 1 for each in codes.values())

@@ -19,6 +19,7 @@ from torch import nn
 
 from ...errors import FP8BackendError
 from ...numerics.formats import E4M3
+from ...numerics.gathered_codes import AMAX, GatheredCodes
 from ...numerics.kernels.quantize.layouts import Layouts
 from ...numerics.scaling import ROWS, Blocks, Quantized, new_delayed_state, new_window_state
 from ...numerics.sharded_tensor import full_shape, is_distributed
@@ -29,7 +30,7 @@ from .grouped_function import GroupedFunction, gradient_by_rows, quantized_weigh
 from .grouped_products import Groups
 from .layer_rule import ALONG_CONTRACTION, STATEFUL, LayerRule, Stored
 from .ledger import KeepsLedger, Ledger
-from .linear import FPROP
+from .linear import FPROP, is_checkpointed
 from .shared_codes import SharedCodes
 from .tensor_parallel import COLWISE, ROWWISE, Cut
 
@@ -156,6 +157,9 @@ class FP8ExpertWeight(KeepsLedger, ExpertWeight):
     ranks' experts, and a rank records amaxes of its own: the others' arrive when the ranks agree, after backward.
     """
 
+    fp8_recomputed = False
+    """As of `FP8Products`."""
+
     def set_rule(self, rule: LayerRule, shared: SharedCodes, history_len: int) -> None:
         """Attach a scaling rule with fresh state."""
         self.fp8_rule, self.fp8_shared, self.fp8_history_len = rule, shared, history_len
@@ -199,6 +203,8 @@ class FP8ExpertWeight(KeepsLedger, ExpertWeight):
         keep, state = torch.is_grad_enabled(), None
         if self.fp8_rule.scaling in STATEFUL:
             state = self.fp8_scaling[self.fp8_own]
+        if isinstance(weight, GatheredCodes):
+            self.fp8_recomputed = self.training and is_checkpointed()
         with torch.no_grad():
             stored = Stored.of(weight)
             w8 = self._quantized(weight, stored, state, keep and x.requires_grad)
@@ -226,6 +232,8 @@ class FP8ExpertWeight(KeepsLedger, ExpertWeight):
         def quantize() -> Layouts:
             return quantized_weight(rule, stored, state, transposed, for_dgrad, self.fp8_cut)
 
+        if isinstance(weight, GatheredCodes):
+            return quantized_weight(rule, stored, state, transposed, False)._replace(amax=weight.parts.get(AMAX))
         # delayed scales move with every forward; a weight that is not the Parameter is made anew; codes lie as they are
         if rule.scaling == "delayed" or weight is not self.weight or stored.is_in(rule.forward_format):
             return quantize()

@@ -6,6 +6,8 @@ No scale travels: every rank makes them of the amaxes. Of mxfp8's amaxes the ran
 eight bits, since the larger amax never has the smaller one.
 
 Where scales lie along the contraction, and not in squares (`rowwise`, `mxfp8`), dgrad reads other codes than fprop.
+
+Of experts, in 3-D Parameters, a rank has some whole, and each has scales of its own.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from ...numerics.kernels.quantize import dispatch as quantization
 from ...numerics.scaled_tensor import ScaledTensor
 from ...numerics.scaling import (
     MX,
+    ROWS,
     SQUARES,
     WEIGHT,
     Blocks,
@@ -28,14 +31,17 @@ from ...numerics.scaling import (
     scale_inv_of,
     times,
 )
+from ..expert_functions import converted_weight
 from . import linear
+from .experts import FP8ExpertWeight
+from .grouped_scaling import amaxes_of_experts, delayed_scales
 from .layer_rule import Stored
 
 
 class WeightCodes:
     """The codes of one layer's weight, of which each rank has some rows: a `comm.gathers.Travelling`."""
 
-    def __init__(self, layer: linear.FP8Products) -> None:
+    def __init__(self, layer: linear.FP8Products | FP8ExpertWeight) -> None:
         self.layer = layer
         self.agreed: dict[str, torch.Tensor] = {}
         """For each of `products` what the ranks have agreed on, as the weight lies: FP32 amaxes, or exponents."""
@@ -43,11 +49,16 @@ class WeightCodes:
     @property
     def wanted(self) -> bool:
         """Whether the layer's next forward reads codes, and nothing else of the weight."""
+        if not self._is_converted:
+            return False
         rule = self.layer.fp8_rule
-        if not isinstance(self.layer, linear.FP8Products) or "forward" in self.layer.__dict__:
-            return False  # made plain again, or run by another forward, such as the guard's in high precision
         in_fp8 = self.layer.training or rule.fp8_in_eval
         return in_fp8 and not rule.high_precision[linear.FPROP] and not rule.high_precision[linear.DGRAD]
+
+    @property
+    def _is_converted(self) -> bool:
+        """Whether the layer is not made plain again, nor run by another forward, such as the guard's."""
+        return isinstance(self.layer, linear.FP8Products) and "forward" not in self.layer.__dict__
 
     @property
     def change_in_forward(self) -> bool:
@@ -155,8 +166,78 @@ class WeightCodes:
     def _block_shape(self, product: str) -> tuple[int | None, int | None]:
         """Rows and columns of a block as the weight lies; None: all."""
         blocks = self.layer.fp8_rule.along.weight_blocks
-        is_turned = self.layer.transposed_weight != (product == DGRAD)
+        is_turned = self._is_transposed != (product == DGRAD)
         return (blocks.columns, blocks.rows) if is_turned else (blocks.rows, blocks.columns)
+
+    @property
+    def _is_transposed(self) -> bool:
+        return self.layer.transposed_weight
+
+
+class ExpertCodes(WeightCodes):
+    """The codes of a 3-D weight, of which each rank has some experts whole. Amaxes and scales are [experts, rows of
+    blocks, blocks in a row], and [experts, 1, 1] by a rule with one scale."""
+
+    layer: FP8ExpertWeight
+
+    @property
+    def amax(self) -> torch.Tensor | None:
+        """max |x| of each expert, for a rule that records it; FP32 [experts]."""
+        return self.agreed[FPROP].flatten() if self.change_in_forward else None
+
+    def can_make(self, shard: torch.Tensor) -> bool:
+        return shard.dim() == 3 and not Stored.of(shard).is_in(self.layer.fp8_rule.forward_format)
+
+    def amaxes(self, shard: torch.Tensor, first: int, shape: torch.Size) -> list[torch.Tensor]:
+        stored = Stored.of(shard)
+        return [self._amaxes(stored, first, shape, product) for product in self.products]
+
+    def codes(self, shard: torch.Tensor, first: int, shape: torch.Size, product: str) -> torch.Tensor:
+        stored, rule = Stored.of(shard), self.layer.fp8_rule
+        if not len(shard):
+            return stored.data.to(rule.forward_format.dtype)
+        blocks, (scale, _) = self._blocks_of_expert(product, shape), self._scales(self.agreed[product])
+        own = times(scale.narrow(0, first, len(shard)).flatten(0, 1), stored.scale_inv)
+        codes = blocks.cast(_one_below_another(stored.data, blocks), own, rule.forward_format)
+        return codes.view(len(shard), -1, shape[2]).narrow(1, 0, shape[1]).contiguous()
+
+    def _amaxes(self, stored: Stored, first: int, shape: torch.Size, product: str) -> torch.Tensor:
+        blocks, rule = self._blocks_of_expert(product, shape), self.layer.fp8_rule
+        down, across = -(-shape[1] // blocks.rows), -(-shape[2] // (blocks.columns or shape[2]))
+        amaxes = torch.zeros(shape[0], down, across, device=stored.data.device)
+        if len(stored.data):
+            if rule.keeps_nan:
+                own = amaxes_of_experts(*stored)
+            else:
+                own = times(blocks.amax(_one_below_another(stored.data, blocks)), stored.scale_inv)
+            amaxes.narrow(0, first, len(stored.data)).copy_(own.view(-1, down, across))
+        return MX.inverse(MX.scale(amaxes, rule.forward_format), amaxes) if rule.weight_blocks is MX else amaxes
+
+    def _blocks_of_expert(self, product: str, shape: torch.Size) -> Blocks:
+        """The blocks of each expert's matrix as it lies; without any, all of it is one."""
+        if self.layer.fp8_rule.along is None:
+            return ROWS._replace(rows=shape[1])
+        rows, columns = self._block_shape(product)
+        return self.layer.fp8_rule.along.weight_blocks._replace(rows=rows or shape[1], columns=columns)
+
+    def _scale(self, amax: torch.Tensor) -> torch.Tensor:
+        if self.layer.fp8_rule.scaling == "delayed":
+            return delayed_scales(self.layer.fp8_scaling, WEIGHT).view(amax.shape)
+        return super()._scale(amax)
+
+    @property
+    def _is_converted(self) -> bool:
+        return converted_weight(self.layer.fp8_experts[0], self.layer.fp8_part) is self.layer
+
+    @property
+    def _is_transposed(self) -> bool:
+        return self.layer.fp8_transposed
+
+
+def _one_below_another(experts: torch.Tensor, blocks: Blocks) -> torch.Tensor:
+    """Matrices [experts, rows, columns] as one, in which each begins with a block of its own."""
+    missing = -experts.shape[1] % blocks.rows
+    return (F.pad(experts, (0, 0, 0, missing)) if missing else experts).flatten(0, 1)
 
 
 def _below(shard: torch.Tensor, rows: int) -> torch.Tensor:

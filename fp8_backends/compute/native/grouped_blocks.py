@@ -44,13 +44,16 @@ def experts_in_blocks(stored: Stored, blocks: Blocks, fmt: Format, turned: bool)
     """Each expert's matrix, or its transpose where `turned`, as a layer of its own would cut it.
 
     Args:
-        stored: data [experts, rows, columns]. FP8 codes stay as they are, with their scale in every block.
+        stored: data [experts, rows, columns]. FP8 codes stay as they are, with their scale in every block, or with
+            those of their blocks, which lie as they do.
 
     Returns:
         codes [experts, n, k], scales [experts, rows of blocks, blocks in a row].
     """
     if stored.is_in(fmt):
         codes = stored.data.transpose(1, 2) if turned else stored.data
+        if stored.scale_inv.dim():
+            return Quantized(codes, stored.scale_inv.transpose(1, 2).contiguous() if turned else stored.scale_inv)
         return Quantized(codes, blocks.repeated(stored.scale_inv, codes.shape[1:]).repeat(len(codes), 1, 1))
     each = [Stored(matrix, stored.scale_inv).in_blocks(blocks, fmt, turned) for matrix in stored.data.unbind()]
     codes = torch.stack([q.codes.view(torch.uint8) for q in each])  # autocast stacks no FP8

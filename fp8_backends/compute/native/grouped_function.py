@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from ...numerics import gathered_codes
 from ...numerics.formats import E4M3, E5M2
+from ...numerics.gathered_codes import GatheredCodes
 from ...numerics.kernels.quantize.layouts import Layouts
 from ...numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT, Quantized
 from ..derivatives import refuse_second_derivative
@@ -70,10 +72,11 @@ class GroupedFunction(torch.autograd.Function):
             ledger.forward(rule, not rule.high_precision[FPROP], *amaxes)
         if needs_wgrad and not rule.high_precision[WGRAD]:
             saved_for_wgrad = x8.along_rows()
-        if needs_dgrad and not _dgrad_reads_weight(rule):
+        gathered = isinstance(weight, GatheredCodes)
+        if needs_dgrad and not (gathered or _dgrad_reads_weight(rule)):
             saved_for_dgrad = w8.along_rows()
-        elif needs_dgrad:  # a plain weight as the Parameter, as in `LinearFunction`
-            saved_for_dgrad = (weight, None) if stored.scale_inv is None else stored
+        elif needs_dgrad:  # what is gathered anew for backward as the Parameter, as in `LinearFunction`
+            saved_for_dgrad = (weight, None) if gathered or stored.scale_inv is None else stored
         ctx.save_for_backward(*groups, *saved_for_wgrad, *saved_for_dgrad)
         ctx.ledger, ctx.state, ctx.rule, ctx.cut, ctx.transposed = ledger, state, rule, cut, transposed
         ctx.x_dtype, ctx.weight_dtype, ctx.weight_shape = x.dtype, weight.dtype, weight.shape
@@ -220,8 +223,10 @@ def _dgrad(rule, cut, dy, dy8: Layouts, weight: Stored, transposed, groups) -> t
     """dx [rows, in] from dy [rows, out]; `weight` is the weight as it is stored, or codes of w.T [experts, in, out]."""
     if rule.high_precision[DGRAD]:
         return plain_product(dy, _oriented(weight.values(dy.dtype), not transposed), groups)
-    w8 = Quantized(*weight)
-    if rule.along is not None:
+    w8, gathered = Quantized(*weight), isinstance(weight.data, GatheredCodes)
+    if gathered:
+        weight = Stored.of(weight.data, gathered_codes.DGRAD)
+    if gathered or rule.along is not None:
         w8 = _oriented_layouts(rule, cut, weight, transposed, None, False, True).along_rows()
     if rule.has_blocks:
         return grouped_block_product(dy8.along_columns(), w8, groups, rule, dy.dtype)

@@ -130,10 +130,20 @@ def quantize_lines_of_experts(
 
 
 def codes_of_experts(codes: torch.Tensor, scale_inv: torch.Tensor) -> Layouts:
-    """A weight that is stored in FP8, [experts, rows, columns], with its one scale for every row: views, which products
-    lay out as their engine asks."""
-    of_rows, of_columns = (scale_inv.repeat(len(codes), length) for length in codes.shape[1:])
-    return Layouts(codes, of_rows, codes.transpose(1, 2), of_columns)
+    """A weight that is FP8 codes already, [experts, rows, columns]: views, which products lay out as their engine asks.
+
+    Args:
+        scale_inv: one for all experts, 0-dimensional, or [experts, 1, 1], [experts, rows, 1] or [experts, 1, columns].
+            A layout whose lines have several scales is left out.
+    """
+    experts, rows, columns = codes.shape
+    scale_inv = scale_inv.expand(experts, *scale_inv.shape[1:]) if scale_inv.dim() else scale_inv.expand(experts, 1, 1)
+    of_rows, of_columns = (None, None), (None, None)
+    if scale_inv.shape[2] == 1:
+        of_rows = codes, scale_inv.expand(-1, rows, 1).squeeze(2).contiguous()
+    if scale_inv.shape[1] == 1:
+        of_columns = codes.transpose(1, 2), scale_inv.expand(-1, 1, columns).squeeze(1).contiguous()
+    return Layouts(*of_rows, *of_columns)
 
 
 def quantize_lines_of_parts(

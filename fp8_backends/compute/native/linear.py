@@ -141,7 +141,7 @@ class FP8Products(KeepsLedger):
 
     def _gathered_weight(self, recorded: torch.Tensor | None) -> Layouts:
         """No codes but those that are gathered. What a cast of the weight would have kept of it is kept."""
-        self.fp8_recomputed = self.training and _is_checkpointed()
+        self.fp8_recomputed = self.training and is_checkpointed()
         amax = self.weight.parts.get(gathered_codes.AMAX)
         if self.fp8_ledger.newest(self.fp8_rule, recorded, WEIGHT) is not None:
             record(self.fp8_rule, recorded, WEIGHT, amax)
@@ -263,7 +263,7 @@ def _weight_for_dgrad(rule, weight, scale_inv, transposed) -> Stored:
     return stored.t() if transposed and _dgrad_reads_weight(rule) else stored
 
 
-def _is_checkpointed() -> bool:
+def is_checkpointed() -> bool:
     """Whether a forward that runs now may be run again by backward. A checkpoint with `use_reentrant` looks like any
     other forward without gradients."""
     if torch.compiler.is_compiling():
