@@ -138,8 +138,8 @@ def test_where_fp8_brings_no_speed_one_line_says_so():
     assert "speed is to be expected of FP8: smaller than any model" in line
     (line,) = advised(large, "l40s", "native:dynamic")
     assert line.startswith("for speed train in bf16: it has FP8 products, and reports")
-    (line,) = advised(MixtralConfig(num_hidden_layers=4), "h100", "native:dynamic", "te:delayed")
-    assert "of FP8 with te:delayed: less than half of the products" in line
+    (line,) = advised(MixtralConfig(num_hidden_layers=4), "h100", "native:dynamic", "ao:tensorwise")
+    assert "of FP8 with ao:tensorwise: less than half of the products" in line
 
 
 def test_what_auto_means_on_a_chip_with_fp8_products_is_said():
