@@ -269,13 +269,13 @@ def _write(
 
 @contextlib.contextmanager
 def _quantization_config(model: nn.Module, config: dict) -> Iterator[None]:
-    """Let the model's configuration say inside that its weights are codes."""
+    """Let the model's configuration say inside that its weights are codes, and not that ranks share them: transformers
+    would wait for the others, which do not write."""
     own = model.config
-    before = own.__dict__.get("quantization_config")
+    before = {name: own.__dict__.pop(name, None) for name in ("quantization_config", "distributed_config")}
     own.quantization_config = config
     try:
         yield
     finally:
         del own.quantization_config
-        if before is not None:
-            own.quantization_config = before
+        own.__dict__.update({name: value for name, value in before.items() if value is not None})

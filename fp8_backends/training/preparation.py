@@ -176,13 +176,13 @@ def check_optimizer(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
 
 def check_trains(models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer], recipe: Recipe) -> None:
     """Refuse models that would not train: none of these optimizers holds a parameter of theirs, so that no step would
-    prove anything, or their weights are offloaded.
+    prove anything, or an optimizer holds what a weight was before ranks shared it, or their weights are offloaded.
 
     Raises:
         FP8BackendError: so it is, and the recipe's `on_unproven` is "raise"; else a warning says so.
     """
-    models = list(models)
-    message = _offloaded_in_training(models) or _unknown_to(optimizers, models)
+    models, optimizers = list(models), list(optimizers)
+    message = _offloaded_in_training(models) or _unknown_to(optimizers, models) or _shared_after(optimizers, models)
     if message is None:
         return
     if recipe.on_unproven == "raise":
@@ -198,6 +198,23 @@ def _unknown_to(optimizers: Iterable[torch.optim.Optimizer], models: list[nn.Mod
     return (
         f"the optimizer holds no parameter of the prepared model ({names}), so the model would not train: make the "
         "optimizer from the parameters() of the very model that is prepared"
+    )
+
+
+def _shared_after(optimizers: list[torch.optim.Optimizer], models: list[nn.Module]) -> str | None:
+    held = {id(p): p for optimizer in optimizers for p in parameters_of(unwrapped(optimizer))}
+    parameters = {id(p): (name, p) for model in models for name, p in model.named_parameters()}
+    former = {p.shape for key, p in held.items() if key not in parameters and not is_distributed(p)}
+    names = [
+        plain_name(name)
+        for key, (name, p) in parameters.items()
+        if is_distributed(p) and p.requires_grad and key not in held and p.shape in former
+    ]
+    if not names:
+        return None
+    return (
+        f"the optimizer was made before ranks shared {listed(names)}, and holds whole parameters that the model has no "
+        "longer, so these would not train: make the optimizer after parallelize_module"
     )
 
 

@@ -319,9 +319,10 @@ def check_parts_that_cannot_be_multiplied_are_named() -> None:
         model = parallel(Net(inner))
         with pytest.raises(FP8BackendError, match="which cuts a block of"):
             fp8_backends.prepare(model, None, f"native:{rule}")
-        prepared_before = Net(inner)
-        fp8_backends.prepare(prepared_before, None, f"native:{rule}")
-        with pytest.raises(FP8BackendError, match="which cuts a block of"):
+    for spec in ("native:dynamic", "native:delayed", "ao:tensorwise", "msamp:O2"):
+        prepared_before = Net()
+        fp8_backends.prepare(prepared_before, None, spec)
+        with pytest.raises(FP8BackendError, match="64 -> 256 was cut over ranks after it was prepared"):
             parallel(prepared_before)(normal(2, 2, WIDTH))
     with pytest.raises(FP8BackendError, match="the input is a Tensor"):
         model = Net()

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8_backends
-from fp8_backends.errors import RecipeError
+from fp8_backends.errors import FP8BackendError, RecipeError
 from fp8_backends.numerics.scaled_tensor import ScaledTensor
 from fp8_backends.numerics.sharded_tensor import local_part
 from fp8_backends.states.levels import expect_equal_gradients
@@ -182,6 +182,14 @@ def check_what_is_refused():
             assert text in str(error) and "2 ranks share layers" in str(error), error
         else:
             raise AssertionError(spec)
+    model = Net()
+    made_before = torch.optim.AdamW(model.parameters())  # of the layers that are not shared, it holds what trains
+    try:
+        fp8_backends.prepare(split(model), made_before, "native:dynamic")
+    except FP8BackendError as error:
+        assert "before ranks shared block.up.weight, block.up.bias, block.down.weight" in str(error), error
+    else:
+        raise AssertionError("these layers would not train")
 
 
 # Accelerate

@@ -34,6 +34,7 @@ from ...numerics.scaling import Quantized, look_at_state, rolled_delayed_states,
 from ...numerics.sharded_tensor import local_part
 from ...numerics.statistics import Cast
 from ..counts import DGRAD, KINDS, ProductCounts, inside_backward
+from ..cut_layers import refuse_cut_since
 from ..derivatives import refuse_transforms
 from ..fields import LEVELS, NATIVE_FIELDS, Field
 from ..frozen_weights import check
@@ -272,6 +273,8 @@ def _states_of_layers(root: nn.Module, scaling: str) -> dict[tuple, tuple[list[t
     for module in root.modules():
         if isinstance(module, (FP8Products, FP8ExpertWeight)) and module.fp8_rule.scaling == scaling:
             module._follow(module.fp8_scaling.device)
+            if isinstance(module, FP8Products):
+                refuse_cut_since(module, module.fp8_scaling)
             states = [module.fp8_scaling] if isinstance(module, FP8Products) else module.fp8_scaling.unbind()
             group = groups.setdefault((states[0].device, module.fp8_rule, states[0].shape[1]), ([], []))
             group[0].extend(states)

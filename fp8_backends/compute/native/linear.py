@@ -14,6 +14,7 @@ from ...numerics.kernels.quantize.layouts import Layouts
 from ...numerics.parameter_swap import belongings_kept
 from ...numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT, Quantized, new_delayed_state, new_window_state
 from ...numerics.sharded_tensor import is_distributed
+from ..cut_layers import note_whether_cut, refuse_cut_since
 from ..derivatives import refuse_second_derivative, refuse_transforms
 from ..frozen_weights import check_running
 from ..interface import COMPUTE_DTYPES
@@ -54,6 +55,7 @@ class FP8Products(KeepsLedger):
         self.fp8_out_dtype = torch.bfloat16
         self.fp8_cut: Cut | None = None
         """How the weight is cut over ranks, where it is: as it was found last."""
+        note_whether_cut(self)
         self._reset_state(self.weight.device)
 
     def _reset_state(self, device: torch.device) -> None:
@@ -76,6 +78,7 @@ class FP8Products(KeepsLedger):
         refuse_transforms()
         if self.fp8_rule.frozen_weight:
             check_running(self, frozen.is_frozen(self.weight))
+        refuse_cut_since(self, input)
         self._follow(self.weight.device)
         if not torch.compiler.is_compiling():
             self.fp8_out_dtype = out_dtype

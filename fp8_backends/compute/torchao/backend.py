@@ -19,6 +19,7 @@ from torch import nn
 from ...errors import BackendUnavailableError, RecipeError
 from ...numerics.statistics import Cast
 from .. import hardware
+from ..cut_layers import note_whether_cut
 from ..fields import Field
 from ..hardware import Availability
 from ..interface import Compute, Recipe
@@ -107,12 +108,16 @@ class TorchAOCompute(Compute):
     def build(self, linear: nn.Linear, recipe: Recipe, shared: Float8LinearConfig) -> nn.Module:
         from .linear import AOLinear
 
-        return AOLinear.from_float(linear, _of_layer(shared))
+        layer = AOLinear.from_float(linear, _of_layer(shared))
+        note_whether_cut(layer)
+        return layer
 
     def build_conv1d(self, conv: nn.Module, recipe: Recipe, shared: Float8LinearConfig) -> nn.Module:
         from .conv1d import AOConv1D
 
-        return AOConv1D.around(conv, _of_layer(shared))
+        layer = AOConv1D.around(conv, _of_layer(shared))
+        note_whether_cut(layer)
+        return layer
 
     def attach(self, root: nn.Module, recipe: Recipe, shared: Any) -> None:
         """What TorchAO's own `convert_to_float8_training` does beside swapping layers."""

@@ -9,6 +9,7 @@ from torchao.float8.float8_linear import Float8Linear
 from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
 from ...errors import FP8BackendError
+from ..cut_layers import refuse_cut_since
 from ..derivatives import refuse_second_derivative, refuse_transforms
 from ..saved_weights import saved_by_name
 from .library import products_in_high_precision
@@ -25,16 +26,18 @@ class AOProducts(nn.Module):
     """Whether the Parameter holds the weight as [in, out] (`Conv1DForm`)."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if input.dim() == 0 or input.shape[-1] != self.in_features:
+        in_features = self.weight.shape[0 if self.transposed_weight else 1]  # of a rank's part, where there are parts
+        if input.dim() == 0 or input.shape[-1] != in_features:
             raise ValueError(
-                f"an FP8 linear layer of {self.in_features} input features got an input of shape "
-                f"{tuple(input.shape)}; its last dimension must be {self.in_features}"
+                f"an FP8 linear layer of {in_features} input features got an input of shape {tuple(input.shape)}; its "
+                f"last dimension must be {in_features}"
             )
         if isinstance(self.weight, WeightWithDynamicFloat8CastTensor):
             raise FP8BackendError(
                 "enable_fsdp_float8_all_gather=True, and the model is not sharded: apply fully_shard to it before it "
                 "runs, or leave the field out"
             )
+        refuse_cut_since(self, input)
         # nothing to take an amax of. (Asked by `numel()`, Inductor writes past a buffer of a padded, dynamic input)
         if 0 in input.shape:
             gathered = hasattr(self.weight, "to_original_precision")
