@@ -67,6 +67,7 @@ class FP8Precision(Precision):
             max_grad_norm=trainer.gradient_clip_val,
         )
         rules.refuse(setup)
+        preparation.check_sharing(module, setup)
         self._models = [preparation.prepare_model(module, self.recipe)]
         return module
 

@@ -252,13 +252,15 @@ class FP8Mixin(_RunTimeClass):
     def _convert(self, model: nn.Module, evaluation_mode: bool = False) -> None:
         """Convert a model. Raises `FP8BackendError` where nothing of it runs in FP8. A module that stands beside a
         converted model may have no layer for FP8, such as a loss or a small convolutional network."""
+        trains = not evaluation_mode and any(p.requires_grad for p in model.parameters())
+        if trains:
+            preparation.check_sharing(model, checks.setup_of(self))
         try:
             preparation.prepare_model(model, self.fp8_recipe)
             if not self._fp8_converted:
                 self._announce_precision()
             self._fp8_converted = True
         except FP8BackendError:
-            trains = any(p.requires_grad for p in model.parameters()) and not evaluation_mode
             if _has_layers_for_fp8(model) or (trains and not self._fp8_converted):
                 raise
             if trains:

@@ -50,6 +50,10 @@ def _implements(*operations):
 def _any_other(func, args, kwargs):
     if func.namespace == "c10d":
         return _collective(func, args, kwargs)
+    if torch.is_inference_mode_enabled():  # what autograd takes apart elsewhere comes whole: `to`, `reshape`, `linear`
+        parts = func.decompose(*args, **kwargs)
+        if parts is not NotImplemented:
+            return parts
     written = list(written_to(func, args, kwargs, ScaledTensor))
     if written:
         return _in_place(func, args, kwargs, written)

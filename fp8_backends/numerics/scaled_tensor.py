@@ -18,6 +18,7 @@ import copy
 import sys
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -201,15 +202,17 @@ class ScaledTensor(WithoutMemory):
     def view_of(self, seen: torch.Tensor) -> ScaledTensor:
         """Another ScaledTensor over what this one stores; `seen` is `_data` or a view of it."""
         offset = seen.storage_offset() - self.stored.data.storage_offset()
-        alias = torch.Tensor._make_wrapper_subclass(
-            ScaledTensor,
-            seen.shape,
-            strides=seen.stride(),
-            storage_offset=offset,
-            dtype=self.dtype,
-            device=seen.device,
-            layout=seen.layout,
-        )
+        # in inference mode a view of a tensor that was made outside of it counts versions, as that one does
+        with torch.inference_mode(seen.is_inference()) if torch.is_inference_mode_enabled() else nullcontext():
+            alias = torch.Tensor._make_wrapper_subclass(
+                ScaledTensor,
+                seen.shape,
+                strides=seen.stride(),
+                storage_offset=offset,
+                dtype=self.dtype,
+                device=seen.device,
+                layout=seen.layout,
+            )
         alias.stored = self.stored
         alias._view = None if seen is self.stored.data else (self.stored.data, seen)
         return alias

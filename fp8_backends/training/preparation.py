@@ -11,6 +11,7 @@ import logging
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -138,9 +139,7 @@ def check_model(model: nn.Module, recipe: Recipe) -> None:
             "torch.inference_mode() makes tensors that can never train: build the model and prepare it outside of it "
             "(it may run inside)"
         )
-    if (ranks := tensor_parallel.ranks(model)) > 1:
-        shared = {"tensor_parallel": ranks, "experts_alone": _shares_out_experts_alone(model)}
-        rules.refuse(rules.Setup(recipe, rules.Machine.this(), **shared), rules.TENSOR_PARALLEL_RULES)
+    check_sharing(model, rules.Setup(recipe, rules.Machine.this()))
     if recipe.level == "O0":
         return
     if any(not prepared_roots(wrapped.module) for wrapped in _ddp_wrappers(model)):
@@ -153,6 +152,13 @@ def check_model(model: nn.Module, recipe: Recipe) -> None:
             f"level {recipe.level} stores the weights in another form, and FSDP2 has sharded them as they were: "
             "prepare(model, None, spec) first, then fully_shard, then prepare(model, optimizer, spec)"
         )
+
+
+def check_sharing(model: nn.Module, setup: rules.Setup) -> None:
+    """Raise `RecipeError` where ranks share layers of the model and this setup does not go with that."""
+    if (ranks := tensor_parallel.ranks(model)) > 1:
+        shared = replace(setup, tensor_parallel=ranks, experts_alone=_shares_out_experts_alone(model))
+        rules.refuse(shared, rules.TENSOR_PARALLEL_RULES)
 
 
 def _shares_out_experts_alone(model: nn.Module) -> bool:

@@ -296,6 +296,21 @@ def test_a_stock_optimizer_trains_a_weight_as_it_does_in_fp32(optimizer, foreach
 
 
 @pytest.mark.parametrize("level", LEVELS)
+def test_inference_mode_reads_what_no_grad_reads(level):
+    weight = weights(level, values(8, 16))
+    for read in (
+        lambda: weight.to(torch.bfloat16),
+        lambda: weight.transpose(0, 1) + 0,
+        lambda: weight[3] + 0,
+        lambda: torch.nn.functional.linear(torch.ones(2, 16), weight),
+    ):
+        with torch.no_grad():
+            wanted = read() + 0
+        with torch.inference_mode():
+            assert torch.equal(read() + 0, wanted)
+
+
+@pytest.mark.parametrize("level", LEVELS)
 def test_small_changes_add_up_in_fp32_until_they_are_settled(level):
     """An average of weights moves by 1e-5 of a weight; half a unit of FP16's last place is 2.4e-4 of it."""
     average = weights(level, torch.ones(16, 16))

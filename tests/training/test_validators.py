@@ -252,6 +252,7 @@ CASES = [
     ("o3_alone", ("msamp:O3", {"world_size": 1}), ("msamp:O3", {"world_size": 2}), ""),
     ("shared_states_saving", ("msamp:O4", DDP), ({"backend": "msamp:O3", "shard_states": False}, DDP), ""),
     ("tensor_parallel", ("native", {**DS, **SHARED}), ("native", {**FSDP2, **SHARED}), "2 ranks share layers"),
+    ("ddp_shared_layers", ("native", {**DDP, **SHARED}), ("native", {**FSDP2, **SHARED}), "2 ranks share layers"),
     ("megatron", ("te", {"parallel": "megatron"}), ("te", DDP), ""),
     ("tpu", ("native", {"parallel": "tpu"}), ("native", DDP), ""),
     (
@@ -448,6 +449,7 @@ REFUSED = [
     ("comm_hook_level", "msamp:O3", {"parallel": "ddp", "comm_hook": "bf16"}, {"comm_hook": "bf16"}),
     ("level_tensor_parallel", "msamp:O4", SHARED, {"recipe": resolve("msamp:O2"), **SHARED}),
     ("te_tensor_parallel", "te", SHARED, {"tensor_parallel": 1}),
+    ("ddp_shared_layers", "native", {**DDP, **SHARED}, SHARED),
     ("fp8_activations_backend", {**ACTIVATIONS, "backend": "te"}, DDP, {"recipe": resolve(ACTIVATIONS), **DDP}),
     ("fp8_params_tensor_parallel", {"backend": "native", "fp8_params": True}, SHARED, {"tensor_parallel": 1}),
     ("release_accumulation", RELEASED, {"accumulation_steps": 2}, {"accumulation_steps": 1}),

@@ -62,6 +62,17 @@ TENSOR_PARALLEL_RULES = (
         _layers_shared,
         always,
     ),
+    Rule(
+        "ddp_shared_layers",
+        "error",
+        lambda s: s.parallel == "ddp" and _shares_layers(s),
+        "DDP takes no model with layers or experts that ranks share: it joins whole tensors, and these are DTensors",
+        "with tensor parallelism give Accelerator a ParallelismConfig(tp_size=…); for expert parallelism Accelerate "
+        "and Lightning have none: load the model with DistributedConfig(fsdp_size=…, ep_size=…), and train it with "
+        "fp8_backends.prepare in a loop of your own",
+        _layers_shared,
+        always,
+    ),
 )
 """What no backend or level can do with a model whose layers ranks share: asked of the model itself, too."""
 
