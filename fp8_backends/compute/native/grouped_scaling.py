@@ -137,12 +137,12 @@ def codes_of_experts(codes: torch.Tensor, scale_inv: torch.Tensor) -> Layouts:
             A layout whose lines have several scales is left out.
     """
     experts, rows, columns = codes.shape
-    scale_inv = scale_inv.expand(experts, *scale_inv.shape[1:]) if scale_inv.dim() else scale_inv.expand(experts, 1, 1)
+    scale_inv = scale_inv if scale_inv.dim() else scale_inv.repeat(experts, 1, 1)
     of_rows, of_columns = (None, None), (None, None)
     if scale_inv.shape[2] == 1:
-        of_rows = codes, scale_inv.expand(-1, rows, 1).squeeze(2).contiguous()
+        of_rows = codes, scale_inv.squeeze(2).repeat(1, rows // scale_inv.shape[1])
     if scale_inv.shape[1] == 1:
-        of_columns = codes.transpose(1, 2), scale_inv.expand(-1, 1, columns).squeeze(1).contiguous()
+        of_columns = codes.transpose(1, 2), scale_inv.squeeze(1).repeat(1, columns // scale_inv.shape[2])
     return Layouts(*of_rows, *of_columns)
 
 
