@@ -24,6 +24,7 @@ from torch import nn
 
 from ..numerics.formats import COMPUTE_DTYPES
 from ..numerics.forwards import forward_obstacle
+from ..numerics.gathered_codes import GatheredCodes, WithoutTokens
 from ..numerics.modules import CONTAINER
 from ..numerics.scaling import Blocks, Quantized
 from ..numerics.sharded_tensor import full_shape, is_distributed
@@ -117,7 +118,11 @@ class ExpertWeights(nn.ModuleDict):
         raise NotImplementedError
 
     def run(self, experts: nn.Module, hidden_states, top_k_index, top_k_weights) -> torch.Tensor:
-        if not self.runs_in_fp8(experts, hidden_states) or hidden_states.numel() == 0:
+        in_fp8, has_tokens = self.runs_in_fp8(experts, hidden_states), hidden_states.numel() > 0
+        if in_fp8 and not has_tokens and any(isinstance(weight, GatheredCodes) for weight in experts.parameters()):
+            shape = hidden_states.shape[-1], hidden_states.dtype
+            return WithoutTokens.apply(hidden_states, *shape, *experts.parameters())
+        if not in_fp8 or not has_tokens:
             return function_before(experts)(experts, hidden_states, top_k_index, top_k_weights)
         out_dtype, (tokens, k) = _out_dtype(hidden_states), top_k_index.shape
         ids, order = torch.sort(top_k_index.reshape(-1), stable=True)

@@ -95,3 +95,20 @@ _ALIASES = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 def _is_whole(weight: torch.Tensor, size, stride, storage_offset=None) -> bool:
     """Whether this is the geometry of the weight itself, for which FSDP2 asks."""
     return (*size,) == weight.shape and (*stride,) == weight.stride() and not storage_offset
+
+
+class WithoutTokens(torch.autograd.Function):
+    """The output [..., features] of an input that has no elements: nobody asks for values of weights, whose gradients
+    are zeros."""
+
+    @staticmethod
+    def forward(ctx, x, features, dtype, *weights):
+        ctx.like = [None if each is None else (each.shape, each.dtype) for each in (x, None, None, *weights)]
+        return x.new_empty(*x.shape[:-1], features, dtype=dtype)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return tuple(
+            torch.zeros(like[0], dtype=like[1], device=gradient.device) if like is not None and needed else None
+            for like, needed in zip(ctx.like, ctx.needs_input_grad, strict=True)
+        )

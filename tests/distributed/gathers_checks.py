@@ -57,6 +57,19 @@ def check_training_is_that_of_plain_gathers_to_the_bit():
         assert_same(runs)
 
 
+def check_a_rank_without_tokens():
+    """Its gradients are zeros, as with plain gathers."""
+    for spec in ("native:rowwise", "msamp:O2"):
+        runs = []
+        for model, optimizer in both(spec):
+            losses, ids = train(model, optimizer, 1), batches(1)[0][: 0 if dist.get_rank() else None]
+            loss = model(ids[:, :-1]).float().square().sum()
+            loss.backward()
+            optimizer.step()
+            runs.append(([*losses, loss.item()], weights(model)))
+        assert_same(runs)
+
+
 def check_writes_that_nobody_counts():
     """Through `.data`: an amax of before would clip what was written. And by loading a state dict in between."""
     runs = []
@@ -186,6 +199,9 @@ def _share_of_experts(spec: str, family: str, number: int, checkpointed: bool = 
             losses += [y.sum().item(), hidden.grad.sum().item()]
             optimizer.step()
             optimizer.zero_grad()
+        if how == "fp8":
+            root.experts(hidden[:0], chosen[:0], shares[:0]).sum().backward()
+            assert all(not whole(p.grad).any() for p in root.experts.parameters())
         fp8_backends.restore(root)  # and gather weights as they are stored again
         losses.append(root.experts(hidden, chosen, shares).sum().item())
         runs.append((losses, weights(root)))

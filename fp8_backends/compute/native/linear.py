@@ -8,7 +8,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 from ...numerics import gathered_codes
-from ...numerics.gathered_codes import GatheredCodes
+from ...numerics.gathered_codes import GatheredCodes, WithoutTokens
 from ...numerics.kernels.quantize.known_amax import as_matrix
 from ...numerics.kernels.quantize.layouts import Layouts
 from ...numerics.parameter_swap import belongings_kept
@@ -73,6 +73,8 @@ class FP8Products(KeepsLedger):
         device = input.device.type
         out_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
         in_fp8 = self.training or self.fp8_rule.fp8_in_eval
+        if in_fp8 and input.numel() == 0 and isinstance(self.weight, GatheredCodes):
+            return WithoutTokens.apply(input, self.out_features, out_dtype, self.weight, self.bias)
         if not in_fp8 or out_dtype not in COMPUTE_DTYPES or not input.is_floating_point() or input.numel() == 0:
             return super().forward(input)
         refuse_transforms()
