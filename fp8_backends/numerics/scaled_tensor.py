@@ -653,6 +653,8 @@ def block_amax(values: torch.Tensor, block_size: int) -> torch.Tensor:
 
 def is_distributed(tensor: torch.Tensor) -> bool:
     """Whether this is a DTensor, such as FSDP2 makes of a Parameter."""
+    if type(tensor) in (torch.Tensor, nn.Parameter):  # compiled code must not watch the modules that are loaded
+        return False
     loaded = sys.modules.get("torch.distributed.tensor")  # half a second, for those who shard
     return loaded is not None and isinstance(tensor, loaded.DTensor)
 
