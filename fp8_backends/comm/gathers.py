@@ -25,8 +25,9 @@ from torch import nn
 from ..errors import FP8BackendError
 from ..numerics.formats import E4M3
 from ..numerics.gathered_codes import AMAX, DGRAD, FPROP, GatheredCodes
+from ..numerics.meshes import agreed_over
 from ..numerics.modules import inert_hook
-from ..numerics.scaled_tensor import ScaledTensor, agree_on_scale, agreed_over
+from ..numerics.scaled_tensor import ScaledTensor, agree_on_scale
 from ..words import counted
 from .fsdp2 import fsdp_modules
 

@@ -15,7 +15,6 @@ view, or raises. `scaled_operations.py` says how.
 from __future__ import annotations
 
 import copy
-import sys
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -33,6 +32,7 @@ from .kernels.adam import rounding
 from .kernels.eager import is_eager
 from .kernels.quantize import dispatch as quantization
 from .kernels.quantize.layouts import POWER_OF_TWO
+from .meshes import agreed_over, shard_groups
 from .scaling import power_of_two_scale, scale_inv_of, tensor_amax
 
 STORED = ("stored", "_view")
@@ -649,36 +649,6 @@ def block_amax(values: torch.Tensor, block_size: int) -> torch.Tensor:
     if missing:
         flat = torch.cat([flat, flat.new_zeros(missing)])
     return flat.view(-1, block_size).amax(1)
-
-
-def is_distributed(tensor: torch.Tensor) -> bool:
-    """Whether this is a DTensor, such as FSDP2 makes of a Parameter."""
-    if type(tensor) in (torch.Tensor, nn.Parameter):  # compiled code must not watch the modules that are loaded
-        return False
-    loaded = sys.modules.get("torch.distributed.tensor")  # half a second, for those who shard
-    return loaded is not None and isinstance(tensor, loaded.DTensor)
-
-
-def shard_groups(tensor: torch.Tensor) -> list[dist.ProcessGroup]:
-    """The groups of ranks that hold different parts of this DTensor; none for any other tensor."""
-    if not is_distributed(tensor):
-        return []
-    mesh = tensor.device_mesh
-    return [
-        mesh.get_group(i)
-        for i, placed in enumerate(tensor.placements)
-        if not placed.is_replicate() and mesh.size(i) > 1  # FSDP2 over tensor parallelism shards in strides
-    ]
-
-
-def agreed_over(amax: torch.Tensor, groups: list[dist.ProcessGroup]) -> torch.Tensor:
-    """The maximum of what each rank of these groups saw, any shape, FP32; what is not finite comes out as inf."""
-    if amax.is_meta:
-        return amax
-    agreed = torch.nan_to_num(amax.detach().float(), nan=float("inf"))  # a maximum may lose a NaN
-    for group in groups:
-        dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)
-    return agreed
 
 
 @torch.no_grad()

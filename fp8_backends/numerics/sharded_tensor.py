@@ -10,15 +10,8 @@ from __future__ import annotations
 
 import torch
 
-from .scaled_tensor import (
-    ScaledTensor,
-    agreed_over,
-    is_distributed,
-    quantize,
-    quantize_pair,
-    shard_groups,
-    tensor_amax_of,
-)
+from .meshes import agreed_over, is_distributed, shard_groups
+from .scaled_tensor import ScaledTensor, quantize, quantize_pair, tensor_amax_of
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ from torch import nn
 
 from ...errors import FP8BackendError
 from ...numerics.kernels.quantize.layouts import Layouts
-from ...numerics.scaled_tensor import agreed_over
+from ...numerics.meshes import agreed_over
 from ...numerics.scaling import INPUT, Blocks
 from ...numerics.sharded_tensor import is_distributed
 from ..layer_parts import part_obstacle
@@ -131,8 +131,13 @@ def cut_obstacle(layer: nn.Module, blocks: Blocks | None) -> str | None:
     """Why the parts of a layer cannot be multiplied, or None: one of them is empty, or a block of its weight lies on
     two ranks, which would give it two scales. `blocks`: those of the weight by the rule."""
     length = (blocks and blocks.columns) or 1
+    return part_obstacle(layer, length, cut_of_a_block(length))
+
+
+def cut_of_a_block(length: int) -> str:
+    """What is wrong with a part that is no multiple of `length` features, and what to do."""
     instead = "use a scaling rule without blocks (dynamic, rowwise, delayed, window)"
-    return part_obstacle(layer, length, f"which cuts a block of {length} in two: {instead}")
+    return f"which cuts a block of {length} in two: {instead}"
 
 
 def local_operands(layer: nn.Module, x: torch.Tensor) -> Operands:
