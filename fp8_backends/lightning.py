@@ -15,6 +15,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import GradClipAlgorithmType
 
+from .accelerate_plugin.callers import with_whole_states
 from .accelerate_plugin.checkpoint import ScalingState, collect, restore
 from .compute import hardware
 from .errors import RecipeError
@@ -46,9 +47,7 @@ class FP8Precision(Precision):
                 "implementation and autocast_dtype='fp16' out"
             )
         preparation.check_machine(recipe)
-        if recipe.shares_states and "shard_states" not in recipe.given:  # one rank saves
-            recipe = type(recipe)(**{**recipe.to_kwargs(), "shard_states": False})
-        self.recipe = recipe
+        self.recipe = with_whole_states(recipe)  # one rank saves
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         given = "autocast_dtype" in recipe.given
         self.autocast_dtype = recipe.autocast_dtype if given else hardware.fast_precision(torch.device(self.device))

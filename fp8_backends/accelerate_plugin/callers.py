@@ -57,14 +57,22 @@ def running_trainer() -> Any:
 
 
 def for_trainer(recipe: Recipe, wraps_in_ddp: bool) -> Recipe:
-    """The recipe with the states of O3 to O5 whole on every rank, where a Trainer trains under DDP: it saves the
-    optimizer on rank 0 alone, which has only its own part of sharded states. A `shard_states` that was given stays."""
-    if not recipe.shares_states or "shard_states" in recipe.given or not wraps_in_ddp or running_trainer() is None:
+    """`with_whole_states`, where a Trainer trains under DDP: it saves the optimizer on rank 0 alone, which has only its
+    own part of sharded states."""
+    whole = with_whole_states(recipe)
+    if whole is recipe or not wraps_in_ddp or running_trainer() is None:
         return recipe
     announce(
         f"{recipe.name}: Trainer saves the optimizer on one rank, so under DDP each rank keeps all of {recipe.level}'s "
         f"states: {plan(recipe).bytes_per_element:g} bytes a weight element; FSDP2 shards them"
     )
+    return whole
+
+
+def with_whole_states(recipe: Recipe) -> Recipe:
+    """The recipe with the states of O3 to O5 whole on every rank. A `shard_states` that was given stays."""
+    if not recipe.shares_states or "shard_states" in recipe.given:
+        return recipe
     return type(recipe)(**{**recipe.to_kwargs(), "shard_states": False})
 
 

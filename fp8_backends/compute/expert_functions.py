@@ -216,6 +216,18 @@ def obstacle(experts: nn.Module, part: str) -> str | None:
     return None
 
 
+def unfit(experts: nn.Module, part: str, fp8_params: bool) -> str | None:
+    """Why no backend multiplies by this 3-D Parameter in FP8, or None. `fp8_params`: the recipe's."""
+    weight = experts._parameters[part]
+    if weight.dtype not in COMPUTE_DTYPES:
+        return f"weight dtype {weight.dtype} is not one of fp32, bf16, fp16"
+    if 0 in full_shape(weight):
+        return "experts of size zero have no product"
+    if fp8_params:
+        return "fp8_params stores 2-D weights in FP8, and leaves those of experts in high precision"
+    return None
+
+
 def converted_weight(experts: nn.Module, part: str) -> ExpertWeight | None:
     """What stands for this Parameter where it was converted."""
     weights = experts._modules.get(CONTAINER)

@@ -21,18 +21,19 @@ from ...errors import FP8BackendError
 from ...numerics.formats import E4M3
 from ...numerics.gathered_codes import AMAX, GatheredCodes
 from ...numerics.kernels.quantize.layouts import Layouts
-from ...numerics.scaling import ROWS, Blocks, Quantized, new_delayed_state, new_window_state
-from ...numerics.sharded_tensor import full_shape, is_distributed
+from ...numerics.scaling import ROWS, Blocks, Quantized
+from ...numerics.sharded_tensor import is_distributed
+from .. import expert_functions
 from ..expert_functions import ExpertWeight, ExpertWeights, first_weight, own_part
-from ..interface import COMPUTE_DTYPES, Recipe
+from ..interface import Recipe
 from ..layer_parts import is_parallel
 from .grouped_function import GroupedFunction, gradient_by_rows, quantized_weight
 from .grouped_products import Groups
-from .layer_rule import ALONG_CONTRACTION, STATEFUL, LayerRule, Stored
+from .layer_rule import ALONG_CONTRACTION, STATEFUL, LayerRule, Stored, new_state
 from .ledger import KeepsLedger, Ledger
 from .linear import FPROP, is_checkpointed
 from .shared_codes import SharedCodes
-from .tensor_parallel import COLWISE, ROWWISE, Cut
+from .tensor_parallel import COLWISE, ROWWISE, Cut, cut_of_a_block
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -46,21 +47,14 @@ _PLAIN = LayerRule("dynamic", E4M3, E4M3, (True, True, True), True)
 
 def unfit(experts: nn.Module, part: str, recipe: Recipe) -> str | None:
     """Why experts with this weight cannot run in FP8 by the recipe, or None."""
-    weight = experts._parameters[part]
-    if weight.dtype not in COMPUTE_DTYPES:
-        return f"weight dtype {weight.dtype} is not one of fp32, bf16, fp16"
-    if 0 in full_shape(weight):
-        return "experts of size zero have no product"
-    if recipe.fp8_params:
-        return "fp8_params stores 2-D weights in FP8, and leaves those of experts in high precision"
+    if reason := expert_functions.unfit(experts, part, recipe.fp8_params):
+        return reason
     along = ALONG_CONTRACTION.get(recipe.scaling)
     length = along and along.weight_blocks.columns
-    for mesh, _, size in cuts_of(experts, weight):
-        if length and size // mesh.size() % length:
-            return (
-                f"tensor parallelism gives each rank {size // mesh.size()} of {size} features, which cuts a block of "
-                f"{length} in two: use a scaling rule without blocks (dynamic, rowwise, delayed, window)"
-            )
+    for mesh, _, size in cuts_of(experts, experts._parameters[part]):
+        own = size // mesh.size()
+        if length and own % length:
+            return f"tensor parallelism gives each rank {own} of {size} features, {cut_of_a_block(length)}"
     return None
 
 
@@ -178,8 +172,7 @@ class FP8ExpertWeight(KeepsLedger, ExpertWeight):
     def _reset_state(self, device: torch.device) -> None:
         self.fp8_ledger = Ledger(device, self.sizes[0], self.fp8_own.start)
         if self.fp8_rule.scaling in STATEFUL:
-            delayed = self.fp8_rule.scaling == "delayed"
-            state = new_delayed_state(self.fp8_history_len, device) if delayed else new_window_state(device)
+            state = new_state(self.fp8_rule, self.fp8_history_len, device)
             self.register_buffer("fp8_scaling", state.repeat(self.sizes[0], 1, 1), persistent=False)
 
     def forward(

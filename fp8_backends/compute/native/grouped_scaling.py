@@ -180,9 +180,7 @@ def quantize_lines_of_expert_parts(
 
 def agreed_group_scales(x: torch.Tensor, groups: Groups, fmt: Format, split: Split) -> torch.Tensor:
     """The dynamic rule's scale of each group of rows of which several ranks have columns. FP32 [groups]."""
-    of_rows = ROWS.amax(x).squeeze(1)
-    amax = of_rows.new_zeros(len(groups.ends)).scatter_reduce(0, groups.ids, of_rows, "amax")
-    return scale_from_amax(split.agreed(amax), fmt)
+    return scale_from_amax(split.agreed(_largest_of_groups(ROWS.amax(x).squeeze(1), groups)), fmt)
 
 
 def agreed_expert_scales(
@@ -217,8 +215,7 @@ def _group_by_group(x: torch.Tensor, groups: Groups, fmt: Format, scale: torch.T
 
 def _at_once(x: torch.Tensor, groups: Groups, fmt: Format, scale: torch.Tensor | None):
     """As `_group_by_group`."""
-    of_rows = ROWS.amax(x).squeeze(1)
-    amax = of_rows.new_zeros(groups.ends.shape[0]).scatter_reduce(0, groups.ids, of_rows, "amax")
+    amax = _largest_of_groups(ROWS.amax(x).squeeze(1), groups)
     scale = scale_from_amax(amax, fmt) if scale is None else scale
     return cast(x, scale.index_select(0, groups.ids).unsqueeze(1), fmt), scale_inv_of(scale, amax), amax
 
@@ -427,13 +424,17 @@ def power_of_two_scales(amax: torch.Tensor, fmt: Format) -> torch.Tensor:
 
 def amaxes_of_groups(x: torch.Tensor, groups: Groups) -> torch.Tensor:
     """max |x| of the rows of each group, NaN where there is one, 0 for a group without rows. FP32 [groups]."""
-    of_rows = _line_amaxes(x)
-    return of_rows.new_zeros(len(groups.ends)).scatter_reduce(0, groups.ids, of_rows, "amax")
+    return _largest_of_groups(_line_amaxes(x), groups)
 
 
 def amaxes_of_experts(data: torch.Tensor, stored_scale_inv: torch.Tensor | None) -> torch.Tensor:
     """max |x| of each expert's values, `data * stored_scale_inv`, NaN where there is one. FP32 [experts]."""
     return times(_line_amaxes(data.flatten(1)), stored_scale_inv)
+
+
+def _largest_of_groups(of_rows: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """The largest of the rows of each group, 0 for a group without rows. FP32 [groups]."""
+    return of_rows.new_zeros(groups.ends.shape[0]).scatter_reduce(0, groups.ids, of_rows, "amax")
 
 
 def _line_amaxes(x: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,8 @@ from ...numerics.scaling import (
     Blocks,
     Quantized,
     delayed_scale,
+    new_delayed_state,
+    new_window_state,
     record_amax,
     record_window_amax,
 )
@@ -103,6 +105,11 @@ class LayerRule(NamedTuple):
         stored = " stored" if self.frozen_weight else ""
         high = "+".join(kind for kind, is_high in zip(KINDS, self.high_precision, strict=True) if is_high)
         return f"native:{self.scaling} i:{i},w:{i}{stored},go:{go}" + (f",high:{high}" if high else "")
+
+
+def new_state(rule: LayerRule, history_len: int, device: torch.device) -> torch.Tensor:
+    """The state of one weight matrix that has seen nothing, for a STATEFUL rule."""
+    return new_delayed_state(history_len, device) if rule.scaling == "delayed" else new_window_state(device)
 
 
 def quantized(

@@ -12,7 +12,7 @@ from ...numerics.gathered_codes import GatheredCodes, WithoutTokens
 from ...numerics.kernels.quantize.known_amax import as_matrix
 from ...numerics.kernels.quantize.layouts import Layouts
 from ...numerics.parameter_swap import belongings_kept
-from ...numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT, Quantized, new_delayed_state, new_window_state
+from ...numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT, Quantized
 from ...numerics.sharded_tensor import is_distributed
 from ..cut_layers import note_whether_cut, refuse_cut_since
 from ..derivatives import refuse_second_derivative, refuse_transforms
@@ -20,7 +20,7 @@ from ..frozen_weights import check_running
 from ..interface import COMPUTE_DTYPES
 from ..products import plain_product, scaled_product, wgrad_dtype
 from . import frozen
-from .layer_rule import STATEFUL, LayerRule, Stored, known_amax, quantized, record
+from .layer_rule import STATEFUL, LayerRule, Stored, known_amax, new_state, quantized, record
 from .ledger import KeepsLedger, Ledger
 from .shared_codes import SharedCodes
 from .tensor_parallel import Cut, Operands, Split, arrived, gathered, local_operands, split_of
@@ -61,8 +61,7 @@ class FP8Products(KeepsLedger):
     def _reset_state(self, device: torch.device) -> None:
         self.fp8_ledger = Ledger(device)
         if self.fp8_rule.scaling in STATEFUL:
-            delayed = self.fp8_rule.scaling == "delayed"
-            state = new_delayed_state(self.fp8_history_len, device) if delayed else new_window_state(device)
+            state = new_state(self.fp8_rule, self.fp8_history_len, device)
             self.register_buffer("fp8_scaling", state, persistent=False)
 
     def _apply(self, fn, recurse=True):
@@ -215,7 +214,7 @@ class LinearFunction(torch.autograd.Function):
             if gathered or _dgrad_reads_weight(rule):
                 # a plain weight as the Parameter, not as its data: DeepSpeed's ZeRO-3 takes the gathered data out of it
                 # after forward and puts new data in for backward, which frees nothing while someone holds the old
-                is_anew = stored.scale_inv is None or isinstance(weight, GatheredCodes)
+                is_anew = gathered or stored.scale_inv is None
                 saved_for_dgrad = Stored(weight, None) if is_anew else stored
             else:
                 saved_for_dgrad = (Layouts(*matrix) if w8.codes is None else w8).along_rows()

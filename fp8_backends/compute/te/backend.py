@@ -26,13 +26,13 @@ from ...numerics.scaled_tensor import ScaledTensor
 from ...numerics.scaling import Quantized
 from ...numerics.sharded_tensor import local_part
 from ...numerics.statistics import Cast
-from .. import hardware
+from .. import expert_functions, hardware
 from ..counts import WGRAD
 from ..expert_functions import ExpertWeight, is_expert_parallel, sizes_of
 from ..fields import LEVELS, Field
 from ..frozen_weights import check
 from ..hardware import Availability
-from ..interface import COMPUTE_DTYPES, Compute, Fusion, Norm, Recipe, check_saved_states
+from ..interface import Compute, Fusion, Norm, Recipe, check_saved_states
 from ..profiling import Layer
 from .fields import FIELDS
 
@@ -100,17 +100,13 @@ class TransformerEngineCompute(Compute):
         return super().unfit(linear, recipe) or _unaligned(linear.in_features, linear.out_features, recipe)
 
     def unfit_experts(self, experts: nn.Module, part: str, recipe: Recipe) -> str | None:
-        _, out_features, in_features = sizes = sizes_of(experts, part)
-        if (dtype := experts._parameters[part].dtype) not in COMPUTE_DTYPES:
-            return f"weight dtype {dtype} is not one of fp32, bf16, fp16"
-        if 0 in sizes:
-            return "experts of size zero have no product"
+        if reason := expert_functions.unfit(experts, part, recipe.fp8_params):
+            return reason
         if is_expert_parallel(experts) and recipe.scaling == "delayed":
             return (
                 "expert parallel: TransformerEngine would take the largest amax of what are other experts on each rank"
             )
-        if recipe.fp8_params:
-            return "fp8_params stores 2-D weights in FP8, and leaves those of experts in high precision"
+        _, out_features, in_features = sizes_of(experts, part)
         return _unaligned(in_features, out_features, recipe)
 
     def note_on_experts(self, recipe: Recipe) -> str | None:
