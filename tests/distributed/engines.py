@@ -88,9 +88,13 @@ def start_engine(accelerator, engine: str, arguments: dict) -> None:
 def share_layers(accelerator, engine: str, model: torch.nn.Module) -> None:
     """Under tensor parallelism: cut the layers of the model's blocks over pairs of ranks."""
     if engine.startswith("TP"):
-        plan = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
-        parallelize_module(model, accelerator.torch_device_mesh["tp"], plan)
+        cut_layers(model, accelerator.torch_device_mesh["tp"])
         model.tp_size = 2  # Accelerate asks for it
+
+
+def cut_layers(model: torch.nn.Module, mesh) -> None:
+    """Cut the layers of the model's blocks over the ranks of a mesh with one dimension."""
+    parallelize_module(model, mesh, {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()})
 
 
 def assert_engine(engine: str, model: torch.nn.Module) -> None:

@@ -11,6 +11,8 @@ import split_models
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 BACKENDS = (
     "native:dynamic",
@@ -331,6 +333,39 @@ EAGER: dict[tuple[str, str], list[float]] = {}
 """Losses of the cells that have run."""
 
 
+def check_losses_over_a_mesh_are_those_of_one_process() -> dict:
+    """Two pairs of ranks: each pair cuts the layers, and FSDP2 shards the parts over the pairs. All see one batch, so
+    dynamic scales are those of one process, and so are losses in FP32, but for the order of sums."""
+    from engines import cut_layers
+
+    import fp8_backends
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    losses = []
+    for shared in (False, True):
+        torch.manual_seed(0)
+        model = Net()
+        if shared:
+            cut_layers(model, mesh["tp"])
+        fp8_backends.prepare(model, None, "native:dynamic")
+        if shared:
+            for block in model.blocks:
+                fully_shard(block, mesh=mesh["dp"])
+            fully_shard(model, mesh=mesh["dp"])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
+        model, optimizer = fp8_backends.prepare(model, optimizer, "native:dynamic")
+        losses.append([])
+        for ids in batches(4, 0, 1):
+            loss = loss_of(model, ids)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(loss.item())
+    one, found = losses
+    assert all(abs(loss / expected - 1) < 2e-7 for loss, expected in zip(found, one, strict=True)), losses
+    return {"losses": found}
+
+
 def check_compile(backend: str, engine: str) -> dict:
     """After `check_cell` of the same cell, whose first losses it has to repeat."""
     data = rows_of(engine)[:4]
@@ -360,6 +395,8 @@ def checks(backends: tuple[str, ...] = BACKENDS, engines: tuple[str, ...] = WHOL
     made = {}
     for engine in engines:
         column = ENGINES[engine]
+        if engine == "TPxDP" and "native:dynamic" in backends:
+            made["check_TPxDP_losses"] = check_losses_over_a_mesh_are_those_of_one_process
         for backend in (each for each in backends if column.run is None or each in column.run):
             name = f"check_{engine}_{backend}".replace("-", "").replace(":", "_").replace("+", "_")
             if message := refusal(backend, engine, "train"):
