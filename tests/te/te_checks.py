@@ -110,7 +110,7 @@ def check_conv1d_trains_as_linear_layers_under_ddp_and_fsdp2():
                 wrapped = wrap(made)
                 optimizer = adamw(wrapped)
                 prepare(wrapped, optimizer, recipe)
-                found.append(losses(wrapped, optimizer, own_batches()))
+                found.append(losses(wrapped, optimizer, own_batches()[:3]))
                 assert_every_product(wrapped)
             gap = 0.01 if wrap is sharded and "msamp" in spec else 0
             assert found[0] == pytest.approx(found[1], rel=gap, abs=0), (wrap.__name__, spec, found)

@@ -16,7 +16,7 @@ from fp8_backends.numerics.scaled_tensor import ScaledTensor
 LEVELS = ("O1", "O2", "O3", "O4")
 IN_E4M3 = ("O3", "O4")
 BYTES = {"O1": 11, "O2": 6, "O3": 7, "O4": 5 + 8 / 128}  # with the scales of blocks
-STEPS = 10
+STEPS = 6
 
 
 def net(bias: bool = True) -> nn.Sequential:

@@ -23,7 +23,7 @@ def test_trainer_accumulates_recomputes_saves_and_resumes(tmp_path, monkeypatch)
         vocab_size=64,
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=32,
@@ -47,7 +47,7 @@ def test_trainer_accumulates_recomputes_saves_and_resumes(tmp_path, monkeypatch)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert len(losses) == 8 and losses[-1] < losses[0] - 0.5
     products = fp8_backends.audit(model, trainer.optimizer).products
-    assert len(products) == 14 and all(count["recomputed"] and count["wgrad"] for count in products.values())
+    assert len(products) == 7 and all(count["recomputed"] and count["wgrad"] for count in products.values())
 
     again = LlamaForCausalLM.from_pretrained(tmp_path / "checkpoint-8")
     for name, value in again.state_dict().items():

@@ -90,13 +90,15 @@ def test_a_weight_gradient_in_high_precision_is_made_of_unquantized_operands(sca
     assert "high:wgrad" in repr(other)
 
 
-@pytest.mark.parametrize("reentrant", [None, True, False])
-def test_a_model_trains_with_weight_gradients_in_high_precision(reentrant, capfd):
-    spec = TERecipeKwargs(override_linear_precision=(False, False, True))
-    made, optimizer = prepared(spec, reentrant)
-    assert losses(made, optimizer) == losses(*prepared(spec))
-    assert "fprop dgrad (te; wgrad in high precision by recipe)" in capfd.readouterr().err
-    assert fp8_backends.audit(made).products["blocks.0.up"]["wgrad"] == 0
+def test_a_model_trains_with_weight_gradients_in_high_precision(capfd):
+    """With and without recomputation."""
+    spec, found = TERecipeKwargs(override_linear_precision=(False, False, True)), []
+    for reentrant in (None, True, False):
+        made, optimizer = prepared(spec, reentrant)
+        found.append(losses(made, optimizer))
+        assert "fprop dgrad (te; wgrad in high precision by recipe)" in capfd.readouterr().err, reentrant
+        assert fp8_backends.audit(made).products["blocks.0.up"]["wgrad"] == 0, reentrant
+    assert found[0] == found[1] == found[2]
 
 
 def test_mxfp8_runs_on_blackwell_and_is_refused_on_hopper():
@@ -126,13 +128,15 @@ def unfit(layer, spec):
 
 
 @pytest.mark.parametrize("spec", ["te:delayed", "te:dynamic"])
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_recomputation_changes_no_loss_and_no_scale(spec, reentrant):
-    plain, recomputed = prepared(spec), prepared(spec, reentrant)
-    assert losses(*recomputed) == losses(*plain)
-    assert same(scaling_state(recomputed[0]), scaling_state(plain[0]))
-    products = fp8_backends.audit(recomputed[0]).products["blocks.0.up"]
-    assert products == {"fprop": 1, "dgrad": 1, "wgrad": 1, "recomputed": 1}
+def test_recomputation_changes_no_loss_and_no_scale(spec):
+    plain = prepared(spec)
+    expected = losses(*plain)
+    for reentrant in (True, False):
+        recomputed = prepared(spec, reentrant)
+        assert losses(*recomputed) == expected, reentrant
+        assert same(scaling_state(recomputed[0]), scaling_state(plain[0])), reentrant
+        products = fp8_backends.audit(recomputed[0]).products["blocks.0.up"]
+        assert products == {"fprop": 1, "dgrad": 1, "wgrad": 1, "recomputed": 1}, reentrant
 
 
 @pytest.mark.parametrize(("recompute", "of_gradients"), [(None, 1), (False, 1), (True, 2)])
@@ -150,8 +154,7 @@ def test_scales_are_reduced_once_a_step_however_many_layers_are_recomputed(recom
     assert (calls.count(True), calls.count(False)) == (3, 3 * of_gradients)
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_blocks_that_run_outside_of_the_root_enter_fp8_by_themselves(reentrant):
+def test_blocks_that_run_outside_of_the_root_enter_fp8_by_themselves():
     """Called one by one, with and without recomputation: the same losses and scales."""
 
     def run(recompute):
@@ -171,9 +174,10 @@ def test_blocks_that_run_outside_of_the_root_enter_fp8_by_themselves(reentrant):
         return found, scaling_state(made)
 
     plain, state = run(None)
-    recomputed, recomputed_state = run(reentrant)
-    assert recomputed == plain
-    assert same(recomputed_state, state)
+    for reentrant in (True, False):
+        recomputed, recomputed_state = run(reentrant)
+        assert recomputed == plain, reentrant
+        assert same(recomputed_state, state), reentrant
     assert (state["blocks.0.up.te_forward_scale"][:2] != 1).all()
     assert (state["blocks.0.up.te_backward_scale"][:1] != 1).all()
 
