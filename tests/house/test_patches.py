@@ -42,10 +42,10 @@ def dotted(node: ast.AST) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def foreign_names(tree: ast.Module) -> set[str]:
+def foreign_names(tree: ast.Module, nodes: list[ast.AST]) -> set[str]:
     """What a module imports from elsewhere, and the names that loops give to such things."""
     found = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             found |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and not node.level:
@@ -54,7 +54,7 @@ def foreign_names(tree: ast.Module) -> set[str]:
         if isinstance(statement, ast.Assign) and isinstance(statement.value, (ast.Tuple, ast.List, ast.Set, ast.Dict)):
             if any(isinstance(node, ast.Name) and node.id in found for node in ast.walk(statement.value)):
                 found |= {target.id for target in statement.targets if isinstance(target, ast.Name)}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, (ast.For, ast.comprehension)) and dotted(node.iter) in found:
             found |= {each.id for each in ast.walk(node.target) if isinstance(each, ast.Name)}
     return found - {"self"}
@@ -77,10 +77,11 @@ def pairs(node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST | None]]:
 def patches(source: str) -> set[str]:
     """What one file does of all this, in words."""
     tree = ast.parse(source)
-    foreign, found = foreign_names(tree), set()
-    functions = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-    own = {each for function in ast.walk(tree) if isinstance(function, ast.FunctionDef) for each in values_of(function)}
-    for node in ast.walk(tree):
+    nodes = list(ast.walk(tree))
+    foreign, found = foreign_names(tree, nodes), set()
+    functions = {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+    own = {each for function in nodes if isinstance(function, ast.FunctionDef) for each in values_of(function)}
+    for node in nodes:
         for target, value in pairs(node):
             if not isinstance(target, ast.Attribute):
                 continue

@@ -119,8 +119,11 @@ def is_decorator(statement: ast.stmt, tree: ast.Module) -> bool:
     if not isinstance(statement, ast.FunctionDef):
         return False
     decorators = [d for each in tree.body if isinstance(each, FUNCTIONS) for d in each.decorator_list]
+    of_decorators = {node for each in decorators for node in ast.walk(each)}
+    if not any(isinstance(node, ast.Name) and node.id == statement.name for node in of_decorators):
+        return False  # without a look at the whole module
     uses = {node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == statement.name}
-    return bool(uses) and uses <= {node for each in decorators for node in ast.walk(each)}
+    return uses <= of_decorators
 
 
 def is_flag(function: ast.AST) -> bool:
@@ -137,19 +140,22 @@ def hidden_state(root: Path) -> list[str]:
         f"{name}.{bound}" for name, tree in known.items() for bound, v in bindings(tree.body) if is_container(v)
     }
     for name, tree in known.items():
-        top = dict(bindings(tree.body))
-        classes = {each.name: each for each in ast.walk(tree) if isinstance(each, ast.ClassDef)}
+        top, nodes = dict(bindings(tree.body)), list(ast.walk(tree))
+        classes = {each.name: each for each in nodes if isinstance(each, ast.ClassDef)}
         dotted = {bound: f"{name}.{bound}" for bound in top} | imported(name, tree, known)
         objects = {bound for bound, value in top.items() if isinstance(value, (*FUNCTIONS, ast.ClassDef, ast.Call))}
         objects -= {bound for bound in objects if of_thread(classes, top[bound])}
-        found |= {f"{name}.{each}" for node in ast.walk(tree) if isinstance(node, ast.Global) for each in node.names}
-        found |= {f"{name}.{each.name}" for each in ast.walk(tree) if isinstance(each, FUNCTIONS) and is_flag(each)}
+        found |= {f"{name}.{each}" for node in nodes if isinstance(node, ast.Global) for each in node.names}
+        found |= {f"{name}.{each.name}" for each in nodes if isinstance(each, FUNCTIONS) and is_flag(each)}
         importing = {node for each in tree.body if is_decorator(each, tree) for node in ast.walk(each)}
+        places = []  # that any function writes
         for function in functions(tree):
+            writes = list(written(function))
+            places += writes
             if function in importing:
                 continue
             own = local_names(function)
-            for place in written(function):
+            for place in writes:
                 if isinstance(place, ast.Name) and place.id not in own:
                     found |= {dotted.get(place.id)} & containers
                 elif isinstance(place, ast.Attribute) and isinstance(place.value, ast.Name):
@@ -163,7 +169,7 @@ def hidden_state(root: Path) -> list[str]:
                 continue
             fresh = {node.attr for node in ast.walk(definition) if isinstance(node, ast.Attribute) and is_self(node)}
             shared = {bound for bound, value in bindings(definition.body) if is_container(value)} - fresh
-            for place in (place for function in functions(tree) for place in written(function)):
+            for place in places:
                 if isinstance(place, ast.Attribute) and place.attr in shared:
                     if isinstance(place.value, ast.Name) and place.value.id in ("self", "cls", owner):
                         found.add(f"{name}.{owner}.{place.attr}")
