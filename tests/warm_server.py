@@ -24,6 +24,7 @@ import socket
 import sys
 import threading
 import types
+from collections.abc import Iterator
 from pathlib import Path
 
 LOADED = (
@@ -35,9 +36,14 @@ LOADED = (
     "torch.distributed.launcher.api",
     "torch.distributed.tensor",
     "accelerate",
+    "datasets",
+    "deepspeed",
     "transformers",
+    "transformers.models.llama.modeling_llama",
+    "transformers.trainer",
 )
-"""Together several seconds of a CPU; many are loaded by the first step of an optimizer or by DDP."""
+"""Together several seconds of a CPU; many are loaded by the first step of an optimizer or by DDP. Accelerate loads
+`datasets` with a process's first data loader, and `deepspeed` when it first looks into what wraps a model."""
 
 
 def serve(path: str) -> dict:
@@ -56,14 +62,28 @@ def serve(path: str) -> dict:
                 os._exit(0)
             connection, _ = listening.accept()
             if not frozen:
-                for name in LOADED:
-                    importlib.import_module(name)
+                with _silent():  # `torchao`, which `transformers` loads, reports on kernels for GPUs
+                    for name in LOADED:
+                        importlib.import_module(name)
                 gc.collect()
                 gc.freeze()  # what is loaded stays shared
                 frozen = True
             with connection:
                 if os.fork() == 0:
                     return _fork_and_report(connection) | {"path": own_path}
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Inside, the file of standard error is none. `sys.stderr` stays, which loggers may keep."""
+    kept = os.dup(2)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 def _ended_child() -> bool:
