@@ -39,6 +39,13 @@ disallow_untyped_calls = False
 # large, and not what is looked at
 [mypy-transformers.*,trl.*,peft.*,datasets.*,deepspeed.*,diffusers.*]
 follow_imports = skip
+# parts of PyTorch that a model, an optimizer and a tensor have no types of; if one had, that program would say so
+[mypy-torch._decomp.*,torch._dynamo.*,torch._export.*,torch._functorch.*,torch._higher_order_ops.*,torch._inductor.*]
+follow_imports = skip
+[mypy-torch._prims.*,torch._refs.*,torch._subclasses.*,torch.distributed.*,torch.export.*,torch.fx.*,torch.jit.*]
+follow_imports = skip
+[mypy-torch.onnx.*,sympy.*]
+follow_imports = skip
 """
 
 PREAMBLE = """\
