@@ -152,7 +152,7 @@ torch.multiprocessing.get_context = lambda spawn: of("fork")  # without the seco
 
 @pytest.mark.slow
 def test_finetune_pairs_each_backend_with_plain_training(tiny_encoder, tmp_path):
-    settings = ["--steps", "6", "--batch", "4", "--sequence", "32", "--train", "8", "--held-out", "4", "--workers", "1"]
+    settings = ["--steps", "3", "--batch", "4", "--sequence", "32", "--train", "8", "--held-out", "4", "--workers", "1"]
     result = tmp_path / "result.json"
     backends = ["--backends", "native:dynamic,msamp:O2", "--lrs", "1e-3", "--seeds", "2"]
     told = ("--model", str(tiny_encoder), "--json", str(result))
