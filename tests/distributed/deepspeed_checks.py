@@ -244,14 +244,15 @@ def check_weights_partitioned_at_birth_are_converted():
 
 
 def check_compiled_engines_train_and_prove_it():
+    """Of one layer beside the last: Dynamo traces the same code for each anew."""
     data = batches(3)
     for backend, stage in (("native:delayed", 2), ("ao:tensorwise", 1)):  # the matrix has the others
-        expected = train_alone(backend, data)
+        expected = train_alone(backend, data, layers=1)
         with accelerator(stage, backend, dynamo_backend="aot_eager") as acc, ranks.Said() as log:
-            model = Blocks()
+            model = Blocks(layers=1)
             engine, optimizer = acc.prepare(model, adamw(model))
             assert train(acc, engine, optimizer, data) == expected, (backend, stage)
-            assert sum("4/4 Linear, 100 % of weight FLOPs" in line for line in log.lines) == (dist.get_rank() == 0)
+            assert sum("2/2 Linear, 100 % of weight FLOPs" in line for line in log.lines) == (dist.get_rank() == 0)
 
 
 def check_fields_of_a_recipe_are_honoured():

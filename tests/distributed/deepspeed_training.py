@@ -31,10 +31,10 @@ STAGES = (1, 2, 3)
 class Blocks(nn.Module):
     """Residual Linear layers; `recompute` checkpoints each."""
 
-    def __init__(self, recompute: bool = False) -> None:
+    def __init__(self, recompute: bool = False, layers: int = LAYERS) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(LAYERS))
+        self.layers = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(layers))
         self.out = nn.Linear(HIDDEN, 16)
         self.recompute = recompute
 
@@ -123,9 +123,11 @@ def train(acc: Accelerator, engine, optimizer, data: list, clip: float | None = 
     return losses
 
 
-def train_alone(backend: str | None, data: list, *, bf16: bool = False, accumulate: int = 1, **fields) -> list[float]:
+def train_alone(
+    backend: str | None, data: list, *, bf16: bool = False, accumulate: int = 1, layers: int = LAYERS, **fields
+) -> list[float]:
     """The same on one rank without DeepSpeed and without Accelerate."""
-    model = Blocks()
+    model = Blocks(layers=layers)
     optimizer = adamw(model)
     if backend:
         recipe = fp8_backends.FP8RecipeKwargs(backend=backend, **fields)
