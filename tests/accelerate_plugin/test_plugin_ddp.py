@@ -79,7 +79,7 @@ def accumulates_and_travels_once(backend):
 class Blocks(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        blocks = (torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Tanh()) for _ in range(3))
+        blocks = (torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Tanh()) for _ in range(2))
         self.blocks = torch.nn.ModuleList(blocks)
 
     def forward(self, x):
@@ -122,34 +122,26 @@ def refuses_a_model_with_nothing_for_ddp(backend):
         raise AssertionError("prepared")
 
 
-{calls}
-PartialState().print("done")
-PartialState().destroy_process_group()
-"""
-
-AT_A_LEVEL = """
 trains_stays_in_step_and_resumes("msamp:O2")
 trains_stays_in_step_and_resumes("msamp:O3")
 accumulates_and_travels_once("msamp:O2")
 compiles_by_regions("msamp:O2")
 scaler_of_fp16_skips_on_all_ranks("msamp:O2")
 refuses_a_model_with_nothing_for_ddp("msamp:O2")
-"""
-AT_O0 = """
 trains_stays_in_step_and_resumes("native:delayed")
 trains_stays_in_step_and_resumes("native:dynamic", gradient_comm="fp8")
 trains_stays_in_step_and_resumes("ao:tensorwise", gradient_comm="fp8")
+PartialState().print("done")
+PartialState().destroy_process_group()
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("calls", [AT_A_LEVEL, AT_O0], ids=["levels", "O0"])
-def test_ddp_trains_stays_in_step_and_resumes(calls, tmp_path):
+def test_ddp_trains_stays_in_step_and_resumes(tmp_path):
     script = tmp_path / "script.py"
     tests = __file__.rpartition("/")[0]
-    script.write_text(SCRIPT.format(calls=calls, folder=str(tmp_path), tests=tests))
+    script.write_text(SCRIPT.format(folder=str(tmp_path), tests=tests))
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone")
     output = run_python(str(script), *torchrun, ACCELERATE_USE_CPU="true")
     assert "done" in output
-    if calls == AT_O0:
-        assert (tmp_path / "native:delayed" / "fp8_scaling_1.safetensors").exists()
+    assert (tmp_path / "native:delayed" / "fp8_scaling_1.safetensors").exists()
