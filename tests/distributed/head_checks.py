@@ -12,6 +12,7 @@ import torch.distributed as dist
 from fsdp2_training import mean, same_on_all_ranks, whole
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from transformers.models.llama import modeling_llama  # noqa: F401, here for all ranks: they are forked afterwards
 
 import fp8_backends
 from fp8_backends.compute.deferred_logits import DeferredLogits

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import gc
+import importlib
 import json
 import logging
 import os
@@ -31,6 +32,8 @@ GRACE = 15
 """Seconds that the other ranks have to say their own error when one has failed."""
 PORTS = range(15000, 32000)
 """Below those that Linux hands out by itself, so that nobody is given one between its choice and its use."""
+LOADED_ONCE = ("fp8_backends.compute.native.backend",)
+"""Loaded by the first layer that is converted: before ranks are forked, or each would need a third of a second."""
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parent.parent
 
@@ -108,6 +111,8 @@ def _fork_ranks(namespace: dict, ranks: int) -> int:
     os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     sys.stdout.flush()
+    for name in LOADED_ONCE:
+        importlib.import_module(name)
     gc.collect()
     gc.freeze()  # what is loaded stays shared
     alive = {_fork(namespace, rank): rank for rank in range(ranks)}
