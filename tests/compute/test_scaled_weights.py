@@ -305,7 +305,7 @@ class Block(nn.Module):
 
 
 class Gate(nn.Module):
-    """The layers of a block that read the same input. Tracing takes as long as there are layers."""
+    """The layers of a block that read the same input."""
 
     def __init__(self):
         super().__init__()
@@ -360,11 +360,13 @@ def trained(scaling, storage, use_reentrant=None, compiler=None, steps=5, model=
     ],
 )
 def test_compiled_training_equals_eagers(scaling, stored):
+    """Two rules with layers that read the same input, the others with one layer: tracing is most of what this takes."""
     torch.manual_seed(0)
-    model = prepared(Gate(), scaling, STORED[stored])
+    layers = 2 if scaling in ("window", "rowwise") else 1
+    model = prepared(Gate() if layers == 2 else nn.Sequential(nn.Linear(32, 48)), scaling, STORED[stored])
     numbers, counts, _ = trained(scaling, STORED[stored], model=copy.deepcopy(model))
     compiled_numbers, compiled_counts, compiled = trained(scaling, STORED[stored], compiler="aot_eager", model=model)
-    assert compiled_numbers == numbers and compiled_counts == counts == [[5, 5, 5, 0]] * 2
+    assert compiled_numbers == numbers and compiled_counts == counts == [[5, 5, 5, 0]] * layers
     assert compiled[1] == compiled[-1], "compiled again as steps went by"
 
 
