@@ -178,14 +178,14 @@ def test_stored_data_are_cast_from_their_values(dtype):
 def test_blocks_of_a_matrix_and_of_its_transpose(blocks, dtype, kind):
     for size, fmt in zip(SIZES, (E4M3, E5M2) * 3, strict=True):
         x = matrix(*size, dtype, kind)
+        expected = [blocks.quantize(each, fmt) for each in (x, x.t())]
+        restored = [[blocks.dequantize(each, into) for into in (torch.bfloat16, torch.float32)] for each in expected]
         for of_layout in layouts(x):
             made = quantization.quantize_blocks(of_layout, blocks, fmt)
-            for ours, whole in ((made.along_columns(), x), (made.along_rows(), x.t())):
-                expected = blocks.quantize(whole, fmt)
-                assert same(ours.codes, expected.codes) and same(ours.scale_inv, expected.scale_inv)
-                for into in (torch.bfloat16, torch.float32):
-                    values = quantization.dequantize_blocks(ours, blocks, into)
-                    assert same(values, blocks.dequantize(expected, into))
+            for ours, wanted, values in zip((made.along_columns(), made.along_rows()), expected, restored, strict=True):
+                assert same(ours.codes, wanted.codes) and same(ours.scale_inv, wanted.scale_inv)
+                for each in values:
+                    assert same(quantization.dequantize_blocks(ours, blocks, each.dtype), each)
 
 
 BLOCKS = (ROWS, VECTORS, SQUARES, MX)
