@@ -360,9 +360,9 @@ def trained(scaling, storage, use_reentrant=None, compiler=None, steps=5, model=
     ],
 )
 def test_compiled_training_equals_eagers(scaling, stored):
-    """Two rules with layers that read the same input, the others with one layer: tracing is most of what this takes."""
+    """Three rules with layers that read the same input, the others with one layer: tracing takes most of the time."""
     torch.manual_seed(0)
-    layers = 2 if scaling in ("window", "rowwise") else 1
+    layers = 2 if scaling in ("dynamic", "window", "rowwise") else 1
     model = prepared(Gate() if layers == 2 else nn.Sequential(nn.Linear(32, 48)), scaling, STORED[stored])
     numbers, counts, _ = trained(scaling, STORED[stored], model=copy.deepcopy(model))
     compiled_numbers, compiled_counts, compiled = trained(scaling, STORED[stored], compiler="aot_eager", model=model)
