@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import gc
-import importlib
 import json
 import logging
 import os
@@ -32,8 +31,6 @@ GRACE = 15
 """Seconds that the other ranks have to say their own error when one has failed."""
 PORTS = range(15000, 32000)
 """Below those that Linux hands out by itself, so that nobody is given one between its choice and its use."""
-LOADED_ONCE = ("fp8_backends.compute.native.backend",)
-"""Loaded by the first layer that is converted: before ranks are forked, or each would need a third of a second."""
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parent.parent
 
@@ -111,8 +108,8 @@ def _fork_ranks(namespace: dict, ranks: int) -> int:
     os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     sys.stdout.flush()
-    for name in LOADED_ONCE:
-        importlib.import_module(name)
+    import fp8_backends.compute.native.backend  # noqa: F401, once; the first layer that each rank converts loads it
+
     gc.collect()
     gc.freeze()  # what is loaded stays shared
     alive = {_fork(namespace, rank): rank for rank in range(ranks)}

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import json
 import os
 import runpy
@@ -29,17 +28,15 @@ from fp8_backends.accelerate_plugin import launch  # noqa: F401
 
 del os.environ["FP8_BACKENDS_DISABLE"]
 
-BACKENDS = ("fp8_backends.compute.native.backend", "fp8_backends.compute.torchao.backend")
-"""What preparing a model loads."""
-
 
 def prepare(folder: Path, deepspeed: bool) -> None:
     """Load what the first training step loads, without a backward pass, after which no process may be forked."""
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
     accelerate.commands.launch.default_config_file = str(folder / "there is no default")
     launch._has_device = lambda: True  # as on a machine with GPUs
-    for name in BACKENDS:
-        importlib.import_module(name)
+    import fp8_backends.compute.native.backend
+    import fp8_backends.compute.torchao.backend  # noqa: F401, as preparing a model does
+
     layer = torch.nn.Linear(16, 16)
     layer.weight.grad, layer.bias.grad = torch.ones(16, 16), torch.ones(16)
     torch.optim.AdamW(layer.parameters()).step()
