@@ -19,18 +19,18 @@ def no_profiler():
     cases.check_no_profiler()
 
 
-IN_THIS_PROCESS = [
-    cases.two_models,
-    cases.prepared_and_dropped,
-    cases.users_profiler_elsewhere,
-    cases.step_elsewhere,
-    cases.threads_that_die,
-    cases.dropped_elsewhere,
-    cases.native_as_alone,
-]
-
-
-@pytest.mark.parametrize("case", IN_THIS_PROCESS)
+@pytest.mark.parametrize(
+    "case",
+    [
+        cases.two_models,
+        cases.prepared_and_dropped,
+        cases.users_profiler_elsewhere,
+        cases.step_elsewhere,
+        cases.threads_that_die,
+        cases.dropped_elsewhere,
+        cases.native_as_alone,
+    ],
+)
 def test_threads_do_not_meet(case):
     case(2)
 
@@ -64,10 +64,6 @@ def test_a_model_that_is_given_up_inside_a_backward_leaves_no_profiler_on():
 
 @pytest.mark.slow
 def test_processes_and_threads():
-    """The other cases, but those that load libraries anew: each in a process, and one that ends with it."""
-    quick = cases.CASES.keys() - cases.SLOW
-    names = [name for name in quick if cases.CASES[name] not in IN_THIS_PROCESS]
-    assert len(names) + len(IN_THIS_PROCESS) == len(quick)
-    done = warm_process.run(str(RELIABILITY / "threads.py"), "--quick", "--only", *names)
+    done = warm_process.run(str(RELIABILITY / "threads.py"), "--quick")
     assert done.returncode == 0, done.stdout
-    assert done.stdout.count("holds") == len(names)
+    assert done.stdout.count("holds") == len(cases.CASES) - len(cases.SLOW)
