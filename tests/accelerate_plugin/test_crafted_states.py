@@ -20,7 +20,7 @@ import crafted  # noqa: E402
 
 
 @pytest.mark.parametrize(
-    "backend, tried", [("msamp:O1", 120), ("msamp:O3", 150), ("msamp:O5", 140), ("native:delayed", 25)]
+    "backend, tried", [("msamp:O1", 120), ("msamp:O3", 150), ("msamp:O4", 140), ("native:delayed", 25)]
 )
 def test_no_crafted_state_loads_and_no_refusal_changes_a_byte(backend, tried):
     rows = list(crafted.crafted(backend))

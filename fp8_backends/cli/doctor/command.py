@@ -25,7 +25,7 @@ from . import self_test
 
 LIBRARIES = ("deepspeed", "peft", "trl", "triton")
 """Libraries beside `hardware.LIBRARIES` whose versions matter where they are installed."""
-LEVELS = ("O1", "O2", "O3", "O4", "O5")
+LEVELS = ("O1", "O2", "O3", "O4")
 
 Lines = Iterator[tuple[str, str]]
 """Labels and texts."""

@@ -305,7 +305,7 @@ def _has_usual_case(kind: Kind) -> bool:
 
 
 def _is_of_bytes(kind: Kind) -> bool:
-    """Whether usual tiles are those of O4 and O5."""
+    """Whether usual tiles are those of O4."""
     return _has_usual_case(kind) and kind.format(3) is ROOT8
 
 
