@@ -188,15 +188,14 @@ def written(case: Case, folder: Path) -> Path:
         return Path(kind)
     if kind == "directory":
         path.mkdir()
-    elif kind == "fifo":
-        os.mkfifo(path)
     elif kind in ("broken link", "link to itself"):
         path.symlink_to(folder / "nothing" if kind == "broken link" else path)
     elif kind != "missing":
         path = path if kind == "unreadable" else folder / kind
-        text = case["content"] + fuzz_cases.LARGE.get(case.get("large"), "")
         path.write_bytes(
-            text.encode(case.get("encoding", "utf-8"), "replace" if case.get("encoding") else "surrogatepass")
+            case["content"].encode(
+                case.get("encoding", "utf-8"), "replace" if case.get("encoding") else "surrogatepass"
+            )
         )
         path.chmod(0 if kind == "unreadable" else 0o600)
     return path
