@@ -47,8 +47,8 @@ import fp8_backends  # noqa: E402
 from fp8_backends import FP8BackendError, FP8RecipeKwargs, resolve  # noqa: E402
 from fp8_backends.accelerate_plugin import launch, launch_flags  # noqa: E402
 from fp8_backends.cli import config, main  # noqa: E402
+from fp8_backends.cli.estimate import Workload, estimate  # noqa: E402
 from fp8_backends.compute import registry  # noqa: E402
-from fp8_backends.estimation import Workload, estimate  # noqa: E402
 from fp8_backends.recipes.fields import FIELDS  # noqa: E402
 from fp8_backends.recipes.handlers import from_environment, with_environment  # noqa: E402
 from fp8_backends.recipes.sources import LAUNCHED, NAMES, PREFIX  # noqa: E402

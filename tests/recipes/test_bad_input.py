@@ -13,8 +13,8 @@ import fp8_backends
 from fp8_backends import FP8BackendError, FP8RecipeKwargs, NativeRecipeKwargs, RecipeError, resolve
 from fp8_backends.accelerate_plugin import launch, launch_flags
 from fp8_backends.cli import config
+from fp8_backends.cli.estimate import Workload, estimate
 from fp8_backends.compute.native import NativeCompute
-from fp8_backends.estimation import Workload, estimate
 from fp8_backends.recipes.handlers import from_environment
 from fp8_backends.recipes.reading import read_file
 
