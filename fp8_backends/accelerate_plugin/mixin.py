@@ -85,26 +85,6 @@ class IgnoresFP8Environment(_RunTimeClass):
         return super().fp8_backend if self.has_fp8_handler else FP8BackendType.NO
 
 
-class MadeTooEarly(_RunTimeClass):
-    """An Accelerator in FP8 that was made before this package was imported. Stock Accelerate's FP8 would train what it
-    prepares, without the backends and the proof that the import promises."""
-
-    REASON = (
-        'an Accelerator(mixed_precision="fp8") was made before fp8_backends was imported: it has stock FP8, '
-        "and models that it has prepared train with that. Import fp8_backends before the Accelerator is made, or set "
-        "FP8_BACKENDS_DISABLE=1 to train with stock FP8"
-    )
-
-    def prepare(self, *args, **kwargs):
-        """Prepare what is no model as Accelerate does. Raises `FP8BackendError` for a model."""
-        if _models_and_optimizers(args)[0]:
-            raise FP8BackendError(self.REASON)
-        return super().prepare(*args, **kwargs)
-
-    def prepare_model(self, *args, **kwargs):
-        raise FP8BackendError(self.REASON)
-
-
 class FP8Mixin(_RunTimeClass):
     """Put in front of an Accelerator class. Converts every model before stock Accelerate prepares it.
 

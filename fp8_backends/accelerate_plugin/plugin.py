@@ -7,7 +7,6 @@ instance the class `FP8<Accelerator>` (mixin.py) before the original runs. Every
 from __future__ import annotations
 
 import functools
-import gc
 import inspect
 import logging
 import os
@@ -27,7 +26,7 @@ from ..recipes.merging import code_over_launch
 from ..recipes.sources import LAUNCHED, PREFIX, environment_fields, is_launched, variables
 from ..training.preparation import check_machine
 from .callers import around_fp8, for_trainer, precision_of_notebook, precision_of_trainer
-from .mixin import FP8Mixin, IgnoresFP8Environment, MadeTooEarly, with_mixin
+from .mixin import FP8Mixin, IgnoresFP8Environment, with_mixin
 
 logger = logging.getLogger("fp8_backends")
 
@@ -58,28 +57,19 @@ def connect() -> None:
     """Let stock `accelerate.Accelerator` train with the backends of this package.
 
     `import fp8_backends` does it already; calling again changes nothing. An Accelerator for which FP8 is not asked
-    behaves as before, to the bit. One in FP8 that exists already refuses to prepare models. `FP8_BACKENDS_DISABLE=1` in
-    the environment leaves Accelerate alone. A version of Accelerate that does not fit is no error here, but
-    `FP8BackendError` when FP8 is asked for.
+    behaves as before, to the bit. One made before the import keeps stock FP8, with a warning.
+    `FP8_BACKENDS_DISABLE=1` in the environment leaves Accelerate alone. A version of Accelerate that does not fit is no
+    error here, but `FP8BackendError` when FP8 is asked for.
     """
     # our wrapper may be in place already, possibly below that of another library
     innermost = inspect.unwrap(Accelerator.__init__, stop=lambda function: hasattr(function, _MARK))
     if not is_disabled() and not hasattr(innermost, _MARK):
         Accelerator.__init__ = _patched(Accelerator.__init__)
-        _refuse_earlier_accelerators()
-
-
-def _refuse_earlier_accelerators() -> None:
-    """Warn of Accelerators in FP8 that exist already, which stock Accelerate's FP8 would train, and let them refuse to
-    prepare a model."""
-    if AcceleratorState._shared_state.get("_mixed_precision") != "fp8":
-        return
-    earlier = [each for each in gc.get_objects() if issubclass(type(each), Accelerator)]
-    for accelerator in earlier:
-        if not isinstance(accelerator, (FP8Mixin, MadeTooEarly)):
-            accelerator.__class__ = with_mixin(MadeTooEarly, type(accelerator))
-            if is_main_process():
-                logger.warning("%s", MadeTooEarly.REASON)
+        if AcceleratorState._shared_state.get("_mixed_precision") == "fp8" and is_main_process():
+            logger.warning(
+                'mixed precision "fp8" was set before fp8_backends was imported: Accelerators made until then train '
+                "with stock FP8. Import fp8_backends before the Accelerator is made"
+            )
 
 
 def is_disabled() -> bool:

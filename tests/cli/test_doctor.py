@@ -198,13 +198,12 @@ def test_another_chip_is_told_of_by_the_name_that_it_is_sold_under(capsys):
 
 
 def test_a_transformer_engine_that_does_not_import_is_explained(monkeypatch, capsys):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: True)
     monkeypatch.setattr(registry, "available_backends", lambda: {"te": Availability(True, "on cuda")})
     monkeypatch.setattr(te_installation, "probe", lambda: Availability(False, "libcudnn is not found", "pip it"))
     assert main(["doctor", "--no-test"]) == 0
     printed = capsys.readouterr().out
     assert "te        cannot run: libcudnn is not found" in printed and "fix: pip it" in printed
-    monkeypatch.setattr(te_installation, "probe", lambda: Availability(True, "TransformerEngine 2.20.2 imports"))
+    monkeypatch.setattr(te_installation, "probe", lambda: Availability(True, "TransformerEngine imports"))
     assert main(["doctor", "--no-test"]) == 0
     assert "te        can run: on cuda" in capsys.readouterr().out
 
