@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from ...formats import E4M3
+from ..eager import on_device
 from ..triton_common import (
     OPTIONS,
     as_bits,
@@ -176,8 +177,7 @@ class Table(NamedTuple):
 
     def on(self, device: torch.device) -> torch.Tensor:
         """int64, [fields, rows]. Nothing waits for the device."""
-        columns = list(zip(*self.rows, strict=True))
-        return torch.tensor(columns, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+        return on_device(list(zip(*self.rows, strict=True)), torch.int64, device)
 
 
 def tables(parts: Sequence[Part], tile: int, blocks: int = 0) -> Iterator[Table]:
