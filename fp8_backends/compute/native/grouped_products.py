@@ -226,7 +226,7 @@ def rows_of_groups(ends: torch.Tensor) -> list[tuple[int, int, int]]:
 
 
 _KNOWN = "_fp8_rows_of_groups"
-"""Attribute of the ends that `Groups.of` makes in eager code. Memory of compiled code, which is used again, has none."""
+"""Attribute of the ends that `Groups.of` makes in eager code. Compiled code uses memory again, and has none."""
 
 
 def zeros_where_empty(gradients: torch.Tensor, rows: list[tuple[int, int, int]]) -> torch.Tensor:

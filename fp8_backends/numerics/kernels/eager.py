@@ -25,12 +25,12 @@ def is_eager(tensor: torch.Tensor) -> bool:
 
 
 def on_device(numbers: Sequence, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
-    """Copy numbers of the host to a device, which waits for nothing. Raise while a CUDA graph records: each replay would
-    read memory of the host that is freed by then."""
+    """Copy numbers to a device without waiting. Raise while a CUDA graph records: its replays would read memory of the
+    host that is freed by then."""
     is_cuda = torch.device(device).type == "cuda"
     if is_cuda and torch.cuda.is_current_stream_capturing():
         raise FP8BackendError(
-            "a CUDA graph cannot record an optimizer step at a level, nor the reduction of gradients in FP8: its replays "
+            "a CUDA graph cannot record an optimizer step at a level, nor the reduction of gradients in FP8: replays "
             "would read freed memory of the host. Run them outside of the graph"
         )
     return torch.tensor(numbers, dtype=dtype, pin_memory=is_cuda).to(device, non_blocking=True)
