@@ -72,7 +72,7 @@ def test_the_step_is_the_sum_of_its_lines_and_the_ratios_follow_from_the_steps()
 
 
 def test_the_optimizer_costs_what_each_parameter_stores():
-    """At O2 embedding, norms and a head that is not converted keep FP32: 28 bytes an element, where the others have 11."""
+    """At O2 embedding, norms and a head in high precision keep FP32: 28 bytes an element, and not 11."""
     chip = CHIPS[RECORD["arguments"]["chip"]]
     for name, result in RESULTS.items():
         seconds = next(line["seconds"] for line in result["lines"] if line["what"] == "optimizer")
