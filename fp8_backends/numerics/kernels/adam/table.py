@@ -15,6 +15,7 @@ import torch
 
 from ...formats import E4M3, E4M11, E5M2, FORMATS, ROOT8, Format
 from ...scaling import tensor_amax
+from ..eager import on_device
 from ..reference import adam_numbers
 from .rounding import SEED_FACTOR
 
@@ -188,8 +189,8 @@ def adam_hypers(
         counts = [step.item() for step in steps]
         if not any(isinstance(number, torch.Tensor) for number in numbers):
             rows = {t: adam_numbers(*numbers, eps, weight_decay, t) for t in set(counts)}
-            return torch.tensor([rows[t] for t in counts], dtype=torch.float32).to(device, non_blocking=True)
-        t = torch.tensor(counts, dtype=torch.float64).to(device, non_blocking=True)
+            return on_device([rows[t] for t in counts], torch.float32, device)
+        t = on_device(counts, torch.float64, device)
     else:
         t = torch.stack(list(steps)).double()
     values = [
@@ -254,8 +255,7 @@ class AdamTable:
         self.old_scale_inv = torch.empty(count, 3, dtype=torch.float32, device=self.device)
         rows = self._rows()
         self.aligned = not any(pointer % 16 for row in rows for pointer in row[:5])
-        pinned = self.device.type == "cuda"  # then the copy waits for nothing
-        self.rows = torch.tensor(rows, dtype=torch.int64, pin_memory=pinned).to(self.device, non_blocking=True)
+        self.rows = on_device(rows, torch.int64, self.device)
         if self._finite is not None and not kind.blocked[1]:
             kernels.run("measure_gradients", self)
 

@@ -254,10 +254,10 @@ def _recast_kernel(table, parameters, amax_ptr, stored_ptr, KIND: tl.constexpr, 
 # Launches
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class _Constants:
     """What the kernels of a kind are compiled for, as Triton wants what its functions hand on: an object whose
-    attributes are constants. It has those of `Kind`, and the ones below."""
+    attributes are constants. It has those of `Kind`, and the ones below. Triton's disk cache knows it by its repr."""
 
     kind: Kind
     fp8_casts: bool
@@ -289,6 +289,9 @@ class _Constants:
             "tiles": _CHUNK // (rows * width),
             "chunk": _CHUNK,
         }
+
+    def __repr__(self) -> str:
+        return repr(self._values)
 
     def __getattr__(self, name: str):
         if name not in self._values:
