@@ -83,9 +83,13 @@ if [ -z "$list" ]; then
     why_no_te=$([ -n "${TE_SITE:-}" ] || echo "TE_SITE names no folder with the packages of tests/te/requirements.txt")
   else
     why_no_te=$("$python" -c "
-from fp8_backends.te_installation import probe
-found = probe()
-print('' if found else f'{found.reason}. Fix: {found.fix}')" | tail -1)
+from fp8_backends import BackendUnavailableError
+from fp8_backends.compute.te.backend import load
+try:
+    load()
+    print()
+except BackendUnavailableError as error:
+    print(error)" | tail -1)
   fi
   why_no_ao=$("$python" -c "
 import importlib.util

@@ -28,7 +28,9 @@ from torch import nn
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
+from fp8_backends import BackendUnavailableError  # noqa: E402
 from fp8_backends.compute import hardware  # noqa: E402
+from fp8_backends.compute.te.backend import load  # noqa: E402
 
 RECIPES = {
     "delayed": {"amax_history_len": 32, "amax_compute_algo": "max"},
@@ -394,12 +396,9 @@ def cannot_run(standin: bool) -> str:
     elif not torch.cuda.is_available():
         return "there is no GPU here (on a CPU, --standin rehearses)"
     try:
-        import transformer_engine.pytorch  # noqa: F401
-    except Exception as error:
-        from fp8_backends.compute.te.installation import explain
-
-        explained = explain(error)
-        return f"{explained.reason}. Fix: {explained.fix}"
+        load()
+    except BackendUnavailableError as error:
+        return str(error)
     return ""
 
 

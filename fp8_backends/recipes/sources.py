@@ -213,7 +213,7 @@ def _launched_fields(text: str) -> dict[str, Any]:
     """The fields in that variable, with tuples for lists, as a recipe has them."""
     try:
         given = from_json(urllib.parse.unquote(text) if text.startswith("%7B") else text)
-    except ValueError:
+    except (ValueError, RecursionError):
         given = None
     if not isinstance(given, dict):
         raise RecipeError(f'not a JSON object of recipe fields, such as {{"backend": "native:rowwise"}}: {shown(text)}')

@@ -84,12 +84,6 @@ def test_ao_under_ddp_wants_regional_compilation():
     assert "ao_ddp_full_compile" not in rules("native", parallel="ddp", compiled="full")
 
 
-def test_history_of_one_step_is_pointed_out():
-    spec = {"backend": "native:delayed", "amax_history_len": 1, "amax_compute_algo": "max"}
-    assert "short_amax_history" in rules(spec)
-    assert "short_amax_history" not in rules("native:delayed")
-
-
 def test_fp16_around_fp8_mentions_the_loss_scaler():
     assert "fp16_autocast" in rules({"backend": "native", "autocast_dtype": "fp16"})
     assert "fp16_autocast" not in rules("native")
@@ -240,8 +234,6 @@ CASES = [
     ("fp8_weights_engine", (WEIGHTS, DS), (WEIGHTS, FSDP2), "deepspeed"),
     ("fp8_weights_alone", (WEIGHTS, DDP), (WEIGHTS, FSDP2), ""),
     ("guard_engine", (GUARDED, DS), (GUARDED, DDP), "guard='warn' with deepspeed"),
-    ("fp8_gradients_alone", (GRADIENTS, {"world_size": 1}), (GRADIENTS, {}), ""),
-    ("fp8_activations_alone", (ACTIVATIONS, {"world_size": 1}), (ACTIVATIONS, {}), ""),
     (
         "monitor_without_steps",
         ({"backend": "native", "monitor_layers": "0"}, {}),

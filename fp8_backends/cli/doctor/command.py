@@ -6,7 +6,9 @@ import argparse
 import json
 import platform
 import shutil
+import signal
 import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -16,7 +18,7 @@ import torch
 
 from ... import __version__
 from ...compute import chips, hardware, registry
-from ...compute.te import installation as te_installation
+from ...compute.te.backend import REINSTALL
 from ...errors import FP8BackendError
 from ...words import share
 from ..terminal import paragraphs, table
@@ -25,6 +27,8 @@ from . import self_test
 LIBRARIES = ("deepspeed", "peft", "trl", "triton")
 """Libraries beside `hardware.LIBRARIES` whose versions matter where they are installed."""
 LEVELS = ("O1", "O2", "O3", "O4")
+TE_TIME_LIMIT = 120.0
+"""Seconds for importing TransformerEngine. It takes 3 to 20, and some minutes from a cold network disk."""
 
 Lines = Iterator[tuple[str, str]]
 """Labels and texts."""
@@ -128,9 +132,20 @@ def _scalings(name: str) -> list[str]:
 
 
 def _explain_te(backends: dict[str, dict[str, Any]]) -> None:
-    """Import TransformerEngine if it looks usable, and report the exception of a failed import."""
-    if "te" in backends and backends["te"]["can_run"] and not (found := te_installation.probe()):
-        backends["te"] |= asdict(found)
+    """Import a TransformerEngine that looks usable in a new process, since the import may hang or crash, and report the
+    last line of its error."""
+    if not backends.get("te", {}).get("can_run"):
+        return
+    command = [sys.executable, "-c", "import torch, transformer_engine.pytorch"]
+    try:
+        subprocess.run(command, capture_output=True, text=True, timeout=TE_TIME_LIMIT, check=True)
+        return
+    except subprocess.TimeoutExpired:
+        how = f"did not end within {TE_TIME_LIMIT:.0f} seconds"
+    except subprocess.CalledProcessError as error:
+        last = (error.stderr.strip().splitlines() or ["no message"])[-1]
+        how = f"ends with {signal.Signals(-error.returncode).name}" if error.returncode < 0 else f"fails with {last}"
+    backends["te"] |= {"can_run": False, "reason": f"importing TransformerEngine {how}", "fix": REINSTALL}
 
 
 def _to_test(backends: dict[str, dict[str, Any]]) -> list[str]:

@@ -44,6 +44,10 @@ if TYPE_CHECKING:
     from .profile import TEProductProfile
     from .region import ModelState
 
+REINSTALL = (
+    "reinstall TransformerEngine for this PyTorch and CUDA, as "
+    "https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/installation.html describes"
+)
 _INSTEAD = "use the native rule of the same name (native:delayed for te:delayed), which has the same numbers"
 
 
@@ -271,12 +275,8 @@ def load() -> Any:
     try:
         import transformer_engine.pytorch as te
     except Exception as error:  # a missing library is an OSError, another mismatch a RuntimeError or AssertionError
-        from .installation import explain
-
-        explained = explain(error)
-        raise BackendUnavailableError(
-            f"te cannot run here: {explained.reason}. Fix: {explained.fix}, or {_INSTEAD}"
-        ) from error
+        reason = f"importing TransformerEngine fails with {type(error).__name__}: {error}"
+        raise BackendUnavailableError(f"te cannot run here: {reason}. Fix: {REINSTALL}, or {_INSTEAD}") from error
     return te
 
 

@@ -120,15 +120,6 @@ OPTIMIZER_RULES = (
 
 RECIPE_RULES = (
     Rule(
-        "short_amax_history",
-        "info",
-        lambda s: (
-            s.recipe.scaling == "delayed" and s.recipe.amax_history_len == 1 and s.recipe.amax_compute_algo == "max"
-        ),
-        "amax_history_len=1 leaves nothing to take a maximum of: amax_compute_algo='max' equals 'most_recent'",
-        "lengthen the history, or drop amax_compute_algo",
-    ),
-    Rule(
         "fp16_autocast",
         "info",
         lambda s: s.recipe.autocast_dtype == "fp16",

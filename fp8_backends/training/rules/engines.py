@@ -164,13 +164,6 @@ ENGINE_RULES = (
         always,
     ),
     Rule(
-        "fp8_gradients_alone",
-        "info",
-        lambda s: s.recipe.gradient_comm == "fp8" and s.world_size == 1,
-        'gradient_comm="fp8" has no effect with one process: no gradient travels',
-        "leave gradient_comm out",
-    ),
-    Rule(
         "fp8_activations_backend",
         "error",
         lambda s: s.recipe.activation_comm == "fp8" and s.recipe.compute != "native",
@@ -178,13 +171,6 @@ ENGINE_RULES = (
         "use native:…, or leave activation_comm out",
         lambda s: s.recipe.compute,
         always,
-    ),
-    Rule(
-        "fp8_activations_alone",
-        "info",
-        lambda s: s.recipe.activation_comm == "fp8" and s.world_size == 1,
-        'activation_comm="fp8" has no effect with one process: no activation travels',
-        "leave activation_comm out",
     ),
     Rule(
         "fp8_weights_engine",
