@@ -1,4 +1,4 @@
-"""Twelve architectures that people train, each with a batch and a loss, built from configurations without a download.
+"""Fourteen architectures that people train, each with a batch and a loss, built from configurations without a download.
 
     model = build("whisper")                             # transformers' class, weights of a fixed seed
     loss = loss_of(model, batch("whisper"))
@@ -54,7 +54,8 @@ def _decoder(width: int, layers: int, heads: int, inner: int, vocabulary: int, l
 _TINY, _SMALL = (32, 2, 2, 64, 256, 32), (384, 6, 6, 1536, 4096, 128)
 _GROUPED = {"num_key_value_heads": 2, "tie_word_embeddings": False}
 _NO_BERT_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-_MIXTURE = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_MIXTURE = {"num_local_experts": 8, "num_experts_per_tok": 2}
+_UNTIED = {"tie_word_embeddings": False}
 
 
 def _decoders(model_class: str, config_class: str, tiny: dict[str, Any], small: dict[str, Any]) -> Architecture:
@@ -102,13 +103,17 @@ def _unet(image: int, *channels: int) -> dict[str, Any]:
 _BERT = {"tiny": _decoder(*_TINY, **_NO_BERT_DROPOUT), "small": _decoder(*_SMALL, **_NO_BERT_DROPOUT)}
 _TEXT_ROWS = {"tiny": 4, "small": 8}
 _LLAMA = ({**_GROUPED, "pad_token_id": 0},) * 2
+_LLAMA_2 = ({**_UNTIED, "intermediate_size": 96}, {**_UNTIED, "intermediate_size": 1024})
+_NEOX = (_UNTIED,) * 2
 _QWEN3 = ({**_GROUPED, "head_dim": 16}, {**_GROUPED, "head_dim": 64})
 _MIXTRAL = ({**_GROUPED, **_MIXTURE}, {**_GROUPED, **_MIXTURE, "intermediate_size": 768})
 
 ARCHITECTURES = {
     "llama": _decoders("LlamaForCausalLM", "LlamaConfig", *_LLAMA),
+    "llama 2": _decoders("LlamaForCausalLM", "LlamaConfig", *_LLAMA_2),
     "qwen3": _decoders("Qwen3ForCausalLM", "Qwen3Config", *_QWEN3),
     "mixtral": _decoders("MixtralForCausalLM", "MixtralConfig", *_MIXTRAL),
+    "gpt-neox": _decoders("GPTNeoXForCausalLM", "GPTNeoXConfig", *_NEOX),
     "gpt2": Architecture(
         "transformers",
         "GPT2LMHeadModel",

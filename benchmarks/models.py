@@ -7,6 +7,8 @@ For every architecture and backend:
 * it is saved with `save_pretrained`, loaded by the stock library, and the predictions of both must be equal to the bit,
   once the trained model is restored;
 * of the small form, the peak memory of a training step is estimated, and measured.
+
+Of published shapes, a training step is traced on tensors without memory, as `fp8-backends estimate` does.
 """
 
 from __future__ import annotations
@@ -16,10 +18,13 @@ import tempfile
 
 import architectures
 import torch
+import transformers
 from estimate import estimated_and_measured_peak
 from measuring import precision_of, table, write_json
 
 BACKENDS = ("native:dynamic", "ao:tensorwise", "msamp:O2", "msamp:O3")
+SHAPES = {"GPT-NeoX 20B": "GPTNeoXConfig", "Llama 2 7B": "LlamaConfig", "Mixtral 8x7B": "MixtralConfig"}
+"""Published shapes, which are the defaults of these classes of transformers."""
 
 
 def trained(name: str, backend: str, steps: int) -> dict:
@@ -63,6 +68,20 @@ def _predicts_the_same(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -
         return torch.equal(architectures.outputs(model.eval(), batch), architectures.outputs(loaded, batch))
 
 
+def traced(title: str, backends: list[str]) -> dict:
+    """Parameters of a published shape, and by backend the FP8 share and the bytes of weights, gradients and states."""
+    from fp8_backends.cli.estimate import ModelShape, Workload, estimate
+
+    workload = Workload(model=ModelShape(title, getattr(transformers, SHAPES[title])(use_cache=False)))
+    found = estimate(workload, backends)
+    return {
+        "model": title,
+        "parameters": workload.model.parameters,
+        "flops_share": {each.backend: each.flops_share for each in found},
+        "static": {each.backend: each.static for each in found},
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(architectures.ARCHITECTURES))
@@ -71,7 +90,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--json")
     arguments = parser.parse_args()
-    results = []
+    record = {"question": "models", "arguments": vars(arguments)}
+    record |= {"results": (results := []), "shapes": []}
     for name in arguments.models.split(","):
         for backend in arguments.backends.split(","):
             result = {"model": name, "backend": backend, **trained(name, backend, arguments.steps)}
@@ -82,8 +102,12 @@ def main() -> None:
             )
             results.append(result)
             print(printed([result]), flush=True)
-            write_json(arguments.json, {"question": "models", "arguments": vars(arguments), "results": results})
+            write_json(arguments.json, record)
     print(printed(results))
+    for title in SHAPES:
+        record["shapes"].append(traced(title, arguments.backends.split(",")))
+        print(record["shapes"][-1], flush=True)
+        write_json(arguments.json, record)
 
 
 def printed(results: list[dict]) -> str:

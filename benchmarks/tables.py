@@ -472,6 +472,23 @@ def models(records: Records) -> str:
         told = f"All backends, {record['arguments']['steps']} steps each ({where(record, features)}):"
         header = ["model", *map(quoted, backends), "off", "learns", "reloads", "estimate / peak"]
         tables += [textwrap.fill(told, 120), rst(header, rows)]
+        if record.get("shapes"):
+            told = (
+                "Published shapes, a training step traced without memory: the share in FP8, and the bytes of weights, "
+            )
+            told += "gradients and optimizer states for each parameter."
+            rows = [
+                [
+                    each["model"],
+                    f"{each['parameters'] / 1e9:.1f} billion",
+                    *(
+                        f"{100 * each['flops_share'][b]:.1f} %, {each['static'][b] / each['parameters']:.2f}"
+                        for b in backends
+                    ),
+                ]
+                for each in record["shapes"]
+            ]
+            tables += [textwrap.fill(told, 120), rst(["shape", "parameters", *map(quoted, backends)], rows)]
     return "\n\n".join(tables or ["The architectures: not yet measured."])
 
 

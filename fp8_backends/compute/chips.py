@@ -13,6 +13,9 @@ from typing import Any, Literal, NamedTuple
 
 from .fields import check_known, parsed, word
 
+INSTALL_TE = "pip install --no-build-isolation 'transformer-engine[pytorch]>=2.4'"
+"""What the extra `te` brings; this package is on no index."""
+
 State = Literal["FP8", "emulated", "refused"]
 FP8, EMULATED, REFUSED = "FP8", "emulated", "refused"
 
@@ -352,7 +355,7 @@ def supports(chip: Chip, cuda: tuple[int, int] | None = None) -> list[Support]:
 
 def _install(backend: str) -> str:
     is_te = backend.startswith("te:")
-    return "a PyTorch for CUDA, then pip install --no-build-isolation 'fp8-backends[te]'" if is_te else "nothing"
+    return f"a PyTorch for CUDA, then {INSTALL_TE}" if is_te else "nothing"
 
 
 def described(chip: Chip, cuda: tuple[int, int] | None = None) -> dict[str, Any]:

@@ -29,7 +29,7 @@ class PrecisionPlan:
     """The weight as the model holds it."""
     master_weight: str | None
     """A copy of the weight in more precision, or INT8: residuals that make the weight precise; None where the weight is
-    its own master, or there is none."""
+    its own master."""
     weight_gradient: str
     """As it is stored; `released` where it is dropped inside backward and takes no bytes."""
     optimizer_states: tuple[str, str]

@@ -4,7 +4,10 @@ import configparser
 import json
 import re
 import runpy
+import shlex
 from pathlib import Path
+
+from fp8_backends.compute.chips import INSTALL_TE
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -15,6 +18,10 @@ def setup_cfg() -> configparser.ConfigParser:
     parser = configparser.ConfigParser()
     parser.read(ROOT / "setup.cfg")
     return parser
+
+
+def test_doctor_names_the_requirement_of_the_extra_te_and_no_package_that_an_index_lacks():
+    assert shlex.split(INSTALL_TE)[-1] == setup_cfg()["options.extras_require"]["te"].strip()
 
 
 def test_the_oldest_environment_has_every_lower_bound_of_setup_cfg():

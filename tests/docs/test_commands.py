@@ -13,7 +13,7 @@ import pytest
 import warm_process
 import yaml
 from accelerate.commands.launch import launch_command_parser
-from documents import GUIDES, README, ROOT, code_blocks, commands, literal_blocks
+from documents import DOCUMENTS, GUIDES, README, ROOT, code_blocks, commands, literal_blocks
 from torch.distributed.run import get_args_parser
 
 from fp8_backends.accelerate_plugin.launch import _Configuration, recipe_fields
@@ -215,6 +215,13 @@ def test_every_test_command_names_paths_and_markers_that_exist(pytestconfig):
     markers = {marker.split(":")[0] for marker in pytestconfig.getini("markers")}
     used = {marker for line in lines for marker in re.findall(r'-m "(?:not )?(\w+)"', line)}
     assert "slow" in used and used <= markers
+
+
+def test_brackets_in_arguments_of_pip_are_quoted():
+    """zsh takes them for a pattern of file names."""
+    files = [*DOCUMENTS, *(ROOT / "fp8_backends").rglob("*.py")]
+    found = [line for file in files for line in file.read_text(encoding="utf-8").splitlines() if "pip install" in line]
+    assert found and not [line for line in found if re.search(r"pip install(\s+[^\s'\"]+)*\s+[^\s'\"(){}]*\[", line)]
 
 
 def test_one_line_of_the_readme_installs_and_runs_the_tests():

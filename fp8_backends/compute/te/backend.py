@@ -27,6 +27,7 @@ from ...numerics.scaling import Quantized
 from ...numerics.sharded_tensor import local_part
 from ...numerics.statistics import Cast
 from .. import expert_functions, hardware
+from ..chips import INSTALL_TE
 from ..counts import WGRAD
 from ..expert_functions import ExpertWeight, is_expert_parallel, sizes_of
 from ..fields import LEVELS, Field
@@ -66,14 +67,14 @@ class TransformerEngineCompute(Compute):
             return Availability(
                 False,
                 "TransformerEngine is not installed",
-                "pip install --no-build-isolation fp8-backends[te], after PyTorch for CUDA, on an NVIDIA GPU of "
-                f"compute capability 8.9 or higher; or {_INSTEAD}",
+                f"{INSTALL_TE}, after PyTorch for CUDA, on an NVIDIA GPU of compute capability 8.9 or higher; or "
+                f"{_INSTEAD}",
             )
         if not _has_compiled_part():
             return Availability(
                 False,
                 "TransformerEngine's package is installed without its compiled part for PyTorch",
-                f"pip install --no-build-isolation transformer_engine[pytorch], or {_INSTEAD}",
+                f"{INSTALL_TE}, or {_INSTEAD}",
             )
         supported, reason = _device_support()
         if not supported:

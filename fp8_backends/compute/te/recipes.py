@@ -67,7 +67,7 @@ def recipe_object(recipe: Recipe) -> te_recipe.Recipe:
     if known is None:
         raise RecipeError(
             f"{recipe.name}: TransformerEngine {VERSION} has no {_CLASSES[recipe.scaling]}; "
-            f"install a newer one (pip install -U transformer_engine[pytorch]), or use te:delayed"
+            f"install a newer one (pip install -U 'transformer-engine[pytorch]'), or use te:delayed"
         )
     fp8_format = te_recipe.Format[recipe.fp8_format]
     if recipe.scaling != "delayed":
@@ -114,7 +114,7 @@ def _check_takes_other_weights(what: str, instead: str) -> None:
 def _takes_no_other_weights(what: str, kind: str, since: str, instead: str) -> BackendUnavailableError:
     return BackendUnavailableError(
         f"{what} cannot run here: {kind} of TransformerEngine {VERSION} takes no weight but its own. "
-        f"Fix: pip install -U transformer_engine[pytorch] ({since} or newer), or use {instead}"
+        f"Fix: pip install -U 'transformer-engine[pytorch]' ({since} or newer), or use {instead}"
     )
 
 

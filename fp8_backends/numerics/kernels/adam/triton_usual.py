@@ -376,7 +376,7 @@ def _write_weight(pointer, copy, w, scale, copy_scale, random, KIND: tl.constexp
     the largest of a thread's."""
     if KIND.formats[0] == "fp32":
         tl.store(pointer, w)
-        return of_lanes(as_bits(w) & 0x7FFFFFFF, KIND)
+        largest = of_lanes(as_bits(w) & 0x7FFFFFFF, KIND)
     elif KIND.split:
         # half a code more, so that the upper bits are the nearest code
         factor = scale[0] * _to_exponent_of("e4m11")
@@ -384,20 +384,22 @@ def _write_weight(pointer, copy, w, scale, copy_scale, random, KIND: tl.constexp
         tl.store(pointer, upper_bytes(_with_sign_of(upper, w), KIND.has_fp8_casts))
         tl.store(copy, residuals_of(upper, KIND.has_fp8_casts))
         most = (of_lanes(upper.to(tl.int32, bitcast=True), KIND) - (1 << 23)) >> 16
-        return as_bits(from_magnitude_codes(most, "e4m11"))
+        largest = as_bits(from_magnitude_codes(most, "e4m11"))
     else:
         upper = _upper(w, scale[0], random, KIND, 0)
         code = _code(_with_sign_of(upper, w), KIND.formats[0], KIND.has_fp8_casts)
         tl.store(pointer, code)
-        if KIND.copied:
-            x = decoded(code, KIND.formats[0], KIND.has_fp8_casts) * (scale[1] * copy_scale)
-            if KIND.has_fp8_casts and KIND.formats[4] == "e4m3":
-                tl.store(copy, x.to(tl.float8e4nv).to(tl.uint8, bitcast=True))
-            else:
-                magnitude = rounded(x, 0, KIND.formats[4], KIND.has_fp8_casts, False, 0, 0, False)
-                tl.store(copy, encoded(with_sign_of(magnitude, x), KIND.formats[4], KIND.has_fp8_casts))
+        stored = decoded(code, KIND.formats[0], KIND.has_fp8_casts)
         most = of_lanes(upper.to(tl.int32, bitcast=True), KIND).to(tl.uint32, bitcast=True)
-        return as_bits(decoded(_code(most, KIND.formats[0], False), KIND.formats[0], KIND.has_fp8_casts))
+        largest = as_bits(decoded(_code(most, KIND.formats[0], False), KIND.formats[0], KIND.has_fp8_casts))
+    if KIND.copied:
+        x = stored * (scale[1] * copy_scale)
+        if KIND.has_fp8_casts and KIND.formats[4] == "e4m3":
+            tl.store(copy, x.to(tl.float8e4nv).to(tl.uint8, bitcast=True))
+        else:
+            magnitude = rounded(x, 0, KIND.formats[4], KIND.has_fp8_casts, False, 0, 0, False)
+            tl.store(copy, encoded(with_sign_of(magnitude, x), KIND.formats[4], KIND.has_fp8_casts))
+    return largest
 
 
 @triton.jit
