@@ -174,8 +174,11 @@ def pad_scales(scale_inv: torch.Tensor) -> torch.Tensor:
 
 # Group by group: operators of their own, since they read the sizes of the groups, which no compiler knows
 
+READS_SIZES = (torch.Tag.cudagraph_unsafe,)
+"""Tags of such an operator: no CUDA graph can record it, and a compiler records what lies around it."""
 
-@torch.library.custom_op("fp8_backends::grouped_product", mutates_args=())
+
+@torch.library.custom_op("fp8_backends::grouped_product", mutates_args=(), tags=READS_SIZES)
 def _product_by_group(
     a: torch.Tensor,
     a_scale_inv: torch.Tensor,
@@ -195,7 +198,7 @@ def _product_by_group(
 _product_by_group.register_fake(lambda a, a_scale_inv, b, *_: a.new_empty(a.shape[0], b.shape[1], dtype=torch.bfloat16))
 
 
-@torch.library.custom_op("fp8_backends::grouped_wgrad", mutates_args=())
+@torch.library.custom_op("fp8_backends::grouped_wgrad", mutates_args=(), tags=READS_SIZES)
 def _wgrad_by_group(
     a: torch.Tensor, a_scale_inv: torch.Tensor, b: torch.Tensor, b_scale_inv: torch.Tensor, ends: torch.Tensor
 ) -> torch.Tensor:
@@ -255,7 +258,7 @@ def plain_wgrad(a: torch.Tensor, b: torch.Tensor, groups: Groups) -> torch.Tenso
     return torch.ops.fp8_backends.plain_grouped_wgrad(a, b, groups.ends)
 
 
-@torch.library.custom_op("fp8_backends::plain_grouped_product", mutates_args=())
+@torch.library.custom_op("fp8_backends::plain_grouped_product", mutates_args=(), tags=READS_SIZES)
 def _plain_product_by_group(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     out = a.new_empty(a.shape[0], b.shape[1])
     for group, begin, end in rows_of_groups(ends):
@@ -266,7 +269,7 @@ def _plain_product_by_group(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor
 _plain_product_by_group.register_fake(lambda a, b, ends: a.new_empty(a.shape[0], b.shape[1]))
 
 
-@torch.library.custom_op("fp8_backends::plain_grouped_wgrad", mutates_args=())
+@torch.library.custom_op("fp8_backends::plain_grouped_wgrad", mutates_args=(), tags=READS_SIZES)
 def _plain_wgrad_by_group(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     rows = rows_of_groups(ends)
     out = zeros_where_empty(a.new_empty(ends.shape[0], a.shape[1], b.shape[1]), rows)
