@@ -57,8 +57,7 @@ class Groups(NamedTuple):
         ids = ids.clamp(max=groups - 1)
         made = cls(ids, ends, *_places_of(ids, ends)) if has_places(ids) else cls(ids, ends)
         if not torch.compiler.is_compiling():
-            setattr(made.ends, _KNOWN, [])
-            setattr(made.operand_ends, _KNOWN, [])
+            made.ends._fp8_rows, made.operand_ends._fp8_rows = [], []
         return made
 
     @property
@@ -218,18 +217,12 @@ _wgrad_by_group.register_fake(
 def rows_of_groups(ends: torch.Tensor) -> list[tuple[int, int, int]]:
     """(group, begin, end) for each group that has rows. Waits for the device: in eager code once for all products of a
     layer, forward and backward, in compiled code once for each."""
-    known = getattr(ends, _KNOWN, None)
-    if known:
-        return known
-    bounds = [0, *ends.tolist()]
-    rows = [(group, *pair) for group, pair in enumerate(zip(bounds, bounds[1:], strict=False)) if pair[0] < pair[1]]
-    if known is not None:
-        known += rows
+    rows = getattr(ends, "_fp8_rows", [])  # of memory that compiled code uses again: none
+    if not rows:
+        bounds = [0, *ends.tolist()]
+        pairs = enumerate(zip(bounds, bounds[1:], strict=False))
+        rows += [(group, begin, end) for group, (begin, end) in pairs if begin < end]
     return rows
-
-
-_KNOWN = "_fp8_rows_of_groups"
-"""Attribute of the ends that `Groups.of` makes in eager code. Compiled code uses memory again, and has none."""
 
 
 def zeros_where_empty(gradients: torch.Tensor, rows: list[tuple[int, int, int]]) -> torch.Tensor:
