@@ -34,14 +34,22 @@ class Chip(NamedTuple):
     multiprocessors: int = 132
     clock: float = 1.70e9
     """Cycles under load."""
+    capability: tuple[int, int] = (9, 0)
+
+    @property
+    def target(self):
+        """What Triton compiles for."""
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 10 * self.capability[0] + self.capability[1], 32)
 
     @property
     def properties(self) -> types.SimpleNamespace:
         """What `torch.cuda.get_device_properties` tells of it."""
         return types.SimpleNamespace(
             name=self.name,
-            major=9,
-            minor=0,
+            major=self.capability[0],
+            minor=self.capability[1],
             multi_processor_count=self.multiprocessors,
             regs_per_multiprocessor=65_536,
             max_threads_per_multi_processor=2048,
@@ -75,12 +83,12 @@ def pretend(chip: Chip) -> None:
     torch.cuda.is_available = torch.cuda.is_initialized = lambda: True
     torch.cuda.device_count = lambda: 1
     torch.cuda.get_device_properties = lambda *_: properties
-    torch.cuda.get_device_capability = lambda *_: (9, 0)
+    torch.cuda.get_device_capability = lambda *_: chip.capability
     torch.cuda.get_device_name = lambda *_: chip.name
     torch.cuda.get_rng_state = lambda *_: torch.zeros(16, dtype=torch.uint8)
     torch.cuda.set_rng_state = lambda *_: None
-    _pretend_to_triton()
-    _pretend_to_inductor()
+    _pretend_to_triton(chip)
+    _pretend_to_inductor(chip)
 
 
 @functools.cache
@@ -98,12 +106,13 @@ def folder() -> str:
 
 
 class Driver:
-    """Triton's driver for compute capability 9.0. Whatever launches a kernel has to be replaced."""
+    """Triton's driver for a chip. Whatever launches a kernel has to be replaced."""
+
+    def __init__(self, chip: Chip = CHIPS["H200"]) -> None:
+        self.chip = chip
 
     def get_current_target(self):
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", 90, 32)
+        return self.chip.target
 
     def get_current_device(self) -> int:
         return 0
@@ -121,13 +130,13 @@ class Driver:
         return True
 
 
-def _pretend_to_triton() -> None:
+def _pretend_to_triton(chip: Chip) -> None:
     from triton.runtime import driver
 
-    driver.set_active(Driver())
+    driver.set_active(Driver(chip))
 
 
-def _pretend_to_inductor() -> None:
+def _pretend_to_inductor(chip: Chip) -> None:
     import torch._inductor.scheduler as scheduler
     import torch.utils._triton as triton_utilities
     from torch._inductor import config
@@ -137,7 +146,7 @@ def _pretend_to_inductor() -> None:
     triton_helpers.set_driver_to_gpu = lambda: None
     properties = torch.cuda.get_device_properties(0)
     fields = {name: getattr(properties, name) for name in hints.DeviceProperties._fields if hasattr(properties, name)}
-    told = hints.DeviceProperties(**{"type": "cuda", "index": 0, "cc": 90, **fields})
+    told = hints.DeviceProperties(**{"type": "cuda", "index": 0, "cc": chip.target.arch, **fields})
     hints.DeviceProperties.create = classmethod(lambda *_: told)
     config.shape_padding = config.max_autotune = False  # both would measure
     config.compile_threads = 1

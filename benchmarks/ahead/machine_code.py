@@ -174,17 +174,18 @@ class Analysis(NamedTuple):
 def of_inductor(name: str, source: str, number: int = 0) -> Analysis:
     """Compiles the kernel in one of the configurations between which Inductor would choose by measuring: they differ in
     tiles and warps."""
-    tuner = _loaded(name, source)
+    tuner = tuner_of(name, source)
     sizes = {axis: int(size) for axis, size in re.findall(r"^\s+([xyzr]\d?_?numel) = (\d+)", source, re.M)}
     return _analysed(tuner, tuner.configs[number], source, math.prod(sizes.values()), sizes)
 
 
 def configurations(name: str, source: str) -> int:
-    return len(_loaded(name, source).configs)
+    return len(tuner_of(name, source).configs)
 
 
 @functools.cache
-def _loaded(name: str, source: str):
+def tuner_of(name: str, source: str):
+    """The kernel with the configurations between which Inductor would choose."""
     file = Path(machine.folder()) / f"kernel_{hashlib.sha256(source.encode()).hexdigest()[:16]}.py"
     file.write_text(source)
     spec = importlib.util.spec_from_file_location(file.stem, file)
@@ -214,8 +215,13 @@ def _analysed(tuner, config, source: str, elements: int, sizes: dict[str, int]) 
 
 
 def _compiled(tuner, config) -> Code:
+    made = made_for(machine.CHIPS["H200"].target, tuner, config)
+    return disassembled(made.asm["cubin"], 32 * config.num_warps, made.metadata.shared)
+
+
+def made_for(target, tuner, config):
+    """A kernel of Inductor as Triton compiles it in one configuration."""
     import triton
-    from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     meta = tuner.triton_meta
@@ -223,13 +229,12 @@ def _compiled(tuner, config) -> Code:
     signature = dict(meta["signature"]) | dict.fromkeys(config.kwargs, "constexpr")
     constants |= {name: None for name, kind in signature.items() if kind == "constexpr" and name not in constants}
     attributes = {tuple(at): value for at, value in meta["configs"][0].items()}
-    made = triton.compile(
+    return triton.compile(
         ASTSource(tuner.fn, signature=signature, constexprs=constants, attrs=attributes),
-        target=GPUTarget("cuda", 90, 32),
+        target=target,
         options={
             "num_warps": config.num_warps,
             "num_stages": config.num_stages,
             "enable_fp_fusion": meta.get("enable_fp_fusion", True),
         },
     )
-    return disassembled(made.asm["cubin"], 32 * config.num_warps, made.metadata.shared)

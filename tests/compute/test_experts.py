@@ -429,6 +429,13 @@ def test_the_sizes_of_groups_are_read_once_a_layer(backend, monkeypatch):
     assert len(reads) == 1
 
 
+def test_no_cuda_graph_records_an_operator_that_reads_the_sizes_of_groups():
+    """Recording would fail: reading waits for the device."""
+    reading = "grouped_product grouped_wgrad plain_grouped_product plain_grouped_wgrad quantize_block_columns "
+    for name in (reading + "grouped_block_product grouped_block_wgrad").split():
+        assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.fp8_backends, name).default.tags, name
+
+
 def _same_shape(target, source):
     assert target.shape == source.shape and target.dtype == source.dtype
     return target

@@ -15,7 +15,7 @@ from ...numerics.formats import FORMATS, Format
 from ...numerics.kernels.quantize.dispatch import quantize_blocks
 from ...numerics.kernels.quantize.layouts import Layouts
 from ...numerics.scaling import Blocks, Quantized
-from .grouped_products import Groups, rows_of_groups, zeros_where_empty
+from .grouped_products import READS_SIZES, Groups, rows_of_groups, zeros_where_empty
 from .layer_rule import ALONG_CONTRACTION, LayerRule, Stored
 
 
@@ -156,7 +156,8 @@ def _wgrad(
 
 
 def _operator(name: str, function, empty) -> None:
-    torch.library.custom_op(f"fp8_backends::{name}", function, mutates_args=()).register_fake(empty)
+    operator = torch.library.custom_op(f"fp8_backends::{name}", function, mutates_args=(), tags=READS_SIZES)
+    operator.register_fake(empty)
 
 
 _operator("quantize_block_columns", _quantize_columns, _empty_columns)

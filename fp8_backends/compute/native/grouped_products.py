@@ -57,8 +57,7 @@ class Groups(NamedTuple):
         ids = ids.clamp(max=groups - 1)
         made = cls(ids, ends, *_places_of(ids, ends)) if has_places(ids) else cls(ids, ends)
         if not torch.compiler.is_compiling():
-            setattr(made.ends, _KNOWN, [])
-            setattr(made.operand_ends, _KNOWN, [])
+            made.ends._fp8_rows, made.operand_ends._fp8_rows = [], []
         return made
 
     @property
@@ -174,8 +173,11 @@ def pad_scales(scale_inv: torch.Tensor) -> torch.Tensor:
 
 # Group by group: operators of their own, since they read the sizes of the groups, which no compiler knows
 
+READS_SIZES = (torch.Tag.cudagraph_unsafe,)
+"""Tags of such an operator: no CUDA graph can record it, and a compiler records what lies around it."""
 
-@torch.library.custom_op("fp8_backends::grouped_product", mutates_args=())
+
+@torch.library.custom_op("fp8_backends::grouped_product", mutates_args=(), tags=READS_SIZES)
 def _product_by_group(
     a: torch.Tensor,
     a_scale_inv: torch.Tensor,
@@ -195,7 +197,7 @@ def _product_by_group(
 _product_by_group.register_fake(lambda a, a_scale_inv, b, *_: a.new_empty(a.shape[0], b.shape[1], dtype=torch.bfloat16))
 
 
-@torch.library.custom_op("fp8_backends::grouped_wgrad", mutates_args=())
+@torch.library.custom_op("fp8_backends::grouped_wgrad", mutates_args=(), tags=READS_SIZES)
 def _wgrad_by_group(
     a: torch.Tensor, a_scale_inv: torch.Tensor, b: torch.Tensor, b_scale_inv: torch.Tensor, ends: torch.Tensor
 ) -> torch.Tensor:
@@ -215,18 +217,12 @@ _wgrad_by_group.register_fake(
 def rows_of_groups(ends: torch.Tensor) -> list[tuple[int, int, int]]:
     """(group, begin, end) for each group that has rows. Waits for the device: in eager code once for all products of a
     layer, forward and backward, in compiled code once for each."""
-    known = getattr(ends, _KNOWN, None)
-    if known:
-        return known
-    bounds = [0, *ends.tolist()]
-    rows = [(group, *pair) for group, pair in enumerate(zip(bounds, bounds[1:], strict=False)) if pair[0] < pair[1]]
-    if known is not None:
-        known += rows
+    rows = getattr(ends, "_fp8_rows", [])  # of memory that compiled code uses again: none
+    if not rows:
+        bounds = [0, *ends.tolist()]
+        pairs = enumerate(zip(bounds, bounds[1:], strict=False))
+        rows += [(group, begin, end) for group, (begin, end) in pairs if begin < end]
     return rows
-
-
-_KNOWN = "_fp8_rows_of_groups"
-"""Attribute of the ends that `Groups.of` makes in eager code. Compiled code uses memory again, and has none."""
 
 
 def zeros_where_empty(gradients: torch.Tensor, rows: list[tuple[int, int, int]]) -> torch.Tensor:
@@ -255,7 +251,7 @@ def plain_wgrad(a: torch.Tensor, b: torch.Tensor, groups: Groups) -> torch.Tenso
     return torch.ops.fp8_backends.plain_grouped_wgrad(a, b, groups.ends)
 
 
-@torch.library.custom_op("fp8_backends::plain_grouped_product", mutates_args=())
+@torch.library.custom_op("fp8_backends::plain_grouped_product", mutates_args=(), tags=READS_SIZES)
 def _plain_product_by_group(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     out = a.new_empty(a.shape[0], b.shape[1])
     for group, begin, end in rows_of_groups(ends):
@@ -266,7 +262,7 @@ def _plain_product_by_group(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor
 _plain_product_by_group.register_fake(lambda a, b, ends: a.new_empty(a.shape[0], b.shape[1]))
 
 
-@torch.library.custom_op("fp8_backends::plain_grouped_wgrad", mutates_args=())
+@torch.library.custom_op("fp8_backends::plain_grouped_wgrad", mutates_args=(), tags=READS_SIZES)
 def _plain_wgrad_by_group(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     rows = rows_of_groups(ends)
     out = zeros_where_empty(a.new_empty(ends.shape[0], a.shape[1], b.shape[1]), rows)

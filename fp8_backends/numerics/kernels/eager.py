@@ -1,9 +1,6 @@
-"""Tells whether a tensor is plain memory that fast forms may work on, and not something that is traced; and copies
-numbers to a device without waiting."""
+"""Tells plain memory, on which fast forms may work, from traced tensors; copies numbers to a device without waiting."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -24,7 +21,7 @@ def is_eager(tensor: torch.Tensor) -> bool:
     return type(tensor) in _KINDS and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None
 
 
-def on_device(numbers: Sequence, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+def on_device(numbers: list, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
     """Copy numbers to a device without waiting. Raise while a CUDA graph records: its replays would read memory of the
     host that is freed by then."""
     is_cuda = torch.device(device).type == "cuda"

@@ -19,9 +19,7 @@ from ..formats import E4M11, FORMATS
 OPTIONS = {"enable_fp_fusion": False}
 """For every launch: a product and a sum that become one instruction are rounded once, not twice."""
 
-_FORMATS = tl.constexpr(
-    {fmt.name: (fmt.max, fmt.mantissa_bits, fmt.min_exponent) for fmt in (*FORMATS.values(), E4M11)}
-)
+_FORMATS = tl.constexpr({f.name: (f.max, f.mantissa_bits, f.min_exponent) for f in (*FORMATS.values(), E4M11)})
 
 # constants of a kernel. Of global values the key of Triton's disk cache has those that are `tl.constexpr`. A format is
 # named as in `formats`: "e4m3", "e5m2", "fp16", "bf16", "fp32", "e4m11", "root8"
