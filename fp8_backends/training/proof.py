@@ -162,7 +162,7 @@ class FirstStep:
                 self.gradients = gradients
             return
         if self.profile is None:
-            self._start_profile(take_over=True)
+            self._start_profile(begun=root)
         if self.profile is not None and self.began is None:
             self.began, self.gradients = root, gradients
 
@@ -216,12 +216,13 @@ class FirstStep:
             return
         self._finish(counts)
 
-    def _start_profile(self, take_over: bool = False) -> bool:
-        """Whether a profile runs now. One that a forward begins, and takes over, may see code being compiled."""
+    def _start_profile(self, begun: nn.Module | None = None) -> bool:
+        """Whether a profile runs now. One that the forward of a root begins takes over, and may see code being
+        compiled."""
         if self.waits:
             return False
         profile = product_profile(self.compute, self.layers)
-        if profile.start(take_over, shapes=not take_over):
+        if profile.start(take_over=begun is not None, shapes=begun is None, begun=begun):
             self.profile = profile
         return self.profile is not None
 
