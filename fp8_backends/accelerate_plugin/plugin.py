@@ -7,7 +7,6 @@ instance the class `FP8<Accelerator>` (mixin.py) before the original runs. Every
 from __future__ import annotations
 
 import functools
-import gc
 import inspect
 import logging
 import os
@@ -25,9 +24,11 @@ from ..errors import FP8BackendError, RecipeError
 from ..recipes.handlers import AUTO, FP8RecipeKwargs, Recipe, from_environment, resolve, with_environment
 from ..recipes.merging import code_over_launch
 from ..recipes.sources import LAUNCHED, PREFIX, environment_fields, is_launched, variables
+from ..recipes.strings import names_backend
 from ..training.preparation import check_machine
+from ..words import shown
 from .callers import around_fp8, for_trainer, precision_of_notebook, precision_of_trainer
-from .mixin import FP8Mixin, IgnoresFP8Environment, MadeTooEarly, with_mixin
+from .mixin import FP8Mixin, IgnoresFP8Environment, with_mixin
 
 logger = logging.getLogger("fp8_backends")
 
@@ -58,28 +59,19 @@ def connect() -> None:
     """Let stock `accelerate.Accelerator` train with the backends of this package.
 
     `import fp8_backends` does it already; calling again changes nothing. An Accelerator for which FP8 is not asked
-    behaves as before, to the bit. One in FP8 that exists already refuses to prepare models. `FP8_BACKENDS_DISABLE=1` in
-    the environment leaves Accelerate alone. A version of Accelerate that does not fit is no error here, but
-    `FP8BackendError` when FP8 is asked for.
+    behaves as before, to the bit. One in FP8 that exists already stays as it is, with a warning.
+    `FP8_BACKENDS_DISABLE=1` in the environment leaves Accelerate alone. A version of Accelerate that does not fit is no
+    error here, but `FP8BackendError` when FP8 is asked for.
     """
     # our wrapper may be in place already, possibly below that of another library
     innermost = inspect.unwrap(Accelerator.__init__, stop=lambda function: hasattr(function, _MARK))
     if not is_disabled() and not hasattr(innermost, _MARK):
         Accelerator.__init__ = _patched(Accelerator.__init__)
-        _refuse_earlier_accelerators()
-
-
-def _refuse_earlier_accelerators() -> None:
-    """Warn of Accelerators in FP8 that exist already, which stock Accelerate's FP8 would train, and let them refuse to
-    prepare a model."""
-    if AcceleratorState._shared_state.get("_mixed_precision") != "fp8":
-        return
-    earlier = [each for each in gc.get_objects() if issubclass(type(each), Accelerator)]
-    for accelerator in earlier:
-        if not isinstance(accelerator, (FP8Mixin, MadeTooEarly)):
-            accelerator.__class__ = with_mixin(MadeTooEarly, type(accelerator))
-            if is_main_process():
-                logger.warning("%s", MadeTooEarly.REASON)
+        if AcceleratorState._shared_state.get("_mixed_precision") == "fp8" and is_main_process():
+            logger.warning(
+                'an Accelerator(mixed_precision="fp8") was made before fp8_backends was imported: it trains with stock '
+                "FP8, without a proof. Import fp8_backends before the Accelerator is made"
+            )
 
 
 def is_disabled() -> bool:
@@ -97,10 +89,13 @@ def _patched(original):
             bound = signature.bind(self, *args, **kwargs)
         except TypeError:
             return original(self, *args, **kwargs)  # raises the error that the user knows
-        handlers = bound.arguments.get("kwargs_handlers") or []
+        handlers = _handlers(bound.arguments)
         is_asked_beside = _launch_in_fp8() or any(map(_is_fp8_handler, handlers))  # whatever mixed_precision says
         by_trainer = precision_of_trainer(bound.arguments) if is_asked_beside else None
-        if by_trainer is not None or _precision(bound.arguments) == "fp8":
+        if backend := _backend_as_precision(bound.arguments, by_trainer):
+            handlers = [*handlers, FP8RecipeKwargs(backend=backend)]
+            bound.arguments |= {"mixed_precision": "fp8", "kwargs_handlers": handlers}
+        elif by_trainer is not None or _precision(bound.arguments) == "fp8":
             bound.arguments["mixed_precision"] = "fp8"  # which Accelerate would not learn from a notebook
         recipe = asked_recipe(bound.arguments, by_trainer)
         if recipe is None:
@@ -120,10 +115,20 @@ def _patched(original):
             self.__class__ = with_mixin(FP8Mixin, type(self))
         with _without_fp8_checks():
             original(*bound.args, **bound.kwargs)
+        _refuse_ranks_alone(self)
         self._start_fp8(for_trainer(recipe, self._wraps_in_ddp))
 
     setattr(__init__, _MARK, True)
     return __init__
+
+
+def _refuse_ranks_alone(accelerator: Accelerator) -> None:
+    ranks = int(os.environ.get("WORLD_SIZE", 1)) if "LOCAL_RANK" in os.environ else 1
+    if accelerator.num_processes == 1 < ranks:
+        raise FP8BackendError(
+            f"{ranks} processes were started, and without a GPU Accelerate would train alone in each: set "
+            "ACCELERATE_USE_CPU=true in the environment, or write Accelerator(cpu=True)"
+        )
 
 
 def incompatibilities(accelerator_class: type = Accelerator) -> list[str]:
@@ -151,7 +156,7 @@ def asked_recipe(arguments: Mapping[str, Any], by_trainer: str | None = None) ->
     handlers = [handler for handler in arguments.get("kwargs_handlers") or () if _is_fp8_handler(handler)]
     if len(handlers) > 1:
         names = " and ".join(type(handler).__name__ for handler in handlers)
-        raise RecipeError(f"kwargs_handlers holds two FP8 recipes, {names}: pass one")
+        raise RecipeError(f"kwargs_handlers and mixed_precision hold two FP8 recipes, {names}: pass one")
     if precision != "fp8":
         if any(isinstance(handler, Recipe) for handler in handlers):
             raise RecipeError(
@@ -164,6 +169,23 @@ def asked_recipe(arguments: Mapping[str, Any], by_trainer: str | None = None) ->
         _warn_of_unread_variables()
     recipe = resolve(_completed(handlers[0]) if handlers else from_environment())
     return recipe if by_trainer is None else around_fp8(recipe, by_trainer, arguments)
+
+
+def _handlers(arguments: Mapping[str, Any]) -> Any:
+    """The list of handlers. Raises `RecipeError` for a recipe that stands in its place, or a backend string in it."""
+    given = arguments.get("kwargs_handlers") or []
+    if _is_fp8_handler(given):
+        raise RecipeError(f"kwargs_handlers must be a list: write kwargs_handlers=[{type(given).__name__}(…)]")
+    if text := next(filter(names_backend, [given] if isinstance(given, str) else given), None):
+        raise RecipeError(f"kwargs_handlers: {shown(text)} is no handler. Write Accelerator(mixed_precision={text!r})")
+    return given
+
+
+def _backend_as_precision(arguments: Mapping[str, Any], by_trainer: str | None) -> str | None:
+    """The backend string in the place of mixed precision: that of the argument, else of the environment."""
+    given = arguments.get("mixed_precision") if by_trainer is None else None
+    given = os.environ.get("ACCELERATE_MIXED_PRECISION") if given is None else given
+    return given if names_backend(given) else None
 
 
 def _precision(arguments: Mapping[str, Any]) -> str:
@@ -179,8 +201,9 @@ def _precision(arguments: Mapping[str, Any]) -> str:
 
 def _launch_in_fp8() -> str:
     """What asks for FP8 around this script, in words; empty without it."""
-    if os.environ.get("ACCELERATE_MIXED_PRECISION", "").lower() == "fp8":
-        return "ACCELERATE_MIXED_PRECISION=fp8"
+    asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "")
+    if asked.lower() == "fp8" or names_backend(asked):
+        return f"ACCELERATE_MIXED_PRECISION={asked}"
     if is_launched():  # some, such as Axolotl, write what their own configuration says into the variable
         return "fp8-backends launch"
     return 'notebook_launcher(mixed_precision="fp8")' if precision_of_notebook() == "fp8" else ""

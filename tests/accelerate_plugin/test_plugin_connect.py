@@ -50,18 +50,12 @@ def test_connection_is_found_below_another_librarys_patch(monkeypatch):
 def test_an_accelerator_from_before_the_import_never_trains_with_stock_fp8_in_silence(monkeypatch, caplog):
     monkeypatch.setattr(Accelerator, "__init__", inspect.unwrap(Accelerator.__init__))
     imported_late = Accelerator(mixed_precision="fp8", kwargs_handlers=[accelerate.utils.AORecipeKwargs()])
-    assert type(imported_late) is Accelerator
     fp8_backends.connect()
+    assert type(imported_late) is Accelerator
     assert "was made before fp8_backends was imported" in caplog.text
     model = mlp()
-    optimizer = torch.optim.AdamW(model.parameters())
-    for prepare in (lambda: imported_late.prepare(model, optimizer), lambda: imported_late.prepare_model(model)):
-        with pytest.raises(FP8BackendError, match="was made before fp8_backends was imported.*Import fp8_backends"):
-            prepare()
-    assert all(type(layer).__name__ in ("Linear", "ReLU", "GELU") for layer in model)
-    assert imported_late.prepare(torch.utils.data.DataLoader(range(3))).dataset == range(3)
     anew = Accelerator(mixed_precision="fp8", kwargs_handlers=[fp8_backends.NativeRecipeKwargs()])
-    train(anew, *anew.prepare(model, optimizer), batches(1))
+    train(anew, *anew.prepare(model, torch.optim.AdamW(model.parameters())), batches(1))
     assert fp8_backends.audit(model).products
 
 
@@ -152,6 +146,47 @@ def test_positional_arguments():
 def test_wrong_arguments_raise_the_stock_error():
     with pytest.raises(TypeError, match="kwarg_handlers"):
         Accelerator(mixed_precision="fp8", kwarg_handlers=[fp8_backends.AORecipeKwargs()])
+
+
+@pytest.mark.parametrize("given", ["native:delayed", "Native:Delayed", "ao", "msamp:O1", "torchao", "auto"])
+def test_a_backend_string_as_mixed_precision_is_fp8_with_that_backend(given, monkeypatch):
+    accelerator = Accelerator(mixed_precision=given)
+    assert accelerator.fp8_recipe == fp8_backends.resolve(given) and accelerator.mixed_precision == "fp8"
+    accelerate.state.AcceleratorState._reset_state()
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", given)
+    assert [Accelerator().fp8_recipe for _ in range(2)] == [accelerator.fp8_recipe] * 2
+    assert Accelerator(mixed_precision="fp8").mixed_precision == "fp8"
+
+
+def test_a_backend_string_as_mixed_precision_completes_nothing():
+    with pytest.raises(RecipeError, match="mixed_precision hold two FP8 recipes, NativeRecipeKwargs and FP8Recipe"):
+        Accelerator(mixed_precision="native", kwargs_handlers=[fp8_backends.NativeRecipeKwargs()])
+    with pytest.raises(RecipeError, match="unknown backend 'nativ:dynamic' .did you mean 'native'"):
+        Accelerator(mixed_precision="nativ:dynamic")
+    with pytest.raises(ValueError, match="Unknown mixed_precision mode: off"):
+        Accelerator(mixed_precision="off")
+
+
+@pytest.mark.parametrize(
+    ("handlers", "said"),
+    [
+        (fp8_backends.NativeRecipeKwargs(), r"write kwargs_handlers=\[NativeRecipeKwargs"),
+        (accelerate.utils.AORecipeKwargs(), r"write kwargs_handlers=\[AORecipeKwargs"),
+        ("native:dynamic", r"Write Accelerator\(mixed_precision='native:dynamic'\)"),
+        (["ao"], r"Write Accelerator\(mixed_precision='ao'\)"),
+    ],
+)
+def test_what_is_no_list_of_handlers_is_refused_with_what_to_write(handlers, said):
+    with pytest.raises(RecipeError, match=said):
+        Accelerator(mixed_precision="fp8", kwargs_handlers=handlers)
+
+
+def test_a_handler_that_prints_like_a_backend_string_is_none():
+    class Prints(DistributedDataParallelKwargs):
+        def __str__(self):
+            return "cuda:0"
+
+    assert Accelerator(mixed_precision="fp8", kwargs_handlers=[Prints()]).fp8_recipe.name == "native:dynamic"
 
 
 def test_two_recipes_are_refused():

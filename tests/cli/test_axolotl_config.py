@@ -158,10 +158,10 @@ def test_processes(monkeypatch):
         ({"deepspeed": {"zero_optimization": {"stage": 2}}}, "write them to a JSON file"),
         (
             {"fp8": True, "fsdp_version": 1, "deepspeed": "true"},
-            "deepspeed='true' must be the path of DeepSpeed's JSON",
+            "deepspeed='true' must be what the engine reads",
         ),
-        ({"deepspeed": True}, "deepspeed=True must be the path of DeepSpeed's JSON file"),
-        ({"fsdp": "yes"}, "fsdp='yes' must be a list such as"),
+        ({"deepspeed": True}, "deepspeed=True must be what the engine reads"),
+        ({"fsdp": "yes"}, "fsdp='yes' must be what the engine reads"),
         ({"sequence_len": "long"}, "sequence_len='long' must be a whole number"),
         ({"torch_compile": True, "torch_compile_mode": "fast"}, "torch_compile_mode='fast' must be one of default"),
         ({"torch_compile": True, "torch_compile_backend": "indctor"}, "torch_compile_backend='indctor' must be one of"),

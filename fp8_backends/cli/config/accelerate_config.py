@@ -75,7 +75,8 @@ def read_accelerate(values: Mapping[str, Any], source: str, processes: int | Non
         **({"num_processes": config.processes} if config.processes else {}),
         **({"dynamo_config": dynamo.values} if dynamo.values else {}),
     }
-    if config.parallel == "deepspeed" and _has_deepspeed_file(file) and values.get("mixed_precision"):
+    by_file = config.parallel == "deepspeed" and "deepspeed_config_file" in file.block("deepspeed_config").values
+    if by_file and values.get("mixed_precision"):
         config.notes.append(DEEPSPEED_PRECISION)
     if config.processes is None:
         config.notes.append("num_processes is not given: give --num_processes N when you launch")
@@ -87,13 +88,10 @@ def _word(value: Any) -> Any:
     return "NO" if value is False else value
 
 
-def _has_deepspeed_file(file: ConfigFile) -> bool:
-    return "deepspeed_config_file" in file.block("deepspeed_config").values
-
-
 def _precision(file: ConfigFile) -> str:
     word = file.values.get("mixed_precision")
-    if word is None and file.values.get("fp8_config") and _has_deepspeed_file(file):
+    has_engine_file = "deepspeed_config_file" in file.block("deepspeed_config").values
+    if word is None and has_engine_file and file.values.get("fp8_config"):
         return "fp8"  # Accelerate wants no mixed_precision beside that file
     if word is None or word is False:
         word = "fp16" if file.get("fp16", flag) else "no"

@@ -16,7 +16,6 @@ from accelerate.utils.dataclasses import DynamoBackend
 from ...compute.fields import flag, one_of, whole_number, word
 from ...errors import RecipeError
 from ...training.rules import Parallel
-from ...words import shown
 from .training_config import DEEPSPEED_PRECISION, UNCOMPILED, ConfigFile, TrainingConfig
 
 _FP8_KEYS = ("fp8", "fp8_config", "fp8_enable_fsdp_float8_all_gather")
@@ -124,15 +123,11 @@ def _is_on(file: ConfigFile, key: str, *words: str) -> bool:
     return file.get(key, lambda value: value in words or flag(value), False)
 
 
-def _names(file: ConfigFile, key: str, wanted: str) -> bool:
-    """Whether a key that selects an engine by its value has one. Raises `RecipeError` for a bare true."""
-    try:
-        is_on = flag(file.values.get(key))
-    except ValueError:
-        return bool(file.values.get(key))
-    if is_on:
-        raise RecipeError(f"{file.source}: {key}={shown(file.values[key])} must be {wanted}")
-    return False
+def _engine_settings(value: Any) -> Any:
+    """What a key has that selects an engine; None for false."""
+    if str(value).strip().lower() in ("true", "yes", "on", "1"):
+        raise ValueError("must be what the engine reads: DeepSpeed's JSON file, a list of FSDP's options")
+    return None if str(value).strip().lower() in ("false", "no", "off", "0") else value
 
 
 def _precision(file: ConfigFile, notes: list[str]) -> str:
@@ -173,8 +168,7 @@ def _fields(file: ConfigFile, notes: list[str]) -> dict[str, Any]:
 def _fsdp(file: ConfigFile, notes: list[str]) -> dict[str, Any]:
     """Return the FSDP block without prefixes, its version in it; empty without FSDP. Unset keys are left out."""
     block = file.block("fsdp_config")
-    has_list = _names(file, "fsdp", "a list such as [full_shard, auto_wrap]; newer files have only fsdp_config")
-    if not block.values and not has_list:
+    if not file.get("fsdp", _engine_settings) and not block.values:
         if file.values.get("fsdp_version") is not None:
             notes.append("fsdp_version has no effect without fsdp_config")
         return {}
@@ -205,11 +199,12 @@ def _version(file: ConfigFile, block: ConfigFile) -> int:
 
 
 def _parallel(file: ConfigFile, fsdp: Mapping[str, Any]) -> Parallel:
-    if not _names(file, "deepspeed", "the path of DeepSpeed's JSON file"):
+    deepspeed = file.get("deepspeed", _engine_settings)
+    if not deepspeed:
         return f"fsdp{fsdp['version']}" if fsdp else "none"
     if fsdp:
         raise RecipeError(f"{file.source}: deepspeed and fsdp_config are two engines: leave one out")
-    if not isinstance(file.values["deepspeed"], str):
+    if not isinstance(deepspeed, str):
         raise RecipeError(
             f"{file.source}: deepspeed holds DeepSpeed's settings themselves, and Accelerate reads them from a file: "
             "write them to a JSON file, and name it there"
