@@ -286,6 +286,15 @@ def test_no_product_at_all_is_an_error_at_the_first_step(spec):
     step(model, optimizer)  # said once
 
 
+@pytest.mark.parametrize("spec", ["native:dynamic", "msamp:O2"])
+def test_evaluation_mode_is_named_where_it_is_the_reason(spec):
+    model, optimizer = prepared(spec)
+    model.eval()
+    backward(model)
+    with pytest.raises(FP8BackendError, match=r"(?s)no FP8 product ran.*evaluation mode.*call model.train\(\)"):
+        optimizer.step()
+
+
 @pytest.mark.parametrize("spec", BACKENDS)
 def test_no_product_at_all_warns_where_the_recipe_says_so(spec):
     model, optimizer = prepared(spec_that("warn", spec), used=False)
