@@ -59,7 +59,7 @@ def connect() -> None:
     """Let stock `accelerate.Accelerator` train with the backends of this package.
 
     `import fp8_backends` does it already; calling again changes nothing. An Accelerator for which FP8 is not asked
-    behaves as before, to the bit. One in FP8 that exists already stays as it is, with a warning.
+    behaves as before, to the bit. One made before the import keeps stock FP8, with a warning.
     `FP8_BACKENDS_DISABLE=1` in the environment leaves Accelerate alone. A version of Accelerate that does not fit is no
     error here, but `FP8BackendError` when FP8 is asked for.
     """
@@ -69,8 +69,8 @@ def connect() -> None:
         Accelerator.__init__ = _patched(Accelerator.__init__)
         if AcceleratorState._shared_state.get("_mixed_precision") == "fp8" and is_main_process():
             logger.warning(
-                'an Accelerator(mixed_precision="fp8") was made before fp8_backends was imported: it trains with stock '
-                "FP8, without a proof. Import fp8_backends before the Accelerator is made"
+                'mixed precision "fp8" was set before fp8_backends was imported: Accelerators made until then train '
+                "with stock FP8. Import fp8_backends before the Accelerator is made"
             )
 
 
