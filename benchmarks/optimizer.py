@@ -33,8 +33,6 @@ class Level(NamedTuple):
     """Of exp_avg, and of exp_avg_sq where that is ROOT8."""
     copied: bool = False
     """Whether an E4M3 copy of the weight is made."""
-    feedback: bool = False
-    """Whether what rounding takes from the weight goes into exp_avg."""
 
 
 LEVELS = {
@@ -49,7 +47,6 @@ LEVELS = {
     "O3, two passes": Level(FP16, E4M3, FP16, copied=True),
     "O4": Level(E4M11, E4M3, ROOT8, 128),
     "O4, two passes": Level(E4M11, E4M3, ROOT8, 128),
-    "O5": Level(E4M3, E4M3, ROOT8, 128, feedback=True),
 }
 FUSED, TORCHAO = "torch fused, FP32", "torchao AdamWFp8"
 PEERS = (TORCHAO, "torchao AdamW8bit", "bitsandbytes AdamW8bit")
@@ -80,7 +77,7 @@ def bytes_of(slots) -> int:
 
 def scaled_step(level: str, numel: int, tensors: int, device: str, compiled: bool) -> Step:
     """The step of a level over `tensors` parameters of `numel` elements in all."""
-    weight, exp_avg, exp_avg_sq, block_size, copied, feedback = LEVELS[level]
+    weight, exp_avg, exp_avg_sq, block_size, copied = LEVELS[level]
     parameters = []
     for part in (torch.randn(numel, device=device) * 0.02).tensor_split(tensors):
         zeros = torch.zeros_like(part)
@@ -89,15 +86,14 @@ def scaled_step(level: str, numel: int, tensors: int, device: str, compiled: boo
         slots += [slot(part, E4M3) if copied else None]
         parameters.append(slots)
     rounding, passes = "nearest" if "nearest" in level else "stochastic", 2 if "two passes" in level else 1
-    eps = 1e-8
-    records = [measured(each[0], *each[2:4], eps if feedback else None) if passes == 1 else None for each in parameters]
+    records = [measured(each[0], *each[2:4]) if passes == 1 else None for each in parameters]
     count = torch.zeros(())
 
     def run() -> None:
         count.add_(1)
-        hypers = adam_hypers(1e-4, (0.9, 0.999), eps, 0.01, [count] * tensors, device)
+        hypers = adam_hypers(1e-4, (0.9, 0.999), 1e-8, 0.01, [count] * tensors, device)
         jobs = [
-            Job(*slots, hyper, True, False, rounding, seed, copy, record=record, feedback=feedback)
+            Job(*slots, hyper, True, False, rounding, seed, copy, record=record)
             for seed, ((*slots, copy), hyper, record) in enumerate(
                 zip(parameters, hypers.unbind(), records, strict=True)
             )

@@ -5,14 +5,11 @@ Accelerate untouched). TorchAO, transformers, TransformerEngine and rich are imp
 TorchAO says of libraries for other versions of CUDA while it loads stays off the screen.
 """
 
-import sys
-
 from .accelerate_plugin import connect
 from .compute.hardware import Availability
 from .compute.registry import available_backends, register_backend
 from .compute.torchao.library import drop_import_messages
 from .errors import BackendUnavailableError, FP8BackendError, RecipeError
-from .numerics import scaled_tensor
 from .recipes.handlers import (
     AORecipeKwargs,
     FP8RecipeKwargs,
@@ -23,7 +20,6 @@ from .recipes.handlers import (
     resolve,
 )
 from .recipes.precision_plan import PrecisionPlan, plan
-from .training import conversion
 from .training.advice import Advice, advise
 from .training.auditing import Audit, audit
 from .training.conversion import restore
@@ -75,10 +71,6 @@ __all__ = [
     "validate",
     "whole_states",
 ]
-
-# Names of version 0.1: programs use the first, and the pickles in checkpoints the second
-sys.modules[f"{__name__}.conversion"] = conversion
-sys.modules[f"{__name__}.scaled_tensor"] = scaled_tensor
 
 connect()
 drop_import_messages()

@@ -49,7 +49,9 @@ class Traces(NamedTuple):
     parameters: int
     """Of the whole model."""
     scaled: int
-    """Those that a level stores in scaled precision."""
+    """Those of the layers that a level stores in scaled precision."""
+    stored: int
+    """Those of the whole model."""
 
 
 def traces(spec: str, shape: str, tokens: int) -> Traces:
@@ -68,8 +70,11 @@ def traces(spec: str, shape: str, tokens: int) -> Traces:
         table = select_decomp_table()
         whole = traced(layer, x, position_embeddings=rotations, decompositions=table)
         block = traced(FeedForward(layer), x, decompositions=table)
-        scaled = sum(each.numel() for each in model.model.layers.parameters() if isinstance(each, ScaledTensor))
-    return Traces(whole, block, parameters, scaled)
+        scaled, stored = (
+            sum(each.numel() for each in part.parameters() if isinstance(each, ScaledTensor))
+            for part in (model.model.layers, model)
+        )
+    return Traces(whole, block, parameters, scaled, stored)
 
 
 def saved_bytes(forward: list[Graph]) -> int:
@@ -151,6 +156,7 @@ def main() -> None:
         "backend": arguments.backend,
         "parameters": seen.parameters,
         "scaled": seen.scaled,
+        "stored": seen.stored,
         "layer": layer,
         "mlp": block,
         "outside": outside_of_layers(around, chip),

@@ -224,13 +224,14 @@ def of_optimizer(level: str, launches: Launches, numel: int = 65_536) -> dict:
     made = steps.scaled_step(level, numel, 1, "cpu", True)
     launches.forget()
     made.run()
-    sizes = [torch.empty(0, dtype=each or torch.float32).itemsize for each in (weight, steps.E4M3, exp_avg, exp_avg_sq)]
+    stored = [steps.slot(torch.zeros(1), fmt) for fmt in (weight, steps.E4M3, exp_avg, exp_avg_sq)]
+    size = sum(each.data.itemsize + (each.residual is not None) for each in stored)  # a residual is one byte
     kernels = []
     for name, codes in launches.codes.items():
         path = fast_path(codes[0])
         if not path:
             continue
-        elements = 2 ** int(math.log2(loaded(path) / sum(sizes)))  # a thread's; scalars are loaded beside them
+        elements = 2 ** int(math.log2(loaded(path) / size))  # a thread's; scalars are loaded beside them
         work = Work.of(path, 1 / elements)
         written = sum(each.bytes for each in path if each.kind == "STG") / elements
         kernels.append(
@@ -238,7 +239,7 @@ def of_optimizer(level: str, launches: Launches, numel: int = 65_536) -> dict:
                 "kernel": name,
                 "registers": codes[0].registers,
                 "stack": codes[0].stack,
-                "read": sum(sizes),
+                "read": size,
                 "written": written,
                 **work._asdict(),
             }

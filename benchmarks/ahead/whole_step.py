@@ -27,7 +27,8 @@ class Line(NamedTuple):
 
 
 def optimizer_seconds(parameters: int, of_an_element: dict | None, chip: Chip) -> float:
-    """Of all parameters. of_an_element: what the kernels of a level cost; None: PyTorch's fused AdamW."""
+    """Of parameters that are stored alike. of_an_element: what the kernels of a level cost; None: PyTorch's fused
+    AdamW, or a kernel that reads and writes the same FP32."""
     if of_an_element is None:
         return roofline.of_kernel(FUSED_ADAMW * parameters, NOTHING, chip)
     bytes_ = (of_an_element["read"] + of_an_element["written"]) * parameters
@@ -51,6 +52,10 @@ def lines(traced: dict, layers: int, of_an_element: dict | None, chip: Chip) -> 
     layer, outside = traced["layer"]["seconds"], traced["outside"]["seconds"]
     scaled = traced.get("scaled", 0)  # which records that were made first do not tell
     casts = [Line("gradients' casts", gradient_casts(scaled, chip), "9 bytes an element of the layers' weights")]
+    stored = traced.get("stored", scaled) if of_an_element else 0
+    optimizer = optimizer_seconds(traced["parameters"] - stored, None, chip)
+    if of_an_element:
+        optimizer += optimizer_seconds(stored, of_an_element, chip)
     calls = layers * len(traced["layer"]["other_calls"])
     notes = [Line("notes of the layers", calls * LAUNCHES_OF_A_NOTE * roofline.of_bytes(0, chip), "their launches")]
     return [
@@ -61,8 +66,8 @@ def lines(traced: dict, layers: int, of_an_element: dict | None, chip: Chip) -> 
         Line("embedding, norm, loss", outside["kernels"], "bytes of PyTorch's operators"),
         Line(
             "optimizer",
-            optimizer_seconds(traced["parameters"], of_an_element, chip),
-            "28 bytes an element" if of_an_element is None else "its kernels' bytes and instructions",
+            optimizer,
+            "28 bytes an element in FP32" + ("; its kernels' bytes and instructions" if of_an_element else ""),
         ),
         *(casts if scaled else []),
         *(notes if calls else []),
@@ -81,18 +86,17 @@ def ratios(seconds: dict[str, float], peaks: dict[str, float]) -> dict[str, floa
 
 
 def _ratios(seconds: dict[str, float], peaks: dict[str, float]) -> dict[str, float | None]:
-    def faster(one: list[str], other: list[str]) -> float | None:
-        mine, theirs = ([seconds[name] for name in names] for names in (one, other))
-        return min(theirs) / min(mine) if mine and theirs else None
+    """Each rule of `native` by its name: TorchAO's rule is `dynamic`, and the window rule of O2 is nearer to
+    `delayed`."""
+    by_name = {name.partition("?")[0]: each for name, each in seconds.items()}
 
-    native = [name for name in seconds if name.startswith("native")]
-    ao = [name for name in seconds if name == TORCHAO or name.startswith("ao:tensorwise")]
-    o2 = [name for name in seconds if name.startswith("msamp:O2")]
-    plain = [name for name in seconds if name == PLAIN]
-    peak = [peaks[name] for name in o2 if name in peaks]
-    return {
-        "native / bf16, tokens a second": faster(native, plain),
-        "native / TorchAO, tokens a second": faster(native, ao),
-        "msamp:O2 / native, tokens a second": faster(o2, native),
-        "msamp:O2 / bf16, peak bytes, eager": peak[0] / peaks[PLAIN] if peak and PLAIN in peaks else None,
-    }
+    def faster(one: str, other: str) -> float | None:
+        return by_name[other] / by_name[one] if {one, other} <= by_name.keys() else None
+
+    rules = [name for name in by_name if name.startswith("native")]
+    found = {f"{rule} / bf16, tokens a second": faster(rule, PLAIN) for rule in rules}
+    found |= {f"{rule} / TorchAO, tokens a second": faster(rule, TORCHAO) for rule in rules}
+    found |= {f"msamp:O2 / {rule}, tokens a second": faster("msamp:O2", rule) for rule in rules}
+    peak = next((each for name, each in peaks.items() if name in seconds and name.startswith("msamp:O2")), None)
+    found["msamp:O2 / bf16, peak bytes, eager"] = peak / peaks[PLAIN] if peak and PLAIN in peaks else None
+    return found

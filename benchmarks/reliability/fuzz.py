@@ -47,8 +47,8 @@ import fp8_backends  # noqa: E402
 from fp8_backends import FP8BackendError, FP8RecipeKwargs, resolve  # noqa: E402
 from fp8_backends.accelerate_plugin import launch, launch_flags  # noqa: E402
 from fp8_backends.cli import config, main  # noqa: E402
+from fp8_backends.cli.estimate import Workload, estimate  # noqa: E402
 from fp8_backends.compute import registry  # noqa: E402
-from fp8_backends.estimation import Workload, estimate  # noqa: E402
 from fp8_backends.recipes.fields import FIELDS  # noqa: E402
 from fp8_backends.recipes.handlers import from_environment, with_environment  # noqa: E402
 from fp8_backends.recipes.sources import LAUNCHED, NAMES, PREFIX  # noqa: E402
@@ -188,15 +188,14 @@ def written(case: Case, folder: Path) -> Path:
         return Path(kind)
     if kind == "directory":
         path.mkdir()
-    elif kind == "fifo":
-        os.mkfifo(path)
     elif kind in ("broken link", "link to itself"):
         path.symlink_to(folder / "nothing" if kind == "broken link" else path)
     elif kind != "missing":
         path = path if kind == "unreadable" else folder / kind
-        text = case["content"] + fuzz_cases.LARGE.get(case.get("large"), "")
         path.write_bytes(
-            text.encode(case.get("encoding", "utf-8"), "replace" if case.get("encoding") else "surrogatepass")
+            case["content"].encode(
+                case.get("encoding", "utf-8"), "replace" if case.get("encoding") else "surrogatepass"
+            )
         )
         path.chmod(0 if kind == "unreadable" else 0o600)
     return path

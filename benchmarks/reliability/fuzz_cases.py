@@ -482,14 +482,11 @@ _KEYS = (
 )
 _ODD_LINES = (
     *(
-        "a: &a [*a]",
-        "a: &a {b: *a}",
-        "fp8_config: !!binary bWF4",
         "margin: !!python/object:os.system x",
         "? [1, 2]\n: x",
     ),
-    *("? {a: b}\n: x", "1: 2", "1.5: 3", "null: 4", "true: 5", "\t: tab", "a: b: c", "'", '"', "!!set {a, b}", "--- x"),
-    *("a: !!set {b, c}", "a: !!omap [b: 1]", "a: !!pairs [b: 1]", "a: 2024-01-01", "a: 2024-01-01 10:00:00", "a: .nan"),
+    *("? {a: b}\n: x", "1: 2", "1.5: 3", "null: 4", "true: 5", "\t: tab", "a: b: c", "'", '"', "--- x"),
+    *("a: 2024-01-01", "a: 2024-01-01 10:00:00", "a: .nan"),
     *(
         "a: 0o17",
         "a: 1_000",
@@ -503,9 +500,8 @@ _ODD_LINES = (
     ),
     *("mixed_precision: fp8", "mixed_precision: bf16", "mixed_precision: [fp8]", "fp8_config: [a]", "fp8_config: fp8"),
     *("fp8_config: null", "fp8_config: {1: 2}", "fp8_config: {backend: native, backend: te}", "num_processes: .inf"),
-    *("num_processes: 1e30", "num_processes: 9223372036854775808", "num_processes: -1", "num_processes: !!binary MQ=="),
+    *("num_processes: 1e30", "num_processes: 9223372036854775808", "num_processes: -1"),
     *(
-        "distributed_type: !!binary Tk8=",
         "distributed_type: {a: b}",
         "compute_environment: [x]",
         "a: !!int x",
@@ -551,30 +547,15 @@ _ODD_LINES = (
 )
 
 
-def _doubling(first: str, line: str) -> str:
-    """An alias bomb: 25 lines, each of which holds the one before it twice."""
-    return first + "".join(line.format(old=old, new=new) for old, new in itertools.pairwise(string.ascii_lowercase))
-
-
 _WHOLE = (
     *("", "\n", "#", "---\n---\n", "[]", "null", "1", "x", "{}", "{", "[" * 200, "[" * 100_000, "a: " * 5000),
-    *("- " * 5000, "{a: " * 3000, "? " * 3000, "!!python/object:x {}", "[" * 90 + "]" * 90, "{a: [" * 90 + "]}" * 90),
-    "".join(" " * i + "a:\n" for i in range(1500)),
-    _doubling("a: &a [x]\n", "{new}: &{new} [*{old}, *{old}]\n"),
-    _doubling("a: &a {k: 1}\n", "{new}: &{new} {{<<: [*{old}, *{old}]}}\n"),
-    _doubling("distributed_type: &a [x]\n", "{new}: &{new} {{*{old} : *{old}}}\n"),
+    *("- " * 5000, "{a: " * 3000, "? " * 3000, "!!python/object:x {}"),
 )
-LARGE = {"text": "x" * 3_000_000, "pairs": "a: b\n" * 300_000, "comments": "# x\n" * 600_000}
-LARGE["keys"] = "".join(f"k{i}: 1\n" for i in range(9000))
-LARGE["list"] = "a:\n" + "- 1\n" * 200_000
 KINDS = (
     "directory",
-    "fifo",
     "missing",
     "unreadable",
-    "/dev/zero",
     "/dev/null",
-    "/dev/full",
     "broken link",
     "link to itself",
 )
@@ -599,9 +580,6 @@ def files(rng: Random) -> Case:
             content = "\n".join(lines) + "\n"
         if rng.random() < 0.15:
             content = mutated(rng, content, 6)
-        if rng.random() < 0.02:
-            large = rng.choice(tuple(LARGE))
-            return {"kind": name, "content": content, "large": large, "arguments": arguments}
     if rng.random() < 0.05:
         encoding = rng.choice(("utf-16", "utf-8-sig", "utf-32", "latin-1", "cp037"))
     if rng.random() < 0.1:

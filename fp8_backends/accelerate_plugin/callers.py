@@ -70,7 +70,7 @@ def for_trainer(recipe: Recipe, wraps_in_ddp: bool) -> Recipe:
 
 
 def with_whole_states(recipe: Recipe) -> Recipe:
-    """The recipe with the states of O3 to O5 whole on every rank. A `shard_states` that was given stays."""
+    """The recipe with the states of O3 and O4 whole on every rank. A `shard_states` that was given stays."""
     if not recipe.shares_states or "shard_states" in recipe.given:
         return recipe
     return type(recipe)(**{**recipe.to_kwargs(), "shard_states": False})

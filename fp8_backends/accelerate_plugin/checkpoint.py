@@ -43,7 +43,7 @@ logger = logging.getLogger("fp8_backends")
 
 OPTIMIZER_KEY = "fp8_scaling"
 _FORMAT = 2
-"""1 was the first edition's, without `recipes`."""
+"""Of `fp8_backend.json`."""
 _DAMAGED = "the checkpoint is damaged; load an earlier one"
 
 
@@ -56,7 +56,7 @@ class ScalingState(NamedTuple):
     tensors: dict[str, torch.Tensor]
     """The tensors of the scaling state, by "root key/name"."""
     recipes: dict[str, dict[str, Any]]
-    """`comparison.as_json` of the recipe of each root key; the first edition saved none."""
+    """`comparison.as_json` of the recipe of each root key."""
 
     @classmethod
     def of(cls, saved: Any, source: str) -> ScalingState | None:
@@ -65,16 +65,16 @@ class ScalingState(NamedTuple):
             return None
         kinds = {"backends": str, "tensors": torch.Tensor, "recipes": dict}
         for name, kind in kinds.items():
-            values = saved.get(name, {}) if isinstance(saved, dict) else None
+            values = saved.get(name) if isinstance(saved, dict) else None
             if not isinstance(values, dict) or not all(
                 isinstance(key, str) and isinstance(value, kind) for key, value in values.items()
             ):
                 raise FP8BackendError(f"{source}: the {name} of its FP8 scaling state cannot be read: {_DAMAGED}")
-        return cls(**{name: saved.get(name, {}) for name in kinds})
+        return cls(**{name: saved[name] for name in kinds})
 
     def backend_of(self, key: str) -> str:
-        """The backend of a root, in words. The first edition wrote the long form of a name."""
-        return self.backends.get(key, "no FP8 backend").replace("native:window+msamp:", "msamp:")
+        """The backend of a root, in words."""
+        return self.backends.get(key, "no FP8 backend")
 
     def tensors_of(self, key: str) -> dict[str, torch.Tensor]:
         """The tensors of a root, by name."""
@@ -256,13 +256,13 @@ def _read(folder: Path, rank: int) -> ScalingState | None:
         return None
     try:
         metadata = json.loads(path.read_text())
-        written_as, backends, recipes = metadata["format"], metadata["models"], metadata.get("recipes", {})
+        written_as, backends, recipes = metadata["format"], metadata["models"], metadata["recipes"]
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise FP8BackendError(f"{path} cannot be read ({error!r}): {_DAMAGED}") from None
-    if written_as not in range(1, _FORMAT + 1):
+    if written_as != _FORMAT:
         raise FP8BackendError(
-            f"{path} has format {written_as!r}, and this version of fp8_backends reads 1 to {_FORMAT}: "
-            f"load it with the version that wrote it, or a newer one"
+            f"{path} has format {written_as!r}, and this version of fp8_backends reads {_FORMAT}: "
+            f"load it with the version that wrote it"
         )
     tensors = _read_tensors(folder, rank)
     return ScalingState.of({"backends": backends, "tensors": tensors, "recipes": recipes}, str(folder))

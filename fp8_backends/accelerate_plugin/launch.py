@@ -111,7 +111,7 @@ def _configuration(args: argparse.Namespace, commands: ModuleType) -> _Configura
     path = args.config_file or (default if os.path.isfile(default) and not args.cpu else None)
     if path is None:
         return _Configuration()
-    read_file(path)  # Accelerate's reader asks neither how long a file is nor whether a key stands there twice
+    read_file(path)  # Accelerate's reader accepts a key that appears twice
     try:
         values = commands.load_config_from_file(path)
     except Exception as error:  # whatever the file makes of Accelerate's reader

@@ -24,7 +24,7 @@ from .terminal import paragraphs, table
 
 ROWS = (
     *("native:dynamic", "native:delayed", "native:rowwise", "ao:tensorwise", "ao:rowwise", "te:delayed"),
-    *("msamp:O1", "msamp:O2", "msamp:O3", "msamp:O4", "msamp:O5", "te+msamp:O2"),
+    *("msamp:O1", "msamp:O2", "msamp:O3", "msamp:O4", "te+msamp:O2"),
 )
 """Backends that leave weights and states alone (level O0), then levels."""
 

@@ -1,6 +1,6 @@
 """Gradients under `DistributedDataParallel`: what DDP does not do for FP8.
 
-    level O1 to O5   weights in scaled precision are on DDP's ignore list; `reducer.GradientReducer` takes their
+    level O1 to O4   weights in scaled precision are on DDP's ignore list; `reducer.GradientReducer` takes their
                      gradients to the other ranks, and DDP takes those of all other parameters
     level O0         DDP takes all gradients; with gradient_comm="fp8" a communication hook lets them travel by the
                      two-shot all-reduce
@@ -44,7 +44,7 @@ ATTRIBUTES = (
 """What this file reads or extends of DDP."""
 
 HOOK_AT_A_LEVEL = (
-    "a communication hook of DDP sees no gradient of the weights in scaled precision (levels O1 to O5): these travel "
+    "a communication hook of DDP sees no gradient of the weights in scaled precision (levels O1 to O4): these travel "
     "by themselves, in E4M3 or in FP32 as gradient_comm says",
     "leave the hook out (Accelerate: comm_hook of DistributedDataParallelKwargs), since gradients of a level travel at "
     "a quarter of FP32's bytes already; or use the same backend without +msamp, whose gradients all pass the hook",

@@ -31,6 +31,7 @@ from torch import nn
 
 from ..errors import FP8BackendError
 from ..numerics.formats import E4M3
+from ..numerics.kernels.eager import on_device
 from ..numerics.scaled_tensor import ScaledTensor, quantize, stored_parts
 from .two_shot import BLOCK, AllReduce, Part, Reduced
 
@@ -158,8 +159,7 @@ class GradientReducer:
         if all(own):
             used = torch.ones(len(own), dtype=torch.uint8, device=device)
         else:
-            pinned = torch.tensor(own, dtype=torch.uint8, pin_memory=device.type == "cuda")
-            used = pinned.to(device, non_blocking=True)
+            used = on_device(own, torch.uint8, device)
         dist.all_reduce(used, dist.ReduceOp.MAX, group=self.group)
         return own if all(own) or not contributes else used.bool().tolist()
 

@@ -3,7 +3,7 @@
 Each rank owns whole weights, about as many elements as any other. It alone keeps their FP16 master (level O3) or their
 residual (O4) and their Adam states, and makes their steps; then the new E4M3 weights and their scales travel to
 everyone, one byte an element. A rank holds weight and gradient of all, and the rest of its own: 2 + 5/N bytes an
-element at O3, 2 + 3/N at O4, 2 + 2/N at O5, whose weight has no more than its E4M3 data.
+element at O3, 2 + 3/N at O4.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class SharedOut:
         self._owner = {id(weight): owner for weight, owner in zip(weights, owners, strict=True)}
         for weight in self.weights:
             weight.settle()
-            weight.shared_out = weight.rest is not None
+            weight.shared_out = True
             self.drop(weight)
 
     def owns(self, weight: torch.Tensor) -> bool:
@@ -67,7 +67,7 @@ class SharedOut:
             )
 
     def drop(self, weight: torch.Tensor) -> None:
-        if self.owns(weight) or not weight.shared_out:
+        if self.owns(weight):
             return
         storage = weight.elsewhere.storage if weight.rest is None else stored_parts(weight.rest)[0].dtype
         weight.rest = None

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 from ..errors import RecipeError
 from ..words import shortened, shown
 
-LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
-"""MS-AMP's levels, and two further ones; O0 leaves weights, gradients and optimizer states alone."""
+LEVELS = ("O0", "O1", "O2", "O3", "O4")
+"""MS-AMP's levels, and O4 beyond them; O0 leaves weights, gradients and optimizer states alone."""
 DEFAULT_LEVEL = "O2"
 
 

@@ -122,9 +122,11 @@ def pad(matrix: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
 
 
 def row_major(matrix: torch.Tensor) -> torch.Tensor:
-    """A view as memory of its own."""
+    """A view as memory of its own. Strides count in dimensions of size 1 too, where `is_contiguous` ignores them and a
+    GPU's products do not."""
     # `contiguous()` of a fake CUDA tensor asks for a CUDA device; this does not
-    return matrix if matrix.is_contiguous() else matrix.clone(memory_format=torch.contiguous_format)
+    in_rows = matrix.is_contiguous() and matrix.stride(-2) == matrix.shape[-1]
+    return matrix if in_rows else matrix.clone(memory_format=torch.contiguous_format)
 
 
 def _scaled_mm(a, a_scale_inv, b, b_scale_inv, out_dtype, fast_accumulation):

@@ -126,7 +126,7 @@ def unknown_backend(word: str) -> RecipeError:
     supported = "; ".join(f"{name}[:{'|'.join(_known_scalings(name))}]" for name in valid_names())
     return RecipeError(
         f"unknown backend {shown(word)}{closest(word, choices)}. Valid, in any case: auto; {supported}; "
-        "msamp[:O0|O1|O2|O3|O4|O5]; COMPUTE[:SCALING]+msamp[:LEVEL]"
+        "msamp[:O0|O1|O2|O3|O4]; COMPUTE[:SCALING]+msamp[:LEVEL]"
     )
 
 

@@ -531,10 +531,6 @@ def _in_words(value: Any) -> str:
 
 # PyTorch's protocol for subclasses in files that `torch.load(weights_only=True)` may read
 torch.serialization.add_safe_globals([ScaledTensor, _rebuild])
-# the names by which checkpoints of version 0.1 know them (`fp8_backends/__init__.py` has the module's)
-torch.serialization.add_safe_globals(
-    [(ScaledTensor, "fp8_backends.scaled_tensor.ScaledTensor"), (_rebuild, "fp8_backends.scaled_tensor._rebuild")]
-)
 
 
 def stored_parts(tensor: torch.Tensor, exact: bool = False) -> tuple[torch.Tensor, ...]:

@@ -31,8 +31,7 @@ from ..compute.torchao import fields as torchao
 from ..errors import FP8BackendError, RecipeError
 from ..words import shortened, shown
 
-ABOVE_O0 = ("O1", "O2", "O3", "O4", "O5")
-ABOVE_O0_BUT_O5 = ABOVE_O0[:-1]
+ABOVE_O0 = ("O1", "O2", "O3", "O4")
 _LISTS = ("['", '["', "('", '("')
 """How a list begins in a text."""
 
@@ -114,7 +113,7 @@ NAMING = (
         "opt_level",
         None,
         _level,
-        "The level, O0 (no level) to O5, if the backend string does not name it.",
+        "The level, O0 (no level) to O4, if the backend string does not name it.",
         launcher_default=DEFAULT_LEVEL,
         further_variables=(Variable("OPTIMIZATION_LEVEL", DEFAULT_LEVEL),),
     ),
@@ -127,9 +126,8 @@ OF_LEVELS = (
         "rounding",
         "stochastic",
         one_of("stochastic", "nearest"),
-        "How stored weights and Adam states are rounded; nearest, MS-AMP's own, loses small updates. O5 knows "
-        "stochastic alone.",
-        levels=ABOVE_O0_BUT_O5,
+        "How stored weights and Adam states are rounded; nearest, MS-AMP's own, loses small updates.",
+        levels=ABOVE_O0,
     ),
     Field(
         "exp_avg_scaling",
@@ -144,9 +142,8 @@ OF_LEVELS = (
         "bound",
         one_of("bound", "amax"),
         "What the scales of stored weights and Adam states follow from: a bound of their amaxes that is known before "
-        "the step, which then makes one pass over memory, or the amaxes themselves, which takes two. O5 knows bounds "
-        "alone.",
-        levels=ABOVE_O0_BUT_O5,
+        "the step, which then makes one pass over memory, or the amaxes themselves, which takes two.",
+        levels=ABOVE_O0,
     ),
     Field(
         "implementation",
@@ -160,8 +157,8 @@ OF_LEVELS = (
         True,
         flag,
         "Under DDP masters, residuals and Adam states lie on one rank each: 2 + 5/N bytes an element at O3, not 7, "
-        "2 + 3/N at O4, not 5, and 2 + 2/N at O5, not 4.",
-        levels=("O3", "O4", "O5"),
+        "and 2 + 3/N at O4, not 5.",
+        levels=("O3", "O4"),
     ),
     Field(
         "gradient_release",

@@ -83,7 +83,7 @@ class Recipe(KwargsHandler):
     """What every recipe has. None stands for "not given"; a recipe that was made has every default filled in.
 
     A recipe is fixed once it is made. Two are equal when they mean the same, however they were written. Beside its
-    fields it has `compute` ("native", "te", "ao", or a registered name), `scaling`, `level` ("O0" to "O5"), `name`
+    fields it has `compute` ("native", "te", "ao", or a registered name), `scaling`, `level` ("O0" to "O4"), `name`
     (the canonical backend string), `given` (the names of what the user gave) and the fields of every other backend,
     at their defaults. A process group in it is described by its ranks.
     """
@@ -346,10 +346,9 @@ def _check_read(field: Field, recipe: Recipe, compute: Compute, declared: Mappin
 
 
 _LEVELS_IN_WORDS = {
-    ("O1", "O2", "O3", "O4", "O5"): "a level O1 to O5",
-    ("O1", "O2", "O3", "O4"): "a level O1 to O4; O5 rounds stochastically, with scales from bounds",
+    ("O1", "O2", "O3", "O4"): "a level O1 to O4",
     ("O2", "O3"): "a level O2 or O3, whose exp_avg may have one scale or blocks",
-    ("O3", "O4", "O5"): "a level O3 to O5, whose weights travel in FP8",
+    ("O3", "O4"): "a level O3 or O4, whose weights travel in FP8",
     ("O0",): "weights that no level stores",
 }
 

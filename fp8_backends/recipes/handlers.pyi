@@ -16,7 +16,7 @@ class Recipe(KwargsHandler):  # type: ignore[misc]  # Accelerate tells no types
     """What every recipe has. None stands for "not given"; a recipe that was made has every default filled in.
 
     A recipe is fixed once it is made. Two are equal when they mean the same, however they were written. Beside its
-    fields it has `compute` ("native", "te", "ao", or a registered name), `scaling`, `level` ("O0" to "O5"), `name`
+    fields it has `compute` ("native", "te", "ao", or a registered name), `scaling`, `level` ("O0" to "O4"), `name`
     (the canonical backend string), `given` (the names of what the user gave) and the fields of every other backend,
     at their defaults. A process group in it is described by its ranks.
     """
@@ -304,26 +304,26 @@ class MSAMPRecipeKwargs(Recipe):
 
     Args:
         opt_level:
-            The level, O0 (no level) to O5, if the backend string does not name it. Read by every backend.
+            The level, O0 (no level) to O4, if the backend string does not name it. Read by every backend.
         rounding (stochastic, nearest; default 'stochastic'):
-            How stored weights and Adam states are rounded; nearest, MS-AMP's own, loses small updates. O5 knows
-            stochastic alone. Read by levels O1, O2, O3, O4.
+            How stored weights and Adam states are rounded; nearest, MS-AMP's own, loses small updates. Read by levels
+            O1, O2, O3, O4.
         exp_avg_scaling (tensor, block; default 'tensor'):
             One scale of the E4M3 exp_avg for the tensor, or one for each block of 128 elements, which keeps magnitudes
             apart that differ by more than 1e5 inside one tensor. Read by levels O2, O3.
         optimizer_scales (bound, amax; default 'bound'):
             What the scales of stored weights and Adam states follow from: a bound of their amaxes that is known before
-            the step, which then makes one pass over memory, or the amaxes themselves, which takes two. O5 knows bounds
-            alone. Read by levels O1, O2, O3, O4.
+            the step, which then makes one pass over memory, or the amaxes themselves, which takes two. Read by levels
+            O1, O2, O3, O4.
         implementation (native, original; default 'native'):
             Of the levels: this package's own, or the package msamp where it is installed. Read by levels O1, O2, O3,
-            O4, O5.
+            O4.
         shard_states (True, False; default True):
-            Under DDP masters, residuals and Adam states lie on one rank each: 2 + 5/N bytes an element at O3, not 7, 2
-            + 3/N at O4, not 5, and 2 + 2/N at O5, not 4. Read by levels O3, O4, O5.
+            Under DDP masters, residuals and Adam states lie on one rank each: 2 + 5/N bytes an element at O3, not 7,
+            and 2 + 3/N at O4, not 5. Read by levels O3, O4.
         gradient_release (True, False; default False):
             Each parameter is stepped inside backward, as soon as its gradient is complete, and the gradient is dropped:
-            not with accumulation or clipping. Read by levels O1, O2, O3, O4, O5.
+            not with accumulation or clipping. Read by levels O1, O2, O3, O4.
         include:
             Name patterns of layers to convert (fnmatch, over the full name; without a dot also any one part of it),
             separated by commas. Read by every backend.
@@ -523,26 +523,26 @@ class FP8RecipeKwargs(Recipe):
             COMPUTE[:SCALING][+msamp[:LEVEL]]: native:rowwise, ao, te+msamp:O3, msamp:O2, … (default: auto, which picks
             for this machine). Read by every backend.
         opt_level:
-            The level, O0 (no level) to O5, if the backend string does not name it. Read by every backend.
+            The level, O0 (no level) to O4, if the backend string does not name it. Read by every backend.
         rounding (stochastic, nearest; default 'stochastic'):
-            How stored weights and Adam states are rounded; nearest, MS-AMP's own, loses small updates. O5 knows
-            stochastic alone. Read by levels O1, O2, O3, O4.
+            How stored weights and Adam states are rounded; nearest, MS-AMP's own, loses small updates. Read by levels
+            O1, O2, O3, O4.
         exp_avg_scaling (tensor, block; default 'tensor'):
             One scale of the E4M3 exp_avg for the tensor, or one for each block of 128 elements, which keeps magnitudes
             apart that differ by more than 1e5 inside one tensor. Read by levels O2, O3.
         optimizer_scales (bound, amax; default 'bound'):
             What the scales of stored weights and Adam states follow from: a bound of their amaxes that is known before
-            the step, which then makes one pass over memory, or the amaxes themselves, which takes two. O5 knows bounds
-            alone. Read by levels O1, O2, O3, O4.
+            the step, which then makes one pass over memory, or the amaxes themselves, which takes two. Read by levels
+            O1, O2, O3, O4.
         implementation (native, original; default 'native'):
             Of the levels: this package's own, or the package msamp where it is installed. Read by levels O1, O2, O3,
-            O4, O5.
+            O4.
         shard_states (True, False; default True):
-            Under DDP masters, residuals and Adam states lie on one rank each: 2 + 5/N bytes an element at O3, not 7, 2
-            + 3/N at O4, not 5, and 2 + 2/N at O5, not 4. Read by levels O3, O4, O5.
+            Under DDP masters, residuals and Adam states lie on one rank each: 2 + 5/N bytes an element at O3, not 7,
+            and 2 + 3/N at O4, not 5. Read by levels O3, O4.
         gradient_release (True, False; default False):
             Each parameter is stepped inside backward, as soon as its gradient is complete, and the gradient is dropped:
-            not with accumulation or clipping. Read by levels O1, O2, O3, O4, O5.
+            not with accumulation or clipping. Read by levels O1, O2, O3, O4.
         scaling:
             The scaling rule, if the backend string does not name it: delayed, dynamic, rowwise, blockwise, mxfp8,
             window and so on. Read by every backend.

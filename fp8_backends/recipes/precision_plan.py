@@ -58,7 +58,6 @@ LEVEL_ROWS = {
     "O2": ("FP8", "FP16", None, "FP8", ("FP8", "FP16")),
     "O3": ("FP8", "FP8", "FP16", "FP8", ("FP8", "FP16")),
     "O4": ("FP8", "FP8", "INT8", "FP8", ("FP8", "FP8")),
-    "O5": ("FP8", "FP8", None, "FP8", ("FP8", "FP8")),
 }
 
 

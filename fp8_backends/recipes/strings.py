@@ -70,7 +70,7 @@ def canonical_name(compute: str, scaling: str, level: str | None) -> str:
 
 
 def level_name(word: str, place: str) -> str:
-    """The level, O0 to O5. Raises `RecipeError` that begins with `place`, which the word is from."""
+    """The level, O0 to O4. Raises `RecipeError` that begins with `place`, which the word is from."""
     if not isinstance(word, str) or word.strip().upper() not in LEVELS:
         raise RecipeError(
             f"{place}: unknown level {shown(word)}; msamp has {', '.join(LEVELS)} (default {DEFAULT_LEVEL})"

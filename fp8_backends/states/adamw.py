@@ -1,15 +1,13 @@
 """Adam and AdamW over scaled weights, gradients and states.
 
-The step reads and writes the scaled weight: FP16, at O4 E4M3 codes with residuals, at O5 E4M3 alone; at O3 it is the
-master, which the E4M3 weight is then made of. It computes in FP32, and rounds what it stores with scales that follow
-from bounds of this step's amaxes, or from these (`optimizer_scales`): all parameters in one kernel where the device has
-one (`numerics/kernels/adam`). Plain FP32 parameters with FP32 states (O1, or tensors of fewer than 4096 elements) are
-left to PyTorch's own implementation.
+The step reads and writes the scaled weight: FP16, at O4 E4M3 codes with residuals; at O3 the master, from which it then
+makes the E4M3 weight. It computes in FP32, and rounds with scales that follow from bounds of this step's amaxes, or
+from these (`optimizer_scales`): all parameters in one kernel where the device has one (`numerics/kernels/adam`). Plain
+FP32 parameters with FP32 states (O1, or tensors of fewer than 4096 elements) are left to PyTorch's own implementation.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -22,15 +20,12 @@ from ..numerics.kernels.adam.dispatch import AdamSteps, Job, adam_hypers, has_ke
 from ..numerics.scaled_tensor import KnownAmax, ScaledTensor, stored_parts
 from ..numerics.sharded_tensor import local_part
 from . import sharding
-from .levels import FEEDBACK_LR
 from .lost_updates import MOMENTS, share_of_lost_updates
 from .records import Records
 from .scaled_states import Declaration, LocalView, ScaledStates, slot_of
 
 COMPILE_FROM = 2**22
 """Where no fused kernel makes the step: from this many elements on, `torch.compile` (half a minute, once) pays."""
-
-_BETAS = Range("above 0 and below 1", least=2.0**-149, most=1.0 - 2.0**-53)
 
 ADAMW = Declaration(
     torch.optim.AdamW,
@@ -39,10 +34,9 @@ ADAMW = Declaration(
         "lr": NOT_NEGATIVE,
         "eps": NOT_NEGATIVE,
         "weight_decay": NOT_NEGATIVE,
-        "betas": _BETAS._replace(words="from 0 to below 1", least=0.0),
+        "betas": Range("from 0 to below 1", least=0.0, most=1.0 - 2.0**-53),
     },
     refused=("amsgrad", "differentiable"),
-    with_feedback={"eps": Range("at least 2**-63", least=LEAST_ROOT), "betas": _BETAS},
 )
 
 
@@ -72,9 +66,6 @@ class ScaledMoments(ScaledStates):
         )
 
     def _step_scaled(self, views: Sequence[LocalView]) -> None:
-        if self.fp8_states.feeds_back:
-            for group in self.param_groups:
-                self._fit_feedback(group)
         states = [self.state_of(view.group, view.parameter) for view in views]
         torch._foreach_add_([state["step"] for state in states], 1.0)
         jobs = [
@@ -91,7 +82,6 @@ class ScaledMoments(ScaledStates):
                 copy=None if view.copy is None else slot_of(view.copy),
                 first=view.first,
                 finite=view.finite,
-                feedback=self.fp8_states.feeds_back and isinstance(view.weight, ScaledTensor),
             )
             for view, state, hyper in zip(views, states, _hypers(views, states), strict=True)
         ]
@@ -106,36 +96,18 @@ class ScaledMoments(ScaledStates):
             if not isinstance(view.weight, ScaledTensor) and not view.weight.is_contiguous():
                 view.weight.copy_(job.weight.data)
             if job.record is not None:
-                self._records().keep(id(view.parameter), job.record, _recorded_parts(view, state), _eps_of(job, view))
+                self._records().keep(id(view.parameter), job.record, _recorded_parts(view, state))
         _remember_amaxes(
             [(view.weight, job.record) for job, view in zip(jobs, views, strict=True) if not view.is_shard]
         )
 
-    def _fit_feedback(self, group: dict[str, Any]) -> None:
-        """Scale exp_avg of scaled weights down, by a power of two, where the learning rate is more than twice that of
-        the last step.
-
-        It holds what rounding took from a weight, divided by the step size of then: a larger one would move the weight
-        by more than was taken, many times after a restart of a schedule. A warm-up is no jump: it doubles the
-        rate in its second step, and exp_avg loses nothing."""
-        lr, fit = float(group["lr"]), group.get(FEEDBACK_LR, 0.0)
-        if lr > 2 * fit > 0:
-            factor = 2.0 ** -math.ceil(math.log2(lr / fit))
-            for p in group["params"]:
-                if isinstance(local_part(p), ScaledTensor) and "exp_avg" in self.state.get(p, {}):
-                    local_part(self.state[p]["exp_avg"]).mul_(factor)
-        if lr > 0:  # at 0 nothing is fed back
-            group[FEEDBACK_LR] = lr
-
     def _with_record(self, job: Job, view: LocalView, state: dict[str, Any]) -> Job:
-        """The job as a step of one pass, which feedback always is; as it is where nothing has a scale, or eps is too
-        small for a bound of an update, or no kernel keeps the record in passing."""
+        """The job as a step of one pass; as it is where nothing has a scale, or eps is too small for a bound of an
+        update, or no kernel keeps the record in passing."""
         scaled = any(slot.scale_inv is not None for slot in job.written)
-        pays = scaled and view.group["eps"] >= LEAST_ROOT and has_kernels(job.weight.data)
-        if not (pays or job.feedback):
+        if not (scaled and view.group["eps"] >= LEAST_ROOT and has_kernels(job.weight.data)):
             return job
-        parts = _recorded_parts(view, state)
-        record = self._records().take(id(view.parameter), job.written, parts, _eps_of(job, view))
+        record = self._records().take(id(view.parameter), job.written, _recorded_parts(view, state))
         return job._replace(record=record)
 
     def _records(self) -> Records:
@@ -144,10 +116,7 @@ class ScaledMoments(ScaledStates):
             self.fp8_records = Records()
         return self.fp8_records
 
-    def lost_updates(self) -> float | None:
-        """`share_of_lost_updates` of this optimizer; None at O5, where steps that follow make up for what rounding
-        takes from one, and chance decides most of what is stored of it."""
-        return None if self.fp8_states.feeds_back else share_of_lost_updates(self)
+    lost_updates = share_of_lost_updates
 
 
 class ScaledAdamW(ScaledMoments, torch.optim.AdamW):
@@ -160,11 +129,6 @@ class ScaledAdam(ScaledMoments, torch.optim.Adam):
     """A `torch.optim.Adam` that `convert` made train scaled weights."""
 
     fp8_declared = ADAMW._replace(stock=torch.optim.Adam)
-
-
-def _eps_of(job: Job, view: LocalView) -> float | None:
-    """What a record is measured with."""
-    return view.group["eps"] if job.feedback else None
 
 
 def _recorded_parts(view: LocalView, state: dict[str, Any]) -> list[torch.Tensor]:

@@ -3,7 +3,7 @@
 A state dict holds the values of scaled states as plain BF16 or FP32 tensors, so that any program can read what is
 saved. They become the same scaled values again: the grid of their own amax holds all of them. A state of a DTensor is
 saved as a DTensor, which `torch.distributed.checkpoint` can shard anew. States that are shared out between the ranks
-(levels O3 to O5 under DDP) are whole again for as long as a checkpoint is written (`whole_states`).
+(levels O3 and O4 under DDP) are whole again for as long as a checkpoint is written (`whole_states`).
 """
 
 from __future__ import annotations
@@ -35,16 +35,10 @@ def export_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) 
         if key not in state_dict["state"]:
             continue
         state, local = dict(state_dict["state"][key]), local_part(p)
-        if isinstance(local, ScaledTensor) and local.master is None and not _holds(p.dtype, local):
+        if isinstance(local, ScaledTensor) and local.master is None and p.dtype != torch.float32:
             state[MASTER] = p.detach()
         state_dict["state"][key] = {name: _exported(value, optimizer.fp8_unread) for name, value in state.items()}
     return state_dict
-
-
-def _holds(dtype: torch.dtype, weight: ScaledTensor) -> bool:
-    """Whether a plain tensor of that dtype has the exact values of a weight: its scale is a power of two."""
-    in_bf16 = dtype == torch.bfloat16 and weight._data.dtype == torch.float8_e4m3fn and weight.residual is None
-    return dtype == torch.float32 or in_bf16
 
 
 def _exported(value: torch.Tensor, unread: bool) -> torch.Tensor:
@@ -224,23 +218,20 @@ def _gather(optimizer: torch.optim.Optimizer, group: dict, p: torch.Tensor, rece
         rest, step = _room_for_rest(p), torch.empty(())
     rooms = _rooms(optimizer, group, p) if moments else {}
     gathered = {name: state.get(name, room) for name, room in rooms.items()}
-    owners.send_to_all(p, [each for each in (step, rest, *gathered.values()) if each is not None])
+    owners.send_to_all(p, [step, rest, *gathered.values()])
     if owners.owns(p):
         return
     if not receives:
         _put_placeholder(p)
         return
-    if rest is not None:
-        p.rest, p.elsewhere = rest, None
+    p.rest, p.elsewhere = rest, None
     if moments and step >= 0:
         optimizer.state[p] = {"step": optimizer.new_counter(group, p).copy_(step), **gathered}
         optimizer.show_master(p)
 
 
-def _room_for_rest(p: torch.Tensor) -> torch.Tensor | None:
-    """Room for what another rank has of a weight, on the CPU; None where the weight has no more than lies here."""
-    if p.elsewhere is None:
-        return None
+def _room_for_rest(p: torch.Tensor) -> torch.Tensor:
+    """Room for the master or residual of another rank's weight, on the CPU."""
     data = torch.empty(p.shape, dtype=p.elsewhere.storage)
     return data if data.dtype == torch.int8 else ScaledTensor(data, torch.empty(()), p.dtype)
 

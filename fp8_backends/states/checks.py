@@ -16,7 +16,6 @@ from ..numerics.scaled_tensor import ScaledTensor
 from ..numerics.sharded_tensor import is_distributed, local_part
 from ..words import counted
 from .checkpoint import MASTER
-from .levels import FEEDBACK_LR
 from .sharding import agree
 
 STEP = "step"
@@ -58,22 +57,10 @@ def check_states(
         raise FP8BackendError(f"the optimizer's state cannot be loaded, and nothing was changed: {fault}")
 
 
-def check_options(group: Mapping[str, Any], refused: Sequence[str], restricted: Mapping[str, Range]) -> None:
-    """Raise `FP8BackendError` for options that scaled weights and states do not take.
-
-    Args:
-        restricted: option -> the numbers that it may have; those of error feedback at O5.
-    """
+def check_options(group: Mapping[str, Any], refused: Sequence[str]) -> None:
+    """Raise `FP8BackendError` for options that scaled weights and states do not take."""
     if fault := _refused_option(group, refused):
         raise FP8BackendError(fault)
-    for option, allowed in restricted.items():
-        value = group[option]
-        numbers = value if isinstance(value, (tuple, list)) else (value,)
-        if not all(isinstance(number, torch.Tensor) or allowed.holds(number) for number in numbers):
-            raise FP8BackendError(
-                f"{option}={value} is not supported at level O5, where what rounding takes from a weight goes into "
-                f"its first moment: it must be {allowed.words}; or use level O4"
-            )
 
 
 def _refused_option(group: Mapping[str, Any], refused: Sequence[str]) -> str | None:
@@ -131,8 +118,7 @@ def _fault_of_structure(own: list[dict[str, Any]], state_dict: Any) -> str | Non
 
 def _look_at_options(faults: Faults, optimizer: torch.optim.Optimizer, group: Mapping[str, Any], where: str) -> None:
     """Look at what is saved of a group's options: each must be of the kind that the optimizer's own default is."""
-    declared = optimizer.fp8_declared
-    ranges = {**declared.ranges, **declared.restricted(optimizer.fp8_states)}
+    ranges = optimizer.fp8_declared.ranges
     for name, default in optimizer.defaults.items():
         value, allowed = group.get(name), ranges.get(name, FINITE)
         if name in _CHOICES or isinstance(default, bool):
@@ -148,7 +134,6 @@ def _look_at_options(faults: Faults, optimizer: torch.optim.Optimizer, group: Ma
                 faults.add(f"{name} of {where} are not {counted(len(default), 'number')}. {_OF_ANOTHER}")
         elif isinstance(default, (Real, torch.Tensor)):
             _look_at_number(faults, value, allowed, f"{name} of {where}")
-    _look_at_number(faults, group.get(FEEDBACK_LR, 0.0), NOT_NEGATIVE, f"{FEEDBACK_LR} of {where}")
 
 
 def _look_at_number(faults: Faults, number: Any, allowed: Range, name: str) -> None:

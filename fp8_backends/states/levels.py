@@ -7,11 +7,9 @@ O1     scaled FP16     (the weight)   scaled E4M3      FP32, FP32
 O2     scaled FP16     (the weight)   scaled E4M3      scaled E4M3, FP16
 O3     scaled E4M3     scaled FP16    scaled E4M3      scaled E4M3, FP16
 O4     scaled E4M3     residual INT8  scaled E4M3      E4M3, ROOT8, in blocks
-O5     scaled E4M3     none           scaled E4M3      E4M3, ROOT8, in blocks
 =====  ==============  =============  ===============  =======================
 
-At O4 weight and residual are one number of 16 bits in two planes (`formats.E4M11`). At O5 exp_avg takes what rounding
-takes from the weight (`reference.add_feedback`).
+At O4 weight and residual are one number of 16 bits in two planes (`formats.E4M11`).
 
 A weight changes inside its Parameter object. A gradient is stored in E4M3 as soon as it is complete, so that no second
 one is ever held in high precision. While microbatches accumulate, a gradient is FP32 and is rounded once at the end.
@@ -46,14 +44,11 @@ if TYPE_CHECKING:
 
 FP32, FP16, E4M3 = torch.float32, torch.float16, torch.float8_e4m3fn
 
-WEIGHT = {"O1": FP16, "O2": FP16, "O3": E4M3, "O4": E4M3, "O5": E4M3}
+WEIGHT = {"O1": FP16, "O2": FP16, "O3": E4M3, "O4": E4M3}
 """How the data of a weight are stored: what products read."""
 
 BLOCK = 128
 """Elements of a state that share a scale, where it is stored in blocks."""
-
-FEEDBACK_LR = "feedback_lr"
-"""Key of a parameter group at O5: the learning rate that its first moments are fit for."""
 
 LEVEL = "_fp8_level"
 """Attribute of a module that has weights which are stored at a level: Parameter name -> level."""
@@ -72,7 +67,6 @@ STATE_FORMATS = {
     "O2": (StateFormat(E4M3), StateFormat(FP16)),
     "O3": (StateFormat(E4M3), StateFormat(FP16)),
     "O4": (StateFormat(E4M3, BLOCK), StateFormat(ROOT8.dtype, BLOCK)),
-    "O5": (StateFormat(E4M3, BLOCK), StateFormat(ROOT8.dtype, BLOCK)),
 }
 """The formats of first and of second moments."""
 BLOCK_SIZES = {"tensor": 0, "block": BLOCK}
@@ -91,11 +85,6 @@ class StateRule(NamedTuple):
     """"stochastic" or "nearest"."""
     scales: str = "bound"
     """What the scales of weight and states follow from: this step's "amax", or a "bound" of it that needs no pass."""
-
-    @property
-    def feeds_back(self) -> bool:
-        """Whether what rounding takes from a weight goes into its first moment."""
-        return self.level == "O5"
 
     @property
     def direction(self) -> StateFormat:

@@ -103,14 +103,8 @@ def check(optimizer: torch.optim.Optimizer, rule: StateRule) -> None:
             f"native:dynamic or te), which leaves weights and optimizer alone; or, where its step is elementwise, a "
             f"subclass that names its states in fp8_roles"
         )
-    declared = converted.fp8_declared
-    if rule.feeds_back and declared.with_feedback is None:
-        raise FP8BackendError(
-            f"level {rule.level} stores weights in FP8 alone, and {type(optimizer).__name__} has no moment that takes "
-            f"what their rounding loses: use torch.optim.AdamW or Adam, or level O4"
-        )
     for group in optimizer.param_groups:
-        checks.check_options(group, declared.refused, declared.restricted(rule))
+        checks.check_options(group, converted.fp8_declared.refused)
     # a learning-rate scheduler puts a `step` on the instance that calls the old class; it is given the new one
     if not getattr(optimizer.__dict__.get("step"), "_wrapped_by_lr_sched", "step" not in optimizer.__dict__):
         raise FP8BackendError(

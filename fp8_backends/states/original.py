@@ -39,7 +39,7 @@ def check(recipe: Recipe) -> None:
         raise BackendUnavailableError(
             "implementation='original': the package msamp is not installed. It cannot be installed with current "
             "PyTorch (it needs torch 2.1 and a patched NCCL, and no index carries it); the native levels "
-            "msamp:O1 to msamp:O5 need none of that: leave implementation out"
+            "msamp:O1 to msamp:O4 need none of that: leave implementation out"
         )
 
 

@@ -20,8 +20,6 @@ from ..numerics.kernels.adam.dispatch import Slot
 class _Record(NamedTuple):
     numbers: torch.Tensor
     """FP32 [4], as `measured` returns."""
-    eps: float | None
-    """What they were measured with."""
     seen: list[tuple[weakref.ref, int]]
     """The tensors that they are of, and autograd's counts of writes to them."""
 
@@ -32,19 +30,17 @@ class Records:
     def __init__(self) -> None:
         self._records: dict[int, _Record] = {}
 
-    def take(
-        self, key: int, slots: Sequence[Slot], parts: Sequence[torch.Tensor], eps: float | None = None
-    ) -> torch.Tensor:
+    def take(self, key: int, slots: Sequence[Slot], parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """The numbers of a weight, exp_avg and exp_avg_sq, for a step to use up. parts: the tensors that `slots` hold,
-        or are views of; eps: Adam's, for steps with feedback."""
+        or are views of."""
         record = self._records.pop(key, None)
-        if record is None or record.eps != eps or not _unchanged(record, parts):
-            return measured(*slots, eps=eps)
+        if record is None or not _unchanged(record, parts):
+            return measured(*slots)
         return record.numbers
 
-    def keep(self, key: int, numbers: torch.Tensor, parts: Sequence[torch.Tensor], eps: float | None = None) -> None:
+    def keep(self, key: int, numbers: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
         """Keep what a step has left."""
-        self._records[key] = _Record(numbers, eps, [(weakref.ref(part), part._version) for part in parts])
+        self._records[key] = _Record(numbers, [(weakref.ref(part), part._version) for part in parts])
 
 
 def _unchanged(record: _Record, parts: Sequence[torch.Tensor]) -> bool:

@@ -5,7 +5,7 @@ schedulers and state. A class of it declares what its states are (`Declaration`)
 scaled parameters; `optimizers.py` has the table of these classes, and converts.
 
 On several ranks a step works on what lies there (`LocalView`): its shards under FSDP2, with scales that the ranks agree
-on (`sharding.py`); all weights under DDP, but at O3 to O5 those that this rank owns.
+on (`sharding.py`); all weights under DDP, but at O3 and O4 those that this rank owns.
 """
 
 from __future__ import annotations
@@ -41,9 +41,6 @@ class Declaration(NamedTuple):
     """Option -> the numbers that a checkpoint may have there; every other number must be finite."""
     refused: tuple[str, ...] = ()
     """Options that scaled weights and states do not take."""
-    with_feedback: Mapping[str, Range] | None = None
-    """Option -> the numbers that it may have where its first moment takes what rounding takes from weights (O5); None:
-    the optimizer has no such feedback."""
     counts: bool = True
     """Whether the stock class counts a parameter's steps in a state `step`; here each optimizer does."""
     elementwise: bool = True
@@ -52,10 +49,6 @@ class Declaration(NamedTuple):
     """Whether parameters of a group with these options have the states that `roles` names."""
     exact_states: Callable[[torch.Size], Mapping[str, tuple[int, ...]]] = lambda shape: {}
     """The shapes of further states of a parameter of this shape: small ones, in FP32, and whole on each rank."""
-
-    def restricted(self, rule: StateRule) -> Mapping[str, Range]:
-        """Option -> the numbers that it may have at this level: those of error feedback, where there is any."""
-        return self.with_feedback or {} if rule.feeds_back else {}
 
 
 class Member(NamedTuple):
@@ -166,7 +159,7 @@ class ScaledStates:
     def _views(self, members: Sequence[Member]) -> list[LocalView]:
         """This rank's part of those of these parameters whose steps it makes now."""
         for group in self.param_groups:
-            checks.check_options(group, self.fp8_declared.refused, self.fp8_declared.restricted(self.fp8_states))
+            checks.check_options(group, self.fp8_declared.refused)
         views = []
         for p, group, index in members:
             if p.grad is not None and p.grad.is_sparse:

@@ -2,7 +2,7 @@
 
 Under FSDP2 a parameter is a DTensor, and a rank has some of its rows; its states lie as it does. Where a state has one
 scale for the whole tensor, its ranks agree on the amax. Where blocks have scales (`exp_avg_scaling="block"`), a block
-lies on one rank and needs no agreement. Under DDP at levels O3 to O5, a rank owns whole weights (`Owners`).
+lies on one rank and needs no agreement. Under DDP at levels O3 and O4, a rank owns whole weights (`Owners`).
 """
 
 from __future__ import annotations

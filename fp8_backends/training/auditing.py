@@ -74,8 +74,7 @@ class Audit:
     (there are none: backward steps and drops them), `none`."""
     lost_updates: float | None = None
     """Share of the weight updates that rounding swallows. With scaled weights (O1 to O4) what the optimizer's next
-    step would lose, as projected on the exact update; at O5 None, as later steps make up for it;
-    else None until `measure_lost_updates` watched a step."""
+    step would lose, as projected on the exact update; else None until `measure_lost_updates` watched a step."""
 
     saved_activations: dict[str, int] = field(default_factory=dict)
     """What the last training forward has kept for backward in FP8 beside the codes of converted layers: `tensors`,

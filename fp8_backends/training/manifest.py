@@ -245,7 +245,7 @@ def _without_manifest(folder: Path) -> Condition:
             json.loads(_content(folder / _TRAINER_STATE))
         except (OSError, ValueError, RecursionError):
             return Condition("incomplete", f"{_TRAINER_STATE}, which Trainer writes last, is missing or cut off")
-    return Condition("no manifest", "stock Accelerate, a Trainer without FP8 or the first edition saved it")
+    return Condition("no manifest", "stock Accelerate or a Trainer without FP8 saved it")
 
 
 # A folder of checkpoints

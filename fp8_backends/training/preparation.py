@@ -469,7 +469,7 @@ def _identity(root: nn.Module) -> int:
 
 @contextlib.contextmanager
 def whole_states(optimizer: torch.optim.Optimizer, receives: bool = True, moments: bool = True) -> Iterator[None]:
-    """Around the writing of a checkpoint on several ranks at levels O3 to O5: masters, residuals and optimizer states
+    """Around the writing of a checkpoint on several ranks at levels O3 and O4: masters, residuals and optimizer states
     that are shared out between the ranks are whole inside, so that `state_dict()` of model and optimizer give them to
     the bit.
 

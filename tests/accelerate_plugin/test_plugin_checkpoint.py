@@ -127,23 +127,6 @@ def test_checkpoint_of_another_backend_names_both_and_loads_the_weights(tmp_path
     assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters())
 
 
-def test_a_checkpoint_with_the_long_name_of_a_level_is_read(tmp_path, caplog):
-    """The first edition wrote `native:window+msamp:O1` where `msamp:O1` is written now."""
-    accelerator, model, optimizer = new_run("msamp:O1")
-    train(accelerator, model, optimizer, DATA[:2])
-    accelerator.save_state(str(tmp_path))
-    (tmp_path / "fp8_manifest.json").unlink()
-    metadata = json.loads((tmp_path / "fp8_backend.json").read_text())
-    assert metadata.pop("manifest") and metadata["models"] == {"0.0": "msamp:O1"}
-    written = json.dumps(metadata).replace("msamp:O1", "native:window+msamp:O1")
-    (tmp_path / "fp8_backend.json").write_text(written)
-    unbroken = train(accelerator, model, optimizer, DATA[2:])
-    accelerator, model, optimizer = new_run("msamp:O1", seed=5)
-    with caplog.at_level(logging.WARNING, "fp8_backends"):
-        accelerator.load_state(str(tmp_path))
-    assert caplog.text == "" and train(accelerator, model, optimizer, DATA[2:]) == unbroken
-
-
 def test_scaling_state_that_does_not_fit_is_an_error(tmp_path):
     accelerator, model, optimizer = new_run("native:delayed", amax_history_len=16)
     train(accelerator, model, optimizer, DATA[:2])

@@ -81,7 +81,7 @@ def test_a_save_over_another_keeps_what_is_the_users_own_and_removes_what_is_sta
     assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters())
 
 
-def test_a_save_over_a_checkpoint_of_the_first_edition_leaves_nothing_of_its_other_ranks(tmp_path):
+def test_a_save_over_a_checkpoint_without_a_manifest_leaves_nothing_of_its_other_ranks(tmp_path):
     accelerator, model, optimizer = run()
     accelerator.save_state(str(tmp_path))
     (tmp_path / "fp8_manifest.json").unlink()
@@ -301,7 +301,7 @@ def test_a_checkpoint_without_a_manifest_loads_and_one_line_says_so(tmp_path, ca
     (tmp_path / "fp8_manifest.json").unlink()
     metadata = json.loads((tmp_path / "fp8_backend.json").read_text())
     assert metadata.pop("manifest") == "fp8_manifest.json"
-    (tmp_path / "fp8_backend.json").write_text(json.dumps(metadata))  # as the first edition wrote it
+    (tmp_path / "fp8_backend.json").write_text(json.dumps(metadata))
     accelerator.load_state(str(tmp_path))
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "manifest" in line]
     assert str(tmp_path) in line

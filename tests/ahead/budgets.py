@@ -48,3 +48,11 @@ def within(result: dict, budget: Budget) -> list[str]:
         found |= {name: result["eager"][name] for name in ("launches", "operators")}
     allowed = budget._asdict()
     return [f"{name}: {value:.0f}, not {allowed[name]}" for name, value in found.items() if value > allowed[name]]
+
+
+def assert_one_graph_of_fp8_products(result: dict) -> None:
+    """Check a compiled layer of `predict.py`: no graph break, FP8 in each product, no other calls than the notes."""
+    layer = result["layer"]
+    assert layer["graphs"] == 1
+    assert set(layer["other_calls"]) == {"note_backward"} and len(layer["other_calls"]) <= NOTES
+    assert {product["dtype"][:6] for product in layer["products"]} == {"float8"}

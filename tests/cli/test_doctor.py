@@ -50,7 +50,7 @@ def test_all_that_can_run_is_tested_and_proven(capsys):
     tests = {test["backend"]: test for test in found["tests"]}
     scalings = [f"native:{scaling}" for scaling in NativeCompute.scalings]
     assert (
-        set(tests) >= {*scalings, "msamp:O1", "msamp:O2", "msamp:O3", "msamp:O4", "msamp:O5", "ao:tensorwise"}
+        set(tests) >= {*scalings, "msamp:O1", "msamp:O2", "msamp:O3", "msamp:O4", "ao:tensorwise"}
         and "te:delayed" not in tests
     )
     # on a CPU whose operator is not mended
@@ -62,7 +62,7 @@ def test_all_that_can_run_is_tested_and_proven(capsys):
         assert test["proven"] and not test["reason"], test
         assert 0 < test["gradient_error"] < self_test.GRADIENT_BOUND and test["loss_error"] < self_test.LOSS_BOUND
         assert test["products"] >= 6 and test["engine"] and test["seconds"] < self_test.ENDS_WITHIN
-    assert [round(tests[f"msamp:{level}"]["bytes_per_element"]) for level in doctor.LEVELS] == [11, 6, 7, 5, 4]
+    assert [round(tests[f"msamp:{level}"]["bytes_per_element"]) for level in doctor.LEVELS] == [11, 6, 7, 5]
 
 
 def faulty(monkeypatch, **methods):
@@ -198,13 +198,12 @@ def test_another_chip_is_told_of_by_the_name_that_it_is_sold_under(capsys):
 
 
 def test_a_transformer_engine_that_does_not_import_is_explained(monkeypatch, capsys):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: True)
     monkeypatch.setattr(registry, "available_backends", lambda: {"te": Availability(True, "on cuda")})
     monkeypatch.setattr(te_installation, "probe", lambda: Availability(False, "libcudnn is not found", "pip it"))
     assert main(["doctor", "--no-test"]) == 0
     printed = capsys.readouterr().out
     assert "te        cannot run: libcudnn is not found" in printed and "fix: pip it" in printed
-    monkeypatch.setattr(te_installation, "probe", lambda: Availability(True, "TransformerEngine 2.20.2 imports"))
+    monkeypatch.setattr(te_installation, "probe", lambda: Availability(True, "TransformerEngine imports"))
     assert main(["doctor", "--no-test"]) == 0
     assert "te        can run: on cuda" in capsys.readouterr().out
 
@@ -249,7 +248,7 @@ def test_rules_that_the_chip_refuses_are_not_tested(monkeypatch):
     te = {"can_run": True, "scalings": ["delayed", "dynamic", "blockwise", "mxfp8"]}
     names = doctor._to_test({"te": te, "ao": {"can_run": False, "scalings": ["tensorwise"]}})
     assert names[:2] == ["te:delayed", "te:dynamic"] and "te:mxfp8" not in names and "ao:tensorwise" not in names
-    assert names[-5:] == [f"te+msamp:{level}" for level in ("O1", "O2", "O3", "O4", "O5")]
+    assert names[-4:] == [f"te+msamp:{level}" for level in ("O1", "O2", "O3", "O4")]
 
 
 @pytest.mark.parametrize(("code", "output", "driver"), [(0, "580.65\n580.65\n", "580.65"), (9, "no devices", None)])

@@ -41,7 +41,7 @@ from fp8_backends.training.auditing import audit
 
 STATIC, PEAK = 0.03, 0.10
 BACKENDS = {
-    "Llama": ["bf16", "native:dynamic", "msamp:O1", "msamp:O4", "msamp:O5"],
+    "Llama": ["bf16", "native:dynamic", "msamp:O1", "msamp:O4"],
     "BERT": ["msamp:O2", "ao"],
     "Qwen3 with a tied head": ["msamp:O3"],
     "Mixtral, a mixture of experts": ["bf16", "native:rowwise", "msamp:O2"],

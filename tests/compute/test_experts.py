@@ -14,7 +14,13 @@ from fp8_backends.compute.native import experts as experts_module
 from fp8_backends.compute.native import grouped_blocks, grouped_products, grouped_scaling
 from fp8_backends.compute.native.backend import NativeCompute, layer_rule
 from fp8_backends.compute.native.grouped_function import GroupedFunction, quantized_weight
-from fp8_backends.compute.native.grouped_products import Groups, grouped_product, grouped_wgrad
+from fp8_backends.compute.native.grouped_products import (
+    Groups,
+    grouped_product,
+    grouped_wgrad,
+    plain_product,
+    plain_wgrad,
+)
 from fp8_backends.compute.native.grouped_scaling import (
     quantize_experts,
     quantize_groups,
@@ -374,7 +380,7 @@ def test_a_gpu_accepts_every_product(backend, stored, transposed):
     """Fake CUDA tensors run torch's own checks of `_scaled_grouped_mm`: layouts, multiples of 16, shapes of scales. Of
     codes that arrived from another rank too."""
     rule = layer_rule(recipes.resolve(backend))
-    for out, into in ((64, 32), (40, 24)):
+    for out, into in ((64, 32), (40, 24), (1, 33), (33, 1)):
         with FakeTensorMode(), Calls() as calls:
             x = torch.empty(37, into, device="cuda", dtype=torch.bfloat16)
             shape = (5, into, out) if transposed else (5, out, into)
@@ -395,6 +401,34 @@ def test_a_gpu_accepts_every_product(backend, stored, transposed):
         assert calls.seen.count(torch.ops.aten._scaled_grouped_mm.default) == 3
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("k, n", [(64, 32), (33, 5), (1, 40), (64, 1)])
+def test_a_gpu_accepts_products_in_high_precision(k, n, transposed):
+    """As above, of `torch.nn.functional.grouped_mm`, whose strides are multiples of 16 bytes. One gradient is expanded,
+    as that of a sum is."""
+
+    def empty(*shape):
+        return torch.empty(shape, device="cuda", dtype=torch.bfloat16)
+
+    with FakeTensorMode():
+        groups = Groups.of(torch.empty(37, dtype=torch.long, device="cuda"), 5)
+        weight = empty(5, k, n).transpose(1, 2) if transposed else empty(5, n, k)
+        assert plain_product(empty(37, k), weight, groups).shape == (37, n)
+        for dy in (empty(37, n), empty(1, 1).expand(37, n)):
+            assert plain_wgrad(dy, empty(37, k), groups).shape == (5, n, k)
+            assert plain_product(dy, empty(5, k, n), groups).shape == (37, k)
+
+
+@pytest.mark.parametrize("backend", ["native:dynamic", "native:blockwise"])
+def test_the_sizes_of_groups_are_read_once_a_layer(backend, monkeypatch):
+    """By all products of forward and backward: reading them waits for a GPU."""
+    root, _ = prepared("mixtral", backend)
+    reads, tolist = [], torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: reads.append(tensor.shape) or tolist(tensor))
+    run(root, *routed(40), torch.randn(40, WIDTH))
+    assert len(reads) == 1
+
+
 def _same_shape(target, source):
     assert target.shape == source.shape and target.dtype == source.dtype
     return target
@@ -407,7 +441,7 @@ def test_a_gpu_accepts_every_product_in_blocks(scaling, stored, transposed, monk
     """As above, of `torch.nn.functional.scaled_mm` for each expert: the operators are entered, and the sizes of groups
     given, since a fake tensor has none."""
     monkeypatch.setattr(grouped_blocks, "rows_of_groups", lambda ends: [(0, 0, 20), (2, 20, 37)])
-    monkeypatch.setattr(grouped_blocks, "zeros_where_empty", lambda gradients, ends: gradients)
+    monkeypatch.setattr(grouped_blocks, "zeros_where_empty", lambda gradients, rows: gradients)
     monkeypatch.setattr(torch.Tensor, "copy_", _same_shape)  # autograd's asks for a CUDA device
     entered = SimpleNamespace(
         quantize_block_columns=grouped_blocks._quantize_columns,

@@ -135,7 +135,7 @@ def test_mixed_granularity_is_refused():
 @pytest.mark.parametrize("rowwise", [False, True])
 @pytest.mark.parametrize("out_dtype", DTYPES)
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("m,n,k", [(32, 48, 64), (17, 5, 33), (1, 1, 1)])
+@pytest.mark.parametrize("m,n,k", [(32, 48, 64), (17, 5, 33), (1, 1, 1), (1, 48, 64), (32, 1, 64), (1, 16, 16)])
 def test_gpu_accepts_every_layout_and_size(m, n, k, transposed, out_dtype, rowwise):
     """Fake CUDA tensors run torch's own checks of `_scaled_mm`: layouts, multiples of 16, dtypes of scales."""
     with FakeTensorMode():

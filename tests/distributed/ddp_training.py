@@ -113,7 +113,7 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer | None = None)
 
 
 def assert_equal_on_all_ranks(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Every byte; of what O3 to O5 share out over the ranks, the weights."""
+    """Every byte; of what O3 and O4 share out over the ranks, the weights."""
     held = everything(model, None if getattr(optimizer, "fp8_owners", None) else optimizer)
     if getattr(optimizer, "fp8_owners", None):
         held = {name: value for name, value in held.items() if not name.endswith(" rest")}

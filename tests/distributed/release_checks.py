@@ -18,7 +18,7 @@ from fp8_backends.errors import FP8BackendError
 from fp8_backends.numerics.sharded_tensor import local_part
 from fp8_backends.states import gradient_release
 
-LEVELS = ("O2", "O4", "O5")
+LEVELS = ("O2", "O4")
 SIZES = (1, 2**13, 2**20)
 """Elements that wait for each other: each parameter is stepped by itself, some together, all at the end of backward."""
 

@@ -136,7 +136,7 @@ def assert_same(ours: tuple, theirs: tuple) -> None:
 
 def check_shards_step_as_one_rank_does():
     for level in STATE_FORMATS:
-        for rounding in ("nearest", "stochastic")[level not in ("O2", "O4") :]:  # O5 knows no other
+        for rounding in ("nearest", "stochastic")[level not in ("O2", "O4") :]:
             states = rule(level, rounding)
             ours, reference = sharded(level, states), alone(level, states)
             hybrid = sharded(level, states, lies=over_half_of_the_ranks())
@@ -331,7 +331,7 @@ def assert_same_states(ours: tuple, theirs: tuple) -> None:
             assert torch.equal(whole(ours[1].state[p][name]), whole(theirs[1].state[q][name])), f"{name} of {i}"
 
 
-# Levels O3 to O5 under DDP: masters, residuals and states shared out
+# Levels O3 and O4 under DDP: masters, residuals and states shared out
 
 
 def under_ddp(
@@ -385,7 +385,7 @@ def equal(a, b) -> bool:
 
 
 def check_shared_out_states_train_as_whole_ones_do():
-    for level in ("O3", "O4", "O5"):
+    for level in ("O3", "O4"):
         model, optimizer = under_ddp(level)
         reference, its_optimizer = under_ddp(level, shard_states=False)
         assert optimizer.fp8_owners is not None and its_optimizer.fp8_owners is None
@@ -402,7 +402,7 @@ def check_shared_out_states_train_as_whole_ones_do():
         mine = {id(p) for p in optimizer.state if isinstance(p, ScaledTensor)}
         assert len(mine) == 4 // dist.get_world_size()
         with_rest = {id(p) for p in model.parameters() if isinstance(p, ScaledTensor) and p.rest is not None}
-        assert with_rest == (mine if level != "O5" else set())
+        assert with_rest == mine
 
 
 def check_other_optimizers_share_their_states_out_and_resume():
@@ -448,7 +448,7 @@ def _are_not_exported_in_part(model, optimizer) -> None:
 def check_shared_out_states_resume_to_the_bit():
     """Also in a run that shares nothing out. In its first 16 steps the window rule scales just in time, so that the
     states of the activations' scales, which travel with Accelerate's checkpoints, do not matter."""
-    for level in ("O3", "O4", "O5"):
+    for level in ("O3", "O4"):
         model, optimizer = under_ddp(level)
         train(model, optimizer, range(3))
         saved = whole_state_dicts(model, optimizer)
@@ -613,7 +613,7 @@ def sharded_model(level: str, **fields) -> tuple[nn.Module, torch.optim.Optimize
 
 
 def check_bytes_of_an_element_on_each_rank():
-    """O2 and O4 in shards: 6/N and 5/N. Under DDP O3 2 + 5/N, O4 2 + 3/N, O5 2 + 2/N. Within 2 %: scales come on top,
+    """O2 and O4 in shards: 6/N and 5/N. Under DDP O3 2 + 5/N, O4 2 + 3/N. Within 2 %: scales come on top,
     of which blocks have 8/128 bytes."""
     count, found = dist.get_world_size(), {}
     for level, bytes_ in (("O2", 6), ("O4", 5 + 8 / 128)):
@@ -622,7 +622,7 @@ def check_bytes_of_an_element_on_each_rank():
         optimizer.step()
         found[f"{level} under FSDP2"] = measured = fp8_backends.audit(model, optimizer).bytes_per_element
         assert abs(measured["total"] / (bytes_ / count) - 1) < 0.02, measured
-    for level, bytes_ in (("O3", 5), ("O4", 3 + 8 / 128), ("O5", 2 + 8 / 128)):
+    for level, bytes_ in (("O3", 5), ("O4", 3 + 8 / 128)):
         model, optimizer = under_ddp(level)
         x = torch.randn(16, 64)
         (model(x) - x).square().mean().backward()

@@ -30,11 +30,10 @@ MAY_IMPORT = {
     "cli": ("__init__", "accelerate_plugin", "training", "states", "comm", "recipes", "compute", "numerics", *GROUND),
     "__main__": ("cli",),
     "lightning": ("accelerate_plugin", "training", "recipes", "compute", *GROUND),
-    "estimation": ("cli",),
 }
 """Each part of the package, the lowest first, and those below it that it may import. `states` and `comm` do not know
-each other, and neither knows who multiplies; `estimation` is a name of the first edition. `lightning` connects this
-package to Lightning as `accelerate_plugin` does to Accelerate."""
+each other, and neither knows who multiplies. `lightning` connects this package to Lightning as `accelerate_plugin` does
+to Accelerate."""
 
 
 def modules(root: Path) -> dict[str, Path]:

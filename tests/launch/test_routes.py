@@ -94,7 +94,7 @@ def refused(route: str, backend: str) -> str | None:
     if recipe.compute == "te":
         return f"{recipe.name} cannot run here: TransformerEngine is not installed"
     if "deepspeed" in route and recipe.level != "O0":
-        return f"{recipe.name}: the levels O1 to O5 do not go with DeepSpeed"
+        return f"{recipe.name}: the levels O1 to O4 do not go with DeepSpeed"
     return None
 
 

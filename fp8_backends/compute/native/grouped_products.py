@@ -55,7 +55,11 @@ class Groups(NamedTuple):
         every = torch.arange(groups, device=ids.device, dtype=ids.dtype)
         ends = torch.searchsorted(ids, every, right=True, out_int32=True)
         ids = ids.clamp(max=groups - 1)
-        return cls(ids, ends, *_places_of(ids, ends)) if has_places(ids) else cls(ids, ends)
+        made = cls(ids, ends, *_places_of(ids, ends)) if has_places(ids) else cls(ids, ends)
+        if not torch.compiler.is_compiling():
+            setattr(made.ends, _KNOWN, [])
+            setattr(made.operand_ends, _KNOWN, [])
+        return made
 
     @property
     def operand_ends(self) -> torch.Tensor:
@@ -195,8 +199,9 @@ _product_by_group.register_fake(lambda a, a_scale_inv, b, *_: a.new_empty(a.shap
 def _wgrad_by_group(
     a: torch.Tensor, a_scale_inv: torch.Tensor, b: torch.Tensor, b_scale_inv: torch.Tensor, ends: torch.Tensor
 ) -> torch.Tensor:
-    out = zeros_where_empty(a.new_empty(ends.shape[0], a.shape[0], b.shape[0], dtype=torch.bfloat16), ends)
-    for group, begin, end in rows_of_groups(ends):
+    rows = rows_of_groups(ends)
+    out = zeros_where_empty(a.new_empty(ends.shape[0], a.shape[0], b.shape[0], dtype=torch.bfloat16), rows)
+    for group, begin, end in rows:
         operands = (Quantized(q[:, begin:end], s[group, :, None]) for q, s in ((a, a_scale_inv), (b, b_scale_inv)))
         out[group] = scaled_product(*operands, torch.bfloat16)
     return out
@@ -208,14 +213,25 @@ _wgrad_by_group.register_fake(
 
 
 def rows_of_groups(ends: torch.Tensor) -> list[tuple[int, int, int]]:
-    """(group, begin, end) for each group that has rows. Waits for the device."""
+    """(group, begin, end) for each group that has rows. Waits for the device: in eager code once for all products of a
+    layer, forward and backward, in compiled code once for each."""
+    known = getattr(ends, _KNOWN, None)
+    if known:
+        return known
     bounds = [0, *ends.tolist()]
-    return [(group, *pair) for group, pair in enumerate(zip(bounds, bounds[1:], strict=False)) if pair[0] < pair[1]]
+    rows = [(group, *pair) for group, pair in enumerate(zip(bounds, bounds[1:], strict=False)) if pair[0] < pair[1]]
+    if known is not None:
+        known += rows
+    return rows
 
 
-def zeros_where_empty(gradients: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+_KNOWN = "_fp8_rows_of_groups"
+"""Attribute of the ends that `Groups.of` makes in eager code. Compiled code uses memory again, and has none."""
+
+
+def zeros_where_empty(gradients: torch.Tensor, rows: list[tuple[int, int, int]]) -> torch.Tensor:
     """New memory with zeros for the groups that have no rows: the others are written whole."""
-    for group in set(range(len(gradients))) - {group for group, _, _ in rows_of_groups(ends)}:
+    for group in set(range(len(gradients))) - {group for group, _, _ in rows}:
         gradients[group].zero_()
     return gradients
 
@@ -226,14 +242,16 @@ def zeros_where_empty(gradients: torch.Tensor, ends: torch.Tensor) -> torch.Tens
 def plain_product(a: torch.Tensor, b: torch.Tensor, groups: Groups) -> torch.Tensor:
     """`grouped_product` of plain operands [rows, k] and [groups, n, k] of one dtype, in that dtype."""
     if a.dtype == torch.bfloat16 and a.device.type == "cuda":
-        return F.grouped_mm(a, b.transpose(1, 2), offs=groups.ends)
+        n, operands = b.shape[1], (row_major(pad(a, 1, ALIGNMENT)), pad(b, ALIGNMENT, ALIGNMENT).transpose(1, 2))
+        return F.grouped_mm(*operands, offs=groups.ends).narrow(1, 0, n)
     return torch.ops.fp8_backends.plain_grouped_product(a, b, groups.ends)
 
 
 def plain_wgrad(a: torch.Tensor, b: torch.Tensor, groups: Groups) -> torch.Tensor:
     """`grouped_wgrad` of plain operands [rows, m] and [rows, k] of one dtype, in that dtype."""
     if a.dtype == torch.bfloat16 and a.device.type == "cuda":
-        return F.grouped_mm(a.t(), b, offs=groups.ends)
+        left, right = (row_major(pad(each, 1, ALIGNMENT)) for each in (a, b))
+        return F.grouped_mm(left.t(), right, offs=groups.ends).narrow(1, 0, a.shape[1]).narrow(2, 0, b.shape[1])
     return torch.ops.fp8_backends.plain_grouped_wgrad(a, b, groups.ends)
 
 
@@ -250,8 +268,9 @@ _plain_product_by_group.register_fake(lambda a, b, ends: a.new_empty(a.shape[0],
 
 @torch.library.custom_op("fp8_backends::plain_grouped_wgrad", mutates_args=())
 def _plain_wgrad_by_group(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    out = zeros_where_empty(a.new_empty(ends.shape[0], a.shape[1], b.shape[1]), ends)
-    for group, begin, end in rows_of_groups(ends):
+    rows = rows_of_groups(ends)
+    out = zeros_where_empty(a.new_empty(ends.shape[0], a.shape[1], b.shape[1]), rows)
+    for group, begin, end in rows:
         out[group] = products.plain_product(a[begin:end].t(), b[begin:end].t())
     return out
 

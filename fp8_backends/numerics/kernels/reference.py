@@ -163,27 +163,17 @@ def window_update(s: float, counter: int, history: list[float], fmt: Format) -> 
 
 GRADIENT_LIMIT = 2.0**63
 """A larger element of a gradient counts as zero, so that squares are finite FP32 numbers."""
-LEAST_STEP_SIZE = 2.0**-100
-"""Of a smaller step the inverse is too large for FP32."""
 
 
 def adam_numbers(lr, beta1, beta2, eps, weight_decay, step) -> tuple:
     """What changes from step to step, numbers or tensors: the step size, the factor of decoupled weight decay, the
     weight decay, the share of the gradient in exp_avg, beta2, the share of its square in exp_avg_sq, the factor of the
-    root of exp_avg_sq, eps, the step, which is 1 in the first, and the factor of `add_feedback`."""
+    root of exp_avg_sq, eps, and the step, which is 1 in the first."""
     inv_sqrt_bias2 = (1 - beta2**step) ** -0.5
     decay, new_in_exp_avg, new_in_exp_avg_sq = 1 - lr * weight_decay, 1 - beta1, 1 - beta2
     step_size = lr / (1 - beta1**step)
     shares = new_in_exp_avg, beta2, new_in_exp_avg_sq
-    return step_size, decay, weight_decay, *shares, inv_sqrt_bias2, eps, step, _feedback_factor(step_size, beta1)
-
-
-def _feedback_factor(step_size, beta1):
-    """(1 - 1 / beta1) / step_size; 0 where a step moves nothing, or exp_avg remembers nothing."""
-    usable = (abs(step_size) > LEAST_STEP_SIZE) & (beta1 > 0)
-    if isinstance(usable, torch.Tensor):
-        return torch.where(usable, (beta1 - 1) / (beta1 * step_size), 0.0)
-    return (beta1 - 1) / (beta1 * step_size) if usable else 0.0
+    return step_size, decay, weight_decay, *shares, inv_sqrt_bias2, eps, step
 
 
 def exact(x):
@@ -232,36 +222,9 @@ def adam_step(
 
 
 def _adam_weight(p: torch.Tensor, m: torch.Tensor, v: torch.Tensor, numbers, decoupled: bool, r: Callable):
-    step_size, decay, *_ = numbers
+    step_size, decay, _, _, _, _, inv_sqrt_bias2, eps, _ = numbers
     p = r(p * decay) if decoupled else p
-    return r(p - r(r(step_size * m) / _adam_denominator(v, numbers, r)))
-
-
-def _adam_denominator(v: torch.Tensor, numbers, r: Callable):
-    _, _, _, _, _, _, inv_sqrt_bias2, eps, *_ = numbers
-    return r(r(r(v.sqrt()) * inv_sqrt_bias2) + eps)
-
-
-def add_feedback(
-    m: torch.Tensor,
-    v: torch.Tensor,
-    error: torch.Tensor,
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    step: int,
-    rounded: Callable = exact,
-) -> torch.Tensor:
-    """exp_avg with what the rounding of a weight took from it, FP64: ECO's error feedback (arXiv:2601.22101).
-
-    A step moves a weight by -step_size * exp_avg / denominator. `error` is the weight minus what is stored of it. In
-    the steps that follow, what is added here moves the weight by error * (1 - beta1) * beta1**k, k = 0, 1, ..., if
-    step size and denominator stay: in the end by all of it.
-    """
-    r, m, v, error = rounded, m.double(), v.double(), error.double()
-    numbers = [r(number) for number in adam_numbers(lr, *betas, eps, 0.0, step)]
-    return r(m + r(r(error * _adam_denominator(v, numbers, r)) * numbers[-1]))
+    return r(p - r(r(step_size * m) / r(r(r(v.sqrt()) * inv_sqrt_bias2) + eps)))
 
 
 def exact_update(

@@ -19,9 +19,12 @@ from ..formats import E4M11, FORMATS
 OPTIONS = {"enable_fp_fusion": False}
 """For every launch: a product and a sum that become one instruction are rounded once, not twice."""
 
-_FORMATS = {fmt.name: (fmt.max, fmt.mantissa_bits, fmt.min_exponent) for fmt in (*FORMATS.values(), E4M11)}
+_FORMATS = tl.constexpr(
+    {fmt.name: (fmt.max, fmt.mantissa_bits, fmt.min_exponent) for fmt in (*FORMATS.values(), E4M11)}
+)
 
-# constants of a kernel; a format is named as in `formats`: "e4m3", "e5m2", "fp16", "bf16", "fp32", "e4m11", "root8"
+# constants of a kernel. Of global values the key of Triton's disk cache has those that are `tl.constexpr`. A format is
+# named as in `formats`: "e4m3", "e5m2", "fp16", "bf16", "fp32", "e4m11", "root8"
 
 
 def ceil_div(number: int, size: int) -> int:
@@ -32,24 +35,24 @@ def ceil_div(number: int, size: int) -> int:
 @triton.constexpr_function
 def format_max(fmt):
     """Largest finite magnitude."""
-    return _FORMATS[fmt][0]
+    return _FORMATS.value[fmt][0]
 
 
 @triton.constexpr_function
 def dropped_bits(fmt):
     """The mantissa bits that FP32 has and the format has not."""
-    return 23 - _FORMATS[fmt][1]
+    return 23 - _FORMATS.value[fmt][1]
 
 
 @triton.constexpr_function
 def smallest_normal(fmt):
-    return 2.0 ** _FORMATS[fmt][2]
+    return 2.0 ** _FORMATS.value[fmt][2]
 
 
 @triton.constexpr_function
 def smallest_bits(fmt):
     """The smallest positive number as FP32 bits. In bf16 it is no normal FP32 number."""
-    exponent = _FORMATS[fmt][2] - _FORMATS[fmt][1]
+    exponent = _FORMATS.value[fmt][2] - _FORMATS.value[fmt][1]
     return exponent + 127 << 23 if exponent >= -126 else 1 << exponent + 149
 
 

@@ -6,9 +6,7 @@ from collections.abc import Callable
 
 from .setup import Rule, Setup, always
 
-TORCH_ADAM = ("adamw_torch", "adamw_torch_fused", "adamw", "adam")
-"""Names for `torch.optim.AdamW` and `Adam`; transformers' and Axolotl's default among them."""
-AT_LEVELS = (*TORCH_ADAM, "sgd", "muon", "torch.optim.adafactor")
+AT_LEVELS = ("adamw_torch", "adamw_torch_fused", "adamw", "adam", "sgd", "muon", "torch.optim.adafactor")
 """Names for the classes of `torch.optim` that levels convert. The `adafactor` of transformers and Axolotl is another
 than PyTorch's."""
 BITSANDBYTES = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "lion_8bit", "paged_lion_8bit", "ademamix_8bit")
@@ -87,13 +85,9 @@ OPTIMIZER_RULES = (
     Rule(
         "level_optimizer",
         "error",
-        lambda s: (
-            s.has_level
-            and s.optimizer is not None
-            and _name(s) not in (TORCH_ADAM if s.recipe.level == "O5" else AT_LEVELS)
-        ),
-        "the levels train with torch.optim.AdamW, Adam, SGD, Muon or Adafactor (O5 with the first two), whose states "
-        "they store themselves: in 8 and 16 bits at O2 and O3, in 8 from O4 on",
+        lambda s: s.has_level and s.optimizer is not None and _name(s) not in AT_LEVELS,
+        "the levels train with torch.optim.AdamW, Adam, SGD, Muon or Adafactor, whose states they store "
+        "themselves: in 8 and 16 bits at O2 and O3, in 8 at O4",
         "use adamw_torch (torch.optim.AdamW), or a backend without +msamp",
         lambda s: s.optimizer,
     ),

@@ -36,8 +36,8 @@ TENSOR_PARALLEL_RULES = (
     Rule(
         "level_tensor_parallel",
         "error",
-        lambda s: _shares_layers(s) and s.recipe.level in ("O3", "O4", "O5"),
-        "of the levels, O1 and O2 go with layers that ranks share (tensor parallelism); at O3 to O5 parts of a weight "
+        lambda s: _shares_layers(s) and s.recipe.level in ("O3", "O4"),
+        "of the levels, O1 and O2 go with layers that ranks share (tensor parallelism); at O3 and O4 parts of a weight "
         "would have masters, residuals and blocks of states that no test covers",
         "use the same backend with +msamp:O2, or leave tensor parallelism out and shard with FSDP2",
         _layers_shared,
@@ -81,7 +81,7 @@ ENGINE_RULES = (
         "level_deepspeed",
         "error",
         lambda s: s.has_level and s.parallel == "deepspeed",
-        "the levels O1 to O5 do not go with DeepSpeed, whose ZeRO stages keep weights, gradients and optimizer "
+        "the levels O1 to O4 do not go with DeepSpeed, whose ZeRO stages keep weights, gradients and optimizer "
         "states in partitions of their own",
         "leave DeepSpeed out and use FullyShardedDataParallelPlugin(fsdp_version=2): FSDP2 shards this very level; or "
         "use the same backend without +msamp",
@@ -92,7 +92,7 @@ ENGINE_RULES = (
         "level_fsdp1",
         "error",
         lambda s: s.has_level and s.parallel == "fsdp1",
-        "the levels O1 to O5 do not go with FSDP1, which flattens parameters: a flat one cannot be stored in "
+        "the levels O1 to O4 do not go with FSDP1, which flattens parameters: a flat one cannot be stored in "
         "scaled precision",
         "set fsdp_version=2 (FullyShardedDataParallelPlugin, `accelerate launch --fsdp_version 2`), or use the same "
         "backend without +msamp",
@@ -253,7 +253,7 @@ ENGINE_RULES = (
         "shared_states_saving",
         "info",
         lambda s: s.recipe.shares_states and s.parallel == "ddp",
-        "under DDP each rank has the masters, residuals and states of its own part at O3 to O5, so a state dict needs "
+        "under DDP each rank has the masters, residuals and states of its own part at O3 and O4, so a state dict needs "
         "all ranks: a loop that saves on rank 0 alone gets an error (under transformers' Trainer, which does, each "
         "rank keeps all)",
         "save with Accelerator.save_state, or set shard_states=False",

@@ -4,14 +4,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
-from test_adam_passes import CASES, bits, needs_compiler, slot, slots, stored_by_the_reference, value
+from test_adam_passes import CASES, bits, needs_compiler, slot, slots, value
 
 from fp8_backends.numerics.kernels import reference
 from fp8_backends.numerics.kernels.adam import cpu
 from fp8_backends.numerics.kernels.adam.bounds import LEAST_ROOT, measured, new_bounds
 from fp8_backends.numerics.kernels.adam.dispatch import AdamSteps, Job, Slot, adam_hyper
-from fp8_backends.numerics.kernels.adam.rounding import EXP_AVG_BITS
-from fp8_backends.numerics.kernels.adam.table import EPS
 from fp8_backends.numerics.scaled_tensor import quantize, quantize_pair
 
 E4M3, FP16 = torch.float8_e4m3fn, torch.float16
@@ -22,19 +20,15 @@ OPTIONS = {
 }
 
 
-def jobs(case="O2", options="adamw", copied=False, sizes=SIZES, bounded=True, feedback=False):
+def jobs(case="O2", options="adamw", copied=False, sizes=SIZES, bounded=True):
     made = []
     for i, numel in enumerate(sizes):
         hyper = adam_hyper(1e-3 * (i + 1), (0.9, 0.999), 1e-8, 0.1, torch.tensor(float(i + 1)), "cpu")
         copy = Slot(torch.zeros(numel, dtype=E4M3), torch.ones(())) if copied else None
         parts = slots(case, numel, i)
-        job = Job(*parts, hyper, seed=2**20 + i, copy=copy, first=40, feedback=feedback, **OPTIONS[options])
-        made.append(job._replace(record=record_of(job)) if bounded else job)
+        job = Job(*parts, hyper, seed=2**20 + i, copy=copy, first=40, **OPTIONS[options])
+        made.append(job._replace(record=measured(*job.written)) if bounded else job)
     return made
-
-
-def record_of(job):
-    return measured(*job.written, job.hyper[EPS] if job.feedback else None)
 
 
 def all_bits(of):
@@ -58,7 +52,7 @@ share = some.sampled_from([0.0, 0.1, 0.5, 0.9, 0.99, 0.999, 0.999999])
     step=some.sampled_from([1, 2, 10, 10_000]),
     decoupled=some.booleans(),
     maximize=some.booleans(),
-    stored=some.sampled_from(["plain", "O2", "O4", "O5"]),
+    stored=some.sampled_from(["plain", "O2", "O4"]),
     zeros=some.tuples(*[some.sampled_from([0.0, 0.0, 0.5, 1.0])] * 4),
     seed=some.integers(0, 2**31),
 )
@@ -79,15 +73,13 @@ def test_no_element_is_above_its_bound(sizes, spread, betas, eps, lr, step, deco
         parts = [Slot(x._data, x._scale_inv) for x in (quantize(w, FP16), quantize(m, E4M3), quantize(v, FP16))]
         inverse = parts[2].scale_inv
     elif stored != "plain":
-        w = quantize_pair(w) if stored == "O4" else quantize(w, E4M3)
-        m, v = quantize(m, E4M3, block_size=32), quantize(v, torch.uint8, block_size=32)
+        w, m, v = quantize_pair(w), quantize(m, E4M3, block_size=32), quantize(v, torch.uint8, block_size=32)
         parts = [Slot(x._data, x._scale_inv, x.block_size, x.stored.residual) for x in (w, m, v)]
     options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.1, "step": step}
     w, m, v = (value(part) for part in parts)
     new = reference.adam_step(w, g, m, v, **options, decoupled=decoupled, maximize=maximize, rounded=reference.to_fp32)
     hyper = adam_hyper(lr, betas, eps, 0.1, torch.tensor(float(step)), "cpu")
-    record = measured(*parts, eps if stored == "O5" else None)
-    bounds = new_bounds(record, g.abs().amax(), hyper, inverse, decoupled, feedback=stored == "O5")
+    bounds = new_bounds(measured(*parts), g.abs().amax(), hyper, inverse, decoupled)
     for values, bound in zip(new, bounds, strict=True):
         # a bound above FP32's range gives the weight a scale_inv of NaN, as an amax does
         assert bound.isinf() or values.abs().amax() <= bound.double()
@@ -111,24 +103,6 @@ def test_the_bounds_of_a_run_that_began_at_zero_are_near_the_amaxes():
     assert all(1 <= each < limit for each, limit in zip(loose, (1.2, 2.5, 1.2), strict=True)), loose
 
 
-def test_with_feedback_gradients_of_zero_leave_the_bound_of_a_weight_near_its_amax():
-    """What rounding takes from these elements stands in exp_avg beside a root of 0."""
-    generator = torch.Generator().manual_seed(0)
-    values = torch.randn(4096, generator=generator) * 0.02
-    parts = [slot(x, kind) for x, kind in zip((values, values, 0 * values, 0 * values), CASES["O5"], strict=True)]
-    record = measured(parts[0], *parts[2:], 1e-8)
-    for t in range(1, 41):
-        gradient = 1e-3 * torch.randn(4096, generator=generator)
-        gradient[512:1536] = 0
-        grad, hyper = slot(gradient, "e4m3"), adam_hyper(1e-3, (0.9, 0.999), 1e-8, 0.1, torch.tensor(float(t)), "cpu")
-        job = Job(parts[0], grad, *parts[2:], hyper, seed=0, record=record, feedback=True, **OPTIONS["adamw"])
-        ((bound, _, _),) = AdamSteps([job], fused=False).amaxes()
-        AdamSteps([job], fused=False).run()
-        assert bound < 1.5 * record[0], t
-    without_gradients = slice(512, 1536)
-    assert not value(parts[3])[without_gradients].any() and value(parts[2])[without_gradients].any()
-
-
 @pytest.mark.parametrize("size,eps", [(1e-6, 1e-8), (1e8, 1e-8), (1e12, 1e-8), (1.0, 1e-15), (1.0, LEAST_ROOT)])
 def test_gradients_of_any_size_leave_the_bound_of_a_weight_near_its_amax(size, eps):
     """A bound far above it would leave an FP16 weight with nothing but zeros."""
@@ -148,7 +122,7 @@ def test_gradients_of_any_size_leave_the_bound_of_a_weight_near_its_amax(size, e
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("case", ["O1", "O2", "O2 blocks", "e5m2 gradient", "wide gradient", "O4", "O5"])
+@pytest.mark.parametrize("case", ["O1", "O2", "O2 blocks", "e5m2 gradient", "wide gradient", "O4"])
 def test_it_is_the_step_of_two_passes_with_these_scales(case, options):
     one, two = jobs(case, options), jobs(case, options, bounded=False)
     both = zip(AdamSteps(one, fused=False).amaxes(), AdamSteps(two, fused=False).amaxes(), strict=True)
@@ -157,43 +131,6 @@ def test_it_is_the_step_of_two_passes_with_these_scales(case, options):
     AdamSteps(one, fused=False).run()
     assert all_bits([job._replace(record=None) for job in one]) == all_bits(two)
     assert all(torch.equal(job.record, measured(*job.written)) for job in one)
-
-
-@pytest.mark.parametrize("case", ["O5", "O5 blocks of 32"])
-@pytest.mark.parametrize("options", OPTIONS)
-def test_feedback_puts_what_rounding_took_from_the_weight_into_exp_avg(case, options):
-    """To the bit the reference; weight and exp_avg_sq are those of a step without it that has the same scales."""
-    hyper = adam_hyper(1e-3, (0.9, 0.999), 1e-8, 0.1, torch.tensor(3.0), "cpu")
-    made = (jobs(case, options, sizes=[3000], feedback=feedback)[0] for feedback in (False, True))
-    plain, fed = (job._replace(seed=5, first=0, hyper=hyper) for job in made)
-    before, numbers = [value(part) for part in plain.slots], {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "step": 3}
-    AdamSteps([plain], fused=False).write(AdamSteps([fed], fused=False).amaxes())
-    AdamSteps([fed], fused=False).run()
-    assert bits([fed.weight, fed.exp_avg_sq]) == bits([plain.weight, plain.exp_avg_sq])
-    assert torch.equal(fed.record, record_of(fed))
-    how = {**OPTIONS[options], "rounded": reference.to_fp32, "weight_decay": 0.1}
-    rounding = how.pop("rounding")
-    w, m, v = reference.adam_step(*before, **numbers, **how)
-    error = reference.to_fp32(w - value(plain.weight))
-    m = reference.add_feedback(m, v, error, **numbers, rounded=reference.to_fp32)
-    data, scale_inv = stored_by_the_reference(m, fed.exp_avg, rounding, EXP_AVG_BITS, above_zero=False)
-    assert error.any() and torch.equal(fed.exp_avg.data.double(), data)
-    assert torch.equal(fed.exp_avg.scale_inv, scale_inv)
-
-
-@pytest.mark.parametrize("other", ["in blocks", "plain", "a pair"])
-def test_feedback_is_for_a_weight_of_one_scale_and_no_residual(other):
-    (job,) = jobs("O5", sizes=[300], feedback=True)
-    kinds = {"in blocks": "e4m3 128", "plain": None, "a pair": "split"}
-    with pytest.raises(ValueError, match="feedback wants a record, a weight with one scale and no residual"):
-        AdamSteps([job._replace(weight=slot(torch.ones(300), kinds[other]))])
-
-
-@pytest.mark.parametrize("slots", [{"record": None}, {"exp_avg_sq": slot(torch.ones(300), "fp16")}])
-def test_feedback_is_for_a_step_with_a_record_and_for_states_in_blocks(slots):
-    (job,) = jobs("O5", sizes=[300], feedback=True)
-    with pytest.raises(ValueError, match="exp_avg in blocks, and the roots of exp_avg_sq"):
-        AdamSteps([job._replace(**slots)])
 
 
 # The kernels for a CPU
@@ -237,24 +174,23 @@ def test_all_parameters_are_stepped_in_one_pass_to_the_bit(case, options):
 
 
 @needs_compiler
-def test_errors_of_weights_are_fed_back_in_one_pass_to_the_bit():
+def test_parts_of_a_large_parameter_are_stepped_in_one_pass_to_the_bit():
     sizes = (*SIZES, 15, 127, 129, 2**18 + 5)  # the passes work on 2**18 elements at a time, the kernels on 2**16
-    ours, expected = stepped(lambda: jobs("O5", sizes=sizes, feedback=True))
+    ours, expected = stepped(lambda: jobs("O4", sizes=sizes))
     assert all_bits(ours) == all_bits(expected)
-    assert all(torch.equal(job.record, record_of(job)) for job in ours)
+    assert all(torch.equal(job.record, measured(*job.written)) for job in ours)
 
 
 @needs_compiler
 @settings(max_examples=40, deadline=None)
 @given(
-    stored=some.sampled_from([("O4", False), ("O5", True)]),
     numel=some.integers(1, 300),
     sizes=some.tuples(positive, positive, positive, positive),
     spread=some.sampled_from([0.0, 1.0, 8.0]),
     zeros=some.tuples(*[some.sampled_from([0.0, 0.5, 1.0])] * 4),
     seed=some.integers(0, 2**31),
 )
-def test_any_states_are_stepped_in_one_pass_to_the_bit(stored, numel, sizes, spread, zeros, seed):
+def test_any_states_are_stepped_in_one_pass_to_the_bit(numel, sizes, spread, zeros, seed):
     """Such as no run of Adam has: a share of each of them is 0, alone and in whole blocks."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -264,19 +200,18 @@ def test_any_states_are_stepped_in_one_pass_to_the_bit(stored, numel, sizes, spr
         kept &= torch.rand(numel, generator=generator) >= share / 2
         return kept * (size * torch.randn(numel, generator=generator) * spreads).clamp(-(2.0**62), 2.0**62)
 
-    case, feedback = stored
     w, g, m, v = (values(*each) for each in zip(sizes, zeros, strict=True))
     inputs = [w, g, m, v.abs()]
 
     def make():
-        parts = [slot(x, kind) for x, kind in zip(inputs, CASES[case], strict=True)]
+        parts = [slot(x, kind) for x, kind in zip(inputs, CASES["O4"], strict=True)]
         hyper = adam_hyper(1e-3, (0.9, 0.999), 1e-8, 0.1, torch.tensor(3.0), "cpu")
-        job = Job(*parts, hyper, seed=seed, feedback=feedback, **OPTIONS["adamw"])
-        return [job._replace(record=record_of(job))]
+        job = Job(*parts, hyper, seed=seed, **OPTIONS["adamw"])
+        return [job._replace(record=measured(*job.written))]
 
     ours, expected = stepped(make)
     assert all_bits(ours) == all_bits(expected)
-    assert torch.equal(ours[0].record, record_of(ours[0]))
+    assert torch.equal(ours[0].record, measured(*ours[0].written))
 
 
 @needs_compiler
@@ -301,8 +236,8 @@ def test_older_processors_make_one_pass_alike(capability, monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     cpu._library.cache_clear()
     try:
-        for case, options, feedback in (("O4", "adamw", False), ("O5", "adam", True)):
-            ours, expected = stepped(lambda kind=(case, options, feedback): jobs(*kind[:2], feedback=kind[2]))
+        for options in OPTIONS:
+            ours, expected = stepped(lambda options=options: jobs("O4", options))
             assert all_bits(ours) == all_bits(expected)
     finally:
         cpu._library.cache_clear()

@@ -158,8 +158,6 @@ CASES = {
     "wide gradient": ("fp16", None, "e4m3", "fp16"),
     "O4": ("split", "e4m3", "e4m3 128", "root8 128"),
     "O4 blocks of 32": ("split", "e4m3", "e4m3 32", "root8 32"),
-    "O5": ("e4m3", "e4m3", "e4m3 128", "root8 128"),
-    "O5 blocks of 32": ("e4m3", "e4m3", "e4m3 32", "root8 32"),
 }
 SCALED = {
     "fp16": torch.float16,

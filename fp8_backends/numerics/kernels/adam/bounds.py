@@ -17,14 +17,8 @@ Cauchy and Schwarz, 7.3 with the usual betas; rounded ones may exceed it.) Data 
 ends, count as that number, and a root that is stored as 0 counts as 2**-63.5. Such an element is divided by eps and by
 little else: where eps is less than c times the root of what it counts as, the second bound is that many times larger.
 
-With error feedback (`Job.feedback`) exp_avg is not a sum of gradients alone. An element whose gradients are zero has in
-it what rounding took from the weight, times eps, and a root of 0: |exp_avg| / sqrt(exp_avg_sq) has no limit. There the
-record has the largest |exp_avg| / (sqrt(exp_avg_sq) + eps), R. Since c is at least 1 and beta2 at most 1, the next
-denominator c sqrt(exp_avg_sq') + eps is at least sqrt(beta2) (sqrt(exp_avg_sq) + eps), and at least c sqrt(1 - beta2)
-|g|. So |update| is at most s ((1 - n) / sqrt(beta2) R + n / (c sqrt(1 - beta2))): c divides the second part alone.
 `maximize` changes the sign of g. Weight decay that is not decoupled is a part of g, in exp_avg and exp_avg_sq alike. A
-gradient that counts as zero leaves the first part. Where FP32 loses a square its root is below 2**-63, and the
-denominator, eps at least, is too small by a factor of 1 + c 2**-63 / eps at most: the bound is that many times larger.
+gradient that counts as zero leaves the first part.
 
 Roundings to FP32 are at most 2**-24 of the numbers that take part; `SLACK` of each is added.
 """
@@ -57,11 +51,8 @@ _ONE = 127 << 23
 _PART = 2**20
 
 
-def measured(weight: Slot, exp_avg: Slot, exp_avg_sq: Slot, eps: torch.Tensor | float | None = None) -> torch.Tensor:
-    """The record of tensors as they are stored, FP32 [4]. What a step keeps of what it writes is this to the bit.
-
-    eps: Adam's, for steps with feedback, whose exp_avg_sq are roots; None for others.
-    """
+def measured(weight: Slot, exp_avg: Slot, exp_avg_sq: Slot) -> torch.Tensor:
+    """The record of tensors as they are stored, FP32 [4]. What a step keeps of what it writes is this to the bit."""
     block_size = max(slot.block_size for slot in (weight, exp_avg, exp_avg_sq)) or 1
     size, numel = -(-_PART // block_size) * block_size, weight.data.numel()
     record = torch.zeros(4, dtype=torch.int32, device=weight.data.device)
@@ -71,10 +62,7 @@ def measured(weight: Slot, exp_avg: Slot, exp_avg_sq: Slot, eps: torch.Tensor | 
         is_root = exp_avg_sq.format is ROOT8
         if is_root:
             amaxes[2] = amaxes[2] * amaxes[2]
-        if eps is None:
-            ratios = _coded_ratios(*m, *(_halves_of_roots(*v) if is_root else _halves(*v)))
-        else:
-            ratios = _coded_ratios_with_eps(m[0] * m[1], v[0] * v[1] + eps)
+        ratios = _coded_ratios(*m, *(_halves_of_roots(*v) if is_root else _halves(*v)))
         found = torch.stack([*(amax.view(torch.int32) for amax in amaxes), ratios.amax()])
         record = torch.maximum(record, found)
     return record.view(torch.float32)
@@ -112,32 +100,23 @@ def _coded_ratios(m, m_inverse, half_of_v, half_of_inverse) -> torch.Tensor:
     return torch.where(ratios > 0, (torch.minimum(ratios, largest) + shift).clamp(min=0), 0)
 
 
-def _coded_ratios_with_eps(m: torch.Tensor, denominator: torch.Tensor) -> torch.Tensor:
-    """|exp_avg| / (sqrt(exp_avg_sq) + eps) of each element, coded, int32; 0 where exp_avg is 0."""
-    bits = m.view(torch.int32) & INT32_MAX
-    ratios = bits - (denominator.view(torch.int32) - HALF_OF_ONE)
-    return torch.where(bits > 0, ratios.clamp(0, INF_BITS - RATIO_BITS), 0)
-
-
 def new_bounds(
     record: torch.Tensor,
     grad_amax: torch.Tensor,
     hyper: torch.Tensor,
     exp_avg_sq_inverse: torch.Tensor,
     decoupled: bool,
-    feedback: bool = False,
 ) -> list[torch.Tensor]:
     """No less than max |x| of the new weight, exp_avg and exp_avg_sq, before they are rounded; FP32, 0-dim.
 
     Args:
         record: of what is stored, FP32 [4].
         grad_amax: no less than that of the gradient's finite values; 0 if it counts as zero. FP32, 0-dim.
-        hyper: FP32 [10], from `table.adam_hyper`.
+        hyper: FP32 [9], from `table.adam_hyper`.
         exp_avg_sq_inverse: scale_inv of the stored exp_avg_sq, or 1, as for roots. FP32, 0-dim.
         decoupled: whether weight decay is AdamW's.
-        feedback: whether the record was measured with eps.
     """
-    step_size, decay, weight_decay, n, beta2, new_in_exp_avg_sq, c, eps, *_ = hyper.unbind()
+    step_size, decay, weight_decay, n, beta2, new_in_exp_avg_sq, c, eps, _ = hyper.unbind()
     w, m, v, coded = record.unbind()
     ratio = (coded.view(torch.int32) + RATIO_BITS).view(torch.float32)
     g = grad_amax.clamp(max=GRADIENT_LIMIT)
@@ -147,12 +126,9 @@ def new_bounds(
     m = kept * m + new * g
     v = v * beta2 + new_in_exp_avg_sq * g * g
     of_exp_avg, of_gradient = kept / _square_root(beta2) * ratio, new / _square_root(new_in_exp_avg_sq)
-    if feedback:
-        of_quotient = step_size.abs() * (of_exp_avg + of_gradient / c) * (1 + c * LEAST_ROOT / eps)
-    else:
-        least_root = LEAST_ROOT * _square_root(exp_avg_sq_inverse.clamp(min=1.0))
-        above_eps = (c * least_root / eps).clamp(min=1.0)
-        of_quotient = step_size.abs() * (of_exp_avg + of_gradient) / c * above_eps
+    least_root = LEAST_ROOT * _square_root(exp_avg_sq_inverse.clamp(min=1.0))
+    above_eps = (c * least_root / eps).clamp(min=1.0)
+    of_quotient = step_size.abs() * (of_exp_avg + of_gradient) / c * above_eps
     of_eps = step_size.abs() * m / eps
     update = torch.where(of_quotient < of_eps, of_quotient, of_eps) * UPDATE_SLACK
     if decoupled:

@@ -5,7 +5,7 @@
 // yet wait for it in memory that stays in the first cache.
 //
 // Compiled once a kind. WEIGHT, GRAD, EXP_AVG, EXP_AVG_SQ and COPY name formats (below); BLOCKED has a bit for each of
-// the first four whose scales are of blocks; BOUNDED, COPIED, DECOUPLED, FEEDBACK, MAXIMIZE and STOCHASTIC are 0 or 1.
+// the first four whose scales are of blocks; BOUNDED, COPIED, DECOUPLED, MAXIMIZE and STOCHASTIC are 0 or 1.
 
 #include <cmath>
 #include <cstdint>
@@ -58,7 +58,7 @@ constexpr int DATA = 0, COPY_DATA = 4, RESIDUAL = 4, INVERSE = 5, COPY_INVERSE =
               FIRST = 13, SEED = 14, FIRST_CHUNK = 15, AMAX = 16, RECORD = 19, COLUMNS = 20;
 // Places in the hyperparameters, as in table.py
 constexpr int STEP_SIZE = 0, DECAY = 1, WEIGHT_DECAY = 2, NEW_IN_EXP_AVG = 3, BETA2 = 4, NEW_IN_EXP_AVG_SQ = 5,
-              INV_SQRT_BIAS2 = 6, EPS = 7, STEP = 8, OF_FEEDBACK = 9;
+              INV_SQRT_BIAS2 = 6, EPS = 7, STEP = 8;
 
 // As in bounds.py
 constexpr int32_t RATIO_BITS = 534121127, INF_BITS = 0x7F800000, ONE = 127 << 23, HALF_OF_ONE = ONE >> 1;
@@ -337,9 +337,7 @@ struct Parameter {
         const float v_inverse = OF_ROOTS ? 1.0f : blocked(3) ? INFINITY : inverse(3, 0);
         const float least_root = LEAST_ROOT * std::sqrt(std::fmax(v_inverse, 1.0f));
         const float above_eps = std::fmax(c * least_root / hyper[EPS], 1.0f);
-        const float of_quotient = FEEDBACK
-            ? s * (of_exp_avg + of_gradient / c) * (1 + c * LEAST_ROOT / hyper[EPS])
-            : s * (of_exp_avg + of_gradient) / c * above_eps;
+        const float of_quotient = s * (of_exp_avg + of_gradient) / c * above_eps;
         const float of_eps = s * m / hyper[EPS];
         if (DECOUPLED) w = w * std::fabs(hyper[DECAY]);
         bounds[0] = (w + (of_quotient < of_eps ? of_quotient : of_eps) * UPDATE_SLACK) * (1 + SLACK);
@@ -358,19 +356,15 @@ inline int32_t largest_of(Ints x) {
 #endif
 }
 
-// The largest of what is stored in a run, in each lane: bits without scales, but for the quotient with FEEDBACK
+// The largest of what is stored in a run, in each lane: bits without scales
 struct Stored {
     Ints w{}, m{}, v{}, quotient = OF_ROOTS ? -HALF_OF_ONE - Ints{} : Ints{};
 
     inline void keep_weight(Ints bits) { w = larger(w, bits & INT32_MAX); }
-    inline void keep_moments(Ints m_bits, Ints v_bits, float m_inverse, float v_inverse, float eps) {
+    inline void keep_moments(Ints m_bits, Ints v_bits, float v_inverse) {
         m = larger(m, m_bits);
         v = larger(v, v_bits);
-        if (FEEDBACK) {  // with scales, and eps
-            const Ints bits = bits_of(floats_of(m_bits) * m_inverse);
-            const Ints of_denominator = bits_of(floats_of(v_bits) * v_inverse + eps);
-            quotient = larger(quotient, bits > 0 ? bits - of_denominator : -HALF_OF_ONE - Ints{});
-        } else if (OF_ROOTS) {  // less by half of one, which `Record` adds
+        if (OF_ROOTS) {  // less by half of one, which `Record` adds
             const Ints half_of_v = v_bits > 0 ? v_bits : HALF_OF_ONE + ONE - cast<int32_t>(v_inverse) - Ints{};
             quotient = larger(quotient, m_bits > 0 ? m_bits - half_of_v : -HALF_OF_ONE - Ints{});
         } else {
@@ -389,7 +383,7 @@ struct Record {
         largest[1] = larger(largest[1], magnitude_of(floats_of(found.m) * inverses[1]));
         largest[2] = larger(largest[2], magnitude_of(OF_ROOTS ? v_amax * v_amax : v_amax));
         const int32_t of_v = cast<int32_t>(inverses[2]) - ONE;
-        const int32_t shift = FEEDBACK ? 0 : cast<int32_t>(inverses[1]) - ONE - (OF_ROOTS ? of_v : of_v >> 1);
+        const int32_t shift = cast<int32_t>(inverses[1]) - ONE - (OF_ROOTS ? of_v : of_v >> 1);
         const int32_t most = INF_BITS - RATIO_BITS - (shift > 0 ? shift : 0);
         Ints quotient = OF_ROOTS ? found.quotient + HALF_OF_ONE : found.quotient;
         quotient = quotient > 0 ? smaller(quotient, most - Ints{}) + shift : Ints{};
@@ -399,7 +393,6 @@ struct Record {
 
 struct New {
     Floats w, m, v;  // v: or its root, if that is stored
-    Floats denominator;
 };
 
 // What waits until the amaxes of its block are known
@@ -455,7 +448,7 @@ struct Run {
         w = w - hyper[STEP_SIZE] * m / denominator;
         // in other lanes it may be 0 / 0, which would be the largest
         if (count < LANES) w = floats_of(bits_of(w) & (lanes() < static_cast<int32_t>(count)));
-        return {w, m, OF_ROOTS ? root : v, denominator};
+        return {w, m, OF_ROOTS ? root : v};
     }
 
     static inline Ints lanes() {
@@ -536,7 +529,7 @@ struct Run {
             const Unsigneds bits = random(at);
             largest.keep_weight(put_weight(at, count, made.w, bits));
             const Ints m = put<1>(at, count, made.m, bits), v = put<2>(at, count, made.v, bits);
-            if (BOUNDED) largest.keep_moments(m, v, new_inverse[1], new_inverse[2], p.hyper[EPS]);
+            if (BOUNDED) largest.keep_moments(m, v, new_inverse[2]);
         });
         return largest;
     }
@@ -546,19 +539,14 @@ struct Run {
         Stored largest;
         Ints w_amax{}, m_amax{}, v_amax{};
         for_vectors([&](int64_t at, auto count) {
-            New made = adam_step(at, count);
+            const New made = adam_step(at, count);
             const Unsigneds bits = random(at);
             Waiting& kept = waiting[(at - start) / LANES];
             if (blocked(0)) {
                 kept.w = made.w;
                 w_amax = larger(w_amax, magnitude_of(made.w));
             } else {
-                const Ints stored = put_weight(at, count, made.w, bits);
-                largest.keep_weight(stored);
-                if (FEEDBACK) {
-                    const Floats error = made.w - floats_of(stored) * new_inverse[0];
-                    made.m = made.m + error * made.denominator * p.hyper[OF_FEEDBACK];
-                }
+                largest.keep_weight(put_weight(at, count, made.w, bits));
             }
             if (blocked(2)) m_amax = larger(m_amax, magnitude_of(made.m));
             if (blocked(3)) v_amax = larger(v_amax, magnitude_of(made.v));
@@ -571,7 +559,7 @@ struct Run {
             const Waiting& kept = waiting[(at - start) / LANES];
             if (blocked(0)) largest.keep_weight(put_weight(at, count, kept.w, kept.random));
             const Ints m = put<1>(at, count, kept.m, kept.random), v = put<2>(at, count, kept.v, kept.random);
-            largest.keep_moments(m, v, new_inverse[1], new_inverse[2], p.hyper[EPS]);
+            largest.keep_moments(m, v, new_inverse[2]);
         });
         return largest;
     }

@@ -79,7 +79,6 @@ def _definitions(kind: Kind) -> list[str]:
         "BOUNDED": int(kind.bounded),
         "COPIED": int(kind.copy is not None),
         "DECOUPLED": int(kind.decoupled),
-        "FEEDBACK": int(kind.feedback),
         "MAXIMIZE": int(kind.maximize),
         "STOCHASTIC": int(kind.stochastic),
     }

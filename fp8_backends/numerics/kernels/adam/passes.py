@@ -32,7 +32,6 @@ from .table import (
     BETA2,
     DECAY,
     EPS,
-    FEEDBACK,
     INV_SQRT_BIAS2,
     NEW_IN_EXP_AVG,
     NEW_IN_EXP_AVG_SQ,
@@ -87,7 +86,7 @@ class Passes:
         if exp_avg_sq.block_size:  # that of a stored root needs no correction
             inverse = torch.full_like(self.hyper[0], 1.0 if exp_avg_sq.format is ROOT8 else math.inf)
         amax = largest_gradient(self.job.grad, self.finite)
-        return new_bounds(self.job.record, amax, self.job.hyper, inverse, self.kind.decoupled, self.kind.feedback)
+        return new_bounds(self.job.record, amax, self.job.hyper, inverse, self.kind.decoupled)
 
     def _amaxes(self) -> list[torch.Tensor | None]:
         if not self.parts or all(slot.scale_inv is None for slot in self.written):
@@ -101,18 +100,16 @@ class Passes:
     def write(self, amaxes: list[torch.Tensor | None]) -> torch.Tensor | None:
         """The second pass, as `AdamSteps.write`."""
         scales = [_scale(slot, amax) for slot, amax in zip(self.written, amaxes, strict=True)]
-        weight_inverse = None if amaxes[0] is None else scale_inv_of(scales[0], amaxes[0])
         copy_amaxes = []
         for span, part in zip(self.spans, self.parts, strict=True):
             part_scales = [_part_of_scale(s, slot, *span) for s, slot in zip(scales, self.written, strict=True)]
             random = self.random.part(*span) if self.random else (None, None)
-            copy_amaxes.append(self._run(_write, *part, part_scales, weight_inverse, self.hyper, *random))
+            copy_amaxes.append(self._run(_write, *part, part_scales, self.hyper, *random))
         for slot, scale, amax in zip(self.written, scales, amaxes, strict=True):
             if amax is not None:
                 slot.scale_inv.copy_(scale_inv_of(scale, amax))
         if self.bounded:
-            eps = self.job.hyper[EPS] if self.kind.feedback else None
-            self.job.record.copy_(measured(*self.written, eps))
+            self.job.record.copy_(measured(*self.written))
             if self.copy is not None:
                 self.write_copy(amaxes[0])
             return None
@@ -146,22 +143,19 @@ class Passes:
 def _amaxes(data, inverses, hyper, kind: Kind):
     """max |x| of the new weight, exp_avg and exp_avg_sq of one part, 0-dim or [blocks]; None for plain ones."""
     amaxes = []
-    w, m, v, root, _ = adam_step(data, inverses, hyper, kind)
+    w, m, v, root = adam_step(data, inverses, hyper, kind)
     for i, values in zip(WRITTEN, (w, m, root if kind.format(3) is ROOT8 else v), strict=True):
         rows = values.abs().amax(1) if kind.scaled[i] else None  # each row, always: loops of one form are fused
         amaxes.append(rows if rows is None or kind.blocked[i] else rows.amax())
     return tuple(amaxes)
 
 
-def _write(data, inverses, scales, weight_inverse, hyper, key, index, kind: Kind):
+def _write(data, inverses, scales, hyper, key, index, kind: Kind):
     """Write weight, exp_avg and exp_avg_sq of one part, and where the kind is bounded the scale_inv of blocks. Returns
-    the weight's amax, still scaled, if a copy needs it. weight_inverse: the new one."""
+    the weight's amax, still scaled, if a copy needs it."""
     random = random_bits(data[0].shape[0], key, index) if kind.stochastic else None
-    w, m, v, root, denominator = adam_step(data, inverses, hyper, kind)
+    w, m, v, root = adam_step(data, inverses, hyper, kind)
     stored = _store(data, inverses, 0, w, scales[0], random, WEIGHT_BITS, kind)
-    if kind.feedback:
-        error = w - decoded(stored, kind.format(0)) * weight_inverse
-        m = m + error * denominator * hyper[FEEDBACK]
     _store(data, inverses, 2, m, scales[1], random, EXP_AVG_BITS, kind)
     v = root if kind.format(3) is ROOT8 else v
     _store(data, inverses, 3, v, scales[2], random, EXP_AVG_SQ_BITS, kind)
@@ -186,8 +180,8 @@ def _store(data, inverses, slot: int, values, scale, random, field, kind: Kind):
 
 
 def adam_step(data, inverses, hyper, kind: Kind) -> tuple[torch.Tensor, ...]:
-    """`reference.adam_step` with FP32 operations: the new weight, exp_avg and exp_avg_sq of one part; the root of the
-    last, and the denominator of the update."""
+    """`reference.adam_step` with FP32 operations: the new weight, exp_avg and exp_avg_sq of one part, and the root
+    of the last."""
     residual = data[-1] if kind.split else None
     p = decoded(data[0], kind.format(0), residual) * inverses[0]
     g, m, v = (decoded(data[i], kind.format(i)) * inverses[i] for i in (1, 2, 3))
@@ -204,7 +198,7 @@ def adam_step(data, inverses, hyper, kind: Kind) -> tuple[torch.Tensor, ...]:
     v = v * hyper[BETA2] + hyper[NEW_IN_EXP_AVG_SQ] * g * g
     root = _square_root(v)
     denominator = root * hyper[INV_SQRT_BIAS2] + hyper[EPS]
-    return p - hyper[STEP_SIZE] * m / denominator, m, v, root, denominator
+    return p - hyper[STEP_SIZE] * m / denominator, m, v, root
 
 
 def _square_root(values: torch.Tensor) -> torch.Tensor:

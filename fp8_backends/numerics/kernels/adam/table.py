@@ -15,16 +15,17 @@ import torch
 
 from ...formats import E4M3, E4M11, E5M2, FORMATS, ROOT8, Format
 from ...scaling import tensor_amax
+from ..eager import on_device
 from ..reference import adam_numbers
 from .rounding import SEED_FACTOR
 
 ROUNDINGS = ("stochastic", "nearest")
 
 # places in the tensor of hyperparameters: the order of `adam_numbers`
-HYPERS = 10
+HYPERS = 9
 """How many hyperparameters there are."""
 STEP_SIZE, DECAY, WEIGHT_DECAY, NEW_IN_EXP_AVG, BETA2 = range(5)
-NEW_IN_EXP_AVG_SQ, INV_SQRT_BIAS2, EPS, STEP, FEEDBACK = range(5, HYPERS)
+NEW_IN_EXP_AVG_SQ, INV_SQRT_BIAS2, EPS, STEP = range(5, HYPERS)
 
 WRITTEN = (0, 2, 3)
 """The places of weight, exp_avg and exp_avg_sq among the slots, of which the gradient has place 1."""
@@ -71,11 +72,8 @@ class Job(NamedTuple):
     finite: torch.Tensor | None = None
     """Whether the whole tensor's gradient is finite, bool, 0-dim. None: what the slot shows."""
     record: torch.Tensor | None = None
-    """FP32 [4], contiguous: `bounds.measured` of what is stored, with eps where there is feedback. The step makes it
-    that of what it has stored. With it, scales follow from bounds of this step's amaxes, in one pass; None: from the
-    amaxes, in two."""
-    feedback: bool = False
-    """Whether what rounding takes from the weight goes into exp_avg (`reference.add_feedback`)."""
+    """FP32 [4], contiguous: `bounds.measured` of what is stored. The step makes it that of what it has stored. With it,
+    scales follow from bounds of this step's amaxes, in one pass; None: from the amaxes, in two."""
 
     @property
     def slots(self) -> tuple[Slot, Slot, Slot, Slot]:
@@ -99,7 +97,6 @@ class Job(NamedTuple):
             finite_is_told=self.finite is not None or self.grad.data.dtype.itemsize > 1 or self.grad.block_size > 0,
             bounded=self._is_bounded,
             split=self.weight.residual is not None,
-            feedback=self.feedback,
         )
 
     @property
@@ -109,8 +106,7 @@ class Job(NamedTuple):
 
     def check(self) -> None:
         """Raise ValueError for a slot that is not contiguous, block sizes that differ, or an unknown rounding; a split
-        weight that is copied or has blocks; roots without blocks; feedback without a record, or of other slots than it
-        is defined for."""
+        weight that is copied or has blocks; roots without blocks."""
         if self.rounding not in ROUNDINGS:
             raise ValueError(f"rounding is one of {', '.join(ROUNDINGS)}, not {self.rounding!r}")
         copy = self.copy
@@ -126,17 +122,6 @@ class Job(NamedTuple):
             raise ValueError("a weight with a residual has one scale, and no copy")
         if self.exp_avg_sq.format is ROOT8 and not self.exp_avg_sq.block_size:
             raise ValueError("the roots of exp_avg_sq are stored in blocks")
-        if self.feedback and not self._feeds_back:
-            raise ValueError(
-                "feedback wants a record, a weight with one scale and no residual, exp_avg in blocks, and the roots of "
-                "exp_avg_sq"
-            )
-
-    @property
-    def _feeds_back(self) -> bool:
-        weight, states_are_small = self.weight, self.exp_avg.block_size > 0 and self.exp_avg_sq.format is ROOT8
-        has_one_scale = weight.scale_inv is not None and not weight.block_size and weight.residual is None
-        return self._is_bounded and has_one_scale and states_are_small
 
 
 class Kind(NamedTuple):
@@ -156,7 +141,6 @@ class Kind(NamedTuple):
     """Whether scales follow from bounds of amaxes, those of blocks from their amaxes, in one pass."""
     split: bool = False
     """Whether the weight is E4M11: E4M3 data and a residual."""
-    feedback: bool = False
 
     def format(self, slot: int) -> Format:
         """The format of weight, grad, exp_avg or exp_avg_sq."""
@@ -205,8 +189,8 @@ def adam_hypers(
         counts = [step.item() for step in steps]
         if not any(isinstance(number, torch.Tensor) for number in numbers):
             rows = {t: adam_numbers(*numbers, eps, weight_decay, t) for t in set(counts)}
-            return torch.tensor([rows[t] for t in counts], dtype=torch.float32).to(device, non_blocking=True)
-        t = torch.tensor(counts, dtype=torch.float64).to(device, non_blocking=True)
+            return on_device([rows[t] for t in counts], torch.float32, device)
+        t = on_device(counts, torch.float64, device)
     else:
         t = torch.stack(list(steps)).double()
     values = [
@@ -271,8 +255,7 @@ class AdamTable:
         self.old_scale_inv = torch.empty(count, 3, dtype=torch.float32, device=self.device)
         rows = self._rows()
         self.aligned = not any(pointer % 16 for row in rows for pointer in row[:5])
-        pinned = self.device.type == "cuda"  # then the copy waits for nothing
-        self.rows = torch.tensor(rows, dtype=torch.int64, pin_memory=pinned).to(self.device, non_blocking=True)
+        self.rows = on_device(rows, torch.int64, self.device)
         if self._finite is not None and not kind.blocked[1]:
             kernels.run("measure_gradients", self)
 

@@ -254,10 +254,10 @@ def _recast_kernel(table, parameters, amax_ptr, stored_ptr, KIND: tl.constexpr, 
 # Launches
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class _Constants:
     """What the kernels of a kind are compiled for, as Triton wants what its functions hand on: an object whose
-    attributes are constants. It has those of `Kind`, and the ones below."""
+    attributes are constants. It has those of `Kind`, and the ones below. Triton's disk cache knows it by its repr."""
 
     kind: Kind
     fp8_casts: bool
@@ -290,6 +290,9 @@ class _Constants:
             "chunk": _CHUNK,
         }
 
+    def __repr__(self) -> str:
+        return repr(self._values)
+
     def __getattr__(self, name: str):
         if name not in self._values:
             raise AttributeError(name)
@@ -305,7 +308,7 @@ def _has_usual_case(kind: Kind) -> bool:
 
 
 def _is_of_bytes(kind: Kind) -> bool:
-    """Whether usual tiles are those of O4 and O5."""
+    """Whether usual tiles are those of O4."""
     return _has_usual_case(kind) and kind.format(3) is ROOT8
 
 

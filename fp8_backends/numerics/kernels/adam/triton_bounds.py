@@ -56,10 +56,6 @@ def new_bounds(record, grad_amax, hyper, v_inverse, KIND: tl.constexpr):
     of_eps = tl.div_rn(step_size * m, eps)
     if KIND.blocked[3] and not KIND.has_roots:
         update = of_eps
-    elif KIND.feedback:
-        quotient = of_exp_avg + tl.div_rn(of_gradient, c)
-        of_quotient = step_size * quotient * (1 + tl.div_rn(c * _LEAST_ROOT, eps))
-        update = tl.where(of_quotient < of_eps, of_quotient, of_eps)
     else:
         least_root = _LEAST_ROOT * tl.sqrt_rn(tl.maximum(v_inverse, 1.0))
         above_eps = tl.maximum(tl.div_rn(c * least_root, eps), 1.0)

@@ -29,7 +29,7 @@ COPY, INVERSE, COPY_INVERSE, HYPER, FINITE = (tl.constexpr(column) for column in
 NUMEL, FIRST, SEED, FIRST_CHUNK, AMAX, RECORD, COLUMNS = (tl.constexpr(c) for c in (12, 13, 14, 15, 16, 19, 20))
 # Places in the hyperparameters, as in table.py
 STEP_SIZE, DECAY, WEIGHT_DECAY, NEW_IN_EXP_AVG, BETA2 = (tl.constexpr(place) for place in range(5))
-NEW_IN_EXP_AVG_SQ, INV_SQRT_BIAS2, EPS, STEP, FEEDBACK = (tl.constexpr(place) for place in range(5, 10))
+NEW_IN_EXP_AVG_SQ, INV_SQRT_BIAS2, EPS, STEP = (tl.constexpr(place) for place in range(5, 9))
 _GRADIENT_LIMIT = tl.constexpr(GRADIENT_LIMIT)
 _ONE, _MOST_CODED = tl.constexpr(127 << 23), tl.constexpr(INF_BITS - RATIO_BITS)
 _HALF_OF_ONE = tl.constexpr(HALF_OF_ONE)
@@ -73,7 +73,6 @@ def hyper_of(row):
         tl.load(at + 6),
         tl.load(at + 7),
         tl.load(at + 8),
-        tl.load(at + 9),
     )
 
 
@@ -131,7 +130,7 @@ def values_of(pointer, row, inverse, at, inside, block, KIND: tl.constexpr, SLOT
 @triton.jit
 def adam_step(pointers, row, inverses, hyper, at, inside, block, KIND: tl.constexpr, FULL: tl.constexpr):
     """`reference.adam_step` with FP32 operations: the new weight, exp_avg and exp_avg_sq, or its root where that is
-    stored; and the denominator of the update."""
+    stored."""
     if KIND.split:
         w = _stored_pair(pointers, at, inside, FULL) * inverses[0]
     else:
@@ -154,9 +153,9 @@ def adam_step(pointers, row, inverses, hyper, at, inside, block, KIND: tl.conste
     denominator = root * hyper[INV_SQRT_BIAS2] + hyper[EPS]
     w = w - tl.div_rn(hyper[STEP_SIZE] * m, denominator)
     if KIND.has_roots:
-        return w, m, root, denominator
+        return w, m, root
     else:
-        return w, m, v, denominator
+        return w, m, v
 
 
 @triton.jit
@@ -202,7 +201,7 @@ def amax_tile(pointers, row, inverses, hyper, amaxes, amax_ptr, numel, start, KI
     """The largest so far, bits [rows, width] of weight, exp_avg and exp_avg_sq, with those of one tile."""
     at, inside, block = place_of(numel, start, KIND)
     pointers = _moved(pointers, start)
-    w, m, v, _ = adam_step(pointers, row, inverses, hyper, at, inside, block, KIND, FULL)
+    w, m, v = adam_step(pointers, row, inverses, hyper, at, inside, block, KIND, FULL)
     w_bits, m_bits, v_bits = as_bits(w) & 0x7FFFFFFF, as_bits(m) & 0x7FFFFFFF, as_bits(v) & 0x7FFFFFFF
     if KIND.blocked[0]:
         _store_amaxes(amax_ptr, row, 0, w_bits, block, inside, FULL)
@@ -254,8 +253,8 @@ def _store(
         _write(pointer + at, x, inside, FULL)
         return tl.abs(x), inverse
     else:
-        # a weight that is not finite has no bound, nor what it feeds back
-        within: tl.constexpr = KIND.bounded and KIND.scaled[SLOT] and SLOT > (2 if KIND.feedback else 0)
+        # a weight that is not finite has no bound
+        within: tl.constexpr = KIND.bounded and KIND.scaled[SLOT] and SLOT > 0
         casts: tl.constexpr = KIND.has_fp8_casts
         low: tl.constexpr = KIND.low_bit[SLOT]
         magnitude = rounded(stored, random, FORMAT, casts, KIND.stochastic, low, KIND.bits[SLOT], within)
@@ -310,9 +309,7 @@ def keep_record(row, stored, scales, KIND: tl.constexpr):
             largest = largest * largest
         tl.atomic_max(record + place, as_bits(largest) & 0x7FFFFFFF, sem="relaxed")
     ratio = tl.max(tl.max(stored[3], axis=1), axis=0)
-    if KIND.feedback:
-        ratio = tl.minimum(ratio, _MOST_CODED)
-    elif not (KIND.blocked[2] or KIND.blocked[3]):
+    if not (KIND.blocked[2] or KIND.blocked[3]):
         ratio = coded(ratio, scales[1][1], half_of_inverse(scales[2][1], KIND))
     tl.atomic_max(record + 3, ratio, sem="relaxed")
 
@@ -346,27 +343,20 @@ def write_tile(
     are, times the inverse only where blocks have it; and of their quotient (`bounds.py`)."""
     at, inside, block = place_of(numel, start, KIND)
     pointers = _moved(pointers, start)
-    w, m, v, denominator = adam_step(pointers, row, inverses, hyper, at, inside, block, KIND, FULL)
+    w, m, v = adam_step(pointers, row, inverses, hyper, at, inside, block, KIND, FULL)
     first = (tl.load(row + FIRST) + start).to(tl.int32)
     random = mixed((first + at).to(tl.uint32, bitcast=True) ^ key).to(tl.int32, bitcast=True)
     if KIND.blocked[0] or KIND.blocked[2] or KIND.blocked[3]:
         tl.debug_barrier()  # all threads have read the blocks' old scales
     stored_w, w_inv = _store(pointers, row, scales[0], amax_ptr, w, random, at, inside, block, KIND, 0, FULL)
-    if KIND.feedback:
-        error = w - with_sign_of(stored_w, w) * w_inv
-        m = m + error * denominator * hyper[FEEDBACK]
     m, m_inv = _store(pointers, row, scales[1], amax_ptr, m, random, at, inside, block, KIND, 2, FULL)
     v, v_inv = _store(pointers, row, scales[2], amax_ptr, v, random, at, inside, block, KIND, 3, FULL)
     if KIND.copied:
         store_copy(copy[0] + start, with_sign_of(stored_w, w), w_inv, copy[1], at, inside, KIND, FULL)
-    if KIND.feedback:
-        m_bits, denominator = as_bits(m * m_inv), v * v_inv + hyper[EPS]
-        ratio = tl.where(m_bits > 0, m_bits - as_bits(denominator) + _HALF_OF_ONE, 0)
-    else:
-        half = half_of_inverse(v_inv, KIND)
-        ratio = ratio_of(m, v, half, KIND)
-        if KIND.blocked[2] or KIND.blocked[3]:
-            ratio = coded(ratio, m_inv, half)
+    half = half_of_inverse(v_inv, KIND)
+    ratio = ratio_of(m, v, half, KIND)
+    if KIND.blocked[2] or KIND.blocked[3]:
+        ratio = coded(ratio, m_inv, half)
     if KIND.blocked[0]:
         stored_w = stored_w * w_inv
     if KIND.blocked[2]:

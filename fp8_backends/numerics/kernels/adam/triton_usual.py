@@ -11,9 +11,7 @@ one does for each element, lest a number overflow, is asked once a program, by `
 * A root that is stored counts whatever its size. The shift is 4**24 there: no positive FP32 number is below 2**-101
   then. 2**-126 is added for the approximation alone, so that 0 has one, and the root 0 times it; it is below half the
   last place of any other number. With exp_avg_sq up to 2**16 a block's scale is 1 at least, and times 2**-24 and
-  2**-120 an FP32 number. So is exp_avg's times 2**-120: its bound has what is fed back, of a weight at most a step of
-  its format. With feedback eps is 2**-63 at least: no product that is added to it has lost a bit that counts there, and
-  exp_avg of 0 has no ratio above 0.
+  2**-120 an FP32 number. So is exp_avg's times 2**-120.
 * Code and residual of a split weight are the bytes of one number, to which half a code is added first, so that the
   residual counts from 128. Its scale_inv times 2**120 and the decay is an FP32 number where that is 1 at most.
 * What the hash does first to a thread's indices it does to the first of them, whose lowest bits are 0; the bits in
@@ -39,13 +37,12 @@ from ..triton_common import (
     is_finite,
     smallest_normal,
 )
-from .bounds import HALF_OF_ONE, LEAST_ROOT
+from .bounds import HALF_OF_ONE
 from .triton_rounding import decoded, encoded, mixed_on, rounded, scale_of, with_sign_of
 from .triton_tiles import (
     BETA2,
     DECAY,
     EPS,
-    FEEDBACK,
     FIRST,
     INV_SQRT_BIAS2,
     INVERSE,
@@ -62,9 +59,7 @@ _LEAST, _MOST, _LEAST_FACTOR = tl.constexpr(2.0**-100), tl.constexpr(2.0**100), 
 _MOST_OF_ROOT = tl.constexpr(2.0**64)
 _LEAST_NORMAL, _MOST_OF_ROOTS, _MOST_OF_BLOCKS = tl.constexpr(2.0**-126), tl.constexpr(2.0**16), tl.constexpr(2.0**36)
 _FOURS = tl.constexpr(24)  # 4**24, times which a stored root's square is 2**-101 at least, or 0
-_HALF_OF_ONE, _HALF_BESIDE_ROOTS = tl.constexpr(HALF_OF_ONE), tl.constexpr(HALF_OF_ONE - (8 << 23))  # times 2**-8
-_LEAST_ROOT = tl.constexpr(LEAST_ROOT)
-_LARGEST_QUANTUM = tl.constexpr(2.0**5)
+_HALF_BESIDE_ROOTS = tl.constexpr(HALF_OF_ONE - (8 << 23))  # times 2**-8
 _ROOT_BESIDE_EPS = tl.constexpr(2.0**12)  # roots from 2**-37 on: below them, a product with it is 2**-25 of eps at most
 
 
@@ -176,10 +171,6 @@ def has_usual_numbers(bounds, inverses, hyper, scales, KIND: tl.constexpr):
         usual = usual & (root_factor <= hyper[EPS] * _ROOT_BESIDE_EPS)
         usual = usual & _are_usual_scales(inverses[3], scales[2], KIND, 3)
     if KIND.blocked[2]:
-        if KIND.feedback:
-            usual = usual & (hyper[EPS] >= _LEAST_ROOT)
-            most = tl.sqrt_rn(v_bound) * hyper[INV_SQRT_BIAS2] + hyper[EPS]
-            m_bound += scales[0][1] * _LARGEST_QUANTUM * most * tl.abs(hyper[FEEDBACK])
         usual = usual & (m_bound <= _MOST_OF_BLOCKS)
     else:
         usual = usual & is_finite(m_bound) & _are_usual_scales(inverses[2], scales[1], KIND, 2)
@@ -322,7 +313,7 @@ def _step(bases, inverses, of_blocks, hyper, at, root_numbers, KIND: tl.constexp
         v = v * (inverses[3] * hyper[BETA2]) + hyper[NEW_IN_EXP_AVG_SQ] * g * g
         root = root_of(tl.fma(v, root_numbers[0], _LEAST), KIND.has_fp8_casts)
     denominator = root * root_numbers[1] + hyper[EPS]
-    return w - quotient_of(hyper[STEP_SIZE] * m, denominator, KIND.has_fp8_casts), m, v, root, denominator
+    return w - quotient_of(hyper[STEP_SIZE] * m, denominator, KIND.has_fp8_casts), m, v, root
 
 
 @triton.jit
@@ -381,11 +372,11 @@ def of_lanes(x, KIND: tl.constexpr):
 
 @triton.jit
 def _write_weight(pointer, copy, w, scale, copy_scale, random, KIND: tl.constexpr):
-    """copy: a pointer to the residual of a weight that is split. Returns what is stored, without its scale, of a split
-    weight only its size; and its bits, the largest of a thread's."""
+    """copy: a pointer to the residual of a weight that is split. Returns the bits of what is stored, without its scale:
+    the largest of a thread's."""
     if KIND.formats[0] == "fp32":
         tl.store(pointer, w)
-        stored, largest = w, of_lanes(as_bits(w) & 0x7FFFFFFF, KIND)
+        return of_lanes(as_bits(w) & 0x7FFFFFFF, KIND)
     elif KIND.split:
         # half a code more, so that the upper bits are the nearest code
         factor = scale[0] * _to_exponent_of("e4m11")
@@ -393,22 +384,20 @@ def _write_weight(pointer, copy, w, scale, copy_scale, random, KIND: tl.constexp
         tl.store(pointer, upper_bytes(_with_sign_of(upper, w), KIND.has_fp8_casts))
         tl.store(copy, residuals_of(upper, KIND.has_fp8_casts))
         most = (of_lanes(upper.to(tl.int32, bitcast=True), KIND) - (1 << 23)) >> 16
-        stored, largest = w, as_bits(from_magnitude_codes(most, "e4m11"))
+        return as_bits(from_magnitude_codes(most, "e4m11"))
     else:
         upper = _upper(w, scale[0], random, KIND, 0)
         code = _code(_with_sign_of(upper, w), KIND.formats[0], KIND.has_fp8_casts)
         tl.store(pointer, code)
-        stored = decoded(code, KIND.formats[0], KIND.has_fp8_casts)
+        if KIND.copied:
+            x = decoded(code, KIND.formats[0], KIND.has_fp8_casts) * (scale[1] * copy_scale)
+            if KIND.has_fp8_casts and KIND.formats[4] == "e4m3":
+                tl.store(copy, x.to(tl.float8e4nv).to(tl.uint8, bitcast=True))
+            else:
+                magnitude = rounded(x, 0, KIND.formats[4], KIND.has_fp8_casts, False, 0, 0, False)
+                tl.store(copy, encoded(with_sign_of(magnitude, x), KIND.formats[4], KIND.has_fp8_casts))
         most = of_lanes(upper.to(tl.int32, bitcast=True), KIND).to(tl.uint32, bitcast=True)
-        largest = as_bits(decoded(_code(most, KIND.formats[0], False), KIND.formats[0], KIND.has_fp8_casts))
-    if KIND.copied:
-        x = stored * (scale[1] * copy_scale)
-        if KIND.has_fp8_casts and KIND.formats[4] == "e4m3":
-            tl.store(copy, x.to(tl.float8e4nv).to(tl.uint8, bitcast=True))
-        else:
-            magnitude = rounded(x, 0, KIND.formats[4], KIND.has_fp8_casts, False, 0, 0, False)
-            tl.store(copy, encoded(with_sign_of(magnitude, x), KIND.formats[4], KIND.has_fp8_casts))
-    return stored, largest
+        return as_bits(decoded(_code(most, KIND.formats[0], False), KIND.formats[0], KIND.has_fp8_casts))
 
 
 @triton.jit
@@ -491,13 +480,11 @@ def write_usual_tile(bases, inverses, hyper, scales, copy_scale, v_bound, key, f
     block = first // KIND.width + rows
     of_blocks = (bases[5] + block, bases[6] + block)
     root_numbers = _root_factors(v_bound, hyper, KIND)
-    w, m, v, root, denominator = _step(bases, inverses, of_blocks, hyper, at, root_numbers, KIND)
+    w, m, v, root = _step(bases, inverses, of_blocks, hyper, at, root_numbers, KIND)
     random = _random_bits(bases[7], at, key, KIND)
     if KIND.blocked[2]:
         tl.debug_barrier()  # all threads have read the blocks' old scales
-    stored_w, largest_w = _write_weight(bases[0] + at, bases[4] + at, w, scales[0], copy_scale, random, KIND)
-    if KIND.feedback:  # the product is exact
-        m += tl.fma(stored_w * -1.0, scales[0][1], w) * denominator * hyper[FEEDBACK]
+    largest_w = _write_weight(bases[0] + at, bases[4] + at, w, scales[0], copy_scale, random, KIND)
     m, m_inv = _write_exp_avg(bases[2] + at, of_blocks[0], m, scales[1], random, KIND)
     v_inv = scales[2][1]
     if KIND.has_roots:
@@ -505,11 +492,7 @@ def write_usual_tile(bases, inverses, hyper, scales, copy_scale, v_bound, key, f
     else:
         v = _write_exp_avg_sq(bases[3] + at, v, scales[2], random, KIND)
     half = half_of_inverse(v_inv, KIND)
-    if KIND.feedback:
-        m = m * m_inv
-        denominator = tl.fma(v, v_inv * (1 / _OF_ROOTS), hyper[EPS])
-        ratio = of_lanes(as_bits(m) - as_bits(denominator), KIND) + _HALF_OF_ONE
-    elif KIND.has_roots:  # scale_inv is 1 at most, so that exp_avg of 0 has no ratio above 0
+    if KIND.has_roots:  # scale_inv is 1 at most, so that exp_avg of 0 has no ratio above 0
         half_of_v = tl.where(v > 0, as_bits(v), _HALF_BESIDE_ROOTS - half)
         ratio = of_lanes(as_bits(m) - half_of_v, KIND) + _HALF_BESIDE_ROOTS
     else:
@@ -517,9 +500,8 @@ def write_usual_tile(bases, inverses, hyper, scales, copy_scale, v_bound, key, f
     largest_m, largest_v = of_lanes(as_bits(m), KIND), of_lanes(as_bits(v), KIND)
     if KIND.blocked[2]:
         m_inv, v_inv = _of_each_thread(m_inv, KIND), _of_each_thread(v_inv, KIND)
-        if not KIND.feedback:
-            ratio = coded(ratio, m_inv, half_of_inverse(v_inv, KIND))
-            largest_m = as_bits(from_bits(largest_m) * m_inv)
+        ratio = coded(ratio, m_inv, half_of_inverse(v_inv, KIND))
+        largest_m = as_bits(from_bits(largest_m) * m_inv)
     if KIND.blocked[3]:
         largest_v = as_bits(from_bits(largest_v) * (v_inv * (1 / _OF_ROOTS)))
     return (

@@ -74,7 +74,7 @@ def backward(
 
 def _programs(x: torch.Tensor) -> int:
     at_a_time = _PROGRAMS_AT_A_TIME * triton_gate.multiprocessors(x)
-    return min(ceil_div(x.numel(), BLOCK), at_a_time, AMAX_PROGRAMS)
+    return max(min(ceil_div(x.numel(), BLOCK), at_a_time, AMAX_PROGRAMS), 1)
 
 
 def _empty(x: torch.Tensor) -> Gated:
@@ -147,7 +147,7 @@ def _forward_kernel(
     """Each program takes every n-th block, n being the number of programs."""
     largest = tl.zeros((BLOCK,), dtype=tl.float32)
     block = tl.program_id(0)
-    while block < tl.cdiv(elements, BLOCK):
+    while block < (elements - 1) // BLOCK + 1:  # elements near 2**31 may get no addend
         at = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         inside = at < elements
         gate, up = tl.load(gate_ptr + at, mask=inside, other=0.0), tl.load(up_ptr + at, mask=inside, other=0.0)
@@ -177,7 +177,7 @@ def _backward_kernel(
     """Blocks as in `_forward_kernel`."""
     largest_of_gate, largest_of_up = tl.zeros((BLOCK,), dtype=tl.float32), tl.zeros((BLOCK,), dtype=tl.float32)
     block = tl.program_id(0)
-    while block < tl.cdiv(elements, BLOCK):
+    while block < (elements - 1) // BLOCK + 1:  # elements near 2**31 may get no addend
         at = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         inside = at < elements
         grad = as_fp32(tl.load(grad_ptr + at, mask=inside, other=0.0))

@@ -93,7 +93,7 @@ def _tile(x: torch.Tensor) -> dict[str, object]:
 
 def _programs(x: torch.Tensor, at_a_time: int) -> int:
     tiles = ceil_div(_matrix(x)[0], tile_of(x.shape[-1])[0])
-    return min(tiles, at_a_time * triton_gate.multiprocessors(x), AMAX_PROGRAMS)
+    return max(min(tiles, at_a_time * triton_gate.multiprocessors(x), AMAX_PROGRAMS), 1)
 
 
 @triton.jit

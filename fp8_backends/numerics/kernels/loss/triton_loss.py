@@ -28,6 +28,8 @@ def cross_entropy(
     PyTorch ends the process."""
     rows, words = logits.shape
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    if logits.stride(1) != 1 and words > 1:  # the copy is the gradient's memory
+        logits = logits.contiguous()
     gradient = logits if logits.is_contiguous() else torch.empty_like(logits, memory_format=torch.contiguous_format)
     with triton_gate.on_device_of(logits):
         _cross_entropy_kernel[(rows,)](
@@ -36,7 +38,7 @@ def cross_entropy(
             labels.contiguous(),
             losses,
             words,
-            *logits.stride(),
+            logits.stride(0),
             ignore_index,
             1.0 - label_smoothing,
             label_smoothing / words,
@@ -56,7 +58,6 @@ def _cross_entropy_kernel(
     loss_ptr,  # FP32 [rows]
     words,
     row_stride,
-    word_stride,
     ignore_index,
     on_label,
     on_all,
@@ -77,7 +78,7 @@ def _cross_entropy_kernel(
     begin = 0
     while begin < words:
         at = begin + lanes
-        x = as_fp32(tl.load(x_ptr + at * word_stride, mask=at < words, other=-float("inf")))
+        x = as_fp32(tl.load(x_ptr + at, mask=at < words, other=-float("inf")))
         above = x - largest
         smaller = tl.exp(-tl.abs(above))
         total = tl.where(above > 0, total * smaller + 1.0, total + smaller)
@@ -87,7 +88,7 @@ def _cross_entropy_kernel(
         begin += BLOCK
     of_row = tl.max(largest)
     log_sum = of_row + tl.log(tl.sum(total * tl.exp(largest - of_row)))
-    x_of_label = as_fp32(tl.load(x_ptr + label * word_stride, mask=counts & is_word, other=0.0))
+    x_of_label = as_fp32(tl.load(x_ptr + label, mask=counts & is_word, other=0.0))
     log_sum = tl.where(counts & (is_word == 0), float("nan"), log_sum)
     loss = log_sum - x_of_label
     if IS_SMOOTH:
@@ -96,7 +97,7 @@ def _cross_entropy_kernel(
     while begin > 0:
         begin -= BLOCK
         at = begin + lanes
-        x = as_fp32(tl.load(x_ptr + at * word_stride, mask=at < words, other=0.0))
+        x = as_fp32(tl.load(x_ptr + at, mask=at < words, other=0.0))
         gradient = tl.exp(x - log_sum) - on_all
         gradient -= tl.where(at == label, on_label, 0.0)
         gradient = tl.where(counts, gradient, 0.0)

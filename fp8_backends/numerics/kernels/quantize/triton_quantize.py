@@ -215,7 +215,7 @@ def _zeroed_results(device: torch.device, count: int) -> list[tuple[torch.Tensor
 @triton.jit
 def place_of(tile, columns, TILE_COLUMNS: tl.constexpr):
     """Row and column of a tile. Tiles are counted row by row."""
-    across = tl.maximum(tl.cdiv(columns, TILE_COLUMNS), 1)
+    across = tl.maximum((columns - 1) // TILE_COLUMNS + 1, 1)  # columns near 2**31 may get no addend
     return tile // across, tile % across
 
 

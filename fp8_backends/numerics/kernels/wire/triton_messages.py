@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from ...formats import E4M3
+from ..eager import on_device
 from ..triton_common import (
     OPTIONS,
     as_bits,
@@ -176,8 +177,7 @@ class Table(NamedTuple):
 
     def on(self, device: torch.device) -> torch.Tensor:
         """int64, [fields, rows]. Nothing waits for the device."""
-        columns = list(zip(*self.rows, strict=True))
-        return torch.tensor(columns, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+        return on_device(list(zip(*self.rows, strict=True)), torch.int64, device)
 
 
 def tables(parts: Sequence[Part], tile: int, blocks: int = 0) -> Iterator[Table]:
@@ -253,9 +253,9 @@ def _address(table_ptr, parts, part, DTYPE: tl.constexpr, ALIGNED: tl.constexpr)
 @triton.jit
 def _in_messages(blocks, columns, stride):
     """(row; first column of its values; where its codes begin; where its exponent is) of blocks, [TILE]."""
-    blocks_of_row = (columns + _BLOCK - 1) // _BLOCK
+    blocks_of_row = (columns - 1) // _BLOCK + 1
     row = blocks // blocks_of_row
-    block = blocks - row * blocks_of_row
+    block = (blocks - row * blocks_of_row).to(tl.int64)
     begin = row.to(tl.int64) * stride
     return row, block * _BLOCK, begin + block * _BLOCK, begin + columns + block
 
@@ -341,7 +341,7 @@ def _sum_kernel(
 ):
     blocks = tl.program_id(0) * TILE + tl.arange(0, TILE)
     at = blocks.to(tl.int64)[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
-    inside, there = blocks * _BLOCK < numel, at < numel
+    inside, there = blocks.to(tl.int64) * _BLOCK < numel, at < numel
     own = as_fp32(tl.load(own_ptr + at, mask=there, other=0.0))
     total = tl.zeros((TILE, _BLOCK), tl.float32)
     message_ptr = received_ptr

@@ -26,16 +26,14 @@ KINDS = {
 }
 IN_BLOCKS = {"blocked": (False, False, True, True), "block_size": 128, "copy": None, "finite_is_told": False}
 OF_O4 = {"dtypes": (E4M3, E4M3, E4M3, ROOT8), "scaled": ALL, **IN_BLOCKS, **ADAMW, "bounded": True}
-KINDS |= {"O4, one pass": Kind(**OF_O4, split=True), "O5, one pass": Kind(**OF_O4, feedback=True)}
+KINDS |= {"O4, one pass": Kind(**OF_O4, split=True)}
 KINDS |= {f"{kind}, one pass": KINDS[kind]._replace(bounded=True) for kind in ("O1", "O2", "O3", "O2, blocks of 128")}
 SIGNATURE = {"table": "*i64", "parameters": "*i32", "amax_ptr": "*i32", "old_ptr": "*fp32", "stored_ptr": "*i32"}
 SIGNATURE |= {"grad_amax_ptr": "*fp32"}
 OF_A_MULTIPROCESSOR, PROGRAMS = 65_536, {8: 2, 4: 3}
 """Registers, and how many programs of so many warps are to run at a time."""
-OF_BYTES = ("O4, one pass", "O5, one pass")
-
 FUSED_STEPS = {"O1, one pass": 36, "O2, one pass": 36, "O3, one pass": 36, "O2, blocks of 128, one pass": 28}
-FUSED_STEPS |= {"O4, one pass": 96, "O5, one pass": 128}
+FUSED_STEPS |= {"O4, one pass": 96}
 """Of a thread's elements, four or sixteen: those that correct roots and quotients, and those whose product is exact."""
 
 
@@ -61,7 +59,7 @@ def test_nothing_is_spilled_and_several_programs_run_at_a_time(kind, kernel, tmp
     assert made.stack == 0
     warps = triton_adam.TritonKernels(KINDS[kind], True).constants.limits["num_warps"]
     assert made.registers * 32 * warps * PROGRAMS[warps] <= OF_A_MULTIPROCESSOR
-    assert (128 if kind in OF_BYTES else 64) in made.widths("ld")
+    assert (128 if kind == "O4, one pass" else 64) in made.widths("ld")
     assert _outside_divisions(made.ptx).count("fma.rn") == (FUSED_STEPS.get(kind, 0) if "write" in kernel else 0)
 
 

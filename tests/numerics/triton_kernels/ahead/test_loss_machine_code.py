@@ -17,7 +17,7 @@ NUMBERS = {"words": "i32:16", "row_stride": "i32:16", "ignore_index": "i32", "on
 def test_a_row(dtype, is_smooth, tmp_path):
     signature = {"x_ptr": dtype, "gradient_ptr": dtype, **POINTERS, **NUMBERS}
     block = triton_loss.SMOOTH_BLOCK if is_smooth else triton_loss.BLOCK
-    constants = {"word_stride": 1, "IS_SMOOTH": is_smooth, "BLOCK": block}
+    constants = {"IS_SMOOTH": is_smooth, "BLOCK": block}
     code = compiled(triton_loss._cross_entropy_kernel, signature, constants, tmp_path, num_warps=triton_loss.WARPS)
     assert code.stack == 0, "registers are spilled"
     assert max(code.widths("ld")) == max(code.widths("st")) == 128

@@ -17,7 +17,6 @@ from fp8_backends.numerics.kernels.adam import triton_adam, triton_usual
 from fp8_backends.numerics.kernels.adam.bounds import measured
 from fp8_backends.numerics.kernels.adam.dispatch import AdamSteps, Job, Slot, adam_hyper
 from fp8_backends.numerics.kernels.adam.rounding import decoded
-from fp8_backends.numerics.kernels.adam.table import EPS
 from fp8_backends.numerics.scaled_tensor import quantize, quantize_pair
 
 E4M3, E5M2, FP16, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16
@@ -33,11 +32,10 @@ KINDS = {  # weight, grad, exp_avg, exp_avg_sq: dtype, block size; a dtype alone
     "other formats": ((E4M3, 0), (E5M2, 0), (E5M2, 0), (E4M3, 0)),
     "O4": (PAIR, (E4M3, 0), (E4M3, 128), (ROOT8, 128)),
     "O4, blocks of 32": (PAIR, None, (E4M3, 32), (ROOT8, 32)),
-    "O5": ((E4M3, 0), (E4M3, 0), (E4M3, 128), (ROOT8, 128)),
     "an embedding at O4": (None, None, (E4M3, 128), (ROOT8, 128)),
 }
 
-OF_BYTES = ("O4", "O4, blocks of 32", "O5", "an embedding at O4")
+OF_BYTES = ("O4", "O4, blocks of 32", "an embedding at O4")
 NOTHING_BOUNDED = ("blocks everywhere", "an embedding at O4")
 """All scales follow from what is written."""
 OPTIONS = {
@@ -67,14 +65,9 @@ def jobs(
         hyper = adam_hyper(1e-3 * (i + 1), (0.9, 0.999), 1e-8, 0.1, torch.tensor(float(i + 1)), "cpu")
         copy = Slot(torch.zeros(numel, dtype=E4M3), torch.ones(())) if copied else None
         slots = [slot(x, of) for x, of in zip(values, KINDS[kind], strict=True)]
-        more = {"copy": copy, "feedback": bounded and kind == "O5", **OPTIONS[options]}
-        job = Job(*slots, hyper, seed=2**20 + i, first=7 * i, **more)
-        made.append(job._replace(record=record_of(job)) if bounded else job)
+        job = Job(*slots, hyper, seed=2**20 + i, first=7 * i, copy=copy, **OPTIONS[options])
+        made.append(job._replace(record=measured(*job.written)) if bounded else job)
     return made
-
-
-def record_of(job: Job) -> torch.Tensor:
-    return measured(*job.written, job.hyper[EPS] if job.feedback else None)
 
 
 def bits(of: list[Job]) -> list[bytes]:
@@ -118,15 +111,14 @@ def test_all_parameters_are_stepped_to_the_bit(kind, options):
     assert bits(ours) == bits(expected)
 
 
-@pytest.mark.parametrize("kind", ["O4", "O5"])
-def test_roots_and_residuals_are_stepped_in_two_passes_to_the_bit(kind):
-    ours, expected = both(lambda: jobs(kind, "adam", sizes=(1, 1100)))
+def test_roots_and_residuals_are_stepped_in_two_passes_to_the_bit():
+    ours, expected = both(lambda: jobs("O4", "adam", sizes=(1, 1100)))
     assert bits(ours) == bits(expected)
 
 
 @pytest.mark.parametrize(
     "kind, options",
-    [*((kind, "adamw") for kind in KINDS if kind != "bf16"), *((kind, "adam") for kind in ("O2", "O4", "O5"))],
+    [*((kind, "adamw") for kind in KINDS if kind != "bf16"), *((kind, "adam") for kind in ("O2", "O4"))],
 )
 def test_all_parameters_are_stepped_in_one_pass_to_the_bit(kind, options):
     sizes = (2200, 1) if kind in OF_BYTES else SIZES
@@ -200,7 +192,7 @@ def test_huge_and_tiny_gradients(size, bounded):
     assert bits(ours) == bits(expected)
 
 
-@pytest.mark.parametrize("kind", ["O2", "O2, blocks of 32", "O4", "O5"])
+@pytest.mark.parametrize("kind", ["O2", "O2, blocks of 32", "O4"])
 def test_a_parameter_of_several_programs_is_stepped_in_one_pass_to_the_bit(kind):
     ours, expected = both(lambda: jobs(kind, copied=kind == "O2", bounded=True, sizes=(10, 9300)))
     assert bits(ours) == bits(expected)
@@ -223,13 +215,10 @@ def test_only_tiles_of_usual_numbers_are_written_the_short_way(unusual, monkeypa
     assert written_by(make, monkeypatch) == ["write_tile" if unusual else "write_usual_tile"] * 2
 
 
-@pytest.mark.parametrize(
-    "kind, unusual",
-    [("O4", ""), *(("O5", each) for each in ("", "eps", "a weight")), *(("O4", each) for each in UNUSUAL)],
-)
-def test_only_tiles_of_usual_numbers_are_written_the_short_way_where_all_are_bytes(kind, unusual, monkeypatch):
+@pytest.mark.parametrize("unusual", ["", *UNUSUAL])
+def test_only_tiles_of_usual_numbers_are_written_the_short_way_where_all_are_bytes(unusual, monkeypatch):
     def make():
-        (job,) = jobs(kind, sizes=(2048,))
+        (job,) = jobs("O4", sizes=(2048,))
         if unusual == "eps":
             job.hyper[7] = 1e-31
         elif unusual == "a scale":
@@ -240,22 +229,20 @@ def test_only_tiles_of_usual_numbers_are_written_the_short_way_where_all_are_byt
             job.exp_avg_sq.scale_inv[3] = 2.0
         elif unusual == "a gradient":
             job.grad.scale_inv.fill_(float("nan"))
-        job = job._replace(feedback=kind == "O5")
-        return [job._replace(record=record_of(job))]
+        return [job._replace(record=measured(*job.written))]
 
     assert written_by(make, monkeypatch) == (["write_tile"] * 4 if unusual else ["write_usual_tile"])
 
 
-@pytest.mark.parametrize("kind", ["O4", "O5"])
-def test_steps_from_zeros_whose_gradients_are_zero_here_and_there_and_tiny_elsewhere(kind):
+def test_steps_from_zeros_whose_gradients_are_zero_here_and_there_and_tiny_elsewhere():
     """Roots of zero, blocks of zeros, the least roots and the largest quotients; and a gradient that is not finite."""
     generator = torch.Generator().manual_seed(5)
     weight = torch.randn(2200, generator=generator) * 0.02
-    zeros = [slot(weight, KINDS[kind][0]), *(slot(weight * 0, KINDS[kind][i]) for i in (2, 3))]
+    zeros = [slot(weight, PAIR), *(slot(weight * 0, KINDS["O4"][i]) for i in (2, 3))]
     sides = [
         [Slot(*(x if x is None or isinstance(x, int) else x.clone() for x in each)) for each in zeros] for _ in "ab"
     ]
-    records = [measured(*side, 1e-8 if kind == "O5" else None) for side in sides]
+    records = [measured(*side) for side in sides]
     for step in range(1, 4):
         grad = torch.randn(2200, generator=generator) * 2.0 ** torch.randint(-70, 0, (2200,), generator=generator)
         grad[:300] = 0
@@ -264,8 +251,8 @@ def test_steps_from_zeros_whose_gradients_are_zero_here_and_there_and_tiny_elsew
             grad[7] = float("nan")
         hyper = adam_hyper(1e-3, (0.9, 0.999), 1e-8, 0.1, torch.tensor(float(step)), "cpu")
         for i, (weight_, m, v) in enumerate(sides):
-            more = {"record": records[i], "feedback": kind == "O5", **OPTIONS["adamw"]}
-            AdamSteps([Job(weight_, Slot(grad), m, v, hyper, seed=3, **more)], fused=i == 0).run()
+            job = Job(weight_, Slot(grad), m, v, hyper, seed=3, record=records[i], **OPTIONS["adamw"])
+            AdamSteps([job], fused=i == 0).run()
         made = [[x for each in side for x in each if isinstance(x, torch.Tensor)] for side in sides]
         for ours, expected in zip(*([*of, record] for of, record in zip(made, records, strict=True)), strict=True):
             assert torch.equal(ours.view(-1).view(torch.uint8), expected.view(-1).view(torch.uint8))

@@ -1,0 +1,102 @@
+"""Kernels near and beyond 2**31 elements, where an int32 ends: single programs of a large grid, and empty inputs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.runtime.interpreter import interpreter_builder
+
+from fp8_backends.numerics.kernels.fused import triton_gated, triton_norm
+from fp8_backends.numerics.kernels.loss import triton_loss
+from fp8_backends.numerics.kernels.quantize import triton_quantize
+from fp8_backends.numerics.kernels.wire import triton_messages
+
+ALMOST = 2**31 - 100
+"""A number of elements to which nothing can be added."""
+
+
+@pytest.fixture
+def programs(monkeypatch):
+    """`programs(first, count)`: a grid of one program runs as this one of so many."""
+    set_dim, set_idx = interpreter_builder.set_grid_dim, interpreter_builder.set_grid_idx
+
+    def as_one_of(first: int, count: int) -> None:
+        monkeypatch.setattr(interpreter_builder, "set_grid_dim", lambda x, y, z: set_dim(count, y, z))
+        monkeypatch.setattr(interpreter_builder, "set_grid_idx", lambda x, y, z: set_idx(x + first, y, z))
+
+    return as_one_of
+
+
+def test_a_gated_activation(programs):
+    programs(0, 2**21)
+    gate, values = torch.randn(2, triton_gated.BLOCK), torch.zeros(triton_gated.BLOCK)
+    options = triton_gated._options(gate, "silu", False)
+    partial = torch.zeros(1, dtype=torch.int32)
+    triton_gated._forward_kernel[(1,)](gate[0], gate[1], values, partial, ALMOST, **options)
+    torch.testing.assert_close(values, torch.nn.functional.silu(gate[0]) * gate[1])
+    assert partial.view(torch.float32) == values.abs().max()
+
+
+def test_an_amax(programs):
+    programs(1, 2**21)
+    tile = triton_quantize.AMAX_TILE
+    x, partials = torch.randn(2 * tile.columns), torch.zeros(2, dtype=torch.int32)
+    sizes = 1, ALMOST, ALMOST, -(-ALMOST // tile.columns)
+    triton_quantize._amax_kernel[(1,)](x, partials, *sizes, False, **triton_quantize.tiling(tile))
+    assert partials.view(torch.float32)[1] == x[tile.columns :].abs().max()
+
+
+def test_a_sum_of_messages_writes_nothing_behind_its_end(programs):
+    """Of a program whose blocks begin at 2**31 elements."""
+    blocks = 2**31 // triton_messages.BLOCK
+    programs(blocks // triton_messages.TILE, blocks)
+    received, own, columns = torch.zeros(1, blocks + 8192, dtype=torch.uint8), torch.zeros(1024), 1024
+    out = torch.zeros_like(received)
+    arguments = received, own, out, 1000, columns, received.stride(0), 0, 1.0, 1.0
+    options = {"RANKS": 1, "TOGETHER": 16, "ENCODED": True, "HAS_FP8_CASTS": False, "TILE": triton_messages.TILE}
+    triton_messages._sum_kernel[(1,)](*arguments, **options)
+    assert not out.any()
+
+
+@triton.jit
+def _places_kernel(blocks_ptr, out_ptr, columns, stride, COUNT: tl.constexpr):
+    at = tl.arange(0, COUNT)
+    row, column, begin, exponent = triton_messages._in_messages(tl.load(blocks_ptr + at), columns, stride)
+    tl.store(out_ptr + at, column)
+    tl.store(out_ptr + COUNT + at, begin)
+    tl.store(out_ptr + 2 * COUNT + at, exponent)
+
+
+@pytest.mark.parametrize("columns", [ALMOST, 2**32])
+def test_places_in_messages(columns):
+    of_row = -(-columns // 128)
+    blocks = torch.tensor([0, 5, of_row - 1, of_row, of_row + 3, 2 * of_row - 1, 7, 2**24], dtype=torch.int32)
+    found, stride = torch.zeros(3, 8, dtype=torch.int64), columns + of_row
+    _places_kernel[(1,)](blocks, found, columns, stride, COUNT=8)
+    row, block = blocks.long() // of_row, blocks.long() % of_row
+    begin = row * stride
+    assert torch.equal(found, torch.stack([block * 128, begin + block * 128, begin + columns + block]))
+
+
+def test_logits_of_any_strides_are_read_by_rows(monkeypatch):
+    """A stride from word to word would be multiplied by the word's number: beyond 2**31 for logits of long texts."""
+    seen = []
+    kernel = triton_loss._cross_entropy_kernel
+    monkeypatch.setattr(triton_loss, "_cross_entropy_kernel", {(4,): lambda x, *_, **__: seen.append(x.stride())})
+    logits = torch.randn(9, 4).t()
+    triton_loss.cross_entropy(logits, torch.zeros(4, dtype=torch.int64), -100, 0.0)
+    assert seen == [(9, 1)] and "word_stride" not in kernel.arg_names
+
+
+def test_no_rows():
+    """One program leaves an amax of zero, which the quantizing kernels read."""
+    x = torch.empty(0, 64)
+    normed = triton_norm.forward(x, torch.ones(64), 1e-5, False, False)
+    grad, weight_grad = triton_norm.backward(x, x, torch.ones(64), 1e-5, False)
+    gated = triton_gated.forward(x, x, "silu", False)
+    of_gate, of_up = triton_gated.backward(x, x, x, "silu", False)
+    for partials in (normed.partials, gated.partials, of_gate.partials, of_up.partials):
+        assert partials.amax() == 0
+    assert grad.shape == x.shape and not weight_grad.any()
