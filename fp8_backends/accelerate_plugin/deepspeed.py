@@ -13,6 +13,7 @@ from collections.abc import Callable
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from ..comm.backward import agree_on_scaling
 from ..training import preparation
@@ -42,7 +43,7 @@ class EngineSteps:
 
     def run_hooks(self) -> None:
         """Tell every hook that a step was taken."""
-        for hook in list(self._optimizer_step_post_hooks.values()):
+        for hook in [*self._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values()]:
             hook(self, (), {})
 
 

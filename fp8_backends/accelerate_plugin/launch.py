@@ -32,6 +32,7 @@ from ..recipes.handlers import AUTO, FP8RecipeKwargs, Recipe
 from ..recipes.merging import merged
 from ..recipes.reading import read_file
 from ..recipes.sources import LAUNCHED, PREFIX, Source, config_source, environment_fields, environment_name, is_launched
+from ..recipes.strings import names_backend
 from ..training.preparation import check_machine
 from ..training.rules import RULES
 from ..words import shortened, shown
@@ -118,6 +119,9 @@ def _configuration(args: argparse.Namespace, commands: ModuleType) -> _Configura
     kind = getattr(values, "distributed_type", None)
     if kind is not None and not isinstance(kind, Enum):  # Accelerate reads text alone
         raise FP8BackendError(f"{path}: distributed_type={shown(kind)} must be a word such as NO, MULTI_GPU, FSDP")
+    if names_backend(values.mixed_precision) and "backend" not in (values.fp8_config or {}):
+        values.fp8_config = {**(values.fp8_config or {}), "backend": values.mixed_precision}
+        values.mixed_precision = "fp8"
     return _Configuration(path, values)
 
 
@@ -283,11 +287,19 @@ def _launch_environment(recipe: str, on_cpu_ranks: bool) -> Iterator[None]:
     os.environ[LAUNCHED] = recipe
     if on_cpu_ranks:
         os.environ["ACCELERATE_USE_CPU"] = "true"
+    launcher_log = logging.getLogger("accelerate.commands.launch")
+    launcher_log.addFilter(_is_not_about_defaults)
     try:
         yield
     finally:
+        launcher_log.removeFilter(_is_not_about_defaults)
         os.environ.clear()
         os.environ.update(saved)
+
+
+def _is_not_about_defaults(record: logging.LogRecord) -> bool:
+    """Log filter: drop the list of flags that were not given. One of them is the precision, which is FP8 here."""
+    return "had defaults used instead" not in record.getMessage()
 
 
 def _one_line(error: Exception) -> str:

@@ -14,6 +14,7 @@ from ..compute.fields import Field
 from ..errors import FP8BackendError, RecipeError
 from ..recipes.fields import FIELDS, field_value, registered_fields
 from ..recipes.sources import Source, unknown_variable
+from ..recipes.strings import names_backend
 from ..words import shortened
 
 
@@ -35,6 +36,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     for word in unknown:
         _refuse_unknown(word.partition("=")[0], parser)
     args.nondefault = getattr(args, "nondefault", set())
+    if names_backend(args.mixed_precision) and "fp8_backend" not in args.nondefault:
+        args.fp8_backend, args.mixed_precision = args.mixed_precision, "fp8"
+        args.nondefault.add("fp8_backend")
     return args
 
 
@@ -48,6 +52,7 @@ def launch_parser() -> argparse.ArgumentParser:
         "accelerate launch, in FP8, for scripts as they are: all of its flags, and every field of a recipe. "
         "What the code says comes before flags, flags before the configuration file, and that before the environment."
     )
+    parser._option_string_actions["--mixed_precision"].choices = None  # it takes a backend string, too
     group = next(group for group in parser._action_groups if group.title == "FP8 Arguments")
     for name, field in _flags().items():
         values = f" ({field.values_and_default})" if field.values_and_default else ""

@@ -31,8 +31,9 @@ from accelerate.utils.dataclasses import FP8BackendType
 from accelerate.utils.modeling import get_grad_scaler
 from accelerate.utils.other import extract_model_from_parallel
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
-from ..announcement import announce
+from ..announcement import announce, is_main_process
 from ..comm import ignore_list
 from ..compute import hardware
 from ..errors import FP8BackendError, RecipeError
@@ -48,6 +49,7 @@ from . import checkpoint, checks, deepspeed, fsdp2, tensor_parallel, whole_check
 from .callers import running_trainer
 
 logger = logging.getLogger("fp8_backends")
+_PREPARE = "model, optimizer = accelerator.prepare(model, optimizer)"
 _ENGINES = (DistributedType.FSDP, DistributedType.DEEPSPEED)
 """They have the precision around FP8 in configurations of their own."""
 
@@ -101,6 +103,8 @@ class FP8Mixin(_RunTimeClass):
     """Whether `save_state` or `load_state` is running."""
     fp8_accumulates: bool = False
     """Whether a further microbatch is to be added to the gradients of the last backward."""
+    fp8_unseen_backward: bool = False
+    """Whether models or optimizers were prepared since the last backward."""
     fp8_engine_steps: deepspeed.EngineSteps | None = None
     """The steps of the DeepSpeed engine, once there is one."""
 
@@ -277,6 +281,7 @@ class FP8Mixin(_RunTimeClass):
 
     def _watch_optimizers(self) -> None:
         """Every optimizer proves the models that it trains, in whichever order they were prepared."""
+        self.fp8_unseen_backward = True
         if deepspeed.in_use(self):
             deepspeed.watch(self)
             if self.fp8_engine_steps is not None:
@@ -317,12 +322,19 @@ class FP8Mixin(_RunTimeClass):
 
     def backward(self, loss, **kwargs):
         """Run Accelerate's backward, and cast weight gradients that microbatches accumulated once, when complete. Of a
-        loop that adds microbatches up by itself nobody knows the last one: the optimizer's step casts them."""
+        loop that adds microbatches up by itself nobody knows the last one: the optimizer's step casts them. Raises
+        `FP8BackendError` where no model was prepared, and warns where a model's optimizer was not."""
+        if not self._fp8_converted and self.fp8_recipe.implementation == "native":
+            message = f"{self.fp8_recipe.name}: backward in an Accelerator that has prepared no model: write {_PREPARE}"
+            proof.refuse_unproven(message, self.fp8_recipe)
         try:
             result = super().backward(loss, **kwargs)
         except BaseException:
             proof.begin_anew(self._models)
             raise
+        if self.fp8_unseen_backward:
+            self.fp8_unseen_backward = False
+            self._warn_of_unprepared_optimizers()
         if kwargs.get("learning_rate") is not None and self.has_lomo_optimizer:
             self._stepped_in_backward()
         if deepspeed.in_use(self):
@@ -335,6 +347,22 @@ class FP8Mixin(_RunTimeClass):
         if self.fp8_recipe.guard != "off":
             guard.after_backward(map(_innermost, self._optimizers), loss, self.sync_gradients, self._save_at_fault)
         return result
+
+    def _warn_of_unprepared_optimizers(self) -> None:
+        """Name the models that got gradients and that no prepared optimizer trains."""
+        if not is_main_process() or deepspeed.in_use(self) or (self._optimizers and not self.has_whole_weights):
+            return
+        level = self.fp8_recipe.level
+        states = f", and level {level} does not reach its states" * (level != "O0")
+        held = set().union(*map(parameter_ids, map(_innermost, self._optimizers)))
+        for model in filter(conversion.prepared_roots, self._models):
+            parameters = list(model.parameters())
+            if any(p.grad is not None for p in parameters) and not any(id(p) in held for p in parameters):
+                logger.warning(
+                    f"{self.fp8_recipe.name}: {type(conversion.unwrapped(model)).__name__} got gradients and its "
+                    f"optimizer is not prepared, so no step proves that FP8 runs{states}: "
+                    f"write {_PREPARE}, or freeze a model that does not train"
+                )
 
     def _save_at_fault(self, step: int) -> str | None:
         """Save the training as it is before a step that the guard stops, where the project has a folder. Returns where.
@@ -356,7 +384,7 @@ class FP8Mixin(_RunTimeClass):
     def _stepped_in_backward(self) -> None:
         """Call the hooks that follow a step: LOMO makes its steps inside backward, and its `step` is never called."""
         for optimizer in filter(lambda each: hasattr(each, "fused_backward"), map(_innermost, self._optimizers)):
-            for hook in list(optimizer._optimizer_step_post_hooks.values()):
+            for hook in [*optimizer._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values()]:
                 hook(optimizer, (), {})
 
     @contextmanager

@@ -24,7 +24,9 @@ from ..errors import FP8BackendError, RecipeError
 from ..recipes.handlers import AUTO, FP8RecipeKwargs, Recipe, from_environment, resolve, with_environment
 from ..recipes.merging import code_over_launch
 from ..recipes.sources import LAUNCHED, PREFIX, environment_fields, is_launched, variables
+from ..recipes.strings import names_backend
 from ..training.preparation import check_machine
+from ..words import shown
 from .callers import around_fp8, for_trainer, precision_of_notebook, precision_of_trainer
 from .mixin import FP8Mixin, IgnoresFP8Environment, with_mixin
 
@@ -87,10 +89,13 @@ def _patched(original):
             bound = signature.bind(self, *args, **kwargs)
         except TypeError:
             return original(self, *args, **kwargs)  # raises the error that the user knows
-        handlers = bound.arguments.get("kwargs_handlers") or []
+        handlers = _handlers(bound.arguments)
         is_asked_beside = _launch_in_fp8() or any(map(_is_fp8_handler, handlers))  # whatever mixed_precision says
         by_trainer = precision_of_trainer(bound.arguments) if is_asked_beside else None
-        if by_trainer is not None or _precision(bound.arguments) == "fp8":
+        if backend := _backend_as_precision(bound.arguments, by_trainer):
+            handlers = [*handlers, FP8RecipeKwargs(backend=backend)]
+            bound.arguments |= {"mixed_precision": "fp8", "kwargs_handlers": handlers}
+        elif by_trainer is not None or _precision(bound.arguments) == "fp8":
             bound.arguments["mixed_precision"] = "fp8"  # which Accelerate would not learn from a notebook
         recipe = asked_recipe(bound.arguments, by_trainer)
         if recipe is None:
@@ -110,10 +115,20 @@ def _patched(original):
             self.__class__ = with_mixin(FP8Mixin, type(self))
         with _without_fp8_checks():
             original(*bound.args, **bound.kwargs)
+        _refuse_ranks_alone(self)
         self._start_fp8(for_trainer(recipe, self._wraps_in_ddp))
 
     setattr(__init__, _MARK, True)
     return __init__
+
+
+def _refuse_ranks_alone(accelerator: Accelerator) -> None:
+    ranks = int(os.environ.get("WORLD_SIZE", 1)) if "LOCAL_RANK" in os.environ else 1
+    if accelerator.num_processes == 1 < ranks:
+        raise FP8BackendError(
+            f"{ranks} processes were started, and without a GPU Accelerate would train alone in each: set "
+            "ACCELERATE_USE_CPU=true in the environment, or write Accelerator(cpu=True)"
+        )
 
 
 def incompatibilities(accelerator_class: type = Accelerator) -> list[str]:
@@ -141,7 +156,7 @@ def asked_recipe(arguments: Mapping[str, Any], by_trainer: str | None = None) ->
     handlers = [handler for handler in arguments.get("kwargs_handlers") or () if _is_fp8_handler(handler)]
     if len(handlers) > 1:
         names = " and ".join(type(handler).__name__ for handler in handlers)
-        raise RecipeError(f"kwargs_handlers holds two FP8 recipes, {names}: pass one")
+        raise RecipeError(f"kwargs_handlers and mixed_precision hold two FP8 recipes, {names}: pass one")
     if precision != "fp8":
         if any(isinstance(handler, Recipe) for handler in handlers):
             raise RecipeError(
@@ -154,6 +169,23 @@ def asked_recipe(arguments: Mapping[str, Any], by_trainer: str | None = None) ->
         _warn_of_unread_variables()
     recipe = resolve(_completed(handlers[0]) if handlers else from_environment())
     return recipe if by_trainer is None else around_fp8(recipe, by_trainer, arguments)
+
+
+def _handlers(arguments: Mapping[str, Any]) -> Any:
+    """The list of handlers. Raises `RecipeError` for a recipe that stands in its place, or a backend string in it."""
+    given = arguments.get("kwargs_handlers") or []
+    if _is_fp8_handler(given):
+        raise RecipeError(f"kwargs_handlers must be a list: write kwargs_handlers=[{type(given).__name__}(…)]")
+    if text := next(filter(names_backend, [given] if isinstance(given, str) else given), None):
+        raise RecipeError(f"kwargs_handlers: {shown(text)} is no handler. Write Accelerator(mixed_precision={text!r})")
+    return given
+
+
+def _backend_as_precision(arguments: Mapping[str, Any], by_trainer: str | None) -> str | None:
+    """The backend string in the place of mixed precision: that of the argument, else of the environment."""
+    given = arguments.get("mixed_precision") if by_trainer is None else None
+    given = os.environ.get("ACCELERATE_MIXED_PRECISION") if given is None else given
+    return given if names_backend(given) else None
 
 
 def _precision(arguments: Mapping[str, Any]) -> str:
@@ -169,8 +201,9 @@ def _precision(arguments: Mapping[str, Any]) -> str:
 
 def _launch_in_fp8() -> str:
     """What asks for FP8 around this script, in words; empty without it."""
-    if os.environ.get("ACCELERATE_MIXED_PRECISION", "").lower() == "fp8":
-        return "ACCELERATE_MIXED_PRECISION=fp8"
+    asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "")
+    if asked.lower() == "fp8" or names_backend(asked):
+        return f"ACCELERATE_MIXED_PRECISION={asked}"
     if is_launched():  # some, such as Axolotl, write what their own configuration says into the variable
         return "fp8-backends launch"
     return 'notebook_launcher(mixed_precision="fp8")' if precision_of_notebook() == "fp8" else ""

@@ -10,6 +10,7 @@ as if Python had started it: `__main__`, `sys.argv`, `sys.path`, exit codes and 
 from __future__ import annotations
 
 import builtins
+import contextlib
 import importlib.machinery
 import io
 import os
@@ -19,7 +20,13 @@ import types
 import zipfile
 from collections.abc import Sequence
 
-from ..recipes.sources import is_launched
+import torch
+from accelerate.state import AcceleratorState
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from ..announcement import is_main_process
+from ..recipes.sources import environment_fields, is_launched
+from ..training.preparation import is_proven
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -28,18 +35,53 @@ def main(arguments: Sequence[str]) -> None:
     if not arguments or arguments[0] == "-m" and len(arguments) == 1:
         sys.exit("usage: python -m fp8_backends.accelerate_plugin.worker [-m MODULE | SCRIPT] ARGUMENTS")
     ask_for_fp8()
-    if arguments[0] == "-m":
-        sys.argv = list(arguments[1:])
-        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
-        return
-    sys.argv = list(arguments)
-    script = arguments[0]
-    if os.path.isdir(script) or script.endswith(".pyc") or zipfile.is_zipfile(script):
-        if not getattr(sys.flags, "safe_path", False):
-            del sys.path[0]
-        runpy.run_path(script, run_name="__main__")
-    else:
-        _run_source(script)
+    with _Steps(arguments[arguments[0] == "-m"]) if is_launched() else contextlib.nullcontext():
+        if arguments[0] == "-m":
+            sys.argv = list(arguments[1:])
+            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+            return
+        sys.argv = list(arguments)
+        script = arguments[0]
+        if os.path.isdir(script) or script.endswith(".pyc") or zipfile.is_zipfile(script):
+            if not getattr(sys.flags, "safe_path", False):
+                del sys.path[0]
+            runpy.run_path(script, run_name="__main__")
+        else:
+            _run_source(script)
+
+
+class _Steps:
+    """Around a script: what its optimizer steps proved. Where none proved FP8, the script ends with a line that says
+    so, and with exit code 1 if it trained outside FP8 alone."""
+
+    def __init__(self, script: str) -> None:
+        self.script = script
+        self.proofs: set[bool | None] = set()
+        """What `is_proven` said of the optimizers."""
+
+    def __enter__(self) -> None:
+        register_optimizer_step_post_hook(self.after_step)
+
+    def after_step(self, optimizer: Optimizer, *_) -> None:
+        if not torch.compiler.is_compiling() and True not in self.proofs:
+            self.proofs.add(is_proven(optimizer))
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: object) -> None:
+        failed = error is not None and (not isinstance(error, SystemExit) or error.code)
+        # an Accelerator of another precision has warned
+        if failed or True in self.proofs or AcceleratorState._shared_state.get("_mixed_precision", "fp8") != "fp8":
+            return
+        reason = _UNPREPARED if self.proofs == {None} else ""
+        if is_main_process():
+            print(f"fp8-backends launch: {self.script} ended without a proof of FP8{reason}", file=sys.stderr)
+        if reason and environment_fields().get("on_unproven") != "warn":
+            sys.exit(1)
+
+
+_UNPREPARED = (
+    ": no optimizer that made a step was prepared with its model. Write model, optimizer = "
+    "accelerator.prepare(model, optimizer); --fp8_on_unproven warn ends with exit code 0"
+)
 
 
 def ask_for_fp8() -> None:

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from .. import __version__
+from ..compute.fields import closest
 from ..errors import FP8BackendError
-from ..words import shortened
+from ..words import shortened, shown
 
 COMMANDS = {
     "examples": (".examples", "training scripts in FP8, listed or copied: each runs as it is, also without a GPU"),
@@ -56,6 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"fp8-backends {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
     chosen = next((word for word in argv if not word.startswith("-")), None)
+    if chosen not in (None, *COMMANDS):
+        parser.error(f"unknown command {shown(chosen)}{closest(chosen, COMMANDS)}; known are {', '.join(COMMANDS)}")
     for name, (module_name, purpose) in COMMANDS.items():
         if name != chosen:
             subparsers.add_parser(name, help=purpose)
@@ -64,11 +67,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         of_command = subparsers.add_parser(name, help=purpose, **getattr(module, "PARSER", {}))
         module.add_arguments(of_command)
     args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        at_fault = parser if args.command is None else of_command
+        options = {**parser._option_string_actions, **at_fault._option_string_actions}
+        at_fault.error(f"unrecognized arguments: {' '.join(unknown)}{closest(unknown[0].partition('=')[0], options)}")
     if args.command is None:
         parser.print_help()
         return 0
-    if unknown:
-        of_command.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         return module.run(args)
     except FP8BackendError as error:

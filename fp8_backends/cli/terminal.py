@@ -81,7 +81,8 @@ class Progress:
         from rich import progress
         from rich.console import Console
 
-        columns = (progress.SpinnerColumn(), progress.TextColumn("{task.description}"), progress.TimeElapsedColumn())
+        text = progress.TextColumn("{task.description}", markup=False)  # as markup, `:O2:` would be an emoji
+        columns = (progress.SpinnerColumn(), text, progress.TimeElapsedColumn())
         self.bar = progress.Progress(*columns, console=Console(stderr=True), transient=True)
         self.bar.add_task(self.text)
         self.bar.start()

@@ -11,8 +11,8 @@ import torch
 from ..errors import FP8BackendError
 
 _WAY_OUT = (
-    "compute it in evaluation mode (model.eval()), in which native layers multiply in high precision, or leave these "
-    "layers out with exclude=…"
+    "compute it with a native backend in evaluation mode (model.eval()), whose layers multiply in high precision there "
+    "and those of ao do not, or leave these layers out with exclude=…"
 )
 
 

@@ -39,7 +39,7 @@ PRODUCTS = frozenset({"aten::_scaled_mm", "aten::_scaled_mm_v2", "aten::_scaled_
 """Operators that multiply FP8 matrices."""
 
 _BACKWARD_FUNCTION = 1  # torch::RecordScope::BACKWARD_FUNCTION
-_MODE = "PythonDispatchMode"  # such as a compiler's, which runs operators on fake tensors
+_MODE, _SUBCLASS = "PythonDispatchMode", "PythonSubclass"
 _COMPILED, _ENGINE = "Torch-Compiled Region", "autograd::engine::"
 _MARK, _AGAIN = "fp8_backends:", ":again"
 
@@ -78,7 +78,7 @@ class ProductProfile:
         """Whether it runs in this thread, which alone can stop it."""
         return self.running and self._recording() is _thread.recording
 
-    def start(self, take_over: bool = False, shapes: bool = True) -> bool:
+    def start(self, take_over: bool = False, shapes: bool = True, begun: nn.Module | None = None) -> bool:
         """Begin to count. False when another profiler is active in this thread: PyTorch has one at a time.
 
         Args:
@@ -86,6 +86,7 @@ class ProductProfile:
                 up.
             shapes: note the shapes that compiled code is counted by. While code is compiled that fails for some
                 tensors, and PyTorch writes a warning for each.
+            begun: a module whose forward hooks run now. It may be a layer.
 
         Raises:
             FP8BackendError: this version of PyTorch has no profiler of a thread.
@@ -100,7 +101,10 @@ class ProductProfile:
         if _profiler_runs():
             return False
         _give_way_to_others()
-        _thread.recording = _Recording(_hooked([layer.module for layer in self.layers]), self.keep, shapes)
+        marks = _Marks([layer.module for layer in self.layers])
+        _thread.recording = _Recording(_hooked(marks), self.keep, shapes)
+        if begun in marks.index_of:
+            marks(begun, ())
         self._recording = weakref.ref(_thread.recording)
         self._end = weakref.finalize(self, _end, self._recording)
         return True
@@ -259,10 +263,10 @@ def _give_way_to_others() -> None:
             os.register_at_fork(after_in_child=_end_recording)
 
 
-def _hooked(modules: list[nn.Module]) -> list[RemovableHandle]:
+def _hooked(marks: _Marks) -> list[RemovableHandle]:
     # one hook under one number in all modules: a compiler guards on both, and like modules go on sharing its code
-    marks, handles = _Marks(modules), []
-    for module in modules:
+    handles = []
+    for module in marks.index_of:
         before = module.register_forward_pre_hook(marks)
         after = module.register_forward_hook(marks, always_call=True)
         first = handles[:2] or (before, after)
@@ -330,7 +334,10 @@ def _read_mark(name: str) -> tuple[int, bool]:
 def _is_product(event: _Event) -> bool:
     if event.name not in PRODUCTS and not _is_emulated_product(event):
         return False
-    return not any(parent.name in PRODUCTS or parent.name == _MODE for parent in _parents(event))
+    around = [parent.name for parent in _parents(event)]
+    # a compiler's mode answers the products of FP8 tensors itself; others run the operator of their subclass
+    answered = around[: around.index(_SUBCLASS)] if _SUBCLASS in around else around
+    return _MODE not in answered and PRODUCTS.isdisjoint(around)
 
 
 def _imitated_products(events: list[_Event]) -> set[_Event]:
@@ -343,7 +350,7 @@ def _imitated_products(events: list[_Event]) -> set[_Event]:
 def _is_emulated_product(event: _Event) -> bool:
     """A plain product made by an FP8 tensor subclass for its own product: TorchAO with `emulate=True`."""
     subclass = event.parent if event.name == "aten::mm" else None
-    around = subclass.parent if subclass is not None and subclass.name == "PythonSubclass" else None
+    around = subclass.parent if subclass is not None and subclass.name == _SUBCLASS else None
     return around is not None and around.name == "aten::mm"
 
 

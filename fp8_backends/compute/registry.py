@@ -119,6 +119,9 @@ def levels_of(name: str) -> tuple[str, ...]:
 
 def unknown_backend(word: str) -> RecipeError:
     """The error for a name that no backend has."""
+    if word.strip().lower() in ("off", "no", "none", "false", "bf16", "fp16", "fp32"):
+        without = 'Accelerator(mixed_precision="bf16"), or "fp16" or "no", and no FP8 recipe'
+        return RecipeError(f"backend {shown(word)} names no FP8: to train without it, write {without}")
     choices = [*valid_names(), *ALIASES, *RESERVED]
     supported = "; ".join(f"{name}[:{'|'.join(_known_scalings(name))}]" for name in valid_names())
     return RecipeError(

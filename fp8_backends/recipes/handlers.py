@@ -51,7 +51,7 @@ def _explains_names(cls: type) -> type:
     generated = cls.__init__
 
     @functools.wraps(generated)
-    def __init__(self, *args, **kwargs):
+    def __init__(self, /, *args, **kwargs):
         own = _field_names(type(self))
         kwargs, renamed = own_names(kwargs)
         if renamed and not args and "backend" in own:

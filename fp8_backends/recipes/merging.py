@@ -109,7 +109,7 @@ def _check_naming(source: Source, field: str, naming: Mapping[str, Any]) -> None
         raise RecipeError(f"{source.places[field]}: {refusal}")
 
 
-def _refusal(naming: Mapping[str, Any], **field: Any) -> RecipeError | None:
+def _refusal(naming: Mapping[str, Any], /, **field: Any) -> RecipeError | None:
     """Why the backend of this name cannot honour the field, or cannot be named so. `auto` honours what one of those
     backends does that it may choose on the machine that trains."""
     backends = [naming.get("backend", AUTO)]

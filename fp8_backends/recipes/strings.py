@@ -53,6 +53,14 @@ def parse_backend(text: str) -> BackendName:
     return BackendName(name, scaling_name(name, rest, shown(text)) if colon else None, level)
 
 
+def names_backend(precision: Any) -> bool:
+    """Whether what stands for mixed precision is a backend string. Raises `RecipeError` for one that nobody knows."""
+    word = precision.strip().lower() if isinstance(precision, str) else ""
+    if ":" in word or "+" in word:
+        return bool(parse_backend(word))
+    return word in (*registry.ALIASES, *registry.RESERVED) or registry.is_known(word)
+
+
 def canonical_name(compute: str, scaling: str, level: str | None) -> str:
     """The one string that this package writes for a backend, such as `te:delayed+msamp:O2`: the short `msamp:O2` where
     that says it all. `level` None: the string names none."""

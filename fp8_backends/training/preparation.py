@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -189,11 +188,8 @@ def check_trains(models: Iterable[nn.Module], optimizers: Iterable[torch.optim.O
     """
     models, optimizers = list(models), list(optimizers)
     message = _offloaded_in_training(models) or _unknown_to(optimizers, models) or _shared_after(optimizers, models)
-    if message is None:
-        return
-    if recipe.on_unproven == "raise":
-        raise FP8BackendError(f'{message}; on_unproven="warn" goes on regardless')
-    warnings.warn(message, stacklevel=3)
+    if message is not None:
+        proof.refuse_unproven(message, recipe)
 
 
 def _unknown_to(optimizers: Iterable[torch.optim.Optimizer], models: list[nn.Module]) -> str | None:
@@ -378,9 +374,7 @@ def watch_optimizer(models: nn.Module | Iterable[nn.Module], optimizer: torch.op
     guard.watch(models, inner, recipe)
     proof.watch(models, optimizer)
     monitor.watch(models, inner, recipe)
-    hooks = inner._optimizer_step_post_hooks.values()
-    after_step = next((hook for hook in hooks if isinstance(hook, AfterStep)), None)
-    if after_step is None:
+    if (after_step := _after_step(inner)) is None:
         inner.register_step_post_hook(after_step := AfterStep())
     after_step.add(models)
     ddp.follow(inner)
@@ -439,6 +433,18 @@ class AfterStep:
                 if new := sorted(_left_out(root, prepared) - left_out):
                     left_out.update(new)
                     logger.warning("%s: %s: %s", prepared.recipe.name, listed(new), NO_OPTIMIZER)
+
+
+def _after_step(optimizer: torch.optim.Optimizer) -> AfterStep | None:
+    return next((hook for hook in optimizer._optimizer_step_post_hooks.values() if isinstance(hook, AfterStep)), None)
+
+
+def is_proven(optimizer: torch.optim.Optimizer) -> bool | None:
+    """Whether a model that this optimizer trains is proven; None without a prepared model."""
+    if (after_step := _after_step(optimizer)) is None:
+        return True if type(optimizer).__module__.startswith("msamp") else None  # it proves nothing by itself
+    found = [root.__dict__.get(PREPARED) for root in after_step.modules_of]
+    return any(prepared and observed_of(prepared).proven for prepared in found)
 
 
 def _left_out(root: nn.Module, prepared: Prepared) -> set[str]:

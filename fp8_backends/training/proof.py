@@ -41,6 +41,7 @@ from .weight_products import CONVOLUTION
 
 if TYPE_CHECKING:
     from ..compute.profiling import ProductProfile
+    from ..recipes.handlers import Recipe
     from .conversion import Prepared
 
 logger = logging.getLogger("fp8_backends")
@@ -146,7 +147,7 @@ class FirstStep:
             if root not in self.hooked and torch.is_grad_enabled():
                 self.hooked.add(root)
                 # only now, and never while a compiler looks
-                self.hooks.append(root.register_forward_hook(AfterForward(self), always_call=True))
+                self.hooks.append(root.register_forward_hook(ForwardHook(self), always_call=True))
         if not self.layers or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             return
         if self.profile is not None and not self.profile.runs_here:
@@ -162,7 +163,7 @@ class FirstStep:
                 self.gradients = gradients
             return
         if self.profile is None:
-            self._start_profile(take_over=True)
+            self._start_profile(begun=root)
         if self.profile is not None and self.began is None:
             self.began, self.gradients = root, gradients
 
@@ -216,12 +217,13 @@ class FirstStep:
             return
         self._finish(counts)
 
-    def _start_profile(self, take_over: bool = False) -> bool:
-        """Whether a profile runs now. One that a forward begins, and takes over, may see code being compiled."""
+    def _start_profile(self, begun: nn.Module | None = None) -> bool:
+        """Whether a profile runs now. One that the forward of a root begins takes over, and may see code being
+        compiled."""
         if self.waits:
             return False
         profile = product_profile(self.compute, self.layers)
-        if profile.start(take_over, shapes=not take_over):
+        if profile.start(take_over=begun is not None, shapes=begun is None, begun=begun):
             self.profile = profile
         return self.profile is not None
 
@@ -255,27 +257,15 @@ def _gradient_state(weight: nn.Parameter) -> tuple | None:
 
 
 class ForwardHook:
-    """Tells a `FirstStep` that a forward of its model begins. Inert in a copied or unpickled model, and compiled."""
+    """Tells a `FirstStep` that a forward of its model begins or has ended, also by an exception. Inert in a copied or
+    unpickled model, and compiled."""
 
     def __init__(self, first_step: FirstStep) -> None:
         self.first_step = first_step
 
-    def __call__(self, module: nn.Module, args) -> None:
+    def __call__(self, module: nn.Module, args, *output: object) -> None:
         if not is_traced():
-            self.first_step.before_forward(module)
-
-    def __reduce__(self):
-        return inert_hook, ()
-
-
-class AfterForward:
-    """Tells a `FirstStep` that a forward has ended, also by an exception."""
-
-    def __init__(self, first_step: FirstStep) -> None:
-        self.first_step = first_step
-
-    def __call__(self, module: nn.Module, args, output: object) -> None:
-        self.first_step.after_forward(output)
+            self.first_step.after_forward(*output) if output else self.first_step.before_forward(module)
 
     def __reduce__(self):
         return inert_hook, ()
@@ -289,19 +279,24 @@ def state_proof(root: nn.Module, prepared: Prepared, counts: dict[str, ProductCo
     """
     name = prepared.recipe.name
     if _nothing_ran([counts]):
-        message = (
-            f"{name}: no FP8 product ran in the first training step, in none of "
-            f"{words.counted(len(counts), 'converted layer')}. "
-            "Check that the prepared model is the one that trains, and in training mode; "
-            'on_unproven="warn" trains on regardless'
-        )
-        if prepared.recipe.on_unproven == "raise":
-            raise FP8BackendError(message)
-        warnings.warn(message, stacklevel=2)
-        return
+        layers = converted_layers(root, prepared).values()
+        in_evaluation = prepared.recipe.compute in ("native", "te") and not any(layer.training for layer in layers)
+        remedy = "Check that the prepared model is the one that trains, and in training mode"
+        if in_evaluation:
+            remedy = "They are in evaluation mode, and multiply in high precision: call model.train() before training"
+        in_none = f"in none of {words.counted(len(counts), 'converted layer')}"
+        message = f"{name}: no FP8 product ran in the first training step, {in_none}. {remedy}"
+        return refuse_unproven(message, prepared.recipe)
     for message in _shortcomings(root, prepared, counts):
         logger.warning("%s: %s", name, message)
     announce(proof_line(root, prepared, counts, by_shape))
+
+
+def refuse_unproven(message: str, recipe: Recipe) -> None:
+    """Raise `FP8BackendError`, or warn where the recipe's `on_unproven` says so."""
+    if recipe.on_unproven == "raise":
+        raise FP8BackendError(f'{message}; on_unproven="warn" trains on regardless')
+    warnings.warn(message, stacklevel=3)
 
 
 def proof_line(root: nn.Module, prepared: Prepared, counts: dict[str, ProductCounts], by_shape: bool = False) -> str:

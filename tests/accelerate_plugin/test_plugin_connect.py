@@ -147,6 +147,45 @@ def test_wrong_arguments_raise_the_stock_error():
         Accelerator(mixed_precision="fp8", kwarg_handlers=[fp8_backends.AORecipeKwargs()])
 
 
+@pytest.mark.parametrize("given", ["native:delayed", "Native:Delayed", "ao", "msamp:O1", "torchao", "auto"])
+def test_a_backend_string_as_mixed_precision_is_fp8_with_that_backend(given, monkeypatch):
+    accelerator = Accelerator(mixed_precision=given)
+    assert accelerator.fp8_recipe == fp8_backends.resolve(given) and accelerator.mixed_precision == "fp8"
+    accelerate.state.AcceleratorState._reset_state()
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", given)
+    assert [Accelerator().fp8_recipe for _ in range(2)] == [accelerator.fp8_recipe] * 2
+    assert Accelerator(mixed_precision="fp8").mixed_precision == "fp8"
+
+
+def test_a_backend_string_as_mixed_precision_completes_nothing():
+    with pytest.raises(RecipeError, match="mixed_precision hold two FP8 recipes, NativeRecipeKwargs and FP8Recipe"):
+        Accelerator(mixed_precision="native", kwargs_handlers=[fp8_backends.NativeRecipeKwargs()])
+    with pytest.raises(RecipeError, match="unknown backend 'nativ:dynamic' .did you mean 'native'"):
+        Accelerator(mixed_precision="nativ:dynamic")
+    with pytest.raises(ValueError, match="Unknown mixed_precision mode: off"):
+        Accelerator(mixed_precision="off")
+
+
+@pytest.mark.parametrize(
+    ("handlers", "said"),
+    [
+        (fp8_backends.NativeRecipeKwargs(), r"write kwargs_handlers=\[NativeRecipeKwargs"),
+        (accelerate.utils.AORecipeKwargs(), r"write kwargs_handlers=\[AORecipeKwargs"),
+        ("native:dynamic", r"Write Accelerator\(mixed_precision='native:dynamic'\)"),
+        (["ao"], r"Write Accelerator\(mixed_precision='ao'\)"),
+    ],
+)
+def test_what_is_no_list_of_handlers_is_refused_with_what_to_write(handlers, said):
+    with pytest.raises(RecipeError, match=said):
+        Accelerator(mixed_precision="fp8", kwargs_handlers=handlers)
+
+
+def test_a_handler_that_prints_like_a_backend_string_is_none(monkeypatch):
+    monkeypatch.setattr(DistributedDataParallelKwargs, "__str__", lambda self: "cuda:0")
+    accelerator = Accelerator(mixed_precision="fp8", kwargs_handlers=[DistributedDataParallelKwargs()])
+    assert accelerator.fp8_recipe.name == "native:dynamic"
+
+
 def test_two_recipes_are_refused():
     handlers = [fp8_backends.NativeRecipeKwargs(), accelerate.utils.AORecipeKwargs()]
     with pytest.raises(RecipeError, match="two FP8 recipes, NativeRecipeKwargs and AORecipeKwargs"):

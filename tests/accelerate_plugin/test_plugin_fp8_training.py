@@ -205,6 +205,43 @@ def test_fp8_for_nothing_but_a_network_without_linear_layers_is_refused():
         fp8_accelerator().prepare(nn.LayerNorm(32))
 
 
+def test_backward_without_a_prepared_model_raises():
+    model, x = mlp(), batches(1)[0][0]
+    with pytest.raises(FP8BackendError, match=r"prepared no model.*write model, optimizer = accelerator\.prepare"):
+        fp8_accelerator().backward(model(x).sum())
+    assert all(p.grad is None for p in model.parameters())
+    with pytest.warns(UserWarning, match="prepared no model"):
+        fp8_accelerator(on_unproven="warn").backward(model(x).sum())
+    accelerator = fp8_accelerator()
+    trained = accelerator.prepare(model)
+    fp8_backends.restore(trained)  # and trains on in high precision
+    accelerator.backward(trained(x).sum())
+
+
+@pytest.mark.parametrize("backend", ["native:dynamic", "msamp:O2"])
+def test_an_optimizer_that_is_not_prepared_is_told_of_once_after_the_first_backward(backend, caplog):
+    accelerator, x = fp8_accelerator(backend), batches(1)[0][0]
+    model = accelerator.prepare(mlp())
+    model(x)
+    assert caplog.messages == []
+    for _ in range(2):
+        accelerator.backward(model(x).sum())
+    (told,) = caplog.messages
+    assert told.startswith(f"{backend}: Sequential got gradients and its optimizer is not prepared")
+    assert ("level O2 does not reach its states" in told) == (backend == "msamp:O2")
+
+
+def test_models_that_do_not_train_need_no_optimizer(caplog):
+    accelerator, x = fp8_accelerator(), batches(1)[0][0]
+    evaluated, teacher, model = accelerator.prepare(mlp(1), mlp(2).requires_grad_(False), mlp())
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), 0.1))  # apart, and later
+    with torch.no_grad():
+        evaluated.eval()(x)
+    accelerator.backward((model(x) - teacher(x)).square().sum())
+    optimizer.step()
+    assert caplog.messages == []
+
+
 def test_an_optimizer_of_another_model_is_refused():
     model, others = mlp(), mlp()
     with pytest.raises(FP8BackendError, match="holds no parameter of the prepared model"):

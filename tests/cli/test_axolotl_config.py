@@ -105,6 +105,7 @@ def test_fp16_beside_fp8_is_what_runs_around_it():
         ({"fsdp": ["full_shard", "auto_wrap"], "fsdp_config": {"fsdp_offload_params": True}}, "fsdp1"),
         ({"fsdp_version": 2}, "ddp"),  # no block: Axolotl uses no FSDP
         ({"deepspeed": "deepspeed_configs/zero3.json"}, "deepspeed"),
+        ({"deepspeed": "false", "fsdp": "false"}, "ddp"),
     ],
 )
 def test_engine(values, parallel):
@@ -155,6 +156,12 @@ def test_processes(monkeypatch):
         ({"fsdp_version": 1, "fsdp_config": {"version": 2}}, "fsdp_version: 1, fsdp_config.version: 2 disagree"),
         ({**FSDP2, "deepspeed": "zero3.json"}, "deepspeed and fsdp_config are two engines"),
         ({"deepspeed": {"zero_optimization": {"stage": 2}}}, "write them to a JSON file"),
+        (
+            {"fp8": True, "fsdp_version": 1, "deepspeed": "true"},
+            "deepspeed='true' must be what the engine reads",
+        ),
+        ({"deepspeed": True}, "deepspeed=True must be what the engine reads"),
+        ({"fsdp": "yes"}, "fsdp='yes' must be what the engine reads"),
         ({"sequence_len": "long"}, "sequence_len='long' must be a whole number"),
         ({"torch_compile": True, "torch_compile_mode": "fast"}, "torch_compile_mode='fast' must be one of default"),
         ({"torch_compile": True, "torch_compile_backend": "indctor"}, "torch_compile_backend='indctor' must be one of"),

@@ -87,7 +87,8 @@ def test_the_first_line_is_printed_before_backends_are_resolved_and_libraries_lo
     ended = subprocess.run(
         [sys.executable, "-c", ask], capture_output=True, text=True, env=worker_environment(), timeout=240
     )
-    first, loaded = ended.stdout.splitlines()
+    *lines, loaded = ended.stdout.splitlines()
+    first = " ".join(lines)
     assert first.startswith("fp8-backends compare: native:dynamic, ") and "against fp32" in first
     assert "1 seed of " in first and "2 min" in first and loaded == "[]"
 
@@ -112,6 +113,22 @@ def test_a_flag_that_a_command_does_not_know_shows_the_usage_of_that_command(cap
         main(["examples", "--mdl"])
     error = capsys.readouterr().err
     assert error.startswith("usage: fp8-backends examples [-h]") and "unrecognized arguments: --mdl" in error
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--versoin"], "did you mean '--version'?"),
+        (["docter"], "unknown command 'docter' (did you mean 'doctor'?); known are examples, launch"),
+        (["doctor", "--josn"], "did you mean '--json'?"),
+        (["--versoin", "doctor"], "did you mean '--version'?"),
+    ],
+)
+def test_a_misspelt_word_exits_with_2_and_the_nearest_one(words, said, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(words)
+    out, error = capsys.readouterr()
+    assert out == "" and said in error
 
 
 def test_ranks_that_cannot_share_a_batch_are_refused(capsys, tmp_path):

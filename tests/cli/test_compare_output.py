@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+import sys
 from io import StringIO
 from types import SimpleNamespace
 
@@ -9,7 +11,7 @@ from rich.console import Console
 from rich.progress import Progress as Bars
 
 from fp8_backends.cli.compare.comparison import Progress
-from fp8_backends.cli.compare.output import BarProgress, LineProgress, conclude
+from fp8_backends.cli.compare.output import BarProgress, LineProgress, announce, conclude, progress_display
 
 
 @pytest.fixture
@@ -26,6 +28,21 @@ def test_a_log_says_how_long_it_will_take_once_the_first_steps_are_done_and_how_
     assert [line.startswith(expected) for line, expected in zip(lines, beginnings, strict=True)] == [True] * 7
     assert lines[2].endswith("s more: 2 seeds of 2 steps with 2 backends, by the steps just timed")
     assert "\ntook " in capsys.readouterr().out
+
+
+def test_at_80_columns_no_line_is_longer_and_a_backend_is_written_as_it_is(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    comparison = InProcess(tiny_settings(tmp_path, "msamp:O2", steps=1, seeds=1), tmp_path / "out")
+    announce(comparison.settings)
+    with progress_display(comparison) as display:
+        comparison.run(display)
+    comparison.results["note"] = "1 of 3 seeds: one more would not fit into the time given " * 2
+    conclude(comparison)
+    printed = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", capsys.readouterr().out)
+    assert [line for line in printed.splitlines() if len(line) > 80 and str(tmp_path) not in line] == []
+    assert "msamp:O2: first steps observed" in printed and "all backends " in printed
+    assert "\N{NEGATIVE SQUARED LATIN CAPITAL LETTER O}" not in printed  # an emoji in place of `:O2:`
 
 
 def test_a_long_run_is_heard_of_before_it_ends(comparison, capsys):

@@ -213,6 +213,7 @@ def test_what_cannot_be_read_exits_with_2_and_names_file_and_key(tmp_path, capsy
         ("distributed_type: multi_gpu\nmixed_precision: FP8\nnum_processes: '2'\n", "MULTI_GPU"),
         ("distributed_type: NO\nmixed_precision: fp8\ndynamo_backend: inductor\n", "NO"),
         ("compute_environment: LOCAL_MACHINE\ndistributed_type: NO\nfp16: true\n", "NO"),
+        ("compute_environment: LOCAL_MACHINE\ndistributed_type: NO\nfp16: 'false'\n", "NO"),
         ("distributed_type: TPU\nmixed_precision: fp8\n", "XLA"),
     ],
 )
@@ -220,6 +221,7 @@ def test_what_yaml_and_older_files_spell_in_other_ways_is_written_as_accelerate_
     (tmp_path / "a.yaml").write_text(text)
     config = read(str(tmp_path / "a.yaml"))
     assert (config.compiled == "full") == ("inductor" in text)
+    assert (config.mixed_precision == "fp16") == ("fp16: true" in text)
     written = tmp_path / "b.yaml"
     written.write_text(yaml.safe_dump(config.for_accelerate()))
     loaded = load_config_from_file(str(written))
@@ -296,7 +298,8 @@ def test_deepspeeds_own_file_goes_without_mixed_precision(tmp_path):
     environment = exported(tmp_path / "b.yaml", "--mixed_precision", "fp8")
     assert environment["ACCELERATE_DEEPSPEED_CONFIG_FILE"] == str(tmp_path / "zero.json")
     assert resolve(environment_fields(environment)).name == "ao:tensorwise"
-    assert read(str(tmp_path / "b.yaml")).surroundings == {"zero_stage": 3}
+    again = read(str(tmp_path / "b.yaml"))
+    assert again.surroundings == {"zero_stage": 3} and again.recipe.name == "ao:tensorwise"
 
 
 # the command

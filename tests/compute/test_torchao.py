@@ -154,6 +154,20 @@ def test_zero_tokens_and_one_dimension(scaling):
         linear(torch.randn(4, 31))
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("scaling", RECIPES)
+def test_inference_mode_computes_what_no_grad_does(scaling, autocast):
+    linear, x = nn.Linear(32, 16), torch.randn(2, 8, 32)
+    preparation.prepare_model(linear, recipes.resolve(f"ao:{scaling}"))
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        with torch.no_grad():
+            expected = linear(x)
+        with torch.inference_mode():
+            assert torch.equal(linear(x), expected)
+        linear(x).sum().backward()
+    assert linear.weight.grad.any()
+
+
 def test_copies_and_pickles_compute_with_their_own_weights():
     model = block()
     preparation.prepare(model, adamw(model), "ao:rowwise")

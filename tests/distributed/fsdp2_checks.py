@@ -42,6 +42,18 @@ def check_losses():
     return {name: train(*prepared(spec, rows, sharded), STEPS) for name, (spec, rows) in TRAINED.items()}
 
 
+def check_a_model_that_is_one_layer_is_proven():
+    for spec in ("ao:tensorwise", GATHERED_BY_AO):
+        layer = nn.Linear(32, 32)
+        fp8_backends.prepare(layer, None, spec)
+        fully_shard(layer)
+        _, optimizer = fp8_backends.prepare(layer, torch.optim.AdamW(layer.parameters()), spec)
+        layer(torch.randn(16, 32)).sum().backward()
+        optimizer.step()  # raises where no product was seen
+        counts = {"fprop": 1, "dgrad": 1, "wgrad": 1, "recomputed": 0}  # TorchAO makes dgrad for any input
+        assert list(fp8_backends.audit(layer, optimizer).products.values()) == [counts]
+
+
 def check_shards_of_scaled_weights():
     """One scale for the whole weight; O3's FP16 master is sharded alike; all shards are rows of the same values."""
     for level in LEVELS:

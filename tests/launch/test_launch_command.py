@@ -86,6 +86,8 @@ OVERRIDDEN = {"override_linear_precision": (False, False, True)}
         ("--fp8_backend ao --fp8_auto_filter true", "ao:tensorwise", {"auto_filter": True}),
         ("--fp8_gradient_comm plain --fp8_backend msamp:O1", "msamp:O1", {"gradient_comm": "plain"}),
         ("--fp8_backend te --fp8_params true --fp8_dpa false", "te:delayed", {"fp8_params": True, "fp8_dpa": False}),
+        ("--mixed_precision Native:Rowwise", "native:rowwise", {}),
+        ("--mixed_precision native:delayed --fp8_margin 1", "native:delayed", {"margin": 1}),
         ("--fp8_backend te --fp8_fuse_norms true --fp8_mha false", "te:delayed", {"fuse_norms": True}),
     ],
 )
@@ -296,6 +298,14 @@ def test_a_files_other_precision_is_overruled_with_a_warning(precision, tmp_path
     assert "no effect" not in caplog.text
 
 
+def test_a_files_mixed_precision_may_name_the_backend(tmp_path):
+    file = yaml_file(tmp_path, mixed_precision="native:delayed", fp8_config={"margin": 1})
+    recipe = recipe_of(ours("--config_file", file, "train.py"))
+    assert (recipe.name, recipe.margin) == ("native:delayed", 1)
+    file = yaml_file(tmp_path, mixed_precision="native:delayed")
+    assert recipe_of(ours("--config_file", file, "--mixed_precision", "ao", "train.py")).name == "ao:tensorwise"
+
+
 # What it refuses, in one line, with exit code 2, before any process starts
 
 
@@ -316,7 +326,12 @@ def test_a_files_other_precision_is_overruled_with_a_warning(precision, tmp_path
         ("--fp8_backend ao --fp8_opt_level O2 train.py", "ao goes with O0 only"),
         ("--fp8_fuse_norms train.py", "training_script"),
         ("--mixed_precision bf16 train.py", "--mixed_precision bf16: this command trains in FP8"),
-        ("--mixed_precision fp4 train.py", "invalid choice: 'fp4'"),
+        ("--mixed_precision fp4 train.py", "--mixed_precision fp4: this command trains in FP8"),
+        ("--mixed_precision nativ:dynamic train.py", "unknown backend 'nativ:dynamic' (did you mean 'native'?)"),
+        (
+            "--mixed_precision ao --fp8_backend native train.py",
+            "--mixed_precision ao: this command trains in FP8; leave the flag out",
+        ),
         ("--no_python train.py", "--no_python"),
         ("--tpu train.py", "TPU"),
         ("--use_megatron_lm train.py", "Megatron-LM brings its own FP8"),

@@ -208,6 +208,47 @@ def test_the_exit_code_of_the_first_rank_that_fails_is_that_of_the_launch(folder
     assert done.returncode == 7 and "failing.py ended with exit code 7" in done.stderr
 
 
+UNPROVEN = """
+import sys
+import torch
+from accelerate import Accelerator
+
+prepared, steps = sys.argv[1].split(","), int(sys.argv[2])
+accelerator = Accelerator(**eval(sys.argv[3]))
+model = torch.nn.Linear(32, 16)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+if "model" in prepared:
+    model = accelerator.prepare(model)
+if "optimizer" in prepared:
+    optimizer = accelerator.prepare(optimizer)
+for _ in range(steps):
+    model(torch.ones(16, 32)).sum().backward()
+    optimizer.step()
+sys.exit(0)
+"""
+NO_PROOF = "unproven.py ended without a proof of FP8"
+TRAINED = f"{NO_PROOF}: no optimizer that made a step was prepared with its model"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "flags", "code", "said"),
+    [
+        ("none 2 {}", "", 1, TRAINED),
+        ("model 2 {}", "", 1, TRAINED),
+        ("none 2 {}", "--fp8_on_unproven warn", 0, TRAINED),
+        ("model,optimizer 0 {}", "", 0, f"{NO_PROOF}\n"),
+        ("model,optimizer 2 {}", "", 0, ""),
+        ("none 2 {'mixed_precision':'bf16'}", "", 0, ""),  # which the Accelerator has warned of
+    ],
+)
+def test_a_script_that_ends_without_a_proof_is_told(arguments, flags, code, said, folder):
+    (folder / "unproven.py").write_text(UNPROVEN)
+    done = run(*OURS, "--cpu", *flags.split(), "unproven.py", *arguments.split(), cwd=folder)
+    assert done.returncode == code, done.stderr
+    assert f"fp8-backends launch: {said}" in done.stderr if said else NO_PROOF not in done.stderr
+    assert "had defaults used instead" not in done.stderr
+
+
 def test_a_script_that_is_not_there_is_pythons_error(folder):
     done = worker("nowhere.py", cwd=folder)
     assert done.returncode == 2 and "can't open file" in done.stderr and "Traceback" not in done.stderr

@@ -16,6 +16,7 @@ from fp8_backends.cli import config
 from fp8_backends.cli.estimate import Workload, estimate
 from fp8_backends.compute.native import NativeCompute
 from fp8_backends.recipes.handlers import from_environment
+from fp8_backends.recipes.merging import merged
 from fp8_backends.recipes.reading import read_file
 
 KEYS = "distributed_type: 'NO'\nmixed_precision: fp8\n"
@@ -141,6 +142,15 @@ def test_a_long_text_is_shortened_in_messages(made):
     with pytest.raises(RecipeError) as caught:
         made()
     assert len(str(caught.value)) < 1000 and " … " in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["self", "args", "cls", "naming", "spec"])
+def test_a_field_named_as_an_argument_is_an_unknown_field(name, monkeypatch):
+    with pytest.raises(RecipeError, match=f"{name} is not a field"):
+        resolve({"backend": "native", name: 1})
+    monkeypatch.setenv("FP8_BACKENDS_RECIPE", f'{{"backend": "native", "{name}": 1}}')
+    with pytest.raises(RecipeError, match=f"{name} is not a field"):
+        merged([launch._environment()])
 
 
 def test_two_spellings_of_one_field_are_refused():

@@ -112,7 +112,8 @@ def test_any_other_text_is_a_recipe_error_and_nothing_else(text):
     [
         ("nativ", ["did you mean 'native'", "native[:dynamic|delayed|rowwise|", "te[:", "ao[:tensorwise|", "msamp["]),
         ("transformerengine", ["did you mean 'transformer_engine'"]),
-        ("bf16", ["unknown backend 'bf16'", "Valid"]),
+        ("bf16", ["backend 'bf16' names no FP8", 'Accelerator(mixed_precision="bf16")', "no FP8 recipe"]),
+        ("Off", ["backend 'Off' names no FP8"]),
         ("native:rowwize", ["did you mean 'rowwise'", "dynamic (default)"]),
         ("ao:delayed", ["ao has no scaling 'delayed'", "tensorwise (default), rowwise, rowwise_with_gw_hp"]),
         ("native:rowwise_with_gw_hp", ["native has no scaling"]),

@@ -8,6 +8,7 @@ import pytest
 import torch
 from accelerate import Accelerator, notebook_launcher
 from tiny_trainers import trainer_for
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 import fp8_backends
 
@@ -15,7 +16,11 @@ import fp8_backends
 def training_function(report, *handlers, **arguments):
     """As a notebook has it, without a word of FP8 unless handlers are given."""
     torch.manual_seed(0)
-    accelerator = Accelerator(kwargs_handlers=list(handlers), **arguments)
+    try:
+        accelerator = Accelerator(kwargs_handlers=list(handlers), **arguments)
+    except fp8_backends.FP8BackendError as error:
+        (report / "error").write_text(str(error))
+        raise
     model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 16))
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
     losses = []
@@ -56,6 +61,14 @@ def test_a_handler_in_the_function(tmp_path):
 def test_two_processes(monkeypatch, tmp_path):
     monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "native:delayed")
     assert launch(tmp_path, processes=2) == ["native:delayed 2 2 True"] * 2
+
+
+def test_two_processes_that_would_train_alone_are_refused(monkeypatch, tmp_path):
+    monkeypatch.delenv("ACCELERATE_USE_CPU")
+    with pytest.raises(ChildFailedError):
+        launch(tmp_path, processes=2)
+    error = (tmp_path / "error").read_text()
+    assert error.startswith("2 processes were started") and "ACCELERATE_USE_CPU=true" in error
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import logging
 import pickle
@@ -13,7 +14,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
 
 from fp8_backends.errors import FP8BackendError
 from fp8_backends.recipes import handlers as recipes
@@ -33,6 +35,9 @@ class Net(nn.Module):
     def forward(self, x):
         if not self.used:
             return F.linear(x, self.first.weight)
+        if self.checkpointed == "selective":
+            saved = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.relu.default])
+            return checkpoint(self.run, x, use_reentrant=False, context_fn=saved)
         if self.checkpointed is not None:
             return checkpoint(self.run, x, use_reentrant=self.checkpointed == "reentrant")
         return self.run(x)
@@ -178,12 +183,32 @@ def test_products_kept_in_high_precision_on_purpose_are_no_fault(capfd, caplog):
     assert "3/3 Linear, 33 % of weight FLOPs in FP8, dgrad (" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("kind", ["reentrant", "saved tensors"])
+@pytest.mark.parametrize("kind", ["reentrant", "saved tensors", "selective"])
 def test_recomputed_products_are_counted_apart(kind):
     model, optimizer = prepared(checkpointed=kind)
     step(model, optimizer)
     for found in counts(model).values():
         assert found == {"fprop": 1, "dgrad": 1, "wgrad": 1, "recomputed": 1}
+
+
+@pytest.mark.parametrize("spec", BACKENDS)
+def test_a_model_that_is_one_layer_is_proven(spec, capfd):
+    layer = nn.Linear(32, 16)
+    layer, optimizer = preparation.prepare(layer, torch.optim.AdamW(layer.parameters()), spec)
+    step(layer, optimizer)
+    assert "1/1 Linear, 100 % of weight FLOPs in FP8, fprop dgrad wgrad" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("emulate", [False, True], ids=["own products", "emulated"])
+def test_a_dispatch_mode_around_the_first_step_hides_no_product(emulate, capfd):
+    from torchao.float8 import Float8LinearConfig
+
+    model, optimizer = prepared(recipes.AORecipeKwargs(config=Float8LinearConfig(emulate=emulate)))
+    with FlopCounterMode(display=False):
+        step(model, optimizer)
+    assert "3/3 Linear, 100 % of weight FLOPs in FP8, fprop dgrad wgrad" in capfd.readouterr().err
+    for found in counts(model).values():
+        assert found == {"fprop": 1, "dgrad": 1, "wgrad": 1, "recomputed": 0}
 
 
 def test_a_part_that_is_compiled_is_counted_in_the_second_step(capfd):
@@ -259,6 +284,15 @@ def test_no_product_at_all_is_an_error_at_the_first_step(spec):
     with pytest.raises(FP8BackendError, match=f"{spec}: no FP8 product ran"):
         optimizer.step()
     step(model, optimizer)  # said once
+
+
+@pytest.mark.parametrize("spec", ["native:dynamic", "msamp:O2"])
+def test_evaluation_mode_is_named_where_it_is_the_reason(spec):
+    model, optimizer = prepared(spec)
+    model.eval()
+    backward(model)
+    with pytest.raises(FP8BackendError, match=r"(?s)no FP8 product ran.*evaluation mode.*call model.train\(\)"):
+        optimizer.step()
 
 
 @pytest.mark.parametrize("spec", BACKENDS)

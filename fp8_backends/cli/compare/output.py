@@ -22,12 +22,12 @@ def announce(settings: Settings) -> None:
     """Print what is known before anything is loaded."""
     backends = ", ".join(name for name in settings.backends if name != settings.reference)
     limit = "" if settings.minutes is None else f", or what of it fits into {settings.minutes:g} min"
-    print(
+    text = (
         f"fp8-backends compare: {backends or 'no backend'} against {settings.reference} on "
         f"{'a GPU' if settings.device == 'cuda' else 'the CPU'}; {settings.reference} around FP8; "
-        f"{summary.runs_text(settings.seeds, settings.steps)} of {settings.batch} × {settings.sequence} tokens{limit}",
-        flush=True,
+        f"{summary.runs_text(settings.seeds, settings.steps)} of {settings.batch} × {settings.sequence} tokens{limit}"
     )
+    print(_wrapped(text), flush=True)
 
 
 @contextmanager
@@ -35,14 +35,16 @@ def progress_display(comparison: Comparison) -> Iterator[LineProgress]:
     """Show bars on a terminal, one line a run elsewhere."""
     results = comparison.results
     parts = (f"{results['task']} on {results['text']['description']}", summary.held_out_text(results))
-    print("; ".join(filter(None, (*parts, summary.ranks_text(results)))))
+    print(_wrapped("; ".join(filter(None, (*parts, summary.ranks_text(results))))))
     print(f"starting {counted(len(results['backends']), 'worker')}", flush=True)
     if not sys.stdout.isatty():
         yield LineProgress()
         return
     from rich import progress as rich
 
-    description, remaining = rich.TextColumn("{task.description:<52}"), rich.TextColumn("{task.fields[left]}")
+    # as markup, `:O2:` would be an emoji
+    description = rich.TextColumn("{task.description:<44}", markup=False)
+    remaining = rich.TextColumn("{task.fields[left]}")
     columns = (rich.BarColumn(bar_width=None), rich.TaskProgressColumn(), rich.TimeElapsedColumn())
     with rich.Progress(description, *columns, remaining) as bars:
         yield BarProgress(bars)
@@ -109,7 +111,7 @@ class BarProgress(LineProgress):
         self.bars.update(self.whole, completed=elapsed, total=elapsed + seconds, left=f"{duration(seconds)} left")
 
     def say(self, line: str) -> None:
-        self.bars.console.print(line, highlight=False, markup=False)
+        self.bars.console.print(line, highlight=False, markup=False, emoji=False)
 
 
 def plan_text(comparison: Comparison) -> str:
@@ -134,22 +136,24 @@ def conclude(comparison: Comparison) -> None:
     if any(row.emulated for row in rows):
         about = "this chip has no FP8 products, so FP8's speed cannot be measured; losses and memory are real"
         notes.append(("emulated", about))
-    parts = [
-        "\n".join(fill(each, min(WIDTH, width()), break_on_hyphens=False) for each in (found.headline, *found.details))
-    ]
-    parts += [table([list(headings.values()), *cells]), paragraphs(notes), summary.spread_line(results)]
+    parts = ["\n".join(map(_wrapped, (found.headline, *found.details)))]
+    parts += [table([list(headings.values()), *cells]), paragraphs(notes), _wrapped(summary.spread_line(results))]
     for backend, checks in comparison.checks().items():
         lines = [(_MARKS[check.outcome], f"{check.name} ({check.detail})") for check in checks]
         if lines:
             parts.append(f"{backend}:\n{paragraphs(lines, 4)}")
     if results["status"] == "finished" and results["note"]:
-        parts.append(results["note"])
+        parts.append(_wrapped(results["note"]))
     places = f"{comparison.output / RESULTS}\n{comparison.output / PAGE}"
     parts.append(f"took {duration(results['seconds'])}\n{places}")
     print("\n" + "\n\n".join(parts), flush=True)
 
 
 _MARKS = {"passed": "ok", "failed": "FAIL", "not resolved": "?"}
+
+
+def _wrapped(text: str) -> str:
+    return fill(text, min(WIDTH, width()), break_long_words=False, break_on_hyphens=False)
 
 
 def _loss(value: float | None, digits: int = 4) -> str:

@@ -90,8 +90,11 @@ def _word(value: Any) -> Any:
 
 def _precision(file: ConfigFile) -> str:
     word = file.values.get("mixed_precision")
+    has_engine_file = "deepspeed_config_file" in file.block("deepspeed_config").values
+    if word is None and has_engine_file and file.values.get("fp8_config"):
+        return "fp8"  # Accelerate wants no mixed_precision beside that file
     if word is None or word is False:
-        word = "fp16" if file.values.get("fp16") else "no"
+        word = "fp16" if file.get("fp16", flag) else "no"
     return file.parsed("mixed_precision", one_of("no", "fp16", "bf16", "fp8"), word)
 
 

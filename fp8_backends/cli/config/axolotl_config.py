@@ -123,6 +123,13 @@ def _is_on(file: ConfigFile, key: str, *words: str) -> bool:
     return file.get(key, lambda value: value in words or flag(value), False)
 
 
+def _engine_settings(value: Any) -> Any:
+    """What a key has that selects an engine; None for false."""
+    if str(value).strip().lower() in ("true", "yes", "on", "1"):
+        raise ValueError("must be what the engine reads: DeepSpeed's JSON file, a list of FSDP's options")
+    return None if str(value).strip().lower() in ("false", "no", "off", "0") else value
+
+
 def _precision(file: ConfigFile, notes: list[str]) -> str:
     if _is_on(file, "fp8"):
         return "fp8"
@@ -161,7 +168,7 @@ def _fields(file: ConfigFile, notes: list[str]) -> dict[str, Any]:
 def _fsdp(file: ConfigFile, notes: list[str]) -> dict[str, Any]:
     """Return the FSDP block without prefixes, its version in it; empty without FSDP. Unset keys are left out."""
     block = file.block("fsdp_config")
-    if not block.values and not file.values.get("fsdp"):
+    if not file.get("fsdp", _engine_settings) and not block.values:
         if file.values.get("fsdp_version") is not None:
             notes.append("fsdp_version has no effect without fsdp_config")
         return {}
@@ -192,7 +199,7 @@ def _version(file: ConfigFile, block: ConfigFile) -> int:
 
 
 def _parallel(file: ConfigFile, fsdp: Mapping[str, Any]) -> Parallel:
-    deepspeed = file.values.get("deepspeed")
+    deepspeed = file.get("deepspeed", _engine_settings)
     if not deepspeed:
         return f"fsdp{fsdp['version']}" if fsdp else "none"
     if fsdp:

@@ -56,7 +56,7 @@ class TEProductProfile:
         """Whether this thread can stop it: any can."""
         return self.running
 
-    def start(self, take_over: bool = False, shapes: bool = True) -> bool:
+    def start(self, take_over: bool = False, shapes: bool = True, begun: torch.nn.Module | None = None) -> bool:
         """Begin to count."""
         self.restart()
         _watch(self._watcher, self._states)

@@ -45,6 +45,10 @@ class AOProducts(nn.Module):
             return F.linear(input, weight.t() if self.transposed_weight else weight, self.bias)
         if input.dim() == 1:
             return self.forward(input.unsqueeze(0)).squeeze(0)
+        if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
+            # there TorchAO's tensors would get operators that they do not know
+            with torch.inference_mode(False), torch.no_grad():
+                return self.forward(input)
         device = input.device.type
         if not self.fp8_wgrad and torch.is_autocast_enabled(device):
             # TorchAO casts under CUDA's autocast alone, and then multiplies a bf16 gradient by an fp32 input
