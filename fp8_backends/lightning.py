@@ -16,12 +16,12 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import GradClipAlgorithmType
 
 from .accelerate_plugin.callers import with_whole_states
-from .accelerate_plugin.checkpoint import ScalingState, collect, restore
 from .compute import hardware
 from .errors import RecipeError
 from .recipes.handlers import resolve
 from .recipes.specs import Spec
 from .training import preparation, rules
+from .training.scaling_state import ScalingState, collect, restore
 
 
 class FP8Precision(Precision):

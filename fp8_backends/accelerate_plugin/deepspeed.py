@@ -17,7 +17,7 @@ from torch import nn
 from ..comm.backward import agree_on_scaling
 from ..training import preparation
 from ..training.conversion import prepared_roots
-from .checkpoint import OPTIMIZER_KEY, ScalingState, collect, restore
+from ..training.scaling_state import OPTIMIZER_KEY, ScalingState, collect, restore
 
 
 def in_use(accelerator: Accelerator) -> bool:

@@ -8,7 +8,7 @@ several of the protocols below; nothing is to be registered for it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -20,7 +20,6 @@ from ..numerics.formats import COMPUTE_DTYPES
 from ..numerics.scaling import Quantized
 from ..numerics.sharded_tensor import full_shape
 from ..numerics.statistics import Cast
-from ..words import counted
 from .counts import ProductCounts
 from .expert_functions import ExpertWeights
 from .fields import Field
@@ -335,10 +334,12 @@ def check_saved_states(
     Args:
         look_at: looks at one saved state, with its name.
     """
-    if differing := sorted(own.keys() ^ saved.keys()):
+    if own.keys() != saved.keys():
         raise FP8BackendError(
-            f"the saved scaling state does not fit this model: they differ in {counted(len(differing), 'state')}, "
-            f"among them {', '.join(differing[:3])}; prepare the model with the recipe that it was saved with"
+            "the saved scaling state belongs to other FP8 layers: "
+            f"{_layers(saved.keys() - own.keys(), 'only the checkpoint has')}"
+            f"{_layers(own.keys() - saved.keys(), 'only this model has')}"
+            "prepare the saved model with its recipe"
         )
     faults = Faults(_DAMAGED)
     for name, state in own.items():
@@ -348,6 +349,12 @@ def check_saved_states(
             look_at(faults, saved[name], name)
     if fault := faults.first():
         raise FP8BackendError(f"the saved scaling state cannot be loaded, and nothing was changed: {fault}")
+
+
+def _layers(states: Iterable[str], said: str) -> str:
+    names = sorted({name.rpartition(".")[0] or "(root)" for name in states})
+    more = f" and {len(names) - 6} more" if len(names) > 6 else ""
+    return f"{said} {', '.join(names[:6])}{more}; " if names else ""
 
 
 def _unlike(own: torch.Tensor, saved: torch.Tensor) -> str | None:

@@ -40,7 +40,7 @@ from ..recipes.specs import Spec
 from ..recipes.strings import level_name
 from ..states import checkpoint, gradient_release, levels, optimizers, original, scaled_states
 from ..words import listed, shown
-from . import conversion, fused_head, proof, quantized_layers, rules, saved_activations
+from . import conversion, fused_head, proof, quantized_layers, rules, saved_activations, scaling_state
 from .auditing import check_is_optimizer, converted_layers, parameter_ids, parameters_of, unwrapped
 from .conversion import PREPARED, Prepared, prepared_roots
 from .observed import observed_of
@@ -188,6 +188,13 @@ def check_trains(models: Iterable[nn.Module], optimizers: Iterable[torch.optim.O
         FP8BackendError: so it is, and the recipe's `on_unproven` is "raise"; else a warning says so.
     """
     models, optimizers = list(models), list(optimizers)
+    has_stepped = any(getattr(unwrapped(optimizer), "state", None) for optimizer in optimizers)
+    if recipe.scaling == "delayed" and has_stepped and not any(map(prepared_roots, models)):
+        logger.warning(
+            "%s: the optimizer has stepped already, and delayed scales begin at 1. To resume a run, prepare model and "
+            "optimizer first, then load their state dicts",
+            recipe.name,
+        )
     message = _offloaded_in_training(models) or _unknown_to(optimizers, models) or _shared_after(optimizers, models)
     if message is None:
         return
@@ -382,6 +389,7 @@ def watch_optimizer(models: nn.Module | Iterable[nn.Module], optimizer: torch.op
     after_step = next((hook for hook in hooks if isinstance(hook, AfterStep)), None)
     if after_step is None:
         inner.register_step_post_hook(after_step := AfterStep())
+        scaling_state.StateDictHooks(inner, after_step.modules_of)
     after_step.add(models)
     ddp.follow(inner)
 

@@ -298,7 +298,7 @@ def test_scales_follow_the_layers_where_a_loop_calls_parts_of_the_model(compiler
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_microbatches_through_parts_of_the_model_roll_once_an_optimizer_step(checkpointed):
-    """All microbatches of a step see the same scales, also recomputed; the history has the largest amax of each step."""
+    """All microbatches of a step see the same scales, also recomputed."""
 
     def call(model, x):
         return checkpoint(by_parts, model, x, use_reentrant=False) if checkpointed else by_parts(model, x)

@@ -29,7 +29,7 @@ from torch import nn
 from ...numerics.faults import Faults
 from ...numerics.formats import RECIPE_FORMATS
 from ...numerics.kernels.triton_gate import usable
-from ...numerics.modules import owner_of
+from ...numerics.modules import owner_of, plain_name
 from ...numerics.scaling import Quantized, look_at_state, rolled_delayed_states, rolled_window_states
 from ...numerics.sharded_tensor import device_of, local_part
 from ...numerics.statistics import Cast
@@ -227,7 +227,7 @@ class NativeCompute(Compute):
         """Layers by the names of their states, which differ from rule to rule, as the states do."""
         for name, layer in self._layers(root):
             if layer.fp8_rule.scaling in STATEFUL:
-                yield f"{name}.{_STATE_NAMES[layer.fp8_rule.scaling]}", layer
+                yield f"{plain_name(name)}.{_STATE_NAMES[layer.fp8_rule.scaling]}", layer
 
     def _shared(self, root: nn.Module) -> set[SharedCodes]:
         return {layer.fp8_shared for _, layer in self._layers(root)}
