@@ -20,11 +20,12 @@ OPTIMIZERS = {
 
 @contextlib.contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         yield
     finally:
-        torch.set_default_dtype(torch.float32)
+        torch.set_default_dtype(before)
 
 
 def run(dtype: torch.dtype, spec: dict, optimizer: str) -> tuple[list[float], dict]:
