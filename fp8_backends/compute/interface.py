@@ -8,7 +8,7 @@ several of the protocols below; nothing is to be registered for it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -335,11 +335,12 @@ def check_saved_states(
         look_at: looks at one saved state, with its name.
     """
     if own.keys() != saved.keys():
+        old, new = ({name.rpartition(".")[0] or "(root)" for name in states} for states in (saved, own))
+        only = {"only the checkpoint has": old - new, "only this model has": new - old}
+        parts = [f"{where} {', '.join(sorted(layers)[:6])}" for where, layers in only.items() if layers]
         raise FP8BackendError(
-            "the saved scaling state belongs to other FP8 layers: "
-            f"{_layers(saved.keys() - own.keys(), 'only the checkpoint has')}"
-            f"{_layers(own.keys() - saved.keys(), 'only this model has')}"
-            "prepare the saved model with its recipe"
+            f"the saved scaling state belongs to other FP8 layers ({'; '.join(parts) or 'of another rule'}): "
+            f"prepare the saved model with its recipe"
         )
     faults = Faults(_DAMAGED)
     for name, state in own.items():
@@ -349,12 +350,6 @@ def check_saved_states(
             look_at(faults, saved[name], name)
     if fault := faults.first():
         raise FP8BackendError(f"the saved scaling state cannot be loaded, and nothing was changed: {fault}")
-
-
-def _layers(states: Iterable[str], said: str) -> str:
-    names = sorted({name.rpartition(".")[0] or "(root)" for name in states})
-    more = f" and {len(names) - 6} more" if len(names) > 6 else ""
-    return f"{said} {', '.join(names[:6])}{more}; " if names else ""
 
 
 def _unlike(own: torch.Tensor, saved: torch.Tensor) -> str | None:

@@ -322,7 +322,7 @@ def test_a_state_of_the_delayed_rule_is_no_window_though_it_may_have_its_size():
     window = one_layer()
     assert delayed[0].fp8_scaling.shape == window[0].fp8_scaling.shape
     for saved, target in ((delayed, window), (window, delayed)):
-        with pytest.raises(FP8BackendError, match="does not fit"):
+        with pytest.raises(FP8BackendError, match="other FP8 layers .of another rule"):
             COMPUTE.load_scaling_state(target, COMPUTE.scaling_state(saved))
 
 

@@ -122,7 +122,9 @@ class KeepsLedger(nn.Module):
 
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)
-        if self.fp8_ledger.device.type != "meta":  # else `_follow` makes them: `to_empty` leaves random bits
+        if self.fp8_ledger.device.type == "meta":
+            self._follow(fn(self.fp8_ledger.of_forward).device)  # `to_empty` leaves random bits
+        else:
             self.fp8_ledger.apply(fn)
             self.fp8_scaling = None if self.fp8_scaling is None else fn(self.fp8_scaling)
         return self
