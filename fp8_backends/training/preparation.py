@@ -188,8 +188,9 @@ def check_trains(models: Iterable[nn.Module], optimizers: Iterable[torch.optim.O
         FP8BackendError: so it is, and the recipe's `on_unproven` is "raise"; else a warning says so.
     """
     models, optimizers = list(models), list(optimizers)
-    has_stepped = any(getattr(unwrapped(optimizer), "state", None) for optimizer in optimizers)
-    if recipe.scaling == "delayed" and has_stepped and not any(map(prepared_roots, models)):
+    stepped = {id(p) for optimizer in optimizers for p in getattr(unwrapped(optimizer), "state", ())}
+    new = (p for model in models if not prepared_roots(model) for p in model.parameters())
+    if recipe.scaling == "delayed" and any(id(p) in stepped for p in new):
         logger.warning(
             "%s: the optimizer has stepped already, and delayed scales begin at 1. To resume a run, prepare model and "
             "optimizer first, then load their state dicts",

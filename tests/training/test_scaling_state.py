@@ -65,8 +65,16 @@ def test_a_state_dict_without_scaling_states_is_said_to_start_afresh(caplog):
     assert "saved without FP8 scaling state: the scales of this run start afresh" in caplog.text
     assert train(model, optimizer, range(4, 8)) != unbroken
     caplog.clear()
-    set_optimizer_state_dict(model, optimizer, get_optimizer_state_dict(model, optimizer))
+    model, optimizer = new_run("native:delayed")
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(states)
+    sharded = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
+    model, optimizer = new_run("native:delayed")
+    model.load_state_dict(weights)
+    set_optimizer_state_dict(model, optimizer, sharded)
     assert "start afresh" in caplog.text
+    optimizer.load_state_dict({**optimizer.state_dict(), "fp8_scaling": states["fp8_scaling"]})
+    assert train(model, optimizer, range(4, 8)) == unbroken
 
 
 @pytest.mark.parametrize("backend, warns", [("native:delayed", True), ("native:dynamic", False)])
