@@ -61,7 +61,7 @@ def test_a_state_dict_without_scaling_states_is_said_to_start_afresh(caplog):
     weights, states, unbroken = saved_run("native:delayed")
     model, optimizer = new_run("native:delayed")
     model.load_state_dict(weights)
-    optimizer.load_state_dict({"state": states["state"], "param_groups": states["param_groups"]})
+    optimizer.load_state_dict({name: copy.deepcopy(states[name]) for name in ("state", "param_groups")})
     assert "saved without FP8 scaling state: the scales of this run start afresh" in caplog.text
     assert train(model, optimizer, range(4, 8)) != unbroken
     caplog.clear()
