@@ -16,7 +16,6 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import GradClipAlgorithmType
 
 from .accelerate_plugin.callers import with_whole_states
-from .accelerate_plugin.checkpoint import ScalingState, collect, restore
 from .compute import hardware
 from .errors import RecipeError
 from .recipes.handlers import resolve
@@ -28,8 +27,8 @@ class FP8Precision(Precision):
     """Lightning's precision plugin for an FP8 backend, on one device or under the DDP strategy.
 
     The LightningModule is converted before its optimizers are made, and the first step states the proof. Around FP8
-    runs the recipe's `autocast_dtype`; where it was not given, bf16, and FP32 on a CPU that multiplies no bf16. Scaling
-    states are part of Lightning's checkpoints.
+    runs the recipe's `autocast_dtype`; where it was not given, bf16, and FP32 on a CPU that multiplies no bf16.
+    Lightning's checkpoints hold the scaling states with those of the optimizers.
 
     Args:
         spec: what `fp8_backends.resolve` takes: a backend string, a recipe, a dict; None picks for this machine.
@@ -52,7 +51,6 @@ class FP8Precision(Precision):
         given = "autocast_dtype" in recipe.given
         self.autocast_dtype = recipe.autocast_dtype if given else hardware.fast_precision(torch.device(self.device))
         self.precision = "bf16-mixed" if self.autocast_dtype == "bf16" else "32-true"
-        self._models: list[torch.nn.Module] = []
 
     def convert_module(self, module: LightningModule) -> LightningModule:
         """Convert the layers of the module in place. Raises where the Trainer has what the recipe does not go with."""
@@ -67,7 +65,7 @@ class FP8Precision(Precision):
         )
         rules.refuse(setup)
         preparation.check_sharing(module, setup)
-        self._models = [preparation.prepare_model(module, self.recipe)]
+        preparation.prepare_model(module, self.recipe)
         return module
 
     def connect(
@@ -111,12 +109,3 @@ class FP8Precision(Precision):
         setup = rules.Setup(self.recipe, rules.Machine.this(), max_grad_norm=clip_val)
         rules.refuse(setup, rules.RELEASE_RULES)
         super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The recipe and the scaling state of the model."""
-        return collect(self._models)._asdict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Put back a scaling state. Raises `FP8BackendError` for one that does not fit, and changes nothing then."""
-        source = "Lightning's checkpoint"
-        restore(self._models, ScalingState.of(state_dict, source), source)

@@ -18,7 +18,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 from ..comm.backward import agree_on_scaling
 from ..training import preparation
 from ..training.conversion import prepared_roots
-from .checkpoint import OPTIMIZER_KEY, ScalingState, collect, restore
+from ..training.scaling_state import OPTIMIZER_KEY, ScalingState, collect, restore
 
 
 def in_use(accelerator: Accelerator) -> bool:

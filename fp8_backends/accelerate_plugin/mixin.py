@@ -39,7 +39,7 @@ from ..compute import hardware
 from ..errors import FP8BackendError, RecipeError
 from ..recipes.handlers import Recipe
 from ..states import original
-from ..training import conversion, preparation, proof, rules
+from ..training import conversion, preparation, proof, rules, scaling_state
 from ..training.auditing import parameter_ids, steps_of
 from ..training.conversion import weight_products
 from ..training.report import ConversionReport
@@ -261,13 +261,8 @@ class FP8Mixin(_RunTimeClass):
             inner = _innermost(optimizer)
             if hasattr(inner, "fused_backward") and self._wraps_in_ddp:
                 raise rules.error("lomo_ddp", replace(checks.setup_of(self), optimizer=type(inner).__name__))
-            self._save_scaling_with(inner)
         self._watch_optimizers()
         return optimizer
-
-    def _save_scaling_with(self, optimizer: torch.optim.Optimizer) -> None:
-        optimizer.register_state_dict_post_hook(functools.partial(checkpoint.save_scaling_with_optimizer, self))
-        optimizer.register_load_state_dict_pre_hook(functools.partial(checkpoint.load_scaling_with_optimizer, self))
 
     def __setstate__(self, state: dict) -> None:
         """Watch the models and optimizers of a pickled Accelerator again: PyTorch pickles no hooks of optimizers and
@@ -275,8 +270,6 @@ class FP8Mixin(_RunTimeClass):
         self.__dict__.update(state)
         for model in filter(conversion.prepared_roots, self._models):
             preparation.prepare_model(model, self.fp8_recipe)
-        for optimizer in map(_innermost, self._optimizers):
-            self._save_scaling_with(optimizer)
         self._watch_optimizers()
 
     def _watch_optimizers(self) -> None:
@@ -462,6 +455,11 @@ class FP8Mixin(_RunTimeClass):
         that the scales start afresh. Without a folder, the newest whole checkpoint under automatic naming is loaded.
         Raises `FP8BackendError` for one that is not whole, or that training could not go on from, before anything of it
         is loaded."""
+        if not self._models:
+            raise FP8BackendError(
+                "load_state() before prepare(): there is no model to load the checkpoint into. Call "
+                "accelerator.prepare(model, optimizer, ...) first"
+            )
         if input_dir is not None:
             whole_checkpoints.checked(os.path.expanduser(input_dir))
         elif self.project_configuration.automatic_checkpoint_naming:
@@ -476,7 +474,8 @@ class FP8Mixin(_RunTimeClass):
     def _scaling_in_files(self):
         self.fp8_state_in_files = True
         try:
-            yield
+            with self._around_states(scaling_state.in_files):
+                yield
         finally:
             self.fp8_state_in_files = False
 

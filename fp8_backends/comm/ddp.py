@@ -26,7 +26,6 @@ from ..errors import FP8BackendError
 from ..numerics.block_codes import BlockCodes
 from ..numerics.scaled_tensor import ScaledTensor, stored_parts
 from .backward import Agreement, BackwardPass, States, agree_after_backward
-from .ignore_list import buffer_names
 from .reducer import GradientReducer, HookState, fp8_all_reduce, nothing
 from .zero import SharedOut
 
@@ -71,7 +70,6 @@ def connect(ddp: DistributedDataParallel, gradient_comm: str, watch: Watch, scal
             communication hook, or this version of torch has another DDP.
     """
     _check(ddp)
-    ddp.parameters_to_ignore.update(buffer_names(ddp.module))  # where DDP was made before
     weights = dict(_scaled_weights(ddp))
     by_hook = gradient_comm == "fp8" and not weights
     if not (weights or by_hook or scaling_states()):

@@ -1,5 +1,4 @@
-"""The list of what DDP must leave alone: weights in scaled precision, which travel another way, and the FP8 layers'
-own buffers, which differ from rank to rank (product counters) or are agreed on (scaling states).
+"""The list of parameters that DDP must leave alone: weights in scaled precision travel another way.
 
 DDP reads a list of names on the module that it wraps.
 """
@@ -14,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import FP8BackendError
 from ..numerics.block_codes import BlockCodes
-from ..numerics.modules import CONVERSION
 from ..numerics.scaled_tensor import ScaledTensor
 
 IGNORE_LIST = "_ddp_params_and_buffers_to_ignore"
@@ -37,10 +35,10 @@ def ignore(module: nn.Module) -> None:
     if setter is None:
         raise FP8BackendError(
             f"torch {torch.__version__} has no DistributedDataParallel._set_params_and_buffers_to_ignore_for_model, "
-            f"by which DDP leaves FP8 weights and buffers alone: use a version of torch that is tested"
+            f"by which DDP leaves FP8 weights alone: use a version of torch that is tested"
         )
     theirs = _clear(module)
-    names = IgnoreList.fromkeys([*theirs, *scaled_names(module), *buffer_names(module)])
+    names = IgnoreList.fromkeys([*theirs, *scaled_names(module)])
     names.theirs = theirs
     if names:
         setter(module, names)
@@ -66,27 +64,12 @@ def leaves_nothing(module: nn.Module) -> bool:
     return bool(trained) and all(isinstance(parameter, ScaledTensor) for parameter in trained)
 
 
-def scaled_names(module: nn.Module) -> list[str]:
-    """All names under which DDP meets weights in scaled precision, and codes of a checkpoint."""
-    named = module.named_parameters(remove_duplicate=False)
-    scaled = [name for name, parameter in named if isinstance(parameter, (ScaledTensor, BlockCodes))]
-    return [each for name in scaled for each in _spellings(name)]
-
-
-def buffer_names(module: nn.Module) -> list[str]:
-    """All names under which DDP meets buffers that conversion gave to its layers."""
-    return [
-        each
-        for prefix, layer in module.named_modules(remove_duplicate=False)
-        if CONVERSION in layer.__dict__
-        for name in layer.__dict__[CONVERSION].buffers
-        for each in _spellings(f"{prefix}.{name}" if prefix else name)
-    ]
-
-
-def _spellings(name: str) -> Iterator[str]:
-    """A name as `named_parameters` has it, as it is where `torch.compile` stands between DDP and the module, and as
-    DDP's reducer joins it from a module's name and a parameter's."""
-    yield from (name, f"_orig_mod.{name}")
-    if "." not in name:
-        yield f".{name}"
+def scaled_names(module: nn.Module) -> Iterator[str]:
+    """All names under which DDP meets weights in scaled precision, and codes of a checkpoint: as `named_parameters` has
+    them, as they are where `torch.compile` stands between DDP and the module, and as DDP's reducer joins them from a
+    module's name and a parameter's."""
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if isinstance(parameter, (ScaledTensor, BlockCodes)):
+            yield from (name, f"_orig_mod.{name}")
+            if "." not in name:
+                yield f".{name}"

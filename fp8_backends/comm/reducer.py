@@ -146,7 +146,9 @@ class GradientReducer:
                     self.used[index] = True
                     parts.append(self.side_stream.part_of_message(parameter.grad, start))
                     parameter.grad = None
-            end = Part(torch.empty(0, device=self.parameters[0].device), bucket.numel)  # where no gradient ends it
+            end = Part(
+                torch.empty(0, dtype=torch.float32, device=self.parameters[0].device), bucket.numel
+            )  # where no gradient ends it
             reduction = (AllReduce if self.comm == "fp8" else PlainAllReduce)([*parts, end], self.group)
             if self.in_flight:
                 self.in_flight[-1].start_second_shot()
@@ -197,7 +199,7 @@ class PlainAllReduce:
 
     def __init__(self, parts: list[Part], group: dist.ProcessGroup) -> None:
         self.size = dist.get_world_size(group)
-        self.values = torch.zeros(parts[-1].start, device=parts[-1].values.device)
+        self.values = torch.zeros(parts[-1].start, dtype=torch.float32, device=parts[-1].values.device)
         for part in parts[:-1]:
             place = self.values[part.start : part.start + len(part.values)].copy_(part.values)
             if part.scale_inv is not None:

@@ -111,7 +111,7 @@ class HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, labels, products, elementwise, options, on_backward):
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        total, dx, dw, db = torch.zeros((), device=x.device), [], None, None
+        total, dx, dw, db = torch.zeros((), dtype=torch.float32, device=x.device), [], None, None
         size = tokens_of_chunk(*x.shape)
         with torch.autocast(x.device.type, enabled=False):  # it would round what is FP32 here
             for rows, indices in zip(x.split(size), labels.split(size), strict=True):

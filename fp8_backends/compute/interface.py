@@ -20,7 +20,6 @@ from ..numerics.formats import COMPUTE_DTYPES
 from ..numerics.scaling import Quantized
 from ..numerics.sharded_tensor import full_shape
 from ..numerics.statistics import Cast
-from ..words import counted
 from .counts import ProductCounts
 from .expert_functions import ExpertWeights
 from .fields import Field
@@ -335,10 +334,13 @@ def check_saved_states(
     Args:
         look_at: looks at one saved state, with its name.
     """
-    if differing := sorted(own.keys() ^ saved.keys()):
+    if own.keys() != saved.keys():
+        old, new = ({name.rpartition(".")[0] or "(root)" for name in states} for states in (saved, own))
+        only = {"only the checkpoint has": old - new, "only this model has": new - old}
+        parts = [f"{where} {', '.join(sorted(layers)[:6])}" for where, layers in only.items() if layers]
         raise FP8BackendError(
-            f"the saved scaling state does not fit this model: they differ in {counted(len(differing), 'state')}, "
-            f"among them {', '.join(differing[:3])}; prepare the model with the recipe that it was saved with"
+            f"the saved scaling state belongs to other FP8 layers ({'; '.join(parts) or 'of another rule'}): "
+            f"prepare the saved model with its recipe"
         )
     faults = Faults(_DAMAGED)
     for name, state in own.items():

@@ -34,7 +34,6 @@ class Conversion:
     original: type[nn.Module]
     converted: type[nn.Module]
     attributes: tuple[str, ...]
-    buffers: tuple[str, ...]
     recipe: Any
     undo: list[Callable[[nn.Module], None]] = field(default_factory=list)
     """What others did to the layer since, to be undone first when it is restored."""

@@ -276,14 +276,14 @@ def _require_all(tensor: ScaledTensor, func) -> None:
 def _become_plain(stored: ScaledStorage) -> None:
     """Make memory that was asked for, and into which no shard was copied, hold FP32 values of its own."""
     stored.data = torch.zeros_like(stored.data, dtype=FP32)
-    stored.scale_inv, stored.accumulates = torch.ones((), device=stored.data.device), True
+    stored.scale_inv, stored.accumulates = torch.ones((), dtype=FP32, device=stored.data.device), True
     stored.partial, stored.master, stored.residual = False, None, None
 
 
 def _keep(stored: ScaledStorage, whole: torch.Tensor) -> None:
     """Store what an operation in place has made of the values."""
     if stored.accumulates:
-        stored.data, stored.scale_inv, stored.block_size = whole, torch.ones((), device=whole.device), 0
+        stored.data, stored.scale_inv, stored.block_size = whole, torch.ones((), dtype=FP32, device=whole.device), 0
     else:
         stored.edited = whole
         _replace(stored, whole)
@@ -402,7 +402,7 @@ def _as_owner_rounds(source: torch.Tensor, storage: torch.dtype) -> torch.Tensor
 @_implements(aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor)
 def _fill_(func, tensor, *args):
     """Fill plain values, then store them."""
-    return _copy_(aten.copy_.default, tensor, func(torch.empty(tensor.shape, device=tensor.device), *args))
+    return _copy_(aten.copy_.default, tensor, func(torch.empty(tensor.shape, dtype=FP32, device=tensor.device), *args))
 
 
 @_implements(aten.set_.source_Tensor)

@@ -19,6 +19,15 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if is_distributed(tensor) else tensor
 
 
+def device_of(parameter: torch.Tensor) -> torch.device:
+    """The device that computes with a parameter: FSDP2 may keep shards on the CPU."""
+    device = parameter.device
+    if not is_distributed(parameter) or device.type in ("meta", parameter.device_mesh.device_type):
+        return device
+    kind = parameter.device_mesh.device_type
+    return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
 def full_shape(parameter: torch.Tensor) -> torch.Size:
     """The shape of the whole Parameter. Under DeepSpeed's ZeRO-3 the Parameter itself is empty but for the moments in
     which it is gathered, and its shape is in `ds_shape`."""

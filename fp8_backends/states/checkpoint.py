@@ -213,9 +213,9 @@ def _gather(optimizer: torch.optim.Optimizer, group: dict, p: torch.Tensor, rece
     owners, state = optimizer.fp8_owners, optimizer.state.get(p, {})
     owners.drop(p)
     if owners.owns(p):
-        rest, step = p.rest, state["step"].clone().cpu() if "step" in state else torch.tensor(-1.0)
+        rest, step = p.rest, state["step"].clone().cpu() if "step" in state else torch.tensor(-1.0, dtype=torch.float32)
     else:
-        rest, step = _room_for_rest(p), torch.empty(())
+        rest, step = _room_for_rest(p), torch.empty((), dtype=torch.float32)
     rooms = _rooms(optimizer, group, p) if moments else {}
     gathered = {name: state.get(name, room) for name, room in rooms.items()}
     owners.send_to_all(p, [step, rest, *gathered.values()])
@@ -233,7 +233,7 @@ def _gather(optimizer: torch.optim.Optimizer, group: dict, p: torch.Tensor, rece
 def _room_for_rest(p: torch.Tensor) -> torch.Tensor:
     """Room for the master or residual of another rank's weight, on the CPU."""
     data = torch.empty(p.shape, dtype=p.elsewhere.storage)
-    return data if data.dtype == torch.int8 else ScaledTensor(data, torch.empty(()), p.dtype)
+    return data if data.dtype == torch.int8 else ScaledTensor(data, torch.empty((), dtype=torch.float32), p.dtype)
 
 
 def _rooms(optimizer: torch.optim.Optimizer, group: dict, p: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -241,6 +241,6 @@ def _rooms(optimizer: torch.optim.Optimizer, group: dict, p: torch.Tensor) -> di
     rooms = {}
     for name in optimizer.roles_of(group):
         dtype, block_size = optimizer.moment_format(p, name)
-        rooms[name] = quantize(torch.zeros(p.shape), dtype, torch.float32, block_size)
+        rooms[name] = quantize(torch.zeros(p.shape, dtype=torch.float32), dtype, torch.float32, block_size)
     exact = optimizer.fp8_declared.exact_states(p.shape)
-    return rooms | {name: torch.zeros(shape) for name, shape in exact.items()}
+    return rooms | {name: torch.zeros(shape, dtype=torch.float32) for name, shape in exact.items()}

@@ -61,11 +61,13 @@ class StockSteps(ScaledStates):
     def state_of(self, group: dict[str, Any], p: torch.Tensor) -> dict[str, Any]:
         state = self.state[p]
         if "step" not in state and not state.keys().isdisjoint(self.fp8_declared.roles):
-            state["step"] = torch.ones(())  # the stock class has made some, and has not counted them
+            state["step"] = torch.ones(
+                (), dtype=torch.float32
+            )  # the stock class has made some, and has not counted them
         return super().state_of(group, p)
 
     def new_counter(self, group: dict[str, Any], p: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(())
+        return torch.zeros((), dtype=torch.float32)
 
     def _step_plain(self, views: Sequence[LocalView]) -> None:
         states = [self.state_of(view.group, view.parameter) for view in views]

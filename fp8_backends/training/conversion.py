@@ -384,15 +384,12 @@ _OF_EVERY_LAYER = frozenset(nn.Linear(1, 1, device="meta").__dict__) | {"nf", "n
 
 
 def swap_class(linear: nn.Module, carrier: nn.Module, recipe: Recipe, mark: str = CONVERSION) -> None:
-    """Move the carrier's class, added attributes and buffers onto `linear`. Buffers stay out of the state dict. What
-    `restore_layer` needs is noted under `mark`."""
+    """Move the carrier's class and added attributes onto `linear`. What `restore_layer` needs is noted under `mark`."""
     attributes = _added_attributes(carrier)
-    conversion = Conversion(type(linear), type(carrier), tuple(attributes), tuple(carrier._buffers), recipe)
+    conversion = Conversion(type(linear), type(carrier), tuple(attributes), recipe)
     with follows_class(linear):
         linear.__class__ = type(carrier)
     linear.__dict__.update(attributes)
-    linear._buffers.update(carrier._buffers)
-    linear._non_persistent_buffers_set.update(carrier._buffers)
     linear.__dict__[mark] = conversion
 
 
@@ -408,9 +405,6 @@ def restore_layer(linear: nn.Module) -> None:
         linear.__class__ = conversion.original
     for name in conversion.attributes:
         linear.__dict__.pop(name, None)
-    for name in conversion.buffers:
-        linear._buffers.pop(name, None)
-        linear._non_persistent_buffers_set.discard(name)
 
 
 def _build(
@@ -429,7 +423,13 @@ def _build(
                 f"{product.name}: the backend {compute.name!r} built a layer with other Parameters, which no "
                 f"optimizer would know; its build() must hand on the very objects of the layer that it is given"
             )
-        taken = [name for name in (*_added_attributes(carrier), *carrier._buffers) if hasattr(linear, name)]
+        if carrier._buffers:
+            raise FP8BackendError(
+                f"{product.name}: the backend {compute.name!r} built a layer with buffers "
+                f"({', '.join(carrier._buffers)}), which a copy made before would not have; its build() must keep "
+                f"tensors in attributes that are no buffers"
+            )
+        taken = [name for name in _added_attributes(carrier) if hasattr(linear, name)]
         if taken:
             product.state = HIGH_PRECISION
             product.reason = f"it has {', '.join(taken)} of its own, a name that its FP8 form needs"
@@ -447,7 +447,7 @@ def _build_experts(
         parts.setdefault(each.module, []).append(each.part)
     built = [(module, compute.build_experts(module, names, recipe, shared)) for module, names in parts.items()]
     for layer in (layer for _, weights in built for layer in weights.values()):
-        layer.__dict__[CONVERSION] = Conversion(type(layer), type(layer), (), tuple(layer._buffers), recipe)
+        layer.__dict__[CONVERSION] = Conversion(type(layer), type(layer), (), recipe)
     return built
 
 

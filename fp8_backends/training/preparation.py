@@ -39,7 +39,7 @@ from ..recipes.specs import Spec
 from ..recipes.strings import level_name
 from ..states import checkpoint, gradient_release, levels, optimizers, original, scaled_states
 from ..words import listed, shown
-from . import conversion, fused_head, proof, quantized_layers, rules, saved_activations
+from . import conversion, fused_head, proof, quantized_layers, rules, saved_activations, scaling_state
 from .auditing import check_is_optimizer, converted_layers, parameter_ids, parameters_of, unwrapped
 from .conversion import PREPARED, Prepared, prepared_roots
 from .observed import observed_of
@@ -187,6 +187,14 @@ def check_trains(models: Iterable[nn.Module], optimizers: Iterable[torch.optim.O
         FP8BackendError: so it is, and the recipe's `on_unproven` is "raise"; else a warning says so.
     """
     models, optimizers = list(models), list(optimizers)
+    stepped = {id(p) for optimizer in optimizers for p in getattr(unwrapped(optimizer), "state", ())}
+    new = (p for model in models if not prepared_roots(model) for p in model.parameters())
+    if recipe.scaling == "delayed" and any(id(p) in stepped for p in new):
+        logger.warning(
+            "%s: the optimizer has stepped already, and delayed scales begin at 1. To resume a run, prepare model and "
+            "optimizer first, then load their state dicts",
+            recipe.name,
+        )
     message = _offloaded_in_training(models) or _unknown_to(optimizers, models) or _shared_after(optimizers, models)
     if message is not None:
         proof.refuse_unproven(message, recipe)
@@ -376,6 +384,7 @@ def watch_optimizer(models: nn.Module | Iterable[nn.Module], optimizer: torch.op
     monitor.watch(models, inner, recipe)
     if (after_step := _after_step(inner)) is None:
         inner.register_step_post_hook(after_step := AfterStep())
+        scaling_state.StateDictHooks(inner, after_step.modules_of)
     after_step.add(models)
     ddp.follow(inner)
 

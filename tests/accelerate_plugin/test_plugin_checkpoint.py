@@ -201,3 +201,14 @@ def test_optimizer_state_dict_of_stateless_scaling_is_the_stock_one():
     accelerator, model, optimizer = new_run("native:dynamic")
     train(accelerator, model, optimizer, DATA[:1])
     assert optimizer.state_dict().keys() == {"state", "param_groups"}
+
+
+def test_load_state_before_prepare_is_refused(tmp_path):
+    accelerator, model, optimizer = new_run("native:delayed")
+    train(accelerator, model, optimizer, DATA[:1])
+    accelerator.save_state(str(tmp_path))
+    AcceleratorState._reset_state(reset_partial_state=True)
+    recipe = fp8_backends.FP8RecipeKwargs(backend="native:delayed")
+    accelerator = Accelerator(mixed_precision="fp8", kwargs_handlers=[recipe])
+    with pytest.raises(FP8BackendError, match=r"load_state\(\) before prepare\(\).*accelerator.prepare\(model"):
+        accelerator.load_state(str(tmp_path))

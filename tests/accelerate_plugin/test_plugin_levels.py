@@ -77,7 +77,7 @@ if {load}:
 else:
     train(acc, *parts, batches(20, seed=1))
     acc.save_state({folder!r})
-scaling = [state.tolist() for name, state in parts[0].named_buffers() if name.endswith("fp8_scaling")]
+scaling = [layer.fp8_scaling.tolist() for layer in parts[0].modules() if hasattr(layer, "fp8_scaling")]
 losses = train(acc, *parts, batches(10, seed=2))
 total = sum(value.double().sum().item() for value in parts[0].state_dict().values())
 print("resumed", scaling, [loss.hex() for loss in losses], total.hex())

@@ -60,7 +60,7 @@ def whole_codes(codes: WeightCodes, weight: torch.Tensor, product: str) -> tuple
     layer = codes.layer
     matrix, rule, fmt = layer._matrix(Stored.of(weight)), layer.fp8_rule, layer.fp8_rule.forward_format
     if rule.along is None:
-        made = matrix.quantized(fmt, rule, layer._state, columns=False).along_columns()
+        made = matrix.quantized(fmt, rule, layer.fp8_scaling, columns=False).along_columns()
     else:
         made = matrix.in_blocks(rule.along.weight_blocks, fmt, transposed=product == DGRAD)
     if layer.transposed_weight != (rule.along is not None and product == DGRAD):
@@ -113,7 +113,7 @@ def test_products_find_in_codes_of_experts_what_they_make_of_the_weight(rule, tr
 
 def _operand(layer, stored: Stored, product: str) -> Quantized:
     """A weight of experts as a product takes it."""
-    state, is_fprop = layer._buffers.get("fp8_scaling"), product == FPROP
+    state, is_fprop = layer.fp8_scaling, product == FPROP
     made = _oriented_layouts(layer.fp8_rule, None, stored, layer.fp8_transposed, state, is_fprop, not is_fprop)
     return made.along_columns() if is_fprop else made.along_rows()
 

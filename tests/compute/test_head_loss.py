@@ -145,7 +145,7 @@ def test_fp8_is_fp8_linear_chunk_by_chunk_to_the_bit(
     assert torch.equal(loss, total)
     for gradient, expected in zip(found, [torch.cat(dx), *sums], strict=True):
         assert torch.equal(gradient, expected.to(dtype))
-    if layer._state is not None:
+    if layer.fp8_scaling is not None:
         assert torch.equal(layer.fp8_scaling, ordinary.fp8_scaling)
 
 

@@ -253,3 +253,57 @@ def test_compiled_code_with_sizes_as_variables_equals_eager_code_to_the_bit(spec
 
     eager, compiled = train(False), train(True)
     assert all(torch.equal(value, eager[name]) for name, value in compiled.items())
+
+
+class TwoParts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = nn.Sequential(nn.Linear(32, 32), nn.ReLU()), nn.Sequential(nn.Linear(32, 32))
+
+    def forward(self, x):
+        return self.decoder(self.encoder(x))
+
+
+def states_of_three_steps(call, microbatches=1, compiler=None, backend="native:delayed"):
+    """Losses and scaling states of three steps, whose gradients are too small for scale 1."""
+    torch.manual_seed(0)
+    model = TwoParts()
+    model, optimizer = prepare(model, torch.optim.SGD(model.parameters(), 1e3), backend)
+    if compiler:
+        torch._dynamo.reset()
+        for part in (model.encoder, model.decoder):
+            part.compile(fullgraph=True, backend=compiler)
+    losses, data = [], torch.randn(3, microbatches, 16, 32)
+    for step in data:
+        for x in step:
+            losses.append(call(model, x.requires_grad_()).square().mean() * 1e-4)
+            losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [loss.item() for loss in losses], NativeCompute().scaling_state(model)
+
+
+def by_parts(model, x):
+    return model.decoder(model.encoder(x))
+
+
+@pytest.mark.parametrize("compiler", [None, "aot_eager"])
+def test_scales_follow_the_layers_where_a_loop_calls_parts_of_the_model(compiler):
+    losses, states = states_of_three_steps(nn.Module.__call__)
+    found, found_states = states_of_three_steps(by_parts, compiler=compiler)
+    assert found == losses and losses[2] < losses[0] < 1
+    assert states.keys() == found_states.keys() and len(states) == 2
+    assert all(torch.equal(state, found_states[name]) for name, state in states.items())
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_microbatches_through_parts_of_the_model_roll_once_an_optimizer_step(checkpointed):
+    """All microbatches of a step see the same scales, also recomputed."""
+
+    def call(model, x):
+        return checkpoint(by_parts, model, x, use_reentrant=False) if checkpointed else by_parts(model, x)
+
+    _, states = states_of_three_steps(call, microbatches=2)
+    assert [state[0, 1].item() for state in states.values()] == [3, 3]
+    _, of_model = states_of_three_steps(nn.Module.__call__, microbatches=2)
+    assert [state[0, 1].item() for state in of_model.values()] == [6, 6]

@@ -151,7 +151,9 @@ def mean_over_ranks(losses: list[float]) -> list[float]:
 
 
 def scaling_states(model: nn.Module) -> list[torch.Tensor]:
-    return [module.fp8_scaling.clone() for module in model.modules() if hasattr(module, "fp8_scaling")]
+    return [
+        module.fp8_scaling.clone() for module in model.modules() if getattr(module, "fp8_scaling", None) is not None
+    ]
 
 
 def same_on_all_ranks(tensor: torch.Tensor) -> bool:

@@ -274,8 +274,8 @@ def check_cell(backend: str, engine: str) -> dict:
 
 def check_alike_on_all_ranks(model: nn.Module) -> None:
     """The scaling states of a stateful rule, though each rank has seen other tokens."""
-    for name, state in model.named_buffers():
-        if name.endswith("fp8_scaling"):
+    for name, layer in model.named_modules():
+        if (state := getattr(layer, "fp8_scaling", None)) is not None:
             states = [torch.empty_like(state) for _ in range(dist.get_world_size())]
             dist.all_gather(states, state)
             assert all(torch.equal(each, state) for each in states), name

@@ -3,6 +3,8 @@ plain tensors would have, to FP32's rounding, and training goes on exactly."""
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from level_steps import mlp, train, values_of
@@ -49,6 +51,21 @@ def test_averaged_model_is_the_average_of_the_exact_weights(backend, inside):
     alone, its_optimizer = prepared(backend)
     train(alone, its_optimizer, range(STEPS))
     assert train(model, optimizer, range(3)) == train(alone, its_optimizer, range(3))
+
+
+@pytest.mark.parametrize("backend", ["native:delayed", "native:window", "msamp:O2", "ao"])
+def test_an_average_made_before_prepare_finds_the_buffers_that_it_has(backend):
+    model = torch.nn.Sequential(*mlp(), torch.nn.BatchNorm1d(mlp()[-1].out_features))
+    averaged = AveragedModel(model, use_buffers=True)
+    by_hand = copy.deepcopy(model)
+    names = [name for name, _ in model.named_buffers()]
+    model, optimizer = fp8_backends.prepare(model, torch.optim.AdamW(model.parameters(), 1e-3), backend)
+    train(model, optimizer, range(2))
+    assert [name for name, _ in model.named_buffers()] == names
+    for ours, theirs in zip(by_hand.buffers(), model.buffers(), strict=True):
+        ours.copy_(theirs)
+    averaged.update_parameters(model)
+    assert torch.equal(averaged.module[-1].running_mean, model[-1].running_mean)
 
 
 @pytest.mark.slow  # loading diffusers

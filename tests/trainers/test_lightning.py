@@ -99,8 +99,11 @@ def test_what_cannot_be_is_refused_by_name():
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     _, trainer = fit("native:delayed", 1)
-    state = trainer.precision_plugin.state_dict()
-    name = next(iter(state["tensors"]))
-    state["tensors"][name] = state["tensors"][name][..., :-1]
-    with pytest.raises(fp8_backends.FP8BackendError, match="Lightning's checkpoint.*layers.0"):
-        trainer.precision_plugin.load_state_dict(state)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    saved = torch.load(tmp_path / "a.ckpt", weights_only=False)
+    tensors = saved["optimizer_states"][0]["fp8_scaling"]["tensors"]
+    name = next(iter(tensors))
+    tensors[name] = tensors[name][..., :-1]
+    torch.save(saved, tmp_path / "b.ckpt")
+    with pytest.raises(fp8_backends.FP8BackendError, match="the optimizer's checkpoint.*layers.0"):
+        fit("native:delayed", 2, resume=tmp_path / "b.ckpt")

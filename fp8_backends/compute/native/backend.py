@@ -29,9 +29,9 @@ from torch import nn
 from ...numerics.faults import Faults
 from ...numerics.formats import RECIPE_FORMATS
 from ...numerics.kernels.triton_gate import usable
-from ...numerics.modules import owner_of
+from ...numerics.modules import owner_of, plain_name
 from ...numerics.scaling import Quantized, look_at_state, rolled_delayed_states, rolled_window_states
-from ...numerics.sharded_tensor import local_part
+from ...numerics.sharded_tensor import device_of, local_part
 from ...numerics.statistics import Cast
 from ..counts import DGRAD, KINDS, ProductCounts, inside_backward
 from ..cut_layers import refuse_cut_since
@@ -146,7 +146,9 @@ class NativeCompute(Compute):
             shared.forget_weights()
         for (_, rule, *_), (states, stacked) in _states_of_layers(root, "window").items():
             formats = (rule.forward_format, rule.forward_format, rule.gradient_format)
-            torch._foreach_copy_([state.data for state in states], rolled_window_states(stacked, formats).unbind())
+            _write(states, rolled_window_states(stacked, formats))
+        if (rolls := _rolls_of(root)) is not None and not inside_backward():
+            rolls.roll(root)  # also where a loop calls parts of the model
 
     def is_converted(self, module: nn.Module) -> bool:
         return isinstance(module, (FP8Products, FP8ExpertWeight))
@@ -225,7 +227,7 @@ class NativeCompute(Compute):
         """Layers by the names of their states, which differ from rule to rule, as the states do."""
         for name, layer in self._layers(root):
             if layer.fp8_rule.scaling in STATEFUL:
-                yield f"{name}.{_STATE_NAMES[layer.fp8_rule.scaling]}", layer
+                yield f"{plain_name(name)}.{_STATE_NAMES[layer.fp8_rule.scaling]}", layer
 
     def _shared(self, root: nn.Module) -> set[SharedCodes]:
         return {layer.fp8_shared for _, layer in self._layers(root)}
@@ -235,7 +237,8 @@ class NativeCompute(Compute):
 
 
 class RollDelayedStates:
-    """Forward pre-hook of the prepared root: one step of every layer's delayed state before a training forward.
+    """One step of every layer's delayed state. Forward pre-hook of the prepared root, for training forwards; each
+    optimizer step rolls too, for loops that call submodules. A state with no new amax does not change.
 
     In a loop of forward and backward, scales and histories are TransformerEngine's, which rolls those of a forward at
     its end and those of a backward in it. Evaluation, recomputation and forwards without gradients leave the state
@@ -250,20 +253,31 @@ class RollDelayedStates:
         self.format_max = (forward.max, forward.max, gradient.max)
 
     def __call__(self, root: nn.Module, args) -> None:
-        if not (root.training and torch.is_grad_enabled()) or inside_backward():
-            return
-        refuse_transforms()
+        if root.training and torch.is_grad_enabled() and not inside_backward():
+            refuse_transforms()
+            self.roll(root)
+
+    def roll(self, root: nn.Module) -> None:
+        """Roll the states of all layers."""
         for group, states in _states_of_layers(root, "delayed").values():
             # filled on the device: a copy from the host would wait for it
             limits = [torch.full((1,), most, dtype=torch.float32, device=states.device) for most in self.format_max]
-            rolled = rolled_delayed_states(states, torch.cat(limits), self.margin, self.algorithm, self.interval)
-            # `data`: compiled code may still read a state for a backward
-            data = [state.data for state in group]
-            if not torch.compiler.is_compiling():
-                torch._foreach_copy_(data, rolled.unbind())
-                continue
-            for state, new in zip(data, rolled.unbind(), strict=True):  # Inductor writes wrong numbers of the above
-                state.copy_(new)
+            _write(group, rolled_delayed_states(states, torch.cat(limits), self.margin, self.algorithm, self.interval))
+
+
+def _rolls_of(root: nn.Module) -> RollDelayedStates | None:
+    return next((hook for hook in root._forward_pre_hooks.values() if isinstance(hook, RollDelayedStates)), None)
+
+
+def _write(states: list[torch.Tensor], stacked: torch.Tensor) -> None:
+    """Copy new values into live states."""
+    # `data`: compiled code may still read a state for a backward
+    data = [state.data for state in states]
+    if not torch.compiler.is_compiling():
+        torch._foreach_copy_(data, stacked.unbind())
+        return
+    for state, new in zip(data, stacked.unbind(), strict=True):  # Inductor writes wrong numbers of the above
+        state.copy_(new)
 
 
 def _states_of_layers(root: nn.Module, scaling: str) -> dict[tuple, tuple[list[torch.Tensor], torch.Tensor]]:
@@ -272,7 +286,7 @@ def _states_of_layers(root: nn.Module, scaling: str) -> dict[tuple, tuple[list[t
     groups: dict[tuple, tuple[list[torch.Tensor], list[Ledger]]] = {}
     for module in root.modules():
         if isinstance(module, (FP8Products, FP8ExpertWeight)) and module.fp8_rule.scaling == scaling:
-            module._follow(module.fp8_scaling.device)
+            module._follow(device_of(module.weight))
             if isinstance(module, FP8Products):
                 refuse_cut_since(module, module.fp8_scaling)
             states = [module.fp8_scaling] if isinstance(module, FP8Products) else module.fp8_scaling.unbind()
@@ -286,7 +300,7 @@ def _collect_amaxes(root: nn.Module) -> None:
     """Complete the states of all layers with the amaxes that compiled code noted."""
     for scaling in STATEFUL:
         for states, stacked in _states_of_layers(root, scaling).values():
-            torch._foreach_copy_([state.data for state in states], stacked.unbind())
+            _write(states, stacked)
 
 
 def _around(layer: nn.Module, carrier: FP8Products, recipe: Recipe, shared: SharedCodes) -> FP8Products:

@@ -29,7 +29,7 @@ from ..interface import Recipe
 from ..layer_parts import is_parallel
 from .grouped_function import GroupedFunction, gradient_by_rows, quantized_weight
 from .grouped_products import Groups
-from .layer_rule import ALONG_CONTRACTION, STATEFUL, LayerRule, Stored, new_state
+from .layer_rule import ALONG_CONTRACTION, LayerRule, Stored, new_state
 from .ledger import KeepsLedger, Ledger
 from .linear import FPROP, is_checkpointed
 from .shared_codes import SharedCodes
@@ -146,8 +146,7 @@ class FP8Experts(ExpertWeights):
 class FP8ExpertWeight(KeepsLedger, ExpertWeight):
     """One 3-D weight whose products run in FP8.
 
-    The ledger counts a product of all experts as one. A buffer, not in the state dict: `fp8_scaling`, the states of the
-    delayed or the window rule, int32 [experts, 3, 2 + history length]. Under expert parallelism it has those of all
+    The ledger counts a product of all experts as one. Under expert parallelism `fp8_scaling` has the states of all
     ranks' experts, and a rank records amaxes of its own: the others' arrive when the ranks agree, after backward.
     """
 
@@ -171,9 +170,8 @@ class FP8ExpertWeight(KeepsLedger, ExpertWeight):
 
     def _reset_state(self, device: torch.device) -> None:
         self.fp8_ledger = Ledger(device, self.sizes[0], self.fp8_own.start)
-        if self.fp8_rule.scaling in STATEFUL:
-            state = new_state(self.fp8_rule, self.fp8_history_len, device)
-            self.register_buffer("fp8_scaling", state.repeat(self.sizes[0], 1, 1), persistent=False)
+        state = new_state(self.fp8_rule, self.fp8_history_len, device)
+        self.fp8_scaling = None if state is None else state.repeat(self.sizes[0], 1, 1)
 
     def forward(
         self,
@@ -193,9 +191,8 @@ class FP8ExpertWeight(KeepsLedger, ExpertWeight):
                 f"{self.fp8_part}: its experts were shared out to ranks after the model was prepared: apply the "
                 f"expert-parallel plan first, then fp8_backends.prepare(model, optimizer, spec)"
             )
-        keep, state = torch.is_grad_enabled(), None
-        if self.fp8_rule.scaling in STATEFUL:
-            state = self.fp8_scaling[self.fp8_own]
+        keep = torch.is_grad_enabled()
+        state = None if self.fp8_scaling is None else self.fp8_scaling[self.fp8_own]
         if isinstance(weight, GatheredCodes):
             self.fp8_recomputed = self.training and is_checkpointed()
         with torch.no_grad():

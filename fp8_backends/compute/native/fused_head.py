@@ -26,8 +26,8 @@ class FP8Head(DefersLogits, FP8Linear):
         self._follow(self.weight.device)
         self.fp8_out_dtype = out_dtype
         stored = Stored.of(self.weight)
-        w8 = self._quantized_weight(stored, None, for_dgrad=True, recorded=self._state)
-        return FP8HeadProducts(self, self._state, stored, w8, out_dtype)
+        w8 = self._quantized_weight(stored, None, for_dgrad=True, recorded=self.fp8_scaling)
+        return FP8HeadProducts(self, self.fp8_scaling, stored, w8, out_dtype)
 
     def count_products(self, *kinds: str) -> None:
         high = [kind for kind, is_high in zip(KINDS, self.fp8_rule.high_precision, strict=True) if is_high]

@@ -145,7 +145,7 @@ class WeightCodes:
         """One for each block of the whole weight, as it lies."""
         rows, columns = self._block_shape(product)
         down, across = -(-shape[0] // (rows or shape[0])), -(-shape[1] // (columns or shape[1]))
-        amaxes = torch.zeros(down, across, device=stored.data.device)
+        amaxes = torch.zeros(down, across, dtype=torch.float32, device=stored.data.device)
         if len(stored.data):
             blocks, first = self._blocks(product, len(stored.data), first)
             own = times(blocks.amax(_below(stored.data, first % blocks.rows)), stored.scale_inv)
@@ -204,7 +204,7 @@ class ExpertCodes(WeightCodes):
     def _amaxes(self, stored: Stored, first: int, shape: torch.Size, product: str) -> torch.Tensor:
         blocks, rule = self._blocks_of_expert(product, shape), self.layer.fp8_rule
         down, across = -(-shape[1] // blocks.rows), -(-shape[2] // (blocks.columns or shape[2]))
-        amaxes = torch.zeros(shape[0], down, across, device=stored.data.device)
+        amaxes = torch.zeros(shape[0], down, across, dtype=torch.float32, device=stored.data.device)
         if len(stored.data):
             if rule.keeps_nan:
                 own = amaxes_of_experts(*stored)

@@ -205,7 +205,7 @@ def rows_as_operand(x: Quantized, groups: Groups) -> Quantized:
 def _group_by_group(x: torch.Tensor, groups: Groups, fmt: Format, scale: torch.Tensor | None):
     """Codes [rows, columns], the scale_inv of each group, and its amax."""
     codes = torch.zeros(x.shape, dtype=fmt.dtype)  # of rows behind the last group too
-    amax = torch.zeros(groups.ends.shape[0])
+    amax = torch.zeros(groups.ends.shape[0], dtype=torch.float32)
     scale_inv = scale_inv_of(torch.ones_like(amax) if scale is None else scale, amax)
     for group, begin, end in rows_of_groups(groups.ends):
         layouts = quantize(x[begin:end], fmt, None if scale is None else scale[group], columns=False)
@@ -287,7 +287,7 @@ def _by_columns(x: torch.Tensor, groups: Groups, fmt: Format) -> Quantized:
 
 def _columns_group_by_group(x: torch.Tensor, groups: Groups, fmt: Format) -> Quantized:
     codes = torch.zeros(x.shape, dtype=fmt.dtype)  # of rows behind the last group too
-    scale_inv = torch.ones(groups.ends.shape[0], x.shape[1])
+    scale_inv = torch.ones(groups.ends.shape[0], x.shape[1], dtype=torch.float32)
     for group, begin, end in rows_of_groups(groups.ends):
         layouts = quantize_blocks(x[begin:end], ROWS, fmt, rows=False)
         codes[begin:end], scale_inv[group] = layouts.transposed.t(), layouts.transposed_scale_inv.squeeze(1)

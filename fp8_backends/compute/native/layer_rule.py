@@ -107,9 +107,11 @@ class LayerRule(NamedTuple):
         return f"native:{self.scaling} i:{i},w:{i}{stored},go:{go}" + (f",high:{high}" if high else "")
 
 
-def new_state(rule: LayerRule, history_len: int, device: torch.device) -> torch.Tensor:
-    """The state of one weight matrix that has seen nothing, for a STATEFUL rule."""
-    return new_delayed_state(history_len, device) if rule.scaling == "delayed" else new_window_state(device)
+def new_state(rule: LayerRule, history_len: int, device: torch.device) -> torch.Tensor | None:
+    """The state of one weight matrix that has seen nothing; None for a rule that is not STATEFUL."""
+    if rule.scaling == "delayed":
+        return new_delayed_state(history_len, device)
+    return new_window_state(device) if rule.scaling in STATEFUL else None
 
 
 def quantized(

@@ -54,10 +54,6 @@ class Ledger:
             if isinstance(value, torch.Tensor):
                 setattr(self, name, function(value))
 
-    def follow(self, device: torch.device) -> None:
-        """Bring the notes to a device. On meta there are none."""
-        self.apply(lambda notes: torch.zeros_like(notes, device=device) if notes.is_meta else notes.to(device))
-
     def forward(self, rule: LayerRule, fprop: bool, input: _Amax = None, weight: _Amax = None) -> None:
         """Count the product of a forward, if it ran in FP8. In compiled code, keep these amaxes, FP32 [states] or
         0-dimensional; elsewhere they are recorded already.
@@ -110,7 +106,14 @@ class Ledger:
 
 
 class KeepsLedger(nn.Module):
-    """A layer with a ledger, `fp8_ledger`, which its `_reset_state` makes together with other state of its own."""
+    """A layer with a ledger, `fp8_ledger`, and the state of its scaling rule. `_reset_state` makes both.
+
+    Neither is a buffer: `AveragedModel` and other averages pair the buffers of a model with those of a copy made
+    before it was prepared.
+    """
+
+    fp8_scaling: torch.Tensor | None = None
+    """int32 [3, 2 + history length], of experts [experts, 3, 2 + history length]; None for a rule without state."""
 
     @property
     def fp8_products(self) -> torch.Tensor:
@@ -118,24 +121,25 @@ class KeepsLedger(nn.Module):
         return torch.tensor(astuple(self.fp8_ledger.total()), dtype=torch.int64, device="cpu")
 
     def _apply(self, fn, recurse=True):
-        state = getattr(self, "fp8_scaling", None)
         super()._apply(fn, recurse)
-        if self.fp8_ledger.device.type != "meta":
+        if self.fp8_ledger.device.type == "meta":
+            self._follow(fn(self.fp8_ledger.of_forward).device)  # `to_empty` leaves random bits
+        else:
             self.fp8_ledger.apply(fn)
-        if state is not None and state.is_meta and not self.fp8_scaling.is_meta:
-            self._reset_state(self.fp8_scaling.device)  # `to_empty` leaves random bits
+            self.fp8_scaling = None if self.fp8_scaling is None else fn(self.fp8_scaling)
         return self
 
     def _follow(self, device: torch.device) -> None:
-        """Bring what is the layer's own to the device of its weight: a wrapper may have moved parameters and buffers,
-        and nothing else, or assigned real weights into a model that was prepared on meta."""
-        if self.fp8_ledger.device == device:
+        """Bring ledger and state to the device of the weight: a wrapper may have moved the parameters alone, or
+        assigned real weights into a model that was prepared on meta. Offloaded weights are on meta between forwards."""
+        state = self.fp8_ledger.of_forward if self.fp8_scaling is None else self.fp8_scaling
+        if device.type == "meta" or state.device == device:
             return
-        state = getattr(self, "fp8_scaling", None)
-        if state is not None and state.device != device:
+        if state.is_meta:
             self._reset_state(device)
-        else:
-            self.fp8_ledger.follow(device)
+            return
+        self.fp8_ledger.apply(lambda notes: notes.to(device))
+        self.fp8_scaling = None if self.fp8_scaling is None else self.fp8_scaling.to(device)
 
 
 def with_noted_amaxes(states: torch.Tensor, ledgers: Sequence[Ledger]) -> torch.Tensor:

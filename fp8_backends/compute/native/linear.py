@@ -20,7 +20,7 @@ from ..frozen_weights import check_running
 from ..interface import COMPUTE_DTYPES
 from ..products import plain_product, scaled_product, wgrad_dtype
 from . import frozen
-from .layer_rule import STATEFUL, LayerRule, Stored, known_amax, new_state, quantized, record
+from .layer_rule import LayerRule, Stored, known_amax, new_state, quantized, record
 from .ledger import KeepsLedger, Ledger
 from .shared_codes import SharedCodes
 from .tensor_parallel import Cut, Operands, Split, arrived, gathered, local_operands, split_of
@@ -39,9 +39,6 @@ class FP8Products(KeepsLedger):
 
     The weight may be a `ScaledTensor` with one scale: FP16 data is cast to FP8 from its exact values, E4M3 data is
     multiplied as it is. Its gradient is plain and of the dtype that the weight stands for.
-
-    The delayed or the window rule's state is a buffer, `fp8_scaling`, of integers (wrappers cast what is of floating
-    point) and not in the state dict.
     """
 
     transposed_weight = False
@@ -60,9 +57,7 @@ class FP8Products(KeepsLedger):
 
     def _reset_state(self, device: torch.device) -> None:
         self.fp8_ledger = Ledger(device)
-        if self.fp8_rule.scaling in STATEFUL:
-            state = new_state(self.fp8_rule, self.fp8_history_len, device)
-            self.register_buffer("fp8_scaling", state, persistent=False)
+        self.fp8_scaling = new_state(self.fp8_rule, self.fp8_history_len, device)
 
     def _apply(self, fn, recurse=True):
         with belongings_kept(self):
@@ -94,7 +89,7 @@ class FP8Products(KeepsLedger):
                 f"an FP8 linear layer of {in_features} input features got an input of shape {tuple(x.shape)}; "
                 f"its last dimension must be {in_features}"
             )
-        state = self._state
+        state = self.fp8_scaling
         recorded = state if differentiable and self.training else None
         x8 = self._quantized_input(operands, differentiable and weight.requires_grad, recorded)
         w8 = self._quantized_weight(matrix, cut, differentiable and input.requires_grad, recorded)
@@ -111,7 +106,7 @@ class FP8Products(KeepsLedger):
 
     def _quantized_input(self, operands: Operands, for_wgrad: bool, recorded: torch.Tensor | None) -> Layouts:
         """x as [tokens, in], for fprop, and for wgrad where it will run. `recorded`: the state that keeps its amax."""
-        rule, fmt, state = self.fp8_rule, self.fp8_rule.forward_format, self._state
+        rule, fmt, state = self.fp8_rule, self.fp8_rule.forward_format, self.fp8_scaling
         for_wgrad = for_wgrad and not rule.high_precision[WGRAD]
         newest, made, x, split = self.fp8_ledger.newest(rule, recorded, INPUT), [], operands.input, operands.input_split
 
@@ -131,7 +126,7 @@ class FP8Products(KeepsLedger):
     ) -> Layouts:
         """w [out, in], for fprop, and for dgrad where it will run by the same codes; empty if they are stored.
         `recorded`: the state that keeps its amax."""
-        rule, fmt, state = self.fp8_rule, self.fp8_rule.forward_format, self._state
+        rule, fmt, state = self.fp8_rule, self.fp8_rule.forward_format, self.fp8_scaling
         # codes that are kept serve all forwards to come
         for_dgrad = (for_dgrad or self.fp8_shared.keeps_weights) and not rule.high_precision[DGRAD]
         if weight.is_in(fmt):
@@ -161,7 +156,7 @@ class FP8Products(KeepsLedger):
         stored = self._matrix(Stored.of(weight))
         if stored.is_in(rule.forward_format):
             return Quantized(*stored)
-        return stored.quantized(rule.forward_format, rule, self._state, columns=False).along_columns()
+        return stored.quantized(rule.forward_format, rule, self.fp8_scaling, columns=False).along_columns()
 
     def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -172,10 +167,6 @@ class FP8Products(KeepsLedger):
         super()._load_from_state_dict(state_dict, prefix, *args)
         if self.fp8_rule.frozen_weight and not frozen.is_frozen(self.weight):  # `assign=True`: another Parameter
             self.weight = nn.Parameter(frozen.quantized(self.weight), requires_grad=False)
-
-    @property
-    def _state(self) -> torch.Tensor | None:
-        return self.fp8_scaling if self.fp8_rule.scaling in STATEFUL else None
 
 
 class FP8Linear(FP8Products, nn.Linear):

@@ -36,8 +36,12 @@ def cast(values: torch.Tensor, fmt: Format) -> torch.Tensor:
 def scale(amax: float, fmt: Format, margin: int = 0) -> torch.Tensor:
     """`fmt.max * 2**-margin / amax` rounded to FP32; 1 for 0, inf and NaN; at most the largest FP32."""
     if amax == 0 or not math.isfinite(amax):
-        return torch.tensor(1.0)
-    return torch.minimum(torch.tensor(fmt.max * 2.0**-margin) / torch.tensor(amax), torch.tensor(FP32.max))
+        return _fp32(1.0)
+    return torch.minimum(_fp32(fmt.max * 2.0**-margin) / _fp32(amax), _fp32(FP32.max))
+
+
+def _fp32(number: float) -> torch.Tensor:
+    return torch.tensor(number, dtype=torch.float32)
 
 
 def quantize(x: torch.Tensor, fmt: Format, rowwise: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
@@ -48,7 +52,7 @@ def quantize(x: torch.Tensor, fmt: Format, rowwise: bool = False) -> tuple[torch
         return torch.cat([codes for codes, _ in parts]), torch.stack([inv.reshape(1) for _, inv in parts])
     amax = x.abs().max().item()
     s = scale(amax, fmt)
-    return cast(x * s, fmt), 1.0 / s if math.isfinite(amax) else torch.tensor(float("nan"))
+    return cast(x * s, fmt), 1.0 / s if math.isfinite(amax) else _fp32(math.nan)
 
 
 def block_scale(amax: float, fmt: Format) -> tuple[float, float]:
@@ -64,7 +68,7 @@ def block_scale(amax: float, fmt: Format) -> tuple[float, float]:
 def mx_exponent(amax: float, fmt: Format) -> int:
     """The biased exponent e of a block of MXFP8: 2**(e - 127) is the power of two at or above `amax / fmt.max`, where
     the quotient is a product with the reciprocal, each rounded to FP32; 0 to 254."""
-    value = (torch.tensor(amax) * torch.tensor(1 / fmt.max)).item()
+    value = (_fp32(amax) * _fp32(1 / fmt.max)).item()
     if math.isinf(value) or value == 0:
         return 254 if value else 0
     fraction, exponent = math.frexp(value)  # from 0.5 to 1
@@ -84,7 +88,7 @@ def quantize_blocks(x: torch.Tensor, fmt: Format, rows: int, columns: int) -> tu
             amax = numbers.max().item() if len(numbers) else 0.0
             e = mx_exponent(amax, fmt) if mx else 0
             s, s_inv = (2.0 ** (127 - e), e) if mx else block_scale(amax, fmt)
-            scaled[block] = x[block] * torch.tensor(s)
+            scaled[block] = x[block] * _fp32(s)
             inverse[-1].append(s_inv)
     return cast(scaled, fmt), torch.tensor(inverse, dtype=torch.uint8 if mx else torch.float32)
 

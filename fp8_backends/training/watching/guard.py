@@ -221,9 +221,10 @@ class Guard:
         clipped = None if over is None else scaling_faults.is_clipped(over)
         device = parameters[0].device
         counts = [
-            torch.zeros((), device=device) if each is None else each.sum() for each in (gradients, clipped, stuck)
+            torch.zeros((), dtype=torch.float32, device=device) if each is None else each.sum()
+            for each in (gradients, clipped, stuck)
         ]
-        losses = torch.zeros(3, device=device) if self._losses is None else self._losses.to(device)
+        losses = torch.zeros(3, dtype=torch.float32, device=device) if self._losses is None else self._losses.to(device)
         totals = torch.cat([losses, torch.stack([each.to(losses) for each in counts])])
         look = Look(self.step, replicas.sum_over(totals, groups), gradients, self._after_backward, over, stuck)
         self._losses = self._after_backward = None

@@ -62,7 +62,7 @@ def spoiled(parameters: list[torch.Tensor]) -> torch.Tensor:
     for i, p in enumerate(parameters):
         for part in () if p.grad is None else _numbers_of(p.grad):
             alike.setdefault((part.device, part.dtype), []).append((i, part))
-    zero = torch.zeros((), device=parameters[0].device)
+    zero = torch.zeros((), dtype=torch.float32, device=parameters[0].device)
     largest = [zero] * len(parameters)
     for members in alike.values():
         norms = torch.stack(torch._foreach_norm([part for _, part in members], float("inf"))).to(zero).unbind()

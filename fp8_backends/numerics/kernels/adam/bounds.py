@@ -73,7 +73,9 @@ def _part(slot: Slot, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor
     flat = slot.data.detach().view(-1)[start:stop]
     residual = None if slot.residual is None else slot.residual.detach().view(-1)[start:stop]
     data = decoded(flat.view(torch.uint8) if flat.dtype.itemsize == 1 else flat, slot.format, residual)
-    inverse = torch.ones((), device=flat.device) if slot.scale_inv is None else slot.scale_inv.detach()
+    inverse = (
+        torch.ones((), dtype=torch.float32, device=flat.device) if slot.scale_inv is None else slot.scale_inv.detach()
+    )
     if slot.block_size:
         first, last = start // slot.block_size, -(-stop // slot.block_size)
         inverse = inverse[first:last].repeat_interleave(slot.block_size)[: stop - start]

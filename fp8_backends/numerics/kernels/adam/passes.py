@@ -254,12 +254,16 @@ def _part_of_scale(scale: torch.Tensor, slot: Slot, start: int, stop: int) -> to
 
 
 def _inverse(slot: Slot) -> torch.Tensor:
-    return torch.ones((), device=slot.data.device) if slot.scale_inv is None else slot.scale_inv.detach()
+    return (
+        torch.ones((), dtype=torch.float32, device=slot.data.device)
+        if slot.scale_inv is None
+        else slot.scale_inv.detach()
+    )
 
 
 def _scale(slot: Slot, amax: torch.Tensor | None) -> torch.Tensor:
     if amax is None:
-        return torch.ones((), device=slot.data.device)
+        return torch.ones((), dtype=torch.float32, device=slot.data.device)
     fmt = FORMAT_OF.get(slot.data.dtype)  # E4M11 has the scale of its E4M3 codes
     return torch.ones_like(amax) if fmt is None else power_of_two_scale(amax, fmt)
 

@@ -30,7 +30,7 @@ def _magnitude(values: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.T
     """
     # as integers, the minimum is one instruction
     magnitude = (_bits(values) & 0x7FFFFFFF).clamp(max=fmt.max_bits).view(torch.float32)
-    return magnitude, torch.where(magnitude < fmt.smallest_normal, fmt.smallest_normal, 0.0)
+    return magnitude, torch.where(magnitude < fmt.smallest_normal, fmt.smallest_normal, torch.zeros_like(magnitude))
 
 
 def stochastic(values: torch.Tensor, fmt: Format, random: torch.Tensor, low: int, bits: int):
@@ -66,7 +66,7 @@ def encoded(bits: torch.Tensor, shift: torch.Tensor, signs: torch.Tensor, fmt: F
     if fmt.dtype.itemsize > 1:
         magnitude = bits.view(torch.float32) - shift
         if above_zero:
-            return torch.maximum(magnitude, torch.where(signs > 0, fmt.smallest, 0.0)).to(fmt.dtype)
+            return torch.maximum(magnitude, torch.where(signs > 0, fmt.smallest, torch.zeros_like(signs))).to(fmt.dtype)
         return (_bits(magnitude) | (_bits(signs) & -(2**31))).view(torch.float32).to(fmt.dtype)
     code = _magnitude_code(bits, shift, fmt)
     if above_zero:

@@ -161,7 +161,7 @@ def is_finite(grad: Slot) -> torch.Tensor:
 def largest_gradient(grad: Slot, finite: torch.Tensor) -> torch.Tensor:
     """No less than max |x| of a gradient; 0 if it counts as zero. FP32, 0-dim."""
     if not grad.data.numel():
-        amax = torch.zeros((), device=grad.data.device)
+        amax = torch.zeros((), dtype=torch.float32, device=grad.data.device)
     elif grad.scale_inv is None:
         amax = tensor_amax(grad.data.detach())
     else:

@@ -206,7 +206,7 @@ def _zeroed_result(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @torch.inference_mode(False)  # a forward that trains may get the others
 def _zeroed_results(device: torch.device, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    scales_inv, amaxes, *_ = torch.zeros(count, 4, device=device).unbind(1)
+    scales_inv, amaxes, *_ = torch.zeros(count, 4, dtype=torch.float32, device=device).unbind(1)
     # `data`: each counts its own changes. Views count those of all, and a scale that is multiplied in place, as that of
     # a gradient, would make those that wait for backward stale
     return [(scale_inv.data, amax.data) for scale_inv, amax in zip(scales_inv.unbind(), amaxes.unbind(), strict=True)]

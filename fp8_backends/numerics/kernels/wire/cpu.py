@@ -73,7 +73,7 @@ def unpack(messages: torch.Tensor, parts: Sequence[Part]) -> None:
 
 
 def dequantize(codes: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:
-    values = torch.empty(1, codes.numel())
+    values = torch.empty(1, codes.numel(), dtype=torch.float32)
     for _, first, last in _chunks(1, codes.numel()):
         scales = scale_inv[first // BLOCK : -(-last // BLOCK)]
         _values(codes[first:last].unsqueeze(0), scales.unsqueeze(0), values[:, first:last])
@@ -82,7 +82,7 @@ def dequantize(codes: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:
 
 def _scratch(rows: int, columns: int) -> torch.Tensor:
     """Memory for chunks of rows of so many columns, and for what completes their last block. FP32."""
-    return torch.empty(rows, min(-(-columns // BLOCK) * BLOCK, CHUNK))
+    return torch.empty(rows, min(-(-columns // BLOCK) * BLOCK, CHUNK), dtype=torch.float32)
 
 
 def _chunks(rows: int, columns: int, length: int | None = None) -> Iterator[tuple[int, int, int]]:
@@ -152,7 +152,7 @@ def _sums(received: torch.Tensor, own: torch.Tensor, rank: int) -> Iterator[tupl
     """(first column, sum of the contributions there, room of the same size) of each chunk; FP32."""
     size, columns, numel = received.shape[0], columns_of(received), own.shape[0]
     length = min(max(CHUNK // size // BLOCK, 8), -(-numel // BLOCK)) * BLOCK
-    contributions, room = torch.empty(size, length), torch.empty(2, length)
+    contributions, room = (torch.empty(rows, length, dtype=torch.float32) for rows in (size, 2))
     for _, first, last in _chunks(1, numel, length):
         part = contributions[:, : last - first]
         for others in (slice(0, rank), slice(rank + 1, size)):

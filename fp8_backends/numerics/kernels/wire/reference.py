@@ -84,7 +84,7 @@ def _joined(parts: Sequence[Part], numel: int) -> torch.Tensor:
     """Parts in their places among so many elements, with zeros between them; FP32."""
     pieces, filled = [], 0
     for part in parts:
-        gap = torch.zeros(part.start - filled, device=part.values.device)
+        gap = torch.zeros(part.start - filled, dtype=torch.float32, device=part.values.device)
         values = part.values.float()
         pieces += [gap, values if part.scale_inv is None else values * part.scale_inv]
         filled = part.start + part.values.numel()

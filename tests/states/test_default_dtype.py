@@ -1,0 +1,76 @@
+"""A process whose default dtype is not FP32 trains an FP32 model with the same numbers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+from level_steps import mlp
+
+import fp8_backends
+
+OPTIMIZERS = {
+    "adamw": lambda p: torch.optim.AdamW(p, 1e-3),
+    "sgd": lambda p: torch.optim.SGD(p, 1e-2, momentum=0.9),
+    "adafactor": lambda p: torch.optim.Adafactor(p, 1e-3),
+}
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def run(dtype: torch.dtype, spec: dict, optimizer: str) -> tuple[list[float], dict]:
+    """Losses, and the final values: of steps, of a step after loading, and of writes into weights."""
+    model = mlp()
+    with default_dtype(dtype):
+        model, optimizer = fp8_backends.prepare(model, OPTIMIZERS[optimizer](model.parameters()), spec)
+        losses = train_in_fp32(model, optimizer, range(3))
+        optimizer.load_state_dict(optimizer.state_dict())
+        with torch.no_grad():
+            model[0].weight.fill_(0.5).mul_(1.5)
+        losses += train_in_fp32(model, optimizer, range(3, 5))
+        return losses, model.state_dict()
+
+
+def train_in_fp32(model, optimizer, seeds) -> list[float]:
+    """`train`, with data that are the same at each default dtype."""
+    with default_dtype(torch.float32):
+        batches = [torch.randn(32, 64, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+    losses = []
+    for x in batches:
+        losses.append((model(x) - x).square().mean())
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [loss.item() for loss in losses]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    "spec, optimizer",
+    [
+        ({"backend": "native:delayed", "guard": "warn"}, "adamw"),
+        ({"backend": "ao"}, "adamw"),
+        ({"backend": "msamp:O1"}, "adamw"),
+        ({"backend": "msamp:O2"}, "sgd"),
+        ({"backend": "msamp:O3", "guard": "skip"}, "adamw"),
+        ({"backend": "msamp:O4"}, "adamw"),
+        ({"backend": "msamp:O4"}, "adafactor"),
+    ],
+    ids=str,
+)
+def test_the_default_dtype_changes_no_number(spec, optimizer, dtype):
+    wanted, weights = run(torch.float32, spec, optimizer)
+    found, found_weights = run(dtype, spec, optimizer)
+    assert found == wanted
+    assert {name: value.dtype for name, value in found_weights.items()} == dict.fromkeys(weights, torch.float32)
+    assert all(torch.equal(value, weights[name]) for name, value in found_weights.items())
