@@ -205,6 +205,7 @@ def _outermost(optimizer: torch.optim.Optimizer, receives: bool) -> Iterator[lis
         optimizer.forget_others()
         for p in weights:
             optimizer.fp8_owners.drop(p)
+            p.stored.gathered = False
 
 
 def _put_placeholder(p: torch.Tensor) -> None:
@@ -225,6 +226,7 @@ def _gather(optimizer: torch.optim.Optimizer, group: dict, p: torch.Tensor, rece
     rooms = _rooms(optimizer, group, p) if moments else {}
     gathered = {name: state.get(name, room) for name, room in rooms.items()}
     owners.send_to_all(p, [each for each in (step, rest, *gathered.values()) if each is not None])
+    p.stored.gathered = True
     if owners.owns(p):
         return
     if not receives:
