@@ -87,11 +87,12 @@ def trained(backend: str, steps: int = 2, **options):
 
 
 def values(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The plain values of all parameters, copied."""
+    """The plain values of all parameters, copied. Of weights whose exact values one rank owns: those of FP8."""
     found = {}
     for name, p in model.named_parameters():
         p = p.detach()
-        found[name.removeprefix("module.")] = p.values() if isinstance(p, ScaledTensor) else p.clone()
+        read = (p.dequantize if p.shared_out else p.exact) if isinstance(p, ScaledTensor) else p.clone
+        found[name.removeprefix("module.")] = read()
     return found
 
 

@@ -1,6 +1,7 @@
 """What PyTorch's operations do with a `ScaledTensor`.
 
-- A function reads its plain values, `ScaledTensor.values`.
+- A function reads its exact values. Where one of several ranks owns these, products and lookups read the FP8 values,
+  and any other function raises.
 - A view operation gives a view of what it stores.
 - An operation in place changes what it stores, through any view of it. The operation itself runs on FP32 values of the
   whole. A weight keeps these (`ScaledStorage.edited`) until the optimizer's next step, so that small changes add up, as
@@ -59,11 +60,23 @@ def _any_other(func, args, kwargs):
         return _in_place(func, args, kwargs, written)
     if returns_view(func) and isinstance(args[0], ScaledTensor):
         return _view(func, *args, **kwargs)
-    return func(*tree_map(_values, args), **tree_map(_values, kwargs))
+    read = _read_by_products if func in PRODUCTS else _values
+    return func(*tree_map(read, args), **tree_map(read, kwargs))
+
+
+PRODUCTS = {
+    *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.linear.default),
+    *(aten._grouped_mm.default, aten.embedding.default),
+}
+"""Operations of layers. Where ranks share the exact values of a weight, all ranks read its FP8 values here."""
 
 
 def _values(value: Any) -> Any:
     return value.values() if isinstance(value, ScaledTensor) else value
+
+
+def _read_by_products(value: Any) -> Any:
+    return value.dequantize() if isinstance(value, ScaledTensor) and value.shared_out else _values(value)
 
 
 def returns_view(func) -> bool:
@@ -299,7 +312,9 @@ def keep_changes(tensor: ScaledTensor, values: torch.Tensor) -> None:
     changed = values != tensor.exact()
     if changed.any():
         whole = _editable(tensor, "keep_changes")
-        _keep(tensor.stored, torch.where(changed, values.float(), whole, out=whole))
+        part = tensor.in_whole(whole)
+        part.copy_(torch.where(changed, values.float(), part))
+        _keep(tensor.stored, whole)
 
 
 @_implements(aten.copy_.default)
@@ -588,9 +603,14 @@ def _collective(func, args, kwargs):
     result = func(*tree_map(operand, args), **tree_map(operand, kwargs))
     if not work:
         return result
-    for each in tree_iter(result):
-        if hasattr(each, "wait"):
-            each.wait()
+    await_all(result)
     for values, tensor in work:
         tensor.copy_(values)
     return _in_their_place(result, work)
+
+
+def await_all(result: Any) -> None:
+    """Wait for the collectives that an operation has started."""
+    for work in tree_iter(result):
+        if hasattr(work, "wait"):
+            work.wait()

@@ -57,13 +57,16 @@ class Elsewhere(NamedTuple):
     def exact(self, tensor: ScaledTensor) -> torch.Tensor:
         if self.unread:  # a placeholder that takes no memory, and that nobody takes for values
             return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        raise FP8BackendError(
-            f"the values of a weight of shape {tuple(tensor.shape)} lie with all their precision on rank {self.rank} "
-            f"(levels O3 and O4 share what makes weights exact, and optimizer states, out between the ranks): save "
-            f"with Accelerator.save_state, save_model or get_state_dict, called on all ranks; or enter "
-            f"fp8_backends.whole_states(optimizer) on all ranks around state_dict(); or prepare with "
-            f"shard_states=False"
-        )
+        raise _owned(tensor)
+
+
+def _owned(tensor: ScaledTensor) -> FP8BackendError:
+    return FP8BackendError(
+        f"one rank owns the full-precision values of a weight of shape {tuple(tensor.shape)} (levels O3 and O4 shard "
+        f"masters, residuals and optimizer states): read accelerator.get_state_dict(model), called on all ranks; or "
+        f"enter fp8_backends.whole_states(optimizer) on all ranks around the read; or prepare with "
+        f"shard_states=False. weight.dequantize() returns the FP8 values, which products read"
+    )
 
 
 class KnownAmax(NamedTuple):
@@ -92,6 +95,7 @@ class ScaledStorage:
         copied: this is a weight of a model that was copied deeply, which no optimizer has stepped, such as an average
             of weights. Plain values that are copied into it stay exact.
         unagreed: this is a shard that was written to, and has a scale of its own until the ranks agree on one.
+        gathered: ranks share the exact values of this weight, and they are here for a while.
     """
 
     data: torch.Tensor
@@ -107,6 +111,7 @@ class ScaledStorage:
     edited: torch.Tensor | None = None
     unagreed: bool = False
     copied: bool = False
+    gathered: bool = False
     known: KnownAmax | None = None
 
     def count_write(self) -> None:
@@ -166,7 +171,7 @@ class ScaledTensor(WithoutMemory):
         residual: int8, what E4M3 data and it, together E4M11, have in more precision; or None (level O4 has one).
         rest: the master or the residual, what `exact` reads besides data and scale; or None.
         elsewhere: where the rest lies, if that is another rank; or None.
-        shared_out: the rest lies on one of several ranks. It reads as data and scale on all of them.
+        shared_out: the rest lies on one of several ranks. Products read data and scale on all of them.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -303,9 +308,14 @@ class ScaledTensor(WithoutMemory):
         return (self if master is None else master).dequantize(dtype or self.dtype)
 
     def values(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The plain values as functions of PyTorch read them: the exact ones, or where what makes a weight exact lies
-        on one of several ranks those of data and scale, which all ranks have."""
-        return self.dequantize(dtype) if self.shared_out else self.exact(dtype)
+        """The plain values as functions of PyTorch read them: the exact ones.
+
+        Raises:
+            FP8BackendError: on all ranks, where one of them owns these.
+        """
+        if self.shared_out and not self.stored.gathered:
+            raise _owned(self)
+        return self.exact(dtype)
 
     def known_amax(self) -> torch.Tensor | None:
         """max |x| of all stored data (with their residual, where there is one) without their scale, if the optimizer's

@@ -199,6 +199,7 @@ def _outermost(optimizer: torch.optim.Optimizer, receives: bool) -> Iterator[lis
         optimizer.forget_others()
         for p in weights:
             optimizer.fp8_owners.drop(p)
+            p.stored.gathered = False
 
 
 def _put_placeholder(p: torch.Tensor) -> None:
@@ -219,6 +220,7 @@ def _gather(optimizer: torch.optim.Optimizer, group: dict, p: torch.Tensor, rece
     rooms = _rooms(optimizer, group, p) if moments else {}
     gathered = {name: state.get(name, room) for name, room in rooms.items()}
     owners.send_to_all(p, [step, rest, *gathered.values()])
+    p.stored.gathered = True
     if owners.owns(p):
         return
     if not receives:

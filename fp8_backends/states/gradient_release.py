@@ -5,6 +5,9 @@ are there, or the backward pass ends; then these parameters are stepped together
 that exceeds them is all that lies in memory. Each step is that of the usual order, to the bit: it depends on its
 parameter, the options of its group and the parameter's place in the optimizer alone.
 
+A `DroppedGradient` stays in `.grad` until `zero_grad()`: code that reads, clips or accumulates gradients there gets an
+error.
+
 `optimizer.step()` stays in the loop. It makes the steps of what has a gradient then, shares weights out between the
 ranks where they have owners, and is what schedulers and step hooks follow.
 
@@ -20,16 +23,57 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_iter
 
 from ..errors import FP8BackendError
 from ..numerics.engine import call_when_backward_ends
 from ..numerics.scaled_tensor import ScaledTensor
-from ..numerics.sharded_tensor import local_part
+from ..numerics.sharded_tensor import local_part, with_local
 from .levels import cast_gradient
 from .scaled_states import Member, ScaledStates
 
 PENDING = 2**22
 """Elements of parameters whose gradients wait for each other, so that few steps are made of many parameters."""
+
+
+class DroppedGradient(torch.Tensor):
+    """Stands in `.grad` for a gradient that backward has stepped with. It takes no memory, and any use raises."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, like: torch.Tensor, dtype: torch.dtype | None = None, device: torch.device | None = None):
+        dtype, device = dtype or like.dtype, device or like.device
+        return torch.Tensor._make_wrapper_subclass(cls, like.shape, strides=like.stride(), dtype=dtype, device=device)
+
+    def __repr__(self) -> str:
+        return f"DroppedGradient({list(self.shape)} {self.dtype})"
+
+    def __deepcopy__(self, memo: dict) -> None:
+        return None
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func in _MOVES:
+            kwargs = kwargs or {}
+            return DroppedGradient(args[0], kwargs.get("dtype"), kwargs.get("device"))
+        (shape, *_) = (tuple(each.shape) for each in tree_iter((args, kwargs)) if isinstance(each, DroppedGradient))
+        if func in (aten.add_.Tensor, aten.add.Tensor):
+            raise _second(shape)
+        raise FP8BackendError(
+            f"gradient_release: {func} needs the gradient of a parameter of shape {shape}, and backward has stepped "
+            f"with it and dropped it: gradients cannot be read, scaled or clipped. zero_grad() with set_to_none=True "
+            f"clears it. Or prepare with gradient_release=False"
+        )
+
+
+aten = torch.ops.aten
+_MOVES = (aten.detach.default, aten.alias.default, aten.view.default, aten._to_copy.default)
+
+
+def is_dropped(gradient: torch.Tensor | None) -> bool:
+    """Whether backward has stepped with this gradient and dropped it."""
+    return gradient is not None and isinstance(local_part(gradient), DroppedGradient)
 
 
 class _Place(NamedTuple):
@@ -59,6 +103,9 @@ class GradientRelease:
         self._options: list[dict[str, Any]] = []
         """Of each group, as the last of these steps has left them."""
         self._waits_for_end = False
+        for p in self.__dict__.pop("_dropped", ()):
+            if p.grad is None:
+                _drop(p)
 
     def follow(self, parameters: Iterable[torch.Tensor]) -> None:
         """Take the gradients of these parameters of the optimizer, where they train. Repeating it does nothing."""
@@ -92,7 +139,7 @@ class GradientRelease:
         if member is None or p.grad is None:
             return
         if id(p) in self._taken:
-            raise _second(p)
+            raise _second(p.shape)
         self._taken.add(id(p))
         if isinstance(local_part(p), ScaledTensor):
             cast_gradient(p)
@@ -124,11 +171,11 @@ class GradientRelease:
         with torch.autocast(local_part(pending[0].parameter).device.type, enabled=False):  # as outside of a backward
             optimizer.make_steps(pending)
         for p, _, _ in pending:
-            p.grad = None
+            _drop(p)
         self._options = [_options(group) for group in optimizer.param_groups]
 
     def before_step(self, optimizer: ScaledStates, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Step pre-hook.
+        """Step pre-hook. Nobody sees a `DroppedGradient` during the step.
 
         Raises:
             FP8BackendError: with a closure, with options that have changed since backward, or with a gradient where
@@ -147,9 +194,13 @@ class GradientRelease:
                     f"which has made its steps, and step(): change options before backward, or after step()"
                 )
         stepped = self._taken.difference(id(member.parameter) for member in self._pending)
-        for p, _, _ in optimizer.members():
-            if p.grad is not None and id(p) in stepped:
-                raise _second(p)
+        parameters = [p for p, _, _ in optimizer.members() if p.grad is not None]
+        self._dropped = [p for p in parameters if is_dropped(p.grad)]
+        for p in parameters:
+            if id(p) in stepped and not is_dropped(p.grad):
+                raise _second(p.shape)
+        for p in self._dropped:
+            p.grad = None
 
 
 def release_gradients(optimizer: ScaledStates, parameters: Iterable[torch.Tensor]) -> None:
@@ -168,11 +219,15 @@ def is_released(p: torch.Tensor) -> bool:
     return any(isinstance(hook, GradientRelease) for hook in (p._post_accumulate_grad_hooks or {}).values())
 
 
-def _second(p: torch.Tensor) -> FP8BackendError:
+def _drop(p: torch.Tensor) -> None:
+    p.grad = with_local(p, DroppedGradient(local_part(p)))
+
+
+def _second(shape: Iterable[int]) -> FP8BackendError:
     return FP8BackendError(
-        f"gradient_release: a second gradient of a parameter of shape {tuple(p.shape)} since the last "
-        f"optimizer.step(), and backward has stepped with the first one and dropped it. Call optimizer.step() after "
-        f"each backward(): microbatches cannot accumulate, and no step can be left out. Where re-entrant activation "
+        f"gradient_release: a second gradient of a parameter of shape {tuple(shape)} since the last optimizer.step() "
+        f"and zero_grad(), and backward has stepped with the first one and dropped it. Call both after each "
+        f"backward(): microbatches cannot accumulate, and no step can be left out. Where re-entrant activation "
         f"checkpointing meets a weight that several layers share, use use_reentrant=False. Or prepare with "
         f"gradient_release=False"
     )

@@ -17,13 +17,17 @@ one is ever held in high precision. While microbatches accumulate, a gradient is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
 
 from ..errors import FP8BackendError
+from ..numerics.exported import exported
 from ..numerics.formats import ROOT8
 from ..numerics.modules import owner_of, weight_name
 from ..numerics.parameter_swap import KeepsBelongings, refuse_if_held, swap
@@ -201,6 +205,7 @@ def write_weight_shards(weight: torch.Tensor, values: torch.Tensor) -> None:
             is_pair = target.residual is not None
             shards = quantize_pair_shards(values) if is_pair else quantize_shards(values, target._data.dtype)
             write_parts(target, local_part(shards))
+            target.unagreed = False
             values = dequantize_shards(shards, FP32)
 
 
@@ -260,18 +265,46 @@ def _unmark(owner: nn.Module, part: str) -> None:
 # Gradients
 
 
+class Arrivals:
+    """Tensor hook of a weight: notes the threads that are about to accumulate into its gradient.
+
+    PyTorch locks the accumulation and runs hooks outside of the lock, so a thread could add to the very gradient that
+    another thread replaces. The last one to arrive replaces it.
+    """
+
+    def __init__(self) -> None:
+        self.lock, self.threads = threading.Lock(), set()
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        with self.lock:
+            self.threads.add(threading.get_ident())
+
+    def __reduce__(self):
+        return Arrivals, ()
+
+    @contextlib.contextmanager
+    def leave(self) -> Iterator[bool]:
+        """Hold other threads back. Yields whether none of them is accumulating."""
+        with self.lock:
+            self.threads -= {threading.get_ident()}
+            self.threads &= sys._current_frames().keys()  # others may have died on their way
+            yield not self.threads
+
+
 def cast_gradient(weight: torch.Tensor) -> None:
     """Post-accumulate-grad hook of a weight: stores a gradient in E4M3 when it has just become complete.
 
     A gradient that a further microbatch was added to is FP32 inside, and stays so until `finish_accumulation`.
     """
-    gradient = weight.grad
-    if gradient is not None and not isinstance(local_part(gradient), ScaledTensor):
-        gradient = placed_as(weight, gradient)
-        # a shard of a gradient has a scale of its own: each rank steps only its own rows
-        quantized = quantize(local_part(gradient), E4M3, gradient.dtype)
-        quantized.accumulates = True
-        weight.grad = with_local(gradient, quantized)
+    arrivals = next((hook for hook in (weight._backward_hooks or {}).values() if isinstance(hook, Arrivals)), None)
+    with contextlib.nullcontext(True) if arrivals is None else arrivals.leave() as is_complete:
+        gradient = weight.grad
+        if is_complete and gradient is not None and not isinstance(local_part(gradient), ScaledTensor):
+            gradient = placed_as(weight, gradient)
+            # a shard of a gradient has a scale of its own: each rank steps only its own rows
+            quantized = quantize(local_part(gradient), E4M3, gradient.dtype)
+            quantized.accumulates = True
+            weight.grad = with_local(gradient, quantized)
 
 
 def cast_equal_gradient(weight: torch.Tensor) -> None:
@@ -294,6 +327,7 @@ def _add_gradient_hook(weight: torch.Tensor) -> None:
     hooks = weight._post_accumulate_grad_hooks or {}
     if weight.requires_grad and not any(map(_is_gradient_hook, hooks.values())):
         weight.register_post_accumulate_grad_hook(cast_gradient)
+        weight.register_hook(Arrivals())
 
 
 def swap_gradient_hook(weight: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
@@ -304,13 +338,13 @@ def swap_gradient_hook(weight: torch.Tensor, hook: Callable[[torch.Tensor], None
 
 
 def _remove_gradient_hooks(weight: torch.Tensor) -> None:
-    hooks = weight._post_accumulate_grad_hooks or {}
-    for key in [key for key, hook in hooks.items() if _is_gradient_hook(hook)]:
-        del hooks[key]
+    for hooks in (weight._post_accumulate_grad_hooks or {}, weight._backward_hooks or {}):
+        for key in [key for key, hook in hooks.items() if _is_gradient_hook(hook)]:
+            del hooks[key]
 
 
 def _is_gradient_hook(hook: Callable) -> bool:
-    return hook in (cast_gradient, cast_equal_gradient) or hasattr(hook, "reduces")
+    return hook in (cast_gradient, cast_equal_gradient) or hasattr(hook, "reduces") or isinstance(hook, Arrivals)
 
 
 def finish_accumulation(parameters: Iterable[torch.Tensor]) -> None:
@@ -341,11 +375,11 @@ def _remove_state_dict_hooks(module: nn.Module) -> None:
 
 def export_plain(module: nn.Module, state_dict: dict, prefix: str, local_metadata: dict) -> None:
     """State-dict hook of a module: saves its weights as plain tensors, with all the precision that is stored."""
-    for name in module._parameters:
+    for name, parameter in module._parameters.items():
         weight = state_dict.get(f"{prefix}{name}")
         if weight is None or weight.requires_grad or not isinstance(local_part(weight), ScaledTensor):
             continue  # keep_vars=True asks for the Parameter itself
-        state_dict[f"{prefix}{name}"] = dequantize_shards(weight) if is_distributed(weight) else weight.exact()
+        state_dict[f"{prefix}{name}"] = exported(parameter)
 
 
 def export_ties(root: nn.Module) -> None:

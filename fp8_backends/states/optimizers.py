@@ -8,6 +8,7 @@ of `scaled_states.ScaledStates` in a file of its own, and its place in `CONVERTE
 from __future__ import annotations
 
 import functools
+import inspect
 import weakref
 
 import torch
@@ -28,18 +29,35 @@ CONVERTED: dict[type[torch.optim.Optimizer], type[ScaledStates]] = {
 
 def _converted(stock: type[torch.optim.Optimizer]) -> type[ScaledStates] | None:
     """The class of what `convert` makes of a stock class's objects; None where that is unknown."""
-    return _declared(stock) if "fp8_roles" in vars(stock) else CONVERTED.get(stock)
+    return _declared(stock) if "fp8_roles" in vars(stock) else CONVERTED.get(stock) or _inherited(stock)
 
 
-class DeclaredSteps(StockSteps):
-    """A converted optimizer of a class that names its states itself, in `fp8_roles`."""
+class _Generated:
+    """A class that `_converted` generates. Its objects are pickled by their stock class."""
+
+    fp8_stock: type[torch.optim.Optimizer]
 
     def __reduce_ex__(self, protocol):
-        return _made_again, (self.fp8_declared.stock,), self.__getstate__()
+        return _made_again, (self.fp8_stock,), self.__getstate__()
 
 
 @functools.cache
-def _declared(stock: type[torch.optim.Optimizer]) -> type[DeclaredSteps]:
+def _inherited(stock: type[torch.optim.Optimizer]) -> type[ScaledStates] | None:
+    """The class for objects of a subclass that inherits its update: `super().step()` in it calls the converted step."""
+    base = next((each for each in stock.__mro__ if each in CONVERTED), None)
+    for each in stock.__mro__[: stock.__mro__.index(base)] if base else ():
+        names = inspect.unwrap(vars(each)["step"]).__code__.co_names if "step" in vars(each) else ("super", "step")
+        if "_init_group" in vars(each) or not {"super", "step"} <= set(names):
+            return None
+    if base is None:
+        return None
+    # PyTorch puts its hooks around the outermost step: the inner one is without them
+    inner = type(CONVERTED[base].__name__, (CONVERTED[base],), {"step": ScaledStates.step})
+    return type(f"Scaled{stock.__name__}", (_Generated, stock, inner), {"fp8_stock": stock})
+
+
+@functools.cache
+def _declared(stock: type[torch.optim.Optimizer]) -> type[StockSteps]:
     """The class for objects of a class that has `fp8_roles`.
 
     Raises:
@@ -50,12 +68,13 @@ def _declared(stock: type[torch.optim.Optimizer]) -> type[DeclaredSteps]:
             f"{stock.__name__}.fp8_roles gives a state the role {sorted(unknown)[0]!r}: there are {', '.join(ROLES)}"
         )
     declared = Declaration(stock, roles=dict(stock.fp8_roles), ranges={}, refused=("differentiable",), counts=False)
-    return type(f"Scaled{stock.__name__}", (DeclaredSteps, stock), {"fp8_declared": declared})
+    own = {"fp8_declared": declared, "fp8_stock": stock}
+    return type(f"Scaled{stock.__name__}", (_Generated, StockSteps, stock), own)
 
 
-def _made_again(stock: type[torch.optim.Optimizer]) -> DeclaredSteps:
+def _made_again(stock: type[torch.optim.Optimizer]) -> ScaledStates:
     """An empty object, for what was copied or pickled."""
-    return DeclaredSteps.__new__(_declared(stock))
+    return object.__new__(_converted(stock))
 
 
 def convert(optimizer: torch.optim.Optimizer, rule: StateRule) -> None:
@@ -99,7 +118,8 @@ def check(optimizer: torch.optim.Optimizer, rule: StateRule) -> None:
     if converted is None:
         raise FP8BackendError(
             f"level {rule.level} trains with torch.optim.AdamW, Adam, SGD, Muon or Adafactor, not with "
-            f"{type(optimizer).__module__}.{type(optimizer).__name__}: use one of these; or level O0 (such as "
+            f"{type(optimizer).__module__}.{type(optimizer).__name__}: use one of these, or a subclass whose step "
+            f"calls super().step() (with transformers' Trainer: optimizers=(optimizer, None)); or level O0 (such as "
             f"native:dynamic or te), which leaves weights and optimizer alone; or, where its step is elementwise, a "
             f"subclass that names its states in fp8_roles"
         )

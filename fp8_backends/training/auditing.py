@@ -20,7 +20,7 @@ from ..errors import FP8BackendError
 from ..notebooks import as_html
 from ..numerics.modules import check_is_module, plain_name
 from ..numerics.sharded_tensor import full_shape, local_part
-from ..states.gradient_release import is_released
+from ..states.gradient_release import is_dropped, is_released
 from ..words import counted, readable_bytes, share
 from . import conversion, saved_activations
 from .flops import Flops, count_flops, tokens_of
@@ -380,7 +380,7 @@ def _weigh(parameter: nn.Parameter, optimizers: list, gradient_dtypes: dict[int,
     sizes = dict.fromkeys(BYTE_KEYS, 0) | {"weight": stored_bytes(parameter)}
     gradient, source = parameter.grad, "none"
     dtypes = dict.fromkeys(BYTE_KEYS, "") | {"weight": _dtype_name(stored_dtype(parameter))}
-    if gradient is not None:
+    if gradient is not None and not is_dropped(gradient):
         sizes["gradient"], source = stored_bytes(gradient), "live"
         dtypes["gradient"] = _dtype_name(stored_dtype(gradient))
     elif is_released(parameter):

@@ -17,6 +17,7 @@ from torch import nn
 from fp8_backends.errors import FP8BackendError
 from fp8_backends.numerics.sharded_tensor import local_part
 from fp8_backends.states import gradient_release
+from fp8_backends.states.gradient_release import is_dropped
 
 LEVELS = ("O2", "O4")
 SIZES = (1, 2**13, 2**20)
@@ -94,12 +95,12 @@ def check_gradients_are_dropped_while_backward_runs():
     before = last.dequantize()
 
     def look(p: torch.Tensor) -> None:
-        seen.append(last.grad is None and not torch.equal(last.dequantize(), before))
+        seen.append(is_dropped(last.grad) and not torch.equal(last.dequantize(), before))
 
     model.module[0].weight.register_post_accumulate_grad_hook(look)
     with elements_that_wait(1):
         ddp_training.mse(model, ddp_training.mine(1)).backward()
-    assert seen == [True] and all(weight.grad is None for weight in ddp_training.scaled(model).values())
+    assert seen == [True] and all(is_dropped(weight.grad) for weight in ddp_training.scaled(model).values())
     optimizer.step()
 
 
@@ -124,9 +125,12 @@ def check_shards_are_stepped_with_after_their_reduction():
             for ids, expected in zip(fsdp2_training.batches(3), losses, strict=True):
                 loss = fsdp2_training.loss_of(model, ids)
                 loss.backward()
-                assert all(p.grad is None for p in model.parameters())
+                assert all(is_dropped(p.grad) for p in model.parameters() if p.requires_grad)
+                with pytest.raises(FP8BackendError, match="dropped"):
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 assert fsdp2_training.mean(loss) == expected
+                optimizer.zero_grad()
         assert on_this_rank(model, optimizer) == on_this_rank(*usual)
 
 

@@ -451,6 +451,47 @@ def _are_not_exported_in_part(model, optimizer) -> None:
     assert train(model, optimizer, range(1, 3))[-1] > 0
 
 
+def check_a_weight_whose_exact_values_another_rank_owns_is_never_read_as_its_fp8_values():
+    """Evaluation and training multiply by the FP8 values on all ranks; any other read is exact or raises."""
+    for level in ("O3", "O4"):
+        model, optimizer = under_ddp(level)
+        train(model, optimizer, range(1))
+        with fp8_backends.whole_states(optimizer):
+            exact = {name: value.clone() for name, value in model.state_dict().items()}
+        copied, x = copy.deepcopy(model.module), values((16, 64), 1, 1.0)
+        reads = {
+            "float": lambda p: p.detach().float(),
+            "double": lambda p: p.detach().to(torch.float64),
+            "clone": lambda p: p.clone(),
+            "numpy": lambda p: torch.from_numpy(p.detach().numpy().copy()),
+            "tolist": lambda p: torch.tensor(p.tolist()),
+            "copy_": lambda p: torch.empty(p.shape).copy_(p.detach()),
+            "foreach": lambda p: torch._foreach_mul([p.detach()], 1.0)[0],
+            "vector": lambda p: nn.utils.parameters_to_vector([p]).view(p.shape),
+            "average": lambda p: torch.zeros(p.shape).add_(p.detach()),
+            "row": lambda p: torch.stack([row.clone() for row in p.detach()]),
+        }
+        for of in (model.module, copied):
+            for p in of.parameters():
+                for read in reads.values() if isinstance(p, ScaledTensor) else ():
+                    with pytest.raises(FP8BackendError, match="get_state_dict.*whole_states.*shard_states=False"):
+                        read(p).norm()
+                assert "ScaledTensor" in repr(p) or not isinstance(p, ScaledTensor)
+        with fp8_backends.whole_states(optimizer):
+            for name, p in model.module.named_parameters():
+                assert all(torch.equal(read(p), exact[f"module.{name}"]) for read in reads.values()), name
+        with fp8_backends.whole_states(optimizer), pytest.raises(FP8BackendError, match=r"load_state_dict on all"):
+            model.state_dict()["module.0.weight"].mul_(0.5)
+        for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+            with mode():
+                evaluated = model.module.eval()(x)
+            every = [torch.empty_like(evaluated) for _ in range(dist.get_world_size())]
+            dist.all_gather(every, evaluated.detach().clone())
+            assert all(torch.equal(each, every[0]) for each in every)
+        model.train()
+        assert train(model, optimizer, range(1, 3))[-1] > 0
+
+
 def check_shared_out_states_resume_to_the_bit():
     """Also in a run that shares nothing out."""
     for level in ("O3", "O4"):
@@ -653,6 +694,28 @@ def check_gradients_in_shards_are_clipped_and_zeroed():
     assert all(not whole(p.grad).any() for p in model.parameters())
     optimizer.zero_grad()
     assert all(p.grad is None for p in model.parameters())
+
+
+def check_writes_into_state_dicts_of_shards_land():
+    """One scale for all ranks is agreed on before the next forward."""
+    for level in ("O2", "O3", "O4"):
+        model, optimizer = sharded_model(level)
+        x = values((16, 128), dist.get_rank(), 1.0)
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        before = {name: whole(p) for name, p in model.named_parameters()}
+        for index, value in enumerate(model.state_dict().values()):
+            value.mul_(0.5) if index % 2 else value.copy_(value * 0.5)
+        after = {name: whole(value) for name, value in model.state_dict().items()}
+        for name, value in before.items():
+            torch.testing.assert_close(after[name], value * 0.5, rtol=2**-11, atol=2**-24)
+        model(x).square().mean().backward()
+        optimizer.step()
+        for p in model.parameters():
+            scales = [torch.empty(()) for _ in range(dist.get_world_size())]
+            dist.all_gather(scales, local_part(p)._scale_inv)
+            assert all(torch.equal(scale, scales[0]) for scale in scales)
 
 
 def check_states_of_a_new_model_are_made_before_its_first_step():

@@ -19,6 +19,7 @@ from level_steps import (
     values_of,
 )
 from torch import nn
+from transformers.optimization import Adafactor
 
 import fp8_backends
 from fp8_backends.errors import FP8BackendError, RecipeError
@@ -277,6 +278,54 @@ def test_a_step_rounds_what_was_written_in_place(level):
     assert 0.01 < weight.abs().max() < 0.03  # from there the optimizer went on, at a learning rate of 1e-2
 
 
+# Subclasses
+
+
+class Counting(torch.optim.AdamW):
+    """Inherits its update."""
+
+    steps = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.steps += 1
+        return super().step(closure)
+
+
+class OwnUpdate(torch.optim.AdamW):
+    """Has an update of its own."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.add_(p.grad, alpha=-group["lr"])
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+@pytest.mark.parametrize("kind", [Counting, type("Named", (torch.optim.AdamW,), {})])
+def test_a_subclass_that_inherits_its_update_trains_as_its_class_does(kind, scheduled):
+    pairs, hooks = [], []
+    for cls in (torch.optim.AdamW, kind):
+        model = mlp()
+        optimizer = cls(model.parameters(), 1e-3, weight_decay=0.1)
+        schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)] if scheduled else []
+        fp8_backends.prepare(model, optimizer, "msamp:O4")
+        optimizer.register_step_post_hook(lambda *_, cls=cls: hooks.append(cls))
+        losses = []
+        for seed in range(3):
+            losses += train(model, optimizer, [seed])
+            for each in schedulers:
+                each.step()
+        pairs.append((model, optimizer, losses))
+    (model, optimizer, losses), (twin, twins, its_losses) = pairs
+    assert isinstance(twins, kind) and its_losses == losses and hooks == 3 * [torch.optim.AdamW] + 3 * [kind]
+    assert all(map(torch.equal, values_of(model).values(), values_of(twin).values()))
+    assert getattr(twins, "steps", 3) == 3
+    assert_equal_states(optimizer, twins)
+    copied = copy.deepcopy((twin, twins))
+    assert train(*copied, [5]) == train(model, optimizer, [5]) and isinstance(copied[1], kind)
+
+
 # Refusals
 
 
@@ -286,7 +335,9 @@ def test_a_step_rounds_what_was_written_in_place(level):
         (lambda p: torch.optim.AdamW(p, amsgrad=True), "amsgrad"),
         (lambda p: torch.optim.AdamW(p, differentiable=True), "differentiable"),
         (lambda p: torch.optim.RMSprop(p), r"AdamW, Adam, .*, not with torch.optim.rmsprop.RMSprop.*O0"),
-        (lambda p: type("Mine", (torch.optim.AdamW,), {})(p), "Mine"),
+        (lambda p: OwnUpdate(p), r"not with .*OwnUpdate: .*super\(\).step\(\)"),
+        (lambda p: type("Grouped", (torch.optim.AdamW,), {"_init_group": lambda *_: None})(p), "not with .*Grouped"),
+        (lambda p: Adafactor(p, 1e-3, relative_step=False), r"transformers.*Adafactor.*optimizers=\(optimizer, None"),
     ],
 )
 def test_what_it_cannot_do_is_named_and_leaves_everything_alone(make, message):

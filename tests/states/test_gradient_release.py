@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import fp8_backends
 from fp8_backends.errors import FP8BackendError, RecipeError
 from fp8_backends.states import gradient_release
+from fp8_backends.states.gradient_release import is_dropped
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, 1e-2, momentum=0.9, nesterov=True, weight_decay=0.1),
@@ -49,7 +50,8 @@ def train_with_a_scheduler(model, optimizer, seeds, released: bool) -> list[floa
     for seed in seeds:
         loss = loss_of(model, seed)
         loss.backward()
-        assert not released or all(p.grad is None for p in model.parameters())
+        used = [p for name, p in model.named_parameters() if not name.startswith("unused")]
+        assert not released or all(map(is_dropped, (p.grad for p in used)))
         model.unused.weight.grad = torch.full((64, 64), 0.01)  # by hand: `step` makes what is left
         optimizer.step()
         scheduler.step()
@@ -91,12 +93,16 @@ def test_a_gradient_that_is_not_finite_counts_as_zero(monkeypatch):
     assert_same(*pairs)
 
 
+def _held_by(model: nn.Module) -> int:
+    return sum(each.grad is not None and not is_dropped(each.grad) for each in model.parameters())
+
+
 def test_gradients_lie_in_memory_one_at_a_time(monkeypatch):
     monkeypatch.setattr(gradient_release, "PENDING", 1)
     model, optimizer = prepared("O2", gradient_release=True)
     held = []
     for p in model.parameters():
-        p.register_hook(lambda _: held.append(sum(each.grad is not None for each in model.parameters())))
+        p.register_hook(lambda _: held.append(_held_by(model)))
     train(model, optimizer, range(1))
     assert held == [0] * len(list(model.parameters()))
 
@@ -163,6 +169,44 @@ def test_a_second_backward_before_the_step_is_refused():
     train(model, optimizer, range(1))
 
 
+@pytest.mark.parametrize("stepped", [False, True])
+def test_uses_of_a_dropped_gradient_are_refused(stepped):
+    model, optimizer = prepared("O2", gradient_release=True)
+    loss_of(model, 0).backward()
+    before = values_of(model)
+    if stepped:
+        optimizer.step()
+    parameters = list(model.parameters())
+    uses = [
+        lambda: [p.grad.mul_(0.1) for p in parameters if p.grad is not None],
+        lambda: nn.utils.clip_grad_norm_(parameters, 1.0),
+        lambda: nn.utils.clip_grad_value_(parameters, 1.0),
+        lambda: parameters[0].grad.data.norm(),
+        lambda: torch._foreach_mul_([p.grad for p in parameters], 0.1),
+        lambda: parameters[0].grad.clone(),
+        lambda: optimizer.zero_grad(set_to_none=False),
+    ]
+    for use in uses:
+        with pytest.raises(FP8BackendError, match="stepped with it and dropped it.*gradient_release=False"):
+            use()
+    assert "DroppedGradient" in repr(parameters[0].grad)
+    assert all(map(torch.equal, before.values(), values_of(model).values()))
+    model.to(torch.float64)
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in parameters)
+
+
+def test_a_loop_that_never_clears_gradients_is_refused():
+    """Without gradient release it would accumulate."""
+    model, optimizer = prepared("O2", gradient_release=True)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    with pytest.raises(FP8BackendError, match=r"second gradient of a parameter of shape .*zero_grad\(\)"):
+        loss_of(model, 1).backward()
+    model.zero_grad()
+    train(model, optimizer, range(2))
+
+
 def test_a_gradient_by_hand_where_one_was_stepped_with_is_refused():
     model, optimizer = prepared("O2", gradient_release=True)
     loss_of(model, 0).backward()
@@ -211,7 +255,7 @@ def test_a_parameter_that_is_added_later_is_stepped_as_usual():
     extra = nn.Parameter(torch.ones(64))
     optimizer.add_param_group({"params": [extra]})
     (loss_of(model, 0) + extra.sum()).backward()
-    assert extra.grad is not None and all(p.grad is None for p in model.parameters())
+    assert extra.grad is not None and all(is_dropped(p.grad) for p in model.parameters())
     optimizer.step()
     assert all(optimizer.state[p]["step"] == 1 for p in parameters_of(optimizer)) and not torch.equal(
         extra, torch.ones(64)

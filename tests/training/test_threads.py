@@ -2,6 +2,8 @@
 
 import gc
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,8 @@ import warm_process
 RELIABILITY = Path(__file__).resolve().parents[2] / "benchmarks" / "reliability"
 sys.path.append(str(RELIABILITY))
 import threads as cases  # noqa: E402
+
+from fp8_backends.states import levels  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +64,28 @@ def test_a_model_that_is_given_up_inside_a_backward_leaves_no_profiler_on():
     loss.register_hook(lambda _: (held.clear(), gc.collect()) and None)
     loss.backward()
     cases.train_ao(1)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O4"])
+def test_gradients_of_one_model_add_up_over_threads(level, monkeypatch):
+    """One thread accumulates while another one stores the gradient in FP8, which is slowed down here."""
+    training, alone = (cases.Training(f"native:dynamic+msamp:{level}") for _ in range(2))
+    quantize, casting = levels.quantize, threading.Event()
+
+    def slow(*args, **kwargs):
+        gradient = quantize(*args, **kwargs)
+        casting.set()
+        time.sleep(0.1)
+        return gradient
+
+    monkeypatch.setattr(levels, "quantize", slow)
+    first, second = training.loss(), training.loss()
+    cases.at_once(first.backward, lambda: casting.wait() and second.backward())
+    monkeypatch.undo()
+    for _ in range(2):
+        alone.loss().backward()
+    for p, q in zip(training.model.parameters(), alone.model.parameters(), strict=True):
+        assert (p.grad + 0 - q.grad).norm() < 0.05 * q.grad.norm()
 
 
 @pytest.mark.slow
