@@ -40,9 +40,9 @@ FEWEST = 2**12
 """Elements of the smallest packed tensor."""
 SHORTEST_ROW = 32
 """Elements of a block: a shorter row would not pay for its scale."""
-MOST_FACTORS = 8
-"""Packed factors in a row by which a gradient is multiplied. Their errors add up: a recurrence written in Python, which
-multiplies by one gate for each token, keeps the others whole."""
+MOST_FACTORS = 16
+"""Packed factors in a row by which the operations of one module multiply a gradient. Their errors add up: a recurrence
+written in Python, which multiplies by one gate for each token, keeps all others whole."""
 
 
 class Kept(NamedTuple):
@@ -153,10 +153,12 @@ def _hooked_modules(root: nn.Module) -> list[nn.Module]:
 class Mark(NamedTuple):
     """Note in `Node.metadata` of a module's result: the nodes of this module are done."""
 
-    before: tuple[Node, ...] = ()
+    before: tuple[Node, ...]
     """The nodes of the module's inputs, at which walks of outer modules continue."""
-    factors: int = 0
-    """Packed factors in a row up to this node (`MOST_FACTORS`)."""
+    module: int
+    """`id` of the module."""
+    factors: int
+    """Packed factors in a row up to this node (`MOST_FACTORS`), for a module that reads its own result."""
 
 
 _MARK = "fp8_backends.saved_activations"
@@ -181,30 +183,30 @@ class Packer:
             return
         results = _nodes_of(output)
         made, before = _walk(results, _nodes_of((args, kwargs)))
-        factors = {node: node.metadata.get(_MARK, Mark()).factors for node in before}
+        marks = [(node, node.metadata.get(_MARK)) for node in before]
+        factors = {node: mark.factors for node, mark in marks if mark is not None and mark.module == id(module)}
         saved: dict[Node, Saved] = {}
         for node, inputs in made.items():
-            if _MARK in node.metadata:
-                factors[node] = node.metadata[_MARK].factors
-                continue
             kept = self._kept(node)
-            path = [(factors[each], field) for each, field in zip_longest(inputs, kept.factors) if each in factors]
-            if kept.factors and min((count for count, _ in path), default=0) >= MOST_FACTORS:
-                kept = _NOTHING
-            saved[node] = _saved(node, kept)
-            factors[node] = min((count + (field in saved[node]) for count, field in path), default=0)
+            path = [(factors.get(each, 0), field) for each, field in zip_longest(inputs, kept.factors)]
+            longest = max((count for count, _ in path), default=0)
+            saved[node] = _saved(node, _NOTHING if kept.factors and longest >= MOST_FACTORS else kept)
+            factors[node] = max((count + (field in saved[node]) for count, field in path), default=0)
         self._pack(saved)
         for node in results:
             if node in made and _MARK not in node.metadata:
-                node.metadata[_MARK] = Mark(before, factors[node])
+                node.metadata[_MARK] = Mark(before, id(module), factors[node])
 
     def _kept(self, node: Node) -> Kept:
         """Return the saved tensors of a node to pack."""
         if issubclass(getattr(type(node), "_forward_cls", object), ValuesFunction):
             return _VALUES
         kept = NODES.get(node.name(), _NOTHING)
-        is_left = (kept.attention and not self.with_attention) or getattr(node, "_saved_exponent", 2) != 2
-        return _NOTHING if is_left else kept
+        if (kept.attention and not self.with_attention) or (
+            kept is NODES["PowBackward0"] and node._saved_exponent != 2
+        ):
+            return _NOTHING
+        return kept
 
     @torch.no_grad()
     def _pack(self, saved: dict[Node, Saved]) -> None:
@@ -219,7 +221,11 @@ class Packer:
             raw.register_hooks(lambda _, each=each: each, _unpack)
 
     def _packed_once(
-        self, node: Node, tensor: torch.Tensor, saved: dict[Node, Saved], codes: dict[tuple, PackedValues | ComputedValues]
+        self,
+        node: Node,
+        tensor: torch.Tensor,
+        saved: dict[Node, Saved],
+        codes: dict[tuple, PackedValues | ComputedValues],
     ) -> PackedValues | ComputedValues:
         """Return the codes of a tensor, the same ones for all nodes that save it."""
         centers = node.name() == "NativeLayerNormBackward0"
@@ -241,7 +247,8 @@ class Packer:
         function, (_, read) = _ACTIVATIONS[node.name()](node), saved[node]["self"]
         if not _is_result(tensor, function, read):
             return None
-        return ComputedValues(function, self._packed_once(node, read, saved, codes))
+        values = self._packed_once(node, read, saved, codes)
+        return ComputedValues(function, values) if isinstance(values, PackedValues) else None
 
 
 class Start:
