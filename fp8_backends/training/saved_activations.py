@@ -60,11 +60,11 @@ class Kept(NamedTuple):
 _ATTENTION = Kept(
     ("query", "key", "value", "output"), "none: an error of queries or keys is one of an exponent", attention=True
 )
-_NORM = Kept(("input",), "2**-4 of each term that has the normed values as a factor")
+_NORM = Kept(("input",), "1/16 for each normed value in a term")
 
 NODES = {
-    "MulBackward0": Kept(("self", "other"), "2**-4 of each term", ("other", "self")),
-    "PowBackward0": Kept(("self",), "2**-4 of each term; exponents other than 2 are left alone", ("self",)),
+    "MulBackward0": Kept(("self", "other"), "1/16 of each term", ("other", "self")),
+    "PowBackward0": Kept(("self",), "1/16 of each term; exponents other than 2 are left alone", ("self",)),
     "SiluBackward0": Kept(("self",), "0.02 of the incoming gradient", ("self",)),
     "GeluBackward0": Kept(("self",), "0.022 of the incoming gradient", ("self",)),
     "ReluBackward0": Kept(("result",), "exact: codes keep zeros and signs"),
@@ -105,6 +105,11 @@ def install(root: nn.Module, prepared: Prepared) -> None:
     remove(root)
     if prepared.recipe.saved_activations == OFF:
         return
+    if not hasattr(torch._C._autograd.SavedTensor, "unpack_hook"):
+        raise FP8BackendError(
+            f"saved_activations: PyTorch {torch.__version__} does not say whether a saved tensor has hooks "
+            "(SavedTensor.unpack_hook); use a version that this package is tested with, or leave saved_activations out"
+        )
     packer, number = Packer(prepared.recipe.saved_activations == WITH_ATTENTION), None
     root.register_forward_pre_hook(Start(packer))
     for module in _hooked_modules(root):
@@ -163,7 +168,6 @@ class Mark(NamedTuple):
 
 _MARK = "fp8_backends.saved_activations"
 
-
 Saved = dict[Any, tuple[Any, torch.Tensor]]
 """Fields of a node -> (PyTorch's saved tensor, its value)."""
 
@@ -202,16 +206,13 @@ class Packer:
         if issubclass(getattr(type(node), "_forward_cls", object), ValuesFunction):
             return _VALUES
         kept = NODES.get(node.name(), _NOTHING)
-        if (kept.attention and not self.with_attention) or (
-            kept is NODES["PowBackward0"] and node._saved_exponent != 2
-        ):
-            return _NOTHING
-        return kept
+        is_left = kept.attention and not self.with_attention
+        return _NOTHING if is_left or (node.name() == "PowBackward0" and node._saved_exponent != 2) else kept
 
     @torch.no_grad()
     def _pack(self, saved: dict[Node, Saved]) -> None:
         """Register codes with saved tensors."""
-        codes: dict[tuple, PackedValues | ComputedValues] = {}
+        codes: dict[tuple, Codes] = {}
         held = [
             (raw, Held(self._packed_once(node, tensor, saved, codes), tensor.shape))
             for node, tensors in saved.items()
@@ -221,25 +222,23 @@ class Packer:
             raw.register_hooks(lambda _, each=each: each, _unpack)
 
     def _packed_once(
-        self,
-        node: Node,
-        tensor: torch.Tensor,
-        saved: dict[Node, Saved],
-        codes: dict[tuple, PackedValues | ComputedValues],
-    ) -> PackedValues | ComputedValues:
+        self, node: Node, tensor: torch.Tensor, saved: dict[Node, Saved], codes: dict[tuple, Codes]
+    ) -> Codes:
         """Return the codes of a tensor, the same ones for all nodes that save it."""
         centers = node.name() == "NativeLayerNormBackward0"
         layout = (tensor.numel(), tensor.shape[-1]) if tensor.is_contiguous() else (tensor.shape, tensor.stride())
         place = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.dtype, layout, centers)
         if place not in codes:
-            codes[place] = self._computed(tensor, saved, codes) if not centers else None
-            codes[place] = codes[place] or packed(tensor, centers)
+            computed = None if centers else self._computed(tensor, saved, codes)
+            codes[place] = computed or packed(tensor, centers)
             self.counted.tensors += 1
             self.counted.bytes += codes[place].nbytes
             self.counted.plain_bytes += tensor.numel() * tensor.element_size()
         return codes[place]
 
-    def _computed(self, tensor, saved, codes) -> ComputedValues | None:
+    def _computed(
+        self, tensor: torch.Tensor, saved: dict[Node, Saved], codes: dict[tuple, Codes]
+    ) -> ComputedValues | None:
         """Return a tensor as the result of an activation function of this walk; None for any other."""
         node = tensor.grad_fn
         if node not in saved or "self" not in saved[node] or node.name() not in _ACTIVATIONS:
@@ -353,10 +352,13 @@ class ComputedValues(NamedTuple):
         return self.function(self.read.unpacked(shape))
 
 
+Codes = PackedValues | ComputedValues
+
+
 class Held(NamedTuple):
     """Codes in place of a saved tensor."""
 
-    values: PackedValues | ComputedValues
+    values: Codes
     shape: torch.Size
 
 

@@ -333,7 +333,13 @@ def test_a_recurrence_multiplies_a_gradient_by_few_packed_factors():
     assert (found[1] - exact[1]).norm() <= 0.027 * MOST_FACTORS**0.5 * exact[1].norm()
 
 
-def test_packing_reads_no_frames_and_puts_no_hooks_in_force():
+def test_a_version_of_pytorch_that_does_not_say_whose_hooks_there_are_is_refused(monkeypatch):
+    monkeypatch.setattr(torch._C._autograd, "SavedTensor", object)  # stands for an older one
+    with pytest.raises(fp8_backends.FP8BackendError, match="unpack_hook.*leave saved_activations out"):
+        prepared()
+
+
+def test_packing_puts_no_hooks_in_force_while_a_module_runs():
     seen = []
     model = prepared()
     gradients(
