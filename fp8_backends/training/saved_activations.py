@@ -78,7 +78,6 @@ NODES = {
 """Name of an autograd node -> the saved tensors to pack, in which its derivative is linear or changes slowly. Any other
 node is left alone."""
 
-_NOTHING = Kept((), "")
 _VALUES = Kept((), "its own; all tensors that it saves")
 """For every `ValuesFunction`."""
 
@@ -191,23 +190,26 @@ class Packer:
         factors = {node: mark.factors for node, mark in marks if mark is not None and mark.module == id(module)}
         saved: dict[Node, Saved] = {}
         for node, inputs in made.items():
-            kept = self._kept(node)
+            kept = None if _MARK in node.metadata else self._kept(node)
+            if kept is None:
+                factors[node] = max((factors[each] for each in inputs if each in factors), default=0)
+                continue
             path = [(factors.get(each, 0), field) for each, field in zip_longest(inputs, kept.factors)]
-            longest = max((count for count, _ in path), default=0)
-            saved[node] = _saved(node, _NOTHING if kept.factors and longest >= MOST_FACTORS else kept)
-            factors[node] = max((count + (field in saved[node]) for count, field in path), default=0)
+            longest = max(count for count, _ in path)
+            saved[node] = {} if kept.factors and longest >= MOST_FACTORS else _saved(node, kept)
+            factors[node] = max(count + (field in saved[node]) for count, field in path)
         self._pack(saved)
         for node in results:
             if node in made and _MARK not in node.metadata:
                 node.metadata[_MARK] = Mark(before, id(module), factors[node])
 
-    def _kept(self, node: Node) -> Kept:
+    def _kept(self, node: Node) -> Kept | None:
         """Return the saved tensors of a node to pack."""
-        if issubclass(getattr(type(node), "_forward_cls", object), ValuesFunction):
-            return _VALUES
-        kept = NODES.get(node.name(), _NOTHING)
+        kept = NODES.get(node.name())
+        if kept is None:
+            return _VALUES if issubclass(getattr(type(node), "_forward_cls", object), ValuesFunction) else None
         is_left = kept.attention and not self.with_attention
-        return _NOTHING if is_left or (node.name() == "PowBackward0" and node._saved_exponent != 2) else kept
+        return None if is_left or (node.name() == "PowBackward0" and node._saved_exponent != 2) else kept
 
     @torch.no_grad()
     def _pack(self, saved: dict[Node, Saved]) -> None:
