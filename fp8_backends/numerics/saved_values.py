@@ -79,23 +79,5 @@ def packed(values: torch.Tensor, centers: bool = False) -> PackedValues:
     return PackedValues(quantized, dtype, mean)
 
 
-def with_sum_of_one(values: torch.Tensor, dim: int) -> torch.Tensor:
-    """Probabilities that codes stand for, scaled so that each row has a sum of 1: backward of a softmax subtracts their
-    mean from what comes in, and would find a difference where there is none.
-
-    Args:
-        values: of any shape; a row of zeros stays one.
-        dim: along which the softmax ran, as its node holds it: less than 0 counts from 2**64.
-    """
-    dim -= 2**64 if dim >= 2**63 else 0
-    sums = values.sum(dim, keepdim=True, dtype=torch.float32)
-    return (values / sums.where(sums != 0, 1)).to(values.dtype)
-
-
 class ValuesFunction(torch.autograd.Function):
-    """A custom function whose backward does with values near those that it keeps, so that these may be packed."""
-
-    @classmethod
-    def apply(cls, *args, **kwargs):
-        """As PyTorch's. What is kept is known by coming through here: PyTorch tells nobody whose it is."""
-        return super().apply(*args, **kwargs)
+    """Custom function whose backward tolerates errors of 2**-4 in the tensors that it saves: they may be packed."""

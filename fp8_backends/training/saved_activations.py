@@ -1,46 +1,35 @@
-"""What a model keeps from forward to backward, in FP8 (the recipe's `saved_activations`).
+"""Keep saved activations in FP8 until backward reads them (the recipe's `saved_activations`).
 
-Converted layers keep the codes that their products read. What else is kept are the inputs and results of norms,
-activation functions, elementwise products and the like, in the dtype in which they were computed, and mostly in FP32
-where a norm is written in Python. Here hooks of PyTorch (`torch.autograd.graph.saved_tensors_hooks`) keep E4M3 codes of
-these (`numerics.saved_values`), and backward reads the values that the codes stand for. Nothing of a model is patched,
-and its forward computes what it did.
+Converted layers keep the codes that their products read. Norms, activation functions and elementwise products keep
+their inputs and results in the dtype in which they were computed, mostly FP32 where a norm is written in Python. When
+the forward of a module ends, a hook walks the autograd nodes made since the module's inputs (`Packer`), and registers
+E4M3 codes (`numerics.saved_values`) with the saved tensors of the nodes in `NODES`, by the public
+`SavedTensor.register_hooks`. The forward itself is unchanged, and every node outside the table keeps what it saved.
 
-Which modules: hooks of modules say where PyTorch's hooks are in force (`Role`). Which tensors: those whose last
-dimension is one of the model's feature sizes, so neither statistics of a norm nor the logits of a router, with these
-exceptions: what has no gradient (masks, rotary tables), Parameters and buffers, and what a custom
-`torch.autograd.Function` keeps, compiled code included, unless it is a `ValuesFunction`.
-
-Hooks that others have put in force win: activation checkpointing's, `save_on_cpu`. Nothing is packed in what is
-recomputed, in evaluation, without gradients, under transforms of `torch.func`, and in compiled code.
+Left alone in listed nodes: leaves (Parameters, buffers, masks), small tensors, rows shorter than a block, tensors
+changed in place since, and tensors with hooks of others (activation checkpointing, `save_on_cpu`). Nothing is packed in
+recomputed forwards, in evaluation, without gradients, under transforms of `torch.func`, and in compiled code.
 """
 
 from __future__ import annotations
 
 import functools
-import re
-import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum, auto
-from types import CodeType, FrameType
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.utils.checkpoint
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch.autograd.graph import Node
+from torch.utils._pytree import tree_leaves
 
 from ..compute.counts import inside_backward
 from ..errors import FP8BackendError
-from ..numerics.kernels.eager import PLAIN
-from ..numerics.modules import CONTAINER, is_traced, renumber
-from ..numerics.saved_values import DTYPES, PackedValues, ValuesFunction, packed, with_sum_of_one
+from ..numerics.kernels.eager import PLAIN, is_eager
+from ..numerics.modules import CONVERSION, is_traced, renumber
+from ..numerics.saved_values import DTYPES, PackedValues, ValuesFunction, packed
 from ..recipes.fields import SAVED_ACTIVATIONS
-from . import fused_head
-from .weight_products import NEVER_IN_FP8, Found, find_weight_products
 
 if TYPE_CHECKING:
     from .conversion import Prepared
@@ -48,385 +37,310 @@ if TYPE_CHECKING:
 OFF, _, WITH_ATTENTION = SAVED_ACTIVATIONS
 
 FEWEST = 2**12
-"""Elements of the smallest tensor that is packed."""
+"""Elements of the smallest packed tensor."""
+SHORTEST_ROW = 32
+"""Elements of a block: a shorter row would not pay for its scale."""
+MOST_FACTORS = 16
+"""Packed factors in a row by which the operations of one module multiply a gradient. Their errors add up: a recurrence
+written in Python, which multiplies by one gate for each token, keeps all others whole."""
 
 
-class Role(Enum):
-    """What the forward of a module means to the hooks."""
+class Kept(NamedTuple):
+    """Saved tensors of an autograd node to pack."""
 
-    PACKS = auto()
-    """What its own operations keep is packed."""
-    PAUSES = auto()
-    """Neither it nor a module inside of it is touched: layers with weights, which keep what their products read,
-    routers, embeddings, losses, recurrences; attention, but for `fp8+attention`."""
-    ATTENDS = auto()
-    """Attention with `fp8+attention`: queries, keys, values and results are packed, one head a row."""
+    fields: tuple[str, ...]
+    bound: str
+    """How far the node's results are off, for an exact incoming gradient; for the guide's table."""
+    factors: tuple[str, ...] = ()
+    """For each input of the node, the field by which the gradient is multiplied on its way to it."""
+    attention: bool = False
+    """Whether only `fp8+attention` packs it."""
 
 
-_PAUSES = re.compile(
-    "Embedding|Router|TopK|Loss|Softmax|BatchNorm|GroupNorm|InstanceNorm|Mamba|SSM|RWKV|Recurrent|RNN|LSTM|GRU|DeltaNet"
+_ATTENTION = Kept(
+    ("query", "key", "value", "output"), "none: an error of queries or keys is one of an exponent", attention=True
 )
-"""Names of classes that are left alone: exact values matter there, or errors add up from token to token. A norm over
-other dimensions than the last reads small differences between large numbers."""
-_ATTENTION = re.compile("attention|attn", re.IGNORECASE)
-_HEAD_SIZES = ("head_dim", "head_size", "attention_head_size", "key_value_proj_dim", "d_kv", "dim_head")
-"""Attributes of attention modules that hold the size of a head."""
-_WITHOUT_FEATURES = ("head", "router", "adapter", *NEVER_IN_FP8)
-"""Kinds of weight products whose sizes are not those of activations."""
+_NORM = Kept(("input",), "1/16 for each normed value in a term")
+
+NODES = {
+    "MulBackward0": Kept(("self", "other"), "1/16 of each term", ("other", "self")),
+    "PowBackward0": Kept(("self",), "1/16 of each term; exponents other than 2 are left alone", ("self",)),
+    "SiluBackward0": Kept(("self",), "0.02 of the incoming gradient", ("self",)),
+    "GeluBackward0": Kept(("self",), "0.022 of the incoming gradient", ("self",)),
+    "ReluBackward0": Kept(("result",), "exact: codes keep zeros and signs"),
+    "NativeLayerNormBackward0": _NORM,
+    "FusedRmsNormBackward0": _NORM,
+    "ScaledDotProductFlashAttentionBackward0": _ATTENTION,
+    "ScaledDotProductFlashAttentionForCpuBackward0": _ATTENTION,
+    "ScaledDotProductEfficientAttentionBackward0": _ATTENTION,
+    "ScaledDotProductCudnnAttentionBackward0": _ATTENTION,
+}
+"""Name of an autograd node -> the saved tensors to pack, in which its derivative is linear or changes slowly. Any other
+node is left alone."""
+
+_VALUES = Kept((), "its own; all tensors that it saves")
+"""For every `ValuesFunction`."""
+
+_ACTIVATIONS: dict[str, Callable[[Any], Callable[[torch.Tensor], torch.Tensor]]] = {
+    "SiluBackward0": lambda node: nn.functional.silu,
+    "GeluBackward0": lambda node: functools.partial(nn.functional.gelu, approximate=node._saved_approximate),
+}
+"""Name of a node -> its function, whose result backward computes again from the codes of the input."""
 
 
 @dataclass
 class SavedBytes:
-    """What the last training forward of a model has packed."""
+    """Sizes of the tensors packed in the last training forward of a model."""
 
     tensors: int = 0
     bytes: int = 0
-    """Bytes that the codes take, scales included."""
+    """Bytes of the codes and their scales."""
     plain_bytes: int = 0
-    """Bytes that the same tensors would have taken."""
+    """Bytes of the same tensors unpacked."""
 
 
 def install(root: nn.Module, prepared: Prepared) -> None:
-    """Let a prepared model keep activations as its recipe says. Repeated, it follows modules that were added."""
+    """Hook the modules of a prepared model, if its recipe says so. Repeated, it hooks modules added since."""
     remove(root)
     if prepared.recipe.saved_activations == OFF:
         return
-    found = find_weight_products(root)
-    with_attention = prepared.recipe.saved_activations == WITH_ATTENTION
-    packing = Packing(_feature_sizes(found))
-    root.register_forward_pre_hook(Start(packing))
-    end, begins, numbers = End(packing), {role: Begin(packing, role) for role in Role}, {}
-    for module, role in _roles(root, found, with_attention):
-        before = module.register_forward_pre_hook(begins[role])
-        after = module.register_forward_hook(end, always_call=True)
-        number, end_number = numbers.setdefault(role, before.id), numbers.setdefault(end, after.id)
-        renumber(before, number, module._forward_pre_hooks)
-        renumber(after, end_number, module._forward_hooks, module._forward_hooks_always_called)
+    if not hasattr(torch._C._autograd.SavedTensor, "unpack_hook"):
+        raise FP8BackendError(
+            f"saved_activations: PyTorch {torch.__version__} does not say whether a saved tensor has hooks "
+            "(SavedTensor.unpack_hook); use a version that this package is tested with, or leave saved_activations out"
+        )
+    packer, number = Packer(prepared.recipe.saved_activations == WITH_ATTENTION), None
+    root.register_forward_pre_hook(Start(packer))
+    for module in _hooked_modules(root):
+        handle = module.register_forward_hook(packer, with_kwargs=True)
+        number = handle.id if number is None else number
+        renumber(handle, number, module._forward_hooks, module._forward_hooks_with_kwargs)
     if remove not in prepared.undo:
         prepared.undo.append(remove)
 
 
 def remove(root: nn.Module) -> None:
-    """Take the hooks away."""
+    """Remove the hooks."""
     for module in root.modules():
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for key in [key for key, hook in hooks.items() if isinstance(hook, _Hook)]:
+            for key in [key for key, hook in hooks.items() if isinstance(hook, (Start, Packer))]:
                 del hooks[key]
-                module._forward_hooks_always_called.pop(key, None)
+                module._forward_hooks_with_kwargs.pop(key, None)
 
 
 def saved_bytes(root: nn.Module) -> SavedBytes | None:
-    """What the last training forward of a prepared root has packed; None where its recipe asks for nothing."""
+    """Return the sizes packed in the last training forward of a prepared root; None if its recipe packs nothing."""
     hooks = root._forward_pre_hooks.values()
-    return next((hook.packing.counted for hook in hooks if isinstance(hook, Start)), None)
+    return next((hook.packer.counted for hook in hooks if isinstance(hook, Start)), None)
 
 
-# choosing modules
+def _hooked_modules(root: nn.Module) -> list[nn.Module]:
+    """Return the modules whose nodes are walked.
 
-
-def _feature_sizes(found: list[Found]) -> frozenset[int]:
-    """The sizes along which activations lie: of inputs and outputs of the model's layers."""
-    products = (each.product for each in found if each.product.kind not in _WITHOUT_FEATURES)
-    return frozenset(size for product in products for size in product.sizes)
-
-
-def _roles(root: nn.Module, found: list[Found], with_attention: bool) -> Iterator[tuple[nn.Module, Role]]:
-    """The modules that get hooks. A module that holds an embedding or an output head has none for itself, since its own
-    operations may be those of a loss, nor has the root."""
-    # converted experts compute activations between their products
-    with_weights = {each.module for each in found if not (each.part and each.conversion is not None)}
-    heads = {fused_head.output_head(root), *(each.module for each in found if each.product.kind == "head")}
-    outer = {root, *(module for module in root.modules() if _holds_an_end(module, heads))}
-    seen = set()
-
-    def walk(module: nn.Module, name: str) -> Iterator[tuple[nn.Module, Role]]:
-        if module in seen:
-            return
-        seen.add(module)
-        attends = _is_attention(module, name, with_weights)
-        if module in with_weights or _PAUSES.search(type(module).__name__) or (attends and not with_attention):
-            yield module, Role.PAUSES
-            return
-        if attends:
-            yield module, Role.ATTENDS
-        elif module not in outer and not isinstance(module, (nn.ModuleList, nn.ModuleDict)):  # nobody calls these
-            yield module, Role.PACKS
-        for child_name, child in module.named_children():
-            if child_name != CONTAINER:
-                yield from walk(child, child_name)
-
-    return walk(root, "")
-
-
-def _holds_an_end(module: nn.Module, heads: set[nn.Module]) -> bool:
-    """Whether there is an embedding or an output head in a module."""
-    return any(isinstance(part, (nn.Embedding, nn.EmbeddingBag)) or part in heads for part in module.modules())
-
-
-def _is_attention(module: nn.Module, name: str, with_weights: set[nn.Module]) -> bool:
-    """Whether a module is the innermost that is called attention and has layers with weights."""
-    return _is_called_attention(module, name, with_weights) and not any(
-        _is_called_attention(part, path.rpartition(".")[2], with_weights)
-        for path, part in module.named_modules()
-        if part is not module
-    )
-
-
-def _is_called_attention(module: nn.Module, name: str, with_weights: set[nn.Module]) -> bool:
-    is_called = _ATTENTION.search(type(module).__name__) or _ATTENTION.search(name)
-    return bool(is_called) and module not in with_weights and not with_weights.isdisjoint(module.modules())
+    Neither the root nor modules that contain an embedding: their own operations may compute a loss. An activation
+    function leaves its nodes to the module around it, which compares its result (`_is_result`).
+    """
+    outer = {root}
+    outer.update(m for m in root.modules() if any(isinstance(p, (nn.Embedding, nn.EmbeddingBag)) for p in m.modules()))
+    modules = {
+        child: None
+        for parent in root.modules()
+        for child in parent.children()
+        if child not in outer and (parent in outer or next(child.parameters(), None) is not None)
+    }
+    return [module for module in modules if CONVERSION not in module.__dict__]
 
 
 # hooks of modules
 
 
-class _Hook:
+class Mark(NamedTuple):
+    """Note in `Node.metadata` of a module's result: the nodes of this module are done."""
+
+    before: tuple[Node, ...]
+    """The nodes of the module's inputs, at which walks of outer modules continue."""
+    module: int
+    """`id` of the module."""
+    factors: int
+    """Packed factors in a row up to this node (`MOST_FACTORS`), for a module that reads its own result."""
+
+
+_MARK = "fp8_backends.saved_activations"
+
+Saved = dict[Any, tuple[Any, torch.Tensor]]
+"""Fields of a node -> (PyTorch's saved tensor, its value)."""
+
+
+class Packer:
+    """Forward hook of modules: pack tensors saved by the nodes made since the module's inputs."""
+
     changes_nothing = True
-    """What pairs of layers ask of hooks (`numerics.modules.changes_nothing`)."""
+    """Read by `numerics.modules.changes_nothing`."""
 
-    def __init__(self, packing: Packing) -> None:
-        self.packing = packing
+    def __init__(self, with_attention: bool) -> None:
+        self.with_attention = with_attention
+        self.counted = SavedBytes()
+
+    def __call__(self, module: nn.Module, args, kwargs, output) -> None:
+        if is_traced() or torch.jit.is_tracing() or not _may_pack(module):
+            return
+        results = _nodes_of(output)
+        made, before = _walk(results, _nodes_of((args, kwargs)))
+        marks = [(node, node.metadata.get(_MARK)) for node in before]
+        factors = {node: mark.factors for node, mark in marks if mark is not None and mark.module == id(module)}
+        saved: dict[Node, Saved] = {}
+        for node, inputs in made.items():
+            kept = None if _MARK in node.metadata else self._kept(node)
+            if kept is None:
+                factors[node] = max((factors[each] for each in inputs if each in factors), default=0)
+                continue
+            path = [(factors.get(each, 0), field) for each, field in zip_longest(inputs, kept.factors)]
+            longest = max(count for count, _ in path)
+            saved[node] = {} if kept.factors and longest >= MOST_FACTORS else _saved(node, kept)
+            factors[node] = max(count + (field in saved[node]) for count, field in path)
+        self._pack(saved)
+        for node in results:
+            if node in made and _MARK not in node.metadata:
+                node.metadata[_MARK] = Mark(before, id(module), factors[node])
+
+    def _kept(self, node: Node) -> Kept | None:
+        """Return the saved tensors of a node to pack."""
+        kept = NODES.get(node.name())
+        if kept is None:
+            return _VALUES if issubclass(getattr(type(node), "_forward_cls", object), ValuesFunction) else None
+        is_left = kept.attention and not self.with_attention
+        return None if is_left or (node.name() == "PowBackward0" and node._saved_exponent != 2) else kept
+
+    @torch.no_grad()
+    def _pack(self, saved: dict[Node, Saved]) -> None:
+        """Register codes with saved tensors."""
+        codes: dict[tuple, Codes] = {}
+        held = [
+            (raw, Held(self._packed_once(node, tensor, saved, codes), tensor.shape))
+            for node, tensors in saved.items()
+            for raw, tensor in tensors.values()
+        ]
+        for raw, each in held:
+            raw.register_hooks(lambda _, each=each: each, _unpack)
+
+    def _packed_once(
+        self, node: Node, tensor: torch.Tensor, saved: dict[Node, Saved], codes: dict[tuple, Codes]
+    ) -> Codes:
+        """Return the codes of a tensor, the same ones for all nodes that save it."""
+        centers = node.name() == "NativeLayerNormBackward0"
+        layout = (tensor.numel(), tensor.shape[-1]) if tensor.is_contiguous() else (tensor.shape, tensor.stride())
+        place = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.dtype, layout, centers)
+        if place not in codes:
+            computed = None if centers else self._computed(tensor, saved, codes)
+            codes[place] = computed or packed(tensor, centers)
+            self.counted.tensors += 1
+            self.counted.bytes += codes[place].nbytes
+            self.counted.plain_bytes += tensor.numel() * tensor.element_size()
+        return codes[place]
+
+    def _computed(
+        self, tensor: torch.Tensor, saved: dict[Node, Saved], codes: dict[tuple, Codes]
+    ) -> ComputedValues | None:
+        """Return a tensor as the result of an activation function of this walk; None for any other."""
+        node = tensor.grad_fn
+        if node not in saved or "self" not in saved[node] or node.name() not in _ACTIVATIONS:
+            return None
+        function, (_, read) = _ACTIVATIONS[node.name()](node), saved[node]["self"]
+        if not _is_result(tensor, function, read):
+            return None
+        values = self._packed_once(node, read, saved, codes)
+        return ComputedValues(function, values) if isinstance(values, PackedValues) else None
 
 
-class Start(_Hook):
-    """Pre-hook of the root: a forward begins."""
+class Start:
+    """Pre-hook of the root: count the bytes of a new forward."""
+
+    changes_nothing = True
+
+    def __init__(self, packer: Packer) -> None:
+        self.packer = packer
 
     def __call__(self, root: nn.Module, args) -> None:
-        if not _is_watched() or inside_backward():
-            return
-        self.packing.unwind()
-        if root.training and torch.is_grad_enabled():
-            self.packing.counted = SavedBytes()
-
-
-class Begin(_Hook):
-    """Pre-hook of a module with a role."""
-
-    def __init__(self, packing: Packing, role: Role) -> None:
-        super().__init__(packing)
-        self.role = role
-
-    def __call__(self, module: nn.Module, args) -> None:
-        if _is_watched():
-            self.packing.begin(module, self.role)
-
-
-class End(_Hook):
-    """Forward hook of the same module."""
-
-    def __call__(self, module: nn.Module, args, output) -> None:
-        if _is_watched():
-            self.packing.end(module)
-
-
-def _is_watched() -> bool:
-    return not (is_traced() or torch.jit.is_tracing())
-
-
-class Frame(NamedTuple):
-    """A module whose forward is running."""
-
-    module: nn.Module
-    undo: Callable[[], None] | None
-    """What its end does."""
-
-
-class _Thread(threading.local):
-    def __init__(self) -> None:
-        self.frames: list[Frame] = []
-        self.region: Region | None = None
-
-
-class Packing:
-    """What the hooks of one prepared model share. A copy of it begins anew."""
-
-    def __init__(self, features: frozenset[int]) -> None:
-        self.features = features
-        self.counted = SavedBytes()
-        self.thread = _Thread()
-
-    def __reduce__(self):
-        return type(self), (self.features,)
-
-    def begin(self, module: nn.Module, role: Role) -> None:
-        """Note that the forward of a module begins."""
-        region, undo = self.thread.region, None
-        if region is None:
-            _end_interrupted()
-            if role is Role.PACKS and _may_pack(module):
-                region = self.thread.region = Region(self, module)
-                region.hooks.__enter__()
-                undo = self._leave
-        elif region.is_in_force():
-            if role is Role.PAUSES:
-                region.hooks.__exit__()
-                undo = region.hooks.__enter__
-            else:
-                region.learn(module._parameters, module._buffers)
-                undo = region.enter(module, role)
-        self.thread.frames.append(Frame(module, undo))
-
-    def end(self, module: nn.Module) -> None:
-        """Note that it has ended, or failed: maybe before `begin` was called."""
-        frames = self.thread.frames
-        if frames and frames[-1].module is module:
-            undo = frames.pop().undo
-            if undo is not None:
-                undo()
-
-    def unwind(self) -> None:
-        """End what an interrupt has left open in this thread: hooks of modules are called after an `Exception`, and not
-        after a `KeyboardInterrupt`."""
-        while self.thread.frames:
-            self.end(self.thread.frames[-1].module)
-
-    def _leave(self) -> None:
-        region, self.thread.region = self.thread.region, None
-        if region.is_in_force():
-            region.hooks.__exit__()
-        region.close()
+        if not is_traced() and root.training and torch.is_grad_enabled() and not inside_backward():
+            self.packer.counted = SavedBytes()
 
 
 def _may_pack(module: nn.Module) -> bool:
-    """Whether what this forward keeps is for a backward to come, and nobody else has hooks in force."""
+    """Return whether a backward may follow that reads tensors saved by this forward."""
     return (
         module.training
         and torch.is_grad_enabled()
         and not inside_backward()
-        and _hooks_in_force() is None
         and torch._C._autograd._saved_tensors_hooks_is_enabled()
         and not torch._C._are_functorch_transforms_active()
     )
 
 
-def _hooks_in_force() -> tuple[Callable, Callable] | None:
-    """The hooks (pack, unpack) that PyTorch would call now."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+# autograd nodes
 
 
-def _end_interrupted() -> None:
-    """End a region that is in force in this thread and runs no more."""
-    hooks = _hooks_in_force()
-    region = None if hooks is None else getattr(hooks[0], "__self__", None)
-    if isinstance(region, Region) and not region.is_running(sys._getframe(1)):
-        region.packing.unwind()
+def _nodes_of(values: Any) -> list[Node]:
+    """Return the nodes that made these tensors, in any nesting."""
+    leaves = (leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
+    return [leaf.grad_fn for leaf in leaves if leaf.grad_fn is not None]
 
 
-# hooks of saved tensors
+def _walk(results: list[Node], inputs: list[Node]) -> tuple[dict[Node, list[Node | None]], tuple[Node, ...]]:
+    """Return the nodes made between inputs and results, oldest first, each with the nodes of its inputs; and the nodes
+    before them. Marked modules are passed over."""
+    start = max((node._sequence_nr() for node in inputs), default=-1)
+    made, before, left = {}, {}, list(results)
+    while left:
+        node = left.pop()
+        if node is None or node in made or node in before:
+            continue
+        if node._sequence_nr() <= start:
+            before[node] = None
+        else:
+            mark = node.metadata.get(_MARK)
+            made[node] = [each for each, _ in node.next_functions] if mark is None else list(mark.before)
+            left += made[node]
+    return {node: made[node] for node in sorted(made, key=lambda node: node._sequence_nr())}, tuple(before)
 
 
-class Region:
-    """The forward of a module in which tensors are packed. A tensor that several operations keep is packed once."""
-
-    def __init__(self, packing: Packing, module: nn.Module) -> None:
-        self.packing = packing
-        self.call: FrameType | None = sys._getframe(1)
-        """The call of the module, in Python."""
-        while self.call is not None and self.call.f_code is not nn.Module._call_impl.__code__:
-            self.call = self.call.f_back
-        self.pack_hook = self.pack
-        self.hooks = saved_tensors_hooks(self.pack_hook, _unpack)
-        self.centers = isinstance(module, nn.LayerNorm)
-        """Whether a LayerNorm runs, which reads how far values are from the mean of their row."""
-        self.head_size: int | None = None
-        """The size of a head, inside attention; 0 where it is not known."""
-        self.packed: dict[tuple, tuple[StorageWeakRef, PackedValues | ComputedValues]] = {}
-        """What was packed, by the place in memory, which the weak references keep from being given to others."""
-        self.own: set[int | None] = set()
-        """Storages of Parameters and buffers of the module and its parts."""
-        self.learn(dict(module.named_parameters()), dict(module.named_buffers()))
-
-    def close(self) -> None:
-        """Let go of what was packed: autograd holds the hook of each tensor that it keeps, and so the region, until the
-        last of these is freed."""
-        self.packed.clear()
-        self.call = None
-
-    def is_running(self, frame: FrameType | None) -> bool:
-        """Whether the module's call is among those that have led to this frame. An interrupt leaves hooks behind."""
-        while frame is not None and frame is not self.call:
-            frame = frame.f_back
-        return frame is not None
-
-    def learn(self, *own: Mapping[str, torch.Tensor | None]) -> None:
-        """Note these Parameters and buffers: of a part when it begins, since FSDP2 has gathered them only then."""
-        tensors = (tensor for each in own for tensor in each.values() if tensor is not None and tensor.dim() > 1)
-        self.own.update(map(_storage, tensors))
-
-    def is_in_force(self) -> bool:
-        hooks = _hooks_in_force()
-        return hooks is not None and hooks[0] is self.pack_hook
-
-    def enter(self, module: nn.Module, role: Role) -> Callable[[], None]:
-        """Note that a part of the module begins. Returns what its end does."""
-        before = self.head_size, self.centers
-        self.centers = isinstance(module, nn.LayerNorm)
-        if role is Role.ATTENDS:
-            self.head_size = next((getattr(module, name) for name in _HEAD_SIZES if hasattr(module, name)), 0)
-
-        def end() -> None:
-            self.head_size, self.centers = before
-
-        return end
-
-    def pack(self, tensor: torch.Tensor) -> Held:
-        """What is kept in place of a tensor."""
-        caller = sys._getframe(1)
-        if not self.is_running(caller):
-            self.packing.unwind()
-        elif self._lies_along_features(tensor) and self._may_change(tensor, caller):
-            return Held(self._packed(tensor), tensor.shape)
-        # a result that names its own node would keep it alive for good
-        return Held(tensor.detach(), tensor.shape, tensor._version)
-
-    def _packed(self, tensor: torch.Tensor) -> PackedValues | ComputedValues:
-        storage = tensor.untyped_storage()
-        layout = () if tensor.is_contiguous() else (tensor.shape, tensor.stride())
-        place = (storage._cdata, tensor.storage_offset(), tensor.numel(), tensor.shape[-1], tensor.dtype, layout)
-        key = (*place, tensor._version, self.centers)
-        if key not in self.packed:
-            computed = None if self.centers else _computed(tensor)
-            self.packed[key] = StorageWeakRef(storage), computed or packed(tensor, self.centers)
-            self._count(tensor, self.packed[key][1])
-        return self.packed[key][1]
-
-    def _lies_along_features(self, tensor: torch.Tensor) -> bool:
-        if type(tensor) not in PLAIN or tensor.dtype not in DTYPES or tensor.numel() < FEWEST:
-            return False
-        # probabilities of attention have a row and a column for each token
-        if tensor.dim() < 2 or (tensor.dim() == 4 and tensor.shape[-2] == tensor.shape[-1]):
-            return False
-        if self.head_size is None:
-            return tensor.shape[-1] in self.packing.features
-        return tensor.dim() == 4 and tensor.shape[-1] == self.head_size
-
-    def _may_change(self, tensor: torch.Tensor, caller: FrameType) -> bool:
-        """Whether backward may read something near this tensor's values, and the tensor's own memory is freed then."""
-        if caller.f_code.co_filename == torch.utils.checkpoint.__file__:  # the inputs of what is recomputed
-            return False
-        if caller.f_code is _APPLY and not _is_called_by(caller, _VALUES_APPLY):
-            return False
-        # masks have no gradient; a tensor that was expanded is smaller than its codes
-        return tensor.requires_grad and _storage(tensor) not in self.own and 0 not in tensor.stride()
-
-    def _count(self, tensor: torch.Tensor, values: PackedValues | ComputedValues) -> None:
-        counted = self.packing.counted
-        counted.tensors += 1
-        counted.bytes += values.nbytes
-        counted.plain_bytes += tensor.numel() * tensor.element_size()
+def _saved(node: Node, kept: Kept) -> Saved:
+    """Map the fields of a node that can be packed to (PyTorch's saved tensor, its value)."""
+    found = {}
+    own = kept is _VALUES
+    raws = node._raw_saved_tensors if own else [getattr(node, f"_raw_saved_{field}") for field in kept.fields]
+    for field, raw in zip(range(len(raws)) if own else kept.fields, raws, strict=True):
+        if raw.unpack_hook is not None or not isinstance(raw.data, torch.Tensor):  # others have hooks, or None
+            continue
+        try:
+            tensor = node.saved_tensors[field] if own else getattr(node, f"_saved_{field}")
+        except RuntimeError:  # changed in place since: PyTorch raises in backward
+            continue
+        if _is_packable(tensor):
+            found[field] = raw, tensor
+    return found
 
 
-_APPLY = torch.autograd.Function.apply.__func__.__code__
-"""The Python code that calls a custom function, and from which what that one keeps comes."""
-_VALUES_APPLY = ValuesFunction.apply.__func__.__code__
+def _is_packable(tensor: torch.Tensor) -> bool:
+    """Return whether codes are smaller than this tensor, and its memory is freed with it: not a leaf, nor expanded."""
+    if type(tensor) not in PLAIN or tensor.dtype not in DTYPES or tensor.numel() < FEWEST:
+        return False
+    owner = tensor if tensor._base is None else tensor._base
+    return tensor.shape[-1] >= SHORTEST_ROW and owner.grad_fn is not None and 0 not in tensor.stride()
 
 
-def _is_called_by(frame: FrameType, code: CodeType) -> bool:
-    return frame.f_back is not None and frame.f_back.f_code is code
+def _is_result(tensor: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor], read: torch.Tensor) -> bool:
+    """Return whether a tensor is still what the activation function made of its input. Changes without autograd leave
+    no other trace: `tensor.data` has a version of its own. On a GPU, the comparison waits for the device."""
+    if tensor.shape != read.shape or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return False
+    return not is_eager(tensor) or torch.equal(function(read), tensor)
+
+
+# saved tensors
 
 
 class ComputedValues(NamedTuple):
-    """The result of an activation function, which backward computes anew from the codes of what the function read."""
+    """Result of an activation function, computed again in backward from the codes of its input."""
 
     function: Callable[[torch.Tensor], torch.Tensor]
     read: PackedValues
@@ -436,63 +350,29 @@ class ComputedValues(NamedTuple):
         return 0  # the codes are the function's own
 
     def unpacked(self, shape: torch.Size) -> torch.Tensor:
-        """What the function makes of the values that the codes stand for."""
+        """Return the function of the values of the codes."""
         return self.function(self.read.unpacked(shape))
 
 
-_ACTIVATIONS: dict[str, Callable[[Any], Callable]] = {
-    "SiluBackward0": lambda node: nn.functional.silu,
-    "GeluBackward0": lambda node: functools.partial(nn.functional.gelu, approximate=node._saved_approximate),
-}
-"""Name of a node that keeps what its function read -> the function, which has a result of the same shape."""
-
-
-def _computed(tensor: torch.Tensor) -> ComputedValues | None:
-    """A tensor as the result of an activation function that keeps codes of what it read; None for any other."""
-    node = tensor.grad_fn
-    function = None if node is None else _ACTIVATIONS.get(node.name())
-    held = None if function is None else getattr(node._raw_saved_self, "data", None)
-    if not isinstance(held, Held) or not isinstance(held.values, PackedValues):
-        return None
-    return ComputedValues(function(node), held.values)
+Codes = PackedValues | ComputedValues
 
 
 class Held(NamedTuple):
-    """What is kept of a saved tensor."""
+    """Codes in place of a saved tensor."""
 
-    values: PackedValues | ComputedValues | torch.Tensor
+    values: Codes
     shape: torch.Size
-    version: int | None = None
-    """Of a tensor that is kept as it is: the number of changes in place when it was kept."""
 
 
 def _unpack(held: Held) -> torch.Tensor:
-    """What backward reads.
+    """Return the values for backward.
 
     Raises:
-        RuntimeError: a tensor that is kept as it is was changed in place, as PyTorch raises without hooks.
         FP8BackendError: backward is to be differentiated itself.
     """
-    if isinstance(held.values, torch.Tensor):
-        if held.values._version != held.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{held.values.dtype} {list(held.shape)}] is at version {held.values._version}; expected version "
-                f"{held.version} instead"
-            )
-        return held.values
     if torch.is_grad_enabled() and inside_backward():
         raise FP8BackendError(
             "create_graph=True: what was kept in FP8 (saved_activations) has no exact derivative; compute it in "
             "evaluation mode (model.eval()), in which nothing is packed, or leave saved_activations out"
         )
-    values = held.values.unpacked(held.shape)
-    node = torch._C._current_autograd_node()
-    if node is not None and node.name() == "SoftmaxBackward0":
-        return with_sum_of_one(values, node._saved_dim)
-    return values
-
-
-def _storage(tensor: torch.Tensor) -> int | None:
-    """Which memory a plain tensor lies in."""
-    return tensor.untyped_storage()._cdata if type(tensor) in PLAIN else None
+    return held.values.unpacked(held.shape)

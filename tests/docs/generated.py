@@ -1,5 +1,5 @@
-"""The parts of the guides that the code generates: known problems, chips, engines, features, fields of recipes, and
-the list of examples.
+"""The parts of the guides that the code generates: known problems, chips, engines, features, fields of recipes, packed
+autograd nodes, and the list of examples.
 
 python tests/docs/generated.py --write    writes them into the guides
 """
@@ -20,6 +20,7 @@ import matrix  # noqa: E402
 from fp8_backends.cli.examples import examples
 from fp8_backends.compute import chips
 from fp8_backends.recipes import fields
+from fp8_backends.training import saved_activations
 from fp8_backends.training.rules import THEMES
 
 WIDTH = 118
@@ -101,6 +102,15 @@ def gallery() -> str:
     return "\n".join(entries)
 
 
+def packed_nodes() -> str:
+    """Return the autograd nodes whose saved tensors are packed, with the bound of each."""
+    rows = [["node", "saved tensors", "how far gradients are off"]]
+    for name, kept in saved_activations.NODES.items():
+        only = " (``fp8+attention``)" if kept.attention else ""
+        rows.append([f"``{name}``", ", ".join(kept.fields) + only, escaped(kept.bound)])
+    return simple_table(rows)
+
+
 def simple_table(rows: list[list[str]]) -> str:
     """A header and rows as reStructuredText."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -129,6 +139,7 @@ TABLES = {
     "accelerate_features.rst": ("features", features),
     "distributed.rst": ("engines", engines),
     "recipes.rst": ("fields", fields.restructured_text),
+    "activations.rst": ("nodes", packed_nodes),
 }
 DOCUMENTS = [GUIDES / name for name in ("checks.rst", *TABLES)]
 

@@ -21,7 +21,7 @@ from fp8_backends.errors import FP8BackendError, RecipeError
 from fp8_backends.numerics.saved_values import ValuesFunction, packed
 from fp8_backends.recipes.handlers import resolve
 from fp8_backends.training import saved_activations
-from fp8_backends.training.saved_activations import FEWEST, saved_bytes
+from fp8_backends.training.saved_activations import FEWEST, NODES, saved_bytes
 
 WIDTH, LENGTH = 64, 64
 SIZES = {
@@ -106,7 +106,7 @@ def test_gradients_of_products_and_norms_are_within_a_sixteenth_of_their_sums():
     weight = torch.randn(128, WIDTH)
     for value in ("exact", "packed"):
         model.train(value == "packed")
-        (model[0](a, b) * weight).sum().backward()
+        (model[0](a * 1, b * 1) * weight).sum().backward()
         found[value] = [each.grad.clone() for each in (a, b, model[0].norm.weight)]
         a.grad = b.grad = model[0].norm.weight.grad = None
     assert saved_bytes(model) is not None and saved_bytes(model).tensors >= 2
@@ -145,10 +145,7 @@ class Computes(nn.Module):
 
 
 ILL_CONDITIONED = {
-    "a softmax that is nearly certain": (lambda _, x: (20 * x).softmax(-1), 1),
-    "a softmax along another dimension": (lambda _, x: (20 * x).softmax(0), 1),
     "a norm of values with a large mean": (lambda part, x: part.norm(x + 100), 1),
-    "a divisor that is small beside others of its block": (lambda _, x: (12 * x).exp().log(), 1),
     "dropout, whose mask lies in the dtype of the values": (lambda _, x: nn.functional.dropout(x, 0.05), 0),
 }
 
@@ -212,7 +209,7 @@ def test_a_tensor_that_two_operations_keep_is_packed_once():
     norm = model_families.build("llama", **SIZES["llama"]).model.norm
     model = nn.Sequential(norm, nn.Linear(WIDTH, WIDTH))
     fp8_backends.prepare(model, None, fp8_backends.NativeRecipeKwargs(saved_activations="fp8"))
-    model(rows())
+    model(rows() * 1)
     # the input, of which the square and the product are made, and the normed values
     assert saved_bytes(model).tensors == 2
     assert saved_bytes(model).plain_bytes == 2 * 128 * WIDTH * 4
@@ -245,28 +242,6 @@ def test_the_result_of_an_activation_is_computed_from_the_codes_of_what_it_read(
     assert cosine > 0.999
 
 
-def test_a_changed_tensor_is_packed_anew_and_gradients_are_those_of_each_moment():
-    class Changes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            h = x * 1
-            first = h.sin()
-            h.mul_(2)  # PyTorch alone refuses the backward of `first` now
-            return first + h.sin()
-
-    model, x = blocks(kind=Changes), rows()
-    model[0](x).sum().backward()
-    assert saved_bytes(model).tensors == 2
-    exact = x.detach().cos() + 2 * (2 * x.detach()).cos()
-    assert ((x.grad - exact).abs() <= 2**-4 * (x.detach().abs() + 4 * x.detach().abs()) + 1e-5).all()
-    model.eval()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        model[0](x).sum().backward()
-
-
 def test_what_is_kept_as_it_is_and_changed_in_place_is_refused_as_without_hooks():
     class Changes(nn.Module):
         def __init__(self) -> None:
@@ -284,9 +259,22 @@ def test_what_is_kept_as_it_is_and_changed_in_place_is_refused_as_without_hooks(
         model[0](rows()).sum().backward()
 
 
-def test_statistics_masks_weights_probabilities_and_logits_are_left_alone():
-    """Every tensor that is packed is one of hidden states, and the exact rest is kept as it was."""
+def saved_by_nodes(result: torch.Tensor) -> list[tuple[str, torch.Tensor | saved_activations.Held]]:
+    """Every tensor between forward and backward, or the codes in its place, with the name of its node."""
+    found, seen, left = [], set(), [result.grad_fn]
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        left += [each for each, _ in node.next_functions]
+        fields = [getattr(node, name) for name in dir(node) if name.startswith("_raw_saved_")]
+        tensors = [raw for field in fields for raw in (field if isinstance(field, tuple) else (field,))]
+        found += [(node.name(), raw.data) for raw in tensors if getattr(raw, "data", None) is not None]
+    return found
 
+
+def test_statistics_masks_weights_and_expanded_tensors_are_left_alone():
     class Mixed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -296,47 +284,29 @@ def test_statistics_masks_weights_probabilities_and_logits_are_left_alone():
 
         def forward(self, x: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
             routed = self.router(x).softmax(-1)
-            x = x * self.table + self.table * self.mask
-            x = x / x.norm(dim=-1, keepdim=True) * given * x[:1].expand(128, -1)
+            x = x * self.table + self.table * self.mask + x * self.table.t().reshape(-1, WIDTH)[:128]
+            x = x * x.norm(dim=-1, keepdim=True) * given * x[:1].expand(128, -1)
             return x * routed.sum(-1, keepdim=True) + self.linear(x)
 
-    model, given, x = blocks(kind=Mixed), torch.randn(128, WIDTH), rows()
-    kept = []
-    original = saved_activations.Region.pack
-
-    def pack(self, tensor):
-        kept.append((tensor, original(self, tensor).version is None))
-        return original(self, tensor)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saved_activations.Region, "pack", pack)
-        model[0](x, given)
-    exact = (model[0].table, model[0].mask, given)
-    assert {tensor.shape[-1] for tensor, is_packed in kept if is_packed} == {WIDTH}
-    assert not any(is_packed for tensor, is_packed in kept if tensor.data_ptr() in [e.data_ptr() for e in exact])
-    assert not any(is_packed for tensor, is_packed in kept if 0 in tensor.stride())
-    assert {48, 1} <= {tensor.shape[-1] for tensor, is_packed in kept if not is_packed}
+    model, given, x = blocks(kind=Mixed), torch.randn(128, WIDTH), rows() * 1
+    kept = [data for name, data in saved_by_nodes(model[0](x, given)) if name == "MulBackward0"]
+    whole = [data for data in kept if isinstance(data, torch.Tensor)]
+    storages = {data.data_ptr() for data in whole}
+    assert {each.data_ptr() for each in (model[0].table, model[0].mask, given)} <= storages
+    assert any(0 in data.stride() for data in whole) and {data.shape[-1:] for data in whole} >= {(1,), (WIDTH,)}
+    packed = [data for data in kept if not isinstance(data, torch.Tensor)]
+    assert len(packed) > 3 and {tuple(data.shape) for data in packed} == {(128, WIDTH)}
 
 
 @pytest.mark.parametrize("value", ["fp8", "fp8+attention"])
 @pytest.mark.parametrize("family", ["llama", "bert", "gpt2", "mixtral"])
-def test_heads_embeddings_routers_and_layers_pause_and_attention_does_by_default(family, value):
-    roles = {
-        name: hook.role.name
-        for name, module in prepared(family, value).named_modules()
-        for hook in module._forward_pre_hooks.values()
-        if isinstance(hook, saved_activations.Begin)
-    }
-    paused = {name for name, role in roles.items() if role == "PAUSES"}
-    attention = {"llama": "self_attn", "mixtral": "self_attn", "bert": "attention.self", "gpt2": "attn"}[family]
-    found = {name for name in roles if name.endswith(f".{attention}")}
-    assert len(found) == 2 and {roles[name] for name in found} == {"PAUSES" if value == "fp8" else "ATTENDS"}
-    heads = {"bert": "cls.predictions.decoder"}.get(family, "lm_head")
-    assert heads in paused and any("emb" in name or "wte" in name for name in paused)
-    assert family != "mixtral" or {name for name in roles if name.endswith("mlp.gate")} <= paused
-    packs = {name for name, role in roles.items() if role == "PACKS"}
-    norms = {name for name in roles if "norm" in name.lower() or "ln_" in name}
-    assert norms and norms <= packs and not any(name.endswith(("_proj", "dense", "c_fc")) for name in packs)
+def test_models_pack_listed_nodes_and_attention_only_where_it_is_asked_for(family, value):
+    result = prepared(family, value)(input_ids=IDS, labels=IDS).loss
+    packed = {name for name, data in saved_by_nodes(result) if isinstance(data, saved_activations.Held)}
+    listed = {name for name, kept in NODES.items() if value == "fp8+attention" or not kept.attention}
+    norms = "NativeLayerNormBackward0" if family in ("bert", "gpt2") else "PowBackward0"
+    assert norms in packed <= listed
+    assert any(name.startswith("ScaledDotProduct") for name in packed) == (value == "fp8+attention")
 
 
 # what it goes together with
@@ -406,7 +376,7 @@ def test_compiled_code_is_left_alone(what, backend, tensors):
         model, x = blocks(value, include=["down"]), rows()
         for part in {"model": [model], "block": model, "gate": [block.product for block in model]}[what]:
             part.compile(backend=backend)
-        model(x).sum().backward()
+        model(x * 1).sum().backward()
         found[value] = {name: p.grad for name, p in model.named_parameters()}
         graphs[value] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert graphs["off"] == graphs["fp8"] == 1
@@ -460,7 +430,7 @@ def test_fp64_is_left_alone_so_that_gradients_can_be_checked():
             self.linear = nn.Linear(WIDTH, WIDTH)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return (x.expand(FEWEST // 4, -1) * 1).sin()[:2]
+            return nn.functional.silu(x.expand(FEWEST // 4, -1) * 1)[:2]
 
     model, x = blocks(kind=Exact), torch.randn(1, WIDTH, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(model[0], x, fast_mode=True)
@@ -474,10 +444,10 @@ def test_transforms_and_forwards_without_a_gradient_are_left_alone():
             self.linear = nn.Linear(WIDTH, WIDTH)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x.sin()
+            return (x * 1).square()
 
     model, x = blocks(kind=Exact), rows().detach()
-    assert torch.allclose(torch.func.grad(lambda x: model[0](x).sum())(x), x.cos())
+    assert torch.allclose(torch.func.grad(lambda x: model[0](x).sum())(x), 2 * x)
     for context in (torch.no_grad(), torch.inference_mode()):
         with context:
             model(x)
@@ -528,7 +498,7 @@ def test_codes_are_freed_as_backward_reads_them():
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             for _ in range(8):
-                x = x.sin()
+                x = (0.1 * x).square()
                 x.register_hook(lambda _: self.left.append(sum(each() is not None for each in codes)))
             return x
 
@@ -542,7 +512,7 @@ def test_codes_are_freed_as_backward_reads_them():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(saved_activations, "packed", noted)
         y = blocks(kind=Deep)
-        result = y[0](rows()).sum()
+        result = y[0](rows() * 1).sum()
     result.backward()
     assert len(codes) == 8 and y[0].left == sorted(y[0].left, reverse=True) and y[0].left[-1] <= 2
 
@@ -585,16 +555,16 @@ def test_a_layer_that_came_later_is_packed_when_the_model_is_prepared_again():
     model.append(Gated())
     recipe = fp8_backends.NativeRecipeKwargs(saved_activations="fp8")
     fp8_backends.prepare(model, None, recipe)
-    model(rows())
+    model(rows() * 1)
     three = saved_bytes(model).tensors
     fp8_backends.prepare(model, None, recipe)
-    model(rows())
+    model(rows() * 1)
     assert saved_bytes(model).tensors == three == 3 * saved_bytes(blocks_after_forward()).tensors // 2
 
 
 def blocks_after_forward() -> nn.Module:
     model = blocks()
-    model(rows())
+    model(rows() * 1)
     return model
 
 
