@@ -43,6 +43,7 @@ from ..conversion import PREPARED, prepared_roots
 from ..layer_filter import NamePattern
 from ..observed import observed_of
 from ..weight_products import FP8
+from .guard import guard_of
 
 if TYPE_CHECKING:
     from ...recipes.handlers import Recipe
@@ -146,7 +147,9 @@ class Monitor:
         watched = any(each.root.__dict__.get(PREPARED) is each.prepared for each in sample.watched)
         if not (sample.records and watched and self.recipe.monitor_every):  # restored, or switched off meanwhile
             return
-        began, step = time.perf_counter(), steps_of(optimizer) or self.steps
+        began, made = time.perf_counter(), steps_of(optimizer)
+        guard = guard_of(optimizer)
+        step = self.steps if made is None else made + (0 if guard is None else guard.skipped)
         found = sample.numbers()
         seen = {name for name, _ in found}
         record = {
