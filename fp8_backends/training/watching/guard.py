@@ -57,9 +57,9 @@ class Fault(NamedTuple):
     """The steps that the optimizer's states have seen, those left out in this process, and this one."""
     kind: str
     """`loss` or `gradient`: not finite. `parameter`: one of them, a buffer or an optimizer state holds an inf or a NaN,
-    which explains a loss or gradients that are not finite. `spike`: a loss far above those before it. `clipped`: most values beyond what
-    the scale has codes for. `stuck`: a scale that is no number, or a history that does not move on. `apart`: ranks that
-    hold different values. `alone`: a step of this rank without a backward pass that all ranks shared."""
+    which explains a loss or gradients that are not finite. `spike`: a loss far above those before it. `clipped`: most
+    values beyond what the scale has codes for. `stuck`: a scale that is no number, or a history that does not move on.
+    `apart`: ranks that hold different values. `alone`: a step of this rank without a backward pass that all shared."""
     where: tuple[str, ...]
     """Parameters, layers or tensors at fault, the likely origin first; empty where the fault has no place."""
     figures: str
