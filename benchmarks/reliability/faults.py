@@ -38,9 +38,9 @@ from fp8_backends.numerics.scaling import HISTORY, INPUT, SCALE  # noqa: E402
 from fp8_backends.training.watching.looks import FROZEN  # noqa: E402
 
 BACKENDS = ("native:delayed", "msamp:O2", "msamp:O3", "ao:tensorwise")
-ACTIONS = ("warn", "skip", "rescale", "high_precision", "stop")
-EVERY, HIGH = 4, 5
-"""`guard_every` and `guard_steps` of these runs."""
+ACTIONS = ("warn", "skip", "stop")
+EVERY = 4
+"""`guard_every` of these runs."""
 FIRST, LAST, STEPS = 52, 60, 80
 """A fault is planted at a random step from FIRST on, when the losses before it can be judged."""
 
@@ -74,7 +74,7 @@ class Run:
         AcceleratorState._reset_state(True)
         torch.manual_seed(0)
         microbatches = fields.pop("microbatches", 1)
-        guard = {"guard": action, "guard_every": EVERY, "guard_steps": HIGH} | fields
+        guard = {"guard": action, "guard_every": EVERY} | fields
         recipe = fp8_backends.FP8RecipeKwargs(backend=backend, **guard)
         self.accelerator = Accelerator(
             mixed_precision="fp8", kwargs_handlers=[recipe], gradient_accumulation_steps=microbatches
@@ -113,10 +113,6 @@ class Run:
         states = [value for state in self.optimizer.state.values() for value in state.values()]
         tensors = [*self.bare.parameters(), *(each for each in states if isinstance(each, torch.Tensor))]
         return [part.detach().clone() for each in tensors for part in stored_parts(each)]
-
-    @property
-    def in_high_precision(self) -> bool:
-        return any("forward" in layer.__dict__ for layer in self.bare)
 
 
 @contextlib.contextmanager
@@ -157,7 +153,7 @@ def trial(backend: str, action: str, fault: str, at: int) -> dict[str, Any]:
     alone, frozen = "skips" in fault, fault == "history frozen"
     if "rank 1" in fault:
         is_mine = run.accelerator.process_index == 1
-    wrong, stopped, was_high = [], None, False
+    wrong, stopped = [], None
     kept = None
     step = 0
     while step < STEPS + (alone and is_mine):  # a rank that has missed a backward owes the others one
@@ -182,16 +178,12 @@ def trial(backend: str, action: str, fault: str, at: int) -> dict[str, Any]:
             is_same = all(torch.equal(a, b) for a, b in zip(before, run.stored(), strict=True))
             if is_same == (action == "warn") and not (action == "warn" and "NaN" in fault):
                 wrong.append(f"weights and states {'stayed' if is_same else 'changed'}")
-        was_high |= run.in_high_precision
         if stopped is not None or (frozen and run.found):
             break
     named = [fault for fault in run.found if fault.step >= at]
     wrong += judged(run, backend, fault, at, named, is_mine)
     if not alone or is_mine:
         wrong += [] if (stopped is not None) == (action == "stop") else ["stopped" if stopped else "did not stop"]
-    does_switch = action == "high_precision" and not (alone or " bit of" in fault)
-    if was_high != does_switch or (run.in_high_precision and not frozen):
-        wrong.append(f"high precision: {was_high}, at the end {run.in_high_precision}")
     decisions = [tuple(each) for each in run.found] if not alone else []
     return {"wrong": wrong, "decisions": decisions, "named": [str(each) for each in named[:2]]}
 

@@ -252,7 +252,7 @@ _GOOD: dict[str, tuple] = {
     "monitor_every": (0, 1, "100"),
     "monitor_layers": ("q_proj", ["a", "b.*"], "a,b"),
     "monitor_file": ("fp8_monitor.jsonl", "runs/a.jsonl"),
-    "guard": ("off", "warn", "SKIP", "rescale", "high_precision", "stop"),
+    "guard": ("off", "warn", "SKIP", "stop"),
     "guard_every": (1, "100"),
     "guard_steps": (1, "50"),
     "saved_activations": ("off", "fp8", "FP8+attention", "none"),

@@ -1,4 +1,4 @@
-"""Forwards that others replaced on a module: whether they call the class's own in the end, and another in its place.
+"""Forwards that others replaced on a module: whether they call the class's own in the end.
 
 Accelerate's hooks, transformers' tensor and expert parallelism, `functools.partial` and decorators put a function into
 `module.__dict__["forward"]` that holds the forward it found there, bound to the module. Several may lie on top of one
@@ -34,22 +34,6 @@ def forward_obstacle(module: nn.Module) -> str | None:
     if held is None or _is_own(held.function, module):
         return None
     return f"its forward was replaced on the instance by {_name(held.function)}"
-
-
-def redirect(module: nn.Module, forward: Callable) -> None:
-    """Let the module, inside of known wrappers, run `forward`, a function of itself and its inputs, in place of the
-    forward of its class. `call_own` ends it."""
-    held = _innermost(module)
-    if held is None:
-        module.forward = MethodType(forward, module)
-    elif _is_own(held.function, module):
-        held.put(MethodType(forward, module))
-
-
-def call_own(module: nn.Module) -> None:
-    """Let the module run the forward of its class again."""
-    with follows_class(module):
-        pass
 
 
 @contextlib.contextmanager

@@ -71,13 +71,3 @@ def anew(states: torch.Tensor, format_max: torch.Tensor, margin: int) -> torch.T
     new = torch.zeros_like(states)
     new[..., SCALE] = scale.view(torch.int32)
     return new
-
-
-def without_newest(states: torch.Tensor, restart: bool) -> torch.Tensor:
-    """The states as if the step had recorded nothing. `restart`: set the counter to 0, which begins the just-in-time
-    steps of a window state again."""
-    new = states.clone()
-    new[..., HISTORY] = 0
-    if restart:
-        new[..., ROLLS] = 0
-    return new

@@ -199,6 +199,11 @@ class Numbers(NamedTuple):
     binades: list[int]
 
     @property
+    def is_finite(self) -> bool:
+        """Whether the values and their scales are: else all other numbers say nothing."""
+        return math.isfinite(self.amax) and math.isfinite(self.noise)
+
+    @property
     def flushed_share(self) -> float:
         """Of the values that are not zero, 0 to 1."""
         return self.flushed / max(self.nonzero, 1)

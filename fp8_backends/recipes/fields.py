@@ -66,7 +66,7 @@ def _level(value: Any) -> str:
     return word(value).upper()
 
 
-GUARD_ACTIONS = one_of("off", "warn", "skip", "rescale", "high_precision", "stop")
+GUARD_ACTIONS = one_of("off", "warn", "skip", "stop")
 
 
 def _guard_action(value: Any) -> str:
@@ -259,8 +259,7 @@ COMMON = (
         "guard",
         "off",
         _guard_action,
-        "What to do when a step goes wrong: warn; skip leaves the step out; rescale does so and makes scales anew; "
-        "high_precision does so and runs the layers at fault without FP8 for guard_steps steps; stop raises an error.",
+        "What to do when a step goes wrong: warn; skip leaves the step out; stop raises an error.",
         only_watches=True,
     ),
     Field(
@@ -274,7 +273,7 @@ COMMON = (
         "guard_steps",
         50,
         whole_number(1, 1_000_000),
-        "Steps that guard=high_precision lasts, and that a guard leaves out in a row before it stops the training.",
+        "Steps that guard=skip leaves out in a row before it stops the training.",
         only_watches=True,
     ),
 )

@@ -156,16 +156,14 @@ class TERecipeKwargs(Recipe):
             all). Read by every backend.
         monitor_file (default 'fp8_monitor.jsonl'):
             The file to which statistics are added, a line a sample. Read by every backend.
-        guard (off, warn, skip, rescale, high_precision, stop; default 'off'):
-            What to do when a step goes wrong: warn; skip leaves the step out; rescale does so and makes scales anew;
-            high_precision does so and runs the layers at fault without FP8 for guard_steps steps; stop raises an error.
-            Read by every backend.
+        guard (off, warn, skip, stop; default 'off'):
+            What to do when a step goes wrong: warn; skip leaves the step out; stop raises an error. Read by every
+            backend.
         guard_every (a whole number from 1 to 1000000; default 100):
             Steps from one comparison of the replicas of all ranks to the next, where guard is not off. Read by every
             backend.
         guard_steps (a whole number from 1 to 1000000; default 50):
-            Steps that guard=high_precision lasts, and that a guard leaves out in a row before it stops the training.
-            Read by every backend.
+            Steps that guard=skip leaves out in a row before it stops the training. Read by every backend.
 
     Raises:
         RecipeError: a value that its field does not take, or fields that do not go together.
@@ -258,16 +256,14 @@ class AORecipeKwargs(Recipe):
             all). Read by every backend.
         monitor_file (default 'fp8_monitor.jsonl'):
             The file to which statistics are added, a line a sample. Read by every backend.
-        guard (off, warn, skip, rescale, high_precision, stop; default 'off'):
-            What to do when a step goes wrong: warn; skip leaves the step out; rescale does so and makes scales anew;
-            high_precision does so and runs the layers at fault without FP8 for guard_steps steps; stop raises an error.
-            Read by every backend.
+        guard (off, warn, skip, stop; default 'off'):
+            What to do when a step goes wrong: warn; skip leaves the step out; stop raises an error. Read by every
+            backend.
         guard_every (a whole number from 1 to 1000000; default 100):
             Steps from one comparison of the replicas of all ranks to the next, where guard is not off. Read by every
             backend.
         guard_steps (a whole number from 1 to 1000000; default 50):
-            Steps that guard=high_precision lasts, and that a guard leaves out in a row before it stops the training.
-            Read by every backend.
+            Steps that guard=skip leaves out in a row before it stops the training. Read by every backend.
 
     Raises:
         RecipeError: a value that its field does not take, or fields that do not go together.
@@ -358,16 +354,14 @@ class MSAMPRecipeKwargs(Recipe):
             all). Read by every backend.
         monitor_file (default 'fp8_monitor.jsonl'):
             The file to which statistics are added, a line a sample. Read by every backend.
-        guard (off, warn, skip, rescale, high_precision, stop; default 'off'):
-            What to do when a step goes wrong: warn; skip leaves the step out; rescale does so and makes scales anew;
-            high_precision does so and runs the layers at fault without FP8 for guard_steps steps; stop raises an error.
-            Read by every backend.
+        guard (off, warn, skip, stop; default 'off'):
+            What to do when a step goes wrong: warn; skip leaves the step out; stop raises an error. Read by every
+            backend.
         guard_every (a whole number from 1 to 1000000; default 100):
             Steps from one comparison of the replicas of all ranks to the next, where guard is not off. Read by every
             backend.
         guard_steps (a whole number from 1 to 1000000; default 50):
-            Steps that guard=high_precision lasts, and that a guard leaves out in a row before it stops the training.
-            Read by every backend.
+            Steps that guard=skip leaves out in a row before it stops the training. Read by every backend.
 
     Raises:
         RecipeError: a value that its field does not take, or fields that do not go together.
@@ -468,16 +462,14 @@ class NativeRecipeKwargs(Recipe):
             all). Read by every backend.
         monitor_file (default 'fp8_monitor.jsonl'):
             The file to which statistics are added, a line a sample. Read by every backend.
-        guard (off, warn, skip, rescale, high_precision, stop; default 'off'):
-            What to do when a step goes wrong: warn; skip leaves the step out; rescale does so and makes scales anew;
-            high_precision does so and runs the layers at fault without FP8 for guard_steps steps; stop raises an error.
-            Read by every backend.
+        guard (off, warn, skip, stop; default 'off'):
+            What to do when a step goes wrong: warn; skip leaves the step out; stop raises an error. Read by every
+            backend.
         guard_every (a whole number from 1 to 1000000; default 100):
             Steps from one comparison of the replicas of all ranks to the next, where guard is not off. Read by every
             backend.
         guard_steps (a whole number from 1 to 1000000; default 50):
-            Steps that guard=high_precision lasts, and that a guard leaves out in a row before it stops the training.
-            Read by every backend.
+            Steps that guard=skip leaves out in a row before it stops the training. Read by every backend.
 
     Raises:
         RecipeError: a value that its field does not take, or fields that do not go together.
@@ -626,16 +618,14 @@ class FP8RecipeKwargs(Recipe):
             all). Read by every backend.
         monitor_file (default 'fp8_monitor.jsonl'):
             The file to which statistics are added, a line a sample. Read by every backend.
-        guard (off, warn, skip, rescale, high_precision, stop; default 'off'):
-            What to do when a step goes wrong: warn; skip leaves the step out; rescale does so and makes scales anew;
-            high_precision does so and runs the layers at fault without FP8 for guard_steps steps; stop raises an error.
-            Read by every backend.
+        guard (off, warn, skip, stop; default 'off'):
+            What to do when a step goes wrong: warn; skip leaves the step out; stop raises an error. Read by every
+            backend.
         guard_every (a whole number from 1 to 1000000; default 100):
             Steps from one comparison of the replicas of all ranks to the next, where guard is not off. Read by every
             backend.
         guard_steps (a whole number from 1 to 1000000; default 50):
-            Steps that guard=high_precision lasts, and that a guard leaves out in a row before it stops the training.
-            Read by every backend.
+            Steps that guard=skip leaves out in a row before it stops the training. Read by every backend.
 
     Raises:
         RecipeError: a value that its field does not take, or fields that do not go together.

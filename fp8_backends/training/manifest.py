@@ -10,6 +10,7 @@ import errno
 import hashlib
 import json
 import logging
+import math
 import os
 import platform
 import re
@@ -258,8 +259,9 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """The checkpoints of a folder, the newest first: by the numbers of their names if these differ in nothing else, as
-    `checkpoint_3` and `checkpoint_12` do, or by the time at which they were saved."""
+    """The checkpoints of a folder, the newest first: by the numbers of Accelerate's names (`checkpoint_3`), which count
+    saves; else by the steps of their manifests; else by the numbers of names that differ in nothing else; else by the
+    time of saving, which a clock that is set back spoils. One of an unknown step comes before those of a known one."""
     try:
         # what begins with a dot is being saved or removed; a link is another name
         found = [each for each in folder.iterdir() if not (each.name.startswith(".") or each.is_symlink())]
@@ -267,17 +269,18 @@ def checkpoints_in(folder: Path) -> list[Path]:
         return []
     found = [each for each in found if each.is_dir() and is_checkpoint(each)]
     numbers = {each: re.fullmatch(r"(.*?)(\d+)", each.name) for each in found}
-    if all(numbers.values()) and len({match[1] for match in numbers.values()}) == 1:
+    prefixes = {match and match[1] for match in numbers.values()}
+    records = {each: _read(staged(each) or each).manifest for each in found}
+    steps = {each: record and record["step"] for each, record in records.items()}
+    if prefixes == {"checkpoint_"} or (None in steps.values() and len(prefixes) == 1 and None not in prefixes):
         return sorted(found, key=lambda each: int(numbers[each][2]), reverse=True)
-    return sorted(found, key=_time, reverse=True)
 
+    def order(each: Path) -> tuple[float, float]:
+        record, step = records[each], steps[each]
+        time = each.stat().st_mtime if record is None else datetime.datetime.fromisoformat(record["time"]).timestamp()
+        return math.inf if step is None else step, time
 
-def _time(folder: Path) -> float:
-    """Seconds since 1970 at which a checkpoint was saved; of one without a manifest, when its folder last changed."""
-    manifest = _read(staged(folder) or folder).manifest
-    if manifest is not None:
-        return datetime.datetime.fromisoformat(manifest["time"]).timestamp()
-    return folder.stat().st_mtime
+    return sorted(found, key=order, reverse=True)
 
 
 def newest_checkpoint(folder: str | os.PathLike) -> str | None:

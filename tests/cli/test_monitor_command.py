@@ -78,6 +78,52 @@ def test_what_is_not_finite_comes_first(tmp_path, capsys):
     render(read_samples(file))
 
 
+NAN = {**entry(None, None, None, amax=None, scale=[None, 4.0]), "exponents": [9, 8], "binades": []}
+
+
+@pytest.fixture
+def spoiled(tmp_path):
+    """Values that become NaN at step 200, in a layer's input first."""
+    steps = [record(step, input=NAN if step > 100 else entry(), grad_output=entry()) for step in (100, 200, 300)]
+    for each in steps:
+        each["tensors"]["model.layers.0.o_proj"] = {"grad_output": NAN if each["step"] > 100 else entry(9.0)}
+    return written(tmp_path, *steps)
+
+
+def test_a_run_of_nan_looks_bad_in_table_and_page_which_name_its_first_step(spoiled, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["monitor", str(spoiled)]) == 0
+    out = capsys.readouterr().out
+    assert "step 300: 2 of 3 tensors hold an inf or a NaN" in out and max(map(len, out.splitlines())) <= 80
+    assert "inf or NaN in 2 of 3 samples, first at step 200 in model.layers.0.q_proj input" in " ".join(out.split())
+    assert ["model.layers.0.q_proj", "input", "e4m3", "NaN", "NaN", "0.0", "NaN", "NaN"] in map(
+        str.split, out.splitlines()
+    )
+    html = render(read_samples(spoiled))
+    verdict = html.partition('<div class="verdict')[2]
+    assert verdict.startswith(' bad"><p>step 300: 2 of 3 tensors hold an inf or a NaN')
+    assert "first at step 200" in verdict and "largest share clipped" not in html
+
+
+def test_values_that_were_not_finite_earlier_are_not_called_good(tmp_path):
+    found = findings(read_samples(written(tmp_path, record(10, weight=NAN), record(20, weight=entry()))))
+    assert found.mood == "bad" and "first at step 10 in model.layers.0.q_proj weight" in found.details[0]
+
+
+def test_json_has_the_findings_the_samples_and_the_tensors(spoiled, tmp_path, capsys):
+    assert main(["monitor", str(spoiled), "--json", "--out", str(tmp_path / "page.html")]) == 0
+    printed = capsys.readouterr()
+    found = json.loads(printed.out, parse_constant=pytest.fail)
+    assert (found["mood"], found["not_finite"][0]["step"]) == ("bad", 200) and "page.html" in printed.err
+    assert found["not_finite"][0]["tensors"] == ["model.layers.0.q_proj input", "model.layers.0.o_proj grad_output"]
+    assert [each["fp8/max_saturated"] for each in found["samples"]] == [0.0, None, None]
+    assert {each["tensor"] for each in found["tensors"]} == {"input", "grad_output"} and found["steps"] == [
+        100,
+        200,
+        300,
+    ]
+
+
 def test_lines_that_are_cut_or_no_records_are_passed_over_and_counted(tmp_path, capsys):
     file = written(tmp_path, record(10), record(20, not_seen=["lm_head"]))
     file.write_text(file.read_text() + '[1, 2]\n{"step": 30}\n\n' + json.dumps(record(40))[:-20])
@@ -149,7 +195,8 @@ def test_usual_errors_are_those_of_a_bell_curve():
 
 def test_the_summary_has_the_worst_of_what_is_cast():
     found = summary(record(10, weight=entry(20.0, flushed=0.3), exp_avg=stored(0.9)))
-    assert found == {"fp8/worst_sqnr": 20.0, "fp8/max_saturated": 0.0, "fp8/max_flushed": 0.3}
+    worst = {"fp8/worst_sqnr": 20.0, "fp8/max_saturated": 0.0, "fp8/max_flushed": 0.3}
+    assert found == {"fp8/not_finite": 0.0, **worst}
 
 
 def changed(key, value):
@@ -168,7 +215,7 @@ def changed(key, value):
         record(300, input="x"),
         record(300, input=changed("format", "e9m9")),
         record(300, input=changed("amax", "large")),
-        record(300, input=changed("saturated", None)),
+        record(300, input=changed("saturated", "all")),
         record(300, input=changed("scale", [1.0])),
         record(300, input=changed("exponents", [-(10**9), 10**9])),
         record(300, input=changed("binades", [0] * 5)),

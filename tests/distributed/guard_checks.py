@@ -10,6 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8_backends
+from fp8_backends.numerics.scaled_tensor import ScaledTensor
 from fp8_backends.numerics.sharded_tensor import local_part
 
 
@@ -94,6 +95,27 @@ def check_fsdp2_adds_up_what_the_shards_show():
         assert fp8_backends.faults(optimizer)[0].where[0] == "4.bias"
         step(model, optimizer)
         assert kinds(optimizer) == [(4, "gradient")]
+
+
+def check_a_parameter_of_one_rank_that_is_not_finite_stops_all_ranks():
+    for backend, shard, place in (
+        ("native:delayed", False, "4.bias"),
+        ("msamp:O4", False, "2.weight"),
+        ("msamp:O2", True, "4.bias"),
+    ):
+        model, optimizer = training(backend, shard)
+        step(model, optimizer)
+        if dist.get_rank() == 1:
+            layer, _, name = place.partition(".")
+            weight = local_part(getattr((model if shard else model.module)[int(layer)], name).detach())
+            (weight._scale_inv if isinstance(weight, ScaledTensor) else weight).fill_(float("nan"))
+        try:
+            step(model, optimizer)
+            message = ""
+        except fp8_backends.FP8BackendError as error:
+            message = str(error)
+        assert f"step 2: parameter in {place}: an inf or a NaN in 1 tensor" in message, (backend, message)
+        assert set(on_all_ranks(message)) == {message}
 
 
 def check_local_steps_are_not_compared():

@@ -18,6 +18,23 @@ from fp8_backends.numerics.statistics import BINADES, SAMPLED, Cast, in_blocks, 
 FORMATS = [E4M3, E5M2, FP16]
 
 
+@pytest.mark.parametrize("scale", [1.0, math.nan, 0.0])
+@pytest.mark.parametrize("value", [1.0, 0.0, math.nan, math.inf, -math.inf])
+def test_values_or_a_scale_that_are_not_finite_are_told(value, scale):
+    values = torch.ones(4, 8)
+    values[2, 3] = value
+    (found,) = read([statistics_of(Cast(values, E4M3, tensor_amax(values), torch.tensor(scale)))])
+    assert found.is_finite is (math.isfinite(value) and scale == 1.0)
+
+
+@pytest.mark.parametrize("blocks", [ROWS, SQUARES, VECTORS, MX])
+def test_blocks_of_zeros_are_finite(blocks):
+    values = torch.zeros(128, 256)
+    values[:, 128:] = torch.randn(128, 128)
+    for each in (values, values[:, :128]):
+        assert read([statistics_of(in_blocks(each, E4M3, blocks))])[0].is_finite
+
+
 @functools.cache
 def grid(fmt):
     """Every magnitude of a format, from its definition."""

@@ -105,6 +105,37 @@ def test_names_without_a_number_go_by_the_time_they_were_saved(tmp_path):
     assert fp8_backends.newest_checkpoint(tmp_path) == str(tmp_path / "best")
 
 
+def rewritten(folder: Path, **changed) -> None:
+    """Give the manifest of a checkpoint other values, with a checksum that fits."""
+    record = json.loads((folder / manifest.NAME).read_bytes())
+    del record["sha256"]
+    (folder / manifest.NAME).write_bytes(manifest._text(record | changed))
+
+
+@pytest.mark.parametrize(
+    "names, newest",
+    [
+        (["best", "last"], "last"),
+        (["run_20270101", "run_20251231"], "run_20251231"),  # named by the clock
+        (["checkpoint-900", "checkpoint-1000"], "checkpoint-1000"),
+        (["checkpoint_9", "checkpoint_10"], "checkpoint_10"),
+    ],
+)
+def test_a_clock_that_was_set_back_does_not_bring_the_older_checkpoint_back(names, newest, tmp_path):
+    for name, step, year in zip(names, (900, 1000), (2027, 2025), strict=True):
+        rewritten(checkpoint(tmp_path / name), step=step, time=f"{year}-01-01T00:00:00+00:00")
+    assert fp8_backends.newest_checkpoint(tmp_path) == str(tmp_path / newest)
+    (checkpoint(tmp_path / "ended_early", sealed=False) / "model.safetensors").unlink()
+    if not newest.startswith("checkpoint_"):
+        assert fp8_backends.newest_checkpoint(tmp_path) == str(tmp_path / newest)
+
+
+def test_numbers_of_saves_come_before_steps_where_a_run_went_back(tmp_path):
+    for number, step in ((0, 100), (1, 200), (2, 150)):
+        checkpoint(tmp_path / f"checkpoint_{number}", step)
+    assert fp8_backends.newest_checkpoint(tmp_path) == str(tmp_path / "checkpoint_2")
+
+
 def test_where_nothing_is_whole_a_run_begins_anew_unless_something_was(tmp_path):
     checkpoint(tmp_path / "checkpoint-1", sealed=False)
     assert fp8_backends.newest_checkpoint(tmp_path) is None
@@ -137,9 +168,7 @@ def test_checkpoints_without_a_manifest_are_taken_where_none_has_one(tmp_path, c
 def test_a_manifest_that_says_something_else_than_ours_is_damaged(key, value, tmp_path):
     """Its checksum is right: it tells damage, and not who wrote it."""
     folder = checkpoint(tmp_path / "checkpoint_1", 1)
-    record = json.loads((folder / manifest.NAME).read_bytes())
-    del record["sha256"]
-    (folder / manifest.NAME).write_bytes(manifest._text(record | {key: value}))
+    rewritten(folder, **{key: value})
     found = manifest.condition(folder)
     assert (found.word, found.manifest) == ("damaged", None) and "does not hold what a manifest" in found.detail
 

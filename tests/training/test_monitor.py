@@ -6,6 +6,7 @@ import copy
 import gc
 import json
 import logging
+import math
 import pickle
 
 import pytest
@@ -204,6 +205,29 @@ def test_what_is_not_finite_is_null_in_the_file_and_a_line_in_the_log(tmp_path, 
     assert "inf or NaN: up input" in caplog.text
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_figure_looks_healthy_where_values_are_not_finite(backend, tmp_path, caplog):
+    """Trackers, the file and the log of a training whose weights become NaN, or only a scale."""
+    model, optimizer = prepared(backend, tmp_path / "file")
+    sampled = []
+    monitor.monitor_of(optimizer).report = lambda values, step: sampled.append((step, values))
+    for seed in range(3):
+        step(model, optimizer, seed)
+    model.up.bias.data[3] = torch.nan
+    with caplog.at_level(logging.WARNING, "fp8_backends"):
+        for seed in range(2):
+            step(model, optimizer, seed)
+    assert [values["fp8/not_finite"] for at, values in sampled if at < 4] == [0, 0]
+    spoiled = dict(sampled)[4]
+    assert spoiled["fp8/not_finite"] >= 3
+    assert all(math.isnan(spoiled[f"fp8/{name}"]) for name in ("worst_sqnr", "max_saturated", "max_flushed"))
+    read = samples.read_samples(tmp_path / "file")
+    assert next(iter(read.not_finite)) == 4 and read.not_finite[4][0] == "down input"
+    entry = read.records[2]["tensors"]["down"]["grad_output"]
+    assert [entry[key] for key in ("amax", "saturated", "flushed", "sqnr_db", "binades")] == [None] * 4 + [[]]
+    assert "step 4: inf or NaN: " in caplog.text and ", first down input" in caplog.text
+
+
 def test_a_file_that_cannot_be_written_stops_no_training(tmp_path, caplog):
     (tmp_path / "no folder").touch()
     model, optimizer = prepared("native:dynamic", tmp_path / "no folder" / "file")
@@ -314,7 +338,7 @@ def test_trackers_get_a_summary(tmp_path):
     for seed in range(2):
         step(model, optimizer, seed)
     ((values, at),) = tracker.logged
-    assert at == 2 and values.keys() == {"fp8/worst_sqnr", "fp8/max_saturated", "fp8/max_flushed"}
+    assert at == 2 and values.keys() == {"fp8/worst_sqnr", "fp8/max_saturated", "fp8/max_flushed", "fp8/not_finite"}
     (record,) = records(tmp_path / "file")
     sqnr = [entry["sqnr_db"] for found in record["tensors"].values() for entry in found.values()]
     assert values["fp8/worst_sqnr"] == min(sqnr)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
+import sys
 from pathlib import Path
 from textwrap import fill
+from typing import Any
 
 from ...errors import FP8BackendError
+from ...training.watching.monitor import summary
 from ...words import counted, shortened
 from ..terminal import WIDTH, paragraphs, table, width
 from .findings import findings, remarks
@@ -21,20 +25,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("file", nargs="?", default="fp8_monitor.jsonl", help="what to read (./fp8_monitor.jsonl)")
     parser.add_argument("--out", type=Path, metavar="PAGE", help="write a page for a browser too, such as monitor.html")
+    parser.add_argument("--json", action="store_true", help="print JSON: every sample's summary, and all tensors")
     parser.add_argument("--worst", type=int, default=12, metavar="N", help="how many tensors the tables show (12)")
 
 
 def run(args: argparse.Namespace) -> int:
     samples = read_samples(args.file)
-    print(in_words(samples, max(args.worst, 1)))
+    print(json.dumps(as_json(samples), indent=1) if args.json else in_words(samples, max(args.worst, 1)))
     if args.out is not None:
         try:
             args.out.write_text(render(samples), encoding="utf-8")
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
             raise FP8BackendError(f"--out {shortened(str(args.out))} cannot be written: {reason}") from None
-        print(f"\n{args.out}")
+        print(f"\n{args.out}", file=sys.stderr if args.json else sys.stdout)
     return 0
+
+
+def as_json(samples: Samples) -> dict[str, Any]:
+    """Return the findings, the summary of each sample and the last entry of each tensor; None for NaN."""
+    summaries = [{"step": record["step"], **summary(record)} for record in samples.records]
+    tensors = [{"layer": each.layer, "tensor": each.name, "lost_db": each.lost_db} for each in samples.tensors]
+    return {
+        "file": str(samples.path),
+        "recipe": samples.last["recipe"],
+        "steps": samples.steps,
+        **findings(samples)._asdict(),
+        "not_finite": [{"step": step, "tensors": labels} for step, labels in samples.not_finite.items()],
+        "samples": [{key: None if number != number else number for key, number in each.items()} for each in summaries],
+        "tensors": [each | tensor.last for each, tensor in zip(tensors, samples.tensors, strict=True)],
+        "not_seen": samples.last["not_seen"],
+        "unreadable_lines": samples.unreadable,
+    }
 
 
 def in_words(samples: Samples, worst: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ...training.watching.monitor import NOTABLE
+from ...training.watching.monitor import NOT_FINITE, NOTABLE, tensors_of
 from ...words import counted, listed
 from .samples import Samples, Tensor, lost_db
 
@@ -27,17 +27,26 @@ class Findings(NamedTuple):
 
 
 def findings(samples: Samples) -> Findings:
-    """Judge the last sample."""
+    """Judge the last sample, and name the first that was not finite."""
     casts, step = samples.casts, samples.last["step"]
-    named = {what: [each.label for each in casts if is_named(each.last)] for what, is_named in _NAMED.items()}
+    tensors = tensors_of(samples.last)
+    named = {what: [label for label, _, entry in tensors if is_named(entry)] for what, is_named in _NAMED.items()}
     details = [f"{what}: {listed(labels)}" for what, labels in named.items() if labels]
     if not casts:
         return Findings("open", f"no cast was seen at step {step}", [])
-    earlier = _most_lost_earlier(casts, step)
-    if not details:
-        return Findings("good", f"step {step}: every cast loses what its format must lose, and no more", earlier)
-    mood = "bad" if any(tensor.last["amax"] is None for tensor in casts) else "open"
+    earlier, mood = _most_lost_earlier(casts, step), "open" if details else "good"
+    if not_finite := samples.not_finite:
+        first, (origin, *_) = next(iter(not_finite.items()))
+        share_of_samples = f"in {len(not_finite)} of {counted(len(samples.records), 'sample')}"
+        details.insert(0, f"{NOT_FINITE} {share_of_samples}, first at step {first} in {origin}")
+        mood = "bad"
+    if spoiled := named[NOT_FINITE]:
+        headline = f"step {step}: {len(spoiled)} of {counted(len(tensors), 'tensor')} hold an inf or a NaN"
+        return Findings(mood, headline, [*details, *earlier])
     losing = len(set().union(*named.values()))
+    if not losing:
+        headline = f"step {step}: every cast loses what its format must lose, and no more"
+        return Findings(mood, headline, [*details, *earlier])
     details += [*earlier, "fp8-backends advise tries changes of the recipe"]
     return Findings(mood, f"step {step}: {losing} of {counted(len(casts), 'cast')} lose more than they must", details)
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from ...training.watching.monitor import NAMES
+from ...training.watching.monitor import NAMES, is_finite
 from ...words import counted, share
 from ..compare import charts
 from ..compare.page_parts import aside, bullets, document, signed, tiles_of, titled
@@ -46,6 +46,9 @@ def _verdict(samples: Samples) -> str:
 
 def _tiles(samples: Samples) -> str:
     casts = samples.casts
+    spoiled = sum(not is_finite(tensor.last) for tensor in samples.tensors)
+    if spoiled:
+        return tiles_of([("hold an inf or a NaN", f"{spoiled} of {counted(len(samples.tensors), 'tensor')}")])
     lost = [tensor.lost_db for tensor in casts if tensor.lost_db is not None]
     figures = [("most lost below the format's usual SQNR", f"{max(lost):.1f} dB")] if lost else []
     for key, label in (("saturated", "largest share clipped"), ("flushed", "largest share flushed to zero")):
@@ -114,8 +117,9 @@ def _largest_by_step(samples: Samples, name: str, key: str) -> list[float]:
     """In percent."""
     values = []
     for record in samples.records:
-        shares = [tensors[name][key] for tensors in record["tensors"].values() if name in tensors]
-        values.append(100 * max(shares) if shares else math.nan)
+        entries = [tensors[name] for tensors in record["tensors"].values() if name in tensors]
+        known = bool(entries) and all(map(is_finite, entries))
+        values.append(100 * max(entry[key] for entry in entries) if known else math.nan)
     return values
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from ...errors import FP8BackendError
 from ...numerics.formats import BF16, E4M3, E5M2, FP16, FP32, ROOT8
-from ...training.watching.monitor import STORED
+from ...training.watching.monitor import STORED, is_finite, tensors_of
 from ...words import share, shortened
 
 FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2, FP16, BF16, FP32, ROOT8)}
@@ -56,9 +56,10 @@ class Tensor:
     def badness(self) -> tuple:
         """The larger, the more the last sample loses: values that are not finite first."""
         entry = self.last
-        if self.is_stored:
-            return (entry["amax"] is None, entry["at_max"] + entry["zeros"])
-        return (entry["amax"] is None, self.lost_db or 0.0, entry["saturated"], entry["flushed"])
+        shares = (entry["at_max"], entry["zeros"]) if self.is_stored else (entry["saturated"], entry["flushed"])
+        if not is_finite(entry):
+            return (True,)
+        return (False, sum(shares)) if self.is_stored else (False, self.lost_db or 0.0, *shares)
 
 
 def lost_db(entry: dict[str, Any]) -> float | None:
@@ -92,6 +93,12 @@ class Samples:
     @property
     def last(self) -> dict[str, Any]:
         return self.records[-1]
+
+    @property
+    def not_finite(self) -> dict[int, list[str]]:
+        """Steps of the samples with an inf or a NaN, and its tensors, the likely origin first."""
+        by_step = {r["step"]: [label for label, _, e in tensors_of(r) if not is_finite(e)] for r in self.records}
+        return {step: labels for step, labels in by_step.items() if labels}
 
     @property
     def casts(self) -> list[Tensor]:
@@ -158,7 +165,7 @@ def _is_entry(entry: dict[str, Any], is_stored: bool) -> bool:
         entry["format"] in FORMATS
         and len(scale) == 2
         and all(number is None or _is_number(number) for number in numbers)
-        and all(_is_number(share) and 0 <= share <= 1 for share in shares)
+        and all(share is None or (_is_number(share) and 0 <= share <= 1) for share in shares)
         and all(type(exponent) is int and abs(exponent) < _EXPONENTS for exponent in (first, last))
         and isinstance(binades, list)
         and all(map(_is_count, binades))
@@ -206,11 +213,14 @@ def cells(tensor: Tensor) -> list[str]:
     """A row of `CAST_COLUMNS`, or of `STORED_COLUMNS`."""
     entry, name = tensor.last, tensor.layer or "(root)"
     numbers = [_number(entry["amax"]), _scale(entry["scale"])]
+    keys = ("zeros", "at_max") if tensor.is_stored else ("saturated", "flushed")
+    shares = [share(entry[key]) if is_finite(entry) else "NaN" for key in keys]
     if tensor.is_stored:
-        return [name, tensor.name, entry["format"], share(entry["zeros"]), share(entry["at_max"]), *numbers]
+        return [name, tensor.name, entry["format"], *shares, *numbers]
+    missing = "–" if is_finite(entry) else "NaN"
     decibels = [entry["sqnr_db"], tensor.lost_db, tensor.most_lost[0]]
-    texts = ["–" if each is None else f"{each:.1f}".replace("-0.0", "0.0") for each in decibels]
-    return [name, tensor.name, entry["format"], *texts, share(entry["saturated"]), share(entry["flushed"]), *numbers]
+    texts = [missing if each is None else f"{each:.1f}".replace("-0.0", "0.0") for each in decibels]
+    return [name, tensor.name, entry["format"], *texts, *shares, *numbers]
 
 
 def _number(value: float | None) -> str:

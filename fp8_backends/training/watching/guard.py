@@ -19,18 +19,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from ...announcement import is_main_process
 from ...comm import replicas
 from ...errors import FP8BackendError
 from ...numerics import scaling_faults
-from ...numerics.forwards import call_own, forward_obstacle, redirect
-from ...numerics.modules import CONVERSION, plain_name
+from ...numerics.modules import plain_name
 from ...words import counted, listed
-from ..auditing import converted_layers, parameters_of, unwrapped
+from ..auditing import parameters_of, steps_of, unwrapped
 from ..conversion import prepared_roots
 from ..observed import observed_of
-from .looks import Look, ScalingLooks, on_its_way, spoiled
+from .looks import Look, ScalingLooks, largest_of, on_its_way, spoiled
 from .loss_window import LossWindow
 
 if TYPE_CHECKING:
@@ -41,9 +41,10 @@ logger = logging.getLogger("fp8_backends")
 
 KEPT = 1000
 """Faults that a guard remembers; of more it keeps the latest."""
-LOSS, GRADIENT, SPIKE, CLIPPED, STUCK = "loss", "gradient", "spike", "clipped", "stuck"
-APART, ALONE = "apart", "alone"
+LOSS, GRADIENT, PARAMETER, SPIKE = "loss", "gradient", "parameter", "spike"
+CLIPPED, STUCK, APART, ALONE = "clipped", "stuck", "apart", "alone"
 """Kinds of faults; `Fault` explains them."""
+OF_STATE = ", its optimizer state"
 
 Save = Callable[[int], "str | None"]
 """Saves the training as it is before a step; returns where, or None where it has no place for it."""
@@ -53,11 +54,12 @@ class Fault(NamedTuple):
     """Something that went wrong at one step of an optimizer."""
 
     step: int
-    """Of this optimizer in this process, from 1."""
+    """The steps that the optimizer's states have seen, those left out in this process, and this one."""
     kind: str
-    """`loss` or `gradient`: not finite. `spike`: a loss far above those before it. `clipped`: most values beyond what
-    the scale has codes for. `stuck`: a scale that is no number, or a history that does not move on. `apart`: ranks that
-    hold different values. `alone`: a step of this rank without a backward pass that all ranks shared."""
+    """`loss` or `gradient`: not finite. `parameter`: one of them, a buffer or an optimizer state holds an inf or a NaN,
+    which explains a loss or gradients that are not finite. `spike`: a loss far above those before it. `clipped`: most
+    values beyond what the scale has codes for. `stuck`: a scale that is no number, or a history that does not move on.
+    `apart`: ranks that hold different values. `alone`: a step of this rank without a backward pass that all shared."""
     where: tuple[str, ...]
     """Parameters, layers or tensors at fault, the likely origin first; empty where the fault has no place."""
     figures: str
@@ -77,7 +79,7 @@ def faults(optimizer: Any) -> list[Fault]:
     Args:
         optimizer: prepared, also one in Accelerate's wrapper.
     """
-    guard = _guard_of(unwrapped(optimizer))
+    guard = guard_of(unwrapped(optimizer))
     return [] if guard is None else list(guard.found)
 
 
@@ -87,7 +89,7 @@ def watch(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer, recipe:
     Raises:
         FP8BackendError: this optimizer makes its steps where no guard sees them.
     """
-    guard = _guard_of(optimizer)
+    guard = guard_of(optimizer)
     if guard is not None:
         guard.recipe = recipe
     if recipe.guard == "off":
@@ -110,13 +112,14 @@ def after_backward(optimizers: Iterable[torch.optim.Optimizer], loss: Any, is_co
     Args:
         is_complete: whether a step may follow, so that gradients can be looked at before they are clipped.
     """
-    guards = [(guard, each) for each in optimizers if (guard := _guard_of(each)) is not None]
+    guards = [(guard, each) for each in optimizers if (guard := guard_of(each)) is not None]
     for guard, optimizer in guards:
         guard.shares_losses = len(guards) > 1
         guard.after_backward(optimizer, loss, is_complete, save)
 
 
-def _guard_of(optimizer: torch.optim.Optimizer | None) -> Guard | None:
+def guard_of(optimizer: torch.optim.Optimizer | None) -> Guard | None:
+    """The guard of an optimizer, if it has one."""
     hooks = getattr(optimizer, "_optimizer_step_pre_hooks", {}).values()
     return next((hook for hook in hooks if isinstance(hook, Guard)), None)
 
@@ -127,6 +130,9 @@ class Guard:
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
         self.step = 0
+        """Calls of `optimizer.step` in this process."""
+        self.skipped = 0
+        """How many of them left the step out."""
         self.found: deque[Fault] = deque(maxlen=KEPT)
         self.shares_losses = False
         """Whether other optimizers are told of the same losses, so that one may be theirs alone."""
@@ -149,8 +155,10 @@ class Guard:
         """Steps that all ranks made together: they compare their replicas at the same ones."""
         self._left_out = 0
         """Steps in a row that were left out."""
-        self._high: dict[nn.Module, int] = {}
-        """Layers in high precision, and the last step that they are."""
+        self._was_not_finite = False
+        """Whether the last look showed a loss or gradients that are not finite."""
+        self._statistics: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Running statistics of norm layers, and their values before this step's forwards."""
         # not a decorator, since importing the compiler takes a second
         self._before_step = torch.compiler.disable(self._before_step)
 
@@ -159,6 +167,7 @@ class Guard:
         self._models += [weakref.ref(model) for model in models if not any(model is each for each in known)]
         for model in self._live_models():
             replicas.SharedBackwards.of(model)  # counts from the first backward on
+        self._keep_statistics()
 
     def _live_models(self) -> list[nn.Module]:
         """The models, each in the DDP in which it trains."""
@@ -188,7 +197,6 @@ class Guard:
     @torch.no_grad()
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         self.step += 1
-        self._end_high_precision()
         if self.recipe.guard == "off" or not self._roots():  # switched off, or all models were restored
             return
         groups = next(filter(None, map(replicas.rank_groups, self._live_models())), [])
@@ -205,6 +213,8 @@ class Guard:
         self._left_out = self._left_out if found else 0
         if found:
             self._act(found, look, optimizer)
+        else:
+            self._keep_statistics()
 
     def _shared_a_backward(self) -> bool:
         """Whether a backward pass that all ranks shared came since the last step."""
@@ -243,11 +253,21 @@ class Guard:
     def _faults_in(self, look: Look, optimizer: torch.optim.Optimizer, groups: list[dist.ProcessGroup]) -> list[Fault]:
         """The faults of a step, without what was done. All ranks find the same."""
         loss, finite, not_finite, gradients, clipped, stuck = look.totals.tolist()
-        found = []
-        if not_finite and (gradients or not self.shares_losses):
+        found: list[Fault] = []
+        is_lost = bool(not_finite and (gradients or not self.shares_losses))
+        broken = ()
+        # a step that was made meanwhile, on a GPU that "warn" does not wait for, has spread what was not finite
+        if (is_lost or gradients) and (look.step == self.step or self._was_not_finite):
+            self._restore_statistics()
+            broken = self._broken(optimizer, groups)
+        self._was_not_finite = bool(is_lost or gradients)
+        if is_lost:
             figures = f"{not_finite:.0f} of the {finite + not_finite:.0f} losses of this step are not finite"
             found.append(Fault(look.step, LOSS, (), figures, ""))
-        if gradients:
+        if broken:
+            figures = f"an inf or a NaN in {counted(len(broken), 'tensor')}"
+            found.append(Fault(look.step, PARAMETER, broken, figures, ""))
+        elif gradients:
             where = self._spoiled_parameters(look, parameters_of(optimizer), groups)
             figures = f"{counted(len(where), 'gradient')} not finite"
             found.append(Fault(look.step, GRADIENT, where, figures, ""))
@@ -281,6 +301,25 @@ class Guard:
         names = [plain_name(name).removeprefix("module.") for name, p in named if id(p) in at]
         return (*reversed(names), *["a parameter of no prepared model"] * (len(at) - len(names)))
 
+    def _broken(self, optimizer: torch.optim.Optimizer, groups: list[dist.ProcessGroup]) -> tuple[str, ...]:
+        """Names of the parameters, buffers and optimizer states that hold an inf or a NaN on any rank, in the order of
+        the model. A buffer or a frozen parameter may hold an inf, as masks do."""
+        trained = {id(p): p for p in parameters_of(optimizer)}
+        held: list[tuple[str, list[torch.Tensor], bool]] = []
+        for model in self._live_models():
+            for full_name, tensor in (*model.named_parameters(), *model.named_buffers()):
+                name, trains = plain_name(full_name).removeprefix("module."), trained.pop(id(tensor), None) is not None
+                held.append((name, [tensor], trains))
+                if trains:
+                    held.append((name + OF_STATE, _states_of(optimizer, tensor), True))
+        for tensor in trained.values():
+            held.append(("a parameter of no prepared model", [tensor, *_states_of(optimizer, tensor)], True))
+        largest = largest_of([tensors for _, tensors, _ in held], parameters_of(optimizer)[0].device)
+        trains = torch.tensor([trains for *_, trains in held], device=largest.device)
+        at = replicas.sum_over((torch.isnan(largest) | trains & torch.isinf(largest)).float(), groups)
+        names = [held[i][0] for i in at.nonzero().flatten().tolist()]
+        return tuple(name for name in names if name.removesuffix(OF_STATE) not in names[: names.index(name)])
+
     def _replicas_apart(self, groups: list[dist.ProcessGroup]) -> list[Fault]:
         states = self._scaling.named_states(self._roots())
         held = [each for model in self._live_models() for each in replicas.held_alike(model, states)]
@@ -300,18 +339,18 @@ class Guard:
     def _act(self, found: list[Fault], look: Look | None, optimizer: torch.optim.Optimizer) -> None:
         """Do what the recipe says. Raises `FP8BackendError` where that is to stop."""
         action, kinds = self.recipe.guard, {fault.kind for fault in found}
-        if action == "stop":
-            self._stop(found, self._save(self.step) if APART not in kinds else None)
+        found = self._numbered(found, optimizer)
+        # a parameter does not heal, whatever is left out, and such a training is not worth a checkpoint
+        if action == "stop" or (action == "skip" and PARAMETER in kinds):
+            self._stop(found, None if kinds & {APART, PARAMETER} else self._save(found[0].step))
         if action == "warn" or kinds == {APART}:
             self._note(found, "nothing was done")
             return
-        done = ["the step was left out"]
+        done = "the step was left out"
         self._leave_out(optimizer)
-        if action == "rescale" or STUCK in kinds:  # a stuck state cannot heal by itself
-            done.append(self._rescale(look, kinds))
-        if action == "high_precision":
-            done.append(self._run_in_high_precision(found))
-        self._note(found, ", ".join(filter(None, done)))
+        if STUCK in kinds:  # nor does a stuck state
+            done += f", {counted(self._scaling.renew(self._roots(), look.stuck), 'scaling state')} began anew"
+        self._note(found, done)
         self._left_out += 1
         if self._left_out > self.recipe.guard_steps:
             raise FP8BackendError(
@@ -324,7 +363,7 @@ class Guard:
         if not self._backwards:
             return  # nothing was ever shared, such as where a first step only sets the optimizer up
         figures = f"rank {dist.get_rank()} ran no backward that the other ranks shared since its last step"
-        fault = Fault(self.step, ALONE, (), figures, "")
+        (fault,) = self._numbered([Fault(self.step, ALONE, (), figures, "")], optimizer)
         # where the ranks share the states out, a step waits for all of them, who will not come
         if self.recipe.guard == "stop" or getattr(optimizer, "fp8_owners", None) is not None:
             self._stop([fault], None)
@@ -345,13 +384,24 @@ class Guard:
         stopped = [fault._replace(done="training was stopped before the step") for fault in found]
         self.found.extend(stopped)
         place = f" A checkpoint of before the step is in {saved}." if saved else ""
+        other = 'guard="skip" goes on without such a step'
+        if broken := next((fault.where for fault in found if fault.kind == PARAMETER), None):
+            other = f"leaving steps out does not heal {listed(broken)}"
         raise FP8BackendError(
             f"guard: {'; '.join(map(str, stopped))}.{place} Fix: look at the data and the learning rate, and resume "
-            'from the last good checkpoint; guard="skip" goes on without such a step'
+            f"from the last good checkpoint; {other}"
         )
+
+    def _numbered(self, found: list[Fault], optimizer: torch.optim.Optimizer) -> list[Fault]:
+        """The faults by the steps of the optimizer's states, which may have been loaded. Waits for the device."""
+        made = self.step - 1 - self.skipped
+        known = steps_of(optimizer)
+        return [fault._replace(step=fault.step + (0 if known is None else known - made)) for fault in found]
 
     def _leave_out(self, optimizer: torch.optim.Optimizer) -> None:
         """Let the step find no gradient: PyTorch's optimizers then leave weights, states and counters as they are."""
+        self.skipped += 1
+        self._restore_statistics()
         self._held = [(p, p.grad) for p in parameters_of(optimizer) if p.grad is not None]
         for p, _ in self._held:
             p.grad = None
@@ -362,43 +412,21 @@ class Guard:
         for p, gradient in held:
             p.grad = gradient
 
-    def _rescale(self, look: Look, kinds: set[str]) -> str:
-        """Make the scaling states at fault anew; where the loss or the gradients are at fault, take what this step
-        recorded out of all."""
-        if kinds & {CLIPPED, STUCK}:
-            at_fault = scaling_faults.is_clipped(look.overshoot) | look.stuck
-            return f"{counted(self._scaling.renew(self._roots(), at_fault), 'scaling state')} began anew"
-        states = self._scaling.forget_step(self._roots())
-        return f"its amaxes were taken out of {counted(states, 'scaling state')}" if states else ""
+    def _keep_statistics(self) -> None:
+        """Keep the running statistics of norm layers: forward changes them before the guard can judge it."""
+        models = self._live_models() if self.recipe.guard in ("skip", "stop") else []
+        norms = [module for model in models for module in model.modules() if isinstance(module, _NormBase)]
+        self._statistics = [(each, each.clone()) for norm in norms for each in norm.buffers(recurse=False)]
 
-    def _run_in_high_precision(self, found: list[Fault]) -> str:
-        """Let the layers at fault run as the layers that they were, or all where no layer is."""
-        layers = [each for root, prepared in self._roots() for each in converted_layers(root, prepared).items()]
-        at = {place.split(" (")[0] for fault in found if fault.kind in (CLIPPED, STUCK) for place in fault.where}
-        # of several gradients that are not finite, only the first is known to have its origin in its layer
-        at |= {fault.where[0].rpartition(".")[0] for fault in found if fault.kind == GRADIENT}
-        chosen = [layer for name, layer in layers if name in at and not {LOSS, SPIKE} & {f.kind for f in found}]
-        chosen = [layer for layer in chosen or (layer for _, layer in layers) if layer in self._high or _is_free(layer)]
-        for layer in chosen:
-            conversion = layer.__dict__[CONVERSION]
-            redirect(layer, conversion.original.forward)
-            if call_own not in conversion.undo:  # such as of a copy that is made meanwhile
-                conversion.undo.append(call_own)
-            self._high[layer] = self.step + self.recipe.guard_steps
-        return f"high precision for {counted(self.recipe.guard_steps, 'step')} in {counted(len(chosen), 'layer')}"
+    def _restore_statistics(self) -> None:
+        for buffer, kept in self._statistics:
+            buffer.copy_(kept)
 
-    def _end_high_precision(self) -> None:
-        for layer in [layer for layer, last in self._high.items() if self.step >= last]:
-            del self._high[layer]
-            call_own(layer)
+
+def _states_of(optimizer: torch.optim.Optimizer, p: torch.Tensor) -> list[torch.Tensor]:
+    return [value for value in optimizer.state.get(p, {}).values() if isinstance(value, torch.Tensor)]
 
 
 def _wrapped(model: nn.Module) -> nn.Module:
     wrappers = [observed_of(prepared).wrapper for _, _, prepared in prepared_roots(model)]
     return next((wrapper() or model for wrapper in wrappers if wrapper is not None), model)
-
-
-def _is_free(layer: nn.Module) -> bool:
-    """Whether a layer can run as what it was: nothing else runs in its place, and it is no expert, which was none."""
-    conversion = layer.__dict__[CONVERSION]
-    return conversion.original is not type(layer) and forward_obstacle(layer) is None

@@ -3,7 +3,7 @@ or are stuck."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -57,25 +57,32 @@ def on_its_way(look: Look) -> tuple[Look, torch.cuda.Event]:
 
 def spoiled(parameters: list[torch.Tensor]) -> torch.Tensor:
     """Whether the gradient of each parameter holds an inf or a NaN on this rank: 1 where it does, else 0, FP32
-    [parameters]. A few launches for the gradients of one dtype; waits for nothing."""
+    [parameters]. Waits for nothing."""
+    gradients = [[] if p.grad is None else [p.grad] for p in parameters]
+    return (~torch.isfinite(largest_of(gradients, parameters[0].device))).float()
+
+
+def largest_of(held: Sequence[Sequence[torch.Tensor]], device: torch.device) -> torch.Tensor:
+    """The largest magnitude in some tensors each, FP32 [held]: inf or NaN where they hold one on this rank. A few
+    launches for the tensors of one dtype."""
     alike: dict[tuple, list[tuple[int, torch.Tensor]]] = {}
-    for i, p in enumerate(parameters):
-        for part in () if p.grad is None else _numbers_of(p.grad):
+    for i, tensors in enumerate(held):
+        for part in (part for tensor in tensors for part in _numbers_of(tensor)):
             alike.setdefault((part.device, part.dtype), []).append((i, part))
-    zero = torch.zeros((), dtype=torch.float32, device=parameters[0].device)
-    largest = [zero] * len(parameters)
+    zero = torch.zeros((), dtype=torch.float32, device=device)
+    largest = [zero] * len(held)
     for members in alike.values():
         norms = torch.stack(torch._foreach_norm([part for _, part in members], float("inf"))).to(zero).unbind()
         for (i, _), norm in zip(members, norms, strict=True):
             largest[i] = norm if largest[i] is zero else torch.maximum(largest[i], norm)
-    return (~torch.isfinite(torch.stack(largest))).float()
+    return torch.stack(largest)
 
 
-def _numbers_of(gradient: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors of a gradient that show what is not finite. Of FP8 codes the scale does."""
-    local = local_part(gradient)
-    for part in (local._values(),) if local.is_sparse else stored_parts(local):
-        if part.element_size() > 1 and part.numel():
+def _numbers_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The parts of a tensor that show what is not finite. Of FP8 codes the scale does."""
+    local = local_part(tensor.detach())
+    for part in (local._values(),) if local.is_sparse else stored_parts(local, exact=True):
+        if part.element_size() > 1 and part.numel() and (part.is_floating_point() or part.is_complex()):
             yield torch.view_as_real(part) if part.is_complex() else part
 
 
@@ -142,16 +149,6 @@ class ScalingLooks:
                 state.copy_(torch.where(marked, new, rows).view(state.shape))
                 begin += len(rows)
         return int(at_fault.any(-1).sum())
-
-    def forget_step(self, roots: Roots) -> int:
-        """Take out of all states what this step has recorded. Returns how many layers and experts have states."""
-        states = 0
-        for root, prepared in roots:
-            for state in scaling_buffers(prepared.compute, root):
-                new = scaling_faults.without_newest(_rows(state), restart=prepared.recipe.scaling == "window")
-                state.copy_(new.view(state.shape))
-                states += len(new)
-        return states
 
 
 def _rows(state: torch.Tensor) -> torch.Tensor:

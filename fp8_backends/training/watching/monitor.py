@@ -20,7 +20,7 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +43,7 @@ from ..conversion import PREPARED, prepared_roots
 from ..layer_filter import NamePattern
 from ..observed import observed_of
 from ..weight_products import FP8
+from .guard import guard_of
 
 if TYPE_CHECKING:
     from ...recipes.handlers import Recipe
@@ -55,13 +56,14 @@ NAMES = {INPUT: "input", WEIGHT: "weight", GRAD_OUTPUT: "grad_output"}
 STORED = ("gradient", "exp_avg", "exp_avg_sq", "momentum_buffer")
 """Names of what a level stores in few bits, beside weights."""
 
+NOT_FINITE = "inf or NaN"
 MANY_SATURATED, MANY_FLUSHED = 0.01, 0.05
 NOTABLE: dict[str, Callable[[Mapping[str, Any]], bool]] = {
-    "inf or NaN": lambda entry: entry["amax"] is None,
-    f"over {share(MANY_SATURATED)} clipped": lambda entry: entry["saturated"] > MANY_SATURATED,
-    f"over {share(MANY_FLUSHED)} flushed to zero": lambda entry: entry["flushed"] > MANY_FLUSHED,
+    NOT_FINITE: lambda entry: not is_finite(entry),
+    f"over {share(MANY_SATURATED)} clipped": lambda entry: (entry.get("saturated") or 0.0) > MANY_SATURATED,
+    f"over {share(MANY_FLUSHED)} flushed to zero": lambda entry: (entry.get("flushed") or 0.0) > MANY_FLUSHED,
 }
-"""What of a cast is worth a line in the log, told by its entry in a record. A clipped value is among the largest of its
+"""What is worth a line in the log, told by a tensor's entry in a record. A clipped value is among the largest of its
 tensor, and a flushed one is below a hundred-thousandth of the largest; both are rare where the scales fit: with a scale
 by the tensor's own amax nothing is clipped, and a bell-shaped tensor has one value of 10,000 flushed."""
 
@@ -146,7 +148,9 @@ class Monitor:
         watched = any(each.root.__dict__.get(PREPARED) is each.prepared for each in sample.watched)
         if not (sample.records and watched and self.recipe.monitor_every):  # restored, or switched off meanwhile
             return
-        began, step = time.perf_counter(), steps_of(optimizer) or self.steps
+        began, made = time.perf_counter(), steps_of(optimizer)
+        guard = guard_of(optimizer)
+        step = self.steps if made is None else made + (0 if guard is None else guard.skipped)
         found = sample.numbers()
         seen = {name for name, _ in found}
         record = {
@@ -177,10 +181,11 @@ class Monitor:
         """Name the tensors that lose much, in one line, each once."""
         parts = []
         for what, is_notable in NOTABLE.items():
-            names = [f"{layer} {name}" for layer, name, entry in casts_of(record) if is_notable(entry)]
+            names = [label for label, _, entry in tensors_of(record) if is_notable(entry)]
             new = [name for name in names if f"{what} {name}" not in self.notable]
             self.notable.update(f"{what} {name}" for name in new)
-            parts += [f"{what}: {listed(new)}"] if new else []
+            origin = f", first {new[0]}" if what == NOT_FINITE and len(new) > 1 else ""
+            parts += [f"{what}: {listed(new)}{origin}"] if new else []
         if parts:
             see = f"fp8-backends monitor {self.recipe.monitor_file} shows all"
             logger.warning("%s, step %d: %s (%s)", self.recipe.name, record["step"], "; ".join(parts), see)
@@ -347,7 +352,7 @@ def _by_layer(found: Mapping[tuple[str, str], Numbers]) -> dict[str, dict[str, A
 
 
 def _entry(numbers: Numbers, stored: bool) -> dict[str, Any]:
-    """The numbers of one tensor, ready for JSON; what is not finite is None."""
+    """The numbers of one tensor, ready for JSON; None for what is not finite, or says nothing where values are not."""
     low, high = _finite(numbers.lowest_scale), _finite(numbers.highest_scale)
     if numbers.lowest_scale > numbers.highest_scale:  # nothing but zeros
         low = high = None
@@ -357,12 +362,12 @@ def _entry(numbers: Numbers, stored: bool) -> dict[str, Any]:
         "scale": high if low == high else [low, high],
         "elements": numbers.elements,
         "counted": numbers.counted,
-        "zeros" if stored else "flushed": round(numbers.flushed_share, 8),
-        "at_max" if stored else "saturated": round(numbers.saturated_share, 8),
+        "zeros" if stored else "flushed": round(numbers.flushed_share, 8) if numbers.is_finite else None,
+        "at_max" if stored else "saturated": round(numbers.saturated_share, 8) if numbers.is_finite else None,
     }
     if not stored:
         entry["sqnr_db"] = None if numbers.sqnr_db is None else round(numbers.sqnr_db, 2)
-    held = [index for index, count in enumerate(numbers.binades) if count]
+    held = [index for index, count in enumerate(numbers.binades) if count and numbers.is_finite]
     first, end = (held[0], held[-1] + 1) if held else (0, 0)
     top = numbers.fmt.max_exponent + 1
     return entry | {"exponents": [top - end + 1, top - first], "binades": numbers.binades[first:end][::-1]}
@@ -373,18 +378,35 @@ def _finite(number: float) -> float | None:
     return float(f"{number:.9g}") + 0.0 if math.isfinite(number) else None
 
 
-def casts_of(record: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-    """The layer, the tensor's name and the entry of each cast in a record."""
-    for layer, tensors in record["tensors"].items():
-        yield from ((layer, name, entry) for name, entry in tensors.items() if name not in STORED)
+def is_finite(entry: Mapping[str, Any]) -> bool:
+    """Whether the values and the scales of a tensor were finite."""
+    return None not in (entry["amax"], entry.get("saturated", entry.get("at_max")))
+
+
+def tensors_of(record: Mapping[str, Any]) -> list[tuple[str, str, Mapping[str, Any]]]:
+    """The label, the name and the entry of each tensor of a record, in the order of a step: forward, backward, states.
+    The first that is not finite is the likely origin."""
+    found = [
+        (f"{layer or '(root)'} {name}", name, entry)
+        for layer, tensors in record["tensors"].items()
+        for name, entry in tensors.items()
+    ]
+    forward = [each for each in found if each[1] in (NAMES[INPUT], NAMES[WEIGHT])]
+    stored = [each for each in found if each[1] in STORED]
+    return [*forward, *(each for each in reversed(found) if each[1] == NAMES[GRAD_OUTPUT]), *stored]
 
 
 def summary(record: Mapping[str, Any]) -> dict[str, float]:
-    """The worst of a record in three numbers: `fp8/worst_sqnr` in dB, and the shares `fp8/max_saturated` and
-    `fp8/max_flushed`. Empty where nothing was cast."""
-    casts = [entry for _, _, entry in casts_of(record)]
+    """The worst of a record in four numbers: `fp8/not_finite`, the number of tensors that hold an inf or a NaN,
+    `fp8/worst_sqnr` in dB, and the shares `fp8/max_saturated` and `fp8/max_flushed`. The last three are NaN where a
+    cast is not finite. Empty where nothing was cast."""
+    tensors = tensors_of(record)
+    casts = [entry for _, name, entry in tensors if name not in STORED]
     if not casts:
         return {}
-    values = {f"fp8/max_{name}": max(entry[name] for entry in casts) for name in ("saturated", "flushed")}
+    values = {"fp8/not_finite": float(sum(not is_finite(entry) for *_, entry in tensors))}
+    if not all(map(is_finite, casts)):
+        return values | dict.fromkeys(("fp8/worst_sqnr", "fp8/max_saturated", "fp8/max_flushed"), math.nan)
+    values |= {f"fp8/max_{name}": max(entry[name] for entry in casts) for name in ("saturated", "flushed")}
     sqnr = [entry["sqnr_db"] for entry in casts if entry["sqnr_db"] is not None]
     return values | ({"fp8/worst_sqnr": min(sqnr)} if sqnr else {})
