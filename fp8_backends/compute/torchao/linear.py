@@ -50,6 +50,8 @@ class AOProducts(nn.Module):
             with torch.inference_mode(False), torch.no_grad():
                 return self.forward(input)
         device = input.device.type
+        if input.dtype == torch.float64:  # oneDNN on AMX-FP16 and cuBLAS return no FP64 from FP8 products
+            return self.forward(input.float()).double()
         if not self.fp8_wgrad and torch.is_autocast_enabled(device):
             # TorchAO casts under CUDA's autocast alone, and then multiplies a bf16 gradient by an fp32 input
             input = input.to(torch.get_autocast_dtype(device))
