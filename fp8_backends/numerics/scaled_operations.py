@@ -603,14 +603,9 @@ def _collective(func, args, kwargs):
     result = func(*tree_map(operand, args), **tree_map(operand, kwargs))
     if not work:
         return result
-    await_all(result)
+    for each in tree_iter(result):
+        if hasattr(each, "wait"):
+            each.wait()
     for values, tensor in work:
         tensor.copy_(values)
     return _in_their_place(result, work)
-
-
-def await_all(result: Any) -> None:
-    """Wait for the collectives that an operation has started."""
-    for work in tree_iter(result):
-        if hasattr(work, "wait"):
-            work.wait()

@@ -27,7 +27,6 @@ import torch
 from torch import nn
 
 from ..errors import FP8BackendError
-from ..numerics.exported import exported
 from ..numerics.formats import ROOT8
 from ..numerics.modules import owner_of, weight_name
 from ..numerics.parameter_swap import KeepsBelongings, refuse_if_held, swap
@@ -375,11 +374,11 @@ def _remove_state_dict_hooks(module: nn.Module) -> None:
 
 def export_plain(module: nn.Module, state_dict: dict, prefix: str, local_metadata: dict) -> None:
     """State-dict hook of a module: saves its weights as plain tensors, with all the precision that is stored."""
-    for name, parameter in module._parameters.items():
+    for name in module._parameters:
         weight = state_dict.get(f"{prefix}{name}")
         if weight is None or weight.requires_grad or not isinstance(local_part(weight), ScaledTensor):
             continue  # keep_vars=True asks for the Parameter itself
-        state_dict[f"{prefix}{name}"] = exported(parameter)
+        state_dict[f"{prefix}{name}"] = dequantize_shards(weight) if is_distributed(weight) else weight.exact()
 
 
 def export_ties(root: nn.Module) -> None:
