@@ -34,21 +34,19 @@ def findings(samples: Samples) -> Findings:
     details = [f"{what}: {listed(labels)}" for what, labels in named.items() if labels]
     if not casts:
         return Findings("open", f"no cast was seen at step {step}", [])
-    earlier, mood = _most_lost_earlier(casts, step), "open" if details else "good"
-    if not_finite := samples.not_finite:
-        first, (origin, *_) = next(iter(not_finite.items()))
-        share_of_samples = f"in {len(not_finite)} of {counted(len(samples.records), 'sample')}"
-        details.insert(0, f"{NOT_FINITE} {share_of_samples}, first at step {first} in {origin}")
-        mood = "bad"
+    headline = f"step {step}: every cast loses what its format must lose, and no more"
     if spoiled := named[NOT_FINITE]:
         headline = f"step {step}: {len(spoiled)} of {counted(len(tensors), 'tensor')} hold an inf or a NaN"
-        return Findings(mood, headline, [*details, *earlier])
-    losing = len(set().union(*named.values()))
-    if not losing:
-        headline = f"step {step}: every cast loses what its format must lose, and no more"
-        return Findings(mood, headline, [*details, *earlier])
-    details += [*earlier, "fp8-backends advise tries changes of the recipe"]
-    return Findings(mood, f"step {step}: {losing} of {counted(len(casts), 'cast')} lose more than they must", details)
+    elif details:
+        losing = len(set().union(*named.values()))
+        headline = f"step {step}: {losing} of {counted(len(casts), 'cast')} lose more than they must"
+        details.append("fp8-backends advise tries changes of the recipe")
+    mood = "open" if details else "good"
+    if not_finite := samples.not_finite:
+        mood, (first, (origin, *_)) = "bad", next(iter(not_finite.items()))
+        share_of_samples = f"in {len(not_finite)} of {counted(len(samples.records), 'sample')}"
+        details.insert(0, f"{NOT_FINITE} {share_of_samples}, first at step {first} in {origin}")
+    return Findings(mood, headline, [*details, *_most_lost_earlier(casts, step)])
 
 
 def _most_lost_earlier(casts: list[Tensor], last_step: int) -> list[str]:
