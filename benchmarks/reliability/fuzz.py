@@ -242,6 +242,7 @@ def run_functions(case: Case) -> None:
     names = [*arguments, "spec", "backend", "model", "optimizer"]
     spec = arguments.get("spec")
     names += spec if isinstance(spec, dict) else [spec]
+    names += ["te:delayed"] if arguments.get("use_te") else []
     if case["function"] == "estimate":
         backends, shardings = arguments.pop("backends"), arguments.pop("shardings")
         return named(lambda: estimate(Workload(model=_shape(), **arguments), backends, shardings), (), *names)

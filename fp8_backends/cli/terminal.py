@@ -6,6 +6,7 @@ import io
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
+from textwrap import TextWrapper
 from typing import Literal
 
 WIDTH = 100
@@ -18,15 +19,15 @@ def width() -> int:
 
 
 def paragraphs(rows: Iterable[tuple[str, str]], label_width: int = 9) -> str:
-    """Texts beside their labels. A label may be empty."""
-    from rich.table import Table
-
-    grid = Table.grid(padding=(0, 1, 0, 0))
-    grid.add_column(min_width=label_width, no_wrap=True)
-    grid.add_column(overflow="fold")
-    for row in rows:
-        grid.add_row(*row)
-    return _plain(grid, min(WIDTH, width()))
+    """Texts beside their labels. A label may be empty. Long words, such as addresses of pages, stay whole."""
+    rows = list(rows)
+    start = max([label_width, *(len(label) for label, _ in rows)]) + 1
+    lines = []
+    for label, text in rows:
+        wrap = TextWrapper(max(1, min(WIDTH, width()) - start), break_long_words=False, break_on_hyphens=False)
+        parts = [part for line in text.splitlines() for part in wrap.wrap(line) or [""]] or [""]
+        lines += [f"{label if i == 0 else '':{start}}{part}".rstrip() for i, part in enumerate(parts)]
+    return "\n".join(lines)
 
 
 def table(rows: Sequence[Sequence[str]], justify: Literal["left", "right"] = "right") -> str:

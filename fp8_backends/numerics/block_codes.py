@@ -20,8 +20,10 @@ from .formats import E4M3
 from .scaled_operations import UNSAFE_VIEWS, returns_view, written_to
 from .scaled_tensor import WithoutMemory
 from .scaling import SQUARES, Quantized
+from .state_dict_copies import StateDictCopies
 
 aten = torch.ops.aten
+_STORED = ("_data", "_scale_inv", "state_dict_copies")
 REFUSAL = (
     "would change the frozen codes of an FP8 checkpoint in place: fp8_backends.restore(model) makes weights "
     "plain, to merge adapters or to train them, and `weight + 0` is a plain copy"
@@ -75,10 +77,11 @@ class BlockCodes(Frozen):
         )
 
     def __init__(self, data: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype) -> None:
-        self._data, self._scale_inv = data, scale_inv
+        self._data, self._scale_inv, self.state_dict_copies = data, scale_inv, StateDictCopies()
 
     def exact(self) -> torch.Tensor:
         """The plain values, in the tensor's dtype."""
+        self.state_dict_copies.check()
         return SQUARES.dequantize(Quantized(*self.parts), torch.float32).to(self.dtype)
 
     @property
@@ -97,7 +100,7 @@ class BlockCodes(Frozen):
         return f"BlockCodes({list(self.shape)} {self.dtype}, stored as E4M3, one scale for 128 x 128 elements)"
 
     def __reduce_ex__(self, protocol):
-        others = {name: value for name, value in self.__dict__.items() if name not in ("_data", "_scale_inv")}
+        others = {name: value for name, value in self.__dict__.items() if name not in _STORED}
         return _rebuild, (self._data.view(torch.uint8), self._scale_inv, self.dtype, others)
 
 
@@ -194,6 +197,7 @@ def _copy_(func, target, source, non_blocking=False):
         scale_inv = torch.where(fits, scale_inv, SQUARES.inverse(SQUARES.scale(amax, E4M3), amax))
         factor = torch.where(scale_inv > 0, scale_inv.reciprocal(), torch.zeros_like(scale_inv))
         source = BlockCodes(SQUARES.cast(values, factor, E4M3), scale_inv, target.dtype)
+    target.state_dict_copies.accept()
     target._data.copy_(source._data, non_blocking)
     target._scale_inv.copy_(source._scale_inv, non_blocking)
     return target

@@ -142,6 +142,7 @@ def _parts(tensor: ScaledTensor, data: torch.Tensor, scale_inv: torch.Tensor, dt
 
 def _moved(tensor: ScaledTensor, move: Callable[[torch.Tensor], torch.Tensor], dtype=None) -> ScaledTensor:
     """A new ScaledTensor, of each part of this one as `move` returns it."""
+    tensor.state_dict_copies.check()
     result = _parts(tensor, *map(move, stored_parts(tensor)), dtype)
     if tensor.master is not None:
         result.master = _moved(tensor.master, move)
@@ -330,6 +331,8 @@ def _copy_(func, target, source, non_blocking=False):
     if same_scale and stored.partial in (FRESH, SHARD):
         return _copy_elements(target, source, non_blocking)
     stays_exact = stored.copied and not isinstance(source, ScaledTensor)
+    if target._view is None and stored.partial in (False, SHARD):
+        stored.state_dict_copies.accept()
     if target._view is None and stored.partial in (False, SHARD) and not stays_exact:
         stored.edited = None
         _replace(stored, source, non_blocking)

@@ -18,7 +18,7 @@ import copy
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +34,7 @@ from .kernels.quantize import dispatch as quantization
 from .kernels.quantize.layouts import POWER_OF_TWO
 from .meshes import agreed_over, shard_groups
 from .scaling import power_of_two_scale, scale_inv_of, tensor_amax
+from .state_dict_copies import StateDictCopies
 
 STORED = ("stored", "_view")
 """The attributes that each ScaledTensor is made of."""
@@ -96,6 +97,7 @@ class ScaledStorage:
             of weights. Plain values that are copied into it stay exact.
         unagreed: this is a shard that was written to, and has a scale of its own until the ranks agree on one.
         gathered: ranks share the exact values of this weight, and they are here for a while.
+        state_dict_copies: the plain copies of this weight that state dicts hold.
     """
 
     data: torch.Tensor
@@ -113,6 +115,7 @@ class ScaledStorage:
     copied: bool = False
     gathered: bool = False
     known: KnownAmax | None = None
+    state_dict_copies: StateDictCopies = field(default_factory=StateDictCopies)
 
     def count_write(self) -> None:
         """Count a write to data and scales, as autograd does. It sees none that an operation's own implementation
@@ -178,7 +181,7 @@ class ScaledTensor(WithoutMemory):
 
     block_size, accumulates, is_state = _stored("block_size"), _stored("accumulates"), _stored("is_state")
     elsewhere, shared_out, unagreed = _stored("elsewhere"), _stored("shared_out"), _stored("unagreed")
-    edited = _stored("edited")
+    edited, state_dict_copies = _stored("edited"), _stored("state_dict_copies")
 
     @staticmethod
     def __new__(cls, data, scale_inv=None, *context, requires_grad=True, **named):
@@ -296,8 +299,9 @@ class ScaledTensor(WithoutMemory):
         master's, if there is one, or those of data and residual. In the tensor's dtype or the one given.
 
         Raises:
-            FP8BackendError: the master or the residual lies on another rank.
+            FP8BackendError: the master or the residual lies on another rank, or a copy in a state dict was written to.
         """
+        self.stored.state_dict_copies.check()
         if self.elsewhere is not None:
             return self.elsewhere.exact(self)
         if self.stored.edited is not None:
@@ -325,6 +329,7 @@ class ScaledTensor(WithoutMemory):
 
     def settle(self) -> None:
         """Drop what operations in place have left in FP32. What is stored are those values, rounded."""
+        self.stored.state_dict_copies.check()
         self.stored.edited, self.stored.copied = None, False
 
     @property
@@ -397,6 +402,7 @@ class ScaledTensor(WithoutMemory):
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
         """FSDP2's extension point: what travels of a shard is its data, FP8 as bytes. Every rank has the scale; a
         residual stays where it is."""
+        self.stored.state_dict_copies.check()
         if self.unagreed:
             sharded = (p for p in module._parameters.values() if getattr(p, "_local_tensor", None) is self)
             agree_on_scale(self, shard_groups(next(sharded)))  # over the ranks of tensor parallelism, too
@@ -450,6 +456,7 @@ class ScaledTensor(WithoutMemory):
             raise RuntimeError("only a ScaledTensor that is a leaf of autograd's graph can be copied deeply")
         copied = memo.get(id(self))
         if copied is None:
+            self.state_dict_copies.check()
             attributes = copy.deepcopy({name: each for name, each in self.__dict__.items() if name != "_view"}, memo)
             whole = self.view_of(self.stored.data)
             whole.stored = attributes["stored"]

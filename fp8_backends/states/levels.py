@@ -198,6 +198,7 @@ def write_weight_shards(weight: torch.Tensor, values: torch.Tensor) -> None:
     """Write plain values, a DTensor that lies as `weight` does, into the shards of `weight` and of its master or
     residual. The ranks agree on the scales, so all of them call it."""
     local = local_part(weight.detach())
+    local.stored.state_dict_copies.accept()
     local.settle()
     for target in (local.master, local):
         if target is not None:
@@ -378,7 +379,10 @@ def export_plain(module: nn.Module, state_dict: dict, prefix: str, local_metadat
         weight = state_dict.get(f"{prefix}{name}")
         if weight is None or weight.requires_grad or not isinstance(local_part(weight), ScaledTensor):
             continue  # keep_vars=True asks for the Parameter itself
-        state_dict[f"{prefix}{name}"] = dequantize_shards(weight) if is_distributed(weight) else weight.exact()
+        with torch.inference_mode(False):  # autograd counts no writes to tensors made in inference mode
+            values = dequantize_shards(weight)
+        local_part(weight).stored.state_dict_copies.add(values, f"{prefix}{name}")
+        state_dict[f"{prefix}{name}"] = values
 
 
 def export_ties(root: nn.Module) -> None:

@@ -8,6 +8,7 @@ import pytest
 from plugin_training import run_python
 
 SCRIPT = """
+import copy
 import sys
 sys.path[:0] = [{tests!r}, {tests!r} + "/../distributed"]
 
@@ -45,10 +46,10 @@ def trains_stays_in_step_and_resumes(backend, **fields):
     acc = accelerator(backend, handlers=[BUCKETS], fields=fields)
     model, optimizer = prepared(acc)
     assert isinstance(model, torch.nn.parallel.DistributedDataParallel)
-    before = [p.detach().clone() for p in model.parameters()]
+    before = copy.deepcopy(acc.get_state_dict(model))  # at O3 and O4 one rank owns the exact values of a weight
     data = batches(16, seed=1)[acc.process_index :: 2]
     losses = train(acc, model, optimizer, data[:6], max_norm=1.0)
-    assert all(not torch.equal(p, b) for p, b in zip(model.parameters(), before))
+    assert all(not torch.equal(value, before[name]) for name, value in acc.get_state_dict(model).items())
     assert_equal_on_all_ranks(model, optimizer.optimizer)
     products = fp8_backends.audit(acc.unwrap_model(model)).products
     assert len(products) == 3 and all(c["fprop"] and c["wgrad"] for c in products.values())

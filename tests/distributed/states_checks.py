@@ -480,8 +480,9 @@ def check_a_weight_whose_exact_values_another_rank_owns_is_never_read_as_its_fp8
         with fp8_backends.whole_states(optimizer):
             for name, p in model.module.named_parameters():
                 assert all(torch.equal(read(p), exact[f"module.{name}"]) for read in reads.values()), name
-        with fp8_backends.whole_states(optimizer), pytest.raises(FP8BackendError, match=r"load_state_dict on all"):
             model.state_dict()["module.0.weight"].mul_(0.5)
+            with pytest.raises(FP8BackendError, match=r"0\.weight: a tensor of state_dict\(\) was written to"):
+                model.state_dict()
         for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
             with mode():
                 evaluated = model.module.eval()(x)
@@ -696,7 +697,7 @@ def check_gradients_in_shards_are_clipped_and_zeroed():
     assert all(p.grad is None for p in model.parameters())
 
 
-def check_writes_into_state_dicts_of_shards_land():
+def check_changed_state_dicts_of_shards_are_loaded_and_lost_writes_raise():
     """One scale for all ranks is agreed on before the next forward."""
     for level in ("O2", "O3", "O4"):
         model, optimizer = sharded_model(level)
@@ -705,8 +706,14 @@ def check_writes_into_state_dicts_of_shards_land():
         optimizer.step()
         optimizer.zero_grad()
         before = {name: whole(p) for name, p in model.named_parameters()}
-        for index, value in enumerate(model.state_dict().values()):
+        for change in (lambda p: p.mul_(0.5), lambda p: p.copy_(p * 0.5), lambda p: p.to_local().zero_()):
+            change(model.state_dict()["0.weight"])
+            with pytest.raises(FP8BackendError, match=r"0\.weight: a tensor of state_dict\(\) was written to"):
+                model(x)
+        state = model.state_dict()
+        for index, value in enumerate(state.values()):
             value.mul_(0.5) if index % 2 else value.copy_(value * 0.5)
+        model.load_state_dict(state)
         after = {name: whole(value) for name, value in model.state_dict().items()}
         for name, value in before.items():
             torch.testing.assert_close(after[name], value * 0.5, rtol=2**-11, atol=2**-24)

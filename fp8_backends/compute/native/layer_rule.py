@@ -200,6 +200,8 @@ class Stored(NamedTuple):
         """`product`: the one that is going to read it, for a weight that FSDP2 has gathered as codes."""
         if isinstance(weight, GatheredCodes):
             return cls(*weight.read_by(product))
+        if isinstance(weight, (BlockCodes, ScaledTensor)) and not torch.compiler.is_compiling():
+            weight.state_dict_copies.check()
         if isinstance(weight, BlockCodes):
             return cls(*weight.parts)
         if not isinstance(weight, ScaledTensor):

@@ -161,7 +161,8 @@ class FP8Products(KeepsLedger):
     def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.fp8_rule.frozen_weight and frozen.is_frozen(self.weight):
-            destination[f"{prefix}weight"] = self.weight.exact()
+            destination[f"{prefix}weight"] = values = self.weight.exact()
+            self.weight.state_dict_copies.add(values, f"{prefix}weight")
 
     def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)

@@ -1,0 +1,84 @@
+"""Copies of a stored weight in state dicts. PyTorch's state dicts alias the weights; these are plain copies, so a write
+to one would be lost: the next read of the weight raises."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ..errors import FP8BackendError
+from .kernels.eager import is_eager
+
+
+@dataclass
+class StateDictCopy:
+    """One copy: its memory, held weakly, and autograd's count of writes to it.
+
+    Attributes:
+        counters: tensors without memory that share the version counters of the copy and, if it is a DTensor, of its
+            local part.
+        seen: the count at which copy and weight last agreed.
+    """
+
+    name: str
+    memory: StorageWeakRef
+    counters: tuple[torch.Tensor, ...]
+    seen: int = 0
+
+    @classmethod
+    def of(cls, values: torch.Tensor, name: str) -> StateDictCopy:
+        local = getattr(values, "_local_tensor", values)
+        empty = local.new_empty(0)
+        counter = local.detach()
+        counter.data = empty  # the version counter stays
+        counters = (counter,)
+        if local is not values:  # operations on a DTensor count writes to it, and not to its local part
+            outer = values.detach()
+            outer._local_tensor = empty
+            counters = (outer, counter)
+        found = cls(name, StorageWeakRef(local.untyped_storage()), counters)
+        found.seen = found.writes
+        return found
+
+    @property
+    def writes(self) -> int:
+        return sum(counter._version for counter in self.counters)
+
+    @property
+    def is_written(self) -> bool:
+        return self.writes != self.seen
+
+
+@dataclass
+class StateDictCopies:
+    """The copies of one weight: those alive, and those written to."""
+
+    copies: list[StateDictCopy] = field(default_factory=list)
+
+    def add(self, values: torch.Tensor, name: str) -> None:
+        """Watch a new copy, plain or a DTensor. Writes through `.data`, NumPy or collectives are not counted."""
+        local = getattr(values, "_local_tensor", values)
+        if is_eager(local) and not local.is_inference():
+            self.copies = [each for each in self.copies if each.is_written or not each.memory.expired()]
+            self.copies.append(StateDictCopy.of(values, name))
+
+    def check(self) -> None:
+        """Raise `FP8BackendError` if a copy was written to, once for each write."""
+        if any(each.is_written for each in self.copies):
+            name = next(each.name for each in self.copies if each.is_written)
+            self.accept()
+            raise FP8BackendError(
+                f"{name}: a tensor of state_dict() was written to, and the weight is unchanged: FP8 weights are saved "
+                f"as plain copies. Write to model.parameters(), or pass the changed dict to model.load_state_dict(). "
+                f"To change only what is saved, clone() first"
+            )
+
+    def accept(self) -> None:
+        """Forget earlier writes: the weight has new values."""
+        for each in self.copies:
+            each.seen = each.writes
+
+    def __deepcopy__(self, memo: dict) -> StateDictCopies:
+        return StateDictCopies()
