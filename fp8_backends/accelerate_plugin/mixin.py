@@ -18,7 +18,7 @@ import functools
 import logging
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -103,8 +103,10 @@ class FP8Mixin(_RunTimeClass):
     """Whether `save_state` or `load_state` is running."""
     fp8_accumulates: bool = False
     """Whether a further microbatch is to be added to the gradients of the last backward."""
-    fp8_unseen_backward: bool = False
-    """Whether models or optimizers were prepared since the last backward."""
+    fp8_without_gradients: Sequence[nn.Module] = ()
+    """Models that got no gradients since something was prepared."""
+    fp8_has_loaded: bool = False
+    """Whether `load_state` has run."""
     fp8_engine_steps: deepspeed.EngineSteps | None = None
     """The steps of the DeepSpeed engine, once there is one."""
 
@@ -253,6 +255,11 @@ class FP8Mixin(_RunTimeClass):
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement=None):
         """Prepare as Accelerate does; the first step of the optimizer will prove that FP8 is on."""
         is_new = not getattr(optimizer, "_is_accelerate_prepared", False)
+        if is_new and self.fp8_has_loaded and is_main_process():
+            logger.warning(
+                f"{type(optimizer).__name__} is prepared after load_state(), which has loaded no state for it: it "
+                f"starts afresh. To resume, prepare model and optimizer before load_state()"
+            )
         if is_new and self.fp8_recipe.implementation == "native":
             # before the wrapper, which remembers `optimizer.step` where there is a loss scaler
             preparation.convert_optimizer(optimizer, self.fp8_recipe)
@@ -274,7 +281,7 @@ class FP8Mixin(_RunTimeClass):
 
     def _watch_optimizers(self) -> None:
         """Every optimizer proves the models that it trains, in whichever order they were prepared."""
-        self.fp8_unseen_backward = True
+        self.fp8_without_gradients = list(self._models)
         if deepspeed.in_use(self):
             deepspeed.watch(self)
             if self.fp8_engine_steps is not None:
@@ -325,8 +332,7 @@ class FP8Mixin(_RunTimeClass):
         except BaseException:
             proof.begin_anew(self._models)
             raise
-        if self.fp8_unseen_backward:
-            self.fp8_unseen_backward = False
+        if self.fp8_without_gradients:
             self._warn_of_unprepared_optimizers()
         if kwargs.get("learning_rate") is not None and self.has_lomo_optimizer:
             self._stepped_in_backward()
@@ -342,15 +348,18 @@ class FP8Mixin(_RunTimeClass):
         return result
 
     def _warn_of_unprepared_optimizers(self) -> None:
-        """Name the models that got gradients and that no prepared optimizer trains."""
+        """Name the models that got their first gradients and that no prepared optimizer trains."""
+        models, self.fp8_without_gradients = self.fp8_without_gradients, []
         if not is_main_process() or deepspeed.in_use(self) or (self._optimizers and not self.has_whole_weights):
             return
         level = self.fp8_recipe.level
         states = f", and level {level} does not reach its states" * (level != "O0")
         held = set().union(*map(parameter_ids, map(_innermost, self._optimizers)))
-        for model in filter(conversion.prepared_roots, self._models):
+        for model in filter(conversion.prepared_roots, models):
             parameters = list(model.parameters())
-            if any(p.grad is not None for p in parameters) and not any(id(p) in held for p in parameters):
+            if all(p.grad is None for p in parameters):
+                self.fp8_without_gradients.append(model)
+            elif not any(id(p) in held for p in parameters):
                 logger.warning(
                     f"{self.fp8_recipe.name}: {type(conversion.unwrapped(model)).__name__} got gradients and its "
                     f"optimizer is not prepared, so no step proves that FP8 runs{states}: "
@@ -468,7 +477,8 @@ class FP8Mixin(_RunTimeClass):
             if input_dir is not None and not self.has_whole_weights:  # engines load before any hook runs
                 checkpoint.check_folder(self, input_dir)
             with tensor_parallel.whole_files(self):
-                return super().load_state(input_dir, *args, **kwargs)
+                super().load_state(input_dir, *args, **kwargs)
+        self.fp8_has_loaded = True
 
     @contextmanager
     def _scaling_in_files(self):

@@ -156,7 +156,7 @@ def asked_recipe(arguments: Mapping[str, Any], by_trainer: str | None = None) ->
     handlers = [handler for handler in arguments.get("kwargs_handlers") or () if _is_fp8_handler(handler)]
     if len(handlers) > 1:
         names = " and ".join(type(handler).__name__ for handler in handlers)
-        raise RecipeError(f"kwargs_handlers and mixed_precision hold two FP8 recipes, {names}: pass one")
+        raise RecipeError(f"two FP8 recipes, {names}: pass one, in kwargs_handlers or as mixed_precision")
     if precision != "fp8":
         if any(isinstance(handler, Recipe) for handler in handlers):
             raise RecipeError(
@@ -172,12 +172,14 @@ def asked_recipe(arguments: Mapping[str, Any], by_trainer: str | None = None) ->
 
 
 def _handlers(arguments: Mapping[str, Any]) -> Any:
-    """The list of handlers. Raises `RecipeError` for a recipe that stands in its place, or a backend string in it."""
+    """The list of handlers. Raises `RecipeError` for a recipe in its place, or for a backend string or a dict in it."""
     given = arguments.get("kwargs_handlers") or []
     if _is_fp8_handler(given):
         raise RecipeError(f"kwargs_handlers must be a list: write kwargs_handlers=[{type(given).__name__}(…)]")
     if text := next(filter(names_backend, [given] if isinstance(given, str) else given), None):
         raise RecipeError(f"kwargs_handlers: {shown(text)} is no handler. Write Accelerator(mixed_precision={text!r})")
+    if any(isinstance(handler, Mapping) for handler in ([given] if isinstance(given, Mapping) else given)):
+        raise RecipeError("kwargs_handlers: a dict is no handler. Write kwargs_handlers=[FP8RecipeKwargs(**fields)]")
     return given
 
 

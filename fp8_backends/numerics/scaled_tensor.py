@@ -441,7 +441,8 @@ class ScaledTensor(WithoutMemory):
         else:
             scales = f"scale_inv {self._scale_inv.item():.4g}"
         trains = ", requires_grad" if self.requires_grad else ""
-        return f"ScaledTensor({list(self.shape)} {self.dtype}, stored as {stored}, {scales}{trains})"
+        owned = ", exact on one rank" if self.shared_out else ""
+        return f"ScaledTensor({list(self.shape)} {self.dtype}, stored as {stored}, {scales}{owned}{trains})"
 
     def __reduce_ex__(self, protocol):
         others = {name: value for name, value in self.__dict__.items() if name not in STORED}

@@ -178,8 +178,8 @@ class GradientRelease:
         """Step pre-hook. Nobody sees a `DroppedGradient` during the step.
 
         Raises:
-            FP8BackendError: with a closure, with options that have changed since backward, or with a gradient where
-                one was stepped with already.
+            FP8BackendError: with a closure, with options that have changed since backward, with a gradient where
+                one was stepped with already, or without the gradient that was.
         """
         if any(each is not None for each in (*args[1:], *kwargs.values())):  # args begins with the optimizer
             raise FP8BackendError(
@@ -199,6 +199,13 @@ class GradientRelease:
         for p in parameters:
             if id(p) in stepped and not is_dropped(p.grad):
                 raise _second(p.shape)
+        if len(stepped) > len(self._dropped):
+            self.begin_anew()
+            raise FP8BackendError(
+                "gradient_release: gradients were cleared between backward, which has stepped with them, and step(): "
+                "no parameter can be left out of a step. Call zero_grad() after step(), freeze parameters with "
+                "requires_grad_(False) before backward, or prepare with gradient_release=False"
+            )
         for p in self._dropped:
             p.grad = None
 

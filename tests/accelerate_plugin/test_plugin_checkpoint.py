@@ -203,6 +203,19 @@ def test_optimizer_state_dict_of_stateless_scaling_is_the_stock_one():
     assert optimizer.state_dict().keys() == {"state", "param_groups"}
 
 
+def test_an_optimizer_prepared_after_load_state_is_said_to_start_afresh(tmp_path, caplog):
+    accelerator, model, optimizer = new_run("native:dynamic")
+    train(accelerator, model, optimizer, DATA[:1])
+    accelerator.save_state(str(tmp_path))
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(mixed_precision="native:dynamic")
+    model = accelerator.prepare(mlp())
+    accelerator.load_state(str(tmp_path))
+    accelerator.prepare(torch.optim.AdamW(model.parameters()))
+    (told,) = [message for message in caplog.messages if "prepared after load_state" in message]
+    assert "before load_state" in told
+
+
 def test_load_state_before_prepare_is_refused(tmp_path):
     accelerator, model, optimizer = new_run("native:delayed")
     train(accelerator, model, optimizer, DATA[:1])

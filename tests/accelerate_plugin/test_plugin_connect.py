@@ -158,7 +158,7 @@ def test_a_backend_string_as_mixed_precision_is_fp8_with_that_backend(given, mon
 
 
 def test_a_backend_string_as_mixed_precision_completes_nothing():
-    with pytest.raises(RecipeError, match="mixed_precision hold two FP8 recipes, NativeRecipeKwargs and FP8Recipe"):
+    with pytest.raises(RecipeError, match="two FP8 recipes, NativeRecipeKwargs and FP8Recipe.*mixed_precision"):
         Accelerator(mixed_precision="native", kwargs_handlers=[fp8_backends.NativeRecipeKwargs()])
     with pytest.raises(RecipeError, match="unknown backend 'nativ:dynamic' .did you mean 'native'"):
         Accelerator(mixed_precision="nativ:dynamic")
@@ -173,6 +173,8 @@ def test_a_backend_string_as_mixed_precision_completes_nothing():
         (accelerate.utils.AORecipeKwargs(), r"write kwargs_handlers=\[AORecipeKwargs"),
         ("native:dynamic", r"Write Accelerator\(mixed_precision='native:dynamic'\)"),
         (["ao"], r"Write Accelerator\(mixed_precision='ao'\)"),
+        ([{"backend": "ao"}], r"Write kwargs_handlers=\[FP8RecipeKwargs"),
+        ({"backend": "ao"}, r"Write kwargs_handlers=\[FP8RecipeKwargs"),
     ],
 )
 def test_what_is_no_list_of_handlers_is_refused_with_what_to_write(handlers, said):

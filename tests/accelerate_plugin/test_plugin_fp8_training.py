@@ -231,6 +231,18 @@ def test_an_optimizer_that_is_not_prepared_is_told_of_once_after_the_first_backw
     assert ("level O2 does not reach its states" in told) == (backend == "msamp:O2")
 
 
+def test_each_model_of_several_is_told_of(caplog):
+    """As a GAN whose second optimizer was forgotten, and whose models have a backward each."""
+    accelerator, x = fp8_accelerator(), batches(1)[0][0]
+    first, second = mlp(), mlp(1)
+    first, optimizer = accelerator.prepare(first, torch.optim.SGD(first.parameters(), 0.1))
+    second = accelerator.prepare(second)
+    for model in (first, second, first, second):
+        accelerator.backward(model(x).sum())
+        optimizer.step()
+    assert len(caplog.messages) == 1 and "its optimizer is not prepared" in caplog.messages[0]
+
+
 def test_models_that_do_not_train_need_no_optimizer(caplog):
     accelerator, x = fp8_accelerator(), batches(1)[0][0]
     evaluated, teacher, model = accelerator.prepare(mlp(1), mlp(2).requires_grad_(False), mlp())

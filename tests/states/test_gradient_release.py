@@ -164,8 +164,8 @@ def test_a_second_backward_before_the_step_is_refused():
     loss_of(model, 0).backward()
     with pytest.raises(FP8BackendError, match=r"second gradient of a parameter of shape \(64, 128\).*after each backw"):
         loss_of(model, 1).backward()
-    optimizer.zero_grad()
     optimizer.step()
+    optimizer.zero_grad()
     train(model, optimizer, range(1))
 
 
@@ -194,6 +194,18 @@ def test_uses_of_a_dropped_gradient_are_refused(stepped):
     model.to(torch.float64)
     optimizer.zero_grad()
     assert all(p.grad is None for p in parameters)
+
+
+def test_a_gradient_cleared_before_the_step_is_refused():
+    """Without gradient release the parameter would be left out of the step."""
+    for clear in (lambda model: setattr(model[0].weight, "grad", None), nn.Module.zero_grad):
+        model, optimizer = prepared("O2", gradient_release=True)
+        loss_of(model, 0).backward()
+        clear(model)
+        with pytest.raises(FP8BackendError, match="cleared between backward.*requires_grad_.*gradient_release=False"):
+            optimizer.step()
+        optimizer.zero_grad()
+        train(model, optimizer, range(1))
 
 
 def test_a_loop_that_never_clears_gradients_is_refused():
