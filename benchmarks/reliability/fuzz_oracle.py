@@ -131,8 +131,7 @@ def means(recipe: Recipe) -> tuple:
 
 
 def _settings(recipe: Recipe) -> dict[str, Any]:
-    naming = {each.name for each in NAMING}
-    return {name: value for name, value in recipe.to_kwargs().items() if name not in naming}
+    return {name: value for name, value in recipe.to_kwargs().items() if name not in NAMING}
 
 
 def _variable(key: str) -> str:

@@ -12,12 +12,15 @@ from torch.nn.parallel import DistributedDataParallel
 import fp8_backends
 from fp8_backends.numerics.scaled_tensor import ScaledTensor
 from fp8_backends.numerics.sharded_tensor import local_part
+from fp8_backends.training.watching import guard
+
+guard.COMPARED_EVERY = 2
 
 
 def training(backend: str, shard: bool = False, **fields):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 16))
-    recipe = fp8_backends.FP8RecipeKwargs(backend=backend, guard="skip", guard_every=2, **fields)
+    recipe = fp8_backends.FP8RecipeKwargs(backend=backend, guard="skip", **fields)
     fp8_backends.prepare(model, None, recipe)
     model = fully_shard(model) if shard else DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)

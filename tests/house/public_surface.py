@@ -49,7 +49,7 @@ def recipes() -> Sequence[Recipe]:
         FP8RecipeKwargs("native:delayed", margin=1, override_linear_precision=(False, False, True)),
         TERecipeKwargs(fp8_format="HYBRID", amax_history_len=16, amax_compute_algo="max"),
         AORecipeKwargs(scaling="rowwise", module_filter_func=lambda module, name: "head" not in name),
-        MSAMPRecipeKwargs(opt_level="O3", exp_avg_scaling="block", gradient_comm="plain"),
+        MSAMPRecipeKwargs(opt_level="O3", gradient_comm="plain"),
         NativeRecipeKwargs(scaling="blockwise", exclude="lm_head", on_unproven="warn", fp8_params=True),
         fp8_backends.resolve("te+msamp:O2"),
         fp8_backends.resolve(fields),
@@ -57,10 +57,10 @@ def recipes() -> Sequence[Recipe]:
     ]
 
 
-def use(recipe: Recipe) -> str:
+def use(recipe: FP8RecipeKwargs) -> str:
     margin: int = recipe.margin
     flags: tuple[bool, bool, bool] = recipe.override_linear_precision
-    patterns: tuple[str, ...] | None = recipe.include
+    patterns = recipe.include
     given: frozenset[str] = recipe.given
     plan: PrecisionPlan = fp8_backends.plan(recipe)
     size: float = plan.bytes_per_element

@@ -7,7 +7,6 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
-import handler_stub
 import mypy.api
 import pytest
 
@@ -102,7 +101,7 @@ def errors_of_mypy(folder: Path) -> dict[str, list[tuple[int, str]]]:
 
 @pytest.mark.slow
 def test_types_are_known_and_every_mistake_is_found(tmp_path):
-    """In one test, since mypy reads PyTorch each time. The examples and this package's stub must be without fault."""
+    """In one test, since mypy reads PyTorch each time. The examples must be without fault."""
     errors = errors_of_mypy(tmp_path)
     planted = {line for line, _ in errors.pop("planted.py")}
     assert errors == {}
@@ -118,13 +117,7 @@ def test_that_program_uses_every_public_name():
     assert set(fp8_backends.__all__) - names - attributes == set()
 
 
-def test_the_stub_of_the_handlers_is_what_their_fields_make():
-    """`python tests/house/handler_stub.py --write` mends it."""
-    assert handler_stub.STUB.read_text(encoding="utf-8") == handler_stub.written()
-
-
 def test_a_program_is_told_that_there_are_types():
     """A wheel carries what `package_data` names."""
     settings = (PACKAGE.parent / "setup.cfg").read_text(encoding="utf-8")
-    assert (PACKAGE / "py.typed").exists() and handler_stub.STUB.exists()
-    assert "\n    py.typed\n" in settings and "\n    recipes/*.pyi\n" in settings
+    assert (PACKAGE / "py.typed").exists() and "\n    py.typed\n" in settings

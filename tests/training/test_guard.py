@@ -90,7 +90,7 @@ def equal(before, after):
 @pytest.mark.usefixtures("fresh_accelerate")
 @pytest.mark.parametrize("backend", ["native:delayed", "msamp:O2", "ao:tensorwise"])
 def test_a_step_at_fault_leaves_weights_states_and_counters_as_they_were(backend):
-    training = Training(backend, guard_steps=2)
+    training = Training(backend)
     training.steps(2)
     before = training.stored()
     training.step(nan_batch())
@@ -128,12 +128,13 @@ def test_stop_raises_before_the_step_and_saves_the_training(tmp_path):
 
 
 @pytest.mark.usefixtures("fresh_accelerate")
-def test_a_fault_that_stays_stops_the_training():
-    training = Training(guard="skip", guard_steps=3)
+def test_a_fault_that_stays_stops_the_training(monkeypatch):
+    monkeypatch.setattr("fp8_backends.training.watching.guard.LEFT_OUT_AT_MOST", 3)
+    training = Training(guard="skip")
     training.steps(1)
     for _ in range(3):
         training.step(nan_batch())
-    with pytest.raises(FP8BackendError, match="guard_steps=3 steps in a row"):
+    with pytest.raises(FP8BackendError, match="3 steps in a row were left out"):
         training.step(nan_batch())
 
 

@@ -21,7 +21,7 @@ from fp8_backends.errors import FP8BackendError
 sys.path.insert(0, str(Path(__file__).parent.parent / "trainers"))
 from tiny_trainers import counting_batch, llama  # noqa: E402
 
-FP8_HEAD = {"also_include": ["lm_head"]}
+FP8_HEAD = {"include": ["+lm_head"]}
 
 
 def prepared(model=None, backend="native:dynamic", **fields):

@@ -216,7 +216,7 @@ AO_UNPADDED = {"backend": "ao", "pad_inner_dim": False}
 GUARDED = {"backend": "native", "guard": "warn"}
 GRADIENTS = {"backend": "native", "gradient_comm": "fp8"}
 ACTIVATIONS = {"backend": "native", "activation_comm": "fp8"}
-WEIGHTS = {"backend": "native", "weight_comm": "fp8"}
+WEIGHTS = {"backend": "native", "enable_fsdp_float8_all_gather": True}
 FUSED = {"backend": "te", "fuse_norms": True}
 FP16 = {"backend": "native", "autocast_dtype": "fp16"}
 RELEASED = {"backend": "msamp:O2", "gradient_release": True}
@@ -232,14 +232,7 @@ CASES = [
     ("autocast_deepspeed", (FP16, DS), ({"backend": "native", "autocast_dtype": "bf16"}, DS), "autocast_dtype='fp16'"),
     ("fp8_gradients_deepspeed", (GRADIENTS, DS), (GRADIENTS, DDP), ""),
     ("fp8_weights_engine", (WEIGHTS, DS), (WEIGHTS, FSDP2), "deepspeed"),
-    ("fp8_weights_alone", (WEIGHTS, DDP), (WEIGHTS, FSDP2), ""),
     ("guard_engine", (GUARDED, DS), (GUARDED, DDP), "guard='warn' with deepspeed"),
-    (
-        "monitor_without_steps",
-        ({"backend": "native", "monitor_layers": "0"}, {}),
-        ({"backend": "native", "monitor_layers": "0", "monitor_every": 10}, {}),
-        "",
-    ),
     ("fuse_norms_zero3", (FUSED, {**DS, "zero_stage": 3}), (FUSED, {**DS, "zero_stage": 2}), ""),
     ("o3_alone", ("msamp:O3", {"world_size": 1}), ("msamp:O3", {"world_size": 2}), ""),
     ("shared_states_saving", ("msamp:O4", DDP), ({"backend": "msamp:O3", "shard_states": False}, DDP), ""),
@@ -411,7 +404,7 @@ REFUSED = [
     ),
     (
         "fp8_weights_engine",
-        {"backend": "native", "weight_comm": "fp8"},
+        {"backend": "native", "enable_fsdp_float8_all_gather": True},
         {"parallel": "fsdp1"},
         {"parallel": "fsdp2"},
     ),

@@ -36,7 +36,7 @@ from ...numerics.statistics import Cast
 from ..counts import DGRAD, KINDS, ProductCounts, inside_backward
 from ..cut_layers import refuse_cut_since
 from ..derivatives import refuse_transforms
-from ..fields import LEVELS, NATIVE_FIELDS, Field
+from ..fields import LEVELS, RULE_FIELDS, Field
 from ..frozen_weights import check
 from ..hardware import Availability
 from ..interface import Compute, Recipe, check_saved_states
@@ -73,7 +73,7 @@ class NativeCompute(Compute):
     default_scaling = "dynamic"
     level_scaling = "window"
     levels: tuple[str, ...] = LEVELS
-    fields: tuple[Field | str, ...] = NATIVE_FIELDS
+    fields: tuple[Field | str, ...] = (*RULE_FIELDS, "enable_fsdp_float8_all_gather", "fused_head")
     casts_by = "the layer's own rule"
 
     def availability(self) -> Availability:
@@ -190,7 +190,8 @@ class NativeCompute(Compute):
         # at a level, and with codes that serve both products: then nothing of what FSDP2 does is lost, compiled code
         # among it, and no number differs. A stock model's weights are the user's to read in forward
         by_default = recipe.level != "O0" and all(len(each.products) == 1 for each in codes.values())
-        if recipe.weight_comm == "plain" or (recipe.weight_comm == "auto" and not by_default):
+        asked = recipe.enable_fsdp_float8_all_gather
+        if not (by_default if asked is None else asked):
             return {}
         for key, hook in root._forward_pre_hooks.items():
             if isinstance(hook, RollDelayedStates):  # before FSDP2's, which gathers codes by the scale of this step

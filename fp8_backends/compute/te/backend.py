@@ -30,12 +30,11 @@ from .. import expert_functions, hardware
 from ..chips import INSTALL_TE
 from ..counts import WGRAD
 from ..expert_functions import ExpertWeight, is_expert_parallel, sizes_of
-from ..fields import LEVELS, Field
+from ..fields import LEVELS, RULE_FIELDS, Field
 from ..frozen_weights import check
 from ..hardware import Availability
 from ..interface import Compute, Fusion, Norm, Recipe, check_saved_states
 from ..profiling import Layer
-from .fields import FIELDS
 
 if TYPE_CHECKING:
     from .conv1d import TEConv1D
@@ -59,7 +58,7 @@ class TransformerEngineCompute(Compute):
     scalings: tuple[str, ...] = ("delayed", "dynamic", "blockwise", "mxfp8")
     default_scaling = "delayed"
     levels: tuple[str, ...] = LEVELS
-    fields: tuple[Field | str, ...] = FIELDS
+    fields: tuple[Field | str, ...] = (*RULE_FIELDS, "fused_head")
     casts_by = "the native equivalent of TransformerEngine's rule"
 
     def availability(self) -> Availability:

@@ -15,7 +15,6 @@ from transformer_engine.common import recipe as te_recipe
 from transformer_engine.pytorch.tensor import QuantizedTensor
 
 from ...errors import BackendUnavailableError, RecipeError
-from .amax_group import unpacked
 
 try:
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager, RecipeState
@@ -80,12 +79,11 @@ def recipe_object(recipe: Recipe) -> te_recipe.Recipe:
     )
 
 
-def autocast(te_object: te_recipe.Recipe, recipe: Recipe) -> Any:
+def autocast(te_object: te_recipe.Recipe) -> Any:
     """The context manager in which TransformerEngine's modules run in FP8."""
-    group = unpacked(recipe.fp8_group)
     if hasattr(te, "autocast"):
-        return te.autocast(enabled=True, recipe=te_object, amax_reduction_group=group)
-    return te.fp8_autocast(enabled=True, fp8_recipe=te_object, fp8_group=group)  # before 2.9
+        return te.autocast(enabled=True, recipe=te_object)
+    return te.fp8_autocast(enabled=True, fp8_recipe=te_object)  # before 2.9
 
 
 def check_version(recipe: Recipe) -> None:

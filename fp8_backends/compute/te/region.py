@@ -68,14 +68,14 @@ class Region:
             when the outermost region ends. After any other, scales and amaxes are as before.
 
     Raises:
-        RecipeError: it records in a stage of a pipeline, and `fp8_group` does not say which ranks share amaxes.
+        RecipeError: it records delayed scales in a stage of a pipeline.
     """
 
     def __init__(self, state: ModelState, records: bool) -> None:
         if records and _takes_amaxes_of_all_ranks(state) and _inside_pipeline():
             raise RecipeError(DELAYED_PIPELINE)
         self.records = records
-        self._autocast = autocast(state.te_recipe, state.recipe)
+        self._autocast = autocast(state.te_recipe)
 
     def __enter__(self) -> Region:
         self._autocast.__enter__()
@@ -159,7 +159,7 @@ def _leave_interrupted(calls: list[FrameType | None]) -> None:
 
 
 def _takes_amaxes_of_all_ranks(state: ModelState) -> bool:
-    if not state.te_recipe.delayed() or state.recipe.fp8_group is not None:
+    if not state.te_recipe.delayed():
         return False
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 

@@ -25,7 +25,7 @@ from ..hardware import Availability
 from ..interface import Compute, Recipe
 from ..layer_parts import part_obstacle
 from . import cpu_scaled_mm
-from .fields import FIELDS, scaling_of
+from .fields import scaling_of
 from .library import products_in_high_precision
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class TorchAOCompute(Compute):
     scalings: tuple[str, ...] = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
     default_scaling = "tensorwise"
     unnamed_scalings: tuple[str, ...] = ("custom",)
-    fields: tuple[Field | str, ...] = FIELDS
+    fields: tuple[Field | str, ...] = ("config", "pad_inner_dim", "enable_fsdp_float8_all_gather", "fused_head")
     casts_by = "TorchAO's formulas for the same values"
 
     def availability(self) -> Availability:
@@ -63,11 +63,6 @@ class TorchAOCompute(Compute):
             _check_config(recipe)
         elif recipe.scaling == "custom":
             raise RecipeError("ao:custom stands for a Float8LinearConfig of your own: pass config=")
-        if recipe.auto_filter and recipe.scaling == "rowwise_with_gw_hp":
-            raise RecipeError(
-                "auto_filter: TorchAO has no automatic filter for ao:rowwise_with_gw_hp; "
-                "drop auto_filter, or choose layers with include and exclude"
-            )
         if asks_for_all_gather(recipe) and recipe.scaling != "tensorwise":
             raise RecipeError(
                 f"enable_fsdp_float8_all_gather: TorchAO gathers FP8 weights with ao:tensorwise only, not with "
@@ -82,8 +77,6 @@ class TorchAOCompute(Compute):
             return f"{sizes} are {unaligned}, and TorchAO cannot pad them"
         if reason := part_obstacle(linear, ALIGNMENT, f"{unaligned}, and TorchAO cannot pad them"):
             return reason
-        if recipe.auto_filter and not _auto_filter(recipe.scaling)(linear, ""):
-            return f"{sizes} is too small to gain by FP8, says TorchAO's automatic filter for {recipe.scaling}"
         return None
 
     def new_shared(self, root: nn.Module, recipe: Recipe) -> Float8LinearConfig:
@@ -193,8 +186,6 @@ def _check_config(recipe: Recipe) -> None:
         raise RecipeError(
             f"ao:{recipe.scaling} and a config whose casts are {scaling} disagree: leave one of the two out"
         )
-    if recipe.auto_filter and scaling not in ("tensorwise", "rowwise"):
-        raise RecipeError(f"auto_filter: TorchAO has no automatic filter for a {scaling} config; drop auto_filter")
 
 
 def asks_for_all_gather(recipe: Recipe) -> bool:
@@ -212,12 +203,6 @@ def _cpu_multiplies_rowwise() -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def _auto_filter(scaling: str):
-    from torchao.float8 import _auto_filter_for_recipe
-
-    return _auto_filter_for_recipe(scaling, [])
 
 
 def _products_are_emulated() -> bool:
