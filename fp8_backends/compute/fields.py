@@ -336,14 +336,6 @@ FP8_PARAMS = Field(
     launcher_default=False,
     synonyms={"fp8_param": same, "fp8_param_gather": same},
 )
-FUSE_ACTIVATIONS = Field(
-    "fuse_activations",
-    False,
-    flag,
-    "In eager training on a GPU one kernel computes an RMSNorm or a gated activation, and its amax, forward and "
-    "backward.",
-    idle=False,
-)
 FUSED_HEAD = Field(
     "fused_head",
     False,
@@ -373,11 +365,17 @@ SCALING_FIELDS = (
     USE_AUTOCAST_DURING_EVAL,
 )
 """Fields of TransformerEngine's rules."""
-NATIVE_FIELDS = (*SCALING_FIELDS, FP8_PARAMS, FUSE_ACTIVATIONS, FUSED_HEAD, WEIGHT_COMM)
+NATIVE_FIELDS = (*SCALING_FIELDS, FP8_PARAMS, FUSED_HEAD, WEIGHT_COMM)
 """Fields of `native`, which follows these rules on any device."""
 
 
 # Words in errors
+
+REMOVED = {
+    "fuse_activations": "torch.compile fuses them",
+    "fuse_norms": "norms run as TransformerEngine's own, before the layers that read them",
+}
+"""Fields of earlier versions, each with the way on."""
 
 
 def closest(word: str, words: Iterable[str]) -> str:

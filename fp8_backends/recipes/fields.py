@@ -15,6 +15,7 @@ from ..compute import registry
 from ..compute.fields import (
     DEFAULT_LEVEL,
     NATIVE_FIELDS,
+    REMOVED,
     USE_MXFP8_BLOCK_SCALING,
     Field,
     Variable,
@@ -370,6 +371,8 @@ def unknown_field(name: str, owner: str, own: Iterable[str], elsewhere: dict[str
             f"{name} is not a field of {owner} but of {' and '.join(holders)}; use that, or "
             "FP8RecipeKwargs(backend=…), which takes the fields of every backend"
         )
+    if way_on := REMOVED.get(name):
+        return RecipeError(f"{name} is no field any more: {way_on}")
     known = sorted(own)
     return RecipeError(f"{shortened(name)} is not a field of {owner}{closest(name, known)}; it has {', '.join(known)}")
 

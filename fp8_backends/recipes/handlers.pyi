@@ -52,7 +52,6 @@ class Recipe(KwargsHandler):  # type: ignore[misc]  # Accelerate tells no types
     use_mxfp8_block_scaling: bool
     fp8_params: bool
     fp8_group: distributed.ProcessGroup | None
-    fuse_norms: bool
     fp8_dpa: bool
     fp8_mha: bool
     fused_head: bool
@@ -60,7 +59,6 @@ class Recipe(KwargsHandler):  # type: ignore[misc]  # Accelerate tells no types
     pad_inner_dim: bool | None
     enable_fsdp_float8_all_gather: bool | None
     auto_filter: bool
-    fuse_activations: bool
     weight_comm: str
     rounding: str
     exp_avg_scaling: str
@@ -110,8 +108,6 @@ class TERecipeKwargs(Recipe):
         fp8_group:
             A torch.distributed.ProcessGroup: the ranks over which an amax is reduced (default: all). Read by
             te:delayed.
-        fuse_norms (True, False; default False):
-            A norm that one Linear alone reads is computed by that Linear's kernel. Read by te.
         fp8_dpa (False; default False):
             Attention in FP8, which this package does not have. Read by te.
         fp8_mha (False; default False):
@@ -181,7 +177,6 @@ class TERecipeKwargs(Recipe):
         use_mxfp8_block_scaling: bool | None = None,
         fp8_params: bool | None = None,
         fp8_group: distributed.ProcessGroup | None = None,
-        fuse_norms: bool | None = None,
         fp8_dpa: bool | None = None,
         fp8_mha: bool | None = None,
         fused_head: bool | None = None,
@@ -418,9 +413,6 @@ class NativeRecipeKwargs(Recipe):
         fp8_params (True, False; default False):
             Weights that do not train are stored in FP8, about 1 byte an element. Not with a level, which stores weights
             itself. Read by native, te.
-        fuse_activations (True, False; default False):
-            In eager training on a GPU one kernel computes an RMSNorm or a gated activation, and its amax, forward and
-            backward. Read by native.
         fused_head (True, False; default False):
             The output head and its loss are computed in chunks of tokens, and logits are never whole. The head stays in
             high precision unless also_include or include names it (native). Read by native, te, ao.
@@ -486,7 +478,6 @@ class NativeRecipeKwargs(Recipe):
         override_linear_precision: Sequence[bool] | str | None = None,
         use_autocast_during_eval: bool | None = None,
         fp8_params: bool | None = None,
-        fuse_activations: bool | None = None,
         fused_head: bool | None = None,
         weight_comm: str | None = None,
         *,
@@ -560,8 +551,6 @@ class FP8RecipeKwargs(Recipe):
         fp8_group:
             A torch.distributed.ProcessGroup: the ranks over which an amax is reduced (default: all). Read by
             te:delayed.
-        fuse_norms (True, False; default False):
-            A norm that one Linear alone reads is computed by that Linear's kernel. Read by te.
         fp8_dpa (False; default False):
             Attention in FP8, which this package does not have. Read by te.
         fp8_mha (False; default False):
@@ -577,9 +566,6 @@ class FP8RecipeKwargs(Recipe):
             Gather weights in FP8 under FSDP2. Read by ao.
         auto_filter (True, False; default False):
             Leave layers in high precision that TorchAO finds too small to gain. Read by ao.
-        fuse_activations (True, False; default False):
-            In eager training on a GPU one kernel computes an RMSNorm or a gated activation, and its amax, forward and
-            backward. Read by native.
         weight_comm (auto, plain, fp8; default 'auto'):
             What FSDP2 gathers of a weight: fp8 is the codes that products read, 1 byte an element; plain is the weight
             as it is stored; auto is fp8 at a level above O0 with codes that serve both products (not rowwise, mxfp8),
@@ -652,7 +638,6 @@ class FP8RecipeKwargs(Recipe):
         use_mxfp8_block_scaling: bool | None = None,
         fp8_params: bool | None = None,
         fp8_group: distributed.ProcessGroup | None = None,
-        fuse_norms: bool | None = None,
         fp8_dpa: bool | None = None,
         fp8_mha: bool | None = None,
         fused_head: bool | None = None,
@@ -660,7 +645,6 @@ class FP8RecipeKwargs(Recipe):
         pad_inner_dim: bool | None = None,
         enable_fsdp_float8_all_gather: bool | None = None,
         auto_filter: bool | None = None,
-        fuse_activations: bool | None = None,
         weight_comm: str | None = None,
         *,
         include: str | Collection[str] | None = None,

@@ -276,7 +276,7 @@ def test_every_field_that_a_file_can_hold_comes_through_the_stock_launcher(tmp_p
     specs = [
         {"backend": "native:delayed", "margin": 2, "interval": 3, "amax_history_len": 8, "amax_compute_algo": "max"},
         {"backend": "native:dynamic", "override_linear_precision": [False, False, True], "fp8_format": "E4M3"},
-        {"backend": "te", "use_autocast_during_eval": True, "fuse_norms": True, "fp8_params": True},
+        {"backend": "te", "use_autocast_during_eval": True, "fp8_params": True},
         {"backend": "ao", "auto_filter": True, "pad_inner_dim": False, "enable_fsdp_float8_all_gather": True},
         {"backend": "te:blockwise", "fp8_format": "HYBRID"},
         {"backend": "msamp:O3", "rounding": "nearest", "exp_avg_scaling": "block", "shard_states": False},

@@ -105,7 +105,6 @@ OTHER_THAN_THE_DEFAULT = {
     "amax_history_len": 4,
     "amax_compute_algo": "max",
     "use_mxfp8_block_scaling": True,
-    "fuse_norms": True,
     "pad_inner_dim": True,
     "enable_fsdp_float8_all_gather": True,
     "auto_filter": True,

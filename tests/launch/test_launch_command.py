@@ -88,7 +88,6 @@ OVERRIDDEN = {"override_linear_precision": (False, False, True)}
         ("--fp8_backend te --fp8_params true --fp8_dpa false", "te:delayed", {"fp8_params": True, "fp8_dpa": False}),
         ("--mixed_precision Native:Rowwise", "native:rowwise", {}),
         ("--mixed_precision native:delayed --fp8_margin 1", "native:delayed", {"margin": 1}),
-        ("--fp8_backend te --fp8_fuse_norms true --fp8_mha false", "te:delayed", {"fuse_norms": True}),
     ],
 )
 def test_flags_reach_the_worker(flags, name, fields):
@@ -324,7 +323,8 @@ def test_a_files_mixed_precision_may_name_the_backend(tmp_path):
         ("--fp8_format E5M2 train.py", "no GPU"),
         ("--fp8_backend te:delayed --fp8_scaling dynamic train.py", "says delayed and scaling says dynamic"),
         ("--fp8_backend ao --fp8_opt_level O2 train.py", "ao goes with O0 only"),
-        ("--fp8_fuse_norms train.py", "training_script"),
+        ("--fp8_params train.py", "training_script"),
+        ("--fp8_fuse_norms true train.py", "--fp8_fuse_norms: fuse_norms is no field any more"),
         ("--mixed_precision bf16 train.py", "--mixed_precision bf16: this command trains in FP8"),
         ("--mixed_precision fp4 train.py", "--mixed_precision fp4: this command trains in FP8"),
         ("--mixed_precision nativ:dynamic train.py", "unknown backend 'nativ:dynamic' (did you mean 'native'?)"),

@@ -587,6 +587,8 @@ def test_documented_override_string_works_and_its_cut_up_form_is_explained():
         ({"BACKEND": "te", "FORMAT": "E5M2"}, "no GPU"),
         ({"BACKEND": "te", "MARGIN": "many"}, "margin='many'"),
         ({"BACKEND": "te", "AMAX_HISTORY": "3"}, "ACCELERATE_FP8_AMAX_HISTORY is not known"),
+        ({"BACKEND": "te", "FUSE_NORMS": "true"}, "FUSE_NORMS: fuse_norms is no field any more: norms run"),
+        ({"FUSE_ACTIVATIONS": "1"}, "FUSE_ACTIVATIONS: fuse_activations is no field any more: torch"),
         ({"BACKEND": "tee"}, "unknown backend 'tee'"),
         ({"BACKEND": "te", "AMAX_HISTORY_LEN": "8", "AMAX_HISTORY_LENGTH": "16"}, "disagrees"),
     ],
@@ -597,6 +599,15 @@ def test_environment_value_that_cannot_be_used_is_an_error_that_says_where_it_is
     assert said in str(caught.value)
     if "BACKEND" in variables:
         assert "ACCELERATE_FP8_" in str(caught.value)
+
+
+@pytest.mark.parametrize("cls", [*HANDLERS, FP8RecipeKwargs])
+@pytest.mark.parametrize("value", [True, False])
+def test_removed_fields_are_refused_with_the_way_on(cls, value):
+    with pytest.raises(RecipeError, match="fuse_activations is no field any more: torch.compile fuses them"):
+        cls(fuse_activations=value)
+    with pytest.raises(RecipeError, match="fuse_norms is no field any more: norms run as TransformerEngine's own"):
+        resolve({"backend": "te", "fuse_norms": value})
 
 
 def test_environment_completes_a_recipe_and_may_not_contradict_it():

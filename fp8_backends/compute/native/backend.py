@@ -20,7 +20,7 @@ Experts of transformers' mixtures, whose weights lie in one 3-D Parameter, run t
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -43,7 +43,6 @@ from ..interface import Compute, Recipe, check_saved_states
 from ..layer_parts import is_parallel
 from ..products import EMULATED, engine_for
 from . import experts as fp8_experts
-from . import fused_gates, fused_norms
 from .block_products import block_engine_for
 from .casts import cast_of
 from .experts import FP8Experts, FP8ExpertWeight
@@ -99,12 +98,6 @@ class NativeCompute(Compute):
         with torch.device("meta"):
             carrier = FP8Conv1D(conv.nf, conv.nx)
         return _around(conv, carrier, recipe, shared)
-
-    def fused_activations(
-        self, root: nn.Module, recipe: Recipe, layers: Container[nn.Module]
-    ) -> list[tuple[nn.Module, nn.Module]]:
-        keeps_nan = layer_rule(recipe).keeps_nan
-        return fused_gates.carriers(root, layers, keeps_nan) + fused_norms.carriers(root, keeps_nan)
 
     def build_head(self, linear: nn.Linear, recipe: Recipe, shared: SharedCodes) -> FP8Head:
         carrier = FP8Head(linear.in_features, linear.out_features, bias=False, device="meta")

@@ -9,7 +9,6 @@ from torch import nn
 
 from ...numerics import gathered_codes
 from ...numerics.gathered_codes import GatheredCodes, WithoutTokens
-from ...numerics.kernels.quantize.known_amax import as_matrix
 from ...numerics.kernels.quantize.layouts import Layouts
 from ...numerics.parameter_swap import belongings_kept
 from ...numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT, Quantized
@@ -111,7 +110,8 @@ class FP8Products(KeepsLedger):
         newest, made, x, split = self.fp8_ledger.newest(rule, recorded, INPUT), [], operands.input, operands.input_split
 
         def make() -> Layouts:
-            matrix, columns = as_matrix(operands.values, x.shape[-1]), for_wgrad and not operands.is_gathered
+            matrix = operands.values.detach().reshape(-1, x.shape[-1])
+            columns = for_wgrad and not operands.is_gathered
             codes = quantized(matrix, fmt, rule, state, INPUT, columns=columns, record=newest, split=split)
             made.append(gathered(operands.origin, codes) if operands.is_gathered else codes)
             return made[0]
@@ -222,7 +222,7 @@ class LinearFunction(torch.autograd.Function):
         refuse_second_derivative()
         rule, saved = ctx.rule, ctx.saved_tensors
         needs_dgrad, needs_wgrad, needs_bias = ctx.needs_input_grad[:3]
-        dy = as_matrix(arrived(dy), dy.shape[-1])
+        dy = arrived(dy).detach().reshape(-1, dy.shape[-1])
         dx = dw = db = dy8 = None
         fp8_dgrad = needs_dgrad and not rule.high_precision[DGRAD]
         fp8_wgrad = needs_wgrad and not rule.high_precision[WGRAD]

@@ -33,7 +33,7 @@ from ..expert_functions import ExpertWeight, is_expert_parallel, sizes_of
 from ..fields import LEVELS, Field
 from ..frozen_weights import check
 from ..hardware import Availability
-from ..interface import Compute, Fusion, Norm, Recipe, check_saved_states
+from ..interface import Compute, Norm, Recipe, check_saved_states
 from ..profiling import Layer
 from .fields import FIELDS
 
@@ -95,11 +95,6 @@ class TransformerEngineCompute(Compute):
                 f"precision, (False, False, True): TransformerEngine itself reads the field no more since version 2.1. "
                 f"Use that, or native:{recipe.scaling}, which honours every combination"
             )
-        if recipe.fuse_norms and any(recipe.override_linear_precision):
-            raise RecipeError(
-                "fuse_norms=True leaves no normed values in high precision, of which "
-                "override_linear_precision=(False, False, True) makes the weight gradient: leave one of the two out"
-            )
 
     def unfit(self, linear: nn.Linear, recipe: Recipe) -> str | None:
         return super().unfit(linear, recipe) or _unaligned(linear.in_features, linear.out_features, recipe)
@@ -122,13 +117,6 @@ class TransformerEngineCompute(Compute):
         from .norms import norms
 
         return norms(root, bool(recipe.use_autocast_during_eval))
-
-    def fuse(self, root: nn.Module, recipe: Recipe, new: dict[nn.Module, nn.Module]) -> list[Fusion]:
-        if not recipe.fuse_norms:
-            return []
-        from .fusion import fuse
-
-        return fuse(root, new)
 
     def new_shared(self, root: nn.Module, recipe: Recipe) -> ModelState:
         load()

@@ -16,7 +16,6 @@ from ..fields import (
     USE_AUTOCAST_DURING_EVAL,
     USE_MXFP8_BLOCK_SCALING,
     Field,
-    flag,
     only_off,
     same,
 )
@@ -26,11 +25,6 @@ _attention = only_off(
     "this package converts Linear layers, and attention stays the model's own, in high precision (PyTorch's "
     "scaled_dot_product_attention, or what attn_implementation names); for attention in FP8 build it of "
     "TransformerEngine's DotProductAttention and enter its autocast yourself"
-)
-
-FUSED_NORMS_SHARDED = Refusal(
-    "fuse_norms=True does not go with DeepSpeed's ZeRO-3, which gathers a norm's weight for the norm alone",
-    "leave fuse_norms out, or use ZeRO stage 0 to 2, or FSDP2 with the norm and its layer in one unit",
 )
 
 DELAYED_PIPELINE = Refusal(
@@ -60,14 +54,6 @@ FIELDS = (
         describe=ranks_of,
         pack=packed,
         unpack=unpacked,
-    ),
-    Field(
-        "fuse_norms",
-        False,
-        flag,
-        "A norm that one Linear alone reads is computed by that Linear's kernel.",
-        idle=False,
-        launcher_default=False,
     ),
     Field(
         "fp8_dpa",

@@ -162,24 +162,22 @@ def _class_for(original: type[nn.Module], is_layer_norm: bool) -> type[nn.Module
 
     base = te.LayerNorm if is_layer_norm else te.RMSNorm
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        device = x.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        in_use = self.training or self.te_in_eval
-        if not in_use or dtype not in COMPUTE_DTYPES or not x.is_floating_point() or x.numel() == 0:
-            return original.forward(self, x)
-        pending = None if self.te_pair is None else self.te_pair.pending(x)
-        return self.in_te(x) if pending is None else pending
-
     @torch.compiler.disable
     def in_te(self, x: torch.Tensor) -> torch.Tensor:
         y = base.forward(self, x)
         # no view, as with PyTorch's own: FSDP2 warns of an output that is one, and autograd may refuse to change it
         return torch.ops.aten._unsafe_view(y, y.shape)
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        in_use = self.training or self.te_in_eval
+        if not in_use or dtype not in COMPUTE_DTYPES or not x.is_floating_point() or x.numel() == 0:
+            return original.forward(self, x)
+        return in_te(self, x)
+
     members: dict[str, Any] = {name: getattr(nn.Module, name) for name in _STATE_METHODS}
-    members |= {"te_original": original, "forward": forward, "in_te": in_te, "__module__": __name__}
-    members["te_pair"] = None  # with the Linear that norms its input in this one's place, if one does (`fusion`)
+    members |= {"te_original": original, "forward": forward, "__module__": __name__}
     if hasattr(original, "reset_parameters"):
         members["reset_parameters"] = original.reset_parameters
     return _Swapped(f"TE{original.__name__}", (base, original), members)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from ...comm.ddp import HOOK_AT_A_LEVEL
 from ...compute.frozen_weights import SHARDED
-from ...compute.te.fields import FUSED_NORMS_SHARDED
 from .setup import Rule, Setup, always
 
 
@@ -187,13 +186,6 @@ ENGINE_RULES = (
         lambda s: s.recipe.weight_comm == "fp8" and (s.parallel == "ddp" or s.world_size == 1),
         'weight_comm="fp8" has no effect where every rank has whole weights: no weight is gathered',
         "leave weight_comm out, or use FSDP2 (fsdp_version: 2)",
-    ),
-    Rule(
-        "fuse_norms_zero3",
-        "error",
-        lambda s: s.recipe.fuse_norms and s.parallel == "deepspeed" and s.zero_stage == 3,
-        *FUSED_NORMS_SHARDED,
-        is_raised=always,
     ),
     Rule(
         "fused_head_sharded",
