@@ -21,11 +21,21 @@ from torch import nn
 
 from ...errors import BackendUnavailableError, RecipeError
 from ...numerics.faults import AMAX, POSITIVE, Faults
+from ...numerics.formats import RECIPE_FORMATS
 from ...numerics.modules import plain_name
 from ...numerics.scaled_tensor import ScaledTensor
-from ...numerics.scaling import Quantized
-from ...numerics.sharded_tensor import local_part
-from ...numerics.statistics import Cast
+from ...numerics.scaling import (
+    GRAD_OUTPUT,
+    MX,
+    SQUARES,
+    VECTORS,
+    WEIGHT,
+    Quantized,
+    scale_from_amax,
+    tensor_amax,
+)
+from ...numerics.sharded_tensor import is_distributed, local_part
+from ...numerics.statistics import Cast, in_blocks
 from .. import expert_functions, hardware
 from ..chips import INSTALL_TE
 from ..counts import WGRAD
@@ -50,6 +60,9 @@ REINSTALL = (
     "https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/installation.html describes"
 )
 _INSTEAD = "use the native rule of the same name (native:delayed for te:delayed), which has the same numbers"
+
+_BLOCKS = {"blockwise": (VECTORS, SQUARES), "mxfp8": (MX, MX)}
+"""Of activations and gradients, and of weights."""
 
 
 class TransformerEngineCompute(Compute):
@@ -123,7 +136,8 @@ class TransformerEngineCompute(Compute):
         from .recipes import check_device, check_version
         from .region import ModelState
 
-        check_version(recipe)
+        if recipe.level != "O0":
+            check_version(recipe.name, instead=f"te:{recipe.scaling}")
         check_device(recipe)
         return ModelState(recipe)
 
@@ -134,9 +148,9 @@ class TransformerEngineCompute(Compute):
 
     def build_conv1d(self, conv: nn.Module, recipe: Recipe, shared: ModelState) -> TEConv1D:
         from .conv1d import TEConv1D
-        from .recipes import check_version_for_conv1d
+        from .recipes import check_version
 
-        check_version_for_conv1d(recipe)
+        check_version(f"{recipe.name} of Conv1D layers", instead=f"native:{recipe.scaling}")
         if recipe.fp8_params and recipe.scaling == "mxfp8":
             raise RecipeError(
                 "fp8_params=True does not go with te:mxfp8 and a Conv1D: TransformerEngine's MXFP8 weights cannot be "
@@ -148,9 +162,9 @@ class TransformerEngineCompute(Compute):
 
     def build_experts(self, experts: nn.Module, parts: list[str], recipe: Recipe, shared: ModelState) -> TEExperts:
         from .experts import build
-        from .recipes import check_version_for_experts
+        from .recipes import check_version
 
-        check_version_for_experts(recipe)
+        check_version(f"{recipe.name} of experts", f"native:{recipe.scaling}, or exclude them", of_experts=True)
         return build(experts, parts, shared)
 
     def attach(self, root: nn.Module, recipe: Recipe, shared: ModelState) -> None:
@@ -209,9 +223,27 @@ class TransformerEngineCompute(Compute):
         return Quantized(weight._data, weight._scale_inv) if is_known else None
 
     def cast_of(self, module: TEProducts | TEExpertWeight, tensor: int, values: torch.Tensor) -> Cast | None:
-        from .casts import cast_of
-
-        return None if isinstance(module, ExpertWeight) else cast_of(module, tensor, values)
+        """Return the cast by the equal rules of `numerics.scaling`, and by TransformerEngine's own scales if they are
+        delayed. None for a weight that is sharded, or stored in a form that is multiplied without a cast."""
+        recipe = module.te_state.recipe
+        if isinstance(module, ExpertWeight) or not (module.training or recipe.use_autocast_during_eval):
+            return None
+        if tensor == WEIGHT:
+            values = module.matrix
+            if is_distributed(values) or type(values.data) is not torch.Tensor or isinstance(values, ScaledTensor):
+                return None
+        forward, gradient = RECIPE_FORMATS[recipe.fp8_format]
+        fmt = gradient if tensor == GRAD_OUTPUT else forward
+        matrix = values.detach().reshape(-1, values.shape[-1])
+        if recipe.scaling in _BLOCKS:
+            return in_blocks(matrix, fmt, _BLOCKS[recipe.scaling][tensor == WEIGHT])
+        amax = tensor_amax(matrix)
+        if recipe.scaling != "delayed":
+            return Cast(matrix, fmt, amax, scale_from_amax(amax, fmt))
+        state = module.delayed_state("backward" if tensor == GRAD_OUTPUT else "forward")
+        if state is None:
+            return None
+        return Cast(matrix, fmt, amax, state.scale[0 if tensor == GRAD_OUTPUT else tensor].clone())
 
     def scaling_state(self, root: nn.Module) -> dict[str, torch.Tensor]:
         return {
