@@ -85,8 +85,7 @@ class Compute(ABC):
         return None
 
     def norms(self, root: nn.Module, recipe: Recipe) -> list[Norm]:
-        """The norms of which this backend has a form of its own, and that are not swapped yet. `exclude` names them
-        too."""
+        """Return the norms to swap for this backend's own form. A user's `exclude` names them too."""
         return []
 
     def new_shared(self, root: nn.Module, recipe: Recipe) -> Any:

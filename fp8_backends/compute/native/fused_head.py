@@ -16,8 +16,6 @@ from .linear import FROZEN, FP8Linear
 
 
 class FP8Head(DefersLogits, FP8Linear):
-    """`FP8Linear` that defers its logits."""
-
     weight_types = FROZEN
 
     def head_products(self, out_dtype: torch.dtype) -> FP8HeadProducts:

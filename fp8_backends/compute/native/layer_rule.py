@@ -97,7 +97,7 @@ class LayerRule(NamedTuple):
 
     @property
     def dgrad_reads_weight(self) -> bool:
-        """Whether dgrad finds the weight as it is stored, and not codes of w.T that forward has made."""
+        """Return True if dgrad reads the weight as it is stored, not codes of w.T made in forward."""
         return self.high_precision[KINDS.index(DGRAD)] or self.along is not None
 
     @property

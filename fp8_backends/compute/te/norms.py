@@ -37,9 +37,10 @@ _STATE_METHODS = ("get_extra_state", "set_extra_state", "_load_from_state_dict",
 
 
 def norms(root: nn.Module, in_eval: bool) -> list[Norm]:
-    """Every normalisation layer over the last dimensions in `root` that is not swapped yet, each with its carrier or
-    the reason why it has none."""
-    return [_norm(module, in_eval) for module in root.modules() if _is_norm(module) and not is_swapped(module)]
+    """Return every normalisation layer over the last dimensions in `root` that is not swapped yet, each with its
+    carrier or the reason why it has none."""
+    modules = (module for module in root.modules() if not isinstance(type(module), _Swapped))
+    return [_norm(module, in_eval) for module in modules if _is_norm(module)]
 
 
 def _norm(module: nn.Module, in_eval: bool) -> Norm:
@@ -56,11 +57,6 @@ def _norm(module: nn.Module, in_eval: bool) -> Norm:
     for name in own:  # the same number under the same name, such as eps: it stays when the class is restored
         del carrier.__dict__[name]
     return Norm(module, carrier, None)
-
-
-def is_swapped(module: nn.Module) -> bool:
-    """Whether this is one of the norms of TransformerEngine that `norms` made."""
-    return isinstance(type(module), _Swapped)
 
 
 # what a module computes

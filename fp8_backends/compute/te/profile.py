@@ -55,7 +55,6 @@ class TEProductProfile:
         return self.running
 
     def start(self, take_over: bool = False, shapes: bool = True, begun: torch.nn.Module | None = None) -> bool:
-        """Begin to count."""
         self.restart()
         _watch(self._watcher, self._states)
         self._end = weakref.finalize(self, _unwatch, self._watcher, self._states)

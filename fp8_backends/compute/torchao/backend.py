@@ -88,11 +88,8 @@ class TorchAOCompute(Compute):
             return f"{sizes} are {unaligned}, and TorchAO cannot pad them"
         if reason := part_obstacle(linear, ALIGNMENT, f"{unaligned}, and TorchAO cannot pad them"):
             return reason
-        if recipe.auto_filter:
-            from torchao.float8 import _auto_filter_for_recipe
-
-            if not _auto_filter_for_recipe(recipe.scaling, [])(linear, ""):
-                return f"{sizes} is too small to gain by FP8, says TorchAO's automatic filter for {recipe.scaling}"
+        if recipe.auto_filter and not _auto_filter(recipe.scaling)(linear, ""):
+            return f"{sizes} is too small to gain by FP8, says TorchAO's automatic filter for {recipe.scaling}"
         return None
 
     def new_shared(self, root: nn.Module, recipe: Recipe) -> Float8LinearConfig:
@@ -243,6 +240,12 @@ def _cpu_multiplies_rowwise() -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def _auto_filter(scaling: str):
+    from torchao.float8 import _auto_filter_for_recipe
+
+    return _auto_filter_for_recipe(scaling, [])
 
 
 def _products_are_emulated() -> bool:

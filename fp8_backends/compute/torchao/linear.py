@@ -65,8 +65,6 @@ class AOProducts(nn.Module):
 
 
 class AOLinear(AOProducts, Float8Linear):
-    """TorchAO's `Float8Linear`."""
-
     _products = Float8Linear.forward
 
     def __init__(self, *args, **kwargs):
