@@ -89,11 +89,11 @@ def autocast(te_object: te_recipe.Recipe, recipe: Recipe) -> Any:
 
 
 def check_version(what: str, instead: str, of_experts: bool = False) -> None:
-    """Raise `BackendUnavailableError` where `te.Linear`, or `te.GroupedLinear` of experts, of this version of
-    TransformerEngine cannot be given other weights: those of a level, transposed ones, and those of experts."""
-    kind, method, since = (te.Linear, "_get_weight_tensors", "2.9")
+    """Raise `BackendUnavailableError` if `te.Linear`, or `te.GroupedLinear` for experts, takes no weight but its own in
+    this version. Levels, Conv1D and experts give it others."""
+    kind, method, since = te.Linear, "_get_weight_tensors", "2.9"
     if of_experts:
-        kind, method, since = (te.GroupedLinear, "_get_bias_tensors", "2.14")
+        kind, method, since = te.GroupedLinear, "_get_bias_tensors", "2.14"
     if method not in vars(kind):
         raise BackendUnavailableError(
             f"{what} cannot run here: te.{kind.__name__} of TransformerEngine {VERSION} takes no weight but its own. "
