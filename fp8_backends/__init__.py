@@ -8,7 +8,7 @@ TorchAO says of libraries for other versions of CUDA while it loads stays off th
 from .accelerate_plugin import connect
 from .compute.hardware import Availability
 from .compute.registry import available_backends, register_backend
-from .compute.torchao.library import drop_import_messages
+from .compute.torchao import drop_import_messages
 from .errors import BackendUnavailableError, FP8BackendError, RecipeError
 from .recipes.handlers import (
     AORecipeKwargs,

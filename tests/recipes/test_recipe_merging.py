@@ -89,6 +89,7 @@ def test_defaults_that_another_backend_does_not_read_count_as_not_given(block, b
         ({"bakend": "AO"}, r"fp8_config\.bakend is not known \(did you mean 'backend'\?\)"),
         ({"amax_history": 3}, "did you mean 'amax_history_len'"),
         ({"fp8_parms": True}, "did you mean 'fp8_params'"),
+        ({"backend": "te", "fuse_norms": False}, r"fp8_config\.fuse_norms: fuse_norms is no field any more"),
         ({"optimisation_level": "O1"}, "did you mean 'optimization_level'"),
         ({"module_filter_func": "f"}, r"takes a Python object.*FP8RecipeKwargs\(module_filter_func="),
         ({"config": {}}, "takes a Python object"),

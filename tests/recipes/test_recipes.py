@@ -586,6 +586,8 @@ def test_documented_override_string_works_and_its_cut_up_form_is_explained():
         ({"BACKEND": "te", "FORMAT": "E5M2"}, "no GPU"),
         ({"BACKEND": "te", "MARGIN": "many"}, "margin='many'"),
         ({"BACKEND": "te", "AMAX_HISTORY": "3"}, "ACCELERATE_FP8_AMAX_HISTORY is not known"),
+        ({"BACKEND": "te", "FUSE_NORMS": "true"}, "FUSE_NORMS: fuse_norms is no field any more: norms run"),
+        ({"FUSE_ACTIVATIONS": "1"}, "FUSE_ACTIVATIONS: fuse_activations is no field any more: torch"),
         ({"BACKEND": "tee"}, "unknown backend 'tee'"),
         ({"BACKEND": "te", "AMAX_HISTORY_LEN": "8", "AMAX_HISTORY_LENGTH": "16"}, "disagrees"),
     ],

@@ -217,7 +217,6 @@ GUARDED = {"backend": "native", "guard": "warn"}
 GRADIENTS = {"backend": "native", "gradient_comm": "fp8"}
 ACTIVATIONS = {"backend": "native", "activation_comm": "fp8"}
 WEIGHTS = {"backend": "native", "enable_fsdp_float8_all_gather": True}
-FUSED = {"backend": "te", "fuse_norms": True}
 FP16 = {"backend": "native", "autocast_dtype": "fp16"}
 RELEASED = {"backend": "msamp:O2", "gradient_release": True}
 SHARED = {"tensor_parallel": 2}
@@ -233,7 +232,6 @@ CASES = [
     ("fp8_gradients_deepspeed", (GRADIENTS, DS), (GRADIENTS, DDP), ""),
     ("fp8_weights_engine", (WEIGHTS, DS), (WEIGHTS, FSDP2), "deepspeed"),
     ("guard_engine", (GUARDED, DS), (GUARDED, DDP), "guard='warn' with deepspeed"),
-    ("fuse_norms_zero3", (FUSED, {**DS, "zero_stage": 3}), (FUSED, {**DS, "zero_stage": 2}), ""),
     ("o3_alone", ("msamp:O3", {"world_size": 1}), ("msamp:O3", {"world_size": 2}), ""),
     ("shared_states_saving", ("msamp:O4", DDP), ({"backend": "msamp:O3", "shard_states": False}, DDP), ""),
     ("tensor_parallel", ("native", {**DS, **SHARED}), ("native", {**FSDP2, **SHARED}), "2 ranks share layers"),
@@ -390,12 +388,6 @@ REFUSED = [
     ("level_deepspeed", "msamp:O2", {"parallel": "deepspeed"}, {"parallel": "fsdp2"}),
     ("level_fsdp1", "te+msamp:O1", {"parallel": "fsdp1"}, {"parallel": "fsdp2"}),
     ("fp8_params_sharded", {"backend": "native", "fp8_params": True}, {"parallel": "fsdp2"}, {"parallel": "ddp"}),
-    (
-        "fuse_norms_zero3",
-        {"backend": "te", "fuse_norms": True},
-        {"parallel": "deepspeed", "zero_stage": 3},
-        {"parallel": "deepspeed"},
-    ),
     (
         "fp8_gradients_deepspeed",
         {"backend": "native", "gradient_comm": "fp8"},

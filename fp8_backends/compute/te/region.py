@@ -17,11 +17,16 @@ import torch
 from torch import distributed, nn
 from torch.autograd import Variable
 
-from ...errors import RecipeError
+from ...errors import RecipeError, Refusal
 from ..counts import inside_backward
 from ..interface import Recipe
-from .fields import DELAYED_PIPELINE
 from .recipes import FP8GlobalStateManager, autocast, recipe_object, rows_multiple
+
+DELAYED_PIPELINE = Refusal(
+    "delayed scales of te do not go with a pipeline: after each forward TransformerEngine takes the largest amaxes of "
+    "all ranks, and ranks with other stages would never come to that",
+    "use te:dynamic, whose scales need no agreement, or native:delayed",
+)
 
 
 class ModelState:

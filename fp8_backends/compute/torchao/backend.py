@@ -17,6 +17,9 @@ import torch
 from torch import nn
 
 from ...errors import BackendUnavailableError, RecipeError
+from ...numerics.formats import FORMATS, Format
+from ...numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT, Blocks, scale_inv_of, tensor_amax
+from ...numerics.sharded_tensor import is_distributed
 from ...numerics.statistics import Cast
 from .. import hardware
 from ..cut_layers import note_whether_cut
@@ -26,16 +29,19 @@ from ..interface import Compute, Recipe
 from ..layer_parts import part_obstacle
 from . import cpu_scaled_mm
 from .fields import scaling_of
-from .library import products_in_high_precision
 
 if TYPE_CHECKING:
     from torchao.float8 import Float8LinearConfig
+
+    from .linear import AOProducts
 
 ALIGNMENT = 16
 """A GPU's FP8 products take multiples of this. TorchAO pads the contraction, not the columns of a result."""
 
 CONFIG_OPTIONS = ("pad_inner_dim", "enable_fsdp_float8_all_gather")
 """Recipe fields that are fields of `Float8LinearConfig` too."""
+
+_CAST_CONFIGS = {INPUT: "cast_config_input", WEIGHT: "cast_config_weight", GRAD_OUTPUT: "cast_config_grad_output"}
 
 
 class TorchAOCompute(Compute):
@@ -135,12 +141,34 @@ class TorchAOCompute(Compute):
     def engine(self, module: nn.Module) -> str:
         return "emulated" if module.config.emulate else "ao"
 
-    def cast_of(self, module: nn.Module, tensor: int, values: torch.Tensor) -> Cast | None:
-        from .casts import cast_of
+    def cast_of(self, module: AOProducts, tensor: int, values: torch.Tensor) -> Cast | None:
+        """Return the cast for fprop, and of the gradient that for dgrad, by TorchAO's formulas. None for a sharded
+        weight, and for one that FSDP2 has gathered in FP8."""
+        from torchao.float8.config import ScalingGranularity, ScalingType
+        from torchao.float8.float8_utils import amax_to_scale
 
-        return cast_of(module, tensor, values)
+        config = getattr(module.config, _CAST_CONFIGS[tensor])
+        is_plain = not is_distributed(values) and type(values.data) is torch.Tensor
+        if config.scaling_type is ScalingType.DISABLED or not is_plain:
+            return None
+        values = values.detach()
+        values = values.t() if tensor == WEIGHT and module.transposed_weight else values
+        if tensor == INPUT and torch.is_autocast_enabled():
+            values = values.to(torch.get_autocast_dtype("cuda"))  # as TorchAO's forward does
+        matrix, fmt = values.reshape(-1, values.shape[-1]), FORMATS[config.target_dtype]
+        amax = tensor_amax(matrix)
+
+        def scale(amax: torch.Tensor, fmt: Format) -> torch.Tensor:
+            power_of_two = module.config.round_scales_to_power_of_2
+            return amax_to_scale(amax, fmt.dtype, round_scales_to_power_of_2=power_of_two)
+
+        if config.scaling_granularity is ScalingGranularity.AXISWISE:
+            return Cast(matrix, fmt, amax, blocks=Blocks(1, None, scale, scale_inv_of))
+        return Cast(matrix, fmt, amax, scale(amax, fmt))
 
     def high_precision_products(self, recipe: Recipe) -> tuple[str, ...]:
+        from .linear import products_in_high_precision
+
         return products_in_high_precision(linear_config(recipe))
 
 

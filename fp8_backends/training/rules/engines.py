@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from ...comm.ddp import HOOK_AT_A_LEVEL
 from ...compute.frozen_weights import SHARDED
-from ...compute.te.fields import FUSED_NORMS_SHARDED
 from .setup import Rule, Setup, always
 
 
@@ -185,13 +184,6 @@ ENGINE_RULES = (
         "leave enable_fsdp_float8_all_gather out, or use FSDP2 (fsdp_version: 2), where weights travel in FP8",
         lambda s: s.parallel,
         always,
-    ),
-    Rule(
-        "fuse_norms_zero3",
-        "error",
-        lambda s: s.recipe.fuse_norms and s.parallel == "deepspeed" and s.zero_stage == 3,
-        *FUSED_NORMS_SHARDED,
-        is_raised=always,
     ),
     Rule(
         "fused_head_sharded",
