@@ -258,7 +258,6 @@ _GOOD: dict[str, tuple] = {
     "saved_activations": ("off", "fp8", "FP8+attention", "none"),
     "rounding": ("stochastic", "nearest"),
     "exp_avg_scaling": ("tensor", "block"),
-    "optimizer_scales": ("bound", "amax"),
     "implementation": ("native",),
     "include": ("q_proj", ["a", "b.*"], "a,b", {"$": "set"}),
     "also_include": ("lm_head", ["a"]),

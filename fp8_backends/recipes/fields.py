@@ -138,14 +138,6 @@ OF_LEVELS = (
         levels=("O2", "O3"),
     ),
     Field(
-        "optimizer_scales",
-        "bound",
-        one_of("bound", "amax"),
-        "What the scales of stored weights and Adam states follow from: a bound of their amaxes that is known before "
-        "the step, which then makes one pass over memory, or the amaxes themselves, which takes two.",
-        levels=ABOVE_O0,
-    ),
-    Field(
         "implementation",
         "native",
         one_of("native", "original"),
@@ -362,8 +354,16 @@ def _readers(name: str, declared: Mapping[str, Mapping[str, Field]]) -> str:
     return ", ".join(f"{b}:{scaling}".rstrip(":") for b, scalings in found for scaling in scalings) or "no backend"
 
 
+WITHDRAWN = {
+    "optimizer_scales": "scales of weights and Adam states always follow from bounds (as 'bound' did); leave it out",
+}
+"""Fields of earlier versions, and the way on without them."""
+
+
 def unknown_field(name: str, owner: str, own: Iterable[str], elsewhere: dict[str, list[str]]) -> RecipeError:
     """The error for a field that `owner` does not have. `elsewhere` has the fields of the other handlers."""
+    if name in WITHDRAWN:
+        return RecipeError(f"{name} is no longer a field: {WITHDRAWN[name]}")
     holders = [holder for holder, names in elsewhere.items() if name in names]
     if holders:
         return RecipeError(

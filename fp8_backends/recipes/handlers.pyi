@@ -64,7 +64,6 @@ class Recipe(KwargsHandler):  # type: ignore[misc]  # Accelerate tells no types
     weight_comm: str
     rounding: str
     exp_avg_scaling: str
-    optimizer_scales: str
     implementation: str
     shard_states: bool
     gradient_release: bool
@@ -307,10 +306,6 @@ class MSAMPRecipeKwargs(Recipe):
         exp_avg_scaling (tensor, block; default 'tensor'):
             One scale of the E4M3 exp_avg for the tensor, or one for each block of 128 elements, which keeps magnitudes
             apart that differ by more than 1e5 inside one tensor. Read by levels O2, O3.
-        optimizer_scales (bound, amax; default 'bound'):
-            What the scales of stored weights and Adam states follow from: a bound of their amaxes that is known before
-            the step, which then makes one pass over memory, or the amaxes themselves, which takes two. Read by levels
-            O1, O2, O3, O4.
         implementation (native, original; default 'native'):
             Of the levels: this package's own, or the package msamp where it is installed. Read by levels O1, O2, O3,
             O4.
@@ -372,7 +367,6 @@ class MSAMPRecipeKwargs(Recipe):
         opt_level: str | None = None,
         rounding: str | None = None,
         exp_avg_scaling: str | None = None,
-        optimizer_scales: str | None = None,
         implementation: str | None = None,
         shard_states: bool | None = None,
         gradient_release: bool | None = None,
@@ -522,10 +516,6 @@ class FP8RecipeKwargs(Recipe):
         exp_avg_scaling (tensor, block; default 'tensor'):
             One scale of the E4M3 exp_avg for the tensor, or one for each block of 128 elements, which keeps magnitudes
             apart that differ by more than 1e5 inside one tensor. Read by levels O2, O3.
-        optimizer_scales (bound, amax; default 'bound'):
-            What the scales of stored weights and Adam states follow from: a bound of their amaxes that is known before
-            the step, which then makes one pass over memory, or the amaxes themselves, which takes two. Read by levels
-            O1, O2, O3, O4.
         implementation (native, original; default 'native'):
             Of the levels: this package's own, or the package msamp where it is installed. Read by levels O1, O2, O3,
             O4.
@@ -637,7 +627,6 @@ class FP8RecipeKwargs(Recipe):
         opt_level: str | None = None,
         rounding: str | None = None,
         exp_avg_scaling: str | None = None,
-        optimizer_scales: str | None = None,
         implementation: str | None = None,
         shard_states: bool | None = None,
         gradient_release: bool | None = None,

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from ..compute.fields import closest, three_flags
 from ..errors import RecipeError
 from ..words import shortened, shown
-from .fields import FIELDS, OF_BACKENDS, VARIABLES, field_value, find_variable
+from .fields import FIELDS, OF_BACKENDS, VARIABLES, WITHDRAWN, field_value, find_variable
 from .reading import from_json
 
 PREFIX = "ACCELERATE_FP8_"
@@ -166,6 +166,8 @@ def unknown_variable(
             f"{written}: {field} takes a Python object, which no text can give: pass it in the script, "
             f"Accelerator(kwargs_handlers=[fp8_backends.FP8RecipeKwargs({field}=…)])"
         )
+    if way_on := WITHDRAWN.get(suffix.lower()):
+        return RecipeError(f"{written} is no longer read: {way_on}")
     matches = difflib.get_close_matches(suffix, list(known), n=1, cutoff=0.5)
     hint = f" (did you mean {spelling(matches[0])!r}?)" if matches else ""
     return RecipeError(f"{shortened(written, 400)} is not known{hint}")

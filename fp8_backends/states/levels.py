@@ -86,8 +86,6 @@ class StateRule(NamedTuple):
     """Of averages of squared gradients, which are not negative: exp_avg_sq."""
     rounding: str
     """"stochastic" or "nearest"."""
-    scales: str = "bound"
-    """What the scales of weight and states follow from: this step's "amax", or a "bound" of it that needs no pass."""
 
     @property
     def direction(self) -> StateFormat:
@@ -105,7 +103,7 @@ def state_rule(recipe: Recipe) -> StateRule:
     first_moment, second_moment = STATE_FORMATS[recipe.level]
     if first_moment.dtype == E4M3 and not first_moment.block_size:
         first_moment = first_moment._replace(block_size=BLOCK_SIZES[recipe.exp_avg_scaling])
-    return StateRule(recipe.level, first_moment, second_moment, recipe.rounding, recipe.optimizer_scales)
+    return StateRule(recipe.level, first_moment, second_moment, recipe.rounding)
 
 
 def scale_bytes_per_element(recipe: Recipe) -> float:

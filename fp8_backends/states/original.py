@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..recipes.handlers import Recipe
 
 UNREADABLE = (
-    *("rounding", "exp_avg_scaling", "optimizer_scales", "shard_states", "gradient_release"),
+    *("rounding", "exp_avg_scaling", "shard_states", "gradient_release"),
     *("include", "also_include", "exclude", "module_filter_func"),
     *("gradient_comm", "guard", "guard_every", "guard_steps", "saved_activations"),
 )

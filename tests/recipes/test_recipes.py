@@ -611,6 +611,17 @@ def test_environment_completes_a_recipe_and_may_not_contradict_it():
     assert with_environment(resolve("native:dynamic"), {"ACCELERATE_FP8_SCALING": "current"}).scaling == "dynamic"
 
 
+def test_a_field_of_an_earlier_version_is_refused_with_the_way_on():
+    for give in (
+        lambda: FP8RecipeKwargs(backend="msamp", optimizer_scales="amax"),
+        lambda: MSAMPRecipeKwargs(optimizer_scales="bound"),
+        lambda: resolve({"backend": "msamp", "optimizer_scales": "bound"}),
+        lambda: resolve(from_environment(environment(BACKEND="msamp", OPTIMIZER_SCALES="amax"))),
+    ):
+        with pytest.raises(RecipeError, match="(?i)optimizer_scales is no longer .*bounds.*leave it out"):
+            give()
+
+
 # What `help` says
 
 
