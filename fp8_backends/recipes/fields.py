@@ -355,7 +355,7 @@ REMOVED = {
     "guard_every": "replicas are compared every 100 steps",
     "guard_steps": "guard=skip stops the training after 50 steps in a row",
     "monitor_layers": "every FP8 layer is sampled",
-    "optimizer_scales": "one rule is left",
+    "optimizer_scales": "scales follow from bounds, as by default",
     "weight_comm": "use enable_fsdp_float8_all_gather=True or False",
 }
 """Fields of earlier versions, each with the way on."""

@@ -79,7 +79,6 @@ class Recipe(CommonFields):
     backend_name: ClassVar[str] = AUTO
     further_fields: ClassVar[Mapping[str, Any]] = {}
     """Values given for fields of a registered backend."""
-    optimizer_scales: ClassVar[str] = "bound"
     compute: ClassVar[str]
     level: ClassVar[str]
     given: ClassVar[frozenset[str]]

@@ -84,8 +84,6 @@ class StateRule(NamedTuple):
     """Of averages of squared gradients, which are not negative: exp_avg_sq."""
     rounding: str
     """"stochastic" or "nearest"."""
-    scales: str = "bound"
-    """What the scales of weight and states follow from: this step's "amax", or a "bound" of it that needs no pass."""
 
     @property
     def direction(self) -> StateFormat:
@@ -100,7 +98,7 @@ ROLES = ("first_moment", "second_moment", "direction")
 
 def state_rule(recipe: Recipe) -> StateRule:
     """How the optimizer of a resolved recipe stores its states."""
-    return StateRule(recipe.level, *STATE_FORMATS[recipe.level], recipe.rounding, recipe.optimizer_scales)
+    return StateRule(recipe.level, *STATE_FORMATS[recipe.level], recipe.rounding)
 
 
 def scale_bytes_per_element(recipe: Recipe) -> float:
