@@ -379,7 +379,12 @@ def test_json_holds_everything(axolotl, capsys, hopper):
     assert [finding["rule"] for finding in found["findings"]] == ["emulated_here"]
     assert found["accelerate"]["fp8_config"] == {"backend": "native:mxfp8", "all_gather": True}
     assert found["surroundings"]["sequence_length"] == 512 and "base_model" in found["passed_over"]
-    assert any("left out with backend native:mxfp8" in note for note in found["notes"])
+    assert not any("left out" in note for note in found["notes"])
+    main(["config", str(axolotl), "--json", "--backend", "te:mxfp8"])
+    notes = json.loads(capsys.readouterr().out)["notes"]
+    assert any(
+        "enable_fsdp_float8_all_gather=True of the file is left out with backend te:mxfp8" in note for note in notes
+    )
 
 
 def test_without_fp8_there_is_nothing_to_check(tmp_path, capsys):
