@@ -101,8 +101,8 @@ class Run:
         self.optimizer.zero_grad()
 
     @property
-    def found(self) -> list[fp8_backends.Fault]:
-        return fp8_backends.faults(self.optimizer)
+    def found(self) -> list[fp8_backends.training.watching.guard.Fault]:
+        return fp8_backends.training.watching.guard.faults(self.optimizer)
 
     @property
     def scaling(self) -> torch.Tensor | None:

@@ -49,6 +49,7 @@ follow_imports = skip
 
 PREAMBLE = """\
 import fp8_backends, torch
+import fp8_backends.training.auditing, fp8_backends.training.preparation
 model = torch.nn.Linear(32, 32)
 optimizer = torch.optim.AdamW(model.parameters())
 recipe = fp8_backends.resolve("msamp:O2")
@@ -73,13 +74,13 @@ PLANTED = (
     "fp8_backends.audit(model).flop_share",
     'fp8_backends.validate("te", parallel="fsdp3")',
     "fp8_backends.validate(recipe, model)[0].severe",
-    "fp8_backends.export(model, 3)",
-    'fp8_backends.register_backend("mine", fp8_backends.Audit)',
+    "fp8_backends.checkpoints.export(model, 3)",
+    'fp8_backends.register_backend("mine", fp8_backends.training.auditing.Audit)',
     'fp8_backends.available_backends()["te"].can_runs',
-    'fp8_backends.dequantize(model, "bf16")',
-    "fp8_backends.keep_weight_casts(model, kept=True)",
-    "fp8_backends.whole_states(model)",
-    "fp8_backends.plain_weights(optimizer)",
+    'fp8_backends.checkpoints.dequantize(model, "bf16")',
+    "fp8_backends.training.preparation.keep_weight_casts(model, kept=True)",
+    "fp8_backends.checkpoints.whole_states(model)",
+    "fp8_backends.checkpoints.plain_weights(optimizer)",
     "fp8_backends.restore(model).weight",
 )
 """Mistakes, each of which a type checker has to find."""

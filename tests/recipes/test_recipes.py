@@ -20,7 +20,6 @@ from fp8_backends import (
     FP8RecipeKwargs,
     MSAMPRecipeKwargs,
     NativeRecipeKwargs,
-    Recipe,
     RecipeError,
     TERecipeKwargs,
     resolve,
@@ -28,7 +27,7 @@ from fp8_backends import (
 from fp8_backends.compute import chips
 from fp8_backends.compute.fields import Field
 from fp8_backends.recipes.fields import FIELDS, REMOVED, help_of
-from fp8_backends.recipes.handlers import HANDLERS, from_environment, with_environment
+from fp8_backends.recipes.handlers import HANDLERS, Recipe, from_environment, with_environment
 from fp8_backends.words import shown
 
 LAUNCHER_DEFAULTS = {

@@ -8,14 +8,7 @@ from typing import Any
 
 import pytest
 
-from fp8_backends import (
-    FP8RecipeKwargs,
-    MSAMPRecipeKwargs,
-    NativeRecipeKwargs,
-    RecipeError,
-    TERecipeKwargs,
-    resolve,
-)
+from fp8_backends import FP8RecipeKwargs, MSAMPRecipeKwargs, NativeRecipeKwargs, RecipeError, TERecipeKwargs, resolve
 from fp8_backends.recipes.handlers import from_environment
 
 # fp8_params, fp8_dpa, fp8_mha

@@ -422,7 +422,7 @@ def saved(state_dict: dict) -> dict:
 def test_a_state_dict_holds_plain_tensors_or_placeholders_where_nobody_reads_it(level, dtype):
     model, optimizer = prepared(level, model=mlp(dtype))
     train(model, optimizer, range(2))
-    with fp8_backends.whole_states(optimizer, receives=False):
+    with fp8_backends.checkpoints.whole_states(optimizer, receives=False):
         placeholders = optimizer.state_dict()["state"]
     states = optimizer.state_dict()["state"]
     for key, p in enumerate(parameters_of(optimizer)):

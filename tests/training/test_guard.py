@@ -67,7 +67,7 @@ class Training:
 
     @property
     def faults(self):
-        return fp8_backends.faults(self.optimizer)
+        return fp8_backends.training.watching.guard.faults(self.optimizer)
 
     @property
     def kinds(self):
@@ -254,7 +254,7 @@ def test_without_accelerate_gradients_and_scales_are_watched():
         if spoil:
             assert model[2].weight.grad[3, 5] == math.inf  # as after any other step
         optimizer.zero_grad()
-    assert [(each.step, each.kind, each.where) for each in fp8_backends.faults(optimizer)] == [
+    assert [(each.step, each.kind, each.where) for each in fp8_backends.training.watching.guard.faults(optimizer)] == [
         (2, "gradient", ("2.weight",))
     ]
 
@@ -308,7 +308,7 @@ def test_off_installs_nothing():
     optimizer = torch.optim.AdamW(model.parameters())
     fp8_backends.prepare(model, optimizer, "native:delayed")
     assert not any(isinstance(hook, Guard) for hook in optimizer._optimizer_step_pre_hooks.values())
-    assert fp8_backends.faults(optimizer) == []
+    assert fp8_backends.training.watching.guard.faults(optimizer) == []
     for off in (False, "False"):  # as YAML reads it, and as Accelerate's launcher exports that
         assert fp8_backends.FP8RecipeKwargs(backend="native", guard=off).guard == "off"
     for on in (True, "on"):
@@ -343,8 +343,8 @@ def test_the_loss_of_another_optimizer_is_no_fault():
         accelerator.backward(critic(torch.randn(16, 16)).float().square().mean())
         optimizers[1].step()
         assert not torch.equal(before, critic[0].weight)
-    assert [fault.kind for fault in fp8_backends.faults(optimizers[0])] == ["loss", "gradient"]
-    assert fp8_backends.faults(optimizers[1]) == []
+    assert [fault.kind for fault in fp8_backends.training.watching.guard.faults(optimizers[0])] == ["loss", "gradient"]
+    assert fp8_backends.training.watching.guard.faults(optimizers[1]) == []
 
 
 def test_the_latest_recipe_says_what_is_done():
@@ -354,7 +354,7 @@ def test_the_latest_recipe_says_what_is_done():
         fp8_backends.prepare(model, optimizer, {"backend": "native:dynamic", "guard": guard})
         model(nan_batch()).sum().backward()
         optimizer.step()
-        assert len(fp8_backends.faults(optimizer)) == faults
+        assert len(fp8_backends.training.watching.guard.faults(optimizer)) == faults
 
 
 def test_an_optimizer_that_steps_in_backward_is_refused():

@@ -381,7 +381,10 @@ class Guard:
         for fault in (fault._replace(done=done) for fault in found):
             self.found.append(fault)
             if fault.kind not in self._logged and (on_every_rank or is_main_process()):
-                logger.warning("guard: %s. Later ones of this kind are in fp8_backends.faults(optimizer)", fault)
+                logger.warning(
+                    "guard: %s. Later ones of this kind are in fp8_backends.training.watching.guard.faults(optimizer)",
+                    fault,
+                )
             self._logged.add(fault.kind)
 
     def _stop(self, found: list[Fault], saved: str | None) -> None:
