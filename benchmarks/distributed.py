@@ -2,7 +2,7 @@
 
     python -m torch.distributed.run --nproc_per_node 2 benchmarks/distributed.py
 
-A backend may have fields behind it, as in "native:rowwise weight_comm=fp8".
+A backend may have fields behind it, as in "native:rowwise enable_fsdp_float8_all_gather=True".
 
 The small Llama and the text of `fp8-backends compare`, its seeds, schedule and held-out windows; each rank trains on
 its part of every batch. For each engine, plain training and every backend: the held-out loss, its paired gap to plain
@@ -37,7 +37,9 @@ from fp8_backends.compute import hardware
 MEASURED = 3
 """The step whose bytes are counted: the first ones make states, and DDP orders its buckets."""
 BACKENDS = "native:dynamic,native:delayed,native:rowwise,ao:tensorwise,msamp:O1,msamp:O2,msamp:O3"
-GATHERED = ",".join(f"native:{rule} weight_comm=fp8" for rule in ("dynamic", "rowwise", "blockwise", "mxfp8"))
+GATHERED = ",".join(
+    f"native:{rule} enable_fsdp_float8_all_gather=True" for rule in ("dynamic", "rowwise", "blockwise", "mxfp8")
+)
 """Rows of FSDP2 alone."""
 
 

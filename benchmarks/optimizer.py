@@ -2,8 +2,8 @@
 TorchAO's and bitsandbytes' low-bit AdamW, and a copy in memory?
 
 All run interleaved in one process over as many elements; the ratios are to the other's time in the same round. Bytes
-moved are those of a step's reads and writes if nothing is kept in caches: one pass for the levels, or two where scales
-follow from the step's own values (`optimizer_scales="amax"`). The share is that of the rate at which a copy moves them.
+moved are those of a step's reads and writes if nothing is kept in caches: one pass for the levels. The share is that of
+the rate at which a copy moves them.
 """
 
 from __future__ import annotations
@@ -37,16 +37,12 @@ class Level(NamedTuple):
 
 LEVELS = {
     "O1": Level(FP16),
-    "O1, two passes": Level(FP16),
     "O2": Level(FP16, E4M3, FP16),
-    "O2, two passes": Level(FP16, E4M3, FP16),
     "O2, nearest": Level(FP16, E4M3, FP16),
     "O2, blocks of 128": Level(FP16, E4M3, FP16, 128),
     "O2, blocks of 32": Level(FP16, E4M3, FP16, 32),
     "O3": Level(FP16, E4M3, FP16, copied=True),
-    "O3, two passes": Level(FP16, E4M3, FP16, copied=True),
     "O4": Level(E4M11, E4M3, ROOT8, 128),
-    "O4, two passes": Level(E4M11, E4M3, ROOT8, 128),
 }
 FUSED, TORCHAO = "torch fused, FP32", "torchao AdamWFp8"
 PEERS = (TORCHAO, "torchao AdamW8bit", "bitsandbytes AdamW8bit")
@@ -82,11 +78,11 @@ def scaled_step(level: str, numel: int, tensors: int, device: str, compiled: boo
     for part in (torch.randn(numel, device=device) * 0.02).tensor_split(tensors):
         zeros = torch.zeros_like(part)
         slots = [slot(part, weight), slot(part, E4M3), slot(zeros, exp_avg, block_size)]
-        slots += [slot(zeros, exp_avg_sq, block_size if exp_avg_sq is ROOT8 else 0)]
+        slots += [slot(zeros.clone(), exp_avg_sq, block_size if exp_avg_sq is ROOT8 else 0)]
         slots += [slot(part, E4M3) if copied else None]
         parameters.append(slots)
-    rounding, passes = "nearest" if "nearest" in level else "stochastic", 2 if "two passes" in level else 1
-    records = [measured(each[0], *each[2:4]) if passes == 1 else None for each in parameters]
+    rounding = "nearest" if "nearest" in level else "stochastic"
+    records = [measured(each[0], *each[2:4]) for each in parameters]
     count = torch.zeros(())
 
     def run() -> None:
@@ -102,7 +98,7 @@ def scaled_step(level: str, numel: int, tensors: int, device: str, compiled: boo
 
     of = [sum(bytes_of([each[i]]) for each in parameters) / numel for i in range(5)]
     read, written = sum(of[:4]), of[0] + of[2] + of[3] + of[4]
-    return Step(run, sum(of), passes * read + written)
+    return Step(run, sum(of), read + written)
 
 
 def peer(name: str) -> type[torch.optim.Optimizer]:

@@ -23,7 +23,8 @@ from measuring import machine  # noqa: E402
 import fp8_backends  # noqa: E402
 from fp8_backends.compute.products import engine_for  # noqa: F401
 from fp8_backends.numerics.formats import E4M3, E5M2  # noqa: F401
-from fp8_backends.numerics.kernels.adam.dispatch import Slot, adam_hyper, scaled_adam_  # noqa: F401
+from fp8_backends.numerics.kernels.adam.bounds import measured
+from fp8_backends.numerics.kernels.adam.dispatch import AdamSteps, Job, Slot, adam_hyper  # noqa: F401
 from fp8_backends.numerics.kernels.quantize import dispatch as quantization  # noqa: F401
 from fp8_backends.numerics.scaled_tensor import ScaledTensor, quantize  # noqa: F401
 from fp8_backends.numerics.scaling import MX, ROWS, SQUARES, VECTORS  # noqa: F401
@@ -131,15 +132,10 @@ def optimizer_step(name: str, device: str, compiled: bool, quick: bool) -> None:
             for step in range(1, 6):
                 gradient = quantize(draw(), torch.float8_e4m3fn).to(where)
                 hyper = adam_hyper(1e-3, (0.9, 0.999), 1e-8, 0.1, torch.tensor(float(step)), torch.device(where))
-                scaled_adam_(
-                    *(_slot(each) for each in (weight, gradient, *states)),
-                    hyper,
-                    decoupled=True,
-                    maximize=False,
-                    rounding=rounding,
-                    seed=3,
-                    compiled=compiled and where == device,
-                )
+                slots = [_slot(each) for each in (weight, gradient, *states)]
+                job = Job(*slots, hyper, decoupled=True, maximize=False, rounding=rounding, seed=3)
+                job = job._replace(record=measured(*job.written))
+                AdamSteps([job], fused=compiled and where == device).run()
             made[where] = [_data(each).cpu() for each in (weight, *states)]
         pairs = zip(made["cpu"], made[device], strict=True)
         # square roots and fused multiplications differ in FP32's last bit, which now and then decides a rounding

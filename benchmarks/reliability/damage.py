@@ -126,7 +126,7 @@ def wrong_of(run: Run, damaged: Path, older: Path, name: str, before: list) -> s
         return f"not named: {said}"
     if not same(before, state_of(run)):
         return "refused, and something was loaded"
-    if fp8_backends.newest_checkpoint(damaged.parent) != str(older):
+    if fp8_backends.checkpoints.newest_checkpoint(damaged.parent) != str(older):
         return "newest_checkpoint does not find the one before"
     return ""
 

@@ -35,12 +35,13 @@ from torch import nn  # noqa: E402
 import fp8_backends  # noqa: E402
 from fp8_backends.numerics.scaled_tensor import ScaledTensor, stored_parts  # noqa: E402
 from fp8_backends.numerics.scaling import HISTORY, INPUT, SCALE  # noqa: E402
+from fp8_backends.training.watching import guard  # noqa: E402
 from fp8_backends.training.watching.looks import FROZEN  # noqa: E402
 
 BACKENDS = ("native:delayed", "msamp:O2", "msamp:O3", "ao:tensorwise")
 ACTIONS = ("warn", "skip", "stop")
 EVERY = 4
-"""`guard_every` of these runs."""
+"""Steps from one comparison of replicas to the next."""
 FIRST, LAST, STEPS = 52, 60, 80
 """A fault is planted at a random step from FIRST on, when the losses before it can be judged."""
 
@@ -74,8 +75,8 @@ class Run:
         AcceleratorState._reset_state(True)
         torch.manual_seed(0)
         microbatches = fields.pop("microbatches", 1)
-        guard = {"guard": action, "guard_every": EVERY} | fields
-        recipe = fp8_backends.FP8RecipeKwargs(backend=backend, **guard)
+        guard.COMPARED_EVERY = fields.pop("compared_every", EVERY)
+        recipe = fp8_backends.FP8RecipeKwargs(backend=backend, guard=action, **fields)
         self.accelerator = Accelerator(
             mixed_precision="fp8", kwargs_handlers=[recipe], gradient_accumulation_steps=microbatches
         )
@@ -100,8 +101,8 @@ class Run:
         self.optimizer.zero_grad()
 
     @property
-    def found(self) -> list[fp8_backends.Fault]:
-        return fp8_backends.faults(self.optimizer)
+    def found(self) -> list[fp8_backends.training.watching.guard.Fault]:
+        return fp8_backends.training.watching.guard.faults(self.optimizer)
 
     @property
     def scaling(self) -> torch.Tensor | None:
@@ -271,7 +272,7 @@ def _forked(rank: int, result: Path, function, arguments: tuple) -> int:
 
 def clean(backend: str, steps: int, seed: int) -> list[str]:
     """Faults that the guard finds in a training without any."""
-    run, rng = Run(backend, "warn", dropout=0.1, guard_every=10, microbatches=2), random.Random(seed)
+    run, rng = Run(backend, "warn", dropout=0.1, compared_every=10, microbatches=2), random.Random(seed)
     run.bare[0].weight.requires_grad_(rng.random() < 0.5)
     schedule = torch.optim.lr_scheduler.LambdaLR(run.optimizer.optimizer, lambda step: min(1.0, (step + 1) / 200))
     made = 0
@@ -299,7 +300,7 @@ def cost(backend: str, width: int, runs: int) -> dict[str, Any]:
     """Time of a step with the guard over the time of one without, in turns."""
     functions = {}
     for action in ("off", "warn", "skip"):
-        run = Run(backend, action, width=width, guard_every=100)
+        run = Run(backend, action, width=width, compared_every=100)
 
         def step(run: Run = run) -> None:
             run.backward(*run.batch(256))

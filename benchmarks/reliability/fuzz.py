@@ -52,6 +52,7 @@ from fp8_backends.compute import registry  # noqa: E402
 from fp8_backends.recipes.fields import FIELDS  # noqa: E402
 from fp8_backends.recipes.handlers import from_environment, with_environment  # noqa: E402
 from fp8_backends.recipes.sources import LAUNCHED, NAMES, PREFIX  # noqa: E402
+from fp8_backends.training import preparation  # noqa: E402
 from fp8_backends.words import shortened  # noqa: E402
 
 LONGEST = 2000
@@ -248,7 +249,8 @@ def run_functions(case: Case) -> None:
         return named(lambda: estimate(Workload(model=_shape(), **arguments), backends, shardings), (), *names)
     before = [{**found} for found in (registry._factories, registry._instances)]
     try:
-        found = named(lambda: _called(getattr(fp8_backends, case["function"]), arguments), (), *names)
+        function = next(getattr(place, case["function"]) for place in PLACES if hasattr(place, case["function"]))
+        found = named(lambda: _called(function, arguments), (), *names)
         if case["function"] == "register_backend":
             named(resolve, (arguments["name"].lower(),), "backend")
         return found
@@ -305,6 +307,8 @@ def changed_environment(variables: dict[str, str]) -> Iterator[None]:
 
 # All cases
 
+PLACES = (fp8_backends, fp8_backends.checkpoints, preparation)
+"""Modules with functions for users."""
 RUN = {
     "strings": run_strings,
     "recipes": run_recipes,

@@ -25,9 +25,10 @@ import torch
 import yaml
 
 from fp8_backends.cli.main import COMMANDS
+from fp8_backends.compute import registry
 from fp8_backends.compute.chips import PRODUCTS
 from fp8_backends.compute.interface import Compute
-from fp8_backends.recipes.fields import COMMON, FIELDS, OF_BACKENDS, OF_LEVELS, VARIABLES
+from fp8_backends.recipes.fields import COMMON, FIELDS, OF_LEVELS, VARIABLES
 from fp8_backends.recipes.sources import LAUNCHED, NAMES, PREFIX, REFUSED
 from fp8_backends.training import manifest
 
@@ -250,18 +251,12 @@ _GOOD: dict[str, tuple] = {
     "gradient_comm": ("fp8", "plain"),
     "on_unproven": ("raise", "warn"),
     "monitor_every": (0, 1, "100"),
-    "monitor_layers": ("q_proj", ["a", "b.*"], "a,b"),
     "monitor_file": ("fp8_monitor.jsonl", "runs/a.jsonl"),
     "guard": ("off", "warn", "SKIP", "stop"),
-    "guard_every": (1, "100"),
-    "guard_steps": (1, "50"),
     "saved_activations": ("off", "fp8", "FP8+attention", "none"),
     "rounding": ("stochastic", "nearest"),
-    "exp_avg_scaling": ("tensor", "block"),
-    "optimizer_scales": ("bound", "amax"),
     "implementation": ("native",),
-    "include": ("q_proj", ["a", "b.*"], "a,b", {"$": "set"}),
-    "also_include": ("lm_head", ["a"]),
+    "include": ("q_proj", ["a", "b.*"], "a,b", {"$": "set"}, "+lm_head", ["+a", "+b"]),
     "exclude": ("q_proj", ["a", "b.*"], "a, b"),
     "module_filter_func": ({"$": "function"},),
     "config": ({"$": "config"}, {"$": "rowwise config"}),
@@ -329,9 +324,9 @@ _FOREIGN = (
     *("te.DelayedScaling", "te.Float8CurrentScaling", "te.MXFP8BlockScaling", "te.Float8BlockScaling"),
 )
 _THEIRS = (*NAMES, *REFUSED, "precision", "mixed_precision")
-_COMMON = tuple(each.name for each in COMMON)
-_OF_LEVELS = ("opt_level", *(each.name for each in OF_LEVELS))
-_OF_BACKENDS = {name: (*(each.name for each in fields), *_COMMON) for name, fields in OF_BACKENDS.items()}
+_COMMON = tuple(COMMON)
+_OF_LEVELS = ("opt_level", *OF_LEVELS)
+_OF_BACKENDS = {name: (*registry.get_compute(name).fields, *_COMMON) for name in registry.BUILT_IN}
 _FIELDS_OF_HANDLER = {
     "TERecipeKwargs": (*_OF_BACKENDS["te"], "scaling"),
     "AORecipeKwargs": (*_OF_BACKENDS["ao"], "scaling"),

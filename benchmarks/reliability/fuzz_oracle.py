@@ -12,11 +12,11 @@ from typing import Any
 
 import yaml
 
-from fp8_backends import FP8BackendError, FP8RecipeKwargs, Recipe, resolve
+from fp8_backends import FP8BackendError, FP8RecipeKwargs, resolve
 from fp8_backends.accelerate_plugin import launch_flags
 from fp8_backends.cli.config.training_config import given_fields, yaml_fields
 from fp8_backends.recipes.fields import FIELDS, NAMING
-from fp8_backends.recipes.handlers import from_environment
+from fp8_backends.recipes.handlers import Recipe, from_environment
 from fp8_backends.recipes.merging import accelerate_fields
 from fp8_backends.recipes.sources import LAUNCHED, PREFIX
 
@@ -131,8 +131,7 @@ def means(recipe: Recipe) -> tuple:
 
 
 def _settings(recipe: Recipe) -> dict[str, Any]:
-    naming = {each.name for each in NAMING}
-    return {name: value for name, value in recipe.to_kwargs().items() if name not in naming}
+    return {name: value for name, value in recipe.to_kwargs().items() if name not in NAMING}
 
 
 def _variable(key: str) -> str:

@@ -155,7 +155,7 @@ def train(backend: str, folder: Path, anew: bool, killed_step: int, began: int, 
 def resume(backend: str, folder: Path, anew: bool, expected: list[Seen]) -> tuple[int, bool]:
     """The step of the checkpoint that is found, and whether training goes on from it as it would have without a kill:
     from what `newest_checkpoint` finds and from what `load_state` finds."""
-    newest = fp8_backends.newest_checkpoint(folder / "checkpoints" if anew else folder)
+    newest = fp8_backends.checkpoints.newest_checkpoint(folder / "checkpoints" if anew else folder)
     run = Run(backend, folder, anew, seed=7)
     step = run.load()
     exact = run.continues_as(expected, step)

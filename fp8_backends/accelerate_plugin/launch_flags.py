@@ -10,9 +10,9 @@ import difflib
 from collections.abc import Sequence
 from typing import NoReturn
 
-from ..compute.fields import Field
+from ..compute.fields import Field, Variable
 from ..errors import FP8BackendError, RecipeError
-from ..recipes.fields import FIELDS, field_value, registered_fields
+from ..recipes.fields import FIELDS, help_of, registered_fields, variable_value
 from ..recipes.sources import Source, unknown_variable
 from ..recipes.strings import names_backend
 from ..words import shortened
@@ -54,9 +54,9 @@ def launch_parser() -> argparse.ArgumentParser:
     )
     parser._option_string_actions["--mixed_precision"].choices = None  # it takes a backend string, too
     group = next(group for group in parser._action_groups if group.title == "FP8 Arguments")
-    for name, field in _flags().items():
+    for name, (field, _) in _flags().items():
         values = f" ({field.values_and_default})" if field.values_and_default else ""
-        described = f"{field.help.rstrip('.')}{values}".replace("%", "%%")
+        described = f"{help_of(field).rstrip('.')}{values}".replace("%", "%%")
         action = parser._option_string_actions.get(f"--{name}")
         if action is None:
             group.add_argument(f"--{name}", default=None, help=described)
@@ -66,23 +66,33 @@ def launch_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _flags() -> dict[str, Field]:
+def _flags() -> dict[str, tuple[Field, Variable]]:
     """The fields that a text can give, also those of registered backends, by the name of their flag."""
     fields = (*FIELDS.values(), *registered_fields().values())
-    return {f"fp8_{field.own_suffix.lower()}": field for field in fields if not field.is_object}
+    pairs = [(field, variable) for field in fields for variable in field.variables]
+    return {
+        f"fp8_{variable.suffix.lower()}": (field, variable)
+        for field, variable in pairs
+        if variable.suffix == field.own_suffix or variable.reads
+    }
 
 
 def recipe_flags(args: argparse.Namespace) -> Source:
     """What the flags say about the recipe. A flag given at its default value is given."""
     fields, places = {}, {}
-    for name, field in _flags().items():
+    for name, (field, variable) in _flags().items():
         if name in args.nondefault:
             value = getattr(args, name)
-            places[field.name] = f"--{name}" if value is True else f"--{name} {value}"
+            place = f"--{name}" if value is True else f"--{name} {value}"
             try:
-                fields[field.name] = field_value(field, value)
+                parsed = variable_value(field, variable, value)
             except RecipeError as error:
-                raise RecipeError(f"{places[field.name]}: {error}") from None
+                raise RecipeError(f"{place}: {error}") from None
+            if parsed is None:
+                continue
+            if fields.setdefault(field.name, parsed) != parsed:
+                raise RecipeError(f"{place} disagrees with {places[field.name]}: leave one of the two out")
+            places.setdefault(field.name, place)
     return Source(fields, places)
 
 

@@ -117,8 +117,8 @@ def _shards(
                         shards.append(WeightShard(parameter, group, codes))
     except AttributeError as error:
         raise FP8BackendError(
-            f'weight_comm="fp8" reads how FSDP2 keeps its parameters, and torch {torch.__version__} keeps them in '
-            f'another way ({error}): use weight_comm="plain", or torch 2.13'
+            f"enable_fsdp_float8_all_gather reads how FSDP2 keeps its parameters, and torch {torch.__version__} keeps "
+            f"them in another way ({error}): use enable_fsdp_float8_all_gather=False, or torch 2.13"
         ) from error
     return shards, plain
 

@@ -1,9 +1,8 @@
-"""What a field of a recipe is, declared once by the backend that reads it.
+"""Declare a field of a recipe: its values, its default, and the rules and levels that read it.
 
-Everything else that knows a field follows from its declaration: the handlers (`recipes.handlers`), the flags of
-`fp8-backends launch`, the variables `ACCELERATE_FP8_*`, the keys of a YAML file, NeMo's and Megatron's names, and the
-table in the documentation. Names and defaults are those of Accelerate's own FP8 handlers where it has the field, so a
-script changes only its import.
+Everything else follows from the declaration: flags of `fp8-backends launch`, variables `ACCELERATE_FP8_*`, keys of a
+YAML file, NeMo's and Megatron's names, and the table in the documentation. This package's own fields are in
+`recipes.fields`; a backend may declare more.
 """
 
 from __future__ import annotations
@@ -22,6 +21,11 @@ from ..words import shortened, shown
 LEVELS = ("O0", "O1", "O2", "O3", "O4")
 """MS-AMP's levels, and O4 beyond them; O0 leaves weights, gradients and optimizer states alone."""
 DEFAULT_LEVEL = "O2"
+RULE_FIELDS = (
+    *("use_autocast_during_eval", "margin", "interval", "fp8_format", "amax_history_len", "amax_compute_algo"),
+    *("override_linear_precision", "fp8_params"),
+)
+"""Names of the fields of TransformerEngine's rules, which `native` follows too."""
 
 
 class Variable(NamedTuple):
@@ -32,6 +36,8 @@ class Variable(NamedTuple):
     """What Accelerate's launcher exports when the user gave nothing. In the environment it counts as not given."""
     question_default: Any = None
     """What `accelerate config` writes when the user just presses Enter, where that is another value."""
+    reads: Callable[[Any], Any] | None = None
+    """Turns the variable's value into the field's, where the two differ; None then stands for "not given"."""
 
 
 def parsed(name: str, parse: Callable[[Any], Any], value: Any) -> Any:
@@ -52,7 +58,7 @@ def same(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Field:
-    """One field of a recipe. Only the first four are needed."""
+    """Describe one field of a recipe. Only the first three are needed."""
 
     name: str
     default: Any
@@ -60,8 +66,8 @@ class Field:
     """Returns the value in its one spelling, or raises ValueError("must be …"). Takes text as well, since a value may
     come from the environment or from YAML. Its attribute `values`, if it has one, names the values for people, and its
     annotations name their types for type checkers."""
-    help: str
-    """One sentence: for the handler's documentation, the flag and the table."""
+    help: str = ""
+    """One sentence, for the flag and the table. This package's own fields have docstrings instead."""
     scalings: tuple[str, ...] | None = None
     """The scaling rules that read the field; None: all of a backend that has the field."""
     levels: tuple[str, ...] = LEVELS
@@ -74,8 +80,6 @@ class Field:
     """The scaling rule that a value of this field stands for, if it does."""
     launcher_default: Any = None
     """As in `Variable`."""
-    suffix: str = ""
-    """By default the name without `fp8_`."""
     further_variables: tuple[Variable, ...] = ()
     """Other names in the environment and in YAML files. They are no flags."""
     synonyms: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
@@ -85,12 +89,6 @@ class Field:
     only_watches: bool = False
     """Whether the field says how a training is watched, and not how it computes: two recipes that differ in nothing
     else go together, in one model and in a checkpoint."""
-    describe: Callable[[Any], Any] = same
-    """What the value means to another process: for equality, representation and files."""
-    pack: Callable[[Any], Any] = same
-    """What a pickled recipe carries in place of the value."""
-    unpack: Callable[[Any], Any] = same
-    """The value of what a pickled recipe carries."""
 
     @property
     def variables(self) -> tuple[Variable, ...]:
@@ -101,7 +99,7 @@ class Field:
 
     @property
     def own_suffix(self) -> str:
-        return self.suffix or self.name.removeprefix("fp8_").upper()
+        return self.name.removeprefix("fp8_").upper()
 
     @property
     def values(self) -> str:
@@ -193,18 +191,6 @@ def one_of(*words: str) -> Callable[[Any], str]:
     return parse
 
 
-def only_off(reason: str) -> Callable[[Any], bool]:
-    """The parser of a flag that is known and never on."""
-
-    @_takes("False")
-    def parse(value: Any) -> bool:
-        if flag(value):
-            raise ValueError(f"must be False: {reason}")
-        return False
-
-    return parse
-
-
 @_takes("HYBRID, E4M3")
 def fp8_format(value: str | Enum) -> str:
     """HYBRID or E4M3, as a string in any case or as a member of TransformerEngine's `Format`."""
@@ -242,139 +228,6 @@ def amax_algorithm(value: Any) -> str:
             "whose zeros, infs and NaNs go other ways"
         )
     return one_of("max", "most_recent")(value)
-
-
-# Fields that more than one backend of this package reads: TransformerEngine's rules, which `native` follows without it
-
-DELAYED = ("delayed",)
-
-FP8_FORMAT = Field(
-    "fp8_format",
-    "HYBRID",
-    fp8_format,
-    "HYBRID is E4M3 forward and E5M2 for gradients; E4M3 is E4M3 everywhere.",
-    # scales this fine leave a gradient little need of E5M2's range; TransformerEngine and TorchAO have the same default
-    default_of_scaling={"rowwise": "E4M3", "blockwise": "E4M3", "mxfp8": "E4M3"},
-    launcher_default="HYBRID",
-    suffix="FORMAT",
-    # where a value that equals the launcher's default is meant, and would count as not given
-    further_variables=(Variable("NUMBER_FORMAT"),),
-    synonyms={"fp8": same},
-)
-MARGIN = Field(
-    "margin",
-    0,
-    whole_number(-64, 64),  # beyond it every code is zero, or saturated
-    "The scale is divided by 2**margin.",
-    DELAYED,
-    launcher_default=0,
-    synonyms={"fp8_margin": same},
-)
-INTERVAL = Field(
-    "interval",
-    1,
-    whole_number(1, 1_000_000),
-    "Steps between two computations of the scale (te takes 1 alone).",
-    DELAYED,
-    launcher_default=1,
-    synonyms={"fp8_interval": same},
-)
-AMAX_HISTORY_LEN = Field(
-    "amax_history_len",
-    1024,
-    whole_number(1, 1_000_000),  # of FP32 numbers, three times for each layer
-    "Steps that the amax history holds.",
-    DELAYED,
-    launcher_default=1024,
-    further_variables=(Variable("AMAX_HISTORY_LENGTH", 1024),),
-    synonyms={"fp8_amax_history_len": same},
-)
-AMAX_COMPUTE_ALGO = Field(
-    "amax_compute_algo",
-    "most_recent",
-    amax_algorithm,
-    "The scale follows the most recent amax, or the largest of the history.",
-    DELAYED,
-    launcher_default="most_recent",
-    further_variables=(Variable("AMAX_COMPUTE_ALGORITHM", "most_recent", question_default="max"),),
-    synonyms={"fp8_amax_compute_algo": same},
-)
-OVERRIDE_LINEAR_PRECISION = Field(
-    "override_linear_precision",
-    (False, False, False),
-    three_flags,
-    "Which of fprop, dgrad and wgrad stay in high precision (te takes wgrad alone).",
-    launcher_default=(False, False, False),
-    synonyms={
-        "fp8_wgrad": lambda value: (False, False, not flag(value)),
-        "no_fp8_wgrad": lambda value: (False, False, flag(value)),
-    },
-)
-USE_AUTOCAST_DURING_EVAL = Field(
-    "use_autocast_during_eval",
-    False,
-    flag,
-    "FP8 products in evaluation too; by default evaluation runs in high precision.",
-    launcher_default=False,
-)
-USE_MXFP8_BLOCK_SCALING = Field(
-    "use_mxfp8_block_scaling",
-    False,
-    flag,
-    'True is the same as scaling="mxfp8".',
-    names_scaling=lambda value: "mxfp8" if value else None,
-    launcher_default=False,
-)
-FP8_PARAMS = Field(
-    "fp8_params",
-    False,
-    flag,
-    "Weights that do not train are stored in FP8, about 1 byte an element. Not with a level, which stores weights "
-    "itself.",
-    levels=("O0",),
-    idle=False,
-    launcher_default=False,
-    synonyms={"fp8_param": same, "fp8_param_gather": same},
-)
-FUSE_ACTIVATIONS = Field(
-    "fuse_activations",
-    False,
-    flag,
-    "In eager training on a GPU one kernel computes an RMSNorm or a gated activation, and its amax, forward and "
-    "backward.",
-    idle=False,
-)
-FUSED_HEAD = Field(
-    "fused_head",
-    False,
-    flag,
-    "The output head and its loss are computed in chunks of tokens, and logits are never whole. The head stays in high "
-    "precision unless also_include or include names it (native).",
-    idle=False,
-)
-
-WEIGHT_COMM = Field(
-    "weight_comm",
-    "auto",
-    one_of("auto", "plain", "fp8"),
-    "What FSDP2 gathers of a weight: fp8 is the codes that products read, 1 byte an element; plain is the weight as "
-    "it is stored; auto is fp8 at a level above O0 with codes that serve both products (not rowwise, mxfp8), else "
-    "plain. (ao has enable_fsdp_float8_all_gather; te gathers weights as they are stored.)",
-    idle="plain",
-)
-
-SCALING_FIELDS = (
-    FP8_FORMAT,
-    MARGIN,
-    INTERVAL,
-    AMAX_HISTORY_LEN,
-    AMAX_COMPUTE_ALGO,
-    OVERRIDE_LINEAR_PRECISION,
-    USE_AUTOCAST_DURING_EVAL,
-)
-"""Fields of TransformerEngine's rules."""
-NATIVE_FIELDS = (*SCALING_FIELDS, FP8_PARAMS, FUSE_ACTIVATIONS, FUSED_HEAD, WEIGHT_COMM)
-"""Fields of `native`, which follows these rules on any device."""
 
 
 # Words in errors

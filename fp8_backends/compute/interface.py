@@ -8,7 +8,7 @@ several of the protocols below; nothing is to be registered for it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -42,6 +42,16 @@ class Recipe(Protocol):
         """The value of a field."""
 
 
+class Norm(NamedTuple):
+    """A normalisation layer, and what a backend has in its place."""
+
+    module: nn.Module
+    carrier: nn.Module | None
+    """The module whose class and added attributes `module` takes on, as in `Compute.build`."""
+    reason: str | None
+    """Why there is none."""
+
+
 class Compute(ABC):
     """One way to run the three products of a Linear layer. Holds no state: one instance serves many models."""
 
@@ -73,6 +83,10 @@ class Compute(ABC):
         if 0 in full_shape(linear.weight):
             return "a layer of size zero has no product"
         return None
+
+    def norms(self, root: nn.Module, recipe: Recipe) -> list[Norm]:
+        """Return the norms to swap for this backend's own form. A user's `exclude` names them too."""
+        return []
 
     def new_shared(self, root: nn.Module, recipe: Recipe) -> Any:
         """State that all converted layers of one prepared model share (None when there is none)."""
@@ -122,58 +136,7 @@ class HasProfile(Protocol):
         """What counts the products of these layers in a profiled step: an object like `ProductProfile`."""
 
 
-# Norms, activations and experts
-
-
-class Norm(NamedTuple):
-    """A normalisation layer, and what a backend has in its place."""
-
-    module: nn.Module
-    carrier: nn.Module | None
-    """The module whose class and added attributes `module` takes on, as in `Compute.build`."""
-    reason: str | None
-    """Why there is none."""
-
-
-class Fusion(NamedTuple):
-    """What became of a norm where the recipe says `fuse_norms`."""
-
-    norm: nn.Module
-    linear: nn.Module | None
-    """The layer whose kernel norms its own input."""
-    reason: str | None
-    """Why there is none."""
-
-
-@runtime_checkable
-class ConvertsNorms(Protocol):
-    """A backend that has its own form of normalisation layers."""
-
-    def norms(self, root: nn.Module, recipe: Recipe) -> list[Norm]:
-        """The norms that are not swapped yet. A user's `exclude` names them too."""
-
-    def fuse(self, root: nn.Module, recipe: Recipe, new: dict[nn.Module, nn.Module]) -> list[Fusion]:
-        """Let norms and layers that are about to be swapped work in pairs, where the recipe asks for it.
-
-        Args:
-            new: carriers of layers and norms, keyed by the modules that will take them on. Those of a pair change.
-        """
-
-
-@runtime_checkable
-class FusesActivations(Protocol):
-    """A backend that computes norms and gated activations by kernels of its own, where the recipe says
-    `fuse_activations`."""
-
-    def fused_activations(
-        self, root: nn.Module, recipe: Recipe, layers: Container[nn.Module]
-    ) -> list[tuple[nn.Module, nn.Module]]:
-        """The modules that it knows and that are not swapped yet, each with the module whose class and added attributes
-        it takes on, as in `Compute.build`.
-
-        Args:
-            layers: those that are about to become FP8 layers.
-        """
+# Conv1D and experts
 
 
 @runtime_checkable

@@ -21,7 +21,7 @@ def main(backend: str) -> None:
     model, optimizer = accelerator.prepare(model, optimizer)
 
     inner = accelerator.unwrap_model(model)
-    with fp8_backends.plain_weights(inner):  # the copy is averaged, and never stepped: it needs plain weights alone
+    with fp8_backends.checkpoints.plain_weights(inner):  # the copy is averaged, never stepped: plain weights do
         average = AveragedModel(inner, multi_avg_fn=get_ema_multi_avg_fn(0.9))
 
     x = torch.randn(128, 64, device=accelerator.device)

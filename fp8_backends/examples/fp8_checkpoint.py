@@ -1,4 +1,4 @@
-"""From an FP8 checkpoint: write one with `fp8_backends.export`, load it with stock transformers, and train on.
+"""Write an FP8 checkpoint with `fp8_backends.checkpoints.export`, load it with stock transformers, and train on.
 
 python fp8_checkpoint.py --backend native:blockwise
 """
@@ -19,14 +19,14 @@ def fp8_checkpoint() -> str:
     model = LlamaForCausalLM(LlamaConfig(vocab_size=128, **SIZES))
     fp8_backends.prepare(model, None, "native:blockwise")
     folder = tempfile.mkdtemp()
-    fp8_backends.export(model, folder)
+    fp8_backends.checkpoints.export(model, folder)
     return folder
 
 
 def main(backend: str) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(fp8_checkpoint(), dtype=torch.float32).train()
-    fp8_backends.dequantize(model)  # codes, which transformers loads on a GPU, become plain weights
+    fp8_backends.checkpoints.dequantize(model)  # codes, which transformers loads on a GPU, become plain weights
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
 
     recipe = fp8_backends.FP8RecipeKwargs(backend=backend)
@@ -40,7 +40,7 @@ def main(backend: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
         print(f"step {step}: loss {loss.item():.4f}")
-    fp8_backends.export(model, tempfile.mkdtemp())  # and out again
+    fp8_backends.checkpoints.export(model, tempfile.mkdtemp())  # and out again
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ class GatheredCodes(torch.Tensor):
         """The error of something that needs more than these codes."""
         return FP8BackendError(
             f"a weight of shape {list(self.shape)} was gathered by FSDP2 as FP8 codes, and {what}. Use "
-            f'weight_comm="plain"'
+            "enable_fsdp_float8_all_gather=False"
         )
 
     def __tensor_flatten__(self):

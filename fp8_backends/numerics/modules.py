@@ -24,8 +24,6 @@ CONTAINER = "fp8_weights"
 
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", CONTAINER})
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
 
 @dataclass
 class Conversion:
@@ -83,16 +81,3 @@ def inert_hook():
 
 def _do_nothing(*_) -> None:
     pass
-
-
-def is_hooked(module: nn.Module) -> bool:
-    """Whether a module has hooks that see what passes it, other than those of `changes_nothing`, or a forward on the
-    instance, which sees it too."""
-    return "forward" in module.__dict__ or not all(
-        changes_nothing(hook) for kind in _HOOKS for hook in (module.__dict__.get(kind) or {}).values()
-    )
-
-
-def changes_nothing(hook: Any) -> bool:
-    """Whether a hook is one of this package's that only look at the sizes of what passes, or does nothing at all."""
-    return hook is _do_nothing or getattr(hook, "changes_nothing", False)

@@ -65,7 +65,7 @@ def _owned(tensor: ScaledTensor) -> FP8BackendError:
     return FP8BackendError(
         f"one rank owns the full-precision values of a weight of shape {tuple(tensor.shape)} (levels O3 and O4 shard "
         f"masters, residuals and optimizer states): read accelerator.get_state_dict(model), called on all ranks; or "
-        f"enter fp8_backends.whole_states(optimizer) on all ranks around the read; or prepare with "
+        f"enter fp8_backends.checkpoints.whole_states(optimizer) on all ranks around the read; or prepare with "
         f"shard_states=False. weight.dequantize() returns the FP8 values, which products read"
     )
 
@@ -148,7 +148,8 @@ class WithoutMemory(torch.Tensor):
     def __dlpack__(self, *args, **kwargs):
         raise FP8BackendError(
             f"the memory of a {type(self).__name__} holds no values that another library could share: give it the "
-            "plain copy that values() returns, or make weights plain for a while: fp8_backends.plain_weights(model)"
+            "plain copy that values() returns, or make weights plain for a while: "
+            "fp8_backends.checkpoints.plain_weights(model)"
         )
 
     def tolist(self) -> list:

@@ -1,39 +1,65 @@
-"""Every field of a recipe: those that each recipe has, those of the levels, and those that backends declare."""
+"""Every field of a recipe, each declared once: its values and defaults, who reads it, and its meaning as a docstring.
+
+The handlers of `recipes.handlers` inherit their fields from here. Names and defaults are Accelerate's where its FP8
+handlers have the field. None stands for "not given": a recipe fills the default in.
+"""
 
 from __future__ import annotations
 
 import ast
 import contextlib
+import dataclasses
+import functools
+import inspect
 import os
+import sys
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
+from dataclasses import InitVar, dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from ..compute import registry
 from ..compute.fields import (
     DEFAULT_LEVEL,
-    NATIVE_FIELDS,
-    USE_MXFP8_BLOCK_SCALING,
     Field,
     Variable,
+    amax_algorithm,
     closest,
     flag,
+    fp8_format,
     one_of,
+    parsed,
     same,
+    three_flags,
     whole_number,
     word,
 )
 from ..compute.interface import Compute
-from ..compute.te import fields as te
-from ..compute.torchao import fields as torchao
+from ..compute.torchao.fields import float8_config, scaling_of
 from ..errors import FP8BackendError, RecipeError
 from ..words import shortened, shown
 
+if TYPE_CHECKING:
+    from torchao.float8 import Float8LinearConfig
+
+MYPY = False
+if MYPY:  # it finds no types in Accelerate, and a dataclass of an unknown base takes every argument
+
+    class KwargsHandler:
+        pass
+else:
+    from accelerate.utils import KwargsHandler
+
 ABOVE_O0 = ("O1", "O2", "O3", "O4")
+DELAYED = ("delayed",)
 _LISTS = ("['", '["', "('", '("')
 """How a list begins in a text."""
+
+
+# Parsers
 
 
 def _patterns(value: str | Collection[str]) -> tuple[str, ...]:
@@ -46,6 +72,18 @@ def _patterns(value: str | Collection[str]) -> tuple[str, ...]:
     if not is_list or not len(value) or not all(isinstance(name, str) and name for name in value):
         raise ValueError('must be name patterns, such as "model.layers.*.mlp.*" or ["q_proj", "k_proj"]')
     return tuple(value)
+
+
+def _choice(value: str | Collection[str]) -> tuple[str, ...]:
+    """Name patterns, with `+` before all of them or before none."""
+    patterns = _patterns(value)
+    added = [pattern.startswith("+") for pattern in patterns]
+    if any(added) and not all(added) or "+" in patterns:
+        raise ValueError(
+            "must have + before each pattern, which adds to the layers converted by default, or before none, which "
+            "names all layers"
+        )
+    return patterns
 
 
 def _function(value: Any) -> Callable[[nn.Module, str], bool]:
@@ -93,205 +131,239 @@ def _saved_activations(value: Any) -> str:
 _saved_activations.values = ", ".join(SAVED_ACTIVATIONS)
 
 
-NAMING = (
-    Field(
-        "backend",
-        None,
-        word,
-        "COMPUTE[:SCALING][+msamp[:LEVEL]]: native:rowwise, ao, te+msamp:O3, msamp:O2, … (default: auto, which picks "
-        "for this machine).",
-    ),
-    Field(
-        "scaling",
-        None,
-        word,
-        "The scaling rule, if the backend string does not name it: delayed, dynamic, rowwise, blockwise, mxfp8, window "
-        "and so on.",
-        synonyms={"fp8_recipe": same},
-    ),
-    Field(
-        "opt_level",
-        None,
-        _level,
-        "The level, O0 (no level) to O4, if the backend string does not name it.",
-        launcher_default=DEFAULT_LEVEL,
-        further_variables=(Variable("OPTIMIZATION_LEVEL", DEFAULT_LEVEL),),
-    ),
-    USE_MXFP8_BLOCK_SCALING,
-)
-"""Fields that take part in the backend's name."""
+def mxfp8_scaling(value: Any) -> str | None:
+    """Read `use_mxfp8_block_scaling` as a scaling rule; False asks for none."""
+    return "mxfp8" if flag(value) else None
 
-OF_LEVELS = (
-    Field(
-        "rounding",
-        "stochastic",
-        one_of("stochastic", "nearest"),
-        "How stored weights and Adam states are rounded; nearest, MS-AMP's own, loses small updates.",
-        levels=ABOVE_O0,
-    ),
-    Field(
-        "exp_avg_scaling",
-        "tensor",
-        one_of("tensor", "block"),
-        "One scale of the E4M3 exp_avg for the tensor, or one for each block of 128 elements, which keeps magnitudes "
-        "apart that differ by more than 1e5 inside one tensor.",
-        levels=("O2", "O3"),
-    ),
-    Field(
-        "optimizer_scales",
-        "bound",
-        one_of("bound", "amax"),
-        "What the scales of stored weights and Adam states follow from: a bound of their amaxes that is known before "
-        "the step, which then makes one pass over memory, or the amaxes themselves, which takes two.",
-        levels=ABOVE_O0,
-    ),
-    Field(
-        "implementation",
-        "native",
-        one_of("native", "original"),
-        "Of the levels: this package's own, or the package msamp where it is installed.",
-        levels=ABOVE_O0,
-    ),
-    Field(
-        "shard_states",
-        True,
-        flag,
-        "Under DDP masters, residuals and Adam states lie on one rank each: 2 + 5/N bytes an element at O3, not 7, "
-        "and 2 + 3/N at O4, not 5.",
-        levels=("O3", "O4"),
-    ),
-    Field(
-        "gradient_release",
+
+# The fields
+
+
+def setting(default: Any, parse: Callable[[Any], Any], **declared: Any) -> Any:
+    """Declare a field of a handler. `declared`: further attributes of `Field`."""
+    return dataclasses.field(default=None, metadata={"default": default, "parse": parse, **declared})
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class CommonFields(KwargsHandler):
+    """Fields that every backend reads."""
+
+    include: str | Collection[str] | None = setting(None, _choice)
+    """Name patterns of layers to convert (fnmatch, over the full name; without a dot also any one part of it),
+    separated by commas. With + before each they add to the layers converted by default: +lm_head."""
+    exclude: str | Collection[str] | None = setting(None, _patterns)
+    """Name patterns of layers to keep in high precision, separated by commas."""
+    module_filter_func: Callable[[nn.Module, str], bool] | None = setting(None, _function, is_object=True)
+    """A function (module, name) -> whether to convert the module."""
+    autocast_dtype: str = setting("bf16", one_of("bf16", "fp16", "fp32"))
+    """What runs around FP8 under Accelerate (on a CPU without bf16 products the default is fp32)."""
+    gradient_comm: str | None = setting(None, one_of("fp8", "plain"))
+    """How gradients travel between ranks (default: fp8 at a level above O0, else plain)."""
+    activation_comm: str = setting("plain", one_of("plain", "fp8"))
+    """How activations travel between ranks in forward: fp8 is E4M3 codes with their scales, of sequence-parallel
+    activations that tensor parallelism gathers and of tokens that expert parallelism sends to their experts
+    (native)."""
+    on_unproven: str = setting("raise", one_of("raise", "warn"))
+    """What to do when no FP8 product ran in the first step."""
+    saved_activations: str = setting("off", _saved_activations)
+    """In what activations are kept for backward beside the codes of converted layers, such as those of norms and
+    gates: fp8 keeps E4M3 codes, 33/32 bytes an element; fp8+attention those of attention, too."""
+    monitor_every: int = setting(0, whole_number(0, 1_000_000), only_watches=True)
+    """Optimizer steps from one sample of the statistics of FP8 tensors to the next; 0: none are taken."""
+    monitor_file: str | os.PathLike[str] = setting("fp8_monitor.jsonl", _path, only_watches=True)
+    """The file to which statistics are added, a line a sample."""
+    guard: str = setting("off", _guard_action, only_watches=True)
+    """What to do when a step goes wrong: warn; skip leaves the step out; stop raises an error."""
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class ScalingField(KwargsHandler):
+    """The scaling rule, for handlers of a backend that has several."""
+
+    scaling: str | None = setting(
+        None,
+        word,
+        synonyms={"fp8_recipe": same},
+        further_variables=(Variable("USE_MXFP8_BLOCK_SCALING", launcher_default=False, reads=mxfp8_scaling),),
+    )
+    """The scaling rule, if the backend string does not name it: delayed, dynamic, rowwise, blockwise, mxfp8, window
+    and so on."""
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class HeadField(KwargsHandler):
+    """The output head together with its loss."""
+
+    fused_head: bool = setting(False, flag, idle=False)
+    """The output head and its loss are computed in chunks of tokens, and logits are never whole. The head stays in high
+    precision unless include names it (native)."""
+
+
+@dataclass(eq=False, repr=False)
+class RuleFields(KwargsHandler):
+    """TransformerEngine's rules, which `native` follows on any device. In the order of Accelerate's handler."""
+
+    use_autocast_during_eval: bool = setting(False, flag, launcher_default=False)
+    """FP8 products in evaluation too; by default evaluation runs in high precision."""
+    margin: int = setting(
+        0,
+        whole_number(-64, 64),  # beyond it every code is zero, or saturated
+        scalings=DELAYED,
+        launcher_default=0,
+        synonyms={"fp8_margin": same},
+    )
+    """The scale is divided by 2**margin."""
+    interval: int = setting(
+        1, whole_number(1, 1_000_000), scalings=DELAYED, launcher_default=1, synonyms={"fp8_interval": same}
+    )
+    """Steps between two computations of the scale (te takes 1 alone)."""
+    fp8_format: str | Enum = setting(
+        "HYBRID",
+        fp8_format,
+        # scales this fine leave a gradient little need of E5M2's range; TransformerEngine and TorchAO agree
+        default_of_scaling={"rowwise": "E4M3", "blockwise": "E4M3", "mxfp8": "E4M3"},
+        launcher_default="HYBRID",
+        # where a value that equals the launcher's default is meant, and would count as not given
+        further_variables=(Variable("NUMBER_FORMAT"),),
+        synonyms={"fp8": same},
+    )
+    """HYBRID is E4M3 forward and E5M2 for gradients; E4M3 is E4M3 everywhere."""
+    amax_history_len: int = setting(
+        1024,
+        whole_number(1, 1_000_000),  # of FP32 numbers, three times for each layer
+        scalings=DELAYED,
+        launcher_default=1024,
+        further_variables=(Variable("AMAX_HISTORY_LENGTH", 1024),),
+        synonyms={"fp8_amax_history_len": same},
+    )
+    """Steps that the amax history holds."""
+    amax_compute_algo: str = setting(
+        "most_recent",
+        amax_algorithm,
+        scalings=DELAYED,
+        launcher_default="most_recent",
+        further_variables=(Variable("AMAX_COMPUTE_ALGORITHM", "most_recent", question_default="max"),),
+        synonyms={"fp8_amax_compute_algo": same},
+    )
+    """The scale follows the most recent amax, or the largest of the history."""
+    override_linear_precision: tuple[bool, bool, bool] = setting(
+        (False, False, False),
+        three_flags,
+        launcher_default=(False, False, False),
+        synonyms={
+            "fp8_wgrad": lambda value: (False, False, not flag(value)),
+            "no_fp8_wgrad": lambda value: (False, False, flag(value)),
+        },
+    )
+    """Which of fprop, dgrad and wgrad stay in high precision (te takes wgrad alone)."""
+    use_mxfp8_block_scaling: InitVar[bool | None] = None
+    """Accelerate's name for scaling="mxfp8"."""
+    fp8_params: bool = setting(
         False,
         flag,
-        "Each parameter is stepped inside backward, as soon as its gradient is complete, and the gradient is dropped: "
-        "not with accumulation or clipping.",
-        levels=ABOVE_O0,
+        levels=("O0",),
         idle=False,
-    ),
+        launcher_default=False,
+        synonyms={"fp8_param": same, "fp8_param_gather": same},
+    )
+    """Weights that do not train are stored in FP8, about 1 byte an element. Not with a level, which stores weights
+    itself."""
+
+
+@dataclass(eq=False, repr=False)
+class ConfigFields(KwargsHandler):
+    """TorchAO's own configuration. In the order of Accelerate's handler."""
+
+    config: Float8LinearConfig | None = setting(None, float8_config, names_scaling=scaling_of, is_object=True)
+    """A torchao.float8.Float8LinearConfig, used as it is."""
+    pad_inner_dim: bool | None = setting(None, flag, launcher_default=True)
+    """Pad products whose inner dimension is no multiple of 16 (on unless it is turned off)."""
+
+
+@dataclass(eq=False, repr=False)
+class GatherField(KwargsHandler):
+    """Gathers of FSDP2."""
+
+    enable_fsdp_float8_all_gather: bool | None = setting(
+        None,
+        flag,
+        scalings=("tensorwise",),
+        idle=False,
+        launcher_default=True,
+        # where a value that equals the launcher's default is meant, and would count as not given
+        further_variables=(Variable("ALL_GATHER"),),
+    )
+    """FSDP2 gathers weights in FP8, 1 byte an element, or as they are stored (default: in FP8 at a level above O0 with
+    codes that serve both products, not rowwise or mxfp8, else as they are stored)."""
+
+
+@dataclass(eq=False, repr=False)
+class LevelFields(KwargsHandler):
+    """Fields that levels read, whatever the backend."""
+
+    opt_level: str | None = setting(
+        None,
+        _level,
+        launcher_default=DEFAULT_LEVEL,
+        further_variables=(Variable("OPTIMIZATION_LEVEL", DEFAULT_LEVEL),),
+    )
+    """The level, O0 (no level) to O4, if the backend string does not name it."""
+    rounding: str = setting("stochastic", one_of("stochastic", "nearest"), levels=ABOVE_O0)
+    """How stored weights and Adam states are rounded; nearest, MS-AMP's own, loses small updates."""
+    implementation: str = setting("native", one_of("native", "original"), levels=ABOVE_O0)
+    """Of the levels: this package's own, or the package msamp where it is installed."""
+    shard_states: bool = setting(True, flag, levels=("O3", "O4"))
+    """Under DDP masters, residuals and Adam states lie on one rank each: 2 + 5/N bytes an element at O3, not 7, and
+    2 + 3/N at O4, not 5."""
+    gradient_release: bool = setting(False, flag, levels=ABOVE_O0, idle=False)
+    """Each parameter is stepped inside backward, as soon as its gradient is complete, and the gradient is dropped: not
+    with accumulation or clipping."""
+
+
+@dataclass(eq=False, repr=False)
+class BackendField(KwargsHandler):
+    """The backend, for the handler of any backend."""
+
+    backend: str | None = setting(None, word)
+    """COMPUTE[:SCALING][+msamp[:LEVEL]]: native:rowwise, ao, te+msamp:O3, msamp:O2, … (default: auto, which picks for
+    this machine)."""
+
+
+def _declared(*holders: type) -> dict[str, Field]:
+    """Collect the fields of these dataclasses by name."""
+    return {each.name: Field(each.name, **each.metadata) for cls in holders for each in dataclasses.fields(cls)}
+
+
+COMMON = _declared(CommonFields)
+OF_LEVELS = {name: each for name, each in _declared(LevelFields).items() if name != "opt_level"}
+FIELDS = _declared(
+    BackendField, ScalingField, LevelFields, RuleFields, ConfigFields, GatherField, HeadField, CommonFields
 )
-"""Fields that levels read, whatever the backend."""
-
-MONITOR = (
-    Field(
-        "monitor_every",
-        0,
-        whole_number(0, 1_000_000),
-        "Optimizer steps from one sample of the statistics of FP8 tensors to the next; 0: none are taken.",
-        only_watches=True,
-    ),
-    Field(
-        "monitor_layers",
-        None,
-        _patterns,
-        "Name patterns of the FP8 layers whose statistics are taken, as for include, separated by commas (default: "
-        "all).",
-        only_watches=True,
-    ),
-    Field(
-        "monitor_file",
-        "fp8_monitor.jsonl",
-        _path,
-        "The file to which statistics are added, a line a sample.",
-        only_watches=True,
-    ),
-)
-"""Fields that `training.watching.monitor` reads."""
-
-COMMON = (
-    Field(
-        "include",
-        None,
-        _patterns,
-        "Name patterns of layers to convert (fnmatch, over the full name; without a dot also any one part of it), "
-        "separated by commas.",
-    ),
-    Field(
-        "also_include",
-        None,
-        _patterns,
-        "Name patterns of layers to convert beside those that are converted by default, such as the output head "
-        "(lm_head), separated by commas. Not with include or module_filter_func, which choose all layers.",
-    ),
-    Field("exclude", None, _patterns, "Name patterns of layers to keep in high precision, separated by commas."),
-    Field(
-        "module_filter_func",
-        None,
-        _function,
-        "A function (module, name) -> whether to convert the module.",
-        is_object=True,
-    ),
-    Field(
-        "autocast_dtype",
-        "bf16",
-        one_of("bf16", "fp16", "fp32"),
-        "What runs around FP8 under Accelerate (on a CPU without bf16 products the default is fp32).",
-    ),
-    Field(
-        "gradient_comm",
-        None,
-        one_of("fp8", "plain"),
-        "How gradients travel between ranks (default: fp8 at a level above O0, else plain).",
-    ),
-    Field(
-        "activation_comm",
-        "plain",
-        one_of("plain", "fp8"),
-        "How activations travel between ranks in forward: fp8 is E4M3 codes with their scales, of sequence-parallel "
-        "activations that tensor parallelism gathers and of tokens that expert parallelism sends to their experts "
-        "(native).",
-    ),
-    Field(
-        "on_unproven",
-        "raise",
-        one_of("raise", "warn"),
-        "What to do when no FP8 product ran in the first step.",
-    ),
-    Field(
-        "saved_activations",
-        "off",
-        _saved_activations,
-        "In what activations are kept for backward beside the codes of converted layers, such as those of norms and "
-        "gates: fp8 keeps E4M3 codes, 33/32 bytes an element; fp8+attention those of attention, too.",
-    ),
-    *MONITOR,
-    Field(
-        "guard",
-        "off",
-        _guard_action,
-        "What to do when a step goes wrong: warn; skip leaves the step out; stop raises an error.",
-        only_watches=True,
-    ),
-    Field(
-        "guard_every",
-        100,
-        whole_number(1, 1_000_000),
-        "Steps from one comparison of the replicas of all ranks to the next, where guard is not off.",
-        only_watches=True,
-    ),
-    Field(
-        "guard_steps",
-        50,
-        whole_number(1, 1_000_000),
-        "Steps that guard=skip leaves out in a row before it stops the training.",
-        only_watches=True,
-    ),
-)
-"""Fields that every recipe has, whatever the backend."""
-
-OF_BACKENDS = {"te": te.FIELDS, "ao": torchao.FIELDS, "native": NATIVE_FIELDS}
-"""What the backends of this package declare. Reading it loads none of them."""
-
-
-def by_name(*groups: Iterable[Field]) -> dict[str, Field]:
-    return {each.name: each for group in groups for each in group}
-
-
-SETTINGS = by_name(*OF_BACKENDS.values(), OF_LEVELS, COMMON)
-"""Every field of this package but backend, scaling and opt_level: what a recipe holds."""
-
-FIELDS = by_name(NAMING, SETTINGS.values())
 """Every field of this package."""
+NAMING = ("backend", "scaling", "opt_level")
+"""Fields that make the backend's name."""
+SETTINGS = {name: each for name, each in FIELDS.items() if name not in NAMING}
+"""Every other field."""
+
+REMOVED = {
+    "also_include": "put + before the patterns of include: include=['+lm_head']",
+    "auto_filter": "use module_filter_func=torchao.float8._auto_filter_for_recipe(RULE, [])",
+    "exp_avg_scaling": "one scale for a tensor at O2 and O3, one for a block at O4",
+    "fp8_group": "all ranks share their amaxes; te:dynamic needs none of other ranks",
+    "fuse_activations": "torch.compile fuses them",
+    "fuse_norms": "norms run as TransformerEngine's own, before the layers that read them",
+    "guard_every": "replicas are compared every 100 steps",
+    "guard_steps": "guard=skip stops the training after 50 steps in a row",
+    "monitor_layers": "every FP8 layer is sampled",
+    "optimizer_scales": "scales follow from bounds, as by default",
+    "weight_comm": "use enable_fsdp_float8_all_gather=True or False",
+}
+"""Fields of earlier versions, each with the way on."""
+
+
+def removed_field(name: str) -> RecipeError | None:
+    """Return the error for a field of an earlier version."""
+    return RecipeError(f"{name} is no field any more: {REMOVED[name]}") if name in REMOVED else None
 
 
 def _variables(fields: Iterable[Field]) -> dict[str, tuple[Field, Variable]]:
@@ -313,14 +385,14 @@ def fields_of(compute: Compute) -> dict[str, Field]:
                 f"fields of {type(compute).__name__}: {shown(written)} is neither a fp8_backends.compute.fields.Field "
                 "nor the name of a field of this package"
             )
-    return by_name(declared)
+    return {each.name: each for each in declared}
 
 
 def registered_fields() -> dict[str, Field]:
     """The further fields that registered backends declare. Loads these backends, and passes over one that cannot be
     loaded."""
     registered = [name for name in registry.valid_names() if name not in registry.BUILT_IN]
-    declared = by_name(*(_declared_by(name).values() for name in registered))
+    declared = {name: field for backend in registered for name, field in _declared_by(backend).items()}
     return {name: field for name, field in declared.items() if name not in FIELDS}
 
 
@@ -341,6 +413,13 @@ def field_value(field: Field, value: Any) -> Any:
     return field.parsed(_list_of_text(value))
 
 
+def variable_value(field: Field, variable: Variable, value: Any) -> Any:
+    """The same under one of the field's names, or None where the value asks for nothing."""
+    if variable.reads is None:
+        return field_value(field, value)
+    return parsed(variable.suffix.lower(), variable.reads, value)
+
+
 def _list_of_text(value: Any) -> Any:
     """A list of a YAML file, which Accelerate's launcher exports as Python writes it; any other value as it is, text
     without the spaces around it."""
@@ -352,18 +431,25 @@ def _list_of_text(value: Any) -> Any:
     return value
 
 
-def readers(name: str, backends: Iterable[str] = tuple(registry.BUILT_IN)) -> str:
-    """Which of these backends read a field, with the scaling rules by which they do."""
-    return _readers(name, {backend: _declared_by(backend) for backend in backends})
+def readers(name: str) -> str:
+    """Which backends of this package read a field, with the scaling rules by which they do."""
+    return _readers(name, {backend: _declared_by(backend) for backend in registry.BUILT_IN})
 
 
 def _readers(name: str, declared: Mapping[str, Mapping[str, Field]]) -> str:
-    found = [(backend, fields[name].scalings or ("",)) for backend, fields in declared.items() if name in fields]
-    return ", ".join(f"{b}:{scaling}".rstrip(":") for b, scalings in found for scaling in scalings) or "no backend"
+    found = []
+    for backend, fields in declared.items():
+        if name in fields:
+            supported = registry.get_compute(backend).scalings
+            rules = [rule for rule in fields[name].scalings or () if rule in supported]
+            found += [f"{backend}:{rule}" for rule in rules] or [backend]
+    return ", ".join(found) or "no backend"
 
 
 def unknown_field(name: str, owner: str, own: Iterable[str], elsewhere: dict[str, list[str]]) -> RecipeError:
     """The error for a field that `owner` does not have. `elsewhere` has the fields of the other handlers."""
+    if error := removed_field(name):
+        return error
     holders = [holder for holder, names in elsewhere.items() if name in names]
     if holders:
         return RecipeError(
@@ -377,38 +463,42 @@ def unknown_field(name: str, owner: str, own: Iterable[str], elsewhere: dict[str
 # Fields in words
 
 
+@functools.cache
+def _docstrings() -> dict[str, str]:
+    """Read the docstring under each field of this module."""
+    try:
+        tree = ast.parse(inspect.getsource(sys.modules[__name__]))
+    except OSError:  # installed without its source
+        return {}
+    bodies = [cls.body for cls in tree.body if isinstance(cls, ast.ClassDef)]
+    pairs = [pair for body in bodies for pair in zip(body, body[1:], strict=False)]
+    return {
+        field.target.id: " ".join(text.value.value.split())
+        for field, text in pairs
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr)
+    }
+
+
+def help_of(field: Field) -> str:
+    """Return the sentence that says what a field means."""
+    return field.help or _docstrings().get(field.name, "")
+
+
 def restructured_text() -> str:
     """Every field with its values, its default and the backends that read it, for the documentation."""
     declared = {backend: _declared_by(backend) for backend in registry.valid_names()}
     lines = []
     for field in (*FIELDS.values(), *registered_fields().values()):
-        lines.append(f"``{field.name}``" + _in_brackets(field))
-        text = f"{field.help} *Read by* {_readers_in_words(field, declared)}."
-        lines += _indented(text.replace("_ ", "\\_ ").replace("**", "\\*\\*"), 4, 118)
+        lines.append(f"``{field.name}``" + (f" ({field.values_and_default})" if field.values_and_default else ""))
+        text = f"{help_of(field)} *Read by* {_readers_in_words(field, declared)}."
+        text = text.replace("_ ", "\\_ ").replace("**", "\\*\\*")
+        lines += textwrap.wrap(text, 118, initial_indent="    ", subsequent_indent="    ")
     return "\n".join(lines) + "\n"
 
 
-def docstring(fields: Iterable[Field]) -> str:
-    """The same of these fields, as the arguments of a handler of this package. Loads no backend."""
-    declared = {backend: by_name(OF_BACKENDS[backend]) for backend in registry.BUILT_IN}
-    lines = ["Args:"]
-    for field in fields:
-        lines.append(f"    {field.name}{_in_brackets(field)}:")
-        lines += _indented(f"{field.help} Read by {_readers_in_words(field, declared)}.", 8, 116)
-    return "\n".join(lines)
-
-
-def _in_brackets(field: Field) -> str:
-    return f" ({field.values_and_default})" if field.values_and_default else ""
-
-
-def _indented(text: str, columns: int, width: int) -> list[str]:
-    return textwrap.wrap(text, width, initial_indent=" " * columns, subsequent_indent=" " * columns)
-
-
 def _readers_in_words(field: Field, declared: Mapping[str, Mapping[str, Field]]) -> str:
-    if field in NAMING or field in COMMON:
+    if field.name in NAMING or field.name in COMMON:
         return "every backend"
-    if field in OF_LEVELS:
+    if field.name in OF_LEVELS:
         return f"level{'s' * (len(field.levels) > 1)} {', '.join(field.levels)}"
     return _readers(field.name, declared)

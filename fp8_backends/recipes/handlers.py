@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import logging
 from collections.abc import Mapping
-from dataclasses import field, fields, make_dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
-
-from accelerate.utils import KwargsHandler
 
 from ..announcement import announce
 from ..compute import hardware, registry
-from ..compute.fields import DEFAULT_LEVEL, Field
+from ..compute.fields import DEFAULT_LEVEL, Field, parsed
 from ..compute.interface import Compute, ShowsCasts
 from ..errors import RecipeError
 from ..words import shortened, shown
@@ -28,74 +27,66 @@ from .fields import (
     COMMON,
     FIELDS,
     NAMING,
-    OF_BACKENDS,
     OF_LEVELS,
     SETTINGS,
-    docstring,
+    BackendField,
+    CommonFields,
+    ConfigFields,
+    GatherField,
+    HeadField,
+    LevelFields,
+    RuleFields,
+    ScalingField,
     fields_of,
+    mxfp8_scaling,
     readers,
     unknown_field,
 )
 from .sources import environment_fields, environment_name, foreign_fields, is_launched, own_names
 from .specs import Spec
-from .strings import AUTO, MSAMP, BackendName, canonical_name, level_name, parse_backend, scaling_name
+from .strings import (
+    AUTO,
+    MSAMP,
+    BackendName,
+    canonical_name,
+    known_scaling,
+    level_name,
+    parse_backend,
+    scaling_name,
+    unknown_scaling,
+)
 
 logger = logging.getLogger("fp8_backends")
 
 # Recipes
 
-
-def _explains_names(cls: type) -> type:
-    """Let the `__init__` of a dataclass understand NeMo's names, take the fields of a registered backend, and explain
-    an unknown field."""
-    generated = cls.__init__
-
-    @functools.wraps(generated)
-    def __init__(self, /, *args, **kwargs):
-        own = _field_names(type(self))
-        kwargs, renamed = own_names(kwargs)
-        if renamed and not args and "backend" in own:
-            kwargs.setdefault("backend", "te")
-        beyond = [name for name in kwargs if name not in own]
-        if beyond and "backend" in own:
-            declared = _fields_by_string(kwargs.get("backend", args[0] if args else None))
-            self.__dict__["further_fields"] = {name: kwargs.pop(name) for name in beyond if name in declared}
-            beyond = [name for name in beyond if name not in declared]
-        if beyond:
-            by_handler = {cls.__name__: _field_names(cls) for cls in HANDLERS}
-            raise unknown_field(beyond[0], type(self).__name__, own, by_handler)
-        generated(self, *args, **kwargs)
-
-    cls.__init__ = __init__
-    return cls
+_MXFP8 = "use_mxfp8_block_scaling"
 
 
-def _fields_by_string(backend: Any) -> dict[str, Field]:
-    """The fields that the backend of this string declares; none for a string that names no backend."""
-    try:
-        compute = parse_backend(backend).compute if isinstance(backend, str) else AUTO
-    except RecipeError:
-        return {}
-    return {} if compute == AUTO else fields_of(registry.get_compute(compute))
+@dataclass(eq=False, repr=False)
+class Recipe(CommonFields):
+    """Base of the handlers. None stands for "not given"; a recipe that was made has every default filled in.
 
-
-class Recipe(KwargsHandler):
-    """What every recipe has. None stands for "not given"; a recipe that was made has every default filled in.
-
-    A recipe is fixed once it is made. Two are equal when they mean the same, however they were written. Beside its
+    A recipe is fixed once it is made. Two are equal when they mean the same, however they were written. Besides its
     fields it has `compute` ("native", "te", "ao", or a registered name), `scaling`, `level` ("O0" to "O4"), `name`
-    (the canonical backend string), `given` (the names of what the user gave) and the fields of every other backend,
-    at their defaults. A process group in it is described by its ranks.
+    (the canonical backend string), `given` (the names of the fields that the user gave) and the fields of every other
+    backend, at their defaults.
+
+    Raises:
+        RecipeError: a value that its field does not take, or fields that do not go together.
     """
 
     backend_name: ClassVar[str] = AUTO
     further_fields: ClassVar[Mapping[str, Any]] = {}
-    """What was given of the fields that a registered backend declares."""
+    """Values given for fields of a registered backend."""
+    compute: ClassVar[str]
+    level: ClassVar[str]
+    given: ClassVar[frozenset[str]]
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, use_mxfp8_block_scaling: bool | None = None) -> None:
         given = {f.name: getattr(self, f.name) for f in fields(self)} | dict(self.further_fields)
+        given[_MXFP8] = use_mxfp8_block_scaling
         given = {name: value for name, value in given.items() if value is not None}
-        _check_layer_choice(given)
         self.__dict__.update(_settled(type(self), given))
         if self.compute != AUTO:
             _check(self)
@@ -116,11 +107,16 @@ class Recipe(KwargsHandler):
     @property
     def shares_states(self) -> bool:
         """Whether under DDP the optimizer's states of each weight, and its master or residual, lie on one rank."""
-        return self.shard_states and self.level in FIELDS["shard_states"].levels
+        return self.shard_states and self.level in OF_LEVELS["shard_states"].levels
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """Every field but the backend's name with its value."""
+        return {name: getattr(self, name) for name in settings_of(self.compute)}
 
     def to_kwargs(self) -> dict[str, Any]:
         """The fields that were given: `type(recipe)(**recipe.to_kwargs()) == recipe`."""
-        names = (*_field_names(type(self)), *self.further_fields)
+        names = (*(f.name for f in fields(self)), *self.further_fields)
         return {name: getattr(self, name) for name in names if name in self.given}
 
     def to_dict(self) -> dict[str, Any]:
@@ -143,87 +139,89 @@ class Recipe(KwargsHandler):
     def __hash__(self) -> int:
         return hash(self.name)
 
-    def __copy__(self) -> Recipe:
-        return _with_attributes(type(self), dict(self.__dict__))
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Recipe:
-        for each in settings_of(self.compute).values():
-            if each.pack(value := getattr(self, each.name)) is not value or callable(value):
-                memo[id(value)] = value  # a thing that a process has once, or code
-        return _with_attributes(type(self), copy.deepcopy(self.__dict__, memo))
-
-    def __reduce__(self) -> tuple:
-        packed = {each.name: each.pack(getattr(self, each.name)) for each in settings_of(self.compute).values()}
-        return _with_attributes, (type(self), {**self.__dict__, **packed})
+        return self  # fixed, and what it holds is used as it is
 
     def __repr__(self) -> str:
-        given = [f"{name}={self.described[name]!r}" for name in self.to_kwargs() if name in self.described]
+        given = [f"{name}={value!r}" for name, value in self.to_kwargs().items() if name not in NAMING]
         return f"{type(self).__name__}({', '.join([self.name, *given])})"
 
 
-def _handler(name: str, backend: str, summary: str, declared: tuple[Field, ...]) -> type[Recipe]:
-    """The handler of a backend, with the fields that it declares."""
-    doc = f"{summary}\n\n{docstring((*declared, *COMMON))}\n\n{_RAISES}"
-    namespace = {"backend_name": backend, "__module__": __name__, "__doc__": doc}
-    columns = [(each.name, Any, field(default=None)) for each in declared]
-    columns += [(each.name, Any, field(default=None, kw_only=True)) for each in COMMON]
-    return _explains_names(make_dataclass(name, columns, bases=(Recipe,), namespace=namespace, eq=False, repr=False))
+def _explains_names(cls: type) -> type:
+    """Let the `__init__` of a handler understand NeMo's names, take the fields of a registered backend, and explain
+    an unknown field."""
+    generated = cls.__init__
+    own = [name for name in inspect.signature(generated).parameters if name != "self"]
+
+    @functools.wraps(generated)
+    def __init__(self, /, *args, **kwargs):
+        kwargs, renamed = own_names(kwargs)
+        if renamed and not args and "backend" in own:
+            kwargs.setdefault("backend", "te")
+        beyond = [name for name in kwargs if name not in own]
+        if beyond and "backend" in own:
+            declared = _fields_by_string(kwargs.get("backend", args[0] if args else None))
+            self.__dict__["further_fields"] = {name: kwargs.pop(name) for name in beyond if name in declared}
+            beyond = [name for name in beyond if name not in declared]
+        if beyond:
+            by_handler = {handler.__name__: [f.name for f in fields(handler)] for handler in HANDLERS}
+            raise unknown_field(beyond[0], type(self).__name__, own, by_handler)
+        generated(self, *args, **kwargs)
+
+    cls.__init__ = __init__
+    return cls
 
 
-_RAISES = """Raises:
-    RecipeError: a value that its field does not take, or fields that do not go together.
-"""
+def _fields_by_string(backend: Any) -> dict[str, Field]:
+    """The fields that the backend of this string declares; none for a string that names no backend."""
+    try:
+        compute = parse_backend(backend).compute if isinstance(backend, str) else AUTO
+    except RecipeError:
+        return {}
+    return {} if compute == AUTO else fields_of(registry.get_compute(compute))
 
 
-def _named(*names: str) -> tuple[Field, ...]:
-    return tuple(FIELDS[name] for name in names)
+@_explains_names
+@dataclass(eq=False, repr=False)
+class TERecipeKwargs(Recipe, RuleFields, ScalingField, HeadField):
+    """Train with TransformerEngine's products: `te:delayed`, or the scaling named. Accelerate's handler, extended."""
+
+    backend_name = "te"
 
 
-TERecipeKwargs = _handler(
-    "TERecipeKwargs",
-    "te",
-    "TransformerEngine's products: `te:delayed`, or the scaling named. The fields of Accelerate's handler.",
-    (*OF_BACKENDS["te"], *_named("scaling")),
-)
-AORecipeKwargs = _handler(
-    "AORecipeKwargs",
-    "ao",
-    "TorchAO's products: `ao:tensorwise`, or the scaling named. The fields of Accelerate's handler.",
-    _named("config", "pad_inner_dim", "enable_fsdp_float8_all_gather", "scaling", "auto_filter", "fused_head"),
-)
-MSAMPRecipeKwargs = _handler(
-    "MSAMPRecipeKwargs",
-    "msamp",
-    "MS-AMP's levels on native products: `msamp:LEVEL`.",
-    (*_named("opt_level"), *OF_LEVELS),
-)
-NativeRecipeKwargs = _handler(
-    "NativeRecipeKwargs",
-    "native",
-    "This package's own products: `native:dynamic`, or the scaling named.",
-    (*_named("scaling"), *OF_BACKENDS["native"]),
-)
-FP8RecipeKwargs = _handler(
-    "FP8RecipeKwargs",
-    AUTO,
-    "Any backend by its string, with the fields that this backend reads, also those of a registered backend.",
-    (
-        *_named("backend", "opt_level"),
-        *OF_LEVELS,
-        *_named("scaling"),
-        *(each for name, each in SETTINGS.items() if each not in (*OF_LEVELS, *COMMON)),
-    ),
-)
+@_explains_names
+@dataclass(eq=False, repr=False)
+class AORecipeKwargs(Recipe, GatherField, ConfigFields, ScalingField, HeadField):
+    """Train with TorchAO's products: `ao:tensorwise`, or the scaling named. Accelerate's handler, extended."""
+
+    backend_name = "ao"
+
+
+@_explains_names
+@dataclass(eq=False, repr=False)
+class MSAMPRecipeKwargs(Recipe, LevelFields):
+    """Train with MS-AMP's levels on native products: `msamp:LEVEL`. Accelerate's handler, extended."""
+
+    backend_name = "msamp"
+
+
+@_explains_names
+@dataclass(eq=False, repr=False)
+class NativeRecipeKwargs(Recipe, GatherField, RuleFields, ScalingField, HeadField):
+    """Train with this package's own products: `native:dynamic`, or the scaling named."""
+
+    backend_name = "native"
+
+
+@_explains_names
+@dataclass(eq=False, repr=False)
+class FP8RecipeKwargs(
+    Recipe, GatherField, ConfigFields, RuleFields, LevelFields, ScalingField, HeadField, BackendField
+):
+    """Train with any backend by its string, and the fields that this backend reads, a registered backend's included."""
+
 
 HANDLERS = (TERecipeKwargs, AORecipeKwargs, MSAMPRecipeKwargs, NativeRecipeKwargs)
-
-
-def _with_attributes(cls: type[Recipe], attributes: dict[str, Any]) -> Recipe:
-    """A recipe with the attributes that `_settled` gave another one."""
-    recipe = cls.__new__(cls)
-    unpacked = {each.name: each.unpack(attributes[each.name]) for each in settings_of(attributes["compute"]).values()}
-    recipe.__dict__.update({**attributes, **unpacked})
-    return recipe
 
 
 def settings_of(compute: str) -> dict[str, Field]:
@@ -231,31 +229,26 @@ def settings_of(compute: str) -> dict[str, Field]:
     return SETTINGS if compute == AUTO else {**SETTINGS, **fields_of(registry.get_compute(compute))}
 
 
-def _field_names(cls: type) -> list[str]:
-    return [f.name for f in fields(cls)]
-
-
 # From what was given to what it means
 
 
-def _settled(cls: type, given: dict[str, Any]) -> dict[str, Any]:
+def _settled(cls: type[Recipe], given: dict[str, Any]) -> dict[str, Any]:
     """Every attribute of a recipe, from the fields that were given. Raises `RecipeError`."""
-    asked = _asked_backend(cls, given)
+    asked = asked_backend(given, cls.backend_name)
     compute, level = asked.compute, asked.level or "O0"
     settings = settings_of(compute)
     values = {name: settings[name].parsed(value) for name, value in given.items() if name in settings}
+    _check_layer_choice(values)
     scaling = asked.scaling or (None if compute == AUTO else _default_scaling(compute, level, values))
-    settled = {name: each.default_for(scaling) for name, each in settings.items()} | values
-    settled["use_mxfp8_block_scaling"] = scaling == "mxfp8"
     named = {name for name in ("scaling", "level") if getattr(asked, name) is not None}
-    return settled | {
-        "described": {name: settings[name].describe(value) for name, value in settled.items()},
+    return {name: each.default_for(scaling) for name, each in settings.items()} | {
+        **values,
         "backend": given.get("backend"),
         "compute": compute,
         "scaling": scaling,
         "level": level,
         "opt_level": level,
-        "given": frozenset(given) | named,
+        "given": frozenset(given) - {_MXFP8} | named,
     }
 
 
@@ -268,20 +261,19 @@ def _default_scaling(compute: str, level: str, values: Mapping[str, Any]) -> str
     return backend.level_scaling if level != "O0" and backend.level_scaling else backend.default_scaling
 
 
-def _asked_backend(cls: type, given: dict[str, Any]) -> BackendName:
+def asked_backend(given: Mapping[str, Any], default: str = AUTO) -> BackendName:
     """The backend that string and fields name together, in that backend's own words. They may not disagree."""
-    text = given.get("backend", cls.backend_name)
+    text = given.get("backend", default)
     if not isinstance(text, str):
         raise RecipeError(f"backend={shown(text)}: a backend string is wanted, such as 'native:delayed'")
     compute, scaling, level = parse_backend(text)
     if "scaling" in given:
         word = given["scaling"]
         scaling = _agreed(text, scaling, "scaling", scaling_name(compute, word, f"scaling={shown(word)}"))
-    name = "use_mxfp8_block_scaling"
-    if name in given and FIELDS[name].parsed(given[name]):
-        scaling = _agreed(text, scaling, name, scaling_name(compute, "mxfp8", name))
-    elif name in given and scaling == "mxfp8":
-        raise RecipeError(f"{shown(text)} with scaling mxfp8 and use_mxfp8_block_scaling=False disagree: leave one out")
+    if _MXFP8 in given and parsed(_MXFP8, mxfp8_scaling, given[_MXFP8]):
+        scaling = _agreed(text, scaling, _MXFP8, scaling_name(compute, "mxfp8", _MXFP8))
+    elif _MXFP8 in given and scaling == "mxfp8":
+        raise RecipeError(f"{shown(text)} with scaling mxfp8 and {_MXFP8}=False disagree: leave one out")
     if "opt_level" in given:
         word = given["opt_level"]
         level = _agreed(text, level or None, "opt_level", level_name(word, f"opt_level={shown(word)}"))
@@ -294,60 +286,65 @@ def _agreed(text: str, part: str | None, name: str, value: str) -> str:
     return value
 
 
-def _check_layer_choice(given: Mapping[str, Any]) -> None:
-    """Refuse an addition to the default choice of layers where another choice takes its place."""
-    chosen_by = [name for name in ("include", "module_filter_func") if name in given]
-    if "also_include" in given and chosen_by:
+def _check_layer_choice(values: Mapping[str, Any]) -> None:
+    """Refuse an addition to the default choice of layers where a function chooses all of them."""
+    if "module_filter_func" in values and any(pattern.startswith("+") for pattern in values.get("include", ())):
         raise RecipeError(
-            f"also_include adds layers to those that are converted by default, and {' and '.join(chosen_by)} "
-            f"chooses all layers: leave one of the two out, or let {chosen_by[0]} name these layers, too"
+            f"include={shown(list(values['include']))} adds to the layers that are converted by default, and "
+            "module_filter_func chooses all layers: leave one of the two out, or let the function accept these, too"
         )
 
 
 def _check(recipe: Recipe) -> None:
     """Refuse what this backend, scaling and level cannot honour on any machine."""
     compute = registry.get_compute(recipe.compute)
-    levels = registry.levels_of(recipe.compute)
-    if recipe.level not in levels:
-        others = ", ".join(name for name in registry.BUILT_IN if len(registry.levels_of(name)) > 1)
-        raise RecipeError(
-            f"{recipe.name}: {recipe.compute} goes with {', '.join(levels)} only, its weights stay as they are; "
-            f"backends that go with msamp: {others}"
-        )
-    declared = fields_of(compute)
-    for name, each in sorted(settings_of(recipe.compute).items()):
-        if name in recipe.given and each not in COMMON and each not in NAMING:
-            _check_read(each, recipe, compute, declared)
+    values = {name: getattr(recipe, name) for name in sorted(recipe.given) if name not in ("level", *NAMING)}
+    if error := refusal(BackendName(recipe.compute, recipe.scaling, recipe.level), values, recipe.name):
+        raise error
     if recipe.monitor_every and not isinstance(compute, ShowsCasts):
         raise RecipeError(f"monitor_every: {recipe.compute} cannot tell how its layers cast; leave it out")
     compute.check(recipe)
 
 
-def _check_read(field: Field, recipe: Recipe, compute: Compute, declared: Mapping[str, Field]) -> None:
-    """Refuse a field that this backend, scaling and level do not read."""
-    name = field.name
-    if field.idle is not None and getattr(recipe, name) == field.idle:
-        return
-    if recipe.level not in field.levels:
+def refusal(backend: BackendName, values: Mapping[str, Any], name: str) -> RecipeError | None:
+    """Why this backend, called `name`, does not go with its level or does not read one of these fields, or None."""
+    compute = registry.get_compute(backend.compute)
+    if backend.level not in compute.levels:
+        others = ", ".join(other for other in registry.BUILT_IN if len(registry.levels_of(other)) > 1)
+        return RecipeError(
+            f"{name}: {backend.compute} goes with {', '.join(compute.levels)} only, its weights stay as they are; "
+            f"backends that go with msamp: {others}"
+        )
+    declared = fields_of(compute)
+    settings = {**SETTINGS, **declared}
+    refusals = (_unread(settings[field], value, backend, name, compute, declared) for field, value in values.items())
+    return next((each for each in refusals if each is not None), None)
+
+
+def _unread(
+    field: Field, value: Any, backend: BackendName, name: str, compute: Compute, declared: Mapping[str, Field]
+) -> RecipeError | None:
+    """Why this backend, scaling and level do not read the field, or None where they do, or need not."""
+    if field.name in COMMON or (field.idle is not None and value == field.idle):
+        return None
+    unread = f"{field.name} is not read by {name}"
+    if backend.level not in field.levels:
         level = DEFAULT_LEVEL if DEFAULT_LEVEL in field.levels else field.levels[0]
-        raise RecipeError(
-            f"{name} is not read by {recipe.name}, only with {_LEVELS_IN_WORDS[field.levels]}: leave it out, or use "
-            f"{recipe.compute if level == 'O0' else f'{recipe.compute}+msamp:{level}'}"
+        return RecipeError(
+            f"{unread}, only with {_LEVELS_IN_WORDS[field.levels]}: leave it out, or use "
+            f"{backend.compute if level == 'O0' else f'{backend.compute}+msamp:{level}'}"
         )
-    if field in OF_LEVELS:
-        return
-    if name not in declared:
-        raise RecipeError(f"{name} is not read by {recipe.name}, only by {readers(name)}: leave it out, or use these")
-    if field.scalings and recipe.scaling not in field.scalings and set(field.scalings) & set(compute.scalings):
-        raise RecipeError(
-            f"{name} is not read by {recipe.name}, only by "
-            f"{', '.join(f'{recipe.compute}:{scaling}' for scaling in field.scalings)}: leave it out, or use that"
-        )
+    if field.name not in declared and field.name not in OF_LEVELS:
+        return RecipeError(f"{unread}, only by {readers(field.name)}: leave it out, or use these")
+    rules = [rule for rule in field.scalings or () if rule in compute.scalings]
+    if rules and backend.scaling not in rules:
+        rules_in_words = ", ".join(f"{backend.compute}:{rule}" for rule in rules)
+        return RecipeError(f"{unread}, only by {rules_in_words}: leave it out, or use that")
+    return None
 
 
 _LEVELS_IN_WORDS = {
     ("O1", "O2", "O3", "O4"): "a level O1 to O4",
-    ("O2", "O3"): "a level O2 or O3, whose exp_avg may have one scale or blocks",
     ("O3", "O4"): "a level O3 or O4, whose weights travel in FP8",
     ("O0",): "weights that no level stores",
 }
@@ -356,7 +353,7 @@ _LEVELS_IN_WORDS = {
 # What users call
 
 
-def resolve(spec: Spec = None) -> Recipe:
+def resolve(spec: Spec = None) -> FP8RecipeKwargs:
     """The recipe that `spec` means, with every default filled in.
 
     Args:
@@ -378,22 +375,30 @@ def resolve(spec: Spec = None) -> Recipe:
     return chosen
 
 
-def chosen_by_auto(recipe: Recipe) -> tuple[Recipe, str]:
+def chosen_by_auto(recipe: FP8RecipeKwargs) -> tuple[FP8RecipeKwargs, str]:
     """The recipe that an `auto` recipe means on this machine, and why. Raises `RecipeError` where no backend that auto
     may choose honours its fields."""
+    backend, reason = registry.auto_choice(lambda backend: refusal_of(backend, recipe.to_kwargs()) is None)
+    return FP8RecipeKwargs(**{**recipe.to_kwargs(), "backend": backend}), reason
 
-    def of(backend: str) -> FP8RecipeKwargs:
-        return FP8RecipeKwargs(**{**recipe.to_kwargs(), "backend": backend})
 
-    def fits(backend: str) -> bool:
+def refusal_of(backend: str, given: Mapping[str, Any]) -> RecipeError | None:
+    """Why the backend of this string cannot honour fields that were given, or None."""
+    name = parse_backend(backend)
+    if "scaling" in given and known_scaling(name.compute, given["scaling"]) is None:
+        return unknown_scaling(name.compute, given["scaling"], f"scaling={shown(given['scaling'])}")
+    asked, settings, values = asked_backend({**given, "backend": backend}), settings_of(name.compute), {}
+    for field in given.keys() - set(NAMING):
+        if field not in settings:
+            return unknown_field(field, "FP8RecipeKwargs", FIELDS, {})
         try:
-            of(backend)
-        except RecipeError:
-            return False
-        return True
-
-    backend, reason = registry.auto_choice(fits)
-    return of(backend), reason
+            values[field] = settings[field].parsed(given[field])
+        except RecipeError as error:
+            return error
+    level = asked.level or "O0"
+    scaling = asked.scaling or _default_scaling(asked.compute, level, values)
+    named = canonical_name(asked.compute, scaling, asked.level)
+    return refusal(BackendName(asked.compute, scaling, level), values, named)
 
 
 def from_environment(environ: Mapping[str, str] | None = None) -> Recipe | None:
@@ -440,9 +445,11 @@ def _check_level_has_backend(asked: dict[str, Any], backend: str) -> None:
         )
 
 
-def _as_recipe(spec: Any) -> Recipe:
-    if isinstance(spec, Recipe):
+def _as_recipe(spec: Any) -> FP8RecipeKwargs:
+    if isinstance(spec, FP8RecipeKwargs):
         return spec
+    if isinstance(spec, Recipe):
+        return FP8RecipeKwargs(**{"backend": spec.backend_name, **spec.to_kwargs()})
     if spec is None or isinstance(spec, str):
         return FP8RecipeKwargs(backend=spec)
     if isinstance(spec, Mapping):

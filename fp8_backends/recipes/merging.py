@@ -12,11 +12,18 @@ from typing import Any, NamedTuple
 
 from ..errors import RecipeError
 from ..words import shown
-from .handlers import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, Recipe, TERecipeKwargs
+from .fields import NAMING
+from .handlers import (
+    AORecipeKwargs,
+    FP8RecipeKwargs,
+    MSAMPRecipeKwargs,
+    Recipe,
+    TERecipeKwargs,
+    asked_backend,
+    refusal_of,
+)
 from .sources import Source, config_source, foreign_fields
 from .strings import AUTO, BackendName, parse_backend
-
-_NAMING = ("backend", "scaling", "opt_level")
 
 
 def merged(sources: Sequence[Source]) -> dict[str, Any]:
@@ -24,31 +31,18 @@ def merged(sources: Sequence[Source]) -> dict[str, Any]:
 
     Raises `RecipeError` that begins with how the place says what cannot be honoured.
     """
-    sources = [_with_mxfp8_as_scaling(source) for source in sources]
     naming = _merged_naming(sources)
     fields = dict(naming)
     for source in sources:
         for name, value in source.fields.items():
-            if name in _NAMING or name in fields:
+            if name in NAMING or name in fields:
                 continue
-            refusal = _refusal(naming, **{name: value})
+            refusal = _refusal(naming, {name: value})
             if refusal is None:
                 fields[name] = value
             elif name not in source.idle:
                 raise RecipeError(f"{source.places[name]}: {refusal}")
     return fields
-
-
-def _with_mxfp8_as_scaling(source: Source) -> Source:
-    """The source, with `scaling="mxfp8"` in place of `use_mxfp8_block_scaling=True`."""
-    fields = dict(source.fields)
-    if not fields.get("use_mxfp8_block_scaling"):
-        return source
-    del fields["use_mxfp8_block_scaling"]
-    place = source.places["use_mxfp8_block_scaling"]
-    if fields.setdefault("scaling", "mxfp8") != "mxfp8":
-        raise RecipeError(f"{place} disagrees with {source.places['scaling']}: leave one of the two out")
-    return source._replace(fields=fields, places={"scaling": place, **source.places})
 
 
 def _merged_naming(sources: Sequence[Source]) -> dict[str, Any]:
@@ -105,25 +99,22 @@ def _text(name: BackendName) -> str:
 
 
 def _check_naming(source: Source, field: str, naming: Mapping[str, Any]) -> None:
-    if refusal := _refusal(naming):
-        raise RecipeError(f"{source.places[field]}: {refusal}")
+    try:
+        asked_backend(naming)
+    except RecipeError as error:
+        raise RecipeError(f"{source.places[field]}: {error}") from None
+    if error := _refusal(naming, {}):
+        raise RecipeError(f"{source.places[field]}: {error}")
 
 
-def _refusal(naming: Mapping[str, Any], /, **field: Any) -> RecipeError | None:
-    """Why the backend of this name cannot honour the field, or cannot be named so. `auto` honours what one of those
-    backends does that it may choose on the machine that trains."""
+def _refusal(naming: Mapping[str, Any], fields: Mapping[str, Any]) -> RecipeError | None:
+    """Why the backend of this name cannot honour these fields, or None. `auto` honours what one of those backends does
+    that it may choose on the machine that trains."""
     backends = [naming.get("backend", AUTO)]
     if backends[0].strip().lower() == AUTO:
         backends = ["te", "native"] if importlib.util.find_spec("transformer_engine") else ["native"]
-    refusals = []
-    for backend in backends:
-        try:
-            FP8RecipeKwargs(**{**naming, "backend": backend, **field})
-        except RecipeError as error:
-            refusals.append(error)
-        else:
-            return None
-    return refusals[0]
+    refusals = [refusal_of(backend, {**naming, **fields}) for backend in backends]
+    return None if None in refusals else refusals[0]
 
 
 def accelerate_fields(fp8_config: Mapping[str, Any] | None, source: str) -> dict[str, Any]:
@@ -160,7 +151,7 @@ def code_over_launch(handler: Any, launched: Mapping[str, Any]) -> CodeOverLaunc
     """
     name, recipe = type(handler).__name__, handler if isinstance(handler, Recipe) else _own_handler(handler)
     launch_recipe = FP8RecipeKwargs(**launched)
-    if not _agree_on_backend(recipe, FP8RecipeKwargs(**{key: launched[key] for key in _NAMING if key in launched})):
+    if not _agree_on_backend(recipe, FP8RecipeKwargs(**{key: launched[key] for key in NAMING if key in launched})):
         warning = f"{name} in the script means {recipe.name}, fp8-backends launch said {_written(launched)}: "
         return CodeOverLaunch(recipe, warning + "the script's recipe is used, and alone")
     own = {key: value for key, value in recipe.to_kwargs().items() if (key, value) != ("backend", AUTO)}

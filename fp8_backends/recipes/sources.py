@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from ..compute.fields import closest, three_flags
 from ..errors import RecipeError
 from ..words import shortened, shown
-from .fields import FIELDS, OF_BACKENDS, VARIABLES, field_value, find_variable
+from .fields import FIELDS, VARIABLES, RuleFields, find_variable, removed_field, variable_value
 from .reading import from_json
 
 PREFIX = "ACCELERATE_FP8_"
@@ -43,13 +43,14 @@ def foreign_fields(spec: Any) -> dict[str, Any] | None:
 
 
 def _from_te(handler: Any) -> dict[str, Any]:
-    values = {each.name: getattr(handler, each.name, None) for each in OF_BACKENDS["te"]}
+    values = {each.name: getattr(handler, each.name, None) for each in dataclasses.fields(RuleFields)}
     fields = {
         name: value
         for name, value in values.items()
         if value is not None and FIELDS[name].parsed(value) != FIELDS[name].default
     }
-    return {"backend": "te", **fields}
+    mxfp8 = {"scaling": "mxfp8"} if getattr(handler, "use_mxfp8_block_scaling", None) else {}
+    return {"backend": "te", **mxfp8, **fields}
 
 
 def _from_msamp(handler: Any) -> dict[str, Any]:
@@ -89,21 +90,26 @@ _ACCELERATE_HANDLERS: dict[str, Callable[[Any], dict[str, Any]]] = {
 # TransformerEngine's recipe objects
 
 
-_EVERY_TE_RECIPE = ("fp8_format", "fp8_dpa", "fp8_mha")
 _TE_RECIPES = {
-    "DelayedScaling": ("delayed", (*_EVERY_TE_RECIPE, "margin", "amax_history_len", "amax_compute_algo")),
-    "Float8CurrentScaling": ("dynamic", _EVERY_TE_RECIPE),
-    "Float8BlockScaling": ("blockwise", _EVERY_TE_RECIPE),
-    "MXFP8BlockScaling": ("mxfp8", _EVERY_TE_RECIPE),
+    "DelayedScaling": ("delayed", ("fp8_format", "margin", "amax_history_len", "amax_compute_algo")),
+    "Float8CurrentScaling": ("dynamic", ("fp8_format",)),
+    "Float8BlockScaling": ("blockwise", ("fp8_format",)),
+    "MXFP8BlockScaling": ("mxfp8", ("fp8_format",)),
 }
 """The scaling rule of each class, and its attributes that are recipe fields of ours."""
 
 _VARIABLE_INSTEAD = "TransformerEngine takes it for all recipes of a process from {} in the environment: set that to 1"
+_ATTENTION = (
+    "this package converts Linear layers, and attention stays the model's own, in high precision; for attention in FP8 "
+    "build it of TransformerEngine's DotProductAttention and enter its autocast yourself"
+)
 _WHY_NOT = {
+    "fp8_dpa": _ATTENTION,
+    "fp8_mha": _ATTENTION,
     "scaling_factor_compute_algo": "with a function of your own TransformerEngine leaves its fused update; leave it "
     "out, or give margin",
     "reduce_amax": "each rank would keep scales of its own, and a checkpoint holds those of one; leave it True, which "
-    "on one rank is the same, or give the ranks that share their scales as fp8_group",
+    "on one rank is the same",
     "backward_override": "TransformerEngine would run the backward products in high precision; for that use "
     "native:delayed or native:dynamic with override_linear_precision=(False, True, True)",
     "use_power_2_scales": _VARIABLE_INSTEAD.format("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES"),
@@ -166,6 +172,8 @@ def unknown_variable(
             f"{written}: {field} takes a Python object, which no text can give: pass it in the script, "
             f"Accelerator(kwargs_handlers=[fp8_backends.FP8RecipeKwargs({field}=…)])"
         )
+    if error := removed_field(suffix.lower()) or removed_field(f"fp8_{suffix.lower()}"):
+        return RecipeError(f"{shortened(written, 400)}: {error}")
     matches = difflib.get_close_matches(suffix, list(known), n=1, cutoff=0.5)
     hint = f" (did you mean {spelling(matches[0])!r}?)" if matches else ""
     return RecipeError(f"{shortened(written, 400)} is not known{hint}")
@@ -195,8 +203,8 @@ def environment_fields(environ: Mapping[str, str] | None = None) -> dict[str, An
         if known is None:
             raise unknown_variable(PREFIX + suffix, suffix, lambda name: PREFIX + name)
         field, variable = known
-        value = field_value(field, text)
-        if value == variable.launcher_default:
+        value = variable_value(field, variable, text)
+        if value is None or value == variable.launcher_default:
             continue
         if asked.setdefault(field.name, value) != value:
             raise RecipeError(
@@ -274,9 +282,11 @@ def config_source(fp8_config: Mapping[str, Any] | None, source: str) -> Source:
             continue
         place = f"{source}: fp8_config.{shortened(str(key))}={shown(value)}"
         try:
-            parsed = field_value(field, value)
+            parsed = variable_value(field, variable, value)
         except RecipeError as error:
             raise RecipeError(f"{place}: {error}") from None
+        if parsed is None:
+            continue
         if fields.setdefault(name, parsed) != parsed:
             raise RecipeError(f"{place} disagrees with {places[name]}: leave one of the two out")
         places.setdefault(name, place)
@@ -308,7 +318,8 @@ _WITHOUT_EFFECT = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
 
 REFUSED = {
     **dict.fromkeys(("first_last_layers_bf16", *_WITHOUT_EFFECT), _LAYERS_BF16),
-    "tp_only_amax_red": "give the ranks that share their scales as fp8_group, a torch.distributed.ProcessGroup",
+    **dict.fromkeys(("fp8_dpa", "fp8_dot_product_attention", "fp8_mha", "fp8_multi_head_attention"), _ATTENTION),
+    "tp_only_amax_red": "all ranks share their amaxes; te:dynamic needs none of other ranks",
     "fp8_quantizer_factory": "quantizers of your own are no recipe of this package: register a backend instead",
     "keep_fp8_weight_transpose_cache": _GATHERED,
     "keep_fp8_transpose_cache": _GATHERED,

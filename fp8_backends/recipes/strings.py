@@ -82,14 +82,27 @@ def scaling_name(compute: str, word: Any, place: str) -> str:
     """The name that this backend has for a scaling rule. Raises `RecipeError` that begins with `place`."""
     if not isinstance(word, str):
         raise RecipeError(f"{place}: the name of a scaling rule is wanted, such as 'delayed'")
+    name = known_scaling(compute, word)
+    if name is None:
+        raise unknown_scaling(compute, word, place)
+    return name
+
+
+def unknown_scaling(compute: str, word: str, place: str) -> RecipeError:
+    """The error for a scaling rule that this backend does not have."""
+    backend, word = registry.get_compute(compute), word.strip().lower()
+    known = ", ".join(f"{name} (default)" if name == backend.default_scaling else name for name in backend.scalings)
+    return RecipeError(
+        f"{place}: {compute} has no scaling {shown(word)}{closest(word, backend.scalings)}; it has {known}"
+    )
+
+
+def known_scaling(compute: str, word: str) -> str | None:
+    """The name that this backend has for a scaling rule, or None."""
     word = word.strip().lower()
     if compute == AUTO:
         return word  # checked once a backend is chosen
-    supported = registry.scalings_of(compute)
+    backend = registry.get_compute(compute)
     if word in _PER_TENSOR:
-        word = next((name for name in _PER_TENSOR if name in supported), word)
-    if word in supported or word in registry.get_compute(compute).unnamed_scalings:
-        return word
-    default = registry.get_compute(compute).default_scaling
-    known = ", ".join(f"{name} (default)" if name == default else name for name in supported)
-    raise RecipeError(f"{place}: {compute} has no scaling {shown(word)}{closest(word, supported)}; it has {known}")
+        word = next((name for name in _PER_TENSOR if name in backend.scalings), word)
+    return word if word in backend.scalings or word in backend.unnamed_scalings else None

@@ -1,9 +1,9 @@
 """Adam and AdamW over scaled weights, gradients and states.
 
 The step reads and writes the scaled weight: FP16, at O4 E4M3 codes with residuals; at O3 the master, from which it then
-makes the E4M3 weight. It computes in FP32, and rounds with scales that follow from bounds of this step's amaxes, or
-from these (`optimizer_scales`): all parameters in one kernel where the device has one (`numerics/kernels/adam`). Plain
-FP32 parameters with FP32 states (O1, or tensors of fewer than 4096 elements) are left to PyTorch's own implementation.
+makes the E4M3 weight. It computes in FP32, and rounds with scales that follow from bounds of this step's amaxes: all
+parameters in one kernel where the device has one (`numerics/kernels/adam`). Plain FP32 parameters with FP32 states (O1,
+or tensors of fewer than 4096 elements) are left to PyTorch's own implementation.
 """
 
 from __future__ import annotations
@@ -85,8 +85,7 @@ class ScaledMoments(ScaledStates):
             )
             for view, state, hyper in zip(views, states, _hypers(views, states), strict=True)
         ]
-        if self.fp8_states.scales == "bound":
-            jobs = [self._with_record(*each) for each in zip(jobs, views, states, strict=True)]
+        jobs = [self._with_record(*each) for each in zip(jobs, views, states, strict=True)]
         steps = AdamSteps(jobs, compiled=sum(view.parameter.numel() for view in views) >= COMPILE_FROM)
         if any(view.is_shard for view in views):
             sharding.run_agreed(steps, [view.parameter for view in views])

@@ -72,8 +72,6 @@ STATE_FORMATS = {
     "O4": (StateFormat(E4M3, BLOCK), StateFormat(ROOT8.dtype, BLOCK)),
 }
 """The formats of first and of second moments."""
-BLOCK_SIZES = {"tensor": 0, "block": BLOCK}
-"""`exp_avg_scaling` of a recipe -> the block size of a first moment in E4M3, where the level leaves the choice."""
 
 
 class StateRule(NamedTuple):
@@ -86,8 +84,6 @@ class StateRule(NamedTuple):
     """Of averages of squared gradients, which are not negative: exp_avg_sq."""
     rounding: str
     """"stochastic" or "nearest"."""
-    scales: str = "bound"
-    """What the scales of weight and states follow from: this step's "amax", or a "bound" of it that needs no pass."""
 
     @property
     def direction(self) -> StateFormat:
@@ -102,10 +98,7 @@ ROLES = ("first_moment", "second_moment", "direction")
 
 def state_rule(recipe: Recipe) -> StateRule:
     """How the optimizer of a resolved recipe stores its states."""
-    first_moment, second_moment = STATE_FORMATS[recipe.level]
-    if first_moment.dtype == E4M3 and not first_moment.block_size:
-        first_moment = first_moment._replace(block_size=BLOCK_SIZES[recipe.exp_avg_scaling])
-    return StateRule(recipe.level, first_moment, second_moment, recipe.rounding, recipe.optimizer_scales)
+    return StateRule(recipe.level, *STATE_FORMATS[recipe.level], recipe.rounding)
 
 
 def scale_bytes_per_element(recipe: Recipe) -> float:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..numerics.kernels.adam.dispatch import Slot, adam_hyper, scaled_adam_
+from ..numerics.kernels.adam.dispatch import AdamSteps, Job, Slot, adam_hyper
 from ..numerics.kernels.reference import exact_update
 from ..numerics.scaled_tensor import ScaledTensor
 from ..numerics.sharded_tensor import local_part
@@ -49,12 +49,12 @@ def share_of_lost_updates(optimizer: torch.optim.Optimizer) -> float | None:
 def _rounded_step(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], state: dict[str, Any], weight: ScaledTensor, index: int
 ) -> ScaledTensor:
-    """A copy of the weight after a step of the kernel that leaves the moments as they are: with a gradient of zero, it
+    """A copy of the weight after a step that leaves the moments as they are: with a gradient of zero, it
     multiplies them by the betas that they were divided by."""
     stepped = copy.deepcopy(weight.detach())
     moments = [_float(state[name]) / beta for name, beta in zip(MOMENTS, group["betas"], strict=True)]
     decay = group["weight_decay"] if group["decoupled_weight_decay"] else 0.0
-    scaled_adam_(
+    job = Job(
         Slot(stepped._data, stepped._scale_inv, residual=stepped.residual),
         Slot(torch.zeros_like(moments[0])),
         *map(Slot, moments),
@@ -63,8 +63,8 @@ def _rounded_step(
         maximize=False,
         rounding=optimizer.fp8_states.rounding,
         seed=index,
-        compiled=False,
     )
+    AdamSteps([job], fused=False).run()
     return stepped
 
 

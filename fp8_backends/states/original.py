@@ -19,9 +19,8 @@ if TYPE_CHECKING:
     from ..recipes.handlers import Recipe
 
 UNREADABLE = (
-    *("rounding", "exp_avg_scaling", "optimizer_scales", "shard_states", "gradient_release"),
-    *("include", "also_include", "exclude", "module_filter_func"),
-    *("gradient_comm", "guard", "guard_every", "guard_steps", "saved_activations"),
+    *("rounding", "shard_states", "gradient_release", "include", "exclude", "module_filter_func"),
+    *("gradient_comm", "guard", "saved_activations"),
 )
 """Fields that the original has no equivalent of."""
 

@@ -252,8 +252,9 @@ class ScaledStates:
         if self.fp8_owners is not None and not self.fp8_whole:
             raise FP8BackendError(
                 f"this optimizer's states are shared out between the ranks (level {self.fp8_states.level}): save with "
-                "Accelerator.save_state, called on all ranks; or enter fp8_backends.whole_states(optimizer) on all "
-                "ranks around state_dict(); or prepare with shard_states=False"
+                "Accelerator.save_state, called on all ranks; or enter "
+                "fp8_backends.checkpoints.whole_states(optimizer) on all ranks around state_dict(); or prepare with "
+                "shard_states=False"
             )
         return checkpoint.export_states(self, super().state_dict())
 

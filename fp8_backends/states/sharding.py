@@ -1,7 +1,7 @@
 """What several ranks share, and the numbers that they agree on.
 
 Under FSDP2 a parameter is a DTensor, and a rank has some of its rows; its states lie as it does. Where a state has one
-scale for the whole tensor, its ranks agree on the amax. Where blocks have scales (`exp_avg_scaling="block"`), a block
+scale for the whole tensor, its ranks agree on the amax. Where blocks have scales (O4), a block
 lies on one rank and needs no agreement. Under DDP at levels O3 and O4, a rank owns whole weights (`Owners`).
 """
 

@@ -513,8 +513,7 @@ def together(names: Sequence[str]) -> str:
 
 def _fields(recipe: Recipe) -> dict[str, Any]:
     """The fields that were given beside those that make the backend's name."""
-    naming = {each.name for each in NAMING}
-    return {name: value for name, value in recipe.to_kwargs().items() if name not in naming}
+    return {name: value for name, value in recipe.to_kwargs().items() if name not in NAMING}
 
 
 # Plain values

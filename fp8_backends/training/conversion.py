@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from torch import nn
 from ..compute import expert_dispatch, expert_functions
 from ..compute.conv1d import is_conv1d, linear_like
 from ..compute.expert_functions import ExpertWeights
-from ..compute.interface import Compute, ConvertsConv1D, ConvertsExperts, ConvertsNorms, FusesActivations, Fusion
+from ..compute.interface import Compute, ConvertsConv1D, ConvertsExperts
 from ..errors import FP8BackendError, RecipeError
 from ..numerics.forwards import follows_class
 from ..numerics.modules import CONVERSION, HEAD_CONVERSION, Conversion, check_is_module, plain_name
@@ -46,9 +46,7 @@ ALIGNMENT = 16
 
 NORM_CONVERSION = "_fp8_norm_conversion"
 """Attribute of a swapped normalisation layer, as `CONVERSION` is of a weight's layer: its `Conversion`."""
-FUSED_CONVERSION = "_fp8_fused_conversion"
-"""The same of a norm or a gated block that is fused."""
-MARKS = (CONVERSION, NORM_CONVERSION, FUSED_CONVERSION, HEAD_CONVERSION)
+MARKS = (CONVERSION, NORM_CONVERSION, HEAD_CONVERSION)
 
 ADDED = "added after the model was prepared: prepare it again to convert this layer"
 """Reason of a layer that `convert` has not seen."""
@@ -110,10 +108,7 @@ def convert(model: nn.Module, recipe: Recipe, compute: Compute) -> Prepared:
     head = fused_head.find(root, found, recipe, compute) if recipe.fused_head else None
     built = _build([each for each in chosen if not each.part], recipe, compute, shared, head)
     experts = _build_experts([each for each in chosen if each.part], recipe, compute, shared)
-    if isinstance(compute, ConvertsNorms):
-        _note_fusions(root, norms, compute.fuse(root, recipe, dict([*built, *new_norms])))
-    activations = _fused_activations(root, recipe, compute, {layer for layer, _ in built})
-    report = ConversionReport([each.product for each in found], norms, _names_of_fused(root, recipe, activations))
+    report = ConversionReport([each.product for each in found], norms)
     if not report.converted:
         message = f"{recipe.name}: no layer of this model can run in FP8. {report if found else 'It has no Linear.'}"
         if recipe.on_unproven == "raise":
@@ -126,8 +121,6 @@ def convert(model: nn.Module, recipe: Recipe, compute: Compute) -> Prepared:
             swap_class(linear, carrier, recipe)
         for norm, carrier in new_norms:
             swap_class(norm, carrier, recipe, NORM_CONVERSION)
-        for module, carrier in activations:
-            swap_class(module, carrier, recipe, FUSED_CONVERSION)
         if head is not None and head.product.state != FP8:
             swap_class(head.module, fused_head.high_precision_carrier(head.module), recipe, HEAD_CONVERSION)
         for module, weights in experts:
@@ -137,7 +130,7 @@ def convert(model: nn.Module, recipe: Recipe, compute: Compute) -> Prepared:
         if is_new:
             _attach(root, prepared)
     except BaseException:
-        for module, _ in (*built, *new_norms, *activations):
+        for module, _ in (*built, *new_norms):
             restore_layer(module)
         if head is not None:
             restore_layer(head.module)
@@ -321,8 +314,7 @@ def _unfit(each: Found, recipe: Recipe, compute: Compute) -> str | None:
 
 def _norms(root: nn.Module, recipe: Recipe, compute: Compute) -> tuple[list[NormLayer], list]:
     """The report of the model's norms, and those to swap now with their carriers."""
-    found = compute.norms(root, recipe) if isinstance(compute, ConvertsNorms) else []
-    answers = {id(norm.module): norm for norm in found}
+    answers = {id(norm.module): norm for norm in compute.norms(root, recipe)}
     exclude = [NamePattern(text) for text in recipe.exclude or ()]
     modules: dict[int, tuple[nn.Module, list[str]]] = {}
     for name, module in root.named_modules(remove_duplicate=False):
@@ -338,32 +330,6 @@ def _norms(root: nn.Module, recipe: Recipe, compute: Compute) -> tuple[list[Norm
                 new.append((module, answers[key].carrier))
         report.append(layer)
     return report, new
-
-
-def _note_fusions(root: nn.Module, norms: list[NormLayer], fusions: list[Fusion]) -> None:
-    name_of = {module: plain_name(name) for name, module in root.named_modules()}
-    by_name = {norm.name: norm for norm in norms}
-    for fusion in fusions:
-        norm = by_name[name_of[fusion.norm]]
-        norm.fused_with, norm.apart = fusion.linear and name_of[fusion.linear], fusion.reason
-
-
-def _fused_activations(
-    root: nn.Module, recipe: Recipe, compute: Compute, layers: Container[nn.Module]
-) -> list[tuple[nn.Module, nn.Module]]:
-    """The norms and gated blocks to fuse now, with their carriers, where the recipe asks for it."""
-    if not (recipe.fuse_activations and isinstance(compute, FusesActivations)):
-        return []
-    return compute.fused_activations(root, recipe, layers)
-
-
-def _names_of_fused(root: nn.Module, recipe: Recipe, new: list[tuple[nn.Module, nn.Module]]) -> list[str] | None:
-    """The names of all that are fused; None where the recipe does not ask for it."""
-    if not recipe.fuse_activations:
-        return None
-    chosen = {id(module) for module, _ in new}
-    modules = root.named_modules()
-    return [plain_name(name) for name, each in modules if id(each) in chosen or FUSED_CONVERSION in each.__dict__]
 
 
 def _check_same_recipe(what: str, had: Recipe, wanted: Recipe) -> None:

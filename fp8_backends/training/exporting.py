@@ -1,4 +1,4 @@
-"""Writing a trained model as an FP8 checkpoint that stock transformers loads: `fp8_backends.export`."""
+"""Writing a trained model as an FP8 checkpoint that stock transformers loads: `fp8_backends.checkpoints.export`."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def _layers_of(model: nn.Module) -> dict[str, Found]:
     if foreign := [name for name, _, _ in quantized_layers.quantized_layers(model)]:
         raise FP8BackendError(
             f"{listed(foreign)}: FP8 layers of the checkpoint that this model came from: call "
-            f"fp8_backends.dequantize(model) before prepare"
+            f"fp8_backends.checkpoints.dequantize(model) before prepare"
         )
     if not any(each.conversion for each in found):
         raise FP8BackendError(

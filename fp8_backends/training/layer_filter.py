@@ -1,4 +1,4 @@
-"""Which layers the user wants converted: `include`, `also_include`, `exclude` and `module_filter_func` of a recipe."""
+"""Which layers the user wants converted: `include`, `exclude` and `module_filter_func` of a recipe."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ class Named(Protocol):
 
 class LayerFilter:
     """The user's choice of layers. `exclude` wins over all; then a layer must be named in `include` and accepted by
-    `module_filter_func`, where these are given; where neither is, heads, routers and adapters are left out that
-    `also_include` does not name.
+    `module_filter_func`, where these are given. By default heads, routers and adapters are left out that no pattern of
+    `include` with `+` names.
 
     Patterns are fnmatch patterns over a layer's full name (any of its names, if shared). One without a dot also
     matches a layer when it matches any one segment of the name.
     """
 
     def __init__(self, recipe: Recipe) -> None:
-        self.include = None if recipe.include is None else [NamePattern(text) for text in recipe.include]
-        self.also_include = [NamePattern(text) for text in recipe.also_include or ()]
+        patterns = recipe.include or ()
+        self.include = [NamePattern(text) for text in patterns if not text.startswith("+")]
+        self.added = [NamePattern(text[1:]) for text in patterns if text.startswith("+")]
         self.exclude = [NamePattern(text) for text in recipe.exclude or ()]
         self.accepts = recipe.module_filter_func
 
     def check(self, found: list[Found], norms: Sequence[Named]) -> None:
-        """Raise `RecipeError` for a pattern that matches no weight of a model, or one of `include` or `also_include`
+        """Raise `RecipeError` for a pattern that matches no weight of a model, or one of `include`
         that matches none that can be converted. `norms` are those that the backend would swap: `exclude` may name them
         too."""
-        for field_name, patterns in (("include", self.include or []), ("also_include", self.also_include)):
-            for pattern in patterns:
-                _check_pattern(field_name, pattern, found)
+        for pattern in (*self.include, *self.added):
+            _check_pattern("include", pattern, found)
         for pattern in self.exclude:
             if not any(map(pattern.matches, norms)):
                 _check_pattern("exclude", pattern, found)
@@ -53,12 +53,12 @@ class LayerFilter:
         product = each.product
         if reason := excluded(product, self.exclude):
             return reason
-        if self.include is not None and not _any_matches(self.include, product):
+        if self.include and not _any_matches(self.include, product):
             return "not named in include"
         if self.accepts is not None and not self.accepts(each.module, product.name):
             return "left out by module_filter_func"
-        chosen = self.include is not None or self.accepts is not None
-        return None if chosen or _any_matches(self.also_include, product) else each.default_exclusion
+        chosen = self.include or self.accepts is not None
+        return None if chosen or _any_matches(self.added, product) else each.default_exclusion
 
 
 def excluded(layer: Named, exclude: list[NamePattern]) -> str | None:
@@ -68,7 +68,7 @@ def excluded(layer: Named, exclude: list[NamePattern]) -> str | None:
 
 
 class NamePattern:
-    """One pattern of `include`, `also_include` or `exclude`."""
+    """One pattern of `include` or `exclude`."""
 
     def __init__(self, text: str) -> None:
         self.text = text

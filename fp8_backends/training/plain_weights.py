@@ -1,4 +1,4 @@
-"""Plain tensors in the place of a prepared model's weights, for a while: `fp8_backends.plain_weights`."""
+"""Plain tensors in the place of a prepared model's weights, for a while: `fp8_backends.checkpoints.plain_weights`."""
 
 from __future__ import annotations
 

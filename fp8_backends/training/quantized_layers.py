@@ -26,8 +26,8 @@ from ..words import shown
 TRAINS = Refusal(
     "a layer that an FP8 checkpoint stores as codes and scales would never train: the library that multiplies it gives "
     "its weight no gradient",
-    "call fp8_backends.dequantize(model) before the optimizer is made, and its weights train; or freeze them "
-    "(requires_grad_(False)) under adapters",
+    "call fp8_backends.checkpoints.dequantize(model) before the optimizer is made, and its weights train; or freeze "
+    "them (requires_grad_(False)) under adapters",
 )
 LOAD_PLAIN = (
     "load the checkpoint with from_pretrained(..., quantization_config=FineGrainedFP8Config(dequantize=True)), or "

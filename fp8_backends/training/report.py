@@ -20,10 +20,6 @@ class NormLayer:
     """Why it stays as it is."""
     aliases: tuple[str, ...] = ()
     """Further names of a module that the model holds more than once."""
-    fused_with: str | None = None
-    """Where the recipe says `fuse_norms`: the layer whose kernel norms its own input."""
-    apart: str | None = None
-    """Why there is none, where the recipe says so."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -37,9 +33,6 @@ class ConversionReport:
     products: list[WeightProduct]
     norms: list[NormLayer] = field(default_factory=list)
     """Empty for a backend that leaves norms alone."""
-    fused_activations: list[str] | None = None
-    """Where the recipe says `fuse_activations`: names of the norms and gated blocks that have kernels of
-    their own."""
 
     @property
     def converted(self) -> list[str]:
@@ -70,10 +63,10 @@ class ConversionReport:
 
     def __str__(self) -> str:
         lines = [self._headline, *(f"  {state}: {names}" for state, names in self._names_by_state.items())]
-        return "\n".join(lines + [f"  {line}" for line in self._further_lines])
+        return "\n".join(lines + [f"  {line}" for line in self._norms_line])
 
     def _repr_html_(self) -> str:
-        title = "; ".join([self._headline, *self._further_lines])
+        title = "; ".join([self._headline, *self._norms_line])
         return as_html(title, [("state", "weights"), *self._names_by_state.items()])
 
     @property
@@ -90,23 +83,12 @@ class ConversionReport:
         return _grouped([*noted, *high])
 
     @property
-    def _further_lines(self) -> list[str]:
-        lines = [self._norms_line] if self.norms else []
-        if self.fused_activations is not None:
-            names = f": {listed(self.fused_activations)}" if self.fused_activations else ", all run as before"
-            lines.append(f"{counted(len(self.fused_activations), 'activation')} fused{names}")
-        return lines
-
-    @property
-    def _norms_line(self) -> str:
+    def _norms_line(self) -> list[str]:
+        if not self.norms:
+            return []
         unswapped = _grouped((norm.reason, norm.name) for norm in self.norms if not norm.swapped)
         line = f"{sum(norm.swapped for norm in self.norms)} of {counted(len(self.norms), 'norm')} swapped"
-        line += "".join(f"; {names}: {reason}" for reason, names in unswapped.items())
-        apart = _grouped((norm.apart, norm.name) for norm in self.norms if norm.apart is not None)
-        fused = sum(norm.fused_with is not None for norm in self.norms)
-        if fused or apart:
-            line += f"; {fused} fused with the layers that read them"
-        return line + "".join(f"; {names} apart: {reason}" for reason, names in apart.items())
+        return [line + "".join(f"; {names}: {reason}" for reason, names in unswapped.items())]
 
 
 def _grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:

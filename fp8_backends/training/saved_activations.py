@@ -174,9 +174,6 @@ Saved = dict[Any, tuple[Any, torch.Tensor]]
 class Packer:
     """Forward hook of modules: pack tensors saved by the nodes made since the module's inputs."""
 
-    changes_nothing = True
-    """Read by `numerics.modules.changes_nothing`."""
-
     def __init__(self, with_attention: bool) -> None:
         self.with_attention = with_attention
         self.counted = SavedBytes()
@@ -254,8 +251,6 @@ class Packer:
 
 class Start:
     """Pre-hook of the root: count the bytes of a new forward."""
-
-    changes_nothing = True
 
     def __init__(self, packer: Packer) -> None:
         self.packer = packer

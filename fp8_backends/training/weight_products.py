@@ -132,7 +132,7 @@ def find_weight_products(model: nn.Module) -> list[Found]:
 
 
 _DEFAULT_EXCLUSIONS = {
-    kind: f"{words}: kept in high precision (name it in also_include to convert it, too)"
+    kind: f"{words}: kept in high precision (name it with + in include to convert it, too)"
     for kind, words in (("head", "output head"), ("router", "router"), ("adapter", "adapter"))
 }
 

@@ -46,9 +46,6 @@ class WorkMeter:
     module multiplies by its weight, has no entry. In a copied or unpickled model the hooks do nothing.
     """
 
-    changes_nothing = True
-    """What pairs of layers ask of hooks (`numerics.modules.changes_nothing`)."""
-
     def __init__(self, model: nn.Module, found: Iterable[Found]) -> None:
         self.work: dict[str, Work] = {}
         self.paused = False

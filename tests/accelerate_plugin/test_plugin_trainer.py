@@ -105,10 +105,10 @@ def test_trainer_resumes_bit_for_bit(backend, fp8_environment, monkeypatch, tmp_
     unbroken.train()
     first = trainer_for(tmp_path / "b", max_steps=6, save_strategy="steps", save_steps=3)
     first.train()
-    assert fp8_backends.newest_checkpoint(tmp_path / "b") == str(tmp_path / "b" / "checkpoint-6")
+    assert fp8_backends.checkpoints.newest_checkpoint(tmp_path / "b") == str(tmp_path / "b" / "checkpoint-6")
     (tmp_path / "b" / "checkpoint-6" / "scheduler.pt").unlink()
     resumed = trainer_for(tmp_path / "b", max_steps=6)
-    resumed.train(resume_from_checkpoint=(found := fp8_backends.newest_checkpoint(tmp_path / "b")))
+    resumed.train(resume_from_checkpoint=(found := fp8_backends.checkpoints.newest_checkpoint(tmp_path / "b")))
     assert Path(found).name == "checkpoint-3"
     assert losses_of(resumed) == losses_of(unbroken)
     other = unbroken.model.state_dict()

@@ -186,7 +186,7 @@ def test_a_folder_is_named_as_in_a_shell(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     accelerator.save_state("~/a")
-    assert fp8_backends.newest_checkpoint("~") == str(tmp_path / "a")
+    assert fp8_backends.checkpoints.newest_checkpoint("~") == str(tmp_path / "a")
     accelerator.load_state("~/a")
     for nothing in ("", None):
         with pytest.raises(FP8BackendError, match="no folder"):
@@ -232,7 +232,7 @@ def test_a_move_that_is_interrupted_anywhere_is_finished_by_a_later_load(at, tmp
     with killed_at_move(at) as killed:
         accelerator.save_state(str(tmp_path))
     assert bool(killed) == (at <= 7)  # the manifest, five files, and the manifest again
-    assert fp8_backends.newest_checkpoint(tmp_path) == str(tmp_path)  # it changes nothing
+    assert fp8_backends.checkpoints.newest_checkpoint(tmp_path) == str(tmp_path)  # it changes nothing
     accelerator, model, _ = run(seed=5)
     with killed_at_move(2):
         accelerator.load_state(str(tmp_path))

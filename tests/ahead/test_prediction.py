@@ -72,15 +72,18 @@ def test_the_step_is_the_sum_of_its_lines_and_the_ratios_follow_from_the_steps()
 
 
 def test_the_optimizer_costs_what_each_parameter_stores():
-    """At O2 embedding, norms and a head in high precision keep FP32: 28 bytes an element, and not 11."""
+    """At O2 embedding, norms and a head in high precision keep FP32: 28 bytes an element, and not 11. The kernel of O2
+    takes as long as its bytes or its instructions, whichever is longer."""
     chip = CHIPS[RECORD["arguments"]["chip"]]
+    issued = chip.multiprocessors * chip.clock * roofline.ISSUED * roofline.LANES
     for name, result in RESULTS.items():
         seconds = next(line["seconds"] for line in result["lines"] if line["what"] == "optimizer")
-        cost = result["optimizer"]["of_an_element"] if result["optimizer"] else {"read": 16.0, "written": 12.0}
+        cost = result["optimizer"]["of_an_element"] if result["optimizer"] else {"read": 0, "written": 0}
         stored = result["stored"] if result["optimizer"] else 0
-        moved = stored * (cost["read"] + cost["written"]) + (result["parameters"] - stored) * 28.0
-        assert seconds >= 0.999 * moved / (roofline.OF_A_COPY * chip.copy), name
-        assert seconds <= 1.1 * moved / (roofline.OF_A_COPY * chip.copy), name
+        plain = (result["parameters"] - stored) * 28.0 / (roofline.OF_A_COPY * chip.copy)
+        moved = stored * (cost["read"] + cost["written"]) / (roofline.OF_A_COPY * chip.copy)
+        assert seconds >= 0.999 * (plain + moved), name
+        assert seconds <= 1.1 * (plain + max(moved, stored * cost.get("instructions", 0) / issued)), name
 
 
 def test_ratios_name_the_rule_of_native():

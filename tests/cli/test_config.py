@@ -276,10 +276,10 @@ def test_every_field_that_a_file_can_hold_comes_through_the_stock_launcher(tmp_p
     specs = [
         {"backend": "native:delayed", "margin": 2, "interval": 3, "amax_history_len": 8, "amax_compute_algo": "max"},
         {"backend": "native:dynamic", "override_linear_precision": [False, False, True], "fp8_format": "E4M3"},
-        {"backend": "te", "use_autocast_during_eval": True, "fuse_norms": True, "fp8_params": True},
-        {"backend": "ao", "auto_filter": True, "pad_inner_dim": False, "enable_fsdp_float8_all_gather": True},
+        {"backend": "te", "use_autocast_during_eval": True, "fp8_params": True},
+        {"backend": "ao", "pad_inner_dim": False, "enable_fsdp_float8_all_gather": True},
         {"backend": "te:blockwise", "fp8_format": "HYBRID"},
-        {"backend": "msamp:O3", "rounding": "nearest", "exp_avg_scaling": "block", "shard_states": False},
+        {"backend": "msamp:O3", "rounding": "nearest", "shard_states": False},
         {"backend": "native", "include": ["q_proj", "*.mlp.*"], "exclude": ["lm_head"], "autocast_dtype": "fp16"},
         {"backend": "native", "gradient_comm": "fp8", "on_unproven": "warn"},
     ]
@@ -377,9 +377,14 @@ def test_json_holds_everything(axolotl, capsys, hopper):
         *("fsdp2", "full"),
     )
     assert [finding["rule"] for finding in found["findings"]] == ["emulated_here"]
-    assert found["accelerate"]["fp8_config"] == {"backend": "native:mxfp8"}
+    assert found["accelerate"]["fp8_config"] == {"backend": "native:mxfp8", "all_gather": True}
     assert found["surroundings"]["sequence_length"] == 512 and "base_model" in found["passed_over"]
-    assert any("left out with backend native:mxfp8" in note for note in found["notes"])
+    assert not any("left out" in note for note in found["notes"])
+    main(["config", str(axolotl), "--json", "--backend", "te:mxfp8"])
+    notes = json.loads(capsys.readouterr().out)["notes"]
+    assert any(
+        "enable_fsdp_float8_all_gather=True of the file is left out with backend te:mxfp8" in note for note in notes
+    )
 
 
 def test_without_fp8_there_is_nothing_to_check(tmp_path, capsys):

@@ -11,11 +11,11 @@ import torch
 import warm_process
 
 import fp8_backends
-from fp8_backends import Availability
 from fp8_backends.cli.doctor import command as doctor
 from fp8_backends.cli.doctor import self_test
 from fp8_backends.cli.main import main
 from fp8_backends.compute import chips, hardware, registry
+from fp8_backends.compute.hardware import Availability
 from fp8_backends.compute.native.backend import NativeCompute
 
 PYTHON = sys.executable

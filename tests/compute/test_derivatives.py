@@ -128,7 +128,7 @@ def test_functional_call_trains_with_the_models_own_parameters(spec):
 def test_codes_that_are_kept_are_not_those_of_inference(spec):
     """What is made in `torch.inference_mode()` cannot be saved for a backward."""
     model, optimizer = prepared(spec)
-    fp8_backends.keep_weight_casts(model)
+    fp8_backends.training.preparation.keep_weight_casts(model)
     with torch.inference_mode():
         model(torch.randn(8, 32))
     model(torch.randn(8, 32)).square().mean().backward()

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fp8_backends import Availability
 from fp8_backends.compute import hardware
 from fp8_backends.compute.chips import EMULATED, FP8, REFUSED, cell_of
+from fp8_backends.compute.hardware import Availability
 from fp8_backends.compute.native.block_products import block_engine_for
 from fp8_backends.compute.products import engine_for
 from fp8_backends.compute.te.backend import TransformerEngineCompute

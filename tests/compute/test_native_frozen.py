@@ -11,12 +11,15 @@ from torch import nn
 
 import fp8_backends
 from fp8_backends import FP8BackendError, NativeRecipeKwargs, RecipeError, prepare, resolve
-from fp8_backends.compute.native.frozen import is_frozen, quantized
-from fp8_backends.numerics.scaled_tensor import quantize
+from fp8_backends.numerics.scaled_tensor import ScaledTensor, quantize
 from fp8_backends.training import conversion
 
 SCALINGS = ("dynamic", "delayed", "rowwise", "blockwise", "mxfp8", "window")
 BATCHES = [torch.randn(24, 32, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+
+
+def is_frozen(weight: torch.Tensor) -> bool:
+    return isinstance(weight, ScaledTensor)
 
 
 class Adapted(nn.Module):
@@ -58,7 +61,7 @@ def rounded() -> Adapted:
     """Plain weights that hold what E4M3 would."""
     model = Adapted()
     for weight in weights(model):
-        weight.copy_(quantized(weight).dequantize())
+        weight.copy_(quantize(weight, torch.float8_e4m3fn, weight.dtype).dequantize())
     return model
 
 

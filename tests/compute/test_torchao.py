@@ -195,16 +195,6 @@ def test_sizes_that_a_gpu_cannot_multiply_stay_in_high_precision():
     assert "float64" in compute.unfit(nn.Linear(32, 48).double(), recipe)
 
 
-def test_auto_filter_is_torchaos():
-    compute = ao.TorchAOCompute()
-    recipe = recipes.resolve(recipes.AORecipeKwargs(auto_filter=True))
-    with torch.device("meta"):
-        assert compute.unfit(nn.Linear(8192, 4096), recipe) is None
-        assert "automatic filter" in compute.unfit(nn.Linear(4096, 1024), recipe)
-    with pytest.raises(RecipeError, match="auto_filter"):
-        compute.check(recipes.resolve(recipes.FP8RecipeKwargs(backend="ao:rowwise_with_gw_hp", auto_filter=True)))
-
-
 def config(**fields):
     from torchao.float8 import Float8LinearConfig
 
@@ -223,7 +213,7 @@ def test_a_config_is_used_as_it_is():
 @pytest.mark.parametrize("field", ["pad_inner_dim", "scaling"])
 def test_a_config_that_disagrees_with_another_field_is_refused(field):
     recipe = types.SimpleNamespace(
-        config=config(), scaling="tensorwise", pad_inner_dim=True, auto_filter=False, given={"config", "pad_inner_dim"}
+        config=config(), scaling="tensorwise", pad_inner_dim=True, given={"config", "pad_inner_dim"}
     )
     if field == "scaling":
         recipe.scaling, recipe.given = "rowwise", {"config", "scaling"}

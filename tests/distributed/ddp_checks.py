@@ -233,7 +233,7 @@ def check_evaluation_between_steps_changes_nothing():
         step(ddp, optimizer, index)
         ddp.eval()
         mse(ddp, mine(50))  # with grad enabled, and without a backward
-        with torch.no_grad(), fp8_backends.plain_weights(ddp):
+        with torch.no_grad(), fp8_backends.checkpoints.plain_weights(ddp):
             assert not scaled(ddp)
             mse(ddp, mine(51))
         with ddp.no_sync():

@@ -130,7 +130,7 @@ def check_stored_experts_resume_to_the_bit() -> None:
     for wrap in (in_ddp, in_fsdp2):
         model, optimizer = prepared("mixtral", "msamp:O4", wrap)
         steps(model, optimizer, range(2))
-        with fp8_backends.whole_states(optimizer):
+        with fp8_backends.checkpoints.whole_states(optimizer):
             saved = copy.deepcopy(get_state_dict(model, optimizer))
         assert all(not isinstance(local_part(weight), ScaledTensor) for weight in saved[0].values())
         other, resumed = prepared("mixtral", "msamp:O4", wrap, seed=3)

@@ -62,7 +62,7 @@ def same(a, b):
 def check_ddp_writes_the_codes_that_every_rank_has_where_masters_are_shared_out():
     model, _ = trained("msamp:O3", DistributedDataParallel)
     to = folder()
-    result = fp8_backends.export(model, to)
+    result = fp8_backends.checkpoints.export(model, to)
     assert len(result.exact) == 14
     tensors = load_file(to / "model.safetensors")
     for name in result.exact:
@@ -76,12 +76,12 @@ def check_a_weight_that_the_format_cannot_hold_needs_its_master():
     model, optimizer = trained("msamp:O3", DistributedDataParallel, inner=257)
     to = folder()
     try:
-        fp8_backends.export(model, to)
+        fp8_backends.checkpoints.export(model, to)
         raise AssertionError("the masters lie on other ranks")
     except FP8BackendError as error:
-        assert "enter fp8_backends.whole_states(optimizer)" in str(error)
-    with fp8_backends.whole_states(optimizer):
-        result = fp8_backends.export(model, to)
+        assert "enter fp8_backends.checkpoints.whole_states(optimizer)" in str(error)
+    with fp8_backends.checkpoints.whole_states(optimizer):
+        result = fp8_backends.checkpoints.export(model, to)
     assert len(result.exact) == 8 and "equal blocks" in result.high_precision["model.layers.0.mlp.up_proj"]
 
 
@@ -89,7 +89,7 @@ def check_fsdp2_rounds_the_whole_weights_as_one_process_does():
     for spec in ("native:blockwise", "msamp:O3"):
         model, _ = trained(spec, in_fsdp2)
         to = folder()
-        result = fp8_backends.export(model, to / "sharded")
+        result = fp8_backends.checkpoints.export(model, to / "sharded")
         assert len(result.rounded) == 14 and set(result.rounded.values()) == {"it is sharded"}
         whole = {
             name: dequantize_shards(p).full_tensor() if is_distributed(p) else p.detach()
@@ -98,7 +98,7 @@ def check_fsdp2_rounds_the_whole_weights_as_one_process_does():
         alone = llama()
         alone.load_state_dict(whole)
         fp8_backends.prepare(alone, None, "native:blockwise")
-        fp8_backends.export(alone, to / "alone")
+        fp8_backends.checkpoints.export(alone, to / "alone")
         sharded, expected = (load_file(to / name / "model.safetensors") for name in ("sharded", "alone"))
         assert sharded.keys() == expected.keys() and all(same(sharded[name], expected[name]) for name in sharded)
 

@@ -27,7 +27,7 @@ fp8_backends.connect()
 ROWS = 80
 """TorchAO takes multiples of 16."""
 GATHERED_BY_AO = AORecipeKwargs(enable_fsdp_float8_all_gather=True)
-GATHERED = FP8RecipeKwargs(backend="native:delayed", weight_comm="fp8")
+GATHERED = FP8RecipeKwargs(backend="native:delayed", enable_fsdp_float8_all_gather=True)
 """At O2 weights travel so by default."""
 
 
@@ -270,7 +270,7 @@ def check_precision_policies():
 
 def check_activation_checkpointing():
     """The same losses; what is computed again is counted apart."""
-    for spec in (FP8RecipeKwargs(backend="native:mxfp8", weight_comm="fp8"), "msamp:O3"):
+    for spec in (FP8RecipeKwargs(backend="native:mxfp8", enable_fsdp_float8_all_gather=True), "msamp:O3"):
         runs = []
         for checkpointing in (False, True):
             acc = accelerator(spec, activation_checkpointing=checkpointing)
@@ -292,8 +292,10 @@ def check_regional_compilation():
     products = fp8_backends.audit(run[0], run[1].optimizer).products
     assert len(products) == 7 and all(counts["fprop"] for counts in products.values()), products
     # what was compiled for the codes of fprop would read them in dgrad, too
-    run = accelerator(FP8RecipeKwargs(backend="native:rowwise", weight_comm="fp8"), compiled=regional).prepare(*new())
-    with pytest.raises(TorchRuntimeError, match='that dgrad reads are not here.*weight_comm="plain"'):
+    run = accelerator(
+        FP8RecipeKwargs(backend="native:rowwise", enable_fsdp_float8_all_gather=True), compiled=regional
+    ).prepare(*new())
+    with pytest.raises(TorchRuntimeError, match="that dgrad reads are not here.*enable_fsdp_float8_all_gather=False"):
         loss_of(run[0], batches(1)[0])
 
 

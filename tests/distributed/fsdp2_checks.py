@@ -298,7 +298,7 @@ def check_state_dicts_are_plain():
     for level in LEVELS:
         model, optimizer = prepared(f"msamp:{level}")
         train(model, optimizer, 2)
-        with pytest.raises(FP8BackendError, match="get_state_dict"), fp8_backends.plain_weights(model):
+        with pytest.raises(FP8BackendError, match="get_state_dict"), fp8_backends.checkpoints.plain_weights(model):
             pass
         saved = model.state_dict()
         assert all(not isinstance(local_part(value), ScaledTensor) for value in saved.values())
@@ -389,8 +389,10 @@ def hybrid_mesh():
             replica = local.dequantize() if isinstance(local, ScaledTensor) else local
             assert same_on_all_ranks(replica.detach(), mesh.get_group("replicas")), name
     runs = []
-    for how in ("plain", "fp8"):
-        model, optimizer = prepared(FP8RecipeKwargs(backend="native:rowwise", weight_comm=how), mesh=mesh)
+    for how in (False, True):
+        model, optimizer = prepared(
+            FP8RecipeKwargs(backend="native:rowwise", enable_fsdp_float8_all_gather=how), mesh=mesh
+        )
         runs.append(train(model, optimizer, 2))
     assert runs[0] == runs[1], runs
 

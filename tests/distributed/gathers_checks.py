@@ -1,4 +1,4 @@
-"""Checks of weights that FSDP2 gathers as codes (`weight_comm`), against plain gathers, on two ranks."""
+"""Checks of weights that FSDP2 gathers as codes, against plain gathers, on two ranks."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ SPECS = (*(f"native:{rule}" for rule in RULES), "msamp:O1", "native:mxfp8+msamp:
 
 def both(spec: str, **options):
     """(model, optimizer) with plain gathers, and with codes."""
-    for how in ("plain", "fp8"):
-        yield prepared(FP8RecipeKwargs(backend=spec, weight_comm=how), **options)
+    for how in (False, True):
+        yield prepared(FP8RecipeKwargs(backend=spec, enable_fsdp_float8_all_gather=how), **options)
 
 
 def weights(model) -> dict[str, torch.Tensor]:
@@ -106,7 +106,7 @@ def check_what_is_gathered():
     """Codes in training, for fprop and dgrad; the weight as it is stored in evaluation."""
     seen = []
     for spec in ("native:rowwise", "native:dynamic+msamp:O2"):
-        model, _ = prepared(FP8RecipeKwargs(backend=spec, weight_comm="fp8"))
+        model, _ = prepared(FP8RecipeKwargs(backend=spec, enable_fsdp_float8_all_gather=True))
         model.mix.register_forward_pre_hook(lambda module, args: seen.append(module.weight))
         loss = loss_of(model, batches(1)[0])
         held = sorted(seen[-1].parts)
@@ -152,7 +152,7 @@ def check_bytes_on_the_wire():
     shares = {}
     for spec in SPECS:
         model = _Stack(256)
-        recipe = FP8RecipeKwargs(backend=spec, weight_comm="fp8")
+        recipe = FP8RecipeKwargs(backend=spec, enable_fsdp_float8_all_gather=True)
         fp8_backends.prepare(model, None, recipe)
         for layer in model.layers:
             fully_shard(layer)
@@ -182,8 +182,8 @@ def check_experts():
 def _share_of_experts(spec: str, family: str, number: int, checkpointed: bool = False) -> float:
     """The bytes of weights that a forward and a backward gather, beside those of plain gathers."""
     runs, gathered = [], []
-    for how in ("plain", "fp8"):
-        recipe = FP8RecipeKwargs(backend=spec, weight_comm=how)
+    for how in (False, True):
+        recipe = FP8RecipeKwargs(backend=spec, enable_fsdp_float8_all_gather=how)
         root = make_experts(family, num_local_experts=number, intermediate_size=40)
         fp8_backends.prepare(root, None, recipe)
         fully_shard(root.experts, reshard_after_forward=True)
@@ -242,11 +242,11 @@ def check_checkpointed_blocks():
 
 
 def check_a_backward_that_finds_other_weights_is_refused_by_name():
-    model, _ = prepared(FP8RecipeKwargs(backend="native:rowwise", weight_comm="fp8"))
+    model, _ = prepared(FP8RecipeKwargs(backend="native:rowwise", enable_fsdp_float8_all_gather=True))
     loss = loss_of(model, batches(1)[0])
     model.eval()
     loss_of(model, batches(1)[0])  # with a graph: its backward finds weights as they are stored
-    with pytest.raises(FP8BackendError, match='weight_comm="plain"'):
+    with pytest.raises(FP8BackendError, match="enable_fsdp_float8_all_gather=False"):
         loss.backward()
 
 

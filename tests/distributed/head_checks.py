@@ -20,7 +20,7 @@ from fp8_backends.compute.deferred_logits import DeferredLogits
 sys.path.insert(0, str(Path(__file__).parent.parent / "trainers"))
 from tiny_trainers import counting_batch, llama  # noqa: E402
 
-SPEC = {"also_include": ["lm_head"]}
+SPEC = {"include": ["+lm_head"]}
 LARGEST_GAP = 0.01
 """Nats: ranks scale their own halves of a batch."""
 

@@ -72,7 +72,7 @@ ENGINES = {
     "ZeRO-3": Engine(("native:dynamic", "ao:tensorwise")),
     "ring": Engine(run=_KINDS, splits_rows=False),
     "Ulysses": Engine(run=("native:delayed", "msamp:O2", "te:delayed"), splits_rows=False),
-    split_models.PIPELINE: Engine(run=(*_KINDS, "te:delayed+msamp:O2"), splits_rows=False, abilities="trains"),
+    split_models.PIPELINE: Engine(run=(*_KINDS[:3], "te:dynamic"), splits_rows=False, abilities="trains"),
     "TP": Engine(run=(*_KINDS, "msamp:O3"), splits_rows=False),
     "TPxDP": Engine(run=("native:delayed", "msamp:O2")),
 }
@@ -88,6 +88,8 @@ def refusal(backend: str, engine: str, ability: str) -> str | None:
         return "FSDP2" if "msamp" in backend else None
     if engine.startswith("TP") and (backend.startswith("te") or backend.endswith(("O3", "O4"))):
         return "DTensors" if backend.startswith("te") else "O1 and O2 go with"
+    if engine == split_models.PIPELINE and backend.startswith("te:delayed"):
+        return "pipeline"
     return None
 
 

@@ -95,7 +95,7 @@ def gradients(model: nn.Module) -> list[torch.Tensor]:
 
 def exact_weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Exact values. At O3 and O4 one rank owns these."""
-    with fp8_backends.whole_states(optimizer):
+    with fp8_backends.checkpoints.whole_states(optimizer):
         return [p.detach() + 0.0 for p in model.parameters()]
 
 

@@ -121,12 +121,11 @@ def pipeline_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 def prepared(model: nn.Module, backend: str) -> torch.optim.Optimizer:
     """Prepare a stage, or all of them, and make its optimizer. A stage is of this one rank: at a level FSDP2 shards it
-    over that, and TransformerEngine takes no amaxes of others."""
+    over that."""
     import fp8_backends
 
     own = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
-    amaxes = {"fp8_group": own} if backend.startswith("te:delayed") else {}
-    recipe = fp8_backends.FP8RecipeKwargs(backend=backend, **amaxes)
+    recipe = fp8_backends.FP8RecipeKwargs(backend=backend)
     fp8_backends.prepare(model, None, recipe)
     if "msamp" in backend:
         from torch.distributed.device_mesh import DeviceMesh

@@ -367,7 +367,7 @@ def bits(model: nn.Module) -> list[torch.Tensor]:
 
 
 def whole_state_dicts(model, optimizer, **options) -> tuple[dict, dict]:
-    with fp8_backends.whole_states(optimizer, **options):
+    with fp8_backends.checkpoints.whole_states(optimizer, **options):
         return copy.deepcopy((model.state_dict(), optimizer.state_dict()))
 
 
@@ -441,7 +441,7 @@ def _are_not_exported_in_part(model, optimizer) -> None:
         with pytest.raises(FP8BackendError, match="whole_states"):
             export()
     with pytest.raises(FP8BackendError, match=r"0.weight: .*get_state_dict.*shard_states=False"):
-        with fp8_backends.plain_weights(model):
+        with fp8_backends.checkpoints.plain_weights(model):
             pass
     weights, states = whole_state_dicts(model, optimizer, receives=dist.get_rank() == 0)
     for value in weights.values():
@@ -456,7 +456,7 @@ def check_a_weight_whose_exact_values_another_rank_owns_is_never_read_as_its_fp8
     for level in ("O3", "O4"):
         model, optimizer = under_ddp(level)
         train(model, optimizer, range(1))
-        with fp8_backends.whole_states(optimizer):
+        with fp8_backends.checkpoints.whole_states(optimizer):
             exact = {name: value.clone() for name, value in model.state_dict().items()}
         copied, x = copy.deepcopy(model.module), values((16, 64), 1, 1.0)
         reads = {
@@ -477,7 +477,7 @@ def check_a_weight_whose_exact_values_another_rank_owns_is_never_read_as_its_fp8
                     with pytest.raises(FP8BackendError, match="get_state_dict.*whole_states.*shard_states=False"):
                         read(p).norm()
                 assert "ScaledTensor" in repr(p) or not isinstance(p, ScaledTensor)
-        with fp8_backends.whole_states(optimizer):
+        with fp8_backends.checkpoints.whole_states(optimizer):
             for name, p in model.module.named_parameters():
                 assert all(torch.equal(read(p), exact[f"module.{name}"]) for read in reads.values()), name
             model.state_dict()["module.0.weight"].mul_(0.5)
@@ -632,7 +632,7 @@ def check_a_trainer_saves_o3_on_one_rank_and_resumes_to_the_bit():
         assert trainer.accelerator.fp8_recipe.level == "O3" and optimizer.fp8_owners is None
         losses.append(losses_of(trainer)[-2:])
     assert losses[0] == losses[1]
-    assert fp8_backends.newest_checkpoint(folders[0]) == f"{folders[0]}/checkpoint-4"
+    assert fp8_backends.checkpoints.newest_checkpoint(folders[0]) == f"{folders[0]}/checkpoint-4"
     AcceleratorState._reset_state(True)
 
 

@@ -29,6 +29,7 @@ from fp8_backends.numerics.sharded_tensor import local_part
 from fp8_backends.states.levels import expect_equal_gradients
 from fp8_backends.states.sharding import first_element
 from fp8_backends.training.preparation import ScalingBuffers, prepared_roots
+from fp8_backends.training.watching import guard
 
 WIDTH, INNER = 64, 128
 
@@ -230,13 +231,14 @@ def shared_folder() -> str:
 
 def check_guard_compares_and_skips_on_all_ranks():
     """A rank alone finds its loss not finite: all leave the step out. What all hold whole is alike after each step."""
-    acc, model, optimizer = prepared("native:dynamic", guard="skip", guard_every=1)
+    guard.COMPARED_EVERY = 1
+    acc, model, optimizer = prepared("native:dynamic", guard="skip")
     train(model, optimizer, 2, backward=acc.backward)
     before = model.mix.weight.detach().clone()
     last = dist.get_rank() == dist.get_world_size() - 1
     train(model, optimizer, 1, backward=lambda loss: acc.backward(loss * (float("inf") if last else 1)))
     assert torch.equal(model.mix.weight, before)
-    kinds = {fault.kind for fault in fp8_backends.faults(optimizer)}
+    kinds = {fault.kind for fault in fp8_backends.training.watching.guard.faults(optimizer)}
     assert kinds == {"loss", "gradient"}, kinds
 
 

@@ -1,4 +1,4 @@
-"""`fp8_backends.export` on two ranks: one run of all checks."""
+"""`fp8_backends.checkpoints.export` on two ranks: one run of all checks."""
 
 import pytest
 from ranks import report, run

@@ -9,24 +9,26 @@ from torch import nn
 
 import fp8_backends
 from fp8_backends import (
-    Advice,
     AORecipeKwargs,
-    Audit,
-    Availability,
     BackendUnavailableError,
-    ConversionReport,
-    Export,
-    Finding,
     FP8BackendError,
     FP8RecipeKwargs,
     MSAMPRecipeKwargs,
     NativeRecipeKwargs,
-    PrecisionPlan,
-    Recipe,
     RecipeError,
     TERecipeKwargs,
 )
+from fp8_backends.checkpoints import Export
 from fp8_backends.compute import Compute
+from fp8_backends.compute.hardware import Availability
+from fp8_backends.recipes.handlers import Recipe
+from fp8_backends.recipes.precision_plan import PrecisionPlan
+from fp8_backends.training.advice import Advice
+from fp8_backends.training.auditing import Audit
+from fp8_backends.training.preparation import keep_weight_casts
+from fp8_backends.training.report import ConversionReport
+from fp8_backends.training.validators import Finding
+from fp8_backends.training.watching.guard import Fault, faults
 
 
 class Net(nn.Module):
@@ -49,7 +51,7 @@ def recipes() -> Sequence[Recipe]:
         FP8RecipeKwargs("native:delayed", margin=1, override_linear_precision=(False, False, True)),
         TERecipeKwargs(fp8_format="HYBRID", amax_history_len=16, amax_compute_algo="max"),
         AORecipeKwargs(scaling="rowwise", module_filter_func=lambda module, name: "head" not in name),
-        MSAMPRecipeKwargs(opt_level="O3", exp_avg_scaling="block", gradient_comm="plain"),
+        MSAMPRecipeKwargs(opt_level="O3", gradient_comm="plain"),
         NativeRecipeKwargs(scaling="blockwise", exclude="lm_head", on_unproven="warn", fp8_params=True),
         fp8_backends.resolve("te+msamp:O2"),
         fp8_backends.resolve(fields),
@@ -57,10 +59,10 @@ def recipes() -> Sequence[Recipe]:
     ]
 
 
-def use(recipe: Recipe) -> str:
+def use(recipe: FP8RecipeKwargs) -> str:
     margin: int = recipe.margin
     flags: tuple[bool, bool, bool] = recipe.override_linear_precision
-    patterns: tuple[str, ...] | None = recipe.include
+    patterns = recipe.include
     given: frozenset[str] = recipe.given
     plan: PrecisionPlan = fp8_backends.plan(recipe)
     size: float = plan.bytes_per_element
@@ -73,18 +75,18 @@ def train() -> dict[str, object]:
     same, same_optimizer = fp8_backends.prepare(model, optimizer, FP8RecipeKwargs(backend="msamp:O3"))
     width: int = same.size()
     same_optimizer.step()
-    found: list[fp8_backends.Fault] = fp8_backends.faults(same_optimizer)
+    found: list[Fault] = faults(same_optimizer)
     seen: list[str] = [f"{fault.step} {fault.kind} {fault.figures}" for fault in found]
     alone, nothing = fp8_backends.prepare(model, None, "native")
     none: None = nothing
     fp8_backends.initialize(alone, optimizer, opt_level="O2", use_te=False)
-    fp8_backends.keep_weight_casts(model, keep=False)
-    with fp8_backends.whole_states(optimizer, receives=True):
+    keep_weight_casts(model, keep=False)
+    with fp8_backends.checkpoints.whole_states(optimizer, receives=True):
         model.state_dict()
-    with fp8_backends.plain_weights(model) as plain:
+    with fp8_backends.checkpoints.plain_weights(model) as plain:
         plain.state_dict()
     fp8_backends.restore(model)
-    names: list[str] = fp8_backends.dequantize(model, dtype=torch.bfloat16)
+    names: list[str] = fp8_backends.checkpoints.dequantize(model, dtype=torch.bfloat16)
     audit: Audit = fp8_backends.audit(model, optimizer)
     share: float = audit.flops_share
     return {"share": share, "width": width, "names": names, "none": none, "seen": seen}
@@ -110,11 +112,11 @@ def ask(model: nn.Module) -> str:
 
 
 def save(model: nn.Module) -> str:
-    newest: str | None = fp8_backends.newest_checkpoint("runs")
+    newest: str | None = fp8_backends.checkpoints.newest_checkpoint("runs")
     if newest is not None:
         return newest
     try:
-        written: Export = fp8_backends.export(model, "folder", "compressed-tensors", max_shard_size="5GB")
+        written: Export = fp8_backends.checkpoints.export(model, "folder", "compressed-tensors", max_shard_size="5GB")
     except (BackendUnavailableError, RecipeError) as error:
         return str(error)
     except FP8BackendError:

@@ -7,7 +7,6 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
-import handler_stub
 import mypy.api
 import pytest
 
@@ -50,6 +49,7 @@ follow_imports = skip
 
 PREAMBLE = """\
 import fp8_backends, torch
+import fp8_backends.training.auditing, fp8_backends.training.preparation
 model = torch.nn.Linear(32, 32)
 optimizer = torch.optim.AdamW(model.parameters())
 recipe = fp8_backends.resolve("msamp:O2")
@@ -74,13 +74,13 @@ PLANTED = (
     "fp8_backends.audit(model).flop_share",
     'fp8_backends.validate("te", parallel="fsdp3")',
     "fp8_backends.validate(recipe, model)[0].severe",
-    "fp8_backends.export(model, 3)",
-    'fp8_backends.register_backend("mine", fp8_backends.Audit)',
+    "fp8_backends.checkpoints.export(model, 3)",
+    'fp8_backends.register_backend("mine", fp8_backends.training.auditing.Audit)',
     'fp8_backends.available_backends()["te"].can_runs',
-    'fp8_backends.dequantize(model, "bf16")',
-    "fp8_backends.keep_weight_casts(model, kept=True)",
-    "fp8_backends.whole_states(model)",
-    "fp8_backends.plain_weights(optimizer)",
+    'fp8_backends.checkpoints.dequantize(model, "bf16")',
+    "fp8_backends.training.preparation.keep_weight_casts(model, kept=True)",
+    "fp8_backends.checkpoints.whole_states(model)",
+    "fp8_backends.checkpoints.plain_weights(optimizer)",
     "fp8_backends.restore(model).weight",
 )
 """Mistakes, each of which a type checker has to find."""
@@ -102,7 +102,7 @@ def errors_of_mypy(folder: Path) -> dict[str, list[tuple[int, str]]]:
 
 @pytest.mark.slow
 def test_types_are_known_and_every_mistake_is_found(tmp_path):
-    """In one test, since mypy reads PyTorch each time. The examples and this package's stub must be without fault."""
+    """In one test, since mypy reads PyTorch each time. The examples must be without fault."""
     errors = errors_of_mypy(tmp_path)
     planted = {line for line, _ in errors.pop("planted.py")}
     assert errors == {}
@@ -118,13 +118,7 @@ def test_that_program_uses_every_public_name():
     assert set(fp8_backends.__all__) - names - attributes == set()
 
 
-def test_the_stub_of_the_handlers_is_what_their_fields_make():
-    """`python tests/house/handler_stub.py --write` mends it."""
-    assert handler_stub.STUB.read_text(encoding="utf-8") == handler_stub.written()
-
-
 def test_a_program_is_told_that_there_are_types():
     """A wheel carries what `package_data` names."""
     settings = (PACKAGE.parent / "setup.cfg").read_text(encoding="utf-8")
-    assert (PACKAGE / "py.typed").exists() and handler_stub.STUB.exists()
-    assert "\n    py.typed\n" in settings and "\n    recipes/*.pyi\n" in settings
+    assert (PACKAGE / "py.typed").exists() and "\n    py.typed\n" in settings

@@ -27,7 +27,7 @@ BACKEND = """
 import torch
 from torch import nn
 
-from fp8_backends import Availability
+from fp8_backends.compute.hardware import Availability
 from fp8_backends.compute import Compute, ProductCounts
 from fp8_backends.compute.fields import Field, whole_number
 

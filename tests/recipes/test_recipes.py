@@ -20,15 +20,14 @@ from fp8_backends import (
     FP8RecipeKwargs,
     MSAMPRecipeKwargs,
     NativeRecipeKwargs,
-    Recipe,
     RecipeError,
     TERecipeKwargs,
     resolve,
 )
-from fp8_backends.compute import chips, registry
+from fp8_backends.compute import chips
 from fp8_backends.compute.fields import Field
-from fp8_backends.recipes.fields import FIELDS, OF_BACKENDS
-from fp8_backends.recipes.handlers import HANDLERS, from_environment, with_environment
+from fp8_backends.recipes.fields import FIELDS, REMOVED, help_of
+from fp8_backends.recipes.handlers import HANDLERS, Recipe, from_environment, with_environment
 from fp8_backends.words import shown
 
 LAUNCHER_DEFAULTS = {
@@ -200,7 +199,7 @@ def test_auto_carries_the_fields_to_the_compute_that_takes_them(monkeypatch):
 )
 def test_recipe_object_has_its_name_and_resolves_to_itself(recipe, name):
     assert recipe.name == name
-    assert resolve(recipe) is recipe
+    assert resolve(recipe) == recipe and type(resolve(recipe)) is FP8RecipeKwargs
     assert isinstance(recipe, KwargsHandler) and isinstance(recipe, Recipe)
 
 
@@ -211,11 +210,11 @@ def test_defaults_are_those_of_accelerates_own_handlers():
         assert (recipe.margin, recipe.interval) == (0, 1)
         assert (recipe.amax_history_len, recipe.amax_compute_algo) == (1024, "most_recent")
         assert recipe.override_linear_precision == (False, False, False)
-        assert recipe.use_autocast_during_eval is False and recipe.use_mxfp8_block_scaling is False
+        assert recipe.use_autocast_during_eval is False
         assert recipe.config is recipe.pad_inner_dim is recipe.enable_fsdp_float8_all_gather is None
         assert (recipe.autocast_dtype, recipe.on_unproven, recipe.gradient_comm) == ("bf16", "raise", None)
-        assert recipe.include is recipe.also_include is recipe.exclude is recipe.module_filter_func is None
-        assert (recipe.level, recipe.auto_filter) == ("O0", False)
+        assert recipe.include is recipe.exclude is recipe.module_filter_func is None
+        assert recipe.level == "O0"
     assert resolve("te:mxfp8").fp8_format == resolve("te:blockwise").fp8_format == "E4M3"
 
 
@@ -295,7 +294,10 @@ def test_recipe_is_fixed_once_made():
         (lambda: FP8RecipeKwargs(backend="ao", margin=1), ["margin is not read by ao:tensorwise", "native:delayed"]),
         (lambda: FP8RecipeKwargs(backend="ao", fp8_format="E4M3"), ["fp8_format is not read by ao:tensorwise"]),
         (lambda: FP8RecipeKwargs(backend="native", pad_inner_dim=True), ["pad_inner_dim is not read by", "by ao"]),
-        (lambda: FP8RecipeKwargs(backend="te", auto_filter=True), ["auto_filter is not read by te:delayed", "by ao"]),
+        (
+            lambda: FP8RecipeKwargs(backend="ao:rowwise", enable_fsdp_float8_all_gather=True),
+            ["enable_fsdp_float8_all_gather is not read by ao:rowwise", "ao:tensorwise"],
+        ),
         (lambda: NativeRecipeKwargs(margin=1), ["margin is not read by native:dynamic", "native:delayed"]),
         (lambda: NativeRecipeKwargs(scaling="rowwise", interval=2), ["interval is not read by native:rowwise"]),
         (lambda: TERecipeKwargs(scaling="dynamic", amax_history_len=4), ["amax_history_len is not read by te:dynamic"]),
@@ -356,7 +358,9 @@ def test_string_and_field_that_disagree_are_an_error(make, said):
         ("scaling", 3, "name of a scaling rule"),
         ("autocast_dtype", "fp8", "one of bf16, fp16, fp32"),
         ("include", 3, "name patterns"),
-        ("also_include", "", "name patterns"),
+        ("include", "", "name patterns"),
+        ("include", "+lm_head,up", "+ before each pattern, which adds"),
+        ("include", "+", "+ before each pattern, which adds"),
         ("exclude", [], "name patterns"),
         ("exclude", ["a", 1], "name patterns"),
         ("module_filter_func", "lm_head", "function of (module, name)"),
@@ -395,16 +399,10 @@ def test_include_and_exclude_take_one_pattern_or_several():
     assert NativeRecipeKwargs(include="q_proj, k_proj", exclude=("head",)).include == ("q_proj", "k_proj")
 
 
-@pytest.mark.parametrize(
-    "fields, said",
-    [
-        ({"include": "up"}, "include chooses all layers.*let include name"),
-        ({"module_filter_func": callable, "backend": "auto"}, "module_filter_func chooses all layers"),
-    ],
-)
-def test_what_adds_to_the_default_choice_of_layers_does_not_go_with_another_choice(fields, said):
-    with pytest.raises(RecipeError, match=f"also_include adds layers to those that are converted by default.*{said}"):
-        FP8RecipeKwargs(also_include="lm_head", **fields)
+def test_what_adds_to_the_default_choice_of_layers_does_not_go_with_a_function_that_chooses():
+    assert NativeRecipeKwargs(include="+lm_head, +gate").include == ("+lm_head", "+gate")
+    with pytest.raises(RecipeError, match="adds to the layers that are converted by default.*leave one of the two out"):
+        FP8RecipeKwargs(include="+lm_head", module_filter_func=callable)
 
 
 def test_ao_takes_a_config_and_names_its_scaling():
@@ -587,6 +585,8 @@ def test_documented_override_string_works_and_its_cut_up_form_is_explained():
         ({"BACKEND": "te", "FORMAT": "E5M2"}, "no GPU"),
         ({"BACKEND": "te", "MARGIN": "many"}, "margin='many'"),
         ({"BACKEND": "te", "AMAX_HISTORY": "3"}, "ACCELERATE_FP8_AMAX_HISTORY is not known"),
+        ({"BACKEND": "te", "FUSE_NORMS": "true"}, "FUSE_NORMS: fuse_norms is no field any more: norms run"),
+        ({"FUSE_ACTIVATIONS": "1"}, "FUSE_ACTIVATIONS: fuse_activations is no field any more: torch"),
         ({"BACKEND": "tee"}, "unknown backend 'tee'"),
         ({"BACKEND": "te", "AMAX_HISTORY_LEN": "8", "AMAX_HISTORY_LENGTH": "16"}, "disagrees"),
     ],
@@ -611,24 +611,29 @@ def test_environment_completes_a_recipe_and_may_not_contradict_it():
     assert with_environment(resolve("native:dynamic"), {"ACCELERATE_FP8_SCALING": "current"}).scaling == "dynamic"
 
 
-# What `help` says
+# Fields
 
 
 @pytest.mark.parametrize("cls", [*HANDLERS, FP8RecipeKwargs])
-def test_help_explains_every_field_of_a_handler(cls):
-    doc = " ".join(cls.__doc__.split())
-    for each in (FIELDS[field.name] for field in dataclasses.fields(cls)):
-        values = f" ({each.values_and_default})" if each.values_and_default else ""
-        assert f" {each.name}{values}: {' '.join(each.help.split())} Read by " in doc
-    assert "margin (a whole number from -64 to 64; default 0): The scale" in doc or cls.__name__[:2] in ("AO", "MS")
+def test_every_field_of_a_handler_is_explained_and_declared_once(cls):
+    assert all(help_of(FIELDS[field.name]).endswith(".") for field in dataclasses.fields(cls))
+    assert {field.name for field in dataclasses.fields(cls)} <= FIELDS.keys()
+    assert len(FIELDS) <= 30
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_a_removed_field_is_refused_with_the_way_on(name):
+    for make in (FP8RecipeKwargs, TERecipeKwargs, lambda **fields: resolve({"backend": "native", **fields})):
+        for value in (True, False, "auto"):
+            with pytest.raises(RecipeError) as caught:
+                make(**{name: value})
+            assert str(caught.value) == f"{name} is no field any more: {REMOVED[name]}"
+    suffix = name.removeprefix("fp8_").upper()
+    with pytest.raises(RecipeError, match="no field any more"):
+        from_environment(environment(BACKEND="te", **{suffix: "1"}))
 
 
 def test_defaults_of_scaling_rules_are_explained():
     assert FIELDS["fp8_format"].values_and_default == (
         "HYBRID, E4M3; default 'HYBRID'; 'E4M3' with rowwise, blockwise, mxfp8"
     )
-
-
-@pytest.mark.parametrize("backend", OF_BACKENDS)
-def test_the_fields_that_help_names_are_those_that_a_backend_declares(backend):
-    assert registry.get_compute(backend).fields == OF_BACKENDS[backend]

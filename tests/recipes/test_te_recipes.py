@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import enum
-import json
-import pickle
 from typing import Any
 
 import pytest
-import torch
-from torch import distributed
 
-from fp8_backends import (
-    FP8BackendError,
-    FP8RecipeKwargs,
-    MSAMPRecipeKwargs,
-    NativeRecipeKwargs,
-    RecipeError,
-    TERecipeKwargs,
-    resolve,
-)
+from fp8_backends import FP8RecipeKwargs, MSAMPRecipeKwargs, NativeRecipeKwargs, RecipeError, TERecipeKwargs, resolve
 from fp8_backends.recipes.handlers import from_environment
 
 # fp8_params, fp8_dpa, fp8_mha
@@ -55,73 +42,11 @@ def test_who_keeps_the_weights_is_said_once(fields, said):
 @pytest.mark.parametrize("name", ["fp8_dpa", "fp8_mha"])
 def test_attention_in_fp8_is_refused_with_the_reason_and_what_to_do(name):
     for backend in ("te", "native:delayed", "ao", "msamp"):
-        assert resolve({"backend": backend, name: False}) == resolve({"backend": backend, name: "no"})
-        with pytest.raises(RecipeError, match=rf"{name} must be False: .*Linear layers.*DotProductAttention"):
+        assert resolve({"backend": backend, name: False}) == resolve(backend)
+        with pytest.raises(RecipeError, match=rf"{name}=True cannot be honoured: .*Linear layers.*DotProductAttention"):
             resolve({"backend": backend, name: True})
     with pytest.raises(RecipeError, match="DotProductAttention"):
         TERecipeKwargs(**{name: True})
-
-
-# fp8_group
-
-
-@pytest.fixture
-def group(tmp_path):
-    distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    try:
-        yield distributed.new_group([0])
-    finally:
-        if distributed.is_initialized():
-            distributed.destroy_process_group()
-
-
-def test_a_group_is_given_on_as_it_is_and_described_by_its_ranks(group):
-    recipe = TERecipeKwargs(fp8_group=group)
-    assert recipe.fp8_group is group and resolve("te").fp8_group is None
-    assert recipe.to_kwargs() == {"fp8_group": group}
-    assert repr(recipe) == "TERecipeKwargs(te:delayed, fp8_group=(0,))"
-    assert json.loads(json.dumps(recipe.to_dict()))["fp8_group"] == [0]
-    assert recipe == TERecipeKwargs(fp8_group=distributed.new_group([0])) != TERecipeKwargs()
-    assert hash(recipe) == hash(TERecipeKwargs(fp8_group=group))
-    for same in (copy.copy(recipe), copy.deepcopy(recipe), TERecipeKwargs(**recipe.to_kwargs())):
-        assert same.fp8_group is group and same == recipe and same.given == recipe.given
-    model = torch.nn.Linear(2, 2)
-    model.recipe = recipe
-    assert copy.deepcopy(model).recipe.fp8_group is group
-    distributed.destroy_process_group()
-    assert recipe.to_dict()["fp8_group"] == (0,) and "(0,)" in repr(recipe)
-
-
-def test_a_pickled_recipe_finds_the_group_of_all_ranks_again_and_names_any_other(group):
-    recipe = TERecipeKwargs(fp8_group=group)
-    pickled = pickle.dumps(recipe)
-    again = pickle.loads(pickled)
-    assert again == recipe and again.fp8_group is distributed.group.WORLD
-    distributed.destroy_process_group()
-    alone = pickle.loads(pickled)
-    assert alone == recipe and repr(alone) == repr(recipe) and alone.to_dict()["fp8_group"] == (0,)
-    assert copy.deepcopy(alone) == pickle.loads(pickle.dumps(alone)) == alone
-    with pytest.raises(FP8BackendError, match=r"fp8_group of ranks \(0,\) did not come along"):
-        alone.fp8_group.size()
-
-
-@pytest.mark.parametrize(
-    ("fields", "said"),
-    [
-        ({"backend": "te", "fp8_group": [0, 1]}, "must be a torch.distributed.ProcessGroup.*new_group"),
-        ({"backend": "te", "fp8_group": -100}, "that this rank belongs to"),  # what new_group gives the other ranks
-    ],
-)
-def test_what_is_no_group_of_this_rank_is_refused(fields, said):
-    with pytest.raises(RecipeError, match=said):
-        resolve(fields)
-
-
-def test_a_group_is_read_where_te_reduces_over_it(group):
-    """TransformerEngine's autocast takes it for delayed scaling; the other rules look at each tensor by itself."""
-    for backend, said in (("te:dynamic", "only by te:delayed"), ("native:delayed", "only by te:delayed")):
-        with pytest.raises(RecipeError, match=f"fp8_group is not read by {backend}, {said}"):
-            resolve({"backend": backend, "fp8_group": group})
 
 
 # NeMo's and Megatron's names
@@ -163,7 +88,7 @@ def test_megatrons_further_names_too():
         ({"fp8_margin": 1, "margin": 2}, "fp8_margin=1 and margin=2 are two names of one field"),
         ({"fp8": "hybrid", "fp8_interval": 4}, "interval=4"),
         ({"fp8": "hybrid", "fp8_wgrad": "perhaps"}, "fp8_wgrad: must be True or False"),
-        ({"fp8": "hybrid", "fp8_multi_head_attention": True}, "fp8_multi_head_attention: fp8_mha=True.*Linear layers"),
+        ({"fp8": "hybrid", "fp8_multi_head_attention": True}, "fp8_multi_head_attention=True.*Linear layers"),
         ({"fp8": "hybrid", "fp8_recipe": "custom"}, "te has no scaling 'custom'"),
         ({"fp8": "hybrid", "fp8_wgrat": True}, "fp8_wgrat is not a field"),
     ],
@@ -222,7 +147,7 @@ def test_a_plugin_is_a_backend_string():
             "first_last_layers_bf16=True cannot be honoured",
         ),
         ({"fp8": "hybrid", "num_layers_at_end_in_bf16": 2}, "num_layers_at_end_in_bf16=2 cannot be honoured"),
-        ({"fp8": "hybrid", "tp_only_amax_red": True}, "tp_only_amax_red=True.*fp8_group"),
+        ({"fp8": "hybrid", "tp_only_amax_red": True}, "tp_only_amax_red=True.*all ranks share"),
         ({"fp8": "hybrid", "fp8_quantizer_factory": "mine.make"}, "fp8_quantizer_factory='mine.make'.*register"),
         ({"fp8": "hybrid", "reuse_grad_buf_for_mxfp8_param_ag": True}, "reuse_grad_buf_for_mxfp8_param_ag=True"),
         ({"fp8": "hybrid", "fp4": "nvfp4"}, "fp4='nvfp4' cannot be honoured: this package has no FP4"),
@@ -310,8 +235,8 @@ def test_te_recipe_object_of_a_subclass_is_the_same_recipe():
     [
         (DelayedScaling(amax_compute_algo=len), "amax_compute_algo must be one of max, most_recent: with a function"),
         (DelayedScaling(scaling_factor_compute_algo=len), "scaling_factor_compute_algo=.* fused update"),
-        (DelayedScaling(reduce_amax=False), "reduce_amax=False cannot be honoured: each rank .* fp8_group"),
-        (DelayedScaling(fp8_dpa=True), "fp8_dpa must be False"),
+        (DelayedScaling(reduce_amax=False), "reduce_amax=False cannot be honoured: each rank .*leave it True"),
+        (DelayedScaling(fp8_dpa=True), "fp8_dpa=True cannot be honoured.*DotProductAttention"),
         (DelayedScaling(fp8_format=Format.E5M2), "no GPU"),
         (DelayedScaling(backward_override="dequantized"), "override_linear_precision=.False, True, True."),
         (Float8CurrentScaling(use_power_2_scales=True), "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES in the environment"),

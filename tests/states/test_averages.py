@@ -34,7 +34,7 @@ def test_averaged_model_is_the_average_of_the_exact_weights(backend, inside):
     model, optimizer = prepared(backend)
     rule = get_ema_multi_avg_fn(0.999)
     if inside:
-        with fp8_backends.plain_weights(model):
+        with fp8_backends.checkpoints.plain_weights(model):
             averaged = AveragedModel(model, multi_avg_fn=rule)
     else:
         averaged = AveragedModel(model, multi_avg_fn=rule)
@@ -91,7 +91,7 @@ def test_diffusers_average_is_exact_is_evaluated_and_training_goes_on_to_the_bit
 
     stored = [type(p) for p in model.parameters()]
     average.store(model.parameters())
-    with fp8_backends.plain_weights(model):  # where the average is not rounded
+    with fp8_backends.checkpoints.plain_weights(model):  # where the average is not rounded
         average.copy_to(model.parameters())
         assert_averages(dict(enumerate(model.parameters())), dict(enumerate(wanted.shadow_params)))
         average.restore(model.parameters())

@@ -66,7 +66,7 @@ def test_accelerate_hands_it_over(stub_msamp):
         ({"opt_level": "O3"}, "O3"),
         ({"rounding": "nearest"}, "rounding"),
         ({"include": "0"}, "include"),
-        ({"also_include": "0"}, "also_include"),
+        ({"include": "+0"}, "include"),
     ],
 )
 def test_what_it_cannot_do_is_refused_by_name(stub_msamp, fields, message):

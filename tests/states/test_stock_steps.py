@@ -130,12 +130,10 @@ CLASSES = {"sgd": torch.optim.SGD, "muon": torch.optim.Muon, "adafactor": torch.
 def test_a_step_is_stocks_within_one_rounding(kind, data):
     level = data.draw(st.sampled_from(["O1", "O2", "O3", "O4"]))
     rounding = data.draw(st.sampled_from(["stochastic", "nearest"]))
-    has_choice = level in ("O2", "O3")
-    chosen = {"exp_avg_scaling": data.draw(st.sampled_from(["tensor", "block"]))} if has_choice else {}
     model = Layers()
     held = matrices(model.parameters()) if kind == "muon" else list(model.parameters())
     optimizer = CLASSES[kind](held, 0.03, **data.draw(options[kind]))
-    fields = {"rounding": rounding, "on_unproven": "warn", **chosen}
+    fields = {"rounding": rounding, "on_unproven": "warn"}
     fp8_backends.prepare(model, optimizer, {"backend": f"msamp:{level}", **fields})
     for seed in range(3):
         for i, p in enumerate(held):
@@ -174,12 +172,12 @@ def assert_equal(ours: tuple, expected: tuple) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*no FP8 product ran")
-@pytest.mark.parametrize("scaling", ["tensor", "block"])
+@pytest.mark.parametrize("level", ["O2", "O3", "O4"])
 @pytest.mark.parametrize("kind", ["sgd", "lion"])
-def test_parts_of_a_parameter_are_stepped_as_the_whole_to_the_bit(kind, scaling, monkeypatch):
-    whole = weights_after_steps(kind, "O3" if scaling == "tensor" else "O2", exp_avg_scaling=scaling)
+def test_parts_of_a_parameter_are_stepped_as_the_whole_to_the_bit(kind, level, monkeypatch):
+    whole = weights_after_steps(kind, level)
     monkeypatch.setattr(stock_steps, "PART", 1024)
-    assert_equal(weights_after_steps(kind, "O3" if scaling == "tensor" else "O2", exp_avg_scaling=scaling), whole)
+    assert_equal(weights_after_steps(kind, level), whole)
 
 
 @pytest.mark.filterwarnings("ignore:.*no FP8 product ran")

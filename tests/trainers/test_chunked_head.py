@@ -24,7 +24,7 @@ def test_losses_are_those_of_the_ordinary_head(name, launched, tmp_path, monkeyp
     monkeypatch.setattr(DeferredLogits, "values", lambda logits: read.append(logits.shape) or values(logits))
     losses = {}
     for fused in ("true", "false"):
-        launched("native", fused_head=fused, also_include="lm_head")
+        launched("native", fused_head=fused, include="+lm_head")
         trainer = trainer_for(tmp_path / fused, llama(), max_steps=3, **options)
         trainer.train()
         losses[fused] = [*losses_of(trainer), trainer.evaluate()["eval_loss"]]

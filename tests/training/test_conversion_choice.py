@@ -81,12 +81,12 @@ def test_a_name_that_means_a_head_for_a_child_of_the_root_does_not_deeper_down()
         ({"exclude": ["block.gate_*"]}, ["block.router_proj", "block.up"]),
         ({"exclude": ["*_proj"]}, ["block.up"]),
         ({"include": ["block.up"], "exclude": ["lm_head"]}, ["block.up"]),
-        ({"also_include": ["lm_head"]}, [*HIDDEN, "lm_head"]),
+        ({"include": ["+lm_head"]}, [*HIDDEN, "lm_head"]),
         (
-            {"also_include": ["gate", "up"], "exclude": ["block.router_proj"]},
+            {"include": ["+gate", "+up"], "exclude": ["block.router_proj"]},
             ["block.gate", "block.gate_proj", "block.up"],
         ),
-        ({"also_include": ["*"], "exclude": ["lm_head"]}, ["block.gate", *HIDDEN]),
+        ({"include": ["+*"], "exclude": ["lm_head"]}, ["block.gate", *HIDDEN]),
         ({"module_filter_func": lambda module, name: name.endswith("head")}, ["lm_head"]),
         ({"module_filter_func": lambda module, name: "_" in name, "exclude": ["lm_head"]}, HIDDEN[:2]),
         ({"module_filter_func": lambda module, name: "_" in name, "include": ["*head"]}, ["lm_head"]),
@@ -104,11 +104,11 @@ def test_the_users_choice_of_layers_is_followed(fields, converted):
     assert all(not torch.equal(before[key], value) for key, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize("field", ["include", "also_include", "exclude"])
-def test_a_pattern_that_matches_nothing_is_an_error_that_names_it_and_what_is_close(field):
+@pytest.mark.parametrize("field, added", [("include", ""), ("include", "+"), ("exclude", "")])
+def test_a_pattern_that_matches_nothing_is_an_error_that_names_it_and_what_is_close(field, added):
     model = Language()
     with pytest.raises(RecipeError, match=rf"{field}: .*'gate_prj'.*'gate_proj'"):
-        convert(model, **{field: ["up", "gate_prj"]})
+        convert(model, **{field: [f"{added}up", f"{added}gate_prj"]})
     assert not any("_fp8_conversion" in module.__dict__ for module in model.modules())
     plain = Language()
     assert train(model) == train(plain), "a refused conversion leaves the model as it was"

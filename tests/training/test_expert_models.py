@@ -257,7 +257,7 @@ def test_stored_experts_resume_to_the_bit_and_are_exported_plain(level):
     resumed.load_state_dict(states)
     compute.load_scaling_state(other, compute.scaling_state(model))
     other.to(torch.float32)  # swaps what is stored; hooks stay
-    with fp8_backends.plain_weights(other):
+    with fp8_backends.checkpoints.plain_weights(other):
         assert all(type(p) is nn.Parameter for _, p in stored_experts(other))
     copied = copy.deepcopy(other)
     expected = trained(model, optimizer, range(2, 4))

@@ -48,13 +48,13 @@ def test_fp8_linear_becomes_plain_and_trains(block):
     held = {"weight": layer.weight, "codes": layer.weight.detach().clone(), "scales": layer.weight_scale_inv.detach()}
     with pytest.raises(RecipeError, match=r"0.self_attn.q_proj and 13 more: .* would never train.*dequantize\(model\)"):
         fp8_backends.prepare(quantized, None, "native:dynamic")
-    names = fp8_backends.dequantize(quantized)
+    names = fp8_backends.checkpoints.dequantize(quantized)
     assert len(names) == 14 and "model.layers.1.mlp.up_proj" in names
     assert quantized.model.layers[1].mlp.up_proj is layer and layer.weight is held["weight"]
     assert type(layer) is nn.Linear and layer.__dict__.keys() == nn.Linear(1, 1).__dict__.keys()
     assert torch.equal(layer.weight, values(held["codes"], held["scales"])) and layer.weight.dtype == torch.float32
     assert [name for name, _ in quantized.named_parameters()] == [name for name, _ in llama().named_parameters()]
-    assert fp8_backends.dequantize(quantized) == []
+    assert fp8_backends.checkpoints.dequantize(quantized) == []
     losses = train(quantized, "msamp:O3", 3)
     assert losses[2] < losses[0] and len(fp8_backends.audit(quantized).products) == 14
 
@@ -64,7 +64,7 @@ def test_plain_weights_have_the_dtype_of_the_model_or_the_one_given():
         quantized = with_fp8_linear(llama())
         for parameter in (quantized.model.embed_tokens.weight, *quantized.model.norm.parameters()):
             parameter.data = parameter.data.bfloat16()
-        fp8_backends.dequantize(quantized, given)
+        fp8_backends.checkpoints.dequantize(quantized, given)
         assert quantized.model.layers[0].mlp.up_proj.weight.dtype == expected
 
 
@@ -157,7 +157,7 @@ def test_products_of_codes_are_those_of_their_values():
 def test_codes_of_compressed_tensors_stay_as_well(tmp_path):
     from transformers import AutoModelForCausalLM
 
-    fp8_backends.export(trained("native:blockwise"), tmp_path, "compressed-tensors")
+    fp8_backends.checkpoints.export(trained("native:blockwise"), tmp_path, "compressed-tensors")
     model = with_lora(AutoModelForCausalLM.from_pretrained(tmp_path))
     losses = train(model.train(), fp8_backends.NativeRecipeKwargs(**FROZEN), 3)
     tensors = stored(tmp_path)
@@ -174,23 +174,23 @@ def test_other_layers_with_codes_are_refused_with_a_way_out():
     quantized = with_fp8_linear(llama())
     quantized.model.layers[0].mlp.up_proj.weight_scale_inv = nn.Parameter(torch.ones(5, 5))
     with pytest.raises(FP8BackendError, match=r"up_proj, FP8Linear.*\(5, 5\) do not go with.*FineGrainedFP8Config"):
-        fp8_backends.dequantize(quantized)
+        fp8_backends.checkpoints.dequantize(quantized)
     assert type(quantized.model.layers[0].self_attn.q_proj).__name__ == "FP8Linear", "nothing has changed"
     experts = FP8Experts.__new__(FP8Experts)
     nn.Module.__init__(experts)
     experts.gate_up_proj = nn.Parameter(torch.zeros(2, 4, 4).to(torch.float8_e4m3fn), requires_grad=False)
     with pytest.raises(FP8BackendError, match="FP8Experts of transformers.*dequantize=True"):
-        fp8_backends.dequantize(nn.Sequential(experts))
-    with pytest.raises(FP8BackendError, match=r"call\s+fp8_backends.dequantize\(model\) before prepare"):
-        fp8_backends.export(quantized, "nowhere")
+        fp8_backends.checkpoints.dequantize(nn.Sequential(experts))
+    with pytest.raises(FP8BackendError, match=r"call\s+fp8_backends.checkpoints.dequantize\(model\) before prepare"):
+        fp8_backends.checkpoints.export(quantized, "nowhere")
 
 
 def test_what_transformers_dequantized_is_saved_plain(tmp_path):
     """Without a GPU it dequantizes while it loads, and `save_pretrained` would write codes that nothing announces."""
-    fp8_backends.export(trained("native:blockwise"), tmp_path / "fp8")
+    fp8_backends.checkpoints.export(trained("native:blockwise"), tmp_path / "fp8")
     for name, made_plain in (
         ("prepared", lambda model: fp8_backends.prepare(model, None, "native:dynamic")),
-        ("dequantized", fp8_backends.dequantize),
+        ("dequantized", fp8_backends.checkpoints.dequantize),
     ):
         model = load(tmp_path / "fp8")
         made_plain(model)
@@ -214,7 +214,7 @@ def test_a_gpu_loads_the_very_codes_and_they_become_the_same_values(spec, sizes,
     from transformers import AutoModelForCausalLM
 
     hidden, inner = sizes
-    result = fp8_backends.export(trained(spec, hidden=hidden, inner=inner), tmp_path)
+    result = fp8_backends.checkpoints.export(trained(spec, hidden=hidden, inner=inner), tmp_path)
     model, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(report.values()), report
     layers = {name: layer for name, layer in model.named_modules() if type(layer).__name__ == "FP8Linear"}
@@ -223,7 +223,7 @@ def test_a_gpu_loads_the_very_codes_and_they_become_the_same_values(spec, sizes,
     for name, layer in layers.items():
         assert same_bits(layer.weight.detach(), tensors[f"{name}.weight"])
         assert torch.equal(layer.weight_scale_inv, tensors[f"{name}.weight_scale_inv"])
-    assert fp8_backends.dequantize(model) == result.exact and not model.is_quantized
+    assert fp8_backends.checkpoints.dequantize(model) == result.exact and not model.is_quantized
     expected = values_of(tensors, "weight_scale_inv")
     assert all(torch.equal(model.state_dict()[name], value) for name, value in expected.items())
     model.save_pretrained(tmp_path / "plain")
@@ -235,22 +235,22 @@ def test_a_gpu_loads_the_very_codes_and_they_become_the_same_values(spec, sizes,
 def test_a_gpu_leaves_experts_alone_that_are_no_codes(loads_codes, tmp_path):
     model = build("mixtral")
     fp8_backends.prepare(model, None, "native:dynamic")
-    result = fp8_backends.export(model, tmp_path)
+    result = fp8_backends.checkpoints.export(model, tmp_path)
     loaded, report = type(model).from_pretrained(tmp_path, output_loading_info=True)
     assert not any(report.values()), report
     assert type(loaded.model.layers[0].mlp.experts) is type(build("mixtral").model.layers[0].mlp.experts)
-    assert fp8_backends.dequantize(loaded) == result.exact
+    assert fp8_backends.checkpoints.dequantize(loaded) == result.exact
 
 
 @pytest.mark.parametrize("spec", ["native:blockwise", "native:rowwise", "msamp:O3"])
 def test_layers_of_compressed_tensors_become_plain_and_train(spec, tmp_path):
     from transformers import AutoModelForCausalLM
 
-    result = fp8_backends.export(trained(spec), tmp_path, "compressed-tensors")
+    result = fp8_backends.checkpoints.export(trained(spec), tmp_path, "compressed-tensors")
     plain, model = load(tmp_path, "compressed-tensors"), AutoModelForCausalLM.from_pretrained(tmp_path)
     with pytest.raises(RecipeError, match="13 more: .* would never train"):
         fp8_backends.prepare(model, None, "native:dynamic")
-    assert fp8_backends.dequantize(model) == result.exact
+    assert fp8_backends.checkpoints.dequantize(model) == result.exact
     assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
     assert torch.equal(logits(model), logits(plain)), "its activations are not rounded any more"
@@ -264,11 +264,11 @@ def test_layers_that_compressed_tensors_has_decompressed_are_not_made_plain(tmp_
     """Its first forward turns codes into frozen weights and wraps every module."""
     from transformers import AutoModelForCausalLM
 
-    fp8_backends.export(trained("msamp:O3"), tmp_path, "compressed-tensors")
+    fp8_backends.checkpoints.export(trained("msamp:O3"), tmp_path, "compressed-tensors")
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     logits(model)
     with pytest.raises(FP8BackendError, match="decompressed it in a forward, and frozen it; load the checkpoint with"):
-        fp8_backends.dequantize(model)
+        fp8_backends.checkpoints.dequantize(model)
 
 
 def test_rounding_gives_each_grid_its_own_scales():

@@ -1,4 +1,4 @@
-"""`fp8_backends.export`: the codes that trained, in checkpoints that stock transformers loads."""
+"""`fp8_backends.checkpoints.export`: the codes that trained, in checkpoints that stock transformers loads."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def multiplied(monkeypatch):
 def test_the_file_has_the_very_codes_that_products_multiply(spec, format, grid, multiplied, tmp_path):
     model = trained(spec)
     used = multiplied(model)
-    result = fp8_backends.export(model, tmp_path, format)
+    result = fp8_backends.checkpoints.export(model, tmp_path, format)
     assert result.exact == list(used) and len(used) == 14 and not result.rounded
     assert list(result.high_precision) == ["lm_head"] and result.grid == grid
     tensors = stored(tmp_path)
@@ -90,7 +90,7 @@ def test_the_file_has_the_very_codes_that_products_multiply(spec, format, grid, 
 def test_stock_transformers_computes_with_what_was_written(format, tmp_path):
     model = trained("native:blockwise")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    fp8_backends.export(model, tmp_path, format)
+    fp8_backends.checkpoints.export(model, tmp_path, format)
     loaded = load(tmp_path, format)
     written = values_of(stored(tmp_path), SCALES[format])
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight and "lm_head.weight" not in written
@@ -111,11 +111,11 @@ def test_stock_transformers_computes_with_what_was_written(format, tmp_path):
 @pytest.mark.parametrize("spec", ["native:blockwise", "msamp:O3"])
 def test_a_loaded_checkpoint_trains_on_and_is_exported_again_to_the_bit(spec, format, tmp_path):
     model = trained(spec)
-    fp8_backends.export(model, tmp_path / "first", format)
+    fp8_backends.checkpoints.export(model, tmp_path / "first", format)
     again = load(tmp_path / "first", format)
     assert all(parameter.requires_grad for parameter in again.parameters())
     fp8_backends.prepare(again, None, spec)
-    fp8_backends.export(again, tmp_path / "second", format)
+    fp8_backends.checkpoints.export(again, tmp_path / "second", format)
     first, second = stored(tmp_path / "first"), stored(tmp_path / "second")
     assert first.keys() == second.keys() and all(same_bits(first[name], second[name]) for name in first)
     assert config_of(tmp_path / "first") == config_of(tmp_path / "second")
@@ -131,7 +131,7 @@ def test_a_block_whose_largest_code_is_224_is_exported_again_with_the_same_value
         model.model.layers[0].mlp.up_proj.weight[:128, :128].clamp_(-0.05, 0.05)[0, 0] = 225 / 4096
     fp8_backends.prepare(model, None, "native:blockwise")
     for folder in ("first", "second", "third"):
-        fp8_backends.export(model, tmp_path / folder)
+        fp8_backends.checkpoints.export(model, tmp_path / folder)
         model = load(tmp_path / folder)
         fp8_backends.prepare(model, None, "native:blockwise")
     first, second, third = (stored(tmp_path / folder) for folder in ("first", "second", "third"))
@@ -152,7 +152,7 @@ def test_a_block_whose_largest_code_is_224_is_exported_again_with_the_same_value
 def test_sizes_that_are_no_multiples_of_128(spec, format, exact, rounded, tmp_path):
     """What a format cannot hold so that transformers reads it rightly is rounded anew, or stays as it is."""
     model = trained(spec, hidden=192, inner=320)
-    result = fp8_backends.export(model, tmp_path, format)
+    result = fp8_backends.checkpoints.export(model, tmp_path, format)
     assert {name.rpartition(".")[2] for name in result.exact} == exact
     assert {name.rpartition(".")[2] for name in result.rounded} == rounded
     assert {name.rpartition(".")[2] for name in result.high_precision} == {*LAYERS, "lm_head"} - exact - rounded
@@ -169,7 +169,7 @@ def test_scales_that_are_not_equal_are_not_cut_into_other_blocks(tmp_path):
     with torch.no_grad():
         model.model.layers[0].self_attn.q_proj.weight[128:] *= 64
     fp8_backends.prepare(model, None, "native:blockwise")
-    result = fp8_backends.export(model, tmp_path)
+    result = fp8_backends.checkpoints.export(model, tmp_path)
     assert "no multiples of 128" in result.high_precision["model.layers.0.self_attn.q_proj"]
     assert "model.layers.1.self_attn.q_proj" in result.exact
     loaded = load(tmp_path).state_dict()
@@ -180,7 +180,7 @@ def test_scales_that_are_not_equal_are_not_cut_into_other_blocks(tmp_path):
 @pytest.mark.parametrize("spec", ["ao", "native:mxfp8", "native:rowwise"])
 def test_other_codes_are_rounded_from_the_weights_and_said_to_be(spec, tmp_path, capsys):
     model = trained(spec)
-    result = fp8_backends.export(model, tmp_path)
+    result = fp8_backends.checkpoints.export(model, tmp_path)
     assert len(result.rounded) == 14 and not result.exact
     assert "14 rounded to FP8 (its" in capsys.readouterr().err
     written = values_of(stored(tmp_path), SCALES["finegrained_fp8"])
@@ -195,7 +195,7 @@ def test_what_is_left_out_stays_as_it_is_and_large_files_are_split(tmp_path):
     model = llama(tied=False)
     recipe = fp8_backends.NativeRecipeKwargs(scaling="blockwise", exclude=["*.0.mlp.*"])
     fp8_backends.prepare(model, None, recipe)
-    result = fp8_backends.export(model, tmp_path, max_shard_size="300KB")
+    result = fp8_backends.checkpoints.export(model, tmp_path, max_shard_size="300KB")
     assert result.high_precision["model.layers.0.mlp.up_proj"].startswith("left out by exclude")
     assert (tmp_path / "model.safetensors.index.json").exists() and len(result.exact) == 11
     assert "model.layers.0.mlp.up_proj" in config_of(tmp_path)["quantization_config"]["modules_to_not_convert"]
@@ -207,7 +207,7 @@ def test_what_is_left_out_stays_as_it_is_and_large_files_are_split(tmp_path):
 def test_a_weight_that_an_embedding_shares_stays_as_it_is(tmp_path):
     model = llama()
     fp8_backends.prepare(model, None, fp8_backends.NativeRecipeKwargs(scaling="blockwise", include=["*"]))
-    result = fp8_backends.export(model, tmp_path)
+    result = fp8_backends.checkpoints.export(model, tmp_path)
     assert result.high_precision == {"lm_head": "its weight is that of model.embed_tokens.weight too"}
     assert torch.equal(load(tmp_path).lm_head.weight, model.lm_head.weight)
 
@@ -224,7 +224,7 @@ def test_a_name_that_others_end_with_is_told_apart():
 def test_experts_stay_as_they_are_and_load(tmp_path):
     model = build("mixtral")
     fp8_backends.prepare(model, None, "native:dynamic")
-    result = fp8_backends.export(model, tmp_path)
+    result = fp8_backends.checkpoints.export(model, tmp_path)
     assert result.high_precision["model.layers.0.mlp.experts.down_proj"].startswith("the weights of experts")
     assert any(name.endswith("q_proj") for name in result.exact)
     assert "model.layers.0.mlp.experts" in config_of(tmp_path)["quantization_config"]["modules_to_not_convert"]
@@ -243,7 +243,7 @@ def test_experts_stay_as_they_are_and_load(tmp_path):
 def test_what_cannot_be_exported_says_what_to_do(tmp_path):
     def refused(model, *args):
         with pytest.raises(FP8BackendError) as error:
-            fp8_backends.export(model, tmp_path, *args)
+            fp8_backends.checkpoints.export(model, tmp_path, *args)
         assert not list(tmp_path.iterdir())
         return str(error.value)
 
@@ -271,14 +271,14 @@ def test_adapters_are_merged_before(tmp_path):
     fp8_backends.prepare(model, None, "native:blockwise")
     for each in (model, model.base_model.model):
         with pytest.raises(FP8BackendError, match="merge_and_unload"):
-            fp8_backends.export(each, tmp_path)
+            fp8_backends.checkpoints.export(each, tmp_path)
 
 
 def test_frozen_fp8_weights_are_written_as_they_lie(tmp_path):
     model = llama().requires_grad_(False)
     recipe = fp8_backends.NativeRecipeKwargs(fp8_params=True)
     fp8_backends.prepare(model, None, recipe)
-    result = fp8_backends.export(model, tmp_path)
+    result = fp8_backends.checkpoints.export(model, tmp_path)
     assert len(result.exact) == 14
     tensors = stored(tmp_path)
     for name, codes in codes_of(tensors).items():

@@ -67,7 +67,7 @@ class Training:
 
     @property
     def faults(self):
-        return fp8_backends.faults(self.optimizer)
+        return fp8_backends.training.watching.guard.faults(self.optimizer)
 
     @property
     def kinds(self):
@@ -90,7 +90,7 @@ def equal(before, after):
 @pytest.mark.usefixtures("fresh_accelerate")
 @pytest.mark.parametrize("backend", ["native:delayed", "msamp:O2", "ao:tensorwise"])
 def test_a_step_at_fault_leaves_weights_states_and_counters_as_they_were(backend):
-    training = Training(backend, guard_steps=2)
+    training = Training(backend)
     training.steps(2)
     before = training.stored()
     training.step(nan_batch())
@@ -128,12 +128,13 @@ def test_stop_raises_before_the_step_and_saves_the_training(tmp_path):
 
 
 @pytest.mark.usefixtures("fresh_accelerate")
-def test_a_fault_that_stays_stops_the_training():
-    training = Training(guard="skip", guard_steps=3)
+def test_a_fault_that_stays_stops_the_training(monkeypatch):
+    monkeypatch.setattr("fp8_backends.training.watching.guard.LEFT_OUT_AT_MOST", 3)
+    training = Training(guard="skip")
     training.steps(1)
     for _ in range(3):
         training.step(nan_batch())
-    with pytest.raises(FP8BackendError, match="guard_steps=3 steps in a row"):
+    with pytest.raises(FP8BackendError, match="3 steps in a row were left out"):
         training.step(nan_batch())
 
 
@@ -253,7 +254,7 @@ def test_without_accelerate_gradients_and_scales_are_watched():
         if spoil:
             assert model[2].weight.grad[3, 5] == math.inf  # as after any other step
         optimizer.zero_grad()
-    assert [(each.step, each.kind, each.where) for each in fp8_backends.faults(optimizer)] == [
+    assert [(each.step, each.kind, each.where) for each in fp8_backends.training.watching.guard.faults(optimizer)] == [
         (2, "gradient", ("2.weight",))
     ]
 
@@ -307,7 +308,7 @@ def test_off_installs_nothing():
     optimizer = torch.optim.AdamW(model.parameters())
     fp8_backends.prepare(model, optimizer, "native:delayed")
     assert not any(isinstance(hook, Guard) for hook in optimizer._optimizer_step_pre_hooks.values())
-    assert fp8_backends.faults(optimizer) == []
+    assert fp8_backends.training.watching.guard.faults(optimizer) == []
     for off in (False, "False"):  # as YAML reads it, and as Accelerate's launcher exports that
         assert fp8_backends.FP8RecipeKwargs(backend="native", guard=off).guard == "off"
     for on in (True, "on"):
@@ -342,8 +343,8 @@ def test_the_loss_of_another_optimizer_is_no_fault():
         accelerator.backward(critic(torch.randn(16, 16)).float().square().mean())
         optimizers[1].step()
         assert not torch.equal(before, critic[0].weight)
-    assert [fault.kind for fault in fp8_backends.faults(optimizers[0])] == ["loss", "gradient"]
-    assert fp8_backends.faults(optimizers[1]) == []
+    assert [fault.kind for fault in fp8_backends.training.watching.guard.faults(optimizers[0])] == ["loss", "gradient"]
+    assert fp8_backends.training.watching.guard.faults(optimizers[1]) == []
 
 
 def test_the_latest_recipe_says_what_is_done():
@@ -353,7 +354,7 @@ def test_the_latest_recipe_says_what_is_done():
         fp8_backends.prepare(model, optimizer, {"backend": "native:dynamic", "guard": guard})
         model(nan_batch()).sum().backward()
         optimizer.step()
-        assert len(fp8_backends.faults(optimizer)) == faults
+        assert len(fp8_backends.training.watching.guard.faults(optimizer)) == faults
 
 
 def test_an_optimizer_that_steps_in_backward_is_refused():

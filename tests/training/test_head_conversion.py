@@ -21,7 +21,7 @@ from fp8_backends.errors import FP8BackendError
 sys.path.insert(0, str(Path(__file__).parent.parent / "trainers"))
 from tiny_trainers import counting_batch, llama  # noqa: E402
 
-FP8_HEAD = {"also_include": ["lm_head"]}
+FP8_HEAD = {"include": ["+lm_head"]}
 
 
 def prepared(model=None, backend="native:dynamic", **fields):
@@ -93,7 +93,7 @@ def test_restore_copies_and_pickles(fields):
 
 def test_activation_checkpointing_and_keeping_weight_casts():
     model, optimizer = prepared(fused_head=True, **FP8_HEAD)
-    fp8_backends.keep_weight_casts(model)
+    fp8_backends.training.preparation.keep_weight_casts(model)
     batch = counting_batch()[:8]
     gradients = []
     for _ in range(2):

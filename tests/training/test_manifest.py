@@ -85,16 +85,16 @@ def test_a_checkpoint_that_promised_no_manifest_may_have_none(tmp_path):
 
 
 def test_the_newest_whole_checkpoint_is_found_and_what_was_skipped_is_named(tmp_path, caplog):
-    assert fp8_backends.newest_checkpoint(tmp_path / "nothing") is None
+    assert fp8_backends.checkpoints.newest_checkpoint(tmp_path / "nothing") is None
     for step in (2, 9, 10):
         checkpoint(tmp_path / f"checkpoint-{step}", step)
     os.symlink(tmp_path / "checkpoint-10", tmp_path / "latest")
-    assert fp8_backends.newest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
-    assert fp8_backends.newest_checkpoint(tmp_path / "checkpoint-2") == str(tmp_path / "checkpoint-2")
+    assert fp8_backends.checkpoints.newest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
+    assert fp8_backends.checkpoints.newest_checkpoint(tmp_path / "checkpoint-2") == str(tmp_path / "checkpoint-2")
     (tmp_path / "checkpoint-10" / "model.safetensors").write_bytes(b"")
     checkpoint(tmp_path / "checkpoint-11", sealed=False)
     with caplog.at_level(logging.WARNING, "fp8_backends"):
-        assert fp8_backends.newest_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-9")
+        assert fp8_backends.checkpoints.newest_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-9")
     assert [record.args[0].name for record in caplog.records] == ["checkpoint-11", "checkpoint-10"]
     assert "model.safetensors" in caplog.text
 
@@ -102,7 +102,7 @@ def test_the_newest_whole_checkpoint_is_found_and_what_was_skipped_is_named(tmp_
 def test_names_without_a_number_go_by_the_time_they_were_saved(tmp_path):
     checkpoint(tmp_path / "zebra")
     checkpoint(tmp_path / "best")
-    assert fp8_backends.newest_checkpoint(tmp_path) == str(tmp_path / "best")
+    assert fp8_backends.checkpoints.newest_checkpoint(tmp_path) == str(tmp_path / "best")
 
 
 def rewritten(folder: Path, **changed) -> None:
@@ -124,33 +124,33 @@ def rewritten(folder: Path, **changed) -> None:
 def test_a_clock_that_was_set_back_does_not_bring_the_older_checkpoint_back(names, newest, tmp_path):
     for name, step, year in zip(names, (900, 1000), (2027, 2025), strict=True):
         rewritten(checkpoint(tmp_path / name), step=step, time=f"{year}-01-01T00:00:00+00:00")
-    assert fp8_backends.newest_checkpoint(tmp_path) == str(tmp_path / newest)
+    assert fp8_backends.checkpoints.newest_checkpoint(tmp_path) == str(tmp_path / newest)
     (checkpoint(tmp_path / "ended_early", sealed=False) / "model.safetensors").unlink()
     if not newest.startswith("checkpoint_"):
-        assert fp8_backends.newest_checkpoint(tmp_path) == str(tmp_path / newest)
+        assert fp8_backends.checkpoints.newest_checkpoint(tmp_path) == str(tmp_path / newest)
 
 
 def test_numbers_of_saves_come_before_steps_where_a_run_went_back(tmp_path):
     for number, step in ((0, 100), (1, 200), (2, 150)):
         checkpoint(tmp_path / f"checkpoint_{number}", step)
-    assert fp8_backends.newest_checkpoint(tmp_path) == str(tmp_path / "checkpoint_2")
+    assert fp8_backends.checkpoints.newest_checkpoint(tmp_path) == str(tmp_path / "checkpoint_2")
 
 
 def test_where_nothing_is_whole_a_run_begins_anew_unless_something_was(tmp_path):
     checkpoint(tmp_path / "checkpoint-1", sealed=False)
-    assert fp8_backends.newest_checkpoint(tmp_path) is None
+    assert fp8_backends.checkpoints.newest_checkpoint(tmp_path) is None
     (checkpoint(tmp_path / "checkpoint-0") / "model.safetensors").unlink()
     with pytest.raises(FP8BackendError, match="checkpoint-0 .*model.safetensors is missing"):
-        fp8_backends.newest_checkpoint(tmp_path)
+        fp8_backends.checkpoints.newest_checkpoint(tmp_path)
 
 
 def test_checkpoints_without_a_manifest_are_taken_where_none_has_one(tmp_path, capsys):
     for step in (1, 2):
         (checkpoint(tmp_path / f"checkpoint_{step}", sealed=False) / "fp8_backend.json").unlink()
-    assert fp8_backends.newest_checkpoint(tmp_path) == str(tmp_path / "checkpoint_2")
+    assert fp8_backends.checkpoints.newest_checkpoint(tmp_path) == str(tmp_path / "checkpoint_2")
     assert "carries no manifest" in capsys.readouterr().err
     checkpoint(tmp_path / "checkpoint_0")
-    assert fp8_backends.newest_checkpoint(tmp_path) == str(tmp_path / "checkpoint_0")
+    assert fp8_backends.checkpoints.newest_checkpoint(tmp_path) == str(tmp_path / "checkpoint_0")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`fp8_backends.plain_weights`: plain tensors inside, what was stored afterwards, and no change is lost."""
+"""`fp8_backends.checkpoints.plain_weights`: plain tensors inside, what was stored afterwards, and no change is lost."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_weights_are_plain_inside_and_training_goes_on_as_if_nothing_had_been(ba
     other, its_optimizer = prepared(backend, dtype)
     assert step(model, optimizer) == step(other, its_optimizer)
     parameters, values, before = list(model.parameters()), model.state_dict(), bits(model)
-    with fp8_backends.plain_weights(model) as same:
+    with fp8_backends.checkpoints.plain_weights(model) as same:
         assert same is model and all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
         assert all(type(p) is nn.Parameter and p.requires_grad for p in parameters)
         assert model.up.weight is model.embed.weight
@@ -79,7 +79,7 @@ def test_what_is_written_inside_is_kept_with_all_its_precision(backend):
     step(model, optimizer)
     wanted = model.down.weight.detach().clone()
     wanted[0] += wanted[0] * 1e-5  # less than half a step of FP16
-    with pytest.raises(RuntimeError, match="mine"), fp8_backends.plain_weights(model):
+    with pytest.raises(RuntimeError, match="mine"), fp8_backends.checkpoints.plain_weights(model):
         array = model.down.weight.detach().numpy()
         array[0] += array[0] * 1e-5
         raise RuntimeError("mine")
@@ -95,7 +95,7 @@ def test_what_bf16_does_not_show_of_an_fp16_weight_is_kept_where_nothing_was_wri
     exact = model.down.weight.exact(torch.float32)
     assert not torch.equal(exact, exact.bfloat16().float())
     exact[0] = 1.0
-    with fp8_backends.plain_weights(model), torch.no_grad():
+    with fp8_backends.checkpoints.plain_weights(model), torch.no_grad():
         model.down.weight[0] = 1.0
     assert torch.equal(model.down.weight.exact(torch.float32), exact)
 
@@ -105,7 +105,7 @@ def test_a_gradient_waits_outside_and_one_that_is_made_inside_is_stored_as_ever(
     other, its_optimizer = prepared("msamp:O2")
     for each in (model, other):
         each(torch.arange(64)).square().mean().backward()
-    with fp8_backends.plain_weights(model):
+    with fp8_backends.checkpoints.plain_weights(model):
         model(torch.arange(32)).square().mean().backward()
     other(torch.arange(32)).square().mean().backward()
     assert isinstance(model.down.weight.grad, ScaledTensor)
@@ -121,7 +121,7 @@ def test_weights_that_are_plain_anyway_stay_as_they_are(backend):
     if backend:
         fp8_backends.prepare(model, None, backend)
     before = dict(model.named_parameters())
-    with fp8_backends.plain_weights(model):
+    with fp8_backends.checkpoints.plain_weights(model):
         assert all(before[name] is p for name, p in model.named_parameters())
 
 
@@ -134,10 +134,10 @@ def frozen(scaling: str) -> nn.Module:
 def test_frozen_fp8_weights_are_plain_inside_and_keep_a_merged_adapter():
     model = frozen("dynamic")
     before, outputs = bits(model), model(torch.arange(8))
-    with fp8_backends.plain_weights(model):
+    with fp8_backends.checkpoints.plain_weights(model):
         assert type(model.down.weight) is nn.Parameter and torch.equal(model(torch.arange(8)), outputs)
     assert isinstance(model.down.weight, ScaledTensor) and all(map(torch.equal, before, bits(model)))
-    with fp8_backends.plain_weights(model):
+    with fp8_backends.checkpoints.plain_weights(model):
         model.down.weight += 1e-3
         wanted = model.down.weight.clone()
     assert isinstance(model.down.weight, ScaledTensor) and torch.equal(model.down.weight.exact(), wanted)
@@ -151,11 +151,11 @@ def test_codes_of_a_checkpoint_come_back_and_a_change_that_they_cannot_hold_is_n
     nn.init.constant_(layer.weight_scale_inv, 0.01)
     model = nn.Sequential(layer)
     fp8_backends.prepare(model, None, fp8_backends.NativeRecipeKwargs(scaling="blockwise", fp8_params=True))
-    with fp8_backends.plain_weights(model):
+    with fp8_backends.checkpoints.plain_weights(model):
         assert type(layer.weight) is nn.Parameter
     assert type(layer.weight) is BlockCodes
     with pytest.raises(FP8BackendError, match=r"0.weight: .*cannot hold what was written.*fp8_backends.restore"):
-        with fp8_backends.plain_weights(model):
+        with fp8_backends.checkpoints.plain_weights(model):
             layer.weight += 1e-3
             wanted = layer.weight.clone()
     assert type(layer.weight) is nn.Parameter and torch.equal(layer.weight, wanted)
@@ -164,12 +164,12 @@ def test_codes_of_a_checkpoint_come_back_and_a_change_that_they_cannot_hold_is_n
 def test_what_is_restored_replaced_or_moved_inside_is_taken_as_it_is():
     model, _ = prepared("msamp:O2")
     values = model.state_dict()
-    with fp8_backends.plain_weights(model):
+    with fp8_backends.checkpoints.plain_weights(model):
         model.down.weight = nn.Parameter(torch.ones(32, 64))
         model.to(torch.float64)
     assert isinstance(model.down.weight, ScaledTensor) and (model.down.weight == 1).all()
     assert model.up.weight.dtype == torch.float64 and torch.equal(model.up.weight, values["up.weight"].double())
-    with fp8_backends.plain_weights(model):
+    with fp8_backends.checkpoints.plain_weights(model):
         fp8_backends.restore(model)
     assert all(type(p) is nn.Parameter for p in model.parameters()) and type(model.down) is nn.Linear
 
@@ -178,11 +178,11 @@ def test_a_weight_that_a_graph_holds_is_named_and_prepare_stores_it_later():
     model, optimizer = prepared("msamp:O2")
     loss = model.eval()(torch.arange(8)).sum()
     with pytest.raises(FP8BackendError, match=r"weight: its storage cannot be swapped"):
-        with fp8_backends.plain_weights(model):
+        with fp8_backends.checkpoints.plain_weights(model):
             raise AssertionError("nothing runs inside")
     loss.backward()
     with pytest.raises(FP8BackendError, match=r"down.weight: .*it is plain until fp8_backends.prepare"):
-        with fp8_backends.plain_weights(model):
+        with fp8_backends.checkpoints.plain_weights(model):
             held = model(torch.arange(8))
     assert type(model.down.weight) is nn.Parameter
     del held

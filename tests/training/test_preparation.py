@@ -91,9 +91,9 @@ def test_swapped_arguments_are_explained():
     [
         fp8_backends.audit,
         fp8_backends.restore,
-        fp8_backends.dequantize,
-        lambda model: fp8_backends.plain_weights(model).__enter__(),
-        lambda model: fp8_backends.export(model, "nowhere"),
+        fp8_backends.checkpoints.dequantize,
+        lambda model: fp8_backends.checkpoints.plain_weights(model).__enter__(),
+        lambda model: fp8_backends.checkpoints.export(model, "nowhere"),
         lambda model: fp8_backends.validate("native", model),
     ],
     ids=["audit", "restore", "dequantize", "plain_weights", "export", "validate"],

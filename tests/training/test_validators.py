@@ -216,8 +216,7 @@ AO_UNPADDED = {"backend": "ao", "pad_inner_dim": False}
 GUARDED = {"backend": "native", "guard": "warn"}
 GRADIENTS = {"backend": "native", "gradient_comm": "fp8"}
 ACTIVATIONS = {"backend": "native", "activation_comm": "fp8"}
-WEIGHTS = {"backend": "native", "weight_comm": "fp8"}
-FUSED = {"backend": "te", "fuse_norms": True}
+WEIGHTS = {"backend": "native", "enable_fsdp_float8_all_gather": True}
 FP16 = {"backend": "native", "autocast_dtype": "fp16"}
 RELEASED = {"backend": "msamp:O2", "gradient_release": True}
 SHARED = {"tensor_parallel": 2}
@@ -232,15 +231,7 @@ CASES = [
     ("autocast_deepspeed", (FP16, DS), ({"backend": "native", "autocast_dtype": "bf16"}, DS), "autocast_dtype='fp16'"),
     ("fp8_gradients_deepspeed", (GRADIENTS, DS), (GRADIENTS, DDP), ""),
     ("fp8_weights_engine", (WEIGHTS, DS), (WEIGHTS, FSDP2), "deepspeed"),
-    ("fp8_weights_alone", (WEIGHTS, DDP), (WEIGHTS, FSDP2), ""),
     ("guard_engine", (GUARDED, DS), (GUARDED, DDP), "guard='warn' with deepspeed"),
-    (
-        "monitor_without_steps",
-        ({"backend": "native", "monitor_layers": "0"}, {}),
-        ({"backend": "native", "monitor_layers": "0", "monitor_every": 10}, {}),
-        "",
-    ),
-    ("fuse_norms_zero3", (FUSED, {**DS, "zero_stage": 3}), (FUSED, {**DS, "zero_stage": 2}), ""),
     ("o3_alone", ("msamp:O3", {"world_size": 1}), ("msamp:O3", {"world_size": 2}), ""),
     ("shared_states_saving", ("msamp:O4", DDP), ({"backend": "msamp:O3", "shard_states": False}, DDP), ""),
     ("tensor_parallel", ("native", {**DS, **SHARED}), ("native", {**FSDP2, **SHARED}), "2 ranks share layers"),
@@ -398,12 +389,6 @@ REFUSED = [
     ("level_fsdp1", "te+msamp:O1", {"parallel": "fsdp1"}, {"parallel": "fsdp2"}),
     ("fp8_params_sharded", {"backend": "native", "fp8_params": True}, {"parallel": "fsdp2"}, {"parallel": "ddp"}),
     (
-        "fuse_norms_zero3",
-        {"backend": "te", "fuse_norms": True},
-        {"parallel": "deepspeed", "zero_stage": 3},
-        {"parallel": "deepspeed"},
-    ),
-    (
         "fp8_gradients_deepspeed",
         {"backend": "native", "gradient_comm": "fp8"},
         {"parallel": "deepspeed"},
@@ -411,7 +396,7 @@ REFUSED = [
     ),
     (
         "fp8_weights_engine",
-        {"backend": "native", "weight_comm": "fp8"},
+        {"backend": "native", "enable_fsdp_float8_all_gather": True},
         {"parallel": "fsdp1"},
         {"parallel": "fsdp2"},
     ),

@@ -22,7 +22,6 @@ DEEPSPEED_PRECISION = (
 )
 UNCOMPILED = ("NO", "EAGER", "AOT_EAGER")
 """Backends of torch.compile that make no kernels."""
-_NAMING = frozenset(each.name for each in NAMING)
 _MOST_NAMED = 5
 """Unknown keys in one error."""
 
@@ -67,7 +66,7 @@ class TrainingConfig:
         kept: dict[str, Any] = {"backend": backend}
         resolve(kept)
         for name, value in self.fields.items():
-            if name in _NAMING:
+            if name in NAMING:
                 continue
             try:
                 resolve({**kept, name: value})
@@ -102,7 +101,7 @@ class TrainingConfig:
 def given_fields(recipe: Recipe) -> dict[str, Any]:
     """Return the fields beside its name in which a recipe differs from its backend's defaults."""
     given = recipe.to_kwargs().items()
-    return {name: value for name, value in given if name not in _NAMING and not _is_default(recipe, name, value)}
+    return {name: value for name, value in given if name not in NAMING and not _is_default(recipe, name, value)}
 
 
 def yaml_fields(recipe: Recipe) -> dict[str, Any]:

@@ -12,7 +12,7 @@ which its products read it, or in one with a view where views will do (`numerics
 copy of x, made from high precision, and backward quantizes the weight again.
 
 A weight may be stored in scaled precision (`ScaledTensor`, MS-AMP's levels): FP16 data becomes w8 without a copy of its
-values, E4M3 data is w8. Frozen FP8 weights (`fp8_params`) lie so, too (`frozen`).
+values, E4M3 data is w8. Frozen FP8 weights (`fp8_params`) lie so, too.
 
 Experts of transformers' mixtures, whose weights lie in one 3-D Parameter, run the same products in groups (`experts`).
 """
@@ -20,7 +20,7 @@ Experts of transformers' mixtures, whose weights lie in one 3-D Parameter, run t
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,30 +30,29 @@ from ...numerics.faults import Faults
 from ...numerics.formats import RECIPE_FORMATS
 from ...numerics.kernels.triton_gate import usable
 from ...numerics.modules import owner_of, plain_name
+from ...numerics.parameter_swap import swap
 from ...numerics.scaling import Quantized, look_at_state, rolled_delayed_states, rolled_window_states
 from ...numerics.sharded_tensor import device_of, local_part
 from ...numerics.statistics import Cast
 from ..counts import DGRAD, KINDS, ProductCounts, inside_backward
 from ..cut_layers import refuse_cut_since
 from ..derivatives import refuse_transforms
-from ..fields import LEVELS, NATIVE_FIELDS, Field
-from ..frozen_weights import check
+from ..fields import LEVELS, RULE_FIELDS, Field
+from ..frozen_weights import check, freeze
 from ..hardware import Availability
 from ..interface import Compute, Recipe, check_saved_states
 from ..layer_parts import is_parallel
 from ..products import EMULATED, engine_for
 from . import experts as fp8_experts
-from . import fused_gates, fused_norms
 from .block_products import block_engine_for
 from .casts import cast_of
 from .experts import FP8Experts, FP8ExpertWeight
-from .frozen import freeze
 from .fused_head import FP8Head
 from .gathers import ExpertCodes, WeightCodes
 from .grouped_products import grouped_engine_for
 from .layer_rule import STATEFUL, LayerRule, Stored
 from .ledger import Ledger, with_noted_amaxes
-from .linear import FP8Linear, FP8Products
+from .linear import FROZEN, FP8Linear, FP8Products, frozen
 from .shared_codes import SharedCodes
 from .tensor_parallel import Cut, cut_obstacle
 
@@ -73,7 +72,7 @@ class NativeCompute(Compute):
     default_scaling = "dynamic"
     level_scaling = "window"
     levels: tuple[str, ...] = LEVELS
-    fields: tuple[Field | str, ...] = NATIVE_FIELDS
+    fields: tuple[Field | str, ...] = (*RULE_FIELDS, "enable_fsdp_float8_all_gather", "fused_head")
     casts_by = "the layer's own rule"
 
     def availability(self) -> Availability:
@@ -99,12 +98,6 @@ class NativeCompute(Compute):
         with torch.device("meta"):
             carrier = FP8Conv1D(conv.nf, conv.nx)
         return _around(conv, carrier, recipe, shared)
-
-    def fused_activations(
-        self, root: nn.Module, recipe: Recipe, layers: Container[nn.Module]
-    ) -> list[tuple[nn.Module, nn.Module]]:
-        keeps_nan = layer_rule(recipe).keeps_nan
-        return fused_gates.carriers(root, layers, keeps_nan) + fused_norms.carriers(root, keeps_nan)
 
     def build_head(self, linear: nn.Linear, recipe: Recipe, shared: SharedCodes) -> FP8Head:
         carrier = FP8Head(linear.in_features, linear.out_features, bias=False, device="meta")
@@ -132,7 +125,8 @@ class NativeCompute(Compute):
 
     def store_weights(self, root: nn.Module, recipe: Recipe) -> None:
         if recipe.fp8_params:
-            freeze(root, dict(self._layers(root)))
+            layers = dict(self._layers(root))
+            freeze(root, layers, lambda weight: isinstance(weight, FROZEN), lambda weight, _: frozen(weight), _thaw)
 
     def takes_block_codes(self, recipe: Recipe) -> bool:
         return bool(recipe.fp8_params) and recipe.scaling == "blockwise"
@@ -147,7 +141,8 @@ class NativeCompute(Compute):
         for (_, rule, *_), (states, stacked) in _states_of_layers(root, "window").items():
             formats = (rule.forward_format, rule.forward_format, rule.gradient_format)
             _write(states, rolled_window_states(stacked, formats))
-        if (rolls := _rolls_of(root)) is not None and not inside_backward():
+        rolls = next((hook for hook in root._forward_pre_hooks.values() if isinstance(hook, RollDelayedStates)), None)
+        if rolls is not None and not inside_backward():
             rolls.roll(root)  # also where a loop calls parts of the model
 
     def is_converted(self, module: nn.Module) -> bool:
@@ -190,7 +185,8 @@ class NativeCompute(Compute):
         # at a level, and with codes that serve both products: then nothing of what FSDP2 does is lost, compiled code
         # among it, and no number differs. A stock model's weights are the user's to read in forward
         by_default = recipe.level != "O0" and all(len(each.products) == 1 for each in codes.values())
-        if recipe.weight_comm == "plain" or (recipe.weight_comm == "auto" and not by_default):
+        asked = recipe.enable_fsdp_float8_all_gather
+        if not (by_default if asked is None else asked):
             return {}
         for key, hook in root._forward_pre_hooks.items():
             if isinstance(hook, RollDelayedStates):  # before FSDP2's, which gathers codes by the scale of this step
@@ -265,10 +261,6 @@ class RollDelayedStates:
             _write(group, rolled_delayed_states(states, torch.cat(limits), self.margin, self.algorithm, self.interval))
 
 
-def _rolls_of(root: nn.Module) -> RollDelayedStates | None:
-    return next((hook for hook in root._forward_pre_hooks.values() if isinstance(hook, RollDelayedStates)), None)
-
-
 def _write(states: list[torch.Tensor], stacked: torch.Tensor) -> None:
     """Copy new values into live states."""
     # `data`: compiled code may still read a state for a backward
@@ -301,6 +293,12 @@ def _collect_amaxes(root: nn.Module) -> None:
     for scaling in STATEFUL:
         for states, stacked in _states_of_layers(root, scaling).values():
             _write(states, stacked)
+
+
+def _thaw(layer: nn.Module) -> None:
+    """Undo `freeze` on one layer."""
+    if isinstance(layer.weight, FROZEN):
+        swap(layer.weight, layer.weight.exact(), "weight")
 
 
 def _around(layer: nn.Module, carrier: FP8Products, recipe: Recipe, shared: SharedCodes) -> FP8Products:

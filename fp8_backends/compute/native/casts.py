@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from ...numerics.kernels.quantize.known_amax import as_matrix
 from ...numerics.scaled_tensor import ScaledTensor
 from ...numerics.scaling import (
     GRAD_OUTPUT,
@@ -37,7 +36,7 @@ def cast_of(layer: FP8Products, tensor: int, values: torch.Tensor) -> Cast | Non
     if tensor == WEIGHT:
         return _cast_of_weight(layer, values)
     fmt = rule.gradient_format if tensor == GRAD_OUTPUT else rule.forward_format
-    matrix = as_matrix(values, values.shape[-1])
+    matrix = values.detach().reshape(-1, values.shape[-1])
     if rule.along is not None:
         return in_blocks(matrix, fmt, rule.along.blocks)
     amax = tensor_amax(matrix)

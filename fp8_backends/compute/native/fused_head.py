@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import torch
 
-from ...numerics.block_codes import BlockCodes
 from ...numerics.formats import Format
 from ...numerics.kernels.quantize.layouts import Layouts
-from ...numerics.scaled_tensor import ScaledTensor
 from ...numerics.scaling import GRAD_OUTPUT, INPUT, Quantized
 from ..counts import DGRAD, FPROP, KINDS, RECOMPUTED, WGRAD
 from ..deferred_logits import DefersLogits
 from ..head_loss import HeadProducts
 from ..products import plain_product, scaled_product
 from .layer_rule import Stored, quantized
-from .linear import FP8Linear
+from .linear import FROZEN, FP8Linear
 
 
 class FP8Head(DefersLogits, FP8Linear):
-    """`FP8Linear` that defers its logits."""
-
-    weight_types = (ScaledTensor, BlockCodes)
+    weight_types = FROZEN
 
     def head_products(self, out_dtype: torch.dtype) -> FP8HeadProducts:
         self._follow(self.weight.device)

@@ -73,7 +73,7 @@ class GroupedFunction(torch.autograd.Function):
         if needs_wgrad and not rule.high_precision[WGRAD]:
             saved_for_wgrad = x8.along_rows()
         gathered = isinstance(weight, GatheredCodes)
-        if needs_dgrad and not (gathered or _dgrad_reads_weight(rule)):
+        if needs_dgrad and not (gathered or rule.dgrad_reads_weight):
             saved_for_dgrad = w8.along_rows()
         elif needs_dgrad:  # what is gathered anew for backward as the Parameter, as in `LinearFunction`
             saved_for_dgrad = (weight, None) if gathered or stored.scale_inv is None else stored
@@ -121,7 +121,7 @@ def quantized_weight(
         state: of the delayed rule, or None; only read.
         cut: how ranks share each expert, where they do.
     """
-    rows, columns = not rule.high_precision[FPROP], for_dgrad and not _dgrad_reads_weight(rule)
+    rows, columns = not rule.high_precision[FPROP], for_dgrad and not rule.dgrad_reads_weight
     return _oriented_layouts(rule, cut, stored, transposed, state, rows, columns) if rows or columns else Layouts()
 
 
@@ -212,11 +212,6 @@ def _record(rule: LayerRule, state: torch.Tensor | None, tensor: int, amax: torc
     """Keep an amax that no cast has recorded in the states. Compiled code notes it in the ledger instead."""
     if amax is not None and not torch.compiler.is_compiling():
         record_amaxes(state, tensor, amax, rule.keeps_nan)
-
-
-def _dgrad_reads_weight(rule: LayerRule) -> bool:
-    """Whether dgrad finds the weight as it is stored, and not codes of w.T that forward has made."""
-    return rule.high_precision[DGRAD] or rule.along is not None
 
 
 def _dgrad(rule, cut, dy, dy8: Layouts, weight: Stored, transposed, groups) -> torch.Tensor:

@@ -26,7 +26,7 @@ from ...numerics.scaling import (
     record_amax,
     record_window_amax,
 )
-from ..counts import KINDS
+from ..counts import DGRAD, KINDS
 from ..products import scaled_product
 from .block_products import block_scaled_product
 from .tensor_parallel import Split
@@ -94,6 +94,11 @@ class LayerRule(NamedTuple):
         as those with one scale do."""
         fprop, _, wgrad = self.high_precision
         return self.fp8_activations and self.along is None and not (fprop or wgrad)
+
+    @property
+    def dgrad_reads_weight(self) -> bool:
+        """Return True if dgrad reads the weight as it is stored, not codes of w.T made in forward."""
+        return self.high_precision[KINDS.index(DGRAD)] or self.along is not None
 
     @property
     def keeps_nan(self) -> bool:

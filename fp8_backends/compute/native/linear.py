@@ -8,10 +8,11 @@ import torch.utils.checkpoint
 from torch import nn
 
 from ...numerics import gathered_codes
+from ...numerics.block_codes import BlockCodes
 from ...numerics.gathered_codes import GatheredCodes, WithoutTokens
-from ...numerics.kernels.quantize.known_amax import as_matrix
 from ...numerics.kernels.quantize.layouts import Layouts
 from ...numerics.parameter_swap import belongings_kept
+from ...numerics.scaled_tensor import ScaledTensor, quantize
 from ...numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT, Quantized
 from ...numerics.sharded_tensor import is_distributed
 from ..cut_layers import note_whether_cut, refuse_cut_since
@@ -19,7 +20,6 @@ from ..derivatives import refuse_second_derivative, refuse_transforms
 from ..frozen_weights import check_running
 from ..interface import COMPUTE_DTYPES
 from ..products import plain_product, scaled_product, wgrad_dtype
-from . import frozen
 from .layer_rule import LayerRule, Stored, known_amax, new_state, quantized, record
 from .ledger import KeepsLedger, Ledger
 from .shared_codes import SharedCodes
@@ -27,6 +27,16 @@ from .tensor_parallel import Cut, Operands, Split, arrived, gathered, local_oper
 
 FPROP, DGRAD, WGRAD = range(3)
 """Elements of a rule's `high_precision`."""
+
+FROZEN = (ScaledTensor, BlockCodes)
+"""Types of frozen FP8 weights (`fp8_params`), whose codes products read as they lie. A ScaledTensor has E4M3 codes with
+one scale, a power of two: FP32 and bf16 hold every value exactly, and a saved weight is loaded to the bit. BlockCodes
+keep the codes of an FP8 checkpoint, with a scale for 128 x 128 values."""
+
+
+def frozen(weight: torch.Tensor) -> ScaledTensor:
+    """Quantize a weight to a frozen one of the same dtype."""
+    return quantize(weight.detach(), torch.float8_e4m3fn, weight.dtype)
 
 
 class FP8Products(KeepsLedger):
@@ -73,7 +83,7 @@ class FP8Products(KeepsLedger):
             return super().forward(input)
         refuse_transforms()
         if self.fp8_rule.frozen_weight:
-            check_running(self, frozen.is_frozen(self.weight))
+            check_running(self, isinstance(self.weight, FROZEN))
         refuse_cut_since(self, input)
         self._follow(self.weight.device)
         if not torch.compiler.is_compiling():
@@ -111,7 +121,8 @@ class FP8Products(KeepsLedger):
         newest, made, x, split = self.fp8_ledger.newest(rule, recorded, INPUT), [], operands.input, operands.input_split
 
         def make() -> Layouts:
-            matrix, columns = as_matrix(operands.values, x.shape[-1]), for_wgrad and not operands.is_gathered
+            matrix = operands.values.detach().reshape(-1, x.shape[-1])
+            columns = for_wgrad and not operands.is_gathered
             codes = quantized(matrix, fmt, rule, state, INPUT, columns=columns, record=newest, split=split)
             made.append(gathered(operands.origin, codes) if operands.is_gathered else codes)
             return made[0]
@@ -160,14 +171,14 @@ class FP8Products(KeepsLedger):
 
     def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.fp8_rule.frozen_weight and frozen.is_frozen(self.weight):
+        if self.fp8_rule.frozen_weight and isinstance(self.weight, FROZEN):
             destination[f"{prefix}weight"] = values = self.weight.exact()
             self.weight.state_dict_copies.add(values, f"{prefix}weight")
 
     def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
-        if self.fp8_rule.frozen_weight and not frozen.is_frozen(self.weight):  # `assign=True`: another Parameter
-            self.weight = nn.Parameter(frozen.quantized(self.weight), requires_grad=False)
+        if self.fp8_rule.frozen_weight and not isinstance(self.weight, FROZEN):  # `assign=True`: another Parameter
+            self.weight = nn.Parameter(frozen(self.weight), requires_grad=False)
 
 
 class FP8Linear(FP8Products, nn.Linear):
@@ -203,7 +214,7 @@ class LinearFunction(torch.autograd.Function):
             saved_for_wgrad = (x, None) if rule.high_precision[WGRAD] else x8.along_rows()
         if ctx.needs_input_grad[0]:
             gathered = isinstance(weight, GatheredCodes)
-            if gathered or _dgrad_reads_weight(rule):
+            if gathered or rule.dgrad_reads_weight:
                 # a plain weight as the Parameter, not as its data: DeepSpeed's ZeRO-3 takes the gathered data out of it
                 # after forward and puts new data in for backward, which frees nothing while someone holds the old
                 is_anew = gathered or stored.scale_inv is None
@@ -222,7 +233,7 @@ class LinearFunction(torch.autograd.Function):
         refuse_second_derivative()
         rule, saved = ctx.rule, ctx.saved_tensors
         needs_dgrad, needs_wgrad, needs_bias = ctx.needs_input_grad[:3]
-        dy = as_matrix(arrived(dy), dy.shape[-1])
+        dy = arrived(dy).detach().reshape(-1, dy.shape[-1])
         dx = dw = db = dy8 = None
         fp8_dgrad = needs_dgrad and not rule.high_precision[DGRAD]
         fp8_wgrad = needs_wgrad and not rule.high_precision[WGRAD]
@@ -245,18 +256,13 @@ class LinearFunction(torch.autograd.Function):
         return dx, dw, db, *(None,) * 9
 
 
-def _dgrad_reads_weight(rule: LayerRule) -> bool:
-    """Whether dgrad finds the weight as it is stored, and not codes of w.T that forward has made."""
-    return rule.high_precision[DGRAD] or rule.along is not None
-
-
 def _weight_for_dgrad(rule, weight, scale_inv, transposed) -> Stored:
     """What was saved for dgrad, as `_dgrad` takes it."""
     if isinstance(weight, GatheredCodes):
         stored = Stored.of(weight, gathered_codes.DGRAD)
-        return stored.t() if transposed == _dgrad_reads_weight(rule) else stored
+        return stored.t() if transposed == rule.dgrad_reads_weight else stored
     stored = Stored(weight, scale_inv)
-    return stored.t() if transposed and _dgrad_reads_weight(rule) else stored
+    return stored.t() if transposed and rule.dgrad_reads_weight else stored
 
 
 def is_checkpointed() -> bool:

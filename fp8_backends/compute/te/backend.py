@@ -21,21 +21,30 @@ from torch import nn
 
 from ...errors import BackendUnavailableError, RecipeError
 from ...numerics.faults import AMAX, POSITIVE, Faults
+from ...numerics.formats import RECIPE_FORMATS
 from ...numerics.modules import plain_name
 from ...numerics.scaled_tensor import ScaledTensor
-from ...numerics.scaling import Quantized
-from ...numerics.sharded_tensor import local_part
-from ...numerics.statistics import Cast
+from ...numerics.scaling import (
+    GRAD_OUTPUT,
+    MX,
+    SQUARES,
+    VECTORS,
+    WEIGHT,
+    Quantized,
+    scale_from_amax,
+    tensor_amax,
+)
+from ...numerics.sharded_tensor import is_distributed, local_part
+from ...numerics.statistics import Cast, in_blocks
 from .. import expert_functions, hardware
 from ..chips import INSTALL_TE
 from ..counts import WGRAD
 from ..expert_functions import ExpertWeight, is_expert_parallel, sizes_of
-from ..fields import LEVELS, Field
+from ..fields import LEVELS, RULE_FIELDS, Field
 from ..frozen_weights import check
 from ..hardware import Availability
-from ..interface import Compute, Fusion, Norm, Recipe, check_saved_states
+from ..interface import Compute, Norm, Recipe, check_saved_states
 from ..profiling import Layer
-from .fields import FIELDS
 
 if TYPE_CHECKING:
     from .conv1d import TEConv1D
@@ -51,6 +60,9 @@ REINSTALL = (
 )
 _INSTEAD = "use the native rule of the same name (native:delayed for te:delayed), which has the same numbers"
 
+_BLOCKS = {"blockwise": (VECTORS, SQUARES), "mxfp8": (MX, MX)}
+"""Of activations and gradients, and of weights."""
+
 
 class TransformerEngineCompute(Compute):
     """The products of `te.Linear`."""
@@ -59,7 +71,7 @@ class TransformerEngineCompute(Compute):
     scalings: tuple[str, ...] = ("delayed", "dynamic", "blockwise", "mxfp8")
     default_scaling = "delayed"
     levels: tuple[str, ...] = LEVELS
-    fields: tuple[Field | str, ...] = FIELDS
+    fields: tuple[Field | str, ...] = (*RULE_FIELDS, "fused_head")
     casts_by = "the native equivalent of TransformerEngine's rule"
 
     def availability(self) -> Availability:
@@ -95,11 +107,6 @@ class TransformerEngineCompute(Compute):
                 f"precision, (False, False, True): TransformerEngine itself reads the field no more since version 2.1. "
                 f"Use that, or native:{recipe.scaling}, which honours every combination"
             )
-        if recipe.fuse_norms and any(recipe.override_linear_precision):
-            raise RecipeError(
-                "fuse_norms=True leaves no normed values in high precision, of which "
-                "override_linear_precision=(False, False, True) makes the weight gradient: leave one of the two out"
-            )
 
     def unfit(self, linear: nn.Linear, recipe: Recipe) -> str | None:
         return super().unfit(linear, recipe) or _unaligned(linear.in_features, linear.out_features, recipe)
@@ -123,19 +130,13 @@ class TransformerEngineCompute(Compute):
 
         return norms(root, bool(recipe.use_autocast_during_eval))
 
-    def fuse(self, root: nn.Module, recipe: Recipe, new: dict[nn.Module, nn.Module]) -> list[Fusion]:
-        if not recipe.fuse_norms:
-            return []
-        from .fusion import fuse
-
-        return fuse(root, new)
-
     def new_shared(self, root: nn.Module, recipe: Recipe) -> ModelState:
         load()
         from .recipes import check_device, check_version
         from .region import ModelState
 
-        check_version(recipe)
+        if recipe.level != "O0":
+            check_version(recipe.name, instead=f"te:{recipe.scaling}")
         check_device(recipe)
         return ModelState(recipe)
 
@@ -146,9 +147,9 @@ class TransformerEngineCompute(Compute):
 
     def build_conv1d(self, conv: nn.Module, recipe: Recipe, shared: ModelState) -> TEConv1D:
         from .conv1d import TEConv1D
-        from .recipes import check_version_for_conv1d
+        from .recipes import check_version
 
-        check_version_for_conv1d(recipe)
+        check_version(f"{recipe.name} of Conv1D layers", instead=f"native:{recipe.scaling}")
         if recipe.fp8_params and recipe.scaling == "mxfp8":
             raise RecipeError(
                 "fp8_params=True does not go with te:mxfp8 and a Conv1D: TransformerEngine's MXFP8 weights cannot be "
@@ -160,9 +161,9 @@ class TransformerEngineCompute(Compute):
 
     def build_experts(self, experts: nn.Module, parts: list[str], recipe: Recipe, shared: ModelState) -> TEExperts:
         from .experts import build
-        from .recipes import check_version_for_experts
+        from .recipes import check_version
 
-        check_version_for_experts(recipe)
+        check_version(f"{recipe.name} of experts", f"native:{recipe.scaling}, or exclude them", of_experts=True)
         return build(experts, parts, shared)
 
     def attach(self, root: nn.Module, recipe: Recipe, shared: ModelState) -> None:
@@ -221,9 +222,27 @@ class TransformerEngineCompute(Compute):
         return Quantized(weight._data, weight._scale_inv) if is_known else None
 
     def cast_of(self, module: TEProducts | TEExpertWeight, tensor: int, values: torch.Tensor) -> Cast | None:
-        from .casts import cast_of
-
-        return None if isinstance(module, ExpertWeight) else cast_of(module, tensor, values)
+        """Return the cast by the equal rules of `numerics.scaling`, and by TransformerEngine's own scales if they are
+        delayed. None for a weight that is sharded, or stored in a form that is multiplied without a cast."""
+        recipe = module.te_state.recipe
+        if isinstance(module, ExpertWeight) or not (module.training or recipe.use_autocast_during_eval):
+            return None
+        if tensor == WEIGHT:
+            values = module.matrix
+            if is_distributed(values) or type(values.data) is not torch.Tensor or isinstance(values, ScaledTensor):
+                return None
+        forward, gradient = RECIPE_FORMATS[recipe.fp8_format]
+        fmt = gradient if tensor == GRAD_OUTPUT else forward
+        matrix = values.detach().reshape(-1, values.shape[-1])
+        if recipe.scaling in _BLOCKS:
+            return in_blocks(matrix, fmt, _BLOCKS[recipe.scaling][tensor == WEIGHT])
+        amax = tensor_amax(matrix)
+        if recipe.scaling != "delayed":
+            return Cast(matrix, fmt, amax, scale_from_amax(amax, fmt))
+        state = module.delayed_state("backward" if tensor == GRAD_OUTPUT else "forward")
+        if state is None:
+            return None
+        return Cast(matrix, fmt, amax, state.scale[0 if tensor == GRAD_OUTPUT else tensor].clone())
 
     def scaling_state(self, root: nn.Module) -> dict[str, torch.Tensor]:
         return {

@@ -83,28 +83,24 @@ class TEProducts(TELayer, te.Linear):
         return self._forward_in_fp8(input)
 
     @torch.compiler.disable
-    def _forward_in_fp8(self, x: torch.Tensor, kind: type[nn.Module] = te.Linear) -> torch.Tensor:
-        """The output, as TransformerEngine's class `kind` computes it of the rows of x."""
+    def _forward_in_fp8(self, x: torch.Tensor) -> torch.Tensor:
         matrix = x.reshape(-1, self.in_features)
         rows = matrix.shape[0]
         if padding := -rows % self.te_state.rows_multiple:
-            matrix = self._padded(matrix, padding, kind)
-        y = self._in_region(matrix, kind)
+            matrix = F.pad(matrix, (0, 0, 0, padding))
+        y = self._in_region(matrix)
         # no view, as with `F.linear`: autograd refuses to change a view of a function with two outputs in place
         return torch.ops.aten._unsafe_view(y[:rows] if padding else y, (*x.shape[:-1], self.out_features))
 
-    def _padded(self, matrix: torch.Tensor, rows: int, kind: type[nn.Module]) -> torch.Tensor:
-        return F.pad(matrix, (0, 0, 0, rows))
-
-    def _products(self, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    def _products(self, x: torch.Tensor) -> torch.Tensor:
         if self.te_state.recipe.fp8_params:
             check_running(self, weights.is_frozen(self.weight) and not self.is_fsdp2)
-        y = super()._products(x, *arguments)
+        y = super()._products(x)
         return PlainWgrad.apply(y, x.detach(), self.matrix) if self.te_state.plain_wgrad else y
 
-    def _multiply(self, x: torch.Tensor, kind: type[nn.Module]) -> torch.Tensor:
+    def _multiply(self, x: torch.Tensor) -> torch.Tensor:
         with saved_by_name(self.weight) if self.transposed_weight else contextlib.nullcontext():
-            return kind.forward(self, x)
+            return te.Linear.forward(self, x)
 
     # what a module does beside computing
 

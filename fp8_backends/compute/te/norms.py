@@ -37,9 +37,10 @@ _STATE_METHODS = ("get_extra_state", "set_extra_state", "_load_from_state_dict",
 
 
 def norms(root: nn.Module, in_eval: bool) -> list[Norm]:
-    """Every normalisation layer over the last dimensions in `root` that is not swapped yet, each with its carrier or
-    the reason why it has none."""
-    return [_norm(module, in_eval) for module in root.modules() if _is_norm(module) and not is_swapped(module)]
+    """Return every normalisation layer over the last dimensions in `root` that is not swapped yet, each with its
+    carrier or the reason why it has none."""
+    modules = (module for module in root.modules() if not isinstance(type(module), _Swapped))
+    return [_norm(module, in_eval) for module in modules if _is_norm(module)]
 
 
 def _norm(module: nn.Module, in_eval: bool) -> Norm:
@@ -56,11 +57,6 @@ def _norm(module: nn.Module, in_eval: bool) -> Norm:
     for name in own:  # the same number under the same name, such as eps: it stays when the class is restored
         del carrier.__dict__[name]
     return Norm(module, carrier, None)
-
-
-def is_swapped(module: nn.Module) -> bool:
-    """Whether this is one of the norms of TransformerEngine that `norms` made."""
-    return isinstance(type(module), _Swapped)
 
 
 # what a module computes
@@ -162,24 +158,22 @@ def _class_for(original: type[nn.Module], is_layer_norm: bool) -> type[nn.Module
 
     base = te.LayerNorm if is_layer_norm else te.RMSNorm
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        device = x.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        in_use = self.training or self.te_in_eval
-        if not in_use or dtype not in COMPUTE_DTYPES or not x.is_floating_point() or x.numel() == 0:
-            return original.forward(self, x)
-        pending = None if self.te_pair is None else self.te_pair.pending(x)
-        return self.in_te(x) if pending is None else pending
-
     @torch.compiler.disable
     def in_te(self, x: torch.Tensor) -> torch.Tensor:
         y = base.forward(self, x)
         # no view, as with PyTorch's own: FSDP2 warns of an output that is one, and autograd may refuse to change it
         return torch.ops.aten._unsafe_view(y, y.shape)
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        in_use = self.training or self.te_in_eval
+        if not in_use or dtype not in COMPUTE_DTYPES or not x.is_floating_point() or x.numel() == 0:
+            return original.forward(self, x)
+        return in_te(self, x)
+
     members: dict[str, Any] = {name: getattr(nn.Module, name) for name in _STATE_METHODS}
-    members |= {"te_original": original, "forward": forward, "in_te": in_te, "__module__": __name__}
-    members["te_pair"] = None  # with the Linear that norms its input in this one's place, if one does (`fusion`)
+    members |= {"te_original": original, "forward": forward, "__module__": __name__}
     if hasattr(original, "reset_parameters"):
         members["reset_parameters"] = original.reset_parameters
     return _Swapped(f"TE{original.__name__}", (base, original), members)

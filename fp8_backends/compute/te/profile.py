@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import transformer_engine.pytorch.module.grouped_linear as te_grouped_linear_module
-import transformer_engine.pytorch.module.layernorm_linear as te_norm_linear_module
 import transformer_engine.pytorch.module.linear as te_linear_module
 
 from ...errors import FP8BackendError
@@ -28,7 +27,6 @@ from .region import ModelState
 
 _PLACES = (
     (te_linear_module, "general_gemm"),
-    (te_norm_linear_module, "general_gemm"),
     (te_grouped_linear_module, "general_grouped_gemm"),
 )
 """Where TransformerEngine's linear layers look up what multiplies."""
@@ -57,7 +55,6 @@ class TEProductProfile:
         return self.running
 
     def start(self, take_over: bool = False, shapes: bool = True, begun: torch.nn.Module | None = None) -> bool:
-        """Begin to count."""
         self.restart()
         _watch(self._watcher, self._states)
         self._end = weakref.finalize(self, _unwatch, self._watcher, self._states)

@@ -15,7 +15,6 @@ from transformer_engine.common import recipe as te_recipe
 from transformer_engine.pytorch.tensor import QuantizedTensor
 
 from ...errors import BackendUnavailableError, RecipeError
-from .amax_group import unpacked
 
 try:
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager, RecipeState
@@ -80,42 +79,24 @@ def recipe_object(recipe: Recipe) -> te_recipe.Recipe:
     )
 
 
-def autocast(te_object: te_recipe.Recipe, recipe: Recipe) -> Any:
+def autocast(te_object: te_recipe.Recipe) -> Any:
     """The context manager in which TransformerEngine's modules run in FP8."""
-    group = unpacked(recipe.fp8_group)
     if hasattr(te, "autocast"):
-        return te.autocast(enabled=True, recipe=te_object, amax_reduction_group=group)
-    return te.fp8_autocast(enabled=True, fp8_recipe=te_object, fp8_group=group)  # before 2.9
+        return te.autocast(enabled=True, recipe=te_object)
+    return te.fp8_autocast(enabled=True, fp8_recipe=te_object)  # before 2.9
 
 
-def check_version(recipe: Recipe) -> None:
-    """Raise `BackendUnavailableError` where this version of TransformerEngine cannot be given a level's weights."""
-    if recipe.level != "O0":
-        _check_takes_other_weights(recipe.name, instead=f"te:{recipe.scaling}")
-
-
-def check_version_for_conv1d(recipe: Recipe) -> None:
-    """Raise `BackendUnavailableError` where this version of TransformerEngine cannot be given transposed weights."""
-    _check_takes_other_weights(f"{recipe.name} of Conv1D layers", instead=f"native:{recipe.scaling}")
-
-
-def check_version_for_experts(recipe: Recipe) -> None:
-    """Raise `BackendUnavailableError` where this version of TransformerEngine cannot be given experts' weights."""
-    if "_get_bias_tensors" not in vars(te.GroupedLinear):
-        instead = f"native:{recipe.scaling}, or exclude them"
-        raise _takes_no_other_weights(f"{recipe.name} of experts", "te.GroupedLinear", "2.14", instead)
-
-
-def _check_takes_other_weights(what: str, instead: str) -> None:
-    if "_get_weight_tensors" not in vars(te.Linear):
-        raise _takes_no_other_weights(what, "te.Linear", "2.9", instead)
-
-
-def _takes_no_other_weights(what: str, kind: str, since: str, instead: str) -> BackendUnavailableError:
-    return BackendUnavailableError(
-        f"{what} cannot run here: {kind} of TransformerEngine {VERSION} takes no weight but its own. "
-        f"Fix: pip install -U 'transformer-engine[pytorch]' ({since} or newer), or use {instead}"
-    )
+def check_version(what: str, instead: str, of_experts: bool = False) -> None:
+    """Raise `BackendUnavailableError` if `te.Linear`, or `te.GroupedLinear` for experts, takes no weight but its own in
+    this version. Levels, Conv1D and experts give it others."""
+    kind, method, since = te.Linear, "_get_weight_tensors", "2.9"
+    if of_experts:
+        kind, method, since = te.GroupedLinear, "_get_bias_tensors", "2.14"
+    if method not in vars(kind):
+        raise BackendUnavailableError(
+            f"{what} cannot run here: te.{kind.__name__} of TransformerEngine {VERSION} takes no weight but its own. "
+            f"Fix: pip install -U 'transformer-engine[pytorch]' ({since} or newer), or use {instead}"
+        )
 
 
 def check_device(recipe: Recipe) -> None:

@@ -17,11 +17,16 @@ import torch
 from torch import distributed, nn
 from torch.autograd import Variable
 
-from ...errors import RecipeError
+from ...errors import RecipeError, Refusal
 from ..counts import inside_backward
 from ..interface import Recipe
-from .fields import DELAYED_PIPELINE
 from .recipes import FP8GlobalStateManager, autocast, recipe_object, rows_multiple
+
+DELAYED_PIPELINE = Refusal(
+    "delayed scales of te do not go with a pipeline: after each forward TransformerEngine takes the largest amaxes of "
+    "all ranks, and ranks with other stages would never come to that",
+    "use te:dynamic, whose scales need no agreement, or native:delayed",
+)
 
 
 class ModelState:
@@ -68,14 +73,14 @@ class Region:
             when the outermost region ends. After any other, scales and amaxes are as before.
 
     Raises:
-        RecipeError: it records in a stage of a pipeline, and `fp8_group` does not say which ranks share amaxes.
+        RecipeError: it records delayed scales in a stage of a pipeline.
     """
 
     def __init__(self, state: ModelState, records: bool) -> None:
         if records and _takes_amaxes_of_all_ranks(state) and _inside_pipeline():
             raise RecipeError(DELAYED_PIPELINE)
         self.records = records
-        self._autocast = autocast(state.te_recipe, state.recipe)
+        self._autocast = autocast(state.te_recipe)
 
     def __enter__(self) -> Region:
         self._autocast.__enter__()
@@ -159,7 +164,7 @@ def _leave_interrupted(calls: list[FrameType | None]) -> None:
 
 
 def _takes_amaxes_of_all_ranks(state: ModelState) -> bool:
-    if not state.te_recipe.delayed() or state.recipe.fp8_group is not None:
+    if not state.te_recipe.delayed():
         return False
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 

@@ -17,6 +17,9 @@ import torch
 from torch import nn
 
 from ...errors import BackendUnavailableError, RecipeError
+from ...numerics.formats import FORMATS, Format
+from ...numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT, Blocks, scale_inv_of, tensor_amax
+from ...numerics.sharded_tensor import is_distributed
 from ...numerics.statistics import Cast
 from .. import hardware
 from ..cut_layers import note_whether_cut
@@ -25,17 +28,20 @@ from ..hardware import Availability
 from ..interface import Compute, Recipe
 from ..layer_parts import part_obstacle
 from . import cpu_scaled_mm
-from .fields import FIELDS, scaling_of
-from .library import products_in_high_precision
+from .fields import scaling_of
 
 if TYPE_CHECKING:
     from torchao.float8 import Float8LinearConfig
+
+    from .linear import AOProducts
 
 ALIGNMENT = 16
 """A GPU's FP8 products take multiples of this. TorchAO pads the contraction, not the columns of a result."""
 
 CONFIG_OPTIONS = ("pad_inner_dim", "enable_fsdp_float8_all_gather")
 """Recipe fields that are fields of `Float8LinearConfig` too."""
+
+_CAST_CONFIGS = {INPUT: "cast_config_input", WEIGHT: "cast_config_weight", GRAD_OUTPUT: "cast_config_grad_output"}
 
 
 class TorchAOCompute(Compute):
@@ -45,7 +51,7 @@ class TorchAOCompute(Compute):
     scalings: tuple[str, ...] = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
     default_scaling = "tensorwise"
     unnamed_scalings: tuple[str, ...] = ("custom",)
-    fields: tuple[Field | str, ...] = FIELDS
+    fields: tuple[Field | str, ...] = ("config", "pad_inner_dim", "enable_fsdp_float8_all_gather", "fused_head")
     casts_by = "TorchAO's formulas for the same values"
 
     def availability(self) -> Availability:
@@ -63,11 +69,6 @@ class TorchAOCompute(Compute):
             _check_config(recipe)
         elif recipe.scaling == "custom":
             raise RecipeError("ao:custom stands for a Float8LinearConfig of your own: pass config=")
-        if recipe.auto_filter and recipe.scaling == "rowwise_with_gw_hp":
-            raise RecipeError(
-                "auto_filter: TorchAO has no automatic filter for ao:rowwise_with_gw_hp; "
-                "drop auto_filter, or choose layers with include and exclude"
-            )
         if asks_for_all_gather(recipe) and recipe.scaling != "tensorwise":
             raise RecipeError(
                 f"enable_fsdp_float8_all_gather: TorchAO gathers FP8 weights with ao:tensorwise only, not with "
@@ -82,8 +83,6 @@ class TorchAOCompute(Compute):
             return f"{sizes} are {unaligned}, and TorchAO cannot pad them"
         if reason := part_obstacle(linear, ALIGNMENT, f"{unaligned}, and TorchAO cannot pad them"):
             return reason
-        if recipe.auto_filter and not _auto_filter(recipe.scaling)(linear, ""):
-            return f"{sizes} is too small to gain by FP8, says TorchAO's automatic filter for {recipe.scaling}"
         return None
 
     def new_shared(self, root: nn.Module, recipe: Recipe) -> Float8LinearConfig:
@@ -142,12 +141,34 @@ class TorchAOCompute(Compute):
     def engine(self, module: nn.Module) -> str:
         return "emulated" if module.config.emulate else "ao"
 
-    def cast_of(self, module: nn.Module, tensor: int, values: torch.Tensor) -> Cast | None:
-        from .casts import cast_of
+    def cast_of(self, module: AOProducts, tensor: int, values: torch.Tensor) -> Cast | None:
+        """Return the cast for fprop, and of the gradient that for dgrad, by TorchAO's formulas. None for a sharded
+        weight, and for one that FSDP2 has gathered in FP8."""
+        from torchao.float8.config import ScalingGranularity, ScalingType
+        from torchao.float8.float8_utils import amax_to_scale
 
-        return cast_of(module, tensor, values)
+        config = getattr(module.config, _CAST_CONFIGS[tensor])
+        is_plain = not is_distributed(values) and type(values.data) is torch.Tensor
+        if config.scaling_type is ScalingType.DISABLED or not is_plain:
+            return None
+        values = values.detach()
+        values = values.t() if tensor == WEIGHT and module.transposed_weight else values
+        if tensor == INPUT and torch.is_autocast_enabled():
+            values = values.to(torch.get_autocast_dtype("cuda"))  # as TorchAO's forward does
+        matrix, fmt = values.reshape(-1, values.shape[-1]), FORMATS[config.target_dtype]
+        amax = tensor_amax(matrix)
+
+        def scale(amax: torch.Tensor, fmt: Format) -> torch.Tensor:
+            power_of_two = module.config.round_scales_to_power_of_2
+            return amax_to_scale(amax, fmt.dtype, round_scales_to_power_of_2=power_of_two)
+
+        if config.scaling_granularity is ScalingGranularity.AXISWISE:
+            return Cast(matrix, fmt, amax, blocks=Blocks(1, None, scale, scale_inv_of))
+        return Cast(matrix, fmt, amax, scale(amax, fmt))
 
     def high_precision_products(self, recipe: Recipe) -> tuple[str, ...]:
+        from .linear import products_in_high_precision
+
         return products_in_high_precision(linear_config(recipe))
 
 
@@ -193,8 +214,6 @@ def _check_config(recipe: Recipe) -> None:
         raise RecipeError(
             f"ao:{recipe.scaling} and a config whose casts are {scaling} disagree: leave one of the two out"
         )
-    if recipe.auto_filter and scaling not in ("tensorwise", "rowwise"):
-        raise RecipeError(f"auto_filter: TorchAO has no automatic filter for a {scaling} config; drop auto_filter")
 
 
 def asks_for_all_gather(recipe: Recipe) -> bool:
@@ -212,12 +231,6 @@ def _cpu_multiplies_rowwise() -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def _auto_filter(scaling: str):
-    from torchao.float8 import _auto_filter_for_recipe
-
-    return _auto_filter_for_recipe(scaling, [])
 
 
 def _products_are_emulated() -> bool:

@@ -1,16 +1,15 @@
-"""Recipe fields of `ao`. Imports nothing of TorchAO."""
+"""Read a `Float8LinearConfig` that a recipe holds. Imports nothing of TorchAO."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..fields import FUSED_HEAD, Field, Variable, flag
-
 if TYPE_CHECKING:
     from torchao.float8 import Float8LinearConfig
 
 
-def _config(value: Any) -> Float8LinearConfig:
+def float8_config(value: Any) -> Float8LinearConfig:
+    """Parse the field `config`."""
     if type(value).__name__ != "Float8LinearConfig":
         raise ValueError("must be a torchao.float8.Float8LinearConfig")
     return value
@@ -32,39 +31,3 @@ _RECIPE_OF_RULES = {
     ("axiswise",) * 6: "rowwise",
     ("axiswise", "axiswise", "axiswise", "off", "tensorwise", "off"): "rowwise_with_gw_hp",
 }
-
-FIELDS = (
-    Field(
-        "config",
-        None,
-        _config,
-        "A torchao.float8.Float8LinearConfig, used as it is.",
-        names_scaling=scaling_of,
-        is_object=True,
-    ),
-    Field(
-        "pad_inner_dim",
-        None,
-        flag,
-        "Pad products whose inner dimension is no multiple of 16 (on unless it is turned off).",
-        launcher_default=True,
-    ),
-    Field(
-        "enable_fsdp_float8_all_gather",
-        None,
-        flag,
-        "Gather weights in FP8 under FSDP2.",
-        launcher_default=True,
-        # where a value that equals the launcher's default is meant, and would count as not given
-        further_variables=(Variable("ALL_GATHER"),),
-    ),
-    Field(
-        "auto_filter",
-        False,
-        flag,
-        "Leave layers in high precision that TorchAO finds too small to gain.",
-        launcher_default=False,
-    ),
-    FUSED_HEAD,
-)
-"""In the order of Accelerate's `AORecipeKwargs`, then ours."""

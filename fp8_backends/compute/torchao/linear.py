@@ -5,14 +5,15 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torchao.float8 import Float8LinearConfig
 from torchao.float8.float8_linear import Float8Linear
 from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
 from ...errors import FP8BackendError
+from ..counts import DGRAD, FPROP, WGRAD
 from ..cut_layers import refuse_cut_since
 from ..derivatives import refuse_second_derivative, refuse_transforms
 from ..saved_weights import saved_by_name
-from .library import products_in_high_precision
 
 
 class AOProducts(nn.Module):
@@ -64,13 +65,21 @@ class AOProducts(nn.Module):
 
 
 class AOLinear(AOProducts, Float8Linear):
-    """TorchAO's `Float8Linear`."""
-
     _products = Float8Linear.forward
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.fp8_wgrad = "wgrad" not in products_in_high_precision(self.config)
+        self.fp8_wgrad = WGRAD not in products_in_high_precision(self.config)
 
     def extra_repr(self) -> str:
         return super().extra_repr().replace("cast_configs=", "ao ").rstrip('"')
+
+
+def products_in_high_precision(config: Float8LinearConfig) -> tuple[str, ...]:
+    """Return those of fprop, dgrad and wgrad that a configuration does not cast to FP8."""
+    casts = (
+        (FPROP, config.cast_config_input),
+        (DGRAD, config.cast_config_grad_output),
+        (WGRAD, config.cast_config_input_for_grad_weight),
+    )
+    return tuple(kind for kind, cast in casts if cast.scaling_type.value == "disabled")

@@ -24,7 +24,11 @@ class AOWeight(WeightWithDynamicFloat8CastTensor):
     @classmethod
     def __torch_dispatch__(cls, func, types, args, kwargs=None):
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        return tree_map_only(WeightWithDynamicFloat8CastTensor, _as_own, result)
+        return tree_map_only(
+            WeightWithDynamicFloat8CastTensor,
+            lambda weight: AOWeight(weight._tensor, weight._linear_mm_config, weight._dtype),
+            result,
+        )
 
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
         (codes,), metadata = super().fsdp_pre_all_gather(mesh)
@@ -39,10 +43,6 @@ class AOWeight(WeightWithDynamicFloat8CastTensor):
         codes = gathered.reshape(-1)[: size.numel()].view(self._dtype).view(size)
         result = super().fsdp_post_all_gather((codes,), metadata, param_dtype, out=out)
         return None if result is None else (result[0], (gathered,))
-
-
-def _as_own(weight: WeightWithDynamicFloat8CastTensor) -> AOWeight:
-    return AOWeight(weight._tensor, weight._linear_mm_config, weight._dtype)
 
 
 torch.serialization.add_safe_globals([AOWeight])

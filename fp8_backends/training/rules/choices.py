@@ -126,13 +126,6 @@ RECIPE_RULES = (
         "fp16 around FP8 needs a loss scaler: Accelerate makes one, a loop of your own must",
         "use bf16 where the device has it",
     ),
-    Rule(
-        "monitor_without_steps",
-        "warning",
-        lambda s: not s.recipe.monitor_every and not s.recipe.given.isdisjoint(("monitor_layers", "monitor_file")),
-        "monitor_layers and monitor_file have no effect with monitor_every=0: no statistics are taken",
-        "set monitor_every, such as 100",
-    ),
 )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from ...comm.ddp import HOOK_AT_A_LEVEL
 from ...compute.frozen_weights import SHARDED
-from ...compute.te.fields import FUSED_NORMS_SHARDED
 from .setup import Rule, Setup, always
 
 
@@ -14,6 +13,10 @@ def _asks_for_all_gather(setup: Setup) -> bool:
     from ...compute.torchao.backend import asks_for_all_gather  # slow: its products load torch's compiler
 
     return asks_for_all_gather(setup.recipe)
+
+
+def _native_gathers(setup: Setup) -> bool:
+    return setup.recipe.compute == "native" and bool(setup.recipe.enable_fsdp_float8_all_gather)
 
 
 def _own_autocast(setup: Setup) -> bool:
@@ -175,25 +178,12 @@ ENGINE_RULES = (
     Rule(
         "fp8_weights_engine",
         "error",
-        lambda s: s.recipe.weight_comm == "fp8" and s.parallel in ("deepspeed", "fsdp1"),
-        'weight_comm="fp8" has no effect on DeepSpeed and FSDP1, which gather weights themselves, as they are stored',
-        "leave weight_comm out, or use FSDP2 (fsdp_version: 2), where weights travel in FP8",
+        lambda s: s.parallel in ("deepspeed", "fsdp1") and _native_gathers(s),
+        "enable_fsdp_float8_all_gather has no effect on DeepSpeed and FSDP1, which gather weights themselves, as they "
+        "are stored",
+        "leave enable_fsdp_float8_all_gather out, or use FSDP2 (fsdp_version: 2), where weights travel in FP8",
         lambda s: s.parallel,
         always,
-    ),
-    Rule(
-        "fp8_weights_alone",
-        "info",
-        lambda s: s.recipe.weight_comm == "fp8" and (s.parallel == "ddp" or s.world_size == 1),
-        'weight_comm="fp8" has no effect where every rank has whole weights: no weight is gathered',
-        "leave weight_comm out, or use FSDP2 (fsdp_version: 2)",
-    ),
-    Rule(
-        "fuse_norms_zero3",
-        "error",
-        lambda s: s.recipe.fuse_norms and s.parallel == "deepspeed" and s.zero_stage == 3,
-        *FUSED_NORMS_SHARDED,
-        is_raised=always,
     ),
     Rule(
         "fused_head_sharded",

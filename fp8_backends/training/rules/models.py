@@ -91,8 +91,7 @@ MODEL_RULES = (
         "error",
         lambda s: s.expected is not None and not s.expected.converted,
         "no layer of this model can run in FP8",
-        "look at the reasons, and at include, also_include and exclude; a model whose products are not Linear layers "
-        "trains in bf16",
+        "look at the reasons, and at include and exclude; a model whose products are not Linear layers trains in bf16",
         lambda s: _reasons(s) or "it has no Linear",
     ),
     Rule(
@@ -100,7 +99,7 @@ MODEL_RULES = (
         "warning",
         lambda s: s.expected is not None and bool(s.expected.converted) and s.expected.flops_share < 0.5,
         "less than half of the products with weights would run in FP8, and gains show when most do",
-        "name more of what can be converted in include, or in also_include, such as the output head; or train in bf16",
+        "name more of what can be converted in include, such as +lm_head, the output head; or train in bf16",
         lambda s: f"{share(s.expected.flops_share)}; {_reasons(s)}",
     ),
     Rule(
@@ -144,8 +143,8 @@ MODEL_RULES = (
         "info",
         lambda s: s.recipe.compute in PADS_NOTHING and _off(s.vocab_size, s.recipe) and _has_vocabulary_head(s),
         "te and ao cannot pad the vocabulary to a multiple of 16 (te:mxfp8: 32), so the output head stays in high "
-        "precision, even if also_include names it",
-        "model.resize_token_embeddings(n, pad_to_multiple_of=64), or also_include the head with native, which pads it",
+        "precision, even if include names it",
+        "model.resize_token_embeddings(n, pad_to_multiple_of=64), or include the head with native, which pads it",
         lambda s: f"vocab_size {_next_multiple(s.vocab_size, s.recipe)}",
     ),
     Rule(

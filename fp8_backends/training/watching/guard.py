@@ -46,6 +46,11 @@ CLIPPED, STUCK, APART, ALONE = "clipped", "stuck", "apart", "alone"
 """Kinds of faults; `Fault` explains them."""
 OF_STATE = ", its optimizer state"
 
+COMPARED_EVERY = 100
+"""Steps from one comparison of the replicas of all ranks to the next."""
+LEFT_OUT_AT_MOST = 50
+"""Steps that guard=skip leaves out in a row before it stops the training."""
+
 Save = Callable[[int], "str | None"]
 """Saves the training as it is before a step; returns where, or None where it has no place for it."""
 
@@ -208,7 +213,7 @@ class Guard:
             look, self._late = self._look_before(), on_its_way(look)
         found = [] if look is None else self._faults_in(look, optimizer, groups)
         self._together += 1
-        if groups and self._together % self.recipe.guard_every == 0:
+        if groups and self._together % COMPARED_EVERY == 0:
             found += self._replicas_apart(groups)
         self._left_out = self._left_out if found else 0
         if found:
@@ -352,9 +357,9 @@ class Guard:
             done += f", {counted(self._scaling.renew(self._roots(), look.stuck), 'scaling state')} began anew"
         self._note(found, done)
         self._left_out += 1
-        if self._left_out > self.recipe.guard_steps:
+        if self._left_out > LEFT_OUT_AT_MOST:
             raise FP8BackendError(
-                f"guard: {self.found[-1]}. guard_steps={self.recipe.guard_steps} steps in a row were left out before "
+                f"guard: {self.found[-1]}. {LEFT_OUT_AT_MOST} steps in a row were left out before "
                 "it, so the fault stays: look at the data and the learning rate, or resume from an earlier checkpoint"
             )
 
@@ -376,7 +381,10 @@ class Guard:
         for fault in (fault._replace(done=done) for fault in found):
             self.found.append(fault)
             if fault.kind not in self._logged and (on_every_rank or is_main_process()):
-                logger.warning("guard: %s. Later ones of this kind are in fp8_backends.faults(optimizer)", fault)
+                logger.warning(
+                    "guard: %s. Later ones of this kind are in fp8_backends.training.watching.guard.faults(optimizer)",
+                    fault,
+                )
             self._logged.add(fault.kind)
 
     def _stop(self, found: list[Fault], saved: str | None) -> None:

@@ -30,7 +30,6 @@ from torch import nn
 from ...announcement import is_main_process
 from ...compute.counts import inside_backward
 from ...compute.interface import ShowsCasts
-from ...errors import RecipeError
 from ...numerics.formats import FORMAT_OF, FORMATS, ROOT8
 from ...numerics.modules import CONVERSION, inert_hook, is_traced
 from ...numerics.scaled_tensor import ScaledTensor, tensor_amax_of
@@ -40,9 +39,7 @@ from ...numerics.statistics import Numbers, Statistics, read, statistics_of, sta
 from ...words import listed, share
 from ..auditing import converted_layers, steps_of
 from ..conversion import PREPARED, prepared_roots
-from ..layer_filter import NamePattern
 from ..observed import observed_of
-from ..weight_products import FP8
 from .guard import guard_of
 
 if TYPE_CHECKING:
@@ -73,11 +70,7 @@ Report = Callable[[dict[str, float], int], None]
 
 def watch(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
     """Sample the prepared models that this optimizer trains, where the recipe has a `monitor_every`. A model that two
-    optimizers train is sampled by the steps of the first. Repeated, the latest recipe says what is sampled.
-
-    Raises:
-        RecipeError: a pattern of `monitor_layers` matches no FP8 layer.
-    """
+    optimizers train is sampled by the steps of the first. Repeated, the latest recipe says what is sampled."""
     monitor = monitor_of(optimizer)
     if monitor is not None:
         monitor.recipe = recipe
@@ -118,7 +111,6 @@ class Monitor:
         """What the log has named already."""
 
     def add(self, prefix: str, root: nn.Module, prepared: Prepared) -> None:
-        _check_patterns(self.recipe, prepared)
         self.roots[root] = prefix
 
     def __call__(self, optimizer: torch.optim.Optimizer, args, kwargs) -> None:
@@ -134,8 +126,7 @@ class Monitor:
         prepared = [(root, root.__dict__[PREPARED]) for root in self.roots if PREPARED in root.__dict__]
         if not prepared:  # all were restored
             return
-        patterns = self.recipe.monitor_layers or ("*",)
-        self.sample = Sample([Watched(root, each, patterns) for root, each in prepared], is_main_process())
+        self.sample = Sample([Watched(root, each) for root, each in prepared], is_main_process())
         # an optimizer that goes before its next step leaves nothing behind
         gone = weakref.finalize(optimizer, self.sample.close)
         gone.atexit = False
@@ -197,17 +188,10 @@ class Monitor:
 
 
 class Watched:
-    """A prepared root and those of its layers whose statistics are wanted."""
+    """A prepared root and its FP8 layers."""
 
-    def __init__(self, root: nn.Module, prepared: Prepared, patterns: Iterable[str]) -> None:
-        self.root, self.prepared = root, prepared
-        patterns = [NamePattern(text) for text in patterns]
-        wanted = {
-            product.name
-            for product in prepared.report.products
-            if any(pattern.matches(product) for pattern in patterns)
-        }
-        self.layers = {name: each for name, each in converted_layers(root, prepared).items() if name in wanted}
+    def __init__(self, root: nn.Module, prepared: Prepared) -> None:
+        self.root, self.prepared, self.layers = root, prepared, converted_layers(root, prepared)
 
     @property
     def runs_compiled(self) -> bool:
@@ -324,14 +308,6 @@ def _stored_of(weight: torch.Tensor, optimizers: Iterable[torch.optim.Optimizer]
 def _of_stored(tensor: ScaledTensor) -> Statistics:
     fmt, amax = FORMATS[tensor._data.dtype], tensor_amax_of(tensor.dequantize(torch.float32))
     return statistics_of_codes(tensor._data, tensor._scale_inv, amax.sqrt() if fmt is ROOT8 else amax, fmt)
-
-
-def _check_patterns(recipe: Recipe, prepared: Prepared) -> None:
-    products = [product for product in prepared.report.products if product.state == FP8]
-    for text in recipe.monitor_layers or ():
-        if not any(map(NamePattern(text).matches, products)):
-            names = listed(product.name for product in products)
-            raise RecipeError(f"monitor_layers: no FP8 layer of this model matches {text!r}; there are {names}")
 
 
 def _ends_within_a_line(path: Path) -> bool:

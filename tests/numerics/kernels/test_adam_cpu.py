@@ -1,4 +1,4 @@
-"""The Adam step in C++: all parameters in one call a pass, the passes of PyTorch operations to the bit."""
+"""The Adam step in C++: all parameters in one pass, and PyTorch's operations to the bit."""
 
 import os
 import subprocess
@@ -8,10 +8,14 @@ import textwrap
 import pytest
 import torch
 import warm_process
-from test_adam_passes import CASES, bits, needs_compiler, slots, value
+from hypothesis import given, settings
+from hypothesis import strategies as some
+from test_adam_bounds import OPTIONS, all_bits, jobs, positive
+from test_adam_passes import CASES, bits, needs_compiler, slot, slots, value
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp8_backends.numerics.kernels.adam import cpu
+from fp8_backends.numerics.kernels.adam.bounds import LEAST_ROOT, measured
 from fp8_backends.numerics.kernels.adam.dispatch import AdamSteps, Job, Slot, adam_hyper
 from fp8_backends.numerics.kernels.adam.table import AdamTable
 from fp8_backends.numerics.scaled_tensor import quantize
@@ -19,85 +23,110 @@ from fp8_backends.numerics.scaled_tensor import quantize
 pytestmark = needs_compiler
 
 E4M3 = torch.float8_e4m3fn
-SIZES = (3000, 1, 70_001, 16, 130)  # vectors and less, a chunk and more
-OPTIONS = {
-    "adamw": {"decoupled": True, "maximize": False, "rounding": "stochastic"},
-    "adam": {"decoupled": False, "maximize": True, "rounding": "nearest"},
-}
 
 
-def jobs(case="O2", options="adamw", copied=False, sizes=SIZES):
-    made = []
-    for i, numel in enumerate(sizes):
-        hyper = adam_hyper(1e-3 * (i + 1), (0.9, 0.999), 1e-8, 0.1, torch.tensor(float(i + 1)), "cpu")
-        copy = Slot(torch.zeros(numel, dtype=E4M3), torch.ones(())) if copied else None
-        made.append(Job(*slots(case, numel, i), hyper, seed=2**20 + i, copy=copy, first=2**31 - 40, **OPTIONS[options]))
-    return made
-
-
-def all_bits(of):
-    return bits([each for job in of for each in (*job[:4], job.copy) if each is not None])
-
-
-def both(make, passes=1):
-    """Jobs after a step by the kernels, and by PyTorch's operations."""
+def stepped(make, steps=1):
+    """Jobs after steps by the kernels, and by PyTorch's operations. The bounds of all are compared."""
     ours, expected = make(), make()
     before = all_bits(ours)
-    for _ in range(passes):
-        steps = AdamSteps(ours)
-        assert {type(part.kernels) for part, _ in steps._parts} == {cpu.CPUKernels}
-        steps.run()
-        AdamSteps(expected, fused=False).run()
+    for _ in range(steps):
+        made, eager = AdamSteps(ours), AdamSteps(expected, fused=False)
+        assert {type(part.kernels) for part, _ in made._parts} == {cpu.CPUKernels}
+        if all(job.kind.bounded for job in ours):
+            for job, *bounds in zip(ours, made.amaxes(), eager.amaxes(), strict=True):
+                first, second = ([Slot(bound) for bound in of if bound is not None] for of in bounds)
+                assert bits(first) == bits(second) or not job.weight.data.numel()
+            for job, other in zip(ours, expected, strict=True):
+                job.record.copy_(other.record)  # `amaxes` has begun a step
+        AdamSteps(ours).run()
+        eager.run()
     assert all_bits(ours) != before
     return ours, expected
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_all_parameters_are_stepped_to_the_bit(case):
-    ours, expected = both(lambda: jobs(case))
+KINDS = [*((case, "adamw") for case in CASES), *((case, "adam") for case in ("O1", "O2", "O4"))]
+
+
+@pytest.mark.parametrize("case,options", KINDS)
+def test_all_parameters_are_stepped_to_the_bit(case, options):
+    ours, expected = stepped(lambda: jobs(case, options), steps=2)
     assert all_bits(ours) == all_bits(expected)
+    assert all(torch.equal(job.record, measured(*job.written)) for job in ours if job.kind.bounded)
 
 
-def test_other_options_to_the_bit():
-    ours, expected = both(lambda: jobs("O2", "adam"))
+def test_the_copy_of_a_master_is_cast_to_the_bit_with_the_scale_of_the_bound():
+    ours, expected = stepped(lambda: jobs(copied=True), steps=3)
     assert all_bits(ours) == all_bits(expected)
+    largest = value(ours[0].copy).abs().max()
+    assert 1 / 1.07 <= largest / ours[0].record[0] <= 1.07
 
 
-def test_the_copy_of_a_master_is_cast_to_the_bit():
-    ours, expected = both(lambda: jobs("O2", copied=True), passes=3)
-    assert all_bits(ours) == all_bits(expected)
+@settings(max_examples=40, deadline=None)
+@given(
+    numel=some.integers(1, 300),
+    sizes=some.tuples(positive, positive, positive, positive),
+    spread=some.sampled_from([0.0, 1.0, 8.0]),
+    zeros=some.tuples(*[some.sampled_from([0.0, 0.5, 1.0])] * 4),
+    seed=some.integers(0, 2**31),
+)
+def test_any_states_are_stepped_to_the_bit(numel, sizes, spread, zeros, seed):
+    """Such as no run of Adam has: a share of each of them is 0, alone and in whole blocks."""
+    generator = torch.Generator().manual_seed(seed)
 
+    def values(size, share):
+        spreads = 2.0 ** (spread * torch.randn(numel, generator=generator))
+        kept = torch.rand(-(-numel // 64), generator=generator).repeat_interleave(64)[:numel] >= share
+        kept &= torch.rand(numel, generator=generator) >= share / 2
+        return kept * (size * torch.randn(numel, generator=generator) * spreads).clamp(-(2.0**62), 2.0**62)
 
-def test_a_copy_is_cast_again_where_rounding_changed_its_scale():
-    """A weight of 448 that grows to 448.05, for which E4M3 needs a scale of 1/2, is stored as 448, where it is 1."""
+    w, g, m, v = (values(*each) for each in zip(sizes, zeros, strict=True))
+    inputs = [w, g, m, v.abs()]
 
     def make():
-        zeros, weight = torch.zeros(1500), quantize(torch.linspace(-448.0, 448.0, 1500), torch.float16)
-        parts = (Slot(weight._data, weight._scale_inv), Slot(zeros - 1), Slot(zeros), Slot(zeros.clone()))
-        hyper = adam_hyper(0.05, (0.9, 0.999), 1e-8, 0.0, torch.tensor(1.0), "cpu")
-        copy = Slot(torch.zeros(1500, dtype=E4M3), torch.zeros(()))
-        return [Job(*parts, hyper, decoupled=True, maximize=False, rounding="nearest", seed=0, copy=copy)]
+        parts = [slot(x, kind) for x, kind in zip(inputs, CASES["O4"], strict=True)]
+        hyper = adam_hyper(1e-3, (0.9, 0.999), 1e-8, 0.1, torch.tensor(3.0), "cpu")
+        job = Job(*parts, hyper, seed=seed, **OPTIONS["adamw"])
+        return [job._replace(record=measured(*job.written))]
 
-    ours, expected = both(make)
-    assert all_bits(ours) == all_bits(expected) and ours[0].copy.scale_inv == 1.0
+    ours, expected = make(), make()
+    for _ in range(2):
+        AdamSteps(ours).run()
+        AdamSteps(expected, fused=False).run()
+    assert all_bits(ours) == all_bits(expected)
+    assert torch.equal(ours[0].record, measured(*ours[0].written))
+
+
+@pytest.mark.parametrize("case", ["O2", "O4"])
+def test_the_record_has_what_is_stored_of_a_positive_second_moment_that_rounds_to_zero(case):
+    def make():
+        ones, largest = torch.ones(64), torch.tensor([1e10] + [0.0] * 63)
+        values = ones, 1e-6 * ones, ones, largest
+        parts = [slot(x, kind) for x, kind in zip(values, CASES[case], strict=True)]
+        hyper = adam_hyper(1e-3, (0.9, 0.999), 1e-8, 0.0, torch.tensor(3.0), "cpu")
+        return [Job(*parts, hyper, seed=0, record=measured(parts[0], *parts[2:]), **OPTIONS["adamw"])]
+
+    ours, expected = stepped(make)
+    assert all_bits(ours) == all_bits(expected) and (value(ours[0].exp_avg_sq) > 1e-10).all()
+    assert torch.equal(ours[0].record, measured(*ours[0].written))
 
 
 @pytest.mark.parametrize("case", ["O2", "all blocks", "wide gradient", "O4"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_gradient_that_is_not_finite_counts_as_zero_and_others_do_not(case, bad):
-    def make():
+    def make(bad=bad):
         first, *others = jobs(case)
         values = value(first.grad)
         values[2999] = bad
-        if first.grad.scale_inv is None:
-            return [first._replace(grad=Slot(values)), *others]
-        made = quantize(values, first.grad.data.dtype, block_size=first.grad.block_size)
-        return [first._replace(grad=Slot(made._data, made._scale_inv, made.block_size)), *others]
+        made = quantize(values, E4M3, block_size=first.grad.block_size)
+        scaled = Slot(made._data, made._scale_inv, made.block_size)
+        return [first._replace(grad=Slot(values) if first.grad.scale_inv is None else scaled), *others]
 
-    ours, expected = both(make)
-    assert all_bits(ours) == all_bits(expected)
-    still = jobs(case)[:1]
+    ours, expected = stepped(make)
+    assert all_bits(ours) == all_bits(expected) and ours[0].record.isfinite().all()
+    still = make(0.0)[:1]
     still[0].grad.data.zero_()
+    # the bound of a gradient of codes is that of its scale
+    still = [still[0]._replace(finite=torch.tensor(False))]
     AdamSteps(still, fused=False).run()
     assert bits([ours[0].weight]) == bits([still[0].weight])
 
@@ -111,21 +140,22 @@ def test_huge_and_tiny_gradients(size):
         gradient = Slot(torch.linspace(-1, 1, 300) * size)
         weight = Slot(zeros[0].data, torch.full((), size if size < 1 else 1.0))
         hyper = adam_hyper(size if size < 1 else 1e-3, (0.9, 0.999), 1e-8, 0.1, torch.tensor(1.0), "cpu")
-        return [Job(weight, gradient, *zeros[2:], hyper, seed=0, **OPTIONS["adamw"])]
+        job = Job(weight, gradient, *zeros[2:], hyper, seed=0, **OPTIONS["adamw"])
+        return [job._replace(record=measured(*job.written))]
 
-    ours, expected = both(make, passes=2)
+    ours, expected = stepped(make, steps=2)
     assert all_bits(ours) == all_bits(expected)
 
 
 @pytest.mark.parametrize("case", ["O2", "O4"])
 def test_lanes_behind_the_last_element_hold_no_value(case):
-    """With an eps of 0 they divide 0 by 0."""
+    """With the least eps that has bounds, they divide 0 by next to nothing."""
 
     def make():
-        hyper = adam_hyper(1e-3, (0.9, 0.999), 0.0, 0.1, torch.tensor(1.0), "cpu")
+        hyper = adam_hyper(1e-3, (0.9, 0.999), LEAST_ROOT, 0.1, torch.tensor(1.0), "cpu")
         return [job._replace(hyper=hyper) for job in jobs(case, sizes=(1, 17, 130))]
 
-    ours, expected = both(make)
+    ours, expected = stepped(make)
     assert all_bits(ours) == all_bits(expected) and all(job.weight.scale_inv.isfinite() for job in ours)
 
 
@@ -134,10 +164,11 @@ def test_a_weight_that_is_not_finite_is_marked(case):
     def make():
         made = jobs(case)
         made[0].weight.scale_inv.fill_(float("inf"))
-        return made
+        return [made[0]._replace(record=measured(*made[0].written)), *made[1:]]
 
-    ours, expected = both(make)
-    assert all_bits(ours) == all_bits(expected) and ours[0].weight.scale_inv.isnan()
+    ours, expected = stepped(make)
+    assert ours[0].weight.scale_inv.isnan() and expected[0].weight.scale_inv.isnan()
+    assert all_bits(ours[1:]) == all_bits(expected[1:])
 
 
 def test_a_step_in_its_parts_is_the_step():
@@ -145,12 +176,14 @@ def test_a_step_in_its_parts_is_the_step():
     AdamSteps(whole).run()
     steps = AdamSteps(parts)
     amaxes = [[amax.clone() for amax in of] for of in steps.amaxes()]
-    steps.write_copies([amax.clone() for amax in steps.write(amaxes)])
+    stored = steps.write(amaxes)
+    assert stored == [None] * len(parts)  # copies are written
+    steps.write_copies(stored)
     assert all_bits(parts) == all_bits(whole)
 
 
 @pytest.mark.parametrize("case", ["O1", "O2 blocks"])
-def test_amaxes_and_finiteness_that_several_ranks_agreed_on_are_taken(case):
+def test_bounds_and_finiteness_that_several_ranks_agreed_on_are_taken(case):
     ours, expected = jobs(case), jobs(case)
     finite = [torch.tensor(i != 1) for i in range(len(ours))]
     for of, options in ((ours, {}), (expected, {"fused": False})):
@@ -177,15 +210,21 @@ def test_no_tensor_is_made_and_no_call_added_for_more_parameters():
         kernels = CountedKernels(of_table[0].kind)
         table = AdamTable(of_table[0].kind, of_table, kernels)
         table.run()
-        assert kernels.calls == ["amaxes", "write", "recast"][: 2 + copied]
+        assert kernels.calls == ["bounds", "write"]
         tensors = [each for each in vars(table).values() if isinstance(each, torch.Tensor)]
         assert sum(each.numel() for each in tensors) <= 30 * count
+
+
+def test_a_job_without_a_record_is_left_to_pytorch_unless_nothing_has_a_scale():
+    for case, fused in (("O2", False), ("bf16 states", True)):
+        steps = AdamSteps(jobs(case, bounded=False))
+        assert all(hasattr(part, "kernels") == fused for part, _ in steps._parts)
 
 
 @pytest.mark.parametrize("case", ["O1", "O2", "O2 blocks", "all blocks", "bf16 states", "O4"])
 def test_a_parameter_of_several_chunks_and_of_several_parts_of_a_pass(case):
     """The passes work on 2**18 elements at a time, the kernels on 2**16."""
-    ours, expected = both(lambda: jobs(case, sizes=(2**19 + 77,)))
+    ours, expected = stepped(lambda: jobs(case, sizes=(2**19 + 77,)))
     assert all_bits(ours) == all_bits(expected)
 
 
@@ -203,15 +242,16 @@ def test_several_threads_write_the_same():
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        ours, expected = both(lambda: jobs("O2", copied=True, sizes=(300_000, 5, 200_000)))
+        ours, expected = stepped(lambda: jobs("O2", copied=True, sizes=(300_000, 5, 200_000)))
     finally:
         torch.set_num_threads(threads)
     assert all_bits(ours) == all_bits(expected)
 
 
 def test_an_empty_parameter_among_others():
-    ours, expected = both(lambda: jobs("O2", sizes=(0, 50, 0)))
-    assert all_bits(ours) == all_bits(expected)
+    ours, expected = stepped(lambda: jobs("O2", sizes=(0, 50, 0)))
+    assert all_bits(ours[1:2]) == all_bits(expected[1:2])
+    assert all(job.weight.scale_inv.isfinite() for job in ours)
 
 
 def test_fake_tensors_never_reach_a_kernel():
@@ -227,8 +267,8 @@ def test_older_processors_compute_the_same(capability, monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     cpu._library.cache_clear()
     try:
-        for case in ("bf16 states", "e5m2 gradient"):  # of the levels in one pass: test_adam_bounds.py
-            ours, expected = both(lambda case=case: jobs(case))
+        for case, options in (("bf16 states", "adamw"), ("e5m2 gradient", "adamw"), ("O4", "adamw"), ("O4", "adam")):
+            ours, expected = stepped(lambda case=case, options=options: jobs(case, options))
             assert all_bits(ours) == all_bits(expected)
     finally:
         cpu._library.cache_clear()
@@ -256,7 +296,7 @@ def test_processes_that_start_together_compile_once_and_the_first_rank_says_so(t
         from test_adam_passes import bits, slots, step
         warnings.simplefilter("error")
         fast, eager = slots("O2", 1000), slots("O2", 1000)
-        step(fast, compiled=True), step(eager)
+        step(fast, one_pass="fused"), step(eager, one_pass="eager")
         assert bits(fast) == bits(eager)
     """
     environment = {**os.environ, "CXX": str(compiler), "XDG_CACHE_HOME": str(tmp_path / "cache")}
@@ -280,10 +320,10 @@ def test_without_a_compiler_the_step_runs_eagerly():
         fast, eager = slots("O2", 1000), slots("O2", 1000)
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
-            step(fast, compiled=True), step(fast, 2, compiled=True)
+            step(fast, one_pass="fused"), step(fast, 2, one_pass="fused")
             others = slots("O1", 1000)
-            step(others, compiled=True)
-        step(eager), step(eager, 2)
+            step(others, one_pass="fused")
+        step(eager, one_pass="eager"), step(eager, 2, one_pass="eager")
         assert bits(fast) == bits(eager)
         found = [str(w.message) for w in seen if "uncompiled" in str(w.message)]
         assert len(found) == 2, found  # one for each kind of parameters, not for each step

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fp8_backends.numerics.kernels import reference
-from fp8_backends.numerics.kernels.adam.dispatch import Slot, adam_hyper, scaled_adam_
+from fp8_backends.numerics.kernels.adam.dispatch import AdamSteps, Job, Slot, adam_hyper
 from fp8_backends.numerics.scaled_tensor import quantize
 
 E4M3, FP16 = torch.float8_e4m3fn, torch.float16
@@ -34,8 +34,8 @@ def states(level, numel, block_size=0):
 
 def step(weight, gradient, both_states, t, lr, rounding="stochastic", weight_decay=0.0, **options):
     hyper = adam_hyper(lr, (0.9, 0.999), 1e-8, weight_decay, torch.tensor(float(t)), "cpu")
-    options = {"decoupled": True, "maximize": False, "seed": 1, "compiled": False, **options}
-    scaled_adam_(weight, gradient, *both_states, hyper, rounding=rounding, **options)
+    options = {"decoupled": True, "maximize": False, "seed": 1, **options}
+    AdamSteps([Job(weight, gradient, *both_states, hyper, rounding=rounding, **options)], fused=False).run()
 
 
 class Exact:

@@ -12,6 +12,7 @@ from torch._inductor.utils import run_and_get_code
 from fp8_backends.numerics.formats import BF16, E4M3, E5M2, FP16, FP32, ROOT8
 from fp8_backends.numerics.kernels import reference
 from fp8_backends.numerics.kernels.adam import passes, rounding
+from fp8_backends.numerics.kernels.adam.bounds import measured
 from fp8_backends.numerics.kernels.adam.dispatch import (
     ROUNDINGS,
     AdamSteps,
@@ -19,7 +20,6 @@ from fp8_backends.numerics.kernels.adam.dispatch import (
     Slot,
     adam_hyper,
     adam_hypers,
-    scaled_adam_,
 )
 from fp8_backends.numerics.scaled_tensor import quantize, quantize_pair
 
@@ -208,10 +208,16 @@ def numbers(of):
     return of.data.double()
 
 
-def step(parts, t=1, rounding="stochastic", seed=5, lr=1e-3, betas=(0.9, 0.999), weight_decay=0.1, **options):
-    options = {"decoupled": True, "maximize": False, "compiled": False, **options}
+def step(
+    parts, t=1, rounding="stochastic", seed=5, lr=1e-3, betas=(0.9, 0.999), weight_decay=0.1, one_pass=None, **options
+):
+    """One step by PyTorch's operations. one_pass: "eager", or "fused" where there is a kernel."""
+    options = {"decoupled": True, "maximize": False, **options}
     hyper = adam_hyper(lr, betas, 1e-8, weight_decay, torch.tensor(float(t)), "cpu")
-    scaled_adam_(*parts, hyper, rounding=rounding, seed=seed, **options)
+    job = Job(*parts, hyper, rounding=rounding, seed=seed, **options)
+    if one_pass:
+        job = job._replace(record=measured(*job.written))
+    AdamSteps([job], fused=one_pass == "fused").run()
 
 
 def bits(parts):

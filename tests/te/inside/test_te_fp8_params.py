@@ -89,7 +89,7 @@ def test_evaluation_and_the_way_back_use_the_values_of_the_codes():
     plain.load_state_dict(made.state_dict())
     assert torch.equal(made.eval()(BATCHES[0]), plain.eval()(BATCHES[0]))
     before, codes = weights(made), [weight.dequantize() for weight in weights(made)]
-    with fp8_backends.plain_weights(made):
+    with fp8_backends.checkpoints.plain_weights(made):
         assert all(type(weight) is nn.Parameter for weight in weights(made))
         assert torch.equal(made(BATCHES[0]), plain(BATCHES[0]))
     assert all(map(is_frozen, weights(made))) and all(map(torch.equal, codes, (w.dequantize() for w in weights(made))))

@@ -1,11 +1,11 @@
-// The Adam step of passes.py over all parameters of one kind, on a CPU and to the bit the same. `amaxes` computes the
-// new values and keeps their largest; `write` computes them again, rounds them and stores them in place. In between,
-// numbers are in vector registers only. Where a step is BOUNDED, `bounds` takes the place of `amaxes`, and `write` keeps
-// the record of what it stores (bounds.py). There it computes once: the new values of a block whose amax is not known
-// yet wait for it in memory that stays in the first cache.
+// The one-pass Adam step of passes.py over all parameters of one kind, on a CPU and to the bit the same. `bounds` finds
+// the bounds from which scales follow; `write` computes the new values, rounds them, stores them in place and keeps the
+// record of what it stores (bounds.py). Values stay in vector registers, or, until the amax of their block is known, in
+// memory that fits the first cache.
 //
 // Compiled once a kind. WEIGHT, GRAD, EXP_AVG, EXP_AVG_SQ and COPY name formats (below); BLOCKED has a bit for each of
-// the first four whose scales are of blocks; BOUNDED, COPIED, DECOUPLED, MAXIMIZE and STOCHASTIC are 0 or 1.
+// the first four whose scales are of blocks; BOUNDED (0: nothing that is written has a scale), COPIED, DECOUPLED,
+// MAXIMIZE and STOCHASTIC are 0 or 1.
 
 #include <cmath>
 #include <cstdint>
@@ -55,7 +55,7 @@ constexpr int32_t bits_of_smallest(Grid grid) {
 
 // Columns of a parameter's row, as in table.py
 constexpr int DATA = 0, COPY_DATA = 4, RESIDUAL = 4, INVERSE = 5, COPY_INVERSE = 9, HYPER = 10, FINITE = 11, NUMEL = 12,
-              FIRST = 13, SEED = 14, FIRST_CHUNK = 15, AMAX = 16, RECORD = 19, COLUMNS = 20;
+              FIRST = 13, SEED = 14, FIRST_CHUNK = 15, RECORD = 16, COLUMNS = 17;
 // Places in the hyperparameters, as in table.py
 constexpr int STEP_SIZE = 0, DECAY = 1, WEIGHT_DECAY = 2, NEW_IN_EXP_AVG = 3, BETA2 = 4, NEW_IN_EXP_AVG_SQ = 5,
               INV_SQRT_BIAS2 = 6, EPS = 7, STEP = 8;
@@ -293,7 +293,7 @@ template <class T> inline T hashed(T x) {
 
 struct Table {  // as in cpu.py
     const int64_t* rows;
-    float *amaxes, *grad_amaxes, *stored;
+    float *bounds, *grad_amaxes;
     int64_t parameters, chunks, chunk_size, block_size, threads;
 };
 
@@ -313,7 +313,6 @@ struct Parameter {
         if (slot == 1 && row[FINITE] && !*at<bool>(FINITE)) return NAN;
         return scaled(slot) ? at<float>(INVERSE + slot)[blocked(slot) ? block : 0] : 1.0f;
     }
-    int64_t amax_place(int i, int64_t block) const { return row[AMAX + i] + (blocked(WRITTEN[i]) ? block : 0); }
 
     // No less than max |x| of the gradient; 0 if it counts as zero. measured: where no scale tells.
     float largest_gradient(float measured) const {
@@ -446,39 +445,21 @@ struct Run {
         v = v * hyper[BETA2] + hyper[NEW_IN_EXP_AVG_SQ] * g * g;
         const Floats root = square_root(v), denominator = root * hyper[INV_SQRT_BIAS2] + hyper[EPS];
         w = w - hyper[STEP_SIZE] * m / denominator;
-        // in other lanes it may be 0 / 0, which would be the largest
-        if (count < LANES) w = floats_of(bits_of(w) & (lanes() < static_cast<int32_t>(count)));
         return {w, m, OF_ROOTS ? root : v};
     }
 
-    static inline Ints lanes() {
-        Ints lanes;
-        for (int i = 0; i < LANES; i++) lanes[i] = i;
-        return lanes;
-    }
-
-    void measure(Ints amax[3]) const {
-        for_vectors([&](int64_t at, auto count) {
-            const New made = adam_step(at, count);
-            amax[0] = larger(amax[0], magnitude_of(made.w));
-            amax[1] = larger(amax[1], magnitude_of(made.m));
-            amax[2] = larger(amax[2], magnitude_of(made.v));
-        });
-    }
-
-    // From the amax of this step, or a bound of it. The copy's scale follows from the weight as it is stored: here, as
-    // if rounding did not carry its amax to where the scale is another. `recast` corrects that.
+    // From a bound of this step's amax, or the amax of a block. The copy has the scale that follows from the weight's.
     template <int I> void choose_scale(float amax) {
         if (I == 0) copy_scale = scale_of<COPY>(amax);
         if (!p.scaled(WRITTEN[I])) return;
         scale[I] = scale_of<FORMATS[WRITTEN[I]]>(amax);
         new_inverse[I] = inverse_of(scale[I], amax);
     }
-    // For those whose scales are of blocks, or for those that have one scale.
-    void choose_scales(const float* amaxes, bool of_blocks) {
-        if (blocked(0) == of_blocks) choose_scale<0>(amaxes[p.amax_place(0, block)]);
-        if (blocked(2) == of_blocks) choose_scale<1>(amaxes[p.amax_place(1, block)]);
-        if (blocked(3) == of_blocks) choose_scale<2>(amaxes[p.amax_place(2, block)]);
+    // For those that have one scale. bounds: the parameter's three.
+    void choose_scales(const float* bounds) {
+        if (!blocked(0)) choose_scale<0>(bounds[0]);
+        if (!blocked(2)) choose_scale<1>(bounds[1]);
+        if (!blocked(3)) choose_scale<2>(bounds[2]);
     }
     void store_inverses(bool of_blocks) const {
         for (int i = 0; i < 3; i++) {
@@ -489,7 +470,9 @@ struct Run {
 
     inline Unsigneds random(int64_t at) const {
         if (!STOCHASTIC) return Unsigneds{};
-        return hashed((cast<Unsigneds>(lanes()) + static_cast<uint32_t>(p.row[FIRST] + at)) ^ p.key);
+        Unsigneds index;
+        for (int i = 0; i < LANES; i++) index[i] = static_cast<uint32_t>(p.row[FIRST] + at + i);
+        return hashed(index ^ p.key);
     }
 
     // Writes new values. Returns bits of |x| as it is stored, without its scale.
@@ -600,8 +583,7 @@ template <class Each> inline void for_runs(Run& run, int64_t start, int64_t stop
 
 }  // namespace
 
-// What cpu.py calls. t.amaxes: zero before `amaxes`. t.stored: zero before `write`, which leaves there the amaxes
-// of the weights as they are stored, if they are copied.
+// Called by cpu.py.
 
 extern "C" void measure_gradients(const Table& t) {
     for_chunks(t, [&](const Parameter& p, int64_t index, int64_t start, int64_t stop) {
@@ -619,71 +601,29 @@ extern "C" void measure_gradients(const Table& t) {
 extern "C" void bounds(const Table& t) {
     for (int64_t index = 0; index < t.parameters; index++) {
         const Parameter p(t.rows, index);
-        float found[3];
-        p.find_bounds(t.grad_amaxes[index], found);
-        for (int i = 0; i < 3; i++) {
-            if (!blocked(WRITTEN[i])) t.amaxes[p.amax_place(i, 0)] = found[i];
-        }
+        p.find_bounds(t.grad_amaxes[index], t.bounds + 3 * index);
         std::memset(p.at<float>(RECORD), 0, 4 * sizeof(float));  // `write` keeps the largest there
     }
 }
 
-extern "C" void amaxes(const Table& t) {
-    for_chunks(t, [&](const Parameter& p, int64_t, int64_t start, int64_t stop) {
-        Ints amax[3] = {};
-        const auto keep = [&](bool of_blocks, int64_t block) {
-            for (int i = 0; i < 3; i++) {
-                if (blocked(WRITTEN[i]) != of_blocks) continue;
-                keep_largest(t.amaxes + p.amax_place(i, block), largest_of(amax[i]));
-                amax[i] = Ints{};
-            }
-        };
-        Run run(p);
-        for_runs(run, start, stop, t.block_size, [&] {
-            run.measure(amax);
-            if (BLOCKED) keep(true, run.block);
-        });
-        keep(false, 0);
-    });
-}
-
 extern "C" void write(const Table& t) {
     for_chunks(t, [&](const Parameter& p, int64_t index, int64_t start, int64_t stop) {
-        Ints weight_amax{};
         Record record;
         Run run(p);
-        run.choose_scales(t.amaxes, false);
+        run.choose_scales(t.bounds + 3 * index);
         const std::unique_ptr<Waiting[]> waiting(new Waiting[WAITS ? (t.block_size + LANES - 1) / LANES : 0]);
         for_runs(run, start, stop, t.block_size, [&] {
-            if (BLOCKED && !BOUNDED) run.choose_scales(t.amaxes, true);
             const Stored largest = WAITS ? run.write_block(waiting.get()) : run.write();
             if (BLOCKED) run.store_inverses(true);
             if (BOUNDED) record.add(largest, run.new_inverse);
-            else weight_amax = larger(weight_amax, largest.w);
         });
         for (int i = 0; BOUNDED && i < 4; i++) keep_largest(p.at<float>(RECORD) + i, largest_of(record.largest[i]));
-        if (COPIED && !BOUNDED) keep_largest(t.stored + index, largest_of(weight_amax));
     });
     for (int64_t index = 0; index < t.parameters; index++) {  // after all chunks have read the old scales
+        const float* bounds = t.bounds + 3 * index;
         Run run(Parameter(t.rows, index));
-        run.choose_scales(t.amaxes, false);
+        run.choose_scales(bounds);
         run.store_inverses(false);
-        if (!COPIED) continue;
-        if (BOUNDED) *run.p.at<float>(COPY_INVERSE) = inverse_of(run.copy_scale, t.amaxes[run.p.amax_place(0, 0)]);
-        else t.stored[index] *= run.new_inverse[0];
+        if (COPIED) *run.p.at<float>(COPY_INVERSE) = inverse_of(run.copy_scale, bounds[0]);
     }
-}
-
-// Cast again the copies whose scale is not the one that `write` took, and store the scales of all.
-extern "C" void recast(const Table& t) {
-    for_chunks(t, [&](const Parameter& p, int64_t index, int64_t start, int64_t stop) {
-        Run run(p);
-        run.enter(0, start, stop);
-        run.choose_scales(t.amaxes, false);
-        const float scale = scale_of<COPY>(t.stored[index]);
-        if (start == 0) *p.at<float>(COPY_INVERSE) = inverse_of(scale, t.stored[index]);
-        if (scale == run.copy_scale) return;
-        run.copy_scale = scale;
-        run.for_vectors([&](int64_t at, auto count) { run.put_copy(at, count, run.weight(at, count)); });
-    });
 }

@@ -29,15 +29,16 @@ class CPUKernels:
         self.kind, self.library = kind, library
 
     def chunk_size(self) -> int:
+        """How many elements are worked on together: a multiple of the kind's block size."""
         block = self.kind.block_size or 1
         return -(-_CHUNK // block) * block
 
     def run(self, kernel: str, table: AdamTable) -> None:
+        """Run "measure_gradients", "bounds" or "write" for all parameters of a table."""
         arguments = _Table(
             table.rows.data_ptr(),
-            table.amax.data_ptr(),
+            table.bounds.data_ptr(),
             table.grad_amax.data_ptr(),
-            table.stored.data_ptr(),
             len(table.jobs),
             sum(table.chunk_counts),
             table.chunk_size,
@@ -48,7 +49,7 @@ class CPUKernels:
 
 
 class _Table(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_void_p) for name in ("rows", "amaxes", "grad_amaxes", "stored")] + [
+    _fields_ = [(name, ctypes.c_void_p) for name in ("rows", "bounds", "grad_amaxes")] + [
         (name, ctypes.c_int64) for name in ("parameters", "chunks", "chunk_size", "block_size", "threads")
     ]
 

@@ -1,22 +1,26 @@
 """The Adam step over low-precision states, fused: no full-precision copy of any state exists.
 
-Where a job has a record of what is stored, its scales follow from bounds of this step's amaxes (`bounds.py`), and one
-pass over all parameters computes the new values, rounds them and writes them in place. Else a scale follows from the
-amax of this step's own values, so these are computed twice: a first pass keeps amaxes alone. On a CPU and on an NVIDIA
-GPU each pass is one kernel over all parameters of a kind (`table.py`, with `cpu.py` and `triton_adam.py`). Elsewhere,
-and without a compiler, it is PyTorch's operations, parameter by parameter (`passes.py`). All compute the same bits.
+A job has a record of its stored tensors: scales follow from bounds of this step's amaxes (`bounds.py`), and one pass
+computes the new values, rounds them and writes them in place. On a CPU and on an NVIDIA GPU that is one kernel over all
+parameters of a kind (`table.py`, with `cpu.py` and `triton_adam.py`). Elsewhere, without a compiler, and without a
+record it is PyTorch's operations, parameter by parameter (`passes.py`), which need no record: a first pass finds the
+amaxes then. All compute the same bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from .. import triton_gate
 from . import cpu
 from .passes import Passes
-from .table import ROUNDINGS, AdamTable, Job, Kernels, Kind, Slot, adam_hyper, adam_hypers, is_finite
+from .table import ROUNDINGS, AdamTable, Job, Kind, Slot, adam_hyper, adam_hypers, is_finite
+
+if TYPE_CHECKING:
+    from .triton_adam import TritonKernels
 
 __all__ = [
     "ROUNDINGS",
@@ -27,51 +31,20 @@ __all__ = [
     "adam_hypers",
     "has_kernels",
     "is_finite",
-    "scaled_adam_",
 ]
 
 
-@torch.no_grad()
-def scaled_adam_(
-    weight: Slot,
-    grad: Slot,
-    exp_avg: Slot,
-    exp_avg_sq: Slot,
-    hyper: torch.Tensor,
-    *,
-    copy: Slot | None = None,
-    decoupled: bool,
-    maximize: bool,
-    rounding: str,
-    seed: int,
-    compiled: bool = True,
-) -> None:
-    """One step of Adam (`decoupled`: AdamW) in FP32, in place on data and scale_inv of weight and states.
-
-    New scales are powers of two from this step's amaxes; NaN marks a weight that is not finite. A gradient that holds
-    a non-finite value counts as zero throughout, and a positive exp_avg_sq is stored as at least the smallest number
-    of its format.
-
-    Args:
-        weight, grad, exp_avg, exp_avg_sq, hyper, copy, decoupled, maximize, seed: as in `Job`.
-        rounding: "stochastic" keeps the expected values of weight and states below FP32; "nearest" is MS-AMP's, and
-            loses updates below half a step of the format.
-        compiled: False runs the same operations eagerly.
-
-    Raises:
-        ValueError: a slot that is not contiguous, block sizes that differ, an unknown rounding.
-    """
-    if weight.data.numel():
-        job = Job(weight, grad, exp_avg, exp_avg_sq, hyper, decoupled, maximize, rounding, seed, copy)
-        AdamSteps([job], fused=compiled, compiled=compiled).run()
-
-
 class AdamSteps:
-    """One step of several parameters. Call `run`; or its three parts one after the other, where ranks that have shards
-    of the parameters agree on what each part returns before the next one.
+    """One step of several parameters, in FP32 and in place on data and scale_inv of weights and states.
+
+    Call `run`; or its three parts one after the other, where ranks that have shards of the parameters agree on the
+    results of each part before the next one. New scales are powers of two; a scale_inv of NaN marks a weight that is
+    not finite. A gradient with a value that is not finite counts as zero throughout, and a positive exp_avg_sq is
+    stored as at least the smallest number of its format. Rounding "stochastic" keeps the expected values of weight and
+    states below FP32; "nearest" is MS-AMP's, and loses updates below half a step of the format.
 
     Args:
-        fused: by a kernel over all parameters, where there is one for their device.
+        fused: by a kernel over all parameters, where there is one for their device and jobs.
         compiled: elsewhere by `torch.compile`, which takes half a minute once and does not pay for few elements; else
             eagerly.
 
@@ -83,17 +56,18 @@ class AdamSteps:
     def __init__(self, jobs: Sequence[Job], *, fused: bool = True, compiled: bool = False):
         self._count = len(jobs)
         self._parts: list[tuple[AdamTable | _Singly, list[int]]] = []
-        groups: dict[tuple[torch.device, bool, Kind], list[int]] = {}
+        groups: dict[tuple, list[int]] = {}
         for i, job in enumerate(jobs):
             job.check()
-            groups.setdefault((job.weight.data.device, job.finite is None, job.kind), []).append(i)
-        for (device, _, kind), members in groups.items():
+            key = job.weight.data.device, job.finite is None, job.kind, fused and job.fits_kernels
+            groups.setdefault(key, []).append(i)
+        for (device, _, kind, fits), members in groups.items():
             together = [jobs[i] for i in members]
-            kernels = _kernels(kind, together[0].weight.data) if fused else None
+            kernels = _kernels(kind, together[0].weight.data) if fits else None
             if kernels is not None:
                 steps = AdamTable(kind, together, kernels)
             else:  # where a fused kernel cannot be compiled for a CPU, nothing can
-                steps = _Singly(together, compiled and not (fused and device.type == "cpu"))
+                steps = _Singly(together, compiled and not (fits and device.type == "cpu"))
             self._parts.append((steps, members))
 
     @torch.no_grad()
@@ -114,15 +88,16 @@ class AdamSteps:
     @torch.no_grad()
     def write(self, amaxes: list[list[torch.Tensor | None]]) -> list[torch.Tensor | None]:
         """The second pass: write weights and states, with scales from these amaxes. Returns max |x| of each weight as
-        it is stored, 0-dim, or None if there is no copy of it."""
+        it is stored, 0-dim, or None if no copy of it is left to write."""
         return self._each(lambda steps, members: steps.write([amaxes[i] for i in members]))
 
     @torch.no_grad()
     def write_copies(self, amaxes: list[torch.Tensor | None]) -> None:
-        """The third pass: write the copies of weights that have one, from the weights as they are stored. amaxes: from
-        `write`."""
+        """The third pass: write the copies of weights that have an amax here, from the weights as they are stored.
+        amaxes: from `write`."""
         for steps, members in self._parts:
-            steps.write_copies([amaxes[i] for i in members])
+            if isinstance(steps, _Singly):
+                steps.write_copies([amaxes[i] for i in members])
 
     def _each(self, function: Callable[[AdamTable | _Singly, list[int]], list]) -> list:
         found = [None] * self._count
@@ -158,7 +133,7 @@ def has_kernels(tensor: torch.Tensor) -> bool:
     return triton_gate.usable(tensor) or cpu.usable(tensor)
 
 
-def _kernels(kind: Kind, weight: torch.Tensor) -> Kernels | None:
+def _kernels(kind: Kind, weight: torch.Tensor) -> cpu.CPUKernels | TritonKernels | None:
     """The fused kernels for parameters of a kind on the device of this one."""
     if triton_gate.usable(weight):
         from . import triton_adam  # Triton takes a second to load

@@ -1,15 +1,15 @@
-"""What the Adam step works on: the job of each parameter, and all jobs of a kind in one table for a fused kernel.
+"""The Adam step's inputs: the job of each parameter, and one table of all jobs of a kind for a fused kernel.
 
-`cpu.py` and `triton_adam.py` have the kernels, which read pointers, sizes and places of amaxes from the table. Their
-numbers are those of `passes.py` to the bit.
+`cpu.py` and `triton_adam.py` have the kernels, which read pointers and sizes from the table. Their numbers are those of
+`passes.py` to the bit.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -72,8 +72,8 @@ class Job(NamedTuple):
     finite: torch.Tensor | None = None
     """Whether the whole tensor's gradient is finite, bool, 0-dim. None: what the slot shows."""
     record: torch.Tensor | None = None
-    """FP32 [4], contiguous: `bounds.measured` of what is stored. The step makes it that of what it has stored. With it,
-    scales follow from bounds of this step's amaxes, in one pass; None: from the amaxes, in two."""
+    """FP32 [4], contiguous: `bounds.measured` of the stored tensors, which the step updates. Scales follow from bounds
+    of this step's amaxes, in one pass; without a record from the amaxes, in two, for which there is no fused kernel."""
 
     @property
     def slots(self) -> tuple[Slot, Slot, Slot, Slot]:
@@ -95,14 +95,20 @@ class Job(NamedTuple):
             maximize=self.maximize,
             stochastic=self.rounding == "stochastic",
             finite_is_told=self.finite is not None or self.grad.data.dtype.itemsize > 1 or self.grad.block_size > 0,
-            bounded=self._is_bounded,
+            bounded=self.record is not None and self._has_new_scales,
             split=self.weight.residual is not None,
         )
 
     @property
-    def _is_bounded(self) -> bool:
+    def fits_kernels(self) -> bool:
+        """Whether one pass makes the step: no scale follows from an amax that another pass would have to find."""
+        return self.kind.bounded or not (self.copy or self._has_new_scales)
+
+    @property
+    def _has_new_scales(self) -> bool:
+        """Whether scales follow from bounds where these are known; the scale of a copy follows from its weight's."""
         scaled = [slot.scale_inv is not None for slot in self.written]
-        return self.record is not None and (scaled[0] if self.copy else any(scaled))
+        return scaled[0] if self.copy else any(scaled)
 
     def check(self) -> None:
         """Raise ValueError for a slot that is not contiguous, block sizes that differ, or an unknown rounding; a split
@@ -138,7 +144,7 @@ class Kind(NamedTuple):
     finite_is_told: bool
     """Whether a flag tells if the gradient is finite; else its only scale does."""
     bounded: bool = False
-    """Whether scales follow from bounds of amaxes, those of blocks from their amaxes, in one pass."""
+    """Whether scales follow from bounds of amaxes, and those of blocks from their amaxes, in one pass."""
     split: bool = False
     """Whether the weight is E4M11: E4M3 data and a residual."""
 
@@ -209,49 +215,33 @@ def _number(x):
 # All jobs of a kind in one table
 
 
-COLUMNS = 20
+COLUMNS = 17
 """A parameter's row has so many int64: pointers to data (weight, grad, exp_avg, exp_avg_sq), to the copy's data or the
 weight's residual, to scales in the same order and the copy's (0: it has none), to hyperparameters, to whether the
 gradient is finite (0: its scale tells); number of elements, index of the first in the whole tensor, seed, first chunk;
-places of the amaxes of weight, exp_avg and exp_avg_sq; pointer to the record (0: none). `cpu.cpp` and `triton_tiles.py`
-count them likewise."""
-
-
-class Kernels(Protocol):
-    """The kernels for one kind and one kind of device."""
-
-    def chunk_size(self) -> int:
-        """How many elements are worked on together; a multiple of the kind's block size."""
-
-    def run(
-        self, kernel: Literal["measure_gradients", "bounds", "amaxes", "write", "recast"], table: AdamTable
-    ) -> None:
-        """Launch a kernel, once for all parameters of the table."""
+pointer to the record (0: none). `cpu.cpp` and `triton_tiles.py` count them likewise."""
 
 
 class AdamTable:
-    """The steps of parameters of one kind on one device.
+    """The steps of parameters of one kind on one device, by `cpu.CPUKernels` or `triton_adam.TritonKernels`.
 
     Attributes:
         rows: int64 [parameters, COLUMNS], on the device.
-        amax: FP32, on the device: amaxes, or bounds of them: three for each parameter, then those of blocks.
+        bounds: FP32 [parameters, 3], on the device: of weight, exp_avg and exp_avg_sq where they have one scale each.
         grad_amax: FP32 [parameters]: of gradients that have no scale which bounds them.
-        stored: FP32 [parameters]: amaxes of weights as they are stored, where they are copied.
         old_scale_inv: FP32 [parameters, 3], room for a kernel that cannot tell when all of it has read them.
         aligned: whether all data begin at multiples of 16 bytes.
         chunk_counts: chunks of each parameter, at least one: it writes the scales.
     """
 
-    def __init__(self, kind: Kind, jobs: Sequence[Job], kernels: Kernels):
+    def __init__(self, kind: Kind, jobs: Sequence[Job], kernels: Any):
         self.kind, self.jobs, self.kernels = kind, jobs, kernels
         self.device = jobs[0].weight.data.device
         self.chunk_size, count = kernels.chunk_size(), len(jobs)
         self.chunk_counts = [max(1, -(-job.weight.data.numel() // self.chunk_size)) for job in jobs]
         self._finite = self._find_finite()
-        self._amax_places, numbers = _amax_places(jobs)
-        self.amax = torch.zeros(numbers, dtype=torch.float32, device=self.device)
+        self.bounds = torch.zeros(count, 3, dtype=torch.float32, device=self.device)
         self.grad_amax = self._grad_amaxes()
-        self.stored = torch.zeros(count, dtype=torch.float32, device=self.device)
         self.old_scale_inv = torch.empty(count, 3, dtype=torch.float32, device=self.device)
         rows = self._rows()
         self.aligned = not any(pointer % 16 for row in rows for pointer in row[:5])
@@ -261,63 +251,36 @@ class AdamTable:
 
     def run(self) -> None:
         """The whole step."""
-        self._measure()
+        self._find_bounds()
         self._write()
-        self._recast()
 
     def amaxes(self) -> list[list[torch.Tensor | None]]:
         """The first pass, as `AdamSteps.amaxes`."""
-        self._measure()
-        return self._amax_views()
+        self._find_bounds()
+        has_bound = [self.kind.scaled[i] and not self.kind.blocked[i] for i in WRITTEN]
+        rows = [zip(row.unbind(), has_bound, strict=True) for row in self.bounds.unbind()]
+        return [[bound if has else None for bound, has in row] for row in rows]
 
-    def write(self, amaxes: list[list[torch.Tensor | None]]) -> list[torch.Tensor | None]:
-        """The second pass, as `AdamSteps.write`."""
-        own, given = ([amax for row in rows for amax in row] for rows in (self._amax_views(), amaxes))
-        pairs = [(view, amax) for view, amax in zip(own, given, strict=True) if view is not None]
-        changed = [(view, amax) for view, amax in pairs if view.data_ptr() != amax.data_ptr()]
+    def write(self, amaxes: list[list[torch.Tensor | None]]) -> list[None]:
+        """The second pass, as `AdamSteps.write`. Copies are written with it."""
+        own = [bound for row in self.bounds.unbind() for bound in row.unbind()]
+        given = [amax for row in amaxes for amax in row]
+        changed = [pair for pair in zip(own, given, strict=True) if pair[1] is not None]
+        changed = [(bound, amax) for bound, amax in changed if bound.data_ptr() != amax.data_ptr()]
         if changed:
             torch._foreach_copy_(*zip(*changed, strict=True))
         self._write()
-        return list(self.stored.unbind()) if self._casts_again else [None] * len(self.jobs)
+        return [None] * len(self.jobs)
 
-    def write_copies(self, amaxes: list[torch.Tensor | None]) -> None:
-        """The third pass, as `AdamSteps.write_copies`."""
-        if self._casts_again:
-            self.stored.copy_(torch.stack(amaxes))
-            self._recast()
-
-    def _amax_views(self) -> list[list[torch.Tensor | None]]:
-        single = self.amax[: 3 * len(self.jobs)].unbind()
-
-        def view(slot: Slot, place: int) -> torch.Tensor | None:
-            if slot.scale_inv is None:
-                return None
-            return self.amax[place : place + slot.scale_inv.numel()] if slot.block_size else single[place]
-
-        return [
-            [view(slot, place) for slot, place in zip(job.written, places, strict=True)]
-            for job, places in zip(self.jobs, self._amax_places, strict=True)
-        ]
-
-    def _measure(self) -> None:
-        if any(self.kind.scaled[i] for i in WRITTEN):
-            self.kernels.run("bounds" if self.kind.bounded else "amaxes", self)
+    def _find_bounds(self) -> None:
+        if self.kind.bounded:
+            self.kernels.run("bounds", self)
 
     def _write(self) -> None:
         self.kernels.run("write", self)
-        _count_as_changed(slot for job in self.jobs for slot in job.written)
-        if self.kind.copy is not None:
-            _count_as_changed(job.copy for job in self.jobs)
-
-    @property
-    def _casts_again(self) -> bool:
-        """Whether the scales of copies follow from the amaxes of weights as they are stored."""
-        return self.kind.copy is not None and not self.kind.bounded
-
-    def _recast(self) -> None:
-        if self._casts_again:
-            self.kernels.run("recast", self)
-            _count_as_changed(job.copy for job in self.jobs)
+        slots = [slot for job in self.jobs for slot in (*job.written, job.copy) if slot is not None]
+        parts = [part for slot in slots for part in (slot.data, slot.scale_inv, slot.residual) if part is not None]
+        torch.autograd.graph.increment_version(parts)  # autograd does not see a write through a pointer
 
     def _grad_amaxes(self) -> torch.Tensor:
         """Zeros for the kernel that measures gradients, or what it does not measure."""
@@ -353,36 +316,18 @@ class AdamTable:
 
     def _rows(self) -> list[list[int]]:
         rows, first_chunk = [], 0
-        for i, (job, places) in enumerate(zip(self.jobs, self._amax_places, strict=True)):
+        for i, job in enumerate(self.jobs):
             fifth = job.copy or (_NO_SLOT if job.weight.residual is None else Slot(job.weight.residual))
             slots = (*job.slots, fifth)
             finite = 0 if self._finite is None else self._finite.data_ptr() + i
             row = [slot.data.data_ptr() for slot in slots]
             row += [0 if slot.scale_inv is None else slot.scale_inv.data_ptr() for slot in slots]
             row += [job.hyper.data_ptr(), finite if job.finite is None else job.finite.data_ptr()]
-            row += [job.weight.data.numel(), job.first, job.seed * SEED_FACTOR % 2**32, first_chunk, *places]
+            row += [job.weight.data.numel(), job.first, job.seed * SEED_FACTOR % 2**32, first_chunk]
             row += [0 if job.record is None else job.record.data_ptr()]
             rows.append(row)
             first_chunk += self.chunk_counts[i]
         return rows
 
 
-def _count_as_changed(slots: Iterable[Slot]) -> None:
-    """Tell autograd that these were written in place: it does not see a write through a pointer."""
-    parts = [part for slot in slots for part in (slot.data, slot.scale_inv, slot.residual) if part is not None]
-    torch.autograd.graph.increment_version(parts)
-
-
 _NO_SLOT = Slot(torch.empty(0))
-
-
-def _amax_places(jobs: Sequence[Job]) -> tuple[list[list[int]], int]:
-    """The index of the (first) amax of each parameter's weight, exp_avg and exp_avg_sq; and the number of amaxes."""
-    places, end = [], 3 * len(jobs)
-    for i, job in enumerate(jobs):
-        places.append([3 * i, 3 * i + 1, 3 * i + 2])
-        for j, slot in enumerate(job.written):
-            if slot.block_size:
-                places[i][j] = end
-                end += slot.scale_inv.numel()
-    return places, end

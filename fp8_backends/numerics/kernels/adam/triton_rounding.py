@@ -139,12 +139,7 @@ def scale_of(amax, FORMAT: tl.constexpr):
 @triton.jit
 def mixed(x):
     """32 mixed bits of a uint32."""
-    return mixed_on(x ^ (x >> 16))
-
-
-@triton.jit
-def mixed_on(x):
-    """`mixed` after its first line."""
+    x ^= x >> 16
     x *= 0x7FEB352D
     x ^= x >> 15
     x *= 0x846CA68B

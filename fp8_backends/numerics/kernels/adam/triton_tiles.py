@@ -26,7 +26,7 @@ from .triton_rounding import (
 
 # Columns of a parameter's row, as in table.py
 COPY, INVERSE, COPY_INVERSE, HYPER, FINITE = (tl.constexpr(column) for column in (4, 5, 9, 10, 11))
-NUMEL, FIRST, SEED, FIRST_CHUNK, AMAX, RECORD, COLUMNS = (tl.constexpr(c) for c in (12, 13, 14, 15, 16, 19, 20))
+NUMEL, FIRST, SEED, FIRST_CHUNK, RECORD, COLUMNS = (tl.constexpr(column) for column in (12, 13, 14, 15, 16, 17))
 # Places in the hyperparameters, as in table.py
 STEP_SIZE, DECAY, WEIGHT_DECAY, NEW_IN_EXP_AVG, BETA2 = (tl.constexpr(place) for place in range(5))
 NEW_IN_EXP_AVG_SQ, INV_SQRT_BIAS2, EPS, STEP = (tl.constexpr(place) for place in range(5, 9))
@@ -119,7 +119,7 @@ def _stored_pair(pointers, at, inside, FULL: tl.constexpr):
 
 
 @triton.jit
-def values_of(pointer, row, inverse, at, inside, block, KIND: tl.constexpr, SLOT: tl.constexpr, FULL: tl.constexpr):
+def _values_of(pointer, row, inverse, at, inside, block, KIND: tl.constexpr, SLOT: tl.constexpr, FULL: tl.constexpr):
     """FP32 values of a tile of a slot; of exp_avg_sq their roots where these are stored."""
     if KIND.blocked[SLOT]:
         of_blocks = tl.load(row + INVERSE + SLOT).to(tl.pointer_type(tl.float32))
@@ -128,16 +128,16 @@ def values_of(pointer, row, inverse, at, inside, block, KIND: tl.constexpr, SLOT
 
 
 @triton.jit
-def adam_step(pointers, row, inverses, hyper, at, inside, block, KIND: tl.constexpr, FULL: tl.constexpr):
+def _adam_step(pointers, row, inverses, hyper, at, inside, block, KIND: tl.constexpr, FULL: tl.constexpr):
     """`reference.adam_step` with FP32 operations: the new weight, exp_avg and exp_avg_sq, or its root where that is
     stored."""
     if KIND.split:
         w = _stored_pair(pointers, at, inside, FULL) * inverses[0]
     else:
-        w = values_of(pointers[0], row, inverses[0], at, inside, block, KIND, 0, FULL)
-    g = values_of(pointers[1], row, inverses[1], at, inside, block, KIND, 1, FULL)
-    m = values_of(pointers[2], row, inverses[2], at, inside, block, KIND, 2, FULL)
-    v = values_of(pointers[3], row, inverses[3], at, inside, block, KIND, 3, FULL)
+        w = _values_of(pointers[0], row, inverses[0], at, inside, block, KIND, 0, FULL)
+    g = _values_of(pointers[1], row, inverses[1], at, inside, block, KIND, 1, FULL)
+    m = _values_of(pointers[2], row, inverses[2], at, inside, block, KIND, 2, FULL)
+    v = _values_of(pointers[3], row, inverses[3], at, inside, block, KIND, 3, FULL)
     if KIND.has_roots:
         v = v * v
     g = tl.where(tl.abs(g) < _GRADIENT_LIMIT, g, 0.0)
@@ -185,44 +185,10 @@ def no_bits(KIND: tl.constexpr):
 
 
 @triton.jit
-def keep_amax(amax_ptr, row, PLACE: tl.constexpr, largest):
-    """largest: bits of |x|, [rows, width]. Bits of numbers that are not negative have the numbers' order."""
-    tl.atomic_max(amax_ptr + tl.load(row + AMAX + PLACE), tl.max(tl.max(largest, axis=1), axis=0), sem="relaxed")
-
-
-@triton.jit
-def _store_amaxes(amax_ptr, row, PLACE: tl.constexpr, bits, block, inside, FULL: tl.constexpr):
-    """The amaxes of blocks."""
-    _write(amax_ptr + tl.load(row + AMAX + PLACE) + block, tl.max(bits, axis=1)[:, None], _first_of(inside), FULL)
-
-
-@triton.jit
-def amax_tile(pointers, row, inverses, hyper, amaxes, amax_ptr, numel, start, KIND: tl.constexpr, FULL: tl.constexpr):
-    """The largest so far, bits [rows, width] of weight, exp_avg and exp_avg_sq, with those of one tile."""
-    at, inside, block = place_of(numel, start, KIND)
-    pointers = _moved(pointers, start)
-    w, m, v = adam_step(pointers, row, inverses, hyper, at, inside, block, KIND, FULL)
-    w_bits, m_bits, v_bits = as_bits(w) & 0x7FFFFFFF, as_bits(m) & 0x7FFFFFFF, as_bits(v) & 0x7FFFFFFF
-    if KIND.blocked[0]:
-        _store_amaxes(amax_ptr, row, 0, w_bits, block, inside, FULL)
-    if KIND.blocked[2]:
-        _store_amaxes(amax_ptr, row, 1, m_bits, block, inside, FULL)
-    if KIND.blocked[3]:
-        _store_amaxes(amax_ptr, row, 2, v_bits, block, inside, FULL)
-    return tl.maximum(amaxes[0], w_bits), tl.maximum(amaxes[1], m_bits), tl.maximum(amaxes[2], v_bits)
-
-
-@triton.jit
-def amax_of(amax_ptr, row, PLACE: tl.constexpr):
-    return from_bits(tl.load(amax_ptr + tl.load(row + AMAX + PLACE)))
-
-
-@triton.jit
 def _store(
     pointers,
     row,
     scale,
-    amax_ptr,
     x,
     random,
     at,
@@ -237,11 +203,7 @@ def _store(
     FORMAT: tl.constexpr = KIND.formats[SLOT]
     pointer, inverse = pointers[SLOT], scale[1]
     if KIND.blocked[SLOT]:
-        if KIND.bounded:
-            amax = from_bits(tl.max(as_bits(x) & 0x7FFFFFFF, axis=1)[:, None])
-        else:
-            place = amax_ptr + tl.load(row + AMAX + (SLOT if SLOT == 0 else SLOT - 1)) + block
-            amax = from_bits(load(place, _first_of(inside), 0, FULL))
+        amax = from_bits(tl.max(as_bits(x) & 0x7FFFFFFF, axis=1)[:, None])
         scale_of_block = scale_of(amax, FORMAT)
         inverse = scale_inv_of(scale_of_block, amax)
         of_blocks = tl.load(row + INVERSE + SLOT).to(tl.pointer_type(tl.float32))
@@ -272,7 +234,7 @@ def _store(
 
 
 @triton.jit
-def half_of_inverse(v_inverse, KIND: tl.constexpr):
+def _half_of_inverse(v_inverse, KIND: tl.constexpr):
     """Half the bits of exp_avg_sq's scale_inv over 1, of which that of a root is the root."""
     half = as_bits(v_inverse) - _ONE
     if not KIND.has_roots:
@@ -281,19 +243,9 @@ def half_of_inverse(v_inverse, KIND: tl.constexpr):
 
 
 @triton.jit
-def ratio_of(m, v, half_of_inverse, KIND: tl.constexpr):
-    """bits(exp_avg) - bits(exp_avg_sq) / 2 of magnitudes without scales; of a stored root of 0 and its scale together,
-    0 is subtracted."""
-    if KIND.has_roots:
-        half_of_v = tl.where(v > 0, as_bits(v) - _HALF_OF_ONE, -half_of_inverse)
-        return tl.where(m > 0, as_bits(m) - half_of_v, 0)
-    else:
-        return as_bits(m) - (as_bits(v) >> 1)
-
-
-@triton.jit
-def coded(ratio, m_inverse, half_of_inverse):
-    """What `ratio_of` returned, as a record has it (`bounds.py`): 0 where exp_avg is 0."""
+def _coded(ratio, m_inverse, half_of_inverse):
+    """Differences of bits, bits(exp_avg) - bits(exp_avg_sq) / 2 of magnitudes without scales, as a record has them
+    (`bounds.py`): 0 where exp_avg is 0."""
     shift = as_bits(m_inverse) - _ONE - half_of_inverse
     most = _MOST_CODED - tl.maximum(shift, 0)
     return tl.where(ratio > 0, tl.maximum(tl.minimum(ratio, most) + shift, 0), 0)
@@ -310,16 +262,8 @@ def keep_record(row, stored, scales, KIND: tl.constexpr):
         tl.atomic_max(record + place, as_bits(largest) & 0x7FFFFFFF, sem="relaxed")
     ratio = tl.max(tl.max(stored[3], axis=1), axis=0)
     if not (KIND.blocked[2] or KIND.blocked[3]):
-        ratio = coded(ratio, scales[1][1], half_of_inverse(scales[2][1], KIND))
+        ratio = _coded(ratio, scales[1][1], _half_of_inverse(scales[2][1], KIND))
     tl.atomic_max(record + 3, ratio, sem="relaxed")
-
-
-@triton.jit
-def store_copy(pointer, stored, inverse, scale, at, inside, KIND: tl.constexpr, FULL: tl.constexpr):
-    """Write the copy of a weight that is stored as `stored`, before its scale."""
-    x = stored * inverse * scale
-    magnitude = rounded(x, 0, KIND.formats[4], KIND.has_fp8_casts, False, 0, 0, False)
-    _write(pointer + at, encoded(with_sign_of(magnitude, x), KIND.formats[4], KIND.has_fp8_casts), inside, FULL)
 
 
 @triton.jit
@@ -330,7 +274,6 @@ def write_tile(
     hyper,
     scales,
     copy,
-    amax_ptr,
     key,
     numel,
     start,
@@ -343,36 +286,41 @@ def write_tile(
     are, times the inverse only where blocks have it; and of their quotient (`bounds.py`)."""
     at, inside, block = place_of(numel, start, KIND)
     pointers = _moved(pointers, start)
-    w, m, v = adam_step(pointers, row, inverses, hyper, at, inside, block, KIND, FULL)
+    w, m, v = _adam_step(pointers, row, inverses, hyper, at, inside, block, KIND, FULL)
     first = (tl.load(row + FIRST) + start).to(tl.int32)
     random = mixed((first + at).to(tl.uint32, bitcast=True) ^ key).to(tl.int32, bitcast=True)
     if KIND.blocked[0] or KIND.blocked[2] or KIND.blocked[3]:
         tl.debug_barrier()  # all threads have read the blocks' old scales
-    stored_w, w_inv = _store(pointers, row, scales[0], amax_ptr, w, random, at, inside, block, KIND, 0, FULL)
-    m, m_inv = _store(pointers, row, scales[1], amax_ptr, m, random, at, inside, block, KIND, 2, FULL)
-    v, v_inv = _store(pointers, row, scales[2], amax_ptr, v, random, at, inside, block, KIND, 3, FULL)
+    stored_w, w_inv = _store(pointers, row, scales[0], w, random, at, inside, block, KIND, 0, FULL)
+    m, m_inv = _store(pointers, row, scales[1], m, random, at, inside, block, KIND, 2, FULL)
+    v, v_inv = _store(pointers, row, scales[2], v, random, at, inside, block, KIND, 3, FULL)
     if KIND.copied:
-        store_copy(copy[0] + start, with_sign_of(stored_w, w), w_inv, copy[1], at, inside, KIND, FULL)
-    half = half_of_inverse(v_inv, KIND)
-    ratio = ratio_of(m, v, half, KIND)
+        x = with_sign_of(stored_w, w) * w_inv * copy[1]
+        x = with_sign_of(rounded(x, 0, KIND.formats[4], KIND.has_fp8_casts, False, 0, 0, False), x)
+        _write(copy[0] + start + at, encoded(x, KIND.formats[4], KIND.has_fp8_casts), inside, FULL)
+    half = _half_of_inverse(v_inv, KIND)
+    if KIND.has_roots:  # 0 is subtracted for a stored root of 0 together with its scale
+        half_of_v = tl.where(v > 0, as_bits(v) - _HALF_OF_ONE, -half)
+        ratio = tl.where(m > 0, as_bits(m) - half_of_v, 0)
+    else:
+        ratio = as_bits(m) - (as_bits(v) >> 1)
     if KIND.blocked[2] or KIND.blocked[3]:
-        ratio = coded(ratio, m_inv, half)
+        ratio = _coded(ratio, m_inv, half)
     if KIND.blocked[0]:
         stored_w = stored_w * w_inv
     if KIND.blocked[2]:
         m = m * m_inv
     if KIND.blocked[3]:
         v = v * v_inv
-    largest_w = tl.maximum(known[0], of_lanes(as_bits(stored_w), KIND))
     if KIND.bounded:
         return (
-            largest_w,
-            tl.maximum(known[1], of_lanes(as_bits(m), KIND)),
-            tl.maximum(known[2], of_lanes(as_bits(v), KIND)),
-            tl.maximum(known[3], of_lanes(ratio, KIND)),
+            tl.maximum(known[0], _of_lanes(as_bits(stored_w), KIND)),
+            tl.maximum(known[1], _of_lanes(as_bits(m), KIND)),
+            tl.maximum(known[2], _of_lanes(as_bits(v), KIND)),
+            tl.maximum(known[3], _of_lanes(ratio, KIND)),
         )
     else:
-        return largest_w, known[1], known[2], known[3]
+        return known
 
 
 @triton.jit
@@ -383,16 +331,16 @@ def nothing_stored(KIND: tl.constexpr):
 
 
 @triton.jit
-def of_lanes(x, KIND: tl.constexpr):
+def _of_lanes(x, KIND: tl.constexpr):
     """The largest of each thread's elements."""
     return tl.max(tl.reshape(x, (KIND.rows, KIND.width // KIND.lanes, KIND.lanes)), axis=2)
 
 
 @triton.jit
-def new_scale(amax_ptr, row, start, KIND: tl.constexpr, SLOT: tl.constexpr):
+def new_scale(bounds, row, start, KIND: tl.constexpr, SLOT: tl.constexpr):
     """Scale and its inverse of a slot that has one scale; the parameter's first program stores that. Else 1."""
     if KIND.scaled[SLOT] and not KIND.blocked[SLOT]:
-        amax = amax_of(amax_ptr, row, SLOT if SLOT == 0 else SLOT - 1)
+        amax = tl.load(bounds + (SLOT if SLOT == 0 else SLOT - 1))
         scale = scale_of(amax, KIND.formats[SLOT])
         inverse = scale_inv_of(scale, amax)
         if start == 0:

@@ -34,7 +34,6 @@ from ..triton_common import (
     scale_inv_of,
     to_codes,
 )
-from .known_amax import known_partials
 from .layouts import DYNAMIC, Layouts
 
 
@@ -67,10 +66,8 @@ _PARTIALS, _ROLLS, _SCALE, _WINDOW = (tl.constexpr(each) for each in (AMAX_PROGR
 
 def amax(x: torch.Tensor, keep_nan: bool = False, *, tile: Tile | None = None) -> torch.Tensor:
     """`scaling.tensor_amax` of a matrix of any strides: FP32, 0-dimensional. NaN is left out unless `keep_nan`."""
-    partials = known_partials(x, keep_nan)
-    if partials is None:
-        with triton_gate.on_device_of(x):
-            partials = _partial_amaxes(row_major(x)[0], keep_nan, tile)
+    with triton_gate.on_device_of(x):
+        partials = _partial_amaxes(row_major(x)[0], keep_nan, tile)
     return partials.amax().view(torch.float32)
 
 
@@ -90,9 +87,8 @@ def quantize(
 ) -> Layouts:
     """`dispatch.quantize`, with the same arguments and results.
 
-    Where the scale is known, one pass casts and takes the amax; else a pass of its own takes the amax first, unless it
-    was noted on x (`known_amax`). A matrix
-    is read in place where one of its strides is 1, and copied before where none is.
+    One pass casts and takes the amax if the scale is known; else a pass of its own takes the amax first. A matrix is
+    read in place where one of its strides is 1, and copied before where none is.
 
     Args:
         tile: what one program casts.
@@ -103,8 +99,7 @@ def quantize(
     codes, transposed = empty_codes(matrix, rows, columns)
     with triton_gate.on_device_of(matrix):
         if scale is None:
-            partials = known_partials(x, keep_nan) if amax is None else amax.view(torch.int32).view(1)
-            partials = _partial_amaxes(matrix, keep_nan) if partials is None else partials
+            partials = _partial_amaxes(matrix, keep_nan) if amax is None else amax.view(torch.int32).view(1)
             programs = partials.numel()
         scale_inv, found = _zeroed_result(matrix)
         _cast_kernel[(max(tiles_of(matrix, tile), 1),)](  # an empty matrix has a scale, too

@@ -19,54 +19,39 @@ KINDS = {
     "O3": Kind(**OF_O2, blocked=PLAIN, block_size=0, copy=E4M3, **ADAMW),
     "O2, blocks of 128": Kind(**OF_O2, blocked=(False, False, True, False), block_size=128, copy=None, **ADAMW),
     "O2, nearest": Kind(**OF_O2, blocked=PLAIN, block_size=0, copy=None, **ADAMW | {"stochastic": False}),
+    "O4": Kind(
+        (E4M3, E4M3, E4M3, ROOT8), ALL, (False, False, True, True), 128, None, **ADAMW, finite_is_told=False, split=True
+    ),
     "an embedding": Kind(
         (FP32, FP32, E4M3, FP16), (False, False, True, True), PLAIN, 0, None, **ADAMW, finite_is_told=True
     ),
-    "bf16": Kind((BF16,) * 4, PLAIN, PLAIN, 0, None, **ADAMW, finite_is_told=True),
 }
-IN_BLOCKS = {"blocked": (False, False, True, True), "block_size": 128, "copy": None, "finite_is_told": False}
-OF_O4 = {"dtypes": (E4M3, E4M3, E4M3, ROOT8), "scaled": ALL, **IN_BLOCKS, **ADAMW, "bounded": True}
-KINDS |= {"O4, one pass": Kind(**OF_O4, split=True)}
-KINDS |= {f"{kind}, one pass": KINDS[kind]._replace(bounded=True) for kind in ("O1", "O2", "O3", "O2, blocks of 128")}
-SIGNATURE = {"table": "*i64", "parameters": "*i32", "amax_ptr": "*i32", "old_ptr": "*fp32", "stored_ptr": "*i32"}
-SIGNATURE |= {"grad_amax_ptr": "*fp32"}
-OF_A_MULTIPROCESSOR, PROGRAMS = 65_536, {8: 2, 4: 3}
-"""Registers, and how many programs of so many warps are to run at a time."""
-FUSED_STEPS = {"O1, one pass": 36, "O2, one pass": 36, "O3, one pass": 36, "O2, blocks of 128, one pass": 28}
-FUSED_STEPS |= {"O4, one pass": 96}
-"""Of a thread's elements, four or sixteen: those that correct roots and quotients, and those whose product is exact."""
+KINDS = {name: kind._replace(bounded=True) for name, kind in KINDS.items()}
+KINDS |= {"bf16": Kind((BF16,) * 4, PLAIN, PLAIN, 0, None, **ADAMW, finite_is_told=True)}
+SIGNATURE = {"table": "*i64", "parameters": "*i32", "bounds_ptr": "*fp32", "old_ptr": "*fp32", "grad_amax_ptr": "*fp32"}
+GRADIENTS = {**SIGNATURE, "grad_amax_ptr": "*i32"}
+OF_A_MULTIPROCESSOR, PROGRAMS = 65_536, 2
+"""Registers, and how many programs are to run at a time."""
 
 
 def of(kernel, kind: str, tmp_path, aligned: bool = True, fp8_casts: bool = True) -> MachineCode:
     constants = {"KIND": triton_adam.TritonKernels(KINDS[kind], fp8_casts).constants, "ALIGNED": aligned}
-    limits = constants["KIND"].limits
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
-    signature = {name: type_ for name, type_ in SIGNATURE.items() if name in kernel.arg_names}
-    return compiled(kernel, signature, constants, tmp_path, **limits)
+    types = GRADIENTS if kernel is triton_adam._gradient_kernel else SIGNATURE
+    signature = {name: type_ for name, type_ in types.items() if name in kernel.arg_names}
+    return compiled(kernel, signature, constants, tmp_path, **triton_adam.LIMITS)
 
 
-@pytest.mark.parametrize(
-    "kind,kernel",
-    [
-        (kind, kernel)
-        for kind in KINDS
-        for kernel in ("_amax_kernel", "_write_kernel")
-        if kernel == "_write_kernel" or not KINDS[kind].bounded
-    ],
-)
-def test_nothing_is_spilled_and_several_programs_run_at_a_time(kind, kernel, tmp_path):
-    made = of(getattr(triton_adam, kernel), kind, tmp_path)
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_spilled_and_several_programs_run_at_a_time(kind, tmp_path):
+    made = of(triton_adam._write_kernel, kind, tmp_path)
     assert made.stack == 0
-    warps = triton_adam.TritonKernels(KINDS[kind], True).constants.limits["num_warps"]
-    assert made.registers * 32 * warps * PROGRAMS[warps] <= OF_A_MULTIPROCESSOR
-    assert (128 if kind == "O4, one pass" else 64) in made.widths("ld")
-    assert _outside_divisions(made.ptx).count("fma.rn") == (FUSED_STEPS.get(kind, 0) if "write" in kernel else 0)
+    assert made.registers * 32 * triton_adam.LIMITS["num_warps"] * PROGRAMS <= OF_A_MULTIPROCESSOR
+    assert 64 in made.widths("ld") or kind == "O4"  # whose elements are bytes
+    assert "fma.rn" not in _outside_divisions(made.ptx)
 
 
-@pytest.mark.parametrize(
-    "kernel,kind",
-    [("_gradient_kernel", "an embedding"), ("_bounds_kernel", "O2, one pass"), ("_recast_kernel", "O3")],
-)
+@pytest.mark.parametrize("kernel,kind", [("_gradient_kernel", "an embedding"), ("_bounds_kernel", "O2")])
 def test_the_small_kernels_compile(kernel, kind, tmp_path):
     made = of(getattr(triton_adam, kernel), kind, tmp_path)
     assert made.stack == 0
@@ -75,8 +60,6 @@ def test_the_small_kernels_compile(kernel, kind, tmp_path):
 def test_accesses_are_wide_only_where_memory_is_aligned(tmp_path):
     wide, narrow = (of(triton_adam._write_kernel, "O2", tmp_path, aligned) for aligned in (True, False))
     assert 64 in wide.widths("st") and max(narrow.widths("st")) == 32  # 32: scales
-    wide, narrow = (of(triton_adam._write_kernel, "O4, one pass", tmp_path, aligned) for aligned in (True, False))
-    assert 128 in wide.widths("st") and max(narrow.widths("st")) == 32 and not narrow.stack
 
 
 def test_fp8_is_converted_by_one_instruction_where_there_is_one(tmp_path):
