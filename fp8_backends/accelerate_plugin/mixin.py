@@ -179,9 +179,7 @@ class FP8Mixin(_RunTimeClass):
         result = super().prepare(*args, device_placement=device_placement)
         self._watch_optimizers()
         if trainer := running_trainer():
-            from .trainer_checkpoints import seal_checkpoints_of  # transformers is here, since a Trainer runs
-
-            seal_checkpoints_of(trainer, self.fp8_recipe)
+            whole_checkpoints.seal_checkpoints_of(trainer, self.fp8_recipe)
         return result
 
     def _prepare_tp(self, *args):

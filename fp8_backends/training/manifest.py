@@ -30,7 +30,9 @@ NAME = "fp8_manifest.json"
 METADATA = "fp8_backend.json"
 """What `save_state` says about the backend. Since the second edition its key `manifest` promises the manifest."""
 SAVING = ".saving"
-"""Within a checkpoint, the folder of one that is being saved over it. It is no part of either."""
+"""Ends the name of the folder in which a checkpoint is written. Within a checkpoint, a folder that is no part of it."""
+REPLACED = ".replaced"
+"""In the folder in which a checkpoint is written: the older one, renamed out of its place."""
 _FORMAT = 1
 _TRAINER_STATE = "trainer_state.json"
 """What transformers' Trainer writes last of a checkpoint."""
@@ -121,9 +123,16 @@ def _text(record: dict[str, Any]) -> bytes:
     return (json.dumps(record | {"sha256": checksum}, indent=1) + "\n").encode()
 
 
-def staged(folder: Path) -> Path | None:
-    """The checkpoint that was saved over this one and whose files have not all moved here, if there is one."""
-    return next((found.parent for found in (folder / SAVING).glob(f"*/{NAME}")), None)
+def holder_of(folder: Path) -> Path:
+    """Return the folder beside a checkpoint's place in which it is written."""
+    return folder.parent / f".{folder.name}{SAVING}"
+
+
+def place_of(folder: Path) -> Path:
+    """Return where a checkpoint is: in its place, or still where it was written if the older one is renamed out of that
+    place already."""
+    is_between = (holder_of(folder) / REPLACED).exists() and not folder.exists()
+    return holder_of(folder) / folder.name if is_between else folder
 
 
 def files_named_by(folder: Path) -> set[str] | None:
@@ -140,27 +149,22 @@ def preferred_to(names: Collection[str]) -> dict[str, str]:
 
 
 def condition(folder: Path, part: slice = slice(None)) -> Condition:
-    """Tell what a checkpoint is, by reading every file of it once, or only a part of them.
-
-    Of one over which another was being saved, the new one counts as soon as it is whole, wherever its files lie. If its
-    files move while it is read, it is read again.
-    """
-    found = _found(folder, part)
-    while found.word != "whole" and (again := _found(folder, part)) != found:
+    """Tell what a checkpoint is, by reading every file of it once, or only a part of them. Read it again if it is
+    replaced meanwhile."""
+    found = _found(place_of(folder), part)
+    while found.word != "whole" and (again := _found(place_of(folder), part)) != found:
         found = again
     return found
 
 
 def _found(folder: Path, part: slice) -> Condition:
-    """`condition`, of files that nobody moves."""
-    at = staged(folder) or folder
-    found = _read(at)
+    """Tell what a folder is that nobody renames."""
+    found = _read(folder)
     if found.word != "whole":
         return found
     names = sorted(found.manifest["files"], key=lambda name: -found.manifest["files"][name]["bytes"])
     for name in names[part]:
-        path = next((each / name for each in (at, folder) if (each / name).is_file()), None)
-        if fault := _fault(path, found.manifest["files"][name]):
+        if fault := _fault(folder / name, found.manifest["files"][name]):
             return Condition("damaged", f"{name} {fault}", found.manifest)
     for instead, name in preferred_to(found.manifest["files"]).items():
         if (folder / instead).exists():
@@ -169,9 +173,9 @@ def _found(folder: Path, part: slice) -> Condition:
     return found
 
 
-def _fault(path: Path | None, expected: dict[str, Any]) -> str:
-    """What is wrong with a file, empty if nothing is."""
-    if path is None:
+def _fault(path: Path, expected: dict[str, Any]) -> str:
+    """Say what is wrong with a file, empty if nothing is."""
+    if not path.is_file():
         return "is missing"
     try:
         size = path.stat().st_size
@@ -254,8 +258,8 @@ def _without_manifest(folder: Path) -> Condition:
 
 def is_checkpoint(folder: Path) -> bool:
     """Whether a folder looks like a checkpoint of Accelerate or Trainer, whole or not."""
-    signs = any((folder / name).exists() for name in _SIGNS)
-    return signs or staged(folder) is not None or re.fullmatch(r"checkpoint[-_]\d+", folder.name) is not None
+    signs = any((place_of(folder) / name).exists() for name in _SIGNS)
+    return signs or re.fullmatch(r"checkpoint[-_]\d+", folder.name) is not None
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
@@ -263,22 +267,25 @@ def checkpoints_in(folder: Path) -> list[Path]:
     saves; else by the steps of their manifests; else by the numbers of names that differ in nothing else; else by the
     time of saving, which a clock that is set back spoils. One of an unknown step comes before those of a known one."""
     try:
-        # what begins with a dot is being saved or removed; a link is another name
-        found = [each for each in folder.iterdir() if not (each.name.startswith(".") or each.is_symlink())]
+        names = {each.name for each in folder.iterdir() if not each.is_symlink()}  # a link is another name
     except (FileNotFoundError, NotADirectoryError):
         return []
-    found = [each for each in found if each.is_dir() and is_checkpoint(each)]
+    names |= {name[1 : -len(SAVING)] for name in names if (folder / name / REPLACED).exists()}
+    # what begins with a dot is being saved or removed
+    found = [folder / name for name in names if not name.startswith(".")]
+    found = [each for each in found if place_of(each).is_dir() and is_checkpoint(each)]
     numbers = {each: re.fullmatch(r"(.*?)(\d+)", each.name) for each in found}
     prefixes = {match and match[1] for match in numbers.values()}
-    records = {each: _read(staged(each) or each).manifest for each in found}
+    records = {each: _read(place_of(each)).manifest for each in found}
     steps = {each: record and record["step"] for each, record in records.items()}
     if prefixes == {"checkpoint_"} or (None in steps.values() and len(prefixes) == 1 and None not in prefixes):
         return sorted(found, key=lambda each: int(numbers[each][2]), reverse=True)
 
     def order(each: Path) -> tuple[float, float]:
-        record, step = records[each], steps[each]
-        time = each.stat().st_mtime if record is None else datetime.datetime.fromisoformat(record["time"]).timestamp()
-        return math.inf if step is None else step, time
+        if records[each] is None:
+            return math.inf, place_of(each).stat().st_mtime
+        time = datetime.datetime.fromisoformat(records[each]["time"]).timestamp()
+        return math.inf if steps[each] is None else steps[each], time
 
     return sorted(found, key=order, reverse=True)
 
