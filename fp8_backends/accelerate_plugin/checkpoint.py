@@ -10,21 +10,20 @@ optimizers that a level has converted.
 
 from __future__ import annotations
 
-import contextlib
 import json
+import os
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object, load
+from accelerate.utils import load
 from accelerate.utils.constants import OPTIMIZER_NAME
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from ..errors import FP8BackendError
+from ..errors import FP8BackendError, on_all_ranks
 from ..numerics.modules import plain_name
 from ..states.checks import check_states
 from ..states.scaled_states import ScaledStates
@@ -37,11 +36,8 @@ _FORMAT = 2
 """Of `fp8_backend.json`."""
 
 
-# Hooks of `save_state` and `load_state`: `functools.partial` binds the accelerator, and so Accelerators pickle.
-
-
-def save_scaling(accelerator: Accelerator, models: list[torch.nn.Module], weights: list[dict], output_dir: str) -> None:
-    """Hook of `Accelerator.register_save_state_pre_hook`."""
+def save_scaling(accelerator: Accelerator, output_dir: str) -> None:
+    """Write the scaling states of the prepared models into a folder of `save_state`."""
     folder, state = Path(output_dir), scaling_state.collect(accelerator._models)
     if accelerator.writes_files:
         metadata = {"format": _FORMAT, "backend": accelerator.fp8_recipe.name, "models": state.backends}
@@ -52,43 +48,26 @@ def save_scaling(accelerator: Accelerator, models: list[torch.nn.Module], weight
         save_file(state.tensors, folder / _tensor_file(accelerator.process_index))
 
 
-def load_scaling(accelerator: Accelerator, models: list[torch.nn.Module], input_dir: str) -> None:
-    """Hook of `Accelerator.register_load_state_pre_hook`."""
-    saved = check_folder(accelerator, input_dir)
-    scaling_state.write(accelerator._models, saved, input_dir)
-
-
-def check_folder(accelerator: Accelerator, input_dir: str) -> ScalingState | None:
-    """Look at what a folder of `save_state` holds for the prepared models and optimizers, before any of it is loaded.
-    All ranks call it. Returns the scaling state, None where there is none.
+def load_scaling(accelerator: Accelerator, input_dir: str | os.PathLike) -> None:
+    """Check all that a folder of `save_state` holds for the prepared models and optimizers, then load its scaling
+    states. All ranks call it.
 
     Raises:
         FP8BackendError: on all ranks, where one of them cannot go on from it. Nothing has changed.
     """
-    folder = Path(input_dir).expanduser()
-    with _refused_by_all():
+    folder = Path(input_dir)
+
+    def check() -> None:
+        nonlocal saved
         saved = _read(folder, accelerator.process_index)
         scaling_state.check(accelerator._models, saved, str(folder))
         looks = accelerator.is_local_main_process or tensor_parallel.shares_layers(accelerator)  # they ask each other
         if looks and accelerator.has_whole_weights:
             _check_optimizer_files(accelerator, folder)
-    return saved
 
-
-@contextlib.contextmanager
-def _refused_by_all() -> Iterator[None]:
-    """Let all ranks refuse what one refuses inside: the others would go on, and wait for it."""
-    error = None
-    try:
-        yield
-    except Exception as refusal:
-        error = refusal
-    refusals = gather_object([error and str(error)])
-    if error is not None:
-        raise error
-    for rank, text in enumerate(refusals):
-        if text is not None:
-            raise FP8BackendError(f"rank {rank} refuses the checkpoint: {text}")
+    saved: ScalingState | None = None
+    on_all_ranks(f"loading {folder}", check)
+    scaling_state.write(accelerator._models, saved, str(folder))
 
 
 def _check_optimizer_files(accelerator: Accelerator, folder: Path) -> None:

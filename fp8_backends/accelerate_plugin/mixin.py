@@ -2,8 +2,7 @@
 
 Around each prepared model and optimizer, in the order of the class:
 
-- `__init__`   what machine and engine cannot do is refused; precision around FP8 is chosen, hooks for checkpoints are
-               registered
+- `__init__`   what machine and engine cannot do is refused; precision around FP8 is chosen
 - `prepare`    the same again, with what the engine has been told since; models are converted, optimizers watched, known
                problems logged
 - `backward`   weight gradients of microbatches are cast once, when they are complete
@@ -122,8 +121,6 @@ class FP8Mixin(_RunTimeClass):
                 self.scaler = get_grad_scaler(DistributedType.FSDP, **options)
             else:
                 self.scaler = torch.amp.GradScaler(self.device.type, **options)
-        self.register_save_state_pre_hook(functools.partial(checkpoint.save_scaling, self))
-        self.register_load_state_pre_hook(functools.partial(checkpoint.load_scaling, self))
 
     def _precision_around_fp8(self) -> str:
         """The recipe's `autocast_dtype` if it was given, else bf16, and FP32 on a CPU that multiplies no bf16."""
@@ -411,6 +408,7 @@ class FP8Mixin(_RunTimeClass):
         self.project_configuration = replace(project, automatic_checkpoint_naming=False)
         try:
             with self._scaling_in_files(), self._around_states(preparation.whole_states, receives=self.writes_files):
+                checkpoint.save_scaling(self, folder)
                 with tensor_parallel.whole_files(self):
                     save(folder, *args, **kwargs)
         finally:
@@ -458,13 +456,15 @@ class FP8Mixin(_RunTimeClass):
                 "load_state() before prepare(): there is no model to load the checkpoint into. Call "
                 "accelerator.prepare(model, optimizer, ...) first"
             )
+        is_there = True
         if input_dir is not None:
-            whole_checkpoints.checked(os.path.expanduser(input_dir))
+            input_dir = os.path.expanduser(input_dir)
+            is_there = whole_checkpoints.checked(input_dir)
         elif self.project_configuration.automatic_checkpoint_naming:
             input_dir = whole_checkpoints.newest(Path(self.project_dir, "checkpoints"))
         with self._scaling_in_files(), self._around_states(preparation.unread_states):
-            if input_dir is not None and not self.has_whole_weights:  # engines load before any hook runs
-                checkpoint.check_folder(self, input_dir)
+            if input_dir is not None and is_there:  # else Accelerate raises
+                checkpoint.load_scaling(self, input_dir)
             with tensor_parallel.whole_files(self):
                 return super().load_state(input_dir, *args, **kwargs)
 

@@ -44,8 +44,6 @@ _NEEDED_PARAMETERS = {
     "autocast": ("autocast_handler",),
     "save_state": ("output_dir",),
     "load_state": ("input_dir",),
-    "register_save_state_pre_hook": ("hook",),
-    "register_load_state_pre_hook": ("hook",),
 }
 """What the mixin relies on: methods of Accelerator and the parameters that they must take."""
 

@@ -18,13 +18,12 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from accelerate.state import PartialState
-from accelerate.utils import gather_object
 
 from ..announcement import announce, logger
-from ..errors import FP8BackendError
+from ..errors import FP8BackendError, on_all_ranks
 from ..recipes.handlers import Recipe
 from ..training import manifest
 from ..training.manifest import Condition
@@ -34,42 +33,15 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
-Result = TypeVar("Result")
-
 _OF_RANKS = ("random_states_*.pkl", "custom_checkpoint_*.pkl", "fp8_scaling_*.safetensors")
 """Files that more ranks or objects may have left in an older checkpoint without a manifest, and a loader would read."""
-
-
-def _on_all_ranks(doing: str, function: Callable[[], Result | None]) -> list[Result | None]:
-    """Run a function that does not communicate, or has stopped to when it raises; return its results by rank. An error
-    on any rank is one `FP8BackendError` on all."""
-    result, error = None, None
-    try:
-        result = function()
-    except BaseException as caught:
-        # FSDP2's error for sharded files is no Exception; its module takes seconds to import
-        if not isinstance(caught, Exception) and type(caught).__name__ != "CheckpointException":
-            raise
-        error = caught
-    said = None if error is None else str(error) if isinstance(error, FP8BackendError) else repr(error)
-    try:
-        outcomes = gather_object([(result, said)])
-    except Exception as silence:
-        if error is None:
-            raise
-        raise FP8BackendError(f"{doing} failed: {said}; and other ranks do not answer: {silence!r}") from error
-    for rank, (_, said) in enumerate(outcomes):
-        if said is not None:
-            where = f" on rank {rank}" if len(outcomes) > 1 else ""
-            raise FP8BackendError(f"{doing} failed{where}: {said}") from error
-    return [result for result, _ in outcomes]
 
 
 def _one_after_another(doing: str, function: Callable[[], object]) -> None:
     """Run a function on the main process, and then on the first rank of each other node, whose disk may be its own."""
     state = PartialState()
-    _on_all_ranks(doing, lambda: function() if state.is_main_process else None)
-    _on_all_ranks(doing, lambda: function() if state.is_local_main_process and not state.is_main_process else None)
+    on_all_ranks(doing, lambda: function() if state.is_main_process else None)
+    on_all_ranks(doing, lambda: function() if state.is_local_main_process and not state.is_main_process else None)
 
 
 # Saving
@@ -104,20 +76,20 @@ def save(
 
     with ExitStack() as alone:
         lock = functools.partial(alone.enter_context, _locked(target))
-        _on_all_ranks(doing, lock if state.is_main_process else lambda: None)
+        on_all_ranks(doing, lock if state.is_main_process else lambda: None)
         _one_after_another(doing, lambda: _make_way(target))
         try:
-            _on_all_ranks(doing, write_files)
+            on_all_ranks(doing, write_files)
             leads = seal(staging, recipe, step)
         except FP8BackendError as error:
-            _on_all_ranks(doing, lambda: shutil.rmtree(holder, True) if state.is_local_main_process else None)
+            on_all_ranks(doing, lambda: shutil.rmtree(holder, True) if state.is_local_main_process else None)
             rest = f"The new files are in {holder}" if staging.exists() else "The new files are removed"
             raise FP8BackendError(
                 f"{error}. A checkpoint that was there before is as it was. {rest}"
             ) from error.__cause__
-        _on_all_ranks(f"renaming the checkpoint {staging}", lambda: _put_in_place(target) if leads else None)
+        on_all_ranks(f"renaming the checkpoint {staging}", lambda: _put_in_place(target) if leads else None)
         if total_limit is not None:
-            _on_all_ranks(
+            on_all_ranks(
                 f"removing old checkpoints from {target.parent}",
                 lambda: remove_oldest(target.parent, target, total_limit) if leads else None,
             )
@@ -169,7 +141,7 @@ def _make_way(target: Path) -> None:
 
 def anywhere(folder: Path) -> bool:
     """Tell whether any rank sees this checkpoint. All ranks call it."""
-    return any(_on_all_ranks(f"reading {folder}", lambda: manifest.place_of(folder).is_dir()))
+    return any(on_all_ranks(f"reading {folder}", lambda: manifest.place_of(folder).is_dir()))
 
 
 def seal(folder: Path, recipe: Recipe, step: int | None) -> bool:
@@ -191,11 +163,11 @@ def seal(folder: Path, recipe: Recipe, step: int | None) -> bool:
             manifest.flush(folder / name)
         return {name: manifest.digest(folder / name) for name in names}
 
-    _on_all_ranks(doing, lambda: leave_mark() if state.is_local_main_process else None)
-    found = _on_all_ranks(doing, lambda: (first_mark(), step))
+    on_all_ranks(doing, lambda: leave_mark() if state.is_local_main_process else None)
+    found = on_all_ranks(doing, lambda: (first_mark(), step))
     leader = found[state.process_index][0]
     mine = [rank for rank, (its, _) in enumerate(found) if its == leader]
-    read = _on_all_ranks(doing, digests)
+    read = on_all_ranks(doing, digests)
     steps = [step for _, step in found if step is not None]
     leads = leader == state.process_index
 
@@ -204,7 +176,7 @@ def seal(folder: Path, recipe: Recipe, step: int | None) -> bool:
         files = {name: digest for rank in mine for name, digest in read[rank].items()}
         manifest.write(folder, files, recipe, max(steps, default=None), state.num_processes)
 
-    _on_all_ranks(doing, write_manifest if leads else lambda: None)
+    on_all_ranks(doing, write_manifest if leads else lambda: None)
     return leads
 
 
@@ -301,22 +273,21 @@ def seal_checkpoints_of(trainer: Any, recipe: Recipe) -> None:
 # Loading
 
 
-def checked(input_dir: str | os.PathLike) -> None:
-    """Refuse a checkpoint that is not whole, before anything of it is loaded. Leave what does not exist to Accelerate
-    to refuse. All ranks call it.
+def checked(input_dir: str | os.PathLike) -> bool:
+    """Refuse a checkpoint that is not whole, before anything of it is loaded. All ranks call it. Return whether any of
+    them sees it.
 
     Raises:
         FP8BackendError: on all ranks. It names the file, and the newest whole checkpoint beside this one.
     """
     folder = Path(os.path.realpath(input_dir))
     if not anywhere(folder):
-        return
+        return False
     found = _condition(folder)
-    if found.word == "whole":
-        return
     if found.word == "no manifest":
         announce(f"{input_dir} carries no manifest: its files are taken as they are")
-        return
+    if found.word in ("whole", "no manifest"):
+        return True
     others = [each for each in manifest.checkpoints_in(folder.parent) if each != folder]
     newest = next((each for each in others if manifest.condition(each).word == "whole"), None)
     instead = f"the newest whole checkpoint beside it is {newest}" if newest else "no whole checkpoint lies beside it"
@@ -339,17 +310,17 @@ def _condition(folder: Path) -> Condition:
         return found.st_ino, found.st_size, found.st_ctime_ns  # a copy on another disk has others
 
     _one_after_another(f"finishing the save that was interrupted in {folder}", finish_alone)
-    seen = _on_all_ranks(f"reading {folder}", identity)
+    seen = on_all_ranks(f"reading {folder}", identity)
     rank = PartialState().process_index
     mine = [each for each, its in enumerate(seen) if its == seen[rank]]
     part = slice(mine.index(rank), None, len(mine))
-    found = _on_all_ranks(f"reading {folder}", lambda: manifest.condition(folder, part)._replace(manifest=None))
+    found = on_all_ranks(f"reading {folder}", lambda: manifest.condition(folder, part)._replace(manifest=None))
     return next((each for each in found if each.word != "whole"), found[0])
 
 
 def newest(folder: Path) -> Path:
     """Find `manifest.newest_checkpoint` by all ranks together. Raise `FP8BackendError` where there is none."""
-    names = _on_all_ranks(f"reading {folder}", lambda: [each.name for each in manifest.checkpoints_in(folder)])[0]
+    names = on_all_ranks(f"reading {folder}", lambda: [each.name for each in manifest.checkpoints_in(folder)])[0]
     chosen = manifest.choose((folder / name, _condition(folder / name)) for name in names)
     if chosen is None:
         raise FP8BackendError(f"no checkpoint in {folder} is whole: there is nothing to load")

@@ -8,14 +8,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ..announcement import announce, is_main_process
 from ..compute import registry
 from ..compute.conv1d import is_conv1d
 from ..compute.interface import GivesWeightCodes
-from ..errors import FP8BackendError
+from ..errors import FP8BackendError, on_all_ranks
 from ..numerics.modules import check_is_module, plain_name
 from ..numerics.scaled_tensor import ScaledTensor
 from ..numerics.scaling import Quantized
@@ -88,39 +87,22 @@ def export(
     grids = [checkpoint_formats.grid_of(_codes_of(each)) for each in layers.values()]
     grid = checkpoint_formats.grid_for(fmt, list(zip(shapes, grids, strict=True)))
     result = Export(os.fspath(folder), format, grid, high_precision=_left(model, layers))
-    with _all_ranks_or_none():
-        state = _state(model, layers, fmt, result)
+
+    def state_to_write() -> None:
+        state.update(_state(model, layers, fmt, result))
         if not result.exact and not result.rounded:
             reasons = "; ".join(f"{listed(names)}: {why}" for why, names in _by_reason(result.high_precision))
             raise FP8BackendError(f"format={format!r} can hold no weight of this model in FP8: {reasons}")
-    try:
+
+    def write() -> None:
         if is_main_process():
             _write(model, state, fmt, result, max_shard_size)
-    finally:
-        if _has_ranks():
-            dist.barrier()
+
+    state: dict[str, torch.Tensor] = {}
+    on_all_ranks("export", state_to_write)
+    on_all_ranks("export", write)
     announce(f"exported: {result}")
     return result
-
-
-def _has_ranks() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
-@contextlib.contextmanager
-def _all_ranks_or_none() -> Iterator[None]:
-    """Where an error is raised inside on one rank, all ranks raise it, and none waits for the others."""
-    error = None
-    try:
-        yield
-    except FP8BackendError as raised:
-        error = raised
-    if _has_ranks():
-        errors = [None] * dist.get_world_size()
-        dist.all_gather_object(errors, error and str(error))
-        error = error or next((FP8BackendError(text) for text in errors if text), None)
-    if error is not None:
-        raise error
 
 
 def _layers_of(model: nn.Module) -> dict[str, Found]:
