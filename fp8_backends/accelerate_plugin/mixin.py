@@ -112,7 +112,10 @@ class FP8Mixin(_RunTimeClass):
         self.fp8_recipe = recipe
         self._fp8_converted = False
         rules.refuse(checks.setup_of(self))
-        self.fp8_autocast_dtype = self._precision_around_fp8()
+        if "autocast_dtype" in recipe.given or self.distributed_type in _ENGINES:
+            self.fp8_autocast_dtype = recipe.autocast_dtype
+        else:
+            self.fp8_autocast_dtype = hardware.fast_precision(self.device)
         if self.fp8_autocast_dtype != "bf16":
             self.native_amp = False  # stock autocast is bf16; ours, if any, stands in its place
         if self.fp8_autocast_dtype == "fp16":
@@ -121,21 +124,6 @@ class FP8Mixin(_RunTimeClass):
                 self.scaler = get_grad_scaler(DistributedType.FSDP, **options)
             else:
                 self.scaler = torch.amp.GradScaler(self.device.type, **options)
-
-    def _precision_around_fp8(self) -> str:
-        """The recipe's `autocast_dtype` if it was given, else bf16, and FP32 on a CPU that multiplies no bf16."""
-        if "autocast_dtype" in self.fp8_recipe.given or self.distributed_type in _ENGINES:
-            return self.fp8_recipe.autocast_dtype
-        return hardware.fast_precision(self.device)
-
-    def _announce_precision(self) -> None:
-        """Say what runs around FP8 where it is not what the recipe has by default. Not at once: a Trainer makes several
-        Accelerators, and prepares a model with one."""
-        if self.fp8_autocast_dtype == "fp32" and "autocast_dtype" not in self.fp8_recipe.given:
-            announce(
-                "FP32 runs around FP8: PyTorch has no fast bf16 products on this CPU. autocast_dtype='bf16' asks for "
-                "bf16 all the same"
-            )
 
     # What stock Accelerate asks about FP8
 
@@ -202,8 +190,13 @@ class FP8Mixin(_RunTimeClass):
         if is_native and not getattr(model, "_is_accelerate_prepared", False):
             rules.refuse(checks.setup_of(self))
             self._convert(model, evaluation_mode)
-            if self.fp8_autocast_dtype == "fp16":
-                self._wrap_forward(model)
+            if self.fp8_autocast_dtype == "fp16":  # with FP32 outputs, in the form that stock Accelerate gives bf16's
+                forward, autocast = model.forward, self._fp16_autocast()
+                model._original_forward = forward
+                if hasattr(forward, "__func__"):
+                    model.forward = MethodType(convert_outputs_to_fp32(autocast(forward.__func__)), model)
+                else:
+                    model.forward = convert_outputs_to_fp32(autocast(forward))
             if self._wraps_in_ddp and not evaluation_mode and ignore_list.leaves_nothing(model):
                 raise rules.error("ddp_nothing_left", checks.setup_of(self))
         model = super().prepare_model(model, device_placement=device_placement, evaluation_mode=evaluation_mode)
@@ -236,9 +229,13 @@ class FP8Mixin(_RunTimeClass):
             preparation.check_sharing(model, checks.setup_of(self))
         try:
             preparation.prepare_model(model, self.fp8_recipe)
-            if not self._fp8_converted:
-                self._announce_precision()
-            self._fp8_converted = True
+            is_first, self._fp8_converted = not self._fp8_converted, True
+            # not in `__init__`: a Trainer makes several Accelerators, and prepares a model with one
+            if is_first and self.fp8_autocast_dtype == "fp32" and "autocast_dtype" not in self.fp8_recipe.given:
+                announce(
+                    "FP32 runs around FP8: PyTorch has no fast bf16 products on this CPU. autocast_dtype='bf16' asks "
+                    "for bf16 all the same"
+                )
         except FP8BackendError:
             if _has_layers_for_fp8(model) or (trains and not self._fp8_converted):
                 raise
@@ -324,7 +321,10 @@ class FP8Mixin(_RunTimeClass):
             self.fp8_unseen_backward = False
             self._warn_of_unprepared_optimizers()
         if kwargs.get("learning_rate") is not None and self.has_lomo_optimizer:
-            self._stepped_in_backward()
+            # LOMO makes its steps inside backward: its `step`, after which hooks run, is never called
+            for optimizer in filter(lambda each: hasattr(each, "fused_backward"), map(_innermost, self._optimizers)):
+                for hook in [*optimizer._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values()]:
+                    hook(optimizer, (), {})
         if deepspeed.in_use(self):
             deepspeed.after_backward(self)
         if self.fp8_recipe.level != "O0":
@@ -369,12 +369,6 @@ class FP8Mixin(_RunTimeClass):
             )
         return super().join_uneven_inputs(*args, **kwargs)
 
-    def _stepped_in_backward(self) -> None:
-        """Call the hooks that follow a step: LOMO makes its steps inside backward, and its `step` is never called."""
-        for optimizer in filter(lambda each: hasattr(each, "fused_backward"), map(_innermost, self._optimizers)):
-            for hook in [*optimizer._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values()]:
-                hook(optimizer, (), {})
-
     @contextmanager
     def profile(self, profile_handler=None):
         """Profile as Accelerate does. A proof that needs a profiler itself waits until this one has ended."""
@@ -398,7 +392,11 @@ class FP8Mixin(_RunTimeClass):
                 )
             self.wait_for_everyone()  # nobody may find the folder that another rank makes
         write = functools.partial(self._write_state, super().save_state, args, kwargs)
-        whole_checkpoints.save(output_dir, write, self.fp8_recipe, self._fp8_steps(), limit)
+        if deepspeed.in_use(self):
+            steps = [engine.global_steps for engine in self._models]
+        else:
+            steps = [number for each in self._optimizers if (number := steps_of(each)) is not None]
+        whole_checkpoints.save(output_dir, write, self.fp8_recipe, max(steps, default=None), limit)
         project.iteration += 1
         return Path(output_dir)
 
@@ -413,12 +411,6 @@ class FP8Mixin(_RunTimeClass):
                     save(folder, *args, **kwargs)
         finally:
             self.project_configuration = project
-
-    def _fp8_steps(self) -> int | None:
-        """How often the optimizer has stepped, if it counts."""
-        if deepspeed.in_use(self):
-            return max((engine.global_steps for engine in self._models), default=None)
-        return max((steps for each in self._optimizers if (steps := steps_of(each)) is not None), default=None)
 
     def save_model(self, *args, **kwargs):
         """Save the model with its whole masters. All ranks must call it."""
@@ -510,15 +502,6 @@ class FP8Mixin(_RunTimeClass):
             self.log(values, step=step)
 
     # Precision around FP8
-
-    def _wrap_forward(self, model: nn.Module) -> None:
-        """fp16 autocast with FP32 outputs, in the form that stock Accelerate gives bf16's."""
-        forward, autocast = model.forward, self._fp16_autocast()
-        model._original_forward = forward
-        if hasattr(forward, "__func__"):
-            model.forward = MethodType(convert_outputs_to_fp32(autocast(forward.__func__)), model)
-        else:
-            model.forward = convert_outputs_to_fp32(autocast(forward))
 
     def _fp16_autocast(self, handler=None) -> torch.autocast:
         handler = handler or self.autocast_handler

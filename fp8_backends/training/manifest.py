@@ -41,11 +41,11 @@ _SIGNS = (NAME, METADATA, _TRAINER_STATE, "random_states_0.pkl")
 
 
 class Condition(NamedTuple):
-    """What a checkpoint is, and why."""
+    """The state of a checkpoint, and why."""
 
     word: Literal["whole", "incomplete", "damaged", "foreign", "no manifest"]
     detail: str = ""
-    """The file that is at fault, and what is wrong with it."""
+    """The faulty file and its fault."""
     manifest: dict[str, Any] | None = None
 
 
@@ -83,12 +83,6 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def flush_folders(folder: Path) -> None:
-    """Wait until the entries of a folder and of all folders in it are on the disk."""
-    for at, _, _ in os.walk(folder):
-        flush(Path(at))
-
-
 def write(folder: Path, files: dict[str, dict[str, Any]], recipe: Recipe, step: int | None, world_size: int) -> None:
     """Write the manifest of a folder whose files are on the disk. It is there in one instant, and on the disk when this
     returns.
@@ -112,7 +106,8 @@ def write(folder: Path, files: dict[str, dict[str, Any]], recipe: Recipe, step: 
     unfinished = folder / f"{NAME}.tmp"
     unfinished.write_bytes(_text(json.loads(json.dumps(record, default=str))))
     flush(unfinished)
-    flush_folders(folder)
+    for at, _, _ in os.walk(folder):
+        flush(Path(at))
     os.replace(unfinished, folder / NAME)
     flush(folder)
 
@@ -217,7 +212,8 @@ def _content(path: Path) -> bytes:
 
 
 def _is_record(found: dict[str, Any]) -> bool:
-    """Whether a manifest holds what `write` does: a checksum tells damage, and not who wrote it."""
+    """Tell whether a manifest is as `write` makes it and names files below its folder: a checksum tells damage, and not
+    who wrote it."""
     try:
         datetime.datetime.fromisoformat(found["time"])
         files = found["files"].items()
@@ -226,17 +222,12 @@ def _is_record(found: dict[str, Any]) -> bool:
             and found["backend"].isprintable()
             and all(type(number) in (int, type(None)) for number in (found["step"], found["world_size"]))
             and isinstance(found["versions"], dict)
-            and all(_is_below(name) for name, _ in files)
+            and all(name.isprintable() and not name.startswith("/") for name, _ in files)
+            and all(".." not in PurePosixPath(name).parts for name, _ in files)
             and all(type(file["bytes"]) is int and isinstance(file["sha256"], str) for _, file in files)
         )
     except (LookupError, TypeError, ValueError, AttributeError):
         return False
-
-
-def _is_below(name: str) -> bool:
-    """Whether a relative path leads to a place in its folder."""
-    path = PurePosixPath(name)
-    return name.isprintable() and not path.is_absolute() and ".." not in path.parts
 
 
 def _without_manifest(folder: Path) -> Condition:

@@ -25,12 +25,13 @@ from .conversion import Prepared, prepared_roots
 logger = logging.getLogger("fp8_backends")
 
 OPTIMIZER_KEY = "fp8_scaling"
+_IN_FILES = "fp8_state_in_files"
 DAMAGED = "the checkpoint is damaged; load an earlier one"
 
 
 class ScalingState(NamedTuple):
-    """What a checkpoint says about prepared models. The key of a root is two numbers, `model.root`, by order: wrappers
-    such as DDP change names, and not the order."""
+    """The scaling states of prepared models in a checkpoint. The key of a root is two numbers, `model.root`, by order:
+    wrappers such as DDP change names, and not the order."""
 
     backends: dict[str, str]
     """The canonical backend string of each root key."""
@@ -41,7 +42,7 @@ class ScalingState(NamedTuple):
 
     @classmethod
     def of(cls, saved: Any, source: str) -> ScalingState | None:
-        """What was saved as a dict; None where nothing was. Raises `FP8BackendError` for another thing."""
+        """Return the state that was saved as a dict; None without one. Raise `FP8BackendError` for anything else."""
         if not saved:
             return None
         kinds = {"backends": str, "tensors": torch.Tensor, "recipes": dict}
@@ -160,19 +161,19 @@ class StateDictHooks:
     """Hooks of an optimizer: its state dict holds the scaling states of the models that it trains."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]) -> None:
-        self.models, self.idle = models, False
+        self.models = models
         if isinstance(optimizer, torch.optim.Optimizer):  # DeepSpeed's engine has checkpoints of its own
             optimizer.register_state_dict_post_hook(self.save)
             optimizer.register_load_state_dict_pre_hook(self.load)
 
     def save(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         state = collect(self.models)
-        if (state.tensors or isinstance(optimizer, ScaledStates)) and not self.idle:
+        if (state.tensors or isinstance(optimizer, ScaledStates)) and not hasattr(optimizer, _IN_FILES):
             state_dict[OPTIMIZER_KEY] = state._asdict()
 
     def load(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         fits = _sizes(optimizer.param_groups) == _sizes(state_dict["param_groups"])  # else PyTorch refuses it next
-        if fits and not self.idle:
+        if fits and not hasattr(optimizer, _IN_FILES):
             source = "the optimizer's checkpoint"
             restore(self.models, ScalingState.of(state_dict.get(OPTIMIZER_KEY), source), source)
 
@@ -180,15 +181,11 @@ class StateDictHooks:
 @contextlib.contextmanager
 def in_files(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Leave scaling states out of the optimizer's state dicts inside: files hold those of each rank."""
-    hooks = getattr(optimizer, "_optimizer_state_dict_post_hooks", {}).values()
-    owners = [hook.__self__ for hook in hooks if isinstance(getattr(hook, "__self__", None), StateDictHooks)]
-    for owner in owners:
-        owner.idle = True
+    setattr(optimizer, _IN_FILES, True)
     try:
         yield
     finally:
-        for owner in owners:
-            owner.idle = False
+        optimizer.__dict__.pop(_IN_FILES, None)
 
 
 def _sizes(groups: list[dict[str, Any]]) -> list[int]:
