@@ -16,7 +16,6 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from accelerate.utils import load
 from accelerate.utils.constants import OPTIMIZER_NAME
@@ -112,20 +111,18 @@ def _read(folder: Path, rank: int) -> ScalingState | None:
             f"{path} has format {written_as!r}, and this version of fp8_backends reads {_FORMAT}: "
             f"load it with the version that wrote it"
         )
-    tensors = _read_tensors(folder, rank)
+    # a run with fewer ranks has saved fewer files
+    for name in (_tensor_file(rank), _tensor_file(0)):
+        if (folder / name).exists():
+            try:
+                tensors = load_file(folder / name)
+            except (OSError, SafetensorError) as error:
+                raise FP8BackendError(f"{folder / name} cannot be read ({error}): {DAMAGED}") from None
+            break
+    else:
+        tensors = {}
     return ScalingState.of({"backends": backends, "tensors": tensors, "recipes": recipes}, str(folder))
 
 
 def _tensor_file(rank: int) -> str:
     return f"fp8_scaling_{rank}.safetensors"
-
-
-def _read_tensors(folder: Path, rank: int) -> dict[str, torch.Tensor]:
-    """This rank's file, or that of rank 0 when the run had fewer ranks; empty without one."""
-    for path in (folder / _tensor_file(rank), folder / _tensor_file(0)):
-        if path.exists():
-            try:
-                return load_file(path)
-            except (OSError, SafetensorError) as error:
-                raise FP8BackendError(f"{path} cannot be read ({error}): {DAMAGED}") from None
-    return {}

@@ -134,9 +134,10 @@ def _make_way(target: Path) -> None:
             "a file": not target.is_dir(),
             "a mount point": target.is_mount(),
             "the current folder": target.samefile(os.curdir),
+            "read-only": not os.access(target, os.W_OK),
         }
         if kind := next((kind for kind, is_it in kinds.items() if is_it), None):
-            raise FP8BackendError(f"{target} is {kind}, and a save renames the folder: save into a folder below it")
+            raise FP8BackendError(f"{target} is {kind}, and a save replaces the folder: save into another one")
 
 
 def anywhere(folder: Path) -> bool:

@@ -216,7 +216,9 @@ def _gather(optimizer: torch.optim.Optimizer, group: dict, p: torch.Tensor, rece
     if owners.owns(p):
         rest, step = p.rest, state["step"].clone().cpu() if "step" in state else torch.tensor(-1.0, dtype=torch.float32)
     else:
-        rest, step = _room_for_rest(p), torch.empty((), dtype=torch.float32)
+        rest, step = torch.empty(p.shape, dtype=p.elsewhere.storage), torch.empty((), dtype=torch.float32)
+        if rest.dtype != torch.int8:  # a master, and no residual
+            rest = ScaledTensor(rest, torch.empty((), dtype=torch.float32), p.dtype)
     rooms = _rooms(optimizer, group, p) if moments else {}
     gathered = {name: state.get(name, room) for name, room in rooms.items()}
     owners.send_to_all(p, [step, rest, *gathered.values()])
@@ -230,12 +232,6 @@ def _gather(optimizer: torch.optim.Optimizer, group: dict, p: torch.Tensor, rece
     if moments and step >= 0:
         optimizer.state[p] = {"step": optimizer.new_counter(group, p).copy_(step), **gathered}
         optimizer.show_master(p)
-
-
-def _room_for_rest(p: torch.Tensor) -> torch.Tensor:
-    """Room for the master or residual of another rank's weight, on the CPU."""
-    data = torch.empty(p.shape, dtype=p.elsewhere.storage)
-    return data if data.dtype == torch.int8 else ScaledTensor(data, torch.empty((), dtype=torch.float32), p.dtype)
 
 
 def _rooms(optimizer: torch.optim.Optimizer, group: dict, p: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -13,6 +13,7 @@ from torch import nn
 from ..announcement import announce, is_main_process
 from ..compute import registry
 from ..compute.conv1d import is_conv1d
+from ..compute.fields import check_known
 from ..compute.interface import GivesWeightCodes
 from ..errors import FP8BackendError, on_all_ranks
 from ..numerics.modules import check_is_module, plain_name
@@ -21,7 +22,7 @@ from ..numerics.scaling import Quantized
 from ..numerics.sharded_tensor import dequantize_shards, is_distributed
 from ..words import counted, listed
 from . import checkpoint_formats, quantized_layers
-from .checkpoint_formats import FITS_INTO, IN_WORDS, CheckpointFormat
+from .checkpoint_formats import FITS_INTO, FORMATS, IN_WORDS, CheckpointFormat
 from .conversion import prepared_roots, unwrapped
 from .weight_products import Found, find_weight_products
 
@@ -78,15 +79,16 @@ def export(
         RecipeError: a format that is not known.
         FP8BackendError: it is no such model, a weight is not finite, or nothing would be in FP8.
     """
-    fmt = checkpoint_formats.format_named(format)
+    check_known("format", format, FORMATS)
+    fmt = FORMATS[format]
     check_is_module(model)
     model = unwrapped(model)
-    layers = _layers_of(model)
+    layers, left = _split(model)
     shapes = [(each.product.out_features, each.product.in_features) for each in layers.values()]
     # codes are made again when their turn comes: those of all layers would take a byte an element at once
     grids = [checkpoint_formats.grid_of(_codes_of(each)) for each in layers.values()]
     grid = checkpoint_formats.grid_for(fmt, list(zip(shapes, grids, strict=True)))
-    result = Export(os.fspath(folder), format, grid, high_precision=_left(model, layers))
+    result = Export(os.fspath(folder), format, grid, high_precision=left)
 
     def state_to_write() -> None:
         state.update(_state(model, layers, fmt, result))
@@ -105,8 +107,9 @@ def export(
     return result
 
 
-def _layers_of(model: nn.Module) -> dict[str, Found]:
-    """The converted layers that a checkpoint can hold as codes, by name. Raises for a model that cannot be exported."""
+def _split(model: nn.Module) -> tuple[dict[str, Found], dict[str, str]]:
+    """Return the converted layers that a checkpoint can hold as codes, by name, and the reasons why it has all other
+    weights as they are. Raise for a model that cannot be exported."""
     if not callable(getattr(model, "save_pretrained", None)) or not hasattr(model, "config"):
         raise FP8BackendError(
             f"export writes what transformers loads, and {type(model).__name__} is no transformers model: save it with "
@@ -132,47 +135,28 @@ def _layers_of(model: nn.Module) -> dict[str, Found]:
             "no layer of this model is prepared, and export writes those that run in FP8 as codes: "
             'fp8_backends.prepare(model, None, "native:blockwise") comes first'
         )
-    owners = _owners(model)
-    return {
-        each.product.name: each
-        for each in found
-        if each.conversion is not None
-        and not (each.part or is_conv1d(each.module))
-        and len(owners[id(each.module.weight)]) == 1
-    }
-
-
-def _owners(model: nn.Module) -> dict[int, list[str]]:
-    """The names of each Parameter."""
     owners: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), []).append(plain_name(name))
-    return owners
-
-
-def _left(model: nn.Module, layers: dict[str, Found]) -> dict[str, str]:
-    """Weights that the file has as they are, each with its reason."""
-    owners = _owners(model)
     reasons = {
         plain_name(f"{prefix}.{name}".strip(".")): why
         for prefix, _, prepared in prepared_roots(model)
         for name, why in prepared.report.high_precision.items()
     }
-    left = {}
-    for each in find_weight_products(model):
+    layers, left = {}, {}
+    for each in found:
         name = each.product.name
-        if name in layers:
-            continue
-        if each.part and each.conversion is not None:
+        if each.conversion is None:
+            left[name] = reasons.get(name) or each.obstacle or each.default_exclusion or "not prepared"
+        elif each.part:
             left[name] = "the weights of experts lie in one Parameter"
-        elif each.conversion is not None and is_conv1d(each.module):
+        elif is_conv1d(each.module):
             left[name] = "transformers reads FP8 codes of Linear layers alone, not of Conv1D"
-        elif each.conversion is not None:
-            others = [other for other in owners[id(each.module.weight)] if other != f"{name}.weight"]
+        elif others := [other for other in owners[id(each.module.weight)] if other != f"{name}.weight"]:
             left[name] = f"its weight is that of {', '.join(others)} too"
         else:
-            left[name] = reasons.get(name) or each.obstacle or each.default_exclusion or "not prepared"
-    return left
+            layers[name] = each
+    return layers, left
 
 
 def _codes_of(found: Found) -> Quantized | None:

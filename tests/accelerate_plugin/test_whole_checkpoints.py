@@ -195,14 +195,18 @@ def test_a_folder_is_named_as_in_a_shell(tmp_path, monkeypatch):
 def test_what_no_rename_can_replace_is_refused_with_a_way_out(tmp_path, monkeypatch):
     accelerator, _, _ = run()
     (tmp_path / "a").write_text("mine")
-    with pytest.raises(FP8BackendError, match="is a file.*save into a folder below it"):
+    with pytest.raises(FP8BackendError, match="is a file.*save into another one"):
         accelerator.save_state(str(tmp_path / "a"))
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(FP8BackendError, match="is the current folder.*save into a folder below it"):
+    with pytest.raises(FP8BackendError, match="is the current folder.*save into another one"):
         accelerator.save_state(".")
-    with pytest.raises(FP8BackendError, match="is a mount point.*save into a folder below it"):
+    with pytest.raises(FP8BackendError, match="is a mount point.*save into another one"):
         accelerator.save_state("/proc")
-    assert files(tmp_path) == {"a"} and [path.name for path in tmp_path.iterdir()] == ["a"]
+    (tmp_path / "c").mkdir()
+    with monkeypatch.context() as patched, pytest.raises(FP8BackendError, match="is read-only.*save into another one"):
+        patched.setattr(os, "access", lambda *_: False)  # root may write everywhere
+        accelerator.save_state(str(tmp_path / "c"))
+    assert files(tmp_path) == {"a"} and sorted(path.name for path in tmp_path.iterdir()) == ["a", "c"]
     for _ in range(2):
         accelerator.save_state("b")
     accelerator.load_state("b")
