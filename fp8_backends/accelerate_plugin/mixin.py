@@ -17,7 +17,7 @@ import functools
 import logging
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,7 @@ from types import MethodType
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DistributedType, convert_outputs_to_fp32
+from accelerate.utils import DDPCommunicationHookType, DistributedType, DynamoBackend, convert_outputs_to_fp32
 from accelerate.utils.dataclasses import FP8BackendType
 from accelerate.utils.modeling import get_grad_scaler
 from accelerate.utils.other import extract_model_from_parallel
@@ -42,9 +42,11 @@ from ..training import conversion, preparation, proof, rules, scaling_state
 from ..training.auditing import parameter_ids, steps_of
 from ..training.conversion import weight_products
 from ..training.report import ConversionReport
+from ..training.rules import Machine, Parallel, Setup
+from ..training.validators import Finding, findings
 from ..training.watching import guard, monitor
 from ..training.weight_products import NEVER_IN_FP8
-from . import checkpoint, checks, deepspeed, fsdp2, tensor_parallel, whole_checkpoints
+from . import checkpoint, deepspeed, fsdp2, tensor_parallel, whole_checkpoints
 from .callers import running_trainer
 
 logger = logging.getLogger("fp8_backends")
@@ -98,8 +100,6 @@ class FP8Mixin(_RunTimeClass):
     """The resolved recipe."""
     fp8_autocast_dtype: str
     """What runs around FP8 here: "bf16", "fp16" or "fp32"."""
-    fp8_state_in_files: bool = False
-    """Whether `save_state` or `load_state` is running."""
     fp8_accumulates: bool = False
     """Whether a further microbatch is to be added to the gradients of the last backward."""
     fp8_unseen_backward: bool = False
@@ -111,7 +111,7 @@ class FP8Mixin(_RunTimeClass):
         """What follows the original `__init__`. Raises `RecipeError` for what the engine cannot do with this recipe."""
         self.fp8_recipe = recipe
         self._fp8_converted = False
-        rules.refuse(checks.setup_of(self))
+        rules.refuse(_setup_of(self))
         if "autocast_dtype" in recipe.given or self.distributed_type in _ENGINES:
             self.fp8_autocast_dtype = recipe.autocast_dtype
         else:
@@ -145,7 +145,7 @@ class FP8Mixin(_RunTimeClass):
 
     def prepare(self, *args, device_placement=None):
         """Convert every model, then prepare as Accelerate does. Refuse or log what is known to go wrong or be slow."""
-        setup = checks.setup_of(self)
+        setup = _setup_of(self)
         rules.refuse(setup)
         if self.fp8_recipe.implementation == "original":
             return super().prepare(*self._original_msamp(args), device_placement=device_placement)
@@ -154,7 +154,7 @@ class FP8Mixin(_RunTimeClass):
             preparation.check_optimizer(optimizer, self.fp8_recipe)
         if models and optimizers and self.has_whole_weights:
             preparation.check_trains(models, [*optimizers, *self._optimizers], self.fp8_recipe)
-        problems = checks.known_problems(setup, models)
+        problems = _known_problems(setup, models)
         for model in sorted(models, key=_has_layers_for_fp8, reverse=True):
             if self.is_fsdp2:
                 fsdp2.upcast(model)
@@ -188,7 +188,7 @@ class FP8Mixin(_RunTimeClass):
         """Convert the model, then prepare it as Accelerate does; it may be a model for evaluation only."""
         is_native = self.fp8_recipe.implementation == "native"
         if is_native and not getattr(model, "_is_accelerate_prepared", False):
-            rules.refuse(checks.setup_of(self))
+            rules.refuse(_setup_of(self))
             self._convert(model, evaluation_mode)
             if self.fp8_autocast_dtype == "fp16":  # with FP32 outputs, in the form that stock Accelerate gives bf16's
                 forward, autocast = model.forward, self._fp16_autocast()
@@ -198,7 +198,7 @@ class FP8Mixin(_RunTimeClass):
                 else:
                     model.forward = convert_outputs_to_fp32(autocast(forward))
             if self._wraps_in_ddp and not evaluation_mode and ignore_list.leaves_nothing(model):
-                raise rules.error("ddp_nothing_left", checks.setup_of(self))
+                raise rules.error("ddp_nothing_left", _setup_of(self))
         model = super().prepare_model(model, device_placement=device_placement, evaluation_mode=evaluation_mode)
         if is_native and not evaluation_mode:
             preparation.connect_ranks(model, self.fp8_recipe)
@@ -226,7 +226,7 @@ class FP8Mixin(_RunTimeClass):
         converted model may have no layer for FP8, such as a loss or a small convolutional network."""
         trains = not evaluation_mode and any(p.requires_grad for p in model.parameters())
         if trains:
-            preparation.check_sharing(model, checks.setup_of(self))
+            preparation.check_sharing(model, _setup_of(self))
         try:
             preparation.prepare_model(model, self.fp8_recipe)
             is_first, self._fp8_converted = not self._fp8_converted, True
@@ -252,7 +252,7 @@ class FP8Mixin(_RunTimeClass):
         if is_new:
             inner = _innermost(optimizer)
             if hasattr(inner, "fused_backward") and self._wraps_in_ddp:
-                raise rules.error("lomo_ddp", replace(checks.setup_of(self), optimizer=type(inner).__name__))
+                raise rules.error("lomo_ddp", replace(_setup_of(self), optimizer=type(inner).__name__))
         self._watch_optimizers()
         return optimizer
 
@@ -460,14 +460,9 @@ class FP8Mixin(_RunTimeClass):
             with tensor_parallel.whole_files(self):
                 return super().load_state(input_dir, *args, **kwargs)
 
-    @contextmanager
     def _scaling_in_files(self):
-        self.fp8_state_in_files = True
-        try:
-            with self._around_states(scaling_state.in_files):
-                yield
-        finally:
-            self.fp8_state_in_files = False
+        engines = self._models if deepspeed.in_use(self) else ()
+        return scaling_state.in_files([*map(_innermost, self._optimizers), *engines])
 
     def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, *args, **kwargs):
         """Unwrap as Accelerate does. Without the FP32 wrapper the model has the `forward` that it came with."""
@@ -530,7 +525,7 @@ class FP8Mixin(_RunTimeClass):
 
     def _refuse_clipping(self, bound: float) -> None:
         if self.fp8_recipe.gradient_release:
-            raise rules.error("release_clipping", replace(checks.setup_of(self), max_grad_norm=bound))
+            raise rules.error("release_clipping", replace(_setup_of(self), max_grad_norm=bound))
 
     def unscale_gradients(self, optimizer=None) -> None:
         """Divide the loss scale out of the gradients. Nothing to do without a loss scaler."""
@@ -539,6 +534,52 @@ class FP8Mixin(_RunTimeClass):
         optimizer = self._optimizers if optimizer is None else optimizer
         for each in optimizer if isinstance(optimizer, (tuple, list)) else [optimizer]:
             self.scaler.unscale_(_innermost(each))
+
+
+def _setup_of(accelerator: FP8Mixin) -> Setup:
+    """Describe the recipe of an Accelerator with its machine and engine, without a model."""
+    engine, state, ddp = accelerator.distributed_type, accelerator.state, accelerator.ddp_handler
+    fsdp = state.fsdp_plugin if engine == DistributedType.FSDP else None
+    deepspeed = state.deepspeed_plugin if engine == DistributedType.DEEPSPEED else None
+    engines: dict[DistributedType, Parallel] = {
+        DistributedType.FSDP: "fsdp2" if accelerator.is_fsdp2 else "fsdp1",
+        DistributedType.DEEPSPEED: "deepspeed",
+        DistributedType.MEGATRON_LM: "megatron",
+    }
+    dynamo, compiled = state.dynamo_plugin, None
+    if dynamo.backend != DynamoBackend.NO:
+        compiled = "regional" if dynamo.use_regional_compilation else "full"
+    sections = [deepspeed.deepspeed_config.get(name) for name in ("bf16", "torch_autocast")] if deepspeed else []
+    enabled = [isinstance(each, dict) and str(each.get("enabled")).lower() == "true" for each in sections]
+    hook = ddp.comm_hook if ddp is not None else DDPCommunicationHookType.NO
+    arguments = getattr(running_trainer(), "args", None)
+    return Setup(
+        accelerator.fp8_recipe,
+        Machine.this(),
+        engines.get(engine, "ddp" if accelerator._wraps_in_ddp else None),
+        compiled,
+        activation_checkpointing=True if fsdp and fsdp.activation_checkpointing else None,
+        cpu_ram_efficient_loading=fsdp.cpu_ram_efficient_loading if fsdp else None,
+        world_size=accelerator.num_processes,
+        zero_stage=3 if deepspeed and deepspeed.hf_ds_config.is_zero3() else None,
+        engine_bf16=any(enabled) if deepspeed else None,
+        tensor_parallel=accelerator.parallelism_config.tp_size if accelerator.parallelism_config else None,
+        comm_hook=None if hook == DDPCommunicationHookType.NO else str(getattr(hook, "value", hook)),
+        accumulation_steps=getattr(arguments, "gradient_accumulation_steps", accelerator.gradient_accumulation_steps),
+        max_grad_norm=getattr(arguments, "max_grad_norm", None),
+    )
+
+
+def _known_problems(setup: Setup, models: Iterable[nn.Module]) -> list[Finding]:
+    """Errors and warnings about the models that train, which are not converted yet. Only the main process has any."""
+    found: dict[str, Finding] = {}
+    for model in models if is_main_process() else ():
+        if any(parameter.requires_grad for parameter in model.parameters()):
+            for finding in findings(setup, model):
+                # without FP8 hardware the proof line names the engine that emulates the products
+                if finding.severity != "info" and finding.rule != "no_fp8_hardware":
+                    found.setdefault(finding.rule, finding)
+    return list(found.values())
 
 
 def _models_and_optimizers(args: tuple) -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:

@@ -25,7 +25,8 @@ from .conversion import Prepared, prepared_roots
 logger = logging.getLogger("fp8_backends")
 
 OPTIMIZER_KEY = "fp8_scaling"
-_IN_FILES = "fp8_state_in_files"
+IN_FILES = "fp8_state_in_files"
+"""Marks optimizers and engines while `save_state` or `load_state` runs."""
 DAMAGED = "the checkpoint is damaged; load an earlier one"
 
 
@@ -168,24 +169,26 @@ class StateDictHooks:
 
     def save(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         state = collect(self.models)
-        if (state.tensors or isinstance(optimizer, ScaledStates)) and not hasattr(optimizer, _IN_FILES):
+        if (state.tensors or isinstance(optimizer, ScaledStates)) and not hasattr(optimizer, IN_FILES):
             state_dict[OPTIMIZER_KEY] = state._asdict()
 
     def load(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         fits = _sizes(optimizer.param_groups) == _sizes(state_dict["param_groups"])  # else PyTorch refuses it next
-        if fits and not hasattr(optimizer, _IN_FILES):
+        if fits and not hasattr(optimizer, IN_FILES):
             source = "the optimizer's checkpoint"
             restore(self.models, ScalingState.of(state_dict.get(OPTIMIZER_KEY), source), source)
 
 
 @contextlib.contextmanager
-def in_files(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Leave scaling states out of the optimizer's state dicts inside: files hold those of each rank."""
-    setattr(optimizer, _IN_FILES, True)
+def in_files(owners: Iterable[Any]) -> Iterator[None]:
+    """Leave scaling states out of the state dicts of optimizers and engines inside: each rank has a file for them."""
+    for owner in owners:
+        setattr(owner, IN_FILES, True)
     try:
         yield
     finally:
-        optimizer.__dict__.pop(_IN_FILES, None)
+        for owner in owners:
+            owner.__dict__.pop(IN_FILES, None)
 
 
 def _sizes(groups: list[dict[str, Any]]) -> list[int]:
