@@ -212,7 +212,8 @@ def finish(target: Path) -> None:
     names = manifest.files_named_by(old)
     if names is None:
         names = {each.name for each in old.iterdir() if any(fnmatch.fnmatch(each.name, of) for of in _OF_RANKS)}
-    for name in (*names, *manifest.preferred_to(manifest.files_named_by(target)), manifest.NAME):
+    preferred = manifest.preferred_to(manifest.files_named_by(target) or ())
+    for name in (*names, *preferred, manifest.NAME):
         (old / name).unlink(missing_ok=True)
     _move_missing(old, target)
     shutil.rmtree(holder, ignore_errors=True)
