@@ -1,11 +1,10 @@
-"""Scaling state in checkpoints, beside what stock Accelerate writes there.
+"""Save scaling states beside the files of stock Accelerate, and check a folder before anything of it is loaded.
 
-`save_state` adds `fp8_backend.json`, which has the recipe of each prepared model, and `fp8_scaling_<rank>.safetensors`
-with the tensors, one file a rank, since each rank has seen its own amax values. There is none where no rule keeps state
-(`dynamic`). Loops without `save_state` find the same in the optimizer's state dict (`training.scaling_state`).
+`save_state` adds `fp8_backend.json` with the recipe of each prepared model, and `fp8_scaling_<rank>.safetensors` with
+the tensors: one file a rank, since each rank has seen its own amax values. Rules without state (`dynamic`) have no such
+file. Loops without `save_state` find the same in the optimizer's state dict (`training.scaling_state`).
 
-What `load_state` is given is looked at before anything is loaded: the scaling states of all models, and the states of
-optimizers that a level has converted.
+`load_state` first checks the scaling states of all models and the states of converted optimizers.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ def load_scaling(accelerator: Accelerator, input_dir: str | os.PathLike) -> None
 
 
 def _check_optimizer_files(accelerator: Accelerator, folder: Path) -> None:
-    """Look at the files of optimizers that a level has converted: Accelerate loads them after the models."""
+    """Check the files of converted optimizers: Accelerate loads them after the models."""
     names = {id(p): plain_name(name) for model in accelerator._models for name, p in model.named_parameters()}
     for i, optimizer in enumerate(map(preparation.unwrapped, accelerator._optimizers)):
         if isinstance(optimizer, ScaledStates):
@@ -84,8 +83,8 @@ def _check_optimizer_files(accelerator: Accelerator, folder: Path) -> None:
 
 
 def _read_optimizer(path: Path) -> dict[str, Any] | None:
-    """What Accelerate will load from a file of `torch.save`, without a copy in memory; None where that takes
-    `load_kwargs` of the user's. Raises `FP8BackendError`."""
+    """Read a file of `torch.save` without a copy in memory; return None if only the user's `load_kwargs` can load it.
+    Raise `FP8BackendError` for a damaged file."""
     try:
         return load(path, map_location="cpu", mmap=zipfile.is_zipfile(path))
     except FP8BackendError:
@@ -97,7 +96,7 @@ def _read_optimizer(path: Path) -> dict[str, Any] | None:
 
 
 def _read(folder: Path, rank: int) -> ScalingState | None:
-    """What the files in a folder say; None where this package wrote none. Raises `FP8BackendError`."""
+    """Read the scaling states in a folder; return None without any. Raise `FP8BackendError` for damaged files."""
     path = folder / METADATA
     if not path.exists():
         return None

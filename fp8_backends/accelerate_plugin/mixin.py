@@ -1,14 +1,12 @@
-"""`FP8Mixin`: what an `Accelerator` does differently when this package runs its FP8.
+"""`FP8Mixin`: put this package's FP8 into an `Accelerator`.
 
-Around each prepared model and optimizer, in the order of the class:
+In the order of the class:
 
-- `__init__`   what machine and engine cannot do is refused; precision around FP8 is chosen
-- `prepare`    the same again, with what the engine has been told since; models are converted, optimizers watched, known
-               problems logged
-- `backward`   weight gradients of microbatches are cast once, when they are complete
-- checkpoints  are whole or not there, and hold the scaling state; masters and optimizer states that ranks share are
-               whole in them
-- `autocast`   is in the dtype that the recipe wants around FP8
+- `__init__`   refuse what machine and engine cannot do, choose the precision around FP8
+- `prepare`    refuse again, with the engine's later settings; convert models, watch optimizers, log known problems
+- `backward`   cast accumulated weight gradients once, when they are complete
+- checkpoints  keep them whole or not there, with the scaling states, and with whole masters and optimizer states
+- `autocast`   run in the recipe's dtype around FP8
 """
 
 from __future__ import annotations
@@ -101,14 +99,14 @@ class FP8Mixin(_RunTimeClass):
     fp8_autocast_dtype: str
     """What runs around FP8 here: "bf16", "fp16" or "fp32"."""
     fp8_accumulates: bool = False
-    """Whether a further microbatch is to be added to the gradients of the last backward."""
+    """True while microbatches are missing from the gradients."""
     fp8_unseen_backward: bool = False
-    """Whether models or optimizers were prepared since the last backward."""
+    """True if models or optimizers were prepared since the last backward."""
     fp8_engine_steps: deepspeed.EngineSteps | None = None
     """The steps of the DeepSpeed engine, once there is one."""
 
     def _start_fp8(self, recipe: Recipe) -> None:
-        """What follows the original `__init__`. Raises `RecipeError` for what the engine cannot do with this recipe."""
+        """Continue after the original `__init__`. Raise `RecipeError` if the engine does not go with this recipe."""
         self.fp8_recipe = recipe
         self._fp8_converted = False
         rules.refuse(_setup_of(self))
@@ -129,7 +127,7 @@ class FP8Mixin(_RunTimeClass):
 
     @property
     def fp8_backend(self) -> FP8BackendType:
-        """What stock Accelerate shall run itself: nothing. The backend in use is `fp8_recipe.name`."""
+        """Tell stock Accelerate to run no FP8 itself. The backend in use is `fp8_recipe.name`."""
         return FP8BackendType.NO
 
     @property
@@ -168,10 +166,10 @@ class FP8Mixin(_RunTimeClass):
         return result
 
     def _prepare_tp(self, *args):
-        """Prepare what is no model as Accelerate does. Parameters stay as they are: optimizers have them, and FSDP2
-        takes some that are DTensors of a tensor-parallel mesh beside plain ones. Stock Accelerate finds them again by
-        the addresses of their data, which scaled weights do not have, and under FSDP2 wraps the plain ones by a class
-        that transformers 5 no longer has."""
+        """Prepare all but models as Accelerate does. Parameters stay as they are: optimizers have them, and FSDP2 takes
+        DTensors of a tensor-parallel mesh beside plain ones. Stock Accelerate finds them again by the addresses of
+        their data; scaled weights have none. Under FSDP2 it wraps the plain ones by a class that transformers 5 has
+        dropped."""
         others = (obj if isinstance(obj, nn.Module) else self._prepare_one(obj, first_pass=True) for obj in args)
         return [obj if isinstance(obj, nn.Module) else self._prepare_one(obj) for obj in list(others)]
 
@@ -294,7 +292,7 @@ class FP8Mixin(_RunTimeClass):
 
     @property
     def has_whole_weights(self) -> bool:
-        """Whether models keep their own Parameters, of which optimizers know."""
+        """True if models keep their own Parameters, known to their optimizers."""
         of_one_rank = self.distributed_type == DistributedType.NO or tensor_parallel.shares_layers(self)
         return of_one_rank or self._wraps_in_ddp
 
@@ -306,9 +304,9 @@ class FP8Mixin(_RunTimeClass):
         return [model for model in self._models if any(id(p) in trained for p in model.parameters())]
 
     def backward(self, loss, **kwargs):
-        """Run Accelerate's backward, and cast weight gradients that microbatches accumulated once, when complete. Of a
-        loop that adds microbatches up by itself nobody knows the last one: the optimizer's step casts them. Raises
-        `FP8BackendError` where no model was prepared, and warns where a model's optimizer was not."""
+        """Run Accelerate's backward, and cast accumulated weight gradients once, when complete. The optimizer's step
+        casts them in a loop that accumulates by itself. Raise `FP8BackendError` without a prepared model, and warn of a
+        model without a prepared optimizer."""
         if not self._fp8_converted and self.fp8_recipe.implementation == "native":
             message = f"{self.fp8_recipe.name}: backward in an Accelerator that has prepared no model: write {_PREPARE}"
             proof.refuse_unproven(message, self.fp8_recipe)
@@ -337,7 +335,7 @@ class FP8Mixin(_RunTimeClass):
         return result
 
     def _warn_of_unprepared_optimizers(self) -> None:
-        """Name the models that got gradients and that no prepared optimizer trains."""
+        """Name the models with gradients and without a prepared optimizer."""
         if not is_main_process() or deepspeed.in_use(self) or (self._optimizers and not self.has_whole_weights):
             return
         level = self.fp8_recipe.level
@@ -353,8 +351,8 @@ class FP8Mixin(_RunTimeClass):
                 )
 
     def _save_at_fault(self, step: int) -> str | None:
-        """Save the training as it is before a step that the guard stops, where the project has a folder. Returns where.
-        All ranks call it."""
+        """Save the training before a step that the guard stops, if the project has a folder. Return its path. All ranks
+        call it."""
         if self.project_dir is None:
             return None
         named = self.project_configuration.automatic_checkpoint_naming
@@ -378,9 +376,9 @@ class FP8Mixin(_RunTimeClass):
     # Checkpoints and export
 
     def save_state(self, output_dir: str | os.PathLike | None = None, *args, **kwargs) -> Path:
-        """Save as Accelerate does, the scaling state of FP8, too: a resumed run equals an unbroken one to the bit. The
-        checkpoint is whole or not there, whatever happens meanwhile. Raises `FP8BackendError` on all ranks where one of
-        them could not write; the checkpoint that was there before is then as it was."""
+        """Save as Accelerate does, with the scaling states of FP8: a resumed run equals an unbroken one to the bit. The
+        checkpoint is whole or not there, whatever happens meanwhile. If a rank cannot write, raise `FP8BackendError` on
+        all ranks; an older checkpoint is then as it was."""
         project = self.project_configuration
         limit = project.total_limit if project.automatic_checkpoint_naming else None
         if project.automatic_checkpoint_naming:
@@ -401,7 +399,7 @@ class FP8Mixin(_RunTimeClass):
         return Path(output_dir)
 
     def _write_state(self, save: Callable, args: tuple, kwargs: dict, folder: str) -> None:
-        """Let stock Accelerate write into the folder where a checkpoint is made, which it would otherwise name."""
+        """Let stock Accelerate write into this folder under any naming."""
         project = self.project_configuration
         self.project_configuration = replace(project, automatic_checkpoint_naming=False)
         try:
@@ -434,14 +432,14 @@ class FP8Mixin(_RunTimeClass):
 
     @property
     def writes_files(self) -> bool:
-        """Whether `save_state` and `save_model` write the files that are the same for all ranks from this one."""
+        """True if `save_state` and `save_model` write the files of all ranks from this one."""
         on_each_node = self.project_configuration.save_on_each_node
         return self.is_local_main_process if on_each_node else self.is_main_process
 
     def load_state(self, input_dir: str | os.PathLike | None = None, *args, **kwargs):
-        """Load the scaling state of FP8, too. A checkpoint of stock Accelerate or another backend loads with a warning
-        that the scales start afresh. Without a folder, the newest whole checkpoint under automatic naming is loaded.
-        Raises `FP8BackendError` for one that is not whole, or that training could not go on from, before anything of it
+        """Load as Accelerate does, with the scaling states of FP8. A checkpoint of stock Accelerate or another backend
+        loads with a warning: its scales start afresh. Without a folder, load the newest whole checkpoint under
+        automatic naming. Raise `FP8BackendError` for one that is not whole or has invalid states, before anything of it
         is loaded."""
         if not self._models:
             raise FP8BackendError(
@@ -571,7 +569,7 @@ def _setup_of(accelerator: FP8Mixin) -> Setup:
 
 
 def _known_problems(setup: Setup, models: Iterable[nn.Module]) -> list[Finding]:
-    """Errors and warnings about the models that train, which are not converted yet. Only the main process has any."""
+    """Return errors and warnings about the models that train, before they are converted, on the main process."""
     found: dict[str, Finding] = {}
     for model in models if is_main_process() else ():
         if any(parameter.requires_grad for parameter in model.parameters()):
@@ -588,7 +586,7 @@ def _models_and_optimizers(args: tuple) -> tuple[list[nn.Module], list[torch.opt
 
 
 def _has_layers_for_fp8(model: nn.Module) -> bool:
-    """Whether a model has weight products of a kind that can run in FP8."""
+    """Return True if a model has weight products that can run in FP8."""
     return any(product.kind not in NEVER_IN_FP8 for product in weight_products(model))
 
 

@@ -1,4 +1,4 @@
-"""Save checkpoints that are whole or not there, from many ranks.
+"""Save whole checkpoints or none, from many ranks.
 
 A new checkpoint is written into `.NAME.saving/NAME` beside its place, sealed by a manifest, and renamed into its place.
 An older one is first renamed to `.NAME.saving/.replaced`; files in it that belong to no checkpoint then move into the
@@ -123,8 +123,8 @@ def _locked(target: Path) -> Iterator[None]:
 
 
 def _make_way(target: Path) -> None:
-    """Finish an earlier replacement of this checkpoint, and remove what an earlier save has left. Raise
-    `FP8BackendError` where no rename can replace what is there."""
+    """Finish an earlier replacement of this checkpoint, and remove leftovers of an earlier save. Raise
+    `FP8BackendError` if no rename can replace the target."""
     finish(target)
     holder = manifest.holder_of(target)
     for leftover in holder.iterdir() if holder.is_dir() else ():
@@ -146,8 +146,8 @@ def anywhere(folder: Path) -> bool:
 
 
 def seal(folder: Path, recipe: Recipe, step: int | None) -> bool:
-    """Write the manifest of a folder into which all ranks have written; the ranks that share a disk also share the
-    reading. All ranks call it. Return whether this rank leads its file system."""
+    """Write the manifest of a folder after all ranks have written; ranks with a common disk share the reading. All
+    ranks call it. Return True if this rank leads its file system."""
     doing, state = f"sealing the checkpoint {folder}", PartialState()
     marks = folder / manifest.SAVING
 

@@ -29,7 +29,7 @@ from .weight_products import Found, find_weight_products
 
 @dataclass
 class Export:
-    """What `export` wrote."""
+    """A record of `export`."""
 
     folder: str
     format: str
@@ -160,7 +160,7 @@ def _split(model: nn.Module) -> tuple[dict[str, Found], dict[str, str]]:
 
 
 def _codes_of(found: Found) -> Quantized | None:
-    """The codes that a converted layer multiplies by now; None where its backend does not tell."""
+    """Return the current codes of a converted layer; None if its backend does not tell."""
     compute = registry.get_compute(found.conversion.recipe.compute)
     return compute.weight_codes(found.module) if isinstance(compute, GivesWeightCodes) else None
 
@@ -168,8 +168,8 @@ def _codes_of(found: Found) -> Quantized | None:
 def _state(
     model: nn.Module, layers: dict[str, Found], fmt: CheckpointFormat, result: Export
 ) -> dict[str, torch.Tensor]:
-    """What the file holds, on the CPU, by name; empty on ranks that do not write. Notes in the result what becomes of
-    these layers."""
+    """Return the tensors of the file, on the CPU, by name; empty on ranks that do not write. Note in the result what
+    becomes of these layers."""
     writes, state, seen = is_main_process(), {}, {}
     for full_name, value in model.state_dict(keep_vars=True).items():
         name = plain_name(full_name)
@@ -191,7 +191,7 @@ def _state(
 def _stored(
     name: str, weight: torch.Tensor, codes: Quantized | None, fmt: CheckpointFormat, result: Export
 ) -> Quantized | None:
-    """What the file holds of a layer's weight, noted in the result; None where it holds the weight itself."""
+    """Return the codes of a layer for the file, and note them in the result; None if the file has the weight itself."""
     grid = checkpoint_formats.grid_of(codes)
     is_exact = result.grid in FITS_INTO.get(grid, ())
     if not is_exact:
@@ -235,8 +235,8 @@ def _write(
 
 @contextlib.contextmanager
 def _quantization_config(model: nn.Module, config: dict) -> Iterator[None]:
-    """Let the model's configuration say inside that its weights are codes, and not that ranks share them: transformers
-    would wait for the others, which do not write."""
+    """Put the description of the codes into the model's configuration inside, and take the ranks out of it:
+    transformers would wait for the others, and they do not write."""
     own = model.config
     before = {name: own.__dict__.pop(name, None) for name in ("quantization_config", "distributed_config")}
     own.quantization_config = config

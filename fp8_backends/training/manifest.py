@@ -124,8 +124,8 @@ def holder_of(folder: Path) -> Path:
 
 
 def place_of(folder: Path) -> Path:
-    """Return where a checkpoint is: in its place, or still where it was written if the older one is renamed out of that
-    place already."""
+    """Return the folder with a checkpoint's files: its place, or between the two renames of a replacement the folder in
+    which it was written."""
     is_between = (holder_of(folder) / REPLACED).exists() and not folder.exists()
     return holder_of(folder) / folder.name if is_between else folder
 
@@ -137,8 +137,7 @@ def files_named_by(folder: Path) -> set[str] | None:
 
 
 def preferred_to(names: Collection[str]) -> dict[str, str]:
-    """The files that Accelerate would load in place of some of these, if they were there, with the one that they take
-    the place of."""
+    """Map the files that Accelerate would load in place of some of these to the files that they replace."""
     instead = {re.sub(r"^pytorch_model(_\d+)?\.bin$", r"model\1.safetensors", name): name for name in names}
     return {other: name for other, name in instead.items() if other not in names}
 
@@ -153,7 +152,7 @@ def condition(folder: Path, part: slice = slice(None)) -> Condition:
 
 
 def _found(folder: Path, part: slice) -> Condition:
-    """Tell what a folder is that nobody renames."""
+    """Read a folder once."""
     found = _read(folder)
     if found.word != "whole":
         return found
@@ -248,15 +247,15 @@ def _without_manifest(folder: Path) -> Condition:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether a folder looks like a checkpoint of Accelerate or Trainer, whole or not."""
+    """Return True if a folder looks like a checkpoint of Accelerate or Trainer, whole or not."""
     signs = any((place_of(folder) / name).exists() for name in _SIGNS)
     return signs or re.fullmatch(r"checkpoint[-_]\d+", folder.name) is not None
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """The checkpoints of a folder, the newest first: by the numbers of Accelerate's names (`checkpoint_3`), which count
-    saves; else by the steps of their manifests; else by the numbers of names that differ in nothing else; else by the
-    time of saving, which a clock that is set back spoils. One of an unknown step comes before those of a known one."""
+    """Return the checkpoints of a folder, the newest first: by the numbers of Accelerate's names (`checkpoint_3`),
+    which count saves; else by the steps of their manifests; else by the numbers of names that differ in nothing else;
+    else by the time of saving, wrong after a clock was set back. An unknown step comes before known ones."""
     try:
         names = {each.name for each in folder.iterdir() if not each.is_symlink()}  # a link is another name
     except (FileNotFoundError, NotADirectoryError):

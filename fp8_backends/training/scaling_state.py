@@ -69,7 +69,7 @@ class ScalingState(NamedTuple):
         }
 
     def differences(self, key: str, recipe: Recipe) -> str:
-        """In which fields the saved recipe of a root differs from another; empty where nothing is known of it."""
+        """List the fields in which the saved recipe of a root differs from another; empty without a saved one."""
         differing = differences(self.recipes.get(key, {}), as_json(recipe))
         return ", ".join(f"{name} was {old!r} and is {new!r} now" for name, (old, new) in differing.items())
 
@@ -122,7 +122,7 @@ def write(models: Iterable[nn.Module], saved: ScalingState | None, source: str) 
 
 
 def _changes(models: Iterable[nn.Module], saved: ScalingState) -> dict[str, list[str]]:
-    """How the recipes of models differ from those they were saved with, in words: the root keys by what is to say."""
+    """Describe how the recipes of models differ from the saved ones: the root keys by description."""
     found: dict[str, list[str]] = {}
     for key, _, prepared in _roots(models):
         name, differing = prepared.recipe.name, saved.differences(key, prepared.recipe)
@@ -143,7 +143,7 @@ def _changes(models: Iterable[nn.Module], saved: ScalingState) -> dict[str, list
 
 
 def _restorable(models: Iterable[nn.Module], saved: ScalingState | None) -> Iterator[tuple[str, nn.Module, Prepared]]:
-    """The roots with a scaling state that were saved with the backend that they have now."""
+    """Yield the roots with a scaling state whose backend is still the saved one."""
     for key, root, prepared in _roots(models) if saved is not None else ():
         if saved.backend_of(key) == prepared.recipe.name and scaling_state(prepared.compute, root):
             yield key, root, prepared
