@@ -43,7 +43,7 @@ from fp8_backends.training.conversion import prepared_roots  # noqa: E402
 
 NAN, INF = math.nan, math.inf
 SCALING = "fp8_scaling"
-LEVELS = (*(f"msamp:O{number}" for number in range(1, 6)), "native:dynamic+msamp:O2")
+LEVELS = (*(f"msamp:O{number}" for number in range(1, 5)), "native:dynamic+msamp:O2")
 
 
 class Case(NamedTuple):

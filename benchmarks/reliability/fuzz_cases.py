@@ -748,7 +748,8 @@ def _damaged(rng: Random, found: Any) -> Any:
 _FILES: dict[str, Callable[[Random], str]] = {
     "fp8_monitor.jsonl": _monitored,
     "checkpoint_1/fp8_manifest.json": _manifest,
-    "checkpoint_2/.saving/1/fp8_manifest.json": _manifest,
+    ".checkpoint_2.saving/.replaced/fp8_manifest.json": _manifest,
+    ".checkpoint_2.saving/checkpoint_2/fp8_manifest.json": _manifest,
     "checkpoint_3/fp8_backend.json": lambda rng: json.dumps(_damaged(rng, {"manifest": 1, "backend": "native"})),
     "checkpoint-4/trainer_state.json": lambda rng: json.dumps(_damaged(rng, {"global_step": 4})),
     "config.json": lambda rng: mutated(rng, json.dumps(_damaged(rng, _MODEL)), rng.choice((0, 0, 2))),
@@ -757,7 +758,7 @@ _FILES: dict[str, Callable[[Random], str]] = {
 """Files that commands read, by where they lie; `checkpoint_1` has those that its manifest names."""
 _READ = {
     "monitor": ("fp8_monitor.jsonl",),
-    "checkpoint": tuple(name for name in _FILES if name.startswith("checkpoint")),
+    "checkpoint": tuple(name for name in _FILES if "checkpoint" in name),
     "advise": ("config.json", "c.yaml"),
 }
 

@@ -102,17 +102,12 @@ def around_fp8(recipe: Recipe, precision: str, arguments: Mapping[str, Any]) -> 
             f"runs around FP8: leave autocast_dtype out, or set {precision}=False (TRL's configurations set bf16=True "
             f"unless they are told otherwise)"
         )
-    if engine := _engine(arguments):
-        if precision == "bf16":
-            return recipe
-        raise RecipeError(f"fp16=True in TrainingArguments: under {engine} bf16 runs around FP8; set bf16=True instead")
+    for engine in ("DeepSpeed", "FSDP"):  # they shard the model, and set the precision by their own configuration
+        by_launcher = os.environ.get(f"ACCELERATE_USE_{engine.upper()}", "false").lower() == "true"
+        if by_launcher or arguments.get(f"{engine.lower()}_plugin") is not None:
+            if precision == "bf16":
+                return recipe
+            raise RecipeError(
+                f"fp16=True in TrainingArguments: under {engine} bf16 runs around FP8; set bf16=True instead"
+            )
     return type(recipe)(**{**recipe.to_kwargs(), "autocast_dtype": precision})
-
-
-def _engine(arguments: Mapping[str, Any]) -> str | None:
-    """The engine that shards the model and sets the precision by a configuration of its own."""
-    for name in ("DeepSpeed", "FSDP"):
-        by_launcher = os.environ.get(f"ACCELERATE_USE_{name.upper()}", "false").lower() == "true"
-        if by_launcher or arguments.get(f"{name.lower()}_plugin") is not None:
-            return name
-    return None

@@ -1,30 +1,27 @@
-"""Scaling state in checkpoints, beside what stock Accelerate writes there.
+"""Save scaling states beside the files of stock Accelerate, and check a folder before anything of it is loaded.
 
-`save_state` adds `fp8_backend.json`, which has the recipe of each prepared model, and `fp8_scaling_<rank>.safetensors`
-with the tensors, one file a rank, since each rank has seen its own amax values. There is none where no rule keeps state
-(`dynamic`). Loops without `save_state` find the same in the optimizer's state dict (`training.scaling_state`).
+`save_state` adds `fp8_backend.json` with the recipe of each prepared model, and `fp8_scaling_<rank>.safetensors` with
+the tensors: one file a rank, since each rank has seen its own amax values. Rules without state (`dynamic`) have no such
+file. Loops without `save_state` find the same in the optimizer's state dict (`training.scaling_state`).
 
-What `load_state` is given is looked at before anything is loaded: the scaling states of all models, and the states of
-optimizers that a level has converted.
+`load_state` first checks the scaling states of all models and the states of converted optimizers.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
+import os
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object, load
+from accelerate.utils import load
 from accelerate.utils.constants import OPTIMIZER_NAME
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from ..errors import FP8BackendError
+from ..errors import FP8BackendError, on_all_ranks
 from ..numerics.modules import plain_name
 from ..states.checks import check_states
 from ..states.scaled_states import ScaledStates
@@ -37,11 +34,8 @@ _FORMAT = 2
 """Of `fp8_backend.json`."""
 
 
-# Hooks of `save_state` and `load_state`: `functools.partial` binds the accelerator, and so Accelerators pickle.
-
-
-def save_scaling(accelerator: Accelerator, models: list[torch.nn.Module], weights: list[dict], output_dir: str) -> None:
-    """Hook of `Accelerator.register_save_state_pre_hook`."""
+def save_scaling(accelerator: Accelerator, output_dir: str) -> None:
+    """Write the scaling states of the prepared models into a folder of `save_state`."""
     folder, state = Path(output_dir), scaling_state.collect(accelerator._models)
     if accelerator.writes_files:
         metadata = {"format": _FORMAT, "backend": accelerator.fp8_recipe.name, "models": state.backends}
@@ -52,47 +46,30 @@ def save_scaling(accelerator: Accelerator, models: list[torch.nn.Module], weight
         save_file(state.tensors, folder / _tensor_file(accelerator.process_index))
 
 
-def load_scaling(accelerator: Accelerator, models: list[torch.nn.Module], input_dir: str) -> None:
-    """Hook of `Accelerator.register_load_state_pre_hook`."""
-    saved = check_folder(accelerator, input_dir)
-    scaling_state.write(accelerator._models, saved, input_dir)
-
-
-def check_folder(accelerator: Accelerator, input_dir: str) -> ScalingState | None:
-    """Look at what a folder of `save_state` holds for the prepared models and optimizers, before any of it is loaded.
-    All ranks call it. Returns the scaling state, None where there is none.
+def load_scaling(accelerator: Accelerator, input_dir: str | os.PathLike) -> None:
+    """Check all that a folder of `save_state` holds for the prepared models and optimizers, then load its scaling
+    states. All ranks call it.
 
     Raises:
         FP8BackendError: on all ranks, where one of them cannot go on from it. Nothing has changed.
     """
-    folder = Path(input_dir).expanduser()
-    with _refused_by_all():
+    folder = Path(input_dir)
+
+    def check() -> None:
+        nonlocal saved
         saved = _read(folder, accelerator.process_index)
         scaling_state.check(accelerator._models, saved, str(folder))
         looks = accelerator.is_local_main_process or tensor_parallel.shares_layers(accelerator)  # they ask each other
         if looks and accelerator.has_whole_weights:
             _check_optimizer_files(accelerator, folder)
-    return saved
 
-
-@contextlib.contextmanager
-def _refused_by_all() -> Iterator[None]:
-    """Let all ranks refuse what one refuses inside: the others would go on, and wait for it."""
-    error = None
-    try:
-        yield
-    except Exception as refusal:
-        error = refusal
-    refusals = gather_object([error and str(error)])
-    if error is not None:
-        raise error
-    for rank, text in enumerate(refusals):
-        if text is not None:
-            raise FP8BackendError(f"rank {rank} refuses the checkpoint: {text}")
+    saved: ScalingState | None = None
+    on_all_ranks(f"loading {folder}", check)
+    scaling_state.write(accelerator._models, saved, str(folder))
 
 
 def _check_optimizer_files(accelerator: Accelerator, folder: Path) -> None:
-    """Look at the files of optimizers that a level has converted: Accelerate loads them after the models."""
+    """Check the files of converted optimizers: Accelerate loads them after the models."""
     names = {id(p): plain_name(name) for model in accelerator._models for name, p in model.named_parameters()}
     for i, optimizer in enumerate(map(preparation.unwrapped, accelerator._optimizers)):
         if isinstance(optimizer, ScaledStates):
@@ -106,8 +83,8 @@ def _check_optimizer_files(accelerator: Accelerator, folder: Path) -> None:
 
 
 def _read_optimizer(path: Path) -> dict[str, Any] | None:
-    """What Accelerate will load from a file of `torch.save`, without a copy in memory; None where that takes
-    `load_kwargs` of the user's. Raises `FP8BackendError`."""
+    """Read a file of `torch.save` without a copy in memory; return None if only the user's `load_kwargs` can load it.
+    Raise `FP8BackendError` for a damaged file."""
     try:
         return load(path, map_location="cpu", mmap=zipfile.is_zipfile(path))
     except FP8BackendError:
@@ -119,7 +96,7 @@ def _read_optimizer(path: Path) -> dict[str, Any] | None:
 
 
 def _read(folder: Path, rank: int) -> ScalingState | None:
-    """What the files in a folder say; None where this package wrote none. Raises `FP8BackendError`."""
+    """Read the scaling states in a folder; return None without any. Raise `FP8BackendError` for damaged files."""
     path = folder / METADATA
     if not path.exists():
         return None
@@ -133,20 +110,18 @@ def _read(folder: Path, rank: int) -> ScalingState | None:
             f"{path} has format {written_as!r}, and this version of fp8_backends reads {_FORMAT}: "
             f"load it with the version that wrote it"
         )
-    tensors = _read_tensors(folder, rank)
+    # a run with fewer ranks has saved fewer files
+    for name in (_tensor_file(rank), _tensor_file(0)):
+        if (folder / name).exists():
+            try:
+                tensors = load_file(folder / name)
+            except (OSError, SafetensorError) as error:
+                raise FP8BackendError(f"{folder / name} cannot be read ({error}): {DAMAGED}") from None
+            break
+    else:
+        tensors = {}
     return ScalingState.of({"backends": backends, "tensors": tensors, "recipes": recipes}, str(folder))
 
 
 def _tensor_file(rank: int) -> str:
     return f"fp8_scaling_{rank}.safetensors"
-
-
-def _read_tensors(folder: Path, rank: int) -> dict[str, torch.Tensor]:
-    """This rank's file, or that of rank 0 when the run had fewer ranks; empty without one."""
-    for path in (folder / _tensor_file(rank), folder / _tensor_file(0)):
-        if path.exists():
-            try:
-                return load_file(path)
-            except (OSError, SafetensorError) as error:
-                raise FP8BackendError(f"{path} cannot be read ({error}): {DAMAGED}") from None
-    return {}

@@ -18,7 +18,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 from ..comm.backward import agree_on_scaling
 from ..training import preparation
 from ..training.conversion import prepared_roots
-from ..training.scaling_state import OPTIMIZER_KEY, ScalingState, collect, restore
+from ..training.scaling_state import IN_FILES, OPTIMIZER_KEY, ScalingState, collect, restore
 
 
 def in_use(accelerator: Accelerator) -> bool:
@@ -55,7 +55,7 @@ def watch(accelerator: Accelerator) -> None:
         accelerator.fp8_engine_steps = EngineSteps()
     preparation.watch_optimizer(accelerator._models, accelerator.fp8_engine_steps, accelerator.fp8_recipe)
     for engine in accelerator._models:
-        _keep_scaling_in_checkpoints(accelerator, engine)
+        _keep_scaling_in_checkpoints(engine)
 
 
 def after_backward(accelerator: Accelerator) -> None:
@@ -69,7 +69,7 @@ def after_backward(accelerator: Accelerator) -> None:
         accelerator.fp8_engine_steps.run_hooks()
 
 
-def _keep_scaling_in_checkpoints(accelerator: Accelerator, engine: nn.Module) -> None:
+def _keep_scaling_in_checkpoints(engine: nn.Module) -> None:
     """Let the engine's own checkpoints, such as `transformers.Trainer` writes, hold the scaling state too, in the part
     that DeepSpeed leaves to its client. Inert inside `save_state` and `load_state`, which keep a file for each rank."""
     if "save_checkpoint" in engine.__dict__:
@@ -79,14 +79,14 @@ def _keep_scaling_in_checkpoints(accelerator: Accelerator, engine: nn.Module) ->
     @functools.wraps(save)
     def save_checkpoint(save_dir, tag=None, client_state=None, *args, **kwargs):
         client_state, state = dict(client_state or {}), collect([engine])
-        if state.tensors and not accelerator.fp8_state_in_files:
+        if state.tensors and not hasattr(engine, IN_FILES):
             client_state[OPTIMIZER_KEY] = state._asdict()
         return save(save_dir, tag, client_state, *args, **kwargs)
 
     @functools.wraps(load)
     def load_checkpoint(load_dir, *args, **kwargs):
         path, client_state = load(load_dir, *args, **kwargs)
-        if path is not None and not accelerator.fp8_state_in_files and not kwargs.get("load_module_only"):
+        if path is not None and not hasattr(engine, IN_FILES) and not kwargs.get("load_module_only"):
             saved = client_state.pop(OPTIMIZER_KEY, None)
             restore([engine], ScalingState.of(saved, str(path)), str(path))
         return path, client_state

@@ -1,15 +1,12 @@
-"""`FP8Mixin`: what an `Accelerator` does differently when this package runs its FP8.
+"""`FP8Mixin`: put this package's FP8 into an `Accelerator`.
 
-Around each prepared model and optimizer, in the order of the class:
+In the order of the class:
 
-- `__init__`   what machine and engine cannot do is refused; precision around FP8 is chosen, hooks for checkpoints are
-               registered
-- `prepare`    the same again, with what the engine has been told since; models are converted, optimizers watched, known
-               problems logged
-- `backward`   weight gradients of microbatches are cast once, when they are complete
-- checkpoints  are whole or not there, and hold the scaling state; masters and optimizer states that ranks share are
-               whole in them
-- `autocast`   is in the dtype that the recipe wants around FP8
+- `__init__`   refuse what machine and engine cannot do, choose the precision around FP8
+- `prepare`    refuse again, with the engine's later settings; convert models, watch optimizers, log known problems
+- `backward`   cast accumulated weight gradients once, when they are complete
+- checkpoints  keep them whole or not there, with the scaling states, and with whole masters and optimizer states
+- `autocast`   run in the recipe's dtype around FP8
 """
 
 from __future__ import annotations
@@ -18,7 +15,7 @@ import functools
 import logging
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +23,7 @@ from types import MethodType
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DistributedType, convert_outputs_to_fp32
+from accelerate.utils import DDPCommunicationHookType, DistributedType, DynamoBackend, convert_outputs_to_fp32
 from accelerate.utils.dataclasses import FP8BackendType
 from accelerate.utils.modeling import get_grad_scaler
 from accelerate.utils.other import extract_model_from_parallel
@@ -43,9 +40,11 @@ from ..training import conversion, preparation, proof, rules, scaling_state
 from ..training.auditing import parameter_ids, steps_of
 from ..training.conversion import weight_products
 from ..training.report import ConversionReport
+from ..training.rules import Machine, Parallel, Setup
+from ..training.validators import Finding, findings
 from ..training.watching import guard, monitor
 from ..training.weight_products import NEVER_IN_FP8
-from . import checkpoint, checks, deepspeed, fsdp2, tensor_parallel, whole_checkpoints
+from . import checkpoint, deepspeed, fsdp2, tensor_parallel, whole_checkpoints
 from .callers import running_trainer
 
 logger = logging.getLogger("fp8_backends")
@@ -99,23 +98,24 @@ class FP8Mixin(_RunTimeClass):
     """The resolved recipe."""
     fp8_autocast_dtype: str
     """What runs around FP8 here: "bf16", "fp16" or "fp32"."""
-    fp8_state_in_files: bool = False
-    """Whether `save_state` or `load_state` is running."""
     fp8_accumulates: bool = False
-    """Whether a further microbatch is to be added to the gradients of the last backward."""
+    """True while microbatches are missing from the gradients."""
     fp8_without_gradients: Sequence[nn.Module] = ()
     """Models that got no gradients since something was prepared."""
     fp8_has_loaded: bool = False
-    """Whether `load_state` has run."""
+    """True once `load_state` has run."""
     fp8_engine_steps: deepspeed.EngineSteps | None = None
     """The steps of the DeepSpeed engine, once there is one."""
 
     def _start_fp8(self, recipe: Recipe) -> None:
-        """What follows the original `__init__`. Raises `RecipeError` for what the engine cannot do with this recipe."""
+        """Continue after the original `__init__`. Raise `RecipeError` if the engine does not go with this recipe."""
         self.fp8_recipe = recipe
         self._fp8_converted = False
-        rules.refuse(checks.setup_of(self))
-        self.fp8_autocast_dtype = self._precision_around_fp8()
+        rules.refuse(_setup_of(self))
+        if "autocast_dtype" in recipe.given or self.distributed_type in _ENGINES:
+            self.fp8_autocast_dtype = recipe.autocast_dtype
+        else:
+            self.fp8_autocast_dtype = hardware.fast_precision(self.device)
         if self.fp8_autocast_dtype != "bf16":
             self.native_amp = False  # stock autocast is bf16; ours, if any, stands in its place
         if self.fp8_autocast_dtype == "fp16":
@@ -124,29 +124,12 @@ class FP8Mixin(_RunTimeClass):
                 self.scaler = get_grad_scaler(DistributedType.FSDP, **options)
             else:
                 self.scaler = torch.amp.GradScaler(self.device.type, **options)
-        self.register_save_state_pre_hook(functools.partial(checkpoint.save_scaling, self))
-        self.register_load_state_pre_hook(functools.partial(checkpoint.load_scaling, self))
-
-    def _precision_around_fp8(self) -> str:
-        """The recipe's `autocast_dtype` if it was given, else bf16, and FP32 on a CPU that multiplies no bf16."""
-        if "autocast_dtype" in self.fp8_recipe.given or self.distributed_type in _ENGINES:
-            return self.fp8_recipe.autocast_dtype
-        return hardware.fast_precision(self.device)
-
-    def _announce_precision(self) -> None:
-        """Say what runs around FP8 where it is not what the recipe has by default. Not at once: a Trainer makes several
-        Accelerators, and prepares a model with one."""
-        if self.fp8_autocast_dtype == "fp32" and "autocast_dtype" not in self.fp8_recipe.given:
-            announce(
-                "FP32 runs around FP8: PyTorch has no fast bf16 products on this CPU. autocast_dtype='bf16' asks for "
-                "bf16 all the same"
-            )
 
     # What stock Accelerate asks about FP8
 
     @property
     def fp8_backend(self) -> FP8BackendType:
-        """What stock Accelerate shall run itself: nothing. The backend in use is `fp8_recipe.name`."""
+        """Tell stock Accelerate to run no FP8 itself. The backend in use is `fp8_recipe.name`."""
         return FP8BackendType.NO
 
     @property
@@ -162,7 +145,7 @@ class FP8Mixin(_RunTimeClass):
 
     def prepare(self, *args, device_placement=None):
         """Convert every model, then prepare as Accelerate does. Refuse or log what is known to go wrong or be slow."""
-        setup = checks.setup_of(self)
+        setup = _setup_of(self)
         rules.refuse(setup)
         if self.fp8_recipe.implementation == "original":
             return super().prepare(*self._original_msamp(args), device_placement=device_placement)
@@ -171,7 +154,7 @@ class FP8Mixin(_RunTimeClass):
             preparation.check_optimizer(optimizer, self.fp8_recipe)
         if models and optimizers and self.has_whole_weights:
             preparation.check_trains(models, [*optimizers, *self._optimizers], self.fp8_recipe)
-        problems = checks.known_problems(setup, models)
+        problems = _known_problems(setup, models)
         for model in sorted(models, key=_has_layers_for_fp8, reverse=True):
             if self.is_fsdp2:
                 fsdp2.upcast(model)
@@ -181,16 +164,14 @@ class FP8Mixin(_RunTimeClass):
         result = super().prepare(*args, device_placement=device_placement)
         self._watch_optimizers()
         if trainer := running_trainer():
-            from .trainer_checkpoints import seal_checkpoints_of  # transformers is here, since a Trainer runs
-
-            seal_checkpoints_of(trainer, self.fp8_recipe)
+            whole_checkpoints.seal_checkpoints_of(trainer, self.fp8_recipe)
         return result
 
     def _prepare_tp(self, *args):
-        """Prepare what is no model as Accelerate does. Parameters stay as they are: optimizers have them, and FSDP2
-        takes some that are DTensors of a tensor-parallel mesh beside plain ones. Stock Accelerate finds them again by
-        the addresses of their data, which scaled weights do not have, and under FSDP2 wraps the plain ones by a class
-        that transformers 5 no longer has."""
+        """Prepare all but models as Accelerate does. Parameters stay as they are: optimizers have them, and FSDP2 takes
+        DTensors of a tensor-parallel mesh beside plain ones. Stock Accelerate finds them again by the addresses of
+        their data; scaled weights have none. Under FSDP2 it wraps the plain ones by a class that transformers 5 has
+        dropped."""
         others = (obj if isinstance(obj, nn.Module) else self._prepare_one(obj, first_pass=True) for obj in args)
         return [obj if isinstance(obj, nn.Module) else self._prepare_one(obj) for obj in list(others)]
 
@@ -207,12 +188,17 @@ class FP8Mixin(_RunTimeClass):
         """Convert the model, then prepare it as Accelerate does; it may be a model for evaluation only."""
         is_native = self.fp8_recipe.implementation == "native"
         if is_native and not getattr(model, "_is_accelerate_prepared", False):
-            rules.refuse(checks.setup_of(self))
+            rules.refuse(_setup_of(self))
             self._convert(model, evaluation_mode)
-            if self.fp8_autocast_dtype == "fp16":
-                self._wrap_forward(model)
+            if self.fp8_autocast_dtype == "fp16":  # with FP32 outputs, in the form that stock Accelerate gives bf16's
+                forward, autocast = model.forward, self._fp16_autocast()
+                model._original_forward = forward
+                if hasattr(forward, "__func__"):
+                    model.forward = MethodType(convert_outputs_to_fp32(autocast(forward.__func__)), model)
+                else:
+                    model.forward = convert_outputs_to_fp32(autocast(forward))
             if self._wraps_in_ddp and not evaluation_mode and ignore_list.leaves_nothing(model):
-                raise rules.error("ddp_nothing_left", checks.setup_of(self))
+                raise rules.error("ddp_nothing_left", _setup_of(self))
         model = super().prepare_model(model, device_placement=device_placement, evaluation_mode=evaluation_mode)
         if is_native and not evaluation_mode:
             preparation.connect_ranks(model, self.fp8_recipe)
@@ -240,12 +226,16 @@ class FP8Mixin(_RunTimeClass):
         converted model may have no layer for FP8, such as a loss or a small convolutional network."""
         trains = not evaluation_mode and any(p.requires_grad for p in model.parameters())
         if trains:
-            preparation.check_sharing(model, checks.setup_of(self))
+            preparation.check_sharing(model, _setup_of(self))
         try:
             preparation.prepare_model(model, self.fp8_recipe)
-            if not self._fp8_converted:
-                self._announce_precision()
-            self._fp8_converted = True
+            is_first, self._fp8_converted = not self._fp8_converted, True
+            # not in `__init__`: a Trainer makes several Accelerators, and prepares a model with one
+            if is_first and self.fp8_autocast_dtype == "fp32" and "autocast_dtype" not in self.fp8_recipe.given:
+                announce(
+                    "FP32 runs around FP8: PyTorch has no fast bf16 products on this CPU. autocast_dtype='bf16' asks "
+                    "for bf16 all the same"
+                )
         except FP8BackendError:
             if _has_layers_for_fp8(model) or (trains and not self._fp8_converted):
                 raise
@@ -267,7 +257,7 @@ class FP8Mixin(_RunTimeClass):
         if is_new:
             inner = _innermost(optimizer)
             if hasattr(inner, "fused_backward") and self._wraps_in_ddp:
-                raise rules.error("lomo_ddp", replace(checks.setup_of(self), optimizer=type(inner).__name__))
+                raise rules.error("lomo_ddp", replace(_setup_of(self), optimizer=type(inner).__name__))
         self._watch_optimizers()
         return optimizer
 
@@ -309,7 +299,7 @@ class FP8Mixin(_RunTimeClass):
 
     @property
     def has_whole_weights(self) -> bool:
-        """Whether models keep their own Parameters, of which optimizers know."""
+        """True if models keep their own Parameters, known to their optimizers."""
         of_one_rank = self.distributed_type == DistributedType.NO or tensor_parallel.shares_layers(self)
         return of_one_rank or self._wraps_in_ddp
 
@@ -321,9 +311,9 @@ class FP8Mixin(_RunTimeClass):
         return [model for model in self._models if any(id(p) in trained for p in model.parameters())]
 
     def backward(self, loss, **kwargs):
-        """Run Accelerate's backward, and cast weight gradients that microbatches accumulated once, when complete. Of a
-        loop that adds microbatches up by itself nobody knows the last one: the optimizer's step casts them. Raises
-        `FP8BackendError` where no model was prepared, and warns where a model's optimizer was not."""
+        """Run Accelerate's backward, and cast accumulated weight gradients once, when complete. The optimizer's step
+        casts them in a loop that accumulates by itself. Raise `FP8BackendError` without a prepared model, and warn of a
+        model without a prepared optimizer."""
         if not self._fp8_converted and self.fp8_recipe.implementation == "native":
             message = f"{self.fp8_recipe.name}: backward in an Accelerator that has prepared no model: write {_PREPARE}"
             proof.refuse_unproven(message, self.fp8_recipe)
@@ -335,7 +325,10 @@ class FP8Mixin(_RunTimeClass):
         if self.fp8_without_gradients:
             self._warn_of_unprepared_optimizers()
         if kwargs.get("learning_rate") is not None and self.has_lomo_optimizer:
-            self._stepped_in_backward()
+            # LOMO makes its steps inside backward: its `step`, after which hooks run, is never called
+            for optimizer in filter(lambda each: hasattr(each, "fused_backward"), map(_innermost, self._optimizers)):
+                for hook in [*optimizer._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values()]:
+                    hook(optimizer, (), {})
         if deepspeed.in_use(self):
             deepspeed.after_backward(self)
         if self.fp8_recipe.level != "O0":
@@ -367,8 +360,8 @@ class FP8Mixin(_RunTimeClass):
                 )
 
     def _save_at_fault(self, step: int) -> str | None:
-        """Save the training as it is before a step that the guard stops, where the project has a folder. Returns where.
-        All ranks call it."""
+        """Save the training before a step that the guard stops, if the project has a folder. Return its path. All ranks
+        call it."""
         if self.project_dir is None:
             return None
         named = self.project_configuration.automatic_checkpoint_naming
@@ -383,12 +376,6 @@ class FP8Mixin(_RunTimeClass):
             )
         return super().join_uneven_inputs(*args, **kwargs)
 
-    def _stepped_in_backward(self) -> None:
-        """Call the hooks that follow a step: LOMO makes its steps inside backward, and its `step` is never called."""
-        for optimizer in filter(lambda each: hasattr(each, "fused_backward"), map(_innermost, self._optimizers)):
-            for hook in [*optimizer._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values()]:
-                hook(optimizer, (), {})
-
     @contextmanager
     def profile(self, profile_handler=None):
         """Profile as Accelerate does. A proof that needs a profiler itself waits until this one has ended."""
@@ -398,9 +385,9 @@ class FP8Mixin(_RunTimeClass):
     # Checkpoints and export
 
     def save_state(self, output_dir: str | os.PathLike | None = None, *args, **kwargs) -> Path:
-        """Save as Accelerate does, the scaling state of FP8, too: a resumed run equals an unbroken one to the bit. The
-        checkpoint is whole or not there, whatever happens meanwhile. Raises `FP8BackendError` on all ranks where one of
-        them could not write; the checkpoint that was there before is then as it was."""
+        """Save as Accelerate does, with the scaling states of FP8: a resumed run equals an unbroken one to the bit. The
+        checkpoint is whole or not there, whatever happens meanwhile. If a rank cannot write, raise `FP8BackendError` on
+        all ranks; an older checkpoint is then as it was."""
         project = self.project_configuration
         limit = project.total_limit if project.automatic_checkpoint_naming else None
         if project.automatic_checkpoint_naming:
@@ -412,26 +399,25 @@ class FP8Mixin(_RunTimeClass):
                 )
             self.wait_for_everyone()  # nobody may find the folder that another rank makes
         write = functools.partial(self._write_state, super().save_state, args, kwargs)
-        whole_checkpoints.save(output_dir, write, self.fp8_recipe, self._fp8_steps(), limit)
+        if deepspeed.in_use(self):
+            steps = [engine.global_steps for engine in self._models]
+        else:
+            steps = [number for each in self._optimizers if (number := steps_of(each)) is not None]
+        whole_checkpoints.save(output_dir, write, self.fp8_recipe, max(steps, default=None), limit)
         project.iteration += 1
         return Path(output_dir)
 
     def _write_state(self, save: Callable, args: tuple, kwargs: dict, folder: str) -> None:
-        """Let stock Accelerate write into the folder where a checkpoint is made, which it would otherwise name."""
+        """Let stock Accelerate write into this folder under any naming."""
         project = self.project_configuration
         self.project_configuration = replace(project, automatic_checkpoint_naming=False)
         try:
             with self._scaling_in_files(), self._around_states(preparation.whole_states, receives=self.writes_files):
+                checkpoint.save_scaling(self, folder)
                 with tensor_parallel.whole_files(self):
                     save(folder, *args, **kwargs)
         finally:
             self.project_configuration = project
-
-    def _fp8_steps(self) -> int | None:
-        """How often the optimizer has stepped, if it counts."""
-        if deepspeed.in_use(self):
-            return max((engine.global_steps for engine in self._models), default=None)
-        return max((steps for each in self._optimizers if (steps := steps_of(each)) is not None), default=None)
 
     def save_model(self, *args, **kwargs):
         """Save the model with its whole masters. All ranks must call it."""
@@ -455,39 +441,36 @@ class FP8Mixin(_RunTimeClass):
 
     @property
     def writes_files(self) -> bool:
-        """Whether `save_state` and `save_model` write the files that are the same for all ranks from this one."""
+        """True if `save_state` and `save_model` write the files of all ranks from this one."""
         on_each_node = self.project_configuration.save_on_each_node
         return self.is_local_main_process if on_each_node else self.is_main_process
 
     def load_state(self, input_dir: str | os.PathLike | None = None, *args, **kwargs):
-        """Load the scaling state of FP8, too. A checkpoint of stock Accelerate or another backend loads with a warning
-        that the scales start afresh. Without a folder, the newest whole checkpoint under automatic naming is loaded.
-        Raises `FP8BackendError` for one that is not whole, or that training could not go on from, before anything of it
+        """Load as Accelerate does, with the scaling states of FP8. A checkpoint of stock Accelerate or another backend
+        loads with a warning: its scales start afresh. Without a folder, load the newest whole checkpoint under
+        automatic naming. Raise `FP8BackendError` for one that is not whole or has invalid states, before anything of it
         is loaded."""
         if not self._models:
             raise FP8BackendError(
                 "load_state() before prepare(): there is no model to load the checkpoint into. Call "
                 "accelerator.prepare(model, optimizer, ...) first"
             )
+        is_there = True
         if input_dir is not None:
-            whole_checkpoints.checked(os.path.expanduser(input_dir))
+            input_dir = os.path.expanduser(input_dir)
+            is_there = whole_checkpoints.checked(input_dir)
         elif self.project_configuration.automatic_checkpoint_naming:
             input_dir = whole_checkpoints.newest(Path(self.project_dir, "checkpoints"))
         with self._scaling_in_files(), self._around_states(preparation.unread_states):
-            if input_dir is not None and not self.has_whole_weights:  # engines load before any hook runs
-                checkpoint.check_folder(self, input_dir)
+            if input_dir is not None and is_there:  # else Accelerate raises
+                checkpoint.load_scaling(self, input_dir)
             with tensor_parallel.whole_files(self):
                 super().load_state(input_dir, *args, **kwargs)
         self.fp8_has_loaded = True
 
-    @contextmanager
     def _scaling_in_files(self):
-        self.fp8_state_in_files = True
-        try:
-            with self._around_states(scaling_state.in_files):
-                yield
-        finally:
-            self.fp8_state_in_files = False
+        engines = self._models if deepspeed.in_use(self) else ()
+        return scaling_state.in_files([*map(_innermost, self._optimizers), *engines])
 
     def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, *args, **kwargs):
         """Unwrap as Accelerate does. Without the FP32 wrapper the model has the `forward` that it came with."""
@@ -523,15 +506,6 @@ class FP8Mixin(_RunTimeClass):
 
     # Precision around FP8
 
-    def _wrap_forward(self, model: nn.Module) -> None:
-        """fp16 autocast with FP32 outputs, in the form that stock Accelerate gives bf16's."""
-        forward, autocast = model.forward, self._fp16_autocast()
-        model._original_forward = forward
-        if hasattr(forward, "__func__"):
-            model.forward = MethodType(convert_outputs_to_fp32(autocast(forward.__func__)), model)
-        else:
-            model.forward = convert_outputs_to_fp32(autocast(forward))
-
     def _fp16_autocast(self, handler=None) -> torch.autocast:
         handler = handler or self.autocast_handler
         options = handler.to_kwargs() if handler is not None else {}
@@ -559,7 +533,7 @@ class FP8Mixin(_RunTimeClass):
 
     def _refuse_clipping(self, bound: float) -> None:
         if self.fp8_recipe.gradient_release:
-            raise rules.error("release_clipping", replace(checks.setup_of(self), max_grad_norm=bound))
+            raise rules.error("release_clipping", replace(_setup_of(self), max_grad_norm=bound))
 
     def unscale_gradients(self, optimizer=None) -> None:
         """Divide the loss scale out of the gradients. Nothing to do without a loss scaler."""
@@ -570,13 +544,59 @@ class FP8Mixin(_RunTimeClass):
             self.scaler.unscale_(_innermost(each))
 
 
+def _setup_of(accelerator: FP8Mixin) -> Setup:
+    """Describe the recipe of an Accelerator with its machine and engine, without a model."""
+    engine, state, ddp = accelerator.distributed_type, accelerator.state, accelerator.ddp_handler
+    fsdp = state.fsdp_plugin if engine == DistributedType.FSDP else None
+    deepspeed = state.deepspeed_plugin if engine == DistributedType.DEEPSPEED else None
+    engines: dict[DistributedType, Parallel] = {
+        DistributedType.FSDP: "fsdp2" if accelerator.is_fsdp2 else "fsdp1",
+        DistributedType.DEEPSPEED: "deepspeed",
+        DistributedType.MEGATRON_LM: "megatron",
+    }
+    dynamo, compiled = state.dynamo_plugin, None
+    if dynamo.backend != DynamoBackend.NO:
+        compiled = "regional" if dynamo.use_regional_compilation else "full"
+    sections = [deepspeed.deepspeed_config.get(name) for name in ("bf16", "torch_autocast")] if deepspeed else []
+    enabled = [isinstance(each, dict) and str(each.get("enabled")).lower() == "true" for each in sections]
+    hook = ddp.comm_hook if ddp is not None else DDPCommunicationHookType.NO
+    arguments = getattr(running_trainer(), "args", None)
+    return Setup(
+        accelerator.fp8_recipe,
+        Machine.this(),
+        engines.get(engine, "ddp" if accelerator._wraps_in_ddp else None),
+        compiled,
+        activation_checkpointing=True if fsdp and fsdp.activation_checkpointing else None,
+        cpu_ram_efficient_loading=fsdp.cpu_ram_efficient_loading if fsdp else None,
+        world_size=accelerator.num_processes,
+        zero_stage=3 if deepspeed and deepspeed.hf_ds_config.is_zero3() else None,
+        engine_bf16=any(enabled) if deepspeed else None,
+        tensor_parallel=accelerator.parallelism_config.tp_size if accelerator.parallelism_config else None,
+        comm_hook=None if hook == DDPCommunicationHookType.NO else str(getattr(hook, "value", hook)),
+        accumulation_steps=getattr(arguments, "gradient_accumulation_steps", accelerator.gradient_accumulation_steps),
+        max_grad_norm=getattr(arguments, "max_grad_norm", None),
+    )
+
+
+def _known_problems(setup: Setup, models: Iterable[nn.Module]) -> list[Finding]:
+    """Return errors and warnings about the models that train, before they are converted, on the main process."""
+    found: dict[str, Finding] = {}
+    for model in models if is_main_process() else ():
+        if any(parameter.requires_grad for parameter in model.parameters()):
+            for finding in findings(setup, model):
+                # without FP8 hardware the proof line names the engine that emulates the products
+                if finding.severity != "info" and finding.rule != "no_fp8_hardware":
+                    found.setdefault(finding.rule, finding)
+    return list(found.values())
+
+
 def _models_and_optimizers(args: tuple) -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
     models = [obj for obj in args if isinstance(obj, nn.Module)]
     return models, [obj for obj in args if isinstance(obj, torch.optim.Optimizer)]
 
 
 def _has_layers_for_fp8(model: nn.Module) -> bool:
-    """Whether a model has weight products of a kind that can run in FP8."""
+    """Return True if a model has weight products that can run in FP8."""
     return any(product.kind not in NEVER_IN_FP8 for product in weight_products(model))
 
 

@@ -44,8 +44,6 @@ _NEEDED_PARAMETERS = {
     "autocast": ("autocast_handler",),
     "save_state": ("output_dir",),
     "load_state": ("input_dir",),
-    "register_save_state_pre_hook": ("hook",),
-    "register_load_state_pre_hook": ("hook",),
 }
 """What the mixin relies on: methods of Accelerator and the parameters that they must take."""
 
@@ -115,20 +113,16 @@ def _patched(original):
             self.__class__ = with_mixin(FP8Mixin, type(self))
         with _without_fp8_checks():
             original(*bound.args, **bound.kwargs)
-        _refuse_ranks_alone(self)
+        ranks = int(os.environ.get("WORLD_SIZE", 1)) if "LOCAL_RANK" in os.environ else 1
+        if self.num_processes == 1 < ranks:
+            raise FP8BackendError(
+                f"{ranks} processes were started, and without a GPU Accelerate would train alone in each: set "
+                "ACCELERATE_USE_CPU=true in the environment, or write Accelerator(cpu=True)"
+            )
         self._start_fp8(for_trainer(recipe, self._wraps_in_ddp))
 
     setattr(__init__, _MARK, True)
     return __init__
-
-
-def _refuse_ranks_alone(accelerator: Accelerator) -> None:
-    ranks = int(os.environ.get("WORLD_SIZE", 1)) if "LOCAL_RANK" in os.environ else 1
-    if accelerator.num_processes == 1 < ranks:
-        raise FP8BackendError(
-            f"{ranks} processes were started, and without a GPU Accelerate would train alone in each: set "
-            "ACCELERATE_USE_CPU=true in the environment, or write Accelerator(cpu=True)"
-        )
 
 
 def incompatibilities(accelerator_class: type = Accelerator) -> list[str]:
@@ -165,8 +159,12 @@ def asked_recipe(arguments: Mapping[str, Any], by_trainer: str | None = None) ->
                 "What stays outside FP8 runs in the recipe's autocast_dtype (bf16 by default)"
             )
         return None
-    if is_launched():
-        _warn_of_unread_variables()
+    if is_launched() and (names := sorted(variables(os.environ))) and is_main_process():
+        # the launcher leaves none of Accelerate's variables
+        logger.warning(
+            f"{', '.join(PREFIX + name for name in names)}, set by the script, has no effect: fp8-backends launch says "
+            "what the recipe is, and a handler in kwargs_handlers comes before it"
+        )
     recipe = resolve(_completed(handlers[0]) if handlers else from_environment())
     return recipe if by_trainer is None else around_fp8(recipe, by_trainer, arguments)
 
@@ -245,15 +243,6 @@ def _completed(handler: Any) -> Recipe:
             "remove one of the two"
         )
     return with_environment(recipe) if isinstance(handler, Recipe) else recipe
-
-
-def _warn_of_unread_variables() -> None:
-    """Warn of Accelerate's variables beside `fp8-backends launch`: it leaves none, so the script has set them."""
-    if (names := sorted(variables(os.environ))) and is_main_process():
-        logger.warning(
-            f"{', '.join(PREFIX + name for name in names)}, set by the script, has no effect: fp8-backends launch says "
-            "what the recipe is, and a handler in kwargs_handlers comes before it"
-        )
 
 
 def _warn_of_fp8_in_environment(arguments: Mapping[str, Any]) -> None:

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from ..errors import FP8BackendError
-from ..numerics.faults import Faults
 from ..numerics.formats import COMPUTE_DTYPES
 from ..numerics.scaling import Quantized
 from ..numerics.sharded_tensor import full_shape
@@ -289,13 +288,13 @@ _DAMAGED = "The file is damaged: load an earlier checkpoint"
 def check_saved_states(
     own: Mapping[str, torch.Tensor],
     saved: Mapping[str, torch.Tensor],
-    look_at: Callable[[Faults, torch.Tensor, str], None],
+    check: Callable[[torch.Tensor, str, str], None],
 ) -> None:
     """Raise `FP8BackendError` where a saved scaling state differs from the model's own in names, dtypes or shapes, or
     holds what it must not.
 
     Args:
-        look_at: looks at one saved state, with its name.
+        check: raises for wrong numbers of one saved state, given its name and an advice.
     """
     if own.keys() != saved.keys():
         old, new = ({name.rpartition(".")[0] or "(root)" for name in states} for states in (saved, own))
@@ -305,14 +304,13 @@ def check_saved_states(
             f"the saved scaling state belongs to other FP8 layers ({'; '.join(parts) or 'of another rule'}): "
             f"prepare the saved model with its recipe"
         )
-    faults = Faults(_DAMAGED)
-    for name, state in own.items():
-        if unlike := _unlike(state, saved[name]):
-            faults.add(f"{name} {unlike}")
-        else:
-            look_at(faults, saved[name], name)
-    if fault := faults.first():
-        raise FP8BackendError(f"the saved scaling state cannot be loaded, and nothing was changed: {fault}")
+    try:
+        for name, state in own.items():
+            if unlike := _unlike(state, saved[name]):
+                raise FP8BackendError(f"{name} {unlike}")
+            check(saved[name], name, _DAMAGED)
+    except FP8BackendError as fault:
+        raise FP8BackendError(f"the saved scaling state cannot be loaded, and nothing was changed: {fault}") from None
 
 
 def _unlike(own: torch.Tensor, saved: torch.Tensor) -> str | None:

@@ -36,7 +36,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from .faults import AMAX, COUNT, NOT_NEGATIVE, POSITIVE, Faults
+from .faults import AMAX, COUNT, NOT_NEGATIVE, POSITIVE, check_values
 from .formats import FP32, Format, saturating_cast
 
 INPUT, WEIGHT, GRAD_OUTPUT = 0, 1, 2
@@ -263,22 +263,23 @@ def rolled_delayed_states(
     )
 
 
-def look_at_state(faults: Faults, state: torch.Tensor, scaling: str, name: str) -> None:
-    """Look whether a saved state of the `delayed` or the `window` rule holds numbers that the rule makes.
+def check_state(state: torch.Tensor, scaling: str, name: str, advice: str) -> None:
+    """Raise `FP8BackendError` if a saved state holds numbers that the `delayed` or the `window` rule does not make.
 
     Args:
         state: int32 [3, 2 + history length], or [experts, 3, 2 + history length].
         scaling: the rule's name.
-        name: the state's name, for the sentence that says what is wrong.
+        name: the state's name in the error.
+        advice: what to do about it.
     """
     bits, first = state.view(torch.float32), HISTORY
-    faults.look_at(bits.select(-1, SCALE), POSITIVE, f"a scale of {name}")
-    faults.look_at(state.select(-1, ROLLS), COUNT, f"a counter of {name}")
+    check_values(bits.select(-1, SCALE), POSITIVE, f"a scale of {name}", advice)
+    check_values(state.select(-1, ROLLS), COUNT, f"a counter of {name}", advice)
     if scaling == "window":  # an overflow that the step's end has not seen yet, as after a step that was skipped
         newest, first = bits.select(-1, HISTORY).nan_to_num(nan=torch.inf, posinf=torch.inf), HISTORY + 1
-        faults.look_at(newest, AMAX, f"the newest amax of {name}")
+        check_values(newest, AMAX, f"the newest amax of {name}", advice)
     history = bits.narrow(-1, first, bits.shape[-1] - first)
-    faults.look_at(history, AMAX if scaling == "delayed" else NOT_NEGATIVE, f"the amax history of {name}")
+    check_values(history, AMAX if scaling == "delayed" else NOT_NEGATIVE, f"the amax history of {name}", advice)
 
 
 # the window rule: a state of the delayed rule's layout with a history of WINDOW; its WEIGHT row stays unused

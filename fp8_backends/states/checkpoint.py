@@ -1,4 +1,4 @@
-"""What optimizers with scaled states save and load, and how values become a stored state.
+"""Save and load optimizers with scaled states.
 
 A state dict holds the values of scaled states as plain BF16 or FP32 tensors, so that any program can read what is
 saved. They become the same scaled values again: the grid of their own amax holds all of them. A state of a DTensor is
@@ -28,9 +28,8 @@ MASTER = "master_weight"
 
 
 def export_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Turn the state dict that PyTorch made of an optimizer into what is saved: plain tensors. A weight that its own
-    dtype cannot hold to the bit (scaled FP16 that stands for BF16) is added as `master_weight`, so that a resumed run
-    is equal."""
+    """Turn PyTorch's state dict of an optimizer into plain tensors. A weight beyond its own dtype (scaled FP16 that
+    stands for BF16) is added as `master_weight`, so a resumed run is equal to the bit."""
     for key, p in _parameters_of(optimizer.param_groups, state_dict).items():
         if key not in state_dict["state"]:
             continue
@@ -42,8 +41,8 @@ def export_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) 
 
 
 def _exported(value: torch.Tensor, unread: bool) -> torch.Tensor:
-    """What is saved of one state. Scaled ones go to the CPU: as plain values they may find no room on a GPU. FP8 values
-    with a scale that is a power of two are BF16 values, too."""
+    """Return one state as it is saved. Scaled ones go to the CPU: as plain values they may find no room on a GPU. FP8
+    values with a power of two as their scale are BF16 values, too."""
     if is_distributed(value):
         return dequantize_shards(value, torch.float32)
     if not isinstance(value, ScaledTensor):
@@ -133,7 +132,7 @@ def exact_state(p: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def _placed_as(p: torch.Tensor, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Plain values of that dtype which lie as `p` does, on its device: for a DTensor a DTensor."""
+    """Return plain values of that dtype placed as `p` is, on its device: for a DTensor a DTensor."""
     if is_distributed(value):
         value = dequantize_shards(value, dtype)
         value = value if _lies_as(value, p) else value.redistribute(p.device_mesh, p.placements)
@@ -184,8 +183,8 @@ def unread_states(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _outermost(optimizer: torch.optim.Optimizer, receives: bool) -> Iterator[list[torch.Tensor]]:
-    """Let the optimizer give a state dict inside, and share its states out again at the end. Yields the weights whose
-    states are shared out; none inside another such context, where nothing is to be done."""
+    """Let the optimizer give a state dict inside, and share its states out again at the end. Yield the weights with
+    shared-out states; none inside another such context."""
     if optimizer.fp8_whole:
         yield []
         return
@@ -216,7 +215,9 @@ def _gather(optimizer: torch.optim.Optimizer, group: dict, p: torch.Tensor, rece
     if owners.owns(p):
         rest, step = p.rest, state["step"].clone().cpu() if "step" in state else torch.tensor(-1.0, dtype=torch.float32)
     else:
-        rest, step = _room_for_rest(p), torch.empty((), dtype=torch.float32)
+        rest, step = torch.empty(p.shape, dtype=p.elsewhere.storage), torch.empty((), dtype=torch.float32)
+        if rest.dtype != torch.int8:  # a master, and no residual
+            rest = ScaledTensor(rest, torch.empty((), dtype=torch.float32), p.dtype)
     rooms = _rooms(optimizer, group, p) if moments else {}
     gathered = {name: state.get(name, room) for name, room in rooms.items()}
     owners.send_to_all(p, [step, rest, *gathered.values()])
@@ -230,12 +231,6 @@ def _gather(optimizer: torch.optim.Optimizer, group: dict, p: torch.Tensor, rece
     if moments and step >= 0:
         optimizer.state[p] = {"step": optimizer.new_counter(group, p).copy_(step), **gathered}
         optimizer.show_master(p)
-
-
-def _room_for_rest(p: torch.Tensor) -> torch.Tensor:
-    """Room for the master or residual of another rank's weight, on the CPU."""
-    data = torch.empty(p.shape, dtype=p.elsewhere.storage)
-    return data if data.dtype == torch.int8 else ScaledTensor(data, torch.empty((), dtype=torch.float32), p.dtype)
 
 
 def _rooms(optimizer: torch.optim.Optimizer, group: dict, p: torch.Tensor) -> dict[str, torch.Tensor]:

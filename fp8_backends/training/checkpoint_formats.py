@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..compute.fields import check_known
 from ..numerics.formats import E4M3
 from ..numerics.kernels.quantize import dispatch as quantization
 from ..numerics.kernels.quantize.layouts import POWER_OF_TWO
@@ -91,12 +90,6 @@ def spread(codes: Quantized, grid: str, fmt: CheckpointFormat) -> torch.Tensor:
     rows, columns = codes.codes.shape
     shape = {TENSOR: fmt.scale_of_tensor, CHANNEL: (rows, 1), BLOCK: _blocks_of(rows, columns)}[grid]
     return codes.scale_inv.expand(shape).clone()
-
-
-def format_named(name: str) -> CheckpointFormat:
-    """The format of this name. Raises `RecipeError` for one that is not known."""
-    check_known("format", name, FORMATS)
-    return FORMATS[name]
 
 
 def _blocks_of(*sizes: int) -> tuple[int, ...]:

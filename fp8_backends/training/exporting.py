@@ -8,28 +8,28 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ..announcement import announce, is_main_process
 from ..compute import registry
 from ..compute.conv1d import is_conv1d
+from ..compute.fields import check_known
 from ..compute.interface import GivesWeightCodes
-from ..errors import FP8BackendError
+from ..errors import FP8BackendError, on_all_ranks
 from ..numerics.modules import check_is_module, plain_name
 from ..numerics.scaled_tensor import ScaledTensor
 from ..numerics.scaling import Quantized
 from ..numerics.sharded_tensor import dequantize_shards, is_distributed
 from ..words import counted, listed
 from . import checkpoint_formats, quantized_layers
-from .checkpoint_formats import FITS_INTO, IN_WORDS, CheckpointFormat
+from .checkpoint_formats import FITS_INTO, FORMATS, IN_WORDS, CheckpointFormat
 from .conversion import prepared_roots, unwrapped
 from .weight_products import Found, find_weight_products
 
 
 @dataclass
 class Export:
-    """What `export` wrote."""
+    """A record of `export`."""
 
     folder: str
     format: str
@@ -79,52 +79,37 @@ def export(
         RecipeError: a format that is not known.
         FP8BackendError: it is no such model, a weight is not finite, or nothing would be in FP8.
     """
-    fmt = checkpoint_formats.format_named(format)
+    check_known("format", format, FORMATS)
+    fmt = FORMATS[format]
     check_is_module(model)
     model = unwrapped(model)
-    layers = _layers_of(model)
+    layers, left = _split(model)
     shapes = [(each.product.out_features, each.product.in_features) for each in layers.values()]
     # codes are made again when their turn comes: those of all layers would take a byte an element at once
     grids = [checkpoint_formats.grid_of(_codes_of(each)) for each in layers.values()]
     grid = checkpoint_formats.grid_for(fmt, list(zip(shapes, grids, strict=True)))
-    result = Export(os.fspath(folder), format, grid, high_precision=_left(model, layers))
-    with _all_ranks_or_none():
-        state = _state(model, layers, fmt, result)
+    result = Export(os.fspath(folder), format, grid, high_precision=left)
+
+    def state_to_write() -> None:
+        state.update(_state(model, layers, fmt, result))
         if not result.exact and not result.rounded:
             reasons = "; ".join(f"{listed(names)}: {why}" for why, names in _by_reason(result.high_precision))
             raise FP8BackendError(f"format={format!r} can hold no weight of this model in FP8: {reasons}")
-    try:
+
+    def write() -> None:
         if is_main_process():
             _write(model, state, fmt, result, max_shard_size)
-    finally:
-        if _has_ranks():
-            dist.barrier()
+
+    state: dict[str, torch.Tensor] = {}
+    on_all_ranks("export", state_to_write)
+    on_all_ranks("export", write)
     announce(f"exported: {result}")
     return result
 
 
-def _has_ranks() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
-@contextlib.contextmanager
-def _all_ranks_or_none() -> Iterator[None]:
-    """Where an error is raised inside on one rank, all ranks raise it, and none waits for the others."""
-    error = None
-    try:
-        yield
-    except FP8BackendError as raised:
-        error = raised
-    if _has_ranks():
-        errors = [None] * dist.get_world_size()
-        dist.all_gather_object(errors, error and str(error))
-        error = error or next((FP8BackendError(text) for text in errors if text), None)
-    if error is not None:
-        raise error
-
-
-def _layers_of(model: nn.Module) -> dict[str, Found]:
-    """The converted layers that a checkpoint can hold as codes, by name. Raises for a model that cannot be exported."""
+def _split(model: nn.Module) -> tuple[dict[str, Found], dict[str, str]]:
+    """Return the converted layers that a checkpoint can hold as codes, by name, and the reasons why it has all other
+    weights as they are. Raise for a model that cannot be exported."""
     if not callable(getattr(model, "save_pretrained", None)) or not hasattr(model, "config"):
         raise FP8BackendError(
             f"export writes what transformers loads, and {type(model).__name__} is no transformers model: save it with "
@@ -150,51 +135,32 @@ def _layers_of(model: nn.Module) -> dict[str, Found]:
             "no layer of this model is prepared, and export writes those that run in FP8 as codes: "
             'fp8_backends.prepare(model, None, "native:blockwise") comes first'
         )
-    owners = _owners(model)
-    return {
-        each.product.name: each
-        for each in found
-        if each.conversion is not None
-        and not (each.part or is_conv1d(each.module))
-        and len(owners[id(each.module.weight)]) == 1
-    }
-
-
-def _owners(model: nn.Module) -> dict[int, list[str]]:
-    """The names of each Parameter."""
     owners: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), []).append(plain_name(name))
-    return owners
-
-
-def _left(model: nn.Module, layers: dict[str, Found]) -> dict[str, str]:
-    """Weights that the file has as they are, each with its reason."""
-    owners = _owners(model)
     reasons = {
         plain_name(f"{prefix}.{name}".strip(".")): why
         for prefix, _, prepared in prepared_roots(model)
         for name, why in prepared.report.high_precision.items()
     }
-    left = {}
-    for each in find_weight_products(model):
+    layers, left = {}, {}
+    for each in found:
         name = each.product.name
-        if name in layers:
-            continue
-        if each.part and each.conversion is not None:
+        if each.conversion is None:
+            left[name] = reasons.get(name) or each.obstacle or each.default_exclusion or "not prepared"
+        elif each.part:
             left[name] = "the weights of experts lie in one Parameter"
-        elif each.conversion is not None and is_conv1d(each.module):
+        elif is_conv1d(each.module):
             left[name] = "transformers reads FP8 codes of Linear layers alone, not of Conv1D"
-        elif each.conversion is not None:
-            others = [other for other in owners[id(each.module.weight)] if other != f"{name}.weight"]
+        elif others := [other for other in owners[id(each.module.weight)] if other != f"{name}.weight"]:
             left[name] = f"its weight is that of {', '.join(others)} too"
         else:
-            left[name] = reasons.get(name) or each.obstacle or each.default_exclusion or "not prepared"
-    return left
+            layers[name] = each
+    return layers, left
 
 
 def _codes_of(found: Found) -> Quantized | None:
-    """The codes that a converted layer multiplies by now; None where its backend does not tell."""
+    """Return the current codes of a converted layer; None if its backend does not tell."""
     compute = registry.get_compute(found.conversion.recipe.compute)
     return compute.weight_codes(found.module) if isinstance(compute, GivesWeightCodes) else None
 
@@ -202,8 +168,8 @@ def _codes_of(found: Found) -> Quantized | None:
 def _state(
     model: nn.Module, layers: dict[str, Found], fmt: CheckpointFormat, result: Export
 ) -> dict[str, torch.Tensor]:
-    """What the file holds, on the CPU, by name; empty on ranks that do not write. Notes in the result what becomes of
-    these layers."""
+    """Return the tensors of the file, on the CPU, by name; empty on ranks that do not write. Note in the result what
+    becomes of these layers."""
     writes, state, seen = is_main_process(), {}, {}
     for full_name, value in model.state_dict(keep_vars=True).items():
         name = plain_name(full_name)
@@ -225,7 +191,7 @@ def _state(
 def _stored(
     name: str, weight: torch.Tensor, codes: Quantized | None, fmt: CheckpointFormat, result: Export
 ) -> Quantized | None:
-    """What the file holds of a layer's weight, noted in the result; None where it holds the weight itself."""
+    """Return the codes of a layer for the file, and note them in the result; None if the file has the weight itself."""
     grid = checkpoint_formats.grid_of(codes)
     is_exact = result.grid in FITS_INTO.get(grid, ())
     if not is_exact:
@@ -269,8 +235,8 @@ def _write(
 
 @contextlib.contextmanager
 def _quantization_config(model: nn.Module, config: dict) -> Iterator[None]:
-    """Let the model's configuration say inside that its weights are codes, and not that ranks share them: transformers
-    would wait for the others, which do not write."""
+    """Put the description of the codes into the model's configuration inside, and take the ranks out of it:
+    transformers would wait for the others, and they do not write."""
     own = model.config
     before = {name: own.__dict__.pop(name, None) for name in ("quantization_config", "distributed_config")}
     own.quantization_config = config

@@ -30,7 +30,9 @@ NAME = "fp8_manifest.json"
 METADATA = "fp8_backend.json"
 """What `save_state` says about the backend. Since the second edition its key `manifest` promises the manifest."""
 SAVING = ".saving"
-"""Within a checkpoint, the folder of one that is being saved over it. It is no part of either."""
+"""Ends the name of the folder in which a checkpoint is written. Within a checkpoint, a folder that is no part of it."""
+REPLACED = ".replaced"
+"""In the folder in which a checkpoint is written: the older one, renamed out of its place."""
 _FORMAT = 1
 _TRAINER_STATE = "trainer_state.json"
 """What transformers' Trainer writes last of a checkpoint."""
@@ -39,11 +41,11 @@ _SIGNS = (NAME, METADATA, _TRAINER_STATE, "random_states_0.pkl")
 
 
 class Condition(NamedTuple):
-    """What a checkpoint is, and why."""
+    """The state of a checkpoint, and why."""
 
     word: Literal["whole", "incomplete", "damaged", "foreign", "no manifest"]
     detail: str = ""
-    """The file that is at fault, and what is wrong with it."""
+    """The faulty file and its fault."""
     manifest: dict[str, Any] | None = None
 
 
@@ -81,12 +83,6 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def flush_folders(folder: Path) -> None:
-    """Wait until the entries of a folder and of all folders in it are on the disk."""
-    for at, _, _ in os.walk(folder):
-        flush(Path(at))
-
-
 def write(folder: Path, files: dict[str, dict[str, Any]], recipe: Recipe, step: int | None, world_size: int) -> None:
     """Write the manifest of a folder whose files are on the disk. It is there in one instant, and on the disk when this
     returns.
@@ -110,7 +106,8 @@ def write(folder: Path, files: dict[str, dict[str, Any]], recipe: Recipe, step: 
     unfinished = folder / f"{NAME}.tmp"
     unfinished.write_bytes(_text(json.loads(json.dumps(record, default=str))))
     flush(unfinished)
-    flush_folders(folder)
+    for at, _, _ in os.walk(folder):
+        flush(Path(at))
     os.replace(unfinished, folder / NAME)
     flush(folder)
 
@@ -121,9 +118,16 @@ def _text(record: dict[str, Any]) -> bytes:
     return (json.dumps(record | {"sha256": checksum}, indent=1) + "\n").encode()
 
 
-def staged(folder: Path) -> Path | None:
-    """The checkpoint that was saved over this one and whose files have not all moved here, if there is one."""
-    return next((found.parent for found in (folder / SAVING).glob(f"*/{NAME}")), None)
+def holder_of(folder: Path) -> Path:
+    """Return the folder beside a checkpoint's place in which it is written."""
+    return folder.parent / f".{folder.name}{SAVING}"
+
+
+def place_of(folder: Path) -> Path:
+    """Return the folder with a checkpoint's files: its place, or between the two renames of a replacement the folder in
+    which it was written."""
+    is_between = (holder_of(folder) / REPLACED).exists() and not folder.exists()
+    return holder_of(folder) / folder.name if is_between else folder
 
 
 def files_named_by(folder: Path) -> set[str] | None:
@@ -133,34 +137,28 @@ def files_named_by(folder: Path) -> set[str] | None:
 
 
 def preferred_to(names: Collection[str]) -> dict[str, str]:
-    """The files that Accelerate would load in place of some of these, if they were there, with the one that they take
-    the place of."""
+    """Map the files that Accelerate would load in place of some of these to the files that they replace."""
     instead = {re.sub(r"^pytorch_model(_\d+)?\.bin$", r"model\1.safetensors", name): name for name in names}
     return {other: name for other, name in instead.items() if other not in names}
 
 
 def condition(folder: Path, part: slice = slice(None)) -> Condition:
-    """Tell what a checkpoint is, by reading every file of it once, or only a part of them.
-
-    Of one over which another was being saved, the new one counts as soon as it is whole, wherever its files lie. If its
-    files move while it is read, it is read again.
-    """
-    found = _found(folder, part)
-    while found.word != "whole" and (again := _found(folder, part)) != found:
+    """Tell what a checkpoint is, by reading every file of it once, or only a part of them. Read it again if it is
+    replaced meanwhile."""
+    found = _found(place_of(folder), part)
+    while found.word != "whole" and (again := _found(place_of(folder), part)) != found:
         found = again
     return found
 
 
 def _found(folder: Path, part: slice) -> Condition:
-    """`condition`, of files that nobody moves."""
-    at = staged(folder) or folder
-    found = _read(at)
+    """Read a folder once."""
+    found = _read(folder)
     if found.word != "whole":
         return found
     names = sorted(found.manifest["files"], key=lambda name: -found.manifest["files"][name]["bytes"])
     for name in names[part]:
-        path = next((each / name for each in (at, folder) if (each / name).is_file()), None)
-        if fault := _fault(path, found.manifest["files"][name]):
+        if fault := _fault(folder / name, found.manifest["files"][name]):
             return Condition("damaged", f"{name} {fault}", found.manifest)
     for instead, name in preferred_to(found.manifest["files"]).items():
         if (folder / instead).exists():
@@ -169,9 +167,9 @@ def _found(folder: Path, part: slice) -> Condition:
     return found
 
 
-def _fault(path: Path | None, expected: dict[str, Any]) -> str:
-    """What is wrong with a file, empty if nothing is."""
-    if path is None:
+def _fault(path: Path, expected: dict[str, Any]) -> str:
+    """Say what is wrong with a file, empty if nothing is."""
+    if not path.is_file():
         return "is missing"
     try:
         size = path.stat().st_size
@@ -213,7 +211,8 @@ def _content(path: Path) -> bytes:
 
 
 def _is_record(found: dict[str, Any]) -> bool:
-    """Whether a manifest holds what `write` does: a checksum tells damage, and not who wrote it."""
+    """Tell whether a manifest is as `write` makes it and names files below its folder: a checksum tells damage, and not
+    who wrote it."""
     try:
         datetime.datetime.fromisoformat(found["time"])
         files = found["files"].items()
@@ -222,17 +221,12 @@ def _is_record(found: dict[str, Any]) -> bool:
             and found["backend"].isprintable()
             and all(type(number) in (int, type(None)) for number in (found["step"], found["world_size"]))
             and isinstance(found["versions"], dict)
-            and all(_is_below(name) for name, _ in files)
+            and all(name.isprintable() and not name.startswith("/") for name, _ in files)
+            and all(".." not in PurePosixPath(name).parts for name, _ in files)
             and all(type(file["bytes"]) is int and isinstance(file["sha256"], str) for _, file in files)
         )
     except (LookupError, TypeError, ValueError, AttributeError):
         return False
-
-
-def _is_below(name: str) -> bool:
-    """Whether a relative path leads to a place in its folder."""
-    path = PurePosixPath(name)
-    return name.isprintable() and not path.is_absolute() and ".." not in path.parts
 
 
 def _without_manifest(folder: Path) -> Condition:
@@ -253,32 +247,35 @@ def _without_manifest(folder: Path) -> Condition:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether a folder looks like a checkpoint of Accelerate or Trainer, whole or not."""
-    signs = any((folder / name).exists() for name in _SIGNS)
-    return signs or staged(folder) is not None or re.fullmatch(r"checkpoint[-_]\d+", folder.name) is not None
+    """Return True if a folder looks like a checkpoint of Accelerate or Trainer, whole or not."""
+    signs = any((place_of(folder) / name).exists() for name in _SIGNS)
+    return signs or re.fullmatch(r"checkpoint[-_]\d+", folder.name) is not None
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """The checkpoints of a folder, the newest first: by the numbers of Accelerate's names (`checkpoint_3`), which count
-    saves; else by the steps of their manifests; else by the numbers of names that differ in nothing else; else by the
-    time of saving, which a clock that is set back spoils. One of an unknown step comes before those of a known one."""
+    """Return the checkpoints of a folder, the newest first: by the numbers of Accelerate's names (`checkpoint_3`),
+    which count saves; else by the steps of their manifests; else by the numbers of names that differ in nothing else;
+    else by the time of saving, wrong after a clock was set back. An unknown step comes before known ones."""
     try:
-        # what begins with a dot is being saved or removed; a link is another name
-        found = [each for each in folder.iterdir() if not (each.name.startswith(".") or each.is_symlink())]
+        names = {each.name for each in folder.iterdir() if not each.is_symlink()}  # a link is another name
     except (FileNotFoundError, NotADirectoryError):
         return []
-    found = [each for each in found if each.is_dir() and is_checkpoint(each)]
+    names |= {name[1 : -len(SAVING)] for name in names if (folder / name / REPLACED).exists()}
+    # what begins with a dot is being saved or removed
+    found = [folder / name for name in names if not name.startswith(".")]
+    found = [each for each in found if place_of(each).is_dir() and is_checkpoint(each)]
     numbers = {each: re.fullmatch(r"(.*?)(\d+)", each.name) for each in found}
     prefixes = {match and match[1] for match in numbers.values()}
-    records = {each: _read(staged(each) or each).manifest for each in found}
+    records = {each: _read(place_of(each)).manifest for each in found}
     steps = {each: record and record["step"] for each, record in records.items()}
     if prefixes == {"checkpoint_"} or (None in steps.values() and len(prefixes) == 1 and None not in prefixes):
         return sorted(found, key=lambda each: int(numbers[each][2]), reverse=True)
 
     def order(each: Path) -> tuple[float, float]:
-        record, step = records[each], steps[each]
-        time = each.stat().st_mtime if record is None else datetime.datetime.fromisoformat(record["time"]).timestamp()
-        return math.inf if step is None else step, time
+        if records[each] is None:
+            return math.inf, place_of(each).stat().st_mtime
+        time = datetime.datetime.fromisoformat(records[each]["time"]).timestamp()
+        return math.inf if steps[each] is None else steps[each], time
 
     return sorted(found, key=order, reverse=True)
 

@@ -138,7 +138,8 @@ def _forget(model: nn.Module) -> None:
     for module in model.modules():
         quantizer = module.__dict__.get("hf_quantizer")
         if quantizer is not None and not any(quantized_layers(module)):
-            _remove_decompression(module)
+            if (compressor := getattr(quantizer, "compressor", None)) is not None:
+                compressor.remove_decompression_hook(module)  # it would decompress the layers in the first forward
             quantizer.remove_quantization_config(module)
     save_plain(model)
 
@@ -229,13 +230,6 @@ def _make_plain(layer: nn.Linear, kind: Kind) -> None:
         kind.class_name and type(layer).__name__ == kind.class_name
     ):  # a subclass multiplies plain weights in its own way
         layer.__class__ = nn.Linear
-
-
-def _remove_decompression(model: nn.Module) -> None:
-    """Take away the hook by which compressed-tensors would decompress the layers in the first forward."""
-    compressor = getattr(model.hf_quantizer, "compressor", None)
-    if compressor is not None:
-        compressor.remove_decompression_hook(model)
 
 
 def save_plain(model: nn.Module) -> None:

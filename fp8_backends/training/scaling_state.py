@@ -25,12 +25,14 @@ from .conversion import Prepared, prepared_roots
 logger = logging.getLogger("fp8_backends")
 
 OPTIMIZER_KEY = "fp8_scaling"
+IN_FILES = "fp8_state_in_files"
+"""Marks optimizers and engines while `save_state` or `load_state` runs."""
 DAMAGED = "the checkpoint is damaged; load an earlier one"
 
 
 class ScalingState(NamedTuple):
-    """What a checkpoint says about prepared models. The key of a root is two numbers, `model.root`, by order: wrappers
-    such as DDP change names, and not the order."""
+    """The scaling states of prepared models in a checkpoint. The key of a root is two numbers, `model.root`, by order:
+    wrappers such as DDP change names, and not the order."""
 
     backends: dict[str, str]
     """The canonical backend string of each root key."""
@@ -41,7 +43,7 @@ class ScalingState(NamedTuple):
 
     @classmethod
     def of(cls, saved: Any, source: str) -> ScalingState | None:
-        """What was saved as a dict; None where nothing was. Raises `FP8BackendError` for another thing."""
+        """Return the state that was saved as a dict; None without one. Raise `FP8BackendError` for anything else."""
         if not saved:
             return None
         kinds = {"backends": str, "tensors": torch.Tensor, "recipes": dict}
@@ -67,7 +69,7 @@ class ScalingState(NamedTuple):
         }
 
     def differences(self, key: str, recipe: Recipe) -> str:
-        """In which fields the saved recipe of a root differs from another; empty where nothing is known of it."""
+        """List the fields in which the saved recipe of a root differs from another; empty without a saved one."""
         differing = differences(self.recipes.get(key, {}), as_json(recipe))
         return ", ".join(f"{name} was {old!r} and is {new!r} now" for name, (old, new) in differing.items())
 
@@ -120,7 +122,7 @@ def write(models: Iterable[nn.Module], saved: ScalingState | None, source: str) 
 
 
 def _changes(models: Iterable[nn.Module], saved: ScalingState) -> dict[str, list[str]]:
-    """How the recipes of models differ from those they were saved with, in words: the root keys by what is to say."""
+    """Describe how the recipes of models differ from the saved ones: the root keys by description."""
     found: dict[str, list[str]] = {}
     for key, _, prepared in _roots(models):
         name, differing = prepared.recipe.name, saved.differences(key, prepared.recipe)
@@ -141,7 +143,7 @@ def _changes(models: Iterable[nn.Module], saved: ScalingState) -> dict[str, list
 
 
 def _restorable(models: Iterable[nn.Module], saved: ScalingState | None) -> Iterator[tuple[str, nn.Module, Prepared]]:
-    """The roots with a scaling state that were saved with the backend that they have now."""
+    """Yield the roots with a scaling state whose backend is still the saved one."""
     for key, root, prepared in _roots(models) if saved is not None else ():
         if saved.backend_of(key) == prepared.recipe.name and scaling_state(prepared.compute, root):
             yield key, root, prepared
@@ -160,35 +162,33 @@ class StateDictHooks:
     """Hooks of an optimizer: its state dict holds the scaling states of the models that it trains."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]) -> None:
-        self.models, self.idle = models, False
+        self.models = models
         if isinstance(optimizer, torch.optim.Optimizer):  # DeepSpeed's engine has checkpoints of its own
             optimizer.register_state_dict_post_hook(self.save)
             optimizer.register_load_state_dict_pre_hook(self.load)
 
     def save(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         state = collect(self.models)
-        if (state.tensors or isinstance(optimizer, ScaledStates)) and not self.idle:
+        if (state.tensors or isinstance(optimizer, ScaledStates)) and not hasattr(optimizer, IN_FILES):
             state_dict[OPTIMIZER_KEY] = state._asdict()
 
     def load(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         fits = _sizes(optimizer.param_groups) == _sizes(state_dict["param_groups"])  # else PyTorch refuses it next
-        if fits and not self.idle:
+        if fits and not hasattr(optimizer, IN_FILES):
             source = "the optimizer's checkpoint"
             restore(self.models, ScalingState.of(state_dict.get(OPTIMIZER_KEY), source), source)
 
 
 @contextlib.contextmanager
-def in_files(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Leave scaling states out of the optimizer's state dicts inside: files hold those of each rank."""
-    hooks = getattr(optimizer, "_optimizer_state_dict_post_hooks", {}).values()
-    owners = [hook.__self__ for hook in hooks if isinstance(getattr(hook, "__self__", None), StateDictHooks)]
+def in_files(owners: Iterable[Any]) -> Iterator[None]:
+    """Leave scaling states out of the state dicts of optimizers and engines inside: each rank has a file for them."""
     for owner in owners:
-        owner.idle = True
+        setattr(owner, IN_FILES, True)
     try:
         yield
     finally:
         for owner in owners:
-            owner.idle = False
+            owner.__dict__.pop(IN_FILES, None)
 
 
 def _sizes(groups: list[dict[str, Any]]) -> list[int]:

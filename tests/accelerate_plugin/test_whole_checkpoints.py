@@ -124,7 +124,7 @@ def test_what_a_hook_writes_beside_its_folder_lies_beside_the_checkpoint(tmp_pat
 
 
 @pytest.mark.parametrize("is_there", [False, True])
-def test_processes_that_save_into_the_same_folder_wait_for_each_other(is_there, tmp_path, monkeypatch):
+def test_processes_that_save_into_the_same_folder_wait_for_each_other(is_there, tmp_path):
     accelerator, model, optimizer = run()
     target = tmp_path / "a"
     if is_there:
@@ -140,14 +140,12 @@ def test_processes_that_save_into_the_same_folder_wait_for_each_other(is_there, 
     first = threading.Thread(target=accelerator.save_state, args=(str(target),))
     first.start()
     entered.wait()
-    with monkeypatch.context() as patch, pytest.raises(FP8BackendError, match="another process is saving it"):
-        patch.setattr(whole_checkpoints, "_WAIT", 0.0)
-        accelerator.save_state(str(target))
     threading.Timer(0.2, goes_on.set).start()
     accelerator.save_state(str(target))
+    assert goes_on.is_set()
     first.join()
     accelerator.load_state(str(target))
-    assert [path.name for path in tmp_path.iterdir()] == ["a"] and not (target / ".saving").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
 def test_an_error_of_fsdp2s_sharded_files_is_one_like_any_other(tmp_path):
@@ -194,58 +192,96 @@ def test_a_folder_is_named_as_in_a_shell(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
-def test_the_current_folder_can_be_saved_into(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_what_no_rename_can_replace_is_refused_with_a_way_out(tmp_path, monkeypatch):
     accelerator, _, _ = run()
-    for _ in range(2):
+    (tmp_path / "a").write_text("mine")
+    with pytest.raises(FP8BackendError, match="is a file.*save into another one"):
+        accelerator.save_state(str(tmp_path / "a"))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FP8BackendError, match="is the current folder.*save into another one"):
         accelerator.save_state(".")
-    accelerator.load_state(".")
-    assert Path("model.safetensors").exists() and not Path(".saving").exists()
+    with pytest.raises(FP8BackendError, match="is a mount point.*save into another one"):
+        accelerator.save_state("/proc")
+    (tmp_path / "c").mkdir()
+    with monkeypatch.context() as patched, pytest.raises(FP8BackendError, match="is read-only.*save into another one"):
+        patched.setattr(os, "access", lambda *_: False)  # root may write everywhere
+        accelerator.save_state(str(tmp_path / "c"))
+    assert files(tmp_path) == {"a"} and sorted(path.name for path in tmp_path.iterdir()) == ["a", "c"]
+    for _ in range(2):
+        accelerator.save_state("b")
+    accelerator.load_state("b")
+
+
+def test_a_folder_that_is_replaced_keeps_its_permissions(tmp_path):
+    accelerator, _, _ = run()
+    (tmp_path / "a").mkdir(mode=0o2750)
+    (tmp_path / "a").chmod(0o2750)
+    accelerator.save_state(str(tmp_path / "a"))
+    assert (tmp_path / "a").stat().st_mode & 0o7777 == 0o2750
 
 
 @contextmanager
-def killed_at_move(number: int):
-    """End what runs before it moves a file for that many times; yields whether it came so far."""
-    replace, moved, killed = os.replace, [], []
+def killed_at_rename(number: int):
+    """End the process before it renames anything for that many times; yields whether it came so far."""
+    rename, renamed, killed = os.rename, [], []
 
     def interrupted(source, target):
-        moved.append(target)
-        if len(moved) == number:
+        renamed.append(target)
+        if len(renamed) == number:
             raise Killed
-        replace(source, target)
+        rename(source, target)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(os, "replace", interrupted)
+        patched.setattr(os, "rename", interrupted)
         try:
             yield killed
         except Killed:
             killed.append(number)
 
 
-@pytest.mark.parametrize("at", range(1, 9))
-def test_a_move_that_is_interrupted_anywhere_is_finished_by_a_later_load(at, tmp_path):
-    """Between any two files that move into a folder with an older checkpoint, and again while a load finishes it."""
+@pytest.mark.parametrize("at", range(1, 6))
+def test_a_replacement_that_is_interrupted_anywhere_is_finished_by_a_later_load(at, tmp_path):
+    """Before each rename that replaces an older checkpoint, and again while a load finishes it."""
     accelerator, model, optimizer = run()
-    accelerator.save_state(str(tmp_path))
+    target, mine = tmp_path / "a", {"log.txt", "part/more.txt"}
+    accelerator.save_state(str(target))
+    for name in mine:
+        (target / name).parent.mkdir(exist_ok=True)
+        (target / name).write_text(name)
     train(accelerator, model, optimizer, DATA[:2])
     weights = copied_parameters(model)
-    with killed_at_move(at) as killed:
-        accelerator.save_state(str(tmp_path))
-    assert bool(killed) == (at <= 7)  # the manifest, five files, and the manifest again
-    assert fp8_backends.checkpoints.newest_checkpoint(tmp_path) == str(tmp_path)  # it changes nothing
+    with killed_at_rename(at) as killed:
+        accelerator.save_state(str(target))
+    assert bool(killed) == (at <= 4)  # the old one away, the new one in, and what is the user's own
+    for folder in (tmp_path, target):
+        assert fp8_backends.checkpoints.newest_checkpoint(folder) == str(target)
+    assert target.exists() == (at != 2)  # finding it changes nothing
     accelerator, model, _ = run(seed=5)
-    with killed_at_move(2):
-        accelerator.load_state(str(tmp_path))
-    accelerator.load_state(str(tmp_path))
-    expected = dict(mlp().named_parameters()) if at == 1 else weights  # the new one had no manifest yet
+    with killed_at_rename(1):
+        accelerator.load_state(str(target))
+    accelerator.load_state(str(target))
+    expected = dict(mlp().named_parameters()) if at == 1 else weights  # the new one was not in its place yet
     assert all(torch.equal(p, expected[name]) for name, p in model.named_parameters())
+    accelerator.save_state(str(target))
+    assert mine <= files(target) and [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_old_checkpoints_are_removed_without_one_whose_replacement_was_interrupted(tmp_path):
+    accelerator, _, _ = run()
+    target = tmp_path / "checkpoints" / "best"
+    accelerator.save_state(str(target))
+    with killed_at_rename(2):
+        accelerator.save_state(str(target))
+    accelerator, _, _ = run(tmp_path, total_limit=1)
+    accelerator.save_state()
+    accelerator.load_state(str(target))
 
 
 def test_what_a_killed_save_has_left_is_removed_by_the_next(tmp_path):
     accelerator, _, _ = run()
-    for holder in (tmp_path / ".a.saving" / "a", tmp_path / "a" / ".saving" / "a"):
-        holder.mkdir(parents=True)
-        (holder / "stale.bin").write_text("stale")
+    for name in (".a.saving/a/stale.bin", ".a.saving/stale.bin"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("stale")
     accelerator.save_state(str(tmp_path / "a"))
     assert [path.name for path in tmp_path.iterdir()] == ["a"] and "stale.bin" not in files(tmp_path / "a")
 

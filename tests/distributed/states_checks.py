@@ -596,7 +596,7 @@ def check_a_checkpoint_of_several_ranks_is_whole_or_refused_on_all():
         accelerator.save_state(shared)
     hook.remove()
     assert json.loads((shared / "fp8_manifest.json").read_text()) == record
-    assert not (shared / ".saving").exists()
+    assert not (shared.parent / ".shared.saving").exists()
     accelerator.load_state(shared)
 
     state = PartialState()

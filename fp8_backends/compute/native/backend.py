@@ -26,12 +26,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from ...numerics.faults import Faults
 from ...numerics.formats import RECIPE_FORMATS
 from ...numerics.kernels.triton_gate import usable
 from ...numerics.modules import owner_of, plain_name
 from ...numerics.parameter_swap import swap
-from ...numerics.scaling import Quantized, look_at_state, rolled_delayed_states, rolled_window_states
+from ...numerics.scaling import Quantized, check_state, rolled_delayed_states, rolled_window_states
 from ...numerics.sharded_tensor import device_of, local_part
 from ...numerics.statistics import Cast
 from ..counts import DGRAD, KINDS, ProductCounts, inside_backward
@@ -208,10 +207,10 @@ class NativeCompute(Compute):
     def check_scaling_state(self, root: nn.Module, state: dict[str, torch.Tensor]) -> None:
         layers = dict(self._stateful_layers(root))
 
-        def look_at(faults: Faults, saved: torch.Tensor, name: str) -> None:
-            look_at_state(faults, saved, layers[name].fp8_rule.scaling, name)
+        def check(saved: torch.Tensor, name: str, advice: str) -> None:
+            check_state(saved, layers[name].fp8_rule.scaling, name, advice)
 
-        check_saved_states({name: layer.fp8_scaling for name, layer in layers.items()}, state, look_at)
+        check_saved_states({name: layer.fp8_scaling for name, layer in layers.items()}, state, check)
 
     def load_scaling_state(self, root: nn.Module, state: dict[str, torch.Tensor]) -> None:
         self.check_scaling_state(root, state)

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from ...errors import BackendUnavailableError, RecipeError
-from ...numerics.faults import AMAX, POSITIVE, Faults
+from ...numerics.faults import AMAX, POSITIVE, check_values
 from ...numerics.formats import RECIPE_FORMATS
 from ...numerics.modules import plain_name
 from ...numerics.scaled_tensor import ScaledTensor
@@ -255,10 +255,10 @@ class TransformerEngineCompute(Compute):
         return []  # TransformerEngine reduces amaxes over the ranks by itself
 
     def check_scaling_state(self, root: nn.Module, state: dict[str, torch.Tensor]) -> None:
-        def look_at(faults: Faults, saved: torch.Tensor, name: str) -> None:
-            faults.look_at(saved, POSITIVE if name.endswith("_scale") else AMAX, name)
+        def check_numbers(saved: torch.Tensor, name: str, advice: str) -> None:
+            check_values(saved, POSITIVE if name.endswith("_scale") else AMAX, name, advice)
 
-        check_saved_states(self.scaling_state(root), state, look_at)
+        check_saved_states(self.scaling_state(root), state, check_numbers)
 
     def load_scaling_state(self, root: nn.Module, state: dict[str, torch.Tensor]) -> None:
         self.check_scaling_state(root, state)
