@@ -661,8 +661,8 @@ _OPTIONS: dict[str, Callable[[Random], list[list[str]]]] = {
         ["--json"],
     ],
     "advise": lambda rng: [
-        [rng.choice(("--batches", "--batch", "--sequence", "--max_trials", "--steps")), _number(rng)],
-        [rng.choice(("--min_flops_share", "--lr")), _number(rng)],
+        [rng.choice(("--batches", "--batch", "--sequence", "--max_trials")), _number(rng)],
+        ["--min_flops_share", _number(rng)],
         ["--backend", mutated(rng, backend(rng))],
         ["--model", rng.choice(("/nowhere", ".", *_FILES, *WORDS))],
         ["--config_file", rng.choice(("/nowhere", ".", *_FILES, *WORDS))],

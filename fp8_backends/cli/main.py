@@ -33,7 +33,7 @@ COMMANDS = {
         "which layers of a training lose most by FP8, from what monitor_every has written; table and page",
     ),
     "advise": (
-        ".advise.command",
+        ".advise",
         "the mildest change of a recipe that halves the error of its gradients, measured on a model",
     ),
     "checkpoint": (".checkpoint", "which checkpoints are whole, and which file is at fault in the others"),

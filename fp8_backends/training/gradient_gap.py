@@ -84,7 +84,10 @@ class GradientGap:
         self.reference = list(self._gradients(work.float(), "fp32"))
         meter.detach()
         self.work = meter.work
-        if not all(math.isfinite(loss) and all(map(_is_finite, of.values())) for loss, of in self.reference):
+        if not all(
+            math.isfinite(loss) and all(bool(gradient.isfinite().all()) for gradient in gradients.values())
+            for loss, gradients in self.reference
+        ):
             raise FP8BackendError("a loss or a gradient is not finite in FP32 already: no recipe can be measured by it")
         self.not_counted: list[str] = []
         """Parameters that do not count."""
@@ -142,9 +145,16 @@ class GradientGap:
             with same_draws(seed, self.device):
                 loss = loss_of(work, batch, self.loss, precision)
                 loss.backward()
-            after_step(work)
+            prepared = work.__dict__.get(conversion.PREPARED)
+            if prepared is not None and isinstance(prepared.compute, FollowsOptimizer):
+                prepared.compute.after_optimizer_step(work)  # as a watched optimizer does
             self.passes += 1
-            yield loss.item(), {name: _plain(p.grad) for name, p in trained.items() if p.grad is not None}
+            gradients = {
+                name: parameter.grad.detach().to("cpu", torch.float32, copy=True)
+                for name, parameter in trained.items()
+                if parameter.grad is not None
+            }
+            yield loss.item(), gradients
             work.zero_grad(set_to_none=True)
 
     def _floor(self) -> Measurement:
@@ -199,13 +209,6 @@ def loss_of(work: nn.Module, batch: Any, loss: LossFunction, precision: str) -> 
     if not isinstance(found, torch.Tensor) or found.numel() != 1 or found.requires_grad != torch.is_grad_enabled():
         raise FP8BackendError("the loss of a batch must be a tensor of one element that requires a gradient")
     return found
-
-
-def after_step(work: nn.Module) -> None:
-    """Tell the backend of a prepared copy that a step was taken, as a watched optimizer does."""
-    prepared = work.__dict__.get(conversion.PREPARED)
-    if prepared is not None and isinstance(prepared.compute, FollowsOptimizer):
-        prepared.compute.after_optimizer_step(work)
 
 
 def loss_of_output(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -268,15 +271,6 @@ def _in_fp32(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _in_fp32(item) for key, item in value.items()}
     return type(value)(map(_in_fp32, value)) if type(value) in (list, tuple) else value
-
-
-def _plain(gradient: torch.Tensor) -> torch.Tensor:
-    """A gradient in FP32 on the CPU, one in FP8 at its values."""
-    return gradient.detach().to("cpu", torch.float32, copy=True)
-
-
-def _is_finite(tensor: torch.Tensor) -> bool:
-    return bool(torch.isfinite(tensor).all())
 
 
 def _norm(tensor: torch.Tensor) -> float:
