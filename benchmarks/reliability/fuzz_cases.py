@@ -673,11 +673,11 @@ _OPTIONS: dict[str, Callable[[Random], list[list[str]]]] = {
 
 _ENDS = {
     "doctor": ["--no-test"],
-    "compare": ["--plant", "weeds"],
+    "compare": ["--text", "/nowhere"],
     "launch": ["/nowhere/script.py"],
     "advise": ["--text", "/nowhere"],
 }
-"""What ends the arguments, so that nothing trains: no test, an unknown fault, a script or a text that is not there."""
+"""What ends the arguments, so that nothing trains: no test, a script or a text that is not there."""
 
 _MANIFEST = {
     "format": 1,

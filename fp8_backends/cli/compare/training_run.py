@@ -8,11 +8,12 @@ It works in turns: first steps observed, then a seed each. A rank begins a turn 
 input. As many bytes as there are ranks make a turn: it ends for none before it has begun for all, so that none reads
 another's byte. The end of standard input is the end of the worker.
 
-    python -m fp8_backends.cli.compare.training_run SETTINGS.json TEXT.pt BACKEND [FAULT]
+    python -m fp8_backends.cli.compare.training_run SETTINGS.json TEXT.pt BACKEND
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import itertools
@@ -45,7 +46,7 @@ from ...words import finite
 from . import language_model
 from .language_model import build_model
 from .measuring import autocast_copies, peak_memory, sent_bytes
-from .settings import BASELINES, Settings, plant
+from .settings import Settings
 from .training_text import TrainingText
 
 Report = Callable[..., None]
@@ -56,15 +57,13 @@ TIMED_STEPS = 3
 """Steps that nobody observes, after those: how long the comparison will take."""
 
 
-def take_turn(
-    turn: int, settings: Settings, text: TrainingText, backend: str, report: Report, fault: str | None
-) -> None:
+def take_turn(turn: int, settings: Settings, text: TrainingText, backend: str, report: Report) -> None:
     """Inspect a few steps in turn 0 (gradients, memory, audit), and train a seed in each later one. When a turn is
     reported, nothing of it is left in memory, and no other rank is still at it."""
     if turn == 0:
-        found = inspect(settings, text, backend, fault)
+        found = inspect(settings, text, backend)
     else:
-        run = Run(settings, text, backend, turn - 1, fault)
+        run = Run(settings, text, backend, turn - 1)
         found = run.train(lambda step, loss: report("step", seed=turn - 1, step=step, loss=loss))
         del run
     AcceleratorState._reset_state(True)
@@ -85,7 +84,6 @@ class Run:
         text: TrainingText,
         backend: str,
         seed: int,
-        fault: str | None = None,
         with_reference: bool = False,
     ) -> None:
         self.settings, self.text, self.seed = settings, text, seed
@@ -103,8 +101,6 @@ class Run:
             self._keep_reference_gradients()
         self.model, self.optimizer, self.scheduler = self.accelerator.prepare(model, optimizer, scheduler)
         self.prepared = {name: _values(p) for name, p in model.named_parameters() if p.requires_grad}
-        if fault is not None and backend not in BASELINES:
-            plant(fault, self.bare, self.optimizer)
         self.start_seconds = time.perf_counter() - began
 
     def batch(self, step: int) -> dict[str, torch.Tensor]:
@@ -240,11 +236,11 @@ def _values(parameter: torch.Tensor) -> torch.Tensor:
     return values.to("cpu", copy=True)
 
 
-def inspect(settings: Settings, text: TrainingText, backend: str, fault: str | None) -> dict[str, Any]:
+def inspect(settings: Settings, text: TrainingText, backend: str) -> dict[str, Any]:
     """Take a few training steps under observation: gradients at the initial weights, the audit, peak memory; then a few
     that are timed."""
-    with _Messages() as messages:
-        run = Run(settings, text, backend, seed=0, fault=fault, with_reference=True)
+    with _messages() as messages:
+        run = Run(settings, text, backend, seed=0, with_reference=True)
         run.backward(0)
         run.optimizer.zero_grad()
         run.backward(0)  # again, weights unchanged: delayed scaling has no amax before its first pass
@@ -273,7 +269,7 @@ def inspect(settings: Settings, text: TrainingText, backend: str, fault: str | N
         "reference_gradient_cosines": {name: round(value, 6) for name, value in run.reference_cosines.items()},
         "audit": audit.to_dict(),
         "incomplete_layers": incomplete_layers(audit, recipe) if recipe else {},
-        "messages": messages.lines,
+        "messages": messages,
         "start_seconds": run.start_seconds,
         "step_seconds": statistics.median(_seconds(run, INSPECTED_STEPS + 1 + n) for n in range(TIMED_STEPS)),
     }
@@ -322,27 +318,24 @@ def _schedule(settings: Settings) -> Callable[[int], float]:
     return factor
 
 
-class _Messages(logging.Handler):
-    """Collects what this package says while it is active: the proof line and notices."""
+@contextlib.contextmanager
+def _messages() -> Iterator[list[str]]:
+    """Collect what this package logs inside, the proof line and notices, each once."""
+    lines: list[str] = []
+    logger, handler = logging.getLogger("fp8_backends"), logging.Handler()
 
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.lines: list[str] = []
+    def emit(record: logging.LogRecord) -> None:
+        if (line := record.getMessage()) not in lines:
+            lines.append(line)
 
-    def emit(self, record: logging.LogRecord) -> None:
-        if (line := record.getMessage()) not in self.lines:
-            self.lines.append(line)
-
-    def __enter__(self) -> _Messages:
-        self.logger = logging.getLogger("fp8_backends")
-        self.logger.addHandler(self)
-        self.level_before = self.logger.level
-        self.logger.setLevel(logging.INFO)
-        return self
-
-    def __exit__(self, *exc) -> None:
-        self.logger.removeHandler(self)
-        self.logger.setLevel(self.level_before)
+    handler.emit, level = emit, logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 def _reporter() -> Report:
@@ -373,7 +366,7 @@ def _turns() -> Iterator[int]:
 
 
 def main(argv: list[str]) -> int:
-    settings_path, text_path, backend, *fault = argv
+    settings_path, text_path, backend = argv
     report, turns = _reporter(), _turns()
     text = TrainingText(**torch.load(text_path, weights_only=True))
     try:
@@ -383,7 +376,7 @@ def main(argv: list[str]) -> int:
         build_model(replace(settings, device="meta"), text.vocab_size, seed=0)  # loads what a model is made of
         report("ready")
         for turn in turns:
-            take_turn(turn, _read(settings_path), text, backend, report, fault[0] if fault else None)
+            take_turn(turn, _read(settings_path), text, backend, report)
         if dist.is_available() and dist.is_initialized():
             dist.destroy_process_group()
     except BrokenPipeError:  # nobody listens any more
@@ -396,7 +389,7 @@ def main(argv: list[str]) -> int:
 
 def _read(settings_path: str) -> Settings:
     """Read the settings anew at each turn: what fits into the time given is known only after the first."""
-    return Settings.from_dict(json.loads(Path(settings_path).read_text()))
+    return Settings(**json.loads(Path(settings_path).read_text()))
 
 
 if __name__ == "__main__":
