@@ -52,7 +52,14 @@ def run(args: argparse.Namespace) -> int:
     for name in ("batches", "batch", "sequence"):
         if (value := getattr(args, name)) < 1:
             raise FP8BackendError(f"--{name} {value}: at least 1")
-    recipe = _recipe(args)
+    if args.config_file is None:
+        recipe = resolve(args.backend)
+    elif args.backend is not None:
+        raise FP8BackendError("--backend and --config_file both name the recipe: give one of them")
+    elif (recipe := read(args.config_file).recipe) is None:
+        raise FP8BackendError(f"--config_file {args.config_file}: FP8 is off there, so there is no recipe to improve")
+    else:
+        recipe = resolve(recipe)
     with Progress("measuring recipes") as progress:
         progress("the model")
         subject = load(args.model, args.text, args.batches, args.batch, args.sequence)
@@ -71,16 +78,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(text(subject, advice, pasted))
     return 0
-
-
-def _recipe(args: argparse.Namespace) -> Recipe:
-    if args.config_file is None:
-        return resolve(args.backend)
-    if args.backend is not None:
-        raise FP8BackendError("--backend and --config_file both name the recipe: give one of them")
-    if (recipe := read(args.config_file).recipe) is None:
-        raise FP8BackendError(f"--config_file {args.config_file}: FP8 is off there, so there is no recipe to improve")
-    return resolve(recipe)
 
 
 def text(subject: Subject, advice: Advice, pasted: dict[str, str]) -> str:
@@ -103,9 +100,8 @@ def text(subject: Subject, advice: Advice, pasted: dict[str, str]) -> str:
 
 # The model and the batches
 
-_WEIGHTS = ("*.safetensors", "*.bin")
 TEXT_MB = 1.0
-"""Text that is read: the batches take far less, and a tokenizer is not to be waited for."""
+"""Text to read: the batches take far less, and a tokenizer is slow."""
 
 
 @dataclass
@@ -137,14 +133,20 @@ def load(model: str | None, text: str | None, batches: int, batch: int, sequence
     path = None if folder is None else str(folder)
     settings = Settings(reference="bf16", model=path, loss_gap_bound=0.0, device=device, **sizes)
     kind, data, mask, notes = task(settings), load_text(text, TEXT_MB), None, []
-    if folder is None or not any(any(folder.glob(pattern)) for pattern in _WEIGHTS):
+    if folder is None or not any(any(folder.glob(pattern)) for pattern in ("*.safetensors", "*.bin")):
         made = build_model(settings, data.vocab_size, seed=0)
         notes.append("the weights are random: a model in mid-training errs in other places, so give --model its folder")
     else:
-        made = _with_weights(folder, kind).to(device)
+        from transformers import AutoModelForCausalLM, AutoModelForMaskedLM  # takes seconds
+
+        auto = AutoModelForCausalLM if kind == CAUSAL else AutoModelForMaskedLM
+        try:
+            made = auto.from_pretrained(folder, local_files_only=True, dtype=torch.float32).to(device)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise FP8BackendError(f"--model {folder.name}: transformers cannot load its weights: {error}") from error
+        made.config.use_cache = False
         data, mask, note = _in_tokens_of(folder, data)
         notes += [note] if note else []
-
     mask = data.vocab_size if mask is None else mask
     starts = data.batches(batches, batch, sequence, seed=0)
     drawn = [inputs(data.windows(each, sequence), kind, mask, seed) for seed, each in enumerate(starts)]
@@ -167,18 +169,6 @@ def _folder(name: str) -> Path:
             f"--model {shortened(name)}: no such config.json or folder, and no model of this name in the cache of "
             "transformers. Nothing is fetched: download it and name its folder"
         ) from error
-
-
-def _with_weights(folder: Path, kind: str) -> nn.Module:
-    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM  # takes seconds
-
-    auto = AutoModelForCausalLM if kind == CAUSAL else AutoModelForMaskedLM
-    try:
-        model = auto.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise FP8BackendError(f"--model {folder.name}: transformers cannot load its weights: {error}") from error
-    model.config.use_cache = False
-    return model
 
 
 def _in_tokens_of(folder: Path, data: TrainingText) -> tuple[TrainingText, int | None, str | None]:
@@ -208,12 +198,9 @@ def code(recipe: Recipe) -> str:
     fields = {"backend": recipe.name, **given_fields(recipe)}
     arguments = [f"{name}={list(value) if isinstance(value, tuple) else value!r}" for name, value in fields.items()]
     line = f"FP8RecipeKwargs({', '.join(arguments)})"
-    if len(line) <= _WIDTH:
+    if len(line) <= 80:
         return line
     return "\n".join(["FP8RecipeKwargs(", *(f"    {each}," for each in arguments), ")"])
-
-
-_WIDTH = 80
 
 
 def flags(recipe: Recipe) -> str:

@@ -114,23 +114,20 @@ class Progress:
 
     def __call__(self, step: str) -> None:
         if not self.has_begun:
-            self._begin()
+            self.has_begun = True
+            if not sys.stderr.isatty():
+                print(f"{self.text} …", file=sys.stderr, flush=True)
+                return
+            from rich import progress
+            from rich.console import Console
+
+            text = progress.TextColumn("{task.description}", markup=False)  # as markup, `:O2:` would be an emoji
+            columns = (progress.SpinnerColumn(), text, progress.TimeElapsedColumn())
+            self.bar = progress.Progress(*columns, console=Console(stderr=True), transient=True)
+            self.bar.add_task(self.text)
+            self.bar.start()
         if self.bar is not None:
             self.bar.update(self.bar.task_ids[0], description=f"{self.text}: {step}", refresh=True)
-
-    def _begin(self) -> None:
-        self.has_begun = True
-        if not sys.stderr.isatty():
-            print(f"{self.text} …", file=sys.stderr, flush=True)
-            return
-        from rich import progress
-        from rich.console import Console
-
-        text = progress.TextColumn("{task.description}", markup=False)  # as markup, `:O2:` would be an emoji
-        columns = (progress.SpinnerColumn(), text, progress.TimeElapsedColumn())
-        self.bar = progress.Progress(*columns, console=Console(stderr=True), transient=True)
-        self.bar.add_task(self.text)
-        self.bar.start()
 
     def __exit__(self, *_: object) -> None:
         if self.bar is not None:

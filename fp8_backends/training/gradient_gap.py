@@ -77,7 +77,13 @@ class GradientGap:
         self.loss = loss or loss_of_output
         self.passes = 0
         """Forwards with their backwards so far."""
-        self._check()
+        parameters = list(self.model.parameters())
+        if not self.batches:
+            raise FP8BackendError("no batch is given: batches must hold at least one, better four")
+        if not any(parameter.requires_grad for parameter in parameters):
+            raise FP8BackendError("no parameter of this model trains, so there is no gradient to measure")
+        if any(is_distributed(p) or hasattr(p, "ds_id") or getattr(p, "shared_out", False) for p in parameters):
+            raise FP8BackendError("weights are sharded: measure the model on one device, before it is shared out")
         self.device = next(self.model.parameters()).device
         work = self.plain_copy()
         meter = WorkMeter(work, find_weight_products(work))
@@ -89,19 +95,15 @@ class GradientGap:
             for loss, gradients in self.reference
         ):
             raise FP8BackendError("a loss or a gradient is not finite in FP32 already: no recipe can be measured by it")
-        self.not_counted: list[str] = []
+        errors, loss_error = self._errors(self.plain_copy())
+        by_name: dict[str, list[float]] = {}
+        for name, error in (item for of in errors for item in of.items()):
+            by_name.setdefault(name, []).append(error)
+        noisy = [name for name, of in by_name.items() if _mean(of) > NOISE]
+        self.not_counted = noisy if len(noisy) < len(by_name) else []  # else a gap of nothing would be 0
         """Parameters that do not count."""
-        self.floor = self._floor()
+        self.floor = Measurement(self._gap(errors), loss_error)
         """The same without any FP8."""
-
-    def _check(self) -> None:
-        parameters = list(self.model.parameters())
-        if not self.batches:
-            raise FP8BackendError("no batch is given: batches must hold at least one, better two to four")
-        if not any(parameter.requires_grad for parameter in parameters):
-            raise FP8BackendError("no parameter of this model trains, so there is no gradient to measure")
-        if any(is_distributed(p) or hasattr(p, "ds_id") or getattr(p, "shared_out", False) for p in parameters):
-            raise FP8BackendError("weights are sharded: measure the model on one device, before it is shared out")
 
     def plain_copy(self) -> nn.Module:
         """A copy that trains, as it was before it was prepared. Parts that the user set to evaluation stay so, unless
@@ -156,17 +158,6 @@ class GradientGap:
             }
             yield loss.item(), gradients
             work.zero_grad(set_to_none=True)
-
-    def _floor(self) -> Measurement:
-        """Measure the model without FP8, and note which parameters do not count."""
-        errors, loss_error = self._errors(self.plain_copy())
-        by_name: dict[str, list[float]] = {}
-        for name, error in (item for of in errors for item in of.items()):
-            by_name.setdefault(name, []).append(error)
-        noisy = [name for name, of in by_name.items() if _mean(of) > NOISE]
-        if len(noisy) < len(by_name):  # else a gap of nothing would be 0
-            self.not_counted = noisy
-        return Measurement(self._gap(errors), loss_error)
 
     def _errors(self, work: nn.Module) -> tuple[list[dict[str, float]], float]:
         """Of each batch the relative error of every gradient that is not zero, and the mean error of the loss."""

@@ -33,7 +33,6 @@ check that so few seeds and steps do not resolve is named, and has neither passe
 
 _NUMBERS = (
     ("--megabytes", float, 8.0, "N", "read at most this much text (8)"),
-    ("--tokenizer", int, None, "N", "train a byte-level BPE of N tokens (one token a byte)"),
     ("--steps", int, None, "N", "training steps (80; on a GPU with FP8, 60)"),
     ("--seeds", int, None, "N", "runs of each backend (5; on a GPU with FP8, 3)"),
     (
@@ -121,7 +120,7 @@ def settings_from(args: argparse.Namespace) -> Settings:
         loss_gap_bound=summary.LOSS_GAP_BOUND,
         device=device,
         saved_activations=args.saved_activations,
-        **{name: getattr(args, name) for name in ("text", "tokenizer", "model", "minutes", "nproc")},
+        **{name: getattr(args, name) for name in ("text", "model", "minutes", "nproc")},
         **values,
     )
 

@@ -119,7 +119,7 @@ class Comparison:
         """The workers of the backends that have not failed."""
         self.timetable = Timetable()
         task = language_model.task(settings)
-        self.text = text = load_text(settings.text, settings.limit_mb, settings.tokenizer)
+        self.text = text = load_text(settings.text, settings.limit_mb)
         text.batches(1, 1, settings.sequence, 0)  # too little text is an error now, not in every worker
         self.results: dict[str, Any] = {
             "status": "running",
@@ -166,10 +166,19 @@ class Comparison:
                 settings_path.write_text(json.dumps(asdict(self.settings)))
                 torch.save({field.name: getattr(self.text, field.name) for field in fields(TrainingText)}, text_path)
                 self.save()
-                self._start_workers(str(settings_path), str(text_path), progress)
-                self._inspect(progress)
+                for backend, found in self.results["backends"].items():  # all load their libraries at the same time
+                    found["status"] = "running"
+                    self.workers[backend] = self._worker([str(settings_path), str(text_path), backend])
+                for backend in list(self.workers):  # none trains before the last one is ready
+                    self._follow(backend, progress, "ready", self.settings.nproc)
+                for backend, worker in list(self.workers.items()):
+                    progress.inspecting(backend)
+                    worker.give_turn()
+                    self._follow(backend, progress, "inspected")
                 if self.workers:
-                    self._plan(progress)
+                    if self.settings.minutes is not None:
+                        self._take(self.timetable.fitted(self.settings, self.elapsed))
+                    progress.planned(self)
                     settings_path.write_text(json.dumps(asdict(self.settings)))
                     self._train(progress)
                 self._end("finished")
@@ -186,28 +195,8 @@ class Comparison:
                 self._end("terminated")
             self.save()
 
-    def _start_workers(self, settings_path: str, text_path: str, progress: LineProgress) -> None:
-        """Let all load their libraries at the same time; none trains before the last one is ready."""
-        for backend, found in self.results["backends"].items():
-            found["status"] = "running"
-            self.workers[backend] = self._worker([settings_path, text_path, backend])
-        for backend in list(self.workers):
-            self._follow(backend, progress, "ready", self.settings.nproc)
-
     def _worker(self, arguments: list[str]) -> Worker:
         return Worker(arguments, self.settings.nproc)
-
-    def _inspect(self, progress: LineProgress) -> None:
-        for backend, worker in list(self.workers.items()):
-            progress.inspecting(backend)
-            worker.give_turn()
-            self._follow(backend, progress, "inspected")
-
-    def _plan(self, progress: LineProgress) -> None:
-        """Say how long it will take; with a limit of minutes, first settle on what fits."""
-        if self.settings.minutes is not None:
-            self._take(self.timetable.fitted(self.settings, self.elapsed))
-        progress.planned(self)
 
     def _train(self, progress: LineProgress) -> None:
         """Seed by seed over all backends, so that what has finished can be compared at any time."""

@@ -22,7 +22,6 @@ class Settings:
     """A member of `REFERENCES`."""
     text: str | None = None
     limit_mb: float = 8.0
-    tokenizer: int | None = None
     model: str | None = None
     """A transformers configuration; None: a Llama of `shape`."""
     shape: dict[str, int]

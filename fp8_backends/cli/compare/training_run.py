@@ -21,7 +21,6 @@ import json
 import logging
 import math
 import os
-import resource
 import statistics
 import sys
 import time
@@ -79,12 +78,7 @@ class Run:
     """One model, its optimizer and its data, prepared by a stock Accelerator."""
 
     def __init__(
-        self,
-        settings: Settings,
-        text: TrainingText,
-        backend: str,
-        seed: int,
-        with_reference: bool = False,
+        self, settings: Settings, text: TrainingText, backend: str, seed: int, with_reference: bool = False
     ) -> None:
         self.settings, self.text, self.seed = settings, text, seed
         began = time.perf_counter()
@@ -92,13 +86,24 @@ class Run:
         self.bare = model = build_model(settings, text.vocab_size, seed)
         self.task = language_model.task(settings)
         self.starts = text.batches(settings.steps, settings.batch, settings.sequence, seed)
-        self.start_checksum = self._checksum()
+        checksum = zlib.crc32(self.starts.numpy().tobytes())
+        for parameter in model.parameters():
+            checksum = zlib.crc32(parameter.detach().cpu().numpy().tobytes(), checksum)
+        self.start_checksum = f"{checksum:08x}"
+        """Equal for two runs that begin with the same weights and the same order of data."""
         optimizer = torch.optim.AdamW(
             model.parameters(), lr=settings.lr, betas=(0.9, 0.99), weight_decay=settings.weight_decay
         )
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, _schedule(settings))
-        if with_reference:
-            self._keep_reference_gradients()
+        if with_reference:  # of the first batch, before anything is converted
+            weights = dict(model.named_parameters())
+            self.reference_gradients = self._gradients(weights, autocast=settings.reference == "bf16")
+            rounded = {
+                name: weight.detach().bfloat16().float().requires_grad_(weight.requires_grad)
+                for name, weight in weights.items()
+            }
+            self.reference_cosines = self._cosines(self._gradients(rounded, autocast=False))
+            """Cosines of the reference's gradients to those of FP32 products at weights rounded to bf16."""
         self.model, self.optimizer, self.scheduler = self.accelerator.prepare(model, optimizer, scheduler)
         self.prepared = {name: _values(p) for name, p in model.named_parameters() if p.requires_grad}
         self.start_seconds = time.perf_counter() - began
@@ -183,17 +188,6 @@ class Run:
         now = dict(self.bare.named_parameters())
         return sorted(name for name, before in self.prepared.items() if torch.equal(before, _values(now[name])))
 
-    def _keep_reference_gradients(self) -> None:
-        """Keep the reference's gradients of the first batch at the initial weights, before anything is converted, and
-        their cosines to those of FP32 products at weights that are rounded to bf16."""
-        weights = dict(self.bare.named_parameters())
-        self.reference_gradients = self._gradients(weights, autocast=self.settings.reference == "bf16")
-        rounded = {
-            name: weight.detach().bfloat16().float().requires_grad_(weight.requires_grad)
-            for name, weight in weights.items()
-        }
-        self.reference_cosines = self._cosines(self._gradients(rounded, autocast=False))
-
     def _gradients(self, weights: dict[str, torch.Tensor], autocast: bool) -> dict[str, torch.Tensor]:
         """Return the gradients of the first batch, of each of these weights that has one."""
         trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
@@ -212,13 +206,6 @@ class Run:
             name: _cosine(gradients[name], expected) if name in gradients else 0.0
             for name, expected in self.reference_gradients.items()
         }
-
-    def _checksum(self) -> str:
-        """Return what is equal for two runs that begin with the same weights and the same order of data."""
-        value = zlib.crc32(self.starts.numpy().tobytes())
-        for parameter in self.bare.parameters():
-            value = zlib.crc32(parameter.detach().cpu().numpy().tobytes(), value)
-        return f"{value:08x}"
 
 
 def _cosine(gradient: torch.Tensor, other: torch.Tensor) -> float:
@@ -258,27 +245,24 @@ def inspect(settings: Settings, text: TrainingText, backend: str) -> dict[str, A
         run.update()
         audit, recipe = fp8_backends.audit(run.model, run.optimizer), getattr(run.accelerator, "fp8_recipe", None)
         run.optimizer.zero_grad()
-    rss_unit = 1 if sys.platform == "darwin" else 1024
+    seconds = []
+    for step in range(INSPECTED_STEPS + 1, INSPECTED_STEPS + 1 + TIMED_STEPS):
+        began = time.perf_counter()
+        run.step(step).item()  # which makes a GPU wait
+        seconds.append(time.perf_counter() - began)
     return {
         "parameters": sum(parameter.numel() for parameter in run.bare.parameters()),
         "peak_memory_bytes": peak,
         "autocast_copy_bytes": sum(copies.values()),
         "sent_bytes": sent,
-        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * rss_unit,
         "first_gradient_cosines": {name: round(value, 6) for name, value in cosines.items()},
         "reference_gradient_cosines": {name: round(value, 6) for name, value in run.reference_cosines.items()},
         "audit": audit.to_dict(),
         "incomplete_layers": incomplete_layers(audit, recipe) if recipe else {},
         "messages": messages,
         "start_seconds": run.start_seconds,
-        "step_seconds": statistics.median(_seconds(run, INSPECTED_STEPS + 1 + n) for n in range(TIMED_STEPS)),
+        "step_seconds": statistics.median(seconds),
     }
-
-
-def _seconds(run: Run, step: int) -> float:
-    began = time.perf_counter()
-    run.step(step).item()  # which makes a GPU wait
-    return time.perf_counter() - began
 
 
 def _accelerator(settings: Settings, backend: str) -> Accelerator:
