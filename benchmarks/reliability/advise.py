@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -155,7 +156,7 @@ class LanguageModel:
 
     def arguments(self, case: Case) -> tuple[nn.Module, dict[str, Any]]:
         """The model in its trouble, and what `advise` takes beside it."""
-        data = {"batches": self.batches(2, seed=1), "held_out": self.held_out(4), "unseen": self.batches(4, seed=3)}
+        data = {"batches": self.batches(4, seed=1), "held_out": self.held_out(4), "unseen": self.batches(4, seed=3)}
         data["train_on"] = self.batches(self.sizes.steps, seed=2)
         return case.make(copy.deepcopy(self.model)), data
 
@@ -198,12 +199,13 @@ def measure(case: Case, source: LanguageModel | Unlike) -> dict:
     from fp8_backends.training.gradient_gap import GradientGap
 
     model, data = source.arguments(case)
-    unseen = data.pop("unseen")
+    loss = data.get("loss")
     began = time.perf_counter()
-    advice = fp8_backends.advise(model, data.pop("batches"), case.given, lr=source.sizes.lr, **data)
+    advice = fp8_backends.advise(model, data["batches"], case.given, loss=loss)
     seconds = time.perf_counter() - began
     chosen = advice.chosen
-    others = GradientGap(model, unseen, advice.around, data.get("loss"))
+    others = GradientGap(model, data["unseen"], advice.around, loss)
+    recipes = {"FP32": None, "as given": advice.given.recipe} | ({"as advised": chosen.recipe} if chosen else {})
     gaps = [others.of(*others.prepared(each.recipe)).gap for each in (advice.given, chosen) if each]
     shown = chosen or advice.best
     return {
@@ -219,11 +221,31 @@ def measure(case: Case, source: LanguageModel | Unlike) -> dict:
         "gap_given": advice.given.gap,
         "ratio": shown.gap / advice.given.gap,
         "ratio_on_others": gaps[1] / gaps[0] if chosen else None,
-        "held_out_loss": advice.after_steps,
+        "held_out_loss": {name: loss_after(model, recipe, data, source.sizes.lr) for name, recipe in recipes.items()},
         "passes": advice.passes,
         "seconds": seconds,
         "advice": advice.to_dict(),
     }
+
+
+def loss_after(model: nn.Module, recipe: Any, data: dict[str, Any], lr: float) -> float:
+    """The held-out loss of a copy after an AdamW step on each batch of `train_on`; without a recipe in FP32."""
+    import fp8_backends
+
+    work = copy.deepcopy(model).train()
+    optimizer = torch.optim.AdamW([p for p in work.parameters() if p.requires_grad], lr=lr)
+    if recipe is not None:
+        fp8_backends.prepare(work, optimizer, recipe)
+    loss = data.get("loss") or (lambda model, batch: model(**batch).loss)
+    for batch in data["train_on"]:
+        with torch.autocast("cpu", torch.bfloat16, enabled=recipe is not None):
+            found = loss(work, batch)
+        found.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    work.eval()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=recipe is not None):
+        return statistics.fmean(loss(work, batch).item() for batch in data["held_out"])
 
 
 def broken(result: dict) -> Iterator[str]:

@@ -427,7 +427,7 @@ def warm_up() -> None:
     for argv in (
         ["doctor", "--no-test"],
         ["estimate", "--params", "1"],
-        ["compare", "--plant", "weeds"],
+        ["compare", "--text", "/nowhere"],
         ["launch", "/x"],
         ["advise", "--text", "/x"],
         ["monitor"],

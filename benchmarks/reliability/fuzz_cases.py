@@ -656,8 +656,8 @@ _OPTIONS: dict[str, Callable[[Random], list[list[str]]]] = {
         ["--json"],
     ],
     "advise": lambda rng: [
-        [rng.choice(("--batches", "--batch", "--sequence", "--max_trials", "--steps")), _number(rng)],
-        [rng.choice(("--min_flops_share", "--lr")), _number(rng)],
+        [rng.choice(("--batches", "--batch", "--sequence", "--max_trials")), _number(rng)],
+        ["--min_flops_share", _number(rng)],
         ["--backend", mutated(rng, backend(rng))],
         ["--model", rng.choice(("/nowhere", ".", *_FILES, *WORDS))],
         ["--config_file", rng.choice(("/nowhere", ".", *_FILES, *WORDS))],
@@ -668,11 +668,11 @@ _OPTIONS: dict[str, Callable[[Random], list[list[str]]]] = {
 
 _ENDS = {
     "doctor": ["--no-test"],
-    "compare": ["--plant", "weeds"],
+    "compare": ["--text", "/nowhere"],
     "launch": ["/nowhere/script.py"],
     "advise": ["--text", "/nowhere"],
 }
-"""What ends the arguments, so that nothing trains: no test, an unknown fault, a script or a text that is not there."""
+"""What ends the arguments, so that nothing trains: no test, a script or a text that is not there."""
 
 _MANIFEST = {
     "format": 1,

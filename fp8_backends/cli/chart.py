@@ -137,9 +137,18 @@ def _measure(backend: str, model: nn.Module, optimizer: torch.optim.Optimizer) -
     name = recipe.name if recipe.level != "O0" else f"{recipe.name} (O0)"
     precision = hardware.fast_precision(_device())
     level = _level(name, found, transient, gemm=gemm, comm=plan(recipe).comm, precision=precision)
-    level.accumulation_bytes_per_element = round(_accumulation(model, optimizer), 3)
+    sizes = []
+    optimizer.zero_grad()
+    for _ in range(2):  # a second microbatch is added to a first
+        model(torch.randn(32, 64, device=_device())).float().square().mean().backward()
+        sizes.append(sum(stored_bytes(weight.grad) for weight in model.parameters()))
+    gained = (sizes[1] - sizes[0]) / sum(weight.numel() for weight in model.parameters())
+    level.accumulation_bytes_per_element = round(gained, 3)
     if recipe.level != "O0":
-        level.released_bytes_per_element = _released(model, optimizer)
+        optimizer.zero_grad()
+        release_gradients(optimizer, model.parameters())
+        _step(model, optimizer, hardware.fast_autocast(_device()))
+        level.released_bytes_per_element = audit(model, optimizer).bytes_per_element["total"]
     return level
 
 
@@ -176,24 +185,6 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, autocast: torch.au
     scaler.scale(loss).backward()
     scaler.step(optimizer)
     return transient
-
-
-def _accumulation(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
-    """Return the bytes that the gradient of a weight element gains when a second microbatch is added to a first."""
-    sizes = []
-    optimizer.zero_grad()
-    for _ in range(2):
-        model(torch.randn(32, 64, device=_device())).float().square().mean().backward()
-        sizes.append(sum(stored_bytes(weight.grad) for weight in model.parameters()))
-    return (sizes[1] - sizes[0]) / sum(weight.numel() for weight in model.parameters())
-
-
-def _released(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
-    """Return the bytes of an element after a step with gradient release."""
-    optimizer.zero_grad()
-    release_gradients(optimizer, model.parameters())
-    _step(model, optimizer, hardware.fast_autocast(_device()))
-    return audit(model, optimizer).bytes_per_element["total"]
 
 
 def _pointer(tensor: torch.Tensor) -> int:

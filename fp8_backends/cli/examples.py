@@ -6,7 +6,6 @@ import argparse
 import ast
 import os
 import shlex
-import shutil
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,10 +24,6 @@ class Example(NamedTuple):
     shows: str
     start: str
     """The command that starts it."""
-
-    @property
-    def name(self) -> str:
-        return self.script.stem
 
 
 def examples() -> dict[str, Example]:
@@ -52,33 +47,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     known = examples()
     if args.name is None:
-        rows = [row for each in known.values() for row in ((each.name, each.shows), ("", each.start))]
+        rows = [row for name, each in known.items() for row in ((name, each.shows), ("", each.start))]
         print(f"{paragraphs(rows)}\n\nfp8-backends examples NAME copies one into this folder.")
         return 0
     name = args.name.removesuffix(".py")
     if name not in known:
         raise FP8BackendError(f"no example is named {shown(name)}{closest(name, known)}; there are {', '.join(known)}")
-    copied = copy(known[name], args.target)
-    start = known[name].start.replace(f"{name}.py", shlex.quote(str(copied)))
-    print(f"copied to {copied}; start it with\n\n    {start}")
-    return 0
-
-
-def copy(example: Example, target: Path) -> Path:
-    """Copy an example into a folder or to a new file, and return its path. Raises `FP8BackendError` where it cannot."""
-    path = target / example.script.name if os.path.isdir(target) else target
+    script = known[name].script
+    path = args.target / script.name if os.path.isdir(args.target) else args.target
     if path.suffix != ".py":
         raise FP8BackendError(
             f"{shortened(str(path))} is no folder, and the name of a script ends in .py: give one of both"
         )
     try:
-        with path.open("xb") as new, example.script.open("rb") as script:
-            shutil.copyfileobj(script, new)
+        with path.open("xb") as new:
+            new.write(script.read_bytes())
     except FileExistsError:
         raise FP8BackendError(
             f"{path} exists already, and stays as it is: give another file or folder, as in "
-            f"fp8-backends examples {example.name} my_{example.script.name}"
+            f"fp8-backends examples {name} my_{script.name}"
         ) from None
     except OSError as error:
         raise FP8BackendError(f"{shortened(str(path))} cannot be written: {error.strerror}") from error
-    return path
+    start = known[name].start.replace(script.name, shlex.quote(str(path)))
+    print(f"copied to {path}; start it with\n\n    {start}")
+    return 0

@@ -16,7 +16,10 @@ from ..words import shortened, shown
 
 COMMANDS = {
     "examples": (".examples", "training scripts in FP8, listed or copied: each runs as it is, also without a GPU"),
-    "launch": (".launch", "run a training script, unmodified, in FP8: takes everything that accelerate launch takes"),
+    "launch": (
+        "..accelerate_plugin.launch",
+        "run a training script, unmodified, in FP8: takes everything that accelerate launch takes",
+    ),
     "config": (
         ".config.command",
         "what a configuration file of Accelerate or Axolotl means, checked, and written for Accelerate",
@@ -33,13 +36,13 @@ COMMANDS = {
         "which layers of a training lose most by FP8, from what monitor_every has written; table and page",
     ),
     "advise": (
-        ".advise.command",
+        ".advise",
         "the mildest change of a recipe that halves the error of its gradients, measured on a model",
     ),
     "checkpoint": (".checkpoint", "which checkpoints are whole, and which file is at fault in the others"),
 }
-"""Each command's module and what it is for. The module has `add_arguments(parser)`, `run(args) -> exit code` and, if it
-needs any, options of its parser in `PARSER`; it is imported only when its command is the one to run."""
+"""Each command's module and purpose. The module has `add_arguments(parser)` and `run(args) -> exit code`, and is
+imported only when its command is the one to run; that of `launch` has `run(words)`."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -64,8 +67,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             subparsers.add_parser(name, help=purpose)
             continue
         module = importlib.import_module(module_name, __package__)
-        of_command = subparsers.add_parser(name, help=purpose, **getattr(module, "PARSER", {}))
-        module.add_arguments(of_command)
+        if chosen == "launch":  # Accelerate's own parser reads every word, whatever it begins with
+            of_command = subparsers.add_parser(name, help=purpose, prefix_chars="\0", add_help=False)
+            of_command.add_argument("words", nargs=argparse.REMAINDER)
+        else:
+            of_command = subparsers.add_parser(name, help=purpose)
+            module.add_arguments(of_command)
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         at_fault = parser if args.command is None else of_command
@@ -75,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     try:
-        return module.run(args)
+        return module.run(args.words if chosen == "launch" else args)
     except FP8BackendError as error:
         print(f"fp8-backends {args.command}: {error}", file=sys.stderr)
         return 2

@@ -1,16 +1,29 @@
-"""Paragraphs and tables of plain characters, laid out by rich, which is imported only when something is printed."""
+"""What all commands print: paragraphs, tables and progress. Rich lays them out, imported when something is printed."""
 
 from __future__ import annotations
 
 import io
+import re
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
 from textwrap import TextWrapper
-from typing import Literal
+from typing import Literal, NamedTuple
 
 WIDTH = 100
 """The width where none is known, such as in a file. No paragraph is wider."""
+
+
+class Verdict(NamedTuple):
+    """What stands at the top of a report."""
+
+    mood: str
+    """`good`, `open` or `bad`, as the style sheet of pages has it."""
+    headline: str
+    details: list[str]
+
+    def __str__(self) -> str:
+        return "\n".join(map(wrapped, (self.headline, *self.details)))
 
 
 def width() -> int:
@@ -20,9 +33,8 @@ def width() -> int:
 
 def paragraphs(rows: Iterable[tuple[str, str]], label_width: int = 9) -> str:
     """Texts beside their labels. A label may be empty. Long words, such as addresses of pages, stay whole."""
-    rows = list(rows)
-    start = max([label_width, *(len(label) for label, _ in rows)]) + 1
-    lines = []
+    rows, lines = list(rows), []
+    start = max([label_width, *(len(label) for label, _ in rows)]) + 1 if label_width else 0
     for label, text in rows:
         wrap = TextWrapper(max(1, min(WIDTH, width()) - start), break_long_words=False, break_on_hyphens=False)
         parts = [part for line in text.splitlines() for part in wrap.wrap(line) or [""]] or [""]
@@ -30,9 +42,36 @@ def paragraphs(rows: Iterable[tuple[str, str]], label_width: int = 9) -> str:
     return "\n".join(lines)
 
 
+def wrapped(text: str) -> str:
+    """A text without a label."""
+    return paragraphs([("", text)], label_width=0)
+
+
+def change(ratio: float) -> str:
+    """Write what a ratio is more or less than one, such as `+9.4 %`; only one itself is no change."""
+    if ratio == 1:
+        return "±0 %"
+    difference = 100 * (ratio - 1)
+    return f"{difference:+.1f} %" if abs(difference) >= 0.05 else f"{'+-'[difference < 0]}<0.1 %"
+
+
+def with_minus_signs(text: str) -> str:
+    """Write a minus sign for each hyphen that stands before a number."""
+    return re.sub(r"(?<![\w-])-(?=[\d<])", "−", text)
+
+
+def duration(seconds: float) -> str:
+    """Write seconds as `40 s`, `4 min` or `2 h 5 min`."""
+    if seconds < 99.5:
+        return f"{seconds:.0f} s"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min"
+
+
 def table(rows: Sequence[Sequence[str]], justify: Literal["left", "right"] = "right") -> str:
     """Headings, then cells, in as many parts as the width asks for; each part begins with the first column, which
     stands to the left."""
+    from rich.console import Console
     from rich.table import Table
 
     columns = width()
@@ -50,7 +89,12 @@ def table(rows: Sequence[Sequence[str]], justify: Literal["left", "right"] = "ri
             shown.add_column(rows[0][column], justify=justify if column else "left", no_wrap=True)
         for row in rows[1:]:
             shown.add_row(*(row[column] for column in part))
-        texts.append(_plain(shown, sum(widths[each] + space for each in part)))
+        part_width = sum(widths[each] + space for each in part)
+        console = Console(
+            file=io.StringIO(), width=part_width, color_system=None, markup=False, highlight=False, emoji=False
+        )
+        console.print(shown)
+        texts.append("\n".join(line.rstrip() for line in console.file.getvalue().splitlines()))
     return "\n\n".join(texts)
 
 
@@ -70,40 +114,21 @@ class Progress:
 
     def __call__(self, step: str) -> None:
         if not self.has_begun:
-            self._begin()
+            self.has_begun = True
+            if not sys.stderr.isatty():
+                print(f"{self.text} …", file=sys.stderr, flush=True)
+                return
+            from rich import progress
+            from rich.console import Console
+
+            text = progress.TextColumn("{task.description}", markup=False)  # as markup, `:O2:` would be an emoji
+            columns = (progress.SpinnerColumn(), text, progress.TimeElapsedColumn())
+            self.bar = progress.Progress(*columns, console=Console(stderr=True), transient=True)
+            self.bar.add_task(self.text)
+            self.bar.start()
         if self.bar is not None:
             self.bar.update(self.bar.task_ids[0], description=f"{self.text}: {step}", refresh=True)
-
-    def _begin(self) -> None:
-        self.has_begun = True
-        if not sys.stderr.isatty():
-            print(f"{self.text} …", file=sys.stderr, flush=True)
-            return
-        from rich import progress
-        from rich.console import Console
-
-        text = progress.TextColumn("{task.description}", markup=False)  # as markup, `:O2:` would be an emoji
-        columns = (progress.SpinnerColumn(), text, progress.TimeElapsedColumn())
-        self.bar = progress.Progress(*columns, console=Console(stderr=True), transient=True)
-        self.bar.add_task(self.text)
-        self.bar.start()
 
     def __exit__(self, *_: object) -> None:
         if self.bar is not None:
             self.bar.stop()
-
-
-def _plain(renderable: object, width: int) -> str:
-    from rich.console import Console
-
-    console = Console(
-        file=io.StringIO(),
-        width=width,
-        color_system=None,
-        markup=False,
-        highlight=False,
-        emoji=False,
-        legacy_windows=False,
-    )
-    console.print(renderable)
-    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())

@@ -10,9 +10,8 @@ from __future__ import annotations
 import math
 import os
 import re
-import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -25,9 +24,9 @@ from ..recipes.fields import NAMING
 from ..recipes.handlers import Recipe, resolve
 from ..recipes.specs import Spec
 from ..recipes.strings import canonical_name
-from ..words import counted, finite, first_line, listed, share
-from . import conversion, preparation
-from .gradient_gap import GradientGap, LossFunction, Measurement, after_step, loss_of, precision_around, same_draws
+from ..words import finite, first_line, listed, share
+from . import conversion
+from .gradient_gap import GradientGap, LossFunction, Measurement, precision_around
 from .validators import validate
 from .weight_products import FP8
 
@@ -75,6 +74,16 @@ class Alone(NamedTuple):
     scaling: str
     gap: float
 
+    def parts(self) -> list[tuple[str, ...]]:
+        """Split these layers by names that differ in more than a number, where those are few; else in halves."""
+        by_pattern: dict[str, list[str]] = {}
+        for name in self.names:
+            by_pattern.setdefault(re.sub(r"\b\d+\b", "*", name), []).append(name)
+        if 1 < len(by_pattern) <= GROUPS:
+            return [tuple(names) for names in by_pattern.values()]
+        middle = len(self.names) // 2
+        return [self.names[:middle], self.names[middle:]]
+
 
 @dataclass
 class Advice:
@@ -96,10 +105,6 @@ class Advice:
     min_flops_share: float
     passes: int = 0
     """Forwards with their backwards that it took."""
-    on_other_batches: dict[str, Measurement] = field(default_factory=dict)
-    """Measured on the batches of `held_out`: the recipe as given, and each change that halved the gap of the others."""
-    after_steps: dict[str, float] = field(default_factory=dict)
-    """Held-out loss after the training steps of `train_on` in FP32, as given, and as advised."""
 
     @property
     def recipe(self) -> Recipe:
@@ -122,15 +127,11 @@ class Advice:
         if self.floor.gap > TARGET * self.given.gap:
             return f"keep the recipe: more than half of the gap is {self.around}'s own, and stays without any FP8"
         keep = f"train in {self.around}" if self.given.gap > BROKEN else "keep the recipe"
-        best, others = self.best, self.on_other_batches
-        if best is self.given:
+        if self.best is self.given:
             return f"{keep}: none of the changes that were tried makes the gap smaller"
-        elsewhere = ""
-        if best.change in others:
-            elsewhere = f", {others[best.change].gap / others[GIVEN].gap:.2f} on other batches"
         return (
             f"{keep}: no change halves the gap with {share(self.min_flops_share)} of the FLOPs kept in FP8; the best "
-            f"found is: {best.change} ({self._ratio(best)} of the gap{elsewhere})"
+            f"found is: {self.best.change} ({self._ratio(self.best)} of the gap)"
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -140,7 +141,7 @@ class Advice:
             "advised": self.chosen is not None,
             "recipe": self.recipe.to_dict(),
             "around": self.around,
-            "floor": _plain(self.floor),
+            "floor": finite(asdict(self.floor)),
             "not_counted": self.not_counted,
             "min_flops_share": self.min_flops_share,
             "passes": self.passes,
@@ -151,13 +152,11 @@ class Advice:
                     "exclude": list(each.recipe.exclude or ()),
                     "flops_share": each.flops_share,
                     "kept": each.kept,
-                    **(_plain(each.measured) if each.measured else {"why_not": each.why_not}),
+                    **(finite(asdict(each.measured)) if each.measured else {"why_not": each.why_not}),
                 }
                 for each in self.trials
             ],
             "alone": [{**each._asdict(), "gap": finite(each.gap)} for each in self.alone],
-            "on_other_batches": {name: _plain(each) for name, each in self.on_other_batches.items()},
-            "after_steps": finite(self.after_steps),
         }
 
     def rows(self) -> list[tuple[str, ...]]:
@@ -189,12 +188,6 @@ class Advice:
             lines.append(f"gap of one layer alone in FP8: {gaps}")
         if self.not_counted:
             lines.append(f"not counted, since {self.around} alone turns their gradients: {listed(self.not_counted)}")
-        if self.on_other_batches:
-            gaps = ", ".join(f"{name} {each.gap:.3g}" for name, each in self.on_other_batches.items())
-            lines.append(f"gap on other batches: {gaps}")
-        if self.after_steps:
-            losses = ", ".join(f"{name} {loss:.4f}" for name, loss in self.after_steps.items())
-            lines.append(f"held-out loss after training steps: {losses}")
         return lines
 
     def _ratio(self, trial: Trial) -> str:
@@ -214,9 +207,6 @@ def advise(
     loss: LossFunction | None = None,
     min_flops_share: float = 0.95,
     max_trials: int = 40,
-    held_out: Iterable[Any] = (),
-    train_on: Iterable[Any] = (),
-    lr: float = 1e-4,
     progress: Callable[[str], None] = lambda trial: None,
 ) -> Advice:
     """Find the mildest change of a recipe that halves its gap, by measuring on batches of your own.
@@ -227,17 +217,13 @@ def advise(
 
     Args:
         model: any `nn.Module` on one device, prepared or not, with the weights that matter: those in mid-training.
-        batches: two to four batches as training has them.
+        batches: about four batches as training has them. On fewer, the best of many trials may owe its gap to chance.
         spec: the recipe as given, what `resolve` takes; None: the one that the model is prepared with, else what this
             machine would choose.
         loss: a function (model, batch) -> scalar tensor; by default the `loss` that the model returns.
         min_flops_share: what an answer keeps at least, of the FLOPs that the recipe as given has in FP8.
         max_trials: recipes to measure at most; each takes a forward and a backward of every batch, and delayed scaling
             `gradient_gap.WARM_UP` more.
-        held_out: batches that the search does not see: a change is advised only if it halves the gap of these, too.
-        train_on: batches of as many training steps with AdamW, after which the loss on `held_out` (else on `batches`)
-            is compared: in FP32, as given, as advised.
-        lr: of these steps.
         progress: called with the words of each trial as it begins.
 
     Raises:
@@ -254,64 +240,12 @@ def advise(
     roots = conversion.prepared_roots(model)
     recipe = roots[0][2].recipe if spec is None and roots else resolve(spec)
     registry.check_available(recipe)
-    held_out, train_on = list(held_out), list(train_on)
     progress("FP32")
     around = precision_around(recipe, next(model.parameters(), torch.empty(0)).device)
-    gap = GradientGap(model, batches, around, loss)
-    check = GradientGap(model, held_out, around, loss) if held_out else None
-    advice = _Search(gap, check, recipe, min_flops_share, max_trials, progress).advice()
-    for name, trial in [("FP32", None), *_compared(advice)] if train_on else []:
-        progress(f"{name}, {counted(len(train_on), 'training step')}")
-        advice.after_steps[name] = _loss_after(gap, trial, train_on, held_out or gap.batches, lr)
-    return advice
-
-
-def _compared(advice: Advice) -> list[tuple[str, Trial]]:
-    """What is worth training with: the recipe as given, and the advised one."""
-    return [(GIVEN, advice.given), *([("as advised", advice.chosen)] if advice.chosen else [])]
-
-
-def _loss_after(
-    gap: GradientGap, trial: Trial | None, train_on: Sequence[Any], held_out: Sequence[Any], lr: float
-) -> float:
-    """The held-out loss after a training step on each batch with a trial's recipe; None: in FP32."""
-    if trial is None:
-        work, precision = gap.plain_copy().float(), "fp32"
-    else:
-        work, precision = gap.prepared(trial.recipe)[0], gap.around
-    optimizer = torch.optim.AdamW([p for p in work.parameters() if p.requires_grad], lr=lr)
-    if trial is not None:
-        preparation.convert_optimizer(optimizer, trial.recipe)
-    for seed, batch in enumerate(train_on):
-        with same_draws(seed, gap.device):
-            loss_of(work, batch, gap.loss, precision).backward()
-            optimizer.step()
-        after_step(work)
-        optimizer.zero_grad()
-    work.eval()
-    with torch.no_grad(), same_draws(0, gap.device):
-        return statistics.fmean(loss_of(work, batch, gap.loss, precision).item() for batch in held_out)
+    return _Search(GradientGap(model, batches, around, loss), recipe, min_flops_share, max_trials, progress).advice()
 
 
 # The search
-
-
-@dataclass
-class _Group:
-    """Layers, and the gap with these layers alone in FP8."""
-
-    names: tuple[str, ...]
-    gap: float
-
-    def parts(self) -> list[tuple[str, ...]]:
-        """The group by names that differ in more than a number, where these are few; else in halves."""
-        by_pattern: dict[str, list[str]] = {}
-        for name in self.names:
-            by_pattern.setdefault(re.sub(r"\b\d+\b", "*", name), []).append(name)
-        if 1 < len(by_pattern) <= GROUPS:
-            return [tuple(names) for names in by_pattern.values()]
-        middle = len(self.names) // 2
-        return [self.names[:middle], self.names[middle:]]
 
 
 class _Search:
@@ -320,14 +254,12 @@ class _Search:
     def __init__(
         self,
         gap: GradientGap,
-        check: GradientGap | None,
         recipe: Recipe,
         least: float,
         max_trials: int,
         progress: Callable[[str], None],
     ) -> None:
-        self.gap, self.check = gap, check
-        self.least, self.left, self.progress = least, max_trials, progress
+        self.gap, self.least, self.left, self.progress = gap, least, max_trials, progress
         work, prepared = gap.prepared(recipe)
         flops = gap.flops(work, prepared)
         if not flops.in_fp8:
@@ -341,7 +273,6 @@ class _Search:
             if product.state == FP8 and product.name
         }
         self.given = self._measured(GIVEN, recipe, work, prepared)
-        self.on_others = {} if check is None else {GIVEN: check.of(*check.prepared(recipe))}
         self.trials: list[Trial] = [self.given]
         self.alone: list[Alone] = []
 
@@ -349,8 +280,7 @@ class _Search:
         gap = self.gap
         chosen = self._chosen() if gap.floor.gap <= TARGET * self.given.gap else None
         found = (self.given, chosen, self.trials, self.alone, gap.around, gap.floor, gap.not_counted, self.least)
-        passes = gap.passes + (self.check.passes if self.check else 0)
-        return Advice(*found, passes=passes, on_other_batches=self.on_others)
+        return Advice(*found, passes=gap.passes)
 
     def _chosen(self) -> Trial | None:
         """The mildest change that helps: layers, then a scaling rule, then layers with the best of these rules."""
@@ -365,14 +295,8 @@ class _Search:
         return self._without_layers(best) if best.gap < self.given.gap else None
 
     def _helps(self, trial: Trial) -> bool:
-        """Whether a trial halves the gap, of the batches to check with, too. What was chosen from many trials on few
-        batches may have been lucky there."""
-        if not (trial.gap <= TARGET * self.given.gap and trial.kept >= self.least and trial.gap < math.inf):
-            return False
-        if self.check is None:
-            return True
-        self.on_others[trial.change] = self.check.of(*self.check.prepared(trial.recipe))
-        return self.on_others[trial.change].gap <= TARGET * self.on_others[GIVEN].gap
+        """Tell whether a trial halves the gap and keeps enough in FP8."""
+        return trial.gap <= TARGET * self.given.gap and trial.kept >= self.least and trial.gap < math.inf
 
     # trials
 
@@ -423,7 +347,7 @@ class _Search:
         target = TARGET * self.given.gap
         if min(self.layers.values(), default=math.inf) > budget:
             return None
-        groups, tried = [_Group(tuple(self.layers), base.gap)], []
+        groups, tried = [Alone(tuple(self.layers), base.recipe.scaling, base.gap)], []
         while self.left:
             wanted = self._most_erring(groups, budget, target)
             if wanted is None:
@@ -431,7 +355,7 @@ class _Search:
             coarse = [group for group in wanted if len(group.names) > 1]
             if coarse:
                 groups.remove(coarse[0])
-                groups += [_Group(part, self._gap_alone(part, base.recipe)) for part in coarse[0].parts()]
+                groups += [self._alone(part, base.recipe) for part in coarse[0].parts()]
                 continue
             names = [group.names[0] for group in wanted]
             if names == tried:  # what is foretold does not hold for this model
@@ -444,7 +368,7 @@ class _Search:
             target *= TIGHTER
         return None
 
-    def _most_erring(self, groups: list[_Group], budget: float, target: float) -> list[_Group] | None:
+    def _most_erring(self, groups: list[Alone], budget: float, target: float) -> list[Alone] | None:
         """The fewest groups without which the gap is foretold to be at most `target`, those that err most first. Of a
         group of several layers, its smallest may be all that errs. None where they would exceed the budget."""
         stays = self.gap.floor.gap**2 + sum(map(self._error, groups))
@@ -459,25 +383,24 @@ class _Search:
                 wanted.append(group)
         return wanted if wanted and stays <= target**2 else None
 
-    def _error(self, group: _Group) -> float:
+    def _error(self, group: Alone) -> float:
         """The square of what a group errs by itself, above what no FP8 errs."""
         return max(0.0, min(group.gap, 1.0) ** 2 - self.gap.floor.gap**2)
 
-    def _gap_alone(self, names: tuple[str, ...], recipe: Recipe) -> float:
-        """The gap with these layers alone in FP8; 0 where the recipe has none of them there, where that cannot run, or
-        where no trial is left."""
-        others = self.layers.keys() - set(names)
-        if not self.left:
-            return 0.0
-        try:
-            alone = self.gap.prepared(without(recipe, sorted(others)))
-            self.left -= 1
-            self.progress(f"{listed(names)} alone in FP8")
-            gap = self.gap.of(*alone).gap
-        except _FAILURES:
-            return 0.0
-        self.alone.append(Alone(names, recipe.scaling, gap))
-        return gap
+    def _alone(self, names: tuple[str, ...], recipe: Recipe) -> Alone:
+        """Measure these layers alone in FP8. The gap is 0 where the recipe has none of them there, where that cannot
+        run, or where no trial is left."""
+        found = Alone(names, recipe.scaling, 0.0)
+        if self.left:
+            try:
+                alone = self.gap.prepared(without(recipe, sorted(self.layers.keys() - set(names))))
+                self.left -= 1
+                self.progress(f"{listed(names)} alone in FP8")
+                found = found._replace(gap=self.gap.of(*alone).gap)
+            except _FAILURES:
+                return found
+            self.alone.append(found)
+        return found
 
 
 # Recipes with a change
@@ -514,10 +437,3 @@ def together(names: Sequence[str]) -> str:
 def _fields(recipe: Recipe) -> dict[str, Any]:
     """The fields that were given beside those that make the backend's name."""
     return {name: value for name, value in recipe.to_kwargs().items() if name not in NAMING}
-
-
-# Plain values
-
-
-def _plain(measured: Measurement) -> dict[str, float | None]:
-    return finite({"gap": measured.gap, "loss_error": measured.loss_error})

@@ -77,28 +77,33 @@ class GradientGap:
         self.loss = loss or loss_of_output
         self.passes = 0
         """Forwards with their backwards so far."""
-        self._check()
+        parameters = list(self.model.parameters())
+        if not self.batches:
+            raise FP8BackendError("no batch is given: batches must hold at least one, better four")
+        if not any(parameter.requires_grad for parameter in parameters):
+            raise FP8BackendError("no parameter of this model trains, so there is no gradient to measure")
+        if any(is_distributed(p) or hasattr(p, "ds_id") or getattr(p, "shared_out", False) for p in parameters):
+            raise FP8BackendError("weights are sharded: measure the model on one device, before it is shared out")
         self.device = next(self.model.parameters()).device
         work = self.plain_copy()
         meter = WorkMeter(work, find_weight_products(work))
         self.reference = list(self._gradients(work.float(), "fp32"))
         meter.detach()
         self.work = meter.work
-        if not all(math.isfinite(loss) and all(map(_is_finite, of.values())) for loss, of in self.reference):
+        if not all(
+            math.isfinite(loss) and all(bool(gradient.isfinite().all()) for gradient in gradients.values())
+            for loss, gradients in self.reference
+        ):
             raise FP8BackendError("a loss or a gradient is not finite in FP32 already: no recipe can be measured by it")
-        self.not_counted: list[str] = []
+        errors, loss_error = self._errors(self.plain_copy())
+        by_name: dict[str, list[float]] = {}
+        for name, error in (item for of in errors for item in of.items()):
+            by_name.setdefault(name, []).append(error)
+        noisy = [name for name, of in by_name.items() if _mean(of) > NOISE]
+        self.not_counted = noisy if len(noisy) < len(by_name) else []  # else a gap of nothing would be 0
         """Parameters that do not count."""
-        self.floor = self._floor()
+        self.floor = Measurement(self._gap(errors), loss_error)
         """The same without any FP8."""
-
-    def _check(self) -> None:
-        parameters = list(self.model.parameters())
-        if not self.batches:
-            raise FP8BackendError("no batch is given: batches must hold at least one, better two to four")
-        if not any(parameter.requires_grad for parameter in parameters):
-            raise FP8BackendError("no parameter of this model trains, so there is no gradient to measure")
-        if any(is_distributed(p) or hasattr(p, "ds_id") or getattr(p, "shared_out", False) for p in parameters):
-            raise FP8BackendError("weights are sharded: measure the model on one device, before it is shared out")
 
     def plain_copy(self) -> nn.Module:
         """A copy that trains, as it was before it was prepared. Parts that the user set to evaluation stay so, unless
@@ -142,21 +147,17 @@ class GradientGap:
             with same_draws(seed, self.device):
                 loss = loss_of(work, batch, self.loss, precision)
                 loss.backward()
-            after_step(work)
+            prepared = work.__dict__.get(conversion.PREPARED)
+            if prepared is not None and isinstance(prepared.compute, FollowsOptimizer):
+                prepared.compute.after_optimizer_step(work)  # as a watched optimizer does
             self.passes += 1
-            yield loss.item(), {name: _plain(p.grad) for name, p in trained.items() if p.grad is not None}
+            gradients = {
+                name: parameter.grad.detach().to("cpu", torch.float32, copy=True)
+                for name, parameter in trained.items()
+                if parameter.grad is not None
+            }
+            yield loss.item(), gradients
             work.zero_grad(set_to_none=True)
-
-    def _floor(self) -> Measurement:
-        """Measure the model without FP8, and note which parameters do not count."""
-        errors, loss_error = self._errors(self.plain_copy())
-        by_name: dict[str, list[float]] = {}
-        for name, error in (item for of in errors for item in of.items()):
-            by_name.setdefault(name, []).append(error)
-        noisy = [name for name, of in by_name.items() if _mean(of) > NOISE]
-        if len(noisy) < len(by_name):  # else a gap of nothing would be 0
-            self.not_counted = noisy
-        return Measurement(self._gap(errors), loss_error)
 
     def _errors(self, work: nn.Module) -> tuple[list[dict[str, float]], float]:
         """Of each batch the relative error of every gradient that is not zero, and the mean error of the loss."""
@@ -199,13 +200,6 @@ def loss_of(work: nn.Module, batch: Any, loss: LossFunction, precision: str) -> 
     if not isinstance(found, torch.Tensor) or found.numel() != 1 or found.requires_grad != torch.is_grad_enabled():
         raise FP8BackendError("the loss of a batch must be a tensor of one element that requires a gradient")
     return found
-
-
-def after_step(work: nn.Module) -> None:
-    """Tell the backend of a prepared copy that a step was taken, as a watched optimizer does."""
-    prepared = work.__dict__.get(conversion.PREPARED)
-    if prepared is not None and isinstance(prepared.compute, FollowsOptimizer):
-        prepared.compute.after_optimizer_step(work)
 
 
 def loss_of_output(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -268,15 +262,6 @@ def _in_fp32(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _in_fp32(item) for key, item in value.items()}
     return type(value)(map(_in_fp32, value)) if type(value) in (list, tuple) else value
-
-
-def _plain(gradient: torch.Tensor) -> torch.Tensor:
-    """A gradient in FP32 on the CPU, one in FP8 at its values."""
-    return gradient.detach().to("cpu", torch.float32, copy=True)
-
-
-def _is_finite(tensor: torch.Tensor) -> bool:
-    return bool(torch.isfinite(tensor).all())
 
 
 def _norm(tensor: torch.Tensor) -> float:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from unittest.mock import Mock
+from unittest import mock
 
-from fp8_backends.cli.compare.comparison import Comparison, Progress
+import torch
+from torch import nn
+
+from fp8_backends.cli.compare.checks import checks
+from fp8_backends.cli.compare.comparison import Comparison
 from fp8_backends.cli.compare.settings import Settings
-from fp8_backends.cli.compare.training_run import take_turn
+from fp8_backends.cli.compare.training_run import Run, take_turn
 
 TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 WORDS = "the quick brown fox jumps over the lazy dog and runs on through the wood until it finds a stream to drink"
@@ -48,7 +52,7 @@ class InProcessWorker:
 
     def __init__(self, comparison: Comparison, backend: str) -> None:
         self.comparison, self.backend, self.turn, self.ended = comparison, backend, 0, False
-        self.process = Mock()
+        self.process = mock.Mock()
 
     def give_turn(self) -> None:
         pass
@@ -63,7 +67,6 @@ class InProcessWorker:
             self.comparison.text,
             self.backend,
             lambda event, **values: events.append(json.loads(json.dumps({"event": event, **values}))),
-            self.comparison.fault,
         )
         self.turn += 1
         return events
@@ -76,11 +79,41 @@ class InProcess(Comparison):
         return InProcessWorker(self, arguments[2])
 
 
-def compared(folder: Path, *backends: str, fault: str | None = None, **changes) -> Comparison:
-    comparison = InProcess(tiny_settings(folder, *backends, **changes), folder / "out", fault)
-    comparison.run(Progress())
+class Silent:
+    """Shows nothing."""
+
+    def __getattr__(self, name):
+        return lambda *_, **__: None
+
+
+def compared(folder: Path, *backends: str, **changes) -> Comparison:
+    comparison = InProcess(tiny_settings(folder, *backends, **changes), folder / "out")
+    comparison.run(Silent())
     return comparison
 
 
+def planted(fault: str, folder: Path, *backends: str, **changes) -> Comparison:
+    """Compare while the first Linear of every model in FP8 is broken after `prepare`."""
+    made = Run.__init__
+
+    def broken(self, settings, text, backend, *args, **kwargs):
+        made(self, settings, text, backend, *args, **kwargs)
+        if backend in settings.backends:
+            weight = next(module for module in self.bare.modules() if isinstance(module, nn.Linear)).weight
+            PLANTS[fault](weight, self.optimizer)
+
+    with mock.patch.object(Run, "__init__", broken):
+        return compared(folder, *backends, **changes)
+
+
+def freeze(weight: nn.Parameter, optimizer) -> None:
+    """Hide a weight from the optimizer, as when a conversion makes a new Parameter."""
+    for group in optimizer.param_groups:
+        group["params"] = [parameter for parameter in group["params"] if parameter is not weight]
+
+
+PLANTS = {"frozen": freeze, "flipped-wgrad": lambda weight, _: weight.register_hook(torch.neg)}
+
+
 def checks_by_name(comparison: Comparison, backend: str) -> dict[str, bool | None]:
-    return {check.name: check.passed for check in comparison.checks()[backend]}
+    return {check.name: check.passed for check in checks(comparison.results)[backend]}

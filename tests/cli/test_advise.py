@@ -9,7 +9,7 @@ import pytest
 
 import fp8_backends
 from fp8_backends.accelerate_plugin.launch_flags import parse, recipe_flags
-from fp8_backends.cli.advise import recipe_texts
+from fp8_backends.cli import advise
 from fp8_backends.cli.config import read
 from fp8_backends.cli.main import main
 from fp8_backends.recipes.merging import merged
@@ -30,12 +30,12 @@ RECIPES = [
 @pytest.mark.parametrize("fields", RECIPES)
 def test_a_recipe_is_the_same_in_code_flags_and_yaml(fields, tmp_path):
     recipe = fp8_backends.resolve(fields)
-    assert eval(recipe_texts.code(recipe), {"FP8RecipeKwargs": fp8_backends.FP8RecipeKwargs}) == recipe
-    words = shlex.split(recipe_texts.flags(recipe))
+    assert eval(advise.code(recipe), {"FP8RecipeKwargs": fp8_backends.FP8RecipeKwargs}) == recipe
+    words = shlex.split(advise.flags(recipe))
     assert words[:2] == ["fp8-backends", "launch"] and words[-1] == "SCRIPT"
     assert fp8_backends.resolve(merged([recipe_flags(parse([*words[2:-1], "train.py"]))])) == recipe
     file = tmp_path / "accelerate.yaml"
-    file.write_text("distributed_type: 'NO'\n" + recipe_texts.yaml_block(recipe))
+    file.write_text("distributed_type: 'NO'\n" + advise.yaml_block(recipe))
     assert read(str(file)).recipe == recipe
 
 
@@ -55,12 +55,11 @@ def folder(tmp_path):
 
 
 def test_a_saved_model_is_measured_with_its_weights(folder, capsys):
-    arguments = ["advise", "--model", str(folder / "model"), "--backend", "native:delayed", "--steps", "1", *SMALL]
+    arguments = ["advise", "--model", str(folder / "model"), "--backend", "native:delayed", *SMALL]
     assert main([*arguments, "--max_trials", "2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["trials"][0]["backend"] == "native:delayed" and 0 < found["trials"][0]["gap"] < 0.5
     assert len(found["notes"]) == 1 and "no tokenizer" in found["notes"][0]
-    assert set(found["after_steps"]) >= {"FP32", "as given"} and set(found["on_other_batches"]) >= {"as given"}
     assert found["paste"]["code"].startswith("FP8RecipeKwargs(backend='native:")
 
 
@@ -71,7 +70,6 @@ def test_a_configuration_alone_gets_random_weights_and_the_table_is_printed(fold
     assert main(["advise", *arguments, "--max_trials", "1", "--min_flops_share", "0.9"]) == 0
     printed = capsys.readouterr().out
     assert "random" in printed and "as given" in printed and "native:dynamic" in printed
-    assert "gap on other batches" in " ".join(printed.split())
 
 
 @pytest.mark.parametrize(
@@ -79,7 +77,6 @@ def test_a_configuration_alone_gets_random_weights_and_the_table_is_printed(fold
     [
         (["--model", "nothing/here"], "nothing/here"),
         (["--batches", "0"], "--batches 0"),
-        (["--steps", "-1"], "--steps -1"),
         (["--backend", "native:dealyed"], "did you mean 'delayed'"),
         (["--backend", "native", "--config_file", "a.yaml"], "give one of them"),
         (["--text", "nothing/here"], "--text nothing/here"),

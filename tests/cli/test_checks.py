@@ -8,7 +8,7 @@ import pytest
 from cli.comparing import compared
 
 from fp8_backends.cli.compare.checks import checks, verdict
-from fp8_backends.cli.compare.words import change, duration, with_minus_signs
+from fp8_backends.cli.terminal import change, duration, with_minus_signs
 
 HELD_OUT = "held-out loss at most 0.01 nats above bf16's"
 GRADIENTS = "gradients at the initial weights point where bf16's do"

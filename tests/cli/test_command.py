@@ -67,7 +67,7 @@ def test_a_backend_that_cannot_be_had_exits_with_2_and_one_message(capsys, tmp_p
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("options", [["--text", "/nowhere/at/all"], ["--plant", "weeds"]])
+@pytest.mark.parametrize("options", [["--text", "/nowhere/at/all"], ["--model", "/nowhere/at/all"]])
 def test_options_that_cannot_be_honoured_exit_with_2(capsys, tmp_path, options):
     assert main(["compare", "--output", str(tmp_path), *options]) == 2
     assert options[1] in capsys.readouterr().err

@@ -6,12 +6,12 @@ from io import StringIO
 from types import SimpleNamespace
 
 import pytest
-from cli.comparing import InProcess, compared, tiny_settings
+from cli.comparing import InProcess, Silent, compared, tiny_settings
 from rich.console import Console
 from rich.progress import Progress as Bars
 
-from fp8_backends.cli.compare.comparison import Progress
-from fp8_backends.cli.compare.output import BarProgress, LineProgress, announce, conclude, progress_display
+from fp8_backends.cli.compare.command import announce, conclude, progress_display
+from fp8_backends.cli.compare.comparison import BarProgress, LineProgress
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_the_bar_over_everything_counts_seconds_and_ends_full(comparison):
 
 
 def test_the_conclusion_fits_a_log_and_names_every_backend_and_what_became_of_it(comparison, capsys):
-    comparison.run(Progress())
+    comparison.run(Silent())
     comparison.results["backends"]["native:dynamic"] |= {"status": "failed", "message": "out of memory " * 30}
     conclude(comparison)
     printed = capsys.readouterr().out

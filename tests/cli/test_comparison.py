@@ -10,10 +10,11 @@ import time
 
 import pytest
 import warm_process
-from cli.comparing import TINY, InProcess, compared, tiny_settings, write_text
+from cli.comparing import TINY, InProcess, Silent, compared, tiny_settings, write_text
 
 from fp8_backends.cli.compare import workers
-from fp8_backends.cli.compare.comparison import Comparison, Progress
+from fp8_backends.cli.compare.checks import checks
+from fp8_backends.cli.compare.comparison import Comparison
 from fp8_backends.cli.compare.workers import worker_environment
 from fp8_backends.cli.main import main
 from fp8_backends.compute import hardware
@@ -101,7 +102,7 @@ def test_ranks_share_the_batches_of_one_rank(options, tmp_path):
     """FP32: the order of the sum over ranks is all that differs."""
     settings = tiny_settings(tmp_path, "fp32", nproc=2, seeds=1)
     comparison = Comparison(settings, tmp_path / "two")
-    comparison.run(Progress())
+    comparison.run(Silent())
     alone = compared(tmp_path, "fp32", seeds=1).results["backends"]["fp32"]
     found = comparison.results["backends"]["fp32"]
     assert found["status"] == "finished", found["message"]
@@ -129,17 +130,17 @@ def _processes_in(folder) -> set[int]:
 def test_a_worker_that_dies_is_a_failed_check_and_the_others_go_on(tmp_path, monkeypatch):
     comparison = Comparison(tiny_settings(tmp_path, "native:dynamic"), tmp_path / "out")
     monkeypatch.setattr(workers.sys, "executable", "/bin/false")
-    comparison.run(Progress())
+    comparison.run(Silent())
     assert comparison.results["status"] == "finished" and comparison.failed
     for backend in ("bf16", "native:dynamic"):
-        (check,) = comparison.checks()[backend]
+        (check,) = checks(comparison.results)[backend]
         assert check.outcome == "failed" and "code 1" in check.detail
 
 
 def test_results_are_written_after_every_run(tmp_path):
     seen = []
 
-    class Seen(Progress):
+    class Seen(Silent):
         def run_finished(self, backend, run):
             seen.append(len(json.loads((tmp_path / "out" / "results.json").read_text())["backends"][backend]["runs"]))
 

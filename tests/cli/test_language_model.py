@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from cli.comparing import checks_by_name, compared, tiny_settings
+from cli.comparing import checks_by_name, compared, planted, tiny_settings
 from torch.nn import functional
 from transformers import (
     AlbertConfig,
@@ -20,6 +20,7 @@ from transformers import (
     ViTConfig,
 )
 
+from fp8_backends.cli.compare.checks import checks
 from fp8_backends.cli.compare.language_model import CAUSAL, MASKED, build_model, inputs, task
 from fp8_backends.cli.main import main
 from fp8_backends.errors import FP8BackendError
@@ -61,7 +62,7 @@ def test_a_gradient_that_is_zero_in_theory_is_named_and_not_judged(tmp_path, nam
     config.save_pretrained(tmp_path / "model")
     model = {"model": str(tmp_path / "model"), "reference": reference, "steps": 2, "seeds": 1}
     comparison = compared(tmp_path, "native:dynamic", **model)
-    check = next(check for check in comparison.checks()["native:dynamic"] if "gradients" in check.name)
+    check = next(check for check in checks(comparison.results)["native:dynamic"] if "gradients" in check.name)
     assert check.passed and check.detail.endswith(f"turns it: {blind}") and not comparison.failed
     cosines = comparison.results["backends"]["native:dynamic"]["inspection"]["first_gradient_cosines"]
     assert min(cosines.values()) < 0.9  # it would have failed
@@ -73,7 +74,7 @@ def test_a_flipped_gradient_fails_beside_one_that_is_not_judged(tmp_path, name):
     config, blind = MODELS[name]
     config.save_pretrained(tmp_path / "model")
     model = {"model": str(tmp_path / "model"), "steps": 1, "seeds": 1}
-    comparison = compared(tmp_path, "native:dynamic", fault="flipped-wgrad", **model)
+    comparison = planted("flipped-wgrad", tmp_path, "native:dynamic", **model)
     assert checks_by_name(comparison, "native:dynamic")[GRADIENTS] is False and comparison.failed
     verdict = json.loads((comparison.output / "results.json").read_text())["summary"]["verdict"]
     assert verdict["mood"] == "bad" and verdict["details"][0].startswith(f"Failed: native:dynamic: {GRADIENTS}")

@@ -12,7 +12,7 @@ from cli.comparing import checks_by_name, compared, tiny_settings
 import fp8_backends
 from fp8_backends.cli.compare import command as compare
 from fp8_backends.cli.compare import summary
-from fp8_backends.cli.compare.output import announce, conclude
+from fp8_backends.cli.compare.command import announce, conclude
 from fp8_backends.cli.compare.training_run import Run
 from fp8_backends.cli.compare.training_text import load_text
 

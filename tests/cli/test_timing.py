@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8_backends.cli.compare.comparison import FEWEST_STEPS, Timetable, fit
-from fp8_backends.cli.compare.words import duration
+from fp8_backends.cli.terminal import duration
 from fp8_backends.errors import RecipeError
 
 

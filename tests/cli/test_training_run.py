@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cli.comparing import checks_by_name, compared, tiny_settings
+from cli.comparing import checks_by_name, compared, planted, tiny_settings
 
 from fp8_backends.cli.compare import training_run
 from fp8_backends.cli.compare.training_text import load_text
@@ -65,7 +65,7 @@ def test_bytes_per_parameter_count_the_copies_of_autocast_and_of_fp8(comparison)
 @pytest.mark.parametrize("backend", ["native:dynamic", "msamp:O2"])
 def test_a_frozen_layer_fails_the_check_that_parameters_move(tmp_path, backend):
     # storing a weight in FP16 rounds it: that is no movement
-    comparison = compared(tmp_path, backend, fault="frozen", seeds=1)
+    comparison = planted("frozen", tmp_path, backend, seeds=1)
     passed = checks_by_name(comparison, backend)
     assert not passed[MOVED] and passed[GRADIENTS] and comparison.failed
     assert checks_by_name(comparison, "bf16")[MOVED]
@@ -74,7 +74,7 @@ def test_a_frozen_layer_fails_the_check_that_parameters_move(tmp_path, backend):
 
 @pytest.mark.parametrize("backend", ["native:dynamic", "ao:tensorwise"])
 def test_a_flipped_weight_gradient_fails_the_check_of_directions(tmp_path, backend):
-    comparison = compared(tmp_path, backend, fault="flipped-wgrad", seeds=1, steps=2)
+    comparison = planted("flipped-wgrad", tmp_path, backend, seeds=1, steps=2)
     passed = checks_by_name(comparison, backend)
     assert not passed[GRADIENTS] and passed[MOVED] and comparison.failed
     cosines = comparison.results["backends"][backend]["inspection"]["first_gradient_cosines"]

@@ -52,13 +52,6 @@ def test_batches_depend_on_the_seed_alone_and_windows_lie_inside_the_text(tmp_pa
     assert bytes(windows[0].to(torch.uint8)) in bytes(text.train)
 
 
-def test_a_trained_tokenizer_shortens_the_text_and_pads_its_vocabulary(tmp_path):
-    folder = write_text(tmp_path)
-    as_bytes, text = load_text(folder), load_text(folder, tokenizer_size=300)
-    assert len(text.train) < len(as_bytes.train) / 2
-    assert text.vocab_size % 16 == 0 and int(text.train.max()) < text.vocab_size
-
-
 @pytest.mark.parametrize("missing", ["nowhere", "empty"])
 def test_text_that_is_not_there_is_an_error_that_names_the_path(tmp_path, missing):
     (tmp_path / "empty").mkdir()

@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import os
 import signal
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 
 import pytest
 import torch
 import warm_process
-from cli.comparing import InProcess, tiny_settings
+from cli.comparing import InProcess, Silent, tiny_settings
 
 from fp8_backends.cli.compare import workers
-from fp8_backends.cli.compare.comparison import Comparison, Progress, Timetable
+from fp8_backends.cli.compare.checks import checks
+from fp8_backends.cli.compare.comparison import Comparison, Timetable
 from fp8_backends.cli.compare.training_text import TrainingText, load_text
 from fp8_backends.cli.compare.workers import Worker, dismiss
 from fp8_backends.errors import RecipeError
@@ -24,7 +25,7 @@ def warm_workers(monkeypatch):
     monkeypatch.setattr(workers.sys, "executable", warm_process.python())
 
 
-class Recorded(Progress):
+class Recorded(Silent):
     """Which turns began, in order."""
 
     def __init__(self):
@@ -54,7 +55,7 @@ def test_every_backend_trains_a_seed_before_any_trains_the_next(tmp_path):
 def test_after_the_first_seed_every_backend_has_a_gap_and_checks(tmp_path):
     found = {}
 
-    class Look(Progress):
+    class Look(Silent):
         def run_started(self, backend, seed):
             if (backend, seed) == ("bf16", 1):
                 found.update(json.loads((tmp_path / "out" / "results.json").read_text()))
@@ -70,7 +71,7 @@ def test_after_the_first_seed_every_backend_has_a_gap_and_checks(tmp_path):
 def started(tmp_path):
     """Starts a worker that would train bf16."""
     settings, text = tiny_settings(tmp_path), load_text(tmp_path / "text")
-    (tmp_path / "settings.json").write_text(json.dumps(settings.to_dict()))
+    (tmp_path / "settings.json").write_text(json.dumps(asdict(settings)))
     torch.save({field.name: getattr(text, field.name) for field in fields(TrainingText)}, tmp_path / "text.pt")
     return lambda ranks: Worker([str(tmp_path / "settings.json"), str(tmp_path / "text.pt"), "bf16"], ranks)
 
@@ -94,7 +95,7 @@ def test_a_worker_reads_its_settings_at_each_turn(started, tmp_path):
     (inspected,) = worker.events("inspected")
     assert 0 < inspected["step_seconds"] and 0 < inspected["start_seconds"]
     changed = tiny_settings(tmp_path, steps=3)
-    (tmp_path / "settings.json").write_text(json.dumps(changed.to_dict()))
+    (tmp_path / "settings.json").write_text(json.dumps(asdict(changed)))
     worker.give_turn()
     run = list(worker.events("run"))[-1]
     assert run["seed"] == 0 and len(run["losses"]) == 3
@@ -129,9 +130,9 @@ def test_without_the_reference_the_others_train_and_lack_what_needs_it(tmp_path)
             return worker
 
     comparison = NoReference(tiny_settings(tmp_path, "native:dynamic", steps=1), tmp_path / "out")
-    comparison.run(Progress())
+    comparison.run(Silent())
     assert comparison.results["backends"]["bf16"]["message"] == "out of order"
-    names = [check.name for check in comparison.checks()["native:dynamic"]]
+    names = [check.name for check in checks(comparison.results)["native:dynamic"]]
     assert len(comparison.results["backends"]["native:dynamic"]["runs"]) == 2
     assert len(names) == 4 and not any("held-out" in name or "same initial" in name for name in names)
 
@@ -149,7 +150,7 @@ class TwoSeedsOfThreeSteps(Timetable):
 def test_minutes_that_fit_less_train_less_and_the_results_hold_both(tmp_path):
     comparison = InProcess(tiny_settings(tmp_path, steps=6, seeds=5, minutes=7.0), tmp_path / "out")
     comparison.timetable = TwoSeedsOfThreeSteps()
-    comparison.run(Progress())
+    comparison.run(Silent())
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert results["asked"] == {"steps": 6, "seeds": 5} and results["settings"]["minutes"] == 7.0
     assert (results["settings"]["steps"], results["settings"]["seeds"]) == (3, 2)
@@ -161,7 +162,7 @@ def test_minutes_that_fit_less_train_less_and_the_results_hold_both(tmp_path):
 def test_minutes_too_few_for_one_seed_end_the_comparison_with_the_reason(tmp_path):
     comparison = InProcess(tiny_settings(tmp_path, minutes=1e-6), tmp_path / "out")
     with pytest.raises(RecipeError, match="--minutes 1e-06 is too little for one seed of 6 steps") as error:
-        comparison.run(Progress())
+        comparison.run(Silent())
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert results["status"] == "terminated" and results["note"] == str(error.value)
 

@@ -98,7 +98,7 @@ def gallery() -> str:
     entries = []
     for each in examples().values():
         text = f"{textwrap.fill(escaped(each.shows), WIDTH - 4)}\nStart: ``{each.start}``"
-        entries.append(f"`{each.name} <../examples/{each.script.name}>`_\n{textwrap.indent(text, '    ')}")
+        entries.append(f"`{each.script.stem} <../examples/{each.script.name}>`_\n{textwrap.indent(text, '    ')}")
     return "\n".join(entries)
 
 

@@ -17,7 +17,7 @@ import fp8_backends
 
 HERE = Path(__file__).parent
 GUIDES = Path(fp8_backends.__file__).parent / "docs"
-PATCHES = sorted((GUIDES / "upstream").iterdir())
+PATCHES = sorted((HERE / "patches").iterdir())
 INSTALLED = Path(accelerate.__file__).parent
 
 SHOWN = {

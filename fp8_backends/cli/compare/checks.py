@@ -9,6 +9,7 @@ from typing import Any
 
 from ...compute.counts import KINDS
 from ...words import counted, listed
+from ..terminal import Verdict
 from .settings import BASELINES
 from .summary import Gap, Results, gap_to_reference, number, reference_of, t_quantile
 
@@ -114,19 +115,11 @@ def _gap_check(gap: Gap, bound: float, reference: str) -> Check:
 # The verdict
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """What all checks say together."""
-
-    mood: str
-    """`good`: finished, and every check passed; `bad`: one failed; `open`: neither."""
-    headline: str
-    details: list[str]
-    """Sentences: what was cut short, each check that failed, those that are not resolved, and what to do."""
-
-
 def verdict(results: Results) -> Verdict:
-    """Sum up the checks in words."""
+    """Sum up the checks in words: `good` where the comparison finished and every check passed, `bad` where one failed.
+
+    The details are sentences: what was cut short, each check that failed, those not resolved, and what to do.
+    """
     made = [(backend, check) for backend, done in checks(results).items() for check in done]
     failed = [(backend, check) for backend, check in made if check.passed is False]
     unresolved = [(backend, check) for backend, check in made if check.passed is None]
@@ -139,36 +132,29 @@ def verdict(results: Results) -> Verdict:
         headline = headline[0].upper() + headline[1:]
         details += _advice(results, [backend for backend, _ in unresolved])
     else:
-        headline, details = f"{_state(results)}. So far {headline}", [_seeds_done(results), *details]
+        why = f": {results['note']}" if results["note"] else ""
+        state = "Still running" if results["status"] == "running" else f"Terminated early{why}"
+        done = ", ".join(f"{name} {len(found['runs'])}" for name, found in results["backends"].items())
+        headline = f"{state}. So far {headline}"
+        details.insert(0, f"Finished, of {counted(results['settings']['seeds'], 'seed')} each: {done}.")
     mood = "bad" if failed else "good" if made and finished and not unresolved else "open"
     return Verdict(mood, f"{headline}.", details)
 
 
 def _headline(made: int, failed: int, unresolved: int) -> str:
-    passed = made - failed - unresolved
-    is_open = f"{unresolved} {'is' if unresolved == 1 else 'are'} not resolved"
     if not made:
         return "no check could be made"
+    passed = made - failed - unresolved
+    is_open = f"{unresolved} {'is' if unresolved == 1 else 'are'} not resolved"
     if failed:
         return f"{failed} of {counted(made, 'check')} failed" + (f", and {is_open}" if unresolved else "")
-    if not unresolved:
-        return f"{_all(passed)} passed"
-    return f"{_all(passed)} that could be judged passed; {is_open}" if passed else f"no check passed; {is_open}"
+    if not passed:
+        return f"no check passed; {is_open}"
+    all_passed = f"all {passed} checks" if passed > 1 else "the only check"
+    return f"{all_passed} that could be judged passed; {is_open}" if unresolved else f"{all_passed} passed"
 
 
-def _all(number: int) -> str:
-    return f"all {number} checks" if number > 1 else "the only check"
-
-
-def _state(results: Results) -> str:
-    if results["status"] == "running":
-        return "Still running"
-    return f"Terminated early: {results['note']}" if results["note"] else "Terminated early"
-
-
-def _seeds_done(results: Results) -> str:
-    done = (f"{name} {len(found['runs'])}" for name, found in results["backends"].items())
-    return f"Finished, of {counted(results['settings']['seeds'], 'seed')} each: {', '.join(done)}."
+_FIRST_INTERVAL, _MOST_SEEDS = 5, 30
 
 
 def _advice(results: Results, backends: list[str]) -> Iterator[str]:
@@ -179,9 +165,6 @@ def _advice(results: Results, backends: list[str]) -> Iterator[str]:
     if needed:
         time = "" if results["settings"]["minutes"] is None else " with more --minutes"
         yield f"More seeds or steps would resolve the held-out loss: --seeds {max(needed)}{time}."
-
-
-_FIRST_INTERVAL, _MOST_SEEDS = 5, 30
 
 
 def _seeds_to_resolve(gap: Gap, bound: float) -> int:

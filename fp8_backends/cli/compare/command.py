@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import signal
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -14,11 +16,13 @@ from ...compute.registry import check_available
 from ...errors import BackendUnavailableError, RecipeError
 from ...recipes.fields import SAVED_ACTIVATIONS
 from ...recipes.handlers import resolve
+from ...words import counted
+from ..terminal import duration, paragraphs, table, wrapped
 from . import settings as defaults
-from .comparison import FEWEST_STEPS, WANTED_SEEDS, Comparison
-from .output import announce, conclude, progress_display
-from .settings import BASELINES, REFERENCES, Settings, check_fault
-from .summary import LOSS_GAP_BOUND
+from . import summary
+from .checks import checks, verdict
+from .comparison import FEWEST_STEPS, PAGE, RESULTS, WANTED_SEEDS, BarProgress, Comparison, LineProgress
+from .settings import BASELINES, REFERENCES, Settings
 
 _DESCRIPTION = """\
 Trains a language model from random weights on real text, in bf16 (the reference; FP32 on a CPU without bf16
@@ -29,7 +33,6 @@ check that so few seeds and steps do not resolve is named, and has neither passe
 
 _NUMBERS = (
     ("--megabytes", float, 8.0, "N", "read at most this much text (8)"),
-    ("--tokenizer", int, None, "N", "train a byte-level BPE of N tokens (one token a byte)"),
     ("--steps", int, None, "N", "training steps (80; on a GPU with FP8, 60)"),
     ("--seeds", int, None, "N", "runs of each backend (5; on a GPU with FP8, 3)"),
     (
@@ -70,13 +73,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kept = "what backends in FP8 keep activations in for backward (off)"
     add("--saved-activations", choices=SAVED_ACTIVATIONS, default=Settings.saved_activations, help=kept)
     add("--output", type=Path, default=Path("fp8_compare"), metavar="DIR", help="where to write (./fp8_compare)")
-    add("--plant", help=argparse.SUPPRESS)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the comparison; 0 when no check failed, 1 when one did, 128 + the signal when terminated."""
     settings = settings_from(args)
-    check_fault(args.plant)
     comparison: Comparison | None = None
     received: list[int] = []
 
@@ -89,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         announce(settings)
         settings.backends = backend_names(settings.backends, settings.reference)
-        comparison = Comparison(settings, args.output, args.plant)
+        comparison = Comparison(settings, args.output)
         with progress_display(comparison) as progress:
             comparison.run(progress)
     except KeyboardInterrupt:
@@ -116,10 +117,10 @@ def settings_from(args: argparse.Namespace) -> Settings:
         reference=args.reference or hardware.fast_precision(device),
         limit_mb=args.megabytes,
         held_out_share=args.held_out,
-        loss_gap_bound=LOSS_GAP_BOUND,
+        loss_gap_bound=summary.LOSS_GAP_BOUND,
         device=device,
         saved_activations=args.saved_activations,
-        **{name: getattr(args, name) for name in ("text", "tokenizer", "model", "minutes", "nproc")},
+        **{name: getattr(args, name) for name in ("text", "model", "minutes", "nproc")},
         **values,
     )
 
@@ -166,3 +167,62 @@ def _positive(kind: type):
 
     parse.__name__ = kind.__name__
     return parse
+
+
+# What is printed
+
+_MARKS = {"passed": "ok", "failed": "FAIL", "not resolved": "?"}
+
+
+def announce(settings: Settings) -> None:
+    """Print what is known before anything is loaded."""
+    backends = ", ".join(name for name in settings.backends if name != settings.reference)
+    limit = "" if settings.minutes is None else f", or what of it fits into {settings.minutes:g} min"
+    text = (
+        f"fp8-backends compare: {backends or 'no backend'} against {settings.reference} on "
+        f"{'a GPU' if settings.device == 'cuda' else 'the CPU'}; {settings.reference} around FP8; "
+        f"{summary.runs_text(settings.seeds, settings.steps)} of {settings.batch} × {settings.sequence} tokens{limit}"
+    )
+    print(wrapped(text), flush=True)
+
+
+@contextmanager
+def progress_display(comparison: Comparison) -> Iterator[LineProgress]:
+    """Show bars on a terminal, one line a run elsewhere."""
+    results = comparison.results
+    parts = (f"{results['task']} on {results['text']['description']}", summary.held_out_text(results))
+    print(wrapped("; ".join(filter(None, (*parts, summary.ranks_text(results))))))
+    print(f"starting {counted(len(results['backends']), 'worker')}", flush=True)
+    if not sys.stdout.isatty():
+        yield LineProgress()
+        return
+    from rich import progress as rich
+
+    # as markup, `:O2:` would be an emoji
+    description = rich.TextColumn("{task.description:<44}", markup=False)
+    remaining = rich.TextColumn("{task.fields[left]}")
+    columns = (rich.BarColumn(bar_width=None), rich.TaskProgressColumn(), rich.TimeElapsedColumn())
+    with rich.Progress(description, *columns, remaining) as bars:
+        yield BarProgress(bars)
+
+
+def conclude(comparison: Comparison) -> None:
+    """Print the verdict, the table, the reference's own spread, the checks, and where everything lies."""
+    results = comparison.results
+    headings, rows = summary.columns(results), summary.rows(results)
+    cells = [[summary.cell(row, key) for key in headings] for row in rows]
+    notes = [(row.backend, row.note) for row in rows]
+    if any(row.emulated for row in rows):
+        about = "this chip has no FP8 products, so FP8's speed cannot be measured; losses and memory are real"
+        notes.append(("emulated", about))
+    parts = [str(verdict(results))]
+    parts += [table([list(headings.values()), *cells]), paragraphs(notes), wrapped(summary.spread_line(results))]
+    for backend, done in checks(results).items():
+        lines = [(_MARKS[check.outcome], f"{check.name} ({check.detail})") for check in done]
+        if lines:
+            parts.append(f"{backend}:\n{paragraphs(lines, 4)}")
+    if results["status"] == "finished" and results["note"]:
+        parts.append(wrapped(results["note"]))
+    places = f"{comparison.output / RESULTS}\n{comparison.output / PAGE}"
+    parts.append(f"took {duration(results['seconds'])}\n{places}")
+    print("\n" + "\n\n".join(parts), flush=True)

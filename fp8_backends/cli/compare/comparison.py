@@ -21,8 +21,9 @@ import torch
 from ...compute import hardware
 from ...errors import FP8BackendError, RecipeError
 from ...words import counted, finite
+from ..terminal import duration
 from . import language_model, summary
-from .checks import Check, checks, verdict
+from .checks import checks, verdict
 from .report_page import render
 from .settings import BASELINES, Settings, fast_fp8
 from .training_text import TrainingText, load_text
@@ -32,35 +33,93 @@ RESULTS, PAGE = "results.json", "report.html"
 _PACKAGES = ("fp8-backends", "torch", "accelerate", "torchao", "transformers", "transformer-engine")
 
 
-class Progress:
-    """What a comparison tells while it runs. This display shows nothing."""
+class LineProgress:
+    """For logs: says when something has finished, and in long runs now and then how far they are."""
 
     def inspecting(self, backend: str) -> None: ...
 
-    def inspected(self, backend: str, step_seconds: float) -> None: ...
+    def inspected(self, backend: str, step_seconds: float) -> None:
+        self.say(f"{backend}: first steps observed; {step_seconds:.2g} s a step")
 
-    def planned(self, comparison: Comparison) -> None: ...
+    def planned(self, comparison: Comparison) -> None:
+        self.comparison, settings, asked = comparison, comparison.settings, comparison.results["asked"]
+        given_up = ""
+        if asked != {"steps": settings.steps, "seeds": settings.seeds}:
+            given_up = f" ({asked['seeds']} of {asked['steps']} do not fit into {settings.minutes:g} min)"
+        self.say(
+            f"about {duration(comparison.seconds_left())} more: {summary.runs_text(settings.seeds, settings.steps)}"
+            f"{given_up} with {counted(len(comparison.workers), 'backend')}, by the steps just timed"
+        )
 
-    def run_started(self, backend: str, seed: int) -> None: ...
+    def run_started(self, backend: str, seed: int) -> None:
+        self.began = time.monotonic()
 
-    def step(self, backend: str, seed: int, step: int, loss: float | None) -> None: ...
+    def step(self, backend: str, seed: int, step: int, loss: float | None) -> None:
+        if time.monotonic() - self.last_line > 30:
+            steps = self.comparison.settings.steps
+            self.say(f"{backend} seed {seed}: step {step} of {steps}, loss {_loss(loss, 3)}")
 
-    def run_finished(self, backend: str, run: dict[str, Any]) -> None: ...
+    def run_finished(self, backend: str, run: dict[str, Any]) -> None:
+        seconds = time.monotonic() - self.began
+        self.say(f"{backend} seed {run['seed']}: held-out loss {_loss(run['held_out_loss'])} ({seconds:.1f} s)")
 
-    def failed(self, backend: str, message: str) -> None: ...
+    def failed(self, backend: str, message: str) -> None:
+        self.say(f"{backend} failed: {message}")
+
+    def say(self, line: str) -> None:
+        self.last_line = time.monotonic()
+        print(line, flush=True)
+
+
+class BarProgress(LineProgress):
+    """For terminals: one bar over everything, by seconds, and one for the run at work, by steps."""
+
+    def __init__(self, bars) -> None:
+        self.bars = bars
+        self.whole = bars.add_task("all backends", total=None, left="")
+        self.current = bars.add_task("loading libraries", total=None, left="")
+
+    def inspecting(self, backend: str) -> None:
+        self.bars.update(self.current, description=f"{backend}: first steps observed")
+
+    def run_started(self, backend: str, seed: int) -> None:
+        super().run_started(backend, seed)
+        self.bars.reset(self.current, total=self.comparison.settings.steps)
+        self.step(backend, seed, 0, None)
+
+    def step(self, backend: str, seed: int, step: int, loss: float | None) -> None:
+        loss_text = f", loss {_loss(loss, 3)}" if step else ""
+        description = f"{backend} seed {seed + 1}/{self.comparison.settings.seeds}{loss_text}"
+        self.bars.update(self.current, completed=step, description=description)
+        self._show_remaining(backend, step)
+
+    def run_finished(self, backend: str, run: dict[str, Any]) -> None:
+        self._show_remaining()
+        super().run_finished(backend, run)
+
+    def _show_remaining(self, *at_work) -> None:
+        elapsed, seconds = self.comparison.elapsed, self.comparison.seconds_left(*at_work)
+        self.bars.update(self.whole, completed=elapsed, total=elapsed + seconds, left=f"{duration(seconds)} left")
+
+    def say(self, line: str) -> None:
+        self.bars.console.print(line, highlight=False, markup=False, emoji=False)
+
+
+def _loss(value: float | None, digits: int = 4) -> str:
+    return "not finite" if value is None else f"{value:.{digits}f}"
 
 
 class Comparison:
     """All backends on the same text, weights and order of data: the first steps of each, then seed by seed."""
 
-    def __init__(self, settings: Settings, output: Path, fault: str | None = None) -> None:
+    def __init__(self, settings: Settings, output: Path) -> None:
         self.began = time.monotonic()
-        self.output, self.fault = output, fault
+        self.output = output
         self.workers: dict[str, Worker] = {}
         """The workers of the backends that have not failed."""
         self.timetable = Timetable()
         task = language_model.task(settings)
-        self.text = text = load_text(settings.text, settings.limit_mb, settings.tokenizer)
+        self.text = text = load_text(settings.text, settings.limit_mb)
         text.batches(1, 1, settings.sequence, 0)  # too little text is an error now, not in every worker
         self.results: dict[str, Any] = {
             "status": "running",
@@ -82,7 +141,7 @@ class Comparison:
         output.mkdir(parents=True, exist_ok=True)
 
     def _take(self, settings: Settings) -> None:
-        self.settings, self.results["settings"] = settings, settings.to_dict()
+        self.settings, self.results["settings"] = settings, asdict(settings)
         windows = self.text.held_out_windows(settings.held_out_windows, settings.sequence)
         self.results["held_out_windows"] = len(windows)
 
@@ -99,24 +158,36 @@ class Comparison:
         seeds, timetable = self.settings.seeds, self.timetable
         return sum((seeds - done) * timetable.run_seconds(name, self.settings) for name, done in runs.items())
 
-    def run(self, progress: Progress) -> None:
+    def run(self, progress: LineProgress) -> None:
         """Train every backend. Whatever ends this early leaves all finished runs on disk."""
         try:
             with tempfile.TemporaryDirectory() as folder:
                 settings_path, text_path = Path(folder, "settings.json"), Path(folder, "text.pt")
-                settings_path.write_text(json.dumps(self.settings.to_dict()))
+                settings_path.write_text(json.dumps(asdict(self.settings)))
                 torch.save({field.name: getattr(self.text, field.name) for field in fields(TrainingText)}, text_path)
                 self.save()
-                self._start_workers(str(settings_path), str(text_path), progress)
-                self._inspect(progress)
+                for backend, found in self.results["backends"].items():  # all load their libraries at the same time
+                    found["status"] = "running"
+                    self.workers[backend] = self._worker([str(settings_path), str(text_path), backend])
+                for backend in list(self.workers):  # none trains before the last one is ready
+                    self._follow(backend, progress, "ready", self.settings.nproc)
+                for backend, worker in list(self.workers.items()):
+                    progress.inspecting(backend)
+                    worker.give_turn()
+                    self._follow(backend, progress, "inspected")
                 if self.workers:
-                    self._plan(progress)
-                    settings_path.write_text(json.dumps(self.settings.to_dict()))
+                    if self.settings.minutes is not None:
+                        self._take(self.timetable.fitted(self.settings, self.elapsed))
+                    progress.planned(self)
+                    settings_path.write_text(json.dumps(asdict(self.settings)))
                     self._train(progress)
                 self._end("finished")
                 dismiss(self.workers.values())
         except BaseException as error:
-            self.results["note"] = _reason(error)
+            said = str(error) if isinstance(error, FP8BackendError) else f"{type(error).__name__}: {error}"
+            if isinstance(error, KeyboardInterrupt):
+                said = f"interrupted by {error}" if error.args else "interrupted"
+            self.results["note"] = said
             raise
         finally:
             stop(self.workers.values())
@@ -124,31 +195,10 @@ class Comparison:
                 self._end("terminated")
             self.save()
 
-    def _start_workers(self, settings_path: str, text_path: str, progress: Progress) -> None:
-        """Let all load their libraries at the same time; none trains before the last one is ready."""
-        for backend, found in self.results["backends"].items():
-            found["status"] = "running"
-            arguments = [settings_path, text_path, backend, *([self.fault] if self.fault else [])]
-            self.workers[backend] = self._worker(arguments)
-        for backend in list(self.workers):
-            self._follow(backend, progress, "ready", self.settings.nproc)
-
     def _worker(self, arguments: list[str]) -> Worker:
         return Worker(arguments, self.settings.nproc)
 
-    def _inspect(self, progress: Progress) -> None:
-        for backend, worker in list(self.workers.items()):
-            progress.inspecting(backend)
-            worker.give_turn()
-            self._follow(backend, progress, "inspected")
-
-    def _plan(self, progress: Progress) -> None:
-        """Say how long it will take; with a limit of minutes, first settle on what fits."""
-        if self.settings.minutes is not None:
-            self._take(self.timetable.fitted(self.settings, self.elapsed))
-        progress.planned(self)
-
-    def _train(self, progress: Progress) -> None:
+    def _train(self, progress: LineProgress) -> None:
         """Seed by seed over all backends, so that what has finished can be compared at any time."""
         for seed in range(self.settings.seeds):
             if seed and not self.timetable.another_round_fits(self.settings, self.elapsed):
@@ -163,7 +213,7 @@ class Comparison:
                 self._follow(backend, progress, "run")
                 self.timetable.measured[backend].append(time.monotonic() - began)
 
-    def _follow(self, backend: str, progress: Progress, last: str, times: int = 1) -> None:
+    def _follow(self, backend: str, progress: LineProgress, last: str, times: int = 1) -> None:
         """Take in what a worker reports until its turn is over. One that ends in mid-turn has failed."""
         worker, found = self.workers[backend], self.results["backends"][backend]
         for event in worker.events(last, times):
@@ -175,7 +225,10 @@ class Comparison:
                 self.timetable.paces[backend] = (event["start_seconds"], event["step_seconds"])
                 progress.inspected(backend, event["step_seconds"])
             elif kind == "run":
-                found["runs"].append(self._with_honest_speed(backend, event))
+                if backend not in BASELINES and not self.results["fast_fp8"]:
+                    event["emulated_tokens_per_second"] = event.pop("tokens_per_second")
+                    event["tokens_per_second"] = None
+                found["runs"].append(event)
                 progress.run_finished(backend, event)
             elif kind == "failed":
                 found["message"] = found["message"] or event["message"]  # of several ranks the first is the cause
@@ -194,50 +247,24 @@ class Comparison:
             if found["status"] in ("waiting", "running"):
                 found["status"] = status
 
-    def _with_honest_speed(self, backend: str, run: dict[str, Any]) -> dict[str, Any]:
-        """Move FP8's speed, without FP8 products in the chip, to a name that says so."""
-        if backend not in BASELINES and not self.results["fast_fp8"]:
-            run["emulated_tokens_per_second"] = run.pop("tokens_per_second")
-            run["tokens_per_second"] = None
-        return run
-
     def save(self) -> None:
         """Write the results, then the page, each replaced as a whole so that a reader never sees half of one."""
         self.results["seconds"] = round(self.elapsed, 1)
         self.results["summary"] = {
-            "rows": [{**asdict(row), "gap": _gap(row)} for row in summary.rows(self.results)],
+            "rows": [{**asdict(row), "gap": row.gap and row.gap.to_dict()} for row in summary.rows(self.results)],
             "reference_spread": summary.reference_spread(self.results),
-            "checks": {name: [asdict(check) for check in done] for name, done in self.checks().items()},
-            "verdict": asdict(verdict(self.results)),
+            "checks": {name: [asdict(check) for check in done] for name, done in checks(self.results).items()},
+            "verdict": verdict(self.results)._asdict(),
         }
-        write_atomically(self.output / RESULTS, json.dumps(finite(self.results), indent=1))
-        write_atomically(self.output / PAGE, render(self.results))
-
-    def checks(self) -> dict[str, list[Check]]:
-        return checks(self.results)
+        for name, content in ((RESULTS, json.dumps(finite(self.results), indent=1)), (PAGE, render(self.results))):
+            new = self.output / f".{name}.new"
+            new.write_text(content, encoding="utf-8")
+            os.replace(new, self.output / name)
 
     @property
     def failed(self) -> bool:
         """Tell whether a check failed; one that is not resolved has not."""
         return verdict(self.results).mood == "bad"
-
-
-def _reason(error: BaseException) -> str:
-    """Say why a comparison ended early."""
-    if isinstance(error, KeyboardInterrupt):
-        return f"interrupted by {error}" if error.args else "interrupted"
-    return str(error) if isinstance(error, FP8BackendError) else f"{type(error).__name__}: {error}"
-
-
-def _gap(row: summary.Row) -> dict[str, Any] | None:
-    gap = row.gap
-    return gap and {**asdict(gap), "low": gap.low, "high": gap.high, "verdict": gap.verdict()}
-
-
-def write_atomically(path: Path, content: str) -> None:
-    new = path.with_name(f".{path.name}.new")
-    new.write_text(content, encoding="utf-8")
-    os.replace(new, path)
 
 
 def machine(device: str) -> dict[str, Any]:

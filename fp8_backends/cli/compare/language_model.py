@@ -36,10 +36,23 @@ def build_model(settings: Settings, vocab_size: int, seed: int) -> nn.Module:
     Raises:
         FP8BackendError: there is no such configuration, or no task for it, or it has too few positions.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM  # takes seconds
+    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, LlamaConfig  # takes seconds
 
     auto = {CAUSAL: AutoModelForCausalLM, MASKED: AutoModelForMaskedLM}[task(settings)]
-    config = _config(settings, vocab_size)
+    if settings.model is None:
+        sizes = {**settings.shape, "vocab_size": vocab_size, "max_position_embeddings": settings.sequence}
+        config = LlamaConfig(**sizes, tie_word_embeddings=False, use_cache=False, **dict.fromkeys(_SPECIAL_TOKENS))
+    else:
+        config = _read(settings)
+        masked = _task(config) == MASKED
+        # a multiple of 16 above the text's tokens has room for the mask, and lets an output head fit FP8
+        config.vocab_size = max(config.vocab_size, vocab_size + 16 * masked)
+        config.use_cache = False
+        for name in _SPECIAL_TOKENS[: 2 if masked else 3]:  # ids of the model's own tokenizer mean other things here
+            setattr(config, name, None)  # but RoBERTa counts positions from that of its padding
+        for name, value in config.to_dict().items():
+            if "drop" in name and isinstance(value, float):
+                setattr(config, name, 0.0)  # what it drops differs between two passes, as if their products did
     torch.manual_seed(seed)
     with torch.device(settings.device):
         return auto.from_config(config, dtype=torch.float32)
@@ -80,25 +93,6 @@ def _task(config) -> str:
             return each
     usual = CAUSAL if getattr(config, "is_decoder", False) else MASKED
     return usual if usual in classes else next(iter(classes))
-
-
-def _config(settings: Settings, vocab_size: int):
-    from transformers import LlamaConfig
-
-    if settings.model is None:
-        sizes = {**settings.shape, "vocab_size": vocab_size, "max_position_embeddings": settings.sequence}
-        return LlamaConfig(**sizes, tie_word_embeddings=False, use_cache=False, **dict.fromkeys(_SPECIAL_TOKENS))
-    config = _read(settings)
-    masked = _task(config) == MASKED
-    # a multiple of 16 above the text's tokens has room for the mask, and lets an output head fit FP8
-    config.vocab_size = max(config.vocab_size, vocab_size + 16 * masked)
-    config.use_cache = False
-    for name in _SPECIAL_TOKENS[: 2 if masked else 3]:  # ids of the model's own tokenizer mean other things here
-        setattr(config, name, None)  # but RoBERTa counts positions from that of its padding
-    for name, value in config.to_dict().items():
-        if "drop" in name and isinstance(value, float):
-            setattr(config, name, 0.0)  # what it drops differs between two passes, as if their products did
-    return config
 
 
 def _read(settings: Settings) -> Any:

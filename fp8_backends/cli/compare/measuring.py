@@ -30,7 +30,11 @@ def peak_memory(step: Callable[[], object], model: nn.Module, optimizer: torch.o
         step()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated()
-    resting = sum(storage.nbytes() for storage in _resting_storages(model, optimizer))
+    tensors = [*model.parameters(), *model.buffers()]
+    for state in optimizer.state.values():
+        tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
+    storages = (part.untyped_storage() for tensor in tensors for part in inner_tensors(tensor))
+    resting = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         step()
     try:
@@ -39,15 +43,6 @@ def peak_memory(step: Callable[[], object], model: nn.Module, optimizer: torch.o
     except AttributeError:
         return None
     return resting + max(itertools.accumulate(changes, initial=0))
-
-
-def _resting_storages(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.UntypedStorage]:
-    """List the distinct storages of weights, buffers and optimizer states, between two steps."""
-    tensors = [*model.parameters(), *model.buffers()]
-    for state in optimizer.state.values():
-        tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
-    parts = [part for tensor in tensors for part in inner_tensors(tensor)]
-    return list({part.untyped_storage().data_ptr(): part.untyped_storage() for part in parts}.values())
 
 
 @contextlib.contextmanager

@@ -4,26 +4,35 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Callable, Sequence
 from html import escape
 
 from ...words import counted
-from . import charts, summary
+from .. import page
+from ..page import aside, bullets, signed
+from ..terminal import change, with_minus_signs
+from . import summary
 from .checks import checks, verdict
-from .page_parts import aside, bullets, document, signed, tiles_of, titled
 from .settings import BASELINES
 from .summary import Results, Row
-from .words import change, with_minus_signs
 
 _MARKS = {"passed": ("pass", "✓"), "failed": ("fail", "✗"), "not resolved": ("open", "?")}
 """The class of the style sheet and the mark of each outcome of a check."""
-_COLORS = 7
-"""Colours `--c1`, `--c2`, … of the style sheet."""
 
 
 def render(results: Results) -> str:
     """Return the whole page from what `results.json` holds."""
-    rows = summary.rows(results)
-    reference = summary.reference_of(results)
+    rows, reference = summary.rows(results), summary.reference_of(results)
+    machine, settings = results["machine"], results["settings"]
+    facts = [
+        machine.get("gpu") or f"{machine['processor']}, {counted(machine['cores'], 'core')}",
+        summary.ranks_text(results),
+        f"{results['around_fp8']} around FP8",
+        summary.runs_text(settings["seeds"], settings["steps"]),
+        summary.held_out_text(results),
+        f"torch {results['versions'].get('torch', '?')}",
+        results["date"].replace("T", " ").replace("+00:00", " UTC"),
+    ]
     sections = {
         "Measured": _table(results, rows) + aside(f"{summary.spread_line(results)}."),
         f"Held-out loss against {reference}": _gap_chart(results, rows),
@@ -34,70 +43,33 @@ def render(results: Results) -> str:
         "How to read this": _reading(results),
         "Settings": _settings(results),
     }
-    body = "\n".join([_header(results), _verdict(results), _tiles(results, rows), *titled(sections)])
-    return document("FP8 backends compared", body)
+    badge = results["note"] if results["status"] == "finished" else ""  # else the verdict says it
+    return page.page("FP8 backends compared", facts, verdict(results), _figures(results, rows), sections, badge)
 
 
-def _header(results: Results) -> str:
-    machine, settings = results["machine"], results["settings"]
-    parts = [
-        machine.get("gpu") or f"{machine['processor']}, {counted(machine['cores'], 'core')}",
-        summary.ranks_text(results),
-        f"{results['around_fp8']} around FP8",
-        summary.runs_text(settings["seeds"], settings["steps"]),
-        summary.held_out_text(results),
-        f"torch {results['versions'].get('torch', '?')}",
-        results["date"].replace("T", " ").replace("+00:00", " UTC"),
-    ]
-    line = " · ".join(escape(part) for part in parts if part)
-    shown = results["note"] if results["status"] == "finished" else ""  # else the verdict says it
-    badge = shown and f'<p class="badge">{escape(shown)}</p>'
-    return f'<header>\n<h1>FP8 backends compared</h1>\n<p class="machine">{line}</p>\n{badge}</header>'
-
-
-def _verdict(results: Results) -> str:
-    found = verdict(results)
-    details = bullets(map(signed, found.details)) if found.details else ""
-    return f'<div class="verdict {found.mood}"><p>{escape(found.headline)}</p>{details}</div>'
-
-
-def _tiles(results: Results, rows: list[Row]) -> str:
+def _figures(results: Results, rows: list[Row]) -> list[tuple[str, str]]:
     """Give the measurements in two short figures."""
-    fp8, reference, tiles = [row for row in rows if row.backend not in BASELINES], summary.reference_of(results), []
+    fp8, reference, figures = [row for row in rows if row.backend not in BASELINES], summary.reference_of(results), []
     gaps = [row.gap for row in fp8 if row.gap is not None]
     if gaps and all(math.isfinite(gap.mean) for gap in gaps):
         worst = max(gaps, key=lambda gap: gap.mean)
-        tiles.append((f"largest loss gap to {reference}, nats", str(worst)))
+        figures.append((f"largest loss gap to {reference}, nats", str(worst)))
     speeds = [row.speed_ratio for row in fp8 if row.speed_ratio] if results["fast_fp8"] else []
     memory = [row.memory_ratio for row in fp8 if row.memory_ratio]
     if speeds:
-        tiles.append((f"best speed against {reference}", change(max(speeds))))
+        figures.append((f"best speed against {reference}", change(max(speeds))))
     elif memory:
-        tiles.append((f"best peak memory against {reference}", change(min(memory))))
-    return tiles_of(tiles)
+        figures.append((f"best peak memory against {reference}", change(min(memory))))
+    return figures
 
 
 def _table(results: Results, rows: list[Row]) -> str:
     columns = summary.columns(results)
-    head = "".join(f'<th class="{key}">{escape(each).replace("/", "/<wbr>")}</th>' for key, each in columns.items())
-    body = []
+    lines = []
     for row in rows:
-        cells = []
-        for key, heading in columns.items():
-            text = summary.cell(row, key)
-            content = signed(text)
-            if key == "backend":
-                content = f"{_named(results, text)}<small>{escape(row.note)}</small>"
-            muted = " muted" if text in ("emulated", "–") else ""
-            cells.append(f'<td class="{key}{muted}" data-label="{escape(heading)}">{content}</td>')
-        body.append(f"<tr>{''.join(cells)}</tr>")
-    lines = "\n".join(body)
-    return f'<div class="scroll"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{lines}\n</tbody>\n</table></div>'
-
-
-def _named(results: Results, backend: str) -> str:
-    """Write a backend's name behind a chip of its colour."""
-    return f'<span class="chip" style="background:{_color(results, backend)}"></span>{escape(backend)}'
+        name = f"{page.chip(row.backend, _color(results, row.backend))}<small>{escape(row.note)}</small>"
+        lines.append([name, *(signed(summary.cell(row, key)) for key in list(columns)[1:])])
+    return page.table([*columns.values()], lines)
 
 
 def _color(results: Results, backend: str) -> str:
@@ -105,7 +77,7 @@ def _color(results: Results, backend: str) -> str:
     if backend == reference:
         return "var(--reference)"
     others = [name for name in results["backends"] if name != reference]
-    return f"var(--c{others.index(backend) % _COLORS + 1})"
+    return f"var(--c{others.index(backend) % page.COLORS + 1})"
 
 
 def _gap_chart(results: Results, rows: list[Row]) -> str:
@@ -116,10 +88,11 @@ def _gap_chart(results: Results, rows: list[Row]) -> str:
             losses = summary.held_out_losses(results, row.backend)
             points = [losses[seed] - expected[seed] for seed in losses.keys() & expected.keys()]
             color, label = _color(results, row.backend), with_minus_signs(summary.cell(row, "gap"))
-            intervals.append(charts.Interval(row.backend, color, gap.mean, gap.low, gap.high, points, label))
-    found = summary.reference_spread(results)
-    spread, bound = found and found["standard_deviation"], results["settings"]["loss_gap_bound"]
-    chart = charts.intervals(intervals, bound, spread, reference)
+            intervals.append(page.Interval(row.backend, color, gap.mean, gap.low, gap.high, points, label))
+    found, bound = summary.reference_spread(results), results["settings"]["loss_gap_bound"]
+    spread = found["standard_deviation"] if found else 0.0
+    title, x_label = f"Paired gap of the held-out loss to {reference}", f"nats above {reference}, held-out loss"
+    chart = page.intervals(intervals, bound, spread, title, x_label)
     band = f" The grey band is {reference}'s own standard deviation from seed to seed." if spread else ""
     return chart and chart + aside(
         "Large dot: mean of the paired differences; bar: its 95 % confidence interval; small dots: single seeds; "
@@ -129,42 +102,61 @@ def _gap_chart(results: Results, rows: list[Row]) -> str:
 
 def _loss_charts(results: Results) -> str:
     reference = summary.reference_of(results)
-    by_backend = {name: summary.train_losses(results, name) for name in results["backends"]}
-    by_backend = {name: losses for name, losses in by_backend.items() if losses}
+    by_backend = {name: losses for name in results["backends"] if (losses := summary.train_losses(results, name))}
     if not by_backend:
         return ""
-    steps = max(len(values) for losses in by_backend.values() for values in losses.values())
-    window = max(1, steps // 20) | 1
+    count = max(len(values) for losses in by_backend.values() for values in losses.values())
+    steps, window = range(1, 1 + count), max(1, count // 20) | 1
     curves, differences = [], []
     for name, losses in by_backend.items():
         color = _color(results, name)
-        bands = (charts.over_seeds(list(losses.values()), pick) for pick in (statistics.fmean, min, max))
-        curves.append(charts.Series(name, color, *bands))
+        bands = (over_seeds(list(losses.values()), pick) for pick in (statistics.fmean, min, max))
+        curves.append(page.Series(name, color, *bands))
         expected = by_backend.get(reference, {})
         seeds = sorted(losses.keys() & expected.keys())
         if name != reference and seeds:
             gaps = [[a - b for a, b in zip(losses[seed], expected[seed], strict=False)] for seed in seeds]
-            smooth = charts.moving_average(charts.over_seeds(gaps, statistics.fmean), window)
-            differences.append(charts.Series(name, color, smooth))
-    html = bullets((_named(results, name) for name in by_backend), "legend")
-    html += charts.curves(curves, "Training loss by step", "loss, nats a token")
+            differences.append(page.Series(name, color, moving_average(over_seeds(gaps, statistics.fmean), window)))
+    html = bullets((page.chip(name, _color(results, name)) for name in by_backend), "legend")
+    html += page.curves(curves, steps, "Training loss by step", "loss, nats a token")
     html += aside("Mean over seeds; the band reaches from the lowest to the highest seed.")
     title = "Paired difference of the training loss"
-    if difference := charts.curves(differences, title, "difference, nats", zero_line=True, height=240):
-        html += f"<h3>Difference to {reference} while training</h3>{difference}" + aside(
+    if chart := page.curves(differences, steps, title, "difference, nats", zero_line=True, height=240):
+        html += f"<h3>Difference to {reference} while training</h3>{chart}" + aside(
             "Same seed, same weights, same batches; mean over seeds, moving average of "
             f"{counted(window, 'step')}. Above zero: higher loss than {reference}."
         )
     return html
 
 
+def moving_average(values: Sequence[float], window: int) -> list[float]:
+    """Return the centred mean over up to `window` values; shorter at the ends."""
+    half = window // 2
+    smooth = []
+    for index in range(len(values)):
+        near = [v for v in values[max(0, index - half) : index + half + 1] if math.isfinite(v)]
+        smooth.append(sum(near) / len(near) if near else math.nan)
+    return smooth
+
+
+def over_seeds(runs: Sequence[Sequence[float]], pick: Callable[[list[float]], float]) -> list[float]:
+    """Merge runs by `pick` (a mean, min, max) at each step; NaN where any of them is not finite."""
+    steps = zip(*runs, strict=False)
+    return [pick(list(values)) if all(map(math.isfinite, values)) else math.nan for values in steps]
+
+
 def _memory_chart(results: Results, rows: list[Row]) -> str:
-    bars = []
-    for row in rows:
-        if row.peak_memory_bytes:
-            label = with_minus_signs(summary.cell(row, "peak_memory_bytes"))
-            bars.append((row.backend, _color(results, row.backend), float(row.peak_memory_bytes), label))
-    chart = charts.bars(bars, "Peak memory by backend")
+    bars = [
+        (
+            row.backend,
+            _color(results, row.backend),
+            row.peak_memory_bytes,
+            with_minus_signs(summary.cell(row, "peak_memory_bytes")),
+        )
+        for row in rows
+        if row.peak_memory_bytes
+    ]
+    chart = page.bars(bars, "Peak memory by backend")
     where = "allocated by PyTorch on the GPU" if results["machine"]["device"] == "cuda" else "allocated by PyTorch"
     return chart and chart + aside(
         f"Tensor bytes {where} at the highest point of one training step: weights, optimizer states, gradients, what "
@@ -173,7 +165,7 @@ def _memory_chart(results: Results, rows: list[Row]) -> str:
 
 
 def _checks(results: Results) -> str:
-    cards = []
+    lists = {}
     for backend, done in checks(results).items():
         items = "".join(
             f'<li class="{css}"><span class="mark" aria-label="{check.outcome}">{mark}</span>'
@@ -181,9 +173,8 @@ def _checks(results: Results) -> str:
             for check in done
             for css, mark in [_MARKS[check.outcome]]
         )
-        if items:
-            cards.append(f'<div class="card"><h3>{escape(backend)}</h3><ul class="checks">{items}</ul></div>')
-    return f'<div class="cards">{"".join(cards)}</div>' if cards else ""
+        lists[backend] = items and f'<ul class="checks">{items}</ul>'
+    return page.cards(lists)
 
 
 def _what_ran(results: Results) -> str:

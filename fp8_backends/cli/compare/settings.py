@@ -1,16 +1,11 @@
-"""What one comparison runs: its settings, their defaults for this machine, and faults that can be planted."""
+"""Settings of a comparison, and their defaults for this machine."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import nn
-
 from ...compute import hardware
-from ...errors import RecipeError
-from ...words import shown
 
 BASELINES = ("bf16", "fp32", "fp16")
 REFERENCES = ("bf16", "fp32")
@@ -27,7 +22,6 @@ class Settings:
     """A member of `REFERENCES`."""
     text: str | None = None
     limit_mb: float = 8.0
-    tokenizer: int | None = None
     model: str | None = None
     """A transformers configuration; None: a Llama of `shape`."""
     shape: dict[str, int]
@@ -59,13 +53,6 @@ class Settings:
         """Windows that a run is evaluated on; fewer where the text is short."""
         return max(self.batch, round(self.held_out_share * self.steps * self.batch))
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Settings:
-        return cls(**{**values, "backends": tuple(values["backends"])})
-
 
 SMALL = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 3, "num_attention_heads": 4}
 """0.7 M parameters at 256 tokens: five seeds of five backends train in minutes on two cores."""
@@ -89,31 +76,3 @@ def defaults(fast_fp8: bool) -> dict[str, Any]:
 def fast_fp8(device: str) -> bool:
     """Tell whether FP8's speed can be measured on this device."""
     return device == "cuda" and hardware.fp8_products()
-
-
-# Faults that a developer can plant, to see the checks of a comparison fail
-
-
-def freeze(weight: nn.Parameter, optimizer) -> None:
-    """Hide a weight from the optimizer, as when a conversion makes a new Parameter."""
-    for group in optimizer.param_groups:
-        group["params"] = [parameter for parameter in group["params"] if parameter is not weight]
-
-
-def flip_wgrad(weight: nn.Parameter, optimizer) -> None:
-    """Give the weight gradient the wrong sign."""
-    weight.register_hook(torch.neg)
-
-
-PLANTS = {"frozen": freeze, "flipped-wgrad": flip_wgrad}
-
-
-def check_fault(fault: str | None) -> None:
-    if fault is not None and fault not in PLANTS:
-        raise RecipeError(f"--plant {shown(fault)}: one of {', '.join(PLANTS)}")
-
-
-def plant(fault: str, model: nn.Module, optimizer) -> None:
-    """Break the first Linear layer of a prepared model."""
-    layer = next(module for module in model.modules() if isinstance(module, nn.Linear))
-    PLANTS[fault](layer.weight, optimizer)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ...words import counted, readable_bytes, share
+from ..terminal import change
 from .settings import BASELINES
-from .words import change
 
 Results = dict[str, Any]
 
@@ -53,6 +53,9 @@ class Gap:
         if self.high <= bound:
             return "within"
         return "not within" if self.low > bound else "not resolved"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "low": self.low, "high": self.high, "verdict": self.verdict()}
 
     def __str__(self) -> str:
         interval = "" if self.half_width is None else f" ± {self.half_width:.4f}"

@@ -8,11 +8,12 @@ It works in turns: first steps observed, then a seed each. A rank begins a turn 
 input. As many bytes as there are ranks make a turn: it ends for none before it has begun for all, so that none reads
 another's byte. The end of standard input is the end of the worker.
 
-    python -m fp8_backends.cli.compare.training_run SETTINGS.json TEXT.pt BACKEND [FAULT]
+    python -m fp8_backends.cli.compare.training_run SETTINGS.json TEXT.pt BACKEND
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import itertools
@@ -20,7 +21,6 @@ import json
 import logging
 import math
 import os
-import resource
 import statistics
 import sys
 import time
@@ -45,7 +45,7 @@ from ...words import finite
 from . import language_model
 from .language_model import build_model
 from .measuring import autocast_copies, peak_memory, sent_bytes
-from .settings import BASELINES, Settings, plant
+from .settings import Settings
 from .training_text import TrainingText
 
 Report = Callable[..., None]
@@ -56,15 +56,13 @@ TIMED_STEPS = 3
 """Steps that nobody observes, after those: how long the comparison will take."""
 
 
-def take_turn(
-    turn: int, settings: Settings, text: TrainingText, backend: str, report: Report, fault: str | None
-) -> None:
+def take_turn(turn: int, settings: Settings, text: TrainingText, backend: str, report: Report) -> None:
     """Inspect a few steps in turn 0 (gradients, memory, audit), and train a seed in each later one. When a turn is
     reported, nothing of it is left in memory, and no other rank is still at it."""
     if turn == 0:
-        found = inspect(settings, text, backend, fault)
+        found = inspect(settings, text, backend)
     else:
-        run = Run(settings, text, backend, turn - 1, fault)
+        run = Run(settings, text, backend, turn - 1)
         found = run.train(lambda step, loss: report("step", seed=turn - 1, step=step, loss=loss))
         del run
     AcceleratorState._reset_state(True)
@@ -80,13 +78,7 @@ class Run:
     """One model, its optimizer and its data, prepared by a stock Accelerator."""
 
     def __init__(
-        self,
-        settings: Settings,
-        text: TrainingText,
-        backend: str,
-        seed: int,
-        fault: str | None = None,
-        with_reference: bool = False,
+        self, settings: Settings, text: TrainingText, backend: str, seed: int, with_reference: bool = False
     ) -> None:
         self.settings, self.text, self.seed = settings, text, seed
         began = time.perf_counter()
@@ -94,17 +86,26 @@ class Run:
         self.bare = model = build_model(settings, text.vocab_size, seed)
         self.task = language_model.task(settings)
         self.starts = text.batches(settings.steps, settings.batch, settings.sequence, seed)
-        self.start_checksum = self._checksum()
+        checksum = zlib.crc32(self.starts.numpy().tobytes())
+        for parameter in model.parameters():
+            checksum = zlib.crc32(parameter.detach().cpu().numpy().tobytes(), checksum)
+        self.start_checksum = f"{checksum:08x}"
+        """Equal for two runs that begin with the same weights and the same order of data."""
         optimizer = torch.optim.AdamW(
             model.parameters(), lr=settings.lr, betas=(0.9, 0.99), weight_decay=settings.weight_decay
         )
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, _schedule(settings))
-        if with_reference:
-            self._keep_reference_gradients()
+        if with_reference:  # of the first batch, before anything is converted
+            weights = dict(model.named_parameters())
+            self.reference_gradients = self._gradients(weights, autocast=settings.reference == "bf16")
+            rounded = {
+                name: weight.detach().bfloat16().float().requires_grad_(weight.requires_grad)
+                for name, weight in weights.items()
+            }
+            self.reference_cosines = self._cosines(self._gradients(rounded, autocast=False))
+            """Cosines of the reference's gradients to those of FP32 products at weights rounded to bf16."""
         self.model, self.optimizer, self.scheduler = self.accelerator.prepare(model, optimizer, scheduler)
         self.prepared = {name: _values(p) for name, p in model.named_parameters() if p.requires_grad}
-        if fault is not None and backend not in BASELINES:
-            plant(fault, self.bare, self.optimizer)
         self.start_seconds = time.perf_counter() - began
 
     def batch(self, step: int) -> dict[str, torch.Tensor]:
@@ -187,17 +188,6 @@ class Run:
         now = dict(self.bare.named_parameters())
         return sorted(name for name, before in self.prepared.items() if torch.equal(before, _values(now[name])))
 
-    def _keep_reference_gradients(self) -> None:
-        """Keep the reference's gradients of the first batch at the initial weights, before anything is converted, and
-        their cosines to those of FP32 products at weights that are rounded to bf16."""
-        weights = dict(self.bare.named_parameters())
-        self.reference_gradients = self._gradients(weights, autocast=self.settings.reference == "bf16")
-        rounded = {
-            name: weight.detach().bfloat16().float().requires_grad_(weight.requires_grad)
-            for name, weight in weights.items()
-        }
-        self.reference_cosines = self._cosines(self._gradients(rounded, autocast=False))
-
     def _gradients(self, weights: dict[str, torch.Tensor], autocast: bool) -> dict[str, torch.Tensor]:
         """Return the gradients of the first batch, of each of these weights that has one."""
         trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
@@ -217,13 +207,6 @@ class Run:
             for name, expected in self.reference_gradients.items()
         }
 
-    def _checksum(self) -> str:
-        """Return what is equal for two runs that begin with the same weights and the same order of data."""
-        value = zlib.crc32(self.starts.numpy().tobytes())
-        for parameter in self.bare.parameters():
-            value = zlib.crc32(parameter.detach().cpu().numpy().tobytes(), value)
-        return f"{value:08x}"
-
 
 def _cosine(gradient: torch.Tensor, other: torch.Tensor) -> float:
     """Return the cosine of the angle between two gradients; 1 for equal ones, and else 0 where one of them is zero."""
@@ -240,11 +223,11 @@ def _values(parameter: torch.Tensor) -> torch.Tensor:
     return values.to("cpu", copy=True)
 
 
-def inspect(settings: Settings, text: TrainingText, backend: str, fault: str | None) -> dict[str, Any]:
+def inspect(settings: Settings, text: TrainingText, backend: str) -> dict[str, Any]:
     """Take a few training steps under observation: gradients at the initial weights, the audit, peak memory; then a few
     that are timed."""
-    with _Messages() as messages:
-        run = Run(settings, text, backend, seed=0, fault=fault, with_reference=True)
+    with _messages() as messages:
+        run = Run(settings, text, backend, seed=0, with_reference=True)
         run.backward(0)
         run.optimizer.zero_grad()
         run.backward(0)  # again, weights unchanged: delayed scaling has no amax before its first pass
@@ -262,27 +245,24 @@ def inspect(settings: Settings, text: TrainingText, backend: str, fault: str | N
         run.update()
         audit, recipe = fp8_backends.audit(run.model, run.optimizer), getattr(run.accelerator, "fp8_recipe", None)
         run.optimizer.zero_grad()
-    rss_unit = 1 if sys.platform == "darwin" else 1024
+    seconds = []
+    for step in range(INSPECTED_STEPS + 1, INSPECTED_STEPS + 1 + TIMED_STEPS):
+        began = time.perf_counter()
+        run.step(step).item()  # which makes a GPU wait
+        seconds.append(time.perf_counter() - began)
     return {
         "parameters": sum(parameter.numel() for parameter in run.bare.parameters()),
         "peak_memory_bytes": peak,
         "autocast_copy_bytes": sum(copies.values()),
         "sent_bytes": sent,
-        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * rss_unit,
         "first_gradient_cosines": {name: round(value, 6) for name, value in cosines.items()},
         "reference_gradient_cosines": {name: round(value, 6) for name, value in run.reference_cosines.items()},
         "audit": audit.to_dict(),
         "incomplete_layers": incomplete_layers(audit, recipe) if recipe else {},
-        "messages": messages.lines,
+        "messages": messages,
         "start_seconds": run.start_seconds,
-        "step_seconds": statistics.median(_seconds(run, INSPECTED_STEPS + 1 + n) for n in range(TIMED_STEPS)),
+        "step_seconds": statistics.median(seconds),
     }
-
-
-def _seconds(run: Run, step: int) -> float:
-    began = time.perf_counter()
-    run.step(step).item()  # which makes a GPU wait
-    return time.perf_counter() - began
 
 
 def _accelerator(settings: Settings, backend: str) -> Accelerator:
@@ -322,27 +302,24 @@ def _schedule(settings: Settings) -> Callable[[int], float]:
     return factor
 
 
-class _Messages(logging.Handler):
-    """Collects what this package says while it is active: the proof line and notices."""
+@contextlib.contextmanager
+def _messages() -> Iterator[list[str]]:
+    """Collect what this package logs inside, the proof line and notices, each once."""
+    lines: list[str] = []
+    logger, handler = logging.getLogger("fp8_backends"), logging.Handler()
 
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.lines: list[str] = []
+    def emit(record: logging.LogRecord) -> None:
+        if (line := record.getMessage()) not in lines:
+            lines.append(line)
 
-    def emit(self, record: logging.LogRecord) -> None:
-        if (line := record.getMessage()) not in self.lines:
-            self.lines.append(line)
-
-    def __enter__(self) -> _Messages:
-        self.logger = logging.getLogger("fp8_backends")
-        self.logger.addHandler(self)
-        self.level_before = self.logger.level
-        self.logger.setLevel(logging.INFO)
-        return self
-
-    def __exit__(self, *exc) -> None:
-        self.logger.removeHandler(self)
-        self.logger.setLevel(self.level_before)
+    handler.emit, level = emit, logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 def _reporter() -> Report:
@@ -373,7 +350,7 @@ def _turns() -> Iterator[int]:
 
 
 def main(argv: list[str]) -> int:
-    settings_path, text_path, backend, *fault = argv
+    settings_path, text_path, backend = argv
     report, turns = _reporter(), _turns()
     text = TrainingText(**torch.load(text_path, weights_only=True))
     try:
@@ -383,7 +360,7 @@ def main(argv: list[str]) -> int:
         build_model(replace(settings, device="meta"), text.vocab_size, seed=0)  # loads what a model is made of
         report("ready")
         for turn in turns:
-            take_turn(turn, _read(settings_path), text, backend, report, fault[0] if fault else None)
+            take_turn(turn, _read(settings_path), text, backend, report)
         if dist.is_available() and dist.is_initialized():
             dist.destroy_process_group()
     except BrokenPipeError:  # nobody listens any more
@@ -396,7 +373,7 @@ def main(argv: list[str]) -> int:
 
 def _read(settings_path: str) -> Settings:
     """Read the settings anew at each turn: what fits into the time given is known only after the first."""
-    return Settings.from_dict(json.loads(Path(settings_path).read_text()))
+    return Settings(**json.loads(Path(settings_path).read_text()))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The text that `compare` trains on: read, split by file into training and held-out parts, turned into tokens."""
+"""The text that `compare` trains on: read, and split by file into training and held-out parts. A token is a byte."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ class TrainingText:
     """Tokens of the two parts, and what a report must say about them."""
 
     train: torch.Tensor
-    """1-D, uint8 for bytes, int32 for a trained tokenizer."""
+    """1-D, uint8 for bytes; another dtype for the tokens of a model's own tokenizer."""
     held_out: torch.Tensor
     vocab_size: int
-    """A multiple of 16, so that an output head would fit FP8 too."""
     description: str
     sha256: str
     """The hash of the raw text, training part and then held-out part."""
@@ -58,13 +57,12 @@ class TrainingText:
             )
 
 
-def load_text(path: str | Path | None = None, limit_mb: float = 8.0, tokenizer_size: int | None = None) -> TrainingText:
+def load_text(path: str | Path | None = None, limit_mb: float = 8.0) -> TrainingText:
     """Read the text to train on.
 
     Args:
         path: a file, or a folder whose text files are read; None: the Python sources of the standard library.
         limit_mb: read files in the order of their paths until so many megabytes are reached.
-        tokenizer_size: tokens of a byte-level BPE trained on the training part; None: each byte is a token.
 
     Raises:
         FP8BackendError: nothing there to read, or too little of it.
@@ -84,11 +82,8 @@ def load_text(path: str | Path | None = None, limit_mb: float = 8.0, tokenizer_s
     size = readable_bytes(len(train) + len(held_out))
     description = f"{description}, {counted(count, 'file')}, {size}, {split}"
     sha256 = hashlib.sha256(train + held_out).hexdigest()
-    if tokenizer_size is None:
-        return TrainingText(_bytes(train), _bytes(held_out), 256, f"{description}, one token a byte", sha256)
-    encode, vocab_size = _trained_tokenizer(train, tokenizer_size)
-    description += f", byte-level BPE of {tokenizer_size} tokens trained on the training part"
-    return TrainingText(encode(train), encode(held_out), -(-vocab_size // 16) * 16, description, sha256)
+    tokens = [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in (train, held_out)]
+    return TrainingText(*tokens, 256, f"{description}, one token a byte", sha256)
 
 
 def _files(path: str | Path | None) -> tuple[list[Path], str]:
@@ -120,32 +115,3 @@ def _read(files: list[Path], limit_mb: float) -> list[bytes]:
                 parts.append(data)
                 wanted -= len(data)
     return parts
-
-
-def _bytes(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-def _trained_tokenizer(train: bytes, size: int):
-    """Return an encoder from bytes to int32 tokens, and its vocabulary's size."""
-    try:
-        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    except ImportError as error:
-        raise FP8BackendError("--tokenizer needs the package tokenizers: pip install tokenizers") from error
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=size, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False
-    )
-    tokenizer.train_from_iterator(_pieces(train), trainer)
-
-    def encode(data: bytes) -> torch.Tensor:
-        ids = [encoding.ids for encoding in tokenizer.encode_batch(_pieces(data))]
-        return torch.tensor([token for piece in ids for token in piece], dtype=torch.int32)
-
-    return encode, tokenizer.get_vocab_size()
-
-
-def _pieces(data: bytes) -> list[str]:
-    return [piece.decode("utf-8", errors="replace") for piece in data.split(_BOUNDARY)]

@@ -19,9 +19,10 @@ class Worker:
 
     def __init__(self, arguments: list[str], ranks: int) -> None:
         self.ranks, self.ended = ranks, False
+        torchrun = ["torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), "-m"] if ranks > 1 else []
         # a session of its own: Ctrl-C reaches this process alone, which then stops the worker
         self.process = subprocess.Popen(
-            [*launcher(ranks), "fp8_backends.cli.compare.training_run", *arguments],
+            [sys.executable, "-m", *torchrun, "fp8_backends.cli.compare.training_run", *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -31,7 +32,8 @@ class Worker:
             start_new_session=True,
         )
         self.last_words: deque[str] = deque(maxlen=5)
-        self.drain = threading.Thread(target=self._keep_last_words, daemon=True)
+        lines = (line.strip() for line in self.process.stderr)
+        self.drain = threading.Thread(target=self.last_words.extend, args=[filter(None, lines)], daemon=True)
         self.drain.start()
 
     def give_turn(self) -> None:
@@ -54,11 +56,6 @@ class Worker:
     def why_it_ended(self) -> str:
         return f"the worker ended with code {self.process.returncode}: {' / '.join(self.last_words) or 'no message'}"
 
-    def _keep_last_words(self) -> None:
-        for line in self.process.stderr:
-            if line.strip():
-                self.last_words.append(line.strip())
-
 
 def dismiss(workers: Iterable[Worker]) -> None:
     """Let workers end that wait for a turn."""
@@ -80,14 +77,6 @@ def stop(workers: Iterable[Worker]) -> None:
             worker.process.wait(timeout=5 if worker.ranks == 1 else 40)
         except subprocess.TimeoutExpired:
             worker.process.kill()
-
-
-def launcher(ranks: int) -> list[str]:
-    """Return the command that runs a module on so many ranks of this machine."""
-    if ranks == 1:
-        return [sys.executable, "-m"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-    return [*torchrun, "-m"]
 
 
 def worker_environment(ranks: int = 1) -> dict[str, str]:

@@ -54,15 +54,21 @@ def read_accelerate(values: Mapping[str, Any], source: str, processes: int | Non
     engines = one_of(*(kind.value for kind in DistributedType), "TPU")
     engine = file.parsed("distributed_type", engines, _word(values["distributed_type"]))
     fsdp, deepspeed, dynamo = _block(file, "fsdp_config"), _block(file, "deepspeed_config"), _dynamo(file)
+    parallel = _ENGINES.get(engine, "ddp")
+    if engine == "FSDP":
+        parallel = f"fsdp{fsdp.get('fsdp_version', lambda value: one_of('1', '2')(str(value)), 1)}"
+    compiled: Compiled = "regional" if dynamo.get("dynamo_use_regional_compilation", flag) else "full"
+    if dynamo.values.get("dynamo_backend", "NO") in UNCOMPILED:
+        compiled = "none"
     if processes is None and values.get("num_processes") != -1:
         processes = file.get("num_processes", whole_number(1))
     config = TrainingConfig(
         source,
         "accelerate",
         _precision(file),
-        parallel=_parallel(engine, fsdp),
+        parallel=parallel,
         processes=processes or (1 if engine == "NO" else None),
-        compiled=_compiled(dynamo),
+        compiled=compiled,
     )
     if config.mixed_precision == "fp8":
         config.fields = _fields(file, config)
@@ -117,12 +123,6 @@ def _keys(name: str) -> list[str]:
     return [*flags, "fsdp_ignored_modules"] if name == "fsdp_config" else flags  # which is read without a flag
 
 
-def _parallel(engine: str, fsdp: ConfigFile) -> Parallel:
-    if engine == "FSDP":
-        return f"fsdp{fsdp.get('fsdp_version', lambda value: one_of('1', '2')(str(value)), 1)}"
-    return _ENGINES.get(engine, "ddp")
-
-
 def _dynamo(file: ConfigFile) -> ConfigFile:
     """Return the block with its backend, which older files have outside, in one spelling."""
     block, key = _block(file, "dynamo_config"), "dynamo_backend"
@@ -130,12 +130,6 @@ def _dynamo(file: ConfigFile) -> ConfigFile:
     if (word := place.values.get(key)) is not None:
         block.values[key] = place.parsed(key, one_of(*(each.value for each in DynamoBackend)), _word(word))
     return block
-
-
-def _compiled(dynamo: ConfigFile) -> Compiled:
-    if dynamo.values.get("dynamo_backend", "NO") in UNCOMPILED:
-        return "none"
-    return "regional" if dynamo.get("dynamo_use_regional_compilation", flag) else "full"
 
 
 def _fields(file: ConfigFile, config: TrainingConfig) -> dict[str, Any]:

@@ -94,7 +94,12 @@ def read_axolotl(values: Mapping[str, Any], source: str, processes: int | None =
     )
     if config.mixed_precision == "fp8":
         config.fields = _fields(file, notes)
-    dynamo = _dynamo(file)
+    dynamo = {}
+    if _is_on(file, "torch_compile", "auto"):
+        backend = file.values.get("torch_compile_backend") or "INDUCTOR"
+        dynamo["dynamo_backend"] = file.parsed("torch_compile_backend", _COMPILERS, backend)
+        if file.values.get("torch_compile_mode"):
+            dynamo["dynamo_mode"] = file.get("torch_compile_mode", _COMPILE_MODES)
     config.compiled = "none" if dynamo.get("dynamo_backend", "NO") in UNCOMPILED else "full"
     config.surroundings = _surroundings(file, fsdp, parallel)
     config.accelerate = {
@@ -172,7 +177,13 @@ def _fsdp(file: ConfigFile, notes: list[str]) -> dict[str, Any]:
         if file.values.get("fsdp_version") is not None:
             notes.append("fsdp_version has no effect without fsdp_config")
         return {}
-    version = _version(file, block)
+    places = {"fsdp_version": file.values.get("fsdp_version")}
+    places |= {f"fsdp_config.{key}": block.values.get(key) for key in ("fsdp_version", "version")}
+    places = {key: str(value).strip() for key, value in places.items() if value is not None}  # it may stand in quotes
+    if len(set(places.values())) > 1:
+        raise RecipeError(f"{file.source}: {', '.join(f'{key}: {each}' for key, each in places.items())} disagree")
+    key, version = next(iter(places.items()), ("fsdp_version", "1"))  # Axolotl's own default
+    version = int(file.parsed(key, one_of("1", "2"), version))
     block.values = {key.removeprefix("fsdp_"): value for key, value in block.values.items() if value is not None}
     parsers = _FSDP_BLOCK | _FSDP1_ONLY
     block.refuse_unknown([*parsers, *_NOT_CARRIED, "version"])
@@ -185,17 +196,6 @@ def _fsdp(file: ConfigFile, notes: list[str]) -> dict[str, Any]:
         elif key != "version":
             found[key] = value if parsers[key] is None else block.get(key, parsers[key])
     return found
-
-
-def _version(file: ConfigFile, block: ConfigFile) -> int:
-    """Return 1 where nobody says it, as Axolotl does. Its three places must agree; a number may stand in quotes."""
-    places = {"fsdp_version": file.values.get("fsdp_version")}
-    places |= {f"fsdp_config.{key}": block.values.get(key) for key in ("fsdp_version", "version")}
-    places = {key: str(value).strip() for key, value in places.items() if value is not None}
-    if len(set(places.values())) > 1:
-        raise RecipeError(f"{file.source}: {', '.join(f'{key}: {each}' for key, each in places.items())} disagree")
-    key, version = next(iter(places.items()), ("fsdp_version", "1"))
-    return int(file.parsed(key, one_of("1", "2"), version))
 
 
 def _parallel(file: ConfigFile, fsdp: Mapping[str, Any]) -> Parallel:
@@ -223,14 +223,6 @@ def _engine(file: ConfigFile, parallel: Parallel, fsdp: Mapping[str, Any]) -> di
         block = {"fsdp_cpu_ram_efficient_loading": False, **{f"fsdp_{key}": value for key, value in fsdp.items()}}
         return {**keys, "distributed_type": "FSDP", "fsdp_config": block}
     return {**keys, "distributed_type": "MULTI_GPU" if parallel == "ddp" else "NO"}
-
-
-def _dynamo(file: ConfigFile) -> dict[str, Any]:
-    if not _is_on(file, "torch_compile", "auto"):
-        return {}
-    backend = file.parsed("torch_compile_backend", _COMPILERS, file.values.get("torch_compile_backend") or "INDUCTOR")
-    mode = file.get("torch_compile_mode", _COMPILE_MODES) if file.values.get("torch_compile_mode") else None
-    return {"dynamo_backend": backend, **({"dynamo_mode": mode} if mode else {})}
 
 
 def _surroundings(file: ConfigFile, fsdp: Mapping[str, Any], parallel: Parallel) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -53,7 +54,10 @@ def run(args: argparse.Namespace) -> int:
     if written is not None:
         text = _WITHOUT_IMPORT * ("fp8_config" in written) + yaml.safe_dump(written, sort_keys=False)
         if args.output:
-            _write(args.output, text)
+            try:
+                Path(args.output).write_text(text, encoding="utf-8")
+            except OSError as error:
+                raise FP8BackendError(f"--output {args.output}: {error.strerror or error}") from None
         if not args.json:
             launch = f"train with it: fp8-backends launch --config_file {args.output} SCRIPT"
             print(f"\nwritten: {args.output}; {launch}" if args.output else text.rstrip("\n"))
@@ -65,14 +69,6 @@ _WITHOUT_IMPORT = """\
 # Accelerate ends with "... is not a valid FP8BackendType".
 """
 """For whoever finds the file later: stock Accelerate's message names no way out."""
-
-
-def _write(path: str, text: str) -> None:
-    try:
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(text)
-    except OSError as error:
-        raise FP8BackendError(f"--output {path}: {error.strerror or error}") from None
 
 
 def as_json(config: TrainingConfig, findings: list[Finding], written: dict[str, Any] | None) -> dict[str, Any]:

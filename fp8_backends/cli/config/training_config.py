@@ -100,8 +100,14 @@ class TrainingConfig:
 
 def given_fields(recipe: Recipe) -> dict[str, Any]:
     """Return the fields beside its name in which a recipe differs from its backend's defaults."""
+
+    def is_default(name: str, value: Any) -> bool:
+        if name == "pad_inner_dim":
+            return value is True  # what TorchAO's handler has, too
+        return value == settings_of(recipe.compute)[name].default_for(recipe.scaling)
+
     given = recipe.to_kwargs().items()
-    return {name: value for name, value in given if name not in NAMING and not _is_default(recipe, name, value)}
+    return {name: value for name, value in given if name not in NAMING and not is_default(name, value)}
 
 
 def yaml_fields(recipe: Recipe) -> dict[str, Any]:
@@ -114,12 +120,6 @@ def yaml_fields(recipe: Recipe) -> dict[str, Any]:
 
 _KEYS = {"enable_fsdp_float8_all_gather": "all_gather", "fp8_format": "number_format"}
 """Our own keys where Accelerate's launcher exports a default under its own: that one counts as not given."""
-
-
-def _is_default(recipe: Recipe, name: str, value: Any) -> bool:
-    if name == "pad_inner_dim":
-        return value is True  # what TorchAO's handler has, too
-    return value == settings_of(recipe.compute)[name].default_for(recipe.scaling)
 
 
 # For the readers of each system

@@ -47,15 +47,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.chip is not None:
-        found = chip_alone(args.chip)
+        product = chips.product_named(args.chip)
+        advice = chips.advice_for(product.gpu, cpu_bf16=hardware.cpu_bf16())._asdict()
+        found = {"name": product.name, "advice": advice, "chip": chips.described(product.chip)}
         sections = paragraphs([_advice(found["advice"]), *_chip(found["chip"])])
         print(json.dumps(found, indent=1) if args.json else sections)
         return 0
     if args.json:
         every_chip = {"chips": [chips.described(chip) for chip in chips.CHIPS]}
         print(json.dumps(diagnosis(not args.no_test) | every_chip, indent=1))
+    elif args.chips:
+        notes = [(f"({number})", str(chips.NOTES[key])) for key, number in chips.numbered_notes().items()]
+        below = paragraphs([*(("", each) for each in chips.legend()), *notes], label_width=4)
+        print(f"{table(chips.rows(), justify='left')}\n\n{below}")
     else:
-        print(_every_chip() if args.chips else _readable(diagnosis(not args.no_test)))
+        found = diagnosis(not args.no_test)
+        parts = (_machine(found), _backends(found["backends"]), _tests(found["tests"]), _chip(found["chip"]))
+        print("\n\n".join(map(paragraphs, parts)))
     return 0
 
 
@@ -63,11 +71,18 @@ def diagnosis(tests: bool = True) -> dict[str, Any]:
     """Return devices, versions, backends, what their tests found, this chip's products and the precision that is
     recommended, as plain values."""
     described = asdict(hardware.describe())
-    versions = _versions(described.pop("versions"))
-    backends = {
-        name: {**asdict(availability), "scalings": _scalings(name)}
-        for name, availability in registry.available_backends().items()
-    }
+    own = {"fp8-backends": __version__, "python": platform.python_version()}
+    own |= {"CUDA of torch": torch.version.cuda} if torch.version.cuda else {}
+    own |= {"ROCm of torch": torch.version.hip} if torch.version.hip else {}
+    more = {name: version for name in LIBRARIES if (version := hardware.version(name)) is not None}
+    versions = {**own, **described.pop("versions"), **more}
+    backends = {}
+    for name, availability in registry.available_backends().items():
+        try:
+            scalings = list(registry.get_compute(name).scalings)
+        except FP8BackendError:
+            scalings = []
+        backends[name] = {**asdict(availability), "scalings": scalings}
     _explain_te(backends)
     return {
         "hardware": described | {"devices": _devices(), "driver": _driver()},
@@ -78,24 +93,6 @@ def diagnosis(tests: bool = True) -> dict[str, Any]:
         "tests": [asdict(test) for test in self_test.run(_to_test(backends))] if tests else None,
         "chip": chips.described(hardware.chip(), hardware.cuda_release()),
     }
-
-
-def chip_alone(name: str) -> dict[str, Any]:
-    """Return the products of a chip and the precision that is recommended on it, as plain values.
-
-    Raises:
-        RecipeError: an unknown name.
-    """
-    product = chips.product_named(name)
-    advice = chips.advice_for(product.gpu, cpu_bf16=hardware.cpu_bf16())
-    return {"name": product.name, "advice": advice._asdict(), "chip": chips.described(product.chip)}
-
-
-def _versions(libraries: dict[str, str | None]) -> dict[str, str | None]:
-    more = {name: version for name in LIBRARIES if (version := hardware.version(name)) is not None}
-    cuda = {"CUDA of torch": torch.version.cuda} if torch.version.cuda else {}
-    rocm = {"ROCm of torch": torch.version.hip} if torch.version.hip else {}
-    return {"fp8-backends": __version__, "python": platform.python_version(), **cuda, **rocm, **libraries, **more}
 
 
 def _devices() -> list[dict[str, Any]]:
@@ -121,14 +118,6 @@ def _driver() -> str | None:
         return None
     words = done.stdout.split()
     return words[0] if done.returncode == 0 and words else None
-
-
-def _scalings(name: str) -> list[str]:
-    """List the scaling rules of a backend that run in this version."""
-    try:
-        return list(registry.get_compute(name).scalings)
-    except FP8BackendError:
-        return []
 
 
 def _explain_te(backends: dict[str, dict[str, Any]]) -> None:
@@ -166,23 +155,8 @@ def _to_test(backends: dict[str, dict[str, Any]]) -> list[str]:
 # As text
 
 
-def _every_chip() -> str:
-    notes = [(f"({number})", str(chips.NOTES[key])) for key, number in chips.numbered_notes().items()]
-    below = paragraphs([*(("", each) for each in chips.legend()), *notes], label_width=4)
-    return f"{table(chips.rows(), justify='left')}\n\n{below}"
-
-
-def _readable(found: dict[str, Any]) -> str:
-    sections = (
-        (*_machine(found["hardware"]), *_summary(found)),
-        _backends(found["backends"]),
-        _tests(found["tests"]),
-        _chip(found["chip"]),
-    )
-    return "\n\n".join(map(paragraphs, sections))
-
-
-def _machine(machine: dict[str, Any]) -> Lines:
+def _machine(found: dict[str, Any]) -> Lines:
+    machine = found["hardware"]
     if not machine["devices"]:
         fast = "with bf16 products" if machine["cpu_bf16"] else "without fast bf16 products: FP32 runs around FP8"
         yield "device", f"{machine['device']}, {fast}; no GPU is visible"
@@ -195,9 +169,6 @@ def _machine(machine: dict[str, Any]) -> Lines:
         yield "", "they differ, and train together: the least of them decides"
     if machine["driver"]:
         yield "driver", machine["driver"]
-
-
-def _summary(found: dict[str, Any]) -> Lines:
     yield "versions", ", ".join(f"{name} {version or 'not installed'}" for name, version in found["versions"].items())
     yield _advice(found["advice"])
     yield "auto", f"means {found['auto']['backend']} here: {found['auto']['reason']}"

@@ -7,14 +7,14 @@ import json
 import os
 import re
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from ...compute import chips, hardware
 from ...errors import FP8BackendError, RecipeError
 from ...recipes.fields import SAVED_ACTIVATIONS
-from ...recipes.handlers import Recipe, resolve
+from ...recipes.handlers import resolve
 from ...training.rules import RULES
 from ...training.validators import validate
 from ...words import share
@@ -79,11 +79,28 @@ def run(args: argparse.Namespace) -> int:
         memory=device.memory,
     )
     with Progress(f"tracing a training step of {model.title}") as progress:
-        estimates = estimate(workload, _backends(args), _shardings(args), progress)
+        fields = {"saved_activations": args.saved_activations}
+        backends = [
+            name if name.lower() in BASELINES else resolve({"backend": name, **fields})
+            for name in _listed("--backend", args.backend)
+        ]
+        shardings = ["none"] if args.devices == 1 else ["ddp", "fsdp2"]
+        if args.sharding is not None:
+            shardings = _listed("--sharding", args.sharding.lower())
+        estimates = estimate(workload, backends, shardings, progress)
         advice = fp8_advice(model, device, [each.backend for each in estimates if each.flops_share])
         advice += auto_advice(device)
     if args.json:
-        print(json.dumps(_plain(workload, device, estimates) | {"advice": advice}, indent=1))
+        names = ("batch", "sequence", "checkpointing", "weights", "devices")
+        plain = {
+            "model": model.title,
+            "parameters": model.parameters,
+            "device": device._asdict(),
+            "settings": {name: getattr(workload, name) for name in names},
+            "estimates": [each.to_dict() for each in estimates],
+            "advice": advice,
+        }
+        print(json.dumps(plain, indent=1))
     else:
         print(text(workload, device, estimates, advice))
     return 0
@@ -129,35 +146,12 @@ def _ram() -> float:
     return memory
 
 
-def _backends(args: argparse.Namespace) -> list[str | Recipe]:
-    fields = {"saved_activations": args.saved_activations}
-    names = _listed("--backend", args.backend)
-    return [name if name.lower() in BASELINES else resolve({"backend": name, **fields}) for name in names]
-
-
-def _shardings(args: argparse.Namespace) -> list[str]:
-    if args.sharding is None:
-        return ["none"] if args.devices == 1 else ["ddp", "fsdp2"]
-    return _listed("--sharding", args.sharding.lower())
-
-
 def _listed(flag: str, text: str) -> list[str]:
     """The words of a flag's text, which commas part. Raises `FP8BackendError` where there is none."""
     words = [word for each in text.split(",") if (word := each.strip())]
     if not words:
         raise FP8BackendError(f"{flag} names none")
     return words
-
-
-def _plain(workload: Workload, device: Device, estimates: list[Estimate]) -> dict[str, Any]:
-    settings = ("batch", "sequence", "checkpointing", "weights", "devices")
-    return {
-        "model": workload.model.title,
-        "parameters": workload.model.parameters,
-        "device": device._asdict(),
-        "settings": {name: getattr(workload, name) for name in settings},
-        "estimates": [each.to_dict() for each in estimates],
-    }
 
 
 NOT_WORTH_IT = ("no_fp8_hardware", "emulated_here", "minority_in_fp8", "small_layers", "small_model", "modest_gain")
@@ -211,8 +205,6 @@ _MEANINGS = {
     "copies": "of weights, from forward to backward (autocast's, FP8 codes)",
     "activations": "activations kept for backward",
 }
-_NEARLY_NOTHING = 0.002
-"""A share of the peak."""
 _UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
 _SHARDINGS = {
     "none": "nothing shared", "ddp": "DDP", "fsdp2": "FSDP2", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3",
@@ -226,21 +218,30 @@ def text(workload: Workload, device: Device, estimates: list[Estimate], advice: 
     model = workload.model.title
     if not model.endswith("parameters)"):
         model += f": {readable_count(workload.model.parameters)} parameters"
-    parts = [paragraphs([("model", model), ("training", _training(workload, device))])]
+    training = [
+        f"{workload.devices} x {device.title}",
+        f"on each {workload.model.samples(workload.batch, workload.sequence)}",
+        "FP32 weights under bf16 autocast" if workload.weights == "fp32" else "bf16 weights",
+    ]
+    end = ", fused AdamW" + (", activation checkpointing" if workload.checkpointing else "")
+    parts = [paragraphs([("model", model), ("training", "; ".join(training) + end)])]
     for sharding in dict.fromkeys(each.sharding for each in estimates):
         where = "the device" if workload.devices == 1 else f"each of {workload.devices} devices, {_SHARDINGS[sharding]}"
         group = [each for each in estimates if each.sharding == sharding]
         parts.append(f"{unit} on {where}\n{_table(group, _UNITS[unit])}")
-    return "\n\n".join([*parts, _legend(known, advice)])
-
-
-def _training(workload: Workload, device: Device) -> str:
-    weights = "FP32 weights under bf16 autocast" if workload.weights == "fp32" else "bf16 weights"
-    checkpointing = ", activation checkpointing" if workload.checkpointing else ""
-    return (
-        f"{workload.devices} x {device.title}; on each {workload.model.samples(workload.batch, workload.sequence)}; "
-        f"{weights}, fused AdamW{checkpointing}"
-    )
+    moments = "; ".join(dict.fromkeys(each.peak_at for each in known))
+    legend = [
+        *((COLUMNS[name], meaning) for name, meaning in _MEANINGS.items() if _tells(name, known)),
+        ("peak", f"the highest moment of a step ({moments})"),
+        *([("sent", "to other devices in a step")] if _tells("sent", known) else []),
+        ("FP8", "share of the FLOPs of weight products"),
+        ("fits", f"the peak is at most {share(USABLE)} of the memory; the rest is for libraries and fragmentation"),
+        ("largest", "parameters of this shape with more or fewer layers"),
+        ("batch", "the most samples at a time on a device"),
+        *(("note", note) for note in dict.fromkeys(note for each in known for note in each.notes)),
+        *(("advice", sentence) for sentence in advice),
+    ]
+    return "\n\n".join([*parts, paragraphs(legend)])
 
 
 def _table(group: list[Estimate], size: int) -> str:
@@ -259,29 +260,11 @@ def _table(group: list[Estimate], size: int) -> str:
 
 
 def _tells(name: str, estimates: Iterable[Estimate]) -> bool:
-    """Whether this field of the estimates has a column."""
-    return any(getattr(each, name) > _NEARLY_NOTHING * each.peak for each in estimates)
+    """Whether this field of the estimates has a column: it is more than a small share of a peak."""
+    return any(getattr(each, name) > 0.002 * each.peak for each in estimates)
 
 
 def _number(value: float) -> str:
     if value == 0:
         return "-"
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 else f"{value:.2g}"
-
-
-def _legend(known: list[Estimate], advice: Iterable[str]) -> str:
-    moments = "; ".join(dict.fromkeys(each.peak_at for each in known))
-    notes = dict.fromkeys(note for each in known for note in each.notes)
-    return paragraphs(
-        [
-            *((COLUMNS[name], meaning) for name, meaning in _MEANINGS.items() if _tells(name, known)),
-            ("peak", f"the highest moment of a step ({moments})"),
-            *([("sent", "to other devices in a step")] if _tells("sent", known) else []),
-            ("FP8", "share of the FLOPs of weight products"),
-            ("fits", f"the peak is at most {share(USABLE)} of the memory; the rest is for libraries and fragmentation"),
-            ("largest", "parameters of this shape with more or fewer layers"),
-            ("batch", "the most samples at a time on a device"),
-            *(("note", note) for note in notes),
-            *(("advice", sentence) for sentence in advice),
-        ]
-    )

@@ -58,8 +58,6 @@ class Workload:
     devices: int = 1
     memory: float | None = None
     """Bytes of one device; None: not asked."""
-    fused: bool = True
-    """`torch.optim.AdamW(fused=…)`."""
 
     def __post_init__(self) -> None:
         for name in ("batch", "sequence", "devices"):
@@ -157,9 +155,9 @@ def estimate(
 
 def _estimate(workload: Workload, backend: str, recipe: Recipe | None, sharding: str, traced: dict) -> Estimate:
     """Estimate one backend under one sharding. `traced`: what was traced so far, which shardings share."""
-    refused = sharded_costs.refusal(recipe, sharding)
-    found = Estimate(backend, sharding, workload.devices, refused=refused or "")
-    if refused is not None:
+    found = Estimate(backend, sharding, workload.devices)
+    if sharding in sharded_costs.DEEPSPEED and recipe is not None and recipe.level != "O0":
+        found.refused = f"level {recipe.level} goes with DDP and FSDP2, not with DeepSpeed's ZeRO"
         return found
     of_te, of_release = sharding == "fsdp2" and _is_te(recipe), sharding == "ddp" and _releases(recipe)
     key = (backend, id(recipe), sharding in sharded_costs.DEEPSPEED, of_te, of_release)
@@ -172,32 +170,34 @@ def _estimate(workload: Workload, backend: str, recipe: Recipe | None, sharding:
     if recipe is not None and recipe.saved_activations != "off":
         found.notes.append(f"saved_activations={recipe.saved_activations!r}, of the backends in FP8")
 
-    def on_one_rank(layers: float, batch: float) -> StepTrace:
-        return sharded_costs.on_one_rank(growth.at(layers, batch), sharding, workload.devices, recipe)
+    def on_one_rank(layers: float, batch: float) -> sharded_costs.Rank:
+        return sharded_costs.Rank(growth.at(layers, batch), sharding, workload.devices, recipe)
+
+    def fits(layers: int, batch: int) -> bool:
+        return highest(on_one_rank(layers, batch).step())[1] <= USABLE * workload.memory
 
     if _is_te(recipe):
         found.notes.append("te: as its native equivalent, with the second copy of the weights' codes that it keeps")
-    _fill(found, on_one_rank(workload.model.layers, workload.batch))
-    whole = growth.at(workload.model.layers, workload.batch)
     if workload.devices > 1:
         found.notes.append(
             "figures are those without tensor parallelism: each device has whole layers, or gathers them"
         )
-    found.sent = sharded_costs.sent_bytes(whole, sharding, workload.devices, recipe)
-    if workload.memory is not None:
-        _fill_limits(found, workload, growth, on_one_rank)
-    return found
-
-
-def _fill(found: Estimate, trace: StepTrace) -> None:
-    """Write down what one rank holds."""
+    layers, batch = workload.model.layers, workload.batch
+    rank = on_one_rank(layers, batch)
+    trace = rank.step()
     for part in (WEIGHTS, MASTER, STATES, BUFFERS):
         setattr(found, part, trace.resting[part])
-    found.gradients = trace.gradients
+    found.gradients, found.sent = trace.gradients, rank.sent_bytes()
     found.copies, found.activations = trace.saved[COPIES] + trace.saved[CODES], trace.saved[ACTIVATIONS]
     found.peak_at, found.peak = highest(trace)
     found.flops_share = trace.sizes["flops_fp8"] / (trace.sizes["flops"] or 1)
     found.parameters = trace.sizes["parameters"]
+    if workload.memory is not None:
+        found.fits, found.largest_batch = fits(layers, batch), _largest(lambda count: fits(layers, count))
+        if growth.in_layers:
+            found.largest_layers = _largest(lambda count: fits(count, batch))
+            found.largest_parameters = growth.at(found.largest_layers, batch).sizes["parameters"]
+    return found
 
 
 def highest(trace: StepTrace) -> tuple[str, float]:
@@ -205,20 +205,6 @@ def highest(trace: StepTrace) -> tuple[str, float]:
     totals = {region: sum(parts.values()) for region, parts in trace.peaks.items()}
     region = max(totals, key=totals.get)
     return region, totals[region]
-
-
-def _fill_limits(found: Estimate, workload: Workload, growth: Growth, on_one_rank: Callable) -> None:
-    """Write down whether it fits, and what would."""
-    layers, batch = workload.model.layers, workload.batch
-
-    def fits(layers: int, batch: int) -> bool:
-        return highest(on_one_rank(layers, batch))[1] <= USABLE * workload.memory
-
-    found.fits = fits(layers, batch)
-    found.largest_batch = _largest(lambda count: fits(layers, count))
-    if growth.in_layers:
-        found.largest_layers = _largest(lambda count: fits(count, batch))
-        found.largest_parameters = growth.at(found.largest_layers, batch).sizes["parameters"]
 
 
 def _largest(holds: Callable[[int], bool]) -> int:
@@ -239,23 +225,19 @@ Numbers = dict[tuple[str, ...], float]
 
 @dataclass
 class Growth:
-    """How the numbers of a trace grow: base + layers * by_layer + batch * (by_batch + layers * by_both)."""
+    """How the numbers of a trace grow with depth and batch."""
 
-    base: Numbers = field(default_factory=dict)
-    by_layer: Numbers = field(default_factory=dict)
-    by_batch: Numbers = field(default_factory=dict)
-    by_both: Numbers = field(default_factory=dict)
+    coefficients: dict[tuple[str, ...], tuple[float, float, float, float]] = field(default_factory=dict)
+    """By number: (base, by layer, by batch, by both)."""
     in_layers: bool = True
     """Whether depth was varied; else the model is taken as it is."""
 
     def at(self, layers: float, batch: float) -> StepTrace:
         layers = layers if self.in_layers else 0
-        return StepTrace.from_numbers(
-            {
-                key: base + layers * self.by_layer[key] + batch * (self.by_batch[key] + layers * self.by_both[key])
-                for key, base in self.base.items()
-            }
-        )
+        found = {}
+        for key, (base, by_layer, by_batch, by_both) in self.coefficients.items():
+            found[key] = base + layers * by_layer + batch * (by_batch + layers * by_both)
+        return StepTrace.from_numbers(found)
 
     @classmethod
     def traced(cls, workload: Workload, recipe: Recipe | None, sharding: str, backend: str) -> Growth:
@@ -277,10 +259,9 @@ class Growth:
             by_depth = (deeper[key] - value) / (LONG - SHORT)
             by_width = (wider[key] - value) / batch
             both = by_depth / batch if key[-1] == ACTIVATIONS else 0.0
-            growth.by_both[key] = both
-            growth.by_layer[key] = by_depth - batch * both
-            growth.by_batch[key] = by_width - layers * both
-            growth.base[key] = value - layers * growth.by_layer[key] - batch * by_width
+            by_layer, by_batch = by_depth - batch * both, by_width - layers * both
+            base = value - layers * by_layer - batch * by_width
+            growth.coefficients[key] = (base, by_layer, by_batch, both)
         return growth
 
 
@@ -294,7 +275,6 @@ def tracer(workload: Workload, recipe: Recipe | None, sharding: str, backend: st
         recipe=recipe,
         autocast=autocast,
         checkpointing=workload.checkpointing,
-        fused=workload.fused,
         releases="none" if not _releases(recipe) else "scaled" if sharding == "ddp" else "all",
     )
 

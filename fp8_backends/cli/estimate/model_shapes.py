@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import math
 import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -191,69 +192,35 @@ def from_transformers(name: str | Path) -> ModelShape:
     return ModelShape(str(name), config)
 
 
-class _Llama(NamedTuple):
-    """A Llama of the proportions of Llama 3: an MLP of 3.5 times the width, 8 key and value heads."""
-
-    vocabulary: int
-    hidden: int
-    layers: int = 0
-
-    @property
-    def mlp(self) -> int:
-        return int(3.5 * self.hidden)
-
-    @property
-    def heads(self) -> int:
-        return self.hidden // (128 if self.hidden % 128 == 0 and self.hidden >= 1024 else 64)
-
-    @property
-    def key_value_heads(self) -> int:
-        return next(count for count in (8, 4, 2, 1) if self.heads % count == 0)
-
-    @property
-    def per_layer(self) -> int:
-        key_value = self.key_value_heads * self.hidden // self.heads
-        return self.hidden * (2 * self.hidden + 2 * key_value + 3 * self.mlp + 2)
-
-    def of_size(self, count: float) -> _Llama:
-        """Return the depth that comes nearest to so many parameters."""
-        return self._replace(layers=round((count - 2 * self.vocabulary * self.hidden) / self.per_layer))
-
-    def distance(self, count: float) -> float:
-        """Return how far it is from the count and from the proportions. A percent of parameters weighs as much as a
-        tenth of the proportions."""
-        if self.layers < 1:
-            return float("inf")
-        parameters = self.layers * self.per_layer + 2 * self.vocabulary * self.hidden
-        proportion = self.hidden / self.layers / ASPECT
-        return 10 * abs(parameters / count - 1) + max(proportion, 1 / proportion)
-
-
 def from_parameters(count: float) -> ModelShape:
     """Return a Llama of about so many parameters, 128 times as wide as deep, with a vocabulary of 128256 (32000 below a
-    billion) apart from the head."""
+    billion) apart from the head. As in Llama 3 its MLP is 3.5 times as wide, with 8 heads of keys and values."""
     from transformers import LlamaConfig
 
     vocabulary, step = (128256, 256) if count >= LARGE else (32000, 64)
-    sizes = (_Llama(vocabulary, width).of_size(count) for width in range(step, 32 * 1024, step))
-    llama = min(sizes, key=lambda each: each.distance(count))
-    if llama.layers < 1:
+    nearest, sizes = math.inf, {}
+    for hidden in range(step, 32 * 1024, step):
+        mlp, heads = int(3.5 * hidden), hidden // (128 if hidden % 128 == 0 and hidden >= 1024 else 64)
+        key_value_heads = next(each for each in (8, 4, 2, 1) if heads % each == 0)
+        per_layer = hidden * (2 * hidden + 2 * (key_value_heads * hidden // heads) + 3 * mlp + 2)
+        layers = round((count - 2 * vocabulary * hidden) / per_layer)
+        if layers < 1:
+            continue
+        parameters, proportion = layers * per_layer + 2 * vocabulary * hidden, hidden / layers / ASPECT
+        # a percent of parameters weighs as much as a tenth of the proportions
+        distance = 10 * abs(parameters / count - 1) + max(proportion, 1 / proportion)
+        if distance < nearest:
+            nearest = distance
+            sizes = {"hidden_size": hidden, "intermediate_size": mlp, "num_hidden_layers": layers}
+            sizes |= {"num_attention_heads": heads, "num_key_value_heads": key_value_heads}
+    if not sizes:
         raise FP8BackendError(f"{count:.3g} parameters are too few for a Llama with {vocabulary} tokens")
-    config = LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=llama.hidden,
-        intermediate_size=llama.mlp,
-        num_hidden_layers=llama.layers,
-        num_attention_heads=llama.heads,
-        num_key_value_heads=llama.key_value_heads,
-        max_position_embeddings=2**20,
-        tie_word_embeddings=False,
-        use_cache=False,
-    )
+    plain = {"max_position_embeddings": 2**20, "tie_word_embeddings": False, "use_cache": False}
+    config = LlamaConfig(vocab_size=vocabulary, **sizes, **plain)
     shape = ModelShape("", config)
     shape.title = (
-        f"Llama of {counted(llama.layers, 'layer')}, width {llama.hidden}, MLP {llama.mlp}, {vocabulary} tokens "
-        f"({readable_count(shape.parameters)} parameters)"
+        f"Llama of {counted(config.num_hidden_layers, 'layer')}, width {config.hidden_size}, "
+        f"MLP {config.intermediate_size}, {vocabulary} tokens ({readable_count(shape.parameters)} parameters)"
     )
     return shape
 
@@ -295,22 +262,17 @@ def _model_class(config: PretrainedConfig) -> Any:
     tables = reversed(_NAMES) if getattr(config, "is_encoder_decoder", False) else _NAMES
     names = [*(getattr(config, "architectures", None) or ()), *(getattr(auto, names).get(kind) for names in tables)]
     classes = [getattr(transformers, name, None) for name in names if isinstance(name, str)]
-    found = next((each for each in classes if each is not None and _has_loss(each, config)), None)
-    if found is None:
-        raise FP8BackendError(
-            f"model type {kind!r}: transformers has no class with a loss for it that estimates are made of: language "
-            "models (causal, masked, encoder-decoder, speech to text), and classifiers of texts or images"
-        )
-    return found
-
-
-def _has_loss(model_class: type, config: PretrainedConfig) -> bool:
-    """Tell whether its forward makes a loss of one input, whose size is known, and of `labels`."""
-    first = getattr(model_class, "main_input_name", None)
-    names = inspect.signature(model_class.forward).parameters
-    has_labels = "labels" in names and not any(name.endswith("_label") for name in names)
-    is_sized = all(hasattr(config, field) for field in _SIZES.get(first, ()))
-    return model_class.__name__.endswith(_WITH_LOSS.get(first, ())) and has_labels and is_sized
+    for model_class in filter(None, classes):  # the first whose forward makes a loss of one input of known size
+        first = getattr(model_class, "main_input_name", None)
+        arguments = inspect.signature(model_class.forward).parameters
+        has_labels = "labels" in arguments and not any(name.endswith("_label") for name in arguments)
+        is_sized = all(hasattr(config, field) for field in _SIZES.get(first, ()))
+        if model_class.__name__.endswith(_WITH_LOSS.get(first, ())) and has_labels and is_sized:
+            return model_class
+    raise FP8BackendError(
+        f"model type {kind!r}: transformers has no class with a loss for it that estimates are made of: language "
+        "models (causal, masked, encoder-decoder, speech to text), and classifiers of texts or images"
+    )
 
 
 _NAMES = (

@@ -12,7 +12,7 @@ import contextlib
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -41,7 +41,7 @@ from ...training import conversion, preparation
 from ...training.auditing import converted_layers, inner_tensors, residual_of, stored_bytes
 from ...training.flops import expected_flops
 from ...training.weight_products import find_weight_products
-from ...training.work import Work, WorkMeter
+from ...training.work import WorkMeter
 
 PARTS = ("weights", "master", "gradients", "states", "buffers", "copies", "codes", "activations")
 """What memory is for. `copies` of weights in high precision (autocast's) and FP8 `codes` of weights are made for the
@@ -88,7 +88,7 @@ class MemoryTracker(TorchDispatchMode):
         self.total = 0
         self.region = "preparation"
         self.peaks: dict[str, Bytes] = {}
-        self._peak_totals: dict[str, int] = {}
+        self.peak_totals: dict[str, int] = {}
         self._storages: dict[int, Storage] = {}
         self._answers = 0
 
@@ -96,10 +96,6 @@ class MemoryTracker(TorchDispatchMode):
         """Count moments from now on in this region; one that is entered again goes on."""
         self.region = region
         self._note_peak()
-
-    def forget_peaks(self) -> None:
-        self.peaks.clear()
-        self._peak_totals.clear()
 
     def assign(self, tensor: torch.Tensor, part: str) -> None:
         """Note that what a tensor stores is of this part."""
@@ -125,29 +121,27 @@ class MemoryTracker(TorchDispatchMode):
         if not _PLAIN_TYPES.issuperset(types):
             return NotImplemented  # a wrapper subclass first says what it does on its inner tensors
         if func is torch.ops.aten._local_scalar_dense.default:
-            return self._number_in(args[0])
+            self._answers += 1
+            if self._answers > MOST_ANSWERS:
+                raise FP8BackendError(
+                    "the code of this model asks for values of tensors without end, and here are none"
+                )
+            dtype = args[0].dtype
+            return False if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
         if func is torch.ops.aten._grouped_mm.default:
-            func = _grouped_mm
-        out = func(*args, **(kwargs or {}))
+            # PyTorch multiplies for experts of fake tensors in bf16 alone, of real ones in every dtype
+            out = func(args[0].bfloat16(), args[1].bfloat16(), *args[2:], **(kwargs or {})).to(args[0].dtype)
+        else:
+            out = func(*args, **(kwargs or {}))
         made_of_weights = None
         for tensor in tree_iter(out):
-            if self._is_new(tensor):
+            has_memory = isinstance(tensor, torch.Tensor) and not tensor.is_meta
+            if has_memory and tensor.untyped_storage()._cdata not in self._storages:
                 if made_of_weights is None:
                     made_of_weights = self._are_weights(args, kwargs)
                 copies = CODES if tensor.dtype.itemsize == 1 else COPIES
                 self._add(tensor, copies if made_of_weights else ACTIVATIONS)
         return out
-
-    def _is_new(self, value: object) -> bool:
-        """Whether this is a tensor with memory that is not counted yet."""
-        has_memory = isinstance(value, torch.Tensor) and not value.is_meta
-        return has_memory and value.untyped_storage()._cdata not in self._storages
-
-    def _number_in(self, tensor: torch.Tensor) -> float | bool:
-        self._answers += 1
-        if self._answers > MOST_ANSWERS:
-            raise FP8BackendError("the code of this model asks for values of tensors without end, and here are none")
-        return False if tensor.dtype == torch.bool else 1.0 if tensor.dtype.is_floating_point else 1
 
     def _are_weights(self, args, kwargs) -> bool:
         """Tell whether the tensors among the arguments are weights, or copies of them."""
@@ -174,8 +168,8 @@ class MemoryTracker(TorchDispatchMode):
 
     def _note_peak(self) -> None:
         # what a kernel leaves behind is counted with the next tensor
-        if self.total >= self._peak_totals.get(self.region, 0) and not _is_inside_kernel():
-            self._peak_totals[self.region] = self.total
+        if self.total >= self.peak_totals.get(self.region, 0) and not _is_inside_kernel():
+            self.peak_totals[self.region] = self.total
             self.peaks[self.region] = dict(self.live)
 
 
@@ -184,11 +178,6 @@ def _is_inside_kernel() -> bool:
     while frame is not None and frame.f_code not in _KERNELS:
         frame = frame.f_back
     return frame is not None
-
-
-def _grouped_mm(a: torch.Tensor, b: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-    """Multiply for experts in high precision. PyTorch does so for fake tensors of bf16 alone, for real ones of all."""
-    return torch.ops.aten._grouped_mm.default(a.bfloat16(), b.bfloat16(), *args, **kwargs).to(a.dtype)
 
 
 @dataclass
@@ -236,8 +225,6 @@ class StepSettings:
     """The dtype of products that are not in FP8; None: that of the weights."""
     checkpointing: bool = False
     """Activation checkpointing of each block."""
-    fused: bool = True
-    """`torch.optim.AdamW(fused=…)`."""
     releases: Literal["all", "scaled", "none"] = "none"
     """Which gradients are dropped inside backward; under DDP those of scaled weights alone."""
 
@@ -340,7 +327,7 @@ class _Step:
         self.model, self.settings, self.tracker = model, settings, tracker
         if settings.checkpointing:
             getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=settings.fused)
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         if settings.recipe is not None:
             recipe = _traced_recipe(model, settings.recipe)
             preparation.prepare_model(model, recipe)
@@ -364,24 +351,41 @@ class _Step:
     def trace(self, make_batch: Callable, find_stacks: Callable) -> StepTrace:
         tracker = self.tracker
         self._assign_parts()
-        self._make_states()
-        self._assign_parts()
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        if isinstance(self.optimizer, ScaledStates):
+            for parameter in trained:
+                self.optimizer.state_of(self.optimizer.param_groups[0], parameter)
+        else:
+            for parameter in trained:
+                parameter.grad = torch.zeros_like(parameter)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        self._assign_parts()  # those of the states too
         tracker.assign_all(ACTIVATIONS, BUFFERS)  # notes of layers: nothing was activated yet
         stacks = find_stacks(self.model)
         regions = _Regions(tracker, stacks)
-        tracker.forget_peaks()
+        tracker.peaks.clear()
+        tracker.peak_totals.clear()
         trace = StepTrace(resting=dict(tracker.live), sizes=_sizes(self.model, self.optimizer, sum(stacks, [])))
         tracker.enter("forward")
         meter = WorkMeter(self.model, find_weight_products(self.model))
         batch = make_batch()
         samples = len(next(iter(batch.values())))
-        loss = _loss(self.model(**batch))
-        del batch
+        outputs = self.model(**batch)
+        loss = outputs if isinstance(outputs, torch.Tensor) else outputs[0]
+        del batch, outputs
         regions.turn()
         trace.saved = {part: tracker.live[part] - trace.resting[part] for part in (COPIES, CODES, ACTIVATIONS)}
         loss.backward()
         meter.detach()
-        trace.sizes |= _flops(self.model, meter.work, samples)
+        roots = conversion.prepared_roots(self.model)
+        if roots:
+            _, root, prepared = roots[0]
+            measures = expected_flops(root, prepared, meter.work)
+            needed, in_fp8 = measures.needed, measures.in_fp8
+        else:
+            needed, in_fp8 = sum(seen.flops for seen in meter.work.values()), 0.0
+        trace.sizes |= {"flops": needed / samples, "flops_fp8": in_fp8 / samples}
         del loss
         trace.gradients = tracker.live[GRADIENTS]
         trace.sizes["plain_gradients"] = self.plain_gradients
@@ -391,17 +395,6 @@ class _Step:
             self.optimizer.step()
         trace.peaks = tracker.peaks
         return trace
-
-    def _make_states(self) -> None:
-        trained = [p for p in self.model.parameters() if p.requires_grad]
-        if isinstance(self.optimizer, ScaledStates):
-            for parameter in trained:
-                self.optimizer.state_of(self.optimizer.param_groups[0], parameter)
-        else:
-            for parameter in trained:
-                parameter.grad = torch.zeros_like(parameter)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
 
     def _assign_parts(self) -> None:
         for parameter in self.model.parameters():
@@ -416,10 +409,6 @@ class _Step:
             for name, value in state.items():
                 if isinstance(value, torch.Tensor):
                     self.tracker.assign(value, MASTER if "master" in name else STATES)
-
-
-def _loss(outputs: torch.Tensor | Sequence) -> torch.Tensor:
-    return outputs if isinstance(outputs, torch.Tensor) else outputs[0]
 
 
 class _Regions:
@@ -468,9 +457,8 @@ def _sizes(model: nn.Module, optimizer: torch.optim.Optimizer, blocks: list[nn.M
     """Return what sharding and communication depend on.
 
     In elements: `parameters`, `trained`, `scaled` (trained and stored in scaled precision), `largest_scaled`,
-    `converted` (in FP8 products), `to_scale` (by an optimizer that rounds what it stores), `scaling_states` (agreed on
-    between ranks), `block` and `block_scaled` (of the largest block), `outside` (the blocks). In bytes: `scaled_states`
-    (moments of scaled weights). `_flops` adds those of a sample.
+    `converted` (in FP8 products), `scaling_states` (agreed on between ranks), `block` and `block_scaled` (of the
+    largest block), `outside` (the blocks). In bytes: `scaled_states` (moments of scaled weights).
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     scaled = [p for p in trained if isinstance(p, ScaledTensor)]
@@ -483,7 +471,6 @@ def _sizes(model: nn.Module, optimizer: torch.optim.Optimizer, blocks: list[nn.M
         "scaled": sum(p.numel() for p in scaled),
         "largest_scaled": max((p.numel() for p in scaled), default=0),
         "scaled_states": sum(map(stored_bytes, states)),
-        "to_scale": optimizer.elements_to_scale() if isinstance(optimizer, ScaledStates) else 0,
         "converted": 0,
         "scaling_states": 0,
         "block": _elements(block),
@@ -495,16 +482,6 @@ def _sizes(model: nn.Module, optimizer: torch.optim.Optimizer, blocks: list[nn.M
             sizes["converted"] += layer.weight.numel()
         sizes["scaling_states"] += sum(state.numel() for state in scaling_buffers(prepared.compute, root))
     return sizes
-
-
-def _flops(model: nn.Module, work: dict[str, Work], samples: int) -> dict[str, float]:
-    """Return the FLOPs of one sample's products with weights, `flops`, and of those in FP8, `flops_fp8`."""
-    roots = conversion.prepared_roots(model)
-    if not roots:
-        return {"flops": sum(seen.flops for seen in work.values()) / samples, "flops_fp8": 0.0}
-    _, root, prepared = roots[0]
-    measures = expected_flops(root, prepared, work)
-    return {"flops": measures.needed / samples, "flops_fp8": measures.in_fp8 / samples}
 
 
 def _elements(module: nn.Module) -> int:

@@ -138,7 +138,15 @@ def read_samples(path: str | Path) -> Samples:
         name = shortened(str(path))
         raise FP8BackendError(f"{name} holds no sample yet: a training with monitor_every=N adds one every N steps")
     records = [by_step[step] for step in sorted(by_step)]
-    return Samples(path, records, unreadable, _tensors(records))
+    found: dict[tuple[str, str], Tensor] = {}
+    for record in records:
+        for layer, tensors in record["tensors"].items():
+            for name, entry in tensors.items():
+                tensor = found.setdefault((layer, name), Tensor(layer, name))
+                tensor.steps.append(record["step"])
+                tensor.entries.append(entry)
+    worst_first = sorted(found.values(), key=lambda tensor: (not tensor.is_stored, *tensor.badness), reverse=True)
+    return Samples(path, records, unreadable, worst_first)
 
 
 def _is_record(found: Any) -> bool:
@@ -181,38 +189,18 @@ def _is_count(found: Any) -> bool:
     return type(found) is int and 0 <= found <= _LARGEST
 
 
-def _tensors(records: list[dict[str, Any]]) -> list[Tensor]:
-    found: dict[tuple[str, str], Tensor] = {}
-    for record in records:
-        for layer, tensors in record["tensors"].items():
-            for name, entry in tensors.items():
-                tensor = found.setdefault((layer, name), Tensor(layer, name))
-                tensor.steps.append(record["step"])
-                tensor.entries.append(entry)
-    return sorted(found.values(), key=lambda tensor: (not tensor.is_stored, *tensor.badness), reverse=True)
-
-
 # Cells of tables
 
-CAST_COLUMNS = (
-    "layer",
-    "tensor",
-    "format",
-    "SQNR, dB",
-    "lost",
-    "most lost",
-    "clipped",
-    "flushed",
-    "amax",
-    "scale",
-)
+CAST_COLUMNS = (*("layer", "tensor", "format", "SQNR, dB", "lost", "most lost", "clipped", "flushed", "amax", "scale"),)
 STORED_COLUMNS = ("layer", "tensor", "format", "zeros", "at the maximum", "amax", "scale")
 
 
 def cells(tensor: Tensor) -> list[str]:
     """A row of `CAST_COLUMNS`, or of `STORED_COLUMNS`."""
     entry, name = tensor.last, tensor.layer or "(root)"
-    numbers = [_number(entry["amax"]), _scale(entry["scale"])]
+    low, high = entry["scale"] if isinstance(entry["scale"], list) else [entry["scale"]] * 2
+    scale = _number(high) if low == high else f"{_number(low)} to {_number(high)}"
+    numbers = [_number(entry["amax"]), "–" if low is None and high is None else scale]
     keys = ("zeros", "at_max") if tensor.is_stored else ("saturated", "flushed")
     shares = [share(entry[key]) if is_finite(entry) else "NaN" for key in keys]
     if tensor.is_stored:
@@ -225,10 +213,3 @@ def cells(tensor: Tensor) -> list[str]:
 
 def _number(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.3g}"
-
-
-def _scale(value: Any) -> str:
-    low, high = value if isinstance(value, list) else (value, value)
-    if low is None and high is None:
-        return "–"
-    return _number(high) if low == high else f"{_number(low)} to {_number(high)}"
