@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,10 +18,6 @@ from ...scaling import tensor_amax
 from ..eager import on_device
 from ..reference import adam_numbers
 from .rounding import SEED_FACTOR
-
-if TYPE_CHECKING:
-    from .cpu import CPUKernels
-    from .triton_adam import TritonKernels
 
 ROUNDINGS = ("stochastic", "nearest")
 
@@ -227,7 +223,7 @@ pointer to the record (0: none). `cpu.cpp` and `triton_tiles.py` count them like
 
 
 class AdamTable:
-    """The steps of parameters of one kind on one device.
+    """The steps of parameters of one kind on one device, by `cpu.CPUKernels` or `triton_adam.TritonKernels`.
 
     Attributes:
         rows: int64 [parameters, COLUMNS], on the device.
@@ -238,7 +234,7 @@ class AdamTable:
         chunk_counts: chunks of each parameter, at least one: it writes the scales.
     """
 
-    def __init__(self, kind: Kind, jobs: Sequence[Job], kernels: CPUKernels | TritonKernels):
+    def __init__(self, kind: Kind, jobs: Sequence[Job], kernels: Any):
         self.kind, self.jobs, self.kernels = kind, jobs, kernels
         self.device = jobs[0].weight.data.device
         self.chunk_size, count = kernels.chunk_size(), len(jobs)
