@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from fp8_backends.numerics.kernels.wire import reference
-from fp8_backends.numerics.kernels.wire.format import BLOCK, Part
+from fp8_backends.numerics.kernels.wire.reference import BLOCK, Part
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SPECIAL = (0.0, -0.0, float("inf"), float("-inf"), float("nan"), 2.0**-149, 2.0**-126, 3.4e38, -225.0, 464.0)

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from ..numerics.formats import E4M3
 from ..numerics.kernels.wire import dispatch as wire
 from ..numerics.kernels.wire.dispatch import decode, encode
-from ..numerics.kernels.wire.format import BLOCK, Part
+from ..numerics.kernels.wire.reference import BLOCK, Part
 
 LONG = 2**18
 """From so many values on, a message may end with zeros, 0.8 % at most."""

@@ -8,20 +8,20 @@ or tensors of fewer than 4096 elements) are left to PyTorch's own implementation
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim.adam import adam
 
 from ..numerics.faults import NOT_NEGATIVE, Range
-from ..numerics.kernels.adam.bounds import LEAST_ROOT
-from ..numerics.kernels.adam.dispatch import AdamSteps, Job, adam_hypers, has_kernels
+from ..numerics.kernels.adam.bounds import LEAST_ROOT, measured
+from ..numerics.kernels.adam.dispatch import AdamSteps, Job, Slot, adam_hypers, has_kernels
 from ..numerics.scaled_tensor import KnownAmax, ScaledTensor, stored_parts
 from ..numerics.sharded_tensor import local_part
 from . import sharding
 from .lost_updates import MOMENTS, share_of_lost_updates
-from .records import Records
 from .scaled_states import Declaration, LocalView, ScaledStates, slot_of
 
 COMPILE_FROM = 2**22
@@ -40,11 +40,43 @@ ADAMW = Declaration(
 )
 
 
+class _Record(NamedTuple):
+    numbers: torch.Tensor
+    """FP32 [4], as `measured` returns."""
+    seen: list[tuple[weakref.ref, int]]
+    """The tensors that were measured, and autograd's counts of writes to them."""
+
+
+class Records:
+    """The largest numbers of the tensors that the last step has stored, by the `id` of a parameter.
+
+    A step of one pass needs those before it and leaves those after it (`numerics/kernels/adam/bounds.py`). They are no
+    part of a checkpoint: after loading, as after any other write, they are measured again, which gives the same
+    numbers."""
+
+    def __init__(self) -> None:
+        self._records: dict[int, _Record] = {}
+
+    def take(self, key: int, slots: Sequence[Slot], parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The numbers of a weight, exp_avg and exp_avg_sq, for a step to use up. parts: the tensors that `slots` hold,
+        or are views of."""
+        record = self._records.pop(key, None)
+        if record is None or len(record.seen) != len(parts):
+            return measured(*slots)
+        pairs = zip(record.seen, parts, strict=True)
+        unchanged = all(seen() is part and version == part._version for (seen, version), part in pairs)
+        return record.numbers if unchanged else measured(*slots)
+
+    def keep(self, key: int, numbers: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+        """Keep the numbers that a step has left."""
+        self._records[key] = _Record(numbers, [(weakref.ref(part), part._version) for part in parts])
+
+
 class ScaledMoments(ScaledStates):
     """Steps of Adam and AdamW over states that are rounded."""
 
     fp8_records: Records
-    """What the last step has stored; no part of copies and checkpoints."""
+    """No part of copies and checkpoints."""
 
     def _step_plain(self, views: Sequence[LocalView]) -> None:
         group, states = views[0].group, [self.state_of(view.group, view.parameter) for view in views]

@@ -9,7 +9,7 @@ import torch
 from fp8_backends.numerics.kernels.wire import cpu as message_chunks
 from fp8_backends.numerics.kernels.wire import dispatch as messages
 from fp8_backends.numerics.kernels.wire import reference as message_reference
-from fp8_backends.numerics.kernels.wire.format import BLOCK, Part
+from fp8_backends.numerics.kernels.wire.reference import BLOCK, Part
 
 
 @pytest.fixture(params=[2 * BLOCK, 2**18], ids=["small chunks", "chunks"])

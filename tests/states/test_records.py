@@ -12,6 +12,7 @@ from fp8_backends.numerics.kernels.adam.dispatch import AdamSteps
 from fp8_backends.numerics.kernels.quantize import dispatch as quantization
 from fp8_backends.numerics.scaled_tensor import ScaledTensor
 from fp8_backends.numerics.scaling import tensor_amax
+from fp8_backends.states import adamw
 
 
 def known(model):
@@ -21,10 +22,8 @@ def known(model):
 @pytest.fixture
 def measurements(monkeypatch):
     """How many records were measured so far."""
-    from fp8_backends.states import records
-
     calls = []
-    monkeypatch.setattr(records, "measured", lambda *slots: calls.append(slots) or measured(*slots))
+    monkeypatch.setattr(adamw, "measured", lambda *slots: calls.append(slots) or measured(*slots))
     return calls
 
 

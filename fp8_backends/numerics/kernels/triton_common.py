@@ -9,12 +9,14 @@ integer operations, and one type serves all.
 
 from __future__ import annotations
 
+import contextlib
 import math
 
+import torch
 import triton
 import triton.language as tl
 
-from ..formats import E4M11, FORMATS
+from ..formats import E4M3, E4M11, E5M2, FORMATS, saturating_cast
 
 OPTIONS = {"enable_fp_fusion": False}
 """For every launch: a product and a sum that become one instruction are rounded once, not twice."""
@@ -195,3 +197,34 @@ def from_codes(codes, FORMAT: tl.constexpr):
 def from_magnitude_codes(codes, FORMAT: tl.constexpr):
     """FP32 numbers of what `magnitude_codes` makes of them."""
     return from_bits(codes << dropped_bits(FORMAT)) * (smallest_normal(FORMAT) / _power(-126))
+
+
+# One small run on a device, before training depends on it: the launcher wants a C compiler, the code generator may not
+# know a new GPU, and casts to FP8 are the hardware's
+
+_TRIAL_BLOCK = 2048
+
+
+@torch.no_grad()
+def obstacle(device: torch.device, has_fp8_casts: bool) -> str | None:
+    """Why kernels must not be used on this device, or None: both formats' codes of all bf16 numbers are compared with
+    PyTorch's. Waits for the device. Raises what Triton raises.
+
+    has_fp8_casts: whether the device converts FP32 to FP8 in hardware.
+    """
+    x = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).float().to(device)
+    for fmt in (E4M3, E5M2):
+        codes = torch.empty(x.shape, dtype=torch.uint8, device=device)
+        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+            _cast_kernel[(x.numel() // _TRIAL_BLOCK,)](x, codes, fmt.name, has_fp8_casts, _TRIAL_BLOCK, **OPTIONS)
+        right = codes == saturating_cast(x, fmt).view(torch.uint8)
+        right |= x.isnan() & codes.view(fmt.dtype).float().isnan()  # of a NaN the sign does not matter
+        if wrong := int((~right).sum()):
+            return f"{wrong} of {x.numel()} casts to {fmt.name} differ from PyTorch's"
+    return None
+
+
+@triton.jit
+def _cast_kernel(x_ptr, codes_ptr, FORMAT: tl.constexpr, HAS_FP8_CASTS: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(codes_ptr + at, to_codes(tl.load(x_ptr + at), FORMAT, HAS_FP8_CASTS))

@@ -109,10 +109,10 @@ def _triton_is_there() -> bool:
 
 
 def _passes_trial(device: int) -> bool:
-    from . import triton_trial  # Triton takes a second to load
+    from . import triton_common  # Triton takes a second to load
 
     try:
-        obstacle = triton_trial.obstacle(torch.device("cuda", device), _capability(device) >= _FP8_CASTS)
+        obstacle = triton_common.obstacle(torch.device("cuda", device), _capability(device) >= _FP8_CASTS)
     except Exception as error:  # compilers and drivers have no error in common
         obstacle = f"{type(error).__name__}: {error}"
     if obstacle is not None:

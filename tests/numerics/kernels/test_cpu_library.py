@@ -15,7 +15,7 @@ import warnings
 import pytest
 from test_adam_passes import needs_compiler
 
-from fp8_backends.numerics.kernels.adam import cpu_library, own_files
+from fp8_backends.numerics.kernels.adam import cpu_library
 from fp8_backends.numerics.kernels.adam.cpu_library import Library
 
 pytestmark = needs_compiler
@@ -247,12 +247,12 @@ def test_a_folder_that_a_group_of_several_may_write_is_left_alone(cache, users, 
     cache.mkdir(parents=True)
     cache.parent.chmod(0o770)
     with pytest.raises(PermissionError, match="others may write"):
-        own_files.make_own(cache)
+        cpu_library.make_own(cache)
 
 
 def test_a_group_or_a_user_that_nobody_knows_is_not_private(cache, users):
     users()
-    assert own_files._is_private(os.getegid()) and not own_files._is_private(os.getegid() + 1)
+    assert cpu_library._is_private(os.getegid()) and not cpu_library._is_private(os.getegid() + 1)
 
 
 def test_a_folder_with_an_access_control_list_is_left_alone(cache, users, monkeypatch):
@@ -260,10 +260,10 @@ def test_a_folder_with_an_access_control_list_is_left_alone(cache, users, monkey
     users()
     cache.mkdir(parents=True)
     cache.parent.chmod(0o770)
-    own_files.make_own(cache)
+    cpu_library.make_own(cache)
     monkeypatch.setattr(os, "listxattr", lambda path: ["system.posix_acl_access"])
     with pytest.raises(PermissionError, match="others may write"):
-        own_files.make_own(cache)
+        cpu_library.make_own(cache)
 
 
 def test_a_folder_all_may_write_where_none_can_rename_is_no_danger(source, cache, tmp_path, monkeypatch):
@@ -398,4 +398,4 @@ def test_a_file_of_ones_own_is_read(tmp_path):
     file = tmp_path / "file"
     file.write_bytes(b"text")
     file.chmod(0o644)  # others may read it
-    assert own_files.read_own(file) == b"text" and own_files.read_own(tmp_path / "none") is None
+    assert cpu_library.read_own(file) == b"text" and cpu_library.read_own(tmp_path / "none") is None

@@ -99,10 +99,10 @@ def test_a_gpu_where_the_trial_fails_keeps_plain_operations_and_says_why(found, 
         return found
 
     monkeypatch.setitem(
-        sys.modules, "fp8_backends.numerics.kernels.triton_trial", types.SimpleNamespace(obstacle=obstacle)
+        sys.modules, "fp8_backends.numerics.kernels.triton_common", types.SimpleNamespace(obstacle=obstacle)
     )
     monkeypatch.setattr(
-        kernels, "triton_trial", sys.modules["fp8_backends.numerics.kernels.triton_trial"], raising=False
+        kernels, "triton_common", sys.modules["fp8_backends.numerics.kernels.triton_common"], raising=False
     )
     with caplog.at_level(logging.WARNING):
         assert triton_gate._passes_trial(1) == (found is None)

@@ -470,9 +470,9 @@ struct Run {
 
     inline Unsigneds random(int64_t at) const {
         if (!STOCHASTIC) return Unsigneds{};
-        Unsigneds index;
-        for (int i = 0; i < LANES; i++) index[i] = static_cast<uint32_t>(p.row[FIRST] + at + i);
-        return hashed(index ^ p.key);
+        Unsigneds lanes;
+        for (int i = 0; i < LANES; i++) lanes[i] = i;
+        return hashed((lanes + static_cast<uint32_t>(p.row[FIRST] + at)) ^ p.key);
     }
 
     // Writes new values. Returns bits of |x| as it is stored, without its scale.

@@ -56,13 +56,13 @@ class AdamSteps:
     def __init__(self, jobs: Sequence[Job], *, fused: bool = True, compiled: bool = False):
         self._count = len(jobs)
         self._parts: list[tuple[AdamTable | _Singly, list[int]]] = []
-        groups: dict[tuple, list[int]] = {}
+        groups: dict[tuple[torch.device, bool, Kind], list[int]] = {}
         for i, job in enumerate(jobs):
             job.check()
-            key = job.weight.data.device, job.finite is None, job.kind, fused and job.fits_kernels
-            groups.setdefault(key, []).append(i)
-        for (device, _, kind, fits), members in groups.items():
+            groups.setdefault((job.weight.data.device, job.finite is None, job.kind), []).append(i)
+        for (device, _, kind), members in groups.items():
             together = [jobs[i] for i in members]
+            fits = fused and kind.takes_one_pass
             kernels = _kernels(kind, together[0].weight.data) if fits else None
             if kernels is not None:
                 steps = AdamTable(kind, together, kernels)

@@ -85,6 +85,7 @@ class Job(NamedTuple):
 
     @property
     def kind(self) -> Kind:
+        scaled = [slot.scale_inv is not None for slot in self.written]
         return Kind(
             dtypes=tuple(slot.data.dtype for slot in self.slots),
             scaled=tuple(slot.scale_inv is not None for slot in self.slots),
@@ -95,20 +96,9 @@ class Job(NamedTuple):
             maximize=self.maximize,
             stochastic=self.rounding == "stochastic",
             finite_is_told=self.finite is not None or self.grad.data.dtype.itemsize > 1 or self.grad.block_size > 0,
-            bounded=self.record is not None and self._has_new_scales,
+            bounded=self.record is not None and (scaled[0] if self.copy else any(scaled)),
             split=self.weight.residual is not None,
         )
-
-    @property
-    def fits_kernels(self) -> bool:
-        """Whether one pass makes the step: no scale follows from an amax that another pass would have to find."""
-        return self.kind.bounded or not (self.copy or self._has_new_scales)
-
-    @property
-    def _has_new_scales(self) -> bool:
-        """Whether scales follow from bounds where these are known; the scale of a copy follows from its weight's."""
-        scaled = [slot.scale_inv is not None for slot in self.written]
-        return scaled[0] if self.copy else any(scaled)
 
     def check(self) -> None:
         """Raise ValueError for a slot that is not contiguous, block sizes that differ, or an unknown rounding; a split
@@ -147,6 +137,11 @@ class Kind(NamedTuple):
     """Whether scales follow from bounds of amaxes, and those of blocks from their amaxes, in one pass."""
     split: bool = False
     """Whether the weight is E4M11: E4M3 data and a residual."""
+
+    @property
+    def takes_one_pass(self) -> bool:
+        """Whether no scale follows from an amax that another pass would have to find."""
+        return self.bounded or self.copy is None and not any(self.scaled[i] for i in WRITTEN)
 
     def format(self, slot: int) -> Format:
         """The format of weight, grad, exp_avg or exp_avg_sq."""

@@ -16,8 +16,7 @@ import torch
 
 from ...formats import E4M3, FP16
 from ...scaling import power_of_two_scale
-from .format import BLOCK, Part, columns_of, shape_of
-from .reference import decode, exponents_of, scales_of
+from .reference import BLOCK, Part, columns_of, decode, exponents_of, scales_of, shape_of
 
 __all__ = ["decode", "dequantize", "encode", "pack", "reduce", "reduce_values", "unpack"]
 

@@ -20,7 +20,7 @@ import torch
 from ..eager import is_eager
 from ..triton_gate import usable
 from . import cpu, reference
-from .format import Part
+from .reference import Part
 
 # One pass each
 

@@ -1,15 +1,43 @@
-"""What messages hold, in a few operations of PyTorch on whole tensors. It defines the numbers, and works on any device,
-on tensors without memory and under tracing."""
+"""Messages of gradients: their layout, and the passes of `dispatch.py` as a few operations on whole tensors.
+
+They define the numbers, and work on any device, on tensors without memory and under tracing."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from ...formats import E4M3, saturating_cast
 from ...scaling import power_of_two_scale, scale_inv_of
-from .format import BLOCK, Part, columns_of
+
+BLOCK = 128
+"""Elements that share a scale on the wire."""
+
+
+class Part(NamedTuple):
+    """Values that lie in one piece in memory, and where they stand among the values of all rows, row after row.
+
+    What no part covers counts as zero.
+    """
+
+    values: torch.Tensor
+    """[numel], contiguous; FP32, bf16, fp16, or whatever else a cast to FP32 reads."""
+    start: int
+    """Index among the values of the flattened rows; a multiple of BLOCK. The last block may be cut off."""
+    scale_inv: torch.Tensor | None = None
+    """The values are multiplied by it: FP32, 0-dimensional."""
+
+
+def shape_of(rows: int, columns: int) -> tuple[int, int]:
+    """The shape of messages for so many rows and columns of values."""
+    return rows, columns + -(-columns // BLOCK)
+
+
+def columns_of(messages: torch.Tensor) -> int:
+    """How many of the bytes of a message are codes."""
+    return messages.shape[1] - -(-messages.shape[1] // (BLOCK + 1))
 
 
 def pack(parts: Sequence[Part], rows: int, columns: int, rank: int, rounded: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -33,7 +33,7 @@ from ..triton_common import (
     to_nearest,
 )
 from ..triton_gate import has_fp8_casts, on_device_of
-from .format import BLOCK, Part, columns_of, shape_of
+from .reference import BLOCK, Part, columns_of, shape_of
 
 TILE = 32
 """Blocks that a program works on: 4096 elements."""

@@ -9,7 +9,7 @@ import torch
 from fp8_backends.numerics.kernels.wire import dispatch as messages
 from fp8_backends.numerics.kernels.wire import reference as message_reference
 from fp8_backends.numerics.kernels.wire import triton_messages
-from fp8_backends.numerics.kernels.wire.format import BLOCK, Part
+from fp8_backends.numerics.kernels.wire.reference import BLOCK, Part
 from fp8_backends.numerics.kernels.wire.triton_messages import tables
 
 
